@@ -1,22 +1,87 @@
 """Pipelines: the stages of a model on the ranks of a mesh axis, microbatches passing through them.
 
-GPipe (Huang et al., arXiv:1811.06965), 1F1B (Narayanan et al., arXiv:2006.09503) and interleaved 1F1B (Narayanan et
-al., arXiv:2104.04473); `fshard.ext.parallel.ticks` has their tables.
+GPipe (Huang et al., arXiv:1811.06965), 1F1B (PipeDream-Flush: Narayanan et al., arXiv:2006.09503) and interleaved 1F1B
+with virtual stages (Megatron-LM: Narayanan et al., arXiv:2104.04473).
 """
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
 import fshard as fs
 from fshard.ext import _compat
-from fshard.ext.parallel.scheduled import Parts, Run, Stage, scheduled
-from fshard.ext.parallel.ticks import SCHEDULES
-from fshard.extend import calling, check_axis, describe, expect, flatten, refuse, sum_dtype
+from fshard.extend import calling, chained, check_axis, custom_call, describe, expect, flatten, refuse, sum_dtype
 
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
 REDUCTIONS = ("mean", "sum", "weighted")
+
+
+class Op(NamedTuple):
+    """What a rank computes in one tick of 1F1B.
+
+    Attributes:
+        backward: Whether it is the backward of a microbatch.
+        microbatch: The microbatch.
+        place: The virtual stage, by its place in the model; rank r of n has the places r, r + n, and so on.
+    """
+
+    backward: bool
+    microbatch: int
+    place: int
+
+    def moved(self, step: int, places: int) -> "Op | None":
+        """Find the op so many places on its way; None beyond the ends of the model."""
+        place = self.place + (-step if self.backward else step)
+        return self._replace(place=place) if 0 <= place < places else None
+
+
+Tick = tuple[Op | None, ...]
+
+
+@lru_cache(maxsize=64)
+def ticks(stages: int, microbatches: int, virtual_stages: int = 1, backward: bool = True) -> tuple[Tick, ...]:
+    """Compute which rank does what in which tick of 1F1B; a result is used in a later tick than it was computed in.
+
+    There are 2 (microbatches * virtual_stages + stages - 1) ticks, each a virtual stage long. Stage s holds at most
+    stages - s microbatches, or with several virtual stages 2 (stages - s - 1) + (virtual_stages - 1) stages + 1.
+
+    Args:
+        stages: How many ranks.
+        microbatches: How many; with several virtual stages a multiple of `stages`.
+        virtual_stages: How many each rank has.
+        backward: Whether there are backwards.
+
+    Returns:
+        For each tick what each rank does, None where it waits.
+    """
+    total, places = microbatches * virtual_stages, stages * virtual_stages
+    # Groups of as many microbatches as there are ranks go through one virtual stage after another.
+    turns = [(k // places * stages + k % stages, k // stages % virtual_stages) for k in range(total)]
+    queues: list[deque[Op]] = []
+    for stage in range(stages):
+        forwards = [Op(False, microbatch, chunk * stages + stage) for microbatch, chunk in turns]
+        backwards = [Op(True, i, (virtual_stages - 1 - chunk) * stages + stage) for i, chunk in turns]
+        # Some forwards, then one of both, then the backwards that are left.
+        ahead = (stages - stage - 1) * min(virtual_stages, 2) + (virtual_stages - 1) * stages
+        ahead = min(ahead, total)
+        both = [op for pair in zip(forwards[ahead:], backwards, strict=False) for op in pair]
+        order = [*forwards[:ahead], *both, *backwards[total - ahead :]]
+        queues.append(deque(op for op in order if backward or not op.backward))
+    done: set[Op | None] = {None}
+    table: list[Tick] = []
+    while any(queues):
+        row = tuple(queue[0] if queue and _needed(queue[0], places) in done else None for queue in queues)
+        done.update(queue.popleft() for op, queue in zip(row, queues, strict=True) if op is not None)
+        table.append(row)
+    return tuple(table)
+
+
+def _needed(op: Op, places: int) -> Op | None:
+    """Find the op whose result an op takes; None for the first forward."""
+    return op.moved(-1, places) or (op._replace(backward=False) if op.backward else None)
 
 
 def pipeline(
@@ -96,134 +161,310 @@ def pipeline(
     groups = schedule != "interleaved" or microbatches % axis.size == 0
     needed = f'microbatches to be a multiple of the {axis.size} ranks of {axis.name!r} for schedule="interleaved"'
     expect(groups, "pipeline", needed, f"{microbatches}")
-    parts = Parts(stage_fn, first or (lambda _, x: x), last, axis, microbatches, schedule, virtual_stages, reduce)
+    parts = _Parts(stage_fn, first or (lambda _, x: x), last, axis, microbatches, schedule, virtual_stages, reduce)
 
     def loss_fn(params: Any, x: Any, *rest: Any) -> Any:
         with calling("pipeline", lambda: [axis], begins=False):
-            return _loss(parts, params, x, rest)
+            call = _Call(parts, params, (x, *rest))
+            value, *counts = fs.psum_invariant(call.gpipe() if schedule == "gpipe" else call.scheduled(), axis)
+            return (value, counts[0].detach()) if counts else value
 
     return loss_fn
 
 
-def _name(parts: Parts) -> str:
-    return f"{parts.schedule} pipeline of {parts.microbatches} microbatches and {parts.virtual_stages} virtual stages"
+class _Parts(NamedTuple):
+    """The arguments of `fs.pipeline`."""
+
+    stage_fn: Callable[[Any, torch.Tensor], torch.Tensor]
+    first: Callable[[Any, Any], torch.Tensor]
+    last: Callable[..., Any]
+    axis: fs.Axis
+    microbatches: int
+    schedule: str
+    virtual_stages: int
+    reduce: str
+
+    def check(self, params: Any, batch: Any) -> None:
+        """Refuse leaves that are not split as stages need them, and batches that cannot be cut or differentiated."""
+        axis, size, count = self.axis, self.virtual_stages, self.microbatches
+        interleaved = self.schedule == "interleaved"
+
+        def misfit(leaf: Any) -> tuple[str, str] | None:
+            if not isinstance(leaf, fs.Sharded):
+                plain = leaf is not None and (axis.size > 1 or interleaved)
+                return ("a plain tensor", "a Sharded leaf, which pipeline gathers by itself") if plain else None
+            spec, dim = leaf.spec, leaf.spec.dim_of(axis)
+            if spec.transform is not None and axis in spec.transform.axes:
+                return f"one whose gradients are reduced over {axis.name!r}", "one split by split_dim, or whole"
+            if interleaved and dim is not None and (dim == 0 or spec.shape[0] != size or leaf.local.shape[0] != size):
+                found = f"shape {spec.shape}, split over {axis.name!r} in dim {dim}"
+                return found, f"a stack of {size} virtual stages in dim 0, split over {axis.name!r} in another dim"
+            return None
+
+        def uncut(leaf: Any) -> tuple[str, str] | None:
+            fits = isinstance(leaf, torch.Tensor) and leaf.dim() and not len(leaf) % count
+            return None if fits or leaf is None else (describe(leaf), f"a multiple of {count} rows")
+
+        remedy = f"shard what stages own by a composition with split_dim over {axis.name!r}, and the rest without"
+        refuse(f"pipeline over {axis.name!r}: leaves do not fit", params.problems(misfit), remedy)
+        remedy = "pass tensors of as many rows, or another number of microbatches"
+        refuse(f"pipeline: the batch cannot be cut in {count} microbatches", batch.problems(uncut), remedy)
+        if self.schedule != "gpipe":
+            given = [leaf for leaf in batch.leaves if leaf is not None]
+            wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+            needed = f"no gradient of the batch with schedule={self.schedule!r}"
+            found, remedy = "one that requires a gradient", 'take schedule="gpipe", which is differentiable so'
+            expect(not wanted and not _compat.any_dual(given), "pipeline", needed, found, remedy)
 
 
-def _loss(parts: Parts, params: Any, x: Any, rest: tuple[Any, ...]) -> Any:
-    axis, flat = parts.axis, flatten(params)
-    _begin(parts, flat, (x, *rest))
-    split = [isinstance(leaf, fs.Sharded) and leaf.spec.dim_of(axis) is not None for leaf in flat.leaves]
-    rebuild = flat.unflatten
-    leaves = list(flatten(fs.gather(params)).leaves)
-    shared = [i for i, leaf in enumerate(leaves) if not split[i] and _is_varied(leaf)]
-    for i, leaf in zip(shared, fs.pvary([leaves[i] for i in shared], axis), strict=True):
-        leaves[i] = leaf
-    batches = [fs.tree_map(partial(_microbatch, parts.microbatches, i), (x, *rest)) for i in range(parts.microbatches)]
-    with torch.no_grad():
-        like = parts.first(rebuild(leaves), batches[0][0])
-    floating = isinstance(like, torch.Tensor) and like.is_floating_point()
-    expect(floating, "pipeline", "first to return a floating tensor", describe(like))
-    stage = Stage(parts, batches, like.detach())
-    if parts.schedule == "gpipe":
-        found = _gpipe(parts, stage, rebuild(leaves))
-    else:
-        found = scheduled(Run(parts, stage, rebuild, like, split, _sum_dtypes(flat)), leaves, _name(parts))
-    value, *counts = fs.psum_invariant(found, axis)
-    return (value, counts[0].detach()) if counts else value
+class _Call:
+    """One call: the parts of the model on this rank, the gathered leaves and the microbatches."""
+
+    def __init__(self, parts: _Parts, params: Any, batch: tuple[Any, ...]) -> None:
+        flat = flatten(params)
+        parts.check(flat, flatten(batch))
+        self.parts, self.rebuild, self.own = parts, flat.unflatten, fs.comm.rank(parts.axis)
+        self.specs = [leaf.spec if isinstance(leaf, fs.Sharded) else None for leaf in flat.leaves]
+        self.split = [spec is not None and spec.dim_of(parts.axis) is not None for spec in self.specs]
+        self.leaves = list(flatten(fs.gather(params)).leaves)
+        floating = [
+            isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()) for leaf in self.leaves
+        ]
+        self.varied = [i for i, is_floating in enumerate(floating) if is_floating]
+        shared = [i for i in self.varied if not self.split[i]]
+        for i, leaf in zip(shared, fs.pvary([self.leaves[i] for i in shared], parts.axis), strict=True):
+            self.leaves[i] = leaf
+        count = parts.microbatches
+        self.batches = [fs.tree_map(lambda rows, i=i: rows.chunk(count)[i], batch) for i in range(count)]
+        with torch.no_grad():
+            like = parts.first(self.rebuild(self.leaves), self.batches[0][0])
+        fits = isinstance(like, torch.Tensor) and like.is_floating_point()
+        expect(fits, "pipeline", "first to return a floating tensor", describe(like))
+        self.like = like.detach()
+        # The loss of the last stage alone is known, and others add zeros to it.
+        self.dtypes = [torch.promote_types(like.dtype, torch.float32), torch.float64][
+            : 1 + (parts.reduce == "weighted")
+        ]
+
+    def first(self, params: Any, microbatch: int) -> torch.Tensor:
+        """Make the first stage's input."""
+        return self._fitting("first", self.parts.first(params, self.batches[microbatch][0]))
+
+    def stage(self, params: Any, h: torch.Tensor) -> torch.Tensor:
+        """Run a stage."""
+        return self._fitting("stage_fn", self.parts.stage_fn(params, h))
+
+    def _fitting(self, name: str, out: Any) -> torch.Tensor:
+        shape, dtype = self.like.shape, self.like.dtype
+        fits = isinstance(out, torch.Tensor) and out.shape == shape and out.dtype is dtype
+        needed = f"{name} to return a tensor of shape {tuple(shape)} and {dtype}, as first returned for microbatch 0"
+        expect(fits, "pipeline", needed, describe(out))
+        return out
+
+    def last(self, params: Any, h: torch.Tensor, microbatch: int) -> list[torch.Tensor]:
+        """Make of the last stage's output a part of the loss, and of the count for "weighted"."""
+        out = self.parts.last(params, h, *self.batches[microbatch][1:])
+        weighted = len(self.dtypes) > 1
+        found = list(out) if weighted and isinstance(out, tuple) else [out]
+        scalars = [isinstance(part, torch.Tensor) and not part.dim() for part in found]
+        needed = 'the pair (sum, count) of scalar tensors for reduce="weighted"' if weighted else "a scalar tensor"
+        expect(all(scalars) and len(found) == 1 + weighted, "pipeline", f"last to return {needed}", describe(out))
+        loss, *counts = (part.to(dtype) for part, dtype in zip(found, self.dtypes, strict=True))
+        mean = self.parts.reduce == "mean"
+        return [loss / self.parts.microbatches if mean else loss, *(count.detach() for count in counts)]
+
+    def nothing(self) -> list[torch.Tensor]:
+        """Make the part of the loss, and of the count, of a stage that is not the last."""
+        return [self.like.new_zeros((), dtype=dtype) for dtype in self.dtypes]
+
+    def gpipe(self) -> list[torch.Tensor]:
+        """Run the same on every rank, so that their graphs are alike to any order; a rank takes what counts by `where`.
+
+        Returns:
+            This rank's part of the loss, differentiable to any order, and of the count.
+        """
+        axis, count, stages = self.parts.axis, self.parts.microbatches, self.parts.axis.size
+        own, pairs = fs.axis_index(axis), [(rank, rank + 1) for rank in range(stages - 1)]
+        params, total, received = self.rebuild(self.leaves), self.nothing(), None
+        for tick in range(count + stages - 1):
+            h = self.first(params, min(tick, count - 1))
+            # Before the first microbatch comes, a stage takes one like it: derivatives at zeros may be NaN.
+            h = h if received is None else torch.where(h.new_full((), own == 0, dtype=torch.bool), h, received)
+            out = self.stage(params, h)
+            if tick >= stages - 1:
+                total = [a + b for a, b in zip(total, self.last(params, out, tick - stages + 1), strict=True)]
+            if tick < count + stages - 2:
+                received = fs.ppermute(out, axis, pairs)
+        is_last = total[0].new_full((), own == stages - 1, dtype=torch.bool)
+        return [torch.where(is_last, part, torch.zeros_like(part)) for part in total]
+
+    def scheduled(self) -> list[torch.Tensor]:
+        """Run forwards and backwards by hand, as the table says; the latter where something is differentiated.
+
+        Returns:
+            This rank's part of the loss, differentiable once, and of the count.
+        """
+        parts, tensors = self.parts, [self.leaves[i] for i in self.varied]
+        differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        used: list[int] = []
+
+        def forward(_: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+            found, grads = _Run(self, differentiated).all_ticks()
+            used[:] = [place for place, i in enumerate(self.varied) if grads[i] is not None]
+            return found, [grad for grad in grads if grad is not None]
+
+        def backward(saved: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+            # In place, because there may be no room for another copy; autograd refuses to read them again.
+            scaled = {place: grad.mul_(cotangents[0]) for place, grad in zip(used, saved, strict=True)}
+            return [scaled.get(place) for place in range(len(tensors))]
+
+        what = (
+            f"{parts.schedule} pipeline of {parts.microbatches} microbatches and {parts.virtual_stages} virtual stages"
+        )
+        return custom_call(forward, backward, tensors, what, parts.axis, remedy='take schedule="gpipe"')
 
 
-def _gpipe(parts: Parts, stage: Stage, params: Any) -> list[torch.Tensor]:
-    """Run the same on every rank, so that their graphs are alike to any order: a rank takes what counts by `where`."""
-    axis, count, stages = parts.axis, parts.microbatches, parts.axis.size
-    own, pairs = fs.axis_index(axis), [(rank, rank + 1) for rank in range(stages - 1)]
-    total, received = stage.nothing(), None
-    for tick in range(count + stages - 1):
-        h = stage.first(params, min(tick, count - 1))
-        # Before the first microbatch comes, a stage takes one like it: derivatives at zeros may be NaN.
-        h = h if received is None else torch.where(h.new_full((), own == 0, dtype=torch.bool), h, received)
-        out = stage.stage(params, h)
-        if tick >= stages - 1:
-            parts_of_loss = stage.last(params, out, tick - stages + 1)
-            total = [a + b for a, b in zip(total, parts_of_loss, strict=True)]
-        if tick < count + stages - 2:
-            received = fs.ppermute(out, axis, pairs)
-    is_last = total[0].new_full((), own == stages - 1, dtype=torch.bool)
-    return [torch.where(is_last, part, torch.zeros_like(part)) for part in total]
+class _Live(NamedTuple):
+    """A microbatch between its forward and its backward."""
+
+    h: torch.Tensor | None
+    out: torch.Tensor
+    tokens: list[torch.Tensor]
 
 
-def _is_varied(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+class _Run:
+    """All ticks of one rank."""
+
+    def __init__(self, call: _Call, differentiates: bool) -> None:
+        parts, leaves = call.parts, [leaf.detach() for leaf in call.leaves]
+        self._call, self._differentiates, self._axis = call, differentiates, parts.axis
+        self._places = parts.axis.size * parts.virtual_stages
+        told = f"{parts.schedule}, {parts.microbatches} microbatches, reduce={parts.reduce!r}"
+        self._label = fs.comm.Label("pipeline", parts=f"{told}, {call.like.dtype} {tuple(call.like.shape)}")
+        self._live: dict[Op, _Live] = {}
+        self._inbox: dict[Op, tuple[Callable[[], list[torch.Tensor]], int]] = {}
+        self._flying: deque[Callable[[], Any]] = deque()
+        self._stacked = [split and parts.schedule == "interleaved" for split in call.split]
+        # The starts of graphs, of a leaf that is whole one for all virtual stages, and sums of gradients by their ids.
+        chunks = range(parts.virtual_stages)
+        self._leaves = [[leaf[c] if cut else leaf for leaf, cut in zip(leaves, self._stacked, strict=True)] for c in chunks]
+        self._sums: dict[int, torch.Tensor] = {}
+        for own in self._leaves:
+            for start, leaf in zip(own, call.leaves, strict=True):
+                start.requires_grad_(differentiates and leaf.requires_grad)
+
+    def all_ticks(self) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """Run all ticks.
+
+        Returns:
+            This rank's part of the loss and of the count, and for each leaf its gradient, None where it has none.
+        """
+        call, found = self._call, self._call.nothing()
+        table = ticks(self._axis.size, call.parts.microbatches, call.parts.virtual_stages, self._differentiates)
+        # Tensors of these graphs are needed soon, and are saved as they are.
+        saved_as_they_are = torch.autograd.graph.saved_tensors_hooks(_same, _same)
+        with torch.set_grad_enabled(self._differentiates), saved_as_they_are:
+            for tick in table:
+                op, sent = tick[call.own], None
+                if op is not None and op.backward:
+                    sent = self._backward(op)
+                elif op is not None:
+                    out = self._forward(op)
+                    if op.place < self._places - 1:
+                        sent = out[0].detach()
+                    else:
+                        found = [a + b.detach() for a, b in zip(found, out, strict=True)]
+                self._exchange(tick, sent)
+        self._land(0)
+        return found, [self._gradient(i) for i in range(len(call.leaves))]
+
+    def _received(self, op: Op) -> torch.Tensor:
+        finish, row = self._inbox.pop(op)
+        return finish()[0][row]
+
+    def _forward(self, op: Op) -> list[torch.Tensor]:
+        """Run a virtual stage forwards; returns its output, or the loss and count of the last one."""
+        call, leaves, h = self._call, self._leaves[op.place // self._axis.size], None
+        params = call.rebuild(leaves)
+        with chained() as chain:
+            if op.place:
+                h = self._received(op).requires_grad_(self._differentiates)
+            out = [call.stage(params, call.first(params, op.microbatch) if h is None else h)]
+            if op.place == self._places - 1:
+                out = call.last(params, out[0], op.microbatch)
+        if self._differentiates:
+            if op.microbatch == 0:
+                _refuse_others(out[0], [*leaves, *chain.tokens[:1], *([] if h is None else [h])])
+            self._live[op] = _Live(h, out[0], chain.tokens)
+        return out
+
+    def _backward(self, op: Op) -> torch.Tensor | None:
+        """Run a virtual stage backwards; returns the cotangent of its input."""
+        h, out, tokens = self._live.pop(op._replace(backward=False))
+        start = torch.ones_like(out) if op.place == self._places - 1 else self._received(op)
+        leaves = self._leaves[op.place // self._axis.size]
+        trained = [(spec, leaf) for spec, leaf in zip(self._call.specs, leaves, strict=True) if leaf.requires_grad]
+        inputs = [*(leaf for _, leaf in trained), *tokens[:1], *([] if h is None else [h])]
+        outputs = [(out, start), *((token, torch.zeros_like(token)) for token in tokens[1:])]
+        outputs = [pair for pair in outputs if pair[0].requires_grad]
+        grads: Sequence[torch.Tensor | None] = [None] * len(inputs)
+        if outputs and inputs:
+            ends, starts = zip(*outputs, strict=True)
+            grads = torch.autograd.grad(ends, inputs, starts, allow_unused=True)
+        for (spec, leaf), grad in zip(trained, grads, strict=False):
+            if grad is not None:
+                dtype, before = sum_dtype(spec, grad.dtype) if spec else grad.dtype, self._sums.get(id(leaf))
+                # A copy, because the sum is scaled in place, and leaves may share the memory of a gradient.
+                self._sums[id(leaf)] = grad.to(dtype, copy=True) if before is None else before + grad.to(dtype)
+        if h is None:
+            return None
+        return torch.zeros_like(self._call.like) if grads[-1] is None else grads[-1]
+
+    def _gradient(self, i: int) -> torch.Tensor | None:
+        """The gradient of a leaf, in its dtype, with those of virtual stages in one stack."""
+        like, sums = self._leaves[0][i], [self._sums.get(id(leaves[i])) for leaves in self._leaves]
+        if all(found is None for found in sums):
+            return None
+        rows = [torch.zeros_like(like) if found is None else found.to(like.dtype) for found in sums]
+        return torch.stack(rows) if self._stacked[i] else rows[0]
+
+    def _exchange(self, tick: Tick, sent: torch.Tensor | None) -> None:
+        """Start to send what the ranks have computed in a tick to those that need it."""
+        stages, own = self._axis.size, self._call.own
+        moves = [(op.place % stages, to) for op in tick if op is not None and (to := op.moved(1, self._places))]
+        if not moves:
+            return
+        targets = [to.place % stages for source, to in moves if source == own]
+        arriving = sorted((source, to) for source, to in moves if to.place % stages == own)
+        sources = [source for source, _ in arriving]
+        send, receive = ([int(rank in ranks) for rank in range(stages)] for ranks in (targets, sources))
+        row = self._call.like if sent is None else sent
+        rows = row.expand(len(targets), *row.shape)
+        finish = cache(fs.comm.start_all_to_all([rows], send, receive, self._axis, self._label))
+        self._inbox.update((to, (finish, i)) for i, (_, to) in enumerate(arriving))
+        # What is sent is kept until it has arrived.
+        self._flying.append(finish)
+        self._land(stages)
+
+    def _land(self, most: int) -> None:
+        while len(self._flying) > most:
+            self._flying.popleft()()
 
 
-def _microbatch(count: int, i: int, tensor: torch.Tensor) -> torch.Tensor:
-    rows = len(tensor) // count
-    return tensor[i * rows : (i + 1) * rows]
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
-def _sum_dtypes(flat: Any) -> list[Callable[[torch.dtype], torch.dtype]]:
-    return [partial(sum_dtype, leaf.spec) if isinstance(leaf, fs.Sharded) else _unchanged for leaf in flat.leaves]
-
-
-def _unchanged(dtype: torch.dtype) -> torch.dtype:
-    return dtype
-
-
-def _begin(parts: Parts, flat: Any, batch: tuple[Any, ...]) -> None:
-    """See that every rank of the axis begins the same pipeline, with a batch and parameters that fit.
-
-    Args:
-        parts: The arguments of `fs.pipeline`.
-        flat: The parameters.
-        batch: x and the rest.
-
-    Raises:
-        ValueError: if they do not, or a schedule is to be differentiated in a way that it is not.
-    """
-    _check_split(parts, flat)
-    _check_shapes(parts, flatten(batch))
-    _refuse_derivatives(parts, flat, batch)
-
-
-def _check_split(parts: Parts, flat: Any) -> None:
-    """Refuse leaves of which nobody can tell whether they are split over the axis, or that are split another way."""
-    axis, interleaved = parts.axis, parts.schedule == "interleaved"
-
-    def misfit(leaf: Any) -> tuple[str, str] | None:
-        if not isinstance(leaf, fs.Sharded):
-            plain = leaf is not None and (axis.size > 1 or interleaved)
-            return ("a plain tensor", "a Sharded leaf, which pipeline gathers by itself") if plain else None
-        if leaf.spec.transform is not None and axis in leaf.spec.transform.axes:
-            return f"one whose gradients are reduced over {axis.name!r}", "one split by split_dim, or whole"
-        dim, size = leaf.spec.dim_of(axis), parts.virtual_stages
-        if interleaved and dim is not None and (dim == 0 or leaf.spec.shape[0] != size or leaf.local.shape[0] != size):
-            found = f"shape {leaf.spec.shape}, split over {axis.name!r} in dim {dim}"
-            return found, f"a stack of {size} virtual stages in dim 0, split over {axis.name!r} in another dim"
-        return None
-
-    remedy = f"shard what stages own by a composition with split_dim over {axis.name!r}, and the rest without"
-    refuse(f"pipeline over {axis.name!r}: leaves do not fit", flat.problems(misfit), remedy)
-
-
-def _check_shapes(parts: Parts, flat: Any) -> None:
-    """Refuse a batch whose leaves cannot be cut in microbatches."""
-
-    def misfit(leaf: Any) -> tuple[str, str] | None:
-        fits = isinstance(leaf, torch.Tensor) and leaf.dim() and not len(leaf) % parts.microbatches
-        return None if fits or leaf is None else (describe(leaf), f"a multiple of {parts.microbatches} rows")
-
-    what = f"pipeline: the batch cannot be cut in {parts.microbatches} microbatches"
-    remedy = "pass tensors of as many rows, or another number of microbatches"
-    refuse(what, flat.problems(misfit), remedy)
-
-
-def _refuse_derivatives(parts: Parts, flat: Any, batch: tuple[Any, ...]) -> None:
-    """Refuse all but first derivatives of parameters by autograd, for schedules that compute no others."""
-    if parts.schedule == "gpipe":
-        return
-    given = fs.tree_leaves((flat.leaves, batch))
-    needed, remedy = f"no {{}} with schedule={parts.schedule!r}", 'take schedule="gpipe", which is differentiable so'
-    expect(not _compat.transforms_active(), "pipeline", needed.format("transform"), "torch.func", remedy)
-    dual = _compat.any_dual(given)
-    expect(not dual, "pipeline", needed.format("forward-mode derivative"), "a tensor with a tangent", remedy)
-    wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in fs.tree_leaves(batch))
-    expect(not wanted, "pipeline", needed.format("gradient of the batch"), "one that requires a gradient", remedy)
+def _refuse_others(out: torch.Tensor, starts: Sequence[torch.Tensor]) -> None:
+    """Refuse tensors that a stage closes over and that require a gradient, which nobody would compute."""
+    edge = torch.autograd.graph.get_gradient_edge
+    known = {edge(start).node for start in starts if start.requires_grad}
+    waiting: list[Any] = [out.grad_fn]
+    seen: set[Any] = {None}
+    while waiting:
+        if (node := waiting.pop()) not in seen:
+            seen.add(node)
+            waiting += [other for other, _ in node.next_functions]
+    alone = not any(hasattr(node, "variable") and node not in known for node in seen)
+    needed, found = "stages to compute with params and h", "a closure's tensor that requires a gradient"
+    expect(alone, "pipeline", needed, found, 'pass it in params, or take schedule="gpipe"')

@@ -7,7 +7,7 @@ from typing import Any
 
 import fshard as fs
 from fshard.ext.plan.plan import plan
-from fshard.ext.plan.report import StepPlan, bytes_from, readable
+from fshard.ext.plan.report import StepPlan, bytes_from, readable, unit_of
 from fshard.extend import describe, expect, flatten
 
 _OPS = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
@@ -53,27 +53,25 @@ def assert_budget(
       bytes_sent is 24576, at most 20000 allowed; sent for ['w'] 24.58 kB
       collectives is 3, at most 1 allowed; issued for ['w'] 2, objective 1
     """
-    needed = "args to be the step's arguments as a tuple, the state first"
-    expect(isinstance(args, list | tuple) and args, "assert_budget", needed, describe(args))
+    what, needed = "assert_budget", "args to be the step's arguments as a tuple, the state first"
+    expect(isinstance(args, list | tuple) and args, what, needed, describe(args))
     budgets = {"peak_bytes": peak_bytes, "bytes_sent": bytes_sent}
-    limits = {name: bytes_from("assert_budget", name, value) for name, value in budgets.items() if value is not None}
+    limits = {name: bytes_from(what, name, value) for name, value in budgets.items() if value is not None}
     by_op = collectives if isinstance(collectives, Mapping) else {} if collectives is None else {"": collectives}
-    for op, limit in by_op.items():
-        fits = op in ("", *_OPS) and type(limit) is int and limit >= 0
-        needed = f"collectives to be a whole number, 0 or more, or one for each op of {_OPS}"
-        expect(fits, "assert_budget", needed, f"{collectives!r:.100}")
-    expect(limits or by_op, "assert_budget", "peak_bytes=, bytes_sent= or collectives=", "none of them")
+    fits = all(op in ("", *_OPS) and type(limit) is int and limit >= 0 for op, limit in by_op.items())
+    needed = f"collectives to be a whole number, 0 or more, or one for each op of {_OPS}"
+    expect(fits, what, needed, f"{collectives!r:.100}")
+    expect(limits or by_op, what, "peak_bytes=, bytes_sent= or collectives=", "none of them")
     if mesh is None:
         leaves = [leaf for leaf in flatten(tuple(args)).leaves if isinstance(leaf, fs.Sharded)]
         mesh = {axis.name: axis.size for leaf in leaves for axis in leaf.spec.axes}
-        if mesh and "backend" not in options:
-            kinds = {leaf.local.device.type for leaf in leaves}
-            options["backend"] = "gloo" if kinds == {"cpu"} else "nccl"
+        on_host = {leaf.local.device.type for leaf in leaves} == {"cpu"}
+        options = {"backend": "gloo" if on_host else "nccl", **options}
     found = plan(step, *args, mesh=mesh, **options)
     broken = list(_broken(found, limits, by_op))
     if broken:
         place = ", ".join(f"{name} {size}" for name, size in found.mesh.items())
-        raise AssertionError("\n  ".join([f"assert_budget: the step breaks its budget on a mesh of {place}", *broken]))
+        raise AssertionError("\n  ".join([f"{what}: the step breaks its budget on a mesh of {place}", *broken]))
     return found
 
 
@@ -89,7 +87,7 @@ def _broken(found: StepPlan, limits: Mapping[str, int], by_op: Mapping[str, int]
         sent = _most({name: traffic.bytes for name, traffic in found.by_unit().items()})
         yield f"bytes_sent is {found.bytes_sent():.0f}, at most {limits['bytes_sent']} allowed; sent for {sent}"
     for op, limit in by_op.items():
-        issued = Counter(m.unit for m in found.timeline if m.collective and op in ("", m.collective.op))
+        issued = Counter(unit_of(entry) for entry in found.collectives() if op in ("", entry.op))
         if issued.total() > limit:
             what = f"collectives of {op}" if op else "collectives"
             yield f"{what} is {issued.total()}, at most {limit} allowed; issued for {_most(issued, str)}"

@@ -26,26 +26,6 @@ GPTS = MappingProxyType(
 )
 
 
-class Block(nn.Module):
-    """One transformer layer: causal attention and an MLP, each with a norm before it."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        """Make the parameters of one layer."""
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (batch, time, width)
-        """Add the results of attention and the MLP."""
-        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))  # (batch, time, 3, heads, width / heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (batch, heads, time, width / heads)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (batch, heads, time, width / heads)
-        x = x + self.proj(attended.transpose(1, 2).flatten(2))  # (batch, time, width)
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
 class GPT(nn.Module):
     """Tokens and the tokens that follow them in, the mean cross entropy out."""
 
@@ -53,14 +33,18 @@ class GPT(nn.Module):
         """Make the parameters."""
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        options: dict[str, Any] = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
+        blocks = (nn.TransformerEncoderLayer(width, heads, 4 * width, **options) for _ in range(layers))
+        self.blocks = nn.ModuleList(blocks)
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # (batch, time) twice, to a scalar
         """Compute the loss of a batch."""
-        h = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))  # (batch, time, width)
+        time = x.shape[1]
+        h = self.tokens(x) + self.positions(torch.arange(time, device=x.device))  # (batch, time, width)
+        mask = torch.ones(time, time, dtype=torch.bool, device=x.device).triu(1)
         for block in self.blocks:
-            h = block(h)
+            h = block(h, mask, is_causal=True)
         logits = self.head(self.norm(h)).flatten(0, 1)  # (batch * time, vocabulary)
         return F.cross_entropy(logits, y.flatten())
 
@@ -98,30 +82,20 @@ def workload_of(name: str, batch: int = 1) -> Workload:
         ValueError: if there is no such model or factory, or it returns something else.
     """
     factory = partial(_gpt, name, batch, layers=GPTS[name][1]) if name in GPTS else _imported(name)
-    needed = f"{name} to return (module, batch), where module(*batch) is the loss"
+    layers = inspect.signature(factory).parameters.get("layers")
+    depth = layers.default if layers and isinstance(layers.default, int) else None
 
-    def make(layers: int | None) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    def make(layers: int | None) -> tuple[nn.Module, Any]:
         with torch.device("meta"):
-            made = factory() if layers is None else factory(layers=layers)
+            made = factory(layers=layers) if depth and layers else factory()
         pair = isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)
+        needed = f"{name} to return (module, batch), where module(*batch) is the loss"
         expect(pair, "plan", needed, describe(made))
-        module, batch = made[0], made[1] if isinstance(made[1], tuple) else (made[1],)
-        try:
-            inspect.signature(module.forward).bind(*batch)
-        except TypeError as error:
-            found = f"a batch of {len(batch)} for the forward of {describe(module)} ({error})"
-            raise ValueError(f"plan: expected {needed}, got {found}") from None
-        return module, batch
+        return made
 
-    try:
-        arguments = inspect.signature(factory).bind()
-    except TypeError as error:
-        raise ValueError(f"plan: expected {name} to take no arguments without defaults, {error}") from None
-    arguments.apply_defaults()
-    layers = arguments.arguments.get("layers")
     module, inputs = make(None)
-    depth = layers if isinstance(layers, int) else None
-    return Workload(name, lambda layers: make(layers if depth else None)[0], inputs, _repeated(module), depth)
+    inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+    return Workload(name, lambda layers: make(layers)[0], inputs, _repeated(module), depth)
 
 
 def _gpt(name: str, batch: int, layers: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
@@ -135,13 +109,10 @@ def _imported(name: str) -> Any:
     """Import package:factory."""
     package, _, attribute = name.partition(":")
     try:
-        if attribute:
-            return getattr(importlib.import_module(package), attribute)
-        error: Exception | str = "no such model"
-    except (ImportError, AttributeError) as caught:
-        error = caught
-    needed = f"one of {', '.join(GPTS)}, or package:factory, a function that can be imported"
-    raise ValueError(f"plan: expected model to be {needed}, got {name!r}: {error}")
+        return getattr(importlib.import_module(package), attribute)
+    except (ImportError, AttributeError) as error:
+        needed = f"one of {', '.join(GPTS)}, or package:factory, a function that can be imported"
+        raise ValueError(f"plan: expected model to be {needed}, got {name!r}: {error}") from None
 
 
 def _repeated(module: nn.Module) -> Any:

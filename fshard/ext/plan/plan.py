@@ -3,7 +3,7 @@
 import math
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -16,10 +16,6 @@ from fshard import comm
 from fshard.ext import _compat
 from fshard.ext.plan.report import Bytes, Moment, Rates, StepPlan, check_rates, flops_of, unit_of
 from fshard.extend import describe, expect, fake_axes, fake_maker, flatten, refuse
-
-Sent = Mapping[Node, comm.Collective]
-# Names of units by the storages.
-Units = dict[Hashable, str]
 
 # Uses of the buffers that collectives of these verbs fill.
 _VERBS: Mapping[str, str] = MappingProxyType({comm.Verb.GATHER: "gathered", comm.Verb.SCATTER: "gradients"})
@@ -80,16 +76,16 @@ def plan(
     check_rates(rates, mesh)
     expect(backend in BACKENDS, "plan", f"backend to be one of {BACKENDS}", repr(backend))
     expect(callable(step), "plan", "step to be a function of (state, *batch)", describe(step))
-    _check_axes((state, *batch), mesh)
+    flat = flatten((state, *batch))
+    _check_leaves(flat, mesh)
     with fake_axes("plan", mesh, place, backend) as axes:
-        fake, move = fake_maker(symbols=True), _mover(axes)
-        args = tuple(_laid_out(argument, fake, move) for argument in (state, *batch))
+        args = _laid_out(flat, axes)
         graph = fs.make_graph(step)(*args)
-        inputs = [use or "inputs" for use, leaf in uses_of(args) if isinstance(leaf, fs.Sharded | torch.Tensor)]
+        inputs = [use or "inputs" for use, leaf in _uses_of(args) if isinstance(leaf, fs.Sharded | torch.Tensor)]
         of_inputs = zip(graph.module.graph.find_nodes(op="placeholder"), inputs, strict=True)
-        known = {node: use for use, node in uses_of(graph.results) if use and node is not None} | dict(of_inputs)
-        arguments, moments = timeline_of(graph, known)
-        seconds, waiting = step_seconds(moments, graph.memory, rates)
+        known = {node: use for use, node in _uses_of(graph.results) if use and node is not None} | dict(of_inputs)
+        arguments, moments = _timeline(graph, known)
+        seconds, waiting = _seconds(moments, graph.memory.flights, rates)
         return StepPlan(dict(mesh), place, arguments, list(moments.values()), seconds, waiting, rates)
 
 
@@ -108,14 +104,14 @@ def _coordinates(mesh: Any, rank: Any) -> dict[str, int]:
     return place
 
 
-def _check_axes(args: Sequence[Any], mesh: Mapping[str, int]) -> None:
+def _check_leaves(flat: Any, mesh: Mapping[str, int]) -> None:
     """Refuse leaves that do not match their specs, and a mesh whose axes are not those that leaves live on."""
-    flat = flatten(tuple(args))
 
     def misfit(leaf: Any) -> tuple[str, str] | None:
-        fits = not isinstance(leaf, fs.Sharded) or leaf.local.shape == leaf.spec.local_shape
-        found = "" if fits else f"a local tensor of shape {tuple(leaf.local.shape)}"
-        return None if fits else (found, f"a local tensor of shape {leaf.spec.local_shape}")
+        if not isinstance(leaf, fs.Sharded) or leaf.local.shape == leaf.spec.local_shape:
+            return None
+        found, needed = (f"a local tensor of shape {tuple(s)}" for s in (leaf.local.shape, leaf.spec.local_shape))
+        return found, needed
 
     remedy = "keep a leaf's shape when mapping over it, and pass what a step returned for a state that it was donated"
     refuse("plan: shards do not match their specs", flat.problems(misfit), remedy)
@@ -127,84 +123,65 @@ def _check_axes(args: Sequence[Any], mesh: Mapping[str, int]) -> None:
     expect(names == set(mesh), "plan", f"mesh to have the state's axes, {needed}", found, remedy)
 
 
-def _axes_of(leaf: fs.Sharded) -> list[fs.Axis]:
+def _axes_of(leaf: Any) -> list[fs.Axis]:
     transform: Any = leaf.spec.transform
     return [*leaf.spec.axes, *(transform.axes if transform else ())]
 
 
-def _laid_out(argument: Any, fake: Callable[[torch.Tensor], torch.Tensor], move: Callable[[Any], Any]) -> Any:
-    """Lay an argument of a step out on another mesh: its axes in all specs, and tensors without values."""
-    flat = flatten(argument)
-    leaves = list(flat.leaves)
+def _laid_out(flat: Any, axes: Mapping[str, fs.Axis]) -> Any:
+    """Lay the arguments of a step out on another mesh: its axes in all specs, and tensors without values."""
+    fake, leaves = fake_maker(symbols=True), list(flat.leaves)
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, fs.Sharded):
-            spec = move(leaf.spec)
+            spec = _moved(leaf.spec, axes)
             leaves[i] = fs.Sharded(fake(torch.empty(spec.local_shape, dtype=leaf.local.dtype, device="meta")), spec)
-        elif isinstance(leaf, torch.Tensor):
-            leaves[i] = fake(leaf.detach())
-        elif isinstance(leaf, fs.Axis):
-            leaves[i] = move(leaf)
-    argument = flat.unflatten(leaves)
+        else:
+            leaves[i] = fake(leaf.detach()) if isinstance(leaf, torch.Tensor) else _moved(leaf, axes)
 
     def misfit(leaf: Any) -> tuple[str, str] | None:
-        kept = [axis for axis in _axes_of(leaf) if move(axis) is not axis] if isinstance(leaf, fs.Sharded) else []
-        found = [f"a transform that communicates over {axis.name!r} of {axis.size} ranks still" for axis in kept]
-        return (found[0], "an axis in a field") if found else None
+        of_leaf = _axes_of(leaf) if isinstance(leaf, fs.Sharded) else ()
+        kept = [f"{axis.name!r} of {axis.size} ranks still" for axis in of_leaf if axis not in axes.values()]
+        return (f"a transform that communicates over {kept[0]}", "an axis in a field") if kept else None
 
     remedy = "keep an Axis as a field of the dataclass"
     refuse("plan: transforms cannot be moved", flat._replace(leaves=leaves).problems(misfit), remedy)
-    if getattr(argument, "transform_state", None) is not None:
-        # It has a row for each rank of the mesh.
-        argument = argument._replace(transform_state=fs.tree_map(fake, fs.transform_state(argument.params)))
-    return argument
+    args = list(flat.unflatten(leaves))
+    for i, argument in enumerate(args):
+        if getattr(argument, "transform_state", None) is not None:
+            # It has a row for each rank of the mesh.
+            args[i] = argument._replace(transform_state=fs.tree_map(fake, fs.transform_state(argument.params)))
+    return tuple(args)
 
 
-def _mover(axes: Mapping[str, fs.Axis]) -> Callable[[Any], Any]:
-    """Make a function that puts axes in the place of others of their names, in all fields of dataclasses."""
-    # By identity, with each value kept alive: leaves share their transforms.
-    seen: dict[int, tuple[Any, Any]] = {}
-
-    def move(value: Any) -> Any:
-        if isinstance(value, fs.Axis):
-            return axes.get(value.name, value)
-        if id(value) not in seen:
-            seen[id(value)] = value, moved(value)
-        return seen[id(value)][1]
-
-    def moved(value: Any) -> Any:
-        if type(value) is tuple:
-            return tuple(map(move, value))
-        if not is_dataclass(value) or isinstance(value, type):
-            return value
-        old = {part.name: getattr(value, part.name) for part in fields(value) if part.init}
-        changed = {name: new for name, part in old.items() if (new := move(part)) is not part}
-        return replace(value, **changed) if changed else value
-
-    return move
+def _moved(value: Any, axes: Mapping[str, fs.Axis]) -> Any:
+    """Put axes in the place of others of their names, in all fields of dataclasses."""
+    if isinstance(value, fs.Axis):
+        return axes.get(value.name, value)
+    if type(value) is tuple:
+        return tuple(_moved(part, axes) for part in value)
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    old = {part.name: getattr(value, part.name) for part in fields(value) if part.init}
+    changed = {name: new for name, part in old.items() if (new := _moved(part, axes)) is not part}
+    return replace(value, **changed) if changed else value
 
 
-def uses_of(trees: Any) -> Iterator[tuple[str | None, Any]]:
+def _uses_of(trees: Any) -> Iterator[tuple[str | None, Any]]:
     """List the leaves of a step's arguments or results, each with its use; None where it is no field of a state."""
     uses = {"params": "parameters", "opt_state": "optimizer_state", "transform_state": "optimizer_state"}
     for tree in trees if type(trees) is tuple else (trees,):
         for name, part in (tree._asdict() if hasattr(tree, "_asdict") else {"": tree}).items():
-            for leaf in flatten(part).leaves:
-                yield uses.get(name), leaf
+            yield from ((uses.get(name), leaf) for leaf in flatten(part).leaves)
 
 
-def timeline_of(graph: Any, known: Mapping[Node, str]) -> tuple[Bytes, dict[Node, Moment]]:
-    """Walk through a graph.
-
-    Args:
-        graph: The graph, as `fs.make_graph` found it.
-        known: Uses of inputs and results.
+def _timeline(graph: Any, known: Mapping[Node, str]) -> tuple[Bytes, dict[Node, Moment]]:
+    """Walk through a graph, of whose inputs and results the uses are known.
 
     Returns:
         The bytes that are held all the time, and the operators in their order.
     """
     life, operators = graph.memory, {moment.node: moment for moment in graph.moments}
-    sent = {node: moment.collective for node, moment in operators.items() if moment.collective}
-    uses, units = _uses(graph, known, sent)
+    uses, units = _uses(graph, known)
     flying: Counter[Hashable] = Counter()
     starts, waits = defaultdict[Node, list[Hashable]](list), defaultdict[Node, list[Hashable]](list)
     for flight in life.flights:
@@ -225,34 +202,27 @@ def timeline_of(graph: Any, known: Mapping[Node, str]) -> tuple[Bytes, dict[Node
     for node in graph.module.graph.nodes:
         held |= life.taken[node]
         flying.update(starts[node])
-        if node in operators:
+        if operation := operators.get(node):
             there = tuple(dict.fromkeys(units[name] for name in held if name in units))
-            about = (node.name, operators[node].operator, by_use(held, arguments), there)
-            moments[node] = Moment(*about, sent.get(node), flops_of(node))
+            about = (node.name, operation.operator, by_use(held, arguments), there)
+            moments[node] = Moment(*about, operation.collective, flops_of(node))
         flying.subtract(waits[node])
         for name in life.freed.get(node, ()):
             held.pop(name, None)
     return arguments, moments
 
 
-def step_seconds(moments: Mapping[Node, Moment], memory: Any, rates: Rates) -> tuple[float, float]:
+def _seconds(moments: Mapping[Node, Moment], flights: Any, rates: Rates) -> tuple[float, float]:
     """Play a graph on one device and one link, on which collectives follow each other beside the computation.
-
-    Args:
-        moments: The operators in their order.
-        memory: The graph's, which says where collectives are waited for.
-        rates: The rates.
 
     Returns:
         Seconds in all, and those among them in which the device waits for the link.
     """
     ends: dict[Node, float] = {}
     now = link = idle = 0.0
-    waits: dict[Node, list[Node]] = {}
-    for flight in memory.flights:
-        waits.setdefault(flight.wait, []).append(flight.start)
+    waits = {flight.wait: flight.start for flight in flights}
     for node, moment in moments.items():
-        landed = max((ends.get(start, 0.0) for start in waits.get(node, ())), default=0.0)
+        landed = ends.get(waits.get(node, node), 0.0)
         idle, now = idle + max(0.0, landed - now), max(now, landed)
         if (sent := moment.collective) is not None:
             rate = rates.link[sent.axis] if isinstance(rates.link, Mapping) else rates.link
@@ -268,12 +238,11 @@ def _nbytes(node: Node) -> int:
     return sum(v.nbytes for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, torch.Tensor))
 
 
-def _uses(graph: Any, known: Mapping[Node, str], sent: Sent) -> tuple[dict[Hashable, str], Units]:
+def _uses(graph: Any, known: Mapping[Node, str]) -> tuple[dict[Hashable, str], dict[Hashable, str]]:
     """Find the use of each storage, and the units of those that collectives fill."""
-    memory, uses = graph.memory, dict[Hashable, str]()
-    units: Units = {}
-    known = {**dict.fromkeys(_gradients(graph.module, sent), "gradients"), **known}
-    for node, use in sorted(known.items(), key=lambda item: item[1] == "gradients"):
+    memory, uses, units = graph.memory, dict[Hashable, str](), dict[Hashable, str]()
+    sent = {moment.node: moment.collective for moment in graph.moments if moment.collective}
+    for node, use in (*known.items(), *((node, "gradients") for node in _gradients(graph.module, sent))):
         for name in memory.storages[node]:
             uses.setdefault(name, use)
     for node in graph.module.graph.nodes:
@@ -296,7 +265,7 @@ def _uses(graph: Any, known: Mapping[Node, str], sent: Sent) -> tuple[dict[Hasha
     return uses, units
 
 
-def _gradients(module: GraphModule, sent: Sent) -> set[Node]:
+def _gradients(module: GraphModule, sent: Mapping[Node, comm.Collective]) -> set[Node]:
     """Find the gradients that reductions and fused optimizers are given, and those that they are copies of."""
     found: set[Node] = set()
     for node in reversed(module.graph.nodes):

@@ -39,10 +39,10 @@ class Rates(NamedTuple):
     link: float | Mapping[str, float] = 4e10
     latency: float = 2e-5
 
-    def links(self) -> Mapping[str, float]:
-        """Name each link with its rate; one for all axes has no axis."""
-        of_axes = self.link if isinstance(self.link, Mapping) else {"": self.link}
-        return {f"link of {axis}" if axis else "link": rate for axis, rate in of_axes.items()}
+    def named(self, axes: Iterable[str] = ()) -> dict[str, Any]:
+        """Name the rates of memory and links; one link for all axes has no axis, and one that lacks a rate has None."""
+        links = dict.fromkeys(axes) | dict(self.link) if isinstance(self.link, Mapping) else {"": self.link}
+        return {"memory": self.memory} | {f"link of {axis}".removesuffix(" of "): rate for axis, rate in links.items()}
 
     def __str__(self) -> str:
         """Write them in the units of data sheets.
@@ -50,18 +50,14 @@ class Rates(NamedTuple):
         >>> print(Rates(link={"replicate": 4e10, "shard": 4e11}))
         400 TFLOP/s, memory 2500 GB/s, link of replicate 40 GB/s, link of shard 400 GB/s, latency 20 us
         """
-        rates = ", ".join(
-            f"{name} {rate / 1e9:g} GB/s" for name, rate in {"memory": self.memory, **self.links()}.items()
-        )
+        rates = ", ".join(f"{name} {rate / 1e9:g} GB/s" for name, rate in self.named().items())
         return f"{self.flops / 1e12:g} TFLOP/s, {rates}, latency {self.latency * 1e6:g} us"
 
 
 def check_rates(rates: Any, axes: Iterable[str]) -> None:
     """Refuse rates by which nothing can be divided, or that lack an axis."""
     expect(isinstance(rates, Rates), "plan", "rates to be a fshard.ext.plan.Rates", describe(rates))
-    missing = {f"link of {axis}": None for axis in axes} if isinstance(rates.link, Mapping) else {}
-    given = {"flops": rates.flops, "memory": rates.memory, **missing, **rates.links()}
-    for name, rate in given.items():
+    for name, rate in {"flops": rates.flops, **rates.named(axes)}.items():
         expect(_is_number(rate) and rate > 0, "plan", f"{name} to be a number above 0", f"{rate!r:.40}")
     holds = _is_number(rates.latency) and 0 <= rates.latency < math.inf
     expect(holds, "plan", "latency to be a finite number, 0 or more", f"{rates.latency!r:.40}")
@@ -132,11 +128,6 @@ class Moment(NamedTuple):
     units: tuple[str, ...]
     collective: comm.Collective | None
     flops: int
-
-    @property
-    def unit(self) -> str:
-        """The unit whose leaves it sends, or else the verb that sends."""
-        return unit_of(self.collective) if self.collective else ""
 
 
 class Traffic(NamedTuple):

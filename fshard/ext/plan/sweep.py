@@ -1,10 +1,8 @@
-"""sweep: plans of a workload under many strategies and sizes, deep models by extrapolation over their depth."""
+"""estimate: the plan of a workload under a strategy, of a deep model by extrapolation over its depth."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from inspect import signature
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -14,10 +12,12 @@ from torch.utils.checkpoint import checkpoint
 import fshard as fs
 from fshard.ext.plan.models import Workload
 from fshard.ext.plan.plan import plan
-from fshard.ext.plan.report import Bytes, Rates, StepPlan, bytes_from, readable
+from fshard.ext.plan.report import Bytes, Rates, StepPlan, readable
 from fshard.extend import expect, fake_maker, select
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
+# Those whose full parameters may be dropped after the forward, and have a dtype of their own.
+CHOOSE = ("zero3", "hsdp")
 # Depths that are traced of a deeper model.
 DEPTHS = (2, 3, 4)
 
@@ -77,8 +77,6 @@ def estimate(
     workload: Workload,
     options: Options,
     mesh: Mapping[str, int],
-    *,
-    backend: str = "nccl",
     rates: Rates = Rates(),  # noqa: B008
     full_depth: bool = False,
 ) -> Estimate:
@@ -88,7 +86,6 @@ def estimate(
         workload: The module and its batch.
         options: How it is trained.
         mesh: Ranks on each axis.
-        backend: As for `fs.plan`.
         rates: As for `fs.plan`.
         full_depth: Whether to trace all layers instead.
 
@@ -101,7 +98,7 @@ def estimate(
 
     def row(layers: int | None) -> tuple[float, ...]:
         step, state = prepared(workload, options, layers)
-        found: StepPlan = plan(step, state, *workload.batch, mesh=mesh, backend=backend, rates=rates)
+        found: StepPlan = plan(step, state, *workload.batch, mesh=mesh, rates=rates)
         return (*found.peak, found.bytes_sent(), len(found.collectives()), found.flops, found.seconds)
 
     deeper = 0 if full_depth or workload.layers is None else max(0, workload.layers - DEPTHS[-1])
@@ -115,69 +112,27 @@ def estimate(
     return Estimate(options, dict(mesh), peak, sent, round(count), round(flops), seconds, not deeper)
 
 
-def sweep(
-    workload: Workload,
-    *,
-    world_sizes: Sequence[int],
-    strategies: Sequence[str] = STRATEGIES,
-    regather: Sequence[bool] = (True, False),
-    checkpointed: Sequence[bool] = (False, True),
-    param_dtype: torch.dtype | None = None,
-    node: int = 8,
-    **more: Any,
-) -> Iterator[Estimate]:
-    """Plan a workload under all combinations of options.
-
-    Args:
-        workload: The module and its batch, such as `workload_of("gpt-13b")`.
-        world_sizes: Numbers of ranks.
-        strategies: Names of strategies.
-        regather: Whether units are gathered again in the backward, for zero3 and hsdp, which have the choice.
-        checkpointed: Whether activations of units are computed again.
-        param_dtype: Dtype that parameters are gathered in, for zero3 and hsdp.
-        node: Ranks of hsdp's inner axis.
-        **more: Passed to `estimate`.
-
-    Yields:
-        The estimates, each as soon as it is there.
-
-    Raises:
-        ValueError: if an option is unknown or a world size makes no sense, before anything is planned.
-    """
-    meshes = [(strategy, mesh_of(strategy, ranks, node)) for strategy, ranks in product(strategies, world_sizes)]
-    for strategy, mesh in meshes:
-        chooses = strategy in ("zero3", "hsdp")
-        for again, drop in product(checkpointed, regather if chooses else (True,)):
-            options = Options(strategy, drop, param_dtype if chooses else None, again)
-            yield estimate(workload, options, mesh, **more)
-
-
 def mesh_of(strategy: str, ranks: int, node: int = 8) -> dict[str, int]:
     """Choose the mesh of a strategy: one axis, or hsdp's two."""
-    expect(strategy in STRATEGIES, "plan", f"strategy to be one of {', '.join(STRATEGIES)}", repr(strategy))
     if strategy != "hsdp":
         return {"shard": ranks}
-    needed = f"world size to be a multiple of hsdp's {node!r} ranks a node"
+    needed = f"world size to be a multiple of hsdp's {node} ranks a node"
     expect(node > 0 and not ranks % node, "plan", needed, str(ranks), "pass another")
     return {"replicate": ranks // node, "shard": node}
 
 
-def cheapest(estimates: Sequence[Estimate], memory: int | str) -> Estimate | None:
+def cheapest(estimates: Sequence[Estimate], memory: int) -> Estimate | None:
     """Find the estimate that fits and takes the least time of all ranks together for a batch, fewer ranks first.
 
     Args:
         estimates: Estimates with the same batch for each rank, so that the time of a step is the time of all ranks for
             each sequence.
-        memory: The memory of a rank, in bytes or as "80GB".
+        memory: The memory of a rank, in bytes.
 
     Returns:
         The estimate; None where none fits.
-
-    Raises:
-        ValueError: if `memory` is no number of bytes.
     """
-    limit = bytes_from("plan", "memory", memory)
-    fits = [row for row in estimates if row.peak.total <= limit]
+    fits = [row for row in estimates if row.peak.total <= memory]
     return min(fits, key=lambda row: (row.seconds, math.prod(row.mesh.values())), default=None)
 
 
@@ -209,15 +164,7 @@ def prepared(
     # Not on the meta device, which fused optimizers refuse.
     fake = fake_maker()
     whole = {name: nn.Parameter(fake(p), p.requires_grad) for name, p in module.named_parameters()}
-    params = fs.shard(whole, strategy_of(options))
+    mesh = fs.init_mesh(dict.fromkeys(mesh_of(options.strategy, 8), 1), device="cpu")
+    given = {"regather": options.regather, "param_dtype": options.param_dtype} if options.strategy in CHOOSE else {}
+    params = fs.shard(whole, getattr(fs, options.strategy)(mesh, **given))
     return fs.jit(step, donate_argnums=0), fs.TrainState.create(params, tx, buffers=model.buffers)
-
-
-def strategy_of(options: Options) -> fs.ShardTransform:
-    """Make a strategy on axes of one rank each, which a plan gives their sizes."""
-    axis: Any = fs.Axis("shard", 1, "")
-    if options.strategy in ("ddp", "zero1", "zero2"):
-        return {"ddp": fs.ddp, "zero1": fs.zero1, "zero2": fs.zero2}[options.strategy](axis)
-    inner = fs.fully_shard(axis, min_shard_elements=signature(fs.zero3).parameters["min_shard_elements"].default)
-    layout = fs.compose(fs.replicate(fs.Axis("replicate", 1, "")), inner) if options.strategy == "hsdp" else inner
-    return fs.zero3(axis, layout=layout, regather=options.regather, param_dtype=options.param_dtype)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import fshard as fs
-from fshard.ext.plan import Bytes, Rates
+from fshard.ext.plan.report import Bytes, Rates
 from fshard.testing import assert_budget
 from tests.ext.plan.models import Case, Masked, prepared
 from tests.jit.steps import refused

@@ -71,7 +71,7 @@ def test_collectives_of_eager_steps_are_those_that_are_recorded(activations):
 def test_units_are_gathered_apart_where_nothing_is_merged():
     plan = planned(lambda mesh: prepared(Case("zero3", layers=3), mesh, merge_bytes=0), {"shard": 4})
     units = plan.by_unit()
-    gathers = {unit: [m for m in plan.timeline if m.unit == unit and m.collective.op == "all_gather"] for unit in units}
+    gathers = {unit: [c for c in plan.collectives() if c.unit == unit and c.op == "all_gather"] for unit in units}
     assert {unit: len(found) for unit, found in gathers.items() if found} == {"0": 2, "1": 1, "2": 1}
     assert sum(traffic.collectives for traffic in units.values()) == len(plan.collectives())
 
