@@ -106,10 +106,9 @@ if TYPE_CHECKING:
     from fshard.ext.optim.trust import lamb, lars, scale_by_trust_ratio
     from fshard.ext.optim.whole import whole
     from fshard.ext.parallel import moe
-    from fshard.ext.parallel.attention import ring_attention, ring_positions
+    from fshard.ext.parallel.attention import ring_attention, ring_positions, ulysses
     from fshard.ext.parallel.pipeline import pipeline
     from fshard.ext.parallel.tensor import tensor_parallel
-    from fshard.ext.parallel.ulysses import ulysses
     from fshard.ext.parallel.vocabulary import vocab_parallel_cross_entropy, vocab_parallel_embedding
     from fshard.ext.plan.plan import plan
     from fshard.ext.quantize import quantize

@@ -24,7 +24,7 @@ MODULES: Mapping[tuple[str, str], str] = MappingProxyType(
         ("fshard", "tensor_parallel"): "fshard.ext.parallel.tensor",
         ("fshard", "to_dtensor"): "fshard.ext.interop.dtensor",
         ("fshard", "trace"): "fshard.ext.trace.trace",
-        ("fshard", "ulysses"): "fshard.ext.parallel.ulysses",
+        ("fshard", "ulysses"): "fshard.ext.parallel.attention",
         ("fshard", "vocab_parallel_cross_entropy"): "fshard.ext.parallel.vocabulary",
         ("fshard", "vocab_parallel_embedding"): "fshard.ext.parallel.vocabulary",
         ("fshard", "whole"): "fshard.ext.optim.whole",
@@ -35,7 +35,7 @@ MODULES: Mapping[tuple[str, str], str] = MappingProxyType(
         ("fshard.checkpoint", "save_dcp"): "fshard.ext.interop.dcp",
         ("fshard.checkpoint", "save_huggingface"): "fshard.ext.interop.huggingface",
         ("fshard.checkpoint", "to_optimizer_state_dict"): "fshard.ext.interop.optimizer_state",
-        ("fshard.testing", "assert_budget"): "fshard.ext.plan.budget",
+        ("fshard.testing", "assert_budget"): "fshard.ext.plan.plan",
         ("fshard.testing", "assert_same_bits"): "fshard.ext.same_bits",
     }
 )

@@ -59,11 +59,6 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def transforms_active() -> bool:
-    """Whether code runs under a torch.func transform. Checked on 2.13."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
 def is_transformed(tensor: torch.Tensor) -> bool:
     """Whether a torch.func transform holds a tensor, whose values then are not to be had. Checked on 2.13."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)

@@ -227,10 +227,8 @@ def _cause(row: int, first: str, with_aux: bool) -> tuple[str, str]:
     tree = 'pass sums="tree" to accumulate or value_and_grad'
     kernels = "one thread and kernels whose bits depend on shape and dtype alone"
     if not row:
-        return (
-            "the function that makes the state",
-            "make it of the same values, such as by model.init(strategy, seed=0)",
-        )
+        remedy = "make it of the same values, such as by model.init(strategy, seed=0)"
+        return "the function that makes the state", remedy
     if first.startswith(LOSS):
         source = "the state before is equal: the data, the forward or the sum of losses differs"
         return source, f"{tree}, draw random numbers by the microbatch's number, and take {kernels}"
@@ -257,12 +255,10 @@ def _difference(a: Any, b: Any) -> str:
     x, y = _ordinals(a), _ordinals(b)
     # Signs of zeros differ in a bit, but by nothing in the last place.
     wrong = (_bytes(a) != _bytes(b)).view(a.numel(), -1).any(dim=1).view(a.shape)
-    far = (x.double() - y.double()).abs()
-    # A difference of two numbers of 64 bits may need one more.
-    exact = torch.where(far < 2.0**62, (x - y).abs(), torch.tensor(2**62))
-    worst = tuple(int(i) for i in torch.unravel_index((exact * wrong).argmax(), a.shape))
-    by = f"{int(exact[worst])} ulp" if int(exact[worst]) < 2**62 else "2**62 ulp or more"
-    count = f"{int(wrong.sum())} of {a.numel()} elements differ, by {by} at most, at {worst}"
+    far = ((x.double() - y.double()).abs() + 1) * wrong
+    worst = tuple(int(i) for i in torch.unravel_index(far.argmax(), a.shape))
+    by = abs(int(x[worst]) - int(y[worst]))
+    count = f"{int(wrong.sum())} of {a.numel()} elements differ, by {by} ulp at most, at {worst}"
     return f"expected {a[worst].item()!r}, got {b[worst].item()!r} ({count})"
 
 

@@ -8,16 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fshard.ext.interop import optimizer_state as states
 from fshard.ext.interop.export import new_files
-from fshard.ext.interop.optimizer_state import (
-    check_updates,
-    groups_of,
-    optimizer_leaves,
-    optimizer_names,
-    rebuilt,
-    states_of,
-)
-from fshard.extend import Entry, Exchange, describe, expect
+from fshard.extend import Exchange, describe, expect
 
 METADATA = ".metadata"
 # Leaves and other values, by their places in nested dicts.
@@ -92,11 +85,11 @@ def save_dcp(
 
 def _optimizer_content(exchange: Exchange, opt_state: Any, optimizer: torch.optim.Optimizer, is_flat: bool) -> Content:
     """The state and the parameter groups of an optimizer, by their places in its state dict."""
-    slots = optimizer_leaves(exchange, opt_state)
+    slots = states.optimizer_leaves(exchange, opt_state)
     exchange.replicas({f"{name} {slot}": leaf for (name, slot), leaf in slots.items()}, {})
     content: Content = {("state", *key): leaf for key, leaf in slots.items()}
-    order = optimizer_names(exchange, optimizer)
-    for i, group in enumerate(groups_of(opt_state, optimizer, order)):
+    order = states.optimizer_names(exchange, optimizer)
+    for i, group in enumerate(states.groups_of(opt_state, optimizer, order)):
         members = [order[number] for number in group.pop("params")]
         owners: list[Any] = members if is_flat else [i]
         group |= {} if is_flat else {"params": members}
@@ -150,41 +143,32 @@ def load_dcp(
     exchange = Exchange("checkpoint.load_dcp", module)
     with exchange.raise_on_all_ranks(directory):
         _check_keys(exchange, model_key=model_key, optimizer_key=optimizer_key)
-        check_updates(exchange, updates)
+        states.check_updates(exchange, updates)
         place = exchange.path("directory", directory)
         exchange.refuse_untrusted(place / METADATA, trusted)
         from fshard.ext.interop import dcp_files
 
         entries, values = dcp_files.contents(place)
-    groups, prefix = _key(optimizer_key, "param_groups"), f"{model_key}." if model_key else ""
-    states = f"{_key(optimizer_key, 'state')}."
-    weights, slots = _parted(entries, prefix, states)
+    groups, of_slots = _key(optimizer_key, "param_groups"), f"{_key(optimizer_key, 'state')}."
+    prefix = f"{model_key}." if model_key else ""
+    slots = {key[len(of_slots) :]: entry for key, entry in entries.items() if key.startswith(of_slots)}
+    others = (key for key in entries if key.startswith(prefix) and not key.startswith(of_slots))
+    weights = {key[len(prefix) :]: entries[key] for key in others}
     made = exchange.fill(weights, _model_leaves(exchange, like))
     if not hasattr(like, "opt_state"):
         return exchange.with_leaves(like, made)
-    injected = {name for state in states_of(like.opt_state) for name in state.hyper}
+    injected = {name for state in states.states_of(like.opt_state) for name in state.hyper}
     with exchange.raise_on_all_ranks(directory):
         numbers = _numbers(values, groups, {*injected, "params"}) if injected else {}
     number = partial(_number, numbers, groups)
-    opt_state = rebuilt(exchange, like.opt_state, slots, number, updates)
-    made_updates = [int(state.updates) for state in states_of(opt_state)]
+    opt_state = states.rebuilt(exchange, like.opt_state, slots, number, updates)
+    made_updates = [int(state.updates) for state in states.states_of(opt_state)]
     return like._replace(
         step=torch.full_like(like.step, max(made_updates, default=0)),
         params=exchange.with_leaves(like.params, made),
         opt_state=opt_state,
         buffers=exchange.with_leaves(like.buffers, made),
     )
-
-
-def _parted(entries: Mapping[str, Entry], prefix: str, states: str) -> tuple[dict[str, Entry], dict[str, Entry]]:
-    """The weights of a module, whose keys begin in one way, and the states of an optimizer, whose begin in another."""
-    weights, slots = {}, {}
-    for key, entry in entries.items():
-        if key.startswith(states):
-            slots[key[len(states) :]] = entry
-        elif key.startswith(prefix):
-            weights[key[len(prefix) :]] = entry
-    return weights, slots
 
 
 def _numbers(values: Mapping[str, Callable[[], Any]], groups: str, names: set[str]) -> Numbers:

@@ -258,12 +258,8 @@ def _weight_map(path: Path) -> dict[str, str]:
     suffix = path.name.removesuffix(".index.json").rpartition(".")[2]
     for tensor, file in where.items():
         is_plain = isinstance(file, str) and file == os.path.basename(file) and "\0" not in file
-        expect_file(
-            is_plain and file.endswith(f".{suffix}"),
-            f"{path}",
-            f"a .{suffix} file beside the index",
-            f"{file!r} for {tensor}",
-        )
+        fits, needed = is_plain and file.endswith(f".{suffix}"), f"a .{suffix} file beside the index"
+        expect_file(fits, f"{path}", needed, f"{file!r} for {tensor}")
     return dict(where)
 
 

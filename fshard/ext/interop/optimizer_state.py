@@ -217,12 +217,10 @@ def states_of(opt_state: Any) -> list[TorchState]:
     return found
 
 
-def _named(tree: Any) -> Iterator[tuple[str, Any]]:
+def _named(tree: Any) -> list[tuple[str, Any]]:
     """The leaves of a tree that are not None, with their names."""
     flat = flatten(tree)
-    for name, leaf in zip(flat.names, flat.leaves, strict=True):
-        if leaf is not None:
-            yield name, leaf
+    return [(name, leaf) for name, leaf in zip(flat.names, flat.leaves, strict=True) if leaf is not None]
 
 
 def _slots(state: TorchState) -> Iterator[tuple[str, str, Any]]:

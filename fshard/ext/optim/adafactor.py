@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 import fshard as fs
-from fshard.ext.optim.parts import Number, Rate, check_sums
+from fshard.ext.optim.parts import Number, Rate, check_sums, is_trained
 from fshard.extend import check_rates, describe, expect, flatten, leaf_means, leafwise
 
 
@@ -59,7 +59,7 @@ def scale_by_factored_rms(
 
     def init(params: Any) -> AdafactorState:
         flat = flatten(params)
-        leaves = [leaf if _is_trained(leaf) else None for leaf in flat.leaves]
+        leaves = [leaf if is_trained(leaf) else None for leaf in flat.leaves]
         refused = [_tensor(leaf) for leaf in leaves if leaf is not None and not _tensor(leaf).is_floating_point()]
         expect(not refused, "scale_by_factored_rms", "real floating leaves", ", ".join(map(describe, refused)))
         row, column = (flat.unflatten([_begun(leaf, dim) for leaf in leaves]) for dim in (-1, -2))
@@ -78,8 +78,9 @@ def scale_by_factored_rms(
         columns, rows = leaf_means(squares, -2, sums), flatten(leaf_means(squares, -1, sums)).leaves
         whole = zip(rows, flatten(squares).leaves, strict=True)
         rows = flat.unflatten([square if mean is None else mean for mean, square in whole])
-        (row,) = leafwise(_towards, rows, [state.row], [counts], (beta2_decay,))
-        (column,) = leafwise(_towards, columns, [state.column], [counts], (beta2_decay,))
+        weights = fs.tree_map(lambda count: count.double() ** beta2_decay, counts)
+        (row,) = leafwise(_towards, rows, [state.row], [weights])
+        (column,) = leafwise(_towards, columns, [state.column], [weights])
         sizes = leaf_means(row, -2, sums)
         (grads,) = leafwise(_direction, grads, [grads], [row, column, sizes], (eps, sums))
         return grads, AdafactorState(state.updates + 1, row, column, counts)
@@ -87,8 +88,8 @@ def scale_by_factored_rms(
     return fs.GradientTransformation(init, update)
 
 
-def _towards(new: torch.Tensor, old: torch.Tensor, count: torch.Tensor, power: float) -> tuple[torch.Tensor]:
-    return (old + (count.double() ** power).to(new.dtype) * (new - old),)
+def _towards(new: torch.Tensor, old: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor]:
+    return (old + weight.to(new.dtype) * (new - old),)
 
 
 def _direction(
@@ -170,10 +171,6 @@ def _check(what: str, beta2_decay: float, **eps: float | None) -> None:
     known = isinstance(beta2_decay, int | float) and beta2_decay <= 0
     expect(known, what, "beta2_decay to be a number, 0 or less", f"{beta2_decay!r:.40}")
     check_rates(what, 0.0, **eps)  # type: ignore[arg-type]
-
-
-def _is_trained(leaf: Any) -> bool:
-    return leaf is not None and not (isinstance(leaf, fs.Sharded) and leaf.spec.frozen)
 
 
 def _tensor(leaf: Any) -> Any:

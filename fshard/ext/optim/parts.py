@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+import fshard as fs
 from fshard.extend import expect
 
 Number = float | torch.Tensor
@@ -14,3 +15,8 @@ Rate = Number | Callable[[torch.Tensor], Number]
 def check_sums(what: str, sums: Any) -> None:
     """Refuse an unknown order of sums."""
     expect(sums in (None, "tree"), what, 'sums to be "tree" or None', repr(sums))
+
+
+def is_trained(leaf: Any) -> bool:
+    """Whether a leaf takes gradients."""
+    return leaf is not None and not (isinstance(leaf, fs.Sharded) and leaf.spec.frozen)

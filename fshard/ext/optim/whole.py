@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 import fshard as fs
+from fshard.ext.optim.parts import is_trained
 from fshard.extend import describe, expect, flatten, local_piece, refuse, serves_host
 
 
@@ -59,7 +60,7 @@ def whole(tx: fs.Optimizer) -> fs.Optimizer:
         return WholeState(tuple(map(begin, flatten(params).leaves)))
 
     def begin(leaf: Any) -> Any:
-        if not _is_trained(leaf):
+        if not is_trained(leaf):
             return None
         # One leaf at a time is whole, on every rank, because a state may start from its values.
         (full,) = fs.unshard([leaf])
@@ -70,14 +71,14 @@ def whole(tx: fs.Optimizer) -> fs.Optimizer:
         flat = flatten(params)
         leaves, states = list(flat.leaves), list(state.leaves)
         each = zip(flat.paths, leaves, states, strict=True)
-        late = [path for path, leaf, kept in each if _is_trained(leaf) and kept is None]
+        late = [path for path, leaf, kept in each if is_trained(leaf) and kept is None]
         # An optimizer may keep nothing for any leaf.
         problems = [(path, "none", "a state") for path in late if any(kept is not None for kept in states)]
         refuse("whole: leaves were frozen until now", problems, "make the state anew by fs.TrainState.create")
         travelling: dict[tuple[fs.Axis, ...], list[tuple[int, Any]]] = {}
         for i, grad in enumerate(flatten(grads).leaves):
             leaf = leaves[i]
-            if states[i] is None and not _is_trained(leaf):
+            if states[i] is None and not is_trained(leaf):
                 continue
             if grad is None:
                 # The update counts, and a leaf may have an average; neither looks across elements.
@@ -96,10 +97,6 @@ def whole(tx: fs.Optimizer) -> fs.Optimizer:
         return flat.unflatten(leaves), WholeState(tuple(states))
 
     return fs.Optimizer(init, update)
-
-
-def _is_trained(leaf: Any) -> bool:
-    return leaf is not None and not (isinstance(leaf, fs.Sharded) and leaf.spec.frozen)
 
 
 def _like(leaf: Any, tensor: torch.Tensor) -> Any:
@@ -224,12 +221,7 @@ def _stepped(tx: fs.Optimizer, grad: Any, leaf: Any, kept: Any) -> Any:
     full, values = flat.unflatten([_full(value) if isinstance(value, fs.Sharded) else value for value in flat.leaves])
     new, after = tx.update({"leaf": _full(grad)}, values, {"leaf": full})
     stepped = flatten((new["leaf"], after)).leaves
-    return flat.unflatten(
-        [
-            fs.Sharded(v.reshape(o.local.shape), o.spec) if isinstance(o, fs.Sharded) else v
-            for o, v in zip(flat.leaves, stepped, strict=True)
-        ],
-    )
+    return flat.unflatten(map(_like, flat.leaves, stepped))
 
 
 def assign(costs: Sequence[float], ranks: int) -> list[int]:

@@ -142,9 +142,8 @@ def dispatch(
     expect(fits, what, f"tokens of shape ({len(routing.experts)}, width), as routed", describe(tokens))
     if axis is not None:
         check_axis(what, axis)
-        expect(
-            number % axis.size == 0, what, f"a multiple of {axis.size} experts, one block for each rank", str(number)
-        )
+        needed = f"a multiple of {axis.size} experts, one block for each rank"
+        expect(number % axis.size == 0, what, needed, str(number))
     choices, rows = routing.experts.T.reshape(-1), tokens.repeat(routing.experts.shape[1], 1)
     if capacity is not None:
         expect(type(capacity) is int and capacity > 0, what, "capacity to be a positive number", f"{capacity!r:.40}")

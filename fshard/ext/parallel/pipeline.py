@@ -324,14 +324,6 @@ class _Call:
         return custom_call(forward, backward, tensors, what, parts.axis, remedy='take schedule="gpipe"')
 
 
-class _Live(NamedTuple):
-    """A microbatch between its forward and its backward."""
-
-    h: torch.Tensor | None
-    out: torch.Tensor
-    tokens: list[torch.Tensor]
-
-
 class _Run:
     """All ticks of one rank."""
 
@@ -341,13 +333,16 @@ class _Run:
         self._places = parts.axis.size * parts.virtual_stages
         told = f"{parts.schedule}, {parts.microbatches} microbatches, reduce={parts.reduce!r}"
         self._label = fs.comm.Label("pipeline", parts=f"{told}, {call.like.dtype} {tuple(call.like.shape)}")
-        self._live: dict[Op, _Live] = {}
+        # By the forward of a microbatch its input, its output and its chain, until its backward.
+        self._live: dict[Op, tuple[torch.Tensor | None, torch.Tensor, list[torch.Tensor]]] = {}
         self._inbox: dict[Op, tuple[Callable[[], list[torch.Tensor]], int]] = {}
         self._flying: deque[Callable[[], Any]] = deque()
         self._stacked = [split and parts.schedule == "interleaved" for split in call.split]
         # The starts of graphs, of a leaf that is whole one for all virtual stages, and sums of gradients by their ids.
         chunks = range(parts.virtual_stages)
-        self._leaves = [[leaf[c] if cut else leaf for leaf, cut in zip(leaves, self._stacked, strict=True)] for c in chunks]
+        self._leaves = [
+            [leaf[c] if cut else leaf for leaf, cut in zip(leaves, self._stacked, strict=True)] for c in chunks
+        ]
         self._sums: dict[int, torch.Tensor] = {}
         for own in self._leaves:
             for start, leaf in zip(own, call.leaves, strict=True):
@@ -362,7 +357,7 @@ class _Run:
         call, found = self._call, self._call.nothing()
         table = ticks(self._axis.size, call.parts.microbatches, call.parts.virtual_stages, self._differentiates)
         # Tensors of these graphs are needed soon, and are saved as they are.
-        saved_as_they_are = torch.autograd.graph.saved_tensors_hooks(_same, _same)
+        saved_as_they_are = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
         with torch.set_grad_enabled(self._differentiates), saved_as_they_are:
             for tick in table:
                 op, sent = tick[call.own], None
@@ -395,7 +390,7 @@ class _Run:
         if self._differentiates:
             if op.microbatch == 0:
                 _refuse_others(out[0], [*leaves, *chain.tokens[:1], *([] if h is None else [h])])
-            self._live[op] = _Live(h, out[0], chain.tokens)
+            self._live[op] = h, out[0], chain.tokens
         return out
 
     def _backward(self, op: Op) -> torch.Tensor | None:
@@ -449,10 +444,6 @@ class _Run:
     def _land(self, most: int) -> None:
         while len(self._flying) > most:
             self._flying.popleft()()
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _refuse_others(out: torch.Tensor, starts: Sequence[torch.Tensor]) -> None:

@@ -5,7 +5,8 @@ Large Transformer Models" (arXiv:2205.05198).
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from glob import escape
 from typing import Any, NamedTuple
@@ -15,9 +16,22 @@ import torch.nn.functional as F
 from torch import nn
 
 import fshard as fs
-from fshard.ext.parallel.tensor_plan import WHAT, Given, plan_of
 from fshard.ext.parallel.vocabulary import vocab_parallel_embedding
-from fshard.extend import check_axis, describe, expect
+from fshard.extend import check_axis, describe, expect, refuse
+
+WHAT = "tensor_parallel"
+STYLES = ("column", "row", "vocabulary", "gather", "split", "sequence")
+# Attributes by which a forward divides features into heads.
+HEADS = frozenset({"heads", "n_head", "n_heads", "nhead", "num_heads", "num_attention_heads", "num_key_value_heads"})
+
+Given = str | tuple[str, int]
+
+
+class Style(NamedTuple):
+    """How one submodule is split; `parts` is the number of matrices that a "column" computes at once."""
+
+    name: str
+    parts: int
 
 
 def tensor_parallel(
@@ -77,7 +91,15 @@ def tensor_parallel(
     expect(isinstance(module, nn.Module), WHAT, "module to be an nn.Module", describe(module))
     known = sequence_dim is None or (type(sequence_dim) is int and sequence_dim >= 0)
     expect(known, WHAT, "sequence_dim to be a dim counted from the front, or None", f"{sequence_dim!r:.40}")
-    styles, counts, dims = plan_of(module, axis, plan, divide)
+    styles = _styles(module, plan)
+    counts, dims = _counts(module, styles, divide), _dims(module, styles)
+    problems = [
+        *((path, *found) for path, style in styles.items() if (found := _misfit(module, path, style, axis))),
+        *((name, str(n), f"a multiple of {axis.size}") for name, n in counts.items() if n % axis.size),
+        *((path, f"one inside {around!r}", "a 'gather' outside of others") for path, around in _nested(styles)),
+        *_tied(module, dims),
+    ]
+    refuse(f"{WHAT}: the plan does not fit the module", problems, "change the plan, or the sizes of the module")
     cut = sequence_dim is None or any(style.name == "split" for style in styles.values())
     expect(cut, WHAT, "plan to have a module of style 'split' with sequence_dim", "none", "name the first layer")
     made = copy.deepcopy(module, {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())})
@@ -92,8 +114,9 @@ def tensor_parallel(
         if name not in ("sequence", "split") or sequence_dim is not None or (inside and name == "sequence"):
             layer.module.__dict__["forward"] = layer.forward(name)
     split: fs.ShardTransform | None = None
-    for dim in dict.fromkeys(dims.values()):
-        names = tuple(escape(name) for name, other in dims.items() if other == dim)
+    own = {name: dim for name, _ in module.named_parameters() if (dim := dims[name]) is not None}
+    for dim in dict.fromkeys(own.values()):
+        names = tuple(escape(name) for name, other in own.items() if other == dim)
         split = fs.masked(fs.split_dim(axis, dim=dim), names, otherwise=split)
     return made, split or fs.compose()
 
@@ -178,3 +201,94 @@ class _Layer(NamedTuple):
             return forward(*args, **kwargs)
         finally:
             attributes["_parameters"] = whole
+
+
+def _styles(module: nn.Module, plan: Any) -> dict[str, Style]:
+    known = isinstance(plan, Mapping) and plan and all(isinstance(pattern, str) for pattern in plan)
+    expect(known, WHAT, "plan to be a dict of styles by patterns of submodules' names", f"{plan!r:.100}")
+    found: dict[str, Style] = {}
+    patterns: dict[str, str] = {}
+    for pattern, given in plan.items():
+        style = given if isinstance(given, tuple) and len(given) == 2 else (given, 1)
+        whole = type(style[1]) is int and style[1] > 0
+        fits = isinstance(style[0], str) and style[0] in STYLES and whole and (style[1] == 1 or style[0] == "column")
+        expect(fits, WHAT, f"plan[{pattern!r}] to be one of {STYLES}, or ('column', k)", f"{given!r:.60}")
+        paths = [path for path, _ in module.named_modules() if path and fnmatchcase(path, pattern)]
+        expect(paths, WHAT, f"plan[{pattern!r}] to match a submodule", "no match", "name some of named_modules()")
+        for path in paths:
+            before = patterns.setdefault(path, pattern)
+            twice = f"{before!r} and {pattern!r}"
+            expect(before == pattern, WHAT, f"one pattern of plan to match {path!r}", twice, "let one match it")
+            found[path] = Style(*style)
+    return found
+
+
+def _counts(module: nn.Module, styles: Mapping[str, Style], divide: Any) -> dict[str, int]:
+    """Find the attributes to divide; refuse to leave a number of heads as it is without being told so."""
+    patterns = (divide,) if isinstance(divide, str) else () if divide is None else divide
+    known = isinstance(patterns, list | tuple) and all(isinstance(pattern, str) for pattern in patterns)
+    expect(known, WHAT, "divide to be patterns of attributes' names", f"{divide!r:.60}")
+    numbers = {
+        f"{path}.{key}".lstrip("."): value
+        for path, submodule in module.named_modules()
+        for key, value in vars(submodule).items()
+        if type(value) is int
+    }
+    for pattern in patterns:
+        found = any(fnmatchcase(name, pattern) for name in numbers)
+        expect(found, WHAT, "divide to match attributes that are whole numbers", f"{pattern!r}, which matches none")
+    around = {path.rpartition(".")[0] for path, style in styles.items() if style.name == "column"}
+    heads = [name for name in numbers if name.rpartition(".")[0] in around and name.rpartition(".")[2] in HEADS]
+    remedy = "pass divide=, or divide=() where the forward takes the number of heads from shapes"
+    told = divide is not None or not heads
+    expect(told, WHAT, f"divide to say whether {', '.join(heads[:3])} count what is split", "None", remedy)
+    return {name: value for name, value in numbers.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
+
+
+def _dims(module: nn.Module, styles: Mapping[str, Style]) -> dict[str, int | None]:
+    """Find the dim that is split of each parameter, under each of its names."""
+    by_module = {module.get_submodule(path): style.name for path, style in styles.items()}
+    rows = {"weight": 0, "bias": 0}
+    by_style = {"column": rows, "vocabulary": rows, "row": {"weight": 1}}
+    return {
+        f"{path}.{key}".lstrip("."): by_style.get(by_module.get(submodule, ""), {}).get(key)
+        for path, submodule in module.named_modules(remove_duplicate=False)
+        for key, _ in submodule.named_parameters(recurse=False, remove_duplicate=False)
+    }
+
+
+def _misfit(module: nn.Module, path: str, style: Style, axis: fs.Axis) -> tuple[str, str] | None:
+    """Describe a submodule that its style is not for, and the one expected."""
+    submodule, name = module.get_submodule(path), style.name
+    if name == "sequence":
+        inner = any(True for child in submodule.children() for _ in child.parameters())
+        return ("submodules with parameters", f"a module of style {name!r} without") if inner else None
+    if name in ("gather", "split"):
+        return None
+    classes = (nn.Linear, nn.Embedding) if name == "vocabulary" else (nn.Linear,)
+    cls = next((cls for cls in classes if isinstance(submodule, cls)), None)
+    plain = cls and type(submodule).forward is cls.forward and "forward" not in vars(submodule)
+    own = dict(submodule.named_parameters(recurse=False))
+    if not plain or not own.keys() <= {"weight", "bias"}:
+        needed = " or ".join(f"nn.{cls.__name__}" for cls in classes)
+        return type(submodule).__name__, f"an {needed} for style {name!r}"
+    if isinstance(submodule, nn.Embedding) and (submodule.max_norm is not None or submodule.scale_grad_by_freq):
+        return "max_norm or scale_grad_by_freq", f"an nn.Embedding of style {name!r} without"
+    size, needs = own["weight"].shape[name == "row"], style.parts * axis.size
+    sides = {"column": "outputs", "row": "inputs", "vocabulary": "rows"}
+    return (str(size), f"a multiple of {needs} {sides[name]}") if size % needs else None
+
+
+def _nested(styles: Mapping[str, Style]) -> Iterator[tuple[str, str]]:
+    gathers = [path for path, style in styles.items() if style.name == "gather"]
+    return ((path, around) for path in gathers for around in gathers if path.startswith(f"{around}."))
+
+
+def _tied(module: nn.Module, dims: Mapping[str, int | None]) -> Iterator[tuple[str, str, str]]:
+    """Find parameters that one place splits otherwise than another one uses them."""
+    first: dict[int, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(parameter), name)
+        if dims[name] != dims[other]:
+            ways = ["whole" if dims[key] is None else f"split by dim {dims[key]}" for key in (name, other)]
+            yield (name, ways[0], f"it {ways[1]}, as {other}, to which it is tied")

@@ -11,16 +11,16 @@ Times are estimates from rates that are stated, not measured: --tflops, --memory
 """
 
 import argparse
+import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
 import torch
 
-from fshard.ext.plan.models import GPTS, Workload, workload_of
+from fshard.ext.plan import models
 from fshard.ext.plan.report import Rates, bytes_from, readable
-from fshard.ext.plan.sweep import CHOOSE, STRATEGIES, Estimate, Options, cheapest, estimate, mesh_of
 
 HEADER = "strategy       mesh  activ.  regather       peak       sent  collectives     flops   seconds"
 
@@ -44,13 +44,13 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
             option, help=f"{text} (default: %(default)s)", default=default, choices=choices or None, **more
         )
 
-    parser.add_argument("--model", help=f"{', '.join(GPTS)}, or package:factory", required=True)
+    parser.add_argument("--model", help=f"{', '.join(models.GPTS)}, or package:factory", required=True)
     parser.add_argument("--world-size", help="ranks", required=True, type=int, nargs="+")
-    add("--strategy", ["zero3"], "one or several", *STRATEGIES, nargs="+")
+    add("--strategy", ["zero3"], "one or several", *models.STRATEGIES, nargs="+")
     add("--memory", "80GB", "memory of a rank")
     add("--batch", 1, "sequences of a rank, for known models", type=int)
     add("--node", 8, "ranks of hsdp's inner axis", type=int)
-    add("--units", "class of the repeated layers", "the units, by a pattern of names")
+    parser.add_argument("--units", help="a pattern of names; without it the class of the repeated layers")
     add("--activations", ["kept", "again"], "kept, or computed again in the backward", "kept", "again", nargs="+")
     add("--regather", ["yes"], "gather again in the backward, for zero3 and hsdp", "yes", "no", nargs="+")
     dtypes = ("bfloat16", "float16", "float32")
@@ -65,21 +65,25 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _run(args: argparse.Namespace) -> int:
     memory = bytes_from("plan", "memory", args.memory)
-    workload = workload_of(args.model, args.batch)
-    if " " not in args.units:
-        workload = workload._replace(units=args.units)
+    workload = models.workload_of(args.model, args.batch)
+    workload = workload._replace(units=args.units or workload.units)
     links = {axis: float(rate) * 1e9 for axis, _, rate in (part.rpartition("=") for part in args.link)}
     rates = Rates(args.tflops * 1e12, args.memory_rate * 1e9, links.get("", links), args.latency / 1e6)
     dtype = None if args.param_dtype == "float32" else getattr(torch, args.param_dtype)
-    meshes = [(name, mesh_of(name, ranks, args.node)) for name, ranks in product(args.strategy, args.world_size)]
-    head, rows = [*about(workload, args.param_dtype, rates), HEADER], list[Estimate]()
+    meshes = [(name, models.mesh_of(name, ranks, args.node)) for name, ranks in product(args.strategy, args.world_size)]
+    count = sum(parameter.numel() for parameter in workload.make(workload.layers).parameters())
+    batch = ", ".join(f"{x.dtype} {list(x.shape)}" for x in workload.batch if isinstance(x, torch.Tensor))
+    head = [f"{args.model}: {count:,} parameters, batch of a rank: {batch}", f"rates: {rates}", HEADER]
+    rows: list[models.Estimate] = []
     for (name, mesh), activations in product(meshes, args.activations):
-        for regather in args.regather if name in CHOOSE else ["yes"]:
-            options = Options(name, regather == "yes", dtype if name in CHOOSE else None, activations == "again")
-            rows.append(estimate(workload, options, mesh, rates=rates, full_depth=args.full_depth))
+        for regather in args.regather if name in models.CHOOSE else ["yes"]:
+            options = models.Options(name, regather == "yes", dtype, activations == "again")
+            rows.append(models.estimate(workload, options, mesh, rates=rates, full_depth=args.full_depth))
             # With the first row, when all arguments are known to be good.
             print(*(head if len(rows) == 1 else ()), rows[-1], sep="\n", flush=True)
-    best = cheapest(rows, memory)
+    # Of those that fit the least time of all ranks together for a sequence, and of these the fewest ranks.
+    fits = [row for row in rows if row.peak.total <= memory]
+    best = min(fits, key=lambda row: (row.seconds, math.prod(row.mesh.values())), default=None)
     if best is None:
         print(f"none fits {args.memory}: the least is {readable(min(row.peak.total for row in rows))}")
         return 1
@@ -88,15 +92,6 @@ def _run(args: argparse.Namespace) -> int:
     if not best.traced:
         print("  ~: about, by extrapolation over the depth; --full-depth counts collectives exactly")
     return 0
-
-
-def about(workload: Workload, param_dtype: str, rates: Rates) -> Iterator[str]:
-    """Write lines of the workload and of the rates that times are estimated from."""
-    count = sum(parameter.numel() for parameter in workload.make(workload.layers).parameters())
-    batch = ", ".join(f"{x.dtype} {list(x.shape)}" for x in workload.batch if isinstance(x, torch.Tensor))
-    yield f"{workload.name}: {count:,} parameters, by zero3 and hsdp gathered as {param_dtype}"
-    yield f"batch of a rank: {batch}"
-    yield f"rates: {rates}"
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """Report: the stragglers of a trace and the memory of its ranks, as numbers, a table, a picture and a file."""
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from fshard.ext.trace.events import Event, Timeline
-from fshard.ext.trace.export import write_perfetto
-from fshard.ext.trace.stragglers import BETWEEN, Activity, Span, match, spans
+from fshard.ext.trace.events import BETWEEN, Activity, Event, Matched, Span, Timeline, match, spans
 
 # Rows of collectives for no unit, and of those by which ranks compare what they do.
 OTHERS, AGREEMENT = "(no unit)", "(agreement)"
@@ -17,6 +16,10 @@ MEANINGS = (
     (BETWEEN, "between a step's last gradients and the next step: the update, data, the caller's own code"),
     (OTHERS, "work for no unit, such as the sum of the losses"),
 )
+
+
+# The thread of a rank's process in Perfetto.
+MAIN = 0
 
 
 class RankRow(NamedTuple):
@@ -111,7 +114,12 @@ class Report:
         Args:
             path: Where to write it, such as "trace.json".
         """
-        write_perfetto(path, self.timelines, self.spans, self.matched)
+        start = min(timeline.begin for timeline in self.timelines)
+        events = [entry for timeline in self.timelines for entry in _of_rank(timeline, self.spans[timeline.rank])]
+        events += [entry for number, one in enumerate(self.matched) for entry in _arrows(number, one)]
+        # Metadata have no time.
+        events = [entry | ({"ts": (entry["ts"] - start) / 1e3} if "ts" in entry else {}) for entry in events]
+        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -143,7 +151,7 @@ class Report:
             rank = timeline.rank
             for event in timeline.events:
                 rows[_row_name(event)]["collectives"][rank] += 1
-                rows[_row_name(event)]["bytes"][rank] += event.bytes
+                rows[_row_name(event)]["bytes"][rank] += event.collective.sent
             for span in self.spans[rank]:
                 column = "waiting" if span.kind is Activity.WAIT else "computing"
                 if span.kind is not Activity.START:
@@ -192,7 +200,7 @@ class Report:
 
 
 def _row_name(event: Event) -> str:
-    return AGREEMENT if event.is_agreement else event.unit or OTHERS
+    return AGREEMENT if event.collective.about.is_comparison else event.collective.unit or OTHERS
 
 
 def _rank_cells(row: RankRow) -> list[str]:
@@ -223,3 +231,36 @@ def _table(first: str, columns: Sequence[str], rows: dict[str, list[str]]) -> It
     yield ""
     for name, cells in {first: list(columns), **rows}.items():
         yield f"{name:<{names}}  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+
+
+def _of_rank(timeline: Timeline, spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
+    pid = timeline.rank
+    yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"rank {pid}"}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
+    yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": MAIN, "args": {"name": "main thread"}}
+    for span in spans:
+        kind = span.kind if span.event else Activity.COMPUTE
+        about = {"cat": kind, "name": f"{kind} {span.name}".rstrip(), "args": _about(span.event) if span.event else {}}
+        yield {"ph": "X", "pid": pid, "tid": MAIN, "ts": span.begin, "dur": (span.end - span.begin) / 1e3, **about}
+    for number, event in enumerate(timeline.events):
+        # Collectives under way at once have tracks of their own.
+        common = {"cat": "collective", "name": event.name, "pid": pid, "tid": MAIN, "id2": {"local": f"{number}"}}
+        yield {"ph": "b", "ts": event.begin, **common, "args": _about(event)}
+        yield {"ph": "e", "ts": event.end, **common}
+    for when, held in timeline.held():
+        yield {"ph": "C", "name": timeline.meter, "pid": pid, "ts": when, "args": {"bytes": held}}
+
+
+def _about(event: Event) -> dict[str, Any]:
+    sent = event.collective
+    named = {"unit": sent.unit, "leaves": event.leaves, "axis": sent.axis, "operator": sent.op}
+    return {**named, "bytes": sent.sent, "ranks": list(event.members)}
+
+
+def _arrows(number: int, matched: Matched) -> Iterator[dict[str, Any]]:
+    """Draw an arrow from the call of the straggler to each wait that it ended."""
+    for rank in matched.events:
+        if matched.waited(rank):
+            name = {"id": f"{number} {rank}", "cat": "waited for", "name": "waited for", "tid": MAIN}
+            yield {"ph": "s", "pid": matched.straggler, "ts": matched.began, **name}
+            yield {"ph": "f", "bp": "e", "pid": rank, "ts": matched.began, **name}

@@ -1,12 +1,11 @@
 """trace: record when the collectives of real steps start and land, on every rank."""
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,37 +22,14 @@ SAMPLING = 5_000_000
 ROUNDS, LABEL = 16, "trace"
 
 
-class Meter(NamedTuple):
-    """Reads the memory of this process.
-
-    Attributes:
-        name: The memory that it counts.
-        read: Returns the bytes now.
-    """
-
-    name: str
-    read: Callable[[], int]
-
-
-def meter(device: torch.device) -> Meter:
-    """Choose a meter: CUDA's allocations; else the resident set, as Linux counts it, or elsewhere its peak."""
+def meter(device: torch.device) -> tuple[str, Callable[[], int]]:
+    """Choose a memory and how to read its bytes: CUDA's allocations; else the resident set, where Linux counts it."""
     if device.type == "cuda":
         stats = torch.cuda.memory.memory_stats_as_nested_dict
-        return Meter("CUDA allocations", lambda: stats(device)["allocated_bytes"]["all"]["current"])
+        return "CUDA allocations", lambda: stats(device)["allocated_bytes"]["all"]["current"]
     statm = Path("/proc/self/statm")
-    if not statm.exists():
-        return Meter("peak resident set", _peak)
-    page = os.sysconf("SC_PAGE_SIZE")
-    return Meter("resident set", lambda: page * int(statm.read_text().split()[1]))
-
-
-def _peak() -> int:
-    try:
-        import resource
-    except ImportError:
-        return 0
-    # In KiB, but for macOS.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    pages = (lambda: int(statm.read_text().split()[1])) if statm.exists() else lambda: 0
+    return "resident set", lambda: os.sysconf("SC_PAGE_SIZE") * pages()
 
 
 class Trace:
@@ -62,12 +38,12 @@ class Trace:
     def __init__(self) -> None:
         """Begin."""
         self._device = torch.device("cpu")
-        self._meter = meter(self._device)
+        self._memory_of, self._read = meter(self._device)
         self._events: list[Event] = []
         self._flying: dict[int, Event] = {}
         self._error, self._waits, self._end = "", 0, 0
         self._begin = self._read_at = time.perf_counter_ns()
-        self._held = self._last = self._left = self._meter.read()
+        self._held = self._last = self._left = self._read()
 
     def report(self, alone: bool = False, mesh: Any | None = None) -> Report:
         """Collect the records of all ranks, and find the stragglers.
@@ -110,8 +86,8 @@ class Trace:
         """Note that a collective is called."""
         device = tensors[0].device
         if device.type == "cuda" and self._device.type == "cpu":
-            self._device, self._meter = device, meter(device)
-            self._held = self._last = self._meter.read()
+            self._device, (self._memory_of, self._read) = device, meter(device)
+            self._held = self._last = self._read()
         memory = self._memory()
         event = Event(issued.collective, tuple(issued.group.ranks), (memory, memory))
         self._flying[id(issued)] = event
@@ -140,11 +116,11 @@ class Trace:
     def _memory(self) -> int:
         now = time.perf_counter_ns()
         if now - self._read_at >= SAMPLING:
-            self._read_at, self._last = now, self._meter.read()
+            self._read_at, self._last = now, self._read()
         return self._last
 
     def _conclude(self, error: BaseException | None) -> None:
-        self._end, self._left = time.perf_counter_ns(), self._meter.read()
+        self._end, self._left = time.perf_counter_ns(), self._read()
         self._error = "" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
         for event in self._flying.values():
             # A collective that was interrupted while it started is there for the other ranks.
@@ -152,7 +128,7 @@ class Trace:
         self._flying = {}
 
     def _own(self) -> Timeline:
-        about = (self._begin, self._end, (self._held, self._left), self._meter.name, self._error)
+        about = (self._begin, self._end, (self._held, self._left), self._memory_of, self._error)
         return Timeline(fs.comm.rank(ranks_of(None)), *about, tuple(self._events))
 
 
@@ -172,8 +148,8 @@ def trace() -> Iterator[Trace]:
 
     Nothing is sent inside the context, and nothing in it is slower but collectives, by a few microseconds. The time
     between them is computing, which a report counts for the unit that was gathered last, or whose gradients it makes.
-    Inside another trace both record. Memory is read every 5 ms at most: the resident set of the process on Linux
-    (elsewhere its peak), or on CUDA the allocations of torch. On CUDA times are those of the host, which does not wait
+    Inside another trace both record. Memory is read every 5 ms at most: the resident set of the process on Linux, or on
+    CUDA the allocations of torch. On CUDA times are those of the host, which does not wait
     for the device.
 
     Yields:

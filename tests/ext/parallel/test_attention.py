@@ -11,7 +11,7 @@ from torch.func import grad, jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
-from fshard.ext.parallel.attention_blocks import ROWS, attend, attend_backward
+from fshard.ext.parallel.attention import ROWS, attend, attend_backward
 from fshard.testing import check_varying
 from tests.ranks import my_rank, on_ranks
 from tests.test_moves import check_a_rank_that_leaves_a_collective_out_is_an_error_on_every_rank

@@ -8,8 +8,7 @@ import pytest
 import fshard as fs
 from fshard.comm import Collective, Label
 from fshard.ext.trace import Report
-from fshard.ext.trace.events import Event, Timeline, offsets, packed, unpacked
-from fshard.ext.trace.stragglers import BETWEEN, spans
+from fshard.ext.trace.events import BETWEEN, Event, Timeline, offsets, packed, spans, unpacked
 from tests.comm.steps import make_step
 from tests.ranks import my_rank, on_ranks
 
@@ -109,8 +108,8 @@ def test_jitted_steps_are_told_apart_by_what_is_gathered_again(units):
     line = timeline(0, *step_at(10, units), *step_at(60, units))
     apart = [name for name in names_of(line) if name[0] == BETWEEN]
     assert apart == [(BETWEEN, *at) for at in ((0, 10), (26, 28), (30, 60), (76, 78), (80, 100))]
-    assert {name for name, *_ in names_of(line)} == {"a", "b", line.events[3].unit, BETWEEN}
-    assert line.events[3].unit == ("b, a" if len(units) == 2 else f"{'c' * 200}...")
+    assert {name for name, *_ in names_of(line)} == {"a", "b", line.events[3].collective.unit, BETWEEN}
+    assert line.events[3].collective.unit == ("b, a" if len(units) == 2 else f"{'c' * 200}...")
 
 
 def test_a_unit_that_is_gathered_for_its_backward_begins_no_step():

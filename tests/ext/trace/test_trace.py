@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard import comm
-from fshard.ext.trace.stragglers import BETWEEN, spans
+from fshard.ext.trace.events import BETWEEN, spans
 from tests.comm.steps import UNITS, make_step
 from tests.ranks import BrokenError, on_ranks
 from tests.trees import one_axis
@@ -30,8 +30,10 @@ def test_records_what_the_recorder_does(backend):
         step(state, x)
     report = trace.report()
     timeline = report.timelines[dist.get_rank()]
-    assert [(e.op, e.axis, e.who, e.unit) for e in timeline.events] == [(e.op, e.axis, e.label, e.unit) for e in record]
-    assert sum(e.bytes for e in timeline.events) == sum(entry.sent for entry in record)
+    assert [(e.op, e.axis, e.label, e.unit) for e in (event.collective for event in timeline.events)] == [
+        (e.op, e.axis, e.label, e.unit) for e in record
+    ]
+    assert sum(event.collective.sent for event in timeline.events) == sum(entry.sent for entry in record)
     for event in timeline.events:
         times = [event.begin, event.issued, *(time for wait in event.waits for time in wait)]
         assert event.waits
@@ -40,10 +42,10 @@ def test_records_what_the_recorder_does(backend):
         assert min(event.memory) > 0
         assert event.members == (0, 1)
     # The first one's weights are not needed in the backward, those of the last two stay for it.
-    gathered = [event.unit for event in timeline.events if event.who == "gather"]
+    gathered = [event.collective.unit for event in timeline.events if event.collective.label == "gather"]
     # The first is gathered again, though its input takes no gradient and nobody needs its weight.
     assert {unit: gathered.count(unit) for unit in UNITS} == {**dict.fromkeys(UNITS, 2), UNITS[0]: 4}
-    assert any(UNITS[0] in event.unit for event in timeline.events if event.who == "scatter")
+    assert any(UNITS[0] in event.collective.unit for event in timeline.events if event.collective.label == "scatter")
     assert any("weight" in event.leaves for event in timeline.events)
     assert len(report.matched) == len(timeline.events)
     assert "trace of 2 ranks" in str(report)
@@ -132,7 +134,7 @@ def test_names_the_rank_and_the_unit_that_the_others_waited_for(late, jitted):
     if not jitted:
         row = next(row for row in report.units if row.unit == unit)
         assert row.held_up[late] > 0
-    entry = next(m for m in report.matched if m.straggler == late and m.events[late].unit == unit)
+    entry = next(m for m in report.matched if m.straggler == late and m.events[late].collective.unit == unit)
     assert all(entry.waited(other) > 0 for other in others)
     assert entry.waited(late) == 0
     assert report.ranks[late].held_up > 0
@@ -173,7 +175,7 @@ def test_one_that_is_interrupted_has_what_there_was():
     assert [line.error for line in report.timelines] == ["BrokenError: in the middle"] * 2
     assert "rank 1 was interrupted: BrokenError: in the middle" in str(report)
     assert len(alone.timelines) == 1
-    assert {"layers.0", "layers.1"} <= {event.unit for event in alone.timelines[0].events}
+    assert {"layers.0", "layers.1"} <= {event.collective.unit for event in alone.timelines[0].events}
 
 
 @on_ranks(2)
@@ -199,8 +201,8 @@ def test_collectives_before_and_after_are_not_recorded():
     late()
     comm.all_gather([torch.ones(2)], axis, "outside")
     (inside, behind) = trace.report().timelines[0].events
-    assert (inside.who, len(inside.waits)) == ("inside", 1)
-    assert (behind.who, behind.waits, behind.end) == ("not waited for", [], behind.issued)
+    assert (inside.collective.label, len(inside.waits)) == ("inside", 1)
+    assert (behind.collective.label, behind.waits, behind.end) == ("not waited for", [], behind.issued)
     assert comm.watchers() == []
 
 
