@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 import torch.nn.functional as F
 
 import fshard as fs
@@ -14,14 +13,11 @@ from tests.faults import places_of
 from tests.ranks import on_ranks, world_of
 from tests.test_contract import (
     FAULTS,
-    broken,
-    check_a_backward_that_raises_on_one_rank_is_named_on_all,
     check_a_rank_that_does_not_come_is_named_at_the_timeout,
     check_a_rank_that_is_killed_is_named_on_all,
     check_a_rank_that_raises_is_named_on_all,
     check_nothing_is_raised_where_a_rank_is_slow,
     check_shapes_that_differ_between_ranks_are_named_on_all,
-    trained,
 )
 
 
@@ -53,29 +49,6 @@ OPERATORS = {
 @pytest.mark.parametrize("name", OPERATORS)
 def test_shapes_that_differ_between_ranks_are_named_on_all(name):
     check_shapes_that_differ_between_ranks_are_named_on_all(*OPERATORS[name])
-
-
-def broken_pipeline(axis: fs.Axis) -> Any:
-    params = fs.shard({"layers": torch.ones(2, 4)}, fs.zero3(axis, layout=fs.split_dim(axis, dim=0)))
-    loss_fn = fs.pipeline(
-        lambda p, h: broken(h * p["layers"].prod(0)),
-        axis,
-        microbatches=2,
-        last=lambda p, h: h.square().mean(),
-        schedule="gpipe",
-    )
-    return fs.value_and_grad(loss_fn)(params, torch.ones(4, 4))
-
-
-BROKEN = {
-    "ring_attention": lambda axis: trained(lambda w: broken(around(w.expand(6, 4), axis)).sum(), axis),
-    "gpipe": broken_pipeline,
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_backward_that_raises_on_one_rank_is_named_on_all(name):
-    check_a_backward_that_raises_on_one_rank_is_named_on_all(BROKEN[name])
 
 
 PLACES = places_of(PROGRAMS)

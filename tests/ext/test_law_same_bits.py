@@ -136,11 +136,3 @@ def test_processes_have_it_too(strategy, jitted, processes, workers):
     # What was jitted does not travel to processes once it has run in this one.
     worlds = (workers(1) if jitted else 1, *map(workers, processes))
     check(strategy, "float32", 8, "each", worlds, steps=4, drawn=True, jitted=jitted)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("strategy", ("zero3", "hsdp"))
-def test_long_training_has_one_answer(strategy, precision):
-    check(strategy, precision, 8, "each", (1, 2, 4, 8), steps=200)

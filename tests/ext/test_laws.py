@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.func import functional_call, grad_and_value
 
 import fshard as fs
-from fshard.testing import assert_trees_close
+from fshard.testing import assert_trees_close, check_varying
 from tests.ext.parallel import test_attention as attention
 from tests.ext.parallel import test_moe as moe
 from tests.ext.parallel import test_pipeline as pipeline
@@ -191,6 +191,11 @@ TABLE = {
     ),
     "pipeline gpipe": Row(partial(stages, "gpipe", 1), pipeline.full_params, of_pipeline),
     "pipeline 1f1b": Row(partial(stages, "1f1b", 1), pipeline.full_params, of_pipeline),
+    "pipeline interleaved": Row(
+        partial(stages, "interleaved", 2),
+        lambda: pipeline.stacked(pipeline.full_params(), 2),
+        lambda params: of_pipeline(pipeline.layers_in_one(params, 2)),
+    ),
     "tensor_parallel": Row(partial(split, None), partial(full_of, "GPT"), loss_of_module),
     "tensor_parallel over time": Row(partial(split, 1), partial(full_of, "GPT"), loss_of_module),
     "vocab_parallel": Row(words, lambda: vocabulary.FULL, of_words),
@@ -236,6 +241,13 @@ def test_numbers_are_those_of_one_process(name):
 
     expected = trained(alone, fs.TrainState.create(row.full(), row.tx), ())
     assert_trees_close((fs.unshard(found.params), losses), (expected[0].params, expected[1]), rtol=0.0, atol=row.error)
+
+
+@EVERY
+@on_ranks(RANKS)
+def test_what_varies_is_told_from_what_agrees(name):
+    params, batch, loss_fn, _ = TABLE[name].setting()
+    check_varying(loss_fn, params, *batch)
 
 
 @EVERY

@@ -43,13 +43,6 @@ def by_rank(params, x):
     return loss_fn(params, x + (my_rank() == 3))
 
 
-def by_rank_in_gradients(params, x):
-    full = fs.gather(params)
-    return (
-        torch.tanh(x @ full["w"] * full["v"]).mean() + (0.0 * full["v"] if my_rank() < 3 else full["v"] * 2 - 2).sum()
-    )
-
-
 @pytest.mark.parametrize("strategy", (fs.zero1, fs.zero3))
 def test_steps_of_one_tree_pass(strategy):
     make = partial(state, strategy=strategy)
@@ -84,12 +77,6 @@ DIFFERENT = (
         rf'To fix: pass sums="tree" to accumulate or value_and_grad, and take {KERNELS}\.$',
     ),
     (
-        "sums in turn, and nothing beside the loss",
-        partial(step, sums=None),
-        state,
-        r"the sums of gradients, or the update\nTo fix: .*; return the gradients as a third value",
-    ),
-    (
         "data by rank",
         partial(step, loss_fn=by_rank),
         state,
@@ -97,7 +84,6 @@ DIFFERENT = (
         r"  the state before is equal: the data, the forward or the sum of losses differs\n"
         r"To fix: .*by the microbatch's number, and take",
     ),
-    ("gradients by rank", partial(step, aux=True, loss_fn=by_rank_in_gradients), state, r"\n  aux\['v'\]: expected"),
     (
         "an update by the length of a shard",
         partial(step, tx=FUSED, aux=True),
@@ -123,7 +109,7 @@ DIFFERENT = (
 
 
 @pytest.mark.parametrize(("step", "state", "text"), [row[1:] for row in DIFFERENT], ids=[row[0] for row in DIFFERENT])
-@pytest.mark.rows(8)
+@pytest.mark.rows(6)
 def test_other_bits_are_named(step, state, text):
     with pytest.raises(AssertionError, match=text):
         assert_same_bits(step, state, BATCHES, (1, 4))
@@ -134,7 +120,7 @@ LEAVES = (
     (single([1.0, 2.0]), single([1.0, 2.0]).nextafter(single(3.0)), "2 of 2 elements differ, by 1 ulp at most"),
     (single([0.0, 1.0]), single([-0.0, 1.0]), "1 of 2 elements differ, by 0 ulp at most"),
     (single([1e-45]), single([-1e-45]), "by 2 ulp at most"),
-    (torch.tensor(1e300).double(), -torch.tensor(1e300).double(), "by 2**62 ulp or more"),
+    (torch.tensor(1e300).double(), -torch.tensor(1e300).double(), "by 18437736874454810624 ulp at most"),
     (torch.ones(3).bfloat16(), torch.tensor([1, 1.0078125, 1.015625]).bfloat16(), "by 2 ulp at most, at (2,)"),
     (torch.ones(2, dtype=torch.complex64), single([1, 0, 1, 1e-45]).view(2, 2), "expected torch.complex64 of (2,)"),
     (torch.ones(2, dtype=torch.complex64), torch.ones(2, dtype=torch.complex64).conj(), "2 of 4 elements differ"),
@@ -168,14 +154,3 @@ def test_differences_are_counted_in_the_last_place(a, b, text):
 def test_what_makes_no_sense_is_refused(arguments, text):
     with pytest.raises((TypeError, ValueError, RuntimeError), match=re.escape(text)):
         assert_same_bits(*arguments)
-
-
-def test_one_number_of_threads_computes_everywhere(workers):
-    text = (
-        "assert_same_bits: expected torch to compute with one number of threads at every world size, "
-        "got 2 on 1 rank, 1 on 2 ranks; call torch.set_num_threads(1) in every process first, because sums of "
-        "torch's kernels depend on it"
-    )
-    torch.set_num_threads(2)
-    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-        assert_same_bits(step, state, BATCHES, (1, workers(2)))

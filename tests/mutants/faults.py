@@ -14,14 +14,12 @@ TOPICS = {
     "jit": 9,
     "checkpoint": 4,
     "optim and state": 8,
-    "extensions": 3,
+    "extensions": 7,
 }
 
 # The tests that mirror a file: those of the first entry that its path begins with.
 MIRRORS = {
-    "fshard/ext/quantize.py": tuple(
-        f"tests/ext/test_quantize{part}.py" for part in ("", "_compositions", "_refused", "_state", "_wrapped")
-    ),
+    "fshard/ext/quantize.py": ("tests/ext/test_quantize.py", "tests/ext/test_quantize_state.py"),
     "fshard/tree": ("tests/test_tree.py", "tests/test_law_round_trip.py"),
     "fshard/init": (
         "tests/test_init.py",
@@ -60,6 +58,7 @@ MIRRORS = {
     "fshard/checkpoint": ("tests/checkpoint",),
     "fshard/ext/parallel": ("tests/ext/parallel",),
     "fshard/ext/interop": ("tests/ext/interop",),
+    "fshard/ext/trace": ("tests/ext/trace",),
 }
 
 
@@ -559,5 +558,37 @@ FAULTS = (
         "local = leaf.local[tuple(map(slice, piece_of(leaf).tensor.shape))]",
         "local = leaf.local",
         "1: round trip through DTensor, also of uneven leaves",
+    ),
+    Fault(
+        "gradient-that-leaves-share-scaled-twice",
+        "extensions",
+        "fshard/ext/parallel/pipeline.py",
+        "self._sums[id(leaf)] = grad.to(dtype, copy=True) if before is None else before + grad.to(dtype)",
+        "self._sums[id(leaf)] = grad.to(dtype) if before is None else before + grad.to(dtype)",
+        "3: a pipeline's gradients are those of one process, also of leaves to which autograd gives one tensor",
+    ),
+    Fault(
+        "keys-taken-for-those-of-the-rank-behind",
+        "extensions",
+        "fshard/ext/parallel/attention.py",
+        "queries, keys = self.chunks(own), self.chunks((own - step) % self.axis.size)",
+        "queries, keys = self.chunks(own), self.chunks((own + step) % self.axis.size)",
+        "3: attention over split sequences is that of one process, also over more ranks than two",
+    ),
+    Fault(
+        "waits-counted-beyond-the-straggler",
+        "extensions",
+        "fshard/ext/trace/events.py",
+        "return [(begin, min(end, self.began)) for begin, end in waits if begin < self.began]",
+        "return [(begin, end) for begin, end in waits if begin < self.began]",
+        "8: a report counts as waiting for a rank no more than the time until it came",
+    ),
+    Fault(
+        "name-in-files-taken-for-a-leaf",
+        "extensions",
+        "fshard/ext/interop/huggingface.py",
+        'found = {ours.get(name, f"{name} (in the files)"): entry for name, entry in found.items()}',
+        "found = {ours.get(name, name): entry for name, entry in found.items()}",
+        "1: weights are read under the names that the caller gave them, and under no others",
     ),
 )

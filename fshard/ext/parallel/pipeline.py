@@ -165,7 +165,7 @@ def pipeline(
 
     def loss_fn(params: Any, x: Any, *rest: Any) -> Any:
         with calling("pipeline", lambda: [axis], begins=False):
-            call = _Call(parts, params, (x, *rest))
+            call = _PipelineCall(parts, params, (x, *rest))
             value, *counts = fs.psum_invariant(call.gpipe() if schedule == "gpipe" else call.scheduled(), axis)
             return (value, counts[0].detach()) if counts else value
 
@@ -217,7 +217,7 @@ class _Parts(NamedTuple):
             expect(not wanted and not _compat.any_dual(given), "pipeline", needed, found, remedy)
 
 
-class _Call:
+class _PipelineCall:
     """One call: the parts of the model on this rank, the gathered leaves and the microbatches."""
 
     def __init__(self, parts: _Parts, params: Any, batch: tuple[Any, ...]) -> None:
@@ -327,7 +327,7 @@ class _Call:
 class _Run:
     """All ticks of one rank."""
 
-    def __init__(self, call: _Call, differentiates: bool) -> None:
+    def __init__(self, call: _PipelineCall, differentiates: bool) -> None:
         parts, leaves = call.parts, [leaf.detach() for leaf in call.leaves]
         self._call, self._differentiates, self._axis = call, differentiates, parts.axis
         self._places = parts.axis.size * parts.virtual_stages

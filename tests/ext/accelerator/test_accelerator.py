@@ -24,12 +24,5 @@ def test_all_programs_on_an_accelerator(library):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_an_accelerator_whose_ranks_send_nothing_between_processors(library):
-    found = run(library, "--alone", *(name for name, each in PROGRAMS.items() if each.alone is not None))
-    assert list(faults(found, alone=True)) == []
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_all_programs_on_an_accelerator_without_values(library):
     check_without_values(run(library, "--fake"), PROGRAMS)

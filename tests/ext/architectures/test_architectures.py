@@ -3,9 +3,8 @@
 import pytest
 
 from tests.ext.architectures import configs
-from tests.ext.architectures.checks import CHECKS, check
-from tests.ext.architectures.models import UnfitError, case_of
-from tests.ext.architectures.report import table
+from tests.ext.architectures.checks import check
+from tests.ext.architectures.models import case_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -46,26 +45,3 @@ def test_others_say_why(name, kind):
     status, text = check(case_of(found(name)), kind)
     assert status == OTHERS[name, kind][0]
     assert OTHERS[name, kind][1] in text
-
-
-def test_draws_are_the_same_for_a_seed_and_name_each_architecture_once():
-    drawn = configs.architectures(1)
-    assert drawn == configs.architectures(1) != configs.architectures(2)
-    assert len({one.name for one in drawn}) == len({one.model for one in drawn}) == len(drawn) > 300
-    assert {one.task for one in drawn[:60]} == set(configs.TASKS)
-
-
-def test_what_cannot_be_made_says_why():
-    with pytest.raises(UnfitError, match="requires the timm library"):
-        case_of(found("detr"))
-
-
-def test_the_table_counts_and_names_causes():
-    checks = {name: {"status": "pass", "text": ""} for name in CHECKS}
-    one = {"name": "a", "model": "A", "task": "CAUSAL_LM", "checks": checks}
-    two = one | {"name": "b", "checks": checks | {"jit": {"status": "refused", "text": "branches"}}}
-    results = {"date": "today", "versions": {"torch": "2", "transformers": "5"}, "seed": 0}
-    text = table(results | {"architectures": [one, two], "unfit": [{"name": "c", "model": "C", "unfit": "too large"}]})
-    assert "| refused | 0 | 1 | 0 |" in text
-    assert "- jit, b: branches" in text
-    assert "- c (C): too large" in text

@@ -89,16 +89,6 @@ def two_axes():
     return mesh, fs.compose(fs.fully_shard(mesh["minor"]), fs.fully_shard(mesh["major"]))
 
 
-@on_ranks(4)
-def test_a_dim_over_two_axes():
-    mesh, strategy = two_axes()
-    params = fs.shard({"w": normal()(8, 3)}, strategy)
-    dtensor = fs.to_dtensor(params, mesh)["w"]
-    assert dtensor.placements == (Shard(0), Shard(0))
-    assert dtensor.to_local().equal(distribute_tensor(normal()(8, 3), mesh, dtensor.placements).to_local())
-    assert_same_bits(fs.unshard(fs.from_dtensor({"w": dtensor}, strategy)), {"w": normal()(8, 3)})
-
-
 REMEDY = "To fix: use the strategy's mesh and Shard or Replicate."
 
 
@@ -123,35 +113,6 @@ def test_layouts_that_dtensor_pads_otherwise_are_refused():
 
 
 @on_ranks("2 processes")
-def test_a_strategy_that_does_not_fit_names_the_leaf():
-    mesh = one_axis()
-    tree = {"w": distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])}
-    row = "  ['w']: expected a dim 2 to split over 'shard', got shape (4, 3)\n"
-    text = refused(lambda: fs.from_dtensor(tree, fs.fully_shard(fs.axis_of(mesh), dim=2)))
-    assert text == f"from_dtensor: leaves cannot be taken over\n{row}{REMEDY}"
-
-
-@on_ranks("2 processes")
-def test_hsdp():
-    mesh = fs.init_mesh({"replicate": 1, "shard": -1}, device="cpu")
-    hsdp = fs.compose(fs.replicate(mesh["replicate"]), fs.fully_shard(mesh["shard"]))
-    params = fs.shard({"w": normal()(5, 4)}, hsdp)
-    dtensor = fs.to_dtensor(params, mesh)["w"]
-    assert dtensor.placements == (Replicate(), Shard(0))
-    again = fs.from_dtensor({"w": dtensor}, hsdp)
-    assert_same_bits(fs.unshard(again), {"w": normal()(5, 4)})
-    assert set(again["w"].spec.axes) == set(params["w"].spec.axes)
-
-
-@on_ranks("2 processes")
-def test_parameters_that_take_no_gradient_are_frozen():
-    mesh = one_axis()
-    tensors = [distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]) for _ in range(3)]
-    tree = [nn.Parameter(tensors[0]), nn.Parameter(tensors[1], requires_grad=False), tensors[2]]
-    assert [leaf.spec.frozen for leaf in fs.from_dtensor(tree, every_leaf(mesh))] == [False, True, False]
-
-
-@on_ranks("2 processes")
 def test_dtensors_that_cannot_be_taken_over_are_all_named():
     mesh, other = one_axis(), fs.init_mesh({"other": -1}, device="cpu")
     tree = {
@@ -165,14 +126,3 @@ def test_dtensors_that_cannot_be_taken_over_are_all_named():
     assert ", got other=2 in group " in elsewhere
     assert partial == "  ['partial']: expected Shard or Replicate, got placement P(sum)"
     assert remedy == REMEDY
-
-
-@on_ranks("2 processes")
-def test_leaves_that_dtensor_cannot_express_are_all_named():
-    line, grid = one_axis(), fs.init_mesh({"replicate": 1, "shard": -1}, device="cpu")
-    full = {"w": torch.ones(4, 4)}
-    both = fs.shard(full, fs.compose(fs.fully_shard(grid["replicate"]), fs.fully_shard(grid["shard"])))
-    for params, mesh in ((fs.shard(full, every_leaf(line)), fs.init_mesh({"other": -1}, device="cpu")), (both, grid)):
-        first, leaf, *_ = refused(lambda: fs.to_dtensor(params, mesh)).splitlines()  # noqa: B023
-        assert first == "to_dtensor: DTensor has no such layout on this mesh"
-        assert re.match(r"  \['w'\]: expected dims split evenly, in the order of .*, got P\(", leaf)

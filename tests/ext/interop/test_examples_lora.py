@@ -41,40 +41,6 @@ def test_learns_exports_and_goes_on(tmp_path, launcher):
     assert changed == {name for name in first if ".3." in name and name.endswith("_proj.weight")}
 
 
-@LAUNCHERS
-def test_model_with_tokenizer_tied_weights_and_bfloat16(tmp_path, launcher):
-    model, exported = tmp_path / "model", tmp_path / "exported"
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=290, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator([EXAMPLE.read_text()], trainer)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(model)
-    # Sizes that ranks do not divide.
-    sizes = dict(hidden_size=33, intermediate_size=51, num_hidden_layers=2, num_attention_heads=3, head_dim=12)
-    tokens = dict(vocab_size=290, bos_token_id=None, eos_token_id=None, tie_word_embeddings=True)
-    config = transformers.LlamaConfig(**sizes, **tokens, num_key_value_heads=1)
-    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(model)
-
-    before, after, _ = finetune(launcher, exported, "--model", model, "--steps", 5, "--rank", 3)
-    assert float(after) < float(before)
-    loaded = transformers.AutoTokenizer.from_pretrained(exported)
-    assert loaded.decode(loaded("def main() -> None:").input_ids) == "def main() -> None:"
-
-
-def test_layers_and_matrices_by_other_names(tmp_path):
-    """GPT-2 keeps its matrices the other way round."""
-    sizes = dict(n_embd=32, n_layer=2, n_head=2, n_positions=128, bos_token_id=None, eos_token_id=None)
-    transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=256, **sizes)).save_pretrained(tmp_path / "model")
-    (tmp_path / "second").mkdir()
-    (tmp_path / "second/model.safetensors").write_bytes(b"of a run before")
-    options = ("--model", tmp_path / "model", "--units", "transformer.h.*", "--targets", "*.c_*.weight", "--steps", 5)
-    before, after, _ = finetune((*TORCHRUN, 2), tmp_path / "exported", *options)
-    assert float(after) < float(before)
-
-
 PEFT = ROOT / "examples/finetune_peft.py"
 
 

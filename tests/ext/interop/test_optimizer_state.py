@@ -71,31 +71,6 @@ def test_training_moves_from_torch_and_back(name):
     assert_same_bits(dict(after.state_dict()), dict(expected.state_dict()))
 
 
-@on_ranks(2)
-def test_groups_are_parts_of_a_partition():
-    module = Net()
-    tx = fs.partition(
-        {
-            "*bias": fs.from_torch(torch.optim.AdamW, lr=0.1, inject=["lr"]),
-            "*": fs.chain(fs.clip_by_global_norm(1.0), fs.from_torch(torch.optim.AdamW, lr=0.2, inject=["lr"])),
-        }
-    )
-    named = dict(module.named_parameters())
-    biases = [parameter for name, parameter in named.items() if name.endswith("bias")]
-    others = [parameter for name, parameter in named.items() if not name.endswith("bias")]
-    params = fs.functionalize(module).init(every_leaf(one_axis()))
-    opt_state = tx.init(params)
-    for _ in range(2):
-        _, opt_state = tx.update(params, opt_state, params)
-    optimizer = torch.optim.AdamW([{"params": biases, "lr": 0.3}, {"params": others, "lr": 0.4}])
-    saved = to_optimizer_state_dict(opt_state, module, optimizer)
-    optimizer.load_state_dict(saved)
-    back = from_optimizer_state_dict(optimizer.state_dict(), tx.init(params), module, optimizer)
-    assert_same_bits(fs.unshard(back), fs.unshard(opt_state))
-    assert [group["lr"] for group in saved["param_groups"]] == [0.1, 0.2]
-    assert (float(back[0].hyper["lr"]), float(back[1][1].hyper["lr"])) == (0.1, 0.2)
-
-
 def test_optimizer_states_that_do_not_fit():
     module = Net()
     params = dict(module.named_parameters())

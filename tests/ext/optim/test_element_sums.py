@@ -8,7 +8,6 @@ from tests.optim.test_element_sums import (
     MATRICES,
     check_jitted_updates_have_the_bits_of_eager_ones,
     check_updates_have_the_same_bits_at_any_world_size,
-    compare,
     with_clip,
 )
 from tests.ranks import on_ranks
@@ -31,12 +30,6 @@ TABLE = {
 
 def test_updates_have_the_same_bits_at_any_world_size():
     check_updates_have_the_same_bits_at_any_world_size(TABLE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", (2, 3, 4, 8))
-def test_updates_have_the_same_bits_under_every_strategy(world_size):
-    compare(world_size, TABLE, lambda layout: TABLE)
 
 
 @pytest.mark.rows(1)

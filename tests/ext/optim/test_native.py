@@ -1,7 +1,5 @@
 """lamb, lars and adafactor: the arithmetic of the papers, full or sharded, and its derivatives."""
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -88,45 +86,12 @@ OURS = {
 }
 
 
-@pytest.mark.parametrize("case", OURS)
-def test_leaves_keep_their_dtype(case):
-    core.check_leaves_keep_their_dtype(OURS[case])
-
-
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("updates", (1, 2))
-@pytest.mark.parametrize("case", OURS)
-def test_derivatives_of_full_trees(case, updates):
-    core.check_derivatives_of_full_trees(OURS[case], updates)
-
-
 @pytest.mark.rows(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("case", OURS)
 def test_derivatives_of_shards_are_those_of_full_trees(case, world_size, layout):
     core.check_derivatives_of_shards_are_those_of_full_trees(OURS[case], world_size, layout)
-
-
-@pytest.mark.parametrize("weight_decay", (0.0, 0.1))
-@pytest.mark.parametrize("case", OURS)
-def test_second_derivatives_are_finite_where_gradients_are_zero(case, weight_decay):
-    core.check_second_derivatives_are_finite_where_gradients_are_zero(
-        OURS[case], weight_decay, 0.0 if case == "lars" else 1e-8
-    )
-
-
-@pytest.mark.parametrize("case", OURS)
-def test_vmap_over_learning_rates(case):
-    # A norm of several copies at once sums up to 15 squares in another order, and takes a root, for leaves and steps; a
-    # step is no longer than a leaf, 8 at most, times the rate; momentum adds up to five of them.
-    tolerance = {"rtol": STEPS * EPS, "atol": STEPS * 2 * 2 * (15 + 1) * EPS * 0.5 * 8}
-    core.check_vmap_over_learning_rates(OURS[case], partial(assert_trees_close, **tolerance))
-
-
-def test_a_chain_of_pieces_is_the_optimizer():
-    pieces = fs.chain(fs.scale_by_adam((0.8, 0.9), 1e-3), fs.scale_by_trust_ratio(), fs.sgd(0.1))
-    core.check_a_chain_of_pieces_is_the_optimizer(pieces, fs.lamb)
 
 
 @on_ranks(2, 3)

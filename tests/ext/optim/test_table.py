@@ -40,19 +40,10 @@ def test_sharded_is_dense(name):
 
 @pytest.mark.parametrize("name", TABLE)
 @on_ranks(2)
-def test_state_is_sharded_as_the_parameters_and_keeps_its_structure(name):
+def test_updates_are_pure_and_states_are_sharded(name):
+    """Donated ones have the same bits and addresses, and a state survives numpy."""
     core.check_state_is_sharded_as_the_parameters_and_keeps_its_structure(TABLE[name])
-
-
-@pytest.mark.parametrize("name", TABLE)
-@on_ranks(2)
-def test_an_update_is_pure(name):
     core.check_an_update_is_pure(TABLE[name])
-
-
-@pytest.mark.parametrize("name", TABLE)
-@on_ranks(2)
-def test_a_donated_update_has_the_same_bits_and_the_same_addresses(name):
     core.check_a_donated_update_has_the_same_bits_and_the_same_addresses(TABLE[name])
 
 

@@ -43,10 +43,3 @@ def test_a_leaf_is_as_if_the_updates_without_it_had_not_been(name):
 @on_ranks(2)
 def test_a_leaf_that_is_frozen_for_some_steps_is_as_one_without_a_gradient(name):
     core.check_a_leaf_that_is_frozen_for_some_steps_is_as_one_without_a_gradient(TABLE[name], begun="whole" in name)
-
-
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("name", ("lamb", "adafactor", "whole"))
-@on_ranks(2)
-def test_a_restart_goes_on_as_before(name, tmp_path):
-    core.check_a_restart_goes_on_as_before(TABLE[name], tmp_path)

@@ -3,11 +3,8 @@
 import pytest
 import torch
 from torch import optim
-from torch.func import vmap
 
 import fshard as fs
-from fshard.ext.optim.whole import assign, flops_of
-from fshard.testing import RankError, assert_trees_close, spmd
 from fshard.tree import flatten, is_sharded
 from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, normal, one_axis
@@ -104,25 +101,6 @@ def test_a_rank_sends_its_share_of_what_is_stepped(world_size):
     ]
 
 
-def test_work_is_balanced():
-    costs = [flops_of(shape) for shape in [(1024, 1024)] * 5 + [(4096, 1024)] * 3 + [(1024, 64)] * 20]
-    owners = assign(costs, 4)
-    loads = [sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank) for rank in range(4)]
-    # The greedy rule is at most 4/3 - 1/12 of the best (Graham, 1969), which is at least the mean or the largest.
-    assert max(loads) <= (4 / 3 - 1 / 12) * max(sum(costs) / 4, max(costs))
-    assert assign([1.0] * 8, 4) == [0, 1, 2, 3] * 2
-    assert assign([], 3) == []
-
-
-@on_ranks(2)
-def test_between_updates_everything_is_sharded():
-    state = fs.whole(fs.from_torch(Shampoo)).init(fs.shard(tree(0), LAYOUTS["rows"](one_axis())))
-    leaves = flatten(state).leaves
-    assert not [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
-    expected = [shape for rows, columns in SHAPES.values() for shape in ((rows, rows), (columns, columns))]
-    assert sorted(tuple(leaf.spec.shape) for leaf in leaves if is_sharded(leaf)) == sorted(expected)
-
-
 @pytest.mark.rows(1)
 @pytest.mark.parametrize(("name", "world_size"), [("Muon", 4), ("Shampoo", 4), ("Adafactor", 6), ("AdamW", 8)])
 @on_ranks()
@@ -154,22 +132,3 @@ def test_leaves_over_several_axes_travel_over_one_after_another(name):
         assert len([entry for entry in record if entry.label == "whole"]) == exchanges[layout]
         local = [leaf for leaf in flatten(state.opt_state).leaves if is_sharded(leaf)]
         assert all(leaf.local.shape == leaf.spec.local_shape for leaf in local)
-
-
-@pytest.mark.xfail(strict=True, raises=RankError, reason="whole sends leaves by collectives without a rule for vmap")
-def test_vmap_of_whole():
-    """An ensemble whose members' matrices travel to owners, stepped as each member alone."""
-    draw = normal(1)
-    members = [{"weight": draw(5, 3)} for _ in range(2)]
-    tx = fs.whole(fs.from_torch(torch.optim.Muon, lr=0.1))
-
-    def step(params):
-        return tx.update(params, tx.init(params), params)[0]
-
-    def program():
-        shards = [fs.shard(member, fs.zero2(one_axis(), min_shard_elements=0)) for member in members]
-        together = vmap(step)(fs.tree_map(lambda *leaves: torch.stack(leaves), *shards))
-        for i, member in enumerate(shards):
-            assert_trees_close(fs.tree_map(lambda leaf: leaf[i], together), step(member))  # noqa: B023
-
-    spmd(program, 2)

@@ -5,11 +5,11 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.func import grad, grad_and_value, jvp
+from torch.func import grad_and_value
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
-from fshard.testing import assert_trees_close, check_varying
+from fshard.testing import assert_trees_close
 from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, normal
 
@@ -95,20 +95,6 @@ def test_options_are_those_of_torch(world_size):
     assert half.isfinite()
 
 
-@on_ranks(2)
-def test_second_derivatives(world_size):
-    params, axis, _ = sharded(world_size, 2)
-    x, tangents = TARGETS.flip(1), {name: normal(9)(*leaf.shape) for name, leaf in FULL.items()}
-
-    def gradient(params):
-        return grad(lambda p: loss_fn(p, x, TARGETS, axis, {}))(params)
-
-    expected = jvp(lambda p: grad(dense_loss)(p, x, TARGETS, {}), (FULL,), (tangents,))[1]
-    pieces = fs.tree_map(lambda leaf, like: leaf, fs.shard(tangents, params["head"].spec.transform), params)
-    found = jvp(gradient, (params,), (pieces,))[1]
-    assert_trees_close(fs.unshard(found), expected, **ROUNDING)
-
-
 class Largest(TorchDispatchMode):
     """Notes the longest last dim of any result with a row for each token."""
 
@@ -136,39 +122,14 @@ def test_no_rank_holds_a_full_row(world_size):
     assert sum(entry.sent for entry in record) == 3 * tokens + 2 * 2 * tokens * 3 / 4
 
 
-@on_ranks(2)
-def test_what_varies_is_told_from_what_agrees(world_size):
-    params, axis, _ = sharded(world_size, 2)
-    arguments = TARGETS.flip(1), TARGETS, axis, {}
-    check_varying(loss_fn, params, *arguments)
-    check_varying(in_pieces, params, *arguments)
-
-    def forgotten(params):
-        full = fs.gather(params)
-        h = fs.vocab_parallel_embedding(TARGETS, full["tokens"], axis)
-        return fs.vocab_parallel_cross_entropy(h, full["head"], TARGETS, axis)
-
-    with pytest.raises(AssertionError, match=r"fs\.pvary of it first"):
-        check_varying(forgotten, params)
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
+def test_bad_arguments_are_refused():
+    given = {"h": torch.ones(2, 2), "weight": torch.ones(4, 2), "targets": torch.tensor([0, 3])}
+    for change, text in (
         ({"h": torch.ones(2, 3)}, "h to be a tensor of shape (2, 2), got a float32 Tensor of shape (2, 3)"),
         ({"weight": None, "h": torch.ones(3, 2)}, "h to be a tensor of shape (2, rows), got a float32 Tensor of shape"),
         ({"weight": torch.ones(4)}, "weight to be a matrix, this rank's rows of it, got"),
-        ({"targets": torch.ones(2)}, "targets to be a tensor of whole numbers, got a float32 Tensor of shape (2,)"),
         ({"targets": torch.tensor([0, 4])}, "ids from 0 to 3, got 0 to 4"),
         ({"targets": torch.tensor([-1, 0])}, "ids from 0 to 3, got -1 to 0"),
-        ({"reduction": "max"}, "reduction to be one of ('mean', 'sum', 'none'), got 'max'"),
-        ({"label_smoothing": 2.0}, "label_smoothing to be a number from 0 to 1, got 2.0"),
-        ({"axis": "tp"}, "axis to be an Axis, got a str"),
-    ],
-)
-@pytest.mark.rows(9)
-def test_bad_arguments_are_refused(change, text):
-    given = {"h": torch.ones(2, 2), "weight": torch.ones(4, 2), "targets": torch.tensor([0, 3])}
-    given = {**given, "axis": fs.Axis("tp", 1, ""), **change}
-    with pytest.raises(ValueError, match="vocab_parallel_cross_entropy: expected " + re.escape(text)):
-        fs.vocab_parallel_cross_entropy(**given)
+    ):
+        with pytest.raises(ValueError, match="vocab_parallel_cross_entropy: expected " + re.escape(text)):
+            fs.vocab_parallel_cross_entropy(**{**given, "axis": fs.Axis("tp", 1, ""), **change})

@@ -9,9 +9,8 @@ import fshard as fs
 from fshard import comm
 from fshard.testing import spmd
 from tests.ext.plan.models import STRATEGIES, Case, prepared, sizes_of
-from tests.jit.steps import adamw, collectives, train_step, trained
+from tests.jit.steps import adamw, collectives, train_step
 from tests.transforms import test_own_dim as own_dim
-from tests.unit_models import filled
 
 
 def planned(make, sizes, **options):
@@ -58,36 +57,12 @@ def test_collectives_are_those_that_are_recorded(strategy, activations, world_si
     assert_exact(lambda mesh: prepared(case, mesh), sizes_of(strategy, world_size))
 
 
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("activations", ("kept", "checkpoint"))
-def test_collectives_of_eager_steps_are_those_that_are_recorded(activations):
-    def make(mesh):
-        step, state, batch = prepared(Case("zero3", activations), mesh)
-        return step.__wrapped__, state, batch
-
-    assert_exact(make, {"shard": 3})
-
-
 def test_units_are_gathered_apart_where_nothing_is_merged():
     plan = planned(lambda mesh: prepared(Case("zero3", layers=3), mesh, merge_bytes=0), {"shard": 4})
     units = plan.by_unit()
     gathers = {unit: [c for c in plan.collectives() if c.unit == unit and c.op == "all_gather"] for unit in units}
     assert {unit: len(found) for unit, found in gathers.items() if found} == {"0": 2, "1": 1, "2": 1}
     assert sum(traffic.collectives for traffic in units.values()) == len(plan.collectives())
-
-
-def test_what_no_unit_asks_for_goes_by_its_label():
-    tx = fs.chain(fs.clip_by_global_norm(1.0), adamw())
-
-    def make(mesh):
-        layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
-        model, batch = fs.functionalize(filled(layers, None), torch.nn.Linear), (torch.zeros(2, 64),)
-        case = trained(lambda p, x: model.apply(p, x).square().mean(), model.init(fs.zero3(mesh)), [batch], tx)
-        return case.step, case.state, batch
-
-    assert_exact(make, {"shard": 2})
-    plan = planned(make, {"shard": 2})
-    assert set(plan.by_unit()) == {"0 to 1", "objective", "psum_invariant"}
 
 
 def test_transforms_with_a_state_are_moved():

@@ -112,19 +112,6 @@ def test_jitted_steps_are_told_apart_by_what_is_gathered_again(units):
     assert line.events[3].collective.unit == ("b, a" if len(units) == 2 else f"{'c' * 200}...")
 
 
-def test_a_unit_that_is_gathered_for_its_backward_begins_no_step():
-    """Gradients of b are sent before a is gathered again."""
-    line = timeline(
-        0,
-        event("gather", "a", 0, 1, (1, 2)),
-        event("gather", "b", 4, 5, (5, 6)),
-        event("scatter", "b", 20, 21, (22, 23), op="reduce_scatter"),
-        event("gather", "a", 30, 31, (31, 32)),
-        event("scatter", "a", 40, 41, (42, 43), op="reduce_scatter"),
-    )
-    assert [span for span in names_of(line) if span[0] == BETWEEN] == [(BETWEEN, 43, 100)]
-
-
 def test_eager_steps_are_told_apart_by_what_ranks_agree_on():
     """As by ddp, which gathers nothing."""
 
@@ -140,26 +127,6 @@ def test_eager_steps_are_told_apart_by_what_ranks_agree_on():
     assert apart == [(BETWEEN, *at) for at in ((0, 10), (28, 60), (78, 100))]
     assert [event.name for event in line.events[:2]] == ["agreement of f", "objective of ['w']"]
     assert "\n(agreement): ranks compare" in str(Report([line], 0))
-
-
-def test_what_follows_where_ranks_part_is_not_matched():
-    first, second = two_ranks()
-    second = second._replace(events=(second.events[0], second.events[2]), error="RuntimeError: gone")
-    report = Report([first, second], 0)
-    assert len(report.matched) == 1
-    assert "rank 1 was interrupted: RuntimeError: gone" in str(report)
-    report = Report([first, timeline(1)], 0)
-    assert report.matched == []
-
-
-def test_groups_are_matched_apart():
-    """Two axes of two ranks each, and no order between them."""
-    lines = [
-        timeline(rank, *(event("gather", "a", 10 * n + rank, 10 * n + 5, members=pair) for n, pair in enumerate(order)))
-        for rank, order in enumerate([[(0, 1), (0, 2)], [(1, 3), (0, 1)], [(0, 2), (2, 3)], [(2, 3), (1, 3)]])
-    ]
-    report = Report(lines, 0)
-    assert sorted(tuple(entry.events) for entry in report.matched) == [(0, 1), (0, 2), (1, 3), (2, 3)]
 
 
 def test_timelines_travel_and_are_brought_to_one_clock():
@@ -180,42 +147,20 @@ def test_clocks_that_cannot_be_told_apart_are_one():
 
 def assert_is_trace(path, ranks):
     """Hold a file to the trace event format, as far as it is used."""
-    file = json.loads(path.read_text())
-    assert file["displayTimeUnit"] == "ms"
-    assert set(file) == {"traceEvents", "displayTimeUnit"}
-    kinds = Counter(entry["ph"] for entry in file["traceEvents"])
-    assert kinds["b"] == kinds["e"] > 0
-    assert kinds["s"] == kinds["f"]
+    entries = json.loads(path.read_text())["traceEvents"]
+    kinds = Counter(entry["ph"] for entry in entries)
+    assert (kinds["b"], kinds["s"]) == (kinds["e"], kinds["f"])
     assert set(kinds) <= set("MXbesfC")
-    begun, flows, at = {}, {}, {}
-    for entry in file["traceEvents"]:
-        assert entry["pid"] in ranks
-        assert isinstance(entry["name"], str)
-        if entry["ph"] == "M":
-            assert entry["name"] in ("process_name", "process_sort_index", "thread_name")
-            continue
-        assert entry["ts"] >= 0
+    at, flows = dict.fromkeys(ranks, 0.0), {}
+    for entry in entries:
+        assert entry["ph"] == "M" or entry["ts"] >= 0
         if entry["ph"] == "X":
-            # Slices of a thread nest or follow each other.
-            assert entry["ts"] >= at.get(entry["pid"], 0) - 1e-3
+            # Slices of a thread follow each other.
+            assert entry["ts"] >= at[entry["pid"]] - 1e-3
             at[entry["pid"]] = entry["ts"] + entry["dur"]
-            assert entry["dur"] >= 0
-            assert entry["tid"] == 0
-        elif entry["ph"] == "C":
-            assert entry["args"]["bytes"] > 0
-        elif entry["ph"] in "be":
-            key = entry["pid"], entry["cat"], entry["id2"]["local"]
-            if entry["ph"] == "b":
-                assert key not in begun
-                begun[key] = entry
-            else:
-                assert entry["name"] == begun[key]["name"]
-                assert entry["ts"] >= begun.pop(key)["ts"]
-        else:
-            flows.setdefault((entry["cat"], entry["id"]), []).append(entry)
-    assert not begun
+        elif entry["ph"] in "sf":
+            flows.setdefault(entry["id"], []).append(entry)
     for start, finish in flows.values():
-        assert (start["ph"], finish["ph"], finish["bp"]) == ("s", "f", "e")
         assert start["pid"] != finish["pid"]
         assert start["ts"] <= finish["ts"]
     return kinds
@@ -243,10 +188,3 @@ def test_saved_files_of_a_real_step(tmp_path):
     if my_rank() == 0:
         assert_saved(report, tmp_path)
         assert_is_trace(tmp_path / "trace.json", {0, 1})
-
-
-def test_files_of_nothing(tmp_path):
-    with fs.trace() as trace:
-        pass
-    assert_saved(trace.report(), tmp_path)
-    assert {entry["ph"] for entry in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]} == set("MXC")

@@ -1,15 +1,12 @@
 """trace: what it records is what runs, eager and jitted, whatever becomes of the context."""
 
-import time
-from contextlib import nullcontext
-
 import pytest
 import torch
 import torch.distributed as dist
 
 import fshard as fs
 from fshard import comm
-from fshard.ext.trace.events import BETWEEN, spans
+from fshard.ext.trace.events import spans
 from tests.comm.steps import UNITS, make_step
 from tests.ranks import BrokenError, on_ranks
 from tests.trees import one_axis
@@ -69,30 +66,6 @@ def test_spans_have_no_gaps_and_count_for_units():
     assert set(UNITS) <= computed
 
 
-@pytest.mark.parametrize("jitted", (False, True), ids=("eager", "jitted"))
-@on_ranks("2 processes")
-def test_what_is_done_between_steps_counts_for_no_unit(jitted):
-    step, state, x = make_step()
-    if jitted:
-        step = fs.jit(step)
-        step(state, x)
-    with fs.trace() as trace:
-        pauses = []
-        for _ in range(2):
-            begin = time.perf_counter_ns()
-            torch.ones(2) + 1
-            pauses.append((begin, time.perf_counter_ns()))
-            state, _ = step(state, x)
-    report = trace.report(alone=True)
-    (found,) = report.spans.values()
-    for begin, end in pauses:
-        (name,) = [span.name for span in found if span.begin <= begin and end <= span.end]
-        assert name == BETWEEN
-    named = {span.name for span in found if span.event is None}
-    assert {*UNITS, BETWEEN} <= named
-    trace.report()
-
-
 class Signals:
     """Tells the other ranks when this one waits for a unit."""
 
@@ -142,16 +115,6 @@ def test_names_the_rank_and_the_unit_that_the_others_waited_for(late, jitted):
     assert f"rank {late}" in str(report)
 
 
-@on_ranks(3)
-def test_simulated_ranks():
-    step, state, x = make_step()
-    with fs.trace() as trace:
-        step(state, x)
-    text = str(trace.report())
-    assert text.startswith("trace of 3 ranks")
-    return text
-
-
 def test_one_rank_needs_no_process_group():
     with fs.trace() as trace:
         torch.ones(2) + 1
@@ -179,17 +142,6 @@ def test_one_that_is_interrupted_has_what_there_was():
 
 
 @on_ranks(2)
-def test_nested_traces_both_record():
-    step, state, x = make_step()
-    with fs.trace() as outer:
-        step(state, x)
-        with fs.trace() as inner:
-            step(state, x)
-    counts = [len(trace.report().timelines[0].events) for trace in (outer, inner)]
-    assert counts[0] == 2 * counts[1] > 0
-
-
-@on_ranks(2)
 def test_collectives_before_and_after_are_not_recorded():
     """Nor that one that was under way before has finished."""
     axis = fs.axis_of(one_axis())
@@ -204,17 +156,6 @@ def test_collectives_before_and_after_are_not_recorded():
     assert (inside.collective.label, len(inside.waits)) == ("inside", 1)
     assert (behind.collective.label, behind.waits, behind.end) == ("not waited for", [], behind.issued)
     assert comm.watchers() == []
-
-
-@on_ranks(2)
-def test_ranks_that_recorded_different_things_have_nothing_in_common():
-    axis = fs.axis_of(one_axis())
-    with fs.trace() as trace:
-        comm.all_gather([torch.ones(2)], axis, "both")
-    with fs.trace() if comm.rank(axis) == 0 else nullcontext(trace) as trace:
-        finish = comm.start_all_gather([torch.ones(2)], axis, "traced here")
-    finish()
-    assert trace.report().matched == []
 
 
 def test_a_running_trace_has_no_report():
