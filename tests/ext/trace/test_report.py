@@ -8,7 +8,7 @@ import pytest
 import fshard as fs
 from fshard.comm import Collective, Label
 from fshard.ext.trace import Report
-from fshard.ext.trace.events import BETWEEN, Event, Timeline, offsets, packed, spans, unpacked
+from fshard.ext.trace.events import BETWEEN, Event, Timeline, packed, spans, unpacked
 from tests.comm.steps import make_step
 from tests.ranks import my_rank, on_ranks
 
@@ -135,14 +135,6 @@ def test_timelines_travel_and_are_brought_to_one_clock():
     ahead = timeline(0, event("gather", "a", 5, 6, (7, 8)))
     assert ahead.shifted(5 * MS).events[0] == event("gather", "a", 0, 1, (2, 3))
     assert ahead.shifted(0) == ahead
-
-
-def test_clocks_that_cannot_be_told_apart_are_one():
-    assert offsets([[]]) == ([0], 0)
-    assert offsets([[(0, 10), (20, 30)], [(5, 9), (21, 31)], [(70_005, 70_008), (70_021, 70_029)]]) == (
-        [0, 0, 70_001],
-        9,
-    )
 
 
 def assert_is_trace(path, ranks):

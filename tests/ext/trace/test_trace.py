@@ -115,16 +115,6 @@ def test_names_the_rank_and_the_unit_that_the_others_waited_for(late, jitted):
     assert f"rank {late}" in str(report)
 
 
-def test_one_rank_needs_no_process_group():
-    with fs.trace() as trace:
-        torch.ones(2) + 1
-    report = trace.report()
-    assert report.timelines[0].events == ()
-    assert report.latest is None
-    assert "no rank waited for another" in str(report)
-    assert "no rank waited for another" in repr(report)
-
-
 @on_ranks(2)
 def test_one_that_is_interrupted_has_what_there_was():
     def between(place):
