@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -21,14 +21,12 @@ def initializer_of(model: nn.Module) -> Callable[[nn.Module], Any] | None:
     return getattr(model, "_init_weights", None)
 
 
-def fuses_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+def fuses_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the kernel takes these. Checked on 2.13."""
     return q.is_cpu and q.dtype in _DTYPES and q.shape[-1] == v.shape[-1]
 
 
-def fused_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Attention and each query's log-sum-exp of scores, which is wide where the tensors are narrow. Checked on 2.13."""
     q, k, v = map(_dense, (q, k, v))
     out, logs = _FORWARD(q, k, v, 0.0, causal, scale=scale)
@@ -36,15 +34,15 @@ def fused_attention(
 
 
 def fused_attention_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    logs: torch.Tensor,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logs: Tensor,
     causal: bool,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """The cotangents of q, k and v; `out` and `logs` may be those of all keys, of which these are some.
 
     Checked on 2.13.
@@ -54,21 +52,20 @@ def fused_attention_backward(
     return dq, dk, dv
 
 
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
+def _dense(tensor: Tensor) -> Tensor:
     """The kernel reads a head's numbers one after another."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def is_transformed(tensor: torch.Tensor) -> bool:
+def is_transformed(tensor: Tensor) -> bool:
     """Whether a torch.func transform holds a tensor, whose values then are not to be had. Checked on 2.13."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
-def any_dual(tensors: Iterable[torch.Tensor]) -> bool:
+def any_dual(tensors: Iterable[Tensor]) -> bool:
     """Whether some tensor has a tangent of forward-mode AD. Checked on 2.13."""
-    if forward_ad._current_level < 0:
-        return False
-    return any(not tensor.is_inference() and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+    dual = (not tensor.is_inference() and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+    return forward_ad._current_level >= 0 and any(dual)
 
 
 def is_tracing() -> bool:
