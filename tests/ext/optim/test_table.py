@@ -7,6 +7,8 @@ import fshard as fs
 from tests.optim import test_table as core
 from tests.optim.test_table import MATRICES, Row
 from tests.ranks import on_ranks
+from tests.test_law_agreement import SECONDS, SGD, errors_of_one_alone, updated
+from tests.transforms.test_own_dim import check_training_is_that_of_one_process
 
 
 def with_matrices(tx):
@@ -53,3 +55,16 @@ def test_updates_are_pure_and_states_are_sharded(name):
 @on_ranks(4)
 def test_padding_is_never_looked_at(name, layout):
     core.check_padding_is_never_looked_at(TABLE[name], layout)
+
+
+@pytest.mark.rows(1)
+@on_ranks(2, 3, timeout=3 * SECONDS)
+def test_an_update_that_one_rank_makes_alone_is_named_on_every_rank():
+    updates = {"update at owners": fs.whole(SGD), "update of adafactor": fs.adafactor(lr=0.1)}
+    return errors_of_one_alone({name: lambda params, tx=tx: updated(params, tx) for name, tx in updates.items()})
+
+
+@pytest.mark.rows(2)
+@on_ranks(1, 2, 4, 8, "2 processes")
+def test_leaves_that_ranks_own_train_as_in_one_process(world_size):
+    check_training_is_that_of_one_process(fs.adafactor(0.01), world_size, reduced=True)
