@@ -6,37 +6,27 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
-# By the module that shows a name and the name; a module is shown itself where its last part is the name.
-MODULES: Mapping[tuple[str, str], str] = MappingProxyType(
+# By the module that shows names and that of fshard.ext which holds them; the last part of one may be a name itself.
+TABLE: Mapping[tuple[str, str], str] = MappingProxyType(
     {
-        ("fshard", "adafactor"): "fshard.ext.optim.adafactor",
-        ("fshard", "from_dtensor"): "fshard.ext.interop.dtensor",
-        ("fshard", "lamb"): "fshard.ext.optim.trust",
-        ("fshard", "lars"): "fshard.ext.optim.trust",
-        ("fshard", "moe"): "fshard.ext.parallel.moe",
-        ("fshard", "pipeline"): "fshard.ext.parallel.pipeline",
-        ("fshard", "plan"): "fshard.ext.plan.plan",
-        ("fshard", "quantize"): "fshard.ext.quantize",
-        ("fshard", "ring_attention"): "fshard.ext.parallel.attention",
-        ("fshard", "ring_positions"): "fshard.ext.parallel.attention",
-        ("fshard", "scale_by_factored_rms"): "fshard.ext.optim.adafactor",
-        ("fshard", "scale_by_trust_ratio"): "fshard.ext.optim.trust",
-        ("fshard", "tensor_parallel"): "fshard.ext.parallel.tensor",
-        ("fshard", "to_dtensor"): "fshard.ext.interop.dtensor",
-        ("fshard", "trace"): "fshard.ext.trace.trace",
-        ("fshard", "ulysses"): "fshard.ext.parallel.attention",
-        ("fshard", "vocab_parallel_cross_entropy"): "fshard.ext.parallel.vocabulary",
-        ("fshard", "vocab_parallel_embedding"): "fshard.ext.parallel.vocabulary",
-        ("fshard", "whole"): "fshard.ext.optim.whole",
-        ("fshard", "with_init_weights"): "fshard.ext.interop.init_weights",
-        ("fshard.checkpoint", "from_optimizer_state_dict"): "fshard.ext.interop.optimizer_state",
-        ("fshard.checkpoint", "load_dcp"): "fshard.ext.interop.dcp",
-        ("fshard.checkpoint", "load_huggingface"): "fshard.ext.interop.huggingface",
-        ("fshard.checkpoint", "save_dcp"): "fshard.ext.interop.dcp",
-        ("fshard.checkpoint", "save_huggingface"): "fshard.ext.interop.huggingface",
-        ("fshard.checkpoint", "to_optimizer_state_dict"): "fshard.ext.interop.optimizer_state",
-        ("fshard.testing", "assert_budget"): "fshard.ext.plan.plan",
-        ("fshard.testing", "assert_same_bits"): "fshard.ext.same_bits",
+        ("fshard", "interop.dtensor"): "from_dtensor to_dtensor",
+        ("fshard", "interop.init_weights"): "with_init_weights",
+        ("fshard", "optim.adafactor"): "adafactor scale_by_factored_rms",
+        ("fshard", "optim.trust"): "lamb lars scale_by_trust_ratio",
+        ("fshard", "optim.whole"): "whole",
+        ("fshard", "parallel.attention"): "ring_attention ring_positions ulysses",
+        ("fshard", "parallel.moe"): "moe",
+        ("fshard", "parallel.pipeline"): "pipeline",
+        ("fshard", "parallel.tensor"): "tensor_parallel",
+        ("fshard", "parallel.vocabulary"): "vocab_parallel_cross_entropy vocab_parallel_embedding",
+        ("fshard", "plan.plan"): "plan",
+        ("fshard", "quantize"): "quantize",
+        ("fshard", "trace.trace"): "trace",
+        ("fshard.checkpoint", "interop.dcp"): "load_dcp save_dcp",
+        ("fshard.checkpoint", "interop.huggingface"): "load_huggingface save_huggingface",
+        ("fshard.checkpoint", "interop.optimizer_state"): "from_optimizer_state_dict to_optimizer_state_dict",
+        ("fshard.testing", "plan.plan"): "assert_budget",
+        ("fshard.testing", "same_bits"): "assert_same_bits",
     }
 )
 
@@ -50,11 +40,12 @@ def resolver(shown_by: str) -> Callable[[str], Any]:
     Returns:
         The function, which keeps what it has found in the module.
     """
+    modules = {name: module for (shown, module), names in TABLE.items() if shown == shown_by for name in names.split()}
 
     def resolve(name: str) -> Any:
-        if (shown_by, name) not in MODULES:
+        if name not in modules:
             raise AttributeError(f"module {shown_by!r} has no attribute {name!r}")
-        module = import_module(MODULES[shown_by, name])
+        module = import_module(f"fshard.ext.{modules[name]}")
         found = getattr(module, name, module)
         setattr(sys.modules[shown_by], name, found)
         return found

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from fshard.extensions import MODULES
+from fshard.extensions import TABLE
 
 # A module imports only from rooms that stand before its own.
 ROOMS = (
@@ -192,7 +192,8 @@ def is_on_the_face(name: str) -> bool:
 
 def core_tests_name_no_extension(package: Path) -> list[str]:
     """A test outside of `tests/ext` imports no extension, no test of one, and asks the face for no name of one."""
-    names = {"fshard.ext", "tests.ext", *(f"{module}.{name}" for module, name in MODULES)}
+    held = {f"{shown_by}.{name}" for (shown_by, _), names in TABLE.items() for name in names.split()}
+    names = {"fshard.ext", "tests.ext", *held}
     errors = []
     for source in read_sources(package.parent / "tests"):
         if source.parts[1:2] == ("ext",):
@@ -208,7 +209,7 @@ def core_tests_name_no_extension(package: Path) -> list[str]:
 
 def names_of_extensions(module: ModuleType) -> set[str]:
     """The public names of a module that extensions hold."""
-    return {name for shown_by, name in MODULES if shown_by == module.__name__}
+    return {name for (shown_by, _), names in TABLE.items() if shown_by == module.__name__ for name in names.split()}
 
 
 def face_reexports_only(package: Path) -> list[str]:

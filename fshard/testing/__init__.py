@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from fshard import extensions
 from fshard.testing.compare import Match, assert_matches_ddp, assert_trees_close, check_pure
-from fshard.testing.optimizers import check_optimizer
+from fshard.testing.laws import TransformReport, check_adjoint, check_optimizer, check_transform
 from fshard.testing.spmd import spmd
-from fshard.testing.transforms import TransformReport, check_adjoint, check_transform
 from fshard.testing.varying import check_varying
 from fshard.testing.workers import RankError, Workers
 

@@ -1,7 +1,7 @@
 """Comparisons: of two trees, of a step's arguments before and after it, of a step with torch DDP's."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from fshard.collectives import walked
 from fshard.errors import Problem, expect, leaf_error, refuse
 from fshard.mesh import Mesh, ranks_of
 from fshard.shard import hash_of, unshard, without_padding
-from fshard.tree import Axis, Tree, flatten, is_sharded
+from fshard.tree import Axis, Tree, flatten, is_sharded, tensor_of
 from fshard.tree.checks import NOT_NEGATIVE, check_flags, check_numbers, describe, is_donated, same_structure
 from fshard.update import TrainState
 
@@ -55,20 +55,14 @@ def differing_leaves(
     check_numbers("assert_trees_close", NOT_NEGATIVE, **given)
     found, needed = flatten(actual), flatten(expected)
     same_structure("assert_trees_close", found, needed)
-    same_spec = [
-        is_sharded(a) and is_sharded(b) and a.spec == b.spec for a, b in zip(found.leaves, needed.leaves, strict=True)
-    ]
-    # One side of these is sharded differently, so both are compared in full.
-    left, right = (
-        unshard([leaf for leaf, same in zip(leaves, same_spec, strict=True) if not same])
-        for leaves in (found.leaves, needed.leaves)
-    )
-    left, right = iter(left), iter(right)
-    problems = []
-    for path, a, b, same in zip(found.paths, found.leaves, needed.leaves, same_spec, strict=True):
-        a, b = (without_padding(a), without_padding(b)) if same else (next(left), next(right))
-        problems += [Problem(path, *texts) for texts in [difference(a, b, rtol, atol, exact)] if texts]
-    return problems
+    pairs = list(zip(found.leaves, needed.leaves, strict=True))
+    for i, (a, b) in enumerate(pairs):
+        if is_sharded(a) and is_sharded(b) and a.spec == b.spec:
+            pairs[i] = without_padding(a), without_padding(b)
+    # Of the others one side is sharded differently, so both are compared in full.
+    left, right = unshard([a for a, _ in pairs]), unshard([b for _, b in pairs])
+    differences = [difference(a, b, rtol, atol, exact) for a, b in zip(left, right, strict=True)]
+    return [Problem(path, *texts) for path, texts in zip(found.paths, differences, strict=True) if texts]
 
 
 def difference(a: Any, b: Any, rtol: float | None, atol: float | None, exact: bool) -> tuple[str, str] | None:
@@ -116,17 +110,16 @@ def check_pure(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     expect(callable(step), "check_pure", "step to be a function", describe(step))
     trees = [(f"argument {i}", arg) for i, arg in enumerate(args)]
     flats = [(name, flatten(tree)) for name, tree in (*trees, *kwargs.items())]
-    tensors = [
-        (f"{name}{path}", leaf, tensor)
+    before = [
+        (f"{name}{path}", leaf, tensor, _digest(tensor))
         for name, flat in flats
         for path, leaf in zip(flat.paths, flat.leaves, strict=True)
-        if isinstance(tensor := leaf.local if is_sharded(leaf) else leaf, torch.Tensor)
+        if isinstance(tensor := tensor_of(leaf), torch.Tensor)
     ]
-    before = [_digest(tensor) for *_, tensor in tensors]
     out = step(*args, **kwargs)
     problems = [
         Problem(path, "other values after the step", "those before it")
-        for (path, leaf, tensor), digest in zip(tensors, before, strict=True)
+        for path, leaf, tensor, digest in before
         if not is_donated(leaf) and _digest(tensor) != digest
     ]
     remedy = "find the write in place to these tensors or to a view of them, and compute a new tensor instead"
@@ -241,7 +234,8 @@ def assert_matches_ddp(
         loss_gap = max(loss_gap, float((actual["loss"] - expected["loss"]).abs()))
         params_gap = max(params_gap, _largest_gap(actual["params"], expected["params"]))
         problems = differing_leaves(actual, expected, rtol, atol, exact)
-        _refuse_on_all_ranks(step, problems, ranks)
+        what = f"step {step} (counted from 0) is the first that differs from DDP: trees differ"
+        refuse_on_all_ranks(what, problems, "look at the first leaf that differs", [ranks], AssertionError)
     return Match(state, loss_gap, params_gap)
 
 
@@ -249,16 +243,15 @@ def _check_all_used(module: nn.Module, loss: torch.Tensor, step: int, ranks: Axi
     """Refuse a loss of some parameters only, before a backward in which ranks would wait for their gradients."""
     starts = [] if loss.grad_fn is None else [loss.grad_fn]
     used = set(walked(starts, lambda node: [other for other, _ in node.next_functions if other is not None]))
-    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     edge = torch.autograd.graph.get_gradient_edge
-    unused = [name for name, parameter in trained.items() if edge(parameter).node not in used]
     problems = [
-        Problem(name, f"none on rank {rank}", "a use by each rank's loss")
-        for rank, names in enumerate(comm.everyone(unused, [ranks], WHAT))
-        for name in names
+        Problem(name, "none", "a use by each rank's loss")
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and edge(parameter).node not in used
     ]
     what = f"{WHAT}: torch DDP would not reduce gradients in step {step} (counted from 0)"
-    refuse(what, problems, "pass find_unused_parameters=True to assert_matches_ddp, and to DDP in your own program")
+    remedy = "pass find_unused_parameters=True to assert_matches_ddp, and to DDP in your own program"
+    refuse_on_all_ranks(what, problems, remedy, [ranks], ValueError)
 
 
 def _step_of_ddp(
@@ -283,13 +276,14 @@ def _step_of_ddp(
     return {"loss": mean / dist.get_world_size(group), "params": params, "buffers": buffers}
 
 
-def _refuse_on_all_ranks(step: int, problems: list[Problem], ranks: Axis) -> None:
-    """Raise what this rank has found, or the first rank that has found anything."""
-    what = f"step {step} (counted from 0) is the first that differs from DDP: trees differ"
-    text = str(leaf_error(what, problems, "look at the first leaf that differs")) if problems else ""
-    for rank, found in enumerate(comm.everyone(text, [ranks], WHAT)):
+def refuse_on_all_ranks(
+    what: str, problems: list[Problem], remedy: str, axes: Sequence[Axis], error: type[Exception]
+) -> None:
+    """Raise the text of this rank's problems, or that of the first rank that has any."""
+    text = str(leaf_error(what, problems, remedy)) if problems else ""
+    for rank, found in enumerate(comm.everyone(text, axes, WHAT)):
         if found:
-            raise AssertionError(text or f"rank {rank}: {found}")
+            raise error(text or f"rank {rank}: {found}")
 
 
 def _largest_gap(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:

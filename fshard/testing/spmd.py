@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from fshard import comm
 from fshard._compat import ThreadedCollective, shared_dual_level, threaded_process_groups
 from fshard.errors import expect
-from fshard.testing.workers import RankError, Workers
+from fshard.testing.workers import RankError, Workers, stuck_ranks
 from fshard.tree.checks import POSITIVE, check_function, check_numbers
 
 T = TypeVar("T")
@@ -76,19 +77,17 @@ class _Stop(SystemExit):
 
 
 class _Call(NamedTuple):
-    """Message of a rank that waits in a collective.
+    """A collective that a rank waits in.
 
     Attributes:
-        rank: The rank.
         collective: The collective.
         world: What the rank knows of the others, where it is in a collective of fshard's.
-        reply: Gets True when the data is in place, False to stop, or the text of an error.
+        reply: Gets None when the data is in place, else the error that the rank is to raise.
     """
 
-    rank: int
     collective: ThreadedCollective
-    reply: queue.SimpleQueue[bool | str]
     world: comm.World | None
+    reply: queue.SimpleQueue[BaseException | None]
 
     @property
     def key(self) -> tuple[str, int]:
@@ -96,17 +95,9 @@ class _Call(NamedTuple):
         return self.collective.group, self.world.generation if self.world else -1
 
 
-class _Wake(NamedTuple):
-    """Message of a rank that has failed: no collective of a group works any more."""
-
-    key: tuple[str, int]
-    text: str
-
-
 class _End(NamedTuple):
-    """Message of a rank that has ended: the value or the error of its program."""
+    """The value of a rank's program, or its error."""
 
-    rank: int
     value: Any
     error: BaseException | None
 
@@ -126,7 +117,8 @@ class _Simulation:
 
     def __init__(self, f: Callable[[], Any], world_size: int, timeout: float) -> None:
         self.timeout = timeout
-        self.inbox: queue.SimpleQueue[_Call | _End | _Wake] = queue.SimpleQueue()
+        # None says that a rank has broken its groups.
+        self.inbox: queue.SimpleQueue[tuple[int, _Call | _End | None]] = queue.SimpleQueue()
         self.broken: dict[tuple[str, int], str] = {}
         self.waiting: dict[int, _Call] = {}
         self.ended: dict[int, _End] = {}
@@ -139,33 +131,32 @@ class _Simulation:
 
     def _rank(self, f: Callable[[], Any], rank: int, store: Any) -> None:
         """Run the program of a rank, on its thread."""
+
+        def wake(group: str, generation: int, text: str) -> None:
+            self.broken.setdefault((group, generation), text)
+            self.inbox.put((rank, None))
+
         try:
             limit = timedelta(seconds=self.timeout)
             dist.init_process_group("threaded", rank=rank, world_size=len(self.threads), store=store, timeout=limit)
-            comm.world().wake = lambda group, generation, text: self.inbox.put(_Wake((group, generation), text))
+            comm.world().wake = wake
             try:
-                value = f()
+                end = _End(f(), None)
             finally:
                 # A rank that ends after its simulation sees the process's own group, which is not its to destroy.
                 if not self.over.is_set() and dist.is_initialized():
                     dist.destroy_process_group()
-            self.inbox.put(_End(rank, value, None))
         except BaseException as error:
-            self.inbox.put(_End(rank, None, error))
+            end = _End(None, error)
+        self.inbox.put((rank, end))
 
     def join(self, collective: ThreadedCollective) -> None:
         """Wait for a collective, on the thread of a rank that called it."""
-        if threading.current_thread() not in self.threads:
-            raise RuntimeError(f"{collective.kind} was called on a thread that is no rank of the running simulation")
-        reply: queue.SimpleQueue[bool | str] = queue.SimpleQueue()
         world = comm.world() if dist.is_initialized() else None
-        own = world if world is not None and world.waiting is not None else None
-        self.inbox.put(_Call(self.threads.index(threading.current_thread()), collective, reply, own))
-        match reply.get():
-            case False:
-                raise _Stop
-            case str() as reason:
-                raise dist.DistBackendError(reason)
+        call = _Call(collective, world if world and world.waiting else None, queue.SimpleQueue())
+        self.inbox.put((self.threads.index(threading.current_thread()), call))
+        if error := call.reply.get():
+            raise error
 
     def run(self) -> list[Any]:
         """Run the ranks until all have ended or one has failed, and return their values or raise their error."""
@@ -174,80 +165,74 @@ class _Simulation:
             for thread in self.threads:
                 thread.start()
             while len(self.ended) < len(self.threads):
-                message = self._receive(deadline)
-                if message is None:
-                    raise RankError(self._report(f"timed out after {self.timeout} s"))
-                if isinstance(message, _Call):
-                    self._run_if_complete(message.collective)
-                elif isinstance(message, _End) and message.error:
+                item = self._receive(deadline)
+                if isinstance(item, _Call):
+                    self._run_if_complete(item.collective)
+                elif item and item.error:
                     break
-                self._fail(lambda call: self.broken.get(call.key))
+                self._fail_broken()
                 if self.waiting and len(self.waiting) + len(self.ended) == len(self.threads):
-                    if not any(call.world for call in self.waiting.values()):
-                        raise RankError(self._report("deadlock"))
-                    text = self._circle()
-                    self._fail(lambda call: text if call.world else None)  # noqa: B023
+                    self._break_circle()
+        except queue.Empty:
+            raise self._stuck() from None
         finally:
             self._stop()
-        ends = [self.ended[rank] for rank in sorted(self.ended)]
-        for end in ends:
+        ends = sorted(self.ended.items())
+        for rank, end in ends:
             if end.error and not isinstance(end.error, _Stop):
                 text = "".join(traceback.format_exception(end.error))
-                raise RankError(f"rank {end.rank} of {len(self.threads)} failed:\n{text}") from end.error
-        return [end.value for end in ends]
+                raise RankError(f"rank {rank} of {len(self.threads)} failed:\n{text}") from end.error
+        return [end.value for _, end in ends]
 
-    def _fail(self, reason: Callable[[_Call], str | None]) -> None:
-        """Let ranks that wait in a collective of fshard's end with an error, where there is a reason."""
+    def _receive(self, deadline: float) -> _Call | _End | None:
+        """Take account of the next message; raise queue.Empty if there is none by the deadline."""
+        rank, item = self.inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+        if isinstance(item, _Call):
+            self.waiting[rank] = item
+        elif item:
+            self.ended[rank] = item
+        return item
+
+    def _fail_broken(self) -> None:
+        """Let ranks that wait in a collective of a broken group end with its error."""
         for rank, call in list(self.waiting.items()):
-            if text := reason(call):
-                del self.waiting[rank]
-                call.reply.put(text)
+            if text := self.broken.get(call.key):
+                self.waiting.pop(rank).reply.put(dist.DistBackendError(text))
 
-    def _circle(self) -> str:
-        """Say where ranks wait that nobody will come to."""
-        positions = {r: comm.Position.of(c.world) for r, c in self.waiting.items() if c.world}
-        known = {rank: position.at() for rank, position in positions.items()}
-        known |= {rank: f"waits in {self.waiting[rank].collective.kind}" for rank in self.waiting if rank not in known}
-        known |= dict.fromkeys(self.ended, "has ended")
-        lines = [f"  rank {rank} {known[rank]}" for rank in sorted(known)]
-        return "\n".join(["ranks wait for each other in different collectives", *lines])
-
-    def _receive(self, deadline: float) -> _Call | _End | _Wake | None:
-        """Take account of the next message; None if there is none by the deadline."""
-        try:
-            message = self.inbox.get(timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            return None
-        if isinstance(message, _Call):
-            self.waiting[message.rank] = message
-        elif isinstance(message, _Wake):
-            self.broken.setdefault(*message)
-        else:
-            self.ended[message.rank] = message
-        return message
+    def _break_circle(self) -> None:
+        """Break the groups of ranks that wait where nobody will come to."""
+        places = {r: comm.Position.of(call.world).at() for r, call in self.waiting.items() if call.world}
+        places = {r: f"waits in {call.collective.kind}" for r, call in self.waiting.items()} | places
+        places |= dict.fromkeys(self.ended, "has ended")
+        lines = [f"  rank {rank} {places[rank]}" for rank in sorted(places)]
+        text = "\n".join(["ranks wait for each other in different collectives", *lines])
+        self.broken |= {call.key: text for call in self.waiting.values()}
+        self._fail_broken()
 
     def _run_if_complete(self, collective: ThreadedCollective) -> None:
-        """Run a collective if every member of its group has called one."""
-        calls = [self.waiting[rank] for rank in collective.ranks if rank in self.waiting]
-        calls = [call for call in calls if call.collective.group == collective.group]
+        """Run a collective if every member of its group has called one; break the group if that cannot be."""
+        calls = {rank: self.waiting[rank] for rank in collective.ranks if rank in self.waiting}
+        calls = {rank: call for rank, call in calls.items() if call.collective.group == collective.group}
         if len(calls) < len(collective.ranks):
             return
-        steps = {call.rank: call.world.waiting.step for call in calls if call.world and call.world.waiting}
+        steps = {rank: call.world.waiting.step for rank, call in calls.items() if call.world and call.world.waiting}
+        kinds = {call.collective.kind for call in calls.values()}
         if len(steps) == len(calls):
-            if found := comm.unequal(steps, collective.ranks):
-                self.broken[calls[0].key] = found
-                return
-        elif len({call.collective.kind for call in calls}) > 1:
-            raise RankError(self._report("different collectives at once"))
+            found = comm.unequal(steps, collective.ranks)
+        else:
+            found = None if len(kinds) == 1 else f"ranks call different collectives at once: {', '.join(sorted(kinds))}"
         try:
             # Inference mode: tensors that a rank made in inference mode can be written in no other.
             with torch.inference_mode():
-                collective.run([call.collective.data for call in calls])
+                if not found:
+                    collective.run([call.collective.data for call in calls.values()])
         except Exception as error:
-            raise RankError(self._report(f"{collective.kind} failed: {error}")) from error
-        for call in calls:
-            del self.waiting[call.rank]
-            call.reply.put(True)
+            found = f"{collective.kind} failed: {error}"
+        for rank, call in calls.items():
+            if found:
+                self.broken[call.key] = found
+            else:
+                self.waiting.pop(rank).reply.put(None)
 
     def _stop(self) -> None:
         """End all ranks: those in a collective at once, others when they call one, at last by an interrupt."""
@@ -265,28 +250,20 @@ class _Simulation:
     def _drain(self) -> None:
         """Refuse all collectives until all ranks have ended or the grace is over."""
         deadline = time.monotonic() + GRACE
-        while len(self.ended) < len(self.threads):
-            for call in self.waiting.values():
-                call.reply.put(False)
-            self.waiting.clear()
-            if self._receive(deadline) is None:
-                return
+        with suppress(queue.Empty):
+            while len(self.ended) < len(self.threads):
+                for call in self.waiting.values():
+                    call.reply.put(_Stop())
+                self.waiting.clear()
+                self._receive(deadline)
 
-    def _report(self, headline: str) -> str:
-        """Report the state of each rank: ended, waiting in a collective or running, with its stack."""
-        stuck = [rank for rank in range(len(self.threads)) if rank not in self.ended]
-        lines = [f"{headline}: ranks {sorted(self.ended)} of {len(self.threads)} finished, ranks {stuck} did not\n"]
-        frames = sys._current_frames()
-        for rank in stuck:
-            if rank in self.waiting:
-                collective = self.waiting[rank].collective
-                lines.append(f"rank {rank} waits in {collective.kind} with ranks {collective.ranks}:\n")
-            else:
-                lines.append(f"rank {rank} runs:\n")
-            ident = self.threads[rank].ident
-            if ident in frames:
-                stack = traceback.extract_stack(frames[ident])
-                lines += traceback.format_list(
-                    [frame for frame in stack if frame.filename not in (__file__, threading.__file__)]
-                )
-        return "".join(lines)
+    def _stuck(self) -> RankError:
+        """Make the error of ranks that have not ended, with the collective and the stack of each."""
+        frames, stacks = sys._current_frames(), {}
+        for rank, thread in enumerate(self.threads):
+            if rank not in self.ended:
+                call = self.waiting.get(rank)
+                place = f"waits in {call.collective.kind} with ranks {call.collective.ranks}" if call else "runs"
+                frame = frames.get(thread.ident or 0)
+                stacks[rank] = f"{place}:\n{''.join(traceback.format_stack(frame) if frame else ())}"
+        return stuck_ranks(self.timeout, len(self.threads), stacks)

@@ -9,11 +9,18 @@ import torch
 from fshard.collectives import LOCATED, Over, reduction_axes, setting, variance_of, walked
 from fshard.errors import Problem, refuse
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, unflatten
-from fshard.tree.checks import check_flags, check_function, check_local, check_transforms
+from fshard.tree.checks import check_flags, check_function
 
 # Better advice than what follows from the types of a collective.
 ADVICE = MappingProxyType(
     {"psum": "fs.psum_invariant, whose sum agrees", "all_gather": "fs.all_gather_invariant, whose result agrees"}
+)
+# By whether a leaf is split over an axis: how ranks hold it, and what is missing where it is used otherwise.
+WRONG_LEAF = MappingProxyType(
+    {
+        True: ("split over", "fs.psum_invariant before its use as an invariant value"),
+        False: ("whole on all ranks of", "fs.gather or fs.pvary before its use with varying values"),
+    }
 )
 
 
@@ -64,8 +71,6 @@ def check_varying(
     check_function("check_varying", f)
     check_flags("check_varying", has_aux=has_aux)
     flat = flatten(params)
-    check_local("check_varying", flat)
-    check_transforms("check_varying", flat)
     reduced = reduction_axes(flat, "check_varying", reduce_over)
     leaves = [_tracked(leaf) for leaf in flat.leaves]
     with torch.enable_grad(), setting(LOCATED, True):
@@ -105,28 +110,19 @@ def _wrong_steps(loss: torch.Tensor, flat: Flat, axis: Axis, reduced: bool) -> I
 
     starts = [] if loss.grad_fn is None else [_Place(loss.grad_fn, loss.output_nr, reduced)]
     for place in walked(starts, behind):
-        if place.node in ends:
-            yield from _wrong_leaf(*ends[place.node], axis, place.varies)
-            continue
         found = variance_of(place.node)
-        if axis in found.axes and found.result is not place.varies:
+        if place.node in ends:
+            path, leaf = ends[place.node]
+            split = leaf.spec.dim_of(axis) is not None
+            if split is not place.varies:
+                held, needed = WRONG_LEAF[split]
+                yield Problem(path, f"a leaf that is {held} {axis.name!r}", needed)
+        elif axis in found.axes and found.result is not place.varies:
             advice = "fs.psum_invariant of a value computed from it" if found.result else "fs.pvary of it first"
             kinds = ("agrees", "varies")
             got = f"{found.name} over {axis.name!r}, whose result {kinds[found.result]}"
             needed = f"one that {kinds[place.varies]}: {ADVICE.get(found.name, advice)}"
             yield Problem(_line(place.node), got, needed)
-
-
-def _wrong_leaf(path: str, leaf: Sharded, axis: Axis, varies: bool) -> Iterator[Problem]:
-    split = leaf.spec.dim_of(axis) is not None
-    if split is varies:
-        return
-    if split:
-        needed = "fs.psum_invariant before its use as an invariant value"
-        yield Problem(path, f"a leaf that is split over {axis.name!r}", needed)
-    else:
-        needed = "fs.gather or fs.pvary before its use with varying values"
-        yield Problem(path, f"a leaf that is whole on all ranks of {axis.name!r}", needed)
 
 
 def _line(node: Any) -> str:

@@ -1,6 +1,5 @@
 """Ranks that are processes, kept from one program to the next."""
 
-import contextvars
 import faulthandler
 import io
 import multiprocessing
@@ -15,7 +14,7 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -52,6 +51,22 @@ class RankError(RuntimeError):
     ...
     ZeroDivisionError: division by zero
     """
+
+
+def stuck_ranks(timeout: float, world: int, stacks: Mapping[int, str]) -> RankError:
+    """Make the error of ranks that have not ended, with where each of them is."""
+    finished = [rank for rank in range(world) if rank not in stacks]
+    first = f"timed out after {timeout} s: ranks {finished} of {world} finished, ranks {list(stacks)} did not"
+    return RankError("\n".join([first, *(f"rank {rank} {stack}" for rank, stack in stacks.items())]))
+
+
+class _Reply(NamedTuple):
+    """The value of a program on a rank, its failure, whether the process ended by it, and the next groups' number."""
+
+    value: Any
+    failed: str | None
+    ended: bool = False
+    generation: int = 0
 
 
 class Workers:
@@ -104,8 +119,7 @@ class Workers:
             raise RuntimeError("Workers: run was called after close; make new Workers")
         if not self._kill.alive:
             self._start()
-        request = pickle.dumps((sys.path, self._generation, _dumps(f)))
-        self._send(request)
+        self._send(pickle.dumps((sys.path, self._generation, _dumps(f))))
         return self._collect(self.timeout if timeout is None else timeout)
 
     def close(self) -> None:
@@ -115,21 +129,10 @@ class Workers:
             RankError: A worker's exit code was not 0, or it did not exit in time.
         """
         self._closed = True
-        if not self._kill.alive:
-            return
-        self._send(b"")
-        deadline = time.monotonic() + self.timeout
-        for process in self._processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        codes = {rank: process.exitcode for rank, process in enumerate(self._processes)}
-        stuck = [rank for rank, code in codes.items() if code is None]
-        stacks = self._stacks(stuck)
-        self._kill()
-        if stuck:
-            raise RankError(f"closing timed out after {self.timeout} s: ranks {stuck} did not exit\n{stacks}")
-        for rank, code in codes.items():
-            if code:
-                raise RankError(f"rank {rank} of {self.world_size} {_ending(code)} at close")
+        if self._kill.alive:
+            self._send(b"")
+            self._collect(self.timeout)
+            self._kill()
 
     def __enter__(self) -> Self:
         return self
@@ -140,14 +143,16 @@ class Workers:
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", __name__])
-        self._directory = Path(tempfile.mkdtemp(prefix="fshard-"))
+        directory = Path(tempfile.mkdtemp(prefix="fshard-"))
         self._generation = 0
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
-        self._kill = weakref.finalize(self, _kill, self._processes, self._directory)
-        for rank in range(self.world_size):
+        self._stacks = [directory / f"stack_{rank}" for rank in range(self.world_size)]
+        self._kill = weakref.finalize(self, _kill, self._processes, directory)
+        for rank, stack in enumerate(self._stacks):
+            stack.touch()
             ours, theirs = context.Pipe()
-            arguments = (rank, self.world_size, self.backend, self.warnings_as_errors, self._directory, theirs)
+            arguments = (rank, self.world_size, self.backend, self.warnings_as_errors, stack, theirs)
             process = context.Process(target=_worker, args=arguments, name=f"rank {rank}", daemon=True)
             process.start()
             theirs.close()
@@ -163,68 +168,44 @@ class Workers:
 
     def _collect(self, timeout: float) -> list[Any]:
         """Return the workers' replies; if a rank failed or is stuck, end the workers and raise."""
+        replies: dict[int, _Reply] = {}
+        pending: dict[Any, int] = {connection: rank for rank, connection in enumerate(self._connections)}
+        deadline = time.monotonic() + timeout
         try:
-            replies = self._replies(timeout)
+            while pending and (ready := wait(list(pending), max(0.0, deadline - time.monotonic()))):
+                for connection in ready:
+                    rank = pending.pop(connection)
+                    replies[rank] = self._receive(rank)
+                    if replies[rank].failed:
+                        deadline = min(deadline, time.monotonic() + GRACE)
             # A rank that ended comes first: by that it made its peers fail, whatever their numbers.
-            failed = sorted((not reply.ended, rank) for rank, reply in replies.items() if reply.failed)
-            if failed:
-                rank = failed[0][1]
+            for _, rank in sorted((not reply.ended, rank) for rank, reply in replies.items() if reply.failed):
                 raise RankError(f"rank {rank} of {self.world_size} {replies[rank].failed}")
-            stuck = [rank for rank in range(self.world_size) if rank not in replies]
-            if stuck:
-                headline = f"timed out after {timeout} s: ranks {sorted(replies)} finished, ranks {stuck} did not"
-                raise RankError(f"{headline}\n{self._stacks(stuck)}")
+            if pending:
+                stacks = {rank: f"runs:\n{self._stack(rank)}" for rank in pending.values()}
+                raise stuck_ranks(timeout, self.world_size, stacks)
         except BaseException:
             self._kill()
             raise
         self._generation = max(reply.generation for reply in replies.values())
         return [replies[rank].value for rank in range(self.world_size)]
 
-    def _replies(self, timeout: float) -> dict[int, "_Reply"]:
-        """Receive the replies that come in time, which is short once a rank has failed."""
-        replies: dict[int, _Reply] = {}
-        pending: dict[Any, int] = {connection: rank for rank, connection in enumerate(self._connections)}
-        deadline = time.monotonic() + timeout
-        while pending and (ready := wait(list(pending), max(0.0, deadline - time.monotonic()))):
-            for connection in ready:
-                rank = pending.pop(connection)
-                replies[rank] = self._receive(rank)
-                if replies[rank].failed:
-                    deadline = min(deadline, time.monotonic() + GRACE)
-        return replies
+    def _stack(self, rank: int) -> str:
+        """Terminate a rank, which then writes its stack."""
+        self._processes[rank].terminate()
+        self._processes[rank].join(GRACE)
+        return self._stacks[rank].read_text()
 
-    def _receive(self, rank: int) -> "_Reply":
-        try:
+    def _receive(self, rank: int) -> _Reply:
+        with suppress(EOFError, ConnectionError):
             reply: _Reply = pickle.loads(self._connections[rank].recv_bytes())
-        except (EOFError, ConnectionError):
-            self._processes[rank].join(GRACE)
-            return _Reply(None, _ending(self._processes[rank].exitcode), ended=True)
-        return reply
-
-    def _stacks(self, ranks: Sequence[int]) -> str:
-        """Terminate ranks, which then write their stacks, and return these."""
-        for rank in ranks:
-            self._processes[rank].terminate()
-        for rank in ranks:
-            self._processes[rank].join(GRACE)
-        files = {rank: _stack_file(self._directory, rank) for rank in ranks}
-        return "\n".join(f"rank {rank}:\n{file.read_text() if file.exists() else ''}" for rank, file in files.items())
-
-
-class _Reply(NamedTuple):
-    """The value of a program on a rank, its failure, whether the process ended by it, and the next groups' number."""
-
-    value: Any
-    failed: str | None
-    ended: bool = False
-    generation: int = 0
-
-
-def _ending(code: int | None) -> str:
-    """Describe an exit code."""
-    if code is not None and code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"exited with code {code}"
+            return reply
+        self._processes[rank].join(GRACE)
+        code = self._processes[rank].exitcode or 0
+        if self._closed and code == 0:
+            return _Reply(None, None)
+        ending = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+        return _Reply(None, ending, ended=True)
 
 
 def _dumps(value: Any) -> bytes:
@@ -250,19 +231,14 @@ def _kill(processes: list[BaseProcess], directory: Path) -> None:
     shutil.rmtree(directory)
 
 
-def _stack_file(directory: Path, rank: int) -> Path:
-    return directory / f"stack_{rank}"
-
-
 def _worker(
-    rank: int, world_size: int, backend: str, warnings_as_errors: bool, directory: Path, connection: Connection
+    rank: int, world_size: int, backend: str, warnings_as_errors: bool, stack: Path, connection: Connection
 ) -> None:
     """Serve one rank until the pool closes or its process is gone."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    stack_file = _stack_file(directory, rank).open("w")
-    faulthandler.register(signal.SIGTERM, stack_file, chain=True)
+    faulthandler.register(signal.SIGTERM, stack.open("w"), chain=True)
     torch.set_num_threads(1)
-    store = f"file://{directory / 'store'}"
+    store = f"file://{stack.with_name('store')}"
     join = partial(dist.init_process_group, backend, store, timeout=NEVER, world_size=world_size, rank=rank)
     connection.send_bytes(_reply(join))
     while request := connection.recv_bytes():
@@ -271,9 +247,7 @@ def _worker(
 
 
 def _exit_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
+    multiprocessing.parent_process().join()  # type: ignore[union-attr]
     os._exit(1)
 
 
@@ -287,8 +261,7 @@ def _run(request: bytes, warnings_as_errors: bool) -> Any:
             warnings.simplefilter("error")
             # Modules that torch imports late may deprecate names that other parts of it use.
             warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\.")
-        # Orders that ranks learned in an earlier program are not those of this one, as on simulated ranks.
-        return contextvars.Context().run(f)
+        return f()
 
 
 def _reply(f: Callable[[], Any]) -> bytes:

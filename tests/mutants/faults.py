@@ -15,6 +15,7 @@ TOPICS = {
     "checkpoint": 4,
     "optim and state": 8,
     "extensions": 7,
+    "testing": 4,
 }
 
 # The tests that mirror a file: those of the first entry that its path begins with.
@@ -56,6 +57,7 @@ MIRRORS = {
     "fshard/update.py": ("tests/test_update.py",),
     "fshard/shard.py": ("tests/test_law_round_trip.py",),
     "fshard/checkpoint": ("tests/checkpoint",),
+    "fshard/testing": ("tests/testing", "tests/test_varying.py"),
     "fshard/ext/parallel": ("tests/ext/parallel",),
     "fshard/ext/interop": ("tests/ext/interop",),
     "fshard/ext/trace": ("tests/ext/trace",),
@@ -590,5 +592,37 @@ FAULTS = (
         'found = {ours.get(name, f"{name} (in the files)"): entry for name, entry in found.items()}',
         "found = {ours.get(name, name): entry for name, entry in found.items()}",
         "1: weights are read under the names that the caller gave them, and under no others",
+    ),
+    Fault(
+        "exact-comparison-passes-another-dtype",
+        "testing",
+        "fshard/testing/compare.py",
+        "if a.shape != b.shape or (exact and a.dtype != b.dtype):",
+        "if a.shape != b.shape:",
+        "6: what is compared bit for bit has one dtype",
+    ),
+    Fault(
+        "transform-may-write-to-its-inputs",
+        "testing",
+        "fshard/testing/laws.py",
+        "before = tree_map(torch.clone, given)",
+        "before = given",
+        "4: nothing changes its inputs, and check_transform tells a transform that does",
+    ),
+    Fault(
+        "invariant-result-passes-for-a-varying-one",
+        "testing",
+        "fshard/testing/varying.py",
+        "elif axis in found.axes and found.result is not place.varies:",
+        "elif axis in found.axes and found.result and not place.varies:",
+        "3: check_varying names a pvary that is missing, whose gradient would be wrong",
+    ),
+    Fault(
+        "ranks-of-other-groups-meet",
+        "testing",
+        "fshard/testing/spmd.py",
+        "calls = {rank: call for rank, call in calls.items() if call.collective.group == collective.group}",
+        "calls = dict(calls.items())",
+        "10: simulated ranks that call collectives of other groups get an error, never each other's values",
     ),
 )

@@ -7,7 +7,7 @@ import torch
 
 import fshard as fs
 from fshard._compat import is_tracing
-from fshard.testing import check_optimizer
+from fshard.testing import RankError, check_optimizer
 from tests.optim.test_table import TABLE
 from tests.trees import normal
 
@@ -67,7 +67,7 @@ WRONG = {
     "hidden state": (transformation(counted), "twice has other bits\n  .params['v']: expected "),
     "None is no gradient": (
         optimizer(lambda param, grad: param - grad),
-        "check_optimizer: update raised TypeError where a gradient is None: unsupported operand",
+        "TypeError: unsupported operand",
     ),
     "None decays": (
         optimizer(lambda param, grad: param * 0.9 if grad is None else param - grad),
@@ -75,7 +75,7 @@ WRONG = {
     ),
     "a look at a value": (
         transformation(lambda grad: grad if grad.sum() > 1e9 else grad / 2),
-        "check_optimizer: update cannot be jitted: jit: expected no look at the value of a tensor",
+        "ValueError: jit: expected no look at the value of a tensor",
     ),
     "other maths in a trace": (
         transformation(lambda grad: grad / 2 if is_tracing() else grad),
@@ -84,23 +84,20 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-@pytest.mark.rows(len(WRONG))
-def test_what_is_wrong_is_named(name):
-    tx, text = WRONG[name]
-    with pytest.raises(AssertionError, match=re.escape(text)):
-        check_optimizer(tx, PARAMS, world_sizes=(1, 2))
+def test_what_is_wrong_is_named():
+    for tx, text in WRONG.values():
+        with pytest.raises((AssertionError, RankError), match=re.escape(text)):
+            check_optimizer(tx, PARAMS, world_sizes=(1, 2))
 
 
 def test_what_makes_no_sense_is_refused():
-    for arguments, text in (
-        ((torch.optim.SGD, PARAMS), "check_optimizer: expected tx to be an Optimizer or a GradientTransformation, got"),
-        ((fs.sgd(0.1), {"w": 1}), "check_optimizer: leaves are no tensors"),
+    for tx, params, error, text in (
+        (torch.optim.SGD, PARAMS, 0.0, "check_optimizer: expected tx to be an Optimizer or a GradientTransformation"),
+        (fs.sgd(0.1), {"w": 1}, 0.0, "check_optimizer: leaves are no tensors"),
+        (fs.sgd(0.1), PARAMS, -1.0, "expected error to be a finite number, 0 or more"),
     ):
         with pytest.raises(ValueError, match=text):
-            check_optimizer(*arguments)
-    with pytest.raises(ValueError, match="expected error to be a finite number, 0 or more"):
-        check_optimizer(fs.sgd(0.1), PARAMS, error=-1.0)
+            check_optimizer(tx, params, error=error)
 
 
 def test_error_allows_for_what_is_lossy():
