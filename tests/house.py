@@ -44,13 +44,11 @@ ROOMS = (
 )
 DISTRIBUTED_ROOMS = {"_compat", "comm", "mesh", "ext/interop", "testing", "__main__"}
 COMPAT = {"_compat", "ext/_compat"}
-MAX_LINES = 600
 MUTABLE_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 MUTABLE_CALLS = {
     *("list", "dict", "set", "bytearray", "Counter", "OrderedDict", "defaultdict", "deque"),
     *("WeakKeyDictionary", "WeakSet", "WeakValueDictionary"),
 }
-FACE = {"__all__", "__version__", "__getattr__"}
 NAMEDTUPLE_METHODS = {"_asdict", "_field_defaults", "_fields", "_make", "_replace"}
 
 
@@ -212,20 +210,6 @@ def names_of_extensions(module: ModuleType) -> set[str]:
     return {name for (shown_by, _), names in TABLE.items() if shown_by == module.__name__ for name in names.split()}
 
 
-def face_reexports_only(package: Path) -> list[str]:
-    """The package's own `__init__` holds a docstring, imports, `__all__`, `__version__`, `__dir__`, `__getattr__`."""
-    source = next(source for source in read_sources(package) if source.room == "__init__")
-    errors = []
-    for node in source.tree.body:
-        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        named = isinstance(node, ast.Assign) and {ast.unparse(t) for t in node.targets} <= FACE
-        named = named or (isinstance(node, ast.FunctionDef) and node.name == "__dir__")
-        typed = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        if not (docstring or named or typed or isinstance(node, ast.Import | ast.ImportFrom)):
-            errors.append(f"{source.at(node)}: __init__ re-exports, nothing else")
-    return errors
-
-
 def rooms_of_libraries(package: Path) -> list[str]:
     """optree, torch.distributed and private torch modules are used only in their rooms."""
     errors = {}
@@ -268,17 +252,6 @@ def defined_names(tree: ast.Module) -> Iterator[str]:
             yield node.id
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and dotted(node.value) == "self":
             yield node.attr
-
-
-def file_lengths(package: Path) -> list[str]:
-    """A file of more than 600 lines says in its docstring why it is over 600 lines."""
-    errors = []
-    for source in read_sources(package):
-        length = len(source.path.read_text().splitlines())
-        reason = f"Over {MAX_LINES} lines, because" in (ast.get_docstring(source.tree) or "")
-        if length > MAX_LINES and not reason:
-            errors.append(f"{source.path}: {length} lines, at most {MAX_LINES} without a reason in its docstring")
-    return errors
 
 
 def class_names(package: Path) -> list[str]:

@@ -7,7 +7,6 @@ import torch
 from torch import optim
 
 import fshard as fs
-from fshard.tree import ReshardPolicy
 from tests.bad_input import Row, assert_all_refused, loss, make_world, rows_of
 from tests.ranks import on_ranks
 from tests.trees import assert_same_bits
@@ -71,8 +70,6 @@ ROWS = [
         for verb, call, rest in [
             ("scatter_grads", scatter, lambda world, params: (world.full_grads, params)),
             ("objective", fs.objective, lambda world, params: (scalar(1.0), params)),
-            ("value_and_grad", differentiate, lambda world, params: (params,)),
-            ("sync_buffers", fs.sync_buffers, lambda world, params: ({"m": ones(1)}, params)),
         ]
     ),
     *(
@@ -97,34 +94,14 @@ ROWS = [
         differentiate,
         f"value_and_grad: {CHANGED}",
     ),
-    Row(
-        "scatter_grads: changed shapes of like",
-        lambda world: (world.full_grads, fs.tree_map(lambda x: x[:1], world.params)),
-        scatter,
-        f"scatter_grads of `like`: {CHANGED}",
-    ),
     # Gradients that do not fit.
-    *(
-        Row(
-            f"scatter_grads: {name}",
-            arguments,
-            scatter,
-            "scatter_grads: gradients do not fit `like`\n"
-            "  ['a']: expected a full tensor of shape (5, 3), got a Sharded leaf\n"
-            "  ['b'][0]: expected a full tensor of shape (4,), got a Sharded leaf" + FULL,
-        )
-        for name, arguments in [
-            ("sharded gradients", lambda world: (world.grads, world.params)),
-            ("arguments swapped", lambda world: (world.params, world.full_grads)),
-        ]
-    ),
     Row(
-        "scatter_grads: other shapes",
-        lambda world: ({"a": ones(3, 5), "b": [1.0]}, world.params),
+        "scatter_grads: gradients that do not fit",
+        lambda world: ({"a": world.grads["a"], "b": [ones(3, 5)]}, world.params),
         scatter,
         "scatter_grads: gradients do not fit `like`\n"
-        "  ['a']: expected a full tensor of shape (5, 3), got a float32 Tensor of shape (3, 5)\n"
-        "  ['b'][0]: expected a full tensor of shape (4,), got a float" + FULL,
+        "  ['a']: expected a full tensor of shape (5, 3), got a Sharded leaf\n"
+        "  ['b'][0]: expected a full tensor of shape (4,), got a float32 Tensor of shape (3, 5)" + FULL,
     ),
     Row(
         "scatter_grads: another tree",
@@ -143,43 +120,20 @@ ROWS = [
             ({"reduce": "weighted"}, f"{COUNT}, got None; torch.tensor makes one"),
             ({"count": scalar(3)}, "scatter_grads: expected reduce=\"weighted\" for a count, got 'mean'"),
             ({"reduce": "weighted", "count": 3}, f"{COUNT}, got an int; torch.tensor makes one"),
-            (
-                {"reduce": "weighted", "count": ones(2)},
-                f"{COUNT}, got a float32 Tensor of shape (2,); torch.tensor makes one",
-            ),
         ],
     ),
 ]
 
 FLOATING = "expected the loss to be a floating scalar tensor"
-TOTAL = "expected the sum to be a floating scalar tensor"
 PAIR = 'expected the loss to be the pair (sum, count) for reduce="weighted"'
 SUM = "; sum or average over the batch; value_and_grad takes (loss, aux) by has_aux=True"
 REAL = "expected the count to be a real scalar tensor, got an int; torch.tensor makes one"
 # What a local loss must not be: (name, reduce, loss of a number, error).
 LOSSES = [
     ("no scalar", "mean", lambda x: x.expand(3), f"{FLOATING}, got a float32 Tensor of shape (3,){SUM}"),
-    ("no tensor", "sum", float, f"{FLOATING}, got a float{SUM}"),
-    ("nothing", "mean", lambda x: None, f"{FLOATING}, got None{SUM}"),
-    ("integer", "mean", lambda x: x.long(), f"{FLOATING}, got an int64 Tensor of shape (){SUM}"),
     ("a pair for mean", "mean", lambda x: (x, x), f"{FLOATING}, got a tuple{SUM}"),
     ("no count", "weighted", lambda x: x, f"{PAIR}, got a float32 Tensor of shape ()"),
     ("a count that is no tensor", "weighted", lambda x: (x, 3), REAL),
-    (
-        "a sum that is no scalar",
-        "weighted",
-        lambda x: (x[None], x),
-        f"{TOTAL}, got a float32 Tensor of shape (1,){SUM}",
-    ),
-]
-ROWS += [
-    Row(
-        f"objective: {name}",
-        lambda world, make=make, reduce=reduce: (make(scalar(2.0)), world.params, reduce),
-        fs.objective,
-        f"objective: {error}",
-    )
-    for name, reduce, make, error in LOSSES
 ]
 ROWS += [
     Row(
@@ -195,12 +149,6 @@ ROWS += [
     for name, reduce, make, error in LOSSES
 ]
 ROWS += [
-    Row(
-        "objective: unknown reduce",
-        lambda world: (scalar(1.0), world.params, "max"),
-        fs.objective,
-        f"objective: {REDUCE}, got 'max'",
-    ),
     Row(
         "value_and_grad: unknown reduce",
         lambda world: (world.params,),
@@ -231,23 +179,6 @@ def test_whole_and_split_leaves_of_one_mesh_mix():
     assert_same_bits(results[1], results[0])
 
 
-@on_ranks(2)
-def test_integer_leaves_may_be_frozen_and_leaves_may_be_missing():
-    world = make_world()
-    tree = {"a": world.full["a"], "i": torch.arange(4), "n": None}
-    params = fs.shard(tree, world.zero2, frozen="i")
-    tx = fs.from_torch(torch.optim.AdamW, lr=0.1)
-    _, grads = fs.value_and_grad(lambda params: loss({"a": params["a"]}))(params)
-    assert grads["i"] is grads["n"] is None
-    state = fs.update(tx, fs.TrainState.create(params, tx), grads)
-    assert_same_bits(fs.unshard(state.params["i"]), tree["i"])
-    scattered = fs.scatter_grads({"a": ones(5, 3), "i": None, "n": None}, like=params)
-    assert_same_bits(fs.unshard(scattered["a"]), ones(5, 3))
-    assert scattered["i"] is scattered["n"] is None
-
-
-STAGES = "_FullyShard(axis=Axis(name='shard', size=2, group_name={group}), dim=0, min_shard_elements=0)"
-POLICY = f"reshard={ReshardPolicy(regather=False)!r}, model_dtypes=None"
 FROM = "\nTo fix: pass what fs.scatter_grads(grads, like=state.params) or fs.value_and_grad returned."
 OTHER_STATE = "update with the optimizer that made the state"
 
@@ -266,10 +197,6 @@ class Normed(optim.Optimizer):
 
 def update_with(name, grads, error):
     return Row(f"update: {name}", lambda world: (world.tx, world.state, grads(world)), fs.update, f"update{error}")
-
-
-def on_axis_data(world, tree):
-    return fs.reshard(tree, fs.fully_shard(world.other["data"]))
 
 
 MAX_NORM = "clip_by_global_norm: expected max_norm to be a finite number, 0 or more"
@@ -295,40 +222,9 @@ ROWS += [
         "To fix: pass trees made from the same parameters.",
     ),
     update_with(
-        "another kind of node",
-        lambda world: {"a": world.grads["a"], "b": tuple(world.grads["b"])},
-        " with gradients: trees differ in structure\n"
-        "  (structure): expected PyTreeSpec({'a': *, 'b': [*]}, NoneIsLeaf), "
-        "got PyTreeSpec({'a': *, 'b': (*,)}, NoneIsLeaf)\n"
-        "To fix: pass trees made from the same parameters.",
-    ),
-    update_with(
-        "a gradient less",
-        lambda world: {"a": world.grads["a"], "b": [3]},
-        ": gradients do not fit the parameters\n  ['b'][0]: expected a Sharded leaf, got an int" + FROM,
-    ),
-    update_with(
         "another layout",
         lambda world: {"a": world.grads["a"], "b": fs.reshard(world.grads["b"], fs.ddp(world.mesh))},
         ": gradients do not fit the parameters\n  ['b'][0]: expected partition=P('shard'), got partition=P()" + FROM,
-    ),
-    update_with(
-        "another mesh",
-        lambda world: {"a": world.grads["a"], "b": on_axis_data(world, world.grads["b"])},
-        ": gradients do not fit the parameters\n"
-        "  ['b'][0]: expected partition=P('shard'), got partition=P('data')" + FROM,
-    ),
-    update_with(
-        "another global shape",
-        lambda world: fs.shard({"a": torch.ones(6, 3), "b": [torch.ones(4)]}, world.zero2),
-        ": gradients do not fit the parameters\n  ['a']: expected shape=(5, 3), got shape=(6, 3)" + FROM,
-    ),
-    update_with(
-        "another local shape",
-        lambda world: fs.tree_map(lambda x: x[:1], world.grads),
-        ": gradients do not fit the parameters\n"
-        "  ['a']: expected a float32 Tensor of shape (3, 3), got a float32 Tensor of shape (1, 3)\n"
-        "  ['b'][0]: expected a float32 Tensor of shape (2,), got a float32 Tensor of shape (1,)" + FROM,
     ),
     update_with(
         "another dtype",
@@ -346,22 +242,6 @@ ROWS += [
         fs.update,
         "update: gradients do not fit the parameters\n  ['a']: expected None for a frozen leaf, got a gradient" + FROM,
     ),
-    Row(
-        "update: other gradient transforms",
-        lambda world: (
-            world.tx,
-            world.state,
-            fs.reshard(world.grads, fs.compose(fs.cast(scatter=torch.float32), world.zero2)),
-        ),
-        fs.update,
-        "update: gradients do not fit the parameters\n"
-        + "".join(
-            f"  {path}: expected transform=_Composed(stages=({STAGES},), {POLICY}), got transform="
-            f"_Composed(stages=(_Cast(gather_dtype=None, scatter_dtype=torch.float32), {STAGES}), {POLICY})\n"
-            for path in ("['a']", "['b'][0]")
-        ).rstrip()
-        + FROM,
-    ),
     *(
         Row(
             f"update by {kind}",
@@ -378,33 +258,17 @@ ROWS += [
         f"chain: expected the state to be a tuple of 1, got one of 2; {OTHER_STATE}",
     ),
     Row(
-        "a state of a torch class",
-        lambda world: (world.params, optim.AdamW),
-        fs.TrainState.create,
-        "TrainState.create: expected tx to be an Optimizer, got a type; end the chain with one, such as fs.from_torch",
-    ),
-    Row(
         "an optimizer in the middle of a chain",
         lambda world: (world.tx, fs.clip_by_global_norm(1.0)),
         fs.chain,
         f"{CHAIN} an Optimizer, a GradientTransformation",
-    ),
-    Row(
-        "a chain with a number",
-        lambda world: (1.0, world.tx),
-        fs.chain,
-        f"{CHAIN} a float, an Optimizer",
     ),
     *rows_of(
         "clip_by_global_norm{}",
         lambda _, arguments: fs.clip_by_global_norm(*arguments),
         [
             ((-1.0, 2.0), f"{MAX_NORM}, got -1.0"),
-            ((float("nan"), 2.0), f"{MAX_NORM}, got nan"),
-            ((float("inf"), 2.0), f"{MAX_NORM}, got inf"),
             ((1.0, 0.0), f"{P}, got 0.0"),
-            ((1.0, -1.0), f"{P}, got -1.0"),
-            ((1.0, float("nan")), f"{P}, got nan"),
         ],
     ),
     *rows_of(
@@ -420,11 +284,6 @@ ROWS += [
 # Optimizers that look across elements, with hyperparameters under which that may be hard to see.
 ACROSS = [
     (optim.Muon, {}),
-    (optim.Adafactor, {}),
-    (optim.Adafactor, {"lr": lambda count: 0.1 * float(count)}),
-    (optim.Muon, {"lr": 1e-15}),
-    (Normed, {}),
-    (Normed, {"dim": 0, "lr": 0.0}),
     (Normed, {"dim": 1}),
 ]
 ROWS += [
@@ -451,7 +310,7 @@ def test_bad_gradients_and_updates_are_refused():
     assert_all_refused(ROWS)
 
 
-@pytest.mark.parametrize(("cls", "hyper"), [pair for pair in ACROSS if pair[1] != {"lr": 1e-15}])
+@pytest.mark.parametrize(("cls", "hyper"), ACROSS)
 @on_ranks(2)
 def test_whole_leaves_take_any_optimizer(cls, hyper):
     world = make_world()
@@ -460,11 +319,8 @@ def test_whole_leaves_take_any_optimizer(cls, hyper):
     tx = fs.from_torch(cls, **hyper)
     state = fs.TrainState.create(params, tx)
     modules = {name: torch.nn.Parameter(leaf.clone()) for name, leaf in full.items()}
-    evaluated = {name: value(0) if callable(value) else value for name, value in hyper.items()}
-    optimizer = cls(list(modules.values()), **evaluated)
-    for step in range(3):
-        for group in optimizer.param_groups:
-            group.update({name: value(step) for name, value in hyper.items() if callable(value)})
+    optimizer = cls(list(modules.values()), **hyper)
+    for _ in range(3):
         for leaf in modules.values():
             leaf.grad = leaf.detach().cos()
         grads = fs.tree_map(torch.cos, state.params)
@@ -472,10 +328,3 @@ def test_whole_leaves_take_any_optimizer(cls, hyper):
             optimizer.step()
         state = fs.update(tx, state, grads)
     assert_same_bits(fs.unshard(state.params), {name: leaf.detach() for name, leaf in modules.items()})
-
-
-@on_ranks(2)
-def test_elementwise_optimizers_take_sharded_leaves():
-    world = make_world()
-    for cls in (optim.SGD, optim.AdamW, optim.RMSprop, optim.Rprop, optim.ASGD):
-        fs.TrainState.create(world.params, fs.from_torch(cls, lr=lambda count: 0.1 * float(count)))

@@ -10,8 +10,6 @@ import torch
 from torch import nn
 
 import fshard as fs
-from fshard.checkpoint import to_state_dict
-from fshard.errors import Problem, leaf_error
 from fshard.testing import spmd
 from tests.ranks import BreaksInBackward, BrokenError, my_rank, on_ranks, world_of
 from tests.trees import assert_same_bits, normal, one_axis
@@ -72,13 +70,9 @@ def chain(params, order=(0, 1, 2, 3), broken=lambda place, x: x):
 # The orders in which ranks gather, by rank, and what of the difference must be named.
 ORDERS = {
     "one more on the first rank": ([(0, 1, 2, 3), (0, 1, 2)], ["['blocks'][3]"]),
-    "one more on the other rank": ([(0, 1, 2), (0, 1, 2, 3)], ["['blocks'][3]"]),
     "one more at the start": ([(0, 1, 2), (1, 2)], ["['blocks'][0]"]),
-    "one more in between": ([(0, 1, 3), (0, 1, 2, 3)], ["['blocks'][2]", "['blocks'][3]"]),
     "none on the first rank": ([(), (0,)], ["['blocks'][0]"]),
-    "none on the other rank": ([(0,), ()], ["['blocks'][0]"]),
     "another order": ([(0, 1, 2, 3), (0, 2, 1, 3)], ["['blocks'][1]", "['blocks'][2]"]),
-    "another one": ([(0, 1), (0, 3)], ["['blocks'][1]", "['blocks'][3]"]),
     "one twice": ([(0, 1), (0, 0, 1)], ["['blocks'][1]", "['blocks'][0]"]),
 }
 
@@ -156,9 +150,9 @@ def breaking(where, what):
 
 
 # On which rank and where between the layers it breaks: before the first one, between two, behind the last one.
-PLACES = [{0: 0}, {1: 0}, {0: 2}, {1: 2}, {0: 4}, {1: 4}]
+PLACES = [{1: 0}, {0: 2}, {0: 4}, {1: 4}]
 # On several ranks, in different places.
-SEVERAL = [{0: 1, 1: 3}, {0: 3, 1: 1}, {0: 0, 1: 4}, {0: 2, 1: 2}]
+SEVERAL = [{0: 3, 1: 1}, {0: 2, 1: 2}]
 
 
 def of_function():
@@ -238,8 +232,6 @@ def axis_in(params):
 # What the first rank calls alone, and how it is called in the error.
 CALLS = {
     "save": (lambda params, place: fs.checkpoint.save(place, params, step=1), "checkpoint.save"),
-    "to_state_dict": (lambda params, _: to_state_dict(params, rank0_only=True), "checkpoint.to_state_dict"),
-    "everyone": (lambda params, _: fs.comm.everyone("x" * 5000, [axis_in(params)], "everyone"), "everyone"),
     "shard": (lambda params, _: fs.shard({"w": torch.ones(4, 4)}, fs.ddp(axis_in(params))), "shard"),
 }
 
@@ -268,20 +260,3 @@ def test_a_verb_that_one_rank_calls_alone_is_told_to_all(name, world_size, tmp_p
         assert re.match(text_of(name, world_size), str(caught.value)), str(caught.value)
         one_axis()
         assert_same_bits(fs.tree_leaves(fs.value_and_grad(loss)(params)), fs.tree_leaves(expected))
-
-
-@on_ranks(1, 2, 3, timeout=SECONDS)
-def test_texts_of_any_length(world_size):
-    axis = fs.axis_of(one_axis())
-    rank = fs.comm.rank(axis)
-    for size in (0, 1, 111, 112, 113, 1016, 5000):
-        texts = fs.comm.everyone("\udcff" * (size % 2) + f"{rank}" * size, [axis], "texts")
-        assert texts == ["\udcff" * (size % 2) + f"{i}" * size for i in range(world_size)]
-
-
-def test_of_many_problems_the_first_are_printed():
-    problems = [Problem(f"['w{i}']", "none", "one") for i in range(13)]
-    for many, rest in ((10, []), (11, ["  and 1 more"]), (13, ["  and 3 more"])):
-        lines = str(leaf_error("what", problems[:many], "remedy")).splitlines()
-        assert lines[1:11] == [f"  ['w{i}']: expected one, got none" for i in range(10)]
-        assert [lines[0], *lines[11:]] == ["what", *rest, "To fix: remedy."]

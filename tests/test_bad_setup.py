@@ -4,16 +4,13 @@ import json
 import os
 import subprocess
 import sys
-from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 import fshard as fs
-from tests.bad_input import Row, assert_all_refused, make_world
-from tests.ranks import on_ranks
+from tests.bad_input import Row, assert_all_refused
 
 SIZES = "shape to be a mapping from names of axes to positive whole sizes, one of which may be -1"
 PRODUCT = "init_mesh: expected shape to have sizes whose product is {}, the number of ranks, got {}"
@@ -37,10 +34,7 @@ REFUSED = [
     ),
     *(
         (f"init_mesh: expected {SIZES}, got {shape}", mesh_of(shape))
-        for shape in (
-            *({"a": -1, "b": -1}, {"a": 0, "b": -1}, {"a": -2}, {"a": 2.0}, {"a": True, "b": 2}, {}),
-            *([-1], {"": 2}, {0: 2}, {None: -1}),
-        )
+        for shape in (*({"a": -1, "b": -1}, {"a": 0, "b": -1}, {"a": 2.0}, {}, {0: 2}),)
     ),
     (
         "init_mesh: expected device to be one of ['cpu'], which torch finds here, got 'tpu'",
@@ -92,63 +86,30 @@ def test_bad_setup_is_refused():
     )
 
 
-@on_ranks(3)
-def test_strategies_refuse_nothing_that_fits():
-    world = make_world()
-    assert fs.axis_of(world.mesh) == fs.axis_of(world.mesh, "shard") == fs.axis_of(world.grid["shard"])
-    assert fs.compose() == fs.compose(fs.compose())
-
-
-class Process(NamedTuple):
-    """A call of init_mesh that a process without CUDA refuses, its environment and a backend that runs already."""
-
-    error: str
-    environment: dict[str, str] = {}  # noqa: RUF012
-    backend: str | None = None
-    shape: dict[str, int] = {"shard": -1}  # noqa: RUF012
-    device: str = "cpu"
-
-
+# Calls of init_mesh that a process of its own refuses: their errors, environment and shape.
 GRID = {"replicate": 2, "shard": -1}
 TORCH = "Error initializing torch.distributed using env:// rendezvous: "
 PROCESS = {
-    "CUDA where there is none": Process(
-        "init_mesh: expected device to be one of ['cpu'], which torch finds here, got 'cuda'", device="cuda"
-    ),
-    "a launcher's ranks that do not divide": Process(
-        PRODUCT.format(3, GRID), {"RANK": "1", "WORLD_SIZE": "3"}, shape=GRID
-    ),
-    "no launcher and two ranks": Process(PRODUCT.format(1, GRID), shape=GRID),
-    **{
-        f"{name} alone": Process(f"{TORCH}environment variable {other} expected, but not set", {name: "1"})
-        for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK"))
-    },
+    "a launcher's ranks that do not divide": (PRODUCT.format(3, GRID), {"RANK": "1", "WORLD_SIZE": "3"}, GRID),
+    "no launcher and two ranks": (PRODUCT.format(1, GRID), {}, GRID),
+    "RANK alone": (f"{TORCH}environment variable WORLD_SIZE expected, but not set", {"RANK": "1"}, {"shard": -1}),
 }
 
 
 def refused_in_process():
     """Make the calls of PROCESS one after another, and a good one at the end; return each one's error."""
-    from torch.testing._internal.distributed import fake_pg
-
     errors = {}
-    for name, (_, environment, backend, shape, device) in PROCESS.items():
+    for name, (_, environment, shape) in PROCESS.items():
         os.environ.update(environment)
-        if backend:
-            dist.init_process_group(backend, rank=0, world_size=1, store=fake_pg.FakeStore())
         try:
-            fs.init_mesh(shape, device=device)
+            fs.init_mesh(shape, device="cpu")
         except ValueError as error:
             errors[name] = str(error)
-        assert dist.is_initialized() == bool(backend)
-        if backend:
-            assert (dist.get_backend(), dist.get_world_size()) == (backend, 1)
-            dist.destroy_process_group()
+        assert not dist.is_initialized()
         for variable in environment:
             del os.environ[variable]
     mesh = fs.init_mesh({"shard": -1})
     assert (mesh.device_type, mesh.size(), dist.get_backend()) == ("cpu", 1, "gloo")
-    assert mesh.get_group()._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=300)
-    assert mesh.get_group() is dist.group.WORLD
     assert fs.unshard(fs.shard({"w": torch.ones(3)}, fs.zero2(mesh)))["w"].tolist() == [1.0, 1.0, 1.0]
     return errors
 
@@ -166,4 +127,4 @@ def test_bad_calls_in_a_process_of_its_own_are_refused():
         timeout=60,
     )
     assert found.returncode == 0, found.stderr
-    assert json.loads(found.stdout.splitlines()[-1]) == {name: case.error for name, case in PROCESS.items()}
+    assert json.loads(found.stdout.splitlines()[-1]) == {name: case[0] for name, case in PROCESS.items()}

@@ -30,46 +30,11 @@ def gpu(monkeypatch):
     sys.modules.update(others)
 
 
-def run(gpu, monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
-    gpu.main()
-
-
 def test_flops_are_those_of_a_forward_and_a_backward(gpu):
     configuration = gpu.Configuration(width=64, layers=2, batch=3, time=16)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         configuration.module()(*configuration.tokens(0)).backward()
     assert gpu.flops_of(configuration) == counter.get_total_flops()
-
-
-def test_layers_of_gpt_3_fill_the_memory(gpu):
-    for gibibytes, layers in ((16, 1), (64, 1), (80, 2), (139, 4), (192, 6)):
-        assert gpu.fitted(gpu.WIDE, gibibytes * 2**30) == gpu.WIDE._replace(layers=layers)
-
-
-def test_peaks_are_known_by_names_of_devices(gpu):
-    found = {name: gpu.peak_of(name) for name in ("NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3", "NVIDIA H200", "emu")}
-    assert list(found.values()) == [756e12, 989e12, 989e12, None]
-
-
-def test_systems_are_those_that_ranks_and_device_allow(gpu):
-    alone = {"plain", "plain-compiled"}
-    captured = {name for name in gpu.SYSTEMS if name.endswith("captured")}
-    assert set(gpu.names("cuda", 1)) == set(gpu.SYSTEMS)
-    assert set(gpu.names("cuda", 2)) == set(gpu.SYSTEMS) - alone
-    assert set(gpu.names("xpu", 2)) == set(gpu.SYSTEMS) - alone - captured != set(gpu.SYSTEMS) - alone
-
-
-def test_without_an_accelerator_it_says_what_it_needs(gpu, monkeypatch, capsys):
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
-    run(gpu, monkeypatch, "--configurations", "d2048-L24-B8-T2048", "--peak", "989")
-    assert "expected an accelerator that torch finds, got none; it needs one for each rank" in capsys.readouterr().out
-
-
-def test_unknown_systems_are_refused(gpu, monkeypatch, capsys):
-    with pytest.raises(SystemExit):
-        run(gpu, monkeypatch, "--systems", "fsdp2,fsdp3")
-    assert "no system is called fsdp3; there are plain, " in capsys.readouterr().err
 
 
 def test_results_are_written(gpu, monkeypatch, tmp_path):

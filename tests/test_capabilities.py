@@ -73,21 +73,3 @@ def test_every_capability_has_a_row_and_every_row_a_test():
     """Of the core; a test of extensions reads the whole map."""
     text, public = (ROOT / "tests/CAPABILITIES.md").read_text(), set(public_names([*house.public_objects(fs)]))
     assert list(breaches(text, public, core=True)) == []
-
-
-TEST = "`tests/test_capabilities.py::test_a_wrong_row_is_found`"
-ROWS = {
-    f"| `fs.f(x)` | {TEST} | core | kept |": "",
-    "| `fs.f(x)` | `tests/test_x.py::test_x` | core | kept |": "`fs.f(x)`: no test `tests/test_x.py::test_x`",
-    f"| `fs.f(x, y)` | {TEST} | ext | kept |": "`fs.f(x, y)`: no public fs.f(y)",
-    f"| a | {TEST} | core | gone |": "a: expected core or ext, kept or given up, got core, gone",
-    f"| `fs.g` | {TEST} | core | given up |": f"`fs.g`: expected a reason, got '{TEST}'",
-    "| `fs.f(x)` | by `fs.g` | core | given up |": "`fs.f(x)`: fs.f(x) still exists",
-    "| `fs.f(y)` | by `fs.g` | core | given up |": "",
-}
-
-
-def test_a_wrong_row_is_found():
-    for row, error in ROWS.items():
-        assert "".join(breaches(f"| `fs.f(x)` | {TEST} | core | kept |\n{row}", {"fs.f", "fs.f(x)"})) == error
-    assert list(breaches("", {"fs.f"})) == ["fs.f has no row"]

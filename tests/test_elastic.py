@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.test_processes import ROOT, TORCHRUN
 
@@ -70,13 +69,8 @@ def assert_equals_uninterrupted(tmp_path, ranks, kill_at, *options):
 
 
 @pytest.mark.slow
-def test_killed_run_equals_uninterrupted(tmp_path):
-    assert_equals_uninterrupted(tmp_path, 2, (random.Random(0).randrange(STEPS // 3, STEPS - 5),))
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(2 * TIMEOUT)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [(1, ()), (2, ("--microbatches", 4, "--remat")), (3, ("--precision", "bfloat16"))],
@@ -85,20 +79,6 @@ def test_killed_run_equals_uninterrupted(tmp_path):
 def test_run_killed_several_times_equals_uninterrupted(tmp_path, ranks, options, seed):
     kill_at = sorted(random.Random(seed).sample(range(STEPS - 5), 3))
     assert_equals_uninterrupted(tmp_path, ranks, kill_at, *options)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(4 * TIMEOUT)
-def test_run_goes_on_at_other_world_sizes(tmp_path):
-    """Sums then have another order, and a step carries what the one before was off by on: hence the square."""
-    options = ("--dropout", 0)
-    expected = train(tmp_path / "uninterrupted", 2, *options)
-    for ranks, steps in ((4, 20), (2, 40), (3, STEPS)):
-        # The same schedule: a run that ends early is one that was stopped.
-        stopped = train(tmp_path / "moved", ranks, *options, "--stop-at", steps)
-        assert max(stopped) == steps - 1
-    bound = STEPS**2 * torch.finfo(torch.float32).eps
-    assert {step: pytest.approx(loss, rel=bound) for step, loss in expected.items()} == stopped
 
 
 @pytest.mark.slow

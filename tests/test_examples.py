@@ -1,17 +1,13 @@
 """The examples run as a user runs them, and print what they promise."""
 
 import ast
-import gzip
 import json
 import math
 import re
-import runpy
-import struct
 import sys
 from typing import NamedTuple
 
 import pytest
-import torch
 
 import fshard as fs
 from tests.test_processes import ROOT, TORCHRUN, run
@@ -60,18 +56,6 @@ def test_dp_sgd(launcher, ranks):
     accuracies = [percent for (percent,) in numbers(r"(\S+)% of held-out digits are right", out)]
     assert accuracies[-2] > 50
     assert accuracies[-1] > accuracies[-2]
-
-
-def test_epsilon_of_a_gaussian_without_sampling(monkeypatch):
-    """Its closed form, 1 / (2 s^2) + sqrt(2 log(1 / delta)) / s, minimal over all orders and not whole ones alone."""
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    from dp_sgd import DELTA, epsilon
-
-    for noise in (5.0, 10.0):
-        closed = 1 / (2 * noise**2) + (-2 * math.log(DELTA)) ** 0.5 / noise
-        assert epsilon(1 - 1e-12, noise, 1) == pytest.approx(closed, rel=1e-3)
-    assert epsilon(0.01, 1.0, 100) < epsilon(0.1, 1.0, 100) < epsilon(0.1, 1.0, 200)
-    assert epsilon(0.1, 2.0, 100) < epsilon(0.1, 1.0, 100)
 
 
 @launched
@@ -170,16 +154,6 @@ def test_unequal_tokens(launcher, ranks):
         assert 4.0 < float(loss) < 6.0
 
 
-@launched
-def test_diffusion_learns_and_draws(tmp_path, launcher, ranks):
-    pytest.importorskip("diffusers")
-    options = ("--steps", 60, "--times", 20, "--decay", 0.9, "--directory", tmp_path)
-    out = run(*launcher, ROOT / "examples/diffusion.py", *options)
-    before, after = map(float, re.search(r"held-out loss (\S+) before, (\S+) after", out).groups())
-    assert after < 0.6 < before
-    assert (tmp_path / "samples.png").read_bytes().startswith(PNG)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RANKS)
 def test_transforms_are_compared(name, tmp_path):
@@ -214,70 +188,6 @@ def rows_of(out):
     return {name: Row(loss, int(right), int(images), *map(float, rest)) for name, loss, right, images, *rest in found}
 
 
-@pytest.fixture(scope="module")
-def example():
-    return runpy.run_path(str(MNIST))
-
-
-def write_idx(path, values, is_gzipped):
-    data = bytes([0, 0, 8, values.dim()]) + struct.pack(f">{values.dim()}I", *values.shape) + values.numpy().tobytes()
-    path.write_bytes(gzip.compress(data) if is_gzipped else data)
-
-
-def write_mnist(directory, side, train, test, is_gzipped):
-    """Images of vertical bars, which stand where their label says, in noise."""
-    generator = torch.Generator().manual_seed(0)
-    written = {}
-    for part, count in (("train", train), ("t10k", test)):
-        labels = torch.randint(10, (count,), generator=generator, dtype=torch.uint8)
-        images = torch.randint(100, (count, side, side), generator=generator, dtype=torch.uint8)
-        images[torch.arange(count), :, 1 + labels.long()] = 255
-        suffix = ".gz" if is_gzipped else ""
-        write_idx(directory / f"{part}-images-idx3-ubyte{suffix}", images, is_gzipped)
-        write_idx(directory / f"{part}-labels-idx1-ubyte{suffix}", labels, is_gzipped)
-        written |= {f"{part}-images": images, f"{part}-labels": labels}
-    return written
-
-
-@pytest.mark.parametrize("is_gzipped", [True, False], ids=["gz", "plain"])
-def test_reads_idx_files(example, tmp_path, is_gzipped):
-    written = write_mnist(tmp_path, 12, 7, 5, is_gzipped)
-    for name, values in written.items():
-        assert torch.equal(example["read_idx"](tmp_path, name), values)
-    (train_images, train_labels), (test_images, test_labels) = example["load"](tmp_path)
-    assert train_images.shape == (7, 1, 12, 12)
-    assert test_images.shape == (5, 1, 12, 12)
-    assert torch.equal(train_labels, written["train-labels"].long())
-    assert torch.equal(test_labels, written["t10k-labels"].long())
-    eps = torch.finfo(torch.float32).eps
-    assert abs(train_images.double().mean()) < eps
-    assert abs(train_images.double().std() - 1) < eps
-    # What is held out is scaled as what is trained on is.
-    raw = written["train-images"].double()
-    scaled = (written["t10k-images"].double() - raw.mean()) / raw.std()
-    assert torch.equal(test_images[:, 0], scaled.float())
-
-
-def test_refuses_what_is_no_idx_file(example, tmp_path):
-    with pytest.raises(SystemExit, match=r"has no train-images-idx\*-ubyte or train-images-idx\*-ubyte.gz"):
-        example["read_idx"](tmp_path, "train-images")
-    (tmp_path / "train-images-idx3-ubyte").write_bytes(b"\0\0\x0d\1\0\0\0\1\0\0\0\0")
-    with pytest.raises(SystemExit, match="is no IDX file of unsigned bytes"):
-        example["read_idx"](tmp_path, "train-images")
-
-
-@pytest.mark.parametrize("images", [1, 7, 2001, 4000])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_every_test_image_is_counted_once(example, images, ranks):
-    """And all ranks come with equally many parts, because each is a round of collectives."""
-    test = torch.arange(images), torch.arange(images)
-    parts = [example["parts_of"](test, rank, ranks) for rank in range(ranks)]
-    assert len({len(of_rank) for of_rank in parts}) == 1
-    for i in range(2):
-        assert torch.cat([part[i] for of_rank in parts for part in of_rank]).sort().values.equal(test[i])
-    assert max(len(part[0]) for of_rank in parts for part in of_rank) <= 1000
-
-
 @launched
 def test_strategies_agree_to_the_last_image(tmp_path, launcher, ranks):
     options = ("--epochs", 2, "--hidden", 256, "--batch", 32 // ranks, "--directory", tmp_path)
@@ -300,17 +210,3 @@ def test_strategies_agree_to_the_last_image(tmp_path, launcher, ranks):
             assert row.most < rows["ddp"].most
         assert fs.checkpoint.latest(tmp_path / name) == 2 * (1437 // 32)
     assert (tmp_path / "mnist.png").read_bytes().startswith(PNG)
-
-
-@pytest.mark.slow
-def test_one_strategy_on_files_of_mnist(tmp_path):
-    """On three ranks, whose parts of 161 images differ, and whose checkpoints lie over those of a run before."""
-    write_mnist(tmp_path, 12, 300, 161, is_gzipped=True)
-    options = ("--strategy", "zero3", "--data", tmp_path, "--hidden", 32, "--batch", 10, "--directory", tmp_path)
-    for epochs in (2, 1):
-        out = run(*TORCHRUN, 3, MNIST, *options, "--epochs", epochs)
-        rows = rows_of(out)
-        assert list(rows) == ["zero3"]
-        assert rows["zero3"].images == 161
-        assert fs.checkpoint.latest(tmp_path / "zero3") == epochs * 10
-        assert "Largest difference of a parameter between checkpoints: 0\n" in out

@@ -1,8 +1,8 @@
-"""From FSDP2 to fshard: the calls of an FSDP2 program and what stands for each, run side by side on two processes.
+"""From FSDP2 to fshard: calls of an FSDP2 program and what stands for each, run side by side on two processes.
 
 Each row trains, evaluates, saves or initialises the same network twice, and what the two sides return must be equal:
-bit for bit, but where a row says how far they may be apart and why. The table of `MIGRATION.md` has these rows, and
-those of `tests/ext/interop/test_migration.py`.
+bit for bit, but where a row says how far they may be apart and why. The table of `MIGRATION.md` has these rows, those
+of `tests/ext/interop/test_migration.py`, and others.
 """
 
 import tempfile
@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -27,11 +26,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.functional import gelu, mse_loss
-from torch.optim.lr_scheduler import StepLR
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
 from fshard.testing import assert_trees_close
@@ -40,7 +37,6 @@ from tests.ranks import on_ranks
 INWARD, WIDTH, OUTWARD, ROWS_OF_A_BATCH, STEPS = 24, 48, 8, 6, 3
 ADAMW = MappingProxyType({"lr": 1e-2, "weight_decay": 0.1})
 FULL = StateDictOptions(full_state_dict=True)
-EPS = torch.finfo(torch.float32).eps
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -190,10 +186,6 @@ def train(made: Program) -> Any:
     return {"losses": losses, "params": fs.unshard(state.params)}
 
 
-def evaluated(made: Program) -> torch.Tensor:
-    return made.model.apply(made.state.params, batches()[0][0])
-
-
 def gradients(made: Program, batch: Batch, **options: Any) -> Any:
     loss, grads = fs.value_and_grad(loss_of(made.model), **options)(made.state.params, batch)
     return loss, fs.unshard(grads)
@@ -228,39 +220,6 @@ def others() -> Network:
     return module
 
 
-def with_dropout() -> Network:
-    module = network()
-    module.head = nn.Sequential(nn.Dropout(0.5), module.head)
-    return module
-
-
-def half_frozen() -> Network:
-    module = network()
-    module.inward.requires_grad_(False)
-    module.blocks[1].up.requires_grad_(False)
-    return module
-
-
-def checkpointed() -> Network:
-    module = network()
-    module.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in module.blocks)
-    return module
-
-
-class Routed(Network):
-    """Each rank uses one of two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        # Registered in the order of their use, in which ranks gather them.
-        del self.head
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.head = nn.Linear(WIDTH, OUTWARD)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.experts[dist.get_rank()](self.features(x)))
-
-
 class Tied(Network):
     """With a buffer, and a weight under two names."""
 
@@ -268,16 +227,6 @@ class Tied(Network):
         super().__init__()
         self.register_buffer("scale", torch.full((), 2.0))
         self.blocks[1].up.weight = self.blocks[0].up.weight
-
-
-class Gathers(TorchDispatchMode):
-    """Counts the all-gathers that torch.distributed starts."""
-
-    number = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.number += "allgather" in function.name()
-        return function(*args, **(kwargs or {}))
 
 
 def drawn(params: Any) -> Any:
@@ -361,37 +310,8 @@ ROWS["fully_shard(block), fully_shard(model)"] = Row(
     lambda: train_fsdp2(sharded()),
     lambda: train(program(fs.zero3(mesh_of_ranks()))),
 )
-ROWS["loss = loss_fn(model(x), y); loss.backward()"] = Row(
-    "loss, grads = fs.value_and_grad(loss_fn)(params, x, y)",
-    lambda: fsdp2_gradients(sharded(), batches()[0]),
-    lambda: gradients(program(), batches()[0]),
-)
-ROWS["torch.optim.AdamW(model.parameters(), lr=...)"] = Row(
-    "tx = fs.from_torch(torch.optim.AdamW, lr=...), state = fs.TrainState.create(params, tx)",
-    lambda: train_fsdp2(model := sharded(), torch.optim.AdamW(model.parameters(), lr=1e-3)),
-    lambda: train(program(tx=fs.from_torch(torch.optim.AdamW, lr=1e-3))),
-)
 
 
-@row("StepLR(optimizer, ...), scheduler.step()", "fs.from_torch(..., lr=fs.from_torch_scheduler(StepLR, ...))")
-class Scheduler:
-    def fsdp2():
-        model, losses = sharded(), []
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        scheduler = StepLR(optimizer, step_size=1, gamma=0.5)
-        for batch in batches():
-            losses.append(fsdp2_step(model, optimizer, batch))
-            scheduler.step()
-        return {"losses": losses, "params": full(model)}
-
-    def fshard():
-        schedule = fs.from_torch_scheduler(StepLR, lr=1e-2, steps=STEPS, step_size=1, gamma=0.5)
-        return train(program(tx=fs.from_torch(torch.optim.AdamW, lr=schedule)))
-
-
-ROWS["optimizer.step(), optimizer.zero_grad()"] = Row(
-    "state = fs.update(tx, state, grads)", lambda: train_fsdp2(sharded()), lambda: train(program())
-)
 ROWS["fully_shard(model, mesh=mesh_2d)"] = Row(
     "fs.hsdp(mesh)",
     lambda: [
@@ -406,83 +326,12 @@ ROWS["MixedPrecisionPolicy(param_dtype, reduce_dtype)"] = Row(
     lambda: [train_fsdp2(sharded(mp_policy=MixedPrecisionPolicy(torch.bfloat16, kept))) for kept in REDUCE_DTYPES],
     lambda: [train(program(zero3(param_dtype=torch.bfloat16, reduce_dtype=kept))) for kept in REDUCE_DTYPES],
 )
-BFLOAT16 = MixedPrecisionPolicy(torch.bfloat16)
-FLOAT32_OUT = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)}
-ROWS["MixedPrecisionPolicy(output_dtype)"] = Row(
-    "fs.zero3(mesh, output_dtype=...)",
-    lambda: sharded(mp_policy=BFLOAT16, of_root=FLOAT32_OUT)(batches()[0][0]).detach(),
-    lambda: evaluated(program(zero3(param_dtype=torch.bfloat16, output_dtype=torch.float32))),
-)
-
-
-@row("MixedPrecisionPolicy(cast_forward_inputs=False)", "fs.zero3(mesh, layout=fs.compose(fs.cast(gather=...), ...))")
-class InputsAsTheyAre:
-    def fsdp2():
-        model = sharded(mp_policy=MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False))
-        x, y = batches()[0]
-        with pytest.raises(RuntimeError, match="same dtype"):
-            model(x)
-        model.reset_iter_state()
-        return fsdp2_gradients(model, (x.bfloat16(), y))
-
-    def fshard():
-        mesh = mesh_of_ranks()
-        made = program(fs.zero3(mesh, layout=fs.compose(fs.cast(gather=torch.bfloat16), fs.fully_shard(mesh))))
-        x, y = batches()[0]
-        with pytest.raises(RuntimeError, match="same dtype"):
-            made.model.apply(made.state.params, x)
-        return gradients(made, (x.bfloat16(), y))
-
-
-# Pinning takes an accelerator.
-ROWS["CPUOffloadPolicy()"] = Row(
-    "fs.compose(fs.offload(), fs.zero3(mesh))",
-    lambda: train_fsdp2(sharded(offload_policy=CPUOffloadPolicy(pin_memory=False))),
-    lambda: train(program(fs.compose(fs.offload("cpu"), zero3()))),
-)
-
-
-@row("reshard_after_forward=True, False", "fs.zero3(mesh, regather=True), regather=False")
-class Regather:
-    def fsdp2():
-        runs, gathers = [], []
-        for again in (True, False):
-            model = sharded(reshard_after_forward=again)
-            with Gathers() as counted:
-                runs.append(train_fsdp2(model))
-            gathers.append(counted.number)
-        return runs, gathers[0] > gathers[1]
-
-    def fshard():
-        runs, gathers = [], []
-        for again in (True, False):
-            made = program(zero3(regather=again))
-            with fs.comm.record() as record:
-                runs.append(train(made))
-            gathers.append(sum(entry.label == "gather" for entry in record))
-        return runs, gathers[0] > gathers[1]
-
-
-def let_go_after_the_last(model: Any, last: bool) -> None:
-    model.set_requires_gradient_sync(last)
-    model.set_reshard_after_backward(last)
-    model.set_is_last_backward(last)
 
 
 ROWS["model.set_requires_gradient_sync(False)"] = Row(
     'fs.accumulate(loss_fn, communicate="once")',
     lambda: accumulated_by_fsdp2(sharded(), lambda model, last: model.set_requires_gradient_sync(last)),
     lambda: accumulated("once"),
-)
-ROWS["loss.backward() for each microbatch"] = Row(
-    'fs.accumulate(loss_fn, communicate="each")',
-    lambda: accumulated_by_fsdp2(sharded()),
-    lambda: accumulated("each"),
-)
-ROWS["model.set_reshard_after_backward(False)"] = Row(
-    "fs.zero1(mesh) with fs.accumulate, which gathers once",
-    lambda: accumulated_by_fsdp2(sharded(reshard_after_forward=False), let_go_after_the_last),
-    lambda: accumulated("once", fs.zero1(mesh_of_ranks())),
 )
 
 
@@ -518,62 +367,6 @@ class HookOnGradients:
         return train(program(fs.zero3(mesh, merge_bytes=0, layout=Halved(fs.fully_shard(mesh)))))
 
 
-@row("block.unshard(), block.reshard()", "fs.gather(params), and del")
-class Unshard:
-    def fsdp2():
-        model = sharded(mp_policy=BFLOAT16)
-        block = model.blocks[1]
-        block.unshard()
-        gathered = {name: parameter.detach().clone() for name, parameter in block.named_parameters()}
-        block.reshard()
-        return gathered
-
-    def fshard():
-        params = fs.functionalize(network()).init(zero3(param_dtype=torch.bfloat16))
-        prefix = "blocks.1."
-        return fs.gather({name.removeprefix(prefix): leaf for name, leaf in params.items() if name.startswith(prefix)})
-
-
-@row("block.set_modules_to_forward_prefetch(next), ..._backward_prefetch", "fs.zero3(mesh, prefetch=2)")
-class Prefetch:
-    def fsdp2():
-        model = sharded()
-        blocks = list(model.blocks)
-        for i, block in enumerate(blocks):
-            block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 3])
-            block.set_modules_to_backward_prefetch(blocks[max(0, i - 2) : i][::-1])
-        return train_fsdp2(model)
-
-    def fshard():
-        return train(program(zero3(prefetch=2)))
-
-
-LEARNING_RATE, MAX_NORM = 0.1, 0.05
-
-
-# torch takes the norm in float32: of n squares in any order it is off by at most n / 4 eps, relatively, and an update
-# is as long as LEARNING_RATE * MAX_NORM. The next gradient hands on what parameters differ by, of a loss with curvature
-# below 1 / LEARNING_RATE.
-@row(
-    "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
-    "fs.chain(fs.clip_by_global_norm(max_norm), tx)",
-    atol=LEARNING_RATE * MAX_NORM * WIDTH * 2 * WIDTH / 4 * EPS * (2**STEPS - 1),
-)
-class Clip:
-    def fsdp2():
-        model = sharded()
-        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-
-        def clip():
-            assert torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).full_tensor() > MAX_NORM
-
-        return train_fsdp2(model, optimizer, between=clip)["params"]
-
-    def fshard():
-        sgd = fs.from_torch(torch.optim.SGD, lr=LEARNING_RATE)
-        return train(program(tx=fs.chain(fs.clip_by_global_norm(MAX_NORM), sgd)))["params"]
-
-
 @row('torch.amp.GradScaler("cpu")', "fs.dynamic_loss_scale(tx)")
 class LossScale:
     """The second batch of the first rank overflows: all ranks skip it."""
@@ -605,22 +398,6 @@ class LossScale:
         return fs.unshard(state.params), state.opt_state.scale
 
 
-ROWS["parameter.full_tensor()"] = Row(
-    "fs.unshard(params)", lambda: full(sharded()), lambda: fs.unshard(program().state.params)
-)
-
-
-@row("parameter.to_local(), parameter.placements", "leaf.local, leaf.spec")
-class Local:
-    def fsdp2():
-        return {name: (p.to_local().detach(), p.placements[0].dim) for name, p in sharded().named_parameters()}
-
-    def fshard():
-        axis = fs.axis_of(mesh_of_ranks())
-        params = program().state.params
-        return {name: (leaf.local, leaf.spec.dim_of(axis)) for name, leaf in params.items()}
-
-
 @row("shard_placement_fn=lambda parameter: Shard(...)", "fs.zero3(mesh, layout=fs.fully_shard(mesh, dim=...))")
 class Placement:
     def fsdp2():
@@ -632,28 +409,6 @@ class Placement:
         mesh = mesh_of_ranks()
         made = program(fs.zero3(mesh, merge_bytes=0, layout=fs.fully_shard(mesh, dim=-1)))
         return {name: leaf.local for name, leaf in made.state.params.items()}, train(made)
-
-
-ROWS["parameter.requires_grad_(False)"] = Row(
-    "the same, before fs.functionalize",
-    lambda: train_fsdp2(sharded(half_frozen())),
-    lambda: train(program(module=half_frozen())),
-)
-
-
-@row("parameter.requires_grad_(True), in a later stage", "fs.reshard(state, strategy, frozen=...)")
-class Thawed:
-    def fsdp2():
-        model = sharded(half_frozen())
-        train_fsdp2(model, optimizer := adamw_of(model))
-        for parameter in model.parameters():
-            parameter.requires_grad_(True)
-        return train_fsdp2(model, optimizer)
-
-    def fshard():
-        made = program(module=half_frozen())
-        state, _ = stepped(made)
-        return train(made._replace(state=fs.reshard(state, zero3(), frozen=())))
 
 
 @row("fully_shard(model, ignored_params=...)", "fs.masked(fs.zero3(mesh), names, otherwise=fs.ddp(mesh))")
@@ -675,86 +430,6 @@ class Ignored:
             zero3(), lambda name, leaf: not name.startswith("head."), otherwise=fs.ddp(mesh_of_ranks())
         )
         return train(program(strategy))
-
-
-@row("model.set_reduce_scatter_unused_params(True)", "nothing: a leaf that another rank used counts as zeros")
-class Unused:
-    """Each rank uses a layer of its own."""
-
-    def fsdp2():
-        model = sharded(network(Routed))
-        model.set_reduce_scatter_unused_params(True)
-        return train_fsdp2(model)
-
-    def fshard():
-        return train(program(module=network(Routed)))
-
-
-ROWS["checkpoint_wrapper(block)"] = Row(
-    "fs.functionalize of the same, or fs.remat(f)",
-    lambda: train_fsdp2(sharded(checkpointed())),
-    lambda: train(program(module=checkpointed())),
-)
-
-
-@row("block.compile()", "fs.jit(train_step, donate_argnums=0)")
-class Compile:
-    def fsdp2():
-        module = network()
-        for block in module.blocks:
-            block.compile(backend="aot_eager")
-        # dynamo looks at .grad of the parameters that FSDP2 has gathered.
-        warnings.filterwarnings("ignore", "The .grad attribute", UserWarning)
-        return train_fsdp2(sharded(module))
-
-    def fshard():
-        made = program()
-        return train(made._replace(step=fs.jit(made.step, donate_argnums=0)))
-
-
-@row("model.eval(), torch.no_grad()", "fs.functionalize(module.eval()).apply(params, x)")
-class Evaluate:
-    def fsdp2():
-        model = sharded(with_dropout()).eval()
-        with torch.no_grad():
-            return model(batches()[0][0])
-
-    def fshard():
-        module = with_dropout()
-        params = functional(module).init(zero3())
-        with torch.no_grad():
-            return functional(module.eval()).apply(params, batches()[0][0])
-
-
-@row("model.set_reshard_after_forward(False), to sample", "full = fs.gather(params), model.apply(full, x)")
-class Sample:
-    def fsdp2():
-        model = sharded()
-        model.set_reshard_after_forward(False)
-        with torch.no_grad():
-            return [model(x) for x, _ in batches()]
-
-    def fshard():
-        model = functional()
-        full = fs.gather(model.init(zero3()))
-        return [model.apply(full, x) for x, _ in batches()]
-
-
-@row('register_fsdp_forward_method(model, "features")', "fs.functionalize of a module whose forward it is")
-class OtherMethod:
-    def fsdp2():
-        model = sharded()
-        register_fsdp_forward_method(model, "features")
-        return model.features(batches()[0][0]).detach()
-
-    def fshard():
-        class Features(Network):
-            forward = Network.features
-
-        params = functional().init(zero3())
-        with torch.device("meta"):
-            features = functional(Features())
-        return features.apply(params, batches()[0][0])
 
 
 @row("model.to_empty(...), module.reset_parameters()", "model.init(strategy, seed=...) of a module on the meta device")
@@ -832,22 +507,6 @@ class Checkpoint:
         fs.checkpoint.save(directory := shared_directory(), state)
         fresh = program(module=others())
         return train(fresh._replace(state=fs.checkpoint.restore(directory, like=fresh.state)))
-
-
-@row("model.reset_iter_state() after an error", "nothing: the state is as it was")
-class AfterAnError:
-    def fsdp2():
-        model = sharded()
-        with pytest.raises(RuntimeError, match="shapes"):
-            model(torch.ones(1, 1))
-        model.reset_iter_state()
-        return train_fsdp2(model)
-
-    def fshard():
-        made = program()
-        with pytest.raises(RuntimeError, match="shapes"):
-            made.step(made.state, (torch.ones(1, 1), torch.ones(1, 1)))
-        return train(made)
 
 
 def check_both_sides_are_equal(entry: Row) -> None:

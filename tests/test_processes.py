@@ -102,30 +102,6 @@ def test_ddp_parity(tmp_path, launcher, strategy):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-WITHOUT_EXTRAS = """
-import runpy, sys
-sys.modules |= dict.fromkeys(("matplotlib", "sklearn", "tqdm"))
-sys.path.insert(0, "examples")
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-PLAIN = {
-    "ddp_parity": ("--width 32 --layers 1 --heads 2 --context 16 --plot {}/plot.png", "0 in a loss, 0 in a parameter"),
-    "train_gpt": ("--directory {}", r"step 0: loss 5\.\d+\n\nheld-out loss"),
-}
-
-
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("name", PLAIN)
-def test_examples_of_the_first_screen_run_without_extras(tmp_path, name):
-    options, said = PLAIN[name]
-    command = "import sys; sys.argv[:] = sys.argv[1:]" + WITHOUT_EXTRAS
-    words = ["--steps", 2, "--sample", 5, *options.format(tmp_path).split()]
-    out = run(sys.executable, "-c", command, f"examples/{name}.py", *words)
-    assert re.search(said, out)
-    assert "without matplotlib (pip install '.[examples]')" in out
-    assert not list(tmp_path.glob("*.png"))
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_demo_learns_and_equals_ddp(tmp_path):

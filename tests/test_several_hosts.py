@@ -1,4 +1,4 @@
-"""Runs that other programs start: torchrun on two hosts, which are network namespaces here, and Ray Train."""
+"""Runs on two hosts, which are network namespaces here, by torchrun."""
 
 import os
 import shutil
@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -139,48 +138,3 @@ def test_a_host_dies_and_joins_and_the_bits_stay(tmp_path):
     assert codes == [0, 0]
     assert set(ranks_by_step(tmp_path).values()) == {1, 2}
     assert losses_of(tmp_path / "run") == losses_alone(tmp_path / "alone")
-
-
-def test_ray_starts_ranks_again_and_the_bits_stay(tmp_path):
-    pytest.importorskip("ray", reason="Ray Train is optional: pip install 'ray[train]'")
-    run = [sys.executable, "examples/ray_train.py", "--directory", tmp_path / "run", "--", *TRAIN[1:]]
-    with open(tmp_path / "ray.out", "w+") as output:
-        process = subprocess.Popen(
-            [str(part) for part in run],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            deadline = time.monotonic() + TIMEOUT
-            while len(ranks_by_step(tmp_path)) < 20:
-                assert time.monotonic() < deadline
-                assert process.poll() is None
-                time.sleep(0.05)
-            os.kill(ray_workers()[-1], signal.SIGKILL)
-            code = process.wait(TIMEOUT)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait(TIMEOUT)
-            output.seek(0)
-            print(output.read())
-    assert code == 0
-    assert set(ranks_by_step(tmp_path).values()) == {2}
-    assert losses_of(tmp_path / "run") == losses_alone(tmp_path / "alone")
-
-
-def ray_workers():
-    """The processes of ranks, which Ray names by what they run."""
-    folders = [folder for folder in Path("/proc").iterdir() if folder.name.isdigit()]
-    return [int(folder.name) for folder in folders if b"RayTrainWorker" in read(folder / "cmdline")]
-
-
-def read(path):
-    """The bytes of a file of a process, which may have ended."""
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""

@@ -18,9 +18,3 @@ def test_a_sample_is_the_same_in_every_run_and_holds_a_short_table_whole():
     table = list(product(range(9), range(9)))
     assert sample(table, 5, "one") == sample(table, 5, "one") != sample(table, 5, "other")
     assert sample(table[:3], 4, "one") == [0, 1, 2]
-
-
-def test_of_rows_that_add_as_much_the_preferred_come_first():
-    table = [(number,) for number in range(9)]
-    assert {2, 5} < set(sample(table, 3, "one", {2, 5}))
-    assert set(sample(table, 2, "one", {2, 5})) == {2, 5} != set(sample(table, 2, "one"))

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.accelerator import emu
-from tests.accelerator.programs import OF_VALUES, PROGRAMS
+from tests.accelerator.programs import PROGRAMS
 
 ROOT = Path(__file__).parents[2]
 CORE = ("zero3", "zero3 jitted", "accumulate weighted", "skip_nonfinite", "offloaded", "evaluation", "checkpoints")
-CORE_WITHOUT_VALUES = ("zero3 jitted", "hsdp", "accumulate once")
 
 
 @pytest.fixture(scope="module")
@@ -22,14 +21,14 @@ def library(tmp_path_factory):
 
 
 def run(library, *options, script="tests/accelerator/programs.py"):
-    """Run programs on two ranks, or as the first of several in a process of its own."""
+    """Run programs on two ranks."""
     result = library.with_name("result.json")
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     script = (ROOT / script, library, result)
     done = subprocess.run(
-        [*((sys.executable,) if "--fake" in options else torchrun), *map(str, script), *options],
+        [*torchrun, *map(str, script), *options],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RANK": "0"},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=560,
@@ -78,25 +77,3 @@ def test_an_accelerator_whose_ranks_send_nothing_between_processors(library):
     """Then the status of a call travels with its objective, and the host waits for it once."""
     found = run(library, "--alone", *(name for name, each in PROGRAMS.items() if each.alone is not None))
     assert list(faults(found, alone=True)) == []
-
-
-def check_without_values(found, programs=PROGRAMS):
-    """No program reads a value, as there is none, but where the table says; collectives are fused as NCCL's are."""
-    assert list(faults(found, programs=programs)) == []
-    fused = {f"_c10d_functional::{op}_coalesced" for op in ("all_reduce", "all_gather_into_tensor")}
-    fused |= {"_c10d_functional::reduce_scatter_tensor_coalesced", "_c10d_functional::wait_tensor"}
-    # torch has no form of it for several tensors.
-    fused |= {"_c10d_functional::all_to_all_single"}
-    assert set().union(*(each["collectives"] for each in found.values())) <= fused
-
-
-@pytest.mark.slow
-def test_programs_on_an_accelerator_without_values_let_the_host_wait_nowhere(library):
-    check_without_values(run(library, "--fake", *CORE_WITHOUT_VALUES))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_all_programs_on_an_accelerator_without_values(library):
-    found = run(library, "--fake", *(name for name in PROGRAMS if name not in OF_VALUES))
-    check_without_values(found)

@@ -1,7 +1,6 @@
-"""Plans: what a seed draws, the features that a plan has, and smaller plans to shrink a failure to."""
+"""Plans: what a seed draws, and the features that a plan has."""
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from tests.fuzz.kinds import KINDS
@@ -45,7 +44,6 @@ class Plan:
         breaks: The step in which it raises first, and in which half.
         jitted: Strategies that are jitted too.
         variant: The strategy that runs besides those of every program.
-        only: The one strategy that runs, where a failure of it is shrunk.
         tree: Whether microbatches are added up in one tree.
     """
 
@@ -70,7 +68,6 @@ class Plan:
     breaks: tuple[int, str] | None = None
     jitted: tuple[str, ...] = ()
     variant: str = "zero3 kept"
-    only: str = ""
     tree: bool = False
 
     @property
@@ -243,37 +240,3 @@ def has_own(blocks: tuple[Block, ...], i: int) -> bool:
     """Whether a block has a parameter that is not tied to an earlier one's."""
     tie = blocks[i].tie
     return tie is None or len(KINDS[blocks[i].kind].params) > 1
-
-
-def smaller(plan: Plan) -> Iterator[Plan]:
-    """Plans with one thing less."""
-    least, n = Plan(), len(plan.blocks)
-    candidates = []
-    for i in range(n - 1, -1, -1):
-        if n > 1:
-            rest = [replace(b, tie=None if b.tie == i or b.tie is None else b.tie - (b.tie > i)) for b in plan.blocks]
-            candidates.append(replace(plan, blocks=tuple(rest[:i] + rest[i + 1 :]), around=_moved(plan, i)))
-    for name in ("jitted", "breaks", "around", "micro", "ragged", "clip", "evaluate", "again", "donate"):
-        candidates.append(replace(plan, **{name: getattr(least, name)}))
-    for name in ("tree", "dtype", "reduce", "communicate", "optimizer", "units", "form", "rank"):
-        candidates.append(replace(plan, **{name: getattr(least, name)}))
-    candidates += [replace(plan, world=w) for w in range(1, plan.world)] + [
-        replace(plan, steps=s) for s in range(1, plan.steps)
-    ]
-    for i, block in enumerate(plan.blocks):
-        for name in ("wrap", "when", "hook", "frozen", "tie", "keeps", "kind"):
-            changed = replace(block, **{name: getattr(Block(), name)})
-            candidates.append(replace(plan, blocks=(*plan.blocks[:i], changed, *plan.blocks[i + 1 :])))
-    seen = {plan}
-    for candidate in map(valid, candidates):
-        if candidate not in seen:
-            seen.add(candidate)
-            yield candidate
-
-
-def _moved(plan: Plan, dropped: int) -> tuple[int, int, str] | None:
-    if plan.around is None:
-        return None
-    first, last, kind = plan.around
-    first, last = first - (dropped < first), last - (dropped < last)
-    return (first, last, kind) if first < last else None

@@ -158,9 +158,7 @@ def render(plan: Plan) -> str:
     wrapped = {"policy": policy, "computed": computed}
     lines = []
     for name, text in STRATEGIES.items():
-        if (name == "hsdp" and plan.world % 2) or (name.startswith("zero3 ") and name not in (plan.variant, plan.only)):
-            continue
-        if plan.only not in ("", name):
+        if (name == "hsdp" and plan.world % 2) or (name.startswith("zero3 ") and name != plan.variant):
             continue
         text = text.format(**wrapped)
         if policy and "{policy}" not in STRATEGIES[name]:

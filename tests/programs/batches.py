@@ -23,17 +23,6 @@ def ensemble_dense(side):
     return {"values": torch.stack([value for _, value in pairs]), "grads": side.stack([grads for grads, _ in pairs])}
 
 
-def ensemble_in_front(side):
-    grads, values = vmap(grad_and_value(side.loss))(side.stack(side.members))
-    return {"values": values, "grads": side.whole(grads)}
-
-
-def ensemble_behind(side):
-    stacked = side.stack(side.members, dim=-1)
-    grads, values = vmap(grad_and_value(side.loss), in_dims=-1, out_dims=(-1, 0))(stacked)
-    return {"values": values, "grads": vmap(fs.gather, in_dims=-1)(grads)}
-
-
 def ensemble_engine(side):
     values, grads = vmap(fs.value_and_grad(side.local, reduce="weighted"))(side.stack(side.members))
     return {"values": values, "grads": side.whole(grads)}
@@ -94,15 +83,6 @@ def rows_dense(side):
     return side.stack([grad(error(side))(side.params, *row) for row in zip(*side.support)])
 
 
-def samples_dense(side):
-    return {"grads": rows_dense(side)}
-
-
-def samples_sharded(side):
-    grads = rows_sharded(side)
-    return {"grads": fs.tree_map(side.joined, grads)}
-
-
 def rows_sharded(side):
     return vmap(grad(error(side)), in_dims=(None, 0, 0))(fs.gather(side.params), *side.support)
 
@@ -129,11 +109,8 @@ def private_sharded(side):
 
 
 BATCHES = {
-    "vmap, ensemble in front": Program(ensemble_dense, ensemble_in_front, 2),
-    "vmap, ensemble behind": Program(ensemble_dense, ensemble_behind, 2),
     "vmap, value_and_grad": Program(ensemble_dense, ensemble_engine, 2),
     "vmap, train steps": Program(trained_dense, trained_together, 8),
     "vmap, nested": Program(nested_dense, nested_sharded, 4),
-    "gradient of each sample": Program(samples_dense, samples_sharded, 2),
     "DP-SGD": Program(private_dense, private_sharded, 4),
 }

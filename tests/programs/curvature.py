@@ -1,15 +1,14 @@
-"""Programs of whole matrices and of second order: Jacobians, Hessians, Fisher and Gauss-Newton products."""
+"""Programs of whole matrices and of second order: Jacobians, Hessians, conjugate gradients."""
 
 from functools import cache
 
 import torch
-from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import grad, jacfwd, jacrev, jvp, vmap
 
 import fshard as fs
-from tests.programs.batches import rows_dense
 from tests.programs.derivatives import outputs_of
-from tests.programs.sides import Dense, Program, errors
-from tests.programs.subjects import ROWS, subject
+from tests.programs.sides import Dense, Program
+from tests.programs.subjects import subject
 
 
 def jacobian_dense(side):
@@ -22,12 +21,6 @@ def jacobian_forward(side):
     return {"jacobian": jacfwd(lambda full: side.joined(side.predict(side.moved(full), side.support[0])))(zeros)}
 
 
-def jacobian_backward(side):
-    """By the shards themselves."""
-    stacked = jacrev(lambda p: side.joined(outputs_of(side)(p)), chunk_size=5)(side.params)
-    return {"jacobian": side.whole(stacked, depth=2)}
-
-
 def hessian_dense(side):
     return {"hessian": matrix(torch.func.hessian(side.loss)(side.params), side.params)}
 
@@ -35,11 +28,6 @@ def hessian_dense(side):
 def hessian_forward(side):
     zeros = fs.tree_map(torch.zeros_like, side.subject.params)
     return {"hessian": matrix(jacfwd(jacrev(lambda full: side.loss(side.moved(full))))(zeros), zeros)}
-
-
-def hessian_backward(side):
-    zeros = fs.tree_map(torch.zeros_like, side.subject.params)
-    return {"hessian": matrix(jacrev(jacfwd(lambda full: side.loss(side.moved(full))))(zeros), zeros)}
 
 
 def hessian_by_columns(side):
@@ -63,9 +51,7 @@ def matrix(hessian, params):
 
 JACOBIANS = {
     "jacfwd": Program(jacobian_dense, jacobian_forward, 2),
-    "jacrev": Program(jacobian_dense, jacobian_backward, 2),
     "hessian, jacfwd of jacrev": Program(hessian_dense, hessian_forward, 4),
-    "hessian, jacrev of jacfwd": Program(hessian_dense, hessian_backward, 4),
     "hessian, vmap of hvp": Program(hessian_dense, hessian_by_columns, 4),
 }
 
@@ -79,54 +65,9 @@ def vector(tree):
     return torch.cat([leaf.flatten() for leaf in fs.tree_leaves(tree)])
 
 
-def rows_of(tree):
-    return torch.cat([leaf.unsqueeze(-1).flatten(1) for leaf in fs.tree_leaves(tree)], 1)
-
-
 def like(tree, flat):
     pieces = iter(flat.split([leaf.numel() for leaf in fs.tree_leaves(tree)]))
     return fs.tree_map(lambda leaf: next(pieces).reshape(leaf.shape), tree)
-
-
-def fisher_dense(side):
-    """By the matrix of the gradients of all rows."""
-    rows = rows_of(rows_dense(side))
-    return {"product": like(side.params, rows.mT @ (rows @ vector(side.directions[0])) / ROWS)}
-
-
-def fisher_sharded(side):
-    """Forward to each row's slope, and back."""
-    x, y = side.support
-
-    def rows(p):
-        return errors(side.predict(p, x), y)
-
-    _, slopes = jvp(rows, (side.params,), (side.directions[0],))
-    (product,) = vjp(rows, side.params)[1](slopes / ROWS)
-    return {"product": product}
-
-
-def gauss_newton_dense(side):
-    """By the Jacobian and the Hessians of each row's error by its outputs."""
-    x, y = side.support
-    jacobian = jacrev(lambda p: side.predict(p, x))(side.params)
-    jacobian = torch.cat([leaf.unsqueeze(-1).flatten(2) for leaf in fs.tree_leaves(jacobian)], 2)
-    outputs = side.predict(side.params, x)
-    hessians = vmap(torch.func.hessian(errors))(outputs, y)
-    pulled = torch.einsum("ncp,ncd,ndq,q->p", jacobian, hessians, jacobian, vector(side.directions[0]))
-    return {"product": like(side.params, pulled / ROWS)}
-
-
-def gauss_newton_sharded(side):
-    x, y = side.support
-
-    def predict(p):
-        return side.predict(p, x)
-
-    outputs, slopes = jvp(predict, (side.params,), (side.directions[0],))
-    _, curved = jvp(grad(lambda out: errors(out, y).sum()), (outputs,), (slopes,))
-    (product,) = vjp(predict, side.params)[1](curved / ROWS)
-    return {"product": product}
 
 
 @cache
@@ -163,7 +104,5 @@ def solved_sharded(side):
 
 
 CURVATURE = {
-    "Fisher times vector": Program(fisher_dense, fisher_sharded, 4),
-    "Gauss-Newton times vector": Program(gauss_newton_dense, gauss_newton_sharded, 4),
     "conjugate gradients": Program(solved_dense, solved_sharded, CONDITION * 4 * ITERATIONS),
 }
