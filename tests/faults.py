@@ -50,23 +50,6 @@ class Breaks(fs.ShardTransform):
         return list(grads)
 
 
-@dataclass(frozen=True)
-class BreaksInTheEnd(fs.Wrapped):
-    """Another transform, which may break when its gather has ended."""
-
-    def gather(self, leaves, specs):
-        return self.start_gather(leaves, specs)()
-
-    def start_gather(self, leaves, specs):
-        finish = self.inner.start_gather(leaves, specs)
-
-        def finish_all():
-            Hook.at("finish")
-            return finish()
-
-        return finish_all
-
-
 class BreaksInBackward(torch.autograd.Function):
     """The identity, whose backward may break."""
 
@@ -105,11 +88,6 @@ def gather(axis: fs.Axis) -> Any:
     return fs.gather(params_of(axis, layout=fs.compose(fs.fully_shard(axis, min_shard_elements=0), Breaks())))
 
 
-def finish(axis: fs.Axis) -> Any:
-    params = params_of(axis, layout=BreaksInTheEnd(fs.fully_shard(axis, min_shard_elements=0)))
-    return fs.value_and_grad(lambda p: fs.gather(p)["w"].sum())(params)
-
-
 def scatter_grads(axis: fs.Axis) -> Any:
     params = params_of(axis, layout=fs.compose(fs.fully_shard(axis, min_shard_elements=0), Breaks()))
     return fs.scatter_grads({"v": torch.ones(8, 4), "w": torch.ones(8, 4)}, params)
@@ -124,26 +102,6 @@ def update(axis: fs.Axis) -> Any:
     tx = fs.chain(fs.clip_by_global_norm(1.0), breaking, fs.clip_by_global_norm(0.5), fs.sgd(0.1))
     params = params_of(axis)
     return fs.update(tx, fs.TrainState.create(params, tx), params)
-
-
-class Drops(nn.Module):
-    """A layer that draws random numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.dropout = nn.Linear(4, 4), nn.Dropout()
-
-    def forward(self, x):
-        x = self.dropout(self.linear(x))
-        Hook.at("draw")
-        return x
-
-
-def draw(axis: fs.Axis) -> Any:
-    """A model of units with a key."""
-    model = fs.functionalize(nn.Sequential(Drops(), Drops()), units=Drops)
-    params = model.init(fs.zero3(axis, min_shard_elements=0), seed=0)
-    return fs.value_and_grad(lambda p: model.apply(p, torch.ones(2, 4), key=3).sum())(params)
 
 
 class Layer(nn.Module):
@@ -207,10 +165,8 @@ Programs = dict[str, tuple[Callable[[fs.Axis], Any], tuple[str, ...]]]
 PROGRAMS: Programs = {
     "collectives": (collectives, ("before", "between", "after", "backward")),
     "gather": (gather, ("gather",)),
-    "finish": (finish, ("finish",)),
     "scatter_grads": (scatter_grads, ("scatter",)),
     "update": (update, ("update",)),
-    "draw": (draw, ("draw",)),
 }
 PROGRAMS |= {
     "accumulate": (partial(of_model, nn.Sequential(Layer(), Layer()), accumulated), ("forward", "backward")),

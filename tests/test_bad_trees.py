@@ -64,11 +64,6 @@ DIFFERENT = [
         f"['b']: expected nothing, got float32[3] {SPLIT}",
     ),
     differs(
-        "another kind of node",
-        lambda last: {"a": [ones(2)] if last else (ones(2),), "b": []},
-        "(structure): expected dict(tuple(*), list()), got dict(list(*), list())",
-    ),
-    differs(
         "another shape",
         lambda last: {"a": ones(2), "b": ones(3 + last), "c": ones(1 + last)},
         f"['b']: expected float32[3] {SPLIT}, got float32[4] {SPLIT}",
@@ -82,23 +77,6 @@ DIFFERENT = [
         "frozen on one rank",
         lambda last: {"a": torch.nn.Parameter(ones(2), requires_grad=not last)},
         f"['a']: expected float32[2] {SPLIT}, got frozen float32[2] {SPLIT}",
-    ),
-    Row(
-        "another value on the first rank",
-        lambda world: ({"a": torch.full((2,), float(world.rank == 0))}, world.zero2),
-        fs.shard,
-        "shard: ranks hold different trees\n"
-        f"  ['a']: expected float32[2] {SPLIT} as on rank shard=0, got float32[2] {SPLIT} on rank shard=1{ALIKE}",
-        ("shard", "shard"),
-    ),
-    Row(
-        "another strategy on one rank",
-        lambda world: (world.full, fs.ddp(world.mesh) if world.rank == 1 else world.zero2),
-        fs.shard,
-        "shard: ranks hold different trees\n"
-        f"  ['a']: expected float32[5, 3] {SPLIT} as on rank shard=0, got float32[5, 3] {TEXT} P() on rank "
-        f"shard=1{ALIKE}",
-        ("shard", "shard"),
     ),
 ]
 
@@ -115,29 +93,7 @@ def changed_shapes(verb, rest):
     )
 
 
-def by_no_strategy(verb, tree, name):
-    return Row(
-        f"{verb.__name__} by no strategy",
-        lambda world: (getattr(world, tree), fs.zero2),
-        verb,
-        f"{verb.__name__}: expected {name} to be a ShardTransform such as fs.zero2(mesh), got a function",
-    )
-
-
 ROWS = [
-    Row(
-        "another value on a mesh of two axes",
-        lambda world: (
-            {"a": torch.tensor(float(world.rank == 2))},
-            fs.compose(fs.replicate(world.grid["replicate"]), fs.fully_shard(world.grid["shard"])),
-        ),
-        fs.shard,
-        "shard: ranks hold different trees\n"
-        f"  ['a']: expected float32[] {SPLIT} as on rank replicate=0, shard=0, got float32[] {SPLIT} on rank "
-        f"replicate=1, shard=0{ALIKE}",
-        ("shard",) * 4,
-        ranks=4,
-    ),
     unfit(
         "leaves that are no tensors",
         lambda world: ({"a": ones(2), "n": [3, None], "s": "x", "v": ones(2).numpy()}, world.zero2),
@@ -179,14 +135,6 @@ ROWS = [
             ("apply", lambda p: fs.functionalize(Only(torch.ones(5, 3))).apply(p).sum()),
         ]
     ),
-    Row(
-        "gather of leaves without a transform",
-        lambda world: ({"a": replace(world.params["a"], spec=replace(world.params["a"].spec, transform=None))},),
-        fs.gather,
-        "gather: leaves cannot be gathered\n"
-        "  ['a']: expected a spec with one, got a spec without a transform\n"
-        "To fix: make them by fs.shard or fs.reshard.",
-    ),
     *(
         Row(
             f"{verb.__name__} of leaves of a mesh that is gone",
@@ -199,15 +147,6 @@ ROWS = [
         )
         for verb in (fs.gather, fs.unshard)
     ),
-    Row(
-        "a strategy of a mesh that is gone",
-        lambda world: (world.full, fs.fully_shard(GONE)),
-        fs.shard,
-        "shard: expected transform over axes whose groups have their size and this process in them, got axis "
-        "'shard' of 2 ranks in group 'gone'; make it of this process's mesh",
-    ),
-    by_no_strategy(fs.shard, "full", "transform"),
-    by_no_strategy(fs.reshard, "params", "transform"),
 ]
 
 

@@ -101,21 +101,10 @@ def broken(x: Any) -> Any:
     return BreaksInBackward.apply(x, "no luck") if my_rank() == 1 else x
 
 
-# Programs whose backward raises on rank 1 before a collective of the backward, for which rank 0 waits.
-BROKEN = {
-    "psum": lambda axis: trained(lambda w: broken(fs.psum(w, axis)).sum(), axis),
-}
-
-
 def check_a_backward_that_raises_on_one_rank_is_named_on_all(program):
     first, second = errors_of(program)
     assert_all_name([first, second], "no luck")
     assert_all_name([first], r"rank (shard=)?1\b", "BrokenError")
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_backward_that_raises_on_one_rank_is_named_on_all(name):
-    check_a_backward_that_raises_on_one_rank_is_named_on_all(BROKEN[name])
 
 
 # (a) A rank raises, at each place of each program, and then goes on to the next call or idles.
@@ -456,16 +445,3 @@ def test_training_goes_on_from_the_state_in_hand_on_a_new_mesh():
     assert max(threads) <= threads[0] + 4, counts
     assert max(files) <= files[0] + 8, counts
     dist.destroy_process_group(group)
-
-
-def test_workers_make_their_groups_anew(workers):
-    def fails():
-        axis = axis_of_all()
-        return outcome(lambda: fs.psum(torch.ones(2 + my_rank()), axis)).error
-
-    def works():
-        return fs.psum(torch.ones(()), fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu"))).item()
-
-    for _ in range(2):
-        assert workers(2).run(fails) == ["CollectiveError"] * 2
-        assert workers(2).run(works) == [2.0] * 2

@@ -6,9 +6,7 @@ of `tests/ext/interop/test_migration.py`, and others.
 """
 
 import tempfile
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -20,14 +18,11 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_state_dict,
-    set_model_state_dict,
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
 from torch.nn.functional import gelu, mse_loss
 
 import fshard as fs
@@ -119,10 +114,6 @@ def train_fsdp2(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
     optimizer = optimizer or adamw_of(model)
     losses = [fsdp2_step(model, optimizer, batch, **between) for batch in batches()]
     return {"losses": losses, "params": full(model)}
-
-
-def fsdp2_gradients(model: nn.Module, batch: Batch) -> Any:
-    return fsdp2_backward(model, batch), {name: p.grad.full_tensor() for name, p in model.named_parameters()}
 
 
 def full(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -220,33 +211,6 @@ def others() -> Network:
     return module
 
 
-class Tied(Network):
-    """With a buffer, and a weight under two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.full((), 2.0))
-        self.blocks[1].up.weight = self.blocks[0].up.weight
-
-
-def drawn(params: Any) -> Any:
-    """The values of norms, and of layers whether they are as wide as torch draws them."""
-    found = {name: value for name, value in params.items() if "norm" in name}
-    for name in params.keys() - found.keys():
-        inputs = params[name.replace("bias", "weight")].shape[1]
-        found[name] = bool(params[name].abs().max() <= inputs**-0.5 < 2 * params[name].abs().max())
-    return found
-
-
-def one_overflows() -> list[Batch]:
-    """Batches of which the second is infinite on the first rank."""
-    found = batches(4)
-    if dist.get_rank() == 0:
-        x, y = found[1]
-        found[1] = (x, torch.full_like(y, torch.inf))
-    return found
-
-
 def shared_directory() -> str:
     """A directory of all ranks."""
     box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
@@ -333,165 +297,6 @@ ROWS["model.set_requires_gradient_sync(False)"] = Row(
     lambda: accumulated_by_fsdp2(sharded(), lambda model, last: model.set_requires_gradient_sync(last)),
     lambda: accumulated("once"),
 )
-
-
-@row("model.set_gradient_divide_factor(1.0)", 'fs.value_and_grad(loss_fn, reduce="sum")')
-class SumOfGradients:
-    def fsdp2():
-        model = sharded()
-        for unit in (*model.blocks, model):
-            unit.set_gradient_divide_factor(1.0)
-            # gloo does not divide.
-            unit.set_force_sum_reduction_for_comms(True)
-        return fsdp2_gradients(model, batches()[0])[1]
-
-    def fshard():
-        return gradients(program(), batches()[0], reduce="sum")[1]
-
-
-@row("model.set_all_reduce_hook(hook)", "a transform of one's own: fs.Wrapped with scatter")
-class HookOnGradients:
-    def fsdp2():
-        model = sharded()
-        for unit in (*model.blocks, model):
-            unit.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5))
-        return train_fsdp2(model)
-
-    def fshard():
-        @dataclass(frozen=True)
-        class Halved(fs.Wrapped):
-            def scatter(self, grads: Any, specs: Any) -> Any:
-                return [0.5 * grad for grad in self.inner.scatter(grads, specs)]
-
-        mesh = mesh_of_ranks()
-        return train(program(fs.zero3(mesh, merge_bytes=0, layout=Halved(fs.fully_shard(mesh)))))
-
-
-@row('torch.amp.GradScaler("cpu")', "fs.dynamic_loss_scale(tx)")
-class LossScale:
-    """The second batch of the first rank overflows: all ranks skip it."""
-
-    scale = MappingProxyType({"init_scale": 2.0**8, "growth_interval": 2})
-
-    def fsdp2():
-        model = sharded()
-        optimizer = adamw_of(model)
-        scaler = torch.amp.GradScaler("cpu", **LossScale.scale)
-        for x, y in one_overflows():
-            scaler.scale(mse_loss(model(x), y)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        return full(model), scaler.get_scale()
-
-    def fshard():
-        model = functional()
-        tx = fs.dynamic_loss_scale(adamw(), **LossScale.scale)
-        state = fs.TrainState.create(model.init(zero3()), tx)
-
-        def loss_fn(params: Any, scale: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            return scale * mse_loss(model.apply(params, x), y)
-
-        for x, y in one_overflows():
-            _, grads = fs.value_and_grad(loss_fn)(state.params, state.opt_state.scale, x, y)
-            state = fs.update(tx, state, grads)
-        return fs.unshard(state.params), state.opt_state.scale
-
-
-@row("shard_placement_fn=lambda parameter: Shard(...)", "fs.zero3(mesh, layout=fs.fully_shard(mesh, dim=...))")
-class Placement:
-    def fsdp2():
-        model = sharded(shard_placement_fn=lambda parameter: Shard(parameter.dim() - 1))
-        local = {name: parameter.to_local().detach().clone() for name, parameter in model.named_parameters()}
-        return local, train_fsdp2(model)
-
-    def fshard():
-        mesh = mesh_of_ranks()
-        made = program(fs.zero3(mesh, merge_bytes=0, layout=fs.fully_shard(mesh, dim=-1)))
-        return {name: leaf.local for name, leaf in made.state.params.items()}, train(made)
-
-
-@row("fully_shard(model, ignored_params=...)", "fs.masked(fs.zero3(mesh), names, otherwise=fs.ddp(mesh))")
-class Ignored:
-    def fsdp2():
-        model = network()
-        sharded(model, of_root={"ignored_params": set(model.head.parameters())})
-
-        def mean_of_the_ignored():
-            for parameter in model.head.parameters():
-                # Their gradients are left to the caller.
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= dist.get_world_size()
-
-        return train_fsdp2(model, between=mean_of_the_ignored)
-
-    def fshard():
-        strategy = fs.masked(
-            zero3(), lambda name, leaf: not name.startswith("head."), otherwise=fs.ddp(mesh_of_ranks())
-        )
-        return train(program(strategy))
-
-
-@row("model.to_empty(...), module.reset_parameters()", "model.init(strategy, seed=...) of a module on the meta device")
-class MetaDevice:
-    """FSDP2 draws other numbers of the same distributions; fshard those that one process draws."""
-
-    def fsdp2():
-        with torch.device("meta"):
-            model = sharded(Network())
-        model.to_empty(device="cpu")
-        torch.manual_seed(0)
-        # Of the CPU's generator, which is not the one that DTensor keeps in step between ranks.
-        warnings.filterwarnings("ignore", "DTensor random operators", UserWarning)
-        for module in model.modules():
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
-        return drawn(full(model))
-
-    def fshard():
-        with torch.device("meta"):
-            model = functional(Network())
-        params = fs.unshard(model.init(zero3(), seed=0))
-        assert_trees_close(params, dict(network().state_dict()), exact=True)
-        return drawn(params)
-
-
-@row(
-    "get_model_state_dict(model, full_state_dict=True)",
-    "fs.checkpoint.to_state_dict({**params, **model.buffers}, module=module)",
-)
-class FullStateDict:
-    def fsdp2():
-        # Not by blocks, of which two have the same weight.
-        state_dict = get_model_state_dict(fully_shard(network(Tied)), options=FULL)
-        network(Tied).load_state_dict(state_dict)
-        return state_dict
-
-    def fshard():
-        module, model = network(Tied), fs.functionalize(network(Tied))
-        state_dict = fs.checkpoint.to_state_dict({**model.init(zero3()), **model.buffers}, module=module)
-        module.load_state_dict(state_dict)
-        return state_dict
-
-
-@row(
-    "set_model_state_dict(model, full, broadcast_from_rank0=True)",
-    "fs.checkpoint.from_state_dict(full, like=params, module=module)",
-)
-class LoadFullStateDict:
-    def fsdp2():
-        model = sharded(others())
-        state_dict = network().state_dict() if dist.get_rank() == 0 else {}
-        set_model_state_dict(
-            model, state_dict, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        )
-        return train_fsdp2(model)
-
-    def fshard():
-        made = program(module=others())
-        full = network().state_dict()
-        params = fs.checkpoint.from_state_dict(full, like=made.state.params, module=network())
-        return train(made._replace(state=made.state._replace(params=params)))
 
 
 @row(

@@ -48,18 +48,6 @@ def test_a_loss_that_is_reduced_already(strategy):
         fs.accumulate(lambda p, _: fs.objective(squares(p), like=p))(params, [0, 1])
 
 
-@on_ranks(4)
-def test_a_pvary_over_another_axis_hides_no_reduction():
-    mesh = two_axes(4)
-    tp, shard = fs.axis_of(mesh["replicate"]), fs.axis_of(mesh["shard"])
-    params = fs.shard(FULL, fs.fully_shard(mesh["shard"], min_shard_elements=0))
-
-    def summed_again(p):
-        return fs.psum_invariant(fs.pvary(fs.psum_invariant(squares(p), shard), tp), tp)
-
-    refused(summed_again, params, "the loss to be this rank's own, got one reduced over 'shard' already")
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(3)
 def test_sums_that_a_rank_goes_on_with_are_right(strategy):
@@ -98,22 +86,6 @@ def test_maths_on_a_whole_leaf():
             fs.value_and_grad(lambda p: squares(p) + p["w"].local.sum())(params)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(2, "2 processes")
-def test_whole_leaves_that_are_gathered_under_vmap(strategy):
-    """Gathers are nodes of the loss's own graph there, and sum in its backward."""
-    mesh = one_axis()
-    params, rows = fs.shard(FULL, STRATEGIES[strategy](mesh)), normal(3 + mesh.get_rank())(4, 5)
-
-    def loss_of(p, row):
-        full = fs.gather(p)
-        return (full["w"].sum() * row + full["b"]).square().sum()
-
-    together = fs.value_and_grad(lambda p: torch.func.vmap(lambda row: loss_of(p, row))(rows).sum())(params)
-    expected = fs.value_and_grad(lambda p: sum(loss_of(p, row) for row in rows))(params)
-    assert_trees_close(together, expected)
-
-
 @on_ranks(2)
 def test_maths_on_a_whole_leaf_of_one_rank_is_told_to_the_others():
     mesh = one_axis()
@@ -122,13 +94,6 @@ def test_maths_on_a_whole_leaf_of_one_rank_is_told_to_the_others():
         fs.value_and_grad(lambda p: squares(p) + (p["b"].local.sum() if rank else 0.0))(params)
     told = "" if rank else "rank 1 failed in value_and_grad: ValueError: "
     assert str(caught.value).startswith(f"{told}value_and_grad: gradients would stay unsummed")
-
-
-def test_one_rank_may_do_as_it_likes():
-    mesh = one_axis()
-    params = fs.shard(FULL, fs.ddp(mesh))
-    value, _ = fs.value_and_grad(lambda p: fs.objective(squares(p) + p["b"].local.sum(), like=p))(params)
-    assert value.isfinite()
 
 
 @on_ranks(4)

@@ -22,16 +22,7 @@ from fshard.testing.workers import RankError
 from fshard.transforms import ShardTransform, compose, fully_shard, replicate
 from fshard.transforms.compose import layout_axes, reduction, start_scatter, summed_axes
 from fshard.transforms.strategies import ddp, hsdp, zero1, zero2, zero3
-from fshard.tree import Axis, Tree, flatten, tree_leaves, tree_map, unflatten
-from fshard.tree.checks import (
-    NOT_NEGATIVE,
-    SEED,
-    check_arguments,
-    check_numbers,
-    check_tensors,
-    describe,
-    same_structure,
-)
+from fshard.tree import Axis, Tree, checks, flatten, tree_leaves, tree_map, unflatten
 from fshard.update import GradientTransformation, Optimizer, TrainState, chain, update
 from fshard.value_and_grad import value_and_grad
 
@@ -76,6 +67,9 @@ def check_adjoint(
       [0]: expected inner products equal to within ... (shape (4,)), got <gather(x), y> = ... and <x, scatter(y)> = ...
     To fix: make scatter the transpose of gather, with the sum over ranks; error= allows for a lossy one, as 2**-8.
     """
+    checks.check_arguments("check_adjoint", checks.SEED, seed=seed)
+    checks.check_arguments("check_adjoint", checks.FLOATING, dtype=dtype)
+    checks.check_numbers("check_adjoint", checks.NOT_NEGATIVE, error=error)
     full = _drawn(shapes, dtype, seed)
     shards = shard(full, transform)
     specs = [leaf.spec for leaf in shards]
@@ -176,8 +170,6 @@ def check_transform(
     >>> fs.testing.spmd(program, world=2)[0].gather_error
     0.0
     """
-    check_arguments("check_transform", SEED, seed=seed)
-    check_numbers("check_transform", NOT_NEGATIVE, error=error)
     kept = [axis.name for axis in layout_axes(transform) if axis not in summed_axes(transform)]
     found, remedy = f"some split over {kept}", "check the rest without them"
     expect(not kept, "check_transform", "leaves that gather makes whole", found, remedy)
@@ -339,19 +331,18 @@ def check_optimizer(
     To fix: take norms and sums of whole leaves by fs.leaf_norms or fs.global_norm; tensors are this rank's parts.
     """
     known = isinstance(tx, Optimizer | GradientTransformation)
-    expect(known, "check_optimizer", "tx to be an Optimizer or a GradientTransformation", describe(tx))
-    check_numbers("check_optimizer", NOT_NEGATIVE, error=error)
+    expect(known, "check_optimizer", "tx to be an Optimizer or a GradientTransformation", checks.describe(tx))
+    checks.check_numbers("check_optimizer", checks.NOT_NEGATIVE, error=error)
     flat = flatten(params)
-    check_tensors("check_optimizer", flat)
+    checks.check_tensors("check_optimizer", flat)
     tx = tx if isinstance(tx, Optimizer) else chain(tx, sgd(0.1))
-    taking = [i for i, leaf in enumerate(flat.leaves) if _takes(leaf)]
-    shapes = [leaf.shape if _takes(leaf) else () for leaf in flat.leaves]
     gradients = []
     for step in range(STEPS):
-        drawn = _drawn(shapes, torch.float64, seed + step)
-        # In one step the first leaf has none.
-        given = taking[step == 1 :]
-        leaves = [drawn[i].to(leaf) if i in given else None for i, leaf in enumerate(flat.leaves)]
+        draw = partial(torch.randn, generator=torch.Generator().manual_seed(seed + step), dtype=torch.float64)
+        leaves = [draw(leaf.shape).to(leaf) if _takes(leaf) else None for leaf in flat.leaves]
+        if step == 1:
+            # The first leaf that takes a gradient has none.
+            leaves[next((i for i, leaf in enumerate(leaves) if leaf is not None), 0)] = None
         gradients.append(unflatten(flat.treedef, leaves))
 
     def program() -> dict[str, Tree]:
@@ -412,7 +403,7 @@ def _trained(tx: Optimizer, params: Tree, gradients: Sequence[Tree], strategy: S
 def _compare(where: str, found: Tree, needed: Tree, starts: Sequence[Any], world: int, error: float) -> None:
     """Compare full parameters and state with those of one rank, by rounding and by how far leaves have moved."""
     here, there = flatten(found), flatten(needed)
-    same_structure(f"check_optimizer: {where}", here, there)
+    checks.same_structure(f"check_optimizer: {where}", here, there)
     problems = []
     for i, (path, a, b) in enumerate(zip(here.paths, here.leaves, there.leaves, strict=True)):
         bound, rounds = 0.0, _takes(a) and _takes(b) and a.dtype == b.dtype

@@ -7,7 +7,6 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/FakeProcessGroup.hpp>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
@@ -597,23 +596,6 @@ struct EmuBackend final : c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> gloo_;
 };
 
-// Sends nothing, and fuses lists of tensors as NCCL does; both devices share it.
-struct FakeBackend final : c10d::FakeProcessGroup {
-  FakeBackend(int rank, int size)
-      : c10d::FakeProcessGroup(rank, size, c10::make_intrusive<c10d::FakeProcessGroup::Options>()) {}
-  bool supportsCoalescing() const override {
-    return true;
-  }
-  // Of a part whose size on the other rank is another, this rank knows nothing: it is zeros.
-  Started alltoall(Tensors& outs, Tensors& ins, const c10d::AllToAllOptions& options) override {
-    Tensors sent;
-    for (size_t i = 0; i < outs.size(); ++i) {
-      sent.push_back(ins[i].sizes() == outs[i].sizes() ? ins[i] : at::zeros_like(outs[i]));
-    }
-    return c10d::FakeProcessGroup::alltoall(outs, sent, options);
-  }
-};
-
 std::vector<std::string> take_events() {
   std::lock_guard<std::mutex> lock(log_mutex);
   std::vector<std::string> taken;
@@ -637,8 +619,4 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return c10::make_intrusive<EmuBackend>(std::move(gloo));
       },
       "Make a backend for emu's tensors of one for the processor's.");
-  m.def(
-      "fake_backend",
-      [](int rank, int size) -> c10::intrusive_ptr<c10d::Backend> { return c10::make_intrusive<FakeBackend>(rank, size); },
-      "Make a backend that sends nothing.");
 }

@@ -24,7 +24,7 @@ import fshard as fs
 from tests.accelerator import emu
 
 WIDTH, CLASSES, BATCH, STEPS = 24, 7, 6, 4
-EXACT, SINGLE, HALF = 1e-12, 1e-5, 2e-2
+EXACT, SINGLE = 1e-12, 1e-5
 
 # `take` returns the log of the device, once there is one.
 log = SimpleNamespace(take=list)
@@ -161,28 +161,6 @@ def transformed(device: str, layout: Callable[[Any], Any], state: bool = False, 
     return found
 
 
-def verbs(device: str) -> Any:
-    """The four verbs, with torch.func between them."""
-    model = fs.functionalize(network(device))
-    params = model.init(fs.zero3(mesh_of(device)))
-    (x, y), *_ = batches(device)
-    loss_fn = lambda params: F.cross_entropy(model.apply(params, x), y)  # noqa: E731
-    log.take()
-    grads, loss = torch.func.grad_and_value(loss_fn)(fs.gather(params))
-    return fs.scatter_grads(grads, like=params, reduce="mean"), fs.objective(loss, like=params)
-
-
-def evaluated(device: str) -> Any:
-    """Apply a model without a gradient."""
-    model = fs.functionalize(network(device), units=Block)
-    params = model.init(fs.zero3(mesh_of(device)))
-    (x, _), *_ = batches(device)
-    with torch.no_grad():
-        model.apply(params, x)
-        log.take()
-        return model.apply(params, x)
-
-
 def saved(device: str) -> Any:
     """A save in the background, a restore, a state dict."""
     mesh = mesh_of(device)
@@ -203,18 +181,6 @@ def saved(device: str) -> Any:
     # A state dict is on the processor.
     log.take()
     return out
-
-
-def drawn(device: str) -> Any:
-    """Values drawn for a module on the meta device."""
-    with torch.device("meta"):
-        bare = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES))
-    with torch.device(device):
-        params = fs.functionalize(bare).init(fs.zero3(mesh_of(device)), seed=0)
-    kinds = {leaf.device.type for leaf in fs.tree_leaves(params)}
-    assert kinds == {device}, kinds
-    log.take()
-    return fs.unshard(params)
 
 
 def to_observe(device: str) -> Any:
@@ -243,14 +209,6 @@ def optimizer_programs(name: str, make: Callable[[], Any], alone: dict[str, int]
     }
 
 
-def _torch(*names: str, waits: dict[str, int] | None = None, tolerance: float = EXACT) -> dict[str, Program]:
-    tx = lambda name: fs.from_torch(getattr(torch.optim, name), lr=1e-2)  # noqa: E731
-    return {
-        f"torch {name}": Program(lambda device, name=name: train(device, tx=tx(name)), waits or {}, tolerance)
-        for name in names
-    }
-
-
 def _strategy(strategy: Callable[[Any], Any]) -> dict[str, Program]:
     name = strategy.__name__
     return {
@@ -259,21 +217,13 @@ def _strategy(strategy: Callable[[Any], Any]) -> dict[str, Program]:
     }
 
 
-LEAVES = 22
-
 PROGRAMS = {
     **{name: each for strategy in (fs.ddp, fs.zero1, fs.zero2, fs.zero3) for name, each in _strategy(strategy).items()},
     "hsdp": Program(
         lambda device: train(device, lambda _: fs.hsdp(fs.init_mesh({"replicate": 2, "shard": -1}, device=device)))
     ),
-    "donated": Program(lambda device: train(device, donate=True)),
     "checkpointed": Program(lambda device: train(device, remat=True)),
-    "dropout jitted": Program(lambda device: train(device, key=True, dropout=0.3, jit=True)),
-    **_torch("Adam", "SGD", "RMSprop"),
-    **optimizer_programs("sgd", lambda: fs.sgd(1e-2, momentum=0.9)),
-    **optimizer_programs("adam", lambda: fs.adam(1e-2)),
     **optimizer_programs("skip_nonfinite", lambda: fs.skip_nonfinite(fs.adam(1e-2))),
-    "accumulate once": Program(lambda device: accumulated(device, communicate="once"), alone=STATUS),
     "accumulate weighted": Program(lambda device: accumulated(device, reduce="weighted"), alone=STATUS),
     # Gradients are used on the processor: one wait for each reduction.
     "offloaded": Program(
@@ -281,19 +231,7 @@ PROGRAMS = {
         {"stream": 1},
         SINGLE,
     ),
-    # A graph's copies wait one by one.
-    "offloaded jitted": Program(
-        lambda device: transformed(device, lambda mesh: fs.compose(fs.offload(device), fs.zero3(mesh)), jit=True),
-        {"copy_": LEAVES},
-        SINGLE,
-    ),
-    "mixed": Program(
-        lambda device: transformed(device, lambda mesh: fs.zero3(mesh, param_dtype=torch.bfloat16)), tolerance=HALF
-    ),
-    "the four verbs": Program(verbs),
-    "evaluation": Program(evaluated),
     "checkpoints": Program(saved),
-    "init from a seed": Program(drawn),
 }
 
 

@@ -12,7 +12,7 @@ from tests.accelerator import emu
 from tests.accelerator.programs import PROGRAMS
 
 ROOT = Path(__file__).parents[2]
-CORE = ("zero3", "zero3 jitted", "accumulate weighted", "skip_nonfinite", "offloaded", "evaluation", "checkpoints")
+CORE = ("zero3", "zero3 jitted", "accumulate weighted", "skip_nonfinite", "offloaded", "checkpoints")
 
 
 @pytest.fixture(scope="module")

@@ -158,35 +158,6 @@ def test_a_lossy_scatter_that_forgets_what_it_left_out_is_named():
         check_transform(Forgets(plain), error=1 / 50)
 
 
-@dataclass(frozen=True)
-class Steps(fs.Wrapped):
-    """Rounds each leaf, or its gradient, to 127 steps of its largest number, or of that of all of vmap's batch."""
-
-    of_batch: str = ""
-
-    def rounded(self, tensors, specs, what):
-        for tensor, spec in zip(tensors, specs, strict=True):
-            dims = range(tensor.dim() if what == self.of_batch else len(spec.shape))
-            step = tensor.abs().amax(tuple(dims), keepdim=True) / 127
-            yield (tensor / step).round() * step
-
-    def gather(self, leaves, specs):
-        return list(self.rounded(self.inner.gather(leaves, specs), specs, "gather"))
-
-    def scatter(self, grads, specs):
-        return self.inner.scatter(list(self.rounded(grads, specs, "scatter")), specs)
-
-
-@on_ranks(2)
-def test_numbers_that_are_rounded_together_with_others_of_a_batch_are_named():
-    plain = fs.fully_shard(one_axis())
-    check_transform(Steps(plain), [(24, 8), (7,)], error=1 / 200)
-    for name in ("gather", "scatter"):
-        named = f"{name} with a batch of vmap behind the dims: leaves that differ from single calls: expected at most 0"
-        with pytest.raises(AssertionError, match=named):
-            check_transform(Steps(plain, name), [(24, 8), (7,)], error=1 / 200)
-
-
 WRONG = {
     Doubled: r"gather of \[0\] of shape \(5, 3\): relative error: expected at most 0, got 1",
     Averaging: (

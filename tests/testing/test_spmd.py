@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.autograd import forward_ad
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fshard.testing import RankError, Workers, spmd
@@ -91,14 +90,6 @@ def test_collectives(world_size):
         "functional": ranks.tolist(),
     }
     assert objects == [{"rank": other} for other in range(world_size)]
-
-
-@on_ranks(6)
-def test_device_mesh_with_subgroups():
-    mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("replicate", "shard"))
-    row, column = divmod(my_rank(), 3)
-    assert ranks_summed(mesh["replicate"].get_group()) == 2 * column + 3
-    assert ranks_summed(mesh["shard"].get_group()) == 3 + row * 9
 
 
 @pytest.mark.parametrize("world", [4, "2 processes"])
@@ -230,12 +221,6 @@ def test_stuck_rank_is_reported_at_the_timeout(endless):
     assert went_on == []
 
 
-def test_nested_simulation_is_refused():
-    error = failure(lambda: spmd(dist.get_rank, 2), 2).__cause__
-    assert isinstance(error, RuntimeError)
-    assert "simulated ranks are already running in this process" in str(error)
-
-
 def test_real_process_group_is_restored(tmp_path):
     """Also where a rank ends late, and where programs destroy their own group."""
     excepthook, release = sys.excepthook, threading.Event()
@@ -255,24 +240,6 @@ def test_real_process_group_is_restored(tmp_path):
         dist.destroy_process_group()
         # torch puts its own there and leaves it.
         sys.excepthook = excepthook
-
-
-@on_ranks(4)
-def test_forward_mode_derivatives_on_all_ranks_at_once():
-    def cubes(x):
-        return (x**3).sum()
-
-    dist.barrier()
-    generator = torch.Generator().manual_seed(my_rank())
-    for _ in range(40):
-        x, t = torch.randn(2, 4, generator=generator, dtype=torch.float64)
-        torch.testing.assert_close(torch.func.jvp(torch.sin, (x,), (t,)), (x.sin(), x.cos() * t))
-        hvp = torch.func.jvp(torch.func.grad(cubes), (x,), (t,))[1]
-        torch.testing.assert_close(hvp, 6 * x * t)
-        torch.testing.assert_close(torch.func.jacfwd(torch.exp)(x), x.exp().diag())
-        with forward_ad.dual_level():
-            dual = forward_ad.make_dual(x, t)
-            torch.testing.assert_close(forward_ad.unpack_dual(dual * dual).tangent, 2 * x * t)
 
 
 class Seen(TorchDispatchMode):
