@@ -138,12 +138,9 @@ ROWS += [
     Row(
         f"value_and_grad: {name}",
         lambda world: (world.params,),
-        # float() has no rule under torch.func, so the number is taken from a detached tensor.
-        partial(
-            differentiate, f=lambda p, make=make: make(loss(p) if make is not float else scalar(2.0)), reduce=reduce
-        ),
+        partial(differentiate, f=lambda p, make=make: make(loss(p)), reduce=reduce),
         f"value_and_grad: {error}",
-        () if make is float else ("gather",),
+        ("gather",),
     )
     for name, reduce, make, error in LOSSES
 ]

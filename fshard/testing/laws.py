@@ -312,6 +312,7 @@ def check_optimizer(
 
     Raises:
         AssertionError: naming the law that does not hold, and every leaf for which it does not.
+        RankError: if an update raises an error, as where a gradient is None or a trace has no value.
         ValueError: if `tx` is no optimizer, a leaf is no full tensor, or a number is out of range; if the structure of
             the state depends on ranks.
 
