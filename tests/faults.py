@@ -169,7 +169,6 @@ PROGRAMS: Programs = {
     "update": (update, ("update",)),
 }
 PROGRAMS |= {
-    "accumulate": (partial(of_model, nn.Sequential(Layer(), Layer()), accumulated), ("forward", "backward")),
     # The third is not on its way when a rank breaks in the first.
     "apply": (partial(of_model, nn.Sequential(Layer(), Layer(), Layer()), applied), ("forward",)),
     "checkpoints": (
@@ -177,6 +176,7 @@ PROGRAMS |= {
         ("forward", "again", "backward"),
     ),
     "experts": (partial(of_model, Experts(), differentiated), ("forward", "backward")),
+    "accumulate": (partial(of_model, nn.Sequential(Layer(), Layer()), accumulated), ("forward", "backward")),
 }
 
 
