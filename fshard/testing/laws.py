@@ -22,7 +22,7 @@ from fshard.testing.workers import RankError
 from fshard.transforms import ShardTransform, compose, fully_shard, replicate
 from fshard.transforms.compose import layout_axes, reduction, start_scatter, summed_axes
 from fshard.transforms.strategies import ddp, hsdp, zero1, zero2, zero3
-from fshard.tree import Axis, Tree, checks, flatten, tree_leaves, tree_map, unflatten
+from fshard.tree import Axis, Spec, Tree, checks, flatten, grouped, tree_leaves, tree_map, unflatten
 from fshard.update import GradientTransformation, Optimizer, TrainState, chain, update
 from fshard.value_and_grad import value_and_grad
 
@@ -72,14 +72,18 @@ def check_adjoint(
     checks.check_numbers("check_adjoint", checks.NOT_NEGATIVE, error=error)
     full = _drawn(shapes, dtype, seed)
     shards = shard(full, transform)
-    specs = [leaf.spec for leaf in shards]
     # Copies, so that a transform which writes to its arguments is not taken for a wrong transpose.
-    gathered = transform.gather([leaf.local.clone() for leaf in shards], specs)
+    given = [leaf.local.clone() for leaf in shards]
+    gathered = _by_transform(shards, lambda each, own, specs: each.gather([given[i] for i in own], specs))
     _, place = place_of(transform.axes)
-    cotangents = _drawn([tensor.shape for tensor in full], torch.float64, seed + 1 + place)
+    cotangents = _drawn([tensor.shape for tensor in gathered], torch.float64, seed + 1 + place)
     cotangents = [drawn.to(tensor.dtype) for drawn, tensor in zip(cotangents, gathered, strict=True)]
-    states = [transform.init(torch.zeros_like(tensor)) for tensor in cotangents]
-    scattered, _ = start_scatter(transform, [tensor.clone() for tensor in cotangents], specs, states)()
+
+    def scattered_by(each: ShardTransform, own: Sequence[int], specs: Sequence[Spec]) -> Sequence[torch.Tensor]:
+        grads = [cotangents[i].clone() for i in own]
+        return start_scatter(each, grads, specs, [each.init(torch.zeros_like(grad)) for grad in grads])()[0]
+
+    scattered = _by_transform(shards, scattered_by)
     problems = []
     for i, (stored, grad) in enumerate(zip(shards, scattered, strict=True)):
         copies = math.prod(axis.size for axis in transform.axes if stored.spec.dim_of(axis) is None)
@@ -93,6 +97,14 @@ def check_adjoint(
             problems.append(Problem(f"[{i}]", found, needed))
     remedy = "make scatter the transpose of gather, with the sum over ranks; error= allows for a lossy one, as 2**-8"
     refuse("check_adjoint: scatter is not gather's transpose", problems, remedy, AssertionError)
+
+
+def _by_transform(leaves: Sequence[Any], f: Callable[..., Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """Call `f` for the transform of each leaf's spec, with the places of its leaves and their specs."""
+    out: dict[int, torch.Tensor] = {}
+    for each, own in grouped(leaves, lambda leaf: leaf.spec.transform).items():
+        out.update(zip(own, f(each, own, [leaves[i].spec for i in own]), strict=True))
+    return [out[i] for i in range(len(leaves))]
 
 
 def _dot(a: torch.Tensor, b: torch.Tensor, axes: Sequence[Axis], copies: int) -> tuple[float, float]:
