@@ -227,6 +227,118 @@ TESTING = {
 }
 NUMBERS = ("a number", "a huge number")
 EMPTY = ("None", "an empty list", "an empty dict")
+TREES = (*EMPTY, "a tensor of another shape", "a tensor of integers", "a tensor on meta", "another tree")
+MASKS = ("a text", "an empty text", "a class", "a module")
+ACCEPTED = (
+    (
+        "a number in range",
+        NUMBERS,
+        "adam.eps adam.weight_decay adamw.eps adamw.weight_decay add_decayed_weights.weight_decay "
+        "clip_by_global_norm.max_norm clip_by_norm.max_norm clip_by_norm.p clip_by_value.max_value "
+        "dynamic_loss_scale.init_scale dynamic_loss_scale.growth_factor dynamic_loss_scale.growth_interval "
+        "dynamic_loss_scale.backoff_factor "
+        "from_torch_scheduler.lr from_torch_scheduler.momentum fully_shard.min_shard_elements "
+        "scale_by_adam.eps sgd.momentum sgd.weight_decay zero1.min_shard_elements zero2.min_shard_elements "
+        "zero3.prefetch zero3.merge_bytes zero3.min_shard_elements hsdp.min_shard_elements "
+        "hybrid_shard.min_shard_elements checkpoint.Manager.every "
+        "testing.check_adjoint.error testing.check_transform.error",
+    ),
+    ("a mask of no leaves", ("an empty list",), "shard.frozen reshard.frozen"),
+    (
+        "a number in range",
+        ("a number",),
+        "init_mesh.timeout from_torch_scheduler.steps sample_ids.step sample_ids.samples",
+    ),
+    ("a number in range", ("a number",), "sample_ids.batch testing.spmd.world testing.spmd.timeout"),
+    ("a number, or the default", ("None", *NUMBERS), "checkpoint.Manager.keep"),
+    (
+        "a number, or the default",
+        ("None", *NUMBERS),
+        "testing.assert_trees_close.rtol testing.assert_trees_close.atol",
+    ),
+    ("a number, or the default", ("None", "a number"), "checkpoint.save.step"),
+    ("a number, or a schedule", (*NUMBERS, "a class", "a module"), "adam.lr adamw.lr sgd.lr"),
+    ("torch's class takes it; int is a schedule", ("a number", "nan", "a class"), "from_torch.lr"),
+    ("torch's class takes it", (*NUMBERS, "a negative number", "nan"), "from_torch_scheduler.step_size"),
+    (
+        "compared when there is a tree",
+        (*NUMBERS, "a negative number"),
+        "fully_shard.dim own_dim.dim hybrid_shard.dim",
+    ),
+    ("compared when there is a tree", (*NUMBERS, "a negative number"), "split_dim.dim"),
+    ("from the end", ("a negative number",), "value_and_grad.argnums"),
+    ("false to Python", (*EMPTY, "an empty text"), "value_and_grad.has_aux"),
+    ("a number in range", (*NUMBERS, "a negative number"), "sgd.dampening"),
+    ("places, or none", (*NUMBERS, "an empty list"), "jit.donate_argnums jit.static_argnums"),
+    ("names, or none", ("an empty list", "an empty text", "a text"), "jit.static_argnames"),
+    ("seeds and keys", ("a number", "a negative number"), "fold_in.key sample_ids.key"),
+    ("seeds and keys", ("a number", "a negative number"), "testing.check_adjoint.seed testing.check_transform.seed"),
+    ("seeds and keys", ("a number", "a negative number", "a tensor of integers"), "fold_in.data"),
+    ("seeds and keys", ("None", "a number", "a negative number"), "apply.key model.apply.key"),
+    ("seeds and keys", ("None", "a number", "a negative number", "a tensor of integers"), "TrainState.create.key"),
+    (
+        "refused where it is used",
+        ("nan", "an empty list", "a tensor of another shape", "a tensor on meta"),
+        "TrainState.create.key",
+    ),
+    ("seeds and keys", ("None", "a number", "a negative number"), "model.init.seed"),
+    ("functions", ("a class", "a module"), "jit.backend make_graph.f remat.f"),
+    ("functions", ("a class",), "testing.spmd.f"),
+    ("functions; None makes a decorator", ("None", "a class", "a module"), "jit.f"),
+    ("masks: patterns, and functions of a name", MASKS, "freeze.mask masked.mask zero3.regather"),
+    ("masks, or none", ("None", "an empty list"), "reshard.frozen shard.frozen"),
+    (
+        "the default",
+        ("None",),
+        "accumulate.sums microbatches.communicate accumulate.communicate zero3.prefetch zero3.merge_bytes "
+        "axis_of.name cast.gather cast.scatter ddp.axis init_mesh.device init_mesh.ranks zero1.axis "
+        "zero2.axis clip_by_global_norm.sums global_norm.sums leaf_norms.sums testing.spmd.timeout zero3.axis "
+        "offload.device checkpoint.restore.step checkpoint.restore.only checkpoint.Manager.mesh "
+        "checkpoint.restore.mesh checkpoint.save.mesh testing.check_transform.bytes_sent",
+    ),
+    ("modules", ("a module",), "functionalize.module"),
+    ("a depth, a pattern, or the default", ("None", "a number", "an empty text"), "functionalize.units"),
+    (
+        "modules that have the leaves, or none",
+        ("None", "a module"),
+        "checkpoint.from_state_dict.module checkpoint.to_state_dict.module",
+    ),
+    (
+        "directories may be made; any sequence holds microbatches",
+        ("a text",),
+        "microbatches.batches objective of accumulate.microbatches checkpoint.Manager.directory "
+        "checkpoint.latest.directory checkpoint.save.directory",
+    ),
+    ("the whole tree", ("an empty text",), "checkpoint.restore.subtree"),
+    ("trees of tensors; plain ones stay as they are", TREES, "gather.tree all_gather.tree all_gather_invariant.tree"),
+    ("trees of tensors", TREES, "psum.tree pmean.tree pvary.tree psum_invariant.tree reduce_scatter.tree"),
+    (
+        "trees of tensors",
+        TREES,
+        "sync_buffers.buffers broadcast.tree pmax.tree ppermute.tree global_norm.tree leaf_norms.tree",
+    ),
+    ("trees of two dims", (*EMPTY, "a tensor of another shape", "a tensor on meta"), "all_to_all.tree"),
+    ("trees of tensors, which one rank sends to itself", TREES, "ragged_all_to_all.tree"),
+    ("empty pairs", ("an empty list", "an empty dict", "an empty text"), "ppermute.perm"),
+    ("specs are read, no values", (*TREES, "a donated tree"), "objective.like sync_buffers.like"),
+    ("specs are read, no values", ("None", *TREES, "a donated tree"), "microbatches.like"),
+    ("trees of tensors with values", {*TREES} - {"a tensor on meta"}, "shard.full_tree"),
+    ("trees of floating tensors", {*TREES} - {"a tensor of integers"}, "TrainState.create.params"),
+    (
+        "values that a manifest can hold",
+        {*TREES, *NUMBERS, "a negative number", "nan", "a text", "an empty text"} - {"a tensor on meta"},
+        "checkpoint.save.state",
+    ),
+    (
+        "other leaves stay as they are: a TrainState may hold numbers and texts",
+        tuple(x for x in WRONG if x != "a donated tree"),
+        "reshard.tree unshard.tree transform_state.params",
+    ),
+    ("any tree, of whatever leaves", tuple(WRONG), "tree_leaves.tree TrainState.create.buffers"),
+    ("no leaves", EMPTY, "checkpoint.to_state_dict.params"),
+    ("no buffers", ("None", "an empty dict"), "apply.buffers model.apply.buffers"),
+    ("no shapes", ("an empty list",), "testing.check_adjoint.shapes"),
+)
 # Wrong values that the caller's own function gets, whose error stays as it is.
 THEIRS = {
     *(
@@ -308,7 +420,7 @@ class Walk(NamedTuple):
 
 CORE = Walk(
     {fs: CALLS, None: METHODS, checkpoint: CHECKPOINTS, testing: TESTING},
-    (),
+    ACCEPTED,
     THEIRS,
     World,
     "tests.test_bad_calls",
@@ -363,7 +475,7 @@ def made_calls(walk, every, place):
         lines = [json.loads(line) for line in place.read_text().splitlines()]
         if not ended:
             assert len(lines) % 2, "the process failed between two calls"
-            place.open("a").write("false\n")
+            place.write_text(place.read_text() + "false\n")
             lines.append(False)
         done = len(lines) // 2
     return Made(walk, every, {tuple(row): error for row, error in zip(lines[::2], lines[1::2], strict=True)})
@@ -427,6 +539,10 @@ def test_valid_calls_are_accepted(made):
 
 def test_refused_calls_are_clear(made):
     check_refused_calls_are_clear(made)
+
+
+def test_accepted_values_are_listed(made):
+    check_accepted_values_are_listed(made)
 
 
 def check_every_public_name_is_called(module, names, table, uncalled):

@@ -215,12 +215,11 @@ ALONE = {
 TRAINING = {"value_and_grad": train, "unshard": fs.unshard, "gather": lambda params: fs.gather({"all": params})}
 
 
-@on_ranks(3, "2 processes", timeout=6 * SECONDS)
-def test_a_verb_that_one_rank_calls_alone_is_named_on_every_rank():
-    """Where gloo would end by a signal, or return what it was not sent."""
+def errors_of_one_alone(calls):
+    """Return the error of each rank where the first one alone makes a call; it must be the same on all."""
     params, found = params_of(zero3(one_axis())), {}
     expected = train(params)
-    for name, alone in ALONE.items():
+    for name, alone in calls.items():
         for other, call in TRAINING.items():
             with pytest.raises((ValueError, fs.comm.CollectiveError), match=r"ranks (were told|differ in)") as caught:
                 alone(params) if my_rank() == 0 else call(params)
@@ -231,6 +230,12 @@ def test_a_verb_that_one_rank_calls_alone_is_named_on_every_rank():
             assert name.split()[0] in text or other in text or "dtype" in text, text
             assert_same_bits(fs.tree_leaves(train(params)), fs.tree_leaves(expected))
     return found
+
+
+@on_ranks(3, "2 processes", timeout=6 * SECONDS)
+def test_a_verb_that_one_rank_calls_alone_is_named_on_every_rank():
+    """Where gloo would end by a signal, or return what it was not sent."""
+    return errors_of_one_alone(ALONE)
 
 
 # The meshes that ranks ask for, the last rank its own, and what each error must name.

@@ -12,13 +12,17 @@ import torch
 
 from fshard.errors import expect
 from fshard.optim.leaves import torch_says
-from fshard.tree.checks import FINITE, NOT_NEGATIVE, Range, check_numbers
+from fshard.tree.checks import FINITE, NOT_NEGATIVE, Range, check_numbers, describe
 
 __all__ = ["constant", "cosine", "from_torch_scheduler", "join", "linear", "warmup_cosine"]
+
+# A table of so many values takes 80 MB and about three minutes to write down.
+MAX_STEPS = 10_000_000
 
 Schedule = Callable[[torch.Tensor], torch.Tensor]
 
 UPDATES = Range("a number of updates, 1 or more", lambda number: isinstance(number, int) and number > 0)
+TABLE = Range(f"a number of updates, 1 to {MAX_STEPS:,}", lambda n: isinstance(n, int) and 0 < n <= MAX_STEPS)
 
 
 def constant(value: float) -> Schedule:
@@ -182,8 +186,9 @@ def from_torch_scheduler(
     >>> [float(schedule(torch.tensor(count))) for count in range(5)]
     [1.0, 1.0, 0.5, 0.5, 0.5]
     """
+    expect(callable(cls), "from_torch_scheduler", "cls to be a class or a function", describe(cls))
     expect(name in ("lr", "momentum"), "from_torch_scheduler", 'name to be "lr" or "momentum"', f"{name!r:.40}")
-    check_numbers("from_torch_scheduler", UPDATES, steps=steps)
+    check_numbers("from_torch_scheduler", TABLE, steps=steps)
     check_numbers("from_torch_scheduler", NOT_NEGATIVE, lr=lr, momentum=momentum)
     optimizer = torch.optim.SGD([torch.zeros(())], lr=lr, momentum=momentum)
     values = []

@@ -15,6 +15,7 @@ from fshard.jit import jit
 from fshard.mesh import init_mesh
 from fshard.microbatches import place_of
 from fshard.optim.native import sgd
+from fshard.shard import check_transform as check_argument
 from fshard.shard import shard, unshard
 from fshard.testing.compare import check_pure, difference, differing_leaves, refuse_on_all_ranks
 from fshard.testing.spmd import spmd
@@ -182,6 +183,11 @@ def check_transform(
     >>> fs.testing.spmd(program, world=2)[0].gather_error
     0.0
     """
+    check_argument(transform, "check_transform")
+    pair = bytes_sent is None or (isinstance(bytes_sent, tuple) and len(bytes_sent) == 2)
+    expect(
+        pair, "check_transform", "bytes_sent to be the pair of a gather's and a scatter's", checks.describe(bytes_sent)
+    )
     kept = [axis.name for axis in layout_axes(transform) if axis not in summed_axes(transform)]
     found, remedy = f"some split over {kept}", "check the rest without them"
     expect(not kept, "check_transform", "leaves that gather makes whole", found, remedy)
@@ -433,6 +439,8 @@ def _compare(where: str, found: Tree, needed: Tree, starts: Sequence[Any], world
 
 def _drawn(shapes: Sequence[Sequence[int]], dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
     """Draw normal numbers."""
+    sizes = isinstance(shapes, list | tuple) and all(isinstance(shape, tuple) for shape in shapes)
+    expect(sizes, "check_adjoint", "shapes to be a list of tuples of sizes", checks.describe(shapes))
     draw = torch.Generator().manual_seed(seed)
     return [torch.randn(tuple(shape), generator=draw, dtype=torch.float64).to(dtype) for shape in shapes]
 

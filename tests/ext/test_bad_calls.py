@@ -168,6 +168,7 @@ ACCEPTED = (
         tuple(x for x in WRONG if x != "a donated tree"),
         "to_dtensor.tree",
     ),
+    ("another module", ("a module",), "with_init_weights.module"),
     ("any tree, of whatever leaves", tuple(WRONG), "from_dtensor.tree"),
     ("not used for parameters alone", tuple(WRONG), "checkpoint.save_dcp.optimizer"),
     ("only True opens a pickle", tuple(WRONG), "checkpoint.load_huggingface.trusted"),

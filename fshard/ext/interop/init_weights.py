@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fshard.ext import _compat
+from fshard.extend import describe, expect
 
 Initializer = Callable[[nn.Module], Any]
 # Keys of weights that are tied to others, by the submodules that hold them.
@@ -28,6 +29,9 @@ def with_init_weights(module: nn.Module) -> nn.Module:
     Returns:
         A copy of the same tensors, to be passed to `fs.functionalize`.
 
+    Raises:
+        ValueError: if `module` is no module.
+
     >>> import torch, fshard as fs
     >>> class Model(torch.nn.Sequential):
     ...     def _init_weights(self, submodule):
@@ -37,6 +41,8 @@ def with_init_weights(module: nn.Module) -> nn.Module:
     >>> model.init(fs.ddp(fs.init_mesh({"shard": -1}, device="cpu")), seed=0)["0.weight"].local
     tensor([[0.5000, 0.5000]])
     """
+    known = isinstance(module, nn.Module)
+    expect(known, "with_init_weights", "module to be a torch module", describe(module))
     same: dict[int, Any] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     made, models = copy.deepcopy(module, same), dict[str, tuple[Initializer, Tied]]()
     for path, submodule in module.named_modules():
