@@ -117,114 +117,32 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __getattr__ = extensions.resolver(__name__)
 
-__all__ = [
-    "Axis",
-    "GradientTransformation",
-    "LayoutError",
-    "Model",
-    "Optimizer",
-    "P",
-    "ShardTransform",
-    "Sharded",
-    "Spec",
-    "Storage",
-    "TrainState",
-    "Wrapped",
-    "accumulate",
-    "adafactor",
-    "adam",
-    "adamw",
-    "add_decayed_weights",
-    "all_gather",
-    "all_gather_invariant",
-    "all_to_all",
-    "apply",
-    "axis_index",
-    "axis_of",
-    "axis_size",
-    "broadcast",
-    "cast",
-    "chain",
-    "checkpoint",
-    "clip_by_global_norm",
-    "clip_by_norm",
-    "clip_by_value",
-    "comm",
-    "compose",
-    "ddp",
-    "dynamic_loss_scale",
-    "ema",
-    "fold_in",
-    "freeze",
-    "from_dtensor",
-    "from_torch",
-    "from_torch_scheduler",
-    "fully_shard",
-    "functionalize",
-    "gather",
-    "global_norm",
-    "hsdp",
-    "hybrid_shard",
-    "init_mesh",
-    "jit",
-    "lamb",
-    "lars",
-    "leaf_norms",
-    "make_graph",
-    "masked",
-    "microbatches",
-    "moe",
-    "no_split",
-    "objective",
-    "offload",
-    "own_dim",
-    "partition",
-    "pipeline",
-    "plan",
-    "pmax",
-    "pmean",
-    "ppermute",
-    "psum",
-    "psum_invariant",
-    "pvary",
-    "quantize",
-    "ragged_all_to_all",
-    "reduce_scatter",
-    "remat",
-    "replicate",
-    "reshard",
-    "ring_attention",
-    "ring_positions",
-    "sample_ids",
-    "scale_by_adam",
-    "scale_by_factored_rms",
-    "scale_by_trust_ratio",
-    "scatter_grads",
-    "schedules",
-    "sgd",
-    "shard",
-    "skip_nonfinite",
-    "split_dim",
-    "sync_buffers",
-    "tensor_parallel",
-    "testing",
-    "to_dtensor",
-    "trace",
-    "transform_state",
-    "tree_leaves",
-    "tree_map",
-    "ulysses",
-    "unshard",
-    "update",
-    "value_and_grad",
-    "vocab_parallel_cross_entropy",
-    "vocab_parallel_embedding",
-    "whole",
-    "with_init_weights",
-    "zero1",
-    "zero2",
-    "zero3",
-]
+# By use, as above.
+__all__ = ["Axis", "axis_of", "init_mesh"]
+__all__ += ["P", "Sharded", "Spec", "reshard", "shard", "tree_leaves", "tree_map", "unshard"]
+__all__ += ["Model", "functionalize", "no_split", "sync_buffers"]
+__all__ += ["apply", "gather", "scatter_grads", "update"]
+__all__ += ["accumulate", "fold_in", "microbatches", "objective", "remat", "sample_ids", "value_and_grad"]
+__all__ += ["ddp", "hsdp", "zero1", "zero2", "zero3"]
+__all__ += ["LayoutError", "ShardTransform", "Storage", "Wrapped", "cast", "compose", "fully_shard"]
+__all__ += ["hybrid_shard", "masked", "offload", "own_dim", "replicate", "split_dim", "transform_state"]
+__all__ += ["GradientTransformation", "Optimizer", "TrainState", "adam", "adamw"]
+__all__ += ["chain", "freeze", "from_torch", "partition", "sgd"]
+__all__ += ["add_decayed_weights", "clip_by_global_norm", "clip_by_norm", "clip_by_value", "dynamic_loss_scale"]
+__all__ += ["ema", "global_norm", "leaf_norms", "scale_by_adam", "skip_nonfinite"]
+__all__ += ["from_torch_scheduler", "schedules"]
+__all__ += ["jit", "make_graph"]
+__all__ += ["all_gather", "all_gather_invariant", "all_to_all", "axis_index", "axis_size", "broadcast", "pmax"]
+__all__ += ["pmean", "ppermute", "psum", "psum_invariant", "pvary", "ragged_all_to_all", "reduce_scatter"]
+__all__ += ["comm"]
+__all__ += ["checkpoint"]
+__all__ += ["testing"]
+__all__ += ["moe", "pipeline", "ring_attention", "ring_positions"]
+__all__ += ["tensor_parallel", "ulysses", "vocab_parallel_cross_entropy", "vocab_parallel_embedding"]
+__all__ += ["quantize"]
+__all__ += ["adafactor", "lamb", "lars", "scale_by_factored_rms", "scale_by_trust_ratio", "whole"]
+__all__ += ["plan", "trace"]
+__all__ += ["from_dtensor", "to_dtensor", "with_init_weights"]
 
 
 def __dir__() -> list[str]:

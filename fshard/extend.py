@@ -44,30 +44,7 @@ from fshard.transforms.compose import sum_dtype
 from fshard.tree import flatten
 from fshard.tree.checks import check_axis, describe
 
-__all__ = [
-    "Entry",
-    "Exchange",
-    "FullyShard",
-    "TorchState",
-    "calling",
-    "chained",
-    "check_axis",
-    "check_rates",
-    "custom_call",
-    "describe",
-    "everyone",
-    "expect",
-    "fake_axes",
-    "fake_maker",
-    "flatten",
-    "leaf_means",
-    "leafwise",
-    "local_piece",
-    "piece_of",
-    "ranks_of",
-    "refuse",
-    "select",
-    "serves_host",
-    "sum_dtype",
-    "watched",
-]
+__all__ = ["Entry", "Exchange", "FullyShard", "TorchState"]
+__all__ += ["calling", "chained", "check_axis", "check_rates", "custom_call", "describe", "everyone", "expect"]
+__all__ += ["fake_axes", "fake_maker", "flatten", "leaf_means", "leafwise", "local_piece", "piece_of", "ranks_of"]
+__all__ += ["refuse", "select", "serves_host", "sum_dtype", "watched"]
