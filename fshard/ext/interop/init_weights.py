@@ -11,8 +11,6 @@ from fshard.ext import _compat
 from fshard.extend import describe, expect
 
 Initializer = Callable[[nn.Module], Any]
-# Keys of weights that are tied to others, by the submodules that hold them.
-Tied = dict[nn.Module, tuple[str, ...]]
 
 
 def with_init_weights(module: nn.Module) -> nn.Module:
@@ -44,14 +42,13 @@ def with_init_weights(module: nn.Module) -> nn.Module:
     known = isinstance(module, nn.Module)
     expect(known, "with_init_weights", "module to be a torch module", describe(module))
     same: dict[int, Any] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-    made, models = copy.deepcopy(module, same), dict[str, tuple[Initializer, Tied]]()
+    made, initializers, tied = copy.deepcopy(module, same), dict[str, Initializer](), _tied(module)
     for path, submodule in module.named_modules():
-        initialize = _compat.initializer_of(submodule)
-        model = (initialize, _tied(submodule)) if initialize else models.get(path.rpartition(".")[0])
-        if model is not None:
-            models[path] = model
+        initialize = _compat.initializer_of(submodule) or initializers.get(path.rpartition(".")[0])
+        if initialize is not None:
+            initializers[path] = initialize
             part = made.get_submodule(path)
-            part.__class__ = _drawing(type(part), model[0], model[1].get(submodule, ()))
+            part.__class__ = _drawing(type(part), initialize, tuple(tied.get(submodule, ())))
     return made
 
 
@@ -72,13 +69,14 @@ def _drawing(cls: type[nn.Module], initialize: Initializer, tied: tuple[str, ...
     return type(cls.__name__, (cls,), {**names, "reset_parameters": reset_parameters})
 
 
-def _tied(model: nn.Module) -> Tied:
-    """List the weights of a model that are the same as others."""
-    found = dict(model.named_parameters(remove_duplicate=False))
-    tied: Tied = {}
-    for target, source in getattr(model, "all_tied_weights_keys", {}).items():
-        if source in found and found.get(target) is found[source]:
-            path, _, key = target.rpartition(".")
-            holder = model.get_submodule(path)
-            tied[holder] = (*tied.get(holder, ()), key)
+def _tied(module: nn.Module) -> dict[nn.Module, set[str]]:
+    """List keys of weights that are the same as others by the submodules that hold them, as models around these say."""
+    tied: dict[nn.Module, set[str]] = {}
+    for model in module.modules():
+        ties = getattr(model, "all_tied_weights_keys", {})
+        found = dict(model.named_parameters(remove_duplicate=False)) if ties else {}
+        for target, source in ties.items():
+            if source in found and found.get(target) is found[source]:
+                path, _, key = target.rpartition(".")
+                tied.setdefault(model.get_submodule(path), set()).add(key)
     return tied

@@ -43,31 +43,38 @@ def children_first(module):
     yield module
 
 
-def nested():
+# A weight that is tied and the one that is its source, of either model.
+TIES = (("layer.1.layer", "layer.0"), ("layer.0", "layer.1.layer"))
+
+
+def nested(target, source):
     """A model of transformers around another, inside of a module that is none; two layers share a weight."""
     inner = Transformer(lambda: nn.Linear(3, 3), std=2.0)
-    module = nn.Sequential(nn.Linear(2, 3), Transformer(lambda: nn.Sequential(inner, nn.Linear(3, 3))), nn.LayerNorm(3))
-    inner.layer.weight = module[1].layer[1].weight
-    module[1].all_tied_weights_keys = {"layer.1.weight": "layer.0.layer.weight"}
+    module = nn.Sequential(nn.Linear(2, 3), Transformer(lambda: nn.Sequential(nn.Linear(3, 3), inner)), nn.LayerNorm(3))
+    inner.layer.weight = module[1].layer[0].weight
+    module[1].all_tied_weights_keys = {f"{target}.weight": f"{source}.weight"}
     return module
 
 
+@pytest.mark.parametrize("tie", TIES)
 @pytest.mark.parametrize("mode", MODES)
-def test_models_of_transformers_draw_by_their_own_initializer(mode):
+def test_models_of_transformers_draw_by_their_own_initializer(mode, tie):
     """With tied weights as if they were not tied, of which the source's is kept, as after their init_weights."""
-    oracle = nested()
-    inner = oracle[1].layer[0]
-    oracle[1].layer[1].weight = nn.Parameter(torch.empty(3, 3))
+    oracle = nested(*tie)
+    inner = oracle[1].layer[1]
+    target, source = map(oracle[1].get_submodule, tie)
+    target.weight = nn.Parameter(torch.empty(3, 3))
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(3)
         oracle[0].reset_parameters()
         for part in children_first(oracle[1]):
             (inner if part in (inner, inner.layer) else oracle[1])._init_weights(part)
-    expected = {name: p.detach() for name, p in oracle.named_parameters() if name != "1.layer.1.weight"}
+    target.weight = source.weight
+    expected = {name: p.detach() for name, p in oracle.named_parameters()}
 
     def program():
         with torch.device("meta"):
-            model = fs.functionalize(fs.with_init_weights(nested()))
+            model = fs.functionalize(fs.with_init_weights(nested(*tie)))
         found = fs.unshard(model.init(fs.zero2(one_axis(), min_shard_elements=0), seed=3, mode=mode))
         assert found.keys() == expected.keys()
         assert not any(leaf.isnan().any() for leaf in found.values())
