@@ -38,11 +38,12 @@ MASKS = [
 
 
 UPDATES = "expected steps to be a number of updates, 1 or more, got"
+TABLE = UPDATES.replace("or more", "to 10,000,000")
 STEP = partial(fs.from_torch_scheduler, lr_scheduler.StepLR, step_size=2)
 CONSTANT = fs.schedules.constant(1.0)
 BOUNDARIES = "schedules.join: expected a boundary between any two schedules, in rising order, got boundaries"
 SCHEDULES = [
-    *((partial(STEP, lr=0.1, steps=n), f"from_torch_scheduler: {UPDATES} {n!r}") for n in (0, -1, 2.0)),
+    *((partial(STEP, lr=0.1, steps=n), f"from_torch_scheduler: {TABLE} {n!r}") for n in (0, -1, 2.0, 10_000_001)),
     (lambda: fs.schedules.constant(NAN), "schedules.constant: expected value to be a finite number, got nan"),
     (lambda: fs.schedules.linear(0.0, INF, 3), "schedules.linear: expected end to be a finite number, got inf"),
     (lambda: fs.schedules.linear(0.0, 1.0, 0), f"schedules.linear: {UPDATES} 0"),
