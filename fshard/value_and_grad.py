@@ -21,7 +21,7 @@ from fshard.collectives import (
     shared_axes,
     total,
 )
-from fshard.engine import KEY, Call
+from fshard.engine import Call
 from fshard.errors import expect
 from fshard.microbatches import Share, check_batches, order_of, share_of, tree_total
 from fshard.transforms.compose import in_tree
@@ -251,7 +251,7 @@ class _Job:
             if leaf is not None:
                 leaf.state = state
                 leaf.accumulated = several
-        with _compat.keeping_thread_object(KEY, call):
+        with call.running():
             try:
                 return self._run(call, inputs)
             finally:

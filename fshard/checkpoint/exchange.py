@@ -22,7 +22,7 @@ from fshard.shard import Layouts, check_transform, hash_of, local_ranges, padded
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, tensor_of, tree_map
 from fshard.tree.checks import check_flags, check_local, describe, mark_donated
 
-# Where a part of a tensor starts and ends along each dim; or where it starts, and its size.
+# A part of a tensor by its start and end along each dim, and by its start and shape.
 Box = tuple[slice, ...]
 Place = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -144,7 +144,7 @@ class Exchange:
             raise (ValueError(text) if is_argument else CheckpointError(f"{self.label}: {text}")) from failure
 
     def everyone(self, said: Any) -> list[Any]:
-        """What each rank says, in their order."""
+        """Gather what every rank says, in rank order."""
         return comm.everyone(said, [self.ranks], self.label)
 
     def agree(self, entries: Mapping[str, str], what: str, remedy: str) -> None:

@@ -1,6 +1,5 @@
 """The engine of `value_and_grad` and of models: gathers units just in time, regathers them, reduces gradients."""
 
-from fshard.engine.call import KEY as KEY
 from fshard.engine.call import Call as Call
 from fshard.engine.call import call_of as call_of
 from fshard.engine.leaf import Leaf as Leaf

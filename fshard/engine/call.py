@@ -1,7 +1,7 @@
 """One run of `value_and_grad`, or of a model: binds leaves, runs forwards and backwards, ends."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -68,6 +68,10 @@ class Call:
         self._versions = _compat.versions(leaf.stored for leaf in self._own)
         self.at_end: list[Callable[[], None]] = []
         self.ended = False
+
+    def running(self) -> AbstractContextManager[None]:
+        """Make the context in which `call_of` finds this call."""
+        return _compat.keeping_thread_object(KEY, self)
 
     def has(self, leaf: Any) -> bool:
         """Whether this call bound a leaf, or it was computed from such."""

@@ -446,7 +446,7 @@ def _drawn(shapes: Sequence[Sequence[int]], dtype: torch.dtype, seed: int) -> li
 
 
 def _rounding(dtype: torch.dtype, world: int) -> float:
-    """What the steps may round by, relative to the largest number."""
+    """Bound the rounding of all steps, relative to the largest number."""
     return torch.finfo(dtype).eps * STEPS * (8 + 2 * world)
 
 

@@ -1,6 +1,6 @@
 """Strategies: compositions of transforms under the field's names, with no mechanism of their own."""
 
-import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -48,7 +48,7 @@ def ddp(mesh: Mesh, axis: str | Sequence[str] = "shard", **dtypes: Any) -> Shard
     (P(), ['all_reduce', 'all_reduce'])
     """
     # No leaf is large enough to be split.
-    return _strategy("ddp", _over(mesh, axis, math.inf), ReshardPolicy(False), **dtypes)
+    return _strategy("ddp", _over(mesh, axis, sys.maxsize), ReshardPolicy(False), **dtypes)
 
 
 def zero1(
@@ -113,7 +113,7 @@ def zero2(
     return _strategy("zero2", _over(mesh, axis, min_shard_elements), ReshardPolicy(False), **dtypes)
 
 
-def _over(mesh: Mesh, axis: str | Sequence[str], smallest: Any) -> ShardTransform:
+def _over(mesh: Mesh, axis: str | Sequence[str], smallest: int) -> ShardTransform:
     """Split leaves of so many elements over each axis, of several over the first as the major one."""
     names = axis if isinstance(axis, list | tuple) and axis else (axis,)
     return compose(*(fully_shard(axis_of(mesh, name), min_shard_elements=smallest) for name in reversed(names)))

@@ -20,7 +20,7 @@ REDUCTIONS = ("mean", "sum", "weighted")
 
 
 class Op(NamedTuple):
-    """What a rank computes in one tick of 1F1B.
+    """The work of one rank in one tick of 1F1B.
 
     Attributes:
         backward: Whether it is the backward of a microbatch.
@@ -278,7 +278,7 @@ class _PipelineCall:
         return [self.like.new_zeros((), dtype=dtype) for dtype in self.dtypes]
 
     def gpipe(self) -> list[torch.Tensor]:
-        """Run the same on every rank, so that their graphs are alike to any order; a rank takes what counts by `where`.
+        """Run the same operators on every rank, so that graphs of derivatives are equal; `where` selects a rank's own.
 
         Returns:
             This rank's part of the loss, differentiable to any order, and of the count.
@@ -437,7 +437,7 @@ class _Run:
         rows = row.expand(len(targets), *row.shape)
         finish = cache(fs.comm.start_all_to_all([rows], send, receive, self._axis, self._label))
         self._inbox.update((to, (finish, i)) for i, (_, to) in enumerate(arriving))
-        # What is sent is kept until it has arrived.
+        # Keeps the tensors that are sent until they have arrived.
         self._flying.append(finish)
         self._land(stages)
 
