@@ -72,7 +72,7 @@ def measured(group: Sequence[str], parts: Sequence[str], args: argparse.Namespac
     """Start the processes of some systems and measure them, part by part."""
     samples = {}
     with ExitStack() as stack:
-        make_ranks = partial(fs.testing.Workers, args.ranks, timeout=HUNG_SECONDS, warnings_as_errors=False)
+        make_ranks = partial(fs.testing.Workers, args.ranks, timeout=HUNG_SECONDS)
         ranks = {name: stack.enter_context(make_ranks()) for name in group}
         for part in parts:
             turn = partial(steps_of, ranks, args.configuration, part)

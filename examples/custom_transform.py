@@ -124,7 +124,7 @@ def main() -> None:
         say(f"step 3 with its scatter forgotten: {complaint}\n")
     say(
         "checked: 6 small leaves  "
-        + "".join(f"{title:>16}" for title in ("gather bytes", "scatter bytes", "gather error", "training error"))
+        + "".join(f"{title:>16}" for title in ("gather bytes", "scatter bytes", "gather error"))
     )
     steps = {
         "1 identity": (Identity(plain), 0.0),

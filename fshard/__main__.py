@@ -1,10 +1,5 @@
-"""python -m fshard: versions, devices and a self-test on two ranks, to send with a report of a bug.
+"""python -m fshard: versions, devices and a self-test on two ranks, to send with a report of a bug."""
 
-python -m fshard            # versions and devices, then the test
-python -m fshard --no-test  # versions and devices alone
-"""
-
-import argparse
 import platform
 import sys
 from importlib.metadata import version
@@ -25,18 +20,12 @@ from fshard.value_and_grad import value_and_grad
 STEPS, WIDTH = 5, 64
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main() -> int:
     """Print versions and devices, and run the self-test.
-
-    Args:
-        arguments: Those of the command line; None reads them there.
 
     Returns:
         The exit code: 0, or 1 if the self-test fails.
     """
-    parser = argparse.ArgumentParser("python -m fshard", description="Versions, devices and a self-test on two ranks.")
-    parser.add_argument("--no-test", action="store_true", help="leave out the self-test")
-    args = parser.parse_args(arguments)
     for name in ("fshard", "torch", "optree", "numpy"):
         _print(name, version(name))
     _print("python", f"{platform.python_version()} ({sys.executable})")
@@ -44,8 +33,6 @@ def main(arguments: list[str] | None = None) -> int:
     _print("backends", ", ".join(name for name in ("gloo", "nccl", "xccl") if dist.is_backend_available(name)))
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     _print("accelerators", f"{torch.accelerator.device_count()} of {accelerator.type}" if accelerator else "none")
-    if args.no_test:
-        return 0
     try:
         self_test()
     except Exception as error:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fshard.testing import Workers
+from tests.ranks import StrictWorkers
 from tests.tiers import mark_slow_rows
 
 
@@ -47,7 +48,7 @@ def workers() -> Iterator[Callable[[int], Workers]]:
 
         def of_size(world_size: int) -> Workers:
             if world_size not in pools:
-                pools[world_size] = stack.enter_context(Workers(world_size))
+                pools[world_size] = stack.enter_context(StrictWorkers(world_size))
             return pools[world_size]
 
         yield of_size

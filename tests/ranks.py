@@ -1,6 +1,7 @@
 """Tests whose body is the program of a rank, and errors that break one."""
 
 import inspect
+import warnings
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -49,6 +50,19 @@ def on_ranks(*worlds: int | str, timeout: float = 60.0) -> Callable[[Test], Test
 def world_of(world_size: int | str, workers: Callable[[int], Workers]) -> int | Workers:
     """A number of simulated ranks, or the processes of "2 processes"."""
     return workers(int(world_size.partition(" ")[0])) if isinstance(world_size, str) else world_size
+
+
+class StrictWorkers(Workers):
+    """Workers in whose programs a warning is an error, as pytest makes it in this process."""
+
+    def run(self, f: Callable[[], Any], timeout: float | None = None) -> list[Any]:
+        def program() -> Any:
+            with warnings.catch_warnings(action="error"):
+                # Modules that torch imports late may deprecate names that other parts of it use.
+                warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\.")
+                return f()
+
+        return super().run(program, timeout)
 
 
 def my_rank() -> int:

@@ -273,9 +273,16 @@ def matches_ddp(pool, strategies, optimizer, dtype=torch.float64, max_norm=None,
     module = network(dtype=dtype)
     tx = fs.chain(*([] if max_norm is None else [fs.clip_by_global_norm(max_norm)]), fs.from_torch(cls, **hyper))
 
-    def before_step(ddp):
+    def optimizer_of(parameters):
+        parameters = list(parameters)
+        optimizer = cls(parameters, **hyper)
+
+        def clip(*_):
+            assert nn.utils.clip_grad_norm_(parameters, max_norm) > max_norm
+
         if max_norm is not None:
-            assert nn.utils.clip_grad_norm_(ddp.parameters(), max_norm) > max_norm
+            optimizer.register_step_pre_hook(clip)
+        return optimizer
 
     def program():
         on, model, gaps = meshes(), fs.functionalize(module), []
@@ -287,8 +294,7 @@ def matches_ddp(pool, strategies, optimizer, dtype=torch.float64, max_norm=None,
                     [mine(batch) for batch in token_batches()],
                     module=module,
                     loss_fn=lambda module, batch: loss_of(module(batch[0]), batch[1]),
-                    optimizer=lambda parameters: cls(parameters, **hyper),
-                    before_step=before_step,
+                    optimizer=optimizer_of,
                     **closeness,
                 )
                 gaps.append(match.params)

@@ -193,5 +193,4 @@ def test_a_mixture_of_experts_is_ddp_bitwise(optimizer):
             loss_fn=lambda module, batch: module(*batch).square().mean(),
             optimizer=lambda parameters: cls(parameters, **hyper),
             exact=True,
-            find_unused_parameters=True,
         )

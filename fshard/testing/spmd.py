@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from fshard import comm
 from fshard._compat import ThreadedCollective, shared_dual_level, threaded_process_groups
 from fshard.errors import expect
 from fshard.testing.workers import RankError, Workers, stuck_ranks
-from fshard.tree.checks import POSITIVE, check_function, check_numbers
+from fshard.tree.checks import POSITIVE, check_numbers
 
 T = TypeVar("T")
 
@@ -52,7 +53,7 @@ def spmd(f: Callable[[], T], world: int | Workers, timeout: float | None = None)
         What `f` returned on each rank, in rank order.
 
     Raises:
-        ValueError: `f` is no function, or `world` or `timeout` out of range.
+        ValueError: `world` or `timeout` is out of range.
         RankError: A rank failed, ended or was stuck; of a simulation, its error on the lowest failing rank is the
             cause, or ranks deadlocked or called different collectives at once.
         RuntimeError: A simulation is already running.
@@ -60,7 +61,6 @@ def spmd(f: Callable[[], T], world: int | Workers, timeout: float | None = None)
     >>> spmd(dist.get_rank, world=3)
     [0, 1, 2]
     """
-    check_function("spmd", f)
     if timeout is not None:
         check_numbers("spmd", POSITIVE, timeout=timeout)
     if isinstance(world, Workers):
@@ -94,12 +94,9 @@ class _Call(NamedTuple):
         """The group, and how often it has been made anew; -1 for collectives that are not fshard's."""
         return self.collective.group, self.world.generation if self.world else -1
 
-
-class _End(NamedTuple):
-    """The value of a rank's program, or its error."""
-
-    value: Any
-    error: BaseException | None
+    def __str__(self) -> str:
+        step = self.world.waiting.step if self.world and self.world.waiting else None
+        return f"waits in {step or self.collective.kind}"
 
 
 def _wait_for(threads: list[threading.Thread]) -> None:
@@ -117,11 +114,12 @@ class _Simulation:
 
     def __init__(self, f: Callable[[], Any], world_size: int, timeout: float) -> None:
         self.timeout = timeout
-        # None says that a rank has broken its groups.
-        self.inbox: queue.SimpleQueue[tuple[int, _Call | _End | None]] = queue.SimpleQueue()
+        # What ranks have the caller's thread do.
+        self.inbox: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
         self.broken: dict[tuple[str, int], str] = {}
         self.waiting: dict[int, _Call] = {}
-        self.ended: dict[int, _End] = {}
+        # The value of a rank's program, or its error.
+        self.ended: dict[int, tuple[Any, BaseException | None]] = {}
         self.over = threading.Event()
         store = dist.HashStore()  # type: ignore[attr-defined]
         self.threads = [
@@ -131,30 +129,30 @@ class _Simulation:
 
     def _rank(self, f: Callable[[], Any], rank: int, store: Any) -> None:
         """Run the program of a rank, on its thread."""
+        value = error = None
 
         def wake(group: str, generation: int, text: str) -> None:
-            self.broken.setdefault((group, generation), text)
-            self.inbox.put((rank, None))
+            self.inbox.put(partial(self.broken.setdefault, (group, generation), text))
 
         try:
             limit = timedelta(seconds=self.timeout)
             dist.init_process_group("threaded", rank=rank, world_size=len(self.threads), store=store, timeout=limit)
             comm.world().wake = wake
             try:
-                end = _End(f(), None)
+                value = f()
             finally:
                 # A rank that ends after its simulation sees the process's own group, which is not its to destroy.
                 if not self.over.is_set() and dist.is_initialized():
                     dist.destroy_process_group()
-        except BaseException as error:
-            end = _End(None, error)
-        self.inbox.put((rank, end))
+        except BaseException as raised:
+            error = raised
+        self.inbox.put(partial(self.ended.setdefault, rank, (value, error)))
 
     def join(self, collective: ThreadedCollective) -> None:
         """Wait for a collective, on the thread of a rank that called it."""
         world = comm.world() if dist.is_initialized() else None
         call = _Call(collective, world if world and world.waiting else None, queue.SimpleQueue())
-        self.inbox.put((self.threads.index(threading.current_thread()), call))
+        self.inbox.put(partial(self._call, self.threads.index(threading.current_thread()), call))
         if error := call.reply.get():
             raise error
 
@@ -164,34 +162,29 @@ class _Simulation:
         try:
             for thread in self.threads:
                 thread.start()
-            while len(self.ended) < len(self.threads):
-                item = self._receive(deadline)
-                if isinstance(item, _Call):
-                    self._run_if_complete(item.collective)
-                elif item and item.error:
-                    break
+            while len(self.ended) < len(self.threads) and not any(error for _, error in self.ended.values()):
                 self._fail_broken()
                 if self.waiting and len(self.waiting) + len(self.ended) == len(self.threads):
                     self._break_circle()
+                self._receive(deadline)
         except queue.Empty:
             raise self._stuck() from None
         finally:
             self._stop()
-        ends = sorted(self.ended.items())
-        for rank, end in ends:
-            if end.error and not isinstance(end.error, _Stop):
-                text = "".join(traceback.format_exception(end.error))
-                raise RankError(f"rank {rank} of {len(self.threads)} failed:\n{text}") from end.error
-        return [end.value for _, end in ends]
+        for rank, (_, error) in sorted(self.ended.items()):
+            if error and not isinstance(error, _Stop):
+                text = "".join(traceback.format_exception(error))
+                raise RankError(f"rank {rank} of {len(self.threads)} failed:\n{text}") from error
+        return [self.ended[rank][0] for rank in range(len(self.threads))]
 
-    def _receive(self, deadline: float) -> _Call | _End | None:
-        """Take account of the next message; raise queue.Empty if there is none by the deadline."""
-        rank, item = self.inbox.get(timeout=max(0.0, deadline - time.monotonic()))
-        if isinstance(item, _Call):
-            self.waiting[rank] = item
-        elif item:
-            self.ended[rank] = item
-        return item
+    def _receive(self, deadline: float) -> None:
+        """Do the next thing that ranks ask for; raise queue.Empty if there is none by the deadline."""
+        self.inbox.get(timeout=max(0.0, deadline - time.monotonic()))()
+
+    def _call(self, rank: int, call: _Call) -> None:
+        self.waiting[rank] = call
+        if not self.over.is_set():
+            self._run_if_complete(call.collective)
 
     def _fail_broken(self) -> None:
         """Let ranks that wait in a collective of a broken group end with its error."""
@@ -201,10 +194,7 @@ class _Simulation:
 
     def _break_circle(self) -> None:
         """Break the groups of ranks that wait where nobody will come to."""
-        places = {r: comm.Position.of(call.world).at() for r, call in self.waiting.items() if call.world}
-        places = {r: f"waits in {call.collective.kind}" for r, call in self.waiting.items()} | places
-        places |= dict.fromkeys(self.ended, "has ended")
-        lines = [f"  rank {rank} {places[rank]}" for rank in sorted(places)]
+        lines = [f"  rank {rank} {self.waiting.get(rank, 'has ended')}" for rank in range(len(self.threads))]
         text = "\n".join(["ranks wait for each other in different collectives", *lines])
         self.broken |= {call.key: text for call in self.waiting.values()}
         self._fail_broken()
@@ -262,8 +252,6 @@ class _Simulation:
         frames, stacks = sys._current_frames(), {}
         for rank, thread in enumerate(self.threads):
             if rank not in self.ended:
-                call = self.waiting.get(rank)
-                place = f"waits in {call.collective.kind} with ranks {call.collective.ranks}" if call else "runs"
-                frame = frames.get(thread.ident or 0)
-                stacks[rank] = f"{place}:\n{''.join(traceback.format_stack(frame) if frame else ())}"
+                stack = "".join(traceback.format_stack(frames.get(thread.ident or 0)))
+                stacks[rank] = f"{self.waiting.get(rank, 'runs')}:\n{stack}"
         return stuck_ranks(self.timeout, len(self.threads), stacks)

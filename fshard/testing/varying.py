@@ -9,19 +9,13 @@ import torch
 from fshard.collectives import LOCATED, Over, reduction_axes, setting, variance_of, walked
 from fshard.errors import Problem, refuse
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, unflatten
-from fshard.tree.checks import check_flags, check_function
 
 # Better advice than what follows from the types of a collective.
 ADVICE = MappingProxyType(
     {"psum": "fs.psum_invariant, whose sum agrees", "all_gather": "fs.all_gather_invariant, whose result agrees"}
 )
-# By whether a leaf is split over an axis: how ranks hold it, and what is missing where it is used otherwise.
-WRONG_LEAF = MappingProxyType(
-    {
-        True: ("split over", "fs.psum_invariant before its use as an invariant value"),
-        False: ("whole on all ranks of", "fs.gather or fs.pvary before its use with varying values"),
-    }
-)
+# By whether a value varies.
+KINDS = ("agrees", "varies")
 
 
 class _Place(NamedTuple):
@@ -68,8 +62,6 @@ def check_varying(
       File ...: expected one that agrees: fs.psum_invariant, whose sum agrees, got psum over 'tp', whose result varies
     To fix: see the docstrings of psum, psum_invariant and pvary.
     """
-    check_function("check_varying", f)
-    check_flags("check_varying", has_aux=has_aux)
     flat = flatten(params)
     reduced = reduction_axes(flat, "check_varying", reduce_over)
     leaves = [_tracked(leaf) for leaf in flat.leaves]
@@ -115,13 +107,13 @@ def _wrong_steps(loss: torch.Tensor, flat: Flat, axis: Axis, reduced: bool) -> I
             path, leaf = ends[place.node]
             split = leaf.spec.dim_of(axis) is not None
             if split is not place.varies:
-                held, needed = WRONG_LEAF[split]
-                yield Problem(path, f"a leaf that is {held} {axis.name!r}", needed)
+                held = "split over" if split else "whole on all ranks of"
+                remedy = "fs.psum_invariant of it" if split else "fs.gather or fs.pvary of it first"
+                yield Problem(path, f"a leaf that is {held} {axis.name!r}", f"one that {KINDS[place.varies]}: {remedy}")
         elif axis in found.axes and found.result is not place.varies:
             advice = "fs.psum_invariant of a value computed from it" if found.result else "fs.pvary of it first"
-            kinds = ("agrees", "varies")
-            got = f"{found.name} over {axis.name!r}, whose result {kinds[found.result]}"
-            needed = f"one that {kinds[place.varies]}: {ADVICE.get(found.name, advice)}"
+            got = f"{found.name} over {axis.name!r}, whose result {KINDS[found.result]}"
+            needed = f"one that {KINDS[place.varies]}: {ADVICE.get(found.name, advice)}"
             yield Problem(_line(place.node), got, needed)
 
 

@@ -1,7 +1,6 @@
 """Ranks that are processes, kept from one program to the next."""
 
 import faulthandler
-import io
 import multiprocessing
 import os
 import pickle
@@ -12,7 +11,6 @@ import tempfile
 import threading
 import time
 import traceback
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -61,26 +59,23 @@ def stuck_ranks(timeout: float, world: int, stacks: Mapping[int, str]) -> RankEr
 
 
 class _Reply(NamedTuple):
-    """The value of a program on a rank, its failure, whether the process ended by it, and the next groups' number."""
+    """The value of a program on a rank, the text of its failure, and the error by which its groups are broken."""
 
     value: Any
-    failed: str | None
-    ended: bool = False
-    generation: int = 0
+    failed: str | None = None
+    broken: str | None = None
 
 
 class Workers:
     """Worker processes with a process group, which run one program after another.
 
-    After a failure the workers are replaced, so that the next program finds all ranks in step; where a program has
-    handled one, fshard's groups are made anew. Programs travel by cloudpickle; modules that they name are imported
-    along this process's `sys.path`.
+    After a failure, also one that a program has handled, the workers are replaced, so that the next program finds all
+    ranks in step. Programs travel by cloudpickle; modules that they name are imported along this process's `sys.path`.
 
     Args:
         world_size: Number of ranks.
         timeout: Seconds that starting, a program and closing may take.
         backend: Backend of the process group.
-        warnings_as_errors: Whether a warning makes a program fail.
 
     Raises:
         RankError: A worker failed to start.
@@ -90,14 +85,11 @@ class Workers:
     [0, 1]
     """
 
-    def __init__(
-        self, world_size: int, timeout: float = 60.0, backend: str = "gloo", warnings_as_errors: bool = True
-    ) -> None:
+    def __init__(self, world_size: int, timeout: float = 60.0, backend: str = "gloo") -> None:
         expect(world_size > 0, "Workers", "world_size to be at least 1", str(world_size))
         self.world_size = world_size
         self.timeout = timeout
         self.backend = backend
-        self.warnings_as_errors = warnings_as_errors
         self._closed = False
         self._start()
 
@@ -119,7 +111,7 @@ class Workers:
             raise RuntimeError("Workers: run was called after close; make new Workers")
         if not self._kill.alive:
             self._start()
-        self._send(pickle.dumps((sys.path, self._generation, _dumps(f))))
+        self._send(pickle.dumps((sys.path, _dumps(f))))
         return self._collect(self.timeout if timeout is None else timeout)
 
     def close(self) -> None:
@@ -144,7 +136,6 @@ class Workers:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", __name__])
         directory = Path(tempfile.mkdtemp(prefix="fshard-"))
-        self._generation = 0
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
         self._stacks = [directory / f"stack_{rank}" for rank in range(self.world_size)]
@@ -152,7 +143,7 @@ class Workers:
         for rank, stack in enumerate(self._stacks):
             stack.touch()
             ours, theirs = context.Pipe()
-            arguments = (rank, self.world_size, self.backend, self.warnings_as_errors, stack, theirs)
+            arguments = (rank, self.world_size, self.backend, stack, theirs)
             process = context.Process(target=_worker, args=arguments, name=f"rank {rank}", daemon=True)
             process.start()
             theirs.close()
@@ -179,7 +170,8 @@ class Workers:
                     if replies[rank].failed:
                         deadline = min(deadline, time.monotonic() + GRACE)
             # A rank that ended comes first: by that it made its peers fail, whatever their numbers.
-            for _, rank in sorted((not reply.ended, rank) for rank, reply in replies.items() if reply.failed):
+            failed = [rank for rank, reply in replies.items() if reply.failed]
+            for rank in sorted(failed, key=lambda rank: (self._processes[rank].is_alive(), rank)):
                 raise RankError(f"rank {rank} of {self.world_size} {replies[rank].failed}")
             if pending:
                 stacks = {rank: f"runs:\n{self._stack(rank)}" for rank in pending.values()}
@@ -187,7 +179,8 @@ class Workers:
         except BaseException:
             self._kill()
             raise
-        self._generation = max(reply.generation for reply in replies.values())
+        if any(reply.broken for reply in replies.values()):
+            self._kill()
         return [replies[rank].value for rank in range(self.world_size)]
 
     def _stack(self, rank: int) -> str:
@@ -198,29 +191,20 @@ class Workers:
 
     def _receive(self, rank: int) -> _Reply:
         with suppress(EOFError, ConnectionError):
-            reply: _Reply = pickle.loads(self._connections[rank].recv_bytes())
-            return reply
+            return _Reply(*pickle.loads(self._connections[rank].recv_bytes()))
         self._processes[rank].join(GRACE)
         code = self._processes[rank].exitcode or 0
         if self._closed and code == 0:
-            return _Reply(None, None)
-        ending = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
-        return _Reply(None, ending, ended=True)
+            return _Reply(None)
+        return _Reply(None, f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}")
 
 
 def _dumps(value: Any) -> bytes:
     """Pickle a value, with the functions in it that no module holds."""
     import cloudpickle
 
-    class Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
-        # A function that says torch.ops refers to it as to a submodule, and it is not one.
-        dispatch_table = cloudpickle.CloudPickler.dispatch_table.new_child(
-            {type(torch.ops): lambda ops: (getattr, (torch, "ops"))}
-        )
-
-    buffer = io.BytesIO()
-    Pickler(buffer).dump(value)
-    return buffer.getvalue()
+    dumped: bytes = cloudpickle.dumps(value)
+    return dumped
 
 
 def _kill(processes: list[BaseProcess], directory: Path) -> None:
@@ -231,9 +215,7 @@ def _kill(processes: list[BaseProcess], directory: Path) -> None:
     shutil.rmtree(directory)
 
 
-def _worker(
-    rank: int, world_size: int, backend: str, warnings_as_errors: bool, stack: Path, connection: Connection
-) -> None:
+def _worker(rank: int, world_size: int, backend: str, stack: Path, connection: Connection) -> None:
     """Serve one rank until the pool closes or its process is gone."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     faulthandler.register(signal.SIGTERM, stack.open("w"), chain=True)
@@ -242,7 +224,7 @@ def _worker(
     join = partial(dist.init_process_group, backend, store, timeout=NEVER, world_size=world_size, rank=rank)
     connection.send_bytes(_reply(join))
     while request := connection.recv_bytes():
-        connection.send_bytes(_reply(partial(_run, request, warnings_as_errors)))
+        connection.send_bytes(_reply(partial(_run, request)))
     dist.destroy_process_group()
 
 
@@ -251,27 +233,17 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def _run(request: bytes, warnings_as_errors: bool) -> Any:
-    sys.path[:], generation, program = pickle.loads(request)
-    f = pickle.loads(program)
-    if generation > comm.world().generation:
-        comm.world().renew(generation)
-    with warnings.catch_warnings():
-        if warnings_as_errors:
-            warnings.simplefilter("error")
-            # Modules that torch imports late may deprecate names that other parts of it use.
-            warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\.")
-        return f()
+def _run(request: bytes) -> Any:
+    sys.path[:], program = pickle.loads(request)
+    return pickle.loads(program)()
 
 
 def _reply(f: Callable[[], Any]) -> bytes:
     """Pickle the value of `f`, or the traceback of its error."""
     try:
         value = f()
-        world = comm.world() if dist.is_initialized() else None
-        generation = 0 if world is None else world.generation + (world.broken is not None)
-        reply = _dumps(_Reply(value, None, generation=generation))
+        reply = _dumps((value, None, comm.world().broken if dist.is_initialized() else None))
     except BaseException as error:
-        reply = pickle.dumps(_Reply(None, "failed:\n" + "".join(traceback.format_exception(error))))
+        reply = pickle.dumps((None, "failed:\n" + "".join(traceback.format_exception(error))))
     sys.stdout.flush()
     return reply

@@ -26,7 +26,7 @@ def check_optimizers_of_the_library_pass(row):
     check_optimizer(row.make(), params, world_sizes=(1, 3))
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", TABLE)
 def test_optimizers_of_the_library_pass(name):
     check_optimizers_of_the_library_pass(TABLE[name])
@@ -51,24 +51,17 @@ def logged(grads, state, params):
 
 APART = "check_optimizer: 2 ranks under {} do not end where one rank does\n  ['{}']"
 WRONG = {
-    "a norm of parts": (transformation(lambda grad: grad / grad.norm()), APART.format("zero1", "params") + "['v']: "),
-    "a sum of rows": (
-        transformation(lambda grad: grad - grad.mean(-1, keepdim=True)),
-        APART.format("zero1", "params") + "['v']: ",
-    ),
+    "a norm of parts": (transformation(lambda grad: grad / grad.norm()), APART.format("zero3", "params") + "['v']: "),
     "state of parts": (
         fs.GradientTransformation(lambda params: {"norm": torch.zeros(())}, logged),
-        APART.format("zero1", "state") + "[0]['norm']: ",
+        APART.format("zero3", "state") + "[0]['norm']: ",
     ),
     "writes to gradients": (
         transformation(lambda grad: grad.detach().numpy().fill(0) or grad),
         "check_pure: the step changed its arguments\n  argument 1['v']: ",
     ),
     "hidden state": (transformation(counted), "twice has other bits\n  .params['v']: expected "),
-    "None is no gradient": (
-        optimizer(lambda param, grad: param - grad),
-        "TypeError: unsupported operand",
-    ),
+    "None is no gradient": (optimizer(lambda param, grad: param - grad), "TypeError: unsupported operand"),
     "None decays": (
         optimizer(lambda param, grad: param * 0.9 if grad is None else param - grad),
         "check_optimizer: a parameter without a gradient has moved\n  ['v']: expected ",
@@ -91,17 +84,9 @@ def test_what_is_wrong_is_named():
 
 
 def test_what_makes_no_sense_is_refused():
-    for tx, params, error, text in (
-        (torch.optim.SGD, PARAMS, 0.0, "check_optimizer: expected tx to be an Optimizer or a GradientTransformation"),
-        (fs.sgd(0.1), {"w": 1}, 0.0, "check_optimizer: leaves are no tensors"),
-        (fs.sgd(0.1), PARAMS, -1.0, "expected error to be a finite number, 0 or more"),
+    for tx, params, text in (
+        (torch.optim.SGD, PARAMS, "check_optimizer: expected tx to be an Optimizer or a GradientTransformation"),
+        (fs.sgd(0.1), {"w": 1}, "check_optimizer: leaves are no tensors"),
     ):
         with pytest.raises(ValueError, match=text):
-            check_optimizer(tx, params, error=error)
-
-
-def test_error_allows_for_what_is_lossy():
-    tx = transformation(lambda grad: grad * (1 + 1e-4 / grad.numel()))
-    check_optimizer(tx, PARAMS, world_sizes=(1, 2), error=1e-3)
-    with pytest.raises(AssertionError, match="2 ranks under zero1 do not end where one rank does"):
-        check_optimizer(tx, PARAMS, world_sizes=(1, 2), error=1e-6)
+            check_optimizer(tx, params)

@@ -1,9 +1,5 @@
 """check_transform: it passes what is right, and names each way in which a transform can be wrong."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
-
 import pytest
 import torch
 
@@ -20,9 +16,7 @@ def test_every_exact_strategy_passes():
     on = meshes()
     for name, make in STRATEGIES.items():
         if "dim" not in name:
-            report = check_transform(make(on))
-            assert report.gather_error == 0.0
-            assert report.training_error < 1e-15
+            assert check_transform(make(on)).gather_error == 0.0
 
 
 def check_lossy(rounded, kept, gathering):
@@ -37,36 +31,8 @@ def check_lossy(rounded, kept, gathering):
         check_transform(gathering, [(1, 1), (1, 1), (24, 8)], error=1 / 400)
 
 
-@on_ranks(2)
-def test_bytes_are_held_to_what_is_asked():
-    transform = fs.fully_shard(one_axis())
-    report = check_transform(transform, [(4, 6)])
-    assert (report.gather_bytes, report.scatter_bytes) == (96.0, 96.0)
-    check_transform(transform, [(4, 6)], bytes_sent=(96, 96))
-    with pytest.raises(
-        AssertionError, match="scatter: bytes sent away from the 90 asked for: expected at most 0, got 6"
-    ):
-        check_transform(transform, [(4, 6)], bytes_sent=(96, 90))
-
-
-@dataclass(frozen=True)
-class Around(fs.ShardTransform):
+class Around(fs.Wrapped):
     """A user's transform that leaves the work to another one, and is the ground for mistakes."""
-
-    inner: fs.ShardTransform
-
-    @property
-    def axes(self) -> tuple[fs.Axis, ...]:
-        return self.inner.axes
-
-    def layout(self, spec: fs.Spec) -> fs.Spec:
-        return self.inner.layout(spec)
-
-    def gather(self, leaves: Any, specs: Sequence[fs.Spec]) -> Any:
-        return self.inner.gather(leaves, specs)
-
-    def scatter(self, grads: Any, specs: Sequence[fs.Spec]) -> Any:
-        return self.inner.scatter(grads, specs)
 
 
 class Coarse(Around):
@@ -131,31 +97,6 @@ class ComparedByIdentity(Around):
 class CountsDimsFromTheEnd(Around):
     def gather(self, leaves, specs):
         return [leaf.flip(-1).flip(-1) if leaf.dim() < 3 else leaf.flip(-1) for leaf in super().gather(leaves, specs)]
-
-
-@dataclass(frozen=True)
-class Forgets(fs.Wrapped):
-    """Rounds gradients, and drops what that leaves out."""
-
-    remembers: bool = False
-
-    def init(self, grad):
-        return torch.zeros_like(grad)
-
-    def scatter(self, grads, specs, states):
-        due = [grad + left for grad, left in zip(grads, states, strict=True)]
-        rounded = [(100 * grad).round() / 100 for grad in due]
-        left = [grad - given for grad, given in zip(due, rounded, strict=True)]
-        return self.inner.scatter(rounded, specs), left if self.remembers else states
-
-
-@on_ranks(2)
-def test_a_lossy_scatter_that_forgets_what_it_left_out_is_named():
-    plain = fs.fully_shard(one_axis())
-    check_transform(Forgets(plain, remembers=True), error=1 / 50)
-    named = r"states of a lossy scatter: as they were, 3 scatters later: expected at most 0, got 1"
-    with pytest.raises(AssertionError, match=named):
-        check_transform(Forgets(plain), error=1 / 50)
 
 
 WRONG = {

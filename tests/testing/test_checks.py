@@ -148,8 +148,8 @@ def sum_that_varies(params, shard, tp):
 
 
 NOT_GATHERED = (
-    "['norm']: expected fs.gather or fs.pvary before its use with varying values, got a leaf that is whole on all "
-    "ranks of '{}'"
+    "['norm']: expected one that varies: fs.gather or fs.pvary of it first, "
+    "got a leaf that is whole on all ranks of '{}'"
 )
 # Losses, and what is wrong with them.
 LOSSES = {
@@ -164,7 +164,7 @@ LOSSES = {
     ),
     "partial sums": (
         lambda p, shard, tp: loss_of(p, lambda x: fs.pvary(x, tp), lambda x: x),
-        "['down']: expected fs.psum_invariant before its use as an invariant value, got a leaf that is split over 'tp'",
+        "['down']: expected one that agrees: fs.psum_invariant of it, got a leaf that is split over 'tp'",
     ),
     "a whole leaf on pieces": (
         lambda p, shard, tp: fs.psum_invariant((p["norm"].local * fs.gather(p)["up"]).sum(), tp),

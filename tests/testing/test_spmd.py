@@ -212,7 +212,7 @@ def test_stuck_rank_is_reported_at_the_timeout(endless):
     assert text.startswith("timed out after 2.0 s: ranks [0] of 3 finished, ranks [1, 2] did not\n")
     assert "rank 1 runs:\n" in text
     assert ("in computing\n" if endless == "computing" else "release.wait()\n") in text
-    assert f"rank 2 waits in {SUM} with ranks [0, 1, 2]:\n" in text
+    assert f"rank 2 waits in {SUM}:\n" in text
     # A rank that waits outside of collectives ends when its wait does, and does nothing more.
     release.set()
     for thread in threading.enumerate():

@@ -10,7 +10,6 @@ import tempfile
 import textwrap
 import threading
 import time
-import warnings
 
 import pytest
 import torch
@@ -65,12 +64,6 @@ def test_modules_are_found_on_the_callers_path(workers, tmp_path, monkeypatch):
 
     assert workers.run(only_here.answer) == [42, 42]
 
-    def program():
-        total = torch.ops._c10d_functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD.group_name)
-        return torch.ops._c10d_functional.wait_tensor(total).tolist()
-
-    assert workers.run(program) == [[2.0, 2.0]] * 2
-
 
 @pytest.mark.parametrize(
     "end, ending",
@@ -117,13 +110,6 @@ def test_what_cannot_be_sent_does_no_harm(workers):
     with pytest.raises(TypeError, match=r"cannot pickle '_thread\.lock' object"):
         workers.run(lambda: lock)
     assert workers.run(os.getpid) == pids
-
-
-def test_warning_is_an_error(workers):
-    text = failure(workers, lambda: warnings.warn("rounding", stacklevel=1))
-    assert text.endswith("UserWarning: rounding\n")
-    with Workers(1, warnings_as_errors=False) as tolerant:
-        assert tolerant.run(lambda: warnings.warn("rounding", stacklevel=1)) == [None]
 
 
 def test_failure_to_start_is_reported():
