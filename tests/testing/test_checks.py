@@ -12,7 +12,6 @@ import fshard as fs
 from fshard.testing import assert_trees_close, check_pure, check_varying
 from tests.ranks import on_ranks
 from tests.trees import OF_EVERY_LEAF, normal, one_axis
-from tests.unit_models import filled
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX = (torch.complex64, torch.complex128)
@@ -53,10 +52,7 @@ def test_what_differs_is_named():
 
 TX = fs.from_torch(torch.optim.SGD, lr=0.1)
 
-STRATEGIES = OF_EVERY_LEAF | {
-    "zero1": partial(fs.zero1, min_shard_elements=0),
-    "zero3 of whole leaves": partial(fs.zero3, min_shard_elements=1000),
-}
+STRATEGIES = OF_EVERY_LEAF | {"zero3 of whole leaves": partial(fs.zero3, min_shard_elements=1000)}
 # Those whose gather hands out the state's own memory, where there are several ranks.
 WHOLE = ("ddp", "zero3 of whole leaves")
 
@@ -97,8 +93,7 @@ def test_writes_past_the_version_counter_are_named(world_size):
             check_pure(step, state, batch)
 
 
-@pytest.mark.rows(1)
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_pure_and_donated_steps_pass():
     step = step_that(lambda w: None)
     for strategy in STRATEGIES:
@@ -106,7 +101,7 @@ def test_pure_and_donated_steps_pass():
         after, value = check_pure(step, state, batch=batch)
         assert torch.equal(value, step(state, batch)[1])
         assert after.step == state.step + 1
-        check_pure(fs.jit(step, donate_argnums=0), state, batch)
+    check_pure(fs.jit(step, donate_argnums=0), state, batch)
 
 
 def test_what_a_tensor_is_counts_as_well():
@@ -134,14 +129,6 @@ def loss_of(params, enter, leave):
     return ((x * full["norm"]) @ full["head"]).square().mean()
 
 
-@on_ranks(3)
-def test_a_model_passes_under_every_strategy():
-    model = fs.functionalize(filled(torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.LayerNorm(5))))
-    mesh = fs.init_mesh({"shard": -1}, device="cpu")
-    for strategy in (fs.ddp(mesh), fs.zero2(mesh), fs.zero3(mesh, min_shard_elements=0)):
-        check_varying(lambda p, x: (model.apply(p, x).square().sum(), len(x)), model.init(strategy), X)
-
-
 def sum_that_varies(params, shard, tp):
     full = fs.gather(params)
     return fs.psum(full["norm"].sum(), tp)  # this line
@@ -165,10 +152,6 @@ LOSSES = {
     "partial sums": (
         lambda p, shard, tp: loss_of(p, lambda x: fs.pvary(x, tp), lambda x: x),
         "['down']: expected one that agrees: fs.psum_invariant of it, got a leaf that is split over 'tp'",
-    ),
-    "a whole leaf on pieces": (
-        lambda p, shard, tp: fs.psum_invariant((p["norm"].local * fs.gather(p)["up"]).sum(), tp),
-        NOT_GATHERED.format("tp"),
     ),
     "all_gather of columns": (
         lambda p, shard, tp: fs.all_gather(fs.gather(p)["up"], tp).sum(),

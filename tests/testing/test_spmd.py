@@ -47,14 +47,17 @@ def failure(f, world, timeout=60.0):
     return caught.value
 
 
-@pytest.mark.parametrize("world", [1, 5, "2 processes"])
+def wait_for_ranks():
+    for thread in threading.enumerate():
+        if thread.name.startswith("rank "):
+            thread.join(timeout=20)
+
+
+@pytest.mark.parametrize("world", [5, "2 processes"])
 def test_results_come_in_rank_order(world, workers):
     size, offset = int(str(world)[0]), torch.arange(3)
     ranks = spmd(lambda: (dist.get_world_size(), (offset + dist.get_rank()).tolist()), world_of(world, workers))
     assert ranks == [(size, [rank, rank + 1, rank + 2]) for rank in range(size)]
-
-
-def test_world_size_must_be_positive():
     with pytest.raises(ValueError, match="spmd: expected world to be Workers, or a whole number from 1 to 4096, got 0"):
         spmd(dist.get_rank, 0)
     with pytest.raises(ValueError, match="expected world_size to be at least 1, got 0"):
@@ -76,8 +79,6 @@ def test_collectives(world_size):
     dist.all_to_all_single(found["all_to_all"], ranks + 10 * rank)
     found["broadcast"] = mine.clone()
     dist.broadcast(found["broadcast"], src=world_size - 1)
-    objects = [None] * world_size
-    dist.all_gather_object(objects, {"rank": rank})
     ops, group = torch.ops._c10d_functional, dist.group.WORLD.group_name
     found["functional"] = ops.wait_tensor(ops.all_gather_into_tensor_coalesced([mine], world_size, group)[0])
     assert {name: value.tolist() for name, value in found.items()} == {
@@ -89,33 +90,23 @@ def test_collectives(world_size):
         "broadcast": [world_size - 1.0],
         "functional": ranks.tolist(),
     }
-    assert objects == [{"rank": other} for other in range(world_size)]
-
-
-@pytest.mark.parametrize("world", [4, "2 processes"])
-def test_failing_rank_ends_its_waiting_peers(world, workers):
-    error, last = ValueError("bad batch"), int(str(world)[0]) - 1
-
-    def program():
-        if dist.get_rank() == last:
-            raise error
-        ranks_summed()
-
-    caught = failure(program, world_of(world, workers))
-    assert str(caught).startswith(f"rank {last} of {last + 1} failed:\nTraceback (most recent call last):\n")
-    assert str(caught).endswith("ValueError: bad batch\n")
-    assert "in program" in str(caught)
-    assert caught.__cause__ is error or world != 4
 
 
 @pytest.mark.parametrize("world", [4, "2 processes"])
 def test_lowest_failing_rank_is_reported(world, workers):
-    def program():
-        if dist.get_rank() == 0 and world == 4:
-            return ranks_summed()
-        raise ValueError(f"from rank {dist.get_rank()}")
+    """And ends the others, which wait for it."""
+    first, error = int(str(world)[0]) - 2, ValueError("bad batch")
 
-    assert str(failure(program, world_of(world, workers))).endswith(f"ValueError: from rank {int(world == 4)}\n")
+    def program():
+        if dist.get_rank() < first:
+            return ranks_summed()
+        raise error if dist.get_rank() == first else ValueError("a later one")
+
+    caught = failure(program, world_of(world, workers))
+    assert str(caught).startswith(f"rank {first} of {first + 2} failed:\nTraceback (most recent call last):\n")
+    assert "in program" in str(caught)
+    assert str(caught).endswith("ValueError: bad batch\n")
+    assert caught.__cause__ is error or world != 4
 
 
 def test_released_rank_cannot_go_on():
@@ -147,11 +138,6 @@ def mismatched(*calls):
     return lambda: calls[my_rank()]()
 
 
-def reduce_scatter_of(dtype):
-    ones = torch.ones(1, dtype=dtype)
-    dist.reduce_scatter(torch.empty_like(ones), [ones, ones])
-
-
 SUM = "AllReduce(op=RedOpType.SUM) of torch.float32 ()"
 WAITS = "ranks wait for each other in different collectives\n  rank 0 waits in "
 AT_ONCE = "ranks call different collectives at once: "
@@ -167,17 +153,9 @@ STUCK = {
         mismatched(*(partial(dist.all_reduce, torch.ones(()), op) for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX))),
         f"{AT_ONCE}AllReduce(op=RedOpType.MAX) of torch.float32 (), {SUM}",
     ),
-    "sources": (
-        mismatched(*(partial(dist.broadcast, torch.ones(1), src=source) for source in (0, 1))),
-        f"{AT_ONCE}Broadcast(src=0)",
-    ),
     "shapes": (
         mismatched(*(partial(dist.broadcast, torch.ones(size), src=0) for size in (1, 2))),
         f"{AT_ONCE}Broadcast(src=0) of torch.float32 (1,), Broadcast(src=0) of torch.float32 (2,)",
-    ),
-    "dtypes": (
-        mismatched(*(partial(reduce_scatter_of, dtype) for dtype in (torch.float32, torch.float64))),
-        f"{AT_ONCE}ReduceScatter(op=RedOpType.SUM) of torch.float32",
     ),
     "a failing one": (
         lambda: dist.all_gather([torch.empty(2), torch.empty(2)], torch.ones(3)),
@@ -189,12 +167,10 @@ STUCK = {
 def test_collectives_that_cannot_be_are_named():
     for name, (program, text) in STUCK.items():
         found = str(failure(program, 3 if name == "skipped" else 2))
-        assert found.startswith("rank 0 of "), name
         assert f"DistBackendError: {text}" in found, (name, found)
 
 
-@pytest.mark.parametrize("endless", ["computing", "waiting"])
-def test_stuck_rank_is_reported_at_the_timeout(endless):
+def test_stuck_rank_is_reported_at_the_timeout():
     release, went_on = threading.Event(), []
 
     def computing():
@@ -203,21 +179,22 @@ def test_stuck_rank_is_reported_at_the_timeout(endless):
 
     def program():
         if dist.get_rank() == 1:
-            computing() if endless == "computing" else release.wait()
+            release.wait()
             went_on.append(True)
         if dist.get_rank() == 2:
             ranks_summed()
+        if dist.get_rank() == 3:
+            computing()
 
-    text = str(failure(program, 3, timeout=2.0))
-    assert text.startswith("timed out after 2.0 s: ranks [0] of 3 finished, ranks [1, 2] did not\n")
+    text = str(failure(program, 4, timeout=1.0))
+    assert text.startswith("timed out after 1.0 s: ranks [0] of 4 finished, ranks [1, 2, 3] did not\n")
     assert "rank 1 runs:\n" in text
-    assert ("in computing\n" if endless == "computing" else "release.wait()\n") in text
+    assert "release.wait()\n" in text
     assert f"rank 2 waits in {SUM}:\n" in text
+    assert "in computing\n" in text
     # A rank that waits outside of collectives ends when its wait does, and does nothing more.
     release.set()
-    for thread in threading.enumerate():
-        if thread.name == "rank 1":
-            thread.join(timeout=20)
+    wait_for_ranks()
     assert went_on == []
 
 
@@ -231,9 +208,7 @@ def test_real_process_group_is_restored(tmp_path):
         spmd(dist.destroy_process_group, 2)
         failure(release.wait, 2, timeout=0.1)
         release.set()
-        for thread in threading.enumerate():
-            if thread.name.startswith("rank "):
-                thread.join(timeout=20)
+        wait_for_ranks()
         assert dist.group.WORLD is group
         assert (dist.get_world_size(), dist.get_backend(), ranks_summed()) == (1, "gloo", 0.0)
     finally:
@@ -307,6 +282,7 @@ sys.exit(3)
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_are_slow_to_end_leave_the_exit_code_alone():
     """A thread that came back into Python from C++ while the interpreter ends would abort the process."""
     ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=50, check=False)
