@@ -25,15 +25,12 @@ def out_of_range(rates, with_betas):
             (make, {"lr": 0.1, name: value}, f"expected {name} to be {RATE}, got {value!r:.40}")
             for make, names in rates.items()
             for name in names
-            for value in (-1e-9, NAN, "x", True)
+            for value in (-1e-9, NAN, "x")
         ),
         *(
             (make, {"lr": 0.1, "betas": betas}, f"expected {where} to be {FRACTION}, got {value}")
             for make in with_betas
-            for betas, where, value in (
-                ((1.5, 0.9), "betas[0]", "1.5"),
-                ((0.9, 1.0), "betas[1]", "1.0"),
-            )
+            for betas, where, value in (((0.9, 1.0), "betas[1]", "1.0"),)
         ),
     ]
 
