@@ -30,13 +30,6 @@ def gpu(monkeypatch):
     sys.modules.update(others)
 
 
-def test_flops_are_those_of_a_forward_and_a_backward(gpu):
-    configuration = gpu.Configuration(width=64, layers=2, batch=3, time=16)
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        configuration.module()(*configuration.tokens(0)).backward()
-    assert gpu.flops_of(configuration) == counter.get_total_flops()
-
-
 def test_results_are_written(gpu, monkeypatch, tmp_path):
     for name in ("synchronize", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.accelerator, name, lambda: None)
@@ -45,9 +38,10 @@ def test_results_are_written(gpu, monkeypatch, tmp_path):
     losses = iter(range(5))
     samples = gpu.measure(lambda: torch.tensor(float(next(losses))), dropped=2, rounds=3)
     assert samples.losses == [2, 3, 4]
-    assert all(host <= whole for host, whole in zip(samples.host_seconds, samples.seconds))
-
     configuration = gpu.Configuration.parse("d64-L2-B1-T16")
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        configuration.module()(*configuration.tokens(0)).backward()
+    assert gpu.flops_of(configuration) == counter.get_total_flops()
     args = argparse.Namespace(rounds=3, dropped=2, results=tmp_path)
     accelerator = {"name": "one", "ranks": 1, "peak": 1e12}
     gpu.write(args, configuration, accelerator, {"fsdp2": samples._replace(seconds=[1.0, 2.0, 4.0]), "ddp": None})

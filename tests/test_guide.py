@@ -6,9 +6,8 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -60,13 +59,6 @@ def tables(text: str) -> list[list[list[str]]]:
     return [list(rows_of_table(block.splitlines())) for block in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)]
 
 
-NEED_TRANSFORMERS = {
-    str(path.relative_to(ROOT))
-    for path in EXAMPLES
-    if re.search(r"^from (?:transformers|diffusers|peft)", path.read_text(), re.MULTILINE)
-}
-
-
 def test_every_example_is_in_the_guide():
     named = set(re.findall(r"`(\w+\.py)`", GUIDE.read_text()))
     assert named >= {path.name for path in EXAMPLES}
@@ -92,8 +84,6 @@ def test_every_command_parses():
     assert {script[0] for script in scripts} >= {
         str(path.relative_to(ROOT)) for path in EXAMPLES if "__main__" in path.read_text()
     }
-    if find_spec("transformers") is None:
-        scripts = [script for script in scripts if script[0] not in NEED_TRANSFORMERS]
     command = [sys.executable, "-c", PARSE]
     result = subprocess.run(command, cwd=ROOT, input=json.dumps(scripts), capture_output=True, text=True, timeout=250)
     assert result.returncode == 0, result.stderr
@@ -170,19 +160,8 @@ SYSTEMS = {
 TABLE = section(README, "Speed and memory")
 
 
-class Figure(NamedTuple):
-    """A number of the README, and where it must come from."""
-
-    printed: str
-    benchmark: str
-    ranks: int
-    configuration: tuple[int, ...]
-    system: str
-    rate: str = ""
-
-
-def figures_of_table() -> Iterator[Figure]:
-    """Every cell of the README's table of speed and memory."""
+def figures() -> Iterator[tuple[str, str, str, dict[str, int]]]:
+    """Every cell of the README's table of speed and memory: benchmark, system, number and configuration."""
     ((head, *rows),) = tables(TABLE)
     suffix, systems = "", []
     for column in head[1:]:
@@ -190,44 +169,32 @@ def figures_of_table() -> Iterator[Figure]:
         suffix = "-graph" if column.startswith("jitted: ") else suffix
         systems.append(SYSTEMS[column.removeprefix("jitted: ")] + suffix)
     for name, *cells in rows:
-        kind, rate, *sizes = re.fullmatch(
-            r"(step|peak MiB)(?:, two hosts at ([\d.]+) Gbit/s)?, width (\d+), (\d+) layers, batch (\d+) x (\d+)", name
-        ).groups()
-        benchmark = "hosts" if rate else {"step": "peers", "peak MiB": "memory"}[kind]
+        kind, *sizes = re.fullmatch(r"(step|peak MiB), width (\d+), (\d+) layers, batch (\d+) x (\d+)", name).groups()
+        benchmark = {"step": "peers", "peak MiB": "memory"}[kind]
         for system, cell in zip(systems, cells, strict=True):
-            # Peaks are those of eager steps; between hosts some systems are left out.
+            # Peaks are those of eager steps.
             if cell or benchmark == "peers":
-                yield Figure(cell, benchmark, 2, tuple(map(int, sizes)), system, rate or "")
+                yield benchmark, system, cell, dict(zip(("width", "layers", "batch", "time"), map(int, sizes)))
 
 
-def results_of(figure: Figure) -> list[dict[str, Any]]:
-    """The results of the figure's benchmark, ranks and configuration."""
+def measured(benchmark: str, system: str, results: dict[str, Any]) -> set[float]:
+    if benchmark == "memory":
+        return {max(rank["peak"] for rank in results["systems"][system]) / 2**20}
+    return {group[system]["ratio"] for group in results["step"] if system in group}
+
+
+def test_figures_were_measured():
     found = [json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks/results").glob("*.json"))]
-    sizes = dict(zip(("width", "layers", "batch", "time"), figure.configuration, strict=True))
-    return [
-        results
-        for results in found
-        if (results["benchmark"], results["ranks"]) == (figure.benchmark, figure.ranks)
-        and sizes.items() <= results["configuration"].items()
-    ]
-
-
-def measured(figure: Figure, results: dict[str, Any]) -> set[float]:
-    if figure.benchmark == "memory":
-        return {max(rank["peak"] for rank in results["systems"][figure.system]) / 2**20}
-    if figure.benchmark == "hosts":
-        return {results["rates"][figure.rate][figure.system]["to_ddp"]}
-    return {group[figure.system]["ratio"] for group in results["step"] if figure.system in group}
-
-
-FIGURES = [*figures_of_table()]
-
-
-@pytest.mark.parametrize("figure", FIGURES, ids=lambda f: " ".join(map(str, f)))
-def test_figures_were_measured(figure):
-    (results,) = results_of(figure)
-    decimals = len(figure.printed.partition(".")[2])
-    assert {f"{value:.{decimals}f}" for value in measured(figure, results)} == {figure.printed}
+    for benchmark, system, printed, sizes in figures():
+        (results,) = (
+            results
+            for results in found
+            if (results["benchmark"], results["ranks"]) == (benchmark, 2)
+            and sizes.items() <= results["configuration"].items()
+        )
+        decimals = len(printed.partition(".")[2])
+        values = {f"{value:.{decimals}f}" for value in measured(benchmark, system, results)}
+        assert values == {printed}, (benchmark, system, sizes)
 
 
 def test_losses_drifted_as_the_text_says():
