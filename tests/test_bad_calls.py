@@ -1,8 +1,7 @@
 """A generated table of wrong calls: every argument of every public function in turn is replaced by wrong values.
 
-A call is accepted or refused. Nearly all refusals must name the argument or the leaf and say what was expected, in
-fshard's own words. A process of its own makes the calls, so that hangs and
-aborts are counted.
+A call is accepted or refused. Most refusals must name the argument or the leaf and say what was expected, in
+fshard's own words. A process of its own makes the calls, so that hangs and aborts are counted.
 """
 
 import contextlib
@@ -30,6 +29,8 @@ from tests import house
 
 # Seconds that one call may take.
 LIMIT = 30
+# Of 100 refusals, how many must be clear; Python and torch refuse the others in their own words.
+CLEAR = 85
 
 
 def donated():
@@ -412,7 +413,6 @@ class Walk(NamedTuple):
         world: Makes what calls need, in a directory.
         script: The module that makes the calls in a process of its own.
         refused: At least how many of all calls are refused.
-        share: Of 100 of these, how many must be clear.
     """
 
     calls: dict[Any, dict[str, Any]]
@@ -421,7 +421,6 @@ class Walk(NamedTuple):
     world: type[World]
     script: str
     refused: int
-    share: int
 
 
 CORE = Walk(
@@ -430,8 +429,7 @@ CORE = Walk(
     THEIRS,
     World,
     "tests.test_bad_calls",
-    3500,
-    85,
+    3000,
 )
 
 
@@ -452,8 +450,8 @@ def rows(world, walk):
                     yield prefix + name, argument, label, call
 
 
-# Of how many wrong calls one is made.
-EVERY = [pytest.param(5, id="one in five"), pytest.param(1, id="all", marks=pytest.mark.slow)]
+# Of how many wrong calls one is made; no divisor of the number of wrong values.
+EVERY = [pytest.param(11, id="one in eleven"), pytest.param(1, id="all", marks=pytest.mark.slow)]
 
 
 class Made(NamedTuple):
@@ -514,12 +512,8 @@ def check_refused_calls_are_clear(made):
         if row[1] and error and f"{row[0]}.{row[1]}" not in made.walk.theirs
     }
     unclear = [(*row, error[:100]) for row, error in refused.items() if not is_clear(*row[:2], error)]
-    share = 100 * (1 - len(unclear) / len(refused))
     assert len(refused) > made.walk.refused // made.every
-    # A sample may be off by one.
-    assert share >= made.walk.share - (made.every > 1), f"{share:.1f}% of {len(refused)}\n" + "\n".join(
-        map(str, unclear)
-    )
+    assert 100 * len(unclear) <= (100 - CLEAR) * len(refused), "\n".join(map(str, unclear))
 
 
 def check_accepted_values_are_listed(made):

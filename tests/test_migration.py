@@ -53,21 +53,18 @@ class Network(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.head = nn.Linear(WIDTH, OUTWARD)
 
-    def features(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.inward(x)
         for block in self.blocks:
             h = block(h)
-        return h
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.features(x))
+        return self.head(h)
 
 
-def network(kind: type[Network] = Network) -> Any:
+def network() -> Network:
     """The same values on every rank and on both sides."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return kind()
+        return Network()
 
 
 def batches(count: int = STEPS) -> list[Batch]:
@@ -80,39 +77,31 @@ def batches(count: int = STEPS) -> list[Batch]:
 # What every FSDP2 program has, and what every fshard program has in its place.
 
 
-def sharded(module: nn.Module | None = None, of_root: Any = None, **options: Any) -> Any:
+def sharded(module: nn.Module | None = None, **options: Any) -> Any:
     module = module or network()
     for block in module.blocks:
         fully_shard(block, **options)
-    return fully_shard(module, **options | (of_root or {}))
+    return fully_shard(module, **options)
 
 
 def adamw_of(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), **ADAMW)
 
 
-def fsdp2_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, between: Callable[[], Any] = lambda: None
-) -> torch.Tensor:
-    loss = fsdp2_backward(model, batch)
-    between()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-
-
-def fsdp2_backward(model: nn.Module, batch: Batch) -> torch.Tensor:
+def fsdp2_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> torch.Tensor:
     x, y = batch
     loss = mse_loss(model(x).float(), y)
     loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
     total = loss.detach().clone()
     dist.all_reduce(total)
     return total / dist.get_world_size()
 
 
-def train_fsdp2(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **between: Any) -> Any:
+def train_fsdp2(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
     optimizer = optimizer or adamw_of(model)
-    losses = [fsdp2_step(model, optimizer, batch, **between) for batch in batches()]
+    losses = [fsdp2_step(model, optimizer, batch) for batch in batches()]
     return {"losses": losses, "params": full(model)}
 
 
@@ -132,36 +121,27 @@ def zero3(mesh: Any = None, **options: Any) -> fs.ShardTransform:
     return fs.zero3(mesh or mesh_of_ranks(), min_shard_elements=0, merge_bytes=0, **options)
 
 
-def adamw() -> fs.Optimizer:
-    return fs.from_torch(torch.optim.AdamW, **ADAMW)
-
-
-def functional(module: nn.Module | None = None) -> fs.Model:
-    return fs.functionalize(module or network(), units=Block)
-
-
 def loss_of(model: fs.Model) -> Callable[[Any, Batch], torch.Tensor]:
     return lambda params, batch: mse_loss(model.apply(params, batch[0]).float(), batch[1])
 
 
 class Program(NamedTuple):
-    """An fshard program: a model, its first state, and its train step."""
+    """An fshard program: a model, its first state, its optimizer, and its train step."""
 
     model: fs.Model
     state: fs.TrainState
+    tx: fs.Optimizer
     step: Callable[[fs.TrainState, Batch], tuple[fs.TrainState, torch.Tensor]]
 
 
-def program(
-    strategy: fs.ShardTransform | None = None, tx: fs.Optimizer | None = None, module: nn.Module | None = None
-) -> Program:
-    model, tx = functional(module), tx or adamw()
+def program(strategy: fs.ShardTransform | None = None, module: nn.Module | None = None) -> Program:
+    model, tx = fs.functionalize(module or network(), units=Block), fs.from_torch(torch.optim.AdamW, **ADAMW)
 
     def train_step(state: fs.TrainState, batch: Batch) -> tuple[fs.TrainState, torch.Tensor]:
         loss, grads = fs.value_and_grad(loss_of(model))(state.params, batch)
         return fs.update(tx, state, grads), loss
 
-    return Program(model, fs.TrainState.create(model.init(strategy or zero3()), tx), train_step)
+    return Program(model, fs.TrainState.create(model.init(strategy or zero3()), tx), tx, train_step)
 
 
 def stepped(made: Program) -> tuple[fs.TrainState, list[torch.Tensor]]:
@@ -177,29 +157,7 @@ def train(made: Program) -> Any:
     return {"losses": losses, "params": fs.unshard(state.params)}
 
 
-def gradients(made: Program, batch: Batch, **options: Any) -> Any:
-    loss, grads = fs.value_and_grad(loss_of(made.model), **options)(made.state.params, batch)
-    return loss, fs.unshard(grads)
-
-
 # What several rows use.
-
-
-def accumulated_by_fsdp2(model: Any, before: Callable[[Any, bool], None] = lambda model, last: None) -> Any:
-    """Parameters after an update with the gradients of four microbatches; `before` is told which one is the last."""
-    optimizer, microbatches = adamw_of(model), batches(4)
-    for number, (x, y) in enumerate(microbatches, start=1):
-        before(model, number == len(microbatches))
-        (mse_loss(model(x), y) / len(microbatches)).backward()
-    optimizer.step()
-    return full(model)
-
-
-def accumulated(communicate: str, strategy: fs.ShardTransform | None = None) -> Any:
-    """The same by fshard."""
-    model, state, _ = program(strategy)
-    _, grads = fs.accumulate(loss_of(model), communicate=communicate)(state.params, batches(4))
-    return fs.unshard(fs.update(adamw(), state, grads).params)
 
 
 def others() -> Network:
@@ -292,11 +250,23 @@ ROWS["MixedPrecisionPolicy(param_dtype, reduce_dtype)"] = Row(
 )
 
 
-ROWS["model.set_requires_gradient_sync(False)"] = Row(
-    'fs.accumulate(loss_fn, communicate="once")',
-    lambda: accumulated_by_fsdp2(sharded(), lambda model, last: model.set_requires_gradient_sync(last)),
-    lambda: accumulated("once"),
-)
+@row("model.set_requires_gradient_sync(False)", 'fs.accumulate(loss_fn, communicate="once")')
+class Accumulated:
+    """Parameters after an update with the gradients of four microbatches."""
+
+    def fsdp2():
+        model, microbatches = sharded(), batches(4)
+        optimizer = adamw_of(model)
+        for number, (x, y) in enumerate(microbatches, start=1):
+            model.set_requires_gradient_sync(number == len(microbatches))
+            (mse_loss(model(x), y) / len(microbatches)).backward()
+        optimizer.step()
+        return full(model)
+
+    def fshard():
+        model, state, tx, _ = program()
+        _, grads = fs.accumulate(loss_of(model), communicate="once")(state.params, batches(4))
+        return fs.unshard(fs.update(tx, state, grads).params)
 
 
 @row(

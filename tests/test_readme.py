@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -34,6 +35,7 @@ def rows_of(scope: dict[str, Any]) -> torch.Tensor:
     return scope["data"].chunk(scope["mesh"].size())[scope["mesh"].get_rank()][:4]
 
 
+@pytest.mark.rows(1)
 @on_ranks(1, 2)
 def test_the_first_program_trains_and_evaluates(capsys):
     scope = {}
@@ -42,6 +44,7 @@ def test_the_first_program_trains_and_evaluates(capsys):
     return scope["loss"].item()
 
 
+@pytest.mark.rows(1)
 @on_ranks(1, 2)
 def test_both_train_steps_and_the_jitted_one_give_the_same_bits():
     scopes = []

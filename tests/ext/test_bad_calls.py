@@ -188,7 +188,6 @@ EXTENSIONS = Walk(
     World,
     "tests.ext.test_bad_calls",
     1500,
-    98,
 )
 UNCALLED = {
     fs: {"moe": "a module: its tests"},

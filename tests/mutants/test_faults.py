@@ -36,10 +36,7 @@ def test_planted(fault: Fault) -> None:
 
 def test_judged() -> None:
     failed, broken = "FAILED tests/a.py::test_b - assert 1 == 2", "ERROR tests/a.py - SyntaxError"
-    assert judged(1, failed, {}, 60) == ("found", "tests/a.py::test_b")
-    by_xdist = f"{failed}\n!!! xdist.dsession.Interrupted: stopping after 1 failures !!!"
-    assert judged(2, by_xdist, {}, 60) == ("found", "tests/a.py::test_b")
-    assert judged(0, "3 passed", {}, 60)[0] == "missed"
-    assert judged(None, "", {"tests/a.py::test_b": 30.0}, 60) == ("timed out", "tests/a.py::test_b after 30 s")
-    assert judged(None, "", {"tests/a.py::test_b": 3.0}, 60)[0] == "missed"
-    assert judged(1, broken, {}, 60)[0] == judged(2, failed, {}, 60)[0] == "broken"
+    stopped = f"{failed}\n!!! xdist.dsession.Interrupted: stopping after 1 failures !!!"
+    assert judged(1, failed) == judged(2, stopped) == ("found", "tests/a.py::test_b")
+    assert judged(0, "3 passed")[0] == judged(None, "")[0] == "missed"
+    assert judged(1, broken)[0] == judged(2, failed)[0] == "broken"

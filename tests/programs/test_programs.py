@@ -23,7 +23,7 @@ CHOSEN = {
     "zero3": lambda on: fs.zero3(on.line, min_shard_elements=0, merge_bytes=0),
 }
 # A smaller eps of Adam would hide a gradient that is wrong by a factor.
-RATE, BETAS, ADAM_EPS, LONGEST, NOISE = 0.3, (0.9, 0.99), 0.1, 2.0, 0.1
+RATE, BETAS, ADAM_EPS = 0.3, (0.9, 0.99), 0.1
 
 
 def function(params, x):
@@ -146,18 +146,6 @@ def meta_learned(side):
     return grad_and_value(lambda p, r: side.loss(adam(side, p, r), side.query), argnums=(0, 1))(side.params, rate)
 
 
-def private(side):
-    """DP-SGD: gradients of each row are clipped, and noise of each element is the same at every world size."""
-    error = lambda params, x, y: errors(side.predict(params, x[None]), y[None])[0]  # noqa: E731
-    full = fs.gather(side.params) if side.transform else side.params
-    rows = vmap(grad(error), in_dims=(None, 0, 0))(full, *side.support)
-    squares = [leaf.square().unsqueeze(-1).flatten(1).sum(1) for leaf in fs.tree_leaves(rows)]
-    scales = (LONGEST / torch.stack(squares).sum(0).sqrt()).clamp(max=1)
-    sums, (noise,) = fs.tree_map(lambda leaf: torch.einsum("n...,n->...", leaf, scales), rows), side.drawn(40, 1)
-    sums = fs.scatter_grads(sums, like=side.params, reduce="sum") if side.transform else sums
-    return fs.tree_map(lambda w, g, n: w - RATE * (g + NOISE * n) / ROWS, side.params, sums, noise)
-
-
 def nested(side):
     """Every member along every direction, which are stacked behind."""
     along = side.stack(side.directions, dim=-1)
@@ -178,7 +166,6 @@ PROGRAMS = {
     "vmap of value_and_grad": (lambda side: side.whole(vmap(side.engine)(side.stack(side.members))[1]), 2),
     "vmap, nested": (nested, 4),
     "MAML": (meta_learned, 12),
-    "DP-SGD": (private, 4),
 }
 
 
@@ -193,13 +180,13 @@ def check(name, program, strategy, expected):
         assert float((a.detach() - b).abs().max()) <= bound, (program, name, strategy)
 
 
-@pytest.mark.rows(4)
+@pytest.mark.rows(6)
+@pytest.mark.parametrize("strategy", CHOSEN)
 @pytest.mark.parametrize("world_size", COUNTS)
 @pytest.mark.parametrize("name", ("function", "module"))
-def test_program(name, world_size):
-    for program, (run, _) in PROGRAMS.items():
-        expected = run(Side(name))
-        spmd(lambda: [check(name, program, chosen, expected) for chosen in CHOSEN], world_size)  # noqa: B023
+def test_program(name, world_size, strategy):
+    expected = {program: run(Side(name)) for program, (run, _) in PROGRAMS.items()}
+    spmd(lambda: [check(name, program, strategy, needed) for program, needed in expected.items()], world_size)
 
 
 @on_ranks("2 processes")
