@@ -230,8 +230,8 @@ def check(mistake: str, args: argparse.Namespace, mesh: Any, module: torch.nn.Mo
     check_varying = partial(fs.testing.check_varying, loss_fn, state.params, batches[0])
     for name, tool in {"assert_matches_ddp": against_ddp, "check_varying": check_varying}.items():
         try:
-            found = f"largest difference {match.params:.2g} in a parameter" if (match := tool()) else "nothing wrong"
-            said.append(f"  {name}: {found}")
+            tool()
+            said.append(f"  {name}: nothing wrong")
         except (AssertionError, ValueError) as error:
             # If fshard refuses a step, there is nothing to compare.
             said.append(f"  {name} finds the mistake{', as fshard refuses the step' * isinstance(error, ValueError)}:")

@@ -372,7 +372,6 @@ UNCALLED = {
     },
     "checkpoint": {"CheckpointError": "raised, not called", "Saving": "returned, not called"},
     "testing": {
-        "Match": "returned, not called",
         "RankError": "raised, not called",
         "TransformReport": "returned, not called",
         "Workers": "starts processes: tests/testing/test_workers.py",

@@ -6,9 +6,6 @@ from torch._C._distributed_c10d import _register_work as register_work
 # Checked on 2.13. It keeps the address of a storage that is gone from being given to another.
 from torch.multiprocessing.reductions import StorageWeakRef
 
-# Checked on 2.13. The relative and absolute tolerance of torch.testing.assert_close for a dtype.
-from torch.testing._comparison import default_tolerances
-
 # Checked on 2.13.
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 

@@ -6,7 +6,7 @@
 from typing import TYPE_CHECKING
 
 from fshard import extensions
-from fshard.testing.compare import Match, assert_matches_ddp, assert_trees_close, check_pure
+from fshard.testing.compare import assert_matches_ddp, assert_trees_close, check_pure
 from fshard.testing.laws import TransformReport, check_adjoint, check_optimizer, check_transform
 from fshard.testing.spmd import spmd
 from fshard.testing.varying import check_varying
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 __getattr__ = extensions.resolver(__name__)
 __all__ = [
-    "Match",
     "RankError",
     "TransformReport",
     "Workers",

@@ -1,9 +1,8 @@
 """Comparisons: of two trees, of a step's arguments before and after it, of a step with torch DDP's."""
 
 import copy
-import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,8 @@ from fshard.tree.checks import is_donated, same_structure
 from fshard.update import TrainState
 
 WHAT = "assert_matches_ddp"
+# By whether bits are compared.
+_WANTED = ("close values", "equal values")
 
 
 def assert_trees_close(
@@ -27,13 +28,13 @@ def assert_trees_close(
     """Assert that two trees hold the same values, whatever their leaves are stored as.
 
     Shards of equal specs are compared in place, without their padding; where only one side is sharded it is unsharded
-    first, on every rank. Floating leaves of different dtypes are compared in the wider one.
+    first, on every rank. The values of a leaf are compared as torch.testing.assert_close does.
 
     Args:
         actual: Pytree of Sharded leaves, tensors, arrays or numbers.
         expected: A tree of the same structure.
         rtol: Relative tolerance; by default that of torch.testing.assert_close for the leaf's dtype.
-        atol: Absolute tolerance; by default likewise.
+        atol: Absolute tolerance; pass it if rtol is passed.
         exact: Ask for equal values bit for bit (NaN equals NaN) and equal dtypes instead.
 
     Raises:
@@ -58,29 +59,23 @@ def differing_leaves(
             pairs[i] = without_padding(a), without_padding(b)
     # Of the others one side is sharded differently, so both are compared in full.
     left, right = unshard([a for a, _ in pairs]), unshard([b for _, b in pairs])
-    differences = [difference(a, b, rtol, atol, exact) for a, b in zip(left, right, strict=True)]
-    return [Problem(path, *texts) for path, texts in zip(found.paths, differences, strict=True) if texts]
+    differences = [_difference(a, b, rtol, atol, exact) for a, b in zip(left, right, strict=True)]
+    return [Problem(path, got, _WANTED[exact]) for path, got in zip(found.paths, differences, strict=True) if got]
 
 
-def difference(a: Any, b: Any, rtol: float | None, atol: float | None, exact: bool) -> tuple[str, str] | None:
-    """Describe the found and the expected value, where two leaves differ."""
+def _difference(a: Any, b: Any, rtol: float | None, atol: float | None, exact: bool) -> str:
+    """Describe how two leaves differ, or return nothing."""
     if a is None or b is None:
-        return None if a is b else (f"{a!r}", f"{b!r}")
-    a, b = (torch.as_tensor(leaf).detach() for leaf in (a, b))
-    if a.shape != b.shape or (exact and a.dtype != b.dtype):
-        return f"{a.dtype} of {tuple(a.shape)}", f"{b.dtype} of {tuple(b.shape)}"
-    dtype = torch.promote_types(a.dtype, b.dtype)
-    default = _compat.default_tolerances(dtype)
-    rtol, atol = (0.0, 0.0) if exact else (default[0] if rtol is None else rtol, default[1] if atol is None else atol)
-    a, b = a.to(dtype), b.to(dtype)
-    wrong = ~torch.isclose(a, b, rtol=rtol, atol=atol, equal_nan=True)
-    if not wrong.any():
-        return None
-    wide = torch.complex128 if dtype.is_complex else torch.float64
-    distance = (a.to(wide) - b.to(wide)).abs().masked_fill(~wrong, 0.0).nan_to_num(nan=torch.inf)
-    worst = tuple(int(i) for i in torch.unravel_index(distance.argmax(), distance.shape))
-    count = f"{int(wrong.sum())} of {a.numel()} elements differ, most by {float(distance.max()):.3g} at {worst}"
-    return f"{a[worst].item()!r} there ({count})", f"{b[worst].item()!r} within rtol={rtol:.3g}, atol={atol:.3g}"
+        return "" if a is b else f"{a!r} and {b!r}"
+    if exact:
+        rtol = atol = 0.0
+    options: dict[str, Any] = {"rtol": rtol, "atol": atol, "equal_nan": True, "check_device": False}
+    try:
+        torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), check_dtype=exact, **options)
+    except AssertionError as error:
+        first, _, rest = str(error).partition("\n\n")
+        return " ".join((rest or first).split())
+    return ""
 
 
 def check_pure(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -127,24 +122,6 @@ def _digest(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, hash_of(tensor)
 
 
-class Match(NamedTuple):
-    """How two runs ended.
-
-    Attributes:
-        state: The state after the last step.
-        params: Largest difference of a parameter's element.
-
-    >>> import torch, fshard as fs
-    >>> state = fs.TrainState.create({"w": torch.ones(2)}, fs.sgd(0.1))
-    >>> match = fs.testing.Match(state, params=1.2e-7)  # as assert_matches_ddp returns it
-    >>> f"parameters came as close as {match.params:.0e}"
-    'parameters came as close as 1e-07'
-    """
-
-    state: TrainState
-    params: float
-
-
 def assert_matches_ddp(
     train_step: Callable[[TrainState, Any], tuple[TrainState, torch.Tensor]],
     state: TrainState,
@@ -157,13 +134,13 @@ def assert_matches_ddp(
     atol: float | None = None,
     exact: bool = False,
     mesh: Mesh | None = None,
-) -> Match:
+) -> TrainState:
     """Run a train step and torch DDP side by side; assert that losses, parameters and buffers agree after every step.
 
     Call it on every rank of a real process group, or of a mesh of some ranks, each with its own batches. If a rank
     finds a difference, all ranks raise. Buffers are compared with those of DDP's first rank, which DDP sends to the
     others: where a train step updates buffers, it keeps them in the state and calls `sync_buffers`. DDP runs with
-    `find_unused_parameters=True`, so that a rank's loss may use some parameters only.
+    `find_unused_parameters=True`, so that a rank's loss may use some parameters only; it prints a warning if none does.
 
     Args:
         train_step: Called with (state, batch); returns (state, objective).
@@ -178,7 +155,7 @@ def assert_matches_ddp(
         mesh: The mesh of some ranks that the state lives on; None for all ranks of this run.
 
     Returns:
-        The final state and the largest difference of parameters seen.
+        The final state.
 
     Raises:
         AssertionError: on every rank, naming the first step that differs, and every leaf that does.
@@ -190,7 +167,7 @@ def assert_matches_ddp(
     >>> def train_step(state, x):
     ...     loss, grads = fs.value_and_grad(lambda p: model.apply(p, x).square().mean())(state.params)
     ...     return fs.update(tx, state, grads), loss
-    >>> match = fs.testing.assert_matches_ddp(
+    >>> state = fs.testing.assert_matches_ddp(
     ...     train_step,
     ...     fs.TrainState.create(model.init(fs.zero3(mesh)), tx),
     ...     torch.arange(12.0).reshape(2, 3, 2),  # two batches
@@ -199,8 +176,8 @@ def assert_matches_ddp(
     ...     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     ...     exact=True,
     ... )
-    >>> match.state.step, match.params
-    (tensor(2), 0.0)
+    >>> state.step
+    tensor(2)
     """
     processes, remedy = dist.get_backend() != "threaded", "run it by spmd(f, Workers(n))"
     expect(processes, WHAT, "ranks to be processes", "threads", remedy)
@@ -209,12 +186,8 @@ def assert_matches_ddp(
     reference = DistributedDataParallel(copy.deepcopy(module), process_group=group, find_unused_parameters=True)
     torch_optimizer = optimizer(reference.parameters())
     initial = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-    gap = 0.0
     for step, batch in enumerate(batches):
-        with warnings.catch_warnings():
-            # DDP warns where a loss uses all parameters.
-            warnings.filterwarnings("ignore", ".*find_unused_parameters")
-            loss = loss_fn(reference, batch)
+        loss = loss_fn(reference, batch)
         expected = _step_of_ddp(reference, torch_optimizer, loss, group)
         state, objective = train_step(state, batch)
         # A state without buffers leaves those of the module as they were.
@@ -223,9 +196,7 @@ def assert_matches_ddp(
         problems = differing_leaves(actual, expected, rtol, atol, exact)
         what = f"step {step} (counted from 0) is the first that differs from DDP: trees differ"
         refuse_on_all_ranks(what, problems, "look at the first leaf that differs", [ranks], AssertionError)
-        gaps = [(actual["params"][name] - tensor).abs() for name, tensor in expected["params"].items()]
-        gap = max([gap, *(float(each.max()) for each in gaps if each.numel())])
-    return Match(state, gap)
+    return state
 
 
 def _step_of_ddp(

@@ -260,8 +260,8 @@ def check_optimizer(
     >>> fs.testing.check_optimizer(by(partial(fs.tree_map, torch.norm)), params, world_sizes=(1, 2))
     Traceback (most recent call last):
     AssertionError: check_optimizer: 2 ranks under zero3 do not end where one rank does
-      ['params']['v']: expected ... within rtol=..., got ... there (7 of 7 elements differ, most by ...)
-      ['params']['w']: expected ... within rtol=..., got ... there (15 of 15 elements differ, most by ...)
+      ['params']['v']: expected close values, got Mismatched elements: 7 / 7 (100.0%) Greatest absolute difference: ...
+      ['params']['w']: expected close values, got Mismatched elements: 15 / 15 (100.0%) Greatest absolute ...
     ...
     To fix: take norms and sums of whole leaves by fs.leaf_norms or fs.global_norm; tensors are this rank's parts.
     """
