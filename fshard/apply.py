@@ -93,7 +93,7 @@ class Model:
             mode: "replay" draws every value on every rank, bitwise what drawing the whole module gives. "counter"
                 draws only this rank's part, each element from the seed, the parameter's name and the element's place
                 in the full tensor: other numbers, of the same distributions, and the same at every world size.
-                It follows uniform_, normal_, trunc_normal_ and arithmetic with numbers, on views too.
+                It follows uniform_, normal_ and arithmetic with numbers, on views too.
             reset: Sets the values of a submodule in place, in the place of its reset_parameters, such as
                 `model._init_weights`; called with each submodule, children first, as nn.Module.apply does, and once
                 before, to see which submodules draw. For models whose constructor draws values otherwise. None takes
@@ -214,8 +214,7 @@ class Model:
         full = gather(dict(params))
         skeleton = self._skeleton()
         skeleton.bind(full, buffers)
-        owned = [tensor_of(params[name]) for name in full]
-        with refuse_writes("apply", [f"[{name!r}]" for name in full], list(full.values()), owned):
+        with refuse_writes("apply", [f"[{name!r}]" for name in full], list(full.values())):
             out = skeleton.module(*args, **kwargs)
         after = skeleton.buffers()
         # A graph of the caller's may run parts of this copy again in its backward, with these values.

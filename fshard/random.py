@@ -101,9 +101,6 @@ def seeded(key: torch.Tensor | int | None) -> Iterator[None]:
         yield
         return
     key = key_of("apply", key)
-    needed = "one key, from which torch's generator draws"
-    remedy = "loop over the keys, or draw before vmap and pass what was drawn"
-    expect(not _compat.is_batched(key), "apply", needed, "a batch of keys, by vmap", remedy)
     if _compat.is_tracing():
         before = random_state()
         # A sum, because an operator of constants alone would run now.
@@ -155,12 +152,12 @@ def sample_ids(step: torch.Tensor | int, key: torch.Tensor | int, *, samples: in
     >>> params = fs.shard({"w": torch.ones(2)}, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
     >>> mine = fs.microbatches(first.unflatten(0, (2, -1)).unbind(), like=params)  # two microbatches of two samples
     """
-    number = step.item() if isinstance(step, torch.Tensor) and step.numel() == 1 else step
+    number: Any = step.item() if isinstance(step, torch.Tensor) else step
     bounds = (("step", number, range(2**31)), ("samples", samples, range(1, 2**62)), ("batch", batch, range(1, 2**31)))
     for name, value, known in bounds:
         needed = f"{name} to be a whole number from {known.start} to {known.stop - 1}"
         expect(type(value) is int and value in known, "sample_ids", needed, f"{value!r:.40}")
-    epoch, first = divmod(int(number) * batch, samples)
+    epoch, first = divmod(number * batch, samples)
     places = torch.arange(first, first + batch)
     return _permuted(places % samples, fold_in(key, epoch + places // samples), samples)
 

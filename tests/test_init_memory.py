@@ -35,7 +35,7 @@ class Layer(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
 
     def reset_parameters(self):
-        nn.init.trunc_normal_(self.up.weight, std=0.1)
+        nn.init.normal_(self.up.weight, std=0.1)
         with torch.no_grad():
             self.down.weight.mul_(0.1)
 

@@ -42,11 +42,6 @@ def _levels(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
 
 
-def is_batched(tensor: torch.Tensor) -> bool:
-    """Whether vmap holds a tensor, at any level. Checked on 2.13."""
-    return any(map(torch._C._functorch.is_batchedtensor, _levels(tensor)))
-
-
 def is_differentiated(tensor: torch.Tensor) -> bool:
     """Whether a backward of autograd's or of any torch.func transform may reach a tensor. Checked on 2.13."""
     return torch.is_grad_enabled() and any(level.requires_grad for level in _levels(tensor))
@@ -173,26 +168,18 @@ def copied_as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def divide_in_place(tensors: Sequence[torch.Tensor], divisor: Any) -> None:
-    """Divide tensors by a number or a scalar tensor, by one operator where it takes them. Checked on 2.13.
+    """Divide tensors by a number or a scalar tensor; those that make up a buffer as that one tensor.
 
-    Those that a buffer was split into are divided as that one tensor.
+    Checked on 2.13.
     """
-    device = divisor.device if isinstance(divisor, torch.Tensor) else None
     buffers: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
         buffers.setdefault(id(tensor if tensor._base is None else tensor._base), []).append(tensor)
-    together: list[torch.Tensor] = []
     for parts in buffers.values():
-        base = parts[0]._base
-        if base is not None and base.numel() == sum([part.numel() for part in parts]):
-            parts = [base] if all(part.dtype is base.dtype for part in parts) else parts
-        for part in parts:
-            if part.is_conj() or part.is_neg() or device not in (None, part.device):
-                part.div_(divisor)
-            else:
-                together.append(part)
-    if together:
-        torch._foreach_div_(together, divisor)
+        base = parts[0] if parts[0]._base is None else parts[0]._base
+        whole = base.numel() == sum([part.numel() for part in parts]) and base.dtype is parts[0].dtype
+        for tensor in [base] if whole else parts:
+            tensor.div_(divisor)
 
 
 def is_held_elsewhere(tensor: torch.Tensor) -> bool:

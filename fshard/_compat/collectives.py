@@ -47,16 +47,6 @@ def group_size(name: str) -> int | None:
         return None
 
 
-def group_rank(name: str) -> int:
-    """This rank's number in the process group of a name. Checked on 2.13."""
-    return resolve_process_group(name).rank()
-
-
-def group_ranks(name: str) -> list[int]:
-    """The global ranks in the process group of a name, in its order. Checked on 2.13."""
-    return torch.distributed.get_process_group_ranks(resolve_process_group(name))
-
-
 def group_devices(name: str) -> dict[str, str]:
     """The backends of the process group of a name, by the types of devices that they serve. Checked on 2.13."""
     group = resolve_process_group(name)
@@ -105,7 +95,7 @@ def group_of_row(rows: list[list[int]], timeout: timedelta) -> ProcessGroup:
     default, c10d, text = torch.distributed.group.WORLD, torch.distributed.distributed_c10d, f"{_ROWS}{rows}"
     for group in c10d._world.pg_map:
         known = group.group_desc == text or (group is default and len(rows) == 1)
-        if known and _timeout_of(group) in (timeout, None):
+        if known and timeout_of(group.group_name) in (timeout.total_seconds(), float("inf")):
             return group
     made, _ = torch.distributed.new_subgroups_by_enumeration(rows, timeout, group_desc=text)
     assert made is not None
@@ -117,20 +107,14 @@ def group_of_all() -> ProcessGroup:
     default, c10d = torch.distributed.group.WORLD, torch.distributed.distributed_c10d
     assert default is not None
     made = [g for g in c10d._world.pg_map if g.group_desc.startswith(_ROWS) and g.size() == default.size()]
-    return max(made, key=lambda group: _timeout_of(group) or timedelta(), default=default)
-
-
-def _timeout_of(group: ProcessGroup) -> timedelta | None:
-    """The timeout of gloo's part of a process group; None where it has none. Checked on 2.13."""
-    if group_devices(group.group_name).get("cpu") != "gloo":
-        return None
-    return group._get_backend(torch.device("cpu")).options._timeout
+    return max(made, key=lambda group: timeout_of(group.group_name), default=default)
 
 
 def timeout_of(name: str) -> float:
-    """Seconds that the process group of a name waits. Checked on 2.13."""
-    found = _timeout_of(resolve_process_group(name))
-    return float("inf") if found is None else found.total_seconds()
+    """Seconds that gloo's part of the process group of a name waits; inf where it has none. Checked on 2.13."""
+    if group_devices(name).get("cpu") != "gloo":
+        return float("inf")
+    return resolve_process_group(name)._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 
 def make_pair(name: str, store: Any) -> Pair | None:

@@ -1,10 +1,7 @@
 """Private APIs by which initialisers run on tensors without values, each with the versions it was checked on."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -32,12 +29,3 @@ def fake_maker(symbols: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
 def is_fake(value: Any) -> bool:
     """Whether a tensor holds no values although it says so. Checked on 2.13."""
     return isinstance(value, FakeTensor)
-
-
-def seen_trunc_normal(handler: Callable[..., torch.Tensor]) -> AbstractContextManager[object]:
-    """Let a handler run torch.nn.init.trunc_normal_; it gets torch's own, then what that takes.
-
-    Its operators depend on the values drawn, so that it cannot run without values. Checked on 2.13.
-    """
-    own = torch.nn.init._no_grad_trunc_normal_
-    return patch.object(torch.nn.init, "_no_grad_trunc_normal_", partial(handler, own))

@@ -41,7 +41,7 @@ def rank(axis: Axis) -> int:
     >>> fs.testing.spmd(lambda: fs.comm.rank(fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu"))), world=2)
     [0, 1]
     """
-    return 0 if axis.size == 1 else _compat.group_rank(axis.group_name)
+    return 0 if axis.size == 1 else _compat.resolve_process_group(axis.group_name).rank()
 
 
 def serves_host(axis: Axis) -> bool:

@@ -192,7 +192,7 @@ class Collective(NamedTuple):
         about, nbytes = decoded(label), sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         if sizes:
             # A rank sends nothing to itself.
-            nbytes -= nbytes // max(sum(sizes[0]), 1) * sizes[0][_compat.group_rank(group)]
+            nbytes -= nbytes // max(sum(sizes[0]), 1) * sizes[0][_compat.resolve_process_group(group).rank()]
         single = {"all_to_all": -1, "reduce_scatter": size}.get(op, 1)
         scalar = all(t.numel() == single for t in tensors) or about.is_comparison or about.verb == Verb.OBJECTIVE
         return cls(op, axis, size, about, nbytes * (size if op == "all_gather" else 1), len(tensors), scalar)

@@ -162,7 +162,8 @@ def connected(world: World, name: str) -> Group:
     """
     group = world.groups.get(name)
     if group is None:
-        ranks, timeout = _compat.group_ranks(name), _compat.timeout_of(name)
+        ranks = dist.get_process_group_ranks(_compat.resolve_process_group(name))
+        timeout = _compat.timeout_of(name)
         try:
             pair = _compat.make_pair(name, dist.PrefixStore(f"{name} of {ranks}", world.board()))  # type: ignore[attr-defined]
         except RuntimeError as error:

@@ -159,8 +159,8 @@ class Call:
 
     def _check_writes(self) -> None:
         """Refuse writes to parameters since the call began."""
-        stored = [leaf.stored for leaf in self._own]
-        check_versions(self._what, [leaf.path for leaf in self._own], stored, self._versions, stored)
+        paths, stored = [leaf.path for leaf in self._own], [leaf.stored for leaf in self._own]
+        check_versions(self._what, paths, stored, self._versions)
 
     def forward(self, f: Callable[[], Any]) -> Any:
         """Run the function.

@@ -107,5 +107,4 @@ class Use:
     def check_writes(self, what: str) -> None:
         """Refuse in-place writes to full tensors, which would not reach the parameters, or reach them unseen."""
         if self.full is not None:
-            paths, stored = [leaf.path for leaf in self.leaves], [leaf.stored for leaf in self.leaves]
-            check_versions(what, paths, self.full, self._versions, stored)
+            check_versions(what, [leaf.path for leaf in self.leaves], self.full, self._versions)

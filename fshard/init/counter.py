@@ -33,12 +33,7 @@ def _normal(u: torch.Tensor, mean: float = 0.0, std: float = 1.0) -> torch.Tenso
     return torch.special.ndtri(u) * std + mean
 
 
-def _trunc_normal(u: torch.Tensor, mean: float, std: float, a: float, b: float) -> torch.Tensor:
-    below, upto = (math.erfc((mean - x) / std / math.sqrt(2)) / 2 for x in (a, b))
-    return _normal(u * (upto - below) + below, mean, std).clamp(a, b)
-
-
-_DRAWS = MappingProxyType({"uniform_": _uniform, "normal_": _normal, "trunc_normal_": _trunc_normal})
+_DRAWS = MappingProxyType({"uniform_": _uniform, "normal_": _normal})
 
 
 class Part:
@@ -123,26 +118,18 @@ def count(
         for (name, parameter), made in zip(module.named_parameters(), held, strict=True)
     }
 
-    def write(op: str, target: torch.Tensor, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
-        part = parts.get(_compat.storage_key(target))
-        if part is not None:
-            part.apply(op, target, args, options)
-        return _compat.is_fake(target)
-
     def see(func: Any, args: Any, kwargs: Any) -> None:
         for target in _compat.written(func, args, kwargs):
-            is_followed = write(func.__name__.partition(".")[0], target, args[1:], kwargs)
-            if not is_followed and drawing.has_fakes(args, kwargs):
+            part = parts.get(_compat.storage_key(target))
+            if part is not None:
+                part.apply(func.__name__.partition(".")[0], target, args[1:], kwargs)
+            elif not _compat.is_fake(target) and drawing.has_fakes(args, kwargs):
                 raise ValueError("model.init: expected buffers of numbers, got one that is computed from parameters")
-
-    # Other threads run torch's own.
-    def trunc_normal(own: Any, target: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        return target if write("trunc_normal_", target, args, options) else own(target, *args, **options)
 
     mode = drawing.Drawing(see, seed)
     for path, submodule in drawing.children_first(bare, "", set()):
         try:
-            with _compat.seen_trunc_normal(trunc_normal), mode:
+            with mode:
                 drawing.set_values(submodule, reset)
         except Exception as error:
             error.add_note(f'in the reset of {path or "(root)"} without values; pass mode="replay", which runs any')

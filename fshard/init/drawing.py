@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,11 +72,9 @@ def refuse_blank(buffers: Mapping[str, torch.Tensor]) -> None:
 
 def set_values(submodule: nn.Module, reset: Reset | None) -> None:
     """Set the values of a submodule by `reset`, or by its own method where that is None."""
-    own = own_reset(submodule)
-    if reset is not None:
-        reset(submodule)
-    elif own is not None:
-        own()
+    draw = own_reset(submodule) if reset is None else partial(reset, submodule)
+    if draw is not None:
+        draw()
 
 
 def own_reset(module: nn.Module) -> Callable[[], Any] | None:

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat
-from fshard.errors import expect
+from fshard.errors import expect, refuse
 from fshard.optim.leaves import counted, no_updates, partition_axes, torch_says, zero
 from fshard.tree import Flat, Tree, flatten, is_trained, leaves_of, like, map_leaves, map_nodes, tensor_of, tensors_of
-from fshard.tree.checks import check_floating, check_leaves, check_sums, describe
+from fshard.tree.checks import check_floating, check_sums, describe
 from fshard.update import Optimizer, Updated
 
 Hyper = dict[str, Any]
@@ -268,7 +268,7 @@ def _refuse_split(make: Make, flat: Flat, sums: str | None) -> None:
         remedy = "keep leaves whole with fs.ddp, or choose an elementwise optimizer"
         pair = "a leaf that is split", "a whole one"
         what = f"from_torch: {name} looks across the elements of a leaf"
-        check_leaves(what, flat, lambda leaf: pair if partition_axes(leaf) else None, remedy)
+        refuse(what, flat.problems(lambda leaf: pair if partition_axes(leaf) else None), remedy)
     elif sums is not None:
         # Most kernels of half precision round the last few elements otherwise, some too rarely for a trial to show it.
         dtypes = {tensor_of(leaf).dtype for leaf in flat.leaves if is_trained(leaf)}

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from fshard.collectives import pvary
-from fshard.errors import expect
+from fshard.errors import expect, refuse
 from fshard.shard import without_padding
 from fshard.tree import Axis, Flat, Tree, flatten, is_sharded, is_trained, leaves_of, like, map_leaves, tensor_of
-from fshard.tree.checks import check_leaves, describe
+from fshard.tree.checks import describe
 from fshard.update import GradientTransformation, Optimizer
 
 
@@ -150,7 +150,7 @@ def check_real(what: str, flat: Flat) -> None:
         return (describe(tensor_of(leaf)), "a real floating tensor") if wrong else None
 
     remedy = "keep torch.view_as_real of complex ones, or step them by fs.sgd; freeze others"
-    check_leaves(f"{what}: leaves are no real floating tensors", flat, misfit, remedy)
+    refuse(f"{what}: leaves are no real floating tensors", flat.problems(misfit), remedy)
 
 
 def check_optimizer(what: str, tx: Any) -> None:

@@ -227,7 +227,7 @@ class Rule:
 
     def __call__(self, what: str, flat: Flat) -> None:
         """Refuse the leaves that break the rule, with their paths; `what` is the verb that asks."""
-        check_leaves(f"{what}: {self.error}", flat, self.misfit, self.remedy)
+        refuse(f"{what}: {self.error}", flat.problems(self.misfit), self.remedy)
 
 
 refuse_donated = Rule("arguments were donated", "go on with the new state, or do not donate the old one", _donated)
@@ -243,21 +243,6 @@ check_floating = Rule(
     "shard these leaves with frozen=, or keep them out of the parameters",
     _not_floating,
 )
-
-
-def check_leaves(what: str, flat: Flat, misfit: Callable[[Any], Misfit], remedy: str) -> None:
-    """Refuse the leaves that are wrong.
-
-    Args:
-        what: The verb that asks and why, in a few words.
-        flat: The tree.
-        misfit: Describes a leaf that is wrong and the leaf expected; None for one that is right.
-        remedy: What the caller can do about them.
-
-    Raises:
-        ValueError: with the path of every leaf that is wrong.
-    """
-    refuse(what, flat.problems(misfit), remedy)
 
 
 def check_axes(what: str, flat: Flat) -> None:
@@ -341,8 +326,7 @@ def check_operands(what: str, tree: Tree, axis: Axis, dim: int | None = None, *,
 
     what, flat = f"{what} over {axis.name!r}", flatten(tree)
     refuse_donated(what, flat)
-    remedy = "pass such tensors"
-    check_leaves(f"{what}: leaves do not fit", flat, misfit, remedy)
+    refuse(f"{what}: leaves do not fit", flat.problems(misfit), "pass such tensors")
 
 
 def check_loss(loss: Any, reduce: str, what: str) -> None:
@@ -405,46 +389,36 @@ def writes_counted() -> Iterator[None]:
 
 
 @contextmanager
-def refuse_writes(
-    what: str, paths: Sequence[str], tensors: Sequence[torch.Tensor], owned: Sequence[Any] | None = None
-) -> Iterator[None]:
+def refuse_writes(what: str, paths: Sequence[str], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Find in-place writes to tensors that may share memory with the caller's state, by their version counters.
 
     Args:
         what: The verb that asks, for its error.
         paths: The tensors' paths.
         tensors: What must not be written to inside the context.
-        owned: The caller's tensors in the same order; by default these.
 
     Raises:
         ValueError: when the context ends, as for `check_versions`.
     """
     versions = _compat.versions(tensors)
     yield
-    check_versions(what, paths, tensors, versions, tensors if owned is None else owned)
+    check_versions(what, paths, tensors, versions)
 
 
-def check_versions(
-    what: str, paths: Sequence[str], tensors: Sequence[Any], versions: Sequence[int], owned: Sequence[Any]
-) -> None:
+def check_versions(what: str, paths: Sequence[str], tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
     """Refuse tensors that were written to in place.
 
     Args:
         what: The verb that asks, for its error.
         paths: The tensors' paths.
-        tensors: The tensors; None for those that are gone.
+        tensors: The tensors.
         versions: Their version counters before.
-        owned: The caller's tensors of the same leaves. What shares memory with one that was written to is lost.
 
     Raises:
-        ValueError: with the path of every tensor written to, and whether the caller has lost it.
+        ValueError: with the path of every tensor written to.
     """
     now = _compat.versions(tensors)
-    if now == versions:
-        return
-    problems = []
-    for path, tensor, owner, writes in zip(paths, tensors, owned, map(operator.sub, now, versions), strict=True):
-        if writes:
-            lost = _compat.is_transformed(tensor) or _compat.storage_key(tensor) == _compat.storage_key(owner)
-            problems.append(Problem(path, f"{writes} in-place writes{' (the leaf is lost)' if lost else ''}", "none"))
-    refuse(f"{what}: parameters were written to", problems, "compute a new tensor instead; other leaves are whole")
+    if now != versions:
+        rows = zip(paths, map(operator.sub, now, versions), strict=True)
+        problems = [Problem(path, f"{writes} in-place writes", "none") for path, writes in rows if writes]
+        refuse(f"{what}: parameters were written to", problems, "compute a new tensor instead; other leaves are whole")
