@@ -1,6 +1,8 @@
-"""model.init(seed=...) draws what constructing the module draws, one parameter at a time as all at once."""
+"""model.init(seed=): replay draws what constructing the module draws, counter each element by itself."""
 
 import copy
+import math
+import re
 import threading
 
 import pytest
@@ -8,19 +10,19 @@ import torch
 from torch import nn
 
 import fshard as fs
+from fshard.shard import without_padding
 from fshard.testing import spmd
 from fshard.transforms.compose import layout_axes
 from tests.bad_input import text_of
 from tests.modules import Recurrent, assert_untouched, everything
-from tests.trees import assert_same_bits, every_strategy, one_axis
+from tests.ranks import on_ranks
+from tests.trees import STRATEGIES, assert_same_bits, every_strategy, one_axis
 
-SEEDED = {
-    "linear": lambda: nn.Linear(30, 40),
-    "convolution": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.PReLU()),
-    "recurrent": Recurrent,
-    "attention": lambda: nn.MultiheadAttention(6, 2, kdim=3, vdim=4, add_bias_kv=True),
-    "transformer": lambda: nn.Transformer(6, 2, 1, 1, 8, batch_first=True),
-}
+MODES = ("replay", "counter")
+REMEDY = (
+    "To fix: pass reset=, a function that sets the values of a submodule, or add reset_parameters to these modules, as "
+    "fs.with_init_weights does to models of transformers, or leave out seed and take their values."
+)
 
 
 def children_first(module, seen):
@@ -31,46 +33,52 @@ def children_first(module, seen):
         yield module
 
 
-def dense(module, seed):
-    """The oracle: the whole module filled with NaN, then each reset_parameters in turn."""
+def dense(module, seed, reset=None):
+    """The oracle: the whole module filled with NaN, then each reset_parameters, or `reset` of each, in turn."""
     memo = {id(t): torch.zeros_like(t, device="cpu") for t in module.buffers()}
     for parameter in module.parameters():
-        blank = torch.nan if parameter.is_floating_point() else 0
-        values = torch.full_like(parameter, blank, device="cpu")
+        values = torch.full_like(parameter, torch.nan, device="cpu")
         memo[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
     made = copy.deepcopy(module, memo)
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
         for submodule in children_first(made, set()):
-            reset = getattr(submodule, "reset_parameters", getattr(submodule, "_reset_parameters", None))
+            own = getattr(submodule, "reset_parameters", getattr(submodule, "_reset_parameters", None))
             if reset is not None:
-                reset()
+                reset(submodule)
+            elif own is not None:
+                own()
     return {name: parameter.detach() for name, parameter in made.named_parameters()}
 
 
-class GPT(nn.Module):
-    """Draws all of its submodules' values again, as GPTs do."""
+def drawn(module, seed=0, mode="counter", **options):
+    return fs.functionalize(module).init(fs.ddp(one_axis()), seed=seed, mode=mode, **options)
+
+
+class Undrawn(nn.Module):
+    """As nanoGPT: what its constructor would call draws the values of submodules; a projection anew, a tied head."""
 
     def __init__(self):
         super().__init__()
-        self.tokens = nn.Embedding(11, 6, padding_idx=2)
-        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(6, 2, 8) for _ in range(2))
-        self.head = nn.Linear(6, 11, bias=False)
+        self.tokens, self.c_proj = nn.Embedding(11, 6, padding_idx=2), nn.Linear(6, 6)
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 11, bias=False)
         self.head.weight = self.tokens.weight
 
-    def reset_parameters(self):
-        self.apply(self._init_weights)
-        for name, parameter in self.named_parameters():
-            if name.endswith("out_proj.weight"):
-                nn.init.normal_(parameter, std=0.01)
-
-    def _init_weights(self, module):
+    @staticmethod
+    def _init_weights(module):
         if isinstance(module, (nn.Linear, nn.Embedding)):
             module.weight.data.normal_(0.0, 0.02)
         if getattr(module, "padding_idx", None) is not None:
             module.weight.data[module.padding_idx].zero_()
         if getattr(module, "bias", None) is not None:
             nn.init.zeros_(module.bias)
+        if isinstance(module, Undrawn):
+            nn.init.normal_(module.c_proj.weight, std=0.01)
+
+
+class GPT(Undrawn):
+    def reset_parameters(self):
+        self.apply(self._init_weights)
 
 
 class Own(nn.Module):
@@ -86,65 +94,32 @@ class Own(nn.Module):
     def reset_parameters(self):
         nn.init.ones_(self.weight)
         nn.init.zeros_(self.bias)
-        self.draw(self)
+        with torch.no_grad():
+            self.draw(self)
 
 
-def reading(module):
-    """Reads what its child has drawn."""
-    with torch.no_grad():
-        module.weight.copy_(module.inner.weight.mean(0))
-        module.weight.div_(module.inner.weight.norm())
+def odd(module):
+    """Reads what a child drew, draws by factories and from a seed of its own, puts others in the place of tensors."""
+    module.weight.copy_(module.inner.weight.mean(0) + torch.randn(7, 5) + torch.rand_like(module.weight))
+    module.inner.weight.data = module.inner.weight.data * 2
+    module.bias = nn.Parameter(torch.randperm(6) + torch.empty(6).bernoulli_(0.4))
+    with torch.random.fork_rng():
+        torch.manual_seed(8)
+        nn.init.normal_(module.inner.bias)
 
 
 def rejecting(module):
-    """Draws until the values suit it, so that nothing can be said without values."""
-    with torch.no_grad():
-        while module.weight.abs().max() > 1 or not module.weight.std() > 0:
-            module.weight.normal_(0, 0.4)
-        module.inner.weight.clamp_(min=0)
-
-
-def by_array(module):
-    """Writes past torch."""
-    module.weight.detach().numpy()[:] = module.inner.weight.detach().numpy().sum()
+    """Draws until the values suit it, so that nothing can be said without values; writes past torch."""
+    while module.weight.abs().max() > 1 or not module.weight.std() > 0:
+        module.weight.normal_(0, 0.4)
+    module.bias.detach().numpy()[:] = module.inner.weight.detach().numpy().sum()
 
 
 def deviating(module):
     """Does something else where there are no values, and something that depends on values drawn before."""
     if type(module.weight) is nn.Parameter:
         nn.init.normal_(module.weight)
-        with torch.no_grad():
-            module.inner.bias += module.weight.sum()
-
-
-def in_place_of_others(module):
-    """Puts tensors in the place of its own."""
-    module.weight = nn.Parameter(torch.randn(7, 5))
-    module.bias.data = torch.rand(6)
-    module.inner.weight.data = module.inner.weight.data * 2
-
-
-def with_a_seed_of_its_own(module):
-    with torch.random.fork_rng():
-        torch.manual_seed(8)
-        nn.init.normal_(module.weight)
-    nn.init.normal_(module.bias)
-
-
-def with_factories(module):
-    with torch.no_grad():
-        module.weight.copy_(torch.randn(7, 5) + torch.rand_like(module.weight))
-        module.bias.copy_(torch.randperm(6) + torch.empty(6).bernoulli_(0.4))
-    nn.init.normal_(module.inner.bias)
-
-
-DRAWS = (*(reading, rejecting, by_array, deviating, in_place_of_others), with_a_seed_of_its_own, with_factories)
-
-
-def tied():
-    module = nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 9))
-    module[1].weight = module[0].weight
-    return module
+        module.inner.bias += module.weight.sum()
 
 
 class Around(nn.Module):
@@ -165,24 +140,45 @@ def shared():
     return nn.Sequential(Around(inner), nn.Linear(3, 3), Around(inner))
 
 
-def transposed():
+def transposed_and_frozen():
     module = nn.Linear(6, 4)
     module.weight = nn.Parameter(torch.empty(6, 4).t())
+    module.bias.requires_grad_(False)
     return module
 
 
-def frozen():
-    module = nn.Linear(6, 4)
-    module.weight.requires_grad_(False)
-    return module
+class Assorted(nn.Module):
+    """Leaves of every shape, drawn through views."""
+
+    def __init__(self):
+        super().__init__()
+        shapes = {"matrix": (37, 29), "cube": (5, 7, 9), "scalar": (), "one": (1, 1), "none": (0, 3), "big": (211, 317)}
+        for name, shape in shapes.items():
+            setattr(self, name, nn.Parameter(torch.empty(shape)))
+        self.whole = nn.Parameter(torch.empty(33, dtype=torch.int64), requires_grad=False)
+
+    @torch.no_grad()
+    def reset_parameters(self):
+        for parameter in (self.matrix, self.cube, self.scalar, self.one, self.big):
+            parameter.normal_()
+        self.none.zero_()
+        self.whole.fill_(3)
+        self.big.clamp_(max=1.0)
+        self.matrix[4].zero_()
+        self.matrix.t()[7, 1::5].uniform_(5, 6)
+        self.matrix[30:].mul_(torch.tensor(3.0))
+        self.cube[..., 8].fill_(7)
+        self.cube.view(-1)[::11].sub_(1)
 
 
 MODULES = {
-    **SEEDED,
-    **{draw.__name__: lambda draw=draw: Own(draw) for draw in DRAWS},
-    "truncated": lambda: Own(lambda module: nn.init.trunc_normal_(module.weight, std=2.0)),
-    "float16": lambda: Own(reading, torch.float16),
-    **{f.__name__: f for f in (GPT, tied, shared, transposed, frozen)},
+    "convolution": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.PReLU()),
+    "recurrent": Recurrent,
+    "attention": lambda: nn.MultiheadAttention(6, 2, kdim=3, vdim=4, add_bias_kv=True),
+    "transformer": lambda: nn.Transformer(6, 2, 1, 1, 8, batch_first=True),
+    **{draw.__name__: lambda draw=draw: Own(draw) for draw in (odd, rejecting, deviating)},
+    "float16": lambda: Own(lambda module: module.weight.div_(module.inner.weight.norm()), torch.float16),
+    **{f.__name__: f for f in (GPT, Assorted, shared, transposed_and_frozen)},
     "nothing": nn.ReLU,
 }
 
@@ -190,10 +186,12 @@ MODULES = {
 @pytest.mark.parametrize("device", ("cpu", "meta"))
 def test_a_seed_draws_what_drawing_the_whole_module_and_constructing_it_do(device):
     for name, make in MODULES.items():
+        if name == "Assorted":
+            continue
         with torch.device(device):
             module = make()
         expected = dense(module, 5)
-        if name in SEEDED:
+        if name in ("convolution", "recurrent", "attention", "transformer"):
             with torch.random.fork_rng():
                 torch.manual_seed(5)
                 assert_same_bits(expected, {path: p.detach() for path, p in make().named_parameters()})
@@ -202,10 +200,7 @@ def test_a_seed_draws_what_drawing_the_whole_module_and_constructing_it_do(devic
         buffers = fs.tree_map(torch.clone, model.buffers)
         params = model.init(fs.zero2(one_axis()), seed=5)
         assert_same_bits(fs.unshard(params), expected)
-        assert name != "frozen" or {name: leaf.spec.frozen for name, leaf in params.items()} == {
-            "weight": True,
-            "bias": False,
-        }
+        assert all(leaf.spec.frozen is not module.get_parameter(path).requires_grad for path, leaf in params.items())
         assert_same_bits(torch.get_rng_state(), state)
         if device == "cpu":
             assert_untouched(module, before)
@@ -214,26 +209,37 @@ def test_a_seed_draws_what_drawing_the_whole_module_and_constructing_it_do(devic
             assert all(parameter.is_meta for parameter in module.parameters())
 
 
-@pytest.mark.parametrize("world_size", (2, 3, pytest.param(4, marks=pytest.mark.slow)))
-def test_replay_is_dense_at_every_world_size(world_size):
-    """Of every strategy; ranks compare what they drew and what was left out, and nothing else travels."""
-    modules = {name: MODULES[name]() for name in ("transformer", "GPT", "rejecting", "deviating", "tied")}
-    expected = {name: dense(module, 5) for name, module in modules.items()}
+DRAWN = {"replay": ("attention", "GPT", "deviating"), "counter": ("recurrent", "GPT", "Assorted")}
+LAYOUTS = ("ddp", "zero2 of every leaf", "last dim", "one dim over two axes", "two dims")
+
+
+@pytest.mark.parametrize("world_size", (4, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 3))))
+def test_every_world_size_and_strategy_draws_the_same(world_size):
+    """Ranks compare what they drew and what was left out, and nothing else travels."""
+    cases = []
+    for mode, name in ((mode, name) for mode, names in DRAWN.items() for name in names):
+        with torch.device("meta"):
+            module = MODULES[name]()
+        cases.append((module, mode, dense(module, 5) if mode == "replay" else fs.unshard(drawn(module, 5))))
 
     def program():
-        for name, module in modules.items():
-            for _, strategy in every_strategy():
+        for module, mode, expected in cases:
+            for _, strategy in every_strategy({name: STRATEGIES[name] for name in LAYOUTS}):
                 with fs.comm.record() as record:
-                    params = fs.functionalize(module).init(strategy, seed=5)
+                    params = fs.functionalize(module).init(strategy, seed=5, mode=mode)
                 assert len(record) <= 4 * sum(axis.size > 1 for axis in layout_axes(strategy))
-                assert_same_bits(fs.unshard(params), expected[name])
+                for leaf in params.values():
+                    assert leaf.local.count_nonzero() == without_padding(leaf).count_nonzero()
+                assert_same_bits(fs.unshard(params), expected)
 
+    state = torch.get_rng_state()
     spmd(program, world_size)
+    assert_same_bits(torch.get_rng_state(), state)
 
 
 def test_other_threads_may_draw():
     """Simulated ranks share torch's generator."""
-    module, done = SEEDED["transformer"](), threading.Event()
+    module, done = MODULES["transformer"](), threading.Event()
 
     def draw():
         while not done.is_set():
@@ -242,7 +248,7 @@ def test_other_threads_may_draw():
     expected, other = dense(module, 5), threading.Thread(target=draw)
     other.start()
     try:
-        params = fs.functionalize(module).init(fs.ddp(one_axis()), seed=5)
+        params = drawn(module, 5, "replay")
     finally:
         done.set()
         other.join()
@@ -252,27 +258,315 @@ def test_other_threads_may_draw():
 BAD = [
     (dict(seed="0"), "expected seed to be a whole number of 64 bits, got '0'"),
     (dict(seed=0, mode="dense"), 'expected mode to be "replay" or "counter", got \'dense\''),
-    (dict(mode="counter"), "expected a seed for mode='counter', got none; pass seed="),
+    (dict(seed=None, mode="counter"), "expected a seed for mode='counter', got none; pass seed="),
 ]
 
 
 def test_bad_arguments():
     for arguments, message in BAD:
-        assert text_of(lambda a=arguments: fs.functionalize(nn.Linear(2, 2)).init(fs.ddp(one_axis()), **a)) == (
-            f"model.init: {message}"
-        )
+        assert text_of(lambda a=arguments: drawn(nn.Linear(2, 2), **a)) == f"model.init: {message}"
+    with pytest.raises(ValueError, match=r"shard: leaves cannot be sharded\n  \['bias'\]"):
+        fs.functionalize(nn.Linear(3, 3)).init(fs.fully_shard(one_axis(), dim=1), seed=0)
 
 
-def test_a_leaf_that_does_not_fit_is_refused_before_anything_is_drawn():
-    class Counting(nn.Linear):
-        calls = 0
+def reset(module):
+    Undrawn._init_weights(module)
+    if isinstance(module, nn.LayerNorm):
+        module.reset_parameters()
 
+
+@pytest.mark.parametrize("mode", MODES)
+def test_reset_sets_the_values_of_each_submodule(mode):
+    with torch.device("meta"):
+        bare = Undrawn()
+
+    def program():
+        model = fs.functionalize(bare)
+        return fs.unshard(model.init(fs.zero3(one_axis(), min_shard_elements=0), seed=3, mode=mode, reset=reset))
+
+    expected = dense(bare, 3, reset) if mode == "replay" else fs.unshard(drawn(bare, 3, reset=reset))
+    assert_same_bits(spmd(program, 2), [expected] * 2)
+
+
+def test_what_nobody_draws_is_refused():
+    what = "model.init: values cannot be drawn from a seed"
+    root = "(root): expected a way to draw its values, got Undrawn, whose _init_weights is not called"
+    for mode in MODES:
+        assert text_of(lambda m=mode: drawn(Undrawn(), mode=m)) == f"{what}\n  {root}\n{REMEDY}"
+    left = "  ['norm.weight']: expected a value for each, got elements left out by reset_parameters"
+    assert text_of(lambda: drawn(Undrawn(), reset=Undrawn._init_weights)) == f"{what}\n{left}\n{REMEDY}"
+
+    class Copies(nn.Linear):
         def reset_parameters(self):
-            Counting.calls += 1
-            super().reset_parameters()
+            with torch.no_grad():
+                self.weight.copy_(self.other[0].weight if hasattr(self, "other") else torch.ones(2, 2))
 
-    model = fs.functionalize(nn.Sequential(Counting(3, 3)))
-    before = Counting.calls
-    with pytest.raises(ValueError, match=r"shard: leaves cannot be sharded\n  \['0.bias'\]"):
-        model.init(fs.fully_shard(one_axis(), dim=1), seed=0)
-    assert Counting.calls == before
+    module = nn.Sequential(nn.Linear(2, 2), Copies(2, 2))
+    module[1].other = [module[0]]
+    with pytest.raises(ValueError, match="expected reset to use tensors of the submodule that it was given"):
+        drawn(module, mode="replay")
+
+
+class HalfDrawn(nn.Linear):
+    def reset_parameters(self):
+        nn.init.normal_(self.weight.data[:2])
+
+
+@on_ranks(4)
+def test_ranks_refuse_together():
+    """Under "counter" only the ranks that have the elements left out see it."""
+    mesh = one_axis()
+    model, strategy = fs.functionalize(HalfDrawn(3, 8, bias=False)), fs.zero2(mesh, min_shard_elements=0)
+    texts = [text_of(lambda m=mode: model.init(strategy, seed=0, mode=m)) for mode in MODES]
+    assert all("elements left out by reset_parameters" in text for text in texts)
+    with pytest.raises(
+        ValueError, match=r"(?s)ranks hold different trees.*drawn from seed [13] by uniform_\("
+    ) as caught:
+        fs.functionalize(nn.Linear(2, 2)).init(fs.zero2(mesh), seed=mesh.get_rank(), mode="counter")
+    return texts, str(caught.value)
+
+
+class Rotary(nn.Module):
+    """A buffer that is never saved, one that is drawn at random, and one that the constructor alone makes."""
+
+    def __init__(self, has_mask=False):
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(4))
+        self.register_buffer("frequencies", torch.empty(4), persistent=False)
+        self.register_buffer("features", torch.empty(4, 4))
+        self.register_buffer("positions", torch.arange(4), persistent=False)
+        if has_mask:
+            self.register_buffer("mask", torch.ones(4, 4).tril(), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.ones_(self.scale)
+        self.frequencies = 100.0 ** -torch.linspace(0, 1, 4)
+        nn.init.normal_(self.features)
+        self.positions.copy_(torch.arange(4))
+
+    def forward(self, x):
+        y = (self.scale * x * self.frequencies.cos()) @ self.features + self.positions
+        return y * self.mask[0] if hasattr(self, "mask") else y
+
+
+def rotary(device, **options):
+    with torch.random.fork_rng(), torch.device(device):
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Rotary(**options))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_buffers_that_are_drawn_have_values(mode):
+    """In turn with parameters, from one generator, as constructing does; those that have values keep them."""
+    module, built = rotary("meta"), rotary("cpu")
+
+    def program():
+        model = fs.functionalize(module)
+        before = model.buffers
+        params = model.init(fs.zero2(one_axis(), min_shard_elements=0), seed=3, mode=mode)
+        assert all(buffer.is_meta for buffer in before.values())
+        first = model.buffers
+        model.init(fs.zero2(one_axis()), seed=4, mode=mode)
+        assert not model.buffers["2.features"].equal(first["2.features"])
+        return fs.unshard(params), first
+
+    for params, buffers in spmd(program, 2):
+        needed = dict(built.named_buffers())
+        assert_same_bits(buffers, needed if mode == "replay" else needed | {"2.features": buffers["2.features"]})
+        if mode == "replay":
+            assert_same_bits(params, {name: p.detach() for name, p in built.named_parameters()})
+    for buffer in built.buffers():
+        buffer.fill_(7)
+    model = fs.functionalize(built)
+    model.init(fs.ddp(one_axis()), seed=3, mode=mode)
+    assert all(buffer.eq(7).all() for buffer in [*model.buffers.values(), *built.buffers()])
+
+
+def test_buffers_that_nobody_draws_are_asked_for():
+    """Where there are values: without any, a model is run on the meta device."""
+    bare = rotary("meta", has_mask=True).eval()
+    model = fs.functionalize(bare)
+    assert model.apply(dict(bare.named_parameters()), torch.ones(5, 4, device="meta")).is_meta
+    params = model.init(fs.ddp(one_axis()), seed=3)
+    assert text_of(lambda: model.apply(params, torch.ones(5, 4), buffers=model.buffers)) == (
+        "apply: buffers have no values\n"
+        "  ['2.mask']: expected a tensor with values, got a tensor on the meta device\n"
+        "To fix: pass buffers= with values for them, such as buffers=state.buffers inside fs.plan, or write to "
+        "them in the module's reset_parameters."
+    )
+    model.apply(params, torch.ones(5, 4), buffers=model.buffers | {"2.mask": torch.ones(4, 4).tril()})
+
+
+class Summed(nn.Linear):
+    """A buffer that is computed from parameters."""
+
+    def reset_parameters(self):
+        super().reset_parameters()
+        if hasattr(self, "total"):
+            self.total.copy_(self.weight.detach().sum())
+
+
+def test_a_buffer_computed_from_parameters():
+    """Replay computes it; counter has no full parameters to compute it from."""
+    with torch.device("meta"):
+        module = Summed(3, 3)
+        module.register_buffer("total", torch.empty(()))
+    model = fs.functionalize(module)
+    params = model.init(fs.ddp(one_axis()), seed=0)
+    assert model.buffers["total"].equal(params["weight"].local.sum())
+    with pytest.raises(ValueError, match="expected buffers of numbers, got one that is computed from parameters"):
+        drawn(module)
+
+
+# Counter: numbers that belong to their elements.
+ROWS, COLUMNS = 256, 512
+# Five standard deviations: one false alarm in two million tests.
+SIGMAS = 5
+
+
+def sampled(draw, dtype=torch.float32, seed=0):
+    """A matrix that `draw` has drawn, in float64."""
+    module = Own(lambda module: draw(module.weight), dtype)
+    module.weight = nn.Parameter(torch.empty((ROWS, COLUMNS), dtype=dtype, device="meta"))
+    found = drawn(module, seed)["weight"].local
+    assert found.dtype == dtype
+    return found.double()
+
+
+def normal_cdf(x):
+    return torch.erfc(-x / math.sqrt(2)) / 2
+
+
+DISTRIBUTIONS = (
+    (lambda w: nn.init.uniform_(w, -0.3, 0.7), lambda x: (x + 0.3).clamp(0, 1)),
+    (nn.init.kaiming_normal_, lambda x: normal_cdf(x / math.sqrt(2 / COLUMNS))),
+    (lambda w: w.data.normal_().mul_(0.5).add_(2.0), lambda x: normal_cdf((x - 2) / 0.5)),
+)
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16))
+def test_values_have_their_distribution(dtype):
+    """Kolmogorov and Smirnov's distance, to which rounding adds at most a step of the dtype."""
+    for draw, cdf in DISTRIBUTIONS:
+        x = sampled(draw, dtype).flatten().sort().values
+        n, step = len(x), x.abs() * torch.finfo(dtype).eps
+        above = torch.searchsorted(x, x, right=True) / n - cdf(x)
+        below = cdf(x) - torch.searchsorted(x, x) / n
+        # The distance exceeds z / sqrt(n) with a probability of 2 exp(-2 z^2): here as seldom as SIGMAS deviations.
+        bound = math.sqrt(-math.log(math.erfc(SIGMAS / math.sqrt(2)) / 2) / 2 / n)
+        assert (torch.maximum(above, below) - cdf(x + step) + cdf(x - step)).max() < bound
+
+
+def test_numbers_do_not_depend_on_each_other():
+    """Not neighbours in a row or column, nor elements of other parameters, seeds or draws of the same one."""
+    x = sampled(nn.init.normal_)
+    other = Own(lambda module: [nn.init.normal_(p) for p in (module.weight, module.bias)])
+    other.weight, other.bias = (nn.Parameter(torch.empty(ROWS, COLUMNS, device="meta")) for _ in range(2))
+    params = drawn(other)
+    assert_same_bits(params["weight"].local.double(), x)
+    halves = sampled(lambda w: (w.data.normal_(), w.data[:100].normal_()))
+    assert_same_bits(halves[100:], x[100:])
+    pairs = {
+        "row": (x[:, 1:], x[:, :-1]),
+        "column": (x[1:], x[:-1]),
+        "power of two": (x.flatten()[4096:], x.flatten()[:-4096]),
+        "squares": ((x[:, 1:] ** 2 - 1) / 2, x[:, :-1] ** 2 - 1),
+        "parameter": (x, params["bias"].local.double()),
+        "draw": (x[:100], halves[:100]),
+        **{f"seed {seed}": (x, sampled(nn.init.normal_, seed=seed)) for seed in (1, 2**63 + 5, -1)},
+    }
+    for name, (a, b) in pairs.items():
+        assert abs(float((a * b).mean())) * math.sqrt(a.numel()) < SIGMAS, name
+
+
+def test_views_are_followed():
+    """Against the same operators on full tensors, where they do not draw."""
+    full = {name: leaf.local for name, leaf in drawn(Assorted()).items()}
+    matrix, expected = full["matrix"], torch.full((5, 7), 7.0)
+    assert matrix[4, [i for i in range(29) if i != 7]].eq(0).all()
+    assert matrix[1:30:5, 7].gt(5).all()
+    assert matrix[31, 7].gt(15)
+    assert matrix[5:30, 8:].abs().max() < 5
+    expected.view(-1)[torch.arange(8, 315, 9) % 11 == 0] -= 1
+    assert full["cube"][..., 8].equal(expected)
+    assert full["whole"].eq(3).all()
+    assert full["big"].max() == 1
+
+
+EXPECTED = "model.init: expected operators on each element by itself, got"
+COMPUTED = "aten._local_scalar_dense.default"
+REFUSED = {
+    "orthogonal": (lambda m: nn.init.orthogonal_(m.weight), f"{EXPECTED} copy_ on ['1.weight']"),
+    "another parameter": (lambda m: m.weight.data.copy_(m.inner.weight.mean()), COMPUTED),
+    "rejection": (lambda m: nn.init.trunc_normal_(m.weight), COMPUTED),
+    "exponential": (lambda m: m.bias.data.exponential_(), f"{EXPECTED} exponential_ on ['1.bias']"),
+    "rounding": (lambda m: m.bias.data.div_(2, rounding_mode="floor"), f"{EXPECTED} div_ on ['1.bias']"),
+    "a list": (lambda m: torch._foreach_mul_([m.bias.data], 2), f"{EXPECTED} _foreach_mul_ on ['1.bias']"),
+    "out": (lambda m: torch.mul(m.bias.data, 2, out=m.bias.data), f"{EXPECTED} mul on ['1.bias']"),
+}
+
+
+def test_what_is_not_element_by_element_is_refused():
+    for draw, expected in REFUSED.values():
+        with pytest.raises(Exception, match=re.escape(expected)) as caught:
+            drawn(nn.Sequential(nn.Linear(2, 2), Own(draw)))
+        assert caught.value.__notes__ == ['in the reset of 1 without values; pass mode="replay", which runs any']
+    with pytest.raises(ValueError, match=r"\['bias'\]: expected a value for each, got elements left out"):
+        drawn(Own(lambda module: setattr(module.bias, "data", torch.zeros(6))))
+
+
+WIDTH, LAYERS = 256, 6
+
+
+def peak_bytes(make):
+    """The most bytes of tensors there are at once while something is made."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        make()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+class Layer(nn.Module):
+    """Draws what its submodules have drawn again, as layers of GPTs do."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def reset_parameters(self):
+        nn.init.normal_(self.up.weight, std=0.1)
+        with torch.no_grad():
+            self.down.weight.mul_(0.1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_peak_is_the_outermost_submodule_that_draws_and_the_shards(mode):
+    with torch.device("meta"):
+        module = nn.Sequential(*(Layer() for _ in range(LAYERS)))
+    total = sum(parameter.nbytes for parameter in module.parameters())
+    model, strategy = fs.functionalize(module), fs.zero3(one_axis(), min_shard_elements=0)
+    # What is imported and remembered at first is not counted.
+    model.init(strategy, seed=0, mode=mode)
+    peak = peak_bytes(lambda: model.init(strategy, seed=0, mode=mode))
+    # A chunk has at most a dozen numbers of eight bytes for each of its elements at once.
+    extra = 12 * 8 * 2**15 if mode == "counter" else 2 * total // LAYERS
+    assert total <= peak <= total + extra + 2**14
+    assert extra < total / 2
+
+
+@on_ranks(4)
+def test_a_rank_holds_its_part():
+    """Of several ranks, each stores its shards; what it draws does not add up."""
+    with torch.device("meta"):
+        module = GPT()
+    total = sum(parameter.nbytes for parameter in module.parameters())
+    for mode in MODES:
+        params = fs.functionalize(module).init(fs.zero3(one_axis(), min_shard_elements=0), seed=0, mode=mode)
+        sizes = [leaf.local.untyped_storage().nbytes() for leaf in params.values()]
+        assert 4 * sum(sizes) <= total + 4 * 4 * 11 * len(sizes)

@@ -22,12 +22,7 @@ TOPICS = {
 MIRRORS = {
     "fshard/ext/quantize.py": ("tests/ext/test_quantize.py", "tests/ext/test_quantize_state.py"),
     "fshard/tree": ("tests/test_tree.py", "tests/test_law_round_trip.py"),
-    "fshard/init": (
-        "tests/test_init.py",
-        "tests/test_init_constructors.py",
-        "tests/test_init_counter.py",
-        "tests/test_init_memory.py",
-    ),
+    "fshard/init": ("tests/test_init.py",),
     "fshard/transforms": ("tests/transforms",),
     "fshard/comm": ("tests/comm",),
     "fshard/collectives/moves.py": ("tests/test_moves.py", "tests/test_collectives.py"),

@@ -6,7 +6,7 @@ from torch import nn
 
 import fshard as fs
 from fshard.testing import spmd
-from tests.test_init_constructors import MODES, REMEDY
+from tests.test_init import MODES, REMEDY
 from tests.trees import assert_same_bits, one_axis
 
 
