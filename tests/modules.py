@@ -52,9 +52,9 @@ class Recurrent(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, **options):
+    def __init__(self):
         super().__init__()
-        self.attention = nn.MultiheadAttention(6, 2, batch_first=True, **options)
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True, add_bias_kv=True, bias=False)
 
     def forward(self, x):
         return self.attention(x, x, x)
@@ -72,7 +72,6 @@ SEQUENCES, IMAGES = DRAW(2, 5, 6), DRAW(2, 3, 5, 5)
 
 # Each with its arguments and keyword arguments.
 MODULES = {
-    "linear": (lambda: nn.Linear(3, 4), (ROWS,), {}),
     "perceptron": (lambda: nn.Sequential(nn.Linear(3, 33), nn.GELU(), nn.Linear(33, 5), nn.LayerNorm(5)), (ROWS,), {}),
     "tied": (Tied, (TOKENS,), {}),
     "bag": (Bag, (ROWS,), {"scale": "b", "shift": 0.5}),
@@ -80,13 +79,10 @@ MODULES = {
     "embedding": (lambda: nn.Embedding(7, 4, padding_idx=0), (TOKENS,), {}),
     "convolution": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)), (IMAGES,), {}),
     "recurrent": (Recurrent, (DRAW(2, 5, 3),), {}),
-    "gru": (lambda: nn.GRU(3, 4), (DRAW(5, 2, 3),), {}),
     "cell": (lambda: nn.LSTMCell(3, 4), (ROWS,), {}),
     "attention": (Attention, (SEQUENCES,), {}),
-    "attention with keys": (lambda: Attention(add_bias_kv=True, bias=False), (SEQUENCES,), {}),
     "encoder": (lambda: nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True), (SEQUENCES,), {}),
     "weight norm": (lambda: parametrizations.weight_norm(nn.Linear(3, 4)), (ROWS,), {}),
-    "orthogonal": (lambda: parametrizations.orthogonal(nn.Linear(3, 4)), (ROWS,), {}),
     "batch norm": (lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval(), (ROWS,), {}),
     "buffers": (lambda: nn.BatchNorm1d(3, affine=False).eval(), (ROWS,), {}),
     "nothing": (nn.ReLU, (ROWS,), {}),

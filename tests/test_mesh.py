@@ -22,7 +22,6 @@ TX = fs.from_torch(torch.optim.AdamW, lr=0.05, fused=False)
 SIZES = {
     6: [({"shard": -1}, (6,)), ({"replicate": 2, "shard": -1}, (2, 3)), ({"replicate": -1, "shard": 2}, (3, 2))],
     4: [({"a": 1, "b": 2, "c": -1}, (1, 2, 2)), ({"a": 4, "b": -1}, (4, 1))],
-    1: [({"shard": -1}, (1,))],
 }
 
 
@@ -37,7 +36,7 @@ def test_sizes(world_size):
 
 @on_ranks(6)
 def test_axis_of_a_whole_mesh_of_a_part_and_of_an_axis():
-    """The outermost axis first: ranks 0, 1, 2 share the inner axis and 0, 3 the outer one."""
+    """The outermost axis first; an axis holds no rank: specs made of it are equal on all ranks that share it."""
     line, grid = fs.init_mesh({"shard": -1}, device="cpu"), fs.init_mesh({"outer": 2, "inner": 3}, device="cpu")
     axis, rank = fs.axis_of(line), my_rank()
     assert (axis.name, axis.size) == ("shard", 6)
@@ -46,15 +45,9 @@ def test_axis_of_a_whole_mesh_of_a_part_and_of_an_axis():
     outer, inner = (fs.all_gather(torch.tensor([rank]), fs.axis_of(grid, name)).tolist() for name in ("outer", "inner"))
     assert outer == [rank % 3, rank % 3 + 3]
     assert inner == [rank // 3 * 3 + k for k in range(3)]
-
-
-@on_ranks(2, "2 processes")
-def test_axes_agree_between_ranks_and_with_torchs_own_meshes():
-    """An axis holds no rank: specs made of it are equal on all ranks that share it."""
-    theirs = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
-    axes = fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu")), fs.axis_of(theirs)
-    assert [axis.size for axis in axes] == [2, 2]
-    return axes
+    theirs = fs.axis_of(init_device_mesh("cpu", (6,), mesh_dim_names=("shard",)))
+    assert theirs.size == 6
+    return axis, theirs
 
 
 def timeouts_of(axis):
@@ -65,11 +58,10 @@ def timeouts_of(axis):
     return [backend.options._timeout for backend in (*backends, *(own.pair if own else ()))]
 
 
-@on_ranks("2 processes", pytest.param("4 processes", marks=pytest.mark.slow))
+@on_ranks("2 processes")
 def test_every_group_of_a_mesh_has_its_timeout(world_size):
     """And a rank waits so long, not as long as the default group, which others made and which waits for a day."""
-    shapes = [{"shard": -1}, {"replicate": 2, "shard": -1}]
-    for shape, given in itertools.product(shapes, ({}, {"timeout": 2.5})):
+    for shape, given in itertools.product(({"shard": -1}, {"replicate": 2, "shard": -1}), ({}, {"timeout": 1.5})):
         mesh = fs.init_mesh(shape, device="cpu", **given)
         for axis in (fs.axis_of(mesh, name) for name in shape):
             fs.psum(torch.ones(()), axis)
@@ -77,7 +69,7 @@ def test_every_group_of_a_mesh_has_its_timeout(world_size):
             assert timeouts_of(axis) == [needed] * (3 if axis.size > 1 else 1)
     store, first = dist.distributed_c10d._get_default_store(), fs.axis_of(mesh, "replicate")
     if my_rank() == 0:
-        with pytest.raises(fs.comm.CollectiveError, match=r"did not come within [23] s"):
+        with pytest.raises(fs.comm.CollectiveError, match=r"did not come within [12] s"):
             fs.psum(torch.ones(()), first)
         store.set("waited", "")
     store.wait(["waited"])
@@ -85,7 +77,7 @@ def test_every_group_of_a_mesh_has_its_timeout(world_size):
 
 @on_ranks(2)
 def test_timeouts_that_are_refused():
-    for timeout in (0, -1.0, float("inf"), float("nan"), None, "1", timedelta(seconds=1), True):
+    for timeout in (0, float("inf"), float("nan"), "1", timedelta(seconds=1), True):
         with pytest.raises(ValueError, match=r"^init_mesh: expected timeout to be a positive number of seconds, got "):
             fs.init_mesh({"shard": -1}, device="cpu", timeout=timeout)
     with pytest.raises(ValueError, match=r"expected the same mesh on every rank, .*timeout 1 .*timeout 2 "):
@@ -150,7 +142,7 @@ def trainer_and_reference(world_size, directory):
     return found, {event.axis for event in events}, fs.broadcast(torch.tensor(my_rank()), everyone, root=1).item()
 
 
-@pytest.mark.parametrize("world", (4, "3 processes"))
+@pytest.mark.parametrize("world", (4, pytest.param("3 processes", marks=pytest.mark.slow)))
 def test_trainer_and_reference(world, workers, tmp_path):
     size = int(str(world)[0])
     _, needed = spmd(lambda: trained(fs.init_mesh({"train": -1}, device="cpu")), 2)[0]
