@@ -1,20 +1,25 @@
 """functionalize and apply: any module as a pure function, equal to the module itself, under any call."""
 
 import copy
+import re
 import threading
+from collections import OrderedDict, defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard.testing import assert_trees_close, spmd
 from tests.modules import EPS, EVERY_LEAF, MODULES, ROWS, assert_untouched, build, everything, tensors
 from tests.ranks import on_ranks
 from tests.trees import STRATEGIES, assert_same_bits, meshes, normal, one_axis
+from tests.unit_models import filled, zero3
 
 
 def test_module_is_untouched_and_its_copy_holds_no_weights():
@@ -205,3 +210,149 @@ def test_sync_buffers(world_size):
     assert_same_bits(first, {"mean": torch.zeros(2), "count": torch.tensor(10), "none": None})
     # Means of small integers over powers of two are exact.
     assert_same_bits(mean, {"mean": torch.tensor([middle, 2 * middle]), "count": torch.tensor(10), "none": None})
+
+
+class Rescaled(nn.Linear):
+    """Divides its weight in place before it is used, as RWKV of transformers does where it is evaluated."""
+
+    def forward(self, x, rescale=True):
+        if rescale:
+            with torch.no_grad():
+                self.weight.div_(2)
+        return super().forward(x)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("mode", (torch.inference_mode, torch.no_grad, torch.enable_grad))
+def test_writes_to_gathered_weights_and_buffers_are_refused_in_every_mode(mode):
+    """By name, on every rank; calls after that, and parameters made there, are as ever."""
+    module, x, on = filled(Rescaled(3, 3)).eval(), normal()(3, 3), meshes()
+    expected, model = module(x, rescale=False).detach(), fs.functionalize(module, nn.Linear)
+    norm = fs.functionalize(nn.BatchNorm1d(3).double())
+    for strategy in (STRATEGIES[EVERY_LEAF], STRATEGIES["ddp"], lambda on: zero3()(on.line)):
+        params = model.init(strategy(on))
+        for run in (model.apply, fs.jit(model.apply), lambda params, x: model.apply(fs.gather(params), x)):
+            # What was written may have reached the parameters.
+            copied = fs.tree_map(torch.clone, params)
+            with mode(), pytest.raises(ValueError, match=r"\['weight'\]: .*1 in-place writes"):
+                run(copied, x)
+        with mode():
+            params = model.init(strategy(on))
+            found = [model.apply(params, x, rescale=False)]
+            with pytest.raises(ValueError, match=r"(?s)updated and would be lost.*\['num_batches_tracked'\]"):
+                norm.apply(norm.init(strategy(on)), x)
+        found.append(model.apply(params, x, rescale=False))
+        assert_same_bits([out.detach() for out in found], [expected] * 2)
+
+
+REFUSED = (
+    "expected a call outside of torch.inference_mode(), got one inside it; "
+    "call it outside, and evaluate with model.apply inside"
+)
+
+
+@on_ranks(2)
+def test_differentiation_is_refused_in_inference_mode():
+    """Before anything is computed, and what was passed can be differentiated outside."""
+    params, x = fs.shard({"w": normal()(4, 4)}, zero3()(one_axis())), normal(1)(3, 4)
+
+    def loss(params, x):
+        return (x @ fs.gather(params)["w"]).square().sum()
+
+    runs = {
+        "value_and_grad": partial(fs.value_and_grad(loss), x=x),
+        "accumulate": lambda p: fs.accumulate(loss)(p, [x]),
+    }
+    for name, run in runs.items():
+        expected = run(params)
+        refused = pytest.raises(ValueError, match=f"^{re.escape(f'{name}: {REFUSED}')}$")
+        with fs.comm.record() as record, torch.inference_mode(), refused:
+            run(params)
+        assert all(entry.about.is_comparison for entry in record)
+        with torch.inference_mode():
+            doubled = fs.tree_map(lambda leaf: 2 * leaf, params)
+        # Autograd says so of tensors made there.
+        with pytest.raises(RuntimeError, match="requires_grad=True on inference tensor"):
+            run(doubled)
+        with torch.no_grad():
+            assert_same_bits(run(fs.tree_map(torch.clone, doubled))[0], 4 * expected[0])
+
+
+class Inner(nn.Linear):
+    """A unit with attributes of every kind."""
+
+    def __init__(self):
+        super().__init__(5, 5)
+        self.calls, self.total, self.outputs, self.seen = 0, torch.zeros(()), [], {1}
+        self.by_name, self.ordered, self.counts = {"calls": [0]}, OrderedDict(last=1), defaultdict(int, some=1)
+
+
+def writes_to_tensors(inner):
+    inner.total += 1
+    first = inner.total.item()
+    inner.total = inner.total + inner.weight.sum()
+    if not hasattr(inner, "cache"):
+        inner.cache = inner.weight.detach() * 2
+    return first + inner.total + inner.cache.sum()
+
+
+def writes_to_containers(inner):
+    inner.calls += 1
+    inner.outputs.append(inner.weight.sum())
+    inner.by_name["calls"][0] += 1
+    inner.seen.add(1 + max(inner.seen))
+    inner.ordered.move_to_end("first") if "first" in inner.ordered else inner.ordered.update(first=len(inner.ordered))
+    inner.counts["some"] += 1
+    found = inner.calls + len(inner.seen) + inner.counts["some"] * 10 + inner.ordered["first"]
+    return sum(inner.outputs) + inner.by_name["calls"][0] + found
+
+
+def sets_parameters_and_deletes(inner):
+    inner.eval()
+    inner.register_forward_hook(lambda module, args, out: 2 * out)
+    inner.weight = nn.Parameter(2 * inner.weight.detach())
+    first = hasattr(inner, "calls")
+    if first:
+        del inner.calls
+    return inner.weight.sum() + first + inner.training
+
+
+class Stateful(nn.Module):
+    """Its parent changes one unit's attributes, and one changes its own; a checkpoint reads what the forward set."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.first, self.second, self.change, self.mask = Inner(), Inner(), change, None
+
+    def forward(self, x, fail=False):
+        self.mask = (x > 0).to(x.dtype)
+        part = checkpoint(lambda x: torch.tanh(self.second(x) * self.mask), x, use_reentrant=False)
+        x = torch.tanh(self.first(x) + self.change(self.first)) + part
+        if fail:
+            raise KeyError("after a change")
+        return (self.second(x) * self.change(self.second)).square().mean()
+
+
+def results(model, params, x):
+    """All ways to run a model, each once."""
+    loss, grads = fs.value_and_grad(model.apply)(params, x)
+    _, again = fs.accumulate(model.apply)(params, [x, x])
+    return loss, fs.unshard(grads), fs.unshard(again), model.apply(params, x), model.apply(fs.gather(params), x)
+
+
+@on_ranks(1, pytest.param(2, marks=pytest.mark.slow))
+def test_attributes_that_a_forward_sets_do_not_outlive_the_call(world_size):
+    """Laws 4 and 9: results are those of a model that was never called, also after calls that failed."""
+    mesh = one_axis()
+    x = normal(mesh.get_rank())(3, 5)
+    for change in (writes_to_tensors, writes_to_containers, sets_parameters_and_deletes):
+        module = filled(Stateful(change))
+        params = fs.functionalize(module, Inner).init(zero3()(mesh))
+        others = fs.tree_map(lambda leaf: leaf * 0.5, params)
+        expected = [results(fs.functionalize(module, Inner), p, x) for p in (params, others)]
+        model = fs.functionalize(module, Inner)
+        # Ranks that fail apart by more than a moment would break the mesh.
+        for run in (fs.value_and_grad(model.apply), model.apply) if world_size == 1 else ():
+            with pytest.raises(KeyError, match="after a change"):
+                run(params, x, fail=True)
+        assert_same_bits([results(model, p, x) for p in (params, others)], expected)

@@ -44,7 +44,6 @@ MIRRORS = {
     "fshard/modules.py": (
         "tests/engine",
         "tests/test_apply.py",
-        "tests/test_apply_attributes.py",
         "tests/test_units_state.py",
     ),
     "fshard/jit": ("tests/jit",),
