@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
-from fshard.testing import assert_trees_close, spmd
+from fshard.testing import assert_trees_close
 from tests.modules import EPS, EVERY_LEAF, MODULES, ROWS, assert_untouched, build, everything, tensors
 from tests.ranks import on_ranks
 from tests.trees import STRATEGIES, assert_same_bits, meshes, normal, one_axis
@@ -52,14 +52,22 @@ def test_module_is_untouched_and_its_copy_holds_no_weights():
         assert_same_bits(fs.tree_leaves(params), fs.tree_leaves(old))
 
 
-@on_ranks(1, 3)
-def test_output_is_the_module_s():
-    for name in MODULES:
-        module, args, kwargs = build(name)
-        model, before = fs.functionalize(module), {path: p.detach().clone() for path, p in module.named_parameters()}
+def loss_of(outputs):
+    return sum((leaf * torch.linspace(0.5, 1.5, leaf.numel()).view_as(leaf)).sum() for leaf in tensors(outputs))
+
+
+# The same modules on each rank: their constructors draw from the process's generator.
+BUILT = {name: build(name) for name in MODULES}
+
+
+@on_ranks(3)
+def test_output_and_gradients_are_the_module_s():
+    """Each rank sees the same inputs, so that the mean over ranks is what one process has."""
+    for name, (module, args, kwargs) in BUILT.items():
+        model, before = fs.functionalize(module), {path: p.detach() for path, p in module.named_parameters()}
         # torch chooses other kernels where a weight requires a gradient, which a gathered one does not.
         reference = copy.deepcopy(module).requires_grad_(False)
-        for strategy in ("ddp", EVERY_LEAF, "last dim"):
+        for strategy in (EVERY_LEAF, "last dim"):
             params = model.init(STRATEGIES[strategy](meshes()))
             assert list(params) == list(before)
             assert_same_bits(fs.unshard(params), before)
@@ -67,39 +75,27 @@ def test_output_is_the_module_s():
                 out, expected = fs.apply(model, given, *args, **kwargs), reference(*args, **kwargs)
                 assert type(out) is type(expected)
                 assert_same_bits(tensors(out), tensors(expected))
-            for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            for mode in (torch.no_grad, torch.inference_mode):
                 with mode():
                     found = tensors(model.apply(params, *args, **kwargs))
                     assert_same_bits(found, tensors(reference(*args, **kwargs)))
                 assert not any(tensor.requires_grad for tensor in found)
-
-
-def test_gradients_are_the_module_s():
-    """Each rank sees the same inputs, so that the mean over ranks is what one process has."""
-
-    def loss_of(outputs):
-        return sum((leaf * torch.linspace(0.5, 1.5, leaf.numel()).view_as(leaf)).sum() for leaf in tensors(outputs))
-
-    def program():
-        for module, args, kwargs in built:
-            trained = {path: p for path, p in module.named_parameters() if p.requires_grad}
-            value = loss_of(module(*args, **kwargs))
-            dense = torch.autograd.grad(value, list(trained.values()), allow_unused=True)
-            expected = {path: grad for path, grad in zip(trained, dense) if grad is not None}
-            model = fs.functionalize(module, units=nn.Module)
-            params = model.init(fs.zero3(one_axis(), min_shard_elements=0, merge_bytes=0))
-            run = fs.value_and_grad(lambda p, m=model, a=args, k=kwargs: loss_of(m.apply(p, *a, **k)))
-            found, grads = run(params)
-            assert {path for path, grad in grads.items() if grad is None} == set(params) - set(expected)
-            # Products through at most 10 layers, summed over at most 400 terms, in an order that depends on the kernel;
-            # the ranks' sum and division add a few more.
-            atol = 413 * EPS * max(1.0, *(leaf.abs().max().item() for leaf in expected.values()))
-            torch.testing.assert_close(found, value.detach(), rtol=400 * EPS, atol=400 * EPS)
-            assert_trees_close(fs.unshard({path: grads[path] for path in expected}), expected, rtol=0.0, atol=atol)
-
-    # The same modules on each rank: their constructors draw from the process's generator.
-    built = [build(name) for name in MODULES if list(build(name)[0].parameters())]
-    spmd(program, 3)
+        if not before:
+            continue
+        module = copy.deepcopy(module)
+        trained = {path: p for path, p in module.named_parameters() if p.requires_grad}
+        value = loss_of(module(*args, **kwargs))
+        dense = torch.autograd.grad(value, list(trained.values()), allow_unused=True)
+        expected = {path: grad for path, grad in zip(trained, dense) if grad is not None}
+        model = fs.functionalize(module, units=nn.Module)
+        params = model.init(fs.zero3(one_axis(), min_shard_elements=0, merge_bytes=0))
+        found, grads = fs.value_and_grad(lambda p, m=model, a=args, k=kwargs: loss_of(m.apply(p, *a, **k)))(params)
+        assert {path for path, grad in grads.items() if grad is None} == set(params) - set(expected), name
+        # Products through at most 10 layers, summed over at most 400 terms, in an order that depends on the kernel;
+        # the ranks' sum and division add a few more.
+        atol = 413 * EPS * max(1.0, *(leaf.abs().max().item() for leaf in expected.values()))
+        torch.testing.assert_close(found, value.detach(), rtol=400 * EPS, atol=400 * EPS)
+        assert_trees_close(fs.unshard({path: grads[path] for path in expected}), expected, rtol=0.0, atol=atol)
 
 
 CALLS, ROUNDS = 4, 3
@@ -128,12 +124,11 @@ def test_calls_that_overlap_do_not_mix():
 TRANSFORM_ATOL = 2 * 33 * EPS * 10
 
 
-@on_ranks(1, 3)
-@pytest.mark.parametrize("strategy", ("ddp", EVERY_LEAF, "last dim"))
-def test_function_transforms(strategy):
+@on_ranks(3)
+def test_function_transforms():
     module, _, _ = build("perceptron")
     full = {path: parameter.detach() for path, parameter in module.named_parameters()}
-    model, draw, transform = fs.functionalize(module), normal(3), STRATEGIES[strategy](meshes())
+    model, draw, transform = fs.functionalize(module), normal(3), STRATEGIES["last dim"](meshes())
     tangent = {path: draw(*leaf.shape) for path, leaf in full.items()}
     batch, target = draw(4, 6, 3), draw(6, 5)
 

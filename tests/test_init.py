@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import fshard as fs
+from fshard.init.drawing import children_first
 from fshard.shard import without_padding
 from fshard.testing import spmd
 from fshard.transforms.compose import layout_axes
@@ -25,14 +26,6 @@ REMEDY = (
 )
 
 
-def children_first(module, seen):
-    if module not in seen:
-        seen.add(module)
-        for child in module.children():
-            yield from children_first(child, seen)
-        yield module
-
-
 def dense(module, seed, reset=None):
     """The oracle: the whole module filled with NaN, then each reset_parameters, or `reset` of each, in turn."""
     memo = {id(t): torch.zeros_like(t, device="cpu") for t in module.buffers()}
@@ -42,7 +35,7 @@ def dense(module, seed, reset=None):
     made = copy.deepcopy(module, memo)
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
-        for submodule in children_first(made, set()):
+        for _, submodule in children_first(made, "", set()):
             own = getattr(submodule, "reset_parameters", getattr(submodule, "_reset_parameters", None))
             if reset is not None:
                 reset(submodule)
@@ -108,18 +101,13 @@ def odd(module):
         nn.init.normal_(module.inner.bias)
 
 
-def rejecting(module):
-    """Draws until the values suit it, so that nothing can be said without values; writes past torch."""
-    while module.weight.abs().max() > 1 or not module.weight.std() > 0:
-        module.weight.normal_(0, 0.4)
-    module.bias.detach().numpy()[:] = module.inner.weight.detach().numpy().sum()
-
-
 def deviating(module):
-    """Does something else where there are no values, and something that depends on values drawn before."""
+    """Does something else where there are no values; draws until the values suit it, and writes past torch."""
     if type(module.weight) is nn.Parameter:
-        nn.init.normal_(module.weight)
+        while module.weight.abs().max() > 1 or not module.weight.std() > 0:
+            module.weight.normal_(0, 0.4)
         module.inner.bias += module.weight.sum()
+        module.bias.detach().numpy()[:] = module.inner.weight.detach().numpy().sum()
 
 
 class Around(nn.Module):
@@ -176,7 +164,7 @@ MODULES = {
     "recurrent": Recurrent,
     "attention": lambda: nn.MultiheadAttention(6, 2, kdim=3, vdim=4, add_bias_kv=True),
     "transformer": lambda: nn.Transformer(6, 2, 1, 1, 8, batch_first=True),
-    **{draw.__name__: lambda draw=draw: Own(draw) for draw in (odd, rejecting, deviating)},
+    **{draw.__name__: lambda draw=draw: Own(draw) for draw in (odd, deviating)},
     "float16": lambda: Own(lambda module: module.weight.div_(module.inner.weight.norm()), torch.float16),
     **{f.__name__: f for f in (GPT, Assorted, shared, transposed_and_frozen)},
     "nothing": nn.ReLU,
@@ -240,12 +228,10 @@ def test_every_world_size_and_strategy_draws_the_same(world_size):
 def test_other_threads_may_draw():
     """Simulated ranks share torch's generator."""
     module, done = MODULES["transformer"](), threading.Event()
-
-    def draw():
-        while not done.is_set():
-            torch.rand(1)
-
-    expected, other = dense(module, 5), threading.Thread(target=draw)
+    expected, other = (
+        dense(module, 5),
+        threading.Thread(target=lambda: [torch.rand(1) for _ in iter(done.is_set, True)]),
+    )
     other.start()
     try:
         params = drawn(module, 5, "replay")
@@ -282,7 +268,10 @@ def test_reset_sets_the_values_of_each_submodule(mode):
 
     def program():
         model = fs.functionalize(bare)
-        return fs.unshard(model.init(fs.zero3(one_axis(), min_shard_elements=0), seed=3, mode=mode, reset=reset))
+        params = model.init(fs.zero3(one_axis(), min_shard_elements=0), seed=3, mode=mode, reset=reset)
+        # A rank holds its part, and not the memory of what it was cut from.
+        assert all(leaf.local.untyped_storage().nbytes() == leaf.local.nbytes for leaf in params.values())
+        return fs.unshard(params)
 
     expected = dense(bare, 3, reset) if mode == "replay" else fs.unshard(drawn(bare, 3, reset=reset))
     assert_same_bits(spmd(program, 2), [expected] * 2)
@@ -398,27 +387,6 @@ def test_buffers_that_nobody_draws_are_asked_for():
     model.apply(params, torch.ones(5, 4), buffers=model.buffers | {"2.mask": torch.ones(4, 4).tril()})
 
 
-class Summed(nn.Linear):
-    """A buffer that is computed from parameters."""
-
-    def reset_parameters(self):
-        super().reset_parameters()
-        if hasattr(self, "total"):
-            self.total.copy_(self.weight.detach().sum())
-
-
-def test_a_buffer_computed_from_parameters():
-    """Replay computes it; counter has no full parameters to compute it from."""
-    with torch.device("meta"):
-        module = Summed(3, 3)
-        module.register_buffer("total", torch.empty(()))
-    model = fs.functionalize(module)
-    params = model.init(fs.ddp(one_axis()), seed=0)
-    assert model.buffers["total"].equal(params["weight"].local.sum())
-    with pytest.raises(ValueError, match="expected buffers of numbers, got one that is computed from parameters"):
-        drawn(module)
-
-
 # Counter: numbers that belong to their elements.
 ROWS, COLUMNS = 256, 512
 # Five standard deviations: one false alarm in two million tests.
@@ -470,11 +438,10 @@ def test_numbers_do_not_depend_on_each_other():
     pairs = {
         "row": (x[:, 1:], x[:, :-1]),
         "column": (x[1:], x[:-1]),
-        "power of two": (x.flatten()[4096:], x.flatten()[:-4096]),
         "squares": ((x[:, 1:] ** 2 - 1) / 2, x[:, :-1] ** 2 - 1),
         "parameter": (x, params["bias"].local.double()),
         "draw": (x[:100], halves[:100]),
-        **{f"seed {seed}": (x, sampled(nn.init.normal_, seed=seed)) for seed in (1, 2**63 + 5, -1)},
+        **{f"seed {seed}": (x, sampled(nn.init.normal_, seed=seed)) for seed in (2**63 + 5, -1)},
     }
     for name, (a, b) in pairs.items():
         assert abs(float((a * b).mean())) * math.sqrt(a.numel()) < SIGMAS, name
@@ -500,6 +467,7 @@ REFUSED = {
     "orthogonal": (lambda m: nn.init.orthogonal_(m.weight), f"{EXPECTED} copy_ on ['1.weight']"),
     "another parameter": (lambda m: m.weight.data.copy_(m.inner.weight.mean()), COMPUTED),
     "rejection": (lambda m: nn.init.trunc_normal_(m.weight), COMPUTED),
+    "a number of it": (lambda m: torch.zeros(()).copy_(m.weight.sum()), "expected buffers of numbers, got one that is"),
     "exponential": (lambda m: m.bias.data.exponential_(), f"{EXPECTED} exponential_ on ['1.bias']"),
     "rounding": (lambda m: m.bias.data.div_(2, rounding_mode="floor"), f"{EXPECTED} div_ on ['1.bias']"),
     "a list": (lambda m: torch._foreach_mul_([m.bias.data], 2), f"{EXPECTED} _foreach_mul_ on ['1.bias']"),
@@ -516,7 +484,7 @@ def test_what_is_not_element_by_element_is_refused():
         drawn(Own(lambda module: setattr(module.bias, "data", torch.zeros(6))))
 
 
-WIDTH, LAYERS = 256, 6
+WIDTH, LAYERS = 256, 8
 
 
 def peak_bytes(make):
@@ -532,41 +500,16 @@ def peak_bytes(make):
     return peak
 
 
-class Layer(nn.Module):
-    """Draws what its submodules have drawn again, as layers of GPTs do."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def reset_parameters(self):
-        nn.init.normal_(self.up.weight, std=0.1)
-        with torch.no_grad():
-            self.down.weight.mul_(0.1)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_the_peak_is_the_outermost_submodule_that_draws_and_the_shards(mode):
     with torch.device("meta"):
-        module = nn.Sequential(*(Layer() for _ in range(LAYERS)))
+        module = nn.Sequential(*(nn.Linear(WIDTH, 4 * WIDTH) for _ in range(LAYERS)))
     total = sum(parameter.nbytes for parameter in module.parameters())
     model, strategy = fs.functionalize(module), fs.zero3(one_axis(), min_shard_elements=0)
     # What is imported and remembered at first is not counted.
     model.init(strategy, seed=0, mode=mode)
     peak = peak_bytes(lambda: model.init(strategy, seed=0, mode=mode))
     # A chunk has at most a dozen numbers of eight bytes for each of its elements at once.
-    extra = 12 * 8 * 2**15 if mode == "counter" else 2 * total // LAYERS
+    extra = 12 * 8 * 2**15 if mode == "counter" else total // LAYERS
     assert total <= peak <= total + extra + 2**14
     assert extra < total / 2
-
-
-@on_ranks(4)
-def test_a_rank_holds_its_part():
-    """Of several ranks, each stores its shards; what it draws does not add up."""
-    with torch.device("meta"):
-        module = GPT()
-    total = sum(parameter.nbytes for parameter in module.parameters())
-    for mode in MODES:
-        params = fs.functionalize(module).init(fs.zero3(one_axis(), min_shard_elements=0), seed=0, mode=mode)
-        sizes = [leaf.local.untyped_storage().nbytes() for leaf in params.values()]
-        assert 4 * sum(sizes) <= total + 4 * 4 * 11 * len(sizes)

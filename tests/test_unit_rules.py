@@ -14,9 +14,6 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(4, 8, bias=False), nn.ReLU(), nn.Linear(8, 4, bias=False))
         self.scale = nn.Parameter(torch.ones(4))
 
-    def forward(self, x):
-        return x + self.scale * self.mlp(self.mixer(x))
-
 
 class Tower(nn.Module):
     """Blocks between an embedding and a head that is tied to it."""
@@ -28,71 +25,60 @@ class Tower(nn.Module):
         self.head = nn.Linear(4, 6)
         self.head.weight = self.embed.weight
 
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+
+LAYERS = [["blocks.%d", "blocks.%d.mixer", "blocks.%d.mlp.0", "blocks.%d.mlp.2"], ["blocks.%d"]]
+MLPS = ["blocks.%d", "blocks.%d.mixer", "blocks.%d.mlp"]
 
 
-def of_block(i):
-    return [f"blocks.{i}.scale", f"blocks.{i}.mixer.weight", f"blocks.{i}.mlp.0.weight", f"blocks.{i}.mlp.2.weight"]
+def tower(*blocks):
+    """Units of a tower, given those of each block."""
+    return ["embed", *(path % i for i, paths in enumerate(blocks) for path in paths), "head"]
 
 
-EMBED = ("embed", ["embed.weight"])
-# A tied weight is in every unit that uses it, by the first of its names.
-HEAD = ("head", ["embed.weight", "head.bias"])
-BLOCKS = [("blocks.0", of_block(0)), ("blocks.1", of_block(1))]
-BY_BLOCK = [EMBED, *BLOCKS, HEAD]
-ALL = ["embed.weight", *of_block(0), *of_block(1), "head.bias"]
+BY_BLOCK, BY_MLP, BY_LIST = tower(["blocks.%d"], ["blocks.%d"]), tower(MLPS, MLPS), ["embed", "blocks", "head"]
 
-
-def in_parts(i, *parts):
-    """What a block owns, and its mixer, as units, with further parts of it and their parameters."""
-    names = of_block(i)
-    found = [("", names[:1]), (".mixer", names[1:2]), *((part, names[chosen]) for part, chosen in parts)]
-    return [(f"blocks.{i}{part}", chosen) for part, chosen in found]
-
-
-MLP, LAYERS = [(".mlp", slice(2, 4))], [(".mlp.0", slice(2, 3)), (".mlp.2", slice(3, 4))]
-# A feed-forward network each; what else a block owns is one unit around them, and one for each other submodule.
-BY_MLP = [EMBED, *in_parts(0, *MLP), *in_parts(1, *MLP), HEAD]
-BY_LAYER = [EMBED, *in_parts(0, *LAYERS), *in_parts(1, *LAYERS), HEAD]
-
-# What a rule selects of a Tower, as pairs of a submodule and its parameters, in the order of their gathering.
+# The submodules that a rule selects of a Tower, in the order of their gathering.
 RULES = {
-    "None": (None, [("", ALL)]),
+    "None": (None, [""]),
     "a class": (Block, BY_BLOCK),
     "a tuple of classes": ((Block, nn.Embedding), BY_BLOCK),
     "a tuple whose parts overlap": (("blocks.*", Block, "blocks.0"), BY_BLOCK),
-    "a name": ("blocks.1", [*BY_LAYER[:5], BLOCKS[1], HEAD]),
-    "the name of a list": ("blocks", [EMBED, ("blocks", of_block(0) + of_block(1)), HEAD]),
+    "a name": ("blocks.1", tower(*LAYERS)),
+    "the name of a list": ("blocks", BY_LIST),
     "a pattern": ("blocks.*", BY_BLOCK),
-    "a pattern of one part": ("*", [EMBED, ("blocks", of_block(0) + of_block(1)), HEAD]),
+    "a pattern of one part": ("*", BY_LIST),
     "a pattern inside": ("blocks.?.mlp", BY_MLP),
     "a function of the name": (lambda name, module: name.endswith("mlp"), BY_MLP),
     "a function of the module": (lambda name, module: hasattr(module, "mixer"), BY_BLOCK),
     # There are 84 parameters in a block, 24 in the embedding and 6 in the head without the tied weight.
     "a number": (84, BY_BLOCK),
-    "a number that a block just misses": (85, [EMBED, ("blocks", of_block(0) + of_block(1)), HEAD]),
-    "all parameters": (198, [("", ALL)]),
+    "a number that a block just misses": (85, BY_LIST),
+    "all parameters": (198, [""]),
     "a list": (["embed", Block, "head"], BY_BLOCK),
     "a list in a list": ([["embed"], [Block]], BY_BLOCK),
     "a list of other forms": (
-        [lambda name, module: name == "head", nn.Sequential, "blocks.0"],
-        [EMBED, ("blocks.0", of_block(0)[:2]), BY_MLP[3], *BY_MLP[4:7], HEAD],
+        [lambda name, _: name == "head", nn.Sequential, "blocks.0"],
+        tower(["blocks.%d", MLPS[2]], MLPS),
     ),
     "a list whose parts overlap": ([84, Block, "blocks.1", "blocks.1"], BY_BLOCK),
-    "a class without parameters": (nn.ReLU, BY_LAYER),
-    "a list of one inside another": (
-        ["blocks.1.mlp", "blocks.1"],
-        [*BY_LAYER[:5], ("blocks.1", of_block(1)[:2]), ("blocks.1.mlp", of_block(1)[2:]), HEAD],
-    ),
+    "a class without parameters": (nn.ReLU, tower(LAYERS[0], LAYERS[0])),
+    "a list of one inside another": (["blocks.1.mlp", "blocks.1"], tower(LAYERS[0], ["blocks.%d", MLPS[2]])),
 }
 
 
 def selected(module, units):
-    return [(unit.path, list(unit.names)) for unit in fs.functionalize(module, units=units)._units]
+    """The paths of units, each of which has the parameters of the submodules whose nearest unit it is."""
+    found = {unit.path: list(unit.names) for unit in fs.functionalize(module, units=units)._units}
+    # A tied weight is in every unit that uses it, by the first of its names.
+    first, needed = {parameter: name for name, parameter in module.named_parameters()}, {path: [] for path in found}
+    for name, submodule in module.named_modules():
+        around = [path for path in found if not path or f"{name}.".startswith(f"{path}.")]
+        own = [first[parameter] for parameter in submodule.parameters(recurse=False)]
+        assert around or not own
+        if own:
+            needed[max(around, key=len)] += own
+    assert found == {path: list(dict.fromkeys(names)) for path, names in needed.items()}
+    return list(found)
 
 
 def test_a_rule_selects_these_units():
@@ -124,8 +110,7 @@ def test_tied_modules_are_one_unit_and_tied_parameters_are_in_many():
     """A submodule under two names is entered under either of them."""
     shared, other = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
     other.weight = shared.weight
-    module = nn.Sequential(shared, shared, other)
-    assert selected(module, nn.Linear) == [("0", ["0.weight", "0.bias"]), ("2", ["0.weight"])]
+    assert selected(nn.Sequential(shared, shared, other), nn.Linear) == ["0", "2"]
 
 
 # Rules that functionalize refuses, with the part that the error shows.
