@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fshard import _compat
 from fshard.tree import Tree, tree_leaves, tree_map
-from fshard.tree.checks import check_function, describe
+from fshard.tree.checks import check_function, describe, is_differentiable
 
 Flat = Callable[..., tuple[torch.Tensor, ...]]
 
@@ -100,21 +100,21 @@ class _Remat(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.again, tensors = inputs[1], inputs[2:]
-        ctx.mark_non_differentiable(*(tensor for tensor in output if not _is_differentiable(tensor)))
+        ctx.mark_non_differentiable(*(tensor for tensor in output if not is_differentiable(tensor)))
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         tensors = ctx.saved_tensors
-        trained = [i for i, tensor in enumerate(tensors) if _is_differentiable(tensor)]
+        trained = [i for i, tensor in enumerate(tensors) if is_differentiable(tensor)]
 
         def run(*some: torch.Tensor) -> tuple[torch.Tensor, ...]:
             given = dict(enumerate(tensors)) | dict(zip(trained, some, strict=True))
-            return tuple(tensor for tensor in ctx.again(*given.values()) if _is_differentiable(tensor))
+            return tuple(tensor for tensor in ctx.again(*given.values()) if is_differentiable(tensor))
 
         outputs, pull_back, *_ = torch.func.vjp(run, *(tensors[i] for i in trained))
-        wanted = [grad for grad in grads if grad is not None and _is_differentiable(grad)]
+        wanted = [grad for grad in grads if grad is not None and is_differentiable(grad)]
         found = dict(zip(trained, pull_back(tuple(wanted[: len(outputs)])), strict=True))
         return None, None, *map(found.get, range(len(tensors)))
 
@@ -129,7 +129,3 @@ class _Remat(Function):
         both = (torch.func.vmap(f, in_dims=in_dims[2:], randomness=info.randomness) for f in (flat, again))
         outputs = _Remat.apply(*both, *tensors)
         return outputs, (0,) * len(outputs)
-
-
-def _is_differentiable(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()

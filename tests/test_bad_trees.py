@@ -15,6 +15,7 @@ ALIKE = (
     "they start."
 )
 KEEP = "\nTo fix: keep a leaf's shape when mapping over it."
+GATHERED = "make them by fs.shard or fs.reshard; give a frozen leaf the spec of the trained one, or detach it"
 TEXT = "of hash {hash} split by"
 SPLIT = f"{TEXT} P('shard')"
 GONE = fs.Axis("shard", 2, "gone")
@@ -114,9 +115,9 @@ ROWS = [
             f"{name} of a frozen leaf that was computed from trained ones",
             lambda world: (fs.shard(world.full, world.zero2, frozen="*"), world.params),
             lambda base, params, call=call: fs.value_and_grad(lambda p: call(adapted(base, p)))(params),
-            f"{name}: a frozen leaf would lose its gradient\n"
+            f"{name}: leaves cannot be gathered\n"
             "  ['a']: expected none, because its spec is frozen, got a computed tensor that requires a gradient\n"
-            "To fix: give it the spec of the trained leaf, or detach it.",
+            f"To fix: {GATHERED}.",
         )
         for name, call in [
             ("gather", lambda p: fs.gather(p)["a"].sum()),

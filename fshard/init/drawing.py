@@ -11,6 +11,7 @@ from torch import nn
 from fshard import _compat
 from fshard.errors import Problem, refuse
 from fshard.tree import tree_leaves
+from fshard.tree.checks import is_differentiable
 
 Reset = Callable[[nn.Module], Any]
 See = Callable[[Any, Any, dict[str, Any]], None]
@@ -37,7 +38,7 @@ def copied(
 def blank_like(tensor: torch.Tensor) -> torch.Tensor:
     """Make a tensor for the values of another, of NaN or zeros."""
     device = torch.get_default_device() if tensor.is_meta else tensor.device
-    blank = torch.nan if tensor.is_floating_point() or tensor.is_complex() else 0
+    blank = torch.nan if is_differentiable(tensor) else 0
     return torch.empty_like(tensor, device=device).fill_(blank)
 
 
@@ -45,7 +46,7 @@ def is_left_out(tensor: torch.Tensor, blank: torch.Tensor) -> bool:
     """Tell whether elements of a blank tensor, or of the one in its place, were not set."""
     if tensor.is_meta or _compat.is_fake(tensor):
         return True
-    if tensor.is_floating_point() or tensor.is_complex():
+    if is_differentiable(tensor):
         return bool(tensor.isnan().any())
     # It was filled once, when it was made.
     is_same = _compat.storage_key(tensor) == _compat.storage_key(blank)

@@ -4,7 +4,6 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -173,82 +172,59 @@ def is_donated(leaf: Any) -> bool:
     return getattr(leaf.local if isinstance(leaf, Sharded) else leaf, DONATED, None) is True
 
 
-def _donated(leaf: Any) -> Misfit:
-    pair = "a tensor that was donated to an earlier call", "what that call returned in its place"
-    return pair if is_donated(leaf) else None
+def refuse_donated(what: str, flat: Flat) -> None:
+    """Refuse leaves that were donated; `what` is the verb that asks."""
 
-
-def _unlike_its_spec(leaf: Any) -> Misfit:
-    if not isinstance(leaf, Sharded) or getattr(leaf.local, "shape", None) == leaf.spec.local_shape:
+    def misfit(leaf: Any) -> Misfit:
+        if is_donated(leaf):
+            return "a tensor that was donated to an earlier call", "what that call returned in its place"
         return None
-    return f"{describe(leaf.local)} as local tensor", f"a local tensor of shape {leaf.spec.local_shape}"
+
+    remedy = "go on with the new state, or do not donate the old one"
+    refuse(f"{what}: arguments were donated", flat.problems(misfit), remedy)
 
 
-def _elsewhere(leaf: Any) -> Misfit:
-    away = [named(axis) for axis in leaf.spec.axes if not is_reachable(axis)] if is_sharded(leaf) else []
-    return (", ".join(away), "a group of that size that this process is in") if away else None
+def check_tensors(what: str, flat: Flat) -> None:
+    """Refuse leaves that are no tensors."""
+
+    def misfit(leaf: Any) -> Misfit:
+        if is_sharded(leaf) or leaf is None or isinstance(leaf, torch.Tensor):
+            return None
+        return describe(leaf), "a Sharded leaf or a tensor"
+
+    refuse(f"{what}: leaves are no tensors", flat.problems(misfit), "keep other values out of the tree")
 
 
-def _without_transform(leaf: Any) -> Misfit:
-    missing = is_sharded(leaf) and leaf.spec.transform is None
-    return ("a spec without a transform", "a spec with one") if missing else None
+def is_differentiable(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor's dtype takes gradients."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _lost(leaf: Any) -> Misfit:
-    computed = is_sharded(leaf) and leaf.spec.frozen and leaf.local.requires_grad and not leaf.local.is_leaf
-    pair = "a computed tensor that requires a gradient", "none, because its spec is frozen"
-    return pair if computed and torch.is_grad_enabled() else None
+def check_floating(what: str, flat: Flat) -> None:
+    """Refuse leaves that should take a gradient and cannot."""
 
+    def misfit(leaf: Any) -> Misfit:
+        tensor = tensor_of(leaf)
+        if not is_trained(leaf) or (isinstance(tensor, torch.Tensor) and is_differentiable(tensor)):
+            return None
+        return describe(tensor), "a floating tensor"
 
-def _no_tensor(leaf: Any) -> Misfit:
-    fits = is_sharded(leaf) or leaf is None or isinstance(leaf, torch.Tensor)
-    return None if fits else (describe(leaf), "a Sharded leaf or a tensor")
-
-
-def _not_floating(leaf: Any) -> Misfit:
-    tensor = tensor_of(leaf)
-    fits = isinstance(tensor, torch.Tensor) and (tensor.is_floating_point() or tensor.is_complex())
-    return None if fits or not is_trained(leaf) else (describe(tensor), "a floating tensor")
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A rule that all leaves of a tree keep.
-
-    Attributes:
-        error: The error, in a few words.
-        remedy: What the caller can do about it.
-        misfit: Describes a leaf that breaks the rule and the leaf expected; None for others.
-    """
-
-    error: str
-    remedy: str
-    misfit: Callable[[Any], Misfit]
-
-    def __call__(self, what: str, flat: Flat) -> None:
-        """Refuse the leaves that break the rule, with their paths; `what` is the verb that asks."""
-        refuse(f"{what}: {self.error}", flat.problems(self.misfit), self.remedy)
-
-
-refuse_donated = Rule("arguments were donated", "go on with the new state, or do not donate the old one", _donated)
-_check_shapes = Rule("shards do not match their specs", "keep a leaf's shape when mapping over it", _unlike_its_spec)
-_check_mesh = Rule("leaves of another mesh", "shard the tree on a mesh of this process", _elsewhere)
-_check_transform = Rule("leaves cannot be gathered", "make them by fs.shard or fs.reshard", _without_transform)
-_check_frozen = Rule(
-    "a frozen leaf would lose its gradient", "give it the spec of the trained leaf, or detach it", _lost
-)
-check_tensors = Rule("leaves are no tensors", "keep other values out of the tree", _no_tensor)
-check_floating = Rule(
-    "leaves cannot take a gradient",
-    "shard these leaves with frozen=, or keep them out of the parameters",
-    _not_floating,
-)
+    remedy = "shard these leaves with frozen=, or keep them out of the parameters"
+    refuse(f"{what}: leaves cannot take a gradient", flat.problems(misfit), remedy)
 
 
 def check_axes(what: str, flat: Flat) -> None:
-    """Refuse Sharded leaves of another mesh than this process is on; `what` is the verb that asks."""
+    """Refuse Sharded leaves of another mesh than this process is on."""
+
+    def misfit(leaf: Any) -> Misfit:
+        axes = leaf.spec.axes if is_sharded(leaf) else ()
+        away = [named(axis) for axis in axes if not is_reachable(axis)]
+        if away:
+            return ", ".join(away), "a group of that size that this process is in"
+        return None
+
     if not all(map(is_reachable, flat.axes)):
-        _check_mesh(what, flat)
+        refuse(f"{what}: leaves of another mesh", flat.problems(misfit), "shard the tree on a mesh of this process")
 
 
 def check_local(what: str, flat: Flat) -> None:
@@ -261,8 +237,15 @@ def check_local(what: str, flat: Flat) -> None:
     Raises:
         ValueError: with every wrong leaf's path, what it holds and what its spec needs, or that it was donated.
     """
+
+    def misfit(leaf: Any) -> Misfit:
+        if not isinstance(leaf, Sharded) or getattr(leaf.local, "shape", None) == leaf.spec.local_shape:
+            return None
+        return f"{describe(leaf.local)} as local tensor", f"a local tensor of shape {leaf.spec.local_shape}"
+
     refuse_donated(what, flat)
-    _check_shapes(what, flat)
+    remedy = "keep a leaf's shape when mapping over it"
+    refuse(f"{what}: shards do not match their specs", flat.problems(misfit), remedy)
     check_axes(what, flat)
 
 
@@ -277,8 +260,18 @@ def check_transforms(what: str, flat: Flat) -> None:
         ValueError: with the path of every leaf whose spec has no transform, or is frozen around a computed tensor that
             requires a gradient.
     """
-    _check_transform(what, flat)
-    _check_frozen(what, flat)
+
+    def misfit(leaf: Any) -> Misfit:
+        if not is_sharded(leaf):
+            return None
+        if leaf.spec.transform is None:
+            return "a spec without a transform", "a spec with one"
+        if leaf.spec.frozen and leaf.local.requires_grad and not leaf.local.is_leaf and torch.is_grad_enabled():
+            return "a computed tensor that requires a gradient", "none, because its spec is frozen"
+        return None
+
+    remedy = "make them by fs.shard or fs.reshard; give a frozen leaf the spec of the trained one, or detach it"
+    refuse(f"{what}: leaves cannot be gathered", flat.problems(misfit), remedy)
 
 
 def check_differentiable(what: str) -> None:
