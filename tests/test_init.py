@@ -241,15 +241,12 @@ def test_other_threads_may_draw():
     assert_same_bits(fs.unshard(params), expected)
 
 
-BAD = [
-    (dict(seed="0"), "expected seed to be a whole number of 64 bits, got '0'"),
-    (dict(seed=0, mode="dense"), 'expected mode to be "replay" or "counter", got \'dense\''),
-    (dict(seed=None, mode="counter"), "expected a seed for mode='counter', got none; pass seed="),
-]
-
-
 def test_bad_arguments():
-    for arguments, message in BAD:
+    for arguments, message in (
+        (dict(seed="0"), "expected seed to be a whole number of 64 bits, got '0'"),
+        (dict(seed=0, mode="dense"), 'expected mode to be "replay" or "counter", got \'dense\''),
+        (dict(seed=None, mode="counter"), "expected a seed for mode='counter', got none; pass seed="),
+    ):
         assert text_of(lambda a=arguments: drawn(nn.Linear(2, 2), **a)) == f"model.init: {message}"
     with pytest.raises(ValueError, match=r"shard: leaves cannot be sharded\n  \['bias'\]"):
         fs.functionalize(nn.Linear(3, 3)).init(fs.fully_shard(one_axis(), dim=1), seed=0)
@@ -316,11 +313,10 @@ def test_ranks_refuse_together():
 
 
 class Rotary(nn.Module):
-    """A buffer that is never saved, one that is drawn at random, and one that the constructor alone makes."""
+    """Buffers that are never saved, one that is drawn at random, and one that the constructor alone makes, if asked."""
 
-    def __init__(self, has_mask=False):
+    def __init__(self, has_mask):
         super().__init__()
-        self.scale = nn.Parameter(torch.empty(4))
         self.register_buffer("frequencies", torch.empty(4), persistent=False)
         self.register_buffer("features", torch.empty(4, 4))
         self.register_buffer("positions", torch.arange(4), persistent=False)
@@ -329,20 +325,18 @@ class Rotary(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self):
-        nn.init.ones_(self.scale)
         self.frequencies = 100.0 ** -torch.linspace(0, 1, 4)
         nn.init.normal_(self.features)
         self.positions.copy_(torch.arange(4))
 
     def forward(self, x):
-        y = (self.scale * x * self.frequencies.cos()) @ self.features + self.positions
-        return y * self.mask[0] if hasattr(self, "mask") else y
+        return (x * self.frequencies.cos()) @ self.features + self.positions
 
 
-def rotary(device, **options):
+def rotary(device, has_mask=False):
     with torch.random.fork_rng(), torch.device(device):
         torch.manual_seed(3)
-        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Rotary(**options))
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Rotary(has_mask))
 
 
 @pytest.mark.parametrize("mode", MODES)

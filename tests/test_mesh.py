@@ -17,28 +17,19 @@ from tests.ranks import my_rank, on_ranks
 
 TX = fs.sgd(0.1)
 
-SIZES = {
-    6: [({"shard": -1}, (6,)), ({"replicate": 2, "shard": -1}, (2, 3)), ({"replicate": -1, "shard": 2}, (3, 2))],
-    4: [({"a": 1, "b": 2, "c": -1}, (1, 2, 2)), ({"a": 4, "b": -1}, (4, 1))],
-}
-
-
-@on_ranks(*SIZES)
-def test_sizes(world_size):
-    for shape, sizes in SIZES[world_size]:
-        mesh = fs.init_mesh(shape, device="cpu")
-        assert isinstance(mesh, DeviceMesh)
-        assert (mesh.mesh_dim_names, tuple(mesh.shape)) == (tuple(shape), sizes)
-        assert tuple(fs.axis_of(mesh, name).size for name in shape) == sizes
+SIZES = [({"shard": -1}, (6,)), ({"replicate": 2, "shard": -1}, (2, 3)), ({"replicate": -1, "shard": 2}, (3, 2))]
 
 
 @on_ranks(6)
-def test_axis_of_a_whole_mesh_of_a_part_and_of_an_axis():
+def test_sizes_and_axes_of_a_mesh_of_a_part_and_of_an_axis():
     """The outermost axis first; an axis holds no rank: specs made of it are equal on all ranks that share it."""
+    for shape, sizes in SIZES:
+        mesh = fs.init_mesh(shape, device="cpu")
+        assert (type(mesh), mesh.mesh_dim_names, tuple(mesh.shape)) == (DeviceMesh, tuple(shape), sizes)
+        assert tuple(fs.axis_of(mesh, name).size for name in shape) == sizes
     line, grid = fs.init_mesh({"shard": -1}, device="cpu"), fs.init_mesh({"outer": 2, "inner": 3}, device="cpu")
     axis, rank = fs.axis_of(line), my_rank()
-    assert (axis.name, axis.size) == ("shard", 6)
-    assert fs.axis_of(line, "shard") == axis == fs.axis_of(axis)
+    assert fs.axis_of(line, "shard") == axis == fs.axis_of(axis) == fs.Axis("shard", 6, axis.group_name)
     assert fs.axis_of(grid["inner"]) == fs.axis_of(grid, "inner")
     outer, inner = (fs.all_gather(torch.tensor([rank]), fs.axis_of(grid, name)).tolist() for name in ("outer", "inner"))
     assert outer == [rank % 3, rank % 3 + 3]
