@@ -1,7 +1,6 @@
 """Verb 4: update, the pure optimizers and gradient transformations that it runs, and the state that it makes anew."""
 
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ from fshard import _compat
 from fshard.errors import expect, refuse
 from fshard.transforms import transform_state
 from fshard.transforms.state import ABSENT, Absent
-from fshard.tree import Flat, Spec, Tree, flatten, is_sharded, is_trained, leaves_of, like, map_leaves, tensors_of
+from fshard.tree import Flat, Tree, flatten, is_sharded, is_trained, leaves_of, like, map_leaves, tensors_of
 from fshard.tree.checks import check_flags, describe, refuse_donated, same_structure
 from fshard.tree.nodes import tensor_of
 
@@ -124,19 +123,14 @@ class TrainState(NamedTuple):
         step = torch.zeros((), dtype=torch.int64)
         return cls(step, params, tx.init(params), buffers, key, transform_state(params))
 
-    @property
-    def __create_write_items__(self) -> Callable[[str, object], list[Any]]:
-        """Asked for by torch.distributed.checkpoint, which would pickle this and keep what one rank has.
+    def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
+        """Called by torch.distributed.checkpoint, which would pickle this and keep what one rank has.
 
         Raises:
-            AttributeError: where no leaf is Sharded, and nothing would be lost.
+            ValueError: always.
         """
-        flat = flatten(self)
-        sharded = [pair for pair in zip(flat.paths, flat.leaves, strict=True) if is_sharded(pair[1])]
-        if not sharded:
-            raise AttributeError("__create_write_items__")
-        path, leaf = sharded[0]
-        return lambda fqn, found: leaf.__create_write_items__(fqn + path, found)
+        what = "torch.distributed.checkpoint.save: shards of all ranks but one would be lost"
+        raise ValueError(f"{what}; save {fqn!r} by fs.checkpoint.save, or fs.checkpoint.save_dcp")
 
 
 def update(
@@ -237,7 +231,6 @@ def chain(*transformations: GradientTransformation | Optimizer) -> Any:
         return tuple(part.init(params) for part in transformations)
 
     def run(grads: Tree, state: Tree, params: Tree, donate: bool = False) -> Updated:
-        check_states("chain", state, len(transformations))
         states = []
         for part, kept in zip(transformations, state, strict=True):
             grads, kept = step_of(part, donate)(grads, kept, params)
@@ -245,12 +238,6 @@ def chain(*transformations: GradientTransformation | Optimizer) -> Any:
         return grads, tuple(states)
 
     return Optimizer(init, run, partial(run, donate=True)) if ends else GradientTransformation(init, run)
-
-
-def check_states(what: str, state: Any, number: int) -> None:
-    """Refuse a state that does not hold as many states as there are parts."""
-    remedy = "update with the optimizer that made the state"
-    expect(len(state) == number, what, f"the state to be a tuple of {number}", f"one of {len(state)}", remedy)
 
 
 def _check_gradients(grads: Tree, needed: Flat) -> None:
@@ -273,9 +260,7 @@ def _misfit(grad: Any, param: Any) -> tuple[str, str] | None:
     if is_sharded(grad) != is_sharded(param):
         return describe(grad), describe(param)
     if is_sharded(grad) and grad.spec is not param.spec and grad.spec != param.spec:
-        names = [field.name for field in fields(Spec)]
-        first = next(name for name in names if getattr(grad.spec, name) != getattr(param.spec, name))
-        return f"{first}={getattr(grad.spec, first)!r}", f"{first}={getattr(param.spec, first)!r}"
+        return f"{grad.spec}", f"{param.spec}"
     found, needed = tensor_of(grad), tensor_of(param)
     same = isinstance(found, torch.Tensor) and (found.shape, found.dtype) == (needed.shape, needed.dtype)
     return None if same else (describe(found), describe(needed))

@@ -124,7 +124,7 @@ CALLS = {
     "broadcast": lambda w: dict(tree=torch.ones(2), axis=w.axis, root=0),
     "axis_of": lambda w: dict(mesh=w.mesh, name="shard"),
     "cast": lambda w: dict(gather=torch.bfloat16, scatter=torch.float32),
-    "clip_by_global_norm": lambda w: dict(max_norm=1.0, p=2.0, sums="tree", keep_norm=True),
+    "clip_by_global_norm": lambda w: dict(max_norm=1.0, p=2.0, sums="tree"),
     "clip_by_norm": lambda w: dict(max_norm=1.0, p=2.0),
     "clip_by_value": lambda w: dict(max_value=1.0),
     "ddp": lambda w: dict(mesh=w.mesh, axis="shard"),

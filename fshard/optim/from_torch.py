@@ -9,12 +9,11 @@ import torch
 
 from fshard import _compat
 from fshard.errors import expect, refuse
-from fshard.optim.leaves import counted, no_updates, partition_axes, torch_says, zero
-from fshard.tree import Flat, Tree, flatten, is_trained, leaves_of, like, map_leaves, map_nodes, tensor_of, tensors_of
+from fshard.optim.leaves import counted, no_updates, partition_axes, zero
+from fshard.tree import Flat, Tree, flatten, is_trained, leaves_of, like, map_leaves, map_nodes, tensor_of
 from fshard.tree.checks import check_floating, check_sums, describe
 from fshard.update import Optimizer, Updated
 
-Hyper = dict[str, Any]
 State = dict[str, Any]
 Tensors = Sequence[torch.Tensor]
 Make = partial[torch.optim.Optimizer]
@@ -27,7 +26,7 @@ class TorchState(NamedTuple):
         updates: Updates made, which schedules are called with: an int64 tensor of shape ().
         slots: State that the torch class keeps for each parameter, by its names (exp_avg, momentum_buffer, ...): trees
             in the structure of the parameters, Sharded as they are.
-        hyper: Hyperparameters that were injected, by name: float64 tensors of shape (), which a caller may replace.
+        hyper: Stateparameters that were injected, by name: float64 tensors of shape (), which a caller may replace.
         counts: For classes whose first step is of its own kind: updates made of each leaf, int64 tensors of shape ().
     """
 
@@ -61,9 +60,9 @@ def from_torch(
         The optimizer. Its state keeps the parameters' specs.
 
     Raises:
-        ValueError: if `cls` is no such class, refuses its arguments, or cannot step without a closure or on dense
-            gradients; from init, if a leaf cannot take a gradient, or the class looks across the elements of one that
-            is sharded, or with sums="tree" rounds elements by where they stand.
+        ValueError: if `cls` is no such class; from init, if a leaf cannot take a gradient, or the class looks across
+            the elements of one that is sharded, or with sums="tree" rounds elements by where they stand. Torch's own
+            error, if the class refuses its arguments, or cannot step without a closure or on dense gradients.
 
     >>> import fshard as fs
     >>> tx = from_torch(torch.optim.SGD, lr=lambda count: 0.1 * 0.5**count)
@@ -78,8 +77,7 @@ def from_torch(
     make = partial(cls, **initial)
     # A class refuses `capturable` on small CPU tensors.
     trial = partial(cls, **{name: value for name, value in initial.items() if name != "capturable"})
-    with torch_says("from_torch", cls, hyper):
-        scalars, late, anew, writes = observe(trial)
+    scalars, anew, writes = observe(trial)
     # By other values than those observed, a class may write to gradients; its rate never decides that.
     writes = writes or any(callable(hyper[name]) or name in inject for name in hyper if name != "lr")
 
@@ -88,7 +86,7 @@ def from_torch(
         check_floating("from_torch", flat)
         _refuse_split(trial, flat, sums)
         trained = [i for i, leaf in enumerate(flat.leaves) if is_trained(leaf)]
-        states = start_states(make, [owned(tensor_of(flat.leaves[i])) for i in trained], late)
+        states = start_states(make, [owned(tensor_of(flat.leaves[i])) for i in trained])
         held = {name: torch.tensor(float(initial[name]), dtype=torch.float64) for name in inject}
         slots = _slots({}, flat, trained, states, scalars)
         return TorchState(zero(), slots, held, no_updates(params) if anew else ())
@@ -110,7 +108,8 @@ def from_torch(
         states = stepped(make, tensors, [*taken.values()], kept, now)
         slots = state.slots | _slots(before, flat, [*taken], states, scalars)
         held = {name: torch.as_tensor(now[name], dtype=torch.float64).detach() for name in state.hyper}
-        return _replaced(flat, [*taken], tensors), TorchState(state.updates + 1, slots, held, counts)
+        params = flat.unflatten(_put(flat.leaves, flat, [*taken], tensors))
+        return params, TorchState(state.updates + 1, slots, held, counts)
 
     return Optimizer(init, update, partial(update, donate=True))
 
@@ -128,30 +127,24 @@ def _taken(grads: Tree, flat: Flat, copies: bool) -> dict[int, torch.Tensor]:
     return taken
 
 
-def _replaced(flat: Flat, numbers: Sequence[int], tensors: Tensors) -> Tree:
-    """Put tensors into leaves that have others."""
-    leaves = list(flat.leaves)
-    for i, tensor in zip(numbers, tensors, strict=True):
-        if tensor is not tensor_of(leaves[i]):
-            leaves[i] = like(leaves[i], tensor)
-    return flat.unflatten(leaves)
+def _put(old: Sequence[Any], flat: Flat, numbers: Sequence[int], new: Sequence[Any], alone: bool = False) -> list[Any]:
+    """Put values in the place of some leaves that have others; `alone` of numbers for a whole leaf."""
+    leaves = list(old)
+    for i, value in zip(numbers, new, strict=True):
+        if value is not None and value is not tensor_of(leaves[i]):
+            leaves[i] = value if alone or not isinstance(value, torch.Tensor) else like(flat.leaves[i], value)
+    return leaves
 
 
 def _slots(
     before: Mapping[str, Sequence[Any]], flat: Flat, numbers: Sequence[int], states: Sequence[State], scalars: set[str]
 ) -> dict[str, Tree]:
-    """Turn torch's states of some leaves into trees, for each name whose values are new; other leaves keep theirs."""
+    """Turn torch's states of some leaves into trees by the states' names; other leaves keep theirs."""
     slots = {}
     for name in dict.fromkeys(name for state in states for name in state):
-        leaves = before.get(name) or [None] * len(flat.leaves)
-        old, new = tensors_of(leaves), {}
-        for i, state in zip(numbers, states, strict=True):
-            value = state.get(name, old[i])
-            if value is not old[i]:
-                per_element = isinstance(value, torch.Tensor) and name not in scalars
-                new[i] = like(flat.leaves[i], value) if per_element else value
-        if new or name not in before:
-            slots[name] = flat.unflatten(new.get(i, leaf) for i, leaf in enumerate(leaves))
+        old = before.get(name) or [None] * len(flat.leaves)
+        new = [state.get(name) for state in states]
+        slots[name] = flat.unflatten(_put(old, flat, numbers, new, name in scalars))
     return slots
 
 
@@ -164,7 +157,7 @@ def owned(value: Any, donated: bool = False) -> Any:
     return value.detach().clone(memory_format=torch.contiguous_format)
 
 
-def evaluated(hyper: Hyper, count: torch.Tensor, held: Hyper) -> Hyper:
+def evaluated(hyper: State, count: torch.Tensor, held: State) -> State:
     """Evaluate the hyperparameters that change: schedules are called, others may be held by the state."""
     values = held | {name: value(count) for name, value in hyper.items() if callable(value)}
     # Torch's classes take numbers everywhere, tensors not; a trace has no value yet.
@@ -173,7 +166,7 @@ def evaluated(hyper: Hyper, count: torch.Tensor, held: Hyper) -> Hyper:
     return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
 
 
-def built(make: Make, tensors: Tensors, grads: Tensors, now: Hyper) -> torch.optim.Optimizer:
+def built(make: Make, tensors: Tensors, grads: Tensors, now: State) -> torch.optim.Optimizer:
     """Make a torch optimizer of some tensors, with their gradients and hyperparameters in place."""
     for tensor, grad in zip(tensors, grads, strict=True):
         tensor.grad = grad
@@ -187,7 +180,7 @@ def built(make: Make, tensors: Tensors, grads: Tensors, now: Hyper) -> torch.opt
 
 
 @torch.no_grad()
-def stepped(make: Make, tensors: Tensors, grads: Tensors, states: Sequence[State], now: Hyper) -> list[State]:
+def stepped(make: Make, tensors: Tensors, grads: Tensors, states: Sequence[State], now: State) -> list[State]:
     """Step tensors in place, and return the class's states of them."""
     after = list(states)
     # Apart, because fused SGD takes no list of which some tensors have a momentum.
@@ -205,7 +198,7 @@ def stepped(make: Make, tensors: Tensors, grads: Tensors, states: Sequence[State
 
 
 @torch.no_grad()
-def start_states(make: Make, tensors: Tensors, late: bool) -> list[State]:
+def start_states(make: Make, tensors: Tensors) -> list[State]:
     """Make states as before the first step, with zeros where a class makes its state only in that step.
 
     Without them the state would change its structure. This writes to the tensors.
@@ -213,8 +206,7 @@ def start_states(make: Make, tensors: Tensors, late: bool) -> list[State]:
     optimizer = built(make, tensors, [torch.zeros_like(tensor) for tensor in tensors], {})
     _compat.init_optimizer_state(optimizer)
     early = [map_leaves(owned, dict(optimizer.state[tensor])) for tensor in tensors]
-    if late:
-        optimizer.step()
+    optimizer.step()
     states = [optimizer.state[tensor] for tensor in tensors]
     return [map_leaves(_zero_like, dict(state)) | own for state, own in zip(states, early, strict=True)]
 
@@ -223,16 +215,16 @@ def _zero_like(value: Any) -> Any:
     return torch.zeros_like(value) if isinstance(value, torch.Tensor) else value
 
 
-def observe(make: Make) -> tuple[set[str], bool, bool, bool]:
+def observe(make: Make) -> tuple[set[str], bool, bool]:
     """Observe first steps of a small matrix: from no state, and from zeros.
 
     Args:
         make: Makes an optimizer of groups of parameters.
 
     Returns:
-        Names of state that is one number for a whole leaf, such as a step count; whether the class makes state in its
-        first step; whether this is another one from zeros than from no state; and whether a step writes to gradients,
-        as nesterov does with foreach, or would on an accelerator.
+        Names of state that is one number for a whole leaf, such as a step count; whether the first step is another one
+        from zeros than from no state; and whether a step writes to gradients, as nesterov does with foreach, or would
+        on an accelerator.
     """
     start = torch.linspace(-1.0, 1.0, 4).reshape(2, 2)
     wrote = []
@@ -244,16 +236,14 @@ def observe(make: Make) -> tuple[set[str], bool, bool, bool]:
         return {**after, "": tensor}
 
     first = run({})
-    (early,) = start_states(make, [start.clone()], late=False)
-    late = len(early) + 1 < len(first)
-    (zeros,) = start_states(make, [start.clone()], late)
+    (zeros,) = start_states(make, [start.clone()])
     again = run(zeros)
     same = [x.equal(again[name]) if isinstance(x, torch.Tensor) else x == again[name] for name, x in first.items()]
     # On accelerators torch chooses foreach by itself.
     with suppress(Exception):
         run({}, partial(make, foreach=make.keywords.get("foreach") is not False))
     scalars = {name for name, value in first.items() if isinstance(value, torch.Tensor) and not value.dim()}
-    return scalars, late, not all(same), any(wrote)
+    return scalars, not all(same), any(wrote)
 
 
 def _refuse_split(make: Make, flat: Flat, sums: str | None) -> None:

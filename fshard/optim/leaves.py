@@ -1,7 +1,6 @@
 """Maths leaf by leaf on the tensors of trees that share the structure of the parameters."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -130,16 +129,6 @@ def no_updates(params: Tree) -> Tree:
 def counted(counts: Tree, grads: Tree) -> Tree:
     """Count an update of each leaf that has a gradient."""
     return map_leaves(lambda n, grad: n if grad is None else (zero() if n is None else n) + 1, counts, grads)
-
-
-@contextmanager
-def torch_says(what: str, cls: Any, given: Any) -> Iterator[None]:
-    """Name the arguments that a class of torch, or a function like one, refuses."""
-    try:
-        yield
-    except Exception as error:
-        found = f"{given!r:.200}; torch says: {error}"
-        raise ValueError(f"{what}: expected arguments that {cls!r:.60} takes, got {found}") from error
 
 
 def check_real(what: str, flat: Flat) -> None:

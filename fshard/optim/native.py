@@ -11,7 +11,7 @@ from fshard.optim.leaves import check_real, leafwise, map_gradients, stateful, s
 from fshard.optim.norms import check_order, global_norm, leaf_norms
 from fshard.optim.wrappers import masked
 from fshard.tree import Mask, Tree, flatten
-from fshard.tree.checks import FINITE, FRACTION, NOT_NEGATIVE, check_flags, check_floating, check_numbers, check_sums
+from fshard.tree.checks import FINITE, FRACTION, NOT_NEGATIVE, check_floating, check_numbers, check_sums
 from fshard.update import GradientTransformation, Optimizer, Updated, chain
 
 Number = float | torch.Tensor
@@ -36,19 +36,7 @@ def check_rates(what: str, lr: Rate, betas: Any = (0.0, 0.0), **numbers: Number)
     check_numbers(what, NOT_NEGATIVE, **({} if callable(lr) else {"lr": lr}), **numbers)
 
 
-class ClipState(NamedTuple):
-    """State of `clip_by_global_norm` with keep_norm=True.
-
-    Attributes:
-        norm: Of the last gradients, before they were scaled: a float64 tensor of shape (), 0 before the first update.
-    """
-
-    norm: torch.Tensor
-
-
-def clip_by_global_norm(
-    max_norm: float, p: float = 2.0, *, sums: str | None = None, keep_norm: bool = False
-) -> GradientTransformation:
+def clip_by_global_norm(max_norm: float, p: float = 2.0, *, sums: str | None = None) -> GradientTransformation:
     """Scale gradients down so that the norm of all of them together is at most `max_norm`.
 
     Follows torch.nn.utils.clip_grad_norm_ on full gradients, with the norm taken in float64: each element counts
@@ -61,36 +49,28 @@ def clip_by_global_norm(
         p: The order of the norm, above 0; float("inf") for the largest magnitude.
         sums: "tree" adds up exactly, so that the norm has the same bits at any world size, under any strategy and in
             every precision. `p` is then 2 or inf, and the norm has no derivative.
-        keep_norm: Whether the state holds the norm, for logging.
 
     Returns:
-        The transformation; its state is empty, or a ClipState.
+        The transformation; its state is empty.
 
     Raises:
         ValueError: if `max_norm` is negative or not finite, `p` is not positive, or `sums` is another word.
 
     >>> import torch, fshard as fs
-    >>> tx = fs.clip_by_global_norm(1.0, keep_norm=True)
+    >>> tx = fs.clip_by_global_norm(1.0)
     >>> grads = {"w": torch.tensor([3.0]), "b": torch.tensor([4.0])}
-    >>> clipped, state = tx.update(grads, tx.init(grads), grads)
-    >>> clipped, state.norm
-    ({'w': tensor([0.6000]), 'b': tensor([0.8000])}, tensor(5., dtype=torch.float64))
+    >>> tx.update(grads, tx.init(grads), grads)[0]
+    {'w': tensor([0.6000]), 'b': tensor([0.8000])}
     """
     check_numbers("clip_by_global_norm", NOT_NEGATIVE, max_norm=max_norm)
     check_order("clip_by_global_norm", p, sums)
-    check_flags("clip_by_global_norm", keep_norm=keep_norm)
 
-    def init(params: Tree) -> Tree:
-        return ClipState(torch.zeros((), dtype=torch.float64)) if keep_norm else ()
-
-    def update(grads: Tree, state: Tree, params: Tree) -> Updated:
-        norm = global_norm(grads, p, sums=sums)
+    def clipped(grads: Tree, params: Tree) -> Tree:
         # torch.nn.utils.clip_grad_norm_ adds the same 1e-6, and multiplies by 1 where nothing is to be clipped.
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        clipped = map_gradients(lambda grad, scale: grad * scale.to(grad.dtype), grads, numbers=(scale,))
-        return clipped, ClipState(norm.double()) if keep_norm else state
+        scale = (max_norm / (global_norm(grads, p, sums=sums) + 1e-6)).clamp(max=1.0)
+        return map_gradients(lambda grad, scale: grad * scale.to(grad.dtype), grads, numbers=(scale,))
 
-    return GradientTransformation(init, update)
+    return stateless(clipped)
 
 
 def clip_by_norm(max_norm: float, p: float = 2.0, *, sums: str | None = None) -> GradientTransformation:

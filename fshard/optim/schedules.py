@@ -11,18 +11,16 @@ from typing import Any
 import torch
 
 from fshard.errors import expect
-from fshard.optim.leaves import torch_says
-from fshard.tree.checks import FINITE, NOT_NEGATIVE, Range, check_numbers, describe
+from fshard.tree.checks import NOT_NEGATIVE, Range, check_numbers
 
 __all__ = ["constant", "cosine", "from_torch_scheduler", "join", "linear", "warmup_cosine"]
+
+Schedule = Callable[[torch.Tensor], torch.Tensor]
 
 # A table of so many values takes 80 MB and about three minutes to write down.
 MAX_STEPS = 10_000_000
 
-Schedule = Callable[[torch.Tensor], torch.Tensor]
-
 UPDATES = Range("a number of updates, 1 or more", lambda number: isinstance(number, int) and number > 0)
-TABLE = Range(f"a number of updates, 1 to {MAX_STEPS:,}", lambda n: isinstance(n, int) and 0 < n <= MAX_STEPS)
 
 
 def constant(value: float) -> Schedule:
@@ -34,15 +32,11 @@ def constant(value: float) -> Schedule:
     Returns:
         The schedule.
 
-    Raises:
-        ValueError: if the value is not finite.
-
     >>> import torch, fshard as fs
     >>> schedule = fs.schedules.constant(0.1)
     >>> [float(schedule(torch.tensor(count))) for count in (0, 1000)]
     [0.1, 0.1]
     """
-    check_numbers("schedules.constant", FINITE, value=value)
     return lambda count: count.double() * 0 + value
 
 
@@ -60,13 +54,12 @@ def linear(start: float, end: float, steps: int) -> Schedule:
         The schedule.
 
     Raises:
-        ValueError: if a value is not finite, or `steps` is no number of updates.
+        ValueError: if `steps` is no number of updates.
 
     >>> schedule = linear(0.0, 1.0, steps=4)
     >>> [float(schedule(torch.tensor(count))) for count in (0, 1, 4, 9)]
     [0.0, 0.25, 1.0, 1.0]
     """
-    check_numbers("schedules.linear", FINITE, start=start, end=end)
     check_numbers("schedules.linear", UPDATES, steps=steps)
     return lambda count: start + (end - start) * _fraction(count, steps)
 
@@ -85,13 +78,12 @@ def cosine(start: float, steps: int, end: float = 0.0) -> Schedule:
         The schedule.
 
     Raises:
-        ValueError: if a value is not finite, or `steps` is no number of updates.
+        ValueError: if `steps` is no number of updates.
 
     >>> schedule = cosine(1.0, steps=4)
     >>> [round(float(schedule(torch.tensor(count))), 4) for count in (0, 1, 2, 4, 9)]
     [1.0, 0.8536, 0.5, 0.0, 0.0]
     """
-    check_numbers("schedules.cosine", FINITE, start=start, end=end)
     check_numbers("schedules.cosine", UPDATES, steps=steps)
     return lambda count: end + (start - end) * (1 + torch.cos(math.pi * _fraction(count, steps))) / 2
 
@@ -112,7 +104,7 @@ def warmup_cosine(peak: float, warmup: int, steps: int, start: float = 0.0, end:
         The schedule.
 
     Raises:
-        ValueError: if a value is not finite, or the numbers of updates do not fit.
+        ValueError: if the numbers of updates do not fit.
 
     >>> schedule = warmup_cosine(1.0, warmup=2, steps=6)
     >>> [round(float(schedule(torch.tensor(count))), 4) for count in (0, 1, 2, 4, 6, 9)]
@@ -179,26 +171,24 @@ def from_torch_scheduler(
         The schedule: it maps the number of updates made, an int64 tensor of shape (), to a float64 tensor of shape ().
 
     Raises:
-        ValueError: if it needs a metric, or an argument is out of range.
+        ValueError: if `steps` is no number of updates; torch's own error for arguments that the class refuses.
 
     >>> import torch
     >>> schedule = from_torch_scheduler(torch.optim.lr_scheduler.StepLR, lr=1.0, steps=4, step_size=2, gamma=0.5)
     >>> [float(schedule(torch.tensor(count))) for count in range(5)]
     [1.0, 1.0, 0.5, 0.5, 0.5]
     """
-    expect(callable(cls), "from_torch_scheduler", "cls to be a class or a function", describe(cls))
-    expect(name in ("lr", "momentum"), "from_torch_scheduler", 'name to be "lr" or "momentum"', f"{name!r:.40}")
-    check_numbers("from_torch_scheduler", TABLE, steps=steps)
+    check_numbers("from_torch_scheduler", UPDATES, steps=steps)
     check_numbers("from_torch_scheduler", NOT_NEGATIVE, lr=lr, momentum=momentum)
+    expect(steps <= MAX_STEPS, "from_torch_scheduler", f"steps to be at most {MAX_STEPS:,}", f"{steps}")
     optimizer = torch.optim.SGD([torch.zeros(())], lr=lr, momentum=momentum)
     values = []
-    with torch_says("from_torch_scheduler", cls, arguments):
-        scheduler = cls(optimizer, **arguments)
-        for count in range(steps):
-            if count:
-                optimizer.step()
-                scheduler.step()
-            values.append(float(optimizer.param_groups[0][name]))
+    scheduler = cls(optimizer, **arguments)
+    for count in range(steps):
+        if count:
+            optimizer.step()
+            scheduler.step()
+        values.append(float(optimizer.param_groups[0][name]))
     table = torch.tensor(values, dtype=torch.float64)
 
     def schedule(count: torch.Tensor) -> torch.Tensor:

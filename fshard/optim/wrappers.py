@@ -15,7 +15,7 @@ from fshard.tree import Flat, Tree, flatten, is_sharded, is_trained, leaves_of, 
 from fshard.tree.checks import POSITIVE, Range, check_matches, check_numbers, describe
 from fshard.tree.masks import MASK, Mask, is_mask, matches
 from fshard.tree.nodes import tensor_of
-from fshard.update import GradientTransformation, Optimizer, Updated, check_states, step_of
+from fshard.update import GradientTransformation, Optimizer, Updated, step_of
 
 
 class SkipState(NamedTuple):
@@ -312,15 +312,14 @@ def _partition(what: str, masks: Sequence[Mask], members: Sequence[Any]) -> Any:
         return tuple(tx.init(part(flat, found, i)) if tx else () for i, tx in enumerate(members))
 
     def run(grads: Tree, state: Tree, params: Tree, donate: bool = False) -> Updated:
-        check_states(what, state, len(members))
         given, flat = flatten(grads), flatten(params)
-        found, states = owners(flat), list(state)
+        found, states = owners(flat), []
         leaves = list(flat.leaves if kinds == {Optimizer} else given.leaves)
-        for i, member in enumerate(members):
+        for i, (member, kept) in enumerate(zip(members, state, strict=True)):
             if member is not None:
-                own = part(given, found, i), state[i], part(flat, found, i)
-                new, states[i] = step_of(member, donate)(*own)
+                new, kept = step_of(member, donate)(part(given, found, i), kept, part(flat, found, i))
                 leaves = [old if owner != i else x for x, old, owner in zip(leaves_of(new), leaves, found, strict=True)]
+            states.append(kept)
         return flat.unflatten(leaves), tuple(states)
 
     if kinds == {Optimizer}:

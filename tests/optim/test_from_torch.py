@@ -9,7 +9,6 @@ from torch import optim
 
 import fshard as fs
 from fshard.testing import assert_trees_close
-from fshard.tree import flatten, is_sharded
 from tests.ranks import on_ranks
 from tests.trees import STRATEGIES, assert_same_bits, meshes, normal
 
@@ -100,38 +99,14 @@ def functional(case, place=lambda full: full):
     return params, states
 
 
-def assert_state_fits(state, params):
-    """Each slot has the sharded parameters' structure and specs, but for what is one number for a whole leaf."""
-    needed = flatten(params)
-    for name, slot in state.slots.items():
-        found = flatten(slot)
-        assert found.treedef == needed.treedef
-        for path, leaf, param in zip(found.paths, found.leaves, needed.leaves):
-            assert is_sharded(leaf) == (name not in ("step", "mu", "eta", "mu_product")), (name, path)
-            if is_sharded(leaf):
-                assert (leaf.spec, leaf.local.shape) == (param.spec, param.local.shape), (name, path)
-            else:
-                assert not torch.as_tensor(leaf).dim(), (name, path)
-
-
-def differs_in_vectors(case, path=""):
-    """Whether torch rounds the last few elements, which fill no vector register, otherwise than those before them.
-
-    Fused kernels do; so do those of half precision, which keep intermediate results in float32 in vectors alone.
-    """
-    return case in FUSED or "bfloat16" in path
-
-
-def assert_equal_arithmetic(actual, expected, exact, steps=STEPS):
+def assert_close(actual, expected):
     actual, expected = torch.as_tensor(actual), torch.as_tensor(expected)
-    if exact or not expected.is_floating_point():
-        assert_same_bits(actual, expected)
-        return
     # A step rounds the parameter, of its own size, and some 16 numbers on the way to its change, which is below 1.
-    eps = torch.finfo(expected.dtype).eps
-    assert_trees_close(actual, expected, rtol=steps * eps, atol=steps * 16 * eps)
+    eps = torch.finfo(expected.dtype).eps if expected.is_floating_point() else 0.0
+    assert_trees_close(actual, expected, rtol=STEPS * eps, atol=STEPS * 16 * eps)
 
 
+@pytest.mark.rows(12)
 @pytest.mark.parametrize("case", CASES)
 def test_full_trees_get_the_bits_of_the_class(case):
     params, states = functional(case)
@@ -139,36 +114,24 @@ def test_full_trees_get_the_bits_of_the_class(case):
     assert_same_bits(params, expected)
     assert states[-1].slots.keys() == expected_state.keys()
     for name, slot in states[-1].slots.items():
-        as_tensors = (fs.tree_map(torch.as_tensor, values) for values in (slot, expected_state[name]))
-        assert_same_bits(*as_tensors)
+        assert_same_bits(*(fs.tree_map(torch.as_tensor, values) for values in (slot, expected_state[name])))
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(3)
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("case", CASES)
-def test_shards_get_the_bits_of_full_trees(case, world_size):
+def test_shards_get_the_bits_of_full_trees(case):
     dense, dense_states = functional(case)
-    for name in ("zero2 of every leaf", "last dim")[: 1 + (world_size == 3)]:
-        strategy = STRATEGIES[name](meshes())
-        params, states = functional(case, place=lambda full: fs.shard(full, strategy))  # noqa: B023
-        for state in states:
-            assert flatten(state).treedef == flatten(states[0]).treedef
-            assert_state_fits(state, params)
-        assert states[-1].updates.item() == STEPS
-        full = {"params": fs.unshard(params), **fs.unshard(states[-1].slots)}
-        for slot, values in ({"params": dense} | dense_states[-1].slots).items():
-            for path, value in values.items():
-                assert_equal_arithmetic(full[slot][path], value, exact=not differs_in_vectors(case, path))
-
-
-class Decaying(Lion):
-    """A class that adds the decay to its gradients in place."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for param in self.param_groups[0]["params"]:
-            param.grad.add_(param, alpha=0.1)
-        super().step()
+    strategy = STRATEGIES["zero2 of every leaf"](meshes())
+    params, states = functional(case, place=lambda full: fs.shard(full, strategy))
+    assert states[-1].updates.item() == STEPS
+    full = {"params": fs.unshard(params), **fs.unshard(states[-1].slots)}
+    for slot, values in ({"params": dense} | dense_states[-1].slots).items():
+        for path, value in values.items():
+            # Fused kernels, and those of half precision, round the last few elements, which fill no vector register,
+            # otherwise than those before them.
+            same = assert_close if case in FUSED or "bfloat16" in path else assert_same_bits
+            same(torch.as_tensor(full[slot][path]), torch.as_tensor(value))
 
 
 # Flags of torch's classes, beside IMPLEMENTATIONS.
@@ -177,7 +140,7 @@ FLAGS = {
     "weight_decay": (0.0, 0.1, lambda count: 0.1 * (1 - int(count))),
     **dict.fromkeys(("maximize", "nesterov", "amsgrad", "centered", "decoupled_weight_decay"), (False, True)),
 }
-CLASSES = [*dict.fromkeys(cls for cls, _ in CASES.values()), optim.Adafactor, optim.Muon, Decaying]
+CLASSES = [*dict.fromkeys(cls for cls, _ in CASES.values()), optim.Adafactor, optim.Muon]
 
 
 def combinations(cls):
@@ -192,6 +155,7 @@ def combinations(cls):
             yield hyper
 
 
+@pytest.mark.rows(6)
 @pytest.mark.parametrize("donate", (False, True))
 @pytest.mark.parametrize("cls", CLASSES)
 def test_no_flag_of_a_class_changes_its_inputs(cls, donate, monkeypatch):
@@ -215,12 +179,10 @@ def test_no_flag_of_a_class_changes_its_inputs(cls, donate, monkeypatch):
 PLACES = (torch.Tensor.contiguous, lambda x: x.T.contiguous().T, lambda x: x.repeat_interleave(2, dim=1)[:, ::2])
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_strides_do_not_matter(case):
+def test_strides_do_not_matter():
     """Fused CPU kernels take elements in the order of memory."""
-    cls, hyper = CASES[case]
-    tx = fs.from_torch(cls, **hyper)
-    start, *grads = (normal(seed)(6, 4, dtype=torch.float32) for seed in range(4))
+    tx = fs.from_torch(optim.AdamW, lr=0.1, fused=True)
+    start, *grads = (normal(seed)(6, 4, dtype=torch.float32) for seed in range(3))
     found = []
     for place, place_gradient in itertools.product(PLACES, PLACES):
         params = {"w": place(start)}
@@ -231,17 +193,14 @@ def test_strides_do_not_matter(case):
         assert_same_bits(found[-1], found[0])
 
 
-@pytest.mark.parametrize("cls", (optim.Adam, optim.RMSprop, optim.SGD))
-def test_gradients_that_are_conjugated_lazily_get_the_bits_of_torch(cls):
+def test_gradients_that_are_conjugated_lazily_get_the_bits_of_torch():
     """Autograd returns such gradients of complex parameters; torch's own are resolved when they are accumulated."""
     z = torch.complex(torch.linspace(-1, 1, 6), torch.linspace(2, 0, 6))
-    grad = torch.complex(torch.linspace(0, 3, 6), torch.linspace(-1, 1, 6))
-    lazy = grad.conj().clone().resolve_conj().conj()
-    assert lazy.is_conj()
+    lazy = torch.complex(torch.linspace(0, 3, 6), torch.linspace(-1, 1, 6)).conj()
     parameter = torch.nn.Parameter(z.clone())
     parameter.grad = lazy.resolve_conj()
-    cls([parameter], lr=0.1).step()
-    tx = fs.from_torch(cls, lr=0.1)
+    optim.Adam([parameter], lr=0.1).step()
+    tx = fs.from_torch(optim.Adam, lr=0.1)
     found, _ = tx.update({"z": lazy}, tx.init({"z": z}), {"z": z})
     assert_same_bits([found["z"]], [parameter.detach()])
 
@@ -256,11 +215,10 @@ def gradients(step):
 
 
 @pytest.mark.parametrize("donate", (False, True))
-@pytest.mark.parametrize("cls", (optim.AdamW, optim.SGD, optim.RMSprop))
-def test_a_rate_that_is_replaced_in_the_state_is_that_of_a_class_told_so(cls, donate):
+def test_a_rate_that_is_replaced_in_the_state_is_that_of_a_class_told_so(donate):
     tensors = {name: torch.nn.Parameter(value.clone()) for name, value in PARAMS.items()}
-    optimizer = cls(tensors.values(), lr=0.5, weight_decay=0.1)
-    tx = fs.from_torch(cls, inject=("lr", "weight_decay"), lr=0.5, weight_decay=0.1)
+    optimizer = optim.AdamW(tensors.values(), lr=0.5, weight_decay=0.1)
+    tx = fs.from_torch(optim.AdamW, inject=("lr", "weight_decay"), lr=0.5, weight_decay=0.1)
     state = fs.TrainState.create(fs.tree_map(torch.clone, PARAMS), tx)
     assert fs.tree_map(float, state.opt_state.hyper) == {"lr": 0.5, "weight_decay": 0.1}
     for step, rate in enumerate(RATES, start=1):
@@ -275,11 +233,9 @@ def test_a_rate_that_is_replaced_in_the_state_is_that_of_a_class_told_so(cls, do
         assert_same_bits(state.opt_state.hyper["lr"], hyper["lr"])
 
 
-@pytest.mark.parametrize("donate", (False, True))
-def test_a_schedule_s_last_value_can_be_read(donate):
+def test_a_schedule_s_last_value_can_be_read():
     tx = fs.from_torch(optim.SGD, inject=("lr",), lr=lambda count: RATES[int(count)])
-    state = fs.TrainState.create(fs.tree_map(torch.clone, PARAMS), tx)
+    state = fs.TrainState.create(PARAMS, tx)
     for step, rate in enumerate(RATES):
-        state = fs.update(tx, state, gradients(step), donate=donate)
-        assert state.opt_state.hyper["lr"].item() == rate
-        assert state.opt_state.hyper["lr"].dtype is torch.float64
+        state = fs.update(tx, state, gradients(step))
+        assert (state.opt_state.hyper["lr"].item(), state.opt_state.hyper["lr"].dtype) == (rate, torch.float64)

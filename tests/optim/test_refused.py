@@ -8,73 +8,47 @@ from torch.optim import lr_scheduler
 
 import fshard as fs
 from tests.bad_input import text_of
-from tests.optim.test_wrappers import NATIVE, WRAPPERS, sgd
-from tests.trees import assert_same_bits
+from tests.optim.test_wrappers import NATIVE
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
 W, SGD = {"w": torch.ones(2)}, fs.sgd(0.1)
 PARAMS = {"a": torch.ones(2), "b": torch.ones(2)}
 MASK = "expected the mask to be a glob pattern of leaves' names, several, or a function of (name, leaf), got"
 KINDS = "expected parts, or tx, of Optimizers alone or GradientTransformations alone, got"
 NONE = "matches no leaf of a, b; name some of these"
 LEFT = 'expected a mask for every leaf, got none for b; add one for "*"'
-OTHER = "expected the state to be a tuple of 2, got one of 1; update with the optimizer that made the state"
 MASKS = [
     (lambda: fs.freeze(SGD, {"a": 1, "b": 0}), f"freeze: {MASK} a dict"),
-    (lambda: fs.freeze(SGD, ()), f"freeze: {MASK} a tuple"),
-    (lambda: fs.masked(SGD, 3), f"masked: {MASK} an int"),
     (lambda: fs.masked(SGD, "bias").init(PARAMS), f"masked: the mask 'bias' {NONE}"),
     (lambda: fs.partition({"a": SGD, "c*": SGD, "*": SGD}).init(PARAMS), f"partition: the mask 'c*' {NONE}"),
-    (lambda: fs.chain(fs.add_decayed_weights(0.1, "w*"), SGD).init(PARAMS), f"masked: the mask 'w*' {NONE}"),
     (lambda: fs.partition({"a": SGD}).init(PARAMS), f"partition: {LEFT}"),
     (lambda: fs.partition({}), f"partition: {KINDS} nothing"),
     (
         lambda: fs.partition({"a": SGD, "*": fs.clip_by_value(1.0)}),
         f"partition: {KINDS} an Optimizer, a GradientTransformation",
     ),
-    (lambda: fs.masked(optim.AdamW, "a"), f"masked: {KINDS} a type, None"),
-    (lambda: fs.masked(SGD, "a").update(PARAMS, SGD.init(PARAMS)[:1], PARAMS), f"masked: {OTHER}"),
 ]
-
-
 UPDATES = "expected steps to be a number of updates, 1 or more, got"
-TABLE = UPDATES.replace("or more", "to 10,000,000")
 STEP = partial(fs.from_torch_scheduler, lr_scheduler.StepLR, step_size=2)
-CONSTANT = fs.schedules.constant(1.0)
 BOUNDARIES = "schedules.join: expected a boundary between any two schedules, in rising order, got boundaries"
 SCHEDULES = [
-    *((partial(STEP, lr=0.1, steps=n), f"from_torch_scheduler: {TABLE} {n!r}") for n in (0, -1, 2.0, 10_000_001)),
-    (lambda: fs.schedules.constant(NAN), "schedules.constant: expected value to be a finite number, got nan"),
-    (lambda: fs.schedules.linear(0.0, INF, 3), "schedules.linear: expected end to be a finite number, got inf"),
+    *((partial(STEP, lr=0.1, steps=n), f"from_torch_scheduler: {UPDATES} {n!r}") for n in (0, 2.0)),
     (lambda: fs.schedules.linear(0.0, 1.0, 0), f"schedules.linear: {UPDATES} 0"),
     (lambda: fs.schedules.cosine(1.0, 2.5), f"schedules.cosine: {UPDATES} 2.5"),
-    (lambda: fs.schedules.warmup_cosine(1.0, 5, 5), f"schedules.cosine: {UPDATES} 0"),
-    (lambda: fs.schedules.join([CONSTANT], [3]), f"{BOUNDARIES} [3] of 1 schedules"),
-    (lambda: fs.schedules.join([CONSTANT] * 3, [3, 3]), f"{BOUNDARIES} [3, 3] of 3 schedules"),
+    (lambda: fs.schedules.join([fs.schedules.constant(1.0)], [3]), f"{BOUNDARIES} [3] of 1 schedules"),
+    (lambda: fs.schedules.join([fs.schedules.constant(1.0)] * 3, [3, 3]), f"{BOUNDARIES} [3, 3] of 3 schedules"),
 ]
-
-
-# For each argument what its error expects, and values that are refused.
-SCALE = {
-    "init_scale": ("a number above 0", (0.0, -1.0, NAN)),
-    "growth_factor": ("a number above 0", (0.0, NAN)),
-    "backoff_factor": ("a number above 0", (0.0, NAN)),
-    "growth_interval": ("a number above 0", (0, -1)),
-}
 
 
 def test_arguments_of_wrappers_are_refused():
-    for name, (needed, values) in SCALE.items():
-        for value in values:
-            text = f"dynamic_loss_scale: expected {name} to be {needed}, got {value!r}"
-            assert text_of(partial(fs.dynamic_loss_scale, sgd(), **{name: value})) == text
-    for decay in (-0.1, 1.1, NAN):
+    for name in ("init_scale", "growth_factor", "backoff_factor", "growth_interval"):
+        text = f"dynamic_loss_scale: expected {name} to be a number above 0, got nan"
+        assert text_of(partial(fs.dynamic_loss_scale, SGD, **{name: NAN})) == text
+    for decay in (-0.1, NAN):
         text = f"ema: expected decay to be a number from 0 to 1, got {decay}"
-        assert text_of(partial(fs.ema, sgd(), decay=decay)) == text
-    for case, wrap in WRAPPERS.items():
-        checked_by = "skip_nonfinite" if case == "dynamic_loss_scale" else case
-        text = f"{checked_by}: expected tx to be an Optimizer, such as fs.from_torch, got a GradientTransformation"
-        assert text_of(partial(wrap, fs.clip_by_value(1.0))) == text
+        assert text_of(partial(fs.ema, SGD, decay=decay)) == text
+    text = "skip_nonfinite: expected tx to be an Optimizer, such as fs.from_torch, got a GradientTransformation"
+    assert text_of(partial(fs.dynamic_loss_scale, fs.clip_by_value(1.0))) == text
 
 
 ZERO = torch.tensor(0.0, dtype=torch.float64)
@@ -98,8 +72,8 @@ ARGUMENTS = [
     ),
     *refused_sums(TAKES_SUMS),
     (
-        lambda: fs.clip_by_norm(1.0, 2.5, sums="tree"),
-        'clip_by_norm: expected p to be 2 or inf with sums="tree", got 2.5',
+        lambda: fs.leaf_norms(W, 2.5, sums="tree"),
+        'leaf_norms: expected p to be 2 or inf with sums="tree", got 2.5',
     ),
     (lambda: fs.global_norm(W, 0.0), "global_norm: expected p to be a number above 0, got 0.0"),
 ]
@@ -124,23 +98,6 @@ def test_leaves_are_refused():
     for name in NATIVE:
         checked_by = "sgd" if name == "sgd" else "scale_by_adam"
         check_leaves_are_refused(getattr(fs, name), checked_by, takes_complex=name == "sgd")
-
-
-MISFITS = (
-    lambda g: {"a": g["a"]},
-    lambda g: {**g, "a": g["a"][:1]},
-    lambda g: {**g, "a": g["a"].double()},
-    lambda g: {**g, "b": (g["b"],)},
-)
-
-
-def test_gradients_that_do_not_fit_are_refused_with_the_state_whole():
-    tx = fs.from_torch(optim.AdamW, lr=0.1)
-    state = fs.TrainState.create(fs.tree_map(torch.clone, PARAMS), tx)
-    before = fs.tree_map(torch.clone, state)
-    for misfit in MISFITS:
-        assert text_of(lambda: fs.update(tx, state, misfit(PARAMS), donate=True)).startswith("update")  # noqa: B023
-        assert_same_bits(fs.tree_leaves(state), fs.tree_leaves(before))
 
 
 def test_an_update_that_returns_its_results_in_another_order_is_refused():

@@ -16,10 +16,9 @@ from tests.trees import assert_same_bits, normal, one_axis
 
 SHAPES = {"a": (5, 3), "b": (7,)}
 HISTORIES = {
-    "late start": {"a": [0, 0, 1, 1, 1, 1], "b": [1] * 6},
-    "gaps": {"a": [1, 0, 1, 0, 0, 1], "b": [1, 1, 0, 1, 1, 1]},
-    "never": {"a": [0] * 6, "b": [1] * 6},
-    "not both": {"a": [0, 1, 0, 1, 0, 1], "b": [1, 0, 0, 0, 1, 0]},
+    "late start": {"a": [0, 0, 1, 1, 1], "b": [1] * 5},
+    "gaps": {"a": [1, 0, 1, 0, 1], "b": [1, 1, 0, 1, 1]},
+    "not both": {"a": [0, 1, 0, 1, 0], "b": [1, 0, 0, 0, 1]},
 }
 
 
@@ -54,18 +53,18 @@ def stateful(make, history):
     return steps
 
 
+@pytest.mark.rows(12)
 @pytest.mark.parametrize("case", CASES)
 def test_every_class_has_the_bits_of_torch(case):
     cls, hyper = CASES[case]
     tx = fs.from_torch(cls, **hyper)
-    for history in HISTORIES:
-        expected = stateful(lambda params: cls(params, **hyper), history)
-        for donate in (False, True):
-            state = fs.TrainState.create(values(), tx)
-            for grads, params in zip(gradients(history), expected, strict=True):
-                state = fs.update(tx, state, grads, donate=donate)
-                assert_same_bits(state.params, params)
-            assert int(state.opt_state.updates) == len(expected)
+    for history, donate in itertools.product(HISTORIES, (False, True)):
+        state = fs.TrainState.create(values(), tx)
+        expected = stateful(partial(cls, **hyper), history)
+        for grads, params in zip(gradients(history), expected, strict=True):
+            state = fs.update(tx, state, grads, donate=donate)
+            assert_same_bits(state.params, params)
+        assert int(state.opt_state.updates) == len(expected)
 
 
 def check_our_own_are_torch_s_within_rounding(row):
@@ -90,111 +89,30 @@ def torch_sgd():
 TABLE = {
     "sgd": lambda: fs.sgd(0.1, 0.9, weight_decay=0.1),
     "adam": lambda: fs.adam(0.1),
-    "adamw": lambda: fs.adamw(lambda count: 0.1 / (1 + count)),
-    "from_torch": lambda: fs.from_torch(optim.AdamW, lr=0.1),
     "from_torch fused": lambda: fs.from_torch(optim.AdamW, lr=0.1, fused=True),
+    "from_torch Adagrad": lambda: fs.from_torch(optim.Adagrad, lr=0.1, initial_accumulator_value=0.5),
     "from_torch SGD": torch_sgd,
     "injected": lambda: fs.from_torch(optim.SGD, lr=0.1, momentum=0.9, dampening=0.5, inject=["lr"]),
-    "clip_by_norm": lambda: fs.chain(fs.clip_by_norm(0.5), fs.adam(0.1)),
-    "clip_by_value": lambda: fs.chain(fs.clip_by_value(0.5), torch_sgd()),
-    "add_decayed_weights": lambda: fs.chain(fs.add_decayed_weights(0.1), torch_sgd()),
-    "masked": lambda: fs.masked(torch_sgd(), "*"),
-    "partition": lambda: fs.partition({"a": torch_sgd(), "*": fs.adam(0.1)}),
+    "chain": lambda: fs.chain(fs.clip_by_norm(0.5), fs.add_decayed_weights(0.1), fs.clip_by_value(0.5), torch_sgd()),
+    "partition": lambda: fs.partition({"a": torch_sgd(), "*": torch_sgd()}),
     "skip_nonfinite": lambda: fs.skip_nonfinite(torch_sgd()),
     "dynamic_loss_scale": lambda: fs.dynamic_loss_scale(fs.adam(0.1), init_scale=1.0, growth_interval=100),
 }
 
 
-def sharded(tree, transform):
+def every_leaf():
+    return fs.zero2(one_axis(), min_shard_elements=0)
+
+
+def sharded(tree):
     """Shard a tree in which leaves may be None."""
     trained = {name: leaf for name, leaf in tree.items() if leaf is not None}
-    return dict.fromkeys(tree) | fs.shard(trained, transform)
-
-
-def run(tx, state, grads, donate=False):
-    for grad in grads:
-        state = fs.update(tx, state, grad, donate=donate)
-    return state
-
-
-def check_a_leaf_is_as_if_the_updates_without_it_had_not_been(make, name=""):
-    counts = "count" in name or name == "adamw"
-    transform = fs.zero2(one_axis(), min_shard_elements=0)
-    for history in HISTORIES:
-        for donate in (False, True):
-            tx = make()
-            state = fs.TrainState.create(sharded(values(), transform), tx)
-            structure = flatten(state).treedef
-            for grads in gradients(history):
-                before = {n: copied(state.params[n]) for n, grad in grads.items() if grad is None}
-                kept = moments(state, before) if not donate else {}
-                state = fs.update(tx, state, sharded(grads, transform), donate=donate)
-                assert flatten(state).treedef == structure
-                for n, leaf in before.items():
-                    assert_same_bits(state.params[n].local, leaf)
-                assert_same_bits(moments(state, before) if not donate else {}, kept)
-            if counts:
-                continue
-            for leaf in SHAPES:
-                some = [grads[leaf] for grads in gradients(history) if grads[leaf] is not None]
-                alone = make() if name != "partition" else torch_sgd() if leaf == "a" else fs.adam(0.1)
-                one = fs.TrainState.create(fs.shard({leaf: values()[leaf]}, transform), alone)
-                one = run(alone, one, [fs.shard({leaf: grad}, transform) for grad in some])
-                assert_same_bits(state.params[leaf].local, one.params[leaf].local)
-
-
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("name", TABLE)
-@on_ranks(2)
-def test_a_leaf_is_as_if_the_updates_without_it_had_not_been(name):
-    """Each leaf by itself, stepped only when it has a gradient; but the number of updates counts all of them."""
-    check_a_leaf_is_as_if_the_updates_without_it_had_not_been(TABLE[name], name)
-
-
-WRAPPED = {
-    "ema": lambda: fs.ema(fs.adam(0.1), 0.9),
-    "from_torch Adagrad": lambda: fs.from_torch(optim.Adagrad, lr=0.1, initial_accumulator_value=0.5),
-}
-
-
-def check_a_leaf_that_is_frozen_for_some_steps_is_as_one_without_a_gradient(make, begun=False):
-    """Where the state of a leaf is begun by TrainState.create alone, one that was frozen there does not go on."""
-    transform = fs.zero2(one_axis(), min_shard_elements=0)
-    tx = make()
-    for history, donate in itertools.product(HISTORIES, (False, True)):
-        expected = fs.TrainState.create(fs.shard(values(), transform), tx)
-        state, still = None, None
-        for full in gradients(history):
-            before, still = still, tuple(k for k, v in full.items() if v is None)
-            if state is None:
-                state = fs.TrainState.create(fs.shard(values(), transform, frozen=still or None), tx)
-            elif still != before:
-                state = fs.reshard(state, transform, frozen=still)
-                assert {k for k, leaf in state.params.items() if leaf.spec.frozen} == set(still)
-            if begun and still != before and history in ("late start", "not both") and full["a"] is not None:
-                break
-            grads = sharded(full, transform)
-            expected = fs.update(tx, expected, grads)
-            state = fs.update(tx, state, grads, donate=donate)
-            for leaf in SHAPES:
-                assert_same_bits(state.params[leaf].local, expected.params[leaf].local)
-
-
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("name", TABLE | WRAPPED)
-@on_ranks(2)
-def test_a_leaf_that_is_frozen_for_some_steps_is_as_one_without_a_gradient(name):
-    """Frozen and trained again by reshard of the whole state, between steps."""
-    check_a_leaf_that_is_frozen_for_some_steps_is_as_one_without_a_gradient((TABLE | WRAPPED)[name])
-
-
-def copied(leaf):
-    return leaf.local.clone()
+    return dict.fromkeys(tree) | fs.shard(trained, every_leaf())
 
 
 def moments(state, names):
-    """What the optimizer keeps for some leaves, element by element."""
-    flat = flatten(state.opt_state)
+    """The leaves of some names and what the optimizer keeps for them, element by element."""
+    flat = flatten((state.params, state.opt_state))
     pairs = zip(flat.paths, flat.leaves, strict=True)
     return {
         path: leaf.local.clone()
@@ -203,33 +121,68 @@ def moments(state, names):
     }
 
 
+def check_a_leaf_is_as_if_the_updates_without_it_had_not_been(make):
+    for history, donate in itertools.product(HISTORIES, (False, True)):
+        tx = make()
+        state = fs.TrainState.create(sharded(values()), tx)
+        structure = flatten(state).treedef
+        for grads in gradients(history):
+            still = [name for name, grad in grads.items() if grad is None]
+            kept = moments(state, still)
+            state = fs.update(tx, state, sharded(grads), donate=donate)
+            assert flatten(state).treedef == structure
+            assert_same_bits(moments(state, still), kept)
+        for leaf in SHAPES:
+            alone = torch_sgd() if make is TABLE["partition"] else make()
+            one = fs.TrainState.create(sharded({leaf: values()[leaf]}), alone)
+            for grads in gradients(history):
+                if grads[leaf] is not None:
+                    one = fs.update(alone, one, sharded({leaf: grads[leaf]}))
+            assert_same_bits(state.params[leaf].local, one.params[leaf].local)
+
+
+@pytest.mark.rows(3)
+@pytest.mark.parametrize("name", TABLE)
+@on_ranks(2)
+def test_a_leaf_is_as_if_the_updates_without_it_had_not_been(name):
+    """Each leaf by itself, stepped only when it has a gradient."""
+    check_a_leaf_is_as_if_the_updates_without_it_had_not_been(TABLE[name])
+
+
+def check_a_leaf_that_is_frozen_for_some_steps_is_as_one_without_a_gradient(make, begun=False):
+    """Where the state of a leaf is begun by TrainState.create alone, one that was frozen there does not go on."""
+    tx = make()
+    for history, donate in itertools.product(HISTORIES, (False, True)):
+        expected = fs.TrainState.create(sharded(values()), tx)
+        state, still = None, None
+        for full in gradients(history):
+            before, still = still, tuple(k for k, v in full.items() if v is None)
+            if state is None:
+                state = fs.TrainState.create(fs.shard(values(), every_leaf(), frozen=still or None), tx)
+            elif still != before:
+                state = fs.reshard(state, every_leaf(), frozen=still)
+                assert {k for k, leaf in state.params.items() if leaf.spec.frozen} == set(still)
+            if begun and still != before and history in ("late start", "not both") and full["a"] is not None:
+                break
+            expected = fs.update(tx, expected, sharded(full))
+            state = fs.update(tx, state, sharded(full), donate=donate)
+            for leaf in SHAPES:
+                assert_same_bits(state.params[leaf].local, expected.params[leaf].local)
+
+
+@pytest.mark.rows(2)
+@pytest.mark.parametrize("name", TABLE | {"ema": None})
+@on_ranks(2)
+def test_a_leaf_that_is_frozen_for_some_steps_is_as_one_without_a_gradient(name):
+    """Frozen and trained again by reshard of the whole state, between steps."""
+    make = TABLE.get(name, lambda: fs.ema(fs.adam(0.1), 0.9))
+    check_a_leaf_that_is_frozen_for_some_steps_is_as_one_without_a_gradient(make)
+
+
 def test_an_average_of_parameters_moves_on():
     tx = fs.ema(fs.sgd(1.0), decay=0.5)
-    params = {"w": torch.zeros(2, dtype=torch.float64), "v": torch.zeros(2, dtype=torch.float64)}
-    state = tx.init(params)
-    params, state = tx.update({"w": -torch.ones(2).double(), "v": None}, state, params)
+    params = {"w": torch.zeros(2), "v": torch.zeros(2)}
+    params, state = tx.update({"w": -torch.ones(2), "v": None}, tx.init(params), params)
     params, state = tx.update({"w": None, "v": None}, state, params)
-    assert_same_bits(params["w"], torch.ones(2).double())
-    assert_same_bits(state.average, {"w": torch.full((2,), 0.75).double(), "v": torch.zeros(2).double()})
-
-
-def check_a_restart_goes_on_as_before(make, tmp_path):
-    transform = fs.zero2(one_axis(), min_shard_elements=0)
-    tx = make()
-    for history in HISTORIES:
-        grads = [sharded(step, transform) for step in gradients(history)]
-        state = run(tx, fs.TrainState.create(fs.shard(values(), transform), tx), grads[:3])
-        fs.checkpoint.save(tmp_path / history, state)
-        like = fs.TrainState.create(fs.shard(values(9), transform), tx)
-        restored = fs.checkpoint.restore(tmp_path / history, like=like)
-        assert_same_bits(fs.tree_leaves(restored), fs.tree_leaves(state))
-        ends = [run(tx, start, grads[3:]) for start in (state, restored)]
-        assert_same_bits(*map(fs.tree_leaves, ends))
-
-
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("name", ("from_torch SGD", "sgd", "adam", "from_torch", "partition"))
-@on_ranks(2)
-def test_a_restart_goes_on_as_before(name, tmp_path):
-    """A checkpoint holds how often each leaf was updated."""
-    check_a_restart_goes_on_as_before(TABLE[name], tmp_path)
+    assert_same_bits(params["w"], torch.ones(2))
+    assert_same_bits(state.average, {"w": torch.full((2,), 0.75), "v": torch.zeros(2)})
