@@ -112,7 +112,8 @@ def breaches(now: dict[str, Size], budget: dict[str, Size], most: int) -> list[s
             errors.append(f"{room}: expected at most {tenth:.0f} lines of code, a tenth over its row, got {size.lines}")
         density = max(TOKENS_PER_LINE, row.tokens / row.lines)
         if size.tokens > 1.01 * density * size.lines:
-            errors.append(f"{room}: expected at most {1.01 * density:.1f} tokens a line, got {size.tokens / size.lines:.1f}")
+            found = f"{size.tokens / size.lines:.1f}"
+            errors.append(f"{room}: expected at most {1.01 * density:.1f} tokens a line, got {found}")
         if size.long_functions > row.long_functions:
             long = f"{row.long_functions} functions of over {FUNCTION_LINES} lines"
             errors.append(f"{room}: expected at most {long}, got {size.long_functions}")

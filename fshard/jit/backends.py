@@ -63,7 +63,7 @@ def compile_pieces(module: GraphModule) -> None:
     for piece, stop in list(_pieces(graph)):
         inside = set(piece)
         spot = _views_outside(graph, piece, inside, stop)
-        outs = [node for node in piece if _is_tensor(node) and _users(node, inside)]
+        outs = [node for node in piece if _is_tensor(node) and not inside.issuperset(node.users)]
         if not outs or sum(not is_view(node) for node in piece) < 2:
             # There is nothing to fuse.
             continue
@@ -78,14 +78,8 @@ def compile_pieces(module: GraphModule) -> None:
             for n, out in enumerate(outs):
                 result = graph.call_function(operator.getitem, (call, n))
                 result.meta["val"] = out.meta["val"]
-                for user in _users(out, inside):
-                    user.replace_input_with(out, result)
+                out.replace_all_uses_with(result, lambda user, inside=inside: user not in inside)  # type: ignore[misc]
     graph.eliminate_dead_code(is_impure)
-
-
-def _users(node: Node, inside: set[Node]) -> list[Node]:
-    """The nodes outside of a piece that are given a node's result."""
-    return [user for user in node.users if user not in inside]
 
 
 def _views_outside(graph: Graph, piece: Sequence[Node], inside: set[Node], stop: Node) -> Node:
@@ -94,11 +88,10 @@ def _views_outside(graph: Graph, piece: Sequence[Node], inside: set[Node], stop:
         # Rather than new memory, as one of several results may be.
         given = node.args[0] if node.target is operator.getitem else node
         is_memory = isinstance(given, Node) and given.target is not operator.getitem and is_view(given)
-        if is_memory and (outside := _users(node, inside)):
+        if is_memory and not inside.issuperset(node.users):
             with graph.inserting_before(stop):
                 stop = graph.node_copy(node)
-            for user in outside:
-                user.replace_input_with(node, stop)
+            node.replace_all_uses_with(stop, lambda user: user not in inside)
     return stop
 
 
@@ -125,9 +118,9 @@ def _stays(node: Node) -> bool:
     """Whether Inductor is to leave an operator alone: what has an effect, draws, or is not torch's own arithmetic."""
     if node.target is operator.getitem:
         return False
-    if _compat.arguments_of(node.target) is None or node.target.namespace not in ("aten", "prims"):  # type: ignore[union-attr]
-        return True
-    return is_impure(node) or is_random(node)
+    target: Any = node.target
+    own = _compat.arguments_of(target) is not None and target.namespace in ("aten", "prims")
+    return not own or is_impure(node) or is_random(node)
 
 
 def _is_tensor(node: Node) -> bool:

@@ -1,7 +1,6 @@
 """jit: a function traced once for equal arguments, and run as a graph from then on."""
 
 import functools
-import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from fshard.jit.passes import clean, placeholders, refuse_ambient_random, refuse
 from fshard.jit.signature import Signature, changes, exact, outline, signature
 from fshard.jit.trace import Traced, trace
 from fshard.jit.writes import donate, pairs_of, schedule, twins_of
-from fshard.tree import Axis, Exact, Flat, Sharded, flatten, tensors_of, unflatten
+from fshard.tree import Axis, Exact, Flat, Sharded, flatten, tensor_of, tensors_of, unflatten
 from fshard.tree.checks import check_axes, describe, mark_donated, refuse_donated
 
 
@@ -49,20 +48,10 @@ class Jitted:
         traces: For each trace why it was made, the first one first.
     """
 
-    def __init__(
-        self,
-        f: Callable[..., Any],
-        donate_argnums: Sequence[int],
-        static_argnums: Sequence[int],
-        static_argnames: Sequence[str],
-        backend: Backend,
-    ) -> None:
+    def __init__(self, f: Callable[..., Any], donated: Sequence[int], static: Sequence[int], backend: Backend) -> None:
         """Nothing is traced yet."""
         functools.update_wrapper(self, f)
-        names = _positional(f)
-        self._f, self._donated, self._backend = f, donate_argnums, backend
-        self._static = static_argnums or [i for i, name in enumerate(names) if name in static_argnames]
-        self._names = static_argnames or [names[i] for i in static_argnums if i < len(names)]
+        self._f, self._donated, self._static, self._backend = f, donated, static, backend
         self._programs: dict[Signature, _Program] = {}
         # Of the last call what its graph is found again by: its outline, guards that compare tensors, and the graph.
         self._last: tuple[Signature, Callable[..., bool], _Program] | None = None
@@ -73,7 +62,22 @@ class Jitted:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function."""
         with comm.calling("jit", lambda: flatten((args, kwargs)).axes):
-            return self._call(args, kwargs)
+            flat = self._flat(args, kwargs)
+            if _compat.is_tracing() or _compat.transforms_active() or _compat.sees_programs():
+                return self._f(*args, **kwargs)
+            tensors = [tensor for tensor in tensors_of(flat.leaves) if isinstance(tensor, torch.Tensor)]
+            # Of sparse and quantized ones a trace keeps too little.
+            if any(x.requires_grad or x.layout is not torch.strided or x.is_quantized for x in tensors):
+                return self._f(*args, **kwargs)
+            check_axes("jit", flat)
+            asked, last = outline(flat), self._last
+            known = last is not None and last[0] == asked and last[1](*tensors)
+            program = last[2] if last and known else self._program(asked, flat, tensors)
+            if program.closed:
+                _check_closed(program, flat)
+            comm.same_call("jit", list(program.facts), program.facts)
+            with torch.no_grad():
+                return _run(program, flat, tensors)
 
     def graph_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Traced:
         """Trace the function as a call would, up to the graph that its backend is given."""
@@ -85,26 +89,7 @@ class Jitted:
         needed = "donate_argnums to be numbers of arguments by position"
         expect(max(self._donated, default=-1) < len(args), "jit", needed, found, "count from 0")
         given = [exact(arg) if i in self._static else arg for i, arg in enumerate(args)]
-        keywords = {name: exact(arg) if name in self._names else arg for name, arg in kwargs.items()}
-        return flatten((tuple(given), keywords))
-
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        flat = self._flat(args, kwargs)
-        if _compat.is_tracing() or _compat.transforms_active() or _compat.sees_programs():
-            return self._f(*args, **kwargs)
-        tensors = [tensor for tensor in tensors_of(flat.leaves) if isinstance(tensor, torch.Tensor)]
-        # Of sparse and quantized ones a trace keeps too little.
-        if any(tensor.requires_grad or tensor.layout is not torch.strided or tensor.is_quantized for tensor in tensors):
-            return self._f(*args, **kwargs)
-        check_axes("jit", flat)
-        asked, last = outline(flat), self._last
-        known = last is not None and last[0] == asked and last[1](*tensors)
-        program = last[2] if last and known else self._program(asked, flat, tensors)
-        if program.closed:
-            _check_closed(program, flat)
-        comm.same_call("jit", list(program.facts), program.facts)
-        with torch.no_grad():
-            return _run(program, flat, tensors)
+        return flatten((tuple(given), kwargs))
 
     def _program(self, asked: Signature, flat: Flat, tensors: Sequence[torch.Tensor]) -> _Program:
         """Find the graph of a call, or trace it."""
@@ -184,7 +169,6 @@ def jit(
     *,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
     backend: Backend = "graph",
 ) -> Any:
     """Trace a function into one graph of operators and collectives, and run that from then on.
@@ -200,8 +184,7 @@ def jit(
         f: A pure function of pytrees of tensors, which returns such; None makes a decorator of the other arguments.
         donate_argnums: Arguments that the caller donates: the part of the result that has the structure of such an
             argument is written in its place, at the same addresses, and the old leaves are left empty.
-        static_argnums: Arguments that are no tensors and may change; the function is traced for each value.
-        static_argnames: The same by name. Of one of the two alone the other follows by the function's signature.
+        static_argnums: Arguments by position that are no tensors and may change; the function is traced for each value.
         backend: "graph" runs the operators one by one, bit for bit as eager code. "inductor" compiles those between
             collectives to kernels, which round otherwise, and leaves collectives, updates and random numbers where they
             are. A function of the torch.fx.GraphModule and its inputs as fake tensors returns what is run in its place;
@@ -219,17 +202,12 @@ def jit(
     ({'y': tensor([0., 0.])}, {'y': tensor([0., 0.])}, ['the first call'])
     """
     donated, static = _numbers("donate", donate_argnums), _numbers("static", static_argnums)
-    names = tuple(static_argnames) if isinstance(static_argnames, list | tuple) else (static_argnames,)
-    named = all(isinstance(name, str) for name in names)
-    expect(named, "jit", "static_argnames to be names of arguments", repr(static_argnames))
     known = callable(backend) or backend in BACKENDS
     expect(known, "jit", f"backend to be one of {BACKENDS} or a function", repr(backend))
     expect(f is None or callable(f), "jit", "f to be a function", describe(f))
 
-    def made(f: Callable[..., Any]) -> Jitted:
-        return Jitted(f, donated, static, names, backend)
-
-    return made if f is None else made(f)
+    make = functools.partial(Jitted, donated=donated, static=static, backend=backend)
+    return make if f is None else make(f)
 
 
 def _run(program: _Program, flat: Flat, tensors: list[torch.Tensor]) -> Any:
@@ -248,31 +226,15 @@ def _run(program: _Program, flat: Flat, tensors: list[torch.Tensor]) -> Any:
 
 def _check_closed(program: _Program, flat: Flat) -> None:
     """Refuse a call after a write to a tensor that the function closes over, or that would donate one."""
+    donated = {id(tensor_of(flat.leaves[i])) for i in program.donated}
     for tensor, version in program.closed:
-        needed, found = "nothing written to what the function closes over", f"a write to a {describe(tensor)[2:]}"
-        counted = _compat.version(tensor) == version
-        expect(counted, "jit", needed, f"{found} since the trace", "pass it as an argument")
-    reached, tensors = {id(tensor) for tensor, _ in program.closed}, tensors_of(flat.leaves)
-    problems = [
-        Problem(flat.paths[i], "a tensor that the function closes over too", "one of the arguments alone")
-        for i in program.donated
-        if id(tensors[i]) in reached
-    ]
-    remedy = "read it from the argument inside of the function, such as state.buffers, or close over a clone"
-    refuse("jit: donated leaves would be read again in the next call", problems, remedy)
-
-
-def _positional(f: Callable[..., Any]) -> list[str]:
-    """The arguments that a function names and that may be given by position, as far as its signature is known."""
-    try:
-        parameters = inspect.signature(f).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        alone = _compat.version(tensor) == version and id(tensor) not in donated
+        needed, found = "nothing written to what the function closes over", f"a write to {describe(tensor)}"
+        expect(alone, "jit", needed, found, "pass it as an argument alone, such as state.buffers")
 
 
 def _numbers(name: str, value: Any) -> tuple[int, ...]:
     numbers = tuple(value) if isinstance(value, list | tuple) else (value,)
-    fit = all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers)
+    fit = all(type(n) is int and n >= 0 for n in numbers)
     expect(fit, "jit", f"{name}_argnums to be numbers of arguments by position, from 0", repr(value))
     return numbers

@@ -2,7 +2,7 @@
 
 import json
 import operator
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 
 from fshard import _compat, comm, random
 from fshard.comm import ops
-from fshard.errors import Problem, expect, refuse
+from fshard.errors import expect
 from fshard.tree import Axis
 
 # Bytes of storages by their names.
@@ -76,8 +76,7 @@ def is_impure(node: Node) -> bool:
     # A collective is there for the other ranks too, and must have ended before its buffers go.
     if is_wait(node) or node.target in random.EFFECTS:
         return True
-    effect = node.target is not ops.told and _compat.is_effect(node.target)
-    return effect or bool(written(node))
+    return bool(written(node)) or (node.target is not ops.told and _compat.is_effect(node.target))
 
 
 def is_wait(node: Node) -> bool:
@@ -91,7 +90,10 @@ def storages_of(nodes: Iterable[Node]) -> dict[Node, Storages]:
     names: dict[int, Hashable] = {}
     for node in nodes:
         value = node.meta.get("val")
-        lender = _lender(node)
+        # The argument in whose memory the result lies, where the operator says so.
+        arguments = _compat.arguments_of(node.target)
+        lends = is_wait(node) or (arguments and arguments[0].aliased)
+        lender = node.args[0] if lends and isinstance(node.args[0], Node) else None
         found[node] = {}
         for tensor in value if isinstance(value, list | tuple) else [value]:
             if isinstance(tensor, torch.Tensor):
@@ -100,13 +102,6 @@ def storages_of(nodes: Iterable[Node]) -> dict[Node, Storages]:
                 name = names.setdefault(key, key if lender is None else next(iter(found[lender])))
                 found[node][name] = tensor.untyped_storage().nbytes()
     return found
-
-
-def _lender(node: Node) -> Node | None:
-    """The argument in whose memory an operator's result lies; None where it does not say so."""
-    arguments = _compat.arguments_of(node.target)
-    lends = is_wait(node) or (arguments and arguments[0].aliased)
-    return node.args[0] if lends and isinstance(node.args[0], Node) else None
 
 
 def last_uses(storages: Mapping[Node, Storages], besides: Mapping[Node, Storages]) -> dict[Hashable, Node]:
@@ -204,35 +199,25 @@ def refuse_writes(graph: Graph, inputs: Mapping[Node, str]) -> None:
     storages = storages_of(graph.nodes)
     kept = [*inputs.items(), *((node, "(closure)") for node in graph.nodes if node.op == "get_attr")]
     owners = {name: path for node, path in kept for name in storages[node]}
-    problems = {
-        owners[name]: Problem(owners[name], f"a write by {node.target}", "a new tensor")
-        for node in graph.nodes
-        for target in written(node)
-        for name in owners.keys() & storages[target]
-    }
-    remedy = "return what is new; a jitted function writes to donated arguments alone"
-    refuse("jit: the function writes to tensors", list(problems.values()), remedy)
+    for node in graph.nodes:
+        for target in written(node):
+            for name in owners.keys() & storages[target]:
+                found = f"one to {owners[name]} by {node.target}"
+                expect(False, "jit", "no writes but to donated arguments", found, "return what is new")
 
 
 def refuse_ambient_random(graph: Graph) -> None:
     """Refuse random numbers of no key, which a graph would draw from wherever torch's generator happens to be."""
     keyed, at = False, {}
-    for node in graph.nodes:
+    # The branches of torch.cond come first, where no key holds.
+    branches = [*graph.owning_module.modules()][1:]  # type: ignore[union-attr]
+    for node in chain(*(branch.graph.nodes for branch in branches if isinstance(branch, GraphModule)), graph.nodes):
         if node.target is random.random_state:
             at[node] = keyed
         elif node.target is random.seed:
             keyed = True
         elif node.target is random.set_random_state:
             keyed = at.get(node.args[0], False)
-        elif not keyed and (drawing := next(filter(is_random, _with_branches(node)), None)):
+        elif is_random(node):
             remedy = "pass model.apply(..., key=...) a key of each step by fs.fold_in(state.key, state.step)"
-            expect(False, "jit", "random numbers with a key", f"{drawing.target} without one", remedy)
-
-
-def _with_branches(node: Node) -> Iterator[Node]:
-    """A node, and those of the graphs that it is given, as torch.cond is."""
-    yield node
-    for given in node.all_input_nodes:
-        module = getattr(node.graph.owning_module, str(given.target)) if given.op == "get_attr" else None
-        for inner in module.graph.nodes if isinstance(module, GraphModule) else ():
-            yield from _with_branches(inner)
+            expect(keyed, "jit", "random numbers with a key", f"{node.target} without one", remedy)

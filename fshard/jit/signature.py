@@ -8,7 +8,6 @@ import torch
 
 from fshard import comm
 from fshard.tree import Exact, Flat, Sharded, Treedef, has_plain_keys, tensors_of
-from fshard.tree.checks import describe
 
 _CUDA = torch.backends.cuda
 _MODES = (
@@ -72,11 +71,7 @@ def _value(leaf: Any) -> Any:
 
 def exact(value: Any) -> Exact:
     """Make a value comparable by its type and bits; TypeError if it cannot be hashed."""
-    try:
-        return value if isinstance(value, Exact) else Exact(value)
-    except TypeError as error:
-        needed = "tensors, in dicts, lists, tuples or NamedTuples, and values that can be hashed"
-        raise TypeError(f"jit: expected {needed}, got {describe(value)}") from error
+    return value if isinstance(value, Exact) else Exact(value)
 
 
 def _modes() -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 
 from fshard import _compat, random
 from fshard.collectives import Uses
-from fshard.errors import expect, refuse
-from fshard.tree import Exact, Flat, Sharded, Treedef, flatten, is_sharded, tensor_of, tensors_of
-from fshard.tree.checks import describe, writes_counted
+from fshard.errors import expect
+from fshard.tree import Exact, Flat, Sharded, Treedef, flatten, is_sharded, tensors_of
+from fshard.tree.checks import check_tensors, writes_counted
 
 # Traces patch what belongs to the process, and so do compilers.
 TRACING = threading.Lock()
@@ -75,8 +74,7 @@ def trace(flat: Flat, f: Callable[..., Any], uses: Uses | None = None) -> Traced
         with _Refusing():
             args, kwargs = flat.unflatten(leaves)
             found.append(flatten(f(*args, **kwargs)))
-        remedy = "return tensors; a graph computes nothing else, and a number would stay as it is in the first call"
-        refuse("jit: the function returns what is no tensor", found[-1].problems(_misfit), remedy)
+        check_tensors("jit: what the function returns", found[-1])
         return tensors_of(found[-1].leaves)
 
     with _tracing():
@@ -85,7 +83,9 @@ def trace(flat: Flat, f: Callable[..., Any], uses: Uses | None = None) -> Traced
         except Exception as error:
             if not _compat.asks_for_values(error):
                 raise
-            raise _value_error(error) from error
+            needed = "no look at the value of a tensor, which a trace does not have"
+            remedy = "use torch.where in the place of a branch, a tensor in the place of item(), or fs.schedules"
+            raise ValueError(f"jit: expected {needed}, got one in the line that torch names above; {remedy}") from error
     out = found[-1]
     specs = [getattr(leaf, "spec", None) for leaf in out.leaves]
     # Before passes take out operators whose values were read, and nothing else.
@@ -115,10 +115,6 @@ def _tracing() -> Iterator[None]:
         yield
 
 
-def _misfit(leaf: Any) -> tuple[str, str] | None:
-    return None if leaf is None or isinstance(tensor_of(leaf), torch.Tensor) else (describe(leaf), "a tensor")
-
-
 class _Refusing(TorchFunctionMode):
     """Refuses to tell what differs from call to call."""
 
@@ -129,14 +125,3 @@ class _Refusing(TorchFunctionMode):
             needed, remedy = "no look at what a trace does not have", "ask for shapes and strides, or pass tensors"
             expect(asks.startswith(_PACKAGES), "jit", needed, f"Tensor.{name}", remedy)
         return func(*args, **(kwargs or {}))
-
-
-def _value_error(error: Exception) -> ValueError:
-    """Turn torch's error on a value that a trace does not have into one that names the line."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_PACKAGES)]
-    place = f'{frames[-1].filename}:{frames[-1].lineno}: "{frames[-1].line}"' if frames else "the function"
-    return ValueError(
-        f"jit: expected no look at the value of a tensor, which a trace does not have, got one in {place}; use "
-        "torch.where in the place of a branch, a tensor in the place of item(), fs.schedules or "
-        "fs.from_torch_scheduler for a learning rate"
-    )

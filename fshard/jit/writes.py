@@ -3,7 +3,7 @@
 import operator
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -31,11 +31,9 @@ aten = torch.ops.aten
 
 def _parts(treedef: Treedef) -> list[tuple[range, Treedef]]:
     """The children of a structure, each with the numbers of its leaves."""
-    found: list[tuple[range, Treedef]] = []
-    for child in treedef.children():
-        start = found[-1][0].stop if found else 0
-        found.append((range(start, start + child.num_leaves), child))
-    return found
+    children = treedef.children()
+    ends = accumulate(child.num_leaves for child in children)
+    return [(range(end - child.num_leaves, end), child) for end, child in zip(ends, children, strict=True)]
 
 
 def twins_of(flat: Flat, result: Treedef, argnums: Collection[int]) -> dict[int, int]:

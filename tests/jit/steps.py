@@ -10,10 +10,10 @@ import torch
 import fshard as fs
 from fshard.testing import spmd
 from fshard.tree import flatten, is_sharded
+from tests.optim.test_table import every_leaf, on_shards
 from tests.trees import assert_same_bits
 
-STEPS = 3
-WORLDS = (1, 2, 3, "2 processes")
+STEPS = 2
 
 State = Any
 Step = Callable[..., tuple[State, Any]]
@@ -66,8 +66,8 @@ def assert_alike(found: Any, expected: Any) -> None:
     assert_same_bits(tensors(found), tensors(expected))
 
 
-def assert_jitted_is_eager(case: Case, **options: Any) -> Any:
-    """Run a step eagerly and jitted, each from what it returned before; returns the jitted function."""
+def assert_jitted_is_eager(case: Case, **options: Any) -> None:
+    """Run a step eagerly and jitted, each from what it returned before."""
     jitted, expected, state = fs.jit(case.step, **options), case.state, copied(case.state)
     for batch in case.batches:
         with fs.comm.record() as eager:
@@ -78,17 +78,11 @@ def assert_jitted_is_eager(case: Case, **options: Any) -> Any:
         assert collectives(graph) == collectives(eager)
         assert not any(tensor.requires_grad for tensor in tensors((state, found)))
     assert jitted.traces == ["the first call"]
-    return jitted
 
 
-def assert_on_ranks(make: Callable[[], Case], world: Any, **options: Any) -> None:
-    """Assert on every rank that what `make` makes there is the same jitted, undonated and donated."""
-
-    def program() -> None:
-        assert_jitted_is_eager(make(), **options)
-        assert_jitted_is_eager(make(), donate_argnums=0, **options)
-
-    spmd(program, world)
+def assert_on_ranks(make: Callable[[], Case], world: Any) -> None:
+    """Assert on every rank that what `make` makes there is the same jitted, with its state donated."""
+    spmd(lambda: assert_jitted_is_eager(make(), donate_argnums=0), world)
 
 
 def train_step(loss: Callable[..., Any], tx: fs.Optimizer, **options: Any) -> Step:
@@ -112,3 +106,34 @@ def trained(
     """A case of the plain step."""
     tx = tx or adamw()
     return Case(train_step(loss, tx, **options), fs.TrainState.create(params, tx), batches)
+
+
+def updating(make_optimizer: Callable[[], fs.Optimizer]) -> Callable[[], Case]:
+    """Make the case of an update by an optimizer, on the tree of its table."""
+
+    def make() -> Case:
+        params, grads = on_shards(every_leaf())
+        tx = make_optimizer()
+
+        def step(state: State, grad: Any) -> tuple[State, Any]:
+            return fs.update(tx, state, grad), fs.tree_leaves(grad)[0].sum()
+
+        return Case(step, fs.TrainState.create(params, tx), [(grad,) for grad in grads[:STEPS]])
+
+    return make
+
+
+def check_no_optimizer_begins_with_shared_memory_that_it_writes_to(make: Callable[[], fs.Optimizer]) -> None:
+    """The average of a frozen parameter is the parameter."""
+    leaves = flatten(updating(make)().state).leaves
+    kept = [leaf for leaf in leaves if leaf is not None and not (is_sharded(leaf) and leaf.spec.frozen)]
+    where = [tensor.data_ptr() for tensor in tensors(kept) if tensor.numel()]
+    assert len(set(where)) == len(where)
+
+
+def check_what_looks_at_values_is_refused_and_nothing_has_changed(make: Callable[[], fs.Optimizer]) -> None:
+    case = updating(make)()
+    before = copied(case.state)
+    with pytest.raises(ValueError, match="expected no look at the value of a tensor, which a trace does not have"):
+        fs.jit(case.step, donate_argnums=0)(case.state, *case.batches[0])
+    assert_alike(case.state, before)

@@ -1,9 +1,8 @@
-"""The graph of a ZeRO-3 step: what is gathered, reduced and written, and when."""
+"""The graph of a ZeRO-3 step: what is gathered, reduced and written, and when; views that it does without."""
 
 import operator
 from functools import cache
 
-import pytest
 import torch
 from torch import nn
 
@@ -13,9 +12,9 @@ from fshard.comm import ops
 from fshard.jit.passes import placeholders, storages_of
 from fshard.testing import spmd
 from tests.jit.steps import collectives, copied, trained
-from tests.jit.test_features import Stack, inputs
+from tests.jit.test_steps import Stack, inputs
 from tests.ranks import on_ranks
-from tests.trees import one_axis, two_axes
+from tests.trees import assert_same_bits, normal, one_axis, two_axes
 from tests.unit_models import HIDDEN, Block, filled, zero3
 
 STARTS = (ops.all_gather, ops.reduce_scatter, ops.all_reduce)
@@ -41,10 +40,9 @@ def graph_of(world_size=2, backend="graph", **options):
         with fs.comm.record() as record:
             case.step(case.state, *case.batches[0])
         jitted = fs.jit(case.step, donate_argnums=0, backend=backend)
-        made = fs.make_graph(jitted)(case.state, *case.batches[0])
         jitted(copied(case.state), *case.batches[0])
         (program,) = jitted._programs.values()
-        return program, collectives(record), made
+        return program, collectives(record)
 
     return spmd(program, world_size)[0]
 
@@ -87,66 +85,60 @@ def most_gathered(nodes):
 
 
 def test_collectives_are_those_of_the_eager_step_and_all_are_waited_for():
-    for prefetch in (0, 2):
-        program, record, _ = graph_of(prefetch=prefetch)
-        nodes = nodes_of(program)
-        names = [node.target.name().removeprefix("fshard::").split(".")[0] for node in starts(nodes)]
-        assert names == [entry.op for entry in record]
-        # Each unit is gathered, and again but for the last and those that the backward would gather ahead of it.
-        assert names.count("all_gather") >= 2 * UNITS - 1 - prefetch
-        for start in starts(nodes):
-            found = buffers(start)
-            assert len(found) == len(start.args[0])
-            assert all(len(waits) == 1 for _, waits in found)
+    program, record = graph_of(prefetch=1)
+    nodes = nodes_of(program)
+    names = [node.target.name().removeprefix("fshard::").split(".")[0] for node in starts(nodes)]
+    assert names == [entry.op for entry in record]
+    # Each unit is gathered, and again but for the last and the one that the backward would gather ahead of it.
+    assert names.count("all_gather") == 2 * UNITS - 2
+    for start in starts(nodes):
+        found = buffers(start)
+        assert len(found) == len(start.args[0])
+        assert all(len(waits) == 1 for _, waits in found)
     # No gathered unit is held between its turns.
-    assert most_gathered(nodes_of(graph_of(prefetch=1)[0])) <= 2
-    assert most_gathered(nodes_of(graph_of(regather=False)[0])) >= UNITS
-    program, record, _ = graph_of(1)
-    assert record == starts(nodes_of(program)) == []
+    assert most_gathered(nodes) <= 2
 
 
 def test_donated_leaves_are_written_right_after_their_update():
-    for world_size in (1, 2):
-        program, *_ = graph_of(world_size)
-        nodes, inputs = nodes_of(program), placeholders(program.traced.graph.graph)
-        order, memory = {node: n for n, node in enumerate(nodes)}, storages_of(nodes)
-        outputs = [given for given in nodes[-1].args[0] if given in inputs]
-        assert len(set(outputs)) == len(inputs) - 1
-        copies = [node for node in nodes if node.target is torch.ops.aten.copy_.default]
-        # A copy comes right after what it copies was computed, or what was there was read for the last time.
-        for write in [node for node in copies if any(memory[node.args[0]].keys() & memory[out] for out in outputs)]:
-            reads = [user for user in write.args[0].users if order[user] < order[write]]
-            assert order[write] - max(order[write.args[1]], *map(order.get, reads), 0) <= len(inputs)
-        updated = [leaf for node in nodes if "_fused_adamw_" in str(node.target) for leaf in node.args[0]]
-        assert len(updated) == len(set(updated)) == len(list(filled(Deep()).parameters()))
-        assert all(leaf.op == "placeholder" for leaf in updated)
-        assert not any(str(node.target).startswith("aten.detach") for node in nodes)
+    program, _ = graph_of(prefetch=1)
+    nodes, inputs = nodes_of(program), placeholders(program.traced.graph.graph)
+    order, memory = {node: n for n, node in enumerate(nodes)}, storages_of(nodes)
+    outputs = [given for given in nodes[-1].args[0] if given in inputs]
+    assert len(set(outputs)) == len(inputs) - 1
+    copies = [node for node in nodes if node.target is torch.ops.aten.copy_.default]
+    # A copy comes right after what it copies was computed, or what was there was read for the last time.
+    for write in [node for node in copies if any(memory[node.args[0]].keys() & memory[out] for out in outputs)]:
+        reads = [user for user in write.args[0].users if order[user] < order[write]]
+        assert order[write] - max(order[write.args[1]], *map(order.get, reads), 0) <= len(inputs)
+    updated = [leaf for node in nodes if "_fused_adamw_" in str(node.target) for leaf in node.args[0]]
+    assert len(updated) == len(set(updated)) == len(list(filled(Deep()).parameters()))
+    assert all(leaf.op == "placeholder" for leaf in updated)
+    assert not any(str(node.target).startswith("aten.detach") for node in nodes)
 
 
-def run_as_it_is(graph, inputs):
-    return graph
+def test_make_graph_of_a_jitted_function_is_the_graph_that_its_backend_is_given():
+    seen = []
 
+    def backend(graph, inputs):
+        seen.append([node.name for node in graph.graph.nodes])
+        return graph
 
-def test_make_graph_of_a_jitted_step_is_the_graph_that_its_backend_is_given():
-    (program, _, graph), (plain, _, _) = graph_of(), graph_of(backend=run_as_it_is)
-    assert [node.name for node in graph.module.graph.nodes] == [node.name for node in nodes_of(program)]
-    in_place = [
-        [out.op == "placeholder" for out in nodes_of(p)[-1].args[0] if out is not None] for p in (program, plain)
-    ]
-    assert (in_place[0].count(False), any(in_place[1])) == (1, False)
+    jitted = fs.jit(lambda x, n: (x * n, {"n": x[0] + n}), donate_argnums=0, static_argnums=1, backend=backend)
+    graph = fs.make_graph(jitted)(torch.zeros(4), 3)
+    assert (jitted.traces, seen) == ([], [])
+    jitted(torch.zeros(4), 3)
+    assert seen == [[node.name for node in graph.module.graph.nodes]]
     jitted = fs.jit(lambda x, n: (x * n, {"n": x[0] + n}), donate_argnums=0, static_argnums=1)
     graph = fs.make_graph(jitted)(torch.zeros(4), 3)
     first, *code = str(graph).splitlines()
     assert first == "4 operators, 0 collectives, 0 bytes sent, 20 bytes at most"
     assert sum("torch.ops.aten" in line for line in code) == 4
     assert [node.name for node in fs.tree_leaves(graph.results)] == ["arg0_1", "add"]
-    assert jitted.traces == []
 
 
 def test_a_graph_tells_its_results_by_their_nodes_and_when_memory_is_taken_and_freed():
     params = fs.shard({"w": torch.zeros(4)}, fs.zero3(fs.Axis("shard", 1, "")))
-    step = fs.make_graph(lambda p, x: (fs.tree_map(lambda w: w + x.sin(), p), None, x))
-    graph = step(params, torch.zeros(4))
+    graph = fs.make_graph(lambda p, x: (fs.tree_map(lambda w: w + x.sin(), p), None, x))(params, torch.zeros(4))
     _, x, sine, total, _ = graph.module.graph.nodes
     assert [moment.node for moment in graph.moments] == [sine, total]
     assert graph.results == ({"w": total}, None, x)
@@ -164,7 +156,6 @@ def written(x):
 X = torch.zeros(1000)
 # Functions, and how many tensors they take beyond their arguments.
 HELD = [
-    (lambda x: x.sin(), X, {}, 1),
     (lambda x: x.sin().cos().tan(), X, {"donate_argnums": 0}, 2),
     (lambda x: x.sin().view(10, 100)[1:].t(), X, {}, 1),
     (lambda x: [part + 1 for part in x.sin().split(500)], X, {}, 2),
@@ -180,20 +171,19 @@ def test_bytes_are_those_of_memory_that_is_new():
         assert fs.make_graph(fs.jit(f, **options))(arg).peak_bytes() == expected * X.nbytes
 
 
-# Of two ranks: both rows, the one that arrives, and a sine with its cosine; and a copy of the row that is sent, while
-# this rank's own stays. Of three: all rows, those that arrive, a sine with its cosine; or copies of all, held alone.
-@pytest.mark.parametrize("world_size, contiguous, expected", [(2, True, 5), (2, False, 6), (3, True, 7), (3, False, 9)])
-@on_ranks()
-def test_what_collectives_work_on_is_held_until_they_are_waited_for(world_size, contiguous, expected):
+@on_ranks(2, 3)
+def test_what_collectives_work_on_is_held_until_they_are_waited_for(world_size):
+    """The rows, those that arrive, a sine with its cosine; and a copy of rows that are sent and do not lie in order."""
     axis = fs.axis_of(one_axis())
+    for contiguous, expected in ((True, {2: 5, 3: 7}), (False, {2: 6, 3: 9})):
 
-    def f(x):
-        rows = x.expand(world_size, -1) + 1
-        finish = fs.comm.start_reduce_scatter([rows if contiguous else rows.t().contiguous().t()], axis, "test")
-        y = x.sin().cos()
-        return finish()[0] + y
+        def f(x, contiguous=contiguous):
+            rows = x.expand(world_size, -1) + 1
+            finish = fs.comm.start_reduce_scatter([rows if contiguous else rows.t().contiguous().t()], axis, "test")
+            y = x.sin().cos()
+            return finish()[0] + y
 
-    assert fs.make_graph(f)(X).peak_bytes() == expected * X.nbytes
+        assert fs.make_graph(f)(X).peak_bytes() == expected[world_size] * X.nbytes
 
 
 @on_ranks(2)
@@ -204,6 +194,7 @@ def test_a_collective_whose_result_this_rank_does_not_use_stays_and_is_waited_fo
     graph = fs.make_graph(step)(torch.ones(3))
     waits = [node for node in graph.module.graph.nodes if node.target is _compat.WAIT_TENSOR]
     assert ([entry.op for entry in graph.collectives()], len(waits)) == (["all_gather"], 1)
+    assert graph.bytes_sent() == 12.0
     with fs.comm.record() as record:
         assert step(torch.ones(3)).equal(torch.full((3,), 2.0))
     assert [entry.op for entry in record if not entry.about.is_comparison] == ["all_gather"]
@@ -221,3 +212,37 @@ def test_ranks_of_an_axis_compare_its_own_collectives():
         told.append(program.facts)
     assert told[0] == told[1]
     assert [axis.name in told[0][other] for axis in (rows, columns) for other in (rows, columns)] == [1, 0, 0, 1]
+
+
+# Programs, and the operators that are left of them.
+FOLDED = [
+    (lambda x: x.t().t() + 1, ["add"]),
+    (lambda x: x.t().as_strided((4, 6), (6, 1)) + 1, ["add"]),
+    (lambda x: x.view(24).view(2, 12).view(3, 8) + 1, ["view", "add"]),
+    (lambda x: (x * 2).t().t().add_(1), ["mul", "add_"]),
+    (lambda x: (x.view(24), x.view(24).view(4, 6)), ["view"]),
+    (
+        lambda x: x.clone(memory_format=torch.contiguous_format).view(24).add_(1) + x.view(24),
+        ["clone", "view", "add_", "view", "add"],
+    ),
+    (lambda x: x.view(24)[3:9].view(2, 3) + 1, ["view", "slice", "view", "add"]),
+    (lambda x: x.view(24)[::2].view(12, 1).view(1, 12) + 1, None),
+]
+
+
+def several(found):
+    return list(found) if isinstance(found, tuple | list) else [found]
+
+
+def test_views_are_folded_and_bits_and_strides_and_aliases_stay():
+    given = normal(1)(4, 6)
+    for f, expected in FOLDED:
+        jitted = fs.jit(f)
+        found, wanted = several(jitted(given)), several(f(given))
+        assert_same_bits(found, wanted)
+        assert [tensor.stride() for tensor in found] == [tensor.stride() for tensor in wanted]
+        assert len({id(tensor) for tensor in found}) == len(found)
+        (program,) = jitted._programs.values()
+        calls = [node for node in program.run.graph.nodes if node.op.startswith("call")]
+        names = [getattr(node.target, "__name__", str(node.target)).split(".")[0] for node in calls]
+        assert expected is None or names == expected

@@ -8,9 +8,8 @@ from torch._inductor.utils import run_and_get_code
 
 import fshard as fs
 from fshard import _compat
-from fshard.comm import ops
 from fshard.jit.passes import is_view, placeholders
-from fshard.testing import assert_trees_close, spmd
+from fshard.testing import assert_trees_close
 from tests.jit.test_graph import STARTS, UNITS, buffers, graph_of, is_wait, most_gathered, nodes_of, starts
 from tests.trees import normal, one_axis
 
@@ -25,8 +24,7 @@ X = normal(3)(4, 6)
 ATOL = 3 * 0.1 * 10 * 1000 * torch.finfo(torch.float64).eps
 
 
-def assert_close_to_eager():
-    params = fs.shard(FULL, fs.zero3(one_axis(), min_shard_elements=0))
+def test_a_step_is_the_eager_one_within_rounding():
     tx = fs.chain(fs.clip_by_global_norm(1.0), fs.from_torch(torch.optim.AdamW, lr=0.1, fused=True))
 
     def loss(params, x):
@@ -38,23 +36,14 @@ def assert_close_to_eager():
         return fs.update(tx, state, grads), value
 
     jitted = fs.jit(step, donate_argnums=0, backend="inductor")
-    eager, state = (fs.TrainState.create(params, tx) for _ in range(2))
-    state = fs.tree_map(torch.clone, state)
+    eager = fs.TrainState.create(fs.shard(FULL, fs.zero3(one_axis())), tx)
+    state = fs.tree_map(torch.clone, eager)
     places = [leaf.data_ptr() for leaf in fs.tree_leaves(state)]
     for _ in range(3):
         (eager, expected), (state, value) = step(eager, X), jitted(state, X)
         assert_trees_close((fs.unshard(state.params), value), (fs.unshard(eager.params), expected), rtol=0.0, atol=ATOL)
     assert [leaf.data_ptr() for leaf in fs.tree_leaves(state)] == places
     assert jitted.traces == ["the first call"]
-
-
-def test_one_rank():
-    assert_close_to_eager()
-
-
-@pytest.mark.slow
-def test_processes(workers):
-    spmd(assert_close_to_eager, workers(2), timeout=240.0)
 
 
 def write(x):
@@ -71,21 +60,16 @@ def ahead(x):
     return part.sin() * part.cos() + 1
 
 
+@pytest.mark.slow
 def test_views_share_memory_and_random_numbers_are_those_of_eager_code():
     atol = 10 * torch.finfo(X.dtype).eps
     for f, x in ((write, X), (ahead, normal(4)(3, 10))):
         assert_trees_close(fs.jit(f, backend="inductor")(x), f(x), rtol=0.0, atol=atol)
-    model, key = fs.functionalize(nn.Sequential(nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.1))), fs.fold_in(0, 1)
+    model = fs.functionalize(nn.Sequential(nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.1)))
     jitted = fs.jit(lambda x, key: model.apply({}, x, key=key).sin(), backend="inductor")
     for n in range(2):
-        expected = model.apply({}, X, key=fs.fold_in(key, n)).sin()
-        torch.testing.assert_close(jitted(X, fs.fold_in(key, n)), expected, rtol=0.0, atol=atol)
-
-
-def is_piece(node):
-    return (
-        node.op == "call_function" and getattr(node.target, "__module__", "") == _compat.compile_by_inductor.__module__
-    )
+        expected = model.apply({}, X, key=fs.fold_in(0, n)).sin()
+        torch.testing.assert_close(jitted(X, fs.fold_in(0, n)), expected, rtol=0.0, atol=atol)
 
 
 def events(nodes):
@@ -103,19 +87,19 @@ def events(nodes):
 
 @pytest.mark.slow
 def test_kernels_lie_between_the_collectives_of_the_graph():
-    graph, *_ = graph_of(prefetch=1)
+    graph, _ = graph_of(prefetch=1)
     # Else there is no code where an earlier run has left its kernels.
     with config.patch(fx_graph_cache=False):
-        (inductor, *_), code = run_and_get_code(lambda: graph_of(backend="inductor", prefetch=1))
+        (inductor, _), code = run_and_get_code(lambda: graph_of(backend="inductor", prefetch=1))
     assert code
     for text in code:
         assert not any(word in text for word in ("fshard", "_c10d_functional", "wait_tensor", "copy_(", "_fused_adamw"))
     nodes = nodes_of(inductor)
     assert events(nodes) == events(nodes_of(graph))
-    # The last unit stays, and the one that the backward would gather ahead of it.
-    assert (len(starts(nodes, ops.all_gather)), most_gathered(nodes)) == (2 * UNITS - 2, 2)
+    assert most_gathered(nodes) == 2
     # Units alike share their kernels, and donated leaves are written in their place.
-    pieces = [node.target for node in nodes if is_piece(node)]
+    compiled = _compat.compile_by_inductor.__module__
+    pieces = [n.target for n in nodes if n.op == "call_function" and getattr(n.target, "__module__", "") == compiled]
     assert len(set(pieces)) <= len(pieces) - (UNITS - 2)
     given = placeholders(inductor.traced.graph.graph)
     assert len({out for out in nodes[-1].args[0] if out in given}) == len(given) - 1

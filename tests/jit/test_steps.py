@@ -1,0 +1,407 @@
+"""A jitted step is the eager one, bit for bit: strategies, models, functions, spellings, optimizers, unused leaves."""
+
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.func import functional_call, grad, jvp
+from torch.utils.checkpoint import checkpoint
+
+import fshard as fs
+from tests.jit.steps import (
+    STEPS,
+    Case,
+    adamw,
+    assert_on_ranks,
+    check_what_looks_at_values_is_refused_and_nothing_has_changed,
+    train_step,
+    trained,
+    updating,
+)
+from tests.optim.test_table import TABLE
+from tests.ranks import my_rank, on_ranks, world_of
+from tests.test_law_ddp import batches as whole_batches
+from tests.test_law_ddp import initial, one_rank_of, row_losses
+from tests.transforms.feedback import feedback
+from tests.transforms.laws import grid
+from tests.transforms.test_split_dim import megatron, perceptron
+from tests.trees import CASTS, STRATEGIES, assert_same_bits, meshes, normal, one_axis, two_axes
+from tests.unit_models import (
+    HIDDEN,
+    LENGTH,
+    SEQUENCES,
+    VOCABULARY,
+    WIDTH,
+    Block,
+    Dropped,
+    Language,
+    filled,
+    tie_head,
+    zero3,
+)
+
+
+def inputs():
+    draw = normal(1 + my_rank())
+    return [(draw(2, 4, WIDTH),) for _ in range(STEPS)]
+
+
+class Stack(nn.Module):
+    def __init__(self, wrap=lambda block, x: block(x), dropped=None):
+        super().__init__()
+        make = Block if dropped is None else partial(Dropped, checkpointed=dropped)
+        self.blocks, self.wrap = nn.ModuleList(make(hidden) for hidden in (13, 11)), wrap
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = self.wrap(block, x)
+        return x.square().mean()
+
+
+def rematerialized(block, x):
+    return fs.remat(block)(x)
+
+
+def checkpointed(block, x):
+    return checkpoint(block, x, use_reentrant=False)
+
+
+def inside(module, units=Block, wrap=lambda f: f, **options):
+    def make():
+        model = fs.functionalize(module, units)
+        return trained(lambda p, x: wrap(model.apply)(p, x), model.init(zero3(**options)(one_axis())), inputs())
+
+    return make
+
+
+class Normalized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(WIDTH, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.norm(self.first(x)))).square().mean()
+
+
+def buffers():
+    model, tx = fs.functionalize(filled(Normalized()), nn.Linear), adamw()
+
+    def step(state, x):
+        run = fs.value_and_grad(lambda p: model.apply(p, x.flatten(0, 1), buffers=state.buffers), has_aux=True)
+        (value, new), grads = run(state.params)
+        return fs.update(tx, state._replace(buffers=fs.sync_buffers(new, state.params, "mean")), grads), value
+
+    return Case(step, fs.TrainState.create(model.init(zero3()(one_axis())), tx, buffers=model.buffers), inputs())
+
+
+def of_units(make_strategy, change=lambda model: None, units=(Block, nn.Linear), dtype=torch.float64):
+    module = filled(Language(change, hidden=(13, HIDDEN)), dtype)
+
+    def make():
+        model, generator = fs.functionalize(module, units), torch.Generator().manual_seed(1 + my_rank())
+        tokens = [(torch.randint(VOCABULARY, (SEQUENCES, LENGTH), generator=generator),) for _ in range(STEPS)]
+        return trained(model.apply, model.init(make_strategy()), tokens)
+
+    return make
+
+
+def freeze(model):
+    model.blocks[0].requires_grad_(False)
+    model.embedding.requires_grad_(False)
+
+
+def blocks():
+    draw = normal()
+    return {"blocks": [{"w": draw(5, 5), "b": draw(5)} for _ in range(3)], "head": draw(5)}
+
+
+def chain(params, x):
+    for part in params["blocks"]:
+        full = fs.gather(part)
+        x = torch.tanh(x @ full["w"] + full["b"])
+    return (x @ fs.gather(params["head"])).square().mean()
+
+
+def on_function(step):
+    """A step of (state, x) on the parameters of `chain`."""
+
+    def make():
+        tx = adamw()
+        params = fs.shard(blocks(), fs.zero3(one_axis(), min_shard_elements=0, merge_bytes=0))
+        draw = normal(1 + my_rank())
+        return Case(partial(step, tx), fs.TrainState.create(params, tx), [(draw(2, 5),) for _ in range(STEPS)])
+
+    return make
+
+
+def with_products(tx, state, x):
+    """A Hessian-vector product of the objective goes into the loss that is reported."""
+
+    def gradient(params):
+        return grad(lambda p: fs.objective(chain(p, x), like=p))(params)
+
+    grads, products = jvp(gradient, (state.params,), (state.params,))
+    return fs.update(tx, state, grads), products
+
+
+def through_a_step(tx, state, x):
+    """MAML: the loss after a step of SGD, differentiated through it."""
+
+    def after(params, x):
+        _, inner = fs.value_and_grad(chain)(params, x)
+        return chain(fs.tree_map(lambda p, g: p - 0.1 * g, params, inner), 2 * x)
+
+    value, grads = fs.value_and_grad(after)(state.params, x)
+    return fs.update(tx, state, grads), value
+
+
+HALF = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+MODELS = {
+    "checkpoint in the model": inside(filled(Stack(checkpointed)), nn.Module, prefetch=2),
+    "remat in the model": inside(filled(Stack(rematerialized))),
+    "checkpoint in units": inside(filled(Stack(dropped=True)).eval()),
+    "checkpoint of the model": inside(filled(Stack()), wrap=lambda f: partial(checkpoint, f, use_reentrant=False)),
+    "batch norm, averaged": buffers,
+    "tied": of_units(lambda: zero3()(one_axis()), tie_head),
+    "frozen": of_units(lambda: zero3()(one_axis()), freeze),
+    "products": on_function(with_products),
+    "MAML": on_function(through_a_step),
+    "two ahead, some kept": of_units(lambda: zero3(prefetch=2, regather=("*1*", "*head*"))(one_axis())),
+    "merged units": of_units(lambda: fs.zero3(one_axis(), min_shard_elements=50, merge_bytes=3000)),
+    "mixed precision": of_units(lambda: zero3(**HALF)(one_axis()), dtype=torch.float32),
+    "zero1": of_units(lambda: fs.zero1(one_axis(), min_shard_elements=0)),
+    "ddp": of_units(lambda: fs.ddp(one_axis())),
+    "hsdp": of_units(lambda: fs.hsdp(two_axes(one_axis().size()), min_shard_elements=0, merge_bytes=0)),
+    "feedback": of_units(lambda: fs.zero3(one_axis(), layout=feedback(one_axis()), merge_bytes=3000)),
+    "offload": of_units(lambda: fs.zero3(one_axis(), layout=fs.compose(fs.offload("cpu"), fs.fully_shard(one_axis())))),
+}
+
+
+@pytest.mark.rows(4)
+@pytest.mark.parametrize("world_size", (1, 2, 3, "2 processes"))
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name, world_size, workers):
+    assert_on_ranks(MODELS[name], world_of(world_size, workers))
+
+
+def local(reduce, params, batch):
+    rows = row_losses(fs.tree_map(torch.Tensor.double, params), batch)
+    return (rows.sum(), torch.ones(len(rows)).sum()) if reduce == "weighted" else rows.mean()
+
+
+def spelled(spelling, make_layout, reduce):
+    """A step of value_and_grad, or of the verbs; "weighted" spreads rows so that a rank may have none."""
+    tx = fs.chain(fs.clip_by_global_norm(0.05), adamw())
+    params = fs.shard(initial(), make_layout(meshes()))
+    batches = [(one_rank_of(batch, reduce),) for batch in whole_batches()[:STEPS]]
+
+    def step(state, batch):
+        full = fs.gather(state.params)
+        grads, loss = torch.func.grad_and_value(partial(local, "mean"))(full, batch)
+        grads, transform_state = fs.scatter_grads(
+            grads, like=state.params, reduce=reduce, transform_state=state.transform_state
+        )
+        value = fs.objective(loss, like=state.params, reduce=reduce)
+        return fs.update(tx, state, grads, transform_state=transform_state), value
+
+    if spelling == "verbs":
+        return Case(step, fs.TrainState.create(params, tx), batches)
+    return trained(lambda p, batch: local(reduce, fs.gather(p), batch), params, batches, tx, reduce=reduce)
+
+
+LAYOUTS = STRATEGIES | CASTS | {"feedback": lambda on: feedback(on.line)}
+SPELLINGS = ("value_and_grad", "verbs")
+ROWS = [row for row in product(SPELLINGS, LAYOUTS, ("mean", "sum", "weighted")) if row[::2] != ("verbs", "weighted")]
+
+
+@pytest.mark.rows(2)
+@pytest.mark.parametrize("world_size", (1, 2, 3))
+@pytest.mark.parametrize("spelling, layout, reduce", ROWS)
+def test_layouts(spelling, layout, reduce, world_size):
+    assert_on_ranks(partial(spelled, spelling, LAYOUTS[layout], reduce), world_size)
+
+
+def accumulated(strategy, communicate, reduce):
+    def make():
+        tx, params = adamw(), fs.shard(blocks(), strategy(one_axis(), min_shard_elements=0))
+
+        def loss(params, x):
+            return (chain(params, x), torch.ones(len(x)).sum()) if reduce == "weighted" else chain(params, x)
+
+        def step(state, microbatches):
+            run = fs.accumulate(loss, reduce=reduce, communicate=communicate, transform_state=state.transform_state)
+            value, grads, transform_state = run(state.params, microbatches)
+            return fs.update(tx, state, grads, transform_state=transform_state), value
+
+        draw = normal(my_rank())
+        return Case(step, fs.TrainState.create(params, tx), [([draw(2, 5) for _ in range(2)],) for _ in range(STEPS)])
+
+    return make
+
+
+def tensor_parallel():
+    mesh = grid(torch.distributed.get_world_size())
+    model, tp = fs.functionalize(perceptron(), units=nn.Linear), fs.axis_of(mesh, "tp")
+    params = model.init(megatron(mesh, fs.zero3(mesh, min_shard_elements=0, merge_bytes=0)))
+    draw = normal(3 + fs.comm.rank(fs.axis_of(mesh, "shard")))
+    batches = [(draw(4, 5), draw(4, 3)) for _ in range(STEPS)]
+    return trained(lambda p, x, y: (model.apply(p, x, tp) - y).square().mean(), params, batches)
+
+
+def test_accumulation_and_tensor_parallel():
+    assert_on_ranks(accumulated(fs.zero3, "once", "mean"), 2)
+    assert_on_ranks(accumulated(fs.zero2, "each", "weighted"), 2)
+    assert_on_ranks(tensor_parallel, 4)
+
+
+def test_functional_call_is_traced_as_it_is():
+    module = filled(Normalized()).eval()
+    leaves = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    leaves, run = {name: leaf.detach() for name, leaf in leaves.items()}, partial(functional_call, module)
+    x = normal()(4, WIDTH)
+    assert fs.jit(lambda leaves, x: run(leaves, (x,)))(leaves, x).equal(run(leaves, (x,)).detach())
+
+
+KEY = torch.tensor(7)
+
+
+def dropout(module):
+    """With masks of each step and rank by the state's key."""
+
+    def make():
+        model, tx, axis = fs.functionalize(module, Block), adamw(), fs.axis_of(one_axis())
+
+        def step(state, x):
+            key = fs.fold_in(fs.fold_in(state.key, state.step), axis)
+            value, grads = fs.value_and_grad(lambda p: model.apply(p, x, key=key))(state.params)
+            return fs.update(tx, state, grads), value
+
+        return Case(step, fs.TrainState.create(model.init(zero3()(one_axis())), tx, key=KEY), inputs())
+
+    return make
+
+
+# Threads share the generator that a key seeds.
+@pytest.mark.rows(1)
+@pytest.mark.parametrize("world_size", (1, "2 processes"))
+@pytest.mark.parametrize("wrap, dropped", [(rematerialized, False), (checkpointed, False), (lambda f, x: f(x), True)])
+def test_random_numbers_of_a_key_are_those_of_eager_code(wrap, dropped, world_size, workers):
+    assert_on_ranks(dropout(filled(Stack(wrap, dropped=dropped))), world_of(world_size, workers))
+
+
+def test_a_key_gives_new_masks_each_step_and_leaves_the_generator_alone():
+    for key in (7, -(2**63), 2**63 - 1):
+        state = fs.TrainState.create({"w": torch.ones(())}, adamw(), key=key)
+        assert fs.jit(lambda s: fs.fold_in(s.key, s.step))(state).equal(fs.fold_in(key, 0))
+    model, x, before = fs.functionalize(nn.Dropout(0.5)), torch.ones(64), torch.get_rng_state()
+    jitted = fs.jit(lambda key, count: model.apply({}, x, key=fs.fold_in(key, count)))
+    masks = [jitted(KEY, torch.tensor(count)) for count in (0, 1, 2, 0)]
+    assert masks[0].equal(masks[3])
+    assert len({tuple(mask.tolist()) for mask in masks}) == 3
+    assert masks[0].equal(model.apply({}, x, key=fs.fold_in(KEY, 0)))
+    # So does a trace with a number as key.
+    fs.jit(lambda x: model.apply({}, x, key=3), backend=lambda graph, inputs: lambda *given: given)(x)
+    assert torch.get_rng_state().equal(before)
+
+
+def halving(count):
+    return 0.1 * 0.5**count
+
+
+def of_torch(cls, lr=0.1, **options):
+    return lambda: fs.from_torch(cls, lr=lr, **options)
+
+
+OPTIMIZERS = {name: row.make for name, row in TABLE.items()} | {
+    "SGD fused": of_torch(optim.SGD, momentum=0.9, fused=True),
+    "Adam fused": of_torch(optim.Adam, fused=True, amsgrad=True),
+    "Adagrad fused": of_torch(optim.Adagrad, fused=True),
+    "AdamW for loop": of_torch(optim.AdamW, foreach=False, maximize=True),
+    **{cls.__name__: of_torch(cls) for cls in (optim.Adagrad, optim.Adadelta, optim.Adamax, optim.NAdam, optim.Rprop)},
+    "AdamW fused, halved and injected": of_torch(optim.AdamW, halving, inject=("lr",), fused=True),
+    "native sgd": lambda: fs.sgd(halving, 0.9),
+}
+
+
+@pytest.mark.rows(3)
+@pytest.mark.parametrize("world_size", (1, 2, 3))
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_updates(name, world_size):
+    assert_on_ranks(updating(OPTIMIZERS[name]), world_size)
+
+
+def test_classes_that_branch_on_values_are_refused_and_nothing_has_changed():
+    for cls in (optim.ASGD, optim.RAdam):
+        check_what_looks_at_values_is_refused_and_nothing_has_changed(of_torch(cls))
+
+
+def test_a_schedule_in_tensor_operations_is_that_of_numbers():
+    """Halves are exact, and kernels take a rate in float32 anyway."""
+    params, found = {"w": torch.linspace(-1, 1, 5)}, []
+    for schedule in (halving, lambda count: 0.1 * 0.5 ** int(count)):
+        tx = fs.from_torch(optim.SGD, lr=schedule)
+        state = fs.TrainState.create(params, tx)
+        for step in range(3):
+            state = fs.update(tx, state, {"w": normal(step)(5).float()})
+        found.append(state.params["w"])
+    assert_same_bits(*found)
+
+
+# Leaves that no rank used, or one alone: ranks agree on them once, when they trace.
+UNUSED = {
+    "ddp": lambda: fs.from_torch(optim.AdamW, lr=0.1, fused=True),
+    "zero2 of every leaf": lambda: fs.chain(fs.clip_by_global_norm(0.5), fs.sgd(0.1, 0.9)),
+    "hsdp": lambda: fs.ema(fs.skip_nonfinite(fs.adamw(0.1)), 0.9),
+}
+
+
+def loss_of(params, batch):
+    full = fs.gather(params)
+    loss = (full["all"] * batch).square().mean()
+    return loss + full["one"].square().sum() if my_rank() == 1 else loss
+
+
+def unused(strategy, rows=(2,) * STEPS):
+    draw, tx = normal(), UNUSED[strategy]()
+    params = fs.shard({name: draw(5, 3) for name in ("all", "one", "none")}, STRATEGIES[strategy](meshes()))
+    draw = normal(1 + my_rank())
+    return Case(train_step(loss_of, tx), fs.TrainState.create(params, tx), [(draw(n, 5, 3),) for n in rows])
+
+
+@pytest.mark.rows(2)
+@pytest.mark.parametrize("strategy", UNUSED)
+def test_leaves_that_are_not_used(strategy):
+    assert_on_ranks(partial(unused, strategy), 4 if strategy == "hsdp" else 2)
+
+
+@on_ranks(2)
+def test_a_rank_whose_batch_is_ragged_traces_by_itself():
+    """Others run the graph that they have: the leaves are those that were agreed on before."""
+    rows = (3, 2, 3) if my_rank() == 0 else (3, 3, 1)
+    case = unused("zero2 of every leaf", rows)
+    jitted, state, expected = fs.jit(case.step), case.state, case.state
+    for (batch,) in case.batches:
+        state, value = jitted(state, batch)
+        expected, wanted = case.step(expected, batch)
+        assert_same_bits([value, *fs.tree_leaves(state)], [wanted, *fs.tree_leaves(expected)])
+    assert len(jitted.traces) == 2
+    same = [name for name in state.params if state.params[name].local.equal(case.state.params[name].local)]
+    assert same == ["none"]
+
+
+@on_ranks(2)
+def test_ranks_that_trace_again_and_use_other_leaves_are_named():
+    """Only the first trace asks for the leaves of others, since nobody knows whether all trace again."""
+    case, tx = unused("zero2 of every leaf"), UNUSED["zero2 of every leaf"]()
+
+    def step(state, late):
+        name = "one" if late and my_rank() else "all"
+        value, grads = fs.value_and_grad(lambda p: fs.gather(p)[name].square().sum())(state.params)
+        return fs.update(tx, state, grads), value
+
+    jitted = fs.jit(step, static_argnums=1)
+    state, _ = jitted(case.state, False)
+    with pytest.raises(ValueError, match=r"leaves: expected \['all'\] used as on rank shard=0, got \['all'\] unused"):
+        jitted(state, True)
