@@ -136,17 +136,6 @@ def test_make_graph_of_a_jitted_function_is_the_graph_that_its_backend_is_given(
     assert [node.name for node in fs.tree_leaves(graph.results)] == ["arg0_1", "add"]
 
 
-def test_a_graph_tells_its_results_by_their_nodes_and_when_memory_is_taken_and_freed():
-    params = fs.shard({"w": torch.zeros(4)}, fs.zero3(fs.Axis("shard", 1, "")))
-    graph = fs.make_graph(lambda p, x: (fs.tree_map(lambda w: w + x.sin(), p), None, x))(params, torch.zeros(4))
-    _, x, sine, total, _ = graph.module.graph.nodes
-    assert [moment.node for moment in graph.moments] == [sine, total]
-    assert graph.results == ({"w": total}, None, x)
-    assert list(graph.memory.taken[sine].values()) == [16]
-    # The sine is freed when the sum has been computed.
-    assert list(graph.memory.taken[sine]) == graph.memory.freed[total]
-
-
 def written(x):
     y = x.clone()
     y.view(2, -1).mul_(2)

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 from torch import nn, optim
-from torch.func import functional_call, grad, jvp
+from torch.func import grad, jvp
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
@@ -256,14 +256,6 @@ def test_accumulation_and_tensor_parallel():
     assert_on_ranks(tensor_parallel, 4)
 
 
-def test_functional_call_is_traced_as_it_is():
-    module = filled(Normalized()).eval()
-    leaves = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    leaves, run = {name: leaf.detach() for name, leaf in leaves.items()}, partial(functional_call, module)
-    x = normal()(4, WIDTH)
-    assert fs.jit(lambda leaves, x: run(leaves, (x,)))(leaves, x).equal(run(leaves, (x,)).detach())
-
-
 KEY = torch.tensor(7)
 
 
@@ -335,18 +327,6 @@ def test_updates(name, world_size):
 def test_classes_that_branch_on_values_are_refused_and_nothing_has_changed():
     for cls in (optim.ASGD, optim.RAdam):
         check_what_looks_at_values_is_refused_and_nothing_has_changed(of_torch(cls))
-
-
-def test_a_schedule_in_tensor_operations_is_that_of_numbers():
-    """Halves are exact, and kernels take a rate in float32 anyway."""
-    params, found = {"w": torch.linspace(-1, 1, 5)}, []
-    for schedule in (halving, lambda count: 0.1 * 0.5 ** int(count)):
-        tx = fs.from_torch(optim.SGD, lr=schedule)
-        state = fs.TrainState.create(params, tx)
-        for step in range(3):
-            state = fs.update(tx, state, {"w": normal(step)(5).float()})
-        found.append(state.params["w"])
-    assert_same_bits(*found)
 
 
 # Leaves that no rank used, or one alone: ranks agree on them once, when they trace.
