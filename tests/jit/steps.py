@@ -85,11 +85,11 @@ def assert_on_ranks(make: Callable[[], Case], world: Any) -> None:
     spmd(lambda: assert_jitted_is_eager(make(), donate_argnums=0), world)
 
 
-def train_step(loss: Callable[..., Any], tx: fs.Optimizer, **options: Any) -> Step:
+def train_step(loss: Callable[..., Any], tx: fs.Optimizer, grad: Any = fs.value_and_grad, **options: Any) -> Step:
     """The plain step: gradients of a local loss of (params, *batch), and an update."""
 
     def step(state: fs.TrainState, *batch: Any) -> tuple[fs.TrainState, torch.Tensor]:
-        run = fs.value_and_grad(loss, transform_state=state.transform_state, **options)
+        run = grad(loss, transform_state=state.transform_state, **options)
         value, grads, transform_state = run(state.params, *batch)
         return fs.update(tx, state, grads, transform_state=transform_state), value
 

@@ -160,21 +160,6 @@ def test_bytes_are_those_of_memory_that_is_new():
         assert fs.make_graph(fs.jit(f, **options))(arg).peak_bytes() == expected * X.nbytes
 
 
-@on_ranks(2, 3)
-def test_what_collectives_work_on_is_held_until_they_are_waited_for(world_size):
-    """The rows, those that arrive, a sine with its cosine; and a copy of rows that are sent and do not lie in order."""
-    axis = fs.axis_of(one_axis())
-    for contiguous, expected in ((True, {2: 5, 3: 7}), (False, {2: 6, 3: 9})):
-
-        def f(x, contiguous=contiguous):
-            rows = x.expand(world_size, -1) + 1
-            finish = fs.comm.start_reduce_scatter([rows if contiguous else rows.t().contiguous().t()], axis, "test")
-            y = x.sin().cos()
-            return finish()[0] + y
-
-        assert fs.make_graph(f)(X).peak_bytes() == expected[world_size] * X.nbytes
-
-
 @on_ranks(2)
 def test_a_collective_whose_result_this_rank_does_not_use_stays_and_is_waited_for():
     """Other ranks may use it, and its buffers must not go before it has ended."""

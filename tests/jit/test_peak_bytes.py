@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,28 +22,16 @@ WIDTH, HEADS, LAYERS, TIME = 384, 6, 3, 128
 TOLERANCE = 0.05
 
 
-class Block(nn.Module):
-    """A transformer layer, large enough for tensors to dominate."""
-
-    def __init__(self, checkpointed):
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.checkpointed = checkpointed
-
-    def forward(self, x):
-        return checkpoint(self.run, x, use_reentrant=False) if self.checkpointed else self.run(x)
-
-    def run(self, x):  # (batch, time, width)
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
 def measured(strategy, donated, checkpointed, batch, mesh, memory):
     """Bytes that a call takes beyond its arguments, and those that the graph tells."""
-    model = fs.functionalize(filled(nn.Sequential(*(Block(checkpointed) for _ in range(LAYERS))), None), Block)
+    import gpt
+
+    class Layer(gpt.Block):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False) if checkpointed else super().forward(x)
+
+    layers = nn.Sequential(*(Layer(WIDTH, HEADS) for _ in range(LAYERS)))
+    model = fs.functionalize(filled(layers, None), Layer)
     step = train_step(lambda params, x: model.apply(params, x).square().mean(), adamw())
     state = fs.TrainState.create(model.init(getattr(fs, strategy)(mesh)), adamw())
     jitted, x = fs.jit(step, donate_argnums=0 if donated else ()), torch.randn(batch, TIME, WIDTH)

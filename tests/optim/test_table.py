@@ -15,16 +15,8 @@ from tests.trees import STRATEGIES, assert_same_bits, meshes, normal, one_axis, 
 STEPS = 4
 
 # No size is a multiple of the number of ranks, and one is smaller.
-SHAPES = {
-    "w": (5, 3),
-    "wide": (3, 37),
-    "tall": (37, 6),
-    "vector.bias": (7,),
-    "one": (1,),
-    "scalar": (),
-    "empty": (0, 3),
-    "stack": (2, 5, 3),
-}
+SHAPES = {"w": (5, 3), "wide": (3, 37), "tall": (37, 6), "vector.bias": (7,)}
+SHAPES |= {"one": (1,), "scalar": (), "empty": (0, 3), "stack": (2, 5, 3)}
 MATRICES = ("w", "wide", "tall")
 
 
@@ -156,13 +148,6 @@ def check_state_is_sharded_as_the_parameters_and_keeps_its_structure(row):
         before = state
 
 
-@pytest.mark.rows(8)
-@pytest.mark.parametrize("name", TABLE)
-@on_ranks(2)
-def test_state_is_sharded_as_the_parameters_and_keeps_its_structure(name):
-    check_state_is_sharded_as_the_parameters_and_keeps_its_structure(TABLE[name])
-
-
 def check_an_update_is_pure(row):
     params, grads = on_shards(every_leaf())
     tx = row.make()
@@ -176,13 +161,6 @@ def check_an_update_is_pure(row):
         assert [leaf._version for leaf in tensors] == [version for _, version in before]
         assert_same_bits(fs.tree_leaves(first), fs.tree_leaves(second))
         params, state = first
-
-
-@pytest.mark.rows(8)
-@pytest.mark.parametrize("name", TABLE)
-@on_ranks(2)
-def test_an_update_is_pure(name):
-    check_an_update_is_pure(TABLE[name])
 
 
 def check_a_donated_update_has_the_same_bits_and_the_same_addresses(row):
@@ -201,10 +179,12 @@ def check_a_donated_update_has_the_same_bits_and_the_same_addresses(row):
         assert addresses((state.params, state.opt_state)) == places
 
 
-@pytest.mark.rows(8)
+@pytest.mark.rows(9)
 @pytest.mark.parametrize("name", TABLE)
 @on_ranks(2)
-def test_a_donated_update_has_the_same_bits_and_the_same_addresses(name):
+def test_updates_are_pure_or_in_place_and_states_are_sharded(name):
+    check_state_is_sharded_as_the_parameters_and_keeps_its_structure(TABLE[name])
+    check_an_update_is_pure(TABLE[name])
     check_a_donated_update_has_the_same_bits_and_the_same_addresses(TABLE[name])
 
 

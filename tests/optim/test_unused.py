@@ -14,8 +14,9 @@ from tests.optim.test_native import AGAINST_TORCH
 from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, normal, one_axis
 
-SHAPES = {"a": (5, 3), "b": (7,)}
+SHAPES, DTYPES = {"a": (5, 3), "b": (7,)}, {"a": torch.float64, "b": torch.float32}
 HISTORIES = {
+    "always": {"a": [1] * 5, "b": [1] * 5},
     "late start": {"a": [0, 0, 1, 1, 1], "b": [1] * 5},
     "gaps": {"a": [1, 0, 1, 0, 1], "b": [1, 1, 0, 1, 1]},
     "not both": {"a": [0, 1, 0, 1, 0], "b": [1, 0, 0, 0, 1]},
@@ -24,7 +25,7 @@ HISTORIES = {
 
 def values(seed=0):
     draw = normal(seed)
-    return {name: draw(*shape) for name, shape in SHAPES.items()}
+    return {name: draw(*shape, dtype=DTYPES[name]) for name, shape in SHAPES.items()}
 
 
 def gradients(history):
@@ -37,7 +38,7 @@ def gradients(history):
 
 
 def stateful(make, history):
-    """What a torch optimizer makes of the parameters in each step.
+    """What a torch optimizer makes of the parameters in each step, and its state in the end.
 
     One for each leaf: torch's fused SGD fails where it makes the first step of some leaves only.
     """
@@ -50,7 +51,8 @@ def stateful(make, history):
             if grad is not None or not isinstance(optimizers[name], Lion):
                 optimizers[name].step()
         steps.append({name: param.detach().clone() for name, param in params.items()})
-    return steps
+    states = {name: optimizer.state[params[name]] for name, optimizer in optimizers.items()}
+    return steps, states
 
 
 @pytest.mark.rows(12)
@@ -60,11 +62,13 @@ def test_every_class_has_the_bits_of_torch(case):
     tx = fs.from_torch(cls, **hyper)
     for history, donate in itertools.product(HISTORIES, (False, True)):
         state = fs.TrainState.create(values(), tx)
-        expected = stateful(partial(cls, **hyper), history)
+        expected, states = stateful(partial(cls, **hyper), history)
         for grads, params in zip(gradients(history), expected, strict=True):
             state = fs.update(tx, state, grads, donate=donate)
             assert_same_bits(state.params, params)
         assert int(state.opt_state.updates) == len(expected)
+        for (slot, found), name in itertools.product(state.opt_state.slots.items(), SHAPES):
+            assert_same_bits(torch.as_tensor(found[name]), torch.as_tensor(states[name][slot]))
 
 
 def check_our_own_are_torch_s_within_rounding(row):
@@ -72,9 +76,10 @@ def check_our_own_are_torch_s_within_rounding(row):
     tx = ours(**hyper)
     for history in HISTORIES:
         params, state = values(), tx.init(values())
-        for grads, expected in zip(gradients(history), stateful(partial(cls, **hyper), history), strict=True):
+        for grads, expected in zip(gradients(history), stateful(partial(cls, **hyper), history)[0], strict=True):
             params, state = tx.update(grads, state, params)
-            torch.testing.assert_close(params, expected, rtol=1e-12, atol=1e-12)
+            for name, tolerance in (("a", 1e-12), ("b", 1e-5)):
+                torch.testing.assert_close(params[name], expected[name], rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", AGAINST_TORCH)
