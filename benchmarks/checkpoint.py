@@ -10,8 +10,7 @@ Hugging Face writer has no such thing. fshard computes and compares checksums, t
 slowest rank; ratios are medians over rounds of the ratio to torch's file system writer in the same round. A restore
 reads what was just written, from the page cache; torch's reads into tensors that are there.
 
-An asynchronous save is timed until it returns. fshard's is of a state that no step writes over, and of one that is
-copied aside because it is donated, to the buffers that a Manager keeps; torch's copies the state too.
+An asynchronous save is timed until it returns. Both copy the state aside before.
 """
 
 import argparse
@@ -34,8 +33,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import fshard as fs
-from fshard.checkpoint.save import SaveOptions
-from fshard.checkpoint.save import start as start_to_save
 
 REFERENCE = "torch file system"
 MB = 10**6
@@ -83,11 +80,6 @@ def systems_of(mesh: Any, megabytes: int) -> dict[str, System]:
     tensors, into = (fs.to_dtensor(tree, mesh) for tree in (state, like))
     # The threads of torch's asynchronous saves communicate.
     group = dist.new_group()
-    # What a Manager keeps from one save to the next.
-    staging: dict[str, torch.Tensor] = {}
-
-    def start(directory: Path, donated: bool) -> Callable[[], Any]:
-        return start_to_save(SaveOptions(directory, True, donated, None, None, staging), state, 1).wait
 
     def hugging_face(directory: Path) -> dcp.HuggingFaceStorageWriter:
         return dcp.HuggingFaceStorageWriter(str(directory), save_distributed=True)
@@ -96,12 +88,7 @@ def systems_of(mesh: Any, megabytes: int) -> dict[str, System]:
         "fshard": System(
             lambda directory: fs.checkpoint.save(directory, state, step=1),
             lambda directory: fs.checkpoint.restore(directory, like),
-            lambda directory: start(directory, False),
-        ),
-        "fshard donated": System(
-            lambda directory: fs.checkpoint.save(directory, state, step=1),
-            lambda directory: fs.checkpoint.restore(directory, fs.tree_map(torch.empty_like, like), donate=True),
-            lambda directory: start(directory, True),
+            lambda directory: fs.checkpoint.save(directory, state, step=1, asynchronous=True).wait,
         ),
         REFERENCE: System(
             lambda directory: dcp.save(tensors, storage_writer=dcp.FileSystemWriter(directory)),

@@ -196,20 +196,16 @@ METHODS = {
     "jitted step": lambda w: dict(state=w.state),
 }
 CHECKPOINTS = {
-    "Manager": lambda w: dict(
-        directory=w.directory / "managed", keep=2, every=1, asynchronous=False, donated=True, mesh=w.grid
-    ),
+    "Manager": lambda w: dict(directory=w.directory / "managed", keep=2, every=1, asynchronous=False, mesh=w.grid),
     "from_state_dict": lambda w: dict(state_dict=w.module.state_dict(), like=w.weights, module=w.module, cast=False),
     "latest": lambda w: dict(directory=w.saved("run")),
-    "restore": lambda w: dict(
-        directory=w.saved("run"), like=w.state, step=1, subtree="", only="*", donate=False, mesh=w.grid
-    ),
+    "restore": lambda w: dict(directory=w.saved("run"), like=w.state, step=1, subtree="", only="*", mesh=w.grid),
     "save": lambda w: dict(
         directory=w.fresh(),
         state=w.state,
         step=1,
+        keep=2,
         asynchronous=False,
-        donated=True,
         mesh=w.grid,
     ),
     "to_state_dict": lambda w: dict(params=w.weights, module=w.module, rank0_only=False),
@@ -251,7 +247,7 @@ ACCEPTED = (
         "init_mesh.timeout from_torch_scheduler.steps sample_ids.step sample_ids.samples",
     ),
     ("a number in range", ("a number",), "sample_ids.batch testing.spmd.world testing.spmd.timeout"),
-    ("a number, or the default", ("None", *NUMBERS), "checkpoint.Manager.keep"),
+    ("a number, or the default", ("None", *NUMBERS), "checkpoint.save.keep"),
     (
         "a number, or the default",
         ("None", *NUMBERS),
@@ -306,8 +302,13 @@ ACCEPTED = (
     (
         "directories may be made; any sequence holds microbatches",
         ("a text",),
-        "microbatches.batches objective of accumulate.microbatches checkpoint.Manager.directory "
+        "microbatches.batches objective of accumulate.microbatches "
         "checkpoint.latest.directory checkpoint.save.directory",
+    ),
+    (
+        "refused by the first save",
+        tuple(WRONG),
+        "checkpoint.Manager.directory checkpoint.Manager.keep checkpoint.Manager.asynchronous",
     ),
     ("the whole tree", ("an empty text",), "checkpoint.restore.subtree"),
     ("trees of tensors; plain ones stay as they are", TREES, "gather.tree all_gather.tree all_gather_invariant.tree"),

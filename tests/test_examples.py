@@ -68,7 +68,7 @@ def test_diloco(launcher, replicas, shards, tmp_path):
     """The program itself asserts the bytes that it prints; a checkpoint has a row for each replica."""
     out = run(*launcher, ROOT / "examples/diloco.py", "--shard", shards, "--rounds", 3, "--directory", tmp_path)
     names = [f"['inner'].opt_state[1].{kind}['head.weight']" for kind in ("mean", "square")]
-    rows = json.loads((tmp_path / "step-00000003/manifest.json").read_text())["body"]["tensors"]
+    rows = json.loads((tmp_path / "step-00000003.0/manifest.json").read_text())["body"]["tensors"]
     assert [rows[name][1][0] for name in names] == [replicas] * 2
     assert difference(out) < 1e-12
     ((inner, outer),) = numbers(r"'replica': (\d+) bytes in 15 inner steps, (\S+) bytes in 3 outer steps", out)

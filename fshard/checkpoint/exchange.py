@@ -6,21 +6,19 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
-from zipfile import is_zipfile
 
 import torch
 from torch import nn
 
 from fshard import _compat, comm
-from fshard.checkpoint.errors import CheckpointError, expect_file, reason
-from fshard.checkpoint.files import DTYPES, bytes_of, lay_out, name_of, write_file
-from fshard.errors import expect, refuse
+from fshard.checkpoint.errors import CheckpointError, reason
+from fshard.checkpoint.files import bytes_of, lay_out, name_of, write_file
+from fshard.errors import Problem, expect, refuse
 from fshard.mesh import world
 from fshard.shard import Layouts, check_transform, hash_of, local_ranges, padded, unsharded, without_padding
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, tensor_of, tree_map
-from fshard.tree.checks import check_flags, check_local, describe, mark_donated
+from fshard.tree.checks import check_flags, check_local, describe
 
 # A part of a tensor by its start and end along each dim, and by its start and shape.
 Box = tuple[slice, ...]
@@ -33,11 +31,6 @@ class Piece(NamedTuple):
     offset: tuple[int, ...]
     tensor: torch.Tensor
     full_shape: tuple[int, ...]
-
-    @property
-    def box(self) -> Box:
-        """The box along each dim of the leaf."""
-        return tuple(slice(a, a + n) for a, n in zip(self.offset, self.tensor.shape, strict=True))
 
 
 class Entry(NamedTuple):
@@ -81,11 +74,10 @@ def piece_of(leaf: Any) -> Piece:
     if not is_sharded(leaf):
         return Piece((0,) * leaf.dim(), leaf.detach(), tuple(leaf.shape))
     shape, tensor = leaf.spec.shape, without_padding(leaf).detach()
-    offset = tuple(start for start, _ in local_ranges(leaf.spec))
-    if not shape and tensor.dim():
+    if not shape and tensor.numel():
         # A leaf without dims that is split is stored with one, and one rank has the element.
-        return Piece((), tensor.reshape(()), shape) if tensor.numel() else Piece((0,), tensor, shape)
-    return Piece(offset, tensor, shape)
+        tensor = tensor.reshape(())
+    return Piece(tuple(start for start, _ in local_ranges(leaf.spec))[: len(shape)], tensor, shape)
 
 
 class Exchange:
@@ -100,10 +92,7 @@ class Exchange:
         first: The first name of each tensor of the module, by each of its names.
         saved: The names that a state dict has of each tensor, by the first.
         by_tensor: The first name of each tensor, by its id.
-        dtypes: The dtypes that safetensors has, by their names in files.
     """
-
-    dtypes = MappingProxyType({stored: getattr(torch, name) for name, stored in DTYPES.items()})
 
     def __init__(self, label: str, module: nn.Module | None = None, ranks: Axis | None = None) -> None:
         """Read the names of a module.
@@ -215,17 +204,17 @@ class Exchange:
             offset, tensor, _ = piece_of(leaf)
             parts = math.prod(axis.size for axis in leaf.spec.partition_axes()) if is_sharded(leaf) else 1
             own.append([offset, tensor.shape, hash_of(tensor) if parts < self.ranks.size else ""])
-        problems, replicas = [], {}
+        problems, replicas = dict[str, Problem](), {}
         for path, rows in zip(leaves, zip(*self.everyone(own), strict=True), strict=True):
             held: dict[Place, list[int]] = {}
-            for rank, (offset, shape, _) in enumerate(rows):
-                held.setdefault((tuple(offset), tuple(shape)), []).append(rank)
-            pairs = [(rank, ranks[0]) for ranks in held.values() for rank in ranks]
-            others = sorted(rank for rank, first in pairs if rows[rank] != rows[first])
-            problems += [(path, f"other values on rank {rank}", "the same on all ranks") for rank in others[:1]]
+            for rank, (offset, shape, value) in enumerate(rows):
+                ranks = held.setdefault((tuple(offset), tuple(shape)), [])
+                ranks.append(rank)
+                if value != rows[ranks[0]][2]:
+                    problems.setdefault(path, Problem(path, f"other values on rank {rank}", "the same on all ranks"))
             replicas[path] = held
         remedy = "make them the same, buffers by fs.sync_buffers, or store a row of one leaf for each rank"
-        refuse(f"{self.label}: ranks hold different values of one leaf", problems, remedy)
+        refuse(f"{self.label}: ranks hold different values of one leaf", [*problems.values()], remedy)
         return replicas
 
     def gathered(self, leaves: Mapping[Any, Any], rank0_only: bool) -> dict[Any, torch.Tensor]:
@@ -258,14 +247,14 @@ class Exchange:
             if dtype.is_floating_point and entry.dtype.is_floating_point:
                 entry = entry._replace(dtype=dtype)
             groups.setdefault(first, []).append(entry)
-        kept, needed = {}, {}
-        for name, leaf in leaves.items():
-            # A state dict has no buffers that are not persistent, which stay as they are.
-            stays = not self.saved_as(name) or (name in optional and not tensor_of(leaf).is_meta)
-            if name in groups or not stays:
-                needed[name] = leaf
-            else:
-                kept[name] = tree_map(torch.clone, leaf)
+        # A state dict has no buffers that are not persistent, which stay as they are.
+        missing = {name: leaf for name, leaf in leaves.items() if name not in groups}
+        kept = {
+            name: tree_map(torch.clone, leaf)
+            for name, leaf in missing.items()
+            if not self.saved_as(name) or (name in optional and not tensor_of(leaf).is_meta)
+        }
+        needed = {name: leaf for name, leaf in leaves.items() if name not in kept}
         remedy = "pass a tree of the same names; module= knows which are tied or not saved, cast=True changes dtypes"
         return kept | self.read(needed, groups, remedy)
 
@@ -276,16 +265,13 @@ class Exchange:
         pairs = zip(flat.names, flat.leaves, strict=True)
         return flat.unflatten([None if leaf is None else leaves[name] for name, leaf in pairs])
 
-    def read(
-        self, needed: Mapping[str, Any], found: Mapping[str, Sequence[Any]], remedy: str, donated: bool = False
-    ) -> dict[str, Any]:
+    def read(self, needed: Mapping[str, Any], found: Mapping[str, Sequence[Any]], remedy: str) -> dict[str, Any]:
         """Read this rank's part of each leaf.
 
         Args:
             needed: Leaves by name, whose values are not used.
             found: The entries of each name, several for a parameter that is tied; or a value that is no tensor.
             remedy: What the caller can do about leaves that do not fit.
-            donated: Whether the memory of each leaf that is needed may go before its successor is made.
 
         Returns:
             New leaves of the same types and places, by name.
@@ -301,38 +287,10 @@ class Exchange:
                 got = map(described, found[name]) if name in found else ["nothing"]
                 problems += [(name, each, expected) for each in got if each != expected]
             refuse(f"{self.label}: leaves do not fit", problems, remedy)
-            made = {name: found[name][0] for name in needed}
-            readers = {name: _reader(name, leaf, found[name]) for name, leaf in needed.items() if is_tensor(leaf)}
-            for name, read in readers.items():
-                if donated:
-                    mark_donated([needed[name]])
-                made[name] = read()
+            made = {}
+            for name, leaf in needed.items():
+                made[name] = _read(name, leaf, found[name]) if is_tensor(leaf) else found[name][0]
             return made
-
-    def refuse_untrusted(self, path: Path, trusted: bool) -> None:
-        """Refuse to read a pickle unless the caller has passed trusted=True."""
-        if trusted is not True:
-            remedy = "pass trusted=True if you trust whoever wrote it, or have it written as safetensors"
-            raise CheckpointError(f"{path} is pickled, and reading it can run code of its author; {remedy}")
-
-    def read_pickle(self, path: Path, trusted: bool) -> dict[str, Entry]:
-        """Read a pickled state dict, by the unpickler that makes tensors and plain containers alone.
-
-        Raises:
-            CheckpointError: if it is not trusted, holds anything else or is damaged.
-        """
-        self.refuse_untrusted(path, trusted)
-        try:
-            # Files of old versions of torch cannot be mapped.
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
-        except OSError:
-            raise
-        except Exception as error:
-            raise CheckpointError(f"{path}: found no state dict of torch.save ({type(error).__name__})") from error
-        is_plain = isinstance(found, Mapping) and all(isinstance(each, torch.Tensor) for each in found.values())
-        remedy = "torch.load it yourself and pass the state dict in it to from_state_dict"
-        expect_file(is_plain, f"{path}", "tensors by name", describe(found), remedy)
-        return {name: Entry.of(tensor) for name, tensor in found.items()}
 
     @staticmethod
     def write_safetensors(path: Path, tensors: Mapping[str, Any], values: Iterable[torch.Tensor]) -> None:
@@ -347,20 +305,17 @@ class Exchange:
         write_file(path, lay_out(parts, format="pt")[0], values)
 
 
-def _reader(name: str, leaf: Any, entries: Sequence[Entry]) -> Callable[[], Any]:
-    """Prepare to read this rank's part of a leaf, whose memory may be gone by then."""
-    box, spec = piece_of(leaf).box, leaf.spec if is_sharded(leaf) else None
+def _read(name: str, leaf: Any, entries: Sequence[Entry]) -> Any:
+    """Read this rank's part of a leaf, whose values are not used."""
+    offset, tensor, _ = piece_of(leaf)
+    box = tuple(slice(start, start + size) for start, size in zip(offset, tensor.shape, strict=False))
     local = without_padding(leaf) if is_sharded(leaf) else leaf
-    shape, device = local.shape, torch.get_default_device() if local.is_meta else local.device
-
-    def read() -> Any:
-        parts = [torch.empty(shape, device="cpu") if 0 in shape else entry.read(box) for entry in entries]
-        if any(bytes_of(part) != bytes_of(parts[0]) for part in parts[1:]):
-            found = f"expected {name} to have the same values under all its names, got others"
-            raise CheckpointError(f"{found}; untie the module's, so that each has its own")
-        local = parts[0].to(device, entries[0].dtype).reshape(shape)
-        if not local.is_contiguous() or local.untyped_storage().nbytes() != local.nbytes:
-            local = local.clone(memory_format=torch.contiguous_format)
-        return Sharded(padded(local, spec), spec) if spec else local
-
-    return read
+    parts = [entry.read(box) if local.numel() else torch.empty(local.shape, device="cpu") for entry in entries]
+    if any(bytes_of(part) != bytes_of(parts[0]) for part in parts[1:]):
+        found = f"expected {name} to have the same values under all its names, got others"
+        raise CheckpointError(f"{found}; untie the module's, so that each has its own")
+    device = torch.get_default_device() if local.is_meta else local.device
+    made = parts[0].to(device, entries[0].dtype).reshape(local.shape)
+    if not made.is_contiguous() or made.untyped_storage().nbytes() != made.nbytes:
+        made = made.clone(memory_format=torch.contiguous_format)
+    return Sharded(padded(made, leaf.spec), leaf.spec) if is_sharded(leaf) else made

@@ -18,20 +18,17 @@ import torch
 
 from fshard.checkpoint.errors import CheckpointError, expect_file
 
-NAME, VERSION = "fshard.checkpoint", 1
+# A manifest begins with these bytes and its digest; a later version would begin otherwise.
+HEAD = b'{"format": "fshard.checkpoint",\n "version": 1,\n "digest": "'
 MANIFEST = "manifest.json"
 # A manifest has about 100 bytes for each chunk; a reader would believe nothing in a larger one.
 MAX_MANIFEST_BYTES = 1 << 30
-# Bytes that are hashed and then written, or read and then hashed, while the processor still has them at hand.
-BLOCK_BYTES = 8 << 20
 # The name of each dtype in files, by its name in torch.
-DTYPES = MappingProxyType(
-    {
-        **{"bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32"},
-        **{"int32": "I32", "uint64": "U64", "int64": "I64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"},
-        **{"float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64", "complex64": "C64"},
-    }
-)
+_IN_TORCH = "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64"
+_IN_FILES = "BOOL U8 I8 U16 I16 U32 I32 U64 I64"
+_IN_TORCH += " float8_e4m3fn float8_e5m2 float16 bfloat16 float32 float64 complex64"
+_IN_FILES += " F8_E4M3 F8_E5M2 F16 BF16 F32 F64 C64"
+DTYPES = MappingProxyType(dict(zip(_IN_TORCH.split(), _IN_FILES.split(), strict=True)))
 # Complex numbers are stored as pairs.
 SAVED = (*DTYPES, "complex128")
 
@@ -67,13 +64,11 @@ class Manifest(NamedTuple):
         step: The step of the state.
         tensors: Leaves that are tensors, by path.
         values: Other leaves, by path: None, a bool, an int, a float or a str.
-        files: In the order of the ranks that wrote them the size of each file and a digest of its header.
     """
 
     step: int
     tensors: Mapping[str, StoredLeaf]
     values: Mapping[str, Any]
-    files: tuple[tuple[int, str], ...]
 
 
 def file_name(rank: int) -> str:
@@ -90,9 +85,8 @@ def encode(manifest: Manifest) -> bytes:
     """Write a manifest as JSON."""
     # JSON has no infinity and other rules for numbers; repr is exact.
     values = {path: {"float": repr(v)} if isinstance(v, float) else v for path, v in manifest.values.items()}
-    body = json.dumps({**manifest._asdict(), "values": values})
-    head = f'{{"format": "{NAME}",\n "version": {VERSION},\n "digest": "{digest(body.encode())}"'
-    return f'{head},\n "body": {body}}}\n'.encode()
+    body = json.dumps({**manifest._asdict(), "values": values}).encode()
+    return HEAD + f'{digest(body)}",\n "body": '.encode() + body + b"}\n"
 
 
 def decode(data: bytes, place: object = MANIFEST) -> Manifest:
@@ -105,16 +99,14 @@ def decode(data: bytes, place: object = MANIFEST) -> Manifest:
     Raises:
         CheckpointError: if `encode` did not write it.
     """
+    remedy = "read it by the fshard that wrote it"
+    expect_file(data.startswith(HEAD), f"{place}", "a manifest of version 1", "another file", remedy)
     try:
-        document = json.loads(data)
-        version = f"{document['version']!r:.40}"
-        is_known = version == f"{VERSION}"
-        manifest = _manifest(document["body"]) if is_known else Manifest(0, {}, {}, ())
+        manifest = _manifest(json.loads(data)["body"])
         # Byte for byte, so that nothing can change unnoticed: neither an entry nor its spelling.
         is_whole = encode(manifest) == data
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{place}: it is no manifest that fshard wrote ({type(error).__name__})") from None
-    expect_file(is_known, f"{place}", f"version {VERSION}", version, "read it by the fshard that wrote it")
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        is_whole = False
     if not is_whole:
         raise CheckpointError(f"{place}: its digest does not match, so it was damaged or edited")
     check_tiles(manifest, place)
@@ -128,7 +120,7 @@ def _manifest(body: Any) -> Manifest:
         for path, (dtype, shape, chunks) in body["tensors"].items()
     }
     values = {path: float(v["float"]) if isinstance(v, dict) else v for path, v in body["values"].items()}
-    return Manifest(body["step"], tensors, values, tuple((size, header) for size, header in body["files"]))
+    return Manifest(body["step"], tensors, values)
 
 
 def check_tiles(manifest: Manifest, place: object) -> None:
@@ -141,15 +133,15 @@ def check_tiles(manifest: Manifest, place: object) -> None:
     """
     for path, leaf in manifest.tensors.items():
         found = f"{leaf.dtype!r:.40} in {len(leaf.chunks)} chunks"
-        fits = leaf.dtype in SAVED and _tile(leaf.shape, leaf.chunks, len(manifest.files))
+        fits = leaf.dtype in SAVED and _tile(leaf.shape, leaf.chunks)
         expect_file(fits, f"{place}", f"chunks that cover each element of {path:.100} once", found)
 
 
-def _tile(shape: tuple[int, ...], chunks: Sequence[Chunk], files: int) -> bool:
+def _tile(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> bool:
     numbers = [*shape, *(n for chunk in chunks for n in (chunk.file, *chunk.offset, *chunk.shape))]
     if any(type(n) is not int or not 0 <= n < 1 << 62 for n in numbers):
         return False
-    if any(not len(chunk.offset) == len(chunk.shape) == len(shape) or chunk.file >= files for chunk in chunks):
+    if any(not len(chunk.offset) == len(chunk.shape) == len(shape) for chunk in chunks):
         return False
     cuts = [sorted({0, size, *(chunk.offset[dim] for chunk in chunks)}) for dim, size in enumerate(shape)]
     sizes = [[(start, stop - start) for start, stop in pairwise(cut)] for cut in cuts]
@@ -208,12 +200,9 @@ def write_file(path: Path, header: bytes, tensors: Iterable[torch.Tensor] = ()) 
     with open(path, "xb") as file:
         file.write(header)
         for tensor in tensors:
-            data, checksum = bytes_of(tensor), 0
-            for start in range(0, len(data), BLOCK_BYTES):
-                block = data[start : start + BLOCK_BYTES]
-                checksum = zlib.crc32(block, checksum)
-                file.write(block)
-            checksums.append(checksum)
+            data = bytes_of(tensor)
+            checksums.append(zlib.crc32(data))
+            file.write(data)
         file.flush()
         os.fsync(file.fileno())
     return checksums

@@ -2,8 +2,9 @@
 
 import os
 import zlib
+from collections import defaultdict
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,13 @@ from typing import Any
 import torch
 
 from fshard.checkpoint import files
-from fshard.checkpoint.directory import find, open_regular, read_bytes
+from fshard.checkpoint.directory import find, open_regular, saved
 from fshard.checkpoint.errors import CheckpointError, expect_file
 from fshard.checkpoint.exchange import Box, Entry, Exchange
 from fshard.errors import expect
 from fshard.mesh import Mesh, ranks_of
 from fshard.tree import MASK, Flat, Mask, Tree, is_mask, matches
-from fshard.tree.checks import check_flags, check_matches, describe
+from fshard.tree.checks import check_matches, describe
 
 LABEL = "checkpoint.restore"
 
@@ -31,9 +32,6 @@ def latest(directory: str | PathLike[str]) -> int | None:
     Returns:
         Its step, or None where there is no checkpoint.
 
-    Raises:
-        CheckpointError: if the file that names it is damaged.
-
     >>> import tempfile, torch, fshard as fs
     >>> with tempfile.TemporaryDirectory() as directory:
     ...     before = fs.checkpoint.latest(directory)
@@ -41,8 +39,8 @@ def latest(directory: str | PathLike[str]) -> int | None:
     ...     before, fs.checkpoint.latest(directory)
     (None, 10)
     """
-    found = find(Exchange("checkpoint.latest").path("directory", directory))
-    return found and found[0]
+    found = saved(Exchange("checkpoint.latest").path("directory", directory))
+    return found[-1][1] if found else None
 
 
 def restore(
@@ -52,7 +50,6 @@ def restore(
     step: int | None = None,
     subtree: str = "",
     only: Mask | None = None,
-    donate: bool = False,
     mesh: Mesh | None = None,
 ) -> Tree:
     """Read a checkpoint, bitwise, into any layout, mesh and number of ranks. Every rank must call this.
@@ -62,13 +59,11 @@ def restore(
     Args:
         directory: Where checkpoints are kept.
         like: A tree as it shall be: leaves say which dtype, shape, layout and device; their values are not used and
-            may be on the meta device, which stands for the default one.
+            may be on the meta device, which stands for the default one and takes no memory.
         step: Which checkpoint; None takes the one saved last.
         subtree: The path under which `like` lies in what was saved, such as ".params" of a TrainState.
         only: Which leaves of `like` to read, by a pattern of their names such as "head.*", several, or a function of
             (name, leaf); others stay as they are. None reads all, and refuses a checkpoint that has more.
-        donate: Give up the memory of each leaf of `like` before its successor is read, also where reading fails
-            half-way; otherwise there is room for both.
         mesh: The mesh of one axis over the ranks that read; None where all ranks of this run do.
 
     Returns:
@@ -91,15 +86,11 @@ def restore(
     exchange = Exchange(LABEL, ranks=ranks_of(mesh))
     with exchange.raise_on_all_ranks(directory):
         root = exchange.path("directory", directory)
-        check_flags(LABEL, donate=donate)
         expect(step is None or type(step) is int, LABEL, "step to be a whole number or None", describe(step))
         expect(isinstance(subtree, str), LABEL, "subtree to be a path such as '.params'", describe(subtree))
         flat = exchange.flat(like)
         wanted = _wanted(only, flat)
         reader = _Reader(root, step)
-        # The headers of files that nobody reads are checked too, by each rank its share.
-        for index in range(exchange.rank, len(reader.manifest.files), exchange.ranks.size):
-            reader.starts(index)
     exchange.agree({"(checkpoint)": reader.mark}, "ranks read different checkpoints", "pass step=")
     # The path of a tree that is one leaf is that of the subtree.
     names = [subtree + ("" if subtree and name == "(root)" else name) for name in flat.paths]
@@ -110,7 +101,7 @@ def restore(
         if name in needed or (only is None and _is_under(name, subtree))
     }
     remedy = "restore into a state built as the one that was saved; only= and subtree= read parts of it"
-    made = exchange.read(needed, found, remedy, donate)
+    made = exchange.read(needed, found, remedy)
     return flat.unflatten([made.get(name, leaf) for name, leaf in zip(names, flat.leaves, strict=True)])
 
 
@@ -136,29 +127,31 @@ class _Reader:
     Attributes:
         manifest: The manifest.
         mark: The name of the checkpoint, and the digest of its manifest.
+        starts: Returns where parts begin in the file of a rank.
     """
 
     def __init__(self, directory: Path, step: int | None) -> None:
         """Find the checkpoint that was saved last, or of a step, and read its manifest."""
-        last = find(directory, step)
-        if last is None:
-            raise CheckpointError(f"{directory}: expected a checkpoint that fs.checkpoint.save wrote, got none")
-        step, path = last
-        data = read_bytes(path / files.MANIFEST, files.MAX_MANIFEST_BYTES)
-        self.manifest = manifest = files.decode(data, path / files.MANIFEST)
-        self.mark = f"{path.name} of digest {files.digest(data)}"
-        self._path = path
-        self._parts: list[dict[str, Any]] = [{} for _ in manifest.files]
+        step, self._path = find(directory, step)
+        path, needed = self._path / files.MANIFEST, f"at most {files.MAX_MANIFEST_BYTES} bytes"
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            expect_file(size <= files.MAX_MANIFEST_BYTES, f"{path}", needed, f"{size}")
+            # A read of the limit would take memory for all of it.
+            data = file.read(size)
+        self.manifest = manifest = files.decode(data, path)
+        self.mark = f"{self._path.name} of digest {files.digest(data)}"
+        self.starts = cache(self._starts)
+        self._parts = defaultdict[int, dict[str, Any]](dict)
         for name, leaf in manifest.tensors.items():
             for chunk in leaf.chunks:
                 self._parts[chunk.file][name] = getattr(torch, leaf.dtype), chunk.shape
-        self._starts: dict[int, dict[str, int]] = {}
-        found, remedy = f"step {manifest.step}", "give it its own name back"
-        expect_file(manifest.step == step, f"{path}", f"step {step} as its name says", found, remedy)
-        needed = {files.MANIFEST, *map(files.file_name, range(len(manifest.files)))}
-        for name in sorted(needed ^ set(os.listdir(path))):
-            expect_file(name not in needed, f"{path / name}", "the file that the manifest names", "nothing")
-            raise CheckpointError(f"{path / name}: found a file that the manifest does not name; move it elsewhere")
+        needed = f"step {step} as its name says"
+        expect_file(manifest.step == step, f"{self._path}", needed, f"step {manifest.step}")
+        there, named = set(os.listdir(self._path)), {files.MANIFEST, *map(files.file_name, self._parts)}
+        for name in sorted(there ^ named):
+            got = "one that it does not name" if name in there else "nothing"
+            expect_file(False, f"{self._path / name}", "a file that the manifest names", got)
 
     def entries(self) -> dict[str, Any]:
         """The leaves of the checkpoint by path: an entry of each that is a tensor, and the values of others."""
@@ -167,17 +160,15 @@ class _Reader:
             entries[name] = Entry(getattr(torch, leaf.dtype), leaf.shape, partial(self._read, name, leaf))
         return entries | dict(self.manifest.values)
 
-    def starts(self, index: int) -> dict[str, int]:
+    def _starts(self, index: int) -> dict[str, int]:
         """Return where parts begin in a file, whose size and header follow from the manifest, byte for byte."""
-        if index not in self._starts:
-            path, (needed, seal) = self._path / files.file_name(index), self.manifest.files[index]
-            header, self._starts[index], expected = files.lay_out(self._parts[index], pairs=True)
-            with open_regular(path) as file:
-                size, found = os.fstat(file.fileno()).st_size, file.read(len(header))
-            expect_file(size == needed, f"{path}", f"{needed} bytes", f"{size}")
-            if (found, seal, size) != (header, files.digest(header), expected):
-                raise CheckpointError(f"{path}: its header does not match its digest, so it was damaged")
-        return self._starts[index]
+        path = self._path / files.file_name(index)
+        header, starts, size = files.lay_out(self._parts[index], pairs=True)
+        with open_regular(path) as file:
+            found, there = file.read(len(header)), os.fstat(file.fileno()).st_size
+        expect_file(there == size, f"{path}", f"{size} bytes", f"{there}")
+        expect_file(found == header, f"{path}", "the header that follows from the manifest", "a damaged one")
+        return starts
 
     def _read(self, name: str, leaf: files.StoredLeaf, box: Box) -> torch.Tensor:
         """Read a box of a leaf from the chunks that have elements of it."""
@@ -189,26 +180,21 @@ class _Reader:
             if any(side.start >= side.stop for side in both):
                 continue
             target = out[_within(both, [side.start for side in box])]
-            if target.shape == chunk.shape and target.is_contiguous():
-                self._read_chunk(name, chunk, target)
-            else:
-                whole = torch.empty(chunk.shape, dtype=dtype, device="cpu")
-                self._read_chunk(name, chunk, whole)
+            fits = target.shape == chunk.shape and target.is_contiguous()
+            whole = target if fits else torch.empty(chunk.shape, dtype=dtype, device="cpu")
+            self._read_chunk(name, chunk, whole)
+            if not fits:
                 target.copy_(whole[_within(both, chunk.offset)])
         return out
 
     def _read_chunk(self, name: str, chunk: files.Chunk, into: torch.Tensor) -> None:
         """Read a chunk into contiguous memory on the host."""
-        path, start = self._path / files.file_name(chunk.file), self.starts(chunk.file)[name]
-        data, checksum = files.byte_view(into), 0
+        path, data = self._path / files.file_name(chunk.file), files.byte_view(into)
+        start = self.starts(chunk.file)[name]
         with open_regular(path) as file:
             file.seek(start)
-            for at in range(0, len(data), files.BLOCK_BYTES):
-                block = data[at : at + files.BLOCK_BYTES]
-                if file.readinto(block) < len(block):
-                    raise CheckpointError(f"{path}: it was cut short while it was read")
-                checksum = zlib.crc32(block, checksum)
-        if checksum != chunk.checksum:
+            is_whole = file.readinto(data) == len(data) and zlib.crc32(data) == chunk.checksum
+        if not is_whole:
             raise CheckpointError(f"{path}: the elements of {name} do not match their checksum, so it was damaged")
 
 

@@ -1,24 +1,20 @@
 """save and Manager: write states so that a kill at any moment leaves the last checkpoint whole."""
 
-import json
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from os import PathLike
 from pathlib import Path
-from threading import Thread, main_thread
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from fshard.checkpoint import directory as directories
 from fshard.checkpoint import files
-from fshard.checkpoint.errors import CheckpointError, expect_file, reason
-from fshard.checkpoint.exchange import Exchange, is_tensor, piece_of, shape_of
+from fshard.checkpoint.directory import begun, publish, unfinished
+from fshard.checkpoint.exchange import Exchange, Piece, is_tensor, piece_of, shape_of
 from fshard.checkpoint.restore import latest, restore
 from fshard.errors import expect, refuse
 from fshard.mesh import Mesh, ranks_of
@@ -26,15 +22,11 @@ from fshard.tree import Tree, tensor_of
 from fshard.tree.checks import Range, check_arguments, check_flags, describe
 
 LABEL = "checkpoint.save"
-# Seconds between two looks for other ranks' parts.
-LOOK_EVERY = 0.002
-# Seconds that the first rank waits for parts that ranks say are written, or whose ranks may be dead.
-PATIENCE = 30.0
 NUMBER = Range("a whole number from 1", lambda number: type(number) is int and number > 0)
 
 
 class Saving:
-    """A save under way; it becomes a checkpoint by itself, and `wait` says whether it did.
+    """A save under way, which `wait` completes.
 
     Attributes:
         step: The step that is saved.
@@ -43,15 +35,15 @@ class Saving:
     >>> with tempfile.TemporaryDirectory() as directory:
     ...     saving = fs.checkpoint.save(directory, {"w": torch.ones(3)}, step=7, asynchronous=True)
     ...     saving.step, saving.wait().name  # training goes on between the two
-    (7, 'step-00000007')
+    (7, 'step-00000007.0')
     """
 
-    def __init__(self, step: int, finish: Callable[[], tuple[str, str]]) -> None:
-        """Keep the step, and what waits for all ranks and returns the checkpoint's path and the first failure."""
-        self.step, self._finish = step, cache(finish)
+    def __init__(self, step: int, finish: Callable[[], Path], is_written: Callable[[], bool]) -> None:
+        """Keep the step, what completes the checkpoint, and what tells whether all ranks have written."""
+        self.step, self._finish, self.is_written = step, cache(finish), is_written
 
     def wait(self) -> Path:
-        """Wait until the checkpoint is complete. Every rank must call this, as it does a collective.
+        """Wait until all ranks have written, and complete the checkpoint. Every rank must call this, as a collective.
 
         Returns:
             The checkpoint's directory.
@@ -59,10 +51,7 @@ class Saving:
         Raises:
             CheckpointError: on every rank, if any of them failed; checkpoints from before are as they were.
         """
-        path, failure = self._finish()
-        if failure:
-            raise CheckpointError(f"{LABEL}: step {self.step} was not saved: {failure}")
-        return Path(path)
+        return self._finish()
 
 
 def save(
@@ -70,8 +59,8 @@ def save(
     state: Tree,
     step: int | None = None,
     *,
+    keep: int | None = None,
     asynchronous: bool = False,
-    donated: bool = True,
     mesh: Mesh | None = None,
 ) -> Saving:
     """Write a checkpoint of a state: each rank its shards, replicated leaves once. Every rank must call this.
@@ -84,10 +73,10 @@ def save(
         state: Any pytree: a TrainState, or parameters. Leaves are Sharded, tensors that are the same on every rank, or
             None, bool, int, float or str. Of leaves that ranks hold values of their own of, each rank's are kept.
         step: Names the checkpoint; None takes state.step.
-        asynchronous: Return as soon as the state may be used further, and write while steps run. The checkpoint is
-            complete at some time after; `Saving.wait` waits for it.
-        donated: Whether a later step may write over the state, as one does that was jitted with donate_argnums: an
-            asynchronous save then copies it aside before it returns.
+        keep: How many checkpoints stay, those saved last; None for all. Directories without a manifest, and links,
+            stay and do not count.
+        asynchronous: Copy the state aside and return, so that steps may write over it, and write while they run. The
+            checkpoint is complete when `Saving.wait` returns.
         mesh: The mesh of one axis over the ranks that save; None where all ranks of this run do.
 
     Returns:
@@ -102,90 +91,42 @@ def save(
     >>> from fshard import checkpoint
     >>> directory = tempfile.mkdtemp()
     >>> checkpoint.save(directory, {"w": torch.ones(3)}, step=7).wait().name
-    'step-00000007'
+    'step-00000007.0'
     >>> checkpoint.restore(directory, like={"w": torch.zeros(3)})
     {'w': tensor([1., 1., 1.])}
     """
-    return start(SaveOptions(directory, asynchronous, donated, mesh, None, {}), state, step)
-
-
-class SaveOptions(NamedTuple):
-    """How states are saved: the arguments of `save` and `Manager`, and buffers for copies."""
-
-    directory: str | PathLike[str]
-    asynchronous: bool
-    donated: bool
-    mesh: Mesh | None
-    keep: int | None
-    staging: dict[str, torch.Tensor]
-
-    def check(self, exchange: Exchange) -> Path:
-        """Return the directory, and refuse arguments of other types."""
-        check_flags(exchange.label, asynchronous=self.asynchronous, donated=self.donated)
-        return exchange.path("directory", self.directory)
-
-
-def start(options: SaveOptions, state: Tree, step: int | None) -> Saving:
-    """Save a state as `save` does."""
-    exchange = Exchange(LABEL, ranks=ranks_of(options.mesh))
+    exchange = Exchange(LABEL, ranks=ranks_of(mesh))
     with exchange.raise_on_all_ranks():
-        root, step = options.check(exchange), checked_step(LABEL, state, step)
-        tensors, values = _checked(exchange, state)
-    same = {"(step)": f"{step}", "(directory)": f"{root}"} | {path: repr(value) for path, value in values.items()}
-    own, stored = _shared_out(exchange, tensors, same)
-    if options.asynchronous and options.donated:
-        own = {path: _aside(path, tensor, options.staging) for path, tensor in own.items()}
-    manifest = files.Manifest(step, stored, values, ())
-    # The state may go while this writes.
-    del tensors, state
+        check_flags(LABEL, asynchronous=asynchronous)
+        check_arguments(LABEL, NUMBER, keep=1 if keep is None else keep)
+        root, step = exchange.path("directory", directory), _checked_step(state, step)
+        tensors, manifest = _checked(exchange, state, step)
+    same = {"(step)": step, "(directory)": f"{root}", **manifest.values}
+    own = _own_parts(exchange, tensors, {path: repr(value) for path, value in same.items()}, asynchronous)
     with ExitStack() as stack:
         with exchange.raise_on_all_ranks(root):
-            name = "" if exchange.rank else stack.enter_context(directories.begun(root, step))
-        temporary, held = root / exchange.everyone(name)[0], stack.pop_all()
-    # Until when the first rank waits for the lists of parts.
-    limit = [math.inf]
+            name = "" if exchange.rank else stack.enter_context(begun(root, step))
+        path, held = root / exchange.everyone(name)[0], stack.pop_all()
+    part = unfinished(path) / files.file_name(exchange.rank)
+    executor = ThreadPoolExecutor(1, LABEL)
+    writing = executor.submit(_write_part, part, exchange.rank, own)
+    executor.shutdown(wait=False)
 
-    def join() -> Path:
+    def finish() -> Path:
         with held:
-            lists = [_await_list(temporary / files.file_name(rank), limit) for rank in range(exchange.ranks.size)]
-            _write_manifest(temporary / files.MANIFEST, manifest, lists)
-            path = directories.publish(temporary, root, step)
-            if options.keep is not None:
-                directories.prune(root, path, options.keep)
-            return path
+            with exchange.raise_on_all_ranks(part):
+                written = writing.result()
+            lists = exchange.everyone(written)
+            with exchange.raise_on_all_ranks(part):
+                if not exchange.rank:
+                    files.write_file(part.with_name(files.MANIFEST), _complete(manifest, lists))
+                    publish(path, keep)
+        return path
 
-    def finish() -> tuple[str, str]:
-        # By this message a rank hears of one that has failed or is dead, before it waits for the part of that one.
-        failures = ["ranks are lost"]
-        try:
-            failures = exchange.everyone(written.result()[1])
-        finally:
-            limit[0] = 0.0 if any(failures) else time.monotonic() + PATIENCE
-        path, failure = exchange.everyone(joined.result())[0]
-        return path, next(filter(None, [*failures, failure]), "")
-
-    part = temporary / files.file_name(exchange.rank)
-    written = _in_background(lambda: _write_part(part, own), part)
-    joined = _in_background(join, root) if not exchange.rank else written
-    saving = Saving(step, finish)
-    if not options.asynchronous:
+    saving = Saving(step, finish, lambda: all(exchange.everyone(writing.done())))
+    if not asynchronous:
         saving.wait()
     return saving
-
-
-def _in_background(work: Callable[[], object], place: Path) -> "Future[tuple[str, str]]":
-    """Start work whose result will be the text of its result, or that of its failure."""
-    future: Future[tuple[str, str]] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result((f"{work()}", ""))
-        except BaseException as error:
-            future.set_result(("", reason(error, place)))
-
-    # No daemon, so that the end of the program waits for it.
-    Thread(target=run, name=LABEL).start()
-    return future
 
 
 class Manager:
@@ -212,33 +153,31 @@ class Manager:
         keep: int | None = None,
         every: int = 1,
         asynchronous: bool = True,
-        donated: bool = True,
         mesh: Mesh | None = None,
     ) -> None:
         """Keep the directory and the options.
 
         Args:
             directory: Where checkpoints are kept, a file system that all ranks share.
-            keep: How many checkpoints stay, None for all; directories without a manifest stay, and do not count.
+            keep: As for `save`.
             every: Steps from one save to the next.
             asynchronous: Write while the next steps run.
-            donated: Whether steps may write over a state that was saved, as for `save`; copies then go to buffers that
-                are kept from one save to the next.
             mesh: As for `save`.
 
         Raises:
-            ValueError: if `directory` is no path, this rank is not one of the mesh's, `keep` or `every` is no positive
-                whole number, or a flag is no bool.
+            ValueError: if `every` is no positive whole number; the first save refuses other wrong arguments.
         """
-        exchange = Exchange("checkpoint.Manager", ranks=ranks_of(mesh))
-        # Copies go to buffers that are kept from one save to the next.
-        self._options = SaveOptions(directory, asynchronous, donated, mesh, keep, {})
-        check_arguments(exchange.label, NUMBER, keep=1 if keep is None else keep, every=every)
-        self._directory, self._every = self._options.check(exchange), every
+        check_arguments("checkpoint.Manager", NUMBER, every=every)
+        # A mesh of other ranks is refused at once.
+        ranks_of(mesh)
+        self._directory, self._every, self._mesh = directory, every, mesh
+        self._save = partial(save, directory, keep=keep, asynchronous=asynchronous, mesh=mesh)
         self._saving: Saving | None = None
 
     def save(self, state: Tree, step: int | None = None, *, force: bool = False) -> bool:
-        """Save a state if its step is one to be saved; waits for the save before this one.
+        """Save a state if its step is one to be saved; waits for the save before this one. Every rank must call this.
+
+        At any other step it completes the save before, once all ranks have written.
 
         Args:
             state: As for `save`.
@@ -252,11 +191,12 @@ class Manager:
             ValueError: as for `save`.
             CheckpointError: if the save before this one failed, or this one cannot start.
         """
-        if checked_step("checkpoint.Manager", state, step) % self._every and not force:
-            return False
-        self.wait()
-        self._saving = start(self._options, state, step)
-        return True
+        is_due = force or _checked_step(state, step) % self._every == 0
+        if self._saving and (is_due or self._saving.is_written()):
+            self.wait()
+        if is_due:
+            self._saving = self._save(state, step)
+        return is_due
 
     def wait(self) -> None:
         """Wait for the last save to be complete. Every rank must call this.
@@ -282,111 +222,83 @@ class Manager:
         {'w': tensor([1., 1.])}
         """
         self.wait()
-        return restore(self._directory, like, mesh=self._options.mesh, **arguments)
+        return restore(self._directory, like, mesh=self._mesh, **arguments)
 
     def close(self) -> None:
-        """Wait for the last save; the buffers of copies are given back."""
+        """Wait for the last save to be complete."""
         self.wait()
-        self._options.staging.clear()
 
     def __enter__(self) -> "Manager":
         return self
 
     def __exit__(self, kind_of_error: object, *error: object) -> None:
-        # Ranks that failed do not wait for each other.
+        # Ranks that failed do not wait for each other, and leave the directory to others.
         if kind_of_error is None:
             self.close()
+        self._saving = None
 
 
-def checked_step(label: str, state: Tree, step: Any) -> int:
+def _checked_step(state: Tree, step: Any) -> int:
     """Return the step to save a state as, and refuse it unless it is a whole number."""
     found: Any = getattr(state, "step", None) if step is None else step
     if isinstance(found, torch.Tensor) and found.numel() == 1:
         found = found.item()
     is_step, remedy = type(found) is int and 0 <= found < 10**18, "pass step=, or a state that has one"
-    expect(is_step, label, "step to be a whole number from 0", f"{found!r:.40}", remedy)
+    expect(is_step, LABEL, "step to be a whole number from 0", f"{found!r:.40}", remedy)
     return found
 
 
-def _checked(exchange: Exchange, state: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tensors and the other leaves by path, and refuse leaves that cannot be saved."""
+def _checked(exchange: Exchange, state: Tree, step: int) -> tuple[dict[str, Any], files.Manifest]:
+    """Return the tensors by path and a manifest without chunks, and refuse leaves that cannot be saved."""
     flat = exchange.flat(state)
     refuse(f"{LABEL}: leaves cannot be saved", flat.problems(_unfit), "keep them out of the state")
     # The order of a dict's entries is no part of a state, and may differ between ranks.
     leaves = dict(sorted(zip(flat.paths, flat.leaves, strict=True)))
     tensors = {path: leaf for path, leaf in leaves.items() if is_tensor(leaf)}
-    return tensors, {path: leaf for path, leaf in leaves.items() if path not in tensors}
+    stored = {path: files.StoredLeaf(files.name_of(tensor_of(x).dtype), shape_of(x), ()) for path, x in tensors.items()}
+    values = {path: leaf for path, leaf in leaves.items() if path not in tensors}
+    return tensors, files.Manifest(step, stored, values)
 
 
 def _unfit(leaf: Any) -> tuple[str, str] | None:
     """Describe a leaf that cannot be saved, and the leaf expected in its place."""
     local = tensor_of(leaf)
-    if type(local) not in (torch.Tensor, torch.nn.Parameter):
-        is_plain = local is None or type(local) in (bool, int, float, str)
-        return None if is_plain else (describe(local), "a plain tensor, or None, bool, int, float or str")
-    fits = local.layout == torch.strided and not local.is_meta and files.name_of(local.dtype) in files.SAVED
-    needed = f"a strided tensor with values, of dtype {', '.join(files.SAVED)}"
-    return None if fits else (f"{describe(local)}, {local.layout} on {local.device}", needed)
+    fits = local is None or type(local) in (bool, int, float, str)
+    if type(local) in (torch.Tensor, torch.nn.Parameter):
+        fits = local.layout == torch.strided and not local.is_meta and files.name_of(local.dtype) in files.SAVED
+    needed = f"None, a bool, an int, a float, a str, or a strided tensor with values, of dtype {', '.join(files.SAVED)}"
+    return None if fits else (describe(local), needed)
 
 
-def _shared_out(
-    exchange: Exchange, tensors: Mapping[str, Any], same: Mapping[str, str]
-) -> tuple[dict[str, torch.Tensor], dict[str, files.StoredLeaf]]:
-    """Return the parts that this rank writes, and what a manifest says of all, but for checksums.
-
-    Each part is written by one of the ranks that hold it: one that writes least so far.
-    """
-    written, own, stored = Counter[int](), {}, {}
+def _own_parts(
+    exchange: Exchange, tensors: Mapping[str, Any], same: Mapping[str, str], aside: bool
+) -> dict[str, Piece]:
+    """Return the parts that this rank writes, or copies: a part is written by a holder that writes least so far."""
+    written, own = Counter[int](), {}
     for path, held in exchange.replicas(tensors, same).items():
-        leaf, chunks = tensors[path], []
-        for (offset, shape), ranks in held.items():
-            if 0 not in shape:
-                writer = min(ranks, key=written.__getitem__)
-                written[writer] += math.prod(shape) * tensor_of(leaf).itemsize
-                chunks.append(files.Chunk(writer, offset, shape, 0))
-                if writer == exchange.rank:
-                    own[path] = piece_of(leaf).tensor
-        stored[path] = files.StoredLeaf(files.name_of(tensor_of(leaf).dtype), shape_of(leaf), tuple(chunks))
-    return own, stored
+        for (_, shape), ranks in held.items():
+            writer = min(ranks, key=written.__getitem__)
+            written[writer] += math.prod(shape) * tensor_of(tensors[path]).itemsize
+            if writer == exchange.rank and 0 not in shape:
+                piece = piece_of(tensors[path])
+                own[path] = piece._replace(tensor=piece.tensor.to("cpu", copy=True)) if aside else piece
+    return own
 
 
-def _aside(path: str, source: torch.Tensor, staging: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Copy a part into the buffer that is kept for it, because to touch new memory takes longer than to copy."""
-    room = staging.get(path)
-    if room is None or room.shape != source.shape or room.dtype != source.dtype:
-        room = staging[path] = torch.empty(source.shape, dtype=source.dtype, device="cpu")
-    return room.copy_(source)
+def _write_part(path: Path, rank: int, own: Mapping[str, Piece]) -> dict[str, list[Any]]:
+    """Write the parts of this rank, if it has any, and return its chunks by path."""
+    kinds = {name: (piece.tensor.dtype, piece.tensor.shape) for name, piece in own.items()}
+    header, starts, _ = files.lay_out(kinds, pairs=True)
+    checksums = files.write_file(path, header, (own[name].tensor for name in starts)) if own else []
+    pairs = zip(starts, checksums, strict=True)
+    return {name: [rank, own[name].offset, tuple(own[name].tensor.shape), checksum] for name, checksum in pairs}
 
 
-def _write_part(path: Path, own: Mapping[str, torch.Tensor]) -> None:
-    """Write the parts of this rank, and then their checksums, by which the first rank knows that they are complete."""
-    header, starts, size = files.lay_out({name: (x.dtype, x.shape) for name, x in own.items()}, pairs=True)
-    checksums = files.write_file(path, header, map(own.__getitem__, starts))
-    found = [size, files.digest(header), dict(zip(starts, checksums, strict=True))]
-    # The last call, because the first rank may rename the directory once it sees the list.
-    directories.write_bytes(path.with_suffix(".json"), json.dumps(found).encode())
-
-
-def _await_list(part: Path, limit: list[float]) -> Any:
-    """Wait for the list of a rank's parts, and take it away."""
-    path = part.with_suffix(".json")
-    while not path.exists():
-        if not main_thread().is_alive():
-            limit[0] = min(limit[0], time.monotonic() + PATIENCE)
-        in_time, remedy = time.monotonic() < limit[0], "see that every rank is alive and shares the directory"
-        expect_file(in_time, f"{path}", "the list of a rank's parts", "nothing", remedy)
-        time.sleep(LOOK_EVERY)
-    found = json.loads(path.read_bytes())
-    path.unlink()
-    return found
-
-
-def _write_manifest(path: Path, manifest: files.Manifest, lists: list[Any]) -> None:
-    """Write a manifest with what the lists of all ranks say, unless parts do not make whole leaves."""
+def _complete(manifest: files.Manifest, lists: list[Any]) -> bytes:
+    """Write a manifest with the chunks that all ranks list, unless these do not make whole leaves."""
     tensors = {}
-    for name, leaf in manifest.tensors.items():
-        chunks = tuple(chunk._replace(checksum=lists[chunk.file][2][name]) for chunk in leaf.chunks)
-        tensors[name] = leaf._replace(chunks=chunks)
-    manifest = manifest._replace(tensors=tensors, files=tuple((size, header) for size, header, _ in lists))
-    files.check_tiles(manifest, path.parent)
-    directories.write_bytes(path, files.encode(manifest))
+    for path, leaf in manifest.tensors.items():
+        tensors[path] = leaf._replace(chunks=tuple(parts[path] for parts in lists if path in parts))
+    data = files.encode(manifest._replace(tensors=tensors))
+    files.decode(data)
+    return data

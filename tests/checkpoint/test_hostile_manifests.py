@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import tracemalloc
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from fshard.checkpoint.files import decode
 from tests.checkpoint import states
 from tests.checkpoint.states import sampler
 
-ROOT = Path(__file__).parents[2]
 FILE = "rank-00000.safetensors"
 W = torch.arange(6.0).view(2, 3)
 LIKE = {"w": torch.zeros(2, 3), "n": 0}
@@ -50,7 +48,7 @@ def saved(tmp_path, monkeypatch):
         noting.setattr(os, "open", noted(os.open))
         noting.setattr(builtins, "open", noted(builtins.open))
         yield path
-    known = path / "manifest.json", path / FILE, path.parent / "latest"
+    known = path / "manifest.json", path / FILE
     assert str(known[0]) in opened
     assert {name for name in opened if not name.isdigit()} <= set(map(str, known))
     assert [*tmp_path.iterdir()] == [tmp_path / "run"]
@@ -65,20 +63,19 @@ def refused(path, data):
     (path / "manifest.json").write_bytes(data)
     tracemalloc.start()
     try:
-        text = states.refused(lambda: checkpoint.restore(path.parent, LIKE), CheckpointError)
+        with pytest.raises(ValueError, match=r"^checkpoint\.restore: ") as error:
+            checkpoint.restore(path.parent, LIKE)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     # Mostly what JSON takes as Python's objects: up to 60 bytes for two of its own.
     assert peak < 100 * len(data) + (1 << 20)
-    assert text.startswith(f"checkpoint.restore: {path}")
-    return text
+    return str(error.value)
 
 
 # JSON of other types than a manifest's, and such as `encode` does not write.
-TYPES, EDITED = "it is no manifest that fshard wrote", "its digest does not match, so it was damaged or edited"
+EDITED = "its digest does not match, so it was damaged or edited"
 GAP = "expected chunks that cover each element of ['w'] once, got 'float32' in"
-HEADER = "its header does not match its digest, so it was damaged"
 CHECKSUM = "the elements of ['w'] do not match their checksum, so it was damaged"
 HUGE = 1 << 61
 
@@ -93,14 +90,15 @@ def leaf(*chunks, dtype="float32", shape=(2, 3)):
 
 SHAPES = ([-2, -3], [True, 3], [2.0, 3], [10**400, 3], ["2", 3], [1] * 65, [0, 3], [HUGE, HUGE])
 LEAVES = [
-    *(({}, TYPES), (["float32", [2, 3]], TYPES), (["float32", [2, 3], None], TYPES), (leaf({}), TYPES)),
+    *(({}, EDITED), (["float32", [2, 3]], EDITED), (["float32", [2, 3], None], EDITED), (leaf({}), EDITED)),
     *((leaf(dtype=dtype), f"got {dtype!r:.40} in 0") for dtype in ("__class__", "load", [[]], "x" * 10**6, "../f")),
     *((leaf(chunk(), shape=shape), GAP) for shape in SHAPES),
     *((leaf(shape={}), EDITED), (leaf(), GAP), (leaf(chunk(shape=[HUGE, 3])), GAP)),
-    (leaf(chunk(shape=[HUGE, HUGE]), shape=[HUGE, HUGE]), HEADER),
+    (leaf(chunk(shape=[HUGE, HUGE]), shape=[HUGE, HUGE]), f"got float32[{HUGE}, {HUGE}]"),
     *((leaf(chunk(offset=offset)), GAP) for offset in ([HUGE, 0], [1 << 62, 0], [-1, 0], [False, 0], [0])),
     *((leaf(chunk(checksum=checksum)), CHECKSUM) for checksum in (0, 0.0, 1 << 32)),
-    *((leaf(chunk(file=file)), GAP) for file in (1, -1, "../../etc/passwd")),
+    *((leaf(chunk(file=file)), GAP) for file in (HUGE << 1, -1, "../../etc/passwd")),
+    (leaf(chunk(file=1)), f"{FILE}: expected a file that the manifest names, got one that it does not name"),
     (leaf(chunk(offset=[0, 0], shape=[2, 3, 1])), GAP),
     # Twice the same, two of one file, an overlap, gaps, and chunks of no elements.
     (leaf(chunk(), chunk()), GAP),
@@ -112,7 +110,7 @@ LEAVES = [
     (leaf(chunk(shape=[0, 3]), shape=[0, 3]), GAP),
     (leaf(*[chunk(offset=[i, 0], shape=[1, 3]) for i in range(20_000)], shape=[20_000, 3]), GAP),
     (leaf(*[chunk(offset=[i, i], shape=[1, 1]) for i in range(20_000)], shape=[20_000, 20_000]), GAP),
-    (leaf(chunk(), dtype="int32"), HEADER),
+    (leaf(chunk(), dtype="int32"), "expected float32[2, 3], got int32[2, 3]"),
 ]
 
 
@@ -122,25 +120,16 @@ def test_hostile_leaves(saved):
         assert text in refused(saved, sealed(body | {"tensors": {"['w']": made}}))
     (whole,) = body["tensors"].values()
     for name in ("../../../etc/passwd", "/etc/passwd", "\ud800", "\0", "__metadata__", "", "x" * 10**6, "\x1b[31m"):
-        assert f"{FILE}: {HEADER}" in refused(saved, sealed(body | {"tensors": {name: whole}}))
+        assert "expected nothing, got float32[2, 3]" in refused(saved, sealed(body | {"tensors": {name: whole}}))
 
 
-STEP, SIZE = "expected step 1 as its name says, got step", f"{FILE}: expected"
-MISSING = "rank-00001.safetensors: expected the file that the manifest names, got nothing"
+STEP = "expected step 1 as its name says, got step"
 BODIES = [
-    *(
-        ({"tensors": []}, TYPES),
-        ({"values": []}, TYPES),
-        ({"files": {}}, EDITED),
-        ({"files": [[1, "0", "../x"]]}, TYPES),
-    ),
-    *(({"step": -1}, f"{STEP} -1"), ({"step": 2}, f"{STEP} 2; give it its own name back")),
-    *(({"values": {"['n']": {"complex": "1j"}}}, TYPES), ({"values": {"['n']": {"float": "import os"}}}, TYPES)),
+    *(({"tensors": []}, EDITED), ({"values": []}, EDITED), ({"files": []}, EDITED)),
+    *(({"step": -1}, f"{STEP} -1"), ({"step": 2}, f"{STEP} 2")),
+    *(({"values": {"['n']": {"complex": "1j"}}}, EDITED), ({"values": {"['n']": {"float": "import os"}}}, EDITED)),
     *(({"values": {"['n']": value}}, EDITED) for value in (0.5, {"float": 1}, {"float": "1_0"})),
-    ({"files": [[0, "0" * 32]] * 100_000}, MISSING),
-    ({"files": [], "tensors": {}}, f"{FILE}: found a file that the manifest does not name"),
-    *(({"files": [[size, "0" * 32]]}, f"{SIZE} {size} bytes") for size in ("../../etc/passwd", -1, 88)),
-    *(({"files": [[152, digest]]}, HEADER) for digest in ("x" * 32, "0" * 32 + "\n")),
+    ({"tensors": {}}, f"{FILE}: expected a file that the manifest names, got one that it does not name"),
 ]
 
 
@@ -148,8 +137,8 @@ def test_hostile_bodies(saved):
     body = body_of(saved)
     for changes, text in BODIES:
         assert text in refused(saved, sealed(body | changes))
-    for other in ([], None, {"tensors": {}, "values": {}, "files": []}):
-        assert TYPES in refused(saved, sealed(other))
+    for other in ([], None, {"tensors": {}, "values": {}}):
+        assert EDITED in refused(saved, sealed(other))
     (saved / "manifest.json").write_bytes(sealed(body | {"values": {"['n']": []}}))
     text = states.refused(lambda: checkpoint.restore(saved.parent, LIKE))
     assert "['n']: expected an int, got a list" in text
@@ -157,38 +146,32 @@ def test_hostile_bodies(saved):
 
 DEEP = 100_000
 TEXTS = (
-    *(b"", b"\0" * 1000, b"import os", b"\x80\x04K\x01.", b'{"format": "\xff\xfe"}', '{"format": 1}'.encode("utf-16")),
-    *(b'\xef\xbb\xbf{"format": 1}', b"[" * DEEP, b"[" * DEEP + b"]" * DEEP, b'{"a":' * DEEP, b"[]", b"1"),
     *(
+        b"",
+        b"\0" * 1000,
+        b"import os",
+        b"\x80\x04K\x01.",
+        b"[" * DEEP,
+        b'{"a":' * DEEP,
         sealed(b"[" * DEEP + b"]" * DEEP),
-        b'{"format": NaN}',
-        b'{"format": "pickle"}',
-        b'{"format": "fshard.checkpoint"}',
     ),
     *(
-        sealed(b'{"step": ' + step + b', "tensors": {}, "values": {}, "files": []}')
+        sealed(b'{"step": ' + step + b', "tensors": {}, "values": {}}')
         for step in (b"Infinity", b"1e999", b"9" * 10**5, b'1, "step": 2')
     ),
-    b'{"format": "fshard.checkpoint", "version": 1, "digest": "", "body": {}, "run": "os"}',
     sealed({}).replace(b'"digest": "', b'"digest": 1, "x": "'),
 )
-VERSIONS = ((2, "2"), ("1", "'1'"), (None, "None"), ([[[]]], "[[[]]]"), (10**300, "1" + "0" * 39), (1.5, "1.5"))
 
 
 def test_hostile_texts(saved):
     for data in TEXTS:
         refused(saved, data)
-    for version, shown in VERSIONS:
-        data = json.dumps({"format": "fshard.checkpoint", "version": version, "more": "of the future"}).encode()
-        end = f"expected version 1, got {shown}; read it by the fshard that wrote it"
-        assert refused(saved, data).endswith(f"manifest.json: {end}")
     # What Python can just read as JSON it may not be able to print.
     for depth in (*range(100, 1100, 21), 3000):
         nested = "[" * depth + "]" * depth
-        body = f'{{"step": 1, "tensors": {{"w": [{nested}, [], []]}}, "values": {{}}, "files": []}}'
-        for data in (f'{{"format": "fshard.checkpoint", "version": {nested}}}'.encode(), sealed(body.encode())):
-            with pytest.raises(CheckpointError):
-                decode(data)
+        body = f'{{"step": 1, "tensors": {{"w": [{nested}, [], []]}}, "values": {{}}}}'
+        with pytest.raises(CheckpointError):
+            decode(sealed(body.encode()))
 
 
 def header(entries, length=None):
@@ -202,14 +185,6 @@ HEADERS = (
 )
 
 
-def with_file(path, data):
-    """Put a file in place and have the manifest say so, digest and all."""
-    (path / FILE).write_bytes(data)
-    length = int.from_bytes(data[:8], "little")
-    digest = blake(data[: 8 + length] if length <= len(data) else data)
-    (path / "manifest.json").write_bytes(sealed(body_of(path) | {"files": [[len(data), digest]]}))
-
-
 def test_hostile_files(saved):
     """A reader makes the header from the manifest, so no other bytes pass, whatever their digest."""
     whole = (saved / FILE).read_bytes()
@@ -217,10 +192,11 @@ def test_hostile_files(saved):
     text, rows = whole[8 : 8 + length].strip(), whole[8 + length :]
     same = (text, text + b" " * 8, text.replace(b":", b": "), b" " + text, text.replace(b"w", b"\\u0077"))
     for data in (*HEADERS, *map(header, same)):
-        with_file(saved, data + rows)
-        text = states.refused(lambda: checkpoint.restore(saved.parent, LIKE), CheckpointError)
-        assert f"{saved / FILE}: {HEADER}" in text
-    with_file(saved, whole)
+        (saved / FILE).write_bytes(data + rows)
+        assert f"{saved / FILE}: expected" in states.refused(
+            lambda: checkpoint.restore(saved.parent, LIKE), CheckpointError
+        )
+    (saved / FILE).write_bytes(whole)
     assert checkpoint.restore(saved.parent, LIKE)["w"].equal(W)
 
 
@@ -284,7 +260,7 @@ def test_fuzzed_manifests_and_files(saved):
             outcome(saved, LIKE)
         (saved / "manifest.json").write_bytes(whole)
         file = header(draw.choice((mutated(draw, data[8 : 8 + length]), swapped_numbers(draw, entries))))
-        with_file(saved, draw.choice((file + data[8 + length :], mutated(draw, data))))
+        (saved / FILE).write_bytes(draw.choice((file + data[8 + length :], mutated(draw, data))))
         outcome(saved, LIKE)
         (saved / FILE).write_bytes(data)
     # Nothing but CheckpointError comes out of the decoder, and what comes back says the same.

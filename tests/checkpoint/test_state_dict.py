@@ -8,9 +8,17 @@ import fshard as fs
 from fshard.checkpoint import from_state_dict, to_state_dict
 from fshard.testing import spmd
 from tests.ranks import my_rank, on_ranks
-from tests.trees import TREES, assert_same_bits, every_strategy, exotic_dtypes, normal, one_axis
-
-WORLD_SIZES = (1, 2, 3, 4)
+from tests.trees import (
+    assert_same_bits,
+    empty,
+    every_strategy,
+    exotic_dtypes,
+    nested,
+    normal,
+    one_axis,
+    scalars,
+    uneven,
+)
 
 
 class Net(nn.Module):
@@ -47,9 +55,9 @@ def every_leaf(mesh):
     return fs.zero2(mesh, min_shard_elements=0)
 
 
-@on_ranks(*WORLD_SIZES)
+@on_ranks(1, 3)
 def test_trees_come_back():
-    for tree in (*TREES.values(), exotic_dtypes):
+    for tree in (uneven, empty, scalars, nested, exotic_dtypes):
         for _, strategy in every_strategy():
             params = fs.shard(tree(), strategy)
             state_dict = to_state_dict(params)
@@ -58,7 +66,7 @@ def test_trees_come_back():
             assert_same_bits(fs.unshard(back), fs.unshard(params))
 
 
-@on_ranks(*WORLD_SIZES)
+@on_ranks(2)
 def test_modules_load_what_was_gathered():
     module = Net()
     state_dict = to_state_dict(sharded(module, every_leaf(one_axis())), module=module)
@@ -99,15 +107,10 @@ def test_a_tie_that_is_none_there():
 
 @on_ranks(3)
 def test_the_first_rank_alone():
-    found = to_state_dict(fs.shard({"w": torch.ones(5)}, every_leaf(one_axis())), rank0_only=True)
+    with torch.device("meta"):
+        params = fs.shard({"w": torch.ones(5, device="cpu")}, every_leaf(one_axis()))
+        found = to_state_dict(params, rank0_only=True)
     assert_same_bits(found, {} if my_rank() else {"w": torch.ones(5)})
-
-
-def test_what_was_gathered_stays_when_a_step_is_donated():
-    params = fs.shard({"w": torch.ones(5)}, fs.ddp(one_axis()))
-    state_dict = to_state_dict(params)
-    fs.tree_leaves(params)[0].zero_()
-    assert state_dict["w"].equal(torch.ones(5))
 
 
 def refusal(load, world_size=2):
@@ -177,12 +180,6 @@ def test_buffers_that_are_not_persistent_make_the_round_trip():
     assert "cache" not in saved
     back = from_state_dict(saved, full, module=module)
     assert_same_bits(fs.unshard(back), fs.unshard(full))
+    # Of storage of its own, whatever a step writes to.
     assert back["cache"].data_ptr() != full["cache"].data_ptr()
-
-
-@on_ranks(2)
-def test_a_default_device_without_values_changes_nothing():
-    like = fs.shard({"w": torch.ones(1)}, every_leaf(one_axis()))
-    with torch.device("meta"):
-        back = from_state_dict({"w": torch.full((1,), 2.0, device="cpu")}, like)
-    assert fs.unshard(back)["w"].item() == 2
+    assert saved["norm.running_mean"].data_ptr() != full["norm.running_mean"].data_ptr()

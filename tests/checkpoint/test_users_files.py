@@ -12,15 +12,6 @@ from fshard.testing import spmd
 TREE = {"w": torch.ones(3)}
 
 
-def save(directory, *steps, keep=1, ranks=1):
-    def program():
-        with checkpoint.Manager(directory, keep=keep) as manager:
-            for step in steps:
-                manager.save(TREE, step)
-
-    spmd(program, ranks)
-
-
 def contents(root):
     """All that a directory holds: for each path the target of a link, the bytes of a file, or None."""
     found = {}
@@ -52,67 +43,73 @@ def file(name):
 def linked_checkpoint(root, outside):
     """A checkpoint of ours that a user has moved away."""
     checkpoint.save(outside / "run", TREE, 1)
-    (root / "step-00000001").symlink_to(outside / "run" / "step-00000001")
+    (root / "step-00000001.0").symlink_to(outside / "run" / "step-00000001.0")
 
 
-TOKEN = "0123456789abcdef"
 THEIRS = {
-    "a folder": own("step-00000001"),
-    "a folder ahead": own("step-00000009"),
-    "a folder of a later save": own("step-00000002.1"),
-    "an empty folder": lambda root, outside: (root / "step-00000001").mkdir(),
-    "a file": file("step-00000001"),
+    "a folder": own("step-00000001.0"),
+    "a folder ahead": own("step-00000009.7"),
+    "an empty folder": lambda root, outside: (root / "step-00000001.0").mkdir(),
+    "a file": file("step-00000001.0"),
     "another spelling": own("step-1"),
     "a linked checkpoint": linked_checkpoint,
-    "a link": linked("step-00000001"),
-    "a folder with weights": own("step-00000001", **{"rank-00000.safetensors": "mine"}),
+    "a link": linked("step-00000001.0"),
+    "a folder with weights": own("step-00000001.0", **{"rank-00000.safetensors": "mine"}),
     "what looks half written": own(".saving-x"),
-    "a link in place of an old one": linked(f".old-step-00000001-{TOKEN}"),
-    "a link in place of it": linked(f".saving-00000001-{TOKEN}"),
-    "a file in place of it": file(f".saving-00000001-{TOKEN}"),
+    "a link in place of an old one": linked(".old-step-00000009.9"),
+    "a file in place of a new one": file(".saving-step-00000001.9"),
     "what looks old": own(".old-x"),
-    "the old one's place": own(".old-step-00000002"),
     "what looks like an export": own(".exporting-x"),
 }
 
 
-def check_files_of_a_user_stay(theirs, tmp_path, export=lambda root: None):
+def check_files_of_a_user_stay(tmp_path, export=lambda root: None):
     """Also where something is exported to the same directory."""
-    root, outside = tmp_path / "run", folder(tmp_path / "outside")
-    root.mkdir()
-    THEIRS[theirs](root, outside)
-    before = contents(tmp_path)
-    save(root, 1, 2, 3, ranks=2)
-    export(root)
-    after = contents(tmp_path)
-    assert {name: after.get(name) for name in before} == before
-    # Ours are removed as ever.
-    assert checkpoint.restore(root, TREE)["w"].equal(TREE["w"])
-    ours = [path.parent.name for path in root.glob("step-*/manifest.json")]
-    assert [name for name in ours if f"run/{name}" not in before] == ["step-00000003"]
+
+    def program():
+        for theirs in THEIRS:
+            with checkpoint.Manager(tmp_path / theirs / "run", keep=1) as manager:
+                for step in (1, 2, 3):
+                    manager.save(TREE, step)
+
+    before = {}
+    for theirs in THEIRS:
+        root, outside = tmp_path / theirs / "run", folder(tmp_path / theirs / "outside")
+        root.mkdir()
+        THEIRS[theirs](root, outside)
+        before[theirs] = contents(tmp_path / theirs)
+    spmd(program, 2)
+    for theirs, old in before.items():
+        root = tmp_path / theirs / "run"
+        export(root)
+        after = contents(tmp_path / theirs)
+        assert {name: after.get(name) for name in old} == old
+        # Ours are removed as ever.
+        assert checkpoint.restore(root, TREE)["w"].equal(TREE["w"])
+        ours = [path.parent.name for path in root.glob("step-*/manifest.json")]
+        assert [name[:13] for name in ours if f"run/{name}" not in old] == ["step-00000003"]
 
 
 def test_files_of_a_user_stay(tmp_path):
-    for theirs in THEIRS:
-        check_files_of_a_user_stay(theirs, tmp_path / theirs)
+    check_files_of_a_user_stay(tmp_path)
 
 
 def test_what_is_written_follows_no_link(tmp_path):
-    outside = folder(tmp_path / "outside")
-    for name in ("latest", ".latest.part", ".lock"):
+    outside, run = folder(tmp_path / "outside"), tmp_path / "run"
+    for name in (".lock", ".saving-step-00000001.0"):
         for place in (outside, outside / "notes.txt"):
-            (tmp_path / "run").mkdir()
-            (tmp_path / "run" / name).symlink_to(place)
+            run.mkdir()
+            (run / name).symlink_to(place)
             with contextlib.suppress(checkpoint.CheckpointError):
-                checkpoint.save(tmp_path / "run", TREE, 1)
+                checkpoint.save(run, TREE, 1)
             assert contents(outside) == {"notes.txt": b"mine"}
-            shutil.rmtree(tmp_path / "run")
+            shutil.rmtree(run)
 
 
 def test_reading_follows_links(tmp_path):
-    """A checkpoint, a file of it and the name of the latest may lie on another disk."""
+    """A checkpoint and a file of it may lie on another disk."""
     path = checkpoint.save(tmp_path / "run", TREE, 1).wait()
-    for moved in (path / "manifest.json", path / "rank-00000.safetensors", path, path.parent / "latest"):
+    for moved in (path / "manifest.json", path / "rank-00000.safetensors", path):
         moved.rename(tmp_path / moved.name)
         moved.symlink_to(tmp_path / moved.name)
         assert checkpoint.restore(path.parent, TREE)["w"].equal(TREE["w"])

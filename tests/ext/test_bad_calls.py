@@ -91,7 +91,7 @@ CHECKPOINTS = {
         trusted=True,
     ),
     "load_huggingface": lambda w: dict(
-        directory=w.saved("hf"), like=w.weights, names=str, module=w.module, strict=True, cast=False, trusted=True
+        directory=w.saved("hf"), like=w.weights, names=str, module=w.module, strict=True, cast=False
     ),
     "save_dcp": lambda w: dict(
         directory=w.fresh(),
@@ -171,7 +171,6 @@ ACCEPTED = (
     ("another module", ("a module",), "with_init_weights.module"),
     ("any tree, of whatever leaves", tuple(WRONG), "from_dtensor.tree"),
     ("not used for parameters alone", tuple(WRONG), "checkpoint.save_dcp.optimizer"),
-    ("only True opens a pickle", tuple(WRONG), "checkpoint.load_huggingface.trusted"),
     ("true or false to Python", tuple(WRONG), "checkpoint.save_dcp.flatten_optimizer_state_dict"),
     (
         "true or false to Python",

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fshard.checkpoint import CheckpointError
 from fshard.ext.interop import optimizer_state as states
 from fshard.ext.interop.export import new_files
 from fshard.extend import Exchange, describe, expect
@@ -145,7 +146,9 @@ def load_dcp(
         _check_keys(exchange, model_key=model_key, optimizer_key=optimizer_key)
         states.check_updates(exchange, updates)
         place = exchange.path("directory", directory)
-        exchange.refuse_untrusted(place / METADATA, trusted)
+        if trusted is not True:
+            remedy = "pass trusted=True if you trust whoever wrote it, or have it written as safetensors"
+            raise CheckpointError(f"{place / METADATA} is pickled, and reading it can run code of its author; {remedy}")
         from fshard.ext.interop import dcp_files
 
         entries, values = dcp_files.contents(place)

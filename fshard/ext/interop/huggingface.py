@@ -22,7 +22,6 @@ from fshard.ext.interop.transformers import Planned, as_planned, from_files, is_
 from fshard.extend import Entry, Exchange, describe, expect, refuse
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 # Refuses a file unless it is as expected.
 expect_file = partial(expect, error=CheckpointError)
@@ -101,7 +100,6 @@ def load_huggingface(
     module: nn.Module | None = None,
     strict: bool = True,
     cast: bool = False,
-    trusted: bool = False,
 ) -> Any:
     """Read the weights of a Hugging Face model into parameters of any layout. Every rank must call this.
 
@@ -122,16 +120,14 @@ def load_huggingface(
             one without, and the other way: leaves that are not in the files stay as they are in `like`, and weights
             that are not in `like` are not read.
         cast: Whether to convert from one floating dtype to another.
-        trusted: Whether weights that are pickled (*.bin), where there are no others, may be read. Only tensors are
-            taken from them, but a pickle can be made to run code as it is read.
 
     Returns:
         A tree of the structure, specs, dtypes and devices of `like`.
 
     Raises:
         ValueError: on every rank, with every leaf that the files lack, have otherwise or have besides.
-        CheckpointError: on every rank, if there are no weights, they are pickled and not trusted, a file is
-            damaged or leads elsewhere, or transformers cannot convert its weights.
+        CheckpointError: on every rank, if there are no safetensors, a file is damaged or leads elsewhere, or
+            transformers cannot convert its weights.
 
     >>> import tempfile, torch, fshard as fs
     >>> params = fs.shard({"w": torch.tensor([1.0, 2.0])}, fs.fully_shard(fs.init_mesh({"shard": -1}, device="cpu")))
@@ -144,7 +140,7 @@ def load_huggingface(
     exchange = Exchange("checkpoint.load_huggingface", module)
     with ExitStack() as stack:
         with exchange.raise_on_all_ranks(directory):
-            found = _open(exchange, exchange.path("directory", directory), stack, trusted)
+            found = _open(exchange.path("directory", directory), stack)
             optional: Container[str] = ()
             if names is None and is_pretrained(module):
                 found, optional = from_files(found, module)
@@ -208,14 +204,14 @@ def _write(
     directory: Path,
     tensors: Mapping[str, Planned],
     groups: list[list[str]],
-    gathering: Iterator[Planned],
+    made: Iterator[Planned],
 ) -> None:
     """Write a file of each group."""
     number = len(groups)
     where: dict[str, str] = {}
     for i, group in enumerate(groups, 1):
         file = SINGLE if number == 1 else f"model-{i:05d}-of-{number:05d}.safetensors"
-        values = map(Planned.value, islice(gathering, len(group)))
+        values = map(Planned.value, islice(made, len(group)))
         exchange.write_safetensors(directory / file, {name: tensors[name] for name in group}, values)
         where |= dict.fromkeys(group, file)
     if number > 1:
@@ -224,15 +220,14 @@ def _write(
         (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
 
 
-def _open(exchange: Exchange, directory: Path, stack: ExitStack, trusted: bool) -> dict[str, Entry]:
+def _open(directory: Path, stack: ExitStack) -> dict[str, Entry]:
     """The tensors of a model's files, by name."""
     names = sorted(os.listdir(directory))
-    # As transformers looks for them; other libraries have other names for the same, and pickles come last.
+    # As transformers looks for them; other libraries have other names for the same.
     candidates = (
         [name for name in (SINGLE, INDEX) if name in names][:1]
         or [name for name in names if name.endswith(".safetensors.index.json")]
         or [name for name in names if name.endswith(".safetensors")]
-        or [name for name in PICKLED if name in names][:1]
     )
     found_names, remedy = ", ".join(candidates) or "none", "move others elsewhere"
     expect_file(len(candidates) == 1, f"{directory}", f"{SINGLE}, {INDEX} or one file of weights", found_names, remedy)
@@ -240,11 +235,10 @@ def _open(exchange: Exchange, directory: Path, stack: ExitStack, trusted: bool) 
     where = _weight_map(directory / name) if name.endswith(".json") else {}
     found: dict[str, Entry] = {}
     for file in dict.fromkeys(where.values()) or [name]:
-        for tensor, entry in _tensors(exchange, directory / file, stack, trusted).items():
-            expect_file(tensor not in found, f"{directory / file}", f"{tensor} in one file", "it in another too")
-            found[tensor] = entry
-    for tensor, file in where.items():
-        expect_file(tensor in found, f"{directory / file}", f"{tensor} as {name} says", "none")
+        for tensor, entry in _tensors(directory / file, stack).items():
+            # A tensor may be in several files, of which the index names one.
+            if where.get(tensor, file) == file:
+                found[tensor] = entry
     return found
 
 
@@ -255,26 +249,21 @@ def _weight_map(path: Path) -> dict[str, str]:
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{path}: found no map from tensors to files ({type(error).__name__})") from None
     expect_file(isinstance(where, dict) and where, f"{path}", "a map from tensors to files", "none")
-    suffix = path.name.removesuffix(".index.json").rpartition(".")[2]
     for tensor, file in where.items():
-        is_plain = isinstance(file, str) and file == os.path.basename(file) and "\0" not in file
-        fits, needed = is_plain and file.endswith(f".{suffix}"), f"a .{suffix} file beside the index"
-        expect_file(fits, f"{path}", needed, f"{file!r} for {tensor}")
+        fits = isinstance(file, str) and file == os.path.basename(file) and file.endswith(".safetensors")
+        expect_file(fits, f"{path}", "a .safetensors file beside the index", f"{file!r} for {tensor}")
     return dict(where)
 
 
-def _tensors(exchange: Exchange, path: Path, stack: ExitStack, trusted: bool) -> dict[str, Entry]:
+def _tensors(path: Path, stack: ExitStack) -> dict[str, Entry]:
     _check_regular(path)
-    if path.suffix == ".bin":
-        return exchange.read_pickle(path, trusted)
-    dtypes, found = exchange.dtypes, {}
+    found = {}
     try:
         file = stack.enter_context(safe_open(path, framework="pt"))
         for name in file.keys():  # noqa: SIM118 - it is no dict
             part = file.get_slice(name)
-            stored = part.get_dtype()
-            expect_file(stored in dtypes, f"{path}", f"{name} to have a dtype of {list(dtypes)}", stored)
-            found[name] = Entry(dtypes[stored], tuple(part.get_shape()), part.__getitem__)
+            shape = tuple(part.get_shape())
+            found[name] = Entry(part[tuple(slice(0, 0) for _ in shape)].dtype, shape, part.__getitem__)
     except SafetensorError as error:
         raise CheckpointError(f"{path}: {error}") from None
     return found

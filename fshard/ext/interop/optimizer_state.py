@@ -166,11 +166,7 @@ def groups_of(opt_state: Any, optimizer: torch.optim.Optimizer, order: Sequence[
 
 
 def rebuilt(
-    exchange: Exchange,
-    like: Any,
-    found: Mapping[str, Entry],
-    number: Callable[[str, str], Any],
-    updates: int | None,
+    exchange: Exchange, like: Any, found: Mapping[str, Entry], number: Callable[[str, str], Any], updates: int | None
 ) -> Any:
     """Read a state.
 

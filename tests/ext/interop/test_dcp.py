@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.fsdp import fully_shard
 
 import fshard as fs
-from fshard.checkpoint import CheckpointError, load_dcp, save_dcp
-from tests.checkpoint.test_state_dict import every_leaf, refusal
+from fshard.checkpoint import load_dcp, save_dcp
+from tests.checkpoint.test_state_dict import refusal
 from tests.ranks import on_ranks
 from tests.trees import TREES, assert_same_bits, every_strategy, exotic_dtypes, normal, one_axis
 
@@ -201,28 +201,12 @@ def test_other_keys_of_an_optimizer(tmp_path):
 
 def test_nothing_is_read_untrusted(tmp_path):
     save_dcp(tmp_path, {"w": torch.ones(3)})
-    message = refusal(lambda mesh: load_dcp(tmp_path, {"w": torch.ones(3)}))
-    assert message == (
-        f"checkpoint.load_dcp: {tmp_path / '.metadata'} is pickled, and reading it can run code of its author; "
-        "pass trusted=True if you trust whoever wrote it, or have it written as safetensors"
-    )
-
-
-def test_leaves_that_do_not_fit_are_all_named(tmp_path):
-    save_dcp(tmp_path, {"a": torch.ones(4), "b": torch.ones(4), "c": torch.ones(4).double(), "extra": torch.ones(1)})
-
-    def load(mesh):
-        like = {"a": torch.zeros(4), "b": torch.zeros(5), "c": torch.zeros(4), "missing": torch.zeros(2)}
-        load_dcp(tmp_path, fs.shard(like, every_leaf(mesh)), trusted=True)
-
-    assert refusal(load) == (
-        "checkpoint.load_dcp: leaves do not fit\n"
-        "  b: expected float32[5], got float32[4]\n"
-        "  c: expected float32[4], got float64[4]\n"
-        "  missing: expected float32[2], got nothing\n"
-        "  extra: expected nothing, got float32[1]\n"
-        "To fix: pass a tree of the same names; module= knows which are tied or not saved, cast=True changes dtypes."
-    )
+    for trusted in (False, "no", 1, torch.tensor(True)):
+        message = refusal(lambda mesh: load_dcp(tmp_path, {"w": torch.ones(3)}, trusted=trusted))  # noqa: B023
+        assert message == (
+            f"checkpoint.load_dcp: {tmp_path / '.metadata'} is pickled, and reading it can run code of its author; "
+            "pass trusted=True if you trust whoever wrote it, or have it written as safetensors"
+        )
 
 
 def trained(cls=torch.optim.AdamW, **hyper):
@@ -230,16 +214,17 @@ def trained(cls=torch.optim.AdamW, **hyper):
     return fs.TrainState.create(params, fs.from_torch(cls, **hyper))
 
 
-@pytest.mark.parametrize("flat", [False, True])
-def test_a_class_that_keeps_nothing(tmp_path, flat):
+def test_a_class_that_keeps_nothing(tmp_path):
     """Its state does not say whose it is, but has numbers that were injected."""
     module = One()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
     state = trained(torch.optim.SGD, lr=0.25, inject=["lr"])
-    save_dcp(tmp_path, state, module=module, optimizer=optimizer, flatten_optimizer_state_dict=flat)
     like = trained(torch.optim.SGD, lr=1.0, inject=["lr"])
-    back = load_dcp(tmp_path, like, updates=7, trusted=True)
-    assert (float(back.opt_state.hyper["lr"]), int(back.opt_state.updates), int(back.step)) == (0.25, 7, 7)
+    for flat in (False, True):
+        options = dict(module=module, optimizer=optimizer, flatten_optimizer_state_dict=flat)
+        save_dcp(tmp_path / f"{flat}", state, **options)
+        back = load_dcp(tmp_path / f"{flat}", like, updates=7, trusted=True)
+        assert (float(back.opt_state.hyper["lr"]), int(back.opt_state.updates), int(back.step)) == (0.25, 7, 7)
 
 
 class One(nn.Module):
@@ -248,19 +233,18 @@ class One(nn.Module):
         self.w = nn.Parameter(torch.ones(3))
 
 
-@pytest.mark.parametrize(
-    "damage, message",
-    [
-        (b"nonsense", "UnpicklingError|KeyError|EOFError|ValueError"),
+def test_contents_that_are_damaged_or_do_not_fit(tmp_path):
+    def load(mesh, rows=3):
+        load_dcp(tmp_path, {"w": torch.ones(rows)}, trusted=True)
+
+    save_dcp(tmp_path, {"w": torch.ones(3), "extra": torch.ones(1)})
+    lines = "w: expected float32[4], got float32[3]\n  extra: expected nothing, got float32[1]\n"
+    assert lines in refusal(lambda mesh: load(mesh, 4))
+    for damage, message in (
+        (b"nonsense", "UnpicklingError"),
         (pickle.dumps({"w": 1}), "AttributeError: 'dict' object has no attribute"),
-        (None, "No such file"),
-    ],
-    ids=["nonsense", "something else", "nothing"],
-)
-def test_contents_that_are_damaged(tmp_path, damage, message):
-    save_dcp(tmp_path, {"w": torch.ones(3)})
-    os.remove(tmp_path / ".metadata")
-    if damage:
+    ):
         (tmp_path / ".metadata").write_bytes(damage)
-    with pytest.raises(CheckpointError, match=message):
-        load_dcp(tmp_path, {"w": torch.ones(3)}, trusted=True)
+        assert message in refusal(load)
+    os.remove(tmp_path / ".metadata")
+    assert "No such file" in refusal(load)

@@ -11,6 +11,8 @@ import fshard as fs
 from tests.checkpoint.states import refused
 from tests.checkpoint.test_state_dict import every_leaf
 from tests.ranks import on_ranks
+from tests.transforms.test_own_dim import STRATEGIES as OWNING
+from tests.transforms.test_own_dim import grid, initial, whole
 from tests.trees import assert_same_bits, normal, one_axis
 
 
@@ -30,7 +32,7 @@ def full_values():
     return {name: parameter.detach() for name, parameter in module().named_parameters()}
 
 
-@on_ranks("2 processes", "3 processes")
+@on_ranks("3 processes")
 def test_parameters_of_fsdp2_are_taken_over():
     mesh, fsdp2 = one_axis(), module()
     fully_shard(fsdp2, mesh=mesh)
@@ -46,7 +48,7 @@ def test_parameters_of_fsdp2_are_taken_over():
     assert not any(leaf.requires_grad for leaf in fs.tree_leaves(params))
 
 
-@on_ranks("2 processes", "3 processes")
+@on_ranks("2 processes")
 def test_shards_become_the_dtensors_of_fsdp2():
     mesh, fsdp2 = one_axis(), module()
     fully_shard(fsdp2, mesh=mesh)
@@ -65,7 +67,7 @@ def test_shards_become_the_dtensors_of_fsdp2():
     assert_same_bits(loaded, {name: 2 * tensor for name, tensor in full_values().items()})
 
 
-@on_ranks("2 processes", "3 processes")
+@on_ranks("3 processes")
 def test_there_and_back_is_the_same():
     """Also whole and empty leaves, numbers that stay whole, other dims, and leaves that are no tensors of ours."""
     mesh, draw, plain = one_axis(), normal(), torch.ones(2)
@@ -126,3 +128,18 @@ def test_dtensors_that_cannot_be_taken_over_are_all_named():
     assert ", got other=2 in group " in elsewhere
     assert partial == "  ['partial']: expected Shard or Replicate, got placement P(sum)"
     assert remedy == REMEDY
+
+
+@on_ranks(2)
+def test_leaves_that_ranks_own_keep_their_roles():
+    mesh = grid(1, 2)
+    strategy = OWNING["of ddp"](mesh)
+    params = fs.shard(initial(), strategy)
+    there = fs.to_dtensor(params, mesh)
+    back = fs.from_dtensor(there, strategy)
+    for found, leaf in zip(fs.tree_leaves(back), fs.tree_leaves(params), strict=True):
+        assert_same_bits(found, leaf)
+    assert repr(back) == repr(params)
+    there["experts"]["up"] = fs.to_dtensor(fs.shard({"up": initial()["experts"]["up"]}, whole(mesh)), mesh)["up"]
+    text = "['experts']['up']: expected Shard where each rank owns its piece, got Replicate over ['expert']"
+    assert text in refused(lambda: fs.from_dtensor(there, strategy))

@@ -1,4 +1,4 @@
-"""An export writes its own files alone: those of a user that lie in its way stay as they are."""
+"""An export writes its own files alone, over no others, and refuses ranks that hold other values of one part."""
 
 import os
 from functools import partial
@@ -9,12 +9,12 @@ import torch
 from fshard import checkpoint
 from fshard.testing import spmd
 from tests.checkpoint.states import refused
-from tests.checkpoint.test_users_files import THEIRS, TREE, check_files_of_a_user_stay, contents
+from tests.checkpoint.test_refused import check_export_is_refused
+from tests.checkpoint.test_users_files import TREE, check_files_of_a_user_stay, contents
 
 
-@pytest.mark.parametrize("theirs", THEIRS)
-def test_files_of_a_user_stay(theirs, tmp_path):
-    check_files_of_a_user_stay(theirs, tmp_path, partial(checkpoint.save_huggingface, params=TREE))
+def test_files_of_a_user_stay(tmp_path):
+    check_files_of_a_user_stay(tmp_path, partial(checkpoint.save_huggingface, params=TREE))
 
 
 EXPORTS = {
@@ -26,6 +26,7 @@ EXPORTS = {
 
 @pytest.mark.parametrize("export", EXPORTS)
 def test_an_export_writes_over_nothing(export, tmp_path):
+    check_export_is_refused(export.partition(",")[0], EXPORTS[export], tmp_path / "out")
     first = {"a": torch.ones(3), "b": torch.zeros(3)}
     spmd(lambda: EXPORTS[export](tmp_path / "made", first), 2)
     for name in os.listdir(tmp_path / "made"):
