@@ -9,7 +9,7 @@ import torch
 
 import fshard as fs
 from fshard import checkpoint
-from fshard.checkpoint import CheckpointError
+from fshard.checkpoint import CheckpointError, files
 from fshard.testing import spmd
 from tests.checkpoint.states import assert_same, refused, refused_everywhere, zeros_like
 from tests.ranks import on_ranks
@@ -54,9 +54,9 @@ def broken(name):
 
 @pytest.fixture
 def held(monkeypatch):
-    """Writes wait until the event is set."""
-    event = threading.Event()
-    with_writes(monkeypatch, lambda name: event.wait(SECONDS))
+    """Writes wait until the event is set, before they read a tensor."""
+    event, inner = threading.Event(), files.bytes_of
+    monkeypatch.setattr(files, "bytes_of", lambda tensor: event.wait(SECONDS) and inner(tensor))
     yield event
     event.set()
 
