@@ -290,8 +290,11 @@ def _write_part(path: Path, rank: int, own: Mapping[str, Piece]) -> dict[str, li
     kinds = {name: (piece.tensor.dtype, piece.tensor.shape) for name, piece in own.items()}
     header, starts, _ = files.lay_out(kinds, pairs=True)
     checksums = files.write_file(path, header, (own[name].tensor for name in starts)) if own else []
-    pairs = zip(starts, checksums, strict=True)
-    return {name: [rank, own[name].offset, tuple(own[name].tensor.shape), checksum] for name, checksum in pairs}
+    chunks: dict[str, list[Any]] = {}
+    for name, checksum in zip(starts, checksums, strict=True):
+        offset, tensor, _ = own[name]
+        chunks[name] = [rank, offset, tuple(tensor.shape), checksum]
+    return chunks
 
 
 def _complete(manifest: files.Manifest, lists: list[Any]) -> bytes:
