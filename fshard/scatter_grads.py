@@ -8,7 +8,7 @@ from fshard import comm
 from fshard.collectives import Over, denominator, divided, named, reduction_axes, shared_axes
 from fshard.errors import Problem, expect, refuse
 from fshard.transforms.compose import scatter_by
-from fshard.transforms.state import ABSENT, Absent, joined, states_of
+from fshard.transforms.state import ABSENT, joined, states_of
 from fshard.tree import Flat, Sharded, Tree, flatten, grouped, is_sharded, is_trained, tree_map, unflatten
 from fshard.tree.checks import check_count, check_floating, check_local, check_reduce, describe, same_structure
 
@@ -20,7 +20,7 @@ def scatter_grads(
     *,
     reduce_over: Over = None,
     count: torch.Tensor | None = None,
-    transform_state: Tree | Absent = ABSENT,
+    transform_state: Tree = ABSENT,
 ) -> Tree:
     """Reduce this rank's full gradients over ranks and keep its shards: the transpose of `gather`.
 
@@ -68,7 +68,7 @@ def scatter_grads(
     divisor = denominator(count, axes, reduce)
     sums = _scattered(flat, params, states) if params.specs else flat.leaves
     reduced = tree_map(lambda grad: divided(grad, divisor), unflatten(flat.treedef, sums))
-    return reduced if transform_state is ABSENT else (reduced, joined(params, states, transform_state))
+    return reduced if transform_state is ABSENT else (reduced, joined(params, states))
 
 
 def _check_shapes(flat: Flat, params: Flat) -> None:

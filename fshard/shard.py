@@ -3,7 +3,7 @@
 import ctypes
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from fshard import _compat, comm
 from fshard.errors import Problem, expect, refuse
 from fshard.transforms import LayoutError, ShardTransform
 from fshard.transforms.axis import _FullyShard
-from fshard.transforms.base import Finish
 from fshard.transforms.compose import at, layout_axes, masks
 from fshard.tree import Axis, Flat, Sharded, Spec, Tree, flatten, grouped, is_sharded, unflatten
 from fshard.tree.checks import check_local, check_matches, describe, is_reachable, named, outline, refuse_donated
@@ -52,7 +51,7 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | None = N
     out: list[Sharded | None] = []
     entries = {"(structure)": outline(flat.treedef)}
     for path, name, leaf in zip(flat.paths, flat.names, flat.leaves, strict=True):
-        misfit = unfit(leaf)
+        misfit = leaf is not None and unfit(leaf)
         if leaf is None or misfit:
             layouts.problems += [Problem(path, *misfit)] if misfit else []
             entries[path] = misfit[0] if misfit else "None"
@@ -139,8 +138,7 @@ def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | None = None
             out.append(None)
             continue
         if leaf.spec.transform is None:
-            own = "state of a transform, which fs.transform_state makes anew"
-            layouts.problems.append(Problem(path, own, "leaves that have a transform"))
+            layouts.problems.append(Problem(path, "a state for fs.transform_state to make anew", "one of an optimizer"))
         whole = Spec(leaf.spec.shape, frozen=chosen.get(name, leaf.spec.frozen))
         dims = _reduced(leaf.spec, specs.get(name))
         spec = specs[name].reduced(dims) if dims else layouts.of(path, name, leaf, whole)
@@ -158,8 +156,7 @@ def local_piece(full: torch.Tensor, spec: Spec) -> torch.Tensor:
     piece = full.reshape(spec.full_shape)
     for dim, (start, size) in enumerate(local_ranges(spec)):
         piece = piece.narrow(dim, start, size)
-    filled = padded(piece, spec)
-    return piece.clone(memory_format=torch.contiguous_format) if filled is piece else filled
+    return padded(piece, spec).clone(memory_format=torch.contiguous_format)
 
 
 def padded(piece: torch.Tensor, spec: Spec) -> torch.Tensor:
@@ -194,12 +191,6 @@ def _split_over(flat: Flat) -> tuple[Axis, ...]:
     return tuple(dict.fromkeys(axis for spec in flat.specs for axis in spec.partition_axes()))
 
 
-@dataclass(frozen=True)
-class _Unshard(_FullyShard):
-    def start_rows(self, shards: Sequence[torch.Tensor], specs: Sequence[Spec]) -> Finish:
-        return comm.start_all_gather(shards, self.axis, "unshard")
-
-
 def unsharded(leaves: Sequence[Any]) -> list[torch.Tensor]:
     """Full tensors of Sharded leaves, as `unshard` makes them, for callers whose ranks have agreed to it."""
     out = [leaf.local for leaf in leaves]
@@ -207,7 +198,7 @@ def unsharded(leaves: Sequence[Any]) -> list[torch.Tensor]:
         specs = [leaves[i].spec for i in group]
         # Minor axes first within a dim.
         for axis in reversed(axes):
-            for i, full in zip(group, _Unshard(axis, 0, 0).gather([out[i] for i in group], specs), strict=True):
+            for i, full in zip(group, _FullyShard(axis, 0, 0).gather([out[i] for i in group], specs), strict=True):
                 out[i] = full
     # Views, so that memory which leaves and full tensors share is seen to be shared.
     return [full.reshape(leaf.spec.shape) for full, leaf in zip(out, leaves, strict=True)]
@@ -297,8 +288,6 @@ def _chosen(what: str, frozen: Mask | None, flat: Flat) -> dict[str, bool]:
 
 def unfit(leaf: Any) -> tuple[str, str] | None:
     """Describe a leaf that cannot be cut, and the leaf expected."""
-    if leaf is None:
-        return None
     if type(leaf) not in (torch.Tensor, torch.nn.Parameter) and not _compat.is_fake(leaf):
         return describe(leaf), "a plain full tensor"
     if _compat.is_transformed(leaf) or leaf.is_meta or leaf.layout != torch.strided:

@@ -9,7 +9,7 @@ import torch
 from fshard import _compat
 from fshard.errors import expect, refuse
 from fshard.transforms import transform_state
-from fshard.transforms.state import ABSENT, Absent
+from fshard.transforms.state import ABSENT
 from fshard.tree import Flat, Tree, flatten, is_sharded, is_trained, leaves_of, like, map_leaves, tensors_of
 from fshard.tree.checks import check_flags, describe, refuse_donated, same_structure
 from fshard.tree.nodes import tensor_of
@@ -139,7 +139,7 @@ def update(
     grads: Tree,
     *,
     donate: bool = False,
-    transform_state: Tree | Absent = ABSENT,
+    transform_state: Tree = ABSENT,
 ) -> TrainState:
     """Make the next state from reduced gradients: new parameters, new optimizer state, one step more.
 

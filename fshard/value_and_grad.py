@@ -25,7 +25,7 @@ from fshard.engine import Call
 from fshard.errors import expect
 from fshard.microbatches import Share, check_batches, order_of, share_of, tree_total
 from fshard.transforms.compose import in_tree
-from fshard.transforms.state import ABSENT, Absent, joined, states_of
+from fshard.transforms.state import ABSENT, joined, states_of
 from fshard.tree import (
     Sharded,
     Tree,
@@ -59,7 +59,7 @@ def value_and_grad(
     reduce_over: Over = None,
     has_aux: bool = False,
     sums: str | None = None,
-    transform_state: Tree | Absent = ABSENT,
+    transform_state: Tree = ABSENT,
 ) -> Callable[..., Any]:
     """Turn a local loss into a function of its objective and the gradients, sharded as the parameters are.
 
@@ -162,7 +162,7 @@ class _Job:
     over: Over
     has_aux: bool
     sums: str | None
-    transform_state: Tree | Absent
+    transform_state: Tree
     functions: Sequence[Function]
     params: Tree
     inputs: Tree = ()
@@ -209,7 +209,7 @@ class _Job:
         found = value, auxes, unflatten(self.flat.treedef, wrapped), _with_tensors(self.inputs, by_inputs)
         if self.transform_state is ABSENT:
             return found
-        return *found, joined(self.flat, self.states, self.transform_state)
+        return *found, joined(self.flat, self.states)
 
     def _local(self, function: Function, leaves: list[Any], inputs: Sequence[Any]) -> Parts:
         """Compute this rank's loss of one microbatch, with its count and aux."""
@@ -337,7 +337,7 @@ def accumulate(
     has_aux: bool = False,
     communicate: str | None = None,
     sums: str | None = None,
-    transform_state: Tree | Absent = ABSENT,
+    transform_state: Tree = ABSENT,
 ) -> Callable[..., Any]:
     """Turn a local loss of one microbatch into a function of many: `value_and_grad` of their common objective.
 

@@ -13,8 +13,6 @@ from fshard.transforms.base import BuiltIn, Finish, LayoutError, ShardTransform,
 from fshard.tree import Axis, Spec
 from fshard.tree.checks import WHOLE, Range, check_arguments, check_numbers
 
-StartSums = Callable[[Tensors, Specs], Finish]
-
 
 @dataclass(frozen=True)
 class _FullyShard(BuiltIn):
@@ -60,7 +58,7 @@ class _FullyShard(BuiltIn):
     def start_scatter(self, grads: Tensors, specs: Specs) -> Finish:
         return self.start_by(self.start_sums, grads, specs)
 
-    def start_by(self, start_sums: StartSums, grads: Tensors, specs: Specs) -> Finish:
+    def start_by(self, start_sums: Callable[[Tensors, Specs], Finish], grads: Tensors, specs: Specs) -> Finish:
         """Start a scatter that sums the stacks of leaves that are split by a function like `start_sums`."""
         dims = self.split_dims(specs)
         whole = [i for i in range(len(grads)) if i not in dims]

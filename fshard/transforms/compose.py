@@ -66,7 +66,13 @@ class _Composed(ShardTransform):
             finish = self.stages[last].start_gather(leaves, specs)
 
         def finish_all() -> Tensors:
-            gathered = finish() if stream is None else _handed_over(finish(), stream)
+            gathered = finish()
+            if stream is not None:
+                current = torch.accelerator.current_stream(device)
+                current.wait_stream(stream)
+                for tensor in gathered:
+                    # The memory is not to be used again before the stream that computes has read it.
+                    tensor.record_stream(current)
             for stage in self.stages[last + 1 :]:
                 gathered = stage.gather(gathered, specs)
             return gathered
@@ -103,15 +109,6 @@ class _Composed(ShardTransform):
         return max(senders, default=len(self.stages) - 1)
 
 
-def _handed_over(tensors: Tensors, stream: torch.Stream) -> Tensors:
-    """Let the stream that computes wait for tensors of another one, whose memory is not to be used again before."""
-    current = torch.accelerator.current_stream(stream.device)
-    current.wait_stream(stream)
-    for tensor in tensors:
-        tensor.record_stream(current)
-    return tensors
-
-
 def _sums(stage: ShardTransform) -> bool:
     return bool(stage.axes) and not isinstance(stage, _SplitDim)
 
@@ -129,9 +126,7 @@ class _Masked(ShardTransform):
         return self.transform.axes
 
     def layout(self, *_: Any, **__: Any) -> Any:
-        raise ValueError(
-            "masked: fs.shard, fs.reshard and model.init choose by names; call the transform of a leaf's spec"
-        )
+        raise ValueError("masked: fs.shard and model.init choose by names; call the transform of a leaf's spec")
 
     gather = scatter = layout
 
@@ -257,7 +252,7 @@ def at(transform: Any, name: str, leaf: Any) -> ShardTransform:
         leaf: The leaf: a tensor of its full shape, or Sharded.
 
     Returns:
-        The transform without masks; leaves of equal ones share one object.
+        The transform without masks.
     """
     if not masks(transform):
         return transform
@@ -266,13 +261,8 @@ def at(transform: Any, name: str, leaf: Any) -> ShardTransform:
     if isinstance(transform, Wrapped):
         return replace(transform, inner=at(transform.inner, name, leaf))
     expect(isinstance(transform, _Composed), type(transform).__name__, "masks in what fs.Wrapped wraps", "others")
-    return _shared(replace(transform, stages=tuple(at(stage, name, leaf) for stage in transform.stages)))
-
-
-@lru_cache(maxsize=64)
-def _shared(chosen: _Composed) -> ShardTransform:
-    """Compose anew, as stages may be compositions now; one object, as leaves are grouped by transform."""
-    return composed(chosen.stages, chosen.reshard, chosen.model_dtypes)
+    # Composed anew, as stages may be compositions now.
+    return composed([at(part, name, leaf) for part in transform.stages], transform.reshard, transform.model_dtypes)
 
 
 class Reduction(NamedTuple):
@@ -307,7 +297,9 @@ def reduction(transform: Any) -> Reduction:
         foreign = any(not isinstance(node, BuiltIn | _Composed) for node in nodes(transform))
         # Of this package none keeps a tensor that it returns; others may, which nobody can see from here.
         new = not foreign and any(axis.size > 1 for axis in summed_axes(transform))
-        found = Reduction(_dtype(transform), any(map(_has_own_state, nodes(transform))), new, foreign)
+        passed_on = ShardTransform.init, Wrapped.init, _Composed.init
+        state = any(type(node).init not in passed_on for node in nodes(transform))
+        found = Reduction(_dtype(transform), state, new, foreign)
         transform.__dict__["_reduction"] = found
     return found
 
@@ -321,10 +313,6 @@ def _dtype(transform: ShardTransform) -> torch.dtype | None:
         elif _sums(node) and next(nodes(node)) is node:
             break
     return found
-
-
-def _has_own_state(node: ShardTransform) -> bool:
-    return type(node).init not in (ShardTransform.init, Wrapped.init, _Composed.init)
 
 
 def sum_dtype(spec: Spec, dtype: torch.dtype) -> torch.dtype:
@@ -368,9 +356,8 @@ def in_tree(spec: Spec, axes: tuple[Axis, ...]) -> Spec:
 def check_stateless(transform: ShardTransform) -> None:
     """Refuse a transform with a state where nobody can carry one."""
     if reduction(transform).has_state:
-        name = next(type(node).__name__.strip("_") for node in nodes(transform) if _has_own_state(node))
         remedy = "call fs.scatter_grads with transform_state= at gathered parameters, or fs.value_and_grad"
-        raise ValueError(f"scatter: {name} has a state, which autograd cannot carry through fs.gather; {remedy}")
+        raise ValueError(f"scatter: autograd cannot carry the transform's state through fs.gather; {remedy}")
 
 
 def gather_by(transform: ShardTransform, leaves: Tensors, specs: Specs) -> Tensors:

@@ -46,7 +46,7 @@ def cast(*, gather: torch.dtype | None = None, scatter: torch.dtype | None = Non
     True
     """
     check_arguments("cast", FLOATING, gather=gather, scatter=scatter)
-    return _Cast(gather, scatter)
+    return _Cast(gather, scatter) if gather or scatter else ShardTransform()
 
 
 @dataclass(frozen=True)

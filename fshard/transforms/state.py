@@ -1,6 +1,5 @@
 """transform_state: what stateful transforms remember from step to step, as a tree of its own."""
 
-import enum
 import math
 from collections.abc import Sequence
 from functools import lru_cache
@@ -13,14 +12,8 @@ from fshard.transforms.compose import reduction
 from fshard.tree import Flat, Sharded, Spec, Tree, flatten, is_sharded, map_leaves, unflatten
 from fshard.tree.checks import check_local, describe
 
-
-class Absent(enum.Enum):
-    """Where a verb is called without a state, because None is what transforms without one have."""
-
-    ABSENT = enum.auto()
-
-
-ABSENT = Absent.ABSENT
+# Where a verb is called without a state, because None is what transforms without one have.
+ABSENT: Any = ...
 
 
 def transform_state(params: Tree) -> Tree:
@@ -50,13 +43,11 @@ def transform_state(params: Tree) -> Tree:
     """
     flat = flatten(params)
     check_local("transform_state", flat)
-    if not any(map(_has_state, flat.specs)):
-        return None
     states = [_init(leaf.spec, leaf.local.detach().new_zeros(())) if is_sharded(leaf) else None for leaf in flat.leaves]
     return joined(flat, states)
 
 
-def states_of(what: str, flat: Flat, state: Tree | Absent) -> list[Tree]:
+def states_of(what: str, flat: Flat, state: Tree) -> list[Tree]:
     """Take a state apart: for each leaf of the parameters its own tensors, or None.
 
     Args:
@@ -77,10 +68,7 @@ def states_of(what: str, flat: Flat, state: Tree | Absent) -> list[Tree]:
             return [None] * len(flat.leaves)
         state = flat.unflatten([None] * len(flat.leaves))
     check_local(f"{what} with transform_state", flatten(state))
-    try:
-        parts = flat.treedef.flatten_up_to(state)
-    except ValueError:
-        raise ValueError(f"{what}: expected transform_state of the structure of the parameters; {remedy}") from None
+    parts = flat.treedef.flatten_up_to(state)
     kinds = [_needed(leaf.spec, leaf.local.dtype) if is_sharded(leaf) else "None" for leaf in flat.leaves]
     rows = zip(flat.paths, map(_kind, parts), kinds, strict=True)
     problems = [Problem(path, found, needed) for path, found, needed in rows if found != needed]
@@ -88,18 +76,17 @@ def states_of(what: str, flat: Flat, state: Tree | Absent) -> list[Tree]:
     return [map_leaves(lambda row: row and row.local[0], part) for part in parts]
 
 
-def joined(flat: Flat, states: Sequence[Tree], like: Tree = ()) -> Tree:
+def joined(flat: Flat, states: Sequence[Tree]) -> Tree:
     """Put the leaves' states together as one tree, each rank's tensors as rows of Sharded leaves.
 
     Args:
         flat: The parameters.
         states: One tree for each leaf, or None.
-        like: The state before; None stays None.
 
     Returns:
-        The tree.
+        The tree; None where no leaf has a state.
     """
-    if like is None:
+    if all(state is None for state in states):
         return None
     rows = [None if state is None else _rows(leaf.spec, state) for leaf, state in zip(flat.leaves, states, strict=True)]
     return unflatten(flat.treedef, rows)
@@ -107,9 +94,7 @@ def joined(flat: Flat, states: Sequence[Tree], like: Tree = ()) -> Tree:
 
 def _rows(spec: Spec, state: Tree) -> Tree:
     """Make the tensors of a leaf's state this rank's rows."""
-    return map_leaves(
-        lambda x: x if x is None else Sharded(x.detach().unsqueeze(0), _spec_of_rows(spec, x.shape)), state
-    )
+    return map_leaves(lambda x: x if x is None else Sharded(x.detach()[None], _spec_of_rows(spec, x.shape)), state)
 
 
 @lru_cache(maxsize=4096)

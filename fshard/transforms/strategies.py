@@ -24,13 +24,13 @@ SMALL = 1024
 HOST_BYTES, ACCELERATOR_BYTES = 16 * 1024 * 1024, 48_000_000
 
 
-def ddp(mesh: Mesh, axis: str | Sequence[str] = "shard", **dtypes: Any) -> ShardTransform:
+def ddp(mesh: Mesh, axis: str | Sequence[str] = "shard", **options: Any) -> ShardTransform:
     """Distributed data parallelism: everything whole on every rank, gradients summed as they appear.
 
     Args:
         mesh: The device mesh.
         axis: The mesh axis that batches are split over; several where they are split over each.
-        **dtypes: `param_dtype`, `reduce_dtype` and `output_dtype`, as for `zero3`.
+        **options: As for `zero3`, such as `param_dtype`.
 
     Returns:
         The transform to `shard` parameters with.
@@ -48,12 +48,10 @@ def ddp(mesh: Mesh, axis: str | Sequence[str] = "shard", **dtypes: Any) -> Shard
     (P(), ['all_reduce', 'all_reduce'])
     """
     # No leaf is large enough to be split.
-    return _strategy("ddp", _over(mesh, axis, sys.maxsize), ReshardPolicy(False), **dtypes)
+    return zero3(mesh, axis, regather=False, min_shard_elements=sys.maxsize, **options)
 
 
-def zero1(
-    mesh: Mesh, axis: str | Sequence[str] = "shard", *, min_shard_elements: int = SMALL, **dtypes: Any
-) -> ShardTransform:
+def zero1(mesh: Mesh, axis: str | Sequence[str] = "shard", **options: Any) -> ShardTransform:
     """ZeRO-1: stored parameters and optimizer state sharded; gathered once a step, and reduced after the backward.
 
     Follows Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020).
@@ -61,8 +59,7 @@ def zero1(
     Args:
         mesh: The device mesh.
         axis: As for `zero3`.
-        min_shard_elements: Leaves of fewer elements stay whole on every rank.
-        **dtypes: `param_dtype`, `reduce_dtype` and `output_dtype`, as for `zero3`.
+        **options: As for `zero3`, but for `regather`.
 
     Returns:
         The transform to `shard` parameters with.
@@ -79,12 +76,12 @@ def zero1(
     >>> fs.testing.spmd(program, world=2)[0]  # once for both microbatches
     (P('shard'), ['all_gather', 'reduce_scatter'])
     """
-    return _strategy("zero1", _over(mesh, axis, min_shard_elements), ReshardPolicy(False, early=False), **dtypes)
+    strategy: Any = zero2(mesh, axis, **options)
+    late: ShardTransform = replace(strategy, reshard=replace(strategy.reshard, early=False))
+    return late
 
 
-def zero2(
-    mesh: Mesh, axis: str | Sequence[str] = "shard", *, min_shard_elements: int = SMALL, **dtypes: Any
-) -> ShardTransform:
+def zero2(mesh: Mesh, axis: str | Sequence[str] = "shard", **options: Any) -> ShardTransform:
     """ZeRO-2: as ZeRO-1, with each gradient reduced as it appears, so that only shards of them are held.
 
     Follows Rajbhandari et al. (2020).
@@ -92,8 +89,7 @@ def zero2(
     Args:
         mesh: The device mesh.
         axis: As for `zero3`.
-        min_shard_elements: Leaves of fewer elements stay whole on every rank.
-        **dtypes: `param_dtype`, `reduce_dtype` and `output_dtype`, as for `zero3`.
+        **options: As for `zero3`, but for `regather`.
 
     Returns:
         The transform to `shard` parameters with.
@@ -110,34 +106,7 @@ def zero2(
     >>> fs.testing.spmd(program, world=2)[0]  # the gradient of each of two microbatches
     (P('shard'), ['all_gather', 'reduce_scatter', 'reduce_scatter'])
     """
-    return _strategy("zero2", _over(mesh, axis, min_shard_elements), ReshardPolicy(False), **dtypes)
-
-
-def _over(mesh: Mesh, axis: str | Sequence[str], smallest: int) -> ShardTransform:
-    """Split leaves of so many elements over each axis, of several over the first as the major one."""
-    names = axis if isinstance(axis, list | tuple) and axis else (axis,)
-    return compose(*(fully_shard(axis_of(mesh, name), min_shard_elements=smallest) for name in reversed(names)))
-
-
-def _strategy(
-    what: str,
-    layout: ShardTransform,
-    policy: ReshardPolicy,
-    merge_bytes: int | None = None,
-    *,
-    param_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    output_dtype: torch.dtype | None = None,
-) -> ShardTransform:
-    """Add a reshard policy and casts to a layout."""
-    check_arguments(what, FLOATING, param_dtype=param_dtype, reduce_dtype=reduce_dtype, output_dtype=output_dtype)
-    # What is no transform is refused where transforms are composed.
-    sizes = map(_bytes_over, getattr(layout, "axes", ()))
-    sized = max(sizes, default=0) if merge_bytes is None else merge_bytes
-    casts_in = [cast(gather=param_dtype)] if param_dtype else []
-    casts_out = [cast(scatter=reduce_dtype)] if reduce_dtype else []
-    dtypes = ModelDtypes(param_dtype, output_dtype) if param_dtype or output_dtype else None
-    return composed([*casts_in, layout, *casts_out], replace(policy, merge_bytes=sized), dtypes)
+    return zero3(mesh, axis, regather=False, **options)
 
 
 def _bytes_over(axis: Axis) -> int:
@@ -198,16 +167,23 @@ def zero3(
     >>> fs.testing.spmd(program, world=2)[0]
     (P('shard'), ['all_gather', 'reduce_scatter', 'all_gather', 'reduce_scatter'])
     """
+    check_arguments("zero3", FLOATING, param_dtype=param_dtype, reduce_dtype=reduce_dtype, output_dtype=output_dtype)
     check_arguments("zero3", COUNT, prefetch=prefetch, merge_bytes=merge_bytes)
     needed = "regather to be a bool, glob patterns of units' names, or a function of the name"
     expect(isinstance(regather, bool) or is_mask(regather), "zero3", needed, f"{regather!r:.40}")
     alone = layout is None or min_shard_elements == SMALL
     expect(alone, "zero3", "min_shard_elements or layout", "both", "give it to the layout")
     if layout is None:
-        layout = _over(mesh, axis, min_shard_elements)
-    policy = ReshardPolicy(tuple(regather) if isinstance(regather, list) else regather, prefetch)
-    dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "output_dtype": output_dtype}
-    return _strategy("zero3", layout, policy, merge_bytes, **dtypes)
+        names = axis if isinstance(axis, list | tuple) and axis else (axis,)
+        # Of several axes the first is the major one.
+        axes = [axis_of(mesh, name) for name in reversed(names)]
+        layout = compose(*(fully_shard(axis, min_shard_elements=min_shard_elements) for axis in axes))
+    if merge_bytes is None:
+        # What is no transform is refused where transforms are composed.
+        merge_bytes = max(map(_bytes_over, getattr(layout, "axes", ())), default=0)
+    policy = ReshardPolicy(tuple(regather) if isinstance(regather, list) else regather, prefetch, merge_bytes)
+    dtypes = ModelDtypes(param_dtype, output_dtype) if param_dtype or output_dtype else None
+    return composed([cast(gather=param_dtype), layout, cast(scatter=reduce_dtype)], policy, dtypes)
 
 
 def hsdp(

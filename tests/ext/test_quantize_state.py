@@ -43,7 +43,7 @@ def test_a_module_trains_with_it_by_units():
 
 
 def test_bad_input_is_refused():
-    assert_all_refused(bad_rows(int8, "QuantizeWithFeedback", (2, 3, 3), (2, 2)))
+    assert_all_refused(bad_rows(int8, (2, 3, 3), (2, 2)))
 
 
 @pytest.mark.rows(1)

@@ -111,8 +111,8 @@ FAULTS = (
         "axes-of-a-strategy-in-order-of-names",
         "transforms",
         "fshard/transforms/strategies.py",
-        "return compose(*(fully_shard(axis_of(mesh, name), min_shard_elements=smallest) for name in reversed(names)))",
-        "return compose(*(fully_shard(axis_of(mesh, name), min_shard_elements=smallest) for name in names))",
+        "axes = [axis_of(mesh, name) for name in reversed(names)]",
+        "axes = [axis_of(mesh, name) for name in names]",
         "1: of several axes that split a dim the first is the major one",
     ),
     Fault(

@@ -73,7 +73,7 @@ ODD = "\n  ['a']: expected a multiple of 2, the size of 'shard', got size 5 of d
 NO_LEAF = "the mask {!r} matches no leaf of {}; name some of these"
 MASK = "masked: expected the mask to be a glob pattern of leaves' names, several, or a function of (name, leaf), got {}"
 OPTIMIZER = "masked: otherwise is for ShardTransforms, not for an Optimizer; partition has parts"
-NAMELESS = "masked: fs.shard, fs.reshard and model.init choose by names; call the transform of a leaf's spec"
+NAMELESS = "masked: fs.shard and model.init choose by names; call the transform of a leaf's spec"
 LEAVES = [
     Row(
         "split_dim of a dim that does not divide, and of none",
