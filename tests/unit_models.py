@@ -104,11 +104,7 @@ def vectors(ranks: int = RANKS) -> Batches:
 
 
 # Rules for models of blocks: units next to each other, and inside each other.
-RULES: dict[str, Any] = {
-    "a class": Block,
-    "two classes": (Block, nn.Linear),
-    "every module": nn.Module,
-}
+RULES: dict[str, Any] = {"a class": Block, "two classes": (Block, nn.Linear), "every module": nn.Module}
 MORE_RULES: dict[str, Any] = RULES | {
     "one unit": None,
     "a pattern": "blocks.*.perceptron",
@@ -170,16 +166,7 @@ def one_process(
 
 
 class Row(NamedTuple):
-    """A model that is cut into units, and what it must come to.
-
-    Attributes:
-        module: The model.
-        units: The rule.
-        batches: The arguments of each rank, by the number of ranks.
-        loss: A rank's loss, of a function that applies the module to parameters, the parameters and the batch.
-        objective: What one process computes from all batches; by default the mean of their losses.
-        reference: What one process runs, of the same values; by default the model.
-    """
+    """A model that is cut into units, the arguments and the loss of a rank, and what one process runs instead."""
 
     module: nn.Module
     units: Any
@@ -190,36 +177,32 @@ class Row(NamedTuple):
 
 
 def assert_each_is_one_process(
-    rows: dict[str, Row], ranks: int, strategies: dict[str, Strategy], again: bool = False
+    rows: dict[str, Row], ranks: int, strategies: dict[str, Strategy], again: bool = False, each: bool = True
 ) -> None:
-    """Assert that every rank has one process's objective and gradients, of all rows in one run of ranks.
+    """Assert that every rank has one process's objective and gradients by the same collectives, in one run of ranks.
 
-    Args:
-        rows: The models.
-        ranks: How many ranks there are.
-        strategies: To try with each.
-        again: Whether to run each twice, for the same bits by the same collectives on every rank.
+    Each row by each strategy, or by one of them after another; perhaps twice, for the same bits.
     """
     expected = {
         name: one_process(row.reference or row.module, row.batches(ranks), row.objective or mean_of(row.loss))
         for name, row in rows.items()
     }
+    chosen = list(strategies.items())
 
     def program():
         mesh, records = one_axis(), []
-        for name, row in rows.items():
+        for number, (name, row) in enumerate(rows.items()):
             model, batch = fs.functionalize(row.module, row.units), row.batches(ranks)[mesh.get_rank()]
             run = fs.value_and_grad(lambda p: row.loss(model.apply, p, *batch))  # noqa: B023
-            for way, strategy in strategies.items():
+            for way, strategy in chosen if each else [chosen[number % len(chosen)]]:
                 try:
                     params = model.init(strategy(mesh))
-                    found = full(run(params))
+                    with fs.comm.record() as record:
+                        found = full(run(params))
                     assert_trees_close(found, expected[name], rtol=0, atol=BOUND)
+                    records.append(record)
                     if again:
-                        with fs.comm.record() as record:
-                            second = run(params)
-                        assert_same_bits(full(second), found)
-                        records.append(record)
+                        assert_same_bits(full(run(params)), found)
                 except Exception as error:
                     error.add_note(f"{name}, by {way}")
                     raise
@@ -227,15 +210,6 @@ def assert_each_is_one_process(
 
     first, *others = spmd(program, ranks, timeout=600.0)
     assert all(records == first for records in others)
-
-
-def assert_one_process(
-    module: nn.Module, batches: Batches, units: Any, strategies: dict[str, Strategy], **options: Any
-) -> None:
-    """Assert the same of one model."""
-    again = options.pop("again", False)
-    row = Row(module, units, lambda _: batches, **options)
-    assert_each_is_one_process({"the model": row}, len(batches), strategies, again)
 
 
 def full(result: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
