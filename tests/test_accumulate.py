@@ -10,7 +10,7 @@ import fshard as fs
 from fshard.testing import assert_trees_close
 from tests.bad_input import assert_all_refused, loss, rows_of
 from tests.ranks import my_rank, on_ranks
-from tests.test_law_accounting_units import stack, unit_bytes
+from tests.test_law_accounting import stack, unit_bytes
 from tests.trees import assert_same_bits, normal, one_axis, two_axes
 
 # A few hundred products of numbers around one, summed in another order, in float64.
