@@ -7,7 +7,6 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, gelu
 
 import fshard as fs
 from fshard.testing import assert_matches_ddp, assert_trees_close, spmd
@@ -22,6 +21,7 @@ from tests.trees import (
     normal,
     one_axis,
 )
+from tests.unit_models import VOCABULARY, Language, filled, tie_head
 
 ROWS, STEPS, EPS = 24, 4, torch.finfo(torch.float64).eps
 
@@ -137,9 +137,20 @@ def train_steps(tx, reduce):
     return in_one_call, with_four_verbs
 
 
-@cache
-def train(algorithm, world_size, max_norm=None, reduce="mean"):
-    """Train by every strategy and both spellings on simulated ranks, all of which must come to the same."""
+RUNS = [
+    ("SGD", None, "sum"),
+    ("SGD", None, "weighted"),
+    ("AdamW", None, "mean"),
+    ("SGD", 0.05, "mean"),
+    ("AdamW", 0.05, "mean"),
+]
+
+
+@pytest.mark.rows(2)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("algorithm, max_norm, reduce", RUNS)
+def test_every_strategy_is_one_process(algorithm, max_norm, reduce, world_size):
+    """In both spellings, the same on all ranks; without clipping, whose norm is summed otherwise, the same bits."""
     clip = () if max_norm is None else (fs.clip_by_global_norm(max_norm),)
     tx = fs.chain(*clip, fs.from_torch(ALGORITHMS[algorithm].cls, **ALGORITHMS[algorithm].hyper))
 
@@ -155,99 +166,21 @@ def train(algorithm, world_size, max_norm=None, reduce="mean"):
                 runs[name, step.__name__] = Run(torch.stack(losses), fs.unshard(state.params))
         return runs
 
-    first, *others = spmd(program, world_size)
-    for other in others:
-        assert_same_bits(other, first)
-    return first
-
-
-RUNS = [
-    ("SGD", None, "sum"),
-    ("SGD", None, "weighted"),
-    ("AdamW", None, "mean"),
-    ("SGD", 0.05, "mean"),
-    ("AdamW", 0.05, "mean"),
-]
-
-
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("algorithm, max_norm, reduce", RUNS)
-def test_every_strategy_is_one_process(algorithm, max_norm, reduce, world_size):
-    runs = train(algorithm, world_size, max_norm, reduce)
+    runs, *others = spmd(program, world_size)
+    assert_same_bits(others, [runs] * len(others))
     expected = one_process(algorithm, max_norm)
-    assert len(runs) == 2 * len(STRATEGIES)
     assert_trees_close(runs, dict.fromkeys(runs, expected), rtol=0, atol=bound(algorithm))
-
-
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("algorithm, max_norm, reduce", [run for run in RUNS if run[1] is None])
-def test_strategies_and_spellings_agree_bitwise(algorithm, max_norm, reduce, world_size):
-    """Without clipping, whose norm is summed otherwise. On two axes sums of four ranks and more have another order."""
-    runs = train(algorithm, world_size, max_norm, reduce)
-    for table in [STRATEGIES] if world_size < 4 else [ONE_AXIS, TWO_AXES]:
-        first, *others = (run for (strategy, _), run in runs.items() if strategy in table)
-        for other in others:
-            assert_same_bits(other, first)
-
-
-SEQUENCES, LENGTH, VOCABULARY, WIDTH = 24, 4, 11, 6
-LEARNING_RATE, MOMENTUM = 0.1, 0.9
-
-# A gradient adds up at most SEQUENCES * LENGTH terms below 1, in another order than one process does; momentum
-# hands on lr / (1 - momentum) = 1 times that, and the next gradient, of a loss with curvature about 1, what parameters
-# differ by then. DDP at three ranks divides each rank's gradient before it sums, which is one rounding more of each.
-BOUND = SEQUENCES * LENGTH * torch.finfo(torch.float64).eps * (2**STEPS - 1)
-
-
-class Network(nn.Module):
-    """A language model without attention: embedding and head are tied, positions frozen."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.positions = nn.Parameter(torch.empty(LENGTH, WIDTH), requires_grad=False)
-        self.hidden = nn.Linear(WIDTH, 7)
-        self.back = nn.Linear(7, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens):
-        x = self.embedding(tokens) + self.positions
-        return self.head(self.norm(x + self.back(gelu(self.hidden(x)))))
-
-
-def network(dtype):
-    module, generator = Network(), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
-    return module.to(dtype)
-
-
-def token_batches():
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(VOCABULARY, (STEPS, SEQUENCES, LENGTH + 1), generator=generator)
-    return [(step[:, :-1], step[:, 1:]) for step in tokens]
-
-
-def mine(batch):
-    """This rank's sequences."""
-    axis = fs.axis_of(one_axis())
-    return tuple(tensor.tensor_split(axis.size)[fs.comm.rank(axis)] for tensor in batch)
-
-
-def loss_of(logits, targets):
-    return cross_entropy(logits.flatten(0, 1), targets.flatten())
+    # On two axes sums of four ranks and more have another order.
+    for table in [] if max_norm else [STRATEGIES] if world_size < 4 else [ONE_AXIS, TWO_AXES]:
+        first, *alike = (run for (strategy, _), run in runs.items() if strategy in table)
+        assert_same_bits(alike, [first] * len(alike))
 
 
 def module_steps(model, tx):
     """Both spellings of the train step."""
 
     def loss_fn(params, batch):
-        return loss_of(model.apply(params, batch[0]), batch[1])
+        return model.apply(params, batch)
 
     def in_one_call(state, batch):
         loss, grads = fs.value_and_grad(loss_fn)(state.params, batch)
@@ -261,54 +194,51 @@ def module_steps(model, tx):
     return in_one_call, with_four_verbs
 
 
-OPTIMIZERS = {
-    "SGD": (torch.optim.SGD, dict(lr=LEARNING_RATE, momentum=MOMENTUM)),
-    "AdamW": (torch.optim.AdamW, dict(lr=0.01, weight_decay=0.1)),
-}
+# The dtype, the norm to clip by, and how close a run must be: a norm adds leaves in the order of their names and split
+# ones by rank, torch's in the order of the module, so that gradients below 1 differ by what sums of them do.
+OF_DDP = (
+    ("SGD", torch.float32, None, {"exact": True}),
+    ("AdamW", torch.float64, None, {"exact": True}),
+    ("SGD", torch.float64, 0.1, {"rtol": 0, "atol": VOCABULARY * EPS * (2**STEPS - 1)}),
+)
 
 
-def matches_ddp(pool, strategies, optimizer, dtype=torch.float64, max_norm=None, **closeness):
-    """Train by strategies and both spellings next to DDP, in processes."""
-    cls, hyper = OPTIMIZERS[optimizer]
-    module = network(dtype=dtype)
-    tx = fs.chain(*([] if max_norm is None else [fs.clip_by_global_norm(max_norm)]), fs.from_torch(cls, **hyper))
-
-    def optimizer_of(parameters):
-        parameters = list(parameters)
-        optimizer = cls(parameters, **hyper)
-
-        def clip(*_):
-            assert nn.utils.clip_grad_norm_(parameters, max_norm) > max_norm
-
-        if max_norm is not None:
-            optimizer.register_step_pre_hook(clip)
-        return optimizer
+@pytest.mark.rows(1)
+@pytest.mark.parametrize("shift", range(len(OF_DDP)))
+def test_two_processes_are_ddp_bitwise(workers, shift):
+    """DDP halves each gradient before it sums them, which changes no bit of the sum's half."""
 
     def program():
-        on, model = meshes(), fs.functionalize(module)
-        for name in strategies:
-            for step in module_steps(model, tx):
+        # Each strategy by one row, and by another one with another shift.
+        on, generator = meshes(), torch.Generator().manual_seed(1 + torch.distributed.get_rank())
+        batches = [torch.randint(VOCABULARY, (2, 4), generator=generator) for _ in range(STEPS)]
+        for row, (optimizer, dtype, max_norm, closeness) in enumerate(OF_DDP):
+            cls, hyper, _ = ALGORITHMS[optimizer]
+            module = filled(Language(tie_head, hidden=(7,)), dtype)
+            module.blocks[0].norm.requires_grad_(False)
+            model = fs.functionalize(module)
+            clip = [] if max_norm is None else [fs.clip_by_global_norm(max_norm)]
+            steps = module_steps(model, fs.chain(*clip, fs.from_torch(cls, **hyper)))
+
+            def optimizer_of(parameters, cls=cls, hyper=hyper, max_norm=max_norm):
+                parameters = list(parameters)
+                made = cls(parameters, **hyper)
+
+                def clips(*_):
+                    assert max_norm is None or nn.utils.clip_grad_norm_(parameters, max_norm) > max_norm
+
+                made.register_step_pre_hook(clips)
+                return made
+
+            for number, strategy in list(enumerate(STRATEGIES.values()))[(row + shift) % len(OF_DDP) :: len(OF_DDP)]:
                 assert_matches_ddp(
-                    step,
-                    fs.TrainState.create(model.init(STRATEGIES[name](on)), tx),
-                    [mine(batch) for batch in token_batches()],
+                    steps[number % 2],
+                    fs.TrainState.create(model.init(strategy(on)), fs.chain(*clip, fs.from_torch(cls, **hyper))),
+                    batches,
                     module=module,
-                    loss_fn=lambda module, batch: loss_of(module(batch[0]), batch[1]),
+                    loss_fn=lambda module, batch: module(batch),
                     optimizer=optimizer_of,
                     **closeness,
                 )
 
-    spmd(program, pool)
-
-
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_two_processes_are_ddp_bitwise(workers, optimizer, dtype):
-    """DDP halves each gradient before it sums them, which changes no bit of the sum's half."""
-    matches_ddp(workers(2), STRATEGIES, optimizer, dtype, exact=True)
-
-
-def test_two_processes_that_clip_are_ddp_within_the_bound(workers):
-    """The norm adds leaves in the order of their names and split ones by rank, torch's in the order of the module."""
-    matches_ddp(workers(2), STRATEGIES, "SGD", max_norm=0.1, rtol=0, atol=BOUND)
+    spmd(program, workers(2))
