@@ -117,7 +117,7 @@ def train_steps(tx, reduce):
     """Both spellings of the train step; the same loss function serves both."""
 
     def loss_fn(params, batch):
-        return LOSSES[reduce](row_losses(fs.gather(params), batch))
+        return LOSSES[reduce](row_losses(fs.tree_map(torch.Tensor.double, fs.gather(params)), batch))
 
     def in_one_call(state, batch):
         loss, grads = fs.value_and_grad(loss_fn, reduce=reduce)(state.params, batch)

@@ -1,15 +1,23 @@
-"""Transforms that change no value: the laws, and the gradients and training of the plain ones, bit for bit."""
+"""Compositions, masks and strategies keep the laws, train as one process does, and send what their layouts need."""
 
+import math
 from collections.abc import Callable
 
 import pytest
+import torch
 from torch import nn
 
 import fshard as fs
-from tests.ranks import on_ranks
-from tests.transforms.laws import assert_laws, gradients
-from tests.trees import WORLD_SIZES, Meshes, assert_same_bits, meshes, two_axes
-from tests.unit_models import Block, Language, assert_one_process, filled, tokens
+from fshard import _compat
+from fshard.testing import assert_trees_close, spmd
+from tests.ranks import my_rank, on_ranks
+from tests.test_law_ddp import STEPS, bound, one_process
+from tests.transforms.feedback import feedback
+from tests.transforms.laws import SGD, assert_laws, gradients, told, trained
+from tests.trees import WORLD_SIZES, Meshes, assert_same_bits, meshes, nested, normal, one_axis, two_axes
+from tests.unit_models import BOUND, Block, Language, Row, assert_each_is_one_process, filled, tokens
+
+BFLOAT16, WEIGHTS = torch.bfloat16, ("*.weight", "*scale")
 
 
 def odd(name, leaf):
@@ -21,65 +29,231 @@ def plain(on):
     return fs.fully_shard(on.line)
 
 
-def nested(on):
+def inner_first(on):
     """Sums over the inner axis first."""
     return fs.compose(fs.fully_shard(on.grid["replicate"]), fs.fully_shard(on.grid["shard"]))
 
 
-def mixed(on, mask):
-    return fs.masked(fs.zero3(on.line, min_shard_elements=0), mask, otherwise=fs.ddp(on.line))
+def mask_in_a_mask(on):
+    inner = fs.masked(fs.masked(plain(on), odd, fs.replicate(on.line)), "*")
+    return fs.compose(fs.offload("cpu"), inner, fs.cast())
 
 
-def one_dim_or_another(on):
-    return fs.masked(plain(on), odd, fs.fully_shard(on.line, dim=-1))
-
-
-Pair = tuple[fs.ShardTransform, fs.ShardTransform | None]
-
-# A transform, and a plain one whose sums have the same order, if there is one.
-EXACT: dict[str, Callable[[Meshes], Pair]] = {
-    "one dim or another": lambda on: (one_dim_or_another(on), plain(on)),
-    "mask of strategies": lambda on: (mixed(on, odd), plain(on)),
-    "mask in a mask, of a composition": lambda on: (
-        fs.compose(fs.offload("cpu"), fs.masked(fs.masked(plain(on), odd, fs.replicate(on.line)), "*"), fs.cast()),
-        plain(on),
+# A transform, and a plain one whose sums have the same order.
+EXACT: dict[str, tuple[Callable[[Meshes], fs.ShardTransform], Callable[[Meshes], fs.ShardTransform]]] = {
+    "one dim or another": (lambda on: fs.masked(plain(on), odd, fs.fully_shard(on.line, dim=-1)), plain),
+    "mask of strategies": (
+        lambda on: fs.masked(fs.zero3(on.line, min_shard_elements=0), odd, otherwise=fs.ddp(on.line)),
+        plain,
     ),
-    "offload": lambda on: (fs.compose(fs.offload("cpu"), fs.zero3(on.line, min_shard_elements=6)), plain(on)),
-    "hsdp of the last dim": lambda on: (fs.hybrid_shard(on.grid, dim=-1), nested(on)),
-    "hsdp": lambda on: (fs.hsdp(on.grid, min_shard_elements=0), nested(on)),
-    "hybrid_shard, small leaves whole, axes turned around": lambda on: (
-        fs.hybrid_shard(on.grid, "replicate", "shard", min_shard_elements=6),
-        None,
-    ),
+    "mask in a mask, of a composition": (mask_in_a_mask, plain),
+    "offload": (lambda on: fs.compose(fs.offload("cpu"), fs.zero3(on.line, min_shard_elements=6)), plain),
+    "hsdp of the last dim": (lambda on: fs.hybrid_shard(on.grid, dim=-1, min_shard_elements=6), inner_first),
+    "hsdp": (lambda on: fs.hsdp(on.grid, min_shard_elements=0), inner_first),
 }
 
 
-@pytest.mark.rows(6)
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("name", EXACT)
 @on_ranks(*WORLD_SIZES)
 def test_laws_and_gradients(name):
     on = meshes()
-    transform, same = EXACT[name](on)
+    transform, same = (make(on) for make in EXACT[name])
     assert_laws(transform)
-    if same is not None:
-        assert_same_bits(gradients(transform), gradients(same))
+    assert_same_bits(gradients(transform), gradients(same))
 
 
-def hsdp(mesh, **options):
-    return fs.hsdp(two_axes(mesh.size()), min_shard_elements=0, **options)
+# Parameters are below 4: bfloat16 moves them by 4 / 256, and gradients below 1 by a quarter of it. As in test_law_ddp
+# each update hands on what gradients differ by, and the next gradient what parameters do.
+OFF = (1 + 1 / 4) * 4 / 256 * (2**STEPS - 1)
+# By a mesh of "replicate" and "shard": what is trained with, and how near to one process.
+TRAINED = {
+    "hsdp, by name": (
+        lambda on: fs.masked(fs.hsdp(on, min_shard_elements=0), WEIGHTS, fs.ddp(on, ("replicate", "shard"))),
+        bound("SGD"),
+    ),
+    "two strategies of leaves": (
+        lambda on: fs.compose(
+            fs.masked(fs.fully_shard(on["replicate"]), WEIGHTS, otherwise=fs.replicate(on["replicate"])),
+            fs.zero3(on, min_shard_elements=0),
+        ),
+        bound("SGD"),
+    ),
+    "wide sums": (
+        lambda on: fs.compose(fs.offload("cpu"), fs.hybrid_shard(on), fs.cast(scatter=torch.float64)),
+        bound("SGD"),
+    ),
+    "offloaded, kept, cast": (
+        lambda on: fs.compose(
+            fs.offload("cpu"), fs.zero3(on, regather=False, layout=fs.hybrid_shard(on)), fs.cast(scatter=BFLOAT16)
+        ),
+        OFF,
+    ),
+    "casts by name": (
+        lambda on: fs.compose(
+            fs.masked(fs.cast(gather=BFLOAT16), WEIGHTS, fs.cast(gather=torch.float32)), fs.hybrid_shard(on)
+        ),
+        OFF,
+    ),
+}
 
 
-def by_name(mesh):
-    split = fs.zero3(mesh, min_shard_elements=0, merge_bytes=0)
-    return fs.compose(fs.offload("cpu"), fs.masked(split, ("*.weight", "*scale"), otherwise=fs.ddp(mesh)))
+@pytest.mark.rows(1)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_compositions_are_one_process(world_size):
+    program = lambda: {name: trained(make(two_axes(world_size))) for name, (make, _) in TRAINED.items()}  # noqa: E731
+    runs, *others = spmd(program, world_size)
+    assert_same_bits(others, [runs] * len(others))
+    for name, run in runs.items():
+        assert_trees_close(run, one_process("SGD"), rtol=0, atol=TRAINED[name][1])
 
 
-OF_UNITS = {"by name, offloaded": by_name, "hsdp": hsdp, "hsdp, kept": lambda mesh: hsdp(mesh, regather=False)}
+@pytest.mark.rows(1)
+@pytest.mark.parametrize("world_size", WORLD_SIZES[:-1])
+def test_modules_with_units(world_size):
+    strategies = {
+        "by name": lambda mesh: fs.compose(
+            fs.offload("cpu"),
+            fs.masked(fs.zero3(mesh, min_shard_elements=0, merge_bytes=0), WEIGHTS, otherwise=fs.ddp(mesh)),
+        ),
+        "hsdp": lambda mesh: fs.hsdp(two_axes(mesh.size()), min_shard_elements=0),
+        "hsdp, kept": lambda mesh: fs.hsdp(two_axes(mesh.size()), min_shard_elements=0, regather=False),
+    }
+    row = Row(filled(Language(hidden=(13, 11))), (Block, nn.Linear))
+    assert_each_is_one_process({"language": row}, world_size, strategies, again=True)
 
 
-@pytest.mark.rows(3)
-@pytest.mark.parametrize("world_size", (1, 2, 3, 4))
-@pytest.mark.parametrize("name", OF_UNITS)
-def test_modules_with_units(name, world_size):
-    module, strategies = filled(Language(hidden=(13, 11))), {name: OF_UNITS[name]}
-    assert_one_process(module, tokens(world_size), (Block, nn.Linear), strategies, again=True)
+@on_ranks(4)
+def test_a_module_with_units_by_everything_at_once(world_size):
+    """The engine's gradients and states are those of the verbs."""
+    mesh, batch = two_axes(world_size), tokens(world_size)[my_rank()]
+    by_name = fs.masked(feedback(mesh["shard"]), WEIGHTS, otherwise=fs.fully_shard(mesh["shard"]))
+    layout = fs.compose(fs.replicate(mesh["replicate"]), by_name)
+    model = fs.functionalize(filled(Language(hidden=(13, 11))), (Block, nn.Linear))
+    params = model.init(fs.compose(fs.offload("cpu"), fs.zero3(mesh, layout=layout, merge_bytes=3000)))
+    loss, start = lambda p: model.apply(p, *batch), fs.transform_state(params)
+    _, grads, state = fs.value_and_grad(loss, transform_state=start)(params)
+    full = torch.func.grad(loss)(fs.gather(params))
+    expected, other = fs.scatter_grads(full, like=params, transform_state=start)
+    # Gradients may differ in the last bits, and an element between two steps go to either: none does here.
+    assert_trees_close(fs.unshard(grads), fs.unshard(expected), rtol=0, atol=BOUND)
+    assert_trees_close(fs.tree_leaves(state), fs.tree_leaves(other), rtol=0, atol=BOUND)
+
+
+NAMES = ["layers.0.weight", "layers.1.weight", "layers.1.bias", "head.0.w"]
+MASKS = [
+    ("*.weight", NAMES[:2]),
+    (("layers.1.*", "head*"), NAMES[1:]),
+    (["layers.[!0].?ias"], NAMES[2:3]),
+    (lambda name, leaf: "0" in name, [NAMES[0], NAMES[3]]),
+    (lambda name, leaf: leaf.shape == (4, 3), NAMES[:1]),
+]
+
+
+@on_ranks(2)
+def test_masks_choose_leaves_by_their_names():
+    for mask, names in MASKS:
+        params = fs.shard(nested(), fs.compose(fs.fully_shard(one_axis()), fs.masked(fs.cast(gather=BFLOAT16), mask)))
+        dtypes = [leaf.dtype for leaf in fs.tree_leaves(fs.gather(params))]
+        assert [name for name, dtype in zip(NAMES, dtypes, strict=True) if dtype == BFLOAT16] == names
+        assert_same_bits(fs.unshard(params), nested())
+    # A state is resharded by the names of its parameters.
+    mesh = one_axis()
+    state = fs.TrainState.create(fs.shard(nested(), fs.ddp(mesh)), SGD)
+    _, grads = fs.value_and_grad(lambda p: sum((x**2).sum() for x in fs.tree_leaves(fs.gather(p))))(state.params)
+    state = fs.update(SGD, state, grads)
+    moved = fs.reshard(state, fs.masked(fs.fully_shard(mesh), "*.weight", otherwise=fs.replicate(mesh)))
+    for tree in (moved.params, moved.opt_state.slots["momentum_buffer"]):
+        first, second = tree["layers"]
+        leaves = first.weight, second.weight, second.bias, tree["head"][0]["w"]
+        assert [leaf.spec.partition for leaf in leaves] == [fs.P("shard"), fs.P("shard"), fs.P(), fs.P()]
+    assert_same_bits(fs.unshard(moved), fs.unshard(state))
+
+
+@on_ranks(3)
+def test_masks_see_full_shapes_and_leaves_move_the_bytes_of_their_transforms():
+    mesh = one_axis()
+    wide = fs.masked(fs.fully_shard(mesh), lambda _, leaf: leaf.shape[:1] == (2,), otherwise=fs.replicate(mesh))
+    full = {"few": normal()(2, 6), "many": normal()(9, 6)}
+    drawn = fs.functionalize(nn.Linear(7, 2, bias=False, device="meta")).init(wide, seed=0)
+    params = fs.reshard(fs.shard(full, fs.zero3(mesh, min_shard_elements=0)), wide)
+    partitions = [leaf.spec.partition for leaf in (params | drawn).values()]
+    assert partitions == [fs.P("shard"), fs.P(), fs.P("shard")]
+    with fs.comm.record() as record:
+        fs.gather(params)
+        fs.scatter_grads(full, like=params)
+    # Two rows are filled up to three.
+    assert sorted(told(record)) == [
+        ("all_gather", "shard", "gather", 1, 3 * 6 * 8),
+        ("all_reduce", "shard", "scatter", 1, 9 * 6 * 8),
+        ("reduce_scatter", "shard", "scatter", 1, 3 * 6 * 8),
+    ]
+
+
+DEVICES = {"host": ({"cpu": "gloo"}, 16 * 1024 * 1024), "accelerator": ({"cpu": "gloo", "cuda": "nccl"}, 48_000_000)}
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+def test_messages_are_sized_by_the_kind_of_backend(kind, monkeypatch):
+    monkeypatch.setattr(_compat, "group_devices", lambda name: DEVICES[kind][0])
+
+    def program():
+        for strategy in (fs.ddp, fs.zero2, fs.zero3):
+            assert strategy(one_axis()).reshard.merge_bytes == DEVICES[kind][1]
+        assert fs.zero3(one_axis(), merge_bytes=7).reshard.merge_bytes == 7
+
+    spmd(program, 2)
+
+
+@on_ranks(4)
+def test_strategies_lay_leaves_out():
+    mesh, full = two_axes(4), {"w": normal()(8, 6)}
+    for make in (fs.zero1, fs.zero2, fs.zero3):
+        leaf = fs.shard(full, make(mesh, axis=("shard", "replicate"), min_shard_elements=0))["w"]
+        assert leaf.spec.partition == fs.P(("shard", "replicate"))
+        # The first axis is the major one.
+        place = 2 * fs.axis_index(fs.axis_of(mesh, "shard")) + fs.axis_index(fs.axis_of(mesh, "replicate"))
+        assert_same_bits(leaf.local, full["w"].chunk(4)[place])
+    parts = fs.replicate(mesh["replicate"]), fs.fully_shard(mesh["shard"], dim=1, min_shard_elements=3)
+    assert fs.hybrid_shard(mesh, dim=1, min_shard_elements=3) == fs.compose(*parts)
+    leaf = fs.shard(full, fs.hsdp(mesh, min_shard_elements=0, prefetch=3))["w"]
+    assert (leaf.spec.partition, leaf.spec.reshard.prefetch) == (fs.P("shard"), 3)
+    assert fs.hsdp(mesh) == fs.zero3(mesh, layout=fs.hybrid_shard(mesh, min_shard_elements=1024))
+    # A gather is under way once it has started, or nothing would be gathered ahead.
+    with fs.comm.record() as record:
+        finish = leaf.spec.transform.start_gather([leaf.local], [leaf.spec])
+        started = len(record)
+        finish()
+    assert (started, len(record)) == (1, 1)
+
+
+@on_ranks(4)
+def test_only_a_node_is_gathered_over_and_nodes_sum_pieces(world_size):
+    """In full tensors of n bytes: an all-gather and a reduce-scatter of n inside, and a sum of n / inner across."""
+    draw, mesh, inner = normal(), two_axes(world_size), world_size // 2
+    full = {"w": draw(67, 65), "v": draw(257, 129)}
+    params = fs.shard(full, fs.hybrid_shard(mesh))
+    n = sum(math.prod(leaf.spec.padded_shape) * 8 for leaf in params.values())
+    with fs.comm.record() as record:
+        fs.value_and_grad(lambda p: sum(x.sum() for x in fs.gather(p).values()))(params)
+    gathered, reduced, *summed = told(record)
+    assert gathered == ("all_gather", "shard", "gather", 2, n)
+    assert reduced == ("reduce_scatter", "shard", "scatter", 2, n)
+    assert {entry[:3] for entry in summed} == {("all_reduce", "replicate", "scatter")}
+    assert sum(entry[-1] for entry in summed) == n // inner
+
+
+@on_ranks(2)
+def test_offload_to_the_processor_sends_what_the_strategy_sends():
+    records = []
+    for transform in (fs.zero3(one_axis()), fs.compose(fs.offload("cpu"), fs.zero3(one_axis()))):
+        params = fs.shard({"w": torch.ones(67, 65)}, transform)
+        with fs.comm.record() as record:
+            fs.value_and_grad(lambda p: fs.gather(p)["w"].sum())(params)
+        records.append(told(record))
+    assert records[0] == records[1] != []
+
+
+def test_without_an_accelerator_offload_is_to_the_processor(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+    assert fs.offload() == fs.offload("cpu") == fs.offload(torch.device("cpu"))
