@@ -84,9 +84,9 @@ def joined(flat: Flat, states: Sequence[Tree]) -> Tree:
         states: One tree for each leaf, or None.
 
     Returns:
-        The tree; None where no leaf has a state.
+        The tree; None where no transform has a state.
     """
-    if all(state is None for state in states):
+    if not any(map(_has_state, flat.specs)):
         return None
     rows = [None if state is None else _rows(leaf.spec, state) for leaf, state in zip(flat.leaves, states, strict=True)]
     return unflatten(flat.treedef, rows)

@@ -112,12 +112,7 @@ LEAVES = [
         setup(f"a mask of {mask!r}", fs.masked, MASK.format(found), fs.cast(), mask)
         for mask, found in ((3, "an int"), ((), "a tuple"), (("a", 1), "a tuple"), (None, "None"))
     ),
-    *(
-        setup(
-            f"{verb} without names", lambda t, verb=verb: getattr(t, verb)([], []), NAMELESS, fs.masked(fs.cast(), "a")
-        )
-        for verb in ("gather", "scatter")
-    ),
+    setup("gather without names", lambda t: t.gather([], []), NAMELESS, fs.masked(fs.cast(), "a")),
 ]
 
 
