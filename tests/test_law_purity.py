@@ -79,10 +79,10 @@ VERBS: dict[str, Callable] = {
     "gather": lambda g: fs.gather(g.state.params),
     "objective": lambda g: fs.objective(g.batch.sum(), like=g.state.params),
     "value_and_grad": lambda g: fs.value_and_grad(loss_fn)(g.state.params, g.batch),
-    "psum": lambda g: fs.psum(fs.tree_leaves(g.state.params), fs.axis_of(one_axis())),
-    "pmean": lambda g: fs.pmean(fs.tree_leaves(g.state.params), fs.axis_of(one_axis())),
-    "pvary": lambda g: fs.pvary(fs.tree_leaves(g.state.params), fs.axis_of(one_axis())),
-    "psum_invariant": lambda g: fs.psum_invariant(fs.tree_leaves(g.state.params), fs.axis_of(one_axis())),
+    **{
+        f.__name__: lambda g, f=f: f(fs.tree_leaves(g.state.params), fs.axis_of(one_axis()))
+        for f in (fs.psum, fs.pmean, fs.pvary, fs.psum_invariant)
+    },
     "all_gather": lambda g: fs.all_gather(g.batch, fs.axis_of(one_axis())),
     "reduce_scatter": lambda g: fs.reduce_scatter(g.batch.expand(6, 4, 5), fs.axis_of(one_axis())),
     "sync_buffers": lambda g: fs.sync_buffers(g.state.buffers, like=g.state.params, by="mean"),
@@ -91,6 +91,7 @@ VERBS: dict[str, Callable] = {
 }
 
 
+@pytest.mark.rows(1)
 @on_ranks(*WORLD_SIZES)
 def test_verbs_leave_their_inputs_alone_and_repeat_their_bits():
     for strategy in ALL_STRATEGIES:
@@ -101,12 +102,11 @@ def test_verbs_leave_their_inputs_alone_and_repeat_their_bits():
                 assert_same_bits(fs.tree_leaves(verb(g)), fs.tree_leaves(first))
 
 
-@on_ranks(*WORLD_SIZES)
-@pytest.mark.parametrize("strategy", ("ddp", "zero2 of every leaf"))
-def test_apply_leaves_parameters_and_buffers_alone(strategy):
+@on_ranks(2)
+def test_apply_leaves_parameters_and_buffers_alone():
     module = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.ReLU(inplace=True))
     model = fs.functionalize(module)
-    params, x = model.init(STRATEGIES[strategy](meshes()), seed=0), normal()(4, 5).float()
+    params, x = model.init(STRATEGIES["zero2 of every leaf"](meshes()), seed=0), normal()(4, 5).float()
     with unchanged(params, model.buffers, x, module.state_dict()):
         out, buffers = model.apply(params, x, buffers=model.buffers)
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
@@ -250,13 +250,6 @@ def test_a_state_that_nobody_shares_stays_where_it_is():
         assert places(state) == where
 
 
-KEPT = (
-    lambda full, kept: kept,
-    lambda full, kept: fs.tree_map(torch.mul, full, kept),
-    lambda full, kept: fs.tree_map(lambda a, b: a + 2 * b.sin(), full, kept),
-)
-
-
 @on_ranks(1, 2)
 def test_full_tensors_of_a_call_now_over_are_refused_and_detached_ones_are_constants():
     x, seen = normal(7)(5, 6), []
@@ -265,23 +258,18 @@ def test_full_tensors_of_a_call_now_over_are_refused_and_detached_ones_are_const
         seen.append(fs.gather(params))
         return (x @ seen[-1]["w"] + seen[-1]["b"]).square().sum()
 
-    for strategy, mix in product((fs.ddp, fs.zero1, fs.zero3), KEPT):
+    def second(params, kept):
+        full = fs.tree_map(lambda a, b: a + 2 * b.sin(), fs.gather(params), kept)
+        return (x @ full["w"] + full["b"]).square().sum()
+
+    for strategy in (fs.ddp, fs.zero1, fs.zero3):
         params = fs.shard({"w": normal()(6, 4), "b": normal(1)(4)}, strategy(meshes().line))
-
-        def second(params, kept, mix=mix):
-            full = mix(fs.gather(params), kept)
-            return (x @ full["w"] + full["b"]).square().sum()
-
         fs.value_and_grad(first)(params)
-        with pytest.raises(ValueError, match="full tensors of a call now over") as refusal:
+        with pytest.raises(ValueError, match=r"(?s)full tensors of a call now over.*\['[bw]'\]: .*full\.detach\(\)"):
             fs.value_and_grad(second)(params, seen[-1])
-        assert "['w']: " in str(refusal.value) or "['b']: " in str(refusal.value)
-        assert "full.detach()" in str(refusal.value)
         constants = fs.tree_map(torch.Tensor.detach, seen[-1])
-        value, grads = fs.value_and_grad(second)(params, constants)
+        value, _ = fs.value_and_grad(second)(params, constants)
         assert torch.allclose(value, second(fs.unshard(params), constants), rtol=1e-12)
-        # A parameter that the loss does not use has no gradient.
-        assert (grads["w"] is None) == (mix is KEPT[0])
     # So is what autograd saved of such.
     kept = []
 

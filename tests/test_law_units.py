@@ -9,7 +9,6 @@ from operator import attrgetter
 import pytest
 import torch
 from torch import nn
-from torch._dynamo import lookup_backend
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
@@ -33,8 +32,6 @@ from tests.unit_models import (
     assert_each_is_one_process,
     filled,
     full,
-    mean_of,
-    of_module,
     one_process,
     tie_head,
     tokens,
@@ -206,22 +203,6 @@ def penalised(run, x):
     return score.mean() + (grad.square().sum(-1) - 1).square().mean()
 
 
-def penalised_twice(run, x):
-    """A gradient of a gradient, next to other uses of the same units."""
-    x = x.detach().requires_grad_()
-    (grad,) = torch.autograd.grad(run(x).sum(), x, create_graph=True)
-    (second,) = torch.autograd.grad(grad.square().sum(), x, create_graph=True)
-    return run(x).mean() + grad.square().mean() + second.square().mean()
-
-
-def jacobian_vector(run, x):
-    """The product of a Jacobian with a vector, by differentiating twice."""
-    x, y = x.detach().requires_grad_(), torch.ones((*x.shape[:-1], 1), dtype=x.dtype, requires_grad=True)
-    (pulled,) = torch.autograd.grad(run(x), x, y, create_graph=True)
-    (pushed,) = torch.autograd.grad(pulled, y, torch.ones_like(pulled), create_graph=True)
-    return pushed.square().mean()
-
-
 def without_gradient(run, x):
     with torch.no_grad():
         return run(x).mean()
@@ -234,14 +215,10 @@ def in_a_checkpoint(function, x):
 checked = partial(Critic, kept)
 # Each with the model that it runs.
 LOSSES = {
-    "penalised": (Critic, penalised),
     "penalised, checkpointed": (checked, penalised),
-    "penalised twice": (Critic, penalised_twice),
-    "jacobian times vector": (Critic, jacobian_vector),
     "twice": (Critic, lambda run, x: run(x).mean() + run(x.flip(0) * 2).square().mean()),
     "thrice, checkpointed": (checked, lambda run, x: run(x * run(x * run(x))).mean()),
     "twice in a checkpoint": (Critic, lambda run, x: in_a_checkpoint(lambda x: run(x * run(x)), x)),
-    "its own weight": (Critic, lambda run, x: (run(x).detach() * run(x)).mean()),
     "without gradient": (Critic, lambda run, x: run(x).mean() + without_gradient(run, x)),
 }
 
@@ -257,45 +234,16 @@ def scaled(params, names=("",)):
     return dict(params) | fs.tree_map(lambda x: 1.5 * torch.tanh(x), chosen)
 
 
-RATE = 0.1
-
-
-def squares(params):
-    """Each rank's part of the sum of squares; padding is zero."""
-    return RATE * sum(leaf.square().sum() for leaf in fs.tree_leaves(params) if leaf.requires_grad)
-
-
-def adapted_inside(apply, params, x):
-    """MAML, by a train step inside the loss: the inner gradients are those of the sum over ranks."""
-    _, grads = fs.value_and_grad(lambda p: apply(p, x), reduce="sum")(params)
-    return apply(fs.tree_map(lambda p, g: p if g is None else p - RATE * g, params, grads), x)
-
-
-def adapted(apply, params, batches):
-    inner = {name: leaf for name, leaf in params.items() if leaf.requires_grad}
-    loss = sum(apply(params, *batch) for batch in batches)
-    found = torch.autograd.grad(loss, list(inner.values()), create_graph=True, allow_unused=True)
-    moved = {name: leaf if g is None else leaf - RATE * g for (name, leaf), g in zip(inner.items(), found)}
-    return mean_of(of_module)(apply, params | moved, batches)
-
-
-# Losses of parameters that are made of shards, and where it is another the objective of one process.
-OF_SHARDS: dict[str, tuple[Callable, Callable | None]] = {
-    "all of them": (lambda apply, p, *x: apply(scaled(p), *x), None),
-    "some of them": (lambda apply, p, *x: apply(scaled(p, ["blocks.1", "scale"]), *x), None),
-    "and as they are": (lambda apply, p, *x: apply(scaled(p), *x) + apply(p, *x), None),
-    "twice": (lambda apply, p, *x: apply(q := scaled(p), *x) * apply(q, *x) ** 2, None),
-    "target without gradient": (
-        lambda apply, p, *x: (apply(p, *x) - apply(fs.tree_map(lambda x: x.detach() * 0.9, p), *x)) ** 2,
-        None,
+# Losses of parameters that are made of shards.
+OF_SHARDS: dict[str, Callable] = {
+    "all of them": lambda apply, p, *x: apply(scaled(p), *x),
+    "some of them": lambda apply, p, *x: apply(scaled(p, ["blocks.1", "scale"]), *x),
+    "and as they are": lambda apply, p, *x: apply(scaled(p), *x) + apply(p, *x),
+    "twice": lambda apply, p, *x: apply(q := scaled(p), *x) * apply(q, *x) ** 2,
+    "target without gradient": lambda apply, p, *x: (
+        (apply(p, *x) - apply(fs.tree_map(lambda x: x.detach() * 0.9, p), *x)) ** 2
     ),
-    "gathered after maths": (lambda apply, p, *x: apply(scaled(fs.gather(scaled(p))), *x), None),
-    # Ranks' parts add up to one regulariser, so the mean of the losses has a part of it.
-    "regularised": (
-        lambda apply, p, *x: apply(p, *x) + squares(p),
-        lambda apply, p, batches: mean_of(of_module)(apply, p, batches) + squares(p) / len(batches),
-    ),
-    "adapted": (adapted_inside, adapted),
+    "gathered after maths": lambda apply, p, *x: apply(scaled(fs.gather(scaled(p))), *x),
 }
 # functional_call puts parameters back before a checkpoint computes again, so one process goes without checkpoints.
 SHARDED = {
@@ -305,10 +253,8 @@ SHARDED = {
 
 
 def of_shards(number, name):
-    # A value_and_grad inside is not for checkpoints.
-    build, plain, batches = SHARDED["tied" if name == "adapted" or number % 2 else "checkpointed"]
-    loss, objective = OF_SHARDS[name]
-    return Row(filled(build()), (Block, nn.Linear), batches, loss, objective, filled(plain()))
+    build, plain, batches = list(SHARDED.values())[number % 2]
+    return Row(filled(build()), (Block, nn.Linear), batches, OF_SHARDS[name], filled(plain()))
 
 
 EXPERTS = 3
@@ -395,10 +341,9 @@ SWITCHING_RULES = {
 
 
 def is_supported(model, rule, routing):
-    """Whether all ranks, where they compute a checkpoint again, go through the same units in one order.
+    """Whether ranks that compute a checkpoint inside a mixture again go through the same units in one order.
 
     Or, if not all of them enter it, whether it holds no more than one unit, and those that do come to it in one order.
-    In "each expert checkpointed" and "together", checkpoints begin inside a mixture's own forward.
     """
     if model not in ("each expert checkpointed", "experts checkpointed together"):
         return True
@@ -425,7 +370,7 @@ def made_of_shards(model):
     """Gradients that autograd goes on from are finished on every rank in the same order, whatever it has used."""
     plain = filled(Switching(**SWITCHING[model] | dict(inner=False, outer=False, around=False)))
     routing = "different" if is_supported(model, "experts", "different") else "the same"
-    return routed(model, "experts", routing, loss=OF_SHARDS["all of them"][0], reference=plain)
+    return routed(model, "experts", routing, loss=OF_SHARDS["all of them"], reference=plain)
 
 
 class Stages(nn.Module):
@@ -509,19 +454,6 @@ def test_checkpoints_that_run_to_their_end():
     rows |= {f"{row}": routed(*row) for row in ROUTED if row[1:] == ("experts", "different")}
     with set_checkpoint_early_stop(False):
         assert_each_is_one_process(rows, 3, {n: STRATEGIES[n] for n in ("prefetch 1", "zero2")}, each=False)
-
-
-@on_ranks(2)
-def test_ranks_that_compute_other_units_again_in_a_checkpoint_are_told():
-    """The first rank comes to the last expert first, the other one to the first."""
-    mesh, model = one_axis(), fs.functionalize(filled(Switching(inner="together")), Perceptron)
-    params = model.init(STRATEGIES["prefetch 0"](mesh))
-    batch, chosen = picks("different", 2)[mesh.get_rank()]
-    first, other = (
-        rf"  rank {i}: all_gather number \d+ \(gather of second.experts.{e}\) .*\n" for i, e in ((0, 2), (1, 0))
-    )
-    with pytest.raises(fs.comm.CollectiveError, match=f"^ranks differ in a collective\n{first}{other}"):
-        fs.value_and_grad(lambda p: model.apply(p, batch, chosen))(params)
 
 
 @on_ranks(2, 3)
@@ -630,25 +562,3 @@ def test_low_rank_adaptation(world_size):
         assert_trees_close(found, (value, (expected, grads[1])), rtol=0, atol=BOUND)
         found = full(fs.value_and_grad(lambda a, p=params: loss(p, a))(delta))
         assert_trees_close(found, (value, grads[1]), rtol=0, atol=BOUND)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@on_ranks(1)
-def test_blocks_are_compiled_once():
-    """The same code runs in every call and in the backward, not a fresh one for each gathered weight."""
-    torch._dynamo.reset()
-    graphs, counts = [], []
-
-    def counting(graph, inputs):
-        graphs.append(graph)
-        return lookup_backend("aot_eager")(graph, inputs)
-
-    module = filled(Language())
-    module.blocks = nn.ModuleList(torch.compile(block, backend=counting, dynamic=False) for block in module.blocks)
-    model = fs.functionalize(module, Block)
-    params = model.init(zero3(prefetch=1)(one_axis()))
-    for batch in tokens(3):
-        fs.value_and_grad(lambda p, batch=batch: model.apply(p, *batch))(params)
-        counts.append(len(graphs))
-    assert counts == [len(module.blocks)] * 3

@@ -172,7 +172,6 @@ class Row(NamedTuple):
     units: Any
     batches: Callable[[int], Batches] = tokens
     loss: Loss = of_module
-    objective: Callable[..., torch.Tensor] | None = None
     reference: nn.Module | None = None
 
 
@@ -184,7 +183,7 @@ def assert_each_is_one_process(
     Each row by each strategy, or by one of them after another; perhaps twice, for the same bits.
     """
     expected = {
-        name: one_process(row.reference or row.module, row.batches(ranks), row.objective or mean_of(row.loss))
+        name: one_process(row.reference or row.module, row.batches(ranks), mean_of(row.loss))
         for name, row in rows.items()
     }
     chosen = list(strategies.items())
