@@ -49,17 +49,13 @@ def told(record):
     return [entry for entry in record if not entry.about.is_comparison]
 
 
-def leaves_of(params):
-    return [leaf for leaf in flatten(params).leaves if leaf is not None]
-
-
 def padded_bytes(params, ranks):
     """The n of the law, for float64 leaves.
 
     A leaf that ranks split counts with its padding. Leaves that stay whole are summed; where they are not exchanged
     whole, because they are small together or there are two ranks, each is cut in rows and filled up for that.
     """
-    leaves = leaves_of(params)
+    leaves = [leaf for leaf in flatten(params).leaves if leaf is not None]
     split = [math.prod(leaf.spec.padded_shape) * 8 for leaf in leaves if leaf.spec.partition_axes()]
     whole = [leaf.local.numel() * 8 for leaf in leaves if not leaf.spec.partition_axes()]
     once = ranks == 2 or sum(whole) <= EXCHANGE_BYTES
@@ -82,7 +78,9 @@ def test_a_step_moves_two_n(world_size):
         expected = pytest.approx(full * (world_size - 1) / world_size, rel=rounding)
         assert record.bytes_sent() == expected
         # One call tells with it which leaves this rank used.
-        label, numbers = ("psum_invariant", 1) if step is with_four_verbs else ("objective", 1 + len(leaves_of(params)))
+        label, numbers = (
+            ("psum_invariant", 1) if step is with_four_verbs else ("objective", 1 + len(fs.tree_leaves(params)))
+        )
         assert [(entry.op, entry.label, entry.bytes) for entry in scalars] == [("all_reduce", label, 8 * numbers)]
         sent = sum(entry.sent for entry in scalars)
         assert sent == pytest.approx(16 * numbers * (world_size - 1) / world_size, rel=rounding)
@@ -297,22 +295,6 @@ def test_frozen_units_are_gathered_and_never_reduced():
         record, sizes = recorded(stack(), every_leaf(one_axis()), frozen=frozen)
         assert bytes_of(record, "gather") == [sizes[unit] for unit in (*UNITS, *again)]
         assert bytes_of(record, "scatter") == [sizes[unit] for unit in reversed(UNITS) if unit not in frozen]
-
-
-@on_ranks(2)
-def test_a_unit_that_a_rank_skips_is_gathered_and_reduced_in_its_turn():
-    """And is gathered again for those that did not skip it."""
-
-    class Skipping(nn.Sequential):
-        def forward(self, tokens):
-            x = self[2](self[1](self[0](tokens)))
-            # Tokens begin with the number of the rank.
-            return self[5](self[4](self[3](x)) if int(tokens[0]) else x[:, :3])
-
-    record, sizes = recorded(Skipping(*stack()), every_leaf(one_axis()))
-    assert bytes_of(record, "gather") == [sizes[unit] for unit in (*UNITS, *"1")]
-    assert bytes_of(record, "scatter") == [sizes[unit] for unit in reversed(UNITS)]
-    return record
 
 
 # Bytes that may travel together, and which of the units "0" (1152 bytes), "1" (2496), "3" (2400) and "5" (1248) do.

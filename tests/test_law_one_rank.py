@@ -1,8 +1,9 @@
 """Law 7: one rank costs nothing: no collectives and no copies; and an in-place write to a weight is found out."""
 
+from itertools import product
+
 import pytest
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 
 import fshard as fs
@@ -90,19 +91,6 @@ def test_gather_and_unshard_hand_out_the_shards_themselves():
         assert sharded.allocating == plain.allocating != []
 
 
-class Writes(nn.Module):
-    """A module that writes to one of its weights in its forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.kept, self.w = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(4, 3))
-
-    def forward(self):
-        with torch.no_grad():
-            self.w.mul_(2.0)
-        return (self.w * self.kept).sum()
-
-
 WRITES = (
     lambda full: full["w"].mul_(2.0),
     lambda full: torch.no_grad()(full["w"].mul_)(2.0),
@@ -111,22 +99,17 @@ WRITES = (
 )
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_a_write_to_a_gathered_weight_is_refused():
     """It may be the stored tensor, which would change, or a copy, which may be dropped and gathered again as it was."""
-    model, text = fs.functionalize(Writes()), r"\['w'\]: expected none, got 1 in-place writes"
-    for strategy in STRATEGIES.values():
-        for write in WRITES:
-            params = fs.shard({"b": [torch.ones(3)], "w": torch.ones(4, 3)}, strategy(meshes()))
+    for strategy, write in product(STRATEGIES.values(), WRITES):
+        params = fs.shard({"b": [torch.ones(3)], "w": torch.ones(4, 3)}, strategy(meshes()))
 
-            def f(params, write=write):
-                full = fs.gather(params)
-                write(full)
-                return (full["w"] * full["b"][0]).sum()
+        def f(params, write=write):
+            full = fs.gather(params)
+            write(full)
+            return (full["w"] * full["b"][0]).sum()
 
-            with pytest.raises(ValueError, match=text) as caught:
-                fs.value_and_grad(f)(params)
-            assert "['b']" not in str(caught.value)
-        for run in (fs.value_and_grad(model.apply), model.apply):
-            with pytest.raises(ValueError, match=text):
-                run(model.init(strategy(meshes())))
+        with pytest.raises(ValueError, match=r"\['w'\]: expected none, got 1 in-place writes") as caught:
+            fs.value_and_grad(f)(params)
+        assert "['b']" not in str(caught.value)
