@@ -65,7 +65,8 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | None = N
     refuse("shard: ranks hold different trees", [difference] if difference else [], SAME_TREE)
     refuse_donated("shard", flat)
     refuse("shard: leaves cannot be sharded", layouts.problems, "pass full tensors whose shapes fit the strategy")
-    return unflatten(flat.treedef, [leaf and stored(local_piece(leaf.local, leaf.spec), leaf.spec) for leaf in out])
+    pieces = [leaf and stored(local_piece(leaf.local, leaf.spec), leaf.spec) for leaf in out]
+    return unflatten(flat.treedef, pieces)
 
 
 def unshard(tree: Tree) -> Tree:
@@ -148,7 +149,8 @@ def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | None = None
     refuse("reshard: leaves do not fit", layouts.problems, "choose a strategy that fits their shapes")
     comm.same_call("reshard", _split_over(flat), flat, transform=transform)
     pairs = zip(flat.leaves, out, strict=True)
-    return unflatten(flat.treedef, [leaf if spec is None else stored(_move(leaf, spec), spec) for leaf, spec in pairs])
+    moved = [leaf if spec is None else stored(_move(leaf, spec), spec) for leaf, spec in pairs]
+    return unflatten(flat.treedef, moved)
 
 
 def local_piece(full: torch.Tensor, spec: Spec) -> torch.Tensor:
@@ -304,7 +306,8 @@ def fingerprint(leaf: torch.Tensor, spec: Spec, origin: str | None = None) -> st
 
 def hash_of(tensor: torch.Tensor) -> str:
     """A checksum of a tensor's values, several times as fast as a hash that nobody could forge."""
-    dense = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
+    own = tensor.detach().cpu()
+    dense = own.contiguous().resolve_conj().resolve_neg()
     # A single element counts as contiguous whatever its stride, which a view as bytes does not allow.
     flat = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
     # Not by numpy, which would keep the memory from ever being freed before the tensor is.

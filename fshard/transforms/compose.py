@@ -97,7 +97,8 @@ class _Composed(ShardTransform):
         def finish_all() -> Any:
             scattered, columns[last] = finish()
             scattered = run(scattered, range(last - 1, -1, -1))
-            after = [state and row for state, row in zip(states, zip(*columns, strict=True), strict=True)]
+            rows = zip(*columns, strict=True)
+            after = [state and row for state, row in zip(states, rows, strict=True)]
             return (scattered, after) if given else scattered
 
         return finish_all
@@ -175,7 +176,8 @@ def composed(
     for transform in transforms:
         needed = "transforms to be ShardTransforms such as fs.fully_shard(mesh)"
         expect(isinstance(transform, ShardTransform), "compose", needed, describe(transform))
-    stages = tuple(s for t in transforms for s in (t.stages if isinstance(t, _Composed) else (t,)) if s != _NOTHING)
+    parts = [t.stages if isinstance(t, _Composed) else (t,) for t in transforms]
+    stages = tuple(stage for part in parts for stage in part if stage != _NOTHING)
     # What depends on a leaf's name may be for other leaves; it is looked at again for each.
     names = [axis.name for stage in stages for axis in (stage.axes if masks(stage) else layout_axes(stage))]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -208,7 +210,8 @@ def masked_transform(transform: ShardTransform, mask: Mask, otherwise: ShardTran
     """
     expect(is_mask(mask), "masked", f"the mask to be {MASK}", describe(mask))
     # A list cannot be hashed.
-    return _Masked(transform, tuple(mask) if isinstance(mask, list) else mask, otherwise or _NOTHING)
+    chosen = tuple(mask) if isinstance(mask, list) else mask
+    return _Masked(transform, chosen, otherwise or _NOTHING)
 
 
 def _held(transform: ShardTransform) -> Iterator[Any]:
@@ -262,7 +265,8 @@ def at(transform: Any, name: str, leaf: Any) -> ShardTransform:
         return replace(transform, inner=at(transform.inner, name, leaf))
     expect(isinstance(transform, _Composed), type(transform).__name__, "masks in what fs.Wrapped wraps", "others")
     # Composed anew, as stages may be compositions now.
-    return composed([at(part, name, leaf) for part in transform.stages], transform.reshard, transform.model_dtypes)
+    parts = [at(part, name, leaf) for part in transform.stages]
+    return composed(parts, transform.reshard, transform.model_dtypes)
 
 
 class Reduction(NamedTuple):

@@ -94,7 +94,11 @@ def joined(flat: Flat, states: Sequence[Tree]) -> Tree:
 
 def _rows(spec: Spec, state: Tree) -> Tree:
     """Make the tensors of a leaf's state this rank's rows."""
-    return map_leaves(lambda x: x if x is None else Sharded(x.detach()[None], _spec_of_rows(spec, x.shape)), state)
+
+    def row(x: torch.Tensor | None) -> Sharded | None:
+        return None if x is None else Sharded(x.detach()[None], _spec_of_rows(spec, x.shape))
+
+    return map_leaves(row, state)
 
 
 @lru_cache(maxsize=4096)

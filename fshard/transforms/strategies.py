@@ -180,10 +180,14 @@ def zero3(
         layout = compose(*(fully_shard(axis, min_shard_elements=min_shard_elements) for axis in axes))
     if merge_bytes is None:
         # What is no transform is refused where transforms are composed.
-        merge_bytes = max(map(_bytes_over, getattr(layout, "axes", ())), default=0)
-    policy = ReshardPolicy(tuple(regather) if isinstance(regather, list) else regather, prefetch, merge_bytes)
+        sizes = map(_bytes_over, getattr(layout, "axes", ()))
+        merge_bytes = max(sizes, default=0)
+    # A list cannot be hashed.
+    rule = tuple(regather) if isinstance(regather, list) else regather
+    policy = ReshardPolicy(rule, prefetch, merge_bytes)
     dtypes = ModelDtypes(param_dtype, output_dtype) if param_dtype or output_dtype else None
-    return composed([cast(gather=param_dtype), layout, cast(scatter=reduce_dtype)], policy, dtypes)
+    parts = [cast(gather=param_dtype), layout, cast(scatter=reduce_dtype)]
+    return composed(parts, policy, dtypes)
 
 
 def hsdp(
