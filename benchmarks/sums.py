@@ -2,9 +2,8 @@
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 benchmarks/sums.py
 
-For each number of microbatches of the job, by "once" and "each": the median over rounds of the ratio of step times, the
-bytes that a step sends for gradients and parameters, and those of the norms. Steps are ZeRO-3 with a clip that is
-active, and AdamW.
+For each number of microbatches of the job: the median over rounds of the ratio of step times, the bytes that a step
+sends for gradients and parameters, and those of the norms. Steps are ZeRO-3 with a clip that is active, and AdamW.
 """
 
 import argparse
@@ -21,8 +20,6 @@ from rounds import measure, paired
 
 import fshard as fs
 
-ORDERS = ("once", "each")
-
 
 def main() -> None:
     args = parse_args()
@@ -30,25 +27,24 @@ def main() -> None:
     mesh = fs.init_mesh({"shard": -1}, device="cpu")
     rows, found = {}, {}
     for number in args.microbatches:
-        for communicate in ORDERS:
-            steps = {sums: make(args.configuration, mesh, number, communicate, sums) for sums in ("in turn", "tree")}
-            sent = {sums: bytes_of(step) for sums, step in steps.items()}
-            samples = measure(steps, args.dropped, args.rounds)
-            ratios = paired(samples["tree"].seconds, samples["in turn"].seconds)
-            lower, median, upper = statistics.quantiles(ratios, n=4, method="inclusive")
-            name = f"{number} microbatches, {communicate}"
-            found[name] = {
-                **{"microbatches": number, "communicate": communicate},
-                **{"ratio": median, "ratio_quartiles": [lower, upper], "bytes": sent},
-                "seconds": {sums: values.seconds for sums, values in samples.items()},
-            }
-            rows[name] = [
-                f"{1e3 * statistics.median(samples['in turn'].seconds):.0f}",
-                f"{1e3 * statistics.median(samples['tree'].seconds):.0f}",
-                f"{median:.3f}",
-                f"{lower:.3f} to {upper:.3f}",
-                *(f"{sent['tree'][part] - sent['in turn'][part]:+.0f}" for part in ("leaves", "others")),
-            ]
+        steps = {sums: make(args.configuration, mesh, number, sums) for sums in ("in turn", "tree")}
+        sent = {sums: bytes_of(step) for sums, step in steps.items()}
+        samples = measure(steps, args.dropped, args.rounds)
+        ratios = paired(samples["tree"].seconds, samples["in turn"].seconds)
+        lower, median, upper = statistics.quantiles(ratios, n=4, method="inclusive")
+        name = f"{number} microbatches"
+        found[name] = {
+            "microbatches": number,
+            **{"ratio": median, "ratio_quartiles": [lower, upper], "bytes": sent},
+            "seconds": {sums: values.seconds for sums, values in samples.items()},
+        }
+        rows[name] = [
+            f"{1e3 * statistics.median(samples['in turn'].seconds):.0f}",
+            f"{1e3 * statistics.median(samples['tree'].seconds):.0f}",
+            f"{median:.3f}",
+            f"{lower:.3f} to {upper:.3f}",
+            *(f"{sent['tree'][part] - sent['in turn'][part]:+.0f}" for part in ("leaves", "others")),
+        ]
     if mesh.get_rank() == 0:
         columns = ("in turn ms", "tree ms", "ratio", "quartiles", "bytes of leaves", "other bytes")
         report.print_table(f'{args.configuration.name}, ranks: {mesh.size()}; sums="tree"', columns, rows)
@@ -61,9 +57,7 @@ def main() -> None:
         report.write_json(args.results / f"sums-{args.configuration.name}.json", results)
 
 
-def make(
-    configuration: Configuration, mesh: Any, number: int, communicate: str, sums: str
-) -> Callable[[], torch.Tensor]:
+def make(configuration: Configuration, mesh: Any, number: int, sums: str) -> Callable[[], torch.Tensor]:
     """Make a step of a fixed batch, which is cut in microbatches."""
     torch.manual_seed(SEED)
     model = fs.functionalize(configuration.module(), units=Block)
@@ -72,8 +66,8 @@ def make(
     state = fs.TrainState.create(model.init(fs.zero3(mesh)), tx)
     shape = number, configuration.batch, configuration.time + 1
     tokens = torch.randint(configuration.vocabulary, shape, generator=torch.Generator().manual_seed(SEED))
-    mine = fs.microbatches(list(tokens.unbind()), like=state.params, communicate=communicate)
-    run = fs.accumulate(lambda p, x: model.apply(p, x[:, :-1], x[:, 1:]), communicate=communicate, sums=order)
+    mine = fs.microbatches(list(tokens.unbind()), like=state.params)
+    run = fs.accumulate(lambda p, x: model.apply(p, x[:, :-1], x[:, 1:]), sums=order)
 
     def step() -> torch.Tensor:
         nonlocal state

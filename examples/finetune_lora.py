@@ -53,18 +53,19 @@ def main() -> None:
     tx = fs.from_torch(torch.optim.AdamW, lr=args.lr, weight_decay=0.0, fused=True)
     state = fs.TrainState.create(factors, tx)
 
-    def loss_fn(base: Any, factors: Any, xy: Batch) -> torch.Tensor:
+    def loss_fn(both: tuple[Any, Any], xy: Batch) -> torch.Tensor:
+        base, factors = both
         logits = model.apply(merged(base, factors, args.alpha), xy[0], use_cache=False).logits
         return F.cross_entropy(logits.flatten(0, 1), xy[1].flatten())
 
     def train_step(state: fs.TrainState, base: Any, xy: Batch) -> tuple[fs.TrainState, torch.Tensor]:
-        loss, (_, grads) = fs.value_and_grad(loss_fn, argnums=(0, 1))(base, state.params, xy)
+        loss, (_, grads) = fs.value_and_grad(loss_fn)((base, state.params), xy)
         return fs.update(tx, state, grads), loss
 
     @torch.no_grad()
     def held_out_loss(factors: Any) -> float:
         xy = batch(held_out, 32, args.context, seed=mesh.get_rank())
-        return fs.objective(loss_fn(base, factors, xy), like=base).item()
+        return fs.objective(loss_fn((base, factors), xy), like=base).item()
 
     before = held_out_loss(state.params)
     jitted_step = fs.jit(train_step, donate_argnums=0)

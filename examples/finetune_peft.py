@@ -68,17 +68,17 @@ def main() -> None:
         out, _ = model.apply({**frozen, **adapter}, input_ids=x, use_cache=False, buffers=buffers)
         return out.logits
 
-    def loss_fn(frozen: Any, adapter: Any, xy: Any) -> torch.Tensor:
-        return F.cross_entropy(logits_of(frozen, adapter, xy[0]).flatten(0, 1), xy[1].flatten())
+    def loss_fn(both: tuple[Any, Any], xy: Any) -> torch.Tensor:
+        return F.cross_entropy(logits_of(*both, xy[0]).flatten(0, 1), xy[1].flatten())
 
     def train_step(state: fs.TrainState, frozen: Any, xy: Any) -> tuple[fs.TrainState, torch.Tensor]:
-        loss, (_, grads) = fs.value_and_grad(loss_fn, argnums=(0, 1))(frozen, state.params, xy)
+        loss, (_, grads) = fs.value_and_grad(loss_fn)((frozen, state.params), xy)
         return fs.update(tx, state, grads), loss
 
     @torch.no_grad()
     def held_out_loss(adapter: Any) -> float:
         xy = batch(held_out, 32, args.context, seed=mesh.get_rank())
-        return fs.objective(loss_fn(frozen, adapter, xy), like=frozen).item()
+        return fs.objective(loss_fn((frozen, adapter), xy), like=frozen).item()
 
     before = held_out_loss(state.params)
     jitted_step = fs.jit(train_step, donate_argnums=0)

@@ -13,23 +13,15 @@ from fshard.tree.checks import describe
 
 
 class Share(NamedTuple):
-    """One rank's part of the microbatches of a job.
+    """One rank's part of the microbatches of a job: every `ranks`-th of them.
 
     Attributes:
         ranks: How many ranks share them.
         rank: This rank's number, in the order of reduction.
-        communicate: "once" gives each rank a contiguous block, "each" every `ranks`-th microbatch.
     """
 
     ranks: int
     rank: int
-    communicate: str
-
-    def indices(self, own: int) -> range:
-        """Number the rank's microbatches among those of the job, where each rank has so many."""
-        if self.communicate == "each":
-            return range(self.rank, own * self.ranks, self.ranks)
-        return range(self.rank * own, (self.rank + 1) * own)
 
     def check(self, what: str, own: int) -> None:
         """Refuse numbers of ranks, and of microbatches on each, that make no binary tree."""
@@ -48,9 +40,8 @@ class Share(NamedTuple):
             A tensor with a row for each microbatch of the job. Its sum over ranks holds every value: a sum with zeros
             is exact.
         """
-        own = dict(zip(self.indices(len(values)), values, strict=True))
-        zero = torch.zeros_like(values[0])
-        return torch.stack([own.get(i, zero) for i in range(len(values) * self.ranks)])
+        zeros = [torch.zeros_like(values[0])] * self.ranks
+        return torch.stack([row for value in values for row in (*zeros[: self.rank], value, *zeros[self.rank + 1 :])])
 
 
 class TreeSum:
@@ -91,38 +82,33 @@ def tree_total(rows: torch.Tensor) -> torch.Tensor:
     return rows[0]
 
 
-def order_of(what: str, params: Tree, communicate: str | None) -> str:
-    """Choose the order of sums over microbatches: the one that a caller names, or that of the strategy."""
-    expect(communicate in (None, "each", "once"), what, 'communicate to be "each", "once" or None', repr(communicate))
+def order_of(what: str, params: Tree, communicate: str | None, sums: str | None) -> str:
+    """Choose whether gradients are reduced in each microbatch or once: as a caller says, or the strategy."""
+    known = (None, "each") if sums else (None, "each", "once")
+    expect(communicate in known, what, f"communicate to be one of {known}", repr(communicate))
     policies = (leaf.spec.reshard or ReshardPolicy() for leaf in leaves_of(params) if is_sharded(leaf))
-    return communicate or ("each" if all(policy.early for policy in policies) else "once")
+    return communicate or ("each" if sums or all(policy.early for policy in policies) else "once")
 
 
-def share_of(axes: Sequence[Axis], communicate: str) -> Share:
+def share_of(axes: Sequence[Axis]) -> Share:
     """Find which microbatches of a job are this rank's, by the axes that gradients are summed over."""
-    return Share(*place_of([axis for axis in reversed(axes) if axis.size > 1]), communicate)
-
-
-def place_of(axes: Sequence[Axis]) -> tuple[int, int]:
-    """Count the ranks of some axes, and find this one's number among them, the first axis fastest."""
     rank, ranks = 0, 1
-    for axis in axes:
+    for axis in reversed(axes):
         rank += comm.rank(axis) * ranks
         ranks *= axis.size
-    return ranks, rank
+    return Share(ranks, rank)
 
 
-def microbatches(batches: Sequence[Any], like: Tree, communicate: str | None = None) -> list[Any]:
+def microbatches(batches: Sequence[Any], like: Tree) -> list[Any]:
     """Choose this rank's microbatches of a job's, so that sums over them do not depend on the number of ranks.
 
-    Ranks are numbered in the order of reduction, the axis that is summed first fastest. "once" gives each rank a
-    contiguous block, "each" every W-th microbatch of W ranks, as `accumulate(..., sums="tree")` expects them.
+    Ranks are numbered in the order of reduction, the axis that is summed first fastest. Each of W ranks gets every W-th
+    microbatch, as `accumulate(..., sums="tree")` expects them.
 
     Args:
         batches: All microbatches of the job, the same on every rank; `list(enumerate(batches))` numbers them, such as
             for keys of dropout by `fold_in`.
         like: Parameters, whose specs tell the ranks.
-        communicate: As for `accumulate`; None leaves it to the strategy.
 
     Returns:
         This rank's microbatches.
@@ -137,13 +123,12 @@ def microbatches(batches: Sequence[Any], like: Tree, communicate: str | None = N
     [0, 1, 2, 3]
     """
     check_batches("microbatches", batches)
-    order = order_of("microbatches", like, communicate)
-    share = share_of(reduction_axes(flatten(like), "microbatches"), order)
+    share = share_of(reduction_axes(flatten(like), "microbatches"))
     needed = f"as many microbatches on each of {share.ranks} ranks"
     found = f"{len(batches)} in the whole job"
     remedy = "cut the batch in a multiple of that many microbatches"
     expect(len(batches) % share.ranks == 0, "microbatches", needed, found, remedy)
-    return [batches[i] for i in share.indices(len(batches) // share.ranks)]
+    return [batches[i] for i in range(share.rank, len(batches), share.ranks)]
 
 
 def check_batches(what: str, batches: Any) -> None:

@@ -32,7 +32,6 @@ from fshard.tree import (
     flatten,
     is_sharded,
     is_trained,
-    leaves_of,
     like,
     tensor_of,
     tree_leaves,
@@ -54,7 +53,6 @@ from fshard.tree.checks import (
 def value_and_grad(
     f: Callable[..., Any],
     *,
-    argnums: int | Sequence[int] = 0,
     reduce: str = "mean",
     reduce_over: Over = None,
     has_aux: bool = False,
@@ -77,10 +75,8 @@ def value_and_grad(
     all of them. `f` runs once.
 
     Args:
-        f: Called with all arguments; returns this rank's scalar loss, or (sum, count) for "weighted".
-        argnums: Which arguments are parameters, or inputs; with several, gradients come as a tuple. Inputs are
-            arguments of plain tensors beside others of Sharded leaves: their gradients are those of the objective by
-            what this rank itself passed.
+        f: Called as f(params, *args, **kwargs); returns this rank's scalar loss, or (sum, count) for "weighted". By
+            several trees it is differentiated where `params` is a tuple of them.
         reduce: "mean" over ranks, "sum", or "weighted": sum of sums divided by the sum of counts,
             which is NaN where nobody counts anything; `skip_nonfinite` leaves such a step out.
         reduce_over: The mesh axes that batches are split over, as axes or names: losses are reduced over them. Losses
@@ -113,38 +109,18 @@ def value_and_grad(
     (tensor(50.), tensor([20., 40.]))
     """
     start = partial(_Job, "value_and_grad", reduce, reduce_over, has_aux, sums, transform_state)
-    several = isinstance(argnums, list | tuple)
-    numbers: Any = argnums if several else (argnums,)
 
-    def run(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        known = {number: place for place in range(len(args)) for number in (place, place - len(args))}
-        places: list[Any] = [known.get(number) for number in numbers]
-        distinct = None not in places and len(set(places)) == len(places) > 0
-        needed = "argnums to be numbers of arguments by position, each once"
-        expect(distinct, "value_and_grad", needed, f"{argnums!r:.40} of {len(args)}")
-        inputs = {n: args[n] for n in places if several and not any(map(is_sharded, leaves_of(args[n])))}
-        # Plain tensors alone are parameters.
-        inputs = inputs if len(inputs) < len(places) else {}
-        trained = [place for place in places if place not in inputs]
-        params = tuple(args[place] for place in trained) if several else args[trained[0]]
-
-        def with_params(tree: Tree, given: Tree) -> Any:
-            changed = dict(zip(trained, tree if several else (tree,), strict=True)) | given
-            return f(*(changed.get(place, arg) for place, arg in enumerate(args)), **kwargs)
-
-        value, (aux,), grads, by_inputs, *state = start([with_params], params, inputs).run()
-        if several:
-            by_place = dict(zip(trained, grads, strict=True)) | by_inputs
-            grads = tuple(by_place[place] for place in places)
+    def run(params: Tree, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        value, (aux,), grads, *state = start([lambda tree: f(tree, *args, **kwargs)], params).run()
         objective = (value, aux) if has_aux else value
         return objective, grads, *state
 
     return comm.call(run, "value_and_grad")
 
 
-Function = Callable[[Tree, Tree], Any]
+Function = Callable[[Tree], Any]
 Parts = tuple[torch.Tensor, Any, Any]
-Found = tuple[torch.Tensor, Sequence[Any], list[Any], Sequence[torch.Tensor]]
+Found = tuple[torch.Tensor, Sequence[Any], list[Any]]
 
 
 @dataclass
@@ -152,8 +128,7 @@ class _Job:
     """One differentiation of the objective of several local losses, by the engine or by the reference.
 
     Attributes:
-        functions: Each maps parameters and inputs to this rank's loss of one microbatch.
-        inputs: Plain tensors, to differentiate by too.
+        functions: Each maps parameters to this rank's loss of one microbatch.
         communicate: As for `accumulate`.
     """
 
@@ -165,7 +140,6 @@ class _Job:
     transform_state: Tree
     functions: Sequence[Function]
     params: Tree
-    inputs: Tree = ()
     communicate: str | None = None
 
     def __post_init__(self) -> None:
@@ -178,8 +152,7 @@ class _Job:
         check_local(self.what, self.flat)
         self.axes = reduction_axes(self.flat, self.what, self.over)
         self.shared = shared_axes(self.flat, self.axes)
-        for each in (self.flat, flatten(self.inputs)):
-            check_floating(self.what, each)
+        check_floating(self.what, self.flat)
         check_differentiable(self.what)
         self.states = states_of(self.what, self.flat, self.transform_state)
         self.share: Share | None = None
@@ -188,33 +161,32 @@ class _Job:
             self.told |= {"microbatches": len(self.functions), "communicate": self.communicate}
         if self.sums:
             self.told["sums"] = self.sums
-            self.share = share_of(self.axes, self.communicate or order_of(self.what, self.params, None))
+            self.share = share_of(self.axes)
             self.share.check(self.what, len(self.functions))
 
     def run(self) -> tuple[Any, ...]:
         """Run the functions.
 
         Returns:
-            The objective, each function's aux, the gradients of parameters and of inputs, and the new state where one
-            was passed.
+            The objective, each function's aux, the gradients, and the new state where one was passed.
         """
-        tensors = tree_leaves((self.params, self.inputs))
+        tensors = tree_leaves(self.params)
         outer = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         # The result must be differentiable itself, or there is nothing to gather.
         by_torch = outer or not self.flat.specs or _compat.transforms_active() or _compat.any_dual(tensors)
-        value, auxes, grads, by_inputs = self._reference() if by_torch else self._engine()
+        value, auxes, grads = self._reference() if by_torch else self._engine()
         check_agrees(value, self.flat, self.axes, self.what)
         pairs = zip(self.flat.leaves, grads, strict=True)
         wrapped = [Sharded(grad, leaf.spec) if is_sharded(leaf) and grad is not None else grad for leaf, grad in pairs]
-        found = value, auxes, unflatten(self.flat.treedef, wrapped), _with_tensors(self.inputs, by_inputs)
+        found = value, auxes, unflatten(self.flat.treedef, wrapped)
         if self.transform_state is ABSENT:
             return found
         return *found, joined(self.flat, self.states)
 
-    def _local(self, function: Function, leaves: list[Any], inputs: Sequence[Any]) -> Parts:
+    def _local(self, function: Function, leaves: list[Any]) -> Parts:
         """Compute this rank's loss of one microbatch, with its count and aux."""
         before = REDUCTIONS.get()
-        out = function(unflatten(self.flat.treedef, leaves), _with_tensors(self.inputs, inputs))
+        out = function(unflatten(self.flat.treedef, leaves))
         paired = not self.has_aux or (isinstance(out, tuple) and len(out) == 2)
         expect(paired, self.what, "f to return the pair (loss, aux) for has_aux=True", describe(out))
         loss, aux = out if self.has_aux else (out, None)
@@ -244,8 +216,7 @@ class _Job:
         if self.share:
             leaves = [leaf and Sharded(leaf.local, in_tree(leaf.spec, self.axes)) for leaf in flat.leaves]
             flat = flat._replace(leaves=leaves)
-        inputs = [leaf.detach().requires_grad_() for leaf in tree_leaves(self.inputs)]
-        call = Call(self.what, flat, self.shared, inputs=inputs, share=self.share, **self.told)
+        call = Call(self.what, flat, self.shared, tree=bool(self.share), **self.told)
         several = bool(self.share) or len(self.functions) > 1
         for leaf, state in zip(call.leaves, self.states, strict=True):
             if leaf is not None:
@@ -253,27 +224,23 @@ class _Job:
                 leaf.accumulated = several
         with call.running():
             try:
-                return self._run(call, inputs)
+                return self._run(call)
             finally:
                 call.end()
 
-    def _run(self, call: Call, inputs: list[torch.Tensor]) -> Found:
+    def _run(self, call: Call) -> Found:
         values, counts, auxes = [], [], []
         # With one microbatch each gradient can be divided as soon as it is reduced.
         single = len(self.functions) == 1 and not self.share
         for left, function in enumerate(self.functions, 1 - len(self.functions)):
-
-            def run(function: Function = function) -> Parts:
-                return self._local(function, call.bound, inputs)
-
-            value, count, aux = call.forward(run)
+            value, count, aux = call.forward(partial(self._local, function, call.bound))
             count, aux = tree_map(_detached, (count, aux))
             values.append(value.detach())
             counts.append(count)
             auxes.append(aux)
             now = self._divisor(counts) if single else 1
             last = not left
-            by_inputs = call.backward(value, now, reduce=last or self.communicate != "once", last=last)
+            call.backward(value, now, reduce=last or self.communicate != "once", last=last)
             del value
         later = 1 if single else self._divisor(counts)
         mine = {leaf.path: leaf.used for leaf in call.trained}
@@ -283,9 +250,7 @@ class _Job:
             if leaf is not None and used.get(leaf.path):
                 grads[i] = leaf.take_grad(later)
                 self.states[i] = leaf.state
-        divisor = now if single else later
-        value = divided(self._total(value), divisor)
-        return value, auxes, grads, [divided(grad, divisor) for grad in by_inputs]
+        return divided(self._total(value), now if single else later), auxes, grads
 
     def _reference(self) -> Found:
         """Differentiate by torch.func; every unit is gathered when a function asks for it, and kept."""
@@ -299,24 +264,21 @@ class _Job:
 
         def loss_of(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
             leaves = list(self.flat.leaves)
-            for i, tensor in zip(trained, tensors, strict=False):
+            for i, tensor in zip(trained, tensors, strict=True):
                 leaves[i] = like(leaves[i], tensor)
-            parts = [self._local(function, leaves, tensors[len(trained) :]) for function in self.functions]
+            parts = [self._local(function, leaves) for function in self.functions]
             # torch.func carries only tensors out of the transform; the rest of the tree goes by this list.
             rest.append(parts)
             carried = [leaf for leaf in tree_leaves(parts) if isinstance(leaf, torch.Tensor)]
             return self._summed([value for value, *_ in parts]), carried
 
         with refuse_writes(self.what, paths, own), _compat.without_saved_tensor_hooks():
-            tensors = [*own, *tree_leaves(self.inputs)]
-            found, (value, outputs) = torch.func.grad_and_value(loss_of, has_aux=True)(tensors)
+            found, (value, outputs) = torch.func.grad_and_value(loss_of, has_aux=True)(own)
         _, counts, auxes = zip(*_with_tensors(rest.pop(), outputs), strict=True)
         divisor = self._divisor(counts)
-        found = [divided(grad, divisor) for grad in found]
-        grads = dict(zip(trained, found, strict=False))
+        grads = dict(zip(trained, [divided(grad, divisor) for grad in found], strict=True))
         by_leaf = [grads.get(i) for i in range(len(self.flat.leaves))]
-        value = divided(total(value, self.axes), divisor)
-        return value, auxes, by_leaf, found[len(trained) :]
+        return divided(total(value, self.axes), divisor), auxes, by_leaf
 
 
 def _detached(leaf: Any) -> Any:
@@ -354,7 +316,7 @@ def accumulate(
         has_aux: Whether f returns (loss, aux) instead.
         communicate: "each" reduces gradients in every microbatch and sums shards of them, which needs least memory;
             "once" sums full gradients and reduces them in the last one, which sends least. None leaves it to the
-            strategy: once for ZeRO-1, else each.
+            strategy: once for ZeRO-1, else each. With `sums` each is.
         sums: "tree" adds up gradients, losses and counts in one binary tree over the microbatches of the whole job,
             so that they have the same bits on any number of ranks. Each rank passes what `fs.microbatches` chooses of
             the job's, of which there are a power of two, as there are ranks; forward and backward must have bits that
@@ -381,9 +343,9 @@ def accumulate(
 
     def run(params: Tree, microbatches: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         check_batches("accumulate", microbatches)
-        functions = [lambda tree, _, batch=batch: f(tree, batch, *args, **kwargs) for batch in microbatches]
-        order = order_of("accumulate", params, communicate)
-        value, auxes, grads, _, *state = start(functions, params, communicate=order).run()
+        functions = [lambda tree, batch=batch: f(tree, batch, *args, **kwargs) for batch in microbatches]
+        order = order_of("accumulate", params, communicate, sums)
+        value, auxes, grads, *state = start(functions, params, communicate=order).run()
         objective = (value, auxes) if has_aux else value
         return objective, grads, *state
 

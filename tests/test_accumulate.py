@@ -207,7 +207,10 @@ ROWS = [
         "accumulate with {}",
         lambda world, keywords: fs.accumulate(lambda p, _: loss(p), **keywords)(world.params, [1]),
         [
-            ({"communicate": "twice"}, 'accumulate: expected communicate to be "each", "once" or None, got \'twice\''),
+            (
+                {"communicate": "twice"},
+                "accumulate: expected communicate to be one of (None, 'each', 'once'), got 'twice'",
+            ),
             ({"reduce": "max"}, 'accumulate: expected reduce to be "mean", "sum" or "weighted", got \'max\''),
         ],
     ),

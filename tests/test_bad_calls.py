@@ -146,7 +146,7 @@ CALLS = {
     "init_mesh": lambda w: dict(shape={"shard": -1}, device="cpu", timeout=10.0),
     "jit": lambda w: dict(f=loss, donate_argnums=(), static_argnums=(), backend="graph"),
     "masked": lambda w: dict(tx=w.tx, mask="w"),
-    "microbatches": lambda w: dict(batches=[1, 2], like=w.params, communicate="each"),
+    "microbatches": lambda w: dict(batches=[1, 2], like=w.params),
     "no_split": lambda w: dict(model=Declares(nn.Linear(2, 2))),
     "objective": lambda w: dict(loss=torch.ones(()), like=w.params, reduce="mean"),
     "partition": lambda w: dict(parts={"*": w.tx}),
@@ -170,7 +170,7 @@ CALLS = {
     "split_dim": lambda w: dict(mesh=w.mesh, dim=0),
     "unshard": lambda w: dict(tree=w.params),
     "update": lambda w: dict(tx=w.tx, state=w.state, grads=w.grads, donate=False),
-    "value_and_grad": lambda w: dict(f=loss, argnums=0, reduce="mean", has_aux=False),
+    "value_and_grad": lambda w: dict(f=loss, reduce="mean", has_aux=False),
     "zero1": lambda w: dict(mesh=w.mesh, axis="shard", min_shard_elements=0),
     "zero2": lambda w: dict(mesh=w.mesh, axis="shard", min_shard_elements=0),
     "zero3": lambda w: dict(mesh=w.mesh, axis="shard", regather=True, prefetch=1, merge_bytes=0, min_shard_elements=0),
@@ -263,7 +263,6 @@ ACCEPTED = (
         "fully_shard.dim own_dim.dim hybrid_shard.dim",
     ),
     ("compared when there is a tree", (*NUMBERS, "a negative number"), "split_dim.dim"),
-    ("from the end", ("a negative number",), "value_and_grad.argnums"),
     ("false to Python", (*EMPTY, "an empty text"), "value_and_grad.has_aux testing.check_varying.has_aux"),
     ("a number in range", (*NUMBERS, "a negative number"), "sgd.dampening"),
     ("places, or none", (*NUMBERS, "an empty list"), "jit.donate_argnums jit.static_argnums"),
@@ -286,7 +285,7 @@ ACCEPTED = (
     (
         "the default",
         ("None",),
-        "accumulate.sums microbatches.communicate accumulate.communicate zero3.prefetch zero3.merge_bytes "
+        "accumulate.sums accumulate.communicate zero3.prefetch zero3.merge_bytes "
         "axis_of.name cast.gather cast.scatter ddp.axis init_mesh.device init_mesh.ranks zero1.axis "
         "zero2.axis clip_by_global_norm.sums global_norm.sums leaf_norms.sums testing.spmd.timeout zero3.axis "
         "offload.device checkpoint.restore.step checkpoint.restore.only checkpoint.Manager.mesh "

@@ -49,5 +49,5 @@ def test_ranks_share_the_ids_of_a_step(world_size):
         with pytest.raises(ValueError, match=f"expected {name}"):
             fs.sample_ids(**{"step": 0, "key": 0, "samples": 10, "batch": 2, name: value})
     ids = fs.sample_ids(3, 0, samples=100, batch=16)
-    mine = fs.microbatches(ids.unflatten(0, (8, -1)).unbind(), like=params, communicate="once")
-    assert torch.cat(mine).equal(ids.chunk(world_size)[my_rank()])
+    mine = fs.microbatches(ids.unflatten(0, (8, -1)).unbind(), like=params)
+    assert torch.cat(mine).equal(ids.unflatten(0, (8, -1))[my_rank() :: world_size].flatten())

@@ -109,31 +109,21 @@ def strategies(world_size):
     return found
 
 
-ORDERS = ("once", "each", None)
-
-
 def run_rows(world_size, dtype, number, wanted, jitted=False, only=None):
     """Rows of the table that ranks can share, each against the oracle: the ways to reduce take turns."""
     ran = 0
     for name, strategy in strategies(world_size).items():
         model = fs.functionalize(tied(dtype), units=nn.Linear)
         params = model.init(strategy)
-        for communicate in ORDERS[: 3 if name == "zero3" else 2]:
-            if only and name not in only:
-                continue
-            how = list(wanted)[ran % len(wanted)]
-            step = fs.accumulate(
-                lambda p, row, run=model.apply, how=how: local(run, how, p, row[1], row[0]),
-                reduce=how,
-                communicate=communicate,
-                sums="tree",
-            )
-            mine = fs.microbatches(list(enumerate(map(microbatch, range(number)))), params, communicate)
-            step = fs.jit(step) if jitted else step
-            found, grads = step(params, mine)
-            row = f"{name}, {communicate}, {how}"
-            assert_same_bits({row: (found, fs.unshard(grads))}, {row: wanted[how]})
-            ran += 1
+        if only and name not in only:
+            continue
+        how = list(wanted)[ran % len(wanted)]
+        loss = lambda p, row, run=model.apply, how=how: local(run, how, p, row[1], row[0])  # noqa: E731
+        step = fs.accumulate(loss, reduce=how, sums="tree")
+        mine = fs.microbatches(list(enumerate(map(microbatch, range(number)))), params)
+        found, grads = (fs.jit(step) if jitted else step)(params, mine)
+        assert_same_bits({(name, how): (found, fs.unshard(grads))}, {(name, how): wanted[how]})
+        ran += 1
     return ran
 
 
@@ -173,14 +163,13 @@ def test_mixed_precision_sums_in_the_dtype_of_the_reduction(world_size, number):
             model = fs.functionalize(tied(torch.float32), units=nn.Module)
             mixed = {"param_dtype": torch.bfloat16, "reduce_dtype": reduced}
             params = model.init(fs.zero3(one_axis(), min_shard_elements=20, merge_bytes=0, **mixed))
-            for communicate in ("once", "each"):
-                step = fs.accumulate(partial(local, model.apply, "mean"), communicate=communicate, sums="tree")
-                mine = fs.microbatches(list(map(microbatch, range(number))), params, communicate)
-                found.append(fs.unshard(step(params, mine)[1]))
+            step = fs.accumulate(partial(local, model.apply, "mean"), sums="tree")
+            mine = fs.microbatches(list(map(microbatch, range(number))), params)
+            found.append(fs.unshard(step(params, mine)[1]))
         return found
 
     (one,), (many, *_) = spmd(program, 1), spmd(program, world_size)
-    assert_same_bits([one[1::2], many], [one[0::2], one])
+    assert_same_bits(many, one)
 
 
 @on_ranks(2, 4)
@@ -189,7 +178,7 @@ def test_value_and_grad_is_one_microbatch_a_rank(world_size):
     params = model.init(fs.zero3(one_axis(), min_shard_elements=20))
     (batch,) = fs.microbatches(list(map(microbatch, range(world_size))), params)
     found = fs.value_and_grad(partial(local, model.apply, "mean"), sums="tree")(params, batch)
-    step = fs.accumulate(partial(local, model.apply, "mean"), sums="tree", communicate="once")
+    step = fs.accumulate(partial(local, model.apply, "mean"), sums="tree")
     assert_same_bits(found[0], step(params, [batch])[0])
     assert_same_bits(fs.unshard(found[1]), fs.unshard(step(params, [batch])[1]))
     # Inside another derivative it would be maths of torch.func, whose sums are no tree.
@@ -211,10 +200,9 @@ def test_powers_of_two_send_what_accumulation_in_turn_sends(world_size):
     for name, strategy in strategies(world_size).items():
         model = fs.functionalize(tied(torch.float32))
         params = model.init(strategy)
-        for communicate in ("once", "each"):
-            mine = fs.microbatches(list(map(microbatch, range(8))), params, communicate)
-            make = partial(fs.accumulate, partial(local, model.apply, "mean"), communicate=communicate)
-            assert sent(make(sums="tree"), params, mine) == sent(make(), params, mine), name
+        mine = fs.microbatches(list(map(microbatch, range(8))), params)
+        make = partial(fs.accumulate, partial(local, model.apply, "mean"), communicate="each")
+        assert sent(make(sums="tree"), params, mine) == sent(make(), params, mine), name
 
 
 @pytest.mark.parametrize("number", (1, 2, 4, 8, 32))
@@ -278,6 +266,10 @@ REFUSED = (
         "microbatches: expected as many microbatches on each of 2 ranks, got 7 in the whole job; cut the batch in a ",
     ),
     (lambda: fs.jit(fs.accumulate(summed, sums="tree"), backend="inductor")(sharded(fs.ddp), [0, 1]), KERNELS),
+    (
+        lambda: fs.accumulate(summed, communicate="once", sums="tree")(sharded(fs.ddp), [0, 1]),
+        "one of (None, 'each'), g",
+    ),
     (lambda: fs.microbatches([], sharded(fs.ddp)), "to be a sequence of one or more microbatches, got none"),
 )
 
@@ -296,7 +288,7 @@ def test_other_numbers_of_ranks_are_refused_by_name(world_size):
     with pytest.raises(ValueError, match=text):
         fs.value_and_grad(summed, sums="tree")(params)
     # Which microbatches are whose is told for any number of ranks.
-    assert fs.microbatches(range(6), params, "each") == [my_rank(), my_rank() + 3]
+    assert fs.microbatches(range(6), params) == [my_rank(), my_rank() + 3]
 
 
 @on_ranks(2)

@@ -43,15 +43,17 @@ class Backward:
         self._queue: list[Leaf] = []
         self._nbytes = 0
         self._flying: deque[tuple[list[Leaf], Any, int]] = deque()
-        for use in forward.uses:
-            for leaf in use.trained:
-                leaf.owed = leaf.owed or not leaf.derived
 
-    def catch_up(self) -> None:
-        """Take the steps that autograd has passed; then this rank is where all others are, whatever it computed."""
-        running = _compat.running_sequence_number()
-        if running is not None:
-            self._pass(running + 1)
+    def catch_up(self, behind: int = 1) -> None:
+        """Take the steps that autograd has passed; then this rank is where all others are, whatever it computed.
+
+        Args:
+            behind: 0 to take those of the node that runs, too.
+        """
+        if (running := _compat.running_sequence_number()) is not None:
+            left = itertools.islice(self._cursor.steps, self._cursor.at, None)
+            passed = itertools.takewhile(lambda step: step.sequence >= running + behind, left)
+            self._advance(self._cursor.at + sum(1 for _ in passed))
 
     def recomputed(self, leaves: Sequence[Leaf]) -> Use | None:
         """Find the use to compute with again: of some leaves the last one, if possible one that is not left."""
@@ -66,30 +68,25 @@ class Backward:
         for leaf, grad in zip(use.trained, grads, strict=True):
             if grad is not None:
                 leaf.add_full(grad)
-        running = _compat.running_sequence_number()
-        assert running is not None
-        self._pass(running)
+        self.catch_up(0)
 
     def finish(self) -> None:
         """Take every step that is left, with zeros where this rank has no gradient, and wait for all reductions."""
         self._advance(len(self._cursor.steps))
-        self._reduce_due()
+        self.reduce(())
 
     def reduce(self, leaves: Sequence[Leaf]) -> None:
-        """Reduce leaves behind all steps, and wait for it."""
+        """Reduce leaves behind all steps, and wait for all reductions."""
         self._enqueue(leaves)
-        self._reduce_due()
+        self._start_due()
+        while self._flying:
+            self._land()
 
     def release(self) -> None:
         """Drop what the backward is the last to need."""
         for use in self._uses:
             if use.unit.regathered or self._last:
                 use.release()
-
-    def _pass(self, number: int) -> None:
-        """Take the steps behind which autograd made nodes from a number on alone."""
-        left = itertools.islice(self._cursor.steps, self._cursor.at, None)
-        self._advance(self._cursor.at + sum(1 for _ in itertools.takewhile(lambda s: s.sequence >= number, left)))
 
     def _advance(self, to: int) -> None:
         for step in self._cursor.advance(to):
@@ -113,11 +110,6 @@ class Backward:
         # Small leaves of one unit travel together.
         if self._queue and self._nbytes >= self._queue[-1].policy.merge_bytes:
             self._start_due()
-
-    def _reduce_due(self) -> None:
-        self._start_due()
-        while self._flying:
-            self._land()
 
     @_compat.outside_selective_checkpoint()
     def _start_due(self) -> None:

@@ -16,8 +16,7 @@ from fshard.engine.passes import Pass
 from fshard.engine.plan import Facts, ModuleUnit, planned, unit_of
 from fshard.engine.saved import Saved
 from fshard.engine.use import Use
-from fshard.errors import Problem, expect, leaf_error
-from fshard.microbatches import Share
+from fshard.errors import expect
 from fshard.tree import Axis, Flat, Sharded, is_sharded
 from fshard.tree.checks import check_versions
 
@@ -37,9 +36,8 @@ class Call:
     """
 
     def __init__(
-        self, what: str, flat: Flat, axes: Sequence[Axis], *, trains: bool = True, inputs: Sequence[torch.Tensor] = (),
-        share: Share | None = None, **told: Any,
-    ) -> None:  # fmt: skip
+        self, what: str, flat: Flat, axes: Sequence[Axis], *, trains: bool = True, tree: bool = False, **told: Any
+    ) -> None:
         """Bind parameters, and check that every rank begins the same call.
 
         Args:
@@ -47,18 +45,17 @@ class Call:
             flat: Its parameters.
             axes: The mesh axes that they live on.
             trains: Whether anything is differentiated.
-            inputs: This rank's own tensors, to differentiate by too.
-            share: The microbatches that this rank adds up in one tree with those of others; None adds them up in turn.
+            tree: Whether microbatches are added up in one tree with those of other ranks, rather than in turn.
             **told: The verb's other arguments that decide what is sent or what sums mean.
         """
         comm.same_call(what, axes, flat, **told)
-        self._what, self._trains, self._inputs, self._share = what, trains, inputs, share
+        self._what, self._trains, self._tree = what, trains, tree
         self.bound, self.leaves = list(flat.leaves), list[Leaf | None]()
         for i, (path, own) in enumerate(zip(flat.paths, flat.leaves, strict=True)):
             if is_sharded(own):
                 bound = self.bound[i] = Sharded(own.local.detach(), own.spec)
                 bound.local.requires_grad_(trains and not own.spec.frozen)
-                self.leaves.append(Leaf(path, bound, own.local, share=share))
+                self.leaves.append(Leaf(path, bound, own.local, tree=tree))
             else:
                 self.leaves.append(None)
         self._own = [leaf for leaf in self.leaves if leaf is not None]
@@ -123,14 +120,8 @@ class Call:
 
     def output(self, use: Use, leaf: Leaf) -> torch.Tensor:
         """Return the tensor that the function gets for one leaf of an open use."""
-        index, recorded = use.places[leaf], torch.is_grad_enabled()
-        first = leaf.trained and not self._forward.over and (index not in use.outputs or not recorded)
-        if first and _compat.in_reentrant_checkpoint():
-            # Its own backward would lose the gradient.
-            problem = Problem(leaf.path, "a use inside a reentrant checkpoint", "one that autograd records")
-            remedy = "pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
-            raise leaf_error(f"{self._what}: a gradient would be lost", [problem], remedy)
-        if leaf.trained and recorded and index not in use.outputs:
+        index = use.places[leaf]
+        if leaf.trained and torch.is_grad_enabled() and index not in use.outputs:
             use.outputs = deliver(self._receive, use)
         return use.outputs[index] if index in use.outputs else use.tensor_of(leaf).detach()
 
@@ -139,13 +130,7 @@ class Call:
         if self.ended:
             raise graph_outlived([use.leaves[index].path])
         self._catch_up()
-        full = use.wait()[index]
-        if not self._forward.over:
-            # The function itself differentiates.
-            self._forward.saved.watch(use)
-            if use.left:
-                self._forward.forget(use)
-        return full
+        return use.wait()[index]
 
     def _receive(self, use: Use, grads: Grads) -> None:
         """Take the gradients of a use's outputs."""
@@ -172,29 +157,23 @@ class Call:
             Its result.
 
         Raises:
-            ValueError: if it calls torch.func where tensors are gathered again, or wrote to a parameter.
+            ValueError: if it wrote to a parameter.
+            RuntimeError: of torch's, if it calls torch.func where tensors are gathered again.
         """
         self._by_tensor = {id(leaf.tensor): leaf for leaf in self._own}
-        self._forward = Forward(self._what, self._trains, bool(self._inputs), Saved(self._fetch))
+        self._forward = Forward(self._what, self._trains, Saved(self._fetch))
         self._backward: Backward | None = None
         self._chain = Chain(self._catch_up)
         self._derived: list[Leaf] = []
         hooks = self._forward.saved.hooks() if self._drops else nullcontext()
         chain, grad = (chained(self._chain), torch.enable_grad()) if self._trains else (nullcontext(), nullcontext())
-        try:
-            with hooks, chain, grad:
-                out = f()
-        except RuntimeError as error:
-            if not _compat.refuses_saved_tensor_hooks(error):
-                raise
-            found = f"{self._what}: expected f not to call torch.func where weights are gathered again, got a call"
-            remedy = "pass regather=False to the strategy, or differentiate fs.objective(f(fs.gather(p)), like=p) by it"
-            raise ValueError(f"{found}; {remedy}") from error
+        with hooks, chain, grad:
+            out = f()
         self._check_writes()
         self._forward.finish()
         return out
 
-    def backward(self, loss: torch.Tensor, divisor: Any, *, reduce: bool, last: bool) -> list[torch.Tensor]:
+    def backward(self, loss: torch.Tensor, divisor: Any, *, reduce: bool, last: bool) -> None:
         """Differentiate the loss of the last forward and add its gradients to the leaves.
 
         Args:
@@ -202,9 +181,6 @@ class Call:
             divisor: Summed gradients are divided by it.
             reduce: Whether gathered leaves' gradients are reduced now, rather than kept in full.
             last: Whether no other forward follows, so that tensors that were kept may be dropped.
-
-        Returns:
-            The gradients of the inputs, not divided; zeros where the loss did not use them.
         """
         if last:
             for leaf in self._own:
@@ -216,11 +192,11 @@ class Call:
         outputs = [out for out in (loss, *self._chain.tokens[1:]) if out.requires_grad]
         starts = [torch.ones_like(out) if out is loss else torch.zeros_like(out) for out in outputs]
         used = used_by(loss, self.trained) if self._derived else set()
-        sources = [*self._inputs, *self._chain.tokens[:1], ANY_CALL]
+        sources = [*self._chain.tokens[:1], ANY_CALL]
         # This graph may share nodes with the graph that computed the derived leaves.
         found = self._differentiate(outputs, starts, sources, retain_graph=bool(self._derived))
         own = [leaf for leaf, grad in zip(self.trained, found, strict=False) if grad is not None]
-        check_direct(self._what, outputs, own, [*own, *self._derived] if self._share else [])
+        check_direct(self._what, outputs, own, [*own, *self._derived] if self._tree else [])
         backward.finish()
         # Reduced gradients of derived leaves go on; again where they reach full tensors of other derived leaves.
         while pending := [(leaf.tensor, leaf.take_reduced()) for leaf in self._derived if leaf.reduced is not None]:
@@ -238,12 +214,10 @@ class Call:
             if self._derived:
                 # Gradients come through derived leaves whether this rank uses them or not.
                 leaf.used = was or leaf in used
-            leaf.end_microbatch(last)
+            leaf.end_microbatch()
         self._forward.end()
         for leaf in self._by_tensor.values():
             leaf.first, leaf.keeper = None, None if leaf.derived else leaf.keeper
-        given = zip(self._inputs, found[len(self.trained) :], strict=False)
-        return [torch.zeros_like(tensor) if grad is None else grad for tensor, grad in given]
 
     def _differentiate(self, outputs: Any, starts: Any, sources: Sequence[torch.Tensor], retain_graph: bool) -> Grads:
         """Find the gradients of shards, and of other sources behind them."""

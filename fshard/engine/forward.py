@@ -21,19 +21,18 @@ class Forward:
         saved: The hooks by which autograd saves tensors.
     """
 
-    def __init__(self, what: str, trains: bool, differentiated: bool, saved: Saved) -> None:
+    def __init__(self, what: str, trains: bool, saved: Saved) -> None:
         """Begin before the first use.
 
         Args:
             what: The verb that runs, for errors.
             trains: Whether a backward follows.
-            differentiated: Whether the function's other arguments are differentiated too.
             saved: The hooks by which autograd saves tensors.
         """
         self.uses: list[Use] = []
         self.events: list[Step] = []
         self.over, self.saved = False, saved
-        self._what, self._trains, self._differentiated = what, trains, differentiated
+        self._what, self._trains, self._differentiated = what, trains, False
         self._open: list[Use] = []
         self._left: list[Use] = []
         self._plain: Use | None = None
@@ -77,6 +76,7 @@ class Forward:
         use.wait()
         for leaf in use.leaves:
             leaf.first = leaf.first or use
+            leaf.owed = leaf.owed or (leaf.trained and not leaf.derived)
         self.saved.watch(use)
 
     def leave(self, use: Use) -> None:
@@ -85,12 +85,8 @@ class Forward:
         use.left = True
         if not self.over:
             use.check_writes(self._what)
-            self.forget(use)
-
-    def forget(self, use: Use) -> None:
-        """Drop a use's tensors when the next gather starts, unless they stay."""
-        if use.unit.regathered:
-            self._left.append(use)
+            if use.unit.regathered:
+                self._left.append(use)
 
     def make_room(self, near: Sequence[Use] = ()) -> None:
         """Drop the tensors of uses that were left, except those near the use that opens."""

@@ -7,7 +7,7 @@ import torch
 
 from fshard.collectives import divided
 from fshard.engine.plan import PLAIN
-from fshard.microbatches import Share, TreeSum
+from fshard.microbatches import TreeSum
 from fshard.transforms.compose import check_stateless, reduction, sum_dtype
 from fshard.tree import Sharded
 
@@ -33,18 +33,12 @@ class Leaf:
         used: Whether this rank's loss used it.
         state: The state of its transform, if that has one.
         tree: The sum over all microbatches of the job in one binary tree; None where they are added up in turn.
-        once: Whether full gradients enter the tree, to be reduced together, rather than reduced ones.
         full: This rank's full gradient, not yet reduced.
         reduced: The reduced gradient.
     """
 
-    __slots__ = (
-        *("full", "reduced", "accumulated", "derived", "device", "dtype", "first", "keeper", "nbytes", "once"),
-        *("owed", "path", "policy", "shape", "spec", "state", "stored", "tensor", "trained", "tree", "used"),
-    )
-
     def __init__(
-        self, path: str, leaf: Sharded, stored: torch.Tensor, *, derived: bool = False, share: Share | None = None
+        self, path: str, leaf: Sharded, stored: torch.Tensor, *, derived: bool = False, tree: bool = False
     ) -> None:
         """Take a leaf in."""
         self.path, self.spec, self.tensor, self.derived = path, leaf.spec, leaf.local, derived
@@ -56,17 +50,16 @@ class Leaf:
         self.keeper: Use | None = None
         self.first: Use | None = None
         self.state: Any = None
-        self.tree = TreeSum() if share else None
-        self.once = share is not None and share.communicate == "once"
-        self.shape: Sequence[int] | None = None
+        self.tree = TreeSum() if tree else None
+        self.shape: Sequence[int] = ()
+        self.nbytes = -1
         self.full: torch.Tensor | None = None
         self.reduced: torch.Tensor | None = None
 
     def gathered(self, full: torch.Tensor) -> None:
         """Note shape, dtype and device of the full tensor, the same on every rank."""
-        if self.shape is None:
-            self.shape = full.shape
-            self.dtype, self.device, self.nbytes = full.dtype, full.device, full.nbytes
+        if self.nbytes < 0:
+            self.shape, self.dtype, self.device, self.nbytes = full.shape, full.dtype, full.device, full.nbytes
 
     def wide(self, grad: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Cast to the dtype in which gradients, by default of shards, are added up.
@@ -85,15 +78,9 @@ class Leaf:
         self.full = grad if self.full is None else self.wide(self.full, grad.dtype) + grad
 
     def take_full(self) -> torch.Tensor:
-        """Hand over this rank's full gradient, of this microbatch or of all; zeros where it has none."""
+        """Hand over this rank's full gradient; zeros where it has none."""
         full, self.full, self.owed = self.full, None, False
-        if self.tree is not None and self.once:
-            self._enter(full)
-            full = self.tree.total()
-        if full is None:
-            assert self.shape is not None
-            full = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        return self._in_tree(full) if self.once else full
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device) if full is None else full
 
     def add_reduced(self, grad: torch.Tensor) -> None:
         """Add to the reduced gradient."""
@@ -107,22 +94,12 @@ class Leaf:
     def take_grad(self, divisor: Any = 1) -> torch.Tensor:
         """Hand over the reduced gradient, divided and in the stored dtype; zeros where there is none."""
         reduced = self.take_reduced()
-        if self.tree is not None and not self.once and (reduced := self.tree.total()) is not None:
+        if self.tree is not None and (reduced := self.tree.total()) is not None:
             reduced = self.wide(reduced)
         return torch.zeros_like(self.stored) if reduced is None else divided(reduced, divisor).to(self.stored.dtype)
 
-    def end_microbatch(self, last: bool) -> None:
-        """Take the gradient of a microbatch into the tree."""
-        if self.tree is not None and not self.once:
-            self._enter(self.take_reduced())
-        elif self.tree is not None and not last:
-            self._enter(self.full)
-            self.full = None
-
-    def _enter(self, part: torch.Tensor | None) -> None:
-        assert self.tree is not None
-        self.tree.add(None if part is None else self._in_tree(part))
-
-    def _in_tree(self, grad: torch.Tensor) -> torch.Tensor:
-        """Cast to the dtype of all sums over microbatches: that of the reduction, or else of full gradients."""
-        return grad.to(reduction(self.spec.transform).dtype or self.dtype)
+    def end_microbatch(self) -> None:
+        """Take the gradient of a microbatch into the tree, in the dtype of the reduction, or else of full gradients."""
+        if self.tree is not None:
+            part = self.take_reduced()
+            self.tree.add(None if part is None else part.to(reduction(self.spec.transform).dtype or self.dtype))

@@ -29,7 +29,6 @@ def assert_same_bits(
     batches: Iterable[Sequence[Any]],
     world_sizes: Sequence[int | Workers] = (1, 2, 4, 8),
     *,
-    communicate: str | None = None,
     timeout: float = 300.0,
 ) -> None:
     """Run a step at several world sizes and assert that every loss and every leaf of the state have the same bits.
@@ -46,7 +45,6 @@ def assert_same_bits(
             function that wants another mesh makes it by `fs.init_mesh`, for mesh.size() ranks.
         batches: All microbatches of the job, step by step.
         world_sizes: Numbers of ranks to simulate, or processes; one or more to compare with the first.
-        communicate: As for `fs.microbatches`.
         timeout: Seconds that the run at one world size may take.
 
     Raises:
@@ -82,7 +80,7 @@ def assert_same_bits(
     _check_threads(world_sizes)
 
     def run(world: int | Workers, keep: int | None = None) -> list[_Values]:
-        program = partial(_program, step, state, steps if keep is None else steps[:keep], communicate, keep)
+        program = partial(_program, step, state, steps if keep is None else steps[:keep], keep)
         return spmd(program, world, timeout)[0]
 
     reference, *others = world_sizes
@@ -109,7 +107,6 @@ def _program(
     step: Callable[..., Any],
     state: Callable[..., Any],
     batches: Sequence[Sequence[Any]],
-    communicate: str | None,
     keep: int | None,
 ) -> list[_Values]:
     """Run all steps on this rank; a value for the state that it starts from, and one for each step.
@@ -118,13 +115,12 @@ def _program(
         step: As for `assert_same_bits`.
         state: Likewise.
         batches: Likewise.
-        communicate: Likewise.
         keep: The number of the value that holds tensors, the last one; None leaves digests alone.
     """
     now = state(fs.init_mesh({"shard": -1}, device="cpu"))
     rows = [_values({STATE: now}, Counter(), keep == 0)]
     for number, batch in enumerate(batches, 1):
-        share = fs.microbatches(batch, now.params if isinstance(now, fs.TrainState) else now, communicate)
+        share = fs.microbatches(batch, now.params if isinstance(now, fs.TrainState) else now)
         with fs.comm.record() as record:
             out = step(now, share)
         fits = isinstance(out, tuple) and len(out) in (2, 3)

@@ -12,7 +12,7 @@ from fshard import comm
 from fshard.errors import Problem, expect, refuse
 from fshard.jit import jit
 from fshard.mesh import init_mesh
-from fshard.microbatches import place_of
+from fshard.microbatches import share_of
 from fshard.optim.native import sgd
 from fshard.shard import shard, unshard
 from fshard.testing.compare import check_pure, differing_leaves, refuse_on_all_ranks
@@ -69,7 +69,7 @@ def check_adjoint(
     specs = [leaf.spec for leaf in params]
     # Copies, so that a transform which writes to its arguments is not taken for a wrong transpose.
     gathered = transform.gather([leaf.local.clone() for leaf in params], specs)
-    _, place = place_of(transform.axes)
+    _, place = share_of(transform.axes)
     drawn = _drawn([tensor.shape for tensor in gathered], torch.float64, seed + 1 + place)
     cotangents = [each.to(tensor.dtype) for each, tensor in zip(drawn, gathered, strict=True)]
     scattered, _ = start_scatter(transform, [y.clone() for y in cotangents], specs, _states(transform, cotangents))()

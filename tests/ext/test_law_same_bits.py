@@ -77,7 +77,7 @@ def batch(step, microbatches):
     return [(i, part, 1 + numbers % CONTEXT) for i, (part, numbers) in enumerate(parts)]
 
 
-def make_step(tx, module, microbatches, communicate):
+def make_step(tx, module, microbatches):
     model = fs.functionalize(module, units=Block)
 
     def step(state, mine):
@@ -90,7 +90,7 @@ def make_step(tx, module, microbatches, communicate):
             counted = torch.arange(CONTEXT) < lengths[:, None]
             return (losses * counted).sum(), counted.sum()
 
-        options = dict(reduce="weighted", sums="tree", communicate=communicate)
+        options = dict(reduce="weighted", sums="tree")
         run = fs.accumulate(loss_fn, **options)
         loss, grads = run(state.params, mine)
         return fs.update(tx, state, grads), loss
@@ -98,7 +98,7 @@ def make_step(tx, module, microbatches, communicate):
     return step, lambda strategy: fs.TrainState.create(model.init(strategy), tx, key=0)
 
 
-def check(strategy, precision, microbatches, communicate, worlds, steps, drawn=False, jitted=False):
+def check(strategy, precision, microbatches, worlds, steps, drawn=False, jitted=False):
     dtype, options = PRECISIONS[precision]
     options = options if strategy in ("zero3", "hsdp") else {}
     with torch.random.fork_rng():
@@ -106,25 +106,23 @@ def check(strategy, precision, microbatches, communicate, worlds, steps, drawn=F
         module = Language(drawn).to(dtype)
     # Every gradient is longer than that.
     tx = fs.chain(fs.clip_by_global_norm(1e-2, sums="tree"), fs.adamw(3e-3, weight_decay=0.1))
-    step, make = make_step(tx, module, microbatches, communicate)
+    step, make = make_step(tx, module, microbatches)
     strategies = partial(STRATEGIES[strategy], min_shard_elements=50) if strategy != "ddp" else fs.ddp
     assert_same_bits(
         fs.jit(step) if jitted else step,
         lambda mesh: make(strategies(mesh, **options)),
         [batch(number, microbatches) for number in range(steps)],
         worlds,
-        communicate=communicate,
         timeout=600,
     )
 
 
-@pytest.mark.parametrize("communicate", ("each", "once"))
 @pytest.mark.parametrize("microbatches", (8, pytest.param(16, marks=pytest.mark.slow)))
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.rows(2)
-def test_training_has_one_answer(strategy, precision, microbatches, communicate):
-    check(strategy, precision, microbatches, communicate, (1, 2, 4, 8), steps=2)
+def test_training_has_one_answer(strategy, precision, microbatches):
+    check(strategy, precision, microbatches, (1, 2, 4, 8), steps=2)
 
 
 @pytest.mark.parametrize("processes", ((2,), pytest.param((2, 4), marks=pytest.mark.slow)), ids=str)
@@ -135,4 +133,4 @@ def test_processes_have_it_too(strategy, jitted, processes, workers):
     """With masks of nn.Dropout, which torch's own generator draws after a key."""
     # What was jitted does not travel to processes once it has run in this one.
     worlds = (workers(1) if jitted else 1, *map(workers, processes))
-    check(strategy, "float32", 8, "each", worlds, steps=4, drawn=True, jitted=jitted)
+    check(strategy, "float32", 8, worlds, steps=4, drawn=True, jitted=jitted)

@@ -29,8 +29,8 @@ def loss_fn(params, x):
     return torch.tanh(x @ full["w"] * full["v"]).mean()
 
 
-def step(state, microbatches, tx=SGD, sums="tree", aux=False, loss_fn=loss_fn, communicate=None):
-    make = fs.accumulate(loss_fn, sums=sums, communicate=communicate)
+def step(state, microbatches, tx=SGD, sums="tree", aux=False, loss_fn=loss_fn):
+    make = fs.accumulate(loss_fn, sums=sums)
     loss, grads = make(state.params, microbatches)
     return fs.update(tx, state, grads), loss, *([grads] if aux else [])
 
@@ -47,7 +47,7 @@ def by_rank(params, x):
 def test_steps_of_one_tree_pass(strategy):
     make = partial(state, strategy=strategy)
     assert_same_bits(step, make, BATCHES)
-    assert_same_bits(partial(step, aux=True, communicate="once"), make, BATCHES[:2], (2, 4), communicate="once")
+    assert_same_bits(partial(step, aux=True), make, BATCHES[:2], (2, 4))
     assert_same_bits(fs.jit(step, donate_argnums=0), make, BATCHES, (1, 4))
 
 

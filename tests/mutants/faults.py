@@ -247,8 +247,8 @@ FAULTS = (
         "handle-passes-the-step-of-its-own-node",
         "engine",
         "fshard/engine/backward.py",
-        "self._pass(running + 1)",
-        "self._pass(running)",
+        "def catch_up(self, behind: int = 1) -> None:",
+        "def catch_up(self, behind: int = 0) -> None:",
         "8: a backward gathers each regathered unit once, frozen ones too",
     ),
     Fault(
@@ -311,8 +311,8 @@ FAULTS = (
         "tree-adds-in-dtype-of-the-gradient",
         "engine",
         "fshard/engine/leaf.py",
-        "return grad.to(reduction(self.spec.transform).dtype or self.dtype)",
-        "return grad.to(self.dtype)",
+        "self.tree.add(None if part is None else part.to(reduction(self.spec.transform).dtype or self.dtype))",
+        "self.tree.add(None if part is None else part.to(self.dtype))",
         "3: microbatches are added up in reduce_dtype, with the same bits on any number of ranks",
     ),
     Fault(
