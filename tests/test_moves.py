@@ -19,7 +19,7 @@ def row(rank, size=3):
 @on_ranks(*WORLDS)
 def test_values():
     axis = fs.axis_of(one_axis())
-    own, size = fs.axis_index(axis), fs.axis_size(axis)
+    own, size = fs.axis_index(axis), axis.size
     ranks = range(size)
     x = row(own)
     around = fs.ppermute({"x": x, "n": torch.tensor([own])}, axis, [(rank, (rank + 1) % size) for rank in ranks])
@@ -27,6 +27,11 @@ def test_values():
     along = fs.ppermute(x, axis, [(rank, rank + 1) for rank in ranks[:-1]])
     assert_same_bits(along, row(own - 1) if own else torch.zeros_like(x))
     assert_same_bits(fs.ppermute(x, axis, []), torch.zeros_like(x))
+    assert_same_bits(fs.ppermute(-0.0 * x, axis, [(0, 0)]), -0.0 * x if own == 0 else torch.zeros_like(x))
+    assert_same_bits(fs.ppermute(x, axis, [(rank, 0) for rank in ranks]), sum(map(row, ranks)) * (own == 0))
+    for move, bad in ((fs.ppermute, [(0, size)]), (fs.broadcast, size)):
+        with pytest.raises(IndexError, match="out of range"):
+            move(x, axis, bad)
     to_all = fs.all_to_all(row(own, 2 * size).view(size, 2), axis, 0, 1)
     assert_same_bits(to_all, torch.cat([row(rank, 2 * size)[2 * own : 2 * own + 2] for rank in ranks])[None])
     send, receive = [(own + 2 * rank) % 3 for rank in ranks], [(rank + 2 * own) % 3 for rank in ranks]
@@ -47,7 +52,7 @@ def test_values():
 def test_rows_of_any_number_have_gradients():
     """With ranks that send nothing at all, to any order."""
     axis = fs.axis_of(one_axis())
-    own, size = fs.axis_index(axis), fs.axis_size(axis)
+    own, size = fs.axis_index(axis), axis.size
     # Rank 0 alone has rows: two for each other rank, and three for itself.
     sent = [3 if rank == 0 else 2 for rank in range(size)] if own == 0 else [0] * size
     received = [(3 if own == 0 else 2) if rank == 0 else 0 for rank in range(size)]
@@ -67,7 +72,7 @@ def test_rows_of_any_number_have_gradients():
 @pytest.mark.rows(2)
 def test_a_step_may_be_jitted():
     axis = fs.axis_of(one_axis())
-    own, size = fs.axis_index(axis), fs.axis_size(axis)
+    own, size = fs.axis_index(axis), axis.size
     around = [(rank, (rank + 1) % size) for rank in range(size)]
     sent, received = ([(s - own) % size + 1 for s in range(size)], [(own - s) % size + 1 for s in range(size)])
     params = fs.shard({"w": row(0, 6 * size).view(-1, 3) / 10}, fs.zero3(one_axis(), min_shard_elements=0))
@@ -88,7 +93,7 @@ def test_a_step_may_be_jitted():
 def test_bytes_are_those_that_leave():
     """float64: 8 bytes an element."""
     axis = fs.axis_of(one_axis())
-    own, size = fs.axis_index(axis), fs.axis_size(axis)
+    own, size = fs.axis_index(axis), axis.size
     x = row(own, 4 * size)
 
     def sent(f, *arguments):

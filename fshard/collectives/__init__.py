@@ -1,12 +1,11 @@
 """Differentiable collectives over a named axis, each with its transpose; the objective and the typing of its values."""
 
-from fshard.collectives.linear import LOCATED, REDUCTIONS, Chain, chained, custom_call, setting, variance_of
+from fshard.collectives.linear import LOCATED, REDUCTIONS, Chain, chained, custom_call, variance_of
 from fshard.collectives.moves import (
     all_gather,
     all_gather_invariant,
     all_to_all,
     axis_index,
-    axis_size,
     broadcast,
     ppermute,
     ragged_all_to_all,

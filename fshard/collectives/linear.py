@@ -21,6 +21,9 @@ from fshard.tree.checks import check_operands
 
 Tensors = Sequence[torch.Tensor]
 LinearMap = Callable[[Tensors], Tensors]
+Moves = Callable[..., Tensors]
+# Of the operands and of the outputs of a collective.
+Varies = tuple[bool | None, bool]
 # Maps tensors to outputs, and to what the backward needs: of these it gets the cotangents of the tensors.
 Forward = Callable[[Tensors], tuple[Tensors, Tensors]]
 Backward = Callable[[Tensors, Tensors], Sequence[torch.Tensor | None]]
@@ -185,12 +188,6 @@ def variance_of(node: Any) -> Variance:
     return found if isinstance(found, Variance) else Variance("", (), None, False)
 
 
-def nodes_behind(node: Any) -> list[Any]:
-    """List the nodes behind a node in autograd's graph, without those that only tie collectives together."""
-    edges = node.next_functions[:-1] if hasattr(node, "passed") else node.next_functions
-    return [other for other, _ in edges if other is not None]
-
-
 class _Tie(Function):
     """Tie tensors to a token: where the token is differentiated, so are they, by zeros where nobody uses them."""
 
@@ -238,16 +235,6 @@ REDUCTIONS: ContextVar[int] = ContextVar("fshard_reductions", default=0)
 
 
 @contextmanager
-def setting(variable: ContextVar[Any], value: Any) -> Iterator[None]:
-    """Set a variable inside the context."""
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
-
-
-@contextmanager
 def chained(chain: Chain | None = None) -> Iterator[Chain]:
     """Tie the collectives that this rank's function calls inside the context.
 
@@ -258,7 +245,7 @@ def chained(chain: Chain | None = None) -> Iterator[Chain]:
         It: its first token is an input of the graph, and its last one an output, to be differentiated with zeros.
     """
     chain = chain or Chain(lambda: None)
-    with setting(_chain, chain):
+    with comm.setting(_chain, chain):
         yield chain
 
 
@@ -275,12 +262,11 @@ def collective(
     what: str,
     tree: Tree,
     axis: Axis,
-    run: Callable[..., Tensors],
-    back: Callable[..., Tensors],
+    run: Moves,
+    back: Moves,
     *,
     dim: int | None = None,
-    vary: bool | None = None,
-    agrees: bool = False,
+    varies: Varies = (None, True),
 ) -> Tree:
     """Call a collective, a linear map, on all tensors of a tree, in the chain of the call that runs.
 
@@ -291,15 +277,15 @@ def collective(
         run: Maps tensors to as many outputs; called with axis= and label= too.
         back: Its transpose, called in the same way; a partial may have another label.
         dim: As for `check_operands`.
-        vary: As for `check_operands`.
-        agrees: Whether the outputs agree between ranks.
+        varies: Whether operands vary between ranks, or agree, or None where they may do either; and whether outputs do.
 
     Returns:
         The tree of outputs.
     """
-    check_operands(what, tree, axis, dim, vary=vary)
+    operand, result = varies
+    check_operands(what, tree, axis, dim, vary=operand)
     keywords = {"axis": axis, "label": what}
     fun, transpose = (partial(f, **(keywords | getattr(f, "keywords", {}))) for f in (run, back))
-    linear = Linear(fun, transpose, Variance(what, (axis,), vary is not False, not agrees))
+    linear = Linear(fun, transpose, Variance(what, (axis,), operand is not False, result))
     outputs = iter(in_chain(partial(linear_call, linear), tree_leaves(tree), axis))
     return tree_map(lambda _: next(outputs), tree)

@@ -1,7 +1,7 @@
 """Collectives that move pieces of tensors between the ranks of a mesh axis, each with its transpose."""
 
 from collections.abc import Iterable, Sequence
-from functools import partial
+from functools import partial, reduce
 
 import torch
 
@@ -59,7 +59,7 @@ def all_gather_invariant(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
     [([1.0, 2.0], [2.0]), ([1.0, 2.0], [4.0])]
     """
     run, back = partial(_concatenate, dim=dim), partial(_own_piece, dim=dim)
-    return collective("all_gather_invariant", tree, axis, run, back, dim=dim, agrees=True)
+    return collective("all_gather_invariant", tree, axis, run, back, dim=dim, varies=(None, False))
 
 
 def reduce_scatter(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
@@ -161,14 +161,13 @@ def ppermute(tree: Tree, axis: Axis, perm: Iterable[tuple[int, int]]) -> Tree:
     Args:
         tree: Tensors of equal shapes and dtypes on every rank.
         axis: The mesh axis.
-        perm: Pairs (source, destination) of coordinates on the axis, the same on every rank; no two have the same
-            source or the same destination.
+        perm: Pairs (source, destination) of coordinates on the axis, the same on every rank.
 
     Returns:
-        What this rank was sent.
+        What this rank was sent, added up where several ranks sent it.
 
     Raises:
-        ValueError: if `perm` is no such pairs.
+        IndexError: if the axis has no such coordinates.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -178,7 +177,7 @@ def ppermute(tree: Tree, axis: Axis, perm: Iterable[tuple[int, int]]) -> Tree:
     >>> fs.testing.spmd(program, world=3)
     [0, 1, 2]
     """
-    pairs = [(source, target) for source, target in perm]
+    pairs = list(perm)
     back = partial(_permute, perm=[(target, source) for source, target in pairs])
     return collective("ppermute", tree, axis, partial(_permute, perm=pairs), back)
 
@@ -197,7 +196,7 @@ def broadcast(tree: Tree, axis: Axis, root: int = 0) -> Tree:
         That rank's tensors.
 
     Raises:
-        ValueError: if the axis has no such rank.
+        IndexError: if the axis has no such rank.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -207,7 +206,7 @@ def broadcast(tree: Tree, axis: Axis, root: int = 0) -> Tree:
     [1, 1]
     """
     run, back = partial(_from_root, root=root), partial(_at_root, root=root)
-    return collective("broadcast", tree, axis, run, back, vary=True, agrees=True)
+    return collective("broadcast", tree, axis, run, back, varies=(True, False))
 
 
 def axis_index(axis: Axis) -> int:
@@ -228,26 +227,6 @@ def axis_index(axis: Axis) -> int:
     """
     check_axis("axis_index", axis)
     return comm.rank(axis)
-
-
-def axis_size(axis: Axis) -> int:
-    """Look up the number of ranks on a mesh axis. Follows jax.lax.axis_size.
-
-    Args:
-        axis: The mesh axis.
-
-    Returns:
-        The number of ranks.
-
-    >>> import fshard as fs
-    >>> def program():
-    ...     mesh = fs.init_mesh({"replicate": 1, "shard": 2}, device="cpu")
-    ...     return fs.axis_size(fs.axis_of(mesh, "replicate")), fs.axis_size(fs.axis_of(mesh, "shard"))
-    >>> fs.testing.spmd(program, world=2)
-    [(1, 2), (1, 2)]
-    """
-    check_axis("axis_size", axis)
-    return axis.size
 
 
 def _concatenate(tensors: Tensors, axis: Axis, label: str, dim: int) -> Tensors:
@@ -275,38 +254,29 @@ def _exchange(tensors: Tensors, axis: Axis, label: str, split: int, concat: int)
 
 def _exchange_rows(tensors: Tensors, axis: Axis, label: str, send: Sequence[int], receive: Sequence[int]) -> Tensors:
     whole = all([type(size) for size in sizes] == [int] * axis.size and min(sizes) >= 0 for sizes in (send, receive))
-    needed = f"send_sizes and recv_sizes to be {axis.size} whole numbers of 0 or more, one for each rank"
+    needed = f"send_sizes and recv_sizes to be {axis.size} whole numbers of 0 or more, as many from a rank to itself"
     remedy = "call .tolist() of a tensor of counts; a graph sends each rank its capacity of rows, by all_to_all"
-    expect(whole, "ragged_all_to_all", needed, f"{send!r:.100} and {receive!r:.100}", remedy)
-    kept, own = (sizes[comm.rank(axis)] for sizes in (send, receive))
-    # torch would copy one row to several.
-    expect(kept == own, "ragged_all_to_all", "as many rows from a rank to itself in both sizes", f"{kept} and {own}")
+    # torch would copy one row that a rank keeps to several.
+    fits = whole and send[comm.rank(axis)] == receive[comm.rank(axis)]
+    expect(fits, "ragged_all_to_all", needed, f"{send!r:.100} and {receive!r:.100}", remedy)
     return comm.all_to_all(tensors, send, receive, axis, label)
 
 
 def _permute(tensors: Tensors, axis: Axis, label: str, perm: Sequence[tuple[int, int]]) -> Tensors:
-    once = all(len({*side} & {*range(axis.size)}) == len(side) for side in zip(*perm, strict=True))
-    needed = f"perm to have each source and each destination once, from 0 to {axis.size - 1}"
-    remedy = "leave out pairs that fall off the end of the axis"
-    expect(once, "ppermute", needed, f"{perm!r:.100}", remedy)
-    return _sent(tensors, axis, label, perm)
+    ranks, own = range(axis.size), comm.rank(axis)
+    known = [(ranks[source], ranks[target]) for source, target in perm]
+    send = [known.count((own, rank)) for rank in ranks]
+    receive = [known.count((rank, own)) for rank in ranks]
+    found = comm.all_to_all([tensor.expand(sum(send), *tensor.shape) for tensor in tensors], send, receive, axis, label)
+    # A sum of one row would lose the sign of a zero.
+    pairs = zip(found, tensors, strict=True)
+    return [reduce(torch.add, rows).detach() if sum(receive) else torch.zeros_like(like) for rows, like in pairs]
 
 
 def _from_root(tensors: Tensors, axis: Axis, label: str, root: int) -> Tensors:
-    known = root in range(axis.size)
-    expect(known, "broadcast", f"root to be a coordinate from 0 to {axis.size - 1}", f"{root!r:.40}")
-    return _sent(tensors, axis, label, [(root, rank) for rank in range(axis.size)])
-
-
-def _sent(tensors: Tensors, axis: Axis, label: str, pairs: Sequence[tuple[int, int]]) -> Tensors:
-    """Send tensors from ranks to others; zeros where nobody sends."""
-    own = comm.rank(axis)
-    send = [int((own, rank) in pairs) for rank in range(axis.size)]
-    receive = [int((rank, own) in pairs) for rank in range(axis.size)]
-    found = comm.all_to_all([tensor.expand(sum(send), *tensor.shape) for tensor in tensors], send, receive, axis, label)
-    copies = zip(found, tensors, strict=True)
-    return [rows[0].detach() if sum(receive) else torch.zeros_like(tensor) for rows, tensor in copies]
+    return _permute(tensors, axis, label, [(root, rank) for rank in range(axis.size)])
 
 
 def _at_root(tensors: Tensors, axis: Axis, label: str, root: int) -> Tensors:
-    return list(tensors) if comm.rank(axis) == root else [torch.zeros_like(tensor) for tensor in tensors]
+    here = comm.rank(axis) == range(axis.size)[root]
+    return list(tensors) if here else [torch.zeros_like(tensor) for tensor in tensors]

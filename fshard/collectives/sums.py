@@ -37,7 +37,7 @@ def psum(tree: Tree, axis: Axis) -> Tree:
     >>> fs.testing.spmd(program, world=2)  # 1 + 4, and the derivatives of the two ranks' losses together
     [(5.0, 4.0), (5.0, 8.0)]
     """
-    return collective("psum", tree, axis, comm.all_reduce, comm.all_reduce, vary=True)
+    return collective("psum", tree, axis, comm.all_reduce, comm.all_reduce, varies=(True, True))
 
 
 def pmean(tree: Tree, axis: Axis) -> Tree:
@@ -87,7 +87,7 @@ def pvary(tree: Tree, axis: Axis) -> Tree:
     >>> fs.testing.spmd(program, world=2)  # each rank's own loss, and the sum of both derivatives
     [(5.0, 3.0), (10.0, 3.0)]
     """
-    return collective("pvary", tree, axis, _same, comm.all_reduce, vary=False)
+    return collective("pvary", tree, axis, _same, comm.all_reduce, varies=(False, True))
 
 
 def psum_invariant(tree: Tree, axis: Axis) -> Tree:
@@ -113,7 +113,7 @@ def psum_invariant(tree: Tree, axis: Axis) -> Tree:
     [(5.0, 2.0), (5.0, 4.0)]
     """
     REDUCTIONS.set(REDUCTIONS.get() + 1)
-    return collective("psum_invariant", tree, axis, comm.all_reduce, _same, vary=True, agrees=True)
+    return collective("psum_invariant", tree, axis, comm.all_reduce, _same, varies=(True, False))
 
 
 def pmax(tree: Tree, axis: Axis) -> Tree:
@@ -144,7 +144,7 @@ def pmax(tree: Tree, axis: Axis) -> Tree:
     needed, found = "tensors without derivatives", "one that is differentiated"
     remedy = "pass tensor.detach(); a shift of exponents by their largest needs no derivative"
     expect(not differentiated, "pmax", needed, found, remedy)
-    rows = collective("pmax", tree, axis, comm.all_gather, comm.reduce_scatter, vary=True)
+    rows = collective("pmax", tree, axis, comm.all_gather, comm.reduce_scatter, varies=(True, True))
     return tree_map(lambda each: each.amax(0), rows)
 
 

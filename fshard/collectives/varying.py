@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import torch
 
 from fshard import _compat, comm
-from fshard.collectives.linear import nodes_behind, variance_of
+from fshard.collectives.linear import variance_of
 from fshard.errors import Problem, expect, refuse
 from fshard.tree import Axis, Flat, Spec
 
@@ -51,7 +51,11 @@ def _reached(outputs: Sequence[torch.Tensor], axis: Axis, sums: Callable[[Any], 
     def behind(node: Any) -> Sequence[Any]:
         found = variance_of(node)
         summed = axis in found.axes and found.result and not found.operand
-        return () if summed or sums(node) else nodes_behind(node)
+        if summed or sums(node):
+            return ()
+        # The last edge of a tie is its token.
+        edges = node.next_functions[:-1] if hasattr(node, "passed") else node.next_functions
+        return [other for other, _ in edges if other is not None]
 
     return walked({output.grad_fn for output in outputs if output.grad_fn is not None}, behind)
 

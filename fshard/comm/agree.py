@@ -9,8 +9,8 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -92,8 +92,7 @@ def same_call(what: str, axes: Sequence[Axis], facts: Flat | Mapping[Axis, str],
         if tracing:
             return ops.told(text)
         facts = dict.fromkeys(axes, text)
-    if (running := world().call) is not None:
-        running.begun = True
+    world().begun = True
     failures, difference = _differing(facts, Label(Verb.START, (what,)), failed)
     if failures:
         raise CollectiveError("\n".join([*failures, f"To fix: mend it; {what} has sent nothing yet."]))
@@ -112,7 +111,7 @@ def disagreement(entries: Mapping[str, str], axes: Sequence[Axis], label: Who) -
 
     Returns:
         None where all ranks agree, else the first entry that differs; the same on every rank, which then ends the call
-        that runs. Entries that only some ranks have come before those whose texts differ.
+        that runs.
     """
     return _differing(dict.fromkeys(axes, json.dumps(dict(entries))), labelled(label))[1]
 
@@ -137,10 +136,9 @@ def _differing(facts: Mapping[Axis, str], label: Label, failed: str = "") -> tup
 
 
 def _difference(ranks: Sequence[tuple[str, Mapping[str, str]]]) -> Problem | None:
-    """Find the first entry that some rank has not, or else has another of, than the first one; the verb before all."""
+    """Find the first entry that some rank has not, or has another of, than the first one."""
     (first, needed), *others = ranks
-    keys = dict.fromkeys(itertools.chain(*[entries for _, entries in ranks]))
-    for key in sorted(keys, key=lambda key: key != VERB and all(key in entries for _, entries in ranks)):
+    for key in dict.fromkeys(itertools.chain(*[entries for _, entries in ranks])):
         for place, entries in others:
             sides = (side.get(key, "nothing").split("\n") for side in (entries, needed))
             for got, expected in itertools.zip_longest(*sides, fillvalue="nothing"):
@@ -181,59 +179,52 @@ def _asked(axes: Sequence[Axis]) -> list[Axis]:
     return [] if _compat.is_tracing() else sorted((a for a in axes if a.size > 1), key=lambda axis: axis.name)
 
 
-class calling:  # noqa: N801
+@contextmanager
+def calling(what: str, axes: Callable[[], Sequence[Axis]], begins: bool = True) -> Iterator[None]:
     """Let an error that leaves a context reach the other ranks, if no call is running yet.
 
     An error before the call begins goes with the message that begins it. Later, where all fail at one place, or have
     told each other by messages, nothing more happens. Else the groups of this rank are broken, and every rank ends with
     the error's text.
 
-    Attributes:
-        begun: Whether the message that begins the call has been sent.
+    Args:
+        what: The function.
+        axes: Finds those that it communicates over.
+        begins: Whether it begins by a message over them.
     """
+    alone = torch.compiler.is_dynamo_compiling() or not dist.is_initialized() or _compat.is_tracing()
+    if alone or world().call is not None:
+        yield
+        return
+    own = world()
+    own.call, own.begun = what, not begins
+    try:
+        yield
+    except BaseException as error:
+        if own.others:
+            _tell(own, what, axes, error)
+        raise
+    finally:
+        own.call = None
 
-    def __init__(self, what: str, axes: Callable[[], Sequence[Axis]], begins: bool = True) -> None:
-        """Name the call.
 
-        Args:
-            what: The function.
-            axes: Finds those that it communicates over.
-            begins: Whether it begins by a message over them.
-        """
-        self.what, self._axes, self._begins, self.begun = what, axes, begins, False
-
-    def __enter__(self) -> None:
-        self.world: World | None = None
-        seen = torch.compiler.is_dynamo_compiling() or not dist.is_initialized() or _compat.is_tracing()
-        if not seen and world().call is None:
-            self.world = world()
-            self.world.call = self
-
-    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
-        if self.world is None:
-            return
-        try:
-            if error is not None and self.world.others:
-                self._tell(self.world, error)
-        finally:
-            self.world.call = None
-
-    def _tell(self, own: World, error: BaseException) -> None:
-        axes: Sequence[Axis] = ()
-        text = f"rank {own.rank} failed in {self.what}: {type(error).__name__}: {error}"
-        with suppress(Exception):
-            axes = self._axes()
-        reached = [axis for axis in axes if is_reachable(axis)]
-        # Nobody of another mesh waits for this rank.
-        if own.call is self and own.broken is None and (reached or not axes):
-            if self._begins and not self.begun:
-                with suppress(Exception):
-                    same_call(self.what, reached, dict.fromkeys(reached, "{}"), failed=text)
-            if own.call is self and own.broken is None and not all_fail(own, f"{self.what} {type(error).__name__}"):
-                tell(own, text)
-        land = functools.partial(_land, list(own.flying.values()))
-        # gloo never ends the wait for a message that had come in part when it was cut.
-        land() if own.broken is None else answer(land)
+def _tell(own: World, what: str, over: Callable[[], Sequence[Axis]], error: BaseException) -> None:
+    """Tell the other ranks of an error that leaves a call, unless they have heard of it."""
+    axes: Sequence[Axis] = ()
+    text = f"rank {own.rank} failed in {what}: {type(error).__name__}: {error}"
+    with suppress(Exception):
+        axes = over()
+    reached = [axis for axis in axes if is_reachable(axis)]
+    # Nobody of another mesh waits for this rank.
+    if own.call and own.broken is None and (reached or not axes):
+        if not own.begun:
+            with suppress(Exception):
+                same_call(what, reached, dict.fromkeys(reached, "{}"), failed=text)
+        if own.call and own.broken is None and not all_fail(own, f"{what} {type(error).__name__}"):
+            tell(own, text)
+    land = functools.partial(_land, list(own.flying.values()))
+    # gloo never ends the wait for a message that had come in part when it was cut.
+    land() if own.broken is None else answer(land)
 
 
 def _land(flying: Sequence[torch.Tensor]) -> None:

@@ -20,7 +20,8 @@ PACK_BYTES = 256 * 1024
 EXCHANGE_BYTES = 32 * 1024
 
 Tensors = Sequence[torch.Tensor]
-Finish = Callable[[], list[torch.Tensor]]
+Landed = list[torch.Tensor]
+Finish = Callable[[], Landed]
 # Who asks for a collective, for the recorder.
 Who = str | Label
 
@@ -102,7 +103,7 @@ def _start(op: Any, tensors: Tensors, axis: Axis, label: Who, keep: int = 0, tre
     sources = [joined(*group) for group in groups.values()]
     buffers = op(sources, direct, axis.name, axis.size, axis.group_name, encoded(label))
 
-    def finish() -> list[torch.Tensor]:
+    def finish() -> Landed:
         out: dict[int, torch.Tensor] = {}
         for group, buffer, source in zip(groups.values(), buffers, sources, strict=True):
             whole = ops.wait(buffer)
@@ -199,7 +200,7 @@ def start_all_reduce(tensors: Tensors, axis: Axis, label: Who, tree: bool = Fals
     label = labelled(label, tensors)
     scattering = start_reduce_scatter([_rows(tensor, axis.size) for tensor in tensors], axis, label, tree)
 
-    def finish() -> list[torch.Tensor]:
+    def finish() -> Landed:
         pairs = zip(all_gather(scattering(), axis, label), tensors, strict=True)
         return [rows.reshape(-1)[: tensor.numel()].view(tensor.shape) for rows, tensor in pairs]
 
@@ -225,7 +226,7 @@ def _sum(buffer: torch.Tensor, own: torch.Tensor, place: int, tree: bool) -> tor
     return rows[0] if tree else reduce(torch.Tensor.add_, rows[2:], rows[0] + rows[1])
 
 
-def all_gather(shards: Tensors, axis: Axis, label: Who) -> list[torch.Tensor]:
+def all_gather(shards: Tensors, axis: Axis, label: Who) -> Landed:
     """Gather every rank's shards and wait for them.
 
     Args:
@@ -247,7 +248,7 @@ def all_gather(shards: Tensors, axis: Axis, label: Who) -> list[torch.Tensor]:
     return start_all_gather(shards, axis, label)()
 
 
-def reduce_scatter(stacks: Tensors, axis: Axis, label: Who) -> list[torch.Tensor]:
+def reduce_scatter(stacks: Tensors, axis: Axis, label: Who) -> Landed:
     """Sum over ranks, keep this rank's row and wait for it.
 
     Args:
@@ -269,7 +270,7 @@ def reduce_scatter(stacks: Tensors, axis: Axis, label: Who) -> list[torch.Tensor
     return start_reduce_scatter(stacks, axis, label)()
 
 
-def all_reduce(tensors: Tensors, axis: Axis, label: Who) -> list[torch.Tensor]:
+def all_reduce(tensors: Tensors, axis: Axis, label: Who) -> Landed:
     """Sum over ranks and wait.
 
     Args:
@@ -290,9 +291,7 @@ def all_reduce(tensors: Tensors, axis: Axis, label: Who) -> list[torch.Tensor]:
     return start_all_reduce(tensors, axis, label)()
 
 
-def all_to_all(
-    tensors: Tensors, send: Sequence[int], receive: Sequence[int], axis: Axis, label: Who
-) -> list[torch.Tensor]:
+def all_to_all(tensors: Tensors, send: Sequence[int], receive: Sequence[int], axis: Axis, label: Who) -> Landed:
     """Send each rank rows of its own, and wait for theirs.
 
     Args:

@@ -8,7 +8,6 @@ A thread of each process looks, where it waits for long, for a note, and for a d
 import atexit
 import itertools
 import json
-import sys
 import threading
 import time
 import weakref
@@ -247,8 +246,7 @@ def _lost(world: World, issued: Issued, error: BaseException) -> str:
     if not absent:
         first = f"rank {world.rank} failed in {issued.step}: {error!s:.{TEXT}}"
     elif gone:
-        said = answer(lambda: read(board, "ended", absent))
-        first = f"{who} was killed or has ended{f': {said}' if said else ''}"
+        first = f"{who} was killed or has ended"
     else:
         first = f"{who} did not come within {late:.0f} s: it is stopped, hangs or computes"
     where = [f"  rank {rank} {position.at()}" for rank, position in sorted(positions.items()) if position.waits]
@@ -299,13 +297,10 @@ class Lookout(threading.Thread):
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Say that this process ends, and why if by an error, and let its groups go before the interpreter does."""
-        error = getattr(sys, "last_value", None)
-        text = "its program is over" if error is None else f"{type(error).__name__}: {error}"[:1000]
+        """End, and let this process's groups go before the interpreter does."""
         self._over.set()
         self.join(ANSWER)
         if (world := self._world()) is not None:
-            answer(lambda: world.board().set(f"ended/{world.rank}", text))
             world.groups.clear()
 
     def run(self) -> None:

@@ -116,6 +116,7 @@ class World:
         groups: By the name of the axis's process group.
         waiting: The collective that this rank waits for.
         call: The outermost call of fshard that runs.
+        begun: Whether the message that begins it has been sent.
         flying: Buffers that have not been waited for.
         failures: How many calls have failed on this rank.
         lookout: The thread that watches it.
@@ -128,7 +129,8 @@ class World:
     broken: str | None = None
     groups: dict[str, Group] = field(default_factory=dict)
     waiting: Issued | None = None
-    call: Any = None
+    call: str | None = None
+    begun: bool = False
     flying: weakref.WeakValueDictionary[int, Any] = field(default_factory=weakref.WeakValueDictionary)
     failures: int = 0
     lookout: Any = None

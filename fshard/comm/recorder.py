@@ -4,7 +4,6 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -18,17 +17,13 @@ from fshard.comm.groups import Group, Issued, Link, world
 Tensors = list[torch.Tensor]
 
 
-# Under which threads that run a backward pass find the watchers of the rank whose pass it is.
+# Under which this thread, and those that run its backward passes, find the watchers.
 KEY = "fshard watchers"
-_watchers: ContextVar[list[Any] | None] = ContextVar("fshard_watchers", default=None)
 
 
-def watchers() -> list[Any]:
-    """Find the list of those who are told of this rank's collectives: ranks are processes, or threads of one."""
-    found: list[Any] | None = _compat.thread_object(KEY)
-    if found is None and (found := _watchers.get()) is None:
-        _watchers.set(found := [])
-    return found
+def watchers() -> Sequence[Any]:
+    """List those who are told of this rank's collectives: ranks are processes, or threads of one."""
+    return _compat.thread_object(KEY) or ()
 
 
 def _tell(watchers: Sequence[Any], moment: str, *args: Any) -> None:
@@ -62,7 +57,7 @@ def started(
     group = connected(own, name)
     shapes = tuple((tensor.dtype, tensor.shape[len(sizes) > 0 :]) for tensor in tensors)
     hashed, text = _texts(op, axis, label, shapes)
-    text = f"{text} in {own.call.what}" if own.call is not None else text
+    text = f"{text} in {own.call}" if own.call is not None else text
     step = group.enter(op, hashed, text, *sizes)
     entry = Collective.of(op, tensors, sizes, whose) if watching else None
     issued = Issued(entry, own, group, step)
@@ -135,13 +130,8 @@ def watched(watcher: Any) -> Iterator[Any]:
     Yields:
         The watcher.
     """
-    told = watchers()
-    told.append(watcher)
-    try:
-        with _compat.keeping_thread_object(KEY, told):
-            yield watcher
-    finally:
-        told[:] = [other for other in told if other is not watcher]
+    with _compat.keeping_thread_object(KEY, (*watchers(), watcher)):
+        yield watcher
 
 
 class _Recording(Record):

@@ -114,12 +114,9 @@ class Backward:
     @_compat.outside_selective_checkpoint()
     def _start_due(self) -> None:
         due, self._queue, self._nbytes = self._queue, [], 0
-        # Autograd goes on from the sums of derived leaves, undivided.
-        for kind in (False, True):
-            for transform, group in grouped(
-                [leaf if leaf.derived is kind else None for leaf in due], transform_of
-            ).items():
-                self._start(transform, [due[i] for i in group])
+        # Own leaves and derived ones, from whose undivided sums autograd goes on, never wait together.
+        for transform, group in grouped(due, transform_of).items():
+            self._start(transform, [due[i] for i in group])
 
     def _start(self, transform: Any, leaves: list[Leaf]) -> None:
         grads, nbytes = [leaf.take_full() for leaf in leaves], sum([leaf.nbytes for leaf in leaves])

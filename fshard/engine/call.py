@@ -185,13 +185,14 @@ class Call:
         if last:
             for leaf in self._own:
                 leaf.keeper = None
-        before = [leaf.used for leaf in self.trained]
         # Gradients of leaves that derived ones may have been computed from come behind the derived leaves' own.
         early = reduce and not self._derived
         self._backward = backward = Backward(self._forward, divisor=divisor, early=early, last=last)
         outputs = [out for out in (loss, *self._chain.tokens[1:]) if out.requires_grad]
         starts = [torch.ones_like(out) if out is loss else torch.zeros_like(out) for out in outputs]
+        # Gradients come through derived leaves whether this rank uses them or not.
         used = used_by(loss, self.trained) if self._derived else set()
+        used.update(leaf for leaf in self.trained if leaf.used)
         sources = [*self._chain.tokens[:1], ANY_CALL]
         # This graph may share nodes with the graph that computed the derived leaves.
         found = self._differentiate(outputs, starts, sources, retain_graph=bool(self._derived))
@@ -210,10 +211,8 @@ class Call:
         self._add_direct(found, divisor)
         backward.release()
         self._check_writes()
-        for leaf, was in zip(self.trained, before, strict=True):
-            if self._derived:
-                # Gradients come through derived leaves whether this rank uses them or not.
-                leaf.used = was or leaf in used
+        for leaf in self.trained:
+            leaf.used = leaf in used if self._derived else leaf.used
             leaf.end_microbatch()
         self._forward.end()
         for leaf in self._by_tensor.values():

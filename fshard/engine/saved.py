@@ -25,19 +25,18 @@ class Saved:
 
     def __init__(self, fetch: Callable[[Use, int], torch.Tensor]) -> None:
         """Call `fetch` when a gathered tensor is needed."""
-        self._fetch, self._hooked = fetch, False
+        self._fetch = fetch
         # By a storage's address: a weak reference, which keeps the address from being reused by another storage, the
         # use, the leaf's place in it, and the full tensor's dtype and type.
         self._known: dict[int, tuple[object, Use, int, torch.dtype, type]] = {}
 
     def hooks(self) -> AbstractContextManager[None]:
         """Make the context in which the function runs, so that autograd saves no gathered tensor."""
-        self._hooked = True
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     def watch(self, use: Use) -> None:
         """Register a use's tensors, except those that share memory with stored shards."""
-        if not self._hooked or not use.unit.regathered:
+        if not use.unit.regathered:
             return
         for place, (leaf, tensor) in enumerate(zip(use.leaves, use.wait(), strict=True)):
             key = _compat.storage_key(tensor)

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fshard.collectives import LOCATED, Over, reduction_axes, setting, variance_of, walked
+from fshard import comm
+from fshard.collectives import LOCATED, Over, reduction_axes, variance_of, walked
 from fshard.errors import Problem, refuse
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, unflatten
 
@@ -65,7 +66,7 @@ def check_varying(
     flat = flatten(params)
     reduced = reduction_axes(flat, "check_varying", reduce_over)
     leaves = [_tracked(leaf) for leaf in flat.leaves]
-    with torch.enable_grad(), setting(LOCATED, True):
+    with torch.enable_grad(), comm.setting(LOCATED, True):
         out = f(unflatten(flat.treedef, leaves), *args)
     loss = out[0] if has_aux else out
     loss = loss[0] if isinstance(loss, tuple) else loss

@@ -263,8 +263,8 @@ FAULTS = (
         "use-in-earlier-microbatches-forgotten",
         "engine",
         "fshard/engine/call.py",
-        "leaf.used = was or leaf in used",
-        "leaf.used = leaf in used",
+        "used.update(leaf for leaf in self.trained if leaf.used)",
+        "used.update(())",
         "9: a leaf that any microbatch used has a gradient, also beside derived leaves",
     ),
     Fault(

@@ -136,7 +136,7 @@ class Blocks(TorchDispatchMode):
 def test_zigzag_is_balanced():
     """Blocks are equal but for those of a rank's own chunks, of which each rank has two."""
     axis = fs.axis_of(cp_mesh())
-    own, size = fs.axis_index(axis), fs.axis_size(axis)
+    own, size = fs.axis_index(axis), axis.size
     for order, expected in (("contiguous", 4 * own + 3), ("zigzag", 2 * size + 1)):
         *tensors, cotangent = (x[:, :, fs.ring_positions(axis, 32, order)] for x in whole(32))
         with Blocks() as blocks:

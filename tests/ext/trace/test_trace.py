@@ -145,7 +145,7 @@ def test_collectives_before_and_after_are_not_recorded():
     (inside, behind) = trace.report().timelines[0].events
     assert (inside.collective.label, len(inside.waits)) == ("inside", 1)
     assert (behind.collective.label, behind.waits, behind.end) == ("not waited for", [], behind.issued)
-    assert comm.watchers() == []
+    assert not comm.watchers()
 
 
 def test_a_running_trace_has_no_report():
