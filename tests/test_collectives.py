@@ -12,7 +12,6 @@ from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 import fshard as fs
 from fshard.collectives import custom_call
 from fshard.testing import check_varying, spmd
-from tests.bad_input import Row, assert_all_refused
 from tests.ranks import on_ranks
 from tests.trees import WORLD_SIZES, assert_same_bits, one_axis
 
@@ -56,8 +55,6 @@ COLLECTIVES = {
     "pmean": Collective(fs.pmean, fs.pmean),
     "pvary": Collective(fs.pvary, fs.psum_invariant),
     "psum_invariant": Collective(fs.psum_invariant, fs.pvary),
-    "all_gather": Collective(fs.all_gather, fs.reduce_scatter, result=lambda n: (4 * n, 3)),
-    "reduce_scatter": Collective(fs.reduce_scatter, fs.all_gather, given=lambda n: (4 * n, 3)),
     "all_gather of dim 1": Collective(
         partial(fs.all_gather, dim=1), partial(fs.reduce_scatter, dim=1), result=lambda n: (4, 3 * n)
     ),
@@ -142,80 +139,43 @@ def test_backward_is_the_transpose_and_forward_the_map_itself():
     assert all(leaf.eq(axis.size).all() for leaf in fs.tree_leaves(summed))
 
 
-SUMS = ("psum", "pmean", "pvary", "psum_invariant", "pmax", "broadcast")
-# And the arguments that others take beside an axis.
-VERBS = {**dict.fromkeys((*SUMS, "all_gather", "reduce_scatter"), ()), "all_to_all": (0, 0)}
-VERBS |= {"ragged_all_to_all": ((1, 1), (1, 1)), "ppermute": ([],)}
-SIZES = "expected send_sizes and recv_sizes to be 2 whole numbers of 0 or more, as many from a rank to itself"
-COUNTS = "call .tolist() of a tensor of counts; a graph sends each rank its capacity of rows, by all_to_all"
 X = torch.ones(2)
-
-
-def no_tensor(name, leaf):
-    return f" over 'shard': leaves do not fit\n  ['{name}']: expected a tensor, got {leaf}\nTo fix: pass such tensors."
-
-
-def no_dim(dim, **shapes):
-    needed = f"expected a tensor with a dim {dim}, counted from the front, got a float32 Tensor of shape"
-    lines = "".join(f"  ['{name}']: {needed} {shape}\n" for name, shape in shapes.items())
-    return f" over 'shard': leaves do not fit\n{lines}To fix: pass such tensors."
-
-
-# A verb with its arguments, the axis aside, and the error behind the verb's name.
-OPERANDS = [
-    *((name, ({"a": X, "b": 1.0},), no_tensor("b", "a float")) for name in SUMS),
+TENSOR = "expected a tensor, got a float"
+DIM = "expected a tensor with a dim {}, counted from the front, got a float32 Tensor of shape (2,)"
+SIZES = "expected send_sizes and recv_sizes to be 2 whole numbers of 0 or more, as many from a rank to itself, got"
+# A call on an axis, and part of its error.
+REFUSED = [
     *(
-        (name, ({"a": torch.ones(2, 2, 2), "b": X}, *dims), no_dim(dims[-1], **shapes))
-        for name, dims, shapes in (
-            ("all_gather", (1,), {"b": (2,)}),
-            ("reduce_scatter", (-1,), {"a": (2, 2, 2), "b": (2,)}),
-            ("all_to_all", (0, 1), {"b": (2,)}),
-        )
-    ),
-    *(
-        ("ragged_all_to_all", (X, *sizes), f": {SIZES}, got {sizes[0]} and {sizes[1]}; {COUNTS}")
-        for sizes in ((X, (1, 1)), ((2,), (1, 1)), ((1, 1), (3, -1)))
+        (lambda axis, f=f: f({"a": X, "b": 1.0}, axis), f"  ['b']: {TENSOR}\n")
+        for f in (fs.psum, fs.pmax, fs.broadcast)
     ),
     (
-        "pmax",
-        (torch.ones(2, requires_grad=True),),
-        ": expected tensors without derivatives, got one that is differentiated; pass tensor.detach(); a shift of "
-        "exponents by their largest needs no derivative",
+        lambda axis: fs.all_gather({"a": torch.ones(2, 2), "b": X}, axis, 1),
+        f"  ['b']: {DIM.format(1)}\nTo fix: pass such",
     ),
-]
-NO_AXIS = "expected axis to be an Axis, got a str; take it from a mesh by fs.axis_of"
-BUFFERS = {
-    "of a number": (({"count": 3},), no_tensor("count", "an int")),
-    "by another word": (({"m": X}, "max"), ': expected by to be "rank0" or "mean", got \'max\''),
-}
-ROWS = [
+    (lambda axis: fs.reduce_scatter({"b": X}, axis, -1), DIM.format(-1)),
+    (lambda axis: fs.all_to_all({"b": X}, axis, 0, 1), DIM.format(1)),
     *(
-        Row(f"{name} over a name", lambda _, rest=rest: (X, "shard", *rest), getattr(fs, name), f"{name}: {NO_AXIS}")
-        for name, rest in VERBS.items()
+        (lambda axis, sizes=sizes: fs.ragged_all_to_all(X, axis, *sizes), SIZES)
+        for sizes in ((X, (1, 1)), ((2,), (1, 1)), ((1, 1), (3, -1)), ((2, 0), (0, 2)))
     ),
-    *(
-        Row(
-            f"{name}{given}",
-            lambda world, given=given: (given[0], fs.axis_of(world.mesh), *given[1:]),
-            getattr(fs, name),
-            name + error,
-        )
-        for name, given, error in OPERANDS
+    (
+        lambda axis: fs.pmax(torch.ones(2, requires_grad=True), axis),
+        "tensors without derivatives, got one that is diff",
     ),
-    *(
-        Row(
-            f"sync_buffers {what}",
-            lambda world, given=given: (given[0], world.params, *given[1:]),
-            fs.sync_buffers,
-            f"sync_buffers{error}",
-        )
-        for what, (given, error) in BUFFERS.items()
+    (
+        lambda axis: fs.pvary(X, "shard"),
+        "pvary: expected axis to be an Axis, got a str; take it from a mesh by fs.axis_of",
     ),
 ]
 
 
+@on_ranks(2)
 def test_bad_operands_are_refused():
-    assert_all_refused(ROWS)
+    axis = fs.axis_of(one_axis())
+    for call, text in REFUSED:
+        with pytest.raises(ValueError, match=re.escape(text)):
+            call(axis)
 
 
 def forward(tensors, axis):

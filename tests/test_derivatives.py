@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.func import grad, grad_and_value
 from torch.utils.checkpoint import checkpoint
@@ -86,7 +85,19 @@ def hooks_and_a_checkpoint(params, x):
         return checkpoint(perceptron, params, x, use_reentrant=False)
 
 
-FUNCTIONS = (penalty_on_weights, penalty_on_inputs, third_order_without_graph_and_hooks, hooks_and_a_checkpoint)
+def forth_and_back(params, x):
+    """Gathers again what it has gathered before, in another order, and on one rank more of it."""
+    for name in ("first", "second"):
+        x = torch.tanh(x @ fs.gather(params[name]))
+    for name in ("second", "first"):
+        x = torch.tanh(x @ fs.gather(params[name]).T)
+    return x.square().sum() + fs.gather(params["third"]).sum() * (my_rank() == 0)
+
+
+FUNCTIONS = (
+    *(penalty_on_weights, penalty_on_inputs, third_order_without_graph_and_hooks, hooks_and_a_checkpoint),
+    forth_and_back,
+)
 
 
 @pytest.mark.rows(2)
@@ -139,22 +150,3 @@ def test_torch_func_inside_is_refused_where_weights_are_gathered_again(world_siz
         else:
             grads, value = grad_and_value(lambda p: fs.objective(f(p, x), like=p))(params)
             assert_trees_close(fs.value_and_grad(f)(params, x), (value, grads), rtol=ATOL, atol=ATOL)
-
-
-@on_ranks(2)
-def test_a_model_of_units_in_a_gradient_penalty():
-    """Units are found again while the function differentiates, before its own backward."""
-    module = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 2)).double()
-    for units in (None, nn.Linear):
-        model = fs.functionalize(module, units=units)
-
-        def f(params, x, model=model):
-            x = x.clone().requires_grad_()
-            value = model.apply(params, x).square().sum()
-            (g,) = torch.autograd.grad(value, x, create_graph=True)
-            return value + g.square().sum()
-
-        for keywords in ({}, {"merge_bytes": 0}, {"merge_bytes": 0, "regather": "2"}):
-            params = model.init(fs.zero3(one_axis(), min_shard_elements=0, **keywords), seed=0)
-            found = fs.value_and_grad(f)(params, batch())
-            assert_trees_close(found, on_full_tensors(f, params, batch()), rtol=ATOL, atol=ATOL)

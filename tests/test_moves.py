@@ -9,7 +9,7 @@ from fshard.testing import RankError, check_varying, spmd
 from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, one_axis
 
-WORLDS = (1, 2, 3, 8, "2 processes", pytest.param("4 processes", marks=pytest.mark.slow))
+WORLDS = (1, 3, "2 processes", pytest.param("4 processes", marks=pytest.mark.slow))
 
 
 def row(rank, size=3):
@@ -68,27 +68,6 @@ def test_rows_of_any_number_have_gradients():
     assert_same_bits(leaf.grad, 3 * x**2)
 
 
-@on_ranks(1, 2, 4, "2 processes")
-@pytest.mark.rows(2)
-def test_a_step_may_be_jitted():
-    axis = fs.axis_of(one_axis())
-    own, size = fs.axis_index(axis), axis.size
-    around = [(rank, (rank + 1) % size) for rank in range(size)]
-    sent, received = ([(s - own) % size + 1 for s in range(size)], [(own - s) % size + 1 for s in range(size)])
-    params = fs.shard({"w": row(0, 6 * size).view(-1, 3) / 10}, fs.zero3(one_axis(), min_shard_elements=0))
-
-    def loss_fn(params, x):
-        w = fs.gather(params)["w"]
-        h = fs.ppermute(torch.tanh(x @ w.T), axis, around)
-        h = fs.all_to_all(h, axis, 1, 0)
-        top = fs.broadcast(h.detach().amax(), axis) + fs.pmax(h.detach().amax(), axis)
-        return (fs.ragged_all_to_all(h[: sum(sent)], axis, sent, received) * top).square().sum()
-
-    step = fs.value_and_grad(loss_fn)
-    x = row(own, 3 * sum(sent)).view(-1, 3) / 30
-    assert_same_bits(fs.unshard(fs.jit(step)(params, x)), fs.unshard(step(params, x)))
-
-
 @on_ranks(2, 4, "2 processes")
 def test_bytes_are_those_that_leave():
     """float64: 8 bytes an element."""
@@ -110,30 +89,15 @@ def test_bytes_are_those_that_leave():
     assert sent(fs.pmax) == x.nbytes * (size - 1)
 
 
-def other_shapes(axis):
-    return fs.all_to_all(torch.ones(2 if fs.axis_index(axis) else 4), axis, 0, 0)
-
-
 def other_sizes(axis):
     sent, received = ([2, 2], [2, 2]) if fs.axis_index(axis) == 0 else ([3, 1], [2, 1])
     return fs.ragged_all_to_all(torch.ones(4), axis, sent, received)
 
 
-def transpose_of_one(axis):
-    """Under autograd alone nothing ties the ranks' graphs together."""
-    x = torch.ones(2, requires_grad=True)
-    received = fs.ppermute(x * 2, axis, [(0, 1)])
-    (x if fs.axis_index(axis) == 0 else received).sum().backward()
-
-
-LEFT_OUT = r"  rank 0 has ended\n  rank 1 waits in all_to_all number 2 \(ppermute\) over 'shard'"
-
-
-@pytest.mark.parametrize("f, text", [(other_shapes, "failed"), (other_sizes, "failed"), (transpose_of_one, LEFT_OUT)])
-def test_ranks_that_send_other_things_end(f, text):
+def test_ranks_that_send_other_rows_end():
     """They must not get each other's bytes as something else."""
-    with pytest.raises(RankError, match=text):
-        spmd(lambda: f(fs.axis_of(one_axis())), 2)
+    with pytest.raises(RankError, match="failed"):
+        spmd(lambda: other_sizes(fs.axis_of(one_axis())), 2)
 
 
 @on_ranks(2)
@@ -167,12 +131,7 @@ def test_what_varies_is_told_from_what_agrees():
             check_varying(wrong, params)
 
 
-ALONE = {
-    "psum": fs.psum,
-    "ppermute": lambda x, axis: fs.ppermute(x, axis, [(0, 1), (1, 0)]),
-    "pmax": lambda x, axis: fs.pmax(x.detach(), axis),
-    "psum of integers": lambda x, axis: fs.psum(x.detach().long(), axis),
-}
+ALONE = {"psum": fs.psum, "pmax": lambda x, axis: fs.pmax(x.detach(), axis)}
 
 
 def check_a_rank_that_leaves_a_collective_out_is_an_error_on_every_rank(collectives):
@@ -189,20 +148,17 @@ def check_a_rank_that_leaves_a_collective_out_is_an_error_on_every_rank(collecti
 
         first = rf"  rank 0: .*\({name.split()[0]}.* over 'shard'.* in value_and_grad.*\n"
         differ = rf"ranks differ in a collective\n{first}  rank 1: all_gather number \d+ \(gather of \['w'\]\)"
-        results = []
-        for _ in range(2):
-            with pytest.raises(fs.comm.CollectiveError, match=differ):
-                fs.value_and_grad(loss_fn)(params, (0,), False)
-            one_axis()
-            results.append(fs.tree_leaves(fs.value_and_grad(loss_fn)(params, (0, 1), False)))
-        assert_same_bits(results[1], results[0])
+        expected = fs.tree_leaves(fs.value_and_grad(loss_fn)(params, (0, 1), False))
+        with pytest.raises(fs.comm.CollectiveError, match=differ):
+            fs.value_and_grad(loss_fn)(params, (0,), False)
+        one_axis()
+        assert_same_bits(fs.tree_leaves(fs.value_and_grad(loss_fn)(params, (0, 1), False)), expected)
         text = "of rank 1" if fs.axis_index(axis) else "rank 1 failed in value_and_grad: KeyError: 'of rank 1'"
         with pytest.raises(KeyError if fs.axis_index(axis) else fs.comm.CollectiveError, match=text):
             fs.value_and_grad(loss_fn)(params, (0, 1), True)
         one_axis()
 
 
-@on_ranks(2, "2 processes")
+@on_ranks(2)
 def test_a_rank_that_leaves_a_collective_out_is_an_error_on_every_rank():
-    """In the first call, and in one behind another that had it."""
     check_a_rank_that_leaves_a_collective_out_is_an_error_on_every_rank(ALONE)

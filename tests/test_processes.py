@@ -25,15 +25,6 @@ for _ in range(10):
     loss, grads = fs.value_and_grad(lambda p: fs.gather(p)["w"].sum() + fs.gather(p)["b"].sum())(params)
 """
 
-# Threads of ranks that are over may still be ending.
-SIMULATES_AND_ENDS = """
-import torch, fshard as fs
-def program():
-    params = fs.shard({"w": torch.ones(700, 99)}, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
-    return fs.value_and_grad(lambda p: fs.gather(p)["w"].sum())(params)
-fs.testing.spmd(program, 4)
-"""
-
 # The second rank is killed before it makes its mesh, once both have connected.
 KILLED_BEFORE_ITS_MESH = """
 import os, signal, sys
@@ -63,7 +54,7 @@ def run(*command, timeout=120):
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(3, marks=pytest.mark.slow, id=f"3, {n}") for n in range(4))])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kept", ["mesh", "ddp"])
 def test_ranks_exit_with_zero(tmp_path, kept, ranks):
     """A race at the interpreter's end aborted one run in three to six, where something kept the process group."""
@@ -72,15 +63,7 @@ def test_ranks_exit_with_zero(tmp_path, kept, ranks):
     run(*TORCHRUN, ranks, script, kept)
 
 
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("attempt", range(8))
-def test_simulated_ranks_end_with_their_process(tmp_path, attempt):
-    """What a thread kept in torch's storage aborted one run in four."""
-    script = tmp_path / "script.py"
-    script.write_text(SIMULATES_AND_ENDS)
-    run(sys.executable, script)
-
-
+@pytest.mark.slow
 def test_a_rank_that_is_killed_before_its_mesh_is_named(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(KILLED_BEFORE_ITS_MESH)
@@ -90,7 +73,7 @@ def test_a_rank_that_is_killed_before_its_mesh_is_named(tmp_path):
     )
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ("ddp", "zero1", "zero2", "zero3"))
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_ddp_parity(tmp_path, launcher, strategy):
@@ -120,6 +103,7 @@ def test_a_self_test_that_fails_is_reported(capsys, monkeypatch):
     assert "failed: AssertionError: the leaf ['w'] differs" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_self_test_passes():
     out = run(sys.executable, "-m", "fshard")
     rows = dict(re.findall(r"^(\S+) +(.*)$", out, re.MULTILINE))

@@ -13,7 +13,7 @@ import fshard as fs
 from fshard.microbatches import TreeSum, tree_total
 from fshard.testing import spmd
 from fshard.transforms.compose import in_tree
-from tests.ranks import my_rank, on_ranks
+from tests.ranks import on_ranks
 from tests.trees import as_bytes, assert_same_bits, normal, one_axis
 
 VOCABULARY, WIDTH = 11, 7
@@ -128,32 +128,25 @@ def run_rows(world_size, dtype, number, wanted, jitted=False, only=None):
 
 
 @pytest.mark.parametrize("number", (8, 16))
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("world_size", (1, 2, 4, 8))
-@pytest.mark.rows(5)
+@pytest.mark.rows(3)
 def test_losses_and_gradients_have_the_bits_of_the_tree_at_any_world_size(world_size, dtype, number):
     wanted = {how: oracle(dtype, how, number) for how in ("mean", "weighted")}
     ran = spmd(lambda: run_rows(world_size, dtype, number, wanted), world_size)[0]
     assert ran >= 5
 
 
-@pytest.mark.parametrize("number", (8, 4))
-@on_ranks("2 processes", "4 processes")
-@pytest.mark.rows(2)
-def test_processes_have_the_bits_of_the_tree(world_size, number):
-    wanted, only = {"weighted": oracle(torch.float32, "weighted", number)}, ("zero3 in units", "ddp", "hsdp")
-    run_rows(world_size, torch.float32, number, wanted, only=only)
-
-
-@pytest.mark.parametrize(("world_size", "number"), ((1, 8), (2, 8), (4, 8), (4, 16)))
-@on_ranks()
+@pytest.mark.parametrize("jitted", (False, pytest.param(True, marks=pytest.mark.slow)))
+@on_ranks(2, "2 processes")
 @pytest.mark.rows(1)
-def test_jitted_steps_have_the_bits_of_the_tree(world_size, number):
-    wanted = {"weighted": oracle(torch.float32, "weighted", number)}
-    assert run_rows(world_size, torch.float32, number, wanted, jitted=True, only=("zero3", "hsdp"))
+def test_processes_and_jitted_steps_have_the_bits_of_the_tree(world_size, jitted):
+    wanted = {"weighted": oracle(torch.float32, "weighted", 8)}
+    assert run_rows(world_size, torch.float32, 8, wanted, jitted, only=("zero3", "hsdp"))
 
 
-@pytest.mark.parametrize(("world_size", "number"), ((2, 8), (4, 4), (8, 8)))
+@pytest.mark.parametrize(("world_size", "number"), ((2, 8), (4, 4)))
+@pytest.mark.rows(1)
 def test_mixed_precision_sums_in_the_dtype_of_the_reduction(world_size, number):
     """A rank's one microbatch too, whose uses of a tied leaf are added up."""
 
@@ -187,25 +180,7 @@ def test_value_and_grad_is_one_microbatch_a_rank(world_size):
         fs.value_and_grad(partial(local, model.apply, "mean"), sums="tree")(outer, batch)
 
 
-def sent(step, params, mine):
-    step(params, mine)
-    with fs.comm.record() as record:
-        step(params, mine)
-    return [(c.op, c.sent) for c in record if c.about.verb in (fs.comm.Verb.GATHER, fs.comm.Verb.SCATTER)]
-
-
-@on_ranks(2, 4)
-@pytest.mark.rows(1)
-def test_powers_of_two_send_what_accumulation_in_turn_sends(world_size):
-    for name, strategy in strategies(world_size).items():
-        model = fs.functionalize(tied(torch.float32))
-        params = model.init(strategy)
-        mine = fs.microbatches(list(map(microbatch, range(8))), params)
-        make = partial(fs.accumulate, partial(local, model.apply, "mean"), communicate="each")
-        assert sent(make(sums="tree"), params, mine) == sent(make(), params, mine), name
-
-
-@pytest.mark.parametrize("number", (1, 2, 4, 8, 32))
+@pytest.mark.parametrize("number", (1, 4, 32))
 def test_the_tree_is_that_of_its_definition(number):
     """And holds at most log2(number) partial sums, beside the part that comes."""
     draw = normal()
@@ -229,13 +204,6 @@ def sharded(strategy, dtype=torch.float32):
     return fs.shard({"w": torch.ones(30, 4, dtype=dtype)}, strategy(one_axis()))
 
 
-class Halved(fs.Wrapped):
-    """Rounds gradients in a way that in_tree does not know."""
-
-    def scatter(self, grads, specs):
-        return self.inner.scatter([grad.half().to(grad.dtype) for grad in grads], specs)
-
-
 def on_shards(p, batch):
     return fs.gather(fs.tree_map(lambda tensor: 2 * tensor, p))["w"].sum()
 
@@ -246,10 +214,6 @@ REFUSED = (
     (
         lambda: fs.accumulate(summed, sums="pairs")(sharded(fs.zero3), [0, 1]),
         "accumulate: expected sums to be \"tree\" or None, got 'pairs'",
-    ),
-    (
-        lambda: fs.accumulate(summed, sums="tree")(sharded(lambda on: Halved(fs.fully_shard(on))), [0, 1]),
-        'sums="tree": expected fully_shard, replicate, split_dim, casts and offload, got Halved; take a ',
     ),
     (
         lambda: fs.accumulate(on_shards, sums="tree")(sharded(fs.zero3), [0, 1]),
@@ -270,7 +234,6 @@ REFUSED = (
         lambda: fs.accumulate(summed, communicate="once", sums="tree")(sharded(fs.ddp), [0, 1]),
         "one of (None, 'each'), g",
     ),
-    (lambda: fs.microbatches([], sharded(fs.ddp)), "to be a sequence of one or more microbatches, got none"),
 )
 
 
@@ -279,16 +242,6 @@ def test_what_would_change_bits_is_refused(world_size):
     for call, text in REFUSED:
         with pytest.raises(ValueError, match=re.escape(text)):
             call()
-
-
-@on_ranks(3)
-def test_other_numbers_of_ranks_are_refused_by_name(world_size):
-    params = sharded(fs.zero3)
-    text = 'powers of two of ranks and of microbatches for sums="tree", got 1 microbatches on each of 3 ranks'
-    with pytest.raises(ValueError, match=text):
-        fs.value_and_grad(summed, sums="tree")(params)
-    # Which microbatches are whose is told for any number of ranks.
-    assert fs.microbatches(range(6), params) == [my_rank(), my_rank() + 3]
 
 
 @on_ranks(2)

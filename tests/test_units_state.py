@@ -1,8 +1,8 @@
 """Buffers and random numbers of models cut into units, and evaluation outside value_and_grad."""
 
-import copy
 from itertools import product
 
+import pytest
 import torch
 from torch import nn
 
@@ -15,7 +15,6 @@ from tests.unit_models import (
     CHOSEN,
     RULES,
     WIDTH,
-    Block,
     Dropped,
     Language,
     filled,
@@ -26,76 +25,6 @@ from tests.unit_models import (
 )
 
 
-class Counter(nn.Module):
-    """Buffers that are saved and not, written in place and replaced, shared and empty."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH, dtype=torch.float64), persistent=False)
-        self.register_buffer("calls", torch.tensor(0), persistent=False)
-        self.register_buffer("mean", torch.zeros(WIDTH, dtype=torch.float64))
-        self.register_buffer("nothing", None)
-
-    def forward(self, x):
-        self.calls += 1
-        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
-        return x * self.scale + self.mean / self.calls
-
-
-class Normalised(nn.Module):
-    """Batch normalisation inside units and between them."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(13), Counted(11), Block(5)])
-        self.norm, self.counter = nn.BatchNorm1d(WIDTH, momentum=None), Counter()
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = self.counter(block(x))
-        return self.norm(x.flatten(0, 1)).pow(3).mean()
-
-
-class Counted(Block):
-    def __init__(self, hidden):
-        super().__init__(hidden)
-        self.batch_norm, self.counter = nn.BatchNorm1d(WIDTH), Counter()
-
-    def forward(self, x):
-        return self.counter(super().forward(self.batch_norm(x.flatten(0, 1)).unflatten(0, x.shape[:2])))
-
-
-STEPS = 3
-
-
-def in_one_process(module, batches):
-    """Each step's mean loss and gradients, and each rank's buffers after it."""
-    ranks = [copy.deepcopy(module) for _ in batches[0]]
-    for step in batches:
-        losses = [model(*batch) for model, batch in zip(ranks, step)]
-        grads = [torch.autograd.grad(loss, list(model.parameters())) for loss, model in zip(losses, ranks)]
-        means = [sum(of_ranks) / len(ranks) for of_ranks in zip(*grads)]
-        buffers = [{name: buffer.clone() for name, buffer in model.named_buffers()} for model in ranks]
-        yield sum(losses).detach() / len(ranks), dict(zip(dict(module.named_parameters()), means)), buffers
-
-
-@on_ranks(1, 2, 3)
-def test_buffers_go_in_and_out(world_size):
-    """Over several steps each rank's buffers are those of one process that runs its batches, bit by bit."""
-    module, mesh = filled(Normalised()), one_axis()
-    batches = [vectors(world_size * STEPS)[step::STEPS] for step in range(STEPS)]
-    expected, rank = list(in_one_process(module, batches)), mesh.get_rank()
-    for rule, strategy in product(RULES.values(), CHOSEN[world_size].values()):
-        model = fs.functionalize(module, rule)
-        run = fs.value_and_grad(lambda p, b, x, m=model: m.apply(p, x, buffers=b), has_aux=True)
-        params, buffers = model.init(strategy(mesh)), model.buffers
-        assert {"counter.scale", "counter.calls", "blocks.1.counter.mean", "norm.running_var"} <= set(buffers)
-        for step, (value, grads, after) in zip(batches, expected):
-            (objective, buffers), sharded = run(params, buffers, *step[rank])
-            assert_trees_close(full((objective, sharded)), (value, grads), rtol=0, atol=BOUND)
-            assert_same_bits(buffers, after[rank])
-
-
 class Evaluated(Language):
     """A language model that returns what it computes."""
 
@@ -103,6 +32,7 @@ class Evaluated(Language):
         return self.logits(self.hidden(self.embedding(tokens)))
 
 
+@pytest.mark.rows(1)
 @on_ranks(1, 2, 3)
 def test_evaluation(world_size):
     """Outside value_and_grad units are gathered once each, whatever the mode."""
@@ -166,7 +96,7 @@ def test_keys_decide_the_masks():
     (x,), rank = vectors(PROCESSES)[mesh.get_rank()], mesh.get_rank()
     torch.manual_seed(rank)
     state = torch.get_rng_state()
-    for folded, module, rule in product((False, True), modules, (None, Block, nn.Module)):
+    for folded, module, rule in product((False, True), modules, (None, nn.Module)):
         # A number stands for a rank as its axis does.
         expected, masks = with_keys(modules[0], [fs.fold_in(KEY, n) if folded else KEY for n in range(PROCESSES)])
         assert masks[0].equal(masks[1]) is not folded

@@ -59,7 +59,7 @@ RUNS = {
 
 
 @pytest.mark.rows(2)
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 2, 3)
 @pytest.mark.parametrize("run", RUNS)
 def test_a_leaf_that_no_rank_used_has_no_gradient(run, world_size):
     """One that another rank used has this rank's zeros, and one whose gradient is zero was used."""
@@ -100,24 +100,6 @@ def test_leaves_of_which_others_are_computed():
             assert {leaf for leaf, grad in grads.items() if grad is not None} == used
 
 
-@on_ranks(2)
-def test_used_leaves_are_told_with_the_objective():
-    """No collective more, whatever a rank uses, and the numbers are listed apart."""
-    records = []
-    for batch in (2.0, 3.0):
-        params = shard(fs.zero3(one_axis(), min_shard_elements=0))
-        with fs.comm.record() as record:
-            fs.value_and_grad(loss_of)(params, batch)
-        records.append(record)
-    objectives = [entry for entry in records[0] if entry.label == "objective"]
-    assert [(entry.op, entry.tensors, entry.bytes, entry.scalar) for entry in objectives] == [
-        # The loss, and a bit for each leaf.
-        ("all_reduce", 1, 8 * (1 + 6), True)
-    ]
-    compared = [[entry for entry in record if not entry.about.is_comparison] for record in records]
-    assert compared[0] == compared[1]
-
-
 def check_the_state_of_a_transform_stays(layout):
     full = {name: normal(i)(64, 8, dtype=torch.float32) for i, name in enumerate(("a", "b"))}
     params = fs.shard(full, fs.zero3(one_axis(), layout=layout))
@@ -153,10 +135,6 @@ class Mixture(nn.Module):
 
 
 STEPS = 30
-OPTIMIZERS = {
-    "AdamW": (torch.optim.AdamW, dict(lr=0.01, weight_decay=0.1)),
-    "SGD": (torch.optim.SGD, dict(lr=0.01, momentum=0.9, dampening=0.1, weight_decay=0.1)),
-}
 
 
 def batches(rank):
@@ -170,11 +148,9 @@ def batches(rank):
     return rows
 
 
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @on_ranks("2 processes")
-def test_a_mixture_of_experts_is_ddp_bitwise(optimizer):
-    cls, hyper = OPTIMIZERS[optimizer]
+def test_a_mixture_of_experts_is_ddp_bitwise():
+    cls, hyper = torch.optim.SGD, dict(lr=0.01, momentum=0.9, dampening=0.1, weight_decay=0.1)
     module, tx = filled(Mixture()), fs.from_torch(cls, **hyper)
     on, model = meshes(), fs.functionalize(module, nn.Linear)
     loss = fs.value_and_grad(lambda p, x, picks: model.apply(p, x, picks).square().mean())
@@ -183,7 +159,7 @@ def test_a_mixture_of_experts_is_ddp_bitwise(optimizer):
         value, grads = loss(state.params, *batch)
         return fs.update(tx, state, grads, donate=int(state.step) % 2 == 0), value
 
-    for name in ("ddp", "zero2 of every leaf", "zero3"):
+    for name in ("ddp", "zero3"):
         state = fs.TrainState.create(model.init(STRATEGIES[name](on)), tx)
         assert_matches_ddp(
             step,

@@ -5,69 +5,88 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.func import grad_and_value
 
 import fshard as fs
 from fshard.testing import assert_trees_close
-from tests.ranks import on_ranks
-from tests.trees import one_axis
-from tests.unequal_tokens import (
-    ATOL,
-    FORMS,
-    IGNORED,
-    LENGTHS,
-    STRATEGIES,
-    in_one_process,
-    setup,
-    stack,
-    token_sum,
-)
+from tests.ranks import my_rank, on_ranks
+from tests.trees import OF_EVERY_LEAF, normal, one_axis
+
+VOCABULARY, WIDTH, PLACES, IGNORED = 13, 7, 9, -100
+
+# Valid tokens of each microbatch, by rank: several ranks have one with none at all, and all worlds microbatches.
+LENGTHS = {1: ((5, 0, 2),), 2: ((8, 0, 1), (0, 0, 0)), 3: ((5, 0, 2), (0, 0, 0), (1, 3, 9))}
+
+# An element of a gradient sums products over at most 22 tokens, VOCABULARY logits and two layers, all below 1. The two
+# sides differ in the order of it all.
+ATOL = 22 * VOCABULARY * 2 * torch.finfo(torch.float64).eps
+FULL = {"table": normal(1)(VOCABULARY, WIDTH) / 2, "head": normal(2)(WIDTH, VOCABULARY) / 2}
 
 
-def of_empty_batch(forward, params, pair):
-    """The tokens alone, without padding: a batch of shape (0,) where there are none."""
-    return token_sum(forward, params, pair[:, pair[1] != IGNORED])
+def microbatches(world_size, rank):
+    """Inputs and targets, of which the first few count."""
+    draw, lengths = torch.Generator().manual_seed(rank), LENGTHS[world_size][rank]
+    pairs = torch.randint(VOCABULARY, (len(lengths), 2, PLACES), generator=draw)
+    for (_, y), length in zip(pairs, lengths):
+        y[length:] = IGNORED
+    return list(pairs)
 
 
-def constant_where_none(forward, params, pair):
-    """The model takes part, but nothing of it is in the loss."""
-    found = token_sum(forward, params, pair)
+def token_sum(params, pair):
+    """The sum of the losses of the valid tokens, and their number."""
+    x, y = pair
+    logits = torch.tanh(fs.gather(params["table"])[x]) @ fs.gather(params["head"])
+    return F.cross_entropy(logits, y, reduction="sum", ignore_index=IGNORED), (y != IGNORED).sum()
+
+
+def constant_where_none(params, pair):
+    """Nothing of the model is in the loss of a batch without tokens, whose shape is (0,)."""
+    found = token_sum(params, pair[:, pair[1] != IGNORED])
     return (torch.zeros((), dtype=torch.float64), torch.tensor(0)) if found[1] == 0 else found
 
 
-# A loss, how the model is called, and the forms that take it. Two losses need no padding where a rank has no tokens.
-WITHOUT_PADDING = ("value_and_grad", "accumulate each", "accumulate once")
-LOSSES = {
-    "module": (token_sum, "module", FORMS),
-    "plain": (token_sum, "plain", FORMS),
-    "of an empty batch": (of_empty_batch, "module", WITHOUT_PADDING),
-    "constant where there is none": (constant_where_none, "module", WITHOUT_PADDING),
+def by_accumulate(communicate, loss_of, params, pairs):
+    return fs.accumulate(loss_of, reduce="weighted", communicate=communicate)(params, pairs)
+
+
+def by_four_verbs(loss_of, params, pairs):
+    grads, (value, count) = grad_and_value(loss_of, has_aux=True)(fs.gather(params), torch.cat(pairs, dim=1))
+    grads = fs.scatter_grads(grads, like=params, reduce="weighted", count=count)
+    return fs.objective((value, count), like=params, reduce="weighted"), grads
+
+
+def by_torch_func(loss_of, params, pairs):
+    batch = torch.cat(pairs, dim=1)
+    return grad_and_value(lambda p: fs.objective(loss_of(p, batch), like=p, reduce="weighted"))(params)[::-1]
+
+
+FORMS = {
+    "value_and_grad": lambda f, p, pairs: fs.value_and_grad(f, reduce="weighted")(p, torch.cat(pairs, dim=1)),
+    "accumulate each": partial(by_accumulate, "each"),
+    "accumulate once": partial(by_accumulate, "once"),
+    "four verbs": by_four_verbs,
+    "torch.func": by_torch_func,
 }
+LOSSES = {"padded": (token_sum, FORMS), "without": (constant_where_none, [form for form in FORMS if form[0] in "va"])}
 
 
+@pytest.mark.rows(3)
 @on_ranks(*LENGTHS)
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.rows(6)
-def test_every_form_is_the_mean_over_all_tokens(strategy, loss, world_size):
-    module, (loss_of, kind, forms) = stack(), LOSSES[loss]
-    expected = in_one_process(module, world_size)
-    params, forward, batches = setup(module, strategy, kind)
-    for name in forms:
-        value, grads = FORMS[name](partial(loss_of, forward), params, batches())
-        assert_trees_close((value, fs.unshard(grads)), expected, rtol=0.0, atol=ATOL)
+def test_every_form_is_the_mean_over_all_tokens(loss, world_size):
+    x, y = torch.cat([pair for rank in range(world_size) for pair in microbatches(world_size, rank)], dim=1)
+    valid, (loss_of, forms) = y != IGNORED, LOSSES[loss]
 
+    def mean(full):
+        return F.cross_entropy(torch.tanh(full["table"][x[valid]]) @ full["head"], y[valid])
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form != "torch.func"])
-@on_ranks(2)
-def test_no_tokens_at_all_are_not_a_number(form):
-    """As the mean of no losses is in torch; fs.skip_nonfinite passes over such a step."""
-    module = stack()
-    for strategy in STRATEGIES:
-        params, forward, batches = setup(module, strategy, "module")
-        empty = [torch.stack([x, torch.full_like(x, IGNORED)]) for x, _ in batches()]
-        value, grads = FORMS[form](partial(token_sum, forward), params, empty)
-        assert value.isnan()
-        assert all(leaf.isnan().all() for leaf in fs.tree_leaves(fs.unshard(grads)))
+    grads, value = grad_and_value(mean)(FULL)
+    for strategy in OF_EVERY_LEAF.values():
+        params = fs.shard(FULL, strategy(one_axis()))
+        for name in forms:
+            found = FORMS[name](loss_of, params, microbatches(world_size, my_rank()))
+            assert_trees_close((found[0], fs.unshard(found[1])), (value, grads), rtol=0.0, atol=ATOL)
 
 
 # Three of these: the sum wraps in uint8, is true in bool, rounds in bfloat16 and is infinite in float16.
@@ -89,38 +108,20 @@ REFUSED = "{}: expected a count that requires no gradient, got one that does; pa
 
 @on_ranks(2)
 def test_counts_that_require_a_gradient_are_refused():
-    """The division by them has a gradient that no form adds; the remedy gives every form the same bits."""
-    given = torch.full((), 6.0, requires_grad=True)
+    """The division by them has a gradient that no form adds."""
+    count = torch.full((), 6.0, requires_grad=True)
     params = fs.shard({"w": torch.full((4,), 2.0)}, fs.zero3(one_axis(), min_shard_elements=0))
-
-    def loss_of(count, params, _):
-        return fs.gather(params)["w"].square().sum(), count
-
     for form, run in FORMS.items():
         what = {"torch.func": "objective", "four verbs": "scatter_grads"}.get(form, form.split()[0])
         with pytest.raises(ValueError, match=f"^{re.escape(REFUSED.format(what))}$"):
-            run(partial(loss_of, given), params, [torch.ones(2, 1)])
-    found = [run(partial(loss_of, given.detach()), params, [torch.ones(2, 1)]) for run in FORMS.values()]
-    for other in found[1:]:
-        assert_trees_close(other, found[0])
-
-
-@on_ranks(2)
-def test_counts_of_other_dtypes_on_other_ranks_are_added_up():
-    """As of a rank without tokens, which counts torch.tensor(0.0)."""
-    mesh = one_axis()
-    params = fs.shard({"w": torch.ones(3)}, fs.ddp(mesh))
-    count = torch.tensor(0.0) if mesh.get_rank() else torch.tensor(2)
-    value, _ = fs.value_and_grad(lambda p: (fs.gather(p)["w"].sum(), count), reduce="weighted")(params)
-    assert value.item() == 3.0
+            run(lambda p, _: (fs.gather(p)["w"].square().sum(), count), params, [torch.ones(2, 1)])
 
 
 @on_ranks("2 processes")
 def test_losses_of_other_dtypes_on_other_ranks_are_named():
     """Processes of gloo would abort."""
-    mesh = one_axis()
-    params = fs.shard({"w": torch.ones(3)}, fs.ddp(mesh))
-    dtype = torch.float64 if mesh.get_rank() else torch.float32
+    params = fs.shard({"w": torch.ones(3)}, fs.ddp(one_axis()))
+    dtype = torch.float64 if my_rank() else torch.float32
     # The loss, and whether this rank used the leaf.
     sent = [
         rf"  rank {rank}: all_reduce number \d+ \(objective\) over 'shard' of {of} in value_and_grad\n"

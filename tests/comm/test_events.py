@@ -31,22 +31,6 @@ def test_labels():
         assert (label.unit, str(label)) == (unit, text)
 
 
-@on_ranks(2)
-def test_collectives_carry_the_innermost_purpose():
-    axis = fs.axis_of(one_axis())
-    with comm.record() as record:
-        with comm.concerning(["outer"], ["['v']"]):
-            with comm.concerning(("inner",), ("['w']",)):
-                comm.all_gather([torch.ones(2)], axis, "gather")
-            comm.all_reduce([torch.ones(2)], axis, Label("whole", ("own",)))
-            comm.all_reduce([torch.ones(2)], axis, "sums")
-        comm.all_reduce([torch.ones(2)], axis, "sums")
-    graph = fs.make_graph(lambda x: comm.all_gather([x], axis, Label("gather", ("layer",), ("['w']",))))(torch.ones(2))
-    assert [entry.about for entry in graph.collectives()] == [Label("gather", ("layer",), ("['w']",))]
-    labels = ["gather | inner | ['w']", "whole | own", "sums | outer | ['v']", "sums"]
-    assert [str(entry.about) for entry in record] == labels
-
-
 @pytest.mark.parametrize("algorithm, packed", [("direct", 3), ("by the backend", 4)])
 @on_ranks(2, "2 processes")
 def test_records(algorithm, packed):
@@ -59,7 +43,16 @@ def test_records(algorithm, packed):
         comm.reduce_scatter(stacks, line, "mine")
         comm.all_reduce(tensors, line, "mine")
         comm.all_reduce([torch.ones((), dtype=torch.float64)], line, "mine")
-    comm.all_reduce(tensors, line, "not recorded")
+    with comm.record() as purposes:
+        with comm.concerning(["outer"], ["['v']"]):
+            with comm.concerning(("inner",), ("['w']",)):
+                comm.all_gather([torch.ones(2)], line, "gather")
+            comm.all_reduce([torch.ones(2)], line, Label("whole", ("own",)))
+            comm.all_reduce([torch.ones(2)], line, "sums")
+        comm.all_reduce([torch.ones(2)], line, "sums")
+    # The innermost purpose.
+    labels = ["gather | inner | ['w']", "whole | own", "sums | outer | ['v']", "sums"]
+    assert [str(entry.about) for entry in purposes] == labels
     assert {(entry.axis, entry.size, entry.label) for entry in record} == {("shard", 2, "mine")}
     nbytes = 2 * 4 * 4 + 4 * 8 + PACK_BYTES
     # Packed buffers by dtype and what travels alone; a fused collective needs no packing. Two ranks sum whole tensors.

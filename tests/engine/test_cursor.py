@@ -72,16 +72,6 @@ def test_backward():
         assert walked(uses, steps.split(), log) == expected
 
 
-def test_each_use_is_gathered_before_it_is_needed_and_reduced_behind_it():
-    """In every walk above, and each once."""
-    for _, there, lazy, _, expected in BACKWARDS:
-        place = {word: n for n, word in enumerate(expected.split())}
-        assert len(place) == len(expected.split())
-        for use in "012":
-            assert (f"g{use}" in place) == (use not in there + lazy)
-            assert place.get(f"g{use}", -1) < place[f"o{use}"] < place[f"r{use}"]
-
-
 def test_a_cursor_stands_where_it_was_led_and_makes_room_before_gathers_start():
     """Steps are taken once; going to where it stands, or has been, takes none."""
     log = []
