@@ -208,40 +208,33 @@ def on_shards(p, batch):
     return fs.gather(fs.tree_map(lambda tensor: 2 * tensor, p))["w"].sum()
 
 
-OTHERS = 'take others, or leave out sums="tree"'
-KERNELS = "expected torch's own kernels for sums=\"tree\", got Inductor's, whose bits depend on what it joins them with"
+def tree_of(f=summed, microbatches=2, strategy=fs.zero3, jitted=False, **options):
+    step = fs.accumulate(f, **{"sums": "tree", **options})
+    return (fs.jit(step, backend="inductor") if jitted else step)(sharded(strategy), list(range(microbatches)))
+
+
 REFUSED = (
+    (dict(sums="pairs"), "accumulate: expected sums to be \"tree\" or None, got 'pairs'"),
     (
-        lambda: fs.accumulate(summed, sums="pairs")(sharded(fs.zero3), [0, 1]),
-        "accumulate: expected sums to be \"tree\" or None, got 'pairs'",
+        dict(f=on_shards),
+        "tree\"\n  ['w']: expected a gather of the parameter itself, got maths on shards\nTo fix: compute",
     ),
     (
-        lambda: fs.accumulate(on_shards, sums="tree")(sharded(fs.zero3), [0, 1]),
-        'accumulate: gradients would not be one tree of sums="tree"\n'
-        "  ['w']: expected a gather of the parameter itself, got maths on shards\n"
-        "To fix: compute with full tensors, behind the gather.",
+        dict(microbatches=3),
+        'powers of two of ranks and of microbatches for sums="tree", got 3 microbatches on each of 2',
     ),
-    (
-        lambda: fs.accumulate(summed, sums="tree")(sharded(fs.ddp), [0, 1, 2]),
-        f'of microbatches for sums="tree", got 3 microbatches on each of 2 ranks; {OTHERS}',
-    ),
-    (
-        lambda: fs.microbatches(range(7), sharded(fs.ddp)),
-        "microbatches: expected as many microbatches on each of 2 ranks, got 7 in the whole job; cut the batch in a ",
-    ),
-    (lambda: fs.jit(fs.accumulate(summed, sums="tree"), backend="inductor")(sharded(fs.ddp), [0, 1]), KERNELS),
-    (
-        lambda: fs.accumulate(summed, communicate="once", sums="tree")(sharded(fs.ddp), [0, 1]),
-        "one of (None, 'each'), g",
-    ),
+    (dict(jitted=True, strategy=fs.ddp), "expected torch's own kernels for sums=\"tree\", got Inductor's, whose bits"),
+    (dict(communicate="once"), "expected communicate to be one of (None, 'each'), got 'once'"),
 )
 
 
 @on_ranks(2)
 def test_what_would_change_bits_is_refused(world_size):
-    for call, text in REFUSED:
+    for options, text in REFUSED:
         with pytest.raises(ValueError, match=re.escape(text)):
-            call()
+            tree_of(**options)
+    with pytest.raises(ValueError, match="expected as many microbatches on each of 2 ranks, got 7 in the whole job"):
+        fs.microbatches(range(7), sharded(fs.ddp))
 
 
 @on_ranks(2)

@@ -121,52 +121,38 @@ def test_the_state_of_a_transform_stays():
 
 
 class Mixture(nn.Module):
-    """Experts by name, a gate that is always used, and a layer that never is."""
+    """Experts by number; the last one is never used."""
 
     def __init__(self):
         super().__init__()
-        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
-        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-        self.never = nn.Linear(6, 6)
+        self.first, self.experts = nn.Linear(4, 6), nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
 
     def forward(self, x, picks):
         h = torch.tanh(self.first(x))
-        return self.last(sum((torch.tanh(self.experts[pick](h)) for pick in picks), h))
+        return sum((torch.tanh(self.experts[pick](h)) for pick in picks), h).square().mean()
 
 
-STEPS = 30
-
-
-def batches(rank):
-    """Expert 3 starts late, and 1 is left out for a while by all; the others by one rank or the other."""
-    draw = normal(1 + rank)
-    picks = [[0], [1, 2], [2], [0, 1]]
-    rows = []
-    for step in range(STEPS):
-        chosen = [pick for pick in picks[(step * (1 + rank)) % 4] if pick != 1 or step not in range(8, 20)]
-        rows.append((draw(5, 4), [*chosen, 3] if step >= 10 and (step + rank) % 3 == 0 else chosen))
-    return rows
+# The experts of each rank by step: 3 starts late, and 1 is left out for a while by all.
+PICKS = (([0], [1, 2]), ([1], [2]), ([2], [0]), ([3, 0], [2]), ([3], []), ([0, 1], [3]), ([2], [1, 2]))
 
 
 @on_ranks("2 processes")
 def test_a_mixture_of_experts_is_ddp_bitwise():
-    cls, hyper = torch.optim.SGD, dict(lr=0.01, momentum=0.9, dampening=0.1, weight_decay=0.1)
-    module, tx = filled(Mixture()), fs.from_torch(cls, **hyper)
-    on, model = meshes(), fs.functionalize(module, nn.Linear)
-    loss = fs.value_and_grad(lambda p, x, picks: model.apply(p, x, picks).square().mean())
+    hyper = dict(lr=0.01, momentum=0.9, dampening=0.1, weight_decay=0.1)
+    module, tx = filled(Mixture()), fs.from_torch(torch.optim.SGD, **hyper)
+    model, draw = fs.functionalize(module, nn.Linear), normal(1 + my_rank())
 
     def step(state, batch):
-        value, grads = loss(state.params, *batch)
+        value, grads = fs.value_and_grad(model.apply)(state.params, *batch)
         return fs.update(tx, state, grads, donate=int(state.step) % 2 == 0), value
 
     for name in ("ddp", "zero3"):
-        state = fs.TrainState.create(model.init(STRATEGIES[name](on)), tx)
         assert_matches_ddp(
             step,
-            state,
-            batches(my_rank()),
+            fs.TrainState.create(model.init(STRATEGIES[name](meshes())), tx),
+            [(draw(5, 4), picks[my_rank()]) for picks in PICKS],
             module=module,
-            loss_fn=lambda module, batch: module(*batch).square().mean(),
-            optimizer=lambda parameters: cls(parameters, **hyper),
+            loss_fn=lambda module, batch: module(*batch),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, **hyper),
             exact=True,
         )

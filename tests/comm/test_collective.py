@@ -1,22 +1,43 @@
-"""Every algorithm of the collectives, on ranks and processes: values, order of sums, memory, fakes and graphs."""
+"""Every algorithm of the collectives, on ranks and processes: values, order of sums, memory; what is recorded."""
 
-from datetime import timedelta
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import reduce
-from itertools import product
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import fshard as fs
 from fshard import comm
+from fshard.comm import Label, Verb, collective
 from fshard.comm.collective import EXCHANGE_BYTES, PACK_BYTES
-from fshard.extend import fake_axes
-from tests.comm.algorithms import ALGORITHMS, sent_by
-from tests.ranks import my_rank, on_ranks
-from tests.trees import assert_same_bits, normal, one_axis
+from fshard.comm.events import WIDTH, encoded
+from tests.ranks import on_ranks
+from tests.trees import assert_same_bits, one_axis
+
+ALGORITHMS = ("auto", "direct", "by the backend")
+
+_of_backend = collective.is_direct
+_chosen = threading.local()
+
+
+def _is_direct(*args):
+    chosen = getattr(_chosen, "algorithm", "auto")
+    return _of_backend(*args) if chosen == "auto" else chosen == "direct"
+
+
+@contextmanager
+def sent_by(algorithm: str) -> Iterator[None]:
+    """Let this rank's collectives run by an algorithm; by "auto" the backend chooses."""
+    # The same function on every rank, which may be a thread: each chooses for itself.
+    collective.is_direct = _is_direct
+    _chosen.algorithm = algorithm
+    try:
+        yield
+    finally:
+        _chosen.algorithm = "auto"
+
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
 MORE_DTYPES = (torch.bool, torch.int8, torch.float16, torch.complex64, torch.float8_e4m3fn)
@@ -127,28 +148,6 @@ def test_collectives_in_flight_finish_in_any_order(algorithm):
         assert record == []
 
 
-@on_ranks("3 processes", timeout=20.0)
-def test_processes_send_up_and_down_in_a_group_each():
-    """Both serve all later collectives of the axis, and end with the process; groups of some ranks are others."""
-    if my_rank() < 2:
-        pair = dist.new_group([0, 1])
-        comm.all_reduce([torch.ones(())], fs.Axis("pair", 2, pair.group_name), "test")
-    else:
-        dist.new_group([0, 1])
-    group = dist.new_group(timeout=timedelta(seconds=30))
-    line, made = fs.Axis("shard", 3, group.group_name), []
-    for number in range(3):
-        mine = torch.full((4,), float(comm.rank(line) + number))
-        gathering = comm.start_all_gather([mine], line, "test")
-        summing = comm.start_reduce_scatter([mine.expand(3, 4).contiguous()], line, "test")
-        # Another order of waiting than of starting.
-        assert_same_bits(summing()[0], torch.full((4,), 3.0 + 3 * number))
-        assert_same_bits(gathering()[0][:, 0], torch.arange(3.0) + number)
-        made.append(comm.world().groups[line.group_name].pair)
-    assert len(set(made)) == 1
-    assert len(set(made[0])) == 2
-
-
 @pytest.mark.rows(2)
 @EACH_WAY
 @on_ranks(*WORLDS)
@@ -169,30 +168,53 @@ def test_all_to_all_sends_each_rank_rows_of_its_own(algorithm):
             assert_same_bits(found, [torch.cat(pieces) for pieces in zip(*(row[me] for row in parts))])
 
 
-CALLS = [
-    (comm.all_gather, [(2, 5), (), (PACK_BYTES,)], [(3, 2, 5), (3,), (3, PACK_BYTES)]),
-    (comm.reduce_scatter, [(3, 2, 5), (3,), (3, PACK_BYTES)], [(2, 5), (), (PACK_BYTES,)]),
-    (comm.all_reduce, [(2, 5), (), (PACK_BYTES,)], [(2, 5), (), (PACK_BYTES,)]),
+# A label, and its units and the whole of it as text: separators in names, many leaves, long names, several lines.
+LABELS = [
+    (Label("psum"), "", "psum"),
+    (Label(Verb.GATHER, ("a",), ("['w']",)), "a", "gather | a | ['w']"),
+    (Label("scatter", ("a, b", "c | d")), "a, b, c | d", "scatter | a, b, c | d"),
+    (Label("gather", (), ("['v']", "['w']")), "['v'], ['w']", "gather | ['v'], ['w']"),
+    (Label("gather", ("a",), (*"01234567",)), "a", "gather | a | 0, 1, 2, 3, 4, 5, and 2 more"),
+    (Label("scatter", ("a" * WIDTH, "b")), f"{'a' * WIDTH}...", f"scatter | {'a' * WIDTH}..."),
+    (Label("scatter", ("a\nb",)), "a", "scatter | a"),
+    (Label(Verb.START, ("jit",)), "jit", "start | jit"),
 ]
 
 
-@on_ranks("3 processes")
-def test_fake_tensors_need_no_ranks_and_traced_collectives_are_the_same():
-    """A graph holds the operators themselves, each with a wait, and computes what eager code does."""
-    line = axis()
-    draw = normal(comm.rank(line))
-    for algorithm, (collective, shapes, expected) in product(ALGORITHMS[1:], CALLS):
+def test_labels():
+    for label, unit, text in LABELS:
+        assert comm.decoded(encoded(label)) == label
+        assert (label.unit, str(label)) == (unit, text)
 
-        def f(tensors, on=line, collective=collective):
-            return collective(tensors, on, "test")
 
-        with sent_by(algorithm), fake_axes("test", {"shard": 3}, {"shard": 1}, "gloo") as axes, FakeTensorMode():
-            outputs = f([torch.ones(shape).bfloat16() for shape in shapes], axes["shard"])
-        assert [(tuple(out.shape), out.dtype) for out in outputs] == [(s, torch.bfloat16) for s in expected]
-        with sent_by(algorithm):
-            tensors = [draw(*shape) for shape in shapes]
-            graph = make_fx(lambda tensors: f(tensors), tracing_mode="fake")(tensors)
-            targets = [str(node.target) for node in graph.graph.nodes]
-            for name in ("fshard.", "_c10d_functional.wait_tensor"):
-                assert any(target.startswith(name) for target in targets)
-            assert_same_bits(graph(tensors), f(tensors))
+@pytest.mark.parametrize("algorithm, packed", [("direct", 3), ("by the backend", 4)])
+@on_ranks(2, "2 processes")
+def test_records(algorithm, packed):
+    """One entry for each operator with the bytes of the full tensors; a recorder sees this rank's thread alone."""
+    line = fs.axis_of(one_axis())
+    tensors = [torch.ones(4), torch.ones(4), torch.ones(4).double(), torch.ones(PACK_BYTES // 8).double()]
+    stacks = [tensor.view(2, -1) for tensor in tensors]
+    with comm.record() as record, sent_by(algorithm):
+        comm.all_gather(tensors, line, "mine")
+        comm.reduce_scatter(stacks, line, "mine")
+        comm.all_reduce(tensors, line, "mine")
+        comm.all_reduce([torch.ones((), dtype=torch.float64)], line, "mine")
+    with comm.record() as purposes:
+        with comm.concerning(["outer"], ["['v']"]):
+            with comm.concerning(("inner",), ("['w']",)):
+                comm.all_gather([torch.ones(2)], line, "gather")
+            comm.all_reduce([torch.ones(2)], line, Label("whole", ("own",)))
+            comm.all_reduce([torch.ones(2)], line, "sums")
+        comm.all_reduce([torch.ones(2)], line, "sums")
+    # The innermost purpose.
+    labels = ["gather | inner | ['w']", "whole | own", "sums | outer | ['v']", "sums"]
+    assert [str(entry.about) for entry in purposes] == labels
+    assert {(entry.axis, entry.size, entry.label) for entry in record} == {("shard", 2, "mine")}
+    nbytes = 2 * 4 * 4 + 4 * 8 + PACK_BYTES
+    # Packed buffers by dtype and what travels alone; a fused collective needs no packing. Two ranks sum whole tensors.
+    assert [(entry.op, entry.bytes, entry.tensors, entry.scalar) for entry in record] == [
+        ("all_gather", 2 * nbytes, packed, False),
+        ("reduce_scatter", nbytes, packed, False),
+        ("all_reduce", nbytes, packed, False),
+        ("all_reduce", 8, 1, True),
+    ]

@@ -57,35 +57,6 @@ def text_of(call):
 GATHER = "all_gather number 7 (gather of layers.2) over 'shard' of float32 (36,), 144 bytes in value_and_grad"
 
 
-def test_a_late_rank(workers):
-    """Between two units one rank takes longer than the others wait."""
-
-    def program():
-        rank = dist.get_rank()
-
-        def between(place):
-            if (rank, place) == (1, 1):
-                store().wait(["a late rank"])
-
-        with impatient_axis() as axis:
-            # Ranks know the order of the step from another mesh, and send nothing more.
-            step, state, x = make_step(axis, between)
-            text = text_of(lambda: step(state, x))
-            store().set("a late rank", "")
-        return text
-
-    first, second = workers(2).run(program)
-    # The second one may have told of an earlier wait, where the machine is busy.
-    first = re.sub(r"  rank 1 waits in .*\n", "", first)
-    common = [
-        "rank 1 did not come within 2 s: it is stopped, hangs or computes",
-        f"  rank 0 waits in {GATHER}",
-    ]
-    assert first == "\n".join([*common, f"  rank 0, this one, was in {GATHER}", REMEDY])
-    # It comes too late, and hears why the others have gone.
-    assert re.sub(r"  rank 1 waits in .*\n", "", second).splitlines()[:2] == common
-
-
 def test_ranks_that_do_different_things(workers):
     """All of them fail, and each hears from all others where these were."""
 
