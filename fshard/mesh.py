@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fshard import _compat
-from fshard.comm import CollectiveError, connected, refuse_other, setting
+from fshard.comm import CollectiveError, connected, refuse_other
 from fshard.comm import world as world_of_ranks
 from fshard.errors import expect
 from fshard.tree import Axis
@@ -150,8 +150,12 @@ def fake_axes(what: str, sizes: Mapping[str, int], place: Mapping[str, int], bac
         remedy = "pass axes as arguments, or read them from the state's leaves, as leaf.spec.axes"
         expect(axis in axes.values(), what, "axes of the planned mesh", found, remedy)
 
-    with setting(refuse_other, check), _compat.fake_process_groups(groups, backend):
-        yield axes
+    token = refuse_other.set(check)
+    try:
+        with _compat.fake_process_groups(groups, backend):
+            yield axes
+    finally:
+        refuse_other.reset(token)
 
 
 def world() -> Axis:

@@ -23,6 +23,8 @@ from fshard.comm.failure import CollectiveError, Position, connected, unequal
 from fshard.comm.groups import Issued, World, world
 from fshard.comm.recorder import record, watched, watchers
 
-__all__ = ["Collective", "CollectiveError", "Label", "Record", "Verb", "rank", "record"]
+__all__ = ["Collective", "CollectiveError", "Label", "Record", "Verb"]
+__all__ += ["rank", "record"]
 __all__ += ["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
-__all__ += ["start_all_gather", "start_all_reduce", "start_all_to_all", "start_reduce_scatter"]
+__all__ += ["start_all_gather", "start_all_reduce"]
+__all__ += ["start_all_to_all", "start_reduce_scatter"]

@@ -212,7 +212,8 @@ class Call:
         backward.release()
         self._check_writes()
         for leaf in self.trained:
-            leaf.used = leaf in used if self._derived else leaf.used
+            if self._derived:
+                leaf.used = leaf in used
             leaf.end_microbatch()
         self._forward.end()
         for leaf in self._by_tensor.values():

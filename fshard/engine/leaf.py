@@ -59,7 +59,8 @@ class Leaf:
     def gathered(self, full: torch.Tensor) -> None:
         """Note shape, dtype and device of the full tensor, the same on every rank."""
         if self.nbytes < 0:
-            self.shape, self.dtype, self.device, self.nbytes = full.shape, full.dtype, full.device, full.nbytes
+            self.shape, self.nbytes = full.shape, full.nbytes
+            self.dtype, self.device = full.dtype, full.device
 
     def wide(self, grad: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Cast to the dtype in which gradients, by default of shards, are added up.
@@ -80,7 +81,9 @@ class Leaf:
     def take_full(self) -> torch.Tensor:
         """Hand over this rank's full gradient; zeros where it has none."""
         full, self.full, self.owed = self.full, None, False
-        return torch.zeros(self.shape, dtype=self.dtype, device=self.device) if full is None else full
+        if full is None:
+            full = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        return full
 
     def add_reduced(self, grad: torch.Tensor) -> None:
         """Add to the reduced gradient."""
