@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction, _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -106,6 +106,20 @@ def checkpoints() -> list[Any]:
     """
     with without_saved_tensor_hooks() as hooks:
         return [pack for pack in hooks if getattr(pack, "__qualname__", "").startswith("_checkpoint_hook.")]
+
+
+def in_reentrant_checkpoint() -> bool:
+    """Whether the forward of a reentrant torch.utils.checkpoint runs, whose results may need a gradient.
+
+    One whose arguments require gradients, and that autograd yet does not record, runs under no_grad. Checked on 2.13.
+    """
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+        frame = frame.f_back
+    if frame is None:
+        return False
+    given = (argument for argument in frame.f_locals["args"] if isinstance(argument, torch.Tensor))
+    return bool(frame.f_locals["ctx"].next_functions) or not any(tensor.requires_grad for tensor in given)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from fshard.engine.passes import Pass
 from fshard.engine.plan import Facts, ModuleUnit, planned, unit_of
 from fshard.engine.saved import Saved
 from fshard.engine.use import Use
-from fshard.errors import expect
+from fshard.errors import Problem, expect, leaf_error
 from fshard.tree import Axis, Flat, Sharded, is_sharded
 from fshard.tree.checks import check_versions
 
@@ -120,8 +120,14 @@ class Call:
 
     def output(self, use: Use, leaf: Leaf) -> torch.Tensor:
         """Return the tensor that the function gets for one leaf of an open use."""
-        index = use.places[leaf]
-        if leaf.trained and torch.is_grad_enabled() and index not in use.outputs:
+        index, recorded = use.places[leaf], torch.is_grad_enabled()
+        first = leaf.trained and not self._forward.over and (index not in use.outputs or not recorded)
+        if first and _compat.in_reentrant_checkpoint():
+            # Its own backward would lose the gradient.
+            problem = Problem(leaf.path, "a use inside a reentrant checkpoint", "one that autograd records")
+            remedy = "pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
+            raise leaf_error(f"{self._what}: a gradient would be lost", [problem], remedy)
+        if leaf.trained and recorded and index not in use.outputs:
             use.outputs = deliver(self._receive, use)
         return use.outputs[index] if index in use.outputs else use.tensor_of(leaf).detach()
 
