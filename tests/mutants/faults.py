@@ -575,8 +575,8 @@ FAULTS = (
         "waits-counted-beyond-the-straggler",
         "extensions",
         "fshard/ext/trace/events.py",
-        "return [(begin, min(end, self.began)) for begin, end in waits if begin < self.began]",
-        "return [(begin, end) for begin, end in waits if begin < self.began]",
+        "return sum(min(end, self.began) - begin for begin, end in waits if begin < self.began)",
+        "return sum(end - begin for begin, end in waits if begin < self.began)",
         "8: a report counts as waiting for a rank no more than the time until it came",
     ),
     Fault(

@@ -22,7 +22,6 @@ class Event:
     Attributes:
         collective: What ran, who asked for it and what for; see `fshard.comm.Collective`.
         members: Global ranks that take part.
-        memory: Bytes held when it was called, and when the last buffer had landed.
         begin: When it was called.
         issued: When the call returned, with the collective under way.
         waits: When its buffers were waited for, and when they had landed.
@@ -30,16 +29,14 @@ class Event:
 
     collective: fs.comm.Collective
     members: tuple[int, ...]
-    memory: tuple[int, int]
-    begin: int = 0
+    begin: int
     issued: int = 0
     waits: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def leaves(self) -> str:
-        """The paths of its leaves, or of the first of them, as text."""
-        first, more = self.collective.about.leaves[:LEAVES], len(self.collective.about.leaves) - LEAVES
-        return ", ".join([*first, *([f"and {more} more"] if more > 0 else [])])
+        """The paths of its first leaves, as text."""
+        return ", ".join(self.collective.about.leaves[:LEAVES])
 
     @property
     def end(self) -> int:
@@ -60,8 +57,6 @@ class Timeline(NamedTuple):
         rank: Its global rank.
         begin: When the trace began.
         end: When it ended.
-        memory: Bytes held then and there.
-        meter: The name of the memory that is counted.
         error: The exception that interrupted the trace; empty if none did.
         events: In the order of their start.
     """
@@ -69,8 +64,6 @@ class Timeline(NamedTuple):
     rank: int
     begin: int
     end: int
-    memory: tuple[int, int]
-    meter: str
     error: str
     events: tuple[Event, ...]
 
@@ -81,12 +74,6 @@ class Timeline(NamedTuple):
             waits = [(begin - n, end - n) for begin, end in event.waits]
             events.append(replace(event, begin=event.begin - n, issued=event.issued - n, waits=waits))
         return self._replace(begin=self.begin - n, end=self.end - n, events=tuple(events))
-
-    def held(self) -> list[tuple[int, int]]:
-        """List when memory was read and the bytes held then, in order."""
-        ends = [(self.begin, self.memory[0]), (self.end, self.memory[1])]
-        marks = ((event.begin, event.end, event.memory) for event in self.events)
-        return sorted([*ends, *(pair for begin, end, held in marks for pair in ((begin, held[0]), (end, held[1])))])
 
 
 def packed(value: Any) -> str:
@@ -145,14 +132,10 @@ class Matched(NamedTuple):
     straggler: int
     began: int
 
-    def late(self, rank: int) -> list[tuple[int, int]]:
-        """List the parts of a rank's waits before the straggler came."""
-        waits = self.events[rank].waits if rank != self.straggler else []
-        return [(begin, min(end, self.began)) for begin, end in waits if begin < self.began]
-
     def waited(self, rank: int) -> int:
         """Count the nanoseconds that a rank waited before the straggler came."""
-        return sum(end - begin for begin, end in self.late(rank))
+        waits = self.events[rank].waits if rank != self.straggler else []
+        return sum(min(end, self.began) - begin for begin, end in waits if begin < self.began)
 
     def held_up(self) -> int:
         """Count the nanoseconds that all ranks waited for the straggler."""
@@ -175,10 +158,8 @@ def match(timelines: Sequence[Timeline]) -> list[Matched]:
         ranks = [rank for rank in members if rank in present]
         for row in zip_longest(*(by_rank.get(rank, []) for rank in ranks)):
             events = {rank: event for rank, event in zip(ranks, row, strict=True) if event is not None}
-            if (
-                len(events) < len(ranks)
-                or len({(c.op, c.label) for c in (event.collective for event in events.values())}) > 1
-            ):
+            calls = {(event.collective.op, event.collective.label) for event in events.values()}
+            if len(events) < len(ranks) or len(calls) > 1:
                 # Where one rank's recording ended earlier, later events of the group cannot be matched.
                 break
             straggler = max(events, key=lambda rank: events[rank].begin)

@@ -1,4 +1,4 @@
-"""Report: the stragglers of a trace and the memory of its ranks, as numbers, a table, a picture and a file."""
+"""Report: the stragglers of a trace, as numbers, a table, a picture and a file."""
 
 import json
 from collections import Counter, defaultdict
@@ -34,7 +34,6 @@ class RankRow(NamedTuple):
         waiting_for_late: The part of it before the last rank had come.
         last: How many collectives it was the last one to come to.
         held_up: How long the others waited for it, summed over them.
-        peak_bytes: The most memory it held at any collective.
     """
 
     rank: int
@@ -45,7 +44,6 @@ class RankRow(NamedTuple):
     waiting_for_late: float
     last: int
     held_up: float
-    peak_bytes: int
 
 
 class UnitRow(NamedTuple):
@@ -69,7 +67,7 @@ class UnitRow(NamedTuple):
 
 
 class Report:
-    """The time and memory of all ranks during a trace.
+    """The time of all ranks during a trace.
 
     Attributes:
         timelines: By rank, all by the clock of the first one.
@@ -99,17 +97,11 @@ class Report:
         """The part of all ranks' time that was waiting for ranks that came later."""
         return sum(row.waiting_for_late for row in self.ranks) / (sum(row.seconds for row in self.ranks) or 1)
 
-    @property
-    def memory_skew(self) -> float:
-        """The most memory that a rank held, relative to the mean of ranks."""
-        peaks = [row.peak_bytes for row in self.ranks]
-        return max(peaks) * len(peaks) / (sum(peaks) or 1)
-
     def save(self, path: str | Path) -> None:
         """Write a trace that ui.perfetto.dev and chrome://tracing open. One rank calls it.
 
-        A rank is a process there: what its main thread does, its collectives while they are under way, its memory, and
-        an arrow from the rank that came last to each one that waited.
+        A rank is a process there: what its main thread does, its collectives while they are under way, and an arrow
+        from the rank that came last to each one that waited.
 
         Args:
             path: Where to write it, such as "trace.json".
@@ -130,18 +122,17 @@ class Report:
         took: Counter[Activity] = Counter()
         for span in self.spans[timeline.rank]:
             took[span.kind] += span.end - span.begin
-        last = [entry for entry in self.matched if entry.straggler == timeline.rank]
+        entries = [entry for entry in self.matched if timeline.rank in entry.events]
+        last = [entry for entry in entries if entry.straggler == timeline.rank]
         return RankRow(
             timeline.rank,
             seconds=(timeline.end - timeline.begin) / 1e9,
             computing=(took[Activity.COMPUTE] + took[Activity.BETWEEN]) / 1e9,
             starting=took[Activity.START] / 1e9,
             waiting=took[Activity.WAIT] / 1e9,
-            waiting_for_late=sum(one.waited(timeline.rank) for one in self.matched if timeline.rank in one.events)
-            / 1e9,
+            waiting_for_late=sum(entry.waited(timeline.rank) for entry in entries) / 1e9,
             last=len(last),
             held_up=sum(entry.held_up() for entry in last) / 1e9,
-            peak_bytes=max(held for _, held in timeline.held()),
         )
 
     def _unit_rows(self) -> list[UnitRow]:
@@ -185,15 +176,13 @@ class Report:
         seconds = max(row.seconds for row in self.ranks)
         yield f"trace of {len(self.timelines)} rank{'' if one else 's'}, {1e3 * seconds:.1f} ms{clocks}"
         yield self._headline()
-        meters = " and ".join(dict.fromkeys(timeline.meter for timeline in self.timelines))
-        yield f"memory ({meters}): the most on one rank is {self.memory_skew:.2f} of the mean"
         yield from (f"rank {line.rank} was interrupted: {line.error}" for line in self.timelines if line.error)
         held = "held others up (sum)"
-        columns = ("computing", "starting", "waiting", "for late ranks", "came last", held, "most memory")
+        columns = ("computing", "starting", "waiting", "for late ranks", "came last", held)
         yield from _table("rank", columns, {f"{row.rank}": _rank_cells(row) for row in self.ranks})
         means = ("computing (mean)", "slowest rank", "waiting (mean)")
-        columns = ("collectives", "sent", *means, "held up by", "for (sum)")
-        yield from _table("unit", columns, {row.unit: _unit_cells(row) for row in self.units})
+        of_units = ("collectives", "sent", *means, "held up by", "for (sum)")
+        yield from _table("unit", of_units, {row.unit: _unit_cells(row) for row in self.units})
         yield "of the whole trace; mean and sum over ranks, collectives and sent of the rank with the most"
         units = {row.unit for row in self.units}
         yield from (f"{name}: {meaning}" for name, meaning in MEANINGS if name in units)
@@ -206,7 +195,7 @@ def _row_name(event: Event) -> str:
 def _rank_cells(row: RankRow) -> list[str]:
     parts = (row.computing, row.starting, row.waiting, row.waiting_for_late)
     shares = (f"{100 * part / (row.seconds or 1):.1f}%" for part in parts)
-    return [*shares, f"{row.last}", f"{1e3 * row.held_up:.1f} ms", f"{row.peak_bytes / 2**20:.1f} MiB"]
+    return [*shares, f"{row.last}", f"{1e3 * row.held_up:.1f} ms"]
 
 
 def _unit_cells(row: UnitRow) -> list[str]:
@@ -247,8 +236,6 @@ def _of_rank(timeline: Timeline, spans: Sequence[Span]) -> Iterator[dict[str, An
         common = {"cat": "collective", "name": event.name, "pid": pid, "tid": MAIN, "id2": {"local": f"{number}"}}
         yield {"ph": "b", "ts": event.begin, **common, "args": _about(event)}
         yield {"ph": "e", "ts": event.end, **common}
-    for when, held in timeline.held():
-        yield {"ph": "C", "name": timeline.meter, "pid": pid, "ts": when, "args": {"bytes": held}}
 
 
 def _about(event: Event) -> dict[str, Any]:

@@ -1,10 +1,8 @@
 """trace: record when the collectives of real steps start and land, on every rank."""
 
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,21 +13,8 @@ from fshard.ext.trace.events import Event, Timeline, offsets, packed, unpacked
 from fshard.ext.trace.report import Report
 from fshard.extend import everyone, expect, ranks_of, watched
 
-# Nanoseconds between two reads of the memory, which take longer than all else that is noted of a collective.
-SAMPLING = 5_000_000
-
 # Exchanges between clocks, of which the closest ones count, and the label of what a report sends.
 ROUNDS, LABEL = 16, "trace"
-
-
-def meter(device: torch.device) -> tuple[str, Callable[[], int]]:
-    """Choose a memory and how to read its bytes: CUDA's allocations; else the resident set, where Linux counts it."""
-    if device.type == "cuda":
-        stats = torch.cuda.memory.memory_stats_as_nested_dict
-        return "CUDA allocations", lambda: stats(device)["allocated_bytes"]["all"]["current"]
-    statm = Path("/proc/self/statm")
-    pages = (lambda: int(statm.read_text().split()[1])) if statm.exists() else lambda: 0
-    return "resident set", lambda: os.sysconf("SC_PAGE_SIZE") * pages()
 
 
 class Trace:
@@ -37,13 +22,10 @@ class Trace:
 
     def __init__(self) -> None:
         """Begin."""
-        self._device = torch.device("cpu")
-        self._memory_of, self._read = meter(self._device)
         self._events: list[Event] = []
         self._flying: dict[int, Event] = {}
         self._error, self._waits, self._end = "", 0, 0
-        self._begin = self._read_at = time.perf_counter_ns()
-        self._held = self._last = self._left = self._read()
+        self._begin = time.perf_counter_ns()
 
     def report(self, alone: bool = False, mesh: Any | None = None) -> Report:
         """Collect the records of all ranks, and find the stragglers.
@@ -84,15 +66,9 @@ class Trace:
 
     def starts(self, issued: Any, tensors: Sequence[torch.Tensor]) -> None:
         """Note that a collective is called."""
-        device = tensors[0].device
-        if device.type == "cuda" and self._device.type == "cpu":
-            self._device, (self._memory_of, self._read) = device, meter(device)
-            self._held = self._last = self._read()
-        memory = self._memory()
-        event = Event(issued.collective, tuple(issued.group.ranks), (memory, memory))
+        event = Event(issued.collective, tuple(issued.group.ranks), time.perf_counter_ns())
         self._flying[id(issued)] = event
         self._events.append(event)
-        event.begin = time.perf_counter_ns()
 
     def started(self, issued: Any) -> None:
         """Note that it is under way."""
@@ -109,18 +85,11 @@ class Trace:
         event = self._flying.get(id(issued))
         if event is not None:
             event.waits.append((self._waits, end))
-            event.memory = event.memory[0], self._memory()
             if not issued.left:
                 del self._flying[id(issued)]
 
-    def _memory(self) -> int:
-        now = time.perf_counter_ns()
-        if now - self._read_at >= SAMPLING:
-            self._read_at, self._last = now, self._read()
-        return self._last
-
     def _conclude(self, error: BaseException | None) -> None:
-        self._end, self._left = time.perf_counter_ns(), self._read()
+        self._end = time.perf_counter_ns()
         self._error = "" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
         for event in self._flying.values():
             # A collective that was interrupted while it started is there for the other ranks.
@@ -128,8 +97,7 @@ class Trace:
         self._flying = {}
 
     def _own(self) -> Timeline:
-        about = (self._begin, self._end, (self._held, self._left), self._memory_of, self._error)
-        return Timeline(fs.comm.rank(ranks_of(None)), *about, tuple(self._events))
+        return Timeline(fs.comm.rank(ranks_of(None)), self._begin, self._end, self._error, tuple(self._events))
 
 
 def _exchange(axis: fs.Axis) -> list[tuple[int, int]]:
@@ -144,13 +112,11 @@ def _exchange(axis: fs.Axis) -> list[tuple[int, int]]:
 
 @contextmanager
 def trace() -> Iterator[Trace]:
-    """Record when each collective of this thread starts and is waited for, and the memory then, eager or jitted.
+    """Record when each collective of this thread starts and is waited for, eager or jitted.
 
     Nothing is sent inside the context, and nothing in it is slower but collectives, by a few microseconds. The time
     between them is computing, which a report counts for the unit that was gathered last, or whose gradients it makes.
-    Inside another trace both record. Memory is read every 5 ms at most: the resident set of the process on Linux, or on
-    CUDA the allocations of torch. On CUDA times are those of the host, which does not wait
-    for the device.
+    Inside another trace both record. On CUDA times are those of the host, which does not wait for the device.
 
     Yields:
         The trace, whose `report` every rank calls once the context has ended; one that was left by an exception has
