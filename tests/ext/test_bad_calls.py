@@ -111,7 +111,7 @@ CHECKPOINTS = {
 }
 TESTING = {
     "assert_budget": lambda w: dict(
-        step=step, args=(w.state,), peak_bytes="1GB", bytes_sent="1GB", collectives=100, mesh={"shard": 2}
+        step=step, args=(w.state,), peak_bytes=1e9, bytes_sent=1e9, collectives=100, mesh={"shard": 2}
     ),
 }
 ACCEPTED = (

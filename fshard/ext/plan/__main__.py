@@ -1,7 +1,6 @@
 """Plans of a model from the command line, before there is a machine to run it on.
 
-    python -m fshard.ext.plan --model gpt-175b --world-size 4096 --strategy zero3 --memory 80GB
-    python -m fshard.ext.plan --model my_package.models:factory --world-size 8 64 --strategy zero2 zero3
+    python -m fshard.ext.plan --model my_package.models:factory --world-size 8 64 --strategy zero2 zero3 --memory 80
 
 A factory is a function without arguments that returns (module, batch), where module(*batch) is the loss, a scalar; the
 batch is one rank's, a tuple of tensors or a tensor. It runs on the meta device, so that nothing is allocated. Where it
@@ -17,12 +16,10 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-import torch
-
 from fshard.ext.plan import models
-from fshard.ext.plan.report import Rates, bytes_from, readable
+from fshard.ext.plan.report import Rates, readable
 
-HEADER = "strategy       mesh  activ.  regather       peak       sent  collectives     flops   seconds"
+HEADER = "strategy       mesh       peak       sent  collectives     flops   seconds"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,22 +36,14 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     raw, rates = argparse.RawDescriptionHelpFormatter, Rates()
     parser = argparse.ArgumentParser("python -m fshard.ext.plan", description=__doc__, formatter_class=raw)
 
-    def add(option: str, default: Any, text: str, *choices: str, **more: Any) -> None:
-        parser.add_argument(
-            option, help=f"{text} (default: %(default)s)", default=default, choices=choices or None, **more
-        )
+    def add(option: str, default: Any, text: str, **more: Any) -> None:
+        parser.add_argument(option, help=f"{text} (default: %(default)s)", default=default, **more)
 
-    parser.add_argument("--model", help=f"{', '.join(models.GPTS)}, or package:factory", required=True)
+    parser.add_argument("--model", help="package:factory", required=True)
     parser.add_argument("--world-size", help="ranks", required=True, type=int, nargs="+")
-    add("--strategy", ["zero3"], "one or several", *models.STRATEGIES, nargs="+")
-    add("--memory", "80GB", "memory of a rank")
-    add("--batch", 1, "sequences of a rank, for known models", type=int)
+    add("--strategy", ["zero3"], "one or several", choices=models.STRATEGIES, nargs="+")
+    add("--memory", 80.0, "GB of a rank", type=float)
     add("--node", 8, "ranks of hsdp's inner axis", type=int)
-    parser.add_argument("--units", help="a pattern of names; without it the class of the repeated layers")
-    add("--activations", ["kept", "again"], "kept, or computed again in the backward", "kept", "again", nargs="+")
-    add("--regather", ["yes"], "gather again in the backward, for zero3 and hsdp", "yes", "no", nargs="+")
-    dtypes = ("bfloat16", "float16", "float32")
-    add("--param-dtype", "bfloat16", "that zero3 and hsdp gather in; float32 for the parameters' own", *dtypes)
     parser.add_argument("--full-depth", action="store_true", help="trace all layers rather than extrapolate")
     add("--tflops", rates.flops / 1e12, "10^12 floating-point operations a second of a rank", type=float)
     add("--memory-rate", rates.memory / 1e9, "GB/s of a rank to and from its own memory", type=float)
@@ -64,33 +53,24 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _run(args: argparse.Namespace) -> int:
-    memory = bytes_from("plan", "memory", args.memory)
-    workload = models.workload_of(args.model, args.batch)
-    workload = workload._replace(units=args.units or workload.units)
+    workload = models.workload_of(args.model)
     links = {axis: float(rate) * 1e9 for axis, _, rate in (part.rpartition("=") for part in args.link)}
     rates = Rates(args.tflops * 1e12, args.memory_rate * 1e9, links.get("", links), args.latency / 1e6)
-    dtype = None if args.param_dtype == "float32" else getattr(torch, args.param_dtype)
     meshes = [(name, models.mesh_of(name, ranks, args.node)) for name, ranks in product(args.strategy, args.world_size)]
-    count = sum(parameter.numel() for parameter in workload.make(workload.layers).parameters())
-    batch = ", ".join(f"{x.dtype} {list(x.shape)}" for x in workload.batch if isinstance(x, torch.Tensor))
-    head = [f"{args.model}: {count:,} parameters, batch of a rank: {batch}", f"rates: {rates}", HEADER]
+    head = [f"{args.model}; rates: {rates}", HEADER]
     rows: list[models.Estimate] = []
-    for (name, mesh), activations in product(meshes, args.activations):
-        for regather in args.regather if name in models.CHOOSE else ["yes"]:
-            options = models.Options(name, regather == "yes", dtype, activations == "again")
-            rows.append(models.estimate(workload, options, mesh, rates=rates, full_depth=args.full_depth))
-            # With the first row, when all arguments are known to be good.
-            print(*(head if len(rows) == 1 else ()), rows[-1], sep="\n", flush=True)
+    for name, mesh in meshes:
+        rows.append(models.estimate(workload, name, mesh, rates=rates, full_depth=args.full_depth))
+        # With the first row, when all arguments are known to be good.
+        print(*(head if len(rows) == 1 else ()), rows[-1], sep="\n", flush=True)
     # Of those that fit the least time of all ranks together for a sequence, and of these the fewest ranks.
-    fits = [row for row in rows if row.peak.total <= memory]
+    fits = [row for row in rows if row.peak.total <= args.memory * 1e9]
     best = min(fits, key=lambda row: (row.seconds, math.prod(row.mesh.values())), default=None)
     if best is None:
-        print(f"none fits {args.memory}: the least is {readable(min(row.peak.total for row in rows))}")
+        print(f"none fits {args.memory} GB: the least is {readable(min(row.peak.total for row in rows))}")
         return 1
-    print(f"\nthe cheapest that fits {args.memory}, by the time that is estimated from these rates:\n{best}")
+    print(f"\nthe cheapest that fits {args.memory} GB, by the time that is estimated from these rates:\n{best}")
     print(*best.peak.lines(), sep="\n")
-    if not best.traced:
-        print("  ~: about, by extrapolation over the depth; --full-depth counts collectives exactly")
     return 0
 
 

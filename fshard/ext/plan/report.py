@@ -1,7 +1,6 @@
 """Values of a plan: rates of a device and its links, bytes by use, moments of a step, the plan as a table."""
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -58,12 +57,13 @@ def check_rates(rates: Any, axes: Iterable[str]) -> None:
     """Refuse rates by which nothing can be divided, or that lack an axis."""
     expect(isinstance(rates, Rates), "plan", "rates to be a fshard.ext.plan.Rates", describe(rates))
     for name, rate in {"flops": rates.flops, **rates.named(axes)}.items():
-        expect(_is_number(rate) and rate > 0, "plan", f"{name} to be a number above 0", f"{rate!r:.40}")
-    holds = _is_number(rates.latency) and 0 <= rates.latency < math.inf
+        expect(is_number(rate) and rate > 0, "plan", f"{name} to be a number above 0", f"{rate!r:.40}")
+    holds = is_number(rates.latency) and 0 <= rates.latency < math.inf
     expect(holds, "plan", "latency to be a finite number, 0 or more", f"{rates.latency!r:.40}")
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a value is a number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -117,7 +117,6 @@ class Moment(NamedTuple):
         name: Its name in the graph.
         operator: The operator.
         held: Bytes that are held while it runs.
-        units: Units of which something gathered or in flight is held then.
         collective: The collective that it starts, if any.
         flops: Its floating-point operations.
     """
@@ -125,7 +124,6 @@ class Moment(NamedTuple):
     name: str
     operator: str
     held: Bytes
-    units: tuple[str, ...]
     collective: comm.Collective | None
     flops: int
 
@@ -239,25 +237,3 @@ def readable(nbytes: float) -> str:
     ('12.90 GB', '12 B')
     """
     return next((f"{nbytes / size:.2f} {unit}" for size, unit in _UNITS if nbytes >= size), f"{nbytes:.0f} B")
-
-
-def bytes_from(verb: str, what: str, size: Any) -> int:
-    """Read a number of bytes, or a text such as 80GB.
-
-    Args:
-        verb: The verb that asks, for errors.
-        what: The argument, for errors.
-        size: The number or the text, in powers of 1000 or, as GiB, of 1024.
-
-    Raises:
-        ValueError: if it is neither.
-
-    >>> [bytes_from("plan", "memory", size) for size in ("80GB", "1.5 KiB", 12)]
-    [80000000000, 1536, 12]
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B", size.strip()) if isinstance(size, str) else None
-    if match is not None:
-        return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
-    number = _is_number(size) and 0 <= size < math.inf
-    expect(number, verb, f"{what} to be a number of bytes, 0 or more, or a text such as 80GB or 500 MiB", repr(size))
-    return int(size)

@@ -1,6 +1,5 @@
 """Steps to plan: a transformer under every strategy, with and without activation checkpoints."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,17 +16,7 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 
 
 class Case(NamedTuple):
-    """What is planned.
-
-    Attributes:
-        strategy: Name of the strategy.
-        activations: "kept" from the forward; or computed again by a "checkpoint" of torch or by fs."remat".
-        width: Of the transformer.
-        layers: How many.
-        batch: Sequences a rank.
-        time: Their length.
-        donated: Whether the state is donated.
-    """
+    """What is planned; activations are "kept", or computed again by a "checkpoint" of torch or by fs."remat"."""
 
     strategy: str
     activations: str = "kept"
@@ -79,7 +68,7 @@ def sizes_of(strategy: str, ranks: int) -> dict[str, int]:
     return {"replicate": replicas, "shard": ranks // replicas}
 
 
-def prepared(case: Case, mesh: Any, **options: Any) -> tuple[Any, Any, Sequence[torch.Tensor]]:
+def prepared(case: Case, mesh: Any, **options: Any) -> tuple[Any, Any, torch.Tensor]:
     """The jitted step of a case, its state on a mesh, and a rank's batch."""
     strategy = getattr(fs, case.strategy)(mesh, **options)
     if case.activations == "remat":
@@ -103,4 +92,4 @@ def prepared(case: Case, mesh: Any, **options: Any) -> tuple[Any, Any, Sequence[
             return model.apply(params, x).square().mean()
 
     step = fs.jit(train_step(loss, adamw()), donate_argnums=0 if case.donated else ())
-    return step, fs.TrainState.create(params, adamw()), (torch.zeros(case.batch, case.time, case.width),)
+    return step, fs.TrainState.create(params, adamw()), torch.zeros(case.batch, case.time, case.width)

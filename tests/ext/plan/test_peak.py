@@ -35,21 +35,21 @@ CHOSEN = [
 
 def planned(case: Case, rank: int) -> int:
     """In this process alone, from a state of one rank."""
-    step, state, batch = prepared(case, fs.init_mesh(dict.fromkeys(sizes_of(case.strategy, 1), 1), device="cpu"))
+    step, *args = prepared(case, fs.init_mesh(dict.fromkeys(sizes_of(case.strategy, 1), 1), device="cpu"))
     mesh = sizes_of(case.strategy, RANKS)
-    return fs.plan(step, state, *batch, mesh=mesh, rank=rank, backend="gloo").peak_bytes
+    return fs.plan(step, *args, mesh=mesh, rank=rank, backend="gloo").peak_bytes
 
 
 def measured(case: Case, memory) -> int:
     """What a call takes, with state and batch."""
-    step, state, batch = prepared(case, fs.init_mesh(sizes_of(case.strategy, RANKS), device="cpu"))
+    step, state, x = prepared(case, fs.init_mesh(sizes_of(case.strategy, RANKS), device="cpu"))
     # The first call traces.
-    state, _ = step(state, *batch)
+    state, _ = step(state, x)
     gc.collect()
     memory.reset()
-    out = step(state, *batch)
+    out = step(state, x)
     peak = memory.peak()
-    del state, batch, out
+    del state, x, out
     gc.collect()
     return peak - memory.current()
 
@@ -65,13 +65,7 @@ def work(cases, results):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "cases",
-    [
-        pytest.param(CHOSEN, id="chosen"),
-        *(pytest.param(cases, id=name, marks=pytest.mark.slow) for name, cases in ALL.items()),
-    ],
-)
+@pytest.mark.parametrize("cases", (CHOSEN, *ALL.values()), ids=("chosen", *ALL))
 def test_peak_is_what_the_malloc_counter_measures(cases, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     import meter

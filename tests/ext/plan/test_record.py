@@ -13,12 +13,12 @@ from tests.jit.steps import adamw, collectives, train_step
 from tests.transforms import test_own_dim as own_dim
 
 
-def planned(make, sizes, **options):
+def planned(make, sizes):
     """The plan of a step, made in a process of one rank."""
 
     def program():
-        step, state, batch = make(fs.init_mesh(dict.fromkeys(sizes, 1), device="cpu"))
-        return fs.plan(step, state, *batch, mesh=sizes, backend="gloo", **options)
+        step, *args = make(fs.init_mesh(dict.fromkeys(sizes, 1), device="cpu"))
+        return fs.plan(step, *args, mesh=sizes, backend="gloo")
 
     return spmd(program, 1)[0]
 
@@ -27,7 +27,7 @@ def recorded(make, sizes):
     """What rank 0 records of a second call, on a mesh of that size."""
 
     def program():
-        step, state, batch = make(fs.init_mesh(sizes, device="cpu"))
+        step, state, *batch = make(fs.init_mesh(sizes, device="cpu"))
         state = step(state, *batch)[0]
         with fs.comm.record() as record:
             step(state, *batch)
@@ -57,21 +57,13 @@ def test_collectives_are_those_that_are_recorded(strategy, activations, world_si
     assert_exact(lambda mesh: prepared(case, mesh), sizes_of(strategy, world_size))
 
 
-def test_units_are_gathered_apart_where_nothing_is_merged():
-    plan = planned(lambda mesh: prepared(Case("zero3", layers=3), mesh, merge_bytes=0), {"shard": 4})
-    units = plan.by_unit()
-    gathers = {unit: [c for c in plan.collectives() if c.unit == unit and c.op == "all_gather"] for unit in units}
-    assert {unit: len(found) for unit, found in gathers.items() if found} == {"0": 2, "1": 1, "2": 1}
-    assert sum(traffic.collectives for traffic in units.values()) == len(plan.collectives())
-
-
 def test_transforms_with_a_state_are_moved():
     def make(mesh):
         layout = fs.quantize(mesh["shard"], scatter=True)
         params = fs.shard({f"w{i}": torch.ones(48, 64) for i in range(2)}, fs.zero3(mesh, layout=layout))
         tx = adamw()
         step = train_step(lambda p, x: sum((x @ w).square().mean() for w in fs.gather(p).values()), tx)
-        return step, fs.TrainState.create(params, tx), (torch.ones(2, 48),)
+        return step, fs.TrainState.create(params, tx), torch.ones(2, 48)
 
     assert_exact(make, {"shard": 4})
 
@@ -86,7 +78,7 @@ def test_tensors_split_over_another_axis_stay_so():
             # The axis is the leaf's own, whatever mesh it is on.
             return fs.psum((x @ fs.gather(params)["w"]).square().mean(), params["w"].spec.axes[0])
 
-        return train_step(loss, tx), fs.TrainState.create(params, tx), (torch.ones(2, 48),)
+        return train_step(loss, tx), fs.TrainState.create(params, tx), torch.ones(2, 48)
 
     assert_exact(make, {"shard": 2, "tp": 2})
 
@@ -95,7 +87,7 @@ def test_leaves_that_ranks_own_are_planned():
     def make(mesh):
         params = fs.shard(own_dim.initial(), own_dim.STRATEGIES["inside, by the same dim"](mesh))
         batch = [torch.ones(8, own_dim.WIDTH, dtype=torch.float64)] * 2
-        return step, fs.TrainState.create(params, fs.adamw(0.1)), batch
+        return step, fs.TrainState.create(params, fs.adamw(0.1)), *batch
 
     def step(state, x, y):
         axis = state.params["experts"]["up"].spec.owned[0]
