@@ -1,10 +1,10 @@
 """assert_same_bits: a step trained at several world sizes has one answer, bit for bit."""
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -12,15 +12,30 @@ import fshard as fs
 from fshard.extend import describe, expect, flatten
 from fshard.testing import Workers, spmd
 
-# The parts of a step's result in the order in which they are computed.
-LOSS, AUX, STATE = "loss", "aux", "state"
+# The leaves of one step by their names.
+Values = dict[str, Any]
 
-
-class _Values(NamedTuple):
-    """Leaves of one step by their names, as digests or as tensors, and its sums over ranks that are no gradients'."""
-
-    leaves: dict[str, Any]
-    sums: Counter[str]
+_TREE = 'pass sums="tree" to accumulate or value_and_grad'
+_KERNELS = "take one thread and kernels whose bits depend on shape and dtype alone"
+# By the part of a step's result that differs first, in the order in which parts are computed: its cause, the remedy.
+_CAUSES = MappingProxyType(
+    {
+        "loss": (
+            "the state before is equal: the data, the forward or the sum of losses differs",
+            f"{_TREE}, draw random numbers from a generator of your own by the microbatch's number, and {_KERNELS}",
+        ),
+        "aux": (
+            "the state before and the loss are equal: the backward, the sums of gradients, or what else aux holds",
+            f"{_TREE}, and {_KERNELS}",
+        ),
+        "state": (
+            "the state before and the loss are equal: the sums of gradients, unless they are aux, or the update",
+            f"{_TREE} and to what sums over shards, such as clip_by_global_norm, take no fused optimizer of torch, "
+            "whose bits depend on the length of a shard, and return the gradients as a third value to compare",
+        ),
+    }
+)
+ABSENT = "no such leaf"
 
 
 def assert_same_bits(
@@ -34,9 +49,9 @@ def assert_same_bits(
     """Run a step at several world sizes and assert that every loss and every leaf of the state have the same bits.
 
     Every rank makes its state, and gets its share of each batch by `fs.microbatches`. After each step the loss and the
-    unsharded state are compared byte by byte with those of the first world size. Simulated ranks share torch's own
-    generator: a step that draws from it, as dropout does after `model.apply(key=)`, needs `Workers`, or a
-    torch.Generator of its own.
+    unsharded state are compared byte by byte with those of the first world size, which are kept for all steps. Torch
+    has to compute with one number of threads in all processes. Simulated ranks share torch's own generator: a step
+    that draws from it, as dropout does after `model.apply(key=)`, needs `Workers`, or a torch.Generator of its own.
 
     Args:
         step: Called with (state, microbatches); returns (state, loss), or (state, loss, aux) with a tree of more to
@@ -48,10 +63,9 @@ def assert_same_bits(
         timeout: Seconds that the run at one world size may take.
 
     Raises:
-        ValueError: if `step` or `state` is no function, it returns something else, there are no batches, or torch has
-            more threads in some processes than in others.
-        AssertionError: with the first step and the first leaf that differ, how many of its elements differ and by how
-            many units in the last place, and where to look.
+        ValueError: if `step` or `state` is no function, it returns something else, or there are no batches.
+        AssertionError: with the first step and the first leaf that differ, how many of its elements differ, and where
+            to look.
 
     >>> import fshard as fs
     >>> tx = fs.sgd(0.1)
@@ -77,136 +91,58 @@ def assert_same_bits(
     expect(known, "assert_same_bits", "world_sizes to be two or more", f"{world_sizes!r:.100}")
     steps = list(batches)
     expect(steps, "assert_same_bits", "batches of one step or more", "none")
-    _check_threads(world_sizes)
-
-    def run(world: int | Workers, keep: int | None = None) -> list[_Values]:
-        program = partial(_program, step, state, steps if keep is None else steps[:keep], keep)
-        return spmd(program, world, timeout)[0]
-
-    reference, *others = world_sizes
-    needed = run(reference)
-    for world in others:
-        found = run(world)
-        row = next((row for row, (a, b) in enumerate(zip(needed, found, strict=True)) if a.leaves != b.leaves), None)
-        if row is None:
-            continue
-        first, second = run(reference, row)[-1], run(world, row)[-1]
-        raise AssertionError(_report(row, (reference, world), (needed[row], found[row]), (first, second)))
+    program = partial(_program, step, state, steps)
+    needed, *others = (spmd(program, world, timeout)[0] for world in world_sizes)
+    ranks = [world.world_size if isinstance(world, Workers) else world for world in world_sizes]
+    for size, found in zip(ranks[1:], others, strict=True):
+        for number, (a, b) in enumerate(zip(needed, found, strict=True), -1):
+            differing = [name for name in {**a, **b} if _difference(a.get(name, ABSENT), b.get(name, ABSENT))]
+            if differing:
+                raise AssertionError(_report(number, (ranks[0], size), a, b, differing))
 
 
-def _check_threads(world_sizes: Sequence[int | Workers]) -> None:
-    """Refuse processes that compute with other numbers of threads, by which torch's kernels cut their sums."""
-    counts = {_size(world): sorted(set(spmd(torch.get_num_threads, world))) for world in world_sizes}
-    equal = len({count for found in counts.values() for count in found}) == 1
-    found = ", ".join(f"{' and '.join(map(str, threads))} on {_ranks(size)}" for size, threads in counts.items())
-    remedy = "call torch.set_num_threads(1) in every process first, because sums of torch's kernels depend on it"
-    expect(equal, "assert_same_bits", "torch to compute with one number of threads at every world size", found, remedy)
-
-
-def _program(
-    step: Callable[..., Any],
-    state: Callable[..., Any],
-    batches: Sequence[Sequence[Any]],
-    keep: int | None,
-) -> list[_Values]:
-    """Run all steps on this rank; a value for the state that it starts from, and one for each step.
-
-    Args:
-        step: As for `assert_same_bits`.
-        state: Likewise.
-        batches: Likewise.
-        keep: The number of the value that holds tensors, the last one; None leaves digests alone.
-    """
-    now = state(fs.init_mesh({"shard": -1}, device="cpu"))
-    rows = [_values({STATE: now}, Counter(), keep == 0)]
-    for number, batch in enumerate(batches, 1):
-        share = fs.microbatches(batch, now.params if isinstance(now, fs.TrainState) else now)
-        with fs.comm.record() as record:
-            out = step(now, share)
+def _program(step: Callable[..., Any], state: Callable[..., Any], batches: Sequence[Sequence[Any]]) -> list[Values]:
+    """Run all steps; returns the values of the state that they start from and of each step, on one rank alone."""
+    mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    now = state(mesh)
+    rows = [_values({"state": now})]
+    for batch in batches:
+        out = step(now, fs.microbatches(batch, now.params if isinstance(now, fs.TrainState) else now))
         fits = isinstance(out, tuple) and len(out) in (2, 3)
         expect(fits, "assert_same_bits", "step to return (state, loss) or (state, loss, aux)", describe(out))
         now, loss, *aux = out
-        own = (fs.comm.Verb.SCATTER, fs.comm.Verb.OBJECTIVE, fs.comm.Verb.AGREE, fs.comm.Verb.START)
-        sums = (entry for entry in record if entry.op in ("all_reduce", "reduce_scatter") and entry.label not in own)
-        tree = {LOSS: loss, **({AUX: aux[0]} if aux else {}), STATE: now}
-        rows.append(_values(tree, Counter(entry.label for entry in sums), keep == number))
-    return rows
+        rows.append(_values({"loss": loss, **({"aux": aux[0]} if aux else {}), "state": now}))
+    return [] if mesh.get_rank() else rows
 
 
-def _values(parts: dict[str, Any], sums: Counter[str], whole: bool) -> _Values:
-    leaves = {}
+def _values(parts: dict[str, Any]) -> Values:
+    leaves: Values = {}
     for name, tree in parts.items():
         tree = fs.unshard(tree)
         flat = flatten(tree)
         for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+            value = leaf.detach().cpu().resolve_conj().resolve_neg().clone() if isinstance(leaf, torch.Tensor) else leaf
             # A tensor that stands for a whole tree has no path.
-            leaves[name if leaf is tree else f"{name}{path}"] = _copied(leaf) if whole else _digest(leaf)
-    return _Values(leaves, sums)
+            leaves[name if leaf is tree else f"{name}{path}"] = value
+    return leaves
 
 
-def _copied(leaf: Any) -> Any:
-    return leaf.detach().resolve_conj().resolve_neg().clone() if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _digest(leaf: Any) -> Any:
-    """A leaf's dtype, shape and a hash of its bytes."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return leaf.dtype, tuple(leaf.shape), hashlib.sha256(_bytes(leaf).numpy().tobytes()).hexdigest()
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return _copied(tensor.cpu()).contiguous().reshape(-1).clone().view(torch.uint8)
-
-
-def _report(
-    row: int,
-    worlds: tuple[int | Workers, int | Workers],
-    digests: tuple[_Values, _Values],
-    kept: tuple[_Values, _Values],
-) -> str:
-    """Describe the first row of values that differs.
-
-    Args:
-        row: Its number; 0 is the state before the first step.
-        worlds: The world sizes.
-        digests: What was found at both of them.
-        kept: What was found there by another run of the same steps, as tensors.
-    """
-    a, b = map(_size, worlds)
-    needed, found = (values.leaves for values in digests)
-    place = f"step {row - 1} (counted from 0) has" if row else "the states to start from have"
-    lines = [f"assert_same_bits: {place} other bits on {_ranks(b)} than on {a}"]
-    differing = [name for name in {**needed, **found} if needed.get(name, ABSENT) != found.get(name, ABSENT)]
-    first, of = differing[0], Counter(map(_part, differing))
-    lines.append(f"  {first}: {_difference(kept[0].leaves.get(first, ABSENT), kept[1].leaves.get(first, ABSENT))}")
-    total = Counter(map(_part, {**needed, **found}))
-    lines.append("  leaves that differ: " + ", ".join(f"{of[name]} of {total[name]} in {name}" for name in of))
-    again = [size for size, once, twice in zip((a, b), digests, kept, strict=True) if _digests(twice) != once.leaves]
-    if again:
-        found_twice = f"two runs on {_ranks(again[0])} differ from each other"
-        remedy = (
-            "draw random numbers from a key, on Workers or from a torch.Generator of your own, because simulated ranks "
-            "share torch's; read nothing that a run changes, and take deterministic kernels"
-        )
-    else:
-        found_twice, remedy = _cause(row, first, any(name.startswith(AUX) for name in total))
-    lines.append(f"  {found_twice}")
-    if row and digests[1].sums:
-        sums = ", ".join(f"{label} ({number})" for label, number in digests[1].sums.items())
-        lines.append(f"  sums over ranks in that step beside those of gradients and losses: {sums}")
+def _report(number: int, ranks: tuple[int, int], needed: Values, found: Values, differing: Sequence[str]) -> str:
+    """Describe the first step that differs, or the state before all steps, whose number is -1."""
+    place = f"step {number} (counted from 0) has" if number >= 0 else "the states to start from have"
+    first = differing[0]
+    cause, remedy = _CAUSES[_part(first).partition(".")[0]]
+    if number < 0:
+        cause = "the function that makes the state"
+        remedy = "make it of the same values, such as by model.init(strategy, seed=0)"
+    of, total = Counter(map(_part, differing)), Counter(map(_part, {**needed, **found}))
+    lines = [
+        f"assert_same_bits: {place} other bits on {ranks[1]} ranks than on {ranks[0]}",
+        f"  {first}: {_difference(needed.get(first, ABSENT), found.get(first, ABSENT))}",
+        "  leaves that differ: " + ", ".join(f"{of[name]} of {total[name]} in {name}" for name in of),
+        f"  {cause}",
+    ]
     return "\n".join([*lines, f"To fix: {remedy}."])
-
-
-ABSENT = "no such leaf"
-
-
-def _size(world: int | Workers) -> int:
-    return world.world_size if isinstance(world, Workers) else world
-
-
-def _ranks(size: int) -> str:
-    return f"{size} rank{'s' if size > 1 else ''}"
 
 
 def _part(name: str) -> str:
@@ -214,55 +150,16 @@ def _part(name: str) -> str:
     return ".".join(name.partition("[")[0].split(".")[:2])
 
 
-def _digests(values: _Values) -> dict[str, Any]:
-    return {name: _digest(leaf) for name, leaf in values.leaves.items()}
-
-
-def _cause(row: int, first: str, with_aux: bool) -> tuple[str, str]:
-    """Tell from the first differing leaf of a row where the difference comes from, and the remedy."""
-    tree = 'pass sums="tree" to accumulate or value_and_grad'
-    kernels = "one thread and kernels whose bits depend on shape and dtype alone"
-    if not row:
-        remedy = "make it of the same values, such as by model.init(strategy, seed=0)"
-        return "the function that makes the state", remedy
-    if first.startswith(LOSS):
-        source = "the state before is equal: the data, the forward or the sum of losses differs"
-        return source, f"{tree}, draw random numbers by the microbatch's number, and take {kernels}"
-    if first.startswith(AUX):
-        source = "the state before and the loss are equal: the backward, the sums of gradients, or what else aux holds"
-        return source, f"{tree}, and take {kernels}"
-    if with_aux:
-        source = "the state before, the loss and aux are equal: the update"
-        norms = 'pass sums="tree" to what sums over shards, such as clip_by_global_norm'
-        return source, f"{norms}, and take no fused optimizer of torch, whose bits depend on the length of a shard"
-    source = "the state before and the loss are equal: the sums of gradients, or the update"
-    return source, f"{tree}; return the gradients as a third value to learn which of the two it is"
-
-
 def _difference(a: Any, b: Any) -> str:
-    """How many elements of two leaves differ, by how many units in the last place, and where most."""
+    """Describe how two leaves differ; empty where they have the same bits."""
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
-        return f"expected {describe(a)}, got {describe(b)}"
+        return "" if type(a) is type(b) and a == b else f"expected {describe(a)}, got {describe(b)}"
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return f"expected {a.dtype} of {tuple(a.shape)}, got {b.dtype} of {tuple(b.shape)}"
-    a, b = (torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf for leaf in (a, b))
-    if not a.numel() or _bytes(a).equal(_bytes(b)):
-        return "equal in another run"
-    x, y = _ordinals(a), _ordinals(b)
-    # Signs of zeros differ in a bit, but by nothing in the last place.
-    wrong = (_bytes(a) != _bytes(b)).view(a.numel(), -1).any(dim=1).view(a.shape)
-    far = ((x.double() - y.double()).abs() + 1) * wrong
-    worst = tuple(int(i) for i in torch.unravel_index(far.argmax(), a.shape))
-    by = abs(int(x[worst]) - int(y[worst]))
-    count = f"{int(wrong.sum())} of {a.numel()} elements differ, by {by} ulp at most, at {worst}"
-    return f"expected {a[worst].item()!r}, got {b[worst].item()!r} ({count})"
-
-
-def _ordinals(tensor: torch.Tensor) -> torch.Tensor:
-    """Number the values of a dtype in their order: neighbours differ by 1."""
-    if not tensor.is_floating_point():
-        return tensor.long()
-    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = tensor.contiguous().view(kinds[tensor.element_size()])
-    magnitude = (bits & torch.iinfo(bits.dtype).max).long()
-    return torch.where(bits < 0, -magnitude, magnitude)
+    x, y = (leaf.reshape(-1, 1).contiguous().view(torch.uint8) for leaf in (a, b))
+    wrong = (x != y).any(1)
+    if not wrong.any():
+        return ""
+    place = int(wrong.nonzero()[0])
+    first = f"expected {a.reshape(-1)[place].item()!r}, got {b.reshape(-1)[place].item()!r}"
+    return f"{first} (element {place}, the first of {int(wrong.sum())} of {a.numel()} that differ)"
