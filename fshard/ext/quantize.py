@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import pad
 
 import fshard as fs
-from fshard.extend import FullyShard, expect
+from fshard.extend import FullyShard
 
 Tensors = Sequence[torch.Tensor]
 States = Sequence[Any]
@@ -216,8 +216,6 @@ def quantize(
     """
     if not isinstance(block, int) or isinstance(block, bool) or block < 1:
         raise ValueError(f"quantize: expected block to be a number of elements, 1 or more, got {block!r}")
-    remedy = "pass one of them, or use fully_shard"
-    expect(gather or scatter, "quantize", "gather or scatter to be rounded", "neither", remedy)
     plain = fs.fully_shard(fs.axis_of(mesh), dim=dim, min_shard_elements=min_shard_elements)
     assert isinstance(plain, FullyShard)
     made = _QuantizeWithFeedback if scatter and error_feedback else _Quantize

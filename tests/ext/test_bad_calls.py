@@ -48,7 +48,6 @@ CALLS = {
         axis=w.axis,
         reduction="sum",
         ignore_index=1,
-        label_smoothing=0.1,
     ),
     "vocab_parallel_embedding": lambda w: dict(
         ids=torch.tensor([0, 1, 4]), weight=torch.ones(5, 2), axis=w.axis, scatter_dim=0
@@ -62,8 +61,7 @@ CALLS = {
         microbatches=2,
         last=lambda p, h: h.sum(),
         first=None,
-        schedule="interleaved",
-        virtual_stages=2,
+        schedule="gpipe",
         reduce="mean",
     ),
     "plan": lambda w: dict(step=step, state=w.state, mesh={"shard": 2}, rank=0, backend="gloo", rates=Rates()),
@@ -119,7 +117,7 @@ ACCEPTED = (
         "a number in range",
         NUMBERS,
         "adafactor.d adafactor.weight_decay lamb.eps lamb.weight_decay lars.momentum lars.weight_decay "
-        "lars.eps lars.trust_coefficient pipeline.microbatches pipeline.virtual_stages quantize.block "
+        "lars.eps lars.trust_coefficient pipeline.microbatches quantize.block "
         "scale_by_trust_ratio.trust_coefficient scale_by_trust_ratio.eps "
         "checkpoint.save_huggingface.max_file_bytes",
     ),

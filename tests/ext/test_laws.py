@@ -104,9 +104,8 @@ def mean_of_mixture(params, **options):
     return total / count
 
 
-def stages(schedule, virtual_stages):
-    params, batch, f = pipeline.setting(SIZES, schedule, virtual_stages)
-    return Setting(params, batch, f, pipeline.sent_by_label(SIZES, schedule, virtual_stages, 4, gradients=True))
+def stages(schedule):
+    return Setting(*pipeline.setting(SIZES, schedule), pipeline.sent_by_label(SIZES, schedule))
 
 
 def split(sequence_dim):
@@ -189,13 +188,8 @@ TABLE = {
         partial(mean_of_mixture, capacity=5, groups=RANKS),
         reduce="weighted",
     ),
-    "pipeline gpipe": Row(partial(stages, "gpipe", 1), pipeline.full_params, of_pipeline),
-    "pipeline 1f1b": Row(partial(stages, "1f1b", 1), pipeline.full_params, of_pipeline),
-    "pipeline interleaved": Row(
-        partial(stages, "interleaved", 2),
-        lambda: pipeline.stacked(pipeline.full_params(), 2),
-        lambda params: of_pipeline(pipeline.layers_in_one(params, 2)),
-    ),
+    "pipeline gpipe": Row(partial(stages, "gpipe"), pipeline.full_params, of_pipeline),
+    "pipeline 1f1b": Row(partial(stages, "1f1b"), pipeline.full_params, of_pipeline),
     "tensor_parallel": Row(partial(split, None), partial(full_of, "GPT"), loss_of_module),
     "tensor_parallel over time": Row(partial(split, 1), partial(full_of, "GPT"), loss_of_module),
     "vocab_parallel": Row(words, lambda: vocabulary.FULL, of_words),

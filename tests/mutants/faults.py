@@ -559,8 +559,8 @@ FAULTS = (
         "gradient-that-leaves-share-scaled-twice",
         "extensions",
         "fshard/ext/parallel/pipeline.py",
-        "self._sums[id(leaf)] = grad.to(dtype, copy=True) if before is None else before + grad.to(dtype)",
-        "self._sums[id(leaf)] = grad.to(dtype) if before is None else before + grad.to(dtype)",
+        "self._sums[i] = grad.to(dtype, copy=True) if before is None else before + grad.to(dtype)",
+        "self._sums[i] = grad.to(dtype) if before is None else before + grad.to(dtype)",
         "3: a pipeline's gradients are those of one process, also of leaves to which autograd gives one tensor",
     ),
     Fault(

@@ -1,7 +1,6 @@
 """Pipelines: the stages of a model on the ranks of a mesh axis, microbatches passing through them.
 
-GPipe (Huang et al., arXiv:1811.06965), 1F1B (PipeDream-Flush: Narayanan et al., arXiv:2006.09503) and interleaved 1F1B
-with virtual stages (Megatron-LM: Narayanan et al., arXiv:2104.04473).
+GPipe (Huang et al., arXiv:1811.06965) and 1F1B (PipeDream-Flush: Narayanan et al., arXiv:2006.09503).
 """
 
 from collections import deque
@@ -15,7 +14,7 @@ import fshard as fs
 from fshard.ext import _compat
 from fshard.extend import calling, chained, check_axis, custom_call, describe, expect, flatten, refuse, sum_dtype
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved")
+SCHEDULES = ("gpipe", "1f1b")
 REDUCTIONS = ("mean", "sum", "weighted")
 
 
@@ -25,63 +24,56 @@ class Op(NamedTuple):
     Attributes:
         backward: Whether it is the backward of a microbatch.
         microbatch: The microbatch.
-        place: The virtual stage, by its place in the model; rank r of n has the places r, r + n, and so on.
+        stage: The stage, and the rank.
     """
 
     backward: bool
     microbatch: int
-    place: int
+    stage: int
 
-    def moved(self, step: int, places: int) -> "Op | None":
-        """Find the op so many places on its way; None beyond the ends of the model."""
-        place = self.place + (-step if self.backward else step)
-        return self._replace(place=place) if 0 <= place < places else None
+    def moved(self, step: int, stages: int) -> "Op | None":
+        """Find the op so many stages on its way; None beyond the ends of the model."""
+        stage = self.stage + (-step if self.backward else step)
+        return self._replace(stage=stage) if 0 <= stage < stages else None
 
 
 Tick = tuple[Op | None, ...]
 
 
 @lru_cache(maxsize=64)
-def ticks(stages: int, microbatches: int, virtual_stages: int = 1, backward: bool = True) -> tuple[Tick, ...]:
+def ticks(stages: int, microbatches: int, backward: bool = True) -> tuple[Tick, ...]:
     """Compute which rank does what in which tick of 1F1B; a result is used in a later tick than it was computed in.
 
-    There are 2 (microbatches * virtual_stages + stages - 1) ticks, each a virtual stage long. Stage s holds at most
-    stages - s microbatches, or with several virtual stages 2 (stages - s - 1) + (virtual_stages - 1) stages + 1.
+    There are 2 (microbatches + stages - 1) ticks, each a stage long. Stage s holds at most stages - s microbatches.
 
     Args:
         stages: How many ranks.
-        microbatches: How many; with several virtual stages a multiple of `stages`.
-        virtual_stages: How many each rank has.
+        microbatches: How many.
         backward: Whether there are backwards.
 
     Returns:
         For each tick what each rank does, None where it waits.
     """
-    total, places = microbatches * virtual_stages, stages * virtual_stages
-    # Groups of as many microbatches as there are ranks go through one virtual stage after another.
-    turns = [(k // places * stages + k % stages, k // stages % virtual_stages) for k in range(total)]
     queues: list[deque[Op]] = []
     for stage in range(stages):
-        forwards = [Op(False, microbatch, chunk * stages + stage) for microbatch, chunk in turns]
-        backwards = [Op(True, i, (virtual_stages - 1 - chunk) * stages + stage) for i, chunk in turns]
+        forwards, backwards = ([Op(back, i, stage) for i in range(microbatches)] for back in (False, True))
         # Some forwards, then one of both, then the backwards that are left.
-        ahead = (stages - stage - 1) * min(virtual_stages, 2) + (virtual_stages - 1) * stages
-        ahead = min(ahead, total)
+        ahead = min(stages - stage - 1, microbatches)
         both = [op for pair in zip(forwards[ahead:], backwards, strict=False) for op in pair]
-        order = [*forwards[:ahead], *both, *backwards[total - ahead :]]
+        order = [*forwards[:ahead], *both, *backwards[microbatches - ahead :]]
         queues.append(deque(op for op in order if backward or not op.backward))
     done: set[Op | None] = {None}
     table: list[Tick] = []
     while any(queues):
-        row = tuple(queue[0] if queue and _needed(queue[0], places) in done else None for queue in queues)
+        row = tuple(queue[0] if queue and _needed(queue[0], stages) in done else None for queue in queues)
         done.update(queue.popleft() for op, queue in zip(row, queues, strict=True) if op is not None)
         table.append(row)
     return tuple(table)
 
 
-def _needed(op: Op, places: int) -> Op | None:
+def _needed(op: Op, stages: int) -> Op | None:
     """Find the op whose result an op takes; None for the first forward."""
-    return op.moved(-1, places) or (op._replace(backward=False) if op.backward else None)
+    return op.moved(-1, stages) or (op._replace(backward=False) if op.backward else None)
 
 
 def pipeline(
@@ -92,7 +84,6 @@ def pipeline(
     last: Callable[..., Any],
     first: Callable[[Any, Any], torch.Tensor] | None = None,
     schedule: str = "1f1b",
-    virtual_stages: int = 1,
     reduce: str = "mean",
 ) -> Callable[..., Any]:
     """Turn the parts of a model into a loss function for `value_and_grad`, pipelined over a mesh axis.
@@ -105,20 +96,17 @@ def pipeline(
     With "gpipe" autograd makes the backward: it is differentiable to any order, by torch.func too, holds all
     microbatches, and every rank computes `first` and `last`, whose results count on the first and the last one alone.
     "1f1b" runs forwards and backwards by hand, one of them a tick: 2 (microbatches + ranks - 1) ticks, and at most
-    ranks - stage microbatches live on a stage. "interleaved" gives each rank several virtual stages, which makes its
-    idle time shorter by their number: leaves that are split over the axis are stacks of them in dim 0, and split in
-    another dim; virtual stage c of rank r is number c * axis.size + r of the model. Both have first derivatives by
-    autograd alone. Without a gradient all run forwards alone.
+    ranks - stage microbatches live on a stage. It has first derivatives by autograd alone. Without a gradient both run
+    forwards alone.
 
     Args:
         stage_fn: Called as stage_fn(params, h); returns a tensor of h's shape and dtype.
         axis: The mesh axis, whose ranks are the stages in their order.
-        microbatches: How many equal parts the batch is cut in, along dim 0; with "interleaved" a multiple of axis.size.
+        microbatches: How many equal parts the batch is cut in, along dim 0.
         last: Called as last(params, h, *rest) with the last stage's result and a microbatch of what the loss function
             is given behind x; returns a scalar loss, or (sum, count) for "weighted".
         first: Called as first(params, x) with a microbatch; returns the first stage's h. None takes x itself.
-        schedule: "gpipe", "1f1b" or "interleaved".
-        virtual_stages: How many each rank has, with "interleaved".
+        schedule: "gpipe" or "1f1b".
         reduce: "mean" over microbatches, "sum", or "weighted", whose loss function returns (sum, count) of all
             microbatches for `value_and_grad(..., reduce="weighted")`.
 
@@ -128,8 +116,8 @@ def pipeline(
 
     Raises:
         ValueError: if an argument is out of range; by the function returned, on every rank of the axis, if the batch
-            does not divide, ranks have batches of other shapes or other schedules, a leaf is plain or not split as the
-            schedule needs it, or "1f1b" or "interleaved" is differentiated by torch.func, in forward mode or twice.
+            does not divide, ranks have batches of other shapes or other schedules, a leaf is plain or its gradients
+            are reduced over the axis, or "1f1b" is differentiated by torch.func, in forward mode or twice.
         RuntimeError: by the function returned, if a stage failed on another rank.
 
     >>> import fshard as fs
@@ -153,15 +141,9 @@ def pipeline(
         expect(callable(f) or (f is None and name == "first"), "pipeline", f"{name} to be a function", describe(f))
     expect(schedule in SCHEDULES, "pipeline", f"schedule to be one of {SCHEDULES}", f"{schedule!r:.40}")
     expect(reduce in REDUCTIONS, "pipeline", f"reduce to be one of {REDUCTIONS}", f"{reduce!r:.40}")
-    for name, number in (("microbatches", microbatches), ("virtual_stages", virtual_stages)):
-        whole = type(number) is int and number >= 1
-        expect(whole, "pipeline", f"{name} to be a whole number of 1 or more", f"{number!r:.40}")
-    needed = 'virtual_stages to be 1 but for schedule="interleaved"'
-    expect(virtual_stages == 1 or schedule == "interleaved", "pipeline", needed, f"{virtual_stages}")
-    groups = schedule != "interleaved" or microbatches % axis.size == 0
-    needed = f'microbatches to be a multiple of the {axis.size} ranks of {axis.name!r} for schedule="interleaved"'
-    expect(groups, "pipeline", needed, f"{microbatches}")
-    parts = _Parts(stage_fn, first or (lambda _, x: x), last, axis, microbatches, schedule, virtual_stages, reduce)
+    whole = type(microbatches) is int and microbatches >= 1
+    expect(whole, "pipeline", "microbatches to be a whole number of 1 or more", f"{microbatches!r:.40}")
+    parts = _Parts(stage_fn, first or (lambda _, x: x), last, axis, microbatches, schedule, reduce)
 
     def loss_fn(params: Any, x: Any, *rest: Any) -> Any:
         with calling("pipeline", lambda: [axis], begins=False):
@@ -181,25 +163,20 @@ class _Parts(NamedTuple):
     axis: fs.Axis
     microbatches: int
     schedule: str
-    virtual_stages: int
     reduce: str
 
     def check(self, params: Any, batch: Any) -> None:
-        """Refuse leaves that are not split as stages need them, and batches that cannot be cut or differentiated."""
-        axis, size, count = self.axis, self.virtual_stages, self.microbatches
-        interleaved = self.schedule == "interleaved"
+        """Refuse leaves that are plain or reduced over the axis, and batches that cannot be cut or differentiated."""
+        axis, count = self.axis, self.microbatches
 
         def misfit(leaf: Any) -> tuple[str, str] | None:
             if not isinstance(leaf, fs.Sharded):
-                plain = leaf is not None and (axis.size > 1 or interleaved)
+                plain = leaf is not None and axis.size > 1
                 return ("a plain tensor", "a Sharded leaf, which pipeline gathers by itself") if plain else None
-            spec, dim = leaf.spec, leaf.spec.dim_of(axis)
-            if spec.transform is not None and axis in spec.transform.axes:
-                return f"one whose gradients are reduced over {axis.name!r}", "one split by split_dim, or whole"
-            if interleaved and dim is not None and (dim == 0 or spec.shape[0] != size or leaf.local.shape[0] != size):
-                found = f"shape {spec.shape}, split over {axis.name!r} in dim {dim}"
-                return found, f"a stack of {size} virtual stages in dim 0, split over {axis.name!r} in another dim"
-            return None
+            transform = leaf.spec.transform
+            reduced = transform is not None and axis in transform.axes
+            needed = "one split by split_dim, or whole"
+            return (f"one whose gradients are reduced over {axis.name!r}", needed) if reduced else None
 
         def uncut(leaf: Any) -> tuple[str, str] | None:
             fits = isinstance(leaf, torch.Tensor) and leaf.dim() and not len(leaf) % count
@@ -225,13 +202,12 @@ class _PipelineCall:
         parts.check(flat, flatten(batch))
         self.parts, self.rebuild, self.own = parts, flat.unflatten, fs.comm.rank(parts.axis)
         self.specs = [leaf.spec if isinstance(leaf, fs.Sharded) else None for leaf in flat.leaves]
-        self.split = [spec is not None and spec.dim_of(parts.axis) is not None for spec in self.specs]
         self.leaves = list(flatten(fs.gather(params)).leaves)
         floating = [
             isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()) for leaf in self.leaves
         ]
         self.varied = [i for i, is_floating in enumerate(floating) if is_floating]
-        shared = [i for i in self.varied if not self.split[i]]
+        shared = [i for i in self.varied if (spec := self.specs[i]) is None or spec.dim_of(parts.axis) is None]
         for i, leaf in zip(shared, fs.pvary([self.leaves[i] for i in shared], parts.axis), strict=True):
             self.leaves[i] = leaf
         count = parts.microbatches
@@ -318,9 +294,7 @@ class _PipelineCall:
             scaled = {place: grad.mul_(cotangents[0]) for place, grad in zip(used, saved, strict=True)}
             return [scaled.get(place) for place in range(len(tensors))]
 
-        what = (
-            f"{parts.schedule} pipeline of {parts.microbatches} microbatches and {parts.virtual_stages} virtual stages"
-        )
+        what = f"{parts.schedule} pipeline of {parts.microbatches} microbatches"
         return custom_call(forward, backward, tensors, what, parts.axis, remedy='take schedule="gpipe"')
 
 
@@ -328,25 +302,19 @@ class _Run:
     """All ticks of one rank."""
 
     def __init__(self, call: _PipelineCall, differentiates: bool) -> None:
-        parts, leaves = call.parts, [leaf.detach() for leaf in call.leaves]
+        parts = call.parts
         self._call, self._differentiates, self._axis = call, differentiates, parts.axis
-        self._places = parts.axis.size * parts.virtual_stages
         told = f"{parts.schedule}, {parts.microbatches} microbatches, reduce={parts.reduce!r}"
         self._label = fs.comm.Label("pipeline", parts=f"{told}, {call.like.dtype} {tuple(call.like.shape)}")
         # By the forward of a microbatch its input, its output and its chain, until its backward.
         self._live: dict[Op, tuple[torch.Tensor | None, torch.Tensor, list[torch.Tensor]]] = {}
         self._inbox: dict[Op, tuple[Callable[[], list[torch.Tensor]], int]] = {}
         self._flying: deque[Callable[[], Any]] = deque()
-        self._stacked = [split and parts.schedule == "interleaved" for split in call.split]
-        # The starts of graphs, of a leaf that is whole one for all virtual stages, and sums of gradients by their ids.
-        chunks = range(parts.virtual_stages)
-        self._leaves = [
-            [leaf[c] if cut else leaf for leaf, cut in zip(leaves, self._stacked, strict=True)] for c in chunks
-        ]
-        self._sums: dict[int, torch.Tensor] = {}
-        for own in self._leaves:
-            for start, leaf in zip(own, call.leaves, strict=True):
-                start.requires_grad_(differentiates and leaf.requires_grad)
+        # The starts of graphs, and sums of their gradients.
+        self._leaves = [leaf.detach() for leaf in call.leaves]
+        self._sums: list[torch.Tensor | None] = [None] * len(call.leaves)
+        for start, leaf in zip(self._leaves, call.leaves, strict=True):
+            start.requires_grad_(differentiates and leaf.requires_grad)
 
     def all_ticks(self) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """Run all ticks.
@@ -355,7 +323,7 @@ class _Run:
             This rank's part of the loss and of the count, and for each leaf its gradient, None where it has none.
         """
         call, found = self._call, self._call.nothing()
-        table = ticks(self._axis.size, call.parts.microbatches, call.parts.virtual_stages, self._differentiates)
+        table, last = ticks(self._axis.size, call.parts.microbatches, self._differentiates), self._axis.size - 1
         # Tensors of these graphs are needed soon, and are saved as they are.
         saved_as_they_are = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
         with torch.set_grad_enabled(self._differentiates), saved_as_they_are:
@@ -365,72 +333,65 @@ class _Run:
                     sent = self._backward(op)
                 elif op is not None:
                     out = self._forward(op)
-                    if op.place < self._places - 1:
+                    if call.own < last:
                         sent = out[0].detach()
                     else:
                         found = [a + b.detach() for a, b in zip(found, out, strict=True)]
                 self._exchange(tick, sent)
         self._land(0)
-        return found, [self._gradient(i) for i in range(len(call.leaves))]
+        dtypes = (leaf.dtype for leaf in self._leaves)
+        return found, [None if t is None else t.to(dtype) for t, dtype in zip(self._sums, dtypes, strict=True)]
 
     def _received(self, op: Op) -> torch.Tensor:
         finish, row = self._inbox.pop(op)
         return finish()[0][row]
 
     def _forward(self, op: Op) -> list[torch.Tensor]:
-        """Run a virtual stage forwards; returns its output, or the loss and count of the last one."""
-        call, leaves, h = self._call, self._leaves[op.place // self._axis.size], None
-        params = call.rebuild(leaves)
+        """Run the stage forwards; returns its output, or the loss and count of the last one."""
+        call, h = self._call, None
+        params = call.rebuild(self._leaves)
         with chained() as chain:
-            if op.place:
+            if op.stage:
                 h = self._received(op).requires_grad_(self._differentiates)
             out = [call.stage(params, call.first(params, op.microbatch) if h is None else h)]
-            if op.place == self._places - 1:
+            if op.stage == self._axis.size - 1:
                 out = call.last(params, out[0], op.microbatch)
         if self._differentiates:
             if op.microbatch == 0:
-                _refuse_others(out[0], [*leaves, *chain.tokens[:1], *([] if h is None else [h])])
+                _refuse_others(out[0], [*self._leaves, *chain.tokens[:1], *([] if h is None else [h])])
             self._live[op] = h, out[0], chain.tokens
         return out
 
     def _backward(self, op: Op) -> torch.Tensor | None:
-        """Run a virtual stage backwards; returns the cotangent of its input."""
+        """Run the stage backwards; returns the cotangent of its input."""
         h, out, tokens = self._live.pop(op._replace(backward=False))
-        start = torch.ones_like(out) if op.place == self._places - 1 else self._received(op)
-        leaves = self._leaves[op.place // self._axis.size]
-        trained = [(spec, leaf) for spec, leaf in zip(self._call.specs, leaves, strict=True) if leaf.requires_grad]
-        inputs = [*(leaf for _, leaf in trained), *tokens[:1], *([] if h is None else [h])]
+        start = torch.ones_like(out) if op.stage == self._axis.size - 1 else self._received(op)
+        trained = [i for i, leaf in enumerate(self._leaves) if leaf.requires_grad]
+        inputs = [*(self._leaves[i] for i in trained), *tokens[:1], *([] if h is None else [h])]
         outputs = [(out, start), *((token, torch.zeros_like(token)) for token in tokens[1:])]
         outputs = [pair for pair in outputs if pair[0].requires_grad]
         grads: Sequence[torch.Tensor | None] = [None] * len(inputs)
         if outputs and inputs:
             ends, starts = zip(*outputs, strict=True)
             grads = torch.autograd.grad(ends, inputs, starts, allow_unused=True)
-        for (spec, leaf), grad in zip(trained, grads, strict=False):
+        for i, grad in zip(trained, grads, strict=False):
             if grad is not None:
-                dtype, before = sum_dtype(spec, grad.dtype) if spec else grad.dtype, self._sums.get(id(leaf))
+                spec, before = self._call.specs[i], self._sums[i]
+                dtype = sum_dtype(spec, grad.dtype) if spec else grad.dtype
                 # A copy, because the sum is scaled in place, and leaves may share the memory of a gradient.
-                self._sums[id(leaf)] = grad.to(dtype, copy=True) if before is None else before + grad.to(dtype)
+                self._sums[i] = grad.to(dtype, copy=True) if before is None else before + grad.to(dtype)
         if h is None:
             return None
         return torch.zeros_like(self._call.like) if grads[-1] is None else grads[-1]
 
-    def _gradient(self, i: int) -> torch.Tensor | None:
-        """The gradient of a leaf, in its dtype, with those of virtual stages in one stack."""
-        like, sums = self._leaves[0][i], [self._sums.get(id(leaves[i])) for leaves in self._leaves]
-        if all(found is None for found in sums):
-            return None
-        rows = [torch.zeros_like(like) if found is None else found.to(like.dtype) for found in sums]
-        return torch.stack(rows) if self._stacked[i] else rows[0]
-
     def _exchange(self, tick: Tick, sent: torch.Tensor | None) -> None:
         """Start to send what the ranks have computed in a tick to those that need it."""
         stages, own = self._axis.size, self._call.own
-        moves = [(op.place % stages, to) for op in tick if op is not None and (to := op.moved(1, self._places))]
+        moves = [(op.stage, to) for op in tick if op is not None and (to := op.moved(1, stages))]
         if not moves:
             return
-        targets = [to.place % stages for source, to in moves if source == own]
-        arriving = sorted((source, to) for source, to in moves if to.place % stages == own)
+        targets = [to.stage for source, to in moves if source == own]
+        arriving = sorted((source, to) for source, to in moves if to.stage == own)
         sources = [source for source, _ in arriving]
         send, receive = ([int(rank in ranks) for rank in range(stages)] for ranks in (targets, sources))
         row = self._call.like if sent is None else sent

@@ -64,7 +64,8 @@ def tensor_parallel(
     Args:
         module: The module, which is not changed.
         axis: The mesh axis, whose ranks have the same batch.
-        plan: Styles by glob patterns of submodules' names, in which `*` matches dots too; others stay whole.
+        plan: Styles by glob patterns of submodules' names, in which `*` matches dots too: the first match counts,
+            and others stay whole.
         sequence_dim: The dim of time, counted from the front, to split between layers; None splits none.
         divide: Glob patterns of attributes that count what is split, such as "blocks.*.heads", which are divided by
             axis.size. A number of heads next to a "column" must be named; `()` says that the forward takes all such
@@ -75,9 +76,9 @@ def tensor_parallel(
         composed behind a strategy: `model.init(fs.compose(fs.zero3(mesh), split))`.
 
     Raises:
-        ValueError: with the names of submodules that do not fit: a pattern matches nothing, two match one submodule, a
-            style is for other modules, a dim does not divide, a tied parameter would be split in two ways, or a number
-            of heads is not named.
+        ValueError: with the names of submodules that do not fit: a pattern matches nothing, a style is for other
+            modules, a dim does not divide, a tied parameter would be split in two ways, or a number of heads is not
+            named.
 
     >>> import fshard as fs
     >>> mesh = fs.init_mesh({"shard": -1, "tp": 1}, device="cpu")
@@ -207,7 +208,6 @@ def _styles(module: nn.Module, plan: Any) -> dict[str, Style]:
     known = isinstance(plan, Mapping) and plan and all(isinstance(pattern, str) for pattern in plan)
     expect(known, WHAT, "plan to be a dict of styles by patterns of submodules' names", f"{plan!r:.100}")
     found: dict[str, Style] = {}
-    patterns: dict[str, str] = {}
     for pattern, given in plan.items():
         style = given if isinstance(given, tuple) and len(given) == 2 else (given, 1)
         whole = type(style[1]) is int and style[1] > 0
@@ -215,11 +215,7 @@ def _styles(module: nn.Module, plan: Any) -> dict[str, Style]:
         expect(fits, WHAT, f"plan[{pattern!r}] to be one of {STYLES}, or ('column', k)", f"{given!r:.60}")
         paths = [path for path, _ in module.named_modules() if path and fnmatchcase(path, pattern)]
         expect(paths, WHAT, f"plan[{pattern!r}] to match a submodule", "no match", "name some of named_modules()")
-        for path in paths:
-            before = patterns.setdefault(path, pattern)
-            twice = f"{before!r} and {pattern!r}"
-            expect(before == pattern, WHAT, f"one pattern of plan to match {path!r}", twice, "let one match it")
-            found[path] = Style(*style)
+        found = dict.fromkeys(paths, Style(*style)) | found
     return found
 
 

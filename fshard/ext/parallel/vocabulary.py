@@ -57,7 +57,6 @@ def vocab_parallel_cross_entropy(
     *,
     reduction: str = "mean",
     ignore_index: int = -100,
-    label_smoothing: float = 0.0,
 ) -> torch.Tensor:
     """Compute the cross entropy of F.linear(h, weight) where each rank has some rows of the weight.
 
@@ -73,7 +72,6 @@ def vocab_parallel_cross_entropy(
         axis: The mesh axis.
         reduction: "mean" over targets that count, "sum", or "none".
         ignore_index: A target that does not count.
-        label_smoothing: How much of the probability is spread over the vocabulary, from 0 to 1.
 
     Returns:
         The loss, which agrees between ranks: a scalar, or of the targets' shape for "none".
@@ -102,24 +100,15 @@ def vocab_parallel_cross_entropy(
     expect(reduction in REDUCTIONS, what, f"reduction to be one of {REDUCTIONS}", f"{reduction!r:.40}")
     whole = isinstance(ignore_index, int) and not isinstance(ignore_index, bool)
     expect(whole, what, "ignore_index to be a whole number", f"{ignore_index!r:.40}")
-    real = isinstance(label_smoothing, int | float) and 0 <= label_smoothing <= 1
-    expect(real, what, "label_smoothing to be a number from 0 to 1", f"{label_smoothing!r:.40}")
     logits = h if weight is None else F.linear(h, weight)
     rows = logits.shape[-1]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     own, others = _own_rows(what, targets, rows, axis, ignore_index)
     # Any shift gives the same loss; the largest logit keeps exponentials finite.
     shift = fs.pmax(logits.detach().amax(-1), axis)
-    parts = [
-        (logits - shift[..., None]).exp().sum(-1),
-        logits.gather(-1, own[..., None])[..., 0].masked_fill(others, 0.0),
-        *([logits.sum(-1)] if label_smoothing else []),
-    ]
-    total, chosen, *everything = fs.psum_invariant(parts, axis)
-    losses = (normalizer := total.log() + shift) - chosen
-    if everything:
-        uniform = normalizer - everything[0] / (rows * axis.size)
-        losses = (1 - label_smoothing) * losses + label_smoothing * uniform
+    mine = logits.gather(-1, own[..., None])[..., 0].masked_fill(others, 0.0)
+    total, chosen = fs.psum_invariant([(logits - shift[..., None]).exp().sum(-1), mine], axis)
+    losses = total.log() + shift - chosen
     ignored = targets == ignore_index
     known = (targets >= 0) & (targets < rows * axis.size)
     losses = losses.masked_fill(~known, float("nan")).masked_fill(ignored, 0.0)

@@ -48,12 +48,12 @@ def assert_near(found, expected, tolerance=1e-12):
         assert (one - other).abs().max() <= tolerance
 
 
+@pytest.mark.rows(3)
 @on_ranks(1, 2, 3, 4, 8, "2 processes")
 def test_ring_is_dense_attention():
     """Where the head dim of v is another there is no fused kernel; a rank may hold a single place in time."""
     axis = fs.axis_of(cp_mesh())
     cases = [(48, True, None, HEAD), (48, False, 0.7, HEAD), (48, True, 0.7, 3), (axis.size, True, None, HEAD)]
-    cases += [(3 * axis.size, True, None, HEAD)]
     for number, (time, causal, scale, v_dim) in enumerate(cases):
         for order in ORDERS[: 2 if time == 48 else 1]:
             at = fs.ring_positions(axis, time, order)
@@ -62,25 +62,15 @@ def test_ring_is_dense_attention():
             ring = partial(fs.ring_attention, axis=axis, causal=causal, order=order, scale=scale)
             found = differentiated(ring, [x[:, :, at] for x in tensors], cotangent[:, :, at])
             assert_near(found, [x[:, :, at] for x in expected])
+    if HEADS % axis.size:
+        return
+    # The last time has rank order.
+    ulysses = partial(fs.ulysses(F.scaled_dot_product_attention, axis), is_causal=True)
+    found = differentiated(ulysses, [x[:, :, at] for x in tensors], cotangent[:, :, at])
+    assert_near(found, [x[:, :, at] for x in expected])
 
 
-@on_ranks(1, 2, 4, 8, "2 processes")
-@pytest.mark.rows(2)
-def test_ulysses_is_dense_attention():
-    axis = fs.axis_of(cp_mesh())
-    at = fs.ring_positions(axis, 16)
-    *tensors, cotangent = whole(16)
-    for causal in (True, False):
-        attention = fs.ulysses(F.scaled_dot_product_attention, axis)
-        found = differentiated(
-            partial(attention, is_causal=causal), [x[:, :, at] for x in tensors], cotangent[:, :, at]
-        )
-        expected = differentiated(partial(dense, causal=causal), tensors, cotangent)
-        assert_near(found, [x[:, :, at] for x in expected])
-
-
-@on_ranks(1, 2, 3)
-@pytest.mark.rows(2)
+@on_ranks(2)
 def test_other_derivatives():
     """By torch.func, to the second order; tolerances for sums of 12 products."""
     axis = fs.axis_of(cp_mesh())
@@ -188,14 +178,9 @@ def test_ranks_are_told_the_same():
         q = fs.gather(params)["q"]
         return fs.ring_attention(q, q, q, axis, order=order).sum()
 
-    for step in (fs.value_and_grad(loss), fs.jit(fs.value_and_grad(loss))):
-        told = (
-            rf"rank {my_rank()}: .*\(ring_attention\) over 'cp' of causal=True, zigzag={order == 'zigzag'}, scale=0\.5"
-        )
-        with pytest.raises((ValueError, fs.comm.CollectiveError), match=rf"{told}|ring_attention\(.*order=") as caught:
-            step(params)
-        assert "scale=0.5" in str(caught.value)
-        cp_mesh()
+    told = rf"rank {my_rank()}: .*\(ring_attention\) over 'cp' of causal=True, zigzag={order == 'zigzag'}, scale=0\.5"
+    with pytest.raises(fs.comm.CollectiveError, match=told):
+        fs.value_and_grad(loss)(params)
 
 
 @on_ranks(2)
@@ -206,12 +191,8 @@ def test_bad_arguments():
     heads = "(2, 4, 3, 4); repeat heads that several share by k.repeat_interleave(times, 1)"
     fits = "k to be of shape (2, 8, 3, 4) and dtype torch.float64, as q is, got a float64 Tensor of shape"
     for call, text in (
-        (
-            partial(fs.ring_attention, q[0], k, v, axis),
-            "q to be a floating tensor (batch, heads, time, head dim), got a",
-        ),
+        (partial(fs.ring_attention, q[0], k, v, axis), "q to be a floating tensor (batch, heads, time, head dim), got"),
         (partial(fs.ring_attention, q, k[:, :4], v, axis), f"ring_attention: expected {fits} {heads}"),
-        (partial(ring, order="striped"), 'expected order to be "contiguous" or "zigzag", got \'striped\''),
         (partial(ring, order="zigzag"), "an even number of places in time, of which each half is a chunk in 'zigzag'"),
         # Torch's fused kernels return NaN for them where they mask.
         (partial(ring, scale=0.0), "ring_attention: expected scale to be a finite number above 0, got 0.0"),
@@ -225,7 +206,7 @@ def test_bad_arguments():
             call()
 
 
-@on_ranks(2, "2 processes")
+@on_ranks(2)
 def test_a_rank_that_leaves_it_out_is_an_error_on_every_rank():
     ring = {"ring_attention": lambda x, axis: fs.ring_attention(*[x[None, None]] * 3, axis)}
     check_a_rank_that_leaves_a_collective_out_is_an_error_on_every_rank(ring)

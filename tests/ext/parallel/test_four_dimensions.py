@@ -82,9 +82,6 @@ def program(sizes, schedule):
     [
         ((2, 1, 1, 2), "1f1b", 4),
         ((1, 2, 2, 1), "gpipe", 4),
-        pytest.param((2, 2, 2, 1), "1f1b", 8, marks=pytest.mark.slow),
-        pytest.param((2, 2, 1, 2), "gpipe", 8, marks=pytest.mark.slow),
-        pytest.param((4, 1, 2, 1), "1f1b", 8, marks=pytest.mark.slow),
         pytest.param((2, 2, 2, 2), "1f1b", 16, marks=pytest.mark.slow),
         pytest.param((2, 1, 1, 2), "1f1b", "4 processes", marks=pytest.mark.slow),
     ],

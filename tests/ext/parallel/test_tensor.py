@@ -167,18 +167,14 @@ def setting(name, sizes, sequence_dim, **changes):
     return params, tuple(ids.chunk(shard.size)[fs.axis_index(shard)] for ids in data()), loss_fn
 
 
-GRIDS = {2: [(1, 2)], 3: [(1, 3)], 4: [(2, 2), (1, 4)], 8: [(2, 4), (1, 8)]}
-
-
-@on_ranks(2, 3, 4, 8, "2 processes")
+@on_ranks(3, 4, pytest.param(8, marks=pytest.mark.slow), pytest.param("2 processes", marks=pytest.mark.slow))
 def test_it_is_the_module_of_one_process(world_size):
     # 3 does not divide the 256 bytes of the GPT.
-    for name in CASES if world_size != 3 else ("Llama", "Llama, tied"):
-        for sizes in GRIDS[world_size]:
-            for sequence_dim in (None, 1):
-                params, batch, loss_fn = setting(name, sizes, sequence_dim)
-                loss, grads = fs.value_and_grad(loss_fn)(params, *batch)
-                assert_trees_close((fs.unshard(grads), loss), one_process(name), rtol=0, atol=1e-12)
+    for name in CASES if world_size != 3 else ("Llama",):
+        for sequence_dim in (None, 1):
+            params, batch, loss_fn = setting(name, (world_size // 4 or 1, min(world_size, 4)), sequence_dim)
+            loss, grads = fs.value_and_grad(loss_fn)(params, *batch)
+            assert_trees_close((fs.unshard(grads), loss), one_process(name), rtol=0, atol=1e-12)
 
 
 def sent_by_label(name, world_size, sequence_dim, rows=ROWS):
@@ -237,18 +233,13 @@ PLAN_ERROR = "the plan does not fit the module\n  "
 BAD = [
     ({"plan": {}}, "expected plan to be a dict of styles by patterns of submodules' names, got {}"),
     (fits({"*.up": "columns"}), "expected plan['*.up'] to be one of ('column', 'row', 'vocabulary', 'gather'"),
-    (fits({"*.up": ("row", 2)}), "or ('column', k), got ('row', 2)"),
     (fits({"*.q_proj": "column"}), "expected plan['*.q_proj'] to match a submodule, got no match; name some of"),
-    (fits({"blocks.1.up": "row"}), "one pattern of plan to match 'blocks.1.up', got '*.up' and 'blocks.1.up'; let"),
     (fits({"norm": "row", "*norm*": None}), PLAN_ERROR + "norm: expected an nn.Linear for style 'row', got LayerNorm"),
     (fits({"blocks.1": "sequence"}), "blocks.1: expected a module of style 'sequence' without, got submodules with"),
     (fits({"blocks": "gather", "blocks.1": "gather"}), "blocks.1: expected a 'gather' outside of others, got one"),
     ({"axis": 5}, "tokens: expected a multiple of 5 rows, got 256"),
-    ({"axis": 5}, "blocks.0.qkv: expected a multiple of 15 outputs, got 144"),
-    ({"axis": 5}, "blocks.0.proj: expected a multiple of 5 inputs, got 48"),
     ({"axis": 16}, "blocks.1.heads: expected a multiple of 16, got 24"),
     ({"divide": None}, "expected divide to say whether blocks.0.heads, blocks.1.heads count what is split, got None"),
-    ({"divide": "*.n_heads"}, "divide to match attributes that are whole numbers, got '*.n_heads', which matches none"),
     ({**fits({"blocks.0": None}), "sequence_dim": 1}, "a module of style 'split' with sequence_dim, got none; name"),
     (
         {"module": Llama(True), "plan": {"embed_tokens": "vocabulary"}, "divide": None},
