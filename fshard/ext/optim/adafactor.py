@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 import fshard as fs
-from fshard.ext.optim.parts import Number, Rate, check_sums, is_trained
+from fshard.ext.optim.parts import Number, Rate, is_trained
 from fshard.extend import check_rates, describe, expect, flatten, leaf_means, leafwise
 
 
@@ -54,7 +54,7 @@ def scale_by_factored_rms(
     {'w': tensor([[1., 1.],
             [1., 1.]])}
     """
-    check_sums("scale_by_factored_rms", sums)
+    expect(sums in (None, "tree"), "scale_by_factored_rms", 'sums to be "tree" or None', repr(sums))
     _check("scale_by_factored_rms", beta2_decay, **{} if eps is None else {"eps": eps})
 
     def init(params: Any) -> AdafactorState:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 import fshard as fs
-from fshard.ext.optim.parts import Number, Rate, check_sums
+from fshard.ext.optim.parts import Number, Rate
 from fshard.extend import check_rates, leafwise
 
 
@@ -26,7 +26,7 @@ def scale_by_trust_ratio(
         The transformation; its state is empty.
 
     Raises:
-        ValueError: if a number is out of range, or `sums` is another word.
+        ValueError: if a number is out of range; from update, if `sums` is another word.
 
     >>> import torch, fshard as fs
     >>> tx = fs.scale_by_trust_ratio()
@@ -34,7 +34,6 @@ def scale_by_trust_ratio(
     >>> tx.update(grads, tx.init(params), params)[0]
     {'w': tensor([0., 5.])}
     """
-    check_sums("scale_by_trust_ratio", sums)
     check_rates("scale_by_trust_ratio", 0.0, trust_coefficient=trust_coefficient, eps=eps)
 
     def trusted(grad: Any, _: Any, size: Any, length: Any, coefficient: Any, eps: Any) -> tuple[torch.Tensor]:

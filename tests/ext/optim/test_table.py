@@ -1,14 +1,19 @@
 """The table of what every optimizer must do, for the optimizers of extensions."""
 
+from functools import partial
+
 import pytest
 from torch import optim
 
 import fshard as fs
+from tests.optim import test_element_sums as tree_sums
 from tests.optim import test_table as core
+from tests.optim import test_unused as unused
 from tests.optim.test_table import MATRICES, Row
 from tests.ranks import on_ranks
 from tests.test_law_agreement import SECONDS, SGD, errors_of_one_alone, updated
 from tests.transforms.test_own_dim import check_training_is_that_of_one_process
+from tests.trees import STRATEGIES, assert_same_bits, every_strategy, meshes
 
 
 def with_matrices(tx):
@@ -40,13 +45,13 @@ def test_sharded_is_dense(name):
     core.check_sharded_is_dense(TABLE[name])
 
 
-@pytest.mark.parametrize("name", TABLE)
 @on_ranks(2)
-def test_updates_are_pure_and_states_are_sharded(name):
+def test_updates_are_pure_and_states_are_sharded():
     """Donated ones have the same bits and addresses, and a state survives numpy."""
-    core.check_state_is_sharded_as_the_parameters_and_keeps_its_structure(TABLE[name])
-    core.check_an_update_is_pure(TABLE[name])
-    core.check_a_donated_update_has_the_same_bits_and_the_same_addresses(TABLE[name])
+    for row in TABLE.values():
+        core.check_state_is_sharded_as_the_parameters_and_keeps_its_structure(row)
+        core.check_an_update_is_pure(row)
+        core.check_a_donated_update_has_the_same_bits_and_the_same_addresses(row)
 
 
 @pytest.mark.rows(1)
@@ -57,14 +62,61 @@ def test_padding_is_never_looked_at(name, layout):
     core.check_padding_is_never_looked_at(TABLE[name], layout)
 
 
-@pytest.mark.rows(1)
-@on_ranks(2, 3, timeout=3 * SECONDS)
+@on_ranks(2, timeout=3 * SECONDS)
 def test_an_update_that_one_rank_makes_alone_is_named_on_every_rank():
     updates = {"update at owners": fs.whole(SGD), "update of adafactor": fs.adafactor(lr=0.1)}
     return errors_of_one_alone({name: lambda params, tx=tx: updated(params, tx) for name, tx in updates.items()})
 
 
-@pytest.mark.rows(2)
-@on_ranks(1, 2, 4, 8, "2 processes")
+@on_ranks(4)
 def test_leaves_that_ranks_own_train_as_in_one_process(world_size):
     check_training_is_that_of_one_process(fs.adafactor(0.01), world_size, reduced=True)
+
+
+def test_adafactor_is_torch_s_within_rounding():
+    for hyper in ({"lr": 0.1, "weight_decay": 0.1}, {"lr": 0.1, "beta2_decay": -0.6, "eps": (1.0, 3.0), "d": 1.5}):
+        unused.check_our_own_are_torch_s_within_rounding((fs.adafactor, partial(optim.Adafactor, foreach=False), hyper))
+
+
+@pytest.mark.rows(2)
+@pytest.mark.parametrize("name", ("lamb", "lars", "adafactor", "whole"))
+@on_ranks(2)
+def test_a_leaf_without_a_gradient_for_some_steps(name):
+    """Or one that is frozen, is as if the updates had not been."""
+    unused.check_a_leaf_is_as_if_the_updates_without_it_had_not_been(TABLE[name].make)
+    unused.check_a_leaf_that_is_frozen_for_some_steps_is_as_one_without_a_gradient(TABLE[name].make, name == "whole")
+
+
+@on_ranks(2)
+def test_reshard_of_a_state_of_rows_and_columns():
+    """Adafactor keeps means of a matrix, which are split as far as the matrix is."""
+    tx, on = fs.adafactor(0.1), meshes()
+    state = fs.TrainState.create(fs.shard(core.tree(0), STRATEGIES["zero2 of every leaf"](on)), tx)
+    state = fs.update(tx, state, state.params)
+    full, after = fs.unshard(state), fs.unshard(fs.update(tx, state, state.params))
+    for _, strategy in every_strategy():
+        moved = fs.reshard(state, strategy)
+        assert_same_bits(fs.unshard(moved), full)
+        made = tx.init(moved.params)
+        for field in ("row", "column"):
+            assert getattr(moved.opt_state, field)["wide"].spec == getattr(made, field)["wide"].spec
+        found = fs.unshard(fs.update(tx, moved, moved.params))
+        fs.testing.assert_trees_close(found.params, after.params, rtol=1e-13, atol=1e-13)
+
+
+def muon():
+    return fs.whole(fs.from_torch(optim.Muon, lr=0.1, sums="tree"))
+
+
+WITH_SUMS = {
+    "lamb": lambda: tree_sums.with_clip(fs.lamb(0.1, weight_decay=0.1, sums="tree")),
+    "lars": lambda: fs.lars(0.1, weight_decay=0.1, sums="tree"),
+    "adafactor": lambda: tree_sums.with_clip(fs.adafactor(0.1, weight_decay=0.1, sums="tree")),
+    "Muon": lambda: fs.partition({"half*": fs.adamw(0.1), tree_sums.MATRICES: muon(), "*": fs.sgd(0.1)}),
+}
+
+
+def test_updates_have_the_same_bits_however_leaves_are_split():
+    """With sums="tree"."""
+    every, some = "zero3 of every leaf", {"two dims": ["adafactor", "Muon"], "hsdp of every leaf": ["lamb", "lars"]}
+    tree_sums.compare(3, WITH_SUMS, lambda layout: WITH_SUMS if layout == every else some.get(layout, []))
