@@ -9,7 +9,7 @@ import torch
 
 import fshard as fs
 from fshard.ext.optim.parts import is_trained
-from fshard.extend import describe, expect, flatten, local_piece, refuse
+from fshard.extend import describe, expect, flatten, local_piece, refuse, serves_host
 
 
 class WholeState(NamedTuple):
@@ -133,7 +133,7 @@ Row = tuple[Any, Any, Any]  # a leaf's gradient, the leaf, and its state
 
 
 def _step_at_owners(tx: fs.Optimizer, axes: Sequence[fs.Axis], rows: Sequence[Row], device: torch.device) -> list[Any]:
-    """Step leaves at their owners: for each axis two exchanges, there and back.
+    """Step leaves at their owners: for each axis three exchanges, of shards there and back, and of single numbers.
 
     Args:
         tx: The optimizer.
@@ -151,10 +151,12 @@ def _step_at_owners(tx: fs.Optimizer, axes: Sequence[fs.Axis], rows: Sequence[Ro
     owned = [[m for m, owner in enumerate(owners) if owner == rank] for rank in range(axis.size)]
     mine = owned[fs.comm.rank(axis)]
     flats = [flatten((leaf, kept)) for _, leaf, kept in rows]
-    there = [
-        [grad.local, *(value.local for value in flat.leaves if isinstance(value, fs.Sharded))]
-        for (grad, _, _), flat in zip(rows, flats, strict=True)
+    shards = [[value for value in flat.leaves if isinstance(value, fs.Sharded)] for flat in flats]
+    numbers = [
+        [value for value in flat.leaves if value is not None and not isinstance(value, fs.Sharded)] for flat in flats
     ]
+
+    there = [[grad.local, *(value.local for value in row)] for (grad, _, _), row in zip(rows, shards, strict=True)]
     exchanged = partial(_exchanged, axis=axis, device=device)
     received = exchanged(
         [[t for m in some for t in there[m]] for some in owned], [[t for m in mine for t in there[m]]] * axis.size
@@ -165,31 +167,33 @@ def _step_at_owners(tx: fs.Optimizer, axes: Sequence[fs.Axis], rows: Sequence[Ro
         grad = _joined(next(pieces), rows[m][1], axis)
         values = [_joined(next(pieces), v, axis) if isinstance(v, fs.Sharded) else v for v in flats[m].leaves]
         gathered.append((grad, *flats[m].unflatten(values)))
-    back: list[list[torch.Tensor]] = [[] for _ in range(axis.size)]
+    cut: list[Sequence[torch.Tensor]] = []
+    counted: list[torch.Tensor] = []
     for m, done in zip(mine, _step_at_owners(tx, rest, gathered, device), strict=True):
         for old, value in zip(flats[m].leaves, flatten(done).leaves, strict=True):
-            if old is not None:
-                cut = _pieces(value.local, old, axis) if isinstance(old, fs.Sharded) else [value] * axis.size
-                for row, piece in zip(back, cut, strict=True):
-                    row.append(torch.as_tensor(piece))
-    like = [[_local(value) for m in some for value in flats[m].leaves if value is not None] for some in owned]
-    stepped = [iter(row) for row in exchanged(back, like)]
+            if isinstance(old, fs.Sharded):
+                cut.append(_pieces(value.local, old, axis))
+            elif old is not None:
+                counted.append(torch.as_tensor(value))
+    locals_of = [[value.local for m in some for value in shards[m]] for some in owned]
+    back = exchanged([[parts[rank] for parts in cut] for rank in range(axis.size)], locals_of)
+    kinds = [[torch.as_tensor(value) for m in some for value in numbers[m]] for some in owned]
+    # Numbers that optimizers keep on the processor travel with the leaves where accelerators alone can send.
+    on_host = serves_host(axis) and all(value.is_cpu for row in kinds for value in row)
+    told = _exchanged([counted] * axis.size, kinds, axis, torch.device("cpu") if on_host else device)
+    stepped, known = [iter(row) for row in back], [iter(row) for row in told]
 
     def after_of(old: Any, owner: int) -> Any:
+        if isinstance(old, fs.Sharded):
+            return fs.Sharded(next(stepped[owner]), old.spec)
         if old is None:
             return None
-        value = next(stepped[owner])
-        if isinstance(old, fs.Sharded):
-            return fs.Sharded(value, old.spec)
-        return value if isinstance(old, torch.Tensor) else type(old)(value.item())
+        number = next(known[owner])
+        return number if isinstance(old, torch.Tensor) else type(old)(number.item())
 
     return [
         flat.unflatten([after_of(old, owner) for old in flat.leaves]) for flat, owner in zip(flats, owners, strict=True)
     ]
-
-
-def _local(value: Any) -> torch.Tensor:
-    return value.local if isinstance(value, fs.Sharded) else torch.as_tensor(value)
 
 
 def _device_of(leaf: fs.Sharded) -> torch.device:
@@ -202,12 +206,13 @@ def _device_of(leaf: fs.Sharded) -> torch.device:
 def _exchanged(send: Lists, receive: Lists, axis: fs.Axis, device: torch.device) -> Lists:
     """Send each rank tensors of any dtypes, as bytes by way of a device, and wait for those that are like `receive`."""
     away, here = ([sum(tensor.nbytes for tensor in row) for row in rows] for rows in (send, receive))
-    flat = [tensor.to(device).contiguous().unsqueeze(-1).view(torch.uint8).flatten() for row in send for tensor in row]
-    rows = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *flat])
-    (landed,) = fs.comm.all_to_all([rows], away, here, axis, "whole")
-    parts = iter(landed.split([like.nbytes for row in receive for like in row]))
+    kept = next((tensor.device for row in (*send, *receive) for tensor in row), device)
+    flat = [tensor.contiguous().unsqueeze(-1).view(torch.uint8).flatten() for row in send for tensor in row]
+    rows = torch.cat([torch.empty(0, dtype=torch.uint8, device=kept), *flat])
+    (landed,) = fs.comm.all_to_all([rows.to(device)], away, here, axis, "whole")
+    parts = iter(landed.to(kept).split([like.nbytes for row in receive for like in row]))
     # A part may lie unaligned in what has landed, which it must not keep alive.
-    return [[next(parts).clone().to(x.device).view(x.dtype).view(x.shape) for x in row] for row in receive]
+    return [[next(parts).clone().view(like.dtype).view(like.shape) for like in row] for row in receive]
 
 
 def _stepped(tx: fs.Optimizer, grad: Any, leaf: Any, kept: Any) -> Any:

@@ -34,6 +34,8 @@ PROGRAMS = {
         lambda: fs.partition(
             {("*up.weight", "*down.weight"): fs.whole(fs.from_torch(torch.optim.Muon, lr=1e-2)), "*": fs.adam(1e-2)}
         ),
+        # The counts of updates, which torch keeps on the processor, travel too.
+        alone={"copy_": 2},
     ),
     "int8 gathers": Program(
         lambda device: transformed(device, lambda mesh: fs.zero3(mesh, layout=fs.quantize(mesh["shard"]))),
