@@ -39,22 +39,18 @@ def dispatched(x: Any, axis: fs.Axis) -> Any:
     return rows
 
 
-OPERATORS = {
-    "ulysses": (exchanged, "ulysses|all_to_all"),
-    "ring_attention": (around, "ring_attention"),
-    "moe.dispatch": (dispatched, "moe|all_to_all"),
-}
+OPERATORS = ((exchanged, "ulysses|all_to_all"), (around, "ring_attention"), (dispatched, "moe|all_to_all"))
 
 
-@pytest.mark.parametrize("name", OPERATORS)
-def test_shapes_that_differ_between_ranks_are_named_on_all(name):
-    check_shapes_that_differ_between_ranks_are_named_on_all(*OPERATORS[name])
+def test_shapes_that_differ_between_ranks_are_named_on_all():
+    for operator in OPERATORS:
+        check_shapes_that_differ_between_ranks_are_named_on_all(*operator)
 
 
 PLACES = places_of(PROGRAMS)
 
 
-@pytest.mark.rows(5)
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("world_size", (2, "2 processes", "4 processes"))
 @pytest.mark.parametrize("fault, then", FAULTS)
 @pytest.mark.parametrize("name, place", PLACES)
@@ -63,7 +59,7 @@ def test_a_rank_that_raises_is_named_on_all(name, place, fault, then, world_size
     assert check_a_rank_that_raises_is_named_on_all(PROGRAMS[name][0], place, fault, then, world) == []
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("fault", ("kill", "exit"))
 @pytest.mark.parametrize("size", (2, 4))
 @pytest.mark.parametrize("name, place", PLACES)
@@ -71,7 +67,7 @@ def test_a_rank_that_is_killed_is_named_on_all(name, place, size, fault, tmp_pat
     check_a_rank_that_is_killed_is_named_on_all(PROGRAMS[name][0], place, size, fault, tmp_path, monkeypatch)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("size", (2, 4))
 def test_a_rank_that_does_not_come_is_named_at_the_timeout(size):
     check_a_rank_that_does_not_come_is_named_at_the_timeout(PROGRAMS["1f1b"][0], "stage", size)
@@ -79,5 +75,5 @@ def test_a_rank_that_does_not_come_is_named_at_the_timeout(size):
 
 @on_ranks("2 processes", pytest.param("4 processes", marks=pytest.mark.slow), timeout=90.0)
 def test_nothing_is_raised_where_a_rank_is_slow():
-    names = ("1f1b", "gpipe", "mixture", "ring")
+    names = ("1f1b", "ring")
     return check_nothing_is_raised_where_a_rank_is_slow([PROGRAMS[name][0] for name in names])

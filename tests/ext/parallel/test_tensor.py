@@ -25,32 +25,19 @@ from gpt import GPT, Block
 WIDTH, HEADS, LAYERS, ROWS, TIME, VOCABULARY, PADDING = 48, 24, 2, 4, 24, 48, 5
 
 
-class RMSNorm(nn.Module):
-    """As LlamaRMSNorm of transformers, which computes in float32."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, h):
-        return self.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-5))
-
-
 class Attention(nn.Module):
     """As LlamaAttention: the number of heads is taken from shapes, and those from the input."""
 
     def __init__(self):
         super().__init__()
-        self.head_dim, self.groups = WIDTH // HEADS, 1
+        self.head_dim = WIDTH // HEADS
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
-        self.q_norm = RMSNorm(self.head_dim)
+        self.q_norm = nn.RMSNorm(self.head_dim)
 
-    def forward(self, hidden_states, cos_sin):
+    def forward(self, hidden_states, scale):
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        q, k, v = (f(hidden_states).view(shape) for f in (self.q_proj, self.k_proj, self.v_proj))
-        q, k, v = (x.transpose(1, 2) for x in (self.q_norm(q), k, v))
-        q, k = (x * cos_sin[0] + torch.cat([-x[..., 1:], x[..., :1]], -1) * cos_sin[1] for x in (q, k))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        q, k, v = (f(hidden_states).view(shape).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj))
+        attended = F.scaled_dot_product_attention(self.q_norm(q) * scale, k, v, is_causal=True).transpose(1, 2)
         return self.o_proj(attended.reshape(*shape[:2], -1))
 
 
@@ -67,12 +54,11 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     def __init__(self):
         super().__init__()
-        self.self_attn, self.mlp = Attention(), MLP()
-        self.input_layernorm, self.post_attention_layernorm = RMSNorm(WIDTH), RMSNorm(WIDTH)
+        self.self_attn, self.mlp, self.norm1, self.norm2 = Attention(), MLP(), nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
 
-    def forward(self, hidden_states, cos_sin):
-        h = hidden_states + self.self_attn(hidden_states=self.input_layernorm(hidden_states), cos_sin=cos_sin)
-        return h + self.mlp(self.post_attention_layernorm(h))
+    def forward(self, h):
+        h = h + self.self_attn(hidden_states=self.norm1(h), scale=2.0)
+        return h + self.mlp(self.norm2(h))
 
 
 class Llama(nn.Module):
@@ -81,17 +67,13 @@ class Llama(nn.Module):
     def __init__(self, tied):
         super().__init__()
         self.embed_tokens = nn.Embedding(VOCABULARY, WIDTH, padding_idx=PADDING)
-        self.layers = nn.ModuleList(DecoderLayer() for _ in range(LAYERS))
-        self.norm, self.lm_head = RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.layers = nn.Sequential(*(DecoderLayer() for _ in range(LAYERS)))
+        self.norm, self.lm_head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
         if tied:
             self.lm_head.weight = self.embed_tokens.weight
 
     def forward(self, ids):
-        h = self.embed_tokens(ids)
-        angles = torch.arange(h.shape[1]).double()[:, None].expand(-1, 2)
-        for layer in self.layers:
-            h = layer(h, (angles.cos(), angles.sin()))
-        return self.lm_head(self.norm(h))
+        return self.lm_head(self.norm(self.layers(self.embed_tokens(ids))))
 
 
 SHARED = {"*norm*": "sequence"}
@@ -174,35 +156,24 @@ def test_it_is_the_module_of_one_process(world_size):
         for sequence_dim in (None, 1):
             params, batch, loss_fn = setting(name, (world_size // 4 or 1, min(world_size, 4)), sequence_dim)
             loss, grads = fs.value_and_grad(loss_fn)(params, *batch)
-            assert_trees_close((fs.unshard(grads), loss), one_process(name), rtol=0, atol=1e-12)
+            assert_trees_close((fs.unshard(grads), loss), one_process(name), rtol=0, atol=1e-11)
 
 
-def sent_by_label(name, world_size, sequence_dim, rows=ROWS):
-    """Bytes that a rank sends over "tp"."""
+def sent_by_label(world_size, sequence_dim, rows=ROWS):
+    """Bytes that a rank sends over "tp" for the GPT."""
     tokens, part = rows * TIME * 8, (world_size - 1) / world_size
     # Between layers; and of each token a largest logit, the exponentials and the target.
-    values, sums, largest = tokens * WIDTH, 2 * part * 2 * tokens, (world_size - 1) * tokens
-    if name == "GPT":
-        # Of its three pieces of queries, keys and values a rank sends so many to others.
-        exchanged = {2: 1, 4: 2}[world_size] * values / world_size
-        inside, between = 0, 2 * (2 * LAYERS + 1) + 2 * LAYERS
-    else:
-        exchanged, inside, between = 0, LAYERS * WIDTH // HEADS * 8, 2 * LAYERS + 1
+    values, sums = tokens * WIDTH, 2 * part * 2 * tokens
+    # Of its three pieces of queries, keys and values a rank sends so many to others.
+    exchanged = {2: 1, 4: 2}[world_size] * values / world_size
+    both = {"ragged_all_to_all": 2 * LAYERS * exchanged, "pmax": (world_size - 1) * tokens}
     if sequence_dim is None:
-        return {
-            "psum_invariant": 2 * part * (2 * LAYERS + 1) * values + sums,
-            "pvary": 2 * part * ((2 * LAYERS + 1) * values + inside),
-            "ragged_all_to_all": 2 * LAYERS * exchanged,
-            "pmax": largest,
-        }
-    return {
-        "psum_invariant": 2 * part * values + sums,
-        "pvary": 2 * part * (values + between * WIDTH * 8 + inside),
-        "all_gather": part * (4 * LAYERS + 1) * values,
-        "reduce_scatter": part * (4 * LAYERS + 1) * values,
-        "ragged_all_to_all": 2 * LAYERS * exchanged,
-        "pmax": largest,
-    }
+        passed = 2 * part * (2 * LAYERS + 1) * values
+        return both | {"psum_invariant": passed + sums, "pvary": passed}
+    between = (6 * LAYERS + 2) * WIDTH * 8
+    moved = part * (4 * LAYERS + 1) * values
+    sent = {"psum_invariant": 2 * part * values + sums, "pvary": 2 * part * (values + between)}
+    return both | sent | {"all_gather": moved, "reduce_scatter": moved}
 
 
 @contextmanager

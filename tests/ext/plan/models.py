@@ -1,6 +1,6 @@
 """Steps to plan: a transformer under every strategy, with and without activation checkpoints."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,35 +13,24 @@ from tests.jit.steps import adamw, train_step
 from tests.unit_models import filled
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
-
-
-class Case(NamedTuple):
-    """What is planned; activations are "kept", or computed again by a "checkpoint" of torch or by fs."remat"."""
-
-    strategy: str
-    activations: str = "kept"
-    width: int = 64
-    layers: int = 2
-    batch: int = 2
-    time: int = 8
-    donated: bool = True
+WIDTH, LAYERS = 64, 2
 
 
 class Block(nn.Module):
     """A transformer layer."""
 
-    def __init__(self, width: int, checkpointed: bool = False):
+    def __init__(self, checkpointed: bool = False):
         super().__init__()
-        self.heads, self.checkpointed = max(width // 64, 1), checkpointed
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.checkpointed = checkpointed
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x):
         return checkpoint(self.run, x, use_reentrant=False) if self.checkpointed else self.run(x)
 
     def run(self, x):  # (batch, time, width)
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 1, -1)).permute(2, 0, 3, 1, 4)
         x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
@@ -60,19 +49,13 @@ class Masked(nn.Module):
         return (self.layers(x) @ self.mask).square().mean()
 
 
-def sizes_of(strategy: str, ranks: int) -> dict[str, int]:
-    """A mesh of a strategy; that of hsdp has two replicas where that goes."""
-    if strategy != "hsdp":
-        return {"shard": ranks}
-    replicas = 2 if ranks % 2 == 0 else 1
-    return {"replicate": replicas, "shard": ranks // replicas}
+def prepared(strategy: str, activations: str, mesh: Any) -> tuple[Any, Any, torch.Tensor]:
+    """A jitted step, its state on a mesh, and a rank's batch.
 
-
-def prepared(case: Case, mesh: Any, **options: Any) -> tuple[Any, Any, torch.Tensor]:
-    """The jitted step of a case, its state on a mesh, and a rank's batch."""
-    strategy = getattr(fs, case.strategy)(mesh, **options)
-    if case.activations == "remat":
-        block = filled(Block(case.width), None)
+    Activations are "kept", or computed again by a "checkpoint" of torch or by fs."remat".
+    """
+    if activations == "remat":
+        block = filled(Block(), None)
 
         def run(params, x):
             return functional_call(block, fs.gather(params), (x,))
@@ -82,14 +65,14 @@ def prepared(case: Case, mesh: Any, **options: Any) -> tuple[Any, Any, torch.Ten
                 x = fs.remat(run)(layer, x)
             return x.square().mean()
 
-        params = fs.shard([dict(block.named_parameters()) for _ in range(case.layers)], strategy)
+        params = fs.shard([dict(block.named_parameters())] * LAYERS, getattr(fs, strategy)(mesh))
     else:
-        blocks = nn.Sequential(*(Block(case.width, case.activations == "checkpoint") for _ in range(case.layers)))
+        blocks = nn.Sequential(*(Block(activations == "checkpoint") for _ in range(LAYERS)))
         model = fs.functionalize(filled(blocks, None), Block)
-        params = model.init(strategy)
+        params = model.init(getattr(fs, strategy)(mesh))
 
         def loss(params, x):
             return model.apply(params, x).square().mean()
 
-    step = fs.jit(train_step(loss, adamw()), donate_argnums=0 if case.donated else ())
-    return step, fs.TrainState.create(params, adamw()), torch.zeros(case.batch, case.time, case.width)
+    step = fs.jit(train_step(loss, adamw()), donate_argnums=0)
+    return step, fs.TrainState.create(params, adamw()), torch.zeros(2, 8, WIDTH)

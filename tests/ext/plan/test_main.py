@@ -8,7 +8,7 @@ from torch import nn
 
 from fshard.ext.plan.__main__ import main
 from fshard.ext.plan.models import STRATEGIES, Workload, estimate, workload_of
-from tests.ext.plan.models import Block, Masked
+from tests.ext.plan.models import WIDTH, Block, Masked
 
 HERE = "tests.ext.plan.test_main"
 
@@ -18,7 +18,7 @@ class Deep(nn.Module):
 
     def __init__(self, layers):
         super().__init__()
-        self.layers = nn.Sequential(*(Block(256, checkpointed=True) for _ in range(layers)))
+        self.layers = nn.Sequential(*(Block(checkpointed=True) for _ in range(layers)))
 
     def forward(self, x):
         return self.layers(x).square().mean()
@@ -30,7 +30,7 @@ def test_extrapolation_is_the_full_depth():
         with torch.device("meta"):
             return Deep(layers)
 
-    workload = Workload(make, (torch.zeros(2, 128, 256),), Block, 9)
+    workload = Workload(make, (torch.zeros(2, 128, WIDTH),), Block, 9)
     for strategy in STRATEGIES:
         mesh = {"replicate": 2, "shard": 8} if strategy == "hsdp" else {"shard": 16}
         found, full = (estimate(workload, strategy, mesh, full_depth=whole) for whole in (False, True))
