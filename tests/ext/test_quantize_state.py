@@ -20,15 +20,15 @@ def int8(mesh, **options):
     return fs.quantize(mesh, gather=False, scatter=True, block=4, **options)
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(2)
 def test_accumulate_hands_the_state_from_microbatch_to_microbatch():
     core.check_accumulate_hands_the_state_from_microbatch_to_microbatch(int8)
 
 
-@pytest.mark.parametrize("donate", (False, True))
 @on_ranks(2)
-def test_a_train_state_holds_it(donate):
-    core.check_a_train_state_holds_it(int8, donate)
+def test_a_train_state_holds_it():
+    core.check_a_train_state_holds_it(int8, donate=False)
+    core.check_a_train_state_holds_it(int8, donate=True)
 
 
 @pytest.mark.rows(1)
@@ -71,10 +71,8 @@ def residual(state, params, world_size, axis="shard"):
 STEPS = 5
 
 
-@pytest.mark.rows(2)
-@pytest.mark.parametrize(
-    "world_size, dtype", [*((size, torch.float64) for size in WORLD_SIZES[1:]), (3, torch.float32)]
-)
+@pytest.mark.rows(1)
+@pytest.mark.parametrize("world_size, dtype", [(2, torch.float64), (3, torch.float32), (8, torch.float64)])
 @on_ranks()
 def test_what_is_applied_and_what_is_left_are_all_gradients(world_size, dtype):
     """Over steps, to the rounding of sums; without feedback what is applied is far from them."""
@@ -105,36 +103,33 @@ def test_what_is_applied_and_what_is_left_are_all_gradients(world_size, dtype):
     assert min(apart) > 1e-3
 
 
-@pytest.mark.parametrize("feedback", (True, False))
 @on_ranks(2)
-def test_a_small_signal_next_to_large_noise_arrives_with_feedback_alone(feedback):
+def test_a_small_signal_next_to_large_noise_arrives_with_feedback_alone():
     """Ranks' large gradients cancel; the small one is below half a step of them, and is always rounded away.
 
     A step of the noise is 1000 / 127 on each rank, of which half a one, twice, is all that the state ever keeps back.
     """
     rate, target, steps = 0.05, 3.0, 100
-    layout = fs.quantize(one_axis(), gather=False, scatter=True, error_feedback=feedback)
-    tx = fs.from_torch(torch.optim.SGD, lr=rate)
-    state = fs.TrainState.create(fs.shard({"w": torch.zeros(4)}, layout), tx)
+    tx = fs.sgd(rate)
     noise = torch.tensor([1000.0, 0.0, 1000.0, 0.0]) * (1 - 2 * my_rank())
 
     def loss(p):
         w = fs.gather(p)["w"]
         return (w * noise).sum() + (w[1::2] - target).square().sum() / 2
 
-    for _ in range(steps):
-        if feedback:
-            _, grads, after = fs.value_and_grad(loss, transform_state=state.transform_state)(state.params)
-            state = fs.update(tx, state, grads, transform_state=after)
-        else:
-            _, grads = fs.value_and_grad(loss)(state.params)
-            state = fs.update(tx, state, grads)
-    w = fs.unshard(state.params)["w"]
-    assert_trees_close(w[::2], torch.zeros(2), rtol=0, atol=rate * 1000 / 127)
-    if feedback:
-        # What was not applied is in the state, at most half a step, and gradients are taken that far away; on top comes
-        # what is left to go.
-        apart = rate * 1000 / 127 + target * (1 - rate) ** steps
-        assert_trees_close(w[1::2], torch.full((2,), target), rtol=0, atol=apart)
-    else:
-        assert not w[1::2].any()
+    def trained(feedback):
+        layout = fs.quantize(one_axis(), gather=False, scatter=True, error_feedback=feedback)
+        state = fs.TrainState.create(fs.shard({"w": torch.zeros(4)}, layout), tx)
+        for _ in range(steps):
+            kept = {"transform_state": state.transform_state} if feedback else {}
+            _, grads, *after = fs.value_and_grad(loss, **kept)(state.params)
+            state = fs.update(tx, state, grads, **({"transform_state": after[0]} if feedback else {}))
+        return fs.unshard(state.params)["w"]
+
+    apart = rate * 1000 / 127
+    for feedback in (True, False):
+        w = trained(feedback)
+        assert_trees_close(w[::2], torch.zeros(2), rtol=0, atol=apart)
+        # What was not applied is in the state, at most half a step; on top comes what is left to go.
+        signal, left = (target, apart + target * (1 - rate) ** steps) if feedback else (0.0, 0.0)
+        assert_trees_close(w[1::2], torch.full((2,), signal), rtol=0, atol=left)
