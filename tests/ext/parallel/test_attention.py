@@ -8,12 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.func import grad, jvp, vmap
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
 from fshard.ext.parallel.attention import ROWS, attend, attend_backward
 from tests.ranks import my_rank, on_ranks
-from tests.test_moves import check_a_rank_that_leaves_a_collective_out_is_an_error_on_every_rank
 from tests.trees import normal
 
 BATCH, HEADS, HEAD = 2, 8, 4
@@ -108,32 +106,6 @@ def test_tiles_are_the_fused_kernel():
         assert_near((*tiled[:2], tiled[2][..., :4]), attend_backward(cotangent, q, k, v, *fused, causal, 0.3))
 
 
-class Blocks(TorchDispatchMode):
-    """Counts calls of the fused kernel and of its backward, by the number of queries."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = {"": [], "_backward": []}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.name().removeprefix("aten::_scaled_dot_product_flash_attention_for_cpu")
-        if name in self.found:
-            self.found[name].append(args[0].shape[2])
-        return func(*args, **(kwargs or {}))
-
-
-@on_ranks(4)
-def test_zigzag_is_balanced():
-    """Blocks are equal but for those of a rank's own chunks, of which each rank has two."""
-    axis = fs.axis_of(cp_mesh())
-    own, size = fs.axis_index(axis), axis.size
-    for order, expected in (("contiguous", 4 * own + 3), ("zigzag", 2 * size + 1)):
-        *tensors, cotangent = (x[:, :, fs.ring_positions(axis, 32, order)] for x in whole(32))
-        with Blocks() as blocks:
-            differentiated(partial(fs.ring_attention, axis=axis, order=order), tensors, cotangent)
-        assert blocks.found == {"": [4] * expected, "_backward": [4] * expected}
-
-
 @on_ranks(2)
 def test_positions():
     places = {"contiguous": [[0, 1, 2, 3], [4, 5, 6, 7]], "zigzag": [[0, 1, 6, 7], [2, 3, 4, 5]]}
@@ -204,9 +176,3 @@ def test_bad_arguments():
     ):
         with pytest.raises(ValueError, match=re.escape(text)):
             call()
-
-
-@on_ranks(2)
-def test_a_rank_that_leaves_it_out_is_an_error_on_every_rank():
-    ring = {"ring_attention": lambda x, axis: fs.ring_attention(*[x[None, None]] * 3, axis)}
-    check_a_rank_that_leaves_a_collective_out_is_an_error_on_every_rank(ring)

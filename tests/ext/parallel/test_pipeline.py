@@ -227,14 +227,11 @@ def test_wrong_arguments_are_refused():
 
 @on_ranks(2)
 def test_frozen_leaves_have_no_gradient():
-    """Of stages and of the first part, beside those that are trained, which have theirs."""
-    for schedule in ("gpipe", "1f1b"):
+    for schedule in SCHEDULES:
         params, data, f = setting((1, 2), schedule, frozen=("*up", "embed"))
         _, grads = fs.value_and_grad(f)(params, *data)
-        assert grads["embed"] is None
-        assert grads["layers"]["up"] is None
-        for name in ("down", "bias"):
-            assert_trees_close(fs.unshard(grads["layers"][name]), dense()[0]["layers"][name], **EXACT)
+        assert grads["embed"] is grads["layers"]["up"] is None
+        assert_trees_close(fs.unshard(grads["layers"]["down"]), dense()[0]["layers"]["down"], **EXACT)
 
 
 def test_tables_of_ticks():

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
@@ -16,23 +15,16 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 WIDTH, LAYERS = 64, 2
 
 
-class Block(nn.Module):
+class Block(nn.TransformerEncoderLayer):
     """A transformer layer."""
 
     def __init__(self, checkpointed: bool = False):
-        super().__init__()
+        super().__init__(WIDTH, 1, WIDTH, dropout=0.0, batch_first=True)
         self.checkpointed = checkpointed
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x):
-        return checkpoint(self.run, x, use_reentrant=False) if self.checkpointed else self.run(x)
-
-    def run(self, x):  # (batch, time, width)
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 1, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        run = super().forward
+        return checkpoint(run, x, use_reentrant=False) if self.checkpointed else run(x)
 
 
 class Masked(nn.Module):
