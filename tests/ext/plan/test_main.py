@@ -5,12 +5,23 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fshard.ext.plan.__main__ import main
 from fshard.ext.plan.models import STRATEGIES, Workload, estimate, workload_of
-from tests.ext.plan.models import WIDTH, Block, Masked
+from tests.ext.plan.models import Masked
 
 HERE = "tests.ext.plan.test_main"
+
+
+class Layer(nn.TransformerEncoderLayer):
+    """A layer that computes its activations again in the backward."""
+
+    def __init__(self):
+        super().__init__(1024, 8, 4096, 0.0, batch_first=True)
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 class Deep(nn.Module):
@@ -18,7 +29,7 @@ class Deep(nn.Module):
 
     def __init__(self, layers):
         super().__init__()
-        self.layers = nn.Sequential(*(Block(checkpointed=True) for _ in range(layers)))
+        self.layers = nn.Sequential(*(Layer() for _ in range(layers)))
 
     def forward(self, x):
         return self.layers(x).square().mean()
@@ -30,14 +41,14 @@ def test_extrapolation_is_the_full_depth():
         with torch.device("meta"):
             return Deep(layers)
 
-    workload = Workload(make, (torch.zeros(2, 128, WIDTH),), Block, 9)
+    workload = Workload(make, (torch.zeros(2, 128, 1024),), Layer, 9)
     for strategy in STRATEGIES:
         mesh = {"replicate": 2, "shard": 8} if strategy == "hsdp" else {"shard": 16}
         found, full = (estimate(workload, strategy, mesh, full_depth=whole) for whole in (False, True))
         assert (found.bytes_sent, found.flops) == (full.bytes_sent, full.flops)
         # Small gradients of several layers share a collective.
-        assert found.collectives == pytest.approx(full.collectives, rel=0.05)
-        assert found.peak.total == pytest.approx(full.peak.total, rel=0.02)
+        assert found.collectives == pytest.approx(full.collectives, abs=2)
+        assert found.peak.total == pytest.approx(full.peak.total, rel=0.05)
         assert found.seconds == pytest.approx(full.seconds, rel=0.05)
 
 
