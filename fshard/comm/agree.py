@@ -136,9 +136,10 @@ def _differing(facts: Mapping[Axis, str], label: Label, failed: str = "") -> tup
 
 
 def _difference(ranks: Sequence[tuple[str, Mapping[str, str]]]) -> Problem | None:
-    """Find the first entry that some rank has not, or has another of, than the first one."""
+    """Find the first entry that some rank has not, or else has another of, than the first one; the verb before all."""
     (first, needed), *others = ranks
-    for key in dict.fromkeys(itertools.chain(*[entries for _, entries in ranks])):
+    keys = dict.fromkeys(itertools.chain(*[entries for _, entries in ranks]))
+    for key in sorted(keys, key=lambda key: key != VERB and all(key in entries for _, entries in ranks)):
         for place, entries in others:
             sides = (side.get(key, "nothing").split("\n") for side in (entries, needed))
             for got, expected in itertools.zip_longest(*sides, fillvalue="nothing"):

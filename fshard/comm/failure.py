@@ -249,7 +249,9 @@ def _lost(world: World, issued: Issued, error: BaseException) -> str:
         first = f"{who} was killed or has ended"
     else:
         first = f"{who} did not come within {late:.0f} s: it is stopped, hangs or computes"
-    where = [f"  rank {rank} {position.at()}" for rank, position in sorted(positions.items()) if position.waits]
+    # A rank that is gone may have told of an earlier wait.
+    told = {rank: position for rank, position in sorted(positions.items()) if position.waits and rank not in gone}
+    where = [f"  rank {rank} {position.at()}" for rank, position in told.items()]
     return "\n".join([first, *where])
 
 

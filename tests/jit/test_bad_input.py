@@ -221,9 +221,8 @@ FIRST = (
 def test_operators_that_torch_lays_out_otherwise_on_tensors_without_values():
     """Were results laid out as the second operand, the view would fail when it runs."""
     draw = normal()
-    for dtype in (torch.float32, torch.bfloat16):
-        given = draw(6, 16, dtype=dtype), draw(4, 16, 24, dtype=dtype)
-        assert_same_bits(list(fs.jit(grouped)(*given)), list(grouped(*given)))
+    given = draw(6, 16, dtype=torch.bfloat16), draw(4, 16, 24, dtype=torch.bfloat16)
+    assert_same_bits(list(fs.jit(grouped)(*given)), list(grouped(*given)))
     a, b = draw(2, 4, 9).transpose(1, 2).abs(), draw(2, 9, 4).abs()
     for f in FIRST:
 

@@ -118,5 +118,4 @@ WITH_SUMS = {
 
 def test_updates_have_the_same_bits_however_leaves_are_split():
     """With sums="tree"."""
-    every, some = "zero3 of every leaf", {"two dims": ["adafactor", "Muon"], "hsdp of every leaf": ["lamb", "lars"]}
-    tree_sums.compare(3, WITH_SUMS, lambda layout: WITH_SUMS if layout == every else some.get(layout, []))
+    tree_sums.check_updates_have_the_same_bits_at_any_world_size(WITH_SUMS, worlds=(3,))
