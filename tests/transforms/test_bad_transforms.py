@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 import fshard as fs
-from tests.bad_input import Row, assert_all_refused
-from tests.test_bad_setup import setup
+from tests.bad_input import Row, assert_all_refused, setup
 from tests.transforms.laws import SGD
 
 MESH, GRID, ZERO2 = map(attrgetter, ("mesh", "grid", "zero2"))

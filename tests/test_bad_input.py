@@ -1,0 +1,376 @@
+"""What verbs refuse on every rank, before they communicate: meshes, trees, modules, gradients, states, arguments."""
+
+import math
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import fshard as fs
+from tests.bad_input import Row, assert_all_refused, loss, setup, text_of
+from tests.ranks import on_ranks
+from tests.trees import assert_same_bits, one_axis
+from tests.unit_models import filled
+
+ones = torch.ones
+
+
+def on_world(error, call, *issued):
+    return Row(error, lambda world: (world,), call, error, issued)
+
+
+# Meshes and transforms.
+
+
+def mesh_of(shape, device="cpu"):
+    return lambda _: fs.init_mesh(shape, device=device)
+
+
+SIZES = "shape to be a mapping from names of axes to positive whole sizes, one of which may be -1"
+PRODUCT = "init_mesh: expected shape to have sizes whose product is 2, the number of ranks, got"
+NO_AXIS = "mesh: expected axis to be one of ('shard',), got 'data'; name it in init_mesh"
+TWO_AXES = "mesh: expected one axis, got ('replicate', 'shard'); name one, as in mesh['shard']"
+NO_MESH = "mesh: expected a DeviceMesh or an Axis, got a str; make one by fs.init_mesh"
+NO_DEVICE = "init_mesh: expected device to be one of ['cpu'], which torch finds here, got 'tpu'"
+TWICE = "compose: expected one transform for each axis, got two for the axes ['shard']; drop one of the two"
+NO_TRANSFORM = "compose: expected transforms to be ShardTransforms such as fs.fully_shard(mesh), got a DeviceMesh"
+NO_DTYPE = "cast: expected gather to be a floating torch.dtype such as torch.bfloat16, or None, got torch.int8"
+SETUP = [
+    *(on_world(f"{PRODUCT} {shape}", mesh_of(shape)) for shape in ({"replicate": 3, "shard": -1}, {"shard": 1})),
+    *(on_world(f"init_mesh: expected {SIZES}, got {shape}", mesh_of(shape)) for shape in ({"a": 0, "b": -1}, {})),
+    on_world(NO_DEVICE, mesh_of({"shard": -1}, device="tpu")),
+    on_world(NO_AXIS, lambda w: fs.zero2(w.mesh, "data")),
+    on_world(TWO_AXES, lambda w: fs.fully_shard(w.grid)),
+    setup("no mesh", fs.fully_shard, NO_MESH, "shard"),
+    on_world(TWICE, lambda w: fs.compose(fs.replicate(w.mesh), fs.compose(fs.cast(), fs.fully_shard(w.mesh)))),
+    on_world(NO_TRANSFORM, lambda w: fs.compose(w.zero2, w.mesh)),
+    on_world(NO_DTYPE, lambda _: fs.cast(gather=torch.int8)),
+]
+
+# Trees.
+
+FIT = "\nTo fix: pass full tensors whose shapes fit the strategy."
+KEEP = "\nTo fix: keep a leaf's shape when mapping over it."
+FROZEN = (
+    "leaves cannot be gathered\n"
+    "  ['a']: expected none, because its spec is frozen, got a computed tensor that requires a gradient\n"
+    "To fix: make them by fs.shard or fs.reshard; give a frozen leaf the spec of the trained one, or detach it."
+)
+GONE = fs.Spec((5, 3), fs.P("shard"), (fs.Axis("shard", 2, "gone"),))
+
+
+class Only(nn.Module):
+    """A module of one parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(ones(5, 3))
+
+    def forward(self):
+        return self.a * 1
+
+
+def changed_shapes(verb, *rest):
+    """A verb of shards whose shapes are not those of their specs."""
+    return setup(
+        f"{verb.__name__} of leaves whose shape was changed",
+        verb,
+        f"{verb.__name__}: shards do not match their specs\n"
+        "  ['a']: expected a local tensor of shape (3, 3), got a float32 Tensor of shape (1, 3) as local tensor\n"
+        "  ['b'][0]: expected a local tensor of shape (2,), got a float32 Tensor of shape (1,) as local tensor" + KEEP,
+        lambda world: fs.tree_map(lambda x: x[:1], world.params),
+        *rest,
+    )
+
+
+def computed(name, call):
+    """A verb of a frozen leaf to which a trained one was added."""
+    return Row(
+        f"{name} of a frozen leaf that was computed from trained ones",
+        lambda world: (fs.shard(world.full, world.zero2, frozen="*"), world.params),
+        lambda base, params: fs.value_and_grad(
+            lambda p: call({"a": replace(base["a"], local=base["a"].local + p["a"].local)})
+        )(params),
+        f"{name}: {FROZEN}",
+    )
+
+
+TREES = [
+    on_world(
+        "shard: leaves cannot be sharded\n"
+        "  ['n'][0]: expected a plain full tensor, got an int\n"
+        "  ['s']: expected a plain full tensor, got a str" + FIT,
+        lambda w: fs.shard({"a": ones(2), "n": [3, None], "s": "x"}, w.zero2),
+        "shard",
+    ),
+    on_world(
+        "shard: leaves cannot be sharded\n"
+        "  ['b'][0]: expected a dim 1 to split over 'shard', got shape (4,)\n"
+        "  ['b'][1]: expected a dim 1 to split over 'shard', got shape ()" + FIT,
+        lambda w: fs.shard({"a": ones(4, 2), "b": [ones(4), ones(())]}, fs.fully_shard(w.mesh, dim=1)),
+        "shard",
+    ),
+    changed_shapes(fs.gather),
+    changed_shapes(fs.reshard, lambda world: fs.ddp(world.mesh)),
+    computed("gather", lambda p: fs.gather(p)["a"].sum()),
+    computed("apply", lambda p: fs.functionalize(Only()).apply(p).sum()),
+    on_world(
+        "gather: leaves of another mesh\n"
+        "  ['a']: expected a group of that size that this process is in, got axis 'shard' of 2 ranks in group 'gone'\n"
+        "To fix: shard the tree on a mesh of this process.",
+        lambda w: fs.gather({"a": replace(w.params["a"], spec=GONE)}),
+    ),
+]
+
+# Modules.
+
+
+class Unresettable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(ones(3))
+        self.inner = nn.Sequential(nn.Linear(2, 2), nn.ParameterList([ones(1)]))
+
+
+LINEAR, NORM = fs.functionalize(nn.Linear(3, 2)), fs.functionalize(nn.BatchNorm1d(3))
+MODULES = [
+    on_world(
+        "model.init: values cannot be drawn from a seed\n"
+        "  ['scale']: expected a value for each, got elements left out by reset_parameters\n"
+        "  ['inner.1.0']: expected a value for each, got elements left out by reset_parameters\n"
+        "To fix: pass reset=, a function that sets the values of a submodule, or add reset_parameters to these "
+        "modules, as fs.with_init_weights does to models of transformers, or leave out seed and take their values.",
+        lambda w: fs.functionalize(Unresettable()).init(w.zero2, seed=0),
+        "shard",
+    ),
+    on_world(
+        "apply: params: trees differ in structure\n"
+        "  ['bias']: expected a leaf, got nothing\n"
+        "  ['scale']: expected nothing, got a leaf\n"
+        "To fix: pass trees made from the same parameters.",
+        lambda w: LINEAR.apply({"weight": ones(2, 3), "scale": ones(2)}, ones(4, 3)),
+    ),
+    on_world(
+        "apply: params do not match the module's\n"
+        "  ['bias']: expected shape (2,), got shape (1,)\n"
+        "To fix: pass those of this model.",
+        lambda w: LINEAR.apply({"weight": ones(2, 3), "bias": ones(1)}, ones(4, 3)),
+    ),
+    Row(
+        "buffers that would be lost",
+        lambda world: (NORM.init(world.zero2), ones(4, 3)),
+        NORM.apply,
+        "apply: buffers were updated and would be lost\n"
+        "  ['num_batches_tracked']: expected an unchanged one, got an updated buffer\n"
+        "To fix: pass buffers= and keep those returned, or functionalize the module in eval mode.",
+        ("gather",),
+    ),
+]
+
+# Losses, gradients and states.
+
+
+def differentiated(error, change, **keywords):
+    """A local loss that is not what value_and_grad takes."""
+    call = fs.value_and_grad(lambda p: change(loss(p)), **keywords)
+    return on_world(f"value_and_grad: {error}", lambda w: call(w.params), "gather")
+
+
+def on_two_meshes(world):
+    other = fs.init_mesh({"data": -1, "unit": 1}, device="cpu")
+    return {"a": world.params["a"], "b": [fs.shard(world.full["b"][0], fs.ddp(other, "data"))]}
+
+
+NO_SUM = (
+    "gradients would stay unsummed\n"
+    "  ['b'][0]: expected a transform that sums gradients over ['shard'], or owns pieces there, got one over ['data']\n"
+    "To fix: shard the whole tree on these axes (zero3 takes axis=, and ddp keeps leaves whole), or leave others out."
+)
+FULL = "\nTo fix: pass the gradients of full leaves, as from torch.func.grad at fs.gather(like)."
+UNFIT = "update: gradients do not fit the parameters\n"
+FROM = "\nTo fix: pass what fs.scatter_grads(grads, like=state.params) or fs.value_and_grad returned."
+FLOATING = "expected the loss to be a floating scalar tensor, got a float32 Tensor of shape (3,)"
+AVERAGE = "; sum or average over the batch; value_and_grad takes (loss, aux) by has_aux=True"
+PAIR = 'expected the loss to be the pair (sum, count) for reduce="weighted", got a float32 Tensor of shape ()'
+AUX = "expected f to return the pair (loss, aux) for has_aux=True, got a float32 Tensor of shape ()"
+NO_COUNT = "scatter_grads: expected the count to be a real scalar tensor, got an int; torch.tensor makes one"
+GRADIENTS = [
+    setup("of two meshes", fs.objective, f"objective: {NO_SUM}", torch.tensor(1.0), on_two_meshes),
+    setup("of two meshes", fs.scatter_grads, f"scatter_grads: {NO_SUM}", lambda w: w.full_grads, on_two_meshes),
+    setup(
+        "integer",
+        fs.value_and_grad(loss),
+        "value_and_grad: leaves cannot take a gradient\n"
+        "  ['i']: expected a floating tensor, got an int64 Tensor of shape (2,)\n"
+        "To fix: shard these leaves with frozen=, or keep them out of the parameters.",
+        lambda w: {"a": w.params["a"], "i": fs.shard(torch.arange(4), w.zero2)},
+    ),
+    on_world(
+        "value_and_grad: leaves are no tensors\n"
+        "  ['s']: expected a Sharded leaf or a tensor, got a float\n"
+        "To fix: keep other values out of the tree.",
+        lambda w: fs.value_and_grad(loss)({"a": ones(2), "s": 1.5}),
+    ),
+    on_world(
+        "scatter_grads: gradients do not fit `like`\n"
+        "  ['a']: expected a full tensor of shape (5, 3), got a Sharded leaf\n"
+        "  ['b'][0]: expected a full tensor of shape (4,), got a float32 Tensor of shape (3, 5)" + FULL,
+        lambda w: fs.scatter_grads({"a": w.grads["a"], "b": [ones(3, 5)]}, w.params),
+    ),
+    on_world(NO_COUNT, lambda w: fs.scatter_grads(w.full_grads, w.params, reduce="weighted", count=3)),
+    differentiated(FLOATING + AVERAGE, lambda x: x.expand(3)),
+    differentiated(PAIR, lambda x: x, reduce="weighted"),
+    differentiated(AUX, lambda x: x, has_aux=True),
+    on_world(
+        f"{UNFIT}  ['a']: expected a Sharded leaf, got a float32 Tensor of shape (5, 3)\n"
+        "  ['b'][0]: expected a Sharded leaf, got a float32 Tensor of shape (4,)" + FROM,
+        lambda w: fs.update(w.tx, w.state, w.full_grads),
+    ),
+    Row(
+        "update by gradients of frozen leaves",
+        lambda w: (w.tx, fs.TrainState.create(fs.shard(w.full, w.zero2, frozen="a"), w.tx), w.grads),
+        fs.update,
+        f"{UNFIT}  ['a']: expected None for a frozen leaf, got a gradient{FROM}",
+    ),
+    on_world(
+        "update: expected tx to be an Optimizer, got a GradientTransformation; end the chain with one, such as "
+        "fs.from_torch",
+        lambda w: fs.update(fs.clip_by_global_norm(1.0), w.state, w.grads),
+    ),
+    setup(
+        "an optimizer that looks across elements",
+        fs.TrainState.create,
+        "from_torch: Muon looks across the elements of a leaf\n"
+        "  ['a']: expected a whole one, got a leaf that is split\n"
+        "To fix: keep leaves whole with fs.ddp, or choose an elementwise optimizer.",
+        lambda w: fs.shard({"a": ones(4, 3)}, fs.zero2(w.mesh, min_shard_elements=0)),
+        lambda w: fs.from_torch(torch.optim.Muon),
+    ),
+]
+
+
+@pytest.mark.parametrize("table", (SETUP, TREES, MODULES, GRADIENTS), ids=("setup", "trees", "modules", "gradients"))
+def test_bad_input_is_refused(table):
+    assert_all_refused(table)
+
+
+# What one rank has differently, which every rank refuses: what the last rank shards, what the others do, and how they
+# differ.
+FIRST, SPLIT = " as on rank shard=0", "float32[2] of hash {hash} split by P('shard')"
+DIFFERENT = [
+    ({"a": ones(2), "b": ones(2)}, {"a": ones(2)}, f"['b']: expected nothing{FIRST}, got {SPLIT}"),
+    ({"b": torch.tensor([0.0, -0.0])}, {"b": torch.zeros(2)}, f"['b']: expected {SPLIT}{FIRST}, got {SPLIT}"),
+    ({"a": nn.Parameter(ones(2), False)}, {"a": ones(2)}, f"['a']: expected {SPLIT}{FIRST}, got frozen {SPLIT}"),
+]
+
+
+@pytest.mark.parametrize("size", (3, "2 processes"))
+def test_every_rank_refuses_what_one_rank_has_differently(size, workers):
+    rank = int(str(size)[0]) - 1
+    rows = [
+        Row(
+            difference,
+            lambda w, trees=trees: (trees[dist.get_rank() < rank], w.zero2),
+            fs.shard,
+            f"shard: ranks hold different trees\n  {difference} on rank shard={rank}\nTo fix: build the same tree on "
+            "every rank, from one seed; simulated ranks share a generator, so build it before they start.",
+            ("shard",),
+        )
+        for *trees, difference in DIFFERENT
+    ]
+    assert_all_refused(rows, size if size == 3 else workers(2))
+
+
+def test_a_process_that_was_refused_a_mesh_can_make_one():
+    code = (
+        "import pytest, fshard as fs, torch.distributed as dist\n"
+        "with pytest.raises(ValueError, match='sizes whose product is 1'): fs.init_mesh({'shard': 3}, device='cpu')\n"
+        "assert not dist.is_initialized()\n"
+        "assert (fs.init_mesh({'shard': -1}).size(), dist.get_backend()) == (1, 'gloo')\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parents[1])}
+    subprocess.run([sys.executable, "-W", "error", "-c", code], env=environment, timeout=60, check=True)
+
+
+# Arguments of optimizers.
+
+RATE, FRACTION = "a finite number, 0 or more", "a number, 0 or more and below 1"
+
+
+def check_rates(rates, with_betas):
+    """Of optimizers with the names of their rates, and of those with betas."""
+    for make, names in rates.items():
+        for name in names:
+            for value in (-1e-9, math.nan, "x"):
+                text = f"expected {name} to be {RATE}, got {value!r}"
+                assert text in text_of(lambda: make(**{"lr": 0.1, name: value}))  # noqa: B023
+        for lr in (0, 0.0, torch.tensor(0.1), torch.tensor(0.1, requires_grad=True), lambda count: 0.1 / (count + 1)):
+            make(lr)
+        make(torch.empty((), device="meta"))
+    for make in with_betas:
+        assert f"expected betas[1] to be {FRACTION}, got 1.0" in text_of(lambda: make(0.1, (0.9, 1.0)))  # noqa: B023
+
+
+def test_rates_out_of_range_are_refused_by_name_and_their_ends_taken():
+    check_rates({fs.sgd: ("momentum",), fs.adam: (), fs.adamw: ("lr", "eps", "weight_decay")}, (fs.adamw,))
+    vector = f"sgd: expected lr to be {RATE}, got a float32 Tensor of shape (2,)"
+    assert text_of(lambda: fs.sgd(ones(2))) == vector
+    fs.adam(0.1, (0, 0.999)), fs.sgd(0.1, dampening=-1.0), fs.clip_by_norm(1, math.inf), fs.ema(fs.sgd(1), 1)
+    torch.func.vmap(lambda lr: (fs.sgd(lr), lr)[1])(ones(3))
+
+
+# What users write into modules and weights.
+
+
+@on_ranks(2)
+def test_a_sharded_leaf_in_the_place_of_a_tensor_is_refused():
+    w, x = fs.shard(ones(4, 4), fs.zero3(one_axis())), torch.randn(2, 4)
+    for call in (
+        *(lambda: w @ x, lambda: x @ w, lambda: 2 * w, lambda: w + x, lambda: -w, lambda: w.shape, lambda: w.sum()),
+        *(lambda: w.backward(), lambda: w[0], lambda: float(w), lambda: w < 1, lambda: F.linear(x, w)),
+        *(lambda: torch.stack([w, w]), lambda: x.copy_(w), lambda: torch.optim.AdamW([w])),
+    ):
+        with pytest.raises((TypeError, AttributeError)):
+            call()
+
+
+@pytest.mark.parametrize("method", ("register_hook", "register_post_accumulate_grad_hook"))
+def test_hooks_on_parameters_are_refused_by_name(method):
+    module = nn.Sequential(nn.Linear(2, 2))
+    getattr(module[0].weight, method)(print)
+    changed = "a change of the gradients that come back, or a transform with a scatter of its own"
+    with pytest.raises(ValueError, match=re.escape(f"\n  ['0.weight']: expected {changed}, got a hook of {method}\n")):
+        fs.functionalize(module)
+
+
+class Writing(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        with torch.no_grad():
+            self.weight.mul_(2.0)
+        return y
+
+
+@pytest.mark.parametrize("min_shard_elements", (0, 1000), ids=("split", "whole"))
+@on_ranks(2)
+def test_a_module_that_writes_to_a_weight_of_its_unit_is_refused(min_shard_elements):
+    module = filled(nn.Sequential(nn.Linear(3, 3), Writing(3, 3), nn.Linear(3, 3)), torch.float32)
+    model = fs.functionalize(module, units=nn.Linear)
+    strategy = fs.zero3(one_axis(), min_shard_elements=min_shard_elements, merge_bytes=0)
+    params = fs.shard(dict(module.named_parameters()), strategy)
+    before = fs.tree_map(torch.clone, params)
+    assert text_of(lambda: fs.value_and_grad(lambda p: model.apply(p, ones(4, 3)).sum())(params)).startswith(
+        "value_and_grad: parameters were written to\n  ['1.weight']: expected none, got 1 in-place writes\n"
+        "To fix: compute a new tensor instead; other leaves are whole."
+    )
+    if not min_shard_elements:
+        assert_same_bits(fs.tree_leaves(params), fs.tree_leaves(before))
