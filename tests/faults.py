@@ -24,14 +24,10 @@ from tests.ranks import my_rank
 At = Callable[[str], None]
 
 
-def nowhere(place: str) -> None:
-    """Break nothing."""
-
-
 class _Hook(threading.local):
     """Where a transform, a stage and a gradient transformation of this rank find what breaks them."""
 
-    at: At = staticmethod(nowhere)
+    at: At = staticmethod(lambda place: None)
 
 
 Hook = _Hook()
@@ -63,9 +59,13 @@ class BreaksInBackward(torch.autograd.Function):
         return grad.clone()
 
 
-def params_of(axis: fs.Axis, **options: Any) -> Any:
-    strategy = fs.zero3(axis, **(options or {"min_shard_elements": 0}))
-    return fs.shard({"v": torch.ones(8, 4), "w": torch.ones(8, 4)}, strategy)
+def full_params() -> Any:
+    return {"v": torch.ones(8, 4), "w": torch.ones(8, 4)}
+
+
+def params_of(axis: fs.Axis, *inner: fs.ShardTransform) -> Any:
+    layout = fs.compose(fs.fully_shard(axis, min_shard_elements=0), *inner)
+    return fs.shard(full_params(), fs.zero3(axis, layout=layout))
 
 
 def collectives(axis: fs.Axis) -> Any:
@@ -85,12 +85,11 @@ def collectives(axis: fs.Axis) -> Any:
 
 
 def gather(axis: fs.Axis) -> Any:
-    return fs.gather(params_of(axis, layout=fs.compose(fs.fully_shard(axis, min_shard_elements=0), Breaks())))
+    return fs.gather(params_of(axis, Breaks()))
 
 
 def scatter_grads(axis: fs.Axis) -> Any:
-    params = params_of(axis, layout=fs.compose(fs.fully_shard(axis, min_shard_elements=0), Breaks()))
-    return fs.scatter_grads({"v": torch.ones(8, 4), "w": torch.ones(8, 4)}, params)
+    return fs.scatter_grads(full_params(), params_of(axis, Breaks()))
 
 
 def update(axis: fs.Axis) -> Any:
@@ -156,10 +155,6 @@ def accumulated(model: fs.Model, params: Any) -> Any:
     return fs.accumulate(lambda p, x: model.apply(p, x).sum())(params, [torch.ones(2, 4), torch.ones(1, 4)])
 
 
-def applied(model: fs.Model, params: Any) -> Any:
-    return model.apply(params, torch.ones(2, 4))
-
-
 # Programs, and the places where each may break.
 Programs = dict[str, tuple[Callable[[fs.Axis], Any], tuple[str, ...]]]
 PROGRAMS: Programs = {
@@ -168,7 +163,10 @@ PROGRAMS: Programs = {
     "scatter_grads": (scatter_grads, ("scatter",)),
     "update": (update, ("update",)),
     # The third is not on its way when a rank breaks in the first.
-    "apply": (partial(of_model, nn.Sequential(Layer(), Layer(), Layer()), applied), ("forward",)),
+    "apply": (
+        partial(of_model, nn.Sequential(*(Layer() for _ in range(3))), lambda m, p: m.apply(p, torch.ones(2, 4))),
+        ("forward",),
+    ),
     "checkpoints": (
         partial(of_model, nn.Sequential(Checkpointed(), Checkpointed()), differentiated),
         ("forward", "again", "backward"),
@@ -186,26 +184,16 @@ class BadSampleError(Exception):
     """The error of a rank that fails."""
 
 
-def _raise(error: BaseException) -> None:
-    raise error
-
-
-FAULTS: dict[str, Callable[[], None]] = {
-    "raise": lambda: _raise(BadSampleError("bad sample 17")),
-    "memory": lambda: _raise(MemoryError("no memory")),
-    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "exit": lambda: os._exit(3),
-}
+def fail(fault: str) -> None:
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "exit":
+        os._exit(3)
+    raise BadSampleError("bad sample 17") if fault == "raise" else MemoryError("no memory")
 
 
 class Outcome(NamedTuple):
-    """How a program ended on a rank.
-
-    Attributes:
-        text: Of its error, or "" for none.
-        error: The error's class.
-        seconds: From its begin to its end.
-    """
+    """How a program ended on a rank: its error's text and class, "" for none, and the seconds that it took."""
 
     text: str
     error: str
@@ -229,7 +217,7 @@ def outcome_of(program: Callable[[fs.Axis], Any], axis: fs.Axis, at: At) -> Outc
     try:
         return outcome(lambda: program(axis))
     finally:
-        Hook.at = nowhere
+        Hook.at = lambda place: None
 
 
 def axis_of_all(timeout: float = 30.0) -> fs.Axis:
@@ -246,7 +234,7 @@ def broken_program(
 
     def breaks(reached: str) -> None:
         if my_rank() == victim and reached == place:
-            FAULTS[fault]()
+            fail(fault)
 
     found = outcome_of(program, axis, breaks)
     if found.error and then == "next":

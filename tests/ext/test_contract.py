@@ -1,10 +1,9 @@
 """The contract in programs of extensions: ranks that differ, and whose peer fails, end with an error that names it."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 
 import fshard as fs
@@ -17,34 +16,38 @@ from tests.test_contract import (
     check_a_rank_that_is_killed_is_named_on_all,
     check_a_rank_that_raises_is_named_on_all,
     check_nothing_is_raised_where_a_rank_is_slow,
-    check_shapes_that_differ_between_ranks_are_named_on_all,
+    check_ranks_that_differ_are_told_how,
 )
 
-
-def attention_of(attention: Callable[..., Any], x: Any, axis: fs.Axis) -> Any:
-    heads = x.view(1, -1, 2, 2).transpose(1, 2)
-    return attention(heads, heads, heads)
-
-
-def exchanged(x: Any, axis: fs.Axis) -> Any:
-    return attention_of(fs.ulysses(F.scaled_dot_product_attention, axis), x, axis)
+# Heads of a sequence of some length, and each length, which an operator may halve.
+SHORT, LONG = torch.ones(1, 2, 422, 2), torch.ones(1, 2, 446, 2)
+SHAPES = (r"\b(422|211|844)\b", r"\b(446|223|892)\b")
 
 
-def around(x: Any, axis: fs.Axis) -> Any:
-    return attention_of(partial(fs.ring_attention, axis=axis), x, axis)
+def exchanged(x, axis):
+    return fs.ulysses(F.scaled_dot_product_attention, axis)(x, x, x)
 
 
-def dispatched(x: Any, axis: fs.Axis) -> Any:
-    rows, _ = fs.moe.dispatch(x[:8], fs.moe.route(x[:8, :2]), axis, capacity=len(x))
-    return rows
+def around(x, axis):
+    return fs.ring_attention(x, x, x, axis)
 
 
-OPERATORS = ((exchanged, "ulysses|all_to_all"), (around, "ring_attention"), (dispatched, "moe|all_to_all"))
+def dispatched(x, axis):
+    rows = x[0, 0, :8]
+    return fs.moe.dispatch(rows, fs.moe.route(rows), axis, capacity=x.shape[2])
 
 
-def test_shapes_that_differ_between_ranks_are_named_on_all():
-    for operator in OPERATORS:
-        check_shapes_that_differ_between_ranks_are_named_on_all(*operator)
+DIFFERENT = {
+    "ulysses": (exchanged, "ulysses|all_to_all"),
+    "ring_attention": (around, "ring_attention"),
+    "moe.dispatch": (dispatched, "moe|all_to_all"),
+}
+
+
+@pytest.mark.parametrize("world_size", (2, "2 processes"))
+def test_ranks_that_differ_are_told_how(world_size, workers):
+    rows = {name: (partial(f, SHORT), partial(f, LONG), text, *SHAPES) for name, (f, text) in DIFFERENT.items()}
+    check_ranks_that_differ_are_told_how(rows, world_of(world_size, workers))
 
 
 PLACES = places_of(PROGRAMS)
