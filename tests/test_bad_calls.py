@@ -15,9 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -76,8 +74,113 @@ class Declares(nn.Sequential):
     _no_split_modules = ("Linear",)
 
 
+# Of public functions, the arguments whose right values are others than the world's, or that are not to be left out.
+GIVEN = {
+    **dict.fromkeys(("gather", "global_norm", "leaf_norms", "reshard", "unshard"), lambda w: dict(tree=w.params)),
+    **dict.fromkeys(("hsdp", "hybrid_shard"), lambda w: dict(mesh=w.grid)),
+    "apply": lambda w: dict(model=w.model, params=w.weights, buffers={}, key=1),
+    "model.apply": lambda w: dict(params=w.weights, buffers={}, key=1),
+    "model.init": lambda w: dict(strategy=w.transform, seed=0, mode="replay"),
+    "accumulate": lambda w: dict(f=lambda p, _: loss(p)),
+    "all_to_all": lambda w: dict(tree=torch.ones(2, 2), split_dim=0, concat_dim=1),
+    "from_torch": lambda w: dict(lr=0.1),
+    "from_torch_scheduler": lambda w: dict(cls=torch.optim.lr_scheduler.StepLR, momentum=0.9, step_size=1),
+    "jit": lambda w: dict(f=loss),
+    "no_split": lambda w: dict(model=Declares(nn.Linear(2, 2))),
+    "ragged_all_to_all": lambda w: dict(send_sizes=[2], recv_sizes=[2]),
+    "scatter_grads": lambda w: dict(grads=w.full_tree),
+    "checkpoint.Manager": lambda w: dict(directory=w.place / "managed", mesh=w.grid),
+    "checkpoint.from_state_dict": lambda w: dict(state_dict=w.module.state_dict(), like=w.weights, module=w.module),
+    "checkpoint.latest": lambda w: dict(directory=w.place / "run"),
+    "checkpoint.restore": lambda w: dict(directory=w.place / "run", like=w.state, mesh=w.grid),
+    "checkpoint.save": lambda w: dict(mesh=w.grid),
+    "checkpoint.to_state_dict": lambda w: dict(params=w.weights, module=w.module),
+    "testing.check_pure": lambda w: dict(step=step, args=w.state),
+    "testing.spmd": lambda w: dict(f=int),
+}
+
+
+NUMBERS = ("a number", "a huge number")
+EMPTY = ("None", "an empty list", "an empty dict")
+PLAIN = (*EMPTY, "a tensor of another shape", "another tree")
+TREES = (*PLAIN, "a tensor of integers", "a tensor on meta")
+READ = tuple(value for value in WRONG if value != "a donated tree")
+# Wrong values that are right for some arguments: which, and for which arguments of any or of one function.
+ACCEPTED = (
+    (("None",), "atol communicate count device gather keep layout merge_bytes name only otherwise output_dtype p"),
+    (
+        ("None",),
+        "param_dtype prefetch reduce_dtype reduce_over rtol scatter sums transform_state units jit.f",
+    ),
+    (("None",), "ddp.axis zero1.axis zero2.axis zero3.axis shard.frozen reshard.frozen add_decayed_weights.mask"),
+    (("None",), "apply.key model.apply.key TrainState.create.key model.init.seed apply.buffers model.apply.buffers"),
+    (("None",), "checkpoint.Manager.mesh checkpoint.restore.mesh checkpoint.save.mesh checkpoint.restore.step"),
+    (("None",), "testing.spmd.timeout checkpoint.save.step"),
+    (("None",), "checkpoint.from_state_dict.module checkpoint.to_state_dict.module"),
+    (NUMBERS, "backoff_factor donate_argnums eps error every growth_factor growth_interval init_scale keep lr"),
+    (NUMBERS, "max_norm max_value merge_bytes min_shard_elements momentum p prefetch static_argnums weight_decay"),
+    (("a number",), "batch samples sample_ids.step steps timeout units world checkpoint.save.step"),
+    (("a number", "a negative number"), "data key seed"),
+    ((*NUMBERS, "a negative number"), "dampening step_size fully_shard.dim hybrid_shard.dim own_dim.dim split_dim.dim"),
+    (("a negative number",), "argnums"),
+    (("nan",), "step_size from_torch.lr TrainState.create.key"),
+    (("a text",), "batches directory"),
+    (("an empty text",), "subtree units perm shapes has_aux nesterov"),
+    (("an empty list",), "donate_argnums frozen perm shapes static_argnums reduce_over TrainState.create.key"),
+    (("an empty dict",), "apply.buffers model.apply.buffers perm shapes reduce_over"),
+    (("a text", "an empty text", "a class", "a module"), "mask regather"),
+    (("a class",), "testing.spmd.f"),
+    (("a class", "a module"), "backend jit.f make_graph.f remat.f lr"),
+    (("a module",), "module"),
+    (("a tensor of integers",), "data TrainState.create.key"),
+    (("a tensor on meta",), "TrainState.create.key all_to_all.tree TrainState.create.params"),
+    (("a tensor of another shape",), "TrainState.create.key all_to_all.tree"),
+    (EMPTY, "has_aux nesterov checkpoint.to_state_dict.params all_to_all.tree"),
+    (PLAIN, "full_tree TrainState.create.params checkpoint.save.state"),
+    (("a tensor of integers",), "full_tree checkpoint.save.state"),
+    ((*NUMBERS, "a negative number", "nan", "a text", "an empty text"), "checkpoint.save.state"),
+    (TREES, "sync_buffers.buffers sync_buffers.like microbatches.like objective.like gather.tree global_norm.tree"),
+    (TREES, "leaf_norms.tree all_gather.tree all_gather_invariant.tree broadcast.tree pmax.tree pmean.tree"),
+    (TREES, "ppermute.tree psum.tree psum_invariant.tree pvary.tree ragged_all_to_all.tree reduce_scatter.tree"),
+    (("a donated tree",), "sync_buffers.like microbatches.like objective.like"),
+    (READ, "transform_state.params reshard.tree unshard.tree testing.assert_trees_close.exact"),
+    (tuple(WRONG), "TrainState.create.buffers from_torch.inject update.transform_state tree_leaves.tree"),
+    (("a donated tree",), "testing.assert_trees_close.exact"),
+)
+# Wrong values that the caller's own function gets, whose error stays as it is.
+THEIRS = {
+    *("accumulate.f", "value_and_grad.f", "tree_map.f", "tree_map.tree", "jitted step.state"),
+    *("objective of value_and_grad.params", "objective of accumulate.params"),
+    *("testing.check_pure.args", "testing.check_pure.step", "testing.check_varying.f", "testing.check_varying.params"),
+}
+# Public names that are not called: modules, records, errors, base classes, and what starts processes of its own.
+UNCALLED = {
+    *("Axis", "P", "Spec", "Sharded", "Storage", "Model", "TrainState", "GradientTransformation", "Optimizer"),
+    *("ShardTransform", "Wrapped", "LayoutError", "checkpoint", "comm", "schedules", "testing"),
+    *("checkpoint.CheckpointError", "checkpoint.Saving", "testing.RankError", "testing.TransformReport"),
+    *("testing.Workers", "testing.assert_matches_ddp", "testing.check_optimizer"),
+}
+
+
+def returned(f, *arguments):
+    """A function that calls what a function returns as well."""
+
+    @functools.wraps(f)
+    def call(**given):
+        f(**given)(*arguments)
+
+    return call
+
+
 class World:
-    """One rank, and by the name of a parameter a value that is right for most functions."""
+    """One rank, and by the name of a parameter a value that is right for most functions.
+
+    The module `script` makes the calls of a world in a process of its own, those of functions of extensions or of
+    others; at least `refused` of all are refused.
+    """
+
+    script, extensions, refused = "tests.test_bad_calls", False, 3500
+    given, accepted, theirs, uncalled = GIVEN, ACCEPTED, THEIRS, UNCALLED
 
     lr = max_norm = max_value = weight_decay = 0.1
     f, mask, shape, loss, tree = staticmethod(loss), "w", {"shard": -1}, torch.ones(()), torch.ones(2)
@@ -107,176 +210,41 @@ class World:
         """One that is not there yet."""
         return self.place / f"fresh-{len(list(self.place.glob('fresh-*')))}"
 
-
-# Of public functions, the arguments whose right values are others than the world's, or that are not to be left out.
-GIVEN = {
-    **dict.fromkeys(("gather", "global_norm", "leaf_norms", "reshard", "unshard"), lambda w: dict(tree=w.params)),
-    **dict.fromkeys(("hsdp", "hybrid_shard"), lambda w: dict(mesh=w.grid)),
-    **dict.fromkeys(("apply", "model.apply"), lambda w: dict(params=w.weights, buffers={}, key=1)),
-    "accumulate": lambda w: dict(f=lambda p, _: loss(p)),
-    "all_to_all": lambda w: dict(tree=torch.ones(2, 2), split_dim=0, concat_dim=1),
-    "from_torch": lambda w: dict(lr=0.1),
-    "from_torch_scheduler": lambda w: dict(cls=torch.optim.lr_scheduler.StepLR, momentum=0.9, step_size=1),
-    "jit": lambda w: dict(f=loss),
-    "no_split": lambda w: dict(model=Declares(nn.Linear(2, 2))),
-    "ragged_all_to_all": lambda w: dict(send_sizes=[2], recv_sizes=[2]),
-    "scatter_grads": lambda w: dict(grads=w.full_tree),
-    "checkpoint.Manager": lambda w: dict(directory=w.place / "managed", mesh=w.grid),
-    "checkpoint.from_state_dict": lambda w: dict(state_dict=w.module.state_dict(), like=w.weights, module=w.module),
-    "checkpoint.latest": lambda w: dict(directory=w.place / "run"),
-    "checkpoint.restore": lambda w: dict(directory=w.place / "run", like=w.state, mesh=w.grid),
-    "checkpoint.save": lambda w: dict(mesh=w.grid),
-    "checkpoint.to_state_dict": lambda w: dict(params=w.weights, module=w.module),
-    "testing.check_pure": lambda w: dict(step=step, args=w.state),
-    "testing.spmd": lambda w: dict(f=int),
-}
+    def named(w):  # noqa: N805
+        """Functions whose positional arguments get names here, methods, and what functions return."""
+        return {
+            "chain": lambda transformations=w.tx: fs.chain(fs.clip_by_norm(1), transformations),
+            "compose": lambda transforms=w.transform: fs.compose(transforms),
+            "tree_map": lambda f=torch.add, tree=w.params, rest=w.params: fs.tree_map(f, tree, rest),
+            "TrainState.create": fs.TrainState.create,
+            "model.init": lambda **given: w.model.init(**given),
+            "model.apply": lambda **given: w.model.apply(input=torch.ones(1, 4), **given),
+            "apply": lambda **given: fs.apply(input=torch.ones(1, 4), **given),
+            "objective of value_and_grad": lambda params: fs.value_and_grad(loss)(params),
+            "objective of accumulate": lambda params, batches: fs.accumulate(lambda p, _: loss(p))(params, batches),
+            "accumulate": returned(fs.accumulate, w.params, [1, 2]),
+            "value_and_grad": returned(fs.value_and_grad, w.params),
+            "jitted step": fs.jit(step),
+            "testing.check_pure": lambda step, args: testing.check_pure(step, args),
+        }
 
 
-def named(w):
-    """Functions whose positional arguments get names here, methods, and what functions return."""
-    return {
-        "chain": lambda transformations=w.tx: fs.chain(fs.clip_by_norm(1), transformations),
-        "compose": lambda transforms=w.transform: fs.compose(transforms),
-        "tree_map": lambda f=torch.add, tree=w.params, rest=w.params: fs.tree_map(f, tree, rest),
-        "TrainState.create": fs.TrainState.create,
-        "model.init": lambda strategy=w.transform, seed=0, mode="replay": w.model.init(strategy, seed=seed, mode=mode),
-        "model.apply": lambda params, buffers, key: w.model.apply(params, torch.ones(1, 4), buffers=buffers, key=key),
-        "apply": lambda params, buffers, key, model: fs.apply(
-            model, params, input=torch.ones(1, 4), buffers=buffers, key=key
-        ),
-        "objective of value_and_grad": lambda params: fs.value_and_grad(loss)(params),
-        "objective of accumulate": lambda params, batches: fs.accumulate(lambda p, _: loss(p))(params, batches),
-        "accumulate": returned(fs.accumulate, w.params, [1, 2]),
-        "value_and_grad": returned(fs.value_and_grad, w.params),
-        "jitted step": fs.jit(step),
-        "testing.check_pure": lambda step, args: testing.check_pure(step, args),
-    }
-
-
-def returned(f, *arguments):
-    """A function that calls what a function returns as well."""
-
-    @functools.wraps(f)
-    def call(**given):
-        f(**given)(*arguments)
-
-    return call
-
-
-NUMBERS = ("a number", "a huge number")
-EMPTY = ("None", "an empty list", "an empty dict")
-PLAIN = (*EMPTY, "a tensor of another shape", "another tree")
-TREES = (*PLAIN, "a tensor of integers", "a tensor on meta")
-READ = tuple(value for value in WRONG if value != "a donated tree")
-# Wrong values that are right for some arguments: which, and for which arguments of any or of one function.
-ACCEPTED = (
-    (("None",), "atol communicate count device gather keep layout merge_bytes name only otherwise output_dtype p"),
-    (("None",), "param_dtype prefetch reduce_dtype reduce_over rtol scatter sums transform_state units jit.f"),
-    (("None",), "ddp.axis zero1.axis zero2.axis zero3.axis shard.frozen reshard.frozen add_decayed_weights.mask"),
-    (("None",), "apply.key model.apply.key TrainState.create.key model.init.seed apply.buffers model.apply.buffers"),
-    (("None",), "checkpoint.Manager.mesh checkpoint.restore.mesh checkpoint.save.mesh checkpoint.restore.step"),
-    (
-        ("None",),
-        "testing.spmd.timeout checkpoint.save.step checkpoint.from_state_dict.module checkpoint.to_state_dict.module",
-    ),
-    (
-        NUMBERS,
-        "backoff_factor donate_argnums eps error every growth_factor growth_interval init_scale keep lr max_norm",
-    ),
-    (NUMBERS, "max_value merge_bytes min_shard_elements momentum p prefetch static_argnums weight_decay"),
-    (("a number",), "batch samples sample_ids.step steps timeout units world checkpoint.save.step"),
-    (("a number", "a negative number"), "data key seed"),
-    ((*NUMBERS, "a negative number"), "dampening step_size fully_shard.dim hybrid_shard.dim own_dim.dim split_dim.dim"),
-    (("a negative number",), "argnums"),
-    (("nan",), "step_size from_torch.lr TrainState.create.key"),
-    (("a text",), "batches directory"),
-    (("an empty text",), "subtree units perm shapes has_aux nesterov"),
-    (("an empty list",), "donate_argnums frozen perm shapes static_argnums reduce_over TrainState.create.key"),
-    (("an empty dict",), "apply.buffers model.apply.buffers perm shapes reduce_over"),
-    (("a text", "an empty text", "a class", "a module"), "mask regather"),
-    (("a class",), "testing.spmd.f"),
-    (("a class", "a module"), "backend jit.f make_graph.f remat.f lr"),
-    (("a module",), "module"),
-    (("a tensor of integers",), "data TrainState.create.key"),
-    (
-        ("a tensor of another shape", "a tensor on meta"),
-        "TrainState.create.key all_to_all.tree TrainState.create.params",
-    ),
-    (EMPTY, "has_aux nesterov checkpoint.to_state_dict.params all_to_all.tree"),
-    (PLAIN, "full_tree TrainState.create.params checkpoint.save.state"),
-    (("a tensor of integers",), "full_tree checkpoint.save.state"),
-    ((*NUMBERS, "a negative number", "nan", "a text", "an empty text"), "checkpoint.save.state"),
-    (TREES, "sync_buffers.buffers sync_buffers.like microbatches.like objective.like gather.tree global_norm.tree"),
-    (TREES, "leaf_norms.tree all_gather.tree all_gather_invariant.tree broadcast.tree pmax.tree pmean.tree"),
-    (TREES, "ppermute.tree psum.tree psum_invariant.tree pvary.tree ragged_all_to_all.tree reduce_scatter.tree"),
-    (("a donated tree",), "sync_buffers.like microbatches.like objective.like"),
-    (READ, "transform_state.params reshard.tree unshard.tree testing.assert_trees_close.exact"),
-    (tuple(WRONG), "TrainState.create.buffers from_torch.inject update.transform_state tree_leaves.tree"),
-    (("a donated tree",), "testing.assert_trees_close.exact"),
-)
-# Wrong values that the caller's own function gets, whose error stays as it is, and flags of no checks.
-THEIRS = {
-    *("accumulate.f", "value_and_grad.f", "tree_map.f", "tree_map.tree", "jitted step.state"),
-    *("objective of value_and_grad.params", "objective of accumulate.params"),
-    *("testing.check_pure.args", "testing.check_pure.step", "testing.check_varying.f", "testing.check_varying.params"),
-}
-# Public names that are not called: modules, records, errors, base classes, and what starts processes of its own.
-UNCALLED = {
-    *("Axis", "P", "Spec", "Sharded", "Storage", "Model", "TrainState", "GradientTransformation", "Optimizer"),
-    *("ShardTransform", "Wrapped", "LayoutError", "checkpoint", "comm", "schedules", "testing"),
-    *("checkpoint.CheckpointError", "checkpoint.Saving", "testing.RankError", "testing.TransformReport"),
-    *("testing.Workers", "testing.assert_matches_ddp", "testing.check_optimizer"),
-}
-
-
-class Walk(NamedTuple):
-    """Public functions to call, and what is known of wrong calls of them.
-
-    Attributes:
-        script: The module of the walk, which makes the calls in a process of its own.
-        extensions: Whether the functions are those of extensions.
-        world: Makes what calls need, in a directory.
-        given: As GIVEN.
-        named: As `named`.
-        accepted: As ACCEPTED.
-        theirs: As THEIRS.
-        uncalled: As UNCALLED.
-        refused: At least how many of all calls are refused.
-    """
-
-    script: str
-    extensions: bool
-    world: type[World]
-    given: dict[str, Callable[[Any], dict[str, Any]]]
-    named: Callable[[Any], dict[str, Any]]
-    accepted: tuple[tuple[tuple[str, ...], str], ...]
-    theirs: set[str]
-    uncalled: set[str]
-    refused: int
-
-
-CORE = Walk("tests.test_bad_calls", False, World, GIVEN, named, ACCEPTED, THEIRS, UNCALLED, 3500)
-
-
-def rows(world, walk):
+def rows(world):
     """Each wrong call: its name, the wrong argument and value, and the call."""
     called = {}
     for module in (fs, checkpoint, testing):
         prefix = "" if module is fs else f"{module.__name__.rpartition('.')[2]}."
         held = house.names_of_extensions(module)
-        names = [name for name in module.__all__ if (name in held) == walk.extensions]
-        called |= {prefix + name: getattr(module, name) for name in names if prefix + name not in walk.uncalled}
-    for name, f in (called | walk.named(world)).items():
-        parameters = [
-            p for p in inspect.signature(f).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        ]
+        names = [name for name in module.__all__ if (name in held) == world.extensions]
+        called |= {prefix + name: getattr(module, name) for name in names if prefix + name not in world.uncalled}
+    for name, f in (called | world.named()).items():
+        all_of = inspect.signature(f).parameters.values()
+        parameters = [p for p in all_of if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
         def right(name=name, parameters=parameters):
-            given = walk.given.get(name, lambda w: {})(world)
-            needed = {
-                p.name: getattr(world, p.name) for p in parameters if p.default is p.empty and p.name not in given
-            }
-            return needed | given
+            given = world.given.get(name, lambda w: {})(world)
+            needed = {p.name for p in parameters if p.default is p.empty} - given.keys()
+            return {name: getattr(world, name) for name in needed} | given
 
         yield name, "", "a valid call", lambda f=f, right=right: f(**right())
         for argument in dict.fromkeys([*(p.name for p in parameters), *right()]):
@@ -289,19 +257,17 @@ def rows(world, walk):
 
 
 # Of how many wrong calls one is made; no divisor of the number of wrong values.
-EVERY = pytest.mark.parametrize(
-    "every", [pytest.param(11, id="one in eleven"), pytest.param(1, id="all", marks=pytest.mark.slow)]
-)
+EVERY = pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])
 
 
-def ends_of_calls(walk, every, place):
-    """Make the calls of a walk in processes of their own, which write to a file, and return how each ended.
+def ends_of_calls(world, every, place):
+    """Make the calls of a world in processes of their own, which write to a file, and return how each ended.
 
     None stands for no error, False where a process hung or was aborted.
     """
     done, ended = 0, False
     while not ended:
-        command = [sys.executable, "-W", "ignore", "-m", walk.script, *map(str, (place, done, every))]
+        command = [sys.executable, "-W", "ignore", "-m", world.script, *map(str, (place, done, every))]
         ended = not subprocess.run(command, check=False).returncode
         lines = [json.loads(line) for line in place.read_text().splitlines()]
         if not ended:
@@ -324,17 +290,17 @@ def is_clear(name, argument, text):
     return bool(named and (own or f"{name.rpartition('.')[2]}: " not in text))
 
 
-def check_walk(walk, every, place):
+def check_calls(world, every, place):
     """No call hangs or aborts, right ones are accepted, refusals of wrong ones are clear, others are known."""
-    ends = ends_of_calls(walk, every, place)
+    ends = ends_of_calls(world, every, place)
     assert [row for row, error in ends.items() if error is False] == []
     assert {row: error for row, error in ends.items() if not row[1] and error} == {}
-    wrong = {row: error for row, error in ends.items() if row[1] and f"{row[0]}.{row[1]}" not in walk.theirs}
+    wrong = {row: error for row, error in ends.items() if row[1] and f"{row[0]}.{row[1]}" not in world.theirs}
     refused = {row: error for row, error in wrong.items() if error}
     unclear = [(*row, error[:100]) for row, error in refused.items() if not is_clear(*row[:2], error)]
-    assert len(refused) > walk.refused // every
+    assert len(refused) > world.refused // every
     assert 100 * len(unclear) <= (100 - CLEAR) * len(refused), "\n".join(map(str, unclear))
-    known = {(name, label) for labels, names in walk.accepted for name in names.split() for label in labels}
+    known = {(name, label) for labels, names in world.accepted for name in names.split() for label in labels}
     unknown = [
         (name, argument, label)
         for name, argument, label in wrong.keys() - refused.keys()
@@ -346,13 +312,13 @@ def check_walk(walk, every, place):
 @pytest.mark.timeout(600)
 @EVERY
 def test_wrong_calls_are_refused_in_clear_words_and_right_ones_accepted(every, tmp_path):
-    check_walk(CORE, every, tmp_path / "rows")
+    check_calls(World, every, tmp_path / "rows")
 
 
-def make_calls(walk, place, done, every):
+def make_calls(world, place, done, every):
     """Make calls but the first ones, and write how each ended to the file: one without an end hung or aborted."""
     with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory), Path(place).open("a") as file:
-        made = (row for n, row in enumerate(rows(walk.world(directory), walk)) if not row[1] or n % every == 0)
+        made = (row for n, row in enumerate(rows(world(directory))) if not row[1] or n % every == 0)
         for *row, call in itertools.islice(made, done, None):
             print(json.dumps(row), file=file, flush=True)
             faulthandler.dump_traceback_later(LIMIT, exit=True)
@@ -366,4 +332,4 @@ def make_calls(walk, place, done, every):
 
 
 if __name__ == "__main__":
-    make_calls(CORE, sys.argv[1], *map(int, sys.argv[2:]))
+    make_calls(World, sys.argv[1], *map(int, sys.argv[2:]))

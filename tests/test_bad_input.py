@@ -58,49 +58,7 @@ SETUP = [
 # Trees.
 
 FIT = "\nTo fix: pass full tensors whose shapes fit the strategy."
-KEEP = "\nTo fix: keep a leaf's shape when mapping over it."
-FROZEN = (
-    "leaves cannot be gathered\n"
-    "  ['a']: expected none, because its spec is frozen, got a computed tensor that requires a gradient\n"
-    "To fix: make them by fs.shard or fs.reshard; give a frozen leaf the spec of the trained one, or detach it."
-)
 GONE = fs.Spec((5, 3), fs.P("shard"), (fs.Axis("shard", 2, "gone"),))
-
-
-class Only(nn.Module):
-    """A module of one parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Parameter(ones(5, 3))
-
-    def forward(self):
-        return self.a * 1
-
-
-def changed_shapes(verb, *rest):
-    """A verb of shards whose shapes are not those of their specs."""
-    return setup(
-        f"{verb.__name__} of leaves whose shape was changed",
-        verb,
-        f"{verb.__name__}: shards do not match their specs\n"
-        "  ['a']: expected a local tensor of shape (3, 3), got a float32 Tensor of shape (1, 3) as local tensor\n"
-        "  ['b'][0]: expected a local tensor of shape (2,), got a float32 Tensor of shape (1,) as local tensor" + KEEP,
-        lambda world: fs.tree_map(lambda x: x[:1], world.params),
-        *rest,
-    )
-
-
-def computed(name, call):
-    """A verb of a frozen leaf to which a trained one was added."""
-    return Row(
-        f"{name} of a frozen leaf that was computed from trained ones",
-        lambda world: (fs.shard(world.full, world.zero2, frozen="*"), world.params),
-        lambda base, params: fs.value_and_grad(
-            lambda p: call({"a": replace(base["a"], local=base["a"].local + p["a"].local)})
-        )(params),
-        f"{name}: {FROZEN}",
-    )
 
 
 TREES = [
@@ -118,10 +76,24 @@ TREES = [
         lambda w: fs.shard({"a": ones(4, 2), "b": [ones(4), ones(())]}, fs.fully_shard(w.mesh, dim=1)),
         "shard",
     ),
-    changed_shapes(fs.gather),
-    changed_shapes(fs.reshard, lambda world: fs.ddp(world.mesh)),
-    computed("gather", lambda p: fs.gather(p)["a"].sum()),
-    computed("apply", lambda p: fs.functionalize(Only()).apply(p).sum()),
+    on_world(
+        "gather: shards do not match their specs\n"
+        "  ['a']: expected a local tensor of shape (3, 3), got a float32 Tensor of shape (1, 3) as local tensor\n"
+        "  ['b'][0]: expected a local tensor of shape (2,), got a float32 Tensor of shape (1,) as local tensor\n"
+        "To fix: keep a leaf's shape when mapping over it.",
+        lambda w: fs.gather(fs.tree_map(lambda x: x[:1], w.params)),
+    ),
+    setup(
+        "a frozen leaf that was computed from trained ones",
+        lambda base, params: fs.value_and_grad(
+            lambda p: fs.gather({"a": replace(base["a"], local=base["a"].local + p["a"].local)})["a"].sum()
+        )(params),
+        "gather: leaves cannot be gathered\n"
+        "  ['a']: expected none, because its spec is frozen, got a computed tensor that requires a gradient\n"
+        "To fix: make them by fs.shard or fs.reshard; give a frozen leaf the spec of the trained one, or detach it.",
+        lambda w: fs.shard(w.full, w.zero2, frozen="*"),
+        lambda w: w.params,
+    ),
     on_world(
         "gather: leaves of another mesh\n"
         "  ['a']: expected a group of that size that this process is in, got axis 'shard' of 2 ranks in group 'gone'\n"
@@ -190,7 +162,7 @@ def on_two_meshes(world):
 
 
 NO_SUM = (
-    "gradients would stay unsummed\n"
+    "scatter_grads: gradients would stay unsummed\n"
     "  ['b'][0]: expected a transform that sums gradients over ['shard'], or owns pieces there, got one over ['data']\n"
     "To fix: shard the whole tree on these axes (zero3 takes axis=, and ddp keeps leaves whole), or leave others out."
 )
@@ -203,8 +175,7 @@ PAIR = 'expected the loss to be the pair (sum, count) for reduce="weighted", got
 AUX = "expected f to return the pair (loss, aux) for has_aux=True, got a float32 Tensor of shape ()"
 NO_COUNT = "scatter_grads: expected the count to be a real scalar tensor, got an int; torch.tensor makes one"
 GRADIENTS = [
-    setup("of two meshes", fs.objective, f"objective: {NO_SUM}", torch.tensor(1.0), on_two_meshes),
-    setup("of two meshes", fs.scatter_grads, f"scatter_grads: {NO_SUM}", lambda w: w.full_grads, on_two_meshes),
+    setup("of two meshes", fs.scatter_grads, NO_SUM, lambda w: w.full_grads, on_two_meshes),
     setup(
         "integer",
         fs.value_and_grad(loss),

@@ -9,26 +9,7 @@ from torch import nn
 import fshard as fs
 from fshard import checkpoint
 from tests import test_bad_calls
-from tests.test_bad_calls import EMPTY, EVERY, NUMBERS, READ, WRONG, Walk, check_walk, make_calls, step
-
-
-class World(test_bad_calls.World):
-    """With what other formats and parallel layers need."""
-
-    q = k = v = torch.ones(1, 1, 4, 4)
-    h, weight, targets, ids = torch.ones(3, 2), torch.ones(5, 2), torch.tensor([0, 1, 4]), torch.tensor([0, 1, 4])
-    time, microbatches, attention, plan = 4, 2, torch.add, {"0": "column"}
-
-    def __init__(self, directory):
-        super().__init__(directory)
-        self.optimizer = torch.optim.Adam(self.module.parameters())
-        adam = fs.from_torch(torch.optim.Adam, lr=0.1)
-        used = fs.TrainState.create(self.weights, adam)
-        self.opt_state = fs.update(adam, used, fs.tree_map(torch.ones_like, self.weights)).opt_state
-        self.state_dict = checkpoint.to_optimizer_state_dict(self.opt_state, self.module, self.optimizer)
-        checkpoint.save_dcp(self.place / "dcp", self.weights)
-        checkpoint.save_huggingface(self.place / "hf", self.weights)
-
+from tests.test_bad_calls import EMPTY, EVERY, NUMBERS, READ, WRONG, check_calls, make_calls, step
 
 GIVEN = {
     "from_dtensor": lambda w: dict(tree=fs.to_dtensor(w.params, w.mesh), strategy=fs.zero2(w.mesh)),
@@ -67,24 +48,37 @@ ACCEPTED = (
     (READ, "to_dtensor.tree"),
 )
 THEIRS = {"plan.step", "testing.assert_budget.step"}
-EXTENSIONS = Walk(
-    "tests.ext.test_bad_calls",
-    True,
-    World,
-    GIVEN,
-    lambda w: {},
-    ACCEPTED,
-    THEIRS,
-    {"moe", "testing.assert_same_bits"},
-    1600,
-)
+
+
+class World(test_bad_calls.World):
+    """With what other formats and parallel layers need."""
+
+    script, extensions, refused = "tests.ext.test_bad_calls", True, 1600
+    given, accepted, theirs, uncalled = GIVEN, ACCEPTED, THEIRS, {"moe", "testing.assert_same_bits"}
+
+    q = k = v = torch.ones(1, 1, 4, 4)
+    h, weight, targets, ids = torch.ones(3, 2), torch.ones(5, 2), torch.tensor([0, 1, 4]), torch.tensor([0, 1, 4])
+    time, microbatches, attention, plan = 4, 2, torch.add, {"0": "column"}
+
+    def __init__(self, directory):
+        super().__init__(directory)
+        self.optimizer = torch.optim.Adam(self.module.parameters())
+        adam = fs.from_torch(torch.optim.Adam, lr=0.1)
+        used = fs.TrainState.create(self.weights, adam)
+        self.opt_state = fs.update(adam, used, fs.tree_map(torch.ones_like, self.weights)).opt_state
+        self.state_dict = checkpoint.to_optimizer_state_dict(self.opt_state, self.module, self.optimizer)
+        checkpoint.save_dcp(self.place / "dcp", self.weights)
+        checkpoint.save_huggingface(self.place / "hf", self.weights)
+
+    def named(self):
+        return {}
 
 
 @pytest.mark.timeout(600)
 @EVERY
 def test_wrong_calls_are_refused_in_clear_words_and_right_ones_accepted(every, tmp_path):
-    check_walk(EXTENSIONS, every, tmp_path / "rows")
+    check_calls(World, every, tmp_path / "rows")
 
 
 if __name__ == "__main__":
-    make_calls(EXTENSIONS, sys.argv[1], *map(int, sys.argv[2:]))
+    make_calls(World, sys.argv[1], *map(int, sys.argv[2:]))

@@ -50,30 +50,23 @@ def test_ranks_that_differ_are_told_how(world_size, workers):
     check_ranks_that_differ_are_told_how(rows, world_of(world_size, workers))
 
 
-PLACES = places_of(PROGRAMS)
-
-
 @pytest.mark.rows(3)
 @pytest.mark.parametrize("world_size", (2, "2 processes", "4 processes"))
 @pytest.mark.parametrize("fault, then", FAULTS)
-@pytest.mark.parametrize("name, place", PLACES)
+@pytest.mark.parametrize("name, place", places_of(PROGRAMS))
 def test_a_rank_that_raises_is_named_on_all(name, place, fault, then, world_size, workers):
     world = world_of(world_size, workers)
     assert check_a_rank_that_raises_is_named_on_all(PROGRAMS[name][0], place, fault, then, world) == []
 
 
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("fault", ("kill", "exit"))
-@pytest.mark.parametrize("size", (2, 4))
-@pytest.mark.parametrize("name, place", PLACES)
-def test_a_rank_that_is_killed_is_named_on_all(name, place, size, fault, tmp_path, monkeypatch):
-    check_a_rank_that_is_killed_is_named_on_all(PROGRAMS[name][0], place, size, fault, tmp_path, monkeypatch)
+@pytest.mark.parametrize("fault", ("kill", pytest.param("exit", marks=pytest.mark.slow)))
+def test_a_rank_that_is_killed_is_named_on_all(fault, tmp_path, monkeypatch):
+    check_a_rank_that_is_killed_is_named_on_all(PROGRAMS["1f1b"][0], "backward", 4, fault, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", (2, 4))
-def test_a_rank_that_does_not_come_is_named_at_the_timeout(size):
-    check_a_rank_that_does_not_come_is_named_at_the_timeout(PROGRAMS["1f1b"][0], "stage", size)
+def test_a_rank_that_does_not_come_is_named_at_the_timeout():
+    check_a_rank_that_does_not_come_is_named_at_the_timeout(PROGRAMS["1f1b"][0], "stage", 4)
 
 
 @on_ranks("2 processes", pytest.param("4 processes", marks=pytest.mark.slow), timeout=90.0)
