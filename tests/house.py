@@ -14,33 +14,9 @@ from fshard.extensions import TABLE
 
 # A module imports only from rooms that stand before its own.
 ROOMS = (
-    "errors",
-    "extensions",
-    "_compat",
-    "tree",
-    "comm",
-    "mesh",
-    "collectives",
-    "microbatches",
-    "transforms",
-    "shard",
-    "engine",
-    "gather",
-    "random",
-    "init",
-    "modules",
-    "apply",
-    "remat",
-    "scatter_grads",
-    "value_and_grad",
-    "update",
-    "optim",
-    "jit",
-    "checkpoint",
-    "testing",
-    "extend",
-    "outermost",
-    "__main__",
+    *("errors", "extensions", "_compat", "tree", "comm", "mesh", "collectives", "microbatches", "transforms", "shard"),
+    *("engine", "gather", "random", "init", "modules", "apply", "remat", "scatter_grads", "value_and_grad", "update"),
+    *("optim", "jit", "checkpoint", "testing", "extend", "outermost", "__main__"),
 )
 DISTRIBUTED_ROOMS = {"_compat", "comm", "mesh", "ext/interop", "testing", "__main__"}
 COMPAT = {"_compat", "ext/_compat"}
@@ -49,7 +25,7 @@ MUTABLE_CALLS = {
     *("list", "dict", "set", "bytearray", "Counter", "OrderedDict", "defaultdict", "deque"),
     *("WeakKeyDictionary", "WeakSet", "WeakValueDictionary"),
 }
-NAMEDTUPLE_METHODS = {"_asdict", "_field_defaults", "_fields", "_make", "_replace"}
+ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb"}
 
 
 class Source(NamedTuple):
@@ -79,34 +55,22 @@ def read_sources(package: Path) -> list[Source]:
     return [Source(path, parts(path), parsed(path.read_text())) for path in sorted(package.rglob("*.py"))]
 
 
-@cache
-def parsed(text: str) -> ast.Module:
-    return ast.parse(text)
+parsed = cache(ast.parse)
 
 
-class Import(NamedTuple):
-    """One imported name: the absolute dotted target, and the local name it binds with what that name then means."""
-
-    node: ast.stmt
-    target: str
-    name: str
-    meaning: str
-
-
-def imports(source: Source) -> Iterator[Import]:
-    """Every import, wherever it stands."""
+def imports(source: Source) -> Iterator[tuple[ast.stmt, str, str, str]]:
+    """Every import: its node, the dotted target, the local name it binds, and what that name then means."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 root = alias.name.split(".")[0]
-                yield Import(node, alias.name, alias.asname or root, alias.name if alias.asname else root)
+                yield node, alias.name, alias.asname or root, alias.name if alias.asname else root
         elif isinstance(node, ast.ImportFrom):
             is_package = source.path.name == "__init__.py"
             base = source.parts[: len(source.parts) - node.level + is_package] if node.level else ()
-            module = [*base, node.module] if node.module else base
             for alias in node.names:
-                target = ".".join([*module, alias.name])
-                yield Import(node, target, alias.asname or alias.name, target)
+                target = ".".join([*base, *([node.module] if node.module else []), alias.name])
+                yield node, target, alias.asname or alias.name, target
 
 
 def dotted(node: ast.expr) -> str:
@@ -130,20 +94,18 @@ def references(source: Source) -> Iterator[tuple[ast.AST, str]]:
                 yield node, f"{meanings[root]}.{rest}"
 
 
-def is_private(name: str) -> bool:
-    return name.startswith("_") and not name.endswith("__")
-
-
 def import_direction(package: Path) -> list[str]:
     """A module imports only from earlier rooms, and never from the package's own face."""
     errors = []
     for source in read_sources(package):
-        if source.room == "__init__" or source.room.startswith("ext/") or source.room == "ext":
+        if source.room == "__init__" or source.parts[1] == "ext":
             continue
         if source.room not in ROOMS:
             errors.append(f"{source.path}: no room is called {source.room}; give it its place in ROOMS")
             continue
-        shown = for_type_checkers(source)
+        # A face imports extensions for type checkers alone, and finds them when they are asked for.
+        blocks = [n for n in source.tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+        shown = {n for block in blocks if source.path.name == "__init__.py" for n in ast.walk(block)}
         for node, target, *_ in imports(source):
             root, *rest = target.split(".")
             if root != package.name or (rest[:1] == ["ext"] and node in shown):
@@ -152,12 +114,6 @@ def import_direction(package: Path) -> list[str]:
             if room == "__init__" or ROOMS.index(room) > ROOMS.index(source.room):
                 errors.append(f"{source.at(node)}: {source.room} imports from {room}, a later room")
     return errors
-
-
-def for_type_checkers(source: Source) -> set[ast.AST]:
-    """What a face imports for type checkers alone: extensions, which it finds when they are asked for."""
-    blocks = [n for n in source.tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
-    return {node for block in blocks if source.path.name == "__init__.py" for node in ast.walk(block)}
 
 
 def extensions_use_the_face(package: Path) -> list[str]:
@@ -179,24 +135,22 @@ def is_on_the_face(name: str) -> bool:
     for part in name.split(".")[1:]:
         if found.__name__ == "fshard" and part == "extend":
             found = import_module("fshard.extend")
-            continue
-        if part not in found.__all__:
+        elif part not in found.__all__:
             return False
-        found = getattr(found, part)
-        if not isinstance(found, ModuleType):
-            return True
+        else:
+            found = getattr(found, part)
+            if not isinstance(found, ModuleType):
+                return True
     return True
 
 
 def core_tests_name_no_extension(package: Path) -> list[str]:
     """A test outside of `tests/ext` imports no extension, no test of one, and asks the face for no name of one."""
-    held = {f"{shown_by}.{name}" for (shown_by, _), names in TABLE.items() for name in names.split()}
-    names = {"fshard.ext", "tests.ext", *held}
+    names = {"fshard.ext", "tests.ext"}
+    names |= {f"{shown_by}.{name}" for (shown_by, _), held in TABLE.items() for name in held.split()}
     errors = []
     for source in read_sources(package.parent / "tests"):
-        if source.parts[1:2] == ("ext",):
-            continue
-        for node, name in references(source):
+        for node, name in references(source) if source.parts[1:2] != ("ext",) else ():
             # Of an attribute of an extension the extension itself stands in the tree as well.
             parts = name.split(".")
             starts = [name] if isinstance(node, ast.Attribute) else [".".join(parts[:n]) for n in (2, 3)]
@@ -205,90 +159,36 @@ def core_tests_name_no_extension(package: Path) -> list[str]:
     return errors
 
 
-def names_of_extensions(module: ModuleType) -> set[str]:
-    """The public names of a module that extensions hold."""
-    return {name for (shown_by, _), names in TABLE.items() if shown_by == module.__name__ for name in names.split()}
-
-
 def rooms_of_libraries(package: Path) -> list[str]:
-    """optree, torch.distributed and private torch modules are used only in their rooms."""
+    """optree, torch.distributed, private torch modules and the environment are used only in their rooms."""
     errors = {}
     for source in read_sources(package):
         for node, name in references(source):
-            parts = name.split(".")
-            private = next((i for i, part in enumerate(parts) if is_private(part)), None)
+            parts, use = name.split("."), f"{source.at(node)}: {source.room} uses "
+            private = next((i for i, p in enumerate(parts) if p.startswith("_") and not p.endswith("__")), None)
             if parts[0] == "optree" and source.room != "tree":
-                errors[f"{source.at(node)}: {source.room} uses optree, which belongs to tree"] = None
+                errors[f"{use}optree, which belongs to tree"] = None
             if parts[:2] == ["torch", "distributed"] and source.room not in DISTRIBUTED_ROOMS:
-                errors[f"{source.at(node)}: {source.room} uses torch.distributed; leave it to comm or mesh"] = None
+                errors[f"{use}torch.distributed; leave it to comm or mesh"] = None
             if parts[0] == "torch" and private and source.room not in COMPAT:
-                prefix = ".".join(parts[: private + 1])
-                errors[f"{source.at(node)}: {source.room} uses {prefix}; wrap it in _compat"] = None
+                errors[f"{use}{'.'.join(parts[: private + 1])}; wrap it in _compat"] = None
+            if name in ENVIRONMENT and source.room not in ("mesh", "_compat"):
+                errors[f"{use}{name}; only mesh reads the environment"] = None
     return list(errors)
 
 
-def private_attributes(package: Path) -> list[str]:
-    """A private attribute is one that fshard itself defines; those of torch's objects are reached through _compat."""
-    sources = read_sources(package)
-    own = NAMEDTUPLE_METHODS.union(*(defined_names(source.tree) for source in sources))
-    errors = []
-    for source in sources:
-        if source.room in COMPAT:
-            continue
-        imported = {entry.name for entry in imports(source)}
-        for node in ast.walk(source.tree):
-            foreign = isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own
-            if foreign and dotted(node).split(".")[0] not in imported:
-                errors.append(f"{source.at(node)}: {source.room} uses {ast.unparse(node)}; wrap it in _compat")
-    return errors
-
-
-def defined_names(tree: ast.Module) -> Iterator[str]:
-    """Names of functions, classes, fields and variables, and attributes assigned on self."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and dotted(node.value) == "self":
-            yield node.attr
-
-
-def class_names(package: Path) -> list[str]:
-    """One word has one meaning: a class name stands in one place."""
-    found: set[str] = set()
-    errors = []
-    for source in read_sources(package):
-        for node in ast.walk(source.tree):
-            if isinstance(node, ast.ClassDef):
-                if node.name in found:
-                    errors.append(f"{source.at(node)}: class {node.name} stands in another place too")
-                found.add(node.name)
-    return errors
-
-
 def module_state(package: Path) -> list[str]:
-    """No mutable containers at module level, no `global`, and no environment outside mesh."""
+    """No mutable containers at module level, and no `global`."""
     errors = []
     for source in read_sources(package):
         for node in module_level(source.tree):
-            if not isinstance(node, ast.Assign | ast.AnnAssign):
-                continue
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            name = ast.unparse(targets[0])
-            value = node.value
-            call = ast.unparse(value.func).split(".")[-1] if isinstance(value, ast.Call) else ""
-            if name != "__all__" and (isinstance(value, MUTABLE_DISPLAYS) or call in MUTABLE_CALLS):
-                errors.append(f"{source.at(node)}: {name} is a mutable container at module level")
-        for node in ast.walk(source.tree):
-            if isinstance(node, ast.Global):
-                errors.append(f"{source.at(node)}: global {', '.join(node.names)}")
-        for node, dotted in references(source):
-            if dotted in {"os.environ", "os.environb", "os.getenv", "os.getenvb"} and source.room not in (
-                "mesh",
-                "_compat",
-            ):
-                errors.append(f"{source.at(node)}: {source.room} uses {dotted}; only mesh reads the environment")
+            if isinstance(node, ast.Assign | ast.AnnAssign):
+                name, value = ast.unparse(getattr(node, "targets", [getattr(node, "target", None)])[0]), node.value
+                call = ast.unparse(value.func).split(".")[-1] if isinstance(value, ast.Call) else ""
+                if name != "__all__" and (isinstance(value, MUTABLE_DISPLAYS) or call in MUTABLE_CALLS):
+                    errors.append(f"{source.at(node)}: {name} is a mutable container at module level")
+        globals_ = [node for node in ast.walk(source.tree) if isinstance(node, ast.Global)]
+        errors += [f"{source.at(node)}: global {', '.join(node.names)}" for node in globals_]
     return errors
 
 
@@ -298,6 +198,11 @@ def module_level(node: ast.AST) -> Iterator[ast.AST]:
         if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
             yield child
             yield from module_level(child)
+
+
+def names_of_extensions(module: ModuleType) -> set[str]:
+    """The public names of a module that extensions hold."""
+    return {name for (shown_by, _), names in TABLE.items() if shown_by == module.__name__ for name in names.split()}
 
 
 def public_objects(module: ModuleType) -> Iterator[tuple[str, Any]]:
@@ -325,12 +230,10 @@ def documentation(name: str, value: Any) -> list[str]:
     """A public name is a function, class or module with a docstring; a function's is complete, and so are its types."""
     if not isinstance(value, FunctionType | ModuleType | type):
         return [f"{name}: is a {type(value).__name__}; public names are functions, classes and modules"]
-    doc = vars(value).get("__doc__") if isinstance(value, type) else value.__doc__
-    doc = inspect.cleandoc(doc or "")
-    errors = []
+    doc = inspect.cleandoc((vars(value).get("__doc__") if isinstance(value, type) else value.__doc__) or "")
     # The docstrings that dataclasses and NamedTuples make up are signatures, which no full stop ends.
-    if not re.match(r"\w.*?\s.*?[.:](\s|$)", doc.split("\n\n")[0], re.DOTALL):
-        errors.append(f"{name}: needs a docstring that begins with a sentence")
+    is_sentence = re.match(r"\w.*?\s.*?[.:](\s|$)", doc.split("\n\n")[0], re.DOTALL)
+    errors = [] if is_sentence else [f"{name}: needs a docstring that begins with a sentence"]
     if isinstance(value, FunctionType):
         signature = inspect.signature(value)
         parameters = signature.parameters.values()

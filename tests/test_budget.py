@@ -25,13 +25,14 @@ def test_no_code_is_hidden_from_the_count():
 
 
 def test_the_budget_finds_a_breach():
+    row = Size(100, 1000, 1)
     for now, most, error in (
-        (Size(100, 1000, 1), 100, ""),
+        (row, 100, ""),
         (Size(111, 1000, 1), 111, "mesh: expected at most 110 lines of code, a tenth over its row, got 111"),
-        (Size(100, 1200, 1), 100, "mesh: expected at most 11.6 tokens a line, got 12.0"),
+        (Size(100, 1200, 1), 100, "mesh: expected at most 11.62 tokens a line, got 12"),
         (Size(100, 1000, 2), 100, "mesh: expected at most 1 functions of over 40 lines, got 2"),
         (Size(101, 1000, 1), 100, "fshard: expected at most 100 lines of code, got 101"),
     ):
-        assert "".join(budget.breaches({"mesh": now}, {"mesh": Size(100, 1000, 1)}, most)) == error
+        assert "".join(budget.breaches({"mesh": now}, {"mesh": row}, most)) == error
     assert budget.measure('def f():\n    """Return."""\n    # Two.\n    return """a\nb"""\n') == Size(3, 7, 0)
     assert budget.hidden_code('x = "' + "x" * 201 + '"\nexec("x")\n') == ["1: a string of 201 characters", "2: exec"]

@@ -3,7 +3,6 @@
 import copy
 import math
 import re
-import threading
 
 import pytest
 import torch
@@ -110,24 +109,6 @@ def deviating(module):
         module.bias.detach().numpy()[:] = module.inner.weight.detach().numpy().sum()
 
 
-class Around(nn.Module):
-    """Changes what a layer has drawn that others have too."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner, self.gain = inner, nn.Parameter(torch.empty(3))
-
-    def reset_parameters(self):
-        nn.init.normal_(self.gain)
-        with torch.no_grad():
-            self.inner.weight.mul_(0.5)
-
-
-def shared():
-    inner = nn.Linear(3, 3)
-    return nn.Sequential(Around(inner), nn.Linear(3, 3), Around(inner))
-
-
 def transposed_and_frozen():
     module = nn.Linear(6, 4)
     module.weight = nn.Parameter(torch.empty(6, 4).t())
@@ -165,9 +146,7 @@ MODULES = {
     "attention": lambda: nn.MultiheadAttention(6, 2, kdim=3, vdim=4, add_bias_kv=True),
     "transformer": lambda: nn.Transformer(6, 2, 1, 1, 8, batch_first=True),
     **{draw.__name__: lambda draw=draw: Own(draw) for draw in (odd, deviating)},
-    "float16": lambda: Own(lambda module: module.weight.div_(module.inner.weight.norm()), torch.float16),
-    **{f.__name__: f for f in (GPT, Assorted, shared, transposed_and_frozen)},
-    "nothing": nn.ReLU,
+    **{f.__name__: f for f in (GPT, Assorted, transposed_and_frozen)},
 }
 
 
@@ -223,33 +202,6 @@ def test_every_world_size_and_strategy_draws_the_same(world_size):
     state = torch.get_rng_state()
     spmd(program, world_size)
     assert_same_bits(torch.get_rng_state(), state)
-
-
-def test_other_threads_may_draw():
-    """Simulated ranks share torch's generator."""
-    module, done = MODULES["transformer"](), threading.Event()
-    expected, other = (
-        dense(module, 5),
-        threading.Thread(target=lambda: [torch.rand(1) for _ in iter(done.is_set, True)]),
-    )
-    other.start()
-    try:
-        params = drawn(module, 5, "replay")
-    finally:
-        done.set()
-        other.join()
-    assert_same_bits(fs.unshard(params), expected)
-
-
-def test_bad_arguments():
-    for arguments, message in (
-        (dict(seed="0"), "expected seed to be a whole number of 64 bits, got '0'"),
-        (dict(seed=0, mode="dense"), 'expected mode to be "replay" or "counter", got \'dense\''),
-        (dict(seed=None, mode="counter"), "expected a seed for mode='counter', got none; pass seed="),
-    ):
-        assert text_of(lambda a=arguments: drawn(nn.Linear(2, 2), **a)) == f"model.init: {message}"
-    with pytest.raises(ValueError, match=r"shard: leaves cannot be sharded\n  \['bias'\]"):
-        fs.functionalize(nn.Linear(3, 3)).init(fs.fully_shard(one_axis(), dim=1), seed=0)
 
 
 def reset(module):
@@ -313,13 +265,12 @@ def test_ranks_refuse_together():
 
 
 class Rotary(nn.Module):
-    """Buffers that are never saved, one that is drawn at random, and one that the constructor alone makes, if asked."""
+    """A buffer that is never saved, one that is drawn at random, and one that the constructor alone makes, if asked."""
 
     def __init__(self, has_mask):
         super().__init__()
         self.register_buffer("frequencies", torch.empty(4), persistent=False)
         self.register_buffer("features", torch.empty(4, 4))
-        self.register_buffer("positions", torch.arange(4), persistent=False)
         if has_mask:
             self.register_buffer("mask", torch.ones(4, 4).tril(), persistent=False)
         self.reset_parameters()
@@ -327,10 +278,9 @@ class Rotary(nn.Module):
     def reset_parameters(self):
         self.frequencies = 100.0 ** -torch.linspace(0, 1, 4)
         nn.init.normal_(self.features)
-        self.positions.copy_(torch.arange(4))
 
     def forward(self, x):
-        return (x * self.frequencies.cos()) @ self.features + self.positions
+        return (x * self.frequencies.cos()) @ self.features
 
 
 def rotary(device, has_mask=False):
@@ -349,10 +299,7 @@ def test_buffers_that_are_drawn_have_values(mode):
         before = model.buffers
         params = model.init(fs.zero2(one_axis(), min_shard_elements=0), seed=3, mode=mode)
         assert all(buffer.is_meta for buffer in before.values())
-        first = model.buffers
-        model.init(fs.zero2(one_axis()), seed=4, mode=mode)
-        assert not model.buffers["2.features"].equal(first["2.features"])
-        return fs.unshard(params), first
+        return fs.unshard(params), model.buffers
 
     for params, buffers in spmd(program, 2):
         needed = dict(built.named_buffers())
@@ -367,10 +314,7 @@ def test_buffers_that_are_drawn_have_values(mode):
 
 
 def test_buffers_that_nobody_draws_are_asked_for():
-    """Where there are values: without any, a model is run on the meta device."""
-    bare = rotary("meta", has_mask=True).eval()
-    model = fs.functionalize(bare)
-    assert model.apply(dict(bare.named_parameters()), torch.ones(5, 4, device="meta")).is_meta
+    model = fs.functionalize(rotary("meta", has_mask=True).eval())
     params = model.init(fs.ddp(one_axis()), seed=3)
     assert text_of(lambda: model.apply(params, torch.ones(5, 4), buffers=model.buffers)) == (
         "apply: buffers have no values\n"
@@ -391,9 +335,7 @@ def sampled(draw, dtype=torch.float32, seed=0):
     """A matrix that `draw` has drawn, in float64."""
     module = Own(lambda module: draw(module.weight), dtype)
     module.weight = nn.Parameter(torch.empty((ROWS, COLUMNS), dtype=dtype, device="meta"))
-    found = drawn(module, seed)["weight"].local
-    assert found.dtype == dtype
-    return found.double()
+    return drawn(module, seed)["weight"].local.double()
 
 
 def normal_cdf(x):
@@ -402,7 +344,6 @@ def normal_cdf(x):
 
 DISTRIBUTIONS = (
     (lambda w: nn.init.uniform_(w, -0.3, 0.7), lambda x: (x + 0.3).clamp(0, 1)),
-    (nn.init.kaiming_normal_, lambda x: normal_cdf(x / math.sqrt(2 / COLUMNS))),
     (lambda w: w.data.normal_().mul_(0.5).add_(2.0), lambda x: normal_cdf((x - 2) / 0.5)),
 )
 
@@ -425,20 +366,13 @@ def test_numbers_do_not_depend_on_each_other():
     x = sampled(nn.init.normal_)
     other = Own(lambda module: [nn.init.normal_(p) for p in (module.weight, module.bias)])
     other.weight, other.bias = (nn.Parameter(torch.empty(ROWS, COLUMNS, device="meta")) for _ in range(2))
-    params = drawn(other)
+    params, halves = drawn(other), sampled(lambda w: (w.data.normal_(), w.data[:100].normal_()))
     assert_same_bits(params["weight"].local.double(), x)
-    halves = sampled(lambda w: (w.data.normal_(), w.data[:100].normal_()))
     assert_same_bits(halves[100:], x[100:])
-    pairs = {
-        "row": (x[:, 1:], x[:, :-1]),
-        "column": (x[1:], x[:-1]),
-        "squares": ((x[:, 1:] ** 2 - 1) / 2, x[:, :-1] ** 2 - 1),
-        "parameter": (x, params["bias"].local.double()),
-        "draw": (x[:100], halves[:100]),
-        **{f"seed {seed}": (x, sampled(nn.init.normal_, seed=seed)) for seed in (2**63 + 5, -1)},
-    }
-    for name, (a, b) in pairs.items():
-        assert abs(float((a * b).mean())) * math.sqrt(a.numel()) < SIGMAS, name
+    others = (params["bias"].local.double(), sampled(nn.init.normal_, seed=2**63 + 5))
+    pairs = ((x[:, 1:], x[:, :-1]), (x[1:], x[:-1]), (x[:100], halves[:100]), *((x, other) for other in others))
+    for a, b in pairs:
+        assert abs(float((a * b).mean())) * math.sqrt(a.numel()) < SIGMAS
 
 
 def test_views_are_followed():
@@ -448,29 +382,23 @@ def test_views_are_followed():
     assert matrix[4, [i for i in range(29) if i != 7]].eq(0).all()
     assert matrix[1:30:5, 7].gt(5).all()
     assert matrix[31, 7].gt(15)
-    assert matrix[5:30, 8:].abs().max() < 5
     expected.view(-1)[torch.arange(8, 315, 9) % 11 == 0] -= 1
     assert full["cube"][..., 8].equal(expected)
-    assert full["whole"].eq(3).all()
     assert full["big"].max() == 1
 
 
 EXPECTED = "model.init: expected operators on each element by itself, got"
-COMPUTED = "aten._local_scalar_dense.default"
-REFUSED = {
-    "orthogonal": (lambda m: nn.init.orthogonal_(m.weight), f"{EXPECTED} copy_ on ['1.weight']"),
-    "another parameter": (lambda m: m.weight.data.copy_(m.inner.weight.mean()), COMPUTED),
-    "rejection": (lambda m: nn.init.trunc_normal_(m.weight), COMPUTED),
-    "a number of it": (lambda m: torch.zeros(()).copy_(m.weight.sum()), "expected buffers of numbers, got one that is"),
-    "exponential": (lambda m: m.bias.data.exponential_(), f"{EXPECTED} exponential_ on ['1.bias']"),
-    "rounding": (lambda m: m.bias.data.div_(2, rounding_mode="floor"), f"{EXPECTED} div_ on ['1.bias']"),
-    "a list": (lambda m: torch._foreach_mul_([m.bias.data], 2), f"{EXPECTED} _foreach_mul_ on ['1.bias']"),
-    "out": (lambda m: torch.mul(m.bias.data, 2, out=m.bias.data), f"{EXPECTED} mul on ['1.bias']"),
-}
+REFUSED = (
+    (lambda m: nn.init.orthogonal_(m.weight), f"{EXPECTED} copy_ on ['1.weight']"),
+    (lambda m: nn.init.trunc_normal_(m.weight), "aten._local_scalar_dense.default"),
+    (lambda m: m.bias.data.exponential_(), f"{EXPECTED} exponential_ on ['1.bias']"),
+    (lambda m: torch._foreach_mul_([m.bias.data], 2), f"{EXPECTED} _foreach_mul_ on ['1.bias']"),
+    (lambda m: torch.mul(m.bias.data, 2, out=m.bias.data), f"{EXPECTED} mul on ['1.bias']"),
+)
 
 
 def test_what_is_not_element_by_element_is_refused():
-    for draw, expected in REFUSED.values():
+    for draw, expected in REFUSED:
         with pytest.raises(Exception, match=re.escape(expected)) as caught:
             drawn(nn.Sequential(nn.Linear(2, 2), Own(draw)))
         assert caught.value.__notes__ == ['in the reset of 1 without values; pass mode="replay", which runs any']
