@@ -16,11 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import gelu, mse_loss
@@ -33,41 +29,38 @@ INWARD, WIDTH, OUTWARD, ROWS_OF_A_BATCH, STEPS = 24, 48, 8, 6, 3
 ADAMW = MappingProxyType({"lr": 1e-2, "weight_decay": 0.1})
 FULL = StateDictOptions(full_state_dict=True)
 
-Batch = tuple[torch.Tensor, torch.Tensor]
-
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + self.down(gelu(self.up(self.norm(x))))
 
 
 class Network(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.inward = nn.Linear(INWARD, WIDTH)
+        self.inward, self.head = nn.Linear(INWARD, WIDTH), nn.Linear(WIDTH, OUTWARD)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(WIDTH, OUTWARD)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         h = self.inward(x)
         for block in self.blocks:
             h = block(h)
         return self.head(h)
 
 
-def network() -> Network:
+def network():
     """The same values on every rank and on both sides."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return Network()
 
 
-def batches(count: int = STEPS) -> list[Batch]:
+def batches(count=STEPS):
     """This rank's batches."""
     draw = torch.Generator().manual_seed(1 + dist.get_rank())
     shapes = (ROWS_OF_A_BATCH, INWARD), (ROWS_OF_A_BATCH, OUTWARD)
@@ -77,18 +70,18 @@ def batches(count: int = STEPS) -> list[Batch]:
 # What every FSDP2 program has, and what every fshard program has in its place.
 
 
-def sharded(module: nn.Module | None = None, **options: Any) -> Any:
+def sharded(module=None, **options):
     module = module or network()
     for block in module.blocks:
         fully_shard(block, **options)
     return fully_shard(module, **options)
 
 
-def adamw_of(module: nn.Module) -> torch.optim.Optimizer:
+def adamw_of(module):
     return torch.optim.AdamW(module.parameters(), **ADAMW)
 
 
-def fsdp2_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> torch.Tensor:
+def fsdp2_step(model, optimizer, batch):
     x, y = batch
     loss = mse_loss(model(x).float(), y)
     loss.backward()
@@ -99,29 +92,26 @@ def fsdp2_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch)
     return total / dist.get_world_size()
 
 
-def train_fsdp2(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
+def train_fsdp2(model, optimizer=None):
     optimizer = optimizer or adamw_of(model)
     losses = [fsdp2_step(model, optimizer, batch) for batch in batches()]
     return {"losses": losses, "params": full(model)}
 
 
-def full(model: nn.Module) -> dict[str, torch.Tensor]:
-    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return {
-        name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in tensors.items()
-    }
+def full(model):
+    return {name: getattr(p, "full_tensor", lambda p=p: p)().detach() for name, p in model.named_parameters()}
 
 
-def mesh_of_ranks() -> Any:
+def mesh_of_ranks():
     return fs.init_mesh({"shard": -1}, device="cpu")
 
 
-def zero3(mesh: Any = None, **options: Any) -> fs.ShardTransform:
+def zero3(mesh=None, **options):
     """ZeRO-3 of a network so small that biases would be kept whole and units merged."""
     return fs.zero3(mesh or mesh_of_ranks(), min_shard_elements=0, merge_bytes=0, **options)
 
 
-def loss_of(model: fs.Model) -> Callable[[Any, Batch], torch.Tensor]:
+def loss_of(model):
     return lambda params, batch: mse_loss(model.apply(params, batch[0]).float(), batch[1])
 
 
@@ -131,20 +121,20 @@ class Program(NamedTuple):
     model: fs.Model
     state: fs.TrainState
     tx: fs.Optimizer
-    step: Callable[[fs.TrainState, Batch], tuple[fs.TrainState, torch.Tensor]]
+    step: Callable[..., Any]
 
 
-def program(strategy: fs.ShardTransform | None = None, module: nn.Module | None = None) -> Program:
+def program(strategy=None, module=None):
     model, tx = fs.functionalize(module or network(), units=Block), fs.from_torch(torch.optim.AdamW, **ADAMW)
 
-    def train_step(state: fs.TrainState, batch: Batch) -> tuple[fs.TrainState, torch.Tensor]:
+    def train_step(state, batch):
         loss, grads = fs.value_and_grad(loss_of(model))(state.params, batch)
         return fs.update(tx, state, grads), loss
 
     return Program(model, fs.TrainState.create(model.init(strategy or zero3()), tx), tx, train_step)
 
 
-def stepped(made: Program) -> tuple[fs.TrainState, list[torch.Tensor]]:
+def stepped(made):
     state, losses = made.state, []
     for batch in batches():
         state, loss = made.step(state, batch)
@@ -152,7 +142,7 @@ def stepped(made: Program) -> tuple[fs.TrainState, list[torch.Tensor]]:
     return state, losses
 
 
-def train(made: Program) -> Any:
+def train(made):
     state, losses = stepped(made)
     return {"losses": losses, "params": fs.unshard(state.params)}
 
@@ -160,23 +150,21 @@ def train(made: Program) -> Any:
 # What several rows use.
 
 
-def others() -> Network:
+def others():
     """A network of other values, to load into."""
     module = network()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.mul_(0.5)
+    module.load_state_dict({name: 0.5 * value for name, value in module.state_dict().items()})
     return module
 
 
-def shared_directory() -> str:
+def shared_directory():
     """A directory of all ranks."""
     box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box)
     return str(Path(box[0]) / "saved")
 
 
-def saved_by_fsdp2(directory: str) -> None:
+def saved_by_fsdp2(directory):
     """Train by FSDP2 and save as its programs do."""
     model = sharded()
     train_fsdp2(model, optimizer := adamw_of(model))
@@ -184,12 +172,11 @@ def saved_by_fsdp2(directory: str) -> None:
     dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=directory)
 
 
-def go_on_by_fsdp2(directory: str) -> Any:
+def go_on_by_fsdp2(directory):
     """Load what was saved into another network, and train on."""
     model = sharded(others())
     optimizer = adamw_of(model)
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    states = {"model": model_state, "optim": optimizer_state}
+    states = dict(zip(("model", "optim"), get_state_dict(model, optimizer)))
     dcp.load(states, checkpoint_id=directory)
     set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optim"])
     return train_fsdp2(model, optimizer)
@@ -199,14 +186,7 @@ def go_on_by_fsdp2(directory: str) -> Any:
 
 
 class Row(NamedTuple):
-    """An FSDP2 call, what stands for it, and a program of each for one rank of two.
-
-    Attributes:
-        equivalent: What stands for the call in fshard.
-        fsdp2: The program with the call.
-        fshard: The program with what stands for it.
-        atol: How far results may be apart; 0 asks for equal bits.
-    """
+    """What stands for an FSDP2 call, and a program of each for one rank of two, whose results may be `atol` apart."""
 
     equivalent: str
     fsdp2: Callable[[], Any]
@@ -214,26 +194,22 @@ class Row(NamedTuple):
     atol: float = 0.0
 
 
-ROWS: dict[str, Row] = {}
-
-
-def row(call: str, equivalent: str, atol: float = 0.0, table: dict[str, Row] = ROWS) -> Callable[[Any], Any]:
+def row(call, equivalent, atol=0.0, table=None):
     """Enter a pair of programs of several lines into a table."""
 
-    def enter(pair: Any) -> Any:
-        table[call] = Row(equivalent, pair.fsdp2, pair.fshard, atol)
+    def enter(pair):
+        (ROWS if table is None else table)[call] = Row(equivalent, pair.fsdp2, pair.fshard, atol)
         return pair
 
     return enter
 
 
+ROWS: dict[str, Row] = {}
 ROWS["fully_shard(block), fully_shard(model)"] = Row(
     "fs.functionalize(module, units=Block), model.init(fs.zero3(mesh))",
     lambda: train_fsdp2(sharded()),
     lambda: train(program(fs.zero3(mesh_of_ranks()))),
 )
-
-
 ROWS["fully_shard(model, mesh=mesh_2d)"] = Row(
     "fs.hsdp(mesh)",
     lambda: [
