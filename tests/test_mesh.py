@@ -17,13 +17,11 @@ from tests.ranks import my_rank, on_ranks
 
 TX = fs.sgd(0.1)
 
-SIZES = [({"shard": -1}, (6,)), ({"replicate": 2, "shard": -1}, (2, 3)), ({"replicate": -1, "shard": 2}, (3, 2))]
-
 
 @on_ranks(6)
 def test_sizes_and_axes_of_a_mesh_of_a_part_and_of_an_axis():
     """The outermost axis first; an axis holds no rank: specs made of it are equal on all ranks that share it."""
-    for shape, sizes in SIZES:
+    for shape, sizes in (({"shard": -1}, (6,)), ({"replicate": -1, "shard": 2}, (3, 2))):
         mesh = fs.init_mesh(shape, device="cpu")
         assert (type(mesh), mesh.mesh_dim_names, tuple(mesh.shape)) == (DeviceMesh, tuple(shape), sizes)
         assert tuple(fs.axis_of(mesh, name).size for name in shape) == sizes
@@ -66,7 +64,7 @@ def test_every_group_of_a_mesh_has_its_timeout(world_size):
 
 @on_ranks(2)
 def test_timeouts_that_are_refused():
-    for timeout in (0, float("inf"), float("nan"), "1", timedelta(seconds=1), True):
+    for timeout in (float("nan"), "1", True):
         with pytest.raises(ValueError, match=r"^init_mesh: expected timeout to be a positive number of seconds, got "):
             fs.init_mesh({"shard": -1}, device="cpu", timeout=timeout)
     with pytest.raises(ValueError, match=r"expected the same mesh on every rank, .*timeout 1 .*timeout 2 "):
@@ -105,25 +103,25 @@ def trained(mesh):
     return state
 
 
-def trainer_and_reference(directory):
-    """Train on ranks 0 and 1, beside which the others train by themselves; then these take the state that was saved."""
-    everyone = fs.axis_of(fs.init_mesh({"all": -1}, device="cpu"))
-    trainer, reference = some(0, 1, name="train"), some(2, 3, name="eval")
-    with fs.comm.record() as events:
-        state = trained(trainer if is_member(trainer) else reference)
-        if is_member(trainer):
-            checkpoint.save(directory, state, mesh=trainer)
-    fs.psum(torch.zeros(()), everyone)
-    if is_member(reference):
-        with fs.comm.record() as later:
-            params = checkpoint.restore(directory, state.params, subtree=".params", mesh=reference)
-        state, events = state._replace(params=params), events + later
-    return fs.unshard(state.params), {event.axis for event in events}
-
-
 def test_trainer_and_reference(tmp_path):
+    """Ranks 0 and 1 train, beside which the others train by themselves; then these take the state that was saved."""
+
+    def program():
+        everyone = fs.axis_of(fs.init_mesh({"all": -1}, device="cpu"))
+        trainer, reference = some(0, 1, name="train"), some(2, 3, name="eval")
+        with fs.comm.record() as events:
+            state = trained(trainer if is_member(trainer) else reference)
+            if is_member(trainer):
+                checkpoint.save(tmp_path, state, mesh=trainer)
+        fs.psum(torch.zeros(()), everyone)
+        if is_member(reference):
+            with fs.comm.record() as later:
+                params = checkpoint.restore(tmp_path, state.params, subtree=".params", mesh=reference)
+            state, events = state._replace(params=params), events + later
+        return fs.unshard(state.params), {event.axis for event in events}
+
     needed = spmd(lambda: fs.unshard(trained(fs.init_mesh({"train": -1}, device="cpu")).params), 2)[0]
-    for rank, (params, axes) in enumerate(spmd(partial(trainer_and_reference, tmp_path), 4)):
+    for rank, (params, axes) in enumerate(spmd(program, 4)):
         assert_trees_close(params, needed, exact=True)
         assert axes == ({"train"} if rank < 2 else {"eval"})
 
@@ -168,15 +166,6 @@ def test_ddp_of_some_processes():
     check_ddp_of_some_processes()
 
 
-def held_by_others(params, axis):
-    """Calls with leaves, and with the axis, of a mesh that this rank is not in."""
-    yield "gather", lambda: fs.gather(params)
-    yield "value_and_grad", lambda: fs.value_and_grad(lambda p: fs.gather(p)["w"].sum())(params)
-    yield "objective", lambda: fs.objective(torch.ones(()), like=params)
-    yield "psum", lambda: fs.psum(torch.ones(2), axis)
-    yield "jit", lambda: fs.jit(lambda p: fs.gather(p))(params)
-
-
 def check_a_foreign_mesh_is_refused_at_once(outside):
     """Only the rank outside calls, so that a collective would never end."""
     shared = {}
@@ -190,7 +179,14 @@ def check_a_foreign_mesh_is_refused_at_once(outside):
             for call in outside(mesh):
                 with pytest.raises(ValueError, match=r"mesh's ranks \[0, 1\], got rank 2"):
                     call()
-            for name, call in held_by_others(*shared[0]):
+            params, axis = shared[0]
+            for name, call in {
+                "gather": lambda: fs.gather(params),
+                "value_and_grad": lambda: fs.value_and_grad(lambda p: fs.gather(p)["w"].sum())(params),
+                "objective": lambda: fs.objective(torch.ones(()), like=params),
+                "psum": lambda: fs.psum(torch.ones(2), axis),
+                "jit": lambda: fs.jit(fs.gather)(params),
+            }.items():
                 with pytest.raises(ValueError, match=rf"(?s){name}.*'shard' of 2 ranks"):
                     call()
         return fs.psum(torch.ones(()), everyone).item()
