@@ -31,19 +31,12 @@ log = SimpleNamespace(take=list)
 
 
 class Program(NamedTuple):
-    """A program.
-
-    Attributes:
-        run: Maps a device to a tree of tensors; it drops the log before its last step.
-        waits: How often the host waits for the device in the last step, by operator.
-        tolerance: The largest difference between devices, relative to the largest number from 1 on of each tensor.
-        alone: The same where ranks cannot send each other tensors of the processor; None where that is not run.
-    """
+    """A map of a device to a tree of tensors, which drops the log before its last step, and what is expected of it."""
 
     run: Callable[[str], Any]
-    waits: dict[str, int] = {}  # noqa: RUF012
-    tolerance: float = EXACT
-    alone: dict[str, int] | None = None
+    waits: dict[str, int] = {}  # noqa: RUF012  # of the host for the device in the last step, by operator
+    tolerance: float = EXACT  # the largest difference between devices, relative to each tensor's largest number
+    alone: dict[str, int] | None = None  # waits where ranks cannot send each other tensors of the processor, if run
 
 
 # The status of a call, which travels with the objective.
@@ -51,26 +44,30 @@ STATUS = {"copy_": 1}
 
 
 class Block(nn.Module):
-    """A layer with dropout, a buffer and a norm."""
-
-    def __init__(self, dropout: float = 0.0, remat: bool = False):
+    def __init__(self, remat=False):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.dropout, self.remat = nn.Dropout(dropout), remat
+        self.remat = remat
 
     def forward(self, x):
-        run = lambda x: self.down(self.dropout(F.gelu(self.up(self.norm(x)))))  # noqa: E731
+        run = lambda x: self.down(F.gelu(self.up(self.norm(x))))  # noqa: E731
         return x + (checkpoint(run, x, use_reentrant=False) if self.remat else run(x))
 
 
-def network(device: str, dtype: torch.dtype = torch.float64, **options: Any) -> nn.Module:
-    """Make a network, the same on every rank and device."""
+def modelled(device, layout=fs.zero3, dtype=torch.float64, **options):
+    """A model, the same on every rank and device, its parameters, and the loss of a batch."""
     torch.manual_seed(0)
     blocks = [Block(**options) for _ in range(3)]
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks, nn.Linear(WIDTH, CLASSES)).to(dtype).to(device)
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks, nn.Linear(WIDTH, CLASSES)).to(dtype).to(device)
+    model = fs.functionalize(module, units=Block)
+
+    def loss_fn(params, batch, reduction="mean"):
+        return F.cross_entropy(model.apply(params, batch[0]), batch[1], reduction=reduction)
+
+    return model.init(layout(mesh_of(device))), loss_fn
 
 
-def batches(device: str, dtype: torch.dtype = torch.float64, steps: int = STEPS) -> list[tuple[torch.Tensor, ...]]:
+def batches(device, dtype=torch.float64):
     """Draw this rank's batches."""
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     return [
@@ -78,153 +75,113 @@ def batches(device: str, dtype: torch.dtype = torch.float64, steps: int = STEPS)
             torch.randn(BATCH, WIDTH, generator=generator, dtype=torch.float64).to(dtype).to(device),
             torch.randint(CLASSES, (BATCH,), generator=generator).to(device),
         )
-        for _ in range(steps)
+        for _ in range(STEPS)
     ]
 
 
-def mesh_of(device: str) -> Any:
+def mesh_of(device):
     return fs.init_mesh({"shard": -1}, device=device)
 
 
-def train(
-    device: str,
-    strategy: Callable[[Any], Any] = fs.zero3,
-    tx: Any = None,
-    *,
-    jit: bool | dict[str, Any] = False,
-    donate: bool = False,
-    key: bool = False,
-    differentiate: Callable[..., Any] = fs.value_and_grad,
-    dtype: torch.dtype = torch.float64,
-    **options: Any,
-) -> Any:
+def assert_on(device, tree):
+    kinds = {leaf.device.type for leaf in fs.tree_leaves(tree) if leaf.dim()}
+    assert kinds == {device}, f"tensors are on {kinds}"
+
+
+def train(device, strategy=fs.zero3, tx=None, *, jit=None, **options):
     """Train some steps; returns the losses and the state."""
-    model = fs.functionalize(network(device, dtype, **options), units=Block)
-    params = model.init(strategy(mesh_of(device)))
+    params, loss_fn = modelled(device, strategy, **options)
     tx = tx or fs.chain(fs.clip_by_global_norm(0.5), fs.from_torch(torch.optim.AdamW, lr=1e-2))
-    state = fs.TrainState.create(params, tx, key=torch.tensor(3) if key else None)
+    state, losses = fs.TrainState.create(params, tx), []
 
-    def loss_fn(params: Any, batch: Any, key: Any = None) -> torch.Tensor:
-        x, y = batch
-        return F.cross_entropy(model.apply(params, x, key=key), y)
+    def step(state, batch):
+        loss, grads = fs.value_and_grad(loss_fn)(state.params, batch)
+        return fs.update(tx, state, grads), loss
 
-    def step(state: Any, batch: Any) -> Any:
-        keyed = {"key": fs.fold_in(state.key, state.step)} if key else {}
-        loss, grads = differentiate(loss_fn)(state.params, batch, **keyed)
-        return fs.update(tx, state, grads, donate=donate), loss
-
-    run = fs.jit(step, **({} if jit is True else jit)) if jit else step
-    losses = []
-    for batch in batches(device, dtype):
+    run = step if jit is None else fs.jit(step, **jit)
+    for batch in batches(device):
         log.take()
-        state, loss = run(state, [batch] if differentiate is not fs.value_and_grad else batch)
+        state, loss = run(state, batch)
         losses.append(loss)
-    kinds = {leaf.device.type for leaf in fs.tree_leaves(state) if leaf.dim()}
-    assert kinds == {device}, f"tensors of the state are on {kinds}"
+    assert_on(device, state)
     return losses, state
 
 
-def accumulated(device: str, **options: Any) -> Any:
-    """Accumulate gradients of microbatches, twice."""
-    model = fs.functionalize(network(device), units=Block)
-    params = model.init(fs.zero3(mesh_of(device)))
+def accumulated(device):
+    """Accumulate weighted gradients of microbatches, twice."""
+    params, loss_fn = modelled(device)
 
-    def loss_fn(params: Any, batch: Any) -> Any:
-        x, y = batch
-        losses = F.cross_entropy(model.apply(params, x), y, reduction="none")
-        return (losses.sum(), (y >= 0).sum()) if options.get("reduce") == "weighted" else losses.mean()
+    def counted(params, batch):
+        return loss_fn(params, batch, "sum"), (batch[1] >= 0).sum()
 
-    parts = batches(device)
-    fs.accumulate(loss_fn, **options)(params, parts)
-    log.take()
-    loss, grads = fs.accumulate(loss_fn, **options)(params, parts)
-    return {"loss": loss, "grads": grads}
+    for _ in range(2):
+        log.take()
+        found = fs.accumulate(counted, reduce="weighted")(params, batches(device))
+    return found
 
 
-def transformed(device: str, layout: Callable[[Any], Any], state: bool = False, jit: bool = False) -> Any:
+def transformed(device, layout, state=False):
     """Differentiate with a transform in the layout."""
-    model = fs.functionalize(network(device, torch.float32), units=Block)
-    params = model.init(layout(mesh_of(device)))
-    memory = {"transform_state": fs.transform_state(params)} if state else {}
-
-    def loss_fn(params: Any, batch: Any) -> torch.Tensor:
-        return F.cross_entropy(model.apply(params, batch[0]), batch[1])
-
-    found = []
+    params, loss_fn = modelled(device, layout, torch.float32)
+    memory, found = {"transform_state": fs.transform_state(params)} if state else {}, []
     for batch in batches(device, torch.float32):
         log.take()
-        differentiate = fs.value_and_grad(loss_fn, **memory)
-        run = fs.jit(differentiate) if jit else differentiate
-        loss, grads, *rest = run(params, batch)
+        loss, grads, *rest = fs.value_and_grad(loss_fn, **memory)(params, batch)
         memory = {"transform_state": rest[0]} if state else {}
         found.append([loss, grads])
     return found
 
 
-def saved(device: str) -> Any:
-    """A save in the background, a restore, a state dict."""
-    mesh = mesh_of(device)
-    model = fs.functionalize(network(device), units=Block)
-    tx = fs.from_torch(torch.optim.AdamW, lr=1e-2)
-    state = fs.TrainState.create(model.init(fs.zero3(mesh)), tx)
-    grads = fs.tree_map(lambda leaf: leaf, state.params)
-    state = fs.update(tx, state, grads)
+def saved(device):
+    """A save in the background, a restore, a state dict, which is on the processor."""
+    tx, (params, _) = fs.from_torch(torch.optim.AdamW, lr=1e-2), modelled(device)
+    state = fs.TrainState.create(params, tx)
+    state = fs.update(tx, state, state.params)
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder, device=torch.device("cpu"))
     with fs.checkpoint.Manager(folder[0], keep=2, every=1) as manager:
         manager.save(state)
     with fs.checkpoint.Manager(folder[0], keep=2, every=1) as manager:
         restored = manager.restore(like=state)
-    kinds = {leaf.device.type for leaf in fs.tree_leaves(restored.params)}
-    assert kinds == {device}, kinds
+    assert_on(device, restored.params)
     out = fs.unshard(restored), fs.checkpoint.to_state_dict(restored.params)
-    # A state dict is on the processor.
     log.take()
     return out
 
 
-def to_observe(device: str) -> Any:
+def to_observe(device):
     """A step that has run once, and its arguments."""
-    model = fs.functionalize(network(device), units=Block)
-    params = model.init(fs.zero3(mesh_of(device)))
+    params, loss_fn = modelled(device)
     batch, *_ = batches(device)
-    step = lambda params, batch: fs.value_and_grad(  # noqa: E731
-        lambda p, b: F.cross_entropy(model.apply(p, b[0]), b[1])
-    )(params, batch)
+    step = lambda params, batch: fs.value_and_grad(loss_fn)(params, batch)  # noqa: E731
     step(params, batch)
     log.take()
     return step, params, batch
 
 
-def leaves_of(tree: Any) -> list[torch.Tensor]:
+def leaves_of(tree):
     leaves = [leaf.local if isinstance(leaf, fs.Sharded) else leaf for leaf in fs.tree_leaves(tree)]
     return [leaf.detach().cpu() for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def optimizer_programs(name: str, make: Callable[[], Any], alone: dict[str, int] = STATUS) -> dict[str, Program]:
-    """One optimizer, eager and jitted."""
+def eager_and_jitted(name, jit=None, alone=STATUS, strategy=fs.zero3, make=lambda: None):
     return {
-        name: Program(lambda device: train(device, tx=make()), alone=alone),
-        f"{name} jitted": Program(lambda device: train(device, tx=make(), jit=True)),
-    }
-
-
-def _strategy(strategy: Callable[[Any], Any]) -> dict[str, Program]:
-    name = strategy.__name__
-    return {
-        name: Program(lambda device: train(device, strategy), alone=STATUS),
-        f"{name} jitted": Program(lambda device: train(device, strategy, jit={"donate_argnums": 0})),
+        name: Program(lambda device: train(device, strategy, make()), alone=alone),
+        f"{name} jitted": Program(lambda device: train(device, strategy, make(), jit=jit or {})),
     }
 
 
 PROGRAMS = {
-    **{name: each for strategy in (fs.ddp, fs.zero1, fs.zero2, fs.zero3) for name, each in _strategy(strategy).items()},
+    **eager_and_jitted("ddp", {"donate_argnums": 0}, strategy=fs.ddp),
+    **eager_and_jitted("zero1", {"donate_argnums": 0}, strategy=fs.zero1),
+    **eager_and_jitted("zero2", {"donate_argnums": 0}, strategy=fs.zero2),
+    **eager_and_jitted("zero3", {"donate_argnums": 0}),
     "hsdp": Program(
         lambda device: train(device, lambda _: fs.hsdp(fs.init_mesh({"replicate": 2, "shard": -1}, device=device)))
     ),
     "checkpointed": Program(lambda device: train(device, remat=True)),
-    **optimizer_programs("skip_nonfinite", lambda: fs.skip_nonfinite(fs.adam(1e-2))),
-    "accumulate weighted": Program(lambda device: accumulated(device, reduce="weighted"), alone=STATUS),
+    **eager_and_jitted("skip_nonfinite", make=lambda: fs.skip_nonfinite(fs.adam(1e-2))),
+    "accumulate weighted": Program(accumulated, alone=STATUS),
     # Gradients are used on the processor: one wait for each reduction.
     "offloaded": Program(
         lambda device: transformed(device, lambda mesh: fs.compose(fs.offload(device), fs.zero3(mesh))),
@@ -235,11 +192,10 @@ PROGRAMS = {
 }
 
 
-def compare(program: Program, alone: bool) -> dict[str, Any]:
+def compare(program, alone):
     """Run a program on both devices; where there are no collectives of processors, on emu only.
 
-    Returns:
-        The largest difference between them, and counts of the host's waits, its copies, and orders between streams.
+    Returns the largest difference, and counts of the host's waits, its copies, and orders between streams.
     """
     expected = [] if alone else leaves_of(program.run("cpu"))
     out = program.run("emu")

@@ -13,20 +13,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", default="0:5000", help="a seed, or the first and the one after the last")
     parser.add_argument("--resume", action="store_true", help="go on where the last run with --resume ended")
-    parser.add_argument("--runs", default="runs/fuzz", help="folder of the log")
     parser.add_argument("--show", type=int, help="print the plan of a seed")
     options = parser.parse_args()
     if options.show is not None:
         print(draw(options.show))
         return 0
     first, _, last = options.seeds.partition(":")
-    log = Path(options.runs, "log.jsonl")
+    log = Path("runs/fuzz/log.jsonl")
     log.parent.mkdir(parents=True, exist_ok=True)
-    if not options.resume:
-        log.write_text("")
     # A program that ended the process has begun and has no result.
-    done = dict(map(json.loads, log.read_text().splitlines())) if log.exists() else {}
-    with log.open("a", buffering=1) as file:
+    done = dict(map(json.loads, log.read_text().splitlines())) if options.resume and log.exists() else {}
+    with log.open("a" if options.resume else "w", buffering=1) as file:
         for seed in range(int(first), int(last or int(first) + 1)):
             if seed in done:
                 continue
@@ -39,7 +36,7 @@ def main() -> int:
                 print(draw(seed), done[seed], flush=True)
             file.write(json.dumps([seed, done[seed]]) + "\n")
     print(f"{len(done)} programs, {sum(map(bool, done.values()))} failures")
-    return 1 if any(done.values()) else 0
+    return int(any(done.values()))
 
 
 if __name__ == "__main__":

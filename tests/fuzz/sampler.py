@@ -92,14 +92,11 @@ def draw(seed: int) -> Plan:
     world = pick.choice((1, 2, 2, 3, 4))
     parts = [Part(pick.choice(("linear", "in place", "unused")))]
     for _ in range(pick.randrange(4)):
-        kind, wrap, when = (
-            pick.choice([*KINDS]),
-            pick.choices(WRAPS, (6, 2, 1, 1))[0],
-            pick.choices(WHENS, (6, 1, 1, 1, 1))[0],
-        )
+        kind, wrap = pick.choice([*KINDS]), pick.choices(WRAPS, (6, 2, 1, 1))[0]
+        when = pick.choices(WHENS, (6, 1, 1, 1, 1))[0]
         # A unit that only some ranks enter twice is refused.
         when = "always" if "rank" in when and (world == 1 or wrap == "twice") else when
-        tied = "w" in KINDS[kind][0] and KINDS[kind][0]["w"] == (D, D) and wrap != "no_grad" and pick.random() < 0.3
+        tied = KINDS[kind][0].get("w") == (D, D) and wrap != "no_grad" and pick.random() < 0.3
         parts.append(Part(kind, wrap, when, pick.random() < 0.1 and not tied, tied))
     micro = pick.choice((1, 1, 2, 3))
     # A graph has its collectives, so that ranks must use the same units.
@@ -125,19 +122,19 @@ def draw(seed: int) -> Plan:
 class Block(nn.Module):
     """A block that may be wrapped, and used by some ranks or steps alone."""
 
-    def __init__(self, part: Part, draw: torch.Generator, dtype: torch.dtype) -> None:
+    def __init__(self, part, draw, dtype):
         super().__init__()
         self.part = part
         for name, shape in KINDS[part.kind][0].items():
             value = 0.5 * torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype)
             setattr(self, name, nn.Parameter(value, requires_grad=not part.frozen))
 
-    def forward(self, x: torch.Tensor, rank: int, step: int) -> torch.Tensor:
+    def forward(self, x, rank, step):
         own, wrap = rank == 0, self.part.wrap
         used = {"always": True, "never": False, "one rank": own, "other ranks": not own, "late": step > 0}
+        run = partial(KINDS[self.part.kind][1], self)
         if not used[self.part.when]:
             return x
-        run = partial(KINDS[self.part.kind][1], self)
         if wrap == "checkpoint":
             return checkpoint(run, x, use_reentrant=False)
         if wrap == "no_grad":
@@ -148,13 +145,13 @@ class Block(nn.Module):
 
 
 class Model(nn.Sequential):
-    def forward(self, x: torch.Tensor, rank: int, step: int) -> torch.Tensor:
+    def forward(self, x, rank, step):
         for block in self:
             x = block(x, rank, step)
         return x
 
 
-def build(plan: Plan) -> Model:
+def build(plan):
     generator = torch.Generator().manual_seed(plan.seed)
     model = Model(*(Block(part, generator, plan.dtype) for part in plan.parts))
     for block in model:
@@ -163,7 +160,7 @@ def build(plan: Plan) -> Model:
     return model
 
 
-def batches(plan: Plan, rank: int, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def batches(plan, rank, step):
     made = []
     for i in range(plan.micro):
         generator = torch.Generator().manual_seed(1000 * rank + 10 * step + i)

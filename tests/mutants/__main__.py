@@ -67,15 +67,11 @@ def pytest(copy: Path, tests: Sequence[str], limit: float) -> tuple[str, str]:
     log = copy.parent / "log.txt"
     # A test that hangs is to fail by itself, and long before the limit.
     options = ["-x", "-q", f"--timeout={limit / 3:.0f}", "-p", "no:cacheprovider", *(["-n", "2"] * (len(tests) > 1))]
-    settings = {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
-    with log.open("w") as output:
+    command = [sys.executable, "-m", "pytest", *options, *tests]
+    settings = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
+    with log.open("w") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", *options, *tests],
-            cwd=copy,
-            env={**os.environ, **settings},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+            command, cwd=copy, env=settings, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
         code = None
         with suppress(subprocess.TimeoutExpired):
@@ -94,7 +90,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="the limit for one fault")
     parser.add_argument("--save", action="store_true", help="write the table to tests/mutants/RESULTS.md")
     options = parser.parse_args()
-    names, results = tracked(), dict[str, dict[str, Any]]()
+    names, results = tracked(), {}
     RUNS.mkdir(parents=True, exist_ok=True)
     for fault in FAULTS:
         file, text = RUNS / f"{fault.name}.json", digest(fault, names)

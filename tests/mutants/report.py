@@ -8,13 +8,7 @@ from tests.mutants.faults import FAULTS, TOPICS
 
 
 def judged(code: int | None, log: str) -> tuple[str, str]:
-    """Say how a run of pytest ended, and by which test.
-
-    Args:
-        code: Its exit status; None where it was over the limit, which has missed the fault: a test that hangs fails
-            by a limit of its own.
-        log: What it printed.
-    """
+    """Say how a run of pytest ended, and by which test; over the limit (None) it has missed the fault."""
     failed = re.search(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - |$)", log, re.MULTILINE)
     # With -x a run by xdist ends as an interrupted one.
     if failed and (code == 1 or (code == 2 and "stopping after" in log)):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -73,33 +74,26 @@ def test_ranks_that_handled_an_error_are_replaced(pool):
     assert not {*first} & {*second}
 
 
-@pytest.mark.parametrize(
-    "end, ending",
-    [
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL"),
-        (lambda: os._exit(0), "exited with code 0"),
-    ],
-)
-def test_ended_rank_is_named(pool, end, ending):
-    def program():
+def test_ended_rank_is_named(pool):
+    def program(end):
         if dist.get_rank() == 1:
             end()
         ranks_summed()
 
-    assert failure(pool, program) == f"rank 1 of 2 {ending}"
+    for end, ending in (
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL"),
+        (lambda: os._exit(0), "exited with code 0"),
+    ):
+        assert failure(pool, partial(program, end)) == f"rank 1 of 2 {ending}"
 
 
 def test_stuck_rank_shows_its_stack_at_the_timeout(pool):
-    """The time is the pool's, or that of the run."""
-
     def endless():
-        while True:
+        while dist.get_rank() == 1:
             pass
+        ranks_summed()
 
-    def program():
-        ranks_summed() if dist.get_rank() == 0 else endless()
-
-    text = failure(pool, program, timeout=0.5)
+    text = failure(pool, endless, timeout=0.5)
     assert text.startswith("timed out after 0.5 s: ranks [] of 2 finished, ranks [0, 1] did not\nrank 0 runs:\n")
     first, second = text.split("\nrank 1 runs:\n")
     assert "in ranks_summed\n" in first
@@ -129,26 +123,14 @@ def test_nothing_is_left_behind(closes, tmp_path, monkeypatch):
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
-def exits_with_three():
-    if dist.get_rank() == 1:
-        multiprocessing.util.Finalize(None, os._exit, args=(3,), exitpriority=1)
+@pytest.mark.parametrize("code, text", [(3, r"^rank 1 of 2 exited with code 3$"), (None, r"^timed out after 1 s: ")])
+def test_how_workers_end_counts_at_close(code, text):
+    def program():
+        if code is None:
+            threading.Thread(target=threading.Event().wait).start()
+        elif dist.get_rank() == 1:
+            multiprocessing.util.Finalize(None, os._exit, args=(code,), exitpriority=1)
 
-
-def stays():
-    threading.Thread(target=threading.Event().wait).start()
-
-
-@pytest.mark.parametrize(
-    "program, text",
-    [
-        (exits_with_three, r"^rank 1 of 2 exited with code 3$"),
-        (
-            stays,
-            r"^timed out after 1 s: ranks \[\] of 2 finished, ranks \[0, 1\] did not\nrank 0 runs:\n(.*\n)*.*_shutdown",
-        ),
-    ],
-)
-def test_how_workers_end_counts_at_close(program, text):
     two = Workers(2)
     two.run(program)
     two.timeout = 1

@@ -1,16 +1,56 @@
-"""A rehearsal of accelerators with the programs of extensions."""
+"""A rehearsal of accelerators with the programs of extensions; a script as tests/accelerator/programs.py."""
 
 from functools import partial
 
 import pytest
+import torch
 
+import fshard as fs
 from tests.accelerator import test_accelerator as core
+from tests.accelerator.programs import SINGLE, Program, eager_and_jitted, main, to_observe, transformed
 from tests.accelerator.test_accelerator import library
-from tests.ext.accelerator.programs import PROGRAMS
 
 __all__ = ["library"]
 
-run = partial(core.run, script="tests/ext/accelerator/programs.py")
+
+def observed(device):
+    """A trace and a plan of a step."""
+    step, params, batch = to_observe(device)
+    with fs.trace() as trace:
+        loss, _ = step(params, batch)
+    assert "unit" in str(trace.report())
+    fs.plan(step, params, batch, mesh={"shard": 2})
+    return loss
+
+
+MATRICES = ("*up.weight", "*down.weight")
+
+
+def muon():
+    return fs.partition({MATRICES: fs.whole(fs.from_torch(torch.optim.Muon, lr=1e-2)), "*": fs.adam(1e-2)})
+
+
+PROGRAMS = {
+    **eager_and_jitted("lamb", make=lambda: fs.lamb(1e-2)),
+    **eager_and_jitted("lars", make=lambda: fs.lars(1e-2)),
+    **eager_and_jitted("adafactor", make=lambda: fs.adafactor(1e-2)),
+    # The counts of updates, which torch keeps on the processor, travel too.
+    **eager_and_jitted("muon", alone={"copy_": 2}, make=muon),
+    "int8 gathers": Program(
+        lambda device: transformed(device, lambda mesh: fs.zero3(mesh, layout=fs.quantize(mesh["shard"]))),
+        tolerance=SINGLE,
+    ),
+    "int8 both ways": Program(
+        lambda device: transformed(
+            device, lambda mesh: fs.zero3(mesh, layout=fs.quantize(mesh["shard"], scatter=True)), state=True
+        ),
+        tolerance=SINGLE,
+    ),
+    "trace, plan": Program(observed),
+}
+
+
+run = partial(core.run, script="tests/ext/accelerator/test_accelerator.py")
 faults = partial(core.faults, programs=PROGRAMS)
 
 
@@ -20,10 +60,9 @@ def test_all_programs_on_an_accelerator(library):
     found = run(library)
     assert list(faults(found)) == []
     assert list(found) == list(PROGRAMS)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_an_accelerator_whose_ranks_send_nothing_between_processors(library):
     found = run(library, "--alone", *(name for name, each in PROGRAMS.items() if each.alone is not None))
     assert list(faults(found, alone=True)) == []
+
+
+if __name__ == "__main__":
+    main(PROGRAMS)
