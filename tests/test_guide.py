@@ -42,21 +42,16 @@ for command in json.load(sys.stdin):
 """
 
 
-def rows_of_table(lines: list[str]) -> Iterator[list[str]]:
-    """The cells of a table's rows but for the line under its head, without what marks code."""
-    for line in lines:
-        cells = [cell.strip() for cell in line.replace("`", "").strip().strip("|").split("|")]
-        if set("".join(cells)) - set("-:"):
-            yield cells
-
-
 def section(document: Path, heading: str) -> str:
     _, found = document.read_text().split(f"\n## {heading}\n")
     return found.split("\n## ")[0]
 
 
 def tables(text: str) -> list[list[list[str]]]:
-    return [list(rows_of_table(block.splitlines())) for block in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)]
+    """The cells of each table's rows but for the line under its head, without what marks code."""
+    blocks = re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)
+    rows = [[line.strip().strip("|") for line in block.splitlines() if set(line) - set("|-: ")] for block in blocks]
+    return [[[cell.strip() for cell in row.replace("`", "").split("|")] for row in each] for each in rows]
 
 
 def test_every_example_is_in_the_guide():
@@ -64,30 +59,24 @@ def test_every_example_is_in_the_guide():
     assert named >= {path.name for path in EXAMPLES}
 
 
-def commands() -> dict[str, str]:
-    """Commands that start a script of this repository, and where they stand."""
-    texts = {document: document.read_text() for document in DOCUMENTS}
-    texts |= {example: example.read_text().split('"""')[1] for example in EXAMPLES}
-    pattern = re.compile(r"^    ((?:\S+=\S+ )?(?:torchrun|python) (?!-m ).*?)(?:  +#.*)?$", flags=re.MULTILINE)
-    return {command: str(path.relative_to(ROOT)) for path, text in texts.items() for command in pattern.findall(text)}
-
-
 @pytest.mark.slow
 def test_every_command_parses():
-    found, scripts = commands(), []
-    for command, place in found.items():
+    """Commands in documents that start a script of this repository."""
+    texts = [document.read_text() for document in DOCUMENTS]
+    texts += [path.read_text().split('"""')[1] for path in EXAMPLES]
+    pattern = re.compile(r"^    ((?:\S+=\S+ )?(?:torchrun|python) (?!-m ).*?)(?:  +#.*)?$", flags=re.MULTILINE)
+    scripts = []
+    for command in dict.fromkeys(command for text in texts for command in pattern.findall(text)):
         words = shlex.split(command)
         number = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
-        assert number is not None, f"{place}: {command} starts no script"
-        assert (ROOT / words[number]).is_file(), f"{place}: there is no {words[number]}"
+        assert number is not None, f"{command} starts no script"
+        assert (ROOT / words[number]).is_file(), f"there is no {words[number]}"
         scripts.append(words[number:])
-    assert {script[0] for script in scripts} >= {
-        str(path.relative_to(ROOT)) for path in EXAMPLES if "__main__" in path.read_text()
-    }
+    programs = {str(path.relative_to(ROOT)) for path in EXAMPLES if "__main__" in path.read_text()}
+    assert {script[0] for script in scripts} >= programs
     command = [sys.executable, "-c", PARSE]
     result = subprocess.run(command, cwd=ROOT, input=json.dumps(scripts), capture_output=True, text=True, timeout=250)
-    assert result.returncode == 0, result.stderr
-    assert not result.stdout, result.stdout
+    assert (result.returncode, result.stdout) == (0, ""), result.stderr + result.stdout
 
 
 def test_make_targets_exist():
@@ -97,23 +86,17 @@ def test_make_targets_exist():
             assert target in targets, f"{document.name}: make {target}"
 
 
-def slugs(document: Path) -> set[str]:
-    """The anchors of a document's headings."""
-    headings = re.findall(r"^#+ (.*)$", document.read_text(), flags=re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
 def dead_links(document: Path) -> Iterator[str]:
     """Files that a document names and that are not there, and headings."""
     text = document.read_text()
-    for link in re.findall(r"\]\(([^)]+)\)", text):
-        if link.startswith(("https://", "http://")):
-            continue
+    for link in re.findall(r"\]\((?!https?://)([^)]+)\)", text):
         file, _, anchor = link.partition("#")
         target = (document.parent / file).resolve() if file else document
+        headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if anchor and target.exists() else []
+        anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
         if not target.exists():
             yield str(target.relative_to(ROOT))
-        elif anchor and anchor not in slugs(target):
+        elif anchor and anchor not in anchors:
             yield f"{link} names no heading"
     for path in re.findall(r"`((?:examples|benchmarks|tests|fshard)/[\w/.-]+\.(?:py|md|json))`", text):
         if not (ROOT / path).exists():
@@ -151,18 +134,14 @@ def test_tools_find_the_mistake(mistake):
 
 # Names of columns in the README, and of systems in the results.
 SYSTEMS = {
-    "FSDP2": "fsdp2",
-    "DDP": "ddp",
-    "fs.ddp": "fshard-ddp",
-    "fs.zero2": "fshard-zero2",
-    "fs.zero3": "fshard-zero3",
+    **{"FSDP2": "fsdp2", "DDP": "ddp"},
+    **{"fs.ddp": "fshard-ddp", "fs.zero2": "fshard-zero2", "fs.zero3": "fshard-zero3"},
 }
-TABLE = section(README, "Speed and memory")
 
 
 def figures() -> Iterator[tuple[str, str, str, dict[str, int]]]:
     """Every cell of the README's table of speed and memory: benchmark, system, number and configuration."""
-    ((head, *rows),) = tables(TABLE)
+    ((head, *rows),) = tables(section(README, "Speed and memory"))
     suffix, systems = "", []
     for column in head[1:]:
         # From the column that says so on, steps are jitted.
@@ -186,12 +165,8 @@ def measured(benchmark: str, system: str, results: dict[str, Any]) -> set[float]
 def test_figures_were_measured():
     found = [json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks/results").glob("*.json"))]
     for benchmark, system, printed, sizes in figures():
-        (results,) = (
-            results
-            for results in found
-            if (results["benchmark"], results["ranks"]) == (benchmark, 2)
-            and sizes.items() <= results["configuration"].items()
-        )
+        run = [each for each in found if (each["benchmark"], each["ranks"]) == (benchmark, 2)]
+        (results,) = (each for each in run if sizes.items() <= each["configuration"].items())
         decimals = len(printed.partition(".")[2])
         values = {f"{value:.{decimals}f}" for value in measured(benchmark, system, results)}
         assert values == {printed}, (benchmark, system, sizes)
@@ -199,9 +174,10 @@ def test_figures_were_measured():
 
 def test_losses_drifted_as_the_text_says():
     text = " ".join(section(REFERENCE, "The same bits at any number of ranks").split())
-    differ, steps, largest = re.search(r"plot (\d+) of (\d+) losses on 4 ranks .* by up to ([\d.e-]+);", text).groups()
+    told = re.search(r"plot (\d+) of (\d+) losses on 4 ranks .* by up to ([\d.e-]+);", text).groups()
     results = json.loads((ROOT / "benchmarks/results/bits.json").read_text())
-    drift = results["drift"]
-    assert (int(steps), int(differ)) == (results["configuration"]["steps"], drift["in turn"]["4"]["differ"])
-    assert f"{drift['in turn']['4']['largest']:.0e}" == f"{float(largest):.0e}"
-    assert {name: found["differ"] for name, found in drift["tree"].items()} == {"1": 0, "2": 0, "4": 0, "moved": 0}
+    found, tree = results["drift"]["in turn"]["4"], results["drift"]["tree"]
+    steps = results["configuration"]["steps"]
+    assert told[:2] == (str(found["differ"]), str(steps))
+    assert f"{float(told[2]):.0e}" == f"{found['largest']:.0e}"
+    assert {name: each["differ"] for name, each in tree.items()} == {"1": 0, "2": 0, "4": 0, "moved": 0}

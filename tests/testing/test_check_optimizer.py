@@ -16,14 +16,8 @@ CALLS = []
 
 
 def check_optimizers_of_the_library_pass(row):
-    params = {
-        **PARAMS,
-        "wide": normal(4)(3, 5),
-        "tall": normal(5)(6, 2),
-        "vector.bias": normal(6)(3),
-        "i": torch.ones(2),
-    }
-    check_optimizer(row.make(), params, world_sizes=(1, 3))
+    params = {"wide": normal(4)(3, 5), "tall": normal(5)(6, 2), "vector.bias": normal(6)(3), "i": torch.ones(2)}
+    check_optimizer(row.make(), PARAMS | params, world_sizes=(1, 3))
 
 
 @pytest.mark.rows(1)
@@ -50,43 +44,36 @@ def logged(grads, state, params):
 
 
 APART = "check_optimizer: 2 ranks under {} do not end where one rank does\n  ['{}']"
-WRONG = {
-    "a norm of parts": (transformation(lambda grad: grad / grad.norm()), APART.format("zero3", "params") + "['v']: "),
-    "state of parts": (
+WRONG = [
+    # A norm of parts, in updates and in the state.
+    (transformation(lambda grad: grad / grad.norm()), APART.format("zero3", "params") + "['v']: "),
+    (
         fs.GradientTransformation(lambda params: {"norm": torch.zeros(())}, logged),
         APART.format("zero3", "state") + "[0]['norm']: ",
     ),
-    "writes to gradients": (
+    (
         transformation(lambda grad: grad.detach().numpy().fill(0) or grad),
         "check_pure: the step changed its arguments\n  argument 1['v']: ",
     ),
-    "hidden state": (transformation(counted), "twice has other bits\n  .params['v']: expected "),
-    "None is no gradient": (optimizer(lambda param, grad: param - grad), "TypeError: unsupported operand"),
-    "None decays": (
+    (transformation(counted), "twice has other bits\n  .params['v']: expected "),
+    (optimizer(lambda param, grad: param - grad), "TypeError: unsupported operand"),
+    (
         optimizer(lambda param, grad: param * 0.9 if grad is None else param - grad),
         "check_optimizer: a parameter without a gradient has moved\n  ['v']: expected ",
     ),
-    "a look at a value": (
-        transformation(lambda grad: grad if grad.sum() > 1e9 else grad / 2),
-        "ValueError: jit: expected no look at the value of a tensor",
-    ),
-    "other maths in a trace": (
+    (
         transformation(lambda grad: grad / 2 if is_tracing() else grad),
         "check_optimizer: jitted, an update has other bits\n  .params['v']: expected ",
     ),
-}
+]
 
 
 def test_what_is_wrong_is_named():
-    for tx, text in WRONG.values():
+    for tx, text in WRONG:
         with pytest.raises((AssertionError, RankError), match=re.escape(text)):
             check_optimizer(tx, PARAMS, world_sizes=(1, 2))
 
 
 def test_what_makes_no_sense_is_refused():
-    for tx, params, text in (
-        (torch.optim.SGD, PARAMS, "check_optimizer: expected tx to be an Optimizer or a GradientTransformation"),
-        (fs.sgd(0.1), {"w": 1}, "check_optimizer: leaves are no tensors"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            check_optimizer(tx, params)
+    with pytest.raises(ValueError, match="expected tx to be an Optimizer or a GradientTransformation"):
+        check_optimizer(torch.optim.SGD, PARAMS)

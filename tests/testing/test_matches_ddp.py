@@ -57,27 +57,20 @@ def compared(*, reduce="mean", keeps=True, syncs=True, branch=lambda rank: True,
 
 
 FIRST = "step 0 (counted from 0) is the first that differs from DDP: trees differ\n"
-WRONG = {
-    "buffers dropped": (
-        {"keeps": False},
-        [FIRST + "  ['buffers']['norm.num_batches_tracked']: expected equal values, got Expected 1 but got 0"] * 2,
-    ),
-    "sync_buffers left out": (
-        {"syncs": False},
-        ["rank 1: " + FIRST + "  ['buffers']['norm", FIRST + "  ['buffers']['norm.running_mean']: expected "],
-    ),
-    "a sum": ({"reduce": "sum"}, [FIRST + "  ['params']"] * 2),
-    "a loss on one rank": (
-        {"added": lambda rank: float(rank)},
-        ["rank 1: " + FIRST + "  ['loss']", FIRST + "  ['loss']: expected "],
-    ),
-}
+COUNT = FIRST + "  ['buffers']['norm.num_batches_tracked']: expected equal values, got Expected 1 but got 0"
+# What is wrong, and what the two ranks say of it.
+WRONG = [
+    ({"keeps": False}, COUNT, COUNT),
+    ({"syncs": False}, "rank 1: " + FIRST + "  ['buffers']['norm", FIRST + "  ['buffers']['norm.running_mean']: "),
+    ({"reduce": "sum"}, FIRST + "  ['params']", FIRST + "  ['params']"),
+    ({"added": float}, "rank 1: " + FIRST + "  ['loss']", FIRST + "  ['loss']: expected "),
+]
 
 
 @on_ranks("2 processes")
 def test_every_rank_names_the_difference():
     for uses in (lambda rank: True, lambda rank: rank == 0, lambda rank: False):
         compared(branch=uses)
-    for options, texts in WRONG.values():
+    for options, *texts in WRONG:
         with pytest.raises(AssertionError, match=re.escape(texts[my_rank()])):
             compared(**options)
