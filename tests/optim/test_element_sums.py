@@ -17,7 +17,8 @@ from tests.trees import STRATEGIES, as_bytes, assert_same_bits, meshes, normal, 
 # No size is a multiple of four, and some leave ranks without elements.
 SHAPES = {"w": (5, 3), "wide": (3, 70), "bias": (50,), "one": (1,), "scalar": (), "empty": (0, 3)}
 DTYPES = {"single": torch.float32, "half": torch.bfloat16, "double": torch.float64}
-LAYOUTS = STRATEGIES | {
+LAYOUTS = {name: make for name, make in STRATEGIES.items() if name not in ("zero1", "zero2")}
+LAYOUTS |= {
     "zero3 of every leaf": lambda on: fs.zero3(on.line, min_shard_elements=0),
     "hsdp of every leaf": lambda on: fs.hsdp(on.grid, min_shard_elements=0),
 }
@@ -36,30 +37,27 @@ def square(x):
 @pytest.mark.rows(1)
 @on_ranks(2, 3, 4, 8)
 def test_sums_have_the_bits_of_one_rank():
-    shapes = SHAPES | {"cube": (9, 5, 7), "rows": (33, 1, 17), "large": (40, 4000), "long": (140001,)}
+    shapes = SHAPES | {"cube": (9, 5, 7), "rows": (33, 1, 17), "long": (140001,)}
     full = {name: normal(1)(*shape, dtype=torch.float32) for name, shape in shapes.items()}
-    expected = element_sums(list(full.values()), square)
+    expected, on = element_sums(list(full.values()), square), meshes()
     (middle,) = element_sums([full["cube"].double() ** 2], torch.Tensor.double, dim=-2)
-    on = meshes()
     for make in LAYOUTS.values():
         sharded = fs.shard(full, make(on))
         assert_same_bits(element_sums(list(sharded.values()), square), expected)
         # A sum over one dim leaves the others split.
         cube = sharded["cube"]
         (found,) = element_sums([fs.tree_map(lambda x: x.double() ** 2, cube)], torch.Tensor.double, dim=-2)
-        spec = replace(cube.spec, shape=(9, 1, 7))
-        assert_same_bits(fs.unshard(fs.Sharded(found, spec)), middle)
+        assert_same_bits(fs.unshard(fs.Sharded(found, replace(cube.spec, shape=(9, 1, 7)))), middle)
 
 
 def test_sums_are_exact_but_for_their_digits():
     """Digits leave out less than 2**-52 of the largest term from each; the sum itself is rounded a few times."""
     eps = torch.finfo(torch.float64).eps
-    for count in (0, 1, 2, 1000, 40000):
+    for count, spread in ((0, 0), (1, 150), (1000, 0), (40000, 30), (40000, 150)):
         draw = normal(count)
-        for spread in (0, 30, 150):
-            values = draw(count) * 10.0 ** (spread * draw(count).clamp(-1, 1))
-            (found,) = element_sums([values], square)
-            assert found.item() == pytest.approx(math.fsum((values**2).tolist()), rel=(count + 4) * eps, abs=1e-300)
+        values = draw(count) * 10.0 ** (spread * draw(count).clamp(-1, 1))
+        (found,) = element_sums([values], square)
+        assert found.item() == pytest.approx(math.fsum((values**2).tolist()), rel=(count + 4) * eps, abs=1e-300)
     for odd in (math.inf, math.nan, 1e300):
         (found,) = element_sums([torch.tensor([1.0, -odd, 2.0], dtype=torch.float64)], square)
         assert str(found.item()) == str(odd * odd)
@@ -81,9 +79,10 @@ TABLE = {
     "adamw": lambda: with_clip(fs.ema(fs.adamw(0.1), 0.9)),
     "sgd": lambda: with_clip(fs.sgd(0.1, 0.9, nesterov=True, weight_decay=0.1)),
     "clip_by_norm": lambda: fs.chain(
-        fs.clip_by_norm(0.5, sums="tree"), fs.clip_by_global_norm(0.2, sums="tree"), fs.sgd(0.1)
+        *(fs.clip_by_norm(0.5, p, sums="tree") for p in (2.0, math.inf)),
+        fs.clip_by_global_norm(0.2, sums="tree"),
+        fs.sgd(0.1),
     ),
-    "infinite order": lambda: fs.chain(fs.clip_by_norm(0.5, math.inf, sums="tree"), fs.sgd(0.1)),
     "from_torch AdamW": lambda: with_clip(for_halves(fs.from_torch(optim.AdamW, lr=0.1, sums="tree"))),
     "from_torch SGD": lambda: with_clip(for_halves(fs.from_torch(optim.SGD, lr=0.1, momentum=0.9, sums="tree"))),
     "masked": lambda: fs.chain(fs.masked(fs.clip_by_global_norm(0.3, sums="tree"), MATRICES), fs.adamw(0.1)),
@@ -108,12 +107,12 @@ def trained(optimizers, strategy):
 def check_updates_have_the_same_bits_at_any_world_size(table, worlds=(3, 4)):
     """Compare other optimizers with one rank under DDP, at each world size and under each strategy."""
     (expected,) = spmd(lambda: trained(table, fs.ddp(one_axis())), 1)
-    optimizers, layouts = list(table), [layout for layout in LAYOUTS if layout not in ("zero1", "zero2")]
+    optimizers = list(table)
     for turn, world_size in enumerate(worlds):
 
         def program():
-            names = [optimizers[(row + 3 * turn) % len(optimizers)] for row in range(len(layouts))]  # noqa: B023
-            rows = zip(layouts, names, strict=True)
+            names = [optimizers[(row + 3 * turn) % len(optimizers)] for row in range(len(LAYOUTS))]  # noqa: B023
+            rows = zip(LAYOUTS, names, strict=True)
             return [(name, trained({name: table[name]}, LAYOUTS[layout](meshes()))[name]) for layout, name in rows]
 
         for found in spmd(program, world_size, timeout=600.0):
@@ -143,13 +142,9 @@ def test_only_the_tree_has_the_bits_of_one_rank(sums, same):
 def test_derivatives_are_refused():
     params = fs.shard({"w": torch.ones(5, 3)}, fs.zero2(one_axis(), min_shard_elements=0))
     text = 'sums="tree": expected tensors without derivatives, got one that is differentiated; leave out sums where '
-    for derive in (
-        lambda f: torch.func.grad(f)(params),
-        lambda f: torch.func.jvp(f, (params,), (params,)),
-        lambda f: f(fs.tree_map(lambda x: x.clone().requires_grad_(), params)),
-    ):
+    for derive in (torch.func.grad, lambda f: lambda p: f(fs.tree_map(lambda x: x.clone().requires_grad_(), p))):
         with pytest.raises(ValueError, match=text):
-            derive(lambda p: global_norm(p, sums="tree"))
+            derive(lambda p: global_norm(p, sums="tree"))(params)
 
 
 def check_jitted_updates_have_the_bits_of_eager_ones(make):
@@ -185,5 +180,4 @@ def test_classes_that_round_elements_by_their_place_are_refused():
         tx = fs.from_torch(cls, lr=0.1, sums="tree", **how)
         text = text_of(lambda: tx.init({"w": torch.ones(3, dtype=dtype)}))  # noqa: B023
         needed = f'kernels of {cls.__name__} that round an element alike wherever it stands, for sums="tree"'
-        remedy = "step such leaves by fs.adamw, or keep float32 and gather by fs.cast(gather=torch.bfloat16)"
-        assert text == f"from_torch: expected {needed}, got others for {dtype}; {remedy}"
+        assert text.startswith(f"from_torch: expected {needed}, got others for {dtype}; step such leaves by fs.adamw")

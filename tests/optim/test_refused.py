@@ -9,52 +9,14 @@ from torch.optim import lr_scheduler
 import fshard as fs
 from tests.bad_input import text_of
 
-NAN = float("nan")
 W, SGD = {"w": torch.ones(2)}, fs.sgd(0.1)
 PARAMS = {"a": torch.ones(2), "b": torch.ones(2)}
 MASK = "expected the mask to be a glob pattern of leaves' names, several, or a function of (name, leaf), got"
 KINDS = "expected parts, or tx, of Optimizers alone or GradientTransformations alone, got"
-NONE = "matches no leaf of a, b; name some of these"
 LEFT = 'expected a mask for every leaf, got none for b; add one for "*"'
-MASKS = [
-    (lambda: fs.freeze(SGD, {"a": 1, "b": 0}), f"freeze: {MASK} a dict"),
-    (lambda: fs.masked(SGD, "bias").init(PARAMS), f"masked: the mask 'bias' {NONE}"),
-    (lambda: fs.partition({"a": SGD, "c*": SGD, "*": SGD}).init(PARAMS), f"partition: the mask 'c*' {NONE}"),
-    (lambda: fs.partition({"a": SGD}).init(PARAMS), f"partition: {LEFT}"),
-    (lambda: fs.partition({}), f"partition: {KINDS} nothing"),
-    (
-        lambda: fs.partition({"a": SGD, "*": fs.clip_by_value(1.0)}),
-        f"partition: {KINDS} an Optimizer, a GradientTransformation",
-    ),
-]
 UPDATES = "expected steps to be a number of updates, 1 or more, got"
-STEP = partial(fs.from_torch_scheduler, lr_scheduler.StepLR, step_size=2)
 BOUNDARIES = "schedules.join: expected a boundary between any two schedules, in rising order, got boundaries"
-SCHEDULES = [
-    *((partial(STEP, lr=0.1, steps=n), f"from_torch_scheduler: {UPDATES} {n!r}") for n in (0, 2.0)),
-    (lambda: fs.schedules.linear(0.0, 1.0, 0), f"schedules.linear: {UPDATES} 0"),
-    (lambda: fs.schedules.cosine(1.0, 2.5), f"schedules.cosine: {UPDATES} 2.5"),
-    (lambda: fs.schedules.join([fs.schedules.constant(1.0)], [3]), f"{BOUNDARIES} [3] of 1 schedules"),
-    (lambda: fs.schedules.join([fs.schedules.constant(1.0)] * 3, [3, 3]), f"{BOUNDARIES} [3, 3] of 3 schedules"),
-]
-
-
-def test_arguments_of_wrappers_are_refused():
-    for name in ("init_scale", "growth_factor", "backoff_factor", "growth_interval"):
-        text = f"dynamic_loss_scale: expected {name} to be a number above 0, got nan"
-        assert text_of(partial(fs.dynamic_loss_scale, SGD, **{name: NAN})) == text
-    for decay in (-0.1, NAN):
-        text = f"ema: expected decay to be a number from 0 to 1, got {decay}"
-        assert text_of(partial(fs.ema, SGD, decay=decay)) == text
-    text = "skip_nonfinite: expected tx to be an Optimizer, such as fs.from_torch, got a GradientTransformation"
-    assert text_of(partial(fs.dynamic_loss_scale, fs.clip_by_value(1.0))) == text
-
-
-ZERO = torch.tensor(0.0, dtype=torch.float64)
-TAKES_SUMS = {
-    **{"clip_by_global_norm": {"max_norm": 1.0}, "clip_by_norm": {"max_norm": 1.0}},
-    **{"add_decayed_weights": {"weight_decay": 0.1}, "from_torch": {"cls": optim.SGD, "lr": 0.1}},
-}
+CLIP = fs.clip_by_value(1.0)
 
 
 def refused_sums(takes_sums):
@@ -64,23 +26,57 @@ def refused_sums(takes_sums):
         yield call, f"{name}: expected sums to be \"tree\" or None, got 'pairs'"
 
 
-ARGUMENTS = [
+ROWS = [
+    (lambda: fs.freeze(SGD, {"a": 1, "b": 0}), f"freeze: {MASK} a dict"),
+    (
+        lambda: fs.partition({"a": SGD, "c*": SGD, "*": SGD}).init(PARAMS),
+        "partition: the mask 'c*' matches no leaf of a, b; name some of these",
+    ),
+    (lambda: fs.partition({"a": SGD}).init(PARAMS), f"partition: {LEFT}"),
+    (lambda: fs.partition({}), f"partition: {KINDS} nothing"),
+    (lambda: fs.partition({"a": SGD, "*": CLIP}), f"partition: {KINDS} an Optimizer, a GradientTransformation"),
+    *(
+        (
+            partial(fs.from_torch_scheduler, lr_scheduler.StepLR, 0.1, n, step_size=2),
+            f"from_torch_scheduler: {UPDATES} {n}",
+        )
+        for n in (0, 2.0)
+    ),
+    (lambda: fs.schedules.linear(0.0, 1.0, 0), f"schedules.linear: {UPDATES} 0"),
+    (lambda: fs.schedules.cosine(1.0, 2.5), f"schedules.cosine: {UPDATES} 2.5"),
+    (lambda: fs.schedules.join([fs.schedules.constant(1.0)] * 3, [3, 3]), f"{BOUNDARIES} [3, 3] of 3 schedules"),
+    (
+        partial(fs.dynamic_loss_scale, SGD, backoff_factor=float("nan")),
+        "dynamic_loss_scale: expected backoff_factor to be a number above 0, got nan",
+    ),
+    (partial(fs.ema, SGD, decay=-0.1), "ema: expected decay to be a number from 0 to 1, got -0.1"),
+    (
+        partial(fs.dynamic_loss_scale, CLIP),
+        "skip_nonfinite: expected tx to be an Optimizer, such as fs.from_torch, got a GradientTransformation",
+    ),
     *(
         (partial(fs.sgd, 0.1, nesterov=True, **hyper), "sgd: nesterov needs a momentum above 0 and no dampening")
-        for hyper in ({}, {"momentum": 0.9, "dampening": 0.1}, {"momentum": 0.9, "dampening": ZERO})
+        for hyper in ({}, {"momentum": 0.9, "dampening": torch.tensor(0.0, dtype=torch.float64)})
     ),
-    *refused_sums(TAKES_SUMS),
-    (
-        lambda: fs.leaf_norms(W, 2.5, sums="tree"),
-        'leaf_norms: expected p to be 2 or inf with sums="tree", got 2.5',
+    *refused_sums(
+        {
+            **{"clip_by_global_norm": {"max_norm": 1.0}, "clip_by_norm": {"max_norm": 1.0}},
+            **{"add_decayed_weights": {"weight_decay": 0.1}, "from_torch": {"cls": optim.SGD, "lr": 0.1}},
+        }
     ),
+    (lambda: fs.leaf_norms(W, 2.5, sums="tree"), 'leaf_norms: expected p to be 2 or inf with sums="tree", got 2.5'),
     (lambda: fs.global_norm(W, 0.0), "global_norm: expected p to be a number above 0, got 0.0"),
 ]
 
 
 def test_refusals():
-    for call, text in (*MASKS, *SCHEDULES, *ARGUMENTS):
+    for call, text in ROWS:
         assert text_of(call) == text
+    tx = fs.Optimizer(lambda params: (), lambda grads, state, params: (state, params))
+    swapped = (
+        "update: tx.update returns (params, state), and its params: trees differ in structure\n  ['w']: expected a"
+    )
+    assert text_of(partial(fs.update, tx, fs.TrainState.create(W, tx), W)).startswith(swapped)
 
 
 def check_leaves_are_refused(make, checked_by, takes_complex):
@@ -88,21 +84,11 @@ def check_leaves_are_refused(make, checked_by, takes_complex):
     tx, needed = make(0.1), "a floating tensor" if takes_complex else "a real floating tensor"
     for dtype in (torch.int64, *[torch.complex64] * (not takes_complex)):
         text = text_of(lambda: tx.init({"w": torch.ones(2, dtype=dtype)}))  # noqa: B023
-        assert text.startswith(f"{checked_by}: leaves ")
         found = f"got {'an' if dtype is torch.int64 else 'a'} {str(dtype)[6:]} Tensor of shape (2,)"
+        assert text.startswith(f"{checked_by}: leaves ")
         assert f"\n  ['w']: expected {needed}, {found}\n" in text
 
 
 def test_leaves_are_refused():
-    for name in ("sgd", "adam", "adamw"):
-        checked_by = "sgd" if name == "sgd" else "scale_by_adam"
-        check_leaves_are_refused(getattr(fs, name), checked_by, takes_complex=name == "sgd")
-
-
-def test_an_update_that_returns_its_results_in_another_order_is_refused():
-    tx = fs.Optimizer(lambda params: (), lambda grads, state, params: (state, params))
-    text = (
-        "update: tx.update returns (params, state), and its params: trees differ in structure\n"
-        "  ['w']: expected a leaf, got nothing\nTo fix: "
-    )
-    assert text_of(partial(fs.update, tx, fs.TrainState.create(W, tx), W)).startswith(text)
+    check_leaves_are_refused(fs.sgd, "sgd", takes_complex=True)
+    check_leaves_are_refused(fs.adamw, "scale_by_adam", takes_complex=False)

@@ -21,19 +21,14 @@ MATRICES = ("w", "wide", "tall")
 
 
 class Row(NamedTuple):
-    """One optimizer.
-
-    Attributes:
-        make: Makes it.
-        donated: Whether a donated update writes its parameters and state in place.
-        rounds: How many additions each number in an update depends on that ranks may do in another order; 0 where a
-            sharded update has the dense one's bits.
-        reduced: Whether the state has the rows and columns of a leaf, split as far as the leaf is.
-    """
+    """One optimizer."""
 
     make: Any
+    # Whether a donated update writes its parameters and state in place.
     donated: bool = False
+    # Additions that each number depends on and ranks may do in another order; 0 where sharded is dense to the bit.
     rounds: int = 0
+    # Whether the state has the rows and columns of a leaf, split as far as the leaf is.
     reduced: bool = False
 
 
@@ -49,6 +44,8 @@ TABLE = {
     "adam": Row(lambda: fs.adam(0.1, weight_decay=0.1)),
     "adamw": Row(lambda: fs.adamw(lambda count: 0.1 / (1 + count))),
     "from_torch SGD": Row(lambda: from_torch(optim.SGD, momentum=0.9), donated=True),
+    "from_torch Adagrad": Row(lambda: from_torch(optim.Adagrad, lr_decay=0.1), donated=True),
+    "from_torch NAdam": Row(lambda: from_torch(optim.NAdam, weight_decay=0.1), donated=True),
     # Fused kernels round the elements behind their last full vector in another way, a few times an update.
     "from_torch AdamW fused": Row(lambda: from_torch(fused=True), donated=True, rounds=8),
     "from_torch Adam foreach": Row(lambda: from_torch(optim.Adam, foreach=True, amsgrad=True), donated=True),
@@ -73,10 +70,6 @@ def tree(seed):
     return {name: draw(*shape) for name, shape in SHAPES.items()} | {"fixed": draw(4, 3)}
 
 
-def gradients(step):
-    return {**tree(step), "fixed": None}
-
-
 def run(tx, params, grads):
     """The parameters after some updates."""
     state = tx.init(params)
@@ -85,23 +78,20 @@ def run(tx, params, grads):
     return params
 
 
-def values():
+def values(place=lambda full: full):
     """The parameters and the gradients of each step, in full; one leaf is frozen."""
-    return tree(0), [gradients(step) for step in range(1, STEPS + 1)]
+    return place(tree(0)), [{**place(tree(step)), "fixed": None} for step in range(1, STEPS + 1)]
 
 
 def dense(row):
     params, grads = values()
     frozen = params.pop("fixed")
-    out = run(row.make(), params, [{k: v for k, v in grad.items() if v is not None} for grad in grads])
+    out = run(row.make(), params, [{name: grad[name] for name in SHAPES} for grad in grads])
     return {**out, "fixed": frozen}
 
 
 def on_shards(strategy):
-    params, grads = values()
-    params = fs.shard(params, strategy, frozen="fixed")
-    shards = [fs.shard({k: v for k, v in grad.items() if v is not None}, strategy) for grad in grads]
-    return params, [{**shard, "fixed": None} for shard in shards]
+    return values(lambda full: fs.shard(full, strategy, frozen="fixed"))
 
 
 def every_leaf():

@@ -10,9 +10,10 @@ from torch import optim
 import fshard as fs
 from fshard.tree import flatten, is_sharded
 from tests.optim.test_from_torch import CASES, Lion
-from tests.optim.test_native import AGAINST_TORCH
+from tests.optim.test_native import BETAS, MOMENTUM
+from tests.optim.test_table import every_leaf
 from tests.ranks import on_ranks
-from tests.trees import assert_same_bits, normal, one_axis
+from tests.trees import assert_same_bits, normal
 
 SHAPES, DTYPES = {"a": (5, 3), "b": (7,)}, {"a": torch.float64, "b": torch.float32}
 HISTORIES = {
@@ -82,9 +83,16 @@ def check_our_own_are_torch_s_within_rounding(row):
                 torch.testing.assert_close(params[name], expected[name], rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", AGAINST_TORCH)
-def test_our_own_are_torch_s_within_rounding(name):
-    check_our_own_are_torch_s_within_rounding(AGAINST_TORCH[name])
+DECAY, SGD = {"weight_decay": 0.1}, (fs.sgd, optim.SGD)
+AGAINST_TORCH = [
+    *((*SGD, how | DECAY) for how in ({"lr": 0.1}, MOMENTUM | {"dampening": 0.5}, MOMENTUM | {"nesterov": True})),
+    *((*pair, BETAS | DECAY) for pair in ((fs.adam, optim.Adam), (fs.adamw, optim.AdamW))),
+]
+
+
+def test_our_own_are_torch_s_within_rounding():
+    for row in AGAINST_TORCH:
+        check_our_own_are_torch_s_within_rounding(row)
 
 
 def torch_sgd():
@@ -95,18 +103,12 @@ TABLE = {
     "sgd": lambda: fs.sgd(0.1, 0.9, weight_decay=0.1),
     "adam": lambda: fs.adam(0.1),
     "from_torch fused": lambda: fs.from_torch(optim.AdamW, lr=0.1, fused=True),
-    "from_torch Adagrad": lambda: fs.from_torch(optim.Adagrad, lr=0.1, initial_accumulator_value=0.5),
-    "from_torch SGD": torch_sgd,
     "injected": lambda: fs.from_torch(optim.SGD, lr=0.1, momentum=0.9, dampening=0.5, inject=["lr"]),
     "chain": lambda: fs.chain(fs.clip_by_norm(0.5), fs.add_decayed_weights(0.1), fs.clip_by_value(0.5), torch_sgd()),
     "partition": lambda: fs.partition({"a": torch_sgd(), "*": torch_sgd()}),
     "skip_nonfinite": lambda: fs.skip_nonfinite(torch_sgd()),
     "dynamic_loss_scale": lambda: fs.dynamic_loss_scale(fs.adam(0.1), init_scale=1.0, growth_interval=100),
 }
-
-
-def every_leaf():
-    return fs.zero2(one_axis(), min_shard_elements=0)
 
 
 def sharded(tree):
@@ -118,12 +120,9 @@ def sharded(tree):
 def moments(state, names):
     """The leaves of some names and what the optimizer keeps for them, element by element."""
     flat = flatten((state.params, state.opt_state))
+    of_names = lambda path: any(f"['{name}']" in path for name in names)  # noqa: E731
     pairs = zip(flat.paths, flat.leaves, strict=True)
-    return {
-        path: leaf.local.clone()
-        for path, leaf in pairs
-        if is_sharded(leaf) and any(f"['{name}']" in path for name in names)
-    }
+    return {path: leaf.local.clone() for path, leaf in pairs if is_sharded(leaf) and of_names(path)}
 
 
 def check_a_leaf_is_as_if_the_updates_without_it_had_not_been(make):
