@@ -6,11 +6,9 @@ import traceback
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import fshard as fs
 from tests.jit.steps import refused
-from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, normal, one_axis
 
 # Eager calls of torch's control flow compile, and tracing imports modules of torch's own that warn.
@@ -45,17 +43,12 @@ def test_looking_at_values_is_refused_and_the_line_stands_above():
         assert inspect.getsource(f).splitlines()[1].strip() in lines
 
 
-ARITHMETIC = (
-    lambda x: x * x.sum().item() + 1,
-    lambda x: x * sum(x.tolist()),
-    lambda x: x[x > 1],
-    lambda x: (x - 1).nonzero(),
-)
+ARITHMETIC = (lambda x: x * x.sum().item() + 1, lambda x: x * sum(x.tolist()), lambda x: x[x > 1])
 
 
-def test_values_may_be_used_in_arithmetic(capsys):
+def test_values_may_be_used_in_arithmetic_and_in_control_flow_of_torch(capsys):
     """Where no branch depends on them: they are computed in each call. Prints show what a trace has, once."""
-    for f in ARITHMETIC:
+    for f in (*ARITHMETIC, lambda x: torch.cond(x.sum() > 4, lambda x: x.sin(), lambda x: x * x - 1, (x,))):
         jitted = fs.jit(f)
         for x in (X, X + 1, 2 * X):
             assert jitted(x).equal(f(x))
@@ -106,7 +99,6 @@ ROWS = [
     (lambda: fs.jit(lambda x: DROPS.apply({}, x, key=0) + torch.rand(3))(X), KEY_NEEDED.format("aten.rand.default")),
     (lambda: fs.jit(lambda x: torch.rand(3) + DROPS.apply({}, x, key=0))(X), KEY_NEEDED.format("aten.rand.default")),
     (lambda: fs.jit(random_branch)(X), KEY_NEEDED.format("aten.rand.default")),
-    (lambda: fs.jit(scale, donate_argnums=-1), f"jit: expected donate_{NUMBERS}, got -1"),
     (lambda: fs.jit(scale, static_argnums=("by",)), f"jit: expected static_{NUMBERS}, got ('by',)"),
     (lambda: fs.jit(3), "jit: expected f to be a function, got an int"),
     (
@@ -149,14 +141,6 @@ def test_a_number_that_changes_is_refused_and_the_old_one_still_serves():
         jitted(X, by=3.0)
 
 
-@on_ranks(2, timeout=3.0)
-def test_a_trace_runs_no_collective_of_constants():
-    axis = fs.axis_of(one_axis())
-
-    # One rank alone may have to trace anew, and the others would not take part.
-    assert fs.jit(lambda x: fs.psum(torch.tensor(3.0), axis) * x)(X).equal(6 * X)
-
-
 SEEN: list[float] = []
 
 
@@ -187,62 +171,34 @@ def test_callbacks_run_in_every_call_and_asserts_raise(backend):
     assert (SEEN[:3], len(jitted.traces)) == ([0.0, 2.0, 4.0], 1)
 
 
-def test_control_flow_of_torch_is_part_of_a_graph():
-    def step(params, x):
-        def loss(params, x):
-            w = fs.gather(params)["w"]
-            return torch.cond(x.sum() > 0, lambda x: (x @ w).sin(), lambda x: x * w - 1, (x,)).square().mean()
-
-        return fs.value_and_grad(loss)(params, x)
-
-    params = fs.shard({"w": normal()(3, 3)}, fs.zero3(fs.init_mesh({"shard": 1}, device="cpu")))
-    jitted = fs.jit(step)
-    for sign in (1, -1):
-        x = sign * normal(1)(3, 3).abs()
-        fs.testing.assert_trees_close(jitted(params, x), step(params, x), rtol=1e-12, atol=1e-12)
-    assert len(jitted.traces) == 1
-
-
-def grouped(a, b):
-    """As mixtures of experts of transformers make them; torch's form without values takes bfloat16 alone."""
-    with torch.enable_grad():
-        a, b = a.detach().requires_grad_(), b.detach().requires_grad_()
-        out = F.grouped_mm(a, b, offs=torch.tensor([2, 3, 5, 6], dtype=torch.int32))
-        return out, *torch.autograd.grad(out.sin().sum(), (a, b))
-
-
+aten = torch.ops.aten
 FIRST = (
-    lambda a, b: torch.ops.aten.hardtanh_backward(a, b, -1.0, 1.0),
+    lambda a, b: aten.hardsigmoid_backward(a, b),
+    lambda a, b: aten.hardtanh_backward(a, b, -1.0, 1.0),
+    lambda a, b: aten.softplus_backward(a, b, 1, 20),
+    lambda a, b: aten.hardswish_backward(a, b),
+    lambda a, b: aten.logit_backward(a, b / 8),
     # Rightly laid out by torch.
-    lambda a, b: torch.ops.aten.silu_backward(a, b),
+    lambda a, b: aten.silu_backward(a, b),
 )
 
 
 def test_operators_that_torch_lays_out_otherwise_on_tensors_without_values():
     """Were results laid out as the second operand, the view would fail when it runs."""
     draw = normal()
-    given = draw(6, 16, dtype=torch.bfloat16), draw(4, 16, 24, dtype=torch.bfloat16)
-    assert_same_bits(list(fs.jit(grouped)(*given)), list(grouped(*given)))
     a, b = draw(2, 4, 9).transpose(1, 2).abs(), draw(2, 9, 4).abs()
-    for f in FIRST:
 
-        def run(a, b, f=f):
-            return [f(*given).reshape(18, 4) for given in ((a, b), (b, a), (b, b))]
+    def run(a, b):
+        return [f(*given).reshape(18, 4) for f in FIRST for given in ((a, b), (b, a), (b, b))]
 
-        assert_same_bits(fs.jit(run)(a, b), run(a, b))
-
-
-STEPS = (
-    fs.value_and_grad(lambda p: fs.gather(p)["w"].square().sum()),
-    lambda p: fs.scatter_grads(torch.func.grad(lambda full: full["w"].square().sum())(fs.gather(p)), like=p),
-)
+    assert_same_bits(fs.jit(run)(a, b), run(a, b))
 
 
 def test_torch_compile_of_a_step_is_refused_and_one_that_calls_a_compiled_loss_is_right():
     params = fs.shard({"w": torch.ones(4, 2)}, fs.zero3(one_axis()))
-    for step in STEPS:
-        with pytest.raises(Exception, match=r"torch\.compile cannot trace fshard's functions; use fs\.jit"):
-            torch.compile(step, fullgraph=True, backend="eager")(params)
+    step = fs.value_and_grad(lambda p: fs.gather(p)["w"].square().sum())
+    with pytest.raises(Exception, match=r"torch\.compile cannot trace fshard's functions; use fs\.jit"):
+        torch.compile(step, fullgraph=True, backend="eager")(params)
     loss = torch.compile(lambda w: w.square().sum(), backend="eager", fullgraph=True)
     value, grads = fs.value_and_grad(lambda p: loss(fs.gather(p)["w"]))(params)
     assert value.item() == 8.0

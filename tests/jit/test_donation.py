@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 import fshard as fs
 from tests.jit.steps import (
@@ -12,7 +11,6 @@ from tests.jit.steps import (
     copied,
     tensors,
     train_step,
-    updating,
 )
 from tests.jit.test_steps import blocks, chain
 from tests.optim.test_table import TABLE
@@ -31,68 +29,61 @@ def plus_one(tree):
     return fs.tree_map(lambda leaf: leaf + 1, tree)
 
 
-@on_ranks(2)
-def test_every_leaf_stays_where_it_is():
-    """Those of the state that no optimizer writes in place too; and a batch that is not donated is left alone."""
-    params = fs.shard(blocks(), fs.zero3(one_axis(), min_shard_elements=0, merge_bytes=0))
-    tx = fs.ema(fs.chain(fs.clip_by_global_norm(0.5), fs.from_torch(torch.optim.AdamW, lr=0.1, fused=True)), 0.9)
-    step, expected = train_step(chain, tx), fs.TrainState.create(params, tx)
-    batches = [normal(n + 10 * torch.distributed.get_rank())(2, 5) for n in range(STEPS)]
-    jitted, kept, state = fs.jit(step, donate_argnums=0), fs.jit(step), copied(expected)
-    where, before = places(state), copied(batches)
-    for batch in batches:
-        old = state
-        state, value = jitted(state, batch)
-        expected, wanted = kept(expected, batch)
-        assert_alike((state, value), (expected, wanted))
-        assert places(state) == where
-    assert_alike(batches, before)
-    with pytest.raises(ValueError, match=donated("jit", r"\[0\]\[0\]\.step")):
-        jitted(old, batches[0])
-    assert not any(tensor.numel() for tensor in tensors(old))
-
-
 def donated(what, path):
     found = "got a tensor that was donated to an earlier call"
     return rf"{what}: arguments were donated\n  {path}: expected what that call returned in its place, {found}\n"
 
 
 @on_ranks(2)
+def test_every_leaf_stays_where_it_is():
+    """Those of the state that no optimizer writes in place too; and a batch that is not donated is left alone."""
+    params = fs.shard(blocks(), fs.zero3(one_axis(), min_shard_elements=0, merge_bytes=0))
+    tx = fs.ema(fs.chain(fs.clip_by_global_norm(0.5), fs.from_torch(torch.optim.AdamW, lr=0.1, fused=True)), 0.9)
+    step, expected = train_step(chain, tx), fs.TrainState.create(params, tx)
+
+    def in_place(state, batch):
+        value, grads = fs.value_and_grad(chain)(state.params, batch)
+        return fs.update(tx, state, grads, donate=True), value
+
+    batches = [normal(n + 10 * torch.distributed.get_rank())(2, 5) for n in range(STEPS)]
+    forms, before = [fs.jit(f, donate_argnums=0) for f in (step, in_place)], copied(batches)
+    states = [copied(expected) for _ in forms]
+    where = places(states)
+    for batch in batches:
+        old = states[0]
+        expected, wanted = step(expected, batch)
+        for n, jitted in enumerate(forms):
+            states[n], value = jitted(states[n], batch)
+            assert_alike((states[n], value), (expected, wanted))
+        assert places(states) == where
+    assert_alike(batches, before)
+    with pytest.raises(ValueError, match=donated("jit", r"\[0\]\[0\]\.step")):
+        forms[0](old, batches[0])
+    assert not any(tensor.numel() for tensor in tensors(old))
+
+
+@on_ranks(2)
 def test_what_was_donated_is_refused_outside_of_jit():
     """By the verbs that check what they are given, whether it is sharded or whole."""
-    model, tx = fs.functionalize(nn.Linear(3, 2)), fs.sgd(0.1)
-    params = model.init(fs.zero3(one_axis(), min_shard_elements=0), seed=0)
+    tx, axis = fs.sgd(0.1), fs.zero3(one_axis(), min_shard_elements=0)
+    params = fs.shard({"x": X.clone()}, axis)
     state, grads = fs.TrainState.create(params, tx), fs.tree_map(torch.ones_like, params)
     new = fs.jit(plus_one, donate_argnums=0)(params)
     verbs = {
-        "value_and_grad": lambda tree: fs.value_and_grad(lambda p: model.apply(p, X).sum())(tree),
-        "apply": lambda tree: model.apply(tree, X),
+        "value_and_grad": lambda tree: fs.value_and_grad(lambda p: fs.gather(p)["x"].sum())(tree),
         "unshard": fs.unshard,
         "gather": fs.gather,
         "reshard": lambda tree: fs.reshard(tree, fs.ddp(one_axis())),
         "update": lambda tree: fs.update(tx, state._replace(params=tree), grads),
     }
     for what, verb in verbs.items():
-        with pytest.raises(ValueError, match=donated(what, r"\['bias'\]")):
+        with pytest.raises(ValueError, match=donated(what, r"\['x'\]")):
             verb(params)
         verb(new)
     whole = {"x": X.clone()}
     fs.jit(plus_one, donate_argnums=0)(whole)
     with pytest.raises(ValueError, match=donated("value_and_grad", r"\['x'\]")):
         fs.value_and_grad(lambda tree: tree["x"].sum())(whole)
-
-
-@on_ranks(2)
-def test_a_donated_update_inside_of_a_donated_step():
-    """The update writes to the state by itself; the graph finds that in its place."""
-    tx = fs.from_torch(torch.optim.AdamW, lr=0.1, fused=True)
-    case, expected = updating(lambda: tx)(), updating(lambda: tx)().state
-    jitted = fs.jit(lambda state, grad: fs.update(tx, state, grad, donate=True), donate_argnums=0)
-    state, where = case.state, places(case.state)
-    for (grad,) in case.batches:
-        state, expected = jitted(state, grad), case.step(expected, grad)[0]
-    assert_alike(state, expected)
-    assert places(state) == where
 
 
 def late(tree):
@@ -141,10 +132,8 @@ def test_only_the_part_with_the_argument_s_structure_is_written():
     # Gradients have the structure of the new state's parameters, which are the state's own.
     tx = fs.from_torch(torch.optim.SGD, lr=0.1)
     given = fs.TrainState.create({"w": torch.ones(3)}, tx), {"w": torch.ones(3)}
-    for order in (1, -1):
-        number = (0, 1)[::order].index(1)
-        with pytest.raises(ValueError, match=f"with the structure of donated argument {number}, got none; return its"):
-            fs.jit(lambda *args, order=order: fs.update(tx, *args[::order]), donate_argnums=(0, 1))(*given[::order])
+    with pytest.raises(ValueError, match="with the structure of donated argument 1, got none; return its"):
+        fs.jit(lambda *args: fs.update(tx, *args), donate_argnums=(0, 1))(*given)
 
 
 # Arguments that share memory, and whether what is not donated stays.
@@ -152,7 +141,6 @@ OVERLAPS = (
     lambda x: (x, x),
     lambda x: ({"a": x, "b": x}, X),
     lambda x: (x[:2], x),
-    lambda x: (x, x[1:]),
     lambda x: ({"a": x[:2], "b": x[1:]}, X),
     lambda x: (x.detach(), x),
 )
@@ -164,24 +152,18 @@ def test_memory_that_other_tensors_have_is_copied_before_it_is_written_to():
 
     for overlap in OVERLAPS:
         for backend in BACKENDS:
-            given = X.clone()
-            found = fs.jit(f, donate_argnums=0, backend=backend)(*overlap(given))
+            found = fs.jit(f, donate_argnums=0, backend=backend)(*overlap(X.clone()))
             assert_alike(found, f(*overlap(X)))
             assert len(set(places(found))) == len(places(found))
     a, b = torch.arange(6.0).split(3)
     assert_alike(fs.jit(plus_one, donate_argnums=0)({"a": a, "b": b}), {"a": X + 1, "b": X + 4})
 
 
-@on_ranks(2)
 def test_what_the_function_closes_over_is_not_donated():
     """The next call would read it again."""
-    mine, params = X.clone(), fs.shard({"w": X}, fs.zero3(one_axis()))
-
-    def f(state, x):
-        return {**state, "params": fs.tree_map(lambda leaf: leaf + mine.sum(), state["params"])}, x * mine
-
-    jitted = fs.jit(f, donate_argnums=0)
-    first, _ = jitted({"kept": X.clone(), "params": params}, X)
+    mine = X.clone()
+    jitted = fs.jit(lambda state, x: ({**state, "n": state["n"] + mine.sum()}, x * mine), donate_argnums=0)
+    first, _ = jitted({"kept": X.clone(), "n": X.clone()}, X)
     with pytest.raises(ValueError, match="jit: expected nothing written to what the function closes over, got a write"):
         jitted({**first, "kept": mine}, X)
     assert mine.equal(X)
@@ -201,18 +183,14 @@ def test_frozen_parameters_and_their_average_stay_one_tensor():
     params = fs.shard(full, fs.zero3(one_axis(), min_shard_elements=0), frozen="frozen")
     tx = fs.ema(fs.adamw(0.1), 0.9)
 
-    def loss(params):
-        full = fs.gather(params)
-        return (full["trained"] * full["frozen"]).square().sum()
-
     def step(state):
-        return fs.update(tx, state, fs.value_and_grad(loss)(state.params)[1], donate=True)
+        run = fs.value_and_grad(lambda p: (fs.gather(p)["trained"] * fs.gather(p)["frozen"]).square().sum())
+        return fs.update(tx, state, run(state.params)[1], donate=True)
 
     def frozen_of(state):
         return [state.params["frozen"], state.opt_state.average["frozen"]]
 
-    begin = fs.TrainState.create(params, tx)
-    eager, state = copied(begin), copied(begin)
+    eager, state = (copied(fs.TrainState.create(params, tx)) for _ in range(2))
     for tree in (eager, state):
         tree.opt_state.average["frozen"] = tree.params["frozen"]
     jitted, where = fs.jit(step, donate_argnums=0), [places(frozen_of(tree)) for tree in (eager, state)]

@@ -9,7 +9,7 @@ from torch import nn
 import fshard as fs
 from fshard import _compat
 from fshard.comm import ops
-from fshard.jit.passes import placeholders, storages_of
+from fshard.jit.passes import is_view, placeholders, storages_of
 from fshard.testing import spmd
 from tests.jit.steps import collectives, copied, trained
 from tests.jit.test_steps import Stack, inputs
@@ -65,25 +65,6 @@ def buffers(start):
     return [(item, [user for user in item.users if is_wait(user)]) for item in items]
 
 
-def last_use(node, order):
-    """Where the last node stands that reads a buffer, views of it included."""
-    last = order[node]
-    for user in node.users:
-        view = user.target is operator.getitem or any(a.aliased for a in _compat.arguments_of(user.target) or ())
-        if user.op != "output":
-            last = max(last, last_use(user, order) if view or is_wait(user) else order[user])
-    return last
-
-
-def most_gathered(nodes):
-    """The most gathered buffers that are there at a time, each from its wait to its last use."""
-    order = {node: n for n, node in enumerate(nodes)}
-    gathers = starts(nodes, ops.all_gather)
-    waits = [min(order[wait] for _, found in buffers(start) for wait in found) for start in gathers]
-    ends = [max(last_use(item, order) for item, _ in buffers(start)) for start in gathers]
-    return max(sum(wait <= n <= end for wait, end in zip(waits, ends)) for n in range(len(nodes)))
-
-
 def test_collectives_are_those_of_the_eager_step_and_all_are_waited_for():
     program, record = graph_of(prefetch=1)
     nodes = nodes_of(program)
@@ -92,11 +73,19 @@ def test_collectives_are_those_of_the_eager_step_and_all_are_waited_for():
     # Each unit is gathered, and again but for the last and the one that the backward would gather ahead of it.
     assert names.count("all_gather") == 2 * UNITS - 2
     for start in starts(nodes):
-        found = buffers(start)
-        assert len(found) == len(start.args[0])
-        assert all(len(waits) == 1 for _, waits in found)
-    # No gathered unit is held between its turns.
-    assert most_gathered(nodes) <= 2
+        assert [len(waits) for _, waits in buffers(start)] == [1] * len(start.args[0])
+    # No gathered unit is held between its turns: at most two at a time, from a wait to the last use of its views.
+    order = {node: n for n, node in enumerate(nodes)}
+
+    def end(node):
+        follow = lambda user: user.target is operator.getitem or is_wait(user) or is_view(user)  # noqa: E731
+        users = [user for user in node.users if user.op != "output"]
+        return max([order[node], *(end(user) if follow(user) else order[user] for user in users)])
+
+    held = []
+    for start in starts(nodes, ops.all_gather):
+        held.append((min(order[wait] for _, waits in buffers(start) for wait in waits), end(start)))
+    assert max(sum(begin <= n <= last for begin, last in held) for n in range(len(nodes))) <= 2
 
 
 def test_donated_leaves_are_written_right_after_their_update():
@@ -117,22 +106,23 @@ def test_donated_leaves_are_written_right_after_their_update():
 
 
 def test_make_graph_of_a_jitted_function_is_the_graph_that_its_backend_is_given():
-    seen = []
+    seen, options = [], {"donate_argnums": 0, "static_argnums": 1}
+
+    def f(x, n):
+        return x * n, {"n": x[0] + n}
 
     def backend(graph, inputs):
         seen.append([node.name for node in graph.graph.nodes])
         return graph
 
-    jitted = fs.jit(lambda x, n: (x * n, {"n": x[0] + n}), donate_argnums=0, static_argnums=1, backend=backend)
+    jitted = fs.jit(f, backend=backend, **options)
     graph = fs.make_graph(jitted)(torch.zeros(4), 3)
     assert (jitted.traces, seen) == ([], [])
     jitted(torch.zeros(4), 3)
     assert seen == [[node.name for node in graph.module.graph.nodes]]
-    jitted = fs.jit(lambda x, n: (x * n, {"n": x[0] + n}), donate_argnums=0, static_argnums=1)
-    graph = fs.make_graph(jitted)(torch.zeros(4), 3)
-    first, *code = str(graph).splitlines()
-    assert first == "4 operators, 0 collectives, 0 bytes sent, 20 bytes at most"
-    assert sum("torch.ops.aten" in line for line in code) == 4
+    graph = fs.make_graph(fs.jit(f, **options))(torch.zeros(4), 3)
+    assert str(graph).startswith("4 operators, 0 collectives, 0 bytes sent, 20 bytes at most\n")
+    assert str(graph).count("= torch.ops.aten") == 4
     assert [node.name for node in fs.tree_leaves(graph.results)] == ["arg0_1", "add"]
 
 
@@ -172,6 +162,9 @@ def test_a_collective_whose_result_this_rank_does_not_use_stays_and_is_waited_fo
     with fs.comm.record() as record:
         assert step(torch.ones(3)).equal(torch.full((3,), 2.0))
     assert [entry.op for entry in record if not entry.about.is_comparison] == ["all_gather"]
+    # A trace runs none by itself, such as those of constants: one rank alone may have to trace anew.
+    graph = fs.make_graph(lambda x: fs.psum(torch.tensor(3.0), axis) * x)(torch.ones(3))
+    assert [entry.op for entry in graph.collectives()] == ["all_reduce"]
 
 
 @on_ranks(4)

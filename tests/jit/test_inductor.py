@@ -10,7 +10,7 @@ import fshard as fs
 from fshard import _compat
 from fshard.jit.passes import is_view, placeholders
 from fshard.testing import assert_trees_close
-from tests.jit.test_graph import STARTS, UNITS, buffers, graph_of, is_wait, most_gathered, nodes_of, starts
+from tests.jit.test_graph import STARTS, UNITS, buffers, graph_of, is_wait, nodes_of, starts
 from tests.trees import normal, one_axis
 
 # Inductor and what it imports warn of their own.
@@ -18,10 +18,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 FULL = {"w": normal(1)(6, 5), "b": normal(2)(5)}
 X = normal(3)(4, 6)
+EPS = torch.finfo(torch.float64).eps
 
 # AdamW divides a gradient by its size: what rounds in it, in sums of some ten terms, moves a leaf by the rate times
 # that, relative to the smallest gradient, here above a thousandth of the largest; and so in each of three steps.
-ATOL = 3 * 0.1 * 10 * 1000 * torch.finfo(torch.float64).eps
+ATOL = 3 * 0.1 * 10 * 1000 * EPS
 
 
 def test_a_step_is_the_eager_one_within_rounding():
@@ -62,14 +63,10 @@ def ahead(x):
 
 @pytest.mark.slow
 def test_views_share_memory_and_random_numbers_are_those_of_eager_code():
-    atol = 10 * torch.finfo(X.dtype).eps
-    for f, x in ((write, X), (ahead, normal(4)(3, 10))):
-        assert_trees_close(fs.jit(f, backend="inductor")(x), f(x), rtol=0.0, atol=atol)
     model = fs.functionalize(nn.Sequential(nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.1)))
-    jitted = fs.jit(lambda x, key: model.apply({}, x, key=key).sin(), backend="inductor")
-    for n in range(2):
-        expected = model.apply({}, X, key=fs.fold_in(0, n)).sin()
-        torch.testing.assert_close(jitted(X, fs.fold_in(0, n)), expected, rtol=0.0, atol=atol)
+    drops = lambda x: model.apply({}, x, key=fs.fold_in(0, 1)).sin()  # noqa: E731
+    for f, x in ((write, X), (ahead, normal(4)(3, 10)), (drops, X)):
+        assert_trees_close(fs.jit(f, backend="inductor")(x), f(x), rtol=0.0, atol=10 * EPS)
 
 
 def events(nodes):
@@ -87,7 +84,6 @@ def events(nodes):
 
 @pytest.mark.slow
 def test_kernels_lie_between_the_collectives_of_the_graph():
-    graph, _ = graph_of(prefetch=1)
     # Else there is no code where an earlier run has left its kernels.
     with config.patch(fx_graph_cache=False):
         (inductor, _), code = run_and_get_code(lambda: graph_of(backend="inductor", prefetch=1))
@@ -95,8 +91,7 @@ def test_kernels_lie_between_the_collectives_of_the_graph():
     for text in code:
         assert not any(word in text for word in ("fshard", "_c10d_functional", "wait_tensor", "copy_(", "_fused_adamw"))
     nodes = nodes_of(inductor)
-    assert events(nodes) == events(nodes_of(graph))
-    assert most_gathered(nodes) == 2
+    assert events(nodes) == events(nodes_of(graph_of(prefetch=1)[0]))
     # Units alike share their kernels, and donated leaves are written in their place.
     compiled = _compat.compile_by_inductor.__module__
     pieces = [n.target for n in nodes if n.op == "call_function" and getattr(n.target, "__module__", "") == compiled]
