@@ -20,13 +20,7 @@ Step = Callable[..., tuple[State, Any]]
 
 
 class Case(NamedTuple):
-    """What is run on one rank.
-
-    Attributes:
-        step: A step; returns (state, out).
-        state: The state before the first.
-        batches: For each step the arguments besides the state.
-    """
+    """A step that returns (state, out), its first state, and for each step the arguments besides."""
 
     step: Step
     state: State
@@ -112,13 +106,9 @@ def updating(make_optimizer: Callable[[], fs.Optimizer]) -> Callable[[], Case]:
     """Make the case of an update by an optimizer, on the tree of its table."""
 
     def make() -> Case:
-        params, grads = on_shards(every_leaf())
-        tx = make_optimizer()
-
-        def step(state: State, grad: Any) -> tuple[State, Any]:
-            return fs.update(tx, state, grad), fs.tree_leaves(grad)[0].sum()
-
-        return Case(step, fs.TrainState.create(params, tx), [(grad,) for grad in grads[:STEPS]])
+        (params, grads), tx = on_shards(every_leaf()), make_optimizer()
+        state = fs.TrainState.create(params, tx)
+        return Case(lambda state, grad: (fs.update(tx, state, grad), None), state, [(g,) for g in grads[:STEPS]])
 
     return make
 

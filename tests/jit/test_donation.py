@@ -174,28 +174,3 @@ def test_what_the_function_closes_over_is_not_donated():
 def test_no_optimizer_begins_with_shared_memory_that_it_writes_to():
     for row in TABLE.values():
         check_no_optimizer_begins_with_shared_memory_that_it_writes_to(row.make)
-
-
-@on_ranks(2)
-def test_frozen_parameters_and_their_average_stay_one_tensor():
-    """They are not copied, jitted or eager; and both leaves of the old state say that they were donated."""
-    full = {"frozen": normal()(5, 3), "trained": normal(1)(5, 3)}
-    params = fs.shard(full, fs.zero3(one_axis(), min_shard_elements=0), frozen="frozen")
-    tx = fs.ema(fs.adamw(0.1), 0.9)
-
-    def step(state):
-        run = fs.value_and_grad(lambda p: (fs.gather(p)["trained"] * fs.gather(p)["frozen"]).square().sum())
-        return fs.update(tx, state, run(state.params)[1], donate=True)
-
-    def frozen_of(state):
-        return [state.params["frozen"], state.opt_state.average["frozen"]]
-
-    eager, state = (copied(fs.TrainState.create(params, tx)) for _ in range(2))
-    for tree in (eager, state):
-        tree.opt_state.average["frozen"] = tree.params["frozen"]
-    jitted, where = fs.jit(step, donate_argnums=0), [places(frozen_of(tree)) for tree in (eager, state)]
-    for _ in range(STEPS):
-        before, eager, state = state, step(eager), jitted(state)
-        assert_alike(state, eager)
-        assert [places(frozen_of(tree)) for tree in (eager, state)] == where
-        assert [leaf.local.shape for leaf in frozen_of(before)] == [(0,), (0,)]

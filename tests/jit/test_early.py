@@ -10,6 +10,7 @@ from torch import nn
 import fshard as fs
 from fshard.testing import spmd
 from fshard.transforms import strategies
+from tests.jit.steps import train_step
 from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, normal, one_axis
 
@@ -39,11 +40,7 @@ def case(strategy, make):
     def loss(params, x):
         return model.apply(params, x).square().mean()
 
-    def step(state, x):
-        value, grads = fs.value_and_grad(loss)(state.params, x)
-        return fs.update(tx, state, grads), value
-
-    return step, state, [draw(4, WIDTH, dtype=torch.float32) for _ in range(2)], loss
+    return train_step(loss, tx), state, [draw(4, WIDTH, dtype=torch.float32) for _ in range(2)], loss
 
 
 @pytest.mark.rows(2)

@@ -14,7 +14,7 @@ from fshard.testing import spmd
 from tests.jit.steps import collectives, copied, trained
 from tests.jit.test_steps import Stack, inputs
 from tests.ranks import on_ranks
-from tests.trees import assert_same_bits, normal, one_axis, two_axes
+from tests.trees import assert_same_bits, normal, one_axis
 from tests.unit_models import HIDDEN, Block, filled, zero3
 
 STARTS = (ops.all_gather, ops.reduce_scatter, ops.all_reduce)
@@ -167,20 +167,6 @@ def test_a_collective_whose_result_this_rank_does_not_use_stays_and_is_waited_fo
     assert [entry.op for entry in graph.collectives()] == ["all_reduce"]
 
 
-@on_ranks(4)
-def test_ranks_of_an_axis_compare_its_own_collectives():
-    """Stages of a pipeline differ in what they send over other axes, and in when."""
-    rows, columns = (fs.axis_of(two_axes(4), name) for name in ("replicate", "shard"))
-    told = []
-    for order in ((rows, columns), (columns, rows)):
-        jitted = fs.jit(lambda x, order: sum(fs.psum(x, axis) for axis in order), static_argnums=1)
-        jitted(torch.ones(3), order)
-        (program,) = jitted._programs.values()
-        told.append(program.facts)
-    assert told[0] == told[1]
-    assert [axis.name in told[0][other] for axis in (rows, columns) for other in (rows, columns)] == [1, 0, 0, 1]
-
-
 # Programs, and the operators that are left of them.
 FOLDED = [
     (lambda x: x.t().t() + 1, ["add"]),
@@ -188,28 +174,18 @@ FOLDED = [
     (lambda x: x.view(24).view(2, 12).view(3, 8) + 1, ["view", "add"]),
     (lambda x: (x * 2).t().t().add_(1), ["mul", "add_"]),
     (lambda x: (x.view(24), x.view(24).view(4, 6)), ["view"]),
-    (
-        lambda x: x.clone(memory_format=torch.contiguous_format).view(24).add_(1) + x.view(24),
-        ["clone", "view", "add_", "view", "add"],
-    ),
     (lambda x: x.view(24)[3:9].view(2, 3) + 1, ["view", "slice", "view", "add"]),
-    (lambda x: x.view(24)[::2].view(12, 1).view(1, 12) + 1, None),
 ]
-
-
-def several(found):
-    return list(found) if isinstance(found, tuple | list) else [found]
 
 
 def test_views_are_folded_and_bits_and_strides_and_aliases_stay():
     given = normal(1)(4, 6)
     for f, expected in FOLDED:
         jitted = fs.jit(f)
-        found, wanted = several(jitted(given)), several(f(given))
+        found, wanted = fs.tree_leaves(jitted(given)), fs.tree_leaves(f(given))
         assert_same_bits(found, wanted)
         assert [tensor.stride() for tensor in found] == [tensor.stride() for tensor in wanted]
         assert len({id(tensor) for tensor in found}) == len(found)
         (program,) = jitted._programs.values()
         calls = [node for node in program.run.graph.nodes if node.op.startswith("call")]
-        names = [getattr(node.target, "__name__", str(node.target)).split(".")[0] for node in calls]
-        assert expected is None or names == expected
+        assert [str(node.target.__name__).split(".")[0] for node in calls] == expected

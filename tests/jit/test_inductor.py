@@ -8,9 +8,9 @@ from torch._inductor.utils import run_and_get_code
 
 import fshard as fs
 from fshard import _compat
-from fshard.jit.passes import is_view, placeholders
+from fshard.jit.passes import placeholders
 from fshard.testing import assert_trees_close
-from tests.jit.test_graph import STARTS, UNITS, buffers, graph_of, is_wait, nodes_of, starts
+from tests.jit.test_graph import STARTS, UNITS, graph_of, is_wait, nodes_of
 from tests.trees import normal, one_axis
 
 # Inductor and what it imports warn of their own.
@@ -69,19 +69,6 @@ def test_views_share_memory_and_random_numbers_are_those_of_eager_code():
         assert_trees_close(fs.jit(f, backend="inductor")(x), f(x), rtol=0.0, atol=10 * EPS)
 
 
-def events(nodes):
-    """Starts and waits in their order, and between each two whether something is computed."""
-    names = {item: (n, k) for n, start in enumerate(starts(nodes)) for k, (item, _) in enumerate(buffers(start))}
-    order, between = [], [False]
-    for node in nodes:
-        if node.target in STARTS or is_wait(node):
-            order.append(names[node.args[0]] if is_wait(node) else str(node.target))
-            between.append(False)
-        elif node.op == "call_function":
-            between[-1] |= not is_view(node)
-    return order, between
-
-
 @pytest.mark.slow
 def test_kernels_lie_between_the_collectives_of_the_graph():
     # Else there is no code where an earlier run has left its kernels.
@@ -91,7 +78,11 @@ def test_kernels_lie_between_the_collectives_of_the_graph():
     for text in code:
         assert not any(word in text for word in ("fshard", "_c10d_functional", "wait_tensor", "copy_(", "_fused_adamw"))
     nodes = nodes_of(inductor)
-    assert events(nodes) == events(nodes_of(graph_of(prefetch=1)[0]))
+    order, wanted = (
+        [str(node.target) for node in found if node.target in STARTS or is_wait(node)]
+        for found in (nodes, nodes_of(graph_of(prefetch=1)[0]))
+    )
+    assert order == wanted
     # Units alike share their kernels, and donated leaves are written in their place.
     compiled = _compat.compile_by_inductor.__module__
     pieces = [n.target for n in nodes if n.op == "call_function" and getattr(n.target, "__module__", "") == compiled]

@@ -45,10 +45,6 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
-def rematerialized(block, x):
-    return fs.remat(block)(x)
-
-
 def checkpointed(block, x):
     return checkpoint(block, x, use_reentrant=False)
 
@@ -61,21 +57,16 @@ def inside(module, units=Block, wrap=lambda f: f, **options):
     return make
 
 
-class Normalized(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(WIDTH, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)
-
-    def forward(self, x):
-        return self.last(torch.relu(self.norm(self.first(x)))).square().mean()
-
-
 def buffers():
-    model, tx = fs.functionalize(filled(Normalized()), nn.Linear), adamw()
+    module = nn.Sequential(nn.Linear(WIDTH, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
+    model, tx = fs.functionalize(filled(module), nn.Linear), adamw()
+
+    def loss(params, x, buffers):
+        out, new = model.apply(params, x.flatten(0, 1), buffers=buffers)
+        return out.square().mean(), new
 
     def step(state, x):
-        run = fs.value_and_grad(lambda p: model.apply(p, x.flatten(0, 1), buffers=state.buffers), has_aux=True)
-        (value, new), grads = run(state.params)
+        (value, new), grads = fs.value_and_grad(loss, has_aux=True)(state.params, x, state.buffers)
         return fs.update(tx, state._replace(buffers=fs.sync_buffers(new, state.params, "mean")), grads), value
 
     return Case(step, fs.TrainState.create(model.init(zero3()(one_axis())), tx, buffers=model.buffers), inputs())
@@ -111,7 +102,7 @@ def chain(params, x):
 HALF = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
 MODELS = {
     "checkpoint in the model": inside(filled(Stack(checkpointed)), nn.Module, prefetch=2),
-    "remat in the model": inside(filled(Stack(rematerialized))),
+    "remat in the model": inside(filled(Stack(lambda block, x: fs.remat(block)(x)))),
     "checkpoint in units": inside(filled(Stack(dropped=True)).eval()),
     "checkpoint of the model": inside(filled(Stack()), wrap=lambda f: partial(checkpoint, f, use_reentrant=False)),
     "batch norm, averaged": buffers,
@@ -191,7 +182,9 @@ KEY = torch.tensor(7)
 # Threads share the generator that a key seeds.
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", (1, "2 processes"))
-@pytest.mark.parametrize("wrap, dropped", [(rematerialized, False), (checkpointed, False), (lambda f, x: f(x), True)])
+@pytest.mark.parametrize(
+    "wrap, dropped", [(lambda block, x: fs.remat(block)(x), False), (checkpointed, False), (lambda f, x: f(x), True)]
+)
 def test_random_numbers_of_a_key_are_those_of_eager_code(wrap, dropped, world_size, workers):
     module = filled(Stack(wrap, dropped=dropped))
 

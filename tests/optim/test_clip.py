@@ -45,8 +45,7 @@ def rounding(dtype, p):
 def assert_clipped_as_by_torch(clipped, full, max_norm, p):
     expected, norm = torch_clip(full, max_norm, p)
     # The norm's rounding, and those of the quotient and the product.
-    rtol = rounding(norm.dtype, p) + 4 * torch.finfo(norm.dtype).eps
-    assert_trees_close(clipped, expected, rtol=rtol, atol=0.0)
+    assert_trees_close(clipped, expected, rtol=rounding(norm.dtype, p) + 4 * torch.finfo(norm.dtype).eps, atol=0.0)
 
 
 @pytest.mark.rows(2)
@@ -74,26 +73,24 @@ def test_every_strategy_clips_as_torch_does(dtype, p):
     return every_bit(list(results.values()))
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("p", ORDERS)
 @on_ranks(4)
 def test_odd_elements_count_as_with_torch_and_padding_does_not(p):
     """Complex ones by their magnitudes, and those that are not finite, zeros, and none at all."""
     full, on = gradients(), meshes()
     trees = [fs.tree_map(lambda grad: torch.complex(grad, 2 * grad), full), fs.tree_map(torch.zeros_like, full)]
-    for bad in (math.nan, math.inf):
-        trees.append(fs.tree_map(torch.clone, full))
-        trees[-1]["wide"][2, 5] = bad
+    trees += [full | {"one": torch.tensor([bad], dtype=torch.float64)} for bad in (math.nan, math.inf)]
     # In bfloat16 itself the sum would stand still at 256.
     ones = {"w": torch.ones(4096, dtype=torch.bfloat16)}
-    for name in ("ddp", *ALL_SPLIT):
+    for make in (STRATEGIES[name](on) for name in ("ddp", *ALL_SPLIT)):
         for tree in trees:
-            assert_clipped_as_by_torch(fs.unshard(clip(fs.shard(tree, STRATEGIES[name](on)), 0.5, p)), tree, 0.5, p)
-        clean = fs.shard(full, STRATEGIES[name](on))
+            assert_clipped_as_by_torch(fs.unshard(clip(fs.shard(tree, make), 0.5, p)), tree, 0.5, p)
+        clean = fs.shard(full, make)
         for poison in (math.nan, 1e30):
             grads = {path: leaf if leaf is None else padded_with(leaf, poison) for path, leaf in clean.items()}
             assert_same_bits(fs.unshard(clip(grads, 0.5, p)), fs.unshard(clip(clean, 0.5, p)))
-        norm = fs.global_norm(fs.shard(ones, STRATEGIES[name](on)))
+        norm = fs.global_norm(fs.shard(ones, make))
         assert (norm.dtype, norm.item()) == (torch.float32, 64.0)
     for tree in ({}, {"frozen": None}):
         assert (clip(tree, 1.0, p), fs.global_norm(tree, p).item()) == (tree, 0.0)
