@@ -117,70 +117,45 @@ def test_sharded_is_dense(name):
     check_sharded_is_dense(TABLE[name])
 
 
-def check_state_is_sharded_as_the_parameters_and_keeps_its_structure(row):
+def described(state):
+    """The structure, specs, shapes and dtypes of a state."""
+    flat = flatten(state)
+    return flat.treedef, [
+        (leaf.spec, leaf.local.shape, leaf.local.dtype) if is_sharded(leaf) else getattr(leaf, "dtype", type(leaf))
+        for leaf in flat.leaves
+    ]
+
+
+def addresses(state):
+    """Where the tensors of Sharded leaves lie."""
+    return [leaf.local.data_ptr() for leaf in flatten((state.params, state.opt_state)).leaves if is_sharded(leaf)]
+
+
+def check_updates_are_pure_or_in_place_and_states_are_sharded(row):
     params, grads = on_shards(every_leaf())
     tx = row.make()
-    before = tx.init(params)
-    specs = {leaf.spec for leaf in flatten(params).leaves}
-    rows = [leaf for leaf in flatten(before).leaves if is_sharded(leaf) and leaf.spec not in specs]
-    assert row.reduced or not rows
-    assert {leaf.spec.partition for leaf in rows} <= {fs.P("shard"), fs.P()}
-    for leaf in flatten(before).leaves:
-        assert is_sharded(leaf) or not isinstance(leaf, torch.Tensor) or not leaf.dim()
-    describe = fs.tree_map(lambda x: (x.shape, x.dtype) if isinstance(x, torch.Tensor) else type(x), before)
+    expected = fs.TrainState.create(params, tx)
+    donated = fs.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, expected)
+    places, specs = addresses(donated), {leaf.spec for leaf in flatten(params).leaves}
+    leaves = flatten(expected.opt_state).leaves
+    rows = [leaf.spec.partition for leaf in leaves if is_sharded(leaf) and leaf.spec not in specs]
+    assert set(rows) <= ({fs.P("shard"), fs.P()} if row.reduced else set())
+    assert all(is_sharded(leaf) or not isinstance(leaf, torch.Tensor) or not leaf.dim() for leaf in leaves)
     for grad in grads:
-        params, state = tx.update(grad, before, params)
-        after = fs.tree_map(lambda x: (x.shape, x.dtype) if isinstance(x, torch.Tensor) else type(x), state)
-        assert fs.tree_leaves(after) == fs.tree_leaves(describe)
-        assert flatten(state).treedef == flatten(before).treedef
-        pairs = zip(flatten(state).leaves, flatten(before).leaves, strict=True)
-        assert all(a.spec == b.spec for a, b in pairs if is_sharded(a))
-        before = state
-
-
-def check_an_update_is_pure(row):
-    params, grads = on_shards(every_leaf())
-    tx = row.make()
-    state = tx.init(params)
-    for grad in grads[:2]:
-        given = (grad, state, params)
-        tensors = [leaf for leaf in fs.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
-        before = [(leaf.clone(), leaf._version) for leaf in tensors]
-        first, second = tx.update(*given), tx.update(*given)
-        assert_same_bits(tensors, [value for value, _ in before])
-        assert [leaf._version for leaf in tensors] == [version for _, version in before]
-        assert_same_bits(fs.tree_leaves(first), fs.tree_leaves(second))
-        params, state = first
-
-
-def check_a_donated_update_has_the_same_bits_and_the_same_addresses(row):
-    params, grads = on_shards(every_leaf())
-    tx = row.make()
-    state = fs.TrainState.create(params, tx)
-    expected = state
-    for grad in grads:
-        expected = fs.update(tx, expected, grad)
-    state = state._replace(params=fs.tree_map(torch.clone, state.params))
-    places = addresses((state.params, state.opt_state))
-    for grad in grads:
-        state = fs.update(tx, state, grad, donate=True)
-    assert_same_bits(fs.tree_leaves(state), fs.tree_leaves(expected))
-    if row.donated:
-        assert addresses((state.params, state.opt_state)) == places
+        tensors = [leaf for leaf in fs.tree_leaves((grad, expected)) if isinstance(leaf, torch.Tensor)]
+        before, old = [leaf.clone() for leaf in tensors], described(expected)
+        expected, donated = fs.update(tx, expected, grad), fs.update(tx, donated, grad, donate=True)
+        assert_same_bits(tensors, before)
+        assert described(expected) == described(donated) == old
+    assert_same_bits(fs.tree_leaves(donated), fs.tree_leaves(expected))
+    assert not row.donated or addresses(donated) == places
 
 
 @pytest.mark.rows(9)
 @pytest.mark.parametrize("name", TABLE)
 @on_ranks(2)
 def test_updates_are_pure_or_in_place_and_states_are_sharded(name):
-    check_state_is_sharded_as_the_parameters_and_keeps_its_structure(TABLE[name])
-    check_an_update_is_pure(TABLE[name])
-    check_a_donated_update_has_the_same_bits_and_the_same_addresses(TABLE[name])
-
-
-def addresses(tree):
-    """Where the tensors of Sharded leaves lie."""
-    return [leaf.local.data_ptr() for leaf in flatten(tree).leaves if is_sharded(leaf)]
+    check_updates_are_pure_or_in_place_and_states_are_sharded(TABLE[name])
 
 
 def check_padding_is_never_looked_at(row, layout):

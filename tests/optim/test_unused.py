@@ -31,11 +31,8 @@ def values(seed=0):
 
 def gradients(history):
     """For each step the gradients of a history, None where it has none."""
-    rows = zip(*HISTORIES[history].values(), strict=True)
-    return [
-        {name: grad if used else None for (name, grad), used in zip(values(1 + step).items(), row, strict=True)}
-        for step, row in enumerate(rows)
-    ]
+    rows = enumerate(zip(*HISTORIES[history].values(), strict=True), start=1)
+    return [{name: values(k)[name] if row[n] else None for n, name in enumerate(SHAPES)} for k, row in rows]
 
 
 def stateful(make, history):
@@ -44,16 +41,14 @@ def stateful(make, history):
     One for each leaf: torch's fused SGD fails where it makes the first step of some leaves only.
     """
     params = {name: torch.nn.Parameter(value) for name, value in values().items()}
-    optimizers = {name: make([param]) for name, param in params.items()}
-    steps = []
+    optimizers, steps = {name: make([param]) for name, param in params.items()}, []
     for grads in gradients(history):
         for name, grad in grads.items():
             params[name].grad = grad
             if grad is not None or not isinstance(optimizers[name], Lion):
                 optimizers[name].step()
         steps.append({name: param.detach().clone() for name, param in params.items()})
-    states = {name: optimizer.state[params[name]] for name, optimizer in optimizers.items()}
-    return steps, states
+    return steps, {name: optimizer.state[params[name]] for name, optimizer in optimizers.items()}
 
 
 @pytest.mark.rows(12)

@@ -46,12 +46,8 @@ def test_sharded_is_dense(name):
 
 
 @on_ranks(2)
-def test_updates_are_pure_and_states_are_sharded():
-    """Donated ones have the same bits and addresses, and a state survives numpy."""
-    for row in TABLE.values():
-        core.check_state_is_sharded_as_the_parameters_and_keeps_its_structure(row)
-        core.check_an_update_is_pure(row)
-        core.check_a_donated_update_has_the_same_bits_and_the_same_addresses(row)
+def test_updates_are_pure_and_states_are_sharded(name):
+    core.check_updates_are_pure_or_in_place_and_states_are_sharded(TABLE[name])
 
 
 @pytest.mark.rows(1)
