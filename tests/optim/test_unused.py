@@ -148,36 +148,6 @@ def test_a_leaf_is_as_if_the_updates_without_it_had_not_been(name):
     check_a_leaf_is_as_if_the_updates_without_it_had_not_been(TABLE[name])
 
 
-def check_a_leaf_that_is_frozen_for_some_steps_is_as_one_without_a_gradient(make, begun=False):
-    """Where the state of a leaf is begun by TrainState.create alone, one that was frozen there does not go on."""
-    tx = make()
-    for history, donate in itertools.product(HISTORIES, (False, True)):
-        expected = fs.TrainState.create(sharded(values()), tx)
-        state, still = None, None
-        for full in gradients(history):
-            before, still = still, tuple(k for k, v in full.items() if v is None)
-            if state is None:
-                state = fs.TrainState.create(fs.shard(values(), every_leaf(), frozen=still or None), tx)
-            elif still != before:
-                state = fs.reshard(state, every_leaf(), frozen=still)
-                assert {k for k, leaf in state.params.items() if leaf.spec.frozen} == set(still)
-            if begun and still != before and history in ("late start", "not both") and full["a"] is not None:
-                break
-            expected = fs.update(tx, expected, sharded(full))
-            state = fs.update(tx, state, sharded(full), donate=donate)
-            for leaf in SHAPES:
-                assert_same_bits(state.params[leaf].local, expected.params[leaf].local)
-
-
-@pytest.mark.rows(2)
-@pytest.mark.parametrize("name", TABLE | {"ema": None})
-@on_ranks(2)
-def test_a_leaf_that_is_frozen_for_some_steps_is_as_one_without_a_gradient(name):
-    """Frozen and trained again by reshard of the whole state, between steps."""
-    make = TABLE.get(name, lambda: fs.ema(fs.adam(0.1), 0.9))
-    check_a_leaf_that_is_frozen_for_some_steps_is_as_one_without_a_gradient(make)
-
-
 def test_an_average_of_parameters_moves_on():
     tx = fs.ema(fs.sgd(1.0), decay=0.5)
     params = {"w": torch.zeros(2), "v": torch.zeros(2)}
