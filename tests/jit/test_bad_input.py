@@ -3,6 +3,7 @@
 import inspect
 import math
 import traceback
+from functools import partial
 
 import pytest
 import torch
@@ -30,13 +31,9 @@ def of_math(count):
 
 def test_looking_at_values_is_refused_and_the_line_stands_above():
     """Also in a schedule; eagerly that may be one of numbers."""
-    state, params = fs.TrainState.create({"w": X}, tx := fs.sgd(lr=of_math)), {"w": X}
-    fs.update(tx, state, params)
-    calls = {
-        branch: lambda: fs.jit(branch)(X),
-        of_math: lambda: fs.jit(lambda s, g: fs.update(tx, s, g))(state, params),
-    }
-    for f, call in calls.items():
+    tx = fs.sgd(lr=of_math)
+    state = fs.update(tx, fs.TrainState.create(X, tx), X)
+    for f, call in ((branch, lambda: fs.jit(branch)(X)), (of_math, lambda: fs.jit(partial(fs.update, tx))(state, X))):
         with refused(LOOK) as caught:
             call()
         lines = [frame.line for frame in traceback.extract_tb(caught.value.__cause__.__traceback__)]
@@ -185,8 +182,7 @@ FIRST = (
 
 def test_operators_that_torch_lays_out_otherwise_on_tensors_without_values():
     """Were results laid out as the second operand, the view would fail when it runs."""
-    draw = normal()
-    a, b = draw(2, 4, 9).transpose(1, 2).abs(), draw(2, 9, 4).abs()
+    a, b = normal()(2, 4, 9).transpose(1, 2).abs(), normal(1)(2, 9, 4).abs()
 
     def run(a, b):
         return [f(*given).reshape(18, 4) for f in FIRST for given in ((a, b), (b, a), (b, b))]

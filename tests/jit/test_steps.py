@@ -156,7 +156,20 @@ def accumulated(strategy, communicate, reduce):
     return trained(loss, params, batches, grad=fs.accumulate, communicate=communicate, reduce=reduce)
 
 
-def test_accumulation():
+def verbs():
+    params, tx = fs.shard(blocks(), fs.zero3(one_axis(), min_shard_elements=0)), adamw()
+
+    def step(state, x):
+        run = torch.func.grad_and_value(lambda full: (x @ full["blocks"][0]["w"] @ full["head"]).sin().mean())
+        grads, loss = run(fs.gather(state.params))
+        grads = fs.scatter_grads(grads, like=state.params)
+        return fs.update(tx, state, grads), fs.objective(loss, like=state.params)
+
+    return Case(step, fs.TrainState.create(params, tx), [(normal(my_rank())(2, 5),)] * STEPS)
+
+
+def test_accumulation_and_the_verbs():
+    assert_on_ranks(verbs, 2)
     assert_on_ranks(partial(accumulated, fs.zero3, "once", "mean"), 2)
     assert_on_ranks(partial(accumulated, fs.zero2, "each", "weighted"), 2)
 
