@@ -2,21 +2,19 @@
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
 import fshard as fs
 from fshard.testing import assert_trees_close
-from tests.ranks import on_ranks
-from tests.trees import normal, one_axis
+from tests.ranks import my_rank, on_ranks
+from tests.trees import one_axis
 from tests.unit_models import (
     BOUND,
     CHOSEN,
@@ -31,8 +29,6 @@ from tests.unit_models import (
     Row,
     assert_each_is_one_process,
     filled,
-    full,
-    one_process,
     tie_head,
     tokens,
     vectors,
@@ -106,15 +102,13 @@ def freeze(*paths, tie=lambda model: None):
 
 LANGUAGES = {
     "tied blocks": lambda: Language(tie_blocks, hidden=(13, 11, 13)),
-    "shared block": lambda: Language(share_block),
+    "frozen and tied": lambda: Language(freeze("embedding.weight", tie=tie_head)),
     "reads ahead": ReadsAhead,
-    "twice in a row": lambda: InOrder((0, 0, 1, 1, 2, 2)),
+    "shared block": lambda: Language(share_block),
     "twice around, tied": lambda: InOrder((0, 1, 2) * 2, tie_head),
-    "backwards": lambda: InOrder((2, 1, 0)),
+    "twice in a row, backwards": lambda: InOrder((2, 2, 1, 1, 0)),
     "computes aside": ComputesAside,
     "frozen units": lambda: Language(freeze("blocks.0", "blocks.2.perceptron", "norm", "blocks.1.scale")),
-    "frozen front": lambda: Language(freeze("embedding", "blocks.0", "blocks.1")),
-    "frozen and tied": lambda: Language(freeze("embedding.weight", tie=tie_head)),
 }
 
 
@@ -144,8 +138,6 @@ class Around(Language):
             case "again":
                 # A unit used twice in one checkpoint, and once more after it.
                 return a(self.run(lambda h: a(b(a(h))), h))
-            case "some":
-                return c(self.run(b, a(h)))
         return self.run(c, self.run(b, self.run(a, h)))
 
     def logits(self, h):
@@ -173,8 +165,7 @@ class Whole(Language):
 CHECKPOINTED = {
     "inside": inside,
     **{f"{run}, {several}": partial(Around, run, several) for run in (kept, selective) for several in ("", "all")},
-    **{several: partial(Around, kept, several) for several in ("some", "pairs", "nested", "again")},
-    "all, tied": partial(Around, kept, "all", tie_head),
+    **{several: partial(Around, kept, several, tie_head) for several in ("pairs", "nested", "again")},
     "whole": Whole,
 }
 
@@ -216,7 +207,6 @@ checked = partial(Critic, kept)
 # Each with the model that it runs.
 LOSSES = {
     "penalised, checkpointed": (checked, penalised),
-    "twice": (Critic, lambda run, x: run(x).mean() + run(x.flip(0) * 2).square().mean()),
     "thrice, checkpointed": (checked, lambda run, x: run(x * run(x * run(x))).mean()),
     "twice in a checkpoint": (Critic, lambda run, x: in_a_checkpoint(lambda x: run(x * run(x)), x)),
     "without gradient": (Critic, lambda run, x: run(x).mean() + without_gradient(run, x)),
@@ -237,8 +227,7 @@ def scaled(params, names=("",)):
 # Losses of parameters that are made of shards.
 OF_SHARDS: dict[str, Callable] = {
     "all of them": lambda apply, p, *x: apply(scaled(p), *x),
-    "some of them": lambda apply, p, *x: apply(scaled(p, ["blocks.1", "scale"]), *x),
-    "and as they are": lambda apply, p, *x: apply(scaled(p), *x) + apply(p, *x),
+    "some of them": lambda apply, p, *x: apply(scaled(p, ["blocks.1", "scale"]), *x) + apply(p, *x),
     "twice": lambda apply, p, *x: apply(q := scaled(p), *x) * apply(q, *x) ** 2,
     "target without gradient": lambda apply, p, *x: (
         (apply(p, *x) - apply(fs.tree_map(lambda x: x.detach() * 0.9, p), *x)) ** 2
@@ -264,7 +253,6 @@ ROUTINGS = {
     "in another order": [([0, 1], [2]), ([2, 0], [1]), ([1], [2, 0])],
     "first ranks have none": [([], []), ([], [1]), ([2, 1, 0], [])],
     "nobody has some": [([1], []), ([], []), ([1], [])],
-    "backwards": [([2, 1, 0], [2, 1, 0]), ([0, 1, 2], [1, 0]), ([1, 2, 0], [0])],
     "the same": [([0, 2], [1])] * 3,
 }
 
@@ -327,7 +315,6 @@ SWITCHING = {
     "tied": dict(tied=True, gate_last=True),
     "each expert checkpointed": dict(inner=True),
     "experts checkpointed together": dict(inner="together"),
-    "experts checkpointed in a checkpoint": dict(inner=True, around=True),
     "each mixture checkpointed": dict(outer=True),
     "both mixtures checkpointed together": dict(around=True, gate_last=True),
 }
@@ -336,7 +323,6 @@ SWITCHING_RULES = {
     "mixtures and experts": (Mixture, Perceptron),
     "every module": nn.Module,
     "one unit": None,
-    "parts of experts": "*.experts.*.*",
 }
 
 
@@ -402,22 +388,21 @@ def by_rules(rows, rules, shift):
     return {f"{name} by {rule}": row._replace(units=units) for (name, row), (rule, units) in zip(rows.items(), chosen)}
 
 
-def languages(models):
-    return {name: Row(filled(build()), None) for name, build in models.items()}
+def languages(models, n):
+    return by_rules({name: Row(filled(build()), None) for name, build in models.items()}, MORE_RULES, n)
 
 
 CRITIC_RULES = MORE_RULES | {"a list": MORE_RULES["a list"][1:-1]}
 # The rows of each table, of which each number up to SHIFTS shows others.
-SHIFTS = 8
+SHIFTS = 12
 TABLES = {
-    "languages": lambda n: by_rules(languages(LANGUAGES), MORE_RULES, n),
-    "checkpointed": lambda n: by_rules(languages(CHECKPOINTED), MORE_RULES, n),
+    "languages": partial(languages, LANGUAGES),
+    "checkpointed": partial(languages, CHECKPOINTED),
     "losses": lambda n: by_rules({name: critic(name) for name in LOSSES}, CRITIC_RULES, n),
     "of shards": lambda n: {name: of_shards(i + n, name) for i, name in enumerate(OF_SHARDS)},
     "routing": lambda n: {
         **{f"{row}": routed(*row) for row in ROUTED[n::SHIFTS]},
         **{f"{model}, of shards": made_of_shards(model) for model in list(SWITCHING)[n % 2 :: 2]},
-        "stages": Row(filled(Stages()), Perceptron, depths),
         "stages, computed": Row(filled(Stages()), Perceptron, depths, some_computed),
     },
 }
@@ -428,35 +413,34 @@ TABLES = {
 def test_units_are_one_process(table):
     strategies = {name: strategy for chosen in CHOSEN.values() for name, strategy in chosen.items()}
     # Routings are of three ranks.
-    assert_each_is_one_process(TABLES[table](0), 3 if table == "routing" else 2, strategies, each=False)
+    rows = dict(list(TABLES[table](0).items())[::2])
+    assert_each_is_one_process(rows, 3 if table == "routing" else 2, strategies, each=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", (1, 2, 3))
 @pytest.mark.parametrize("table", TABLES)
 def test_units_are_one_process_by_every_rule_and_strategy(table, ranks):
+    """And every row of the tables, of which the test above takes half."""
     for n in range(SHIFTS):
         assert_each_is_one_process(TABLES[table](n), ranks, STRATEGIES, again=True)
 
 
-def test_every_strategy_and_order():
-    """Of a model that does it all at once; and units that a list names in the order in which they are entered."""
+def test_every_strategy():
+    """Of a model that does it all at once."""
     everything = {"everything": Row(filled(ReadsAhead(tie_head, hidden=(13, 11, 7))), nn.Module)}
-    assert_each_is_one_process(everything, 2, STRATEGIES, again=True)
-    order = ["embedding", "blocks.2", "blocks.1", "blocks.0", "norm", "head"]
-    in_order = {"in order": Row(filled(InOrder((2, 1, 0))), order)}
-    assert_each_is_one_process(in_order, 3, {f"{n}": zero3(prefetch=n) for n in (0, 2)})
+    assert_each_is_one_process(everything, 2, STRATEGIES)
 
 
 def test_checkpoints_that_run_to_their_end():
     """They read weights again whose gradients are finished, and which the backward no longer needs."""
     rows = {name: Row(filled(CHECKPOINTED[name]()), Block) for name in ("nested", "again")}
-    rows |= {f"{row}": routed(*row) for row in ROUTED if row[1:] == ("experts", "different")}
+    rows |= {f"{row}": routed(*row) for row in ROUTED[::2] if row[1:] == ("experts", "different")}
     with set_checkpoint_early_stop(False):
         assert_each_is_one_process(rows, 3, {n: STRATEGIES[n] for n in ("prefetch 1", "zero2")}, each=False)
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_reductions_do_not_overtake_a_collective_of_the_loss(world_size):
     mesh, module = one_axis(), filled(Stages())
     axis = fs.axis_of(mesh)
@@ -483,80 +467,29 @@ class Reentrant(nn.Module):
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @on_ranks(2)
 def test_reentrant_checkpoints_are_refused():
-    """By the name of a leaf whose gradient torch would leave out, on every rank; not where none is asked for."""
+    """By the name of a leaf whose gradient torch would leave out, on every rank."""
     mesh = one_axis()
     (x,) = vectors(2)[mesh.get_rank()]
-    for grad_in, strategy in itertools.product((False, True), (STRATEGIES["prefetch 1"], fs.ddp)):
+    for grad_in, strategy in ((False, STRATEGIES["prefetch 1"]), (True, fs.ddp)):
         model = fs.functionalize(filled(Reentrant(grad_in)), nn.Linear)
         params = model.init(strategy(mesh))
         run = fs.value_and_grad(model.apply)
         for form, given in ((run, x), (fs.accumulate(model.apply), [x, x]), (fs.jit(run), x)):
             with pytest.raises(ValueError, match=r"(?s)\['second\..*reentrant.*use_reentrant=False"):
                 form(params, given)
-        with torch.no_grad():
-            model.apply(params, x)
-
-
-def distil(student, teacher, x):
-    """Both are trained, and a unit of one runs between units of the other."""
-    return (student(x) - teacher(x)).square().mean() + student(teacher(x) * x).mean()
 
 
 @on_ranks(2)
-def test_two_models_in_one_loss(world_size):
-    """Their parameters are one tree, or two arguments."""
-    modules = {"student": filled(Critic()), "teacher": filled(nn.Sequential(Block(), Perceptron()))}
-    batches, mesh = vectors(world_size), one_axis()
-    (x,) = batches[mesh.get_rank()]
+def test_two_models_in_one_loss():
+    """Both are trained, and a unit of one runs between units of the other."""
+    mesh, (x,) = one_axis(), vectors(2)[my_rank()]
+    models = [fs.functionalize(filled(m), Block) for m in (Critic(), nn.Sequential(Block(), Perceptron()))]
 
-    def by_model(leaves):
-        return {n: {k.removeprefix(f"{n}."): v for k, v in leaves.items() if k.startswith(n)} for n in modules}
-
-    def objective(apply, leaves, batches):
-        parts = by_model(leaves)
-        runs = [lambda x, n=n: functional_call(modules[n], parts[n], (x,)) for n in modules]
-        return sum(distil(*runs, x) for (x,) in batches) / len(batches)
-
-    value, grads = one_process(nn.ModuleDict(modules), batches, objective)
-    expected, models = (value, by_model(grads)), {n: fs.functionalize(m, Block) for n, m in modules.items()}
-
-    def loss(student, teacher):
-        params = {"student": student, "teacher": teacher}
-        return distil(*(lambda x, n=n: models[n].apply(params[n], x) for n in models), x)
+    def loss(params):
+        student, teacher = (partial(model.apply, own) for model, own in zip(models, params))
+        return (student(x) - teacher(x)).square().mean() + student(teacher(x) * x).mean()
 
     for prefetch in (0, 2):
-        params = {name: model.init(zero3(prefetch=prefetch)(mesh)) for name, model in models.items()}
-        assert_trees_close(full(fs.value_and_grad(lambda p: loss(**p))(params)), expected, rtol=0, atol=BOUND)
-
-
-@on_ranks(2)
-def test_low_rank_adaptation(world_size):
-    """LoRA: rows of a weight and of its adapter are split alike, so each rank merges its own."""
-    module, draw, mesh = filled(nn.Sequential(Block(), Block(HIDDEN))), normal(5), one_axis()
-    base = {name: p.detach() for name, p in module.named_parameters()}
-    names = [name for name in base if base[name].dim() == 2]
-    adapters = {name: {"a": draw(base[name].shape[0], 2), "b": draw(2, base[name].shape[1]) / 8} for name in names}
-    batches, model = vectors(world_size), fs.functionalize(module, Block)
-    (x,) = batches[mesh.get_rank()]
-
-    def objective(base, adapters):
-        merged = base | {name: base[name] + ab["a"] @ ab["b"] for name, ab in adapters.items()}
-        return sum(functional_call(module, merged, batch).square().mean() for batch in batches) / len(batches)
-
-    def loss(base, adapters):
-        b = fs.gather({name: ab["b"] for name, ab in adapters.items()})
-        # A frozen leaf that something trained was added to is no longer frozen.
-        merged = {
-            n: replace(base[n], local=base[n].local + ab["a"].local @ b[n], spec=replace(base[n].spec, frozen=False))
-            for n, ab in adapters.items()
-        }
-        return model.apply(base | merged, x).square().mean()
-
-    grads, value = torch.func.grad_and_value(objective, argnums=(0, 1))(base, adapters)
-    for frozen, strategy in itertools.product(("", "*"), CHOSEN[world_size].values()):
-        params, delta = fs.shard(base, strategy(mesh), frozen=frozen or None), fs.shard(adapters, strategy(mesh))
-        found = full(fs.value_and_grad(lambda both: loss(*both))((params, delta)))
-        expected = dict.fromkeys(base) if frozen else grads[0]
-        assert_trees_close(found, (value, (expected, grads[1])), rtol=0, atol=BOUND)
-        found = full(fs.value_and_grad(lambda a, p=params: loss(p, a))(delta))
-        assert_trees_close(found, (value, grads[1]), rtol=0, atol=BOUND)
+        params = tuple(model.init(zero3(prefetch=prefetch)(mesh)) for model in models)
+        expected = fs.value_and_grad(lambda p: loss(fs.gather(p)))(params)
+        assert_trees_close(fs.value_and_grad(loss)(params), expected, rtol=0, atol=BOUND)
