@@ -110,26 +110,7 @@ def test_nothing_is_lost_and_gradients_cost_what_is_kept_of_them(world_size):
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", (2, 3))
-def test_steps_are_those_of_the_papers(world_size):
-    rows, length = drawn_by_rank(world_size), ceil(10 / world_size)
-    low, _ = spmd(partial(scattered, partial(lossy, PowerSGD, 2), rows), world_size)[0]
-    left, q = 0, torch.randn(6, 2, generator=torch.Generator().manual_seed(0)).double()
-    for row, applied in zip(rows, low):
-        m = summed(row)["w"] + left
-        p = torch.linalg.qr(m @ q).Q
-        q = m.T @ p
-        left = m - p @ q.T
-        assert_trees_close(applied["w"], p @ q.T, **ROUNDING)
-    top, _ = spmd(partial(scattered, partial(lossy, TopK, 1e-9), rows), world_size)[0]
-    expected = torch.zeros(10, 6, dtype=torch.float64)
-    for piece, kept in ((p, k) for tree in rows[0] for p, k in zip(tree["w"].split(length), expected.split(length))):
-        kept.view(-1)[piece.abs().argmax()] += piece.reshape(-1)[piece.abs().argmax()]
-    assert_trees_close(top[0]["w"], expected, exact=True)
-
-
-@pytest.mark.rows(1)
-@pytest.mark.parametrize(("replicas", "size"), [(1, 1), (2, 1), (3, 1), (1, 3), (2, 2), (2, 3)])
+@pytest.mark.parametrize(("replicas", "size"), [(2, 1), (1, 3), (2, 3)])
 def test_siblings_hold_half_a_shard_and_train_as_hsdp_and_zero3(replicas, size):
     rows = drawn_by_rank(replicas * size)[:3]
     shards = [(ceil(first / size), prod(rest)) for first, *rest in (shape for shape in SHAPES.values() if shape)]
@@ -157,20 +138,18 @@ ERROR = {8: 0.5 / 127, 4: float((NORMAL_FLOAT[1:] - NORMAL_FLOAT[:-1]).max()) / 
 WIDTH, INNER = 64, 128
 
 
-class Net(nn.Module):
+class Net(nn.ModuleList):
     def __init__(self):
-        super().__init__()
-        layers = [nn.Sequential(nn.Linear(WIDTH, INNER), nn.Tanh(), nn.Linear(INNER, WIDTH)) for _ in range(3)]
-        self.blocks = nn.ModuleList(layers)
+        super().__init__(nn.Sequential(nn.Linear(WIDTH, INNER), nn.Tanh(), nn.Linear(INNER, WIDTH)) for _ in range(3))
 
     def forward(self, x):
-        for block in self.blocks:
+        for block in self:
             x = x + block(x)
         return x.square().mean()
 
 
 @pytest.mark.rows(1)
-@on_ranks(2, 1, 3)
+@on_ranks(2, 3)
 def test_a_frozen_base_of_bytes_trains_the_other_leaves_as_one_process_does(world_size):
     """Biases here. Bytes are gathered again in the backward, and nothing else of a weight is kept or sent."""
     mesh, draw = one_axis(), normal()
@@ -198,7 +177,7 @@ def test_a_frozen_base_of_bytes_trains_the_other_leaves_as_one_process_does(worl
         gathered = sum(entry.bytes for entry in record if entry.label == "gather")
         rows = ceil(INNER / world_size) * WIDTH + ceil(WIDTH / world_size) * INNER
         unit = rows * world_size // BLOCK * (SCALE_BYTES + BLOCK * bits // 8)
-        assert gathered == (4 * unit if world_size > 1 else 0)
+        assert gathered == 4 * unit
 
 
 def test_numbers_are_off_by_half_a_step_at_most():

