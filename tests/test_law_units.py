@@ -133,8 +133,6 @@ class Around(Language):
                 return self.run(super().hidden, h)
             case "nested":
                 return self.run(lambda h: self.run(b, self.run(a, h)), c(h))
-            case "pairs":
-                return c(self.run(lambda h: b(a(h)), h))
             case "again":
                 # A unit used twice in one checkpoint, and once more after it.
                 return a(self.run(lambda h: a(b(a(h))), h))
@@ -165,25 +163,24 @@ class Whole(Language):
 CHECKPOINTED = {
     "inside": inside,
     **{f"{run}, {several}": partial(Around, run, several) for run in (kept, selective) for several in ("", "all")},
-    **{several: partial(Around, kept, several, tie_head) for several in ("pairs", "nested", "again")},
+    **{several: partial(Around, kept, several, tie_head) for several in ("nested", "again")},
     "whole": Whole,
 }
 
 
 class Critic(nn.Module):
-    """Scores vectors, by a head that is frozen, or returns a loss; may checkpoint its blocks."""
+    """Scores vectors, by a head that is frozen; may checkpoint its blocks."""
 
-    def __init__(self, run=lambda block, x: block(x), scores=True):
+    def __init__(self, run=lambda block, x: block(x)):
         super().__init__()
         self.blocks = nn.ModuleList(map(Block, (13, HIDDEN, 11)))
         self.head, self.scale = nn.Linear(WIDTH, 1).requires_grad_(False), nn.Parameter(torch.empty(WIDTH))
-        self.run, self.scores = run, scores
+        self.run = run
 
     def forward(self, x):
         for block in self.blocks:
             x = self.run(block, x)
-        y = torch.tanh(x * self.scale)
-        return self.head(y).square() if self.scores else y.square().mean()
+        return self.head(torch.tanh(x * self.scale)).square()
 
 
 def penalised(run, x):
@@ -192,11 +189,6 @@ def penalised(run, x):
     score = run(x)
     (grad,) = torch.autograd.grad(score.sum(), x, create_graph=True)
     return score.mean() + (grad.square().sum(-1) - 1).square().mean()
-
-
-def without_gradient(run, x):
-    with torch.no_grad():
-        return run(x).mean()
 
 
 def in_a_checkpoint(function, x):
@@ -209,7 +201,6 @@ LOSSES = {
     "penalised, checkpointed": (checked, penalised),
     "thrice, checkpointed": (checked, lambda run, x: run(x * run(x * run(x))).mean()),
     "twice in a checkpoint": (Critic, lambda run, x: in_a_checkpoint(lambda x: run(x * run(x)), x)),
-    "without gradient": (Critic, lambda run, x: run(x).mean() + without_gradient(run, x)),
 }
 
 
@@ -234,16 +225,10 @@ OF_SHARDS: dict[str, Callable] = {
     ),
     "gathered after maths": lambda apply, p, *x: apply(scaled(fs.gather(scaled(p))), *x),
 }
-# functional_call puts parameters back before a checkpoint computes again, so one process goes without checkpoints.
-SHARDED = {
-    "tied": (partial(Language, tie_head), partial(Language, tie_head), tokens),
-    "checkpointed": (partial(checked, scores=False), partial(Critic, scores=False), vectors),
-}
 
 
-def of_shards(number, name):
-    build, plain, batches = list(SHARDED.values())[number % 2]
-    return Row(filled(build()), (Block, nn.Linear), batches, OF_SHARDS[name], filled(plain()))
+def of_shards(units, name):
+    return Row(filled(Language(tie_head)), units, tokens, OF_SHARDS[name])
 
 
 EXPERTS = 3
@@ -269,13 +254,8 @@ class Mixture(nn.Module):
             self.gate = nn.Linear(WIDTH, EXPERTS)
         self.bias, self.checkpointed = nn.Parameter(torch.empty(WIDTH)), checkpointed
 
-    def picked(self, x, weights, picks):
-        return sum((weights[..., e : e + 1] * self.experts[e](x) for e in picks), torch.zeros_like(x))
-
     def forward(self, x, picks):
         weights, out = F.softmax(self.gate(x), -1), x
-        if self.checkpointed == "together":
-            return out + kept(self.picked, x, weights, picks) + self.bias
         for e in picks:
             y = kept(self.experts[e], x) if self.checkpointed else self.experts[e](x)
             out = out + weights[..., e : e + 1] * y
@@ -314,7 +294,6 @@ SWITCHING = {
     "gate first": {},
     "tied": dict(tied=True, gate_last=True),
     "each expert checkpointed": dict(inner=True),
-    "experts checkpointed together": dict(inner="together"),
     "each mixture checkpointed": dict(outer=True),
     "both mixtures checkpointed together": dict(around=True, gate_last=True),
 }
@@ -326,15 +305,9 @@ SWITCHING_RULES = {
 }
 
 
-def is_supported(model, rule, routing):
-    """Whether ranks that compute a checkpoint inside a mixture again go through the same units in one order.
-
-    Or, if not all of them enter it, whether it holds no more than one unit, and those that do come to it in one order.
-    """
-    if model not in ("each expert checkpointed", "experts checkpointed together"):
-        return True
-    one_unit = model.startswith("each") and rule in ("experts", "mixtures and experts")
-    return rule == "one unit" or routing == "the same" or (one_unit and routing in ("different", "nobody has some"))
+def is_supported(model, routing):
+    """Whether ranks that compute a checkpoint inside a mixture again go through the same units in one order."""
+    return model != "each expert checkpointed" or routing == "the same"
 
 
 def picks(routing, ranks):
@@ -344,7 +317,7 @@ def picks(routing, ranks):
 ROUTED = [
     (model, rule, routing)
     for model, rule, routing in itertools.product(SWITCHING, SWITCHING_RULES, ROUTINGS)
-    if is_supported(model, rule, routing)
+    if is_supported(model, routing)
 ]
 
 
@@ -355,7 +328,7 @@ def routed(model, rule, routing, **options):
 def made_of_shards(model):
     """Gradients that autograd goes on from are finished on every rank in the same order, whatever it has used."""
     plain = filled(Switching(**SWITCHING[model] | dict(inner=False, outer=False, around=False)))
-    routing = "different" if is_supported(model, "experts", "different") else "the same"
+    routing = "different" if is_supported(model, "different") else "the same"
     return routed(model, "experts", routing, loss=OF_SHARDS["all of them"], reference=plain)
 
 
@@ -399,7 +372,7 @@ TABLES = {
     "languages": partial(languages, LANGUAGES),
     "checkpointed": partial(languages, CHECKPOINTED),
     "losses": lambda n: by_rules({name: critic(name) for name in LOSSES}, CRITIC_RULES, n),
-    "of shards": lambda n: {name: of_shards(i + n, name) for i, name in enumerate(OF_SHARDS)},
+    "of shards": lambda n: {name: of_shards(((Block, nn.Linear), nn.Module)[n % 2], name) for name in OF_SHARDS},
     "routing": lambda n: {
         **{f"{row}": routed(*row) for row in ROUTED[n::SHIFTS]},
         **{f"{model}, of shards": made_of_shards(model) for model in list(SWITCHING)[n % 2 :: 2]},

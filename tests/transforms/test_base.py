@@ -155,18 +155,6 @@ def test_it_is_what_it_wraps():
         fs.scatter_grads({"w": torch.ones(4)}, params, transform_state=fs.transform_state(params))
 
 
-@dataclass(frozen=True)
-class Momentum(fs.Wrapped):
-    """A state around a transform without one."""
-
-    def init(self, grad):
-        return torch.zeros_like(grad)
-
-    def scatter(self, grads, specs, states):
-        after = [state / 2 + grad for state, grad in zip(states, grads)]
-        return self.inner.scatter(after, specs), after
-
-
 @on_ranks(2)
 def test_a_part_may_be_done_otherwise():
     inner = fs.fully_shard(one_axis())
@@ -174,9 +162,6 @@ def test_a_part_may_be_done_otherwise():
     params = fs.shard({"w": normal(1)(6, 5)}, Scaled(inner, 3.0))
     _, grads = fs.value_and_grad(lambda p: fs.gather(p)["w"].sum())(params)
     assert fs.unshard(grads)["w"].eq(3).all()
-    found, _ = trained(Momentum(inner), {"w": torch.ones(4, dtype=torch.float64)})
-    # 1 - 0.1 * 2, and then minus 0.1 * (2 * 0.8 + 2 / 2).
-    torch.testing.assert_close(found["w"], torch.full((4,), 0.54, dtype=torch.float64))
 
 
 @on_ranks(2)
@@ -206,5 +191,3 @@ def test_gradients_of_other_shapes_are_refused_on_every_rank():
     state, grads = fs.TrainState.create(params, fs.sgd(0.1)), fs.scatter_grads({"w": torch.ones(4)}, like=params)
     needed = "  ['w']: expected a float32 Tensor of shape (2,), got a float32 Tensor of shape (4,)"
     assert needed in text_of(lambda: fs.update(fs.sgd(0.1), state, grads))
-    needed = "  ['w']: expected a local tensor of shape (2,), got a float32 Tensor of shape (4,) as local tensor"
-    assert needed in text_of(lambda: fs.unshard(fs.value_and_grad(lambda p: fs.gather(p)["w"].sum())(params)[1]))

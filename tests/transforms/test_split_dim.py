@@ -9,11 +9,11 @@ from torch import nn
 
 import fshard as fs
 from fshard.testing import assert_trees_close, check_adjoint
-from tests.ranks import my_rank, on_ranks
+from tests.ranks import on_ranks
 from tests.test_law_ddp import spellings
 from tests.test_law_purity import unchanged
 from tests.transforms.laws import grid
-from tests.trees import WORLD_SIZES, assert_same_bits, exotic_dtypes, normal, one_axis
+from tests.trees import WORLD_SIZES, assert_same_bits, normal, one_axis
 
 # (shape, dim that stays split, dim that is gathered): alike and not, uneven in the axis gathered over, empty.
 CASES = [
@@ -50,19 +50,6 @@ def test_pieces_round_trips_and_adjoint(world_size):
                 assert_same_bits(fs.unshard(moved), full)
                 assert_same_bits(fs.reshard(moved, transform)["w"].local, params["w"].local)
         check_adjoint(transform, [shape])
-
-
-@on_ranks(2)
-def test_alone_it_keeps_pieces_and_communicates_nothing():
-    full = {"w": normal()(4, 6), "special": exotic_dtypes()["special"][1:]}
-    for split in (fs.split_dim, fs.own_dim):
-        params = fs.shard(full, split(one_axis(), dim=-1))
-        with fs.comm.record() as record:
-            pieces = fs.gather(params)
-            grads = fs.scatter_grads(pieces, like=params, reduce="sum")
-        assert [entry for entry in record if split is fs.split_dim or not entry.about.is_comparison] == []
-        assert_same_bits(pieces, {name: leaf.chunk(2, -1)[my_rank()] for name, leaf in full.items()})
-        assert_same_bits(fs.unshard(grads), full)
 
 
 WIDTH, ROWS, STEPS, MAX_NORM = 8, 24, 3, 0.1
