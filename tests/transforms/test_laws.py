@@ -14,7 +14,7 @@ from tests.test_law_ddp import STEPS, bound, one_process
 from tests.transforms.feedback import feedback
 from tests.transforms.laws import SGD, assert_laws, gradients, told, trained
 from tests.trees import WORLD_SIZES, Meshes, assert_same_bits, meshes, nested, normal, one_axis, two_axes
-from tests.unit_models import BOUND, Block, Language, Row, assert_each_is_one_process, filled, tokens
+from tests.unit_models import BOUND, Block, Language, filled, tokens
 
 BFLOAT16, WEIGHTS = torch.bfloat16, ("*.weight", "*scale")
 
@@ -92,19 +92,6 @@ def test_compositions_are_one_process(world_size):
     assert_same_bits(others, [runs] * len(others))
     for name, run in runs.items():
         assert_trees_close(run, one_process("SGD"), rtol=0, atol=TRAINED[name][1])
-
-
-def test_modules_with_units():
-    strategies = {
-        "by name": lambda mesh: fs.compose(
-            fs.offload("cpu"),
-            fs.masked(fs.zero3(mesh, min_shard_elements=0, merge_bytes=0), WEIGHTS, otherwise=fs.ddp(mesh)),
-        ),
-        "hsdp": lambda mesh: fs.hsdp(two_axes(mesh.size()), min_shard_elements=0),
-        "hsdp, kept": lambda mesh: fs.hsdp(two_axes(mesh.size()), min_shard_elements=0, regather=False),
-    }
-    row = Row(filled(Language(hidden=(13, 11))), (Block, nn.Linear))
-    assert_each_is_one_process({"language": row}, 4, strategies)
 
 
 @on_ranks(4)

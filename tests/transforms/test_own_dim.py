@@ -131,32 +131,9 @@ def test_each_role_moves_its_own_bytes():
     assert sent == [inside // 2, inside // 2 + rest // 2, rest // 2, rest // 2]
 
 
-@on_ranks(4)
-def test_an_expert_that_no_rank_used_has_no_gradient_and_one_that_some_rank_used_has_zeros():
-    mesh = grid(2, 2)
-    shard, expert = fs.axis_of(mesh, "shard"), fs.axis_of(mesh, "expert")
-    params = fs.shard(initial(), STRATEGIES["inside, by the same dim"](mesh))
-    first = fs.comm.rank(shard) == fs.comm.rank(expert) == 0
-
-    def loss(params):
-        full = fs.gather(params)
-        return (full["experts"]["up"] ** 2).sum() + full["mix"].sum() if first else full["mix"].sum()
-
-    _, grads = fs.value_and_grad(loss, reduce="sum")(params)
-    assert grads["experts"]["down"] is None
-    assert grads["bias"] is None
-    up = initial()["experts"]["up"]
-    owned = torch.arange(EXPERTS)[:, None, None] < EXPERTS // 2
-    assert_same_bits(fs.unshard(grads["experts"]["up"]), torch.where(owned, 2 * up, 0.0))
-
-
 @on_ranks(2)
-def test_wrong_uses_are_refused():
+def test_sums_by_a_tree_are_refused():
     mesh = grid(1, 2)
-    axis, inner = fs.axis_of(mesh, "expert"), fs.fully_shard(mesh["shard"])
-    params = fs.shard(initial(), layout(mesh, inner, inner))
-    with pytest.raises(ValueError, match=r"value_and_grad: gradients would stay unsummed"):
-        fs.value_and_grad(lambda p: loss_fn(p, *batches()[0], axis))(params)
-    params = fs.shard(initial(), layout(mesh, fs.hybrid_shard(mesh, "shard", "expert"), inner))
+    params = fs.shard(initial(), STRATEGIES["of ddp"](mesh))
     with pytest.raises(ValueError, match=r'^sums="tree": expected .*, got own_dim; take a strategy without it'):
-        fs.value_and_grad(lambda p: loss_fn(p, *batches()[0], axis), sums="tree")(params)
+        fs.value_and_grad(loss_fn, sums="tree")(params, *batches()[0], fs.axis_of(mesh, "expert"))
