@@ -52,14 +52,6 @@ def accumulate(params, microbatches=1, **options):
     return fs.accumulate(partial(loss_of, MODEL), **options)(params, [X] * microbatches)
 
 
-def weighted(params, w):
-    def loss(p):
-        value = fs.gather(p)["0.bias"].sum()
-        return (value, X.sum()) if w else value
-
-    return fs.value_and_grad(loss, reduce="weighted" if w else "sum")(params)
-
-
 # Calls, also jitted: the arguments of the last rank, those of the others, and what the error must name.
 CALLS = {
     "reduce": (train, "sum", "mean", ["reduce", "'sum'", "'mean'"]),
@@ -97,16 +89,10 @@ TOLD = {
         lambda n: n == "1",
         ["rank 0: all_gather", "(gather of 1) over 'shard' of", "(scatter of 1) over 'shard' of"],
     ),
-    "weighted": (
-        lambda mesh, w: weighted(params_of(zero3(mesh)), w),
-        True,
-        False,
-        ["reduce", "'weighted'", "'sum'"],
-    ),
     # These are sharded in the same way, and differ afterwards.
     "frozen afterwards": (frozen_afterwards, True, False, [BIAS, "frozen True", "frozen False"]),
     "dtype of a leaf": (
-        lambda mesh, d: weighted(fs.tree_map(lambda x: x.to(d), params_of(zero3(mesh))), False),
+        lambda mesh, d: train(fs.tree_map(lambda x: x.to(d), params_of(zero3(mesh)))),
         torch.float32,
         torch.float64,
         [BIAS, "torch.float32", "torch.float64"],

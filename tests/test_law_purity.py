@@ -128,18 +128,12 @@ def fails_in_a_later_gradient_transformation(state, batch):
     fs.update(late, state._replace(opt_state=((), (), state.opt_state)), grads)
 
 
-def stacked(params):
-    """Shards that do not have the shapes of their specs."""
-    return fs.tree_map(lambda tensor: torch.stack([tensor, tensor]), params)
-
-
 # Steps that fail on every rank, by the user's fault or by that of the arguments, and with what.
 FAILING_STEPS = {
     "in backward": (BrokenError, lambda state, batch: fs.value_and_grad(fails_in_backward)(state.params, batch)),
     "in update": (BrokenError, fails_in_a_later_gradient_transformation),
     "structure": (ValueError, lambda state, batch: fs.scatter_grads({}, like=state.params)),
     "full grads": (ValueError, lambda state, batch: fs.update(TX, state, fs.gather(state.params))),
-    "shape": (ValueError, lambda state, batch: fs.gather(stacked(state.params))),
 }
 
 

@@ -50,10 +50,6 @@ def tie_blocks(model):
     model.blocks[2].scale = model.norm.weight
 
 
-def share_block(model):
-    model.blocks = nn.ModuleList([model.blocks[0], model.blocks[1], model.blocks[0]])
-
-
 class ReadsAhead(Language):
     """Reads weights of units before, after and inside their turns, and the head's as the embedding's."""
 
@@ -80,15 +76,6 @@ class InOrder(Language):
         return h
 
 
-class ComputesAside(Language):
-    """Uses a unit's outputs after others have run, and one unit inside another's forward."""
-
-    def hidden(self, h):
-        first, second, third = self.blocks
-        early = first(h)
-        return second(third(early)) + early * first.scale
-
-
 def freeze(*paths, tie=lambda model: None):
     """Freeze some submodules and parameters of a model, once others are tied."""
 
@@ -104,10 +91,8 @@ LANGUAGES = {
     "tied blocks": lambda: Language(tie_blocks, hidden=(13, 11, 13)),
     "frozen and tied": lambda: Language(freeze("embedding.weight", tie=tie_head)),
     "reads ahead": ReadsAhead,
-    "shared block": lambda: Language(share_block),
     "twice around, tied": lambda: InOrder((0, 1, 2) * 2, tie_head),
     "twice in a row, backwards": lambda: InOrder((2, 2, 1, 1, 0)),
-    "computes aside": ComputesAside,
     "frozen units": lambda: Language(freeze("blocks.0", "blocks.2.perceptron", "norm", "blocks.1.scale")),
 }
 
@@ -191,16 +176,11 @@ def penalised(run, x):
     return score.mean() + (grad.square().sum(-1) - 1).square().mean()
 
 
-def in_a_checkpoint(function, x):
-    return kept(function, x.clone().requires_grad_()).mean()
-
-
 checked = partial(Critic, kept)
 # Each with the model that it runs.
 LOSSES = {
     "penalised, checkpointed": (checked, penalised),
     "thrice, checkpointed": (checked, lambda run, x: run(x * run(x * run(x))).mean()),
-    "twice in a checkpoint": (Critic, lambda run, x: in_a_checkpoint(lambda x: run(x * run(x)), x)),
 }
 
 
