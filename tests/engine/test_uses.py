@@ -281,6 +281,24 @@ def test_a_rank_whose_loss_needs_less_sends_the_same():
     return sent
 
 
+class Returns(Layers):
+    """Comes to its first layer again, each time in a checkpoint of its own."""
+
+    def forward(self, x):
+        first, second, third = self.layers
+        for layer in (first, second, first, third):
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+@on_ranks(2)
+def test_a_checkpoint_computes_again_with_its_own_use():
+    """Of two uses of a unit the later one is due first; the earlier one is not gathered before its turn."""
+    model, params = model_of(Returns())
+    units, _ = gathers(fs.value_and_grad(lambda p: model.apply(p, X).square().sum()), params)
+    assert [int(unit[-1]) for unit in units] == [0, 1, 0, 2, 0, 1, 0]
+
+
 @on_ranks(2)
 def test_gradients_of_maths_on_shards_are_added_behind_all_reductions():
     """Gradients of 2**24, 1, -2**24 and 1 show the order in which float32 adds them up, whatever the units."""
