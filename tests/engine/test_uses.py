@@ -137,6 +137,35 @@ def test_plain_gathers():
     assert len(gathers(fs.value_and_grad(loss), params)[0]) == 3
 
 
+class Products(nn.Module):
+    """A unit of two leaves of one shape, so that either could stand in the other's place."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.zeros(4, 4)) for _ in range(2))
+
+    def forward(self, x):
+        return torch.tanh(x @ self.first) @ self.second
+
+
+@on_ranks(2)
+def test_each_leaf_of_a_regathered_unit_is_its_own():
+    """Leaves of one shape are told apart: gradients are the bits of zero2, which gathers nothing again."""
+    model = fs.functionalize(nn.Sequential(Products(), Products()), units=Products)
+    names = ("0.first", "0.second", "1.first", "1.second")
+    full = {name: torch.linspace(-1, 1 + n, 16).reshape(4, 4) for n, name in enumerate(names)}
+
+    def grads_of(strategy):
+        grad = fs.value_and_grad(lambda p: model.apply(p, X).square().sum())
+        units, (_, grads) = gathers(grad, fs.shard(full, strategy))
+        return units, fs.unshard(grads)
+
+    units, grads = grads_of(zero3())
+    _, expected = grads_of(fs.zero2(one_axis(), min_shard_elements=0, merge_bytes=0))
+    assert units == ["0", "1", "0"]
+    fs.testing.assert_trees_close(grads, expected, rtol=0.0, atol=0.0)
+
+
 @on_ranks(2)
 def test_gathers_under_way_are_awaited_before_they_are_dropped():
     params, finished = fs.shard({"w": torch.ones(4)}, zero3()), []

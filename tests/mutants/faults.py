@@ -10,7 +10,7 @@ TOPICS = {
     "tree and init": 2,
     "transforms": 8,
     "comm and collectives": 9,
-    "engine": 15,
+    "engine": 17,
     "jit": 9,
     "checkpoint": 4,
     "optim and state": 8,
@@ -252,6 +252,14 @@ FAULTS = (
         "8: a backward gathers each regathered unit once, frozen ones too",
     ),
     Fault(
+        "checkpoint-computes-again-with-the-first-use",
+        "engine",
+        "fshard/engine/backward.py",
+        "found = [use for use in reversed(self._uses) if leaves and use.places.keys() >= set(leaves)]",
+        "found = [use for use in self._uses if leaves and use.places.keys() >= set(leaves)]",
+        "8: of two uses of a unit the later one is due first",
+    ),
+    Fault(
         "reductions-in-flight-not-bounded",
         "engine",
         "fshard/engine/backward.py",
@@ -338,6 +346,14 @@ FAULTS = (
         "if kind != [tensor.dtype, type(tensor)] or tensor.is_conj() or tensor.is_neg():",
         "if kind != [tensor.dtype, type(tensor)] or tensor.is_neg():",
         "5: autograd gets back the tensor that it saved",
+    ),
+    Fault(
+        "handle-fetches-the-leaf-in-front",
+        "engine",
+        "fshard/engine/saved.py",
+        "return self._fetch(saved.use, saved.place).as_strided(saved.size, saved.stride, saved.offset)",
+        "return self._fetch(saved.use, saved.place - 1).as_strided(saved.size, saved.stride, saved.offset)",
+        "5: autograd gets back the tensor that it saved, not another leaf of its shape",
     ),
     Fault(
         "kept-leaf-gathered-for-each-use",
