@@ -15,26 +15,13 @@ from tests.trees import assert_same_bits, normal, one_axis
 ATOL = 1e-12
 
 
-def full_values():
-    draw = normal()
-    return {"first": draw(5, 3), "second": draw(3, 4), "third": draw(4)}
-
-
-def strategies(mesh):
-    keywords = {"min_shard_elements": 0}
-    found = {"zero3": fs.zero3(mesh, **keywords), "ddp": fs.ddp(mesh)}
-    if mesh.size() == 2:
-        found |= {
-            "zero3 without prefetch": fs.zero3(mesh, prefetch=0, **keywords),
-            "zero3 that keeps": fs.zero3(mesh, regather=False, **keywords),
-            "zero3 that keeps one": fs.zero3(mesh, regather="*second*", **keywords),
-        }
-    return found
-
-
-def batch():
-    """Another one on every rank."""
-    return normal(1 + my_rank())(2, 5)
+def values_and_batch():
+    """Parameters by each strategy, and this rank's batch."""
+    draw, mesh = normal(), one_axis()
+    full = {"first": draw(5, 3), "second": draw(3, 4), "third": draw(4)}
+    ways = [{"regather": "*second*"}, {"prefetch": 0}, {}, {"regather": False}]
+    strategies = [*(fs.zero3(mesh, min_shard_elements=0, **options) for options in ways), fs.ddp(mesh)]
+    return [fs.shard(full, strategy) for strategy in strategies], normal(1 + my_rank())(2, 5)
 
 
 def perceptron(params, x):
@@ -47,25 +34,15 @@ def on_full_tensors(f, params, *args):
     """What f's objective and gradients are by autograd alone, on full tensors."""
     full = fs.tree_map(lambda tensor: tensor.clone().requires_grad_(), fs.unshard(params))
     value = f(full, *args)
-    names = list(full)
-    grads = dict(zip(names, torch.autograd.grad(value, [full[name] for name in names])))
+    grads = dict(zip(full, torch.autograd.grad(value, list(full.values()))))
     return fs.objective(value.detach(), like=params), fs.scatter_grads(grads, like=params)
 
 
-def penalty_on_weights(params, x):
-    """Differentiates twice with respect to gathered weights."""
-    full = [fs.gather(params[name]) for name in ("first", "second", "third")]
-    h = torch.tanh(torch.tanh(x @ full[0]) @ full[1])
-    value = (h * full[2]).square().sum()
-    return value + sum(g.square().sum() for g in torch.autograd.grad(value, full, create_graph=True))
-
-
-def penalty_on_inputs(params, x):
-    """And so twice through the gathered weights."""
-    x = x.clone().requires_grad_()
-    value = perceptron(params, x)
-    (g,) = torch.autograd.grad(value, x, create_graph=True)
-    return value + g.square().sum()
+def penalty_on_weights_and_inputs(params, x):
+    """Differentiates twice with respect to gathered weights, and twice through them."""
+    x, full = x.clone().requires_grad_(), [fs.gather(params[name]) for name in ("first", "second", "third")]
+    value = (torch.tanh(torch.tanh(x @ full[0]) @ full[1]) * full[2]).square().sum()
+    return value + sum(g.square().sum() for g in torch.autograd.grad(value, [x, *full], create_graph=True))
 
 
 def third_order_without_graph_and_hooks(params, x):
@@ -94,59 +71,38 @@ def forth_and_back(params, x):
     return x.square().sum() + fs.gather(params["third"]).sum() * (my_rank() == 0)
 
 
-FUNCTIONS = (
-    *(penalty_on_weights, penalty_on_inputs, third_order_without_graph_and_hooks, hooks_and_a_checkpoint),
-    forth_and_back,
-)
-
-
-@pytest.mark.rows(2)
-@on_ranks(1, 2, 3)
-@pytest.mark.parametrize("f", FUNCTIONS)
-def test_it_is_what_autograd_does_on_full_tensors(f):
-    x = batch()
-    for transform in strategies(one_axis()).values():
-        params = fs.shard(full_values(), transform)
-        found, expected = fs.value_and_grad(f)(params, x), on_full_tensors(f, params, x)
-        assert_trees_close(found, expected, rtol=ATOL, atol=ATOL)
-        assert_same_bits(fs.tree_leaves(fs.value_and_grad(f)(params, x)), fs.tree_leaves(found))
-
-
-def nested(params, x):
-    _, grads = fs.value_and_grad(perceptron)(params, x)
-    return sum(tensor.square().sum() for tensor in fs.gather(grads).values())
+@on_ranks(1, 2)
+def test_it_is_what_autograd_does_on_full_tensors():
+    strategies, x = values_and_batch()
+    functions = penalty_on_weights_and_inputs, third_order_without_graph_and_hooks, hooks_and_a_checkpoint
+    for f in (*functions, forth_and_back):
+        for params in strategies:
+            found, expected = fs.value_and_grad(f)(params, x), on_full_tensors(f, params, x)
+            assert_trees_close(found, expected, rtol=ATOL, atol=ATOL)
+            assert_same_bits(fs.tree_leaves(fs.value_and_grad(f)(params, x)), fs.tree_leaves(found))
 
 
 def one_step_of_maml(params, x):
     """Takes a step on the shards and gathers what it leads to."""
     _, grads = fs.value_and_grad(perceptron)(params, x)
-    return perceptron(fs.tree_map(lambda p, g: p - 0.1 * g, params, grads), x)
+    squares = sum(tensor.square().sum() for tensor in fs.gather(grads).values())
+    return perceptron(fs.tree_map(lambda p, g: p - 0.1 * g, params, grads), x) + squares
 
 
-@pytest.mark.rows(2)
-@on_ranks(1, 2, 3)
-@pytest.mark.parametrize("f", (nested, one_step_of_maml))
-def test_value_and_grad_inside_is_torch_func_inside(f):
-    """Under either of them, and by either of them."""
-    x = batch()
-    for transform in strategies(one_axis()).values():
-        params = fs.shard(full_values(), transform)
-        grads, value = grad_and_value(lambda p: fs.objective(f(p, x), like=p))(params)
-        assert_trees_close(fs.value_and_grad(f)(params, x), (value, grads), rtol=ATOL, atol=ATOL)
+def func_inside(params, x):
+    weight = fs.gather(params["first"])
+    return perceptron(params, x) + grad(lambda w: torch.tanh(x @ w).square().sum())(weight).square().sum()
 
 
 @on_ranks(1, 2)
-def test_torch_func_inside_is_refused_where_weights_are_gathered_again(world_size):
-    def f(params, x):
-        weight = fs.gather(params["first"])
-        return perceptron(params, x) + grad(lambda w: torch.tanh(x @ w).square().sum())(weight).square().sum()
-
-    x = batch()
-    for name, transform in strategies(one_axis()).items():
-        params = fs.shard(full_values(), transform)
-        if world_size > 1 and name in ("zero3", "zero3 without prefetch", "zero3 that keeps one"):
-            with pytest.raises(RuntimeError, match="saved tensor hooks"):
-                fs.value_and_grad(f)(params, x)
-        else:
-            grads, value = grad_and_value(lambda p: fs.objective(f(p, x), like=p))(params)
+def test_derivatives_inside_are_those_of_torch_func(world_size):
+    """value_and_grad inside, and torch.func inside, which is refused where weights are gathered again."""
+    strategies, x = values_and_batch()
+    for number, params in enumerate(strategies):
+        for f in (one_step_of_maml, func_inside):
+            if f is func_inside and world_size > 1 and number < 3:
+                with pytest.raises(RuntimeError, match="saved tensor hooks"):
+                    fs.value_and_grad(f)(params, x)
+                continue
+            grads, value = grad_and_value(lambda p, f=f: fs.objective(f(p, x), like=p))(params)
             assert_trees_close(fs.value_and_grad(f)(params, x), (value, grads), rtol=ATOL, atol=ATOL)
