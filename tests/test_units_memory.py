@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard.testing import spmd
+from tests.ranks import my_rank
 from tests.trees import one_axis
 from tests.unit_models import WIDTH, filled, vectors, zero3
 
@@ -23,9 +23,7 @@ class Log:
     """Full tensors that came and went, by the number of their layer; ranks have one each."""
 
     def __init__(self):
-        self.gathered: list[tuple[int, StorageWeakRef]] = []
-        self.grads: list[tuple[int, StorageWeakRef]] = []
-        self.notes: list[tuple[str, int, set[int], set[int]]] = []
+        self.gathered, self.grads, self.notes = [], [], []
 
     def note(self, event, layer):
         held = [{number for number, ref in refs if not ref.expired()} for refs in (self.gathered, self.grads)]
@@ -62,43 +60,31 @@ class Layer(nn.Module):
         self.weight, self.bias = nn.Parameter(torch.empty(100 + number, WIDTH)), nn.Parameter(torch.empty(WIDTH))
         self.number, self.checkpointed = number, checkpointed
 
-    def forward(self, x, log):
+    def forward(self, pair):
+        x, log = pair
         log.note("begin", self.number)
         y = checkpoint(self.run, x, use_reentrant=False) if self.checkpointed else self.run(x)
         log.note("end", self.number)
-        if y.requires_grad:
-            y.register_hook(lambda grad: log.note("backward begins", self.number))
+        y.register_hook(lambda grad: log.note("backward begins", self.number))
         if x.requires_grad:
             x.register_hook(lambda grad: log.note("backward ends", self.number))
-        return y
+        return y, log
 
     def run(self, x):
         return x + torch.tanh(x @ self.weight.T) @ self.weight + self.bias
 
 
-class Layers(nn.Module):
-    def __init__(self, checkpointed=False):
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(number, checkpointed) for number in range(LAYERS))
-
-    def forward(self, x, log):
-        for layer in self.layers:
-            x = layer(x, log)
-        return x.square().mean()
-
-
-def noted(module, world_size, **options):
-    """What each rank noted, with everything that it logged, and its gradients."""
-    batches = vectors(world_size)
+def noted(world_size, checkpointed=False, **options):
+    """What each rank noted, with everything that it logged."""
+    module = filled(nn.Sequential(*(Layer(number, checkpointed) for number in range(LAYERS))))
 
     def program():
-        mesh, log = one_axis(), Log()
-        model = fs.functionalize(module, Layer)
-        params = model.init(fs.compose(zero3(**options)(mesh), Watched(log)))
-        (x,) = batches[mesh.get_rank()]
-        _, grads = fs.value_and_grad(model.apply)(params, x, log)
+        log, model = Log(), fs.functionalize(module, Layer)
+        params = model.init(fs.compose(zero3(**options)(one_axis()), Watched(log)))
+        (x,) = vectors(world_size)[my_rank()]
+        _, log.returned = fs.value_and_grad(lambda p: model.apply(p, (x, log))[0].square().mean())(params)
         log.note("returned", -1)
-        return log, grads
+        return log
 
     return spmd(program, world_size)
 
@@ -107,10 +93,9 @@ def noted(module, world_size, **options):
 @pytest.mark.parametrize("world_size, prefetch", [(2, 0), (3, 1)])
 def test_a_unit_s_weight_is_freed_after_its_turn(world_size, prefetch, checkpointed):
     """In the forward and the backward, but for units gathered ahead; gradients go as they are reduced."""
-    for log, _ in noted(filled(Layers(checkpointed)), world_size, prefetch=prefetch):
-        events = [(event, layer) for event, layer, _, _ in log.notes]
-        assert events[-1] == ("returned", -1)
-        assert {("backward begins", n) for n in range(LAYERS)} < set(events)
+    for log in noted(world_size, checkpointed, prefetch=prefetch):
+        events = {(event, layer) for event, layer, _, _ in log.notes}
+        assert {("backward begins", n) for n in range(LAYERS)} < events
         for event, layer, weights, grads in log.notes:
             if event in ("begin", "end"):
                 # The last ones stay for the backward where no gathers are under way in their place.
@@ -123,24 +108,20 @@ def test_a_unit_s_weight_is_freed_after_its_turn(world_size, prefetch, checkpoin
                 assert weights <= set(range(layer - prefetch - 1, last + 1)), (event, layer, weights)
                 assert len(weights) <= prefetch + 2
                 assert grads <= {layer, layer + 1}, (event, layer, grads)
-        assert log.notes[-1][2:] == (set(), set())
+        assert log.notes[-1] == ("returned", -1, set(), set())
         # The last units stay for the backward, others are gathered twice.
         twice = range(LAYERS - 1 - prefetch)
         assert Counter(layer for layer, _ in log.gathered) == Counter([*range(LAYERS), *twice])
 
 
-# Rules, and the layers that they gather again.
-KEPT = [(False, ""), (("layers.1", "layers.2"), "12")]
-
-
-def test_units_are_kept_by_rule():
+@pytest.mark.parametrize(("regather", "again"), [(False, ()), (("1", "2"), (1, 2))])
+def test_units_are_kept_by_rule(regather, again):
     """Those that are not gathered again are held until the backward is through with them."""
-    for (regather, names), rank in product(KEPT, (0, 1)):
-        again, (log, _) = set(map(int, names)), noted(filled(Layers()), 2, regather=regather, prefetch=0)[rank]
+    for log in noted(2, regather=regather, prefetch=0):
         for event, layer, weights, _ in log.notes:
+            kept = {n for n in range(layer) if n not in again}
             if event == "begin":
-                assert weights == {n for n in range(layer) if n not in again} | {layer}, (event, layer, weights)
+                assert weights == kept | {layer}, (event, layer, weights)
             elif event == "backward ends":
-                assert {n for n in range(layer) if n not in again} <= weights
-                assert not any(n in weights for n in range(layer + 1, LAYERS)), (event, layer, weights)
-        assert Counter(layer for layer, _ in log.gathered) == Counter({n: 1 + (n in again) for n in range(LAYERS)})
+                assert kept <= weights <= set(range(layer + 1)), (event, layer, weights)
+        assert Counter(layer for layer, _ in log.gathered) == Counter([*range(LAYERS), *again])

@@ -1,4 +1,4 @@
-"""Buffers and random numbers of models cut into units, and evaluation outside value_and_grad."""
+"""Random numbers of models cut into units, and evaluation outside value_and_grad."""
 
 from itertools import product
 
@@ -8,21 +8,9 @@ from torch import nn
 
 import fshard as fs
 from fshard.testing import assert_trees_close
-from tests.ranks import on_ranks
+from tests.ranks import my_rank, on_ranks
 from tests.trees import assert_same_bits, one_axis
-from tests.unit_models import (
-    BOUND,
-    CHOSEN,
-    RULES,
-    WIDTH,
-    Dropped,
-    Language,
-    filled,
-    full,
-    tokens,
-    vectors,
-    zero3,
-)
+from tests.unit_models import BOUND, CHOSEN, RULES, WIDTH, Dropped, Language, filled, full, tokens, vectors, zero3
 
 
 class Evaluated(Language):
@@ -36,31 +24,24 @@ class Evaluated(Language):
 @on_ranks(1, 2, 3)
 def test_evaluation(world_size):
     """Outside value_and_grad units are gathered once each, whatever the mode."""
-    module, mesh = filled(Evaluated()), one_axis()
-    batch = tokens(world_size)[mesh.get_rank()]
+    module, batch = filled(Evaluated()), tokens(world_size)[my_rank()]
     expected = module(*batch).detach()
     for rule, strategy in product(RULES.values(), CHOSEN[world_size].values()):
         model = fs.functionalize(module, rule)
-        params = model.init(strategy(mesh))
+        params = model.init(strategy(one_axis()))
+        padded = sum(leaf.local.nbytes * world_size for leaf in params.values()) if world_size > 1 else 0
         for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
             with mode(), fs.comm.record() as record:
                 out = model.apply(params, *batch)
             assert not out.requires_grad
             assert_same_bits(out, expected)
-            padded = sum(leaf.local.nbytes * world_size for leaf in params.values())
-            assert sum(entry.bytes for entry in record if not entry.scalar) == (padded if world_size > 1 else 0)
-
-
-# Random numbers, from explicit keys: on processes, because a generator belongs to one.
-
-KEY = 7
-PROCESSES = 2
+            assert sum(entry.bytes for entry in record if not entry.scalar) == padded
 
 
 class Network(nn.Module):
     """Returns the loss, and ones that were dropped out as the rest is."""
 
-    def __init__(self, checkpointed=False):
+    def __init__(self, checkpointed):
         super().__init__()
         self.blocks = nn.ModuleList(Dropped(hidden, checkpointed) for hidden in (13, 11))
         self.encoder = nn.TransformerEncoderLayer(WIDTH, 2, 11, dropout=0.3, batch_first=True)
@@ -75,40 +56,34 @@ class Network(nn.Module):
         return self.dropout(x).square().mean(), mask
 
 
-def network(checkpointed=False):
-    return filled(Network(checkpointed))
-
-
 def with_keys(module, keys):
     """Each rank's loss and gradients with full parameters and its key, averaged; and its mask."""
-    model, batches = fs.functionalize(module), vectors(len(keys))
+    model = fs.functionalize(module)
     leaves = {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
-    outputs = [model.apply(leaves, *batch, key=key) for batch, key in zip(batches, keys)]
-    loss = sum(loss for loss, _ in outputs) / len(keys)
-    grads = torch.autograd.grad(loss, list(leaves.values()))
-    return (loss.detach(), dict(zip(leaves, grads))), [mask for _, mask in outputs]
+    losses, masks = zip(*(model.apply(leaves, *batch, key=key) for batch, key in zip(vectors(len(keys)), keys)))
+    loss = sum(losses) / len(keys)
+    return (loss.detach(), dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()))))), masks
 
 
+# On processes, because a generator belongs to one.
 @on_ranks("2 processes")
-def test_keys_decide_the_masks():
+def test_keys_decide_the_masks(world_size):
     """One key gives every rank the same masks, and a key for each rank others, by each rule and in each call."""
-    mesh, modules = one_axis(), [network(checkpointed) for checkpointed in (False, True)]
-    (x,), rank = vectors(PROCESSES)[mesh.get_rank()], mesh.get_rank()
+    mesh, modules, rank = one_axis(), [filled(Network(checkpointed)) for checkpointed in (False, True)], my_rank()
     torch.manual_seed(rank)
-    state = torch.get_rng_state()
+    (x,), state = vectors(world_size)[rank], torch.get_rng_state()
     for folded, module, rule in product((False, True), modules, (None, nn.Module)):
         # A number stands for a rank as its axis does.
-        expected, masks = with_keys(modules[0], [fs.fold_in(KEY, n) if folded else KEY for n in range(PROCESSES)])
+        expected, masks = with_keys(modules[0], [fs.fold_in(7, n) if folded else 7 for n in range(world_size)])
         assert masks[0].equal(masks[1]) is not folded
-        key = fs.fold_in(KEY, fs.axis_of(mesh)) if folded else KEY
+        key = fs.fold_in(7, fs.axis_of(mesh)) if folded else 7
         model = fs.functionalize(module, rule)
         params = model.init(zero3()(mesh))
         run = fs.value_and_grad(lambda p, m=model, key=key: m.apply(p, x, key=key), has_aux=True)
         (value, mask), grads = run(params)
         found = full((value, grads))
         assert_trees_close(found, expected, rtol=0, atol=BOUND)
-        assert_same_bits(mask, masks[rank])
-        (value, mask), grads = run(params)
-        assert_same_bits((full((value, grads)), mask), (found, masks[rank]))
+        (value, again), grads = run(params)
+        assert_same_bits((full((value, grads)), mask, again), (found, masks[rank], masks[rank]))
     # A key changes nothing of the generator that code without keys draws from.
     assert torch.get_rng_state().equal(state)
