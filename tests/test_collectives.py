@@ -1,9 +1,7 @@
 """Collectives: each other's transposes, in both modes and to any order; operands they refuse; those of a user's own."""
 
 import re
-from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,15 +12,6 @@ from fshard.collectives import custom_call
 from fshard.testing import check_varying
 from tests.ranks import on_ranks
 from tests.trees import WORLD_SIZES, assert_same_bits, one_axis
-
-
-class Collective(NamedTuple):
-    """A collective, its transpose, and the shapes that its input and output have on each rank of some."""
-
-    run: Callable
-    transpose: Callable
-    given: Callable[[int], tuple[int, ...]] = lambda _: (4, 3)
-    result: Callable[[int], tuple[int, ...]] = lambda _: (4, 3)
 
 
 def around(tree, axis, back=False, closed=True):
@@ -50,27 +39,32 @@ def at_root(tree, axis, root):
     return fs.tree_map(lambda x: x if fs.axis_index(axis) == root else torch.zeros_like(x), tree)
 
 
+def same(n):
+    return 4, 3
+
+
+def wide(n):
+    return 4, 3 * n
+
+
+# A collective, its transpose, and the shapes that its input and output have on each rank of some.
 COLLECTIVES = {
-    "psum": Collective(fs.psum, fs.psum),
-    "pmean": Collective(fs.pmean, fs.pmean),
-    "pvary": Collective(fs.pvary, fs.psum_invariant),
-    "psum_invariant": Collective(fs.psum_invariant, fs.pvary),
-    "all_gather of dim 1": Collective(
-        partial(fs.all_gather, dim=1), partial(fs.reduce_scatter, dim=1), result=lambda n: (4, 3 * n)
-    ),
-    "reduce_scatter of dim 1": Collective(
-        partial(fs.reduce_scatter, dim=1), partial(fs.all_gather, dim=1), given=lambda n: (4, 3 * n)
-    ),
-    "ppermute around": Collective(around, partial(around, back=True)),
-    "ppermute along": Collective(partial(around, closed=False), partial(around, closed=False, back=True)),
-    "all_to_all": Collective(
+    "psum": (fs.psum, fs.psum, same, same),
+    "pmean": (fs.pmean, fs.pmean, same, same),
+    "pvary": (fs.pvary, fs.psum_invariant, same, same),
+    "psum_invariant": (fs.psum_invariant, fs.pvary, same, same),
+    "all_gather of dim 1": (partial(fs.all_gather, dim=1), partial(fs.reduce_scatter, dim=1), same, wide),
+    "reduce_scatter of dim 1": (partial(fs.reduce_scatter, dim=1), partial(fs.all_gather, dim=1), wide, same),
+    "ppermute around": (around, partial(around, back=True), same, same),
+    "ppermute along": (partial(around, closed=False), partial(around, closed=False, back=True), same, same),
+    "all_to_all": (
         partial(fs.all_to_all, split_dim=0, concat_dim=1),
         partial(fs.all_to_all, split_dim=1, concat_dim=0),
         lambda n: (2 * n, 3),
         lambda n: (2, 3 * n),
     ),
-    "ragged_all_to_all": Collective(ragged, partial(ragged, back=True), rows_of_all, rows_of_all),
-    "broadcast": Collective(partial(fs.broadcast, root=0), partial(at_root, root=0)),
+    "ragged_all_to_all": (ragged, partial(ragged, back=True), rows_of_all, rows_of_all),
+    "broadcast": (partial(fs.broadcast, root=0), partial(at_root, root=0), same, same),
 }
 
 # What these take or give agrees between ranks.
@@ -82,17 +76,15 @@ def operands(name):
 
     Small multiples of the number of ranks, whose sums, products and means are exact in any order.
     """
-    axis, collective = fs.axis_of(one_axis()), COLLECTIVES[name]
-    rank = fs.comm.rank(axis)
+    axis, (run, transpose, given, result) = fs.axis_of(one_axis()), COLLECTIVES[name]
 
-    def whole(seed, shape):
-        drawn = torch.randint(-8, 8, shape, generator=torch.Generator().manual_seed(seed))
+    def whole(seed, shape, invariant):
+        seed += 0 if name in invariant else fs.comm.rank(axis)
+        drawn = torch.randint(-8, 8, shape(axis.size), generator=torch.Generator().manual_seed(seed))
         return drawn.double() * axis.size
 
-    given, result = collective.given(axis.size), collective.result(axis.size)
-    varying_in, varying_out = (0 if name in invariant else rank for invariant in (INVARIANT_INPUT, INVARIANT_OUTPUT))
-    tensors = whole(varying_in, given), whole(100 + varying_in, given), whole(200 + varying_out, result)
-    return partial(collective.run, axis=axis), partial(collective.transpose, axis=axis), *tensors
+    x, t = whole(0, given, INVARIANT_INPUT), whole(100, given, INVARIANT_INPUT)
+    return partial(run, axis=axis), partial(transpose, axis=axis), x, t, whole(200, result, INVARIANT_OUTPUT)
 
 
 @pytest.mark.rows(3)
@@ -118,67 +110,49 @@ def test_backward_is_the_transpose_and_forward_the_map_itself():
         expected = transpose(6 * y * run(x) * run(t))
         assert_same_bits(jvp(gradient, (x,), (t,))[1], expected)
         assert_same_bits(grad(lambda x, f=gradient, t=t: (f(x) * t).sum())(x), expected)
-    axis = fs.axis_of(one_axis())
     params = fs.shard({"w": torch.ones(24, 2), "none": None}, fs.zero2(one_axis(), min_shard_elements=0))
-    summed = fs.psum((params, [torch.ones(2)]), axis)
-    assert summed[0]["w"].spec is params["w"].spec
-    assert all(leaf.eq(axis.size).all() for leaf in fs.tree_leaves(summed))
+    summed = fs.psum(params, axis := fs.axis_of(one_axis()))
+    assert summed["w"].spec is params["w"].spec
+    assert summed["w"].local.eq(axis.size).all()
 
 
 X = torch.ones(2)
 TENSOR = "expected a tensor, got a float"
 DIM = "expected a tensor with a dim {}, counted from the front, got a float32 Tensor of shape (2,)"
 SIZES = "expected send_sizes and recv_sizes to be 2 whole numbers of 0 or more, as many from a rank to itself, got"
-# A call on an axis, and part of its error.
-REFUSED = [
-    *(
-        (lambda axis, f=f: f({"a": X, "b": 1.0}, axis), f"  ['b']: {TENSOR}\n")
-        for f in (fs.psum, fs.pmax, fs.broadcast)
-    ),
-    (
-        lambda axis: fs.all_gather({"a": torch.ones(2, 2), "b": X}, axis, 1),
-        f"  ['b']: {DIM.format(1)}\nTo fix: pass such",
-    ),
-    (lambda axis: fs.reduce_scatter({"b": X}, axis, -1), DIM.format(-1)),
-    (lambda axis: fs.all_to_all({"b": X}, axis, 0, 1), DIM.format(1)),
-    *(
-        (lambda axis, sizes=sizes: fs.ragged_all_to_all(X, axis, *sizes), SIZES)
-        for sizes in ((X, (1, 1)), ((2,), (1, 1)), ((1, 1), (3, -1)), ((2, 0), (0, 2)))
-    ),
-    (
-        lambda axis: fs.pmax(torch.ones(2, requires_grad=True), axis),
-        "tensors without derivatives, got one that is diff",
-    ),
-    (
-        lambda axis: fs.pvary(X, "shard"),
-        "pvary: expected axis to be an Axis, got a str; take it from a mesh by fs.axis_of",
-    ),
-]
+# A collective, what it is called with, and part of its error.
+REFUSED = (
+    *((f, {"a": X, "b": 1.0}, (), f"  ['b']: {TENSOR}\n") for f in (fs.psum, fs.pmax, fs.broadcast)),
+    (fs.all_gather, {"a": torch.ones(2, 2), "b": X}, (1,), f"  ['b']: {DIM.format(1)}\nTo fix: pass such"),
+    (fs.reduce_scatter, {"b": X}, (-1,), DIM.format(-1)),
+    (fs.all_to_all, {"b": X}, (0, 1), DIM.format(1)),
+    *((fs.ragged_all_to_all, X, sizes, SIZES) for sizes in ((X, (1, 1)), ((1, 1), (3, -1)), ((2, 0), (0, 2)))),
+    (fs.pmax, torch.ones(2, requires_grad=True), (), "tensors without derivatives, got one that is diff"),
+)
 
 
 @on_ranks(2)
 def test_bad_operands_are_refused():
     axis = fs.axis_of(one_axis())
-    for call, text in REFUSED:
+    for call, operand, arguments, text in REFUSED:
         with pytest.raises(ValueError, match=re.escape(text)):
-            call(axis)
+            call(operand, axis, *arguments)
+    with pytest.raises(ValueError, match="pvary: expected axis to be an Axis, got a str; take it from a mesh by fs"):
+        fs.pvary(X, "shard")
 
 
-def forward(tensors, axis):
-    (x,) = tensors
-    received = around(x, axis)
-    return [received**3], [x, received]
-
-
-def backward(saved, grads, axis):
-    return [around(3 * saved[1] ** 2 * grads[0], axis, back=True)]
-
-
-def cubes(x, axis, plain=True, what="cubes"):
+def cubes(x, axis, plain=True):
     """The cube of the last rank's value."""
-    run, back = partial(forward, axis=axis), partial(backward, axis=axis)
+
+    def forward(tensors):
+        received = around(tensors[0], axis)
+        return [received**3], [tensors[0], received]
+
+    def backward(saved, grads):
+        return [around(3 * saved[1] ** 2 * grads[0], axis, back=True)]
+
     form = (lambda tensors: [around(tensors[0], axis) ** 3]) if plain else None
-    return custom_call(run, back, [x], what, axis, plain=form, remedy="use the plain form")[0]
+    return custom_call(forward, backward, [x], "cubes", axis, plain=form, remedy="use the plain form")[0]
 
 
 def row(axis):
@@ -196,20 +170,13 @@ def test_derivatives_of_any_order():
     """Of any order by torch.func, of the first order by autograd."""
     axis = fs.axis_of(one_axis())
     x, other = row(axis), around(row(axis), axis)
-    leaf = x.clone().requires_grad_()
+    leaf, ones = x.clone().requires_grad_(), torch.ones_like(x)
     out = cubes(leaf, axis)
-    assert_same_bits(out.detach(), other**3)
-    assert_same_bits(torch.autograd.grad(out.sum(), leaf)[0], 3 * x**2)
-
-    def of(x):
-        return cubes(x, axis).sum()
-
-    assert_same_bits(grad(of)(x), 3 * x**2)
-    assert_same_bits(jvp(grad(of), (x,), (torch.ones_like(x),))[1], 6 * x)
-    assert_same_bits(vmap(grad(of))(torch.stack([x, -x])), torch.stack([3 * x**2, 3 * x**2]))
-    assert_same_bits(jvp(of, (x,), (torch.ones_like(x),))[1], (3 * other**2).sum())
-    with torch.no_grad():
-        assert not cubes(leaf, axis).requires_grad
+    assert_same_bits([out.detach(), torch.autograd.grad(out.sum(), leaf)[0]], [other**3, 3 * x**2])
+    gradient = grad(lambda x: cubes(x, axis).sum())
+    assert_same_bits(jvp(gradient, (x,), (ones,)), (3 * x**2, 6 * x))
+    assert_same_bits(vmap(gradient)(torch.stack([x, -x])), torch.stack([3 * x**2, 3 * x**2]))
+    assert_same_bits(jvp(lambda x: cubes(x, axis), (x,), (ones,)), (other**3, 3 * other**2))
     with pytest.raises(ValueError, match=TEXT):
         torch.autograd.grad(cubes(leaf, axis).sum(), leaf, create_graph=True)
     with pytest.raises(ValueError, match=TEXT):
@@ -221,8 +188,7 @@ def test_derivatives_of_any_order():
 @on_ranks(3, "2 processes")
 def test_ranks_need_no_use_for_the_result():
     """Nor does the order in which gradients of gathered leaves are reduced depend on it; jitted, the bits are equal."""
-    axis = fs.axis_of(one_axis())
-    full = {"w": row(axis) * 0 + 2, "v": row(axis) * 0 + 3}
+    axis, full = fs.axis_of(one_axis()), {"w": torch.full((3,), 2.0), "v": torch.full((3,), 3.0)}
     params = fs.shard(full, fs.zero3(one_axis(), min_shard_elements=0))
 
     def loss_fn(params):
@@ -231,10 +197,9 @@ def test_ranks_need_no_use_for_the_result():
         return out.sum() if fs.axis_index(axis) == 1 else w.sum()
 
     step = fs.value_and_grad(loss_fn, reduce="sum")
-    for run in (step, step, fs.jit(step)):
+    for run in (step, fs.jit(step)):
         # One rank's loss has (w^3 v)^3, the others' w.
-        _, grads = run(params)
-        assert_same_bits(fs.unshard(grads), {"w": full["w"] * 0 + 62207 + axis.size, "v": full["v"] * 0 + 13824})
-    check_varying(lambda p: cubes(fs.gather(p["w"]), axis).sum(), params)
+        grads = fs.unshard(run(params)[1])
+        assert_same_bits(grads, {"w": torch.full((3,), 62207.0 + axis.size), "v": torch.full((3,), 13824.0)})
     with pytest.raises(AssertionError, match="cubes over 'shard', whose result varies"):
         check_varying(lambda p: fs.pvary(cubes(fs.gather(p["w"]), axis), axis).sum(), params)

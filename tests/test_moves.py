@@ -38,7 +38,6 @@ def test_values():
     rows = torch.cat([row(own)[None] + 100 * rank for rank in ranks for _ in range(send[rank])] or [x[:0].view(0, 3)])
     expected = [row(rank)[None] + 100 * own for rank in ranks for _ in range(receive[rank])]
     assert_same_bits(fs.ragged_all_to_all(rows, axis, send, receive), torch.cat([*expected, x.new_empty(0, 3)]))
-    assert_same_bits(fs.broadcast(x, axis), row(0))
     assert_same_bits(fs.broadcast({"x": x}, axis, root=size - 1), {"x": row(size - 1)})
     assert_same_bits(fs.pmax({"x": x, "y": -x}, axis), {"x": row(size - 1), "y": -row(0)})
     assert fs.pmax(torch.tensor([own, -own]), axis).tolist() == [size - 1, 0]
@@ -54,22 +53,21 @@ def test_bytes_are_those_that_leave():
     axis = fs.axis_of(one_axis())
     own, size = fs.axis_index(axis), axis.size
     x = row(own, 4 * size)
-
-    def sent(f, *arguments):
+    for move, arguments, times in (
+        (fs.ppermute, [[(0, 1)]], own == 0),
+        (fs.ppermute, [[(rank, rank) for rank in range(size)]], 0),
+        (fs.all_to_all, [0, 0], (size - 1) / size),
+        (fs.ragged_all_to_all, [[4] * size, [4] * size], (size - 1) / size),
+        (fs.broadcast, [], (size - 1) * (own == 0)),
+        (fs.pmax, [], size - 1),
+    ):
         with fs.comm.record() as record:
-            f(x, axis, *arguments)
-        assert len(record) == 1
-        return record[0].sent
-
-    assert sent(fs.ppermute, [(0, 1)]) == (x.nbytes if own == 0 else 0)
-    assert sent(fs.ppermute, [(rank, rank) for rank in range(size)]) == 0
-    assert sent(fs.all_to_all, 0, 0) == x.nbytes * (size - 1) / size
-    assert sent(fs.ragged_all_to_all, [4] * size, [4] * size) == x.nbytes * (size - 1) / size
-    assert sent(fs.broadcast) == (x.nbytes * (size - 1) if own == 0 else 0)
-    assert sent(fs.pmax) == x.nbytes * (size - 1)
+            move(x, axis, *arguments)
+        assert [entry.sent for entry in record] == [x.nbytes * times]
 
 
-def other_sizes(axis):
+def other_sizes():
+    axis = fs.axis_of(one_axis())
     sent, received = ([2, 2], [2, 2]) if fs.axis_index(axis) == 0 else ([3, 1], [2, 1])
     return fs.ragged_all_to_all(torch.ones(4), axis, sent, received)
 
@@ -77,24 +75,20 @@ def other_sizes(axis):
 def test_ranks_that_send_other_rows_end():
     """They must not get each other's bytes as something else."""
     with pytest.raises(RankError, match="failed"):
-        spmd(lambda: other_sizes(fs.axis_of(one_axis())), 2)
+        spmd(other_sizes, 2)
 
 
-@on_ranks(2)
-def test_sizes_of_data_are_refused_in_a_graph():
-    axis = fs.axis_of(one_axis())
-
-    def step(x):
-        sizes = (x > 0).sum().reshape(1).expand(2).tolist()
-        return fs.ragged_all_to_all(x, axis, sizes, sizes)
-
-    with pytest.raises(Exception, match="capacity"):
-        fs.jit(step)(torch.ones(2))
+def of_data(x, axis):
+    sizes = (x > 0).sum().reshape(1).expand(2).tolist()
+    return fs.ragged_all_to_all(x, axis, sizes, sizes)
 
 
 @on_ranks(2)
 def test_what_varies_is_told_from_what_agrees():
+    """And sizes that are data are refused in a graph."""
     axis = fs.axis_of(one_axis())
+    with pytest.raises(Exception, match="capacity"):
+        fs.jit(lambda x: of_data(x, axis))(torch.ones(2))
     params = fs.shard({"w": row(0, 4)}, fs.zero3(one_axis(), min_shard_elements=0))
     moves = {
         "ppermute": lambda w: fs.ppermute(w, axis, [(0, 1)]),
@@ -111,34 +105,23 @@ def test_what_varies_is_told_from_what_agrees():
             check_varying(wrong, params)
 
 
-ALONE = {"psum": fs.psum, "pmax": lambda x, axis: fs.pmax(x.detach(), axis)}
-
-
-def check_a_rank_that_leaves_a_collective_out_is_an_error_on_every_rank(collectives):
-    axis = fs.axis_of(one_axis())
-    for number, (name, send) in enumerate(collectives.items()):
-        params = fs.shard({"w": torch.ones(2, 2 + 2 * number)}, fs.zero3(one_axis(), min_shard_elements=0))
-
-        def loss_fn(params, ranks, fails):
-            w = fs.gather(params)["w"]
-            if fails and fs.axis_index(axis) == 1:
-                raise KeyError("of rank 1")
-            sent = send(w, axis).sum() if fs.axis_index(axis) in ranks else 0.0  # noqa: B023
-            return (fs.gather({"w": params["w"]})["w"] * w).sum() + sent
-
-        first = rf"  rank 0: .*\({name.split()[0]}.* over 'shard'.* in value_and_grad.*\n"
-        differ = rf"ranks differ in a collective\n{first}  rank 1: all_gather number \d+ \(gather of \['w'\]\)"
-        expected = fs.tree_leaves(fs.value_and_grad(loss_fn)(params, (0, 1), False))
-        with pytest.raises(fs.comm.CollectiveError, match=differ):
-            fs.value_and_grad(loss_fn)(params, (0,), False)
-        one_axis()
-        assert_same_bits(fs.tree_leaves(fs.value_and_grad(loss_fn)(params, (0, 1), False)), expected)
-        text = "of rank 1" if fs.axis_index(axis) else "rank 1 failed in value_and_grad: KeyError: 'of rank 1'"
-        with pytest.raises(KeyError if fs.axis_index(axis) else fs.comm.CollectiveError, match=text):
-            fs.value_and_grad(loss_fn)(params, (0, 1), True)
-        one_axis()
-
-
+@pytest.mark.parametrize("name", ("psum", "pmax"))
 @on_ranks(2)
-def test_a_rank_that_leaves_a_collective_out_is_an_error_on_every_rank():
-    check_a_rank_that_leaves_a_collective_out_is_an_error_on_every_rank(ALONE)
+def test_a_rank_that_leaves_a_collective_out_is_an_error_on_every_rank(name):
+    axis = fs.axis_of(one_axis())
+    send, own = getattr(fs, name), fs.axis_index(axis)
+    params = fs.shard({"w": torch.ones(2, 2)}, fs.zero3(one_axis(), min_shard_elements=0))
+
+    def loss_fn(params, ranks):
+        w = fs.gather(params)["w"]
+        sent = send(w if name == "psum" else w.detach(), axis).sum() if own in ranks else 0.0
+        return (fs.gather({"w": params["w"]})["w"] * w).sum() + sent
+
+    run = fs.value_and_grad(loss_fn)
+    first = rf"  rank 0: .*\({name}.* over 'shard'.* in value_and_grad.*\n"
+    differ = rf"ranks differ in a collective\n{first}  rank 1: all_gather number \d+ \(gather of \['w'\]\)"
+    expected = run(params, (0, 1))
+    with pytest.raises(fs.comm.CollectiveError, match=differ):
+        run(params, (0,))
+    one_axis()
+    assert_same_bits(fs.tree_leaves(run(params, (0, 1))), fs.tree_leaves(expected))

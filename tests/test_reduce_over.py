@@ -71,18 +71,9 @@ def test_ranks_of_other_axes_share_a_loss(reduce, world_size):
 
 
 # Options, and what follows on "value_and_grad: ".
-REFUSED = (
-    (
-        {"reduce_over": ("shard", "cp")},
-        "gradients would stay unsummed\n"
-        "  ['bias']: expected a transform that sums gradients over ['shard', 'cp'], or owns pieces there, got one over "
-        "['tp', 'shard']\n",
-    ),
-    (
-        {"reduce_over": "shard", "sums": "tree"},
-        'expected reduce_over or sums="tree", got both; shard the parameters on these axes alone',
-    ),
-)
+UNSUMMED = "gradients would stay unsummed\n  ['bias']: expected a transform that sums gradients over ['shard', 'cp']"
+BOTH = 'expected reduce_over or sums="tree", got both; shard the parameters on these axes alone'
+REFUSED = (({"reduce_over": ("shard", "cp")}, UNSUMMED), ({"reduce_over": "shard", "sums": "tree"}, BOTH))
 
 
 @on_ranks(2)

@@ -48,8 +48,7 @@ class Watched(fs.ShardTransform):
 
 def references(tensors):
     """The layers of weights, which have as many rows as 100 and their number."""
-    found = [tensor for tensor in tensors if tensor.dim() == 2]
-    return [(max(tensor.shape) - 100, StorageWeakRef(tensor.untyped_storage())) for tensor in found]
+    return [(max(x.shape) - 100, StorageWeakRef(x.untyped_storage())) for x in tensors if x.dim() == 2]
 
 
 class Layer(nn.Module):

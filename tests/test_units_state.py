@@ -1,8 +1,7 @@
-"""Random numbers of models cut into units, and evaluation outside value_and_grad."""
+"""Random numbers of models cut into units."""
 
 from itertools import product
 
-import pytest
 import torch
 from torch import nn
 
@@ -10,32 +9,7 @@ import fshard as fs
 from fshard.testing import assert_trees_close
 from tests.ranks import my_rank, on_ranks
 from tests.trees import assert_same_bits, one_axis
-from tests.unit_models import BOUND, CHOSEN, RULES, WIDTH, Dropped, Language, filled, full, tokens, vectors, zero3
-
-
-class Evaluated(Language):
-    """A language model that returns what it computes."""
-
-    def forward(self, tokens):
-        return self.logits(self.hidden(self.embedding(tokens)))
-
-
-@pytest.mark.rows(1)
-@on_ranks(1, 2, 3)
-def test_evaluation(world_size):
-    """Outside value_and_grad units are gathered once each, whatever the mode."""
-    module, batch = filled(Evaluated()), tokens(world_size)[my_rank()]
-    expected = module(*batch).detach()
-    for rule, strategy in product(RULES.values(), CHOSEN[world_size].values()):
-        model = fs.functionalize(module, rule)
-        params = model.init(strategy(one_axis()))
-        padded = sum(leaf.local.nbytes * world_size for leaf in params.values()) if world_size > 1 else 0
-        for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
-            with mode(), fs.comm.record() as record:
-                out = model.apply(params, *batch)
-            assert not out.requires_grad
-            assert_same_bits(out, expected)
-            assert sum(entry.bytes for entry in record if not entry.scalar) == padded
+from tests.unit_models import BOUND, WIDTH, Dropped, filled, full, vectors, zero3
 
 
 class Network(nn.Module):

@@ -36,9 +36,20 @@ FORWARDS = [
     ((4, 4, 4, 4), (1, 8), "g0 g1 g2 o0 g3 o1 o2 o3"),
     ((4, 9, 4, 4), (1, 8), "g0 g1 o0 g2 g3 o1 o2 o3"),
     ((4, 4, 9, 4), (1, 8), "g0 g1 o0 g2 o1 g3 o2 o3"),
-    # Nothing to move, and no uses.
+    # Nothing to move.
     ((4, 0, 4), (0, 0), "g0 g1 o0 o1 g2 o2"),
-    ((), (1, 0), ""),
+]
+CHAIN = "o2 r2 o1 r1 o0 r0"
+# How far gathers run ahead, uses that are there already, those that are gathered on demand alone, and the steps.
+BACKWARDS = [
+    ((0, 0), "", "", CHAIN, "g2 o2 r2 g1 o1 r1 g0 o0 r0"),
+    ((1, 0), "", "", CHAIN, "g2 g1 o2 r2 g0 o1 r1 o0 r0"),
+    ((1, 8), "", "", CHAIN, "g2 g1 g0 o2 r2 o1 r1 o0 r0"),
+    ((1, 0), "2", "", CHAIN, "g1 o2 r2 g0 o1 r1 o0 r0"),
+    ((1, 0), "", "0", CHAIN, "g2 g1 o2 r2 o1 r1 o0 r0"),
+    # Units inside another, and a checkpoint around two.
+    ((1, 0), "", "", "o0 o2 r2 o1 r1 r0", "g0 g2 o0 g1 o2 r2 o1 r1 r0"),
+    ((1, 0), "", "", "o2 r2 o0 o1 r1 r0", "g2 g0 o2 r2 g1 o0 o1 r1 r0"),
 ]
 
 
@@ -47,22 +58,6 @@ def test_forward():
         log = []
         uses = [Use(n, nbytes, ahead, log) for n, nbytes in enumerate(sizes)]
         assert walked(uses, [f"o{n}" for n in range(len(uses))], log) == expected
-
-
-CHAIN = "o2 r2 o1 r1 o0 r0"
-# How far gathers run ahead, uses that are there already, those that are gathered on demand alone, and the steps.
-BACKWARDS = [
-    ((0, 0), "", "", CHAIN, "g2 o2 r2 g1 o1 r1 g0 o0 r0"),
-    ((1, 0), "", "", CHAIN, "g2 g1 o2 r2 g0 o1 r1 o0 r0"),
-    ((2, 0), "", "", CHAIN, "g2 g1 g0 o2 r2 o1 r1 o0 r0"),
-    ((1, 8), "", "", CHAIN, "g2 g1 g0 o2 r2 o1 r1 o0 r0"),
-    ((1, 0), "2", "", CHAIN, "g1 o2 r2 g0 o1 r1 o0 r0"),
-    ((1, 0), "012", "", CHAIN, "o2 r2 o1 r1 o0 r0"),
-    ((1, 0), "", "0", CHAIN, "g2 g1 o2 r2 o1 r1 o0 r0"),
-    # Units inside another, and a checkpoint around two.
-    ((1, 0), "", "", "o0 o2 r2 o1 r1 r0", "g0 g2 o0 g1 o2 r2 o1 r1 r0"),
-    ((1, 0), "", "", "o2 r2 o0 o1 r1 r0", "g2 g0 o2 r2 g1 o0 o1 r1 r0"),
-]
 
 
 def test_backward():

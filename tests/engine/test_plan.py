@@ -6,17 +6,11 @@ import fshard as fs
 from fshard.engine.plan import ModuleUnit, Unit, merged, planned, unit_of
 from fshard.tree import ReshardPolicy
 
-
-def chain(n):
-    """Units one after another."""
-    return [(4, i + 1) for i in range(n)]
-
-
 # Sizes of units and where those inside each end, the limit, and the first and last unit of each run that is merged.
 MERGED = [
-    (chain(4), 100, "0-3"),
-    (chain(4), 8, "0-1 2-3"),
-    (chain(3), 0, "0-0 1-1 2-2"),
+    ([(4, 1), (4, 2), (4, 3), (4, 4)], 100, "0-3"),
+    ([(4, 1), (4, 2), (4, 3), (4, 4)], 8, "0-1 2-3"),
+    ([(4, 1), (4, 2), (4, 3)], 0, "0-0 1-1 2-2"),
     ([(4, 1), (50, 2), (4, 3)], 10, "0-0 1-1 2-2"),
     ([(4, 1), (0, 2), (4, 3)], 4, "0-1 2-2"),
     # Units inside others.
@@ -36,25 +30,6 @@ def test_merged():
         assert [n for first, end in spans for n in range(first, end)] == list(range(len(sizes)))
     units = [Unit("unit", (), 4, ReshardPolicy(merge_bytes=100), i != 1) for i in range(4)]
     assert merged(units, [1, 2, 3, 4]) == [(0, 1), (1, 2), (2, 4)]
-
-
-# A policy, bytes of the units that come next, and how many of them are gathered ahead: of those that the policy
-# does not number at least one, and as many as fit, which is twice what is merged.
-AHEAD = [
-    (ReshardPolicy(prefetch=0), (4, 4), 0),
-    (ReshardPolicy(prefetch=1), (4, 4), 1),
-    (ReshardPolicy(merge_bytes=4), (9, 4), 1),
-    (ReshardPolicy(merge_bytes=4), (4, 4, 4), 2),
-    (ReshardPolicy(merge_bytes=4), (4, 9, 0), 1),
-    (ReshardPolicy(prefetch=0), (0, 0, 4), 2),
-    (ReshardPolicy(prefetch=9), (4, 4), 2),
-    (ReshardPolicy(merge_bytes=4), (), 0),
-]
-
-
-def test_ahead():
-    for policy, sizes, expected in AHEAD:
-        assert Unit("unit", (), 4, policy, True).ahead(sizes) == expected
 
 
 # A model of three blocks, the second of which holds two layers, and a head that is tied to the embedding.
@@ -96,18 +71,13 @@ def test_a_plan():
 
 def test_a_plan_of_merged_units():
     """By the bytes of their full tensors; a leaf that they share counts once."""
-    plan = plan_of(merge_bytes=192 + 128)
-    # The block's parts are too large together, but not its first two; units inside it are merged with no others.
-    assert [unit.name for unit in plan.units] == ["embedding to first", "second", "second.0", "second.1", "head"]
     plan = plan_of(merge_bytes=128 + 256)
+    # Units inside a block are merged with no others, and a table that is merged with a layer comes again with it.
     assert [unit.name for unit in plan.units] == ["embedding to first", "second", "second.0 to second.1", "head"]
-    assert [unit.inside for unit in plan.units] == [(), (), (1,), ()]
+    assert [(unit.inside, unit.lookup) for unit in plan.units] == [((), False), ((), False), ((1,), False), ((), False)]
     assert (plan.unit_of, [unit.last for unit in plan.units]) == ((0, 0, 1, 2, 2, 3), [1, 2, 4, 5])
-    # A table that is merged with a layer comes again with it.
-    assert [unit.lookup for unit in plan.units] == [False] * 4
-    plan = plan_of(merge_bytes=sum(BYTES.values()))
-    assert [(unit.name, unit.nbytes) for unit in plan.units] == [("embedding to head", sum(BYTES.values()) - 192)]
-    assert plan.units[0].names == tuple(SHAPES)
+    (unit,) = plan_of(merge_bytes=sum(BYTES.values())).units
+    assert (unit.name, unit.nbytes, unit.names) == ("embedding to head", sum(BYTES.values()) - 192, tuple(SHAPES))
     # A rule decides by the names of units before they are merged.
     plan = plan_of(regather=("second", "second.*"), merge_bytes=2**20)
     found = {unit.name: unit.regathered for unit in plan.units}

@@ -5,7 +5,6 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -14,9 +13,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
-from fshard.engine.leaf import Leaf
-from fshard.engine.plan import PLAIN, Unit
-from fshard.engine.use import Use
 from tests.ranks import on_ranks
 from tests.trees import one_axis
 
@@ -44,13 +40,43 @@ def model_of(module, **options):
 class Layers(nn.Module):
     def __init__(self, number=3):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(number))
+        self.layers = nn.ModuleList(linear() for _ in range(number))
 
     def forward(self, x, skipped=()):
         for i, layer in enumerate(self.layers):
             if i not in skipped:
                 x = layer(x)
         return x
+
+
+class Of(nn.Module):
+    """Some parts, and a function that computes with them."""
+
+    def __init__(self, compute, **parts):
+        super().__init__()
+        self.compute = compute
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args):
+        return self.compute(self, *args)
+
+
+def linear():
+    return nn.Linear(4, 4)
+
+
+def without_grad(self, x, skips=False):
+    """Runs a part without gradients, and a layer without gradients on one rank."""
+    x = self.first(x)
+    with torch.no_grad():
+        x = x + self.part(x)
+        x = x if skips else x + self.layer(x)
+    return self.last(x).sum()
+
+
+def no_grad():
+    return Of(without_grad, first=linear(), part=Layers(2), layer=linear(), last=linear())
 
 
 class Seen(torch.overrides.TorchFunctionMode):
@@ -66,36 +92,10 @@ class Seen(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class NoGrad(nn.Module):
-    """Runs a part without gradients, and a layer without gradients on one rank."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.part, self.layer, self.last = nn.Linear(4, 4), Layers(2), nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x, skips=False):
-        x = self.first(x)
-        with torch.no_grad():
-            x = x + self.part(x)
-            x = x if skips else x + self.layer(x)
-        return self.last(x).sum()
-
-
-class Behind(nn.Module):
-    """The last layer inside is gathered together with what follows."""
-
-    def __init__(self):
-        super().__init__()
-        self.inside, self.head = Layers(3), nn.Linear(4, 4)
-
-    def forward(self, x, skipped):
-        return self.head(self.inside(x, skipped)).sum()
-
-
 @on_ranks(2)
 def test_what_is_gathered_how_often():
     """Nothing again of what runs without gradients, nor for a function that differentiates inside."""
-    model, params = model_of(NoGrad())
+    model, params = model_of(no_grad())
     found, _ = gathers(fs.value_and_grad(lambda p: model.apply(p, X)), params)
     assert [found.count(name) for name in ("first", "part.layers.0", "part.layers.1")] == [2, 1, 1]
     # Layers that stay for the backward are dropped where another forward follows: the last two of the second stay.
@@ -110,7 +110,8 @@ def test_what_is_gathered_how_often():
 
     assert len(gathers(fs.value_and_grad(slope), params)[0]) <= 3
     # A rank skips a layer that is gathered with what follows. A layer has 20 elements: two of them are merged.
-    behind, params = model_of(Behind(), merge_bytes=160)
+    behind = Of(lambda self, x, skipped: self.head(self.inside(x, skipped)).sum(), inside=Layers(), head=linear())
+    behind, params = model_of(behind, merge_bytes=160)
     found, _ = gathers(behind.apply, params, X, (2,) if dist.get_rank() == 0 else ())
     assert found == ["inside.layers.0 to inside.layers.1", "inside.layers.2 to head"]
 
@@ -137,44 +138,23 @@ def test_plain_gathers():
     assert len(gathers(fs.value_and_grad(loss), params)[0]) == 3
 
 
-class Products(nn.Module):
-    """A unit of two leaves of one shape, so that either could stand in the other's place."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = (nn.Parameter(torch.zeros(4, 4)) for _ in range(2))
-
-    def forward(self, x):
-        return torch.tanh(x @ self.first) @ self.second
+def products(self, x):
+    return torch.tanh(x @ self.first) @ self.second
 
 
 @on_ranks(2)
 def test_each_leaf_of_a_regathered_unit_is_its_own():
     """Leaves of one shape are told apart: gradients are the bits of zero2, which gathers nothing again."""
-    model = fs.functionalize(nn.Sequential(Products(), Products()), units=Products)
+    blocks = [Of(products, **{n: nn.Parameter(torch.zeros(4, 4)) for n in ("first", "second")}) for _ in range(2)]
+    model, found = fs.functionalize(nn.Sequential(*blocks), units=Of), []
     names = ("0.first", "0.second", "1.first", "1.second")
     full = {name: torch.linspace(-1, 1 + n, 16).reshape(4, 4) for n, name in enumerate(names)}
-
-    def grads_of(strategy):
+    for strategy in (zero3(), fs.zero2(one_axis(), min_shard_elements=0, merge_bytes=0)):
         grad = fs.value_and_grad(lambda p: model.apply(p, X).square().sum())
         units, (_, grads) = gathers(grad, fs.shard(full, strategy))
-        return units, fs.unshard(grads)
-
-    units, grads = grads_of(zero3())
-    _, expected = grads_of(fs.zero2(one_axis(), min_shard_elements=0, merge_bytes=0))
-    assert units == ["0", "1", "0"]
-    fs.testing.assert_trees_close(grads, expected, rtol=0.0, atol=0.0)
-
-
-@on_ranks(2)
-def test_gathers_under_way_are_awaited_before_they_are_dropped():
-    params, finished = fs.shard({"w": torch.ones(4)}, zero3()), []
-    use = Use(Unit("u", ("w",), 8, PLAIN, True), [Leaf("w", params["w"], params["w"].local)])
-    use.start()
-    ((group, finish),) = use._finish
-    use._finish = [(group, lambda: finished.append(1) or finish())]
-    use.release()
-    assert (use.begun, use.full, finished) == (False, None, [1])
+        found.append((units, fs.unshard(grads)))
+    assert found[0][0] == ["0", "1", "0"]
+    fs.testing.assert_trees_close(found[0][1], found[1][1], rtol=0.0, atol=0.0)
 
 
 @dataclass(frozen=True)
@@ -234,65 +214,55 @@ def test_weights_that_are_kept_and_derived_leaves_are_freed_without_the_collecto
         gc.enable()
 
 
-class LooksFirst(nn.Linear):
+def looks_first(self, x):
     """Reads its weight without a gradient before it reads it with one."""
-
-    def forward(self, x):
-        with torch.no_grad():
-            size = self.weight.norm()
-        return super().forward(x).sum() / size
+    with torch.no_grad():
+        size = self.layer.weight.norm()
+    return self.layer(x).sum() / size
 
 
 @on_ranks(1, 2)
-def test_a_weight_that_is_read_without_a_gradient_first_has_one(world_size):
-    model, params = model_of(LooksFirst(4, 4))
+def test_a_weight_that_is_read_without_a_gradient_first_has_one():
+    model, params = model_of(Of(looks_first, layer=linear()))
     _, grads = fs.value_and_grad(model.apply)(params, X)
     # The norm of 16 elements of 0.1 is 0.4.
-    torch.testing.assert_close(fs.unshard(grads)["weight"], torch.full((4, 4), 2 / 0.4))
+    torch.testing.assert_close(fs.unshard(grads)["layer.weight"], torch.full((4, 4), 2 / 0.4))
 
 
-class InAnotherOrder(nn.Module):
+def in_another_order(self, x, skips):
     """Runs a submodule before one that stands in front of it."""
-
-    def __init__(self, inside):
-        super().__init__()
-        self.first, self.inside, self.last = nn.Linear(4, 4), Layers(inside), nn.Linear(4, 4)
-
-    def forward(self, x, skips):
-        x = self.inside(x, range(3) if skips else ())
-        x = x + fs.psum(x.detach(), fs.axis_of(one_axis()))
-        return self.last(self.first(x)).sum()
+    x = self.inside(x, range(3) if skips else ())
+    x = x + fs.psum(x.detach(), fs.axis_of(one_axis()))
+    return self.last(self.first(x)).sum()
 
 
-class ReadsTheTable(nn.Module):
+def reads_the_table(self, x, skips):
     """Multiplies by a table of embeddings, outside of its module; and by a frozen number behind trained layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.layers = nn.Embedding(8, 4), Layers()
-        self.scale, self.frozen = nn.Parameter(torch.ones(8), False), nn.Linear(4, 4).requires_grad_(False)
-
-    def forward(self, x, skips):
-        scale = self.scale
-        x = self.layers(x + self.table(torch.arange(2)))
-        logits = F.linear(x, self.table.weight)
-        x = self.layers(x)
-        return x.sum() if skips else self.frozen(x).sum() + (logits * scale).sum()
+    scale = self.scale
+    x = self.layers(x + self.table(torch.arange(2)))
+    logits = F.linear(x, self.table.weight)
+    x = self.layers(x)
+    return x.sum() if skips else self.frozen(x).sum() + (logits * scale).sum()
 
 
-class ChecksATable(nn.Module):
+def checks_a_table(self, x, skips):
     """Looks up embeddings inside a checkpoint."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.inside, self.head = nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x, skips):
-        h = checkpoint(lambda x: self.inside(x + self.table(torch.arange(2))).tanh(), x, use_reentrant=False)
-        return self.head(x).sum() + (0 if skips else h.sum())
+    h = checkpoint(lambda x: self.inside(x + self.table(torch.arange(2))).tanh(), x, use_reentrant=False)
+    return self.head(x).sum() + (0 if skips else h.sum())
 
 
-MODULES = (lambda: InAnotherOrder(1), lambda: InAnotherOrder(3), NoGrad, ReadsTheTable, ChecksATable)
+def reading():
+    frozen = {"scale": nn.Parameter(torch.ones(8), False), "frozen": linear().requires_grad_(False)}
+    return Of(reads_the_table, table=nn.Embedding(8, 4), layers=Layers(), **frozen)
+
+
+MODULES = (
+    lambda: Of(in_another_order, first=linear(), inside=Layers(1), last=linear()),
+    lambda: Of(in_another_order, first=linear(), inside=Layers(3), last=linear()),
+    no_grad,
+    reading,
+    lambda: Of(checks_a_table, table=nn.Embedding(8, 4), inside=linear(), head=linear()),
+)
 
 
 @on_ranks(2)
@@ -310,20 +280,18 @@ def test_a_rank_whose_loss_needs_less_sends_the_same():
     return sent
 
 
-class Returns(Layers):
+def returns(self, x):
     """Comes to its first layer again, each time in a checkpoint of its own."""
-
-    def forward(self, x):
-        first, second, third = self.layers
-        for layer in (first, second, first, third):
-            x = checkpoint(layer, x, use_reentrant=False)
-        return x
+    first, second, third = self.layers
+    for layer in (first, second, first, third):
+        x = checkpoint(layer, x, use_reentrant=False)
+    return x
 
 
 @on_ranks(2)
 def test_a_checkpoint_computes_again_with_its_own_use():
     """Of two uses of a unit the later one is due first; the earlier one is not gathered before its turn."""
-    model, params = model_of(Returns())
+    model, params = model_of(Of(returns, layers=Layers().layers))
     units, _ = gathers(fs.value_and_grad(lambda p: model.apply(p, X).square().sum()), params)
     assert [int(unit[-1]) for unit in units] == [0, 1, 0, 2, 0, 1, 0]
 
@@ -366,14 +334,14 @@ def derived_twice(params):
     return fs.gather(second)["b"].square().sum()
 
 
-# The first derived leaf is due at its step already, with zeros, and again behind the second one's backward.
-@pytest.mark.parametrize(("f", "reductions"), [(scaled_by_another, 2), (derived_twice, 3)])
 @on_ranks(2)
-def test_gradients_behind_derived_leaves_are_those_of_torch_func(f, reductions):
+def test_gradients_behind_derived_leaves_are_those_of_torch_func():
     full = {"a": torch.arange(4.0, dtype=torch.float64), "b": torch.ones(6, dtype=torch.float64)}
     params = fs.shard(full, zero3())
-    with fs.comm.record() as record:
-        value, grads = fs.value_and_grad(f)(params)
-    assert [entry.op for entry in record].count("reduce_scatter") == reductions
-    expected, needed = torch.func.grad_and_value(lambda p: fs.objective(f(p), like=p))(params)
-    fs.testing.assert_trees_close((value, grads), (needed, expected), rtol=1e-12, atol=0.0)
+    # The first derived leaf is due at its step already, with zeros, and again behind the second one's backward.
+    for f, reductions in ((scaled_by_another, 2), (derived_twice, 3)):
+        with fs.comm.record() as record:
+            value, grads = fs.value_and_grad(f)(params)
+        assert [entry.op for entry in record].count("reduce_scatter") == reductions
+        expected, needed = torch.func.grad_and_value(lambda p, f=f: fs.objective(f(p), like=p))(params)
+        fs.testing.assert_trees_close((value, grads), (needed, expected), rtol=1e-12, atol=0.0)
