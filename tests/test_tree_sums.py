@@ -4,6 +4,7 @@ import copy
 import math
 import re
 from functools import partial, reduce
+from itertools import product
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from fshard.testing import spmd
 from fshard.transforms.compose import in_tree
 from tests.ranks import on_ranks
 from tests.trees import as_bytes, assert_same_bits, normal, one_axis
+from tests.unit_models import filled
 
 VOCABULARY, WIDTH = 11, 7
 
@@ -24,27 +26,17 @@ class Tied(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.inner = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
-        self.sometimes = nn.Linear(WIDTH, WIDTH)
-        self.zero = nn.Parameter(torch.ones(WIDTH))
+        self.embedding, self.zero = nn.Embedding(VOCABULARY, WIDTH), nn.Parameter(torch.ones(WIDTH))
+        self.inner, self.sometimes = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens, with_layer):
         hidden = self.embedding(tokens) + -0.0 * self.zero
-        hidden = hidden + self.inner(hidden)
+        hidden = hidden + torch.tanh(self.inner(hidden))
         if with_layer:
             hidden = hidden + self.sometimes(hidden)
         return self.head(hidden)
-
-
-def tied(dtype):
-    module, draw = Tied(), normal()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(draw(*parameter.shape) / 3)
-    return module.to(dtype)
 
 
 def microbatch(number):
@@ -72,85 +64,58 @@ def added(parts):
 
 def oracle(dtype, how, number):
     """All microbatches in one process, one after another, and their sums by the definition."""
-    module = tied(dtype)
-    params = dict(module.named_parameters())
-    values, counts, grads = [], [], []
+    module = filled(Tied(), dtype)
+    params, rows = dict(module.named_parameters()), []
     for i in range(number):
-        found = local(
-            lambda params, *args: torch.func.functional_call(module, params, args), how, params, microbatch(i)
-        )
-        value, count = found if how == "weighted" else (found, torch.tensor(1.0))
-        got = torch.autograd.grad(value, list(params.values()), allow_unused=True)
-        grads.append([torch.zeros_like(p) if g is None else g for g, p in zip(got, params.values())])
-        values.append(value.detach())
-        counts.append(count.double())
-    divisor = added(counts) if how == "weighted" else number
-    sums = [added(values), *(added(column) for column in zip(*grads))]
-    value, *divided = [(total / divisor).to(total.dtype) for total in sums]
-    return value, dict(zip(params, divided))
+        found = local(lambda _, *args: module(*args), how, params, microbatch(i))
+        value, count = found if how == "weighted" else (found, torch.tensor(1))
+        grads = torch.autograd.grad(value, list(params.values()), allow_unused=True)
+        grads = [torch.zeros_like(p) if g is None else g for g, p in zip(grads, params.values())]
+        rows.append([count.double(), value.detach(), *grads])
+    count, *sums = (added(column) for column in zip(*rows))
+    value, *grads = [(total / count).to(total.dtype) for total in sums]
+    return value, dict(zip(params, grads))
 
 
 def strategies(world_size):
-    """Every strategy, and both orders of the dims of a mesh of two axes."""
+    """Every strategy by name, and both orders of the dims of a mesh of two axes."""
     line, every = one_axis(), {"min_shard_elements": 20}
-    found = {
-        "zero3": fs.zero3(line, **every),
-        "zero3 in units": fs.zero3(line, merge_bytes=0, min_shard_elements=0),
-        "zero2": fs.zero2(line, **every),
-        "zero1": fs.zero1(line, **every),
-        "ddp": fs.ddp(line),
-        "second dim": fs.zero3(line, layout=fs.fully_shard(line, dim=-1)),
-    }
+    found = {f.__name__: f(line, **every) for f in (fs.zero3, fs.zero2, fs.zero1)} | {"ddp": fs.ddp(line)}
+    found["zero3 in units"] = fs.zero3(line, merge_bytes=0, min_shard_elements=0)
+    found["second dim"] = fs.zero3(line, layout=fs.fully_shard(line, dim=-1))
     if world_size % 2 == 0:
-        sizes = {"replicate": world_size // 2, "shard": 2}
-        pair, turned = (fs.init_mesh(axes, device="cpu") for axes in (sizes, dict(reversed(sizes.items()))))
-        found |= {"hsdp": fs.hsdp(pair, **every), "hsdp turned": fs.hsdp(turned, **every)}
+        for sizes in ({"replicate": world_size // 2, "shard": 2}, {"shard": 2, "replicate": world_size // 2}):
+            found[f"hsdp {sizes}"] = fs.hsdp(fs.init_mesh(sizes, device="cpu"), **every)
     return found
 
 
-def check_the_bits_of_the_tree(world_size, dtype, number, wanted, jitted=False, only=None):
+@pytest.mark.rows(4)
+@pytest.mark.parametrize("number", (8, 16))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@on_ranks(1, 2, 4, 8, "2 processes")
+def test_losses_and_gradients_have_the_bits_of_the_tree_at_any_world_size(world_size, dtype, number):
     """By each strategy against the oracle: the ways to reduce take turns."""
-    made = strategies(world_size)
-    for turn, name in enumerate(only or made):
-        how = list(wanted)[turn % len(wanted)]
-        model = fs.functionalize(tied(dtype), units=nn.Linear)
-        params = model.init(made[name])
-        step = fs.accumulate(partial(local, model.apply, how), reduce=how, sums="tree")
+    wanted = {how: oracle(dtype, how, number) for how in ("mean", "weighted")}
+    for turn, (name, strategy) in enumerate(strategies(world_size).items()):
+        how = list(wanted)[turn % 2]
+        model = fs.functionalize(filled(Tied(), dtype), units=nn.Linear)
+        params = model.init(strategy)
         mine = fs.microbatches(list(map(microbatch, range(number))), params)
-        found, grads = (fs.jit(step) if jitted else step)(params, mine)
+        found, grads = fs.accumulate(partial(local, model.apply, how), reduce=how, sums="tree")(params, mine)
         assert_same_bits({(name, how): (found, fs.unshard(grads))}, {(name, how): wanted[how]})
 
 
-@pytest.mark.parametrize("number", (8, 16))
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("world_size", (1, 2, 4, 8))
-@pytest.mark.rows(3)
-def test_losses_and_gradients_have_the_bits_of_the_tree_at_any_world_size(world_size, dtype, number):
-    wanted = {how: oracle(dtype, how, number) for how in ("mean", "weighted")}
-    spmd(lambda: check_the_bits_of_the_tree(world_size, dtype, number, wanted), world_size)
-
-
-@pytest.mark.parametrize("jitted", (False, pytest.param(True, marks=pytest.mark.slow)))
-@on_ranks(2, "2 processes")
-@pytest.mark.rows(1)
-def test_processes_and_jitted_steps_have_the_bits_of_the_tree(world_size, jitted):
-    wanted = {"weighted": oracle(torch.float32, "weighted", 8)}
-    check_the_bits_of_the_tree(world_size, torch.float32, 8, wanted, jitted, only=("zero3", "hsdp"))
-
-
-@pytest.mark.parametrize("number", (8, 2))
-def test_mixed_precision_sums_in_the_dtype_of_the_reduction(number):
+def test_mixed_precision_sums_in_the_dtype_of_the_reduction():
     """A rank's one microbatch too, whose uses of a tied leaf are added up."""
 
     def program():
         found = []
-        for reduced in (torch.float32, torch.bfloat16, None):
-            model = fs.functionalize(tied(torch.float32), units=nn.Module)
+        for reduced, number in product((torch.float32, torch.bfloat16, None), (8, 2)):
+            model = fs.functionalize(filled(Tied(), torch.float32), units=nn.Module)
             mixed = {"param_dtype": torch.bfloat16, "reduce_dtype": reduced}
             params = model.init(fs.zero3(one_axis(), min_shard_elements=20, merge_bytes=0, **mixed))
             step = fs.accumulate(partial(local, model.apply, "mean"), sums="tree")
-            mine = fs.microbatches(list(map(microbatch, range(number))), params)
-            found.append(fs.unshard(step(params, mine)[1]))
+            found.append(fs.unshard(step(params, fs.microbatches(list(map(microbatch, range(number))), params))[1]))
         return found
 
     (one,), (many, *_) = spmd(program, 1), spmd(program, 2)
@@ -159,7 +124,7 @@ def test_mixed_precision_sums_in_the_dtype_of_the_reduction(number):
 
 @on_ranks(2, 4)
 def test_value_and_grad_is_one_microbatch_a_rank(world_size):
-    model = fs.functionalize(tied(torch.float32))
+    model = fs.functionalize(filled(Tied(), torch.float32))
     params, loss = model.init(fs.zero3(one_axis(), min_shard_elements=20)), partial(local, model.apply, "mean")
     (batch,) = fs.microbatches(list(map(microbatch, range(world_size))), params)
     run = fs.value_and_grad(loss, sums="tree")

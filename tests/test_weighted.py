@@ -77,10 +77,7 @@ def test_every_form_is_the_mean_over_all_tokens(loss_of, world_size):
     grads, value = grad_and_value(mean)(FULL)
     for strategy in OF_EVERY_LEAF.values():
         params = fs.shard(FULL, strategy(one_axis()))
-        results = [
-            fs.accumulate(loss_of, reduce="weighted", communicate=communicate)(params, own)
-            for communicate in ("each", "once")
-        ]
+        results = [fs.accumulate(loss_of, reduce="weighted", communicate=how)(params, own) for how in ("each", "once")]
         # torch.func cannot differentiate a loss without parameters.
         forms = [*FORMS.values()] if loss_of is token_sum else [FORMS["value_and_grad"]]
         results += [form(loss_of, params, torch.cat(own, dim=1)) for form in forms]
