@@ -1,6 +1,7 @@
 """Manifests and files made to do harm, their digests in order, and a fuzzer of both."""
 
 import builtins
+import contextlib
 import hashlib
 import json
 import os
@@ -73,7 +74,6 @@ def refused(path, data):
     return str(error.value)
 
 
-# JSON of other types than a manifest's, and such as `encode` does not write.
 EDITED = "its digest does not match, so it was damaged or edited"
 GAP = "expected chunks that cover each element of ['w'] once, got 'float32' in"
 CHECKSUM = "the elements of ['w'] do not match their checksum, so it was damaged"
@@ -88,28 +88,30 @@ def leaf(*chunks, dtype="float32", shape=(2, 3)):
     return [dtype, shape, list(chunks)]
 
 
+# What must be chunks of (2, 3), each element once.
+GAPS = (
+    [],
+    *([chunk(offset=offset)] for offset in ([HUGE, 0], [1 << 62, 0], [-1, 0], [False, 0], [0])),
+    *([chunk(file=file)] for file in (HUGE << 1, -1, "../../etc/passwd")),
+    *([chunk(shape=shape)] for shape in ([HUGE, 3], [2, 3, 1])),
+    # Twice the same, two of one file, an overlap, gaps, and a chunk of no elements.
+    [chunk(), chunk()],
+    [chunk(shape=[1, 3]), chunk(offset=[1, 0], shape=[1, 3])],
+    [chunk(shape=[2, 2]), chunk(offset=[0, 1], shape=[2, 2])],
+    [chunk(shape=[2, 1]), chunk(offset=[0, 2], shape=[2, 1])],
+    [chunk(offset=[1, 0], shape=[1, 3])],
+    [chunk(), chunk(offset=[2, 0], shape=[0, 3])],
+)
 SHAPES = ([-2, -3], [True, 3], [2.0, 3], [10**400, 3], ["2", 3], [1] * 65, [0, 3], [HUGE, HUGE])
 LEAVES = [
-    *(({}, EDITED), (["float32", [2, 3]], EDITED), (["float32", [2, 3], None], EDITED), (leaf({}), EDITED)),
+    *((made, EDITED) for made in ({}, ["float32", [2, 3]], ["float32", [2, 3], None], leaf({}), leaf(shape={}))),
     *((leaf(dtype=dtype), f"got {dtype!r:.40} in 0") for dtype in ("__class__", "load", [[]], "x" * 10**6, "../f")),
     *((leaf(chunk(), shape=shape), GAP) for shape in SHAPES),
-    *((leaf(shape={}), EDITED), (leaf(), GAP), (leaf(chunk(shape=[HUGE, 3])), GAP)),
-    (leaf(chunk(shape=[HUGE, HUGE]), shape=[HUGE, HUGE]), f"got float32[{HUGE}, {HUGE}]"),
-    *((leaf(chunk(offset=offset)), GAP) for offset in ([HUGE, 0], [1 << 62, 0], [-1, 0], [False, 0], [0])),
-    *((leaf(chunk(checksum=checksum)), CHECKSUM) for checksum in (0, 0.0, 1 << 32)),
-    *((leaf(chunk(file=file)), GAP) for file in (HUGE << 1, -1, "../../etc/passwd")),
-    (leaf(chunk(file=1)), f"{FILE}: expected a file that the manifest names, got one that it does not name"),
-    (leaf(chunk(offset=[0, 0], shape=[2, 3, 1])), GAP),
-    # Twice the same, two of one file, an overlap, gaps, and chunks of no elements.
-    (leaf(chunk(), chunk()), GAP),
-    (leaf(chunk(shape=[1, 3]), chunk(offset=[1, 0], shape=[1, 3])), GAP),
-    (leaf(chunk(shape=[2, 2]), chunk(offset=[0, 1], shape=[2, 2])), GAP),
-    (leaf(chunk(shape=[2, 1]), chunk(offset=[0, 2], shape=[2, 1])), GAP),
-    (leaf(chunk(offset=[1, 0], shape=[1, 3])), GAP),
-    (leaf(chunk(), chunk(offset=[2, 0], shape=[0, 3])), GAP),
-    (leaf(chunk(shape=[0, 3]), shape=[0, 3]), GAP),
-    (leaf(*[chunk(offset=[i, 0], shape=[1, 3]) for i in range(20_000)], shape=[20_000, 3]), GAP),
+    *((leaf(*chunks), GAP) for chunks in GAPS),
     (leaf(*[chunk(offset=[i, i], shape=[1, 1]) for i in range(20_000)], shape=[20_000, 20_000]), GAP),
+    (leaf(chunk(shape=[HUGE, HUGE]), shape=[HUGE, HUGE]), f"got float32[{HUGE}, {HUGE}]"),
+    *((leaf(chunk(checksum=checksum)), CHECKSUM) for checksum in (0, 0.0, 1 << 32)),
+    (leaf(chunk(file=1)), f"{FILE}: expected a file that the manifest names, got one that it does not name"),
     (leaf(chunk(), dtype="int32"), "expected float32[2, 3], got int32[2, 3]"),
 ]
 
@@ -125,10 +127,9 @@ def test_hostile_leaves(saved):
 
 STEP = "expected step 1 as its name says, got step"
 BODIES = [
-    *(({"tensors": []}, EDITED), ({"values": []}, EDITED), ({"files": []}, EDITED)),
-    *(({"step": -1}, f"{STEP} -1"), ({"step": 2}, f"{STEP} 2")),
-    *(({"values": {"['n']": {"complex": "1j"}}}, EDITED), ({"values": {"['n']": {"float": "import os"}}}, EDITED)),
-    *(({"values": {"['n']": value}}, EDITED) for value in (0.5, {"float": 1}, {"float": "1_0"})),
+    *(({key: []}, EDITED) for key in ("tensors", "values", "files")),
+    *(({"step": step}, f"{STEP} {step}") for step in (-1, 2)),
+    *(({"values": {"['n']": value}}, EDITED) for value in ({"complex": "1j"}, {"float": "import os"}, 0.5)),
     ({"tensors": {}}, f"{FILE}: expected a file that the manifest names, got one that it does not name"),
 ]
 
@@ -137,52 +138,20 @@ def test_hostile_bodies(saved):
     body = body_of(saved)
     for changes, text in BODIES:
         assert text in refused(saved, sealed(body | changes))
-    for other in ([], None, {"tensors": {}, "values": {}}):
-        assert EDITED in refused(saved, sealed(other))
-    (saved / "manifest.json").write_bytes(sealed(body | {"values": {"['n']": []}}))
-    text = states.refused(lambda: checkpoint.restore(saved.parent, LIKE))
-    assert "['n']: expected an int, got a list" in text
-
-
-DEEP = 100_000
-TEXTS = (
-    *(
-        b"",
-        b"\0" * 1000,
-        b"import os",
-        b"\x80\x04K\x01.",
-        b"[" * DEEP,
-        b'{"a":' * DEEP,
-        sealed(b"[" * DEEP + b"]" * DEEP),
-    ),
-    *(
-        sealed(b'{"step": ' + step + b', "tensors": {}, "values": {}}')
-        for step in (b"Infinity", b"1e999", b"9" * 10**5, b'1, "step": 2')
-    ),
-    sealed({}).replace(b'"digest": "', b'"digest": 1, "x": "'),
-)
-
-
-def test_hostile_texts(saved):
-    for data in TEXTS:
+    for data in (sealed([]), sealed(None), b"", b"import os", b"[" * 100_000, sealed(b"[" * 100_000 + b"]" * 100_000)):
         refused(saved, data)
+    for step in (b"Infinity", b"1e999", b"9" * 10**5, b'1, "step": 2'):
+        refused(saved, sealed(b'{"step": ' + step + b', "tensors": {}, "values": {}}'))
     # What Python can just read as JSON it may not be able to print.
     for depth in (*range(100, 1100, 21), 3000):
         nested = "[" * depth + "]" * depth
-        body = f'{{"step": 1, "tensors": {{"w": [{nested}, [], []]}}, "values": {{}}}}'
         with pytest.raises(CheckpointError):
-            decode(sealed(body.encode()))
+            decode(sealed(f'{{"step": 1, "tensors": {{"w": [{nested}, [], []]}}, "values": {{}}}}'.encode()))
 
 
 def header(entries, length=None):
     text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
     return (len(text) if length is None else length).to_bytes(8, "little") + text
-
-
-HEADERS = (
-    *(header(b"{}", 1 << 63), header(b"{}", (1 << 64) - 1), header(b"{}" + b" " * 100, 130), header(b"import os")),
-    *(header(b"[" * 100_000), header(b'{"\xff": 1}'), header(b"[]"), header({"__metadata__": 1})),
-)
 
 
 def test_hostile_files(saved):
@@ -191,20 +160,18 @@ def test_hostile_files(saved):
     length = int.from_bytes(whole[:8], "little")
     text, rows = whole[8 : 8 + length].strip(), whole[8 + length :]
     same = (text, text + b" " * 8, text.replace(b":", b": "), b" " + text, text.replace(b"w", b"\\u0077"))
-    for data in (*HEADERS, *map(header, same)):
+    for data in (header(b"{}", 1 << 63), header(b"{}", (1 << 64) - 1), header(b"[" * 100_000), *map(header, same)):
         (saved / FILE).write_bytes(data + rows)
-        assert f"{saved / FILE}: expected" in states.refused(
-            lambda: checkpoint.restore(saved.parent, LIKE), CheckpointError
-        )
+        found = states.refused(lambda: checkpoint.restore(saved.parent, LIKE), CheckpointError)
+        assert f"{saved / FILE}: expected" in found
     (saved / FILE).write_bytes(whole)
     assert checkpoint.restore(saved.parent, LIKE)["w"].equal(W)
 
 
-TOKENS = [
-    *(b"[", b"]", b"{", b"}", b",", b":", b'"', b"\\", b"-", b".", b"e9", b"0", b"1", b"99999999999999999999", b"null"),
-    *(b"true", b"false", b"NaN", b"Infinity", b"\xff", b"\0", b"\n", b"\\ud800", b'"__class__"', b"[[[[", b'"float"'),
-    *(b"float64", b"-1", b"1e5", b"0.0", b"\xed\xa0\x80", b"../", b'"step"', b"4611686018427387904"),
-]
+TOKENS = (
+    *(b"[", b"]", b"{", b"}", b",", b'"', b"\\", b"-", b".", b"e9", b"1", b"99999999999999999999", b"null", b"NaN"),
+    *(b"\xff", b"\0", b"\\ud800", b"[[[[", b'"float"', b"float64", b"../", b'"step"', b"4611686018427387904"),
+)
 
 
 def mutated(draw, data):
@@ -221,20 +188,19 @@ def mutated(draw, data):
 
 def swapped_numbers(draw, value):
     """The same JSON with something in it put in another's place, or another kind's."""
-    if isinstance(value, dict) and value and draw.random() < 0.8:
-        key = draw.choice(list(value))
-        return value | {key: swapped_numbers(draw, value[key])}
-    if isinstance(value, list) and value and draw.random() < 0.8:
-        at = draw.randrange(len(value))
-        return [*value[:at], swapped_numbers(draw, value[at]), *value[at + 1 :]]
-    others = (0, 1, -1, 2, 3, 5, True, None, 1.5, "", "x", [], {}, [0], 1 << 40, 1 << 61, 1 << 62, 1 << 200, "float32")
+    if isinstance(value, (dict, list)) and value and draw.random() < 0.8:
+        at = draw.choice(list(value) if isinstance(value, dict) else range(len(value)))
+        changed = value.copy()
+        changed[at] = swapped_numbers(draw, value[at])
+        return changed
+    others = (0, 1, -1, 2, 5, True, None, 1.5, "", "x", [], {}, [0], 1 << 61, 1 << 62, 1 << 200, "float32")
     return draw.choice((*others, [value], [value, value], {"float": "nan"}))
 
 
-def outcome(path, like):
+def outcome(path):
     """What a restore of a fuzzed checkpoint comes to: values that are right, or a documented exception."""
     try:
-        found = checkpoint.restore(path.parent, like)
+        found = checkpoint.restore(path.parent, LIKE)
     except ValueError as error:
         assert str(error).startswith("checkpoint.restore: ")  # noqa: PT017
         return "refused"
@@ -251,23 +217,19 @@ def test_fuzzed_manifests_and_files(saved):
     for _ in range(150):
         case = mutated(draw, whole)
         (saved / "manifest.json").write_bytes(case)
-        assert outcome(saved, LIKE) == ("restored" if case == whole else "refused"), case
+        assert outcome(saved) == ("restored" if case == whole else "refused"), case
         case = body
         for _ in range(draw.choice((1, 1, 2, 4))):
             case = swapped_numbers(draw, case)
         for other in (sealed(case), sealed(mutated(draw, json.dumps(case).encode()))):
             (saved / "manifest.json").write_bytes(other)
-            outcome(saved, LIKE)
+            outcome(saved)
         (saved / "manifest.json").write_bytes(whole)
         file = header(draw.choice((mutated(draw, data[8 : 8 + length]), swapped_numbers(draw, entries))))
         (saved / FILE).write_bytes(draw.choice((file + data[8 + length :], mutated(draw, data))))
-        outcome(saved, LIKE)
+        outcome(saved)
         (saved / FILE).write_bytes(data)
-    # Nothing but CheckpointError comes out of the decoder, and what comes back says the same.
+    # Nothing but CheckpointError comes out of the decoder.
     for _ in range(1500):
-        case = draw.choice((mutated(draw, whole), sealed(mutated(draw, json.dumps(body).encode()))))
-        try:
-            manifest = decode(case)
-        except CheckpointError:
-            continue
-        assert json.loads(case)["body"]["step"] == manifest.step
+        with contextlib.suppress(CheckpointError):
+            decode(draw.choice((mutated(draw, whole), sealed(mutated(draw, json.dumps(body).encode())))))

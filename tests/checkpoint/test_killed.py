@@ -2,7 +2,6 @@
 
 import json
 import os
-import queue
 import shutil
 import signal
 import subprocess
@@ -18,52 +17,32 @@ from fshard.testing import spmd
 from tests.checkpoint.saving_process import state
 from tests.checkpoint.states import ROOT, assert_same, sampler, zeros_like
 
-SECONDS = 60
 
-
-class Saving:
-    """The process of saving_process.py, and what it says."""
+class Saving(subprocess.Popen):
+    """The process of saving_process.py, and what it says; the time of a test limits how long it is waited for."""
 
     def __init__(self):
         command = [sys.executable, "-m", "tests.checkpoint.saving_process"]
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        self.process = subprocess.Popen(command, cwd=ROOT, **pipes)
-        self.said = queue.SimpleQueue()
-        self.reader = threading.Thread(target=self._read, daemon=True)
-        self.reader.start()
+        super().__init__(command, cwd=ROOT, **pipes)
 
-    def _read(self):
-        for line in self.process.stdout:
-            self.said.put(json.loads(line))
-
-    def start(self, *command):
-        self.process.stdin.write(json.dumps([str(command[0]), *command[1:]]) + "\n")
-        self.process.stdin.flush()
+    def start_ranks(self, *command):
+        print(json.dumps([str(command[0]), *command[1:]]), file=self.stdin, flush=True)
         return self.until("pids")[-1][1:]
 
     def until(self, kind):
         """What it says up to a line of a kind."""
         lines = []
-        deadline = time.monotonic() + SECONDS
         while not lines or lines[-1][0] != kind:
-            lines.append(self.said.get(timeout=max(0.0, deadline - time.monotonic())))
+            lines.append(json.loads(self.stdout.readline()))
         return lines
-
-    def close(self):
-        self.process.stdin.close()
-        try:
-            self.process.wait(SECONDS)
-        finally:
-            self.process.kill()
-            self.reader.join(SECONDS)
-            self.process.stdout.close()
 
 
 @pytest.fixture(scope="module")
 def saving():
-    process = Saving()
-    yield process
-    process.close()
+    with Saving() as process:
+        yield process
+        process.kill()
 
 
 def check(directory, acknowledged, make=state):
@@ -87,7 +66,7 @@ def test_processes_killed_at_some_moments(kills, ranks, saving, tmp_path):
     """Start ranks, kill one of them at some moment, look what is there, and go on from it."""
     directory, draw, latest = tmp_path / "run", sampler(70 + kills), -1
     for kill in range(kills):
-        pids = saving.start(directory, ranks, bool(kill % 2), latest + 1)
+        pids = saving.start_ranks(directory, ranks, bool(kill % 2), latest + 1)
         lines = saving.until("saved")
         # The moment is the point: anywhere in a save.
         time.sleep(draw.random() * 0.3)

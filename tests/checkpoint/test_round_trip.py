@@ -20,12 +20,11 @@ from tests.checkpoint.states import (
     sampler,
     save,
     tree_for,
-    unsigned,
     zeros_like,
 )
 from tests.ranks import my_rank, on_ranks
 from tests.transforms.feedback import feedback
-from tests.trees import WORLD_SIZES, assert_same_bits, assorted, meshes, normal, one_axis
+from tests.trees import WORLD_SIZES, assert_same_bits, meshes, normal, one_axis
 
 
 @pytest.mark.rows(2)
@@ -39,17 +38,14 @@ def test_restore_undoes_save(world_size, tmp_path):
             assert_same(checkpoint.restore(tmp_path / layout / tree, zeros_like(params)), params)
 
 
-def pairs(number, seed):
-    """Random pairs of (layout, world size), each layout at least once on either side."""
-    draw = sampler(seed)
-    ends = [[(layout, draw.choice(WORLD_SIZES)) for layout in LAYOUTS] for _ in range(2 * number)]
-    for end in ends:
-        draw.shuffle(end)
-    return [pair for a, b in zip(ends[::2], ends[1::2]) for pair in zip(a, b)]
+def pairs():
+    """Random pairs of (layout, world size), each layout on either side."""
+    draw = sampler(1)
+    return [[(name, draw.choice(WORLD_SIZES)) for name in draw.sample(list(LAYOUTS), len(LAYOUTS))] for _ in range(12)]
 
 
 @pytest.mark.rows(6)
-@pytest.mark.parametrize(("start", "end"), pairs(12, seed=1))
+@pytest.mark.parametrize(("start", "end"), [pair for a, b in zip(*[iter(pairs())] * 2) for pair in zip(a, b)])
 def test_restore_into_many_other_layouts(start, end, tmp_path):
     (layout, ranks), (other, other_ranks) = start, end
     chosen = next((name for name in (layout, other) if name in CHOOSY), layout)
@@ -79,7 +75,7 @@ def test_leaves_that_are_not_sharded(tmp_path):
         "negative": torch.complex(base, -base).conj().imag,
         "parameter": torch.nn.Parameter(base[1]),
     }
-    for number, tree in enumerate((python_values(), named_oddly(), unsigned(), large, views)):
+    for number, tree in enumerate((python_values(), named_oddly(), large, views)):
         checkpoint.save(tmp_path, tree, number)
         assert_same(checkpoint.restore(tmp_path, zeros_like(tree)), tree)
 
@@ -93,18 +89,6 @@ def test_the_latest_and_each_step(tmp_path):
         assert_same_bits(checkpoint.restore(tmp_path, state), state)
     for step, state in states.items():
         assert_same_bits(checkpoint.restore(tmp_path, state, step=step), state)
-
-
-@on_ranks(3)
-def test_like_on_the_meta_device_and_of_other_values(tmp_path):
-    params = fs.shard(assorted(), fs.zero2(one_axis(), min_shard_elements=0))
-    before = fs.tree_map(torch.clone, params)
-    checkpoint.save(tmp_path, {"params": params, "count": 3}, 1)
-    meta = fs.tree_map(lambda leaf: leaf.to("meta"), params)
-    restored = checkpoint.restore(tmp_path, {"params": meta, "count": 99})
-    assert_same(restored["params"], params)
-    assert restored["count"] == 3
-    assert_same(params, before)
 
 
 TX = {"adamw": lambda: fs.adamw(0.1), "Adam of torch": lambda: fs.from_torch(torch.optim.Adam, lr=0.1)}
@@ -124,21 +108,11 @@ def steps(tx, state, number):
     return state
 
 
-def check_training_goes_on_as_if_nothing_had_happened(optimizer, layout, tmp_path):
-    state = steps(optimizer, state_of(optimizer, layout), 3)
-    checkpoint.save(tmp_path, state)
-    assert checkpoint.latest(tmp_path) == 3
-    restored = checkpoint.restore(tmp_path, zeros_like(state_of(optimizer, layout)))
-    # Padding aside, which a step may have written to and a restore zeroes.
-    assert_same_bits(fs.unshard(restored), fs.unshard(state))
-    assert_same_bits(fs.unshard(steps(optimizer, restored, 3)), fs.unshard(steps(optimizer, state, 3)))
-
-
-def check_training_goes_on_at_another_world_size(make, tmp_path, rtol=0.0):
-    """Elementwise optimizers have the same bits; others sum in another order."""
-
+@pytest.mark.rows(1)
+@pytest.mark.parametrize("tx", TX)
+def test_training_goes_on_at_another_world_size(tx, tmp_path):
     def begin():
-        optimizer = make()
+        optimizer = TX[tx]()
         state = steps(optimizer, state_of(optimizer, "zero3"), 3)
         checkpoint.save(tmp_path, state)
         return fs.unshard(state), fs.unshard(steps(optimizer, state, 3))
@@ -146,32 +120,22 @@ def check_training_goes_on_at_another_world_size(make, tmp_path, rtol=0.0):
     state, ended = spmd(begin, 2)[0]
 
     def go_on(layout):
-        optimizer = make()
+        optimizer = TX[tx]()
         restored = checkpoint.restore(tmp_path, zeros_like(state_of(optimizer, layout)))
         assert_same_bits(fs.unshard(restored), state)
         return fs.unshard(steps(optimizer, restored, 3))
 
     for ranks, layout in ((1, "ddp"), (3, "zero3"), (4, "two dims")):
         end = spmd(lambda: go_on(layout), ranks)[0]  # noqa: B023
-        assert_trees_close(end.params, ended.params, rtol=rtol, atol=0)
-
-
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("tx", TX)
-def test_training_goes_on_at_another_world_size(tx, tmp_path):
-    check_training_goes_on_at_another_world_size(TX[tx], tmp_path)
-
-
-def check_state_of_transforms_that_ranks_have_of_their_own(transform, tmp_path):
-    params = fs.shard({"w": normal()(6, 40)}, transform)
-    state = fs.tree_map(lambda row: row + my_rank() + 1, fs.transform_state(params))
-    checkpoint.save(tmp_path, state, 1)
-    assert_same(checkpoint.restore(tmp_path, zeros_like(state)), state)
+        assert_trees_close(end.params, ended.params, exact=True)
 
 
 @on_ranks(3)
 def test_state_of_transforms_that_ranks_have_of_their_own(tmp_path):
-    check_state_of_transforms_that_ranks_have_of_their_own(feedback(one_axis()), tmp_path)
+    params = fs.shard({"w": normal()(6, 40)}, feedback(one_axis()))
+    state = fs.tree_map(lambda row: row + my_rank() + 1, fs.transform_state(params))
+    checkpoint.save(tmp_path, state, 1)
+    assert_same(checkpoint.restore(tmp_path, fs.tree_map(lambda leaf: leaf.to("meta"), state)), state)
 
 
 @on_ranks(2)
@@ -188,17 +152,9 @@ def test_parts_by_subtree_and_by_name(tmp_path):
     some = checkpoint.restore(tmp_path, params, subtree=".params", only=("w", "sc*"))
     assert_same(some, {**params, "w": state.params["w"], "scalar": state.params["scalar"]})
     assert some["v"] is params["v"]
-    # A part that is not read may be of any kind.
-    mixed = {"w": params["w"], "new": torch.ones(3), "other": object()}
-    assert_same(checkpoint.restore(tmp_path, mixed, subtree=".params", only="w")["w"], state.params["w"])
     by_function = checkpoint.restore(tmp_path, zeros_like(state), only=lambda name, leaf: name.startswith("params."))
     assert_same(by_function.params, state.params)
     assert by_function.step == 0
-
-
-def data_bytes(path):
-    data = path.read_bytes()
-    return len(data) - 8 - int.from_bytes(data[:8], "little")
 
 
 @on_ranks(3)
@@ -210,7 +166,8 @@ def test_each_element_is_written_once_and_by_turns(world_size, tmp_path):
         state = fs.shard(full, LAYOUTS[layout](meshes())) | {"plain": full["w00"], "as plain": full["w01"]}
         path = checkpoint.save(tmp_path / layout, state, 1).wait()
         manifest = decode((path / "manifest.json").read_bytes())
-        data = [data_bytes(path / f"rank-{rank:05d}.safetensors") for rank in range(world_size)]
+        files = [(path / f"rank-{rank:05d}.safetensors").read_bytes() for rank in range(world_size)]
+        data = [len(file) - 8 - int.from_bytes(file[:8], "little") for file in files]
         assert sum(data) == sum(tensor.nbytes for tensor in full.values()) + 2 * full["w00"].nbytes
         # No rank writes more than a leaf of each kind beyond its share.
         kinds = Counter(len(leaf.chunks) for leaf in manifest.tensors.values())

@@ -28,16 +28,8 @@ def folder(path, **named):
     return path
 
 
-def own(name, **named):
-    return lambda root, outside: folder(root / name, **named)
-
-
 def linked(name):
     return lambda root, outside: (root / name).symlink_to(outside)
-
-
-def file(name):
-    return lambda root, outside: (root / name).write_text("mine")
 
 
 def linked_checkpoint(root, outside):
@@ -46,20 +38,20 @@ def linked_checkpoint(root, outside):
     (root / "step-00000001.0").symlink_to(outside / "run" / "step-00000001.0")
 
 
-THEIRS = {
-    "a folder": own("step-00000001.0"),
-    "a folder ahead": own("step-00000009.7"),
+def folder_with_weights(root, outside):
+    folder(root / "step-00000001.0", **{"rank-00000.safetensors": "mine"})
+
+
+FOLDERS = ("step-00000001.0", "step-00000009.7", "step-1", ".saving-x", ".old-x", ".exporting-x")
+FILES = ("step-00000001.0", ".saving-step-00000001.9")
+THEIRS = {f"a folder {name}": lambda root, outside, name=name: folder(root / name) for name in FOLDERS}
+THEIRS |= {f"a file {name}": lambda root, outside, name=name: (root / name).write_text("mine") for name in FILES}
+THEIRS |= {
     "an empty folder": lambda root, outside: (root / "step-00000001.0").mkdir(),
-    "a file": file("step-00000001.0"),
-    "another spelling": own("step-1"),
     "a linked checkpoint": linked_checkpoint,
     "a link": linked("step-00000001.0"),
-    "a folder with weights": own("step-00000001.0", **{"rank-00000.safetensors": "mine"}),
-    "what looks half written": own(".saving-x"),
+    "a folder with weights": folder_with_weights,
     "a link in place of an old one": linked(".old-step-00000009.9"),
-    "a file in place of a new one": file(".saving-step-00000001.9"),
-    "what looks old": own(".old-x"),
-    "what looks like an export": own(".exporting-x"),
 }
 
 

@@ -3,7 +3,6 @@
 import re
 
 import fshard as fs
-from tests.ext.interop import test_migration
 from tests.test_guide import BY_NAME, MIGRATION, dead_links, section, tables
 from tests.test_migration import ROWS
 
@@ -11,8 +10,7 @@ from tests.test_migration import ROWS
 def test_the_guide_names_the_calls_of_the_migration_test():
     (head, *found), *_ = tables(section(MIGRATION, "From FSDP2"))
     assert head == ["FSDP2", "fshard"]
-    rows = ROWS | test_migration.ROWS
-    assert [row for row in ([call, row.equivalent] for call, row in rows.items()) if row not in found] == []
+    assert [row for row in ([call, row.equivalent] for call, row in ROWS.items()) if row not in found] == []
 
 
 def test_the_guide_names_what_there_is():

@@ -43,18 +43,6 @@ class Block(nn.Module):
         return x + self.dropout(self.proj(F.gelu(attended)))
 
 
-class Language(nn.Module):
-    """Predicts the next token by an embedding that is the head too."""
-
-    def __init__(self, dropout):
-        super().__init__()
-        self.embedding, self.norm = nn.Embedding(VOCABULARY, WIDTH), nn.LayerNorm(WIDTH)
-        self.blocks = nn.Sequential(*(Block(dropout) for _ in range(2)))
-
-    def forward(self, tokens):
-        return self.norm(self.blocks(self.embedding(tokens))) @ self.embedding.weight.T
-
-
 def batch(step, microbatches):
     """The job's microbatches of a step, and how many tokens of each sequence count."""
     ids = fs.sample_ids(step, 3, samples=101, batch=microbatches * SEQUENCES)
@@ -67,7 +55,10 @@ def check(strategy, precision, microbatches, worlds, steps, dropout=0.0, jitted=
     dtype, options = PRECISIONS[precision]
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = fs.functionalize(Language(dropout).to(dtype), units=Block)
+        blocks = (Block(dropout) for _ in range(2))
+        module = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *blocks, nn.Linear(WIDTH, VOCABULARY, bias=False))
+        module[-1].weight = module[0].weight
+        model = fs.functionalize(module.to(dtype), units=Block)
     # Every gradient is longer than that.
     tx = fs.chain(fs.clip_by_global_norm(1e-2, sums="tree"), fs.adamw(3e-3, weight_decay=0.1))
 

@@ -32,14 +32,7 @@ Tree = Any
 
 
 class Setting(NamedTuple):
-    """One rank's side of a program.
-
-    Attributes:
-        params: Sharded parameters.
-        batch: This rank's, the loss function's other arguments.
-        loss_fn: The loss.
-        sent: Bytes that this rank sends in a step, by label; None where they depend on values.
-    """
+    """One rank's side of a program, and the bytes that it sends in a step by label, if they depend on no values."""
 
     params: Tree
     batch: Sequence[torch.Tensor]
@@ -48,17 +41,7 @@ class Setting(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What an extension does in a step.
-
-    Attributes:
-        setting: Makes one rank's side.
-        full: The parameters of one process.
-        loss: Of one process, a function of its parameters.
-        tx: The optimizer.
-        reduce: As for `fs.value_and_grad`.
-        refused: The text with which `fs.jit` refuses the step.
-        error: What parameters and losses may be off by.
-    """
+    """What an extension does in a step, on a rank and in one process, and what numbers may be off by."""
 
     setting: Callable[[], Setting]
     full: Callable[[], Tree]
@@ -69,12 +52,11 @@ class Row(NamedTuple):
     error: float = EXACT
 
 
-def ring(cp):
-    return partial(fs.ring_attention, axis=cp, order="zigzag")
+def swapped(axis):
+    return partial(fs.ulysses(F.scaled_dot_product_attention, axis), is_causal=True)
 
 
-def swapped(cp):
-    return partial(fs.ulysses(F.scaled_dot_product_attention, cp), is_causal=True)
+ring = partial(partial, fs.ring_attention, order="zigzag")
 
 
 def sequence(attend, order, label, values_sent):
@@ -85,7 +67,7 @@ def sequence(attend, order, label, values_sent):
     batch = tuple(t.chunk(shard.size)[fs.axis_index(shard)][:, at] for t in attention.tokens())
     values = batch[0].numel() * attention.WIDTH * 8
     params = fs.shard(attention.gpt(), fs.zero3(mesh, layout=fs.hybrid_shard(mesh, "shard", "cp")))
-    loss_fn = partial(attention.loss_fn, at=at, attention=attend(cp))
+    loss_fn = partial(attention.loss_fn, at=at, attention=attend(axis=cp))
     return Setting(params, batch, loss_fn, {label: values_sent * values * attention.LAYERS})
 
 
@@ -113,21 +95,22 @@ def split(sequence_dim):
     return Setting(params, batch, loss_fn, tensor.sent_by_label(SIZES[1], sequence_dim, tensor.ROWS // SIZES[0]))
 
 
-def full_of(name):
-    return {key: parameter.detach() for key, parameter in tensor.module_of(name).named_parameters()}
+def full_of_module():
+    return {key: parameter.detach() for key, parameter in tensor.module_of("GPT").named_parameters()}
 
 
 def loss_of_module(params):
     x, y = tensor.data()
-    return F.cross_entropy(
-        functional_call(copy.deepcopy(tensor.module_of("GPT")), params, x).flatten(0, 1), y.flatten()
-    )
+    out = functional_call(copy.deepcopy(tensor.module_of("GPT")), params, x)
+    return F.cross_entropy(out.flatten(0, 1), y.flatten())
+
+
+WORDS = vocabulary.TARGETS.flip(1), vocabulary.TARGETS
 
 
 def words():
     params, axis, shard = vocabulary.sharded(RANKS, SIZES[1])
-    ids = (vocabulary.TARGETS.flip(1), vocabulary.TARGETS)
-    batch = tuple(rows.chunk(shard.size)[fs.axis_index(shard)] for rows in ids)
+    batch = tuple(ids.chunk(shard.size)[fs.axis_index(shard)] for ids in WORDS)
     # Rows of the embedding and gradients of the head's input; a largest logit, exponentials and a target's logit.
     rows = batch[0].numel() * 8 * (axis.size - 1) / axis.size
     sent = {"psum_invariant": 2 * rows * (vocabulary.WIDTH + 2), "pvary": 2 * rows * vocabulary.WIDTH, "pmax": 2 * rows}
@@ -144,19 +127,16 @@ def matrices():
     return {"in": draw(8, 12) / 3, "out": draw(12, 8) / 3}
 
 
-def rows():
-    draw = normal(6)
-    return draw(16, 8), draw(16, 8)
+ROWS = normal(6)(16, 8), normal(7)(16, 8)
 
 
 def plain(transform, sent):
-    mesh = one_axis()
-    batch = tuple(tensor.chunk(RANKS)[my_rank()] for tensor in rows())
-    return Setting(fs.shard(matrices(), transform(mesh)), batch, squares, sent)
+    batch = tuple(tensor.chunk(RANKS)[my_rank()] for tensor in ROWS)
+    return Setting(fs.shard(matrices(), transform(one_axis())), batch, squares, sent)
 
 
 def of_squares(params):
-    return squares(params, *rows())
+    return squares(params, *ROWS)
 
 
 def optimizer(tx, **sent):
@@ -171,28 +151,25 @@ def of_pipeline(params):
     return pipeline.dense_loss(params, *pipeline.batch())
 
 
-def of_words(params):
-    return vocabulary.dense_loss(params, vocabulary.TARGETS.flip(1), vocabulary.TARGETS, {})
-
-
 CAPACITY = "moe.dispatch: expected a capacity inside fs.jit, where sizes are fixed, got None; pass capacity="
 
 TABLE = {
     # k and v go round, and in the backward their gradients with them; four tensors are swapped twice.
-    "ring_attention": Row(partial(sequence, ring, "zigzag", "ring_attention", 6), attention.gpt, of_gpt),
+    "ring_attention": Row(
+        partial(sequence, ring, "zigzag", "ring_attention", 6),
+        attention.gpt,
+        of_gpt,
+    ),
     "ulysses": Row(partial(sequence, swapped, "contiguous", "all_to_all", 4), attention.gpt, of_gpt),
     "moe": Row(mixture, moe.initial, mean_of_mixture, reduce="weighted", refused=CAPACITY),
     "moe by capacity": Row(
-        partial(mixture, capacity=5),
-        moe.initial,
-        partial(mean_of_mixture, capacity=5, groups=RANKS),
-        reduce="weighted",
+        partial(mixture, capacity=5), moe.initial, partial(mean_of_mixture, capacity=5, groups=RANKS), reduce="weighted"
     ),
     "pipeline gpipe": Row(partial(stages, "gpipe"), pipeline.full_params, of_pipeline),
     "pipeline 1f1b": Row(partial(stages, "1f1b"), pipeline.full_params, of_pipeline),
-    "tensor_parallel": Row(partial(split, None), partial(full_of, "GPT"), loss_of_module),
-    "tensor_parallel over time": Row(partial(split, 1), partial(full_of, "GPT"), loss_of_module),
-    "vocab_parallel": Row(words, lambda: vocabulary.FULL, of_words),
+    "tensor_parallel": Row(partial(split, None), full_of_module, loss_of_module),
+    "tensor_parallel over time": Row(partial(split, 1), full_of_module, loss_of_module),
+    "vocab_parallel": Row(words, lambda: vocabulary.FULL, lambda p: vocabulary.dense_loss(p, *WORDS, {})),
     # A weight below 1 is off by half a step of 254, and what is computed with it by no more than four times that.
     "quantize": Row(partial(plain, partial(fs.quantize, block=4), {}), matrices, of_squares, error=4 / 254),
     "lamb": optimizer(fs.lamb(0.1)),
@@ -239,32 +216,28 @@ def test_numbers_are_those_of_one_process(name):
 
 @EVERY
 @on_ranks(RANKS)
-def test_what_varies_is_told_from_what_agrees(name):
+def test_a_step_is_pure_and_sends_the_bytes_of_the_formula(name):
+    """Besides what the strategy gathers, sums and compares; and what varies is told from what agrees."""
+    state, batch, step, sent = program(name)
+    with unchanged((state, batch)):
+        with fs.comm.record() as record:
+            first = step(state, *batch)
+        assert_alike(first, step(state, *batch))
+    found = Counter()
+    for entry in record:
+        found[str(entry.label)] += 0 if entry.scalar else entry.sent
+    own = {label: count for label, count in found.items() if count and label not in ("gather", "scatter", "objective")}
+    assert sent is None or own == {label: count for label, count in sent.items() if count}
     params, batch, loss_fn, _ = TABLE[name].setting()
     check_varying(loss_fn, params, *batch)
 
 
-@EVERY
-@on_ranks(RANKS)
-def test_a_step_is_pure(name):
-    state, batch, step, _ = program(name)
-    with unchanged((state, batch)):
-        first, second = step(state, *batch), step(state, *batch)
-    assert_alike(first, second)
-
-
-SLOW = (
-    "ring_attention",
-    "ulysses",
-    "tensor_parallel",
-    "tensor_parallel over time",
-    "moe by capacity",
-    "pipeline gpipe",
-)
+FAST = ("moe", "pipeline 1f1b", "vocab_parallel", "quantize", "lamb", "lars", "adafactor", "whole")
+JITTED = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in TABLE]
 
 
 @pytest.mark.rows(4)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in TABLE])
+@pytest.mark.parametrize("name", JITTED)
 @on_ranks(RANKS)
 def test_jit_has_the_same_bits(name):
     row, (state, batch, step, _) = TABLE[name], program(name)
@@ -278,21 +251,6 @@ def test_jit_has_the_same_bits(name):
         found = trained(fs.jit(step), state, batch)
     assert_alike(found, expected)
     assert collectives(graph) == collectives(eager)
-
-
-@EVERY
-@on_ranks(RANKS)
-def test_bytes_are_those_of_the_formula(name):
-    """Besides what the strategy gathers, sums and compares."""
-    state, batch, step, sent = program(name)
-    with fs.comm.record() as record:
-        step(state, *batch)
-    found = Counter()
-    for entry in record:
-        found[str(entry.label)] += 0 if entry.scalar else entry.sent
-    own = {label: count for label, count in found.items() if count and label not in ("gather", "scatter", "objective")}
-    # test_moe counts those of rows that go to experts.
-    assert sent is None or own == {label: count for label, count in sent.items() if count}
 
 
 @EVERY

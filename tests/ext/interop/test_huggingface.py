@@ -25,52 +25,46 @@ def representable():
     return {name: leaf for name, leaf in exotic_dtypes().items() if leaf.dtype != torch.complex128}
 
 
-def by_name(tree):
-    flat = flatten(tree)
-    return {n: leaf.detach() for n, leaf in zip(names_of(flat.treedef), flat.leaves) if leaf is not None}
-
-
 def written(directory):
     """All tensors of all files, as safetensors itself reads them."""
     files = sorted(directory.glob("*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.rows(2)
-@pytest.mark.parametrize("tree", [*TREES.values(), representable], ids=lambda make: make.__name__)
-@on_ranks(1, 2, 3, 4)
-def test_trees_come_back(tmp_path, tree):
-    for i, (_, strategy) in enumerate(every_strategy()):
-        params, directory = fs.shard(tree(), strategy), tmp_path / str(i)
-        save_huggingface(directory, params)
-        assert os.listdir(directory) == [SINGLE]
-        back = load_huggingface(directory, fs.tree_map(torch.zeros_like, params))
-        assert_same_bits(fs.unshard(back), fs.unshard(params))
-    assert_same_bits(written(tmp_path / "0"), by_name(tree()))
-
-
 @on_ranks(1, 3)
-@pytest.mark.parametrize("max_file_bytes, files", [(1, 4), (500, 3), (10_000, 1)])
-def test_files_are_as_large_as_they_may_be(tmp_path, max_file_bytes, files):
+def test_trees_come_back(tmp_path):
+    for make in (*TREES.values(), representable):
+        for i, (_, strategy) in enumerate(every_strategy()):
+            params, directory = fs.shard(make(), strategy), tmp_path / make.__name__ / f"{i}"
+            save_huggingface(directory, params)
+            assert os.listdir(directory) == [SINGLE]
+            back = load_huggingface(directory, fs.tree_map(torch.zeros_like, params))
+            assert_same_bits(fs.unshard(back), fs.unshard(params))
+        flat = flatten(make())
+        leaves = {n: leaf.detach() for n, leaf in zip(names_of(flat.treedef), flat.leaves) if leaf is not None}
+        assert_same_bits(written(directory), leaves)
+
+
+@on_ranks(3)
+def test_files_are_as_large_as_they_may_be(tmp_path):
     draw = normal()
     full = {"a": draw(5, 3), "b": draw(7, 11), "c": draw(3).float(), "d": draw(9, 2).bfloat16()}
     params = fs.shard(full, every_leaf(one_axis()))
-    save_huggingface(tmp_path, params, max_file_bytes=max_file_bytes)
-    back = load_huggingface(tmp_path, fs.tree_map(torch.zeros_like, params))
-    assert_same_bits(fs.unshard(back), full)
-    assert_same_bits(written(tmp_path), full)
-    if files == 1:
-        assert os.listdir(tmp_path) == [SINGLE]
-        return
-    names = [f"model-{i:05d}-of-{files:05d}.safetensors" for i in range(1, files + 1)]
-    assert sorted(os.listdir(tmp_path)) == [*names, INDEX]
-    index = json.loads((tmp_path / INDEX).read_text())
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in full.values())
-    assert sorted(index["weight_map"]) == sorted(full)
-    for name, file in index["weight_map"].items():
-        with safe_open(tmp_path / file, framework="pt") as opened:
-            assert opened.metadata() == {"format": "pt"}
-            assert name in opened.keys()  # noqa: SIM118
+    for max_file_bytes, files in ((1, 4), (500, 3)):
+        directory = tmp_path / f"{files}"
+        save_huggingface(directory, params, max_file_bytes=max_file_bytes)
+        back = load_huggingface(directory, fs.tree_map(torch.zeros_like, params))
+        assert_same_bits(fs.unshard(back), full)
+        assert_same_bits(written(directory), full)
+        names = [f"model-{i:05d}-of-{files:05d}.safetensors" for i in range(1, files + 1)]
+        assert sorted(os.listdir(directory)) == [*names, INDEX]
+        index = json.loads((directory / INDEX).read_text())
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in full.values())
+        assert sorted(index["weight_map"]) == sorted(full)
+        for name, file in index["weight_map"].items():
+            with safe_open(directory / file, framework="pt") as opened:
+                assert opened.metadata() == {"format": "pt"}
+                assert name in opened.keys()  # noqa: SIM118
 
 
 @on_ranks(2)
@@ -92,22 +86,19 @@ def test_names_may_be_others_in_the_files(tmp_path):
 
 
 def test_tied_parameters_are_found_under_any_name(tmp_path):
-    module = Net()
-    cases = {}
-    for alias in ("embedding.weight", "head.weight"):
-        for names in (str, "net.{}".format):
-            content = {name: tensor for name, tensor in module.state_dict().items() if name != "head.weight"}
-            content[alias] = content.pop("embedding.weight").clone()
-            directory = tmp_path / names(alias)
-            directory.mkdir()
-            cases[directory] = names
-            save_file({names(name): tensor for name, tensor in content.items()}, directory / SINGLE)
+    module, names = Net(), "net.{}".format
+    aliases = ("embedding.weight", "head.weight")
+    for alias in aliases:
+        content = {name: tensor for name, tensor in module.state_dict().items() if name != "head.weight"}
+        content[alias] = content.pop("embedding.weight").clone()
+        (tmp_path / alias).mkdir()
+        save_file({names(name): tensor for name, tensor in content.items()}, tmp_path / alias / SINGLE)
 
     def program():
         like = sharded(Net(1), every_leaf(one_axis()))
         del like["cache"]
-        for directory, names in cases.items():
-            back = fs.unshard(load_huggingface(directory, like, module=module, names=names))
+        for alias in aliases:
+            back = fs.unshard(load_huggingface(tmp_path / alias, like, module=module, names=names))
             assert_same_bits(back, {name: module.state_dict()[name].detach() for name in like})
 
     spmd(program, 3)
@@ -132,24 +123,22 @@ def read(directory, **arguments):
 
 
 def test_layouts_written_by_others(tmp_path):
-    made = {kind: tmp_path / kind for kind in ("single", "index", "both", "other name", "other index", "links")}
-    for directory in made.values():
-        directory.mkdir()
-    layout(made["single"], {SINGLE: FULL}, index=None)
-    layout(made["index"], PARTS)
-    # transformers takes the single one.
-    layout(made["both"], {"model-00001-of-00001.safetensors": {"c": torch.ones(1)}})
-    layout(made["both"], {SINGLE: FULL}, index=None)
-    layout(made["other name"], {"diffusion_pytorch_model.safetensors": FULL}, index=None)
-    layout(made["other index"], PARTS, index="diffusion_pytorch_model.safetensors.index.json")
-    os.symlink(f"../single/{SINGLE}", made["links"] / SINGLE)
+    kinds = {
+        "single": lambda d: layout(d, {SINGLE: FULL}, index=None),
+        "index": lambda d: layout(d, PARTS),
+        # transformers takes the single one.
+        "both": lambda d: (layout(d, {"model-00001-of-00001.safetensors": {"c": torch.ones(1)}}), kinds["single"](d)),
+        "other name": lambda d: layout(d, {"diffusion_pytorch_model.safetensors": FULL}, index=None),
+        "other index": lambda d: layout(d, PARTS, index="diffusion_pytorch_model.safetensors.index.json"),
+        "links": lambda d: os.symlink(f"../single/{SINGLE}", d / SINGLE),
+    }
+    for kind, write in kinds.items():
+        (tmp_path / kind).mkdir()
+        write(tmp_path / kind)
 
     def program():
-        with torch.device("meta"):
-            like = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in FULL.items()}
-        assert_same_bits(load_huggingface(made["index"], like), FULL)
-        for directory in made.values():
-            assert_same_bits(fs.unshard(read(directory)), FULL)
+        for kind in kinds:
+            assert_same_bits(fs.unshard(read(tmp_path / kind)), FULL)
 
     spmd(program, 3)
 
@@ -164,7 +153,6 @@ def test_dtypes_change_when_asked(tmp_path):
 
 DAMAGES = [
     (lambda d: (d / INDEX).write_text("{"), "found no map from tensors to files (JSONDecodeError)"),
-    (lambda d: (d / INDEX).write_text("[" * 100_000), "found no map from tensors to files (RecursionError)"),
     (lambda d: (d / INDEX).write_text("[]"), "found no map from tensors to files (TypeError)"),
     (lambda d: (d / INDEX).write_text('{"weight_map": {}}'), "a map from tensors to files, got none"),
     (lambda d: layout(d, PARTS, where={"a": min(PARTS), "b": min(PARTS)}), "b: expected float64[4], got nothing"),

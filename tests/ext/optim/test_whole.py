@@ -21,25 +21,19 @@ class Shampoo(optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        for group in self.param_groups:
-            for param in group["params"]:
-                state, grad = self.state[param], param.grad
-                if not state:
-                    rows, columns = param.shape
-                    state.update(step=0, left=grad.new_zeros(rows, rows), right=grad.new_zeros(columns, columns))
-                state["step"] += 1
-                state["left"].add_(grad @ grad.T)
-                state["right"].add_(grad.T @ grad)
-                roots = []
-                for name in ("left", "right"):
-                    values, vectors = torch.linalg.eigh(state[name] + 1e-3 * torch.eye(len(state[name])).to(grad))
-                    roots.append(vectors @ torch.diag(values ** (-1 / 4)) @ vectors.T)
-                param.sub_(group["lr"] / state["step"] * (roots[0] @ grad @ roots[1]))
+        for param in self.param_groups[0]["params"]:
+            state, grad = self.state[param], param.grad
+            if not state:
+                state.update(step=0, left=grad.new_zeros(len(param), len(param)))
+            state["step"] += 1
+            state["left"].add_(grad @ grad.T)
+            values, vectors = torch.linalg.eigh(state["left"] + 1e-3 * torch.eye(len(param)).to(grad))
+            root = vectors @ torch.diag(values ** (-1 / 4)) @ vectors.T
+            param.sub_(self.param_groups[0]["lr"] / state["step"] * (root @ grad))
 
 
 CLASSES = {
     "Muon": (optim.Muon, {"lr": 0.1, "weight_decay": 0.1}),
-    "Muon nesterov": (optim.Muon, {"lr": 0.1, "nesterov": True, "adjust_lr_fn": "match_rms_adamw"}),
     "Adafactor": (optim.Adafactor, {"lr": 0.1}),
     "Shampoo": (Shampoo, {}),
     "AdamW": (optim.AdamW, {"lr": 0.1, "amsgrad": True}),

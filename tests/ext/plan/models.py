@@ -1,5 +1,6 @@
 """Steps to plan: a transformer under every strategy, with and without activation checkpoints."""
 
+from functools import reduce
 from typing import Any
 
 import torch
@@ -48,14 +49,10 @@ def prepared(strategy: str, activations: str, mesh: Any) -> tuple[Any, Any, torc
     """
     if activations == "remat":
         block = filled(Block(), None)
-
-        def run(params, x):
-            return functional_call(block, fs.gather(params), (x,))
+        run = fs.remat(lambda params, x: functional_call(block, fs.gather(params), (x,)))
 
         def loss(params, x):
-            for layer in params:
-                x = fs.remat(run)(layer, x)
-            return x.square().mean()
+            return reduce(lambda x, layer: run(layer, x), params, x).square().mean()
 
         params = fs.shard([dict(block.named_parameters())] * LAYERS, getattr(fs, strategy)(mesh))
     else:

@@ -14,6 +14,13 @@ from tests.ext.plan.models import Masked
 HERE = "tests.ext.plan.test_main"
 
 
+class Layers(nn.Sequential):
+    """Layers with a scalar loss."""
+
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+
 class Layer(nn.TransformerEncoderLayer):
     """A layer that computes its activations again in the backward."""
 
@@ -24,22 +31,11 @@ class Layer(nn.TransformerEncoderLayer):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-class Deep(nn.Module):
-    """Layers with a scalar loss."""
-
-    def __init__(self, layers):
-        super().__init__()
-        self.layers = nn.Sequential(*(Layer() for _ in range(layers)))
-
-    def forward(self, x):
-        return self.layers(x).square().mean()
-
-
 @pytest.mark.slow
 def test_extrapolation_is_the_full_depth():
     def make(layers):
         with torch.device("meta"):
-            return Deep(layers)
+            return Layers(Layer() for _ in range(layers))
 
     workload = Workload(make, (torch.zeros(2, 128, 1024),), Layer, 9)
     for strategy in STRATEGIES:
@@ -71,14 +67,12 @@ def test_the_cheapest_that_fits_is_told(capsys):
     """Buffers of a constructor need no values."""
     assert run("masked", "--memory", "1", "--strategy", "zero2", "hsdp", "--node", "2", "--link", *LINKS) == 0
     out = capsys.readouterr().out
-    rates = "400 TFLOP/s, memory 2500 GB/s, link of shard 5 GB/s, link of replicate 9 GB/s, latency 20 us"
-    assert out.splitlines()[0] == f"{HERE}:masked; rates: {rates}"
+    assert "link of shard 5 GB/s, link of replicate 9 GB/s" in out.splitlines()[0]
     row = r"^(\w+) +(\d+|\d+ x \d+) +[\d.]+ kB +[\d.]+ kB +\d+ .* (\S+)$"
     *rows, best = re.findall(row, out, re.MULTILINE)
     assert [row[:2] for row in rows] == [("zero2", "4"), ("hsdp", "2 x 2")]
     assert best == min(rows, key=lambda row: float(row[2]))
     assert "the cheapest that fits 1.0 GB, by the time that is estimated from these rates:" in out
-    assert "\n  held at the peak; what is not held then is 0\n    parameters " in out
     assert run("masked", "--memory", "1e-6") == 1
     assert "none fits 1e-06 GB: the least is" in capsys.readouterr().out
 
@@ -89,14 +83,10 @@ def test_a_factory_of_one_depth_is_traced_whole():
 
 
 BAD = (
-    (
-        ["--model", "no_such:factory"],
-        "plan: expected model to be package:factory, a function that can be imported, got",
-    ),
+    (["--model", "no_such:factory"], "plan: expected model to be package:factory, a function that can be imported"),
     (["--model", f"{HERE}:broken"], f"plan: expected {HERE}:broken to return (module, batch), where module(*batch)"),
     (["--strategy", "hsdp", "--node", "3"], "plan: expected world size to be a multiple of hsdp's 3 ranks a node, got"),
     (["--link", "tp=1"], "plan: expected link of shard to be a number above 0, got None"),
-    (["--world-size", "0"], "plan: expected mesh to be a mapping from names of axes to whole numbers of ranks from 1"),
     (["--strategy", "zero4"], "argument --strategy: invalid choice: 'zero4'"),
 )
 

@@ -5,11 +5,11 @@ from functools import cache
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import fshard as fs
 from fshard.ext.plan.report import Rates
 from fshard.testing import assert_budget
-from tests.ext.plan.models import Masked
 from tests.jit.steps import adamw, refused, train_step
 from tests.ranks import my_rank, on_ranks
 
@@ -78,12 +78,8 @@ def test_text():
     assert "\n  held at the peak; what is not held then is 0\n    parameters " in text
     rates = "400 TFLOP/s, memory 2500 GB/s, link 40 GB/s, latency 20 us"
     assert text.endswith(f" of it waiting: an estimate from these rates:\n    {rates}")
-
-
-def test_rates_make_the_estimate():
     step, args = case()
     slow = fs.plan(step, *args, mesh=MESH, rates=Rates(link={"shard": 1e6}))
-    assert slow.seconds > planned().seconds
     assert slow.waiting > slow.bytes_sent() / 1e6 * 0.5
 
 
@@ -103,36 +99,23 @@ def test_real_ranks_are_not_disturbed():
 
 def test_fake_tensors_are_enough():
     """A tree of 4 TB, and an axis among the arguments."""
-    from torch._subclasses import FakeTensorMode
-
     rows, mesh = 2**31, one_rank()
     with FakeTensorMode():
         params = fs.shard({"w": torch.ones(rows, 512)}, fs.zero3(mesh))
-        state, x = fs.TrainState.create(params, fs.adamw(0.1)), torch.ones(1, rows)
+        x = torch.ones(1, rows)
 
-    def step(state, axis, x):
-        loss, grads = fs.value_and_grad(lambda p: fs.pmean((x @ fs.gather(p)["w"]).sum(), axis))(state.params)
-        return fs.update(fs.adamw(0.1), state, grads), loss
+    def step(params, axis, x):
+        return fs.value_and_grad(lambda p: fs.pmean((x @ fs.gather(p)["w"]).sum(), axis))(params)
 
-    large = fs.plan(step, state, fs.axis_of(mesh), x, mesh={"shard": 8})
-    assert large.arguments.parameters == rows * 512 * 4 // 8
-    assert large.bytes_sent() == large.arguments.parameters * 7 * 2
-
-
-def closing_over(mesh):
-    axis = fs.axis_of(mesh)
-
-    def step(params, x):
-        return fs.psum(fs.gather(params)["w"].sum(), axis)
-
-    return step
+    large = fs.plan(step, params, fs.axis_of(mesh), x, mesh={"shard": 8})
+    shard = rows * 512 * 4 // 8
+    assert (large.arguments.total, large.bytes_sent()) == (shard + rows * 4, shard * 7 * 2)
 
 
-NO_MESH = 'mesh to be a mapping from names of axes to whole numbers of ranks from 1, as {"shard": 4096}, got'
-OTHER_AXES = "mesh to have the state's axes, 'shard', got {}; give each a size, or make the state with a strategy of"
+OTHER_AXES = "mesh to have the state's axes, 'shard', got 'shard', 'tp'; give each a size, or make the state with a"
 ERRORS = (
-    ({"mesh": {"shard": 2.5}}, f"{NO_MESH} {{'shard': 2.5}}"),
-    ({"mesh": {"shard": 4, "tp": 2}}, OTHER_AXES.format("'shard', 'tp'")),
+    ({"mesh": {"shard": 2.5}}, "mesh to be a mapping from names of axes to whole numbers of ranks from 1, as {"),
+    ({"mesh": {"shard": 4, "tp": 2}}, OTHER_AXES),
     ({"rank": 4}, "rank to be a whole number from 0 to 3 for the mesh {'shard': 4}, got 4"),
     ({"rates": Rates(link={"tp": 1.0})}, "link of shard to be a number above 0, got None"),
 )
@@ -143,32 +126,11 @@ def test_what_makes_no_sense_is_refused():
     for options, text in ERRORS:
         with pytest.raises(ValueError, match=f"^plan: expected {re.escape(text)}"):
             fs.plan(step, *args, **({"mesh": MESH} | options))
-    params = fs.shard({"w": torch.ones(64, 64)}, fs.zero3(one_rank()))
-    for call, given, text in (
-        (
-            closing_over(one_rank()),
-            params,
-            "'shard' of 1 ranks, which the step closes over; pass axes as arguments, or",
-        ),
-        (lambda *_: 1, torch.ones(2), "got arguments without a Sharded leaf; make it by fs.shard"),
-    ):
-        with pytest.raises(ValueError, match=re.escape(text)):
-            fs.plan(call, given, torch.ones(2), mesh=MESH)
-
-
-def test_buffers_without_values_are_planned_where_the_state_has_them():
-    with torch.device("meta"):
-        model = fs.functionalize(Masked(1))
-    tx = fs.sgd(0.1)
-    state = fs.TrainState.create(model.init(fs.zero3(one_rank()), seed=0), tx, buffers=model.buffers)
-
-    def step(state, x):
-        loss = fs.value_and_grad(lambda params: model.apply(params, x, buffers=state.buffers), has_aux=True)
-        (value, buffers), grads = loss(state.params)
-        return fs.update(tx, state, grads)._replace(buffers=buffers), value
-
-    plan = fs.plan(step, state, torch.ones(2, 64), mesh=MESH)
-    assert plan.arguments.inputs == nbytes(torch.ones(2, 64), state.buffers, state.step)
+    axis = fs.axis_of(one_rank())
+    with pytest.raises(ValueError, match="'shard' of 1 ranks, which the step closes over; pass axes as arguments, or"):
+        fs.plan(lambda state, x: fs.psum(x.sum(), axis), *args, mesh=MESH)
+    with pytest.raises(ValueError, match=re.escape("got arguments without a Sharded leaf; make it by fs.shard")):
+        fs.plan(lambda _: 1, torch.ones(2), mesh=MESH)
 
 
 def test_a_budget_that_breaks_names_what_is_held_and_the_units_that_send_most():
@@ -190,18 +152,7 @@ def test_a_budget_that_breaks_names_what_is_held_and_the_units_that_send_most():
 @on_ranks(2)
 def test_without_a_mesh_the_states_own_counts():
     step, args = made(fs.init_mesh({"shard": 2}, device="cpu"))
+    with refused("assert_budget: expected peak_bytes=, bytes_sent= or collectives=, got none of them"):
+        assert_budget(step, args)
     with pytest.raises(AssertionError, match="on a mesh of shard 2\n  collectives is"):
         assert_budget(step, args, collectives=1)
-
-
-def test_bad_budgets_are_refused():
-    step, args = case()
-    ops = "('all_gather', 'all_reduce', 'all_to_all', 'reduce_scatter')"
-    counts = f"assert_budget: expected collectives to be a whole number, 0 or more, or one for each op of {ops}"
-    for budget, text in (
-        ({}, "assert_budget: expected peak_bytes=, bytes_sent= or collectives=, got none of them"),
-        ({"peak_bytes": "80"}, "assert_budget: expected peak_bytes to be a number of bytes, 0 or more, got '80'"),
-        ({"collectives": {"gather": 1}}, f"{counts}, got {{'gather': 1}}"),
-    ):
-        with refused(text):
-            assert_budget(step, args, mesh=MESH, **budget)

@@ -14,31 +14,21 @@ from tests.jit.steps import adamw, collectives, train_step
 from tests.transforms import test_own_dim as own_dim
 
 
-def planned(make, sizes):
-    """The plan of a step, made in a process of one rank."""
+def assert_exact(make, sizes):
+    """A plan, made in a process of one rank, against what rank 0 records of a second call."""
 
-    def program():
+    def planned():
         step, *args = make(fs.init_mesh(dict.fromkeys(sizes, 1), device="cpu"))
         return fs.plan(step, *args, mesh=sizes, backend="gloo")
 
-    return spmd(program, 1)[0]
-
-
-def recorded(make, sizes):
-    """What rank 0 records of a second call, on a mesh of that size."""
-
-    def program():
+    def recorded():
         step, state, *batch = make(fs.init_mesh(sizes, device="cpu"))
         state = step(state, *batch)[0]
         with fs.comm.record() as record:
             step(state, *batch)
         return record
 
-    return spmd(program, math.prod(sizes.values()))[0]
-
-
-def assert_exact(make, sizes):
-    plan, record = planned(make, sizes), recorded(make, sizes)
+    plan, record = spmd(planned, 1)[0], spmd(recorded, math.prod(sizes.values()))[0]
     assert collectives(plan.collectives()) == collectives(record)
     assert plan.bytes_sent() == record.bytes_sent()
     for groups in (plan.by_axis(), plan.by_unit()):
@@ -68,21 +58,6 @@ def test_transforms_with_a_state_are_moved():
         return step, fs.TrainState.create(params, tx), torch.ones(2, 48)
 
     assert_exact(make, {"shard": 4})
-
-
-def test_tensors_split_over_another_axis_stay_so():
-    def make(mesh):
-        strategy = fs.compose(fs.zero3(mesh["shard"]), fs.split_dim(mesh["tp"], dim=1))
-        params = fs.shard({"w": torch.ones(48, 64)}, strategy)
-        tx = adamw()
-
-        def loss(params, x):
-            # The axis is the leaf's own, whatever mesh it is on.
-            return fs.psum((x @ fs.gather(params)["w"]).square().mean(), params["w"].spec.axes[0])
-
-        return train_step(loss, tx), fs.TrainState.create(params, tx), torch.ones(2, 48)
-
-    assert_exact(make, {"shard": 2, "tp": 2})
 
 
 def test_leaves_that_ranks_own_are_planned():

@@ -45,17 +45,6 @@ def test_records_what_the_recorder_does(jitted):
     return str(report)
 
 
-class Signals:
-    """Tells the other ranks when this one waits for the last unit."""
-
-    def __init__(self, signal):
-        self.signal = signal
-
-    def waits(self, issued):
-        if issued.collective.unit == UNITS[2]:
-            self.signal()
-
-
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("late", (0, 1, 2))
 @on_ranks("3 processes")
@@ -68,8 +57,15 @@ def test_names_the_rank_and_the_unit_that_the_others_waited_for(late):
         if (rank, place) == (late, 1):
             store.wait([f"{late} {other}" for other in others])
 
+    class Signals:
+        """Tells the other ranks when this one waits for the last unit."""
+
+        def waits(self, issued):
+            if issued.collective.unit == UNITS[2]:
+                store.set(f"{late} {rank}", "")
+
     step, state, x = make_step(between=between)
-    with fs.trace() as trace, comm.watched(Signals(lambda: store.set(f"{late} {rank}", ""))):
+    with fs.trace() as trace, comm.watched(Signals()):
         step(state, x)
     report = trace.report()
     assert next(row for row in report.units if row.unit == UNITS[2]).held_up[late] > 0
