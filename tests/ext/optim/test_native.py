@@ -8,7 +8,7 @@ from fshard.testing import assert_trees_close
 from tests.bad_input import text_of
 from tests.optim.test_native import BETAS, EPS, LAYOUTS, MOMENTUM, SHAPES, STEPS, run, tree
 from tests.ranks import on_ranks
-from tests.test_bad_arguments import RATE
+from tests.test_bad_input import RATE
 from tests.trees import meshes, one_axis
 
 
