@@ -26,8 +26,8 @@ types: .venv/dev
 # A page for each public module; `!` leaves out other modules, some of which have the names of functions.
 docs: .venv/dev
 	$(BIN)/python -W error -m pdoc -d google --no-show-source -o build/docs \
-	    fshard fshard.ext.parallel.moe fshard.optim.schedules '!fshard\.(?!checkpoint$$|comm$$|testing$$).*' \
-	    fshard.ext.parallel.moe fshard.optim.schedules
+	    fshard fshard.ext.parallel.moe fshard.ext.optim.schedules '!fshard\.(?!checkpoint$$|comm$$|testing$$).*' \
+	    fshard.ext.parallel.moe fshard.ext.optim.schedules
 
 demo: .venv/examples
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/meter.py \

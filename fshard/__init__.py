@@ -6,7 +6,7 @@ The public names by use, as `import fshard as fs` has them. Those of the core:
 - **Sharded leaves**: `shard`, `unshard`, `reshard`; `Sharded`, `Spec`, `P`; `tree_map`, `tree_leaves`.
 - **Models**: `functionalize`, `no_split`, `Model`, `sync_buffers`.
 - **The four verbs**: `gather`, `apply`, `scatter_grads`, `update`.
-- **Gradients**: `value_and_grad`, `accumulate`, `objective`, `remat`; `microbatches` and `sample_ids` for the
+- **Gradients**: `value_and_grad`, `accumulate`, `objective`, `remat`; `microbatches` for the
   same bits at any number of ranks; `fold_in` for random keys.
 - **Strategies**: `ddp`, `zero1`, `zero2`, `zero3`, `hsdp`.
 - **Transforms**: `fully_shard`, `hybrid_shard`, `replicate`, `split_dim`, `own_dim`; `compose`, `cast`, `offload`;
@@ -15,7 +15,6 @@ The public names by use, as `import fshard as fs` has them. Those of the core:
   `GradientTransformation` and `Optimizer` for one's own.
 - **Gradient transformations**: `clip_by_global_norm`, `clip_by_norm`, `clip_by_value`, `global_norm`,
   `leaf_norms`, `add_decayed_weights`, `scale_by_adam`, `skip_nonfinite`, `dynamic_loss_scale`, `ema`.
-- **Learning rates**: `fshard.optim.schedules` as `fs.schedules`, `from_torch_scheduler`.
 - **jit**: `jit`, `make_graph`.
 - **Collectives in a loss**: `psum`, `pmean`, `pmax`, `psum_invariant`, `pvary`, `all_gather`, `all_gather_invariant`,
   `reduce_scatter`, `all_to_all`, `ragged_all_to_all`, `ppermute`, `broadcast`, `axis_index`.
@@ -28,8 +27,9 @@ Those of extensions, which use the core as a program does and are imported when 
 - **Other axes**: `pipeline`, `tensor_parallel`, `ring_attention`, `ring_positions`, `ulysses`,
   `vocab_parallel_embedding`, `vocab_parallel_cross_entropy`; `fshard.ext.parallel.moe` as `fs.moe`.
 - **Transforms**: `quantize`.
+- **Learning rates**: `fshard.ext.optim.schedules` as `fs.schedules`, `from_torch_scheduler`.
 - **Optimizers**: `whole`, `lamb`, `lars`, `adafactor`; `scale_by_trust_ratio`, `scale_by_factored_rms`.
-- **Before and during a step**: `plan`, `trace`.
+- **Before and during a step**: `plan`, `trace`; `sample_ids` for the samples of a step.
 - **Exchange**: `to_dtensor`, `from_dtensor`; `with_init_weights` for values that models of transformers draw.
 """
 
@@ -42,7 +42,6 @@ from fshard.jit import jit, make_graph
 from fshard.mesh import axis_of, init_mesh
 from fshard.microbatches import microbatches
 from fshard.modules import no_split
-from fshard.optim import schedules
 from fshard.optim.from_torch import from_torch
 from fshard.optim.native import (
     adam,
@@ -55,7 +54,6 @@ from fshard.optim.native import (
     sgd,
 )
 from fshard.optim.norms import global_norm, leaf_norms
-from fshard.optim.schedules import from_torch_scheduler
 from fshard.optim.wrappers import dynamic_loss_scale, ema, freeze, masked, partition, skip_nonfinite
 from fshard.outermost import (
     all_gather,
@@ -78,7 +76,7 @@ from fshard.outermost import (
     unshard,
     update,
 )
-from fshard.random import fold_in, sample_ids
+from fshard.random import fold_in
 from fshard.remat import remat
 from fshard.transforms import (
     LayoutError,
@@ -102,7 +100,9 @@ from fshard.value_and_grad import accumulate, value_and_grad
 if TYPE_CHECKING:
     from fshard.ext.interop.dtensor import from_dtensor, to_dtensor
     from fshard.ext.interop.init_weights import with_init_weights
+    from fshard.ext.optim import schedules
     from fshard.ext.optim.adafactor import adafactor, scale_by_factored_rms
+    from fshard.ext.optim.schedules import from_torch_scheduler
     from fshard.ext.optim.trust import lamb, lars, scale_by_trust_ratio
     from fshard.ext.optim.whole import whole
     from fshard.ext.parallel import moe
@@ -112,6 +112,7 @@ if TYPE_CHECKING:
     from fshard.ext.parallel.vocabulary import vocab_parallel_cross_entropy, vocab_parallel_embedding
     from fshard.ext.plan.plan import plan
     from fshard.ext.quantize import quantize
+    from fshard.ext.sample_ids import sample_ids
     from fshard.ext.trace.trace import trace
 
 __version__ = "0.1.0"
@@ -122,7 +123,7 @@ __all__ = ["Axis", "axis_of", "init_mesh"]
 __all__ += ["P", "Sharded", "Spec", "reshard", "shard", "tree_leaves", "tree_map", "unshard"]
 __all__ += ["Model", "functionalize", "no_split", "sync_buffers"]
 __all__ += ["apply", "gather", "scatter_grads", "update"]
-__all__ += ["accumulate", "fold_in", "microbatches", "objective", "remat", "sample_ids", "value_and_grad"]
+__all__ += ["accumulate", "fold_in", "microbatches", "objective", "remat", "value_and_grad"]
 __all__ += ["ddp", "hsdp", "zero1", "zero2", "zero3"]
 __all__ += ["LayoutError", "ShardTransform", "Storage", "Wrapped", "cast", "compose", "fully_shard"]
 __all__ += ["hybrid_shard", "masked", "offload", "own_dim", "replicate", "split_dim", "transform_state"]
@@ -130,7 +131,6 @@ __all__ += ["GradientTransformation", "Optimizer", "TrainState", "adam", "adamw"
 __all__ += ["chain", "freeze", "from_torch", "partition", "sgd"]
 __all__ += ["add_decayed_weights", "clip_by_global_norm", "clip_by_norm", "clip_by_value", "dynamic_loss_scale"]
 __all__ += ["ema", "global_norm", "leaf_norms", "scale_by_adam", "skip_nonfinite"]
-__all__ += ["from_torch_scheduler", "schedules"]
 __all__ += ["jit", "make_graph"]
 __all__ += ["all_gather", "all_gather_invariant", "all_to_all", "axis_index", "broadcast", "pmax"]
 __all__ += ["pmean", "ppermute", "psum", "psum_invariant", "pvary", "ragged_all_to_all", "reduce_scatter"]
@@ -141,7 +141,8 @@ __all__ += ["moe", "pipeline", "ring_attention", "ring_positions"]
 __all__ += ["tensor_parallel", "ulysses", "vocab_parallel_cross_entropy", "vocab_parallel_embedding"]
 __all__ += ["quantize"]
 __all__ += ["adafactor", "lamb", "lars", "scale_by_factored_rms", "scale_by_trust_ratio", "whole"]
-__all__ += ["plan", "trace"]
+__all__ += ["from_torch_scheduler", "schedules"]
+__all__ += ["plan", "sample_ids", "trace"]
 __all__ += ["from_dtensor", "to_dtensor", "with_init_weights"]
 
 

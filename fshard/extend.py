@@ -20,11 +20,11 @@
 - `piece_of`: the box of a leaf that this rank holds.
 - `ranks_of`: all ranks of a mesh, or of this run, as one axis.
 - `refuse`: refuses the leaves that are wrong, if there are any.
-- `select`: finds the submodules that a rule of units selects.
 - `serves_host`: whether the ranks of an axis can send each other tensors of the processor.
 - `sum_dtype`: the dtype in which gradients of a leaf are added up.
 - `TorchState`: the state of an optimizer that `from_torch` made.
 - `watched`: tells an object with four methods when collectives start, are waited for and land.
+- `words_at`: random numbers of 64 bits that depend on a key and an index alone.
 """
 
 from fshard._compat import fake_maker
@@ -33,11 +33,11 @@ from fshard.collectives import chained, custom_call
 from fshard.comm import calling, everyone, serves_host, watched
 from fshard.errors import expect, refuse
 from fshard.mesh import fake_axes, ranks_of
-from fshard.modules import select
 from fshard.optim.from_torch import TorchState
 from fshard.optim.leaves import leafwise
 from fshard.optim.native import check_rates
 from fshard.optim.norms import leaf_means
+from fshard.random import words_at
 from fshard.shard import local_piece
 from fshard.transforms.axis import _FullyShard as FullyShard
 from fshard.transforms.compose import sum_dtype
@@ -47,4 +47,4 @@ from fshard.tree.checks import check_axis, describe
 __all__ = ["Entry", "Exchange", "FullyShard", "TorchState"]
 __all__ += ["calling", "chained", "check_axis", "check_rates", "custom_call", "describe", "everyone", "expect"]
 __all__ += ["fake_axes", "fake_maker", "flatten", "leaf_means", "leafwise", "local_piece", "piece_of", "ranks_of"]
-__all__ += ["refuse", "select", "serves_host", "sum_dtype", "watched"]
+__all__ += ["refuse", "serves_host", "sum_dtype", "watched", "words_at"]

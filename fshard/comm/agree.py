@@ -152,14 +152,15 @@ def everyone(said: Any, axes: Sequence[Axis], label: Who) -> list[Any]:
     """Show every rank of some axes what each of them says.
 
     Args:
-        said: What this rank says: a value that JSON can hold, of any size.
+        said: What this rank says: a value that JSON can hold, of any size. Tuples become lists.
         axes: The mesh axes.
         label: Who asks, for the recorder.
 
     Returns:
         The values in the order of the ranks, the same on every rank; of several axes the first by name varies fastest.
     """
-    found = [said]
+    # As other ranks read it, on one rank too.
+    found = [json.loads(json.dumps(said))]
     for axis in _asked(axes):
         data = json.dumps(found).encode()
         size = max(map(int, _gathered(b"%d" % len(data), FIRST, axis, label)))

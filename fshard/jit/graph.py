@@ -13,7 +13,6 @@ from fshard.jit.jit import Jitted
 from fshard.jit.passes import Storages, clean, is_wait, last_uses, results, sent_by, storages_of
 from fshard.jit.trace import Traced, trace
 from fshard.tree import flatten, unflatten
-from fshard.tree.checks import check_function
 
 
 class Flight(NamedTuple):
@@ -139,7 +138,6 @@ def make_graph(f: Callable[..., Any]) -> Callable[..., StepGraph]:
     >>> graph.peak_bytes(), [moment.operator for moment in graph.moments]
     (16, ['aten.sin', 'aten.add'])
     """
-    check_function("make_graph", f)
 
     def run(*args: Any, **kwargs: Any) -> StepGraph:
         if isinstance(f, Jitted):

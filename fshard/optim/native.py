@@ -11,7 +11,7 @@ from fshard.optim.leaves import check_real, leafwise, map_gradients, stateful, s
 from fshard.optim.norms import check_order, global_norm, leaf_norms
 from fshard.optim.wrappers import masked
 from fshard.tree import Mask, Tree, flatten
-from fshard.tree.checks import FINITE, FRACTION, NOT_NEGATIVE, check_floating, check_numbers, check_sums
+from fshard.tree.checks import FRACTION, NOT_NEGATIVE, check_floating, check_numbers, check_sums
 from fshard.update import GradientTransformation, Optimizer, Updated, chain
 
 Number = float | torch.Tensor
@@ -275,7 +275,6 @@ def sgd(
     {'w': tensor([0.7100, 2.2900])}
     """
     check_rates("sgd", lr, momentum=momentum, weight_decay=weight_decay)
-    check_numbers("sgd", FINITE, dampening=dampening)
     has_momentum = isinstance(momentum, torch.Tensor) or momentum != 0
     if nesterov and (not has_momentum or isinstance(dampening, torch.Tensor) or dampening != 0):
         raise ValueError("sgd: nesterov needs a momentum above 0 and no dampening")

@@ -1,32 +1,22 @@
-"""Checks of the laws that a sharding transform and an optimizer of one's own owe to the rest."""
+"""Checks of the laws that a sharding transform of one's own owes to the rest."""
 
 import math
 import pickle
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from fshard import comm
 from fshard.errors import Problem, expect, refuse
-from fshard.jit import jit
-from fshard.mesh import init_mesh
 from fshard.microbatches import share_of
-from fshard.optim.native import sgd
 from fshard.shard import shard, unshard
-from fshard.testing.compare import check_pure, differing_leaves, refuse_on_all_ranks
-from fshard.testing.spmd import spmd
-from fshard.testing.workers import RankError
-from fshard.transforms import ShardTransform, fully_shard
+from fshard.testing.compare import differing_leaves, refuse_on_all_ranks
+from fshard.transforms import ShardTransform
 from fshard.transforms.compose import layout_axes, start_scatter, summed_axes
-from fshard.transforms.strategies import ddp, hsdp, zero3
-from fshard.tree import Tree, checks, flatten, tree_leaves, tree_map, unflatten
-from fshard.update import GradientTransformation, Optimizer, TrainState, chain, update
+from fshard.tree import Tree, tree_leaves, tree_map
 
 SHAPES = ((5, 3), (7,), (24, 8), (1, 4), (), (0, 3))
-# Updates of check_optimizer.
-STEPS = 3
 
 
 def check_adjoint(
@@ -223,111 +213,6 @@ def _checked_call(
 def _count(a: Tree, b: Tree) -> int:
     """Count the leaves that differ in some bit."""
     return len(differing_leaves(a, b, exact=True))
-
-
-def check_optimizer(
-    tx: Optimizer | GradientTransformation,
-    params: Tree,
-    *,
-    world_sizes: Sequence[int] = (1, 2, 3, 4),
-) -> None:
-    """Try an optimizer or a gradient transformation of one's own as the library will use it, on simulated ranks.
-
-    Three updates by random gradients must end where one rank does, as closely as torch.testing.assert_close asks, under
-    every strategy and on every number of ranks; change nothing that they are given; give the same bits twice, and
-    jitted; and leave a parameter whose gradient is None as it is. A norm or a sum that is of this rank's part of a leaf
-    is the usual mistake: see `leaf_norms`. Call it outside of ranks.
-
-    Args:
-        tx: The optimizer; a transformation is followed by `sgd`.
-        params: Pytree of full tensors to try it on: best two leaves or more, whose sizes no number of ranks divides.
-        world_sizes: Numbers of ranks to simulate.
-
-    Raises:
-        AssertionError: naming the law that does not hold, and every leaf for which it does not.
-        RankError: if an update raises an error, as where a gradient is None or a trace has no value.
-        ValueError: if `tx` is no optimizer, or a leaf no full tensor; if the structure of
-            the state depends on ranks.
-
-    >>> from functools import partial
-    >>> import fshard as fs
-    >>> def update(norms, grads, state, params):
-    ...     return fs.tree_map(lambda grad, norm: grad / norm, grads, norms(grads)), state
-    >>> def by(norms):
-    ...     return fs.GradientTransformation(lambda params: (), partial(update, norms))
-    >>> params = {"v": torch.ones(7), "w": torch.ones(5, 3)}
-    >>> fs.testing.check_optimizer(by(fs.leaf_norms), params, world_sizes=(1, 2))
-    >>> fs.testing.check_optimizer(by(partial(fs.tree_map, torch.norm)), params, world_sizes=(1, 2))
-    Traceback (most recent call last):
-    AssertionError: check_optimizer: 2 ranks under zero3 do not end where one rank does
-      ['params']['v']: expected close values, got Mismatched elements: 7 / 7 (100.0%) Greatest absolute difference: ...
-      ['params']['w']: expected close values, got Mismatched elements: 15 / 15 (100.0%) Greatest absolute ...
-    ...
-    To fix: take norms and sums of whole leaves by fs.leaf_norms or fs.global_norm; tensors are this rank's parts.
-    """
-    known = isinstance(tx, Optimizer | GradientTransformation)
-    expect(known, "check_optimizer", "tx to be an Optimizer or a GradientTransformation", checks.describe(tx))
-    flat = flatten(params)
-    checks.check_tensors("check_optimizer", flat)
-    tx = tx if isinstance(tx, Optimizer) else chain(tx, sgd(0.1))
-    takes = [i for i, leaf in enumerate(flat.leaves) if leaf.is_floating_point() or leaf.is_complex()]
-    gradients = []
-    for step in range(STEPS):
-        draw = partial(torch.randn, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-        # In the second step the first leaf has no gradient.
-        given = {i: draw(flat.leaves[i].shape).to(flat.leaves[i]) for i in takes[step == 1 :]}
-        gradients.append(unflatten(flat.treedef, [given.get(i) for i in range(len(flat.leaves))]))
-
-    remedy = "take norms and sums of whole leaves by fs.leaf_norms or fs.global_norm; tensors are this rank's parts"
-
-    def program() -> dict[str, Tree]:
-        return {name: _trained(tx, params, gradients, strategy, name) for name, strategy in _strategies().items()}
-
-    needed: Tree = None
-    for world in world_sizes:
-        try:
-            results = spmd(program, world)
-        except RankError as failed:
-            raise failed.__cause__ if isinstance(failed.__cause__, AssertionError) else failed from None
-        needed = results[0]["ddp"] if needed is None else needed
-        for name in results[0]:
-            problems = [problem for found in results for problem in differing_leaves(found[name], needed)]
-            what = f"check_optimizer: {world} ranks under {name} do not end where one rank does"
-            refuse(what, problems, remedy, AssertionError)
-
-
-def _strategies() -> dict[str, ShardTransform]:
-    line = init_mesh({"shard": -1}, device="cpu")
-    grid = init_mesh({"replicate": 2 - line.size() % 2, "shard": -1}, device="cpu")
-    return {
-        "ddp": ddp(line),
-        "zero3": zero3(line, min_shard_elements=0),
-        "hsdp": hsdp(grid, min_shard_elements=0),
-        "fully_shard(dim=-1)": fully_shard(line, dim=-1),
-    }
-
-
-def _trained(tx: Optimizer, params: Tree, gradients: Sequence[Tree], strategy: ShardTransform, name: str) -> Tree:
-    """Update on this rank, checking each update by itself; return the full parameters and state."""
-    state = TrainState.create(shard(params, strategy), tx)
-
-    def step(state: TrainState, grads: Tree) -> TrainState:
-        return update(tx, state, grads)
-
-    def same(law: str, found: Tree, needed: Tree, remedy: str) -> None:
-        refuse(f"check_optimizer: {law}", differing_leaves(found, needed, exact=True), remedy, AssertionError)
-
-    for full in gradients:
-        grads, before = shard(full, strategy), state
-        state = check_pure(step, before, grads)
-        same("the same update twice has other bits", step(before, grads), state, "keep all state in the state")
-        kept = tree_map(lambda new, old, g: old if g is None else new, state.params, before.params, grads)
-        same("a parameter without a gradient has moved", state.params, kept, "leave it as it is where grad is None")
-    # A trace takes a hundred times as long as an update, so there is one on each number of ranks.
-    if name == "zero3":
-        traced, needed = jit(step)(state, grads), step(state, grads)
-        same("jitted, an update has other bits", traced, needed, "compute by tensors alone")
-    return {"params": unshard(state.params), "state": unshard(state.opt_state)}
 
 
 def _drawn(shapes: Sequence[Sequence[int]], dtype: torch.dtype, seed: int) -> list[torch.Tensor]:

@@ -144,13 +144,14 @@ def zero3(
         reduce_dtype: Dtype that gradients are reduced in; None means the dtype they are computed in.
         output_dtype: Dtype that a model's floating outputs are cast to; None keeps theirs.
         prefetch: How many units are gathered ahead of the one that computes; None means one, and more while they are
-            together below twice `merge_bytes`. Of the last units of a forward as many stay for the backward, which
-            would gather them again before all else.
+            together below twice `merge_bytes`. Of the last units of a forward as many stay for the backward, one
+            at least, because it would gather them again before all else.
         merge_bytes: Neighbouring units are gathered together, and gradients reduced together, up to this many bytes; 0
             keeps both apart. None goes by the backend of the axes, as the other
             strategies do: 16 MiB between hosts' processes, 48 MB between accelerators.
         min_shard_elements: Leaves of fewer elements stay whole on every rank.
-        layout: What to shard with in the place of fully_shard over `axis`, such as `quantize` or one's own.
+        layout: What to shard with in the place of fully_shard over `axis`, such as `quantize` or one's own; one that
+            has mesh axes, so that gradients are summed.
 
     Returns:
         The transform to `shard` parameters with.
@@ -173,6 +174,9 @@ def zero3(
     expect(isinstance(regather, bool) or is_mask(regather), "zero3", needed, f"{regather!r:.40}")
     alone = layout is None or min_shard_elements == SMALL
     expect(alone, "zero3", "min_shard_elements or layout", "both", "give it to the layout")
+    over = layout is None or getattr(layout, "axes", True)
+    needed, remedy = "a layout with mesh axes", "compose it with fs.fully_shard, or compose it with the strategy"
+    expect(over, "zero3", needed, f"{layout!r:.100}, under which gradients would stay unsummed", remedy)
     if layout is None:
         names = axis if isinstance(axis, list | tuple) and axis else (axis,)
         # Of several axes the first is the major one.

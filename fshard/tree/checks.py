@@ -49,7 +49,6 @@ def _is_whole(value: Any) -> bool:
 
 
 # For `check_numbers`, which tests real numbers.
-FINITE = Range("a finite number", lambda number: -math.inf < number < math.inf)
 POSITIVE = Range("a number above 0", lambda number: number > 0)
 NOT_NEGATIVE = Range("a finite number, 0 or more", lambda number: 0 <= number < math.inf)
 FRACTION = Range("a number, 0 or more and below 1", lambda number: 0 <= number < 1)
@@ -103,11 +102,6 @@ def check_flags(what: str, **flags: Any) -> None:
     """Refuse flags that are neither True nor False: "no" is true to Python, and so is the text of a variable."""
     for name, flag in flags.items():
         expect(type(flag) is bool, f"{what}: {name}", "True or False", f"{flag!r:.40}", "pass one of the two")
-
-
-def check_function(what: str, f: Any) -> None:
-    """Refuse an argument `f` that cannot be called."""
-    expect(callable(f), what, "f to be a function", describe(f))
 
 
 def check_reduce(reduce: str, what: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import optree
 
 from fshard.errors import Problem, refuse
-from fshard.tree.checks import check_function, same_structure
+from fshard.tree.checks import same_structure
 from fshard.tree.flat import Tree, flatten, leaves_of, unflatten
 from fshard.tree.nodes import Sharded, is_sharded, tensor_of
 
@@ -66,7 +66,6 @@ def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     >>> tree_map(lambda x: x + 1, {"a": 1, "b": (2, None)})
     {'a': 2, 'b': (3, None)}
     """
-    check_function("tree_map", f)
     for other in rest:
         _check_beside(tree, other)
 

@@ -1,7 +1,7 @@
 """Schedules: hyperparameters as functions of the number of updates made.
 
 Each maps an int64 tensor of shape () to a float64 tensor of shape (), so that a jitted step reads it and never traces
-anew. They follow Optax's schedules of like names, and are of the core.
+anew. They follow Optax's schedules of like names.
 """
 
 import math
@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from fshard.errors import expect
-from fshard.tree.checks import NOT_NEGATIVE, Range, check_numbers
+from fshard.extend import expect
 
 __all__ = ["constant", "cosine", "from_torch_scheduler", "join", "linear", "warmup_cosine"]
 
@@ -19,8 +18,6 @@ Schedule = Callable[[torch.Tensor], torch.Tensor]
 
 # A table of so many values takes 80 MB and about three minutes to write down.
 MAX_STEPS = 10_000_000
-
-UPDATES = Range("a number of updates, 1 or more", lambda number: isinstance(number, int) and number > 0)
 
 
 def constant(value: float) -> Schedule:
@@ -60,7 +57,7 @@ def linear(start: float, end: float, steps: int) -> Schedule:
     >>> [float(schedule(torch.tensor(count))) for count in (0, 1, 4, 9)]
     [0.0, 0.25, 1.0, 1.0]
     """
-    check_numbers("schedules.linear", UPDATES, steps=steps)
+    _check_updates("schedules.linear", steps)
     return lambda count: start + (end - start) * _fraction(count, steps)
 
 
@@ -84,7 +81,7 @@ def cosine(start: float, steps: int, end: float = 0.0) -> Schedule:
     >>> [round(float(schedule(torch.tensor(count))), 4) for count in (0, 1, 2, 4, 9)]
     [1.0, 0.8536, 0.5, 0.0, 0.0]
     """
-    check_numbers("schedules.cosine", UPDATES, steps=steps)
+    _check_updates("schedules.cosine", steps)
     return lambda count: end + (start - end) * (1 + torch.cos(math.pi * _fraction(count, steps))) / 2
 
 
@@ -147,6 +144,11 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     return joined
 
 
+def _check_updates(what: str, steps: Any) -> None:
+    known = isinstance(steps, int) and 0 < steps <= MAX_STEPS
+    expect(known, what, f"steps to be a number of updates from 1 to {MAX_STEPS:,}", f"{steps!r:.40}")
+
+
 def _fraction(count: torch.Tensor, steps: int) -> torch.Tensor:
     return count.clamp(0, steps).double() / steps
 
@@ -178,9 +180,7 @@ def from_torch_scheduler(
     >>> [float(schedule(torch.tensor(count))) for count in range(5)]
     [1.0, 1.0, 0.5, 0.5, 0.5]
     """
-    check_numbers("from_torch_scheduler", UPDATES, steps=steps)
-    check_numbers("from_torch_scheduler", NOT_NEGATIVE, lr=lr, momentum=momentum)
-    expect(steps <= MAX_STEPS, "from_torch_scheduler", f"steps to be at most {MAX_STEPS:,}", f"{steps}")
+    _check_updates("from_torch_scheduler", steps)
     optimizer = torch.optim.SGD([torch.zeros(())], lr=lr, momentum=momentum)
     values = []
     scheduler = cls(optimizer, **arguments)
