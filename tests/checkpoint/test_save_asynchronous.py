@@ -77,6 +77,16 @@ def test_a_donated_step_may_overwrite_what_is_being_saved(world_size, tmp_path, 
     assert state.step == 4
 
 
+def test_writes_in_place_and_a_default_device_without_values_change_nothing(tmp_path, held):
+    state = {"w": torch.arange(3.0)}
+    with torch.device("meta"):
+        saving = checkpoint.save(tmp_path, state, 1, asynchronous=True)
+    state["w"].fill_(-1)
+    held.set()
+    saving.wait()
+    assert checkpoint.restore(tmp_path, state)["w"].tolist() == [0, 1, 2]
+
+
 def names(directory):
     return sorted(path.name for path in directory.iterdir() if path.name != ".lock")
 
