@@ -12,10 +12,9 @@ from tests import test_bad_calls
 from tests.test_bad_calls import EMPTY, EVERY, NUMBERS, READ, WRONG, check_calls, make_calls, step
 
 GIVEN = {
+    "from_torch_scheduler": lambda w: dict(cls=torch.optim.lr_scheduler.StepLR, momentum=0.9, step_size=1),
     "from_dtensor": lambda w: dict(tree=fs.to_dtensor(w.params, w.mesh), strategy=fs.zero2(w.mesh)),
-    "pipeline": lambda w: dict(
-        stage_fn=lambda p, h: h, last=lambda p, h: h.sum(), schedule="interleaved", virtual_stages=2
-    ),
+    "pipeline": lambda w: dict(stage_fn=lambda p, h: h, last=lambda p, h: h.sum(), schedule="1f1b"),
     "plan": lambda w: dict(step=step, mesh={"shard": 2}),
     "tensor_parallel": lambda w: dict(module=nn.Sequential(nn.Linear(4, 4))),
     "to_dtensor": lambda w: dict(tree=w.params),
@@ -24,16 +23,17 @@ GIVEN = {
     "checkpoint.load_huggingface": lambda w: dict(directory=w.place / "hf", like=w.weights, module=w.module),
     "checkpoint.save_dcp": lambda w: dict(state=w.weights, module=w.module, optimizer=w.optimizer),
     "checkpoint.save_huggingface": lambda w: dict(params=w.weights, module=w.module),
-    "testing.assert_budget": lambda w: dict(step=step, args=(w.state,), peak_bytes="1GB", mesh={"shard": 2}),
+    "testing.assert_budget": lambda w: dict(step=step, args=(w.state,), peak_bytes=1e9, mesh={"shard": 2}),
 }
 ACCEPTED = (
     *test_bad_calls.ACCEPTED,
     (("None",), "bytes_sent collectives divide first names scale scatter_dim sequence_dim updates"),
     (("None",), "scale_by_factored_rms.eps testing.assert_budget.mesh checkpoint.load_dcp.module"),
     (("None",), "checkpoint.load_huggingface.module checkpoint.save_dcp.module checkpoint.save_huggingface.module"),
-    (NUMBERS, "block collectives d max_file_bytes pipeline.microbatches scale trust_coefficient virtual_stages"),
+    (NUMBERS, "block collectives d max_file_bytes pipeline.microbatches scale trust_coefficient"),
     (("a huge number",), "bytes_sent peak_bytes quantize.dim"),
-    (("a number",), "ignore_index time updates quantize.dim"),
+    (("a number",), "ignore_index time updates quantize.dim sample_ids.step"),
+    (("nan",), "from_torch_scheduler.lr from_torch_scheduler.momentum"),
     (("a negative number",), "beta2_decay ignore_index quantize.dim"),
     (("a text", "an empty text"), "checkpoint.save_dcp.model_key optimizer_key"),
     (("an empty list",), "divide"),
@@ -44,7 +44,7 @@ ACCEPTED = (
     (EMPTY, "opt_state checkpoint.save_dcp.state"),
     # True or false to Python, or not used with the other arguments.
     (tuple(WRONG), "error_feedback flatten_optimizer_state_dict trusted rank0_only quantize.gather quantize.scatter"),
-    (tuple(WRONG), "checkpoint.save_dcp.optimizer from_dtensor.tree"),
+    (tuple(WRONG), "checkpoint.save_dcp.optimizer from_dtensor.tree lamb.sums lars.sums scale_by_trust_ratio.sums"),
     (READ, "to_dtensor.tree"),
 )
 THEIRS = {"plan.step", "testing.assert_budget.step"}
@@ -54,7 +54,12 @@ class World(test_bad_calls.World):
     """With what other formats and parallel layers need."""
 
     script, extensions, refused = "tests.ext.test_bad_calls", True, 1600
-    given, accepted, theirs, uncalled = GIVEN, ACCEPTED, THEIRS, {"moe", "testing.assert_same_bits"}
+    given, accepted, theirs, uncalled = (
+        GIVEN,
+        ACCEPTED,
+        THEIRS,
+        {"moe", "schedules", "testing.assert_same_bits", "testing.check_optimizer"},
+    )
 
     q = k = v = torch.ones(1, 1, 4, 4)
     h, weight, targets, ids = torch.ones(3, 2), torch.ones(5, 2), torch.tensor([0, 1, 4]), torch.tensor([0, 1, 4])

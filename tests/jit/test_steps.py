@@ -215,14 +215,17 @@ def of_torch(cls, **options):
     return partial(fs.from_torch, cls, **{"lr": 0.1} | options)
 
 
-VALUES = fs.from_torch_scheduler(optim.lr_scheduler.StepLR, 0.1, 9, step_size=1, gamma=0.7)
+def falling(count):
+    return 0.1 * 0.7 ** count.double()
+
+
 OPTIMIZERS = {name: row.make for name, row in TABLE.items()} | {
     "SGD fused": of_torch(optim.SGD, momentum=0.9, fused=True),
     "Adam fused": of_torch(optim.Adam, fused=True, amsgrad=True),
     "AdamW for loop": of_torch(optim.AdamW, foreach=False, maximize=True),
     **{cls.__name__: of_torch(cls) for cls in (optim.Adadelta, optim.Adamax, optim.Rprop)},
     "AdamW injected": of_torch(optim.AdamW, lr=lambda count: 0.1 * 0.5**count, inject=("lr",), fused=True),
-    "AdamW by a scheduler": of_torch(optim.AdamW, lr=VALUES),
+    "AdamW by a scheduler": of_torch(optim.AdamW, lr=falling),
 }
 
 

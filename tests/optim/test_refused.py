@@ -1,10 +1,9 @@
-"""Arguments, masks, schedules, states and leaves that optimizers refuse, each with the text of its error."""
+"""Arguments, masks, states and leaves that optimizers refuse, each with the text of its error."""
 
 from functools import partial
 
 import torch
 from torch import optim
-from torch.optim import lr_scheduler
 
 import fshard as fs
 from tests.bad_input import text_of
@@ -14,8 +13,6 @@ PARAMS = {"a": torch.ones(2), "b": torch.ones(2)}
 MASK = "expected the mask to be a glob pattern of leaves' names, several, or a function of (name, leaf), got"
 KINDS = "expected parts, or tx, of Optimizers alone or GradientTransformations alone, got"
 LEFT = 'expected a mask for every leaf, got none for b; add one for "*"'
-UPDATES = "expected steps to be a number of updates, 1 or more, got"
-BOUNDARIES = "schedules.join: expected a boundary between any two schedules, in rising order, got boundaries"
 CLIP = fs.clip_by_value(1.0)
 
 
@@ -35,16 +32,6 @@ ROWS = [
     (lambda: fs.partition({"a": SGD}).init(PARAMS), f"partition: {LEFT}"),
     (lambda: fs.partition({}), f"partition: {KINDS} nothing"),
     (lambda: fs.partition({"a": SGD, "*": CLIP}), f"partition: {KINDS} an Optimizer, a GradientTransformation"),
-    *(
-        (
-            partial(fs.from_torch_scheduler, lr_scheduler.StepLR, 0.1, n, step_size=2),
-            f"from_torch_scheduler: {UPDATES} {n}",
-        )
-        for n in (0, 2.0)
-    ),
-    (lambda: fs.schedules.linear(0.0, 1.0, 0), f"schedules.linear: {UPDATES} 0"),
-    (lambda: fs.schedules.cosine(1.0, 2.5), f"schedules.cosine: {UPDATES} 2.5"),
-    (lambda: fs.schedules.join([fs.schedules.constant(1.0)] * 3, [3, 3]), f"{BOUNDARIES} [3, 3] of 3 schedules"),
     (
         partial(fs.dynamic_loss_scale, SGD, backoff_factor=float("nan")),
         "dynamic_loss_scale: expected backoff_factor to be a number above 0, got nan",

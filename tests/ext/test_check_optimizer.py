@@ -43,7 +43,8 @@ def logged(grads, state, params):
     return grads, {"norm": sum(grad.square().sum() for grad in fs.tree_leaves(grads))}
 
 
-APART = "check_optimizer: 2 ranks under {} do not end where one rank does\n  ['{}']"
+NORMS = "take norms and sums of whole leaves by fs.leaf_norms or fs.global_norm; tensors are this rank's parts"
+APART = f"check_optimizer: 2 ranks under {{}} do not end where one rank does; {NORMS}: trees differ\n  ['{{}}']"
 WRONG = [
     # A norm of parts, in updates and in the state.
     (transformation(lambda grad: grad / grad.norm()), APART.format("zero3", "params") + "['v']: "),
@@ -55,15 +56,18 @@ WRONG = [
         transformation(lambda grad: grad.detach().numpy().fill(0) or grad),
         "check_pure: the step changed its arguments\n  argument 1['v']: ",
     ),
-    (transformation(counted), "twice has other bits\n  .params['v']: expected "),
+    (
+        transformation(counted),
+        "twice has other bits; keep all state in the state: trees differ\n  .params['v']: expected ",
+    ),
     (optimizer(lambda param, grad: param - grad), "TypeError: unsupported operand"),
     (
         optimizer(lambda param, grad: param * 0.9 if grad is None else param - grad),
-        "check_optimizer: a parameter without a gradient has moved\n  ['v']: expected ",
+        "check_optimizer: a parameter without a gradient has moved; leave it as it is where grad is None: ",
     ),
     (
         transformation(lambda grad: grad / 2 if is_tracing() else grad),
-        "check_optimizer: jitted, an update has other bits\n  .params['v']: expected ",
+        "check_optimizer: jitted, an update has other bits; compute by tensors alone: ",
     ),
 ]
 

@@ -6,6 +6,7 @@ from torch import optim
 from torch.optim import lr_scheduler
 
 import fshard as fs
+from tests.bad_input import text_of
 from tests.trees import assert_same_bits, normal
 
 STEPS = 12
@@ -96,3 +97,24 @@ def test_schedules_in_closed_form():
     assert numbers(joined, range(6)) == [3.0, 3.0, 1.0, 0.5, 0.0, pytest.approx(0.1)]
     batch = torch.arange(8)
     assert_same_bits(torch.func.vmap(joined)(batch), torch.stack([joined(count) for count in batch]))
+
+
+UPDATES = "expected steps to be a number of updates from 1 to 10,000,000, got"
+REFUSED = (
+    (
+        lambda: fs.from_torch_scheduler(lr_scheduler.StepLR, 0.1, 2.0, step_size=2),
+        f"from_torch_scheduler: {UPDATES} 2.0",
+    ),
+    (lambda: fs.schedules.linear(0.0, 1.0, 0), f"schedules.linear: {UPDATES} 0"),
+    (lambda: fs.schedules.cosine(1.0, 10**8), f"schedules.cosine: {UPDATES} 100000000"),
+    (
+        lambda: fs.schedules.join([fs.schedules.constant(1.0)] * 3, [3, 3]),
+        "schedules.join: expected a boundary between any two schedules, in rising order, got boundaries [3, 3] of 3 "
+        "schedules",
+    ),
+)
+
+
+def test_arguments_that_do_not_fit_are_refused():
+    for call, text in REFUSED:
+        assert text_of(call) == text
