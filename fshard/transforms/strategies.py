@@ -12,7 +12,7 @@ from fshard.errors import expect
 from fshard.mesh import Mesh, axis_of
 from fshard.transforms import ShardTransform, cast, compose, fully_shard
 from fshard.transforms import replicate as replicated
-from fshard.transforms.compose import composed
+from fshard.transforms.compose import composed, layout_axes
 from fshard.tree import Axis, ModelDtypes, ReshardPolicy, is_mask
 from fshard.tree.checks import COUNT, FLOATING, check_arguments
 
@@ -174,8 +174,8 @@ def zero3(
     expect(isinstance(regather, bool) or is_mask(regather), "zero3", needed, f"{regather!r:.40}")
     alone = layout is None or min_shard_elements == SMALL
     expect(alone, "zero3", "min_shard_elements or layout", "both", "give it to the layout")
-    over = layout is None or getattr(layout, "axes", True)
-    needed, remedy = "a layout with mesh axes", "compose it with fs.fully_shard, or compose it with the strategy"
+    over = not isinstance(layout, ShardTransform) or layout_axes(layout)
+    needed, remedy = "a layout with mesh axes", "compose it with fs.fully_shard, or with the strategy itself"
     expect(over, "zero3", needed, f"{layout!r:.100}, under which gradients would stay unsummed", remedy)
     if layout is None:
         names = axis if isinstance(axis, list | tuple) and axis else (axis,)

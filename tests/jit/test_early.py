@@ -20,7 +20,7 @@ adamw = partial(fs.from_torch, torch.optim.AdamW, lr=1e-3)
 # Each optimizer with a strategy.
 STEPS = {
     "fused": (fs.zero3, partial(adamw, fused=True)),
-    "schedule": (fs.ddp, lambda: adamw(lr=lambda count: 1e-3 / (1 + count.double()), fused=True)),
+    "schedule": (fs.ddp, lambda: adamw(lr=lambda count: 1e-3 * torch.cos(count.double() / 9), fused=True)),
     "clipped average": (fs.zero1, lambda: fs.ema(fs.chain(fs.clip_by_global_norm(0.1), fs.adamw(1e-3)), 0.9)),
     "two": (fs.ddp, lambda: fs.partition({"0.*": fs.sgd(0.1), "*": adamw(foreach=True)})),
 }

@@ -16,6 +16,10 @@ SMALLEST = "fully_shard: expected min_shard_elements to be 0 or more, got -1"
 TWICE = "compose: expected one transform for each axis, got two for the axes {}; drop one of the two"
 EARLY = "compose: expected split_dim and own_dim behind what gathers over ['{1}'], got ['{0}'] before it"
 
+NO_AXES = (
+    "zero3: expected a layout with mesh axes, got _Cast(gather_dtype=torch.bfloat16, scatter_dtype=None), under which "
+    "gradients would stay unsummed; compose it with fs.fully_shard, or with the strategy itself"
+)
 LAYOUT = "zero3: expected min_shard_elements or layout, got both; give it to the layout"
 STAY = "compose: expected one strategy, which has the reshard policy, got two; take the other's parts by themselves"
 NO_LAYOUT = "compose: expected transforms to be ShardTransforms such as fs.fully_shard(mesh), got a str"
@@ -23,6 +27,7 @@ ARGUMENTS = [
     setup("hsdp of less than no elements", lambda mesh: fs.hsdp(mesh, min_shard_elements=-1), SMALLEST, GRID),
     setup("split_dim on a mesh of two axes", lambda mesh: fs.split_dim(mesh, dim=0), ONE_AXIS, GRID),
     setup("two of layout", lambda m: fs.zero3(m, layout=fs.fully_shard(m), min_shard_elements=3), LAYOUT, MESH),
+    setup("a layout without axes", lambda m: fs.zero3(m, layout=BFLOAT16), NO_AXES, MESH),
     setup("a layout that is no transform", lambda mesh: fs.zero3(mesh, layout="zero2"), NO_LAYOUT, MESH),
     setup("a strategy as zero3's layout", lambda mesh: fs.zero3(mesh, layout=fs.zero2(mesh)), STAY, MESH),
 ]
