@@ -10,7 +10,7 @@ from torch import nn
 
 import fshard as fs
 from fshard.shard import without_padding
-from fshard.tree import flatten, unflatten
+from fshard.tree import flatten
 
 WORLD_SIZES = (1, 2, 3, 4, 8)
 
@@ -176,13 +176,6 @@ def padded_with(leaf: fs.Sharded, value: float) -> fs.Sharded:
     out = fs.Sharded(torch.full_like(leaf.local, value), leaf.spec)
     without_padding(out).copy_(without_padding(leaf))
     return out
-
-
-def none_as_zeros(grads: Any, params: Any) -> Any:
-    """Gradients as torch.func has them, which gives zeros to what a function does not use."""
-    flat, leaves = flatten(params), flatten(grads).leaves
-    found = [fs.tree_map(torch.zeros_like, p) if g is None else g for g, p in zip(leaves, flat.leaves, strict=True)]
-    return unflatten(flat.treedef, found)
 
 
 def every_bit(tree: Any) -> list[bytes]:

@@ -148,17 +148,6 @@ def test_derivatives_are_refused():
             derive(lambda p: global_norm(p, sums="tree"))(params)
 
 
-def check_jitted_updates_have_the_bits_of_eager_ones(make):
-    shapes = {"w": (5, 3), "bias": (50,)}
-    tx, strategy = make(), fs.zero3(one_axis(), min_shard_elements=0)
-    params, *grads = (fs.shard(tree(step, {"single": torch.float32}, shapes), strategy) for step in range(3))
-    state = eager = fs.TrainState.create(params, tx)
-    step = fs.jit(lambda state, grads: fs.update(tx, state, grads))
-    for grad in grads:
-        state, eager = step(state, grad), fs.update(tx, eager, grad)
-    assert_same_bits(fs.tree_leaves(state), fs.tree_leaves(eager))
-
-
 def test_classes_that_round_elements_by_their_place_are_refused():
     rows = (optim.SGD, torch.bfloat16, {}), (optim.Adam, torch.float32, {"fused": True})
     for cls, dtype, how in rows:

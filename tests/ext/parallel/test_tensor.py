@@ -79,7 +79,6 @@ class Llama(nn.Module):
 SHARED = {"*norm*": "sequence"}
 GPT_PLAN = {"tokens": "vocabulary", "blocks.0": "split", "*.qkv": ("column", 3), "*.up": "column"}
 GPT_PLAN |= SHARED | dict.fromkeys(("*.proj", "*.down"), "row")
-WHOLE_PLAN = GPT_PLAN | {"head": "vocabulary"}
 LLAMA_PLAN = {"*embed_tokens": "vocabulary", "*layers.0": "split", "*.self_attn": "gather", "*.mlp": "gather"}
 LLAMA_PLAN |= SHARED | dict.fromkeys(("*.[qkv]_proj", "*.gate_proj", "*.up_proj"), "column")
 LLAMA_PLAN |= dict.fromkeys(("*.o_proj", "*.down_proj"), "row")
