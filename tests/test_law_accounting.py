@@ -244,32 +244,6 @@ def test_frozen_units_are_gathered_and_never_reduced():
         assert bytes_of(record, "scatter") == [sizes[unit] for unit in reversed(UNITS) if unit not in frozen]
 
 
-# Bytes that may travel together, and which of the units "0" (1152 bytes), "1" (2496), "3" (2400) and "5" (1248) do.
-MERGES = [
-    (2400 + 1248 - 1, ("0", "1", "3", "5")),
-    (2400 + 1248, ("01", "35")),
-    (1152 + 2496 + 2400, ("013", "5")),
-]
-
-
-def even():
-    """As `stack`, of sizes that all numbers of ranks below five divide."""
-    layers = nn.Embedding(12, 12), nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 12), nn.Tanh(), nn.Linear(12, 12)
-    return filled(nn.Sequential(*layers))
-
-
-@on_ranks(2)
-def test_small_neighbours_are_gathered_together():
-    for merge_bytes, groups in MERGES:
-        record, sizes = recorded(even(), every_leaf(one_axis(), merge_bytes=merge_bytes))
-        assert sizes == {"0": 1152, "1": 2496, "3": 2400, "5": 1248}
-        found = [sum(sizes[unit] for unit in group) for group in groups]
-        # An embedding alone is not gathered again, as part of a group it is; the last two groups stay, or what fits.
-        again = [n for n, group in zip(found, groups) if group != "0"][:-1]
-        fits = [sum(again[n:]) <= 2 * merge_bytes or n == len(again) - 1 for n in range(len(again))]
-        assert bytes_of(record, "gather") == found + [n for n, stays in zip(again, fits) if not stays][::-1]
-
-
 # Three leaves large enough to be reduced by themselves where messages are so small, of sizes that tell them apart.
 SMALL = 16_000
 LARGE = {"first": (64, 512), "second": (512, 128), "third": (128, 257)}

@@ -95,6 +95,17 @@ def strided():
     yield from (torch.arange(8.0)[3:4].as_strided((1,), (5,)), torch.ones(SIZES[-1]))
 
 
+@on_ranks(3, 4)
+def test_direct_sums_are_in_rank_order():
+    """(1e16 + 1) - 1e16 is 0 and (1e16 - 1e16) + 1 is 1: the order shows in every element."""
+    line = axis()
+    for elements in (1, EXCHANGE_BYTES // 8 + 1, PACK_BYTES // 8):
+        value = torch.full((elements,), [1e16, 1.0, -1e16, 1.0][comm.rank(line)], dtype=torch.float64)
+        (total,) = comm.all_reduce([value], line, "test")
+        (piece,) = comm.reduce_scatter([value.repeat(line.size, 1)], line, "test")
+        assert {*total.tolist(), *piece.tolist()} == {1.0 if line.size == 4 else 0.0}
+
+
 @pytest.mark.rows(2)
 @EACH_WAY
 @on_ranks(*WORLDS)
