@@ -347,20 +347,6 @@ def test_values_have_their_distribution(dtype):
         assert (torch.maximum(above, below) - cdf(x + step) + cdf(x - step)).max() < bound
 
 
-def test_numbers_do_not_depend_on_each_other():
-    """Not neighbours in a row or column, nor elements of other parameters, seeds or draws of the same one."""
-    x = sampled(nn.init.normal_)
-    other = Own(lambda module: [nn.init.normal_(p) for p in (module.weight, module.bias)])
-    other.weight, other.bias = (nn.Parameter(torch.empty(ROWS, COLUMNS, device="meta")) for _ in range(2))
-    params, halves = drawn(other), sampled(lambda w: (w.data.normal_(), w.data[:100].normal_()))
-    assert_same_bits(params["weight"].local.double(), x)
-    assert_same_bits(halves[100:], x[100:])
-    others = (params["bias"].local.double(), sampled(nn.init.normal_, seed=2**63 + 5))
-    pairs = ((x[:, 1:], x[:, :-1]), (x[1:], x[:-1]), (x[:100], halves[:100]), *((x, other) for other in others))
-    for a, b in pairs:
-        assert abs(float((a * b).mean())) * math.sqrt(a.numel()) < SIGMAS
-
-
 def test_views_are_followed():
     """Against the same operators on full tensors, where they do not draw."""
     full = {name: leaf.local for name, leaf in drawn(Assorted()).items()}

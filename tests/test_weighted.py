@@ -104,17 +104,3 @@ def test_counts_of_any_dtype_are_not_rounded_and_leave_that_of_gradients():
     for name, run in FORMS.items():
         with pytest.raises(ValueError, match=f"^{re.escape(REFUSED.format(name))}$"):
             run(lambda p, _: (fs.gather(p)["w"].square(), count), params, None)
-
-
-@on_ranks("2 processes")
-def test_losses_of_other_dtypes_on_other_ranks_are_named():
-    """Processes of gloo would abort."""
-    params = fs.shard({"w": torch.ones(3)}, fs.ddp(one_axis()))
-    dtype = torch.float64 if my_rank() else torch.float32
-    # The loss, and whether this rank used the leaf.
-    sent = [
-        rf"  rank {rank}: all_reduce number \d+ \(objective\) over 'shard' of {of} in value_and_grad\n"
-        for rank, of in ((0, r"float32 \(2,\), 8 bytes"), (1, r"float64 \(2,\), 16 bytes"))
-    ]
-    with pytest.raises(fs.comm.CollectiveError, match=rf"^ranks differ in a collective\n{sent[0]}{sent[1]}"):
-        fs.value_and_grad(lambda p: fs.gather(p)["w"].sum().to(dtype))(params)
