@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 
@@ -366,7 +367,8 @@ TABLES = {
 def test_units_are_one_process(table):
     strategies = {name: strategy for chosen in CHOSEN.values() for name, strategy in chosen.items()}
     # Routings are of three ranks.
-    rows = dict(list(TABLES[table](0).items())[::2])
+    rows = TABLES[table](0)
+    rows = rows if table == "routing" else dict(list(rows.items())[::2])
     assert_each_is_one_process(rows, 3 if table == "routing" else 2, strategies, each=False)
 
 
@@ -383,6 +385,12 @@ def test_every_strategy():
     """Of a model that does it all at once."""
     everything = {"everything": Row(filled(ReadsAhead(tie_head, hidden=(13, 11, 7))), nn.Module)}
     assert_each_is_one_process(everything, 2, STRATEGIES)
+
+
+def test_experts_in_checkpoints_that_other_ranks_pass():
+    """A unit that a rank passes over belongs to no checkpoint of the expert that it enters."""
+    rows = {"experts": routed("each expert checkpointed", "experts", "different")}
+    assert_each_is_one_process(rows, 3, {"prefetch 2": zero3(prefetch=2)})
 
 
 def test_checkpoints_that_run_to_their_end():
@@ -446,3 +454,23 @@ def test_two_models_in_one_loss():
         params = tuple(model.init(zero3(prefetch=prefetch)(mesh)) for model in models)
         expected = fs.value_and_grad(lambda p: loss(fs.gather(p)))(params)
         assert_trees_close(fs.value_and_grad(loss)(params), expected, rtol=0, atol=BOUND)
+
+
+@on_ranks(2)
+def test_low_rank_adaptation():
+    """What trained leaves are added to trains them, beside frozen leaves of its unit."""
+    mesh, (x,), module = one_axis(), vectors(2)[my_rank()], filled(nn.Sequential(Block(), Block(HIDDEN)))
+    model, weights = fs.functionalize(module, Block), {n: p.detach() for n, p in module.named_parameters()}
+    added = {name: torch.sin(weight) for name, weight in weights.items() if weight.dim() == 2}
+    for strategy in CHOSEN[2].values():
+        base, delta = fs.shard(weights, strategy(mesh), frozen="*"), fs.shard(added, strategy(mesh))
+
+        def loss(delta, base=base):
+            specs = {n: replace(leaf.spec, frozen=False) for n, leaf in base.items()}
+            merged = {n: fs.Sharded(base[n].local + leaf.local, specs[n]) for n, leaf in delta.items()}
+            return model.apply(base | merged, x).square().mean()
+
+        moved = fs.shard(weights | {n: weights[n] + leaf for n, leaf in added.items()}, strategy(mesh))
+        value, grads = fs.value_and_grad(lambda p: model.apply(fs.gather(p), x).square().mean())(moved)
+        expected = value, {name: grads[name] for name in added}
+        assert_trees_close(fs.value_and_grad(loss)(delta), expected, rtol=0, atol=BOUND)
