@@ -13,8 +13,6 @@ from torch.func import vmap
 from torch.utils import _pytree as pytree
 
 import fshard as fs
-from fshard.tree import flatten
-from fshard.tree.checks import outline
 from tests.bad_input import text_of
 from tests.trees import Layer
 
@@ -129,14 +127,3 @@ def test_functions_of_torch_func_take_and_return_sharded_leaves():
     for found, needed in ((doubled, batch), (gradient, LEAF)):
         assert found.spec is LEAF.spec
         assert found.local.equal(2 * needed.local)
-
-
-def test_flatten_keeps_sharded_leaves_whole_and_none_a_leaf():
-    flat = flatten(TREE)
-    assert flat.paths == ["['a'].weight", "['a'].bias[0]", "['b'][0]", "['b'][1]", "['c']['z']", "['c']['y']"]
-    assert flat.leaves[1] is flat.leaves[2] is LEAF
-    again = flat.unflatten(flat.leaves)
-    assert again["b"] == [LEAF, None]
-    assert flatten(again).treedef == flat.treedef
-    assert outline(flat.treedef) == "dict(Layer(*, tuple(*)), list(*, *), OrderedDict(*, *))"
-    assert flatten(LEAF).paths == ["(root)"]
