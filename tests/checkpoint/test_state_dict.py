@@ -55,7 +55,7 @@ def every_leaf(mesh):
     return fs.zero2(mesh, min_shard_elements=0)
 
 
-@on_ranks(1, 3)
+@on_ranks(2, pytest.param(3, marks=pytest.mark.slow))
 def test_trees_come_back():
     for tree in (uneven, empty, scalars, nested, exotic_dtypes):
         for _, strategy in every_strategy():

@@ -44,13 +44,13 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize("world_size", (2, "2 processes"))
+@pytest.mark.parametrize("world_size", (2, pytest.param("2 processes", marks=pytest.mark.slow)))
 def test_ranks_that_differ_are_told_how(world_size, workers):
     rows = {name: (partial(f, SHORT), partial(f, LONG), text, *SHAPES) for name, (f, text) in DIFFERENT.items()}
     check_ranks_that_differ_are_told_how(rows, world_of(world_size, workers))
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("world_size", (2, "2 processes", "4 processes"))
 @pytest.mark.parametrize("fault, then", FAULTS)
 @pytest.mark.parametrize("name, place", places_of(PROGRAMS))
@@ -69,7 +69,8 @@ def test_a_rank_that_does_not_come_is_named_at_the_timeout():
     check_a_rank_that_does_not_come_is_named_at_the_timeout(PROGRAMS["1f1b"][0], "stage", 4)
 
 
-@on_ranks("2 processes", pytest.param("4 processes", marks=pytest.mark.slow), timeout=90.0)
+@pytest.mark.slow
+@on_ranks("2 processes", "4 processes", timeout=90.0)
 def test_nothing_is_raised_where_a_rank_is_slow():
     names = ("1f1b", "ring")
     return check_nothing_is_raised_where_a_rank_is_slow([PROGRAMS[name][0] for name in names])

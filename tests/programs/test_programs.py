@@ -190,6 +190,7 @@ def test_program(name, world_size, strategy):
     spmd(lambda: [check(name, program, strategy, needed) for program, needed in expected.items()], world_size)
 
 
+@pytest.mark.slow
 @on_ranks("2 processes")
 def test_linearize_is_refused_on_several_ranks():
     """It would fold collectives away; traced by threads, others could be in its place, hence processes."""

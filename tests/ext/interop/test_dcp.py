@@ -141,7 +141,7 @@ def test_an_fsdp2_run_goes_on_in_fshard_and_back(tmp_path, strategy, flat, name)
     return losses
 
 
-@on_ranks(3)
+@on_ranks(2, pytest.param(3, marks=pytest.mark.slow))
 def test_trees_come_back_in_any_layout(tmp_path):
     """Also in layouts that DTensor does not have; from what the layout before wrote."""
     for make in (*TREES.values(), exotic_dtypes):

@@ -31,7 +31,7 @@ def written(directory):
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-@on_ranks(1, 3)
+@on_ranks(2, pytest.param(3, marks=pytest.mark.slow))
 def test_trees_come_back(tmp_path):
     for make in (*TREES.values(), representable):
         for i, (_, strategy) in enumerate(every_strategy()):
