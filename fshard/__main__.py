@@ -28,8 +28,7 @@ def main() -> int:
     """
     for name in ("fshard", "torch", "optree", "numpy"):
         _print(name, version(name))
-    _print("python", f"{platform.python_version()} ({sys.executable})")
-    _print("platform", platform.platform())
+    _print("python", f"{platform.python_version()} on {platform.platform()} ({sys.executable})")
     _print("backends", ", ".join(name for name in ("gloo", "nccl", "xccl") if dist.is_backend_available(name)))
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     _print("accelerators", f"{torch.accelerator.device_count()} of {accelerator.type}" if accelerator else "none")
