@@ -141,7 +141,7 @@ ROWS = {
 }
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("call", ROWS)
 @on_ranks("2 processes")
 def test_both_sides_are_equal(call):

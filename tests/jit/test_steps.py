@@ -117,7 +117,7 @@ MODELS = {
 }
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("world_size", (1, 2, 3, "2 processes"))
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name, world_size, workers):
