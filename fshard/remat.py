@@ -32,8 +32,8 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
         A function of the same arguments and result.
 
     Raises:
-        ValueError: if `f` is no function; by the function returned, under torch.func, if `f` reaches a tensor that is
-            differentiated otherwise than by its arguments.
+        ValueError: by the function returned, under torch.func, if `f` reaches a tensor that is differentiated otherwise
+            than by its arguments.
 
     >>> torch.func.grad(remat(lambda x: x.sin().sum()))(torch.zeros(2))
     tensor([1., 1.])

@@ -131,7 +131,7 @@ def make_graph(f: Callable[..., Any]) -> Callable[..., StepGraph]:
         peak bytes. Nothing is computed or sent, and nothing that `jit` returned is traced for later calls.
 
     Raises:
-        ValueError: if `f` is no function; by the function returned, as by what `jit` returns.
+        ValueError: by the function returned, as by what `jit` returns.
 
     >>> import torch
     >>> graph = make_graph(lambda x: x.sin() + 1)(torch.zeros(2))

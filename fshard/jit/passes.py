@@ -92,14 +92,14 @@ def storages_of(nodes: Iterable[Node]) -> dict[Node, Storages]:
         value = node.meta.get("val")
         # The argument in whose memory the result lies, where the operator says so.
         arguments = _compat.arguments_of(node.target)
-        lends = is_wait(node) or (arguments and arguments[0].aliased)
-        lender = node.args[0] if lends and isinstance(node.args[0], Node) else None
+        aliases = is_wait(node) or (arguments and arguments[0].aliased)
+        source = node.args[0] if aliases and isinstance(node.args[0], Node) else None
         found[node] = {}
         for tensor in value if isinstance(value, list | tuple) else [value]:
             if isinstance(tensor, torch.Tensor):
                 # Traces give what a wait returns, and what is written in the place of a copy, other storages.
                 key = _compat.storage_key(tensor)
-                name = names.setdefault(key, key if lender is None else next(iter(found[lender])))
+                name = names.setdefault(key, key if source is None else next(iter(found[source])))
                 found[node][name] = tensor.untyped_storage().nbytes()
     return found
 

@@ -114,7 +114,7 @@ class _Simulation:
 
     def __init__(self, f: Callable[[], Any], world_size: int, timeout: float) -> None:
         self.timeout = timeout
-        # What ranks have the caller's thread do.
+        # Messages of the ranks to the caller's thread.
         self.inbox: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
         self.broken: dict[tuple[str, int], str] = {}
         self.waiting: dict[int, _Call] = {}

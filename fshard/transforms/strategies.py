@@ -183,7 +183,7 @@ def zero3(
         axes = [axis_of(mesh, name) for name in reversed(names)]
         layout = compose(*(fully_shard(axis, min_shard_elements=min_shard_elements) for axis in axes))
     if merge_bytes is None:
-        # What is no transform is refused where transforms are composed.
+        # `composed` refuses a layout that is no transform.
         sizes = map(_bytes_over, getattr(layout, "axes", ()))
         merge_bytes = max(sizes, default=0)
     # A list cannot be hashed.

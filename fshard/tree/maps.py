@@ -61,7 +61,7 @@ def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
         A tree of f's results.
 
     Raises:
-        ValueError: if structures or specs differ, or `f` is no function.
+        ValueError: if structures or specs differ.
 
     >>> tree_map(lambda x: x + 1, {"a": 1, "b": (2, None)})
     {'a': 2, 'b': (3, None)}

@@ -46,15 +46,7 @@ MIRRORS = {
 
 
 class Fault(NamedTuple):
-    """A fault.
-
-    Attributes:
-        name: Its name.
-        file: The file that it is planted in.
-        before: The line that it takes the place of, without its indentation; the file has it once.
-        after: The faulty line.
-        law: The law that it breaks, by its number in the contract, and how.
-    """
+    """The line `before`, which a file has once, less its indentation, becomes `after`; the law has its number."""
 
     name: str
     file: str

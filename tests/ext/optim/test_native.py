@@ -6,6 +6,7 @@ import torch
 import fshard as fs
 from fshard.testing import assert_trees_close
 from tests.bad_input import text_of
+from tests.optim import test_native as core
 from tests.optim.test_native import BETAS, EPS, LAYOUTS, MOMENTUM, SHAPES, STEPS, run, tree
 from tests.ranks import on_ranks
 from tests.test_bad_input import RATE
@@ -90,3 +91,9 @@ def test_whole_refuses_a_leaf_that_was_frozen_so_far():
         "  ['a']: expected a state, got none\n"
         "To fix: make the state anew by fs.TrainState.create."
     )
+
+
+@on_ranks(2)
+def test_derivatives_of_shards_are_those_of_full_trees(world_size):
+    for make, _, hyper in (LAYERWISE["lamb"], LAYERWISE["lars"]):
+        core.check_derivatives_of_shards_are_those_of_full_trees((make, hyper), world_size, "zero2 of every leaf")
