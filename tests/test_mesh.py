@@ -161,6 +161,7 @@ def check_ddp_of_some_processes():
     return mesh
 
 
+@pytest.mark.slow
 @on_ranks("3 processes")
 def test_ddp_of_some_processes():
     check_ddp_of_some_processes()

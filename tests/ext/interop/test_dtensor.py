@@ -32,7 +32,7 @@ def full_values():
     return {name: parameter.detach() for name, parameter in module().named_parameters()}
 
 
-@on_ranks("3 processes")
+@on_ranks("2 processes")
 def test_parameters_of_fsdp2_are_taken_over():
     mesh, fsdp2 = one_axis(), module()
     fully_shard(fsdp2, mesh=mesh)
@@ -65,7 +65,7 @@ def test_shards_become_the_dtensors_of_fsdp2():
     assert_same_bits(loaded, {name: 2 * tensor for name, tensor in full_values().items()})
 
 
-@on_ranks("3 processes")
+@on_ranks("2 processes")
 def test_there_and_back_is_the_same():
     """Also whole and empty leaves, numbers that stay whole, other dims, and leaves that are no tensors of ours."""
     mesh, draw, plain = one_axis(), normal(), torch.ones(2)
