@@ -4,7 +4,7 @@ The public names by use, as `import fshard as fs` has them. Those of the core:
 
 - **Ranks**: `init_mesh`, `axis_of`, `Axis`.
 - **Sharded leaves**: `shard`, `unshard`, `reshard`; `Sharded`, `Spec`, `P`; `tree_map`, `tree_leaves`.
-- **Models**: `functionalize`, `no_split`, `Model`, `sync_buffers`.
+- **Models**: `functionalize`, `Model`, `sync_buffers`.
 - **The four verbs**: `gather`, `apply`, `scatter_grads`, `update`.
 - **Gradients**: `value_and_grad`, `accumulate`, `objective`, `remat`; `microbatches` for the
   same bits at any number of ranks; `fold_in` for random keys.
@@ -14,7 +14,7 @@ The public names by use, as `import fshard as fs` has them. Those of the core:
 - **Optimizers**: `TrainState`, `from_torch`, `chain`, `partition`, `freeze`; `sgd`, `adam`, `adamw`;
   `GradientTransformation` and `Optimizer` for one's own.
 - **Gradient transformations**: `clip_by_global_norm`, `clip_by_norm`, `clip_by_value`, `global_norm`,
-  `leaf_norms`, `add_decayed_weights`, `scale_by_adam`, `skip_nonfinite`, `dynamic_loss_scale`, `ema`.
+  `leaf_norms`, `add_decayed_weights`, `scale_by_adam`, `skip_nonfinite`, `ema`.
 - **jit**: `jit`, `make_graph`.
 - **Collectives in a loss**: `psum`, `pmean`, `pmax`, `psum_invariant`, `pvary`, `all_gather`, `all_gather_invariant`,
   `reduce_scatter`, `all_to_all`, `ragged_all_to_all`, `ppermute`, `broadcast`, `axis_index`.
@@ -28,9 +28,11 @@ Those of extensions, which use the core as a program does and are imported when 
   `vocab_parallel_embedding`, `vocab_parallel_cross_entropy`; `fshard.ext.parallel.moe` as `fs.moe`.
 - **Transforms**: `quantize`.
 - **Learning rates**: `fshard.ext.optim.schedules` as `fs.schedules`, `from_torch_scheduler`.
-- **Optimizers**: `whole`, `lamb`, `lars`, `adafactor`; `scale_by_trust_ratio`, `scale_by_factored_rms`.
+- **Optimizers**: `dynamic_loss_scale`, `whole`, `lamb`, `lars`, `adafactor`; `scale_by_trust_ratio`,
+  `scale_by_factored_rms`.
 - **Before and during a step**: `plan`, `trace`; `sample_ids` for the samples of a step.
-- **Exchange**: `to_dtensor`, `from_dtensor`; `with_init_weights` for values that models of transformers draw.
+- **Exchange**: `to_dtensor`, `from_dtensor`; for models of transformers `no_split`, and `with_init_weights`, which
+  draws their values.
 """
 
 from typing import TYPE_CHECKING
@@ -41,7 +43,6 @@ from fshard.collectives import axis_index, pvary
 from fshard.jit import jit, make_graph
 from fshard.mesh import axis_of, init_mesh
 from fshard.microbatches import microbatches
-from fshard.modules import no_split
 from fshard.optim.from_torch import from_torch
 from fshard.optim.native import (
     adam,
@@ -54,7 +55,7 @@ from fshard.optim.native import (
     sgd,
 )
 from fshard.optim.norms import global_norm, leaf_norms
-from fshard.optim.wrappers import dynamic_loss_scale, ema, freeze, masked, partition, skip_nonfinite
+from fshard.optim.wrappers import ema, freeze, masked, partition, skip_nonfinite
 from fshard.outermost import (
     all_gather,
     all_gather_invariant,
@@ -100,8 +101,10 @@ from fshard.value_and_grad import accumulate, value_and_grad
 if TYPE_CHECKING:
     from fshard.ext.interop.dtensor import from_dtensor, to_dtensor
     from fshard.ext.interop.init_weights import with_init_weights
+    from fshard.ext.interop.no_split import no_split
     from fshard.ext.optim import schedules
     from fshard.ext.optim.adafactor import adafactor, scale_by_factored_rms
+    from fshard.ext.optim.loss_scale import dynamic_loss_scale
     from fshard.ext.optim.schedules import from_torch_scheduler
     from fshard.ext.optim.trust import lamb, lars, scale_by_trust_ratio
     from fshard.ext.optim.whole import whole
@@ -121,7 +124,7 @@ __getattr__ = extensions.resolver(__name__)
 # By use, as above.
 __all__ = ["Axis", "axis_of", "init_mesh"]
 __all__ += ["P", "Sharded", "Spec", "reshard", "shard", "tree_leaves", "tree_map", "unshard"]
-__all__ += ["Model", "functionalize", "no_split", "sync_buffers"]
+__all__ += ["Model", "functionalize", "sync_buffers"]
 __all__ += ["apply", "gather", "scatter_grads", "update"]
 __all__ += ["accumulate", "fold_in", "microbatches", "objective", "remat", "value_and_grad"]
 __all__ += ["ddp", "hsdp", "zero1", "zero2", "zero3"]
@@ -129,7 +132,7 @@ __all__ += ["LayoutError", "ShardTransform", "Storage", "Wrapped", "cast", "comp
 __all__ += ["hybrid_shard", "masked", "offload", "own_dim", "replicate", "split_dim", "transform_state"]
 __all__ += ["GradientTransformation", "Optimizer", "TrainState", "adam", "adamw"]
 __all__ += ["chain", "freeze", "from_torch", "partition", "sgd"]
-__all__ += ["add_decayed_weights", "clip_by_global_norm", "clip_by_norm", "clip_by_value", "dynamic_loss_scale"]
+__all__ += ["add_decayed_weights", "clip_by_global_norm", "clip_by_norm", "clip_by_value"]
 __all__ += ["ema", "global_norm", "leaf_norms", "scale_by_adam", "skip_nonfinite"]
 __all__ += ["jit", "make_graph"]
 __all__ += ["all_gather", "all_gather_invariant", "all_to_all", "axis_index", "broadcast", "pmax"]
@@ -141,9 +144,9 @@ __all__ += ["moe", "pipeline", "ring_attention", "ring_positions"]
 __all__ += ["tensor_parallel", "ulysses", "vocab_parallel_cross_entropy", "vocab_parallel_embedding"]
 __all__ += ["quantize"]
 __all__ += ["adafactor", "lamb", "lars", "scale_by_factored_rms", "scale_by_trust_ratio", "whole"]
-__all__ += ["from_torch_scheduler", "schedules"]
+__all__ += ["dynamic_loss_scale", "from_torch_scheduler", "schedules"]
 __all__ += ["plan", "sample_ids", "trace"]
-__all__ += ["from_dtensor", "to_dtensor", "with_init_weights"]
+__all__ += ["from_dtensor", "no_split", "to_dtensor", "with_init_weights"]
 
 
 def __dir__() -> list[str]:

@@ -11,7 +11,9 @@ TABLE: Mapping[tuple[str, str], str] = MappingProxyType(
     {
         ("fshard", "interop.dtensor"): "from_dtensor to_dtensor",
         ("fshard", "interop.init_weights"): "with_init_weights",
+        ("fshard", "interop.no_split"): "no_split",
         ("fshard", "optim.adafactor"): "adafactor scale_by_factored_rms",
+        ("fshard", "optim.loss_scale"): "dynamic_loss_scale",
         ("fshard", "optim.schedules"): "from_torch_scheduler schedules",
         ("fshard", "optim.trust"): "lamb lars scale_by_trust_ratio",
         ("fshard", "optim.whole"): "whole",

@@ -96,35 +96,6 @@ def _size(submodule: nn.Module) -> int:
     return sum(parameter.numel() for parameter in submodule.parameters())
 
 
-def no_split(model: nn.Module) -> tuple[type[nn.Module], ...]:
-    """List the units that a model of transformers declares: its layers, by the `_no_split_modules` of its classes.
-
-    Args:
-        model: The model, or a module with such models among its submodules, with values or on the meta device.
-
-    Returns:
-        The classes of submodules, for `functionalize(model, units=fs.no_split(model))`.
-
-    Raises:
-        ValueError: if no submodule is of a class that is declared.
-
-    >>> class Block(nn.Linear): ...
-    >>> class Model(nn.Sequential):
-    ...     _no_split_modules = ["Block"]
-    >>> [cls.__name__ for cls in no_split(Model(Block(2, 2), nn.ReLU(), Block(2, 2)))]
-    ['Block']
-    """
-    # transformers declares classes by their names.
-    declared = {name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()}
-    found: dict[type[nn.Module], None] = {}
-    for part in model.modules():
-        if part is not model and type(part).__name__ in declared:
-            found[type(part)] = None
-    needed = f"{type(model).__name__} to declare _no_split_modules that it has"
-    expect(found, "no_split", needed, repr(sorted(declared)), "pass units= another rule")
-    return tuple(found)
-
-
 def _upwards(path: str) -> Iterator[str]:
     """List a name and those of the modules around it, innermost first."""
     while path:

@@ -68,12 +68,6 @@ def step(state):
     return fs.update(fs.sgd(0.1), state, fs.value_and_grad(loss)(state.params)[1])
 
 
-class Declares(nn.Sequential):
-    """Declares its units, as models of transformers do."""
-
-    _no_split_modules = ("Linear",)
-
-
 # Of public functions, the arguments whose right values are others than the world's, or that are not to be left out.
 GIVEN = {
     **dict.fromkeys(("gather", "global_norm", "leaf_norms", "reshard", "unshard"), lambda w: dict(tree=w.params)),
@@ -85,7 +79,6 @@ GIVEN = {
     "all_to_all": lambda w: dict(tree=torch.ones(2, 2), split_dim=0, concat_dim=1),
     "from_torch": lambda w: dict(lr=0.1),
     "jit": lambda w: dict(f=loss),
-    "no_split": lambda w: dict(model=Declares(nn.Linear(2, 2))),
     "ragged_all_to_all": lambda w: dict(send_sizes=[2], recv_sizes=[2]),
     "scatter_grads": lambda w: dict(grads=w.full_tree),
     "checkpoint.Manager": lambda w: dict(directory=w.place / "managed", mesh=w.grid),

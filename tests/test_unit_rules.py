@@ -82,24 +82,6 @@ def test_a_rule_selects_these_units():
         assert selected(Tower(), units) == expected, units
 
 
-class Declared(nn.Module):
-    """Has a model among its submodules that declares its units by the names of their classes, as transformers does."""
-
-    def __init__(self, *names, tail=("Sequential",)):
-        super().__init__()
-        self.tower = Tower()
-        self.tower._no_split_modules = set(names)
-        self._no_split_modules = tail
-
-
-def test_units_that_a_model_declares():
-    module = Declared("Block", "Embedding", "ReLU", "LSTM", tail=None)
-    assert fs.no_split(module) == (nn.Embedding, Block, nn.ReLU)
-    assert fs.no_split(Declared("Block")) == (Block, nn.Sequential)
-    # A class that stands for the whole model is no unit.
-    assert fs.no_split(Declared("Declared", "Block", tail=None)) == (Block,)
-
-
 def test_tied_modules_are_one_unit_and_tied_parameters_are_in_many():
     """A submodule under two names is entered under either of them."""
     shared, other = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)

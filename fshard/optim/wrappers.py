@@ -9,10 +9,10 @@ import torch
 from fshard import _compat
 from fshard.collectives import total
 from fshard.errors import expect
-from fshard.optim.leaves import check_optimizer, elements_of, for_trained, leafwise, map_gradients, zero
+from fshard.optim.leaves import check_optimizer, elements_of, for_trained, leafwise, zero
 from fshard.transforms import ShardTransform, masked_transform
 from fshard.tree import Flat, Tree, flatten, is_sharded, is_trained, leaves_of, like, map_leaves, tree_map
-from fshard.tree.checks import POSITIVE, Range, check_matches, check_numbers, describe
+from fshard.tree.checks import Range, check_matches, check_numbers, describe
 from fshard.tree.masks import MASK, Mask, is_mask, matches
 from fshard.tree.nodes import tensor_of
 from fshard.update import GradientTransformation, Optimizer, Updated, step_of
@@ -66,80 +66,6 @@ def skip_nonfinite(tx: Optimizer) -> Optimizer:
         return params, SkipState(state.skipped + (~finite).long(), inner)
 
     return Optimizer(lambda params: SkipState(zero(), tx.init(params)), run, partial(run, donate=True))
-
-
-class ScaleState(NamedTuple):
-    """State of an optimizer made by `dynamic_loss_scale`.
-
-    Attributes:
-        scale: The factor of the loss: a float32 tensor of shape ().
-        good: Updates since the scale was changed or one was skipped: an int64 tensor of shape ().
-        inner: The state of the optimizer inside, which counts the updates that were `skipped`.
-    """
-
-    scale: torch.Tensor
-    good: torch.Tensor
-    inner: Tree
-
-
-def dynamic_loss_scale(
-    tx: Optimizer,
-    init_scale: float = 2.0**16,
-    growth_factor: float = 2.0,
-    backoff_factor: float = 0.5,
-    growth_interval: int = 2000,
-) -> Optimizer:
-    """Divide gradients of a scaled loss by the scale, skip those that overflowed, and adapt the scale.
-
-    Multiply the loss by `state.opt_state.scale`. A chain inside sees true gradients, so clipping goes there. Follows
-    torch.amp.GradScaler: the same scale after the same gradients.
-
-    Args:
-        tx: The optimizer.
-        init_scale: The scale at first.
-        growth_factor: The factor that it grows by after `growth_interval` updates in a row, above 1.
-        backoff_factor: The factor that it shrinks by where a gradient is not finite, between 0 and 1.
-        growth_interval: How many updates in a row without such a gradient.
-
-    Returns:
-        The optimizer; its state holds the `scale`.
-
-    Raises:
-        ValueError: if a number is out of range.
-
-    >>> import torch, fshard as fs
-    >>> tx = fs.dynamic_loss_scale(fs.sgd(0.1), init_scale=4.0)
-    >>> params = {"w": torch.ones(1)}
-    >>> state = tx.init(params)
-    >>> for grad in (torch.ones(1) * state.scale, torch.tensor([torch.inf])):
-    ...     params, state = tx.update({"w": grad}, state, params)
-    >>> params, state.scale
-    ({'w': tensor([0.9000])}, tensor(2.))
-    """
-    numbers = {"growth_factor": growth_factor, "backoff_factor": backoff_factor, "growth_interval": growth_interval}
-    check_numbers("dynamic_loss_scale", POSITIVE, init_scale=init_scale, **numbers)
-    skipping = skip_nonfinite(tx)
-
-    def init(params: Tree) -> ScaleState:
-        device = next((tensor_of(leaf).device for leaf in leaves_of(params) if leaf is not None), None)
-        # torch.tensor takes no whole number beyond int64.
-        scale = torch.tensor(float(init_scale), dtype=torch.float64, device=device).float()
-        return ScaleState(scale, zero().to(device), skipping.init(params))
-
-    def run(grads: Tree, state: ScaleState, params: Tree, donate: bool = False) -> Updated:
-        # As GradScaler does: the inverse in float64, and one multiplication.
-        inverse, scale = state.scale.double().reciprocal().float(), state.scale.double()
-        grads = map_gradients(lambda grad: grad.to(torch.promote_types(grad.dtype, torch.float32)) * inverse, grads)
-        params, inner = step_of(skipping, donate)(grads, state.inner, params)
-        finite = inner.skipped == state.inner.skipped
-        good = torch.where(finite, state.good + 1, 0)
-        grown = good == growth_interval
-        larger = torch.where(grown, scale * growth_factor, scale)
-        scale = torch.where(finite, larger, scale * backoff_factor).float()
-        scale = torch.where(scale.isinf(), state.scale, scale)
-        return params, ScaleState(scale, torch.where(grown, 0, good), inner)
-
-    return Optimizer(init, run, partial(run, donate=True))
 
 
 class EmaState(NamedTuple):

@@ -11,9 +11,17 @@ from fshard import checkpoint
 from tests import test_bad_calls
 from tests.test_bad_calls import EMPTY, EVERY, NUMBERS, READ, WRONG, check_calls, make_calls, step
 
+
+class Declares(nn.Sequential):
+    """Declares its units, as models of transformers do."""
+
+    _no_split_modules = ("Linear",)
+
+
 GIVEN = {
     "from_torch_scheduler": lambda w: dict(cls=torch.optim.lr_scheduler.StepLR, momentum=0.9, step_size=1),
     "from_dtensor": lambda w: dict(tree=fs.to_dtensor(w.params, w.mesh), strategy=fs.zero2(w.mesh)),
+    "no_split": lambda w: dict(model=Declares(nn.Linear(2, 2))),
     "pipeline": lambda w: dict(stage_fn=lambda p, h: h, last=lambda p, h: h.sum(), schedule="1f1b"),
     "plan": lambda w: dict(step=step, mesh={"shard": 2}),
     "tensor_parallel": lambda w: dict(module=nn.Sequential(nn.Linear(4, 4))),

@@ -85,7 +85,7 @@ TABLE = {
     "from_torch AdamW": lambda: with_clip(for_halves(fs.from_torch(optim.AdamW, lr=0.1, sums="tree"))),
     "from_torch SGD": lambda: with_clip(for_halves(fs.from_torch(optim.SGD, lr=0.1, momentum=0.9, sums="tree"))),
     "masked": lambda: fs.chain(fs.masked(fs.clip_by_global_norm(0.3, sums="tree"), MATRICES), fs.adamw(0.1)),
-    "guards": lambda: with_clip(fs.skip_nonfinite(fs.dynamic_loss_scale(fs.adamw(0.1), growth_interval=2))),
+    "guards": lambda: with_clip(fs.skip_nonfinite(fs.adamw(0.1))),
 }
 
 

@@ -32,13 +32,9 @@ ROWS = [
     (lambda: fs.partition({"a": SGD}).init(PARAMS), f"partition: {LEFT}"),
     (lambda: fs.partition({}), f"partition: {KINDS} nothing"),
     (lambda: fs.partition({"a": SGD, "*": CLIP}), f"partition: {KINDS} an Optimizer, a GradientTransformation"),
-    (
-        partial(fs.dynamic_loss_scale, SGD, backoff_factor=float("nan")),
-        "dynamic_loss_scale: expected backoff_factor to be a number above 0, got nan",
-    ),
     (partial(fs.ema, SGD, decay=-0.1), "ema: expected decay to be a number from 0 to 1, got -0.1"),
     (
-        partial(fs.dynamic_loss_scale, CLIP),
+        partial(fs.skip_nonfinite, CLIP),
         "skip_nonfinite: expected tx to be an Optimizer, such as fs.from_torch, got a GradientTransformation",
     ),
     *(

@@ -60,7 +60,6 @@ TABLE = {
     "partition": Row(lambda: fs.partition({"*bias": from_torch(optim.SGD), "*": from_torch()}), donated=True),
     "freeze": Row(lambda: fs.freeze(from_torch(), ("w", "wide")), donated=True),
     "skip_nonfinite": Row(lambda: fs.skip_nonfinite(from_torch()), donated=True),
-    "dynamic_loss_scale": Row(lambda: fs.dynamic_loss_scale(from_torch(), growth_interval=2), donated=True),
     "ema": Row(lambda: fs.ema(from_torch(), 0.9), donated=True),
 }
 

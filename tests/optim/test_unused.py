@@ -102,7 +102,6 @@ TABLE = {
     "chain": lambda: fs.chain(fs.clip_by_norm(0.5), fs.add_decayed_weights(0.1), fs.clip_by_value(0.5), torch_sgd()),
     "partition": lambda: fs.partition({"a": torch_sgd(), "*": torch_sgd()}),
     "skip_nonfinite": lambda: fs.skip_nonfinite(torch_sgd()),
-    "dynamic_loss_scale": lambda: fs.dynamic_loss_scale(fs.adam(0.1), init_scale=1.0, growth_interval=100),
 }
 
 

@@ -1,4 +1,4 @@
-"""skip_nonfinite, dynamic_loss_scale and ema: one decision on all ranks, and torch's own numbers."""
+"""skip_nonfinite and ema: one decision on all ranks, and torch's own numbers."""
 
 import math
 from functools import partial
@@ -68,38 +68,6 @@ def test_one_bad_rank_skips_on_all(value):
             return fs.objective(sum(leaf.sum() for leaf in fs.gather(new).values()), params)
 
         assert_same_bits(fs.unshard(torch.func.grad(loss)(params)), fs.tree_map(torch.ones_like, full))
-
-
-SCALES = {
-    "powers of two": {"init_scale": 2.0**4, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2},
-    "others": {"init_scale": 11.0, "growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 1},
-}
-FINITE = (True, True, False, True, True, True, False, False, True, True, True, True)
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16))
-@pytest.mark.parametrize("case", SCALES)
-def test_loss_scale_is_that_of_torch(case, dtype):
-    scaler = torch.amp.GradScaler(device="cpu", **SCALES[case])
-    scaler.scale(torch.ones(()))
-    theirs = {name: torch.nn.Parameter(leaf) for name, leaf in tree(0, dtype).items()}
-    optimizer = optim.AdamW(list(theirs.values()), lr=0.1)
-    tx = fs.dynamic_loss_scale(fs.from_torch(optim.AdamW, lr=0.1), **SCALES[case])
-    ours = {run: (tree(0, dtype), tx.init(tree(0, dtype))) for run in (tx.update, tx.update_donated)}
-    for k, finite in enumerate(FINITE):
-        grads = tree(1 + k, dtype)
-        if not finite:
-            grads["w"][k % 5, 1] = math.inf if k % 2 else math.nan
-        for name, param in theirs.items():
-            param.grad = grads[name].clone()
-        scaler.step(optimizer)
-        scaler.update()
-        for run, (params, state) in ours.items():
-            params, state = ours[run] = run(grads, state, params)
-            assert (state.scale.item(), state.scale.dtype) == (scaler.get_scale(), torch.float32)
-            assert state.good.item() == scaler._get_growth_tracker()
-            assert_same_shards(params, {name: param.detach() for name, param in theirs.items()})
-    assert all(state.inner.skipped.item() == FINITE.count(False) for _, state in ours.values())
 
 
 @pytest.mark.rows(1)

@@ -29,6 +29,7 @@ TABLE = {
     "adafactor's scale_by_factored_rms": Row(
         lambda: fs.chain(fs.scale_by_factored_rms(), fs.sgd(0.1)), rounds=core.NORM, reduced=True
     ),
+    "dynamic_loss_scale": Row(lambda: fs.dynamic_loss_scale(core.from_torch(), growth_interval=2), donated=True),
     "whole": Row(lambda: fs.whole(fs.adam(0.1))),
     # Adafactor keeps rows and columns, which `whole` splits along their first dim; it cannot step no elements.
     "whole Adafactor": Row(
@@ -77,7 +78,7 @@ def test_adafactor_is_torch_s_within_rounding():
 
 
 @pytest.mark.rows(2)
-@pytest.mark.parametrize("name", ("lamb", "lars", "adafactor", "whole"))
+@pytest.mark.parametrize("name", ("lamb", "lars", "adafactor", "whole", "dynamic_loss_scale"))
 @on_ranks(2)
 def test_a_leaf_without_a_gradient_for_some_steps(name):
     """Is as if the updates had not been."""
@@ -108,6 +109,7 @@ def muon():
 WITH_SUMS = {
     "lamb": lambda: tree_sums.with_clip(fs.lamb(0.1, weight_decay=0.1, sums="tree")),
     "lars": lambda: fs.lars(0.1, weight_decay=0.1, sums="tree"),
+    "scale": lambda: tree_sums.with_clip(fs.dynamic_loss_scale(fs.adamw(0.1), growth_interval=2)),
     "adafactor": lambda: tree_sums.with_clip(fs.adafactor(0.1, weight_decay=0.1, sums="tree")),
     "Muon": lambda: fs.partition({"half*": fs.adamw(0.1), tree_sums.MATRICES: muon(), "*": fs.sgd(0.1)}),
 }
