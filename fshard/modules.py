@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fshard import _compat
-from fshard.engine import Call, Leaf, ModuleUnit, Pass
+from fshard.engine import Call, Leaf, ModuleUnit, Pass, Use
 from fshard.errors import expect
 from fshard.tree import matches
 
@@ -123,6 +123,7 @@ class Skeleton:
         self.values: Mapping[str, torch.Tensor] = {}
         self._call: Call | None = None
         self._pass: Pass | None = None
+        self._use: Use | None = None
         self._leaves: Mapping[str, Leaf] = {}
         self._buffers: Mapping[str, torch.Tensor] = {}
         self._compiled: dict[int, list[dict[str, Any]]] = {}
@@ -133,7 +134,9 @@ class Skeleton:
         numbers = {unit.path: number for number, unit in enumerate(units)}
         # Children before their parent.
         for path, submodule in reversed(list(self.module.named_modules())):
-            submodule.__dict__["_parameters"] = _Weights(self, _compat.parameters_of(submodule))
+            own = _compat.parameters_of(submodule)
+            named = {key: None if empty is None else self.names[empty] for key, empty in own.items()}
+            submodule.__dict__["_parameters"] = _Weights(self, named)
             scope = _Scope(self, numbers.get(path), _units_inside(path, units), isinstance(submodule, nn.RNNBase))
             if scope[1:] == (None, None, False):
                 continue
@@ -144,15 +147,15 @@ class Skeleton:
                 # A compiler reads parameters past Python's own lookup: they must be there before.
                 self._compiled[numbers[path]] = [_compat.parameters_of(m) for m in submodule.modules()]
         attributes = [submodule.__dict__ for submodule in self.module.modules()]
+        pairs = [(own["_buffers"], key) for own in attributes for key in own["_buffers"]]
+        self._places = [(own, key, self.names[own[key]]) for own, key in pairs if own[key] is not None]
         self._put_back = _snapshot(attributes)
 
     def bind(self, values: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
         """Give the copy full parameters and buffers, by name."""
         self.values, self._buffers = values, buffers
-        for submodule in self.module.modules():
-            for key, empty in submodule._buffers.items():
-                if empty is not None:
-                    submodule._buffers[key] = buffers[self.names[empty]]
+        for own, key, name in self._places:
+            own[key] = buffers[name]
 
     def follow(self, call: Call, one: Pass, leaves: Mapping[str, Leaf]) -> None:
         """Take the other parameters from a call."""
@@ -165,15 +168,20 @@ class Skeleton:
     def release(self) -> bool:
         """Let go of all values, and of what a forward has set; returns whether the copy is as it was made."""
         self.values, self._buffers, self._leaves = {}, {}, {}
-        self._call = self._pass = None
+        self._call = self._pass = self._use = None
         return self._put_back()
 
     def fetch(self, weights: "_Weights", key: str, name: str) -> torch.Tensor:
         """Read a parameter, gathering its unit where that is not open."""
         value = self.values.get(name)
         if value is None and self._pass is not None and self._call is not None and name in self._leaves:
-            use = self._pass.find(name)
-            value = self._call.output(use, self._leaves[name])
+            leaf, use = self._leaves[name], self._use
+            # Mostly the unit that was read last is open, and has handed out all of its leaves.
+            if use is not None and not use.lazy and torch.is_grad_enabled():
+                value = use.outputs.get(use.places.get(leaf, -1))
+            if value is None or use is None:
+                use = self._use = self._pass.find(name)
+                value = self._call.output(use, leaf)
             use.hand_out(weights, key)
         if value is None:
             raise RuntimeError(
@@ -220,22 +228,22 @@ class _Weights(dict[str, Any]):
     values = Mapping.values  # type: ignore[assignment]
     items = Mapping.items  # type: ignore[assignment]
 
-    def __init__(self, skeleton: Skeleton, empty: Mapping[str, Any]) -> None:
+    def __init__(self, skeleton: Skeleton, names: Mapping[str, str | None]) -> None:
         self._skeleton = skeleton
-        self._empty = empty
+        self._names = names
 
     def __missing__(self, key: str) -> torch.Tensor | None:
-        empty = self._empty[key]
-        return None if empty is None else self._skeleton.fetch(self, key, self._skeleton.names[empty])
+        name = self._names[key]
+        return None if name is None else self._skeleton.fetch(self, key, name)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._empty
+        return key in self._names
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._empty)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._empty)
+        return len(self._names)
 
 
 # By type: classes derived from these may not take back what they held.
@@ -267,15 +275,19 @@ def _snapshot(held: list[Any]) -> Callable[[], bool]:
             contents[id(value)] = value, content
             held.extend(content.values() if isinstance(content, dict) else content)
 
+    # Nearly all are empty, such as those of hooks.
+    empty = [value for value, content in contents.values() if not content]
+    others = [pair for pair in contents.values() if pair[1]]
+
     def put_back() -> bool:
-        for value, content in contents.values():
-            # Nearly all are empty, such as those of hooks.
-            if value or content:
-                value.clear()
-                if isinstance(value, list):
-                    value.extend(content)
-                else:
-                    value.update(content)
+        for value in filter(None, empty):
+            value.clear()
+        for value, content in others:
+            value.clear()
+            if isinstance(value, list):
+                value.extend(content)
+            else:
+                value.update(content)
         return all(_compat.version(tensor) == version for tensor, version in tensors)
 
     return put_back

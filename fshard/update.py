@@ -1,5 +1,6 @@
 """Verb 4: update, the pure optimizers and gradient transformations that it runs, and the state that it makes anew."""
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -194,7 +195,7 @@ def _owned(state: TrainState) -> dict[str, Tree]:
     # Frozen leaves are not written to, and their averages are they themselves.
     tensors = tensors_of(filter(is_trained, leaves_of(written)))
     tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
-    shared = {id(tensor) for tensor, yes in zip(tensors, _compat.share_memory(tensors), strict=True) if yes}
+    shared = set(map(id, itertools.compress(tensors, _compat.share_memory(tensors))))
 
     def owned(leaf: Any) -> Any:
         tensor = tensor_of(leaf)

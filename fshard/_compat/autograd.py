@@ -87,13 +87,16 @@ def running_sequence_number() -> int | None:
 
 @contextmanager
 def without_saved_tensor_hooks() -> Iterator[list[Any]]:
-    """Let autograd save tensors as they are, as torch.func needs it; yields the hooks that pack. Checked on 2.13."""
+    """Let autograd save tensors as they are, as torch.func needs it.
+
+    Yields the pairs of hooks, innermost first; at the end those that are in the list take effect. Checked on 2.13.
+    """
     autograd, hooks = torch._C._autograd, []
     while (top := autograd._top_saved_tensors_default_hooks(False)) is not None:
         hooks.append(top)
         autograd._pop_saved_tensors_default_hooks()
     try:
-        yield [pack for pack, _ in hooks]
+        yield hooks
     finally:
         for pair in reversed(hooks):
             autograd._push_saved_tensors_default_hooks(*pair)
@@ -105,7 +108,7 @@ def checkpoints() -> list[Any]:
     Checked on 2.13.
     """
     with without_saved_tensor_hooks() as hooks:
-        return [pack for pack in hooks if getattr(pack, "__qualname__", "").startswith("_checkpoint_hook.")]
+        return [pack for pack, _ in hooks if getattr(pack, "__qualname__", "").startswith("_checkpoint_hook.")]
 
 
 def in_reentrant_checkpoint() -> bool:
@@ -147,11 +150,11 @@ def share_memory(tensors: Sequence[torch.Tensor]) -> list[bool]:
     Under torch.func nobody can tell. Checked on 2.13.
     """
     told = [not is_transformed(tensor) for tensor in tensors] if transforms_active() else [True] * len(tensors)
-    alone, count = torch.empty(0), torch._C._storage_Use_Count
-    storages = [tensor.untyped_storage() for tensor in (*itertools.compress(tensors, told), alone)]
+    alone, count, refs = torch.empty(0), torch._C._storage_Use_Count, sys.getrefcount
+    storages = map(torch.Tensor.untyped_storage, (*itertools.compress(tensors, told), alone))
     # Of owners of the memory, and of Python's object for it.
-    owners = list(zip([count(storage._cdata) for storage in storages], map(sys.getrefcount, storages), strict=True))
-    found = iter([pair != owners[-1] for pair in owners])
+    owners = [(count(storage._cdata), refs(storage)) for storage in storages]
+    found = map(owners[-1].__ne__, owners)
     return [known and next(found) for known in told]
 
 

@@ -87,17 +87,18 @@ def _start(op: Any, tensors: Tensors, axis: Axis, label: Who, keep: int = 0, tre
         A function that waits and returns the results.
     """
     direct, own = tree or is_direct(axis, tensors[0].device), rank(axis)
-    shapes = [tensor.shape[keep:] for tensor in tensors]
+    shapes = [tensor.shape[keep:] if keep else tensor.shape for tensor in tensors]
+    numbers = [shape.numel() for shape in shapes]
     label = labelled(label, tensors, keep)
     # Packing follows from the shapes of rows: in an all-to-all the numbers of rows differ between ranks.
-    copies = axis.size if keep or tree is None else 1
+    most = PACK_BYTES / (axis.size if keep or tree is None else 1)
     groups: dict[int | torch.dtype, list[int]] = {}
     for i, tensor in enumerate(tensors):
-        alone = not direct or copies * shapes[i].numel() * tensor.element_size() >= PACK_BYTES
+        alone = not direct or numbers[i] * tensor.itemsize >= most
         groups.setdefault(i if alone else tensor.dtype, []).append(i)
 
     def joined(i: int, *more: int) -> torch.Tensor:
-        flat = [tensors[j].reshape(*tensors[j].shape[:keep], shapes[j].numel()) for j in (i, *more) if more]
+        flat = [tensors[j].reshape(*tensors[j].shape[:keep], numbers[j]) for j in (i, *more) if more]
         return torch.cat(flat, -1) if more else tensors[i]
 
     sources = [joined(*group) for group in groups.values()]
@@ -113,7 +114,7 @@ def _start(op: Any, tensors: Tensors, axis: Axis, label: Who, keep: int = 0, tre
             if len(group) > 1:
                 # Of several rows each tensor would be a view with gaps: one operator copies all of them.
                 split: Any = torch.split_with_sizes_copy if rows else torch.split_with_sizes
-                split = split(whole, [shapes[i].numel() for i in group], -1)
+                split = split(whole, [numbers[i] for i in group], -1)
                 parts = [part.view((*rows, *shapes[i])) for i, part in zip(group, split, strict=True)]
             out.update(zip(group, parts, strict=True))
         return [out[i] for i in range(len(out))]

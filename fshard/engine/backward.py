@@ -137,7 +137,8 @@ class Backward:
             divisor = 1 if leaves[0].derived else self._divisor
             if reduction(leaves[0].spec.transform).is_new and not (isinstance(divisor, int) and divisor == 1):
                 _compat.divide_in_place(grads, divisor)
-                divisor = 1
+            else:
+                grads = [divided(grad, divisor) for grad in grads]
             for leaf, grad, state in zip(leaves, grads, states, strict=True):
                 leaf.state = state
-                leaf.add_reduced(divided(grad, divisor))
+                leaf.add_reduced(grad)

@@ -1,7 +1,7 @@
 """One run of `value_and_grad`, or of a model: binds leaves, runs forwards and backwards, ends."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -60,8 +60,6 @@ class Call:
                 self.leaves.append(None)
         self._own = [leaf for leaf in self.leaves if leaf is not None]
         self.trained = [leaf for leaf in self._own if leaf.trained]
-        drops = trains and any(axis.size > 1 for axis in axes)
-        self._drops = drops and any(leaf.policy.regather is not False for leaf in self._own)
         self._versions = _compat.versions(leaf.stored for leaf in self._own)
         self.at_end: list[Callable[[], None]] = []
         self.ended = False
@@ -171,9 +169,10 @@ class Call:
         self._backward: Backward | None = None
         self._chain = Chain(self._catch_up)
         self._derived: list[Leaf] = []
-        hooks = self._forward.saved.hooks() if self._drops else nullcontext()
-        chain, grad = (chained(self._chain), torch.enable_grad()) if self._trains else (nullcontext(), nullcontext())
-        with hooks, chain, grad:
+        with ExitStack() as contexts:
+            if self._trains:
+                for context in self._forward.saved.running(), chained(self._chain), torch.enable_grad():
+                    contexts.enter_context(context)
             out = f()
         self._check_writes()
         self._forward.finish()

@@ -77,7 +77,8 @@ class Forward:
         for leaf in use.leaves:
             leaf.first = leaf.first or use
             leaf.owed = leaf.owed or (leaf.trained and not leaf.derived)
-        self.saved.watch(use)
+        if self._trains:
+            self.saved.watch(use)
 
     def leave(self, use: Use) -> None:
         """End a use's scope; its tensors are dropped when the next gather starts, unless they stay."""

@@ -37,6 +37,17 @@ class Leaf:
         reduced: The reduced gradient.
     """
 
+    # Of the class: a call makes thousands of leaves.
+    accumulated = owed = used = False
+    keeper: "Use | None" = None
+    first: "Use | None" = None
+    state: Any = None
+    tree: TreeSum | None = None
+    shape: Sequence[int] = ()
+    nbytes = -1
+    full: torch.Tensor | None = None
+    reduced: torch.Tensor | None = None
+
     def __init__(
         self, path: str, leaf: Sharded, stored: torch.Tensor, *, derived: bool = False, tree: bool = False
     ) -> None:
@@ -46,15 +57,8 @@ class Leaf:
         self.trained, self.policy = leaf.local.requires_grad, leaf.spec.reshard or PLAIN
         if derived and self.trained:
             check_stateless(leaf.spec.transform)
-        self.accumulated = self.owed = self.used = False
-        self.keeper: Use | None = None
-        self.first: Use | None = None
-        self.state: Any = None
-        self.tree = TreeSum() if tree else None
-        self.shape: Sequence[int] = ()
-        self.nbytes = -1
-        self.full: torch.Tensor | None = None
-        self.reduced: torch.Tensor | None = None
+        if tree:
+            self.tree = TreeSum()
 
     def gathered(self, full: torch.Tensor) -> None:
         """Note shape, dtype and device of the full tensor, the same on every rank."""

@@ -1,7 +1,7 @@
 """Saved tensors: autograd saves a handle instead of the full weight; the backward all-gathers it again."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -30,9 +30,15 @@ class Saved:
         # use, the leaf's place in it, and the full tensor's dtype and type.
         self._known: dict[int, tuple[object, Use, int, torch.dtype, type]] = {}
 
-    def hooks(self) -> AbstractContextManager[None]:
-        """Make the context in which the function runs, so that autograd saves no gathered tensor."""
-        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Make the context in which the function runs, so that autograd saves no tensor that is watched."""
+        try:
+            yield
+        finally:
+            if self._known:
+                with _compat.without_saved_tensor_hooks() as hooks:
+                    hooks.remove((self.pack, self.unpack))
 
     def watch(self, use: Use) -> None:
         """Register a use's tensors, except those that share memory with stored shards."""
@@ -41,6 +47,10 @@ class Saved:
         for place, (leaf, tensor) in enumerate(zip(use.leaves, use.wait(), strict=True)):
             key = _compat.storage_key(tensor)
             if key != _compat.storage_key(leaf.stored) and not (tensor.is_conj() or tensor.is_neg()):
+                if not self._known:
+                    # Below the hooks of the caller's own contexts.
+                    with _compat.without_saved_tensor_hooks() as hooks:
+                        hooks.append((self.pack, self.unpack))
                 alive = _compat.StorageWeakRef(tensor.untyped_storage())
                 self._known[key] = alive, use, place, tensor.dtype, type(tensor)
 

@@ -10,7 +10,7 @@ import torch
 from fshard import _compat
 from fshard.errors import expect, refuse
 from fshard.optim.leaves import counted, no_updates, partition_axes, zero
-from fshard.tree import Flat, Tree, flatten, is_trained, leaves_of, like, map_leaves, map_nodes, tensor_of
+from fshard.tree import Flat, Tree, flatten, is_trained, leaves_of, like, map_leaves, map_nodes, tensor_of, tensors_of
 from fshard.tree.checks import check_floating, check_sums, describe
 from fshard.update import Optimizer, Updated
 
@@ -101,10 +101,10 @@ def from_torch(
         begun = [not anew or int(numbers[i]) > 1 for i in taken]
         kept: list[State] = [{} for _ in taken]
         for name, slot in before.items():
-            for own, i, later in zip(kept, taken, begun, strict=True):
-                if later and slot[i] is not None:
-                    own[name] = owned(tensor_of(slot[i]), donate)
-        tensors = [owned(tensor_of(flat.leaves[i]), donate) for i in taken]
+            for own, tensor, later in zip(kept, tensors_of([slot[i] for i in taken]), begun, strict=True):
+                if later and tensor is not None:
+                    own[name] = owned(tensor, donate)
+        tensors = [owned(tensor, donate) for tensor in tensors_of([flat.leaves[i] for i in taken])]
         states = stepped(make, tensors, [*taken.values()], kept, now)
         slots = state.slots | _slots(before, flat, [*taken], states, scalars)
         held = {name: torch.as_tensor(now[name], dtype=torch.float64).detach() for name in state.hyper}
@@ -120,9 +120,9 @@ def _taken(grads: Tree, flat: Flat, copies: bool) -> dict[int, torch.Tensor]:
     Classes read the memory of complex ones, without lazy bits.
     """
     taken = {}
-    for i, (grad, leaf) in enumerate(zip(leaves_of(grads), flat.leaves, strict=True)):
+    for i, (grad, leaf) in enumerate(zip(tensors_of(leaves_of(grads)), flat.leaves, strict=True)):
         if grad is not None and is_trained(leaf):
-            plain = tensor_of(grad).detach().resolve_conj().resolve_neg()
+            plain = (grad.detach() if grad.requires_grad else grad).resolve_conj().resolve_neg()
             taken[i] = owned(plain) if copies else plain.contiguous()
     return taken
 
@@ -130,8 +130,8 @@ def _taken(grads: Tree, flat: Flat, copies: bool) -> dict[int, torch.Tensor]:
 def _put(old: Sequence[Any], flat: Flat, numbers: Sequence[int], new: Sequence[Any], alone: bool = False) -> list[Any]:
     """Put values in the place of some leaves that have others; `alone` of numbers for a whole leaf."""
     leaves = list(old)
-    for i, value in zip(numbers, new, strict=True):
-        if value is not None and value is not tensor_of(leaves[i]):
+    for i, was, value in zip(numbers, tensors_of([leaves[i] for i in numbers]), new, strict=True):
+        if value is not None and value is not was:
             leaves[i] = value if alone or not isinstance(value, torch.Tensor) else like(flat.leaves[i], value)
     return leaves
 

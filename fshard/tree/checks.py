@@ -13,7 +13,7 @@ from fshard import _compat
 from fshard.errors import Problem, expect, leaf_error, refuse
 from fshard.tree.flat import Flat, Tree, Treedef, flatten
 from fshard.tree.masks import Mask, matches
-from fshard.tree.nodes import Sharded, is_sharded, is_trained, tensor_of
+from fshard.tree.nodes import Sharded, is_sharded, is_trained, tensor_of, tensors_of
 from fshard.tree.specs import Axis
 
 # Where a tensor says that it was donated.
@@ -203,8 +203,11 @@ def check_floating(what: str, flat: Flat) -> None:
             return None
         return describe(tensor), "a floating tensor"
 
-    remedy = "shard these leaves with frozen=, or keep them out of the parameters"
-    refuse(f"{what}: leaves cannot take a gradient", flat.problems(misfit), remedy)
+    held = tensors_of(flat.leaves)
+    dtypes = {tensor.dtype if isinstance(tensor, torch.Tensor) else torch.int for tensor in held}
+    if not all(dtype.is_floating_point or dtype.is_complex for dtype in dtypes):
+        remedy = "shard these leaves with frozen=, or keep them out of the parameters"
+        refuse(f"{what}: leaves cannot take a gradient", flat.problems(misfit), remedy)
 
 
 def check_axes(what: str, flat: Flat) -> None:
@@ -237,10 +240,17 @@ def check_local(what: str, flat: Flat) -> None:
             return None
         return f"{describe(leaf.local)} as local tensor", f"a local tensor of shape {leaf.spec.local_shape}"
 
-    refuse_donated(what, flat)
-    remedy = "keep a leaf's shape when mapping over it"
-    refuse(f"{what}: shards do not match their specs", flat.problems(misfit), remedy)
+    if not all(map(_fits, flat.leaves)):
+        refuse_donated(what, flat)
+        remedy = "keep a leaf's shape when mapping over it"
+        refuse(f"{what}: shards do not match their specs", flat.problems(misfit), remedy)
     check_axes(what, flat)
+
+
+def _fits(leaf: Any) -> bool:
+    """Whether a leaf surely fits its spec and was not donated, which leaves nothing of a tensor; for thousands."""
+    shape = getattr(leaf.local if isinstance(leaf, Sharded) else leaf, "shape", None)
+    return shape != (0,) and (not isinstance(leaf, Sharded) or shape == leaf.spec.local_shape)
 
 
 def check_transforms(what: str, flat: Flat) -> None:
@@ -264,8 +274,9 @@ def check_transforms(what: str, flat: Flat) -> None:
             return "a computed tensor that requires a gradient", "none, because its spec is frozen"
         return None
 
-    remedy = "make them by fs.shard or fs.reshard; give a frozen leaf the spec of the trained one, or detach it"
-    refuse(f"{what}: leaves cannot be gathered", flat.problems(misfit), remedy)
+    if any(spec.transform is None or spec.frozen for spec in flat.specs):
+        remedy = "make them by fs.shard or fs.reshard; give a frozen leaf the spec of the trained one, or detach it"
+        refuse(f"{what}: leaves cannot be gathered", flat.problems(misfit), remedy)
 
 
 def check_differentiable(what: str) -> None:
