@@ -14,9 +14,11 @@ against plain PyTorch, for the whole step and for forward and backward alone:
 
 Each system has processes of its own, as in use, and all wait while one takes a step: in one process the C allocator
 gives back to the operating system what one system frees and another takes, and steps are slower by up to a third. From
-one start to the next a process's times move by some percent, so all are started --launches times. Where
-the systems would need more than --memory-fraction of the memory that is available, they are measured in groups one
-after another, with the reference in each; one group that does not fit is refused.
+one start to the next a process's times move by some percent, so all are started --launches times. The table has the
+least and the largest ratio of a start: where they are further apart than 3% of the median the row guards nothing, and
+says so. --pin keeps each rank, with the threads of its backend, on one core. Where the systems would need more than
+--memory-fraction of the memory that is available, they are measured in groups one after another, with the reference in
+each; one group that does not fit is refused.
 
 Ratios are medians over rounds of the ratio to the reference (torch DDP, or plain PyTorch) in the same round. The time
 of the main thread is CPU time, which waiting does not add to: what it exceeds plain PyTorch's by is overhead of the
@@ -24,6 +26,7 @@ host.
 """
 
 import argparse
+import os
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -33,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import report
+import torch.distributed as dist
 from gpt import Configuration
 from groups import grouped
 from rivals import SYSTEMS, System, make
@@ -48,6 +52,9 @@ ACROSS_RANKS = (
 )
 ON_ONE_RANK = ("plain", "fshard-ddp", "fshard-zero2", "fshard-zero3", "fshard-zero3-graph")
 
+# Ratios of starts that are further apart tell no two versions from each other.
+SPREAD = 0.03
+
 # A step, or making a system and compiling it, ends before.
 HUNG_SECONDS = 600.0
 
@@ -60,11 +67,11 @@ def main() -> None:
     reference = wanted if wanted in names else names[0]
     parts = ("step", "gradients") if args.ranks == 1 else ("step",)
 
-    samples: dict[str, list[dict[str, Samples]]] = {part: [] for part in parts}
+    samples: dict[str, list[dict[str, list[Samples]]]] = {part: [] for part in parts}
     for group in grouped("peers.py", names, [reference], args.configuration, args.ranks, args.memory_fraction):
         launches = [measured(group, parts, args) for _ in range(args.launches)]
         for part in parts:
-            samples[part].append({name: together([launch[part][name] for launch in launches]) for name in group})
+            samples[part].append({name: [launch[part][name] for launch in launches] for name in group})
     write(args, reference, samples)
 
 
@@ -74,11 +81,20 @@ def measured(group: Sequence[str], parts: Sequence[str], args: argparse.Namespac
     with ExitStack() as stack:
         make_ranks = partial(fs.testing.Workers, args.ranks, timeout=HUNG_SECONDS)
         ranks = {name: stack.enter_context(make_ranks()) for name in group}
+        for workers in ranks.values() if args.pin else ():
+            workers.run(pin)
         for part in parts:
             turn = partial(steps_of, ranks, args.configuration, part)
             samples[part] = in_turn(group, turn, args.dropped, args.rounds)
             check_losses(samples[part], args.ranks)
     return samples
+
+
+def pin() -> None:
+    """Keep all threads of this rank on a core of its own, as far as there are cores."""
+    cores = sorted(os.sched_getaffinity(0))
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), {cores[dist.get_rank() % len(cores)]})
 
 
 def together(launches: Sequence[Samples]) -> Samples:
@@ -99,8 +115,14 @@ def system_of(name: str, configuration: Configuration) -> System:
     return make(name, configuration, fs.init_mesh({"shard": -1}, device="cpu"))
 
 
-def summary(samples: Samples, group: Mapping[str, Samples], reference: str) -> dict[str, Any]:
+def summary(name: str, launches: Mapping[str, list[Samples]], reference: str) -> dict[str, Any]:
     """Medians over rounds, of times and of ratios to the same round of the reference and of FSDP2."""
+    group = {system: together(rounds) for system, rounds in launches.items()}
+    samples = group[name]
+    starts = [
+        statistics.median(paired(own.seconds, other.seconds))
+        for own, other in zip(launches[name], launches[reference], strict=True)
+    ]
     ratios = paired(samples.seconds, group[reference].seconds)
     lower, median, upper = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     cpu_ratios = paired(samples.main_thread_seconds, group[reference].main_thread_seconds)
@@ -110,13 +132,15 @@ def summary(samples: Samples, group: Mapping[str, Samples], reference: str) -> d
         "median_main_thread_seconds": statistics.median(samples.main_thread_seconds),
         "ratio": median,
         "ratio_quartiles": [lower, upper],
+        "ratios_of_starts": starts,
+        "guards": max(starts) - min(starts) <= SPREAD * median,
         "main_thread_ratio": statistics.median(cpu_ratios),
         "ratio_to_fsdp2": to_fsdp2,
         **samples._asdict(),
     }
 
 
-def write(args: argparse.Namespace, reference: str, samples: Mapping[str, list[dict[str, Samples]]]) -> None:
+def write(args: argparse.Namespace, reference: str, samples: Mapping[str, list[dict[str, list[Samples]]]]) -> None:
     ranks = args.ranks
     name = args.configuration.name
     results = report.circumstances("peers")
@@ -124,11 +148,12 @@ def write(args: argparse.Namespace, reference: str, samples: Mapping[str, list[d
         "configuration": {"name": name, **args.configuration._asdict()},
         **{"ranks": ranks, "backend": "gloo", "threads": 1},
         **{"reference": reference, "launches": args.launches, "rounds": args.rounds, "dropped_rounds": args.dropped},
+        "pinned": args.pin,
     }
-    columns = ("ms", "ratio", "quartiles", "to fsdp2", "main thread ms", "ratio")
+    columns = ("ms", "ratio", "quartiles", "starts", "guards", "to fsdp2", "main thread ms", "ratio")
     bars = {}
     for part, groups in samples.items():
-        results[part] = [{system: summary(group[system], group, reference) for system in group} for group in groups]
+        results[part] = [{system: summary(system, group, reference) for system in group} for group in groups]
         title = {"step": "Train step", "gradients": "Forward and backward alone"}[part]
         for number, summaries in enumerate(results[part], start=1):
             of = f", group {number} of {len(groups)}" if len(groups) > 1 else ""
@@ -149,6 +174,8 @@ def cells(values: Mapping[str, Any]) -> list[str]:
         f"{1e3 * values['median_seconds']:.1f}",
         f"{values['ratio']:.3f}",
         f"{lower:.3f} to {upper:.3f}",
+        f"{min(values['ratios_of_starts']):.3f} to {max(values['ratios_of_starts']):.3f}",
+        "yes" if values["guards"] else "no",
         "-" if values["ratio_to_fsdp2"] is None else f"{values['ratio_to_fsdp2']:.3f}",
         f"{1e3 * values['median_main_thread_seconds']:.1f}",
         f"{values['main_thread_ratio']:.3f}",
@@ -162,6 +189,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--compiled", action="store_true", help="also FSDP2 with compiled blocks, and Inductor")
     parser.add_argument("--ranks", type=int, default=2, help="of each system; 1 is against plain PyTorch")
     parser.add_argument("--launches", type=int, default=3, help="times that the processes are started")
+    parser.add_argument("--pin", action="store_true", help="each rank to a core of its own")
     parser.add_argument("--rounds", type=int, default=4, help="rounds that count, of each launch")
     parser.add_argument("--dropped", type=int, default=2, help="rounds before them")
     parser.add_argument("--memory-fraction", type=float, default=0.8, help="of the available memory, to use at most")
