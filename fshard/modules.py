@@ -177,7 +177,7 @@ class Skeleton:
         if value is None and self._pass is not None and self._call is not None and name in self._leaves:
             leaf, use = self._leaves[name], self._use
             # Mostly the unit that was read last is open, and has handed out all of its leaves.
-            if use is not None and not use.lazy and torch.is_grad_enabled():
+            if use is not None and not (use.lazy or use.closed) and torch.is_grad_enabled():
                 value = use.outputs.get(use.places.get(leaf, -1))
             if value is None or use is None:
                 use = self._use = self._pass.find(name)

@@ -30,7 +30,7 @@ class Pass:
             leaves: The leaves by their names.
             recomputed: Finds the use of some leaves that a checkpoint computes with again.
         """
-        self._forward, self._plan, self._recomputed = forward, plan, recomputed
+        self._forward, self._plan, self._leaves, self._recomputed = forward, plan, leaves, recomputed
         self._uses = [Use(unit, [leaves[name] for name in unit.names]) for unit in plan.units]
         self._cursor = Cursor([Step(use, True) for use in self._uses], forward.make_room)
         self._open: dict[int, Use] = {}
@@ -89,6 +89,10 @@ class Pass:
             The use.
         """
         numbers = self._plan.holders[name]
+        if self._forward.over and len(numbers) > 1:
+            # Of several units (tied leaves) the one that the backward comes to.
+            unit = self._recomputed([self._leaves[name]]).unit
+            numbers = [n for n in numbers if self._plan.units[n] is unit] or numbers
         number = next((n for n in numbers if n in self._open), None)
         if number is None:
             # Of several units (tied leaves) the next that has not been opened.

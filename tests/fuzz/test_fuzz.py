@@ -4,7 +4,7 @@ import pytest
 
 import fshard as fs
 from tests.fuzz import sampler
-from tests.fuzz.sampler import Plan, check, draw
+from tests.fuzz.sampler import Part, Plan, check, draw
 
 SEEDS = range(100)
 
@@ -26,3 +26,10 @@ def test_a_wrong_number_is_a_failure(monkeypatch):
     monkeypatch.setitem(sampler.OPTIMIZERS, "SGD", (cls, hyper, fs.sgd(0.1 + 1e-9)))
     with pytest.raises(AssertionError, match=r"ddp: wrong numbers without an error\n  step 0: params 0\.w differs"):
         check(Plan())
+
+
+def test_a_tied_weight_in_a_checkpoint_that_some_ranks_skip():
+    """The backward gathers for the unit that it comes to, and not for another that holds the weight."""
+    check(
+        Plan(parts=(Part(), Part(wrap="checkpoint", when="other ranks", tied=True)), strategies=("zero3", "zero3 late"))
+    )
