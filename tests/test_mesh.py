@@ -161,12 +161,6 @@ def check_ddp_of_some_processes():
     return mesh
 
 
-@pytest.mark.slow
-@on_ranks("3 processes")
-def test_ddp_of_some_processes():
-    check_ddp_of_some_processes()
-
-
 def check_a_foreign_mesh_is_refused_at_once(outside):
     """Only the rank outside calls, so that a collective would never end."""
     shared = {}

@@ -7,6 +7,7 @@ from torch import nn
 import fshard as fs
 from fshard.testing import spmd
 from tests.test_init import MODES, REMEDY
+from tests.test_unit_rules import Block, Tower
 from tests.trees import assert_same_bits, one_axis
 
 
@@ -84,3 +85,21 @@ def test_models_of_transformers_draw_by_their_own_initializer(mode, tie):
 
     first, second = spmd(program, 2)
     assert_same_bits(first, second)
+
+
+class Declared(nn.Module):
+    """Has a model among its submodules that declares its units by the names of their classes, as transformers does."""
+
+    def __init__(self, *names, tail=("Sequential",)):
+        super().__init__()
+        self.tower = Tower()
+        self.tower._no_split_modules = set(names)
+        self._no_split_modules = tail
+
+
+def test_units_that_a_model_declares():
+    module = Declared("Block", "Embedding", "ReLU", "LSTM", tail=None)
+    assert fs.no_split(module) == (nn.Embedding, Block, nn.ReLU)
+    assert fs.no_split(Declared("Block")) == (Block, nn.Sequential)
+    # A class that stands for the whole model is no unit.
+    assert fs.no_split(Declared("Declared", "Block", tail=None)) == (Block,)

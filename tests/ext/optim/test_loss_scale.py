@@ -39,9 +39,3 @@ def test_loss_scale_is_that_of_torch(case, dtype):
             assert state.good.item() == scaler._get_growth_tracker()
             assert_same_shards(params, {name: param.detach() for name, param in theirs.items()})
     assert all(state.inner.skipped.item() == FINITE.count(False) for _, state in ours.values())
-
-
-def test_a_factor_that_is_no_number_is_refused():
-    text = "dynamic_loss_scale: expected backoff_factor to be a number above 0, got nan"
-    with pytest.raises(ValueError, match=text):
-        fs.dynamic_loss_scale(fs.sgd(0.1), backoff_factor=math.nan)
