@@ -1,6 +1,8 @@
 """Every system under one interface: a model, its optimizer and a train step, ready to run."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fshard as fs
 
 ADAMW = {"lr": 1e-3, "fused": True}
+MAX_NORM = 1.0
 
 # A Linear or an Embedding from this many elements on is a unit of its own among FSDP2's fine units.
 FINE_UNIT = 2**19
@@ -35,11 +38,14 @@ class System(NamedTuple):
         step: Forward, backward and update; returns the loss, this rank's own or the mean over ranks.
         gradients: Forward and backward alone, the gradients dropped; returns the same.
         stored: What is kept now.
+        parts: Forward and backward, clipping by the global norm and the update, to be called in turn; each returns a
+            number, the first one what `step` does.
     """
 
     step: Callable[[], torch.Tensor]
     gradients: Callable[[], torch.Tensor]
     stored: Callable[[], Stored]
+    parts: tuple[Callable[[], torch.Tensor], ...]
 
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -104,7 +110,7 @@ def fshard(strategy: Callable[[DeviceMesh], fs.ShardTransform], backend: str | N
         # A Model holds its module: on the meta device that costs no memory, and the seed draws the same values.
         with torch.device("meta"):
             module = configuration.module()
-        model = fs.functionalize(module, units=Block)
+        model = fs.functionalize(module, units=type(module.blocks[0]))
         tx = fs.from_torch(torch.optim.AdamW, **ADAMW)
         value_and_grad = fs.value_and_grad(model.apply)
         state = fs.TrainState.create(model.init(strategy(mesh), seed=SEED), tx)
@@ -117,25 +123,57 @@ def fshard(strategy: Callable[[DeviceMesh], fs.ShardTransform], backend: str | N
             loss, grads, memory = remembering(state.params, *batch)
             return fs.update(tx, state, grads, donate=True, transform_state=memory), loss
 
+        def update(state: fs.TrainState, grads: Any) -> fs.TrainState:
+            return fs.update(tx, state, grads, donate=True)
+
+        jitted = partial(fs.jit, backend=backend) if backend else lambda f, **_: f
+        steps = [jitted(f, donate_argnums=0) for f in (train_step, update)]
         # All of its results, or a graph would leave the backward out.
-        backward = fs.jit(value_and_grad, backend=backend) if backend else value_and_grad
-        if backend:
-            train_step = fs.jit(train_step, donate_argnums=0, backend=backend)
-
-        def step() -> torch.Tensor:
-            nonlocal state
-            state, loss = train_step(state, *batch)
-            return loss
-
-        def gradients() -> torch.Tensor:
-            return backward(state.params, *batch)[0]
-
-        def stored() -> Stored:
-            return Stored(*(total_bytes(fs.tree_leaves(tree)) for tree in (state.params, state.opt_state)))
-
-        return System(step, gradients, stored)
+        return _System(state, batch, *steps, jitted(value_and_grad), jitted(clip)).system()
 
     return maker
+
+
+def clip(grads: Any) -> Any:
+    return fs.clip_by_global_norm(MAX_NORM).update(grads, (), grads)[0]
+
+
+@dataclass
+class _System:
+    """fshard's state and what makes it anew."""
+
+    state: fs.TrainState
+    batch: Batch
+    train_step: Callable[..., Any]
+    updated: Callable[..., Any]
+    value_and_grad: Callable[..., Any]
+    clipped: Callable[..., Any]
+    grads: Any = None
+
+    def step(self) -> torch.Tensor:
+        self.state, loss = self.train_step(self.state, *self.batch)
+        return loss
+
+    def gradients(self) -> torch.Tensor:
+        return self.value_and_grad(self.state.params, *self.batch)[0]
+
+    def keep(self) -> torch.Tensor:
+        loss, self.grads = self.value_and_grad(self.state.params, *self.batch)
+        return loss
+
+    def clip(self) -> torch.Tensor:
+        self.grads = self.clipped(self.grads)
+        return torch.zeros(())
+
+    def update(self) -> torch.Tensor:
+        self.state, self.grads = self.updated(self.state, self.grads), None
+        return torch.zeros(())
+
+    def stored(self) -> Stored:
+        return Stored(*(total_bytes(fs.tree_leaves(tree)) for tree in (self.state.params, self.state.opt_state)))
+
+    def system(self) -> System:
+        return System(self.step, self.gradients, self.stored, (self.keep, self.clip, self.update))
 
 
 def int8(scatter: bool = False) -> Callable[[DeviceMesh], fs.ShardTransform]:
@@ -163,10 +201,18 @@ def torch_system(module: nn.Module, optimizer: torch.optim.Optimizer, batch: Bat
         loss.backward()
         return loss.detach()
 
-    def step() -> torch.Tensor:
-        loss = backward()
+    def clip() -> torch.Tensor:
+        nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM)
+        return torch.zeros(())
+
+    def update() -> torch.Tensor:
         optimizer.step()
         optimizer.zero_grad()
+        return torch.zeros(())
+
+    def step() -> torch.Tensor:
+        loss = backward()
+        update()
         return loss
 
     def gradients() -> torch.Tensor:
@@ -180,7 +226,7 @@ def torch_system(module: nn.Module, optimizer: torch.optim.Optimizer, batch: Bat
         slots = [value for state in local.state.values() for value in state.values()]
         return Stored(total_bytes(module.parameters()), total_bytes(slots))
 
-    return System(step, gradients, stored)
+    return System(step, gradients, stored, (backward, clip, update))
 
 
 def total_bytes(leaves: Iterable[Any]) -> int:
@@ -205,6 +251,10 @@ SYSTEMS: dict[str, Maker] = {
     "fshard-zero2-graph": fshard(fs.zero2, "graph"),
     "fshard-zero3-graph": fshard(fs.zero3, "graph"),
     "fshard-zero3-inductor": fshard(fs.zero3, "inductor"),
+    # As FSDP2 does: small leaves are split too, and blocks are gathered one by one.
+    "fshard-zero2-split": fshard(partial(fs.zero2, min_shard_elements=0)),
+    "fshard-zero3-split": fshard(partial(fs.zero3, min_shard_elements=0, merge_bytes=0)),
+    "fshard-zero3-split-graph": fshard(partial(fs.zero3, min_shard_elements=0, merge_bytes=0), "graph"),
     "fshard-zero3-prefetch2": fshard(ahead),
     "fshard-zero3-prefetch2-graph": fshard(ahead, "graph"),
     "fshard-zero3-int8": fshard(int8()),
