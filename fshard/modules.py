@@ -132,12 +132,13 @@ class Skeleton:
             self.names[tensor] = name
         classes: dict[type, type] = {}
         numbers = {unit.path: number for number, unit in enumerate(units)}
+        inside = _units_inside(units)
         # Children before their parent.
         for path, submodule in reversed(list(self.module.named_modules())):
             own = _compat.parameters_of(submodule)
             named = {key: None if empty is None else self.names[empty] for key, empty in own.items()}
             submodule.__dict__["_parameters"] = _Weights(self, named)
-            scope = _Scope(self, numbers.get(path), _units_inside(path, units), isinstance(submodule, nn.RNNBase))
+            scope = _Scope(self, numbers.get(path), inside.get(path), isinstance(submodule, nn.RNNBase))
             if scope[1:] == (None, None, False):
                 continue
             cls = type(submodule)
@@ -214,10 +215,12 @@ class _Scope(NamedTuple):
     recurrent: bool
 
 
-def _units_inside(path: str, units: Sequence[ModuleUnit]) -> range | None:
-    """Numbers of the units inside a submodule, if it has some; the whole module always runs, so it has none."""
-    found = [i for i, unit in enumerate(units) if path and unit.path.startswith(f"{path}.")]
-    return range(found[0], found[-1] + 1) if found else None
+def _units_inside(units: Sequence[ModuleUnit]) -> dict[str, range]:
+    """Numbers of the units inside each submodule that has some, but the whole module, which always runs."""
+    pairs = [(path, i) for i, unit in enumerate(units) for path in list(_upwards(unit.path))[1:-1]]
+    last = dict(pairs)
+    first = dict(reversed(pairs))
+    return {path: range(first[path], last[path] + 1) for path in last}
 
 
 class _Weights(dict[str, Any]):

@@ -128,8 +128,9 @@ def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | None = None
     flat, params = flatten(tree), flatten(getattr(tree, "params", tree))
     check_local("reshard", flat)
     # In a TrainState the names of the parameters that leaves belong to.
-    known = sorted(params.names, key=len, reverse=True)
-    names = [next((own for own in known if f".{name}".endswith(f".{own}")), name) for name in flat.names]
+    known, parts = set(params.names), [name.split(".") for name in flat.names]
+    ends = [[".".join(each[i:]) for i in range(len(each))] for each in parts]
+    names = [next(filter(known.__contains__, each), each[0]) for each in ends]
     layouts = Layouts("reshard", transform, names, flat.leaves)
     chosen = {} if frozen is None else _chosen("reshard", frozen, params)
     specs: dict[str, Spec] = {}
@@ -183,7 +184,8 @@ def local_ranges(spec: Spec) -> list[tuple[int, int]]:
 def without_padding(leaf: Sharded) -> torch.Tensor:
     """This rank's elements of a leaf without the padding at its ends: a view of leaf.local, perhaps empty."""
     local = leaf.local
-    for dim, (_, size) in enumerate(local_ranges(leaf.spec)):
+    whole = leaf.spec.padded_shape == leaf.spec.full_shape
+    for dim, (_, size) in enumerate(() if whole else local_ranges(leaf.spec)):
         local = local.narrow(dim, 0, size)
     return local
 

@@ -135,12 +135,7 @@ class TrainState(NamedTuple):
 
 
 def update(
-    tx: Optimizer,
-    state: TrainState,
-    grads: Tree,
-    *,
-    donate: bool = False,
-    transform_state: Tree = ABSENT,
+    tx: Optimizer, state: TrainState, grads: Tree, *, donate: bool = False, transform_state: Tree = ABSENT
 ) -> TrainState:
     """Make the next state from reduced gradients: new parameters, new optimizer state, one step more.
 

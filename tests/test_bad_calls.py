@@ -100,10 +100,7 @@ READ = tuple(value for value in WRONG if value != "a donated tree")
 # Wrong values that are right for some arguments: which, and for which arguments of any or of one function.
 ACCEPTED = (
     (("None",), "atol communicate count device gather keep layout merge_bytes name only otherwise output_dtype p"),
-    (
-        ("None",),
-        "param_dtype prefetch reduce_dtype reduce_over rtol scatter sums transform_state units jit.f",
-    ),
+    (("None",), "param_dtype prefetch reduce_dtype reduce_over rtol scatter sums transform_state units jit.f"),
     (("None",), "ddp.axis zero1.axis zero2.axis zero3.axis shard.frozen reshard.frozen add_decayed_weights.mask"),
     (("None",), "apply.key model.apply.key TrainState.create.key model.init.seed apply.buffers model.apply.buffers"),
     (("None",), "checkpoint.Manager.mesh checkpoint.restore.mesh checkpoint.save.mesh checkpoint.restore.step"),

@@ -10,17 +10,7 @@ from torch import nn
 
 import fshard as fs
 from fshard.testing import assert_matches_ddp, assert_trees_close, spmd
-from tests.trees import (
-    ONE_AXIS,
-    STRATEGIES,
-    TWO_AXES,
-    WORLD_SIZES,
-    Layer,
-    assert_same_bits,
-    meshes,
-    normal,
-    one_axis,
-)
+from tests.trees import ONE_AXIS, STRATEGIES, TWO_AXES, WORLD_SIZES, Layer, assert_same_bits, meshes, normal, one_axis
 from tests.unit_models import VOCABULARY, Language, filled, tie_head
 
 ROWS, STEPS, EPS = 24, 4, torch.finfo(torch.float64).eps

@@ -91,10 +91,7 @@ def test_gather_and_unshard_hand_out_the_shards_themselves():
         assert sharded.allocating == plain.allocating != []
 
 
-WRITES = (
-    lambda full: torch.no_grad()(full["w"].mul_)(2.0),
-    lambda full: full["w"][0].zero_(),
-)
+WRITES = (lambda full: torch.no_grad()(full["w"].mul_)(2.0), lambda full: full["w"][0].zero_())
 
 
 @on_ranks(2)

@@ -96,9 +96,7 @@ def threaded_process_groups(join: Callable[[ThreadedCollective], None]) -> Itera
     )
     own_hook = patch.object(sys, "excepthook", sys.excepthook)
     own_join = patch.multiple(
-        multi_threaded_pg.ProcessLocalGroup,
-        _start_coll=staticmethod(start),
-        _end_coll=staticmethod(lambda *_: None),
+        multi_threaded_pg.ProcessLocalGroup, _start_coll=staticmethod(start), _end_coll=staticmethod(lambda *_: None)
     )
     with own_world, own_hook, own_join:
         _set_thread_isolation_mode(True)

@@ -259,14 +259,7 @@ def in_chain(run: Callable[[Tensors], list[torch.Tensor]], tensors: Tensors, axi
 
 
 def collective(
-    what: str,
-    tree: Tree,
-    axis: Axis,
-    run: Moves,
-    back: Moves,
-    *,
-    dim: int | None = None,
-    varies: Varies = (None, True),
+    what: str, tree: Tree, axis: Axis, run: Moves, back: Moves, *, dim: int | None = None, varies: Varies = (None, True)
 ) -> Tree:
     """Call a collective, a linear map, on all tensors of a tree, in the chain of the call that runs.
 

@@ -1,6 +1,5 @@
 """The backward: walks what its forward opened and closed in reverse, gathers again, and reduces gradients."""
 
-import itertools
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -40,6 +39,8 @@ class Backward:
                 step.use.due = number
         self._cursor = Cursor(steps, lambda: None, least=0)
         self._again: set[Any] = {None}
+        # Of each leaf the last one first, once something is computed again.
+        self._uses_of: dict[Leaf, list[Use]] = {}
         self._queue: list[Leaf] = []
         self._nbytes = 0
         self._flying: deque[tuple[list[Leaf], Any, int]] = deque()
@@ -51,14 +52,20 @@ class Backward:
             behind: 0 to take those of the node that runs, too.
         """
         if (running := _compat.running_sequence_number()) is not None:
-            left = itertools.islice(self._cursor.steps, self._cursor.at, None)
-            passed = itertools.takewhile(lambda step: step.sequence >= running + behind, left)
-            self._advance(self._cursor.at + sum(1 for _ in passed))
+            steps, to = self._cursor.steps, self._cursor.at
+            while to < len(steps) and steps[to].sequence >= running + behind:
+                to += 1
+            self._advance(to)
 
     def recomputed(self, leaves: Sequence[Leaf]) -> Use | None:
         """Find the use to compute with again: of some leaves the last one, if possible one that is not left."""
         self.catch_up()
-        found = [use for use in reversed(self._uses) if leaves and use.places.keys() >= set(leaves)]
+        for other in () if self._uses_of else reversed(self._uses):
+            for leaf in other.leaves:
+                self._uses_of.setdefault(leaf, []).append(other)
+        # Those of one leaf of them, not of all.
+        among = self._uses_of.get(leaves[0], ()) if leaves else ()
+        found = [use for use in among if use.places.keys() >= set(leaves)]
         use = next((use for use in found if use.due >= self._cursor.at), found[0] if found else None)
         self._again.add(use and use.checkpoint)
         return use

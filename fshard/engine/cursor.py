@@ -1,6 +1,5 @@
 """Cursors: where a forward or a backward stands in its steps, and what it gathers ahead."""
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -68,7 +67,8 @@ class Cursor:
         return self._begun == len(self._gathers)
 
     def _gather_ahead(self, use: Use, least: int) -> None:
-        ahead = itertools.islice(self._gathers, self._passed, None)
+        # No islice, which walks over what has passed.
+        ahead = map(self._gathers.__getitem__, range(self._passed, len(self._gathers)))
         until = self._passed + use.unit.ahead((other.unit.nbytes for other in ahead), least)
         if until > self._begun:
             self._make_room()

@@ -115,7 +115,9 @@ class Pass:
     def _end(self, number: int, may_return: bool) -> None:
         """Leave a unit, or hold it while a submodule runs that may come to it again."""
         use = self._open.pop(number)
-        may_return = may_return or self._plan.unit_of.count(number) > 1
+        # Or it was merged of several.
+        last = self._plan.units[number].last
+        may_return = may_return or number in self._plan.unit_of[last - 1 : last]
         if may_return and any(number in units for units, *_ in self._running[1:]):
             self._held[number] = use
         else:

@@ -126,10 +126,11 @@ def planned(parts: tuple[ModuleUnit, ...], leaves: tuple[Facts, ...]) -> Plan:
 
     ends, singles = [part.end for part in parts], [joined(i, i + 1) for i in range(len(parts))]
     spans, holders = merged(singles, ends), dict[str, list[int]]()
-    units: list[Unit] = []
+    units, around = list[Unit](), tuple[int, ...]()
     for first, end in spans:
         lookup = all(part.lookup for part in parts[first:end])
-        around = tuple(n for n, (a, b) in enumerate(spans) if b <= first < ends[a])
+        # Of the last one and those around it, those that hold this one.
+        around = tuple(n for n in (*around, len(units) - 1) if n >= 0 and first < ends[spans[n][0]])
         unit = joined(first, end)
         # The only one stays till its backward anyway; what is small stays where another model follows, too.
         kept = len(spans) == 1 and unit.nbytes <= unit.policy.merge_bytes
@@ -154,18 +155,19 @@ def merged(units: Sequence[Unit], ends: Sequence[int], first: int = 0, end: int 
         First and end of each run that is merged. A unit is merged with all units inside it or with none; units inside
         different parents are merged only along with those.
     """
-    spans: list[tuple[int, int]] = []
-    # Where the last run begins, if it holds all units inside its own.
-    whole = None
+    # The runs, and the last one as one unit, if it holds all units inside its own.
+    spans, run = list[tuple[int, int]](), list[Unit]()
     while first < (len(units) if end is None else end):
-        after = ends[first]
-        if not _fits(units[first:after]):
+        after, parts = ends[first], units[first : ends[first]]
+        if not _fits(parts):
             spans += [(first, first + 1), *merged(units, ends, first + 1, after)]
-        elif whole is not None and _fits(units[whole:after]):
-            spans[-1] = whole, after
+            parts = []
+        elif run and _fits([*run, *parts]):
+            spans[-1] = spans[-1][0], after
+            parts = [*run, *parts]
         else:
             spans.append((first, after))
-            whole = first
+        run = [unit._replace(nbytes=sum([part.nbytes for part in parts])) for unit in parts[:1]]
         first = after
     return spans
 

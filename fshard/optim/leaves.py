@@ -11,12 +11,13 @@ from fshard.errors import expect, refuse
 from fshard.shard import without_padding
 from fshard.tree import Axis, Flat, Tree, flatten, is_sharded, is_trained, leaves_of, like, map_leaves, tensor_of
 from fshard.tree.checks import describe
+from fshard.tree.nodes import tensors_of
 from fshard.update import GradientTransformation, Optimizer
 
 
 def partition_axes(leaf: Any) -> tuple[Axis, ...]:
     """Return the axes whose ranks hold different elements of a leaf."""
-    return tuple(axis for axis in leaf.spec.partition_axes() if axis.size > 1) if is_sharded(leaf) else ()
+    return tuple([axis for axis in leaf.spec.partition_axes() if axis.size > 1]) if is_sharded(leaf) else ()
 
 
 def elements_of(leaf: Any) -> torch.Tensor:
@@ -35,11 +36,7 @@ Maths = Callable[..., tuple[torch.Tensor, ...]]
 
 
 def leafwise(
-    f: Maths,
-    grads: Tree,
-    old: Sequence[Tree],
-    given: Sequence[Tree] = (),
-    numbers: Sequence[Any] = (),
+    f: Maths, grads: Tree, old: Sequence[Tree], given: Sequence[Tree] = (), numbers: Sequence[Any] = ()
 ) -> tuple[Tree, ...]:
     """Make new trees of old ones, by maths on the tensors of each leaf that has a gradient.
 
@@ -64,9 +61,10 @@ def leafwise(
         kept, rest = leaves[: len(old)], leaves[len(old) :]
         if grad is None:
             return kept
-        kept = tuple(_zeros(grad) if leaf is None else leaf for leaf in kept)
-        made = f(*map(tensor_of, (grad, *kept, *rest)), *at(partition_axes(grad)))
-        return [like(leaf, x.to(tensor_of(leaf).dtype)) for leaf, x in zip(kept, made, strict=True)]
+        kept = tuple([_zeros(grad) if leaf is None else leaf for leaf in kept])
+        own, *held = tensors_of([grad, *kept, *rest])
+        made = zip(kept, held, f(own, *held, *at(partition_axes(grad))), strict=False)
+        return [like(leaf, x if x.dtype is old.dtype else x.to(old.dtype)) for leaf, old, x in made]
 
     flat = flatten(old[0])
     rows = [new(*row) for row in zip(*map(leaves_of, (grads, *old, *given)), strict=True)]

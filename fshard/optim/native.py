@@ -240,12 +240,7 @@ class DescentState(NamedTuple):
 
 
 def sgd(
-    lr: Rate,
-    momentum: Number = 0.0,
-    *,
-    dampening: Number = 0.0,
-    weight_decay: Number = 0.0,
-    nesterov: bool = False,
+    lr: Rate, momentum: Number = 0.0, *, dampening: Number = 0.0, weight_decay: Number = 0.0, nesterov: bool = False
 ) -> Optimizer:
     """Stochastic gradient descent that can itself be differentiated.
 

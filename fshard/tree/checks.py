@@ -368,8 +368,9 @@ def same_structure(what: str, flat: Flat, needed: Flat) -> None:
     """
     if flat.treedef == needed.treedef:
         return
-    problems = [Problem(path, "nothing", "a leaf") for path in needed.paths if path not in flat.paths]
-    problems += [Problem(path, "a leaf", "nothing") for path in flat.paths if path not in needed.paths]
+    here, there = set(flat.paths), set(needed.paths)
+    problems = [Problem(path, "nothing", "a leaf") for path in needed.paths if path not in here]
+    problems += [Problem(path, "a leaf", "nothing") for path in flat.paths if path not in there]
     # Else nodes of other types, or of one type with other data of their own.
     problems = problems or [Problem("(structure)", str(flat.treedef), str(needed.treedef))]
     raise leaf_error(f"{what}: trees differ in structure", problems, "pass trees made from the same parameters")

@@ -119,8 +119,7 @@ def test_a_second_save_while_one_is_under_way(held, tmp_path):
 
 @pytest.mark.rows(3)
 @pytest.mark.parametrize(
-    ("world_size", "file"),
-    [(1, 0), (3, 0), (3, 2), (1, "manifest.json"), (1, ".saving-step-00000001.1"), (1, "run")],
+    ("world_size", "file"), [(1, 0), (3, 0), (3, 2), (1, "manifest.json"), (1, ".saving-step-00000001.1"), (1, "run")]
 )
 @pytest.mark.parametrize("asynchronous", (False, True))
 def test_a_failing_write_is_told_on_every_rank_and_loses_nothing(asynchronous, file, world_size, tmp_path, monkeypatch):

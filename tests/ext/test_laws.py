@@ -155,11 +155,7 @@ CAPACITY = "moe.dispatch: expected a capacity inside fs.jit, where sizes are fix
 
 TABLE = {
     # k and v go round, and in the backward their gradients with them; four tensors are swapped twice.
-    "ring_attention": Row(
-        partial(sequence, ring, "zigzag", "ring_attention", 6),
-        attention.gpt,
-        of_gpt,
-    ),
+    "ring_attention": Row(partial(sequence, ring, "zigzag", "ring_attention", 6), attention.gpt, of_gpt),
     "ulysses": Row(partial(sequence, swapped, "contiguous", "all_to_all", 4), attention.gpt, of_gpt),
     "moe": Row(mixture, moe.initial, mean_of_mixture, reduce="weighted", refused=CAPACITY),
     "moe by capacity": Row(

@@ -23,16 +23,8 @@ MIRRORS = {
         "tests/test_units_memory.py",
         "tests/test_units_state.py",
     ),
-    "fshard/value_and_grad.py": (
-        "tests/test_value_and_grad.py",
-        "tests/test_accumulate.py",
-        "tests/test_tree_sums.py",
-    ),
-    "fshard/modules.py": (
-        "tests/engine",
-        "tests/test_apply.py",
-        "tests/test_units_state.py",
-    ),
+    "fshard/value_and_grad.py": ("tests/test_value_and_grad.py", "tests/test_accumulate.py", "tests/test_tree_sums.py"),
+    "fshard/modules.py": ("tests/engine", "tests/test_apply.py", "tests/test_units_state.py"),
     "fshard/jit": ("tests/jit",),
     "fshard/optim": ("tests/optim",),
     "fshard/update.py": ("tests/test_update.py",),

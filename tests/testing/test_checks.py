@@ -141,10 +141,7 @@ LOSSES = [
         "expected one that varies: fs.pvary of it first, got psum_invariant over 'shard', whose result agrees",
     ),
     (lambda p, shard, tp: p["norm"].local.sum(), NOT_GATHERED.format("shard")),
-    (
-        sum_that_varies,
-        'in sum_that_varies return fs.psum(full["norm"].sum(), tp) # this line: expected one that',
-    ),
+    (sum_that_varies, 'in sum_that_varies return fs.psum(full["norm"].sum(), tp) # this line: expected one that'),
 ]
 
 

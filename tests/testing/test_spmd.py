@@ -119,11 +119,7 @@ WAITS = "ranks wait for each other in different collectives\n  rank 0 waits in "
 AT_ONCE = "ranks call different collectives at once: "
 # Programs of two ranks or three whose collectives cannot be, and what their errors say of it.
 STUCK = [
-    (
-        3,
-        mismatched(ranks_summed, lambda: 0, ranks_summed),
-        f"{WAITS}{SUM}\n  rank 1 has ended\n  rank 2",
-    ),
+    (3, mismatched(ranks_summed, lambda: 0, ranks_summed), f"{WAITS}{SUM}\n  rank 1 has ended\n  rank 2"),
     (2, crossing, f"{WAITS}{SUM}\n  rank 1 waits in {SUM}"),
     (
         2,

@@ -16,9 +16,7 @@ from tests.transforms.laws import grid
 from tests.trees import WORLD_SIZES, assert_same_bits, normal, one_axis
 
 # (shape, dim that stays split, dim that is gathered): alike and not, uneven in the axis gathered over, empty.
-CASES = [
-    *(((10, 3), 0, 0), ((5, 4), 1, 0), ((5, 4), -1, -1), ((2, 7, 4), 2, 1), ((18,), 0, -1), ((0, 4), 1, 0)),
-]
+CASES = [*(((10, 3), 0, 0), ((5, 4), 1, 0), ((5, 4), -1, -1), ((2, 7, 4), 2, 1), ((18,), 0, -1), ((0, 4), 1, 0))]
 DTYPES = (torch.float64, torch.bfloat16, torch.complex64, torch.int32, torch.bool, torch.float8_e4m3fn)
 
 

@@ -201,9 +201,6 @@ def test_contents_that_are_damaged_or_do_not_fit(tmp_path):
     save_dcp(tmp_path, {"w": torch.ones(3), "extra": torch.ones(1)})
     load = lambda mesh: load_dcp(tmp_path, {"w": torch.ones(4)}, trusted=True)  # noqa: E731
     assert "w: expected float32[4], got float32[3]\n  extra: expected nothing, got float32[1]\n" in refusal(load)
-    for damage, message in (
-        (b"nonsense", "UnpicklingError"),
-        (pickle.dumps({"w": 1}), "AttributeError: 'dict'"),
-    ):
+    for damage, message in ((b"nonsense", "UnpicklingError"), (pickle.dumps({"w": 1}), "AttributeError: 'dict'")):
         (tmp_path / ".metadata").write_bytes(damage)
         assert message in refusal(load)
