@@ -42,13 +42,15 @@ examples: .venv/models
 	    OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 examples/$$example.py || exit 1; \
 	done
 
-bench: .venv/examples
+bench: .venv/models
 	for configuration in d128-L4-B8-T128-V256 d512-L8-B4-T256 d1024-L8-B1-T128 d64-L48-B1-T16; do \
 	    OMP_NUM_THREADS=1 $(BIN)/python benchmarks/peers.py \
 	        --configuration $$configuration --compiled || exit 1; \
 	done
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/peers.py --ranks 1
-	$(BIN)/python benchmarks/memory.py
+	for configuration in d1024-L8-B1-T256 llama mixtral; do \
+	    $(BIN)/python benchmarks/memory.py --configuration $$configuration || exit 1; \
+	done
 	$(BIN)/python benchmarks/init.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/update.py
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 benchmarks/compile.py --backends graph,inductor

@@ -1,42 +1,49 @@
 """Bounds of a train step's memory by a formula, which reads shapes and one plain forward, no meter and no schedule."""
 
+from collections.abc import Iterable
+
 import torch
-from gpt import Block, Configuration
-from torch import nn
+from architectures import Configured
+from rivals import fine_units
 
 # Of the units that a system holds full at one moment: none, the two largest, or all from the forward to the backward.
-TWO, ALL = -2, 0
-FULL_UNITS = {"zero1": ALL, "zero2": ALL, "zero3": TWO, "fsdp1": TWO, "fsdp2": TWO}
+NONE, TWO, ALL = slice(0, 0), slice(-2, None), slice(None)
+FULL_UNITS = {"ddp": NONE, "zero1": ALL, "zero2": ALL, "zero3": TWO, "fsdp1": TWO, "fsdp2": TWO, "fsdp2-fine": TWO}
+PARTS = ("parameters", "optimizer state", "full units", "reduced gradients", "saved by autograd", "bound")
 
 
-def bound_of(system: str, configuration: Configuration, ranks: int) -> dict[str, int] | None:
-    """Bound the bytes that a rank holds above idle in a step with AdamW, part by part; None for an unknown system."""
+def bound_of(system: str, configuration: Configured, ranks: int) -> dict[str, int] | None:
+    """Bound the bytes that a rank holds above idle in a step with AdamW, and its parts; None for an unknown system."""
     kind = system.removeprefix("fshard-").removesuffix("-graph")
-    if kind not in (*FULL_UNITS, "ddp"):
+    if kind not in FULL_UNITS:
         return None
     with torch.device("meta"):
         module = configuration.module()
-    whole = sum(parameter.nbytes for parameter in module.parameters())
-    shards = sum(-(-len(parameter) // ranks) * parameter[0].nbytes for parameter in module.parameters())
-    stored = whole if kind == "ddp" else shards
-    units = unit_bytes(module, apart=system.startswith("fshard"))[FULL_UNITS[kind] :] if kind in FULL_UNITS else []
-    reduced = whole if kind in ("ddp", "zero1") else shards
-    return {
-        **{"parameters": stored, "optimizer state": 2 * stored, "reduced gradients": reduced},
-        **{"full units": sum(units), "saved by autograd": saved_bytes(configuration)},
-    }
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    stored, reduced = (1 if kind in whole else ranks for whole in (["ddp"], ["ddp", "zero1"]))
+    parts = fine_units(module) if kind == "fsdp2-fine" else []
+    parts += [part for part in module.modules() if isinstance(part, configuration.block)]
+    parts += reversed([*module.modules()]) if system.startswith("fshard") else [module]
+    states = shard_bytes(module.parameters(), stored), 2 * shard_bytes(trained, stored)
+    full, gradients = sum(unit_bytes(parts)[FULL_UNITS[kind]]), shard_bytes(trained, reduced)
+    sizes = *states, full, gradients, saved_bytes(configuration)
+    return dict(zip(PARTS, (*sizes, sum(sizes))))
 
 
-def unit_bytes(module: nn.Module, apart: bool) -> list[int]:
-    """List bytes of each unit, in growing order: the blocks, and other modules' own leaves, apart or as one unit."""
-    blocks = [block for block in module.modules() if isinstance(block, Block)]
-    inside = {parameter for block in blocks for parameter in block.parameters()}
-    owned = [set(owner.parameters(recurse=False)) - inside for owner in module.modules()]
-    others = owned if apart else [set().union(*owned)]
-    return sorted(sum(parameter.nbytes for parameter in unit) for unit in (*(b.parameters() for b in blocks), *others))
+def shard_bytes(parameters: Iterable[torch.nn.Parameter], ranks: int) -> int:
+    """Add up the largest shards of tensors whose first dim is divided among ranks; a tied one counts once."""
+    return sum(-(-len(parameter) // ranks) * parameter[0].nbytes for parameter in parameters)
 
 
-def saved_bytes(configuration: Configuration) -> int:
+def unit_bytes(parts: Iterable[torch.nn.Module]) -> list[int]:
+    """List bytes of the units, in growing order: of each part, without parameters of those before it."""
+    units: list[set[torch.nn.Parameter]] = []
+    for part in parts:
+        units.append(set(part.parameters()).difference(*units))
+    return sorted(sum(parameter.nbytes for parameter in unit) for unit in units)
+
+
+def saved_bytes(configuration: Configured) -> int:
     """Add up the memory that autograd saves in one forward of plain PyTorch, without parameters and batch."""
     module, batch = configuration.module(), configuration.tokens(rank=0)
     given = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *batch)}

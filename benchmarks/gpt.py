@@ -54,6 +54,8 @@ class Configuration(NamedTuple):
     time: int
     vocabulary: int = 8192
 
+    block = Block
+
     @classmethod
     def parse(cls, name: str) -> "Configuration":
         match = re.fullmatch(r"d(\d+)-L(\d+)-B(\d+)-T(\d+)(?:-V(\d+))?", name)

@@ -80,6 +80,8 @@ class Configuration(NamedTuple):
 
     leaves: int
 
+    block = Block
+
     def module(self) -> Blocks:
         torch.manual_seed(SEED)
         return Blocks(self.leaves)

@@ -2,6 +2,10 @@
 
     python benchmarks/memory.py
     python benchmarks/memory.py --configuration d512-L8-B4-T256 --systems ddp,fsdp2,fshard-zero3
+    python benchmarks/memory.py --configuration llama
+    python benchmarks/memory.py --configuration mixtral
+
+The last two train models of transformers (architectures.py).
 
 Each system runs in processes of its own, so that none disturbs another. A small C library, compiled here and loaded
 before the C library's allocator, counts what they allocate; where that cannot be done, resident memory is measured
@@ -30,14 +34,13 @@ import meter
 import report
 import torch
 import torch.distributed as dist
+from architectures import parse
 from bound import bound_of
-from gpt import SEED, Block, Configuration
-from rivals import ADAMW, SYSTEMS, make
+from rivals import SYSTEMS, make
 
 import fshard as fs
 
 DEFAULT_SYSTEMS = "ddp,fsdp2,fsdp2-fine,fshard-ddp,fshard-zero2,fshard-zero3,fshard-zero2-graph,fshard-zero3-graph"
-JITTED = {"fshard-ddp-graph": fs.ddp, "fshard-zero2-graph": fs.zero2, "fshard-zero3-graph": fs.zero3}
 MIB = 2**20
 
 
@@ -88,25 +91,9 @@ def work(args: argparse.Namespace) -> None:
     for _ in range(args.steps):
         system.step()
     found |= {"peak": memory.peak() - idle, "stored": system.stored()._asdict()}
-    if args.worker in JITTED:
-        del system
-        found["predicted"] = peak_of_graph(JITTED[args.worker](mesh), args.configuration, mesh.get_rank())
+    if system.graph:
+        found["predicted"] = system.graph().peak_bytes()
     (args.results / f"{mesh.get_rank()}.json").write_text(json.dumps(found))
-
-
-def peak_of_graph(strategy: fs.ShardTransform, configuration: Configuration, rank: int) -> int:
-    """The most bytes that a donated step of a jitted system holds beyond its arguments, as its graph tells."""
-    with torch.device("meta"):
-        model = fs.functionalize(configuration.module(), units=Block)
-    tx = fs.from_torch(torch.optim.AdamW, **ADAMW)
-    state = fs.TrainState.create(model.init(strategy, seed=SEED), tx)
-
-    def train_step(state: fs.TrainState, *batch: torch.Tensor) -> tuple[fs.TrainState, torch.Tensor]:
-        loss, grads = fs.value_and_grad(model.apply)(state.params, *batch)
-        return fs.update(tx, state, grads), loss
-
-    jitted = fs.jit(train_step, donate_argnums=0)
-    return fs.make_graph(jitted)(state, *configuration.tokens(rank)).peak_bytes()
 
 
 def write(args: argparse.Namespace, reason: str, measured: Mapping[str, list[Any]], bounds: Mapping[str, Any]) -> None:
@@ -124,23 +111,22 @@ def write(args: argparse.Namespace, reason: str, measured: Mapping[str, list[Any
     columns = ("peak", "between steps", "stored", "making and first step")
     title = f"Memory above idle, MiB, largest of {args.ranks} ranks, {configuration.name}; by {measure}"
     report.print_table(title + (f", because {reason}" if reason else ""), columns, rows)
-    graphs = {name: ranks for name, ranks in measured.items() if name in JITTED}
+    graphs = {name: ranks for name, ranks in measured.items() if "predicted" in ranks[0]}
     if graphs:
         compared = {name: against_graph(ranks) for name, ranks in graphs.items()}
         report.print_table("Peak above that between steps, MiB", ("measured", "by the graph", "ratio"), compared)
-    sums = {name: sum(parts.values()) for name, parts in bounds.items()}
-    parts = {name: [mib(size) for size in (*bounds[name].values(), sums[name])] for name in sums}
-    compared = {name: [*cells, mib(peaks[name]), f"{peaks[name] / sums[name]:.3f}"] for name, cells in parts.items()}
-    columns = (*next(iter(bounds.values()), ()), "bound", "peak", "peak / bound")
+    compared = {}
+    for name, parts in bounds.items():
+        compared[name] = [*map(mib, (*parts.values(), peaks[name])), f"{peaks[name] / parts['bound']:.3f}"]
+    columns = (*next(iter(bounds.values()), ()), "peak", "peak / bound")
     report.print_table("Bounds by the formula, MiB", columns, compared)
     file = args.results / f"memory-{configuration.name}.json"
     report.write_json(file, results)
-    bars = {}
-    for name, peak in peaks.items():
-        bars[name] = peak / MIB
-        bars |= {f"bound of {name}": sums[name] / MIB} if name in sums else {}
+    bars = {name: peak / MIB for name, peak in peaks.items()}
+    sums = {name: parts["bound"] / MIB for name, parts in bounds.items()}
     title = f"Peak memory of a train step, {configuration.name}, {args.ranks} ranks"
-    report.write_bars(file.with_suffix(".png"), title, f"MiB above idle, by {measure}", bars, digits=0)
+    unit = f"MiB above idle, by {measure}: peak (filled) and bound by the formula (hatched)"
+    report.write_bars(file.with_suffix(".png"), title, unit, bars, bounds=sums)
 
 
 def others(ranks: list[Any]) -> list[int]:
@@ -161,7 +147,7 @@ def mib(size: float) -> str:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--configuration", type=Configuration.parse, default="d1024-L8-B1-T256")
+    parser.add_argument("--configuration", type=parse, default="d1024-L8-B1-T256")
     parser.add_argument("--systems", type=lambda names: names.split(","), default=DEFAULT_SYSTEMS)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3, help="steps measured after the first")

@@ -5,7 +5,9 @@ import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -43,8 +45,12 @@ def print_table(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[
 
 def write_json(path: Path, results: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n")
+    # Classes stand by their names.
+    path.write_text(json.dumps(results, indent=1, default=attrgetter("__name__")) + "\n")
     print(f"Results: {path}")
+
+
+Bars = Mapping[str, float]
 
 
 class Mark(NamedTuple):
@@ -55,18 +61,22 @@ class Mark(NamedTuple):
 
 
 def write_bars(
-    path: Path, title: str, unit: str, bars: Mapping[str, float], marks: Sequence[Mark] = (), digits: int = 2
+    path: Path, title: str, unit: str, bars: Bars, marks: Sequence[Mark] = (), bounds: Bars = MappingProxyType({})
 ) -> None:
-    """Draw a horizontal bar for each name, fshard's in colour, and vertical lines to compare with."""
+    """Draw a horizontal bar for each name, fshard's in colour, its bound below it, and lines to compare with."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 1 + 0.35 * len(bars)), constrained_layout=True)
-    colors = ["C0" if name.startswith("fshard") else "0.7" for name in bars]
-    drawn = axes.barh(list(bars), list(bars.values()), color=colors)
-    axes.bar_label(drawn, fmt=f"%.{digits}f", padding=3)
+    figure, axes = pyplot.subplots(figsize=(8, 1 + 0.35 * (len(bars) + len(bounds))), constrained_layout=True)
+    colors = {name: "C0" if name.startswith("fshard") else "0.7" for name in bars}
+    align = {"align": "edge", "height": -0.4} if bounds else {}
+    drawn = axes.barh(list(bars), list(bars.values()), color=list(colors.values()), **align)
+    axes.bar_label(drawn, fmt="%.0f" if bounds else "%.2f", padding=3)
+    outlines = {"align": "edge", "height": 0.4, "color": "none", "hatch": "////", "linewidth": 1}
+    drawn = axes.barh(list(bounds), list(bounds.values()), edgecolor=[colors[name] for name in bounds], **outlines)
+    axes.bar_label(drawn, fmt="%.0f", padding=3)
     for i, mark in enumerate(marks):
         axes.axvline(mark.value, color=f"C{i + 1}", linestyle="--", linewidth=1, label=mark.label)
     axes.invert_yaxis()

@@ -1,12 +1,13 @@
 """Every system under one interface: a model, its optimizer and a train step, ready to run."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from gpt import SEED, Block, Configuration
+from gpt import SEED, Configuration
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -20,7 +21,7 @@ import fshard as fs
 ADAMW = {"lr": 1e-3, "fused": True}
 MAX_NORM = 1.0
 
-# A Linear or an Embedding from this many elements on is a unit of its own among FSDP2's fine units.
+# A layer with a parameter of this many elements is a unit of its own among FSDP2's fine units.
 FINE_UNIT = 2**19
 
 
@@ -40,12 +41,14 @@ class System(NamedTuple):
         stored: What is kept now.
         parts: Forward and backward, clipping by the global norm and the update, to be called in turn; each returns a
             number, the first one what `step` does.
+        graph: The graph of the step, where it runs as one.
     """
 
     step: Callable[[], torch.Tensor]
     gradients: Callable[[], torch.Tensor]
     stored: Callable[[], Stored]
     parts: tuple[Callable[[], torch.Tensor], ...]
+    graph: Callable[[], Any] | None = None
 
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -78,7 +81,7 @@ def fsdp1(configuration: Configuration, mesh: DeviceMesh, batch: Batch) -> Syste
     module = FullyShardedDataParallel(
         configuration.module(),
         process_group=mesh.get_group(),
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        auto_wrap_policy=ModuleWrapPolicy({configuration.block}),
         device_id=torch.device("cpu"),
         use_orig_params=True,
     )
@@ -90,17 +93,24 @@ def fsdp2(fine: bool = False, compiled: bool = False, **options: Any) -> Maker:
 
     def maker(configuration: Configuration, mesh: DeviceMesh, batch: Batch) -> System:
         module = configuration.module()
-        layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear | nn.Embedding)]
-        if compiled:
-            for block in module.blocks:
-                block.compile()
-        for unit in [layer for layer in layers if fine and layer.weight.numel() >= FINE_UNIT]:
+        blocks = [part for part in module.modules() if isinstance(part, configuration.block)]
+        for block in blocks if compiled else []:
+            block.compile()
+        for unit in fine_units(module) if fine else []:
             fully_shard(unit, mesh=mesh, **options)
-        for unit in (*module.blocks, module):
+        for unit in (*blocks, module):
             fully_shard(unit, mesh=mesh, **options)
         return torch_system(module, adamw(module), batch)
 
     return maker
+
+
+def fine_units(module: nn.Module) -> list[nn.Module]:
+    """List the layers with large parameters of their own; tied ones stay together in the unit around them."""
+    owned = {layer: set(layer.parameters(recurse=False)) for layer in module.modules()}
+    users = Counter(parameter for parameters in owned.values() for parameter in parameters)
+    large = {parameter for parameter, number in users.items() if number == 1 and parameter.numel() >= FINE_UNIT}
+    return [layer for layer, parameters in owned.items() if parameters & large]
 
 
 def fshard(strategy: Callable[[DeviceMesh], fs.ShardTransform], backend: str | None = None) -> Maker:
@@ -109,8 +119,8 @@ def fshard(strategy: Callable[[DeviceMesh], fs.ShardTransform], backend: str | N
     def maker(configuration: Configuration, mesh: DeviceMesh, batch: Batch) -> System:
         # A Model holds its module: on the meta device that costs no memory, and the seed draws the same values.
         with torch.device("meta"):
-            module = configuration.module()
-        model = fs.functionalize(module, units=type(module.blocks[0]))
+            module = fs.with_init_weights(configuration.module())
+        model = fs.functionalize(module, units=configuration.block)
         tx = fs.from_torch(torch.optim.AdamW, **ADAMW)
         value_and_grad = fs.value_and_grad(model.apply)
         state = fs.TrainState.create(model.init(strategy(mesh), seed=SEED), tx)
@@ -129,7 +139,9 @@ def fshard(strategy: Callable[[DeviceMesh], fs.ShardTransform], backend: str | N
         jitted = partial(fs.jit, backend=backend) if backend else lambda f, **_: f
         steps = [jitted(f, donate_argnums=0) for f in (train_step, update)]
         # All of its results, or a graph would leave the backward out.
-        return _System(state, batch, *steps, jitted(value_and_grad), jitted(clip)).system()
+        made = _System(state, batch, *steps, jitted(value_and_grad), jitted(clip))
+        graph = (lambda: fs.make_graph(made.train_step)(made.state, *batch)) if backend == "graph" else None
+        return made.system()._replace(graph=graph)
 
     return maker
 

@@ -124,3 +124,23 @@ def test_units_are_kept_by_rule(regather, again):
             elif event == "backward ends":
                 assert kept <= weights <= set(range(layer + 1)), (event, layer, weights)
         assert Counter(layer for layer, _ in log.gathered) == Counter([*range(LAYERS), *again])
+
+
+@pytest.mark.parametrize("keep", (False, True))
+def test_a_second_gradient_is_added_in_the_memory_of_the_first_unless_that_is_held(keep):
+    def program():
+        log, kept, places = Log(), [], []
+        params = fs.shard(torch.ones(100, WIDTH), fs.compose(zero3()(one_axis()), Watched(log)))
+
+        def loss(p):
+            uses = [fs.gather(p), fs.gather(p)]
+            for use in uses:
+                use.register_hook(lambda grad: places.append(grad.untyped_storage()._cdata))
+                use.register_hook(lambda grad: kept.extend([grad] if keep else []))
+            return (uses[0] + 2 * uses[1]).square().sum()
+
+        _, grads = fs.value_and_grad(loss)(params)
+        assert ([place.cdata for _, place in log.grads] == places[:1]) != keep
+        return [grad.unique().tolist() for grad in (*kept, fs.unshard(grads))]
+
+    assert spmd(program, 2) == [[[12.0], [6.0], [18.0]] if keep else [[18.0]]] * 2

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fshard import _compat
 from fshard.collectives import divided
 from fshard.engine.plan import PLAIN
 from fshard.microbatches import TreeSum
@@ -72,22 +73,23 @@ class Leaf:
         Those of microbatches are added up in at least the dtype of the reduction.
         """
         wanted = dtype or self.stored.dtype
-        if self.accumulated:
-            wanted = sum_dtype(self.spec, wanted)
+        wanted = sum_dtype(self.spec, wanted) if self.accumulated else wanted
         # Most gradients have that dtype, and an operator takes longer to find that out.
         return grad if grad.dtype is wanted else grad.to(wanted)
 
     def add_full(self, grad: torch.Tensor) -> None:
-        """Add to this rank's full gradient."""
+        """Add to this rank's full gradient, in its memory if nothing else holds that: a hook's, or another leaf's."""
         self.used = True
-        self.full = grad if self.full is None else self.wide(self.full, grad.dtype) + grad
+        if self.full is not None:
+            full, self.full = self.wide(self.full, grad.dtype).detach(), None
+            is_own = full.is_contiguous() and not _compat.share_memory([full])[0]
+            grad = full.add_(grad) if is_own else full + grad
+        self.full = grad
 
     def take_full(self) -> torch.Tensor:
         """Hand over this rank's full gradient; zeros where it has none."""
         full, self.full, self.owed = self.full, None, False
-        if full is None:
-            full = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        return full
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device) if full is None else full
 
     def add_reduced(self, grad: torch.Tensor) -> None:
         """Add to the reduced gradient."""
