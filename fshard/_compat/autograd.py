@@ -150,10 +150,11 @@ def share_memory(tensors: Sequence[torch.Tensor]) -> list[bool]:
     Under torch.func nobody can tell. Checked on 2.13.
     """
     told = [not is_transformed(tensor) for tensor in tensors] if transforms_active() else [True] * len(tensors)
-    alone, count, refs = torch.empty(0), torch._C._storage_Use_Count, sys.getrefcount
-    storages = map(torch.Tensor.untyped_storage, (*itertools.compress(tensors, told), alone))
+    alone, count = torch.empty(0), torch._C._storage_Use_Count
+    # All at once, so that a tensor which is there twice counts as shared.
+    storages = [tensor.untyped_storage() for tensor in (*itertools.compress(tensors, told), alone)]
     # Of owners of the memory, and of Python's object for it.
-    owners = [(count(storage._cdata), refs(storage)) for storage in storages]
+    owners = list(zip([count(storage._cdata) for storage in storages], map(sys.getrefcount, storages), strict=True))
     found = map(owners[-1].__ne__, owners)
     return [known and next(found) for known in told]
 
