@@ -153,7 +153,6 @@ class Spec:
         """The shape of one rank's shard."""
         return tuple(-(-n // k) for n, k in zip(self.full_shape, self._splits(), strict=True))
 
-    @functools.lru_cache(maxsize=4096)  # noqa: B019, specs are values
     def split_axes(self, dim: int) -> tuple[Axis, ...]:
         """The axes that split `dim`, major first."""
         by_name = {axis.name: axis for axis in self.axes}

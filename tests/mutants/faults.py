@@ -203,8 +203,8 @@ FAULTS = (
     Fault(
         "checkpoint-computes-again-with-the-first-use",
         "fshard/engine/backward.py",
-        "found = [use for use in reversed(self._uses) if leaves and use.places.keys() >= set(leaves)]",
-        "found = [use for use in self._uses if leaves and use.places.keys() >= set(leaves)]",
+        "for other in () if self._uses_of else reversed(self._uses):",
+        "for other in () if self._uses_of else self._uses:",
         "8: of two uses of a unit the later one is due first",
     ),
     Fault(
