@@ -441,8 +441,8 @@ FAULTS = (
     Fault(
         "padding-counts-in-norms",
         "fshard/optim/norms.py",
-        "tensor = elements_of(leaf).reshape(-1)",
-        "tensor = tensor_of(leaf).reshape(-1)",
+        "tensors = [elements_of(leaf).reshape(-1) for leaf in leaves]",
+        "tensors = [tensor_of(leaf).reshape(-1) for leaf in leaves]",
         "3: a norm is that of the full tensor, whatever fills shards up",
     ),
     Fault(
