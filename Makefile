@@ -53,6 +53,7 @@ bench: .venv/models
 	done
 	$(BIN)/python benchmarks/init.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/update.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/leaves.py
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 benchmarks/compile.py --backends graph,inductor
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 benchmarks/sums.py
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 4 benchmarks/axes.py
