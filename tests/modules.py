@@ -4,7 +4,6 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-import fshard as fs
 from tests.trees import assert_same_bits, normal
 
 EPS = torch.finfo(torch.float64).eps
@@ -89,10 +88,6 @@ def build(name):
         for parameter in module.parameters():
             parameter.copy_(draw(*parameter.shape))
     return module, args, kwargs
-
-
-def tensors(tree):
-    return [leaf for leaf in fs.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def everything(module):

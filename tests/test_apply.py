@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard.testing import assert_trees_close
-from tests.modules import EPS, EVERY_LEAF, MODULES, ROWS, assert_untouched, build, everything, tensors
+from tests.modules import EPS, EVERY_LEAF, MODULES, ROWS, assert_untouched, build, everything
 from tests.ranks import on_ranks
-from tests.trees import STRATEGIES, assert_same_bits, meshes, normal, one_axis
+from tests.trees import STRATEGIES, assert_same_bits, meshes, normal, one_axis, tensors
 from tests.unit_models import filled, zero3
 
 
@@ -182,13 +182,18 @@ def test_writes_to_gathered_weights_and_buffers_are_refused_in_every_mode(mode):
     module, x, on = filled(Rescaled(3, 3)).eval(), normal()(3, 3), meshes()
     expected, model = module(x, rescale=False).detach(), fs.functionalize(module, nn.Linear)
     norm = fs.functionalize(nn.BatchNorm1d(3).double())
+    runs = [model.apply, fs.jit(model.apply), lambda params, x: model.apply(fs.gather(params), x)]
+    if mode is torch.enable_grad:
+        runs.append(fs.value_and_grad(lambda params, x: model.apply(params, x).sum()))
     for strategy in (STRATEGIES[EVERY_LEAF], STRATEGIES["ddp"], lambda on: zero3()(on.line)):
         params = model.init(strategy(on))
-        for run in (model.apply, fs.jit(model.apply), lambda params, x: model.apply(fs.gather(params), x)):
-            # What was written may have reached the parameters.
+        for run in runs:
             copied = fs.tree_map(torch.clone, params)
             with mode(), pytest.raises(ValueError, match=r"\['weight'\]: .*1 in-place writes"):
                 run(copied, x)
+            # What was written has reached parameters that ranks hold whole, and no others.
+            if strategy is not STRATEGIES["ddp"]:
+                assert_same_bits(fs.tree_leaves(copied), fs.tree_leaves(params))
         with mode():
             params = model.init(strategy(on))
             found = [model.apply(params, x, rescale=False)]

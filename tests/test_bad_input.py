@@ -1,24 +1,16 @@
 """What verbs refuse on every rank, before they communicate: meshes, trees, modules, gradients, states, arguments."""
 
 import math
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 import fshard as fs
 from tests.bad_input import Row, assert_all_refused, loss, setup, text_of
-from tests.ranks import on_ranks
-from tests.trees import assert_same_bits, one_axis
-from tests.unit_models import filled
 
 ones = torch.ones
 
@@ -261,15 +253,10 @@ def test_every_rank_refuses_what_one_rank_has_differently(size, workers):
 
 
 def test_a_process_that_was_refused_a_mesh_can_make_one():
-    code = (
-        "import pytest, fshard as fs, torch.distributed as dist\n"
-        "with pytest.raises(ValueError, match='sizes whose product is 1'): fs.init_mesh({'shard': 3}, device='cpu')\n"
-        "assert not dist.is_initialized()\n"
-        "assert (fs.init_mesh({'shard': -1}).size(), dist.get_backend()) == (1, 'gloo')\n"
-    )
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parents[1])}
-    subprocess.run([sys.executable, "-W", "error", "-c", code], env=environment, timeout=60, check=True)
+    with pytest.raises(ValueError, match="sizes whose product is 1"):
+        fs.init_mesh({"shard": 3}, device="cpu")
+    assert not dist.is_initialized()
+    assert (fs.init_mesh({"shard": -1}, device="cpu").size(), dist.get_backend()) == (1, "gloo")
 
 
 # Arguments of optimizers.
@@ -302,18 +289,6 @@ def test_rates_out_of_range_are_refused_by_name_and_their_ends_taken():
 # What users write into modules and weights.
 
 
-@on_ranks(2)
-def test_a_sharded_leaf_in_the_place_of_a_tensor_is_refused():
-    w, x = fs.shard(ones(4, 4), fs.zero3(one_axis())), torch.randn(2, 4)
-    for call in (
-        *(lambda: w @ x, lambda: x @ w, lambda: 2 * w, lambda: w + x, lambda: -w, lambda: w.shape, lambda: w.sum()),
-        *(lambda: w.backward(), lambda: w[0], lambda: float(w), lambda: w < 1, lambda: F.linear(x, w)),
-        *(lambda: torch.stack([w, w]), lambda: x.copy_(w), lambda: torch.optim.AdamW([w])),
-    ):
-        with pytest.raises((TypeError, AttributeError)):
-            call()
-
-
 @pytest.mark.parametrize("method", ("register_hook", "register_post_accumulate_grad_hook"))
 def test_hooks_on_parameters_are_refused_by_name(method):
     module = nn.Sequential(nn.Linear(2, 2))
@@ -321,27 +296,3 @@ def test_hooks_on_parameters_are_refused_by_name(method):
     changed = "a change of the gradients that come back, or a transform with a scatter of its own"
     with pytest.raises(ValueError, match=re.escape(f"\n  ['0.weight']: expected {changed}, got a hook of {method}\n")):
         fs.functionalize(module)
-
-
-class Writing(nn.Linear):
-    def forward(self, x):
-        y = super().forward(x)
-        with torch.no_grad():
-            self.weight.mul_(2.0)
-        return y
-
-
-@pytest.mark.parametrize("min_shard_elements", (0, 1000), ids=("split", "whole"))
-@on_ranks(2)
-def test_a_module_that_writes_to_a_weight_of_its_unit_is_refused(min_shard_elements):
-    module = filled(nn.Sequential(nn.Linear(3, 3), Writing(3, 3), nn.Linear(3, 3)), torch.float32)
-    model = fs.functionalize(module, units=nn.Linear)
-    strategy = fs.zero3(one_axis(), min_shard_elements=min_shard_elements, merge_bytes=0)
-    params = fs.shard(dict(module.named_parameters()), strategy)
-    before = fs.tree_map(torch.clone, params)
-    assert text_of(lambda: fs.value_and_grad(lambda p: model.apply(p, ones(4, 3)).sum())(params)).startswith(
-        "value_and_grad: parameters were written to\n  ['1.weight']: expected none, got 1 in-place writes\n"
-        "To fix: compute a new tensor instead; other leaves are whole."
-    )
-    if not min_shard_elements:
-        assert_same_bits(fs.tree_leaves(params), fs.tree_leaves(before))

@@ -9,6 +9,7 @@ from dataclasses import FrozenInstanceError, replace
 import optree
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.func import vmap
 from torch.utils import _pytree as pytree
 
@@ -73,10 +74,15 @@ LEAF = fs.Sharded(torch.arange(6.0).view(2, 3), spec((5, 3), (SHARD, 0)))
 
 def test_sharded_is_an_unchanging_value():
     """And no tensor: a number would be of this rank's shard alone."""
-    for use in (float, len, list, torch.relu, lambda leaf: leaf[0], lambda leaf: leaf + 1, lambda leaf: leaf < 1):
+    x = torch.ones(2, 2)
+    for use in (
+        *(float, len, list, torch.relu, lambda leaf: leaf[0], lambda leaf: leaf + 1, lambda leaf: leaf < 1),
+        *(lambda leaf: leaf @ x, lambda leaf: x @ leaf, lambda leaf: 2 * leaf, lambda leaf: -leaf, x.copy_),
+        *(lambda leaf: F.linear(x, leaf), lambda leaf: torch.stack([leaf]), lambda leaf: torch.optim.AdamW([leaf])),
+    ):
         with pytest.raises(TypeError):
             use(LEAF)
-    assert not any(hasattr(LEAF, name) for name in ("shape", "__array__"))
+    assert not any(hasattr(LEAF, name) for name in ("shape", "sum", "backward", "__array__"))
     # An object of its own: comparing values would have to communicate, and on one rank alone it would wait.
     assert {LEAF: 1}[LEAF] == 1
     assert fs.Sharded(LEAF.local, LEAF.spec) != LEAF

@@ -10,7 +10,7 @@ from torch import nn
 
 import fshard as fs
 from fshard.shard import without_padding
-from fshard.tree import flatten
+from fshard.tree import flatten, is_sharded
 
 WORLD_SIZES = (1, 2, 3, 4, 8)
 
@@ -169,6 +169,25 @@ def assert_same_bits(actual: Any, expected: Any) -> None:
             continue
         assert (path, a.dtype, a.shape) == (path, b.dtype, b.shape)
         assert as_bytes(a).equal(as_bytes(b)), f"{path}: {a} and {b} differ in some bits"
+
+
+def assert_alike(found: Any, expected: Any) -> None:
+    """Assert that two trees agree in structure, specs and every bit."""
+    a, b = flatten(found), flatten(expected)
+    assert a.treedef == b.treedef
+    for path, x, y in zip(a.paths, a.leaves, b.leaves, strict=True):
+        assert is_sharded(x) == is_sharded(y), path
+        assert not is_sharded(x) or x.spec == y.spec, path
+    assert_same_bits(tensors(found), tensors(expected))
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors that a tree holds, shards among them."""
+    return [leaf for leaf in fs.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def copied(tree: Any) -> Any:
+    return fs.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 def padded_with(leaf: fs.Sharded, value: float) -> fs.Sharded:
