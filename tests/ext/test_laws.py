@@ -18,10 +18,10 @@ from tests.ext.parallel import test_moe as moe
 from tests.ext.parallel import test_pipeline as pipeline
 from tests.ext.parallel import test_tensor as tensor
 from tests.ext.parallel import test_vocabulary as vocabulary
-from tests.jit.steps import assert_alike, collectives, refused
+from tests.jit.steps import collectives, refused
 from tests.ranks import my_rank, on_ranks
 from tests.test_law_purity import unchanged
-from tests.trees import normal, one_axis
+from tests.trees import assert_alike, normal, one_axis
 
 RANKS, STEPS = 4, 2
 SIZES = (2, 2)

@@ -11,7 +11,7 @@ import fshard as fs
 from fshard.testing import spmd
 from fshard.tree import flatten, is_sharded
 from tests.optim.test_table import every_leaf, on_shards
-from tests.trees import assert_same_bits
+from tests.trees import assert_alike, copied, tensors
 
 STEPS = 2
 
@@ -32,15 +32,6 @@ def refused(text: str) -> Any:
     return pytest.raises(ValueError, match=f"^{re.escape(text)}$")
 
 
-def tensors(tree: Any) -> list[torch.Tensor]:
-    """The tensors that a tree holds, shards among them."""
-    return [leaf.local if is_sharded(leaf) else leaf for leaf in flatten(tree).leaves if leaf is not None]
-
-
-def copied(tree: Any) -> Any:
-    return fs.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, tree)
-
-
 def collectives(record: fs.comm.Record) -> list[fs.comm.Collective]:
     """Those of a step; eager ranks compare their calls besides, which graphs did when they were traced.
 
@@ -48,16 +39,6 @@ def collectives(record: fs.comm.Record) -> list[fs.comm.Collective]:
     """
     found = [entry for entry in record if not entry.about.is_comparison]
     return [entry._replace(bytes=0) if entry.label == fs.comm.Verb.OBJECTIVE else entry for entry in found]
-
-
-def assert_alike(found: Any, expected: Any) -> None:
-    """Assert that two trees agree in structure, specs and every bit."""
-    a, b = flatten(found), flatten(expected)
-    assert a.treedef == b.treedef
-    for path, x, y in zip(a.paths, a.leaves, b.leaves, strict=True):
-        assert is_sharded(x) == is_sharded(y), path
-        assert not is_sharded(x) or x.spec == y.spec, path
-    assert_same_bits(tensors(found), tensors(expected))
 
 
 def assert_jitted_is_eager(case: Case, **options: Any) -> None:

@@ -4,18 +4,11 @@ import pytest
 import torch
 
 import fshard as fs
-from tests.jit.steps import (
-    STEPS,
-    assert_alike,
-    check_no_optimizer_begins_with_shared_memory_that_it_writes_to,
-    copied,
-    tensors,
-    train_step,
-)
+from tests.jit.steps import STEPS, check_no_optimizer_begins_with_shared_memory_that_it_writes_to, train_step
 from tests.jit.test_steps import blocks, chain
 from tests.optim.test_table import TABLE
 from tests.ranks import on_ranks
-from tests.trees import normal, one_axis
+from tests.trees import assert_alike, copied, normal, one_axis, tensors
 
 X = torch.arange(3.0)
 BACKENDS = ("graph", lambda graph, inputs: graph)

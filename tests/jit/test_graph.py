@@ -11,10 +11,10 @@ from fshard import _compat
 from fshard.comm import ops
 from fshard.jit.passes import is_view, placeholders, storages_of
 from fshard.testing import spmd
-from tests.jit.steps import collectives, copied, trained
+from tests.jit.steps import collectives, trained
 from tests.jit.test_steps import Stack, inputs
 from tests.ranks import on_ranks
-from tests.trees import assert_same_bits, normal, one_axis
+from tests.trees import assert_same_bits, copied, normal, one_axis
 from tests.unit_models import HIDDEN, Block, filled, zero3
 
 STARTS = (ops.all_gather, ops.reduce_scatter, ops.all_reduce)

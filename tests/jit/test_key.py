@@ -15,9 +15,9 @@ from torch.func import grad, vmap
 from torch.overrides import TorchFunctionMode
 
 import fshard as fs
-from tests.jit.steps import assert_alike, refused
+from tests.jit.steps import refused
 from tests.ranks import on_ranks
-from tests.trees import assert_same_bits, normal, one_axis
+from tests.trees import assert_alike, assert_same_bits, normal, one_axis
 
 FIRST = "the first call"
 X = torch.arange(1.0, 4.0)

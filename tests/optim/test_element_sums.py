@@ -12,7 +12,7 @@ from fshard.optim.norms import element_sums, global_norm, leaf_norms
 from fshard.testing import spmd
 from tests.bad_input import text_of
 from tests.ranks import on_ranks
-from tests.trees import STRATEGIES, as_bytes, assert_same_bits, meshes, normal, one_axis
+from tests.trees import STRATEGIES, as_bytes, assert_same_bits, meshes, normal, one_axis, tensors
 
 # No size is a multiple of four, and some leave ranks without elements.
 SHAPES = {"w": (5, 3), "wide": (3, 70), "bias": (50,), "one": (1,), "scalar": (), "empty": (0, 3)}
@@ -98,8 +98,7 @@ def trained(optimizers, strategy):
         state = tx.init(new)
         for grad in grads:
             new, state = tx.update(grad, state, new)
-        full = fs.tree_leaves(fs.unshard((new, state)))
-        out[name] = [as_bytes(x) for x in full if isinstance(x, torch.Tensor)]
+        out[name] = [as_bytes(x) for x in tensors(fs.unshard((new, state)))]
     return out
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import optim
 
 import fshard as fs
-from tests.trees import assert_same_bits, normal
+from tests.trees import assert_same_bits, copied, normal, tensors
 
 
 class Lion(optim.Optimizer):
@@ -78,11 +78,10 @@ def test_no_flag_of_a_class_changes_its_inputs(cls, monkeypatch):
         tx = fs.from_torch(cls, lr=0.1, **hyper)
         state = fs.TrainState.create(fs.tree_map(torch.clone, params), tx)
         for grad in grads:
-            given = fs.tree_leaves((grad, () if donate else (state.params, state.opt_state)))
-            tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
-            before = [tensor.clone() for tensor in tensors]
+            given = tensors((grad, () if donate else (state.params, state.opt_state)))
+            before = copied(given)
             state = fs.update(tx, state, grad, donate=donate)
-            assert_same_bits(tensors, before)
+            assert_same_bits(given, before)
 
 
 def test_strides_and_lazy_conjugates_do_not_matter():

@@ -10,7 +10,7 @@ import fshard as fs
 from fshard.testing import assert_trees_close
 from fshard.tree import flatten, is_sharded
 from tests.ranks import on_ranks
-from tests.trees import STRATEGIES, assert_same_bits, meshes, normal, one_axis, padded_with
+from tests.trees import STRATEGIES, assert_same_bits, copied, meshes, normal, one_axis, padded_with, tensors
 
 STEPS = 4
 
@@ -134,17 +134,17 @@ def check_updates_are_pure_or_in_place_and_states_are_sharded(row):
     params, grads = on_shards(every_leaf())
     tx = row.make()
     expected = fs.TrainState.create(params, tx)
-    donated = fs.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, expected)
+    donated = copied(expected)
     places, specs = addresses(donated), {leaf.spec for leaf in flatten(params).leaves}
     leaves = flatten(expected.opt_state).leaves
     rows = [leaf.spec.partition for leaf in leaves if is_sharded(leaf) and leaf.spec not in specs]
     assert set(rows) <= ({fs.P("shard"), fs.P()} if row.reduced else set())
     assert all(is_sharded(leaf) or not isinstance(leaf, torch.Tensor) or not leaf.dim() for leaf in leaves)
     for grad in grads:
-        tensors = [leaf for leaf in fs.tree_leaves((grad, expected)) if isinstance(leaf, torch.Tensor)]
-        before, old = [leaf.clone() for leaf in tensors], described(expected)
+        given = tensors((grad, expected))
+        before, old = copied(given), described(expected)
         expected, donated = fs.update(tx, expected, grad), fs.update(tx, donated, grad, donate=True)
-        assert_same_bits(tensors, before)
+        assert_same_bits(given, before)
         assert described(expected) == described(donated) == old
     assert_same_bits(fs.tree_leaves(donated), fs.tree_leaves(expected))
     assert not row.donated or addresses(donated) == places

@@ -10,11 +10,10 @@ from torch import optim
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import fshard as fs
-from fshard.tree import flatten
 from tests.optim.test_from_torch import CASES
 from tests.optim.test_table import TABLE
 from tests.ranks import on_ranks
-from tests.trees import STRATEGIES, assert_same_bits, meshes, normal, one_axis, padded_with
+from tests.trees import STRATEGIES, assert_alike, assert_same_bits, copied, meshes, normal, one_axis, padded_with
 
 SHAPES = {"w": (5, 3), "vector": (7,), "scalar": (), "empty": (0, 3)}
 LAYOUTS = ("ddp", "zero2 of every leaf", "hsdp", "two dims")
@@ -23,16 +22,6 @@ LAYOUTS = ("ddp", "zero2 of every leaf", "hsdp", "two dims")
 def tree(seed, dtype=torch.float32):
     draw = normal(seed)
     return {name: draw(*shape, dtype=dtype) for name, shape in SHAPES.items()}
-
-
-def copied(tree):
-    return fs.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, tree)
-
-
-def assert_same_shards(actual, expected):
-    """As assert_same_bits, of what each rank holds."""
-    assert flatten(actual).treedef == flatten(expected).treedef
-    assert_same_bits(fs.tree_leaves(actual), fs.tree_leaves(expected))
 
 
 def poisoned(grads, value):
@@ -57,7 +46,7 @@ def test_one_bad_rank_skips_on_all(value):
         for culprit in (0, 2):
             new, after = run(poisoned(good, value) if rank == culprit else good, copied(state), copied(params))
             assert (after.skipped.item(), after.skipped.dtype) == (1, torch.int64)
-            assert_same_shards((new, after.inner), (params, state.inner))
+            assert_alike((new, after.inner), (params, state.inner))
         assert run(good, copied(state), copied(params))[1].skipped.item() == 0
     tx, full = fs.skip_nonfinite(fs.sgd(0.5)), tree(0, torch.float64)
     params = fs.shard(full, fs.zero2(one_axis(), min_shard_elements=0))
@@ -86,7 +75,7 @@ def test_ema_gets_the_bits_of_torch(decay, dtype):
             grads = fs.shard(tree(seed, dtype), strategy)
             alone = inner.update(grads, alone[1], alone[0])
             params, state = run(grads, state, params)
-            assert_same_shards((params, state.inner), alone)
+            assert_alike((params, state.inner), alone)
             average(expected, list(fs.unshard(params).values()), seed)
             assert_same_bits(list(fs.unshard(state.average).values()), expected)
 

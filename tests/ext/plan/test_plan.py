@@ -12,6 +12,7 @@ from fshard.ext.plan.report import Rates
 from fshard.testing import assert_budget
 from tests.jit.steps import adamw, refused, train_step
 from tests.ranks import my_rank, on_ranks
+from tests.trees import tensors
 
 MESH = {"shard": 4}
 
@@ -42,7 +43,7 @@ def planned(ranks=4, **options):
 
 
 def nbytes(*trees):
-    return sum(leaf.nbytes for leaf in fs.tree_leaves(trees) if isinstance(leaf, torch.Tensor))
+    return sum(tensor.nbytes for tensor in tensors(trees))
 
 
 def test_one_rank_holds_its_state_and_sends_nothing():
