@@ -7,9 +7,7 @@ from functools import partial, wraps
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch.autograd import Function
 
 from fshard.testing import Workers, spmd
 
@@ -72,19 +70,3 @@ def my_rank() -> int:
 
 class BrokenError(Exception):
     """An error of a program's own."""
-
-
-class BreaksInBackward(Function):
-    """The identity, whose backward raises a BrokenError of some text."""
-
-    @staticmethod
-    def forward(x: torch.Tensor, text: str) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> None:
-        ctx.text = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        raise BrokenError(ctx.text)
