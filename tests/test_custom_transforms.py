@@ -90,8 +90,7 @@ def test_a_frozen_base_of_bytes_trains_the_other_leaves_as_one_process_does(worl
 @pytest.mark.slow
 def test_the_example_of_split_layers_ends_where_one_process_does():
     sizes = {"steps": 3, "width": 32, "layers": 1, "context": 16, "batch": 4}
-    options = [part for name, size in sizes.items() for part in (f"--{name}", size)]
-    out = run(*TORCHRUN, 4, ROOT / "examples/tensor_parallel.py", *options)
+    out = run(*TORCHRUN, 4, ROOT / "examples/tensor_parallel.py", **sizes)
     gaps = re.search(r"from one process: (\S+) in a loss, (\S+) in a parameter", out).groups()
     assert max(map(float, gaps)) < 1e-12
     sent = {axis: float(megabytes) for megabytes, axis in re.findall(r"(\S+) MB over '(\w+)'", out)}

@@ -125,8 +125,7 @@ MISTAKES = {
 def test_tools_find_the_mistake(mistake):
     """What the guide says of `ddp_parity.py --break`."""
     sizes = {"width": 32, "layers": 2, "heads": 2, "context": 16, "batch": 2}
-    options = [part for name, size in sizes.items() for part in (f"--{name}", size)]
-    out = run(*TORCHRUN, 2, ROOT / "examples/ddp_parity.py", "--break", mistake, *options)
+    out = run(*TORCHRUN, 2, ROOT / "examples/ddp_parity.py", "--break", mistake, **sizes)
     right, wrong = out.strip().split("\n\n")
     assert right.endswith("\n  assert_matches_ddp: nothing wrong\n  check_varying: nothing wrong")
     assert re.search(MISTAKES[mistake], wrong)

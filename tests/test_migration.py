@@ -9,46 +9,31 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.functional import gelu, mse_loss
 
 import fshard as fs
 from fshard.testing import assert_trees_close
 from tests.ranks import on_ranks
+from tests.unit_models import Block, Language, filled, tokens
 
-INWARD, WIDTH, OUTWARD, ROWS_OF_A_BATCH, STEPS = 24, 48, 8, 6, 3
 ADAMW = (("lr", 1e-2), ("weight_decay", 0.1))
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(gelu(self.up(self.norm(x))))
+STEPS = 3
 
 
 def network():
     """The same values on every rank and on both sides."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(INWARD, WIDTH), *(Block() for _ in range(3)), nn.Linear(WIDTH, OUTWARD))
+    return filled(Language(), torch.float32)
 
 
 def batches(count=STEPS):
     """This rank's batches."""
-    draw = torch.Generator().manual_seed(1 + dist.get_rank())
-    shapes = (ROWS_OF_A_BATCH, INWARD), (ROWS_OF_A_BATCH, OUTWARD)
-    return [tuple(torch.randn(shape, generator=draw) for shape in shapes) for _ in range(count)]
+    return [batch for (batch,) in tokens(2 * count)[dist.get_rank() :: 2]]
 
 
 def sharded(**options):
     module = network()
-    for block in module[1:-1]:
+    for block in module.blocks:
         fully_shard(block, **options)
     model = fully_shard(module, **options)
     return model, torch.optim.AdamW(model.parameters(), **dict(ADAMW))
@@ -60,8 +45,8 @@ def full(model):
 
 def train_fsdp2(model, optimizer):
     losses = []
-    for x, y in batches():
-        loss = mse_loss(model(x).float(), y)
+    for batch in batches():
+        loss = model(batch).float()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -83,7 +68,7 @@ def program(strategy):
     """A first state, its optimizer, and a local loss."""
     model, tx = fs.functionalize(network(), units=Block), fs.from_torch(torch.optim.AdamW, **dict(ADAMW))
     state = fs.TrainState.create(model.init(strategy), tx)
-    return state, tx, lambda params, batch: mse_loss(model.apply(params, batch[0]).float(), batch[1])
+    return state, tx, lambda params, batch: model.apply(params, batch).float()
 
 
 def train(strategy):
@@ -97,9 +82,9 @@ def train(strategy):
 
 def accumulated_by_fsdp2():
     (model, optimizer), microbatches = sharded(), batches(4)
-    for number, (x, y) in enumerate(microbatches, start=1):
+    for number, batch in enumerate(microbatches, start=1):
         model.set_requires_gradient_sync(number == len(microbatches))
-        (mse_loss(model(x), y) / len(microbatches)).backward()
+        (model(batch) / len(microbatches)).backward()
     optimizer.step()
     return full(model)
 

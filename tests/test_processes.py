@@ -45,7 +45,9 @@ except RuntimeError as error:
 """
 
 
-def run(*command, timeout=120):
+def run(*command, timeout=120, **options):
+    """Run a command with options by name, and return what it printed."""
+    command = [*command, *(part for name, value in options.items() for part in (f"--{name}", value))]
     result = subprocess.run([str(part) for part in command], cwd=ROOT, capture_output=True, text=True, timeout=timeout)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
@@ -75,9 +77,8 @@ def test_a_rank_that_is_killed_before_its_mesh_is_named(tmp_path):
 @pytest.mark.parametrize("launcher", ([sys.executable], [*TORCHRUN, 2]), ids=("alone", "torchrun"))
 def test_ddp_parity(tmp_path, launcher, strategy):
     sizes = {"width": 32, "layers": 2, "heads": 2, "context": 16, "batch": 2, "steps": 4, "sample": 5}
-    options = [part for name, size in sizes.items() for part in (f"--{name}", size)]
     plot = tmp_path / "curves.png"
-    out = run(*launcher, ROOT / "examples/ddp_parity.py", *options, "--strategy", strategy, "--plot", plot)
+    out = run(*launcher, ROOT / "examples/ddp_parity.py", strategy=strategy, plot=plot, **sizes)
     assert "largest difference from DDP: 0 in a loss, 0 in a parameter, over 4 steps" in out
     assert plot.read_bytes().startswith(b"\x89PNG")
 

@@ -15,54 +15,30 @@ from fshard.checkpoint import load_dcp, save_dcp
 from tests.checkpoint.test_state_dict import refusal
 from tests.ranks import on_ranks
 from tests.trees import TREES, assert_same_bits, every_strategy, exotic_dtypes, normal, one_axis
+from tests.unit_models import Block, Language, filled, tie_head, tokens
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
 SGD = {"lr": 1e-2, "momentum": 0.9}
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(7, 13), nn.Linear(13, 7)
-        self.register_buffer("scale", torch.tensor(2.0))
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x))) * self.scale
-
-
-class Language(nn.Module):
+def language():
     """A tied weight, buffers of both kinds, and sizes that two ranks do not divide."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 7)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.norm = nn.LayerNorm(7)
-        self.head = nn.Linear(7, 11, bias=False)
-        self.head.weight = self.embedding.weight
-        self.register_buffer("cache", torch.ones(3), persistent=False)
-        draw = normal(3)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(0.3 * draw(*parameter.shape))
-
-    def forward(self, x, y):
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = block(x)
-        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), y.flatten())
+    module = filled(Language(tie_head, hidden=(13, 13)))
+    module.register_buffer("scale", torch.tensor(2.0))
+    module.register_buffer("cache", torch.ones(3), persistent=False)
+    return module
 
 
 def batch(step):
-    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    return torch.randint(11, (3, 5), generator=generator), torch.randint(11, (3, 5), generator=generator)
+    (ids,) = tokens(2 * (step + 1))[2 * step + dist.get_rank()]
+    return ids
 
 
 class Fsdp2:
     """A run of FSDP2 as its users write one."""
 
     def __init__(self, mesh, cls, hyper, flat):
-        self.module = Language()
+        self.module = language()
         for unit in (*self.module.blocks, self.module):
             fully_shard(unit, mesh=mesh)
         self.optimizer = cls(self.module.parameters(), **hyper)
@@ -71,7 +47,7 @@ class Fsdp2:
     def train(self, steps):
         losses = []
         for step in steps:
-            loss = self.module(*batch(step))
+            loss = self.module(batch(step))
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -89,7 +65,7 @@ class Ours:
     """The same run by fshard."""
 
     def __init__(self, strategy, cls, hyper):
-        self.module = Language()
+        self.module = language()
         self.model = fs.functionalize(self.module, units=Block)
         self.tx = fs.chain(fs.from_torch(cls, **hyper, inject=["lr"]))
         self.state = fs.TrainState.create(self.model.init(strategy), self.tx, buffers=self.model.buffers)
@@ -98,7 +74,7 @@ class Ours:
     def train(self, steps):
         losses = []
         for step in steps:
-            loss, grads = fs.value_and_grad(self.model.apply)(self.state.params, *batch(step))
+            loss, grads = fs.value_and_grad(self.model.apply)(self.state.params, batch(step))
             self.state = fs.update(self.tx, self.state, grads)
             losses.append(float(loss))
         return losses

@@ -1,19 +1,16 @@
 """The example of LoRA runs as a user runs it: it learns, and from_pretrained loads what it exports, merged."""
 
 import re
-import sys
 
 import pytest
 import torch
 
-from tests.test_processes import ROOT, TORCHRUN, run
+from tests.test_examples import launched
+from tests.test_processes import ROOT, run
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.slow
-
 EXAMPLE = ROOT / "examples/finetune_lora.py"
-LAUNCHERS = pytest.mark.parametrize("launcher", [(sys.executable,), (*TORCHRUN, 2)], ids=["alone", "torchrun"])
 
 
 def finetune(launcher, directory, *options):
@@ -24,8 +21,8 @@ def finetune(launcher, directory, *options):
     return before, after, out
 
 
-@LAUNCHERS
-def test_learns_exports_and_goes_on(tmp_path, launcher):
+@launched
+def test_learns_exports_and_goes_on(tmp_path, launcher, ranks):
     before, after, out = finetune(launcher, tmp_path / "first", "--steps", 40)
     assert float(after) < float(before) - 1.5
     assert "918,656 parameters are frozen, 84,992 in 29 pairs of factors are trained" in out
@@ -45,14 +42,13 @@ PEFT = ROOT / "examples/finetune_peft.py"
 
 
 @pytest.mark.parametrize("bits", (8, 4))
-@LAUNCHERS
-def test_adapters_of_peft_on_a_base_of_bytes(tmp_path, launcher, bits):
+@launched
+def test_adapters_of_peft_on_a_base_of_bytes(tmp_path, launcher, ranks, bits):
     pytest.importorskip("peft")
     out = run(*launcher, PEFT, "--export", tmp_path / "adapter", "--steps", 60, "--bits", bits)
     before, after = re.search(r"held-out loss (\S+) before, (\S+) after", out).groups()
     assert float(after) < float(before) - 0.5
     assert f"{tmp_path / 'adapter'}: PeftModel.from_pretrained reads the adapter" in out
-    ranks = 1 if launcher == (sys.executable,) else 2
     kept, numbers = (float(figure) for figure in re.search(r"keeps (\S+) MB .* bits, (\S+) in float32", out).groups())
     # Of each number a byte or half a byte, and of each 64 a scale; vectors stay in float32.
     assert kept / numbers == pytest.approx((bits / 8 + 4 / 64) / 4, rel=0.02)
