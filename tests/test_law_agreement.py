@@ -150,21 +150,6 @@ def test_ranks_that_were_told_different_things_are_all_told():
     return found
 
 
-@on_ranks(2, timeout=4 * SECONDS)
-def test_a_rank_whose_trace_fails_tells_the_others():
-    params, first = params_of(zero3(one_axis())), my_rank() == 0
-
-    @fs.jit
-    def step(params):
-        return train(params) if first else {}["at 1"]
-
-    told = "rank 1 failed in jit: KeyError: 'at 1'\nTo fix: mend it; jit has sent nothing yet."
-    with pytest.raises(RuntimeError if first else KeyError) as caught:
-        step(params)
-    assert str(caught.value) == (told if first else "'at 1'")
-    assert fs.jit(train)(params)
-
-
 def updated(params, tx):
     return fs.update(tx, fs.TrainState.create(params, tx), fs.tree_map(torch.ones_like, params))
 

@@ -1,9 +1,6 @@
 """Messages of collectives that fail: one full text of each kind, and stores that do not answer."""
 
 import json
-import os
-import re
-import signal
 import threading
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,8 +13,6 @@ import fshard as fs
 from fshard import comm
 from fshard.comm import failure
 from fshard.comm.groups import Link
-from fshard.testing import RankError, Workers
-from fshard.testing import workers as workers_module
 from tests.comm.steps import make_step
 
 TIMEOUT = timedelta(seconds=30)
@@ -69,35 +64,6 @@ def test_ranks_that_do_different_things(workers):
         # Those that were waiting when the difference was found.
         assert {f"  rank 2: {steps[2]}"} <= set(others) <= {f"  rank {n}: {step}" for n, step in enumerate(steps)}
         assert (own, remedy) == (f"  rank {rank}, this one, was in {steps[rank]}", REMEDY)
-
-
-# What the survivor of two says, where the other was killed in front of the second unit; but for the number and layer: a
-# connection may end while this rank still reads what came for the one before.
-GATHER = "all_gather number over 'shard' of float32 (36,), 144 bytes in value_and_grad"
-KILLED = [
-    "rank 1 was killed or has ended",
-    f"  rank 0 waits in {GATHER}",
-    f"  rank 0, this one, was in {GATHER}",
-    REMEDY,
-]
-
-
-def test_a_process_that_is_killed(tmp_path, monkeypatch):
-    def between(place):
-        if (dist.get_rank(), place) == (1, 1):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def killed_in_a_step():
-        with impatient_axis() as axis:
-            step, state, x = make_step(axis, between)
-            (tmp_path / f"{dist.get_rank()}").write_text(text_of(lambda: step(state, x)))
-
-    # The pool would end the other one before it has said all.
-    monkeypatch.setattr(workers_module, "GRACE", 60.0)
-    with Workers(2) as workers, pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
-        workers.run(killed_in_a_step)
-    text = (tmp_path / "0").read_text()
-    assert re.sub(r"number \d+ \(gather of layers\.\d\)", "number", text) == "\n".join(KILLED)
 
 
 def test_a_store_that_does_not_answer_holds_nobody_up():
