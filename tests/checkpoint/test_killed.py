@@ -45,14 +45,15 @@ def saving():
         process.kill()
 
 
+def steps_in(directory):
+    return sorted(int(path.name[5:].partition(".")[0]) for path in directory.glob("step-*"))
+
+
 def check(directory, acknowledged, make=state):
     """The latest checkpoint is not older than what was complete, and every one that is there restores bitwise."""
     latest = checkpoint.latest(directory)
     assert latest >= acknowledged, "a complete checkpoint was lost"
-    names = [path.name for path in directory.glob("step-*")]
-    # Two are kept, and one is new.
-    assert len(names) <= 3
-    for step in (None, *(int(name[5:].partition(".")[0]) for name in names)):
+    for step in (None, *steps_in(directory)):
         expected = make(latest if step is None else step)
         assert_same(checkpoint.restore(directory, zeros_like(make(0)), step=step), expected)
     return latest
@@ -73,9 +74,11 @@ def test_processes_killed_at_some_moments(kills, ranks, saving, tmp_path):
         os.kill(draw.choice(pids), signal.SIGKILL)
         lines += saving.until("ended")
         latest = check(directory, max(line[1] for line in lines if line[0] == "saved"))
-    # The next save works, and removes what the killed ones left.
-    checkpoint.save(directory, state(latest + 1), latest + 1)
+    # The next save works, and removes what the killed ones left, such as steps that none was there to remove.
+    with checkpoint.Manager(directory, keep=2) as manager:
+        manager.save(state(latest + 1), latest + 1)
     assert check(directory, latest + 1) == latest + 1
+    assert steps_in(directory) == [latest, latest + 1]
     assert not [path.name for path in directory.iterdir() if path.name.startswith((".saving-", ".old-"))]
 
 
@@ -114,6 +117,8 @@ def test_stopped_before_each_call_of_the_system(ranks, tmp_path, monkeypatch):
             watched.setattr(os, name, before(getattr(os, name)))
         spmd(program, ranks)
     looks = [check(directory, 2, small) for directory in seen]
+    # Two are kept, and one is new.
+    assert max(len(steps_in(directory)) for directory in seen) == 3
     assert (looks[0], looks[-1]) == (2, 3)
     assert looks == sorted(looks)
     assert len(looks) > 8
