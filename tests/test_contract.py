@@ -55,7 +55,7 @@ def check_a_rank_that_raises_is_named_on_all(program, place, fault, then, world)
     return [rank for rank, found in enumerate(others) if not found.error]
 
 
-@pytest.mark.rows(4)
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("world_size", (2, "2 processes", "4 processes"))
 @pytest.mark.parametrize("fault, then", FAULTS)
 @pytest.mark.parametrize("name, place", PLACES)

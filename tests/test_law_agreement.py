@@ -183,7 +183,7 @@ def errors_of_one_alone(calls):
     return found
 
 
-@on_ranks(3, "2 processes", timeout=6 * SECONDS)
+@on_ranks(3, pytest.param("2 processes", marks=pytest.mark.slow), timeout=6 * SECONDS)
 def test_a_verb_that_one_rank_calls_alone_is_named_on_every_rank():
     """Where gloo would end by a signal, or return what it was not sent."""
     return errors_of_one_alone(ALONE)
