@@ -72,7 +72,8 @@ def gathers(number, use):
 
 
 def model(number, merge_bytes):
-    blocks = [nn.Sequential(nn.LayerNorm(2), nn.LayerNorm(2)) for _ in range(number)]
+    """A model of so many units, in pairs."""
+    blocks = [nn.Sequential(nn.LayerNorm(2), nn.LayerNorm(2)) for _ in range(number // 2)]
     model = fs.functionalize(nn.Sequential(*blocks), units=nn.LayerNorm)
     params = model.init(zero3(merge_bytes))
     return lambda: fs.value_and_grad(lambda params: model.apply(params, torch.ones(2)).sum())(params)
