@@ -264,9 +264,12 @@ def test_a_process_that_was_refused_a_mesh_can_make_one():
 RATE, FRACTION = "a finite number, 0 or more", "a number, 0 or more and below 1"
 
 
-def check_rates(rates, with_betas):
-    """Of optimizers with the names of their rates, and of those with betas."""
-    for make, names in rates.items():
+# Optimizers with the names of their rates.
+RATES = {fs.sgd: ("momentum",), fs.adam: (), fs.adamw: ("lr", "eps", "weight_decay")}
+
+
+def test_rates_out_of_range_are_refused_by_name_and_their_ends_taken():
+    for make, names in RATES.items():
         for name in names:
             for value in (-1e-9, math.nan, "x"):
                 text = f"expected {name} to be {RATE}, got {value!r}"
@@ -274,12 +277,7 @@ def check_rates(rates, with_betas):
         for lr in (0, 0.0, torch.tensor(0.1), torch.tensor(0.1, requires_grad=True), lambda count: 0.1 / (count + 1)):
             make(lr)
         make(torch.empty((), device="meta"))
-    for make in with_betas:
-        assert f"expected betas[1] to be {FRACTION}, got 1.0" in text_of(lambda: make(0.1, (0.9, 1.0)))  # noqa: B023
-
-
-def test_rates_out_of_range_are_refused_by_name_and_their_ends_taken():
-    check_rates({fs.sgd: ("momentum",), fs.adam: (), fs.adamw: ("lr", "eps", "weight_decay")}, (fs.adamw,))
+    assert f"expected betas[1] to be {FRACTION}, got 1.0" in text_of(lambda: fs.adamw(0.1, (0.9, 1.0)))
     vector = f"sgd: expected lr to be {RATE}, got a float32 Tensor of shape (2,)"
     assert text_of(lambda: fs.sgd(ones(2))) == vector
     fs.adam(0.1, (0, 0.999)), fs.sgd(0.1, dampening=-1.0), fs.clip_by_norm(1, math.inf), fs.ema(fs.sgd(1), 1)

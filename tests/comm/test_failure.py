@@ -2,7 +2,6 @@
 
 import json
 import threading
-from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
@@ -15,46 +14,35 @@ from fshard.comm import failure
 from fshard.comm.groups import Link
 from tests.comm.steps import make_step
 
-TIMEOUT = timedelta(seconds=30)
-
 REMEDY = (
     "To fix: mend the first error; go on from the last checkpoint, or in the same processes: call fs.init_mesh on "
     "every rank, and the step again with the state before it."
 )
 
 
-@contextmanager
-def impatient_axis():
-    """All ranks, on a process group of its own, once all have loaded what they need."""
-    step, state, x = make_step()
-    step(state, x)
-    group = dist.new_group(timeout=TIMEOUT)
-    dist.barrier()
-    try:
-        yield fs.Axis("shard", dist.get_world_size(), group.group_name)
-    finally:
-        dist.destroy_process_group(group)
-
-
-def text_of(call):
-    """What a call fails with; the backend's own words are its cause."""
-    with pytest.raises(comm.CollectiveError) as caught:
-        call()
-    cause = caught.value.__cause__
-    assert isinstance(cause, RuntimeError)
-    return str(caught.value)
-
-
 def test_ranks_that_do_different_things(workers):
     """All of them fail, and each hears from all others where these were."""
 
+    def differ(axis):
+        if dist.get_rank() == 2:
+            return comm.reduce_scatter([torch.ones(3, 2)], axis, "sums")
+        with comm.concerning(["blocks.7"], [f"['w{n}']" for n in range(8)]):
+            return comm.all_gather([torch.ones(2)], axis, "gather")
+
     def program():
-        with impatient_axis() as axis:
-            comm.all_gather([torch.ones(2)], axis, "before")
-            if dist.get_rank() == 2:
-                return text_of(lambda: comm.reduce_scatter([torch.ones(3, 2)], axis, "sums"))
-            with comm.concerning(["blocks.7"], [f"['w{n}']" for n in range(8)]):
-                return text_of(lambda: comm.all_gather([torch.ones(2)], axis, "gather"))
+        # All have loaded what they need before they wait for each other.
+        step, state, x = make_step()
+        step(state, x)
+        group = dist.new_group(timeout=timedelta(seconds=30))
+        dist.barrier()
+        axis = fs.Axis("shard", dist.get_world_size(), group.group_name)
+        comm.all_gather([torch.ones(2)], axis, "before")
+        with pytest.raises(comm.CollectiveError) as caught:
+            differ(axis)
+        dist.destroy_process_group(group)
+        # The backend's own words.
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        return str(caught.value)
 
     gather = "all_gather number 2 (gather of blocks.7) over 'shard' of float32 (2,), 8 bytes"
     steps = [gather, gather, "reduce_scatter number 2 (sums) over 'shard' of float32 (2,), 8 bytes"]

@@ -15,15 +15,11 @@ PARAMS = {"v": normal(1)(7), "w": normal(2)(5, 3), "x": normal(3)(2, 4, dtype=to
 CALLS = []
 
 
-def check_optimizers_of_the_library_pass(row):
-    params = {"wide": normal(4)(3, 5), "tall": normal(5)(6, 2), "vector.bias": normal(6)(3), "i": torch.ones(2)}
-    check_optimizer(row.make(), PARAMS | params, world_sizes=(1, 3))
-
-
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("name", TABLE)
 def test_optimizers_of_the_library_pass(name):
-    check_optimizers_of_the_library_pass(TABLE[name])
+    params = {"wide": normal(4)(3, 5), "tall": normal(5)(6, 2), "vector.bias": normal(6)(3), "i": torch.ones(2)}
+    check_optimizer(TABLE[name].make(), PARAMS | params, world_sizes=(1, 3))
 
 
 def transformation(f):
