@@ -366,9 +366,8 @@ TABLES = {
 @pytest.mark.parametrize("table", TABLES)
 def test_units_are_one_process(table):
     strategies = {name: strategy for chosen in CHOSEN.values() for name, strategy in chosen.items()}
+    rows = dict(list(TABLES[table](0).items())[::2])
     # Routings are of three ranks.
-    rows = TABLES[table](0)
-    rows = rows if table == "routing" else dict(list(rows.items())[::2])
     assert_each_is_one_process(rows, 3 if table == "routing" else 2, strategies, each=False)
 
 

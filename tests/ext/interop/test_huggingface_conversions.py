@@ -8,6 +8,7 @@ import torch
 import fshard as fs
 from fshard.checkpoint import load_huggingface
 from fshard.testing import spmd
+from tests.ext import test_architectures as architectures
 from tests.test_guide import REFERENCE, section
 from tests.trees import assert_same_bits, one_axis
 
@@ -16,23 +17,18 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
 
 RANKS = 2
-TOKENS = dict(vocab_size=99, bos_token_id=1, eos_token_id=2, pad_token_id=0)
-SIZES = dict(hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2)
-MIXTRAL = TOKENS | SIZES | dict(num_key_value_heads=2, max_position_embeddings=32, num_local_experts=5)
 CASES = {
-    "Mixtral": ("MixtralForCausalLM", MIXTRAL),
-    "BERT": ("BertForMaskedLM", TOKENS | SIZES),
-    "BERT base": ("BertModel", TOKENS | SIZES),
+    "Mixtral": architectures.CASES["mixtral"],
+    "BERT": architectures.CASES["bert"],
+    "BERT base": architectures.CASES["bert"]._replace(model="BertModel"),
 }
 
 
 def build(name):
     """A model whose parameters and saved buffers all differ."""
-    cls, config = CASES[name]
-    cls = getattr(transformers, cls)
-    torch.manual_seed(0)
-    module = cls(cls.config_class(**config)).eval()
-    with torch.no_grad():
+    module = CASES[name].build().eval()
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(0)
         for tensor in module.state_dict().values():
             if tensor.is_floating_point():
                 tensor.normal_()
