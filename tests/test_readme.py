@@ -1,7 +1,6 @@
 """The programs of the README and of the reference run as printed."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +11,8 @@ from torch import nn
 import fshard as fs
 from fshard.testing import assert_trees_close, spmd
 from tests.ranks import on_ranks
+from tests.test_guide import README, REFERENCE, section
 
-ROOT = Path(__file__).parents[1]
-README, REFERENCE = ROOT / "README.md", ROOT / "examples/REFERENCE.md"
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 PROGRAM, FOUR_VERBS, OPTIMIZERS, STATE, TRANSFORMS, TESTING = BLOCK.findall(README.read_text())
 # The program up to its loop, and that with the eager step.
@@ -24,7 +22,7 @@ EAGER = SETUP.replace("@fs.jit", "")
 
 def blocks(heading: str) -> list[str]:
     """The programs of one section of the reference."""
-    return BLOCK.findall(REFERENCE.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0])
+    return BLOCK.findall(section(REFERENCE, heading))
 
 
 ((UNITS,), (SAME_BITS,)) = map(blocks, ("Units of a plain function", "The same bits at any number of ranks"))

@@ -187,7 +187,7 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def copied(tree: Any) -> Any:
-    return fs.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, tree)
+    return fs.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 def padded_with(leaf: fs.Sharded, value: float) -> fs.Sharded:

@@ -3,15 +3,12 @@
 import json
 import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.accelerator import emu
 from tests.accelerator.programs import PROGRAMS
-
-ROOT = Path(__file__).parents[2]
+from tests.test_processes import ROOT, TORCHRUN
 
 
 @pytest.fixture(scope="module")
@@ -22,10 +19,8 @@ def library(tmp_path_factory):
 def run(library, *options, script="tests/accelerator/programs.py"):
     """Run programs on two ranks."""
     result = library.with_name("result.json")
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    script = (ROOT / script, library, result)
     done = subprocess.run(
-        [*torchrun, *map(str, script), *options],
+        [*map(str, (*TORCHRUN, 2, ROOT / script, library, result)), *options],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -3,7 +3,6 @@
 import math
 import random
 from collections import OrderedDict
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from fshard.testing import spmd
 from fshard.tree import flatten, is_sharded
 from tests.trees import STRATEGIES, TREES, as_bytes, exotic_dtypes, meshes, normal
 
-ROOT = Path(__file__).parents[2]
 LAYOUTS = STRATEGIES | {
     "zero3": lambda on: fs.zero3(on.line, min_shard_elements=0),
     "zero3 with small leaves whole": lambda on: fs.zero3(on.line, min_shard_elements=16),

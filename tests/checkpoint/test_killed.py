@@ -15,7 +15,8 @@ import torch
 from fshard import checkpoint
 from fshard.testing import spmd
 from tests.checkpoint.saving_process import state
-from tests.checkpoint.states import ROOT, assert_same, sampler, zeros_like
+from tests.checkpoint.states import assert_same, sampler, zeros_like
+from tests.test_processes import ROOT
 
 
 class Saving(subprocess.Popen):

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard.testing import check_pure, spmd
-from tests.trees import assert_same_bits
+from tests.trees import assert_same_bits, copied
 
 D = 6
 
@@ -235,10 +235,6 @@ def sharded(plan: Plan, strategy: str, jitted: bool) -> list[dict[str, Any]]:
         found = {"loss": loss.detach().clone(), "grads": copied(fs.unshard(grads))}
         history.append(found | {"params": copied(fs.unshard(state.params))})
     return history
-
-
-def copied(tree: dict[str, Any]) -> dict[str, Any]:
-    return {name: None if leaf is None else leaf.detach().clone() for name, leaf in tree.items()}
 
 
 def differences(plan: Plan, found: list[Any], expected: list[Any]) -> list[str]:
