@@ -61,7 +61,7 @@ def test_ensemble(launcher, ranks, tmp_path):
 def test_diloco(launcher, replicas, shards, tmp_path):
     """The program itself asserts the bytes that it prints; a checkpoint has a row for each replica."""
     out = run(*launcher, ROOT / "examples/diloco.py", "--shard", shards, "--rounds", 3, "--directory", tmp_path)
-    names = [f"['inner'].opt_state[1].{kind}['head.weight']" for kind in ("mean", "square")]
+    names = [f"['inner'].opt_state[1][0].{kind}['head.weight']" for kind in ("mean", "square")]
     rows = json.loads((tmp_path / "step-00000003.0/manifest.json").read_text())["body"]["tensors"]
     assert [rows[name][1][0] for name in names] == [replicas] * 2
     assert difference(out) < 1e-12
