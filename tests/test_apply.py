@@ -204,6 +204,24 @@ def test_writes_to_gathered_weights_and_buffers_are_refused_in_every_mode(mode):
 
 
 @on_ranks(2)
+def test_writes_to_what_a_backward_needs_are_refused():
+    """A result and an operand, which torch sees by itself only where no hooks save them."""
+    params = fs.shard({"w": normal()(4, 4)}, zero3()(one_axis()))
+    for f, written in ((torch.exp, 1), (torch.sin, 0)):
+
+        def loss(p, f=f, written=written):
+            x = 2 * fs.gather(p)["w"]
+            pair = x, f(x)
+            pair[written].add_(1)
+            return pair[1].sum()
+
+        needed, found = "expected no writes to saved tensors", r"a float64 \w*Tensor of shape \(4, 4\)"
+        for run in (fs.value_and_grad(loss), fs.jit(fs.value_and_grad(loss))):
+            with pytest.raises(RuntimeError, match=f"value_and_grad: {needed}, got one to {found}; write to a copy"):
+                run(params)
+
+
+@on_ranks(2)
 def test_differentiation_is_refused_in_inference_mode():
     """Before anything is computed, and what was passed can be differentiated outside."""
     params = fs.shard({"w": normal()(4, 4)}, zero3()(one_axis()))

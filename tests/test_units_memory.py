@@ -1,5 +1,6 @@
 """What is held when: gathered weights are freed as soon as their unit has run."""
 
+import gc
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
+from fshard.engine import Call
 from fshard.testing import spmd
 from tests.ranks import my_rank
 from tests.trees import one_axis
@@ -144,3 +146,27 @@ def test_a_second_gradient_is_added_in_the_memory_of_the_first_unless_that_is_he
         return [grad.unique().tolist() for grad in (*kept, fs.unshard(grads))]
 
     assert spmd(program, 2) == [[[12.0], [6.0], [18.0]] if keep else [[18.0]]] * 2
+
+
+@pytest.mark.parametrize("case", ("a checkpoint", "a computed leaf", "a result that is not used"))
+def test_nothing_leads_back_to_a_call_that_has_ended(case):
+    """Hooks of a graph that stays would, and a result that is saved with its graph: no garbage collector sees those."""
+    module = filled(nn.Sequential(*(Layer(number, case == "a checkpoint") for number in range(3))))
+
+    def program():
+        model, (x,) = fs.functionalize(module, Layer), vectors(2)[my_rank()]
+
+        def loss(p):
+            names = ["1.weight"] if case == "a computed leaf" else []
+            y, _ = model.apply(p | {name: fs.tree_map(torch.tanh, p[name]) for name in names}, (x, Log()))
+            return y.square().mean(), torch.softmax(y, -1) if case == "a result that is not used" else None
+
+        fs.value_and_grad(loss, has_aux=True)(model.init(zero3()(one_axis())))
+
+    def calls():
+        gc.collect()
+        return sum(type(held) is Call for held in gc.get_objects())
+
+    before = calls()
+    spmd(program, 2)
+    assert calls() == before

@@ -29,12 +29,10 @@ class Forward:
             trains: Whether a backward follows.
             saved: The hooks by which autograd saves tensors.
         """
-        self.uses: list[Use] = []
-        self.events: list[Step] = []
+        self.uses, self.events = list[Use](), list[Step]()
         self.over, self.saved = False, saved
         self._what, self._trains, self._differentiated = what, trains, False
-        self._open: list[Use] = []
-        self._left: list[Use] = []
+        self._open, self._left = list[Use](), list[Use]()
         self._plain: Use | None = None
 
     def insert_plain(self, use: Use) -> None:
@@ -109,6 +107,8 @@ class Forward:
         for use in self.uses:
             use.take_back()
         self.uses, self.events, self._open, self._left, self._plain = [], [], [], [], None
+        # A graph that stays may hold the hooks, and a use may lead back to it, which no collector sees.
+        self.saved.known = {}
 
     def _close_all_but(self, inside: Sequence[Use]) -> None:
         """Close open uses: from here on autograd saves their tensors as they are.
