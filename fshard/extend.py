@@ -24,10 +24,11 @@
 - `sum_dtype`: the dtype in which gradients of a leaf are added up.
 - `TorchState`: the state of an optimizer that `from_torch` made.
 - `watched`: tells an object with four methods when collectives start, are waited for and land.
+- `without_saved_tensor_hooks`: lets autograd save tensors as they are inside a context, where hooks would save others.
 - `words_at`: random numbers of 64 bits that depend on a key and an index alone.
 """
 
-from fshard._compat import fake_maker
+from fshard._compat import fake_maker, without_saved_tensor_hooks
 from fshard.checkpoint.exchange import Entry, Exchange, piece_of
 from fshard.collectives import chained, custom_call
 from fshard.comm import calling, everyone, serves_host, watched
@@ -47,4 +48,4 @@ from fshard.tree.checks import check_axis, describe
 __all__ = ["Entry", "Exchange", "FullyShard", "TorchState"]
 __all__ += ["calling", "chained", "check_axis", "check_rates", "custom_call", "describe", "everyone", "expect"]
 __all__ += ["fake_axes", "fake_maker", "flatten", "leaf_means", "leafwise", "local_piece", "piece_of", "ranks_of"]
-__all__ += ["refuse", "serves_host", "sum_dtype", "watched", "words_at"]
+__all__ += ["refuse", "serves_host", "sum_dtype", "watched", "without_saved_tensor_hooks", "words_at"]

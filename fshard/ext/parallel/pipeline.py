@@ -13,6 +13,7 @@ import torch
 import fshard as fs
 from fshard.ext import _compat
 from fshard.extend import calling, chained, check_axis, custom_call, describe, expect, flatten, refuse, sum_dtype
+from fshard.extend import without_saved_tensor_hooks as as_they_are
 
 SCHEDULES = ("gpipe", "1f1b")
 REDUCTIONS = ("mean", "sum", "weighted")
@@ -325,8 +326,7 @@ class _Run:
         call, found = self._call, self._call.nothing()
         table, last = ticks(self._axis.size, call.parts.microbatches, self._differentiates), self._axis.size - 1
         # Tensors of these graphs are needed soon, and are saved as they are.
-        saved_as_they_are = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-        with torch.set_grad_enabled(self._differentiates), saved_as_they_are:
+        with torch.set_grad_enabled(self._differentiates), as_they_are():
             for tick in table:
                 op, sent = tick[call.own], None
                 if op is not None and op.backward:

@@ -180,6 +180,8 @@ def test_other_derivatives_are_refused_by_name():
     params, data, f = setting((1, 2), stage=lambda p, h: stage(p, h) + kept)
     found = outcome(fs.value_and_grad(f), params, *data)
     assert "expected stages to compute with params and h, got a closure's tensor" in found
+    params, data, f = setting((1, 2), stage=lambda p, h: torch.exp(stage(p, h)).add_(1))
+    assert "has been modified by an inplace operation" in outcome(fs.value_and_grad(f), params, *data)
 
 
 def outcome(f, *args):
