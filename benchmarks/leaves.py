@@ -127,7 +127,7 @@ def take_steps(name: str, leaves: int, steps: int) -> list[Turn]:
 
 def measured(names: list[str], leaves: int, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Start the processes of all systems, and let each take steps once a round, in an order that changes."""
-    samples = {name: [Samples([], [], []) for _ in PARTS] for name in names}
+    samples = {name: [Samples([], [], [], []) for _ in PARTS] for name in names}
     first: dict[str, float] = {}
     with ExitStack() as stack:
         ranks = {name: stack.enter_context(fs.testing.Workers(RANKS, timeout=HUNG_SECONDS)) for name in names}

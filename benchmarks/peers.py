@@ -130,6 +130,7 @@ def summary(name: str, launches: Mapping[str, list[Samples]], reference: str) ->
     return {
         "median_seconds": statistics.median(samples.seconds),
         "median_main_thread_seconds": statistics.median(samples.main_thread_seconds),
+        "median_page_faults": statistics.median(samples.page_faults),
         "ratio": median,
         "ratio_quartiles": [lower, upper],
         "ratios_of_starts": starts,
@@ -150,7 +151,7 @@ def write(args: argparse.Namespace, reference: str, samples: Mapping[str, list[d
         **{"reference": reference, "launches": args.launches, "rounds": args.rounds, "dropped_rounds": args.dropped},
         "pinned": args.pin,
     }
-    columns = ("ms", "ratio", "quartiles", "starts", "guards", "to fsdp2", "main thread ms", "ratio")
+    columns = ("ms", "ratio", "quartiles", "starts", "guards", "to fsdp2", "main thread ms", "ratio", "page faults")
     bars = {}
     for part, groups in samples.items():
         results[part] = [{system: summary(system, group, reference) for system in group} for group in groups]
@@ -179,6 +180,7 @@ def cells(values: Mapping[str, Any]) -> list[str]:
         "-" if values["ratio_to_fsdp2"] is None else f"{values['ratio_to_fsdp2']:.3f}",
         f"{1e3 * values['median_main_thread_seconds']:.1f}",
         f"{values['main_thread_ratio']:.3f}",
+        f"{values['median_page_faults']:.0f}",
     ]
 
 

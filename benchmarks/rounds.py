@@ -2,6 +2,7 @@
 
 import gc
 import random
+import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,18 +19,23 @@ TURN_SECONDS = 0.5
 
 
 class Samples(NamedTuple):
-    """Of each round that counts: wall time on rank 0, CPU time of its main thread, and the mean loss over ranks."""
+    """Of each round that counts what rank 0 measured, as a turn has it."""
 
     seconds: list[float]
     main_thread_seconds: list[float]
+    page_faults: list[float]
     losses: list[float]
 
 
 class Turn(NamedTuple):
-    """One step of a system on one rank: its wall time, CPU time of the main thread, and the mean loss over ranks."""
+    """One step of a system on one rank: its wall time, CPU time of the main thread, and the mean loss over ranks.
+
+    Page faults are those of all threads, each for 4 KiB that the allocator has taken from the operating system anew.
+    """
 
     seconds: float
     main_thread_seconds: float
+    page_faults: float
     loss: float
 
 
@@ -45,11 +51,16 @@ def take_turn(step: Callable[[], torch.Tensor], steps: int = 1) -> Turn:
 
 def _timed(step: Callable[[], torch.Tensor]) -> Turn:
     dist.barrier()
-    start, cpu_start = time.perf_counter(), time.thread_time()
+    start, cpu_start, faults = time.perf_counter(), time.thread_time(), page_faults()
     loss = step()
     cpu_seconds = time.thread_time() - cpu_start
     dist.barrier()
-    return Turn(time.perf_counter() - start, cpu_seconds, mean_over_ranks(loss))
+    seconds, faults = time.perf_counter() - start, page_faults() - faults
+    return Turn(seconds, cpu_seconds, faults, mean_over_ranks(loss))
+
+
+def page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def in_turn(
@@ -63,7 +74,7 @@ def in_turn(
         dropped: Rounds of one step before those that count.
         rounds: Rounds that count.
     """
-    samples = {name: Samples([], [], []) for name in names}
+    samples = {name: Samples([], [], [], []) for name in names}
     seconds: list[float] = []
     for number in range(dropped + rounds):
         # The same order on every rank, without which they would wait for each other.
