@@ -16,9 +16,14 @@ Each system has processes of its own, as in use, and all wait while one takes a 
 gives back to the operating system what one system frees and another takes, and steps are slower by up to a third. From
 one start to the next a process's times move by some percent, so all are started --launches times. The table has the
 least and the largest ratio of a start: where they are further apart than 3% of the median the row guards nothing, and
-says so. --pin keeps each rank, with the threads of its backend, on one core. Where the systems would need more than
---memory-fraction of the memory that is available, they are measured in groups one after another, with the reference in
-each; one group that does not fit is refused.
+says so. Most of it are page faults of memory that the C allocator has given back and takes again: 35,000 a step at
+d512, more or fewer by where its heap happens to end. `make bench` lets it keep all for all systems, by
+
+    GLIBC_TUNABLES=glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=17179869184
+
+and the results say so. --pin keeps each rank, with the threads of its backend, on one core. Where the systems would
+need more than --memory-fraction of the memory that is available, they are measured in groups one after another, with
+the reference in each; one group that does not fit is refused.
 
 Ratios are medians over rounds of the ratio to the reference (torch DDP, or plain PyTorch) in the same round. The time
 of the main thread is CPU time, which waiting does not add to: what it exceeds plain PyTorch's by is overhead of the
@@ -149,7 +154,7 @@ def write(args: argparse.Namespace, reference: str, samples: Mapping[str, list[d
         "configuration": {"name": name, **args.configuration._asdict()},
         **{"ranks": ranks, "backend": "gloo", "threads": 1},
         **{"reference": reference, "launches": args.launches, "rounds": args.rounds, "dropped_rounds": args.dropped},
-        "pinned": args.pin,
+        **{"pinned": args.pin, "allocator": os.environ.get("GLIBC_TUNABLES", "as it is")},
     }
     columns = ("ms", "ratio", "quartiles", "starts", "guards", "to fsdp2", "main thread ms", "ratio", "page faults")
     bars = {}

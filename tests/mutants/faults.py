@@ -280,8 +280,22 @@ FAULTS = (
     Fault(
         "handle-of-a-conjugate-view",
         "fshard/engine/saved.py",
-        "if kind != [tensor.dtype, type(tensor)] or tensor.is_conj() or tensor.is_neg():",
-        "if kind != [tensor.dtype, type(tensor)] or tensor.is_neg():",
+        "plain = tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())",
+        "plain = tensor.layout is torch.strided and not tensor.is_neg()",
+        "5: autograd gets back the tensor that it saved",
+    ),
+    Fault(
+        "saved-results-hold-their-graphs",
+        "fshard/engine/saved.py",
+        "tensor = tensor.detach() if tensor.requires_grad else tensor",
+        "",
+        "5: a call that has ended holds nothing",
+    ),
+    Fault(
+        "writes-to-saved-tensors-are-not-seen",
+        "fshard/engine/saved.py",
+        "if _compat.version(tensor) != version:",
+        "if _compat.version(tensor) < version:",
         "5: autograd gets back the tensor that it saved",
     ),
     Fault(
