@@ -188,7 +188,8 @@ def closed(
         said = [f"{path} {'used' if yes else 'unused'}" for path, yes in used.items()]
         comm.ops.told(json.dumps({"leaves": "\n".join(said)}))
     else:
-        facts = [torch.tensor(list(used.values()), dtype=value.dtype, device=device)]
+        # The host waits for no copy to the device: all that reads it follows on the same stream.
+        facts = [torch.tensor([*used.values()], dtype=value.dtype, device="cpu").to(device, non_blocking=True)]
     for axis in asked:
         # The loss agrees over other axes.
         own = [value] if axis in axes else []

@@ -398,7 +398,8 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   if (is_emu(self) != is_emu(source)) {
     const bool to_host = is_emu(source);
     note(std::string(to_host ? "to host " : "to emu ") + std::to_string(source.numel()) + (non_blocking ? " async" : ""));
-    if (to_host && !non_blocking) {
+    // As CUDA does in both directions, whether or not the host's memory is pinned.
+    if (!non_blocking && source.numel()) {
       note("sync copy_");
     }
   } else {

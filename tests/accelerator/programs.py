@@ -109,14 +109,14 @@ def train(device, strategy=fs.zero3, tx=None, *, jit=None, **options):
 
 def accumulated(device):
     """Accumulate weighted gradients of microbatches, twice."""
-    params, loss_fn = modelled(device)
+    (params, loss_fn), given = modelled(device), batches(device)
 
     def counted(params, batch):
         return loss_fn(params, batch, "sum"), (batch[1] >= 0).sum()
 
     for _ in range(2):
         log.take()
-        found = fs.accumulate(counted, reduce="weighted")(params, batches(device))
+        found = fs.accumulate(counted, reduce="weighted")(params, given)
     return found
 
 
