@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -12,11 +13,11 @@ from torch import nn
 import fshard as fs
 from fshard.ext.plan.plan import plan
 from fshard.ext.plan.report import Bytes, Rates, readable
-from fshard.extend import describe, expect, fake_maker
+from fshard.extend import describe, expect, fake_axes, fake_maker
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
-# Depths that are traced of a deeper model.
-DEPTHS = (2, 3, 4)
+# Of a deeper model two depths are traced, at least LEAST layers and SPAN more.
+LEAST, SPAN = 4, 4
 
 
 class Workload(NamedTuple):
@@ -84,26 +85,28 @@ class Estimate(NamedTuple):
         strategy: The name of the strategy.
         mesh: Ranks on each axis.
         peak: Bytes held when most are.
-        bytes_sent: Nominal ring bytes, scalars left out.
+        sent: Nominal ring bytes over each axis, scalars left out.
         collectives: How many; about so many where the depth is extrapolated, because small gradients of several layers
             share a collective and fill it at depths that were not traced.
         flops: Floating-point operations.
         seconds: An estimate of the time, from stated rates.
+        waiting: Seconds among these in which the device waits for a link.
     """
 
     strategy: str
     mesh: dict[str, int]
     peak: Bytes
-    bytes_sent: float
+    sent: dict[str, float]
     collectives: int
     flops: int
     seconds: float
+    waiting: float
 
     def __str__(self) -> str:
         """Write one row of a table."""
         return (
             f"{self.strategy:<6} {' x '.join(map(str, self.mesh.values())):>12} {readable(self.peak.total):>10} "
-            f"{readable(self.bytes_sent):>10} {self.collectives:>12} {self.flops:>9.3g} {self.seconds:>9.3g}"
+            f"{readable(sum(self.sent.values())):>10} {self.collectives:>12} {self.flops:>9.3g} {self.seconds:>9.3g}"
         )
 
 
@@ -113,6 +116,7 @@ def estimate(
     mesh: Mapping[str, int],
     rates: Rates = Rates(),  # noqa: B008
     full_depth: bool = False,
+    **options: Any,
 ) -> Estimate:
     """Plan a workload, by extrapolation over its depth where that is known and large.
 
@@ -122,6 +126,7 @@ def estimate(
         mesh: Ranks on each axis.
         rates: As for `fs.plan`.
         full_depth: Whether to trace all layers instead.
+        **options: As for `prepared`.
 
     Returns:
         The estimate.
@@ -131,19 +136,33 @@ def estimate(
     """
 
     def row(layers: int | None) -> tuple[float, ...]:
-        step, state = prepared(workload, strategy, layers)
+        step, state = prepared(workload, strategy, layers, **options)
         found = plan(step, state, *workload.batch, mesh=mesh, rates=rates)
-        return (*found.peak, found.bytes_sent(), len(found.collectives()), found.flops, found.seconds)
+        sent = (traffic.bytes for traffic in found.by_axis().values())
+        return (*found.peak, len(found.collectives()), found.flops, found.seconds, found.waiting, *sent)
 
-    deeper = 0 if full_depth or workload.layers is None else max(0, workload.layers - DEPTHS[-1])
-    columns = zip(*map(row, DEPTHS if deeper else [None]), strict=True)
-    # Where growth is uneven, the mean of the traced depths goes on.
-    *held, sent, count, flops, seconds = (
-        last + deeper * (last - middle if last - middle == middle - first else (last - first) / 2)
-        for first, middle, last in ((column[0], column[len(column) // 2], column[-1]) for column in columns)
-    )
-    peak = Bytes(*(max(0, round(size)) for size in held))
-    return Estimate(strategy, dict(mesh), peak, sent, round(count), round(flops), seconds)
+    layers = 0 if full_depth else workload.layers or 0
+    first = _first_depth(workload, strategy, options) if layers else LEAST
+    deeper = layers - first - SPAN
+    if deeper <= 0:
+        numbers = row(None)
+    else:
+        # Further layers add as much as those between the traced depths.
+        less, more = row(first), row(first + SPAN)
+        numbers = tuple(b + deeper / SPAN * (b - a) for a, b in zip(less, more, strict=True))
+    uses = len(Bytes._fields)
+    peak = Bytes(*(max(0, round(size)) for size in numbers[:uses]))
+    count, flops, seconds, waiting = numbers[uses : uses + 4]
+    sent = dict(zip(mesh, numbers[uses + 4 :], strict=True))
+    return Estimate(strategy, dict(mesh), peak, sent, round(count), round(flops), seconds, waiting)
+
+
+def _first_depth(workload: Workload, strategy: str, options: Mapping[str, Any]) -> int:
+    """Choose the least depth whose layers are more than is gathered ahead and reduced at a time."""
+    two, three = (sum(p.nbytes for p in workload.make(layers).parameters()) for layers in (2, 3))
+    leaf: Any = next(iter(prepared(workload, strategy, 2, **options)[1].params.values()))
+    # Gathers and reductions under way are each up to twice what is merged.
+    return max(LEAST, math.ceil(4 * leaf.spec.reshard.merge_bytes / max(1, three - two)))
 
 
 def mesh_of(strategy: str, ranks: int, node: int = 8) -> dict[str, int]:
@@ -155,13 +174,18 @@ def mesh_of(strategy: str, ranks: int, node: int = 8) -> dict[str, int]:
     return {"replicate": ranks // node, "shard": node}
 
 
-def prepared(workload: Workload, strategy: str, layers: int | None = None) -> tuple[Callable[..., Any], fs.TrainState]:
-    """Make the jitted step of a workload, with AdamW and its state donated, and the state on one rank without values.
+def prepared(
+    workload: Workload, strategy: str, layers: int | None = None, on: Any = None, **options: Any
+) -> tuple[Callable[..., Any], fs.TrainState]:
+    """Make the jitted step of a workload, with AdamW and its state donated, and the state without values.
 
     Args:
         workload: The module and its batch.
         strategy: The name of the strategy.
         layers: Another depth than the workload's.
+        on: A mesh with the strategy's axes, where several ranks run, all of which must call this; None makes one of one
+            rank.
+        **options: Passed to the strategy, such as `param_dtype`.
     """
     module = workload.make(layers or workload.layers)
     model, tx = fs.functionalize(module, workload.units), fs.from_torch(torch.optim.AdamW, lr=1e-4, fused=True)
@@ -177,6 +201,11 @@ def prepared(workload: Workload, strategy: str, layers: int | None = None) -> tu
     # Not on the meta device, which fused optimizers refuse.
     fake = fake_maker()
     whole = {name: nn.Parameter(fake(p), p.requires_grad) for name, p in module.named_parameters()}
-    mesh = fs.init_mesh(dict.fromkeys(mesh_of(strategy, 8), 1), device="cpu")
-    params = fs.shard(whole, getattr(fs, strategy)(mesh))
+    if on is None:
+        on = fs.init_mesh(dict.fromkeys(mesh_of(strategy, 8), 1), device="cpu")
+        with fake_axes("plan", {"shard": 2}, {"shard": 0}, "nccl") as axes:
+            # Units are merged as between accelerators, though one processor asks.
+            zero3: Any = fs.zero3
+            options = {"merge_bytes": zero3(axes["shard"]).reshard.merge_bytes} | options
+    params = fs.shard(whole, getattr(fs, strategy)(on, **options))
     return fs.jit(step, donate_argnums=0), fs.TrainState.create(params, tx, buffers=model.buffers)

@@ -290,24 +290,31 @@ def _timeline(graph: Any, known: Mapping[Node, str]) -> tuple[Bytes, dict[Node, 
 
 
 def _seconds(moments: Mapping[Node, Moment], flights: Any, rates: Rates) -> tuple[float, float]:
-    """Play a graph on one device and one link, on which collectives follow each other beside the computation.
+    """Play a graph on one device and its links, on each of which collectives follow each other beside the computation.
+
+    Axes share one link where `rates.link` is one number.
 
     Returns:
-        Seconds in all, and those among them in which the device waits for the link.
+        Seconds in all, and those among them in which the device waits for a link.
     """
-    ends: dict[Node, float] = {}
-    now = link = idle = 0.0
+    ends, free = dict[Node, float](), defaultdict[str, float](float)
+    now = idle = 0.0
     waits = {flight.wait: flight.start for flight in flights}
     for node, moment in moments.items():
         landed = ends.get(waits.get(node, node), 0.0)
         idle, now = idle + max(0.0, landed - now), max(now, landed)
         if (sent := moment.collective) is not None:
-            rate = rates.link[sent.axis] if isinstance(rates.link, Mapping) else rates.link
-            link = ends[node] = max(now, link) + rates.latency + sent.sent / rate
+            link = sent.axis if isinstance(rates.link, Mapping) else ""
+            rate = rates.link[link] if isinstance(rates.link, Mapping) else rates.link
+            free[link] = ends[node] = max(now, free[link]) + rates.latency + sent.sent / rate
         elif node not in waits and hasattr(node.target, "namespace") and not _is_view(node):
             moved = sum(map(_nbytes, (*node.all_input_nodes, node)))
+            # What returns nothing, such as a fused optimizer, writes about all that it reads.
+            if node.meta.get("val") is None:
+                moved *= 2
             now += max(moment.flops / rates.flops, moved / rates.memory)
-    return max(now, link), idle + max(0.0, link - now)
+    end = max([now, *free.values()])
+    return end, idle + end - now
 
 
 def _nbytes(node: Node) -> int:

@@ -29,7 +29,7 @@ class Rates(NamedTuple):
     Attributes:
         flops: Floating-point operations a second in matrix products and attention.
         memory: Bytes a second to and from the device's own memory, for all else.
-        link: Bytes a second that a rank sends, or those over each axis by its name.
+        link: Bytes a second that a rank sends, over one link for all axes, or over a link of each axis by its name.
         latency: Seconds until a collective has begun.
     """
 
@@ -155,7 +155,7 @@ class StepPlan:
         arguments: Bytes that are held all the time: state and batch.
         timeline: The step's operators in their order.
         seconds: An estimate of the time, from `rates`.
-        waiting: Seconds among these in which the device waits for the link.
+        waiting: Seconds among these in which the device waits for a link.
         rates: Rates of the device and its links: stated, not measured.
     """
 

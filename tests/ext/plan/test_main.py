@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fshard.ext.plan.__main__ import main
-from fshard.ext.plan.models import STRATEGIES, Workload, estimate, workload_of
+from fshard.ext.plan.models import Workload, estimate, prepared, workload_of
 from tests.ext.plan.models import Masked
 
 HERE = "tests.ext.plan.test_main"
@@ -35,13 +35,13 @@ class Layer(nn.TransformerEncoderLayer):
 def test_extrapolation_is_the_full_depth():
     def make(layers):
         with torch.device("meta"):
-            return Layers(Layer() for _ in range(layers))
+            return Layers(*(Layer() for _ in range(layers)))
 
     workload = Workload(make, (torch.zeros(2, 128, 1024),), Layer, 9)
-    for strategy in STRATEGIES:
+    for strategy in ("zero2", "zero3", "hsdp"):
         mesh = {"replicate": 2, "shard": 8} if strategy == "hsdp" else {"shard": 16}
         found, full = (estimate(workload, strategy, mesh, full_depth=whole) for whole in (False, True))
-        assert (found.bytes_sent, found.flops) == (full.bytes_sent, full.flops)
+        assert (found.sent, found.flops) == (full.sent, full.flops)
         # Small gradients of several layers share a collective.
         assert found.collectives == pytest.approx(full.collectives, abs=2)
         assert found.peak.total == pytest.approx(full.peak.total, rel=0.05)
@@ -52,20 +52,14 @@ def masked(layers=2):
     return Masked(layers), torch.zeros(2, 64)
 
 
-def broken():
-    return Masked(2)
-
-
 def run(factory, *more):
     return main(["--model", f"{HERE}:{factory}", "--world-size", "4", *more])
 
 
-LINKS = ("shard=5", "replicate=9")
-
-
 def test_the_cheapest_that_fits_is_told(capsys):
     """Buffers of a constructor need no values."""
-    assert run("masked", "--memory", "1", "--strategy", "zero2", "hsdp", "--node", "2", "--link", *LINKS) == 0
+    links = ("--link", "shard=5", "replicate=9")
+    assert run("masked", "--memory", "1", "--strategy", "zero2", "hsdp", "--node", "2", *links) == 0
     out = capsys.readouterr().out
     assert "link of shard 5 GB/s, link of replicate 9 GB/s" in out.splitlines()[0]
     row = r"^(\w+) +(\d+|\d+ x \d+) +[\d.]+ kB +[\d.]+ kB +\d+ .* (\S+)$"
@@ -80,11 +74,12 @@ def test_the_cheapest_that_fits_is_told(capsys):
 def test_a_factory_of_one_depth_is_traced_whole():
     workload = workload_of(f"{HERE}:masked")
     assert (workload.layers, workload.units) == (2, nn.Linear)
+    assert prepared(workload, "zero3")[1].params["layers.0.weight"].spec.reshard.merge_bytes == 48_000_000
 
 
 BAD = (
     (["--model", "no_such:factory"], "plan: expected model to be package:factory, a function that can be imported"),
-    (["--model", f"{HERE}:broken"], f"plan: expected {HERE}:broken to return (module, batch), where module(*batch)"),
+    (["--model", f"{HERE}:Layer"], f"plan: expected {HERE}:Layer to return (module, batch), where module(*batch)"),
     (["--strategy", "hsdp", "--node", "3"], "plan: expected world size to be a multiple of hsdp's 3 ranks a node, got"),
     (["--link", "tp=1"], "plan: expected link of shard to be a number above 0, got None"),
     (["--strategy", "zero4"], "argument --strategy: invalid choice: 'zero4'"),

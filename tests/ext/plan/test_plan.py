@@ -1,7 +1,7 @@
 """The figures of a plan, the state that it leaves alone, and budgets that it holds or breaks."""
 
 import re
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -15,10 +15,7 @@ from tests.ranks import my_rank, on_ranks
 from tests.trees import tensors
 
 MESH = {"shard": 4}
-
-
-def one_rank():
-    return fs.init_mesh({"shard": 1}, device="cpu")
+one_rank = partial(fs.init_mesh, {"shard": 1}, device="cpu")
 
 
 def loss_fn(params, x):
@@ -59,6 +56,10 @@ def test_one_rank_holds_its_state_and_sends_nothing():
     assert plan.seconds > plan.waiting == 0
     # As the graph tells it.
     assert plan.peak_bytes == plan.arguments.total + fs.make_graph(step)(state, x).peak_bytes()
+    tx, rates = adamw(), Rates(memory=nbytes(state.params))
+    update = fs.jit(lambda state, grads: fs.update(tx, state, grads), donate_argnums=0)
+    # It reads four numbers of a parameter and writes three, or four.
+    assert 7 < fs.plan(update, state, state.params, mesh={"shard": 1}, rates=rates).seconds < 8.1
 
 
 def test_parts_of_the_peak_add_up_and_shrink_with_the_mesh():
@@ -82,6 +83,18 @@ def test_text():
     step, args = case()
     slow = fs.plan(step, *args, mesh=MESH, rates=Rates(link={"shard": 1e6}))
     assert slow.waiting > slow.bytes_sent() / 1e6 * 0.5
+
+
+def test_axes_that_have_rates_of_their_own_send_at_the_same_time():
+    sizes, mesh = {"replicate": 2, "shard": 2}, fs.init_mesh({"replicate": 1, "shard": 1}, device="cpu")
+
+    def step(params, *axes):
+        return [finish() for finish in [fs.comm.start_all_gather([params["w"].local], a, "test") for a in axes]]
+
+    args = fs.shard({"w": torch.ones(4096)}, fs.hsdp(mesh)), *(fs.axis_of(mesh, name) for name in sizes)
+    links = (1e3, dict.fromkeys(sizes, 1e3))
+    shared, own = (fs.plan(step, *args, mesh=sizes, rates=Rates(link=link, latency=0)).waiting for link in links)
+    assert own == pytest.approx(shared / 2)
 
 
 @on_ranks(2)
