@@ -61,6 +61,8 @@ bench: .venv/models
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bits.py
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 benchmarks/checkpoint.py
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 benchmarks/trace.py
+	$(BIN)/python benchmarks/predict.py
+	$(BIN)/python benchmarks/rehearsal.py
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache build dist

@@ -10,7 +10,8 @@ system that takes most. Parameters, gradients and AdamW's averages are float32; 
 
 MFU is 6 FLOPs for each weight of a matrix and token, and 12 * layers * width * time for each token's attention to all
 positions, over the time of the slowest part of a step and the peak; what is computed again does not count. The host's
-time is that until all of a step is launched. Losses stand beside them, so that a reader sees that all train.
+time is that until all of a step is launched. Losses stand beside them, so that a reader sees that all train. Beside a
+time and an MFU that are measured stand those that `fs.plan` predicts, by the figures and assumptions of `predict.py`.
 
 Without an accelerator it says so and exits with 0.
 """
@@ -27,6 +28,7 @@ import report
 import rivals
 import torch
 from gpt import Configuration
+from predict import MIXED, Chip, chip_of, flops_of, predicted
 from rivals import Batch, Maker, System
 from rounds import mean_over_ranks
 from torch.distributed.device_mesh import DeviceMesh
@@ -34,17 +36,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fshard as fs
 
-# Dense bfloat16 FLOPs a second by a part of the device's name, the more particular first.
-PEAKS = {
-    **{"B200": 2250e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "H800": 989e12},
-    **{"A100": 312e12, "A800": 312e12, "L40S": 362e12, "A10G": 70e12, "L4": 121e12, "MI300X": 1307e12},
-}
 WIDE = Configuration(width=12288, layers=0, batch=1, time=2048)
 # Bytes of a parameter whole: its value, gradient, two averages and a copy in bfloat16. Of a token's activations in a
 # layer, in widths: those that autograd saves, in bfloat16.
 BYTES_OF_PARAMETER, BYTES_OF_ACTIVATIONS = 18, 40
 
-MIXED: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+# Systems that run the operators of the plan one by one.
+PLANNED = ("fshard-zero3", "fshard-zero3-graph", "fshard-zero3-graph-captured")
 
 
 class Samples(NamedTuple):
@@ -74,12 +72,17 @@ def main() -> None:
         return
     mesh = fs.init_mesh({"shard": -1}, device=device.type)
     name = torch.get_device_module(device.type).get_device_name()
-    peak = args.peak * 1e12 if args.peak else peak_of(name)
+    chip = chip_of(name)
+    if args.peak:
+        flops = args.peak * 1e12
+        chip = chip._replace(flops=flops) if chip else Chip(flops)
     configurations = args.configurations
     if configurations is None:
         _, memory = torch.accelerator.get_memory_info()
         configurations = [Configuration(2048, 12, 4, 2048), fitted(WIDE, args.memory_fraction * memory)]
     for configuration in configurations:
+        # Every rank asks, as the state that is planned lies on the mesh.
+        plan = predicted(configuration, "zero3", {"shard": mesh.size()}, chip, on=mesh)
         found: dict[str, Any] = {}
         for system in args.systems or names(device.type, mesh.size()):
             found[system] = attempt(system, configuration, mesh, args.dropped, args.rounds)
@@ -87,12 +90,8 @@ def main() -> None:
             gc.collect()
             torch.accelerator.empty_cache()
         if mesh.get_rank() == 0:
-            write(args, configuration, {"name": name, "ranks": mesh.size(), "peak": peak}, found)
-
-
-def peak_of(name: str) -> float | None:
-    """FLOPs a second of a device by its name; None for one that is not in the table."""
-    return next((peak for part, peak in PEAKS.items() if part in name), None)
+            accelerator = {"name": name, "ranks": mesh.size(), "peak": chip and chip.flops}
+            write(args, configuration, accelerator, found, plan)
 
 
 def fitted(configuration: Configuration, memory: float) -> Configuration:
@@ -107,15 +106,6 @@ def fitted(configuration: Configuration, memory: float) -> Configuration:
     first = needed(1)
     more = max(0, int((memory - first) / (needed(2) - first)))
     return configuration._replace(layers=1 + more)
-
-
-def flops_of(configuration: Configuration) -> float:
-    """Floating-point operations of a rank's forward and backward, by the formula above."""
-    with torch.device("meta"):
-        module = configuration.module()
-    matrices = sum(layer.weight.numel() for layer in module.modules() if isinstance(layer, torch.nn.Linear))
-    attention = 12 * configuration.layers * configuration.width * configuration.time
-    return configuration.batch * configuration.time * (6.0 * matrices + attention)
 
 
 def zero3(mesh: DeviceMesh) -> fs.ShardTransform:
@@ -247,6 +237,7 @@ def write(
     configuration: Configuration,
     accelerator: dict[str, Any],
     found: dict[str, Samples | None],
+    plan: dict[str, Any] | None,
 ) -> None:
     flops, peak = flops_of(configuration), accelerator["peak"]
     systems = {name: samples and summary(samples, flops, peak) for name, samples in found.items()}
@@ -256,19 +247,23 @@ def write(
         "configuration": {"name": configuration.name, **configuration._asdict()},
         **{"ranks": accelerator["ranks"], "flops": flops, "rounds": args.rounds, "dropped_rounds": args.dropped},
         "systems": systems,
+        "predicted": plan,
     }
     title = f"Train step, {configuration.name}, {accelerator['name']}, ranks: {accelerator['ranks']}"
-    columns = ("ms", "MFU", "TFLOP/s", "host ms", "peak GiB", "loss")
-    report.print_table(title, columns, {name: cells(values) for name, values in systems.items()})
+    columns = ("ms", "predicted", "MFU", "predicted", "TFLOP/s", "host ms", "peak GiB", "loss")
+    rows = {name: cells(values, plan if name in PLANNED else None) for name, values in systems.items()}
+    report.print_table(title, columns, rows)
     report.write_json(args.results / f"gpu-{configuration.name}-{accelerator['ranks']}.json", results)
 
 
-def cells(values: dict[str, Any] | None) -> Sequence[str]:
+def cells(values: dict[str, Any] | None, plan: dict[str, Any] | None) -> Sequence[str]:
+    """Write the figures of a system, and of its plan beside them; dashes for what is not known."""
+    ms, mfu = (f"{1e3 * plan['seconds']:.1f}", f"{plan['mfu']:.3f}") if plan else ("-", "-")
     if values is None:
-        return ("does not fit", *5 * ("-",))
+        return ("does not fit", ms, "-", mfu, *4 * ("-",))
     return (
-        f"{1e3 * values['median_seconds']:.1f}",
-        "-" if values["mfu"] is None else f"{values['mfu']:.3f}",
+        *(f"{1e3 * values['median_seconds']:.1f}", ms),
+        *("-" if values["mfu"] is None else f"{values['mfu']:.3f}", mfu),
         f"{values['flops_per_second'] / 1e12:.1f}",
         f"{1e3 * values['median_host_seconds']:.1f}",
         f"{values['peak_bytes'] / 2**30:.2f}",

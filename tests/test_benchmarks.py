@@ -13,8 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 # torch's ZeroRedundancyOptimizer warns of what it imports.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-
-
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
@@ -30,7 +28,7 @@ def gpu(monkeypatch):
     sys.modules.update(others)
 
 
-def test_results_are_written(gpu, monkeypatch, tmp_path):
+def test_results_are_written(gpu, monkeypatch, tmp_path, capsys):
     for name in ("synchronize", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.accelerator, name, lambda: None)
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: 3 * 2**30)
@@ -38,15 +36,28 @@ def test_results_are_written(gpu, monkeypatch, tmp_path):
     losses = iter(range(5))
     samples = gpu.measure(lambda: torch.tensor(float(next(losses))), dropped=2, rounds=3)
     assert samples.losses == [2, 3, 4]
-    configuration = gpu.Configuration.parse("d64-L2-B1-T16")
+    configuration = gpu.Configuration.parse("d64-L1-B1-T16")
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         configuration.module()(*configuration.tokens(0)).backward()
     assert gpu.flops_of(configuration) == counter.get_total_flops()
     args = argparse.Namespace(rounds=3, dropped=2, results=tmp_path)
     accelerator = {"name": "one", "ranks": 1, "peak": 1e12}
-    gpu.write(args, configuration, accelerator, {"fsdp2": samples._replace(seconds=[1.0, 2.0, 4.0]), "ddp": None})
-    found = json.loads((tmp_path / "gpu-d64-L2-B1-T16-1.json").read_text())
-    assert found["systems"]["ddp"] is None
+    plan = gpu.predicted(configuration, "zero3", {"shard": 4}, gpu.chip_of("NVIDIA H100 80GB HBM3"))
+    found = {"fsdp2": samples._replace(seconds=[1.0, 2.0, 4.0]), "ddp": None, "fshard-zero3": samples}
+    gpu.write(args, configuration, accelerator, found, plan)
+    assert f" {1e3 * plan['seconds']:.1f} " in capsys.readouterr().out.partition("fshard-zero3")[2]
+    found = json.loads((tmp_path / "gpu-d64-L1-B1-T16-1.json").read_text())
     assert found["systems"]["fsdp2"]["mfu"] == gpu.flops_of(configuration) / 2e12
     assert found["systems"]["fsdp2"]["peak_bytes"] == 3 * 2**30
-    assert found["hardware"]["accelerator"] == accelerator
+    assert (found["systems"]["ddp"], found["hardware"]["accelerator"]) == (None, accelerator)
+    numbers = [parameter.numel() for parameter in configuration.module().parameters()]
+    small = sum(number for number in numbers if number < 1024)
+    # The one unit stays till its backward: gathered in bfloat16, reduced in float32.
+    assert found["predicted"]["bytes_sent"]["shard"] == 3 / 4 * ((2 + 4) * (sum(numbers) - small) + 2 * 4 * small)
+
+
+def test_links_are_as_fast_as_what_they_cross(gpu):
+    chip = gpu.chip_of("NVIDIA H100 80GB HBM3")
+    for sizes, rates in (({"replicate": 8, "shard": 8}, (40e9, 360e9)), ({"replicate": 2, "shard": 32}, (40e9, 320e9))):
+        assert tuple(sys.modules["predict"].rates_of(chip, sizes).link.values()) == rates[::-1]
+    assert gpu.predicted(None, "zero3", {"shard": 8}, gpu.chip_of("NVIDIA H100 PCIe")) is None

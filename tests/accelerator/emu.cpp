@@ -2,7 +2,7 @@
 //
 // It has what an accelerator has and a test can see: tensors that no kernel mixes with the processor's, an autograd
 // thread of its own, streams and events, and a log of every copy to the host or the device, of every wait of the host
-// for the device, and of every operator that a stream runs.
+// for the device, and of every operator that a stream runs, with the processor time that these take.
 #include <ATen/Functions.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -12,6 +12,7 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <ctime>
 #include <mutex>
 
 namespace {
@@ -28,6 +29,21 @@ void note(const std::string& event) {
   std::lock_guard<std::mutex> lock(log_mutex);
   events.push_back(event);
 }
+
+std::atomic<int64_t> busy{0};
+
+// Adds up the time of this thread until the end of a block.
+struct Busy {
+  static int64_t now() {
+    timespec time;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+    return 1'000'000'000 * time.tv_sec + time.tv_nsec;
+  }
+  int64_t start = now();
+  ~Busy() {
+    busy += now() - start;
+  }
+};
 
 // ---- memory
 
@@ -212,6 +228,7 @@ void take_resized(const Tensor& tensor, const Tensor& host) {
 }
 
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  Busy timer;
   const auto& schema = op.schema();
   const auto count = schema.arguments().size();
   const auto begin = stack->size() - count;
@@ -395,6 +412,7 @@ Tensor& set_empty(Tensor& self) {
 }
 
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
+  Busy timer;
   if (is_emu(self) != is_emu(source)) {
     const bool to_host = is_emu(source);
     note(std::string(to_host ? "to host " : "to emu ") + std::to_string(source.numel()) + (non_blocking ? " async" : ""));
@@ -614,6 +632,7 @@ const bool registered = [] {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("take_events", take_events, "Return the log and begin a new one.");
+  m.def("busy_seconds", [] { return 1e-9 * busy; }, "The processor time that operators have taken so far.");
   m.def(
       "backend_over",
       [](c10::intrusive_ptr<c10d::Backend> gloo) -> c10::intrusive_ptr<c10d::Backend> {

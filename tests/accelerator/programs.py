@@ -70,13 +70,8 @@ def modelled(device, layout=fs.zero3, dtype=torch.float64, **options):
 def batches(device, dtype=torch.float64):
     """Draw this rank's batches."""
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
-    return [
-        (
-            torch.randn(BATCH, WIDTH, generator=generator, dtype=torch.float64).to(dtype).to(device),
-            torch.randint(CLASSES, (BATCH,), generator=generator).to(device),
-        )
-        for _ in range(STEPS)
-    ]
+    x = torch.randn(STEPS, BATCH, WIDTH, generator=generator, dtype=torch.float64).to(dtype).to(device)
+    return list(zip(x, torch.randint(CLASSES, (STEPS, BATCH), generator=generator).to(device)))
 
 
 def mesh_of(device):
@@ -147,16 +142,6 @@ def saved(device):
     out = fs.unshard(restored), fs.checkpoint.to_state_dict(restored.params)
     log.take()
     return out
-
-
-def to_observe(device):
-    """A step that has run once, and its arguments."""
-    params, loss_fn = modelled(device)
-    batch, *_ = batches(device)
-    step = lambda params, batch: fs.value_and_grad(loss_fn)(params, batch)  # noqa: E731
-    step(params, batch)
-    log.take()
-    return step, params, batch
 
 
 def leaves_of(tree):

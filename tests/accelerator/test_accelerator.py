@@ -10,6 +10,8 @@ from tests.accelerator import emu
 from tests.accelerator.programs import PROGRAMS
 from tests.test_processes import ROOT, TORCHRUN
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
@@ -47,8 +49,6 @@ def faults(found, alone=False, programs=PROGRAMS):
             yield f"{name}: copies {each['copies']}"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_programs_on_an_accelerator_give_the_processors_numbers_and_no_host_waits(library):
     found = run(library)
     assert list(faults(found)) == []
@@ -59,8 +59,6 @@ def test_programs_on_an_accelerator_give_the_processors_numbers_and_no_host_wait
     assert streams["record stream"] > 0
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_an_accelerator_whose_ranks_send_nothing_between_processors(library):
     """Then the status of a call travels with its objective, and the host waits for it once."""
     found = run(library, "--alone", *(name for name, each in PROGRAMS.items() if each.alone is not None))

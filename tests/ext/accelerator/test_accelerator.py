@@ -7,15 +7,19 @@ import torch
 
 import fshard as fs
 from tests.accelerator import test_accelerator as core
-from tests.accelerator.programs import SINGLE, Program, eager_and_jitted, main, to_observe, transformed
+from tests.accelerator.programs import SINGLE, Program, batches, eager_and_jitted, log, main, modelled, transformed
 from tests.accelerator.test_accelerator import library
 
 __all__ = ["library"]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def observed(device):
     """A trace and a plan of a step."""
-    step, params, batch = to_observe(device)
+    params, loss_fn = modelled(device)
+    step, batch = fs.value_and_grad(loss_fn), batches(device)[0]
+    step(params, batch)
+    log.take()
     with fs.trace() as trace:
         loss, _ = step(params, batch)
     assert "unit" in str(trace.report())
@@ -23,19 +27,17 @@ def observed(device):
     return loss
 
 
-MATRICES = ("*up.weight", "*down.weight")
-
-
 def muon():
-    return fs.partition({MATRICES: fs.whole(fs.from_torch(torch.optim.Muon, lr=1e-2)), "*": fs.adam(1e-2)})
+    matrices = ("*up.weight", "*down.weight")
+    return fs.partition({matrices: fs.whole(fs.from_torch(torch.optim.Muon, lr=1e-2)), "*": fs.adam(1e-2)})
 
 
 PROGRAMS = {
     **eager_and_jitted("lamb", make=lambda: fs.lamb(1e-2)),
     **eager_and_jitted("lars", make=lambda: fs.lars(1e-2)),
     **eager_and_jitted("adafactor", make=lambda: fs.adafactor(1e-2)),
-    # The counts of updates, which torch keeps on the processor, travel too.
-    **eager_and_jitted("muon", alone={"copy_": 2}, make=muon),
+    # The counts of updates, which torch keeps on the processor, travel too, there and back.
+    **eager_and_jitted("muon", alone={"copy_": 3}, make=muon),
     "int8 gathers": Program(
         lambda device: transformed(device, lambda mesh: fs.zero3(mesh, layout=fs.quantize(mesh["shard"]))),
         tolerance=SINGLE,
@@ -49,13 +51,10 @@ PROGRAMS = {
     "trace, plan": Program(observed),
 }
 
-
 run = partial(core.run, script="tests/ext/accelerator/test_accelerator.py")
 faults = partial(core.faults, programs=PROGRAMS)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_all_programs_on_an_accelerator(library):
     found = run(library)
     assert list(faults(found)) == []
