@@ -218,6 +218,8 @@ def main(programs: dict[str, Program]) -> None:
             found[name] = {"error": traceback.format_exc()}
     if int(os.environ["RANK"]) == 0:
         options.result.write_text(json.dumps(found))
+    if options.alone:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
