@@ -17,6 +17,7 @@ MIRRORS = {
     "fshard/collectives": ("tests/test_collectives.py", "tests/test_varying.py"),
     "fshard/engine": (
         "tests/engine",
+        "tests/test_apply.py",
         "tests/test_accumulate.py",
         "tests/test_tree_sums.py",
         "tests/test_units_dtypes.py",
