@@ -71,7 +71,7 @@ def parse(name: str) -> Configured:
     """The architecture of a name, or the GPT whose sizes the name spells."""
     if name not in SIZES:
         return Configuration.parse(name)
-    # What needs no transformers runs without it.
+    # Benchmarks of other models run without transformers.
     import transformers
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 

@@ -16,8 +16,8 @@ Each system has processes of its own, as in use, and all wait while one takes a 
 gives back to the operating system what one system frees and another takes, and steps are slower by up to a third. From
 one start to the next a process's times move by some percent, so all are started --launches times. The table has the
 least and the largest ratio of a start: where they are further apart than 3% of the median the row guards nothing, and
-says so. Most of it are page faults of memory that the C allocator has given back and takes again: 35,000 a step at
-d512, more or fewer by where its heap happens to end. `make bench` lets it keep all for all systems, by
+says so. Most of the spread comes from page faults, of memory that the C allocator has given back and takes again, more
+or less of it by where its heap ends: the table counts them. `make bench` lets it keep all memory in all systems, by
 
     GLIBC_TUNABLES=glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=17179869184
 

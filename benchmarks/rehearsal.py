@@ -1,4 +1,4 @@
-"""What one step of each strategy asks of an accelerator, counted on the device "emu" of `tests/accelerator`.
+"""Count the kernels, waits and bytes of one step of each strategy, on the device "emu" of `tests/accelerator`.
 
     python benchmarks/rehearsal.py
 

@@ -117,6 +117,6 @@ def test_calls_grow_with_the_number(program, monkeypatch):
     monkeypatch.setattr(Cursor, "__init__", counted)
     monkeypatch.setattr(plan, "merged", lambda *args: Reads(merge(*args)))
     monkeypatch.setattr(call, "planned", lambda *args: (made := make(*args))._replace(unit_of=Reads(made.unit_of)))
-    # What is done but once comes first.
+    # The first run fills caches.
     _, before, after = (calls(PROGRAMS[program](number)) for number in (2, NUMBER, 2 * NUMBER))
     assert not {f: (before[f], after[f]) for f in after if after[f] > 2 * before[f] + NUMBER}

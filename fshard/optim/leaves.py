@@ -64,7 +64,7 @@ def leafwise(
         kept = tuple([_zeros(grad) if leaf is None else leaf for leaf in kept])
         own, *held = tensors_of([grad, *kept, *rest])
         made = zip(kept, held, f(own, *held, *at(partition_axes(grad))), strict=False)
-        return [like(leaf, x if x.dtype is old.dtype else x.to(old.dtype)) for leaf, old, x in made]
+        return [like(leaf, x if x.dtype is was.dtype else x.to(was.dtype)) for leaf, was, x in made]
 
     flat = flatten(old[0])
     rows = [new(*row) for row in zip(*map(leaves_of, (grads, *old, *given)), strict=True)]

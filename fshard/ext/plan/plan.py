@@ -309,7 +309,7 @@ def _seconds(moments: Mapping[Node, Moment], flights: Any, rates: Rates) -> tupl
             free[link] = ends[node] = max(now, free[link]) + rates.latency + sent.sent / rate
         elif node not in waits and hasattr(node.target, "namespace") and not _is_view(node):
             moved = sum(map(_nbytes, (*node.all_input_nodes, node)))
-            # What returns nothing, such as a fused optimizer, writes about all that it reads.
+            # An operator that returns nothing, as a fused optimizer, writes to about as much as it reads.
             if node.meta.get("val") is None:
                 moved *= 2
             now += max(moment.flops / rates.flops, moved / rates.memory)
