@@ -54,7 +54,7 @@ def run(*command, timeout=120, **options):
     return result.stdout
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", ["mesh", "ddp"])
 def test_ranks_exit_with_zero(tmp_path, kept):
     """A race at the interpreter's end aborted one run in three to six, where something kept the process group."""
