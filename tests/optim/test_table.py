@@ -150,7 +150,7 @@ def check_updates_are_pure_or_in_place_and_states_are_sharded(row):
     assert not row.donated or addresses(donated) == places
 
 
-@pytest.mark.rows(9)
+@pytest.mark.rows(6)
 @pytest.mark.parametrize("name", TABLE)
 @on_ranks(2)
 def test_updates_are_pure_or_in_place_and_states_are_sharded(name):

@@ -51,7 +51,7 @@ def stateful(make, history):
     return steps, {name: optimizer.state[params[name]] for name, optimizer in optimizers.items()}
 
 
-@pytest.mark.rows(12)
+@pytest.mark.rows(8)
 @pytest.mark.parametrize("case", CASES)
 def test_every_class_has_the_bits_of_torch(case):
     cls, hyper = CASES[case]

@@ -181,7 +181,7 @@ def check(name, program, strategy, expected):
         assert float((a.detach() - b).abs().max()) <= bound, (program, name, strategy)
 
 
-@pytest.mark.rows(6)
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("strategy", CHOSEN)
 @pytest.mark.parametrize("world_size", COUNTS)
 @pytest.mark.parametrize("name", ("function", "module"))
