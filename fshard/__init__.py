@@ -26,6 +26,7 @@ Those of extensions, which use the core as a program does and are imported when 
 
 - **Other axes**: `pipeline`, `tensor_parallel`, `ring_attention`, `ring_positions`, `ulysses`,
   `vocab_parallel_embedding`, `vocab_parallel_cross_entropy`; `fshard.ext.parallel.moe` as `fs.moe`.
+- **Losses**: `chunked_loss`.
 - **Transforms**: `quantize`.
 - **Learning rates**: `fshard.ext.optim.schedules` as `fs.schedules`, `from_torch_scheduler`.
 - **Optimizers**: `dynamic_loss_scale`, `whole`, `lamb`, `lars`, `adafactor`; `scale_by_trust_ratio`,
@@ -99,6 +100,7 @@ from fshard.update import GradientTransformation, Optimizer, TrainState, chain
 from fshard.value_and_grad import accumulate, value_and_grad
 
 if TYPE_CHECKING:
+    from fshard.ext.chunked_loss import chunked_loss
     from fshard.ext.interop.dtensor import from_dtensor, to_dtensor
     from fshard.ext.interop.init_weights import with_init_weights
     from fshard.ext.interop.no_split import no_split
@@ -142,7 +144,7 @@ __all__ += ["checkpoint"]
 __all__ += ["testing"]
 __all__ += ["moe", "pipeline", "ring_attention", "ring_positions"]
 __all__ += ["tensor_parallel", "ulysses", "vocab_parallel_cross_entropy", "vocab_parallel_embedding"]
-__all__ += ["quantize"]
+__all__ += ["chunked_loss", "quantize"]
 __all__ += ["adafactor", "lamb", "lars", "scale_by_factored_rms", "scale_by_trust_ratio", "whole"]
 __all__ += ["dynamic_loss_scale", "from_torch_scheduler", "schedules"]
 __all__ += ["plan", "sample_ids", "trace"]

@@ -23,6 +23,7 @@
 - `serves_host`: whether the ranks of an axis can send each other tensors of the processor.
 - `sum_dtype`: the dtype in which gradients of a leaf are added up.
 - `TorchState`: the state of an optimizer that `from_torch` made.
+- `walked`: walks through a graph, to each place once.
 - `watched`: tells an object with four methods when collectives start, are waited for and land.
 - `without_saved_tensor_hooks`: lets autograd save tensors as they are inside a context, where hooks would save others.
 - `words_at`: random numbers of 64 bits that depend on a key and an index alone.
@@ -30,7 +31,7 @@
 
 from fshard._compat import fake_maker, without_saved_tensor_hooks
 from fshard.checkpoint.exchange import Entry, Exchange, piece_of
-from fshard.collectives import chained, custom_call
+from fshard.collectives import chained, custom_call, walked
 from fshard.comm import calling, everyone, serves_host, watched
 from fshard.errors import expect, refuse
 from fshard.mesh import fake_axes, ranks_of
@@ -48,4 +49,4 @@ from fshard.tree.checks import check_axis, describe
 __all__ = ["Entry", "Exchange", "FullyShard", "TorchState"]
 __all__ += ["calling", "chained", "check_axis", "check_rates", "custom_call", "describe", "everyone", "expect"]
 __all__ += ["fake_axes", "fake_maker", "flatten", "leaf_means", "leafwise", "local_piece", "piece_of", "ranks_of"]
-__all__ += ["refuse", "serves_host", "sum_dtype", "watched", "without_saved_tensor_hooks", "words_at"]
+__all__ += ["refuse", "serves_host", "sum_dtype", "walked", "watched", "without_saved_tensor_hooks", "words_at"]

@@ -9,6 +9,7 @@ from typing import Any
 # By the module that shows names and that of fshard.ext which holds them; the last part of one may be a name itself.
 TABLE: Mapping[tuple[str, str], str] = MappingProxyType(
     {
+        ("fshard", "chunked_loss"): "chunked_loss",
         ("fshard", "interop.dtensor"): "from_dtensor to_dtensor",
         ("fshard", "interop.init_weights"): "with_init_weights",
         ("fshard", "interop.no_split"): "no_split",
