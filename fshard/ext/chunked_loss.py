@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 import fshard as fs
 from fshard.ext import _compat
@@ -43,8 +42,8 @@ def chunked_loss(
 ) -> Pair:
     """Compute the loss of F.linear(h, *head) over a vocabulary, and its gradients, chunk by chunk of the tokens.
 
-    Equal to `loss` of all logits, of which only one chunk's are held at a time. The forward differentiates each chunk at
-    once: nothing is computed again in the backward, and the head is gathered once and its gradient reduced once.
+    Equal to `loss` of all logits, of which only one chunk's are held at a time. The forward differentiates each chunk
+    at once: nothing is computed again in the backward, and the head is gathered once and its gradient reduced once.
     Follows Hsu et al., "Liger Kernel" (arXiv:2410.10989), section 3.
 
     Args:
@@ -55,18 +54,18 @@ def chunked_loss(
         loss: Maps the logits of a chunk, (tokens, vocabulary), and its targets, (tokens,), to the sum of its losses and
             the number of targets that count. It may call collectives, such as `vocab_parallel_cross_entropy` of this
             rank's part of the logits.
-        dtype: The dtype that logits are cast to, and the head's gradient is added up in; None leaves both in the head's.
+        dtype: The dtype that logits are cast to, and in which the head's gradient is added up; None takes the head's.
 
     Returns:
         The sum of losses and the count, as a loss with reduce="weighted" returns them.
 
     Raises:
-        ValueError: if shapes do not fit, or `loss` reaches a tensor that requires a gradient otherwise than by logits.
-        RuntimeError: of torch's, for a second derivative outside of torch.func.
+        ValueError: if shapes do not fit, `loss` reaches a tensor that requires a gradient otherwise than by logits, or
+            its graph is differentiated twice, which torch.func alone can.
 
     >>> import torch, fshard as fs
-    >>> h, targets = torch.ones(3, 2), torch.tensor([0, 3, 1])
-    >>> params = fs.shard({"head": torch.arange(8.0).reshape(4, 2)}, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
+    >>> h, targets, mesh = torch.ones(3, 2), torch.tensor([0, 3, 1]), fs.init_mesh({"shard": -1}, device="cpu")
+    >>> params = fs.shard({"head": torch.arange(8.0).reshape(4, 2)}, fs.zero3(mesh))
     >>> fs.value_and_grad(lambda p: fs.chunked_loss(p["head"], h, targets), reduce="weighted")(params)[0]
     tensor(6.6852)
     """
@@ -87,7 +86,7 @@ def chunked_loss(
             return _Differentiated.apply(one, ids, dtype, *tensors)
     run = fs.remat(one) if transformed else one
     pairs = [run(part, some, *full) for part, some in zip(tensors[0].chunk(chunks), ids, strict=True)]
-    return sum(total for total, _ in pairs), sum(count for _, count in pairs)
+    return _summed(pairs)
 
 
 class _Differentiated(Function):
@@ -96,14 +95,17 @@ class _Differentiated(Function):
     @staticmethod
     def forward(ctx: Any, one: Any, ids: Head, dtype: torch.dtype | None, h: torch.Tensor, *head: torch.Tensor) -> Pair:
         leaves = [part.detach().requires_grad_(part.requires_grad) for part in head]
-        pairs, of_head, of_h = [], [None] * len(head), []
+        pairs, of_h = list[Pair](), list[torch.Tensor]()
+        of_head: list[Any] = [None] * len(head)
         for part, some in zip(h.detach().chunk(len(ids)), ids, strict=True):
             part.requires_grad_(h.requires_grad)
             with torch.enable_grad(), chained() as chain:
                 total, count = one(part, some, *leaves)
             sources = [tensor for tensor in (part, *leaves, *chain.tokens[:1]) if tensor.requires_grad]
             if not pairs:
-                _refuse_others(total, sources)
+                # What is known of the loss's own collectives is known of this node.
+                known = (getattr(node, "variance", None) for node in _nodes(total, sources))
+                ctx.variance = next((found for found in known if found and not found.result), None)
             ends = [total, *chain.tokens[1:]]
             starts = [torch.ones_like(total), *map(torch.zeros_like, ends[1:])]
             found = dict(zip(map(id, sources), torch.autograd.grad(ends, sources, starts), strict=True))
@@ -115,23 +117,33 @@ class _Differentiated(Function):
                     of_head[i] = grad if of_head[i] is None else of_head[i].add_(grad)
         ctx.grads = [torch.cat(of_h) if of_h else None, *of_head]
         ctx.dtypes = [tensor.dtype for tensor in (h, *head)]
-        count = sum(count for _, count in pairs)
-        ctx.mark_non_differentiable(count)
-        return sum(total for total, _ in pairs), count
+        total, count = _summed(pairs)
+        ctx.mark_non_differentiable(*[count] * isinstance(count, torch.Tensor))
+        return total, count
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, scale: torch.Tensor, _: Any) -> Any:
         grads, ctx.grads = ctx.grads, None
-        expect(grads is not None, "chunked_loss", "one backward", "another", "call it again")
+        first = grads is not None and not torch.is_grad_enabled()
+        found, remedy = "another, or create_graph", "call it again, or take derivatives of derivatives by torch.func"
+        expect(first, "chunked_loss", "one backward, for a first derivative", found, remedy)
         # In place: nobody else has them, and that of the head is as large as it.
-        scaled = [None if grad is None else grad.mul_(scale).to(like) for grad, like in zip(grads, ctx.dtypes, strict=True)]
+        scaled = [
+            None if grad is None else grad.mul_(scale).to(like) for grad, like in zip(grads, ctx.dtypes, strict=True)
+        ]
         return None, None, None, *scaled
 
 
-def _refuse_others(total: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
+def _summed(pairs: Sequence[Pair]) -> Pair:
+    totals, counts = zip(*pairs, strict=True)
+    return sum(totals), sum(counts)  # type: ignore[return-value]
+
+
+def _nodes(total: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[Any]:
+    """List the nodes of a graph, which ends at some tensors alone."""
     known = {torch.autograd.graph.get_gradient_edge(source).node for source in sources}
-    nodes = walked([total.grad_fn], lambda node: [other for other, _ in node.next_functions if other is not None])
+    nodes = list[Any](walked([total.grad_fn], lambda node: [other for other, _ in node.next_functions if other]))
     alone = not any(hasattr(node, "variable") and node not in known for node in nodes)
     found = "a closure's tensor that requires a gradient"
     expect(alone, "chunked_loss", "loss to compute with logits and targets", found, "detach it")
+    return nodes

@@ -108,13 +108,26 @@ def loss_of_module(params):
 WORDS = vocabulary.TARGETS.flip(1), vocabulary.TARGETS
 
 
-def words():
+def in_chunks(params, x, y, axis, chunks=3):
+    """Each chunk's loss is vocabulary-parallel."""
+    full = fs.gather(params)
+    h = fs.pvary(torch.tanh(fs.vocab_parallel_embedding(x, full["tokens"], axis)), axis)
+    own = partial(fs.vocab_parallel_cross_entropy, weight=None, axis=axis, reduction="sum")
+
+    def loss(logits, y):
+        return own(logits, targets=y), y.numel()
+
+    total, count = fs.chunked_loss(full["head"], h, y, chunks=chunks, loss=loss)
+    return total / count
+
+
+def words(loss_fn=vocabulary.loss_fn, **options):
     params, axis, shard = vocabulary.sharded(RANKS, SIZES[1])
     batch = tuple(ids.chunk(shard.size)[fs.axis_index(shard)] for ids in WORDS)
     # Rows of the embedding and gradients of the head's input; a largest logit, exponentials and a target's logit.
     rows = batch[0].numel() * 8 * (axis.size - 1) / axis.size
     sent = {"psum_invariant": 2 * rows * (vocabulary.WIDTH + 2), "pvary": 2 * rows * vocabulary.WIDTH, "pmax": 2 * rows}
-    return Setting(params, batch, partial(vocabulary.loss_fn, axis=axis, options={}), sent)
+    return Setting(params, batch, partial(loss_fn, axis=axis, **options), sent)
 
 
 def squares(params, x, y):
@@ -165,7 +178,12 @@ TABLE = {
     "pipeline 1f1b": Row(partial(stages, "1f1b"), pipeline.full_params, of_pipeline),
     "tensor_parallel": Row(partial(split, None), full_of_module, loss_of_module),
     "tensor_parallel over time": Row(partial(split, 1), full_of_module, loss_of_module),
-    "vocab_parallel": Row(words, lambda: vocabulary.FULL, lambda p: vocabulary.dense_loss(p, *WORDS, {})),
+    "vocab_parallel": Row(
+        partial(words, options={}), lambda: vocabulary.FULL, lambda p: vocabulary.dense_loss(p, *WORDS, {})
+    ),
+    "chunked_loss": Row(
+        partial(words, in_chunks), lambda: vocabulary.FULL, lambda p: vocabulary.dense_loss(p, *WORDS, {})
+    ),
     # A weight below 1 is off by half a step of 254, and what is computed with it by no more than four times that.
     "quantize": Row(partial(plain, partial(fs.quantize, block=4), {}), matrices, of_squares, error=4 / 254),
     "lamb": optimizer(fs.lamb(0.1)),
@@ -228,7 +246,7 @@ def test_a_step_is_pure_and_sends_the_bytes_of_the_formula(name):
     check_varying(loss_fn, params, *batch)
 
 
-FAST = ("moe", "pipeline 1f1b", "vocab_parallel", "quantize", "lamb", "lars", "adafactor", "whole")
+FAST = ("moe", "pipeline 1f1b", "chunked_loss", "quantize", "lamb", "lars", "adafactor", "whole")
 JITTED = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in TABLE]
 
 

@@ -12,7 +12,8 @@ import torch
 
 import fshard as fs
 from fshard.ext import _compat
-from fshard.extend import calling, chained, check_axis, custom_call, describe, expect, flatten, refuse, sum_dtype, walked
+from fshard.extend import calling, chained, check_axis, custom_call, describe, expect, flatten, refuse, sum_dtype
+from fshard.extend import walked as nodes_from
 from fshard.extend import without_saved_tensor_hooks as as_they_are
 
 SCHEDULES = ("gpipe", "1f1b")
@@ -411,7 +412,7 @@ def _refuse_others(out: torch.Tensor, starts: Sequence[torch.Tensor]) -> None:
     """Refuse tensors that a stage closes over and that require a gradient, which nobody would compute."""
     edge = torch.autograd.graph.get_gradient_edge
     known = {edge(start).node for start in starts if start.requires_grad}
-    nodes = walked([out.grad_fn], lambda node: [other for other, _ in node.next_functions if other is not None])
+    nodes = nodes_from([out.grad_fn], lambda node: [other for other, _ in node.next_functions if other])  # type: ignore[union-attr]
     alone = not any(hasattr(node, "variable") and node not in known for node in nodes)
     needed, found = "stages to compute with params and h", "a closure's tensor that requires a gradient"
     expect(alone, "pipeline", needed, found, 'pass it in params, or take schedule="gpipe"')
