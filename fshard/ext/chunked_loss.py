@@ -136,13 +136,13 @@ class _Differentiated(Function):
 
 def _summed(pairs: Sequence[Pair]) -> Pair:
     totals, counts = zip(*pairs, strict=True)
-    return sum(totals), sum(counts)  # type: ignore[return-value]
+    return sum(totals), sum(counts)
 
 
 def _nodes(total: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[Any]:
     """List the nodes of a graph, which ends at some tensors alone."""
     known = {torch.autograd.graph.get_gradient_edge(source).node for source in sources}
-    nodes = list[Any](walked([total.grad_fn], lambda node: [other for other, _ in node.next_functions if other]))
+    nodes = list[Any](walked([total.grad_fn], lambda node: [other for other, _ in node.next_functions if other]))  # type: ignore[union-attr]
     alone = not any(hasattr(node, "variable") and node not in known for node in nodes)
     found = "a closure's tensor that requires a gradient"
     expect(alone, "chunked_loss", "loss to compute with logits and targets", found, "detach it")
