@@ -1,14 +1,17 @@
 """remat: compute again in the backward rather than keep what a function saves."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from fshard import _compat
+from fshard.errors import expect
 from fshard.tree import Tree, tree_leaves, tree_map
 from fshard.tree.checks import describe, is_differentiable
 
@@ -18,7 +21,7 @@ Flat = Callable[..., tuple[torch.Tensor, ...]]
 _PLACE = object()
 
 
-def remat(f: Callable[..., Any]) -> Callable[..., Any]:
+def remat(f: Callable[..., Any], *, save: Sequence[str] = ()) -> Callable[..., Any]:
     """Keep a function's arguments instead of what it computes on the way, and run it again in the backward.
 
     With `fs.gather` inside, full tensors are dropped after the forward and gathered again in the backward, under
@@ -27,6 +30,9 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
     Args:
         f: A function of pytrees of tensors; under torch.func it must take everything that is differentiated as an
             argument. torch's CPU generator draws again what it drew.
+        save: Operators whose results are kept and not computed again, as `fs.make_graph` names them: ("aten.topk",)
+            keeps the choice of a mixture's experts, which rounding may change. Then torch takes first derivatives in
+            reverse mode alone, and under torch.func of no remat inside another.
 
     Returns:
         A function of the same arguments and result.
@@ -38,10 +44,16 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
     >>> torch.func.grad(remat(lambda x: x.sin().sum()))(torch.zeros(2))
     tensor([1., 1.])
     """
+    expect(not isinstance(save, str), "remat", "save to be a list of names", repr(save))
+    kept = [attrgetter(name)(torch.ops) for name in save]
+    policy = partial(
+        create_selective_checkpoint_contexts, lambda _, op, *__, **___: getattr(op, "overloadpacket", None) in kept
+    )
+    contexts = policy if save else noop_context_fn
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not _compat.transforms_active():
-            return checkpoint(f, *args, use_reentrant=False, **kwargs)
+            return checkpoint(f, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         structure: list[Tree] = []
 
@@ -54,14 +66,18 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
             structure[:] = [tree_map(lambda leaf: _PLACE if isinstance(leaf, torch.Tensor) else leaf, out)]
             return tuple(leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
 
-        state = _compat.random_state()
+        state, (first, later) = _compat.random_state(), contexts()
+
+        def once(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            with first:
+                return flat(*tensors)
 
         def again(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            with torch.random.fork_rng(devices=[]):
+            with torch.random.fork_rng(devices=[]), later:
                 torch.default_generator.set_state(state)
                 return flat(*tensors)
 
-        outputs = iter(_Remat.apply(flat, again, *leaves))
+        outputs = iter(_Remat.apply(once, again, *leaves))
         return tree_map(lambda leaf: next(outputs) if leaf is _PLACE else leaf, structure[0])
 
     return run

@@ -1,5 +1,6 @@
 """remat: the same gradients, computed again rather than kept, under torch.func and inside value_and_grad."""
 
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
@@ -139,3 +140,27 @@ def test_inside_value_and_grad_it_is_the_function(world_size):
             grad(lambda p, s=step: fs.objective(chain(s, p, x), like=p))(params)
         counts.append([entry.label for entry in record].count("gather"))
     assert counts == ([3, 6] if world_size > 1 else [0, 0])
+
+
+def waves(params, x):
+    return block(params, x).sin().sin().sin()
+
+
+def test_what_is_saved_is_not_computed_again():
+    """In a graph as in eager code: it holds no more than what is saved."""
+    params, x = fs.shard(full_values(), fs.zero3(one_axis())), normal(1)(1000, 5)
+
+    def loss(f, p):
+        return chain(lambda part, x: f(fs.gather(part), x), p, x)
+
+    peaks, expected = [], fs.value_and_grad(partial(loss, waves))(params)
+    for f, times in ((waves, 3), (fs.remat(waves, save=["aten.tanh"]), 3), (fs.remat(waves), 6)):
+        run = fs.value_and_grad(partial(loss, f))
+        assert_trees_close(run(params), expected, rtol=ATOL, atol=ATOL)
+        assert_trees_close(grad(partial(loss, f))(full_values()), fs.unshard(expected[1]), rtol=ATOL, atol=ATOL)
+        graph = fs.make_graph(run)(params)
+        assert [moment.operator for moment in graph.moments].count("aten.tanh") == times
+        peaks.append(graph.peak_bytes())
+    assert peaks[0] > peaks[1] > peaks[2]
+    with pytest.raises(ValueError, match=r"expected save to be a list of names, got .aten.tanh."):
+        fs.remat(block, save="aten.tanh")

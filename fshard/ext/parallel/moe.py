@@ -76,6 +76,10 @@ class Sent(NamedTuple):
 def route(logits: torch.Tensor, k: int = 1, *, normalize: bool = True) -> Routing:
     """Choose for each token the k experts of the highest probability, the softmax of a router's logits.
 
+    An activation checkpoint computes the choice again, and rounding may change it, so that gradients are those of other
+    experts. `fs.remat(layer, save=("aten.topk",))` keeps it, and so does torch.utils.checkpoint with
+    `context_fn=partial(create_selective_checkpoint_contexts, [torch.ops.aten.topk.default])`.
+
     Args:
         logits: The router's outputs, (tokens, number of experts).
         k: How many experts a token goes to.

@@ -1,10 +1,13 @@
 """moe: experts over an axis against a dense mixture in one process, ragged and by capacity, and the bytes they send."""
 
+import itertools
 import re
+from functools import partial
 
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fshard as fs
 from fshard.extend import fake_axes
@@ -172,3 +175,39 @@ def test_bad_arguments_are_refused():
         ):
             with pytest.raises(ValueError, match=re.escape(text)):
                 call()
+
+
+SELECTIVE = partial(create_selective_checkpoint_contexts, [torch.ops.aten.topk.default])
+KEPT = {
+    "remat": partial(fs.remat, save=("aten.topk",)),
+    "torch": lambda f: partial(checkpoint, f, use_reentrant=False, context_fn=SELECTIVE),
+    "lost": fs.remat,
+}
+
+
+@pytest.mark.parametrize("jitted", (False, True))
+@pytest.mark.parametrize("how", KEPT)
+def test_a_checkpoint_that_rounds_otherwise_keeps_the_choice_of_experts(how, jitted):
+    """Two experts are as good, but for a last bit that is another when the layer is computed again."""
+    draw = normal(9)
+    params = {"router": torch.zeros(2, WIDTH).double(), "up": draw(2, WIDTH, 3), "down": draw(2, 3, WIDTH)}
+
+    def loss(p, x, around):
+        times = itertools.count()
+
+        def layer(p, x):
+            last_bit = torch.tensor([0.0, 1e-15], dtype=x.dtype) * (-1) ** next(times)
+            rows, sent = fs.moe.dispatch(x, fs.moe.route(x @ p["router"].T + last_bit), capacity=len(x))
+            return fs.moe.combine(expert(p["up"], p["down"], rows), sent)
+
+        return around(layer)(fs.gather(p), x).square().sum()
+
+    def grads(around):
+        run = fs.value_and_grad(partial(loss, around=around))
+        sharded = fs.shard(params, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
+        return fs.unshard((fs.jit(run) if jitted else run)(sharded, data()[0])[1])
+
+    found, expected = grads(KEPT[how]), grads(lambda layer: layer)
+    assert (found["up"][0] != 0).any() == (how == "lost")
+    if how != "lost":
+        assert_trees_close(found, expected, rtol=0.0, atol=1e-12)
