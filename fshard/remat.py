@@ -44,7 +44,7 @@ def remat(f: Callable[..., Any], *, save: Sequence[str] = ()) -> Callable[..., A
     >>> torch.func.grad(remat(lambda x: x.sin().sum()))(torch.zeros(2))
     tensor([1., 1.])
     """
-    expect(not isinstance(save, str), "remat", "save to be a list of names", repr(save))
+    expect(isinstance(save, list | tuple), "remat", "save to be a list of names", f"{save!r:.40}")
     kept = [attrgetter(name)(torch.ops) for name in save]
     policy = partial(
         create_selective_checkpoint_contexts, lambda _, op, *__, **___: getattr(op, "overloadpacket", None) in kept

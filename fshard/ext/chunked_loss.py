@@ -71,13 +71,15 @@ def chunked_loss(
     """
     # At once, as one unit.
     full = fs.gather(list(head) if isinstance(head, list | tuple) else [head])
-    fits = isinstance(h, torch.Tensor) and h.shape == (*targets.shape, full[0].shape[-1])
-    expect(fits, "chunked_loss", f"h of shape {(*targets.shape, full[0].shape[-1])}", describe(h))
+    for name, given in {"head": full and full[0], "h": h, "targets": targets}.items():
+        expect(isinstance(given, torch.Tensor), "chunked_loss", f"{name} to be a tensor", describe(given))
+    shape = (*targets.shape, full[0].shape[-1])
+    expect(h.shape == shape, "chunked_loss", f"h of shape {shape}, by targets and head", describe(h))
     expect(type(chunks) is int and chunks > 0, "chunked_loss", "chunks to be a positive number", f"{chunks!r:.40}")
 
     def one(h: torch.Tensor, targets: torch.Tensor, *head: torch.Tensor) -> Pair:
         logits = F.linear(h, *head)
-        return loss(logits if dtype is None else logits.to(dtype), targets)
+        return loss(logits if dtype is None else logits.to(dtype=dtype), targets)
 
     tensors, ids = [h.flatten(0, -2), *full], targets.flatten().chunk(chunks)
     transformed = any(map(_compat.is_transformed, tensors)) or _compat.any_dual(tensors)

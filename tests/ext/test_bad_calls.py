@@ -19,6 +19,7 @@ class Declares(nn.Sequential):
 
 
 GIVEN = {
+    "chunked_loss": lambda w: dict(head=w.weight),
     "from_torch_scheduler": lambda w: dict(cls=torch.optim.lr_scheduler.StepLR, momentum=0.9, step_size=1),
     "from_dtensor": lambda w: dict(tree=fs.to_dtensor(w.params, w.mesh), strategy=fs.zero2(w.mesh)),
     "no_split": lambda w: dict(model=Declares(nn.Linear(2, 2))),
@@ -35,10 +36,10 @@ GIVEN = {
 }
 ACCEPTED = (
     *test_bad_calls.ACCEPTED,
-    (("None",), "bytes_sent collectives divide first names scale scatter_dim sequence_dim updates"),
+    (("None",), "bytes_sent collectives divide dtype first names scale scatter_dim sequence_dim updates"),
     (("None",), "scale_by_factored_rms.eps testing.assert_budget.mesh checkpoint.load_dcp.module"),
     (("None",), "checkpoint.load_huggingface.module checkpoint.save_dcp.module checkpoint.save_huggingface.module"),
-    (NUMBERS, "block collectives d max_file_bytes pipeline.microbatches scale trust_coefficient"),
+    (NUMBERS, "block chunks collectives d max_file_bytes pipeline.microbatches scale trust_coefficient"),
     (("a huge number",), "bytes_sent peak_bytes quantize.dim"),
     (("a number",), "ignore_index time updates quantize.dim sample_ids.step"),
     (("nan",), "from_torch_scheduler.lr from_torch_scheduler.momentum"),

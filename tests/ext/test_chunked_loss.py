@@ -77,7 +77,7 @@ def test_second_derivatives_are_those_of_torch_func_alone():
 @pytest.mark.parametrize(
     ("change", "text"),
     (
-        ({"h": X[0, :, :2]}, "h of shape (12, 6), got a float64 Tensor of shape (12, 2)"),
+        ({"h": X[0, :, :2]}, "h of shape (12, 6), by targets and head, got a float64 Tensor of shape (12, 2)"),
         ({"chunks": 0}, "chunks to be a positive number, got 0"),
         (
             {"loss": lambda logits, y: ((logits * TRAINED).sum(), y.numel())},
