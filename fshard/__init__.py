@@ -27,6 +27,7 @@ Those of extensions, which use the core as a program does and are imported when 
 - **Other axes**: `pipeline`, `tensor_parallel`, `ring_attention`, `ring_positions`, `ulysses`,
   `vocab_parallel_embedding`, `vocab_parallel_cross_entropy`; `fshard.ext.parallel.moe` as `fs.moe`.
 - **Losses**: `chunked_loss`.
+- **Graphs in files**: `save_graph`, `load_graph`.
 - **Transforms**: `quantize`.
 - **Learning rates**: `fshard.ext.optim.schedules` as `fs.schedules`, `from_torch_scheduler`.
 - **Optimizers**: `dynamic_loss_scale`, `whole`, `lamb`, `lars`, `adafactor`; `scale_by_trust_ratio`,
@@ -118,6 +119,7 @@ if TYPE_CHECKING:
     from fshard.ext.plan.plan import plan
     from fshard.ext.quantize import quantize
     from fshard.ext.sample_ids import sample_ids
+    from fshard.ext.saved_graph import load_graph, save_graph
     from fshard.ext.trace.trace import trace
 
 __version__ = "0.1.0"
@@ -144,7 +146,7 @@ __all__ += ["checkpoint"]
 __all__ += ["testing"]
 __all__ += ["moe", "pipeline", "ring_attention", "ring_positions"]
 __all__ += ["tensor_parallel", "ulysses", "vocab_parallel_cross_entropy", "vocab_parallel_embedding"]
-__all__ += ["chunked_loss", "quantize"]
+__all__ += ["chunked_loss", "load_graph", "quantize", "save_graph"]
 __all__ += ["adafactor", "lamb", "lars", "scale_by_factored_rms", "scale_by_trust_ratio", "whole"]
 __all__ += ["dynamic_loss_scale", "from_torch_scheduler", "schedules"]
 __all__ += ["plan", "sample_ids", "trace"]

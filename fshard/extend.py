@@ -14,6 +14,7 @@
 - `fake_maker`: makes tensors without values, to trace with.
 - `flatten`: the leaves of a tree with their paths and specs, and its `unflatten` of other leaves.
 - `FullyShard`: the transform of `fully_shard`, for one that sends otherwise.
+- `Jitted`: what `jit` returns; its method `program_for` makes a `Program`, of what was `Traced`, for a signature.
 - `leaf_means`: means over a dim of whole leaves, however they are split.
 - `leafwise`: new trees of old ones, by maths on the tensors of each leaf that has a gradient.
 - `local_piece`: cuts this rank's shard out of a full tensor.
@@ -34,6 +35,7 @@ from fshard.checkpoint.exchange import Entry, Exchange, piece_of
 from fshard.collectives import chained, custom_call, walked
 from fshard.comm import calling, everyone, serves_host, watched
 from fshard.errors import expect, refuse
+from fshard.jit import Jitted, Program, Traced
 from fshard.mesh import fake_axes, ranks_of
 from fshard.optim.from_torch import TorchState
 from fshard.optim.leaves import leafwise
@@ -46,7 +48,7 @@ from fshard.transforms.compose import sum_dtype
 from fshard.tree import flatten
 from fshard.tree.checks import check_axis, describe
 
-__all__ = ["Entry", "Exchange", "FullyShard", "TorchState"]
+__all__ = ["Entry", "Exchange", "FullyShard", "Jitted", "Program", "TorchState", "Traced"]
 __all__ += ["calling", "chained", "check_axis", "check_rates", "custom_call", "describe", "everyone", "expect"]
 __all__ += ["fake_axes", "fake_maker", "flatten", "leaf_means", "leafwise", "local_piece", "piece_of", "ranks_of"]
 __all__ += ["refuse", "serves_host", "sum_dtype", "walked", "watched", "without_saved_tensor_hooks", "words_at"]

@@ -25,6 +25,7 @@ TABLE: Mapping[tuple[str, str], str] = MappingProxyType(
         ("fshard", "parallel.vocabulary"): "vocab_parallel_cross_entropy vocab_parallel_embedding",
         ("fshard", "plan.plan"): "plan",
         ("fshard", "quantize"): "quantize",
+        ("fshard", "saved_graph"): "load_graph save_graph",
         ("fshard", "sample_ids"): "sample_ids",
         ("fshard", "trace.trace"): "trace",
         ("fshard.checkpoint", "interop.dcp"): "load_dcp save_dcp",

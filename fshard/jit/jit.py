@@ -19,7 +19,7 @@ from fshard.tree import Axis, Exact, Flat, Sharded, flatten, tensor_of, tensors_
 from fshard.tree.checks import check_axes, describe, mark_donated, refuse_donated
 
 
-class _Program(NamedTuple):
+class Program(NamedTuple):
     """A graph of a function.
 
     Attributes:
@@ -46,15 +46,16 @@ class Jitted:
 
     Attributes:
         traces: For each trace why it was made, the first one first.
+        backend: What runs graphs.
     """
 
     def __init__(self, f: Callable[..., Any], donated: Sequence[int], static: Sequence[int], backend: Backend) -> None:
         """Nothing is traced yet."""
         functools.update_wrapper(self, f)
-        self._f, self._donated, self._static, self._backend = f, donated, static, backend
-        self._programs: dict[Signature, _Program] = {}
+        self._f, self._donated, self._static, self.backend = f, donated, static, backend
+        self._programs: dict[Signature, Program] = {}
         # Of the last call what its graph is found again by: its outline, guards that compare tensors, and the graph.
-        self._last: tuple[Signature, Callable[..., bool], _Program] | None = None
+        self._last: tuple[Signature, Callable[..., bool], Program] | None = None
         # For what this rank's traces have used, what those of all ranks do.
         self._uses: dict[Used, Used] = {}
         self.traces: list[str] = []
@@ -70,14 +71,18 @@ class Jitted:
             if any(x.requires_grad or x.layout is not torch.strided or x.is_quantized for x in tensors):
                 return self._f(*args, **kwargs)
             check_axes("jit", flat)
-            asked, last = outline(flat), self._last
-            known = last is not None and last[0] == asked and last[1](*tensors)
-            program = last[2] if last and known else self._program(asked, flat, tensors)
+            program = self._program(flat, tensors)
             if program.closed:
                 _check_closed(program, flat)
             comm.same_call("jit", list(program.facts), program.facts)
             with torch.no_grad():
                 return _run(program, flat, tensors)
+
+    def found_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Signature, Program, Flat]:
+        """Find the graph of a call, or trace it, with what it is found by."""
+        flat = self._flat(args, kwargs)
+        tensors = [tensor for tensor in tensors_of(flat.leaves) if isinstance(tensor, torch.Tensor)]
+        return signature(outline(flat), flat), self._program(flat, tensors), flat
 
     def graph_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Traced:
         """Trace the function as a call would, up to the graph that its backend is given."""
@@ -91,19 +96,24 @@ class Jitted:
         given = [exact(arg) if i in self._static else arg for i, arg in enumerate(args)]
         return flatten((tuple(given), kwargs))
 
-    def _program(self, asked: Signature, flat: Flat, tensors: Sequence[torch.Tensor]) -> _Program:
+    def _program(self, flat: Flat, tensors: Sequence[torch.Tensor]) -> Program:
         """Find the graph of a call, or trace it."""
+        asked, last = outline(flat), self._last
+        if last is not None and last[0] == asked and last[1](*tensors):
+            return last[2]
         refuse_donated("jit", flat)
         key = signature(asked, flat)
         if key not in self._programs:
-            self._programs[key] = self._traced(key, flat)
+            program = self.program_for(key, flat)
+            self._programs[key] = program._replace(run=ready(program.traced.graph, self.backend))
         program = self._programs[key]
         # Guards do not compare these; and donated tensors have this shape.
         tells = not (key.same or key.keys or any(tensor.shape == (0,) for tensor in tensors))
         self._last = (asked, _compat.guards_of(tensors), program) if tells else None
         return program
 
-    def _traced(self, key: Signature, flat: Flat) -> _Program:
+    def program_for(self, key: Signature, flat: Flat) -> Program:
+        """Trace a graph for a signature that there is none for."""
         before = next(reversed(self._programs), None)
         found = {} if before is None else changes(before, key, flat.paths)
         problems = [
@@ -119,7 +129,6 @@ class Jitted:
         agreed = self._agreed(uses, program.told, flat.axes)
         if agreed != uses.used:
             program = self._graph(flat, Uses(agreed))
-        program = program._replace(run=ready(program.traced.graph, self._backend))
         self.traces.append(why if self._programs else "the first call")
         return program
 
@@ -136,13 +145,13 @@ class Jitted:
             self._uses[uses.used] = agreed_uses(uses)
         return self._uses.get(uses.used, uses.used)
 
-    def _graph(self, flat: Flat, uses: Uses | None = None) -> _Program:
+    def _graph(self, flat: Flat, uses: Uses | None = None) -> Program:
         traced = trace(flat, self._f, uses)
         graph = traced.graph.graph
         told, sent = told_in(graph)
         found = "Inductor's, whose bits depend on what it joins them with"
         remedy = 'take backend="graph", or leave out sums="tree"'
-        own = self._backend != "inductor" or "sums" not in told
+        own = self.backend != "inductor" or "sums" not in told
         expect(own, "jit", 'torch\'s own kernels for sums="tree"', found, remedy)
         # A rank whose trace fails knows the axes of its arguments alone.
         each = {axis: "\n".join(sent.get(axis, ())) for axis in flat.axes or sent}
@@ -156,12 +165,12 @@ class Jitted:
         refuse_ambient_random(graph)
         pairs, passed = pairs_of(traced, flat, twins)
         # Others may not keep the order of what reads and writes an input.
-        if not callable(self._backend):
+        if not callable(self.backend):
             donate(graph, pairs)
             schedule(graph)
         donated = [i for i in inputs if i in twins]
         closed = [(tensor, _compat.version(tensor)) for tensor in traced.closed]
-        return _Program(traced, donated, {*donated} - passed, closed, compared, json.dumps(told), traced.graph)
+        return Program(traced, donated, {*donated} - passed, closed, compared, json.dumps(told), traced.graph)
 
 
 def jit(
@@ -210,7 +219,7 @@ def jit(
     return make if f is None else make(f)
 
 
-def _run(program: _Program, flat: Flat, tensors: list[torch.Tensor]) -> Any:
+def _run(program: Program, flat: Flat, tensors: list[torch.Tensor]) -> Any:
     """Run a graph; the results that are donated tensors belong to the caller, and the arguments are left empty."""
     traced = program.traced
     if program.written:
@@ -224,7 +233,7 @@ def _run(program: _Program, flat: Flat, tensors: list[torch.Tensor]) -> Any:
     return unflatten(traced.treedef, leaves)
 
 
-def _check_closed(program: _Program, flat: Flat) -> None:
+def _check_closed(program: Program, flat: Flat) -> None:
     """Refuse a call after a write to a tensor that the function closes over, or that would donate one."""
     donated = {id(tensor_of(flat.leaves[i])) for i in program.donated}
     for tensor, version in program.closed:

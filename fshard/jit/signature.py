@@ -46,6 +46,14 @@ class Signature(NamedTuple):
     avals: tuple[Any, ...] = ()
     same: tuple[int, ...] = ()
 
+    def facts(self, paths: Sequence[str]) -> dict[str, Any]:
+        """List all but the structure by name, of leaves of a call by their paths."""
+        found: dict[str, Any] = {}
+        for path, known, value in zip(paths, self.avals, self.values, strict=True):
+            found |= {f"{path}: {name}": fact for name, fact in known or ()}
+            found[f"{path}: spec" if known else path] = value
+        return found | {"repeated arguments": self.same, "ranks": self.ranks} | dict(self.modes)
+
 
 def outline(flat: Flat) -> Signature:
     """The signature of one call without what guards compare; TypeError if a value cannot be hashed."""
@@ -116,13 +124,5 @@ def changes(before: Signature, after: Signature, paths: Sequence[str]) -> dict[s
     treedefs = before.treedef, after.treedef
     if treedefs[0] != treedefs[1] or before.keys != after.keys:
         return {"the structure of the arguments": (str(treedefs[0]), str(treedefs[1]))}
-    old, new = _by_name(before, paths), _by_name(after, paths)
+    old, new = before.facts(paths), after.facts(paths)
     return {name: (f"{old.get(name)}", f"{new[name]}") for name in new if old.get(name) != new[name]}
-
-
-def _by_name(asked: Signature, paths: Sequence[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for path, known, value in zip(paths, asked.avals, asked.values, strict=True):
-        found |= {f"{path}: {name}": fact for name, fact in known or ()}
-        found[f"{path}: spec" if known else path] = value
-    return found | {"repeated arguments": asked.same, "ranks": asked.ranks} | dict(asked.modes)
