@@ -34,7 +34,7 @@ demo: .venv/examples
 	    $(BIN)/torchrun --standalone --nproc_per_node 2 examples/ddp_parity.py
 
 EXAMPLES := train_gpt ddp_parity mnist unequal_tokens finetune_lora finetune_peft resnet diffusion dp_sgd maml ensemble hessian \
-    custom_transform topk powersgd sibling tensor_parallel four_dimensions diloco
+    custom_transform topk powersgd sibling tensor_parallel four_dimensions diloco rl
 
 examples: .venv/models
 	for example in $(EXAMPLES); do \

@@ -28,6 +28,7 @@ Those of extensions, which use the core as a program does and are imported when 
   `vocab_parallel_embedding`, `vocab_parallel_cross_entropy`; `fshard.ext.parallel.moe` as `fs.moe`.
 - **Losses**: `chunked_loss`.
 - **Graphs in files**: `save_graph`, `load_graph`.
+- **Weights for other ranks**: `publish`, `receive`.
 - **Transforms**: `quantize`.
 - **Learning rates**: `fshard.ext.optim.schedules` as `fs.schedules`, `from_torch_scheduler`.
 - **Optimizers**: `dynamic_loss_scale`, `whole`, `lamb`, `lars`, `adafactor`; `scale_by_trust_ratio`,
@@ -117,6 +118,7 @@ if TYPE_CHECKING:
     from fshard.ext.parallel.tensor import tensor_parallel
     from fshard.ext.parallel.vocabulary import vocab_parallel_cross_entropy, vocab_parallel_embedding
     from fshard.ext.plan.plan import plan
+    from fshard.ext.publish import publish, receive
     from fshard.ext.quantize import quantize
     from fshard.ext.sample_ids import sample_ids
     from fshard.ext.saved_graph import load_graph, save_graph
@@ -146,7 +148,7 @@ __all__ += ["checkpoint"]
 __all__ += ["testing"]
 __all__ += ["moe", "pipeline", "ring_attention", "ring_positions"]
 __all__ += ["tensor_parallel", "ulysses", "vocab_parallel_cross_entropy", "vocab_parallel_embedding"]
-__all__ += ["chunked_loss", "load_graph", "quantize", "save_graph"]
+__all__ += ["chunked_loss", "load_graph", "publish", "quantize", "receive", "save_graph"]
 __all__ += ["adafactor", "lamb", "lars", "scale_by_factored_rms", "scale_by_trust_ratio", "whole"]
 __all__ += ["dynamic_loss_scale", "from_torch_scheduler", "schedules"]
 __all__ += ["plan", "sample_ids", "trace"]

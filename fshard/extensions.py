@@ -24,6 +24,7 @@ TABLE: Mapping[tuple[str, str], str] = MappingProxyType(
         ("fshard", "parallel.tensor"): "tensor_parallel",
         ("fshard", "parallel.vocabulary"): "vocab_parallel_cross_entropy vocab_parallel_embedding",
         ("fshard", "plan.plan"): "plan",
+        ("fshard", "publish"): "publish receive",
         ("fshard", "quantize"): "quantize",
         ("fshard", "saved_graph"): "load_graph save_graph",
         ("fshard", "sample_ids"): "sample_ids",

@@ -72,6 +72,16 @@ def test_diloco(launcher, replicas, shards, tmp_path):
     assert last < first
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [(sys.executable,), (*TORCHRUN, 2), (*TORCHRUN, 3)])
+def test_rl(launcher):
+    out = run(*launcher, ROOT / "examples/rl.py", "--steps", 60)
+    first, *_, last = map(float, re.search(r"rewards: (.*)", out)[1].split())
+    assert first < 0.4
+    assert last > 0.7
+    assert len(launcher) == 1 or difference(out) == 0
+
+
 @launched
 def test_unequal_tokens(launcher, ranks):
     strategy, sizes = "zero1" if ranks == 1 else "zero3", ("--steps", 3, "--width", 16, "--layers", 1, "--lines", 3)

@@ -85,7 +85,7 @@ class _Loaded(Jitted):
     """A jitted function whose graphs are read rather than traced."""
 
     def __init__(self, directory: Path) -> None:
-        super().__init__(lambda *_, **__: None, (), (), "graph")
+        super().__init__(_function, (), (), "graph")
         self._directory = directory
 
     def program_for(self, key: Any, flat: Any) -> Program:
@@ -103,6 +103,11 @@ class _Loaded(Jitted):
         facts = {axis: text for axis, text in zip(flat.axes, body["facts"], strict=True) if text is not None}
         self.traces.append("read from a file")
         return Program(traced, body["donated"], {*body["written"]}, [], facts, body["told"], traced.graph)
+
+
+def _function(*_: Any, **__: Any) -> None:
+    needed = "a call outside of fs.jit, torch.func and modes, on tensors that require no gradient"
+    expect(False, "load_graph", needed, "another", "call the function itself, which no file has")
 
 
 def _file(flat: Any) -> str:

@@ -23,8 +23,10 @@ GIVEN = {
     "from_torch_scheduler": lambda w: dict(cls=torch.optim.lr_scheduler.StepLR, momentum=0.9, step_size=1),
     "from_dtensor": lambda w: dict(tree=fs.to_dtensor(w.params, w.mesh), strategy=fs.zero2(w.mesh)),
     "no_split": lambda w: dict(model=Declares(nn.Linear(2, 2))),
+    "load_graph": lambda w: dict(directory=w.place / "graph"),
     "pipeline": lambda w: dict(stage_fn=lambda p, h: h, last=lambda p, h: h.sum(), schedule="1f1b"),
     "plan": lambda w: dict(step=step, mesh={"shard": 2}),
+    "save_graph": lambda w: dict(directory=w.place / "graph", f=fs.jit(loss)),
     "tensor_parallel": lambda w: dict(module=nn.Sequential(nn.Linear(4, 4))),
     "to_dtensor": lambda w: dict(tree=w.params),
     "checkpoint.from_optimizer_state_dict": lambda w: dict(like=w.opt_state, updates=0),
@@ -67,7 +69,7 @@ class World(test_bad_calls.World):
         GIVEN,
         ACCEPTED,
         THEIRS,
-        {"moe", "schedules", "testing.assert_same_bits", "testing.check_optimizer"},
+        {"moe", "publish", "receive", "save_graph", "schedules", "testing.assert_same_bits", "testing.check_optimizer"},
     )
 
     q = k = v = torch.ones(1, 1, 4, 4)
