@@ -42,13 +42,11 @@ examples: .venv/models
 	    OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 examples/$$example.py || exit 1; \
 	done
 
-bench: KEEP := GLIBC_TUNABLES=glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=17179869184
 bench: .venv/models
 	for configuration in d128-L4-B8-T128-V256 d512-L8-B4-T256 d1024-L8-B1-T128 d64-L48-B1-T16; do \
-	    $(KEEP) OMP_NUM_THREADS=1 $(BIN)/python benchmarks/peers.py \
-	        --configuration $$configuration --compiled || exit 1; \
+	    OMP_NUM_THREADS=1 $(BIN)/python benchmarks/peers.py --configuration $$configuration --compiled || exit 1; \
 	done
-	$(KEEP) OMP_NUM_THREADS=1 $(BIN)/python benchmarks/peers.py --ranks 1
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/peers.py --ranks 1
 	for configuration in d1024-L8-B1-T256 llama mixtral; do \
 	    $(BIN)/python benchmarks/memory.py --configuration $$configuration || exit 1; \
 	done

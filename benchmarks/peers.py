@@ -17,7 +17,8 @@ gives back to the operating system what one system frees and another takes, and 
 one start to the next a process's times move by some percent, so all are started --launches times. The table has the
 least and the largest ratio of a start: where they are further apart than 3% of the median the row guards nothing, and
 says so. Most of the spread comes from page faults, of memory that the C allocator has given back and takes again, more
-or less of it by where its heap ends: the table counts them. `make bench` lets it keep all memory in all systems, by
+or less of it by where its heap ends: the table counts them. `fs.init_mesh` lets glibc keep more; torch's systems have a
+mesh of torch's, and so glibc as it is. In all systems it keeps all memory with
 
     GLIBC_TUNABLES=glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=17179869184
 
@@ -46,6 +47,7 @@ from gpt import Configuration
 from groups import grouped
 from rivals import SYSTEMS, System, make
 from rounds import Samples, Turn, check_losses, in_turn, paired, take_turn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fshard as fs
 
@@ -116,8 +118,10 @@ def steps_of(
 
 @cache
 def system_of(name: str, configuration: Configuration) -> System:
-    """The system of this process, made when it is first asked for."""
-    return make(name, configuration, fs.init_mesh({"shard": -1}, device="cpu"))
+    """The system of this process, made when it is first asked for, on a mesh of its own library's."""
+    if name.startswith("fshard"):
+        return make(name, configuration, fs.init_mesh({"shard": -1}, device="cpu"))
+    return make(name, configuration, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",)))
 
 
 def summary(name: str, launches: Mapping[str, list[Samples]], reference: str) -> dict[str, Any]:

@@ -25,6 +25,9 @@ Mesh = DeviceMesh
 # Seconds that a rank waits for another by default: torch's own half hour is longer than anyone watches.
 TIMEOUT = 300.0
 
+# glibc's DEFAULT_MMAP_THRESHOLD_MAX, less what a block takes beyond its bytes.
+MAPPED_BYTES = 2**25 - 2**16
+
 
 def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: float = TIMEOUT) -> Mesh:
     """Make a device mesh over all ranks, starting torch.distributed if nobody has.
@@ -82,6 +85,10 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: f
     for group in groups:
         if group.size() > 1:
             connected(world_of_ranks(), group.group_name)
+    # Keeps glibc from giving the memory of a step back to the system, which is slow to hand it out again in the next.
+    # It keeps twice the largest block that it has given back, up to this size; a model of small tensors has none such.
+    # This one is never touched, and so takes no memory.
+    torch.empty(MAPPED_BYTES, dtype=torch.uint8, device="cpu")
     return mesh
 
 

@@ -17,9 +17,6 @@ from fshard.jit.trace import TRACING
 Backend = str | Callable[..., Any]
 BACKENDS = ("graph", "inductor")
 
-# glibc's DEFAULT_MMAP_THRESHOLD_MAX, less what a block takes beyond its bytes.
-MAPPED_BYTES = 2**25 - 2**16
-
 
 def ready(module: Any, backend: Backend) -> Callable[..., Any]:
     """Make a graph ready to run.
@@ -31,10 +28,6 @@ def ready(module: Any, backend: Backend) -> Callable[..., Any]:
     Returns:
         A function of its inputs.
     """
-    # Keeps glibc from giving the memory of a step back to the system, which is slow to hand it out again in the next.
-    # It keeps twice the largest block that it has given back, up to this size; a model of small tensors has none such.
-    # This one is never touched, and so takes no memory.
-    torch.empty(MAPPED_BYTES, dtype=torch.uint8, device="cpu")
     if callable(backend):
         return backend(module, [node.meta["val"] for node in placeholders(module.graph)])
     if backend == "inductor":
