@@ -12,7 +12,6 @@ from fshard.ext import _compat
 from fshard.extend import chained, describe, expect, walked, without_saved_tensor_hooks
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-Head = Sequence[torch.Tensor]
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> Pair:
@@ -87,15 +86,14 @@ def chunked_loss(
         with without_saved_tensor_hooks():
             return _Differentiated.apply(one, ids, dtype, *tensors)
     run = fs.remat(one) if transformed else one
-    pairs = [run(part, some, *full) for part, some in zip(tensors[0].chunk(chunks), ids, strict=True)]
-    return _summed(pairs)
+    return _summed([run(part, some, *full) for part, some in zip(tensors[0].chunk(chunks), ids, strict=True)])
 
 
 class _Differentiated(Function):
     """Differentiates in its forward, so that its backward has only to scale."""
 
     @staticmethod
-    def forward(ctx: Any, one: Any, ids: Head, dtype: torch.dtype | None, h: torch.Tensor, *head: torch.Tensor) -> Pair:
+    def forward(ctx: Any, one: Any, ids: Any, dtype: Any, h: torch.Tensor, *head: torch.Tensor) -> Pair:
         leaves = [part.detach().requires_grad_(part.requires_grad) for part in head]
         pairs, of_h = list[Pair](), list[torch.Tensor]()
         of_head: list[Any] = [None] * len(head)
@@ -117,8 +115,8 @@ class _Differentiated(Function):
                 if leaf.requires_grad:
                     grad = found[id(leaf)].to(dtype or leaf.dtype)
                     of_head[i] = grad if of_head[i] is None else of_head[i].add_(grad)
-        ctx.grads = [torch.cat(of_h) if of_h else None, *of_head]
-        ctx.dtypes = [tensor.dtype for tensor in (h, *head)]
+        dtypes = [tensor.dtype for tensor in (h, *head)]
+        ctx.grads = [*zip([torch.cat(of_h) if of_h else None, *of_head], dtypes, strict=True)]
         total, count = _summed(pairs)
         ctx.mark_non_differentiable(*[count] * isinstance(count, torch.Tensor))
         return total, count
@@ -127,18 +125,14 @@ class _Differentiated(Function):
     def backward(ctx: Any, scale: torch.Tensor, _: Any) -> Any:
         grads, ctx.grads = ctx.grads, None
         first = grads is not None and not torch.is_grad_enabled()
-        found, remedy = "another, or create_graph", "call it again, or take derivatives of derivatives by torch.func"
-        expect(first, "chunked_loss", "one backward, for a first derivative", found, remedy)
+        needed, remedy = "one backward, for a first derivative", "call it again, or differentiate by torch.func"
+        expect(first, "chunked_loss", needed, "another, or create_graph", remedy)
         # In place: nobody else has them, and that of the head is as large as it.
-        scaled = [
-            None if grad is None else grad.mul_(scale).to(like) for grad, like in zip(grads, ctx.dtypes, strict=True)
-        ]
-        return None, None, None, *scaled
+        return None, None, None, *[None if grad is None else grad.mul_(scale).to(dtype) for grad, dtype in grads]
 
 
 def _summed(pairs: Sequence[Pair]) -> Pair:
-    totals, counts = zip(*pairs, strict=True)
-    return sum(totals), sum(counts)
+    return tuple(map(sum, zip(*pairs, strict=True)))  # type: ignore[return-value]
 
 
 def _nodes(total: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[Any]:
@@ -146,6 +140,6 @@ def _nodes(total: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[Any]:
     known = {torch.autograd.graph.get_gradient_edge(source).node for source in sources}
     nodes = list[Any](walked([total.grad_fn], lambda node: [other for other, _ in node.next_functions if other]))  # type: ignore[union-attr]
     alone = not any(hasattr(node, "variable") and node not in known for node in nodes)
-    found = "a closure's tensor that requires a gradient"
-    expect(alone, "chunked_loss", "loss to compute with logits and targets", found, "detach it")
+    needed, found = "loss to compute with logits and targets", "a closure's tensor that requires a gradient"
+    expect(alone, "chunked_loss", needed, found, "detach it")
     return nodes

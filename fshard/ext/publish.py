@@ -91,7 +91,8 @@ def publish(
     """
     peers = _Peers("publish", ranks, timeout)
     held = {box.name: (box, tensor) for box, tensor in _boxes(params, names or str)}
-    peers.tell(dict.fromkeys(ranks, [version, [box for box, _ in held.values()]]))
+    about = version, [box for box, _ in held.values()]
+    peers.tell(dict.fromkeys(ranks, about))
     said = peers.hear()
     peers.lost |= {rank: "it refused, and says why" for rank, boxes in said.items() if boxes is None}
     asked = {rank: [*map(_box, boxes)] for rank, boxes in said.items() if boxes is not None}
@@ -102,7 +103,7 @@ def publish(
             outer, tensor = held[box.name]
             if box not in ready:
                 ready[box] = _bytes(tensor[box.within(outer)].to("cpu", getattr(torch, box.dtype)).contiguous())
-            sums[rank].append(zlib.crc32(ready[box].numpy()))
+            sums[rank].append(zlib.crc32(ready[box].numpy().data))
             peers.start(dist.isend, rank, ready[box], number)
         peers.wait()
     peers.tell(sums)
@@ -155,7 +156,7 @@ def receive(like: Any, ranks: Sequence[int], *, timeout: float = TIMEOUT) -> tup
         peers.wait()
         peers.end()
         for rank, place, buffer in landing:
-            sums[rank].append(zlib.crc32(_bytes(buffer).numpy()))
+            sums[rank].append(zlib.crc32(_bytes(buffer).numpy().data))
             place.copy_(buffer)
     told = peers.hear()
     peers.end()
@@ -175,16 +176,16 @@ def _schedule(
     asked: dict[int, list[Box]] = {rank: [] for rank in offered}
     problems = []
     for number, (name, theirs) in enumerate(holders.items()):
-        box, other = held[name][0] if name in held else None, [*theirs][0]
-        if box and not box.is_like(other):
-            problems.append((name, f"{other.dtype}{[*other.shape]}", f"{box.dtype}{[*box.shape]}"))
-        elif box:
-            parts = {box.common(part): ranks for part, ranks in theirs.items()}
+        own, other = held.get(name, (None,))[0], next(iter(theirs))
+        if own and not own.is_like(other):
+            problems.append((name, f"{other.dtype}{[*other.shape]}", f"{own.dtype}{[*own.shape]}"))
+        elif own:
+            parts = {own.common(part): ranks for part, ranks in theirs.items()}
             for part, ranks in parts.items():
                 if part.numel:
                     # Ranks here and leaves take turns among those that hold the same.
                     asked[ranks[(dist.get_rank() + number) % len(ranks)]].append(part)
-            if sum(part.numel for part in parts) != box.numel:
+            if sum(part.numel for part in parts) != own.numel:
                 problems.append((name, "a part of it", "all of it on the ranks that publish"))
     problems += [(name, "nothing", "a leaf") for name in held if name not in holders]
     return asked, problems
@@ -200,7 +201,7 @@ def _boxes(tree: Any, names: Callable[[str], str]) -> Iterator[tuple[Box, torch.
 
 def _box(fields: Sequence[Any]) -> Box:
     """Make a box of what JSON made of it."""
-    return Box(*(tuple(field) if isinstance(field, list) else field for field in fields))
+    return Box(*(tuple(field) if isinstance(field, list) else field for field in fields))  # type: ignore[arg-type]
 
 
 def _units(held: Mapping[str, tuple[Box, torch.Tensor]]) -> Iterator[set[str]]:
@@ -278,7 +279,9 @@ class _Peers:
         """Name the ranks that are lost."""
         found = "".join(f"\n  rank {rank}: {text}" for rank, text in self.lost.items())
         if self.lost:
-            raise CollectiveError(f"{self._what}: expected an answer of all ranks on the other side, got none of{found}")
+            raise CollectiveError(
+                f"{self._what}: expected an answer of all ranks on the other side, got none of{found}"
+            )
 
     @contextmanager
     def _noting(self, rank: int) -> Iterator[None]:

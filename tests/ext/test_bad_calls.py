@@ -26,7 +26,6 @@ GIVEN = {
     "load_graph": lambda w: dict(directory=w.place / "graph"),
     "pipeline": lambda w: dict(stage_fn=lambda p, h: h, last=lambda p, h: h.sum(), schedule="1f1b"),
     "plan": lambda w: dict(step=step, mesh={"shard": 2}),
-    "save_graph": lambda w: dict(directory=w.place / "graph", f=fs.jit(loss)),
     "tensor_parallel": lambda w: dict(module=nn.Sequential(nn.Linear(4, 4))),
     "to_dtensor": lambda w: dict(tree=w.params),
     "checkpoint.from_optimizer_state_dict": lambda w: dict(like=w.opt_state, updates=0),
