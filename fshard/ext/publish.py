@@ -192,11 +192,12 @@ def _schedule(
 
 
 def _boxes(tree: Any, names: Callable[[str], str]) -> Iterator[tuple[Box, torch.Tensor]]:
-    """The parts of leaves that this rank holds, by their names there."""
+    """The parts of leaves that this rank holds, by their names there; none where it holds no element."""
     flat = flatten(tree)
     for name, leaf in zip(flat.names, flat.leaves, strict=True):
         start, tensor, shape = piece_of(leaf)
-        yield Box(names(name), str(tensor.dtype).removeprefix("torch."), shape, start, tuple(tensor.shape)), tensor
+        if tensor.numel():
+            yield Box(names(name), str(tensor.dtype).removeprefix("torch."), shape, start, tuple(tensor.shape)), tensor
 
 
 def _box(fields: Sequence[Any]) -> Box:

@@ -1,10 +1,12 @@
 """Graphs of jitted functions in files: traced once, and run in later processes without the function."""
 
 import json
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,7 +18,10 @@ from fshard.extend import Jitted, Program, Traced, describe, expect, flatten
 VERSIONS = {"format": "fshard.saved_graph 1", "fshard": fs.__version__, "torch": torch.__version__}
 # Torch's own values among the arguments of operators, by the names of their types.
 CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
+# Operators are those of these namespaces of torch's, and Python's own on numbers.
 NAMESPACES = ("aten", "fshard", "prims", "_c10d_functional")
+_OF_PYTHON = ("getitem", "add", "sub", "mul", "truediv", "floordiv", "mod", "neg", "pow")
+OF_PYTHON = MappingProxyType({name: getattr(operator, name) for name in _OF_PYTHON} | {"sqrt": math.sqrt})
 Structure = Any
 
 
@@ -173,13 +178,20 @@ def _written(graph: Graph, groups: dict[str, str]) -> Iterator[Any]:
         )
         return groups.get(x, x) if isinstance(x, str) else x
 
+    names = {function: name for name, function in OF_PYTHON.items()}
     for node in graph.nodes:
-        target = (
-            "getitem" if node.target is operator.getitem else str(node.target) if node.op == "call_function" else ""
-        )
-        known = target in ("", "getitem") or target.partition(".")[0] in NAMESPACES
-        expect(known, "save_graph", f"operators of {NAMESPACES}", target)
+        target = names.get(node.target, str(node.target)) if node.op == "call_function" else ""
+        _function_of(node.op, target, "save_graph")
         yield node.op, target, value(node.args), value(node.kwargs)
+
+
+def _function_of(op: str, target: str, what: str) -> Callable[..., Any] | None:
+    """Find an operator by its name: a file is data, and can name no other functions."""
+    if op != "call_function" or target in OF_PYTHON:
+        return OF_PYTHON.get(target)
+    expect(target.partition(".")[0] in NAMESPACES, what, f"operators of {NAMESPACES}", f"{target:.40}")
+    found: Callable[..., Any] = attrgetter(target)(torch.ops)
+    return found
 
 
 def _read(nodes: Sequence[Any], groups: dict[str, str]) -> Graph:
@@ -201,10 +213,7 @@ def _read(nodes: Sequence[Any], groups: dict[str, str]) -> Graph:
         return {name: value(z) for name, z in y.items()}
 
     for op, target, args, kwargs in nodes:
-        if op == "call_function":
-            known = target == "getitem" or target.partition(".")[0] in NAMESPACES
-            expect(known, "load_graph", f"operators of {NAMESPACES}", f"{target:.40}")
-            function = operator.getitem if target == "getitem" else attrgetter(target)(torch.ops)
+        if (function := _function_of(op, target, "load_graph")) is not None:
             made.append(graph.call_function(function, tuple(value(args)), value(kwargs)))
         elif op == "placeholder":
             made.append(graph.placeholder(f"input_{len(made)}"))
