@@ -21,6 +21,7 @@ The public names by use, as `import fshard as fs` has them. Those of the core:
 - **What is sent**: `fshard.comm`.
 - **Checkpoints**: `fshard.checkpoint`.
 - **Tests**: `fshard.testing`.
+- **Version**: `__version__`.
 
 Those of extensions, which use the core as a program does and are imported when they are first asked for:
 
@@ -128,7 +129,7 @@ __version__ = "0.1.0"
 __getattr__ = extensions.resolver(__name__)
 
 # By use, as above.
-__all__ = ["Axis", "axis_of", "init_mesh"]
+__all__ = ["Axis", "__version__", "axis_of", "init_mesh"]
 __all__ += ["P", "Sharded", "Spec", "reshard", "shard", "tree_leaves", "tree_map", "unshard"]
 __all__ += ["Model", "functionalize", "sync_buffers"]
 __all__ += ["apply", "gather", "scatter_grads", "update"]

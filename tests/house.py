@@ -18,7 +18,7 @@ ROOMS = (
     *("engine", "gather", "random", "init", "modules", "apply", "remat", "scatter_grads", "value_and_grad", "update"),
     *("optim", "jit", "checkpoint", "testing", "extend", "outermost", "__main__"),
 )
-DISTRIBUTED_ROOMS = {"_compat", "comm", "mesh", "ext/interop", "testing", "__main__"}
+DISTRIBUTED_ROOMS = {"_compat", "comm", "mesh", "ext/interop", "ext/publish", "testing", "__main__"}
 COMPAT = {"_compat", "ext/_compat"}
 MUTABLE_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 MUTABLE_CALLS = {

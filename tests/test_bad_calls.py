@@ -149,7 +149,7 @@ THEIRS = {
 # Public names that are not called: modules, records, errors, base classes, and what starts processes of its own.
 UNCALLED = {
     *("Axis", "P", "Spec", "Sharded", "Storage", "Model", "TrainState", "GradientTransformation", "Optimizer"),
-    *("ShardTransform", "Wrapped", "LayoutError", "checkpoint", "comm", "testing"),
+    *("ShardTransform", "Wrapped", "LayoutError", "__version__", "checkpoint", "comm", "testing"),
     *("checkpoint.CheckpointError", "checkpoint.Saving", "testing.RankError", "testing.TransformReport"),
     *("testing.Workers", "testing.assert_matches_ddp"),
 }

@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 import fshard as fs
 from fshard.extend import Jitted, Program, Traced, describe, expect, flatten
 
-VERSIONS = {"format": "fshard.saved_graph 1", "fshard": fs.__version__, "torch": torch.__version__}
+VERSIONS = MappingProxyType({"format": "graph 1", "fshard": fs.__version__, "torch": torch.__version__})
 # Torch's own values among the arguments of operators, by the names of their types.
 CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 # Operators are those of these namespaces of torch's, and Python's own on numbers.
@@ -82,6 +82,13 @@ def load_graph(directory: str | Path) -> Callable[..., Any]:
     Raises:
         ValueError: by the function returned, where versions, this rank's place, or the arguments are others, by name.
         FileNotFoundError: by the function returned, if there is no file for this rank.
+
+    >>> import tempfile, torch, fshard as fs
+    >>> directory = tempfile.mkdtemp()
+    >>> fs.save_graph(directory, fs.jit(lambda x: 2 * x), torch.zeros(2))
+    >>> step = fs.load_graph(directory)
+    >>> step(torch.ones(2)), step.traces
+    (tensor([2., 2.]), ['read from a file'])
     """
     return _Loaded(Path(directory))
 
