@@ -68,6 +68,7 @@ def sent_bytes(monkeypatch):
     return found
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("number", (1, 2, 3))
 @on_ranks("5 processes")

@@ -40,6 +40,7 @@ def run(f, steps=3):
     return state, losses
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("donated", ((), 0))
 @on_ranks(1, 2, 3)
 def test_it_is_the_jitted_function_and_sends_the_same(donated, tmp_path):

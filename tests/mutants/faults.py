@@ -7,6 +7,10 @@ from typing import NamedTuple
 
 # The tests that mirror a file: those of the first entry that its path begins with.
 MIRRORS = {
+    "fshard/remat.py": ("tests/test_remat.py", "tests/ext/parallel/test_moe.py"),
+    "fshard/ext/chunked_loss.py": ("tests/ext/test_chunked_loss.py",),
+    "fshard/ext/publish.py": ("tests/ext/test_publish.py",),
+    "fshard/ext/saved_graph.py": ("tests/ext/test_saved_graph.py",),
     "fshard/ext/quantize.py": ("tests/ext/test_quantize.py", "tests/ext/test_quantize_state.py"),
     "fshard/tree": ("tests/test_tree.py", "tests/test_law_round_trip.py"),
     "fshard/init": ("tests/test_init.py",),
@@ -550,6 +554,34 @@ FAULTS = (
         "elif axis in found.axes and found.result is not place.varies:",
         "elif axis in found.axes and found.result and not place.varies:",
         "3: check_varying names a pvary that is missing, whose gradient would be wrong",
+    ),
+    Fault(
+        "head-learns-from-the-last-chunk-alone",
+        "fshard/ext/chunked_loss.py",
+        "of_head[i] = grad if of_head[i] is None else of_head[i].add_(grad)",
+        "of_head[i] = grad",
+        "3: the loss in chunks has the gradients of the loss of all logits",
+    ),
+    Fault(
+        "weights-of-a-box-read-at-its-own-start",
+        "fshard/ext/publish.py",
+        "starts = [a - b for a, b in zip(self.start, outer.start, strict=True)]",
+        "starts = [0 for a, b in zip(self.start, outer.start, strict=True)]",
+        "1: what is received has the bits of the gathered leaf, in every layout",
+    ),
+    Fault(
+        "saved-graph-runs-for-other-arguments",
+        "fshard/ext/saved_graph.py",
+        "wrong = [name for name in {**saved, **found} if saved.get(name) != found.get(name)]",
+        "wrong = [name for name in VERSIONS if saved.get(name) != found.get(name)]",
+        "9: a graph runs for the arguments that it was traced for, and no others",
+    ),
+    Fault(
+        "what-is-saved-computed-again",
+        "fshard/remat.py",
+        "with torch.random.fork_rng(devices=[]), later:",
+        "with torch.random.fork_rng(devices=[]):",
+        "3: what is saved is what the forward computed, under torch.func too",
     ),
     Fault(
         "ranks-of-other-groups-meet",

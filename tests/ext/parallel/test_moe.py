@@ -185,6 +185,7 @@ KEPT = {
 }
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("jitted", (False, True))
 @pytest.mark.parametrize("how", KEPT)
 def test_a_checkpoint_that_rounds_otherwise_keeps_the_choice_of_experts(how, jitted):
