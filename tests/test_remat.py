@@ -1,5 +1,6 @@
 """remat: the same gradients, computed again rather than kept, under torch.func and inside value_and_grad."""
 
+import itertools
 from functools import partial
 from unittest.mock import Mock
 
@@ -162,5 +163,9 @@ def test_what_is_saved_is_not_computed_again():
         assert [moment.operator for moment in graph.moments].count("aten.tanh") == times
         peaks.append(graph.peak_bytes())
     assert peaks[0] > peaks[1] > peaks[2]
+    times, x = itertools.count(), normal()(3)
+    again = fs.remat(lambda x: (x + next(times)).exp().sum(), save=["aten.exp"])
+    assert_same_bits(grad(again)(x), x.exp())
+    assert next(times) == 2
     with pytest.raises(ValueError, match=r"expected save to be a list of names, got .aten.tanh."):
         fs.remat(block, save="aten.tanh")
