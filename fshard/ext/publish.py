@@ -69,8 +69,8 @@ def publish(
 ) -> None:
     """Send this trainer's part of weights to ranks that sample, which call `receive`; every trainer must call this.
 
-    Each byte that a sampler owns is sent once, by a trainer that holds it, in the sampler's dtype. Beside the weights a
-    trainer holds one unit of them, of 16 MB or one leaf, for messages. To weights in files, which a sampler maps, is
+    Each byte that a sampler owns is sent once, by a trainer that holds it, in the sampler's dtype. A trainer holds one
+    unit of its weights more, of 16 MB or one leaf, for messages. For samplers of other jobs write safetensors by
     `fs.checkpoint.save_huggingface`, to a new directory for each version.
 
     Args:
@@ -81,8 +81,9 @@ def publish(
         timeout: Seconds to wait for a sampler.
 
     Raises:
-        CollectiveError: with each sampler that is lost, late or refused, when all others have the weights. Meshes of
-            the trainers' stay good.
+        ValueError: if `ranks` are no other ranks of this job, or `names` gives several leaves one name.
+        CollectiveError: with each sampler that is lost or late, or refuses, when all others have the weights. The
+            trainers' mesh stays good.
 
     >>> import torch, fshard as fs
     >>> fs.publish({"w": torch.ones(2)}, [0])
@@ -90,12 +91,14 @@ def publish(
     ValueError: publish: expected ranks of this job on the other side, got [0]; start all by one torchrun
     """
     peers = _Peers("publish", ranks, timeout)
-    held = {box.name: (box, tensor) for box, tensor in _boxes(params, names or str)}
-    about = version, [box for box, _ in held.values()]
+    boxes = [*_boxes(params, names or str)]
+    held = {box.name: (box, tensor) for box, tensor in boxes}
+    expect(len(held) == len(boxes), "publish", "names to give each leaf a name of its own", "one of several leaves")
+    about = version, [box for box, _ in boxes]
     peers.tell(dict.fromkeys(ranks, about))
     said = peers.hear()
-    peers.lost |= {rank: "it refused, and says why" for rank, boxes in said.items() if boxes is None}
-    asked = {rank: [*map(_box, boxes)] for rank, boxes in said.items() if boxes is not None}
+    peers.lost |= {rank: "it refused, and says why" for rank, parts in said.items() if parts is None}
+    asked = {rank: [*map(_box, parts)] for rank, parts in said.items() if parts is not None}
     sums: dict[int, list[int]] = {rank: [] for rank in asked}
     for unit in _units(held):
         ready: dict[Box, torch.Tensor] = {}

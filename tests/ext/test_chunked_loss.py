@@ -54,6 +54,20 @@ def test_it_is_the_dense_loss_with_the_head_gathered_and_reduced_once(strategy):
     assert_trees_close(reference, expected[1], rtol=0.0, atol=1e-12)
 
 
+def test_logits_and_sums_are_in_the_dtype_that_was_asked_for():
+    """The sum over chunks of a narrow head's gradient is less rounded than in its own dtype."""
+    w, h = (tensor.bfloat16().requires_grad_() for tensor in (FULL["head"][0], X[0]))
+    found, expected = [], F.cross_entropy(F.linear(h, w).float(), Y[0], reduction="sum")
+    for dtype in (torch.float32, None):
+        total, _ = fs.chunked_loss(w, h, Y[0], chunks=TIME, dtype=dtype)
+        found.append(torch.autograd.grad(total, w)[0])
+        assert total.dtype is (dtype or torch.bfloat16)
+    assert_trees_close(fs.chunked_loss(w, h, Y[0], dtype=torch.float32)[0], expected, rtol=1e-6, atol=0.0)
+    exact = torch.autograd.grad(F.cross_entropy(F.linear(h.double(), w.double()), Y[0], reduction="sum"), w)[0]
+    errors = [(grad.double() - exact.double()).norm() for grad in found]
+    assert errors[0] < errors[1]
+
+
 def test_logits_of_one_chunk_are_held():
     params = {"trunk": FULL["trunk"], "head": [torch.ones(4096, WIDTH), torch.ones(4096)]}
     batch = X.float().repeat(1, 20, 1), TARGETS.repeat(1, 20)

@@ -95,6 +95,8 @@ def test_other_leaves_are_refused_on_both_sides_and_trainers_go_on():
     ours = mesh_of(*TRAINERS)
     if dist.get_rank() in TRAINERS:
         params = fs.shard({"w": torch.ones(4, 2)}, fs.zero3(ours, min_shard_elements=0))
+        with pytest.raises(ValueError, match="publish: expected names to give each leaf a name of its own"):
+            fs.publish({**params, "v": params["w"]}, [2], names=lambda name: "same")
         for _ in range(3):
             with pytest.raises(fs.comm.CollectiveError, match=r"rank 2: it refused, and says why"):
                 fs.publish(params, [2])
