@@ -45,7 +45,7 @@ ACCEPTED = (
     (("a number",), "ignore_index time updates quantize.dim sample_ids.step"),
     (("nan",), "from_torch_scheduler.lr from_torch_scheduler.momentum"),
     (("a negative number",), "beta2_decay ignore_index quantize.dim"),
-    (("a text", "an empty text"), "checkpoint.save_dcp.model_key optimizer_key"),
+    (("a text", "an empty text"), "checkpoint.save_dcp.model_key load_graph.directory optimizer_key"),
     (("an empty list",), "divide"),
     (("an empty dict",), "collectives"),
     (("a tensor of integers",), "ids"),

@@ -16,7 +16,7 @@ from tests.ranks import on_ranks
 from tests.trees import normal
 
 TRAINERS, STEPS = (0, 1), 100
-FULL = {"blocks": [{"w": normal(n)(6, 5), "b": normal(n + 9)(5)} for n in range(3)], "scale": normal(7)()}
+FULL = {"blocks": [{"w": normal(n)(6, 6), "b": normal(n + 9)(5)} for n in range(3)], "scale": normal(7)()}
 LAYOUTS = {
     "replicas": lambda mesh: fs.replicate(mesh),
     "rows": lambda mesh: fs.masked(fs.split_dim(mesh, dim=0), "*.w", otherwise=fs.replicate(mesh)),
@@ -85,7 +85,7 @@ def test_samplers_get_the_bits_that_trainers_gather_and_each_byte_once(number, l
         totals = [None] * dist.get_world_size()
         dist.all_gather_object(totals, sum(sent))
     # In bfloat16: the matrices once, or for each replica; what is not split for each sampler.
-    matrices, others = 3 * 6 * 5, 3 * 5 + 1
+    matrices, others = 3 * 6 * 6, 3 * 5 + 1
     owned = 2 * (matrices * (number if layout == "replicas" else 1) + others * number)
     assert sum(totals) == steps * owned
 
