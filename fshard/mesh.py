@@ -33,7 +33,8 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: f
     """Make a device mesh over all ranks, starting torch.distributed if nobody has.
 
     Under torchrun the ranks are the launcher's; with no launcher at all there is one. A process group that this call
-    started is destroyed at interpreter exit.
+    started is destroyed at interpreter exit. With glibc the process keeps more of the memory that it has freed: up to
+    64 MB at the end of its heap.
 
     A mesh of some ranks lets different models live on different ranks, such as a trainer and a reference model. Make it
     by torch, as `DeviceMesh("cpu", [0, 1], mesh_dim_names=("shard",))`, on every rank of the run and in the same order;

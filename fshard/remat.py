@@ -38,18 +38,20 @@ def remat(f: Callable[..., Any], *, save: Sequence[str] = ()) -> Callable[..., A
         A function of the same arguments and result.
 
     Raises:
-        ValueError: by the function returned, under torch.func, if `f` reaches a tensor that is differentiated otherwise
-            than by its arguments.
+        ValueError: if `save` is no list of names of operators; by the function returned, under torch.func, if `f`
+            reaches a tensor that is differentiated otherwise than by its arguments.
 
     >>> torch.func.grad(remat(lambda x: x.sin().sum()))(torch.zeros(2))
     tensor([1., 1.])
     """
-    expect(isinstance(save, list | tuple), "remat", "save to be a list of names", f"{save!r:.40}")
-    kept = [attrgetter(name)(torch.ops) for name in save]
-    policy = partial(
-        create_selective_checkpoint_contexts, lambda _, op, *__, **___: getattr(op, "overloadpacket", None) in kept
-    )
-    contexts = policy if save else noop_context_fn
+    named = isinstance(save, list | tuple) and all(isinstance(name, str) and "." in name for name in save)
+    kept = [attrgetter(name)(torch.ops) for name in save] if named else []
+    expect(named and all(map(callable, kept)), "remat", 'save to be names as ["aten.topk"]', f"{save!r:.40}")
+
+    def saves(_: Any, op: Any, *__: Any, **___: Any) -> bool:
+        return op in kept or getattr(op, "overloadpacket", None) in kept
+
+    contexts = partial(create_selective_checkpoint_contexts, saves) if save else noop_context_fn
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not _compat.transforms_active():

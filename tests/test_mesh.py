@@ -222,4 +222,5 @@ def test_a_mesh_lets_the_processs_allocator_keep_the_memory_of_a_step():
     """Else glibc takes the pages of 40 MB from the system in each step, and gives them back."""
     done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, cwd=ROOT, check=True)
     without, kept = map(int, done.stdout.split())
-    assert kept < 100 < 10_000 < without
+    # However large pages are.
+    assert 10 * kept < without

@@ -103,7 +103,7 @@ class _Differentiated(Function):
                 total, count = one(part, some, *leaves)
             sources = [tensor for tensor in (part, *leaves, *chain.tokens[:1]) if tensor.requires_grad]
             if not pairs:
-                # What is known of the loss's own collectives is known of this node.
+                # Checks of varying values see this node, and not the loss's own psum_invariant.
                 known = (getattr(node, "variance", None) for node in _nodes(total, sources))
                 ctx.variance = next((found for found in known if found and not found.result), None)
             ends = [total, *chain.tokens[1:]]

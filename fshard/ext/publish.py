@@ -1,8 +1,8 @@
 """Weights from the ranks that train to the ranks that sample: each byte goes once, straight to its owner.
 
-Ranks of one job send each other messages by torch.distributed's default group, beside the groups of all meshes, so that
-a rank that is lost breaks no mesh. Trainers tell samplers which boxes of leaves they hold, and each sampler asks for
-those that it lacks: a schedule that follows from the two layouts alone.
+Ranks of one job, which are processes, send each other messages by torch.distributed's default group, beside the groups
+of all meshes, so that a rank that is lost breaks no mesh. Trainers tell samplers which boxes of leaves they hold, and
+each sampler asks for those that it lacks: a schedule that follows from the two layouts alone.
 """
 
 import json
@@ -55,7 +55,7 @@ class Box(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """Count its elements."""
         return math.prod(self.size)
 
 
@@ -94,8 +94,7 @@ def publish(
     boxes = [*_boxes(params, names or str)]
     held = {box.name: (box, tensor) for box, tensor in boxes}
     expect(len(held) == len(boxes), "publish", "names to give each leaf a name of its own", "one of several leaves")
-    about = version, [box for box, _ in boxes]
-    peers.tell(dict.fromkeys(ranks, about))
+    peers.tell(dict.fromkeys(ranks, (version, [box for box, _ in boxes])))
     said = peers.hear()
     peers.lost |= {rank: "it refused, and says why" for rank, parts in said.items() if parts is None}
     asked = {rank: [*map(_box, parts)] for rank, parts in said.items() if parts is not None}
@@ -153,7 +152,8 @@ def receive(like: Any, ranks: Sequence[int], *, timeout: float = TIMEOUT) -> tup
         for rank, number, box in _of_unit(asked, unit):
             outer, tensor = held[box.name]
             place = tensor[box.within(outer)]
-            buffer = place if place.is_contiguous() else torch.empty(place.shape, dtype=place.dtype)
+            alone = place.is_contiguous() and place.is_cpu
+            buffer = place if alone else torch.empty(place.shape, dtype=place.dtype, device="cpu")
             peers.start(dist.irecv, rank, _bytes(buffer), number)
             landing.append((rank, place, buffer))
         peers.wait()

@@ -13,7 +13,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 import fshard as fs
-from fshard.extend import Jitted, Program, Traced, describe, expect, flatten
+from fshard.extend import Jitted, Program, Traced, calling, describe, expect, flatten
 
 VERSIONS = MappingProxyType({"format": "graph 1", "fshard": fs.__version__, "torch": torch.__version__})
 # Torch's own values among the arguments of operators, by the names of their types.
@@ -46,7 +46,8 @@ def save_graph(directory: str | Path, f: Callable[..., Any], *args: Any, **kwarg
     """
     kept = isinstance(f, Jitted) and f.backend == "graph"
     expect(kept, "save_graph", 'f to be a function of fs.jit with the backend "graph"', describe(f))
-    key, program, flat = f.found_for(args, kwargs)  # type: ignore[attr-defined]
+    with calling("save_graph", lambda: flatten((args, kwargs)).axes):
+        key, program, flat = f.found_for(args, kwargs)  # type: ignore[attr-defined]
     traced, place = program.traced, Path(directory)
     needed, remedy = "no tensor that the function closes over", "pass it as an argument"
     expect(not traced.closed, "save_graph", needed, f"{len(traced.closed)}", remedy)

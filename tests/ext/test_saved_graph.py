@@ -108,6 +108,18 @@ def test_where_a_jitted_function_runs_as_it_is_there_is_none(tmp_path):
         torch.func.vmap(fs.load_graph(tmp_path))(torch.zeros(2, 2))
 
 
+@on_ranks("2 processes", timeout=30.0)
+def test_a_rank_whose_trace_fails_is_named_on_all(tmp_path):
+    def failing(state, batch):
+        return 1 / 0 if my_rank() else step(state, batch)
+
+    error, text = (
+        (ZeroDivisionError, "division by zero") if my_rank() else (fs.comm.CollectiveError, "rank shard=1|rank 1")
+    )
+    with pytest.raises(error, match=text):
+        fs.save_graph(tmp_path, fs.jit(failing), *given())
+
+
 def test_another_process_runs_it(tmp_path):
     x = normal(3)(2)
     fs.save_graph(tmp_path, fs.jit(lambda x: {"y": x.exp().sum()}), x)
