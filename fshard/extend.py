@@ -1,5 +1,6 @@
 """A second tier of names, for libraries on top of fshard that need more than a program does; without promises.
 
+- `bytes_of`: the elements of a tensor as bytes.
 - `calling`: lets other ranks hear of an error that ends a call.
 - `chained`: runs collectives of a graph in one order on every rank, also in its backward.
 - `check_axis`: refuses what is no axis of a mesh of this process.
@@ -15,6 +16,7 @@
 - `flatten`: the leaves of a tree with their paths and specs, and its `unflatten` of other leaves.
 - `FullyShard`: the transform of `fully_shard`, for one that sends otherwise.
 - `Jitted`: what `jit` returns; its method `program_for` makes a `Program`, of what was `Traced`, for a signature.
+- `lay_out`: the header of a file of safetensors, and where each of its tensors begins.
 - `leaf_means`: means over a dim of whole leaves, however they are split.
 - `leafwise`: new trees of old ones, by maths on the tensors of each leaf that has a gradient.
 - `local_piece`: cuts this rank's shard out of a full tensor.
@@ -32,6 +34,7 @@
 
 from fshard._compat import fake_maker, without_saved_tensor_hooks
 from fshard.checkpoint.exchange import Entry, Exchange, piece_of
+from fshard.checkpoint.files import bytes_of, lay_out
 from fshard.collectives import chained, custom_call, walked
 from fshard.comm import calling, everyone, serves_host, watched
 from fshard.errors import expect, refuse
@@ -49,6 +52,7 @@ from fshard.tree import flatten
 from fshard.tree.checks import check_axis, describe
 
 __all__ = ["Entry", "Exchange", "FullyShard", "Jitted", "Program", "TorchState", "Traced"]
-__all__ += ["calling", "chained", "check_axis", "check_rates", "custom_call", "describe", "everyone", "expect"]
-__all__ += ["fake_axes", "fake_maker", "flatten", "leaf_means", "leafwise", "local_piece", "piece_of", "ranks_of"]
-__all__ += ["refuse", "serves_host", "sum_dtype", "walked", "watched", "without_saved_tensor_hooks", "words_at"]
+__all__ += ["bytes_of", "calling", "chained", "check_axis", "check_rates", "custom_call", "describe", "everyone"]
+__all__ += ["expect", "fake_axes", "fake_maker", "flatten", "lay_out", "leaf_means", "leafwise", "local_piece"]
+__all__ += ["piece_of", "ranks_of", "refuse", "serves_host", "sum_dtype", "walked", "watched"]
+__all__ += ["without_saved_tensor_hooks", "words_at"]

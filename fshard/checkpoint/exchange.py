@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -13,7 +13,7 @@ from torch import nn
 
 from fshard import _compat, comm
 from fshard.checkpoint.errors import CheckpointError, reason
-from fshard.checkpoint.files import bytes_of, lay_out, name_of, write_file
+from fshard.checkpoint.files import bytes_of, name_of
 from fshard.errors import Problem, expect, refuse
 from fshard.mesh import world
 from fshard.shard import Layouts, check_transform, hash_of, local_ranges, padded, unsharded, without_padding
@@ -291,18 +291,6 @@ class Exchange:
             for name, leaf in needed.items():
                 made[name] = _read(name, leaf, found[name]) if is_tensor(leaf) else found[name][0]
             return made
-
-    @staticmethod
-    def write_safetensors(path: Path, tensors: Mapping[str, Any], values: Iterable[torch.Tensor]) -> None:
-        """Write a file of safetensors, one tensor at a time, and have it on the disk.
-
-        Args:
-            path: The file, which is not there yet.
-            tensors: Their dtypes and shapes, by name.
-            values: The tensors in their order, but those of larger elements first.
-        """
-        parts = {name: (each.dtype, each.shape) for name, each in tensors.items()}
-        write_file(path, lay_out(parts, format="pt")[0], values)
 
 
 def _read(name: str, leaf: Any, entries: Sequence[Entry]) -> Any:

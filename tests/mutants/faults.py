@@ -528,6 +528,13 @@ FAULTS = (
         "8: a report counts as waiting for a rank no more than the time until it came",
     ),
     Fault(
+        "box-written-at-the-start-of-its-tensor",
+        "fshard/ext/interop/shared_files.py",
+        "place = sum((at + i) * step for at, i, step in zip(offset, chain(index, repeat(0)), strides, strict=False))",
+        "place = sum(i * step for at, i, step in zip(offset, chain(index, repeat(0)), strides, strict=False))",
+        "1: what ranks write of a leaf side by side is the full leaf",
+    ),
+    Fault(
         "name-in-files-taken-for-a-leaf",
         "fshard/ext/interop/huggingface.py",
         'found = {ours.get(name, f"{name} (in the files)"): entry for name, entry in found.items()}',

@@ -1,12 +1,12 @@
 """To and from safetensors as Hugging Face lays them out: one file, or several with an index."""
 
 import json
+import math
 import os
 import stat
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import islice
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,11 @@ from torch import nn
 
 import fshard as fs
 from fshard.checkpoint import CheckpointError
+from fshard.ext.interop import shared_files
 from fshard.ext.interop.export import new_files
+from fshard.ext.interop.shared_files import CHECKSUMS, Checked, Kind, Part
 from fshard.ext.interop.transformers import Planned, as_planned, from_files, is_pretrained, to_files
-from fshard.extend import Entry, Exchange, describe, expect, refuse
+from fshard.extend import Entry, Exchange, describe, expect, piece_of, refuse
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -33,23 +35,25 @@ def save_huggingface(
     *,
     names: Callable[[str], str] | None = None,
     module: nn.Module | None = None,
+    dtype: torch.dtype | None = None,
     max_file_bytes: int = 5_000_000_000,
 ) -> None:
     """Write full parameters as a Hugging Face model has them, for `from_pretrained`. Every rank must call this.
 
-    The first rank writes; of large leaves one is full at a time, or those that transformers converts together. The
-    model's configuration is written by its own `config.save_pretrained`, before or after. Files appear when they are
-    complete, the one that names the others last. Tied parameters are written once. To write another dtype, pass
-    parameters that `fs.tree_map` has converted.
+    Each rank writes what it holds at its place in the files, and none gathers a leaf, but those that transformers
+    converts together. The model's configuration is written by its own `config.save_pretrained`, before or after. Files
+    appear when they are complete, the one that names the others last; checksums.json has the CRC-32 of each box that a
+    rank wrote. Tied parameters are written once.
 
     Args:
-        directory: Where the files go; made where there is none.
+        directory: Where the files go, in a file system that all ranks share; made where there is none.
         params: Any pytree of parameters, perhaps with buffers, Sharded or full. Names are those of its leaves, joined
             by dots.
         names: What a leaf is called in the files, from its name. None takes it as it is, or as transformers calls it.
         module: The module whose parameters they are, on any device: buffers that are not persistent are then left out.
             For a model of transformers the files have the names and weights that its `save_pretrained` writes, where
             they are not those of the module: experts one by one, for instance.
+        dtype: What leaves of floating numbers are cast to on the way; None keeps their dtypes.
         max_file_bytes: From how many bytes of tensors on another file is begun; a leaf is never cut.
 
     Raises:
@@ -62,8 +66,8 @@ def save_huggingface(
     >>> params = fs.shard({"w": torch.tensor([1.0, 2.0])}, fs.fully_shard(fs.init_mesh({"shard": -1}, device="cpu")))
     >>> with tempfile.TemporaryDirectory() as directory:
     ...     fs.checkpoint.save_huggingface(directory, params)
-    ...     os.listdir(directory), load_file(f"{directory}/model.safetensors")
-    (['model.safetensors'], {'w': tensor([1., 2.])})
+    ...     sorted(os.listdir(directory)), load_file(f"{directory}/model.safetensors")
+    (['checksums.json', 'model.safetensors'], {'w': tensor([1., 2.])})
     """
     exchange = Exchange("checkpoint.save_huggingface", module)
     given = exchange.leaves(params)
@@ -72,6 +76,8 @@ def save_huggingface(
     with exchange.raise_on_all_ranks():
         is_whole = type(max_file_bytes) is int and max_file_bytes > 0
         expect(is_whole, exchange.label, "max_file_bytes to be a whole number from 1", repr(max_file_bytes))
+        is_floating = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
+        expect(is_floating, exchange.label, "dtype to be one of floating numbers, or None", f"{dtype!r:.40}")
         needed, lacking = "a parameter or a buffer that the module saves", exchange.saved.keys() - leaves.keys()
         problems = [(name, "nothing", needed) for name in sorted(lacking)]
         refuse(f"{exchange.label}: leaves do not fit", problems, "pass {**params, **buffers}")
@@ -79,17 +85,15 @@ def save_huggingface(
             tensors = to_files(exchange, leaves, module, full)
         else:
             tensors = _renamed(exchange.label, {name: as_planned(leaves, name, full) for name in leaves}, names)
-    exchange.replicas(leaves, {"(directory)": f"{directory}"})
+    held = exchange.replicas(leaves, {"(directory)": f"{directory}", "(dtype)": f"{dtype}"})
     with new_files(exchange, directory, (SINGLE, INDEX)) as temporary:
-        groups = _in_groups(tensors, max_file_bytes)
-        gathering = _gathered(leaves, [tensors[name] for group in groups for name in group], full)
-        try:
-            if not exchange.rank:
-                _write(exchange, temporary, tensors, groups, gathering)
-        finally:
-            # Every rank gathers all leaves, also when the first cannot write.
-            for _ in gathering:
-                pass
+        files = _in_files(tensors, dtype, max_file_bytes)
+        results = [tensors[name] for kinds in files.values() for name in kinds]
+        sums = shared_files.write(exchange, temporary, files, _parts(exchange, leaves, held, results, full))
+        if not exchange.rank:
+            (temporary / CHECKSUMS).write_text(json.dumps(sums))
+            if SINGLE not in files:
+                (temporary / INDEX).write_text(_index(files))
 
 
 def load_huggingface(
@@ -173,51 +177,57 @@ def _renamed(label: str, leaves: dict[str, Any], names: Callable[[str], str] | N
     return out
 
 
-def _in_groups(tensors: Mapping[str, Planned], nbytes: int) -> list[list[str]]:
-    """Names in groups of at most so many bytes, or of one tensor, in the order in which a file has them."""
-    groups: list[list[str]] = [[]]
-    room = nbytes
+def _in_files(
+    tensors: Mapping[str, Planned], dtype: torch.dtype | None, max_file_bytes: int
+) -> dict[str, dict[str, Kind]]:
+    """The tensors of each file: at most so many bytes, or one tensor, in the order in which a file has them."""
+    groups: list[dict[str, Kind]] = [{}]
+    room = max_file_bytes
     for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.dtype.itemsize
-        if groups[-1] and size > room:
-            groups.append([])
-            room = nbytes
-        groups[-1].append(name)
-        room -= size
-    return [sorted(group, key=lambda name: -tensors[name].dtype.itemsize) for group in groups]
-
-
-def _gathered(
-    leaves: Mapping[str, Any], results: Sequence[Planned], full: dict[str, torch.Tensor]
-) -> Iterator[Planned]:
-    """Give one result after the other, when the leaves that it is made of are full. Every rank must take all."""
-    for result in results:
-        for name in full.keys() - result.sources:
-            del full[name]
-        new = {name: leaves[name] for name in sorted(result.sources - full.keys())}
-        full.update(fs.unshard(new))
-        yield result
-
-
-def _write(
-    exchange: Exchange,
-    directory: Path,
-    tensors: Mapping[str, Planned],
-    groups: list[list[str]],
-    made: Iterator[Planned],
-) -> None:
-    """Write a file of each group."""
+        kind = (dtype if dtype and tensor.dtype.is_floating_point else tensor.dtype, tensor.shape)
+        if groups[-1] and _nbytes(kind) > room:
+            groups.append({})
+            room = max_file_bytes
+        groups[-1][name] = kind
+        room -= _nbytes(kind)
     number = len(groups)
-    where: dict[str, str] = {}
-    for i, group in enumerate(groups, 1):
-        file = SINGLE if number == 1 else f"model-{i:05d}-of-{number:05d}.safetensors"
-        values = map(Planned.value, islice(made, len(group)))
-        exchange.write_safetensors(directory / file, {name: tensors[name] for name in group}, values)
-        where |= dict.fromkeys(group, file)
-    if number > 1:
-        total = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": where}
-        (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
+    names = [SINGLE] if number == 1 else [f"model-{i:05d}-of-{number:05d}.safetensors" for i in range(1, number + 1)]
+    ordered = [dict(sorted(group.items(), key=lambda item: -item[1][0].itemsize)) for group in groups]
+    return dict(zip(names, ordered, strict=True))
+
+
+def _nbytes(kind: Kind) -> int:
+    return math.prod(kind[1]) * kind[0].itemsize
+
+
+def _parts(
+    exchange: Exchange,
+    leaves: Mapping[str, Any],
+    held: Mapping[str, Mapping[Any, Sequence[int]]],
+    results: Sequence[Planned],
+    full: dict[str, torch.Tensor],
+) -> Iterator[Part | None]:
+    """Give what this rank writes of one result after the other; those that hold the same take turns.
+
+    Of a result that is converted its leaves are gathered before, so that every rank must take all.
+    """
+    for number, result in enumerate(results):
+        ranks: Sequence[int] = range(exchange.ranks.size)
+        if result.leaf is None:
+            for name in full.keys() - result.sources:
+                del full[name]
+            full.update(fs.unshard({name: leaves[name] for name in sorted(result.sources - full.keys())}))
+            part: Part = (0,) * result.dim(), result.value
+        else:
+            offset, tensor, _ = piece_of(leaves[result.leaf])
+            ranks, part = held[result.leaf][offset, tuple(tensor.shape)], (offset, tensor.detach)
+        yield part if ranks[number % len(ranks)] == exchange.rank else None
+
+
+def _index(files: Mapping[str, Mapping[str, Kind]]) -> str:
+    total = sum(_nbytes(kind) for kinds in files.values() for kind in kinds.values())
+    where = {name: file for file, kinds in files.items() for name in kinds}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True)
 
 
 def _open(directory: Path, stack: ExitStack) -> dict[str, Entry]:
@@ -233,9 +243,10 @@ def _open(directory: Path, stack: ExitStack) -> dict[str, Entry]:
     expect_file(len(candidates) == 1, f"{directory}", f"{SINGLE}, {INDEX} or one file of weights", found_names, remedy)
     (name,) = candidates
     where = _weight_map(directory / name) if name.endswith(".json") else {}
+    sums = shared_files.read_checksums(directory)
     found: dict[str, Entry] = {}
     for file in dict.fromkeys(where.values()) or [name]:
-        for tensor, entry in _tensors(directory / file, stack).items():
+        for tensor, entry in _tensors(directory / file, sums, stack).items():
             # A tensor may be in several files, of which the index names one.
             if where.get(tensor, file) == file:
                 found[tensor] = entry
@@ -255,7 +266,7 @@ def _weight_map(path: Path) -> dict[str, str]:
     return dict(where)
 
 
-def _tensors(path: Path, stack: ExitStack) -> dict[str, Entry]:
+def _tensors(path: Path, sums: Mapping[str, Sequence[Checked]], stack: ExitStack) -> dict[str, Entry]:
     _check_regular(path)
     found = {}
     try:
@@ -263,7 +274,8 @@ def _tensors(path: Path, stack: ExitStack) -> dict[str, Entry]:
         for name in file.keys():  # noqa: SIM118 - it is no dict
             part = file.get_slice(name)
             shape = tuple(part.get_shape())
-            found[name] = Entry(part[tuple(slice(0, 0) for _ in shape)].dtype, shape, part.__getitem__)
+            read = partial(shared_files.read, path, name, part, sums.get(name, ()))
+            found[name] = Entry(part[tuple(slice(0, 0) for _ in shape)].dtype, shape, read)
     except SafetensorError as error:
         raise CheckpointError(f"{path}: {error}") from None
     return found

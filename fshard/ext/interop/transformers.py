@@ -28,10 +28,12 @@ class Planned(torch.Tensor):
     Attributes:
         read: Reads a box.
         sources: The names of all tensors that it reads from.
+        leaf: The name of the leaf that it is; None of what a function has made.
     """
 
     read: Read
     sources: frozenset[str]
+    leaf: str | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -180,4 +182,6 @@ def to_files(
 def as_planned(leaves: Mapping[str, Any], name: str, full: Mapping[str, Any]) -> Planned:
     """Plan to read a leaf from a dict of full ones."""
     piece = piece_of(leaves[name])
-    return planned(Entry(piece.tensor.dtype, piece.full_shape, lambda box: full[name][box]), name)
+    made = planned(Entry(piece.tensor.dtype, piece.full_shape, lambda box: full[name][box]), name)
+    made.leaf = name
+    return made

@@ -10,14 +10,14 @@ from safetensors.torch import load_file, save_file
 
 import fshard as fs
 from fshard.checkpoint import load_huggingface, save_huggingface
-from fshard.ext.interop import huggingface
+from fshard.ext.interop import shared_files
 from fshard.testing import spmd
 from fshard.tree import flatten, names_of
 from tests.checkpoint.test_state_dict import Net, every_leaf, refusal, sharded
 from tests.ranks import on_ranks
 from tests.trees import TREES, assert_same_bits, every_strategy, exotic_dtypes, normal, one_axis
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE, INDEX, CHECKSUMS = "model.safetensors", "model.safetensors.index.json", "checksums.json"
 
 
 def representable():
@@ -31,13 +31,22 @@ def written(directory):
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
+@pytest.fixture(params=(1, shared_files.BOX_BYTES))
+def box_bytes(request, monkeypatch):
+    """Boxes of one row each, and as they are."""
+    monkeypatch.setattr(shared_files, "BOX_BYTES", request.param)
+
+
+@pytest.mark.usefixtures("box_bytes")
 @on_ranks(2, pytest.param(3, marks=pytest.mark.slow))
-def test_trees_come_back(tmp_path):
+def test_trees_come_back_and_nothing_is_gathered(tmp_path):
     for make in (*TREES.values(), representable):
         for i, (_, strategy) in enumerate(every_strategy()):
             params, directory = fs.shard(make(), strategy), tmp_path / make.__name__ / f"{i}"
-            save_huggingface(directory, params)
-            assert os.listdir(directory) == [SINGLE]
+            with fs.comm.record() as record:
+                save_huggingface(directory, params)
+            assert {entry.about.verb for entry in record} == {"checkpoint.save_huggingface"}
+            assert sorted(os.listdir(directory)) == [CHECKSUMS, SINGLE]
             back = load_huggingface(directory, fs.tree_map(torch.zeros_like, params))
             assert_same_bits(fs.unshard(back), fs.unshard(params))
         flat = flatten(make())
@@ -57,7 +66,7 @@ def test_files_are_as_large_as_they_may_be(tmp_path):
         assert_same_bits(fs.unshard(back), full)
         assert_same_bits(written(directory), full)
         names = [f"model-{i:05d}-of-{files:05d}.safetensors" for i in range(1, files + 1)]
-        assert sorted(os.listdir(directory)) == [*names, INDEX]
+        assert sorted(os.listdir(directory)) == [CHECKSUMS, *names, INDEX]
         index = json.loads((directory / INDEX).read_text())
         assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in full.values())
         assert sorted(index["weight_map"]) == sorted(full)
@@ -165,6 +174,33 @@ DAMAGES = [
 ]
 
 
+@on_ranks(2)
+def test_a_dtype_is_cast_to_as_files_are_written(tmp_path):
+    full = {"w": normal()(6, 2), "n": torch.arange(5), "h": normal(1)(3).half()}
+    save_huggingface(tmp_path, fs.shard(full, every_leaf(one_axis())), dtype=torch.bfloat16)
+    assert_same_bits(written(tmp_path), {**full, "w": full["w"].bfloat16(), "h": full["h"].bfloat16()})
+    with pytest.raises(ValueError, match=r"dtype to be one of floating numbers, or None, got torch.int8"):
+        save_huggingface(tmp_path / "other", full, dtype=torch.int8)
+
+
+def test_other_bytes_than_ranks_wrote_are_named_where_they_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_files, "BOX_BYTES", 1)
+    spmd(lambda: save_huggingface(tmp_path, fs.shard(FULL, every_leaf(one_axis()))), 3)
+    file = tmp_path / SINGLE
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1  # of the last element of b, a box of its own
+    file.write_bytes(data)
+    text = f"{file}: expected the bytes of b that were written, got others in [1] from [3]; have it written again, or"
+    assert text in refusal(lambda mesh: read(tmp_path))
+    like = {"a": torch.zeros(5, 3, dtype=torch.float64)}
+    assert_same_bits(load_huggingface(tmp_path, like, strict=False), {"a": FULL["a"]})
+    for damaged in ("{", "[]", '{"a": [[1]]}', '{"a": 1}'):
+        (tmp_path / CHECKSUMS).write_text(damaged)
+        assert f"{CHECKSUMS}: found no checksums of tensors (" in refusal(lambda mesh: read(tmp_path))
+    (tmp_path / CHECKSUMS).unlink()
+    spmd(lambda: read(tmp_path), 2)
+
+
 def test_damage_is_named_on_every_rank(tmp_path):
     for number, (damage, message) in enumerate(DAMAGES):
         directory = tmp_path / f"{number}"
@@ -185,12 +221,13 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
         calls.append(descriptor)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(huggingface.os, "fsync", full_disk)
+    monkeypatch.setattr(shared_files.os, "fsync", full_disk)
 
     def save(mesh):
         params = fs.shard(FULL | {"c": torch.ones(3)}, every_leaf(mesh))
         save_huggingface(tmp_path, params, max_file_bytes=1)
 
     assert "No space left on device" in refusal(save, 3)
-    assert len(calls) == 1
+    # Each rank ended with its first file.
+    assert len(calls) == 3
     assert os.listdir(tmp_path) == ["config.json"]
