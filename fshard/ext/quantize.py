@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import pad
 
 import fshard as fs
-from fshard.extend import FullyShard
+from fshard.extend import FullyShard, expect
 
 Tensors = Sequence[torch.Tensor]
 States = Sequence[Any]
@@ -214,8 +214,10 @@ def quantize(
     >>> fs.testing.spmd(program, world=2)[0]  # each block in steps of 1; what is stored stays exact
     ([127.0, 1.0, -127.0, 3.0], tensor([ 127.0000,    0.7000, -127.0000,    3.4000]))
     """
-    if not isinstance(block, int) or isinstance(block, bool) or block < 1:
-        raise ValueError(f"quantize: expected block to be a number of elements, 1 or more, got {block!r}")
+    fits, flags = type(block) is int and block > 0, (gather, scatter, error_feedback)
+    expect(fits, "quantize", "block to be a number of elements, 1 or more", repr(block))
+    is_clear = all(type(flag) is bool for flag in flags)
+    expect(is_clear, "quantize", "gather, scatter and error_feedback to be True or False", f"{flags!r:.80}")
     plain = fs.fully_shard(fs.axis_of(mesh), dim=dim, min_shard_elements=min_shard_elements)
     assert isinstance(plain, FullyShard)
     made = _QuantizeWithFeedback if scatter and error_feedback else _Quantize

@@ -53,7 +53,7 @@ ACCEPTED = (
     (("a class", "a module"), "attention first last stage_fn"),
     (EMPTY, "opt_state checkpoint.save_dcp.state"),
     # True or false to Python, or not used with the other arguments.
-    (tuple(WRONG), "error_feedback flatten_optimizer_state_dict trusted rank0_only quantize.gather quantize.scatter"),
+    (tuple(WRONG), "flatten_optimizer_state_dict trusted rank0_only"),
     (tuple(WRONG), "checkpoint.save_dcp.optimizer from_dtensor.tree lamb.sums lars.sums scale_by_trust_ratio.sums"),
     (READ, "to_dtensor.tree"),
 )

@@ -31,7 +31,7 @@ def written(directory):
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-@pytest.fixture(params=(1, shared_files.BOX_BYTES))
+@pytest.fixture(params=(1, pytest.param(shared_files.BOX_BYTES, marks=pytest.mark.slow)))
 def box_bytes(request, monkeypatch):
     """Boxes of one row each, and as they are."""
     monkeypatch.setattr(shared_files, "BOX_BYTES", request.param)

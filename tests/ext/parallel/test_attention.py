@@ -134,6 +134,18 @@ def loss_fn(params, x, y, at, attention):
 
 
 @on_ranks(2)
+def test_sums_of_narrow_gradients_travel_wide():
+    """Keys and values in bfloat16, the sums of their gradients in float32, as one rank would add them up."""
+    axis = fs.axis_of(cp_mesh())
+    leaves = [x[:, :, :4].requires_grad_() for x in whole(8, dtype=torch.bfloat16)[:3]]
+    out = fs.ring_attention(*leaves, axis)
+    with fs.comm.record() as record:
+        torch.autograd.grad(out.sum(), leaves)
+    elements = leaves[1].numel()
+    assert [entry.bytes for entry in record] == [2 * 2 * elements, 4 * elements, 4 * elements]
+
+
+@on_ranks(2)
 def test_ranks_are_told_the_same():
     """Another order on another rank would go unnoticed: the same is sent."""
     axis, q = fs.axis_of(cp_mesh()), whole(4)[0]
