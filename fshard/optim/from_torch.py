@@ -152,9 +152,9 @@ def owned(value: Any, donated: bool = False) -> Any:
     """Return a tensor for torch to write to: the same memory, or a copy; CPU fused kernels ignore strides."""
     if not isinstance(value, torch.Tensor):
         return value
-    if donated:
-        return (value.detach() if value.requires_grad else value).contiguous()
-    return value.detach().clone(memory_format=torch.contiguous_format)
+    # Each operator takes time of a trace.
+    plain = value.detach() if value.requires_grad else value
+    return plain.contiguous() if donated else plain.clone(memory_format=torch.contiguous_format)
 
 
 def evaluated(hyper: State, count: torch.Tensor, held: State) -> State:

@@ -530,8 +530,8 @@ FAULTS = (
     Fault(
         "box-written-at-the-start-of-its-tensor",
         "fshard/ext/interop/shared_files.py",
-        "place = sum((at + i) * step for at, i, step in zip(offset, chain(index, repeat(0)), strides, strict=False))",
-        "place = sum(i * step for at, i, step in zip(offset, chain(index, repeat(0)), strides, strict=False))",
+        "part = whole[tuple(slice(at, at + size) for at, size in zip(offset, tensor.shape, strict=True))]",
+        "part = whole[tuple(slice(0, size) for at, size in zip(offset, tensor.shape, strict=True))]",
         "1: what ranks write of a leaf side by side is the full leaf",
     ),
     Fault(

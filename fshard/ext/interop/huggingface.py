@@ -46,7 +46,8 @@ def save_huggingface(
     rank wrote. Tied parameters are written once.
 
     Args:
-        directory: Where the files go, in a file system that all ranks share; made where there is none.
+        directory: Where the files go; made where there is none. Ranks of several hosts need a file system in which they
+            can write to one file at once, as Lustre and GPFS; NFS is none.
         params: Any pytree of parameters, perhaps with buffers, Sharded or full. Names are those of its leaves, joined
             by dots.
         names: What a leaf is called in the files, from its name. None takes it as it is, or as transformers calls it.
@@ -85,9 +86,10 @@ def save_huggingface(
             tensors = to_files(exchange, leaves, module, full)
         else:
             tensors = _renamed(exchange.label, {name: as_planned(leaves, name, full) for name in leaves}, names)
-    held = exchange.replicas(leaves, {"(directory)": f"{directory}", "(dtype)": f"{dtype}"})
-    with new_files(exchange, directory, (SINGLE, INDEX)) as temporary:
-        files = _in_files(tensors, dtype, max_file_bytes)
+    files = _in_files(tensors, dtype, max_file_bytes)
+    listed = {f"({file})": "\n".join(map(str, kinds.items())) for file, kinds in files.items()}
+    held = exchange.replicas(leaves, {"(directory)": f"{directory}", **listed})
+    with new_files(exchange, directory, (CHECKSUMS, SINGLE, INDEX)) as temporary:
         results = [tensors[name] for kinds in files.values() for name in kinds]
         sums = shared_files.write(exchange, temporary, files, _parts(exchange, leaves, held, results, full))
         if not exchange.rank:
@@ -107,7 +109,8 @@ def load_huggingface(
 ) -> Any:
     """Read the weights of a Hugging Face model into parameters of any layout. Every rank must call this.
 
-    Each rank reads the slices it keeps and no more. Where transformers has other names in files than in the model, or
+    Each rank reads the slices it keeps and, where there are checksums, the boxes that they lie in, and refuses boxes
+    that have other bytes than were written. Where transformers has other names in files than in the model, or
     other weights (experts one by one, which the model stacks), its own conversion runs, as in `from_pretrained`. Of
     weights that it stacks or joins a rank reads only what it needs; any other conversion is done in full, one leaf at a
     time.
@@ -266,7 +269,7 @@ def _weight_map(path: Path) -> dict[str, str]:
     return dict(where)
 
 
-def _tensors(path: Path, sums: Mapping[str, Sequence[Checked]], stack: ExitStack) -> dict[str, Entry]:
+def _tensors(path: Path, sums: Mapping[str, Sequence[Checked]] | None, stack: ExitStack) -> dict[str, Entry]:
     _check_regular(path)
     found = {}
     try:
@@ -274,7 +277,7 @@ def _tensors(path: Path, sums: Mapping[str, Sequence[Checked]], stack: ExitStack
         for name in file.keys():  # noqa: SIM118 - it is no dict
             part = file.get_slice(name)
             shape = tuple(part.get_shape())
-            read = partial(shared_files.read, path, name, part, sums.get(name, ()))
+            read = partial(shared_files.read, path, name, part, None if sums is None else sums.get(name, ()))
             found[name] = Entry(part[tuple(slice(0, 0) for _ in shape)].dtype, shape, read)
     except SafetensorError as error:
         raise CheckpointError(f"{path}: {error}") from None

@@ -1,12 +1,14 @@
 """Files of safetensors that ranks write side by side, and checksums of the boxes that each of them wrote."""
 
 import json
+import math
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, product, repeat
+from itertools import count
+from operator import index
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -15,7 +17,7 @@ from fshard.extend import Exchange, bytes_of, expect, lay_out
 
 # CRC-32 of boxes, by the names of tensors.
 CHECKSUMS = "checksums.json"
-# A box has at most so many bytes, or one row: so much is copied to write it, and read to check it.
+# A box has at most so many bytes, or one row: so much is read to check it.
 BOX_BYTES = 16 * 1024 * 1024
 
 # The dtype of a tensor in a file, and its shape.
@@ -42,16 +44,20 @@ def write(
     """
     sums: dict[str, list[Checked]] = {name: [] for kinds in files.values() for name in kinds}
     try:
-        for name, kinds in files.items():
-            header, starts, _ = lay_out(kinds, format="pt")
-            # Ranks begin in no order: each makes the file if it is not there, and cuts nothing off.
-            with open(os.open(directory / name, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:
-                file.write(b"" if exchange.rank else header)
-                for (tensor, start), part in zip(starts.items(), parts, strict=False):
-                    for box in _boxes(*part) if part else ():
-                        sums[tensor].append(_write_box(file, start, kinds[tensor], *box))
-                file.flush()
-                os.fsync(file.fileno())
+        for file, kinds in files.items():
+            header, starts, size = lay_out(kinds, format="pt")
+            # Ranks begin in no order: each makes the file if it is not there.
+            with open(directory / file, "a+b") as out:
+                # A disk that is full is an error here, and would end the process where mapped memory is written.
+                os.posix_fallocate(out.fileno(), 0, size)
+                mapped = torch.from_file(f"{directory / file}", shared=True, size=size, dtype=torch.uint8)
+                if not exchange.rank:
+                    mapped[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+                for (name, start), part in zip(starts.items(), parts, strict=False):
+                    dtype, shape = kinds[name]
+                    whole = mapped[start : start + dtype.itemsize * math.prod(shape)].view(dtype).view(tuple(shape))
+                    sums[name] = _write(whole, part[0], part[1]()) if part else []
+                os.fsync(out.fileno())
     finally:
         for _ in parts:
             pass
@@ -59,47 +65,44 @@ def write(
     return {name: [box for each in said for box in each[name]] for name in sums}
 
 
-def _boxes(offset: Sequence[int], make: Callable[[], torch.Tensor]) -> Iterator[tuple[Sequence[int], torch.Tensor]]:
-    tensor = make()
-    if not tensor.dim():
-        yield offset, tensor
-    elif tensor.numel():
-        rows = max(BOX_BYTES * len(tensor) // tensor.nbytes, 1)
-        for begin in range(0, len(tensor), rows):
-            yield (offset[0] + begin, *offset[1:]), tensor[begin : begin + rows]
+def _write(whole: torch.Tensor, offset: Sequence[int], tensor: torch.Tensor) -> list[Checked]:
+    if not tensor.numel():
+        return []
+    part = whole[tuple(slice(at, at + size) for at, size in zip(offset, tensor.shape, strict=True))]
+    part.copy_(tensor)
+    if not part.dim():
+        return [((), (), zlib.crc32(bytes_of(part)))]
+    rows = max(BOX_BYTES * len(part) // part.nbytes, 1)
+    boxes = zip(count(offset[0], rows), part.split(rows), strict=False)
+    return [((at, *offset[1:]), tuple(box.shape), zlib.crc32(bytes_of(box))) for at, box in boxes]
 
 
-def _write_box(file: BinaryIO, start: int, kind: Kind, offset: Sequence[int], tensor: torch.Tensor) -> Checked:
-    dtype, shape = kind
-    data, size = bytes_of(tensor.to(dtype)), tuple(tensor.shape)
-    # Of the dims behind this one the box has all, so that it is a run of bytes for each index of those before.
-    dim = max((dim for dim, n in enumerate(size) if n < shape[dim]), default=0)
-    indices = [*product(*map(range, size[:dim]))]
-    run, strides = len(data) // len(indices), torch.empty(shape, device="meta").stride()
-    for number, index in enumerate(indices):
-        place = sum((at + i) * step for at, i, step in zip(offset, chain(index, repeat(0)), strides, strict=False))
-        file.seek(start + place * dtype.itemsize)
-        file.write(data[number * run : (number + 1) * run])
-    return offset, size, zlib.crc32(data)
-
-
-def read_checksums(directory: Path) -> dict[str, list[Checked]]:
+def read_checksums(directory: Path) -> dict[str, list[Checked]] | None:
     """Read the checksums of a directory, if it has any."""
     path = directory / CHECKSUMS
+    if not path.is_file():
+        return None
     try:
-        found = json.loads(path.read_bytes()) if path.exists() else {}
-        return {name: [(at, size, checksum) for at, size, checksum in boxes] for name, boxes in found.items()}
+        return {
+            name: [(tuple(map(index, offset)), tuple(map(index, size)), index(sum_)) for offset, size, sum_ in boxes]
+            for name, boxes in json.loads(path.read_bytes()).items()
+        }
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: found no checksums of tensors ({type(error).__name__})") from None
 
 
-def read(path: Path, name: str, tensor: Any, sums: Sequence[Checked], box: tuple[slice, ...]) -> torch.Tensor:
-    """Read a box of a tensor in a file, if the boxes that it lies in have the bytes that were written."""
-    for offset, size, checksum in sums:
-        whole = tuple(slice(at, at + n) for at, n in zip(offset, size, strict=True))
-        if all(max(a.start, b.start) < min(a.stop, b.stop) for a, b in zip(whole, box, strict=True)):
+def read(path: Path, name: str, tensor: Any, boxes: Sequence[Checked] | None, place: tuple[slice, ...]) -> torch.Tensor:
+    """Read a part of a tensor in a file, if the boxes that it lies in have the bytes that were written."""
+    if boxes is not None:
+        got, remedy = f"{[box[:2] for box in boxes]!s:.80}", f"remove {CHECKSUMS}"
+        is_all = sum(math.prod(size) for _, size, _ in boxes) == math.prod(tensor.get_shape())
+        expect(is_all, f"{path.with_name(CHECKSUMS)}", f"boxes that make all of {name}", got, remedy, CheckpointError)
+    for offset, size, checksum in boxes or ():
+        box = tuple(slice(at, at + n) for at, n in zip(offset, size, strict=False))
+        if all(max(a.start, b.start) < min(a.stop, b.stop) for a, b in zip(box, place, strict=False)):
             needed, remedy = f"the bytes of {name} that were written", f"have it written again, or remove {CHECKSUMS}"
-            holds = zlib.crc32(bytes_of(tensor[whole])) == checksum
-            expect(holds, f"{path}", needed, f"others in {size} from {offset}", remedy, CheckpointError)
-    found: torch.Tensor = tensor[box]
-    return found
+            holds = zlib.crc32(bytes_of(tensor[box])) == checksum
+            expect(holds, f"{path}", needed, f"others in {[*size]} from {[*offset]}", remedy, CheckpointError)
+    found: torch.Tensor = tensor[place]
+    # A copy, because a tensor that is read whole is the mapped file.
+    return found.clone()

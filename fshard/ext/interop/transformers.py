@@ -28,7 +28,7 @@ class Planned(torch.Tensor):
     Attributes:
         read: Reads a box.
         sources: The names of all tensors that it reads from.
-        leaf: The name of the leaf that it is; None of what a function has made.
+        leaf: The name of the leaf that it is; None for what a function has made.
     """
 
     read: Read

@@ -2,6 +2,8 @@
 
 import json
 import os
+import zlib
+from functools import partial
 
 import pytest
 import torch
@@ -10,11 +12,12 @@ from safetensors.torch import load_file, save_file
 
 import fshard as fs
 from fshard.checkpoint import load_huggingface, save_huggingface
-from fshard.ext.interop import shared_files
+from fshard.ext.interop import huggingface, shared_files
+from fshard.ext.interop.transformers import as_planned
 from fshard.testing import spmd
 from fshard.tree import flatten, names_of
 from tests.checkpoint.test_state_dict import Net, every_leaf, refusal, sharded
-from tests.ranks import on_ranks
+from tests.ranks import my_rank, on_ranks
 from tests.trees import TREES, assert_same_bits, every_strategy, exotic_dtypes, normal, one_axis
 
 SINGLE, INDEX, CHECKSUMS = "model.safetensors", "model.safetensors.index.json", "checksums.json"
@@ -183,6 +186,18 @@ def test_a_dtype_is_cast_to_as_files_are_written(tmp_path):
         save_huggingface(tmp_path / "other", full, dtype=torch.int8)
 
 
+def test_ranks_that_would_write_other_files_are_refused(tmp_path):
+    for other in (dict(max_file_bytes=1), dict(names="other.{}".format), dict(dtype=torch.bfloat16)):
+
+        def save(mesh):
+            save_huggingface(tmp_path / "out", FULL, **other if my_rank() else {})  # noqa: B023
+
+        text = refusal(save)
+        assert "checkpoint.save_huggingface: ranks hold different leaves" in text
+        assert "('a', (torch.float64, torch.Size([5, 3]))) as on rank" in text
+    assert not (tmp_path / "out").exists()
+
+
 def test_other_bytes_than_ranks_wrote_are_named_where_they_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(shared_files, "BOX_BYTES", 1)
     spmd(lambda: save_huggingface(tmp_path, fs.shard(FULL, every_leaf(one_axis()))), 3)
@@ -194,11 +209,31 @@ def test_other_bytes_than_ranks_wrote_are_named_where_they_are_read(tmp_path, mo
     assert text in refusal(lambda mesh: read(tmp_path))
     like = {"a": torch.zeros(5, 3, dtype=torch.float64)}
     assert_same_bits(load_huggingface(tmp_path, like, strict=False), {"a": FULL["a"]})
-    for damaged in ("{", "[]", '{"a": [[1]]}', '{"a": 1}'):
-        (tmp_path / CHECKSUMS).write_text(damaged)
-        assert f"{CHECKSUMS}: found no checksums of tensors (" in refusal(lambda mesh: read(tmp_path))
     (tmp_path / CHECKSUMS).unlink()
     spmd(lambda: read(tmp_path), 2)
+
+
+def test_damaged_checksums_are_named(tmp_path):
+    layout(tmp_path, {SINGLE: FULL}, index=None)
+    for damaged in ("{", "[]", '{"a": [[1]]}', '{"a": 1}', '{"a": [[["0", 0], [5, 3], 1]]}', '{"a": [[0, 4, 5]]}'):
+        (tmp_path / CHECKSUMS).write_text(damaged)
+        assert f"{CHECKSUMS}: found no checksums of tensors (" in refusal(lambda mesh: read(tmp_path))
+    for boxes in ({}, {"a": []}, {"a": [[[0, 0], [4, 3], 1]]}):
+        (tmp_path / CHECKSUMS).write_text(json.dumps(boxes))
+        text = refusal(lambda mesh: read(tmp_path))
+        assert f"{tmp_path / CHECKSUMS}: expected boxes that make all of a, got [" in text
+        assert text.endswith("; remove checksums.json")
+
+
+def test_boxes_beside_what_is_read_are_not_checked(tmp_path):
+    file = tmp_path / SINGLE
+    save_file({"w": torch.arange(4)}, file)
+    boxes = [((0,), (2,), 0), ((2,), (2,), zlib.crc32(torch.arange(2, 4).numpy().data))]
+    with safe_open(file, framework="pt") as opened:
+        found = partial(shared_files.read, file, "w", opened.get_slice("w"), boxes)
+        assert found((slice(2, 4),)).tolist() == [2, 3]
+        with pytest.raises(fs.checkpoint.CheckpointError, match=r": expected the bytes of w that were written, got"):
+            found((slice(1, 3),))
 
 
 def test_damage_is_named_on_every_rank(tmp_path):
@@ -212,22 +247,33 @@ def test_damage_is_named_on_every_rank(tmp_path):
         assert message in found
 
 
-def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
+@pytest.mark.parametrize("failing", ((0,), (1,), (0, 1, 2)))
+@pytest.mark.parametrize("name", ("fsync", "posix_fallocate"))
+def test_a_write_that_fails_leaves_nothing_on_any_rank(name, failing, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / ".exporting-0123456789abcdef").mkdir()
-    calls = []
+    plain = getattr(os, name)
 
-    def full_disk(descriptor):
-        calls.append(descriptor)
-        raise OSError(28, "No space left on device")
+    def full_disk(*arguments):
+        if my_rank() in failing:
+            raise OSError(28, "No space left on device")
+        plain(*arguments)
 
-    monkeypatch.setattr(shared_files.os, "fsync", full_disk)
+    def planned(leaves, name, full):
+        """As what transformers converts, which every rank gathers."""
+        made = as_planned(leaves, name, full)
+        made.leaf = None if name == "b" else name
+        return made
+
+    monkeypatch.setattr(shared_files.os, name, full_disk)
+    monkeypatch.setattr(huggingface, "as_planned", planned)
 
     def save(mesh):
         params = fs.shard(FULL | {"c": torch.ones(3)}, every_leaf(mesh))
-        save_huggingface(tmp_path, params, max_file_bytes=1)
+        try:
+            save_huggingface(tmp_path, params, max_file_bytes=1)
+        finally:
+            assert_same_bits(fs.unshard(params), FULL | {"c": torch.ones(3)})
 
-    assert "No space left on device" in refusal(save, 3)
-    # Each rank ended with its first file.
-    assert len(calls) == 3
+    assert refusal(save, 3) == f"checkpoint.save_huggingface: {tmp_path}: No space left on device"
     assert os.listdir(tmp_path) == ["config.json"]
