@@ -8,7 +8,6 @@
 - `custom_call`: a differentiable function that communicates in its forward and its backward.
 - `describe`: says what a value is, for an error.
 - `Entry`: a full tensor of another format, of which an `Exchange` reads boxes.
-- `everyone`: shows every rank of some axes what each of them says.
 - `Exchange`: moves leaves to or from another format; every rank makes the same calls.
 - `expect`: refuses an argument unless it is as expected.
 - `fake_axes`: axes of any sizes whose groups cannot communicate, to trace with.
@@ -21,7 +20,6 @@
 - `leafwise`: new trees of old ones, by maths on the tensors of each leaf that has a gradient.
 - `local_piece`: cuts this rank's shard out of a full tensor.
 - `piece_of`: the box of a leaf that this rank holds.
-- `ranks_of`: all ranks of a mesh, or of this run, as one axis.
 - `refuse`: refuses the leaves that are wrong, if there are any.
 - `serves_host`: whether the ranks of an axis can send each other tensors of the processor.
 - `sum_dtype`: the dtype in which gradients of a leaf are added up.
@@ -36,10 +34,10 @@ from fshard._compat import fake_maker, without_saved_tensor_hooks
 from fshard.checkpoint.exchange import Entry, Exchange, piece_of
 from fshard.checkpoint.files import bytes_of, lay_out
 from fshard.collectives import chained, custom_call, walked
-from fshard.comm import calling, everyone, serves_host, watched
+from fshard.comm import calling, serves_host, watched
 from fshard.errors import expect, refuse
 from fshard.jit import Jitted, Program, Traced
-from fshard.mesh import fake_axes, ranks_of
+from fshard.mesh import fake_axes
 from fshard.optim.from_torch import TorchState
 from fshard.optim.leaves import leafwise
 from fshard.optim.native import check_rates
@@ -52,7 +50,6 @@ from fshard.tree import flatten
 from fshard.tree.checks import check_axis, describe
 
 __all__ = ["Entry", "Exchange", "FullyShard", "Jitted", "Program", "TorchState", "Traced"]
-__all__ += ["bytes_of", "calling", "chained", "check_axis", "check_rates", "custom_call", "describe", "everyone"]
-__all__ += ["expect", "fake_axes", "fake_maker", "flatten", "lay_out", "leaf_means", "leafwise", "local_piece"]
-__all__ += ["piece_of", "ranks_of", "refuse", "serves_host", "sum_dtype", "walked", "watched"]
-__all__ += ["without_saved_tensor_hooks", "words_at"]
+__all__ += ["bytes_of", "calling", "chained", "check_axis", "check_rates", "custom_call", "describe", "expect"]
+__all__ += ["fake_axes", "fake_maker", "flatten", "lay_out", "leaf_means", "leafwise", "local_piece", "piece_of"]
+__all__ += ["refuse", "serves_host", "sum_dtype", "walked", "watched", "without_saved_tensor_hooks", "words_at"]

@@ -15,7 +15,7 @@ from fshard import _compat, comm
 from fshard.checkpoint.errors import CheckpointError, reason
 from fshard.checkpoint.files import bytes_of, name_of
 from fshard.errors import Problem, expect, refuse
-from fshard.mesh import world
+from fshard.mesh import Mesh, ranks_of
 from fshard.shard import Layouts, check_transform, hash_of, local_ranges, padded, unsharded, without_padding
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, tensor_of, tree_map
 from fshard.tree.checks import check_flags, check_local, describe
@@ -94,15 +94,15 @@ class Exchange:
         by_tensor: The first name of each tensor, by its id.
     """
 
-    def __init__(self, label: str, module: nn.Module | None = None, ranks: Axis | None = None) -> None:
+    def __init__(self, label: str, module: nn.Module | None = None, mesh: Mesh | Axis | None = None) -> None:
         """Read the names of a module.
 
         Args:
             label: The public function, for errors.
             module: The module whose tensors are moved; None leaves every name as it is.
-            ranks: Those that call; None for all of this run.
+            mesh: All ranks that call; None for all of this run.
         """
-        self.label, self.ranks, self._known = label, ranks or world(), module is not None
+        self.label, self.ranks, self._known = label, ranks_of(mesh), module is not None
         self.rank = comm.rank(self.ranks)
         given = nn.Module() if module is None else module
         expect(isinstance(given, nn.Module), label, "module to be a torch module or None", describe(module))

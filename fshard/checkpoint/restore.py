@@ -16,7 +16,7 @@ from fshard.checkpoint.directory import find, open_regular, saved
 from fshard.checkpoint.errors import CheckpointError, expect_file
 from fshard.checkpoint.exchange import Box, Entry, Exchange
 from fshard.errors import expect
-from fshard.mesh import Mesh, ranks_of
+from fshard.mesh import Mesh
 from fshard.tree import MASK, Flat, Mask, Tree, is_mask, matches
 from fshard.tree.checks import check_matches, describe
 
@@ -83,7 +83,7 @@ def restore(
     >>> params, params["w"].local
     ({'w': Sharded(float32[2], P('shard'), local [2])}, tensor([1., 2.]))
     """
-    exchange = Exchange(LABEL, ranks=ranks_of(mesh))
+    exchange = Exchange(LABEL, mesh=mesh)
     with exchange.raise_on_all_ranks(directory):
         root = exchange.path("directory", directory)
         expect(step is None or type(step) is int, LABEL, "step to be a whole number or None", describe(step))

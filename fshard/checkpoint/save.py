@@ -95,7 +95,7 @@ def save(
     >>> checkpoint.restore(directory, like={"w": torch.zeros(3)})
     {'w': tensor([1., 1., 1.])}
     """
-    exchange = Exchange(LABEL, ranks=ranks_of(mesh))
+    exchange = Exchange(LABEL, mesh=mesh)
     with exchange.raise_on_all_ranks():
         check_flags(LABEL, asynchronous=asynchronous)
         check_arguments(LABEL, NUMBER, keep=1 if keep is None else keep)

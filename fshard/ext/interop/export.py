@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fshard.checkpoint import CheckpointError
-from fshard.extend import Exchange, everyone, expect
+from fshard.extend import Exchange, expect
 
 # Directories in the making, which the next export removes where a kill left one.
 EXPORTING = ".exporting-"
@@ -39,7 +39,7 @@ def new_files(exchange: Exchange, given: Any, deciding: Sequence[str]) -> Iterat
             for left in directory.glob(EXPORTING + 16 * "[0-9a-f]"):
                 shutil.rmtree(left, ignore_errors=True)
             (directory / name).mkdir()
-    temporary = directory / everyone(name, [exchange.ranks], exchange.label)[0]
+    temporary = directory / exchange.everyone(name)[0]
     try:
         with exchange.raise_on_all_ranks(directory):
             yield temporary

@@ -11,7 +11,7 @@ import fshard as fs
 from fshard.ext import _compat
 from fshard.ext.trace.events import Event, Timeline, offsets, packed, unpacked
 from fshard.ext.trace.report import Report
-from fshard.extend import everyone, expect, ranks_of, watched
+from fshard.extend import Exchange, expect, watched
 
 # Exchanges between clocks, of which the closest ones count, and the label of what a report sends.
 ROUNDS, LABEL = 16, "trace"
@@ -58,8 +58,8 @@ class Trace:
         expect(self._end, "trace.report", "a trace that has ended", "one still running", "leave its context")
         if alone:
             return Report([self._own()], 0)
-        axis = ranks_of(mesh)
-        rows = map(unpacked, everyone(packed((self._own(), _exchange(axis))), [axis], LABEL))
+        exchange = Exchange(LABEL, mesh=mesh)
+        rows = map(unpacked, exchange.everyone(packed((self._own(), _exchange(exchange.ranks)))))
         timelines, exchanges = zip(*rows, strict=True)
         ahead, error = offsets(exchanges)
         return Report([line.shifted(n) for line, n in zip(timelines, ahead, strict=True)], error)
@@ -97,7 +97,7 @@ class Trace:
         self._flying = {}
 
     def _own(self) -> Timeline:
-        return Timeline(fs.comm.rank(ranks_of(None)), self._begin, self._end, self._error, tuple(self._events))
+        return Timeline(Exchange(LABEL).rank, self._begin, self._end, self._error, tuple(self._events))
 
 
 def _exchange(axis: fs.Axis) -> list[tuple[int, int]]:
