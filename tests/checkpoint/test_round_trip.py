@@ -44,7 +44,7 @@ def pairs():
     return [[(name, draw.choice(WORLD_SIZES)) for name in draw.sample(list(LAYOUTS), len(LAYOUTS))] for _ in range(12)]
 
 
-@pytest.mark.rows(6)
+@pytest.mark.rows(4)
 @pytest.mark.parametrize(("start", "end"), [pair for a, b in zip(*[iter(pairs())] * 2) for pair in zip(a, b)])
 def test_restore_into_many_other_layouts(start, end, tmp_path):
     (layout, ranks), (other, other_ranks) = start, end
