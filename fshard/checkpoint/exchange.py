@@ -100,7 +100,7 @@ class Exchange:
         Args:
             label: The public function, for errors.
             module: The module whose tensors are moved; None leaves every name as it is.
-            mesh: All ranks that call; None for all of this run.
+            mesh: The mesh of the ranks that call; None for all ranks of this run.
         """
         self.label, self.ranks, self._known = label, ranks_of(mesh), module is not None
         self.rank = comm.rank(self.ranks)

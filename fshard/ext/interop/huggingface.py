@@ -40,14 +40,14 @@ def save_huggingface(
 ) -> None:
     """Write full parameters as a Hugging Face model has them, for `from_pretrained`. Every rank must call this.
 
-    Each rank writes what it holds at its place in the files, and none gathers a leaf, but those that transformers
-    converts together. The model's configuration is written by its own `config.save_pretrained`, before or after. Files
-    appear when they are complete, the one that names the others last; checksums.json has the CRC-32 of each box that a
-    rank wrote. Tied parameters are written once.
+    Each rank writes its own shards into the files. Leaves are gathered only where transformers converts weights, and
+    only those that it converts together. The model's configuration is written by its own `config.save_pretrained`,
+    before or after. Files appear when they are complete, the one that names the others last; checksums.json has the
+    CRC-32 of each box that a rank wrote. Tied parameters are written once.
 
     Args:
-        directory: Where the files go; made where there is none. Ranks of several hosts need a file system in which they
-            can write to one file at once, as Lustre and GPFS; NFS is none.
+        directory: Where the files go; made where there is none. Ranks on several hosts need a file system that lets
+            them write to one file at once, such as Lustre or GPFS, not NFS.
         params: Any pytree of parameters, perhaps with buffers, Sharded or full. Names are those of its leaves, joined
             by dots.
         names: What a leaf is called in the files, from its name. None takes it as it is, or as transformers calls it.
@@ -109,9 +109,9 @@ def load_huggingface(
 ) -> Any:
     """Read the weights of a Hugging Face model into parameters of any layout. Every rank must call this.
 
-    Each rank reads the slices it keeps and, where there are checksums, the boxes that they lie in, and refuses boxes
-    that have other bytes than were written. Where transformers has other names in files than in the model, or
-    other weights (experts one by one, which the model stacks), its own conversion runs, as in `from_pretrained`. Of
+    Each rank reads the slices it keeps. Where there are checksums it also reads the whole boxes around them, and
+    refuses a box that has other bytes than were written. Where transformers has other names in files than in the model,
+    or other weights (experts one by one, which the model stacks), its own conversion runs, as in `from_pretrained`. Of
     weights that it stacks or joins a rank reads only what it needs; any other conversion is done in full, one leaf at a
     time.
 

@@ -22,7 +22,7 @@ BOX_BYTES = 16 * 1024 * 1024
 
 # The dtype of a tensor in a file, and its shape.
 Kind = tuple[torch.dtype, Sequence[int]]
-# What a rank writes of a tensor: where it starts along each dim, and what makes it.
+# The part of a tensor that a rank writes: where it starts along each dim, and a function that makes it.
 Part = tuple[Sequence[int], Callable[[], torch.Tensor]]
 # Where a box starts along each dim, its shape, and the CRC-32 of its bytes.
 Checked = tuple[Sequence[int], Sequence[int], int]
@@ -48,7 +48,7 @@ def write(
             header, starts, size = lay_out(kinds, format="pt")
             # Ranks begin in no order: each makes the file if it is not there.
             with open(directory / file, "a+b") as out:
-                # A disk that is full is an error here, and would end the process where mapped memory is written.
+                # A full disk is an error here; a write to mapped memory would end the process.
                 os.posix_fallocate(out.fileno(), 0, size)
                 mapped = torch.from_file(f"{directory / file}", shared=True, size=size, dtype=torch.uint8)
                 if not exchange.rank:
@@ -66,6 +66,7 @@ def write(
 
 
 def _write(whole: torch.Tensor, offset: Sequence[int], tensor: torch.Tensor) -> list[Checked]:
+    """Copy a part of a tensor to its place in the file, and list its boxes with their checksums."""
     if not tensor.numel():
         return []
     part = whole[tuple(slice(at, at + size) for at, size in zip(offset, tensor.shape, strict=True))]
@@ -84,7 +85,7 @@ def read_checksums(directory: Path) -> dict[str, list[Checked]] | None:
         return None
     try:
         return {
-            name: [(tuple(map(index, offset)), tuple(map(index, size)), index(sum_)) for offset, size, sum_ in boxes]
+            name: [(tuple(map(index, offset)), tuple(map(index, size)), index(crc)) for offset, size, crc in boxes]
             for name, boxes in json.loads(path.read_bytes()).items()
         }
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
