@@ -36,7 +36,7 @@ def test_every_capability_has_a_row_and_every_row_a_test():
 
 
 def test_rooms_keep_their_budget():
-    assert budget.breaches(budget.sizes(), budget.rows(), budget.most_lines()) == []
+    assert budget.breaches(budget.sizes(), budget.rows(), budget.limits()) == []
 
 
 def test_faults_can_be_planted():
