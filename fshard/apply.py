@@ -15,7 +15,7 @@ from fshard.gather import gather
 from fshard.init import Reset, copied, init, refuse_blank
 from fshard.modules import Skeleton, Units, plan_units
 from fshard.random import seeded
-from fshard.shard import check_transform, shard
+from fshard.shard import check_transform, mesh_device, shard
 from fshard.transforms import ShardTransform
 from fshard.transforms.compose import reduction
 from fshard.tree import Flat, ModelDtypes, Tree, flatten, is_sharded, tensor_of, tree_leaves, tree_map, unflatten
@@ -82,6 +82,9 @@ class Model:
     ) -> dict[str, Any]:
         """Make sharded parameters, from the module's own values or anew from a seed. Every rank must call this.
 
+        They are on the mesh's device, and `buffers` are moved there, wherever the module is. Values are drawn on the
+        module's device, or for one on the meta device on torch's default device, as in `with torch.device("cuda"):`.
+
         With a seed the module may be on the meta device: no more is held than the shards and the outermost submodule
         that draws, and `buffers` then holds values for those buffers that the module draws itself.
 
@@ -119,12 +122,14 @@ class Model:
         True
         """
         check_transform(strategy, "model.init", "strategy")
+        drawn: Buffers = {}
         if seed is None:
             expect(mode == "replay", "model.init", f"a seed for {mode=}", "none", "pass seed=")
-            return shard(dict(self._module.named_parameters()), strategy)
-        params, drawn = init(self._module, strategy, seed, mode, reset)
+            params = shard(dict(self._module.named_parameters()), strategy)
+        else:
+            params, drawn = init(self._module, strategy, seed, mode, reset)
         # A new dict, because the caller may hold the one before.
-        self.buffers = self.buffers | drawn
+        self.buffers = _placed(self.buffers | drawn, strategy)
         return params
 
     def apply(
@@ -247,6 +252,18 @@ class Model:
             # Writes to a tensor among its attributes are counted, so that it is not used again.
             with _compat.outside_modes(), writes_counted():
                 return Skeleton(self._bare, self._units)
+
+
+def _placed(buffers: Buffers, strategy: ShardTransform) -> Buffers:
+    """Move buffers to the device that a strategy computes on, as FSDP2 does."""
+    device = mesh_device(strategy)
+    if strategy.storage is not None:
+        device = strategy.storage.compute_device.type
+    placed = {}
+    for name, buffer in buffers.items():
+        stays = device is None or buffer.is_meta or buffer.device.type == device
+        placed[name] = buffer if stays else buffer.to(device)
+    return placed
 
 
 def functionalize(module: nn.Module, units: Units = None) -> Model:

@@ -5,9 +5,11 @@ import json
 import math
 import os
 import uuid
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,11 @@ Mesh = DeviceMesh
 
 # Seconds that a rank waits for another by default: torch's own half hour is longer than anyone watches.
 TIMEOUT = 300.0
+
+_SHARED = (
+    "init_mesh: ranks of this host share {device} devices, which {backend} does not support. Their messages go through "
+)
+_SHARED += "the processor, which is slow. Start one rank for each device to train at full speed."
 
 # glibc's DEFAULT_MMAP_THRESHOLD_MAX, less what a block takes beyond its bytes.
 MAPPED_BYTES = 2**25 - 2**16
@@ -45,7 +52,8 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: f
     Args:
         shape: Size of each named axis, outermost first; one of them may be -1 for "the rest of the ranks".
         device: "cpu" or the type of an accelerator, such as "cuda" or "xpu"; by default the one that torch finds,
-            where torch.distributed has a backend of its own for it, else "cpu".
+            where torch.distributed has a backend of its own for it, else "cpu". Leaves are sharded to devices of this
+            type. Where torchrun starts more ranks than a host has devices, ranks share them, with a warning.
         timeout: Seconds that a rank waits for another in every process group of the mesh, longer than ranks may be
             apart. Where torch.distributed runs already with another timeout, the mesh gets groups of its own.
 
@@ -73,7 +81,7 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: f
         _compare(str(error), limit)
         raise
     if device != "cpu" and not (dist.is_initialized() and torch.get_device_module(device).is_initialized()):
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)) % torch.accelerator.device_count())
     if not dist.is_initialized():
         _start(device, limit)
     _compare(f"{dict(zip(shape, sizes, strict=True))} on {device!r}, timeout {limit.total_seconds():g}", limit)
@@ -125,7 +133,7 @@ def axis_of(mesh: Mesh | Axis, name: str | None = None) -> Axis:
         needed = f"one of the mesh's ranks {mesh.mesh.flatten().tolist()}"
         expect(False, "mesh", needed, f"rank {dist.get_rank()}", "call it on these alone")
     _compat.release_groups_at_exit(mesh)
-    return Axis(name, mesh.size(names.index(name)), mesh.get_group(name).group_name)
+    return Axis(name, mesh.size(names.index(name)), mesh.get_group(name).group_name, mesh.device_type)
 
 
 @contextmanager
@@ -242,10 +250,7 @@ def _sizes(shape: Mapping[str, int], ranks: int) -> tuple[int, ...]:
 
 
 def _start(device: str, limit: timedelta) -> None:
-    backend = dist.get_default_backend_for_device(device)
-    if device != "cpu":
-        # Ranks compare what they do by messages between processors, for which no host waits for its accelerator.
-        backend = f"cpu:gloo,{device}:{backend}"
+    """Start torch.distributed with all ranks of the launcher, or one rank without a launcher."""
     store, rank, ranks = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
     if os.environ.keys() & {"RANK", "WORLD_SIZE"}:
         try:
@@ -256,6 +261,25 @@ def _start(device: str, limit: timedelta) -> None:
     # rank that reads one before it is written anew cannot connect (pytorch#135712). Several nodes count differently.
     one_node = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("GROUP_WORLD_SIZE") == "1"
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_node else "0"
-    own = dist.PrefixStore(f"restart {restarts}", store)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=own, rank=rank, world_size=ranks, timeout=limit)
+    prefixed = dist.PrefixStore(f"restart {restarts}", store)  # type: ignore[attr-defined]
+    backend = dist.get_default_backend_for_device(device)
+    if device != "cpu":
+        if backend != "gloo" and _shares_device(device, prefixed, rank):
+            warnings.warn(_SHARED.format(device=device, backend=backend), stacklevel=3)
+            backend = "gloo"
+        # Ranks compare what they do by messages between processors, for which no host waits for its accelerator.
+        backend = f"cpu:gloo,{device}:{backend}"
+    dist.init_process_group(backend, store=prefixed, rank=rank, world_size=ranks, timeout=limit)
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
+
+
+def _shares_device(device: str, store: Any, rank: int) -> bool:
+    """Tell whether several ranks of this host compute on one device, which backends of accelerators refuse."""
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if local_ranks <= torch.accelerator.device_count():
+        return False
+    # A launcher may also let each rank see one device of its own alone.
+    store.set(f"device of rank {rank}", _compat.device_identity(device))
+    first = rank - int(os.environ.get("LOCAL_RANK", 0))
+    devices = {store.get(f"device of rank {other}") for other in range(first, first + local_ranks)}
+    return len(devices) < local_ranks

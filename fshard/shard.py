@@ -26,6 +26,8 @@ SAME_TREE = (
 def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | None = None) -> Tree:
     """Keep this rank's piece of every tensor, after checking that all ranks hold the same tree and values.
 
+    Pieces are on the mesh's device, wherever the full tensors are, or where the transform keeps them (`offload`).
+
     Args:
         full_tree: Pytree of full tensors, the same on every rank; None leaves stay None.
             Fake tensors, of torch's FakeTensorMode, give leaves without values, to plan with.
@@ -38,7 +40,7 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | None = N
 
     Raises:
         ValueError: on every rank, if ranks hold different trees, shapes, dtypes or values, a leaf is not a
-            tensor, or a shape does not fit the transform.
+            tensor, or a shape does not fit the transform; if a leaf is on an accelerator, and the mesh is not.
 
     >>> import fshard as fs
     >>> fs.shard({"w": torch.ones(4, 512)}, fs.zero2(fs.init_mesh({"shard": -1}, device="cpu")))
@@ -50,8 +52,12 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | None = N
     chosen = _chosen("shard", frozen, flat)
     out: list[Sharded | None] = []
     entries = {"(structure)": outline(flat.treedef)}
+    remedy = "pass full tensors whose shapes fit the strategy"
     for path, name, leaf in zip(flat.paths, flat.names, flat.leaves, strict=True):
         misfit = leaf is not None and unfit(leaf)
+        if leaf is not None and not misfit and _is_misplaced(leaf, transform):
+            misfit = f"a tensor on {leaf.device}", "one on the mesh's device, the processor"
+            remedy = "make the mesh on their device, as fs.init_mesh(shape, device=...), or move them to the processor"
         if leaf is None or misfit:
             layouts.problems += [Problem(path, *misfit)] if misfit else []
             entries[path] = misfit[0] if misfit else "None"
@@ -64,7 +70,7 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | None = N
     difference = comm.disagreement(entries, layout_axes(transform), "shard")
     refuse("shard: ranks hold different trees", [difference] if difference else [], SAME_TREE)
     refuse_donated("shard", flat)
-    refuse("shard: leaves cannot be sharded", layouts.problems, "pass full tensors whose shapes fit the strategy")
+    refuse("shard: leaves cannot be sharded", layouts.problems, remedy)
     pieces = [leaf and stored(local_piece(leaf.local, leaf.spec), leaf.spec) for leaf in out]
     return unflatten(flat.treedef, pieces)
 
@@ -209,13 +215,28 @@ def unsharded(leaves: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def stored(piece: torch.Tensor, spec: Spec) -> Sharded:
-    """Make a new shard, on the device that its transform keeps shards on."""
+    """Make a new shard, on the device that its transform keeps shards on, else on the mesh's."""
     storage = spec.transform and spec.transform.storage
     if storage is None:
+        device = mesh_device(spec.transform) if spec.transform else None
+        if device is not None and device != piece.device.type:
+            piece = piece.to(device)
         return Sharded(piece, spec)
     kept = piece.to(storage.device)
     # Only from pinned memory does a copy run beside what computes.
     return Sharded(kept.pin_memory() if kept.device.type == "cpu" != storage.compute_device.type else kept, spec)
+
+
+def mesh_device(transform: ShardTransform) -> str | None:
+    """Find the type of the devices of the mesh that a transform is on; None where it is on none."""
+    return next((axis.device_type for axis in layout_axes(transform) if axis.device_type), None)
+
+
+def _is_misplaced(leaf: torch.Tensor, transform: ShardTransform) -> bool:
+    """Whether a leaf of an accelerator would have to be moved to the processor."""
+    if transform.storage is not None or leaf.device.type == "cpu":
+        return False
+    return mesh_device(transform) == "cpu"
 
 
 def _reduced(spec: Spec, own: Spec | None) -> list[int]:

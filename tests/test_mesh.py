@@ -30,7 +30,7 @@ def test_sizes_and_axes_of_a_mesh_of_a_part_and_of_an_axis():
         assert tuple(fs.axis_of(mesh, name).size for name in shape) == sizes
     line, grid = fs.init_mesh({"shard": -1}, device="cpu"), fs.init_mesh({"outer": 2, "inner": 3}, device="cpu")
     axis, rank = fs.axis_of(line), my_rank()
-    assert fs.axis_of(line, "shard") == axis == fs.axis_of(axis) == fs.Axis("shard", 6, axis.group_name)
+    assert fs.axis_of(line, "shard") == axis == fs.axis_of(axis) == fs.Axis("shard", 6, axis.group_name, "cpu")
     assert fs.axis_of(grid["inner"]) == fs.axis_of(grid, "inner")
     outer, inner = (fs.all_gather(torch.tensor([rank]), fs.axis_of(grid, name)).tolist() for name in ("outer", "inner"))
     assert outer == [rank % 3, rank % 3 + 3]

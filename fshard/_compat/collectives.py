@@ -277,6 +277,15 @@ def texts_in_store(key: str, own: int, text: str, size: int, timeout: timedelta)
     return found
 
 
+def device_identity(device: str) -> str:
+    """Name the device that this process computes on, as other processes of this host name it. Checked on 2.13."""
+    index = torch.accelerator.current_device_index()
+    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
+    # Two processes may give one index to different devices, as with CUDA_VISIBLE_DEVICES.
+    uuid = getattr(properties(index), "uuid", None) if properties else None
+    return str(uuid or index)
+
+
 def default_store() -> Any:
     """Another client of the store by which ranks found each other, for a thread of its own. Checked on 2.13."""
     store: Any = torch.distributed.distributed_c10d._get_default_store()

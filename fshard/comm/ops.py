@@ -5,7 +5,8 @@ a buffer counts ranks, those of a sum that others have sent, or is 1 where the b
 
 Tensors go in one of two ways:
     direct: each rank sends its rows to the others, straight into their buffers, and sums are left to the caller. Faster
-        than gloo's own collectives, with sums in rank order: bitwise the same for every strategy.
+        than gloo's own collectives, with sums in rank order: bitwise the same for every strategy. Tensors of an
+        accelerator whose ranks have no backend of its own go through the processor.
     by the backend: one fused collective for the whole list, which is what NCCL does best.
 """
 
@@ -48,27 +49,34 @@ def _shapes(op: str, tensors: Tensors, size: int, direct: bool, sizes: Sizes) ->
 
 def _direct(op: str, tensors: Tensors, size: int, sizes: Sizes, step: Link, group: Group) -> Tensors:
     """Exchange rows with all ranks, straight into buffers, of which those of sums have none for this rank."""
-    own, buffers = group.own, []
+    local_rank = group.own
+    buffers = []
     with _compat.below_autograd():
         for tensor, shape in zip(tensors, _shapes(op, tensors, size, True, sizes), strict=True):
-            buffer = tensor.new_empty(shape)
+            # Connections between processors read and write memory of the processor alone. A tensor of an accelerator
+            # is copied there, for which the host waits; `wait` copies what has arrived to the accelerator.
+            source = tensor.cpu()
+            landing = source.new_empty(shape)
+            buffer = landing if source is tensor else tensor.new_empty(shape)
             rows: Any
-            into = list(buffer.split(sizes[1]) if sizes else buffer)
+            into = list(landing.split(sizes[1]) if sizes else landing)
             if op == "all_gather":
-                rows = [into[own].copy_(tensor)] * size
+                rows = [into[local_rank].copy_(source)] * size
             elif op == "all_to_all":
-                rows = tensor.split(sizes[0])
-                into[own].copy_(rows[own])
+                rows = source.split(sizes[0])
+                into[local_rank].copy_(rows[local_rank])
             else:
-                rows = tensor if op == "reduce_scatter" else [tensor.contiguous()] * size
-                into.insert(own, buffer)
-            sent = {rank: _bytes(row.contiguous()) for rank, row in enumerate(rows) if rank != own}
-            awaited = {rank: _bytes(row) for rank, row in enumerate(into) if rank != own}
+                rows = source if op == "reduce_scatter" else [source.contiguous()] * size
+                into.insert(local_rank, landing)
+            sent = {rank: _bytes(row.contiguous()) for rank, row in enumerate(rows) if rank != local_rank}
+            awaited = {rank: _bytes(row) for rank, row in enumerate(into) if rank != local_rank}
             for work in _compat.start_swap(group.pair, group.name, sent, awaited, partial(tag_of, step)):
                 _compat.register_work(buffer, work)
             # Else a thread of gloo is the last to hold these tensors. It asks for the interpreter to free them, and
             # where that is on its way out, as right after a program's last collective, the process aborts.
             buffer.__dict__["under_way"] = [*sent.values(), *awaited.values()]
+            if landing is not buffer:
+                buffer.__dict__["landing"] = landing
             buffers.append(buffer)
     return buffers
 
@@ -82,6 +90,10 @@ def wait(buffer: torch.Tensor) -> torch.Tensor:
             break
         # The thread that finished the work is about to let go; it may need this core for it.
         os.sched_yield()
+    landing = buffer.__dict__.pop("landing", None)
+    if landing is not None:
+        with _compat.below_autograd():
+            landed.copy_(landing)
     return landed
 
 

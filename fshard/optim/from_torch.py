@@ -81,6 +81,9 @@ def from_torch(
     # By other values than those observed, a class may write to gradients; its rate never decides that.
     writes = writes or any(callable(hyper[name]) or name in inject for name in hyper if name != "lr")
 
+    # Kernels of torch that are neither read the counts of steps on the host.
+    on_device = bool(hyper.get("fused") or hyper.get("capturable"))
+
     def init(params: Tree) -> TorchState:
         flat = flatten(params)
         check_floating("from_torch", flat)
@@ -96,16 +99,15 @@ def from_torch(
         now = evaluated(hyper, state.updates, state.hyper)
         before = {name: leaves_of(slot) for name, slot in state.slots.items()}
         counts = counted(state.counts, grads) if anew else ()
-        numbers = leaves_of(counts)
         taken = _taken(grads, flat, writes)
-        begun = [not anew or int(numbers[i]) > 1 for i in taken]
-        kept: list[State] = [{} for _ in taken]
-        for name, slot in before.items():
-            for own, tensor, later in zip(kept, tensors_of([slot[i] for i in taken]), begun, strict=True):
-                if later and tensor is not None:
-                    own[name] = owned(tensor, donate)
+        begun = _have_begun(counts, [*taken]) if anew else [True for _ in taken]
+        kept = _kept(before, [*taken], begun, donate)
         tensors = [owned(tensor, donate) for tensor in tensors_of([flat.leaves[i] for i in taken])]
-        states = stepped(make, tensors, [*taken.values()], kept, now)
+        if not on_device and (accelerator := _accelerator_of(kept, scalars)):
+            kept = _numbers_on(torch.device("cpu"), kept, scalars)
+            states = _numbers_on(accelerator, stepped(make, tensors, [*taken.values()], kept, now), scalars)
+        else:
+            states = stepped(make, tensors, [*taken.values()], kept, now)
         slots = state.slots | _slots(before, flat, [*taken], states, scalars)
         held = {name: torch.as_tensor(now[name], dtype=torch.float64).detach() for name in state.hyper}
         params = flat.unflatten(_put(flat.leaves, flat, [*taken], tensors))
@@ -125,6 +127,50 @@ def _taken(grads: Tree, flat: Flat, copies: bool) -> dict[int, torch.Tensor]:
             plain = (grad.detach() if grad.requires_grad else grad).resolve_conj().resolve_neg()
             taken[i] = owned(plain) if copies else plain.contiguous()
     return taken
+
+
+def _have_begun(counts: Tree, numbers: Sequence[int]) -> list[bool]:
+    """Tell of some leaves whether they were updated before, by counts that include the update under way."""
+    leaves = leaves_of(counts)
+    on_host = _moved([leaves[i] for i in numbers], torch.device("cpu"))
+    return [int(count) > 1 for count in on_host]
+
+
+def _kept(
+    before: Mapping[str, Sequence[Any]], numbers: Sequence[int], begun: Sequence[bool], donate: bool
+) -> list[State]:
+    """Turn slots into torch's states of some leaves, for torch to write to; those that have not begun have none."""
+    states: list[State] = [{} for _ in numbers]
+    for name, slot in before.items():
+        for state, tensor, has_begun in zip(states, tensors_of([slot[i] for i in numbers]), begun, strict=True):
+            if has_begun and tensor is not None:
+                state[name] = owned(tensor, donate)
+    return states
+
+
+def _accelerator_of(states: Sequence[State], names: set[str]) -> torch.device | None:
+    """Find the accelerator that numbers of states are on, as inside `skip_nonfinite`; None for the processor."""
+    first = next((state for state in states if state), {})
+    devices = {first[name].device for name in names & first.keys()}
+    return next((device for device in devices if device.type not in ("cpu", "meta")), None)
+
+
+def _moved(numbers: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Copy numbers to a device, all at once: the host waits for each copy to the processor."""
+    if not numbers or numbers[0].device == device:
+        return list(numbers)
+    return list(torch.stack(list(numbers)).to(device, non_blocking=device.type != "cpu").unbind())
+
+
+def _numbers_on(device: torch.device, states: Sequence[State], names: set[str]) -> list[State]:
+    """Return states whose numbers of some names are on a device."""
+    moved = [dict(state) for state in states]
+    for name in sorted(names):
+        holders = [state for state in moved if name in state]
+        numbers = _moved([state[name] for state in holders], device)
+        for state, number in zip(holders, numbers, strict=True):
+            state[name] = number
+    return moved
 
 
 def _put(old: Sequence[Any], flat: Flat, numbers: Sequence[int], new: Sequence[Any], alone: bool = False) -> list[Any]:

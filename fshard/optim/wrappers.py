@@ -11,7 +11,7 @@ from fshard.collectives import total
 from fshard.errors import expect
 from fshard.optim.leaves import check_optimizer, elements_of, for_trained, leafwise, zero
 from fshard.transforms import ShardTransform, masked_transform
-from fshard.tree import Flat, Tree, flatten, is_sharded, is_trained, leaves_of, like, map_leaves, tree_map
+from fshard.tree import Flat, Tree, flatten, is_sharded, is_trained, leaves_of, like, map_leaves, tree_leaves, tree_map
 from fshard.tree.checks import Range, check_matches, check_numbers, describe
 from fshard.tree.masks import MASK, Mask, is_mask, matches
 from fshard.tree.nodes import tensor_of
@@ -55,17 +55,65 @@ def skip_nonfinite(tx: Optimizer) -> Optimizer:
     check_optimizer("skip_nonfinite", tx)
 
     def run(grads: Tree, state: SkipState, params: Tree, donate: bool = False) -> Updated:
-        finite, step = all_finite(grads), step_of(tx, donate)
-        kept = params, state.inner
-        # A torch.func transform and a trace have no values.
+        finite = all_finite(grads)
+        before = params, state.inner
+        # A torch.func transform and a trace have no values, and for those of an accelerator the host would wait.
         if finite.is_cpu and not (_compat.transforms_active() or _compat.is_tracing()):
-            params, inner = step(grads, state.inner, params) if finite else kept
+            after = step_of(tx, donate)(grads, state.inner, params) if finite else before
         else:
-            new = step(grads, state.inner, params)
-            params, inner = tree_map(lambda a, b: torch.where(finite, a, b), new, kept)
+            # The donated update would write to the values that are kept where a gradient is not finite.
+            after = _where(finite, tx.update(grads, state.inner, params), before, donate)
+        params, inner = after
         return params, SkipState(state.skipped + (~finite).long(), inner)
 
-    return Optimizer(lambda params: SkipState(zero(), tx.init(params)), run, partial(run, donate=True))
+    def init(params: Tree) -> SkipState:
+        return _counts_beside(params, SkipState(zero(), tx.init(params)))
+
+    return Optimizer(init, run, partial(run, donate=True))
+
+
+def _where(condition: torch.Tensor, new: Tree, old: Tree, donate: bool) -> Tree:
+    """Take the leaves of one tree where a condition holds, else those of another.
+
+    Args:
+        condition: A bool tensor of shape ().
+        new: The tree that is taken where it holds.
+        old: The other tree, of the same structure.
+        donate: Whether to write the result to the leaves of `old`.
+
+    Returns:
+        The tree, each leaf on its device.
+    """
+    # Leaves on other devices than the condition are those of a state that `init` did not make, such as one restored
+    # for another mesh: one copy of the condition, and so one wait of the host, serves all of them.
+    on = {condition.device: condition}
+
+    def choose(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+        if new is old:
+            return old
+        if old.device not in on:
+            on[old.device] = condition.to(old.device)
+        chosen = torch.where(on[old.device], new, old)
+        return old.copy_(chosen) if donate else chosen
+
+    return tree_map(choose, new, old)
+
+
+def _counts_beside(params: Tree, state: Tree) -> Tree:
+    """Move numbers of a state that are on the processor to the accelerator that parameters are on.
+
+    There they can stay as they are, by a condition that the host does not know.
+    """
+    devices = {leaf.device for leaf in tree_leaves(params) if isinstance(leaf, torch.Tensor)}
+    accelerator = next((device for device in devices if device.type not in ("cpu", "meta")), None)
+    if accelerator is None:
+        return state
+
+    def move(leaf: Any) -> Any:
+        is_count = isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and leaf.device.type == "cpu"
+        return leaf.to(accelerator) if is_count else leaf
+
+    return tree_map(move, state)
 
 
 class EmaState(NamedTuple):

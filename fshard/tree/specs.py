@@ -17,6 +17,13 @@ class Axis:
 
     It holds no rank, so that specs agree between ranks, and no DeviceMesh, whose equality depends on the thread.
 
+    Attributes:
+        name: The name of the mesh's dimension.
+        size: How many ranks it has.
+        group_name: The name of their process group.
+        device_type: The type of the mesh's devices, such as "cuda", which leaves are sharded to; None leaves them on
+            the device that they are on.
+
     >>> import fshard as fs
     >>> def program():
     ...     axis = fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu"))
@@ -28,6 +35,7 @@ class Axis:
     name: str
     size: int
     group_name: str
+    device_type: str | None = None
 
 
 class P(tuple[str | tuple[str, ...] | None, ...]):

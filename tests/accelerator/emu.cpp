@@ -22,6 +22,12 @@ constexpr auto EMU = c10::DeviceType::PrivateUse1;
 constexpr auto EMU_KEY = c10::DispatchKey::PrivateUse1;
 const c10::Device DEVICE(EMU, 0);
 
+// How many devices a host says it has, though all of them are one: EMU_DEVICES, or one for each rank.
+c10::DeviceIndex device_count() {
+  const char* count = std::getenv("EMU_DEVICES");
+  return static_cast<c10::DeviceIndex>(count ? std::atoi(count) : 8);
+}
+
 std::mutex log_mutex;
 std::vector<std::string> events;
 
@@ -79,7 +85,7 @@ struct EmuHooks final : at::PrivateUse1HooksInterface {
     return true;
   }
   c10::DeviceIndex deviceCount() const override {
-    return 1;
+    return device_count();
   }
   c10::DeviceIndex getCurrentDevice() const override {
     return 0;
@@ -137,7 +143,7 @@ struct EmuGuard final : c10::impl::DeviceGuardImplInterface {
     return before;
   }
   c10::DeviceIndex deviceCount() const noexcept override {
-    return 1;
+    return device_count();
   }
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
     *event = reinterpret_cast<void*>(stream.id() + 1);

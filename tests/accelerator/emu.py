@@ -1,6 +1,7 @@
 """The device "emu": builds it, and gives torch the functions that it expects of an accelerator."""
 
 import importlib.util
+import os
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -34,7 +35,7 @@ class _Module(ModuleType):
     """torch.emu: what torch asks of an accelerator."""
 
     is_available = is_initialized = staticmethod(lambda: True)
-    device_count = staticmethod(lambda: 1)
+    device_count = staticmethod(lambda: int(os.environ.get("EMU_DEVICES", 8)))
     current_device = staticmethod(lambda: 0)
     set_device = manual_seed = manual_seed_all = staticmethod(lambda _: None)
     _is_in_bad_fork = staticmethod(lambda: False)

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -115,6 +116,48 @@ def accumulated(device):
     return found
 
 
+def skipped(device, wrapper, **options):
+    """Update donated states by gradients of which some are infinite; the state before such an update stays."""
+    mesh = mesh_of(device)
+    tx = wrapper(fs.from_torch(torch.optim.AdamW, lr=1e-1, **options))
+    state = fs.TrainState.create(fs.shard({"w": torch.ones(8, dtype=torch.float64)}, fs.zero3(mesh)), tx)
+
+    def loss_fn(params, factor):
+        return (fs.gather(params)["w"] * factor).sum()
+
+    for factor in torch.tensor([1.0, torch.inf, 2.0], dtype=torch.float64, device=device):
+        log.take()
+        _, grads = fs.value_and_grad(loss_fn)(state.params, factor)
+        state = fs.update(tx, state, grads, donate=True)
+    assert_on(device, state.params)
+    # The whole state, so that counts are compared too.
+    return state
+
+
+def placed(device):
+    """Parameters and buffers of modules of the processor, with values or without, lie on the mesh's device."""
+    mesh, out = mesh_of(device), []
+    for kind in ("cpu", "meta"):
+        torch.manual_seed(0)
+        with torch.device(kind):
+            module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, CLASSES)).double()
+        model = fs.functionalize(module)
+        params = model.init(fs.zero3(mesh), seed=None if kind == "cpu" else 0)
+        assert_on(device, [params, model.buffers])
+        x, _ = batches(device)[0]
+        out.append(model.apply(params, x, buffers=model.buffers))
+    whole = fs.shard({"w": torch.ones(4, 2)}, fs.ddp(mesh))
+    assert_on(device, [whole, fs.reshard(whole, fs.zero3(mesh))])
+    if device != "cpu":
+        leaf = torch.ones(2, device=device)
+        with pytest.raises(
+            ValueError, match=f"expected one on the mesh's device, the processor, got a tensor on {device}"
+        ):
+            fs.shard({"w": leaf}, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
+    log.take()
+    return out
+
+
 def transformed(device, layout, state=False):
     """Differentiate with a transform in the layout."""
     params, loss_fn = modelled(device, layout, torch.float32)
@@ -164,8 +207,12 @@ PROGRAMS = {
     "hsdp": Program(
         lambda device: train(device, lambda _: fs.hsdp(fs.init_mesh({"replicate": 2, "shard": -1}, device=device)))
     ),
+    "placed": Program(placed),
     "checkpointed": Program(lambda device: train(device, remat=True)),
     **eager_and_jitted("skip_nonfinite", make=lambda: fs.skip_nonfinite(fs.adam(1e-2))),
+    # torch's kernels read counts of steps on the host, which waits for them once.
+    "skip_nonfinite of torch": Program(lambda device: skipped(device, fs.skip_nonfinite), {"copy_": 1}),
+    "skip_nonfinite of torch, fused": Program(lambda device: skipped(device, fs.skip_nonfinite, fused=True)),
     "accumulate weighted": Program(accumulated, alone=STATUS),
     # Gradients are used on the processor: one wait for each reduction.
     "offloaded": Program(

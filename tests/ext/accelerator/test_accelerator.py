@@ -7,7 +7,17 @@ import torch
 
 import fshard as fs
 from tests.accelerator import test_accelerator as core
-from tests.accelerator.programs import SINGLE, Program, batches, eager_and_jitted, log, main, modelled, transformed
+from tests.accelerator.programs import (
+    SINGLE,
+    Program,
+    batches,
+    eager_and_jitted,
+    log,
+    main,
+    modelled,
+    skipped,
+    transformed,
+)
 from tests.accelerator.test_accelerator import library
 
 __all__ = ["library"]
@@ -38,6 +48,8 @@ PROGRAMS = {
     **eager_and_jitted("adafactor", make=lambda: fs.adafactor(1e-2)),
     # The counts of updates, which torch keeps on the processor, travel too, there and back.
     **eager_and_jitted("muon", alone={"copy_": 3}, make=muon),
+    # torch's kernels read counts of steps on the host.
+    "dynamic_loss_scale of torch": Program(lambda device: skipped(device, fs.dynamic_loss_scale), {"copy_": 1}),
     "int8 gathers": Program(
         lambda device: transformed(device, lambda mesh: fs.zero3(mesh, layout=fs.quantize(mesh["shard"]))),
         tolerance=SINGLE,
