@@ -2,7 +2,7 @@
 
 import platform
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ def main() -> int:
         The exit code: 0, or 1 if the self-test fails.
     """
     for name in ("fshard", "torch", "optree", "numpy"):
-        _print(name, version(name))
+        _print(name, _version(name))
     _print("python", f"{platform.python_version()} on {platform.platform()} ({sys.executable})")
     _print("backends", ", ".join(name for name in ("gloo", "nccl", "xccl") if dist.is_backend_available(name)))
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -39,6 +39,14 @@ def main() -> int:
         return 1
     _print("self-test", f"passed: {STEPS} steps of zero3 on 2 processes equal those of one")
     return 0
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        # As fshard itself, where it runs from a checkout.
+        return "not installed as a package"
 
 
 def _print(name: str, value: str) -> None:
