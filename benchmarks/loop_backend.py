@@ -1,0 +1,96 @@
+"""One process as rank 0 of several: a backend whose collectives are local copies on a stream of their own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Cycles that a CUDA device waits in each collective, in the place of a link.
+SLEEP = 0
+
+
+class Done(dist._Work):
+    """A collective that an event of a stream ends."""
+
+    def __init__(self, event: Any = None, tensors: Any = None) -> None:
+        super().__init__()
+        self.event = event
+        # As ProcessGroupNCCL does: until someone has waited, no other tensor may be given their memory, because the
+        # allocator does not know that another stream reads it.
+        self.tensors = tensors
+
+    def wait(self, timeout: Any = None) -> bool:
+        if self.event is not None:
+            torch.accelerator.current_stream().wait_event(self.event)
+        self.tensors = None
+        return True
+
+
+class Loop(dist.ProcessGroup):
+    """Rank 0 of ranks that all send what this one sends."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.ranks = size
+        self.side: torch.Stream | None = None
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "loop"
+
+    @property
+    def group_name(self) -> str:
+        return dist.distributed_c10d._world.pg_names[self]
+
+    @property
+    def group_desc(self) -> str:
+        return ""
+
+    def _run(self, tensors: Any, outs: Any, work: Callable[[], object]) -> Done:
+        if tensors[0].device.type == "cpu":
+            work()
+            return Done()
+        if self.side is None:
+            self.side = torch.Stream(tensors[0].device)
+        self.side.wait_stream(torch.accelerator.current_stream())
+        with self.side:
+            if SLEEP and tensors[0].is_cuda:
+                torch.cuda._sleep(SLEEP)
+            work()
+        return Done(self.side.record_event(), (list(tensors), list(outs)))
+
+    def allgather_into_tensor_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> Done:
+        def work() -> None:
+            for out, own in zip(outs, ins, strict=True):
+                out.view(self.ranks, *own.shape).copy_(own.expand(self.ranks, *own.shape))
+
+        return self._run(ins, outs, work)
+
+    def reduce_scatter_tensor_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> Done:
+        def work() -> None:
+            for out, own in zip(outs, ins, strict=True):
+                out.copy_(own.view(self.ranks, *out.shape)[0]).mul_(self.ranks)
+
+        return self._run(ins, outs, work)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Done:
+        return self._run(tensors, tensors, lambda: [tensor.mul_(self.ranks) for tensor in tensors])
+
+    allreduce = allreduce_coalesced
+
+    def alltoall(self, outs: Any, ins: Any, opts: Any = None) -> Done:
+        own = next((tensor for tensor in ins if tensor.numel()), None)
+        return self._run(ins, outs, lambda: [out.copy_(own) for out in outs if out.numel()])
+
+    def barrier(self, opts: Any = None) -> Done:
+        return Done()
+
+
+def start(ranks: int, device: str) -> None:
+    """Make this process rank 0 of so many."""
+    for name, kind in (("loop", "cpu"), ("loopx", device)):
+        dist.Backend.register_backend(name, lambda store, rank, size, timeout: Loop(rank, size), devices=[kind])
+    dist.init_process_group(f"cpu:loop,{device}:loopx", store=dist.HashStore(), rank=0, world_size=ranks)
+    from fshard import _compat
+
+    _compat.texts_in_store = lambda key, own, text, size, timeout: [text] * size
