@@ -66,15 +66,26 @@ def docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
             yield node.body[0].value
 
 
+def tokens_of(text: str) -> Iterator[tokenize.TokenInfo]:
+    """The tokens of a file but for its layout; an f-string is one, as before Python 3.12, which tells its parts."""
+    nested = 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        kind = tokenize.tok_name[token.type]
+        if kind.endswith("STRING_START"):
+            nested += 1
+        elif kind.endswith("STRING_END"):
+            nested -= 1
+        elif token.type in LAYOUT:
+            continue
+        if not nested:
+            yield token
+
+
 def measure(text: str) -> Size:
     """The size of one file."""
     tree = ast.parse(text)
     documentation = {n for doc in docstrings(tree) for n in range(doc.lineno, doc.end_lineno + 1)}
-    tokens = [
-        token
-        for token in tokenize.generate_tokens(io.StringIO(text).readline)
-        if token.type not in LAYOUT and token.start[0] not in documentation
-    ]
+    tokens = [token for token in tokens_of(text) if token.start[0] not in documentation]
     code = {n for token in tokens for n in range(token.start[0], token.end[0] + 1)}
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     lengths = [len(code.intersection(range(node.lineno, node.end_lineno + 1))) for node in functions]

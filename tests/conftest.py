@@ -1,8 +1,13 @@
 """Fixtures of all tests."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+
+# The laws hold to the bit on processors. What accelerators have of them, `benchmarks/quarter_hour.py` tries on one.
+# Before torch looks for devices, in this process and in those that it starts.
+os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 
 import pytest
 import torch

@@ -33,9 +33,10 @@ def batches(count=STEPS):
 
 def sharded(**options):
     module = network()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in module.blocks:
-        fully_shard(block, **options)
-    model = fully_shard(module, **options)
+        fully_shard(block, mesh=mesh, **options)
+    model = fully_shard(module, mesh=mesh, **options)
     return model, torch.optim.AdamW(model.parameters(), **dict(ADAMW))
 
 
