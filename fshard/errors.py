@@ -1,12 +1,17 @@
 """Errors that name the leaf, what was expected, what was got and the remedy."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
+
+import torch
 
 # So many problems are printed, so that the remedy stays in sight.
 SHOWN = 10
 # So many characters of a name, a value or a spec.
 LONGEST = 1000
+# The directories of this package and of torch, wherever they are installed.
+_PACKAGES = (Path(__file__).parent, Path(torch.__file__).parent)
 
 
 Wrong = Sequence[tuple[str, str, str]]
@@ -27,6 +32,18 @@ def short(text: str) -> str:
     True
     """
     return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[len(text) - LONGEST // 2 + 5 :]}"
+
+
+def is_users_file(filename: str) -> bool:
+    """Whether a stack frame's file belongs to the user's program, and not to fshard or torch.
+
+    Directories are compared as a whole, because the user's own folders may be named fshard or torch.
+
+    >>> is_users_file(torch.nn.functional.__file__), is_users_file("/home/me/torch/fshard/train.py")
+    (False, True)
+    """
+    path = Path(filename)
+    return not any(path.is_relative_to(package) for package in _PACKAGES)
 
 
 def leaf_error(what: str, problems: Wrong, remedy: str) -> ValueError:

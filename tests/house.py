@@ -124,7 +124,8 @@ def extensions_use_the_face(package: Path) -> list[str]:
             continue
         own = ("fshard.ext._compat", f"fshard.{source.room.replace('/', '.')}")
         for node, name in references(source):
-            if name.split(".")[0] == "fshard" and not name.startswith(own) and not is_on_the_face(name):
+            is_own = any(f"{name}.".startswith(f"{prefix}.") for prefix in own)
+            if name.split(".")[0] == "fshard" and not is_own and not is_on_the_face(name):
                 errors.append(f"{source.at(node)}: {source.room} uses {name}, which is not public")
     return errors
 

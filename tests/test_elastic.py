@@ -11,14 +11,14 @@ import pytest
 
 from tests.test_processes import ROOT, TORCHRUN
 
-STEPS = 60
+EXAMPLE, STEPS = ROOT / "examples/train_gpt.py", 60
 OPTIONS = ("--preset", "tiny", "--steps", STEPS, "--save-every", 4, "--sample", 4)
 TIMEOUT = 240
 
 
 def train(directory, ranks, *options, kill_at=()):
     """Run the example to its end; kill a rank, by turns, each time that so many losses are there."""
-    command = [*TORCHRUN, ranks, f"--max-restarts={len(kill_at)}", ROOT / "examples/train_gpt.py"]
+    command = [*TORCHRUN, ranks, f"--max-restarts={len(kill_at)}", EXAMPLE]
     command += ["--directory", directory, *OPTIONS, *options]
     with open(directory.with_suffix(".out"), "w+") as output:
         process = subprocess.Popen([str(part) for part in command], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
@@ -44,7 +44,8 @@ def train(directory, ranks, *options, kill_at=()):
 def workers_of(launcher):
     """The ranks' processes, which are the launcher's children that run the example."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    return [int(pid) for pid in children if b"train_gpt" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    example = os.fsencode(EXAMPLE)
+    return [int(pid) for pid in children if example in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
 
 
 def losses_of(directory):

@@ -28,6 +28,12 @@ BREACHES = [
         "from fshard import engine",
         "ext/plan uses fshard.engine, which is",
     ),
+    (
+        house.extensions_use_the_face,
+        "ext/plan.py",
+        "from fshard.ext.planner import draw",
+        "ext/plan uses fshard.ext.planner.draw, which is",
+    ),
     (house.core_tests_name_no_extension, "../tests/test_x.py", "import fshard.ext", "a test of the core names fshard."),
     (house.rooms_of_libraries, "gather.py", "from torch.distributed import barrier", "gather uses torch.distributed;"),
     (house.rooms_of_libraries, "gather.py", "from os import environ", "gather uses os.environ; only mesh reads"),

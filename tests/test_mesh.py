@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fshard as fs
-from fshard import checkpoint
+from fshard import _compat, checkpoint
+from fshard.mesh import ranks_of
 from fshard.testing import assert_matches_ddp, assert_trees_close, spmd
 from tests.ranks import my_rank, on_ranks
 
@@ -63,6 +64,16 @@ def test_every_group_of_a_mesh_has_its_timeout(world_size):
             fs.psum(torch.ones(()), first)
         store.set("waited", "")
     store.wait(["waited"])
+
+
+@on_ranks("2 processes")
+def test_a_group_of_the_users_is_taken_for_no_other_whatever_its_description_says():
+    fs.init_mesh({"shard": -1}, device="cpu")
+    everyone = ranks_of(None).group_name
+    for description in ("rows of mine", "fake nccl"):
+        group = dist.new_group(range(2), timedelta(days=2), group_desc=description)
+        assert ranks_of(None).group_name == everyone
+        assert _compat.group_devices(group.group_name) == _compat.group_devices(everyone)
 
 
 @on_ranks(2)

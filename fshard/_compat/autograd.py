@@ -4,13 +4,24 @@ import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import CodeType
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
-from torch.utils.checkpoint import CheckpointFunction, _CachedTorchDispatchMode, _CachingTorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointFunction,
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
+    _checkpoint_hook,
+)
+
+# The code of the hooks that a checkpoint makes for each of its calls: a function's constants hold that of inner ones.
+_CHECKPOINT_HOOKS = tuple(
+    constant for constant in _checkpoint_hook.__init__.__code__.co_consts if isinstance(constant, CodeType)
+)
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -108,7 +119,7 @@ def checkpoints() -> list[Any]:
     Checked on 2.13.
     """
     with without_saved_tensor_hooks() as hooks:
-        return [pack for pack, _ in hooks if getattr(pack, "__qualname__", "").startswith("_checkpoint_hook.")]
+        return [pack for pack, _ in hooks if getattr(pack, "__code__", None) in _CHECKPOINT_HOOKS]
 
 
 def in_reentrant_checkpoint() -> bool:

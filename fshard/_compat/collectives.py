@@ -19,12 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 Tensors = list[torch.Tensor]
 
-# How the description of a group begins that cannot communicate.
-_FAKE = "fake "
-
-# How the description of groups begins that meshes have beside the default group.
-_ROWS = "rows "
-
 # How long a rank may wait until others have read what is in the store.
 LINGER = timedelta(seconds=0.7)
 
@@ -50,10 +44,25 @@ def group_size(name: str) -> int | None:
 def group_devices(name: str) -> dict[str, str]:
     """The backends of the process group of a name, by the types of devices that they serve. Checked on 2.13."""
     group = resolve_process_group(name)
-    if group.group_desc.startswith(_FAKE):
-        backend = group.group_desc.removeprefix(_FAKE)
-        return {"cuda" if backend == "nccl" else "cpu": backend}
+    if isinstance(group, _FakeGroup):
+        return {"cuda" if group.backend == "nccl" else "cpu": group.backend}
     return dict(pair.split(":") for pair in torch.distributed.get_backend_config(group).split(","))
+
+
+class _FakeGroup(ProcessGroup):
+    """A process group that cannot communicate.
+
+    Args:
+        name: A name that no other group has.
+        rank: This process's rank in the group.
+        size: The number of its ranks.
+        backend: What it says it runs on.
+    """
+
+    def __init__(self, name: str, rank: int, size: int, backend: str) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._set_group_name(name)  # type: ignore[arg-type]
+        self.backend = backend
 
 
 @contextmanager
@@ -71,9 +80,7 @@ def fake_process_groups(groups: Mapping[str, tuple[int, int]], backend: str) -> 
     """
     with ExitStack() as registered:
         for name, (rank, size) in groups.items():
-            group = ProcessGroup(rank, size)  # type: ignore[call-arg]
-            group._set_group_name(name)  # type: ignore[arg-type]
-            group._set_group_desc(_FAKE + backend)
+            group = _FakeGroup(name, rank, size, backend)
             _register_process_group(name, group)  # type: ignore[arg-type]
             # The registry does not keep the group alive.
             registered.callback(lambda name, _: _unregister_process_group(name), name, group)  # type: ignore[arg-type]
@@ -92,7 +99,7 @@ def group_of_row(rows: list[list[int]], timeout: timedelta) -> ProcessGroup:
     Returns:
         The group of the row that this rank is in; the default group, where that is the row of all with this timeout.
     """
-    default, c10d, text = torch.distributed.group.WORLD, torch.distributed.distributed_c10d, f"{_ROWS}{rows}"
+    default, c10d, text = torch.distributed.group.WORLD, torch.distributed.distributed_c10d, _description(rows)
     for group in c10d._world.pg_map:
         known = group.group_desc == text or (group is default and len(rows) == 1)
         if known and timeout_of(group.group_name) in (timeout.total_seconds(), float("inf")):
@@ -102,11 +109,17 @@ def group_of_row(rows: list[list[int]], timeout: timedelta) -> ProcessGroup:
     return made
 
 
+def _description(rows: list[list[int]]) -> str:
+    """The description of the groups that meshes have beside the default group, for each row of ranks."""
+    return f"fshard: one of the rows {rows}"
+
+
 def group_of_all() -> ProcessGroup:
     """Find the group of all ranks that waits longest, else the default group. Checked on 2.13."""
     default, c10d = torch.distributed.group.WORLD, torch.distributed.distributed_c10d
     assert default is not None
-    made = [g for g in c10d._world.pg_map if g.group_desc.startswith(_ROWS) and g.size() == default.size()]
+    text = _description([list(range(default.size()))])
+    made = [group for group in c10d._world.pg_map if group.group_desc == text]
     return max(made, key=lambda group: timeout_of(group.group_name), default=default)
 
 

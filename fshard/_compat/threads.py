@@ -108,8 +108,13 @@ def threaded_process_groups(join: Callable[[ThreadedCollective], None]) -> Itera
 
 def _kind(operation: Any, data: Any) -> str:
     """Name an operation, its arguments, and the tensors whose shapes must be the same on every rank."""
+    from torch.testing._internal.distributed import multi_threaded_pg
+
     arguments = ", ".join(f"{name}={getattr(value, 'op', value)}" for name, value in vars(operation).items())
-    name = type(operation).__name__
-    same = data if name in ("AllReduce", "Broadcast") else data[1] if name == "ReduceScatter" else ()
+    same = ()
+    if isinstance(operation, multi_threaded_pg.AllReduce | multi_threaded_pg.Broadcast):
+        same = data
+    elif isinstance(operation, multi_threaded_pg.ReduceScatter):
+        same = data[1]
     shapes = ", ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in torch.utils._pytree.tree_leaves(same))
-    return f"{name}({arguments})" + (f" of {shapes}" if shapes else "")
+    return f"{type(operation).__name__}({arguments})" + (f" of {shapes}" if shapes else "")

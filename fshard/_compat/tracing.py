@@ -27,6 +27,14 @@ _WITH_FUNCTIONS = (
     *("split_with_sizes.default", "stack.default", "sum.dim_IntList", "t.default", "tanh.default", "transpose.int"),
     *("unbind.int", "view.default"),
 )
+# Operators that tell a trace in which range a symbol is.
+_RANGES_OF_SYMBOLS = (torch.ops.aten.sym_constrain_range, torch.ops.aten.sym_constrain_range_for_size)
+# The updates of torch.optim's fused optimizers, in place and not.
+_FUSED_UPDATES = (
+    *(torch.ops.aten._fused_adagrad, torch.ops.aten._fused_adagrad_, torch.ops.aten._fused_adam),
+    *(torch.ops.aten._fused_adam_, torch.ops.aten._fused_adamw, torch.ops.aten._fused_adamw_),
+    *(torch.ops.aten._fused_sgd, torch.ops.aten._fused_sgd_),
+)
 
 
 def _function_of(name: str) -> Callable[..., Any]:
@@ -86,13 +94,23 @@ def is_effect(target: Any) -> bool:
     if arguments_of(target) is None:
         return False
     # Ranges of the profiler and of symbols say something of a trace, not of its values.
-    told = target.namespace == "profiler" or target._opname.startswith("sym_constrain_range")
+    told = target.namespace == "profiler" or target.overloadpacket in _RANGES_OF_SYMBOLS
     return not target._schema.returns and not told
 
 
 def is_entrywise(target: Any) -> bool:
-    """Whether an operator on lists does with each entry what it would do with it alone. Checked on 2.13."""
-    return arguments_of(target) is not None and target._schema.name.startswith(("aten::_foreach_", "aten::_fused_"))
+    """Whether an operator on lists does with each entry what it would do with it alone.
+
+    All operators of torch's family `_foreach_` do, and so do the fused updates of optimizers. Other operators that
+    torch calls fused take a single tensor. Checked on 2.13.
+
+    >>> aten = torch.ops.aten
+    >>> [is_entrywise(target) for target in (aten._fused_adamw_.default, aten._fused_rms_norm.default)]
+    [True, False]
+    """
+    if arguments_of(target) is None:
+        return False
+    return target.overloadpacket in _FUSED_UPDATES or target._schema.name.startswith("aten::_foreach_")
 
 
 def guards_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
@@ -121,7 +139,7 @@ def is_linearizing() -> bool:
     """Whether torch.func.linearize traces, which folds away what does not depend on tangents. Checked on 2.13."""
     frame = sys._getframe() if is_tracing() else None
     while frame is not None:
-        if frame.f_code.co_name == "linearize" and frame.f_code.co_filename.endswith("eager_transforms.py"):
+        if frame.f_code is torch.func.linearize.__code__:
             return True
         frame = frame.f_back
     return False

@@ -116,7 +116,7 @@ def linear_call(linear: Linear, tensors: Tensors) -> list[torch.Tensor]:
 def _located(out: list[torch.Tensor]) -> list[torch.Tensor]:
     node: Any = out[0].grad_fn if out and LOCATED.get() else None
     if node is not None:
-        node.metadata["stack"] = traceback.format_stack()
+        node.metadata["stack"] = traceback.extract_stack()
     return out
 
 

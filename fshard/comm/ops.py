@@ -32,7 +32,9 @@ LETTING_GO = 1000
 # Without it a trace would run an operator of constants once, and leave it out of the graph.
 TAGS = (torch.Tag.nondeterministic_seeded,)
 
-_LIBRARY = torch.library.Library("fshard", "DEF")
+# The namespace of the package's own operators.
+NAMESPACE = "fshard"
+_LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,8 +12,31 @@ import fshard as fs
 from fshard.extend import describe, expect, flatten
 from fshard.testing import Workers, spmd
 
+
+class _Name(NamedTuple):
+    """Where a leaf is.
+
+    Attributes:
+        result: What a step returns it in: its loss, aux or state.
+        field: The field of a state, with a dot before it; else empty.
+        path: Its path from there.
+    """
+
+    result: str
+    field: str
+    path: str
+
+    @property
+    def part(self) -> str:
+        """What leaves are counted by."""
+        return f"{self.result}{self.field}"
+
+    def __str__(self) -> str:
+        return f"{self.part}{self.path}"
+
+
 # The leaves of one step by their names.
-Values = dict[str, Any]
+Values = dict[_Name, Any]
 
 _TREE = 'pass sums="tree" to accumulate or value_and_grad'
 _KERNELS = "take one thread and kernels whose bits depend on shape and dtype alone"
@@ -105,49 +128,58 @@ def _program(step: Callable[..., Any], state: Callable[..., Any], batches: Seque
     """Run all steps; returns the values of the state that they start from and of each step, on one rank alone."""
     mesh = fs.init_mesh({"shard": -1}, device="cpu")
     now = state(mesh)
-    rows = [_values({"state": now})]
+    rows = [_values_of_state(now)]
     for batch in batches:
         out = step(now, fs.microbatches(batch, now.params if isinstance(now, fs.TrainState) else now))
         fits = isinstance(out, tuple) and len(out) in (2, 3)
         expect(fits, "assert_same_bits", "step to return (state, loss) or (state, loss, aux)", describe(out))
         now, loss, *aux = out
-        rows.append(_values({"loss": loss, **({"aux": aux[0]} if aux else {}), "state": now}))
+        leaves = _values("loss", "", loss)
+        if aux:
+            leaves |= _values("aux", "", aux[0])
+        rows.append(leaves | _values_of_state(now))
     return [] if mesh.get_rank() else rows
 
 
-def _values(parts: dict[str, Any]) -> Values:
+def _values_of_state(state: Any) -> Values:
+    """The leaves of a TrainState field by field, or of parameters alone."""
+    if not isinstance(state, fs.TrainState):
+        return _values("state", "", state)
     leaves: Values = {}
-    for name, tree in parts.items():
-        tree = fs.unshard(tree)
-        flat = flatten(tree)
-        for path, leaf in zip(flat.paths, flat.leaves, strict=True):
-            value = leaf.detach().cpu().resolve_conj().resolve_neg().clone() if isinstance(leaf, torch.Tensor) else leaf
-            # A tensor that stands for a whole tree has no path.
-            leaves[name if leaf is tree else f"{name}{path}"] = value
+    for field in state._fields:
+        leaves |= _values("state", f".{field}", getattr(state, field))
     return leaves
 
 
-def _report(number: int, ranks: tuple[int, int], needed: Values, found: Values, differing: Sequence[str]) -> str:
+def _values(result: str, field: str, tree: Any) -> Values:
+    tree = fs.unshard(tree)
+    flat = flatten(tree)
+    leaves: Values = {}
+    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+        # A tensor that stands for a whole tree has no path.
+        name = _Name(result, field, "" if leaf is tree else path)
+        is_tensor = isinstance(leaf, torch.Tensor)
+        leaves[name] = leaf.detach().cpu().resolve_conj().resolve_neg().clone() if is_tensor else leaf
+    return leaves
+
+
+def _report(number: int, ranks: tuple[int, int], needed: Values, found: Values, differing: Sequence[_Name]) -> str:
     """Describe the first step that differs, or the state before all steps, whose number is -1."""
     place = f"step {number} (counted from 0) has" if number >= 0 else "the states to start from have"
     first = differing[0]
-    cause, remedy = _CAUSES[_part(first).partition(".")[0]]
+    cause, remedy = _CAUSES[first.result]
     if number < 0:
         cause = "the function that makes the state"
         remedy = "make it of the same values, such as by model.init(strategy, seed=0)"
-    of, total = Counter(map(_part, differing)), Counter(map(_part, {**needed, **found}))
+    of = Counter(name.part for name in differing)
+    total = Counter(name.part for name in {**needed, **found})
     lines = [
         f"assert_same_bits: {place} other bits on {ranks[1]} ranks than on {ranks[0]}",
         f"  {first}: {_difference(needed.get(first, ABSENT), found.get(first, ABSENT))}",
-        "  leaves that differ: " + ", ".join(f"{of[name]} of {total[name]} in {name}" for name in of),
+        "  leaves that differ: " + ", ".join(f"{of[part]} of {total[part]} in {part}" for part in of),
         f"  {cause}",
     ]
     return "\n".join([*lines, f"To fix: {remedy}."])
-
-
-def _part(name: str) -> str:
-    """The loss, aux, or the field of a state."""
-    return ".".join(name.partition("[")[0].split(".")[:2])
 
 
 def _difference(a: Any, b: Any) -> str:

@@ -64,7 +64,7 @@ def is_view(node: Node) -> bool:
 def is_random(node: Node) -> bool:
     """Whether a node draws random numbers; kernels of attention may, and do not where they drop nothing."""
     tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    if not tagged or str(node.target).startswith("fshard."):
+    if not tagged or getattr(node.target, "namespace", "") == ops.NAMESPACE:
         return False
     return not any(argument.name == "dropout_p" and value in (None, 0.0) for argument, value in arguments(node))
 
@@ -186,11 +186,10 @@ def told_in(graph: Graph) -> tuple[dict[str, str], dict[Axis, list[str]]]:
             text = f"{collective.op} ({collective.label} {collective.unit}) over {name!r}{what}"
             sent.setdefault(Axis(name, size, group), []).append(text)
         elif node.target is not _compat.WAIT_TENSOR:
-            name = str(node.target)
             own = "fs.psum, fs.pmean, fs.all_gather or fs.reduce_scatter"
             remedy = f"call {own} over an axis of the mesh, or call it outside"
-            foreign = name.startswith(("c10d.", "_c10d_functional."))
-            expect(not foreign, "jit", "collectives of fshard alone", f"{name} of torch.distributed", remedy)
+            foreign = getattr(node.target, "namespace", "") in ("c10d", "_c10d_functional")
+            expect(not foreign, "jit", "collectives of fshard alone", f"{node.target} of torch.distributed", remedy)
     return {name: "\n".join(values) for name, values in told.items()}, sent
 
 

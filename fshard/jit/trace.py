@@ -4,7 +4,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -13,13 +12,12 @@ from torch.overrides import TorchFunctionMode
 
 from fshard import _compat, random
 from fshard.collectives import Uses
-from fshard.errors import expect
+from fshard.errors import expect, is_users_file
 from fshard.tree import Exact, Flat, Sharded, Treedef, flatten, is_sharded, tensors_of
 from fshard.tree.checks import check_tensors, writes_counted
 
 # Traces patch what belongs to the process, and so do compilers.
 TRACING = threading.Lock()
-_PACKAGES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 # Tensors without values have none of these, or others in every call; numbers of tensors that have some would go stale.
 _REFUSED = ("storage", "untyped_storage", "storage_offset", "tolist", "numpy")
 
@@ -121,7 +119,7 @@ class _Refusing(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in _REFUSED:
-            asks = sys._getframe(1).f_code.co_filename
+            caller = sys._getframe(1).f_code.co_filename
             needed, remedy = "no look at what a trace does not have", "ask for shapes and strides, or pass tensors"
-            expect(asks.startswith(_PACKAGES), "jit", needed, f"Tensor.{name}", remedy)
+            expect(not is_users_file(caller), "jit", needed, f"Tensor.{name}", remedy)
         return func(*args, **(kwargs or {}))

@@ -1,5 +1,6 @@
 """check_varying: find where a local loss uses an invariant value as a varying one, or the other way round."""
 
+import traceback
 from collections.abc import Callable, Iterator
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -8,7 +9,7 @@ import torch
 
 from fshard import comm
 from fshard.collectives import LOCATED, Over, reduction_axes, variance_of, walked
-from fshard.errors import Problem, refuse
+from fshard.errors import Problem, is_users_file, refuse
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, unflatten
 
 # Better advice than what follows from the types of a collective.
@@ -120,5 +121,8 @@ def _wrong_steps(loss: torch.Tensor, flat: Flat, axis: Axis, reduced: bool) -> I
 
 def _line(node: Any) -> str:
     """Find the line of the user's program that made a node."""
-    frames = [entry for entry in node.metadata.get("stack", []) if "/fshard/" not in entry and "/torch/" not in entry]
-    return " ".join(frames[-1].split()) if frames else type(node).__name__
+    frames = [frame for frame in node.metadata.get("stack", []) if is_users_file(frame.filename)]
+    if not frames:
+        return type(node).__name__
+    (text,) = traceback.format_list(frames[-1:])
+    return " ".join(text.split())

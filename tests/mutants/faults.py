@@ -3,10 +3,12 @@
 They were chosen by reading the package, not its tests. When a line is rebuilt, plant the same fault in the new one.
 """
 
+from pathlib import Path
 from typing import NamedTuple
 
-# The tests that mirror a file: those of the first entry that its path begins with.
+# The tests that mirror a file: those of the first entry that is the file or a folder that holds it.
 MIRRORS = {
+    "fshard/errors.py": ("tests/testing/test_checks.py",),
     "fshard/remat.py": ("tests/test_remat.py", "tests/ext/parallel/test_moe.py"),
     "fshard/ext/chunked_loss.py": ("tests/ext/test_chunked_loss.py",),
     "fshard/ext/publish.py": ("tests/ext/test_publish.py",),
@@ -61,7 +63,7 @@ class Fault(NamedTuple):
     @property
     def tests(self) -> tuple[str, ...]:
         """The tests that mirror its file."""
-        return next(tests for start, tests in MIRRORS.items() if self.file.startswith(start))
+        return next(tests for place, tests in MIRRORS.items() if Path(self.file).is_relative_to(place))
 
 
 FAULTS = (
@@ -393,6 +395,20 @@ FAULTS = (
         "return self._uses.get(uses.used, uses.used)",
         "return uses.used",
         "9: a leaf that another rank used has a gradient, also in a later trace",
+    ),
+    Fault(
+        "file-of-a-folder-named-alike-is-not-the-users",
+        "fshard/errors.py",
+        "return not any(path.is_relative_to(package) for package in _PACKAGES)",
+        "return not any(filename.startswith(str(package)) for package in _PACKAGES)",
+        "6: what a trace does not have is refused wherever the user's program is",
+    ),
+    Fault(
+        "line-of-a-program-below-a-folder-named-fshard-is-not-shown",
+        "fshard/testing/varying.py",
+        'frames = [frame for frame in node.metadata.get("stack", []) if is_users_file(frame.filename)]',
+        'frames = [frame for frame in node.metadata.get("stack", []) if "/fshard/" not in frame.filename]',
+        "3: check_varying names the line of the user's program",
     ),
     Fault(
         "leaf-that-is-given-twice-becomes-two",

@@ -1,9 +1,14 @@
 """Checks of fshard.testing pass what is right, and name each leaf, step and value that is not."""
 
 import itertools
+import os
 import re
+import shutil
+import subprocess
+import sys
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -156,6 +161,40 @@ def test_losses():
                 check_varying(f, params, has_aux=has_aux)
     # Ranks may be threads: a switch of the process that one puts back would change another's.
     assert not torch.is_anomaly_enabled()
+
+
+PROGRAM = """
+import torch, fshard as fs
+
+def summed(params, tp):
+    return fs.psum(fs.gather(params)["w"].sum(), tp)  # this line
+
+def program():
+    tp = fs.axis_of(fs.init_mesh({"tp": -1}, device="cpu"))
+    params = fs.shard({"w": torch.ones(4)}, fs.split_dim(tp, dim=0))
+    fs.testing.check_varying(lambda p: summed(p, tp), params)
+
+for check in (lambda: fs.testing.spmd(program, 2), lambda: fs.jit(lambda x: x.storage_offset())(torch.ones(2))):
+    try:
+        check()
+    except Exception as error:
+        print(error)
+"""
+
+
+def test_errors_name_the_users_line_whatever_the_folders_are_called(tmp_path):
+    """In a clone that git named fshard, below a folder named torch, in a folder whose name begins with fshard."""
+    clone = tmp_path / "torch" / "fshard"
+    shutil.copytree(Path(fs.__file__).parent, clone / "fshard", ignore=shutil.ignore_patterns("__pycache__"))
+    script = clone / "fshard_runs" / "train.py"
+    script.parent.mkdir()
+    script.write_text(PROGRAM)
+    environment = os.environ | {"PYTHONPATH": str(clone)}
+    run = subprocess.run([sys.executable, script], cwd=clone, env=environment, capture_output=True, text=True)
+    line = 1 + PROGRAM[: PROGRAM.index("return")].count("\n")
+    place = f'File "{script}", line {line}, in summed return fs.psum(fs.gather(params)["w"].sum(), tp) # this line'
+    assert f"\n  {place}: expected one that agrees" in run.stdout, run.stderr
+    assert "jit: expected no look at what a trace does not have, got Tensor.storage_offset" in run.stdout
 
 
 @on_ranks(4)

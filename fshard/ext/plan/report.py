@@ -40,8 +40,10 @@ class Rates(NamedTuple):
 
     def named(self, axes: Iterable[str] = ()) -> dict[str, Any]:
         """Name the rates of memory and links; one link for all axes has no axis, and one that lacks a rate has None."""
-        links = dict.fromkeys(axes) | dict(self.link) if isinstance(self.link, Mapping) else {"": self.link}
-        return {"memory": self.memory} | {f"link of {axis}".removesuffix(" of "): rate for axis, rate in links.items()}
+        if not isinstance(self.link, Mapping):
+            return {"memory": self.memory, "link": self.link}
+        links = dict.fromkeys(axes) | dict(self.link)
+        return {"memory": self.memory} | {f"link of {axis}": rate for axis, rate in links.items()}
 
     def __str__(self) -> str:
         """Write them in the units of data sheets.
