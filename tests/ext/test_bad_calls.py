@@ -37,12 +37,12 @@ GIVEN = {
 }
 ACCEPTED = (
     *test_bad_calls.ACCEPTED,
-    (("None",), "bytes_sent collectives divide dtype first names scale scatter_dim sequence_dim updates"),
+    (("None",), "bytes_sent collectives divide dtype first names scale scatter_dim sequence_dim updates vocabulary"),
     (("None",), "scale_by_factored_rms.eps testing.assert_budget.mesh checkpoint.load_dcp.module"),
     (("None",), "checkpoint.load_huggingface.module checkpoint.save_dcp.module checkpoint.save_huggingface.module"),
     (NUMBERS, "block chunks collectives d max_file_bytes pipeline.microbatches scale trust_coefficient"),
     (("a huge number",), "bytes_sent peak_bytes quantize.dim"),
-    (("a number",), "ignore_index time updates quantize.dim sample_ids.step"),
+    (("a number",), "ignore_index time updates vocabulary quantize.dim sample_ids.step"),
     (("nan",), "from_torch_scheduler.lr from_torch_scheduler.momentum"),
     (("a negative number",), "beta2_decay ignore_index quantize.dim"),
     (("a text", "an empty text"), "checkpoint.save_dcp.model_key load_graph.directory optimizer_key"),

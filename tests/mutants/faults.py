@@ -38,6 +38,7 @@ MIRRORS = {
     "fshard/shard.py": ("tests/test_law_round_trip.py",),
     "fshard/checkpoint": ("tests/checkpoint",),
     "fshard/testing": ("tests/testing", "tests/test_varying.py"),
+    "fshard/ext/parallel/vocabulary.py": ("tests/ext/parallel/test_vocabulary.py",),
     "fshard/ext/parallel": ("tests/ext/parallel",),
     "fshard/ext/interop": ("tests/ext/interop",),
     "fshard/ext/trace": ("tests/ext/trace",),
@@ -507,6 +508,20 @@ FAULTS = (
         "back = fs.ragged_all_to_all(back[grouping.argsort()], axis, receive, send)",
         "back = fs.ragged_all_to_all(back[grouping], axis, receive, send)",
         "2: combine is dispatch's transpose",
+    ),
+    Fault(
+        "rows-of-a-vocabulary-begin-where-pieces-are-equal",
+        "fshard/ext/parallel/vocabulary.py",
+        "return _Piece(sizes[:rank].sum(), rows, sizes.sum())",
+        "return _Piece(rank * rows, rows, sizes.sum())",
+        "3: a vocabulary in pieces of different sizes has the loss of one process",
+    ),
+    Fault(
+        "padding-of-a-vocabulary-counts",
+        "fshard/ext/parallel/vocabulary.py",
+        "unpadded = min(size, vocabulary - start)",
+        "unpadded = size",
+        "3: rows that pad a vocabulary have no part in the loss",
     ),
     Fault(
         "feedback-of-the-wrong-sign",

@@ -136,7 +136,7 @@ class _Layer(NamedTuple):
         styles: dict[str, Callable[..., Any]] = {
             "column": self.column,
             "row": self.row,
-            "vocabulary": self.embed if isinstance(self.module, nn.Embedding) else self.head,
+            "vocabulary": partial(self.embed, len(self.module.weight)) if self.is_embedding() else self.head,
             "gather": partial(self.on_first, self.enter, own),
             "split": partial(self.on_first, self.cut, own),
             "sequence": partial(self.on_pieces, own),
@@ -185,8 +185,11 @@ class _Layer(NamedTuple):
             out, bias = fs.reduce_scatter(out, self.axis, self.dim), bias if bias is None else fs.pvary(bias, self.axis)
         return out if bias is None else out + bias
 
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        out = vocab_parallel_embedding(ids, self.module.weight, self.axis)
+    def is_embedding(self) -> bool:
+        return isinstance(self.module, nn.Embedding)
+
+    def embed(self, rows: int, ids: torch.Tensor) -> torch.Tensor:
+        out = vocab_parallel_embedding(ids, self.module.weight, self.axis, vocabulary=rows)
         padding = self.module.padding_idx
         return out if padding is None else torch.where((ids == padding)[..., None], out.detach(), out)
 

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.func import grad_and_value
+from torch.func import grad, grad_and_value, vmap
 
 import fshard as fs
 from fshard.testing import assert_trees_close
@@ -76,6 +76,102 @@ def test_options_are_those_of_torch():
     assert half.isfinite()
 
 
+# Eleven rows leave every one of 2, 3 and 4 ranks a piece, but not of one size; of nine, four ranks share three pieces.
+UNEVEN = (11, 9)
+# By the name of a cut: the rows of each rank, and the keywords that say so.
+CUTS = {
+    "as torch.chunk cuts": lambda rows, ranks: (list(rows.chunk(ranks)), {}),
+    "as torch.chunk cuts, of a size that is known": lambda rows, ranks: (
+        list(rows.chunk(ranks)),
+        {"vocabulary": len(rows)},
+    ),
+    "as torch.tensor_split cuts": lambda rows, ranks: (list(rows.tensor_split(ranks)), {}),
+    "padded at the end": lambda rows, ranks: (
+        list(F.pad(rows, (0, 0, 0, -len(rows) % ranks), value=7.0).chunk(ranks)),
+        {"vocabulary": len(rows)},
+    ),
+}
+
+
+def uneven_piece(rows, cut, axis):
+    """Return this rank's rows, perhaps none, and how to ask for them."""
+    pieces, keywords = CUTS[cut](rows, axis.size)
+    pieces += [rows[:0]] * (axis.size - len(pieces))
+    return pieces[fs.axis_index(axis)].clone(), keywords
+
+
+def padded_grad(full_grad, cut, axis):
+    """Return the gradient of this rank's rows, that of all rows being given; padding has none."""
+    piece, _ = uneven_piece(full_grad, cut, axis)
+    if cut == "padded at the end":
+        first = fs.axis_index(axis) * len(piece)
+        piece[max(len(full_grad) - first, 0) :] = 0.0
+    return piece
+
+
+def uneven_setting(vocabulary):
+    """Make hidden values, ids and the weights of an embedding and of a head."""
+    ids = torch.arange(ROWS * TIME).reshape(ROWS, TIME) * 5 % vocabulary
+    return normal(5)(ROWS, TIME, WIDTH), ids, normal(6)(vocabulary, WIDTH), 3 * normal(7)(vocabulary, WIDTH)
+
+
+@pytest.mark.rows(8)
+@pytest.mark.parametrize("vocabulary", UNEVEN)
+@pytest.mark.parametrize("cut", CUTS)
+@on_ranks(1, 2, 3, 4)
+def test_pieces_need_not_be_of_one_size(cut, vocabulary):
+    axis = fs.axis_of(fs.init_mesh({"tp": -1}, device="cpu"))
+    h, ids, tokens, head = uneven_setting(vocabulary)
+    own_tokens, keywords = uneven_piece(tokens, cut, axis)
+    own_head, _ = uneven_piece(head, cut, axis)
+
+    def dense(h, tokens, head):
+        logits = F.linear(torch.tanh(h + F.embedding(ids, tokens)), head)
+        return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+    def parallel(h, tokens, head):
+        full = torch.tanh(h + fs.vocab_parallel_embedding(ids, tokens, axis, **keywords))
+        return fs.vocab_parallel_cross_entropy(fs.pvary(full, axis), head, ids, axis, **keywords)
+
+    def parallel_of_logits(h, tokens, head):
+        full = fs.pvary(torch.tanh(h + fs.vocab_parallel_embedding(ids, tokens, axis, **keywords)), axis)
+        return fs.vocab_parallel_cross_entropy(F.linear(full, head), None, ids, axis, **keywords)
+
+    places = (0, 1, 2)
+    (of_h, of_tokens, of_head), loss = grad_and_value(dense, places)(h, tokens, head)
+    expected = of_h, padded_grad(of_tokens, cut, axis), padded_grad(of_head, cut, axis)
+    for loss_fn in (parallel, parallel_of_logits):
+        by_transform = grad_and_value(loss_fn, places)(h, own_tokens, own_head)
+        assert_trees_close(by_transform, (expected, loss), **ROUNDING)
+        leaves = [tensor.clone().requires_grad_() for tensor in (h, own_tokens, own_head)]
+        value = loss_fn(*leaves)
+        assert_trees_close((torch.autograd.grad(value, leaves), value.detach()), (expected, loss), **ROUNDING)
+        in_a_graph = fs.jit(lambda *tensors, loss_fn=loss_fn: grad_and_value(loss_fn, places)(*tensors))
+        assert_trees_close(in_a_graph(h, own_tokens, own_head), (expected, loss), **ROUNDING)
+    # Of several hidden states at once, and of a Hessian times a vector.
+    several = torch.stack([h, 2 * h, -h])
+    each = vmap(parallel, (0, None, None))(several, own_tokens, own_head)
+    assert_trees_close(each, vmap(dense, (0, None, None))(several, tokens, head), **ROUNDING)
+    of_rows = vmap(grad(parallel), (0, None, None))(several, own_tokens, own_head)
+    assert_trees_close(of_rows, vmap(grad(dense), (0, None, None))(several, tokens, head), **ROUNDING)
+
+    def slope(loss_fn, *weights):
+        return lambda h: (grad(loss_fn)(h, *weights) * several[1]).sum()
+
+    second = grad(slope(parallel, own_tokens, own_head))(h)
+    assert_trees_close(second, grad(slope(dense, tokens, head))(h), **ROUNDING)
+
+
+@on_ranks(3)
+def test_a_piece_that_does_not_fit_the_vocabulary_is_refused_on_every_rank():
+    axis = fs.axis_of(fs.init_mesh({"tp": -1}, device="cpu"))
+    rows = normal(1)(11, WIDTH).tensor_split([4, 7])[fs.axis_index(axis)]
+    text = "vocab_parallel_embedding: expected 4 rows of a vocabulary of 11 on rank 1 of 'tp', got 3"
+    # One rank finds it, and others hear of it.
+    with pytest.raises((ValueError, fs.comm.CollectiveError), match=re.escape(text)):
+        fs.vocab_parallel_embedding(torch.tensor([1]), rows, axis, vocabulary=11)
+
+
 def test_bad_arguments_are_refused():
     given = {"h": torch.ones(2, 2), "weight": torch.ones(4, 2), "targets": torch.tensor([0, 3])}
     for change, text in (
@@ -83,6 +179,8 @@ def test_bad_arguments_are_refused():
         ({"weight": None, "h": torch.ones(3, 2)}, "h to be a tensor of shape (2, rows), got a float32 Tensor of shape"),
         ({"weight": torch.ones(4)}, "weight to be a matrix, this rank's rows of it, got"),
         ({"targets": torch.tensor([-1, 0])}, "ids from 0 to 3, got -1 to 0"),
+        ({"vocabulary": 0}, "vocabulary to be a whole number of 1 or more, or None, got 0"),
+        ({"vocabulary": 3}, "3 rows of a vocabulary of 3 on rank 0 of 'tp', got 4; cut the weight by"),
     ):
         with pytest.raises(ValueError, match="vocab_parallel_cross_entropy: expected " + re.escape(text)):
             fs.vocab_parallel_cross_entropy(**{**given, "axis": fs.Axis("tp", 1, ""), **change})
