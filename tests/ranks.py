@@ -58,6 +58,8 @@ class StrictWorkers(Workers):
             with warnings.catch_warnings(action="error"):
                 # Modules that torch imports late may deprecate names that other parts of it use.
                 warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\.")
+                # torch's forward-mode AD scripts functions when it is first used.
+                warnings.filterwarnings("ignore", message="`torch.jit.script` is deprecated", category=FutureWarning)
                 return f()
 
         return super().run(program, timeout)
