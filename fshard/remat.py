@@ -52,10 +52,11 @@ def remat(f: Callable[..., Any], *, save: Sequence[str] = ()) -> Callable[..., A
         return op in kept or getattr(op, "overloadpacket", None) in kept
 
     contexts = partial(create_selective_checkpoint_contexts, saves) if save else noop_context_fn
+    honor_hooks = _compat.honor_saved_tensor_hooks() if save else {}
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not _compat.transforms_active():
-            return checkpoint(f, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+            return checkpoint(f, *args, use_reentrant=False, context_fn=contexts, **honor_hooks, **kwargs)
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         structure: list[Tree] = []
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import fshard as fs
 from fshard.testing import assert_trees_close
+from tests.checkpoints import selective_checkpoint
 from tests.ranks import my_rank, on_ranks
 from tests.trees import one_axis
 from tests.unit_models import (
@@ -39,7 +40,7 @@ from tests.unit_models import (
 kept = partial(checkpoint, use_reentrant=False)
 # Keeps the products of matrices and computes the rest again.
 PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
-selective = partial(kept, context_fn=partial(create_selective_checkpoint_contexts, PRODUCTS))
+selective = selective_checkpoint(PRODUCTS)
 
 
 def tie_blocks(model):

@@ -1,5 +1,6 @@
 """Private APIs of autograd, torch.func and tensors, each with the versions it was checked on."""
 
+import inspect
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import (
     _CachedTorchDispatchMode,
     _CachingTorchDispatchMode,
     _checkpoint_hook,
+    checkpoint,
 )
 
 # The code of the hooks that a checkpoint makes for each of its calls: a function's constants hold that of inner ones.
@@ -100,7 +102,8 @@ def running_sequence_number() -> int | None:
 def without_saved_tensor_hooks() -> Iterator[list[Any]]:
     """Let autograd save tensors as they are, as torch.func needs it.
 
-    Yields the pairs of hooks, innermost first; at the end those that are in the list take effect. Checked on 2.13.
+    Yields the pairs of hooks, innermost first; at the end those that are in the list take effect. Checked on 2.13 and
+    2.14.1.
     """
     autograd, hooks = torch._C._autograd, []
     while (top := autograd._top_saved_tensors_default_hooks(False)) is not None:
@@ -109,8 +112,24 @@ def without_saved_tensor_hooks() -> Iterator[list[Any]]:
     try:
         yield hooks
     finally:
-        for pair in reversed(hooks):
-            autograd._push_saved_tensors_default_hooks(*pair)
+        around_checkpoint = None
+        for pack, unpack in reversed(hooks):
+            if not getattr(pack, "_checkpoint_internal", False):
+                around_checkpoint = pack, unpack
+            else:
+                # From 2.14 on, the hook of a checkpoint keeps the pair around it, for what selective ones save.
+                pack._user_hooks = around_checkpoint
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def honor_saved_tensor_hooks() -> dict[str, Any]:
+    """Keywords by which a selective torch.utils.checkpoint saves tensors through the hooks on what autograd saves.
+
+    Without them torch 2.14 warns and keeps the tensors themselves, so that a view of a gathered weight keeps the whole
+    weight in memory until the backward. Older versions have no such keyword. Checked on 2.13 and 2.14.1.
+    """
+    keyword = "respect_saved_tensors_hooks"
+    return {keyword: True} if keyword in inspect.signature(checkpoint).parameters else {}
 
 
 def checkpoints() -> list[Any]:

@@ -78,7 +78,8 @@ def route(logits: torch.Tensor, k: int = 1, *, normalize: bool = True) -> Routin
 
     An activation checkpoint computes the choice again, and rounding may change it, so that gradients are those of other
     experts. `fs.remat(layer, save=("aten.topk",))` keeps it, and so does torch.utils.checkpoint with
-    `context_fn=partial(create_selective_checkpoint_contexts, [torch.ops.aten.topk.default])`.
+    `context_fn=partial(create_selective_checkpoint_contexts, [torch.ops.aten.topk.default])` and, from torch 2.14 on,
+    `respect_saved_tensors_hooks=True`.
 
     Args:
         logits: The router's outputs, (tokens, number of experts).

@@ -7,11 +7,11 @@ from functools import partial
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fshard as fs
 from fshard.extend import fake_axes
 from fshard.testing import assert_trees_close
+from tests.checkpoints import selective_checkpoint
 from tests.ranks import on_ranks
 from tests.trees import normal
 
@@ -177,10 +177,9 @@ def test_bad_arguments_are_refused():
                 call()
 
 
-SELECTIVE = partial(create_selective_checkpoint_contexts, [torch.ops.aten.topk.default])
 KEPT = {
     "remat": partial(fs.remat, save=("aten.topk",)),
-    "torch": lambda f: partial(checkpoint, f, use_reentrant=False, context_fn=SELECTIVE),
+    "torch": lambda f: partial(selective_checkpoint([torch.ops.aten.topk.default]), f),
     "lost": fs.remat,
 }
 
