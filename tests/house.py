@@ -14,7 +14,7 @@ from fshard.extensions import TABLE
 
 # A module imports only from rooms that stand before its own.
 ROOMS = (
-    *("errors", "extensions", "_compat", "tree", "comm", "mesh", "collectives", "microbatches", "transforms", "shard"),
+    *("errors", "rounding", "extensions", "_compat", "tree", "comm", "mesh", "collectives", "microbatches", "transforms", "shard"),
     *("engine", "gather", "random", "init", "modules", "apply", "remat", "scatter_grads", "value_and_grad", "update"),
     *("optim", "jit", "checkpoint", "testing", "extend", "outermost", "__main__"),
 )

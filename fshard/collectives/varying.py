@@ -8,6 +8,7 @@ import torch
 from fshard import _compat, comm
 from fshard.collectives.linear import variance_of
 from fshard.errors import Problem, expect, refuse
+from fshard.rounding import half_the_digits
 from fshard.tree import Axis, Flat, Spec
 
 Place = TypeVar("Place")
@@ -110,7 +111,7 @@ def check_agrees(value: torch.Tensor, flat: Flat, axes: Sequence[Axis], what: st
         if axis.size == 1 or axis in axes:
             continue
         (rows,) = comm.all_gather([value.detach()], axis, comm.Verb.AGREE)
-        tolerance = torch.finfo(value.dtype).eps ** 0.5 * rows.abs().amax()
+        tolerance = half_the_digits(value.dtype) * rows.abs().amax()
         needed = f"a loss that agrees between ranks of {axis.name!r}, over which it is not reduced"
         remedy = (
             "sum partial results by fs.psum_invariant, or name the axis in reduce_over if its ranks have own batches"

@@ -10,6 +10,7 @@ import torch
 from fshard import _compat
 from fshard.errors import expect, refuse
 from fshard.optim.leaves import counted, no_updates, partition_axes, zero
+from fshard.rounding import half_the_digits
 from fshard.tree import Flat, Tree, flatten, is_trained, leaves_of, like, map_leaves, map_nodes, tensor_of, tensors_of
 from fshard.tree.checks import check_floating, check_sums, describe
 from fshard.update import Optimizer, Updated
@@ -300,7 +301,8 @@ def _refuse_split(make: Make, flat: Flat, sums: str | None) -> None:
     run = partial(_in_parts, make)
     whole = run(torch.float64)
     parts = [run(torch.float64, 1, dim) for dim in (0, 1)]
-    if not all(torch.allclose(whole, part, rtol=1e-9, atol=1e-12) for part in parts):
+    apart = half_the_digits(whole.dtype) * float(whole.abs().max())
+    if not all(torch.allclose(whole, part, rtol=0.0, atol=apart) for part in parts):
         remedy = "keep leaves whole with fs.ddp, or choose an elementwise optimizer"
         pair = "a leaf that is split", "a whole one"
         what = f"from_torch: {name} looks across the elements of a leaf"

@@ -10,6 +10,7 @@ import torch
 from fshard import comm
 from fshard.errors import Problem, expect, refuse
 from fshard.microbatches import share_of
+from fshard.rounding import tolerance
 from fshard.shard import shard, unshard
 from fshard.testing.compare import differing_leaves, refuse_on_all_ranks
 from fshard.transforms import ShardTransform
@@ -70,8 +71,8 @@ def check_adjoint(
     sums = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3)
     for axis in transform.axes:
         (sums,) = comm.all_reduce([sums], axis, "check_adjoint")
-    # Each product rounds, and each sum over ranks; the roundings of that many terms add up at worst.
-    relative = error + torch.finfo(dtype).eps * (4 + sum(axis.size for axis in transform.axes))
+    # Each product rounds, and each sum over ranks.
+    relative = error + tolerance(dtype, terms=1 + sum(axis.size for axis in transform.axes))
     problems = [
         Problem(
             f"[{i}]",
