@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import fshard as fs
+from fshard.rounding import tolerance
 from tests.ranks import my_rank, on_ranks
 from tests.test_law_purity import unchanged
 from tests.transforms.rounding import bound, full_tree, gather_bound, gathered, grads_of, joined, pieces
@@ -123,7 +124,7 @@ def test_sums_are_off_by_at_most_half_a_step_of_each_rank(world_size, dtype):
                     joined([bound(p, block) for p in pieces(g, world_size, along)], g.double(), along) for g in ranks
                 )
                 magnitude = sum(grad.double().abs() for grad in sent)
-                off = off + magnitude * torch.finfo(dtype).eps * world_size
+                off = off + magnitude * tolerance(dtype, terms=world_size)
                 assert ((total.double() - sum(grad.double() for grad in ranks)).abs() <= off).all()
 
 

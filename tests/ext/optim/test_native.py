@@ -7,9 +7,10 @@ import fshard as fs
 from fshard.testing import assert_trees_close
 from tests.bad_input import text_of
 from tests.optim import test_native as core
-from tests.optim.test_native import BETAS, EPS, LAYOUTS, MOMENTUM, SHAPES, STEPS, run, tree
+from tests.optim.test_native import BETAS, LAYOUTS, MOMENTUM, SHAPES, STEPS, run, tree
 from tests.ranks import on_ranks
 from tests.test_bad_input import RATE
+from tests.tolerance import within
 from tests.trees import meshes, one_axis
 
 
@@ -58,13 +59,12 @@ def test_layerwise_follows_the_papers(case):
     ours, slow, hyper = LAYERWISE[case]
     grads = [layers(step) for step in range(1, STEPS + 1)]
     expected = {name: slow(param, [grad[name] for grad in grads], **hyper) for name, param in layers(0).items()}
-    # Each norm sums 15 squares and takes a root, on either side; with 16 roundings of the step itself, which is no
-    # longer than a leaf, 8 at most, times a rate of 0.1; momentum adds up to five of them.
-    tolerance = {"rtol": STEPS * EPS, "atol": STEPS * (2 * 2 * (15 + 1) + 16) * EPS * 0.1 * 8}
+    # Each norm sums 15 squares.
+    near = within(expected, terms=15, steps=STEPS)
     for make in LAYOUTS.values():
         strategy = make(meshes())
         params, _ = run(ours(**hyper), lambda full: fs.shard(full, strategy), layers)  # noqa: B023
-        assert_trees_close(fs.unshard(params), expected, **tolerance)
+        assert_trees_close(fs.unshard(params), expected, **near)
 
 
 REFUSED = (

@@ -12,6 +12,7 @@ from tests.optim import test_unused as unused
 from tests.optim.test_table import MATRICES, Row
 from tests.ranks import on_ranks
 from tests.test_law_agreement import SECONDS, SGD, errors_of_one_alone, updated
+from tests.tolerance import within
 from tests.transforms.test_own_dim import check_training_is_that_of_one_process
 from tests.trees import STRATEGIES, assert_same_bits, every_strategy, meshes
 
@@ -104,7 +105,8 @@ def test_reshard_of_a_state_of_rows_and_columns():
         for field in ("row", "column"):
             assert getattr(moved.opt_state, field)["wide"].spec == getattr(made, field)["wide"].spec
         found = fs.unshard(fs.update(tx, moved, moved.params))
-        fs.testing.assert_trees_close(found.params, after.params, rtol=1e-13, atol=1e-13)
+        # Means over the rows or columns of a leaf.
+        fs.testing.assert_trees_close(found.params, after.params, **within(after.params, terms=70))
 
 
 def muon():

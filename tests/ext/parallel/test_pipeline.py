@@ -11,11 +11,13 @@ import fshard as fs
 from fshard.ext.parallel.pipeline import Op, ticks
 from fshard.testing import assert_trees_close
 from tests.ranks import BrokenError, my_rank, on_ranks
+from tests.tolerance import within
 from tests.trees import normal, one_axis
 
 WIDTH, WORDS, ROWS, TIME, LAYERS = 4, 7, 8, 3, 8
 SCHEDULES = ("gpipe", "1f1b")
-EXACT = dict(atol=1e-12, rtol=0.0)
+# Sums over all tokens, in microbatches of ranks, forward and backward.
+near = partial(within, terms=ROWS * TIME, steps=2)
 
 
 @cache
@@ -99,10 +101,10 @@ def test_equals_dense(sizes):
         params, data, f = setting(sizes, schedule)
         with fs.comm.record() as record:
             loss, grads = fs.value_and_grad(f)(params, *data)
-        assert_trees_close((fs.unshard(grads), loss), dense(), **EXACT)
+        assert_trees_close((fs.unshard(grads), loss), dense(), **near(dense()))
         with torch.no_grad(), fs.comm.record() as forward:
             alone = f(params, *data)
-        assert_trees_close(fs.objective(alone, like=params), dense()[1], **EXACT)
+        assert_trees_close(fs.objective(alone, like=params), dense()[1], **near(dense()[1]))
         assert "pvary" not in {entry.label for entry in forward}
         assert len(forward) <= len(record) / 2
 
@@ -124,11 +126,12 @@ def test_weighted_losses_and_tied_leaves():
     for schedule in SCHEDULES:
         params, data, f = setting((2, 2), schedule, last=tied_last, reduce="weighted")
         loss, grads = fs.value_and_grad(f, reduce="weighted")(params, *data)
-        assert_trees_close((fs.unshard(grads), loss), wanted, **EXACT)
+        assert_trees_close((fs.unshard(grads), loss), wanted, **near(wanted))
         params, data, f = setting((2, 2), schedule, frozen=("*up", "embed"))
         _, grads = fs.value_and_grad(f)(params, *data)
         assert grads["embed"] is grads["layers"]["up"] is None
-        assert_trees_close(fs.unshard(grads["layers"]["down"]), dense()[0]["layers"]["down"], **EXACT)
+        expected_down = dense()[0]["layers"]["down"]
+        assert_trees_close(fs.unshard(grads["layers"]["down"]), expected_down, **near(expected_down))
 
 
 @on_ranks(2)
@@ -149,7 +152,7 @@ def test_gradients_that_share_memory():
         f = fs.pipeline(stage, pipe, microbatches=count, schedule=schedule, first=first, last=sharing_last)
         loss, grads = fs.value_and_grad(lambda p, *data: 3 * f(p, *data))(params, *batch())  # noqa: B023
         wanted = torch.func.grad_and_value(expected)(own, count)
-        assert_trees_close((fs.unshard(grads), loss), wanted, **EXACT)
+        assert_trees_close((fs.unshard(grads), loss), wanted, **near(wanted))
 
 
 @on_ranks(2)
@@ -161,9 +164,9 @@ def test_gpipe_is_differentiable_to_any_order():
     params, data, f = setting((1, 2), "gpipe")
     ones = fs.tree_map(torch.ones_like, params)
     found = torch.func.jvp(lambda p: f(p, *data), (params,), (ones,))
-    assert_trees_close(found, (value, slope), **EXACT)
+    assert_trees_close(found, (value, slope), **near((value, slope)))
     _, found = torch.func.jvp(torch.func.grad(lambda p: f(p, *data)), (params,), (ones,))
-    assert_trees_close(fs.unshard(found), product, **EXACT)
+    assert_trees_close(fs.unshard(found), product, **near(product))
 
 
 @on_ranks(2)

@@ -1,6 +1,7 @@
 """tensor_parallel: modules split by plans of names against themselves in one process, and the bytes that they send."""
 
 import copy
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from fshard.extend import fake_axes
 from fshard.testing import assert_trees_close
 from tests.ranks import on_ranks
 from tests.test_processes import ROOT
+from tests.tolerance import within
 from tests.trees import normal
 
 sys.path.append(str(ROOT / "examples"))
@@ -131,6 +133,28 @@ def one_process(name):
     return {key: parameter.grad for key, parameter in module.named_parameters()}, loss.detach()
 
 
+@cache
+def rounding(name):
+    """What sums over all tokens may differ by.
+
+    A norm of heads of two numbers hands a difference on by the ratio of their usual root mean square to the smallest
+    one, which is near zero for some token of each layer.
+    """
+    module, (x, _) = copy.deepcopy(module_of(name)), data()
+    slopes = []
+
+    def note(norm, given):
+        sizes = given[0].square().mean(-1).sqrt()
+        slopes.append(float(sizes.mean() / sizes.min()))
+
+    for submodule in module.modules():
+        if isinstance(submodule, Attention):
+            submodule.q_norm.register_forward_pre_hook(note)
+    with torch.no_grad():
+        module(x)
+    return within(one_process(name), terms=ROWS * TIME, steps=math.prod(slopes))
+
+
 def setting(name, sizes, sequence_dim, **changes):
     """A case on a mesh: its parameters, this rank's tokens and its loss."""
     case, mesh = CASES[name], fs.init_mesh(dict(zip(("shard", "tp"), sizes, strict=True)), device="cpu")
@@ -156,7 +180,7 @@ def test_it_is_the_module_of_one_process(world_size):
         for sequence_dim in (None, 1):
             params, batch, loss_fn = setting(name, (world_size // 4 or 1, min(world_size, 4)), sequence_dim)
             loss, grads = fs.value_and_grad(loss_fn)(params, *batch)
-            assert_trees_close((fs.unshard(grads), loss), one_process(name), rtol=0, atol=1e-11)
+            assert_trees_close((fs.unshard(grads), loss), one_process(name), **rounding(name))
 
 
 def sent_by_label(world_size, sequence_dim, rows=ROWS):

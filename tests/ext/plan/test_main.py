@@ -31,21 +31,26 @@ class Layer(nn.TransformerEncoderLayer):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
+# Small gradients of several layers share a collective: at either end of the model one more or less may be begun. What
+# is held and waited for at the ends is no more than half a layer's.
+DEPTH = 9
+SHARED, EXTRAPOLATED = 2, 1 / 2 / DEPTH
+
+
 @pytest.mark.slow
 def test_extrapolation_is_the_full_depth():
     def make(layers):
         with torch.device("meta"):
             return Layers(*(Layer() for _ in range(layers)))
 
-    workload = Workload(make, (torch.zeros(2, 128, 1024),), Layer, 9)
+    workload = Workload(make, (torch.zeros(2, 128, 1024),), Layer, DEPTH)
     for strategy in ("zero2", "zero3", "hsdp"):
         mesh = {"replicate": 2, "shard": 8} if strategy == "hsdp" else {"shard": 16}
         found, full = (estimate(workload, strategy, mesh, full_depth=whole) for whole in (False, True))
         assert (found.sent, found.flops) == (full.sent, full.flops)
-        # Small gradients of several layers share a collective.
-        assert found.collectives == pytest.approx(full.collectives, abs=2)
-        assert found.peak.total == pytest.approx(full.peak.total, rel=0.05)
-        assert found.seconds == pytest.approx(full.seconds, rel=0.05)
+        assert found.collectives == pytest.approx(full.collectives, abs=SHARED)
+        assert found.peak.total == pytest.approx(full.peak.total, rel=EXTRAPOLATED)
+        assert found.seconds == pytest.approx(full.seconds, rel=EXTRAPOLATED)
 
 
 def masked(layers=2):
