@@ -10,6 +10,7 @@ import fshard as fs
 from fshard.testing import assert_trees_close
 from fshard.tree import flatten, is_sharded
 from tests.ranks import on_ranks
+from tests.tolerance import within
 from tests.trees import STRATEGIES, assert_same_bits, copied, meshes, normal, one_axis, padded_with, tensors
 
 STEPS = 4
@@ -102,9 +103,7 @@ def check_sharded_is_dense(row):
     for make in STRATEGIES.values():
         params = fs.unshard(run(row.make(), *on_shards(make(on))))
         if row.rounds:
-            # Clipped gradients and parameters are about 1; STEPS updates each hand on what the one before had.
-            bound = STEPS * row.rounds * torch.finfo(torch.float64).eps
-            assert_trees_close(params, expected, rtol=bound, atol=bound)
+            assert_trees_close(params, expected, **within(expected, row.rounds, STEPS))
         else:
             assert_same_bits(params, expected)
 
