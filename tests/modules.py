@@ -6,7 +6,6 @@ from torch.nn.utils import parametrizations
 
 from tests.trees import assert_same_bits, normal
 
-EPS = torch.finfo(torch.float64).eps
 EVERY_LEAF = "zero2 of every leaf"
 
 

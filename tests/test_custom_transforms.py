@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 import fshard as fs
+from fshard.rounding import tolerance
 from fshard.testing import assert_trees_close, check_transform, spmd
 from tests.ranks import on_ranks
 from tests.test_processes import ROOT, TORCHRUN, run
+from tests.tolerance import within
 from tests.trees import assert_same_bits, normal, one_axis
 
 sys.path.append(str(ROOT / "examples"))
@@ -21,14 +23,12 @@ from quantized import BLOCK, SCALE_BYTES, Dequantize, dequantized, fits, quantiz
 from sibling import Sibling
 from topk import TopK
 
-# Some hundred terms in each sum, of some units each, rounded once on each rank.
-ROUNDING = {"rtol": 0.0, "atol": 4000 * torch.finfo(torch.float64).eps}
-
 
 @on_ranks(2, 3)
 def test_lossy_sums_that_keep_all_are_sums():
     check_transform(TopK(fs.fully_shard(one_axis()), 1.0))
-    check_transform(PowerSGD(fs.fully_shard(one_axis()), 9), error=1e-12)
+    # Factors of full rank, whose products are sums of as many terms, forth and back.
+    check_transform(PowerSGD(fs.fully_shard(one_axis()), 9), error=tolerance(torch.float64, terms=9, steps=2))
 
 
 @pytest.mark.parametrize(("replicas", "size"), [(2, 1), (2, 3)])
@@ -77,7 +77,8 @@ def test_a_frozen_base_of_bytes_trains_the_other_leaves_as_one_process_does(worl
         with fs.comm.record() as record:
             loss, grads = step(params, x)
         found = fs.unshard({name: grads[name] for name in biases}), loss
-        assert_trees_close(found, torch.func.grad_and_value(dense)(biases), **ROUNDING)
+        expected = torch.func.grad_and_value(dense)(biases)
+        assert_trees_close(found, expected, **within(expected, terms=7 * world_size, steps=6))
         assert_same_bits(fs.tree_leaves(fs.jit(step)(params, x)), fs.tree_leaves((loss, grads)))
         assert_same_bits((fs.unshard(params), fs.gather(params)), (stored, full))
         # Whole rows, and so whole blocks; three units, of which the first is gathered again.
@@ -92,7 +93,9 @@ def test_the_example_of_split_layers_ends_where_one_process_does():
     sizes = {"steps": 3, "width": 32, "layers": 1, "context": 16, "batch": 4}
     out = run(*TORCHRUN, 4, ROOT / "examples/tensor_parallel.py", **sizes)
     gaps = re.search(r"from one process: (\S+) in a loss, (\S+) in a parameter", out).groups()
-    assert max(map(float, gaps)) < 1e-12
+    # Sums over the bytes of all windows, handed on by steps to numbers of up to about 10.
+    batch = sizes["batch"] * sizes["context"]
+    assert max(map(float, gaps)) <= tolerance(torch.float64, terms=batch, scale=10.0, steps=sizes["steps"])
     sent = {axis: float(megabytes) for megabytes, axis in re.findall(r"(\S+) MB over '(\w+)'", out)}
     assert sent.keys() == {"shard", "tp"}
     assert min(sent.values()) > 0

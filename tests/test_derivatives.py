@@ -9,10 +9,8 @@ from torch.utils.checkpoint import checkpoint
 import fshard as fs
 from fshard.testing import assert_trees_close
 from tests.ranks import my_rank, on_ranks
+from tests.tolerance import within
 from tests.trees import assert_same_bits, normal, one_axis
-
-# Gradients of gradients: a few hundred sums and products of numbers around one, in float64.
-ATOL = 1e-12
 
 
 def values_and_batch():
@@ -78,7 +76,7 @@ def test_it_is_what_autograd_does_on_full_tensors():
     for f in (*functions, forth_and_back):
         for params in strategies:
             found, expected = fs.value_and_grad(f)(params, x), on_full_tensors(f, params, x)
-            assert_trees_close(found, expected, rtol=ATOL, atol=ATOL)
+            assert_same_bits(fs.tree_leaves(found), fs.tree_leaves(expected))
             assert_same_bits(fs.tree_leaves(fs.value_and_grad(f)(params, x)), fs.tree_leaves(found))
 
 
@@ -105,4 +103,6 @@ def test_derivatives_inside_are_those_of_torch_func(world_size):
                     fs.value_and_grad(f)(params, x)
                 continue
             grads, value = grad_and_value(lambda p, f=f: fs.objective(f(p, x), like=p))(params)
-            assert_trees_close(fs.value_and_grad(f)(params, x), (value, grads), rtol=ATOL, atol=ATOL)
+            # A gradient of a gradient sums over the columns of two layers.
+            near = within((value, grads), terms=9, steps=4)
+            assert_trees_close(fs.value_and_grad(f)(params, x), (value, grads), **near)

@@ -16,6 +16,7 @@ from fshard.transforms.compose import layout_axes
 from tests.bad_input import text_of
 from tests.modules import Recurrent, assert_untouched, everything
 from tests.ranks import on_ranks
+from tests.tolerance import step_at_one
 from tests.trees import STRATEGIES, assert_same_bits, every_strategy, one_axis
 
 MODES = ("replay", "counter")
@@ -339,7 +340,7 @@ def test_values_have_their_distribution(dtype):
     """Kolmogorov and Smirnov's distance, to which rounding adds at most a step of the dtype."""
     for draw, cdf in DISTRIBUTIONS:
         x = sampled(draw, dtype).flatten().sort().values
-        n, step = len(x), x.abs() * torch.finfo(dtype).eps
+        n, step = len(x), x.abs() * step_at_one(dtype)
         above = torch.searchsorted(x, x, right=True) / n - cdf(x)
         below = cdf(x) - torch.searchsorted(x, x) / n
         # The distance exceeds z / sqrt(n) with a probability of 2 exp(-2 z^2): here as seldom as SIGMAS deviations.

@@ -18,6 +18,7 @@ from torch import nn
 import fshard as fs
 from fshard.testing import assert_trees_close
 from tests.ranks import my_rank, on_ranks
+from tests.tolerance import within
 from tests.trees import assert_same_bits, normal, one_axis
 
 # A call that some rank never comes to would wait for the timeout of the process group, which is minutes.
@@ -247,7 +248,9 @@ def test_a_result_that_one_rank_does_not_use_is_reduced_all_the_same():
             params = fs.shard(MATRICES, list(WAYS.values())[(number + used) % 3](mesh))
             loss = partial(loss_with_collectives, call=call, axis=axis, used=used)
             found, expected = (fs.value_and_grad(partial(loss, skip=skip))(params) for skip in (True, False))
-            assert_trees_close(found, expected, rtol=0.0, atol=1e-9)
+            # Sums over the elements of a matrix and over ranks, through two collectives, forward and backward.
+            near = within(expected, MATRICES["a"].numel() * axis.size, steps=4)
+            assert_trees_close(found, expected, **near)
 
 
 @on_ranks(2, timeout=SECONDS)

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 import fshard as fs
+from fshard.rounding import tolerance
 from fshard.testing import assert_matches_ddp, assert_trees_close, spmd
 from tests.trees import ONE_AXIS, STRATEGIES, TWO_AXES, WORLD_SIZES, Layer, assert_same_bits, meshes, normal, one_axis
 from tests.unit_models import VOCABULARY, Language, filled, tie_head
 
-ROWS, STEPS, EPS = 24, 4, torch.finfo(torch.float64).eps
+ROWS, STEPS = 24, 4
 
 
 class Algorithm(NamedTuple):
@@ -39,7 +40,7 @@ def bound(algorithm):
     `gain` times that, and the next gradient, of a loss with curvature about 1, what parameters differ by then. A norm
     to clip by is a sum of 70 squares: its rounding moves gradients of norm 0.05 by 70 * 0.05 eps, which is less.
     """
-    return ROWS * EPS * ((1 + ALGORITHMS[algorithm].gain) ** STEPS - 1)
+    return tolerance(torch.float64, ROWS, steps=(1 + ALGORITHMS[algorithm].gain) ** STEPS - 1)
 
 
 def initial():
@@ -170,12 +171,14 @@ def test_every_strategy_is_one_process(algorithm, max_norm, reduce, world_size):
         assert_same_bits(alike, [first] * len(alike))
 
 
+MAX_NORM, LEAVES = 0.1, len(list(Language(tie_head, hidden=(7,)).parameters()))
 # The dtype, the norm to clip by, and how close a run must be: a norm adds leaves in the order of their names and split
-# ones by rank, torch's in the order of the module, so that gradients below 1 differ by what sums of them do.
+# ones by rank, torch's in the order of the module, so that clipped gradients differ by what two such sums do.
+CLIPPED = {"rtol": 0.0, "atol": tolerance(torch.float64, 2 * LEAVES, MAX_NORM, steps=2**STEPS - 1)}
 OF_DDP = (
     ("SGD", torch.float32, None, {"exact": True}),
     ("AdamW", torch.float64, None, {"exact": True}),
-    ("SGD", torch.float64, 0.1, {"rtol": 0, "atol": VOCABULARY * EPS * (2**STEPS - 1)}),
+    ("SGD", torch.float64, MAX_NORM, CLIPPED),
 )
 
 

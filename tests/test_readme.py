@@ -12,6 +12,7 @@ import fshard as fs
 from fshard.testing import assert_trees_close, spmd
 from tests.ranks import on_ranks
 from tests.test_guide import README, REFERENCE, section
+from tests.trees import assert_same_bits
 
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 PROGRAM, FOUR_VERBS, OPTIMIZERS, STATE, TRANSFORMS, TESTING = BLOCK.findall(README.read_text())
@@ -83,7 +84,7 @@ def test_units_of_a_plain_function(world_size):
     # Of three, the last stays for the backward, and the others are gathered again.
     assert sum(entry.label == "gather" for entry in record) == (5 if world_size > 1 else 0)
     expected = torch.func.grad(scope["loss_fn"])({"blocks": blocks}, x)
-    assert_trees_close(fs.unshard(scope["grads"]), expected, rtol=1e-5, atol=1e-7)
+    assert_same_bits(fs.unshard(scope["grads"]), expected)
 
 
 def test_gradients_have_the_same_bits_at_any_number_of_ranks():

@@ -14,10 +14,8 @@ import fshard as fs
 from fshard import _compat
 from fshard.testing import assert_trees_close
 from tests.ranks import on_ranks
+from tests.tolerance import within
 from tests.trees import OF_EVERY_LEAF, assert_same_bits, normal, one_axis
-
-# Derivatives of derivatives: a hundred products of numbers around one, in float64.
-ATOL = 1e-12
 
 
 def full_values():
@@ -59,7 +57,9 @@ def by_autograd(step, x):
 
 def test_it_is_the_function_called_once_in_the_forward_and_once_in_the_backward():
     """Where nothing is differentiated: once."""
-    assert_trees_close(transformed(fs.remat(block)), transformed(block), rtol=ATOL, atol=ATOL)
+    expected = transformed(block)
+    # Sums over a row and its columns, through three blocks, forward and backward and, of a derivative's, again.
+    assert_trees_close(transformed(fs.remat(block)), expected, **within(expected, terms=5, steps=12))
     x, counted = normal(1)(2, 5), Mock(wraps=block)
     assert_same_bits(by_autograd(fs.remat(counted), x), by_autograd(block, x))
     assert counted.call_count == 2 * 3
@@ -181,8 +181,8 @@ def test_what_is_saved_is_not_computed_again():
     peaks, expected = [], fs.value_and_grad(partial(loss, waves))(params)
     for f, times in ((waves, 3), (fs.remat(waves, save=["aten.tanh"]), 3), (fs.remat(waves), 6)):
         run = fs.value_and_grad(partial(loss, f))
-        assert_trees_close(run(params), expected, rtol=ATOL, atol=ATOL)
-        assert_trees_close(grad(partial(loss, f))(full_values()), fs.unshard(expected[1]), rtol=ATOL, atol=ATOL)
+        assert_same_bits(fs.tree_leaves(run(params)), fs.tree_leaves(expected))
+        assert_same_bits(grad(partial(loss, f))(full_values()), fs.unshard(expected[1]))
         graph = fs.make_graph(run)(params)
         assert [moment.operator for moment in graph.moments].count("aten.tanh") == times
         peaks.append(graph.peak_bytes())

@@ -9,7 +9,7 @@ import fshard as fs
 from fshard.testing import assert_trees_close
 from tests.ranks import my_rank, on_ranks
 from tests.trees import assert_same_bits, one_axis
-from tests.unit_models import BOUND, WIDTH, Dropped, filled, full, vectors, zero3
+from tests.unit_models import WIDTH, Dropped, filled, full, near, vectors, zero3
 
 
 class Network(nn.Module):
@@ -56,7 +56,7 @@ def test_keys_decide_the_masks(world_size):
         run = fs.value_and_grad(lambda p, m=model, key=key: m.apply(p, x, key=key), has_aux=True)
         (value, mask), grads = run(params)
         found = full((value, grads))
-        assert_trees_close(found, expected, rtol=0, atol=BOUND)
+        assert_trees_close(found, expected, **near(expected))
         (value, again), grads = run(params)
         assert_same_bits((full((value, grads)), mask, again), (found, masks[rank], masks[rank]))
     # A key changes nothing of the generator that code without keys draws from.

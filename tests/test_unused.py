@@ -5,6 +5,7 @@ import torch
 
 import fshard as fs
 from tests.ranks import my_rank, on_ranks
+from tests.tolerance import within
 from tests.transforms.feedback import feedback
 from tests.trees import OF_EVERY_LEAF, STRATEGIES, assert_same_bits, meshes, normal, one_axis
 
@@ -43,7 +44,9 @@ def test_a_leaf_that_no_rank_used_has_no_gradient(communicate, batches, world_si
         }
         if 3 in batches:
             wanted["late"] = 2 * full["late"] / len(batches)
-        torch.testing.assert_close({name: grad for name, grad in found.items() if grad is not None}, wanted)
+        found = {name: grad for name, grad in found.items() if grad is not None}
+        # A term for each microbatch of each rank.
+        torch.testing.assert_close(found, wanted, **within(wanted, len(batches) * world_size))
 
 
 def doubled(p, *names):

@@ -1,5 +1,6 @@
 """value_and_grad is torch.func over gather and objective, law 5; and which arguments it takes and returns."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -9,6 +10,7 @@ from torch.func import grad_and_value
 import fshard as fs
 from fshard.testing import assert_trees_close
 from tests.ranks import my_rank, on_ranks
+from tests.tolerance import within
 from tests.trees import OF_EVERY_LEAF, STRATEGIES, assert_same_bits, meshes, normal, one_axis
 
 WIDTH = 7
@@ -16,9 +18,8 @@ WIDTH = 7
 # Rows of each rank's batch, by world size: unequal, and a power of two together, so that dividing by it is exact.
 COUNTS = {1: (8,), 2: (5, 3), 3: (2, 5, 1), 4: (1, 4, 1, 2)}
 
-# An element of a gradient sums products over 8 rows, WIDTH columns and up to two layers more, all of numbers below 10;
-# sums over ranks and what is divided by come on top. The two sides differ in the order of it all.
-ATOL = 8 * WIDTH * 4 * torch.finfo(torch.float64).eps * 10
+# An element of a gradient sums products over 8 rows, and over columns of two layers and back.
+near = partial(within, terms=8 + WIDTH, steps=4)
 
 # "fixed" and "none" are not trained.
 FIXED = ("fixed", "none")
@@ -121,8 +122,8 @@ def test_it_is_the_reference_and_one_process(name, reduce, world_size):
             # The reference divides the loss and value_and_grad the gradients, which differs where 1 / 3 is rounded.
             exact = not (reduce == "mean" and world_size == 3)
             found = {path: leaf for path, leaf in grads.items() if path not in FIXED}
-            assert_trees_close(found, needed, rtol=0.0, atol=ATOL, exact=exact)
-        assert_trees_close((value, fs.unshard(grads)), expected, rtol=0.0, atol=ATOL)
+            assert_trees_close(found, needed, **near(needed), exact=exact)
+        assert_trees_close((value, fs.unshard(grads)), expected, **near(expected))
 
 
 class Aux(NamedTuple):

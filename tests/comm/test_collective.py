@@ -13,6 +13,7 @@ from fshard import comm
 from fshard.comm import Label, Verb, collective
 from fshard.comm.collective import EXCHANGE_BYTES, PACK_BYTES
 from fshard.comm.events import WIDTH, encoded
+from fshard.rounding import tolerance
 from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, one_axis
 
@@ -63,8 +64,7 @@ def assert_sums(actual, parts, in_rank_order):
     expected = reduce(torch.add, parts)
     if in_rank_order or not expected.is_floating_point():
         return assert_same_bits(actual, expected)
-    # Each of the additions rounds by eps / 2 of at most the sum of magnitudes, in the one order as in the other.
-    bound = len(parts) * torch.finfo(expected.dtype).eps * sum(part.double().abs() for part in parts)
+    bound = tolerance(expected.dtype, len(parts)) * sum(part.double().abs() for part in parts)
     assert actual.dtype == expected.dtype
     assert bool(((actual.double() - expected.double()).abs() <= bound).all())
 

@@ -12,10 +12,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
+from fshard.rounding import tolerance
 from fshard.testing import check_pure, spmd
+from tests.tolerance import largest
 from tests.trees import assert_same_bits, copied
 
-D = 6
+# The columns, and how many rows a microbatch has at most.
+D, MOST_ROWS = 6, 4
 
 # Kinds of blocks: shapes of parameters, and the maths of one.
 KINDS = {
@@ -164,7 +167,7 @@ def batches(plan, rank, step):
     made = []
     for i in range(plan.micro):
         generator = torch.Generator().manual_seed(1000 * rank + 10 * step + i)
-        rows = 1 + (rank + 2 * step + i) % 4 if plan.ragged else 3
+        rows = 1 + (rank + 2 * step + i) % MOST_ROWS if plan.ragged else 3
         made.append(torch.randn(2, rows, D, generator=generator, dtype=torch.float64).to(plan.dtype).unbind())
     return made
 
@@ -241,8 +244,9 @@ def differences(plan: Plan, found: list[Any], expected: list[Any]) -> list[str]:
     """Lines that name what differs by more than rounding."""
     lines = []
     for step, (a, b) in enumerate(zip(found, expected, strict=True)):
-        sizes = [float(x.abs().max()) for x in fs.tree_leaves(b) if isinstance(x, torch.Tensor) and x.numel()]
-        bound = 1000 * (step + 1) * torch.finfo(plan.dtype).eps * max(1.0, *sizes)
+        # Sums over the rows of all microbatches and over columns, through all blocks and back; and so in each step.
+        terms = plan.world * plan.micro * MOST_ROWS + D
+        bound = tolerance(plan.dtype, terms, max(1.0, largest(b)), 2 * len(plan.parts) * (step + 1))
         pairs = [("loss", a["loss"], b["loss"])]
         pairs += [(f"{part} {name}", a[part][name], b[part][name]) for part in ("grads", "params") for name in b[part]]
         for name, x, y in pairs:

@@ -23,7 +23,7 @@ def test_programs(first):
 def test_a_wrong_number_is_a_failure(monkeypatch):
     check(Plan())
     cls, hyper, _ = sampler.OPTIMIZERS["SGD"]
-    monkeypatch.setitem(sampler.OPTIMIZERS, "SGD", (cls, hyper, fs.sgd(0.1 + 1e-9)))
+    monkeypatch.setitem(sampler.OPTIMIZERS, "SGD", (cls, hyper, fs.sgd(0.1 * (1 + 2**-24))))
     with pytest.raises(AssertionError, match=r"ddp: wrong numbers without an error\n  step 0: params 0\.w differs"):
         check(Plan())
 

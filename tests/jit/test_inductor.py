@@ -9,8 +9,10 @@ from torch._inductor.utils import run_and_get_code
 import fshard as fs
 from fshard import _compat
 from fshard.jit.passes import placeholders
+from fshard.rounding import tolerance
 from fshard.testing import assert_trees_close
 from tests.jit.test_graph import STARTS, UNITS, graph_of, is_wait, nodes_of
+from tests.tolerance import within
 from tests.trees import normal, one_axis
 
 # Inductor and what it imports warn of their own.
@@ -18,15 +20,15 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 FULL = {"w": normal(1)(6, 5), "b": normal(2)(5)}
 X = normal(3)(4, 6)
-EPS = torch.finfo(torch.float64).eps
 
-# AdamW divides a gradient by its size: what rounds in it, in sums of some ten terms, moves a leaf by the rate times
-# that, relative to the smallest gradient, here above a thousandth of the largest; and so in each of three steps.
-ATOL = 3 * 0.1 * 10 * 1000 * EPS
+# AdamW divides a gradient by its size: what rounds in it, a sum over rows, moves a leaf by the rate times that,
+# relative to the smallest gradient, here above a thousandth of the largest; and so in each step.
+RATE, STEPS = 0.1, 3
+ATOL = tolerance(torch.float64, len(X), scale=RATE * 1000, steps=STEPS)
 
 
 def test_a_step_is_the_eager_one_within_rounding():
-    tx = fs.chain(fs.clip_by_global_norm(1.0), fs.from_torch(torch.optim.AdamW, lr=0.1, fused=True))
+    tx = fs.chain(fs.clip_by_global_norm(1.0), fs.from_torch(torch.optim.AdamW, lr=RATE, fused=True))
 
     def loss(params, x):
         full = fs.gather(params)
@@ -40,7 +42,7 @@ def test_a_step_is_the_eager_one_within_rounding():
     eager = fs.TrainState.create(fs.shard(FULL, fs.zero3(one_axis())), tx)
     state = fs.tree_map(torch.clone, eager)
     places = [leaf.data_ptr() for leaf in fs.tree_leaves(state)]
-    for _ in range(3):
+    for _ in range(STEPS):
         (eager, expected), (state, value) = step(eager, X), jitted(state, X)
         assert_trees_close((fs.unshard(state.params), value), (fs.unshard(eager.params), expected), rtol=0.0, atol=ATOL)
     assert [leaf.data_ptr() for leaf in fs.tree_leaves(state)] == places
@@ -66,7 +68,8 @@ def test_views_share_memory_and_random_numbers_are_those_of_eager_code():
     model = fs.functionalize(nn.Sequential(nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.1)))
     drops = lambda x: model.apply({}, x, key=fs.fold_in(0, 1)).sin()  # noqa: E731
     for f, x in ((write, X), (ahead, normal(4)(3, 10)), (drops, X)):
-        assert_trees_close(fs.jit(f, backend="inductor")(x), f(x), rtol=0.0, atol=10 * EPS)
+        # Kernels of Inductor's own for sines and dropout.
+        assert_trees_close(fs.jit(f, backend="inductor")(x), f(x), **within(f(x), terms=2))
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from tests.unit_models import filled
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = str(ROOT / "benchmarks")
 WIDTH, HEADS, LAYERS, TIME = 384, 6, 3, 128
+# What allocators round up, and the buffers of a process that no graph has.
 TOLERANCE = 0.05
 
 

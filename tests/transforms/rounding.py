@@ -2,11 +2,11 @@
 
 import torch
 
+from fshard.rounding import tolerance
 from tests.trees import normal
 
-# The scale is a float32, x / scale is rounded and so is the product; each moves an element by at most the largest one
-# times this.
-FLOAT32 = 3 * torch.finfo(torch.float32).eps
+# The scale is a float32, x / scale is rounded and so is the product, relative to the largest element.
+FLOAT32 = tolerance(torch.float32, terms=1)
 
 
 def pieces(full, ranks, dim=0):
@@ -32,8 +32,9 @@ def largest(tensor, block):
 
 def bound(tensor, block):
     """How far each element may be off once it has been sent: half a step, and rounding."""
-    tops, info = largest(tensor, block), torch.finfo(tensor.dtype)
-    return tops / 254 + tops * (FLOAT32 + info.eps) + info.smallest_normal * info.eps
+    tops, least = largest(tensor, block), torch.finfo(tensor.dtype).smallest_normal
+    rounded = tolerance(tensor.dtype, terms=1)
+    return tops / 254 + tops * (FLOAT32 + rounded) + least * rounded
 
 
 def gather_bound(full, ranks, block, dim=0):

@@ -8,6 +8,7 @@ from fshard.testing import assert_trees_close, check_varying
 from fshard.tree import flatten, is_sharded
 from tests.ranks import on_ranks
 from tests.test_law_ddp import spellings
+from tests.tolerance import within
 from tests.trees import assert_same_bits, normal
 
 EXPERTS, WIDTH, HIDDEN, ROWS, STEPS = 4, 6, 5, 64, 2
@@ -91,7 +92,9 @@ def check_training_is_that_of_one_process(tx, world_size, reduced=False):
             specs = {leaf.spec for leaf in flatten(state.opt_state).leaves if is_sharded(leaf)}
             assert reduced or specs == {leaf.spec for leaf in flatten(start).leaves}
             runs.append(ends[0])
-        assert_trees_close(runs, [one_process(tx)] * len(runs), rtol=0, atol=1e-12)
+        expected = one_process(tx)
+        # Sums over rows, in parts of ranks, which a step hands on to the next.
+        assert_trees_close(runs, [expected] * len(runs), **within(expected, ROWS, STEPS))
 
 
 def cut(batch, axes):

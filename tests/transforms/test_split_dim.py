@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import fshard as fs
+from fshard.rounding import tolerance
 from fshard.testing import assert_trees_close, check_adjoint
 from tests.ranks import on_ranks
 from tests.test_law_ddp import spellings
@@ -54,7 +55,7 @@ WIDTH, ROWS, STEPS, MAX_NORM = 8, 24, 3, 0.1
 ADAMW = dict(lr=0.01, eps=0.01, weight_decay=0.1)
 # A gradient adds up a term below 1 for each row, in another order than one process does. AdamW hands on 2 lr / eps of
 # that, and the next gradient, of a loss with curvature about 1, what parameters differ by then.
-BOUND = ROWS * torch.finfo(torch.float64).eps * ((1 + 2 * ADAMW["lr"] / ADAMW["eps"]) ** STEPS - 1)
+BOUND = tolerance(torch.float64, ROWS, steps=(1 + 2 * ADAMW["lr"] / ADAMW["eps"]) ** STEPS - 1)
 
 
 class Perceptron(nn.Module):
