@@ -14,7 +14,19 @@ from fshard.extensions import TABLE
 
 # A module imports only from rooms that stand before its own.
 ROOMS = (
-    *("errors", "rounding", "extensions", "_compat", "tree", "comm", "mesh", "collectives", "microbatches", "transforms", "shard"),
+    *(
+        "errors",
+        "rounding",
+        "extensions",
+        "_compat",
+        "tree",
+        "comm",
+        "mesh",
+        "collectives",
+        "microbatches",
+        "transforms",
+        "shard",
+    ),
     *("engine", "gather", "random", "init", "modules", "apply", "remat", "scatter_grads", "value_and_grad", "update"),
     *("optim", "jit", "checkpoint", "testing", "extend", "outermost", "__main__"),
 )
@@ -191,6 +203,76 @@ def module_state(package: Path) -> list[str]:
         globals_ = [node for node in ast.walk(source.tree) if isinstance(node, ast.Global)]
         errors += [f"{source.at(node)}: global {', '.join(node.names)}" for node in globals_]
     return errors
+
+
+# Functions that compare within a tolerance, and the keywords that are to be there; any of them for the first ones.
+TOLERATING = {"approx": {"rel", "abs"}, "isclose": {"rtol", "atol", "rel_tol", "abs_tol"}}
+CLOSE = {"allclose", "assert_close", "assert_trees_close", "assert_matches_ddp", "gradcheck", "gradgradcheck"}
+TOLERANCES = {"rtol", "atol", "rel", "abs", "rel_tol", "abs_tol"}
+DERIVED = {"tolerance", "within"}
+# Who compares with less than this compares but for rounding, and a name for less than that is one for a tolerance.
+SMALL, TINY = 2**-10, 2**-20
+
+
+def literal_tolerances(package: Path) -> list[str]:
+    """A test derives its tolerances, by `fshard.rounding.tolerance` or by a name, and relies on no default.
+
+    Files whose subject the tolerances of `fshard.testing` are, and a table of calls, are left out.
+    """
+    errors = []
+    for source in read_sources(package.parent / "tests"):
+        if source.parts[1:] in (("testing", "test_checks"), ("tolerance",)):
+            continue
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Call):
+                errors += [f"{source.at(node)}: {text}" for text in _faults_of_call(node)]
+            elif isinstance(node, ast.Compare) and any(0 < abs(n) < SMALL for n in _numbers(node)):
+                errors.append(f"{source.at(node)}: compares with a literal; use tolerance, or a name that derives it")
+            elif isinstance(node, ast.Assign | ast.FunctionDef) and any(0 < abs(n) < TINY for n in _named(node)):
+                errors.append(f"{source.at(node)}: names a literal tolerance; use tolerance or within")
+            elif isinstance(node, ast.Attribute) and node.attr == "eps" and _called(node.value) == "finfo":
+                errors.append(f"{source.at(node)}: multiplies eps; use tolerance or within")
+    return errors
+
+
+def _faults_of_call(node: ast.Call) -> Iterator[str]:
+    name = _called(node)
+    keywords = {keyword.arg for keyword in node.keywords}
+    given = None in keywords or "exact" in keywords
+    if name in CLOSE and not given and not {"rtol", "atol"} <= keywords:
+        yield f"{name} by its default tolerance; pass **within(expected, terms)"
+    if name in TOLERATING and not keywords & TOLERATING[name]:
+        yield f"{name} by its default tolerance; pass one that is derived"
+    for keyword in node.keywords:
+        if (name in CLOSE or name in TOLERATING) and keyword.arg in TOLERANCES and any(_numbers(keyword.value)):
+            yield f"{keyword.arg} of {name} is a literal; use tolerance, or a name that derives it"
+
+
+def _named(node: ast.Assign | ast.FunctionDef) -> Iterator[float]:
+    """The numbers that names get by themselves, in an assignment or as defaults of arguments."""
+    if isinstance(node, ast.Assign):
+        values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
+    else:
+        values = [*node.args.defaults, *filter(None, node.args.kw_defaults)]
+    for value in values:
+        if isinstance(value, ast.Constant):
+            yield from _numbers(value)
+
+
+def _called(node: ast.AST) -> str:
+    """The last part of the name that is called; empty where nothing is."""
+    return dotted(node.func).split(".")[-1] if isinstance(node, ast.Call) else ""
+
+
+def _numbers(node: ast.AST) -> Iterator[float]:
+    """The numbers in an expression, but for those that a tolerance is derived from."""
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        yield node.value
+    elif isinstance(node, ast.Subscript):
+        yield from _numbers(node.value)
+    elif _called(node) not in DERIVED:
+        for child in ast.iter_child_nodes(node):
+            yield from _numbers(child)
 
 
 def module_level(node: ast.AST) -> Iterator[ast.AST]:

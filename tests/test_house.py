@@ -37,6 +37,17 @@ BREACHES = [
     (house.core_tests_name_no_extension, "../tests/test_x.py", "import fshard.ext", "a test of the core names fshard."),
     (house.rooms_of_libraries, "gather.py", "from torch.distributed import barrier", "gather uses torch.distributed;"),
     (house.rooms_of_libraries, "gather.py", "from os import environ", "gather uses os.environ; only mesh reads"),
+    (house.literal_tolerances, "../tests/test_x.py", "assert a < 1e-12", "compares with a literal"),
+    (house.literal_tolerances, "../tests/test_x.py", "assert a == approx(b)", "approx by its default tolerance"),
+    (house.literal_tolerances, "../tests/test_x.py", "assert_close(a, b)", "assert_close by its default tolerance"),
+    (house.literal_tolerances, "../tests/test_x.py", "EXACT, SINGLE = 1e-12, 1e-5", "names a literal tolerance"),
+    (house.literal_tolerances, "../tests/test_x.py", "close(a, 9 * finfo(d).eps)", "multiplies eps"),
+    (
+        house.literal_tolerances,
+        "../tests/test_x.py",
+        "assert_trees_close(a, b, rtol=0, atol=9 * EPS)",
+        "atol of assert_trees_close is a literal",
+    ),
     (house.module_state, "tree.py", "cache: dict[str, int] = {}", "cache is a mutable container at module level"),
 ]
 
