@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fshard import _compat, comm
-from fshard.collectives import shared_axes
+from fshard.collectives import settle, shared_axes
 from fshard.engine import call_of
 from fshard.transforms import ShardTransform
 from fshard.transforms.compose import gather_by
@@ -61,6 +61,9 @@ def _gathered_with(leaf: Sharded) -> tuple[ShardTransform, bool]:
 
 def _gathered(key: Any, paths: list[str], shards: list[Sharded]) -> Sequence[Any]:
     transform, still = key
-    tensors = [leaf.local.detach() if still else leaf.local for leaf in shards]
+    if still:
+        tensors = [leaf.local.detach() for leaf in shards]
+    else:
+        tensors = [settle(path, leaf.local, leaf.spec) for path, leaf in zip(paths, shards, strict=True)]
     with writes_counted(), comm.concerning((), paths):
         return gather_by(transform, tensors, [leaf.spec for leaf in shards])

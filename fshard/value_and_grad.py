@@ -18,6 +18,7 @@ from fshard.collectives import (
     divided,
     named,
     reduction_axes,
+    refuse_wrong_sums,
     shared_axes,
     total,
 )
@@ -61,10 +62,11 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """Turn a local loss into a function of its objective and the gradients, sharded as the parameters are.
 
-    `f` gets the sharded parameters and gathers where it needs them, by `model.apply` or `fs.gather`. It may compute on
-    shards before; it must gather a leaf that ranks hold whole, or pass it to `fs.pvary`: both sum its gradient. The
-    result is that of torch.func.grad_and_value(lambda p: fs.objective(f(fs.gather(p)), like=p))(params), except that
-    gradients are summed before they are divided, as `scatter_grads` does; and units are gathered just in time, dropped
+    `f` gets the sharded parameters and gathers where it needs them, by `model.apply` or `fs.gather`. It may compute
+    leaves from shards and gathered tensors before, and gather those. A leaf that ranks hold whole must be gathered
+    before the loss uses it, or passed to `fs.pvary`: both sum its gradient. The result is that of
+    torch.func.grad_and_value(lambda p: fs.objective(f(fs.gather(p)), like=p))(params), except that gradients are
+    summed before they are divided, as `scatter_grads` does; and units are gathered just in time, dropped
     and gathered again in the backward as their strategy says, and gradients are reduced as they appear. Under a
     torch.func transform, or where parameters are part of an outer graph, it is that very expression; of plain tensors
     alone, which say nothing of ranks, it is torch.func.grad_and_value on each rank by itself. Follows
@@ -98,8 +100,9 @@ def value_and_grad(
     Raises:
         ValueError: by the function returned, if `reduce` is unknown or the loss does not fit it, a leaf that takes a
             gradient is not floating, leaves are plain among Sharded ones, a leaf's gradient is not complete over an
-            axis of `reduce_over`, the loss differs between ranks of an axis that nothing is reduced over, ranks gather
-            different units, `f` wrote to a parameter, or it runs in inference mode.
+            axis of `reduce_over`, or would not be summed over ranks as it should, the loss differs between ranks of an
+            axis that nothing is reduced over, ranks gather different units, `f` wrote to a parameter, or it runs in
+            inference mode.
         RuntimeError: by the function returned, if another rank failed.
 
     >>> import torch, fshard as fs
@@ -270,7 +273,11 @@ class _Job:
             # torch.func carries only tensors out of the transform; the rest of the tree goes by this list.
             rest.append(parts)
             carried = [leaf for leaf in tree_leaves(parts) if isinstance(leaf, torch.Tensor)]
-            return self._summed([value for value, *_ in parts]), carried
+            value = self._summed([value for value, *_ in parts])
+            sharded = zip(paths, trained, tensors, strict=True)
+            specs = [(path, self.flat.leaves[i].spec, tensor) for path, i, tensor in sharded if self.flat.specs]
+            refuse_wrong_sums(self.what, value, specs)
+            return value, carried
 
         with refuse_writes(self.what, paths, own), _compat.without_saved_tensor_hooks():
             found, (value, outputs) = torch.func.grad_and_value(loss_of, has_aux=True)(own)

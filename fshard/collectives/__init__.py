@@ -1,6 +1,7 @@
 """Differentiable collectives over a named axis, each with its transpose; the objective and the typing of its values."""
 
-from fshard.collectives.linear import LOCATED, REDUCTIONS, Chain, chained, custom_call, variance_of
+from fshard.collectives.derived import settle
+from fshard.collectives.linear import LOCATED, REDUCTIONS, Chain, Variance, chained, custom_call, variance_of
 from fshard.collectives.moves import (
     all_gather,
     all_gather_invariant,
@@ -26,4 +27,13 @@ from fshard.collectives.objective import (
     total,
 )
 from fshard.collectives.sums import pmax, pmean, psum, psum_invariant, pvary
-from fshard.collectives.varying import check_agrees, check_not_reduced, refuse_unsummed, walked
+from fshard.collectives.varying import (
+    Typed,
+    check_agrees,
+    check_not_reduced,
+    find_mixed,
+    refuse_mixed,
+    refuse_unsummed,
+    refuse_wrong_sums,
+    walked,
+)

@@ -16,7 +16,7 @@ from torch.autograd import Function
 
 from fshard import _compat, comm
 from fshard.errors import expect
-from fshard.tree import Axis, Tree, tree_leaves, tree_map
+from fshard.tree import Axis, Spec, Tree, tree_leaves, tree_map
 from fshard.tree.checks import check_operands
 
 Tensors = Sequence[torch.Tensor]
@@ -24,6 +24,8 @@ LinearMap = Callable[[Tensors], Tensors]
 Moves = Callable[..., Tensors]
 # Of the operands and of the outputs of a collective.
 Varies = tuple[bool | None, bool]
+# Whether values vary between ranks; of shards, the specs of their leaves, which say it for each axis.
+Kind = bool | Sequence[Spec]
 # Maps tensors to outputs, and to what the backward needs: of these it gets the cotangents of the tensors.
 Forward = Callable[[Tensors], tuple[Tensors, Tensors]]
 Backward = Callable[[Tensors, Tensors], Sequence[torch.Tensor | None]]
@@ -35,14 +37,30 @@ class Variance(NamedTuple):
     Attributes:
         name: The map's name.
         axes: The axes of these ranks.
-        operand: Whether operands vary, or agree; None where each may be either, as the shards of leaves.
-        result: Whether results vary.
+        operand: Whether operands vary; the specs of leaves where the operands are their shards.
+        result: Whether results vary, or the specs of leaves, in the same way.
     """
 
     name: str
     axes: Sequence[Axis]
-    operand: bool | None
-    result: bool
+    operand: Kind
+    result: Kind
+
+    def operand_varies(self, axis: Axis, number: int) -> bool:
+        """Whether an operand varies between the ranks of an axis."""
+        return _varies(self.operand, axis, number)
+
+    def result_varies(self, axis: Axis, number: int) -> bool:
+        """Whether a result varies between the ranks of an axis."""
+        return _varies(self.result, axis, number)
+
+    def transposed(self) -> "Variance":
+        """Describe the transpose, whose operands are cotangents of the results."""
+        return Variance(f"the transpose of {self.name}", self.axes, self.result, self.operand)
+
+
+def _varies(kind: Kind, axis: Axis, number: int) -> bool:
+    return kind if isinstance(kind, bool) else kind[number].dim_of(axis) is not None
 
 
 @dataclass(frozen=True)
@@ -55,7 +73,7 @@ class Linear:
     Attributes:
         run: Maps the tensors to as many outputs.
         transpose: Maps cotangents of the outputs to cotangents of the tensors.
-        variance: Which of them vary; None for a transpose, which checks of a loss pass over.
+        variance: Which of them vary; None for a map whose operands and results are alike.
     """
 
     run: LinearMap
@@ -64,7 +82,7 @@ class Linear:
 
     def transposed(self) -> "Linear":
         """Make the transpose, whose transpose is the map."""
-        return Linear(self.transpose, self.run)
+        return Linear(self.transpose, self.run, self.variance and self.variance.transposed())
 
 
 class _LinearCall(Function):
@@ -185,7 +203,7 @@ def custom_call(
 def variance_of(node: Any) -> Variance:
     """Find what varies at a node in autograd's graph: over no axes where no call above made it."""
     found = getattr(node, "variance", None)
-    return found if isinstance(found, Variance) else Variance("", (), None, False)
+    return found if isinstance(found, Variance) else Variance("", (), False, False)
 
 
 class _Tie(Function):

@@ -9,6 +9,7 @@ import torch
 
 from fshard import _compat, comm
 from fshard.collectives.sums import psum_invariant
+from fshard.collectives.varying import refuse_wrong_sums
 from fshard.errors import Problem, expect, refuse
 from fshard.tree import Axis, Flat, Tree, flatten, is_sharded
 from fshard.tree.checks import check_axes, check_loss, check_reduce, check_tensors, check_transforms, describe
@@ -89,7 +90,8 @@ def objective(loss: Loss, like: Tree, reduce: str = "mean", *, reduce_over: Over
         The objective, a scalar equal on every rank and differentiable.
 
     Raises:
-        ValueError: if `reduce` is another word, `loss` is not what it asks for, or a leaf of `like` is no tensor.
+        ValueError: if `reduce` is another word, `loss` is not what it asks for, a leaf of `like` is no tensor, or
+            the gradient of a leaf of `like` would not be summed over ranks as it should.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -106,6 +108,9 @@ def objective(loss: Loss, like: Tree, reduce: str = "mean", *, reduce_over: Over
     params = flatten(like)
     axes = reduction_axes(params, "objective", reduce_over)
     value, count = loss if isinstance(loss, tuple) else (loss, None)
+    pairs = zip(params.paths, params.leaves, strict=True)
+    sharded = [(path, leaf.spec, leaf.local) for path, leaf in pairs if is_sharded(leaf)]
+    refuse_wrong_sums("objective", value, sharded)
     comm.same_call("objective", shared_axes(params, axes), params, reduce=reduce, **named(axes, reduce_over))
     return divided(total(value, axes), denominator(count, axes, reduce))
 

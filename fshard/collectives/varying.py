@@ -1,11 +1,13 @@
 """Checks that read varying and agreeing values off the graph of a loss."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from fshard import _compat, comm
+from fshard.collectives.derived import numbered_inputs, sums_input
 from fshard.collectives.linear import variance_of
 from fshard.errors import Problem, expect, refuse
 from fshard.rounding import half_the_digits
@@ -13,50 +15,167 @@ from fshard.tree import Axis, Flat, Spec
 
 Place = TypeVar("Place")
 
+# Better advice than what follows from the types of a collective.
+ADVICE = MappingProxyType(
+    {"psum": "fs.psum_invariant, whose sum agrees", "all_gather": "fs.all_gather_invariant, whose result agrees"}
+)
+# By whether a value varies.
+KINDS = ("agrees", "varies")
 
-def refuse_unsummed(
-    what: str,
-    outputs: Sequence[torch.Tensor],
-    leaves: Sequence[tuple[str, Spec, torch.Tensor]],
-    sums: Callable[[Any], bool],
-) -> None:
+
+class Typed(NamedTuple):
+    """An output of a node of autograd's graph, and whether the nodes that use it take it as varying."""
+
+    node: Any
+    output: int
+    varies: bool
+
+
+def find_mixed(
+    starts: Iterable[Typed], leaves: Mapping[Any, tuple[str, Spec]], axis: Axis, locate: Callable[[Any], str]
+) -> Iterator[Problem]:
+    """Follow values back to leaves, and find each step that mixes values that vary over an axis and that agree.
+
+    Args:
+        starts: The values.
+        leaves: Path and spec of each leaf, by the node where its gradient arrives.
+        axis: The axis.
+        locate: Says where in a program a node was made.
+
+    Yields:
+        A problem for each leaf, and for each result of a collective, that is used as what it is not.
+    """
+
+    def behind(place: Typed) -> list[Typed]:
+        return [] if place.node in leaves else _inputs(place, axis)
+
+    for place in walked(starts, behind):
+        variance, used_as = variance_of(place.node), KINDS[place.varies]
+        if place.node in leaves:
+            path, spec = leaves[place.node]
+            split = spec.dim_of(axis) is not None
+            if split is not place.varies:
+                held = "split over" if split else "whole on all ranks of"
+                remedy = "fs.psum_invariant of it" if split else "fs.gather or fs.pvary of it first"
+                yield Problem(path, f"a leaf that is {held} {axis.name!r}", f"one that {used_as}: {remedy}")
+        elif axis in variance.axes and variance.result_varies(axis, place.output) is not place.varies:
+            advice = "fs.pvary of it first" if place.varies else "fs.psum_invariant of a value computed from it"
+            got = f"{variance.name} over {axis.name!r}, whose result {KINDS[not place.varies]}"
+            yield Problem(locate(place.node), got, f"one that {used_as}: {ADVICE.get(variance.name, advice)}")
+
+
+def _inputs(place: Typed, axis: Axis) -> list[Typed]:
+    """List the values that a value was computed from, as its node takes them."""
+    node, variance = place.node, variance_of(place.node)
+    communicates = axis in variance.axes
+    of_leaves = not (isinstance(variance.operand, bool) and isinstance(variance.result, bool))
+    # Of a gather, its transpose, and of what ties a collective to others, output i comes from input i.
+    own_input = of_leaves or hasattr(node, "passed")
+    inputs = []
+    for number, (other, output) in enumerate(node.next_functions):
+        if other is None or (own_input and number != place.output):
+            continue
+        varies = variance.operand_varies(axis, number) if communicates else place.varies
+        if sums_input(node, number, axis):
+            varies = False
+        inputs.append(Typed(other, output, varies))
+    return inputs
+
+
+Leaves = Sequence[tuple[str, Spec, torch.Tensor]]
+
+
+def refuse_wrong_sums(what: str, loss: torch.Tensor, leaves: Leaves) -> None:
+    """Refuse a loss in whose graph gradients of leaves would not be summed over ranks as they should.
+
+    Args:
+        what: The verb that runs, for the error.
+        loss: The loss, in the graph of autograd or of the innermost torch.func transform.
+        leaves: Path, spec and local tensor of each leaf; those that are no part of this graph are passed over.
+
+    Raises:
+        ValueError: as `refuse_unsummed` and `refuse_mixed` do.
+    """
+    known = [leaf for leaf in leaves if leaf[2].requires_grad and any(axis.size > 1 for axis in leaf[1].axes)]
+    if loss.grad_fn is None or not known:
+        return
+    refuse_unsummed(what, [loss], known)
+    ends = {node for *_, node in _with_nodes(known)}
+    gathered = []
+    for node in walked([loss.grad_fn], _nodes_behind):
+        operand = variance_of(node).operand
+        if not isinstance(operand, bool):
+            # The engine's gathers keep what is behind them for a backward of their own, and check it there.
+            pairs = zip(operand, node.next_functions, strict=False)
+            gathered += [(spec, place) for spec, place in pairs if place[0] is not None and place[0] not in ends]
+    refuse_mixed(what, gathered, known)
+
+
+def _nodes_behind(node: Any) -> list[Any]:
+    return [other for _, (other, _) in numbered_inputs(node)]
+
+
+def _with_nodes(leaves: Leaves) -> list[tuple[str, Spec, Any]]:
+    """List path and spec of leaves with the node where the gradient of each arrives."""
+    return [(path, spec, torch.autograd.graph.get_gradient_edge(tensor).node) for path, spec, tensor in leaves]
+
+
+def refuse_mixed(what: str, derived: Sequence[tuple[Spec, tuple[Any, int]]], leaves: Leaves) -> None:
+    """Refuse leaves that a function computes by mixing values that vary and values that agree.
+
+    Args:
+        what: The verb that runs, for the error.
+        derived: The spec of each leaf that the function computed, with the node that made it and the node's output.
+        leaves: Path, spec and local tensor of each leaf of the caller's.
+
+    Raises:
+        ValueError: with every leaf, and every result of a collective, that is used as what it is not.
+    """
+    ends = {node: (path, spec) for path, spec, node in _with_nodes(leaves)}
+    problems: list[Problem] = []
+    for axis in dict.fromkeys(axis for spec, _ in derived for axis in spec.scattered_axes if axis.size > 1):
+        here = [(spec, place) for spec, place in derived if axis in spec.scattered_axes]
+        starts = [Typed(*place, spec.dim_of(axis) is not None) for spec, place in here]
+        problems += find_mixed(starts, ends, axis, lambda _: "a leaf that the function computes")
+    remedy = "see the docstrings of psum_invariant and pvary; fs.testing.check_varying names the lines of the program"
+    refuse(f"{what}: gradients of leaves that the function computes would be wrong", problems, remedy)
+
+
+def refuse_unsummed(what: str, outputs: Sequence[torch.Tensor], leaves: Leaves) -> None:
     """Refuse leaves that ranks hold whole and a loss reaches past `gather` and `pvary`, where gradients are summed.
 
     Args:
         what: The verb that runs, for the error.
         outputs: Where the graph of the loss begins.
         leaves: Path, spec and local tensor of each leaf that autograd found a gradient for.
-        sums: Tells of a node whether it sums gradients by itself.
 
     Raises:
         ValueError: with the path of every leaf that some way reaches without a pvary, or a gather, over each such axis.
     """
     whole: dict[Axis, list[tuple[str, Any]]] = {}
-    for path, spec, tensor in leaves:
+    for path, spec, node in _with_nodes(leaves):
         for axis in spec.transform.axes if spec.transform else ():
             if axis.size > 1 and spec.dim_of(axis) is None:
-                node = torch.autograd.graph.get_gradient_edge(tensor).node
                 whole.setdefault(axis, []).append((path, node))
     problems = []
     for axis, ends in whole.items():
-        found = set(_reached(outputs, axis, sums))
+        found = set(_reached(outputs, axis))
         got = f"maths on a leaf that ranks of {axis.name!r} hold whole"
         problems += [Problem(path, got, "gather or pvary") for path, node in ends if node in found]
     remedy = "gather these leaves, or hand them to each rank's own maths by fs.pvary, so that gradients are summed"
     refuse(f"{what}: gradients would stay unsummed", problems, remedy)
 
 
-def _reached(outputs: Sequence[torch.Tensor], axis: Axis, sums: Callable[[Any], bool]) -> Iterator[Any]:
+def _reached(outputs: Sequence[torch.Tensor], axis: Axis) -> Iterator[Any]:
     """Walk through the graph of outputs, no further than nodes whose backward sums over an axis."""
 
     def behind(node: Any) -> Sequence[Any]:
-        found = variance_of(node)
-        summed = axis in found.axes and found.result and not found.operand
-        if summed or sums(node):
+        variance = variance_of(node)
+        # A gather sums the gradients of leaves that are whole, and scatters those of leaves that are split.
+        from_agreeing = not isinstance(variance.operand, bool) or not variance.operand
+        if axis in variance.axes and variance.result is True and from_agreeing:
             return ()
-        # The last edge of a tie is its token.
-        edges = node.next_functions[:-1] if hasattr(node, "passed") else node.next_functions
-        return [other for other, _ in edges if other is not None]
+        return _nodes_behind(node)
 
     return walked({output.grad_fn for output in outputs if output.grad_fn is not None}, behind)
 
@@ -87,7 +206,7 @@ def check_not_reduced(loss: torch.Tensor, axes: Sequence[Axis], what: str) -> No
     Behind a `pvary` the sum was handed to this rank's own maths again.
     """
     for axis in axes:
-        found = map(variance_of, _reached([loss], axis, lambda node: False))
+        found = map(variance_of, _reached([loss], axis))
         reduced = any(one.name == "psum_invariant" and axis in one.axes for one in found)
         got = f"one reduced over {axis.name!r} already, by fs.objective or fs.psum_invariant"
         remedy = "return the loss of its batch, which is reduced for you, or sum parts of it by fs.psum"

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from fshard import _compat, comm
-from fshard.collectives import Chain, chained, divided
+from fshard.collectives import Chain, chained, divided, settle
 from fshard.engine.backward import Backward
 from fshard.engine.forward import Forward
-from fshard.engine.graph import ANY_CALL, Grads, check_direct, deliver, graph_outlived, used_by
+from fshard.engine.graph import ANY_CALL, Grads, check_derived, check_direct, deliver, graph_outlived, used_by
 from fshard.engine.leaf import Leaf
 from fshard.engine.passes import Pass
 from fshard.engine.plan import Facts, ModuleUnit, planned, unit_of
@@ -74,12 +74,18 @@ class Call:
 
     def leaf_of(self, path: str, leaf: Sharded) -> Leaf:
         """Find the leaf that this call bound, or make a derived one."""
-        found = self._by_tensor.get(id(leaf.local))
-        if found is None:
-            found = self._by_tensor[id(leaf.local)] = Leaf(path, leaf, leaf.local, derived=True)
-            if found.trained:
-                self._derived.append(found)
-        return found
+        known = self._by_tensor.get(id(leaf.local))
+        if known is not None:
+            return known
+        with torch.enable_grad():
+            settled = settle(path, leaf.local, leaf.spec)
+        derived = Leaf(path, Sharded(settled, leaf.spec), leaf.local, derived=True)
+        self._by_tensor[id(leaf.local)] = derived
+        # The leaf may hold a view of its tensor alone, and the number of a tensor that is gone may be another's.
+        self._computed.append(leaf.local)
+        if derived.trained:
+            self._derived.append(derived)
+        return derived
 
     def begin_pass(self, units: Sequence[ModuleUnit], leaves: Mapping[str, Leaf]) -> Pass:
         """Begin a pass over the units of a model.
@@ -169,6 +175,7 @@ class Call:
         self._backward: Backward | None = None
         self._chain = Chain(self._catch_up)
         self._derived: list[Leaf] = []
+        self._computed: list[torch.Tensor] = []
         with ExitStack() as contexts:
             if self._trains:
                 for context in self._forward.saved.running(), chained(self._chain), torch.enable_grad():
@@ -187,6 +194,7 @@ class Call:
             reduce: Whether gathered leaves' gradients are reduced now, rather than kept in full.
             last: Whether no other forward follows, so that tensors that were kept may be dropped.
         """
+        check_derived(self._what, self._derived, self.trained)
         if last:
             for leaf in self._own:
                 leaf.keeper = None
@@ -245,7 +253,8 @@ class Call:
             release()
         for leaf in self._by_tensor.values():
             leaf.keeper = leaf.first = None
-        self.at_end, self._derived, self._by_tensor, self._backward, self.ended = [], [], {}, None, True
+        self.at_end, self._derived, self._computed, self._by_tensor = [], [], [], {}
+        self._backward, self.ended = None, True
         del self._forward, self._chain
 
 

@@ -8,7 +8,7 @@ from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
 from fshard import _compat
-from fshard.collectives import refuse_unsummed, walked
+from fshard.collectives import Variance, refuse_mixed, refuse_unsummed, walked
 from fshard.engine.leaf import Leaf
 from fshard.engine.use import Use
 from fshard.errors import Problem, leaf_error, refuse
@@ -27,6 +27,9 @@ class _Deliver(Function):
     @staticmethod
     def forward(ctx: Any, receive: Receive, use: Use, full: list[torch.Tensor], _: torch.Tensor) -> Any:
         ctx.receive, ctx.use = receive, use
+        specs = [leaf.spec for leaf in use.trained]
+        axes = dict.fromkeys([axis for spec in specs for axis in spec.roles])
+        ctx.variance = Variance("fs.gather", tuple(axes), specs, True)
         ctx.set_materialize_grads(False)
         return tuple([tensor.detach() for tensor in full])
 
@@ -107,4 +110,19 @@ def check_direct(what: str, outputs: Sequence[torch.Tensor], leaves: Sequence[Le
     remedy = "compute with full tensors, behind the gather"
     refuse(f'{what}: gradients would not be one tree of sums="tree"', problems, remedy)
     named = [(leaf.path, leaf.spec, leaf.tensor) for leaf in leaves]
-    refuse_unsummed(what, outputs, named, lambda node: _use_of(node) is not None)
+    refuse_unsummed(what, outputs, named)
+
+
+def check_derived(what: str, derived: Sequence[Leaf], trained: Sequence[Leaf]) -> None:
+    """Refuse leaves that the function computes in a way that would make gradients wrong.
+
+    Args:
+        what: The verb that runs, for the error.
+        derived: The leaves that the function computed.
+        trained: The call's own leaves that take a gradient.
+
+    Raises:
+        ValueError: as `refuse_mixed` does.
+    """
+    made = [(leaf.spec, get_gradient_edge(leaf.tensor)[:2]) for leaf in derived]
+    refuse_mixed(what, made, [(leaf.path, leaf.spec, leaf.tensor) for leaf in trained])

@@ -2,30 +2,14 @@
 
 import traceback
 from collections.abc import Callable, Iterator
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from fshard import comm
-from fshard.collectives import LOCATED, Over, reduction_axes, variance_of, walked
+from fshard.collectives import LOCATED, Over, Typed, find_mixed, reduction_axes
 from fshard.errors import Problem, is_users_file, refuse
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, unflatten
-
-# Better advice than what follows from the types of a collective.
-ADVICE = MappingProxyType(
-    {"psum": "fs.psum_invariant, whose sum agrees", "all_gather": "fs.all_gather_invariant, whose result agrees"}
-)
-# By whether a value varies.
-KINDS = ("agrees", "varies")
-
-
-class _Place(NamedTuple):
-    """An output of a node of autograd's graph, and whether the nodes that use it take it as varying."""
-
-    node: Any
-    output: int
-    varies: bool
 
 
 def check_varying(
@@ -85,38 +69,12 @@ def _tracked(leaf: Any) -> Any:
 
 def _wrong_steps(loss: torch.Tensor, flat: Flat, axis: Axis, reduced: bool) -> Iterator[Problem]:
     ends = {
-        torch.autograd.graph.get_gradient_edge(leaf.local).node: (path, leaf)
+        torch.autograd.graph.get_gradient_edge(leaf.local).node: (path, leaf.spec)
         for path, leaf in zip(flat.paths, flat.leaves, strict=True)
         if is_sharded(leaf) and leaf.local.requires_grad
     }
-
-    def behind(place: _Place) -> list[_Place]:
-        node, varies = place.node, place.varies
-        if node in ends:
-            return []
-        edges, found = node.next_functions, variance_of(node)
-        if found.result and found.operand is None:
-            # Of a gather output i comes from input i, and the shards of a leaf may vary or agree.
-            edges = [] if axis in found.axes else [edges[place.output]]
-        elif axis in found.axes:
-            varies = bool(found.operand)
-        return [_Place(other, output, varies) for other, output in edges if other is not None]
-
-    starts = [] if loss.grad_fn is None else [_Place(loss.grad_fn, loss.output_nr, reduced)]
-    for place in walked(starts, behind):
-        found = variance_of(place.node)
-        if place.node in ends:
-            path, leaf = ends[place.node]
-            split = leaf.spec.dim_of(axis) is not None
-            if split is not place.varies:
-                held = "split over" if split else "whole on all ranks of"
-                remedy = "fs.psum_invariant of it" if split else "fs.gather or fs.pvary of it first"
-                yield Problem(path, f"a leaf that is {held} {axis.name!r}", f"one that {KINDS[place.varies]}: {remedy}")
-        elif axis in found.axes and found.result is not place.varies:
-            advice = "fs.psum_invariant of a value computed from it" if found.result else "fs.pvary of it first"
-            got = f"{found.name} over {axis.name!r}, whose result {KINDS[found.result]}"
-            needed = f"one that {KINDS[place.varies]}: {ADVICE.get(found.name, advice)}"
-            yield Problem(_line(place.node), got, needed)
+    starts = [] if loss.grad_fn is None else [Typed(loss.grad_fn, loss.output_nr, reduced)]
+    return find_mixed(starts, ends, axis, _line)
 
 
 def _line(node: Any) -> str:

@@ -408,7 +408,7 @@ def _linear(transform: ShardTransform, specs: Specs) -> Linear:
         check_stateless(transform)
         return start_scatter(transform, grads, specs, [])()[0]
 
-    variance = Variance("fs.gather", specs[0].scattered_axes, None, True)
+    variance = Variance("fs.gather", specs[0].scattered_axes, specs, True)
     return Linear(lambda leaves: transform.gather(leaves, specs), scattered, variance)
 
 

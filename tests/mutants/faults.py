@@ -20,6 +20,8 @@ MIRRORS = {
     "fshard/comm": ("tests/comm",),
     "fshard/collectives/moves.py": ("tests/test_moves.py", "tests/test_collectives.py"),
     "fshard/collectives/objective.py": ("tests/test_weighted.py", "tests/test_reduce_over.py"),
+    "fshard/collectives/derived.py": ("tests/test_derived_leaves.py",),
+    "fshard/collectives/varying.py": ("tests/test_varying.py", "tests/test_derived_leaves.py", "tests/testing"),
     "fshard/collectives": ("tests/test_collectives.py", "tests/test_varying.py"),
     "fshard/engine": (
         "tests/engine",
@@ -165,6 +167,41 @@ FAULTS = (
         "back = partial(_permute, perm=[(target, source) for source, target in pairs])",
         "back = partial(_permute, perm=pairs)",
         "2: the transpose sends back",
+    ),
+    Fault(
+        "derived-leaf-counted-once-for-each-rank",
+        "fshard/collectives/derived.py",
+        "return [tensor / axis.size for tensor in tensors]",
+        "return list(tensors)",
+        "3: a leaf that is whole and scaled by a gathered tensor has the gradients of one process",
+    ),
+    Fault(
+        "agreeing-input-of-a-derived-leaf-not-summed",
+        "fshard/collectives/derived.py",
+        "summed[axis] = [number for number, place in inputs if not _kind_of(place, axis, kinds)]",
+        "summed[axis] = [number for number, place in inputs if _kind_of(place, axis, kinds) is None]",
+        "3: where an agreeing value meets one that varies its gradient is summed over ranks",
+    ),
+    Fault(
+        "second-derivative-of-a-derived-leaf-unsummed",
+        "fshard/collectives/derived.py",
+        "_settle_gradient(gradient, axis, path)",
+        "pass",
+        "2: second derivatives of derived leaves are those of one process",
+    ),
+    Fault(
+        "transpose-of-an-equal-part-is-no-mean",
+        "fshard/collectives/derived.py",
+        "return replace(super().transposed(), transpose=self.mean)",
+        "return super().transposed()",
+        "2: the transpose of a transpose takes the mean over ranks of what differs there",
+    ),
+    Fault(
+        "leaves-of-a-gradient-count-as-whole",
+        "fshard/collectives/derived.py",
+        "kinds = _find_kinds(place, axis, leaves_vary=True)",
+        "kinds = _find_kinds(place, axis, leaves_vary=False)",
+        "2: a gradient that whole and split leaves share is summed for the whole ones alone",
     ),
     Fault(
         "collectives-tied-to-the-first-token",
@@ -588,9 +625,9 @@ FAULTS = (
     ),
     Fault(
         "invariant-result-passes-for-a-varying-one",
-        "fshard/testing/varying.py",
-        "elif axis in found.axes and found.result is not place.varies:",
-        "elif axis in found.axes and found.result and not place.varies:",
+        "fshard/collectives/varying.py",
+        "elif axis in variance.axes and variance.result_varies(axis, place.output) is not place.varies:",
+        "elif axis in variance.axes and variance.result_varies(axis, place.output) and not place.varies:",
         "3: check_varying names a pvary that is missing, whose gradient would be wrong",
     ),
     Fault(
