@@ -323,6 +323,20 @@ FAULTS = (
         "8: the units that `regather` names are gathered again, and no others",
     ),
     Fault(
+        "handle-without-the-offset-of-its-view",
+        "fshard/engine/saved.py",
+        "return Handle(*found[1:3], tensor.size(), tensor.stride(), tensor.storage_offset())",
+        "return Handle(*found[1:3], tensor.size(), tensor.stride(), 0)",
+        "5: autograd gets back the view that it saved, wherever that begins in a weight",
+    ),
+    Fault(
+        "handle-of-a-use-that-has-closed",
+        "fshard/engine/saved.py",
+        "if found and not found[1].closed and found[3:] == (tensor.dtype, type(tensor)):",
+        "if found and found[3:] == (tensor.dtype, type(tensor)):",
+        "10: a rank that uses a weight late gathers nothing that the others do not",
+    ),
+    Fault(
         "handle-of-a-conjugate-view",
         "fshard/engine/saved.py",
         "plain = tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())",
