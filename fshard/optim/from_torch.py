@@ -15,7 +15,9 @@ from fshard.tree import Flat, Tree, flatten, is_trained, leaves_of, like, map_le
 from fshard.tree.checks import check_floating, check_sums, describe
 from fshard.update import Optimizer, Updated
 
+# By names of the torch class: the state of a parameter, and hyperparameters.
 State = dict[str, Any]
+Hyper = dict[str, Any]
 Tensors = Sequence[torch.Tensor]
 Make = partial[torch.optim.Optimizer]
 
@@ -27,7 +29,7 @@ class TorchState(NamedTuple):
         updates: Updates made, which schedules are called with: an int64 tensor of shape ().
         slots: State that the torch class keeps for each parameter, by its names (exp_avg, momentum_buffer, ...): trees
             in the structure of the parameters, Sharded as they are.
-        hyper: Stateparameters that were injected, by name: float64 tensors of shape (), which a caller may replace.
+        hyper: Hyperparameters that were injected, by name: float64 tensors of shape (), which a caller may replace.
         counts: For classes whose first step is of its own kind: updates made of each leaf, int64 tensors of shape ().
     """
 
@@ -204,7 +206,7 @@ def owned(value: Any, donated: bool = False) -> Any:
     return plain.contiguous() if donated else plain.clone(memory_format=torch.contiguous_format)
 
 
-def evaluated(hyper: State, count: torch.Tensor, held: State) -> State:
+def evaluated(hyper: Hyper, count: torch.Tensor, held: Hyper) -> Hyper:
     """Evaluate the hyperparameters that change: schedules are called, others may be held by the state."""
     values = held | {name: value(count) for name, value in hyper.items() if callable(value)}
     # Torch's classes take numbers everywhere, tensors not; a trace has no value yet.
@@ -213,7 +215,7 @@ def evaluated(hyper: State, count: torch.Tensor, held: State) -> State:
     return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
 
 
-def built(make: Make, tensors: Tensors, grads: Tensors, now: State) -> torch.optim.Optimizer:
+def built(make: Make, tensors: Tensors, grads: Tensors, now: Hyper) -> torch.optim.Optimizer:
     """Make a torch optimizer of some tensors, with their gradients and hyperparameters in place."""
     for tensor, grad in zip(tensors, grads, strict=True):
         tensor.grad = grad
@@ -227,7 +229,7 @@ def built(make: Make, tensors: Tensors, grads: Tensors, now: State) -> torch.opt
 
 
 @torch.no_grad()
-def stepped(make: Make, tensors: Tensors, grads: Tensors, states: Sequence[State], now: State) -> list[State]:
+def stepped(make: Make, tensors: Tensors, grads: Tensors, states: Sequence[State], now: Hyper) -> list[State]:
     """Step tensors in place, and return the class's states of them."""
     after = list(states)
     # Apart, because fused SGD takes no list of which some tensors have a momentum.
