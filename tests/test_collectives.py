@@ -39,6 +39,11 @@ def at_root(tree, axis, root):
     return fs.tree_map(lambda x: x if fs.axis_index(axis) == root else torch.zeros_like(x), tree)
 
 
+def own_columns(tree, axis):
+    """This rank's columns of what agrees."""
+    return fs.tree_map(lambda x: x.chunk(axis.size, dim=1)[fs.axis_index(axis)], tree)
+
+
 def same(n):
     return 4, 3
 
@@ -54,6 +59,7 @@ COLLECTIVES = {
     "pvary": (fs.pvary, fs.psum_invariant, same, same),
     "psum_invariant": (fs.psum_invariant, fs.pvary, same, same),
     "all_gather of dim 1": (partial(fs.all_gather, dim=1), partial(fs.reduce_scatter, dim=1), same, wide),
+    "all_gather_invariant": (partial(fs.all_gather_invariant, dim=1), own_columns, same, wide),
     "reduce_scatter of dim 1": (partial(fs.reduce_scatter, dim=1), partial(fs.all_gather, dim=1), wide, same),
     "ppermute around": (around, partial(around, back=True), same, same),
     "ppermute along": (partial(around, closed=False), partial(around, closed=False, back=True), same, same),
@@ -68,7 +74,7 @@ COLLECTIVES = {
 }
 
 # What these take or give agrees between ranks.
-INVARIANT_INPUT, INVARIANT_OUTPUT = ("pvary",), ("psum_invariant", "broadcast")
+INVARIANT_INPUT, INVARIANT_OUTPUT = ("pvary",), ("psum_invariant", "broadcast", "all_gather_invariant")
 
 
 def operands(name):
