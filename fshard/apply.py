@@ -220,7 +220,7 @@ class Model:
         skeleton = self._skeleton()
         skeleton.bind(full, buffers)
         with refuse_writes("apply", [f"[{name!r}]" for name in full], list(full.values())):
-            out = skeleton.module(*args, **kwargs)
+            out = skeleton.run(args, kwargs)
         after = skeleton.buffers()
         # A graph of the caller's may run parts of this copy again in its backward, with these values.
         if not torch.is_grad_enabled():
@@ -237,7 +237,7 @@ class Model:
         one = call.begin_pass(self._units, leaves)
         skeleton.bind({name: leaf for name, leaf in params.items() if name not in leaves}, buffers)
         skeleton.follow(call, one, leaves)
-        out = skeleton.module(*args, **kwargs)
+        out = skeleton.run(args, kwargs)
         one.end()
         return out, skeleton.buffers()
 

@@ -127,6 +127,9 @@ class Skeleton:
         self._leaves: Mapping[str, Leaf] = {}
         self._buffers: Mapping[str, torch.Tensor] = {}
         self._compiled: dict[int, list[dict[str, Any]]] = {}
+        self._is_running = False
+        self._cache: object | None = None
+        self._cached: dict[tuple[nn.Module, str], torch.Tensor] = {}
         self.names: dict[torch.Tensor, str] = {}
         for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
             self.names[tensor] = name
@@ -138,6 +141,7 @@ class Skeleton:
             own = _compat.parameters_of(submodule)
             named = {key: None if empty is None else self.names[empty] for key, empty in own.items()}
             submodule.__dict__["_parameters"] = _Weights(self, named)
+            _compat.read_parametrized_by(submodule, self.read_parametrized)
             scope = _Scope(self, numbers.get(path), inside.get(path), isinstance(submodule, nn.RNNBase))
             if scope[1:] == (None, None, False):
                 continue
@@ -161,6 +165,29 @@ class Skeleton:
     def follow(self, call: Call, one: Pass, leaves: Mapping[str, Leaf]) -> None:
         """Take the other parameters from a call."""
         self._call, self._pass, self._leaves = call, one, leaves
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """Call the copy."""
+        self._is_running = True
+        try:
+            return self.module(*args, **kwargs)
+        finally:
+            # One parametrize.cached() may be around calls of several parameters.
+            self._is_running = False
+            self._cache = None
+            self._cached = {}
+
+    def read_parametrized(self, submodule: nn.Module, key: str) -> torch.Tensor:
+        """Compute a parametrized tensor of a submodule: once while torch caches such tensors and the copy runs."""
+        cache = _compat.parametrization_cache()
+        if cache is None or not self._is_running:
+            return _compat.compute_parametrized(submodule, key)
+        if cache is not self._cache:
+            self._cache = cache
+            self._cached = {}
+        if (submodule, key) not in self._cached:
+            self._cached[submodule, key] = _compat.compute_parametrized(submodule, key)
+        return self._cached[submodule, key]
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """The buffers as the module left them."""

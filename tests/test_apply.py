@@ -4,10 +4,12 @@ import copy
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
@@ -293,3 +295,178 @@ def test_attributes_that_a_forward_sets_do_not_outlive_the_call(world_size):
         with pytest.raises(KeyError, match="after a change"):
             run(params, x, fail=True)
     assert_same_bits([results(model, p, x) for p in (params, others)], expected)
+
+
+class Negative(nn.Module):
+    """Counts how often it computes a tensor."""
+
+    computed = 0
+
+    def forward(self, x):
+        Negative.computed += 1
+        return -x
+
+
+class Same(nn.Module):
+    """Returns the gathered tensor itself."""
+
+    def forward(self, x):
+        return x
+
+
+def parametrized(parametrization):
+    layer = nn.Linear(5, 5)
+    parametrize.register_parametrization(layer, "weight", parametrization)
+    return layer
+
+
+class Twice(nn.Module):
+    """Uses a layer twice, with another one in between."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.other = layer, nn.Linear(5, 5)
+
+    def forward(self, x):
+        return self.layer(torch.tanh(self.other(self.layer(x))))
+
+
+class TwiceCached(Twice):
+    """Caches parametrized tensors by itself."""
+
+    def forward(self, x):
+        with parametrize.cached():
+            return super().forward(x)
+
+
+class TwiceChecked(Twice):
+    """Computes one of the uses again in the backward."""
+
+    def forward(self, x):
+        return torch.tanh(self.other(checkpoint(self.layer, x, use_reentrant=False)))
+
+
+def recurrent():
+    lstm = nn.LSTM(5, 5)
+    parametrize.register_parametrization(lstm, "weight_hh_l0", Negative())
+    return nn.Sequential(lstm, First(), nn.Linear(5, 5))
+
+
+class First(nn.Module):
+    def forward(self, outputs):
+        return outputs[0]
+
+
+# Whatever keeps values that are computed from parameters, in torch or in attributes that its hooks set.
+KEEPING = {
+    "a tensor that is used twice": (lambda: Twice(parametrized(Negative())), parametrize.cached),
+    "the gathered tensor itself": (lambda: Twice(parametrized(Same())), parametrize.cached),
+    "a context of the forward": (lambda: TwiceCached(parametrized(Negative())), parametrize.cached),
+    "a context of the forward alone": (lambda: TwiceCached(parametrized(Same())), nullcontext),
+    "a checkpoint": (lambda: TwiceChecked(parametrized(Negative())), parametrize.cached),
+    "weight norm": (lambda: Twice(parametrizations.weight_norm(nn.Linear(5, 5))), parametrize.cached),
+    "orthogonal": (lambda: Twice(parametrizations.orthogonal(nn.Linear(5, 5))), parametrize.cached),
+    "spectral norm": (lambda: Twice(parametrizations.spectral_norm(nn.Linear(5, 5))), parametrize.cached),
+    "spectral norm by hooks": (lambda: Twice(nn.utils.spectral_norm(nn.Linear(5, 5))), parametrize.cached),
+    "recurrent": (recurrent, parametrize.cached),
+    "autocast": (lambda: Twice(nn.Linear(5, 5)), lambda: torch.autocast("cpu", torch.bfloat16)),
+}
+
+
+def all_results(model, params, x):
+    """Run a model in all ways; of buffers the updated ones are results too."""
+
+    def loss_fn(params, x):
+        out = model.apply(params, x, buffers=model.buffers)
+        return out[0].double().square().mean(), out[1]
+
+    def graph_loss(params, x):
+        return loss_fn(params, x)[0]
+
+    with torch.no_grad():
+        evaluated = model.apply(params, x, buffers=model.buffers)
+    full = fs.tree_map(lambda leaf: leaf.detach().clone().requires_grad_(), fs.gather(params))
+    return [
+        fs.value_and_grad(loss_fn, has_aux=True)(params, x),
+        torch.autograd.grad(graph_loss(full, x), fs.tree_leaves(full)),
+        fs.accumulate(graph_loss)(params, [x, 2 * x]),
+        evaluated,
+    ]
+
+
+def check_calls_in_one_context(module, strategy, context):
+    """Calls of several parameters in one context give what each gives in a context of its own."""
+    model = fs.functionalize(module, nn.Linear)
+    first = model.init(strategy)
+    others = first, fs.tree_map(lambda leaf: 0.5 * leaf + 0.1, first), first
+    x = normal()(3, 5).to(next(iter(fs.tree_leaves(fs.gather(first)))).dtype)
+    expected = []
+    for params in others:
+        with context():
+            expected.append(all_results(model, params, x))
+    with context():
+        found = [all_results(model, params, x) for params in others]
+    assert_same_bits(fs.tree_leaves(found), fs.tree_leaves(expected))
+    assert_same_bits(fs.tree_leaves(found[0]), fs.tree_leaves(found[2]))
+
+
+@pytest.mark.rows(10)
+@pytest.mark.parametrize("strategy", ("ddp", EVERY_LEAF, "units"))
+@pytest.mark.parametrize("name", KEEPING)
+@on_ranks(1, 2, 3)
+def test_values_that_torch_keeps_are_those_of_one_call(name, strategy):
+    on, (_, context) = meshes(), KEEPING[name]
+    made_strategy = zero3()(on.line) if strategy == "units" else STRATEGIES[strategy](on)
+    check_calls_in_one_context(BUILT_FOR_KEEPING[name], made_strategy, context)
+
+
+# Of the tensors that the compiler is given, which have gradients of a function of fshard's.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor is being accessed")
+def test_values_that_a_compiled_module_keeps_are_those_of_one_call():
+    for make in (Twice, TwiceCached):
+        module = torch.compile(make(parametrized(Negative())), backend="eager")
+        check_calls_in_one_context(module, zero3()(one_axis()), parametrize.cached)
+
+
+# The same modules on each rank.
+BUILT_FOR_KEEPING = {name: make() for name, (make, _) in KEEPING.items()}
+
+
+def test_a_parametrized_tensor_is_computed_once_in_a_call_that_caches():
+    module, x = Twice(parametrized(Negative())), torch.ones(3, 5)
+    model = fs.functionalize(module, nn.Linear)
+    params = model.init(zero3()(one_axis()))
+    expected = module(x).detach()
+
+    def computed(run):
+        Negative.computed = 0
+        assert_same_bits(run(), expected)
+        return Negative.computed
+
+    assert computed(lambda: model.apply(params, x)) == 2
+    with parametrize.cached():
+        assert [computed(lambda: model.apply(params, x)) for _ in range(2)] == [1, 1]
+        assert computed(lambda: model.apply(fs.gather(params), x)) == 1
+    own_context = fs.functionalize(TwiceCached(module.layer), nn.Linear)
+    own_params = own_context.init(zero3()(one_axis()))
+    assert computed(lambda: own_context.apply(own_params, x).detach() * 0 + expected) == 1
+
+
+def test_a_cache_of_the_module_s_own_tensors_is_left_alone():
+    """A model's calls, and its init, neither read what the module cached nor write there."""
+    module, x = Twice(parametrized(Negative())), torch.ones(3, 5)
+    model = fs.functionalize(module, nn.Linear)
+    params = fs.tree_map(lambda leaf: 2 * leaf, model.init(zero3()(one_axis())))
+    expected = module(x).detach(), model.apply(params, x)
+
+    def reset(submodule):
+        for tensor in submodule.parameters(recurse=False):
+            tensor.fill_(1.0)
+        if parametrize.is_parametrized(submodule):
+            submodule.weight.sum()
+
+    with parametrize.cached():
+        model.init(zero3()(one_axis()), seed=0, reset=reset)
+        found = model.apply(params, x)
+        assert_same_bits((module(x).detach(), found), expected)
+        assert_same_bits(model.apply(params, x), expected[1])

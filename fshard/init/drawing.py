@@ -32,7 +32,10 @@ def copied(
     memo = dict(memo or {}) | {id(buffer): replace(buffer) for buffer in module.buffers()}
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(replace(parameter), requires_grad=parameter.requires_grad)
-    return copy.deepcopy(module, memo)
+    made = copy.deepcopy(module, memo)
+    for submodule in made.modules():
+        _compat.read_parametrized_by(submodule, _compat.compute_parametrized)
+    return made
 
 
 def blank_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fshard import comm
+from fshard import _compat, comm
 from fshard.tree import Exact, Flat, Sharded, Treedef, has_plain_keys, tensors_of
 
 _CUDA = torch.backends.cuda
@@ -91,6 +91,7 @@ def _modes() -> dict[str, Any]:
     found["autocast"] = tuple(autocast)
     found["einsum"] = torch.backends.opt_einsum.enabled, torch.backends.opt_einsum.strategy
     found["oneDNN"] = torch.backends.mkldnn.enabled
+    found["parametrize.cached"] = _compat.parametrization_cache() is not None
     return found
 
 

@@ -12,6 +12,7 @@ import numpy
 import pytest
 import torch
 from torch.func import grad, vmap
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 import fshard as fs
@@ -189,6 +190,7 @@ MODES = [
     (torch.inference_mode, lambda x: x * (2 + torch.is_grad_enabled())),
     (lambda: torch.device("meta"), lambda x: x * (2 + (torch.ones(1).device.type == "meta"))),
     (lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), attention),
+    (parametrize.cached, lambda x: x * (2 + parametrize._cache_enabled)),
     (lambda: torch.autocast("cpu", torch.bfloat16), lambda x: x.outer(x) @ x),
 ]
 

@@ -393,6 +393,13 @@ FAULTS = (
         "5: a parameter read under no_grad first has the gradient of its later reads",
     ),
     Fault(
+        "parametrized-tensor-cached-beyond-the-forward",
+        "fshard/modules.py",
+        "if cache is None or not self._is_running:",
+        "if cache is None:",
+        "9: a tensor that torch caches for one call's parameters is never another call's",
+    ),
+    Fault(
         "key-without-dtype-of-autocast",
         "fshard/jit/signature.py",
         'found["autocast"] = tuple(autocast)',
