@@ -15,7 +15,16 @@ from fshard.transforms import LayoutError, ShardTransform
 from fshard.transforms.axis import _FullyShard
 from fshard.transforms.compose import at, layout_axes, masks
 from fshard.tree import Axis, Flat, Sharded, Spec, Tree, flatten, grouped, is_sharded, unflatten
-from fshard.tree.checks import check_local, check_matches, describe, is_reachable, named, outline, refuse_donated
+from fshard.tree.checks import (
+    check_local,
+    check_matches,
+    describe,
+    is_reachable,
+    named,
+    outline,
+    refuse_donated,
+    tree_remedy,
+)
 from fshard.tree.masks import MASK, Mask, is_mask, matches
 
 SAME_TREE = (
@@ -52,7 +61,7 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | None = N
     chosen = _chosen("shard", frozen, flat)
     out: list[Sharded | None] = []
     entries = {"(structure)": outline(flat.treedef)}
-    remedy = "pass full tensors whose shapes fit the strategy"
+    remedy = tree_remedy(flat.leaves, "pass full tensors whose shapes fit the strategy")
     for path, name, leaf in zip(flat.paths, flat.names, flat.leaves, strict=True):
         misfit = leaf is not None and unfit(leaf)
         if leaf is not None and not misfit and _is_misplaced(leaf, transform):

@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -53,7 +53,40 @@ FIT = "\nTo fix: pass full tensors whose shapes fit the strategy."
 GONE = fs.Spec((5, 3), fs.P("shard"), (fs.Axis("shard", 2, "gone"),))
 
 
+@dataclass
+class Layer:
+    w: object
+
+
+REGISTER = (
+    'To fix: declare Layer with @optree.dataclasses.dataclass(namespace=""), which registers it as a pytree, and for '
+    "torch.func call torch.utils._pytree.register_dataclass(Layer) too; or make it a NamedTuple."
+)
+HIDDEN = "expected a pytree, got a Layer with Sharded leaves in it\n" + REGISTER
+
+
+def hiding(world):
+    return {"m": Layer([world.params["a"]]), "config": Layer(3)}
+
+
 TREES = [
+    on_world(
+        "shard: leaves cannot be sharded\n  ['m']: expected a plain full tensor, got a Layer\n" + REGISTER,
+        lambda w: fs.shard({"a": ones(2), "m": Layer(ones(2))}, w.zero2),
+        "shard",
+    ),
+    *(
+        on_world(f"{verb}: shards do not match their specs\n  ['m']: {HIDDEN}", lambda w, call=call: call(w, hiding(w)))
+        for verb, call in {
+            "unshard": lambda w, tree: fs.unshard(tree),
+            "reshard": lambda w, tree: fs.reshard(tree, fs.ddp(w.mesh)),
+            "value_and_grad": lambda w, tree: fs.value_and_grad(lambda p: fs.gather(p["m"].w[0]).sum())(tree),
+        }.items()
+    ),
+    on_world(
+        "gather: leaves are no tensors\n  ['m']: expected a Sharded leaf or a tensor, got a Layer\n" + REGISTER,
+        lambda w: fs.gather({"m": hiding(w)["m"]}),
+    ),
     on_world(
         "shard: leaves cannot be sharded\n"
         "  ['n'][0]: expected a plain full tensor, got an int\n"

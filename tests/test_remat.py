@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import fshard as fs
 from fshard import _compat
 from fshard.testing import assert_trees_close
+from tests.bad_input import text_of
 from tests.ranks import on_ranks
 from tests.tolerance import within
 from tests.trees import OF_EVERY_LEAF, assert_same_bits, normal, one_axis
@@ -197,3 +198,29 @@ def test_what_is_saved_is_not_computed_again():
     for wrong in ("aten.tanh", ["tanh"], ["aten"], [None]):
         with pytest.raises(ValueError, match=r"^remat: expected save to be names as .\"aten.topk\"., got "):
             fs.remat(block, save=wrong)
+
+
+def test_math_on_shards_is_done_before_a_checkpoint_or_refused():
+    params = fs.shard({"w": normal(1)(4, 4), "a": normal(2)(4, 4)}, fs.zero3(one_axis(), min_shard_elements=0))
+
+    def merge(p):
+        return {"w": fs.tree_map(lambda w, a: 2 * w + a, p["w"], p["a"])}
+
+    def square(p):
+        return fs.gather(p)["w"].square().sum()
+
+    expected = fs.value_and_grad(lambda p: square(merge(p)))(params)
+
+    def merged_square(p):
+        return square(merge(p))
+
+    for remat in (fs.remat, lambda f: partial(checkpoint, f, use_reentrant=False)):
+        again = remat(square)
+        found = fs.value_and_grad(lambda p: again(merge(p)))(params)  # noqa: B023
+        assert_same_bits(fs.tree_leaves(found), fs.tree_leaves(expected))
+        assert text_of(partial(fs.value_and_grad(remat(merged_square)), params)) == (
+            "value_and_grad: ['w'] is computed inside a checkpoint, so the backward cannot gather it again. Compute it "
+            "outside of the checkpoint."
+        )
+    reference = grad_and_value(lambda p: fs.objective(fs.remat(merged_square)(p), like=p))(params)
+    assert_same_bits(fs.tree_leaves(reference[::-1]), fs.tree_leaves(expected))

@@ -9,12 +9,14 @@ from dataclasses import FrozenInstanceError, replace
 import optree
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.func import vmap
 from torch.utils import _pytree as pytree
 
 import fshard as fs
 from tests.bad_input import text_of
+from tests.ranks import on_ranks
 from tests.trees import Layer
 
 SHARD, TENSOR = fs.Axis("shard", 3, "group 0"), fs.Axis("tensor", 2, "group 1")
@@ -76,13 +78,21 @@ def test_sharded_is_an_unchanging_value():
     """And no tensor: a number would be of this rank's shard alone."""
     x = torch.ones(2, 2)
     for use in (
-        *(float, len, list, torch.relu, lambda leaf: leaf[0], lambda leaf: leaf + 1, lambda leaf: leaf < 1),
+        *(float, torch.relu, lambda leaf: leaf[0], lambda leaf: leaf + 1, lambda leaf: leaf < 1),
         *(lambda leaf: leaf @ x, lambda leaf: x @ leaf, lambda leaf: 2 * leaf, lambda leaf: -leaf, x.copy_),
-        *(lambda leaf: F.linear(x, leaf), lambda leaf: torch.stack([leaf]), lambda leaf: torch.optim.AdamW([leaf])),
+        *(lambda leaf: F.linear(x, leaf), lambda leaf: torch.stack([leaf]), lambda leaf: x + leaf),
     ):
+        with pytest.raises(TypeError, match=r"a Sharded leaf is not a tensor\. Call fs\.gather"):
+            use(LEAF)
+    for use in (len, list, lambda leaf: torch.optim.AdamW([leaf])):
         with pytest.raises(TypeError):
             use(LEAF)
-    assert not any(hasattr(LEAF, name) for name in ("shape", "sum", "backward", "__array__"))
+    with pytest.raises(AttributeError, match=r"^Sharded\.sum: a Sharded leaf is not a tensor\. Call fs\.gather for"):
+        LEAF.sum()
+    with pytest.raises(AttributeError, match=r"^'Sharded' object has no attribute 'locale'$"):
+        LEAF.locale  # noqa: B018
+    assert not any(hasattr(LEAF, name) for name in ("sum", "backward", "__array__", "__qualname__"))
+    assert bool(LEAF)
     # An object of its own: comparing values would have to communicate, and on one rank alone it would wait.
     assert {LEAF: 1}[LEAF] == 1
     assert fs.Sharded(LEAF.local, LEAF.spec) != LEAF
@@ -92,6 +102,12 @@ def test_sharded_is_an_unchanging_value():
     for again in (copy.copy(LEAF), copy.deepcopy(LEAF), pickle.loads(pickle.dumps(LEAF))):
         assert again.spec == LEAF.spec
         assert again.local.equal(LEAF.local)
+
+
+def test_a_sharded_leaf_tells_the_shape_dtype_and_number_of_elements_of_the_full_tensor():
+    assert (LEAF.shape, LEAF.dtype, LEAF.numel()) == (torch.Size([5, 3]), torch.float32, 15)
+    scalar = fs.Sharded(torch.ones(1, dtype=torch.int8), spec((), (SHARD, 0)))
+    assert (scalar.shape, scalar.dtype, scalar.numel()) == (torch.Size([]), torch.int8, 1)
 
 
 TREE = {"b": [LEAF, None], "a": Layer(torch.ones(2), (LEAF,)), "c": OrderedDict(z=torch.zeros(1), y=torch.ones(1))}
@@ -107,6 +123,34 @@ def test_maps_of_both_pytree_libraries_see_the_local_tensor_and_keep_the_spec():
         assert list(mapped["c"]) == ["z", "y"]
         assert mapped["b"][1] is None
     assert [tuple(tensor.shape) for tensor in fs.tree_leaves(TREE)] == [(2,), (2, 3), (2, 3), (1,), (1,)]
+
+
+@optree.dataclasses.dataclass(namespace="")
+class Registered:
+    w: torch.Tensor
+    b: torch.Tensor
+
+
+pytree.register_dataclass(Registered)
+
+
+@on_ranks(2)
+def test_a_dataclass_that_is_registered_as_errors_say_is_a_tree_to_every_verb():
+    full = Registered(torch.arange(4.0), torch.ones(3))
+    params = fs.shard(full, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu"), min_shard_elements=0))
+
+    def loss(p, like=None):
+        gathered = fs.gather(p)
+        value = (gathered.w.square().sum() + gathered.b.sum()) * (1 + dist.get_rank())
+        return value if like is None else fs.objective(value, like=like)
+
+    value, grads = fs.value_and_grad(loss)(params)
+    assert (value.item(), fs.unshard(grads).w.tolist()) == (1.5 * 17, [0.0, 3.0, 6.0, 9.0])
+    assert torch.func.grad(lambda p: loss(p, like=params))(params).w.local.equal(grads.w.local)
+    tx = fs.sgd(1.0)
+    step = fs.jit(lambda state, grads: fs.update(tx, state, grads))
+    after = step(fs.TrainState.create(params, tx), grads)
+    assert fs.unshard(after.params).b.tolist() == [-0.5, -0.5, -0.5]
 
 
 def test_map_over_several_trees():

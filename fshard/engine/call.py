@@ -16,7 +16,7 @@ from fshard.engine.passes import Pass
 from fshard.engine.plan import Facts, ModuleUnit, planned, unit_of
 from fshard.engine.saved import Saved
 from fshard.engine.use import Use
-from fshard.errors import Problem, expect, leaf_error
+from fshard.errors import Problem, leaf_error
 from fshard.tree import Axis, Flat, Sharded, is_sharded
 from fshard.tree.checks import check_versions
 
@@ -118,9 +118,12 @@ class Call:
     def _recomputed(self, leaves: Sequence[Leaf]) -> Use:
         """Find the use of leaves that a checkpoint computes with again."""
         use = None if self._backward is None else self._backward.recomputed(leaves)
-        found = f"{_name(leaves)}, which a checkpoint makes anew"
-        expect(use is not None, self._what, "leaves that the forward gathered", found, "compute them outside of it")
-        return use  # type: ignore[return-value]
+        if use is None:
+            raise ValueError(
+                f"{self._what}: {_name(leaves)} is computed inside a checkpoint, so the backward cannot gather it "
+                "again. Compute it outside of the checkpoint."
+            )
+        return use
 
     def output(self, use: Use, leaf: Leaf) -> torch.Tensor:
         """Return the tensor that the function gets for one leaf of an open use."""

@@ -1,5 +1,6 @@
 """Checks that every verb makes of its arguments and trees before it communicates."""
 
+import dataclasses
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,7 +12,7 @@ import torch
 
 from fshard import _compat
 from fshard.errors import Problem, expect, leaf_error, refuse
-from fshard.tree.flat import Flat, Tree, Treedef, flatten
+from fshard.tree.flat import Flat, Tree, Treedef, flatten, leaves_of
 from fshard.tree.masks import Mask, matches
 from fshard.tree.nodes import Sharded, is_sharded, is_trained, tensor_of, tensors_of
 from fshard.tree.specs import Axis
@@ -35,6 +36,34 @@ def describe(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
         name = f"{str(leaf.dtype).removeprefix('torch.')} {name} of shape {tuple(leaf.shape)}"
     return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+
+
+def is_unregistered(leaf: Any) -> bool:
+    """Tell whether a leaf is an instance of a dataclass that is not registered as a pytree."""
+    return dataclasses.is_dataclass(leaf) and not isinstance(leaf, type | Sharded)
+
+
+def tree_remedy(leaves: Iterable[Any], otherwise: str) -> str:
+    """Say how to register the first leaf that is an instance of a dataclass; without one return the other remedy.
+
+    >>> tree_remedy([1, None], "pass tensors")
+    'pass tensors'
+    """
+    cls = next((type(leaf).__name__ for leaf in leaves if is_unregistered(leaf)), None)
+    if cls is None:
+        return otherwise
+    return (
+        f'declare {cls} with @optree.dataclasses.dataclass(namespace=""), which registers it as a pytree, and for '
+        f"torch.func call torch.utils._pytree.register_dataclass({cls}) too; or make it a NamedTuple"
+    )
+
+
+def _hides_shards(leaf: Any) -> bool:
+    """Whether a leaf is an instance of a dataclass with Sharded leaves in it, which no verb would find."""
+    if not is_unregistered(leaf):
+        return False
+    inside = [x for field in dataclasses.fields(leaf) for x in leaves_of(getattr(leaf, field.name, None))]
+    return any(is_sharded(x) or _hides_shards(x) for x in inside)
 
 
 class Range(NamedTuple):
@@ -186,7 +215,10 @@ def check_tensors(what: str, flat: Flat) -> None:
             return None
         return describe(leaf), "a Sharded leaf or a tensor"
 
-    refuse(f"{what}: leaves are no tensors", flat.problems(misfit), "keep other values out of the tree")
+    problems = flat.problems(misfit)
+    if problems:
+        remedy = tree_remedy(flat.leaves, "keep other values out of the tree")
+        refuse(f"{what}: leaves are no tensors", problems, remedy)
 
 
 def is_differentiable(tensor: torch.Tensor) -> bool:
@@ -206,7 +238,7 @@ def check_floating(what: str, flat: Flat) -> None:
     held = tensors_of(flat.leaves)
     dtypes = {tensor.dtype if isinstance(tensor, torch.Tensor) else torch.int for tensor in held}
     if not all(dtype.is_floating_point or dtype.is_complex for dtype in dtypes):
-        remedy = "shard these leaves with frozen=, or keep them out of the parameters"
+        remedy = tree_remedy(flat.leaves, "shard these leaves with frozen=, or keep them out of the parameters")
         refuse(f"{what}: leaves cannot take a gradient", flat.problems(misfit), remedy)
 
 
@@ -232,17 +264,20 @@ def check_local(what: str, flat: Flat) -> None:
         flat: The tree.
 
     Raises:
-        ValueError: with every wrong leaf's path, what it holds and what its spec needs, or that it was donated.
+        ValueError: with every wrong leaf's path, what it holds and what its spec needs, or that it was donated; or if
+            Sharded leaves are inside a dataclass that is not a pytree.
     """
 
     def misfit(leaf: Any) -> Misfit:
+        if _hides_shards(leaf):
+            return f"{describe(leaf)} with Sharded leaves in it", "a pytree"
         if not isinstance(leaf, Sharded) or getattr(leaf.local, "shape", None) == leaf.spec.local_shape:
             return None
         return f"{describe(leaf.local)} as local tensor", f"a local tensor of shape {leaf.spec.local_shape}"
 
     if not all(map(_fits, flat.leaves)):
         refuse_donated(what, flat)
-        remedy = "keep a leaf's shape when mapping over it"
+        remedy = tree_remedy(flat.leaves, "keep a leaf's shape when mapping over it")
         refuse(f"{what}: shards do not match their specs", flat.problems(misfit), remedy)
     check_axes(what, flat)
 
@@ -250,7 +285,9 @@ def check_local(what: str, flat: Flat) -> None:
 def _fits(leaf: Any) -> bool:
     """Whether a leaf surely fits its spec and was not donated, which leaves nothing of a tensor; for thousands."""
     shape = getattr(leaf.local if isinstance(leaf, Sharded) else leaf, "shape", None)
-    return shape != (0,) and (not isinstance(leaf, Sharded) or shape == leaf.spec.local_shape)
+    if isinstance(leaf, Sharded):
+        return shape != (0,) and shape == leaf.spec.local_shape
+    return shape != (0,) and not (shape is None and is_unregistered(leaf))
 
 
 def check_transforms(what: str, flat: Flat) -> None:
@@ -324,7 +361,9 @@ def check_operands(what: str, tree: Tree, axis: Axis, dim: int | None = None, *,
 
     what, flat = f"{what} over {axis.name!r}", flatten(tree)
     refuse_donated(what, flat)
-    refuse(f"{what}: leaves do not fit", flat.problems(misfit), "pass such tensors")
+    problems = flat.problems(misfit)
+    if problems:
+        refuse(f"{what}: leaves do not fit", problems, tree_remedy(flat.leaves, "pass such tensors"))
 
 
 def check_loss(loss: Any, reduce: str, what: str) -> None:
@@ -355,13 +394,16 @@ def outline(treedef: Treedef) -> str:
     return f"{treedef.type.__name__}({', '.join(map(outline, treedef.children()))})"
 
 
-def same_structure(what: str, flat: Flat, needed: Flat) -> None:
+def same_structure(
+    what: str, flat: Flat, needed: Flat, remedy: str = "pass trees made from the same parameters"
+) -> None:
     """Refuse a tree whose structure differs from the one expected.
 
     Args:
         what: The verb that asks and the tree's part in it, for its error.
         flat: The tree.
         needed: The tree it is held against.
+        remedy: What the caller can do about it.
 
     Raises:
         ValueError: with every path that only one of the two has.
@@ -373,7 +415,7 @@ def same_structure(what: str, flat: Flat, needed: Flat) -> None:
     problems += [Problem(path, "a leaf", "nothing") for path in flat.paths if path not in there]
     # Else nodes of other types, or of one type with other data of their own.
     problems = problems or [Problem("(structure)", str(flat.treedef), str(needed.treedef))]
-    raise leaf_error(f"{what}: trees differ in structure", problems, "pass trees made from the same parameters")
+    raise leaf_error(f"{what}: trees differ in structure", problems, remedy)
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """Sharded: this rank's shard of a leaf with its spec, a node of pytrees."""
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import optree
 import torch
@@ -13,16 +14,27 @@ from fshard.errors import Problem, leaf_error
 from fshard.tree.specs import Spec
 
 
+def _not_a_tensor(use: str) -> str:
+    """Say, where a Sharded leaf is used as a tensor, how to get one."""
+    return (
+        f"{use}: a Sharded leaf is not a tensor. Call fs.gather for full tensors inside a step, fs.unshard to look at "
+        "values, or map over the shards of all ranks by fs.tree_map."
+    )
+
+
 @dataclass(frozen=True, eq=False, init=False)
 class Sharded:
     """This rank's shard of a leaf and the spec that says what it is a shard of.
 
     A pytree node of optree and torch whose one child is the local tensor, so tree_map, torch.func and optimizers see
-    plain tensors and every result keeps its spec. Not a tensor: nothing communicates unless a verb is called.
+    plain tensors and every result keeps its spec. Not a tensor: nothing communicates unless a verb is called, and
+    torch's functions and operators refuse it.
 
     Attributes:
         local: This rank's tensor, of shape spec.local_shape.
         spec: The leaf's description, equal on every rank of one mesh row.
+        shape: The shape of the full tensor.
+        dtype: The dtype of the shard, and so of the full tensor.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -33,6 +45,8 @@ class Sharded:
     {'w': Sharded(float32[4], P('shard'), local [2])}
     >>> [tree["w"].local.tolist() for tree in trees], trees[1]["w"].spec.shape
     ([[0.0, 1.0], [2.0, 3.0]], (4,))
+    >>> trees[1]["w"].shape, trees[1]["w"].dtype, trees[1]["w"].numel()
+    (torch.Size([4]), torch.float32, 4)
     """
 
     local: torch.Tensor
@@ -49,6 +63,50 @@ class Sharded:
         dtype = str(self.local.dtype).removeprefix("torch.")
         return f"Sharded({dtype}{list(self.spec.shape)}, {self.spec.partition}, local {list(self.local.shape)})"
 
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the full tensor; that of this rank's shard is `local.shape`."""
+        return torch.Size(self.spec.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the shard, and so of the full tensor."""
+        return self.local.dtype
+
+    def numel(self) -> int:
+        """Count the elements of the full tensor.
+
+        Returns:
+            Their number, without the padding of shards.
+
+        >>> import torch, fshard as fs
+        >>> fs.Sharded(torch.ones(2, 2), fs.Spec((3, 2), fs.P("shard"), (fs.Axis("shard", 2, "0"),))).numel()
+        6
+        """
+        return math.prod(self.spec.shape)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        """Called by functions of torch that are given a leaf.
+
+        Raises:
+            TypeError: always, with the remedy.
+        """
+        raise TypeError(_not_a_tensor(getattr(func, "__name__", str(func))))
+
+    # Types are checked as of a class that has no other attributes.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Called for an attribute that a leaf does not have.
+
+            Raises:
+                AttributeError: always; with the remedy where a tensor has the attribute.
+            """
+            if not name.startswith("_") and hasattr(torch.Tensor, name):
+                raise AttributeError(_not_a_tensor(f"Sharded.{name}"))
+            raise AttributeError(f"'Sharded' object has no attribute {name!r}")
+
     def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
         """Called by torch.distributed.checkpoint, which would pickle this and keep what one rank has.
 
@@ -58,6 +116,22 @@ class Sharded:
         remedy = "pass fs.to_dtensor(params, mesh), or use fs.checkpoint.save or fs.checkpoint.save_dcp"
         what = "torch.distributed.checkpoint.save: shards of all ranks but one would be lost"
         raise leaf_error(what, [Problem(fqn, repr(self), "tensors or DTensors")], remedy)
+
+
+def _refusal(operator: str) -> Callable[..., NoReturn]:
+    """Make the method of an operator that tensors have and Sharded leaves refuse."""
+
+    def refuse_operator(self: Sharded, *operands: Any) -> NoReturn:
+        raise TypeError(_not_a_tensor(operator))
+
+    return refuse_operator
+
+
+for _operator in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
+    setattr(Sharded, f"__{_operator}__", _refusal(_operator))
+    setattr(Sharded, f"__r{_operator}__", _refusal(_operator))
+for _operator in ("neg", "pos", "abs", "getitem", "lt", "le", "gt", "ge", "float", "int"):
+    setattr(Sharded, f"__{_operator}__", _refusal(_operator))
 
 
 # Users' own optree calls must see into Sharded too, hence optree's global namespace.
