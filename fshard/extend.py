@@ -21,6 +21,7 @@
 - `local_piece`: cuts this rank's shard out of a full tensor.
 - `piece_of`: the box of a leaf that this rank holds.
 - `refuse`: refuses the leaves that are wrong, if there are any.
+- `run_update`: runs a transformation's update, and refuses what is no pair of a tree like the one given and a state.
 - `serves_host`: whether the ranks of an axis can send each other tensors of the processor.
 - `sum_dtype`: the dtype in which gradients of a leaf are added up.
 - `TorchState`: the state of an optimizer that `from_torch` made.
@@ -48,8 +49,10 @@ from fshard.transforms.axis import _FullyShard as FullyShard
 from fshard.transforms.compose import sum_dtype
 from fshard.tree import flatten
 from fshard.tree.checks import check_axis, describe
+from fshard.update import run_update
 
 __all__ = ["Entry", "Exchange", "FullyShard", "Jitted", "Program", "TorchState", "Traced"]
 __all__ += ["bytes_of", "calling", "chained", "check_axis", "check_rates", "custom_call", "describe", "expect"]
 __all__ += ["fake_axes", "fake_maker", "flatten", "lay_out", "leaf_means", "leafwise", "local_piece", "piece_of"]
-__all__ += ["refuse", "serves_host", "sum_dtype", "walked", "watched", "without_saved_tensor_hooks", "words_at"]
+__all__ += ["refuse", "run_update", "serves_host", "sum_dtype", "walked", "watched", "without_saved_tensor_hooks"]
+__all__ += ["words_at"]

@@ -170,11 +170,10 @@ def update(
     needed = flatten(state.params)
     _check_gradients(grads, needed)
     # In a trace it is for jit to say which tensors are written in place.
-    step = step_of(tx, donate and not _compat.is_tracing())
-    if step is tx.update_donated:
+    donate = donate and not _compat.is_tracing()
+    if donate and tx.update_donated is not None:
         state = state._replace(**_owned(state))
-    params, opt_state = step(grads, state.opt_state, state.params)
-    same_structure("update: tx.update returns (params, state), and its params", flatten(params), needed)
+    params, opt_state = run_update("update", "tx", tx, grads, state.opt_state, state.params, donate=donate)
     after = state._replace(step=state.step + 1, params=params, opt_state=opt_state)
     return after if transform_state is ABSENT else after._replace(transform_state=transform_state)
 
@@ -182,6 +181,43 @@ def update(
 def step_of(tx: Any, donate: bool) -> Update:
     """Return the update of a transformation: an optimizer's donated one, where `donate` is set and there is one."""
     return (getattr(tx, "update_donated", None) if donate else None) or tx.update
+
+
+def run_update(
+    what: str,
+    argument: str,
+    tx: Any,
+    grads: Tree,
+    state: Tree,
+    params: Tree,
+    *,
+    donate: bool = False,
+) -> Updated:
+    """Run a transformation's update, and check that it returns a pair whose first part is a tree like what it changes.
+
+    Args:
+        what: The function that runs it, for an error.
+        argument: The argument of that function that the transformation is, for an error.
+        tx: The Optimizer or GradientTransformation.
+        grads: The gradients.
+        state: The state that it keeps.
+        params: The parameters.
+        donate: Whether an optimizer may write to `state` and `params`.
+
+    Returns:
+        The new parameters, or of a GradientTransformation the new gradients; and the new state.
+
+    Raises:
+        ValueError: if it returns something else, such as the state first.
+    """
+    made, before = ("params", params) if isinstance(tx, Optimizer) else ("grads", grads)
+    remedy = f"return ({made}, state), the new {made} first"
+    pair = step_of(tx, donate)(grads, state, params)
+    is_pair = isinstance(pair, tuple | list) and len(pair) == 2
+    expect(is_pair, what, f"{argument}.update to return two values", describe(pair), remedy)
+    new, state = pair
+    same_structure(f"{what}: {made} that {argument}.update returned", flatten(new), flatten(before), remedy)
+    return new, state
 
 
 def _owned(state: TrainState) -> dict[str, Tree]:
@@ -228,8 +264,8 @@ def chain(*transformations: GradientTransformation | Optimizer) -> Any:
 
     def run(grads: Tree, state: Tree, params: Tree, donate: bool = False) -> Updated:
         states = []
-        for part, kept in zip(transformations, state, strict=True):
-            grads, kept = step_of(part, donate)(grads, kept, params)
+        for i, (part, kept) in enumerate(zip(transformations, state, strict=True)):
+            grads, kept = run_update("chain", f"transformations[{i}]", part, grads, kept, params, donate=donate)
             states.append(kept)
         return grads, tuple(states)
 

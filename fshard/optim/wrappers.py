@@ -15,7 +15,7 @@ from fshard.tree import Flat, Tree, flatten, is_sharded, is_trained, leaves_of, 
 from fshard.tree.checks import Range, check_matches, check_numbers, describe
 from fshard.tree.masks import MASK, Mask, is_mask, matches
 from fshard.tree.nodes import tensor_of
-from fshard.update import GradientTransformation, Optimizer, Updated, step_of
+from fshard.update import GradientTransformation, Optimizer, Updated, run_update
 
 
 class SkipState(NamedTuple):
@@ -59,10 +59,13 @@ def skip_nonfinite(tx: Optimizer) -> Optimizer:
         before = params, state.inner
         # A torch.func transform and a trace have no values, and for those of an accelerator the host would wait.
         if finite.is_cpu and not (_compat.transforms_active() or _compat.is_tracing()):
-            after = step_of(tx, donate)(grads, state.inner, params) if finite else before
+            after = before
+            if finite:
+                after = run_update("skip_nonfinite", "tx", tx, grads, state.inner, params, donate=donate)
         else:
             # The donated update would write to the values that are kept where a gradient is not finite.
-            after = _where(finite, tx.update(grads, state.inner, params), before, donate)
+            new = run_update("skip_nonfinite", "tx", tx, grads, state.inner, params)
+            after = _where(finite, new, before, donate)
         params, inner = after
         return params, SkipState(state.skipped + (~finite).long(), inner)
 
@@ -159,7 +162,7 @@ def ema(tx: Optimizer, decay: float) -> Optimizer:
         return EmaState(average, tx.init(params))
 
     def run(grads: Tree, state: EmaState, params: Tree, donate: bool = False) -> Updated:
-        params, inner = step_of(tx, donate)(grads, state.inner, params)
+        params, inner = run_update("ema", "tx", tx, grads, state.inner, params, donate=donate)
         lerp = torch.Tensor.lerp_ if donate else torch.Tensor.lerp
         # A leaf without a gradient has not moved, and its average moves on towards it.
         moved = for_trained(lambda leaf: leaf, params)
@@ -291,7 +294,9 @@ def _partition(what: str, masks: Sequence[Mask], members: Sequence[Any]) -> Any:
         leaves = list(flat.leaves if kinds == {Optimizer} else given.leaves)
         for i, (member, kept) in enumerate(zip(members, state, strict=True)):
             if member is not None:
-                new, kept = step_of(member, donate)(part(given, found, i), kept, part(flat, found, i))
+                argument = f"parts[{masks[i]!r}]" if what == "partition" else "tx"
+                trees = part(given, found, i), kept, part(flat, found, i)
+                new, kept = run_update(what, argument, member, *trees, donate=donate)
                 leaves = [old if owner != i else x for x, old, owner in zip(leaves_of(new), leaves, found, strict=True)]
             states.append(kept)
         return flat.unflatten(leaves), tuple(states)

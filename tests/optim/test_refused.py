@@ -55,11 +55,44 @@ ROWS = [
 def test_refusals():
     for call, text in ROWS:
         assert text_of(call) == text
-    tx = fs.Optimizer(lambda params: (), lambda grads, state, params: (state, params))
-    swapped = (
-        "update: tx.update returns (params, state), and its params: trees differ in structure\n  ['w']: expected a"
+
+
+def give_state_first(params_or_grads, state):
+    return state, params_or_grads
+
+
+SWAPPED = fs.Optimizer(lambda params: (), lambda grads, state, params: give_state_first(params, state))
+SWAPPED_TRANSFORMATION = fs.GradientTransformation(
+    lambda params: (), lambda grads, state, params: give_state_first(grads, state)
+)
+NO_PAIR = fs.Optimizer(lambda params: (), lambda grads, state, params: 3)
+# An optimizer, the function that runs the wrong update, the argument it is there, and what it has to return first.
+WRONG_RESULTS = [
+    (SWAPPED, "update", "tx", "params"),
+    (fs.chain(CLIP, SWAPPED), "chain", "transformations[1]", "params"),
+    (fs.chain(SWAPPED_TRANSFORMATION, SGD), "chain", "transformations[0]", "grads"),
+    (fs.ema(SWAPPED, 0.5), "ema", "tx", "params"),
+    (fs.skip_nonfinite(SWAPPED), "skip_nonfinite", "tx", "params"),
+    (fs.freeze(SWAPPED, "b"), "freeze", "tx", "params"),
+    (fs.masked(SWAPPED_TRANSFORMATION, "a"), "masked", "tx", "grads"),
+    (fs.partition({"b": SGD, "*": SWAPPED}), "partition", "parts['*']", "params"),
+]
+
+
+def test_updates_that_return_something_else_than_new_leaves_and_a_state():
+    for tx, verb, argument, made in WRONG_RESULTS:
+        tx = tx if isinstance(tx, fs.Optimizer) else fs.chain(tx, SGD)
+        state = fs.TrainState.create(PARAMS, tx)
+        for donate in (False, True):
+            assert text_of(partial(fs.update, tx, state, PARAMS, donate=donate)) == (
+                f"{verb}: {made} that {argument}.update returned: trees differ in structure\n"
+                "  ['a']: expected a leaf, got nothing\n"
+                "  ['b']: expected a leaf, got nothing\n"
+                f"To fix: return ({made}, state), the new {made} first."
+            )
+    assert text_of(partial(fs.update, NO_PAIR, fs.TrainState.create(PARAMS, NO_PAIR), PARAMS)) == (
+        "update: expected tx.update to return two values, got an int; return (params, state), the new params first"
     )
-    assert text_of(partial(fs.update, tx, fs.TrainState.create(W, tx), W)).startswith(swapped)
 
 
 def check_leaves_are_refused(make, checked_by, takes_complex):

@@ -9,7 +9,7 @@ import torch
 
 import fshard as fs
 from fshard.ext.optim.parts import is_trained
-from fshard.extend import describe, expect, flatten, local_piece, refuse, serves_host
+from fshard.extend import describe, expect, flatten, local_piece, refuse, run_update, serves_host
 
 
 class WholeState(NamedTuple):
@@ -82,12 +82,12 @@ def whole(tx: fs.Optimizer) -> fs.Optimizer:
                 continue
             if grad is None:
                 # The update counts, and a leaf may have an average; neither looks across elements.
-                new, states[i] = tx.update({"leaf": None}, states[i], {"leaf": leaf})
+                new, states[i] = run_update("whole", "tx", tx, {"leaf": None}, states[i], {"leaf": leaf})
                 leaves[i] = new["leaf"]
             elif axes := _route(leaf):
                 travelling.setdefault(axes, []).append((i, grad))
             else:
-                new, states[i] = tx.update({"leaf": _full(grad)}, states[i], {"leaf": _full(leaf)})
+                new, states[i] = run_update("whole", "tx", tx, {"leaf": _full(grad)}, states[i], {"leaf": _full(leaf)})
                 leaves[i] = _like(leaf, new["leaf"])
         for axes, rows in travelling.items():
             device = _device_of(leaves[rows[0][0]])
@@ -219,7 +219,7 @@ def _stepped(tx: fs.Optimizer, grad: Any, leaf: Any, kept: Any) -> Any:
     """Step a leaf whose pieces are all here."""
     flat = flatten((leaf, kept))
     full, values = flat.unflatten([_full(value) if isinstance(value, fs.Sharded) else value for value in flat.leaves])
-    new, after = tx.update({"leaf": _full(grad)}, values, {"leaf": full})
+    new, after = run_update("whole", "tx", tx, {"leaf": _full(grad)}, values, {"leaf": full})
     stepped = flatten((new["leaf"], after)).leaves
     return flat.unflatten(map(_like, flat.leaves, stepped))
 
