@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard.comm import CollectiveError
-from fshard.extend import expect, flatten, piece_of, refuse
+from fshard.extend import describe, expect, flatten, piece_of, refuse
 
 # Leaves are cast and under way up to this many bytes at a time, a larger one alone.
 UNIT_BYTES = 16 * 1024 * 1024
@@ -74,14 +74,16 @@ def publish(
     `fs.checkpoint.save_huggingface`, to a new directory for each version.
 
     Args:
-        params: Any pytree of tensors and Sharded leaves, the same on every trainer.
+        params: Any pytree of tensors and Sharded leaves, the same on every trainer, such as a whole TrainState; nothing
+            is sent of leaves that are None.
         ranks: The samplers, by their ranks in the job.
         version: A number that samplers get beside the weights.
         names: What a leaf is called there, from its name here; None takes it as it is.
         timeout: Seconds to wait for a sampler.
 
     Raises:
-        ValueError: if `ranks` are no other ranks of this job, or `names` gives several leaves one name.
+        ValueError: if `ranks` are no other ranks of this job, `names` gives several leaves one name, or a leaf is no
+            tensor.
         CollectiveError: with each sampler that is lost or late, or refuses, when all others have the weights. The
             trainers' mesh stays good.
 
@@ -91,6 +93,7 @@ def publish(
     ValueError: publish: expected ranks of this job on the other side, got [0]; start all by one torchrun
     """
     peers = _Peers("publish", ranks, timeout)
+    _check_tensors("publish", params)
     boxes = [*_boxes(params, names or str)]
     held = {box.name: (box, tensor) for box, tensor in boxes}
     expect(len(held) == len(boxes), "publish", "names to give each leaf a name of its own", "one of several leaves")
@@ -116,7 +119,8 @@ def receive(like: Any, ranks: Sequence[int], *, timeout: float = TIMEOUT) -> tup
     """Get weights from ranks that train, which call `publish`; every sampler must call this.
 
     Args:
-        like: A pytree of tensors and Sharded leaves: which dtype, shape and layout the weights shall have here.
+        like: A pytree of tensors and Sharded leaves: which dtype, shape and layout the weights shall have here. None
+            leaves stay None.
         ranks: The trainers, by their ranks in the job.
         timeout: Seconds to wait for a trainer.
 
@@ -124,7 +128,8 @@ def receive(like: Any, ranks: Sequence[int], *, timeout: float = TIMEOUT) -> tup
         New weights of the structure, specs and dtypes of `like`, and their version.
 
     Raises:
-        ValueError: if trainers have no such leaf, or another shape or kind of number; they hear of it too.
+        ValueError: if trainers have no such leaf, or another shape or kind of number, and they hear of it too; or if a
+            leaf is no tensor.
         CollectiveError: if a trainer is lost or late, trainers have different versions, or bytes are not those sent.
 
     >>> import torch, fshard as fs
@@ -133,6 +138,7 @@ def receive(like: Any, ranks: Sequence[int], *, timeout: float = TIMEOUT) -> tup
     ValueError: receive: expected ranks of this job on the other side, got [0]; start all by one torchrun
     """
     peers = _Peers("receive", ranks, timeout)
+    _check_tensors("receive", like)
     said = peers.hear()
     peers.end()
     made = fs.tree_map(torch.zeros_like, like)
@@ -194,10 +200,22 @@ def _schedule(
     return asked, problems
 
 
+def _check_tensors(what: str, tree: Any) -> None:
+    """Refuse leaves that are neither tensors nor None."""
+    flat = flatten(tree)
+    problems = []
+    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+        if not (leaf is None or isinstance(leaf, torch.Tensor | fs.Sharded)):
+            problems.append((path, describe(leaf), "a tensor, a Sharded leaf or None"))
+    refuse(f"{what}: leaves are no tensors", problems, "make tensors of numbers, and keep other values out of the tree")
+
+
 def _boxes(tree: Any, names: Callable[[str], str]) -> Iterator[tuple[Box, torch.Tensor]]:
     """The parts of leaves that this rank holds, by their names there; none where it holds no element."""
     flat = flatten(tree)
     for name, leaf in zip(flat.names, flat.leaves, strict=True):
+        if leaf is None:
+            continue
         start, tensor, shape = piece_of(leaf)
         if tensor.numel():
             yield Box(names(name), str(tensor.dtype).removeprefix("torch."), shape, start, tuple(tensor.shape)), tensor

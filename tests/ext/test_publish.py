@@ -13,7 +13,7 @@ import fshard as fs
 from fshard.ext import publish as module
 from tests.faults import Outcome, outcomes_of_survivors
 from tests.ranks import on_ranks
-from tests.trees import normal
+from tests.trees import assert_same_bits, normal
 
 TRAINERS, STEPS = (0, 1), 100
 FULL = {"blocks": [{"w": normal(n)(6, 6), "b": normal(n + 9)(5)} for n in range(3)], "scale": normal(7)()}
@@ -111,6 +111,35 @@ def test_other_leaves_are_refused_on_both_sides_and_trainers_go_on():
             fs.receive(like, TRAINERS)
     found, version = fs.receive({"w": torch.zeros(4, 2)}, TRAINERS)
     assert (found["w"].tolist(), version) == (torch.ones(4, 2).tolist(), 3)
+
+
+@on_ranks("3 processes")
+def test_a_whole_train_state_is_sent_and_its_leaves_that_are_none_stay_none():
+    ours, theirs = mesh_of(*TRAINERS), mesh_of(2)
+    tx = fs.sgd(0.1, momentum=0.9)
+    full = {"w": normal(3)(4, 2), "b": normal(4)(3)}
+
+    def state_on(mesh, scale):
+        params = fs.shard(
+            fs.tree_map(lambda leaf: scale * leaf, full), fs.zero3(mesh, min_shard_elements=0), frozen="b"
+        )
+        state = fs.TrainState.create(params, tx, key=int(scale))
+        grads = fs.tree_map(lambda leaf: 2 * leaf, {**params, "b": None})
+        return fs.update(tx, state, grads)
+
+    if dist.get_rank() in TRAINERS:
+        with pytest.raises(
+            ValueError, match=r"^publish: leaves are no tensors\n  \['n'\]: expected a tensor, a Sharded "
+        ):
+            fs.publish({"n": 3}, [2])
+        fs.publish(state_on(ours, 3.0), [2])
+        return
+    with pytest.raises(ValueError, match=r"^receive: leaves are no tensors\n  \['n'\]: expected a tensor, a Sharded "):
+        fs.receive({"n": 3}, TRAINERS)
+    found, _ = fs.receive(state_on(theirs, 0.0), TRAINERS)
+    expected = state_on(theirs, 3.0)
+    assert (found.buffers, found.transform_state) == (None, None)
+    assert_same_bits(fs.tree_leaves(found), fs.tree_leaves(expected))
 
 
 def test_a_sampler_that_dies_is_named_and_the_others_get_the_weights(tmp_path, monkeypatch):
