@@ -1,9 +1,11 @@
 """Derivatives that a function takes of itself, also under saved-tensor hooks of its own."""
 
+import re
+
 import pytest
 import torch
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.func import grad, grad_and_value
+from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
@@ -106,3 +108,85 @@ def test_derivatives_inside_are_those_of_torch_func(world_size):
             # A gradient of a gradient sums over the columns of two layers.
             near = within((value, grads), terms=9, steps=4)
             assert_trees_close(fs.value_and_grad(f)(params, x), (value, grads), **near)
+
+
+def whole_hessian(full, batches):
+    """The Hessian of the mean over ranks, by plain torch: blocks by name."""
+    return hessian(lambda p: sum(perceptron(p, x) for x in batches) / len(batches))(full)
+
+
+def refused_columns(transform, names):
+    expected = "expected a leaf that ranks hold whole, got one that is split over 'shard'"
+    lines = "\n".join(f"  [{name!r}]: {expected}" for name in names)
+    return re.escape(
+        f"{transform}: each rank would take elements of its own, and columns of all ranks would be added up\n{lines}\n"
+        "To fix: take products with a sharded basis, vmap(lambda v: jvp(gradient, (params,), (v,))[1])(basis), or "
+        "differentiate by full tensors, gathered before."
+    )
+
+
+def basis_of(params):
+    """The standard basis of all elements of a tree, sharded as it is, along a new first dim."""
+    full = {name: torch.zeros(leaf.spec.shape, dtype=leaf.local.dtype) for name, leaf in params.items()}
+    vectors = []
+    for name, leaf in full.items():
+        for i in range(leaf.numel()):
+            one = torch.zeros(leaf.numel(), dtype=leaf.dtype)
+            one[i] = 1
+            vectors.append(fs.shard(full | {name: one.view(leaf.shape)}, params[name].spec.transform))
+    return fs.tree_map(lambda *leaves: torch.stack(leaves), *vectors)
+
+
+@on_ranks(1, 2, 3)
+def test_hessians(world_size):
+    """Elements of shards are others on each rank: jacrev and jacfwd of them are refused, with the form that works."""
+    draw = normal()
+    full = {"first": draw(3, 2), "second": draw(2, 2), "third": draw(2)}
+    batches = [normal(10 + rank)(2, 3) for rank in range(world_size)]
+    expected = whole_hessian(full, batches)
+    strategies = {
+        "ddp": (fs.ddp(one_axis()), []),
+        "zero3": (fs.zero3(one_axis(), min_shard_elements=0), ["first", "second", "third"]),
+        "zero3 of large leaves": (fs.zero3(one_axis(), min_shard_elements=4), ["first", "second"]),
+    }
+    for strategy, split in strategies.values():
+        params, x = fs.shard(full, strategy), batches[my_rank()]
+        gradient = grad(lambda p: fs.objective(perceptron(p, x), like=p))  # noqa: B023
+        split = split if world_size > 1 else []
+        ways = {"jacrev": jacrev(gradient), "jacfwd": jacfwd(gradient)}
+        ways["jacrev in chunks"] = jacrev(gradient, chunk_size=1)
+        ways["jacfwd of jacrev"] = hessian(lambda p: fs.objective(perceptron(p, x), like=p))  # noqa: B023
+        for name, way in ways.items():
+            if split:
+                with pytest.raises(ValueError, match=refused_columns(name.split()[0], split)):
+                    way(params)
+            else:
+                blocks = way(params)
+                found = {row: {column: blocks[row].local[column].local for column in full} for row in full}
+                assert_trees_close(found, expected, **within(expected, terms=9, steps=4))
+        # Products with all vectors of a sharded basis: rows of the whole Hessian.
+        rows = vmap(lambda v: jvp(gradient, (params,), (v,))[1])(basis_of(params))  # noqa: B023
+        number = 0
+        for name, leaf in full.items():
+            for i in range(leaf.numel()):
+                found = fs.unshard(fs.tree_map(lambda each: each[number], rows))  # noqa: B023
+                needed = {of: block.flatten(0, leaf.dim() - 1)[i] for of, block in expected[name].items()}
+                assert_trees_close(found, needed, **within(expected, terms=9, steps=4))
+                number += 1
+
+
+@on_ranks(2, 3)
+def test_gradients_of_each_sample(world_size):
+    """By gathered parameters they are this rank's own; by sharded ones sample i of all ranks is added up."""
+    strategies, x = values_and_batch()
+    for params in strategies:
+        full = fs.gather(params)
+        each = vmap(grad(lambda p, row: perceptron(p, row[None])), (None, 0))
+        own = each(full, x)
+        for i, row in enumerate(x):
+            expected = grad(lambda p: perceptron(p, row[None]))(full)  # noqa: B023
+            assert_trees_close(fs.tree_map(lambda leaf: leaf[i], own), expected, rtol=ATOL, atol=ATOL)  # noqa: B023
+        added = each(params, x)
+        for i in range(len(x)):
+            here = fs.scatter_grads(fs.tree_map(lambda leaf: leaf[i], own), like=params, reduce="sum")  # noqa: B023
+            assert_trees_close(fs.tree_map(lambda leaf: leaf[i], added), here, rtol=ATOL, atol=ATOL)  # noqa: B023

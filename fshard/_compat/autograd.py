@@ -88,6 +88,38 @@ def outside_transforms() -> AbstractContextManager[object]:
     return temporarily_clear_interpreter_stack() if transforms_active() else nullcontext()
 
 
+def _wrapper_code(transform: Any) -> Any:
+    """The code of the function that a transform of torch.func returns."""
+    return next(code for code in transform.__code__.co_consts if getattr(code, "co_name", "") == "wrapper_fn")
+
+
+# The functions that jacrev and jacfwd return. Checked on 2.13.
+_JACREV, _JACFWD = _wrapper_code(torch.func.jacrev), _wrapper_code(torch.func.jacfwd)
+
+
+def outputs_of_jacrev() -> Iterator[Any]:
+    """The output of each torch.func.jacrev on the stack that is pulling back its elements. Checked on 2.13."""
+    for frame in _frames_of(_JACREV):
+        # Before, it runs the function.
+        if "flat_output" in frame.f_locals:
+            yield frame.f_locals["output"]
+
+
+def inputs_of_jacfwd() -> Iterator[Any]:
+    """The differentiated inputs of each torch.func.jacfwd on the stack, whose elements it pushes. Checked on 2.13."""
+    for frame in _frames_of(_JACFWD):
+        arguments = frame.f_locals["primals"]
+        yield arguments[0] if len(arguments) == 1 else arguments
+
+
+def _frames_of(code: Any) -> Iterator[Any]:
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code is code:
+            yield frame
+        frame = frame.f_back
+
+
 def any_dual(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether some tensor has a tangent of forward-mode AD. Checked on 2.13."""
     if forward_ad._current_level < 0:

@@ -15,8 +15,8 @@ import torch
 from torch.autograd import Function
 
 from fshard import _compat, comm
-from fshard.errors import expect
-from fshard.tree import Axis, Spec, Tree, tree_leaves, tree_map
+from fshard.errors import expect, refuse
+from fshard.tree import Axis, Spec, Tree, flatten, is_sharded, tree_leaves, tree_map
 from fshard.tree.checks import check_operands
 
 Tensors = Sequence[torch.Tensor]
@@ -98,10 +98,12 @@ class _LinearCall(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        _refuse_own_elements("jacrev", ctx.variance, _compat.outputs_of_jacrev)
         return None, *_LinearCall.apply(ctx.linear.transposed(), *grads)
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor) -> Any:
+        _refuse_own_elements("jacfwd", ctx.variance, _compat.inputs_of_jacfwd)
         return _LinearCall.apply(ctx.linear, *tangents)
 
     @staticmethod
@@ -114,6 +116,36 @@ class _LinearCall(Function):
         ]
         outputs = _LinearCall.apply(linear, *moved)
         return outputs, tuple(out.dim() - 1 for out in outputs)
+
+
+def _refuse_own_elements(transform: str, variance: Variance | None, running: Callable[[], Iterator[Tree]]) -> None:
+    """Refuse to differentiate element by element where an element is another one on each rank.
+
+    Args:
+        transform: The transform of torch.func that does so.
+        variance: That of the collective which cotangents or tangents have come to.
+        running: Lists the trees whose elements such transforms, now on the stack, take one by one.
+
+    Raises:
+        ValueError: with the path of every leaf that is split over an axis of the collective.
+    """
+    axes = [axis for axis in variance.axes if axis.size > 1] if variance else []
+    if not axes:
+        return
+    for tree in running():
+
+        def misfit(leaf: Any) -> tuple[str, str] | None:
+            split = [axis.name for axis in axes if is_sharded(leaf) and leaf.spec.dim_of(axis) is not None]
+            if not split:
+                return None
+            return f"one that is split over {split[0]!r}", "a leaf that ranks hold whole"
+
+        refuse(
+            f"{transform}: each rank would take elements of its own, and columns of all ranks would be added up",
+            flatten(tree).problems(misfit),
+            "take products with a sharded basis, vmap(lambda v: jvp(gradient, (params,), (v,))[1])(basis), or "
+            "differentiate by full tensors, gathered before",
+        )
 
 
 def linear_call(linear: Linear, tensors: Tensors) -> list[torch.Tensor]:

@@ -20,6 +20,7 @@ MIRRORS = {
     "fshard/comm": ("tests/comm",),
     "fshard/collectives/moves.py": ("tests/test_moves.py", "tests/test_collectives.py"),
     "fshard/collectives/objective.py": ("tests/test_weighted.py", "tests/test_reduce_over.py"),
+    "fshard/collectives/linear.py": ("tests/test_collectives.py", "tests/test_derivatives.py"),
     "fshard/collectives/derived.py": ("tests/test_derived_leaves.py",),
     "fshard/collectives/varying.py": ("tests/test_varying.py", "tests/test_derived_leaves.py", "tests/testing"),
     "fshard/collectives": ("tests/test_collectives.py", "tests/test_varying.py"),
@@ -202,6 +203,13 @@ FAULTS = (
         "kinds = _find_kinds(place, axis, leaves_vary=True)",
         "kinds = _find_kinds(place, axis, leaves_vary=False)",
         "2: a gradient that whole and split leaves share is summed for the whole ones alone",
+    ),
+    Fault(
+        "elements-of-each-rank-pulled-back-together",
+        "fshard/collectives/linear.py",
+        '_refuse_own_elements("jacrev", ctx.variance, _compat.outputs_of_jacrev)',
+        "pass",
+        "2: jacrev of a sharded gradient is refused, as it would add up columns of all ranks",
     ),
     Fault(
         "collectives-tied-to-the-first-token",
