@@ -24,6 +24,14 @@ MIRRORS = {
     "fshard/collectives/derived.py": ("tests/test_derived_leaves.py",),
     "fshard/collectives/varying.py": ("tests/test_varying.py", "tests/test_derived_leaves.py", "tests/testing"),
     "fshard/collectives": ("tests/test_collectives.py", "tests/test_varying.py"),
+    "fshard/engine/saved.py": (
+        "tests/engine/test_saved.py",
+        "tests/engine/test_uses.py",
+        "tests/test_apply.py",
+        "tests/test_units_dtypes.py",
+        "tests/test_units_memory.py",
+        "tests/test_units_state.py",
+    ),
     "fshard/engine": (
         "tests/engine",
         "tests/test_apply.py",
