@@ -56,7 +56,8 @@ def remat(f: Callable[..., Any], *, save: Sequence[str] = ()) -> Callable[..., A
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not _compat.transforms_active():
-            return checkpoint(f, *args, use_reentrant=False, context_fn=contexts, **honor_hooks, **kwargs)
+            whole = _recomputed_whole_where_needed(f)
+            return checkpoint(whole, *args, use_reentrant=False, context_fn=contexts, **honor_hooks, **kwargs)
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         structure: list[Tree] = []
 
@@ -82,6 +83,30 @@ def remat(f: Callable[..., Any], *, save: Sequence[str] = ()) -> Callable[..., A
 
         outputs = iter(_Remat.apply(once, again, *leaves))
         return tree_map(lambda leaf: next(outputs) if leaf is _PLACE else leaf, structure[0])
+
+    return run
+
+
+def _recomputed_whole_where_needed(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a checkpoint compute all of `f` again if an operator of it fills a tensor that autograd has saved already.
+
+    A checkpoint stops its recomputation as soon as autograd has saved as many tensors as in the forward. If the last
+    one is the noise of an RReLU, that is before the operator has filled it, and the backward would read memory without
+    values. One more tensor is then saved behind `f`. Elsewhere the early stop spares the last operator, in a block of
+    a transformer a product of matrices.
+    """
+    decided: list[bool] = []
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        begin = _compat.next_sequence_number()
+        out = f(*args, **kwargs)
+        # The recomputation does what the forward did.
+        if not decided:
+            tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+            decided.append(_compat.fills_what_it_saved(tensors, begin))
+        if decided[0]:
+            torch.ones((), requires_grad=True).square()
+        return out
 
     return run
 

@@ -1,6 +1,7 @@
 """remat: the same gradients, computed again rather than kept, under torch.func and inside value_and_grad."""
 
 import itertools
+from collections import Counter
 from functools import partial
 from unittest.mock import Mock
 
@@ -224,3 +225,169 @@ def test_math_on_shards_is_done_before_a_checkpoint_or_refused():
         )
     reference = grad_and_value(lambda p: fs.objective(fs.remat(merged_square)(p), like=p))(params)
     assert_same_bits(fs.tree_leaves(reference[::-1]), fs.tree_leaves(expected))
+
+
+class Function(nn.Module):
+    """A module of a function that has no module in torch."""
+
+    def __init__(self, f):
+        super().__init__()
+        self.f = f
+
+    def forward(self, x):
+        return self.f(x)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, dropout=0.5)
+
+    def forward(self, x):
+        return self.attention(x, x, x)[0]
+
+
+def behind_linear(make):
+    return nn.Sequential(nn.Linear(6, 6), make())
+
+
+# Modules that draw or that write to more than their result, with the shape of what they take.
+NOISY = {
+    "rrelu": (nn.RReLU, (4, 6)),
+    "rrelu of a product": (lambda: behind_linear(nn.RReLU), (4, 6)),
+    "rrelu, seen otherwise": (lambda: nn.Sequential(nn.RReLU(), nn.Flatten(0)), (4, 6)),
+    "rrelu in place": (lambda: behind_linear(partial(nn.RReLU, inplace=True)), (4, 6)),
+    "rrelu twice": (lambda: nn.Sequential(nn.RReLU(), nn.RReLU(0.5, 0.9)), (4, 6)),
+    "dropout": (nn.Dropout, (4, 6)),
+    "dropout in place": (lambda: behind_linear(partial(nn.Dropout, inplace=True)), (4, 6)),
+    "dropout1d": (nn.Dropout1d, (4, 6, 5)),
+    "dropout2d": (nn.Dropout2d, (4, 6, 3, 3)),
+    "dropout3d": (nn.Dropout3d, (4, 6, 2, 2, 2)),
+    "alpha dropout": (nn.AlphaDropout, (4, 6)),
+    "feature alpha dropout": (nn.FeatureAlphaDropout, (4, 6, 5)),
+    "native dropout": (lambda: Function(lambda x: torch.native_dropout(x, 0.5, True)[0]), (4, 6)),
+    "fractional pool 2d": (lambda: nn.FractionalMaxPool2d(2, output_ratio=0.5), (2, 3, 8, 8)),
+    "fractional pool 3d": (lambda: nn.FractionalMaxPool3d(2, output_ratio=0.5), (2, 3, 6, 6, 6)),
+    "batch norm 1d": (lambda: nn.BatchNorm1d(6), (4, 6)),
+    "batch norm 2d": (lambda: nn.BatchNorm2d(6), (4, 6, 3, 3)),
+    "instance norm": (lambda: nn.InstanceNorm1d(6, affine=True, track_running_stats=True), (4, 6, 5)),
+    "lstm": (lambda: nn.LSTM(6, 6, 2, dropout=0.5), (4, 2, 6)),
+    "gru": (lambda: nn.GRU(6, 6, 2, dropout=0.5), (4, 2, 6)),
+    "rnn": (lambda: nn.RNN(6, 6, 2, dropout=0.5), (4, 2, 6)),
+    "attention": (Attention, (4, 2, 6)),
+    "encoder": (lambda: nn.TransformerEncoderLayer(6, 2, 12), (4, 2, 6)),
+    "attended": (
+        lambda: Function(lambda x: nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)),
+        (2, 4, 6),
+    ),
+    "gumbel": (lambda: Function(nn.functional.gumbel_softmax), (4, 6)),
+    "noise": (lambda: Function(lambda x: x * torch.empty_like(x).normal_()), (4, 6)),
+    "noise in place": (lambda: Function(lambda x: (2 * x).mul_(torch.empty_like(x).bernoulli_())), (4, 6)),
+}
+
+
+def noisy_loss(name, around):
+    """A loss of a module in training mode and of what it takes, which the function recomputed ends with."""
+    make, shape = NOISY[name]
+    module, draw = make().double(), normal(3)
+    model = fs.functionalize(module.train())
+    params = {name: draw(*parameter.shape) for name, parameter in module.named_parameters()}
+
+    def run(tree, key):
+        full = fs.gather(tree)
+        out, buffers = model.apply(full["params"], full["x"], key=key, buffers=model.buffers)
+        return fs.tree_leaves(out)[0], buffers
+
+    def loss(tree, key):
+        out, buffers = around(run)(tree, key)
+        return (out.flatten() * torch.linspace(1, 2, out.numel(), dtype=out.dtype)).sum(), buffers
+
+    return loss, {"params": params, "x": draw(*shape)}
+
+
+def differentiated(way, name, around):
+    """Loss, buffers and gradients."""
+    loss, full = noisy_loss(name, around)
+    keys = torch.tensor([3, 4])
+    sharded = fs.shard(full, fs.zero3(one_axis(), min_shard_elements=0))
+    match way:
+        case "autograd":
+            leaves = fs.tree_map(lambda leaf: leaf.requires_grad_(), full)
+            value, buffers = loss(leaves, keys[0])
+            return value, buffers, torch.autograd.grad(value, fs.tree_leaves(leaves))
+        case "value_and_grad":
+            return fs.value_and_grad(loss, has_aux=True)(sharded, keys[0])
+        case "jit":
+            return fs.jit(fs.value_and_grad(loss, has_aux=True))(sharded, keys[0])
+        case "accumulate":
+            return fs.accumulate(loss, has_aux=True)(sharded, list(keys))
+        case "torch.func":
+            return torch.func.grad_and_value(loss, has_aux=True)(full, keys[0])
+
+
+WAYS = ("autograd", "value_and_grad", "jit", "accumulate", "torch.func")
+
+
+@pytest.fixture
+def memory_without_values_is_nan():
+    """It often still holds what the forward left there, which would be right by chance."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def assert_equals_what_is_not_computed_again(way, name, around=fs.remat):
+    found, expected = (fs.tree_leaves(differentiated(way, name, f)) for f in (around, lambda run: run))
+    assert_same_bits(found, expected)
+
+
+@pytest.mark.usefixtures("memory_without_values_is_nan")
+def test_an_operator_that_fills_what_autograd_has_saved_ends_what_is_computed_again():
+    """RReLU draws into such a tensor. torch's own checkpoint stops as soon as that is saved, before it is filled."""
+    for way in WAYS:
+        for name in ("rrelu of a product", "rrelu, seen otherwise"):
+            assert_equals_what_is_not_computed_again(way, name)
+    nested = lambda run: fs.remat(fs.remat(run))  # noqa: E731
+    selective = partial(fs.remat, save=["aten.mm", "aten.addmm", "aten.pow"])
+    for around in (nested, selective):
+        assert_equals_what_is_not_computed_again("value_and_grad", "rrelu of a product", around)
+        assert_equals_what_is_not_computed_again("jit", "rrelu of a product", around)
+
+
+class Counting(_compat.DispatchMode):
+    """Counts the operators that are computed, not those that a checkpoint stops at."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.counts[op] += 1
+        return op(*args, **(kwargs or {}))
+
+
+def test_elsewhere_the_last_operator_is_not_computed_again():
+    """Its arguments are saved, and nobody needs its result."""
+    x = normal()(4, 6).requires_grad_()
+
+    def products(f):
+        with Counting() as counting:
+            torch.autograd.grad(f(x).sum(), x)
+        return counting.counts[torch.ops.aten.mm.default]
+
+    def ends_in_product(x):
+        return x.sin() @ x.T
+
+    def ends_in_noise(x):
+        return nn.functional.rrelu(ends_in_product(x), training=True)
+
+    assert products(fs.remat(ends_in_product)) == products(ends_in_product)
+    assert products(fs.remat(ends_in_noise)) == products(ends_in_noise) + 1
+
+
+@pytest.mark.usefixtures("memory_without_values_is_nan")
+@pytest.mark.rows(9)
+@pytest.mark.parametrize("name", NOISY)
+@pytest.mark.parametrize("way", WAYS)
+def test_noise_is_computed_again_to_the_bit(way, name):
+    assert_equals_what_is_not_computed_again(way, name)

@@ -689,6 +689,13 @@ FAULTS = (
         "9: a graph runs for the arguments that it was traced for, and no others",
     ),
     Fault(
+        "recomputation-stops-before-noise-is-drawn",
+        "fshard/remat.py",
+        "if decided[0]:",
+        "if not decided[0]:",
+        "3: the gradient under remat is that of the function, whatever operator it ends with",
+    ),
+    Fault(
         "what-is-saved-computed-again",
         "fshard/remat.py",
         "with torch.random.fork_rng(devices=[]), later:",
