@@ -3,7 +3,7 @@
 import ctypes
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -98,12 +98,24 @@ def threaded_process_groups(join: Callable[[ThreadedCollective], None]) -> Itera
     own_join = patch.multiple(
         multi_threaded_pg.ProcessLocalGroup, _start_coll=staticmethod(start), _end_coll=staticmethod(lambda *_: None)
     )
-    with own_world, own_hook, own_join:
+    with own_world, own_hook, own_join, _device_guard_set_once():
         _set_thread_isolation_mode(True)
         try:
             yield
         finally:
             _set_thread_isolation_mode(False)
+
+
+def _device_guard_set_once() -> AbstractContextManager[object]:
+    """Let threads make tensors without values side by side.
+
+    In torch 2.11 each of them replaces and frees the guard of CUDA devices that another may be using, and the process
+    ends with a segmentation fault. Newer versions set it once. Checked on 2.11, 2.13 and 2.14.1.
+    """
+    if torch.torch_version.__version__ >= "2.13":
+        return nullcontext()
+    torch._C._ensureCUDADeviceGuardSet()
+    return patch.object(torch._C, "_ensureCUDADeviceGuardSet", lambda: None)
 
 
 def _kind(operation: Any, data: Any) -> str:

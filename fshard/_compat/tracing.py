@@ -3,7 +3,7 @@
 import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -175,8 +175,12 @@ def make_graph_of(
             read.extend(given for given in args if isinstance(given, torch.Tensor) and not is_fake(given))
         return call(mode, func, pre_dispatch, args, kwargs)
 
-    # Else torch's selective checkpoints leave what they drop to a compiler, and keep all; older ones have none.
-    whole = getattr(torch.compiler, "_non_strict_tracing_context", nullcontext)()
+    # Else torch's selective checkpoints leave what they drop to a compiler, and keep all. 2.11 has no such context.
+    whole: AbstractContextManager[object] = (
+        torch.compiler._non_strict_tracing_context()
+        if hasattr(torch.compiler, "_non_strict_tracing_context")
+        else patch.object(torch.utils.checkpoint, "_is_compiling", lambda *_: False)
+    )
     # Passes will change the graph: the code that it has until then is not needed.
     with _use_lazy_graph_module(True), patch.object(proxy_tensor, "proxy_call", noted), whole:
         make = proxy_tensor.make_fx(f, dict(decompositions()), tracing_mode="fake", _allow_non_fake_inputs=True)
