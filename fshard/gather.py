@@ -66,4 +66,4 @@ def _gathered(key: Any, paths: list[str], shards: list[Sharded]) -> Sequence[Any
     else:
         tensors = [settle(path, leaf.local, leaf.spec) for path, leaf in zip(paths, shards, strict=True)]
     with writes_counted(), comm.concerning((), paths):
-        return gather_by(transform, tensors, [leaf.spec for leaf in shards])
+        return gather_by(transform, paths, tensors, [leaf.spec for leaf in shards])

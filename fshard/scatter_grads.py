@@ -10,7 +10,15 @@ from fshard.errors import Problem, expect, refuse
 from fshard.transforms.compose import scatter_by
 from fshard.transforms.state import ABSENT, joined, states_of
 from fshard.tree import Flat, Sharded, Tree, flatten, grouped, is_sharded, is_trained, tree_map, unflatten
-from fshard.tree.checks import check_count, check_floating, check_local, check_reduce, describe, same_structure
+from fshard.tree.checks import (
+    check_count,
+    check_dense,
+    check_floating,
+    check_local,
+    check_reduce,
+    describe,
+    same_structure,
+)
 
 
 def scatter_grads(
@@ -63,6 +71,8 @@ def scatter_grads(
     check_local("scatter_grads of `like`", params)
     check_floating("scatter_grads", params)
     _check_shapes(flat, params)
+    sharded = [grad if is_sharded(param) else None for grad, param in zip(flat.leaves, params.leaves, strict=True)]
+    check_dense("scatter_grads", flat.paths, sharded)
     states = states_of("scatter_grads", params, transform_state)
     comm.same_call("scatter_grads", shared_axes(params, axes), params, reduce=reduce, **named(axes, reduce_over))
     divisor = denominator(count, axes, reduce)

@@ -18,7 +18,7 @@ from fshard.engine.saved import Saved
 from fshard.engine.use import Use
 from fshard.errors import Problem, leaf_error
 from fshard.tree import Axis, Flat, Sharded, is_sharded
-from fshard.tree.checks import check_versions
+from fshard.tree.checks import check_dense, check_versions
 
 # Under which the function, and what autograd runs again of it, find the call that runs them.
 KEY = "fshard call"
@@ -149,6 +149,7 @@ class Call:
         """Take the gradients of a use's outputs."""
         if self._backward is None:
             raise graph_outlived([leaf.path for leaf, grad in zip(use.trained, grads, strict=True) if grad is not None])
+        check_dense(self._what, [leaf.path for leaf in use.trained], grads)
         self._backward.receive(use, grads)
 
     def _catch_up(self) -> None:

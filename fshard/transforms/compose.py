@@ -15,7 +15,7 @@ from fshard.transforms.axis import _FullyShard, _SplitDim
 from fshard.transforms.base import BuiltIn, Finish, ShardTransform, Specs, States, Storage, Tensors, Wrapped
 from fshard.transforms.local import _Cast, _Offload
 from fshard.tree import MASK, Axis, Mask, ModelDtypes, ReshardPolicy, Spec, Tree, is_mask, matches
-from fshard.tree.checks import describe
+from fshard.tree.checks import check_dense, describe
 
 FinishWithStates = Callable[[], tuple[Tensors, States]]
 
@@ -364,18 +364,19 @@ def check_stateless(transform: ShardTransform) -> None:
         raise ValueError(f"scatter: autograd cannot carry the transform's state through fs.gather; {remedy}")
 
 
-def gather_by(transform: ShardTransform, leaves: Tensors, specs: Specs) -> Tensors:
+def gather_by(transform: ShardTransform, paths: Sequence[str], leaves: Tensors, specs: Specs) -> Tensors:
     """Gather differentiably, as one node of autograd's, whose backward scatters; that refuses a transform with a state.
 
     Args:
         transform: The transform.
+        paths: The leaves' paths.
         leaves: One shard per leaf.
         specs: The leaves' specs.
 
     Returns:
         The full tensors.
     """
-    return linear_call(_linear(transform, specs), leaves)
+    return linear_call(_linear(transform, specs, paths), leaves)
 
 
 def scatter_by(
@@ -401,11 +402,13 @@ def scatter_by(
     return [grad.to(leaf.local.dtype) for leaf, grad in zip(leaves, found, strict=True)], states
 
 
-def _linear(transform: ShardTransform, specs: Specs) -> Linear:
+def _linear(transform: ShardTransform, specs: Specs, paths: Sequence[str] = ()) -> Linear:
     """Make a gather as a linear map; shards vary or agree as their leaves are stored."""
 
     def scattered(grads: Tensors) -> Tensors:
         check_stateless(transform)
+        if paths:
+            check_dense("gather", paths, grads)
         return start_scatter(transform, grads, specs, [])()[0]
 
     variance = Variance("fs.gather", specs[0].scattered_axes, specs, True)

@@ -242,6 +242,28 @@ def check_floating(what: str, flat: Flat) -> None:
         refuse(f"{what}: leaves cannot take a gradient", flat.problems(misfit), remedy)
 
 
+def check_dense(what: str, paths: Sequence[str], grads: Sequence[torch.Tensor | None]) -> None:
+    """Refuse gradients of Sharded leaves that are sparse: ranks add up and split dense ones.
+
+    Args:
+        what: The verb that asks, for its error.
+        paths: The leaves' paths.
+        grads: Their full gradients; None where there is none.
+
+    Raises:
+        ValueError: with the path of every leaf whose gradient is sparse.
+    """
+    problems = []
+    for path, grad in zip(paths, grads, strict=True):
+        if grad is not None and grad.layout is not torch.strided:
+            problems.append(Problem(path, f"one of layout {grad.layout}", "a dense gradient"))
+    remedy = (
+        "pass sparse=False to nn.Embedding, nn.EmbeddingBag and their functions, sparse_grad=False to torch.gather, or "
+        "call grad.to_dense()"
+    )
+    refuse(f"{what}: gradients are sparse", problems, remedy)
+
+
 def check_axes(what: str, flat: Flat) -> None:
     """Refuse Sharded leaves of another mesh than this process is on."""
 
