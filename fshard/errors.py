@@ -46,6 +46,28 @@ def is_users_file(filename: str) -> bool:
     return not any(path.is_relative_to(package) for package in _PACKAGES)
 
 
+def printable(text: str) -> str:
+    """Escape what UTF-8 does not have, such as half of a surrogate pair, so that a text can be sent and printed.
+
+    >>> printable("caf\u00e9 " + chr(0xDC80)) == "caf\u00e9 " + chr(92) + "udc80"
+    True
+    """
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of any error, printable; the name of its class where it has none or cannot make it.
+
+    >>> text_of(ValueError("no file")), text_of(KeyboardInterrupt())
+    ('no file', 'KeyboardInterrupt')
+    """
+    try:
+        text = str(error)
+    except Exception:
+        text = ""
+    return printable(text or type(error).__name__)
+
+
 def leaf_error(what: str, problems: Wrong, remedy: str) -> ValueError:
     """Collect the failing leaves in one error, as JAX's shard_map does.
 

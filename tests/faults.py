@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
+from fshard.errors import text_of
 from fshard.testing import RankError, Workers
 from fshard.testing import workers as workers_module
 from tests.ranks import my_rank
@@ -207,7 +208,7 @@ def outcome(program: Callable[[], Any]) -> Outcome:
         program()
         found = "", ""
     except BaseException as error:
-        found = str(error), type(error).__name__
+        found = text_of(error), type(error).__name__
     return Outcome(*found, time.monotonic() - begin)
 
 

@@ -113,6 +113,52 @@ def test_bad_input_of_one_rank_goes_with_the_message_that_begins_a_call():
     assert fs.comm.world().generation == before
 
 
+class UnreadableError(Exception):
+    """An error that cannot say what it is about."""
+
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+class SilentError(Exception):
+    """An error without a text."""
+
+
+# Errors whose texts cannot be sent as they are, and what the other ranks are told.
+UNUSUAL = [
+    (lambda: ValueError("no file caf\u00e9 \udc80"), "ValueError: no file caf\u00e9 \\udc80"),
+    (UnreadableError, "UnreadableError"),
+    (SilentError, "SilentError"),
+]
+
+
+@on_ranks(2, "2 processes")
+def test_errors_with_any_text_reach_the_other_ranks():
+    """Before a call sends anything, and in the middle of one."""
+    for make, told in UNUSUAL:
+        axis = axis_of_all()
+        params = params_of(axis)
+
+        def traced(tree, make=make):
+            if my_rank():
+                raise make()
+            return tree["w"]
+
+        def gathers_twice(tree, make=make):
+            full = fs.gather({"w": tree["w"]})["w"]
+            if my_rank():
+                raise make()
+            return (full + fs.gather({"v": tree["v"]})["v"]).sum()
+
+        for name, call in {"jit": fs.jit(traced), "value_and_grad": fs.value_and_grad(gathers_twice)}.items():
+            found = outcome(partial(call, params))
+            if my_rank():
+                assert found.error == told.partition(":")[0]
+            else:
+                assert found.error == "CollectiveError", found
+                assert found.text.startswith(f"rank 1 failed in {name}: {told}\n"), found
+
+
 # (b) A rank is killed or exits.
 
 

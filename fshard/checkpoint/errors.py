@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from fshard.errors import expect
+from fshard.errors import expect, printable, text_of
 
 
 class CheckpointError(ValueError):
@@ -25,5 +25,5 @@ expect_file = partial(expect, error=CheckpointError)
 def reason(error: BaseException, place: object = "") -> str:
     """Return the text of an error, with the file that it is about."""
     if isinstance(error, OSError):
-        return f"{error.filename or place}: {error.strerror or error}"
-    return str(error) or type(error).__name__
+        return printable(f"{error.filename or place}: {error.strerror or text_of(error)}")
+    return text_of(error)

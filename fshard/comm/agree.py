@@ -22,7 +22,7 @@ from fshard.comm.collective import Who, all_gather, rank, serves_host
 from fshard.comm.events import Label, Verb, labelled
 from fshard.comm.failure import CollectiveError, all_fail, answer, tell
 from fshard.comm.groups import World, world
-from fshard.errors import Problem, leaf_error
+from fshard.errors import Problem, leaf_error, text_of
 from fshard.tree import Axis, Flat, flatten, is_sharded
 from fshard.tree.checks import is_reachable
 
@@ -213,7 +213,8 @@ def calling(what: str, axes: Callable[[], Sequence[Axis]], begins: bool = True) 
 def _tell(own: World, what: str, over: Callable[[], Sequence[Axis]], error: BaseException) -> None:
     """Tell the other ranks of an error that leaves a call, unless they have heard of it."""
     axes: Sequence[Axis] = ()
-    text = f"rank {own.rank} failed in {what}: {type(error).__name__}: {error}"
+    name, message = type(error).__name__, text_of(error)
+    text = f"rank {own.rank} failed in {what}: " + (name if message == name else f"{name}: {message}")
     with suppress(Exception):
         axes = over()
     reached = [axis for axis in axes if is_reachable(axis)]
