@@ -1,6 +1,5 @@
 """Verb 4: update, the pure optimizers and gradient transformations that it runs, and the state that it makes anew."""
 
-import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,9 +10,8 @@ from fshard import _compat
 from fshard.errors import expect, refuse
 from fshard.transforms import transform_state
 from fshard.transforms.state import ABSENT
-from fshard.tree import Flat, Tree, flatten, is_sharded, is_trained, leaves_of, like, map_leaves, tensors_of
-from fshard.tree.checks import check_flags, describe, refuse_donated, same_structure
-from fshard.tree.nodes import tensor_of
+from fshard.tree import Flat, Sharded, Tree, flatten, is_sharded, is_trained, leaves_of, tensor_of, tensors_of
+from fshard.tree.checks import any_donated, check_flags, describe, mark_donated, refuse_donated, same_structure
 
 Updated = tuple[Tree, Any]
 Update = Callable[[Tree, Tree, Tree], Updated]
@@ -145,7 +143,7 @@ def update(
         grads: Sharded gradients from `scatter_grads` or `value_and_grad`. A leaf whose gradient is None stays as it is,
             and so does all that the optimizer keeps for it, as under torch.optim.
         donate: Whether `state` is donated, so that the next one may be written in its place: half the memory
-            and no copies. Do not use the old state afterwards.
+            and no copies. The old parameters and optimizer state are refused from then on, also where the update fails.
         transform_state: The state that `value_and_grad` or `scatter_grads` returned besides the gradients.
 
     Returns:
@@ -167,12 +165,14 @@ def update(
     expect(isinstance(tx, Optimizer), "update", "tx to be an Optimizer", describe(tx), CHAINED)
     expect(isinstance(state, TrainState), "update", "state to be a TrainState", describe(state))
     check_flags("update", donate=donate)
+    if any_donated(leaves_of(state)):
+        refuse_donated("update", flatten(state))
     needed = flatten(state.params)
     _check_gradients(grads, needed)
     # In a trace it is for jit to say which tensors are written in place.
     donate = donate and not _compat.is_tracing()
     if donate and tx.update_donated is not None:
-        state = state._replace(**_owned(state))
+        state = state._replace(**_take_over(state))
     params, opt_state = run_update("update", "tx", tx, grads, state.opt_state, state.params, donate=donate)
     after = state._replace(step=state.step + 1, params=params, opt_state=opt_state)
     return after if transform_state is ABSENT else after._replace(transform_state=transform_state)
@@ -220,19 +220,31 @@ def run_update(
     return new, state
 
 
-def _owned(state: TrainState) -> dict[str, Tree]:
-    """Copy the tensors that an update writes to where other tensors share their memory, as those of fs.gather do."""
-    written = {"params": state.params, "opt_state": state.opt_state}
-    # Frozen leaves are not written to, and their averages are they themselves.
-    tensors = tensors_of(filter(is_trained, leaves_of(written)))
-    tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
-    shared = set(map(id, itertools.compress(tensors, _compat.share_memory(tensors))))
+def _take_over(state: TrainState) -> dict[str, Tree]:
+    """Take parameters and optimizer state away from a donated state, for the update to write to.
 
-    def owned(leaf: Any) -> Any:
-        tensor = tensor_of(leaf)
-        return like(leaf, tensor.detach().clone()) if id(tensor) in shared else leaf
-
-    return map_leaves(owned, written) if shared else written
+    The leaves that are left behind are lost before anything is written, because an update that fails halfway has
+    changed some of them. Frozen ones stay: they are not written to, and their averages are they themselves.
+    """
+    flat = flatten({"params": state.params, "opt_state": state.opt_state})
+    leaves = list(flat.leaves)
+    in_transform = _compat.transforms_active()
+    numbers = []
+    for i, tensor in enumerate(tensors_of(leaves)):
+        # A value that a transform of torch.func has wrapped ends with it.
+        is_wrapped = in_transform and _compat.is_transformed(tensor)
+        if isinstance(tensor, torch.Tensor) and is_trained(leaves[i]) and not is_wrapped:
+            numbers.append(i)
+    donated = [leaves[i] for i in numbers]
+    tensors = tensors_of(donated)
+    # Tensors of fs.gather, for example, share the memory of a leaf, and keep their values.
+    for n, is_shared in enumerate(_compat.share_memory(tensors)):
+        if is_shared:
+            tensors[n] = tensors[n].detach().clone()
+    moved = mark_donated(donated)
+    for i, leaf, tensor in zip(numbers, donated, tensors, strict=True):
+        leaves[i] = Sharded(tensor, leaf.spec) if is_sharded(leaf) else moved.get(id(tensor), tensor)
+    return flat.unflatten(leaves)
 
 
 def chain(*transformations: GradientTransformation | Optimizer) -> Any:
@@ -276,11 +288,8 @@ def _check_gradients(grads: Tree, needed: Flat) -> None:
     found = flatten(grads)
     same_structure("update with gradients", found, needed)
     pairs = found._replace(leaves=[*zip(found.leaves, needed.leaves, strict=True)])
-    problems = pairs.problems(lambda pair: _misfit(*pair))
-    if problems:
-        refuse_donated("update", needed)
     remedy = "pass what fs.scatter_grads(grads, like=state.params) or fs.value_and_grad returned"
-    refuse("update: gradients do not fit the parameters", problems, remedy)
+    refuse("update: gradients do not fit the parameters", pairs.problems(lambda pair: _misfit(*pair)), remedy)
 
 
 def _misfit(grad: Any, param: Any) -> tuple[str, str] | None:

@@ -192,7 +192,8 @@ def jit(
     Args:
         f: A pure function of pytrees of tensors, which returns such; None makes a decorator of the other arguments.
         donate_argnums: Arguments that the caller donates: the part of the result that has the structure of such an
-            argument is written in its place, at the same addresses, and the old leaves are left empty.
+            argument is written in its place, at the same addresses. The old leaves are left empty before the step
+            runs, so a state whose step failed is lost too.
         static_argnums: Arguments by position that are no tensors and may change; the function is traced for each value.
         backend: "graph" runs the operators one by one, bit for bit as eager code. "inductor" compiles those between
             collectives to kernels, which round otherwise, and leaves collectives, updates and random numbers where they
@@ -226,10 +227,13 @@ def _run(program: Program, flat: Flat, tensors: list[torch.Tensor]) -> Any:
         others = zip(traced.inputs, _compat.share_memory(tensors), strict=True)
         for n in [n for n, (i, shared) in enumerate(others) if shared and i in program.written]:
             tensors[n] = _compat.copied_as_it_is(tensors[n])
-    outputs = program.run(*tensors)
+    # The graph updates a leaf as soon as its gradient is there, while the backward of others goes on. A rank that fails
+    # in between has updated other leaves than its peers, so all are lost before the first of them is written to.
     moved = mark_donated([flat.leaves[i] for i in program.donated])
-    results = zip((moved.get(id(tensor), tensor) for tensor in outputs), traced.specs, strict=True)
-    leaves = [tensor if spec is None else Sharded(tensor, spec) for tensor, spec in results]
+    outputs = program.run(*[moved.get(id(tensor), tensor) for tensor in tensors])
+    leaves = [
+        tensor if spec is None else Sharded(tensor, spec) for tensor, spec in zip(outputs, traced.specs, strict=True)
+    ]
     return unflatten(traced.treedef, leaves)
 
 

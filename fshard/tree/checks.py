@@ -162,7 +162,7 @@ def named(axis: Axis) -> str:
 
 
 def mark_donated(leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
-    """Leave donated leaves with an empty tensor that says so.
+    """Leave donated leaves with an empty tensor that says so, before anything is written to them.
 
     Args:
         leaves: The leaves. A Sharded one lets go of its tensor, which goes on as it is; a plain one is emptied itself.
@@ -172,22 +172,33 @@ def mark_donated(leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
     """
     empty: dict[Any, torch.Tensor] = {}
     moved: dict[int, torch.Tensor] = {}
-    put = object.__setattr__
+    # There may be thousands, and a device is slow to make and to hash.
     for leaf in leaves:
-        tensor = tensor_of(leaf)
-        # There may be thousands, and a device is slow to make and to hash.
-        kind = tensor.dtype if tensor.is_cpu else (tensor.dtype, tensor.device)
-        gone = empty.get(kind)
-        if gone is None:
-            gone = empty[kind] = tensor.new_empty(0)
-            gone.__dict__[DONATED] = True
         if isinstance(leaf, Sharded):
-            put(leaf, "local", gone)
-        elif id(tensor) not in moved:
+            # Of a frozen dataclass, whose object.__setattr__ takes several times as long.
+            tensor = leaf.local
+            gone = empty.get(tensor.dtype) if tensor.is_cpu else None
+            leaf.__dict__["local"] = _empty_like(tensor, empty) if gone is None else gone
+        elif id(leaf) not in moved:
             # By no operator.
-            moved[id(tensor)], tensor.data = tensor.data, gone
-            tensor.__dict__[DONATED] = True
+            moved[id(leaf)], leaf.data = leaf.data, _empty_like(leaf, empty)
+            leaf.__dict__[DONATED] = True
     return moved
+
+
+def _empty_like(tensor: torch.Tensor, known: dict[Any, torch.Tensor]) -> torch.Tensor:
+    """Find or make the empty tensor that takes the place of donated ones of a dtype and a device."""
+    kind = tensor.dtype if tensor.is_cpu else (tensor.dtype, tensor.device)
+    gone = known.get(kind)
+    if gone is None:
+        gone = known[kind] = tensor.new_empty(0)
+        gone.__dict__[DONATED] = True
+    return gone
+
+
+def any_donated(leaves: Iterable[Any]) -> bool:
+    """Tell whether one of thousands of leaves was donated."""
+    return any(getattr(tensor, DONATED, False) for tensor in tensors_of(leaves))
 
 
 def is_donated(leaf: Any) -> bool:
@@ -203,7 +214,7 @@ def refuse_donated(what: str, flat: Flat) -> None:
             return "a tensor that was donated to an earlier call", "what that call returned in its place"
         return None
 
-    remedy = "go on with the new state, or do not donate the old one"
+    remedy = "go on with the state that the call returned; if the call failed, restore the last checkpoint"
     refuse(f"{what}: arguments were donated", flat.problems(misfit), remedy)
 
 
