@@ -56,14 +56,14 @@ class Model:
         """Copy the module without its weights; see `functionalize`."""
         needed, found = "module to be an nn.Module", describe(module)
         expect(isinstance(module, nn.Module), "functionalize", needed, found, "call its class first")
-        hooks = [(name, _compat.hook_of(parameter)) for name, parameter in module.named_parameters()]
+        hooks = [(name, _compat.hook_of(parameter)) for name, parameter in _compat.named_parameters(module)]
         needed = "a change of the gradients that come back, or a transform with a scatter of its own"
         problems = [Problem(f"[{name!r}]", f"a hook of {hook}", needed) for name, hook in hooks if hook]
         refuse("functionalize: parameters with hooks", problems, "remove the hooks")
-        self.buffers: Buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+        self.buffers: Buffers = {name: buffer.detach().clone() for name, buffer in _compat.named_buffers(module)}
         self._module = module
         self._bare = copied(module, lambda tensor: torch.empty_like(tensor, device="meta"))
-        self._empty = flatten(dict(self._bare.named_parameters()))
+        self._empty = flatten(dict(_compat.named_parameters(self._bare)))
         self._units = plan_units(module, units)
         # Calls that overlap (threads, a model called inside itself) each need a copy of their own.
         self._idle: list[Skeleton] = []
@@ -125,7 +125,7 @@ class Model:
         drawn: Buffers = {}
         if seed is None:
             expect(mode == "replay", "model.init", f"a seed for {mode=}", "none", "pass seed=")
-            params = shard(dict(self._module.named_parameters()), strategy)
+            params = shard(dict(_compat.named_parameters(self._module)), strategy)
         else:
             params, drawn = init(self._module, strategy, seed, mode, reset)
         # A new dict, because the caller may hold the one before.
@@ -271,7 +271,8 @@ def functionalize(module: nn.Module, units: Units = None) -> Model:
 
     Follows torch.func.functional_call and Flax's init and apply. The model keeps the module's mode of now: for one that
     trains with dropout and evaluates without, functionalize both module.train() and module.eval(); the parameters
-    serve both. What torch.compile made of a submodule is gathered as a whole.
+    serve both. What torch.compile made of a submodule is gathered as a whole. A checkpoint_wrapper of torch changes no
+    name: submodules and parameters have those of the module without it.
 
     Args:
         module: The module, with values or on the meta device; tied and frozen parameters keep their meaning.

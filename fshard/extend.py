@@ -19,6 +19,8 @@
 - `leaf_means`: means over a dim of whole leaves, however they are split.
 - `leafwise`: new trees of old ones, by maths on the tensors of each leaf that has a gradient.
 - `local_piece`: cuts this rank's shard out of a full tensor.
+- `named_modules`: a module's submodules by name, without the checkpoint wrappers of torch around them.
+- `named_parameters`: a module's parameters by the names that they have without such wrappers, as in its state dict.
 - `piece_of`: the box of a leaf that this rank holds.
 - `refuse`: refuses the leaves that are wrong, if there are any.
 - `run_update`: runs a transformation's update, and refuses what is no pair of a tree like the one given and a state.
@@ -31,7 +33,7 @@
 - `words_at`: random numbers of 64 bits that depend on a key and an index alone.
 """
 
-from fshard._compat import fake_maker, without_saved_tensor_hooks
+from fshard._compat import fake_maker, named_modules, named_parameters, without_saved_tensor_hooks
 from fshard.checkpoint.exchange import Entry, Exchange, piece_of
 from fshard.checkpoint.files import bytes_of, lay_out
 from fshard.collectives import chained, custom_call, walked
@@ -53,6 +55,6 @@ from fshard.update import run_update
 
 __all__ = ["Entry", "Exchange", "FullyShard", "Jitted", "Program", "TorchState", "Traced"]
 __all__ += ["bytes_of", "calling", "chained", "check_axis", "check_rates", "custom_call", "describe", "expect"]
-__all__ += ["fake_axes", "fake_maker", "flatten", "lay_out", "leaf_means", "leafwise", "local_piece", "piece_of"]
-__all__ += ["refuse", "run_update", "serves_host", "sum_dtype", "walked", "watched", "without_saved_tensor_hooks"]
-__all__ += ["words_at"]
+__all__ += ["fake_axes", "fake_maker", "flatten", "lay_out", "leaf_means", "leafwise", "local_piece"]
+__all__ += ["named_modules", "named_parameters", "piece_of", "refuse", "run_update", "serves_host", "sum_dtype"]
+__all__ += ["walked", "watched", "without_saved_tensor_hooks", "words_at"]

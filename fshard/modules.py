@@ -32,8 +32,8 @@ def plan_units(module: nn.Module, units: Units) -> list[ModuleUnit]:
     Raises:
         ValueError: if the rule selects nothing.
     """
-    first = {parameter: name for name, parameter in module.named_parameters()}
-    modules = dict(module.named_modules())
+    first = {parameter: name for name, parameter in _compat.named_parameters(module)}
+    modules = dict(_compat.named_modules(module))
     selected = select(module, "" if units is None else units)
     owned: dict[str, dict[str, None]] = {}
     for path, submodule in modules.items():
@@ -74,7 +74,7 @@ def select(module: nn.Module, rule: Any) -> set[str]:
     if isinstance(rule, list | tuple | set | frozenset):
         found = {path for part in rule for path in select(module, part)}
     else:
-        found = {path for path, submodule in module.named_modules() if _fits(rule, path, submodule)}
+        found = {path for path, submodule in _compat.named_modules(module) if _fits(rule, path, submodule)}
     remedy = "name some of named_modules()"
     expect(found, "functionalize", "units to match submodules", repr(rule), remedy)
     return found
@@ -131,13 +131,13 @@ class Skeleton:
         self._cache: object | None = None
         self._cached: dict[tuple[nn.Module, str], torch.Tensor] = {}
         self.names: dict[torch.Tensor, str] = {}
-        for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
+        for name, tensor in (*_compat.named_parameters(self.module), *_compat.named_buffers(self.module)):
             self.names[tensor] = name
         classes: dict[type, type] = {}
         numbers = {unit.path: number for number, unit in enumerate(units)}
         inside = _units_inside(units)
         # Children before their parent.
-        for path, submodule in reversed(list(self.module.named_modules())):
+        for path, submodule in reversed(list(_compat.named_modules(self.module))):
             own = _compat.parameters_of(submodule)
             named = {key: None if empty is None else self.names[empty] for key, empty in own.items()}
             submodule.__dict__["_parameters"] = _Weights(self, named)
@@ -154,6 +154,7 @@ class Skeleton:
         attributes = [submodule.__dict__ for submodule in self.module.modules()]
         pairs = [(own["_buffers"], key) for own in attributes for key in own["_buffers"]]
         self._places = [(own, key, self.names[own[key]]) for own, key in pairs if own[key] is not None]
+        self._first_places = {name: (own, key) for own, key, name in reversed(self._places)}
         self._put_back = _snapshot(attributes)
 
     def bind(self, values: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
@@ -191,7 +192,11 @@ class Skeleton:
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """The buffers as the module left them."""
-        return {name: self.module.get_buffer(name) for name in self._buffers}
+        after = dict[str, torch.Tensor]()
+        for name in self._buffers:
+            own, key = self._first_places[name]
+            after[name] = own[key]
+        return after
 
     def release(self) -> bool:
         """Let go of all values, and of what a forward has set; returns whether the copy is as it was made."""

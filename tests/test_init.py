@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fshard as fs
 from fshard.init.drawing import children_first
@@ -230,6 +231,31 @@ def test_what_nobody_draws_is_refused():
         assert text_of(lambda m=mode: drawn(Undrawn(), mode=m)) == f"{what}\n  {root}\n{REMEDY}"
     left = "  ['norm.weight']: expected a value for each, got elements left out by reset_parameters"
     assert text_of(lambda: drawn(Undrawn(), reset=Undrawn._init_weights)) == f"{what}\n{left}\n{REMEDY}"
+
+
+WRAPPERS = {"checkpointed": checkpoint_wrapper, "compiled": lambda module: torch.compile(module, backend="eager")}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("mode", MODES)
+def test_wrappers_do_not_draw_what_lies_inside_of_them_again(mode, wrapper):
+    """They have the methods of the module inside, which is drawn by itself."""
+
+    def made(wrap):
+        return nn.Sequential(nn.Linear(5, 5), wrap(nn.BatchNorm1d(5)), wrap(nn.Linear(5, 5)), nn.Linear(5, 5))
+
+    def duck_typed(part):
+        for name in ("weight", "bias"):
+            if hasattr(part, name):
+                nn.init.normal_(getattr(part, name))
+
+    for options in ({}, {"reset": duck_typed}):
+        wrapped = drawn(made(WRAPPERS[wrapper]), mode=mode, **options)
+        plain = drawn(made(lambda part: part), mode=mode, **options)
+        # Of modules that are drawn one after another, the last shows whether numbers were drawn in between.
+        names = list(plain) if wrapper == "checkpointed" or mode == "replay" else ["0.weight", "3.weight", "3.bias"]
+        locals_of = {name.replace("_orig_mod.", ""): leaf.local for name, leaf in wrapped.items()}
+        assert_same_bits({name: locals_of[name] for name in names}, {name: plain[name].local for name in names})
 
 
 class HalfDrawn(nn.Linear):

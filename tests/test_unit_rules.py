@@ -1,10 +1,14 @@
 """Unit rules: what every form of `units=` selects, and what it refuses."""
 
+import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper as wrapped
 
 import fshard as fs
 from tests.bad_input import text_of
+from tests.trees import one_axis
 
 
 class Block(nn.Module):
@@ -80,6 +84,23 @@ def selected(module, units):
 def test_a_rule_selects_these_units():
     for units, expected in RULES:
         assert selected(Tower(), units) == expected, units
+
+
+def wrapped_tower():
+    tower = Tower()
+    apply_activation_checkpointing(tower, check_fn=lambda submodule: isinstance(submodule, Block | nn.Linear))
+    return wrapped(wrapped(tower))
+
+
+def test_checkpoint_wrappers_change_no_name_that_rules_and_units_have():
+    model, plain = fs.functionalize(wrapped_tower()), fs.functionalize(Tower())
+    assert model.init(fs.ddp(one_axis())).keys() == plain.init(fs.ddp(one_axis())).keys()
+    for units, expected in RULES:
+        found = fs.functionalize(wrapped_tower(), units=units)._units
+        assert found == fs.functionalize(Tower(), units=units)._units
+        assert [unit.path for unit in found] == expected
+    with pytest.raises(ValueError, match="expected units to match submodules"):
+        fs.functionalize(wrapped_tower(), units="blocks.0._checkpoint_wrapped_module")
 
 
 def test_tied_modules_are_one_unit_and_tied_parameters_are_in_many():

@@ -2,11 +2,14 @@
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.nn.utils import parametrize
+
+# The name of the module inside what checkpoint_wrapper of torch.distributed makes. Checked on 2.13.
+_WRAPPED = "_checkpoint_wrapped_module"
 
 
 def set_flat_weights(module: torch.nn.Module) -> None:
@@ -63,6 +66,53 @@ def is_compiled(module: torch.nn.Module) -> bool:
     # The compiler is slow to import, and where nobody has, nothing is compiled.
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     return compiler is not None and isinstance(module, compiler.OptimizedModule)
+
+
+def name_without_wrappers(name: str) -> str:
+    """Leave out of a tensor's or a submodule's name what torch's checkpoint_wrapper adds, as its state_dict does.
+
+    Checked on 2.13. torch.compile adds `_orig_mod`, which state_dict keeps.
+    """
+    return ".".join(part for part in name.split(".") if part != _WRAPPED) if _WRAPPED in name else name
+
+
+def named_parameters(
+    module: torch.nn.Module, remove_duplicate: bool = True
+) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """List a module's parameters with their names in its state dict, without those of wrappers. Checked on 2.13."""
+    for name, parameter in module.named_parameters(remove_duplicate=remove_duplicate):
+        yield name_without_wrappers(name), parameter
+
+
+def named_buffers(module: torch.nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """List a module's buffers with their names in its state dict, without those of wrappers. Checked on 2.13."""
+    for name, buffer in module.named_buffers(remove_duplicate=remove_duplicate):
+        yield name_without_wrappers(name), buffer
+
+
+def named_modules(module: torch.nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.nn.Module]]:
+    """List a module's submodules without checkpoint wrappers, whose names those inside them get. Checked on 2.13."""
+    for name, submodule in module.named_modules(remove_duplicate=remove_duplicate):
+        if _WRAPPED not in submodule._modules:
+            yield name_without_wrappers(name), submodule
+
+
+def unsaved_buffers(module: torch.nn.Module) -> set[str]:
+    """The names of buffers that are not persistent, so that a state dict does not have them. Checked on 2.13."""
+    return {
+        f"{path}.{key}".lstrip(".")
+        for path, submodule in named_modules(module, remove_duplicate=False)
+        for key in submodule._non_persistent_buffers_set
+    }
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """Find the module inside of wrappers, which hand out its attributes as their own. Checked on 2.13."""
+    while True:
+        inner = module._modules.get("_orig_mod" if is_compiled(module) else _WRAPPED)
+        if inner is None:
+            return module
+        module = inner
 
 
 def init_optimizer_state(optimizer: torch.optim.Optimizer) -> bool:

@@ -89,8 +89,9 @@ class Exchange:
         label: The public function, for errors.
         ranks: The ranks that call, as one axis.
         rank: The place of this rank among them.
-        first: The first name of each tensor of the module, by each of its names.
+        first: The first name of each tensor of the module, by each of its names, with those of wrappers.
         saved: The names that a state dict has of each tensor, by the first.
+        unsaved: The names of buffers that are not persistent.
         by_tensor: The first name of each tensor, by its id.
     """
 
@@ -106,10 +107,14 @@ class Exchange:
         self.rank = comm.rank(self.ranks)
         given = nn.Module() if module is None else module
         expect(isinstance(given, nn.Module), label, "module to be a torch module or None", describe(module))
-        named = dict(given.named_parameters(remove_duplicate=False)) | dict(given.named_buffers(remove_duplicate=False))
+        named = dict[str, torch.Tensor](_compat.named_parameters(given, remove_duplicate=False))
+        named |= _compat.named_buffers(given, remove_duplicate=False)
         self.by_tensor = {id(tensor): name for name, tensor in reversed(named.items())}
-        self.first = {name: self.by_tensor[id(tensor)] for name, tensor in named.items()}
+        in_module = dict[str, torch.Tensor](given.named_parameters(remove_duplicate=False))
+        in_module |= given.named_buffers(remove_duplicate=False)
+        self.first = {name: self.by_tensor[id(tensor)] for name, tensor in (named | in_module).items()}
         self.saved: dict[str, list[str]] = {}
+        self.unsaved = _compat.unsaved_buffers(given)
         for name in filter(given.state_dict().__contains__, named):
             self.saved.setdefault(self.first[name], []).append(name)
 
@@ -176,10 +181,18 @@ class Exchange:
             flat = self.flat(tree)
             leaves = {name: leaf for name, leaf in zip(flat.names, flat.leaves, strict=True) if leaf is not None}
             problems = [(name, describe(leaf), "a tensor") for name, leaf in leaves.items() if not is_tensor(leaf)]
-            needed, others = "a parameter or a buffer of the module", leaves.keys() if self._known else ()
-            problems += [(n, "a leaf", self.first.get(n, needed)) for n in others if self.first.get(n) != n]
+            if self._known:
+                problems += [(name, "a leaf", expected) for name in leaves if (expected := self._misnamed(name))]
             refuse(f"{self.label}: leaves do not fit", problems, "pass the parameters and buffers of this module")
         return leaves
+
+    def _misnamed(self, name: str) -> str | None:
+        """Say what is expected in the place of a leaf; None for one that has its place in the module's state dict."""
+        if self.first.get(name) != name:
+            return self.first.get(name, "a parameter or a buffer of the module")
+        if name in self.saved or name in self.unsaved:
+            return None
+        return "one that module.state_dict() has under a name of module.named_parameters() or named_buffers()"
 
     def replicas(self, leaves: Mapping[str, Any], values: Mapping[str, str]) -> dict[str, dict[Place, list[int]]]:
         """Find the ranks that hold each part of each leaf, and refuse different values of one part.
@@ -247,12 +260,12 @@ class Exchange:
             if dtype.is_floating_point and entry.dtype.is_floating_point:
                 entry = entry._replace(dtype=dtype)
             groups.setdefault(first, []).append(entry)
-        # A state dict has no buffers that are not persistent, which stay as they are.
+        # A state dict has no buffers that are not persistent, which stay as they are if they have values.
         missing = {name: leaf for name, leaf in leaves.items() if name not in groups}
         kept = {
             name: tree_map(torch.clone, leaf)
             for name, leaf in missing.items()
-            if not self.saved_as(name) or (name in optional and not tensor_of(leaf).is_meta)
+            if (not self.saved_as(name) or name in optional) and not tensor_of(leaf).is_meta
         }
         needed = {name: leaf for name, leaf in leaves.items() if name not in kept}
         remedy = "pass a tree of the same names; module= knows which are tied or not saved, cast=True changes dtypes"

@@ -28,8 +28,8 @@ def to_state_dict(
         Full tensors, of storage of their own, by their leaves' names, joined by dots.
 
     Raises:
-        ValueError: on every rank, if a leaf is no tensor, the module has none of that name, or ranks hold
-            different leaves.
+        ValueError: on every rank, if a leaf is no tensor, the module or its state dict has none of that name, or ranks
+            hold different leaves.
 
     >>> import fshard as fs
     >>> params = fs.shard({"w": torch.ones(3)}, fs.zero2(fs.init_mesh({"shard": -1}, device="cpu")))
@@ -55,7 +55,7 @@ def from_state_dict(
             are not used and may be on the meta device.
         module: The module whose parameters they are, on any device: the state dict may then have a tied parameter
             under any of its names, or under several with the same values, and need not have buffers that are not
-            persistent, which stay as they are in `like`.
+            persistent, which stay as they are in `like` if they have values there.
         cast: Whether to convert from one floating dtype to another.
 
     Returns:

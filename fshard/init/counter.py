@@ -109,13 +109,13 @@ def count(
         ValueError: if values are drawn otherwise than by operators on each element by itself; other errors where a
             reset asks for values.
     """
-    make, names = _compat.fake_maker(), {buffer: name for name, buffer in module.named_buffers()}
+    make, names = _compat.fake_maker(), {buffer: name for name, buffer in _compat.named_buffers(module)}
     bare = drawing.copied(module, lambda tensor: buffers[names[tensor]] if tensor in names else make(tensor))
     # Held, so that no other tensor takes the memory of one that a reset puts another in the place of.
     held = [parameter.detach() for parameter in bare.parameters()]
     parts = {
         _compat.storage_key(made): Part(name, parameter, specs[name], seed)
-        for (name, parameter), made in zip(module.named_parameters(), held, strict=True)
+        for (name, parameter), made in zip(_compat.named_parameters(module), held, strict=True)
     }
 
     def see(func: Any, args: Any, kwargs: Any) -> None:
@@ -134,7 +134,8 @@ def count(
         except Exception as error:
             error.add_note(f'in the reset of {path or "(root)"} without values; pass mode="replay", which runs any')
             raise
-    buffers.update({name: bare.get_buffer(name) for name in buffers})
+    after = dict(_compat.named_buffers(bare, remove_duplicate=False))
+    buffers.update({name: after[name] for name in buffers})
     for part in filter(None, map(parts.get, map(_compat.storage_key, bare.parameters()))):
         entry = fingerprint(module.get_parameter(part.name), part.spec, " ".join(part.steps))
         is_left = bool(part.values.isnan().any()) or (len(part.steps) == 1 and part.values.numel() > 0)

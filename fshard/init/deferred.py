@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fshard import comm
+from fshard import _compat, comm
 from fshard.errors import Problem, expect, refuse
 from fshard.init.counter import count
 from fshard.init.drawing import Reset, blank_like, is_left_out, own_reset
@@ -48,12 +48,12 @@ def init(
     """
     expect(mode in ("replay", "counter"), "model.init", 'mode to be "replay" or "counter"', repr(mode))
     check_arguments("model.init", SEED, seed=seed)
-    params = dict(module.named_parameters())
+    params = dict(_compat.named_parameters(module))
     specs, misfits = _laid_out(params, transform)
     undrawn = [] if reset else _undrawn_root(module)
     entries = {name: fingerprint(leaf, specs[name], "without values") for name, leaf in params.items()}
     shards: dict[str, Sharded] = {}
-    given = dict(module.named_buffers())
+    given = dict(_compat.named_buffers(module))
     before = {name: blank_like(buffer) if buffer.is_meta else buffer.clone() for name, buffer in given.items()}
     after = dict(before)
     if not misfits and not undrawn:
@@ -91,6 +91,7 @@ def _laid_out(params: Mapping[str, torch.Tensor], transform: ShardTransform) -> 
 
 def _undrawn_root(module: nn.Module) -> list[Problem]:
     """List a module whose constructor draws its values by a method that nothing calls here."""
+    module = _compat.unwrapped(module)
     methods = ("init_weights", "_init_weights", "initialize_weights")
     names = [name for name in methods if hasattr(type(module), name)]
     if not names or own_reset(module) is not None:

@@ -75,7 +75,12 @@ def refuse_blank(buffers: Mapping[str, torch.Tensor]) -> None:
 
 
 def set_values(submodule: nn.Module, reset: Reset | None) -> None:
-    """Set the values of a submodule by `reset`, or by its own method where that is None."""
+    """Set the values of a submodule by `reset`, or by its own method where that is None.
+
+    A wrapper has the methods and tensors of the submodule inside, which is drawn by itself.
+    """
+    if _compat.unwrapped(submodule) is not submodule:
+        return
     draw = own_reset(submodule) if reset is None else partial(reset, submodule)
     if draw is not None:
         draw()

@@ -31,7 +31,8 @@ def replay(
     make = _compat.fake_maker()
     tried, bare = copied(module, make), copied(module, make)
     paths, mode = _outermost(tried, reset, seed), Drawing(_refuse_others, seed)
-    names = {tensor: name for name, tensor in (*bare.named_parameters(), *bare.named_buffers())}
+    tensors = *_compat.named_parameters(bare), *_compat.named_buffers(bare)
+    names = {tensor: name for name, tensor in tensors}
     origins: dict[Any, torch.Tensor] = dict(zip(bare.parameters(), module.parameters(), strict=True))
     last = {parameter: path for path in paths for parameter in bare.get_submodule(path).parameters()}
     # Tied parameters are held from the first submodule that has them to the last.

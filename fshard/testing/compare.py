@@ -185,7 +185,7 @@ def assert_matches_ddp(
     group = _compat.resolve_process_group(ranks.group_name)
     reference = DistributedDataParallel(copy.deepcopy(module), process_group=group, find_unused_parameters=True)
     torch_optimizer = optimizer(reference.parameters())
-    initial = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    initial = {name: buffer.detach().clone() for name, buffer in _compat.named_buffers(module)}
     for step, batch in enumerate(batches):
         loss = loss_fn(reference, batch)
         expected = _step_of_ddp(reference, torch_optimizer, loss, group)
@@ -208,10 +208,10 @@ def _step_of_ddp(
     optimizer.step()
     mean = loss.detach().clone()
     dist.all_reduce(mean, group=group)
-    buffers = {name: buffer.detach().clone() for name, buffer in reference.module.named_buffers()}
+    buffers = {name: buffer.detach().clone() for name, buffer in _compat.named_buffers(reference.module)}
     for buffer in buffers.values():
         dist.broadcast(buffer, group=group, group_src=0)
-    params = {name: parameter.detach() for name, parameter in reference.module.named_parameters()}
+    params = {name: parameter.detach() for name, parameter in _compat.named_parameters(reference.module)}
     return {"loss": mean / dist.get_world_size(group), "params": params, "buffers": buffers}
 
 

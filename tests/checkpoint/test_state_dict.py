@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fshard as fs
 from fshard.checkpoint import from_state_dict, to_state_dict
@@ -82,6 +83,23 @@ def test_modules_load_what_was_gathered():
     assert_same_bits(dict(other.state_dict()), dict(module.state_dict()))
 
 
+@on_ranks(2)
+def test_checkpoint_wrappers_change_no_name():
+    """Those inside, and one around the whole."""
+    inside, around = Net(), checkpoint_wrapper(Net())
+    inside.hidden, inside.norm = checkpoint_wrapper(inside.hidden), checkpoint_wrapper(inside.norm)
+    plain = sharded(Net(), every_leaf(one_axis()))
+    for module in (inside, around):
+        full = sharded(module, every_leaf(one_axis()))
+        assert full.keys() == plain.keys()
+        state_dict = to_state_dict(full, module=module)
+        assert_same_bits(state_dict, to_state_dict(plain, module=Net()))
+        back = from_state_dict(
+            state_dict, fs.tree_map(torch.zeros_like, full) | {"cache": full["cache"]}, module=module
+        )
+        assert_same_bits(fs.unshard(back), fs.unshard(full))
+
+
 def blank(mesh):
     like = sharded(Net(1), every_leaf(mesh))
     del like["cache"]
@@ -148,7 +166,20 @@ def test_dtypes_change_when_asked_and_only_floating_ones():
     assert "w: expected bfloat16[5], got int64[5]" in refusal(load)
 
 
+class Adapted(Net):
+    """Its state dict has the head alone, which shares the embedding's weight."""
+
+    def state_dict(self, *args, **kwargs):
+        return {name: tensor for name, tensor in super().state_dict(*args, **kwargs).items() if "head" in name}
+
+
 REFUSED = {
+    "frozen.weight: expected one that module.state_dict() has under a name of module.named_parameters() or": (
+        lambda mesh: to_state_dict({"frozen.weight": torch.ones(7, 13)}, module=Adapted())
+    ),
+    "cache: expected float32[3], got nothing": (
+        lambda mesh: from_state_dict({}, {"cache": torch.ones(3, device="meta")}, module=Net())
+    ),
     "expected embedding.weight to have the same values under all its names, got others; untie the module's": (
         lambda mesh: from_state_dict(
             Net(1).state_dict() | {"head.weight": torch.ones(11, 7)}, blank(mesh), module=Net()

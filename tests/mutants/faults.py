@@ -410,6 +410,13 @@ FAULTS = (
         "5: a parameter read under no_grad first has the gradient of its later reads",
     ),
     Fault(
+        "leaf-without-a-place-left-out-of-exports",
+        "fshard/checkpoint/exchange.py",
+        "if name in self.saved or name in self.unsaved:",
+        "if name in self.first:",
+        "1: an export has every leaf that it is given, or refuses it by name",
+    ),
+    Fault(
         "parametrized-tensor-cached-beyond-the-forward",
         "fshard/modules.py",
         "if cache is None or not self._is_running:",

@@ -1,6 +1,6 @@
 """Checkpoints of torch.distributed.checkpoint, under the names that FSDP2 gives its state."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -11,7 +11,7 @@ from torch import nn
 from fshard.checkpoint import CheckpointError
 from fshard.ext.interop import optimizer_state as states
 from fshard.ext.interop.export import new_files
-from fshard.extend import Exchange, describe, expect
+from fshard.extend import Entry, Exchange, describe, expect
 
 METADATA = ".metadata"
 # Leaves and other values, by their places in nested dicts.
@@ -71,8 +71,9 @@ def save_dcp(
         expect(is_whole, exchange.label, needed, f"a {type(state).__name__} alone")
     leaves = _model_leaves(exchange, state)
     exchange.replicas(leaves, {})
+    named = _name_of_fsdp2 if module is not None else str
     content: Content = {
-        (*_split(model_key), alias): leaf for name, leaf in leaves.items() for alias in exchange.saved_as(name)
+        (*_split(model_key), named(alias)): leaf for name, leaf in leaves.items() for alias in exchange.saved_as(name)
     }
     if trained and optimizer is not None:
         is_flat = flatten_optimizer_state_dict
@@ -88,10 +89,10 @@ def _optimizer_content(exchange: Exchange, opt_state: Any, optimizer: torch.opti
     """The state and the parameter groups of an optimizer, by their places in its state dict."""
     slots = states.optimizer_leaves(exchange, opt_state)
     exchange.replicas({f"{name} {slot}": leaf for (name, slot), leaf in slots.items()}, {})
-    content: Content = {("state", *key): leaf for key, leaf in slots.items()}
+    content: Content = {("state", _name_of_fsdp2(name), slot): leaf for (name, slot), leaf in slots.items()}
     order = states.optimizer_names(exchange, optimizer)
     for i, group in enumerate(states.groups_of(opt_state, optimizer, order)):
-        members = [order[number] for number in group.pop("params")]
+        members = [_name_of_fsdp2(order[number]) for number in group.pop("params")]
         owners: list[Any] = members if is_flat else [i]
         group |= {} if is_flat else {"params": members}
         content |= {("param_groups", owner, key): group[key] for owner in owners for key in group}
@@ -153,13 +154,14 @@ def load_dcp(
 
         entries, values = dcp_files.contents(place)
     groups, of_slots = _key(optimizer_key, "param_groups"), f"{_key(optimizer_key, 'state')}."
-    prefix = f"{model_key}." if model_key else ""
-    slots = {key[len(of_slots) :]: entry for key, entry in entries.items() if key.startswith(of_slots)}
-    others = (key for key in entries if key.startswith(prefix) and not key.startswith(of_slots))
-    weights = {key[len(prefix) :]: entries[key] for key in others}
-    made = exchange.fill(weights, _model_leaves(exchange, like))
+    slots = _entries_under(of_slots, entries)
+    others = {key: entry for key, entry in entries.items() if not key.startswith(of_slots)}
+    weights = _entries_under(f"{model_key}." if model_key else "", others)
+    made = exchange.fill(_under_names(exchange.first, weights), _model_leaves(exchange, like))
     if not hasattr(like, "opt_state"):
         return exchange.with_leaves(like, made)
+    slot_names = [_key(name, slot) for name, slot in states.optimizer_leaves(exchange, like.opt_state)]
+    slots = _under_names(slot_names, slots)
     injected = {name for state in states.states_of(like.opt_state) for name in state.hyper}
     with exchange.raise_on_all_ranks(directory):
         numbers = _numbers(values, groups, {*injected, "params"}) if injected else {}
@@ -186,6 +188,7 @@ def _numbers(values: Mapping[str, Callable[[], Any]], groups: str, names: set[st
 
 def _number(numbers: Numbers, groups: str, owner: str, name: str) -> Any:
     """The hyperparameter of a parameter, or of any where a class that keeps nothing does not say whose its state is."""
+    owner = _name_of_fsdp2(owner)
     for key, held in numbers.items():
         if not owner or key == f"{groups}.{owner}" or owner in held.get("params", ()):
             return held.get(name)
@@ -201,6 +204,21 @@ def _model_leaves(exchange: Exchange, state: Any) -> dict[str, Any]:
     if not hasattr(state, "opt_state"):
         return exchange.leaves(state)
     return exchange.leaves(state.params) | exchange.leaves(state.buffers)
+
+
+def _name_of_fsdp2(name: str) -> str:
+    """Leave out what torch.compile adds to a name: state_dict() of a module keeps it, and get_state_dict does not."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def _entries_under(prefix: str, entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    return {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
+
+
+def _under_names(names: Iterable[str], entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Give entries that FSDP2 named the names that they have here."""
+    by_key = {_name_of_fsdp2(name): name for name in names}
+    return {by_key.get(key, key): entry for key, entry in entries.items()}
 
 
 def _key(*path: str | int) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fshard.ext import _compat
-from fshard.extend import describe, expect
+from fshard.extend import describe, expect, named_modules, named_parameters
 
 Initializer = Callable[[nn.Module], Any]
 
@@ -43,11 +43,12 @@ def with_init_weights(module: nn.Module) -> nn.Module:
     expect(known, "with_init_weights", "module to be a torch module", describe(module))
     same: dict[int, Any] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     made, initializers, tied = copy.deepcopy(module, same), dict[str, Initializer](), _tied(module)
-    for path, submodule in module.named_modules():
+    parts = dict(named_modules(made))
+    for path, submodule in named_modules(module):
         initialize = _compat.initializer_of(submodule) or initializers.get(path.rpartition(".")[0])
         if initialize is not None:
             initializers[path] = initialize
-            part = made.get_submodule(path)
+            part = parts[path]
             part.__class__ = _drawing(type(part), initialize, tuple(tied.get(submodule, ())))
     return made
 
@@ -74,9 +75,12 @@ def _tied(module: nn.Module) -> dict[nn.Module, set[str]]:
     tied: dict[nn.Module, set[str]] = {}
     for model in module.modules():
         ties = getattr(model, "all_tied_weights_keys", {})
-        found = dict(model.named_parameters(remove_duplicate=False)) if ties else {}
+        if not ties:
+            continue
+        submodules = dict(named_modules(model, remove_duplicate=False))
+        parameters = dict(named_parameters(model, remove_duplicate=False))
         for target, source in ties.items():
-            if source in found and found.get(target) is found[source]:
+            if source in parameters and parameters.get(target) is parameters[source]:
                 path, _, key = target.rpartition(".")
-                tied.setdefault(model.get_submodule(path), set()).add(key)
+                tied.setdefault(submodules[path], set()).add(key)
     return tied

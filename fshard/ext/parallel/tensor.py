@@ -17,7 +17,7 @@ from torch import nn
 
 import fshard as fs
 from fshard.ext.parallel.vocabulary import vocab_parallel_embedding
-from fshard.extend import check_axis, describe, expect, refuse
+from fshard.extend import check_axis, describe, expect, named_modules, named_parameters, refuse
 
 WHAT = "tensor_parallel"
 STYLES = ("column", "row", "vocabulary", "gather", "split", "sequence")
@@ -104,18 +104,19 @@ def tensor_parallel(
     cut = sequence_dim is None or any(style.name == "split" for style in styles.values())
     expect(cut, WHAT, "plan to have a module of style 'split' with sequence_dim", "none", "name the first layer")
     made = copy.deepcopy(module, {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())})
+    submodules = dict(named_modules(made))
     for name, number in counts.items():
         path, _, key = name.rpartition(".")
-        setattr(made.get_submodule(path), key, number // axis.size)
+        setattr(submodules[path], key, number // axis.size)
     gathers = tuple(f"{path}." for path, style in styles.items() if style.name == "gather")
     for path, (name, parts) in styles.items():
         inside = path.startswith(gathers)
-        layer = _Layer(made.get_submodule(path), axis, sequence_dim, parts, inside)
+        layer = _Layer(submodules[path], axis, sequence_dim, parts, inside)
         # Without sequence parallelism values between layers agree.
         if name not in ("sequence", "split") or sequence_dim is not None or (inside and name == "sequence"):
             layer.module.__dict__["forward"] = layer.forward(name)
     split: fs.ShardTransform | None = None
-    own = {name: dim for name, _ in module.named_parameters() if (dim := dims[name]) is not None}
+    own = {name: dim for name, _ in named_parameters(module) if (dim := dims[name]) is not None}
     for dim in dict.fromkeys(own.values()):
         names = tuple(escape(name) for name, other in own.items() if other == dim)
         split = fs.masked(fs.split_dim(axis, dim=dim), names, otherwise=split)
@@ -216,7 +217,7 @@ def _styles(module: nn.Module, plan: Any) -> dict[str, Style]:
         whole = type(style[1]) is int and style[1] > 0
         fits = isinstance(style[0], str) and style[0] in STYLES and whole and (style[1] == 1 or style[0] == "column")
         expect(fits, WHAT, f"plan[{pattern!r}] to be one of {STYLES}, or ('column', k)", f"{given!r:.60}")
-        paths = [path for path, _ in module.named_modules() if path and fnmatchcase(path, pattern)]
+        paths = [path for path, _ in named_modules(module) if path and fnmatchcase(path, pattern)]
         expect(paths, WHAT, f"plan[{pattern!r}] to match a submodule", "no match", "name some of named_modules()")
         found = dict.fromkeys(paths, Style(*style)) | found
     return found
@@ -229,7 +230,7 @@ def _counts(module: nn.Module, styles: Mapping[str, Style], divide: Any) -> dict
     expect(known, WHAT, "divide to be patterns of attributes' names", f"{divide!r:.60}")
     numbers = {
         f"{path}.{key}".lstrip("."): value
-        for path, submodule in module.named_modules()
+        for path, submodule in named_modules(module)
         for key, value in vars(submodule).items()
         if type(value) is int
     }
@@ -246,19 +247,20 @@ def _counts(module: nn.Module, styles: Mapping[str, Style], divide: Any) -> dict
 
 def _dims(module: nn.Module, styles: Mapping[str, Style]) -> dict[str, int | None]:
     """Find the dim that is split of each parameter, under each of its names."""
-    by_module = {module.get_submodule(path): style.name for path, style in styles.items()}
+    submodules = dict(named_modules(module))
+    by_module = {submodules[path]: style.name for path, style in styles.items()}
     rows = {"weight": 0, "bias": 0}
     by_style = {"column": rows, "vocabulary": rows, "row": {"weight": 1}}
     return {
         f"{path}.{key}".lstrip("."): by_style.get(by_module.get(submodule, ""), {}).get(key)
-        for path, submodule in module.named_modules(remove_duplicate=False)
+        for path, submodule in named_modules(module, remove_duplicate=False)
         for key, _ in submodule.named_parameters(recurse=False, remove_duplicate=False)
     }
 
 
 def _misfit(module: nn.Module, path: str, style: Style, axis: fs.Axis) -> tuple[str, str] | None:
     """Describe a submodule that its style is not for, and the one expected."""
-    submodule, name = module.get_submodule(path), style.name
+    submodule, name = dict(named_modules(module))[path], style.name
     if name == "sequence":
         inner = any(True for child in submodule.children() for _ in child.parameters())
         return ("submodules with parameters", f"a module of style {name!r} without") if inner else None
@@ -286,7 +288,7 @@ def _nested(styles: Mapping[str, Style]) -> Iterator[tuple[str, str]]:
 def _tied(module: nn.Module, dims: Mapping[str, int | None]) -> Iterator[tuple[str, str, str]]:
     """Find parameters that one place splits otherwise than another one uses them."""
     first: dict[int, str] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
+    for name, parameter in named_parameters(module, remove_duplicate=False):
         other = first.setdefault(id(parameter), name)
         if dims[name] != dims[other]:
             ways = ["whole" if dims[key] is None else f"split by dim {dims[key]}" for key in (name, other)]

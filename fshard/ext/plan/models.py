@@ -13,7 +13,7 @@ from torch import nn
 import fshard as fs
 from fshard.ext.plan.plan import plan
 from fshard.ext.plan.report import Bytes, Rates, readable
-from fshard.extend import describe, expect, fake_axes, fake_maker
+from fshard.extend import describe, expect, fake_axes, fake_maker, named_parameters
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 # Of a deeper model two depths are traced, at least LEAST layers and SPAN more.
@@ -200,7 +200,7 @@ def prepared(
 
     # Not on the meta device, which fused optimizers refuse.
     fake = fake_maker()
-    whole = {name: nn.Parameter(fake(p), p.requires_grad) for name, p in module.named_parameters()}
+    whole = {name: nn.Parameter(fake(p), p.requires_grad) for name, p in named_parameters(module)}
     if on is None:
         on = fs.init_mesh(dict.fromkeys(mesh_of(strategy, 8), 1), device="cpu")
         with fake_axes("plan", {"shard": 2}, {"shard": 0}, "nccl") as axes:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fshard as fs
 from fshard.extend import fake_axes
@@ -19,7 +20,7 @@ from fshard.testing import assert_trees_close
 from tests.ranks import on_ranks
 from tests.test_processes import ROOT
 from tests.tolerance import within
-from tests.trees import normal
+from tests.trees import assert_same_bits, normal
 
 sys.path.append(str(ROOT / "examples"))
 from gpt import GPT, Block
@@ -181,6 +182,26 @@ def test_it_is_the_module_of_one_process(world_size):
             params, batch, loss_fn = setting(name, (world_size // 4 or 1, min(world_size, 4)), sequence_dim)
             loss, grads = fs.value_and_grad(loss_fn)(params, *batch)
             assert_trees_close((fs.unshard(grads), loss), one_process(name), **rounding(name))
+
+
+@on_ranks(2)
+def test_checkpoint_wrappers_change_no_name_of_a_plan():
+    tp = fs.axis_of(fs.init_mesh({"tp": -1}, device="cpu"))
+    for name in ("GPT", "Llama"):
+        case, results = CASES[name], []
+        for wrap in (lambda layer: layer, checkpoint_wrapper):
+            module = copy.deepcopy(module_of(name))
+            layers = module.blocks if name == "GPT" else module.layers
+            for i, layer in enumerate(layers):
+                layers[i] = wrap(layer)
+            parallel, split = fs.tensor_parallel(module, tp, case.plan, sequence_dim=1, divide=case.divide)
+            model = fs.functionalize(parallel, units=case.layer)
+
+            def loss_fn(params, x, y, model=model):
+                return fs.vocab_parallel_cross_entropy(model.apply(params, x), None, y, tp)
+
+            results.append(fs.value_and_grad(loss_fn)(model.init(split), *data()))
+        assert_same_bits(fs.unshard(results[1]), fs.unshard(results[0]))
 
 
 def sent_by_label(world_size, sequence_dim, rows=ROWS):
