@@ -6,6 +6,9 @@ A factory is a function without arguments that returns (module, batch), where mo
 batch is one rank's, a tuple of tensors or a tensor. It runs on the meta device, so that nothing is allocated. Where it
 takes `layers`, with the depth as the default, a deep model is planned by extrapolation over its depth.
 
+Units are the blocks that a ModuleList, ModuleDict or Sequential holds several of; --units names others. The first lines
+say which.
+
 Times are estimates from rates that are stated, not measured: --tflops, --memory-rate, --link and --latency set them.
 """
 
@@ -42,6 +45,13 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", help="package:factory", required=True)
     parser.add_argument("--world-size", help="ranks", required=True, type=int, nargs="+")
     add("--strategy", ["zero3"], "one or several", choices=models.STRATEGIES, nargs="+")
+    parser.add_argument(
+        "--units",
+        help="name patterns of the submodules to gather as units, such as 'layers.*', or a least number of parameters "
+        "(default: the blocks that containers hold several of)",
+        nargs="+",
+        type=lambda text: int(text) if text.isdecimal() else text,
+    )
     add("--memory", 80.0, "GB of a rank", type=float)
     add("--node", 8, "ranks of hsdp's inner axis", type=int)
     parser.add_argument("--full-depth", action="store_true", help="trace all layers rather than extrapolate")
@@ -53,11 +63,11 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _run(args: argparse.Namespace) -> int:
-    workload = models.workload_of(args.model)
+    workload = models.workload_of(args.model, args.units)
     links = {axis: float(rate) * 1e9 for axis, _, rate in (part.rpartition("=") for part in args.link)}
     rates = Rates(args.tflops * 1e12, args.memory_rate * 1e9, links.get("", links), args.latency / 1e6)
     meshes = [(name, models.mesh_of(name, ranks, args.node)) for name, ranks in product(args.strategy, args.world_size)]
-    head = [f"{args.model}; rates: {rates}", HEADER]
+    head = [f"{args.model}; rates: {rates}", models.units_text(workload), HEADER]
     rows: list[models.Estimate] = []
     for name, mesh in meshes:
         rows.append(models.estimate(workload, name, mesh, rates=rates, full_depth=args.full_depth))

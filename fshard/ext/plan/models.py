@@ -18,6 +18,10 @@ from fshard.extend import describe, expect, fake_axes, fake_maker, named_paramet
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 # Of a deeper model two depths are traced, at least LEAST layers and SPAN more.
 LEAST, SPAN = 4, 4
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+NO_UNITS = (
+    "units: none, the whole module is gathered at once, for no container holds several blocks; name some by --units"
+)
 
 
 class Workload(NamedTuple):
@@ -26,7 +30,7 @@ class Workload(NamedTuple):
     Attributes:
         make: Makes the module of a depth, on the meta device; called with the batch it returns a scalar loss.
         batch: One rank's batch, tensors of any kind.
-        units: The class of the layers that are repeated; None where none are.
+        units: A rule, as `fs.functionalize` takes it; None takes the blocks that are repeated, by `repeated_blocks`.
         layers: The depth; None where the module has one depth only.
     """
 
@@ -36,12 +40,13 @@ class Workload(NamedTuple):
     layers: int | None
 
 
-def workload_of(name: str) -> Workload:
+def workload_of(name: str, units: Any = None) -> Workload:
     """Make the workload of a factory.
 
     Args:
         name: As package:factory: a function of nothing that returns (module, batch), where module(*batch) is the loss,
             a scalar. It may take `layers`, and then has its depth as the default.
+        units: As for `Workload`.
 
     Returns:
         The workload.
@@ -66,16 +71,96 @@ def workload_of(name: str) -> Workload:
         expect(pair, "plan", needed, describe(made))
         return made
 
-    module, inputs = make(None)
+    _, inputs = make(None)
     inputs = inputs if isinstance(inputs, tuple) else (inputs,)
-    return Workload(lambda layers: make(layers)[0], inputs, _repeated(module), depth)
+    return Workload(lambda layers: make(layers)[0], inputs, units, depth)
 
 
-def _repeated(module: nn.Module) -> Any:
-    """Find the class of the submodules that follow each other most often; None where none do."""
-    found = [list(part.children()) for part in module.modules() if isinstance(part, nn.ModuleList | nn.Sequential)]
-    classes = Counter(type(children[0]) for children in found if children for _ in children)
-    return max(classes, key=lambda cls: classes[cls], default=None)
+class Block(NamedTuple):
+    """A submodule that a container holds among others of its class.
+
+    Attributes:
+        path: Its name.
+        pattern: Its name with `*` for each name that a container gives.
+        module: The submodule.
+    """
+
+    path: str
+    pattern: str
+    module: nn.Module
+
+
+def repeated_blocks(module: nn.Module) -> list[Block]:
+    """Find the submodules that containers hold several of.
+
+    Containers are ModuleList, ModuleDict and Sequential. Those inside others count as one with them. Blocks that are
+    repeated inside a block, such as the experts of a mixture or the layers of a stage, are blocks too, unless they are
+    as small as one linear layer.
+
+    Args:
+        module: The module, with values or on the meta device.
+
+    Returns:
+        The blocks, outer ones before those inside them.
+    """
+    blocks: list[Block] = []
+
+    def visit(part: Block, is_inside: bool) -> None:
+        counts: Counter[type[nn.Module]] = Counter()
+        if isinstance(part.module, CONTAINERS):
+            held = _held(part)
+            counts.update(type(child.module) for child in held)
+        else:
+            held = _children(part)
+        for child in held:
+            has_parameters = any(True for _ in child.module.parameters())
+            has_parts = any(True for _ in child.module.children())
+            is_block = has_parameters and counts[type(child.module)] > 1 and (has_parts or not is_inside)
+            if is_block:
+                blocks.append(child)
+            visit(child, is_inside or is_block)
+
+    visit(Block("", "", module), is_inside=False)
+    return blocks
+
+
+def units_of(workload: Workload, module: nn.Module) -> Any:
+    """Choose the units of a workload's module, as `fs.functionalize` takes them."""
+    if workload.units is not None:
+        return workload.units
+    paths = {block.path for block in repeated_blocks(module)}
+    return (lambda path, _: path in paths) if paths else None
+
+
+def units_text(workload: Workload) -> str:
+    """Write which submodules a workload is planned with as units."""
+    if workload.units is not None:
+        return f"units: {workload.units}"
+    blocks = repeated_blocks(workload.make(workload.layers))
+    counts = Counter((block.pattern, type(block.module).__name__) for block in blocks)
+    texts = [f"{pattern} ({count} {name})" for (pattern, name), count in counts.items()]
+    return f"units: {', '.join(texts)}" if texts else NO_UNITS
+
+
+def _children(part: Block) -> list[Block]:
+    """List the submodules right below one."""
+    is_container = isinstance(part.module, CONTAINERS)
+    return [
+        Block(
+            ".".join(filter(None, (part.path, name))),
+            ".".join(filter(None, (part.pattern, "*" if is_container else name))),
+            child,
+        )
+        for name, child in part.module.named_children()
+    ]
+
+
+def _held(container: Block) -> list[Block]:
+    """List what a container holds, itself or by containers in it. A subclass of a container is what it holds."""
+    held: list[Block] = []
+    for child in _children(container):
+        held += _held(child) if type(child.module) in CONTAINERS else [child]
+    return held
 
 
 class Estimate(NamedTuple):
@@ -188,7 +273,8 @@ def prepared(
         **options: Passed to the strategy, such as `param_dtype`.
     """
     module = workload.make(layers or workload.layers)
-    model, tx = fs.functionalize(module, workload.units), fs.from_torch(torch.optim.AdamW, lr=1e-4, fused=True)
+    model = fs.functionalize(module, units_of(workload, module))
+    tx = fs.from_torch(torch.optim.AdamW, lr=1e-4, fused=True)
 
     def loss(params: Any, buffers: Any, key: torch.Tensor, *batch: Any) -> tuple[torch.Tensor, Any]:
         return model.apply(params, *batch, buffers=buffers, key=key)

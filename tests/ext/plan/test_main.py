@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fshard.ext.plan.__main__ import main
-from fshard.ext.plan.models import Workload, estimate, prepared, workload_of
+from fshard.ext.plan.models import Workload, estimate, prepared, repeated_blocks, units_text, workload_of
 from tests.ext.plan.models import Masked
 
 HERE = "tests.ext.plan.test_main"
@@ -78,11 +78,101 @@ def test_the_cheapest_that_fits_is_told(capsys):
 
 def test_a_factory_of_one_depth_is_traced_whole():
     workload = workload_of(f"{HERE}:masked")
-    assert (workload.layers, workload.units) == (2, nn.Linear)
+    assert (workload.layers, workload.units) == (2, None)
     assert prepared(workload, "zero3")[1].params["layers.0.weight"].spec.reshard.merge_bytes == 48_000_000
 
 
+class Feed(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))
+
+
+class Stage(nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.blocks = nn.ModuleList(Feed() for _ in range(count))
+
+
+def in_container(container):
+    """A model in which a container holds the blocks, as torchtitan's Llama does by a ModuleDict."""
+    module = nn.Module()
+    module.embedding, module.layers = nn.Embedding(7, 256), container
+    return module
+
+
+# A container, the names of its blocks, and how they are printed.
+BLOCKS = {
+    "list": (nn.ModuleList([Feed(), Feed()]), ["layers.0", "layers.1"], "layers.* (2 Feed)"),
+    "dict": (nn.ModuleDict({"a": Feed(), "b": Feed()}), ["layers.a", "layers.b"], "layers.* (2 Feed)"),
+    "with others": (nn.Sequential(nn.Linear(3, 3), Feed(), Feed(), nn.ReLU()), ["layers.1", "layers.2"], None),
+    "nested": (
+        nn.ModuleList([nn.ModuleDict({"x": Feed()}), nn.Sequential(Feed())]),
+        ["layers.0.x", "layers.1.0"],
+        "layers.*.* (2 Feed)",
+    ),
+    "stages": (
+        nn.ModuleList([Stage(1), Stage(2)]),
+        ["layers.0", "layers.1", "layers.1.blocks.0", "layers.1.blocks.1"],
+        "layers.* (2 Stage), layers.*.blocks.* (2 Feed)",
+    ),
+    "single": (nn.ModuleList([nn.Linear(3, 3)]), [], None),
+    "no parameters": (nn.Sequential(nn.ReLU(), nn.ReLU()), [], None),
+}
+
+
+@pytest.mark.rows(len(BLOCKS))
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_are_found_in_any_container(name):
+    container, expected, text = BLOCKS[name]
+    module = in_container(container)
+    assert sorted(block.path for block in repeated_blocks(module)) == expected
+    if text is not None:
+        assert units_text(Workload(lambda _: module, (), None, None)) == f"units: {text}"
+
+
+class OfDict(nn.Module):
+    """Layers in a ModuleDict, called by their names."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleDict({str(i): Feed() for i in range(8)})
+
+    def forward(self, x):
+        for layer in self.layers.values():
+            x = layer(x)
+        return x.square().mean()
+
+
+def of_dict():
+    return OfDict(), torch.zeros(2, 256)
+
+
+def test_units_are_printed_and_may_be_named(capsys):
+    for arguments, text in (
+        ([], "layers.* (8 Feed)"),
+        (["--units", "layers.[01]", "100000"], "['layers.[01]', 100000]"),
+    ):
+        assert run("of_dict", *arguments) == 0
+        assert capsys.readouterr().out.splitlines()[1] == f"units: {text}"
+
+
+def test_layers_of_a_dict_are_gathered_one_by_one():
+    """As one unit they would all be held at once, under zero3 as under zero2."""
+    workload = workload_of(f"{HERE}:of_dict")
+    whole = workload._replace(units="")
+    by_layer, at_once, kept = (
+        estimate(work, strategy, {"shard": 4}, **options).peak.total
+        for work, strategy, options in (
+            (workload, "zero3", {"merge_bytes": 0}),
+            (whole, "zero3", {"merge_bytes": 0}),
+            (workload, "zero2", {}),
+        )
+    )
+    assert by_layer < 0.7 * min(at_once, kept)
+
+
 BAD = (
+    (["--units", "blocks.*"], "functionalize: expected units to match submodules, got 'blocks.*'"),
     (["--model", "no_such:factory"], "plan: expected model to be package:factory, a function that can be imported"),
     (["--model", f"{HERE}:Layer"], f"plan: expected {HERE}:Layer to return (module, batch), where module(*batch)"),
     (["--strategy", "hsdp", "--node", "3"], "plan: expected world size to be a multiple of hsdp's 3 ranks a node, got"),
