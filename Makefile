@@ -1,11 +1,21 @@
 PYTHON ?= python3
 BIN := .venv/bin
+NEWEST := .venv-newest
 
-.PHONY: test slow fuzz mutants lint types docs demo examples bench clean
+.PHONY: test test-newest slow fuzz mutants lint types docs demo examples bench clean
 .NOTPARALLEL:
 
 test: .venv/test
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# Without a network, or where pip finds no torch for this Python, there is nothing to test: that is no failure.
+test-newest: | $(NEWEST)/bin/python
+	@if $(MAKE) --silent $(NEWEST)/test >$(NEWEST)/install.log 2>&1; then \
+	    $(NEWEST)/bin/python -c 'import torch; print("torch", torch.__version__)' && \
+	    $(NEWEST)/bin/python -m pytest -n 2 --dist worksteal; \
+	else \
+	    echo "test-newest: skipped, the newest torch cannot be installed here; see $(NEWEST)/install.log"; \
+	fi
 
 slow: .venv/models
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
@@ -63,7 +73,7 @@ bench: .venv/models
 	$(BIN)/python benchmarks/rehearsal.py
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache build dist
+	rm -rf .venv $(NEWEST) .pytest_cache .mypy_cache .ruff_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Each stamp records that the extras of its name are installed as pyproject.toml and constraints.txt now say.
@@ -75,5 +85,14 @@ clean:
 	$(BIN)/python -m pip install -c constraints.txt -e '.[$(EXTRAS)]'
 	touch $@
 
+# The versions of constraints.txt, but for torch: the newest that pip finds, which `--upgrade` renews.
+$(NEWEST)/test: pyproject.toml constraints.txt | $(NEWEST)/bin/python
+	grep -v '^torch==' constraints.txt >$(NEWEST)/constraints.txt
+	$(NEWEST)/bin/python -m pip install -c $(NEWEST)/constraints.txt --upgrade torch -e '.[test,examples]'
+	touch $@
+
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
+
+$(NEWEST)/bin/python:
+	$(PYTHON) -m venv $(NEWEST)
