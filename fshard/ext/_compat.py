@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -89,3 +89,27 @@ def not_saved(module: Any) -> frozenset[str]:
     Checked on transformers 5.23.
     """
     return frozenset(module._keys_to_ignore_on_save or ())
+
+
+class Argument(NamedTuple):
+    """One argument of an operator's schema: its name, its type as text, and whether it must be given, and by name."""
+
+    name: str
+    type: str
+    is_required: bool
+    is_keyword: bool
+
+
+def schema_of(function: Any) -> tuple[list[Argument], list[str]] | None:
+    """The arguments of an operator of torch's, and the types of its results. Checked on 2.13.
+
+    None of what TorchScript alone has, such as `aten.add.int` on two numbers: no trace has it.
+    """
+    if not torch._C._dispatch_has_kernel(function.name()):
+        return None
+    schema = function._schema
+    arguments = [
+        Argument(argument.name, str(argument.real_type), not argument.has_default_value(), argument.kwarg_only)
+        for argument in schema.arguments
+    ]
+    return arguments, [str(result.real_type) for result in schema.returns]

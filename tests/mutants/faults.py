@@ -12,7 +12,7 @@ MIRRORS = {
     "fshard/remat.py": ("tests/test_remat.py", "tests/ext/parallel/test_moe.py"),
     "fshard/ext/chunked_loss.py": ("tests/ext/test_chunked_loss.py",),
     "fshard/ext/publish.py": ("tests/ext/test_publish.py",),
-    "fshard/ext/saved_graph.py": ("tests/ext/test_saved_graph.py",),
+    "fshard/ext/saved_graph": ("tests/ext/test_saved_graph.py",),
     "fshard/ext/quantize.py": ("tests/ext/test_quantize.py", "tests/ext/test_quantize_state.py"),
     "fshard/tree": ("tests/test_tree.py", "tests/test_law_round_trip.py"),
     "fshard/init": ("tests/test_init.py",),
@@ -712,7 +712,7 @@ FAULTS = (
     ),
     Fault(
         "saved-graph-runs-for-other-arguments",
-        "fshard/ext/saved_graph.py",
+        "fshard/ext/saved_graph/__init__.py",
         "wrong = [name for name in {**saved, **found} if saved.get(name) != found.get(name)]",
         "wrong = [name for name in VERSIONS if saved.get(name) != found.get(name)]",
         "9: a graph runs for the arguments that it was traced for, and no others",
