@@ -22,6 +22,7 @@
 - `named_modules`: a module's submodules by name, without the checkpoint wrappers of torch around them.
 - `named_parameters`: a module's parameters by the names that they have without such wrappers, as in its state dict.
 - `piece_of`: the box of a leaf that this rank holds.
+- `process_rank`: the number of this process in the run.
 - `refuse`: refuses the leaves that are wrong, if there are any.
 - `run_update`: runs a transformation's update, and refuses what is no pair of a tree like the one given and a state.
 - `serves_host`: whether the ranks of an axis can send each other tensors of the processor.
@@ -40,7 +41,7 @@ from fshard.collectives import chained, custom_call, walked
 from fshard.comm import calling, serves_host, watched
 from fshard.errors import expect, refuse
 from fshard.jit import Jitted, Program, Traced
-from fshard.mesh import fake_axes
+from fshard.mesh import fake_axes, process_rank
 from fshard.optim.from_torch import TorchState
 from fshard.optim.leaves import leafwise
 from fshard.optim.native import check_rates
@@ -56,5 +57,5 @@ from fshard.update import run_update
 __all__ = ["Entry", "Exchange", "FullyShard", "Jitted", "Program", "TorchState", "Traced"]
 __all__ += ["bytes_of", "calling", "chained", "check_axis", "check_rates", "custom_call", "describe", "expect"]
 __all__ += ["fake_axes", "fake_maker", "flatten", "lay_out", "leaf_means", "leafwise", "local_piece"]
-__all__ += ["named_modules", "named_parameters", "piece_of", "refuse", "run_update", "serves_host", "sum_dtype"]
-__all__ += ["walked", "watched", "without_saved_tensor_hooks", "words_at"]
+__all__ += ["named_modules", "named_parameters", "piece_of", "process_rank", "refuse", "run_update", "serves_host"]
+__all__ += ["sum_dtype", "walked", "watched", "without_saved_tensor_hooks", "words_at"]

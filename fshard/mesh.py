@@ -101,6 +101,18 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: f
     return mesh
 
 
+def process_rank() -> int:
+    """The number of this process in the run, also before torch.distributed runs.
+
+    Returns:
+        torch.distributed's, else the launcher's, else 0.
+
+    >>> process_rank()
+    0
+    """
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+
+
 def axis_of(mesh: Mesh | Axis, name: str | None = None) -> Axis:
     """Read one axis of a mesh.
 

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.fx import Graph, GraphModule
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -113,3 +115,9 @@ def schema_of(function: Any) -> tuple[list[Argument], list[str]] | None:
         for argument in schema.arguments
     ]
     return arguments, [str(result.real_type) for result in schema.returns]
+
+
+def lazy_module(graph: Graph) -> GraphModule:
+    """A module of a graph, whose code is generated only if it is run. Checked on 2.13."""
+    with _use_lazy_graph_module(True):
+        return _make_graph_module(torch.nn.Module(), graph)

@@ -1,28 +1,24 @@
-"""Graphs of jitted functions in files: traced once, and run in later processes without the function."""
+"""Graphs of jitted functions in files: traced once, and run in later processes without the function.
 
-import json
-import math
-import operator
-from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter
+- `operators`: the operators that a file may name.
+- `nodes`: the operators of a graph as JSON.
+- `structures`: the structure of a result as JSON.
+- `file`: the file, its digest and its checks.
+- `refusal`: errors of what a file says.
+"""
+
+from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
 
 import fshard as fs
+from fshard.ext import _compat
+from fshard.ext.saved_graph.file import SavedGraph, encode, file_of, read_file
+from fshard.ext.saved_graph.nodes import write_nodes
+from fshard.ext.saved_graph.structures import make_tree, write_structure
 from fshard.extend import Jitted, Program, Traced, calling, describe, expect, flatten
-
-VERSIONS = MappingProxyType({"format": "graph 1", "fshard": fs.__version__, "torch": torch.__version__})
-# Torch's own values among the arguments of operators, by the names of their types.
-CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
-# Operators are those of these namespaces of torch's, and Python's own on numbers.
-NAMESPACES = ("aten", "fshard", "prims", "_c10d_functional")
-_OF_PYTHON = ("getitem", "add", "sub", "mul", "truediv", "floordiv", "mod", "neg", "pow")
-OF_PYTHON = MappingProxyType({name: getattr(operator, name) for name in _OF_PYTHON} | {"sqrt": math.sqrt})
-Structure = Any
 
 
 def save_graph(directory: str | Path, f: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -35,8 +31,9 @@ def save_graph(directory: str | Path, f: Callable[..., Any], *args: Any, **kwarg
         **kwargs: Keywords of the call.
 
     Raises:
-        ValueError: if no file can hold a part of the graph: a tensor that the function closes over, a result whose spec
-            no argument has, or a structure of results that is no tuple, list, dict or part of the arguments.
+        ValueError: if no file can hold a part of the graph: a tensor that the function closes over, a collective over
+            an axis that no argument has, an operator that is not torch's or fshard's, a result whose spec no argument
+            has, or a structure of results that is no tuple, list, dict or part of the arguments.
 
     >>> import tempfile, torch, fshard as fs
     >>> directory, x = tempfile.mkdtemp(), torch.zeros(2)
@@ -44,45 +41,51 @@ def save_graph(directory: str | Path, f: Callable[..., Any], *args: Any, **kwarg
     >>> fs.load_graph(directory)(x)
     {'y': tensor([1., 1.])}
     """
-    kept = isinstance(f, Jitted) and f.backend == "graph"
-    expect(kept, "save_graph", 'f to be a function of fs.jit with the backend "graph"', describe(f))
+    is_graph = isinstance(f, Jitted) and f.backend == "graph"
+    expect(is_graph, "save_graph", 'f to be a function of fs.jit with the backend "graph"', describe(f))
     with calling("save_graph", lambda: flatten((args, kwargs)).axes):
         key, program, flat = f.found_for(args, kwargs)  # type: ignore[attr-defined]
-    traced, place = program.traced, Path(directory)
-    needed, remedy = "no tensor that the function closes over", "pass it as an argument"
-    expect(not traced.closed, "save_graph", needed, f"{len(traced.closed)}", remedy)
-    groups = {axis.group_name: f"group {n}" for n, axis in enumerate(flat.axes)}
-    specs = [leaf.spec for leaf in flat.leaves if isinstance(leaf, fs.Sharded)]
+    traced = program.traced
+    expected, remedy = "no tensor that the function closes over", "pass it as an argument"
+    expect(not traced.closed, "save_graph", expected, f"{len(traced.closed)}", remedy)
+    specs = _specs_in(flat)
     strange = [spec for spec in traced.specs if spec is not None and spec not in specs]
     expect(not strange, "save_graph", "results with specs that arguments have", f"{strange[:1]}")
     body = {
-        **VERSIONS,
         "arguments": _arguments(key, flat),
-        "nodes": [*_written(traced.graph.graph, groups)],
+        "axes": [(axis.name, axis.size) for axis in flat.axes],
         "inputs": traced.inputs,
-        "result": _structure(traced.treedef, flat.treedef),
+        **write_nodes(traced.graph.graph, flat.axes),
+        "result": write_structure(traced.treedef, flat.treedef),
         "specs": [None if spec is None else specs.index(spec) for spec in traced.specs],
         "donated": program.donated,
         "written": sorted(program.written),
         "facts": [program.facts.get(axis) for axis in flat.axes],
         "told": program.told,
     }
-    place.mkdir(parents=True, exist_ok=True)
-    (place / _file(flat)).write_text(json.dumps(body))
+    content = encode(body)
+    path = file_of(directory)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
 
 
 def load_graph(directory: str | Path) -> Callable[..., Any]:
     """Make a function of a graph that `save_graph` wrote, for calls with the same arguments but for tensors' values.
 
+    The file is read now. It is data: it can name operators of torch on tensors, fshard's collectives and numbers, and
+    whatever else it says is refused. It decides what is computed all the same, so load files that you trust to be
+    right. A digest finds files that were damaged, not files that somebody wrote on purpose.
+
     Args:
-        directory: Where the ranks wrote it.
+        directory: Where the ranks wrote it; each reads the file that the same rank of the run wrote.
 
     Returns:
         A function like the one that was saved; it knows nothing of the code that the graph was traced from.
 
     Raises:
-        ValueError: by the function returned, where versions, this rank's place, or the arguments are others, by name.
-        FileNotFoundError: by the function returned, if there is no file for this rank.
+        FileNotFoundError: if there is no file of this rank.
+        ValueError: if the file is damaged, of another version, or says what no graph does, with the path and the part;
+            by the function returned, where this rank's place or the arguments are others, by name.
 
     >>> import tempfile, torch, fshard as fs
     >>> directory = tempfile.mkdtemp()
@@ -91,41 +94,66 @@ def load_graph(directory: str | Path) -> Callable[..., Any]:
     >>> step(torch.ones(2)), step.traces
     (tensor([2., 2.]), ['read from a file'])
     """
-    return _Loaded(Path(directory))
+    path = file_of(directory)
+    return _Loaded(path, read_file(path))
 
 
 class _Loaded(Jitted):
-    """A jitted function whose graphs are read rather than traced."""
+    """A jitted function whose graph is read rather than traced."""
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(_function, (), (), "graph")
-        self._directory = directory
+    def __init__(self, path: Path, saved: SavedGraph) -> None:
+        super().__init__(_refuse_to_run, (), (), "graph")
+        self._path = path
+        self._saved = saved
 
     def program_for(self, key: Any, flat: Any) -> Program:
-        body = json.loads((self._directory / _file(flat)).read_text())
-        found = {**VERSIONS, **_arguments(key, flat)}
-        saved = {**{name: body[name] for name in VERSIONS}, **body["arguments"]}
-        wrong = [name for name in {**saved, **found} if saved.get(name) != found.get(name)]
-        told = [(f"{name}: {saved.get(name)}", f"{found.get(name)}") for name in wrong[:1]] or [("", "")]
-        expect(not wrong, "load_graph", *told[0], "save the graph again, for these arguments")
-        specs = [leaf.spec for leaf in flat.leaves if isinstance(leaf, fs.Sharded)]
-        graph = _read(body["nodes"], {f"group {n}": axis.group_name for n, axis in enumerate(flat.axes)})
-        treedef = flatten(_made(body["result"], flat.treedef)).treedef
-        results = [None if n is None else specs[n] for n in body["specs"]]
-        traced = Traced(GraphModule(torch.nn.Module(), graph), body["inputs"], treedef, results, [])
-        facts = {axis: text for axis, text in zip(flat.axes, body["facts"], strict=True) if text is not None}
+        saved = self._saved
+        given = _arguments(key, flat)
+        for name in {**saved.arguments, **given}:
+            expected, got = f"{name}: {saved.arguments.get(name)}", f"{given.get(name)}"
+            is_same = saved.arguments.get(name) == given.get(name)
+            expect(is_same, "load_graph", expected, got, "save the graph again, for these arguments")
+        self._check_leaves(flat)
+        specs = _specs_in(flat)
+        results = [None if n is None else specs[n] for n in saved.specs]
+        module = _compat.lazy_module(saved.graph.with_groups([axis.group_name for axis in flat.axes]))
+        traced = Traced(module, saved.inputs, self._treedef(flat), results, [])
+        facts = {axis: text for axis, text in zip(flat.axes, saved.facts, strict=True) if text is not None}
         self.traces.append("read from a file")
-        return Program(traced, body["donated"], {*body["written"]}, [], facts, body["told"], traced.graph)
+        return Program(traced, saved.donated, {*saved.written}, [], facts, saved.told, module)
+
+    def _check_leaves(self, flat: Any) -> None:
+        """Refuse a file whose numbers of leaves and axes are not those of the arguments that it says it is for."""
+        saved = self._saved
+        tensors = [n for n, leaf in enumerate(flat.leaves) if isinstance(leaf, torch.Tensor | fs.Sharded)]
+        self._expect(saved.inputs == tensors, "the tensors of the arguments as inputs")
+        axes = [(axis.name, axis.size) for axis in flat.axes]
+        self._expect(saved.axes == axes, "the axes of the arguments")
+        highest = max((n for n in saved.specs if n is not None), default=-1)
+        self._expect(highest < len(_specs_in(flat)), "specs of the arguments")
+
+    def _treedef(self, flat: Any) -> Any:
+        """The structure of the result."""
+        try:
+            treedef = flatten(make_tree(self._saved.result, flat.treedef)).treedef
+        except LookupError:
+            treedef = None
+        is_fitting = treedef is not None and treedef.num_leaves == len(self._saved.specs)
+        self._expect(is_fitting, "a result of parts of the arguments, with a leaf for each output")
+        return treedef
+
+    def _expect(self, holds: bool, expected: str) -> None:
+        expect(holds, f"load_graph: {self._path}", expected, "others", "save the graph again")
 
 
-def _function(*_: Any, **__: Any) -> None:
-    needed = "a call outside of fs.jit, torch.func and modes, on tensors that require no gradient"
-    expect(False, "load_graph", needed, "another", "call the function itself, which no file has")
+def _refuse_to_run(*_: Any, **__: Any) -> None:
+    expected = "a call outside of fs.jit, torch.func and modes, on tensors that require no gradient"
+    expect(False, "load_graph", expected, "another", "call the function itself, which no file has")
 
 
-def _file(flat: Any) -> str:
-    """Each rank has a graph of its own."""
-    return "-".join(["graph", *(f"{axis.name}{fs.axis_index(axis)}" for axis in flat.axes)]) + ".json"
+def _specs_in(flat: Any) -> list[Any]:
+    """The specs of the leaves that are Sharded."""
+    return [leaf.spec for leaf in flat.leaves if isinstance(leaf, fs.Sharded)]
 
 
 def _arguments(key: Any, flat: Any) -> dict[str, str]:
@@ -134,97 +162,3 @@ def _arguments(key: Any, flat: Any) -> dict[str, str]:
     for axis in flat.axes:
         texts = {name: text.replace(f"group_name={axis.group_name!r}", "") for name, text in texts.items()}
     return texts
-
-
-def _structure(treedef: Any, given: Any) -> Structure:
-    """Describe the structure of a result: as parts of the arguments', and tuples, lists and dicts of such."""
-    known = {part: path for path, part in reversed([*_parts(given, ())])}
-    if treedef in known:
-        return {"as": known[treedef]}
-    children = [_structure(child, given) for child in treedef.children()]
-    kinds = {tuple: "tuple", list: "list", dict: "dict"}
-    remedy = "return it in an argument's place"
-    expect(treedef.type in kinds, "save_graph", "results in tuples, lists and dicts", f"{treedef}"[:60], remedy)
-    return {kinds[treedef.type]: children, "keys": treedef.entries()}
-
-
-def _parts(treedef: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Any]]:
-    yield path, treedef
-    for n, child in enumerate(treedef.children()):
-        yield from _parts(child, (*path, n))
-
-
-def _made(structure: Structure, given: Any) -> Any:
-    """Make a tree of a structure, with numbers for leaves."""
-    if "as" in structure:
-        for n in structure["as"]:
-            given = given.child(n)
-        return given.unflatten(range(given.num_leaves))
-    children = [_made(child, given) for kind in ("tuple", "list", "dict") for child in structure.get(kind, ())]
-    if "dict" in structure:
-        return dict(zip(structure["keys"], children, strict=True))
-    return tuple(children) if "tuple" in structure else children
-
-
-def _written(graph: Graph, groups: dict[str, str]) -> Iterator[Any]:
-    """Write nodes down: name of the operator, arguments and keywords, in which a node is its number."""
-    numbers = {node: n for n, node in enumerate(graph.nodes)}
-
-    def value(x: Any) -> Any:
-        if isinstance(x, Node):
-            return {"node": numbers[x]}
-        if isinstance(x, CONSTANTS):
-            return {"torch": str(x).removeprefix("torch.")}
-        if isinstance(x, torch.device):
-            return {"device": str(x)}
-        if isinstance(x, dict):
-            return {"dict": {name: value(y) for name, y in x.items()}}
-        if isinstance(x, list | tuple):
-            return [value(y) for y in x]
-        expect(
-            isinstance(x, bool | int | float | str | None), "save_graph", "numbers and texts in a graph", describe(x)
-        )
-        return groups.get(x, x) if isinstance(x, str) else x
-
-    names = {function: name for name, function in OF_PYTHON.items()}
-    for node in graph.nodes:
-        target = names.get(node.target, str(node.target)) if node.op == "call_function" else ""
-        _function_of(node.op, target, "save_graph")
-        yield node.op, target, value(node.args), value(node.kwargs)
-
-
-def _function_of(op: str, target: str, what: str) -> Callable[..., Any] | None:
-    """Find an operator by its name: a file is data, and can name no other functions."""
-    if op != "call_function" or target in OF_PYTHON:
-        return OF_PYTHON.get(target)
-    expect(target.partition(".")[0] in NAMESPACES, what, f"operators of {NAMESPACES}", f"{target:.40}")
-    found: Callable[..., Any] = attrgetter(target)(torch.ops)
-    return found
-
-
-def _read(nodes: Sequence[Any], groups: dict[str, str]) -> Graph:
-    graph, made = Graph(), list[Node]()
-
-    def value(x: Any) -> Any:
-        if isinstance(x, list):
-            return [value(y) for y in x]
-        if not isinstance(x, dict):
-            return groups.get(x, x) if isinstance(x, str) else x
-        ((kind, y),) = x.items()
-        match kind:
-            case "node":
-                return made[y]
-            case "torch":
-                return getattr(torch, y)
-            case "device":
-                return torch.device(y)
-        return {name: value(z) for name, z in y.items()}
-
-    for op, target, args, kwargs in nodes:
-        if (function := _function_of(op, target, "load_graph")) is not None:
-            made.append(graph.call_function(function, tuple(value(args)), value(kwargs)))
-        elif op == "placeholder":
-            made.append(graph.placeholder(f"input_{len(made)}"))
-        else:
-            made.append(graph.output(*value(args)))
-    return graph
