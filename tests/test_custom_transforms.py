@@ -78,7 +78,8 @@ def test_a_frozen_base_of_bytes_trains_the_other_leaves_as_one_process_does(worl
             loss, grads = step(params, x)
         found = fs.unshard({name: grads[name] for name in biases}), loss
         expected = torch.func.grad_and_value(dense)(biases)
-        assert_trees_close(found, expected, **within(expected, terms=7 * world_size, steps=6))
+        # Sums over all rows, forward and backward.
+        assert_trees_close(found, expected, **within(expected, terms=7 * world_size, steps=2))
         assert_same_bits(fs.tree_leaves(fs.jit(step)(params, x)), fs.tree_leaves((loss, grads)))
         assert_same_bits((fs.unshard(params), fs.gather(params)), (stored, full))
         # Whole rows, and so whole blocks; three units, of which the first is gathered again.
