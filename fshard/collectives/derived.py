@@ -8,14 +8,13 @@ recorded already: a hook on the node where the two meet sums the gradient of the
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from fshard import _compat, comm
-from fshard.collectives.linear import LOCATED, Linear, LinearMap, Tensors, Variance, linear_call, variance_of
+from fshard.collectives.linear import LOCATED, Linear, Tensors, Variance, linear_call, variance_of
 from fshard.tree import Axis, Spec
 
 # Entries in the metadata of a node of autograd's graph. The first tells for an axis whether the value that the node
@@ -72,30 +71,17 @@ def _places(tensor: torch.Tensor) -> list[Place]:
     return [(level.grad_fn, level.output_nr) for level in _compat.levels(tensor) if level.grad_fn is not None]
 
 
-@dataclass(frozen=True)
-class _Agreeing(Linear):
-    """The mean over ranks of values that ranks computed alike: it is each of them, and nothing is sent.
+def _agreeing(axis: Axis) -> Linear:
+    """Make the map from values that ranks computed alike to one that agrees, which is each of them.
 
-    Attributes:
-        mean: The mean over ranks of any values, which the transpose of the transpose is.
+    Its transpose gives each rank an equal part of a gradient. What a second derivative brings back for the parts is
+    alike again, as the values are for all parameters.
     """
 
-    mean: LinearMap = list
-
-    def transposed(self) -> Linear:
-        """Make the transpose, which gives each rank an equal part of a value that agrees."""
-        return replace(super().transposed(), transpose=self.mean)
-
-
-def _agreeing(axis: Axis) -> Linear:
     def divide(tensors: Tensors) -> Tensors:
         return [tensor / axis.size for tensor in tensors]
 
-    def mean(tensors: Tensors) -> Tensors:
-        return divide(comm.all_reduce(tensors, axis, "pmean"))
-
-    variance = Variance("fs.gather of a derived leaf", (axis,), True, False)
-    return _Agreeing(list, divide, variance, mean)
+    return Linear(list, divide, Variance("fs.gather of a derived leaf", (axis,), True, False))
 
 
 def _known_kind(place: Place, axis: Axis) -> bool | None:

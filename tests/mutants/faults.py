@@ -200,13 +200,6 @@ FAULTS = (
         "2: second derivatives of derived leaves are those of one process",
     ),
     Fault(
-        "transpose-of-an-equal-part-is-no-mean",
-        "fshard/collectives/derived.py",
-        "return replace(super().transposed(), transpose=self.mean)",
-        "return super().transposed()",
-        "2: the transpose of a transpose takes the mean over ranks of what differs there",
-    ),
-    Fault(
         "leaves-of-a-gradient-count-as-whole",
         "fshard/collectives/derived.py",
         "kinds = _find_kinds(place, axis, leaves_vary=True)",
