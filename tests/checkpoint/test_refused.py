@@ -9,6 +9,7 @@ from torch._subclasses import FakeTensorMode
 import fshard as fs
 from fshard import checkpoint
 from fshard.checkpoint import CheckpointError
+from fshard.errors import printable
 from fshard.tree import MASK
 from tests.checkpoint.states import refused, refused_everywhere
 from tests.ranks import my_rank
@@ -122,7 +123,8 @@ def test_no_checkpoint(tmp_path):
     for directory in (tmp_path, tmp_path / "none", os.fsdecode(bytes(tmp_path) + b"/\xff\xfe")):
         text = refused_everywhere(lambda: checkpoint.restore(directory, {}), 2, CheckpointError)  # noqa: B023
         expected = "expected a checkpoint that fs.checkpoint.save wrote"
-        assert text == f"checkpoint.restore: {directory}: {expected}, got none"
+        # A name that is no UTF-8 is escaped, as it could not be sent to the other ranks.
+        assert text == f"checkpoint.restore: {printable(str(directory))}: {expected}, got none"
     for step in (3, 5, 5):
         checkpoint.save(tmp_path, {}, step)
     text = refused(lambda: checkpoint.restore(tmp_path, {}, step=4), CheckpointError)
