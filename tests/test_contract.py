@@ -6,9 +6,11 @@ Groups have a timeout of 30 s; what the contract ends takes less than 15.
 import gc
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -159,7 +161,116 @@ def test_errors_with_any_text_reach_the_other_ranks():
                 assert found.text.startswith(f"rank 1 failed in {name}: {told}\n"), found
 
 
-# (b) A rank is killed or exits.
+# (b) Ctrl-C on a rank that waits.
+
+
+def press_ctrl_c_in_a_wait():
+    """Send this process SIGINT once it waits for another rank."""
+
+    def press():
+        while fs.comm.world().waiting is None:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press, daemon=True).start()
+
+
+def interrupted_in_a_call(call):
+    """Run a call in which the last rank waits for the others, which come when it has ended, and return how it ended."""
+    axis = axis_of_all()
+    params = params_of(axis)
+    fs.psum(torch.ones(()), axis)
+    store = dist.distributed_c10d._get_default_store()
+    if my_rank() == axis.size - 1:
+        press_ctrl_c_in_a_wait()
+        found = outcome(lambda: call(axis, params, lambda: None))
+        store.set(f"{call.__name__} has ended", "")
+        return found
+    return outcome(lambda: call(axis, params, lambda: store.wait([f"{call.__name__} has ended"])))
+
+
+def begin(axis, params, come):
+    come()
+    fs.gather(params)
+
+
+def sum_over_ranks(axis, params, come):
+    come()
+    fs.psum(torch.ones(()), axis)
+
+
+def gather_in_a_loss(axis, params, come):
+    def loss(p):
+        full = fs.gather({"w": p["w"]})["w"]
+        come()
+        return (full + fs.gather({"v": p["v"]})["v"]).sum()
+
+    fs.value_and_grad(loss)(params)
+
+
+def sum_in_a_backward(axis, params, come):
+    class Comes(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            come()
+            return grad
+
+    fs.value_and_grad(lambda p: Comes.apply(fs.gather(p)["w"]).sum())(params)
+
+
+@pytest.mark.parametrize("size", (2, pytest.param(4, marks=pytest.mark.slow)))
+def test_ctrl_c_is_heard_by_a_rank_that_waits_and_named_on_the_others(size, workers):
+    pool = workers(size)
+    names = {begin: "gather", sum_over_ranks: "psum"}
+    for call in (begin, sum_over_ranks, gather_in_a_loss, sum_in_a_backward):
+        *others, pressed = pool.run(partial(interrupted_in_a_call, call), timeout=60.0)
+        assert pressed.error == "KeyboardInterrupt", pressed
+        for found in others:
+            assert found.error == "CollectiveError", found
+            name = names.get(call, "value_and_grad")
+            assert found.text.startswith(f"rank {size - 1} failed in {name}: KeyboardInterrupt\n"), found
+
+
+def test_ctrl_c_is_heard_by_a_rank_that_waits_for_others_to_make_a_mesh():
+    def program():
+        axis = axis_of_all()
+        store = dist.distributed_c10d._get_default_store()
+        if my_rank() == 0:
+            store.wait(["mesh has ended"])
+            return None
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        found = outcome(lambda: fs.init_mesh({"shard": axis.size}, device="cpu"))
+        store.set("mesh has ended", "")
+        return found.error
+
+    with Workers(2) as pool:
+        assert pool.run(program, timeout=60.0) == [None, "KeyboardInterrupt"]
+
+
+@on_ranks("2 processes")
+def test_a_program_that_handles_ctrl_c_itself_goes_on():
+    axis = axis_of_all()
+    fs.psum(torch.ones(()), axis)
+    store = dist.distributed_c10d._get_default_store()
+    if my_rank() == 0:
+        # Longer than the watcher needs to find out.
+        with pytest.raises(RuntimeError):
+            store.wait(["nothing"], timedelta(seconds=1))
+        assert fs.psum(torch.ones(()), axis).item() == 2.0
+        return
+    heard = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+    press_ctrl_c_in_a_wait()
+    assert fs.psum(torch.ones(()), axis).item() == 2.0
+    signal.signal(signal.SIGINT, before)
+    assert heard == [signal.SIGINT]
+
+
+# (c) A rank is killed or exits.
 
 
 def check_a_rank_that_is_killed_is_named_on_all(program, place, size, fault, path, monkeypatch):
@@ -214,7 +325,7 @@ def test_a_rank_whose_program_ends_by_an_error_is_named(tmp_path):
     assert (tmp_path / "found").read_text().startswith("rank 1 was killed or has ended\n")
 
 
-# (c) A rank is stopped, or computes for ever.
+# (d) A rank is stopped, or computes for ever.
 
 
 def check_a_rank_that_does_not_come_is_named_at_the_timeout(broken, place, size):
@@ -248,7 +359,7 @@ def test_a_rank_that_does_not_come_is_named_at_the_timeout(name, place, size):
     check_a_rank_that_does_not_come_is_named_at_the_timeout(PROGRAMS[name][0], place, size)
 
 
-# (d) Ranks do something else.
+# (e) Ranks do something else.
 
 X = torch.ones(4, 4)
 
@@ -346,7 +457,7 @@ def test_ranks_that_take_axes_in_another_order_are_told():
     assert found.seconds < 15.0, found
 
 
-# (e) No alarm.
+# (f) No alarm.
 
 
 def check_nothing_is_raised_where_a_rank_is_slow(programs):

@@ -1,6 +1,7 @@
 """Private APIs of torch.distributed, each with the versions it was checked on."""
 
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,6 +22,9 @@ Tensors = list[torch.Tensor]
 
 # How long a rank may wait until others have read what is in the store.
 LINGER = timedelta(seconds=0.7)
+
+# Seconds after which a wait for the store looks whether a signal has come, such as Ctrl-C.
+STORE_SLICE = 0.5
 
 # The tag of messages by which connections are ended; see `cut`.
 CUT = 2**31 - 1
@@ -153,6 +157,11 @@ def make_pair(name: str, store: Any) -> Pair | None:
     gloo, options = torch.distributed.ProcessGroupGloo, group._get_backend(torch.device("cpu")).options
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
 
+    # In the constructor of a group Ctrl-C would not be heard. Once all ranks are here, it does not wait.
+    here = [f"here {rank}" for rank in range(group.size())]
+    store.set(here[group.rank()], "")
+    wait_in_store(store, here, options._timeout.total_seconds())
+
     def connect(way: str) -> Any:
         own: Any = gloo._Options()  # type: ignore[attr-defined]
         # As gloo's own, but connected at once: where two ranks connect when they first send, gloo may abort.
@@ -259,6 +268,31 @@ def release_groups_at_exit(mesh: DeviceMesh) -> None:
         weakref.finalize(mesh, registry.clear)
 
 
+def wait_in_store(store: Any, keys: Sequence[str], seconds: float) -> None:
+    """Wait until a store has some keys. Torch waits without looking at signals, so wait in slices. Checked on 2.13.
+
+    Args:
+        store: The store.
+        keys: The keys.
+        seconds: How long to wait.
+
+    Raises:
+        RuntimeError: if they do not come, or the store is gone.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        begin = time.monotonic()
+        slice_of_wait = max(min(deadline - begin, STORE_SLICE), 0.001)
+        try:
+            store.wait(keys, timedelta(seconds=slice_of_wait))
+            return
+        except RuntimeError:
+            # A store that is gone does not let this wait.
+            is_gone = time.monotonic() - begin < slice_of_wait / 2
+            if is_gone or time.monotonic() >= deadline:
+                raise
+
+
 def texts_in_store(key: str, own: int, text: str, size: int, timeout: timedelta) -> list[str | None]:
     """Show all ranks a text by the store by which they found each other, without a collective. Checked on 2.13.
 
@@ -279,7 +313,7 @@ def texts_in_store(key: str, own: int, text: str, size: int, timeout: timedelta)
         keys = [f"{key}/{number}/{what} {rank}" for rank in range(size)]
         # A store that is a file raises no DistError.
         with suppress(RuntimeError):
-            store.wait(keys, limit)
+            wait_in_store(store, keys, limit.total_seconds())
         return keys
 
     store.set(f"{key}/{number}/text of {own}", text)

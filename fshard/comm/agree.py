@@ -200,14 +200,21 @@ def calling(what: str, axes: Callable[[], Sequence[Axis]], begins: bool = True) 
         return
     own = world()
     own.call, own.begun = what, not begins
+    if own.lookout is not None:
+        own.lookout.interrupts.listen()
     try:
         yield
     except BaseException as error:
+        if own.lookout is not None:
+            # Python has raised what came until now.
+            own.lookout.interrupts.listen()
         if own.others:
             _tell(own, what, axes, error)
         raise
     finally:
         own.call = None
+        if own.lookout is not None:
+            own.lookout.interrupts.stop()
 
 
 def _tell(own: World, what: str, over: Callable[[], Sequence[Axis]], error: BaseException) -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from fshard import _compat
 from fshard.comm.groups import TEXT, Group, Issued, Link, World
+from fshard.comm.interrupts import Interrupts
 
 # Seconds: for a call of the store, which may hang with the rank that holds it; until a note may be there where a
 # connection ended; in which all ranks may fail; that a rank lingers; between two questions.
@@ -171,6 +172,8 @@ def connected(world: World, name: str) -> Group:
     if world.lookout is None and group.pair is not None:
         world.lookout = Lookout(world)
         world.lookout.start()
+        if world.call is not None:
+            world.lookout.interrupts.listen()
     return group
 
 
@@ -295,6 +298,7 @@ class Lookout(threading.Thread):
         """Begin with a store of its own."""
         super().__init__(name="fshard watcher", daemon=True)
         self._world, self._over = weakref.ref(world), threading.Event()
+        self.interrupts = Interrupts()
         # Before process groups are destroyed, as what is registered later runs first.
         atexit.register(self.close)
 
@@ -302,6 +306,7 @@ class Lookout(threading.Thread):
         """End, and let this process's groups go before the interpreter does."""
         self._over.set()
         self.join(ANSWER)
+        self.interrupts.close()
         if (world := self._world()) is not None:
             world.groups.clear()
 
@@ -309,6 +314,8 @@ class Lookout(threading.Thread):
         """Look after 0.4 s of waiting in one place, then after 1, 2, 4 and more."""
         since = due = 0.0
         while not self._over.wait(SLICE) and (world := self._world()) is not None:
+            if self.interrupts.has_come(world.waiting):
+                end_wait(world, f"rank {world.rank} failed in {world.call}: KeyboardInterrupt")
             if (waiting := world.waiting) is not None:
                 if waiting.since != since:
                     since, due = waiting.since, PATIENCE
@@ -319,6 +326,16 @@ class Lookout(threading.Thread):
                         due = 0.0 if look(world, waiting) else due
             # Between two looks the groups may go.
             world = waiting = None
+        if world is None:
+            self.interrupts.close()
+
+
+def end_wait(world: World, text: str) -> None:
+    """Leave a note, and end this rank's connections, which wakes its main thread."""
+    with suppress(Exception):
+        _noted(world, text)
+    with suppress(Exception):
+        cut(world)
 
 
 def look(world: World, waiting: Issued) -> bool:
