@@ -100,8 +100,9 @@ def _scattered(flat: Flat, params: Flat, states: list[Tree]) -> list[Any]:
         leaves = [params.leaves[i] for i in group]
         full = [flat.leaves[i] for i in group]
         before = [states[i] for i in group]
-        with comm.concerning((), [flat.paths[i] for i in group]):
-            found, after = scatter_by(transform, leaves, full, before)
+        paths = [flat.paths[i] for i in group]
+        with comm.concerning((), paths):
+            found, after = scatter_by(transform, paths, leaves, full, before)
         for i, grad, state in zip(group, found, after, strict=True):
             sums[i] = Sharded(grad, params.leaves[i].spec)
             states[i] = state

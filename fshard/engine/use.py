@@ -9,6 +9,7 @@ import torch
 from fshard import _compat, comm
 from fshard.engine.leaf import Leaf
 from fshard.engine.plan import Unit
+from fshard.transforms.compose import check_results, gathered_shapes
 from fshard.tree import grouped
 from fshard.tree.checks import check_versions, writes_counted
 
@@ -74,7 +75,8 @@ class Use:
             finishing, self._finish = self._finish, []
             with writes_counted(), torch.no_grad():
                 for group, finish in finishing:
-                    found.update(zip(group, finish(), strict=True))
+                    leaves = [self.leaves[i] for i in group]
+                    found.update(zip(group, _checked(leaves, finish()), strict=True))
             full = [
                 found[i] if i in found else leaf.keeper.tensor_of(leaf)  # type: ignore[union-attr]
                 for i, leaf in enumerate(self.leaves)
@@ -108,3 +110,9 @@ class Use:
         """Refuse in-place writes to full tensors, which would not reach the parameters, or reach them unseen."""
         if self.full is not None:
             check_versions(what, [leaf.path for leaf in self.leaves], self.full, self._versions)
+
+
+def _checked(leaves: Sequence[Leaf], gathered: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Check what the transform of some leaves has gathered."""
+    paths, specs = [leaf.path for leaf in leaves], [leaf.spec for leaf in leaves]
+    return check_results(transform_of(leaves[0]), "gather", gathered, paths, gathered_shapes(specs))

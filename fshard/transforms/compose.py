@@ -10,7 +10,7 @@ import torch
 
 from fshard import _compat
 from fshard.collectives.linear import Linear, Variance, linear_call
-from fshard.errors import expect
+from fshard.errors import Problem, expect, refuse
 from fshard.transforms.axis import _FullyShard, _SplitDim
 from fshard.transforms.base import BuiltIn, Finish, ShardTransform, Specs, States, Storage, Tensors, Wrapped
 from fshard.transforms.local import _Cast, _Offload
@@ -62,11 +62,11 @@ class _Composed(ShardTransform):
         last = self._last
         with nullcontext() if stream is None else stream:
             for stage in self.stages[:last]:
-                leaves = stage.gather(leaves, specs)
+                leaves = check_number(stage, "gather", stage.gather(leaves, specs), specs)
             finish = self.stages[last].start_gather(leaves, specs)
 
         def finish_all() -> Tensors:
-            gathered = finish()
+            gathered = check_number(self.stages[last], "gather", finish(), specs)
             if stream is not None:
                 current = torch.accelerator.current_stream(device)
                 current.wait_stream(stream)
@@ -74,7 +74,7 @@ class _Composed(ShardTransform):
                     # The memory is not to be used again before the stream that computes has read it.
                     tensor.record_stream(current)
             for stage in self.stages[last + 1 :]:
-                gathered = stage.gather(gathered, specs)
+                gathered = check_number(stage, "gather", stage.gather(gathered, specs), specs)
             return gathered
 
         return finish_all
@@ -380,12 +380,17 @@ def gather_by(transform: ShardTransform, paths: Sequence[str], leaves: Tensors, 
 
 
 def scatter_by(
-    transform: ShardTransform, leaves: Sequence[Any], grads: Sequence[torch.Tensor | None], states: States
+    transform: ShardTransform,
+    paths: Sequence[str],
+    leaves: Sequence[Any],
+    grads: Sequence[torch.Tensor | None],
+    states: States,
 ) -> tuple[Tensors, States]:
     """Scatter the gradients of Sharded leaves, differentiably if the transform has no state.
 
     Args:
         transform: The transform.
+        paths: The leaves' paths.
         leaves: The leaves.
         grads: Their full gradients; None counts as zeros.
         states: As for `start_scatter`.
@@ -397,22 +402,26 @@ def scatter_by(
     full = [leaf.local.new_zeros(leaf.spec.gathered_shape) if grad is None else grad for leaf, grad in pairs]
     if reduction(transform).has_state:
         found, states = start_scatter(transform, full, specs, states)()
+        check_results(transform, "scatter", found, paths, [spec.local_shape for spec in specs])
     else:
-        found = linear_call(_linear(transform, specs).transposed(), full)
+        found = linear_call(_linear(transform, specs, paths).transposed(), full)
     return [grad.to(leaf.local.dtype) for leaf, grad in zip(leaves, found, strict=True)], states
 
 
-def _linear(transform: ShardTransform, specs: Specs, paths: Sequence[str] = ()) -> Linear:
+def _linear(transform: ShardTransform, specs: Specs, paths: Sequence[str]) -> Linear:
     """Make a gather as a linear map; shards vary or agree as their leaves are stored."""
+
+    def gathered(leaves: Tensors) -> Tensors:
+        return check_results(transform, "gather", transform.gather(leaves, specs), paths, gathered_shapes(specs))
 
     def scattered(grads: Tensors) -> Tensors:
         check_stateless(transform)
-        if paths:
-            check_dense("gather", paths, grads)
-        return start_scatter(transform, grads, specs, [])()[0]
+        check_dense("gather", paths, grads)
+        shards, _ = start_scatter(transform, grads, specs, [])()
+        return check_results(transform, "scatter", shards, paths, [spec.local_shape for spec in specs])
 
     variance = Variance("fs.gather", specs[0].scattered_axes, specs, True)
-    return Linear(lambda leaves: transform.gather(leaves, specs), scattered, variance)
+    return Linear(gathered, scattered, variance)
 
 
 def start_scatter(transform: ShardTransform, grads: Tensors, specs: Specs, states: States) -> FinishWithStates:
@@ -427,7 +436,77 @@ def start_scatter(transform: ShardTransform, grads: Tensors, specs: Specs, state
     Returns:
         A function that finishes and returns what scatter returns, and the new states: the two forms of it in one.
     """
-    if reduction(transform).has_state:
-        return transform.start_scatter(grads, specs, states)
-    finish = transform.start_scatter(grads, specs)
-    return lambda: (finish(), states)
+    has_state = reduction(transform).has_state
+    finish = transform.start_scatter(grads, specs, states) if has_state else transform.start_scatter(grads, specs)
+
+    def finish_all() -> tuple[Tensors, States]:
+        after = states
+        scattered = finish()
+        if has_state:
+            scattered, after = check_number(transform, "scatter", scattered, ("gradients", "states"))
+            check_number(transform, "scatter", after, specs)
+        return check_number(transform, "scatter", scattered, specs), after
+
+    return finish_all
+
+
+def check_number(transform: ShardTransform, half: str, results: Any, inputs: Sequence[Any]) -> Any:
+    """Refuse results of a user's transform that are not as many as what it was given.
+
+    Args:
+        transform: The transform.
+        half: "gather" or "scatter".
+        results: What that returned.
+        inputs: What it returns one value for each of.
+
+    Returns:
+        The results.
+
+    Raises:
+        ValueError: if there are more or fewer.
+    """
+    if isinstance(transform, BuiltIn | _Composed):
+        return results
+    fits = isinstance(results, list | tuple) and len(results) == len(inputs)
+    found = f"{len(results)}" if isinstance(results, list | tuple) else describe(results)
+    remedy = "return one for each leaf, in their order; with states the pair of gradients and states"
+    expect(fits, f"{type(transform).__name__}.{half}", f"{len(inputs)} results", found, remedy)
+    return results
+
+
+def check_results(
+    transform: ShardTransform, half: str, results: Tensors, paths: Sequence[str], shapes: Sequence[Sequence[int] | None]
+) -> Tensors:
+    """Refuse results of a user's transform that are no tensors of the right number and shapes.
+
+    Args:
+        transform: The transform of some leaves.
+        half: "gather" or "scatter".
+        results: What that returned.
+        paths: The leaves' paths.
+        shapes: The shapes that results must have; None where any is right. Dims behind these are vmap's.
+
+    Returns:
+        The results.
+
+    Raises:
+        ValueError: with the path of every leaf whose result is wrong.
+    """
+    if not reduction(transform).is_foreign:
+        return results
+    check_number(transform, half, results, paths)
+    problems = []
+    for path, result, shape in zip(paths, results, shapes, strict=True):
+        if not isinstance(result, torch.Tensor):
+            problems.append(Problem(path, describe(result), "a tensor"))
+        elif shape is not None and tuple(result.shape[: len(shape)]) != tuple(shape):
+            problems.append(Problem(path, describe(result), f"a tensor of shape {tuple(shape)}"))
+    names = [type(node).__name__ for node in nodes(transform) if not isinstance(node, BuiltIn | _Composed)]
+    remedy = f"let {half} return a tensor for each leaf, shaped as the {'full leaf' if half == 'gather' else 'shard'}"
+    refuse(f"{' or '.join(dict.fromkeys(names))}.{half}: results do not fit", problems, remedy)
+    return results
+
+
+def gathered_shapes(specs: Specs) -> list[Sequence[int] | None]:
+    """The shapes that a user's gather must return: leaves that take no gradient may become anything."""
+    return [None if spec.frozen else spec.gathered_shape for spec in specs]

@@ -188,6 +188,11 @@ class Forgets(fs.Wrapped):
 @on_ranks(2)
 def test_gradients_of_other_shapes_are_refused_on_every_rank():
     params = fs.shard({"w": torch.ones(4)}, Forgets(fs.fully_shard(one_axis())))
-    state, grads = fs.TrainState.create(params, fs.sgd(0.1)), fs.scatter_grads({"w": torch.ones(4)}, like=params)
-    needed = "  ['w']: expected a float32 Tensor of shape (2,), got a float32 Tensor of shape (4,)"
-    assert needed in text_of(lambda: fs.update(fs.sgd(0.1), state, grads))
+    assert text_of(lambda: fs.scatter_grads({"w": torch.ones(4)}, like=params)) == (
+        "Forgets.scatter: results do not fit\n"
+        "  ['w']: expected a tensor of shape (2,), got a float32 Tensor of shape (4,)\n"
+        "To fix: let scatter return a tensor for each leaf, shaped as the shard."
+    )
+    state = fs.TrainState.create(params, fs.sgd(0.1))
+    needed = "  ['w']: expected a float32 Tensor of shape (2,), got a float32 Tensor of shape (1,)"
+    assert needed in text_of(lambda: fs.update(fs.sgd(0.1), state, fs.tree_map(lambda x: x[:1], params)))
