@@ -39,7 +39,7 @@ def test_the_budget_finds_a_breach():
     ):
         assert "".join(budget.breaches({"mesh": size}, {"mesh": row}, {"core": most})) == error
     assert budget.measure('def f():\n    """Return."""\n    # Two.\n    return """a\nb"""\n') == Size(7, 3, 0)
-    assert budget.hidden_code('x = "' + "x" * 201 + '"\nexec("x")\n') == ["1: a string of 201 characters", "2: exec"]
+    assert budget.hidden_code('x = "' + "x+" * 101 + '"\nexec("x")\n') == ["1: a string of 202 characters", "2: exec"]
 
 
 def test_rings_are_summed_and_examples_are_not():

@@ -69,7 +69,9 @@ def is_direct(axis: Axis, device: torch.device) -> bool:
         found = "torch.func.linearize, which folds collectives away"
         raise ValueError(f"expected torch.func.jvp for each tangent, or vmap of it, got {found}")
     backends = _compat.group_devices(axis.group_name)
-    between_processors = backends.get("cpu", "")
+    between_processors = backends.get("cpu")
+    if between_processors is None:
+        return False
     # Without a backend of its own for a device, its tensors go through the processor.
     return backends.get(device.type, between_processors) == between_processors
 

@@ -587,7 +587,7 @@ FAULTS = (
     Fault(
         "late-leaves-begin-from-zeros",
         "fshard/optim/from_torch.py",
-        "begun = [not anew or int(numbers[i]) > 1 for i in taken]",
+        "begun = _have_begun(counts, [*taken]) if anew else [True for _ in taken]",
         "begun = [True for _ in taken]",
         "9: a leaf's first update is the class's first step, whenever it comes",
     ),

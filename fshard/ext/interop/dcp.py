@@ -99,6 +99,13 @@ def _optimizer_content(exchange: Exchange, opt_state: Any, optimizer: torch.opti
     return content
 
 
+def _check_trusted(place: Path, trusted: bool) -> None:
+    """Refuse to read a checkpoint whose author may run code here, unless the caller trusts it."""
+    if trusted is not True:
+        remedy = "pass trusted=True if you trust whoever wrote it, or have it written as safetensors"
+        raise CheckpointError(f"{place / METADATA} is pickled, and reading it can run code of its author; {remedy}")
+
+
 def load_dcp(
     directory: str | PathLike[str],
     like: Any,
@@ -147,9 +154,7 @@ def load_dcp(
         _check_keys(exchange, model_key=model_key, optimizer_key=optimizer_key)
         states.check_updates(exchange, updates)
         place = exchange.path("directory", directory)
-        if trusted is not True:
-            remedy = "pass trusted=True if you trust whoever wrote it, or have it written as safetensors"
-            raise CheckpointError(f"{place / METADATA} is pickled, and reading it can run code of its author; {remedy}")
+        _check_trusted(place, trusted)
         from fshard.ext.interop import dcp_files
 
         entries, values = dcp_files.contents(place)
