@@ -1,6 +1,7 @@
 """remat: compute again in the backward rather than keep what a function saves."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -10,7 +11,7 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from fshard import _compat
+from fshard import _compat, random
 from fshard.errors import expect
 from fshard.tree import Tree, tree_leaves, tree_map
 from fshard.tree.checks import describe, is_differentiable
@@ -70,15 +71,14 @@ def remat(f: Callable[..., Any], *, save: Sequence[str] = ()) -> Callable[..., A
             structure[:] = [tree_map(lambda leaf: _PLACE if isinstance(leaf, torch.Tensor) else leaf, out)]
             return tuple(leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
 
-        state, (first, later) = _compat.random_state(), contexts()
+        state, (first, later) = _random_state(), contexts()
 
         def once(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             with first:
                 return flat(*tensors)
 
         def again(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            with torch.random.fork_rng(devices=[]), later:
-                torch.default_generator.set_state(state)
+            with _drawing_from(state), later:
                 return flat(*tensors)
 
         outputs = iter(_Remat.apply(once, again, *leaves))
@@ -109,6 +109,25 @@ def _recomputed_whole_where_needed(f: Callable[..., Any]) -> Callable[..., Any]:
         return out
 
     return run
+
+
+def _random_state() -> torch.Tensor:
+    """Return the state of torch's CPU generator; in a trace, which has no values, by an operator of its graph."""
+    return _compat.plain(random.random_state() if _compat.is_tracing() else torch.get_rng_state())
+
+
+@contextmanager
+def _drawing_from(state: torch.Tensor) -> Iterator[None]:
+    """Let torch's CPU generator draw what it drew from a state on, and put its own state back."""
+    if not _compat.is_tracing():
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.set_state(state)
+            yield
+        return
+    before = _random_state()
+    random.set_random_state(state)
+    yield
+    random.set_random_state(before)
 
 
 class _ArgumentsOnly(TorchFunctionMode):

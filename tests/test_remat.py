@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import nn
-from torch.func import grad, grad_and_value, hessian, jvp, vmap
+from torch.func import grad, grad_and_value, hessian, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
@@ -391,3 +391,52 @@ def test_elsewhere_the_last_operator_is_not_computed_again():
 @pytest.mark.parametrize("way", WAYS)
 def test_noise_is_computed_again_to_the_bit(way, name):
     assert_equals_what_is_not_computed_again(way, name)
+
+
+# Functions of parameters and an input that differentiate a chain of steps.
+DIFFERENTIATED = {
+    "grad and value": lambda step: grad_and_value(partial(chain, step)),
+    "vjp": lambda step: lambda params, x: vjp(partial(chain, step, params), x)[1](torch.ones((), dtype=x.dtype)),
+    "jvp": lambda step: lambda params, x: jvp(partial(chain, step, params), (x,), (x,)),
+    "hessian": lambda step: lambda params, x: hessian(partial(chain, step, params))(x),
+    "vmap of grad": lambda step: lambda params, x: vmap(grad(partial(chain, step, params)))(x),
+}
+
+
+def test_jit_traces_derivatives_of_it_under_torch_func():
+    params, x = full_values(), normal(1)(2, 5)
+    for make in DIFFERENTIATED.values():
+        expected = make(fs.remat(block))(params, x)
+        found = fs.jit(make(fs.remat(block)))(params, x)
+        assert_same_bits(fs.tree_leaves(found), fs.tree_leaves(expected))
+
+
+class RematerializesDropout(nn.Module):
+    """Drops out in a function that is computed again, and around it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(4, 4), nn.Dropout(0.5)
+
+    def forward(self, x):
+        def dropped(x, w, b):
+            return self.dropout(torch.tanh(nn.functional.linear(x, w, b)))
+
+        return self.dropout(fs.remat(dropped)(self.dropout(x), self.linear.weight, self.linear.bias))
+
+
+def test_jit_draws_masks_of_a_key_again_where_it_computes_again():
+    model, x = fs.functionalize(RematerializesDropout()), torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    params = model.init(fs.zero3(one_axis()), seed=0)
+
+    def gradients(params, key):
+        return grad(lambda p: fs.objective(model.apply(p, x, key=key).square().sum(), like=p))(params)
+
+    jitted = fs.jit(gradients)
+    found = []
+    for key in (torch.tensor(3), torch.tensor(4)):
+        found.append(fs.tree_leaves(gradients(params, key)))
+        assert_same_bits(fs.tree_leaves(jitted(params, key)), found[-1])
+    assert not found[0][0].equal(found[1][0])
+    text = text_of(partial(fs.jit(grad(fs.remat(lambda x: nn.functional.dropout(x).sum()))), x))
+    assert text.startswith("jit: expected random numbers with a key, got aten.bernoulli_.float without one"), text

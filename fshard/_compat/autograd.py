@@ -63,10 +63,10 @@ def is_differentiated(tensor: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and any(level.requires_grad for level in levels(tensor))
 
 
-def random_state() -> torch.Tensor:
-    """The state of torch's CPU generator as a plain tensor, under torch.func too. Checked on 2.13."""
-    *_, state = levels(torch.get_rng_state())
-    return state
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that all torch.func transforms hold a tensor by. Checked on 2.13."""
+    *_, inner = levels(tensor)
+    return inner
 
 
 def hook_of(tensor: torch.Tensor) -> str | None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
