@@ -1,16 +1,28 @@
 """Verb 4: update, the pure optimizers and gradient transformations that it runs, and the state that it makes anew."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from fshard import _compat
-from fshard.errors import expect, refuse
+from fshard import _compat, comm
+from fshard.errors import SHOWN, expect, refuse
 from fshard.transforms import transform_state
 from fshard.transforms.state import ABSENT
-from fshard.tree import Flat, Sharded, Tree, flatten, is_sharded, is_trained, leaves_of, tensor_of, tensors_of
+from fshard.tree import (
+    Flat,
+    Sharded,
+    Tree,
+    flatten,
+    is_sharded,
+    is_trained,
+    leaves_of,
+    map_nodes,
+    tensor_of,
+    tensors_of,
+)
 from fshard.tree.checks import any_donated, check_flags, describe, mark_donated, refuse_donated, same_structure
 
 Updated = tuple[Tree, Any]
@@ -151,7 +163,8 @@ def update(
 
     Raises:
         ValueError: before any collective, if the gradients are not those of state.params, or tx is no optimizer;
-            if its update returns other parameters.
+            on a mesh that was made anew after a failure, if ranks hold states of different steps; if the optimizer's
+            update returns other parameters.
 
     >>> import torch, fshard as fs
     >>> tx = fs.sgd(0.1)
@@ -169,6 +182,7 @@ def update(
         refuse_donated("update", flatten(state))
     needed = flatten(state.params)
     _check_gradients(grads, needed)
+    check_same_step("update", state)
     # In a trace it is for jit to say which tensors are written in place.
     donate = donate and not _compat.is_tracing()
     if donate and tx.update_donated is not None:
@@ -176,6 +190,79 @@ def update(
     params, opt_state = run_update("update", "tx", tx, grads, state.opt_state, state.params, donate=donate)
     after = state._replace(step=state.step + 1, params=params, opt_state=opt_state)
     return after if transform_state is ABSENT else after._replace(transform_state=transform_state)
+
+
+def check_same_step(what: str, given: Tree) -> None:
+    """See that all ranks hold states of one step, once for each state on a mesh that was made anew after a failure.
+
+    A rank that fails where nothing is sent, as in an update, has no next state, while the others end that step and hear
+    of the failure in the next one.
+
+    Args:
+        what: The verb that asks.
+        given: A tree with TrainStates in it.
+
+    Raises:
+        ValueError: on every rank, with the steps, who holds them, and the state to take.
+    """
+    if not comm.has_renewed() or _compat.is_tracing() or _compat.transforms_active():
+        return
+    states: list[TrainState] = []
+    map_nodes(states.append, given, TrainState)
+    structure = flatten(states).treedef
+    axes = [axis for axis in flatten(states).axes if axis.size > 1 and comm.serves_host(axis)]
+    if not axes or structure in comm.world().compared:
+        return
+    counters = _counters_of(states)
+    steps = {name: count for name, count in counters.items() if name.endswith("state.step")}
+    # A rank counts the updates of the pieces that it owns.
+    owned = {axis for spec in flatten(states).specs for axis, role in spec.roles.items() if role == "owned"}
+    facts = {axis: json.dumps(steps if axis in owned else counters) for axis in axes}
+    if comm.are_equal(facts, comm.Label("step of states")):
+        comm.world().compared.add(structure)
+        return
+    shared = steps if owned else counters
+    ranks = comm.everyone([comm.world().rank, shared], axes, "step of states")
+    comm.world().call = None
+    raise _unequal_steps(what, ranks)
+
+
+def _counters_of(states: Sequence[TrainState]) -> dict[str, int]:
+    """Read the steps and the optimizers' counters of states, by their paths."""
+    counters: dict[str, int] = {}
+    for n, state in enumerate(states):
+        name = "state" if len(states) == 1 else f"states[{n}]"
+        counters[f"{name}.step"] = int(state.step)
+        flat = flatten(state.opt_state)
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+            if isinstance(leaf, torch.Tensor) and leaf.dtype is torch.int64 and not leaf.dim():
+                counters[f"{name}.opt_state{path}"] = int(leaf)
+    return counters
+
+
+def _unequal_steps(what: str, ranks: Sequence[tuple[int, dict[str, int]]]) -> ValueError:
+    """Make the error of ranks that hold states of different steps."""
+    problems = []
+    remedy = "restore the last checkpoint on every rank"
+    for name in ranks[0][1]:
+        holders: dict[int, list[int]] = {}
+        for rank, counters in sorted(ranks, key=lambda row: row[0]):
+            holders.setdefault(counters.get(name, -1), []).append(rank)
+        if len(holders) == 1:
+            continue
+        counts = sorted(holders, reverse=True)
+        problems.append(f"  {name}: {', '.join(f'{count} on {_named(holders[count])}' for count in counts)}")
+        if name.endswith(".step") and len(problems) == 1:
+            later = _named(sorted(rank for count in counts[:-1] for rank in holders[count]))
+            before = f"take the state of step {counts[-1]} on every rank, which {later} had before the last step"
+            remedy = f"{before}, or {remedy}"
+    text = "\n".join([f"{what}: ranks hold states of different steps", *problems[:SHOWN], f"To fix: {remedy}."])
+    return ValueError(text)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """Name ranks in a sentence."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def step_of(tx: Any, donate: bool) -> Update:

@@ -1,11 +1,14 @@
 """States after a failure: a lost one is refused, and training goes on from the same step on all ranks."""
 
+import collections
+
 import pytest
 import torch
 
 import fshard as fs
 from tests.faults import BadSampleError, Hook, outcome, outcome_of
 from tests.ranks import my_rank, on_ranks
+from tests.trees import assert_same_bits
 
 LAYERS = [f"w{n}" for n in range(6)]
 ADAMW = fs.from_torch(torch.optim.AdamW, lr=0.1)
@@ -101,24 +104,23 @@ def test_a_donated_state_is_lost_on_all_ranks_where_a_jitted_step_fails_in_its_m
     assert restored.step.item() == 1
 
 
-def breaks_in_its_middle(tx):
-    """Make an optimizer of the first leaves and then of the last ones, between which a rank may break."""
+def breaking(tx):
+    """Make an optimizer whose update may break before it does anything."""
 
-    def breaking(update):
+    def make(update):
         def run(grads, state, params):
             Hook.at("update")
             return update(grads, state, params)
 
         return run
 
-    late = tx._replace(update=breaking(tx.update), update_donated=breaking(tx.update_donated))
-    return fs.partition({"w[012]": tx, "*": late})
+    return tx._replace(update=make(tx.update), update_donated=make(tx.update_donated))
 
 
 @pytest.mark.parametrize("error", (BadSampleError, KeyboardInterrupt))
 @on_ranks(2, "2 processes")
 def test_a_donated_state_is_lost_where_an_update_fails_in_its_middle(error):
-    mesh, x, tx = mesh_of_all(), torch.ones(2, 4), breaks_in_its_middle(ADAMW)
+    mesh, x, tx = mesh_of_all(), torch.ones(2, 4), fs.partition({"w[012]": ADAMW, "*": breaking(ADAMW)})
     before = state_of(mesh, tx)
     state, _ = train_step(before, x, tx, donate=True)
     # A state is as lost whose successor was made.
@@ -137,3 +139,62 @@ def test_an_update_that_is_refused_before_it_begins_leaves_a_donated_state_alone
     with pytest.raises(ValueError, match="gradients do not fit"):
         fs.update(ADAMW, state, fs.tree_map(lambda leaf: leaf[:1], state.params), donate=True)
     train_step(state, torch.ones(2, 4), donate=True)
+
+
+def fail_in_the_update(mesh, x):
+    """Take steps until one rank fails in its third update, where nothing is sent; return the states of each rank."""
+    tx, states = breaking(ADAMW), [state_of(mesh)]
+    for at in (None, None, breaks_at("update"), None):
+        found = outcome_of(lambda _: states.append(train_step(states[-1], x, tx)[0]), mesh, at or (lambda place: None))
+        if found.error:
+            break
+    assert "bad sample 17" in found.text, found
+    # The rank that failed has no successor; the others hear of it one step later.
+    assert [state.step.item() for state in states] == ([0, 1, 2] if my_rank() == 1 else [0, 1, 2, 3])
+    return states
+
+
+@pytest.mark.parametrize("form", ("eager", "jitted"))
+@on_ranks(2, "2 processes", 3)
+def test_states_of_different_steps_are_refused_by_the_first_update_on_a_new_mesh(form):
+    """As after a failure in an update; from states of one step training goes on with the bits of a run without it."""
+    mesh, x = mesh_of_all(), torch.ones(2, 4)
+    states = fail_in_the_update(mesh, x)
+    axis = fs.axis_of(mesh_of_all())
+    step, verb = (fs.jit(train_step), "jit") if form == "jitted" else (train_step, "update")
+    later = "rank 0" if axis.size == 2 else "ranks 0, 2"
+    for _ in range(2):
+        found = outcome(lambda: step(states[-1], x))
+        assert found.text.splitlines() == [
+            f"{verb}: ranks hold states of different steps",
+            f"  state.step: 3 on {later}, 2 on rank 1",
+            f"  state.opt_state.updates: 3 on {later}, 2 on rank 1",
+            f"To fix: take the state of step 2 on every rank, which {later} had before the last step, or restore the "
+            "last checkpoint on every rank.",
+        ]
+    oldest = -fs.pmax(-states[-1].step, axis)
+    state = next(state for state in states if state.step.equal(oldest))
+    records = []
+    for _ in range(2):
+        with fs.comm.record() as record:
+            state, _ = step(state, x)
+        records.append(collections.Counter(record))
+    # One message more, once.
+    (more,) = (records[0] - records[1]).elements()
+    assert (more.op, more.about.verb, more.about.parts) == ("all_gather", "step of states", "a digest")
+    assert not records[1] - records[0]
+    expected = state_of(mesh)
+    for _ in range(4):
+        expected, _ = train_step(expected, x)
+    assert_same_bits(fs.tree_leaves(state), fs.tree_leaves(expected))
+
+
+@on_ranks(2)
+def test_each_of_several_states_is_compared_on_a_new_mesh():
+    """As those of a generator and a discriminator, of which one was updated on all ranks."""
+    states = fail_in_the_update(mesh_of_all(), torch.ones(2, 4))
+    mesh = mesh_of_all()
+    other = fs.TrainState.create(fs.shard({"other": torch.ones(4)}, fs.zero3(mesh)), ADAMW)
+    assert fs.update(ADAMW, other, fs.tree_map(torch.ones_like, other.params)).step.item() == 1
+    found = outcome(lambda: train_step(states[-1], torch.ones(2, 4)))
+    assert found.text.startswith("update: ranks hold states of different steps\n"), found

@@ -3,7 +3,7 @@
 Names under `__all__` are for everybody; the others are for the rooms of fshard.
 """
 
-from fshard.comm.agree import VERB, axes_in, call, calling, disagreement, everyone, same_call
+from fshard.comm.agree import VERB, are_equal, axes_in, call, calling, disagreement, everyone, same_call
 from fshard.comm.collective import (
     PACK_BYTES,
     all_gather,
@@ -20,7 +20,7 @@ from fshard.comm.collective import (
 )
 from fshard.comm.events import Collective, Label, Record, Verb, concerning, decoded, described, setting
 from fshard.comm.failure import CollectiveError, Position, connected, unequal
-from fshard.comm.groups import Issued, World, world
+from fshard.comm.groups import Issued, World, has_renewed, world
 from fshard.comm.recorder import record, watched, watchers
 
 __all__ = ["Collective", "CollectiveError", "Label", "Record", "Verb"]

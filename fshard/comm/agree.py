@@ -118,21 +118,37 @@ def disagreement(entries: Mapping[str, str], axes: Sequence[Axis], label: Who) -
 
 def _differing(facts: Mapping[Axis, str], label: Label, failed: str = "") -> tuple[list[str], Problem | None]:
     """Compare facts over their axes: list all failures, and find a difference, the same on every rank."""
-    asked, differ = _asked(tuple(facts)), bool(failed)
+    if are_equal(facts, label, failed=bool(failed)):
+        return [], None
+    axes = _asked(tuple(facts))
     with _compat.outside_transforms():
-        for axis in asked:
-            digest = DIFFERS if differ else _digest(facts[axis])
-            # Ranks that ask for texts of another kind wait for each other.
-            differ |= {digest} != set(_gathered(digest, FIRST, axis, label._replace(parts="a digest")))
-        if not differ:
-            return [], None
-        place = ", ".join(f"{axis.name}={rank(axis)}" for axis in asked)
-        along = [_difference(everyone([place, json.loads(facts[axis])], [axis], label)) for axis in asked]
-        found = everyone([failed, next(filter(None, along), None)], asked, label)
+        place = ", ".join(f"{axis.name}={rank(axis)}" for axis in axes)
+        along = [_difference(everyone([place, json.loads(facts[axis])], [axis], label)) for axis in axes]
+        found = everyone([failed, next(filter(None, along), None)], axes, label)
     # All ranks have heard why the call that runs ends.
     world().call = None
     difference = next((Problem(*difference) for _, difference in found if difference), None)
     return [failure for failure, _ in found if failure], difference
+
+
+def are_equal(facts: Mapping[Axis, str], label: Label, failed: bool = False) -> bool:
+    """Compare texts over their axes, by one message over each; the answer is the same on every rank.
+
+    Args:
+        facts: The text of this rank for each axis.
+        label: Who asks, for the recorder.
+        failed: Whether this rank is to differ from all others.
+
+    Returns:
+        Whether all ranks of all axes have the same texts.
+    """
+    differs = failed
+    with _compat.outside_transforms():
+        for axis in _asked(tuple(facts)):
+            # Ranks of another axis hear of a difference too, or they would not ask for texts with the others.
+            digest = DIFFERS if differs else _digest(facts[axis])
+            differs |= {digest} != set(_gathered(digest, FIRST, axis, label._replace(parts="a digest")))
+    return not differs
 
 
 def _difference(ranks: Sequence[tuple[str, Mapping[str, str]]]) -> Problem | None:

@@ -32,7 +32,7 @@ ASKED = 8
 
 REMEDY = (
     "mend the first error; go on from the last checkpoint, or in the same processes: call fs.init_mesh on every rank, "
-    "and the step again with the state before it"
+    "and the step again, from states of one step"
 )
 
 

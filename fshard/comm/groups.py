@@ -119,6 +119,7 @@ class World:
         begun: Whether the message that begins it has been sent.
         flying: Buffers that have not been waited for.
         failures: How many calls have failed on this rank.
+        compared: The structures of the states whose steps ranks have compared in this generation.
         lookout: The thread that watches it.
     """
 
@@ -133,6 +134,7 @@ class World:
     begun: bool = False
     flying: weakref.WeakValueDictionary[int, Any] = field(default_factory=weakref.WeakValueDictionary)
     failures: int = 0
+    compared: set[Any] = field(default_factory=set)
     lookout: Any = None
 
     def board(self) -> Any:
@@ -148,6 +150,7 @@ class World:
         """Forget all groups and the error that broke them; they are made anew when they are asked for."""
         self.generation, self.broken, self.failures = generation, None, 0
         self.groups.clear()
+        self.compared.clear()
 
 
 class _Memory(weakref.WeakKeyDictionary[Any, World]):
@@ -165,3 +168,8 @@ def world() -> World:
     if found is None:
         found = _MEMORY[default] = World(dist.get_rank(), _compat.default_store())
     return found
+
+
+def has_renewed() -> bool:
+    """Tell whether groups have been made anew after a failure."""
+    return dist.is_initialized() and world().generation > 0

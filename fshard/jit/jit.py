@@ -17,6 +17,7 @@ from fshard.jit.trace import Traced, trace
 from fshard.jit.writes import donate, pairs_of, schedule, twins_of
 from fshard.tree import Axis, Exact, Flat, Sharded, flatten, tensor_of, tensors_of, unflatten
 from fshard.tree.checks import check_axes, describe, mark_donated, refuse_donated
+from fshard.update import check_same_step
 
 
 class Program(NamedTuple):
@@ -75,6 +76,7 @@ class Jitted:
             if program.closed:
                 _check_closed(program, flat)
             comm.same_call("jit", list(program.facts), program.facts)
+            check_same_step("jit", (args, kwargs))
             with torch.no_grad():
                 return _run(program, flat, tensors)
 

@@ -16,7 +16,7 @@ from tests.comm.steps import make_step
 
 REMEDY = (
     "To fix: mend the first error; go on from the last checkpoint, or in the same processes: call fs.init_mesh on "
-    "every rank, and the step again with the state before it."
+    "every rank, and the step again, from states of one step."
 )
 
 

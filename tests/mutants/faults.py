@@ -494,6 +494,13 @@ FAULTS = (
         "4: donated leaves are lost before anything is written to them",
     ),
     Fault(
+        "jitted-step-goes-on-from-states-of-two-steps",
+        "fshard/jit/jit.py",
+        'check_same_step("jit", (args, kwargs))',
+        "pass",
+        "10: after a failure training goes on from states of one step",
+    ),
+    Fault(
         "leaf-that-is-given-twice-becomes-two",
         "fshard/jit/trace.py",
         "leaves[i] = wrapped.setdefault(id(leaf), Sharded(tensor, leaf.spec)) if is_sharded(leaf) else tensor",
@@ -534,6 +541,13 @@ FAULTS = (
         "moved = mark_donated(donated)",
         "moved = dict[int, Any]()",
         "4: donated leaves are lost before anything is written to them",
+    ),
+    Fault(
+        "one-state-compared-for-all",
+        "fshard/update.py",
+        "if not axes or structure in comm.world().compared:",
+        "if not axes or comm.world().compared:",
+        "10: after a failure training goes on from states of one step",
     ),
     Fault(
         "lost-optimizer-state-taken-again",
