@@ -769,8 +769,8 @@ FAULTS = (
     Fault(
         "what-is-saved-computed-again",
         "fshard/remat.py",
-        "with torch.random.fork_rng(devices=[]), later:",
-        "with torch.random.fork_rng(devices=[]):",
+        "with _drawing_from(state), later:",
+        "with _drawing_from(state):",
         "3: what is saved is what the forward computed, under torch.func too",
     ),
     Fault(
