@@ -223,8 +223,8 @@ FAULTS = (
     Fault(
         "ranks-agree-where-one-does",
         "fshard/comm/agree.py",
-        'differ |= {digest} != set(_gathered(digest, FIRST, axis, label._replace(parts="a digest")))',
-        'differ |= digest not in _gathered(digest, FIRST, axis, label._replace(parts="a digest"))',
+        'differs |= {digest} != set(_gathered(digest, FIRST, axis, label._replace(parts="a digest")))',
+        'differs |= digest not in _gathered(digest, FIRST, axis, label._replace(parts="a digest"))',
         "10: ranks that were told different things get a named error",
     ),
     Fault(
