@@ -51,6 +51,9 @@ PRESETS = {
 }
 
 
+HELD_OUT_WINDOWS = 32
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_args(arguments)
     torch.set_num_threads(args.threads)
@@ -97,7 +100,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             log.add(step, loss.item())
             manager.save(state)
 
-    x, y = windows(held_out, torch.arange(8), sizes.context)
+    # Spread over all of the text: neighbours are of one module, whose code may be easier than the rest.
+    last = (len(held_out) - 1) // sizes.context - 1
+    x, y = windows(held_out, torch.linspace(0, last, HELD_OUT_WINDOWS).long(), sizes.context)
     loss = cross_entropy(evaluated.apply(state.params, x), y).item()
     text = sample(evaluated, state.params, sizes.context, args.sample, args.seed)
     if first:
