@@ -137,6 +137,13 @@ FAULTS = (
         "4: nothing is written to tensors that a user's transform keeps",
     ),
     Fault(
+        "results-of-own-transform-unchecked",
+        "fshard/transforms/compose.py",
+        "elif shape is not None and tuple(result.shape[: len(shape)]) != tuple(shape):",
+        "elif shape is not None and len(result.shape) < len(shape):",
+        "10: a wrong shape on one rank is named on all",
+    ),
+    Fault(
         "scatter-casts-to-dtype-of-gather",
         "fshard/transforms/local.py",
         "return _to(grads, self.scatter_dtype)",
@@ -233,6 +240,13 @@ FAULTS = (
         "rows.insert(place, own)",
         "rows.append(own)",
         "3: sums are in rank order, the same bits on every rank and for every strategy",
+    ),
+    Fault(
+        "ctrl-c-of-an-earlier-call-ends-a-wait",
+        "fshard/comm/interrupts.py",
+        "if waiting.since < last_look:",
+        "if waiting.since:",
+        "10: a call is ended by Ctrl-C alone that Python has not raised yet",
     ),
     Fault(
         "rank-waits-for-those-that-have-come",
