@@ -40,6 +40,8 @@ import fshard as fs
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)]
 Findings = Iterator[dict[str, Any]]
+# Where a stage finds the tests' device, to start ranks of its own on it.
+LIBRARY = "QUARTER_HOUR_LIBRARY"
 
 
 class Stage(NamedTuple):
@@ -187,7 +189,7 @@ def on_ranks(number: int) -> Callable[[str], Findings]:
             torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(number))
             command = [*torchrun, __file__, "--stage", "programs", "--device", device, "--output", folder]
             if device == "emu":
-                command += ["--library", str(ROOT / "build/qh/emu.so")]
+                command += ["--library", os.environ[LIBRARY]]
             done = subprocess.run(command, cwd=ROOT, env=os.environ | {"EMU_DEVICES": "1", "OMP_NUM_THREADS": "2"})
             file = Path(folder, "found.jsonl")
             rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
@@ -222,7 +224,7 @@ def suite(device: str) -> Findings:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     lines = done.stdout.splitlines()
     yield {
-        "name": "make test",
+        "name": "fast tests",
         "passed": done.returncode == 0,
         "failed": [x for x in lines if x.startswith(("FAILED", "ERROR"))],
         "last": lines[-2:],
@@ -566,6 +568,7 @@ def work(args: argparse.Namespace) -> None:
         from tests.accelerator import emu
 
         emu.load(args.library)
+        os.environ[LIBRARY] = str(args.library.resolve())
     with open(args.output / "found.jsonl", "a") as file:
         for row in STAGES[args.stage].run(args.device):
             print(json.dumps({"stage": args.stage, **row}), file=file, flush=True)

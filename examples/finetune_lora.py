@@ -126,7 +126,7 @@ def load_config(path: Path | None) -> PretrainedConfig:
 
 
 def texts(args: argparse.Namespace, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The standard library's sources as tokens, for training and held out: bytes where there is no tokenizer."""
+    """The standard library's sources, for training and held out: bytes, or tokens of a million bytes of each."""
     train, held_out = standard_library()
     if has_tokenizer(args.model):
         tokenizer = AutoTokenizer.from_pretrained(args.model)

@@ -32,6 +32,9 @@ except ImportError:
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
+# So many windows of the held-out files are evaluated, in batches of this size.
+EVALUATED, AT_ONCE = 256, 32
+
 
 class Preset(NamedTuple):
     """The sizes of a model, and of the batch of all ranks together."""
@@ -49,9 +52,6 @@ PRESETS = {
     "medium": Preset(width=384, layers=6, heads=6, context=256, batch=48),
     "gpt2": Preset(width=768, layers=12, heads=12, context=1024, batch=480),
 }
-
-
-HELD_OUT_WINDOWS = 32
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -100,14 +100,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
             log.add(step, loss.item())
             manager.save(state)
 
-    # Spread over all of the text: neighbours are of one module, whose code may be easier than the rest.
-    last = (len(held_out) - 1) // sizes.context - 1
-    x, y = windows(held_out, torch.linspace(0, last, HELD_OUT_WINDOWS).long(), sizes.context)
-    loss = cross_entropy(evaluated.apply(state.params, x), y).item()
+    loss = held_out_loss(evaluated, state.params, held_out, sizes.context)
     text = sample(evaluated, state.params, sizes.context, args.sample, args.seed)
     if first:
         print(f"\nheld-out loss {loss:.4f} nats per byte after {args.steps} steps; a sample:\n\n{text}\n")
         log.plot(args.directory / "losses.png", args.against)
+
+
+@torch.no_grad()
+def held_out_loss(model: fs.Model, params: Any, text: torch.Tensor, context: int) -> float:
+    """The mean loss of windows that are spread evenly over a text; every rank takes part, as in `sample`."""
+    # The first windows of a text would all be of one file.
+    ids = torch.linspace(0, (len(text) - 1) // context - 1, EVALUATED).long()
+    losses = []
+    for part in ids.split(AT_ONCE):
+        x, y = windows(text, part, context)
+        losses.append(cross_entropy(model.apply(params, x), y))
+    return torch.stack(losses).mean().item()
 
 
 def windows(text: torch.Tensor, ids: torch.Tensor, context: int) -> Batch:

@@ -28,9 +28,9 @@ Mesh = DeviceMesh
 TIMEOUT = 300.0
 
 _SHARED = (
-    "init_mesh: ranks of this host share {device} devices, which {backend} does not support. Their messages go through "
+    "init_mesh: ranks of this host share {device} devices. {backend} does not support that, so messages go through the "
+    "processor, which is slow. Start one rank for each device."
 )
-_SHARED += "the processor, which is slow. Start one rank for each device to train at full speed."
 
 # glibc's DEFAULT_MMAP_THRESHOLD_MAX, less what a block takes beyond its bytes.
 MAPPED_BYTES = 2**25 - 2**16

@@ -1,5 +1,6 @@
 """Verb 4: update, the pure optimizers and gradient transformations that it runs, and the state that it makes anew."""
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,7 +22,6 @@ from fshard.tree import (
     leaves_of,
     map_nodes,
     tensor_of,
-    tensors_of,
 )
 from fshard.tree.checks import any_donated, check_flags, describe, mark_donated, refuse_donated, same_structure
 
@@ -315,22 +315,26 @@ def _take_over(state: TrainState) -> dict[str, Tree]:
     """
     flat = flatten({"params": state.params, "opt_state": state.opt_state})
     leaves = list(flat.leaves)
-    in_transform = _compat.transforms_active()
     numbers = []
-    for i, tensor in enumerate(tensors_of(leaves)):
+    donated = []
+    tensors = []
+    in_transform = _compat.transforms_active()
+    # In one loop: there may be thousands of leaves, and each loop finds them outside of the processor's cache.
+    for i, leaf in enumerate(leaves):
+        is_node = isinstance(leaf, Sharded)
+        tensor = leaf.local if is_node else leaf
         # A value that a transform of torch.func has wrapped ends with it.
-        is_wrapped = in_transform and _compat.is_transformed(tensor)
-        if isinstance(tensor, torch.Tensor) and is_trained(leaves[i]) and not is_wrapped:
+        stays = (is_node and leaf.spec.frozen) or (in_transform and _compat.is_transformed(tensor))
+        if isinstance(tensor, torch.Tensor) and not stays:
             numbers.append(i)
-    donated = [leaves[i] for i in numbers]
-    tensors = tensors_of(donated)
+            donated.append(leaf)
+            tensors.append(tensor)
     # Tensors of fs.gather, for example, share the memory of a leaf, and keep their values.
-    for n, is_shared in enumerate(_compat.share_memory(tensors)):
-        if is_shared:
-            tensors[n] = tensors[n].detach().clone()
+    for n in itertools.compress(range(len(tensors)), _compat.share_memory(tensors)):
+        tensors[n] = tensors[n].detach().clone()
     moved = mark_donated(donated)
     for i, leaf, tensor in zip(numbers, donated, tensors, strict=True):
-        leaves[i] = Sharded(tensor, leaf.spec) if is_sharded(leaf) else moved.get(id(tensor), tensor)
+        leaves[i] = Sharded(tensor, leaf.spec) if isinstance(leaf, Sharded) else moved.get(id(tensor), tensor)
     return flat.unflatten(leaves)
 
 

@@ -7,10 +7,14 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import fshard as fs
 from fshard.rounding import tolerance
 from tests.test_processes import ROOT, TORCHRUN, run
+
+sys.path.append(str(ROOT / "examples"))
+import train_gpt
 
 LAUNCHERS = {"alone": ((sys.executable,), 1), "torchrun": ((*TORCHRUN, 2), 2)}
 
@@ -29,6 +33,20 @@ def launched(test):
 def difference(out):
     ((found,),) = numbers(r"largest difference .*: (\S+e[-+]\d+)", out)
     return found
+
+
+def test_a_gpt_is_evaluated_on_windows_of_all_that_is_held_out():
+    """Of a text whose thirds are easier and harder the loss is the mean, and not that of the beginning."""
+    text = torch.tensor([1] * 50_000 + [2] * 50_000 + [3] * 50_000)
+    guesses = F.one_hot(torch.tensor(1), 256).double()
+
+    class Model:
+        def apply(self, params, x):
+            return guesses.expand(*x.shape, 256)
+
+    whole = F.cross_entropy(guesses.expand(len(text), 256), text).item()
+    # Losses of bytes differ by 1. One window at each of two borders may count for the wrong third.
+    assert abs(train_gpt.held_out_loss(Model(), {}, text, context=100) - whole) <= 2 / train_gpt.EVALUATED
 
 
 @launched

@@ -171,6 +171,28 @@ def test_figures_were_measured():
         assert values == {printed}, (benchmark, system, sizes)
 
 
+# A row of the reference's table of one H200, and the system that it tells of.
+ON_ONE_H200 = {
+    "plain PyTorch, autocast": "plain",
+    "FSDP2": "fsdp2",
+    "zero3": "fshard-zero3",
+    "zero3, jitted": "fshard-zero3-graph",
+    "plain PyTorch, compiled": "plain-compiled",
+    "zero3, jitted by Inductor": "fshard-zero3-inductor",
+}
+
+
+def test_figures_of_one_h200_were_measured():
+    results = json.loads((ROOT / "benchmarks/results/quarter_hour-h200.json").read_text())
+    systems = {row["name"]: row for row in results["rows"] if row["stage"] in ("model", "capture")}
+    (table,) = [rows for rows in tables(REFERENCE.read_text()) if rows[0][0] == "one H200"]
+    assert {name for name, *_ in table[1:]} == set(ON_ONE_H200)
+    for name, ms, mfu, host, peak in table[1:]:
+        row = systems[ON_ONE_H200[name]]
+        measured = f"{row['ms']:.1f}", f"{row['MFU']:.3f}", f"{row['host ms']:.0f}", f"{row['peak GiB']:.1f}"
+        assert (ms, mfu, host, peak) == measured, name
+
+
 def test_losses_drifted_as_the_text_says():
     text = " ".join(section(REFERENCE, "The same bits at any number of ranks").split())
     told = re.search(r"plot (\d+) of (\d+) losses on 4 ranks .* by up to ([\d.e-]+);", text).groups()

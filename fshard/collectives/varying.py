@@ -131,9 +131,13 @@ def refuse_mixed(what: str, derived: Sequence[tuple[Spec, tuple[Any, int]]], lea
     Raises:
         ValueError: with every leaf, and every result of a collective, that is used as what it is not.
     """
+    axes = dict.fromkeys(axis for spec, _ in derived for axis in spec.scattered_axes if axis.size > 1)
+    if not axes:
+        # Finding the node of a leaf takes microseconds, and most functions compute no leaves.
+        return
     ends = {node: (path, spec) for path, spec, node in _with_nodes(leaves)}
     problems: list[Problem] = []
-    for axis in dict.fromkeys(axis for spec, _ in derived for axis in spec.scattered_axes if axis.size > 1):
+    for axis in axes:
         here = [(spec, place) for spec, place in derived if axis in spec.scattered_axes]
         starts = [Typed(*place, spec.dim_of(axis) is not None) for spec, place in here]
         problems += find_mixed(starts, ends, axis, lambda _: "a leaf that the function computes")

@@ -11,8 +11,8 @@ from fshard.collectives import divided
 from fshard.engine.cursor import Cursor
 from fshard.engine.forward import Forward
 from fshard.engine.leaf import Leaf
-from fshard.engine.use import Use, transform_of
-from fshard.transforms.compose import check_results, reduction, start_scatter
+from fshard.engine.use import Use, checked, transform_of
+from fshard.transforms.compose import reduction, start_scatter
 from fshard.tree import grouped
 
 
@@ -139,8 +139,7 @@ class Backward:
         leaves, finish, _ = self._flying.popleft()
         with torch.no_grad():
             grads, states = finish()
-            paths, shapes = [leaf.path for leaf in leaves], [leaf.spec.local_shape for leaf in leaves]
-            check_results(transform_of(leaves[0]), "scatter", grads, paths, shapes)
+            checked("scatter", leaves, grads)
             grads = [leaf.wide(grad) for leaf, grad in zip(leaves, grads, strict=True)]
             # Now, while they are in the processor's cache.
             divisor = 1 if leaves[0].derived else self._divisor

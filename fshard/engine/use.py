@@ -9,7 +9,7 @@ import torch
 from fshard import _compat, comm
 from fshard.engine.leaf import Leaf
 from fshard.engine.plan import Unit
-from fshard.transforms.compose import check_results, gathered_shapes
+from fshard.transforms.compose import check_results, reduction
 from fshard.tree import grouped
 from fshard.tree.checks import check_versions, writes_counted
 
@@ -76,7 +76,7 @@ class Use:
             with writes_counted(), torch.no_grad():
                 for group, finish in finishing:
                     leaves = [self.leaves[i] for i in group]
-                    found.update(zip(group, _checked(leaves, finish()), strict=True))
+                    found.update(zip(group, checked("gather", leaves, finish()), strict=True))
             full = [
                 found[i] if i in found else leaf.keeper.tensor_of(leaf)  # type: ignore[union-attr]
                 for i, leaf in enumerate(self.leaves)
@@ -112,7 +112,15 @@ class Use:
             check_versions(what, [leaf.path for leaf in self.leaves], self.full, self._versions)
 
 
-def _checked(leaves: Sequence[Leaf], gathered: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Check what the transform of some leaves has gathered."""
-    paths, specs = [leaf.path for leaf in leaves], [leaf.spec for leaf in leaves]
-    return check_results(transform_of(leaves[0]), "gather", gathered, paths, gathered_shapes(specs))
+def checked(half: str, leaves: Sequence[Leaf], results: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Check what a user's transform has made of leaves, as `check_results` does; those of fshard pass through.
+
+    Args:
+        half: "gather" or "scatter".
+        leaves: Leaves of one transform.
+        results: What that returned.
+    """
+    transform = transform_of(leaves[0])
+    if reduction(transform).is_foreign:
+        check_results(transform, half, results, [leaf.path for leaf in leaves], [leaf.spec for leaf in leaves])
+    return results

@@ -93,7 +93,7 @@ def not_saved(module: Any) -> frozenset[str]:
     return frozenset(module._keys_to_ignore_on_save or ())
 
 
-class Argument(NamedTuple):
+class SchemaArgument(NamedTuple):
     """One argument of an operator's schema: its name, its type as text, and whether it must be given, and by name."""
 
     name: str
@@ -102,7 +102,7 @@ class Argument(NamedTuple):
     is_keyword: bool
 
 
-def schema_of(function: Any) -> tuple[list[Argument], list[str]] | None:
+def schema_of(function: Any) -> tuple[list[SchemaArgument], list[str]] | None:
     """The arguments of an operator of torch's, and the types of its results. Checked on 2.13.
 
     None of what TorchScript alone has, such as `aten.add.int` on two numbers: no trace has it.
@@ -111,7 +111,7 @@ def schema_of(function: Any) -> tuple[list[Argument], list[str]] | None:
         return None
     schema = function._schema
     arguments = [
-        Argument(argument.name, str(argument.real_type), not argument.has_default_value(), argument.kwarg_only)
+        SchemaArgument(argument.name, str(argument.real_type), not argument.has_default_value(), argument.kwarg_only)
         for argument in schema.arguments
     ]
     return arguments, [str(result.real_type) for result in schema.returns]

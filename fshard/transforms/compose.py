@@ -402,7 +402,7 @@ def scatter_by(
     full = [leaf.local.new_zeros(leaf.spec.gathered_shape) if grad is None else grad for leaf, grad in pairs]
     if reduction(transform).has_state:
         found, states = start_scatter(transform, full, specs, states)()
-        check_results(transform, "scatter", found, paths, [spec.local_shape for spec in specs])
+        check_results(transform, "scatter", found, paths, specs)
     else:
         found = linear_call(_linear(transform, specs, paths).transposed(), full)
     return [grad.to(leaf.local.dtype) for leaf, grad in zip(leaves, found, strict=True)], states
@@ -412,13 +412,13 @@ def _linear(transform: ShardTransform, specs: Specs, paths: Sequence[str]) -> Li
     """Make a gather as a linear map; shards vary or agree as their leaves are stored."""
 
     def gathered(leaves: Tensors) -> Tensors:
-        return check_results(transform, "gather", transform.gather(leaves, specs), paths, gathered_shapes(specs))
+        return check_results(transform, "gather", transform.gather(leaves, specs), paths, specs)
 
     def scattered(grads: Tensors) -> Tensors:
         check_stateless(transform)
         check_dense("gather", paths, grads)
         shards, _ = start_scatter(transform, grads, specs, [])()
-        return check_results(transform, "scatter", shards, paths, [spec.local_shape for spec in specs])
+        return check_results(transform, "scatter", shards, paths, specs)
 
     variance = Variance("fs.gather", specs[0].scattered_axes, specs, True)
     return Linear(gathered, scattered, variance)
@@ -475,7 +475,7 @@ def check_number(transform: ShardTransform, half: str, results: Any, inputs: Seq
 
 
 def check_results(
-    transform: ShardTransform, half: str, results: Tensors, paths: Sequence[str], shapes: Sequence[Sequence[int] | None]
+    transform: ShardTransform, half: str, results: Tensors, paths: Sequence[str], specs: Specs
 ) -> Tensors:
     """Refuse results of a user's transform that are no tensors of the right number and shapes.
 
@@ -484,7 +484,7 @@ def check_results(
         half: "gather" or "scatter".
         results: What that returned.
         paths: The leaves' paths.
-        shapes: The shapes that results must have; None where any is right. Dims behind these are vmap's.
+        specs: The leaves' specs, which tell the shapes that results must have. Dims behind these are vmap's.
 
     Returns:
         The results.
@@ -496,7 +496,11 @@ def check_results(
         return results
     check_number(transform, half, results, paths)
     problems = []
-    for path, result, shape in zip(paths, results, shapes, strict=True):
+    for path, result, spec in zip(paths, results, specs, strict=True):
+        shape: Sequence[int] | None = spec.local_shape
+        if half == "gather":
+            # Leaves that take no gradient may become anything.
+            shape = None if spec.frozen else spec.gathered_shape
         if not isinstance(result, torch.Tensor):
             problems.append(Problem(path, describe(result), "a tensor"))
         elif shape is not None and tuple(result.shape[: len(shape)]) != tuple(shape):
@@ -505,8 +509,3 @@ def check_results(
     remedy = f"let {half} return a tensor for each leaf, shaped as the {'full leaf' if half == 'gather' else 'shard'}"
     refuse(f"{' or '.join(dict.fromkeys(names))}.{half}: results do not fit", problems, remedy)
     return results
-
-
-def gathered_shapes(specs: Specs) -> list[Sequence[int] | None]:
-    """The shapes that a user's gather must return: leaves that take no gradient may become anything."""
-    return [None if spec.frozen else spec.gathered_shape for spec in specs]

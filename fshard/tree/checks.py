@@ -14,7 +14,7 @@ from fshard import _compat
 from fshard.errors import Problem, expect, leaf_error, refuse
 from fshard.tree.flat import Flat, Tree, Treedef, flatten, leaves_of
 from fshard.tree.masks import Mask, matches
-from fshard.tree.nodes import Sharded, is_sharded, is_trained, tensor_of, tensors_of
+from fshard.tree.nodes import Sharded, is_sharded, is_trained, lose_tensor, tensor_of, tensors_of
 from fshard.tree.specs import Axis
 
 # Where a tensor says that it was donated.
@@ -175,10 +175,9 @@ def mark_donated(leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
     # There may be thousands, and a device is slow to make and to hash.
     for leaf in leaves:
         if isinstance(leaf, Sharded):
-            # Of a frozen dataclass, whose object.__setattr__ takes several times as long.
             tensor = leaf.local
             gone = empty.get(tensor.dtype) if tensor.is_cpu else None
-            leaf.__dict__["local"] = _empty_like(tensor, empty) if gone is None else gone
+            lose_tensor(leaf, _empty_like(tensor, empty) if gone is None else gone)
         elif id(leaf) not in moved:
             # By no operator.
             moved[id(leaf)], leaf.data = leaf.data, _empty_like(leaf, empty)

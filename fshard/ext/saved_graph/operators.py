@@ -242,7 +242,7 @@ def _is_listed(namespace: str, name: str) -> bool:
     return name in names or name.removesuffix("_") in names
 
 
-def _operator(function: Any, arguments: list[_compat.Argument], results: list[str]) -> Operator | None:
+def _operator(function: Any, arguments: list[_compat.SchemaArgument], results: list[str]) -> Operator | None:
     """Read the schema of an operator; None where values of a file do not do for its arguments."""
     positional: list[Parameter] = []
     keywords: dict[str, Parameter] = {}
@@ -260,7 +260,7 @@ def _operator(function: Any, arguments: list[_compat.Argument], results: list[st
     return Operator(function, tuple(positional), keywords, kinds[0] if len(kinds) == 1 else kinds)
 
 
-def _parameter(argument: _compat.Argument) -> Parameter | None:
+def _parameter(argument: _compat.SchemaArgument) -> Parameter | None:
     """Read the type of an argument as a schema spells it; None of one that no value of a file has."""
     matched = _TYPE.fullmatch(argument.type)
     if matched is None or matched["kind"] not in _ARGUMENTS:
