@@ -5,6 +5,7 @@
 - `chained`: runs collectives of a graph in one order on every rank, also in its backward.
 - `check_axis`: refuses what is no axis of a mesh of this process.
 - `check_rates`: refuses hyperparameters out of the ranges that torch.optim has for them.
+- `concerning`: lets the collectives inside a context say what they are for; ranks that say different things hear of it.
 - `custom_call`: a differentiable function that communicates in its forward and its backward.
 - `describe`: says what a value is, for an error.
 - `Entry`: a full tensor of another format, of which an `Exchange` reads boxes.
@@ -38,7 +39,7 @@ from fshard._compat import fake_maker, named_modules, named_parameters, without_
 from fshard.checkpoint.exchange import Entry, Exchange, piece_of
 from fshard.checkpoint.files import bytes_of, lay_out
 from fshard.collectives import chained, custom_call, walked
-from fshard.comm import calling, serves_host, watched
+from fshard.comm import calling, concerning, serves_host, watched
 from fshard.errors import expect, refuse
 from fshard.jit import Jitted, Program, Traced
 from fshard.mesh import fake_axes, process_rank
@@ -54,8 +55,40 @@ from fshard.tree import flatten
 from fshard.tree.checks import check_axis, describe
 from fshard.update import run_update
 
-__all__ = ["Entry", "Exchange", "FullyShard", "Jitted", "Program", "TorchState", "Traced"]
-__all__ += ["bytes_of", "calling", "chained", "check_axis", "check_rates", "custom_call", "describe", "expect"]
-__all__ += ["fake_axes", "fake_maker", "flatten", "lay_out", "leaf_means", "leafwise", "local_piece"]
-__all__ += ["named_modules", "named_parameters", "piece_of", "process_rank", "refuse", "run_update", "serves_host"]
-__all__ += ["sum_dtype", "walked", "watched", "without_saved_tensor_hooks", "words_at"]
+__all__ = [
+    "Entry",
+    "Exchange",
+    "FullyShard",
+    "Jitted",
+    "Program",
+    "TorchState",
+    "Traced",
+    "bytes_of",
+    "calling",
+    "chained",
+    "check_axis",
+    "check_rates",
+    "concerning",
+    "custom_call",
+    "describe",
+    "expect",
+    "fake_axes",
+    "fake_maker",
+    "flatten",
+    "lay_out",
+    "leaf_means",
+    "leafwise",
+    "local_piece",
+    "named_modules",
+    "named_parameters",
+    "piece_of",
+    "process_rank",
+    "refuse",
+    "run_update",
+    "serves_host",
+    "sum_dtype",
+    "walked",
+    "watched",
+    "without_saved_tensor_hooks",
+    "words_at",
+]

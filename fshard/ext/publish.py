@@ -7,6 +7,7 @@ each sampler asks for those that it lacks: a schedule that follows from the two 
 
 import json
 import math
+import threading
 import zlib
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -270,7 +271,12 @@ class _Peers:
                 self._works.append((rank, op(tensor, rank, tag=tag)))
 
     def wait(self) -> None:
-        """Wait for all messages."""
+        """Wait for all messages, in a thread: torch's own wait does not return for Ctrl-C."""
+        thread = threading.Thread(target=self._wait_for_messages, daemon=True)
+        thread.start()
+        thread.join()
+
+    def _wait_for_messages(self) -> None:
         works, self._works = self._works, []
         for rank, work in works:
             if rank not in self.lost:

@@ -2,6 +2,8 @@
 
 import os
 import re
+import signal
+import threading
 from functools import partial
 
 import pytest
@@ -11,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fshard as fs
 from fshard.ext import publish as module
-from tests.faults import Outcome, outcomes_of_survivors
-from tests.ranks import on_ranks
+from fshard.testing import Workers
+from tests.faults import Outcome, axis_of_all, outcome, outcomes_of_survivors
+from tests.ranks import my_rank, on_ranks
 from tests.trees import assert_same_bits, normal
 
 TRAINERS, STEPS = (0, 1), 100
@@ -160,3 +163,19 @@ def test_a_sampler_that_dies_is_named_and_the_others_get_the_weights(tmp_path, m
     for text in trainers:
         assert re.fullmatch(r"0.0\npublish: expected an answer of all .*, got none of\n  rank 3: [^\n]+", text), text
     assert sampled == "0.0\n8.0"
+
+
+def test_ctrl_c_is_heard_by_a_rank_that_waits_for_the_other_side():
+    def program():
+        axis_of_all()
+        store = dist.distributed_c10d._get_default_store()
+        if my_rank() == 0:
+            store.wait(["the sampler has ended"])
+            return None
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        found = outcome(lambda: fs.receive({"w": torch.ones(2)}, [0]))
+        store.set("the sampler has ended", "")
+        return found.error
+
+    with Workers(2) as pool:
+        assert pool.run(program, timeout=40.0) == [None, "KeyboardInterrupt"]

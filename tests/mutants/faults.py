@@ -648,6 +648,13 @@ FAULTS = (
         "3: rows that pad a vocabulary have no part in the loss",
     ),
     Fault(
+        "ranks-pass-different-vocabularies",
+        "fshard/ext/parallel/vocabulary.py",
+        'return concerning((), [f"vocabulary of {vocabulary!r:.40}"])',
+        "return nullcontext()",
+        "10: ranks that pass different sizes of a vocabulary get a named error",
+    ),
+    Fault(
         "feedback-of-the-wrong-sign",
         "fshard/ext/quantize.py",
         "after[i] = torch.nan_to_num(stack - sent, nan=0.0, posinf=0.0, neginf=0.0).to(states[i].dtype)",

@@ -3,6 +3,7 @@
 Follows Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3: no rank holds a full row of logits.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 
 import fshard as fs
 from fshard.ext import _compat
-from fshard.extend import calling, check_axis, describe, expect
+from fshard.extend import calling, check_axis, concerning, describe, expect
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -53,7 +54,7 @@ def vocab_parallel_embedding(
     """
     api_name = "vocab_parallel_embedding"
     check_axis(api_name, axis)
-    with calling(api_name, lambda: [axis], begins=False):
+    with calling(api_name, lambda: [axis], begins=False), _compare_vocabularies(vocabulary):
         _check(api_name, ids, weight, vocabulary, "ids")
         piece = _locate_piece(api_name, len(weight), ids.device, axis, vocabulary)
         own_ids, is_other = _own_ids(api_name, ids, piece, None)
@@ -113,7 +114,7 @@ def vocab_parallel_cross_entropy(
     """
     api_name = "vocab_parallel_cross_entropy"
     check_axis(api_name, axis)
-    with calling(api_name, lambda: [axis], begins=False):
+    with calling(api_name, lambda: [axis], begins=False), _compare_vocabularies(vocabulary):
         _check(api_name, targets, torch.empty(0, 0) if weight is None else weight, vocabulary, "targets")
         _check_loss(api_name, h, weight, targets, reduction, ignore_index)
         rows = h.shape[-1] if weight is None else len(weight)
@@ -146,6 +147,16 @@ class _Piece(NamedTuple):
     start: int | torch.Tensor
     rows: int
     vocabulary: int | torch.Tensor
+
+
+def _compare_vocabularies(vocabulary: Any) -> AbstractContextManager[None]:
+    """Let ranks that pass different sizes of the vocabulary hear of it by the collectives inside a context.
+
+    Pieces that are padded to one size would otherwise fit both, and padding of one rank would count.
+    """
+    if vocabulary is None:
+        return nullcontext()
+    return concerning((), [f"vocabulary of {vocabulary!r:.40}"])
 
 
 def _locate_piece(api_name: str, rows: int, device: torch.device, axis: fs.Axis, vocabulary: int | None) -> _Piece:

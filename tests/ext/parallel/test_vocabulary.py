@@ -179,6 +179,23 @@ def test_a_piece_that_does_not_fit_the_vocabulary_is_refused_on_every_rank():
         fs.vocab_parallel_embedding(torch.tensor([1]), rows, axis, vocabulary=11)
 
 
+@on_ranks(2)
+def test_ranks_that_pass_different_vocabularies_are_told():
+    """Six rows on each of two ranks fit a vocabulary of 11, whose last row is padding, and one of 12."""
+    h = torch.ones(1, WIDTH, dtype=FULL["tokens"].dtype)
+    no_ids = torch.ones(0, dtype=torch.int64)
+    for call in (
+        lambda rows, axis, size: fs.vocab_parallel_embedding(no_ids, rows, axis, vocabulary=size),
+        lambda rows, axis, size: fs.vocab_parallel_cross_entropy(h, rows, torch.tensor([7]), axis, vocabulary=size),
+    ):
+        axis = fs.axis_of(fs.init_mesh({"tp": -1}, device="cpu"))
+        rank = fs.axis_index(axis)
+        with pytest.raises(fs.comm.CollectiveError) as caught:
+            call(normal(1)(12, WIDTH).chunk(2)[rank], axis, 11 + rank)
+        for size in (11, 12):
+            assert f"vocabulary of {size}" in str(caught.value)
+
+
 def test_bad_arguments_are_refused():
     given = {"h": torch.ones(2, 2), "weight": torch.ones(4, 2), "targets": torch.tensor([0, 3])}
     for change, text in (
