@@ -1,6 +1,7 @@
 """Fixtures of all tests."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -16,6 +17,9 @@ import torch.distributed as dist
 from fshard.testing import Workers
 from tests.ranks import StrictWorkers
 from tests.tiers import mark_slow_rows
+
+# A shell starts what runs in its background with Ctrl-C ignored, and processes inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)
