@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 NEWEST := .venv-newest
 
-.PHONY: test test-newest slow fuzz mutants lint types docs demo examples bench clean
+.PHONY: test test-newest slow fuzz mutants house lint types docs demo examples bench clean
 .NOTPARALLEL:
 
 test: .venv/test
@@ -25,6 +25,9 @@ fuzz: .venv/test
 
 mutants: .venv/test
 	$(BIN)/python -m tests.mutants --save
+
+house: .venv/test
+	$(BIN)/python -m tests.readability
 
 lint: .venv/dev
 	$(BIN)/ruff format --check .

@@ -1,6 +1,6 @@
 """The budget of code, and that the rules which hold it find what they should."""
 
-from tests import budget
+from tests import budget, readability
 from tests.budget import Row, Size
 
 PACKAGE = budget.ROOT / "fshard"
@@ -45,3 +45,36 @@ def test_the_budget_finds_a_breach():
 def test_rings_are_summed_and_examples_are_not():
     sizes = {"mesh": Size(5, 1), "ext/plan": Size(7, 1), "ext/trace": Size(1, 1), "examples": Size(9, 1)}
     assert budget.tokens_of_rings(sizes) == {"core": 5, "extensions": 8}
+
+
+def test_the_package_reads_no_worse_than_the_table_says():
+    sums = readability.totals(readability.readings())
+    errors = readability.excesses(sums, readability.limits(budget.TABLE.read_text()))
+    assert not errors, "\n".join(errors)
+
+
+def test_the_signs_of_a_file_are_counted():
+    text = (
+        "class Pair:\n    left: int\n    def __init__(self, what: Any, right: int = 2) -> None:\n"
+        "        self.right = [n for n in what if n and right]\n"
+        "def owned(x):  # type: ignore\n    return x if x else 0\n"
+    )
+    assert readability.read(text) == readability.Reading(
+        tokens=51,
+        lines=6,
+        comprehensions=1,
+        name_letters=15,
+        names=5,
+        branches=3,
+        parameters=2,
+        attributes=2,
+        any_parameters=1,
+        type_ignores=1,
+        weak_names=1,
+        participles=1,
+    )
+    assert readability.excesses({"weak names": 2, "participles": 3}, {"weak names": 1}) == [
+        "package: expected a limit of participles",
+        "package: expected at most 1 weak names, got 2",
+    ]
+    assert not any(map(readability.is_participle, ("embed", "is_owned", "read", "check_unused_of")))
