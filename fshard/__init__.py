@@ -41,7 +41,7 @@ Those of extensions, which use the core as a program does and are imported when 
 
 from typing import TYPE_CHECKING
 
-from fshard import checkpoint, comm, extensions, testing
+from fshard import checkpoint, comm, lazy_names, testing
 from fshard.apply import Model, apply, functionalize
 from fshard.collectives import axis_index, pvary
 from fshard.jit import jit, make_graph
@@ -60,7 +60,7 @@ from fshard.optim.native import (
 )
 from fshard.optim.norms import global_norm, leaf_norms
 from fshard.optim.wrappers import ema, freeze, masked, partition, skip_nonfinite
-from fshard.outermost import (
+from fshard.public import (
     all_gather,
     all_gather_invariant,
     all_to_all,
@@ -126,7 +126,7 @@ if TYPE_CHECKING:
     from fshard.ext.trace.trace import trace
 
 __version__ = "0.1.0"
-__getattr__ = extensions.resolver(__name__)
+__getattr__ = lazy_names.make_getattr(__name__)
 
 # By use, as above.
 __all__ = ["Axis", "__version__", "axis_of", "init_mesh"]

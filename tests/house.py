@@ -10,14 +10,14 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from fshard.extensions import TABLE
+from fshard.lazy_names import TABLE
 
 # A module imports only from rooms that stand before its own.
 ROOMS = (
     *(
         "errors",
         "rounding",
-        "extensions",
+        "lazy_names",
         "_compat",
         "tree",
         "comm",
@@ -28,7 +28,7 @@ ROOMS = (
         "shard",
     ),
     *("engine", "gather", "random", "init", "modules", "apply", "remat", "scatter_grads", "value_and_grad", "update"),
-    *("optim", "jit", "checkpoint", "testing", "extend", "outermost", "__main__"),
+    *("optim", "jit", "checkpoint", "testing", "extend", "public", "__main__"),
 )
 DISTRIBUTED_ROOMS = {"_compat", "comm", "mesh", "ext/interop", "ext/publish", "testing", "__main__"}
 COMPAT = {"_compat", "ext/_compat"}

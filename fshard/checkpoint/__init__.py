@@ -6,7 +6,7 @@ Those that read or write another library's format are of an extension: `load_dcp
 
 from typing import TYPE_CHECKING
 
-from fshard import extensions
+from fshard import lazy_names
 from fshard.checkpoint.errors import CheckpointError
 from fshard.checkpoint.restore import latest, restore
 from fshard.checkpoint.save import Manager, Saving, save
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fshard.ext.interop.huggingface import load_huggingface, save_huggingface
     from fshard.ext.interop.optimizer_state import from_optimizer_state_dict, to_optimizer_state_dict
 
-__getattr__ = extensions.resolver(__name__)
+__getattr__ = lazy_names.make_getattr(__name__)
 __all__ = ["CheckpointError", "Manager", "Saving", "latest", "restore", "save"]
 __all__ += ["from_state_dict", "to_state_dict"]
 __all__ += ["from_optimizer_state_dict", "load_dcp", "load_huggingface"]

@@ -5,7 +5,7 @@
 
 from typing import TYPE_CHECKING
 
-from fshard import extensions
+from fshard import lazy_names
 from fshard.testing.compare import assert_matches_ddp, assert_trees_close, check_pure
 from fshard.testing.laws import TransformReport, check_adjoint, check_transform
 from fshard.testing.spmd import spmd
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fshard.ext.plan.plan import assert_budget
     from fshard.ext.same_bits import assert_same_bits
 
-__getattr__ = extensions.resolver(__name__)
+__getattr__ = lazy_names.make_getattr(__name__)
 __all__ = [
     "RankError",
     "TransformReport",

@@ -1,4 +1,4 @@
-"""Public names of extensions: the modules that hold them are imported when a name is first asked for."""
+"""Public names of extensions, such as `fs.pipeline`: their modules are imported when a name is first asked for."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -39,23 +39,26 @@ TABLE: Mapping[tuple[str, str], str] = MappingProxyType(
 )
 
 
-def resolver(shown_by: str) -> Callable[[str], Any]:
+def make_getattr(shown_by: str) -> Callable[[str], Any]:
     """Make the `__getattr__` of a module that shows names of extensions.
 
     Args:
         shown_by: The module's name.
 
     Returns:
-        The function, which keeps what it has found in the module.
+        The function. It sets a name that it has looked up as an attribute of the module, so that it is called once.
     """
-    modules = {name: module for (shown, module), names in TABLE.items() if shown == shown_by for name in names.split()}
+    modules: dict[str, str] = {}
+    for (module_name, extension), names in TABLE.items():
+        if module_name == shown_by:
+            modules |= dict.fromkeys(names.split(), extension)
 
-    def resolve(name: str) -> Any:
+    def lookup(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {shown_by!r} has no attribute {name!r}")
-        module = import_module(f"fshard.ext.{modules[name]}")
-        found = getattr(module, name, module)
-        setattr(sys.modules[shown_by], name, found)
-        return found
+        extension = import_module(f"fshard.ext.{modules[name]}")
+        value = getattr(extension, name, extension)
+        setattr(sys.modules[shown_by], name, value)
+        return value
 
-    return resolve
+    return lookup
