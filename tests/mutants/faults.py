@@ -417,6 +417,20 @@ FAULTS = (
         "5: a parameter read under no_grad first has the gradient of its later reads",
     ),
     Fault(
+        "name-that-is-no-tensor-exported",
+        "fshard/ext/interop/huggingface.py",
+        "if name == METADATA:",
+        "if False:",
+        "1: an export can be read, or is refused by name",
+    ),
+    Fault(
+        "files-in-the-way-of-an-export-found-at-its-end",
+        "fshard/ext/interop/export.py",
+        "_refuse_taken(directory, (*deciding, *others))",
+        "_refuse_taken(directory, deciding)",
+        "1: an export that cannot end well is refused before it writes",
+    ),
+    Fault(
         "leaf-without-a-place-left-out-of-exports",
         "fshard/checkpoint/exchange.py",
         "if name in self.saved or name in self.unsaved:",

@@ -80,7 +80,8 @@ def save_dcp(
         is_flat = flatten_optimizer_state_dict
         for place, value in _optimizer_content(exchange, state.opt_state, optimizer, is_flat).items():
             content[*_split(optimizer_key), *([_key(*place)] if is_flat else place)] = value
-    with new_files(exchange, directory, (METADATA,)) as temporary:
+    files = [f"__{rank}_0.distcp" for rank in range(exchange.ranks.size)]
+    with new_files(exchange, directory, (METADATA,), files) as temporary:
         from fshard.ext.interop import dcp_files
 
         dcp_files.write(temporary, content)

@@ -16,13 +16,14 @@ EXPORTING = ".exporting-"
 
 
 @contextmanager
-def new_files(exchange: Exchange, given: Any, deciding: Sequence[str]) -> Iterator[Path]:
+def new_files(exchange: Exchange, given: Any, deciding: Sequence[str], others: Iterable[str]) -> Iterator[Path]:
     """Make a temporary directory, whose files are moved to another one when all ranks have ended well.
 
     Args:
         exchange: The exchange.
         given: The directory that gets the files; made where there is none.
-        deciding: Files by which a reader knows that the others are complete: moved last, and not there before.
+        deciding: Files by which a reader knows that the others are complete, which are moved last.
+        others: The other files. Where any file is there already, nothing is written.
 
     Yields:
         The temporary directory.
@@ -35,7 +36,7 @@ def new_files(exchange: Exchange, given: Any, deciding: Sequence[str]) -> Iterat
         directory = exchange.path("directory", given)
         if is_first:
             directory.mkdir(parents=True, exist_ok=True)
-            _refuse_taken(directory, deciding)
+            _refuse_taken(directory, (*deciding, *others))
             for left in directory.glob(EXPORTING + 16 * "[0-9a-f]"):
                 shutil.rmtree(left, ignore_errors=True)
             (directory / name).mkdir()
@@ -45,6 +46,7 @@ def new_files(exchange: Exchange, given: Any, deciding: Sequence[str]) -> Iterat
             yield temporary
         with exchange.raise_on_all_ranks(directory):
             names = sorted(os.listdir(temporary) if is_first else (), key=lambda name: (name in deciding, name))
+            # Another program may have written there meanwhile.
             _refuse_taken(directory, names)
             for name in names:
                 os.replace(temporary / name, directory / name)

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from os import PathLike
@@ -24,6 +24,8 @@ from fshard.ext.interop.transformers import Planned, as_planned, from_files, is_
 from fshard.extend import Entry, Exchange, describe, expect, piece_of, refuse
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# The entry of a file's header that is no tensor.
+METADATA = "__metadata__"
 
 # Refuses a file unless it is as expected.
 expect_file = partial(expect, error=CheckpointError)
@@ -46,8 +48,10 @@ def save_huggingface(
     CRC-32 of each box that a rank wrote. Tied parameters are written once.
 
     Args:
-        directory: Where the files go; made where there is none. Ranks on several hosts need a file system that lets
-            them write to one file at once, such as Lustre or GPFS, not NFS.
+        directory: Where the files go; made where there is none. A directory that has one of the files, such as an
+            earlier export, is refused before anything is written: remove it, or write each export to a new directory.
+            Ranks on several hosts need a file system that lets them write to one file at once, such as Lustre or GPFS,
+            not NFS.
         params: Any pytree of parameters, perhaps with buffers, Sharded or full. Names are those of its leaves, joined
             by dots.
         names: What a leaf is called in the files, from its name. None takes it as it is, or as transformers calls it.
@@ -59,8 +63,9 @@ def save_huggingface(
 
     Raises:
         ValueError: on every rank, if a leaf is no tensor that safetensors can hold, ranks hold different leaves,
-            two have one name, or parameters or buffers that the module saves are not there.
-        CheckpointError: on every rank, if the directory has weights already, or files cannot be written.
+            two have one name, a name is "__metadata__" or no valid Unicode, or parameters or buffers that the module
+            saves are not there.
+        CheckpointError: on every rank, if the directory has one of the files already, or files cannot be written.
 
     >>> import os, tempfile, torch, fshard as fs
     >>> from safetensors.torch import load_file
@@ -86,10 +91,11 @@ def save_huggingface(
             tensors = to_files(exchange, leaves, module, full)
         else:
             tensors = _renamed(exchange.label, {name: as_planned(leaves, name, full) for name in leaves}, names)
+        _check_readable(exchange.label, tensors)
     files = _in_files(tensors, dtype, max_file_bytes)
     listed = {f"({file})": "\n".join(map(str, kinds.items())) for file, kinds in files.items()}
     held = exchange.replicas(leaves, {"(directory)": f"{directory}", **listed})
-    with new_files(exchange, directory, (CHECKSUMS, SINGLE, INDEX)) as temporary:
+    with new_files(exchange, directory, (CHECKSUMS, SINGLE, INDEX), files) as temporary:
         results = [tensors[name] for kinds in files.values() for name in kinds]
         sums = shared_files.write(exchange, temporary, files, _parts(exchange, leaves, held, results, full))
         if not exchange.rank:
@@ -178,6 +184,18 @@ def _renamed(label: str, leaves: dict[str, Any], names: Callable[[str], str] | N
             refuse(f"{label}: names do not fit", [(name, found, "a name of its own")], "change names=")
         out[new] = leaf
     return out
+
+
+def _check_readable(label: str, names: Iterable[str]) -> None:
+    """Refuse names of tensors that readers of safetensors do not take; they would not read the other tensors either."""
+    problems = []
+    for name in names:
+        printable = name.encode(errors="backslashreplace").decode()
+        if name == METADATA:
+            problems.append((name, "a name that safetensors uses itself", "another name"))
+        elif name != printable:
+            problems.append((printable, "half of a surrogate pair", "a name that UTF-8 can encode"))
+    refuse(f"{label}: safetensors cannot hold these names", problems, "give these leaves other names by names=")
 
 
 def _in_files(

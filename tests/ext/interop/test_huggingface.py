@@ -97,6 +97,29 @@ def test_names_may_be_others_in_the_files(tmp_path):
         save_huggingface(tmp_path / "other", full, names=lambda name: "same")
 
 
+@on_ranks(1, 2)
+def test_names_that_no_reader_takes_are_refused_before_anything_is_written(tmp_path):
+    """Of one leaf or several, as the leaf is called or as `names` calls it."""
+    leaves = {"__metadata__": torch.ones(2), "w": torch.ones(3), "a\ud800b": torch.ones(1)}
+    own = "  __metadata__: expected another name, got a name that safetensors uses itself\n"
+    half = "  a\\ud800b: expected a name that UTF-8 can encode, got half of a surrogate pair\n"
+    start = "checkpoint.save_huggingface: safetensors cannot hold these names\n"
+    for params, names, lines in (
+        (leaves, None, own + half),
+        ({"a\ud800b": torch.ones(1)}, None, half),
+        ({"w": torch.ones(1)}, {"w": "__metadata__"}.get, own),
+    ):
+        with pytest.raises(ValueError, match="safetensors cannot hold") as caught:
+            save_huggingface(tmp_path / "out", params, names=names, max_file_bytes=1)
+        assert str(caught.value) == f"{start}{lines}To fix: give these leaves other names by names=."
+    assert not (tmp_path / "out").exists()
+    odd = {"a" + letter: torch.ones(1) for letter in ("\0", "\n", '"', "\\", "é", "😀", "\ufffe", "")} | {
+        "": torch.ones(2)
+    }
+    save_huggingface(tmp_path / "out", odd)
+    assert_same_bits(load_huggingface(tmp_path / "out", fs.tree_map(torch.zeros_like, odd)), odd)
+
+
 def test_tied_parameters_are_found_under_any_name(tmp_path):
     module, names = Net(), "net.{}".format
     aliases = ("embedding.weight", "head.weight")
