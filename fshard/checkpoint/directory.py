@@ -5,8 +5,8 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from io import BufferedReader
 from pathlib import Path
 
@@ -16,8 +16,10 @@ from fshard.errors import short
 
 # The step, in the one spelling that saves write, and the number of the save, which counts on in a directory.
 _SAVED = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})\.(0|[1-9][0-9]*)")
-# Directories that are being made, or removed.
-_LEFTOVER = re.compile(rf"\.(?:saving|old)-{_SAVED.pattern}")
+# Directories that are being made or removed. The mark of a save follows its name, where there is one.
+_SAVING = ".saving-"
+_OLD = ".old-"
+_LEFTOVER = re.compile(rf"\.(?:saving|old)-{_SAVED.pattern}(?:\.[0-9a-f]{{16}})?")
 
 
 def open_regular(path: Path) -> BufferedReader:
@@ -48,12 +50,11 @@ def find(directory: Path, step: int | None) -> tuple[int, Path]:
     return found[-1]
 
 
-@contextmanager
-def begun(directory: Path, step: int) -> Iterator[str]:
-    """Be the only one that saves to a directory, and make the directory of a new checkpoint in it.
+def lock(directory: Path) -> Callable[[], None]:
+    """Be the only one that saves to a directory, which is made where there is none.
 
     Returns:
-        A context with the name that the checkpoint gets; a part left of it is removed when the context ends.
+        A function that lets others save there. Further calls of it do nothing.
 
     Raises:
         CheckpointError: if another process, or another save of this one, is writing there.
@@ -71,38 +72,54 @@ def begun(directory: Path, step: int) -> Iterator[str]:
             raise CheckpointError(text) from None
         # Also where a process forked meanwhile has the file open still.
         stack.callback(fcntl.flock, lock, fcntl.LOCK_UN)
-        for name in filter(_LEFTOVER.fullmatch, os.listdir(directory)):
-            # One that cannot be removed stays, and so does a link.
-            shutil.rmtree(directory / name, ignore_errors=True)
-        number = max((number for number, *_ in saved(directory)), default=-1) + 1
-        path = directory / f"step-{step:08d}.{number}"
-        unfinished(path).mkdir()
-        stack.callback(shutil.rmtree, unfinished(path), ignore_errors=True)
-        yield path.name
+        return stack.pop_all().close
 
 
-def unfinished(path: Path) -> Path:
-    """The directory of a checkpoint until it is complete."""
-    return path.with_name(f".saving-{path.name}")
+def new_name(directory: Path, step: int) -> str:
+    """Remove what killed saves left in a directory, and return the name of the next checkpoint there."""
+    for name in sorted(filter(_LEFTOVER.fullmatch, os.listdir(directory))):
+        remove(directory / name)
+    # Only now, because a rank of a killed run may complete its checkpoint until the leftovers are removed.
+    number = max((number for number, *_ in saved(directory)), default=-1) + 1
+    return f"step-{step:08d}.{number}"
 
 
-def publish(path: Path, keep: int | None) -> None:
-    """Give a complete checkpoint its name, which makes it the latest, and then keep so many."""
-    directory, temporary = path.parent, unfinished(path)
-    _sync(temporary)
-    os.rename(temporary, path)
-    _sync(directory)
+def unfinished(path: Path, mark: str) -> Path:
+    """The directory of a checkpoint until it is complete.
+
+    Args:
+        path: The checkpoint.
+        mark: Tells this save from every other one, so that a rank of a killed run never writes to the files of a later
+            run that saves under the same name.
+    """
+    return path.with_name(f"{_SAVING}{path.name}.{mark}")
+
+
+def remove(path: Path) -> None:
+    """Remove a directory. One that cannot be removed stays, and so does a link.
+
+    The directory loses its name first, so that nobody takes half of it for a checkpoint, or completes it.
+    """
+    if path.is_symlink() or not path.is_dir():
+        return
+    doomed = path.with_name(f"{_OLD}{path.name.removeprefix(_SAVING).removeprefix(_OLD)}")
+    with suppress(OSError):
+        if doomed != path:
+            os.rename(path, doomed)
+        shutil.rmtree(doomed)
+
+
+def keep_newest(directory: Path, count: int | None) -> None:
+    """Remove all checkpoints but those saved last; None keeps all."""
+    if count is None:
+        return
     # Directories without a manifest, and links, are none of ours.
-    paths = [each for *_, each in saved(directory) if keep and not each.is_symlink() and (each / MANIFEST).is_file()]
-    for old in paths[: -(keep or 1)]:
-        # One that cannot be removed stays, and nothing is lost.
-        with suppress(OSError):
-            # It loses its name first, so that no half of one is ever taken for one.
-            os.rename(old, doomed := directory / f".old-{old.name}")
-            shutil.rmtree(doomed)
+    ours = [path for *_, path in saved(directory) if not path.is_symlink() and (path / MANIFEST).is_file()]
+    for path in ours[:-count]:
+        remove(path)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Have the content of a directory on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -1,9 +1,9 @@
 """save and Manager: write states so that a kill at any moment leaves the last checkpoint whole."""
 
 import math
+import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import cache, partial
 from os import PathLike
@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 
+from fshard.checkpoint import directory as directories
 from fshard.checkpoint import files
-from fshard.checkpoint.directory import begun, publish, unfinished
+from fshard.checkpoint.background import BackgroundSave
+from fshard.checkpoint.errors import CheckpointError
 from fshard.checkpoint.exchange import Exchange, Piece, is_tensor, piece_of, shape_of
 from fshard.checkpoint.restore import latest, restore
+from fshard.checkpoint.unfinished import Report, Unfinished
 from fshard.errors import expect, refuse
 from fshard.mesh import Mesh, ranks_of
 from fshard.tree import Tree, tensor_of
@@ -26,7 +29,7 @@ NUMBER = Range("a whole number from 1", lambda number: type(number) is int and n
 
 
 class Saving:
-    """A save under way, which `wait` completes.
+    """A save under way. The checkpoint gets its name as soon as all ranks have written, also if nobody waits for it.
 
     Attributes:
         step: The step that is saved.
@@ -38,12 +41,28 @@ class Saving:
     (7, 'step-00000007.0')
     """
 
-    def __init__(self, step: int, finish: Callable[[], Path], is_written: Callable[[], bool]) -> None:
-        """Keep the step, what completes the checkpoint, and what tells whether all ranks have written."""
-        self.step, self._finish, self.is_written = step, cache(finish), is_written
+    def __init__(
+        self,
+        step: int,
+        finish: Callable[[], Path],
+        is_written: Callable[[], bool],
+        finish_at_exit: Callable[[], None],
+    ) -> None:
+        """Keep the step, and the functions that wait for the checkpoint.
+
+        Args:
+            step: The step.
+            finish: Waits until the checkpoint is complete, on every rank.
+            is_written: Tells every rank whether all of them have written.
+            finish_at_exit: Waits for a limited time, on this rank alone.
+        """
+        self.step = step
+        self._finish = cache(finish)
+        self.is_written = is_written
+        self.finish_at_exit = finish_at_exit
 
     def wait(self) -> Path:
-        """Wait until all ranks have written, and complete the checkpoint. Every rank must call this, as a collective.
+        """Wait until the checkpoint is complete. Every rank must call this, as a collective.
 
         Returns:
             The checkpoint's directory.
@@ -76,7 +95,9 @@ def save(
         keep: How many checkpoints stay, those saved last; None for all. Directories without a manifest, and links,
             stay and do not count.
         asynchronous: Copy the state aside and return, so that steps may write over it, and write while they run. The
-            checkpoint is complete when `Saving.wait` returns.
+            checkpoint is complete when all ranks have written; `Saving.wait` waits for that, and raises the error of a
+            rank that could not. A program that ends before waits up to 300 s for its own part and 30 s more for those
+            of other ranks, and says on standard error if the checkpoint is not complete then.
         mesh: The mesh of one axis over the ranks that save; None where all ranks of this run do.
 
     Returns:
@@ -104,35 +125,59 @@ def save(
     same = {"(step)": step, "(directory)": f"{root}", **manifest.values}
     own = _own_parts(exchange, tensors, {path: repr(value) for path, value in same.items()}, asynchronous)
     with ExitStack() as stack:
-        with exchange.raise_on_all_ranks(root):
-            name = "" if exchange.rank else stack.enter_context(begun(root, step))
-        path, held = root / exchange.everyone(name)[0], stack.pop_all()
-    part = unfinished(path) / files.file_name(exchange.rank)
-    executor = ThreadPoolExecutor(1, LABEL)
-    writing = executor.submit(_write_part, part, exchange.rank, own)
-    executor.shutdown(wait=False)
+        unfinished = _begin(exchange, root, manifest, keep, stack)
+        write = partial(_write_part, unfinished.content / files.file_name(exchange.rank), exchange.rank, own)
+        background = BackgroundSave(LABEL, unfinished, exchange.rank, write, stack.pop_all().close)
 
     def finish() -> Path:
-        with held:
-            with exchange.raise_on_all_ranks(part):
-                written = writing.result()
-            lists = exchange.everyone(written)
-            with exchange.raise_on_all_ranks(part):
-                if not exchange.rank:
-                    files.write_file(part.with_name(files.MANIFEST), _complete(manifest, lists))
-                    publish(path, keep)
-        return path
+        place = unfinished.content
+        try:
+            with exchange.raise_on_all_ranks(place):
+                background.written.result()
+            with exchange.raise_on_all_ranks(place):
+                background.confirm()
+        except Exception as error:
+            # Where a rank was killed, others may still complete the checkpoint.
+            if isinstance(error, CheckpointError) and not exchange.rank:
+                unfinished.remove()
+            background.settle()
+            raise
+        background.settle()
+        return unfinished.path
 
-    saving = Saving(step, finish, lambda: all(exchange.everyone(writing.done())))
+    saving = Saving(step, finish, lambda: all(exchange.everyone(background.written.done())), background.finish_at_exit)
     if not asynchronous:
-        saving.wait()
+        try:
+            saving.wait()
+        except BaseException:
+            # The program may go on and change the state, while a part of it is not written yet.
+            background.cancel()
+            raise
     return saving
+
+
+def _begin(exchange: Exchange, root: Path, manifest: files.Manifest, keep: int | None, stack: ExitStack) -> Unfinished:
+    """Make the directory of a new checkpoint; on the first rank the stack unlocks the directory of checkpoints."""
+
+    def unfinished(name: str, mark: str) -> Unfinished:
+        path = root / name
+        return Unfinished(path, directories.unfinished(path, mark), exchange.ranks.size, manifest, keep)
+
+    name, mark = "", secrets.token_hex(8)
+    with exchange.raise_on_all_ranks(root):
+        if not exchange.rank:
+            stack.callback(directories.lock(root))
+            name = directories.new_name(root, manifest.step)
+            unfinished(name, mark).make()
+    return unfinished(*exchange.everyone([name, mark])[0])
 
 
 class Manager:
     """Saves a run's states: every so many steps, beside the steps, the newest kept.
 
-    Used in a with statement, or closed at the end, so that the last save is complete.
+    A checkpoint gets its name as soon as all ranks have written, without a further call. Use the manager in a with
+    statement, or close it at the end, so that a save that failed raises its error. A block that ends by an exception,
+    and a program that ends without `close`, wait for the last save as `save(asynchronous=True)` says.
 
     >>> import tempfile
     >>> import fshard as fs
@@ -170,14 +215,16 @@ class Manager:
         check_arguments("checkpoint.Manager", NUMBER, every=every)
         # A mesh of other ranks is refused at once.
         ranks_of(mesh)
-        self._directory, self._every, self._mesh = directory, every, mesh
+        self._directory = directory
+        self._every = every
+        self._mesh = mesh
         self._save = partial(save, directory, keep=keep, asynchronous=asynchronous, mesh=mesh)
         self._saving: Saving | None = None
 
     def save(self, state: Tree, step: int | None = None, *, force: bool = False) -> bool:
         """Save a state if its step is one to be saved; waits for the save before this one. Every rank must call this.
 
-        At any other step it completes the save before, once all ranks have written.
+        At any other step it raises the error of the save before, once all ranks have tried to write.
 
         Args:
             state: As for `save`.
@@ -232,10 +279,14 @@ class Manager:
         return self
 
     def __exit__(self, kind_of_error: object, *error: object) -> None:
-        # Ranks that failed do not wait for each other, and leave the directory to others.
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
         if kind_of_error is None:
-            self.close()
-        self._saving = None
+            saving.wait()
+        else:
+            # Ranks that failed send nothing to each other any more.
+            saving.finish_at_exit()
 
 
 def _checked_step(state: Tree, step: Any) -> int:
@@ -285,23 +336,15 @@ def _own_parts(
     return own
 
 
-def _write_part(path: Path, rank: int, own: Mapping[str, Piece]) -> dict[str, list[Any]]:
-    """Write the parts of this rank, if it has any, and return its chunks by path."""
+def _write_part(path: Path, rank: int, own: Mapping[str, Piece]) -> Report:
+    """Write the parts of this rank, if it has any."""
+    if not own:
+        return Report(0, {})
     kinds = {name: (piece.tensor.dtype, piece.tensor.shape) for name, piece in own.items()}
-    header, starts, _ = files.lay_out(kinds, pairs=True)
-    checksums = files.write_file(path, header, (own[name].tensor for name in starts)) if own else []
-    chunks: dict[str, list[Any]] = {}
+    header, starts, size = files.lay_out(kinds, pairs=True)
+    checksums = files.write_file(path, header, (own[name].tensor for name in starts))
+    chunks = {}
     for name, checksum in zip(starts, checksums, strict=True):
         offset, tensor, _ = own[name]
-        chunks[name] = [rank, offset, tuple(tensor.shape), checksum]
-    return chunks
-
-
-def _complete(manifest: files.Manifest, lists: list[Any]) -> bytes:
-    """Write a manifest with the chunks that all ranks list, unless these do not make whole leaves."""
-    tensors = {}
-    for path, leaf in manifest.tensors.items():
-        tensors[path] = leaf._replace(chunks=tuple(parts[path] for parts in lists if path in parts))
-    data = files.encode(manifest._replace(tensors=tensors))
-    files.decode(data)
-    return data
+        chunks[name] = files.Chunk(rank, offset, tuple(tensor.shape), checksum)
+    return Report(size, chunks)

@@ -1,8 +1,9 @@
 """A process that starts others which save until they are killed; starting each from nothing takes seconds.
 
 Run by test_killed.py as `python -m tests.checkpoint.saving_process`. It reads commands of one line, a JSON list
-[directory, ranks, asynchronous, start], and writes lines: ["pids", ...] when the ranks are there, ["saved", step] when
-a save is complete on a rank, and ["ended"] when all ranks are over.
+[directory, ranks, asynchronous, start], and writes lines: ["pids", ...] when the ranks are there, ["written", step,
+rank] when a rank has written its part, ["saved", step] when a save is complete on a rank, and ["ended"] when all ranks
+are over.
 """
 
 import functools
@@ -16,8 +17,12 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard import checkpoint
+from fshard.checkpoint import background
+from fshard.checkpoint.unfinished import Unfinished
 
 SIZE = 400_000
+# A rank that is left waits so long for the part of one that was killed.
+OTHERS_SECONDS = 2.0
 
 
 @functools.cache
@@ -44,12 +49,25 @@ def run(directory, rank, ranks, asynchronous, start, store):
     if ranks > 1:
         limit = timedelta(seconds=20)
         dist.init_process_group("gloo", f"file://{store}", world_size=ranks, rank=rank, timeout=limit)
-    manager = checkpoint.Manager(directory, keep=2, asynchronous=asynchronous)
-    for step in range(start, 10**6):
-        manager.save(state(step), step)
-        # A save waits for the one before it.
-        if step - asynchronous >= start:
-            say("saved", step - asynchronous)
+    background.OTHERS_SECONDS = OTHERS_SECONDS
+    tell_of_parts()
+    with checkpoint.Manager(directory, keep=2, asynchronous=asynchronous) as manager:
+        for step in range(start, 10**6):
+            manager.save(state(step), step)
+            # A save waits for the one before it.
+            if step - asynchronous >= start:
+                say("saved", step - asynchronous)
+
+
+def tell_of_parts():
+    """Say when this rank has written its part, which the package does not."""
+    inner = Unfinished.report
+
+    def report(unfinished, rank, content):
+        inner(unfinished, rank, content)
+        say("written", int(unfinished.path.name[5:13]), rank)
+
+    Unfinished.report = report
 
 
 def main():

@@ -2,7 +2,9 @@
 
 import math
 import random
+import threading
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -94,6 +96,18 @@ def assert_same(actual, expected):
 def save(directory, make, world_size, step=1):
     """Save what `make` makes of the meshes of each rank."""
     spmd(lambda: checkpoint.save(directory, make(meshes()), step), world_size)
+
+
+def at_once(programs):
+    """What programs return that threads run at once, without ranks; raises the error of one that fails."""
+    barrier = threading.Barrier(len(programs))
+
+    def run(program):
+        barrier.wait()
+        return program()
+
+    with ThreadPoolExecutor(len(programs)) as pool:
+        return list(pool.map(run, programs))
 
 
 def sampler(seed):

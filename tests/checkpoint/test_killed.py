@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -60,21 +61,35 @@ def check(directory, acknowledged, make=state):
     return latest
 
 
+def written_by(ranks, lines):
+    """The steps of which each rank has said that it has written its part."""
+    steps = Counter(line[1] for line in lines if line[0] == "written")
+    return [step for step, count in steps.items() if count == ranks]
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "kills, ranks", [(6, 1), *(pytest.param(n, ranks, marks=pytest.mark.slow) for n, ranks in ((50, 1), (20, 2)))]
+    "kills, ranks", [(6, 1), *(pytest.param(n, ranks, marks=pytest.mark.slow) for n, ranks in ((50, 1), (100, 2)))]
 )
 def test_processes_killed_at_some_moments(kills, ranks, saving, tmp_path):
-    """Start ranks, kill one of them at some moment, look what is there, and go on from it."""
+    """Start ranks, kill one of them or all at some moment, look what is there, and go on from it.
+
+    Where a rank is left, it completes what all ranks have written, also if the killed one was about to.
+    """
     directory, draw, latest = tmp_path / "run", sampler(70 + kills), -1
     for kill in range(kills):
         pids = saving.start_ranks(directory, ranks, bool(kill % 2), latest + 1)
         lines = saving.until("saved")
         # The moment is the point: anywhere in a save.
         time.sleep(draw.random() * 0.3)
-        os.kill(draw.choice(pids), signal.SIGKILL)
+        victims = pids if kill % 4 == 3 else [draw.choice(pids)]
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
         lines += saving.until("ended")
-        latest = check(directory, max(line[1] for line in lines if line[0] == "saved"))
+        complete = [line[1] for line in lines if line[0] == "saved"]
+        if len(victims) < ranks:
+            complete += written_by(ranks, lines)
+        latest = check(directory, max(complete))
     # The next save works, and removes what the killed ones left, such as steps that none was there to remove.
     with checkpoint.Manager(directory, keep=2) as manager:
         manager.save(state(latest + 1), latest + 1)
@@ -114,7 +129,7 @@ def test_stopped_before_each_call_of_the_system(ranks, tmp_path, monkeypatch):
             manager.save(small(3), 3)
 
     with monkeypatch.context() as watched:
-        for name in ("mkdir", "open", "fsync", "rename", "unlink", "rmdir"):
+        for name in ("mkdir", "open", "fsync", "rename", "replace", "unlink", "rmdir"):
             watched.setattr(os, name, before(getattr(os, name)))
         spmd(program, ranks)
     looks = [check(directory, 2, small) for directory in seen]

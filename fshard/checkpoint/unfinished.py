@@ -1,0 +1,179 @@
+"""A checkpoint in the making: the files of all ranks, and the rename that completes it."""
+
+import json
+import os
+import secrets
+import shutil
+import stat
+from pathlib import Path
+from typing import NamedTuple
+
+from fshard.checkpoint import directory, files
+from fshard.checkpoint.errors import CheckpointError, expect_file
+
+
+class Report(NamedTuple):
+    """What a rank has written.
+
+    Attributes:
+        size: The bytes of its file; 0 where it has none.
+        chunks: Its part of each leaf that it has one of, by the leaf's path.
+    """
+
+    size: int
+    chunks: dict[str, files.Chunk]
+
+
+class Unfinished:
+    """A checkpoint in the making, which all ranks write to.
+
+    `.saving-<name>.<mark>/content` becomes the checkpoint. Beside it lies a report of each rank that has written its
+    file. Whoever sees the reports of all ranks completes the checkpoint, so that it depends on no particular rank being
+    alive. Those that do so at once write the same manifest, and only one of them finds `content` to rename.
+
+    Attributes:
+        path: The checkpoint, once it is complete.
+        content: Where its files are until then.
+        ranks: How many ranks write.
+    """
+
+    def __init__(self, path: Path, temporary: Path, ranks: int, manifest: files.Manifest, keep: int | None) -> None:
+        """Keep what completes the checkpoint.
+
+        Args:
+            path: The checkpoint, once it is complete.
+            temporary: Its directory until then.
+            ranks: How many ranks write.
+            manifest: The manifest, without chunks.
+            keep: How many checkpoints stay when this one is complete; None for all.
+        """
+        self.path = path
+        self.content = temporary / "content"
+        self.ranks = ranks
+        self._temporary = temporary
+        self._manifest = manifest
+        self._keep = keep
+
+    def make(self) -> None:
+        """Make the directory, on one rank."""
+        self.content.mkdir(parents=True)
+
+    def remove(self) -> None:
+        """Remove the directory with all that is in it, unless the checkpoint is complete."""
+        directory.remove(self._temporary)
+
+    def report(self, rank: int, report: Report) -> None:
+        """Tell all ranks that a rank has written its file."""
+        draft = self._temporary / f"draft-{rank}"
+        draft.write_text(json.dumps(report))
+        # At once, so that nobody reads half of it.
+        os.replace(draft, self._report_of(rank))
+
+    def missing(self) -> list[int]:
+        """The ranks that have not written their files."""
+        names = set(os.listdir(self._temporary))
+        return [rank for rank in range(self.ranks) if self._report_of(rank).name not in names]
+
+    def is_over(self) -> bool:
+        """Whether there is nothing left to complete, as some rank has done it, or another save removed the files."""
+        return not self.content.is_dir()
+
+    def is_complete(self) -> bool:
+        """Whether the checkpoint has its name."""
+        return self.path.is_dir()
+
+    def complete(self) -> bool:
+        """Complete the checkpoint if all ranks have written.
+
+        Returns:
+            Whether it is complete.
+
+        Raises:
+            CheckpointError: if a file or a report is not there as it was written, or another save removed the files.
+            OSError: if a file cannot be written.
+        """
+        try:
+            if self.is_complete():
+                return True
+            if self.missing():
+                # A faster rank removes the reports, once it has completed the checkpoint.
+                return self.is_complete()
+            reports = [self._read_report(rank) for rank in range(self.ranks)]
+            data = self._write_manifest(reports)
+            _check_files(self.content, reports)
+            directory.sync(self.content)
+            os.rename(self.content, self.path)
+        except (OSError, CheckpointError) as error:
+            # Another rank was faster, and nothing has its old name any more.
+            if self.is_complete():
+                self._remove_drafts()
+                return True
+            if self.is_over():
+                raise CheckpointError(f"{self.path}: its files were removed before it was complete") from error
+            raise
+        directory.sync(self.path.parent)
+        self._remove_drafts()
+        # Older checkpoints are removed only if this one can be read.
+        is_whole = (self.path / files.MANIFEST).read_bytes() == data
+        expect_file(is_whole, f"{self.path / files.MANIFEST}", "the manifest as it was written", "another one")
+        _check_files(self.path, reports)
+        directory.keep_newest(self.path.parent, self._keep)
+        return True
+
+    def check_file(self, rank: int, report: Report) -> None:
+        """Refuse a complete checkpoint without the file that a rank reported; a later save may have removed all."""
+        if self.is_complete():
+            _check_file(self.path, rank, report)
+
+    def _remove_drafts(self) -> None:
+        """Remove all but the checkpoint. Every rank that wrote a manifest does this, or its own would stay."""
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def _report_of(self, rank: int) -> Path:
+        return self._temporary / f"rank-{rank:05d}.json"
+
+    def _read_report(self, rank: int) -> Report:
+        """Read the report of a rank; a loss of power may leave it empty."""
+        place = self._report_of(rank)
+        data = place.read_bytes()
+        try:
+            size, entries = json.loads(data)
+            chunks = {}
+            for path, (file, offset, shape, checksum) in entries.items():
+                chunks[path] = files.Chunk(file, tuple(offset), tuple(shape), checksum)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{place}: is damaged") from error
+        return Report(size, chunks)
+
+    def _write_manifest(self, reports: list[Report]) -> bytes:
+        """Write a manifest with the chunks of all ranks, and refuse chunks that do not make whole leaves."""
+        tensors = {}
+        for path, leaf in self._manifest.tensors.items():
+            chunks = tuple(report.chunks[path] for report in reports if path in report.chunks)
+            tensors[path] = leaf._replace(chunks=chunks)
+        data = files.encode(self._manifest._replace(tensors=tensors))
+        files.decode(data)
+        # Ranks that write it at once replace each other's by the same bytes.
+        draft = self._temporary / f"manifest-{secrets.token_hex(8)}"
+        files.write_file(draft, data)
+        os.replace(draft, self.content / files.MANIFEST)
+        return data
+
+
+def _check_files(place: Path, reports: list[Report]) -> None:
+    for rank, report in enumerate(reports):
+        _check_file(place, rank, report)
+
+
+def _check_file(place: Path, rank: int, report: Report) -> None:
+    """Refuse a file of a rank that is not there, or has another size than was written."""
+    if not report.size:
+        return
+    path = place / files.file_name(rank)
+    try:
+        status = path.lstat()
+        got = f"{status.st_size} bytes" if stat.S_ISREG(status.st_mode) else "no regular file"
+    except FileNotFoundError:
+        got = "no file"
+    expected = f"{report.size} bytes"
+    expect_file(got == expected, f"{path}", f"{expected}, as they were written", got)
