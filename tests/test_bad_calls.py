@@ -137,7 +137,7 @@ ACCEPTED = (
     (("a donated tree",), "testing.assert_trees_close.exact"),
     # Until they are used: a save refuses them, or Python and torch do.
     (tuple(WRONG), "make_graph.f remat.f sgd.dampening"),
-    (tuple(WRONG), "checkpoint.Manager.asynchronous checkpoint.Manager.directory checkpoint.Manager.keep"),
+    (tuple(WRONG), "checkpoint.Manager.asynchronous checkpoint.Manager.keep"),
     (("a negative number",), "broadcast.root"),
 )
 # Wrong values that the caller's own function gets, whose error stays as it is.

@@ -19,7 +19,9 @@ _SAVED = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})\.(0|[1-9][0-9]*)")
 # Directories that are being made or removed. The mark of a save follows its name, where there is one.
 _SAVING = ".saving-"
 _OLD = ".old-"
-_LEFTOVER = re.compile(rf"\.(?:saving|old)-{_SAVED.pattern}(?:\.[0-9a-f]{{16}})?")
+_MARK = "[0-9a-f]{16}"
+_UNFINISHED = re.compile(rf"\.saving-({_SAVED.pattern})\.{_MARK}")
+_LEFTOVER = re.compile(rf"\.(?:saving|old)-{_SAVED.pattern}(?:\.{_MARK})?")
 
 
 def open_regular(path: Path) -> BufferedReader:
@@ -75,13 +77,20 @@ def lock(directory: Path) -> Callable[[], None]:
         return stack.pop_all().close
 
 
+def leftovers(directory: Path) -> list[Path]:
+    """List the directories of checkpoints that are being made or removed; links are none of ours."""
+    names = os.listdir(directory) if directory.is_dir() else ()
+    paths = [directory / name for name in sorted(filter(_LEFTOVER.fullmatch, names))]
+    return [path for path in paths if path.is_dir() and not path.is_symlink()]
+
+
 def new_name(directory: Path, step: int) -> str:
-    """Remove what killed saves left in a directory, and return the name of the next checkpoint there."""
-    for name in sorted(filter(_LEFTOVER.fullmatch, os.listdir(directory))):
-        remove(directory / name)
-    # Only now, because a rank of a killed run may complete its checkpoint until the leftovers are removed.
-    number = max((number for number, *_ in saved(directory)), default=-1) + 1
-    return f"step-{step:08d}.{number}"
+    """Return the name of the next checkpoint in a directory."""
+    numbers = [number for number, *_ in saved(directory)]
+    # A later start may complete a leftover that is still there.
+    matches = (_LEFTOVER.fullmatch(path.name) for path in leftovers(directory))
+    numbers += [int(match[2]) for match in matches if match]
+    return f"step-{step:08d}.{max(numbers, default=-1) + 1}"
 
 
 def unfinished(path: Path, mark: str) -> Path:
@@ -93,6 +102,12 @@ def unfinished(path: Path, mark: str) -> Path:
             run that saves under the same name.
     """
     return path.with_name(f"{_SAVING}{path.name}.{mark}")
+
+
+def checkpoint_of(leftover: Path) -> Path | None:
+    """The checkpoint that an unfinished directory was to become; None of a directory that is being removed."""
+    match = _UNFINISHED.fullmatch(leftover.name)
+    return leftover.with_name(match[1]) if match else None
 
 
 def remove(path: Path) -> None:

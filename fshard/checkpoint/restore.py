@@ -26,6 +26,9 @@ LABEL = "checkpoint.restore"
 def latest(directory: str | PathLike[str]) -> int | None:
     """Return the step of the checkpoint that was saved last.
 
+    Each rank looks by itself and nothing is sent, so while a save is under way, one rank may see the checkpoint and
+    another may not yet. `restore` has one rank choose for all.
+
     Args:
         directory: Where checkpoints are kept.
 
@@ -60,7 +63,7 @@ def restore(
         directory: Where checkpoints are kept.
         like: A tree as it shall be: leaves say which dtype, shape, layout and device; their values are not used and
             may be on the meta device, which stands for the default one and takes no memory.
-        step: Which checkpoint; None takes the one saved last.
+        step: Which checkpoint; None takes the one saved last. The first rank chooses it for all.
         subtree: The path under which `like` lies in what was saved, such as ".params" of a TrainState.
         only: Which leaves of `like` to read, by a pattern of their names such as "head.*", several, or a function of
             (name, leaf); others stay as they are. None reads all, and refuses a checkpoint that has more.
@@ -90,8 +93,17 @@ def restore(
         expect(isinstance(subtree, str), LABEL, "subtree to be a path such as '.params'", describe(subtree))
         flat = exchange.flat(like)
         wanted = _wanted(only, flat)
-        reader = _Reader(root, step)
-    exchange.agree({"(checkpoint)": reader.mark}, "ranks read different checkpoints", "pass step=")
+        # One rank chooses, because a save may complete another checkpoint while ranks look.
+        choice = None
+        if not exchange.rank:
+            chosen_step, path = find(root, step)
+            choice = [chosen_step, path.name]
+    chosen_step, name = exchange.everyone(choice)[0]
+    with exchange.raise_on_all_ranks(directory):
+        reader = _Reader(root / name, chosen_step)
+    exchange.agree(
+        {"(checkpoint)": reader.mark}, "ranks read different checkpoints", "use a directory that all ranks share"
+    )
     # The path of a tree that is one leaf is that of the subtree.
     names = [subtree + ("" if subtree and name == "(root)" else name) for name in flat.paths]
     needed = {name: leaf for name, leaf, take in zip(names, flat.leaves, wanted, strict=True) if take}
@@ -130,9 +142,9 @@ class _Reader:
         starts: Returns where parts begin in the file of a rank.
     """
 
-    def __init__(self, directory: Path, step: int | None) -> None:
-        """Find the checkpoint that was saved last, or of a step, and read its manifest."""
-        step, self._path = find(directory, step)
+    def __init__(self, checkpoint: Path, step: int) -> None:
+        """Read the manifest of a checkpoint, which is of this step."""
+        self._path = checkpoint
         path, needed = self._path / files.MANIFEST, f"at most {files.MAX_MANIFEST_BYTES} bytes"
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size

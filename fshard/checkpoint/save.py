@@ -18,9 +18,9 @@ from fshard.checkpoint.background import BackgroundSave
 from fshard.checkpoint.errors import CheckpointError
 from fshard.checkpoint.exchange import Exchange, Piece, is_tensor, piece_of, shape_of
 from fshard.checkpoint.restore import latest, restore
-from fshard.checkpoint.unfinished import Report, Unfinished
+from fshard.checkpoint.unfinished import Report, Unfinished, complete_leftovers
 from fshard.errors import expect, refuse
-from fshard.mesh import Mesh, ranks_of
+from fshard.mesh import Mesh
 from fshard.tree import Tree, tensor_of
 from fshard.tree.checks import Range, check_arguments, check_flags, describe
 
@@ -167,6 +167,9 @@ def _begin(exchange: Exchange, root: Path, manifest: files.Manifest, keep: int |
     with exchange.raise_on_all_ranks(root):
         if not exchange.rank:
             stack.callback(directories.lock(root))
+            for leftover in complete_leftovers(root):
+                directories.remove(leftover)
+            # Only now, because a rank of a killed run may complete its checkpoint until the leftovers are removed.
             name = directories.new_name(root, manifest.step)
             unfinished(name, mark).make()
     return unfinished(*exchange.everyone([name, mark])[0])
@@ -177,7 +180,9 @@ class Manager:
 
     A checkpoint gets its name as soon as all ranks have written, without a further call. Use the manager in a with
     statement, or close it at the end, so that a save that failed raises its error. A block that ends by an exception,
-    and a program that ends without `close`, wait for the last save as `save(asynchronous=True)` says.
+    and a program that ends without `close`, wait for the last save as `save(asynchronous=True)` says. If all ranks are
+    killed after they have written, and before the checkpoint has its name, the next manager of the directory gives it
+    the name, with any number of ranks.
 
     >>> import tempfile
     >>> import fshard as fs
@@ -200,7 +205,7 @@ class Manager:
         asynchronous: bool = True,
         mesh: Mesh | None = None,
     ) -> None:
-        """Keep the directory and the options.
+        """Keep the options, and complete a checkpoint that all ranks of a killed run had written.
 
         Args:
             directory: Where checkpoints are kept, a file system that all ranks share.
@@ -210,11 +215,14 @@ class Manager:
             mesh: As for `save`.
 
         Raises:
-            ValueError: if `every` is no positive whole number; the first save refuses other wrong arguments.
+            ValueError: if `directory` is no path, or `every` no positive whole number; the first save refuses other
+                wrong arguments.
         """
         check_arguments("checkpoint.Manager", NUMBER, every=every)
         # A mesh of other ranks is refused at once.
-        ranks_of(mesh)
+        root = Exchange("checkpoint.Manager", mesh=mesh).path("directory", directory)
+        # Each rank does this, so that all of them see the same checkpoints next, without a message.
+        complete_leftovers(root)
         self._directory = directory
         self._every = every
         self._mesh = mesh
@@ -256,7 +264,10 @@ class Manager:
             saving.wait()
 
     def latest(self) -> int | None:
-        """The step of the checkpoint that was saved last, as `fs.checkpoint.latest` says it."""
+        """The step of the checkpoint that was saved last, as `fs.checkpoint.latest` says it.
+
+        While a save is under way ranks may differ: call `wait` before, or let one rank decide.
+        """
         return latest(self._directory)
 
     def restore(self, like: Tree, **arguments: Any) -> Tree:

@@ -1,6 +1,7 @@
 """A checkpoint in the making: the files of all ranks, and the rename that completes it."""
 
 import json
+import operator
 import os
 import secrets
 import shutil
@@ -10,6 +11,9 @@ from typing import NamedTuple
 
 from fshard.checkpoint import directory, files
 from fshard.checkpoint.errors import CheckpointError, expect_file
+
+# What a later start needs to complete the checkpoint, beside the reports.
+OUTLINE = "outline.json"
 
 
 class Report(NamedTuple):
@@ -54,9 +58,32 @@ class Unfinished:
         self._manifest = manifest
         self._keep = keep
 
+    @classmethod
+    def reopen(cls, leftover: Path, path: Path) -> "Unfinished":
+        """Take up a checkpoint that a killed run has left, whatever the number of its ranks.
+
+        Args:
+            leftover: Its directory.
+            path: The checkpoint that it was to become.
+
+        Raises:
+            CheckpointError: if its outline is damaged.
+            OSError: if its outline is not there, or cannot be read.
+        """
+        place = leftover / OUTLINE
+        data = place.read_bytes()
+        try:
+            ranks, outline = json.loads(data)
+            manifest = files.decode_outline(outline.encode(), place)
+            return cls(path, leftover, operator.index(ranks), manifest, keep=None)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{place}: is damaged") from error
+
     def make(self) -> None:
         """Make the directory, on one rank."""
         self.content.mkdir(parents=True)
+        outline = files.encode(self._manifest).decode()
+        (self._temporary / OUTLINE).write_text(json.dumps([self.ranks, outline]))
 
     def remove(self) -> None:
         """Remove the directory with all that is in it, unless the checkpoint is complete."""
@@ -153,11 +180,38 @@ class Unfinished:
             tensors[path] = leaf._replace(chunks=chunks)
         data = files.encode(self._manifest._replace(tensors=tensors))
         files.decode(data)
-        # Ranks that write it at once replace each other's by the same bytes.
+        # Those that write it at once, which may be of several runs, replace each other's by the same bytes.
         draft = self._temporary / f"manifest-{secrets.token_hex(8)}"
         files.write_file(draft, data)
         os.replace(draft, self.content / files.MANIFEST)
         return data
+
+
+def complete_leftovers(root: Path) -> list[Path]:
+    """Complete the checkpoints that all ranks of killed runs had written, when no rank was left to complete them.
+
+    Any number of ranks and of runs may do this at once. Older checkpoints stay until the next save.
+
+    Args:
+        root: The directory of checkpoints.
+
+    Returns:
+        The leftovers that are of no use, such as those that a rank had not written its part of.
+    """
+    useless = []
+    for leftover in directory.leftovers(root):
+        path = directory.checkpoint_of(leftover)
+        try:
+            if path is not None:
+                Unfinished.reopen(leftover, path).complete()
+        except (CheckpointError, FileNotFoundError):
+            # A part is damaged or lost, or somebody else was faster.
+            pass
+        except OSError:
+            # For example because the disk is full. It stays, and the next start tries again.
+            continue
+        useless.append(leftover)
+    return useless
 
 
 def _check_files(place: Path, reports: list[Report]) -> None:

@@ -14,7 +14,7 @@ import torch
 import fshard as fs
 from fshard import checkpoint
 from fshard.checkpoint import CheckpointError, background, directory, files
-from fshard.checkpoint.unfinished import Report, Unfinished
+from fshard.checkpoint.unfinished import Report, Unfinished, complete_leftovers
 from fshard.testing import spmd
 from tests.checkpoint import exiting_process
 from tests.checkpoint.states import assert_same, at_once, refused, refused_everywhere, zeros_like
@@ -118,6 +118,8 @@ def make(tmp_path):
     """Makes the unfinished checkpoint that each rank of a save sees; nothing but the directory connects them."""
 
     def unfinished(ranks, step=1, mark="0" * 16, keep=None):
+        for leftover in complete_leftovers(tmp_path):
+            directory.remove(leftover)
         path = tmp_path / directory.new_name(tmp_path, step)
         manifest = files.Manifest(step, {}, {})
         temporary = directory.unfinished(path, mark)
