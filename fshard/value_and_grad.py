@@ -1,9 +1,9 @@
 """value_and_grad and accumulate: the loss and its sharded, reduced gradients in one call."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -111,10 +111,18 @@ def value_and_grad(
     >>> loss, grads["w"].local
     (tensor(50.), tensor([20., 40.]))
     """
-    start = partial(_Job, "value_and_grad", reduce, reduce_over, has_aux, sums, transform_state)
+    options = _Options(
+        api_name="value_and_grad",
+        reduce=reduce,
+        reduce_over=reduce_over,
+        has_aux=has_aux,
+        sums=sums,
+        transform_state=transform_state,
+    )
 
     def run(params: Tree, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        value, (aux,), grads, *state = start([lambda tree: f(tree, *args, **kwargs)], params).run()
+        functions = [lambda tree: f(tree, *args, **kwargs)]
+        value, (aux,), grads, *state = _Differentiation(options, functions, params).run()
         objective = (value, aux) if has_aux else value
         return objective, grads, *state
 
@@ -122,104 +130,177 @@ def value_and_grad(
 
 
 Function = Callable[[Tree], Any]
-Parts = tuple[torch.Tensor, Any, Any]
-Found = tuple[torch.Tensor, Sequence[Any], list[Any]]
 
 
-@dataclass
-class _Job:
-    """One differentiation of the objective of several local losses, by the engine or by the reference.
+class _Loss(NamedTuple):
+    """This rank's loss of one microbatch.
 
     Attributes:
-        functions: Each maps parameters to this rank's loss of one microbatch.
-        communicate: As for `accumulate`.
+        value: The loss; with reduce="weighted" the sum over items.
+        items: How many items it is the sum over; None unless it is weighted.
+        aux: What the function returned besides.
     """
 
-    what: str
+    value: torch.Tensor
+    items: torch.Tensor | None
+    aux: Any
+
+
+class _Gradients(NamedTuple):
+    """The result of one differentiation.
+
+    Attributes:
+        objective: The losses of all ranks and microbatches, reduced.
+        auxes: What each function returned besides.
+        by_leaf: For each leaf the local tensor of its gradient, or None.
+    """
+
+    objective: torch.Tensor
+    auxes: Sequence[Any]
+    by_leaf: Sequence[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    """The options of `value_and_grad` and `accumulate`.
+
+    Attributes:
+        api_name: The function that the user called, for errors.
+        communicate: As for `accumulate`; None for `value_and_grad`.
+    """
+
+    api_name: str
     reduce: str
-    over: Over
+    reduce_over: Over
     has_aux: bool
     sums: str | None
     transform_state: Tree
-    functions: Sequence[Function]
-    params: Tree
     communicate: str | None = None
 
-    def __post_init__(self) -> None:
-        """Check the parameters."""
-        check_reduce(self.reduce, self.what)
-        check_sums(self.what, self.sums)
+
+class _Differentiation:
+    """One differentiation of the objective of several local losses, by the engine or by torch.func.
+
+    Attributes:
+        options: The options of the call.
+        functions: Each maps parameters to this rank's loss of one microbatch.
+        flat: The leaves of the parameters.
+        axes: The axes that the objective is reduced over.
+        shared_axes: Those, and the axes over which leaves are gathered or their gradients summed.
+        states: For each leaf the state of its transform; of the step before, then of this one.
+        share: Which microbatches of the job are this rank's; None unless sums="tree".
+    """
+
+    def __init__(self, options: _Options, functions: Sequence[Function], params: Tree) -> None:
+        """Check the options and the parameters.
+
+        Args:
+            options: The options.
+            functions: A function for each microbatch.
+            params: The parameters, sharded.
+
+        Raises:
+            ValueError: if an option is unknown, or the parameters cannot be differentiated by.
+        """
+        api_name = options.api_name
+        check_reduce(options.reduce, api_name)
+        check_sums(api_name, options.sums)
         remedy = "shard the parameters on these axes alone"
-        expect(not self.sums or self.over is None, self.what, 'reduce_over or sums="tree"', "both", remedy)
-        self.flat = flatten(self.params)
-        check_local(self.what, self.flat)
-        self.axes = reduction_axes(self.flat, self.what, self.over)
-        self.shared = shared_axes(self.flat, self.axes)
-        check_floating(self.what, self.flat)
-        check_differentiable(self.what)
-        self.states = states_of(self.what, self.flat, self.transform_state)
+        is_alone = not options.sums or options.reduce_over is None
+        expect(is_alone, api_name, 'reduce_over or sums="tree"', "both", remedy)
+        self.options = options
+        self.functions = functions
+        self.flat = flatten(params)
+        check_local(api_name, self.flat)
+        self.axes = reduction_axes(self.flat, api_name, options.reduce_over)
+        self.shared_axes = shared_axes(self.flat, self.axes)
+        check_floating(api_name, self.flat)
+        check_differentiable(api_name)
+        self.states = states_of(api_name, self.flat, options.transform_state)
         self.share: Share | None = None
-        self.told: dict[str, Any] = {"reduce": self.reduce, **named(self.axes, self.over)}
-        if self.communicate:
-            self.told |= {"microbatches": len(self.functions), "communicate": self.communicate}
-        if self.sums:
-            self.told["sums"] = self.sums
+        if options.sums:
             self.share = share_of(self.axes)
-            self.share.check(self.what, len(self.functions))
+            self.share.check(api_name, len(functions))
 
     def run(self) -> tuple[Any, ...]:
-        """Run the functions.
+        """Run the functions, and differentiate their objective.
 
         Returns:
             The objective, each function's aux, the gradients, and the new state where one was passed.
         """
-        tensors = tree_leaves(self.params)
-        outer = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        # The result must be differentiable itself, or there is nothing to gather.
-        by_torch = outer or not self.flat.specs or _compat.transforms_active() or _compat.any_dual(tensors)
-        value, auxes, grads = self._reference() if by_torch else self._engine()
-        check_agrees(value, self.flat, self.axes, self.what)
-        pairs = zip(self.flat.leaves, grads, strict=True)
-        wrapped = [Sharded(grad, leaf.spec) if is_sharded(leaf) and grad is not None else grad for leaf, grad in pairs]
-        found = value, auxes, unflatten(self.flat.treedef, wrapped)
-        if self.transform_state is ABSENT:
-            return found
-        return *found, joined(self.flat, self.states)
+        flat = self.flat
+        if self._needs_torch_func():
+            objective, auxes, by_leaf = self._differentiate_by_torch_func()
+        else:
+            objective, auxes, by_leaf = self._differentiate_by_engine()
+        check_agrees(objective, flat, self.axes, self.options.api_name)
+        gradients: list[Any] = []
+        for leaf, gradient in zip(flat.leaves, by_leaf, strict=True):
+            is_wrapped = is_sharded(leaf) and gradient is not None
+            gradients.append(Sharded(gradient, leaf.spec) if is_wrapped else gradient)
+        grads = unflatten(flat.treedef, gradients)
+        if self.options.transform_state is ABSENT:
+            return objective, auxes, grads
+        return objective, auxes, grads, joined(flat, self.states)
 
-    def _local(self, function: Function, leaves: list[Any]) -> Parts:
-        """Compute this rank's loss of one microbatch, with its count and aux."""
-        before = REDUCTIONS.get()
-        out = function(unflatten(self.flat.treedef, leaves))
-        paired = not self.has_aux or (isinstance(out, tuple) and len(out) == 2)
-        expect(paired, self.what, "f to return the pair (loss, aux) for has_aux=True", describe(out))
-        loss, aux = out if self.has_aux else (out, None)
-        check_loss(loss, self.reduce, self.what)
-        value, count = loss if self.reduce == "weighted" else (loss, None)
-        if REDUCTIONS.get() > before:
-            check_not_reduced(value, self.axes, self.what)
-        return value, count, aux
+    def _needs_torch_func(self) -> bool:
+        """Tell whether the result has to be differentiable itself, or there is nothing to gather."""
+        tensors = [tensor_of(leaf) for leaf in self.flat.leaves if leaf is not None]
+        is_in_outer_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        has_transform = _compat.transforms_active() or _compat.any_dual(tensors)
+        return is_in_outer_graph or has_transform or not self.flat.specs
+
+    def _facts(self) -> dict[str, Any]:
+        """List what ranks must agree on before they communicate, by name."""
+        options = self.options
+        facts: dict[str, Any] = {"reduce": options.reduce, **named(self.axes, options.reduce_over)}
+        if options.communicate:
+            facts["microbatches"] = len(self.functions)
+            facts["communicate"] = options.communicate
+        if options.sums:
+            facts["sums"] = options.sums
+        return facts
+
+    def _run_function(self, function: Function, leaves: list[Any]) -> _Loss:
+        """Compute this rank's loss of one microbatch, and check what the function returned."""
+        options = self.options
+        reductions_before = REDUCTIONS.get()
+        result = function(unflatten(self.flat.treedef, leaves))
+        loss, aux = result, None
+        if options.has_aux:
+            is_pair = isinstance(result, tuple) and len(result) == 2
+            expected = "f to return the pair (loss, aux) for has_aux=True"
+            expect(is_pair, options.api_name, expected, describe(result))
+            loss, aux = result
+        check_loss(loss, options.reduce, options.api_name)
+        value, count = loss if options.reduce == "weighted" else (loss, None)
+        if REDUCTIONS.get() > reductions_before:
+            check_not_reduced(value, self.axes, options.api_name)
+        return _Loss(value, count, aux)
 
     def _divisor(self, counts: Sequence[Any]) -> Any:
-        """Compute the divisor of sums over ranks and microbatches."""
-        if self.reduce == "weighted":
-            numbers = self._summed([count.detach().to(torch.float64) for count in counts])
-            return self._total(denominator(numbers, self.axes, self.reduce))
-        return denominator(None, self.axes, self.reduce) * (len(counts) if self.reduce == "mean" else 1)
+        """Compute what sums over ranks and microbatches are divided by."""
+        reduce = self.options.reduce
+        if reduce == "weighted":
+            numbers = [count.detach().to(torch.float64) for count in counts]
+            return self._sum_of_ranks(denominator(self._sum_here(numbers), self.axes, reduce))
+        microbatches = len(counts) if reduce == "mean" else 1
+        return denominator(None, self.axes, reduce) * microbatches
 
-    def _summed(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _sum_here(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Add up numbers of this rank's microbatches, or put them into slots of one tree over all ranks."""
         return self.share.slots(values) if self.share else sum(values[1:], values[0])
 
-    def _total(self, summed: torch.Tensor) -> torch.Tensor:
-        """Finish the sum over ranks."""
+    def _sum_of_ranks(self, summed: torch.Tensor) -> torch.Tensor:
+        """Finish a sum over ranks: where there is a tree, its slots have come from all of them."""
         return tree_total(summed) if self.share else summed
 
-    def _engine(self) -> Found:
+    def _differentiate_by_engine(self) -> _Gradients:
         flat = self.flat
         if self.share:
             leaves = [leaf and Sharded(leaf.local, in_tree(leaf.spec, self.axes)) for leaf in flat.leaves]
             flat = flat._replace(leaves=leaves)
-        call = Call(self.what, flat, self.shared, tree=bool(self.share), **self.told)
+        call = Call(self.options.api_name, flat, self.shared_axes, tree=bool(self.share), **self._facts())
         several = bool(self.share) or len(self.functions) > 1
         for leaf, state in zip(call.leaves, self.states, strict=True):
             if leaf is not None:
@@ -227,75 +308,83 @@ class _Job:
                 leaf.accumulated = several
         with call.running():
             try:
-                return self._run(call)
+                return self._run_microbatches(call)
             finally:
                 call.end()
 
-    def _run(self, call: Call) -> Found:
-        values, counts, auxes = [], [], []
+    def _run_microbatches(self, call: Call) -> _Gradients:
+        """Run forward and backward of each microbatch, then reduce the objective, and take the gradients."""
+        losses: list[_Loss] = []
         # With one microbatch each gradient can be divided as soon as it is reduced.
-        single = len(self.functions) == 1 and not self.share
-        for left, function in enumerate(self.functions, 1 - len(self.functions)):
-            value, count, aux = call.forward(partial(self._local, function, call.bound))
-            count, aux = tree_map(_detached, (count, aux))
-            values.append(value.detach())
-            counts.append(count)
-            auxes.append(aux)
-            now = self._divisor(counts) if single else 1
-            last = not left
-            call.backward(value, now, reduce=last or self.communicate != "once", last=last)
+        is_single = len(self.functions) == 1 and not self.share
+        divisor: Any = 1
+        for number, function in enumerate(self.functions, 1):
+            value, count, aux = call.forward(partial(self._run_function, function, call.bound))
+            count, aux = tree_map(_detach, (count, aux))
+            losses.append(_Loss(value.detach(), count, aux))
+            if is_single:
+                divisor = self._divisor([count])
+            is_last = number == len(self.functions)
+            is_reduced = is_last or self.options.communicate != "once"
+            call.backward(value, divisor, reduce=is_reduced, last=is_last)
+            # The graph of a microbatch goes before the forward of the next one.
             del value
-        later = 1 if single else self._divisor(counts)
-        mine = {leaf.path: leaf.used for leaf in call.trained}
-        value, used = closed(self._summed(values), mine, self.axes, self.shared)
-        grads: list[Any] = [None] * len(call.leaves)
+        values, counts, auxes = map(list, zip(*losses, strict=True))
+        remaining_divisor = 1 if is_single else self._divisor(counts)
+        used_here = {leaf.path: leaf.used for leaf in call.trained}
+        value, used = closed(self._sum_here(values), used_here, self.axes, self.shared_axes)
+        by_leaf: list[Any] = [None] * len(call.leaves)
         for i, leaf in enumerate(call.leaves):
             if leaf is not None and used.get(leaf.path):
-                grads[i] = leaf.take_grad(later)
+                by_leaf[i] = leaf.take_grad(remaining_divisor)
                 self.states[i] = leaf.state
-        return divided(self._total(value), now if single else later), auxes, grads
+        objective = divided(self._sum_of_ranks(value), divisor if is_single else remaining_divisor)
+        return _Gradients(objective, auxes, by_leaf)
 
-    def _reference(self) -> Found:
-        """Differentiate by torch.func; every unit is gathered when a function asks for it, and kept."""
-        needed = 'no sums="tree" inside torch.func, nor of plain tensors'
-        expect(not self.sums, self.what, needed, "it", "leave it out")
-        comm.same_call(self.what, self.shared, self.flat, **self.told)
-        trained = [i for i, leaf in enumerate(self.flat.leaves) if is_trained(leaf)]
+    def _differentiate_by_torch_func(self) -> _Gradients:
+        """Compute objective(f(gather(params))) by torch.func: each gather is one of its own, and is kept."""
+        api_name = self.options.api_name
+        expected = 'no sums="tree" inside torch.func, nor of plain tensors'
+        expect(not self.options.sums, api_name, expected, "it", "leave it out")
+        comm.same_call(api_name, self.shared_axes, self.flat, **self._facts())
+        leaves = self.flat.leaves
+        trained = [i for i, leaf in enumerate(leaves) if is_trained(leaf)]
         paths = [self.flat.paths[i] for i in trained]
-        own = [tensor_of(self.flat.leaves[i]) for i in trained]
-        rest: list[Tree] = []
+        tensors = [tensor_of(leaves[i]) for i in trained]
+        # torch.func carries only tensors out of the transform; the rest of the trees goes by this list.
+        losses: list[list[_Loss]] = []
 
-        def loss_of(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-            leaves = list(self.flat.leaves)
-            for i, tensor in zip(trained, tensors, strict=True):
-                leaves[i] = like(leaves[i], tensor)
-            parts = [self._local(function, leaves) for function in self.functions]
-            # torch.func carries only tensors out of the transform; the rest of the tree goes by this list.
-            rest.append(parts)
-            carried = [leaf for leaf in tree_leaves(parts) if isinstance(leaf, torch.Tensor)]
-            value = self._summed([value for value, *_ in parts])
-            sharded = zip(paths, trained, tensors, strict=True)
-            specs = [(path, self.flat.leaves[i].spec, tensor) for path, i, tensor in sharded if self.flat.specs]
-            refuse_wrong_sums(self.what, value, specs)
+        def sum_losses(traced: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+            given = list(leaves)
+            for i, tensor in zip(trained, traced, strict=True):
+                given[i] = like(given[i], tensor)
+            losses.append([self._run_function(function, given) for function in self.functions])
+            value = self._sum_here([loss.value for loss in losses[-1]])
+            if self.flat.specs:
+                specs = [leaves[i].spec for i in trained]
+                refuse_wrong_sums(api_name, value, list(zip(paths, specs, traced, strict=True)))
+            carried = [leaf for leaf in tree_leaves(losses[-1]) if isinstance(leaf, torch.Tensor)]
             return value, carried
 
-        with refuse_writes(self.what, paths, own), _compat.without_saved_tensor_hooks():
-            found, (value, outputs) = torch.func.grad_and_value(loss_of, has_aux=True)(own)
-        _, counts, auxes = zip(*_with_tensors(rest.pop(), outputs), strict=True)
+        with refuse_writes(api_name, paths, tensors), _compat.without_saved_tensor_hooks():
+            differentiate = torch.func.grad_and_value(sum_losses, has_aux=True)
+            gradients, (value, carried) = differentiate(tensors)
+        _, counts, auxes = zip(*_put_tensors(losses.pop(), carried), strict=True)
         divisor = self._divisor(counts)
-        grads = dict(zip(trained, [divided(grad, divisor) for grad in found], strict=True))
-        by_leaf = [grads.get(i) for i in range(len(self.flat.leaves))]
-        return divided(total(value, self.axes), divisor), auxes, by_leaf
+        by_leaf: list[Any] = [None] * len(leaves)
+        for i, gradient in zip(trained, gradients, strict=True):
+            by_leaf[i] = divided(gradient, divisor)
+        return _Gradients(divided(total(value, self.axes), divisor), auxes, by_leaf)
 
 
-def _detached(leaf: Any) -> Any:
+def _detach(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _with_tensors(tree: Tree, tensors: Sequence[torch.Tensor]) -> Tree:
+def _put_tensors(tree: Tree, tensors: Sequence[torch.Tensor]) -> Tree:
     """Put tensors in the places of those of a tree."""
-    left = iter(tensors)
-    return tree_map(lambda leaf: next(left) if isinstance(leaf, torch.Tensor) else leaf, tree)
+    remaining = iter(tensors)
+    return tree_map(lambda leaf: next(remaining) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 def accumulate(
@@ -346,13 +435,21 @@ def accumulate(
     >>> loss, grads["w"].local
     (tensor(100.), tensor([40., 80.]))
     """
-    start = partial(_Job, "accumulate", reduce, reduce_over, has_aux, sums, transform_state)
+    options = _Options(
+        api_name="accumulate",
+        reduce=reduce,
+        reduce_over=reduce_over,
+        has_aux=has_aux,
+        sums=sums,
+        transform_state=transform_state,
+    )
 
     def run(params: Tree, microbatches: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         check_batches("accumulate", microbatches)
         functions = [lambda tree, batch=batch: f(tree, batch, *args, **kwargs) for batch in microbatches]
         order = order_of("accumulate", params, communicate, sums)
-        value, auxes, grads, *state = start(functions, params, communicate=order).run()
+        differentiation = _Differentiation(replace(options, communicate=order), functions, params)
+        value, auxes, grads, *state = differentiation.run()
         objective = (value, auxes) if has_aux else value
         return objective, grads, *state
 
