@@ -13,7 +13,7 @@ from fshard.engine import Call, call_of
 from fshard.errors import Problem, expect, refuse
 from fshard.gather import gather
 from fshard.init import Reset, copied, init, refuse_blank
-from fshard.modules import Skeleton, Units, plan_units
+from fshard.module_template import ModuleTemplate
 from fshard.random import seeded
 from fshard.shard import check_transform, mesh_device, shard
 from fshard.transforms import ShardTransform
@@ -29,6 +29,7 @@ from fshard.tree.checks import (
     same_structure,
     writes_counted,
 )
+from fshard.units import Units, plan_units
 
 Buffers = dict[str, torch.Tensor]
 
@@ -54,11 +55,14 @@ class Model:
 
     def __init__(self, module: nn.Module, units: Units = None) -> None:
         """Copy the module without its weights; see `functionalize`."""
-        needed, found = "module to be an nn.Module", describe(module)
-        expect(isinstance(module, nn.Module), "functionalize", needed, found, "call its class first")
-        hooks = [(name, _compat.hook_of(parameter)) for name, parameter in _compat.named_parameters(module)]
-        needed = "a change of the gradients that come back, or a transform with a scatter of its own"
-        problems = [Problem(f"[{name!r}]", f"a hook of {hook}", needed) for name, hook in hooks if hook]
+        is_module = isinstance(module, nn.Module)
+        expect(is_module, "functionalize", "module to be an nn.Module", describe(module), "call its class first")
+        problems = []
+        for name, parameter in _compat.named_parameters(module):
+            hook = _compat.hook_of(parameter)
+            if hook:
+                expected = "a change of the gradients that come back, or a transform with a scatter of its own"
+                problems.append(Problem(f"[{name!r}]", f"a hook of {hook}", expected))
         refuse("functionalize: parameters with hooks", problems, "remove the hooks")
         self.buffers: Buffers = {name: buffer.detach().clone() for name, buffer in _compat.named_buffers(module)}
         self._module = module
@@ -66,7 +70,7 @@ class Model:
         self._empty = flatten(dict(_compat.named_parameters(self._bare)))
         self._units = plan_units(module, units)
         # Calls that overlap (threads, a model called inside itself) each need a copy of their own.
-        self._idle: list[Skeleton] = []
+        self._idle: list[ModuleTemplate] = []
 
     def __repr__(self) -> str:
         """Name the module, count what it holds, and tell the mode that it runs in."""
@@ -129,7 +133,7 @@ class Model:
         else:
             params, drawn = init(self._module, strategy, seed, mode, reset)
         # A new dict, because the caller may hold the one before.
-        self.buffers = _placed(self.buffers | drawn, strategy)
+        self.buffers = _move_buffers(self.buffers | drawn, strategy)
         return params
 
     def apply(
@@ -200,70 +204,76 @@ class Model:
     def _run(
         self, flat: Flat, params: Mapping[str, Any], buffers: Buffers, args: Any, kwargs: Any
     ) -> tuple[Any, Buffers]:
+        """Run the module, and return what it returned with its buffers afterwards.
+
+        Units are gathered one by one inside a call of the engine: that of `value_and_grad`, or one of its own where
+        nothing is differentiated. Elsewhere the caller's own graph or transform needs all parameters at once.
+        """
+        local_tensors = [leaf.local for leaf in flat.leaves if is_sharded(leaf)]
+        if not local_tensors or _compat.transforms_active() or _compat.any_dual(local_tensors):
+            return self._run_on_full(params, buffers, args, kwargs)
         call = call_of(flat)
-        sharded = [leaf.local for leaf in flat.leaves if is_sharded(leaf)]
-        outer = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sharded)
-        if not sharded or _compat.transforms_active() or _compat.any_dual(sharded) or (outer and call is None):
-            return self._run_full(params, buffers, args, kwargs)
         if call is not None:
-            return self._run_units(call, params, buffers, args, kwargs)
+            return self._run_by_units(call, params, buffers, args, kwargs)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in local_tensors):
+            return self._run_on_full(params, buffers, args, kwargs)
         axes = dict.fromkeys(axis for leaf in flat.leaves if is_sharded(leaf) for axis in leaf.spec.transform.axes)
         call = Call("apply", flat, list(axes), trains=False)
         bound = unflatten(flat.treedef, call.bound)
         try:
-            return call.forward(lambda: self._run_units(call, bound, buffers, args, kwargs))
+            return call.forward(lambda: self._run_by_units(call, bound, buffers, args, kwargs))
         finally:
             call.end()
 
-    def _run_full(self, params: Mapping[str, Any], buffers: Buffers, args: Any, kwargs: Any) -> tuple[Any, Buffers]:
+    def _run_on_full(self, params: Mapping[str, Any], buffers: Buffers, args: Any, kwargs: Any) -> tuple[Any, Buffers]:
         full = gather(dict(params))
-        skeleton = self._skeleton()
-        skeleton.bind(full, buffers)
+        template = self._take_template()
+        template.bind(full, buffers)
         with refuse_writes("apply", [f"[{name!r}]" for name in full], list(full.values())):
-            out = skeleton.run(args, kwargs)
-        after = skeleton.buffers()
+            out = template.run(args, kwargs)
+        buffers_after = template.buffers()
         # A graph of the caller's may run parts of this copy again in its backward, with these values.
         if not torch.is_grad_enabled():
-            self._release(skeleton)
-        return out, after
+            self._give_back(template)
+        return out, buffers_after
 
-    def _run_units(
+    def _run_by_units(
         self, call: Call, params: Mapping[str, Any], buffers: Buffers, args: Any, kwargs: Any
     ) -> tuple[Any, Buffers]:
         leaves = {name: call.leaf_of(f"[{name!r}]", leaf) for name, leaf in params.items() if is_sharded(leaf)}
-        skeleton = self._skeleton()
+        template = self._take_template()
         # Not before: checkpoints run parts of the forward again in the backward.
-        call.at_end.append(lambda: self._release(skeleton))
-        one = call.begin_pass(self._units, leaves)
-        skeleton.bind({name: leaf for name, leaf in params.items() if name not in leaves}, buffers)
-        skeleton.follow(call, one, leaves)
-        out = skeleton.run(args, kwargs)
-        one.end()
-        return out, skeleton.buffers()
+        call.at_end.append(lambda: self._give_back(template))
+        walk = call.begin_pass(self._units, leaves)
+        template.bind({name: leaf for name, leaf in params.items() if name not in leaves}, buffers)
+        template.gather_from(call, walk, leaves)
+        out = template.run(args, kwargs)
+        walk.end()
+        return out, template.buffers()
 
-    def _release(self, skeleton: Skeleton) -> None:
-        if skeleton.release():
-            self._idle.append(skeleton)
-
-    def _skeleton(self) -> Skeleton:
+    def _take_template(self) -> ModuleTemplate:
         try:
             return self._idle.pop()
         except IndexError:
             # Writes to a tensor among its attributes are counted, so that it is not used again.
             with _compat.outside_modes(), writes_counted():
-                return Skeleton(self._bare, self._units)
+                return ModuleTemplate(self._bare, self._units)
+
+    def _give_back(self, template: ModuleTemplate) -> None:
+        if template.release():
+            self._idle.append(template)
 
 
-def _placed(buffers: Buffers, strategy: ShardTransform) -> Buffers:
+def _move_buffers(buffers: Buffers, strategy: ShardTransform) -> Buffers:
     """Move buffers to the device that a strategy computes on, as FSDP2 does."""
     device = mesh_device(strategy)
     if strategy.storage is not None:
         device = strategy.storage.compute_device.type
-    placed = {}
+    moved = {}
     for name, buffer in buffers.items():
         stays = device is None or buffer.is_meta or buffer.device.type == device
-        placed[name] = buffer if stays else buffer.to(device)
-    return placed
+        moved[name] = buffer if stays else buffer.to(device)
+    return moved
 
 
 def functionalize(module: nn.Module, units: Units = None) -> Model:
@@ -338,14 +348,15 @@ def _cast(tree: Tree, dtype: torch.dtype | None) -> Tree:
     return tree if dtype is None else tree_map(cast, tree)
 
 
-def _check_shapes(flat: Flat, needed: Sequence[torch.Tensor]) -> None:
+def _check_shapes(flat: Flat, parameters: Sequence[torch.Tensor]) -> None:
     """Refuse parameters of other shapes than the module's."""
     problems = []
-    for path, leaf, like in zip(flat.paths, flat.leaves, needed, strict=True):
+    for path, leaf, parameter in zip(flat.paths, flat.leaves, parameters, strict=True):
         shape = getattr(leaf.spec if is_sharded(leaf) else leaf, "shape", ())
         # A transform of the user's may gather another shape, as of weights that are stored as blocks of bytes.
-        if shape != like.shape and not (is_sharded(leaf) and reduction(leaf.spec.transform).is_foreign):
-            problems.append(Problem(path, f"shape {tuple(shape)}", f"shape {tuple(like.shape)}"))
+        is_users_shape = is_sharded(leaf) and reduction(leaf.spec.transform).is_foreign
+        if shape != parameter.shape and not is_users_shape:
+            problems.append(Problem(path, f"shape {tuple(shape)}", f"shape {tuple(parameter.shape)}"))
     refuse("apply: params do not match the module's", problems, "pass those of this model")
 
 
@@ -376,9 +387,9 @@ def sync_buffers(buffers: Tree, like: Tree, by: str = "rank0") -> Tree:
     for axis in reduction_axes(flatten(like), "sync_buffers"):
         check_operands("sync_buffers", buffers, axis)
         rows = iter(comm.all_gather(tree_leaves(buffers), axis, "sync_buffers"))
-        buffers = tree_map(lambda _, rows=rows: _merged(next(rows), by), buffers)
+        buffers = tree_map(lambda _, rows=rows: _merge_rows(next(rows), by), buffers)
     return buffers
 
 
-def _merged(rows: torch.Tensor, by: str) -> torch.Tensor:
+def _merge_rows(rows: torch.Tensor, by: str) -> torch.Tensor:
     return rows.mean(0) if by == "mean" and rows.is_floating_point() else rows[0].clone()

@@ -40,7 +40,7 @@ def test_module_is_untouched_and_its_copy_holds_no_weights():
         for submodule in module.modules():
             assert not [*submodule._forward_hooks, *submodule._forward_pre_hooks, *submodule._backward_hooks]
         # In lists too, such as a recurrent module's flat weights.
-        for copied in (model._bare, *(skeleton.module for skeleton in model._idle)):
+        for copied in (model._bare, *(template.module for template in model._idle)):
             assert (copied.training, isinstance(copied, type(module))) == (module.training, True)
             assert all(tensor.is_meta for tensor in tensors([submodule.__dict__ for submodule in copied.modules()]))
         # Parameters are copies: a module that trains on does not change them.

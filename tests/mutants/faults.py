@@ -42,7 +42,7 @@ MIRRORS = {
         "tests/test_units_state.py",
     ),
     "fshard/value_and_grad.py": ("tests/test_value_and_grad.py", "tests/test_accumulate.py", "tests/test_tree_sums.py"),
-    "fshard/modules.py": ("tests/engine", "tests/test_apply.py", "tests/test_units_state.py"),
+    "fshard/module_template.py": ("tests/engine", "tests/test_apply.py", "tests/test_units_state.py"),
     "fshard/jit/jit.py": ("tests/jit", "tests/test_recovery.py"),
     "fshard/jit": ("tests/jit",),
     "fshard/optim": ("tests/optim",),
@@ -413,7 +413,7 @@ FAULTS = (
     ),
     Fault(
         "parameter-read-without-gradient-kept",
-        "fshard/modules.py",
+        "fshard/module_template.py",
         "if torch.is_grad_enabled() or value.requires_grad:",
         "if value is not None:",
         "5: a parameter read under no_grad first has the gradient of its later reads",
@@ -441,9 +441,9 @@ FAULTS = (
     ),
     Fault(
         "parametrized-tensor-cached-beyond-the-forward",
-        "fshard/modules.py",
-        "if cache is None or not self._is_running:",
-        "if cache is None:",
+        "fshard/module_template.py",
+        "if torch_cache is None or not self._is_running:",
+        "if torch_cache is None:",
         "9: a tensor that torch caches for one call's parameters is never another call's",
     ),
     Fault(

@@ -1,0 +1,388 @@
+"""A copy of a module without weights, whose attribute reads gather them.
+
+`model.apply` runs the user's own forward, which knows nothing of shards: it reads `self.weight` and calls submodules.
+Both are where fshard comes in, so **reading an attribute of the copy may communicate**:
+
+- Each submodule's `_parameters`, where torch.nn.Module looks up `self.weight`, is a `_Weights` dict. A weight that it
+  does not hold yet is fetched by `ModuleTemplate.fetch`, which gathers the weight's unit unless it is there already.
+- Submodules that own a unit, or have units inside, get a class of their own, whose `__call__` tells the engine where
+  the forward is (`ModelWalk.enter` and `leave`). The engine gathers the next units ahead, and drops those behind.
+
+The copy holds values for one call at a time, and afterwards none: `release` takes back all that the call and the
+module's own forward have set.
+"""
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fshard import _compat
+from fshard.engine import Call, Leaf, ModuleUnit, Pass, Use
+from fshard.units import upwards
+
+
+class ModuleTemplate:
+    """One copy of a module, for one call at a time.
+
+    Attributes:
+        module: The copy, to be called.
+        names: Its parameters and buffers, which hold no values, each with the first of its names.
+    """
+
+    def __init__(self, module: nn.Module, units: Sequence[ModuleUnit]) -> None:
+        """Copy a module that holds no values.
+
+        Args:
+            module: The module; its tensors are on the meta device.
+            units: Which parameters are gathered together.
+        """
+        self.module = copy.deepcopy(module)
+        self.names: dict[torch.Tensor, str] = {}
+        for name, tensor in (*_compat.named_parameters(self.module), *_compat.named_buffers(self.module)):
+            self.names[tensor] = name
+        # What one call binds.
+        self._values: Mapping[str, torch.Tensor] = {}
+        self._leaves: Mapping[str, Leaf] = {}
+        self._call: Call | None = None
+        self._walk: Pass | None = None
+        self._last_unit: Use | None = None
+        # For each unit of a compiled submodule the weights that must be there before it runs.
+        self._compiled_weights: dict[int, list[dict[str, Any]]] = {}
+        self._parametrized = _ParametrizedCache()
+        self._hook_submodules(units)
+        attributes = [submodule.__dict__ for submodule in self.module.modules()]
+        self._buffers = _BufferPlaces(attributes, self.names)
+        self._restore = _take_snapshot(attributes)
+
+    def _hook_submodules(self, units: Sequence[ModuleUnit]) -> None:
+        """Let submodules fetch weights as they are read, and tell when they begin and end."""
+        unit_numbers = {unit.path: number for number, unit in enumerate(units)}
+        units_inside = _find_units_inside(units)
+        classes: dict[type, type] = {}
+        # Children before their parent.
+        for path, submodule in reversed(list(_compat.named_modules(self.module))):
+            names = {}
+            for key, parameter in _compat.parameters_of(submodule).items():
+                names[key] = None if parameter is None else self.names[parameter]
+            submodule.__dict__["_parameters"] = _Weights(self, names)
+            _compat.read_parametrized_by(submodule, self._parametrized.read)
+            scope = _Scope(self, unit_numbers.get(path), units_inside.get(path), isinstance(submodule, nn.RNNBase))
+            if scope.unit is None and scope.units_inside is None and not scope.is_recurrent:
+                continue
+            cls = type(submodule)
+            submodule.__class__ = classes.setdefault(cls, _make_scoped_class(cls))
+            submodule.__dict__["_fshard_scope"] = scope
+            if scope.unit is not None and _compat.is_compiled(submodule):
+                # A compiler reads parameters past Python's own lookup: they must be there before.
+                self._compiled_weights[scope.unit] = [_compat.parameters_of(part) for part in submodule.modules()]
+
+    def bind(self, values: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
+        """Give the copy full parameters and buffers, by name."""
+        self._values = values
+        self._buffers.bind(buffers)
+
+    def gather_from(self, call: Call, walk: Pass, leaves: Mapping[str, Leaf]) -> None:
+        """Take the parameters that were not bound from a call of the engine, as they are read.
+
+        Args:
+            call: The call, which gathers units.
+            walk: Where its forward is in the model.
+            leaves: The leaves of the call by parameters' names.
+        """
+        self._call = call
+        self._walk = walk
+        self._leaves = leaves
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """Call the copy."""
+        self._parametrized.begin()
+        try:
+            return self.module(*args, **kwargs)
+        finally:
+            self._parametrized.end()
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Read the buffers as the forward left them, by name."""
+        return self._buffers.read()
+
+    def release(self) -> bool:
+        """Let go of all values, and of what a forward has set.
+
+        Returns:
+            Whether the copy is as it was made, and may serve another call.
+        """
+        self._values = {}
+        self._leaves = {}
+        self._call = None
+        self._walk = None
+        self._last_unit = None
+        self._buffers.release()
+        return self._restore()
+
+    def fetch(self, weights: "_Weights", key: str, name: str) -> torch.Tensor:
+        """Read a parameter. This gathers its unit, and so communicates, unless the unit is there already.
+
+        Args:
+            weights: The submodule's dict, which keeps the value for the next read until the unit is dropped.
+            key: The parameter's name in the submodule.
+            name: Its name in the whole module.
+
+        Returns:
+            The full parameter.
+
+        Raises:
+            RuntimeError: if `apply` has returned.
+        """
+        value = self._values.get(name)
+        if value is None and self._call is not None and name in self._leaves:
+            value = self._read_from_unit(weights, key, name)
+        if value is None:
+            raise RuntimeError(
+                f"apply: parameter {name!r} was read after apply returned, for example because your own backward "
+                "recomputes a checkpoint. Call apply inside fs.value_and_grad."
+            )
+        # What is read without a gradient has none to give to a later read.
+        if torch.is_grad_enabled() or value.requires_grad:
+            dict.__setitem__(weights, key, value)
+        return value
+
+    def _read_from_unit(self, weights: "_Weights", key: str, name: str) -> torch.Tensor:
+        """Read a parameter from its unit, and let the unit take it back from `weights` when it is dropped."""
+        assert self._call is not None
+        assert self._walk is not None
+        leaf = self._leaves[name]
+        unit = self._last_unit
+        value = None
+        # Mostly the unit that was read last is open, and has handed out all of its leaves.
+        if unit is not None and not (unit.lazy or unit.closed) and torch.is_grad_enabled():
+            value = unit.outputs.get(unit.places.get(leaf, -1))
+        if value is None or unit is None:
+            unit = self._walk.find(name)
+            self._last_unit = unit
+            value = self._call.output(unit, leaf)
+        unit.hand_out(weights, key)
+        return value
+
+    def enter(self, scope: "_Scope") -> None:
+        """Tell the engine that a submodule begins to run."""
+        if self._walk is not None:
+            self._walk.enter(scope.unit, scope.units_inside)
+        if scope.unit is None:
+            return
+        for weights in self._compiled_weights.get(scope.unit, ()):
+            for key in weights:
+                weights[key]
+
+    def leave(self, scope: "_Scope", *, failed: bool) -> None:
+        """Tell the engine that a submodule has run, or raised an exception."""
+        if self._walk is not None:
+            self._walk.leave(scope.unit, scope.units_inside, failed)
+
+
+class _Scope(NamedTuple):
+    """What a submodule tells the engine when it is called.
+
+    Attributes:
+        template: The copy that it belongs to.
+        unit: The number of the unit that it owns, if any.
+        units_inside: The numbers of the units of its own submodules and itself, if any.
+        is_recurrent: Whether it lists its weights itself, as torch.nn.LSTM does.
+    """
+
+    template: ModuleTemplate
+    unit: int | None
+    units_inside: range | None
+    is_recurrent: bool
+
+
+def _find_units_inside(units: Sequence[ModuleUnit]) -> dict[str, range]:
+    """Find the numbers of the units inside each submodule that has some, but the whole module, which always runs."""
+    firsts: dict[str, int] = {}
+    lasts: dict[str, int] = {}
+    for number, unit in enumerate(units):
+        for outer in list(upwards(unit.path))[1:-1]:
+            firsts.setdefault(outer, number)
+            lasts[outer] = number
+    return {path: range(firsts[path], lasts[path] + 1) for path in lasts}
+
+
+class _Weights(dict[str, Any]):
+    """A submodule's `_parameters`: it holds those that were read, and looks others up.
+
+    Looking up gathers, so nothing but a read of one parameter may do it: the views over all of them are Mapping's,
+    which go by `__iter__` and `__getitem__`.
+    """
+
+    get = Mapping.get  # type: ignore[assignment]
+    keys = Mapping.keys  # type: ignore[assignment]
+    values = Mapping.values  # type: ignore[assignment]
+    items = Mapping.items  # type: ignore[assignment]
+
+    def __init__(self, template: ModuleTemplate, names: Mapping[str, str | None]) -> None:
+        self._template = template
+        self._names = names
+
+    def __missing__(self, key: str) -> torch.Tensor | None:
+        """Look up a parameter that was not read yet. This may communicate: see `ModuleTemplate.fetch`."""
+        name = self._names[key]
+        return None if name is None else self._template.fetch(self, key, name)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class _BufferPlaces:
+    """The places of a module's buffers, in which a call puts its own."""
+
+    def __init__(self, attributes: Iterable[dict[str, Any]], names: Mapping[torch.Tensor, str]) -> None:
+        """Find the places.
+
+        Args:
+            attributes: The attributes of each submodule.
+            names: The name of each buffer.
+        """
+        self._bound: Mapping[str, torch.Tensor] = {}
+        # Each with the dict that holds the buffer, its key there, and its name.
+        self._places: list[tuple[dict[str, Any], str, str]] = []
+        # A buffer that several submodules hold is read where it stands first.
+        self._first_places: dict[str, tuple[dict[str, Any], str]] = {}
+        for submodule in attributes:
+            buffers = submodule["_buffers"]
+            for key, buffer in buffers.items():
+                if buffer is not None:
+                    self._places.append((buffers, key, names[buffer]))
+                    self._first_places.setdefault(names[buffer], (buffers, key))
+
+    def bind(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Put values in all places, by their names."""
+        self._bound = values
+        for buffers, key, name in self._places:
+            buffers[key] = values[name]
+
+    def read(self) -> dict[str, torch.Tensor]:
+        """Read the values of the buffers that were bound."""
+        values: dict[str, torch.Tensor] = {}
+        for name in self._bound:
+            buffers, key = self._first_places[name]
+            values[name] = buffers[key]
+        return values
+
+    def release(self) -> None:
+        """Let go of the values that were bound; the places are restored with the module's other attributes."""
+        self._bound = {}
+
+
+class _ParametrizedCache:
+    """The parametrized tensors of one forward, for as long as torch caches such tensors.
+
+    One `parametrize.cached()` may be around calls of several parameters, and torch's own cache would give the tensors
+    of the first call to the second.
+    """
+
+    def __init__(self) -> None:
+        """Hold nothing: no forward runs."""
+        self._is_running = False
+        self._torch_cache: object | None = None
+        self._tensors: dict[tuple[nn.Module, str], torch.Tensor] = {}
+
+    def begin(self) -> None:
+        """Let a forward begin."""
+        self._is_running = True
+
+    def end(self) -> None:
+        """Let it end, and forget its tensors."""
+        self._is_running = False
+        self._torch_cache = None
+        self._tensors = {}
+
+    def read(self, submodule: nn.Module, key: str) -> torch.Tensor:
+        """Compute a parametrized tensor of a submodule: once while torch caches such tensors and the forward runs."""
+        torch_cache = _compat.parametrization_cache()
+        if torch_cache is None or not self._is_running:
+            return _compat.compute_parametrized(submodule, key)
+        if torch_cache is not self._torch_cache:
+            self._torch_cache = torch_cache
+            self._tensors = {}
+        if (submodule, key) not in self._tensors:
+            self._tensors[submodule, key] = _compat.compute_parametrized(submodule, key)
+        return self._tensors[submodule, key]
+
+
+# By type: classes derived from these may not take back what they held.
+_RESTORED = (dict, OrderedDict, defaultdict, list, set, _Weights)
+
+
+def _take_snapshot(attributes: Iterable[dict[str, Any]]) -> Callable[[], bool]:
+    """Copy the attributes of submodules, so that a call does not see the changes of the one before.
+
+    A forward may set attributes, and write to the dicts, lists, sets and plain tensors among them. Its changes to other
+    objects stay.
+
+    Args:
+        attributes: The attributes of each submodule.
+
+    Returns:
+        A function that puts all back; it returns False where that cannot be done, because a tensor was written to.
+    """
+    contents = {}
+    versions = []
+    values: list[Any] = list(attributes)
+    # What containers hold is added as it is met.
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            versions.append((value, _compat.version(value)))
+        elif type(value) is tuple:
+            values.extend(value)
+        elif type(value) in _RESTORED and id(value) not in contents:
+            # A dict of weights has none yet.
+            content = value.copy()
+            contents[id(value)] = value, content
+            values.extend(content.values() if isinstance(content, dict) else content)
+    # Nearly all are empty, such as those of hooks.
+    empty = [container for container, content in contents.values() if not content]
+    filled = [pair for pair in contents.values() if pair[1]]
+
+    def restore() -> bool:
+        for container in filter(None, empty):
+            container.clear()
+        for container, content in filled:
+            container.clear()
+            if isinstance(container, list):
+                container.extend(content)
+            else:
+                container.update(content)
+        return all(_compat.version(tensor) == version for tensor, version in versions)
+
+    return restore
+
+
+def _make_scoped_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Make a class like `cls` whose calls tell the engine that the submodule begins and ends."""
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        scope: _Scope = self.__dict__["_fshard_scope"]
+        scope.template.enter(scope)
+        if scope.is_recurrent:
+            _compat.set_flat_weights(self)
+        failed = True
+        try:
+            result = cls.__call__(self, *args, **kwargs)
+            failed = False
+            return result
+        finally:
+            if scope.is_recurrent:
+                _compat.forget_flat_weights(self)
+            scope.template.leave(scope, failed=failed)
+
+    members: dict[str, Any] = {"__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls.__name__, (cls,), members)

@@ -1,0 +1,112 @@
+"""Units: which parameters of a module are gathered together, by the rule that a user gives."""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from fshard import _compat
+from fshard.engine import ModuleUnit
+from fshard.errors import expect
+from fshard.tree import matches
+
+Rule = type[nn.Module] | str | int | Callable[[str, nn.Module], bool]
+Units = Rule | Collection[Rule] | None
+
+
+def plan_units(module: nn.Module, units: Units) -> list[ModuleUnit]:
+    """Cut a module's parameters into units.
+
+    Args:
+        module: The module.
+        units: The rule, as `functionalize` takes it.
+
+    Returns:
+        The units in the module's order. Tied parameters belong to every unit that uses them, by the first of their
+        names. Parameters outside every unit that the rule selects form units of their own, one for each submodule that
+        has some.
+
+    Raises:
+        ValueError: if the rule selects nothing.
+    """
+    first_names = {parameter: name for name, parameter in _compat.named_parameters(module)}
+    modules = dict(_compat.named_modules(module))
+    selected = select(module, "" if units is None else units)
+    # For each module the names of the parameters that it gathers; in a dict, which keeps their order.
+    names_by_path: dict[str, dict[str, None]] = {path: {} for path in modules}
+    for path, submodule in modules.items():
+        names = names_by_path[_find_gathering_module(path, modules, selected)]
+        for parameter in submodule.parameters(recurse=False):
+            names[first_names[parameter]] = None
+    paths = [path for path, names in names_by_path.items() if names]
+    units_inside = Counter(outer for path in paths for outer in upwards(path))
+    planned = []
+    for number, path in enumerate(paths):
+        end = number + units_inside[path]
+        planned.append(ModuleUnit(path, tuple(names_by_path[path]), end, _is_lookup(modules[path])))
+    return planned
+
+
+def _find_gathering_module(path: str, modules: Mapping[str, nn.Module], selected: Collection[str]) -> str:
+    """Find the module that gathers the parameters of a submodule: the submodule itself where no rule selects one."""
+    enclosing = list(upwards(path))
+    for outer in reversed(enclosing):
+        # What torch.compile made is entered as a whole, so that its parameters are there before.
+        if _compat.is_compiled(modules[outer]):
+            return outer
+    for outer in enclosing:
+        if outer in selected:
+            return outer
+    return path
+
+
+def _is_lookup(submodule: nn.Module) -> bool:
+    """Tell whether a module holds tables of embeddings alone."""
+    return all(isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in submodule.modules())
+
+
+def select(module: nn.Module, rule: Any) -> set[str]:
+    """Find the submodules that a rule selects.
+
+    Args:
+        module: The module.
+        rule: The rule, as `functionalize` takes it, but not None.
+
+    Returns:
+        Their names.
+
+    Raises:
+        ValueError: if it or a part of it selects nothing.
+    """
+    if isinstance(rule, list | tuple | set | frozenset):
+        selected = set().union(*(select(module, part) for part in rule))
+    else:
+        selected = {path for path, submodule in _compat.named_modules(module) if _fits(rule, path, submodule)}
+    remedy = "name some of named_modules()"
+    expect(selected, "functionalize", "units to match submodules", repr(rule), remedy)
+    return selected
+
+
+def _fits(rule: Any, path: str, submodule: nn.Module) -> bool:
+    """Tell whether a rule selects a submodule."""
+    if isinstance(rule, str):
+        # As many dots, so that `*` stands for one part between dots.
+        return path.count(".") == rule.count(".") and matches(rule, path)
+    if isinstance(rule, int):
+        return _size(submodule) >= rule > max(map(_size, submodule.children()), default=0)
+    if isinstance(rule, type):
+        return isinstance(submodule, rule)
+    return bool(rule(path, submodule))
+
+
+def _size(submodule: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in submodule.parameters())
+
+
+def upwards(path: str) -> Iterator[str]:
+    """List the name of a submodule and those of the modules around it, innermost first."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield ""
