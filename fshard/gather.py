@@ -1,7 +1,7 @@
 """Verb 1: gather, from stored shards to the full tensors that a model computes with."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from fshard import _compat, comm
 from fshard.collectives import settle, shared_axes
@@ -43,27 +43,40 @@ def gather(tree: Tree) -> Tree:
     call = None if _compat.transforms_active() else call_of(flat)
     if call is None:
         comm.same_call("gather", shared_axes(flat, ()), flat)
+    sharded = [leaf if is_sharded(leaf) else None for leaf in flat.leaves]
     leaves = list(flat.leaves)
-    sharded = [leaf if is_sharded(leaf) else None for leaf in leaves]
-    for key, group in grouped(sharded, _gathered_with if call is None else lambda _: None).items():
-        paths, shards = [flat.paths[i] for i in group], [leaves[i] for i in group]
-        gathered = _gathered(key, paths, shards) if call is None else call.gather(paths, shards)
-        for i, full in zip(group, gathered, strict=True):
+    # A call of the engine takes all leaves as one unit, and groups them itself.
+    for key, positions in grouped(sharded, _node_of if call is None else lambda _: None).items():
+        paths = [flat.paths[i] for i in positions]
+        shards = [flat.leaves[i] for i in positions]
+        full_tensors = call.gather(paths, shards) if call is not None else _gather_group(key, paths, shards)
+        for i, full in zip(positions, full_tensors, strict=True):
             leaves[i] = full
     return unflatten(flat.treedef, leaves)
 
 
-def _gathered_with(leaf: Sharded) -> tuple[ShardTransform, bool]:
-    """Find the transform of a leaf, and whether it takes no gradient: leaves that are equal in both share a node."""
-    differentiable = leaf.local.is_floating_point() or leaf.local.is_complex()
-    return leaf.spec.transform, leaf.spec.frozen or not differentiable
+class _Node(NamedTuple):
+    """What leaves have in common that share one node of autograd's graph, and are sent together.
+
+    Attributes:
+        transform: Their transform.
+        is_constant: Whether they take no gradient.
+    """
+
+    transform: ShardTransform
+    is_constant: bool
 
 
-def _gathered(key: Any, paths: list[str], shards: list[Sharded]) -> Sequence[Any]:
-    transform, still = key
-    if still:
+def _node_of(leaf: Sharded) -> _Node:
+    is_differentiable = leaf.local.is_floating_point() or leaf.local.is_complex()
+    return _Node(leaf.spec.transform, leaf.spec.frozen or not is_differentiable)
+
+
+def _gather_group(node: _Node, paths: Sequence[str], shards: Sequence[Sharded]) -> Sequence[Any]:
+    """Gather leaves outside of a call of the engine."""
+    if node.is_constant:
         tensors = [leaf.local.detach() for leaf in shards]
     else:
         tensors = [settle(path, leaf.local, leaf.spec) for path, leaf in zip(paths, shards, strict=True)]
     with writes_counted(), comm.concerning((), paths):
-        return gather_by(transform, paths, tensors, [leaf.spec for leaf in shards])
+        return gather_by(node.transform, paths, tensors, [leaf.spec for leaf in shards])

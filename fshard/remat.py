@@ -16,7 +16,9 @@ from fshard.errors import expect
 from fshard.tree import Tree, tree_leaves, tree_map
 from fshard.tree.checks import describe, is_differentiable
 
-Flat = Callable[..., tuple[torch.Tensor, ...]]
+# A function of tensors that returns tensors.
+OnTensors = Callable[..., tuple[torch.Tensor, ...]]
+Contexts = Callable[[], tuple[Any, Any]]
 
 # Stands for a tensor in a structure.
 _PLACE = object()
@@ -45,49 +47,67 @@ def remat(f: Callable[..., Any], *, save: Sequence[str] = ()) -> Callable[..., A
     >>> torch.func.grad(remat(lambda x: x.sin().sum()))(torch.zeros(2))
     tensor([1., 1.])
     """
-    named = isinstance(save, list | tuple) and all(isinstance(name, str) and "." in name for name in save)
-    kept = [attrgetter(name)(torch.ops) for name in save] if named else []
-    expect(named and all(map(callable, kept)), "remat", 'save to be names as ["aten.topk"]', f"{save!r:.40}")
+    is_list_of_names = isinstance(save, list | tuple) and all(isinstance(name, str) and "." in name for name in save)
+    operators = [attrgetter(name)(torch.ops) for name in save] if is_list_of_names else []
+    is_known = is_list_of_names and all(map(callable, operators))
+    expect(is_known, "remat", 'save to be names as ["aten.topk"]', f"{save!r:.40}")
 
-    def saves(_: Any, op: Any, *__: Any, **___: Any) -> bool:
-        return op in kept or getattr(op, "overloadpacket", None) in kept
+    def saves(_: Any, operator: Any, *__: Any, **___: Any) -> bool:
+        return operator in operators or getattr(operator, "overloadpacket", None) in operators
 
-    contexts = partial(create_selective_checkpoint_contexts, saves) if save else noop_context_fn
+    contexts: Contexts = partial(create_selective_checkpoint_contexts, saves) if save else noop_context_fn
     honor_hooks = _compat.honor_saved_tensor_hooks() if save else {}
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not _compat.transforms_active():
-            whole = _recomputed_whole_where_needed(f)
-            return checkpoint(whole, *args, use_reentrant=False, context_fn=contexts, **honor_hooks, **kwargs)
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        structure: list[Tree] = []
-
-        def flat(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            given = iter(tensors)
-            again_args, again_kwargs = tree_map(
-                lambda leaf: next(given) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
-            )
-            out = f(*again_args, **again_kwargs)
-            structure[:] = [tree_map(lambda leaf: _PLACE if isinstance(leaf, torch.Tensor) else leaf, out)]
-            return tuple(leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
-
-        state, (first, later) = _random_state(), contexts()
-
-        def once(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            with first:
-                return flat(*tensors)
-
-        def again(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            with _drawing_from(state), later:
-                return flat(*tensors)
-
-        outputs = iter(_Remat.apply(once, again, *leaves))
-        return tree_map(lambda leaf: next(outputs) if leaf is _PLACE else leaf, structure[0])
+        if _compat.transforms_active():
+            return _run_under_transforms(f, contexts, args, kwargs)
+        whole = _recompute_whole_where_needed(f)
+        return checkpoint(whole, *args, use_reentrant=False, context_fn=contexts, **honor_hooks, **kwargs)
 
     return run
 
 
-def _recomputed_whole_where_needed(f: Callable[..., Any]) -> Callable[..., Any]:
+def _run_under_transforms(f: Callable[..., Any], contexts: Contexts, args: Any, kwargs: Any) -> Any:
+    """Run a function now, and again in the backward, under torch.func, which torch's own checkpoint does not support.
+
+    Args:
+        f: The function.
+        contexts: Makes the contexts of the forward and of the recomputation.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        What it returns.
+    """
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    # An autograd Function returns tensors alone; the rest of the result goes by this list.
+    structure: list[Tree] = []
+
+    def run_on_tensors(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        remaining = iter(given)
+        full_args, full_kwargs = tree_map(
+            lambda leaf: next(remaining) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
+        )
+        result = f(*full_args, **full_kwargs)
+        structure[:] = [tree_map(lambda leaf: _PLACE if isinstance(leaf, torch.Tensor) else leaf, result)]
+        return tuple(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+
+    random_state = _random_state()
+    forward_context, recomputation_context = contexts()
+
+    def run_first(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with forward_context:
+            return run_on_tensors(*given)
+
+    def run_again(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with _drawing_from(random_state), recomputation_context:
+            return run_on_tensors(*given)
+
+    outputs = iter(_Remat.apply(run_first, run_again, *tensors))
+    return tree_map(lambda leaf: next(outputs) if leaf is _PLACE else leaf, structure[0])
+
+
+def _recompute_whole_where_needed(f: Callable[..., Any]) -> Callable[..., Any]:
     """Let a checkpoint compute all of `f` again if an operator of it fills a tensor that autograd has saved already.
 
     A checkpoint stops its recomputation as soon as autograd has saved as many tensors as in the forward. If the last
@@ -95,18 +115,19 @@ def _recomputed_whole_where_needed(f: Callable[..., Any]) -> Callable[..., Any]:
     values. One more tensor is then saved behind `f`. Elsewhere the early stop spares the last operator, in a block of
     a transformer a product of matrices.
     """
-    decided: list[bool] = []
+    fills_late: bool | None = None
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal fills_late
         begin = _compat.next_sequence_number()
-        out = f(*args, **kwargs)
+        result = f(*args, **kwargs)
         # The recomputation does what the forward did.
-        if not decided:
-            tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
-            decided.append(_compat.fills_what_it_saved(tensors, begin))
-        if decided[0]:
+        if fills_late is None:
+            tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            fills_late = _compat.fills_what_it_saved(tensors, begin)
+        if fills_late:
             torch.ones((), requires_grad=True).square()
-        return out
+        return result
 
     return run
 
@@ -144,50 +165,60 @@ class _ArgumentsOnly(TorchFunctionMode):
             if not isinstance(tensor, torch.Tensor) or id(tensor) in self.passed or tensor.is_meta:
                 continue
             if _compat.is_transformed(tensor) or (tensor.requires_grad and not torch.is_grad_enabled()):
-                found = f"{describe(tensor)} that f reaches otherwise"
                 raise ValueError(
-                    f"remat: expected all that is differentiated among the arguments of f, got {found}; pass it "
-                    "too, or its gradient would be lost"
+                    f"remat: expected all that is differentiated among the arguments of f, got {describe(tensor)} that "
+                    "f reaches otherwise; pass it too, or its gradient would be lost"
                 )
         return func(*args, **(kwargs or {}))
 
 
 class _Remat(Function):
+    """Runs a function of tensors, and another one like it in the backward, with the same arguments."""
+
     @staticmethod
-    def forward(flat: Flat, again: Flat, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(run_first: OnTensors, run_again: OnTensors, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with _ArgumentsOnly(tensors):
-            out = flat(*tensors)
-        return tuple(tensor.detach() if any(tensor is given for given in tensors) else tensor for tensor in out)
+            outputs = run_first(*tensors)
+        # A Function may not return an argument itself.
+        return tuple(output.detach() if any(output is tensor for tensor in tensors) else output for output in outputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.again, tensors = inputs[1], inputs[2:]
+        _, ctx.run_again, *tensors = inputs
         ctx.mark_non_differentiable(*(tensor for tensor in output if not is_differentiable(tensor)))
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        tensors = ctx.saved_tensors
+        tensors = list(ctx.saved_tensors)
         trained = [i for i, tensor in enumerate(tensors) if is_differentiable(tensor)]
 
-        def run(*some: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            given = dict(enumerate(tensors)) | dict(zip(trained, some, strict=True))
-            return tuple(tensor for tensor in ctx.again(*given.values()) if is_differentiable(tensor))
+        def run(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            all_tensors = list(tensors)
+            for i, tensor in zip(trained, given, strict=True):
+                all_tensors[i] = tensor
+            return tuple(tensor for tensor in ctx.run_again(*all_tensors) if is_differentiable(tensor))
 
         outputs, pull_back, *_ = torch.func.vjp(run, *(tensors[i] for i in trained))
-        wanted = [grad for grad in grads if grad is not None and is_differentiable(grad)]
-        found = dict(zip(trained, pull_back(tuple(wanted[: len(outputs)])), strict=True))
-        return None, None, *map(found.get, range(len(tensors)))
+        output_grads = [grad for grad in grads if grad is not None and is_differentiable(grad)]
+        input_grads = dict(zip(trained, pull_back(tuple(output_grads[: len(outputs)])), strict=True))
+        return None, None, *map(input_grads.get, range(len(tensors)))
 
     @staticmethod
-    def jvp(ctx: Any, _flat: None, _again: None, *tangents: torch.Tensor | None) -> Any:
+    def jvp(ctx: Any, _first: None, _again: None, *tangents: torch.Tensor | None) -> Any:
         tensors = ctx.saved_tensors
-        filled = [torch.zeros_like(x) if t is None else t for x, t in zip(tensors, tangents, strict=True)]
-        return torch.func.jvp(ctx.again, tuple(tensors), tuple(filled))[1]
+        full_tangents = []
+        for tensor, tangent in zip(tensors, tangents, strict=True):
+            full_tangents.append(torch.zeros_like(tensor) if tangent is None else tangent)
+        return torch.func.jvp(ctx.run_again, tuple(tensors), tuple(full_tangents))[1]
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], flat: Flat, again: Flat, *tensors: torch.Tensor) -> Any:
-        both = (torch.func.vmap(f, in_dims=in_dims[2:], randomness=info.randomness) for f in (flat, again))
-        outputs = _Remat.apply(*both, *tensors)
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], run_first: OnTensors, run_again: OnTensors, *tensors: torch.Tensor
+    ) -> Any:
+        batched = [
+            torch.func.vmap(run, in_dims=in_dims[2:], randomness=info.randomness) for run in (run_first, run_again)
+        ]
+        outputs = _Remat.apply(*batched, *tensors)
         return outputs, (0,) * len(outputs)

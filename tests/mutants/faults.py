@@ -820,8 +820,8 @@ FAULTS = (
     Fault(
         "recomputation-stops-before-noise-is-drawn",
         "fshard/remat.py",
-        "if decided[0]:",
-        "if not decided[0]:",
+        "if fills_late:",
+        "if not fills_late:",
         "3: the gradient under remat is that of the function, whatever operator it ends with",
     ),
     Fault(
@@ -862,8 +862,8 @@ FAULTS = (
     Fault(
         "what-is-saved-computed-again",
         "fshard/remat.py",
-        "with _drawing_from(state), later:",
-        "with _drawing_from(state):",
+        "with _drawing_from(random_state), recomputation_context:",
+        "with _drawing_from(random_state):",
         "3: what is saved is what the forward computed, under torch.func too",
     ),
     Fault(
