@@ -2,7 +2,7 @@
 
 import ctypes
 import zlib
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -58,30 +58,35 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | None = N
     check_transform(transform, "shard")
     flat = flatten(full_tree)
     layouts = Layouts("shard", transform, flat.names, flat.leaves)
-    chosen = _chosen("shard", frozen, flat)
-    out: list[Sharded | None] = []
-    entries = {"(structure)": outline(flat.treedef)}
+    is_chosen = _choose_frozen("shard", frozen, flat)
     remedy = tree_remedy(flat.leaves, "pass full tensors whose shapes fit the strategy")
+    # What ranks compare, by the leaves' paths.
+    entries = {"(structure)": outline(flat.treedef)}
+    whole_leaves: list[Sharded | None] = []
     for path, name, leaf in zip(flat.paths, flat.names, flat.leaves, strict=True):
-        misfit = leaf is not None and unfit(leaf)
-        if leaf is not None and not misfit and _is_misplaced(leaf, transform):
+        misfit = None if leaf is None else unfit(leaf)
+        if leaf is not None and misfit is None and _is_misplaced(leaf, transform):
             misfit = f"a tensor on {leaf.device}", "one on the mesh's device, the processor"
             remedy = "make the mesh on their device, as fs.init_mesh(shape, device=...), or move them to the processor"
-        if leaf is None or misfit:
-            layouts.problems += [Problem(path, *misfit)] if misfit else []
-            entries[path] = misfit[0] if misfit else "None"
-            out.append(None)
-            continue
-        spec = layouts.of(path, name, leaf, Spec(tuple(leaf.shape), frozen=chosen[name] or is_frozen(leaf)))
-        entries[path] = fingerprint(leaf, spec)
-        out.append(Sharded(leaf.detach(), spec))
+        if leaf is None:
+            entries[path] = "None"
+            whole_leaves.append(None)
+        elif misfit is not None:
+            layouts.problems.append(Problem(path, *misfit))
+            entries[path] = misfit[0]
+            whole_leaves.append(None)
+        else:
+            whole = Spec(tuple(leaf.shape), frozen=is_chosen[name] or is_frozen(leaf))
+            spec = layouts.of(path, name, leaf, whole)
+            entries[path] = fingerprint(leaf, spec)
+            whole_leaves.append(Sharded(leaf.detach(), spec))
     # Ranks compare before any of them refuses its tree: a tree may be wrong on one rank alone.
     difference = comm.disagreement(entries, layout_axes(transform), "shard")
     refuse("shard: ranks hold different trees", [difference] if difference else [], SAME_TREE)
     refuse_donated("shard", flat)
     refuse("shard: leaves cannot be sharded", layouts.problems, remedy)
-    pieces = [leaf and stored(local_piece(leaf.local, leaf.spec), leaf.spec) for leaf in out]
-    return unflatten(flat.treedef, pieces)
+    shards = [leaf and stored(local_piece(leaf.local, leaf.spec), leaf.spec) for leaf in whole_leaves]
+    return unflatten(flat.treedef, shards)
 
 
 def unshard(tree: Tree) -> Tree:
@@ -140,33 +145,53 @@ def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | None = None
     [([[0, 1]], [[0], [2]]), ([[2, 3]], [[1], [3]])]
     """
     check_transform(transform, "reshard")
-    flat, params = flatten(tree), flatten(getattr(tree, "params", tree))
+    flat = flatten(tree)
+    params = flatten(getattr(tree, "params", tree))
     check_local("reshard", flat)
-    # In a TrainState the names of the parameters that leaves belong to.
-    known, parts = set(params.names), [name.split(".") for name in flat.names]
-    ends = [[".".join(each[i:]) for i in range(len(each))] for each in parts]
-    names = [next(filter(known.__contains__, each), each[0]) for each in ends]
+    names = _name_by_parameter(flat.names, set(params.names))
     layouts = Layouts("reshard", transform, names, flat.leaves)
-    chosen = {} if frozen is None else _chosen("reshard", frozen, params)
-    specs: dict[str, Spec] = {}
-    out: list[Spec | None] = []
+    is_chosen = {} if frozen is None else _choose_frozen("reshard", frozen, params)
+    specs_of_parameters: dict[str, Spec] = {}
+    specs: list[Spec | None] = []
     for path, name, leaf in zip(flat.paths, names, flat.leaves, strict=True):
         if not is_sharded(leaf):
-            out.append(None)
+            specs.append(None)
             continue
         if leaf.spec.transform is None:
             layouts.problems.append(Problem(path, "a state for fs.transform_state to make anew", "one of an optimizer"))
-        whole = Spec(leaf.spec.shape, frozen=chosen.get(name, leaf.spec.frozen))
-        dims = _reduced(leaf.spec, specs.get(name))
-        spec = specs[name].reduced(dims) if dims else layouts.of(path, name, leaf, whole)
+        mean_dims = _find_mean_dims(leaf.spec, specs_of_parameters.get(name))
+        if mean_dims:
+            spec = specs_of_parameters[name].reduced(mean_dims)
+        else:
+            whole = Spec(leaf.spec.shape, frozen=is_chosen.get(name, leaf.spec.frozen))
+            spec = layouts.of(path, name, leaf, whole)
         # A TrainState has its parameters first, and then what the optimizer keeps for each.
-        specs.setdefault(name, spec)
-        out.append(spec)
+        specs_of_parameters.setdefault(name, spec)
+        specs.append(spec)
     refuse("reshard: leaves do not fit", layouts.problems, "choose a strategy that fits their shapes")
     comm.same_call("reshard", _split_over(flat), flat, transform=transform)
-    pairs = zip(flat.leaves, out, strict=True)
-    moved = [leaf if spec is None else stored(_move(leaf, spec), spec) for leaf, spec in pairs]
-    return unflatten(flat.treedef, moved)
+    leaves = []
+    for leaf, new_spec in zip(flat.leaves, specs, strict=True):
+        leaves.append(leaf if new_spec is None else stored(_move(leaf, new_spec), new_spec))
+    return unflatten(flat.treedef, leaves)
+
+
+def _name_by_parameter(names: Sequence[str], parameters: Container[str]) -> list[str]:
+    """Find for each leaf the parameter that it belongs to: in a TrainState, the end of its name.
+
+    Args:
+        names: Names of leaves, such as "opt_state.momentum.blocks.0.weight".
+        parameters: Names of parameters, such as "blocks.0.weight".
+
+    Returns:
+        For each the parameter's name, or its own where there is none.
+    """
+    by_parameter = []
+    for name in names:
+        parts = name.split(".")
+        endings = (".".join(parts[start:]) for start in range(len(parts)))
+        by_parameter.append(next((ending for ending in endings if ending in parameters), name))
+    return by_parameter
 
 
 def local_piece(full: torch.Tensor, spec: Spec) -> torch.Tensor:
@@ -179,48 +204,60 @@ def local_piece(full: torch.Tensor, spec: Spec) -> torch.Tensor:
 
 def padded(piece: torch.Tensor, spec: Spec) -> torch.Tensor:
     """Fill this rank's elements up to the shape of a shard, with zeros; the same tensor where none are missing."""
-    missing = [n - k for n, k in zip(spec.local_shape, piece.shape, strict=True)]
-    return pad(piece, [n for size in reversed(missing) for n in (0, size)]) if any(missing) else piece
+    missing = [size - present for size, present in zip(spec.local_shape, piece.shape, strict=True)]
+    if not any(missing):
+        return piece
+    # torch's order: the last dim first, each with what goes before it and what goes after it.
+    widths: list[int] = []
+    for rows in reversed(missing):
+        widths += [0, rows]
+    return pad(piece, widths)
 
 
 def local_ranges(spec: Spec) -> list[tuple[int, int]]:
-    """Where this rank's elements of the full tensor start along each dim, and how many there are."""
+    """Find where this rank's elements of the full tensor start along each dim, and how many there are."""
     ranges = []
-    for dim, left in enumerate(spec.full_shape):
-        start, nominal = 0, left
+    for dim, size in enumerate(spec.full_shape):
+        start = 0
+        elements = size
+        # Pieces of equal size but for the last ones, which may be shorter or empty.
+        piece_size = size
         for axis in spec.split_axes(dim):
-            nominal = -(-nominal // axis.size)
-            skipped = min(comm.rank(axis) * nominal, left)
-            start, left = start + skipped, min(nominal, left - skipped)
-        ranges.append((start, left))
+            piece_size = -(-piece_size // axis.size)
+            skipped = min(comm.rank(axis) * piece_size, elements)
+            start += skipped
+            elements = min(piece_size, elements - skipped)
+        ranges.append((start, elements))
     return ranges
 
 
 def without_padding(leaf: Sharded) -> torch.Tensor:
-    """This rank's elements of a leaf without the padding at its ends: a view of leaf.local, perhaps empty."""
+    """Return this rank's elements of a leaf without the padding at its ends: a view of leaf.local, perhaps empty."""
     local = leaf.local
-    whole = leaf.spec.padded_shape == leaf.spec.full_shape
-    for dim, (_, size) in enumerate(() if whole else local_ranges(leaf.spec)):
+    if leaf.spec.padded_shape == leaf.spec.full_shape:
+        return local
+    for dim, (_, size) in enumerate(local_ranges(leaf.spec)):
         local = local.narrow(dim, 0, size)
     return local
 
 
 def _split_over(flat: Flat) -> tuple[Axis, ...]:
-    """The axes that leaves are put together over."""
+    """List the axes that leaves are put together over."""
     return tuple(dict.fromkeys(axis for spec in flat.specs for axis in spec.partition_axes()))
 
 
 def unsharded(leaves: Sequence[Any]) -> list[torch.Tensor]:
-    """Full tensors of Sharded leaves, as `unshard` makes them, for callers whose ranks have agreed to it."""
-    out = [leaf.local for leaf in leaves]
-    for axes, group in grouped(leaves, lambda leaf: leaf.spec.partition_axes()).items():
-        specs = [leaves[i].spec for i in group]
+    """Make full tensors of Sharded leaves, as `unshard` does, for callers whose ranks have agreed to it."""
+    tensors = [leaf.local for leaf in leaves]
+    for axes, positions in grouped(leaves, lambda leaf: leaf.spec.partition_axes()).items():
+        specs = [leaves[i].spec for i in positions]
         # Minor axes first within a dim.
         for axis in reversed(axes):
-            for i, full in zip(group, _FullyShard(axis, 0, 0).gather([out[i] for i in group], specs), strict=True):
-                out[i] = full
+            gathered = _FullyShard(axis, 0, 0).gather([tensors[i] for i in positions], specs)
+            for i, tensor in zip(positions, gathered, strict=True):
+                tensors[i] = tensor
     # Views, so that memory which leaves and full tensors share is seen to be shared.
-    return [full.reshape(leaf.spec.shape) for full, leaf in zip(out, leaves, strict=True)]
+    return [tensor.reshape(leaf.spec.shape) for tensor, leaf in zip(tensors, leaves, strict=True)]
 
 
 def stored(piece: torch.Tensor, spec: Spec) -> Sharded:
@@ -231,9 +268,11 @@ def stored(piece: torch.Tensor, spec: Spec) -> Sharded:
         if device is not None and device != piece.device.type:
             piece = piece.to(device)
         return Sharded(piece, spec)
-    kept = piece.to(storage.device)
+    moved = piece.to(storage.device)
     # Only from pinned memory does a copy run beside what computes.
-    return Sharded(kept.pin_memory() if kept.device.type == "cpu" != storage.compute_device.type else kept, spec)
+    if moved.device.type == "cpu" and storage.compute_device.type != "cpu":
+        moved = moved.pin_memory()
+    return Sharded(moved, spec)
 
 
 def mesh_device(transform: ShardTransform) -> str | None:
@@ -242,18 +281,29 @@ def mesh_device(transform: ShardTransform) -> str | None:
 
 
 def _is_misplaced(leaf: torch.Tensor, transform: ShardTransform) -> bool:
-    """Whether a leaf of an accelerator would have to be moved to the processor."""
+    """Tell whether a leaf of an accelerator would have to be moved to the processor."""
     if transform.storage is not None or leaf.device.type == "cpu":
         return False
     return mesh_device(transform) == "cpu"
 
 
-def _reduced(spec: Spec, own: Spec | None) -> list[int]:
-    """The dims that the optimizer has taken a mean of a parameter over: none of state that has its shape."""
-    if own is None or len(spec.shape) != len(own.shape):
+def _find_mean_dims(spec: Spec, parameter: Spec | None) -> list[int]:
+    """Find the dims that an optimizer has taken a mean of a parameter over; none of state that has its shape.
+
+    Args:
+        spec: Of the optimizer's leaf.
+        parameter: Of the parameter that it belongs to, if any.
+    """
+    if parameter is None or len(spec.shape) != len(parameter.shape):
         return []
-    pairs = list(zip(spec.shape, own.shape, strict=True))
-    return [dim for dim, (n, k) in enumerate(pairs) if n != k] if all(n in (1, k) for n, k in pairs) else []
+    mean_dims = []
+    for dim, (size, parameter_size) in enumerate(zip(spec.shape, parameter.shape, strict=True)):
+        if size == parameter_size:
+            continue
+        if size != 1:
+            return []
+        mean_dims.append(dim)
+    return mean_dims
 
 
 def _move(leaf: Sharded, spec: Spec) -> torch.Tensor:
@@ -307,11 +357,11 @@ class Layouts:
 
 
 def is_frozen(leaf: torch.Tensor) -> bool:
-    """Whether a leaf is a parameter that takes no gradient."""
+    """Tell whether a leaf is a parameter that takes no gradient."""
     return isinstance(leaf, torch.nn.Parameter) and not leaf.requires_grad
 
 
-def _chosen(what: str, frozen: Mask | None, flat: Flat) -> dict[str, bool]:
+def _choose_frozen(what: str, frozen: Mask | None, flat: Flat) -> dict[str, bool]:
     """Tell by name which leaves are to be frozen."""
     if frozen is None or frozen in ((), []):
         return dict.fromkeys(flat.names, False)
@@ -337,9 +387,9 @@ def fingerprint(leaf: torch.Tensor, spec: Spec, origin: str | None = None) -> st
 
 
 def hash_of(tensor: torch.Tensor) -> str:
-    """A checksum of a tensor's values, several times as fast as a hash that nobody could forge."""
-    own = tensor.detach().cpu()
-    dense = own.contiguous().resolve_conj().resolve_neg()
+    """Compute a checksum of a tensor's values, several times as fast as a hash that nobody could forge."""
+    on_host = tensor.detach().cpu()
+    dense = on_host.contiguous().resolve_conj().resolve_neg()
     # A single element counts as contiguous whatever its stride, which a view as bytes does not allow.
     flat = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
     # Not by numpy, which would keep the memory from ever being freed before the tensor is.
@@ -349,8 +399,8 @@ def hash_of(tensor: torch.Tensor) -> str:
 
 def check_transform(transform: Any, verb: str, argument: str = "transform") -> None:
     """Refuse what is no transform, or one of another mesh than this process is on."""
-    needed = f"{argument} to be a ShardTransform such as fs.zero2(mesh)"
-    expect(isinstance(transform, ShardTransform), verb, needed, describe(transform))
-    away = [named(axis) for axis in layout_axes(transform) if not is_reachable(axis)]
-    needed = f"{argument} over axes whose groups have their size and this process in them"
-    expect(not away, verb, needed, ", ".join(away), "make it of this process's mesh")
+    is_transform = isinstance(transform, ShardTransform)
+    expect(is_transform, verb, f"{argument} to be a ShardTransform such as fs.zero2(mesh)", describe(transform))
+    unreachable = [named(axis) for axis in layout_axes(transform) if not is_reachable(axis)]
+    expected = f"{argument} over axes whose groups have their size and this process in them"
+    expect(not unreachable, verb, expected, ", ".join(unreachable), "make it of this process's mesh")
