@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fshard import _compat
-from fshard.comm import CollectiveError, connected, refuse_other
+from fshard.comm import CollectiveError, connected, refuse_other, wake_waiting
 from fshard.comm import world as world_of_ranks
 from fshard.errors import expect
 from fshard.tree import Axis
@@ -236,7 +237,9 @@ def _compare(asked: str, limit: timedelta) -> None:
         return
     own = world_of_ranks()
     text = json.dumps([asked, own.generation + (own.broken is not None)])
-    said = _compat.texts_in_store("fshard/init_mesh", dist.get_rank(), text, dist.get_world_size(), limit)
+    # A rank whose error nobody has heard of may be here while others wait for it in a step.
+    wake = partial(wake_waiting, own, "called init_mesh")
+    said = _compat.texts_in_store("fshard/init_mesh", dist.get_rank(), text, dist.get_world_size(), limit, wake)
     absent = [rank for rank, text in enumerate(said) if text is None]
     found, remedy = f"nothing from ranks {absent}", "every rank must call init_mesh, and several in the same order"
     expect(not absent, "init_mesh", f"all {len(said)} ranks", found, remedy, CollectiveError)

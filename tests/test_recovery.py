@@ -1,12 +1,20 @@
 """States after a failure: a lost one is refused, and training goes on from the same step on all ranks."""
 
 import collections
+import gc
+import os
+import re
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
 import fshard as fs
-from tests.faults import BadSampleError, Hook, outcome, outcome_of
+from fshard import comm
+from fshard.comm import failure
+from fshard.comm.groups import Group, Issued, World
+from tests.faults import BadSampleError, Hook, axis_of_all, outcome, outcome_of
 from tests.ranks import my_rank, on_ranks
 from tests.trees import assert_same_bits
 
@@ -198,3 +206,111 @@ def test_each_of_several_states_is_compared_on_a_new_mesh():
     assert fs.update(ADAMW, other, fs.tree_map(torch.ones_like, other.params)).step.item() == 1
     found = outcome(lambda: train_step(states[-1], torch.ones(2, 4)))
     assert found.text.startswith("update: ranks hold states of different steps\n"), found
+
+
+# A rank fails between two calls, where nobody is told, and calls init_mesh while others are in their step.
+
+
+def meet_again(call, victims):
+    """Let some ranks make a new mesh instead of a call, and the others hear of it; return their outcomes."""
+    found = None
+    if my_rank() not in victims:
+        found = outcome(call)
+        names = "|".join(map(str, victims))
+        first = rf"rank ({names}) called init_mesh, while others wait for it in a collective\n  rank \d+ waits in \w+ "
+        assert found.error == "CollectiveError", found
+        assert re.match(first, found.text), found
+        assert found.seconds < 10.0, found
+    return found
+
+
+@on_ranks(2, "2 processes", 4, pytest.param("4 processes", marks=pytest.mark.slow))
+def test_ranks_that_wait_for_one_in_init_mesh_meet_it_there():
+    """Also where several are there already; the timeout of the mesh is 30 s."""
+    axis = axis_of_all()
+    fs.psum(torch.ones(()), axis)
+    victims = [1] if axis.size == 2 else [2, 3]
+    for generation in (1, 2):
+        meet_again(lambda: fs.psum(torch.ones(()), axis), victims)  # noqa: B023
+        axis = axis_of_all()
+        assert fs.psum(torch.ones(()), axis).item() == axis.size
+        assert comm.world().generation == generation
+        assert comm.world().broken is None
+
+
+@on_ranks("4 processes")
+def test_ranks_that_wait_for_each_other_are_all_woken_by_one_in_init_mesh():
+    """Rank 3 does not come to its row, and rank 2, which waits for it there, does not come to the column of rank 0."""
+    mesh = fs.init_mesh({"a": 2, "b": 2}, device="cpu", timeout=30.0)
+    a, b = fs.axis_of(mesh, "a"), fs.axis_of(mesh, "b")
+    fs.psum(torch.ones(()), a)
+    fs.psum(torch.ones(()), b)
+    meet_again(lambda: (fs.psum(torch.ones(()), b), fs.psum(torch.ones(()), a)), [3])
+    mesh = fs.init_mesh({"a": 2, "b": 2}, device="cpu", timeout=30.0)
+    for name in "ab":
+        assert fs.psum(torch.ones(()), fs.axis_of(mesh, name)).item() == 2.0
+
+
+@on_ranks(3, "3 processes")
+def test_a_rank_in_init_mesh_does_not_wake_those_that_wait_for_a_late_one():
+    """It has started what they wait in."""
+    axis = axis_of_all()
+    fs.psum(torch.ones(()), axis)
+    if my_rank() == 2:
+        # Longer than a rank in init_mesh needs to look where the others are.
+        time.sleep(1.5)
+    finish = comm.start_all_gather([torch.tensor([my_rank()])], axis, "late")
+    if my_rank() == 1:
+        axis_of_all()
+    assert finish()[0].tolist() == [[0], [1], [2]]
+    if my_rank() != 1:
+        axis_of_all()
+    assert fs.psum(torch.ones(()), axis).item() == 3.0
+    assert comm.world().generation == 0
+
+
+def test_a_rank_that_has_come_to_init_mesh_is_ahead_and_not_woken():
+    """It has read that all are there, which the one that looks has not yet."""
+    woken = []
+    worlds = [World(rank, torch.distributed.HashStore(), lambda *told: woken.append(told)) for rank in range(2)]
+    for own in worlds:
+        own.simulated = worlds
+        own.groups["axis"] = Group("axis", [0, 1], own.rank, None, 30.0)
+    ahead, behind = worlds
+    group = ahead.groups["axis"]
+    ahead.waiting = Issued(None, ahead, group, group.enter("all_reduce", "", ""))
+    failure.wake_waiting(behind, "called init_mesh", lambda rank: True)
+    assert behind.broken is None
+    failure.wake_waiting(behind, "called init_mesh", lambda rank: False)
+    assert behind.broken.startswith("rank 1 called init_mesh, while others wait for it in a collective\n  rank 0 waits")
+    assert woken == [("axis", 0, behind.broken)]
+
+
+def used():
+    """Threads, open files and KiB of memory of this process."""
+    gc.collect()
+    (resident,) = re.findall(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), int(resident)
+
+
+@pytest.mark.slow
+@on_ranks("2 processes", timeout=200.0)
+def test_threads_files_and_memory_stay_as_they_are_over_many_failures():
+    """Of an error inside a call, and of one between calls, by turns."""
+    axis = axis_of_all()
+    x, counts = torch.ones(2, 4), []
+    for number in range(20):
+        state, _ = train_step(state_of(mesh_of_all()), x)
+        if number % 2:
+            meet_again(lambda: train_step(state, x), [1])  # noqa: B023
+        else:
+            found = outcome_of(lambda _: train_step(state, x), axis, breaks_at("forward"))  # noqa: B023
+            assert "bad sample 17" in found.text, found
+        axis = axis_of_all()
+        fs.psum(torch.ones(()), axis)
+        counts.append(used())
+    threads, files, memory = zip(*counts, strict=True)
+    # What is about to end is not counted; memory of the first failures is that of the code that they load.
+    assert max(threads[2:]) <= threads[1] + 4, counts
+    assert max(files[2:]) <= files[1] + 8, counts
+    assert memory[-1] <= memory[3] + 4096, counts

@@ -1,6 +1,9 @@
 """Private APIs of torch.distributed, each with the versions it was checked on."""
 
+import ctypes
 import os
+import socket
+import stat
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,11 +29,17 @@ LINGER = timedelta(seconds=0.7)
 # Seconds after which a wait for the store looks whether a signal has come, such as Ctrl-C.
 STORE_SLICE = 0.5
 
+# Seconds that a rank waits for others in the store before it looks what they do: the first time, and at most.
+FIRST_LOOK, LAST_LOOK = 0.5, 2.0
+
 # The tag of messages by which connections are ended; see `cut`.
 CUT = 2**31 - 1
 
 # Of the same ranks: messages to higher ones, and to lower ones.
 Pair = tuple[Any, Any]
+
+# The sockets of a pair by their file descriptors, with what tells each from a later one of the same number.
+Sockets = dict[int, int]
 
 
 # The process group of a name, on this thread. Checked on 2.13.
@@ -134,7 +143,7 @@ def timeout_of(name: str) -> float:
     return resolve_process_group(name)._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 
-def make_pair(name: str, store: Any) -> Pair | None:
+def make_pair(name: str, store: Any) -> tuple[Pair | None, Sockets]:
     """Connect the ranks of a process group twice, beside the group itself; None where it is not gloo's.
 
     Checked on 2.13. gloo's messages of one pair of ranks share a connection, on which the small ones that allow a
@@ -146,14 +155,14 @@ def make_pair(name: str, store: Any) -> Pair | None:
         store: Where its ranks find each other; no others know its prefix.
 
     Returns:
-        The two groups, with the process group's timeout.
+        The two groups, with the process group's timeout, and their sockets.
 
     Raises:
         RuntimeError: if a rank does not come within the timeout.
     """
     group = resolve_process_group(name)
     if group_devices(name).get("cpu") != "gloo":
-        return None
+        return None, {}
     gloo, options = torch.distributed.ProcessGroupGloo, group._get_backend(torch.device("cpu")).options
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
 
@@ -170,7 +179,70 @@ def make_pair(name: str, store: Any) -> Pair | None:
         own._timeout, own._threads = options._timeout, 1
         return gloo(torch.distributed.PrefixStore(way, store), group.rank(), group.size(), own)  # type: ignore[attr-defined]
 
-    return connect("u"), connect("d")
+    before = _open_sockets()
+    pair = connect("u"), connect("d")
+    sockets = {fd: inode for fd, inode in _open_sockets().items() if before.get(fd) != inode}
+    for fd in sockets:
+        # gloo lets the programs that this process starts inherit them.
+        os.set_inheritable(fd, False)
+    return pair, sockets
+
+
+def _open_sockets() -> Sockets:
+    """List the sockets of this process; none where the system does not show them, as Linux does."""
+    sockets = {}
+    with suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            # The descriptor of the listing itself has gone.
+            with suppress(OSError):
+                status = os.fstat(int(name))
+                if stat.S_ISSOCK(status.st_mode):
+                    sockets[int(name)] = status.st_ino
+    return sockets
+
+
+def leave_to_parent(sockets: Sockets, store: Any) -> None:
+    """Close connections in a forked child, or they would stay open when its parent is killed. Checked on 2.13.
+
+    Their numbers stay taken, by a socket without a connection: whatever gloo and the store do with them in the child
+    meets neither a file of the child's nor a connection of the parent's.
+
+    Args:
+        sockets: Those of `make_pair`.
+        store: The store by which ranks found each other; others notice its end if this process holds it.
+    """
+    held = sockets | _sockets_of_server(store)
+    now = _open_sockets()
+    with socket.socket() as unconnected:
+        for fd, inode in held.items():
+            if now.get(fd) == inode:
+                os.dup2(unconnected.fileno(), fd, inheritable=False)
+
+
+def _sockets_of_server(store: Any) -> Sockets:
+    """List the sockets by which this process serves a store to other ranks; none if another process does."""
+    while isinstance(store, torch.distributed.PrefixStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    port = getattr(store, "port", None)
+    return {fd: inode for fd, inode in _open_sockets().items() if port is not None and _local_port(fd) == port}
+
+
+def _local_port(fd: int) -> int | None:
+    """The port of this end of a socket; None where it has none."""
+    with socket.socket(fileno=os.dup(fd)) as duplicate:
+        name = duplicate.getsockname() if duplicate.family in (socket.AF_INET, socket.AF_INET6) else ()
+    return name[1] if name else None
+
+
+def keep_for_good(objects: Sequence[object]) -> None:
+    """Keep objects from being destroyed, whatever becomes of their references."""
+    for each in objects:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+
+
+def torch_groups() -> list[ProcessGroup]:
+    """List torch's process groups in this process, those of users too. Checked on 2.13."""
+    return list(torch.distributed.distributed_c10d._world.pg_map)
 
 
 def start_swap(
@@ -268,18 +340,21 @@ def release_groups_at_exit(mesh: DeviceMesh) -> None:
         weakref.finalize(mesh, registry.clear)
 
 
-def wait_in_store(store: Any, keys: Sequence[str], seconds: float) -> None:
+def wait_in_store(store: Any, keys: Sequence[str], seconds: float, meanwhile: Callable[[], object] = bool) -> None:
     """Wait until a store has some keys. Torch waits without looking at signals, so wait in slices. Checked on 2.13.
 
     Args:
         store: The store.
         keys: The keys.
         seconds: How long to wait.
+        meanwhile: Called from time to time while this rank waits.
 
     Raises:
         RuntimeError: if they do not come, or the store is gone.
     """
-    deadline = time.monotonic() + seconds
+    start = time.monotonic()
+    deadline = start + seconds
+    next_look = start + FIRST_LOOK
     while True:
         begin = time.monotonic()
         slice_of_wait = max(min(deadline - begin, STORE_SLICE), 0.001)
@@ -291,9 +366,15 @@ def wait_in_store(store: Any, keys: Sequence[str], seconds: float) -> None:
             is_gone = time.monotonic() - begin < slice_of_wait / 2
             if is_gone or time.monotonic() >= deadline:
                 raise
+        if time.monotonic() >= next_look:
+            meanwhile()
+            now = time.monotonic()
+            next_look = now + min(now - start, LAST_LOOK)
 
 
-def texts_in_store(key: str, own: int, text: str, size: int, timeout: timedelta) -> list[str | None]:
+def texts_in_store(
+    key: str, own: int, text: str, size: int, timeout: timedelta, meanwhile: Callable[[Callable[[int], bool]], object]
+) -> list[str | None]:
     """Show all ranks a text by the store by which they found each other, without a collective. Checked on 2.13.
 
     Args:
@@ -302,6 +383,7 @@ def texts_in_store(key: str, own: int, text: str, size: int, timeout: timedelta)
         text: Its text.
         size: How many ranks there are.
         timeout: How long to wait for them.
+        meanwhile: Called from time to time while this rank waits, with a function that tells whether a rank has come.
 
     Returns:
         Every rank's text; None for one that did not come.
@@ -309,18 +391,21 @@ def texts_in_store(key: str, own: int, text: str, size: int, timeout: timedelta)
     store: Any = torch.distributed.distributed_c10d._get_default_store()
     number = store.add(f"{key}/calls of {own}", 1)
 
-    def wait_for(what: str, limit: timedelta) -> list[str]:
-        keys = [f"{key}/{number}/{what} {rank}" for rank in range(size)]
-        # A store that is a file raises no DistError.
-        with suppress(RuntimeError):
-            wait_in_store(store, keys, limit.total_seconds())
-        return keys
+    texts = [f"{key}/{number}/text of {rank}" for rank in range(size)]
+    read = [f"{key}/{number}/read by {rank}" for rank in range(size)]
 
-    store.set(f"{key}/{number}/text of {own}", text)
-    found = [store.get(each).decode() if store.check([each]) else None for each in wait_for("text of", timeout)]
-    store.set(f"{key}/{number}/read by {own}", "")
+    def has_come(rank: int) -> bool:
+        return bool(store.check([texts[rank]]))
+
+    store.set(texts[own], text)
+    # A store that is a file raises no DistError.
+    with suppress(RuntimeError):
+        wait_in_store(store, texts, timeout.total_seconds(), lambda: meanwhile(has_come))
+    found = [store.get(texts[rank]).decode() if has_come(rank) else None for rank in range(size)]
+    store.set(read[own], "")
     # A rank that refuses what it has read may end, and the store with it.
-    wait_for("read by", LINGER)
+    with suppress(RuntimeError):
+        wait_in_store(store, read, LINGER.total_seconds())
     return found
 
 

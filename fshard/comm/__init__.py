@@ -19,7 +19,7 @@ from fshard.comm.collective import (
     start_reduce_scatter,
 )
 from fshard.comm.events import Collective, Label, Record, Verb, concerning, decoded, described, setting
-from fshard.comm.failure import CollectiveError, Position, connected, unequal
+from fshard.comm.failure import CollectiveError, Position, connected, unequal, wake_waiting
 from fshard.comm.groups import Issued, World, has_renewed, world
 from fshard.comm.recorder import record, watched, watchers
 

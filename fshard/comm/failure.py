@@ -8,6 +8,7 @@ A thread of each process looks, where it waits for long, for a note, and for a d
 import atexit
 import itertools
 import json
+import random
 import threading
 import time
 import weakref
@@ -165,10 +166,10 @@ def connected(world: World, name: str) -> Group:
         ranks = dist.get_process_group_ranks(_compat.resolve_process_group(name))
         timeout = _compat.timeout_of(name)
         try:
-            pair = _compat.make_pair(name, dist.PrefixStore(f"{name} of {ranks}", world.board()))  # type: ignore[attr-defined]
+            pair, sockets = _compat.make_pair(name, dist.PrefixStore(f"{name} of {ranks}", world.board()))  # type: ignore[attr-defined]
         except RuntimeError as error:
             raise CollectiveError(f"expected ranks {ranks} to connect in {timeout:g} s, got: {error!s:.300}") from error
-        group = world.groups[name] = Group(name, ranks, ranks.index(world.rank), pair, timeout)
+        group = world.groups[name] = Group(name, ranks, ranks.index(world.rank), pair, timeout, sockets)
     if world.lookout is None and group.pair is not None:
         world.lookout = Lookout(world)
         world.lookout.start()
@@ -270,6 +271,38 @@ def _positions(world: World, issued: Issued, most: int) -> dict[int, Position]:
     return positions
 
 
+def wake_waiting(world: World, action: str, has_come: Callable[[int], bool]) -> None:
+    """Wake the ranks that wait for this one in a collective which it has not started, and will not start any more.
+
+    Ranks that are late only, in a collective that this one has started, are left alone.
+
+    Args:
+        world: This rank's, which waits for the others elsewhere.
+        action: What this rank does instead.
+        has_come: Tells whether another rank has come to where this one waits.
+    """
+    if world.broken is not None or not world.others:
+        return
+    positions = {world.rank: Position.of(world)} | (answer(lambda: _positions_of_some(world)) or {})
+    behind = [rank for rank in positions if world.rank in _behind(rank, positions)]
+    # Where a rank waits after it has come here, it is ahead of this one, which has not seen yet that all are here.
+    waiting = [rank for rank in sorted(behind) if not has_come(rank)]
+    if waiting:
+        first = f"rank {world.rank} {action}, while others wait for it in a collective"
+        tell(world, "\n".join([first, *(f"  rank {rank} {positions[rank].at()}" for rank in waiting)]))
+
+
+def _positions_of_some(world: World) -> dict[int, Position]:
+    """Read where some others were when they last told; simulated ranks are threads, and need not tell."""
+    if world.wake is not None:
+        return {peer.rank: Position.of(peer) for peer in list(world.simulated) if peer is not world}
+    board = world.board()
+    # Others each time, as each look asks a few.
+    asked = random.sample(world.others, min(ASKED, len(world.others)))
+    texts = {rank: read(board, "at", [rank]) for rank in asked}
+    return {rank: Position(*json.loads(text)) for rank, text in texts.items() if text}
+
+
 def all_fail(world: World, what: str) -> bool:
     """Compare with the other ranks whether all fail in the same way, at the same place, in a short time.
 
@@ -312,6 +345,7 @@ class Lookout(threading.Thread):
 
     def run(self) -> None:
         """Look after 0.4 s of waiting in one place, then after 1, 2, 4 and more."""
+        world: World | None = None
         since = due = 0.0
         while not self._over.wait(SLICE) and (world := self._world()) is not None:
             if self.interrupts.has_come(world.waiting):

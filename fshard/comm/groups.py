@@ -3,6 +3,7 @@
 They decide whether a call ends, never a value, an order or a size.
 """
 
+import os
 import weakref
 import zlib
 from collections import deque
@@ -49,6 +50,7 @@ class Group:
         own: This rank's place in `ranks`.
         pair: The connections that collectives are sent over; None where the backend is not gloo.
         timeout: Seconds that a rank waits there for another.
+        sockets: Those of the connections.
         trail: The collectives that have started last.
     """
 
@@ -57,6 +59,7 @@ class Group:
     own: int
     pair: Any
     timeout: float
+    sockets: _compat.Sockets = field(default_factory=dict)
     trail: deque[Link] = field(default_factory=lambda: deque([Link(0, 0, "")], TRAIL))
 
     def enter(self, op: str, hashed: str, text: str, *sizes: Sequence[int]) -> Link:
@@ -111,6 +114,7 @@ class World:
         rank: Its number.
         store: By which ranks found each other; what is written there begins with the generation.
         wake: Ends the waits of simulated ranks in a group of some generation, with a text; None for a process.
+        simulated: What each of the simulated ranks knows, this one too; none for a process.
         generation: How often groups have been made anew.
         broken: The error that broke the groups of this generation, on every rank that heard of it.
         groups: By the name of the axis's process group.
@@ -126,6 +130,7 @@ class World:
     rank: int
     store: Any
     wake: Callable[[str, int, str], None] | None = None
+    simulated: Sequence["World"] = ()
     generation: int = 0
     broken: str | None = None
     groups: dict[str, Group] = field(default_factory=dict)
@@ -158,6 +163,25 @@ class _Memory(weakref.WeakKeyDictionary[Any, World]):
 
 
 _MEMORY = _Memory()
+
+
+def _leave_to_parent() -> None:
+    """Leave the connections to the process that this one was forked from.
+
+    Other ranks find out that a rank was killed by the end of its connections, which end when no process has them any
+    more. The groups stay, because gloo would wait in their destructors for threads that a forked child does not have.
+    """
+    for own in list(_MEMORY.values()):
+        groups = [group for group in own.groups.values() if group.pair is not None]
+        if groups:
+            pairs = [group.pair for group in groups]
+            _compat.keep_for_good([*pairs, *_compat.torch_groups(), own.store])
+            sockets = [item for group in groups for item in group.sockets.items()]
+            _compat.leave_to_parent(dict(sockets), own.store)
+            own.broken = f"this process was forked from rank {own.rank}, which alone has its connections"
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def world() -> World:

@@ -117,6 +117,8 @@ class _Simulation:
         # Messages of the ranks to the caller's thread.
         self.inbox: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
         self.broken: dict[tuple[str, int], str] = {}
+        # What each rank knows of the others.
+        self.worlds: list[comm.World] = []
         self.waiting: dict[int, _Call] = {}
         # The value of a rank's program, or its error.
         self.ended: dict[int, tuple[Any, BaseException | None]] = {}
@@ -137,7 +139,9 @@ class _Simulation:
         try:
             limit = timedelta(seconds=self.timeout)
             dist.init_process_group("threaded", rank=rank, world_size=len(self.threads), store=store, timeout=limit)
-            comm.world().wake = wake
+            own = comm.world()
+            own.wake, own.simulated = wake, self.worlds
+            self.worlds.append(own)
             try:
                 value = f()
             finally:

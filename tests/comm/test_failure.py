@@ -11,7 +11,7 @@ import torch.distributed as dist
 import fshard as fs
 from fshard import comm
 from fshard.comm import failure
-from fshard.comm.groups import Link
+from fshard.comm.groups import Link, World
 from tests.comm.steps import make_step
 
 REMEDY = (
@@ -61,6 +61,17 @@ def test_a_store_that_does_not_answer_holds_nobody_up():
     assert failure.answer(threading.Event().wait) is None
     assert failure.answer(gone, 5.0) is None
     assert failure.answer(lambda: "note", 5.0) == "note"
+
+
+def test_a_watcher_that_ends_before_its_first_look_ends_well(monkeypatch):
+    """As in a program that is over at once."""
+    errors = []
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+    watcher = failure.Lookout(World(0, dist.HashStore()))
+    watcher.start()
+    watcher.close()
+    assert not watcher.is_alive()
+    assert not errors
 
 
 def position(waits=None, **numbers):

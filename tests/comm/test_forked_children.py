@@ -1,0 +1,94 @@
+"""Children of a rank that were forked or started by it: they keep no connection of its, and change none."""
+
+import signal
+
+import pytest
+
+from tests.ranks import output_of_programs
+
+# Rank and kind of child by the arguments; the child lives until somebody makes a file, or for half a minute.
+KILLED_BESIDE_A_CHILD = """
+import os, signal, subprocess, sys, time, torch, fshard as fs
+
+victim, kind, over = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+LIVES = "import os, sys, time\\nfor _ in range(300): os.path.exists(sys.argv[-1]) or time.sleep(0.1)"
+axis = fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu", timeout=60.0))
+fs.psum(torch.ones(()), axis)
+if fs.axis_index(axis) == victim:
+    if kind == "program":
+        child = subprocess.Popen([sys.executable, "-c", LIVES, over], close_fds=False)
+    elif os.fork() == 0:
+        exec(LIVES)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+begin = time.monotonic()
+try:
+    fs.psum(torch.ones(()), axis)
+except fs.comm.CollectiveError as error:
+    print(str(error).splitlines()[0], time.monotonic() - begin, sep=", ")
+"""
+
+CHILDREN_END = """
+import os, sys, torch, fshard as fs
+
+def loads():
+    assert len(list(torch.utils.data.DataLoader(range(10), num_workers=2))) == 10
+
+def exits():
+    child = os.fork()
+    if child == 0:
+        sys.exit()
+    assert os.waitpid(child, 0)[1] == 0
+
+def drops_its_mesh():
+    global mesh
+    child = os.fork()
+    if child == 0:
+        del mesh
+        fs.comm.world().groups.clear()
+        torch.distributed.destroy_process_group()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+def calls():
+    child = os.fork()
+    if child == 0:
+        try:
+            fs.psum(torch.ones(()), axis)
+        except fs.comm.CollectiveError as error:
+            text = f"this process was forked from rank {rank}, which alone has its connections\\n"
+            os._exit(0 if str(error).startswith(text) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+mesh = fs.init_mesh({"shard": -1}, device="cpu", timeout=60.0)
+axis = fs.axis_of(mesh)
+rank = fs.axis_index(axis)
+for number, act in enumerate((exits, loads, drops_its_mesh, calls)):
+    if rank == number % 2:
+        act()
+    # Large enough to be sent in several parts.
+    assert fs.psum(torch.ones(2**20), axis).eq(2).all()
+print("ends")
+"""
+
+
+@pytest.mark.rows(2)
+@pytest.mark.parametrize("victim, kind", [(1, "fork"), (0, "fork"), (1, "program"), (0, "program")])
+def test_a_rank_that_is_killed_is_named_while_a_child_of_it_lives(victim, kind, tmp_path):
+    """Rank 0 holds the store."""
+    over = tmp_path / "over"
+    try:
+        programs = output_of_programs(2, KILLED_BESIDE_A_CHILD, victim, kind, over)
+    finally:
+        over.touch()
+    text, _, seconds = programs[1 - victim].output.partition(", ")
+    assert text == f"rank {victim} was killed or has ended"
+    assert float(seconds) < 10.0
+    assert [program.code for program in programs] == [-signal.SIGKILL if n == victim else 0 for n in range(2)]
+
+
+def test_children_that_end_disturb_no_rank():
+    """Workers of a loader, and forked children that end as programs do or take apart what they have."""
+    programs = output_of_programs(2, CHILDREN_END)
+    assert [(program.output, program.code) for program in programs] == [("ends\n", 0)] * 2, programs
+    assert not any("Traceback" in program.errors for program in programs), programs
