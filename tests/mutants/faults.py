@@ -17,6 +17,8 @@ MIRRORS = {
     "fshard/tree": ("tests/test_tree.py", "tests/test_law_round_trip.py"),
     "fshard/init": ("tests/test_init.py",),
     "fshard/transforms": ("tests/transforms",),
+    "fshard/comm/failure.py": ("tests/comm/test_failure.py", "tests/test_recovery.py"),
+    "fshard/comm/groups.py": ("tests/comm/test_forked_children.py", "tests/comm/test_failure.py"),
     "fshard/comm": ("tests/comm",),
     "fshard/collectives/moves.py": ("tests/test_moves.py", "tests/test_collectives.py"),
     "fshard/collectives/objective.py": ("tests/test_weighted.py", "tests/test_reduce_over.py"),
