@@ -6,7 +6,7 @@ import math
 import os
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fshard import _compat
-from fshard.comm import CollectiveError, connected, refuse_other, wake_waiting
+from fshard.comm import CollectiveError, Meeting, absent_ranks, connected, refuse_other, wake_waiting
 from fshard.comm import world as world_of_ranks
 from fshard.errors import expect
 from fshard.tree import Axis
@@ -79,22 +79,21 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: f
         sizes = _sizes(shape, dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1)))
     except ValueError as error:
         # Others may have asked for what they can have, and wait.
-        _compare(str(error), limit)
+        with _meeting(limit) as meeting:
+            _compare(str(error), limit, meeting)
         raise
     if device != "cpu" and not (dist.is_initialized() and torch.get_device_module(device).is_initialized()):
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)) % torch.accelerator.device_count())
     if not dist.is_initialized():
         _start(device, limit)
-    _compare(f"{dict(zip(shape, sizes, strict=True))} on {device!r}, timeout {limit.total_seconds():g}", limit)
-    ranks, groups = torch.arange(math.prod(sizes), device="cpu").reshape(sizes), []
-    for dim, size in enumerate(sizes):
-        rows = ranks.movedim(dim, -1).reshape(-1, size).tolist()
-        groups.append(_compat.group_of_row(rows, limit))
+    asked = f"{dict(zip(shape, sizes, strict=True))} on {device!r}, timeout {limit.total_seconds():g}"
+    ranks = torch.arange(math.prod(sizes), device="cpu").reshape(sizes)
+    with _meeting(limit) as meeting:
+        _compare(asked, limit, meeting)
+        meeting.makes_groups = True
+        groups = _make_groups(ranks, limit, meeting)
     mesh = DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=tuple(shape))
     _compat.release_groups_at_exit(mesh)
-    for group in groups:
-        if group.size() > 1:
-            connected(world_of_ranks(), group.group_name)
     # Keeps glibc from giving the memory of a step back to the system, which is slow to hand it out again in the next.
     # It keeps twice the largest block that it has given back, up to this size; a model of small tensors has none such.
     # This one is never touched, and so takes no memory.
@@ -231,18 +230,48 @@ def _device(device: str | None) -> str:
     return device
 
 
-def _compare(asked: str, limit: timedelta) -> None:
+def _make_groups(ranks: torch.Tensor, limit: timedelta, meeting: Meeting) -> list[Any]:
+    """Make the process groups of a mesh's axes, and fshard's own connections beside them."""
+    own = world_of_ranks()
+    groups = []
+    for dim, size in enumerate(ranks.shape):
+        rows = ranks.movedim(dim, -1).reshape(-1, size).tolist()
+        groups.append(meeting.run(partial(_compat.group_of_row, rows, limit)))
+    for group in groups:
+        if group.size() > 1:
+            connected(own, group.group_name, meeting.look, meeting.run)
+    return groups
+
+
+def _meeting(limit: timedelta) -> Meeting:
+    """Meet the other ranks of this run, if torch.distributed runs."""
+    if not dist.is_initialized():
+        return Meeting(None, 0, 1, "", limit.total_seconds())
+    own = world_of_ranks()
+    number = own.store.add(f"fshard/meetings of {own.rank}", 1)
+    return Meeting(own.store, own.rank, dist.get_world_size(), f"{number}", limit.total_seconds(), own)
+
+
+def _compare(asked: str, limit: timedelta, meeting: Meeting) -> None:
     """Refuse on every rank where ranks ask for different meshes, whose groups would wait for each other."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     own = world_of_ranks()
     text = json.dumps([asked, own.generation + (own.broken is not None)])
-    # A rank whose error nobody has heard of may be here while others wait for it in a step.
-    wake = partial(wake_waiting, own, "called init_mesh")
-    said = _compat.texts_in_store("fshard/init_mesh", dist.get_rank(), text, dist.get_world_size(), limit, wake)
+
+    def look(has_come: Callable[[int], bool]) -> None:
+        meeting.look()
+        # A rank whose error nobody has heard of may be here while others wait for it in a step.
+        wake_waiting(own, "called init_mesh", has_come)
+
+    with meeting.naming_the_store():
+        size = dist.get_world_size()
+        said = _compat.texts_in_store(own.store, "fshard/init_mesh", own.rank, text, size, limit, look)
+    # A rank may have given up before the last one came.
+    meeting.look(processes=False)
     absent = [rank for rank, text in enumerate(said) if text is None]
-    found, remedy = f"nothing from ranks {absent}", "every rank must call init_mesh, and several in the same order"
-    expect(not absent, "init_mesh", f"all {len(said)} ranks", found, remedy, CollectiveError)
+    if absent:
+        raise absent_ranks(absent, len(said))
     asking, generations = zip(*(json.loads(text) for text in said if text is not None), strict=True)
     if max(generations) > own.generation:
         # Where one rank has a group that is broken, all make their groups anew.
@@ -268,10 +297,7 @@ def _start(device: str, limit: timedelta) -> None:
     """Start torch.distributed with all ranks of the launcher, or one rank without a launcher."""
     store, rank, ranks = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
     if os.environ.keys() & {"RANK", "WORLD_SIZE"}:
-        try:
-            store, rank, ranks = next(iter(dist.rendezvous("env://", timeout=limit)))  # type: ignore[attr-defined]
-        except dist.DistError as error:
-            raise CollectiveError(f"init_mesh: expected all ranks to start, got: {error}") from error
+        store, rank, ranks = _store_of_launcher(limit)
     # Where torchrun restarts the ranks of its one node, its store has the addresses of ranks that were killed, and a
     # rank that reads one before it is written anew cannot connect (pytorch#135712). Several nodes count differently.
     one_node = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("GROUP_WORLD_SIZE") == "1"
@@ -284,8 +310,27 @@ def _start(device: str, limit: timedelta) -> None:
             backend = "gloo"
         # Ranks compare what they do by messages between processors, for which no host waits for its accelerator.
         backend = f"cpu:gloo,{device}:{backend}"
-    dist.init_process_group(backend, store=prefixed, rank=rank, world_size=ranks, timeout=limit)
+    begin = partial(dist.init_process_group, backend, store=prefixed, rank=rank, world_size=ranks, timeout=limit)
+    if ranks == 1:
+        begin()
+    else:
+        with Meeting(_compat.clone_of(prefixed), rank, ranks, "start", limit.total_seconds()) as meeting:
+            meeting.wait_for_all()
+            meeting.run(begin)
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
+
+
+def _store_of_launcher(limit: timedelta) -> tuple[Any, int, int]:
+    """Find the store that the launcher, or rank 0, holds, this rank's number, and how many ranks there are."""
+    # Torch would let rank 0 wait for as many ranks as it is told of, without saying which have not come.
+    size = 1 if "WORLD_SIZE" in os.environ else -1
+    try:
+        store, rank, _ = next(iter(dist.rendezvous("env://", world_size=size, timeout=limit)))  # type: ignore[attr-defined]
+    except dist.DistError as error:
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        expected = f"the store of rank 0 or of the launcher at {place} within {limit.total_seconds():g} s"
+        raise CollectiveError(f"init_mesh: expected {expected}, got: {error!s:.300}") from error
+    return store, rank, int(os.environ["WORLD_SIZE"])
 
 
 def _shares_device(device: str, store: Any, rank: int) -> bool:

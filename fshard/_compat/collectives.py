@@ -30,7 +30,10 @@ LINGER = timedelta(seconds=0.7)
 STORE_SLICE = 0.5
 
 # Seconds that a rank waits for others in the store before it looks what they do: the first time, and at most.
-FIRST_LOOK, LAST_LOOK = 0.5, 2.0
+FIRST_LOOK, LAST_LOOK = 0.5, 1.0
+
+# The key by which a rank tells that it has come to connect.
+HERE = "here {}"
 
 # The tag of messages by which connections are ended; see `cut`.
 CUT = 2**31 - 1
@@ -143,7 +146,12 @@ def timeout_of(name: str) -> float:
     return resolve_process_group(name)._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 
-def make_pair(name: str, store: Any) -> tuple[Pair | None, Sockets]:
+def make_pair(
+    name: str,
+    store: Any,
+    meanwhile: Callable[[], object] = bool,
+    run: Callable[[Callable[[], Pair]], Pair] = lambda make: make(),
+) -> tuple[Pair | None, Sockets]:
     """Connect the ranks of a process group twice, beside the group itself; None where it is not gloo's.
 
     Checked on 2.13. gloo's messages of one pair of ranks share a connection, on which the small ones that allow a
@@ -153,6 +161,8 @@ def make_pair(name: str, store: Any) -> tuple[Pair | None, Sockets]:
     Args:
         name: The process group's name.
         store: Where its ranks find each other; no others know its prefix.
+        meanwhile: Called from time to time while this rank waits for the others.
+        run: Runs what may fail on this rank, or wait inside gloo.
 
     Returns:
         The two groups, with the process group's timeout, and their sockets.
@@ -166,26 +176,36 @@ def make_pair(name: str, store: Any) -> tuple[Pair | None, Sockets]:
     gloo, options = torch.distributed.ProcessGroupGloo, group._get_backend(torch.device("cpu")).options
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
 
-    # In the constructor of a group Ctrl-C would not be heard. Once all ranks are here, it does not wait.
-    here = [f"here {rank}" for rank in range(group.size())]
-    store.set(here[group.rank()], "")
-    wait_in_store(store, here, options._timeout.total_seconds())
-
-    def connect(way: str) -> Any:
+    def options_of_one() -> Any:
         own: Any = gloo._Options()  # type: ignore[attr-defined]
         # As gloo's own, but connected at once: where two ranks connect when they first send, gloo may abort.
         found = [gloo.create_device(interface=name, lazy_init=False) for name in interfaces]
         own._devices = found or [gloo.create_default_device(lazy_init=False)]
         own._timeout, own._threads = options._timeout, 1
+        return own
+
+    def connect(way: str, own: Any) -> Any:
         return gloo(torch.distributed.PrefixStore(way, store), group.rank(), group.size(), own)  # type: ignore[attr-defined]
 
     before = _open_sockets()
-    pair = connect("u"), connect("d")
+    # A rank that cannot listen, as without files left, fails before the others wait for it inside gloo.
+    up, down = run(lambda: (options_of_one(), options_of_one()))
+    # In the constructor of a group Ctrl-C would not be heard. Once all ranks are here, it does not wait.
+    here = [HERE.format(rank) for rank in range(group.size())]
+    store.set(here[group.rank()], "")
+    wait_in_store(store, here, options._timeout.total_seconds(), meanwhile)
+
+    pair = run(lambda: (connect("u", up), connect("d", down)))
     sockets = {fd: inode for fd, inode in _open_sockets().items() if before.get(fd) != inode}
     for fd in sockets:
         # gloo lets the programs that this process starts inherit them.
         os.set_inheritable(fd, False)
     return pair, sockets
+
+
+def absent_from_pair(store: Any, size: int) -> list[int]:
+    """List the ranks of a process group that have not come to `make_pair`, which was given this store."""
+    return [rank for rank in range(size) if not store.check([HERE.format(rank)])]
 
 
 def _open_sockets() -> Sockets:
@@ -373,11 +393,18 @@ def wait_in_store(store: Any, keys: Sequence[str], seconds: float, meanwhile: Ca
 
 
 def texts_in_store(
-    key: str, own: int, text: str, size: int, timeout: timedelta, meanwhile: Callable[[Callable[[int], bool]], object]
+    store: Any,
+    key: str,
+    own: int,
+    text: str,
+    size: int,
+    timeout: timedelta,
+    meanwhile: Callable[[Callable[[int], bool]], object],
 ) -> list[str | None]:
     """Show all ranks a text by the store by which they found each other, without a collective. Checked on 2.13.
 
     Args:
+        store: The store.
         key: What the texts are about; the n-th call of a rank with it reads the n-th texts of the others.
         own: This rank.
         text: Its text.
@@ -388,7 +415,6 @@ def texts_in_store(
     Returns:
         Every rank's text; None for one that did not come.
     """
-    store: Any = torch.distributed.distributed_c10d._get_default_store()
     number = store.add(f"{key}/calls of {own}", 1)
 
     texts = [f"{key}/{number}/text of {rank}" for rank in range(size)]
@@ -420,7 +446,11 @@ def device_identity(device: str) -> str:
 
 def default_store() -> Any:
     """Another client of the store by which ranks found each other, for a thread of its own. Checked on 2.13."""
-    store: Any = torch.distributed.distributed_c10d._get_default_store()
+    return clone_of(torch.distributed.distributed_c10d._get_default_store())
+
+
+def clone_of(store: Any) -> Any:
+    """Another client of a store: while one waits, its other calls wait too. Checked on 2.13."""
     # torch's fake store, of ranks that are not there, cannot be cloned.
     with suppress(RuntimeError):
         return store.clone()

@@ -21,6 +21,7 @@ from fshard.comm.collective import (
 from fshard.comm.events import Collective, Label, Record, Verb, concerning, decoded, described, setting
 from fshard.comm.failure import CollectiveError, Position, connected, unequal, wake_waiting
 from fshard.comm.groups import Issued, World, has_renewed, world
+from fshard.comm.meeting import Meeting, absent_ranks
 from fshard.comm.recorder import record, watched, watchers
 
 __all__ = ["Collective", "CollectiveError", "Label", "Record", "Verb"]

@@ -36,6 +36,12 @@ REMEDY = (
     "and the step again, from states of one step"
 )
 
+RESTART = "mend the first error, and call fs.init_mesh on every rank, or start all ranks again"
+STORE_IS_GONE = (
+    "the store by which ranks find each other does not answer: rank 0, or the launcher, which holds it, was killed or "
+    f"has ended\nTo fix: {RESTART}."
+)
+
 
 class CollectiveError(RuntimeError):
     """A rank failed, is gone or late beyond the mesh's timeout, or does something else; the same reason on every rank.
@@ -155,8 +161,22 @@ def answer(ask: Callable[[], Any], seconds: float = 0.0) -> Any:
     return found[0] if found else None
 
 
-def connected(world: World, name: str) -> Group:
+def connected(
+    world: World,
+    name: str,
+    look: Callable[[], object] = bool,
+    run: Callable[[Callable[[], Any]], Any] = lambda make: make(),
+) -> Group:
     """Find this rank's own group of an axis, or connect with its other ranks, and let the thread watch it.
+
+    Args:
+        world: This rank's.
+        name: The name of the axis's process group.
+        look: Called from time to time while this rank waits for the others.
+        run: Runs what waits for them inside gloo.
+
+    Returns:
+        The group.
 
     Raises:
         CollectiveError: if one of them does not come.
@@ -165,10 +185,18 @@ def connected(world: World, name: str) -> Group:
     if group is None:
         ranks = dist.get_process_group_ranks(_compat.resolve_process_group(name))
         timeout = _compat.timeout_of(name)
+        board = dist.PrefixStore(f"{name} of {ranks}", world.board())  # type: ignore[attr-defined]
         try:
-            pair, sockets = _compat.make_pair(name, dist.PrefixStore(f"{name} of {ranks}", world.board()))  # type: ignore[attr-defined]
+            pair, sockets = _compat.make_pair(name, board, look, run)
+        except CollectiveError:
+            raise
         except RuntimeError as error:
-            raise CollectiveError(f"expected ranks {ranks} to connect in {timeout:g} s, got: {error!s:.300}") from error
+            places = answer(lambda: _compat.absent_from_pair(board, len(ranks)))
+            if places is None:
+                raise CollectiveError(STORE_IS_GONE) from error
+            absent = [ranks[place] for place in places]
+            got = f"nothing from ranks {absent}" if absent else f"{error!s:.300}"
+            raise CollectiveError(f"expected ranks {ranks} to connect in {timeout:g} s, got: {got}") from error
         group = world.groups[name] = Group(name, ranks, ranks.index(world.rank), pair, timeout, sockets)
     if world.lookout is None and group.pair is not None:
         world.lookout = Lookout(world)

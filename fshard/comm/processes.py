@@ -1,0 +1,53 @@
+"""Which process a rank is, and whether it has ended, as far as another process of its machine can tell."""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+# The fields of /proc/<pid>/stat behind the command's name.
+STATE, START = 0, 19
+
+
+class Process(NamedTuple):
+    """A process.
+
+    Attributes:
+        machine: The machine since it booted, and the part of it that numbers its processes; "" where nobody can tell.
+        number: The process's number there.
+        start: When it started, which tells it from a later one of the same number.
+    """
+
+    machine: str
+    number: int
+    start: str
+
+
+def this_process() -> Process:
+    """Find out which process this is."""
+    number = os.getpid()
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Process(f"{boot} {os.readlink('/proc/self/ns/pid')}", number, _status(number)[START])
+    except OSError:
+        return Process("", number, "")
+
+
+def has_ended(process: Process) -> bool:
+    """Tell whether a process has ended; False for one of another machine, of which this one cannot know.
+
+    >>> has_ended(this_process()), has_ended(this_process()._replace(start="another"))
+    (False, True)
+    """
+    if not process.machine or process.machine != this_process().machine:
+        return False
+    try:
+        status = _status(process.number)
+    except OSError:
+        return True
+    # One that ended is a zombie until its parent has asked how.
+    return status[STATE] in "ZX" or status[START] != process.start
+
+
+def _status(number: int) -> list[str]:
+    # The command's name, in parentheses, may hold any character.
+    return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()

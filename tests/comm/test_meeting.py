@@ -1,0 +1,99 @@
+"""A rank that dies or fails inside init_mesh is named on the others, at the latest at the timeout."""
+
+import re
+import signal
+
+import pytest
+
+from fshard.comm.processes import Process, has_ended, this_process
+from tests.ranks import output_of_programs
+
+# The victim breaks as it is about to call a function of a name, in its first mesh or in its second one.
+BREAKS = """
+import os, resource, signal, sys, time, torch.distributed as dist, fshard as fs
+from fshard import _compat
+
+victim, place, fault, meshes = int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
+
+def breaks():
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "raise":
+        raise ValueError("bad sample 17")
+    if fault == "interrupt":
+        raise KeyboardInterrupt
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+    try:
+        while os.dup(0):
+            pass
+    except OSError:
+        pass
+
+def break_before(owner, name):
+    function = getattr(owner, name)
+
+    def run(*args, **kwargs):
+        breaks()
+        return function(*args, **kwargs)
+
+    setattr(owner, name, run)
+
+make = lambda: fs.init_mesh({"a": 2, "b": -1}, device="cpu", timeout=float(sys.argv[5]))
+for _ in range(meshes - 1):
+    make()
+if int(os.environ["RANK"]) == victim:
+    owners = {"init_process_group": dist, "create_default_device": dist.ProcessGroupGloo}
+    break_before(owners.get(place, _compat), place)
+begin = time.monotonic()
+try:
+    make()
+except BaseException as error:
+    print(time.monotonic() - begin, type(error).__name__, str(error), sep="\\n")
+"""
+
+REMEDY = "To fix: mend the first error, and call fs.init_mesh on every rank, or start all ranks again."
+KILLED = "init_mesh: rank {} was killed or has ended"
+STORE = "the store by which ranks find each other does not answer"
+FILES = r"rank {} failed in init_mesh: (OSError: \[Errno 24\] Too many open files|RuntimeError: Cannot resolve)"
+# Within seconds, where the others wait in the store; at the timeout, where they wait inside torch.
+SECONDS, LATE = 40.0, 12.0
+ROWS = [
+    (2, 1, "create_default_device", "files", 1, SECONDS, FILES),
+    (2, 1, "make_pair", "kill", 1, SECONDS, KILLED),
+    (2, 0, "texts_in_store", "kill", 1, SECONDS, f"{KILLED}|{STORE}"),
+    (2, 1, "texts_in_store", "interrupt", 2, SECONDS, "rank {} failed in init_mesh: KeyboardInterrupt$"),
+    (2, 1, "texts_in_store", "kill", 1, SECONDS, KILLED),
+    (2, 1, "init_process_group", "kill", 1, LATE, KILLED),
+    (2, 1, "init_process_group", "files", 1, LATE, FILES),
+    (2, 1, "group_of_row", "kill", 1, LATE, KILLED),
+    (2, 0, "create_default_device", "kill", 1, SECONDS, f"{KILLED}|{STORE}"),
+    (4, 3, "make_pair", "kill", 1, SECONDS, KILLED),
+    (4, 3, "create_default_device", "files", 1, SECONDS, FILES),
+]
+
+
+@pytest.mark.rows(3)
+@pytest.mark.parametrize("size, victim, place, fault, meshes, timeout, text", ROWS)
+def test_a_rank_that_breaks_in_init_mesh_is_named(size, victim, place, fault, meshes, timeout, text):
+    programs = output_of_programs(size, BREAKS, victim, place, fault, meshes, timeout)
+    for rank, program in enumerate(programs):
+        if rank == victim and fault == "kill":
+            assert program.code == -signal.SIGKILL
+            continue
+        assert program.code == 0, program
+        seconds, error, *lines = program.output.splitlines()
+        if rank == victim and error == "KeyboardInterrupt":
+            continue
+        assert error == "CollectiveError", program
+        assert re.match(text.replace("{}", str(victim)), lines[0]), program
+        assert lines[-1] == REMEDY
+        assert float(seconds) < 20.0
+
+
+def test_processes_that_have_ended():
+    own = this_process()
+    assert not has_ended(own)
+    assert has_ended(own._replace(start="0"))
+    # Of another machine nobody can tell.
+    assert not has_ended(Process("another", own.number, "0"))
+    assert not has_ended(Process("", own.number, "0"))
