@@ -24,10 +24,10 @@ from fshard.tree.checks import (
     check_operands,
     check_tensors,
     check_transforms,
+    count_writes,
     describe,
     refuse_writes,
     same_structure,
-    writes_counted,
 )
 from fshard.units import Units, plan_units
 
@@ -187,7 +187,7 @@ class Model:
         check_tensors("apply: buffers", flatten(given))
         if not all(tensor.is_meta for tensor in map(tensor_of, flat.leaves)):
             refuse_blank(given)
-        with writes_counted():
+        with count_writes():
             copies = {name: buffer.clone() for name, buffer in given.items()}
         dtypes = next((spec.model_dtypes for spec in flat.specs if spec.model_dtypes), ModelDtypes())
         args, kwargs = _cast((args, kwargs), dtypes.inputs)
@@ -256,7 +256,7 @@ class Model:
             return self._idle.pop()
         except IndexError:
             # Writes to a tensor among its attributes are counted, so that it is not used again.
-            with _compat.outside_modes(), writes_counted():
+            with _compat.outside_modes(), count_writes():
                 return ModuleTemplate(self._bare, self._units)
 
     def _give_back(self, template: ModuleTemplate) -> None:

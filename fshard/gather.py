@@ -9,7 +9,7 @@ from fshard.engine import call_of
 from fshard.transforms import ShardTransform
 from fshard.transforms.compose import gather_by
 from fshard.tree import Sharded, Tree, flatten, grouped, is_sharded, unflatten
-from fshard.tree.checks import check_local, check_tensors, check_transforms, writes_counted
+from fshard.tree.checks import check_local, check_tensors, check_transforms, count_writes
 
 
 def gather(tree: Tree) -> Tree:
@@ -78,5 +78,5 @@ def _gather_group(node: _Node, paths: Sequence[str], shards: Sequence[Sharded]) 
         tensors = [leaf.local.detach() for leaf in shards]
     else:
         tensors = [settle(path, leaf.local, leaf.spec) for path, leaf in zip(paths, shards, strict=True)]
-    with writes_counted(), comm.concerning((), paths):
+    with count_writes(), comm.concerning((), paths):
         return gather_by(node.transform, paths, tensors, [leaf.spec for leaf in shards])

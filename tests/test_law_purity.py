@@ -242,7 +242,7 @@ def test_full_tensors_of_a_call_now_over_are_refused_and_detached_ones_are_const
     for strategy in (fs.ddp, fs.zero1, fs.zero3):
         params = fs.shard({"w": normal()(6, 4), "b": normal(1)(4)}, strategy(meshes().line))
         fs.value_and_grad(first)(params)
-        with pytest.raises(ValueError, match=r"(?s)full tensors of a call now over.*\['[bw]'\]: .*full\.detach\(\)"):
+        with pytest.raises(ValueError, match=r"(?s)full tensors from an earlier call.*\['[bw]'\]: .*full\.detach\(\)"):
             fs.value_and_grad(second)(params, seen[-1])
         constants = fs.tree_map(torch.Tensor.detach, seen[-1])
         value, _ = fs.value_and_grad(second)(params, constants)

@@ -171,7 +171,7 @@ REFUSED = (
         on_shards,
         2,
         {},
-        "tree\"\n  ['w']: expected a gather of the parameter itself, got maths on shards\nTo fix: compute",
+        "math on shards\n  ['w']: expected a gather of the parameter itself, got math on its shard\nTo fix: compute",
     ),
     (summed, 3, {}, 'powers of two of ranks and of microbatches for sums="tree", got 3 microbatches on each of 2'),
     (summed, 2, {"communicate": "once"}, "expected communicate to be one of (None, 'each'), got 'once'"),

@@ -64,9 +64,9 @@ def _use_of(node: Any) -> Use | None:
 def graph_outlived(paths: Sequence[str]) -> ValueError:
     """Make the error of a backward that reaches leaves of a call that has ended."""
     return leaf_error(
-        "value_and_grad: the loss uses full tensors of a call now over, which take no gradient any more",
-        [Problem(path, "a full tensor that an earlier call gathered", "this call's") for path in paths],
-        "gather inside of each call, or keep full.detach() where a constant is intended",
+        "value_and_grad: the loss uses full tensors from an earlier call, which no longer receive gradients",
+        [Problem(path, "a full tensor that an earlier call gathered", "one that this call gathers") for path in paths],
+        "gather inside each call, or use full.detach() for a constant",
     )
 
 
@@ -106,9 +106,9 @@ def check_direct(what: str, outputs: Sequence[torch.Tensor], leaves: Sequence[Le
     Raises:
         ValueError: with the path of every such leaf.
     """
-    problems = [Problem(leaf.path, "maths on shards", "a gather of the parameter itself") for leaf in in_tree]
-    remedy = "compute with full tensors, behind the gather"
-    refuse(f'{what}: gradients would not be one tree of sums="tree"', problems, remedy)
+    problems = [Problem(leaf.path, "math on its shard", "a gather of the parameter itself") for leaf in in_tree]
+    remedy = "compute with full tensors, after the gather"
+    refuse(f'{what}: sums="tree" cannot add up gradients of math on shards', problems, remedy)
     named = [(leaf.path, leaf.spec, leaf.tensor) for leaf in leaves]
     refuse_unsummed(what, outputs, named)
 

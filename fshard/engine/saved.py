@@ -75,6 +75,8 @@ class Saved:
             return self._fetch(saved.use, saved.place).as_strided(saved.size, saved.stride, saved.offset)
         tensor, version = saved
         if _compat.version(tensor) != version:
-            what = "value_and_grad: expected no writes to saved tensors"
-            raise RuntimeError(f"{what}, got one to {describe(tensor)}; write to a copy")
+            raise RuntimeError(
+                f"value_and_grad: a tensor that autograd saved for the backward ({describe(tensor)}) was modified in "
+                "place. Modify a clone instead."
+            )
         return tensor

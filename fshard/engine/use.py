@@ -11,7 +11,7 @@ from fshard.engine.leaf import Leaf
 from fshard.engine.plan import Unit
 from fshard.transforms.compose import check_results, reduction
 from fshard.tree import grouped
-from fshard.tree.checks import check_versions, writes_counted
+from fshard.tree.checks import check_versions, count_writes
 
 # The transform by which a leaf is gathered.
 transform_of = operator.attrgetter("spec.transform")
@@ -60,7 +60,7 @@ class Use:
             for leaf in leaves:
                 leaf.keeper = leaf.keeper or self
         paths = [leaf.path for leaf in missing if leaf is not None]
-        with writes_counted(), torch.no_grad(), comm.concerning([self.unit.name], paths):
+        with count_writes(), torch.no_grad(), comm.concerning([self.unit.name], paths):
             self._finish = [
                 (group, transform.start_gather([leaves[i].stored for i in group], [leaves[i].spec for i in group]))
                 for transform, group in grouped(missing, transform_of).items()
@@ -73,7 +73,7 @@ class Use:
             self.start()
             found: dict[int, torch.Tensor] = {}
             finishing, self._finish = self._finish, []
-            with writes_counted(), torch.no_grad():
+            with count_writes(), torch.no_grad():
                 for group, finish in finishing:
                     leaves = [self.leaves[i] for i in group]
                     found.update(zip(group, checked("gather", leaves, finish()), strict=True))

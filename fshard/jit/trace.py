@@ -14,7 +14,7 @@ from fshard import _compat, random
 from fshard.collectives import Uses
 from fshard.errors import expect, is_users_file
 from fshard.tree import Exact, Flat, Sharded, Treedef, flatten, is_sharded, tensors_of
-from fshard.tree.checks import check_tensors, writes_counted
+from fshard.tree.checks import check_tensors, count_writes
 
 # Traces patch what belongs to the process, and so do compilers.
 TRACING = threading.Lock()
@@ -102,7 +102,7 @@ def _tracing() -> Iterator[None]:
     with (
         TRACING,
         _compat.outside_modes(),
-        writes_counted(),
+        count_writes(),
         # Other threads may run meanwhile.
         patch.multiple(
             torch,

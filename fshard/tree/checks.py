@@ -451,7 +451,7 @@ def same_structure(
 
 
 @contextmanager
-def writes_counted() -> Iterator[None]:
+def count_writes() -> Iterator[None]:
     """Make tensors whose in-place writes are counted, inside torch.inference_mode() too."""
     if not torch.is_inference_mode_enabled():
         yield
