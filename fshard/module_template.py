@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from fshard import _compat
-from fshard.engine import Call, Leaf, ModuleUnit, Pass, Use
+from fshard.engine import Call, GatheredUnit, Leaf, ModuleUnit, Pass
 from fshard.units import upwards
 
 
@@ -49,7 +49,7 @@ class ModuleTemplate:
         self._leaves: Mapping[str, Leaf] = {}
         self._call: Call | None = None
         self._walk: Pass | None = None
-        self._last_unit: Use | None = None
+        self._last_unit: GatheredUnit | None = None
         # For each unit of a compiled submodule the weights that must be there before it runs.
         self._compiled_weights: dict[int, list[dict[str, Any]]] = {}
         self._parametrized = _ParametrizedCache()
@@ -157,14 +157,14 @@ class ModuleTemplate:
         leaf = self._leaves[name]
         unit = self._last_unit
         value = None
-        # Mostly the unit that was read last is open, and has handed out all of its leaves.
-        if unit is not None and not (unit.lazy or unit.closed) and torch.is_grad_enabled():
-            value = unit.outputs.get(unit.places.get(leaf, -1))
+        # Mostly the unit that was read last is open, and all of its outputs are there.
+        if unit is not None and not (unit.lazy or unit.superseded) and torch.is_grad_enabled():
+            value = unit.outputs.get(leaf)
         if value is None or unit is None:
             unit = self._walk.find(name)
             self._last_unit = unit
             value = self._call.output(unit, leaf)
-        unit.hand_out(weights, key)
+        unit.register_output(weights, key)
         return value
 
     def enter(self, scope: "_Scope") -> None:

@@ -304,7 +304,7 @@ class _Differentiation:
         several = bool(self.share) or len(self.functions) > 1
         for leaf, state in zip(call.leaves, self.states, strict=True):
             if leaf is not None:
-                leaf.state = state
+                leaf.transform_state = state
                 leaf.accumulated = several
         with call.running():
             try:
@@ -337,7 +337,7 @@ class _Differentiation:
         for i, leaf in enumerate(call.leaves):
             if leaf is not None and used.get(leaf.path):
                 by_leaf[i] = leaf.take_grad(remaining_divisor)
-                self.states[i] = leaf.state
+                self.states[i] = leaf.transform_state
         objective = divided(self._sum_of_ranks(value), divisor if is_single else remaining_divisor)
         return _Gradients(objective, auxes, by_leaf)
 

@@ -108,15 +108,15 @@ PROGRAMS = {
 @pytest.mark.rows(len(PROGRAMS))
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_calls_grow_with_the_number(program, monkeypatch):
-    begin, merge, make = Cursor.__init__, plan.merged, call.planned
+    begin, merge, make = Cursor.__init__, plan.merge_small_units, call.make_plan
 
     def counted(self, *args, **kwargs):
         begin(self, *args, **kwargs)
-        self.steps, self._gathers = Reads(self.steps), Reads(self._gathers)
+        self.steps, self._to_gather = Reads(self.steps), Reads(self._to_gather)
 
     monkeypatch.setattr(Cursor, "__init__", counted)
-    monkeypatch.setattr(plan, "merged", lambda *args: Reads(merge(*args)))
-    monkeypatch.setattr(call, "planned", lambda *args: (made := make(*args))._replace(unit_of=Reads(made.unit_of)))
+    monkeypatch.setattr(plan, "merge_small_units", lambda *args: Reads(merge(*args)))
+    monkeypatch.setattr(call, "make_plan", lambda *args: (made := make(*args))._replace(unit_of=Reads(made.unit_of)))
     # The first run fills caches.
     _, before, after = (calls(PROGRAMS[program](number)) for number in (2, NUMBER, 2 * NUMBER))
     assert not {f: (before[f], after[f]) for f in after if after[f] > 2 * before[f] + NUMBER}

@@ -68,7 +68,7 @@ RULES = [
 
 def selected(module, units):
     """The paths of units, each of which has the parameters of the submodules whose nearest unit it is."""
-    found = {unit.path: list(unit.names) for unit in fs.functionalize(module, units=units)._units}
+    found = {unit.path: list(unit.leaf_names) for unit in fs.functionalize(module, units=units)._units}
     # A tied weight is in every unit that uses it, by the first of its names.
     first, needed = {parameter: name for name, parameter in module.named_parameters()}, {path: [] for path in found}
     for name, submodule in module.named_modules():

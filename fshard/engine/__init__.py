@@ -2,7 +2,7 @@
 
 from fshard.engine.call import Call as Call
 from fshard.engine.call import call_of as call_of
+from fshard.engine.gathered_unit import GatheredUnit as GatheredUnit
 from fshard.engine.leaf import Leaf as Leaf
 from fshard.engine.passes import Pass as Pass
 from fshard.engine.plan import ModuleUnit as ModuleUnit
-from fshard.engine.use import Use as Use

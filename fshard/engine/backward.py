@@ -1,152 +1,137 @@
-"""The backward: walks what its forward opened and closed in reverse, gathers again, and reduces gradients."""
+"""The backward: takes the forward's events in reverse, gathers again, and reduces gradients."""
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from fshard import _compat, comm
-from fshard.collectives import divided
+from fshard import _compat
 from fshard.engine.cursor import Cursor
 from fshard.engine.forward import Forward
+from fshard.engine.gathered_unit import GatheredUnit
 from fshard.engine.leaf import Leaf
-from fshard.engine.use import Use, checked, transform_of
-from fshard.transforms.compose import reduction, start_scatter
-from fshard.tree import grouped
+from fshard.engine.reductions import Reductions
 
 
 class Backward:
     """One backward over the events of a forward, in one order on every rank.
 
-    Autograd runs nodes from the last made to the first, so that the number of the node that runs tells which steps it
-    has passed; ranks agree on that though one has gradients there and another has none.
+    Autograd runs nodes from the last made to the first. So the number of the node that runs tells which steps it has
+    passed, and ranks agree on that even if one has gradients there and another has none.
     """
 
-    def __init__(self, forward: Forward, *, divisor: Any, early: bool, last: bool) -> None:
-        """Begin before the first step.
+    def __init__(self, forward: Forward, *, divisor: Any, reduce_early: bool, is_last: bool) -> None:
+        """Start before the first step.
 
         Args:
             forward: The forward.
-            divisor: What reduced gradients of the call's own leaves are divided by.
-            early: Whether gradients of the call's own leaves are reduced as they appear, where their policies say so.
-            last: Whether no other forward follows, so that tensors kept from use to use may be dropped.
+            divisor: The number to divide the reduced gradients of bound leaves by.
+            reduce_early: Whether gradients of bound leaves are reduced as they appear, if their policies say so.
+            is_last: Whether no other forward follows, so that tensors that were kept for it can be dropped.
         """
-        self._uses, self._divisor, self._early, self._last = forward.uses, divisor, early, last
-        steps = forward.events[::-1]
-        for number, step in enumerate(steps):
-            if not step.needs:
-                step.use.due = number
-        self._cursor = Cursor(steps, lambda: None, least=0)
-        self._again: set[Any] = {None}
-        # Of each leaf the last one first, once something is computed again.
-        self._uses_of: dict[Leaf, list[Use]] = {}
-        self._queue: list[Leaf] = []
-        self._nbytes = 0
-        self._flying: deque[tuple[list[Leaf], Any, int]] = deque()
+        self._gathered_units = forward.gathered_units
+        self._reduce_early = reduce_early
+        self._is_last = is_last
+        # No gather makes room: each unit is dropped at the step where its gradients are due.
+        self._cursor = Cursor(forward.events[::-1], make_room=lambda: None, min_prefetch=0)
+        # The number of the step at which each unit's gradients are due.
+        self._due_step: dict[GatheredUnit, int] = {}
+        for number, step in enumerate(self._cursor.steps):
+            if not step.needs_full:
+                self._due_step[step.gathered] = number
+        self._reductions = Reductions(divisor)
+        # The checkpoints that this rank has started to recompute; None stands for what is in no checkpoint.
+        self._recomputed_checkpoints: set[Any] = {None}
+        # The gathered units that hold a leaf, the last one first. Made when the first checkpoint is recomputed.
+        self._units_holding: dict[Leaf, list[GatheredUnit]] = {}
 
-    def catch_up(self, behind: int = 1) -> None:
-        """Take the steps that autograd has passed; then this rank is where all others are, whatever it computed.
+    def catch_up(self, include_current: bool = False) -> None:
+        """Take the steps that autograd has passed. Then this rank is where all others are, whatever it computed.
 
         Args:
-            behind: 0 to take those of the node that runs, too.
+            include_current: Whether to take the steps of the node that runs, too, because it has nothing left to do.
         """
-        if (running := _compat.running_sequence_number()) is not None:
-            steps, to = self._cursor.steps, self._cursor.at
-            while to < len(steps) and steps[to].sequence >= running + behind:
-                to += 1
-            self._advance(to)
+        running = _compat.running_sequence_number()
+        if running is None:
+            return
+        first_passed = running if include_current else running + 1
+        steps = self._cursor.steps
+        end = self._cursor.position
+        while end < len(steps) and steps[end].sequence >= first_passed:
+            end += 1
+        self._advance(end)
 
-    def recomputed(self, leaves: Sequence[Leaf]) -> Use | None:
-        """Find the use to compute with again: of some leaves the last one, if possible one that is not left."""
-        self.catch_up()
-        for other in () if self._uses_of else reversed(self._uses):
-            for leaf in other.leaves:
-                self._uses_of.setdefault(leaf, []).append(other)
-        # Those of one leaf of them, not of all.
-        among = self._uses_of.get(leaves[0], ()) if leaves else ()
-        found = [use for use in among if use.places.keys() >= set(leaves)]
-        use = next((use for use in found if use.due >= self._cursor.at), found[0] if found else None)
-        self._again.add(use and use.checkpoint)
-        return use
-
-    def receive(self, use: Use, grads: Sequence[torch.Tensor | None]) -> None:
-        """Take the gradients of a use: mostly the last thing that autograd comes to in it, so that they are due."""
-        for leaf, grad in zip(use.trained, grads, strict=True):
+    def receive(self, gathered: GatheredUnit, grads: Sequence[torch.Tensor | None]) -> None:
+        """Take the gradients of a unit: mostly the last thing that autograd comes to in it, so that they are due."""
+        for leaf, grad in zip(gathered.trained, grads, strict=True):
             if grad is not None:
                 leaf.add_full(grad)
-        self.catch_up(0)
+        self.catch_up(include_current=True)
+
+    def find_recomputed(self, leaves: Sequence[Leaf]) -> GatheredUnit | None:
+        """Find the gathered unit with which a checkpoint recomputes some leaves.
+
+        Args:
+            leaves: The leaves.
+
+        Returns:
+            Of the units that hold all of them the last one whose gradients are still to come; if there is none, the
+            last one; None if the forward gathered no such unit.
+        """
+        self.catch_up()
+        if not self._units_holding:
+            self._index_units()
+        if not leaves:
+            return None
+        # Look through the units of one leaf, not through all.
+        required = set(leaves)
+        candidates = [unit for unit in self._units_holding.get(leaves[0], ()) if required.issubset(unit.leaves)]
+        if not candidates:
+            return None
+        still_due = (unit for unit in candidates if self._due_step[unit] >= self._cursor.position)
+        recomputed = next(still_due, candidates[0])
+        self._recomputed_checkpoints.add(recomputed.checkpoint)
+        return recomputed
+
+    def _index_units(self) -> None:
+        for gathered in reversed(self._gathered_units):
+            for leaf in gathered.leaves:
+                self._units_holding.setdefault(leaf, []).append(gathered)
 
     def finish(self) -> None:
         """Take every step that is left, with zeros where this rank has no gradient, and wait for all reductions."""
         self._advance(len(self._cursor.steps))
-        self.reduce(())
+        self._reductions.finish()
 
     def reduce(self, leaves: Sequence[Leaf]) -> None:
-        """Reduce leaves behind all steps, and wait for all reductions."""
-        self._enqueue(leaves)
-        self._start_due()
-        while self._flying:
-            self._land()
+        """Reduce the gradients of leaves after all steps, and wait for all reductions."""
+        self._reductions.queue(leaves)
+        self._reductions.finish()
 
     def release(self) -> None:
-        """Drop what the backward is the last to need."""
-        for use in self._uses:
-            if use.unit.regathered or self._last:
-                use.release()
+        """Drop the full tensors that the backward is the last to need."""
+        for gathered in self._gathered_units:
+            if self._may_release(gathered):
+                gathered.release()
 
-    def _advance(self, to: int) -> None:
-        for step in self._cursor.advance(to):
-            if not step.needs:
-                self._leave(step.use)
+    def _advance(self, end: int) -> None:
+        for step in self._cursor.advance(end):
+            if not step.needs_full:
+                self._finish_unit(step.gathered)
 
-    def _leave(self, use: Use) -> None:
-        """Reduce the gradients that are complete behind a use: those of leaves that the forward used here first."""
-        if (use.unit.regathered or self._last) and use.checkpoint in self._again:
-            # Else a checkpoint may yet compute with it again on this rank.
-            use.release()
-        now = self._early and use.unit.policy.early
-        self._enqueue(leaf for leaf in use.trained if leaf.first is use and (leaf.derived or now))
+    def _finish_unit(self, gathered: GatheredUnit) -> None:
+        """Drop the full tensors of a unit whose gradients are due, and reduce the gradients that are complete here.
 
-    def _enqueue(self, leaves: Iterable[Leaf]) -> None:
-        for leaf in leaves:
-            self._queue.append(leaf)
-            self._nbytes += leaf.nbytes
-            if self._nbytes >= max(leaf.policy.merge_bytes, comm.PACK_BYTES):
-                self._start_due()
-        # Small leaves of one unit travel together.
-        if self._queue and self._nbytes >= self._queue[-1].policy.merge_bytes:
-            self._start_due()
+        A leaf's gradient is complete at the unit that held the leaf first.
+        """
+        # Otherwise a checkpoint may still recompute with the unit on this rank.
+        is_recomputed = gathered.checkpoint in self._recomputed_checkpoints
+        if is_recomputed and self._may_release(gathered):
+            gathered.release()
+        reduces_bound = self._reduce_early and gathered.unit.policy.early
+        complete = [leaf for leaf in gathered.trained if leaf.first_gathered is gathered]
+        self._reductions.queue([leaf for leaf in complete if leaf.derived or reduces_bound])
 
-    @_compat.outside_selective_checkpoint()
-    def _start_due(self) -> None:
-        due, self._queue, self._nbytes = self._queue, [], 0
-        # Own leaves and derived ones, from whose undivided sums autograd goes on, never wait together.
-        for transform, group in grouped(due, transform_of).items():
-            self._start(transform, [due[i] for i in group])
-
-    def _start(self, transform: Any, leaves: list[Leaf]) -> None:
-        grads, nbytes = [leaf.take_full() for leaf in leaves], sum([leaf.nbytes for leaf in leaves])
-        while self._flying and nbytes + sum(size for *_, size in self._flying) > leaves[0].policy.ahead_bytes:
-            self._land()
-        units = dict.fromkeys(leaf.first.unit.name for leaf in leaves if leaf.first is not None)
-        specs, states = [leaf.spec for leaf in leaves], [leaf.state for leaf in leaves]
-        with torch.no_grad(), comm.concerning(tuple(units), [leaf.path for leaf in leaves]):
-            self._flying.append((leaves, start_scatter(transform, grads, specs, states), nbytes))
-
-    @_compat.outside_selective_checkpoint()
-    def _land(self) -> None:
-        leaves, finish, _ = self._flying.popleft()
-        with torch.no_grad():
-            grads, states = finish()
-            checked("scatter", leaves, grads)
-            grads = [leaf.wide(grad) for leaf, grad in zip(leaves, grads, strict=True)]
-            # Now, while they are in the processor's cache.
-            divisor = 1 if leaves[0].derived else self._divisor
-            if reduction(leaves[0].spec.transform).is_new and not (isinstance(divisor, int) and divisor == 1):
-                _compat.divide_in_place(grads, divisor)
-            else:
-                grads = [divided(grad, divisor) for grad in grads]
-            for leaf, grad, state in zip(leaves, grads, states, strict=True):
-                leaf.state = state
-                leaf.add_reduced(grad)
+    def _may_release(self, gathered: GatheredUnit) -> bool:
+        """Tell whether no other microbatch needs a unit's full tensors."""
+        return gathered.unit.regathered or self._is_last

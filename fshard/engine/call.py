@@ -10,12 +10,20 @@ from fshard import _compat, comm
 from fshard.collectives import Chain, chained, divided, settle
 from fshard.engine.backward import Backward
 from fshard.engine.forward import Forward
-from fshard.engine.graph import ANY_CALL, Grads, check_derived, check_direct, deliver, graph_outlived, used_by
+from fshard.engine.gathered_unit import GatheredUnit
+from fshard.engine.graph import (
+    ANY_CALL,
+    Grads,
+    check_derived_leaves,
+    check_direct_gradients,
+    deliver,
+    find_used_leaves,
+    outlived_graph_error,
+)
 from fshard.engine.leaf import Leaf
 from fshard.engine.passes import Pass
-from fshard.engine.plan import Facts, ModuleUnit, planned, unit_of
-from fshard.engine.saved import Saved
-from fshard.engine.use import Use
+from fshard.engine.plan import LeafFacts, ModuleUnit, make_plan, make_unit
+from fshard.engine.saved import SavedTensorHooks
 from fshard.errors import Problem, leaf_error
 from fshard.tree import Axis, Flat, Sharded, is_sharded
 from fshard.tree.checks import check_dense, check_versions
@@ -97,27 +105,27 @@ class Call:
         Returns:
             The pass.
         """
-        if not self._forward.over:
+        if not self._forward.is_over:
             self._forward.leave_plain()
-        return Pass(self._forward, planned(tuple(units), _facts(leaves)), leaves, self._recomputed)
+        return Pass(self._forward, make_plan(tuple(units), _facts(leaves)), leaves, self._recomputed)
 
     def gather(self, paths: Sequence[str], leaves: Sequence[Sharded]) -> list[torch.Tensor]:
         """Gather leaves in a plain function, as one unit."""
         found = [self.leaf_of(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
         asked = list(dict.fromkeys(found))
-        if self._forward.over:
+        if self._forward.is_over:
             use = self._recomputed(asked)
         else:
-            use = Use(unit_of(_name(asked), _facts({leaf.path: leaf for leaf in asked})), asked)
+            use = GatheredUnit(make_unit(_name(asked), _facts({leaf.path: leaf for leaf in asked})), asked)
             self._forward.insert_plain(use)
         outputs = [self.output(use, leaf) for leaf in found]
         # The function holds them.
         use.outputs = {}
         return outputs
 
-    def _recomputed(self, leaves: Sequence[Leaf]) -> Use:
+    def _recomputed(self, leaves: Sequence[Leaf]) -> GatheredUnit:
         """Find the use of leaves that a checkpoint computes with again."""
-        use = None if self._backward is None else self._backward.recomputed(leaves)
+        use = None if self._backward is None else self._backward.find_recomputed(leaves)
         if use is None:
             raise ValueError(
                 f"{self._what}: {_name(leaves)} is computed inside a checkpoint, so the backward cannot gather it "
@@ -125,30 +133,31 @@ class Call:
             )
         return use
 
-    def output(self, use: Use, leaf: Leaf) -> torch.Tensor:
+    def output(self, use: GatheredUnit, leaf: Leaf) -> torch.Tensor:
         """Return the tensor that the function gets for one leaf of an open use."""
-        index, recorded = use.places[leaf], torch.is_grad_enabled()
-        first = leaf.trained and not self._forward.over and (index not in use.outputs or not recorded)
+        recorded = torch.is_grad_enabled()
+        first = leaf.trained and not self._forward.is_over and (leaf not in use.outputs or not recorded)
         if first and _compat.in_reentrant_checkpoint():
             # Its own backward would lose the gradient.
             problem = Problem(leaf.path, "a use inside a reentrant checkpoint", "one that autograd records")
             remedy = "pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
             raise leaf_error(f"{self._what}: a gradient would be lost", [problem], remedy)
-        if leaf.trained and recorded and index not in use.outputs:
+        if leaf.trained and recorded and leaf not in use.outputs:
             use.outputs = deliver(self._receive, use)
-        return use.outputs[index] if index in use.outputs else use.tensor_of(leaf).detach()
+        return use.outputs[leaf] if leaf in use.outputs else use.wait()[leaf].detach()
 
-    def _fetch(self, use: Use, index: int) -> torch.Tensor:
+    def _fetch(self, use: GatheredUnit, leaf: Leaf) -> torch.Tensor:
         """Look up a full tensor that autograd saved a handle of."""
         if self.ended:
-            raise graph_outlived([use.leaves[index].path])
+            raise outlived_graph_error([leaf.path])
         self._catch_up()
-        return use.wait()[index]
+        return use.wait()[leaf]
 
-    def _receive(self, use: Use, grads: Grads) -> None:
+    def _receive(self, use: GatheredUnit, grads: Grads) -> None:
         """Take the gradients of a use's outputs."""
         if self._backward is None:
-            raise graph_outlived([leaf.path for leaf, grad in zip(use.trained, grads, strict=True) if grad is not None])
+            pairs = zip(use.trained, grads, strict=True)
+            raise outlived_graph_error([leaf.path for leaf, grad in pairs if grad is not None])
         check_dense(self._what, [leaf.path for leaf in use.trained], grads)
         self._backward.receive(use, grads)
 
@@ -175,7 +184,7 @@ class Call:
             RuntimeError: of torch's, if it calls torch.func where tensors are gathered again.
         """
         self._by_tensor = {id(leaf.tensor): leaf for leaf in self._own}
-        self._forward = Forward(self._what, self._trains, Saved(self._fetch))
+        self._forward = Forward(self._what, self._trains, SavedTensorHooks(self._fetch))
         self._backward: Backward | None = None
         self._chain = Chain(self._catch_up)
         self._derived: list[Leaf] = []
@@ -198,32 +207,34 @@ class Call:
             reduce: Whether gathered leaves' gradients are reduced now, rather than kept in full.
             last: Whether no other forward follows, so that tensors that were kept may be dropped.
         """
-        check_derived(self._what, self._derived, self.trained)
+        check_derived_leaves(self._what, self._derived, self.trained)
         if last:
             for leaf in self._own:
-                leaf.keeper = None
+                leaf.shared_from = None
         # Gradients of leaves that derived ones may have been computed from come behind the derived leaves' own.
         early = reduce and not self._derived
-        self._backward = backward = Backward(self._forward, divisor=divisor, early=early, last=last)
+        self._backward = backward = Backward(self._forward, divisor=divisor, reduce_early=early, is_last=last)
         outputs = [out for out in (loss, *self._chain.tokens[1:]) if out.requires_grad]
         starts = [torch.ones_like(out) if out is loss else torch.zeros_like(out) for out in outputs]
         # Gradients come through derived leaves whether this rank uses them or not.
-        used = used_by(loss, self.trained) if self._derived else set()
+        used = find_used_leaves(loss, self.trained) if self._derived else set()
         used.update(leaf for leaf in self.trained if leaf.used)
         sources = [*self._chain.tokens[:1], ANY_CALL]
         # This graph may share nodes with the graph that computed the derived leaves.
         found = self._differentiate(outputs, starts, sources, retain_graph=bool(self._derived))
         own = [leaf for leaf, grad in zip(self.trained, found, strict=False) if grad is not None]
-        check_direct(self._what, outputs, own, [*own, *self._derived] if self._tree else [])
+        check_direct_gradients(self._what, outputs, own, [*own, *self._derived] if self._tree else [])
         backward.finish()
         # Reduced gradients of derived leaves go on; again where they reach full tensors of other derived leaves.
-        while pending := [(leaf.tensor, leaf.take_reduced()) for leaf in self._derived if leaf.reduced is not None]:
+        while pending := [
+            (leaf.tensor, leaf.take_reduced()) for leaf in self._derived if leaf.reduced_grad is not None
+        ]:
             tensors, grads = zip(*pending, strict=True)
             self._add_direct(self._differentiate(tensors, grads, [ANY_CALL], retain_graph=True), divisor)
-            backward.reduce([leaf for leaf in self._derived if leaf.full is not None])
+            backward.reduce([leaf for leaf in self._derived if leaf.full_grad is not None])
         if reduce:
             # Leaves that were not reduced at their step, or used in earlier microbatches only.
-            backward.reduce([leaf for leaf in reversed(self.trained) if leaf.owed or leaf.full is not None])
+            backward.reduce([leaf for leaf in reversed(self.trained) if leaf.must_reduce or leaf.full_grad is not None])
         # Behind all reductions, whichever of them have landed by now: their order depends on sizes of units.
         self._add_direct(found, divisor)
         backward.release()
@@ -231,10 +242,11 @@ class Call:
         for leaf in self.trained:
             if self._derived:
                 leaf.used = leaf in used
-            leaf.end_microbatch()
+            if leaf.tree_sum is not None:
+                leaf.move_to_tree(leaf.tree_sum)
         self._forward.end()
         for leaf in self._by_tensor.values():
-            leaf.first, leaf.keeper = None, None if leaf.derived else leaf.keeper
+            leaf.first_gathered, leaf.shared_from = None, None if leaf.derived else leaf.shared_from
 
     def _differentiate(self, outputs: Any, starts: Any, sources: Sequence[torch.Tensor], retain_graph: bool) -> Grads:
         """Find the gradients of shards, and of other sources behind them."""
@@ -248,7 +260,7 @@ class Call:
         for leaf, grad in zip(self.trained, grads, strict=False):
             if grad is not None:
                 leaf.used = True
-                leaf.add_reduced(divided(leaf.wide(grad), divisor))
+                leaf.add_reduced(divided(leaf.cast_for_sum(grad), divisor))
 
     def end(self) -> None:
         """Drop all that the call holds, so that memory is freed without the garbage collector."""
@@ -256,7 +268,7 @@ class Call:
         for release in self.at_end:
             release()
         for leaf in self._by_tensor.values():
-            leaf.keeper = leaf.first = None
+            leaf.shared_from = leaf.first_gathered = None
         self.at_end, self._derived, self._computed, self._by_tensor = [], [], [], {}
         self._backward, self.ended = None, True
         del self._forward, self._chain
@@ -266,9 +278,9 @@ def _name(leaves: Sequence[Leaf]) -> str:
     return ", ".join([leaf.path for leaf in leaves])
 
 
-def _facts(leaves: Mapping[str, Leaf]) -> tuple[Facts, ...]:
+def _facts(leaves: Mapping[str, Leaf]) -> tuple[LeafFacts, ...]:
     """Describe leaves by values."""
-    return tuple([(name, leaf.spec, leaf.stored.element_size()) for name, leaf in leaves.items()])
+    return tuple([LeafFacts(name, leaf.spec, leaf.stored.element_size()) for name, leaf in leaves.items()])
 
 
 def call_of(flat: Flat) -> Call | None:

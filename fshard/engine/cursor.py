@@ -1,77 +1,94 @@
-"""Cursors: where a forward or a backward stands in its steps, and what it gathers ahead."""
+"""Cursors: the position of a forward or a backward in its list of steps, and the gathers it starts ahead."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from fshard.engine.use import Use
+from fshard.engine.gathered_unit import GatheredUnit
 
 
 class Step(NamedTuple):
-    """A step in a list of uses.
+    """One step of a forward or a backward.
 
     Attributes:
-        use: The use.
-        needs: Whether its full tensors are needed from here on; else its gradients are due.
-        sequence: The number of autograd's next node when the forward came here.
+        gathered: The gathered unit that the step is about.
+        needs_full: True where the unit's full tensors are needed; False where its gradients are due.
+        sequence: The number of autograd's next node when the forward reached this step.
     """
 
-    use: Use
-    needs: bool
+    gathered: GatheredUnit
+    needs_full: bool
     sequence: int = 0
 
 
 class Cursor:
-    """A walk along steps: in a forward along a plan, in a backward along what the forward has opened and closed.
+    """A position in a list of steps, which starts gathers ahead of the steps that need them.
+
+    The steps of a forward come from the model's plan. The steps of a backward are the forward's events in reverse.
 
     Attributes:
         steps: The steps.
-        at: The number of the next one.
+        position: The number of the next step.
     """
 
-    def __init__(self, steps: Sequence[Step], make_room: Callable[[], None], least: int = 1) -> None:
-        """Stand before the first step.
+    def __init__(self, steps: Sequence[Step], make_room: Callable[[], None], min_prefetch: int = 1) -> None:
+        """Start before the first step.
 
         Args:
             steps: The steps.
-            make_room: Called before gathers start.
-            least: How many uses are gathered ahead at least where one is needed. Where gradients are due it is always
-                one: the next use, however large, takes the place of the one that is dropped there.
+            make_room: Called before gathers start, to drop tensors that are no longer needed.
+            min_prefetch: The fewest units to gather ahead of a step that needs full tensors. At a step whose gradients
+                are due, the minimum is always one: the next unit takes the memory of the unit that is dropped there.
         """
-        self.steps, self.at, self._make_room, self._least = steps, 0, make_room, least
-        # Those that are full already count among those that are gathered ahead.
-        self._gathers = [step.use for step in steps if step.needs and not step.use.lazy]
-        self._passed = self._begun = 0
+        self.steps = steps
+        self.position = 0
+        self._make_room = make_room
+        self._min_prefetch = min_prefetch
+        # Lazy units are gathered on demand, never ahead. Units that are full already stay in the list, because they
+        # take memory and so count towards the bytes that may be gathered ahead.
+        self._to_gather = [step.gathered for step in steps if step.needs_full and not step.gathered.lazy]
+        self._num_passed = 0
+        self._num_started = 0
 
-    def advance(self, to: int) -> Iterator[Step]:
-        """Take the steps before one; each starts to gather uses that come next, by their bytes.
+    def advance(self, end: int) -> Iterator[Step]:
+        """Take the steps before `end`, and start the gathers that each step allows ahead of it.
+
+        Where full tensors are needed, gathers start before the step is yielded, so that they overlap with its work.
+        Where gradients are due, they start afterwards, when the step's own tensors have been dropped.
 
         Args:
-            to: The number of that step.
+            end: The number of the first step that is not taken.
 
         Yields:
             The steps.
         """
-        while self.at < min(to, len(self.steps)):
-            step = self.steps[self.at]
-            self.at += 1
-            if step.needs:
-                self._passed += not step.use.lazy
-                self._gather_ahead(step.use, self._least)
-            yield step
-            if not step.needs:
-                self._gather_ahead(step.use, 1)
+        end = min(end, len(self.steps))
+        while self.position < end:
+            step = self.steps[self.position]
+            self.position += 1
+            if step.needs_full:
+                if not step.gathered.lazy:
+                    self._num_passed += 1
+                self._gather_ahead(step.gathered, self._min_prefetch)
+                yield step
+            else:
+                yield step
+                self._gather_ahead(step.gathered, min_prefetch=1)
 
     @property
-    def all_begun(self) -> bool:
-        """Whether nothing is left to gather."""
-        return self._begun == len(self._gathers)
+    def all_started(self) -> bool:
+        """Whether every gather of the list has started."""
+        return self._num_started == len(self._to_gather)
 
-    def _gather_ahead(self, use: Use, least: int) -> None:
-        # No islice, which walks over what has passed.
-        ahead = map(self._gathers.__getitem__, range(self._passed, len(self._gathers)))
-        until = self._passed + use.unit.ahead((other.unit.nbytes for other in ahead), least)
-        if until > self._begun:
-            self._make_room()
-            for other in self._gathers[self._begun : until]:
-                other.start()
-            self._begun = until
+    def _gather_ahead(self, gathered: GatheredUnit, min_prefetch: int) -> None:
+        """Start the gathers that the unit's reshard policy allows ahead of it."""
+        # A generator rather than a slice: the policy looks at the next few sizes of what may be thousands.
+        upcoming = range(self._num_passed, len(self._to_gather))
+        sizes = (self._to_gather[number].unit.nbytes for number in upcoming)
+        end = self._num_passed + gathered.unit.count_ahead(sizes, min_prefetch)
+        if end <= self._num_started:
+            return
+
+        self._make_room()
+        for other in self._to_gather[self._num_started : end]:
+            other.start()
+        self._num_started = end

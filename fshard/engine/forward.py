@@ -1,4 +1,4 @@
-"""The forward: gathers units in the order of the program, and knows which uses are open."""
+"""The forward: gathers units in the order of the program, and knows which of them are open."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,124 +7,171 @@ import torch
 
 from fshard import _compat
 from fshard.engine.cursor import Step
-from fshard.engine.saved import Saved
-from fshard.engine.use import Use
+from fshard.engine.gathered_unit import GatheredUnit
+from fshard.engine.saved import SavedTensorHooks
 
 
 class Forward:
-    """One run of the function: the uses that it opens, and the events that order its backward.
+    """One run of the function: the units that it gathers, and the events that order its backward.
 
     Attributes:
-        uses: In the order in which they were opened.
-        events: Where each use was opened and closed.
-        over: Whether the function has returned.
+        gathered_units: The gathered units, in the order in which they were opened.
+        events: Where each unit was opened and closed. In reverse they are the steps of the backward: its gradients are
+            due where the forward opened it, and its full tensors are needed from where the forward closed it.
+        is_over: Whether the function has returned. What reads parameters from then on is a recomputed checkpoint.
         saved: The hooks by which autograd saves tensors.
     """
 
-    def __init__(self, what: str, trains: bool, saved: Saved) -> None:
-        """Begin before the first use.
+    def __init__(self, api_name: str, trains: bool, saved: SavedTensorHooks) -> None:
+        """Begin before the first unit.
 
         Args:
-            what: The verb that runs, for errors.
+            api_name: The public function that runs, for errors.
             trains: Whether a backward follows.
             saved: The hooks by which autograd saves tensors.
         """
-        self.uses, self.events = list[Use](), list[Step]()
-        self.over, self.saved = False, saved
-        self._what, self._trains, self._differentiated = what, trains, False
-        self._open, self._left = list[Use](), list[Use]()
-        self._plain: Use | None = None
+        self.gathered_units: list[GatheredUnit] = []
+        self.events: list[Step] = []
+        self.is_over = False
+        self.saved = saved
+        self._api_name = api_name
+        self._trains = trains
+        # Whether anything that takes a gradient has been opened.
+        self._has_trained = False
+        self._open: list[GatheredUnit] = []
+        # The units that were left, whose tensors are dropped when the next gather starts.
+        self._to_drop: list[GatheredUnit] = []
+        self._plain: GatheredUnit | None = None
 
-    def insert_plain(self, use: Use) -> None:
-        """Gather for a plain function; the scope of the plain gather before it ends."""
+    def insert_plain(self, gathered: GatheredUnit) -> None:
+        """Gather for a plain function; this ends the scope of the plain gather before."""
         self.leave_plain()
-        self._plain = use
-        self.open(use, [other for other in self._open if not other.left])
+        self._plain = gathered
+        enclosing = [other for other in self._open if not other.scope_ended]
+        self.open(gathered, enclosing, outermost_checkpoint(), torch.is_grad_enabled())
 
     def leave_plain(self) -> None:
         """End the scope of the last plain gather."""
-        use, self._plain = self._plain, None
-        if use is not None:
-            self.leave(use)
+        gathered = self._plain
+        self._plain = None
+        if gathered is not None:
+            self.leave(gathered)
 
-    def open(self, use: Use, inside: Sequence[Use], last: bool = False, running: Any = None) -> None:
-        """Open a use, wait for its tensors, and close the uses that it does not lie inside.
+    def open(
+        self,
+        gathered: GatheredUnit,
+        enclosing: Sequence[GatheredUnit],
+        checkpoint: Any,
+        grad_enabled: bool,
+        is_last_gather: bool = False,
+    ) -> None:
+        """Open a unit, wait for its tensors, and close the units that it does not lie inside.
 
         Args:
-            use: The use.
-            inside: The uses that it lies inside, which stay open.
-            last: Whether nothing is left to gather ahead: then as many uses before it stay as the backward would gather
-                first.
-            running: The outermost checkpoint that computes with it again, and whether autograd records, on every rank;
-                None takes the ones of this rank.
+            gathered: The gathered unit.
+            enclosing: The units that it lies inside, which stay open.
+            checkpoint: The outermost checkpoint that will recompute with it, or None. The same on every rank.
+            grad_enabled: Whether autograd records what computes with it. The same on every rank.
+            is_last_gather: Whether nothing is left to gather ahead. Then the units that the backward would gather first
+                stay.
         """
-        checkpoint, differentiates = running or (outermost_checkpoint(), torch.is_grad_enabled())
-        before = [other for other in reversed(self.uses) if other.unit.regathered] if last and self._trains else []
-        self.make_room(before[: use.unit.ahead(other.unit.nbytes for other in before)])
-        self._close_all_but(inside)
-        use.checkpoint, use.lazy = checkpoint, True
-        self.uses.append(use)
-        self._open.append(use)
-        self.events.append(Step(use, False, _compat.next_sequence_number()))
-        self._differentiated = self._differentiated or bool(use.trained)
-        if self._differentiated and differentiates:
-            for other in self._open:
-                # A backward reads no table of embeddings, but in a recomputation, nor what has closed before.
-                other.lazy = other.unit.lookup and other.checkpoint is None
-        use.wait()
-        for leaf in use.leaves:
-            leaf.first = leaf.first or use
-            leaf.owed = leaf.owed or (leaf.trained and not leaf.derived)
+        self.make_room(keep=self._first_of_backward(gathered) if is_last_gather and self._trains else ())
+        self._close_all_but(enclosing)
+        gathered.checkpoint = checkpoint
+        gathered.lazy = True
+        self.gathered_units.append(gathered)
+        self._open.append(gathered)
+        self.events.append(Step(gathered, needs_full=False, sequence=_compat.next_sequence_number()))
+        if gathered.trained:
+            self._has_trained = True
+        if self._has_trained and grad_enabled:
+            self._expect_backward()
+        gathered.wait()
+        for leaf in gathered.leaves:
+            if leaf.first_gathered is None:
+                leaf.first_gathered = gathered
+            if leaf.trained and not leaf.derived:
+                leaf.must_reduce = True
         if self._trains:
-            self.saved.watch(use)
+            self.saved.watch(gathered)
 
-    def leave(self, use: Use) -> None:
-        """End a use's scope; its tensors are dropped when the next gather starts, unless they stay."""
-        use.take_back()
-        use.left = True
-        if not self.over:
-            use.check_writes(self._what)
-            if use.unit.regathered:
-                self._left.append(use)
+    def _first_of_backward(self, gathered: GatheredUnit) -> list[GatheredUnit]:
+        """List the units that a backward from here would gather ahead of one."""
+        earlier = [other for other in reversed(self.gathered_units) if other.unit.regathered]
+        sizes = (other.unit.nbytes for other in earlier)
+        return earlier[: gathered.unit.count_ahead(sizes)]
 
-    def make_room(self, near: Sequence[Use] = ()) -> None:
-        """Drop the tensors of uses that were left, except those near the use that opens."""
-        for use in self._left:
-            if use not in near:
-                use.release()
-        self._left = [use for use in self._left if use in near]
+    def _expect_backward(self) -> None:
+        """Let the backward gather the open units in their turn, because something differentiable is computed there.
+
+        Units that closed before stay lazy: no backward reads their full tensors.
+        """
+        for gathered in self._open:
+            # The backward of a lookup does not read the table, unless a checkpoint recomputes the lookup.
+            gathered.lazy = gathered.unit.is_embedding and gathered.checkpoint is None
+
+    def leave(self, gathered: GatheredUnit) -> None:
+        """End a unit's scope. Its tensors are dropped when the next gather starts, unless they stay."""
+        gathered.revoke_outputs()
+        gathered.scope_ended = True
+        if self.is_over:
+            return
+        gathered.check_writes(self._api_name)
+        if gathered.unit.regathered:
+            self._to_drop.append(gathered)
+
+    def make_room(self, keep: Sequence[GatheredUnit] = ()) -> None:
+        """Drop the tensors of the units that were left, except for some."""
+        kept = []
+        for gathered in self._to_drop:
+            if gathered in keep:
+                kept.append(gathered)
+            else:
+                gathered.release()
+        self._to_drop = kept
 
     def finish(self) -> None:
-        """Close all uses when the function has returned."""
+        """Close all units when the function has returned."""
         self.leave_plain()
         self._close_all_but(())
-        self.over = True
+        self.is_over = True
         if not self._trains:
             self.make_room()
 
     def end(self) -> None:
         """Drop outputs and all that refers to this forward, so that memory is freed without the garbage collector."""
-        for use in self.uses:
-            use.take_back()
-        self.uses, self.events, self._open, self._left, self._plain = [], [], [], [], None
-        # A graph that stays may hold the hooks, and a use may lead back to it, which no collector sees.
-        self.saved.known = {}
+        for gathered in self.gathered_units:
+            gathered.revoke_outputs()
+        self.gathered_units = []
+        self.events = []
+        self._open = []
+        self._to_drop = []
+        self._plain = None
+        # A graph that outlives the call may hold the hooks, and a unit may lead back to that graph. The collector does
+        # not see such a cycle.
+        self.saved.watched_storages = {}
 
-    def _close_all_but(self, inside: Sequence[Use]) -> None:
-        """Close open uses: from here on autograd saves their tensors as they are.
+    def _close_all_but(self, enclosing: Sequence[GatheredUnit]) -> None:
+        """Close open units: from here on, autograd saves their tensors as they are.
 
-        Those of a checkpoint stay open until it has ended: the backward needs all of them where it begins to compute
-        again.
+        The units of a running checkpoint stay open until it ends, because the backward needs all of them where it
+        starts to recompute.
         """
         checkpoint = outermost_checkpoint()
-        kept = [use for use in self._open if use in inside or (use.checkpoint is checkpoint is not None)]
-        for use in reversed(self._open):
-            if use not in kept:
-                self.events.append(Step(use, True, _compat.next_sequence_number()))
-                use.closed = True
-        self._open = kept
+        still_open = []
+        closed = []
+        for gathered in self._open:
+            is_recomputed = checkpoint is not None and gathered.checkpoint is checkpoint
+            if is_recomputed or gathered in enclosing:
+                still_open.append(gathered)
+            else:
+                closed.append(gathered)
+        for gathered in reversed(closed):
+            self.events.append(Step(gathered, needs_full=True, sequence=_compat.next_sequence_number()))
+            gathered.superseded = True
+        self._open = still_open
 
 
 def outermost_checkpoint() -> Any:
-    """Find the outermost checkpoint that will run again what runs now, or None."""
+    """Return the outermost checkpoint that will recompute what runs now, or None."""
     return next(reversed(_compat.checkpoints()), None)

@@ -1,4 +1,7 @@
-"""The autograd nodes by which gradients come to the engine, and checks of the graph that they are part of."""
+"""The autograd nodes by which gradients come to the engine, and checks of the graph that they are part of.
+
+Only this file of the engine looks at nodes of autograd's graph, each time with a sentence that says why.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,120 +12,144 @@ from torch.autograd.graph import get_gradient_edge
 
 from fshard import _compat
 from fshard.collectives import Variance, refuse_mixed, refuse_unsummed, walked
+from fshard.engine.gathered_unit import GatheredUnit
 from fshard.engine.leaf import Leaf
-from fshard.engine.use import Use
 from fshard.errors import Problem, leaf_error, refuse
 
-# An input of every node: it lets a backward reach nodes of ended calls, so that they raise.
+# An input of every node that delivers full tensors. A backward that names it as a source reaches nodes of calls that
+# have ended too, so that they raise instead of being left out.
 ANY_CALL = torch.zeros((), requires_grad=True)
 
 Grads = Sequence[torch.Tensor | None]
 
-Receive = Callable[[Use, Grads], None]
+Receive = Callable[[GatheredUnit, Grads], None]
 
 
 class _Deliver(Function):
-    """Hand full tensors to the function, and their gradients to the call that receives them."""
+    """Deliver full tensors to the function, and their gradients to the call that receives them."""
 
     @staticmethod
-    def forward(ctx: Any, receive: Receive, use: Use, full: list[torch.Tensor], _: torch.Tensor) -> Any:
-        ctx.receive, ctx.use = receive, use
-        specs = [leaf.spec for leaf in use.trained]
+    def forward(ctx: Any, receive: Receive, gathered: GatheredUnit, full: list[torch.Tensor], _: torch.Tensor) -> Any:
+        ctx.receive = receive
+        ctx.gathered = gathered
+        specs = [leaf.spec for leaf in gathered.trained]
         axes = dict.fromkeys([axis for spec in specs for axis in spec.roles])
+        # Checks of values that vary between ranks read this from the node.
         ctx.variance = Variance("fs.gather", tuple(axes), specs, True)
         ctx.set_materialize_grads(False)
         return tuple([tensor.detach() for tensor in full])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        ctx.receive(ctx.use, grads)
+        ctx.receive(ctx.gathered, grads)
         return None, None, None, None
 
 
 @_compat.outside_selective_checkpoint()
-def deliver(receive: Receive, use: Use) -> dict[int, torch.Tensor]:
-    """Make one autograd node for the leaves of a use that take a gradient.
+def deliver(receive: Receive, gathered: GatheredUnit) -> dict[Leaf, torch.Tensor]:
+    """Make one autograd node for the leaves of a unit that take a gradient.
 
     Args:
-        receive: Takes the gradients, when autograd has differentiated all that computed with the use.
-        use: The use.
+        receive: Takes the gradients when autograd has differentiated everything that computed with the unit.
+        gathered: The gathered unit.
 
     Returns:
-        What the function gets for each of them, by its number.
+        The tensor that the function receives for each of these leaves.
     """
-    full, trained = use.wait(), [use.places[leaf] for leaf in use.trained]
-    outputs = _Deliver.apply(receive, use, [full[i] for i in trained], ANY_CALL)
-    return dict(zip(trained, outputs, strict=True))
+    full = gathered.wait()
+    tensors = [full[leaf] for leaf in gathered.trained]
+    outputs = _Deliver.apply(receive, gathered, tensors, ANY_CALL)
+    return dict(zip(gathered.trained, outputs, strict=True))
 
 
-def _use_of(node: Any) -> Use | None:
-    """The use whose full tensors a node in autograd's graph delivers."""
-    use = getattr(node, "use", None)
-    return use if isinstance(use, Use) else None
-
-
-def graph_outlived(paths: Sequence[str]) -> ValueError:
+def outlived_graph_error(paths: Sequence[str]) -> ValueError:
     """Make the error of a backward that reaches leaves of a call that has ended."""
+    problems = [
+        Problem(path, "a full tensor that an earlier call gathered", "one that this call gathers") for path in paths
+    ]
     return leaf_error(
         "value_and_grad: the loss uses full tensors from an earlier call, which no longer receive gradients",
-        [Problem(path, "a full tensor that an earlier call gathered", "one that this call gathers") for path in paths],
+        problems,
         "gather inside each call, or use full.detach() for a constant",
     )
 
 
-def used_by(loss: torch.Tensor, own: Sequence[Leaf]) -> set[Leaf]:
-    """Find the leaves that a loss depends on, where gradients come for derived leaves whether it uses them or not.
+def find_used_leaves(loss: torch.Tensor, trained: Sequence[Leaf]) -> set[Leaf]:
+    """Find the leaves that a loss depends on.
+
+    This walks through the graph, because gradients do not tell: a derived leaf passes gradients on to the leaves that
+    it was computed from, even if this rank's loss does not use it.
 
     Args:
         loss: The loss.
-        own: The call's own leaves.
+        trained: The leaves that the call bound and that take a gradient.
 
     Returns:
-        The leaves.
+        The bound and derived leaves that the loss depends on.
     """
-    ends = {get_gradient_edge(leaf.tensor).node: leaf for leaf in own}
-    found: set[Leaf] = set()
+    leaf_of_node = {get_gradient_edge(leaf.tensor).node: leaf for leaf in trained}
+    used: set[Leaf] = set()
 
-    def behind(edge: tuple[Any, int]) -> list[tuple[Any, int]]:
-        node, number = edge
-        if (use := _use_of(node)) is None:
-            return [] if node is None else list(node.next_functions)
-        found.add(leaf := use.trained[number])
+    def edges_behind(edge: tuple[Any, int]) -> list[tuple[Any, int]]:
+        node, output_number = edge
+        if node is None:
+            return []
+        gathered = _gathered_by(node)
+        if gathered is None:
+            return list(node.next_functions)
+        # A node that delivers has no edges to the shards that it gathered. Go on behind a derived leaf at its own node.
+        leaf = gathered.trained[output_number]
+        used.add(leaf)
         return [(leaf.tensor.grad_fn, 0)] if leaf.derived else []
 
-    found.update([ends[node] for node, _ in walked([(loss.grad_fn, 0)], behind) if node in ends])
-    return found
+    for node, _ in walked([(loss.grad_fn, 0)], edges_behind):
+        if node in leaf_of_node:
+            used.add(leaf_of_node[node])
+    return used
 
 
-def check_direct(what: str, outputs: Sequence[torch.Tensor], leaves: Sequence[Leaf], in_tree: Sequence[Leaf]) -> None:
-    """Refuse maths on the shards of leaves whose gradients only a gather would sum.
+def _gathered_by(node: Any) -> GatheredUnit | None:
+    """Return the gathered unit whose full tensors a node delivers; None for the nodes of other operators.
+
+    A node of autograd has the attributes that its forward set on `ctx`; nodes of other operators may have any.
+    """
+    gathered = getattr(node, "gathered", None)
+    return gathered if isinstance(gathered, GatheredUnit) else None
+
+
+def check_direct_gradients(
+    api_name: str, outputs: Sequence[torch.Tensor], leaves: Sequence[Leaf], outside_of_tree: Sequence[Leaf]
+) -> None:
+    """Refuse math on the shards of leaves whose gradients only a gather would sum.
 
     Args:
-        what: The verb that runs, for the error.
+        api_name: The public function that runs, for the error.
         outputs: Where the graph of the loss begins.
         leaves: The leaves that autograd itself found gradients for.
-        in_tree: Those and derived ones, if gradients are added up in one tree: its transpose runs once for each sum.
+        outside_of_tree: If microbatches are added up in one tree: these leaves and derived ones, whose gradients do not
+            come through a gather of the parameter, and so are not in the tree.
 
     Raises:
         ValueError: with the path of every such leaf.
     """
-    problems = [Problem(leaf.path, "math on its shard", "a gather of the parameter itself") for leaf in in_tree]
+    problems = [Problem(leaf.path, "math on its shard", "a gather of the parameter itself") for leaf in outside_of_tree]
     remedy = "compute with full tensors, after the gather"
-    refuse(f'{what}: sums="tree" cannot add up gradients of math on shards', problems, remedy)
+    refuse(f'{api_name}: sums="tree" cannot add up gradients of math on shards', problems, remedy)
     named = [(leaf.path, leaf.spec, leaf.tensor) for leaf in leaves]
-    refuse_unsummed(what, outputs, named)
+    refuse_unsummed(api_name, outputs, named)
 
 
-def check_derived(what: str, derived: Sequence[Leaf], trained: Sequence[Leaf]) -> None:
+def check_derived_leaves(api_name: str, derived: Sequence[Leaf], trained: Sequence[Leaf]) -> None:
     """Refuse leaves that the function computes in a way that would make gradients wrong.
 
     Args:
-        what: The verb that runs, for the error.
+        api_name: The public function that runs, for the error.
         derived: The leaves that the function computed.
-        trained: The call's own leaves that take a gradient.
+        trained: The leaves that the call bound and that take a gradient.
 
     Raises:
         ValueError: as `refuse_mixed` does.
     """
-    made = [(leaf.spec, get_gradient_edge(leaf.tensor)[:2]) for leaf in derived]
-    refuse_mixed(what, made, [(leaf.path, leaf.spec, leaf.tensor) for leaf in trained])
+    # The check starts at the nodes that computed the leaves.
+    computed = [(leaf.spec, get_gradient_edge(leaf.tensor)[:2]) for leaf in derived]
+    refuse_mixed(api_name, computed, [(leaf.path, leaf.spec, leaf.tensor) for leaf in trained])

@@ -1,7 +1,7 @@
 """Leaves: the owners of gradients."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -13,7 +13,20 @@ from fshard.transforms.compose import check_stateless, reduction, sum_dtype
 from fshard.tree import Sharded
 
 if TYPE_CHECKING:
-    from fshard.engine.use import Use
+    from fshard.engine.gathered_unit import GatheredUnit
+
+
+class FullTensorFacts(NamedTuple):
+    """The facts about a leaf's full tensor that remain when the tensor has been dropped. Equal on every rank."""
+
+    shape: Sequence[int]
+    dtype: torch.dtype
+    device: torch.device
+    nbytes: int
+
+
+# The facts about a leaf that has not been gathered yet.
+NOT_GATHERED = FullTensorFacts((), torch.float32, torch.device("cpu"), 0)
 
 
 class Leaf:
@@ -21,94 +34,131 @@ class Leaf:
 
     Attributes:
         path: The leaf's path.
-        spec: Its spec.
-        policy: Its reshard policy; the default where its spec has none.
-        tensor: The local tensor that autograd knows: an own leaf of the call, or a derived one.
-        stored: The same outside of any graph.
-        trained: Whether it takes a gradient.
-        derived: Whether it was computed inside the call, so that autograd goes on from its reduced gradient.
-        accumulated: Whether gradients of several microbatches are added up.
-        keeper: The use whose full tensor other uses share, where nothing is gathered again.
-        first: The first use of the running forward, in whose backward the gradient is complete.
-        owed: Whether a reduction is due on every rank, whether this one has used the leaf or not.
-        used: Whether this rank's loss used it.
-        state: The state of its transform, if that has one.
-        tree: The sum over all microbatches of the job in one binary tree; None where they are added up in turn.
-        full: This rank's full gradient, not yet reduced.
-        reduced: The reduced gradient.
+        spec: The leaf's spec.
+        policy: The leaf's reshard policy; the default policy if its spec has none.
+        tensor: The local tensor that autograd knows: one that the call bound, or a derived one.
+        stored: The same tensor outside of any graph.
+        trained: Whether the leaf takes a gradient.
+        derived: Whether the function computed the leaf, so that autograd goes on from its reduced gradient.
+        accumulated: Whether the gradients of several microbatches are added up.
+        full_facts: Shape, dtype, device and bytes of the full tensor.
+        shared_from: The gathered unit whose full tensor other units share, if the leaf is not gathered again.
+        first_gathered: The first gathered unit of the running forward that holds the leaf. The backward passes it last,
+            and the gradient is complete there.
+        must_reduce: Whether every rank owes a reduction, whether this rank has used the leaf or not.
+        used: Whether this rank's loss used the leaf.
+        transform_state: The state of the leaf's transform, if that has one.
+        tree_sum: The sum over all microbatches of the job in one binary tree; None if they are added up in turn.
+        full_grad: This rank's full gradient, not yet reduced.
+        reduced_grad: The reduced gradient.
     """
 
-    # Of the class: a call makes thousands of leaves.
-    accumulated = owed = used = False
-    keeper: "Use | None" = None
-    first: "Use | None" = None
-    state: Any = None
-    tree: TreeSum | None = None
-    shape: Sequence[int] = ()
-    nbytes = -1
-    full: torch.Tensor | None = None
-    reduced: torch.Tensor | None = None
-
     def __init__(
-        self, path: str, leaf: Sharded, stored: torch.Tensor, *, derived: bool = False, tree: bool = False
+        self,
+        path: str,
+        param: Sharded,
+        stored: torch.Tensor,
+        *,
+        derived: bool = False,
+        tree: bool = False,
     ) -> None:
-        """Take a leaf in."""
-        self.path, self.spec, self.tensor, self.derived = path, leaf.spec, leaf.local, derived
-        self.stored = stored.detach() if stored.requires_grad else stored
-        self.trained, self.policy = leaf.local.requires_grad, leaf.spec.reshard or PLAIN
-        if derived and self.trained:
-            check_stateless(leaf.spec.transform)
-        if tree:
-            self.tree = TreeSum()
+        """Describe a leaf; it has no gradient yet.
 
-    def gathered(self, full: torch.Tensor) -> None:
-        """Note shape, dtype and device of the full tensor, the same on every rank."""
-        if self.nbytes < 0:
-            self.shape, self.nbytes = full.shape, full.nbytes
-            self.dtype, self.device = full.dtype, full.device
-
-    def wide(self, grad: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Cast to the dtype in which gradients, by default of shards, are added up.
-
-        Those of microbatches are added up in at least the dtype of the reduction.
+        Args:
+            path: The leaf's path.
+            param: The leaf as the function computes with it.
+            stored: The tensor to gather.
+            derived: Whether the function computed the leaf.
+            tree: Whether microbatches are added up in one binary tree.
         """
-        wanted = dtype or self.stored.dtype
-        wanted = sum_dtype(self.spec, wanted) if self.accumulated else wanted
-        # Most gradients have that dtype, and an operator takes longer to find that out.
-        return grad if grad.dtype is wanted else grad.to(wanted)
+        self.path = path
+        self.spec = param.spec
+        self.policy = param.spec.reshard or PLAIN
+        self.tensor = param.local
+        self.stored = stored.detach() if stored.requires_grad else stored
+        self.trained = param.local.requires_grad
+        self.derived = derived
+        self.accumulated = False
+        self.full_facts = NOT_GATHERED
+        self.shared_from: GatheredUnit | None = None
+        self.first_gathered: GatheredUnit | None = None
+        self.must_reduce = False
+        self.used = False
+        self.transform_state: Any = None
+        self.tree_sum = TreeSum() if tree else None
+        self.full_grad: torch.Tensor | None = None
+        self.reduced_grad: torch.Tensor | None = None
+        if derived and self.trained:
+            check_stateless(param.spec.transform)
+
+    def record_full_tensor(self, full: torch.Tensor) -> None:
+        """Record the facts about the full tensor, once."""
+        if self.full_facts is NOT_GATHERED:
+            self.full_facts = FullTensorFacts(full.shape, full.dtype, full.device, full.nbytes)
+
+    def cast_for_sum(self, grad: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Cast a gradient to the dtype in which gradients are added up.
+
+        Args:
+            grad: The gradient.
+            dtype: The dtype of the other gradients; None means the dtype of the stored shard. Over several microbatches
+                it is widened to at least the dtype of the reduction.
+
+        Returns:
+            The gradient in that dtype.
+        """
+        target = dtype or self.stored.dtype
+        if self.accumulated:
+            target = sum_dtype(self.spec, target)
+        # Most gradients have that dtype already, and calling the operator to find that out takes longer.
+        return grad if grad.dtype is target else grad.to(target)
 
     def add_full(self, grad: torch.Tensor) -> None:
         """Add to this rank's full gradient, in its memory if nothing else holds that: a hook's, or another leaf's."""
         self.used = True
-        if self.full is not None:
-            full, self.full = self.wide(self.full, grad.dtype).detach(), None
-            is_own = full.is_contiguous() and not _compat.share_memory([full])[0]
-            grad = full.add_(grad) if is_own else full + grad
-        self.full = grad
+        if self.full_grad is None:
+            self.full_grad = grad
+            return
+        total = self.cast_for_sum(self.full_grad, grad.dtype).detach()
+        # Only `total` may hold the memory when the owners of it are counted.
+        self.full_grad = None
+        can_write = total.is_contiguous() and not _compat.share_memory([total])[0]
+        self.full_grad = total.add_(grad) if can_write else total + grad
 
     def take_full(self) -> torch.Tensor:
-        """Hand over this rank's full gradient; zeros where it has none."""
-        full, self.full, self.owed = self.full, None, False
-        return torch.zeros(self.shape, dtype=self.dtype, device=self.device) if full is None else full
+        """Hand over this rank's full gradient; zeros if it has none."""
+        grad = self.full_grad
+        self.full_grad = None
+        self.must_reduce = False
+        if grad is not None:
+            return grad
+        facts = self.full_facts
+        return torch.zeros(facts.shape, dtype=facts.dtype, device=facts.device)
 
     def add_reduced(self, grad: torch.Tensor) -> None:
         """Add to the reduced gradient."""
-        self.reduced = grad if self.reduced is None else self.reduced + grad
+        self.reduced_grad = grad if self.reduced_grad is None else self.reduced_grad + grad
 
     def take_reduced(self) -> torch.Tensor | None:
         """Hand over the reduced gradient."""
-        reduced, self.reduced = self.reduced, None
-        return reduced
+        grad = self.reduced_grad
+        self.reduced_grad = None
+        return grad
 
     def take_grad(self, divisor: Any = 1) -> torch.Tensor:
-        """Hand over the reduced gradient, divided and in the stored dtype; zeros where there is none."""
-        reduced = self.take_reduced()
-        if self.tree is not None and (reduced := self.tree.total()) is not None:
-            reduced = self.wide(reduced)
-        return torch.zeros_like(self.stored) if reduced is None else divided(reduced, divisor).to(self.stored.dtype)
+        """Hand over the reduced gradient, divided and in the stored dtype; zeros if there is none."""
+        total = self.take_reduced()
+        if self.tree_sum is not None:
+            total = self.tree_sum.total()
+            if total is not None:
+                total = self.cast_for_sum(total)
+        if total is None:
+            return torch.zeros_like(self.stored)
+        return divided(total, divisor).to(self.stored.dtype)
 
-    def end_microbatch(self) -> None:
-        """Take the gradient of a microbatch into the tree, in the dtype of the reduction, or else of full gradients."""
-        if self.tree is not None:
-            part = self.take_reduced()
-            self.tree.add(None if part is None else part.to(reduction(self.spec.transform).dtype or self.dtype))
+    def move_to_tree(self, tree_sum: TreeSum) -> None:
+        """Move the gradient of a microbatch into its tree, in the dtype of the reduction, or else of full gradients."""
+        part = self.take_reduced()
+        if part is not None:
+            part = part.to(reduction(self.spec.transform).dtype or self.full_facts.dtype)
+        tree_sum.add(part)

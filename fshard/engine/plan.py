@@ -1,7 +1,6 @@
 """Units and plans: what is gathered together, and in which order, as values that a step only looks up."""
 
 import functools
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -10,169 +9,244 @@ from fshard.tree import ReshardPolicy, Spec, matches
 
 PLAIN = ReshardPolicy()
 
-# Name, spec and bytes of an element of a leaf.
-Facts = tuple[str, Spec, int]
+
+class LeafFacts(NamedTuple):
+    """The facts about a leaf that a plan follows from.
+
+    Attributes:
+        name: The leaf's name.
+        spec: The leaf's spec.
+        element_size: The bytes of one element.
+    """
+
+    name: str
+    spec: Spec
+    element_size: int
 
 
 class Unit(NamedTuple):
     """Leaves that are gathered together.
 
     Attributes:
-        name: For errors and labels.
-        names: The names of its leaves.
+        name: The unit's name, for errors and labels.
+        leaf_names: The names of its leaves.
         nbytes: The bytes of their full tensors, as they are stored.
-        policy: Their reshard policy, as they share one strategy.
-        regathered: Whether it is dropped after its forward and gathered again in the backward.
-        lookup: Whether it holds tables of embeddings alone, whose values no backward needs.
-        inside: Numbers of the units of its plan that it lies inside.
-        last: Number of the last of the module's units that were merged into it.
+        policy: Their reshard policy; the leaves of a unit share one strategy.
+        regathered: Whether the unit is dropped after its forward and gathered again in the backward.
+        is_embedding: Whether it holds only tables of embeddings, whose values no backward needs.
+        enclosing: The numbers of the units of its plan that it lies inside.
+        last_module_unit: The number of the last of the module's units that were merged into it.
     """
 
     name: str
-    names: tuple[str, ...]
+    leaf_names: tuple[str, ...]
     nbytes: int
     policy: ReshardPolicy
     regathered: bool
-    lookup: bool = False
-    inside: tuple[int, ...] = ()
-    last: int = -1
+    is_embedding: bool = False
+    enclosing: tuple[int, ...] = ()
+    last_module_unit: int = -1
 
-    def ahead(self, sizes: Iterable[int], least: int = 1) -> int:
-        """Count the units to gather ahead of it: the policy's number, or a few and more while they are small together.
+    def count_ahead(self, sizes: Iterable[int], min_count: int = 1) -> int:
+        """Count the units to gather ahead of this one: the number that its policy names, or as many as are small.
 
         Args:
-            sizes: The bytes of those that come next.
-            least: How many at least where the policy names no number; then more, up to its `ahead_bytes` together.
+            sizes: The bytes of the units that come next.
+            min_count: If the policy names no number: the fewest units, to which more are added as long as all of them
+                have at most the policy's `ahead_bytes` together.
 
         Returns:
-            How many of them.
+            How many of the next units to gather ahead.
         """
-        number = self.policy.prefetch
-        least, most = (least, self.policy.ahead_bytes) if number is None else (number, 0)
-        totals = enumerate(itertools.accumulate(sizes), start=1)
-        return sum(1 for _ in itertools.takewhile(lambda n: n[0] <= least or n[1] <= most, totals))
+        max_bytes = self.policy.ahead_bytes
+        if self.policy.prefetch is not None:
+            min_count = self.policy.prefetch
+            # Units without bytes come on top.
+            max_bytes = 0
+        count = 0
+        total_bytes = 0
+        for nbytes in sizes:
+            total_bytes += nbytes
+            if count >= min_count and total_bytes > max_bytes:
+                break
+            count += 1
+        return count
 
 
 class ModuleUnit(NamedTuple):
-    """Parameters of a module that are gathered when one of its submodules is entered, before neighbours are merged.
+    """Parameters of a module that are gathered when one of its submodules is entered, before neighbors are merged.
 
     Attributes:
         path: The submodule's name; "" is the whole module.
-        names: The parameters' names.
-        end: Number of the first unit behind this one that does not lie inside it.
-        lookup: Whether it holds tables of embeddings alone.
+        leaf_names: The names of the parameters.
+        end: The number of the first module unit after this one that does not lie inside it.
+        is_embedding: Whether it holds only tables of embeddings.
     """
 
     path: str
-    names: tuple[str, ...]
+    leaf_names: tuple[str, ...]
     end: int
-    lookup: bool
+    is_embedding: bool
 
 
 class Plan(NamedTuple):
-    """The units of a model, in the order of their gathering.
+    """The units of a model, in the order in which they are gathered.
 
     Attributes:
         units: The units, each before those that lie inside it.
-        unit_of: For each of the module's units the number of the one that it was merged into.
-        holders: For each leaf the numbers of the units that it is a part of, by its name.
-        ends: For each of the module's units the number of the first behind it that does not lie inside it.
+        unit_of: For each module unit the number of the unit that it was merged into.
+        units_holding: For each leaf name the numbers of the units that hold the leaf.
+        ends: For each module unit the number of the first module unit after it that does not lie inside it.
     """
 
     units: tuple[Unit, ...]
     unit_of: tuple[int, ...]
-    holders: Mapping[str, Sequence[int]]
+    units_holding: Mapping[str, Sequence[int]]
     ends: tuple[int, ...]
 
 
+class Run(NamedTuple):
+    """Neighboring module units that are merged into one unit.
+
+    Attributes:
+        first: The number of the first module unit.
+        end: The number of the first module unit after the run.
+    """
+
+    first: int
+    end: int
+
+
 @functools.lru_cache(maxsize=256)
-def unit_of(name: str, leaves: tuple[Facts, ...]) -> Unit:
-    """Describe a unit.
+def make_unit(name: str, leaves: tuple[LeafFacts, ...]) -> Unit:
+    """Describe a unit of some leaves.
 
     Args:
-        name: Its name.
-        leaves: Its leaves.
+        name: The unit's name.
+        leaves: The leaves.
 
     Returns:
-        The unit.
+        The unit, which lies inside no other and is no embedding.
     """
-    specs = [spec for _, spec, _ in leaves]
-    policy = next((spec.reshard for spec in specs if spec.reshard), PLAIN)
-    nbytes = sum(math.prod(spec.padded_shape) * size for _, spec, size in leaves)
+    nbytes = 0
+    policy = None
+    for leaf in leaves:
+        nbytes += math.prod(leaf.spec.padded_shape) * leaf.element_size
+        policy = policy or leaf.spec.reshard
+    policy = policy or PLAIN
+
+    regathered = policy.regather
+    if not isinstance(regathered, bool):
+        regathered = matches(regathered, name)
     # A single rank holds everything anyway.
-    shared = any(axis.size > 1 for spec in specs if spec.transform for axis in spec.transform.axes)
-    regathered = policy.regather if isinstance(policy.regather, bool) else matches(policy.regather, name)
-    return Unit(name, tuple([name for name, _, _ in leaves]), nbytes, policy, shared and regathered)
+    regathered = regathered and any(_spans_ranks(leaf.spec) for leaf in leaves)
+    leaf_names = tuple([leaf.name for leaf in leaves])
+    return Unit(name, leaf_names, nbytes, policy, regathered)
+
+
+def _spans_ranks(spec: Spec) -> bool:
+    """Tell whether a leaf's transform has an axis of several ranks."""
+    return spec.transform is not None and any(axis.size > 1 for axis in spec.transform.axes)
 
 
 @functools.lru_cache(maxsize=64)
-def planned(parts: tuple[ModuleUnit, ...], leaves: tuple[Facts, ...]) -> Plan:
-    """Merge small neighbours among a module's units.
+def make_plan(module_units: tuple[ModuleUnit, ...], leaves: tuple[LeafFacts, ...]) -> Plan:
+    """Merge small neighbors among a module's units.
 
     Args:
-        parts: The units, each before those that lie inside it.
+        module_units: The module's units, each before those that lie inside it.
         leaves: All sharded leaves.
 
     Returns:
         The plan.
     """
-    known = {leaf[0]: leaf for leaf in leaves}
+    facts = {leaf.name: leaf for leaf in leaves}
+    singles = [_merge([module_unit], facts) for module_unit in module_units]
+    ends = tuple([module_unit.end for module_unit in module_units])
+    runs = merge_small_units(singles, ends)
 
-    def joined(first: int, end: int) -> Unit:
-        own = dict.fromkeys(name for part in parts[first:end] for name in part.names if name in known)
-        paths = [part.path or "(root)" for part in parts[first:end]]
-        name = paths[0] if len(paths) == 1 else f"{paths[0]} to {paths[-1]}"
-        return unit_of(name, tuple([known[name] for name in own]))
+    units: list[Unit] = []
+    unit_of: list[int] = []
+    units_holding: dict[str, list[int]] = {}
+    enclosing: tuple[int, ...] = ()
+    for number, run in enumerate(runs):
+        merged_units = module_units[run.first : run.end]
+        # Only the unit before this one, and the units around that one, can be around this one.
+        candidates = enclosing if number == 0 else (*enclosing, number - 1)
+        enclosing = tuple([outer for outer in candidates if run.first < ends[runs[outer].first]])
+        unit = _merge(merged_units, facts)
+        # The only unit of a model stays until its backward anyway. If it is small, it stays even where another model
+        # follows.
+        stays = len(runs) == 1 and unit.nbytes <= unit.policy.merge_bytes
+        units.append(
+            unit._replace(
+                regathered=singles[run.first].regathered and not stays,
+                is_embedding=all(module_unit.is_embedding for module_unit in merged_units),
+                enclosing=enclosing,
+                last_module_unit=run.end - 1,
+            )
+        )
+        unit_of += [number] * len(merged_units)
+        for name in unit.leaf_names:
+            units_holding.setdefault(name, []).append(number)
+    return Plan(tuple(units), tuple(unit_of), units_holding, ends)
 
-    ends, singles = [part.end for part in parts], [joined(i, i + 1) for i in range(len(parts))]
-    spans, holders = merged(singles, ends), dict[str, list[int]]()
-    units, around = list[Unit](), tuple[int, ...]()
-    for first, end in spans:
-        lookup = all(part.lookup for part in parts[first:end])
-        # Of the last one and those around it, those that hold this one.
-        around = tuple(n for n in (*around, len(units) - 1) if n >= 0 and first < ends[spans[n][0]])
-        unit = joined(first, end)
-        # The only one stays till its backward anyway; what is small stays where another model follows, too.
-        kept = len(spans) == 1 and unit.nbytes <= unit.policy.merge_bytes
-        regathered = singles[first].regathered and not kept
-        for name in unit.names:
-            holders.setdefault(name, []).append(len(units))
-        units.append(unit._replace(regathered=regathered, lookup=lookup, inside=around, last=end - 1))
-    numbers = [n for n, (first, end) in enumerate(spans) for _ in range(first, end)]
-    return Plan(tuple(units), tuple(numbers), holders, tuple(ends))
+
+def _merge(module_units: Sequence[ModuleUnit], facts: Mapping[str, LeafFacts]) -> Unit:
+    """Describe module units as one unit. Parameters that are not sharded are left out; a tied one counts once."""
+    names: dict[str, None] = {}
+    for module_unit in module_units:
+        names.update(dict.fromkeys(module_unit.leaf_names))
+    first = module_units[0].path or "(root)"
+    last = module_units[-1].path or "(root)"
+    name = first if len(module_units) == 1 else f"{first} to {last}"
+    return make_unit(name, tuple([facts[leaf_name] for leaf_name in names if leaf_name in facts]))
 
 
-def merged(units: Sequence[Unit], ends: Sequence[int], first: int = 0, end: int | None = None) -> list[tuple[int, int]]:
-    """Merge small neighbours, because latency would cost more than the transfer.
+def merge_small_units(units: Sequence[Unit], ends: Sequence[int], first: int = 0, end: int | None = None) -> list[Run]:
+    """Choose the neighbors to merge, because latency would cost more than the transfer.
+
+    A unit is merged with all units inside it or with none. Units inside different parents are merged only along with
+    their parents.
 
     Args:
-        units: In the order of their gathering, each before those that lie inside it.
-        ends: For each the number of the first behind it that does not lie inside it.
-        first: Number of the first unit of one parent.
-        end: Number of the first unit behind that parent; None for all.
+        units: The module's units in the order in which they are gathered, each before those that lie inside it.
+        ends: For each unit the number of the first after it that does not lie inside it.
+        first: The number of the first unit inside one parent.
+        end: The number of the first unit after that parent; None for all units.
 
     Returns:
-        First and end of each run that is merged. A unit is merged with all units inside it or with none; units inside
-        different parents are merged only along with those.
+        The runs of units that are merged. Each unit is in one run.
     """
-    # The runs, and the last one as one unit, if it holds all units inside its own.
-    spans, run = list[tuple[int, int]](), list[Unit]()
-    while first < (len(units) if end is None else end):
-        after, parts = ends[first], units[first : ends[first]]
-        if not _fits(parts):
-            spans += [(first, first + 1), *merged(units, ends, first + 1, after)]
-            parts = []
-        elif run and _fits([*run, *parts]):
-            spans[-1] = spans[-1][0], after
-            parts = [*run, *parts]
+    end = len(units) if end is None else end
+    runs: list[Run] = []
+    # The last run as one unit, if more units may join it.
+    open_run: Unit | None = None
+    while first < end:
+        after = ends[first]
+        family = units[first:after]
+        if not _may_merge(family):
+            runs.append(Run(first, first + 1))
+            runs += merge_small_units(units, ends, first + 1, after)
+            open_run = None
+        elif open_run is not None and _may_merge([open_run, *family]):
+            runs[-1] = Run(runs[-1].first, after)
+            open_run = _stand_in([open_run, *family])
         else:
-            spans.append((first, after))
-        run = [unit._replace(nbytes=sum([part.nbytes for part in parts])) for unit in parts[:1]]
+            runs.append(Run(first, after))
+            open_run = _stand_in(family)
         first = after
-    return spans
+    return runs
 
 
-def _fits(units: Sequence[Unit]) -> bool:
-    """Tell whether units may be merged: one alone, or all regathered or none, and at most `merge_bytes` together."""
-    alike = len({unit.regathered for unit in units}) == 1
-    return len(units) == 1 or (alike and sum(unit.nbytes for unit in units) <= units[0].policy.merge_bytes)
+def _stand_in(units: Sequence[Unit]) -> Unit:
+    """Describe merged units by the first one, with the bytes of all."""
+    return units[0]._replace(nbytes=sum([unit.nbytes for unit in units]))
+
+
+def _may_merge(units: Sequence[Unit]) -> bool:
+    """Tell whether units may be merged: all of them or none are regathered, and together they are small enough."""
+    if len(units) == 1:
+        return True
+    are_alike = len({unit.regathered for unit in units}) == 1
+    return are_alike and sum(unit.nbytes for unit in units) <= units[0].policy.merge_bytes

@@ -7,72 +7,115 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat
-from fshard.engine.use import Use
+from fshard.engine.gathered_unit import GatheredUnit
+from fshard.engine.leaf import Leaf
 from fshard.tree.checks import describe
 
 
 class Handle(NamedTuple):
-    """A saved view of a full tensor, without the tensor."""
+    """A saved view of a full tensor, without the tensor.
 
-    use: Use
-    place: int
+    Attributes:
+        gathered: The gathered unit that owns the full tensor.
+        leaf: The leaf whose full tensor it is.
+        size: The size of the view.
+        stride: The strides of the view.
+        offset: Where the view begins, counted in elements from the start of the storage.
+    """
+
+    gathered: GatheredUnit
+    leaf: Leaf
     size: torch.Size
     stride: tuple[int, ...]
     offset: Any
 
 
-class Saved:
-    """The two hooks of torch.autograd.graph.saved_tensors_hooks, and the storages that they know.
+class WatchedStorage(NamedTuple):
+    """The storage of a full tensor for which autograd saves handles.
 
     Attributes:
-        known: By a storage's address a weak reference, which keeps the address from being reused by another storage,
-            the use, the leaf's place in it, and the full tensor's dtype and type.
+        reference: A weak reference to the storage. While it lives, no other storage gets the same address.
+        gathered: The gathered unit that owns the full tensor.
+        leaf: The leaf whose full tensor it is.
+        dtype: The full tensor's dtype.
+        tensor_type: The full tensor's class.
     """
 
-    def __init__(self, fetch: Callable[[Use, int], torch.Tensor]) -> None:
-        """Call `fetch` when a gathered tensor is needed."""
+    reference: object
+    gathered: GatheredUnit
+    leaf: Leaf
+    dtype: torch.dtype
+    tensor_type: type
+
+
+class SavedTensorHooks:
+    """The pair of hooks that autograd calls when it saves a tensor, and when the backward reads it.
+
+    Attributes:
+        watched_storages: The storages of regathered full tensors, by address.
+    """
+
+    def __init__(self, fetch: Callable[[GatheredUnit, Leaf], torch.Tensor]) -> None:
+        """Watch nothing yet.
+
+        Args:
+            fetch: Returns the full tensor of a leaf, and gathers it again if it was dropped.
+        """
         self._fetch = fetch
-        self.known: dict[int, tuple[object, Use, int, torch.dtype, type]] = {}
+        self.watched_storages: dict[int, WatchedStorage] = {}
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Make the context in which the function runs, so that autograd saves no tensor that is watched."""
+        """Make the context in which the function runs. The hooks are there from the first watched storage on."""
         try:
             yield
         finally:
-            if self.known:
+            if self.watched_storages:
                 with _compat.without_saved_tensor_hooks() as hooks:
                     hooks.remove((self.pack, self.unpack))
 
-    def watch(self, use: Use) -> None:
-        """Register a use's tensors, except those that share memory with stored shards."""
-        if not use.unit.regathered:
+    def watch(self, gathered: GatheredUnit) -> None:
+        """Watch a unit's full tensors, except those that share memory with stored shards."""
+        if not gathered.unit.regathered:
             return
-        for place, (leaf, full) in enumerate(zip(use.leaves, use.wait(), strict=True)):
-            key = _compat.storage_key(full)
-            if key != _compat.storage_key(leaf.stored) and not (full.is_conj() or full.is_neg()):
-                if not self.known:
-                    # Below the hooks of the caller's own contexts.
-                    with _compat.without_saved_tensor_hooks() as hooks:
-                        hooks.append((self.pack, self.unpack))
-                self.known[key] = _compat.StorageWeakRef(full.untyped_storage()), use, place, full.dtype, type(full)
+        for leaf, full in gathered.wait().items():
+            address = _compat.storage_key(full)
+            if address == _compat.storage_key(leaf.stored) or full.is_conj() or full.is_neg():
+                continue
+            if not self.watched_storages:
+                # Outermost, around the hooks of contexts that the function has entered: a running checkpoint must see
+                # tensors, not handles.
+                with _compat.without_saved_tensor_hooks() as hooks:
+                    hooks.append((self.pack, self.unpack))
+            reference = _compat.StorageWeakRef(full.untyped_storage())
+            self.watched_storages[address] = WatchedStorage(reference, gathered, leaf, full.dtype, type(full))
 
     def pack(self, tensor: torch.Tensor) -> Handle | tuple[torch.Tensor, int]:
-        """Save a handle of a gathered tensor; else the tensor itself, and how often it has been written to."""
-        # A result that held its own graph would be held by it, and no collector sees that.
+        """Save a handle for a view of a watched tensor; other tensors as they are, with their number of writes."""
+        # A saved result of the graph would hold the graph that holds it, and the collector cannot see such a cycle.
         tensor = tensor.detach() if tensor.requires_grad else tensor
+        watched = None
         # A subclass has more state than its values, and a conjugate or negative view has other values.
         plain = tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
-        found = self.known.get(_compat.storage_key(tensor)) if plain and not _compat.is_transformed(tensor) else None
-        # A node that is made after its use has closed runs before the backward gathers the use again.
-        if found and not found[1].closed and found[3:] == (tensor.dtype, type(tensor)):
-            return Handle(*found[1:3], tensor.size(), tensor.stride(), tensor.storage_offset())
-        return tensor, _compat.version(tensor)
+        if plain and not _compat.is_transformed(tensor):
+            watched = self.watched_storages.get(_compat.storage_key(tensor))
+        if watched is None or (watched.dtype, watched.tensor_type) != (tensor.dtype, type(tensor)):
+            return tensor, _compat.version(tensor)
+        # A node that is made after another unit opened runs before the backward gathers this unit again. A handle
+        # would make this rank gather alone.
+        if watched.gathered.superseded:
+            return tensor, _compat.version(tensor)
+        return Handle(watched.gathered, watched.leaf, tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def unpack(self, saved: Handle | tuple[torch.Tensor, int]) -> torch.Tensor:
-        """Give back what was saved, unless it has been written to, which autograd no longer sees where hooks save."""
+        """Give back what was saved. Refuse tensors that were modified: with hooks, autograd does not check that itself.
+
+        Raises:
+            RuntimeError: if the tensor was modified in place since it was saved.
+        """
         if isinstance(saved, Handle):
-            return self._fetch(saved.use, saved.place).as_strided(saved.size, saved.stride, saved.offset)
+            full = self._fetch(saved.gathered, saved.leaf)
+            return full.as_strided(saved.size, saved.stride, saved.offset)
         tensor, version = saved
         if _compat.version(tensor) != version:
             raise RuntimeError(

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import fshard as fs
-from fshard.engine.plan import ModuleUnit, Unit, merged, planned, unit_of
+from fshard.engine.plan import LeafFacts, ModuleUnit, Unit, make_plan, make_unit, merge_small_units
 from fshard.tree import ReshardPolicy
 
 # Sizes of units and where those inside each end, the limit, and the first and last unit of each run that is merged.
@@ -21,15 +21,15 @@ MERGED = [
 ]
 
 
-def test_merged():
+def test_merge_small_units():
     for sizes, limit, expected in MERGED:
         units = [Unit("unit", (), nbytes, ReshardPolicy(merge_bytes=limit), True) for nbytes, _ in sizes]
-        spans = merged(units, [end for _, end in sizes])
-        assert " ".join(f"{first}-{end - 1}" for first, end in spans) == expected
+        runs = merge_small_units(units, [end for _, end in sizes])
+        assert " ".join(f"{first}-{end - 1}" for first, end in runs) == expected
         # Each unit is in one of them.
-        assert [n for first, end in spans for n in range(first, end)] == list(range(len(sizes)))
+        assert [n for first, end in runs for n in range(first, end)] == list(range(len(sizes)))
     units = [Unit("unit", (), 4, ReshardPolicy(merge_bytes=100), i != 1) for i in range(4)]
-    assert merged(units, [1, 2, 3, 4]) == [(0, 1), (1, 2), (2, 4)]
+    assert merge_small_units(units, [1, 2, 3, 4]) == [(0, 1), (1, 2), (2, 4)]
 
 
 # A model of three blocks, the second of which holds two layers, and a head that is tied to the embedding.
@@ -51,22 +51,27 @@ def plan_of(ranks=2, **policy):
     axis = fs.Axis("shard", ranks, "group")
     strategy, reshard = fs.zero3(axis, min_shard_elements=0), ReshardPolicy(**policy)
     specs = [replace(fs.Spec(s).split(axis, 0), transform=strategy, reshard=reshard) for s in SHAPES.values()]
-    return planned(MODULE, tuple([(name, spec, 8) for name, spec in zip(SHAPES, specs)]))
+    return make_plan(MODULE, tuple([LeafFacts(name, spec, 8) for name, spec in zip(SHAPES, specs)]))
 
 
 def test_a_plan():
     plan = plan_of(merge_bytes=0)
     assert {unit.name: unit.nbytes for unit in plan.units} == BYTES
-    assert [unit.names for unit in plan.units[2:]] == [("second",), ("second.0",), ("second.1",), ("embedding", "head")]
-    assert [unit.lookup for unit in plan.units] == [True, False, False, False, False, False]
-    assert [unit.inside for unit in plan.units] == [(), (), (), (2,), (2,), ()]
-    assert [unit.last for unit in plan.units] == [*plan.unit_of] == [0, 1, 2, 3, 4, 5]
+    assert [unit.leaf_names for unit in plan.units[2:]] == [
+        ("second",),
+        ("second.0",),
+        ("second.1",),
+        ("embedding", "head"),
+    ]
+    assert [unit.is_embedding for unit in plan.units] == [True, False, False, False, False, False]
+    assert [unit.enclosing for unit in plan.units] == [(), (), (), (2,), (2,), ()]
+    assert [unit.last_module_unit for unit in plan.units] == [*plan.unit_of] == [0, 1, 2, 3, 4, 5]
     assert plan.ends == (1, 2, 5, 4, 5, 6)
     assert all(unit.regathered for unit in plan.units)
     assert not any(unit.regathered for unit in plan_of(ranks=1, merge_bytes=0).units)
     # It depends on values alone: a call only looks it up.
     assert plan_of(merge_bytes=0) is plan
-    assert unit_of("unit", ()) == Unit("unit", (), 0, ReshardPolicy(), False)
+    assert make_unit("unit", ()) == Unit("unit", (), 0, ReshardPolicy(), False)
 
 
 def test_a_plan_of_merged_units():
@@ -74,10 +79,15 @@ def test_a_plan_of_merged_units():
     plan = plan_of(merge_bytes=128 + 256)
     # Units inside a block are merged with no others, and a table that is merged with a layer comes again with it.
     assert [unit.name for unit in plan.units] == ["embedding to first", "second", "second.0 to second.1", "head"]
-    assert [(unit.inside, unit.lookup) for unit in plan.units] == [((), False), ((), False), ((1,), False), ((), False)]
-    assert (plan.unit_of, [unit.last for unit in plan.units]) == ((0, 0, 1, 2, 2, 3), [1, 2, 4, 5])
+    assert [(unit.enclosing, unit.is_embedding) for unit in plan.units] == [
+        ((), False),
+        ((), False),
+        ((1,), False),
+        ((), False),
+    ]
+    assert (plan.unit_of, [unit.last_module_unit for unit in plan.units]) == ((0, 0, 1, 2, 2, 3), [1, 2, 4, 5])
     (unit,) = plan_of(merge_bytes=sum(BYTES.values())).units
-    assert (unit.name, unit.nbytes, unit.names) == ("embedding to head", sum(BYTES.values()) - 192, tuple(SHAPES))
+    assert (unit.name, unit.nbytes, unit.leaf_names) == ("embedding to head", sum(BYTES.values()) - 192, tuple(SHAPES))
     # A rule decides by the names of units before they are merged.
     plan = plan_of(regather=("second", "second.*"), merge_bytes=2**20)
     found = {unit.name: unit.regathered for unit in plan.units}

@@ -1,4 +1,4 @@
-"""Uses of units: when they are gathered, awaited, kept and freed, and that ranks which compute other things agree."""
+"""Gathered units: when they are gathered, awaited, kept and freed, and that ranks which compute other things agree."""
 
 import gc
 import itertools
@@ -291,8 +291,8 @@ def returns(self, x):
 
 
 @on_ranks(2)
-def test_a_checkpoint_computes_again_with_its_own_use():
-    """Of two uses of a unit the later one is due first; the earlier one is not gathered before its turn."""
+def test_a_checkpoint_recomputes_with_its_own_gathered_unit():
+    """Of two gatherings of a unit the later one is due first; the earlier one is not gathered before its turn."""
     model, params = model_of(Of(returns, layers=Layers().layers))
     units, _ = gathers(fs.value_and_grad(lambda p: model.apply(p, X).square().sum()), params)
     assert [int(unit[-1]) for unit in units] == [0, 1, 0, 2, 0, 1, 0]

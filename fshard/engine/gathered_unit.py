@@ -1,0 +1,176 @@
+"""Gathered units: the owners of full tensors."""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fshard import _compat, comm
+from fshard.engine.leaf import Leaf
+from fshard.engine.plan import Unit
+from fshard.transforms.compose import check_results, reduction
+from fshard.tree import grouped
+from fshard.tree.checks import check_versions, count_writes
+
+# The transform that gathers a leaf.
+transform_of = operator.attrgetter("spec.transform")
+
+# Leaves of one transform whose gather has started, and a function that waits for their full tensors.
+PendingGather = tuple[Sequence[Leaf], Callable[[], Sequence[torch.Tensor]]]
+
+
+class GatheredUnit:
+    """One gathering of a unit, and the owner of its full tensors.
+
+    A forward gathers the unit. If the unit's policy says so, the full tensors are dropped after the forward and
+    gathered again in the backward, by the same object. A unit that the forward gathers twice has two such objects.
+
+    Attributes:
+        unit: The unit of the plan.
+        leaves: The leaves of the unit.
+        trained: The leaves that take a gradient.
+        full: The full tensor of each leaf; None until they have been waited for.
+        outputs: The tensors that autograd knows and the function received, by leaf, while the scope lasts.
+        gather_started: Whether the full tensors are on their way or present.
+        scope_ended: Whether the scope in which the function may read the full tensors has ended.
+        superseded: Whether the forward has closed this unit, because another unit opened after it.
+        checkpoint: The outermost activation checkpoint that will recompute with this unit. The unit stays open until
+            that checkpoint ends.
+        lazy: Whether the backward gathers the unit only on demand.
+    """
+
+    def __init__(self, unit: Unit, leaves: Sequence[Leaf]) -> None:
+        """Describe the unit; no tensor is gathered yet."""
+        self.unit = unit
+        self.leaves = leaves
+        self.trained = [leaf for leaf in leaves if leaf.trained]
+        self.full: dict[Leaf, torch.Tensor] | None = None
+        self.outputs: dict[Leaf, torch.Tensor] = {}
+        self.gather_started = False
+        self.scope_ended = False
+        self.superseded = False
+        self.checkpoint: Any = None
+        self.lazy = False
+        self._pending: list[PendingGather] = []
+        self._full_versions: list[int] = []
+        # The dict and the key under which the function finds each output.
+        self._output_places: list[tuple[dict[str, Any], str]] = []
+
+    def start(self) -> None:
+        """Start the all-gathers, unless they have started already."""
+        if not self.gather_started:
+            self.gather_started = True
+            self._pending = self._start_gathers()
+
+    @_compat.outside_selective_checkpoint()
+    def _start_gathers(self) -> list[PendingGather]:
+        # Leaves that share the full tensor of another gathered unit are not gathered again.
+        missing = [leaf for leaf in self.leaves if leaf.shared_from is None]
+        if not self.unit.regathered:
+            for leaf in missing:
+                leaf.shared_from = self
+
+        pending: list[PendingGather] = []
+        paths = [leaf.path for leaf in missing]
+        with count_writes(), torch.no_grad(), comm.concerning([self.unit.name], paths):
+            for transform, indices in grouped(missing, transform_of).items():
+                leaves = [missing[index] for index in indices]
+                shards = [leaf.stored for leaf in leaves]
+                specs = [leaf.spec for leaf in leaves]
+                pending.append((leaves, transform.start_gather(shards, specs)))
+        return pending
+
+    def wait(self) -> dict[Leaf, torch.Tensor]:
+        """Return the full tensors by leaf, and gather them if they are not present."""
+        full = self.full
+        if full is None:
+            self.start()
+            full = self._finish_gathers()
+            self.full = full
+            self._full_versions = _compat.versions(full.values())
+        return full
+
+    @_compat.outside_selective_checkpoint()
+    def _finish_gathers(self) -> dict[Leaf, torch.Tensor]:
+        pending = self._pending
+        self._pending = []
+        tensors: dict[Leaf, torch.Tensor] = {}
+        with count_writes(), torch.no_grad():
+            for leaves, finish in pending:
+                results = check_transform_results("gather", leaves, finish())
+                tensors.update(zip(leaves, results, strict=True))
+
+        full: dict[Leaf, torch.Tensor] = {}
+        for leaf in self.leaves:
+            tensor = tensors.get(leaf)
+            if tensor is None:
+                assert leaf.shared_from is not None
+                tensor = leaf.shared_from.wait()[leaf]
+            leaf.record_full_tensor(tensor)
+            full[leaf] = tensor
+        return full
+
+    def release(self) -> None:
+        """Drop the full tensors."""
+        # A gather that has started must finish before its buffers can be dropped.
+        if self.gather_started:
+            self.wait()
+        self.full = None
+        self.gather_started = False
+
+    def register_output(self, holder: dict[str, Any], key: str) -> None:
+        """Record where an output is stored, so that `revoke_outputs` can remove it.
+
+        Args:
+            holder: The dict that holds the output, such as a module's parameters.
+            key: The key of the output in `holder`.
+        """
+        self._output_places.append((holder, key))
+
+    def revoke_outputs(self) -> None:
+        """Remove every output from the place where the function found it, because the scope has ended."""
+        for holder, key in self._output_places:
+            holder.pop(key, None)
+        self.outputs = {}
+        self._output_places = []
+
+    def check_writes(self, api_name: str) -> None:
+        """Refuse in-place writes to full tensors.
+
+        A write to a gathered copy would be lost, and a write to a tensor that shares memory with the parameter would
+        change it without autograd's knowledge.
+
+        Args:
+            api_name: The public function that runs, for the error.
+
+        Raises:
+            ValueError: with the path of every leaf that was written to.
+        """
+        if self.full is not None:
+            paths = [leaf.path for leaf in self.full]
+            check_versions(api_name, paths, list(self.full.values()), self._full_versions)
+
+
+def check_transform_results(
+    half: str, leaves: Sequence[Leaf], results: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    """Check what a user's transform made of leaves, as `check_results` does; the results of fshard's own pass through.
+
+    Args:
+        half: "gather" or "scatter".
+        leaves: Leaves of one transform.
+        results: What the transform returned.
+
+    Returns:
+        The results.
+
+    Raises:
+        ValueError: with the path of every leaf whose result has the wrong shape or is no tensor.
+    """
+    transform = transform_of(leaves[0])
+    if reduction(transform).is_foreign:
+        paths = [leaf.path for leaf in leaves]
+        specs = [leaf.spec for leaf in leaves]
+        check_results(transform, half, results, paths, specs)
+    return results
