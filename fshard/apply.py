@@ -9,7 +9,7 @@ from torch import nn
 
 from fshard import _compat, comm
 from fshard.collectives import reduction_axes
-from fshard.engine import Call, call_of
+from fshard.engine import EngineCall, call_of
 from fshard.errors import Problem, expect, refuse
 from fshard.gather import gather
 from fshard.init import Reset, copied, init, refuse_blank
@@ -218,7 +218,7 @@ class Model:
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in local_tensors):
             return self._run_on_full(params, buffers, args, kwargs)
         axes = dict.fromkeys(axis for leaf in flat.leaves if is_sharded(leaf) for axis in leaf.spec.transform.axes)
-        call = Call("apply", flat, list(axes), trains=False)
+        call = EngineCall("apply", flat, list(axes), trains=False)
         bound = unflatten(flat.treedef, call.bound)
         try:
             return call.forward(lambda: self._run_by_units(call, bound, buffers, args, kwargs))
@@ -238,13 +238,13 @@ class Model:
         return out, buffers_after
 
     def _run_by_units(
-        self, call: Call, params: Mapping[str, Any], buffers: Buffers, args: Any, kwargs: Any
+        self, call: EngineCall, params: Mapping[str, Any], buffers: Buffers, args: Any, kwargs: Any
     ) -> tuple[Any, Buffers]:
-        leaves = {name: call.leaf_of(f"[{name!r}]", leaf) for name, leaf in params.items() if is_sharded(leaf)}
+        leaves = call.leaves_of(params)
         template = self._take_template()
         # Not before: checkpoints run parts of the forward again in the backward.
         call.at_end.append(lambda: self._give_back(template))
-        walk = call.begin_pass(self._units, leaves)
+        walk = call.begin_walk(self._units, leaves)
         template.bind({name: leaf for name, leaf in params.items() if name not in leaves}, buffers)
         template.gather_from(call, walk, leaves)
         out = template.run(args, kwargs)

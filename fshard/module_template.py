@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from fshard import _compat
-from fshard.engine import Call, GatheredUnit, Leaf, ModuleUnit, Pass
+from fshard.engine import EngineCall, GatheredUnit, Leaf, ModelWalk, ModuleUnit
 from fshard.units import upwards
 
 
@@ -47,8 +47,8 @@ class ModuleTemplate:
         # What one call binds.
         self._values: Mapping[str, torch.Tensor] = {}
         self._leaves: Mapping[str, Leaf] = {}
-        self._call: Call | None = None
-        self._walk: Pass | None = None
+        self._call: EngineCall | None = None
+        self._walk: ModelWalk | None = None
         self._last_unit: GatheredUnit | None = None
         # For each unit of a compiled submodule the weights that must be there before it runs.
         self._compiled_weights: dict[int, list[dict[str, Any]]] = {}
@@ -85,7 +85,7 @@ class ModuleTemplate:
         self._values = values
         self._buffers.bind(buffers)
 
-    def gather_from(self, call: Call, walk: Pass, leaves: Mapping[str, Leaf]) -> None:
+    def gather_from(self, call: EngineCall, walk: ModelWalk, leaves: Mapping[str, Leaf]) -> None:
         """Take the parameters that were not bound from a call of the engine, as they are read.
 
         Args:

@@ -22,7 +22,7 @@ from fshard.collectives import (
     shared_axes,
     total,
 )
-from fshard.engine import Call
+from fshard.engine import EngineCall
 from fshard.errors import expect
 from fshard.microbatches import Share, check_batches, order_of, share_of, tree_total
 from fshard.transforms.compose import in_tree
@@ -300,7 +300,7 @@ class _Differentiation:
         if self.share:
             leaves = [leaf and Sharded(leaf.local, in_tree(leaf.spec, self.axes)) for leaf in flat.leaves]
             flat = flat._replace(leaves=leaves)
-        call = Call(self.options.api_name, flat, self.shared_axes, tree=bool(self.share), **self._facts())
+        call = EngineCall(self.options.api_name, flat, self.shared_axes, tree=bool(self.share), **self._facts())
         several = bool(self.share) or len(self.functions) > 1
         for leaf, state in zip(call.leaves, self.states, strict=True):
             if leaf is not None:
@@ -312,7 +312,7 @@ class _Differentiation:
             finally:
                 call.end()
 
-    def _run_microbatches(self, call: Call) -> _Gradients:
+    def _run_microbatches(self, call: EngineCall) -> _Gradients:
         """Run forward and backward of each microbatch, then reduce the objective, and take the gradients."""
         losses: list[_Loss] = []
         # With one microbatch each gradient can be divided as soon as it is reduced.

@@ -1,4 +1,4 @@
-"""One run of `value_and_grad`, or of a model: binds leaves, runs forwards and backwards, ends."""
+"""Engine calls: one run of `value_and_grad` or of a model, from binding its leaves to the end of its backward."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fshard import _compat, comm
-from fshard.collectives import Chain, chained, divided, settle
+from fshard.collectives import chained, divided
 from fshard.engine.backward import Backward
 from fshard.engine.forward import Forward
 from fshard.engine.gathered_unit import GatheredUnit
@@ -21,154 +21,197 @@ from fshard.engine.graph import (
     outlived_graph_error,
 )
 from fshard.engine.leaf import Leaf
-from fshard.engine.passes import Pass
+from fshard.engine.microbatch import Microbatch
+from fshard.engine.model_walk import ModelWalk
 from fshard.engine.plan import LeafFacts, ModuleUnit, make_plan, make_unit
 from fshard.engine.saved import SavedTensorHooks
 from fshard.errors import Problem, leaf_error
 from fshard.tree import Axis, Flat, Sharded, is_sharded
 from fshard.tree.checks import check_dense, check_versions
 
-# Under which the function, and what autograd runs again of it, find the call that runs them.
+# The thread-local key under which `call_of` finds the running call, also when autograd recomputes a checkpoint.
 KEY = "fshard call"
 
 
-class Call:
-    """Binds leaves for a function, gathers units when it asks for them, and collects gradients.
+class EngineCall:
+    """Binds leaves for a function, gathers units when the function asks for them, and collects gradients.
+
+    A call runs `forward` and then `backward` for each microbatch, and `end` when all of them are done.
 
     Attributes:
-        bound: The parameters as the function gets them.
-        leaves: The same as the engine sees them; None for leaves that are not Sharded.
-        trained: Those that take a gradient.
+        bound: The parameters that the function receives.
+        leaves: For each parameter the leaf that owns its gradient; None for parameters that are not Sharded.
+        trained: The leaves that take a gradient.
         at_end: Functions to run when the call ends.
-        ended: Whether it has ended.
     """
 
     def __init__(
-        self, what: str, flat: Flat, axes: Sequence[Axis], *, trains: bool = True, tree: bool = False, **told: Any
+        self,
+        api_name: str,
+        flat: Flat,
+        axes: Sequence[Axis],
+        *,
+        trains: bool = True,
+        tree: bool = False,
+        **compared: Any,
     ) -> None:
-        """Bind parameters, and check that every rank begins the same call.
+        """Bind parameters, and check that every rank starts the same call.
 
         Args:
-            what: The verb that runs, for errors.
-            flat: Its parameters.
-            axes: The mesh axes that they live on.
+            api_name: The public function that runs, for errors.
+            flat: The parameters.
+            axes: The mesh axes that the parameters live on.
             trains: Whether anything is differentiated.
-            tree: Whether microbatches are added up in one tree with those of other ranks, rather than in turn.
-            **told: The verb's other arguments that decide what is sent or what sums mean.
+            tree: Whether microbatches are added up in one binary tree with those of other ranks, rather than in turn.
+            **compared: Other arguments that must be equal on every rank, because they decide what is sent or what sums
+                mean.
         """
-        comm.same_call(what, axes, flat, **told)
-        self._what, self._trains, self._tree = what, trains, tree
-        self.bound, self.leaves = list(flat.leaves), list[Leaf | None]()
-        for i, (path, own) in enumerate(zip(flat.paths, flat.leaves, strict=True)):
-            if is_sharded(own):
-                bound = self.bound[i] = Sharded(own.local.detach(), own.spec)
-                bound.local.requires_grad_(trains and not own.spec.frozen)
-                self.leaves.append(Leaf(path, bound, own.local, tree=tree))
-            else:
+        comm.same_call(api_name, axes, flat, **compared)
+        self.bound = list(flat.leaves)
+        self.leaves: list[Leaf | None] = []
+        for index, (path, param) in enumerate(zip(flat.paths, flat.leaves, strict=True)):
+            if not is_sharded(param):
                 self.leaves.append(None)
-        self._own = [leaf for leaf in self.leaves if leaf is not None]
-        self.trained = [leaf for leaf in self._own if leaf.trained]
-        self._versions = _compat.versions(leaf.stored for leaf in self._own)
+                continue
+            bound = Sharded(param.local.detach(), param.spec)
+            bound.local.requires_grad_(trains and not param.spec.frozen)
+            self.bound[index] = bound
+            self.leaves.append(Leaf(path, bound, param.local, tree=tree))
+        self._sharded_leaves = [leaf for leaf in self.leaves if leaf is not None]
+        self.trained = [leaf for leaf in self._sharded_leaves if leaf.trained]
         self.at_end: list[Callable[[], None]] = []
-        self.ended = False
+        self._api_name = api_name
+        self._trains = trains
+        self._tree = tree
+        self._stored_versions = _compat.versions(leaf.stored for leaf in self._sharded_leaves)
+        # From the first forward to the end of the call.
+        self._microbatch: Microbatch | None = None
 
     def running(self) -> AbstractContextManager[None]:
         """Make the context in which `call_of` finds this call."""
         return _compat.keeping_thread_object(KEY, self)
 
-    def has(self, leaf: Any) -> bool:
-        """Whether this call bound a leaf, or it was computed from such."""
-        return is_sharded(leaf) and (leaf.local.requires_grad or id(leaf.local) in self._by_tensor)
+    def has_any(self, params: Sequence[Any]) -> bool:
+        """Return whether this call bound one of some parameters, or its function computed one from those it bound."""
+        return self._microbatch is not None and any(map(self._microbatch.has, params))
 
-    def leaf_of(self, path: str, leaf: Sharded) -> Leaf:
-        """Find the leaf that this call bound, or make a derived one."""
-        known = self._by_tensor.get(id(leaf.local))
-        if known is not None:
-            return known
-        with torch.enable_grad():
-            settled = settle(path, leaf.local, leaf.spec)
-        derived = Leaf(path, Sharded(settled, leaf.spec), leaf.local, derived=True)
-        self._by_tensor[id(leaf.local)] = derived
-        # The leaf may hold a view of its tensor alone, and the number of a tensor that is gone may be another's.
-        self._computed.append(leaf.local)
-        if derived.trained:
-            self._derived.append(derived)
-        return derived
+    def leaves_of(self, params: Mapping[str, Any]) -> dict[str, Leaf]:
+        """Return the leaves of a model's sharded parameters, by name."""
+        microbatch = self._running_microbatch()
+        leaves = {}
+        for name, param in params.items():
+            if is_sharded(param):
+                leaves[name] = microbatch.leaf_of(f"[{name!r}]", param)
+        return leaves
 
-    def begin_pass(self, units: Sequence[ModuleUnit], leaves: Mapping[str, Leaf]) -> Pass:
-        """Begin a pass over the units of a model.
+    def begin_walk(self, units: Sequence[ModuleUnit], leaves: Mapping[str, Leaf]) -> ModelWalk:
+        """Begin to apply a model.
 
         Args:
-            units: The units.
-            leaves: All sharded leaves of the model, by their names.
+            units: The units of the model.
+            leaves: All sharded leaves of the model, by name.
 
         Returns:
-            The pass.
+            The walk along the model's units.
         """
-        if not self._forward.is_over:
-            self._forward.leave_plain()
-        return Pass(self._forward, make_plan(tuple(units), _facts(leaves)), leaves, self._recomputed)
+        forward = self._running_microbatch().forward
+        if not forward.is_over:
+            forward.leave_plain()
+        facts = [LeafFacts(name, leaf.spec, leaf.stored.element_size()) for name, leaf in leaves.items()]
+        plan = make_plan(tuple(units), tuple(facts))
+        return ModelWalk(forward, plan, leaves, self._find_recomputed)
 
-    def gather(self, paths: Sequence[str], leaves: Sequence[Sharded]) -> list[torch.Tensor]:
-        """Gather leaves in a plain function, as one unit."""
-        found = [self.leaf_of(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
-        asked = list(dict.fromkeys(found))
-        if self._forward.is_over:
-            use = self._recomputed(asked)
+    def gather(self, paths: Sequence[str], params: Sequence[Sharded]) -> list[torch.Tensor]:
+        """Gather the parameters that a plain function asks for, as one unit."""
+        microbatch = self._running_microbatch()
+        leaves = [microbatch.leaf_of(path, param) for path, param in zip(paths, params, strict=True)]
+        unique_leaves = list(dict.fromkeys(leaves))
+        if microbatch.forward.is_over:
+            gathered = self._find_recomputed(unique_leaves)
         else:
-            use = GatheredUnit(make_unit(_name(asked), _facts({leaf.path: leaf for leaf in asked})), asked)
-            self._forward.insert_plain(use)
-        outputs = [self.output(use, leaf) for leaf in found]
-        # The function holds them.
-        use.outputs = {}
+            facts = [LeafFacts(leaf.path, leaf.spec, leaf.stored.element_size()) for leaf in unique_leaves]
+            unit = make_unit(_join_paths(unique_leaves), tuple(facts))
+            gathered = GatheredUnit(unit, unique_leaves)
+            microbatch.forward.insert_plain(gathered)
+        outputs = [self.output(gathered, leaf) for leaf in leaves]
+        # From here on the function holds the outputs. The unit would keep them alive for longer.
+        gathered.outputs = {}
         return outputs
 
-    def _recomputed(self, leaves: Sequence[Leaf]) -> GatheredUnit:
-        """Find the use of leaves that a checkpoint computes with again."""
-        use = None if self._backward is None else self._backward.find_recomputed(leaves)
-        if use is None:
+    def _find_recomputed(self, leaves: Sequence[Leaf]) -> GatheredUnit:
+        """Return the gathered unit with which a checkpoint recomputes some leaves."""
+        backward = self._running_backward()
+        gathered = None if backward is None else backward.find_recomputed(leaves)
+        if gathered is None:
             raise ValueError(
-                f"{self._what}: {_name(leaves)} is computed inside a checkpoint, so the backward cannot gather it "
-                "again. Compute it outside of the checkpoint."
+                f"{self._api_name}: {_join_paths(leaves)} is computed inside a checkpoint, so the backward cannot "
+                "gather it again. Compute it outside of the checkpoint."
             )
-        return use
+        return gathered
 
-    def output(self, use: GatheredUnit, leaf: Leaf) -> torch.Tensor:
-        """Return the tensor that the function gets for one leaf of an open use."""
-        recorded = torch.is_grad_enabled()
-        first = leaf.trained and not self._forward.is_over and (leaf not in use.outputs or not recorded)
-        if first and _compat.in_reentrant_checkpoint():
-            # Its own backward would lose the gradient.
-            problem = Problem(leaf.path, "a use inside a reentrant checkpoint", "one that autograd records")
-            remedy = "pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
-            raise leaf_error(f"{self._what}: a gradient would be lost", [problem], remedy)
-        if leaf.trained and recorded and leaf not in use.outputs:
-            use.outputs = deliver(self._receive, use)
-        return use.outputs[leaf] if leaf in use.outputs else use.wait()[leaf].detach()
+    def output(self, gathered: GatheredUnit, leaf: Leaf) -> torch.Tensor:
+        """Return the tensor that the function receives for one leaf of an open unit."""
+        if not leaf.trained:
+            return gathered.wait()[leaf].detach()
+        output = gathered.outputs.get(leaf)
+        is_recorded = torch.is_grad_enabled()
+        if is_recorded and output is not None:
+            return output
 
-    def _fetch(self, use: GatheredUnit, leaf: Leaf) -> torch.Tensor:
-        """Look up a full tensor that autograd saved a handle of."""
-        if self.ended:
+        self._refuse_reentrant_checkpoint(leaf)
+        if is_recorded:
+            gathered.outputs = deliver(self._receive, gathered)
+            return gathered.outputs[leaf]
+        if output is not None:
+            return output
+        return gathered.wait()[leaf].detach()
+
+    def _refuse_reentrant_checkpoint(self, leaf: Leaf) -> None:
+        """Refuse to read a leaf in the forward of a reentrant checkpoint.
+
+        Such a checkpoint runs its forward without autograd, and then a backward of its own inside the backward, where
+        the engine would lose the gradient.
+        """
+        if self._running_microbatch().forward.is_over or not _compat.in_reentrant_checkpoint():
+            return
+        problem = Problem(leaf.path, "a use inside a reentrant checkpoint", "one that autograd records")
+        remedy = "pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
+        raise leaf_error(f"{self._api_name}: a gradient would be lost", [problem], remedy)
+
+    def _running_microbatch(self) -> Microbatch:
+        assert self._microbatch is not None
+        return self._microbatch
+
+    def _running_backward(self) -> Backward | None:
+        return None if self._microbatch is None else self._microbatch.backward
+
+    def _fetch(self, gathered: GatheredUnit, leaf: Leaf) -> torch.Tensor:
+        """Return the full tensor for which autograd saved a handle."""
+        if self._microbatch is None:
             raise outlived_graph_error([leaf.path])
         self._catch_up()
-        return use.wait()[leaf]
+        return gathered.wait()[leaf]
 
-    def _receive(self, use: GatheredUnit, grads: Grads) -> None:
-        """Take the gradients of a use's outputs."""
-        if self._backward is None:
-            pairs = zip(use.trained, grads, strict=True)
+    def _receive(self, gathered: GatheredUnit, grads: Grads) -> None:
+        """Take the gradients of a unit's outputs."""
+        backward = self._running_backward()
+        if backward is None:
+            pairs = zip(gathered.trained, grads, strict=True)
             raise outlived_graph_error([leaf.path for leaf, grad in pairs if grad is not None])
-        check_dense(self._what, [leaf.path for leaf in use.trained], grads)
-        self._backward.receive(use, grads)
+        check_dense(self._api_name, [leaf.path for leaf in gathered.trained], grads)
+        backward.receive(gathered, grads)
 
     def _catch_up(self) -> None:
-        if self._backward is not None:
-            self._backward.catch_up()
+        """Take the steps that the backward has passed, if one is running."""
+        backward = self._running_backward()
+        if backward is not None:
+            backward.catch_up()
 
     def _check_writes(self) -> None:
-        """Refuse writes to parameters since the call began."""
-        paths, stored = [leaf.path for leaf in self._own], [leaf.stored for leaf in self._own]
-        check_versions(self._what, paths, stored, self._versions)
+        """Refuse in-place writes to parameters since the call began."""
+        paths = [leaf.path for leaf in self._sharded_leaves]
+        stored = [leaf.stored for leaf in self._sharded_leaves]
+        check_versions(self._api_name, paths, stored, self._stored_versions)
 
     def forward(self, f: Callable[[], Any]) -> Any:
         """Run the function.
@@ -180,110 +223,148 @@ class Call:
             Its result.
 
         Raises:
-            ValueError: if it wrote to a parameter.
-            RuntimeError: of torch's, if it calls torch.func where tensors are gathered again.
+            ValueError: if the function wrote to a parameter.
+            RuntimeError: from torch, if the function calls torch.func where tensors are gathered again.
         """
-        self._by_tensor = {id(leaf.tensor): leaf for leaf in self._own}
-        self._forward = Forward(self._what, self._trains, SavedTensorHooks(self._fetch))
-        self._backward: Backward | None = None
-        self._chain = Chain(self._catch_up)
-        self._derived: list[Leaf] = []
-        self._computed: list[torch.Tensor] = []
+        forward = Forward(self._api_name, self._trains, SavedTensorHooks(self._fetch))
+        microbatch = Microbatch(forward, self._sharded_leaves, self._catch_up)
+        self._microbatch = microbatch
         with ExitStack() as contexts:
             if self._trains:
-                for context in self._forward.saved.running(), chained(self._chain), torch.enable_grad():
-                    contexts.enter_context(context)
+                contexts.enter_context(forward.saved.running())
+                contexts.enter_context(chained(microbatch.chain))
+                contexts.enter_context(torch.enable_grad())
             out = f()
         self._check_writes()
-        self._forward.finish()
+        forward.finish()
         return out
 
     def backward(self, loss: torch.Tensor, divisor: Any, *, reduce: bool, last: bool) -> None:
-        """Differentiate the loss of the last forward and add its gradients to the leaves.
+        """Differentiate the loss of the last forward, and add its gradients to the leaves.
+
+        Gradients reach a leaf in three ways: through full tensors, whose gradients are reduced over ranks; through
+        derived leaves, whose reduced gradients are differentiated further; and directly, from math on shards. The order
+        of additions follows from the program alone, never from timing, so that results have the same bits every time.
 
         Args:
-            loss: This rank's scalar loss, attached to the graph.
-            divisor: Summed gradients are divided by it.
-            reduce: Whether gathered leaves' gradients are reduced now, rather than kept in full.
-            last: Whether no other forward follows, so that tensors that were kept may be dropped.
+            loss: This rank's loss, a scalar attached to the graph.
+            divisor: The number that summed gradients are divided by.
+            reduce: Whether to reduce gradients over ranks now, rather than keep this rank's full gradients.
+            last: Whether this is the last microbatch, so that tensors kept from one to the next can be dropped.
         """
-        check_derived_leaves(self._what, self._derived, self.trained)
+        microbatch = self._running_microbatch()
+        check_derived_leaves(self._api_name, microbatch.derived, self.trained)
         if last:
-            for leaf in self._own:
+            for leaf in self._sharded_leaves:
                 leaf.shared_from = None
-        # Gradients of leaves that derived ones may have been computed from come behind the derived leaves' own.
-        early = reduce and not self._derived
-        self._backward = backward = Backward(self._forward, divisor=divisor, reduce_early=early, is_last=last)
-        outputs = [out for out in (loss, *self._chain.tokens[1:]) if out.requires_grad]
-        starts = [torch.ones_like(out) if out is loss else torch.zeros_like(out) for out in outputs]
-        # Gradients come through derived leaves whether this rank uses them or not.
-        used = find_used_leaves(loss, self.trained) if self._derived else set()
-        used.update(leaf for leaf in self.trained if leaf.used)
-        sources = [*self._chain.tokens[:1], ANY_CALL]
-        # This graph may share nodes with the graph that computed the derived leaves.
-        found = self._differentiate(outputs, starts, sources, retain_graph=bool(self._derived))
-        own = [leaf for leaf, grad in zip(self.trained, found, strict=False) if grad is not None]
-        check_direct_gradients(self._what, outputs, own, [*own, *self._derived] if self._tree else [])
+        # With derived leaves, hold reductions back: the gradients of the leaves that they were computed from arrive
+        # after their own.
+        reduce_early = reduce and not microbatch.derived
+        backward = Backward(microbatch.forward, divisor=divisor, reduce_early=reduce_early, is_last=last)
+        microbatch.backward = backward
+
+        used = {leaf for leaf in self.trained if leaf.used}
+        if microbatch.derived:
+            # A derived leaf passes gradients on whether this rank uses it or not. Only the graph tells.
+            used |= find_used_leaves(loss, self.trained)
+        direct_grads = self._differentiate_loss(loss, microbatch)
         backward.finish()
-        # Reduced gradients of derived leaves go on; again where they reach full tensors of other derived leaves.
-        while pending := [
-            (leaf.tensor, leaf.take_reduced()) for leaf in self._derived if leaf.reduced_grad is not None
-        ]:
-            tensors, grads = zip(*pending, strict=True)
-            self._add_direct(self._differentiate(tensors, grads, [ANY_CALL], retain_graph=True), divisor)
-            backward.reduce([leaf for leaf in self._derived if leaf.full_grad is not None])
+        self._reduce_derived(backward, microbatch.derived, divisor)
         if reduce:
-            # Leaves that were not reduced at their step, or used in earlier microbatches only.
-            backward.reduce([leaf for leaf in reversed(self.trained) if leaf.must_reduce or leaf.full_grad is not None])
-        # Behind all reductions, whichever of them have landed by now: their order depends on sizes of units.
-        self._add_direct(found, divisor)
+            # The leaves that were not reduced at their step, and those that only earlier microbatches used.
+            late = [leaf for leaf in self.trained if leaf.must_reduce or leaf.full_grad is not None]
+            backward.reduce(late[::-1])
+        # Add direct gradients after all reductions. Which reductions have finished before this point depends on the
+        # sizes of units, and so would the order of additions.
+        self._add_direct(direct_grads, divisor)
         backward.release()
+
         self._check_writes()
         for leaf in self.trained:
-            if self._derived:
+            if microbatch.derived:
                 leaf.used = leaf in used
             if leaf.tree_sum is not None:
                 leaf.move_to_tree(leaf.tree_sum)
-        self._forward.end()
-        for leaf in self._by_tensor.values():
-            leaf.first_gathered, leaf.shared_from = None, None if leaf.derived else leaf.shared_from
+        microbatch.end(keep_shared=True)
 
-    def _differentiate(self, outputs: Any, starts: Any, sources: Sequence[torch.Tensor], retain_graph: bool) -> Grads:
-        """Find the gradients of shards, and of other sources behind them."""
-        sources = [*(leaf.tensor for leaf in self.trained), *sources]
+    def _differentiate_loss(self, loss: torch.Tensor, microbatch: Microbatch) -> Grads:
+        """Run autograd from the loss. Gradients of full tensors arrive at `_receive`.
+
+        Returns:
+            The gradients of math on shards, one for each trained leaf, and those of other sources after them.
+        """
+        tokens = microbatch.chain.tokens
+        outputs = [out for out in (loss, *tokens[1:]) if out.requires_grad]
+        cotangents = []
+        for out in outputs:
+            # Tokens carry no value; they make autograd run the transposes of collectives. The first one is a source.
+            cotangent = torch.ones_like(out) if out is loss else torch.zeros_like(out)
+            cotangents.append(cotangent)
+        # The graph that computed the derived leaves may share nodes with this one, and is differentiated later.
+        retain_graph = bool(microbatch.derived)
+        grads = self._differentiate(outputs, cotangents, [*tokens[:1], ANY_CALL], retain_graph)
+
+        direct = [leaf for leaf, grad in zip(self.trained, grads, strict=False) if grad is not None]
+        outside_of_tree = [*direct, *microbatch.derived] if self._tree else []
+        check_direct_gradients(self._api_name, outputs, direct, outside_of_tree)
+        return grads
+
+    def _reduce_derived(self, backward: Backward, derived: Sequence[Leaf], divisor: Any) -> None:
+        """Differentiate the reduced gradients of derived leaves further, down to the leaves that the call bound.
+
+        A derived leaf may be computed from the full tensor of another one, so this repeats until none has a gradient.
+        """
+        while True:
+            pending = [leaf for leaf in derived if leaf.reduced_grad is not None]
+            if not pending:
+                return
+            tensors = [leaf.tensor for leaf in pending]
+            reduced = [leaf.take_reduced() for leaf in pending]
+            grads = self._differentiate(tensors, reduced, [ANY_CALL], retain_graph=True)
+            self._add_direct(grads, divisor)
+            backward.reduce([leaf for leaf in derived if leaf.full_grad is not None])
+
+    def _differentiate(
+        self,
+        outputs: Sequence[torch.Tensor],
+        cotangents: Grads,
+        other_sources: Sequence[torch.Tensor],
+        retain_graph: bool,
+    ) -> Grads:
+        """Return the gradients of the trained leaves' shards, and those of other sources after them."""
+        sources = [leaf.tensor for leaf in self.trained]
+        sources += other_sources
         if not outputs:
             return [None] * len(sources)
-        return torch.autograd.grad(outputs, sources, starts, allow_unused=True, retain_graph=retain_graph)
+        return torch.autograd.grad(outputs, sources, cotangents, allow_unused=True, retain_graph=retain_graph)
 
     def _add_direct(self, grads: Grads, divisor: Any) -> None:
-        """Add gradients of maths on shards, which are this rank's own part of the sum."""
+        """Add the gradients of math on shards, which are already this rank's share of the sum."""
         for leaf, grad in zip(self.trained, grads, strict=False):
             if grad is not None:
                 leaf.used = True
                 leaf.add_reduced(divided(leaf.cast_for_sum(grad), divisor))
 
     def end(self) -> None:
-        """Drop all that the call holds, so that memory is freed without the garbage collector."""
-        self._forward.end()
+        """Drop every reference to what the call used, so that memory is freed without the garbage collector.
+
+        A graph that outlives the call may hold the call's hooks through C++, and the collector cannot see such a cycle.
+        """
+        if self._microbatch is not None:
+            self._microbatch.end(keep_shared=False)
         for release in self.at_end:
             release()
-        for leaf in self._by_tensor.values():
-            leaf.shared_from = leaf.first_gathered = None
-        self.at_end, self._derived, self._computed, self._by_tensor = [], [], [], {}
-        self._backward, self.ended = None, True
-        del self._forward, self._chain
+        self.at_end = []
+        self._microbatch = None
 
 
-def _name(leaves: Sequence[Leaf]) -> str:
+def _join_paths(leaves: Sequence[Leaf]) -> str:
     return ", ".join([leaf.path for leaf in leaves])
 
 
-def _facts(leaves: Mapping[str, Leaf]) -> tuple[LeafFacts, ...]:
-    """Describe leaves by values."""
-    return tuple([LeafFacts(name, leaf.spec, leaf.stored.element_size()) for name, leaf in leaves.items()])
-
-
-def call_of(flat: Flat) -> Call | None:
-    """Find the running call that leaves of a tree belong to; None where all leaves are the caller's own."""
-    call: Call | None = _compat.thread_object(KEY)
-    return call if call is not None and any(map(call.has, flat.leaves)) else None
+def call_of(flat: Flat) -> EngineCall | None:
+    """Return the running call that bound a leaf of a tree; None if no call runs or all leaves are the caller's own."""
+    call: EngineCall | None = _compat.thread_object(KEY)
+    if call is None or not call.has_any(flat.leaves):
+        return None
+    return call

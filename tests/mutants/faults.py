@@ -334,15 +334,15 @@ FAULTS = (
     Fault(
         "use-in-earlier-microbatches-forgotten",
         "fshard/engine/call.py",
-        "used.update(leaf for leaf in self.trained if leaf.used)",
-        "used.update(())",
+        "used = {leaf for leaf in self.trained if leaf.used}",
+        "used = set()",
         "9: a leaf that any microbatch used has a gradient, also beside derived leaves",
     ),
     Fault(
         "leaf-asked-for-twice-gathered-twice",
         "fshard/engine/call.py",
-        "asked = list(dict.fromkeys(found))",
-        "asked = found",
+        "unique_leaves = list(dict.fromkeys(leaves))",
+        "unique_leaves = leaves",
         "8: a leaf that one gather names twice is sent once",
     ),
     Fault(
@@ -382,9 +382,9 @@ FAULTS = (
     ),
     Fault(
         "passed-unit-takes-the-checkpoint-of-the-next",
-        "fshard/engine/passes.py",
-        "here = outermost_checkpoint() if number == entered else checkpoint",
-        "here = outermost_checkpoint()",
+        "fshard/engine/model_walk.py",
+        "if number == entered:",
+        "if True:",
         "10: a rank that skips a unit gathers what the others do, in their order",
     ),
     Fault(
