@@ -10,7 +10,7 @@ from torch.fx.node import map_arg
 
 from fshard import _compat
 from fshard.comm import ops
-from fshard.jit.passes import is_impure, is_random, is_view, placeholders
+from fshard.jit.nodes import find_inputs, is_impure, is_random, is_view
 from fshard.jit.signature import aval
 from fshard.jit.trace import TRACING
 
@@ -29,7 +29,7 @@ def ready(module: Any, backend: Backend) -> Callable[..., Any]:
         A function of its inputs.
     """
     if callable(backend):
-        return backend(module, [node.meta["val"] for node in placeholders(module.graph)])
+        return backend(module, [node.meta["val"] for node in find_inputs(module.graph)])
     if backend == "inductor":
         with TRACING:
             compile_pieces(module)

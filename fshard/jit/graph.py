@@ -10,7 +10,8 @@ from torch.fx.node import map_arg
 from fshard import _compat, comm
 from fshard.comm import ops
 from fshard.jit.jit import Jitted
-from fshard.jit.passes import Storages, clean, is_wait, last_uses, results, sent_by, storages_of
+from fshard.jit.nodes import Storages, find_collective, find_last_uses, find_results, find_storages, is_wait
+from fshard.jit.passes import remove_dead_views
 from fshard.jit.trace import Traced, trace
 from fshard.tree import flatten, unflatten
 
@@ -79,7 +80,7 @@ class StepGraph:
         """Look at what was traced."""
         self.module = traced.graph
         self.memory = lifetimes(self.module.graph)
-        self.results = unflatten(traced.treedef, results(self.module.graph))
+        self.results = unflatten(traced.treedef, find_results(self.module.graph))
         self.moments = list(self._run())
 
     def collectives(self) -> comm.Record:
@@ -115,7 +116,7 @@ class StepGraph:
             if node.op == "call_function":
                 name = str(node.target) if _compat.arguments_of(node.target) else node.target.__name__
                 name = name.removesuffix(".default").removesuffix(".Tensor")
-                yield Operation(node, name, total, sent_by(node))
+                yield Operation(node, name, total, find_collective(node))
             for storage in self.memory.freed.get(node, ()):
                 total -= held.pop(storage, 0)
 
@@ -143,7 +144,7 @@ def make_graph(f: Callable[..., Any]) -> Callable[..., StepGraph]:
         if isinstance(f, Jitted):
             return StepGraph(f.graph_for(args, kwargs))
         traced = trace(flatten((args, kwargs)), f)
-        clean(traced.graph.graph)
+        remove_dead_views(traced.graph.graph)
         return StepGraph(traced)
 
     return run
@@ -155,7 +156,7 @@ def lifetimes(graph: Graph) -> Lifetimes:
     Args:
         graph: The graph, with results that have no values.
     """
-    storages = storages_of(graph.nodes)
+    storages = find_storages(graph.nodes)
     flights = list(_flights(storages))
     given: Storages = {}
     taken: dict[Node, Storages] = {node: {} for node in storages}
@@ -167,7 +168,7 @@ def lifetimes(graph: Graph) -> Lifetimes:
         sources[flight.wait] |= flight.source
         taken[flight.start] |= {name: nbytes for name, nbytes in flight.source.items() if name not in given}
     freed = defaultdict[Node, list[Hashable]](list)
-    for name, node in last_uses(storages, sources).items():
+    for name, node in find_last_uses(storages, sources).items():
         if name not in given:
             freed[node].append(name)
     return Lifetimes(storages, given, taken, freed, flights)

@@ -1,7 +1,6 @@
 """jit: a function traced once for equal arguments, and run as a graph from then on."""
 
 import functools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,10 +10,13 @@ from fshard import _compat, comm
 from fshard.collectives import Used, Uses, agreed_uses
 from fshard.errors import Problem, expect, refuse
 from fshard.jit.backends import BACKENDS, Backend, ready
-from fshard.jit.passes import clean, placeholders, refuse_ambient_random, refuse_writes, told_in
+from fshard.jit.donation import assign_donated_outputs, match_donated_outputs, pair_inputs_with_results
+from fshard.jit.early_updates import schedule_early_updates
+from fshard.jit.facts import collect_facts, refuse_tree_sums
+from fshard.jit.nodes import find_inputs
+from fshard.jit.passes import refuse_ambient_random, refuse_writes, remove_dead_views
 from fshard.jit.signature import Signature, changes, exact, outline, signature
 from fshard.jit.trace import Traced, trace
-from fshard.jit.writes import donate, pairs_of, schedule, twins_of
 from fshard.tree import Axis, Exact, Flat, Sharded, flatten, tensor_of, tensors_of, unflatten
 from fshard.tree.checks import check_axes, describe, mark_donated, refuse_donated
 from fshard.update import check_same_step
@@ -150,29 +152,23 @@ class Jitted:
     def _graph(self, flat: Flat, uses: Uses | None = None) -> Program:
         traced = trace(flat, self._f, uses)
         graph = traced.graph.graph
-        told, sent = told_in(graph)
-        found = "Inductor's, whose bits depend on what it joins them with"
-        remedy = 'take backend="graph", or leave out sums="tree"'
-        own = self.backend != "inductor" or "sums" not in told
-        expect(own, "jit", 'torch\'s own kernels for sums="tree"', found, remedy)
-        # A rank whose trace fails knows the axes of its arguments alone.
-        each = {axis: "\n".join(sent.get(axis, ())) for axis in flat.axes or sent}
-        # Ranks of each axis compare its own: stages of a pipeline differ in what they send over other axes.
-        compared = {axis: json.dumps({**told, "collectives": text}) for axis, text in each.items()}
-        told.pop("leaves", None)
-        clean(graph)
-        twins = twins_of(flat, traced.treedef, self._donated)
-        inputs = dict(zip(traced.inputs, placeholders(graph), strict=True))
-        refuse_writes(graph, {node: flat.paths[i] for i, node in inputs.items() if i not in twins})
+        facts = collect_facts(graph)
+        refuse_tree_sums(facts, self.backend)
+        remove_dead_views(graph)
+        matches = match_donated_outputs(flat, traced.treedef, self._donated)
+        inputs = dict(zip(traced.inputs, find_inputs(graph), strict=True))
+        refuse_writes(graph, {node: flat.paths[leaf] for leaf, node in inputs.items() if leaf not in matches})
         refuse_ambient_random(graph)
-        pairs, passed = pairs_of(traced, flat, twins)
-        # Others may not keep the order of what reads and writes an input.
+        donation = pair_inputs_with_results(traced, flat, matches)
+        # A backend of the user's may not keep the order in which an input is read and written.
         if not callable(self.backend):
-            donate(graph, pairs)
-            schedule(graph)
-        donated = [i for i in inputs if i in twins]
+            assign_donated_outputs(graph, donation.results)
+            schedule_early_updates(graph)
+        donated = [leaf for leaf in inputs if leaf in matches]
+        written = {*donated} - donation.unchanged
         closed = [(tensor, _compat.version(tensor)) for tensor in traced.closed]
-        return Program(traced, donated, {*donated} - passed, closed, compared, json.dumps(told), traced.graph)
+        compared = facts.for_each_axis(flat.axes)
+        return Program(traced, donated, written, closed, compared, facts.before_agreement(), traced.graph)
 
 
 def jit(

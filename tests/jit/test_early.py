@@ -61,7 +61,7 @@ def test_updates_come_between_reductions_and_memory_of_gradients_goes(monkeypatc
         return fs.make_graph(fs.jit(step, donate_argnums=0))(state, batches[0])
 
     early = spmd(program, 2)[0]
-    monkeypatch.setattr(import_module("fshard.jit.jit"), "schedule", lambda graph: None)
+    monkeypatch.setattr(import_module("fshard.jit.jit"), "schedule_early_updates", lambda graph: None)
     late = spmd(program, 2)[0]
     assert late.collectives() == early.collectives()
     words, nodes = ("_fused_adamw_", "all_reduce", "cos"), list(early.module.graph.nodes)

@@ -9,7 +9,7 @@ from torch import nn
 import fshard as fs
 from fshard import _compat
 from fshard.comm import ops
-from fshard.jit.passes import is_view, placeholders, storages_of
+from fshard.jit.nodes import find_inputs, find_storages, is_view
 from fshard.testing import spmd
 from tests.jit.steps import collectives, trained
 from tests.jit.test_steps import Stack, inputs
@@ -90,8 +90,8 @@ def test_collectives_are_those_of_the_eager_step_and_all_are_waited_for():
 
 def test_donated_leaves_are_written_right_after_their_update():
     program, _ = graph_of(prefetch=1)
-    nodes, inputs = nodes_of(program), placeholders(program.traced.graph.graph)
-    order, memory = {node: n for n, node in enumerate(nodes)}, storages_of(nodes)
+    nodes, inputs = nodes_of(program), find_inputs(program.traced.graph.graph)
+    order, memory = {node: n for n, node in enumerate(nodes)}, find_storages(nodes)
     outputs = [given for given in nodes[-1].args[0] if given in inputs]
     assert len(set(outputs)) == len(inputs) - 1
     copies = [node for node in nodes if node.target is torch.ops.aten.copy_.default]

@@ -8,7 +8,7 @@ from torch._inductor.utils import run_and_get_code
 
 import fshard as fs
 from fshard import _compat
-from fshard.jit.passes import placeholders
+from fshard.jit.nodes import find_inputs
 from fshard.rounding import tolerance
 from fshard.testing import assert_trees_close
 from tests.jit.test_graph import STARTS, UNITS, graph_of, is_wait, nodes_of
@@ -90,5 +90,5 @@ def test_kernels_lie_between_the_collectives_of_the_graph():
     compiled = _compat.compile_by_inductor.__module__
     pieces = [n.target for n in nodes if n.op == "call_function" and getattr(n.target, "__module__", "") == compiled]
     assert len(set(pieces)) <= len(pieces) - (UNITS - 2)
-    given = placeholders(inductor.traced.graph.graph)
+    given = find_inputs(inductor.traced.graph.graph)
     assert len({out for out in nodes[-1].args[0] if out in given}) == len(given) - 1

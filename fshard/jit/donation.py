@@ -1,0 +1,193 @@
+"""Donation: which result takes the memory of which donated argument, and where in the graph it is written there."""
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+
+from fshard.errors import expect
+from fshard.jit.nodes import COPIES, find_inputs, find_last_uses, find_results, find_storages, find_write_targets
+from fshard.jit.passes import replace_nodes
+from fshard.jit.trace import Traced
+from fshard.tree import Flat, Treedef, tensor_of
+
+aten = torch.ops.aten
+
+
+class _Part(NamedTuple):
+    """A part of a tree: the numbers of its leaves, and its structure."""
+
+    leaves: range
+    structure: Treedef
+
+
+class DonatedInputs(NamedTuple):
+    """What becomes of the inputs that hold donated tensors.
+
+    Attributes:
+        results: For each input whose memory a result takes, the number of that result.
+        unchanged: Leaves of the arguments that the function returns as they are, so that nothing is written to them.
+    """
+
+    results: dict[Node, int]
+    unchanged: set[int]
+
+
+def match_donated_outputs(flat: Flat, result: Treedef, argnums: Collection[int]) -> dict[int, int]:
+    """Find for each donated argument the part of the result that takes its place.
+
+    It is the first part with the argument's structure that no other donated argument has taken: the result itself, or
+    one of its children.
+
+    Args:
+        flat: The arguments.
+        result: The structure of the result.
+        argnums: The numbers of the arguments that are donated.
+
+    Returns:
+        For each leaf of the donated arguments the leaf of the result that takes its place.
+
+    Raises:
+        ValueError: if the result has no such part.
+    """
+    arguments = _split_into_parts(flat.treedef.children()[0])
+    candidates = [_Part(range(result.num_leaves), result), *_split_into_parts(result)]
+    matches: dict[int, int] = {}
+    # Large arguments first, so that a state is matched before a part of it: gradients look like its parameters.
+    for number in sorted(argnums, key=lambda number: -len(arguments[number].leaves)):
+        argument = arguments[number]
+        leaves = _find_free_part(argument.structure, candidates, set(matches.values()))
+        expected = f"the result to have a part of its own with the structure of donated argument {number}"
+        remedy = "return its successor, such as the new state, or do not donate it"
+        expect(leaves is not None, "jit", expected, "none", remedy)
+        matches |= zip(argument.leaves, leaves or (), strict=True)
+    return matches
+
+
+def _split_into_parts(treedef: Treedef) -> list[_Part]:
+    """List the children of a tree."""
+    children = treedef.children()
+    ends = accumulate(child.num_leaves for child in children)
+    return [_Part(range(end - child.num_leaves, end), child) for end, child in zip(ends, children, strict=True)]
+
+
+def _find_free_part(structure: Treedef, candidates: Sequence[_Part], taken: set[int]) -> range | None:
+    for part in candidates:
+        if part.structure == structure and taken.isdisjoint(part.leaves):
+            return part.leaves
+    return None
+
+
+def pair_inputs_with_results(traced: Traced, flat: Flat, matches: Mapping[int, int]) -> DonatedInputs:
+    """Decide for each donated leaf whether its result can be written to its memory.
+
+    Args:
+        traced: The graph.
+        flat: The arguments.
+        matches: For each leaf of the donated arguments the leaf of the result that takes its place.
+
+    Returns:
+        The inputs that are written to, with their results, and the leaves that stay as they are. A leaf whose result
+        differs in shape, dtype, device or spec is in neither: its result gets memory of its own.
+    """
+    results = find_results(traced.graph.graph)
+    inputs = dict(zip(traced.inputs, find_inputs(traced.graph.graph), strict=True))
+    # A tensor that is given twice is two inputs.
+    tensors = {node: tensor_of(flat.leaves[leaf]) for leaf, node in inputs.items()}
+    donated = DonatedInputs({}, set())
+    for leaf, node in inputs.items():
+        if leaf not in matches:
+            continue
+        number = matches[leaf]
+        result = results[number]
+        if not _can_take_memory(result, traced.specs[number], flat.leaves[leaf]):
+            continue
+        if tensors.get(result) is tensors[node]:
+            donated.unchanged.add(leaf)
+        else:
+            donated.results[node] = number
+    return donated
+
+
+def _can_take_memory(result: Node | None, spec: Any, leaf: Any) -> bool:
+    """Whether a result looks like a leaf, and no two elements of the leaf share memory, as those of expand do."""
+    if result is None or spec != getattr(leaf, "spec", None):
+        return False
+    value = result.meta["val"]
+    tensor = tensor_of(leaf)
+    if (value.shape, value.dtype, value.device) != (tensor.shape, tensor.dtype, tensor.device):
+        return False
+    if not tensor.numel():
+        return True
+    return all(step or size == 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def assign_donated_outputs(graph: Graph, pairs: Mapping[Node, int]) -> None:
+    """Write results to donated inputs, each as soon as it is there and nothing reads what the input held.
+
+    Args:
+        graph: The graph, which is changed: its results become the inputs that they are written to.
+        pairs: For each donated input the number of the result that takes its memory.
+    """
+    _drop_copies(graph, pairs)
+    results = find_results(graph)
+    to_write: dict[Node, int] = {}
+    for source, number in pairs.items():
+        if _find_written_root(results[number]) is source:
+            # In-place operators have written there already.
+            results[number] = source
+        else:
+            to_write[source] = number
+    storages = find_storages(graph.nodes)
+    last_uses = find_last_uses(storages)
+    memory = {source: next(iter(storages[source])) for source in to_write}
+    overwritten = set(memory.values())
+    for number, result in enumerate(results):
+        if result is not None and not overwritten.isdisjoint(storages[result]):
+            results[number] = _clone_before_output(graph, result)
+    for source, number in to_write.items():
+        _write_after(graph, max(results[number], last_uses[memory[source]]), source, results[number])
+        results[number] = source
+    graph.output_node().args = (results,)
+
+
+def _drop_copies(graph: Graph, inputs: Collection[Node]) -> None:
+    """Use an input itself in the place of its copy, if nothing reads the input afterwards.
+
+    An optimizer copies its state and then updates the copy in place. With a donated state the copy is not needed.
+    """
+    storages = find_storages(graph.nodes)
+    last_uses = find_last_uses(storages)
+    stands_for: dict[Node, Node] = {}
+    for source in inputs:
+        last = last_uses[next(iter(storages[source]))]
+        is_copy = last.target in COPIES and last.args[0] is source
+        if is_copy and last.meta["val"].stride() == source.meta["val"].stride():
+            stands_for[last] = source
+    replace_nodes(graph, stands_for)
+
+
+def _find_written_root(result: Node) -> Node:
+    """Follow in-place operators from a result back to the tensor that the first of them writes to."""
+    root = result
+    while targets := find_write_targets(root):
+        root = targets[0]
+    return root
+
+
+def _clone_before_output(graph: Graph, result: Node) -> Node:
+    """Copy a result that lies in memory which another result is about to take."""
+    with graph.inserting_before(graph.output_node()):
+        clone = graph.call_function(aten.clone.default, (result,))
+    clone.meta["val"] = result.meta["val"].clone()
+    return clone
+
+
+def _write_after(graph: Graph, node: Node, target: Node, value: Node) -> None:
+    """Write a value to a target behind a node; behind all others if that is the output."""
+    output = graph.output_node()
+    with graph.inserting_after(output.prev if node is output else node):
+        write = graph.call_function(aten.copy_.default, (target, value))
+    write.meta["val"] = target.meta["val"]

@@ -1,0 +1,211 @@
+"""Early updates: leaves are updated as soon as their gradients are reduced, while the backward of others goes on."""
+
+import operator
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from fshard import _compat, comm
+from fshard.jit.nodes import find_collective, find_storages, find_write_targets, is_impure, is_random
+
+
+def schedule_early_updates(graph: Graph) -> None:
+    """Move what follows the objective up to where its inputs are ready, before the last reduction starts.
+
+    An operator that updates all leaves is split by when their gradients arrive, so that each gradient is freed as soon
+    as its leaf is updated. Few are then held at a time, and reductions go on meanwhile. Kernels, bits and the order of
+    collectives stay.
+
+    Nodes are numbered by their positions. A node's slot is the position of the node behind which it is to run, and its
+    own position if it stays.
+
+    Args:
+        graph: The graph with its writes to donated inputs, which is changed.
+    """
+    whole_of = _split_list_operators(graph)
+    nodes = list(graph.nodes)
+    deadlines = _find_deadlines(nodes)
+    if not deadlines:
+        return
+    # Parts of one operator share the position of the first, so that those which stay are joined again.
+    first_positions: dict[Node, int] = {}
+    positions = [first_positions.setdefault(whole_of.get(node, node), n) for n, node in enumerate(nodes)]
+    slots = _choose_slots(nodes, positions, deadlines)
+    order = sorted(range(len(nodes)), key=lambda n: (slots[n], n))
+    for n, following in pairwise(order):
+        nodes[n].append(nodes[following])
+    parts = defaultdict[Any, list[Node]](list)
+    for n in order:
+        if nodes[n] in whole_of:
+            parts[whole_of[nodes[n]], slots[n]].append(nodes[n])
+    for parts_of_slot in parts.values():
+        _join_parts(graph, parts_of_slot)
+
+
+def _find_deadlines(nodes: Sequence[Node]) -> dict[Node, int]:
+    """Find the nodes that may move: those between an objective and the next collective.
+
+    Returns:
+        For each of them the position of the last collective before the objective. A node that cannot run before that
+        one starts has nothing to overlap with, and stays.
+    """
+    deadlines: dict[Node, int] = {}
+    last_collective = -1
+    deadline = -1
+    for position, node in enumerate(nodes):
+        collective = find_collective(node)
+        if collective is None:
+            if deadline >= 0 and _may_move(node):
+                deadlines[node] = deadline
+        elif collective.about.verb == comm.Verb.OBJECTIVE:
+            deadline = last_collective
+        else:
+            deadline = -1
+            last_collective = position
+    return deadlines
+
+
+def _may_move(node: Node) -> bool:
+    """Whether a node is an operator whose only effects, if any, are writes to tensors."""
+    if node.op != "call_function" or is_random(node):
+        return False
+    return not is_impure(node) or bool(find_write_targets(node))
+
+
+def _split_list_operators(graph: Graph) -> dict[Node, Node]:
+    """Split the operators on lists that may move into one operator for each entry.
+
+    Returns:
+        For each part the operator that it was split from.
+    """
+    whole_of: dict[Node, Node] = {}
+    for node in _find_deadlines(list(graph.nodes)):
+        number_of_entries = _count_entries(node)
+        if number_of_entries:
+            whole_of |= dict.fromkeys(_split_operator(graph, node, number_of_entries), node)
+    return whole_of
+
+
+def _count_entries(node: Node) -> int:
+    """Count the entries of an operator's lists; 0 if it cannot be split by them."""
+    values: tuple[Any, ...] = (*node.args, *node.kwargs.values())
+    lengths = {len(value) for value in values if _is_filled_list(value)}
+    if len(lengths) != 1 or not _compat.is_entrywise(node.target):
+        return 0
+    if not all(user.target is operator.getitem for user in node.users):
+        return 0
+    return lengths.pop()
+
+
+def _split_operator(graph: Graph, node: Node, number_of_entries: int) -> list[Node]:
+    """Put one operator for each entry in the place of an operator on lists."""
+    target: Any = node.target
+    parts: list[Node] = []
+    for i in range(number_of_entries):
+        args = tuple(_take_entry(value, i) for value in node.args)
+        kwargs = {name: _take_entry(value, i) for name, value in node.kwargs.items()}
+        with graph.inserting_before(node):
+            part = graph.call_function(target, args, kwargs)
+        part.meta = {**node.meta, "val": _take_entry(node.meta.get("val"), i)}
+        parts.append(part)
+    for user in list(node.users):
+        number: Any = user.args[1]
+        user.args = (parts[number], 0)
+    graph.erase_node(node)
+    return parts
+
+
+def _join_parts(graph: Graph, parts: Sequence[Node]) -> None:
+    """Make one operator of parts that were split from the same one and run at the same time."""
+    first = parts[0]
+    target: Any = first.target
+    args = tuple(_join_entries(values) for values in zip(*(part.args for part in parts), strict=True))
+    kwargs = {name: _join_entries([part.kwargs[name] for part in parts]) for name in first.kwargs}
+    with graph.inserting_before(first):
+        whole = graph.call_function(target, args, kwargs)
+    whole.meta = {**first.meta, "val": _join_entries([part.meta["val"] for part in parts])}
+    for i, part in enumerate(parts):
+        for user in list(part.users):
+            user.args = (whole, i)
+        graph.erase_node(part)
+
+
+def _is_filled_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value)
+
+
+def _take_entry(value: Any, i: int) -> Any:
+    return [value[i]] if _is_filled_list(value) else value
+
+
+def _join_entries(values: Sequence[Any]) -> Any:
+    if not _is_filled_list(values[0]):
+        return values[0]
+    entries: list[Any] = []
+    for value in values:
+        entries += value
+    return entries
+
+
+def _find_dependencies(nodes: Sequence[Node]) -> list[set[int]]:
+    """Find for each node the positions of those that must run before it.
+
+    These are the nodes that it reads from, the last write to a storage that it uses, and before a write all uses of the
+    storage since the last write.
+    """
+    storages = find_storages(nodes)
+    positions = {node: n for n, node in enumerate(nodes)}
+    last_write: dict[Hashable, int] = {}
+    uses_since = defaultdict[Hashable, list[int]](list)
+    dependencies: list[set[int]] = []
+    for n, node in enumerate(nodes):
+        sources = node.all_input_nodes
+        before = {positions[source] for source in sources}
+        written = _name_storages(find_write_targets(node), storages)
+        # Taking one of several results uses the memory of that one alone.
+        for name in _name_storages([node] if node.target is operator.getitem else sources, storages):
+            if name in written:
+                before.update(uses_since.pop(name, ()))
+                last_write[name] = n
+            elif name in last_write:
+                before.add(last_write[name])
+            uses_since[name].append(n)
+        dependencies.append(before)
+    return dependencies
+
+
+def _name_storages(nodes: Sequence[Node], storages: Mapping[Node, Mapping[Hashable, int]]) -> set[Hashable]:
+    names: set[Hashable] = set()
+    for node in nodes:
+        names.update(storages[node])
+    return names
+
+
+def _choose_slots(nodes: Sequence[Node], positions: Sequence[int], deadlines: Mapping[Node, int]) -> list[int]:
+    """Choose for each node the slot in which it runs.
+
+    Args:
+        nodes: The nodes in their order.
+        positions: Their positions; parts of one operator have that of the first part.
+        deadlines: For the nodes that may move the position that their slot must come before.
+    """
+    dependencies = _find_dependencies(nodes)
+    start = next(n for n, node in enumerate(nodes) if node.op == "call_function") - 1
+    results = set(nodes[-1].all_input_nodes)
+    earliest: list[int] = []
+    slots: list[int] = []
+    for n, node in enumerate(nodes):
+        ready = max([start, *(earliest[m] for m in dependencies[n])])
+        may_move = node in deadlines and ready < deadlines[node]
+        earliest.append(ready if may_move else positions[n])
+        # Only results and writes move by themselves, and what they need moves with them. A node that needs inputs alone
+        # could run at once, but its result would then be held from the start.
+        is_goal = node in results or bool(find_write_targets(node))
+        slots.append(earliest[n] if is_goal and earliest[n] > start else positions[n])
+    for n in reversed(range(len(nodes))):
+        for m in dependencies[n]:
+            slots[m] = min(slots[m], slots[n])
+    return slots

@@ -1,0 +1,108 @@
+"""Facts of a graph: what ranks must have in common, or they would send different things."""
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch.fx import Graph, Node
+
+from fshard import _compat, comm
+from fshard.comm import ops
+from fshard.errors import expect
+from fshard.jit.nodes import find_collective
+from fshard.tree import Axis
+
+
+class Facts(NamedTuple):
+    """What decides the collectives of a graph.
+
+    Attributes:
+        of_verbs: What the verbs in it were given, by name: specs, dtypes, `reduce`, and which leaves the losses used.
+        collectives: For each axis the texts of its collectives, in their order.
+    """
+
+    of_verbs: dict[str, str]
+    collectives: dict[Axis, list[str]]
+
+    def for_each_axis(self, axes: Sequence[Axis]) -> dict[Axis, str]:
+        """Write as JSON what ranks compare over each axis in every call.
+
+        The collectives are those of the axis: stages of a pipeline differ in what they send over other axes.
+
+        Args:
+            axes: The axes of the arguments. They come first, because a rank whose trace fails knows no others.
+
+        Returns:
+            The JSON for each of these axes; if there are none, for each axis of the collectives.
+        """
+        texts: dict[Axis, str] = {}
+        for axis in axes or self.collectives:
+            collectives = "\n".join(self.collectives.get(axis, ()))
+            texts[axis] = json.dumps({**self.of_verbs, "collectives": collectives})
+        return texts
+
+    def before_agreement(self) -> str:
+        """Write as JSON what ranks compare before they agree on the leaves that any of them uses."""
+        return json.dumps({name: text for name, text in self.of_verbs.items() if name != "leaves"})
+
+
+def collect_facts(graph: Graph) -> Facts:
+    """Collect the facts of a graph, which its passes then remove.
+
+    Args:
+        graph: The graph as it was traced.
+
+    Returns:
+        The facts.
+
+    Raises:
+        ValueError: if it has collectives of torch.distributed: they have no transpose, and a graph cannot hold their
+            group.
+    """
+    # The dicts keep the order in which values appear, each of them once.
+    of_verbs: dict[str, dict[str, None]] = {comm.VERB: {"jit": None}}
+    collectives = defaultdict[Axis, list[str]](list)
+    for node in graph.nodes:
+        collective = find_collective(node)
+        if node.target is ops.told:
+            for name, value in json.loads(node.args[0]).items():
+                of_verbs.setdefault(name, {})[value] = None
+        elif collective is not None:
+            name, size, group = node.args[-4:-1]
+            collectives[Axis(name, size, group)].append(_describe_collective(collective))
+        elif node.target is not _compat.WAIT_TENSOR:
+            _refuse_foreign_collective(node)
+    return Facts({name: "\n".join(values) for name, values in of_verbs.items()}, dict(collectives))
+
+
+def _describe_collective(collective: comm.Collective) -> str:
+    text = f"{collective.op} ({collective.label} {collective.unit}) over {collective.axis!r}"
+    # Each rank sends a part of its own in an exchange.
+    if collective.op == "all_to_all":
+        return text
+    return f"{text} of {collective.tensors} tensors, {collective.bytes} bytes"
+
+
+def _refuse_foreign_collective(node: Node) -> None:
+    is_foreign = getattr(node.target, "namespace", "") in ("c10d", "_c10d_functional")
+    verbs = "fs.psum, fs.pmean, fs.all_gather or fs.reduce_scatter"
+    remedy = f"call {verbs} over an axis of the mesh, or call it outside"
+    got = f"{node.target} of torch.distributed"
+    expect(not is_foreign, "jit", "collectives of fshard alone", got, remedy)
+
+
+def refuse_tree_sums(facts: Facts, backend: object) -> None:
+    """Refuse to let Inductor compile a step whose gradients are summed in a tree.
+
+    Args:
+        facts: The facts of the graph.
+        backend: As for `jit`.
+
+    Raises:
+        ValueError: if both are asked for.
+    """
+    is_right = backend != "inductor" or "sums" not in facts.of_verbs
+    expected = 'torch\'s own kernels for sums="tree"'
+    got = "Inductor's, whose bits depend on what it joins them with"
+    expect(is_right, "jit", expected, got, 'take backend="graph", or leave out sums="tree"')

@@ -1,0 +1,139 @@
+"""Nodes of a traced graph: what an operator reads, writes, sends and draws, and in which memory its results lie."""
+
+import operator
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from fshard import _compat, comm, random
+from fshard.comm import ops
+
+# Bytes of storages by their names.
+Storages = dict[Hashable, int]
+
+aten = torch.ops.aten
+COPIES = (aten.clone.default, aten.lift_fresh_copy.default)
+
+
+def find_inputs(graph: Graph) -> list[Node]:
+    """List the inputs in their order."""
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def find_results(graph: Graph) -> list[Any]:
+    """List the results in their order; a leaf that is None has None."""
+    return list(graph.output_node().args[0])  # type: ignore[arg-type]
+
+
+def pair_arguments(node: Node) -> list[tuple[_compat.Argument, Any]]:
+    """Pair the arguments that an operator declares with their values; an empty list if it is not torch's."""
+    pairs = []
+    for i, argument in enumerate(_compat.arguments_of(node.target) or []):
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+        pairs.append((argument, value))
+    return pairs
+
+
+def find_write_targets(node: Node) -> list[Node]:
+    """List the nodes whose memory a node writes to."""
+    targets: list[Node] = []
+    for argument, value in pair_arguments(node):
+        if not argument.written:
+            continue
+        # Fused optimizers declare that they write to gradients, but they do so only to divide them by a scale.
+        if argument.name == "grads" and node.kwargs.get("grad_scale") is None:
+            continue
+        values = value if isinstance(value, list | tuple) else [value]
+        targets += [target for target in values if isinstance(target, Node)]
+    return targets
+
+
+def find_collective(node: Node) -> comm.Collective | None:
+    """Return the collective that a node starts, if any."""
+    return ops.collective_of(node.target, map_arg(node.args, lambda source: source.meta.get("val")))
+
+
+def is_view(node: Node) -> bool:
+    """Whether a node only looks at memory in another way, or takes one of several results."""
+    if node.target is operator.getitem:
+        return True
+    shares_memory = any(argument.aliased for argument, _ in pair_arguments(node))
+    return shares_memory and not find_write_targets(node)
+
+
+def is_random(node: Node) -> bool:
+    """Whether a node draws random numbers. Kernels of attention draw only if they drop something."""
+    may_draw = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    if not may_draw or getattr(node.target, "namespace", "") == ops.NAMESPACE:
+        return False
+    return not any(argument.name == "dropout_p" and value in (None, 0.0) for argument, value in pair_arguments(node))
+
+
+def is_impure(node: Node) -> bool:
+    """Whether a node must stay even if nobody uses its result."""
+    if node.op in ("placeholder", "output"):
+        return True
+    # Other ranks take part in a collective, and its buffers must not be freed before it has ended.
+    if is_wait(node) or node.target in random.EFFECTS:
+        return True
+    if find_write_targets(node):
+        return True
+    return node.target is not ops.told and _compat.is_effect(node.target)
+
+
+def is_wait(node: Node) -> bool:
+    """Whether a node waits for a buffer of a collective."""
+    return node.target in (_compat.WAIT_TENSOR, ops.wait)
+
+
+def find_storages(nodes: Iterable[Node]) -> dict[Node, Storages]:
+    """Find for each node the storages that its results lie in."""
+    storages: dict[Node, Storages] = {}
+    names: dict[int, Hashable] = {}
+    for node in nodes:
+        value = node.meta.get("val")
+        source = _find_aliased_source(node)
+        storages[node] = {}
+        for tensor in value if isinstance(value, list | tuple) else [value]:
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            key = _compat.storage_key(tensor)
+            if key not in names:
+                # A trace gives the result of a wait, and of a write in the place of a copy, a storage of its own.
+                names[key] = key if source is None else next(iter(storages[source]))
+            storages[node][names[key]] = tensor.untyped_storage().nbytes()
+    return storages
+
+
+def _find_aliased_source(node: Node) -> Node | None:
+    """Return the argument in whose memory the result lies, if the operator says so."""
+    arguments = _compat.arguments_of(node.target)
+    is_alias = is_wait(node) or (arguments and arguments[0].aliased)
+    if is_alias and isinstance(node.args[0], Node):
+        return node.args[0]
+    return None
+
+
+def find_last_uses(
+    storages: Mapping[Node, Storages], held_until: Mapping[Node, Storages] | None = None
+) -> dict[Hashable, Node]:
+    """Find for each storage the last node that creates it, or that reads or writes something in it.
+
+    Args:
+        storages: The storages of each node.
+        held_until: For nodes that end a use nobody sees in their arguments, the storages that are held until then.
+
+    Returns:
+        The last node by the name of the storage.
+    """
+    last: dict[Hashable, Node] = {}
+    for node, created in storages.items():
+        last |= dict.fromkeys(created, node)
+        for source in node.all_input_nodes:
+            last |= dict.fromkeys(storages[source], node)
+        if held_until is not None:
+            last |= dict.fromkeys(held_until.get(node, ()), node)
+    return last
