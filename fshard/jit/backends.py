@@ -1,8 +1,8 @@
-"""Backends: what runs a graph."""
+"""Backends: they run a graph operator by operator, or with kernels of Inductor between the collectives."""
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -11,14 +11,26 @@ from torch.fx.node import map_arg
 from fshard import _compat
 from fshard.comm import ops
 from fshard.jit.nodes import find_inputs, is_impure, is_random, is_view
-from fshard.jit.signature import aval
+from fshard.jit.signature import make_aval
 from fshard.jit.trace import TRACING
 
 Backend = str | Callable[..., Any]
 BACKENDS = ("graph", "inductor")
 
 
-def ready(module: Any, backend: Backend) -> Callable[..., Any]:
+class Piece(NamedTuple):
+    """A run of operators without effects.
+
+    Attributes:
+        nodes: The operators, in their order.
+        next: The node behind the last of them.
+    """
+
+    nodes: list[Node]
+    next: Node
+
+
+def prepare(module: Any, backend: Backend) -> Callable[..., Any]:
     """Make a graph ready to run.
 
     Args:
@@ -33,102 +45,136 @@ def ready(module: Any, backend: Backend) -> Callable[..., Any]:
     if backend == "inductor":
         with TRACING:
             compile_pieces(module)
+    # The module keeps its graph, with what is known of results. The graph that runs is a copy without it.
     graph = Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     for node in graph.nodes:
-        # As eager code does, for the backend to let go of its tensors too.
-        node.target = ops.wait if node.target is _compat.WAIT_TENSOR else node.target
+        if node.target is _compat.WAIT_TENSOR:
+            # Eager code calls this function, which also lets the backend let go of its tensors.
+            node.target = ops.wait
         node.target = _compat.python_function(node.target, node.args) or node.target
-        # The first graph keeps what is known of results.
         node.meta = {}
     return GraphModule(module, graph)
 
 
 def compile_pieces(module: GraphModule) -> None:
-    """Let Inductor compile what lies between collectives, and leave these, and whatever else has an effect, in place.
+    """Let Inductor compile what lies between collectives, and leave these, and everything else with effects, in place.
 
-    A whole graph it would put in an order of its own: it waits for a unit early to fuse it with the one before, starts
-    reductions late, and keeps gathered leaves to compute again what was made of them. Equal pieces, as those of a
-    model's layers, are compiled once.
+    Inductor would put a whole graph in an order of its own: it would wait for a unit early, to fuse it with the one
+    before, start reductions late, and keep gathered leaves to recompute what was made of them. Equal pieces, such as
+    those of a model's layers, are compiled once.
+
+    Args:
+        module: The graph, which is changed.
     """
     graph = module.graph
     compiled: dict[Any, Callable[..., Any]] = {}
-    for piece, stop in list(_pieces(graph)):
-        inside = set(piece)
-        spot = _views_outside(graph, piece, inside, stop)
-        outs = [node for node in piece if _is_tensor(node) and not inside.issuperset(node.users)]
-        if not outs or sum(not is_view(node) for node in piece) < 2:
+    for piece in list(_find_pieces(graph)):
+        inside = set(piece.nodes)
+        place = _move_views_out(graph, piece, inside)
+        results = [node for node in piece.nodes if _is_tensor(node) and not inside.issuperset(node.users)]
+        number_of_kernels = sum(not is_view(node) for node in piece.nodes)
+        if not results or number_of_kernels < 2:
             # There is nothing to fuse.
             continue
-        inputs = list(dict.fromkeys(given for node in piece for given in node.all_input_nodes if given not in inside))
-        cut = _cut(piece, inputs, outs)
-        key = tuple(aval(node.meta["val"]) for node in inputs), str(cut.graph)
+        inputs = _find_inputs_of(piece.nodes, inside)
+        cut = _copy_piece(piece.nodes, inputs, results)
+        key = (tuple(make_aval(node.meta["val"]) for node in inputs), str(cut.graph))
         if key not in compiled:
             compiled[key] = _compat.compile_by_inductor(cut, [node.meta["val"] for node in inputs])
-        with graph.inserting_before(spot):
-            call = graph.call_function(compiled[key], tuple(inputs))
-            call.meta["val"] = [out.meta["val"] for out in outs]
-            for n, out in enumerate(outs):
-                result = graph.call_function(operator.getitem, (call, n))
-                result.meta["val"] = out.meta["val"]
-                out.replace_all_uses_with(result, lambda user, inside=inside: user not in inside)  # type: ignore[misc]
+        with graph.inserting_before(place):
+            _call_kernel(graph, compiled[key], inputs, results, inside)
     graph.eliminate_dead_code(is_impure)
 
 
-def _views_outside(graph: Graph, piece: Sequence[Node], inside: set[Node], stop: Node) -> Node:
-    """Make views of a piece's results outside of it, where they are used there; return what follows the piece."""
-    for node in reversed(piece):
-        # Rather than new memory, as one of several results may be.
-        given = node.args[0] if node.target is operator.getitem else node
-        is_memory = isinstance(given, Node) and given.target is not operator.getitem and is_view(given)
-        if is_memory and not inside.issuperset(node.users):
-            with graph.inserting_before(stop):
-                stop = graph.node_copy(node)
-            node.replace_all_uses_with(stop, lambda user: user not in inside)
-    return stop
+def _find_inputs_of(nodes: Sequence[Node], inside: set[Node]) -> list[Node]:
+    """List what the nodes of a piece use and that lies outside of it."""
+    inputs: dict[Node, None] = {}
+    for node in nodes:
+        for source in node.all_input_nodes:
+            if source not in inside:
+                inputs[source] = None
+    return list(inputs)
 
 
-def _pieces(graph: Graph) -> Iterator[tuple[list[Node], Node]]:
-    """The longest runs of operators without effects, each with the node that ends it."""
-    piece: dict[Node, None] = {}
-    taken: set[Node] = set()
+def _call_kernel(
+    graph: Graph, compiled: Callable[..., Any], inputs: Sequence[Node], results: Sequence[Node], inside: set[Node]
+) -> None:
+    """Call a compiled piece at the graph's place, and let all outside of the piece use its results."""
+    call = graph.call_function(compiled, tuple(inputs))
+    call.meta["val"] = [result.meta["val"] for result in results]
+    for n, result in enumerate(results):
+        item = graph.call_function(operator.getitem, (call, n))
+        item.meta["val"] = result.meta["val"]
+        result.replace_all_uses_with(item, lambda user: user not in inside)
+
+
+def _move_views_out(graph: Graph, piece: Piece, inside: set[Node]) -> Node:
+    """Copy views of a piece's results to behind the piece, for those who use them there.
+
+    A compiled piece would return new memory in their place. One of several results stays, because it is memory of its
+    own.
+
+    Returns:
+        The first node behind the piece.
+    """
+    place = piece.next
+    for node in reversed(piece.nodes):
+        source = node.args[0] if node.target is operator.getitem else node
+        is_view_of_memory = isinstance(source, Node) and source.target is not operator.getitem and is_view(source)
+        if is_view_of_memory and not inside.issuperset(node.users):
+            with graph.inserting_before(place):
+                place = graph.node_copy(node)
+            node.replace_all_uses_with(place, lambda user: user not in inside)
+    return place
+
+
+def _find_pieces(graph: Graph) -> Iterator[Piece]:
+    """Find the longest runs of operators without effects."""
+    nodes: dict[Node, None] = {}
+    in_pieces: set[Node] = set()
     for node in graph.nodes:
-        if node.op == "output" or (node.op == "call_function" and _stays(node)):
-            if piece:
-                yield list(piece), node
-            piece = {}
-        elif node.op == "call_function" and node not in taken:
-            # A view of what comes from outside stays there: Inductor does not know where in its memory an input begins.
-            if is_view(node) and not any(given in piece for given in node.all_input_nodes):
-                continue
-            # Several results leave one by one, also those that are taken later.
-            for taking in (node,) if _is_tensor(node) else (node, *node.users):
-                piece[taking] = None
-                taken.add(taking)
+        if node.op == "output" or (node.op == "call_function" and _must_stay(node)):
+            if nodes:
+                yield Piece(list(nodes), node)
+            nodes = {}
+        elif node.op == "call_function" and node not in in_pieces and not _is_view_from_outside(node, nodes):
+            # Several results leave a piece one by one, so all of them come with their operator.
+            together = [node] if _is_tensor(node) else [node, *node.users]
+            nodes |= dict.fromkeys(together)
+            in_pieces.update(together)
 
 
-def _stays(node: Node) -> bool:
-    """Whether Inductor is to leave an operator alone: what has an effect, draws, or is not torch's own arithmetic."""
+def _is_view_from_outside(node: Node, nodes: Container[Node]) -> bool:
+    """Whether a node views memory from outside of a piece: Inductor does not know where in it an input begins."""
+    return is_view(node) and not any(source in nodes for source in node.all_input_nodes)
+
+
+def _must_stay(node: Node) -> bool:
+    """Whether Inductor is to leave an operator alone: it has an effect, draws, or is not torch's own arithmetic."""
     if node.target is operator.getitem:
         return False
     target: Any = node.target
-    own = _compat.arguments_of(target) is not None and target.namespace in ("aten", "prims")
-    return not own or is_impure(node) or is_random(node)
+    if _compat.arguments_of(target) is None or target.namespace not in ("aten", "prims"):
+        return True
+    return is_impure(node) or is_random(node)
 
 
 def _is_tensor(node: Node) -> bool:
     return isinstance(node.meta["val"], torch.Tensor)
 
 
-def _cut(piece: Sequence[Node], inputs: Sequence[Node], outs: Sequence[Node]) -> GraphModule:
-    """Make a graph of a piece; equal pieces get equal names."""
-    graph, copies = Graph(), dict[Node, Node]()
+def _copy_piece(nodes: Sequence[Node], inputs: Sequence[Node], results: Sequence[Node]) -> GraphModule:
+    """Copy a piece into a graph of its own, in which equal pieces have equal names."""
+    graph = Graph()
+    copies: dict[Node, Node] = {}
     for n, node in enumerate(inputs):
         copies[node] = graph.placeholder(f"input_{n}")
         copies[node].meta["val"] = node.meta["val"]
-    for node in piece:
+    for node in nodes:
+        target: Any = node.target
         args, kwargs = map_arg((node.args, node.kwargs), copies.__getitem__)
-        copies[node] = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        copies[node] = graph.call_function(target, args, kwargs)
         copies[node].meta["val"] = node.meta["val"]
-    graph.output([copies[node] for node in outs])
+    graph.output([copies[node] for node in results])
     return GraphModule(torch.nn.Module(), graph)

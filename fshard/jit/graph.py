@@ -1,4 +1,4 @@
-"""make_graph: a function's graph to read, with what it sends and what memory it takes."""
+"""make_graph: a function's graph to read, with the collectives that it starts and the memory that it takes."""
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -16,14 +16,14 @@ from fshard.jit.trace import Traced, trace
 from fshard.tree import flatten, unflatten
 
 
-class Flight(NamedTuple):
-    """One buffer of a collective under way.
+class PendingBuffer(NamedTuple):
+    """A buffer of a collective, from its start until somebody has waited for it.
 
     Attributes:
-        start: The collective.
-        wait: What waits for the buffer.
-        buffer: The buffer's name.
-        source: What is held of the tensor that was sent.
+        start: The node that starts the collective.
+        wait: The node that waits for the buffer.
+        buffer: The name of the buffer's storage.
+        source: The storages that the collective holds of the tensor that is sent: its own, or a copy of it.
     """
 
     start: Node
@@ -37,17 +37,17 @@ class Lifetimes(NamedTuple):
 
     Attributes:
         storages: For each node the storages that its results lie in.
-        given: Those of inputs and constants, which are there all the time.
-        taken: For each node what is held from when it runs.
-        freed: For each node what nobody needs once it has run.
-        flights: Buffers of collectives.
+        given: The storages of inputs and constants, which are there all the time.
+        taken: For each node the storages that are held from when it runs.
+        freed: For each node the storages that nobody needs once it has run.
+        pending_buffers: The buffers of collectives.
     """
 
     storages: dict[Node, Storages]
     given: Storages
     taken: dict[Node, Storages]
     freed: dict[Node, list[Hashable]]
-    flights: list[Flight]
+    pending_buffers: list[PendingBuffer]
 
 
 class Operation(NamedTuple):
@@ -55,9 +55,9 @@ class Operation(NamedTuple):
 
     Attributes:
         node: Its node in the graph.
-        operator: What it runs.
+        operator: Its name.
         bytes: Bytes that are held while it runs, beyond the arguments.
-        collective: What it sends, if anything.
+        collective: The collective that it starts, if any.
     """
 
     node: Node
@@ -77,11 +77,12 @@ class StepGraph:
     """
 
     def __init__(self, traced: Traced) -> None:
-        """Look at what was traced."""
+        """Read the graph of what was traced."""
+        graph = traced.graph.graph
         self.module = traced.graph
-        self.memory = lifetimes(self.module.graph)
-        self.results = unflatten(traced.treedef, find_results(self.module.graph))
-        self.moments = list(self._run())
+        self.memory = find_lifetimes(graph)
+        self.results = unflatten(traced.treedef, find_results(graph))
+        self.moments = list(self._play())
 
     def collectives(self) -> comm.Record:
         """List the collectives of the function in the order of their start, as `fs.comm.record` does."""
@@ -94,19 +95,21 @@ class StepGraph:
     def peak_bytes(self) -> int:
         """The most bytes that are held at a time, beyond the arguments.
 
-        That is where operators run one by one. What kernels and the process group's backend take for themselves is not
-        among it: little but for convolutions, which lay their arguments out anew, and other collectives than direct.
+        The operators run one by one. What kernels and the process group's backend allocate for themselves is not
+        counted. It is little, except for convolutions, which lay their arguments out anew, and for collectives of the
+        backend.
         """
         return max((moment.bytes for moment in self.moments), default=0)
 
     def __str__(self) -> str:
         sent = f"{len(self.collectives())} collectives, {self.bytes_sent():.0f} bytes sent"
-        first = f"{len(self.moments)} operators, {sent}, {self.peak_bytes()} bytes at most"
-        return f"{first}\n{self.module.print_readable(print_output=False)}"
+        summary = f"{len(self.moments)} operators, {sent}, {self.peak_bytes()} bytes at most"
+        return f"{summary}\n{self.module.print_readable(print_output=False)}"
 
     __repr__ = __str__
 
-    def _run(self) -> Iterator[Operation]:
+    def _play(self) -> Iterator[Operation]:
+        """Walk through the operators in their order, and count the bytes that are held."""
         held: dict[Hashable, int] = {}
         total = 0
         for node in self.module.graph.nodes:
@@ -114,25 +117,30 @@ class StepGraph:
                 total += nbytes - held.get(storage, 0)
                 held[storage] = nbytes
             if node.op == "call_function":
-                name = str(node.target) if _compat.arguments_of(node.target) else node.target.__name__
-                name = name.removesuffix(".default").removesuffix(".Tensor")
-                yield Operation(node, name, total, find_collective(node))
+                yield Operation(node, _name_operator(node), total, find_collective(node))
             for storage in self.memory.freed.get(node, ()):
                 total -= held.pop(storage, 0)
 
 
+def _name_operator(node: Node) -> str:
+    target: Any = node.target
+    name = str(target) if _compat.arguments_of(target) else target.__name__
+    return name.removesuffix(".default").removesuffix(".Tensor")
+
+
 def make_graph(f: Callable[..., Any]) -> Callable[..., StepGraph]:
-    """Make a function that traces `f` for its arguments rather than run it, as jax.make_jaxpr does.
+    """Make a function that traces `f` for its arguments instead of running it, as jax.make_jaxpr does.
 
     Args:
-        f: As for `jit`; or what `jit` returned, whose graph is the one that its backend is given.
+        f: As for `jit`, or a function that `jit` returned: then the graph is the one that its backend is given.
 
     Returns:
-        A function of f's arguments that returns the graph: it prints readably, and tells collectives, bytes sent and
-        peak bytes. Nothing is computed or sent, and nothing that `jit` returned is traced for later calls.
+        A function of f's arguments that returns the graph. Print it to read the operators; its methods count
+        collectives, bytes sent and peak bytes. Nothing is computed or sent, and a function of `jit` keeps no trace of
+        it.
 
     Raises:
-        ValueError: by the function returned, as by what `jit` returns.
+        ValueError: by the function returned, as by a function that `jit` returns.
 
     >>> import torch
     >>> graph = make_graph(lambda x: x.sin() + 1)(torch.zeros(2))
@@ -142,7 +150,7 @@ def make_graph(f: Callable[..., Any]) -> Callable[..., StepGraph]:
 
     def run(*args: Any, **kwargs: Any) -> StepGraph:
         if isinstance(f, Jitted):
-            return StepGraph(f.graph_for(args, kwargs))
+            return StepGraph(f.trace_call(args, kwargs))
         traced = trace(flatten((args, kwargs)), f)
         remove_dead_views(traced.graph.graph)
         return StepGraph(traced)
@@ -150,39 +158,49 @@ def make_graph(f: Callable[..., Any]) -> Callable[..., StepGraph]:
     return run
 
 
-def lifetimes(graph: Graph) -> Lifetimes:
-    """Find out when a graph's memory is taken and freed, each result held until nobody needs it or a view of it.
+def find_lifetimes(graph: Graph) -> Lifetimes:
+    """Find out when a graph's memory is taken and freed: each result is held until nobody needs it or a view of it.
 
     Args:
-        graph: The graph, with results that have no values.
+        graph: The graph, whose results have no values.
     """
     storages = find_storages(graph.nodes)
-    flights = list(_flights(storages))
+    pending_buffers = list(_find_pending_buffers(storages))
     given: Storages = {}
-    taken: dict[Node, Storages] = {node: {} for node in storages}
-    for node, found in storages.items():
-        part = given if node.op in ("placeholder", "get_attr") else taken[node]
-        part |= {name: nbytes for name, nbytes in found.items() if name not in given}
-    sources = defaultdict[Node, Storages](dict)
-    for flight in flights:
-        sources[flight.wait] |= flight.source
-        taken[flight.start] |= {name: nbytes for name, nbytes in flight.source.items() if name not in given}
+    taken: dict[Node, Storages] = {}
+    for node, created in storages.items():
+        taken[node] = {}
+        holder = given if node.op in ("placeholder", "get_attr") else taken[node]
+        holder |= _leave_out(created, given)
+    sent_until = defaultdict[Node, Storages](dict)
+    for pending in pending_buffers:
+        sent_until[pending.wait] |= pending.source
+        taken[pending.start] |= _leave_out(pending.source, given)
     freed = defaultdict[Node, list[Hashable]](list)
-    for name, node in find_last_uses(storages, sources).items():
+    for name, node in find_last_uses(storages, sent_until).items():
         if name not in given:
             freed[node].append(name)
-    return Lifetimes(storages, given, taken, freed, flights)
+    return Lifetimes(storages, given, taken, freed, pending_buffers)
 
 
-def _flights(storages: Mapping[Node, Storages]) -> Iterator[Flight]:
-    """Every buffer of a collective."""
-    waits = {name: node for node in storages if is_wait(node) for name in storages[node]}
+def _leave_out(storages: Storages, given: Storages) -> Storages:
+    return {name: nbytes for name, nbytes in storages.items() if name not in given}
+
+
+def _find_pending_buffers(storages: Mapping[Node, Storages]) -> Iterator[PendingBuffer]:
+    """List every buffer of every collective."""
+    waits: dict[Hashable, Node] = {}
+    for node, waited in storages.items():
+        if is_wait(node):
+            waits |= dict.fromkeys(waited, node)
     for node in storages:
-        values = map_arg(node.args, lambda given: given.meta.get("val"))
-        for i, copied in enumerate(ops.held_in_flight(node.target, values)):
-            source: Storages = {(node, i): copied} if copied else {}
-            if copied == 0:
-                given: Any = node.args[0]
-                source = storages[given[i]]
+        values = map_arg(node.args, lambda source: source.meta.get("val"))
+        for i, bytes_copied in enumerate(ops.held_in_flight(node.target, values)):
             buffer = list(storages[node])[i]
-            yield Flight(node, waits.get(buffer, node), buffer, source)
+            source: Storages = {}
+            if bytes_copied == 0:
+                tensors: Any = node.args[0]
+                source = storages[tensors[i]]
+            elif bytes_copied is not None:
+                source = {(node, i): bytes_copied}
+            yield PendingBuffer(node, waits.get(buffer, node), buffer, source)

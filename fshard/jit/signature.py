@@ -26,16 +26,19 @@ _MODES = (
 
 
 class Signature(NamedTuple):
-    """Everything that a graph depends on; what is compared in each call, and what guards compare in most.
+    """Everything that a graph depends on.
+
+    The first four fields are compared in each call. The others are compared only where guards, which are faster, do not
+    tell that the arguments look like those of the last call.
 
     Attributes:
         treedef: Structure of the arguments.
-        values: For each leaf its spec where it is Sharded, True where it is another tensor, else its value.
+        values: For each leaf its spec if it is Sharded, True if it is another tensor, else its value.
         ranks: This rank's coordinates on the axes of the leaves.
-        modes: Names and values of the process's modes that programs run under.
-        keys: The structure's text, where equal structures may differ in the types of keys.
-        avals: For each leaf its aval; None where it is no tensor.
-        same: For each tensor and each Sharded leaf the place of the first one that is the same object, where one is.
+        modes: Names and values of the process's modes that a function runs under.
+        keys: The structure's text, if equal structures may differ in the types of keys.
+        avals: For each leaf its abstract value; None if it is no tensor.
+        same: For each tensor and each Sharded leaf the place of the first one that is the same object, if any is.
     """
 
     treedef: Treedef
@@ -46,58 +49,66 @@ class Signature(NamedTuple):
     avals: tuple[Any, ...] = ()
     same: tuple[int, ...] = ()
 
-    def facts(self, paths: Sequence[str]) -> dict[str, Any]:
-        """List all but the structure by name, of leaves of a call by their paths."""
-        found: dict[str, Any] = {}
-        for path, known, value in zip(paths, self.avals, self.values, strict=True):
-            found |= {f"{path}: {name}": fact for name, fact in known or ()}
-            found[f"{path}: spec" if known else path] = value
-        return found | {"repeated arguments": self.same, "ranks": self.ranks} | dict(self.modes)
+    def list_entries(self, paths: Sequence[str]) -> dict[str, Any]:
+        """List everything but the structure by name; leaves are named by their paths in a call."""
+        entries: dict[str, Any] = {}
+        for path, abstract, value in zip(paths, self.avals, self.values, strict=True):
+            if abstract is None:
+                entries[path] = value
+                continue
+            for name, part in abstract:
+                entries[f"{path}: {name}"] = part
+            entries[f"{path}: spec"] = value
+        entries["repeated arguments"] = self.same
+        entries["ranks"] = self.ranks
+        return entries | dict(self.modes)
 
 
-def outline(flat: Flat) -> Signature:
-    """The signature of one call without what guards compare; TypeError if a value cannot be hashed."""
-    values = tuple([leaf.spec.exact if isinstance(leaf, Sharded) else _value(leaf) for leaf in flat.leaves])
-    return Signature(flat.treedef, values, tuple(map(comm.rank, flat.axes)), tuple(_modes().items()))
+def make_outline(flat: Flat) -> Signature:
+    """Make the signature of a call without what guards compare; TypeError if a value cannot be hashed."""
+    values = tuple([leaf.spec.exact if isinstance(leaf, Sharded) else _describe_leaf(leaf) for leaf in flat.leaves])
+    return Signature(flat.treedef, values, tuple(map(comm.rank, flat.axes)), tuple(_read_modes().items()))
 
 
-def signature(asked: Signature, flat: Flat) -> Signature:
-    """The signature of one call, of its outline and its arguments."""
+def complete_outline(outline: Signature, flat: Flat) -> Signature:
+    """Make the whole signature of a call from its outline and its arguments."""
     keys = "" if has_plain_keys(flat.treedef) else str(flat.treedef)
     tensors = tensors_of(flat.leaves)
-    avals = tuple([aval(tensor) if isinstance(tensor, torch.Tensor) else None for tensor in tensors])
-    # For a function may ask whether `a is b`.
-    places: dict[int, int] = {}
+    avals = tuple([make_aval(tensor) if isinstance(tensor, torch.Tensor) else None for tensor in tensors])
+    # A function may ask whether `a is b`.
     objects = [*compress(tensors, avals), *(leaf for leaf in flat.leaves if isinstance(leaf, Sharded))]
-    firsts = tuple([places.setdefault(id(given), i) for i, given in enumerate(objects)])
-    return asked._replace(keys=keys, avals=avals, same=firsts if len(places) < len(firsts) else ())
+    places: dict[int, int] = {}
+    firsts = tuple([places.setdefault(id(leaf), place) for place, leaf in enumerate(objects)])
+    return outline._replace(keys=keys, avals=avals, same=firsts if len(places) < len(firsts) else ())
 
 
-def _value(leaf: Any) -> Any:
-    return True if isinstance(leaf, torch.Tensor) else None if leaf is None else exact(leaf)
+def _describe_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return True
+    return None if leaf is None else make_exact(leaf)
 
 
-def exact(value: Any) -> Exact:
+def make_exact(value: Any) -> Exact:
     """Make a value comparable by its type and bits; TypeError if it cannot be hashed."""
     return value if isinstance(value, Exact) else Exact(value)
 
 
-def _modes() -> dict[str, Any]:
-    """List the modes of the process that a trace reads, or by which torch chooses operators."""
+def _read_modes() -> dict[str, Any]:
+    """Read the modes of the process that a function may ask for, or by which torch chooses operators."""
+    modes = {mode.__name__: mode() for mode in _MODES}
     accelerator = torch.accelerator.current_accelerator()
     devices = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
     autocast = [torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in devices]
-    found = {mode.__name__: mode() for mode in _MODES}
-    found["autocast"] = tuple(autocast)
-    found["einsum"] = torch.backends.opt_einsum.enabled, torch.backends.opt_einsum.strategy
-    found["oneDNN"] = torch.backends.mkldnn.enabled
-    found["parametrize.cached"] = _compat.parametrization_cache() is not None
-    return found
+    modes["autocast"] = tuple(autocast)
+    modes["einsum"] = (torch.backends.opt_einsum.enabled, torch.backends.opt_einsum.strategy)
+    modes["oneDNN"] = torch.backends.mkldnn.enabled
+    modes["parametrize.cached"] = _compat.parametrization_cache() is not None
+    return modes
 
 
-def aval(tensor: torch.Tensor) -> tuple[tuple[str, Any], ...]:
+def make_aval(tensor: torch.Tensor) -> tuple[tuple[str, Any], ...]:
     """Return the properties of a tensor without its values, each with its name; JAX's abstract value."""
-    about = {
+    properties = {
         "shape": tensor.shape,
         # An empty tensor is viewed in the same way whatever its strides.
         "stride": tensor.stride() if tensor.numel() else (),
@@ -108,22 +119,32 @@ def aval(tensor: torch.Tensor) -> tuple[tuple[str, Any], ...]:
         "is_neg": tensor.is_neg(),
         "is_inference": tensor.is_inference(),
     }
-    return tuple(about.items())
+    return tuple(properties.items())
 
 
-def changes(before: Signature, after: Signature, paths: Sequence[str]) -> dict[str, tuple[str, str]]:
+class Change(NamedTuple):
+    """The text of an entry of a signature before and now."""
+
+    before: str
+    now: str
+
+
+def find_changes(before: Signature, now: Signature, paths: Sequence[str]) -> dict[str, Change]:
     """Find what differs between two signatures.
 
     Args:
         before: The one that there is a graph for.
-        after: The one of a call.
+        now: The one of a call.
         paths: Paths of the call's leaves.
 
     Returns:
-        By the name of each fact what it was and what it is; leaves that are no tensors by their paths.
+        The changes by the name of each entry; leaves that are no tensors are named by their paths.
     """
-    treedefs = before.treedef, after.treedef
-    if treedefs[0] != treedefs[1] or before.keys != after.keys:
-        return {"the structure of the arguments": (str(treedefs[0]), str(treedefs[1]))}
-    old, new = before.facts(paths), after.facts(paths)
-    return {name: (f"{old.get(name)}", f"{new[name]}") for name in new if old.get(name) != new[name]}
+    if before.treedef != now.treedef or before.keys != now.keys:
+        return {"the structure of the arguments": Change(str(before.treedef), str(now.treedef))}
+    old = before.list_entries(paths)
+    changes: dict[str, Change] = {}
+    for name, value in now.list_entries(paths).items():
+        if old.get(name) != value:
+            changes[name] = Change(f"{old.get(name)}", f"{value}")
+    return changes

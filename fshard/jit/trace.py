@@ -1,8 +1,8 @@
-"""Trace: a function of pytrees written down as one graph, on tensors without values."""
+"""Trace: a function of pytrees recorded as one graph, on tensors without values."""
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -18,7 +18,8 @@ from fshard.tree.checks import check_tensors, count_writes
 
 # Traces patch what belongs to the process, and so do compilers.
 TRACING = threading.Lock()
-# Tensors without values have none of these, or others in every call; numbers of tensors that have some would go stale.
+# A tensor without values does not have these, or has others in every call. Those of a tensor that the function closes
+# over would go stale.
 _REFUSED = ("storage", "untyped_storage", "storage_offset", "tolist", "numpy")
 
 
@@ -26,27 +27,58 @@ class Traced(NamedTuple):
     """A function as a graph.
 
     Attributes:
-        graph: A torch.fx.GraphModule: maps the tensors of the arguments, in their order, to those of the result.
+        graph: A torch.fx.GraphModule, from the tensors of the arguments, in their order, to those of the result.
         inputs: The leaves of the arguments that hold a tensor.
         treedef: Structure of the result.
-        specs: For each leaf of the result its spec where it is Sharded, else None.
-        closed: Tensors that the function closes over, as operands or for their values.
+        specs: For each leaf of the result its spec if it is Sharded, else None.
+        captured: Tensors that the function closes over and computes with, or whose values it reads.
     """
 
     graph: Any
     inputs: list[int]
     treedef: Treedef
     specs: list[Any]
-    closed: list[torch.Tensor]
+    captured: list[torch.Tensor]
+
+
+class _TracedFunction:
+    """A function of pytrees as one from tensors to tensors, which keeps the structure of its result."""
+
+    def __init__(self, f: Callable[..., Any], flat: Flat, inputs: Sequence[int], uses: Uses | None) -> None:
+        self._f = f
+        self._flat = flat
+        self._inputs = inputs
+        self._uses = uses
+        self.result: Flat | None = None
+
+    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor | None]:
+        if self._uses is not None:
+            _compat.trace_notes()["uses"] = self._uses
+        leaves = self._wrap(tensors)
+        with _RefuseUnknown():
+            args, kwargs = self._flat.unflatten(leaves)
+            self.result = flatten(self._f(*args, **kwargs))
+        check_tensors("jit: what the function returns", self.result)
+        return tensors_of(self.result.leaves)
+
+    def _wrap(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """Put tensors of a trace into the arguments' leaves."""
+        leaves = [leaf.value if isinstance(leaf, Exact) else leaf for leaf in self._flat.leaves]
+        # A leaf that is given twice stays one object, because the function may ask whether `a is b`.
+        wrapped: dict[int, Sharded] = {}
+        for i, tensor in zip(self._inputs, tensors, strict=True):
+            leaf = leaves[i]
+            leaves[i] = wrapped.setdefault(id(leaf), Sharded(tensor, leaf.spec)) if is_sharded(leaf) else tensor
+        return leaves
 
 
 def trace(flat: Flat, f: Callable[..., Any], uses: Uses | None = None) -> Traced:
-    """Write a function down.
+    """Record a function as a graph.
 
     Args:
         flat: Its arguments and keywords, taken apart; their tensors become inputs of the graph.
         f: The function.
-        uses: What ranks have agreed on, and where it is noted which leaves are used; None where nobody asks.
+        uses: What ranks have agreed on, and where the trace notes which leaves are used; None if nobody asks.
 
     Returns:
         The graph, as it was traced.
@@ -56,70 +88,73 @@ def trace(flat: Flat, f: Callable[..., Any], uses: Uses | None = None) -> Traced
     """
     tensors = tensors_of(flat.leaves)
     inputs = [i for i, tensor in enumerate(tensors) if isinstance(tensor, torch.Tensor)]
-    # No part of a graph of autograd, nor views of others.
-    examples = {id(x): x.detach() if type(x) is torch.Tensor else x for x in tensors if isinstance(x, torch.Tensor)}
-    found: list[Flat] = []
-
-    def run(*given: torch.Tensor) -> list[torch.Tensor | None]:
-        leaves = [leaf.value if isinstance(leaf, Exact) else leaf for leaf in flat.leaves]
-        wrapped: dict[int, Sharded] = {}
-        if uses is not None:
-            _compat.trace_notes()["uses"] = uses
-        for i, tensor in zip(inputs, given, strict=True):
-            leaf = leaves[i]
-            # One leaf that is given twice stays one.
-            leaves[i] = wrapped.setdefault(id(leaf), Sharded(tensor, leaf.spec)) if is_sharded(leaf) else tensor
-        with _Refusing():
-            args, kwargs = flat.unflatten(leaves)
-            found.append(flatten(f(*args, **kwargs)))
-        check_tensors("jit: what the function returns", found[-1])
-        return tensors_of(found[-1].leaves)
-
-    with _tracing():
-        try:
-            graph, read = _compat.make_graph_of(run, [examples[id(tensors[i])] for i in inputs])
-        except Exception as error:
-            if not _compat.asks_for_values(error):
-                raise
-            needed = "no look at the value of a tensor, which a trace does not have"
-            remedy = "use torch.where in the place of a branch, a tensor in the place of item(), or fs.schedules"
-            raise ValueError(f"jit: expected {needed}, got one in the line that torch names above; {remedy}") from error
-    out = found[-1]
-    specs = [getattr(leaf, "spec", None) for leaf in out.leaves]
-    # Before passes take out operators whose values were read, and nothing else.
+    function = _TracedFunction(f, flat, inputs, uses)
+    with _trace_alone():
+        graph, tensors_read = _make_graph(function, _make_examples([tensors[i] for i in inputs]))
+    result = function.result
+    assert result is not None
+    specs = [getattr(leaf, "spec", None) for leaf in result.leaves]
+    # The constants are listed before passes remove operators whose result was only read for its value.
     constants = [getattr(graph, str(node.target)) for node in graph.graph.find_nodes(op="get_attr")]
-    closed = {id(found): found for found in (*constants, *read) if isinstance(found, torch.Tensor)}
-    return Traced(graph, inputs, out.treedef, specs, list(closed.values()))
+    captured = {id(tensor): tensor for tensor in (*constants, *tensors_read) if isinstance(tensor, torch.Tensor)}
+    return Traced(graph, inputs, result.treedef, specs, list(captured.values()))
+
+
+def _make_examples(tensors: Sequence[Any]) -> list[torch.Tensor]:
+    """Make tensors to trace with, which are no part of autograd's graph and no views of others.
+
+    A tensor that is given twice stays one object.
+    """
+    examples = {id(tensor): tensor.detach() if type(tensor) is torch.Tensor else tensor for tensor in tensors}
+    return [examples[id(tensor)] for tensor in tensors]
+
+
+def _make_graph(
+    function: _TracedFunction, examples: Sequence[torch.Tensor]
+) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
+    try:
+        return _compat.make_graph_of(function, examples)
+    except Exception as error:
+        if not _compat.asks_for_values(error):
+            raise
+        expected = "no look at the value of a tensor, which a trace does not have"
+        remedy = "use torch.where in the place of a branch, a tensor in the place of item(), or fs.schedules"
+        raise ValueError(f"jit: expected {expected}, got one in the line that torch names above; {remedy}") from error
 
 
 @contextmanager
-def _tracing() -> Iterator[None]:
-    """Trace alone and outside of modes such as the recorder's and inference mode, which are for what runs.
+def _trace_alone() -> Iterator[None]:
+    """Trace in one thread at a time, outside of modes that are for what runs: the recorder's, and inference mode.
 
-    torch.utils.checkpoint keeps the generator's state in the graph, so that it draws the same masks again.
+    torch.utils.checkpoint reads and sets the state of torch's generator, to draw the same masks again. In a trace both
+    become operators of the graph.
     """
-    get, put = torch.get_rng_state, torch.set_rng_state
-    with (
-        TRACING,
-        _compat.outside_modes(),
-        count_writes(),
-        # Other threads may run meanwhile.
-        patch.multiple(
-            torch,
-            get_rng_state=lambda: random.random_state() if _compat.is_tracing() else get(),
-            set_rng_state=lambda state: random.set_random_state(state) if _compat.is_tracing() else put(state),
-        ),
-    ):
+    get_state = torch.get_rng_state
+    set_state = torch.set_rng_state
+
+    # Other threads may call these meanwhile.
+    def get_rng_state() -> torch.Tensor:
+        return random.random_state() if _compat.is_tracing() else get_state()
+
+    def set_rng_state(state: torch.Tensor) -> None:
+        if _compat.is_tracing():
+            random.set_random_state(state)
+        else:
+            set_state(state)
+
+    patched = patch.multiple(torch, get_rng_state=get_rng_state, set_rng_state=set_rng_state)
+    with TRACING, _compat.outside_modes(), count_writes(), patched:
         yield
 
 
-class _Refusing(TorchFunctionMode):
-    """Refuses to tell what differs from call to call."""
+class _RefuseUnknown(TorchFunctionMode):
+    """Refuses to read what a trace does not know because it differs from call to call."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in _REFUSED:
             caller = sys._getframe(1).f_code.co_filename
-            needed, remedy = "no look at what a trace does not have", "ask for shapes and strides, or pass tensors"
-            expect(not is_users_file(caller), "jit", needed, f"Tensor.{name}", remedy)
+            expected = "no look at what a trace does not have"
+            remedy = "ask for shapes and strides, or pass tensors"
+            expect(not is_users_file(caller), "jit", expected, f"Tensor.{name}", remedy)
         return func(*args, **(kwargs or {}))

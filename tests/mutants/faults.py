@@ -495,15 +495,15 @@ FAULTS = (
     Fault(
         "key-without-dtype-of-autocast",
         "fshard/jit/signature.py",
-        'found["autocast"] = tuple(autocast)',
-        'found["autocast"] = tuple(map(torch.is_autocast_enabled, devices))',
+        'modes["autocast"] = tuple(autocast)',
+        'modes["autocast"] = tuple(map(torch.is_autocast_enabled, devices))',
         "9: jit's key holds all that the trace read",
     ),
     Fault(
         "static-values-compared-by-equality",
         "fshard/jit/signature.py",
-        "return True if isinstance(leaf, torch.Tensor) else None if leaf is None else exact(leaf)",
-        "return True if isinstance(leaf, torch.Tensor) else getattr(leaf, 'value', leaf)",
+        "return None if leaf is None else make_exact(leaf)",
+        "return None if leaf is None else getattr(leaf, 'value', leaf)",
         "9: equality of Python values decides nothing, so 1 and 1.0 have a trace each",
     ),
     Fault(
@@ -565,7 +565,7 @@ FAULTS = (
     Fault(
         "donated-state-still-there-while-a-graph-runs",
         "fshard/jit/jit.py",
-        "moved = mark_donated([flat.leaves[i] for i in program.donated])",
+        "moved = mark_donated([flat.leaves[leaf] for leaf in program.donated])",
         "moved = dict[int, torch.Tensor]()",
         "4: donated leaves are lost before anything is written to them",
     ),

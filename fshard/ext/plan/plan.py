@@ -88,7 +88,7 @@ def plan(
         of_inputs = zip(graph.module.graph.find_nodes(op="placeholder"), inputs, strict=True)
         known = {node: use for use, node in _uses_of(graph.results) if use and node is not None} | dict(of_inputs)
         arguments, moments = _timeline(graph, known)
-        seconds, waiting = _seconds(moments, graph.memory.flights, rates)
+        seconds, waiting = _seconds(moments, graph.memory.pending_buffers, rates)
         return StepPlan(dict(mesh), place, arguments, list(moments.values()), seconds, waiting, rates)
 
 
@@ -262,7 +262,7 @@ def _timeline(graph: Any, known: Mapping[Node, str]) -> tuple[Bytes, dict[Node, 
     uses = _uses(graph, known)
     flying: Counter[Hashable] = Counter()
     starts, waits = defaultdict[Node, list[Hashable]](list), defaultdict[Node, list[Hashable]](list)
-    for flight in life.flights:
+    for flight in life.pending_buffers:
         names = [name for name in (flight.buffer, *flight.source) if name not in life.given]
         starts[flight.start] += names
         waits[flight.wait] += names

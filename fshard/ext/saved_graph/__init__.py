@@ -44,10 +44,10 @@ def save_graph(directory: str | Path, f: Callable[..., Any], *args: Any, **kwarg
     is_graph = isinstance(f, Jitted) and f.backend == "graph"
     expect(is_graph, "save_graph", 'f to be a function of fs.jit with the backend "graph"', describe(f))
     with calling("save_graph", lambda: flatten((args, kwargs)).axes):
-        key, program, flat = f.found_for(args, kwargs)  # type: ignore[attr-defined]
+        key, program, flat = f.find_call(args, kwargs)  # type: ignore[attr-defined]
     traced = program.traced
     expected, remedy = "no tensor that the function closes over", "pass it as an argument"
-    expect(not traced.closed, "save_graph", expected, f"{len(traced.closed)}", remedy)
+    expect(not traced.captured, "save_graph", expected, f"{len(traced.captured)}", remedy)
     specs = _specs_in(flat)
     strange = [spec for spec in traced.specs if spec is not None and spec not in specs]
     expect(not strange, "save_graph", "results with specs that arguments have", f"{strange[:1]}")
@@ -59,9 +59,9 @@ def save_graph(directory: str | Path, f: Callable[..., Any], *args: Any, **kwarg
         "result": write_structure(traced.treedef, flat.treedef),
         "specs": [None if spec is None else specs.index(spec) for spec in traced.specs],
         "donated": program.donated,
-        "written": sorted(program.written),
+        "written": sorted(program.overwritten),
         "facts": [program.facts.get(axis) for axis in flat.axes],
-        "told": program.told,
+        "told": program.trace_facts,
     }
     content = encode(body)
     path = file_of(directory)
@@ -106,7 +106,7 @@ class _Loaded(Jitted):
         self._path = path
         self._saved = saved
 
-    def program_for(self, key: Any, flat: Any) -> Program:
+    def make_program(self, key: Any, flat: Any) -> Program:
         saved = self._saved
         given = _arguments(key, flat)
         for name in {**saved.arguments, **given}:
@@ -158,7 +158,10 @@ def _specs_in(flat: Any) -> list[Any]:
 
 def _arguments(key: Any, flat: Any) -> dict[str, str]:
     """All that a call is compared by, as texts without names of groups, which are others in each process."""
-    texts = {"structure": str(flat.treedef), **{name: str(value) for name, value in key.facts(flat.paths).items()}}
+    texts = {
+        "structure": str(flat.treedef),
+        **{name: str(value) for name, value in key.list_entries(flat.paths).items()},
+    }
     for axis in flat.axes:
         texts = {name: text.replace(f"group_name={axis.group_name!r}", "") for name, text in texts.items()}
     return texts
