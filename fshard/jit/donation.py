@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from fshard.errors import expect
 from fshard.jit.nodes import COPIES, find_inputs, find_last_uses, find_results, find_storages, find_write_targets
 from fshard.jit.passes import replace_nodes
 from fshard.jit.trace import Traced
@@ -59,10 +58,10 @@ def match_donated_outputs(flat: Flat, result: Treedef, argnums: Collection[int])
     for number in sorted(argnums, key=lambda number: -len(arguments[number].leaves)):
         argument = arguments[number]
         leaves = _find_free_part(argument.structure, candidates, set(matches.values()))
-        expected = f"the result to have a part of its own with the structure of donated argument {number}"
-        remedy = "return its successor, such as the new state, or do not donate it"
-        expect(leaves is not None, "jit", expected, "none", remedy)
-        matches |= zip(argument.leaves, leaves or (), strict=True)
+        if leaves is None:
+            problem = f"the result has no part of its own with the structure of donated argument {number}"
+            raise ValueError(f"jit: {problem}. Return its successor, such as the new state, or do not donate it.")
+        matches |= zip(argument.leaves, leaves, strict=True)
     return matches
 
 

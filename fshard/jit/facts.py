@@ -9,7 +9,6 @@ from torch.fx import Graph, Node
 
 from fshard import _compat, comm
 from fshard.comm import ops
-from fshard.errors import expect
 from fshard.jit.nodes import find_collective
 from fshard.tree import Axis
 
@@ -71,8 +70,10 @@ def collect_facts(graph: Graph) -> Facts:
         elif collective is not None:
             name, size, group = node.args[-4:-1]
             collectives[Axis(name, size, group)].append(_describe_collective(collective))
-        elif node.target is not _compat.WAIT_TENSOR:
-            _refuse_foreign_collective(node)
+        elif _is_foreign_collective(node):
+            problem = f"{node.target} is a collective of torch.distributed, whose group a graph cannot hold"
+            verbs = "fs.psum, fs.pmean, fs.all_gather or fs.reduce_scatter"
+            raise ValueError(f"jit: {problem}. Call {verbs} over an axis of the mesh, or call it outside.")
     return Facts({name: "\n".join(values) for name, values in of_verbs.items()}, dict(collectives))
 
 
@@ -84,12 +85,10 @@ def _describe_collective(collective: comm.Collective) -> str:
     return f"{text} of {collective.tensors} tensors, {collective.bytes} bytes"
 
 
-def _refuse_foreign_collective(node: Node) -> None:
-    is_foreign = getattr(node.target, "namespace", "") in ("c10d", "_c10d_functional")
-    verbs = "fs.psum, fs.pmean, fs.all_gather or fs.reduce_scatter"
-    remedy = f"call {verbs} over an axis of the mesh, or call it outside"
-    got = f"{node.target} of torch.distributed"
-    expect(not is_foreign, "jit", "collectives of fshard alone", got, remedy)
+def _is_foreign_collective(node: Node) -> bool:
+    """Whether an operator is torch's own for a collective; fshard's waits use one of them too."""
+    namespace = getattr(node.target, "namespace", "")
+    return namespace in ("c10d", "_c10d_functional") and node.target is not _compat.WAIT_TENSOR
 
 
 def refuse_tree_sums(facts: Facts, backend: object) -> None:
@@ -102,7 +101,8 @@ def refuse_tree_sums(facts: Facts, backend: object) -> None:
     Raises:
         ValueError: if both are asked for.
     """
-    is_right = backend != "inductor" or "sums" not in facts.of_verbs
-    expected = 'torch\'s own kernels for sums="tree"'
-    got = "Inductor's, whose bits depend on what it joins them with"
-    expect(is_right, "jit", expected, got, 'take backend="graph", or leave out sums="tree"')
+    if backend == "inductor" and "sums" in facts.of_verbs:
+        problem = (
+            'sums="tree" fixes the bits of sums, and those of Inductor\'s kernels depend on what they are fused with'
+        )
+        raise ValueError(f'jit: {problem}. Use backend="graph", or leave out sums="tree".')

@@ -278,7 +278,7 @@ def _refuse_changed_values(changes: Mapping[str, Change], flat: Flat) -> None:
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
         if path in changes and not isinstance(leaf, Exact):
             change = changes[path]
-            got = f"{change.now}, a leaf that is no tensor and was {change.before} before"
+            got = f"{change.now}, which is no tensor and was {change.before} before"
             problems.append(Problem(path, got, "a tensor"))
     remedy = "pass tensors, which may change, or make it a static argument: each value has its own trace"
     refuse("jit: leaves that are part of the graph have changed", problems, remedy)
@@ -288,10 +288,9 @@ def _refuse_changed_captures(program: Program, flat: Flat) -> None:
     """Refuse a call after a write to a tensor that the function closes over, or that would donate one."""
     donated = {id(tensor_of(flat.leaves[leaf])) for leaf in program.donated}
     for tensor, version in program.captured:
-        is_unchanged = _compat.version(tensor) == version and id(tensor) not in donated
-        expected = "nothing written to what the function closes over"
-        remedy = "pass it as an argument alone, such as state.buffers"
-        expect(is_unchanged, "jit", expected, f"a write to {describe(tensor)}", remedy)
+        if _compat.version(tensor) != version or id(tensor) in donated:
+            problem = f"{describe(tensor)} that the function closes over is donated, or was written to after the trace"
+            raise ValueError(f"jit: {problem}. Pass it as an argument only, such as state.buffers.")
 
 
 def _run(program: Program, flat: Flat, tensors: list[torch.Tensor]) -> Any:

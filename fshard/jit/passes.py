@@ -8,7 +8,6 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from fshard import _compat, random
-from fshard.errors import expect
 from fshard.jit.nodes import find_storages, find_write_targets, is_impure, is_random, is_view
 
 
@@ -89,13 +88,13 @@ def refuse_writes(graph: Graph, inputs: Mapping[Node, str]) -> None:
     """
     storages = find_storages(graph.nodes)
     protected = dict(inputs)
-    protected |= dict.fromkeys(graph.find_nodes(op="get_attr"), "(closure)")
+    protected |= dict.fromkeys(graph.find_nodes(op="get_attr"), "a tensor that the function closes over")
     owners = {name: path for node, path in protected.items() for name in storages[node]}
     for node in graph.nodes:
         for target in find_write_targets(node):
             for name in owners.keys() & storages[target]:
-                got = f"one to {owners[name]} by {node.target}"
-                expect(False, "jit", "no writes but to donated arguments", got, "return what is new")
+                problem = f"{node.target} writes to {owners[name]}, which is not donated"
+                raise ValueError(f"jit: {problem}. Return a new value, or donate the argument.")
 
 
 def refuse_ambient_random(graph: Graph) -> None:
@@ -117,9 +116,9 @@ def refuse_ambient_random(graph: Graph) -> None:
             has_key = True
         elif node.target is random.set_random_state:
             has_key = had_key.get(node.args[0], False)
-        elif is_random(node):
-            remedy = "pass model.apply(..., key=...) a key of each step by fs.fold_in(state.key, state.step)"
-            expect(has_key, "jit", "random numbers with a key", f"{node.target} without one", remedy)
+        elif is_random(node) and not has_key:
+            remedy = "Pass model.apply(..., key=...) a key of the step, such as fs.fold_in(state.key, state.step)."
+            raise ValueError(f"jit: {node.target} draws random numbers without a key. {remedy}")
 
 
 def _walk_branches_first(graph: Graph) -> Iterator[Node]:

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from fshard import _compat, random
 from fshard.collectives import Uses
-from fshard.errors import expect, is_users_file
+from fshard.errors import is_users_file
 from fshard.tree import Exact, Flat, Sharded, Treedef, flatten, is_sharded, tensors_of
 from fshard.tree.checks import check_tensors, count_writes
 
@@ -117,9 +117,9 @@ def _make_graph(
     except Exception as error:
         if not _compat.asks_for_values(error):
             raise
-        expected = "no look at the value of a tensor, which a trace does not have"
-        remedy = "use torch.where in the place of a branch, a tensor in the place of item(), or fs.schedules"
-        raise ValueError(f"jit: expected {expected}, got one in the line that torch names above; {remedy}") from error
+        problem = "the line that torch names above reads the value of a tensor, which a trace does not have"
+        remedy = "Use torch.where instead of a branch, a tensor instead of item(), or fs.schedules."
+        raise ValueError(f"jit: {problem}. {remedy}") from error
 
 
 @contextmanager
@@ -154,7 +154,7 @@ class _RefuseUnknown(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _REFUSED:
             caller = sys._getframe(1).f_code.co_filename
-            expected = "no look at what a trace does not have"
-            remedy = "ask for shapes and strides, or pass tensors"
-            expect(not is_users_file(caller), "jit", expected, f"Tensor.{name}", remedy)
+            if is_users_file(caller):
+                problem = f"Tensor.{name} reads what a trace does not have, or what differs from call to call"
+                raise ValueError(f"jit: {problem}. Use shapes and strides, or compute with tensors.")
         return func(*args, **(kwargs or {}))

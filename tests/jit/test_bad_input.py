@@ -16,8 +16,8 @@ from tests.trees import assert_same_bits, normal, one_axis
 pytestmark = pytest.mark.filterwarnings("ignore")
 X = torch.arange(3.0)
 LOOK = (
-    "jit: expected no look at the value of a tensor, which a trace does not have, got one in the line that torch names "
-    "above; use torch.where in the place of a branch, a tensor in the place of item(), or fs.schedules"
+    "jit: the line that torch names above reads the value of a tensor, which a trace does not have. Use torch.where "
+    "instead of a branch, a tensor instead of item(), or fs.schedules."
 )
 
 
@@ -77,15 +77,15 @@ def random_branch(x):
 
 
 KEY_NEEDED = (
-    "jit: expected random numbers with a key, got {} without one; pass model.apply(..., key=...) a key of each step by "
-    "fs.fold_in(state.key, state.step)"
+    "jit: {} draws random numbers without a key. Pass model.apply(..., key=...) a key of the step, such as "
+    "fs.fold_in(state.key, state.step)."
 )
-WRITES = "jit: expected no writes but to donated arguments, got one to {}; return what is new"
+WRITES = "jit: {} writes to {}, which is not donated. Return a new value, or donate the argument."
 NUMBERS = "argnums to be numbers of arguments by position, from 0"
 DROPS = fs.functionalize(torch.nn.Dropout())
 ROWS = [
-    (lambda: fs.jit(writes_inside)(X), WRITES.format("(closure) by aten.add_.Tensor")),
-    (lambda: fs.jit(writes_argument)({"view": X.clone()}), WRITES.format("[0][0]['view'] by aten.zero_.default")),
+    (lambda: fs.jit(writes_inside)(X), WRITES.format("aten.add_.Tensor", "a tensor that the function closes over")),
+    (lambda: fs.jit(writes_argument)({"view": X.clone()}), WRITES.format("aten.zero_.default", "[0][0]['view']")),
     (
         lambda: fs.jit(lambda x: {"x": x, "n": 3, "none": None})(X),
         "jit: what the function returns: leaves are no tensors\n"
@@ -104,8 +104,8 @@ ROWS = [
     ),
     (
         lambda: fs.jit(lambda state, x: x, donate_argnums=0)({"a": X}, X.clone()),
-        "jit: expected the result to have a part of its own with the structure of donated argument 0, got none; return "
-        "its successor, such as the new state, or do not donate it",
+        "jit: the result has no part of its own with the structure of donated argument 0. Return its successor, such "
+        "as the new state, or do not donate it.",
     ),
 ]
 
@@ -125,7 +125,7 @@ def test_a_number_that_changes_is_refused_and_the_old_one_still_serves():
     assert jitted(X, 2.0).equal(2 * X)
     text = (
         "jit: leaves that are part of the graph have changed\n"
-        "  [0][1]: expected a tensor, got 3.0, a leaf that is no tensor and was 2.0 before\n"
+        "  [0][1]: expected a tensor, got 3.0, which is no tensor and was 2.0 before\n"
         "To fix: pass tensors, which may change, or make it a static argument: each value has its own trace."
     )
     with refused(text):
