@@ -15,7 +15,7 @@ from fshard.jit.early_updates import schedule_early_updates
 from fshard.jit.facts import collect_facts, refuse_tree_sums
 from fshard.jit.nodes import find_inputs
 from fshard.jit.passes import refuse_ambient_random, refuse_writes, remove_dead_views
-from fshard.jit.signature import Change, Signature, complete_outline, find_changes, make_exact, make_outline
+from fshard.jit.signature import Signature, complete_outline, find_changes, make_exact, make_outline
 from fshard.jit.trace import Traced, trace
 from fshard.tree import Axis, Exact, Flat, Sharded, flatten, tensor_of, tensors_of, unflatten
 from fshard.tree.checks import check_axes, describe, mark_donated, refuse_donated
@@ -130,7 +130,7 @@ class Jitted:
         agreed = self._agree_on_uses(uses, program.trace_facts, flat.axes)
         if agreed != uses.used:
             program = self._build_program(flat, Uses(agreed))
-        reasons = [f"{name} was {change.before} and is {change.now}" for name, change in changes.items()]
+        reasons = [f"{name} {change}" for name, change in changes.items()]
         self.traces.append("; ".join(reasons) if self._programs else "the first call")
         return program
 
@@ -272,14 +272,12 @@ def _can_guard(signature: Signature, tensors: Sequence[torch.Tensor]) -> bool:
     return all(tensor.shape != (0,) for tensor in tensors)
 
 
-def _refuse_changed_values(changes: Mapping[str, Change], flat: Flat) -> None:
+def _refuse_changed_values(changes: Mapping[str, str], flat: Flat) -> None:
     """Refuse leaves that are part of the graph, such as numbers, and were others before."""
     problems = []
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
         if path in changes and not isinstance(leaf, Exact):
-            change = changes[path]
-            got = f"{change.now}, which is no tensor and was {change.before} before"
-            problems.append(Problem(path, got, "a tensor"))
+            problems.append(Problem(path, f"a value that {changes[path]}", "a tensor"))
     remedy = "pass tensors, which may change, or make it a static argument: each value has its own trace"
     refuse("jit: leaves that are part of the graph have changed", problems, remedy)
 

@@ -122,14 +122,7 @@ def make_aval(tensor: torch.Tensor) -> tuple[tuple[str, Any], ...]:
     return tuple(properties.items())
 
 
-class Change(NamedTuple):
-    """The text of an entry of a signature before and now."""
-
-    before: str
-    now: str
-
-
-def find_changes(before: Signature, now: Signature, paths: Sequence[str]) -> dict[str, Change]:
+def find_changes(before: Signature, now: Signature, paths: Sequence[str]) -> dict[str, str]:
     """Find what differs between two signatures.
 
     Args:
@@ -138,13 +131,14 @@ def find_changes(before: Signature, now: Signature, paths: Sequence[str]) -> dic
         paths: Paths of the call's leaves.
 
     Returns:
-        The changes by the name of each entry; leaves that are no tensors are named by their paths.
+        For each change "was ... and is ..." by the name of the entry; leaves that are no tensors are named by their
+        paths.
     """
     if before.treedef != now.treedef or before.keys != now.keys:
-        return {"the structure of the arguments": Change(str(before.treedef), str(now.treedef))}
+        return {"the structure of the arguments": f"was {before.treedef} and is {now.treedef}"}
     old = before.list_entries(paths)
-    changes: dict[str, Change] = {}
+    changes: dict[str, str] = {}
     for name, value in now.list_entries(paths).items():
         if old.get(name) != value:
-            changes[name] = Change(f"{old.get(name)}", f"{value}")
+            changes[name] = f"was {old.get(name)} and is {value}"
     return changes

@@ -88,9 +88,11 @@ def trace(flat: Flat, f: Callable[..., Any], uses: Uses | None = None) -> Traced
     """
     tensors = tensors_of(flat.leaves)
     inputs = [i for i, tensor in enumerate(tensors) if isinstance(tensor, torch.Tensor)]
+    # Examples are no part of autograd's graph and no views of others. A tensor that is given twice stays one object.
+    examples = {id(x): x.detach() if type(x) is torch.Tensor else x for x in tensors if isinstance(x, torch.Tensor)}
     function = _TracedFunction(f, flat, inputs, uses)
     with _trace_alone():
-        graph, tensors_read = _make_graph(function, _make_examples([tensors[i] for i in inputs]))
+        graph, tensors_read = _make_graph(function, [examples[id(tensors[i])] for i in inputs])
     result = function.result
     assert result is not None
     specs = [getattr(leaf, "spec", None) for leaf in result.leaves]
@@ -98,15 +100,6 @@ def trace(flat: Flat, f: Callable[..., Any], uses: Uses | None = None) -> Traced
     constants = [getattr(graph, str(node.target)) for node in graph.graph.find_nodes(op="get_attr")]
     captured = {id(tensor): tensor for tensor in (*constants, *tensors_read) if isinstance(tensor, torch.Tensor)}
     return Traced(graph, inputs, result.treedef, specs, list(captured.values()))
-
-
-def _make_examples(tensors: Sequence[Any]) -> list[torch.Tensor]:
-    """Make tensors to trace with, which are no part of autograd's graph and no views of others.
-
-    A tensor that is given twice stays one object.
-    """
-    examples = {id(tensor): tensor.detach() if type(tensor) is torch.Tensor else tensor for tensor in tensors}
-    return [examples[id(tensor)] for tensor in tensors]
 
 
 def _make_graph(

@@ -125,7 +125,7 @@ def test_a_number_that_changes_is_refused_and_the_old_one_still_serves():
     assert jitted(X, 2.0).equal(2 * X)
     text = (
         "jit: leaves that are part of the graph have changed\n"
-        "  [0][1]: expected a tensor, got 3.0, which is no tensor and was 2.0 before\n"
+        "  [0][1]: expected a tensor, got a value that was 2.0 and is 3.0\n"
         "To fix: pass tensors, which may change, or make it a static argument: each value has its own trace."
     )
     with refused(text):
@@ -134,7 +134,7 @@ def test_a_number_that_changes_is_refused_and_the_old_one_still_serves():
     assert len(jitted.traces) == 1
     jitted = fs.jit(scale, static_argnums=1)
     jitted(X, by=2.0)
-    with pytest.raises(ValueError, match=r"\[1\]\['by'\]: expected a tensor, got 3\.0"):
+    with pytest.raises(ValueError, match=r"\[1\]\['by'\]: expected a tensor, got a value that was 2\.0 and is 3\.0"):
         jitted(X, by=3.0)
 
 
