@@ -129,22 +129,7 @@ def save(
         write = partial(_write_part, unfinished.content / files.file_name(exchange.rank), exchange.rank, own)
         background = BackgroundSave(LABEL, unfinished, exchange.rank, write, stack.pop_all().close)
 
-    def finish() -> Path:
-        place = unfinished.content
-        try:
-            with exchange.raise_on_all_ranks(place):
-                background.written.result()
-            with exchange.raise_on_all_ranks(place):
-                background.confirm()
-        except Exception as error:
-            # Where a rank was killed, others may still complete the checkpoint.
-            if isinstance(error, CheckpointError) and not exchange.rank:
-                unfinished.remove()
-            background.settle()
-            raise
-        background.settle()
-        return unfinished.path
-
+    finish = partial(_finish, exchange, unfinished, background)
     saving = Saving(step, finish, lambda: all(exchange.everyone(background.written.done())), background.finish_at_exit)
     if not asynchronous:
         try:
@@ -154,6 +139,24 @@ def save(
             background.cancel()
             raise
     return saving
+
+
+def _finish(exchange: Exchange, unfinished: Unfinished, background: BackgroundSave) -> Path:
+    """Wait on every rank until the checkpoint is complete, and return its directory."""
+    place = unfinished.content
+    try:
+        with exchange.raise_on_all_ranks(place):
+            background.written.result()
+        with exchange.raise_on_all_ranks(place):
+            background.confirm()
+    except Exception as error:
+        # Where a rank was killed, others may still complete the checkpoint.
+        if isinstance(error, CheckpointError) and not exchange.rank:
+            unfinished.remove()
+        background.settle()
+        raise
+    background.settle()
+    return unfinished.path
 
 
 def _begin(exchange: Exchange, root: Path, manifest: files.Manifest, keep: int | None, stack: ExitStack) -> Unfinished:
