@@ -3,6 +3,7 @@
 The calls of every function are counted, for twice as many too; reads of lists that grow are such calls.
 """
 
+import gc
 import sys
 from collections import Counter
 from functools import partial
@@ -45,6 +46,8 @@ def calls(f):
         if event in ("call", "c_call") and frame.f_code.co_name != "__eq__":
             found[frame.f_code if event == "call" else getattr(given, "__qualname__", given)] += 1
 
+    # What earlier tests left would be collected meanwhile, and call back what watches it, such as torch.compile.
+    gc.collect()
     sys.setprofile(count)
     try:
         f()
