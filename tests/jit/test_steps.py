@@ -297,3 +297,13 @@ def test_ranks_that_trace_again_and_use_other_leaves_are_named():
     state, _ = jitted(case.state, False)
     with pytest.raises(ValueError, match=r"leaves: expected \['all'\] used as on rank shard=0, got \['all'\] unused"):
         jitted(state, True)
+
+
+@on_ranks(2)
+def test_ranks_whose_graphs_send_different_things_are_named_before_anything_is_sent():
+    axis = fs.axis_of(one_axis())
+    step = fs.jit(lambda x: fs.psum(x[my_rank() :], axis))
+    expected = r"collectives: expected .* of 1 tensors, 12 bytes as on rank shard=0, got .* 8 bytes on rank shard=1"
+    with fs.comm.record() as record, pytest.raises(ValueError, match=rf"^jit: ranks were told .*\n  {expected}"):
+        step(torch.ones(3))
+    assert all(entry.about.is_comparison for entry in record)

@@ -521,6 +521,20 @@ FAULTS = (
         "6: a jitted step equals the eager one, also where donated arguments change places",
     ),
     Fault(
+        "jitted-calls-compare-no-collectives",
+        "fshard/jit/facts.py",
+        'texts[axis] = json.dumps({**self.of_verbs, "collectives": collectives})',
+        "texts[axis] = json.dumps(self.of_verbs)",
+        "10: ranks whose graphs send different things are named before anything is sent",
+    ),
+    Fault(
+        "part-of-a-result-taken-by-two-donated-arguments",
+        "fshard/jit/donation.py",
+        "if part.structure == structure and taken.isdisjoint(part.leaves):",
+        "if part.structure == structure:",
+        "6: a jitted step equals the eager one, also with several donated arguments",
+    ),
+    Fault(
         "key-counts-behind-its-call",
         "fshard/jit/passes.py",
         "had_key[node] = has_key",
