@@ -17,7 +17,7 @@ from fshard.module_template import ModuleTemplate
 from fshard.random import seeded
 from fshard.shard import check_transform, mesh_device, shard
 from fshard.transforms import ShardTransform
-from fshard.transforms.compose import reduction
+from fshard.transforms.structure import reduction
 from fshard.tree import Flat, ModelDtypes, Tree, flatten, is_sharded, tensor_of, tree_leaves, tree_map, unflatten
 from fshard.tree.checks import (
     check_local,

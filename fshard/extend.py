@@ -50,7 +50,7 @@ from fshard.optim.norms import leaf_means
 from fshard.random import words_at
 from fshard.shard import local_piece
 from fshard.transforms.axis import _FullyShard as FullyShard
-from fshard.transforms.compose import sum_dtype
+from fshard.transforms.structure import sum_dtype
 from fshard.tree import flatten
 from fshard.tree.checks import check_axis, describe
 from fshard.update import run_update

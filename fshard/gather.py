@@ -7,7 +7,7 @@ from fshard import _compat, comm
 from fshard.collectives import settle, shared_axes
 from fshard.engine import call_of
 from fshard.transforms import ShardTransform
-from fshard.transforms.compose import gather_by
+from fshard.transforms.run import gather_by
 from fshard.tree import Sharded, Tree, flatten, grouped, is_sharded, unflatten
 from fshard.tree.checks import check_local, check_tensors, check_transforms, count_writes
 

@@ -7,8 +7,8 @@ import torch
 from fshard import comm
 from fshard.collectives import Over, denominator, divided, named, reduction_axes, shared_axes
 from fshard.errors import Problem, expect, refuse
-from fshard.transforms.compose import scatter_by
-from fshard.transforms.state import ABSENT, joined, states_of
+from fshard.transforms.run import scatter_by
+from fshard.transforms.state import ABSENT, join_states, states_of
 from fshard.tree import Flat, Sharded, Tree, flatten, grouped, is_sharded, is_trained, tree_map, unflatten
 from fshard.tree.checks import (
     check_count,
@@ -78,7 +78,7 @@ def scatter_grads(
     divisor = denominator(count, axes, reduce)
     sums = _scattered(flat, params, states) if params.specs else flat.leaves
     reduced = tree_map(lambda grad: divided(grad, divisor), unflatten(flat.treedef, sums))
-    return reduced if transform_state is ABSENT else (reduced, joined(params, states))
+    return reduced if transform_state is ABSENT else (reduced, join_states(params, states))
 
 
 def _check_shapes(flat: Flat, params: Flat) -> None:

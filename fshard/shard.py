@@ -13,7 +13,8 @@ from fshard import _compat, comm
 from fshard.errors import Problem, expect, refuse
 from fshard.transforms import LayoutError, ShardTransform
 from fshard.transforms.axis import _FullyShard
-from fshard.transforms.compose import at, layout_axes, masks
+from fshard.transforms.compose import masks, resolve_masks
+from fshard.transforms.structure import layout_axes
 from fshard.tree import Axis, Flat, Sharded, Spec, Tree, flatten, grouped, is_sharded, unflatten
 from fshard.tree.checks import (
     check_local,
@@ -347,7 +348,7 @@ class Layouts:
         Returns:
             The spec; the one given where there was a problem.
         """
-        transform = at(self._transform, name, leaf)
+        transform = resolve_masks(self._transform, name, leaf)
         try:
             if (id(transform), spec) not in self._known:
                 self._known[id(transform), spec] = replace(transform.layout(spec), transform=transform)

@@ -25,8 +25,8 @@ from fshard.collectives import (
 from fshard.engine import EngineCall
 from fshard.errors import expect
 from fshard.microbatches import Share, check_batches, order_of, share_of, tree_total
-from fshard.transforms.compose import in_tree
-from fshard.transforms.state import ABSENT, joined, states_of
+from fshard.transforms.compose import with_tree_sums
+from fshard.transforms.state import ABSENT, join_states, states_of
 from fshard.tree import (
     Sharded,
     Tree,
@@ -241,7 +241,7 @@ class _Differentiation:
         grads = unflatten(flat.treedef, gradients)
         if self.options.transform_state is ABSENT:
             return objective, auxes, grads
-        return objective, auxes, grads, joined(flat, self.states)
+        return objective, auxes, grads, join_states(flat, self.states)
 
     def _needs_torch_func(self) -> bool:
         """Tell whether the result has to be differentiable itself, or there is nothing to gather."""
@@ -298,7 +298,7 @@ class _Differentiation:
     def _differentiate_by_engine(self) -> _Gradients:
         flat = self.flat
         if self.share:
-            leaves = [leaf and Sharded(leaf.local, in_tree(leaf.spec, self.axes)) for leaf in flat.leaves]
+            leaves = [leaf and Sharded(leaf.local, with_tree_sums(leaf.spec, self.axes)) for leaf in flat.leaves]
             flat = flat._replace(leaves=leaves)
         call = EngineCall(self.options.api_name, flat, self.shared_axes, tree=bool(self.share), **self._facts())
         several = bool(self.share) or len(self.functions) > 1

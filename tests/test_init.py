@@ -13,7 +13,7 @@ import fshard as fs
 from fshard.init.drawing import children_first
 from fshard.shard import without_padding
 from fshard.testing import spmd
-from fshard.transforms.compose import layout_axes
+from fshard.transforms.structure import layout_axes
 from tests.bad_input import text_of
 from tests.modules import Recurrent, assert_untouched, everything
 from tests.ranks import on_ranks

@@ -13,7 +13,7 @@ from torch import nn
 import fshard as fs
 from fshard.microbatches import TreeSum, tree_total
 from fshard.testing import spmd
-from fshard.transforms.compose import in_tree
+from fshard.transforms.compose import with_tree_sums
 from tests.ranks import on_ranks
 from tests.trees import as_bytes, assert_same_bits, normal, one_axis
 from tests.unit_models import filled
@@ -193,5 +193,5 @@ def test_what_would_change_bits_is_refused():
 def test_transforms_are_equal_where_their_strategies_are():
     spec, again = (sharded(fs.zero3)["w"].spec for _ in range(2))
     axes = spec.transform.axes
-    assert in_tree(spec, axes) == in_tree(again, axes) != spec
-    assert copy.copy(in_tree(spec, axes).transform).axes == axes
+    assert with_tree_sums(spec, axes) == with_tree_sums(again, axes) != spec
+    assert copy.copy(with_tree_sums(spec, axes).transform).axes == axes

@@ -9,7 +9,8 @@ import torch
 from fshard import _compat, comm
 from fshard.engine.leaf import Leaf
 from fshard.engine.plan import Unit
-from fshard.transforms.compose import check_results, reduction
+from fshard.transforms.run import check_results
+from fshard.transforms.structure import reduction
 from fshard.tree import grouped
 from fshard.tree.checks import check_versions, count_writes
 

@@ -9,7 +9,8 @@ from fshard import _compat
 from fshard.collectives import divided
 from fshard.engine.plan import PLAIN
 from fshard.microbatches import TreeSum
-from fshard.transforms.compose import check_stateless, reduction, sum_dtype
+from fshard.transforms.run import check_stateless
+from fshard.transforms.structure import reduction, sum_dtype
 from fshard.tree import Sharded
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from fshard import _compat, comm
 from fshard.collectives import divided
 from fshard.engine.gathered_unit import check_transform_results, transform_of
 from fshard.engine.leaf import Leaf
-from fshard.transforms.compose import reduction, start_scatter
+from fshard.transforms.run import start_scatter
+from fshard.transforms.structure import reduction
 from fshard.tree import grouped
 
 

@@ -104,7 +104,7 @@ class _QuantizeWithFeedback(_Quantize):
                 after[i] = torch.nan_to_num(stack - sent, nan=0.0, posinf=0.0, neginf=0.0).to(states[i].dtype)
             return self.start_sums_of(due, specs, codes)
 
-        finish = self.start_by(start_sums, grads, specs)
+        finish = self.start_scatter_with(start_sums, grads, specs)
         return lambda: (finish(), after)
 
 

@@ -15,7 +15,7 @@ from fshard.init.drawing import Reset, blank_like, is_left_out, own_reset
 from fshard.init.replay import replay
 from fshard.shard import SAME_TREE, Layouts, fingerprint, is_frozen, stored, unfit
 from fshard.transforms import ShardTransform
-from fshard.transforms.compose import layout_axes
+from fshard.transforms.structure import layout_axes
 from fshard.tree import Sharded, Spec
 from fshard.tree.checks import SEED, check_arguments
 

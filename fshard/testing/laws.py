@@ -14,7 +14,8 @@ from fshard.rounding import tolerance
 from fshard.shard import shard, unshard
 from fshard.testing.compare import differing_leaves, refuse_on_all_ranks
 from fshard.transforms import ShardTransform
-from fshard.transforms.compose import layout_axes, start_scatter, summed_axes
+from fshard.transforms.run import start_scatter
+from fshard.transforms.structure import layout_axes, summed_axes
 from fshard.tree import Tree, tree_leaves, tree_map
 
 SHAPES = ((5, 3), (7,), (24, 8), (1, 4), (), (0, 3))

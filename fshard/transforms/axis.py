@@ -18,7 +18,7 @@ from fshard.tree.checks import WHOLE, Range, check_arguments, check_numbers
 class _FullyShard(BuiltIn):
     """Split leaves over an axis, and keep small ones whole.
 
-    A transform that only sends otherwise overrides `start_rows` and `start_sums`.
+    A transform that sends in another way overrides `start_rows` and `start_sums`.
     """
 
     axis: Axis
@@ -32,81 +32,122 @@ class _FullyShard(BuiltIn):
     def layout(self, spec: Spec) -> Spec:
         if math.prod(spec.shape) < self.min_shard_elements:
             return spec.on(self.axis)
-        return spec.split(self.axis, _counted(self.dim, max(len(spec.shape), 1), spec, self.axis))
+        # A number is stored with one dim.
+        num_dims = max(len(spec.shape), 1)
+        return spec.split(self.axis, _count_from_front(self.dim, num_dims, spec, self.axis))
 
     def start_rows(self, shards: Tensors, specs: Specs) -> Finish:
-        """Start sending every rank all shards; finished, each has the ranks' rows as its first dim."""
+        """Start sending shards to all ranks.
+
+        Args:
+            shards: The shards of leaves that are split over this axis.
+            specs: The specs of these leaves.
+
+        Returns:
+            A function that finishes, and returns the shards of all ranks as the rows of one tensor for each leaf.
+        """
         return comm.start_all_gather(shards, self.axis, "gather")
 
     def start_sums(self, stacks: Tensors, specs: Specs) -> Finish:
-        """Start sending each rank its row of every stack; finished, each is the sum of what ranks sent."""
-        return comm.start_reduce_scatter(stacks, self.axis, "scatter", _in_tree(specs))
+        """Start summing over ranks, where each rank gets the sum of one row.
+
+        Args:
+            stacks: The gradients of leaves that are split over this axis, with a row for each rank.
+            specs: The specs of these leaves.
+
+        Returns:
+            A function that finishes, and returns the sum of this rank's rows for each leaf.
+        """
+        return comm.start_reduce_scatter(stacks, self.axis, "scatter", _sums_in_tree(specs))
 
     def start_gather(self, leaves: Tensors, specs: Specs) -> Finish:
         dims = self.split_dims(specs)
-        gathering = self.start_rows([leaves[i] for i in dims], [specs[i] for i in dims])
+        finish_rows = self.start_rows([leaves[index] for index in dims], [specs[index] for index in dims])
 
         def finish() -> Tensors:
-            out = list(leaves)
-            for (i, dim), rows in zip(dims.items(), gathering(), strict=True):
-                full = joined(rows, dim, specs[i].shared_out(dim, self.axis))
-                out[i] = full if specs[i].shape or not self._outermost(specs[i], dim) else full.select(0, 0)
-            return out
+            gathered = list(leaves)
+            for (index, dim), rows in zip(dims.items(), finish_rows(), strict=True):
+                gathered[index] = self._join_rows(rows, specs[index], dim)
+            return gathered
 
         return finish
 
     def start_scatter(self, grads: Tensors, specs: Specs) -> Finish:
-        return self.start_by(self.start_sums, grads, specs)
+        return self.start_scatter_with(self.start_sums, grads, specs)
 
-    def start_by(self, start_sums: Callable[[Tensors, Specs], Finish], grads: Tensors, specs: Specs) -> Finish:
-        """Start a scatter that sums the stacks of leaves that are split by a function like `start_sums`."""
+    def start_scatter_with(
+        self,
+        start_sums: Callable[[Tensors, Specs], Finish],
+        grads: Tensors,
+        specs: Specs,
+    ) -> Finish:
+        """Start a scatter that sums the gradients of split leaves by a function like `start_sums`."""
         dims = self.split_dims(specs)
-        whole = [i for i in range(len(grads)) if i not in dims]
-        stacks = [self.stack(grads[i], specs[i], dim) for i, dim in dims.items()]
-        scattering = start_sums(stacks, [specs[i] for i in dims])
-        summing = comm.start_all_reduce([grads[i] for i in whole], self.axis, "scatter", _in_tree(specs))
+        whole = [index for index in range(len(grads)) if index not in dims]
+        stacks = [self.stack(grads[index], specs[index], dim) for index, dim in dims.items()]
+        finish_split = start_sums(stacks, [specs[index] for index in dims])
+        whole_grads = [grads[index] for index in whole]
+        finish_whole = comm.start_all_reduce(whole_grads, self.axis, "scatter", _sums_in_tree(specs))
 
         def finish() -> Tensors:
-            out = dict(zip((*dims, *whole), (*scattering(), *summing()), strict=True))
-            return [out[i] for i in range(len(out))]
+            sums = dict(zip(dims, finish_split(), strict=True))
+            sums.update(zip(whole, finish_whole(), strict=True))
+            return [sums[index] for index in range(len(sums))]
 
         return finish
 
     def stack(self, grad: torch.Tensor, spec: Spec, dim: int) -> torch.Tensor:
         """Cut a gradient in the ranks' pieces along a new first dim."""
-        if not spec.shape and self._outermost(spec, dim):
+        if not spec.shape and self._is_outermost(spec, dim):
             grad = grad.unsqueeze(0)
         missing = -grad.shape[dim] % self.axis.size
-        grad = pad(grad, (0, 0) * (grad.dim() - dim - 1) + (0, missing)) if missing else grad
-        sizes, rows = grad.shape, grad.shape[dim] // self.axis.size
-        pieces = grad.reshape((*sizes[:dim], self.axis.size, rows, *sizes[dim + 1 :]))
+        if missing:
+            dims_behind = grad.dim() - dim - 1
+            grad = pad(grad, (0, 0) * dims_behind + (0, missing))
+        rows = grad.shape[dim] // self.axis.size
+        pieces = grad.reshape((*grad.shape[:dim], self.axis.size, rows, *grad.shape[dim + 1 :]))
         return pieces.movedim(dim, 0) if dim else pieces
 
     def split_dims(self, specs: Specs) -> dict[int, int]:
-        """List the leaves that are split over this axis with the dim of each; the others are replicated."""
-        return {i: dim for i, spec in enumerate(specs) if (dim := spec.dim_of(self.axis)) is not None}
+        """Return which leaves are split over this axis, with the dim of each. The others are whole on every rank."""
+        dims = {}
+        for index, spec in enumerate(specs):
+            dim = spec.dim_of(self.axis)
+            if dim is not None:
+                dims[index] = dim
+        return dims
 
-    def _outermost(self, spec: Spec, dim: int) -> bool:
-        """Tell whether this axis is the last one gathered along `dim`, after which a number has no dim left."""
+    def _join_rows(self, rows: torch.Tensor, spec: Spec, dim: int) -> torch.Tensor:
+        """Put the ranks' rows side by side along `dim`, and cut off the padding."""
+        side_by_side = rows.movedim(0, dim) if dim else rows
+        full = side_by_side.flatten(dim, dim + 1)
+        size = spec.shared_out(dim, self.axis)
+        if full.shape[dim] != size:
+            full = full.narrow(dim, 0, size)
+        # Kernels round by strides, so that a view with others would have other bits.
+        full = full.contiguous()
+        if not spec.shape and self._is_outermost(spec, dim):
+            return full.select(0, 0)
+        return full
+
+    def _is_outermost(self, spec: Spec, dim: int) -> bool:
+        """Whether this axis is the last one gathered along `dim`, after which a number has no dim left."""
         return spec.partition.names(dim)[0] == self.axis.name
 
 
-def _in_tree(specs: Specs) -> bool:
-    """Whether leaves of one transform sum over ranks in one binary tree."""
-    return any(spec.reshard is not None and spec.reshard.tree for spec in specs[:1])
+def _sums_in_tree(specs: Specs) -> bool:
+    """Whether gradients are summed in one binary tree over ranks. All leaves of one transform agree."""
+    if not specs:
+        return False
+    policy = specs[0].reshard
+    return policy is not None and policy.tree
 
 
-def _counted(dim: int, dims: int, spec: Spec, axis: Axis) -> int:
+def _count_from_front(dim: int, num_dims: int, spec: Spec, axis: Axis) -> int:
     """Count a dim from the front, and refuse one that a leaf does not have."""
-    if not -dims <= dim < dims:
-        raise LayoutError(f"shape {spec.shape}", f"a dim {dim} to split over {axis.name!r}")
-    return dim % dims
-
-
-def joined(rows: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """Put every rank's piece side by side along `dim` and cut them to `size`, row-major: kernels round by strides."""
-    full = (rows.movedim(0, dim) if dim else rows).flatten(dim, dim + 1)
-    return (full if full.shape[dim] == size else full.narrow(dim, 0, size)).contiguous()
+    if not -num_dims <= dim < num_dims:
+        raise LayoutError(got=f"shape {spec.shape}", expected=f"a dim {dim} to split over {axis.name!r}")
+    return dim % num_dims
 
 
 def fully_shard(mesh: Mesh | Axis, *, dim: int = 0, min_shard_elements: int = 0) -> ShardTransform:
@@ -133,7 +174,8 @@ def fully_shard(mesh: Mesh | Axis, *, dim: int = 0, min_shard_elements: int = 0)
     >>> fs.testing.spmd(program, world=2)  # the 0 is padding
     [[1.0, 2.0], [3.0, 0.0]]
     """
-    check_numbers("fully_shard", Range("0 or more", lambda number: number >= 0), min_shard_elements=min_shard_elements)
+    zero_or_more = Range("0 or more", lambda number: number >= 0)
+    check_numbers("fully_shard", zero_or_more, min_shard_elements=min_shard_elements)
     check_arguments("fully_shard", WHOLE, dim=dim)
     return _FullyShard(axis_of(mesh), dim, min_shard_elements)
 
@@ -160,7 +202,7 @@ def replicate(mesh: Mesh | Axis) -> ShardTransform:
     [[3.0, 9.0], [3.0, 9.0], [3.0, 9.0]]
     """
     # No leaf is large enough to be split.
-    return _FullyShard(axis_of(mesh), 0, math.inf)
+    return _FullyShard(axis_of(mesh), dim=0, min_shard_elements=math.inf)
 
 
 @dataclass(frozen=True)
@@ -179,11 +221,11 @@ class _SplitDim(BuiltIn):
         return grads
 
     def layout(self, spec: Spec) -> Spec:
-        dim = _counted(self.dim, len(spec.shape), spec, self.axis)
+        dim = _count_from_front(self.dim, len(spec.shape), spec, self.axis)
         size = spec.local_shape[dim]
         if size % self.axis.size:
-            needed = f"a multiple of {self.axis.size}, the size of {self.axis.name!r}"
-            raise LayoutError(f"size {size} of dim {dim}", needed)
+            multiple = f"a multiple of {self.axis.size}, the size of {self.axis.name!r}"
+            raise LayoutError(got=f"size {size} of dim {dim}", expected=multiple)
         return spec.split(self.axis, dim, owned=True)
 
 

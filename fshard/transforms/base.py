@@ -1,19 +1,28 @@
-"""ShardTransform, the one extension point, and Wrapped, the ground for transforms that change a part of another."""
+"""ShardTransform, the one extension point, and Wrapped, the base of transforms that change a part of another."""
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
-from fshard.errors import expect
 from fshard.tree import Axis, Spec, Tree
 
 Tensors = Sequence[torch.Tensor]
 Specs = Sequence[Spec]
 States = Sequence[Tree]
 Finish = Callable[[], Tensors]
+
+# The forms of each half of a transform, one that finishes at once and one that starts, with the other of the two.
+OTHER_FORM = MappingProxyType(
+    {
+        "gather": "start_gather",
+        "start_gather": "gather",
+        "scatter": "start_scatter",
+        "start_scatter": "scatter",
+    }
+)
 
 
 class LayoutError(ValueError):
@@ -35,7 +44,8 @@ class LayoutError(ValueError):
     def __init__(self, got: str, expected: str) -> None:
         """Keep both parts, so that `shard` can add the leaf's path."""
         super().__init__(f"expected {expected}, got {got}")
-        self.got, self.expected = got, expected
+        self.got = got
+        self.expected = expected
 
 
 class Storage(NamedTuple):
@@ -58,15 +68,39 @@ class Storage(NamedTuple):
     compute_device: torch.device
 
 
-def _other_half(run: Callable[..., Any], starts: bool) -> Callable[..., Any]:
-    """Make of a form that starts the one that does all at once, or the other way round."""
+def _is_default(cls: "type[ShardTransform]", name: str) -> bool:
+    """Whether a class has a method as ShardTransform or Wrapped define it."""
+    method = getattr(cls, name)
+    return method is getattr(ShardTransform, name) or method is getattr(Wrapped, name)
 
-    @functools.wraps(run)
-    def other(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = run(self, *args, **kwargs)
-        return found() if starts else lambda: found
 
-    return other
+def _defines_alone(transform: "ShardTransform", form: str) -> bool:
+    """Whether a subclass defines one form of a half, and so the default of the other form has to run it."""
+    cls = type(transform)
+    return _is_default(cls, OTHER_FORM[form]) and not _is_default(cls, form)
+
+
+def _check_has_scatter(cls: "type[ShardTransform]") -> None:
+    """Refuse a class that changes leaves, or sums over axes, without saying how gradients come back."""
+    if cls.scatter is not ShardTransform.scatter or cls.start_scatter is not ShardTransform.start_scatter:
+        return
+    for name in ("gather", "start_gather", "axes", "init"):
+        if getattr(cls, name) is not getattr(ShardTransform, name):
+            raise TypeError(
+                f"{cls.__name__}: scatter is missing beside {name}. Define it as gather's transpose, with the sum over "
+                "axes, or let it return the gradients if they pass through."
+            )
+
+
+def _check_forms(cls: "type[ShardTransform]") -> None:
+    """Refuse a class that defines one form of a half, where the other form would still do as a base class does."""
+    for form, other in OTHER_FORM.items():
+        if form in vars(cls) and other not in vars(cls) and not _is_default(cls, other):
+            base = next(base.__name__ for base in cls.__mro__ if other in vars(base))
+            raise TypeError(
+                f"{cls.__name__}: {other} is missing beside {form}, because that of {base} would still run. Define "
+                f"{other} too."
+            )
 
 
 @dataclass(frozen=True)
@@ -81,9 +115,15 @@ class ShardTransform:
     its scatter takes and returns states. Gather has no state: it runs as often as a strategy wants.
 
     The members are `axes`, `storage`, `layout`, `gather`, `scatter`, `start_gather`, `start_scatter` and `init`. Fields
-    and helpers are a subclass's own. Of gather and start_gather a class defines one or both, and so of scatter: where
-    it defines one, the other follows from it. A class that changes leaves without a scatter is refused by a TypeError
-    when it is made.
+    and helpers are a subclass's own.
+
+    Each half has two forms: `start_gather` and `start_scatter` return a function that finishes, so that communication
+    overlaps what runs in between, and `gather` and `scatter` finish at once. Define one form of each half, or both. A
+    form that you do not define runs the one that you define. Call no other form of `super()` than the one you are in:
+    it would run that one again.
+
+    A class is refused by a TypeError when it is made if it changes leaves without a scatter, or defines one form of a
+    half whose other form it inherits from a class of yours.
 
     >>> import torch, fshard as fs
     >>> class Rounded(fs.ShardTransform):
@@ -98,18 +138,10 @@ class ShardTransform:
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Complete both pairs of a class, and refuse one that would not do what it says."""
+        """Refuse a class whose methods do not belong together."""
         super().__init_subclass__(**kwargs)
-        own = vars(cls)
-        pairs = [("gather", "start_gather"), ("scatter", "start_scatter")]
-        for name, other in (*pairs, *(pair[::-1] for pair in pairs)):
-            if name in own and other not in own:
-                setattr(cls, other, _other_half(own[name], name.startswith("start")))
-        members = ("gather", "axes", "init")
-        changed = [name for name in members if getattr(cls, name) is not getattr(ShardTransform, name)]
-        remedy = "define scatter as gather's transpose, with the sum over axes; let it return grads that pass through"
-        given = cls.scatter is not ShardTransform.scatter or not changed
-        expect(given, cls.__name__, f"scatter beside {changed[:1]}", "none", remedy, TypeError)
+        _check_has_scatter(cls)
+        _check_forms(cls)
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -140,15 +172,17 @@ class ShardTransform:
         return spec
 
     def gather(self, leaves: Tensors, specs: Specs) -> Tensors:
-        """Turn stored tensors into the ones to the right of this transform.
+        """Turn stored tensors into the ones to the right of this transform, and wait for them.
 
         Args:
             leaves: One tensor per leaf.
             specs: The leaves' storage specs.
 
         Returns:
-            One tensor per leaf.
+            One tensor per leaf. A class that defines no gather passes leaves on as they are.
         """
+        if _defines_alone(self, "start_gather"):
+            return self.start_gather(leaves, specs)()
         return leaves
 
     def scatter(self, *args: Any, **kwargs: Any) -> Any:
@@ -166,6 +200,8 @@ class ShardTransform:
         Returns:
             One tensor per leaf, shaped as gather's inputs; with states, the pair of these and the new states.
         """
+        if _defines_alone(self, "start_scatter"):
+            return self.start_scatter(*args, **kwargs)()
         return args[0]
 
     def start_gather(self, leaves: Tensors, specs: Specs) -> Finish:
@@ -176,11 +212,12 @@ class ShardTransform:
             specs: As for `gather`.
 
         Returns:
-            A function that finishes and returns gather's result; here all is done at the start. It must not start
-            communication itself: when it is called may depend on a rank's data.
+            A function that finishes and returns gather's result. It must not start communication itself: when it is
+            called may depend on a rank's data. If the class defines gather alone, all of it is done at the start.
         """
-        gathered = self.gather(leaves, specs)
-        return lambda: gathered
+        if _defines_alone(self, "gather"):
+            leaves = self.gather(leaves, specs)
+        return lambda: leaves
 
     def start_scatter(self, *args: Any, **kwargs: Any) -> Callable[[], Any]:
         """Start a scatter whose communication may overlap what runs until it is finished.
@@ -190,9 +227,11 @@ class ShardTransform:
             **kwargs: As for `scatter`.
 
         Returns:
-            A function that finishes and returns scatter's result; here all is done at the start.
+            A function that finishes and returns scatter's result. If the class defines scatter alone, all of it is
+            done at the start.
         """
-        scattered = self.scatter(*args, **kwargs)
+        runs_scatter = _defines_alone(self, "scatter")
+        scattered = self.scatter(*args, **kwargs) if runs_scatter else args[0]
         return lambda: scattered
 
     def init(self, grad: torch.Tensor) -> Tree:
@@ -211,7 +250,8 @@ class ShardTransform:
 class Wrapped(ShardTransform):
     """Does all that another transform does; subclass it to do a part otherwise, such as how gradients are summed.
 
-    Where a subclass defines gather or scatter alone, the other transform's way of starting that part early is not used.
+    If a subclass defines gather without start_gather, or scatter without start_scatter, that half does not overlap what
+    runs beside it.
 
     Attributes:
         inner: The other transform.
@@ -242,12 +282,28 @@ class Wrapped(ShardTransform):
         """Store a leaf as the other transform does."""
         return self.inner.layout(spec)
 
+    def gather(self, leaves: Tensors, specs: Specs) -> Tensors:
+        """Gather as the other transform does."""
+        if _defines_alone(self, "start_gather"):
+            return super().gather(leaves, specs)
+        return self.inner.gather(leaves, specs)
+
+    def scatter(self, *args: Any, **kwargs: Any) -> Any:
+        """Scatter as the other transform does."""
+        if _defines_alone(self, "start_scatter"):
+            return super().scatter(*args, **kwargs)
+        return self.inner.scatter(*args, **kwargs)
+
     def start_gather(self, leaves: Tensors, specs: Specs) -> Finish:
         """Start to gather as the other transform does."""
+        if _defines_alone(self, "gather"):
+            return super().start_gather(leaves, specs)
         return self.inner.start_gather(leaves, specs)
 
     def start_scatter(self, *args: Any, **kwargs: Any) -> Callable[[], Any]:
         """Start to scatter as the other transform does."""
+        if _defines_alone(self, "scatter"):
+            return super().start_scatter(*args, **kwargs)
         return self.inner.start_scatter(*args, **kwargs)
 
     def init(self, grad: torch.Tensor) -> Tree:
@@ -257,3 +313,7 @@ class Wrapped(ShardTransform):
 
 class BuiltIn(ShardTransform):
     """A transform of this package, which keeps none of the tensors that it is given or returns."""
+
+
+class Container(BuiltIn):
+    """A transform of this package that is made of others, and whose state is that of its parts."""

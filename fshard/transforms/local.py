@@ -22,7 +22,10 @@ class _Cast(BuiltIn):
 
 
 def _to(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:
-    return [x.to(dtype) if dtype is not None and x.is_floating_point() else x for x in tensors]
+    """Cast the floating ones of some tensors; None casts none."""
+    if dtype is None:
+        return list(tensors)
+    return [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
 
 
 def cast(*, gather: torch.dtype | None = None, scatter: torch.dtype | None = None) -> ShardTransform:
@@ -55,7 +58,7 @@ class _Offload(BuiltIn):
 
     @property
     def storage(self) -> Storage:
-        return Storage(torch.device("cpu"), self.device)
+        return Storage(device=torch.device("cpu"), compute_device=self.device)
 
     def gather(self, leaves: Tensors, specs: Specs) -> Tensors:
         return [leaf.to(self.device, non_blocking=True) for leaf in leaves]
@@ -64,10 +67,10 @@ class _Offload(BuiltIn):
         if self.device.type == "cpu" or _compat.is_tracing():
             # A graph has no operator that waits for a stream: each of its copies waits.
             return [grad.to("cpu") for grad in grads]
-        kept = [grad.to("cpu", non_blocking=True) for grad in grads]
-        # One wait for all of them, before the processor reads any.
+        copies = [grad.to("cpu", non_blocking=True) for grad in grads]
+        # One wait for all copies, before the CPU reads any.
         torch.accelerator.current_stream(self.device).synchronize()
-        return kept
+        return copies
 
 
 def offload(device: torch.device | str | None = None) -> ShardTransform:

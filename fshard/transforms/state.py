@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fshard.errors import Problem, refuse
-from fshard.transforms.compose import reduction
+from fshard.transforms.structure import reduction
 from fshard.tree import Flat, Sharded, Spec, Tree, flatten, is_sharded, map_leaves, unflatten
 from fshard.tree.checks import check_local, describe
 
@@ -43,15 +43,17 @@ def transform_state(params: Tree) -> Tree:
     """
     flat = flatten(params)
     check_local("transform_state", flat)
-    states = [_init(leaf.spec, leaf.local.detach().new_zeros(())) if is_sharded(leaf) else None for leaf in flat.leaves]
-    return joined(flat, states)
+    states: list[Tree] = []
+    for leaf in flat.leaves:
+        states.append(_init(leaf.spec, leaf.local.detach().new_zeros(())) if is_sharded(leaf) else None)
+    return join_states(flat, states)
 
 
-def states_of(what: str, flat: Flat, state: Tree) -> list[Tree]:
+def states_of(api_name: str, flat: Flat, state: Tree) -> list[Tree]:
     """Take a state apart: for each leaf of the parameters its own tensors, or None.
 
     Args:
-        what: The verb that asks, for errors.
+        api_name: The verb that asks, for errors.
         flat: The parameters.
         state: What `transform_state` or the verb returned last.
 
@@ -62,21 +64,24 @@ def states_of(what: str, flat: Flat, state: Tree) -> list[Tree]:
         ValueError: before any collective, if the state is not that of these parameters, or there is none where a
             transform needs one.
     """
-    remedy = "pass transform_state=, first as fs.transform_state(params) makes it, then as this verb returns it"
     if state is ABSENT or state is None:
         if not any(map(_has_state, flat.specs)):
             return [None] * len(flat.leaves)
         state = flat.unflatten([None] * len(flat.leaves))
-    check_local(f"{what} with transform_state", flatten(state))
-    parts = flat.treedef.flatten_up_to(state)
-    kinds = [_needed(leaf.spec, leaf.local.dtype) if is_sharded(leaf) else "None" for leaf in flat.leaves]
-    rows = zip(flat.paths, map(_kind, parts), kinds, strict=True)
-    problems = [Problem(path, found, needed) for path, found, needed in rows if found != needed]
-    refuse(f"{what}: transform_state does not fit the parameters", problems, remedy)
-    return [map_leaves(lambda row: row and row.local[0], part) for part in parts]
+    check_local(f"{api_name} with transform_state", flatten(state))
+    rows = flat.treedef.flatten_up_to(state)
+    problems = []
+    for path, leaf, row in zip(flat.paths, flat.leaves, rows, strict=True):
+        expected = _expected_kind(leaf.spec, leaf.local.dtype) if is_sharded(leaf) else "None"
+        kind = _kind(row)
+        if kind != expected:
+            problems.append(Problem(path, kind, expected))
+    remedy = "pass transform_state=, first as fs.transform_state(params) makes it, then as this verb returns it"
+    refuse(f"{api_name}: transform_state does not fit the parameters", problems, remedy)
+    return [map_leaves(_tensor_of_row, row) for row in rows]
 
 
-def joined(flat: Flat, states: Sequence[Tree]) -> Tree:
+def join_states(flat: Flat, states: Sequence[Tree]) -> Tree:
     """Put the leaves' states together as one tree, each rank's tensors as rows of Sharded leaves.
 
     Args:
@@ -88,25 +93,35 @@ def joined(flat: Flat, states: Sequence[Tree]) -> Tree:
     """
     if not any(map(_has_state, flat.specs)):
         return None
-    rows = [None if state is None else _rows(leaf.spec, state) for leaf, state in zip(flat.leaves, states, strict=True)]
+    rows: list[Tree] = []
+    for leaf, state in zip(flat.leaves, states, strict=True):
+        rows.append(None if state is None else _rows(leaf.spec, state))
     return unflatten(flat.treedef, rows)
 
 
 def _rows(spec: Spec, state: Tree) -> Tree:
     """Make the tensors of a leaf's state this rank's rows."""
 
-    def row(x: torch.Tensor | None) -> Sharded | None:
-        return None if x is None else Sharded(x.detach()[None], _spec_of_rows(spec, x.shape))
+    def row(tensor: torch.Tensor | None) -> Sharded | None:
+        if tensor is None:
+            return None
+        return Sharded(tensor.detach()[None], _spec_of_rows(spec, tensor.shape))
 
     return map_leaves(row, state)
 
 
+def _tensor_of_row(row: Sharded | None) -> torch.Tensor | None:
+    return None if row is None else row.local[0]
+
+
 @lru_cache(maxsize=4096)
 def _spec_of_rows(spec: Spec, shape: tuple[int, ...]) -> Spec:
-    found = Spec((math.prod(axis.size for axis in spec.axes), *shape))
+    """Describe a tensor with a row for each rank of a leaf."""
+    ranks = math.prod(axis.size for axis in spec.axes)
+    rows = Spec((ranks, *shape))
     for axis in spec.axes:
-        found = found.split(axis, 0)
-    return found
+        rows = rows.split(axis, dim=0)
+    return rows
 
 
 def _has_state(spec: Spec) -> bool:
@@ -114,20 +129,25 @@ def _has_state(spec: Spec) -> bool:
 
 
 def _init(spec: Spec, zero: torch.Tensor) -> Tree:
+    """Make the first state of a leaf, from a zero of its dtype on its device."""
+    if not _has_state(spec):
+        return None
     # Zeros that take no memory.
-    return spec.transform.init(zero.expand(spec.gathered_shape)) if _has_state(spec) else None
+    return spec.transform.init(zero.expand(spec.gathered_shape))
 
 
 @lru_cache(maxsize=4096)
-def _needed(spec: Spec, dtype: torch.dtype) -> str:
-    """The kind of state that the transform of a leaf needs."""
+def _expected_kind(spec: Spec, dtype: torch.dtype) -> str:
+    """Describe the state that the transform of a leaf needs, without values."""
     return _kind(_rows(spec, _init(spec, torch.zeros((), dtype=dtype))))
 
 
 def _kind(state: Tree) -> str:
     """Describe the state of a leaf, without values."""
 
-    def said(leaf: Any) -> str:
-        return f"rows of {leaf.spec.shape} split by {leaf.spec.partition!r}" if is_sharded(leaf) else describe(leaf)
+    def describe_row(leaf: Any) -> str:
+        if is_sharded(leaf):
+            return f"rows of {leaf.spec.shape} split by {leaf.spec.partition!r}"
+        return describe(leaf)
 
-    return f"{map_leaves(said, state)}"
+    return f"{map_leaves(describe_row, state)}"

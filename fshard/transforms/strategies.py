@@ -12,7 +12,8 @@ from fshard.errors import expect
 from fshard.mesh import Mesh, axis_of
 from fshard.transforms import ShardTransform, cast, compose, fully_shard
 from fshard.transforms import replicate as replicated
-from fshard.transforms.compose import composed, layout_axes
+from fshard.transforms.compose import compose_with_policy
+from fshard.transforms.structure import layout_axes
 from fshard.tree import Axis, ModelDtypes, ReshardPolicy, is_mask
 from fshard.tree.checks import COUNT, FLOATING, check_arguments
 
@@ -21,7 +22,8 @@ SMALL = 1024
 
 # Bytes up to which units are gathered together, sixteen times what a link carries in the latency of a collective:
 # between processes on one machine by gloo (0.5 ms, 2 GiB/s), and between accelerators on one machine (30 us, 100 GB/s).
-HOST_BYTES, ACCELERATOR_BYTES = 16 * 1024 * 1024, 48_000_000
+HOST_BYTES = 16 * 1024 * 1024
+ACCELERATOR_BYTES = 48_000_000
 
 
 def ddp(mesh: Mesh, axis: str | Sequence[str] = "shard", **options: Any) -> ShardTransform:
@@ -77,7 +79,8 @@ def zero1(mesh: Mesh, axis: str | Sequence[str] = "shard", **options: Any) -> Sh
     (P('shard'), ['all_gather', 'reduce_scatter'])
     """
     strategy: Any = zero2(mesh, axis, **options)
-    late: ShardTransform = replace(strategy, reshard=replace(strategy.reshard, early=False))
+    late_policy = replace(strategy.reshard, early=False)
+    late: ShardTransform = replace(strategy, reshard=late_policy)
     return late
 
 
@@ -109,11 +112,20 @@ def zero2(mesh: Mesh, axis: str | Sequence[str] = "shard", **options: Any) -> Sh
     return zero3(mesh, axis, regather=False, **options)
 
 
+def _bucket_bytes(layout: Any) -> int:
+    """Choose the bytes of a message by the mesh axis whose backend needs the largest."""
+    # `compose_with_policy` refuses a layout that is no transform.
+    axes: Sequence[Axis] = getattr(layout, "axes", ())
+    return max(map(_bytes_over, axes), default=0)
+
+
 def _bytes_over(axis: Axis) -> int:
-    """Size messages by the backend that needs the largest."""
-    known = axis.size > 1 and _compat.group_size(axis.group_name)
-    backends = _compat.group_devices(axis.group_name) if known else {}
-    return ACCELERATOR_BYTES if set(backends.values()) - {backends.get("cpu")} else HOST_BYTES
+    is_connected = axis.size > 1 and _compat.group_size(axis.group_name)
+    if not is_connected:
+        return HOST_BYTES
+    backends = _compat.group_devices(axis.group_name)
+    other_backends = set(backends.values()) - {backends.get("cpu")}
+    return ACCELERATOR_BYTES if other_backends else HOST_BYTES
 
 
 def zero3(
@@ -170,28 +182,40 @@ def zero3(
     """
     check_arguments("zero3", FLOATING, param_dtype=param_dtype, reduce_dtype=reduce_dtype, output_dtype=output_dtype)
     check_arguments("zero3", COUNT, prefetch=prefetch, merge_bytes=merge_bytes)
-    needed = "regather to be a bool, glob patterns of units' names, or a function of the name"
-    expect(isinstance(regather, bool) or is_mask(regather), "zero3", needed, f"{regather!r:.40}")
-    alone = layout is None or min_shard_elements == SMALL
-    expect(alone, "zero3", "min_shard_elements or layout", "both", "give it to the layout")
-    over = not isinstance(layout, ShardTransform) or layout_axes(layout)
-    needed, remedy = "a layout with mesh axes", "compose it with fs.fully_shard, or with the strategy itself"
-    expect(over, "zero3", needed, f"{layout!r:.100}, under which gradients would stay unsummed", remedy)
+    is_rule = isinstance(regather, bool) or is_mask(regather)
+    rules = "regather to be a bool, glob patterns of units' names, or a function of the name"
+    expect(is_rule, "zero3", rules, f"{regather!r:.40}")
     if layout is None:
-        names = axis if isinstance(axis, list | tuple) and axis else (axis,)
-        # Of several axes the first is the major one.
-        axes = [axis_of(mesh, name) for name in reversed(names)]
-        layout = compose(*(fully_shard(axis, min_shard_elements=min_shard_elements) for axis in axes))
-    if merge_bytes is None:
-        # `composed` refuses a layout that is no transform.
-        sizes = map(_bytes_over, getattr(layout, "axes", ()))
-        merge_bytes = max(sizes, default=0)
-    # A list cannot be hashed.
-    rule = tuple(regather) if isinstance(regather, list) else regather
-    policy = ReshardPolicy(rule, prefetch, merge_bytes)
+        layout = _shard_over(mesh, axis, min_shard_elements)
+    else:
+        _check_layout(layout, min_shard_elements)
+    policy = ReshardPolicy(
+        # A list cannot be hashed.
+        regather=tuple(regather) if isinstance(regather, list) else regather,
+        prefetch=prefetch,
+        merge_bytes=_bucket_bytes(layout) if merge_bytes is None else merge_bytes,
+    )
     dtypes = ModelDtypes(param_dtype, output_dtype) if param_dtype or output_dtype else None
-    parts = [cast(gather=param_dtype), layout, cast(scatter=reduce_dtype)]
-    return composed(parts, policy, dtypes)
+    stages = [cast(gather=param_dtype), layout, cast(scatter=reduce_dtype)]
+    return compose_with_policy(stages, policy, dtypes)
+
+
+def _shard_over(mesh: Mesh, axis: str | Sequence[str], min_shard_elements: int) -> ShardTransform:
+    """Split leaves over one mesh axis, or over several."""
+    names = axis if isinstance(axis, list | tuple) and axis else (axis,)
+    # Of several axes the first is the major one, and the last to be gathered.
+    axes = [axis_of(mesh, name) for name in reversed(names)]
+    return compose(*[fully_shard(axis, min_shard_elements=min_shard_elements) for axis in axes])
+
+
+def _check_layout(layout: Any, min_shard_elements: int) -> None:
+    """Refuse a layout beside `min_shard_elements`, and one under which no gradient would be summed."""
+    is_alone = min_shard_elements == SMALL
+    expect(is_alone, "zero3", "min_shard_elements or layout", "both", "give it to the layout")
+    has_axes = not isinstance(layout, ShardTransform) or layout_axes(layout)
+    got = f"{layout!r:.100}, under which gradients would stay unsummed"
+    remedy = "compose it with fs.fully_shard, or with the strategy itself"
+    expect(has_axes, "zero3", "a layout with mesh axes", got, remedy)
 
 
 def hsdp(

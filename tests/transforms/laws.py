@@ -6,7 +6,7 @@ import torch
 
 import fshard as fs
 from fshard.testing import check_adjoint
-from fshard.transforms.compose import at
+from fshard.transforms.compose import resolve_masks
 from fshard.tree import flatten, names_of
 from tests.ranks import my_rank
 from tests.test_law_ddp import ALGORITHMS, Run, batches, initial, one_rank_of, train_steps
@@ -49,7 +49,7 @@ def assert_adjoint(transform: fs.ShardTransform, full: Any) -> None:
     shapes: dict[fs.ShardTransform, list[tuple[int, ...]]] = {}
     for name, leaf in zip(names_of(flat.treedef), flat.leaves):
         if leaf is not None:
-            shapes.setdefault(at(transform, name, leaf), []).append(tuple(leaf.shape))
+            shapes.setdefault(resolve_masks(transform, name, leaf), []).append(tuple(leaf.shape))
     for chosen, group in shapes.items():
         check_adjoint(chosen, group)
 

@@ -8,7 +8,8 @@ import torch
 
 import fshard as fs
 from fshard.testing import check_transform
-from fshard.transforms.compose import layout_axes, masks, reduction
+from fshard.transforms.compose import masks
+from fshard.transforms.structure import layout_axes, reduction
 from tests.bad_input import text_of
 from tests.ranks import my_rank, on_ranks
 from tests.transforms.feedback import feedback
@@ -16,23 +17,61 @@ from tests.trees import assert_same_bits, normal, one_axis, two_axes
 
 
 def test_a_class_that_would_not_do_what_it_says_is_refused():
-    remedy = "define scatter as gather's transpose, with the sum over axes; let it return grads that pass through"
+    remedy = (
+        "Define it as gather's transpose, with the sum over axes, or let it return the gradients if they pass through."
+    )
     for name in ("gather", "start_gather", "axes", "init"):
         with pytest.raises(TypeError) as caught:
             type("Own", (fs.ShardTransform,), {name: lambda self, *args: None})
-        told = f"Own: expected scatter beside ['{name.removeprefix('start_')}'], got none; {remedy}"
-        assert str(caught.value) == told
+        assert str(caught.value) == f"Own: scatter is missing beside {name}. {remedy}"
 
 
-def test_each_half_of_a_pair_follows_from_the_other():
-    """That of the same class, whatever its base classes define."""
-    for own in ("gather", "scatter", "start_gather", "start_scatter"):
-        half, starts = own.removeprefix("start_"), own.startswith("start")
-        names = ("scatter", "start_scatter", half, f"start_{half}")
-        base = type("Base", (fs.ShardTransform,), {n: lambda self, *given: pytest.fail("the base's") for n in names})
-        run = lambda self, leaves, _: (lambda: [*leaves, 2]) if starts else [*leaves, 2]  # noqa: B023, E731
-        made = type("Own", (base,), {own: run})()
-        assert getattr(made, half)([1], None) == getattr(made, f"start_{half}")([1], None)() == [1, 2]
+# One form of each half, and the other one.
+FORMS = (
+    ("gather", "start_gather"),
+    ("start_gather", "gather"),
+    ("scatter", "start_scatter"),
+    ("start_scatter", "scatter"),
+)
+
+
+def pass_on(transform, tensors, specs):
+    return tensors
+
+
+@pytest.mark.parametrize("root", (fs.ShardTransform, fs.Wrapped))
+def test_a_class_defines_the_form_that_its_base_class_has(root):
+    """The other one would still do as the base class does."""
+    for inherited, other in FORMS:
+        scatter = {"scatter": pass_on} if inherited.endswith("gather") else {}
+        base = type("Base", (root,), {inherited: pass_on, **scatter})
+        with pytest.raises(TypeError) as caught:
+            type("Own", (base,), {other: pass_on})
+        assert str(caught.value) == (
+            f"Own: {inherited} is missing beside {other}, because that of Base would still run. Define {inherited} too."
+        )
+        assert issubclass(type("Own", (base,), {inherited: pass_on}), base)
+        assert issubclass(type("Own", (base,), {inherited: pass_on, other: pass_on}), base)
+
+
+@pytest.mark.parametrize("root", (fs.ShardTransform, fs.Wrapped))
+def test_each_half_of_a_pair_follows_from_the_other(root):
+    """Of a class, or of one that a class has beside the base class; both may call the same form of their base."""
+    for defined, other in FORMS:
+        calls = []
+
+        def note(transform, tensors, specs, defined=defined, calls=calls):
+            calls.append(defined)
+            return getattr(root, defined)(transform, tensors, specs)
+
+        members = {"scatter": pass_on, defined: note} if defined.endswith("gather") else {defined: note}
+        bases = (root,), (type("Mixed", (), members), root)
+        for made in (type("Own", bases[0], members), type("Own", bases[1], {})):
+            transform = made(fs.compose()) if root is fs.Wrapped else made()
+            for form in (defined, other):
+                result = getattr(transform, form)([1], None)
+                assert (result() if form.startswith("start") else result) == [1]
+        assert calls == [defined] * 4
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,186 @@
+"""Runs of a transform: with states, as one node of autograd's graph, and with checks of what users' classes return."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fshard.collectives.linear import Linear, Variance, linear_call
+from fshard.errors import Problem, expect, refuse
+from fshard.transforms.base import BuiltIn, ShardTransform, Specs, States, Tensors
+from fshard.transforms.structure import reduction, walk_parts
+from fshard.tree import Spec
+from fshard.tree.checks import check_dense, describe
+
+FinishWithStates = Callable[[], tuple[Tensors, States]]
+
+
+def gather_by(transform: ShardTransform, paths: Sequence[str], leaves: Tensors, specs: Specs) -> Tensors:
+    """Gather differentiably, as one node of autograd's graph.
+
+    Its backward scatters, and refuses a transform with a state.
+
+    Args:
+        transform: The transform.
+        paths: The leaves' paths.
+        leaves: One shard per leaf.
+        specs: The leaves' specs.
+
+    Returns:
+        The full tensors.
+    """
+    return linear_call(_linear(transform, specs, paths), leaves)
+
+
+def scatter_by(
+    transform: ShardTransform,
+    paths: Sequence[str],
+    leaves: Sequence[Any],
+    grads: Sequence[torch.Tensor | None],
+    states: States,
+) -> tuple[Tensors, States]:
+    """Scatter the gradients of Sharded leaves, differentiably if the transform has no state.
+
+    Args:
+        transform: The transform.
+        paths: The leaves' paths.
+        leaves: The leaves.
+        grads: Their full gradients; None counts as zeros.
+        states: As for `start_scatter`.
+
+    Returns:
+        The shards, in the leaves' dtypes, and the new states.
+    """
+    specs = [leaf.spec for leaf in leaves]
+    full_grads = []
+    for leaf, grad in zip(leaves, grads, strict=True):
+        full_grads.append(leaf.local.new_zeros(leaf.spec.gathered_shape) if grad is None else grad)
+    shards: Tensors
+    if reduction(transform).has_state:
+        shards, states = start_scatter(transform, full_grads, specs, states)()
+        check_results(transform, "scatter", shards, paths, specs)
+    else:
+        shards = linear_call(_linear(transform, specs, paths).transposed(), full_grads)
+    return [shard.to(leaf.local.dtype) for leaf, shard in zip(leaves, shards, strict=True)], states
+
+
+def _linear(transform: ShardTransform, specs: Specs, paths: Sequence[str]) -> Linear:
+    """Make a gather as a linear map; shards vary or agree as their leaves are stored."""
+
+    def gather(leaves: Tensors) -> Tensors:
+        return check_results(transform, "gather", transform.gather(leaves, specs), paths, specs)
+
+    def scatter(grads: Tensors) -> Tensors:
+        check_stateless(transform)
+        check_dense("gather", paths, grads)
+        shards, _ = start_scatter(transform, grads, specs, [])()
+        return check_results(transform, "scatter", shards, paths, specs)
+
+    variance = Variance("fs.gather", specs[0].scattered_axes, specs, result=True)
+    return Linear(gather, scatter, variance)
+
+
+def start_scatter(transform: ShardTransform, grads: Tensors, specs: Specs, states: States) -> FinishWithStates:
+    """Start to scatter by a transform with or without a state.
+
+    Args:
+        transform: The transform.
+        grads: One tensor per leaf.
+        specs: The leaves' specs.
+        states: One state per leaf, None where the transform has none.
+
+    Returns:
+        A function that finishes and returns what scatter returns, and the new states. Without a state these are
+        `states`.
+    """
+    if not reduction(transform).has_state:
+        finish = transform.start_scatter(grads, specs)
+        return lambda: (check_number(transform, "scatter", finish(), specs), states)
+    finish_pair = transform.start_scatter(grads, specs, states)
+
+    def finish_with_states() -> tuple[Tensors, States]:
+        shards, new_states = check_number(transform, "scatter", finish_pair(), ("gradients", "states"))
+        check_number(transform, "scatter", new_states, specs)
+        return check_number(transform, "scatter", shards, specs), new_states
+
+    return finish_with_states
+
+
+def check_stateless(transform: ShardTransform) -> None:
+    """Refuse a transform with a state where nobody can carry one."""
+    if reduction(transform).has_state:
+        remedy = "call fs.scatter_grads with transform_state= at gathered parameters, or fs.value_and_grad"
+        raise ValueError(f"scatter: autograd cannot carry the transform's state through fs.gather; {remedy}")
+
+
+def check_number(transform: ShardTransform, half: str, results: Any, inputs: Sequence[Any]) -> Any:
+    """Refuse results of a user's transform that are not as many as what it was given.
+
+    Args:
+        transform: The transform.
+        half: "gather" or "scatter".
+        results: What that returned.
+        inputs: What it returns one value for each of.
+
+    Returns:
+        The results.
+
+    Raises:
+        ValueError: if there are more or fewer.
+    """
+    if isinstance(transform, BuiltIn):
+        return results
+    is_sequence = isinstance(results, list | tuple)
+    fits = is_sequence and len(results) == len(inputs)
+    got = f"{len(results)}" if is_sequence else describe(results)
+    remedy = "return one for each leaf, in their order; with states the pair of gradients and states"
+    expect(fits, f"{type(transform).__name__}.{half}", f"{len(inputs)} results", got, remedy)
+    return results
+
+
+def check_results(
+    transform: ShardTransform,
+    half: str,
+    results: Tensors,
+    paths: Sequence[str],
+    specs: Specs,
+) -> Tensors:
+    """Refuse results of a user's transform that are no tensors of the right number and shapes.
+
+    Args:
+        transform: The transform of some leaves.
+        half: "gather" or "scatter".
+        results: What that returned.
+        paths: The leaves' paths.
+        specs: The leaves' specs, which tell the shapes that results must have. Dims behind these are vmap's.
+
+    Returns:
+        The results.
+
+    Raises:
+        ValueError: with the path of every leaf whose result is wrong.
+    """
+    if not reduction(transform).is_foreign:
+        return results
+    check_number(transform, half, results, paths)
+    problems = []
+    for path, result, spec in zip(paths, results, specs, strict=True):
+        shape = _result_shape(half, spec)
+        if not isinstance(result, torch.Tensor):
+            problems.append(Problem(path, describe(result), "a tensor"))
+        elif shape is not None and tuple(result.shape[: len(shape)]) != tuple(shape):
+            problems.append(Problem(path, describe(result), f"a tensor of shape {tuple(shape)}"))
+    names = [type(part).__name__ for part in walk_parts(transform) if not isinstance(part, BuiltIn)]
+    api_name = f"{' or '.join(dict.fromkeys(names))}.{half}"
+    stored_as = "full leaf" if half == "gather" else "shard"
+    remedy = f"let {half} return a tensor for each leaf, shaped as the {stored_as}"
+    refuse(f"{api_name}: results do not fit", problems, remedy)
+    return results
+
+
+def _result_shape(half: str, spec: Spec) -> tuple[int, ...] | None:
+    """Return the shape that a gather or a scatter of a leaf has; None for any."""
+    if half == "scatter":
+        return spec.local_shape
+    # Leaves that take no gradient may become anything.
+    return None if spec.frozen else spec.gathered_shape
