@@ -2,7 +2,6 @@
 
 - `bytes_of`: the elements of a tensor as bytes.
 - `calling`: lets other ranks hear of an error that ends a call.
-- `chained`: runs collectives of a graph in one order on every rank, also in its backward.
 - `check_axis`: refuses what is no axis of a mesh of this process.
 - `check_rates`: refuses hyperparameters out of the ranges that torch.optim has for them.
 - `concerning`: lets the collectives inside a context say what they are for; ranks that say different things hear of it.
@@ -24,12 +23,13 @@
 - `named_parameters`: a module's parameters by the names that they have without such wrappers, as in its state dict.
 - `piece_of`: the box of a leaf that this rank holds.
 - `process_rank`: the number of this process in the run.
+- `record_on_tape`: runs collectives of a graph in one order on every rank, also in its backward.
 - `refuse`: refuses the leaves that are wrong, if there are any.
 - `run_update`: runs a transformation's update, and refuses what is no pair of a tree like the one given and a state.
 - `serves_host`: whether the ranks of an axis can send each other tensors of the processor.
 - `sum_dtype`: the dtype in which gradients of a leaf are added up.
 - `TorchState`: the state of an optimizer that `from_torch` made.
-- `walked`: walks through a graph, to each place once.
+- `walk_graph`: walks through a graph, to each place once.
 - `watched`: tells an object with four methods when collectives start, are waited for and land.
 - `without_saved_tensor_hooks`: lets autograd save tensors as they are inside a context, where hooks would save others.
 - `words_at`: random numbers of 64 bits that depend on a key and an index alone.
@@ -38,7 +38,7 @@
 from fshard._compat import fake_maker, named_modules, named_parameters, without_saved_tensor_hooks
 from fshard.checkpoint.exchange import Entry, Exchange, piece_of
 from fshard.checkpoint.files import bytes_of, lay_out
-from fshard.collectives import chained, custom_call, walked
+from fshard.collectives import custom_call, record_on_tape, walk_graph
 from fshard.comm import calling, concerning, serves_host, watched
 from fshard.errors import expect, refuse
 from fshard.jit import Jitted, Program, Traced
@@ -65,7 +65,6 @@ __all__ = [
     "Traced",
     "bytes_of",
     "calling",
-    "chained",
     "check_axis",
     "check_rates",
     "concerning",
@@ -83,11 +82,12 @@ __all__ = [
     "named_parameters",
     "piece_of",
     "process_rank",
+    "record_on_tape",
     "refuse",
     "run_update",
     "serves_host",
     "sum_dtype",
-    "walked",
+    "walk_graph",
     "watched",
     "without_saved_tensor_hooks",
     "words_at",

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from fshard import comm
-from fshard.collectives import Over, denominator, divided, named, reduction_axes, shared_axes
+from fshard.collectives import Over, denominator, describe_reduce_over, divide, reduction_axes, shared_axes
 from fshard.errors import Problem, expect, refuse
 from fshard.transforms.run import scatter_by
 from fshard.transforms.state import ABSENT, join_states, states_of
@@ -74,10 +74,12 @@ def scatter_grads(
     sharded = [grad if is_sharded(param) else None for grad, param in zip(flat.leaves, params.leaves, strict=True)]
     check_dense("scatter_grads", flat.paths, sharded)
     states = states_of("scatter_grads", params, transform_state)
-    comm.same_call("scatter_grads", shared_axes(params, axes), params, reduce=reduce, **named(axes, reduce_over))
+    comm.same_call(
+        "scatter_grads", shared_axes(params, axes), params, reduce=reduce, **describe_reduce_over(axes, reduce_over)
+    )
     divisor = denominator(count, axes, reduce)
     sums = _scattered(flat, params, states) if params.specs else flat.leaves
-    reduced = tree_map(lambda grad: divided(grad, divisor), unflatten(flat.treedef, sums))
+    reduced = tree_map(lambda grad: divide(grad, divisor), unflatten(flat.treedef, sums))
     return reduced if transform_state is ABSENT else (reduced, join_states(params, states))
 
 

@@ -13,14 +13,14 @@ from fshard.collectives import (
     Over,
     check_agrees,
     check_not_reduced,
-    closed,
     denominator,
-    divided,
-    named,
+    describe_reduce_over,
+    divide,
+    reduce_loss_and_usage,
     reduction_axes,
     refuse_wrong_sums,
     shared_axes,
-    total,
+    sum_over,
 )
 from fshard.engine import EngineCall
 from fshard.errors import expect
@@ -66,7 +66,7 @@ def value_and_grad(
     leaves from shards and gathered tensors before, and gather those. A leaf that ranks hold whole must be gathered
     before the loss uses it, or passed to `fs.pvary`: both sum its gradient. The result is that of
     torch.func.grad_and_value(lambda p: fs.objective(f(fs.gather(p)), like=p))(params), except that gradients are
-    summed before they are divided, as `scatter_grads` does; and units are gathered just in time, dropped
+    summed before they are divide, as `scatter_grads` does; and units are gathered just in time, dropped
     and gathered again in the backward as their strategy says, and gradients are reduced as they appear. Under a
     torch.func transform, or where parameters are part of an outer graph, it is that very expression; of plain tensors
     alone, which say nothing of ranks, it is torch.func.grad_and_value on each rank by itself. Follows
@@ -253,7 +253,7 @@ class _Differentiation:
     def _facts(self) -> dict[str, Any]:
         """List what ranks must agree on before they communicate, by name."""
         options = self.options
-        facts: dict[str, Any] = {"reduce": options.reduce, **named(self.axes, options.reduce_over)}
+        facts: dict[str, Any] = {"reduce": options.reduce, **describe_reduce_over(self.axes, options.reduce_over)}
         if options.communicate:
             facts["microbatches"] = len(self.functions)
             facts["communicate"] = options.communicate
@@ -332,13 +332,13 @@ class _Differentiation:
         values, counts, auxes = map(list, zip(*losses, strict=True))
         remaining_divisor = 1 if is_single else self._divisor(counts)
         used_here = {leaf.path: leaf.used for leaf in call.trained}
-        value, used = closed(self._sum_here(values), used_here, self.axes, self.shared_axes)
+        value, used = reduce_loss_and_usage(self._sum_here(values), used_here, self.axes, self.shared_axes)
         by_leaf: list[Any] = [None] * len(call.leaves)
         for i, leaf in enumerate(call.leaves):
             if leaf is not None and used.get(leaf.path):
                 by_leaf[i] = leaf.take_grad(remaining_divisor)
                 self.states[i] = leaf.transform_state
-        objective = divided(self._sum_of_ranks(value), divisor if is_single else remaining_divisor)
+        objective = divide(self._sum_of_ranks(value), divisor if is_single else remaining_divisor)
         return _Gradients(objective, auxes, by_leaf)
 
     def _differentiate_by_torch_func(self) -> _Gradients:
@@ -373,8 +373,8 @@ class _Differentiation:
         divisor = self._divisor(counts)
         by_leaf: list[Any] = [None] * len(leaves)
         for i, gradient in zip(trained, gradients, strict=True):
-            by_leaf[i] = divided(gradient, divisor)
-        return _Gradients(divided(total(value, self.axes), divisor), auxes, by_leaf)
+            by_leaf[i] = divide(gradient, divisor)
+        return _Gradients(divide(sum_over(value, self.axes), divisor), auxes, by_leaf)
 
 
 def _detach(leaf: Any) -> Any:

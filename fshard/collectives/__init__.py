@@ -1,7 +1,15 @@
 """Differentiable collectives over a named axis, each with its transpose; the objective and the typing of its values."""
 
 from fshard.collectives.derived import settle
-from fshard.collectives.linear import LOCATED, REDUCTIONS, Chain, Variance, chained, custom_call, variance_of
+from fshard.collectives.linear import (
+    LOCATED,
+    REDUCTIONS,
+    CollectiveTape,
+    Variance,
+    custom_call,
+    record_on_tape,
+    variance_of,
+)
 from fshard.collectives.moves import (
     all_gather,
     all_gather_invariant,
@@ -14,17 +22,17 @@ from fshard.collectives.moves import (
 )
 from fshard.collectives.objective import (
     Over,
-    Used,
-    Uses,
-    agreed_uses,
-    closed,
+    TracedUsage,
+    Usage,
+    agree_on_usage,
     denominator,
-    divided,
-    named,
+    describe_reduce_over,
+    divide,
     objective,
+    reduce_loss_and_usage,
     reduction_axes,
     shared_axes,
-    total,
+    sum_over,
 )
 from fshard.collectives.sums import pmax, pmean, psum, psum_invariant, pvary
 from fshard.collectives.varying import (
@@ -35,5 +43,5 @@ from fshard.collectives.varying import (
     refuse_mixed,
     refuse_unsummed,
     refuse_wrong_sums,
-    walked,
+    walk_graph,
 )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fshard import _compat, comm
-from fshard.collectives.linear import LOCATED, Linear, Tensors, Variance, linear_call, variance_of
+from fshard.collectives.linear import LOCATED, Linear, Tensors, Variance, is_tie, linear_call, variance_of
 from fshard.tree import Axis, Spec
 
 # Entries in the metadata of a node of autograd's graph. The first tells for an axis whether the value that the node
@@ -54,16 +54,16 @@ def settle(path: str, tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
 def _settle_over(axis: Axis, path: str, tensor: torch.Tensor) -> torch.Tensor:
     if not any(_varies(place, axis) for place in _places(tensor)):
         return tensor
-    (agreed,) = linear_call(_agreeing(axis), [tensor])
+    (agreeing,) = linear_call(_map_to_agreeing(axis), [tensor])
     # Each torch.func transform has a graph of its own.
-    for node, _ in _places(agreed):
+    for node, _ in _places(agreeing):
         (place,) = node.next_functions
         if _varies(place, axis):
             _sum_where_kinds_meet(place, axis, path)
         else:
             node.metadata.setdefault(SUMMED, {})[axis] = [0]
             node.register_hook(partial(_sum_gradients, [0], axis, path))
-    return agreed
+    return agreeing
 
 
 def _places(tensor: torch.Tensor) -> list[Place]:
@@ -71,7 +71,7 @@ def _places(tensor: torch.Tensor) -> list[Place]:
     return [(level.grad_fn, level.output_nr) for level in _compat.levels(tensor) if level.grad_fn is not None]
 
 
-def _agreeing(axis: Axis) -> Linear:
+def _map_to_agreeing(axis: Axis) -> Linear:
     """Make the map from values that ranks computed alike to one that agrees, which is each of them.
 
     Its transpose gives each rank an equal part of a gradient. What a second derivative brings back for the parts is
@@ -81,7 +81,8 @@ def _agreeing(axis: Axis) -> Linear:
     def divide(tensors: Tensors) -> Tensors:
         return [tensor / axis.size for tensor in tensors]
 
-    return Linear(list, divide, Variance("fs.gather of a derived leaf", (axis,), True, False))
+    variance = Variance("fs.gather of a derived leaf", (axis,), operand=True, result=False)
+    return Linear(list, divide, variance)
 
 
 def _known_kind(place: Place, axis: Axis) -> bool | None:
@@ -90,8 +91,8 @@ def _known_kind(place: Place, axis: Axis) -> bool | None:
     variance = variance_of(node)
     if axis in variance.axes:
         return variance.result_varies(axis, output)
-    found: bool | None = node.metadata.get(VARIES, {}).get(axis)
-    return found
+    kind: bool | None = node.metadata.get(VARIES, {}).get(axis)
+    return kind
 
 
 def _note_kind(node: Any, axis: Axis, varies: bool) -> None:
@@ -111,8 +112,9 @@ def _varies(place: Place, axis: Axis) -> bool:
     for node in kinds:
         if not numbered_inputs(node):
             _note_kind(node, axis, varies=False)
-    _note_kind(place[0], axis, kinds[place[0]])
-    return kinds[place[0]]
+    node, _ = place
+    _note_kind(node, axis, kinds[node])
+    return kinds[node]
 
 
 def _find_kinds(start: Place, axis: Axis, *, leaves_vary: bool) -> dict[Any, bool]:
@@ -127,27 +129,38 @@ def _find_kinds(start: Place, axis: Axis, *, leaves_vary: bool) -> dict[Any, boo
         The kind of each node that the value was computed by, up to values whose kinds are known.
     """
     kinds: dict[Any, bool] = {}
-    waiting = [start[0]] if axis not in variance_of(start[0]).axes else []
+    first, _ = start
+    waiting = [] if axis in variance_of(first).axes else [first]
     while waiting:
         node = waiting[-1]
-        places = [place for _, place in numbered_inputs(node)]
-        unknown = [place[0] for place in places if place[0] not in kinds and _known_kind(place, axis) is None]
+        inputs = [place for _, place in numbered_inputs(node)]
+        unknown = _nodes_of_unknown_kind(inputs, axis, kinds)
         if unknown:
             waiting += unknown
             continue
-        kinds[node] = any(_kind_of(place, axis, kinds) for place in places) if places else leaves_vary
+        kinds[node] = any(_kind_of(place, axis, kinds) for place in inputs) if inputs else leaves_vary
         waiting.pop()
     return kinds
 
 
+def _nodes_of_unknown_kind(places: Sequence[Place], axis: Axis, kinds: dict[Any, bool]) -> list[Any]:
+    nodes = []
+    for place in places:
+        node, _ = place
+        if node not in kinds and _known_kind(place, axis) is None:
+            nodes.append(node)
+    return nodes
+
+
 def _kind_of(place: Place, axis: Axis, kinds: dict[Any, bool]) -> bool:
     known = _known_kind(place, axis)
-    return kinds[place[0]] if known is None else known
+    node, _ = place
+    return kinds[node] if known is None else known
 
 
 def numbered_inputs(node: Any) -> list[tuple[int, Place]]:
     """List what made the inputs of a node, by their numbers, but for the token that ties a collective to others."""
-    edges = node.next_functions[:-1] if hasattr(node, "passed") else node.next_functions
+    edges = node.next_functions[:-1] if is_tie(node) else node.next_functions
     return [(number, place) for number, place in enumerate(edges) if place[0] is not None]
 
 
@@ -189,14 +202,17 @@ def _sum_gradients(numbers: Sequence[int], axis: Axis, path: str, gradients: Seq
             _settle_gradient(gradient, axis, path)
     chosen = [number for number in numbers if gradients[number] is not None]
     with comm.concerning((), [path]):
-        sums = linear_call(_sum_over(axis), [gradients[number] for number in chosen])
-    replaced = dict(zip(chosen, sums, strict=True))
-    return tuple([replaced.get(number, gradient) for number, gradient in enumerate(gradients)])
+        sums = linear_call(_map_to_sum(axis), [gradients[number] for number in chosen])
+    replaced = list(gradients)
+    for number, total in zip(chosen, sums, strict=True):
+        replaced[number] = total
+    return tuple(replaced)
 
 
-def _sum_over(axis: Axis) -> Linear:
-    total = partial(comm.all_reduce, axis=axis, label="pvary")
-    return Linear(total, list, Variance("psum_invariant", (axis,), True, False))
+def _map_to_sum(axis: Axis) -> Linear:
+    """Make the map from each rank's part of a gradient to their sum, which agrees."""
+    run = partial(comm.all_reduce, axis=axis, label="pvary")
+    return Linear(run, list, Variance("psum_invariant", (axis,), operand=True, result=False))
 
 
 def _settle_gradient(gradient: torch.Tensor, axis: Axis, path: str) -> None:
@@ -206,8 +222,10 @@ def _settle_gradient(gradient: torch.Tensor, axis: Axis, path: str) -> None:
     """
     for place in _places(gradient):
         node, output = place
-        known = _known_kind(place, axis)
-        if known or (known is None and _find_kinds(place, axis, leaves_vary=True)[node]):
+        varies = _known_kind(place, axis)
+        if varies is None:
+            varies = _find_kinds(place, axis, leaves_vary=True)[node]
+        if varies:
             _sum_where_kinds_meet(place, axis, path)
         else:
             # Whatever uses the gradient takes it as one that varies.
@@ -221,5 +239,7 @@ def _sum_arriving(number: int, axis: Axis, path: str, gradients: Sequence[Any]) 
         return gradients
     _settle_gradient(gradients[number], axis, path)
     with comm.concerning((), [path]):
-        sums = linear_call(_sum_over(axis), [gradients[number]])
-    return (*gradients[:number], *sums, *gradients[number + 1 :])
+        (total,) = linear_call(_map_to_sum(axis), [gradients[number]])
+    replaced = list(gradients)
+    replaced[number] = total
+    return tuple(replaced)

@@ -1,6 +1,6 @@
 """linear_call: a linear map of tensors with its transpose, jvp and vmap rule; custom_call: a map with its own backward.
 
-The chain ties those that one forward calls.
+A `CollectiveTape` ties the collectives of one forward together.
 """
 
 import traceback
@@ -21,9 +21,8 @@ from fshard.tree.checks import check_operands
 
 Tensors = Sequence[torch.Tensor]
 LinearMap = Callable[[Tensors], Tensors]
-Moves = Callable[..., Tensors]
-# Of the operands and of the outputs of a collective.
-Varies = tuple[bool | None, bool]
+# A map of tensors that communicates; called with axis= and label= too.
+Move = Callable[..., Tensors]
 # Whether values vary between ranks; of shards, the specs of their leaves, which say it for each axis.
 Kind = bool | Sequence[Spec]
 # Maps tensors to outputs, and to what the backward needs: of these it gets the cotangents of the tensors.
@@ -54,13 +53,38 @@ class Variance(NamedTuple):
         """Whether a result varies between the ranks of an axis."""
         return _varies(self.result, axis, number)
 
-    def transposed(self) -> "Variance":
+    def of_transpose(self) -> "Variance":
         """Describe the transpose, whose operands are cotangents of the results."""
-        return Variance(f"the transpose of {self.name}", self.axes, self.result, self.operand)
+        return Variance(f"the transpose of {self.name}", self.axes, operand=self.result, result=self.operand)
+
+
+# Of a map that does not communicate.
+_LOCAL = Variance("", (), operand=False, result=False)
+
+
+class Varies(NamedTuple):
+    """Whether the operands and the results of a collective vary between ranks, or agree.
+
+    Attributes:
+        operands: Whether operands vary; None where they may do either.
+        results: Whether results do.
+    """
+
+    operands: bool | None
+    results: bool
+
+
+ANY_TO_VARYING = Varies(operands=None, results=True)
+ANY_TO_AGREEING = Varies(operands=None, results=False)
+VARYING_TO_VARYING = Varies(operands=True, results=True)
+VARYING_TO_AGREEING = Varies(operands=True, results=False)
+AGREEING_TO_VARYING = Varies(operands=False, results=True)
 
 
 def _varies(kind: Kind, axis: Axis, number: int) -> bool:
-    return kind if isinstance(kind, bool) else kind[number].dim_of(axis) is not None
+    if isinstance(kind, bool):
+        return kind
+    return kind[number].dim_of(axis) is not None
 
 
 @dataclass(frozen=True)
@@ -80,26 +104,31 @@ class Linear:
     transpose: LinearMap
     variance: Variance | None = None
 
-    def transposed(self) -> "Linear":
+    def to_transpose(self) -> "Linear":
         """Make the transpose, whose transpose is the map."""
-        return Linear(self.transpose, self.run, self.variance and self.variance.transposed())
+        variance = None if self.variance is None else self.variance.of_transpose()
+        return Linear(self.transpose, self.run, variance)
 
 
 class _LinearCall(Function):
     @staticmethod
     def forward(linear: Linear, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        given = {id(tensor) for tensor in tensors}
-        # autograd needs a new tensor where a map returns its input, but no copy.
-        return tuple(out.view_as(out) if id(out) in given else out for out in linear.run(tensors))
+        operands = {id(tensor) for tensor in tensors}
+        outputs = []
+        for output in linear.run(tensors):
+            # autograd needs a new tensor where a map returns its input, but no copy.
+            outputs.append(output.view_as(output) if id(output) in operands else output)
+        return tuple(outputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.linear, ctx.variance = inputs[0], inputs[0].variance
+        ctx.linear = inputs[0]
+        ctx.variance = ctx.linear.variance
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         _refuse_own_elements("jacrev", ctx.variance, _compat.outputs_of_jacrev)
-        return None, *_LinearCall.apply(ctx.linear.transposed(), *grads)
+        return None, *_LinearCall.apply(ctx.linear.to_transpose(), *grads)
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor) -> Any:
@@ -110,12 +139,14 @@ class _LinearCall(Function):
     def vmap(info: Any, in_dims: tuple[Any, ...], linear: Linear, *tensors: torch.Tensor) -> Any:
         # The batch dim goes last, so that the dims that the map counts keep their numbers. All tensors get one: which
         # gradients have a batch may depend on a rank's data, and ranks must send the same shapes.
-        moved = [
-            t.unsqueeze(-1).expand(*t.shape, info.batch_size) if d is None else t.movedim(d, -1)
-            for t, d in zip(tensors, in_dims[1:], strict=True)
-        ]
-        outputs = _LinearCall.apply(linear, *moved)
-        return outputs, tuple(out.dim() - 1 for out in outputs)
+        batches = []
+        for tensor, dim in zip(tensors, in_dims[1:], strict=True):
+            if dim is None:
+                batches.append(tensor.unsqueeze(-1).expand(*tensor.shape, info.batch_size))
+            else:
+                batches.append(tensor.movedim(dim, -1))
+        outputs = _LinearCall.apply(linear, *batches)
+        return outputs, tuple(output.dim() - 1 for output in outputs)
 
 
 def _refuse_own_elements(transform: str, variance: Variance | None, running: Callable[[], Iterator[Tree]]) -> None:
@@ -132,14 +163,16 @@ def _refuse_own_elements(transform: str, variance: Variance | None, running: Cal
     axes = [axis for axis in variance.axes if axis.size > 1] if variance else []
     if not axes:
         return
+
+    def misfit(leaf: Any) -> tuple[str, str] | None:
+        if not is_sharded(leaf):
+            return None
+        for axis in axes:
+            if leaf.spec.dim_of(axis) is not None:
+                return f"one that is split over {axis.name!r}", "a leaf that ranks hold whole"
+        return None
+
     for tree in running():
-
-        def misfit(leaf: Any) -> tuple[str, str] | None:
-            split = [axis.name for axis in axes if is_sharded(leaf) and leaf.spec.dim_of(axis) is not None]
-            if not split:
-                return None
-            return f"one that is split over {split[0]!r}", "a leaf that ranks hold whole"
-
         refuse(
             f"{transform}: each rank would take elements of its own, and columns of all ranks would be added up",
             flatten(tree).problems(misfit),
@@ -160,45 +193,65 @@ def linear_call(linear: Linear, tensors: Tensors) -> list[torch.Tensor]:
     Returns:
         Its outputs, differentiable to any order in both modes.
     """
-    return _located(list(_LinearCall.apply(linear, *tensors)) if tensors else [])
+    if not tensors:
+        return []
+    return _record_location(list(_LinearCall.apply(linear, *tensors)))
 
 
-def _located(out: list[torch.Tensor]) -> list[torch.Tensor]:
-    node: Any = out[0].grad_fn if out and LOCATED.get() else None
-    if node is not None:
-        node.metadata["stack"] = traceback.extract_stack()
-    return out
+def _record_location(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Keep the stack with the node that made some outputs, if `LOCATED` asks for it, and return the outputs."""
+    if LOCATED.get() and outputs:
+        node: Any = outputs[0].grad_fn
+        if node is not None:
+            node.metadata["stack"] = traceback.extract_stack()
+    return outputs
+
+
+class _CustomBackward(NamedTuple):
+    """What the backward of `custom_call` needs besides tensors.
+
+    Attributes:
+        run: The backward.
+        refuse_if: Refuses what `custom_call` cannot differentiate, if its argument is true.
+        variance: What varies.
+    """
+
+    run: Backward
+    refuse_if: Callable[[bool], None]
+    variance: Variance
 
 
 class _CustomCall(Function):
     @staticmethod
-    def forward(ctx: Any, forward: Forward, given: tuple[Any, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.given, ctx.variance = given, given[-1]
-        # Graphs that it may make for itself are no part of the caller's.
-        # Its name goes with the tags of what it sends: ranks that were told other things wait, and are told how.
-        with chained(), comm.concerning((ctx.variance.name,)):
+    def forward(
+        ctx: Any, forward: Forward, custom: _CustomBackward, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.custom = custom
+        ctx.variance = custom.variance
+        # Graphs that it may make for itself are no part of the caller's: they get a tape of their own. Its name goes
+        # with the tags of its messages, so that ranks that were given other arguments wait, and hear which.
+        with record_on_tape(), comm.concerning((custom.variance.name,)):
             outputs, saved = forward(tensors)
         ctx.save_for_backward(*saved)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        backward, refuse, _ = ctx.given
-        refuse(torch.is_grad_enabled() or _compat.transforms_active())
-        return None, None, *backward(ctx.saved_tensors, grads)
+        ctx.custom.refuse_if(torch.is_grad_enabled() or _compat.transforms_active())
+        return None, None, *ctx.custom.run(ctx.saved_tensors, grads)
 
 
 def custom_call(
     forward: Forward,
     backward: Backward,
     tensors: Tensors,
-    what: str,
+    api_name: str,
     axis: Axis,
     *,
     plain: LinearMap | None = None,
     remedy: str = "",
 ) -> list[torch.Tensor]:
-    """Call a function of tensors whose forward and backward both communicate, in the chain of the call that runs.
+    """Call a function of tensors whose forward and backward both communicate, on the tape of the call that runs.
 
     Both may call collectives of `comm`, or of this room, and neither is recorded by autograd. One autograd node.
     Operands and outputs vary between the ranks of the axis, as `check_varying` knows.
@@ -208,7 +261,7 @@ def custom_call(
             others.
         backward: Maps what was saved, and cotangents of the outputs, to cotangents of the tensors; None for zeros.
         tensors: The operands, floating.
-        what: The function's name, with all that ranks must have been told alike.
+        api_name: The function's name, with all arguments that must be equal on every rank.
         axis: The axis that it communicates over.
         plain: The same function, made of operations that are differentiable to any order. It is called instead under
             torch.func and with tangents.
@@ -221,38 +274,44 @@ def custom_call(
         ValueError: if more than a first derivative in reverse mode is asked for, but by torch.func with `plain`.
     """
 
-    def refuse(wrong: bool) -> None:
-        needed, found = "first derivatives by value_and_grad or backward()", "torch.func, a jvp or a second derivative"
-        expect(not wrong, what, needed, found, remedy)
+    def refuse_if(unsupported: bool) -> None:
+        expected = "first derivatives by value_and_grad or backward()"
+        expect(not unsupported, api_name, expected, "torch.func, a jvp or a second derivative", remedy)
 
     if _compat.transforms_active() or _compat.any_dual(tensors):
-        refuse(plain is None)
+        refuse_if(plain is None)
         return list(plain(tensors))  # type: ignore[misc]
-    call = partial(_CustomCall.apply, forward, (backward, refuse, Variance(what, (axis,), True, True)))
-    return in_chain(lambda tensors: _located(list(call(*tensors))), tensors, axis)
+    variance = Variance(api_name, (axis,), operand=True, result=True)
+    call = partial(_CustomCall.apply, forward, _CustomBackward(backward, refuse_if, variance))
+    return run_on_tape(lambda tensors: _record_location(list(call(*tensors))), tensors, axis)
 
 
 def variance_of(node: Any) -> Variance:
     """Find what varies at a node in autograd's graph: over no axes where no call above made it."""
-    found = getattr(node, "variance", None)
-    return found if isinstance(found, Variance) else Variance("", (), False, False)
+    variance = getattr(node, "variance", None)
+    return variance if isinstance(variance, Variance) else _LOCAL
 
 
 class _Tie(Function):
     """Tie tensors to a token: where the token is differentiated, so are they, by zeros where nobody uses them."""
 
     @staticmethod
-    def forward(ctx: Any, passed: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.passed = passed
+    def forward(ctx: Any, at_backward: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.at_backward = at_backward
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        ctx.passed()
+        ctx.at_backward()
         return None, *grads
 
 
-class Chain:
+def is_tie(node: Any) -> bool:
+    """Whether a node of autograd's graph ties tensors to a token, which is its last input and output."""
+    return hasattr(node, "at_backward")
+
+
+class CollectiveTape:
     """The collectives of one forward, tied together so that every rank runs their transposes, in reverse order.
 
     A rank may have no use for what a collective returned, and autograd would leave out its transpose, for which the
@@ -262,21 +321,26 @@ class Chain:
         tokens: The first token, which requires a gradient, and the last one; none until something is tied.
     """
 
-    def __init__(self, passed: Callable[[], None]) -> None:
-        """Nothing is tied yet; the backward calls `passed` before it runs what was called here, and behind it."""
+    def __init__(self, at_backward: Callable[[], None]) -> None:
+        """Tie nothing yet.
+
+        Args:
+            at_backward: Is called by the backward before and after the transpose of each collective on the tape.
+        """
         self.tokens: list[torch.Tensor] = []
-        self._passed = passed
+        self._at_backward = at_backward
 
-    def tied(self, tensors: Tensors) -> list[torch.Tensor]:
+    def tie(self, tensors: Tensors) -> list[torch.Tensor]:
         """Tie tensors that are differentiated to the last token."""
-        self.tokens = self.tokens or [torch.zeros((), requires_grad=True)]
-        *out, token = _Tie.apply(self._passed, *tensors, self.tokens[-1])
+        if not self.tokens:
+            self.tokens = [torch.zeros((), requires_grad=True)]
+        *outputs, token = _Tie.apply(self._at_backward, *tensors, self.tokens[-1])
         self.tokens[1:] = [token]
-        return out
+        return outputs
 
 
-# Ties the collectives of the call that runs.
-_chain: ContextVar[Chain | None] = ContextVar("fshard_chain", default=None)
+# The tape of the call that runs.
+_tape: ContextVar[CollectiveTape | None] = ContextVar("fshard_tape", default=None)
 # Whether nodes in autograd's graph keep the stack that made them: torch's anomaly mode belongs to all threads of a
 # process, of which each may be a rank.
 LOCATED: ContextVar[bool] = ContextVar("fshard_located", default=False)
@@ -285,50 +349,64 @@ REDUCTIONS: ContextVar[int] = ContextVar("fshard_reductions", default=0)
 
 
 @contextmanager
-def chained(chain: Chain | None = None) -> Iterator[Chain]:
+def record_on_tape(tape: CollectiveTape | None = None) -> Iterator[CollectiveTape]:
     """Tie the collectives that this rank's function calls inside the context.
 
     Args:
-        chain: What ties them; None makes one.
+        tape: What ties them; None makes one.
 
     Yields:
-        It: its first token is an input of the graph, and its last one an output, to be differentiated with zeros.
+        The tape. Its first token is an input of the graph, and its last one an output, to be differentiated with zeros.
     """
-    chain = chain or Chain(lambda: None)
-    with comm.setting(_chain, chain):
-        yield chain
+    tape = tape or CollectiveTape(lambda: None)
+    with comm.setting(_tape, tape):
+        yield tape
 
 
-def in_chain(run: Callable[[Tensors], list[torch.Tensor]], tensors: Tensors, axis: Axis) -> list[torch.Tensor]:
-    """Call what makes one autograd node and communicates over an axis, in the chain of the call that runs, if any."""
-    chain = _chain.get()
-    differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    if chain is None or axis.size == 1 or not differentiated or _compat.transforms_active():
+def run_on_tape(run: Callable[[Tensors], list[torch.Tensor]], tensors: Tensors, axis: Axis) -> list[torch.Tensor]:
+    """Call a function that makes one autograd node and communicates over an axis, on the tape of the call, if any."""
+    tape = _tape.get()
+    is_differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if tape is None or axis.size == 1 or not is_differentiated or _compat.transforms_active():
         return run(tensors)
-    return chain.tied(run(chain.tied(tensors)))
+    return tape.tie(run(tape.tie(tensors)))
 
 
 def collective(
-    what: str, tree: Tree, axis: Axis, run: Moves, back: Moves, *, dim: int | None = None, varies: Varies = (None, True)
+    api_name: str,
+    tree: Tree,
+    axis: Axis,
+    run: Move,
+    transpose: Move,
+    *,
+    dim: int | None = None,
+    varies: Varies = ANY_TO_VARYING,
 ) -> Tree:
-    """Call a collective, a linear map, on all tensors of a tree, in the chain of the call that runs.
+    """Call a collective, a linear map, on all tensors of a tree, on the tape of the call that runs.
 
     Args:
-        what: Its name.
+        api_name: Its name, which labels its messages.
         tree: The operands.
         axis: The axis that it communicates over.
-        run: Maps tensors to as many outputs; called with axis= and label= too.
-        back: Its transpose, called in the same way; a partial may have another label.
+        run: Maps tensors to as many outputs.
+        transpose: Its transpose; a partial may have another label.
         dim: As for `check_operands`.
-        varies: Whether operands vary between ranks, or agree, or None where they may do either; and whether outputs do.
+        varies: Which of operands and results vary between ranks.
 
     Returns:
         The tree of outputs.
     """
-    operand, result = varies
-    check_operands(what, tree, axis, dim, vary=operand)
-    keywords = {"axis": axis, "label": what}
-    fun, transpose = (partial(f, **(keywords | getattr(f, "keywords", {}))) for f in (run, back))
-    linear = Linear(fun, transpose, Variance(what, (axis,), operand is not False, result))
-    outputs = iter(in_chain(partial(linear_call, linear), tree_leaves(tree), axis))
+    check_operands(api_name, tree, axis, dim, vary=varies.operands)
+    linear = Linear(
+        run=_bind(run, axis, api_name),
+        transpose=_bind(transpose, axis, api_name),
+        variance=Variance(api_name, (axis,), operand=varies.operands is not False, result=varies.results),
+    )
+    outputs = iter(run_on_tape(partial(linear_call, linear), tree_leaves(tree), axis))
     return tree_map(lambda _: next(outputs), tree)
+
+
+def _bind(move: Move, axis: Axis, label: str) -> LinearMap:
+    """Bind a move to an axis, and to a label unless it has one."""
+    keywords = {"axis": axis, "label": label, **getattr(move, "keywords", {})}
+    return partial(move, **keywords)

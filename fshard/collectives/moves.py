@@ -6,10 +6,15 @@ from functools import partial, reduce
 import torch
 
 from fshard import comm
-from fshard.collectives.linear import Tensors, collective
+from fshard.collectives.linear import ANY_TO_AGREEING, VARYING_TO_AGREEING, Tensors, collective
 from fshard.errors import expect
 from fshard.tree import Axis, Tree
 from fshard.tree.checks import check_axis, check_operands
+
+# A number of rows for each rank.
+Sizes = Sequence[int]
+# The coordinates of a rank that sends and of one that is sent to.
+Pair = tuple[int, int]
 
 
 def all_gather(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
@@ -31,8 +36,9 @@ def all_gather(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
     >>> fs.testing.spmd(program, world=2)[0]
     ([[0.0, 0.0], [1.0, 1.0]], [[0.0, 0.0, 1.0, 1.0]])
     """
-    run, back = partial(_concatenate, dim=dim), partial(_scatter, dim=dim, label="reduce_scatter")
-    return collective("all_gather", tree, axis, run, back, dim=dim)
+    run = partial(_concatenate, dim=dim)
+    transpose = partial(_sum_and_split, dim=dim, label="reduce_scatter")
+    return collective("all_gather", tree, axis, run, transpose, dim=dim)
 
 
 def all_gather_invariant(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
@@ -58,8 +64,9 @@ def all_gather_invariant(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
     >>> fs.testing.spmd(program, world=2)
     [([1.0, 2.0], [2.0]), ([1.0, 2.0], [4.0])]
     """
-    run, back = partial(_concatenate, dim=dim), partial(_own_piece, dim=dim)
-    return collective("all_gather_invariant", tree, axis, run, back, dim=dim, varies=(None, False))
+    run = partial(_concatenate, dim=dim)
+    transpose = partial(_take_local_piece, dim=dim)
+    return collective("all_gather_invariant", tree, axis, run, transpose, dim=dim, varies=ANY_TO_AGREEING)
 
 
 def reduce_scatter(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
@@ -84,8 +91,9 @@ def reduce_scatter(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
     >>> fs.testing.spmd(program, world=2)
     [[10, 12], [14, 16]]
     """
-    run, back = partial(_scatter, dim=dim), partial(_concatenate, dim=dim, label="all_gather")
-    return collective("reduce_scatter", tree, axis, run, back, dim=dim)
+    run = partial(_sum_and_split, dim=dim)
+    transpose = partial(_concatenate, dim=dim, label="all_gather")
+    return collective("reduce_scatter", tree, axis, run, transpose, dim=dim)
 
 
 def all_to_all(tree: Tree, axis: Axis, split_dim: int, concat_dim: int) -> Tree:
@@ -116,11 +124,11 @@ def all_to_all(tree: Tree, axis: Axis, split_dim: int, concat_dim: int) -> Tree:
     """
     check_operands("all_to_all", tree, axis, concat_dim)
     run = partial(_exchange, split=split_dim, concat=concat_dim)
-    back = partial(_exchange, split=concat_dim, concat=split_dim)
-    return collective("all_to_all", tree, axis, run, back, dim=split_dim)
+    transpose = partial(_exchange, split=concat_dim, concat=split_dim)
+    return collective("all_to_all", tree, axis, run, transpose, dim=split_dim)
 
 
-def ragged_all_to_all(tree: Tree, axis: Axis, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Tree:
+def ragged_all_to_all(tree: Tree, axis: Axis, send_sizes: Sizes, recv_sizes: Sizes) -> Tree:
     """Send each rank some rows of tensors, as many as it is to get, and concatenate the rows that the ranks sent.
 
     Its transpose swaps the sizes. Follows jax.lax.ragged_all_to_all, with sizes on the host and no offsets: rows lie in
@@ -149,11 +157,11 @@ def ragged_all_to_all(tree: Tree, axis: Axis, send_sizes: Sequence[int], recv_si
     [[0], [1, 2, 10, 11, 12]]
     """
     run = partial(_exchange_rows, send=send_sizes, receive=recv_sizes)
-    back = partial(_exchange_rows, send=recv_sizes, receive=send_sizes)
-    return collective("ragged_all_to_all", tree, axis, run, back, dim=0)
+    transpose = partial(_exchange_rows, send=recv_sizes, receive=send_sizes)
+    return collective("ragged_all_to_all", tree, axis, run, transpose, dim=0)
 
 
-def ppermute(tree: Tree, axis: Axis, perm: Iterable[tuple[int, int]]) -> Tree:
+def ppermute(tree: Tree, axis: Axis, perm: Iterable[Pair]) -> Tree:
     """Send tensors from ranks to other ranks; a rank to which nobody sends gets zeros.
 
     Its transpose sends back. Follows jax.lax.ppermute.
@@ -178,8 +186,10 @@ def ppermute(tree: Tree, axis: Axis, perm: Iterable[tuple[int, int]]) -> Tree:
     [0, 1, 2]
     """
     pairs = list(perm)
-    back = partial(_permute, perm=[(target, source) for source, target in pairs])
-    return collective("ppermute", tree, axis, partial(_permute, perm=pairs), back)
+    pairs_back = [(target, source) for source, target in pairs]
+    run = partial(_permute, perm=pairs)
+    transpose = partial(_permute, perm=pairs_back)
+    return collective("ppermute", tree, axis, run, transpose)
 
 
 def broadcast(tree: Tree, axis: Axis, root: int = 0) -> Tree:
@@ -205,8 +215,9 @@ def broadcast(tree: Tree, axis: Axis, root: int = 0) -> Tree:
     >>> fs.testing.spmd(program, world=2)
     [1, 1]
     """
-    run, back = partial(_from_root, root=root), partial(_at_root, root=root)
-    return collective("broadcast", tree, axis, run, back, varies=(True, False))
+    run = partial(_send_from, root=root)
+    transpose = partial(_keep_at, root=root)
+    return collective("broadcast", tree, axis, run, transpose, varies=VARYING_TO_AGREEING)
 
 
 def axis_index(axis: Axis) -> int:
@@ -230,53 +241,76 @@ def axis_index(axis: Axis) -> int:
 
 
 def _concatenate(tensors: Tensors, axis: Axis, label: str, dim: int) -> Tensors:
-    return [rows.movedim(0, dim).flatten(dim, dim + 1) for rows in comm.all_gather(tensors, axis, label)]
+    """Gather tensors and put the ranks' rows side by side along a dim."""
+    stacks = comm.all_gather(tensors, axis, label)
+    return [rows.movedim(0, dim).flatten(dim, dim + 1) for rows in stacks]
 
 
-def _pieces(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+def _split_into_pieces(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """Cut a dim into a piece for each rank, one row each."""
     return tensor.unflatten(dim, (axis.size, -1)).movedim(dim, 0)
 
 
-def _own_piece(tensors: Tensors, axis: Axis, label: str, dim: int) -> Tensors:
-    return [_pieces(tensor, axis, dim)[comm.rank(axis)].contiguous() for tensor in tensors]
+def _take_local_piece(tensors: Tensors, axis: Axis, label: str, dim: int) -> Tensors:
+    local_rank = comm.rank(axis)
+    return [_split_into_pieces(tensor, axis, dim)[local_rank].contiguous() for tensor in tensors]
 
 
-def _scatter(tensors: Tensors, axis: Axis, label: str, dim: int) -> Tensors:
-    return comm.reduce_scatter([_pieces(tensor, axis, dim) for tensor in tensors], axis, label)
+def _sum_and_split(tensors: Tensors, axis: Axis, label: str, dim: int) -> Tensors:
+    """Sum over ranks and keep this rank's piece of a dim."""
+    stacks = [_split_into_pieces(tensor, axis, dim) for tensor in tensors]
+    return comm.reduce_scatter(stacks, axis, label)
 
 
 def _exchange(tensors: Tensors, axis: Axis, label: str, split: int, concat: int) -> Tensors:
-    ones = [1] * axis.size
-    found = comm.all_to_all([_pieces(tensor, axis, split) for tensor in tensors], ones, ones, axis, label)
-    return [torch.cat(list(rows), concat) for rows in found]
+    """Send each rank its piece of a dim, and concatenate along another dim what the ranks sent."""
+    stacks = [_split_into_pieces(tensor, axis, split) for tensor in tensors]
+    one_row_each = [1] * axis.size
+    received = comm.all_to_all(stacks, one_row_each, one_row_each, axis, label)
+    return [torch.cat(list(rows), concat) for rows in received]
 
 
-def _exchange_rows(tensors: Tensors, axis: Axis, label: str, send: Sequence[int], receive: Sequence[int]) -> Tensors:
-    whole = all([type(size) for size in sizes] == [int] * axis.size and min(sizes) >= 0 for sizes in (send, receive))
-    needed = f"send_sizes and recv_sizes to be {axis.size} whole numbers of 0 or more, as many from a rank to itself"
-    remedy = "call .tolist() of a tensor of counts; a graph sends each rank its capacity of rows, by all_to_all"
+def _exchange_rows(tensors: Tensors, axis: Axis, label: str, send: Sizes, receive: Sizes) -> Tensors:
+    local_rank = comm.rank(axis)
+    are_sizes = _are_sizes(send, axis) and _are_sizes(receive, axis)
     # torch would copy one row that a rank keeps to several.
-    fits = whole and send[comm.rank(axis)] == receive[comm.rank(axis)]
-    expect(fits, "ragged_all_to_all", needed, f"{send!r:.100} and {receive!r:.100}", remedy)
+    fits = are_sizes and send[local_rank] == receive[local_rank]
+    expected = f"send_sizes and recv_sizes to be {axis.size} whole numbers of 0 or more, as many from a rank to itself"
+    remedy = "call .tolist() of a tensor of counts; a graph sends each rank its capacity of rows, by all_to_all"
+    expect(fits, "ragged_all_to_all", expected, f"{send!r:.100} and {receive!r:.100}", remedy)
     return comm.all_to_all(tensors, send, receive, axis, label)
 
 
-def _permute(tensors: Tensors, axis: Axis, label: str, perm: Sequence[tuple[int, int]]) -> Tensors:
-    ranks, own = range(axis.size), comm.rank(axis)
-    known = [(ranks[source], ranks[target]) for source, target in perm]
-    send = [known.count((own, rank)) for rank in ranks]
-    receive = [known.count((rank, own)) for rank in ranks]
-    found = comm.all_to_all([tensor.expand(sum(send), *tensor.shape) for tensor in tensors], send, receive, axis, label)
-    # A sum of one row would lose the sign of a zero.
-    pairs = zip(found, tensors, strict=True)
-    return [reduce(torch.add, rows).detach() if sum(receive) else torch.zeros_like(like) for rows, like in pairs]
+def _are_sizes(sizes: Sizes, axis: Axis) -> bool:
+    """Whether there is one whole number of 0 or more for each rank."""
+    are_numbers = [type(size) for size in sizes] == [int] * axis.size
+    return are_numbers and min(sizes) >= 0
 
 
-def _from_root(tensors: Tensors, axis: Axis, label: str, root: int) -> Tensors:
-    return _permute(tensors, axis, label, [(root, rank) for rank in range(axis.size)])
+def _permute(tensors: Tensors, axis: Axis, label: str, perm: Sequence[Pair]) -> Tensors:
+    """Send tensors to the ranks that pairs (source, target) name, and add up what this rank is sent."""
+    ranks = range(axis.size)
+    local_rank = comm.rank(axis)
+    # A range refuses coordinates that the axis does not have.
+    pairs = [(ranks[source], ranks[target]) for source, target in perm]
+    send = [pairs.count((local_rank, rank)) for rank in ranks]
+    receive = [pairs.count((rank, local_rank)) for rank in ranks]
+    copies = [tensor.expand(sum(send), *tensor.shape) for tensor in tensors]
+    received = comm.all_to_all(copies, send, receive, axis, label)
+    if not sum(receive):
+        return [torch.zeros_like(tensor) for tensor in tensors]
+    # torch.sum of one row would lose the sign of a zero.
+    return [reduce(torch.add, rows).detach() for rows in received]
 
 
-def _at_root(tensors: Tensors, axis: Axis, label: str, root: int) -> Tensors:
-    here = comm.rank(axis) == range(axis.size)[root]
-    return list(tensors) if here else [torch.zeros_like(tensor) for tensor in tensors]
+def _send_from(tensors: Tensors, axis: Axis, label: str, root: int) -> Tensors:
+    """Send one rank's tensors to all ranks."""
+    to_all = [(root, rank) for rank in range(axis.size)]
+    return _permute(tensors, axis, label, to_all)
+
+
+def _keep_at(tensors: Tensors, axis: Axis, label: str, root: int) -> Tensors:
+    """Keep tensors on one rank alone; the others get zeros."""
+    if comm.rank(axis) == range(axis.size)[root]:
+        return list(tensors)
+    return [torch.zeros_like(tensor) for tensor in tensors]

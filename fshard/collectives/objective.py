@@ -1,6 +1,5 @@
-"""The objective, a sum of losses over ranks: its axes, its denominator, and what ranks tell each other with it."""
+"""The objective, a sum of losses over ranks: its axes, its denominator, and which leaves the losses use."""
 
-import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,16 +13,18 @@ from fshard.errors import Problem, expect, refuse
 from fshard.tree import Axis, Flat, Tree, flatten, is_sharded
 from fshard.tree.checks import check_axes, check_loss, check_reduce, check_tensors, check_transforms, describe
 
+_LABEL = comm.Label(comm.Verb.OBJECTIVE)
+
 # Axes or their names, one or several; None leaves them to the specs.
 Over = Axis | str | Sequence[Axis | str] | None
 
 
-def reduction_axes(flat: Flat, what: str, over: Over = None) -> tuple[Axis, ...]:
+def reduction_axes(flat: Flat, api_name: str, over: Over = None) -> tuple[Axis, ...]:
     """The mesh axes that losses are reduced over: those named, or those that transforms declare.
 
     Args:
         flat: A tree whose leaves are all Sharded, or none; None counts as neither.
-        what: The verb that asks, for its error.
+        api_name: The verb that asks, for its error.
         over: The axes over which batches are split; None means those of every leaf's transform.
 
     Returns:
@@ -33,43 +34,57 @@ def reduction_axes(flat: Flat, what: str, over: Over = None) -> tuple[Axis, ...]
         ValueError: if transforms declare different axes, a leaf is nothing on an axis that was named, or only some
             leaves are Sharded.
     """
-    check_axes(what, flat)
-    check_transforms(what, flat)
+    check_axes(api_name, flat)
+    check_transforms(api_name, flat)
     if not flat.specs:
-        check_tensors(what, flat)
-        expect(not over, what, "reduce_over with Sharded leaves, whose specs have axes", "it with plain tensors alone")
+        check_tensors(api_name, flat)
+        expected = "reduce_over with Sharded leaves, whose specs have axes"
+        expect(not over, api_name, expected, "it with plain tensors alone")
         return ()
-    known: dict[Any, Axis] = {axis.name: axis for spec in flat.specs for axis in spec.roles}
-    first: Any = flat.specs[0].transform
-    given: Any = [over] if isinstance(over, Axis | str) else first.axes if over is None else over
-    axes = tuple(dict.fromkeys(known.get(one, one) for one in given))
+    axes = flat.specs[0].transform.axes if over is None else _find_axes(flat, over)
+    # Many leaves have one spec.
+    misfits = {spec for spec in flat.specs if not _takes_part(spec, axes, over)}
     names = [getattr(axis, "name", axis) for axis in axes]
-    needed = f"a transform that sums gradients over {names}, or owns pieces there"
-
-    def takes_part(spec: Any) -> bool:
-        if over is None:
-            return {*spec.transform.axes} == {*axes}
-        return spec.frozen or spec.roles.keys() >= {*axes}
-
-    misfits = {spec for spec in flat.specs if not takes_part(spec)}
-    problems = [
-        Problem(path, _roles(leaf), needed)
-        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
-        if leaf is not None and not (is_sharded(leaf) and (not misfits or leaf.spec not in misfits))
-    ]
+    expected = f"a transform that sums gradients over {names}, or owns pieces there"
+    problems = []
+    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+        fits = leaf is None or (is_sharded(leaf) and not (misfits and leaf.spec in misfits))
+        if not fits:
+            problems.append(Problem(path, _describe_axes(leaf), expected))
     remedy = "shard the whole tree on these axes (zero3 takes axis=, and ddp keeps leaves whole), or leave others out"
-    refuse(f"{what}: gradients would stay unsummed", problems, remedy)
+    refuse(f"{api_name}: gradients would stay unsummed", problems, remedy)
     return axes
 
 
-def _roles(leaf: Any) -> str:
-    return f"one over {[axis.name for axis in leaf.spec.roles]}" if is_sharded(leaf) else describe(leaf)
+def _find_axes(flat: Flat, over: Axis | str | Sequence[Axis | str]) -> tuple[Axis, ...]:
+    """Find axes by their names. What no leaf knows stays as it is, and no leaf takes part in it."""
+    axis_of_name: dict[Any, Any] = {}
+    for spec in flat.specs:
+        axis_of_name |= {axis.name: axis for axis in spec.roles}
+    several = [over] if isinstance(over, Axis | str) else over
+    return tuple(dict.fromkeys(axis_of_name.get(axis, axis) for axis in several))
+
+
+def _takes_part(spec: Any, axes: Sequence[Axis], over: Over) -> bool:
+    """Whether the transform of a leaf sums its gradient over some axes, as far as the leaf has one."""
+    if over is None:
+        return set(spec.transform.axes) == set(axes)
+    return spec.frozen or spec.roles.keys() >= set(axes)
+
+
+def _describe_axes(leaf: Any) -> str:
+    if not is_sharded(leaf):
+        return describe(leaf)
+    return f"one over {[axis.name for axis in leaf.spec.roles]}"
 
 
 def shared_axes(flat: Flat, over: Sequence[Axis]) -> tuple[Axis, ...]:
     """List the axes whose ranks run a call together: those of its reduction, and those of its leaves' transforms."""
-    inner = (axis for spec in flat.specs if spec.transform for axis in spec.transform.axes)
-    return tuple(dict.fromkeys((*over, *inner)))
+    axes = dict.fromkeys(over)
+    for spec in flat.specs:
+        if spec.transform:
+            axes |= dict.fromkeys(spec.transform.axes)
+    return tuple(axes)
 
 
 Loss = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -108,19 +123,22 @@ def objective(loss: Loss, like: Tree, reduce: str = "mean", *, reduce_over: Over
     params = flatten(like)
     axes = reduction_axes(params, "objective", reduce_over)
     value, count = loss if isinstance(loss, tuple) else (loss, None)
-    pairs = zip(params.paths, params.leaves, strict=True)
-    sharded = [(path, leaf.spec, leaf.local) for path, leaf in pairs if is_sharded(leaf)]
+    paths = zip(params.paths, params.leaves, strict=True)
+    sharded = [(path, leaf.spec, leaf.local) for path, leaf in paths if is_sharded(leaf)]
     refuse_wrong_sums("objective", value, sharded)
-    comm.same_call("objective", shared_axes(params, axes), params, reduce=reduce, **named(axes, reduce_over))
-    return divided(total(value, axes), denominator(count, axes, reduce))
+    compared = describe_reduce_over(axes, reduce_over)
+    comm.same_call("objective", shared_axes(params, axes), params, reduce=reduce, **compared)
+    return divide(sum_over(value, axes), denominator(count, axes, reduce))
 
 
-def named(axes: Sequence[Axis], over: Over) -> dict[str, Any]:
+def describe_reduce_over(axes: Sequence[Axis], over: Over) -> dict[str, Any]:
     """Name the axes of a reduction for the comparison of ranks, where the caller chose them."""
-    return {} if over is None else {"reduce_over": [axis.name for axis in axes]}
+    if over is None:
+        return {}
+    return {"reduce_over": [axis.name for axis in axes]}
 
 
-def total(tree: Tree, axes: Sequence[Axis]) -> Tree:
+def sum_over(tree: Tree, axes: Sequence[Axis]) -> Tree:
     """Sum over several mesh axes into values that agree between all their ranks."""
     for axis in axes:
         tree = psum_invariant(tree, axis)
@@ -128,92 +146,135 @@ def total(tree: Tree, axes: Sequence[Axis]) -> Tree:
 
 
 # For each call that differentiates, which leaves are used.
-Used = tuple[tuple[bool, ...], ...]
+Usage = tuple[tuple[bool, ...], ...]
 
 
-class Uses:
+class TracedUsage:
     """Which leaves one trace uses, in each of its calls that differentiate.
 
     Attributes:
         used: What this rank's losses used.
         axes: The axes of the calls.
+        texts: For each call the paths of leaves, and whether some rank uses them, as far as that is known.
     """
 
-    def __init__(self, agreed: Used = ()) -> None:
-        """Nothing is traced yet; `agreed` says what the traces of all ranks use, once they have asked each other."""
-        self.used: Used = ()
+    def __init__(self, agreed: Usage = ()) -> None:
+        """Begin before the first call.
+
+        Args:
+            agreed: What the traces of all ranks use, once they have asked each other.
+        """
+        self.used: Usage = ()
         self.axes: tuple[Axis, ...] = ()
+        self.texts: tuple[str, ...] = ()
         self._agreed = agreed
 
-    def take(self, used: list[bool], axes: Sequence[Axis]) -> list[bool]:
-        """Note what the next call used on this rank, and return what some rank uses, as far as that is known."""
-        agreed = self._agreed[len(self.used)] if self._agreed else used
-        self.used, self.axes = (*self.used, tuple(used)), (*self.axes, *axes)
-        return list(agreed)
+    def record(self, used: dict[str, bool], axes: Sequence[Axis]) -> dict[str, bool]:
+        """Record what the next call uses on this rank, and return what some rank uses, as far as that is known."""
+        if self._agreed:
+            some_rank_uses = dict(zip(used, self._agreed[len(self.used)], strict=True))
+        else:
+            some_rank_uses = used
+        lines = [f"{path} {'used' if is_used else 'unused'}" for path, is_used in some_rank_uses.items()]
+        self.used = (*self.used, tuple(used.values()))
+        self.axes = (*self.axes, *axes)
+        self.texts = (*self.texts, "\n".join(lines))
+        return some_rank_uses
 
 
-def agreed_uses(uses: Uses) -> Used:
+def agree_on_usage(usage: TracedUsage) -> Usage:
     """Ask all ranks which leaves their traces use.
 
     Args:
-        uses: What this rank's trace does.
+        usage: What this rank's trace does.
 
     Returns:
         What some rank uses, the same on every rank.
     """
-    used = uses.used
-    for axis in dict.fromkeys(axis for axis in uses.axes if axis.size > 1):
-        rows = comm.everyone(used, [axis], comm.Verb.AGREE)
-        used = tuple(tuple(map(any, zip(*calls, strict=True))) for calls in zip(*rows, strict=True))
+    used = usage.used
+    for axis in dict.fromkeys(usage.axes):
+        if axis.size > 1:
+            used = _join_usage(comm.everyone(used, [axis], comm.Verb.AGREE))
     return used
 
 
-def closed(
-    value: torch.Tensor, used: dict[str, bool], axes: Sequence[Axis], shared: Sequence[Axis]
+def _join_usage(ranks: Sequence[Usage]) -> Usage:
+    """Join what ranks use: a leaf that any of them uses is used."""
+    joint = []
+    for used_in_call in zip(*ranks, strict=True):
+        joint.append(tuple(map(any, zip(*used_in_call, strict=True))))
+    return tuple(joint)
+
+
+def reduce_loss_and_usage(
+    loss: torch.Tensor,
+    used: dict[str, bool],
+    loss_axes: Sequence[Axis],
+    shared_axes: Sequence[Axis],
 ) -> tuple[torch.Tensor, dict[str, bool]]:
-    """Sum a loss over ranks, and hear with it which leaves any of them used.
+    """Sum a loss over ranks, and find out in the same message which leaves any of them used.
 
     Args:
-        value: This rank's loss, outside of any graph.
-        used: Whether this rank used a leaf, by its path.
-        axes: The mesh axes that the loss is summed over.
-        shared: These, and others whose ranks take part in the call.
+        loss: This rank's loss, a scalar outside of any graph.
+        used: For each leaf's path, whether this rank used the leaf.
+        loss_axes: The mesh axes that the loss is summed over.
+        shared_axes: All mesh axes whose ranks take part in the call. Ranks of axes that are not in `loss_axes` have
+            equal losses.
 
     Returns:
-        The sum, and for each leaf whether some rank used it.
+        The sum, and for each leaf's path whether any rank used the leaf.
     """
-    asked = [axis for axis in shared if axis.size > 1]
-    label = comm.Label(comm.Verb.OBJECTIVE)
-    # Between processors where they can, or the host would wait for its accelerator; in the dtype of the loss, so
-    # that both can travel in one buffer.
-    device = torch.device("cpu") if all(map(comm.serves_host, asked)) else value.device
+    axes = [axis for axis in shared_axes if axis.size > 1]
     if _compat.is_tracing():
-        uses, facts = _compat.trace_notes().get("uses"), []
-        used = used if uses is None else dict(zip(used, uses.take(list(used.values()), shared), strict=True))
-        said = [f"{path} {'used' if yes else 'unused'}" for path, yes in used.items()]
-        comm.ops.told(json.dumps({"leaves": "\n".join(said)}))
-    else:
-        # The host waits for no copy to the device: all that reads it follows on the same stream.
-        facts = [torch.tensor([*used.values()], dtype=value.dtype, device="cpu").to(device, non_blocking=True)]
-    for axis in asked:
-        # The loss agrees over other axes.
-        own = [value] if axis in axes else []
-        messages = [[*own, *facts]] if device == value.device else [own, facts]
-        sums = [tensor for message in messages for tensor in comm.all_reduce(message, axis, label)]
-        value, facts = (sums[0], sums[1:]) if own else (value, sums)
-    for fact in facts:
-        used = {path: number > 0 for path, number in zip(used, fact.tolist(), strict=True)}
-    return value, used
+        for axis in axes:
+            if axis in loss_axes:
+                (loss,) = comm.all_reduce([loss], axis, _LABEL)
+        return loss, _record_usage(used, shared_axes)
+    device = _flags_device(loss, axes)
+    # In the dtype of the loss, so that both can travel in one buffer. The host waits for no copy to the device: all
+    # that reads it follows on the same stream.
+    flags = torch.tensor(list(used.values()), dtype=loss.dtype, device="cpu")
+    flags = flags.to(device, non_blocking=True)
+    for axis in axes:
+        losses = [loss] if axis in loss_axes else []
+        if device == loss.device:
+            sums = comm.all_reduce([*losses, flags], axis, _LABEL)
+        else:
+            sums = [*comm.all_reduce(losses, axis, _LABEL)]
+            sums += comm.all_reduce([flags], axis, _LABEL)
+        *losses, flags = sums
+        if losses:
+            (loss,) = losses
+    num_users = zip(used, flags.tolist(), strict=True)
+    return loss, {path: number > 0 for path, number in num_users}
+
+
+def _flags_device(loss: torch.Tensor, axes: Sequence[Axis]) -> torch.device:
+    """Choose the device on which usage flags travel: the CPU if possible.
+
+    The host reads the flags. On an accelerator it would have to wait for all work that was queued before them.
+    """
+    if all(map(comm.serves_host, axes)):
+        return torch.device("cpu")
+    return loss.device
+
+
+def _record_usage(used: dict[str, bool], axes: Sequence[Axis]) -> dict[str, bool]:
+    """Record which leaves a call in a trace uses; ranks compare them once, after the trace."""
+    usage: TracedUsage | None = _compat.trace_notes().get("usage")
+    return used if usage is None else usage.record(used, axes)
 
 
 def denominator(count: Any, axes: Sequence[Axis], reduce: str) -> Any:
     """Compute the divisor of summed losses and gradients: 1, the number of ranks, or the sum of counts."""
     if reduce == "weighted":
         # In one dtype whatever a rank counts in, and a wide one; the count is no part of the graph.
-        return total(count.detach().to(torch.float64), axes)
+        return sum_over(count.detach().to(torch.float64), axes)
     return math.prod(axis.size for axis in axes) if reduce == "mean" else 1
 
 
-def divided(value: torch.Tensor, divisor: Any) -> torch.Tensor:
-    """Divide a sum by its denominator, in the sum's dtype; nothing is computed where that is the number one."""
-    return value if isinstance(divisor, int) and divisor == 1 else (value / divisor).to(value.dtype)
+def divide(value: torch.Tensor, divisor: Any) -> torch.Tensor:
+    """Divide a sum by its denominator, in the dtype of the sum. Dividing by the int 1 returns the sum itself."""
+    if isinstance(divisor, int) and divisor == 1:
+        return value
+    return (value / divisor).to(value.dtype)

@@ -8,7 +8,14 @@ a value that agrees between ranks, the second hands such a value to each rank's 
 import torch
 
 from fshard import comm
-from fshard.collectives.linear import REDUCTIONS, Tensors, collective
+from fshard.collectives.linear import (
+    AGREEING_TO_VARYING,
+    REDUCTIONS,
+    VARYING_TO_AGREEING,
+    VARYING_TO_VARYING,
+    Tensors,
+    collective,
+)
 from fshard.errors import expect
 from fshard.tree import Axis, Tree, tree_leaves, tree_map
 from fshard.tree.checks import check_operands
@@ -37,7 +44,7 @@ def psum(tree: Tree, axis: Axis) -> Tree:
     >>> fs.testing.spmd(program, world=2)  # 1 + 4, and the derivatives of the two ranks' losses together
     [(5.0, 4.0), (5.0, 8.0)]
     """
-    return collective("psum", tree, axis, comm.all_reduce, comm.all_reduce, varies=(True, True))
+    return collective("psum", tree, axis, comm.all_reduce, comm.all_reduce, varies=VARYING_TO_VARYING)
 
 
 def pmean(tree: Tree, axis: Axis) -> Tree:
@@ -87,7 +94,7 @@ def pvary(tree: Tree, axis: Axis) -> Tree:
     >>> fs.testing.spmd(program, world=2)  # each rank's own loss, and the sum of both derivatives
     [(5.0, 3.0), (10.0, 3.0)]
     """
-    return collective("pvary", tree, axis, _same, comm.all_reduce, varies=(False, True))
+    return collective("pvary", tree, axis, _same, comm.all_reduce, varies=AGREEING_TO_VARYING)
 
 
 def psum_invariant(tree: Tree, axis: Axis) -> Tree:
@@ -113,7 +120,7 @@ def psum_invariant(tree: Tree, axis: Axis) -> Tree:
     [(5.0, 2.0), (5.0, 4.0)]
     """
     REDUCTIONS.set(REDUCTIONS.get() + 1)
-    return collective("psum_invariant", tree, axis, comm.all_reduce, _same, varies=(True, False))
+    return collective("psum_invariant", tree, axis, comm.all_reduce, _same, varies=VARYING_TO_AGREEING)
 
 
 def pmax(tree: Tree, axis: Axis) -> Tree:
@@ -140,12 +147,11 @@ def pmax(tree: Tree, axis: Axis) -> Tree:
     [[1, 1, 0], [1, 1, 0]]
     """
     check_operands("pmax", tree, axis, vary=True)
-    differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tree_leaves(tree))
-    needed, found = "tensors without derivatives", "one that is differentiated"
+    is_differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tree_leaves(tree))
     remedy = "pass tensor.detach(); a shift of exponents by their largest needs no derivative"
-    expect(not differentiated, "pmax", needed, found, remedy)
-    rows = collective("pmax", tree, axis, comm.all_gather, comm.reduce_scatter, varies=(True, True))
-    return tree_map(lambda each: each.amax(0), rows)
+    expect(not is_differentiated, "pmax", "tensors without derivatives", "one that is differentiated", remedy)
+    rows = collective("pmax", tree, axis, comm.all_gather, comm.reduce_scatter, varies=VARYING_TO_VARYING)
+    return tree_map(lambda of_ranks: of_ranks.amax(0), rows)
 
 
 def _same(tensors: Tensors, axis: Axis, label: str) -> Tensors:

@@ -8,7 +8,7 @@ import torch
 
 from fshard import _compat, comm
 from fshard.collectives.derived import numbered_inputs, sums_input
-from fshard.collectives.linear import variance_of
+from fshard.collectives.linear import is_tie, variance_of
 from fshard.errors import Problem, expect, refuse
 from fshard.rounding import half_the_digits
 from fshard.tree import Axis, Flat, Spec
@@ -49,15 +49,16 @@ def find_mixed(
     def behind(place: Typed) -> list[Typed]:
         return [] if place.node in leaves else _inputs(place, axis)
 
-    for place in walked(starts, behind):
-        variance, used_as = variance_of(place.node), KINDS[place.varies]
+    for place in walk_graph(starts, behind):
+        variance = variance_of(place.node)
+        used_as = KINDS[place.varies]
         if place.node in leaves:
             path, spec = leaves[place.node]
-            split = spec.dim_of(axis) is not None
-            if split is not place.varies:
-                held = "split over" if split else "whole on all ranks of"
-                remedy = "fs.psum_invariant of it" if split else "fs.gather or fs.pvary of it first"
-                yield Problem(path, f"a leaf that is {held} {axis.name!r}", f"one that {used_as}: {remedy}")
+            is_split = spec.dim_of(axis) is not None
+            if is_split is not place.varies:
+                stored_as = "split over" if is_split else "whole on all ranks of"
+                remedy = "fs.psum_invariant of it" if is_split else "fs.gather or fs.pvary of it first"
+                yield Problem(path, f"a leaf that is {stored_as} {axis.name!r}", f"one that {used_as}: {remedy}")
         elif axis in variance.axes and variance.result_varies(axis, place.output) is not place.varies:
             advice = "fs.pvary of it first" if place.varies else "fs.psum_invariant of a value computed from it"
             got = f"{variance.name} over {axis.name!r}, whose result {KINDS[not place.varies]}"
@@ -66,14 +67,15 @@ def find_mixed(
 
 def _inputs(place: Typed, axis: Axis) -> list[Typed]:
     """List the values that a value was computed from, as its node takes them."""
-    node, variance = place.node, variance_of(place.node)
+    node = place.node
+    variance = variance_of(node)
     communicates = axis in variance.axes
-    of_leaves = not (isinstance(variance.operand, bool) and isinstance(variance.result, bool))
+    takes_leaves = not (isinstance(variance.operand, bool) and isinstance(variance.result, bool))
     # Of a gather, its transpose, and of what ties a collective to others, output i comes from input i.
-    own_input = of_leaves or hasattr(node, "passed")
+    is_one_to_one = takes_leaves or is_tie(node)
     inputs = []
     for number, (other, output) in enumerate(node.next_functions):
-        if other is None or (own_input and number != place.output):
+        if other is None or (is_one_to_one and number != place.output):
             continue
         varies = variance.operand_varies(axis, number) if communicates else place.varies
         if sums_input(node, number, axis):
@@ -82,33 +84,43 @@ def _inputs(place: Typed, axis: Axis) -> list[Typed]:
     return inputs
 
 
-Leaves = Sequence[tuple[str, Spec, torch.Tensor]]
+# Path, spec and local tensor.
+Leaf = tuple[str, Spec, torch.Tensor]
+Leaves = Sequence[Leaf]
 
 
-def refuse_wrong_sums(what: str, loss: torch.Tensor, leaves: Leaves) -> None:
+def refuse_wrong_sums(api_name: str, loss: torch.Tensor, leaves: Leaves) -> None:
     """Refuse a loss in whose graph gradients of leaves would not be summed over ranks as they should.
 
     Args:
-        what: The verb that runs, for the error.
+        api_name: The verb that runs, for the error.
         loss: The loss, in the graph of autograd or of the innermost torch.func transform.
         leaves: Path, spec and local tensor of each leaf; those that are no part of this graph are passed over.
 
     Raises:
         ValueError: as `refuse_unsummed` and `refuse_mixed` do.
     """
-    known = [leaf for leaf in leaves if leaf[2].requires_grad and any(axis.size > 1 for axis in leaf[1].axes)]
-    if loss.grad_fn is None or not known:
+    in_graph = [leaf for leaf in leaves if _takes_gradient(leaf)]
+    if loss.grad_fn is None or not in_graph:
         return
-    refuse_unsummed(what, [loss], known)
-    ends = {node for *_, node in _with_nodes(known)}
-    gathered = []
-    for node in walked([loss.grad_fn], _nodes_behind):
+    refuse_unsummed(api_name, [loss], in_graph)
+    ends = {node for *_, node in _with_nodes(in_graph)}
+    derived = []
+    for node in walk_graph([loss.grad_fn], _nodes_behind):
         operand = variance_of(node).operand
-        if not isinstance(operand, bool):
-            # The engine's gathers keep what is behind them for a backward of their own, and check it there.
-            pairs = zip(operand, node.next_functions, strict=False)
-            gathered += [(spec, place) for spec, place in pairs if place[0] is not None and place[0] not in ends]
-    refuse_mixed(what, gathered, known)
+        if isinstance(operand, bool):
+            continue
+        # The engine's gathers keep what is behind them for a backward of their own, and check it there.
+        for spec, place in zip(operand, node.next_functions, strict=False):
+            if place[0] is not None and place[0] not in ends:
+                derived.append((spec, place))
+    refuse_mixed(api_name, derived, in_graph)
+
+
+def _takes_gradient(leaf: Leaf) -> bool:
+    """Whether a leaf takes a gradient that is summed over ranks."""
+    _, spec, tensor = leaf
+    return tensor.requires_grad and any(axis.size > 1 for axis in spec.axes)
 
 
 def _nodes_behind(node: Any) -> list[Any]:
@@ -120,36 +132,39 @@ def _with_nodes(leaves: Leaves) -> list[tuple[str, Spec, Any]]:
     return [(path, spec, torch.autograd.graph.get_gradient_edge(tensor).node) for path, spec, tensor in leaves]
 
 
-def refuse_mixed(what: str, derived: Sequence[tuple[Spec, tuple[Any, int]]], leaves: Leaves) -> None:
+def refuse_mixed(api_name: str, derived: Sequence[tuple[Spec, tuple[Any, int]]], leaves: Leaves) -> None:
     """Refuse leaves that a function computes by mixing values that vary and values that agree.
 
     Args:
-        what: The verb that runs, for the error.
+        api_name: The verb that runs, for the error.
         derived: The spec of each leaf that the function computed, with the node that made it and the node's output.
         leaves: Path, spec and local tensor of each leaf of the caller's.
 
     Raises:
         ValueError: with every leaf, and every result of a collective, that is used as what it is not.
     """
-    axes = dict.fromkeys(axis for spec, _ in derived for axis in spec.scattered_axes if axis.size > 1)
-    if not axes:
+    starts_over: dict[Axis, list[Typed]] = {}
+    for spec, (node, output) in derived:
+        for axis in spec.scattered_axes:
+            if axis.size > 1:
+                is_split = spec.dim_of(axis) is not None
+                starts_over.setdefault(axis, []).append(Typed(node, output, varies=is_split))
+    if not starts_over:
         # Finding the node of a leaf takes microseconds, and most functions compute no leaves.
         return
     ends = {node: (path, spec) for path, spec, node in _with_nodes(leaves)}
     problems: list[Problem] = []
-    for axis in axes:
-        here = [(spec, place) for spec, place in derived if axis in spec.scattered_axes]
-        starts = [Typed(*place, spec.dim_of(axis) is not None) for spec, place in here]
+    for axis, starts in starts_over.items():
         problems += find_mixed(starts, ends, axis, lambda _: "a leaf that the function computes")
     remedy = "see the docstrings of psum_invariant and pvary; fs.testing.check_varying names the lines of the program"
-    refuse(f"{what}: gradients of leaves that the function computes would be wrong", problems, remedy)
+    refuse(f"{api_name}: gradients of leaves that the function computes would be wrong", problems, remedy)
 
 
-def refuse_unsummed(what: str, outputs: Sequence[torch.Tensor], leaves: Leaves) -> None:
+def refuse_unsummed(api_name: str, outputs: Sequence[torch.Tensor], leaves: Leaves) -> None:
     """Refuse leaves that ranks hold whole and a loss reaches past `gather` and `pvary`, where gradients are summed.
 
     Args:
-        what: The verb that runs, for the error.
+        api_name: The verb that runs, for the error.
         outputs: Where the graph of the loss begins.
         leaves: Path, spec and local tensor of each leaf that autograd found a gradient for.
 
@@ -163,14 +178,14 @@ def refuse_unsummed(what: str, outputs: Sequence[torch.Tensor], leaves: Leaves) 
                 whole.setdefault(axis, []).append((path, node))
     problems = []
     for axis, ends in whole.items():
-        found = set(_reached(outputs, axis))
+        reached = set(_reach(outputs, axis))
         got = f"maths on a leaf that ranks of {axis.name!r} hold whole"
-        problems += [Problem(path, got, "gather or pvary") for path, node in ends if node in found]
+        problems += [Problem(path, got, "gather or pvary") for path, node in ends if node in reached]
     remedy = "gather these leaves, or hand them to each rank's own maths by fs.pvary, so that gradients are summed"
-    refuse(f"{what}: gradients would stay unsummed", problems, remedy)
+    refuse(f"{api_name}: gradients would stay unsummed", problems, remedy)
 
 
-def _reached(outputs: Sequence[torch.Tensor], axis: Axis) -> Iterator[Any]:
+def _reach(outputs: Sequence[torch.Tensor], axis: Axis) -> Iterator[Any]:
     """Walk through the graph of outputs, no further than nodes whose backward sums over an axis."""
 
     def behind(node: Any) -> Sequence[Any]:
@@ -181,10 +196,10 @@ def _reached(outputs: Sequence[torch.Tensor], axis: Axis) -> Iterator[Any]:
             return ()
         return _nodes_behind(node)
 
-    return walked({output.grad_fn for output in outputs if output.grad_fn is not None}, behind)
+    return walk_graph({output.grad_fn for output in outputs if output.grad_fn is not None}, behind)
 
 
-def walked(starts: Iterable[Place], behind: Callable[[Place], Iterable[Place]]) -> Iterator[Place]:
+def walk_graph(starts: Iterable[Place], behind: Callable[[Place], Iterable[Place]]) -> Iterator[Place]:
     """Walk through a graph, to each place once.
 
     Args:
@@ -199,45 +214,47 @@ def walked(starts: Iterable[Place], behind: Callable[[Place], Iterable[Place]]) 
     while waiting:
         place = waiting.pop()
         yield place
-        new = dict.fromkeys(other for other in behind(place) if other not in seen)
-        seen.update(new)
-        waiting.extend(new)
+        for other in behind(place):
+            if other not in seen:
+                seen.add(other)
+                waiting.append(other)
 
 
-def check_not_reduced(loss: torch.Tensor, axes: Sequence[Axis], what: str) -> None:
+def check_not_reduced(loss: torch.Tensor, axes: Sequence[Axis], api_name: str) -> None:
     """Refuse a local loss that ranks have summed already, whose gradients would be too small by their number.
 
     Behind a `pvary` the sum was handed to this rank's own maths again.
     """
     for axis in axes:
-        found = map(variance_of, _reached([loss], axis))
-        reduced = any(one.name == "psum_invariant" and axis in one.axes for one in found)
+        variances = map(variance_of, _reach([loss], axis))
+        is_reduced = any(variance.name == "psum_invariant" and axis in variance.axes for variance in variances)
         got = f"one reduced over {axis.name!r} already, by fs.objective or fs.psum_invariant"
         remedy = "return the loss of its batch, which is reduced for you, or sum parts of it by fs.psum"
-        expect(axis.size == 1 or not reduced, what, "the loss to be this rank's own", got, remedy)
+        expect(axis.size == 1 or not is_reduced, api_name, "the loss to be this rank's own", got, remedy)
 
 
-def check_agrees(value: torch.Tensor, flat: Flat, axes: Sequence[Axis], what: str) -> None:
+def check_agrees(value: torch.Tensor, flat: Flat, axes: Sequence[Axis], api_name: str) -> None:
     """Refuse an objective that differs between ranks of an axis that leaves are placed on and nothing is reduced over.
 
     Args:
         value: The objective.
         flat: The parameters.
         axes: The axes that it was reduced over.
-        what: The verb that asks, for its error.
+        api_name: The verb that asks, for its error.
 
     Raises:
         ValueError: on every rank, with the values of all.
     """
-    known = not _compat.is_transformed(value) and not _compat.is_tracing()
-    for axis in flat.axes if known else ():
+    if _compat.is_transformed(value) or _compat.is_tracing():
+        # Its value is not known.
+        return
+    remedy = "sum partial results by fs.psum_invariant, or name the axis in reduce_over if its ranks have own batches"
+    for axis in flat.axes:
         if axis.size == 1 or axis in axes:
             continue
         (rows,) = comm.all_gather([value.detach()], axis, comm.Verb.AGREE)
         tolerance = half_the_digits(value.dtype) * rows.abs().amax()
-        needed = f"a loss that agrees between ranks of {axis.name!r}, over which it is not reduced"
-        remedy = (
-            "sum partial results by fs.psum_invariant, or name the axis in reduce_over if its ranks have own batches"
-        )
+        expected = f"a loss that agrees between ranks of {axis.name!r}, over which it is not reduced"
         # NaN agrees with any loss.
-        expect(not (rows - rows[0]).abs().amax() > tolerance, what, needed, f"{rows.tolist()}", remedy)
+        differs = (rows - rows[0]).abs().amax() > tolerance
+        expect(not differs, api_name, expected, f"{rows.tolist()}", remedy)

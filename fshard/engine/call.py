@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fshard import _compat, comm
-from fshard.collectives import chained, divided
+from fshard.collectives import divide, record_on_tape
 from fshard.engine.backward import Backward
 from fshard.engine.forward import Forward
 from fshard.engine.gathered_unit import GatheredUnit
@@ -232,7 +232,7 @@ class EngineCall:
         with ExitStack() as contexts:
             if self._trains:
                 contexts.enter_context(forward.saved.running())
-                contexts.enter_context(chained(microbatch.chain))
+                contexts.enter_context(record_on_tape(microbatch.tape))
                 contexts.enter_context(torch.enable_grad())
             out = f()
         self._check_writes()
@@ -293,7 +293,7 @@ class EngineCall:
         Returns:
             The gradients of math on shards, one for each trained leaf, and those of other sources after them.
         """
-        tokens = microbatch.chain.tokens
+        tokens = microbatch.tape.tokens
         outputs = [out for out in (loss, *tokens[1:]) if out.requires_grad]
         cotangents = []
         for out in outputs:
@@ -343,7 +343,7 @@ class EngineCall:
         for leaf, grad in zip(self.trained, grads, strict=False):
             if grad is not None:
                 leaf.used = True
-                leaf.add_reduced(divided(leaf.cast_for_sum(grad), divisor))
+                leaf.add_reduced(divide(leaf.cast_for_sum(grad), divisor))
 
     def end(self) -> None:
         """Drop every reference to what the call used, so that memory is freed without the garbage collector.

@@ -11,7 +11,7 @@ from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
 from fshard import _compat
-from fshard.collectives import Variance, refuse_mixed, refuse_unsummed, walked
+from fshard.collectives import Variance, refuse_mixed, refuse_unsummed, walk_graph
 from fshard.engine.gathered_unit import GatheredUnit
 from fshard.engine.leaf import Leaf
 from fshard.errors import Problem, leaf_error, refuse
@@ -102,7 +102,7 @@ def find_used_leaves(loss: torch.Tensor, trained: Sequence[Leaf]) -> set[Leaf]:
         used.add(leaf)
         return [(leaf.tensor.grad_fn, 0)] if leaf.derived else []
 
-    for node, _ in walked([(loss.grad_fn, 0)], edges_behind):
+    for node, _ in walk_graph([(loss.grad_fn, 0)], edges_behind):
         if node in leaf_of_node:
             used.add(leaf_of_node[node])
     return used

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fshard import _compat
-from fshard.collectives import divided
+from fshard.collectives import divide
 from fshard.engine.plan import PLAIN
 from fshard.microbatches import TreeSum
 from fshard.transforms.run import check_stateless
@@ -155,7 +155,7 @@ class Leaf:
                 total = self.cast_for_sum(total)
         if total is None:
             return torch.zeros_like(self.stored)
-        return divided(total, divisor).to(self.stored.dtype)
+        return divide(total, divisor).to(self.stored.dtype)
 
     def move_to_tree(self, tree_sum: TreeSum) -> None:
         """Move the gradient of a microbatch into its tree, in the dtype of the reduction, or else of full gradients."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from fshard.collectives import Chain, settle
+from fshard.collectives import CollectiveTape, settle
 from fshard.engine.backward import Backward
 from fshard.engine.forward import Forward
 from fshard.engine.leaf import Leaf
@@ -18,7 +18,7 @@ class Microbatch:
     Attributes:
         forward: The run of the function.
         backward: Its backward, once that has started.
-        chain: Ties the collectives of the function, so that every rank runs their transposes.
+        tape: Ties the collectives of the function, so that every rank runs their transposes.
         derived: The leaves that the function computed and that take a gradient.
     """
 
@@ -32,7 +32,7 @@ class Microbatch:
         """
         self.forward = forward
         self.backward: Backward | None = None
-        self.chain = Chain(on_transpose)
+        self.tape = CollectiveTape(on_transpose)
         self.derived: list[Leaf] = []
         self._leaf_of_tensor_id = {id(leaf.tensor): leaf for leaf in leaves}
         # Hold on to the tensors of derived leaves. A leaf may hold only a view of its tensor, and another tensor could

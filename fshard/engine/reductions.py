@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat, comm
-from fshard.collectives import divided
+from fshard.collectives import divide
 from fshard.engine.gathered_unit import check_transform_results, transform_of
 from fshard.engine.leaf import Leaf
 from fshard.transforms.run import start_scatter
@@ -110,4 +110,4 @@ class Reductions:
         if reduction(first.spec.transform).is_new:
             _compat.divide_in_place(grads, divisor)
             return grads
-        return [divided(grad, divisor) for grad in grads]
+        return [divide(grad, divisor) for grad in grads]

@@ -9,7 +9,7 @@ from torch.autograd import Function
 
 import fshard as fs
 from fshard.ext import _compat
-from fshard.extend import chained, describe, expect, walked, without_saved_tensor_hooks
+from fshard.extend import describe, expect, record_on_tape, walk_graph, without_saved_tensor_hooks
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -99,14 +99,14 @@ class _Differentiated(Function):
         of_head: list[Any] = [None] * len(head)
         for part, some in zip(h.detach().chunk(len(ids)), ids, strict=True):
             part.requires_grad_(h.requires_grad)
-            with torch.enable_grad(), chained() as chain:
+            with torch.enable_grad(), record_on_tape() as tape:
                 total, count = one(part, some, *leaves)
-            sources = [tensor for tensor in (part, *leaves, *chain.tokens[:1]) if tensor.requires_grad]
+            sources = [tensor for tensor in (part, *leaves, *tape.tokens[:1]) if tensor.requires_grad]
             if not pairs:
                 # Checks of varying values see this node, and not the loss's own psum_invariant.
                 known = (getattr(node, "variance", None) for node in _nodes(total, sources))
                 ctx.variance = next((found for found in known if found and not found.result), None)
-            ends = [total, *chain.tokens[1:]]
+            ends = [total, *tape.tokens[1:]]
             starts = [torch.ones_like(total), *map(torch.zeros_like, ends[1:])]
             found = dict(zip(map(id, sources), torch.autograd.grad(ends, sources, starts), strict=True))
             pairs.append((total.detach(), count))
@@ -138,7 +138,7 @@ def _summed(pairs: Sequence[Pair]) -> Pair:
 def _nodes(total: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[Any]:
     """List the nodes of a graph, which ends at some tensors alone."""
     known = {torch.autograd.graph.get_gradient_edge(source).node for source in sources}
-    nodes = list[Any](walked([total.grad_fn], lambda node: [other for other, _ in node.next_functions if other]))  # type: ignore[union-attr]
+    nodes = list[Any](walk_graph([total.grad_fn], lambda node: [other for other, _ in node.next_functions if other]))  # type: ignore[union-attr]
     alone = not any(hasattr(node, "variable") and node not in known for node in nodes)
     needed, found = "loss to compute with logits and targets", "a closure's tensor that requires a gradient"
     expect(alone, "chunked_loss", needed, found, "detach it")

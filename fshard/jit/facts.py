@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch.fx import Graph, Node
 
 from fshard import _compat, comm
+from fshard.collectives import TracedUsage
 from fshard.comm import ops
 from fshard.jit.nodes import find_collective
 from fshard.tree import Axis
@@ -46,11 +47,12 @@ class Facts(NamedTuple):
         return json.dumps({name: text for name, text in self.of_verbs.items() if name != "leaves"})
 
 
-def collect_facts(graph: Graph) -> Facts:
+def collect_facts(graph: Graph, usage: TracedUsage) -> Facts:
     """Collect the facts of a graph, which its passes then remove.
 
     Args:
         graph: The graph as it was traced.
+        usage: Which leaves the trace used.
 
     Returns:
         The facts.
@@ -74,6 +76,8 @@ def collect_facts(graph: Graph) -> Facts:
             problem = f"{node.target} is a collective of torch.distributed, whose group a graph cannot hold"
             verbs = "fs.psum, fs.pmean, fs.all_gather or fs.reduce_scatter"
             raise ValueError(f"jit: {problem}. Call {verbs} over an axis of the mesh, or call it outside.")
+    if usage.texts:
+        of_verbs["leaves"] = dict.fromkeys(usage.texts)
     return Facts({name: "\n".join(values) for name, values in of_verbs.items()}, dict(collectives))
 
 

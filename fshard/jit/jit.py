@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat, comm
-from fshard.collectives import Used, Uses, agreed_uses
+from fshard.collectives import TracedUsage, Usage, agree_on_usage
 from fshard.errors import Problem, expect, refuse
 from fshard.jit.backends import BACKENDS, Backend, prepare
 from fshard.jit.donation import assign_donated_outputs, match_donated_outputs, pair_inputs_with_results
@@ -89,7 +89,7 @@ class Jitted:
         self._programs: dict[Signature, Program] = {}
         self._last: _LastCall | None = None
         # For the leaves that a trace of this rank used those that the traces of all ranks used.
-        self._uses: dict[Used, Used] = {}
+        self._agreed_usage: dict[Usage, Usage] = {}
         self.traces: list[str] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -118,18 +118,18 @@ class Jitted:
 
     def trace_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Traced:
         """Trace the function as a call would, up to the graph that its backend is given."""
-        return self._build_program(self._flatten(args, kwargs)).traced
+        return self._build_program(self._flatten(args, kwargs), TracedUsage()).traced
 
     def make_program(self, signature: Signature, flat: Flat) -> Program:
         """Trace the function for a signature that there is no program for."""
         earlier = next(reversed(self._programs), None)
         changes = {} if earlier is None else find_changes(earlier, signature, flat.paths)
         _refuse_changed_values(changes, flat)
-        uses = Uses()
-        program = self._build_program(flat, uses)
-        agreed = self._agree_on_uses(uses, program.trace_facts, flat.axes)
-        if agreed != uses.used:
-            program = self._build_program(flat, Uses(agreed))
+        usage = TracedUsage()
+        program = self._build_program(flat, usage)
+        agreed = self._agree_on_usage(usage, program.trace_facts, flat.axes)
+        if agreed != usage.used:
+            program = self._build_program(flat, TracedUsage(agreed))
         reasons = [f"{name} {change}" for name, change in changes.items()]
         self.traces.append("; ".join(reasons) if self._programs else "the first call")
         return program
@@ -160,7 +160,7 @@ class Jitted:
             self._last = _LastCall(outline, _compat.guards_of(tensors), program)
         return program
 
-    def _agree_on_uses(self, uses: Uses, trace_facts: str, axes: Sequence[Axis]) -> Used:
+    def _agree_on_usage(self, usage: TracedUsage, trace_facts: str, axes: Sequence[Axis]) -> Usage:
         """Find out which leaves the traces of all ranks use.
 
         Ranks ask each other in their first trace. A rank that traces again, for example for a batch of another shape,
@@ -171,14 +171,14 @@ class Jitted:
             # Ranks compare their calls first. A rank whose trace has failed says so there, and does not come to the
             # question that follows.
             comm.same_call("jit", axes, dict.fromkeys(axes, trace_facts))
-            self._uses[uses.used] = agreed_uses(uses)
-        return self._uses.get(uses.used, uses.used)
+            self._agreed_usage[usage.used] = agree_on_usage(usage)
+        return self._agreed_usage.get(usage.used, usage.used)
 
-    def _build_program(self, flat: Flat, uses: Uses | None = None) -> Program:
+    def _build_program(self, flat: Flat, usage: TracedUsage) -> Program:
         """Trace the function, and run all passes over its graph in their order. README.md has the reasons for it."""
-        traced = trace(flat, self._f, uses)
+        traced = trace(flat, self._f, usage)
         graph = traced.graph.graph
-        facts = collect_facts(graph)
+        facts = collect_facts(graph, usage)
         refuse_tree_sums(facts, self.backend)
         remove_dead_views(graph)
         matches = match_donated_outputs(flat, traced.treedef, self._donate_argnums)

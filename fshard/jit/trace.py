@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fshard import _compat, random
-from fshard.collectives import Uses
+from fshard.collectives import TracedUsage
 from fshard.errors import is_users_file
 from fshard.tree import Exact, Flat, Sharded, Treedef, flatten, is_sharded, tensors_of
 from fshard.tree.checks import check_tensors, count_writes
@@ -44,16 +44,16 @@ class Traced(NamedTuple):
 class _TracedFunction:
     """A function of pytrees as one from tensors to tensors, which keeps the structure of its result."""
 
-    def __init__(self, f: Callable[..., Any], flat: Flat, inputs: Sequence[int], uses: Uses | None) -> None:
+    def __init__(self, f: Callable[..., Any], flat: Flat, inputs: Sequence[int], usage: TracedUsage | None) -> None:
         self._f = f
         self._flat = flat
         self._inputs = inputs
-        self._uses = uses
+        self._usage = usage
         self.result: Flat | None = None
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor | None]:
-        if self._uses is not None:
-            _compat.trace_notes()["uses"] = self._uses
+        if self._usage is not None:
+            _compat.trace_notes()["usage"] = self._usage
         leaves = self._wrap(tensors)
         with _RefuseUnknown():
             args, kwargs = self._flat.unflatten(leaves)
@@ -72,13 +72,13 @@ class _TracedFunction:
         return leaves
 
 
-def trace(flat: Flat, f: Callable[..., Any], uses: Uses | None = None) -> Traced:
+def trace(flat: Flat, f: Callable[..., Any], usage: TracedUsage | None = None) -> Traced:
     """Record a function as a graph.
 
     Args:
         flat: Its arguments and keywords, taken apart; their tensors become inputs of the graph.
         f: The function.
-        uses: What ranks have agreed on, and where the trace notes which leaves are used; None if nobody asks.
+        usage: What ranks have agreed on, and where the trace notes which leaves are used; None if nobody asks.
 
     Returns:
         The graph, as it was traced.
@@ -90,7 +90,7 @@ def trace(flat: Flat, f: Callable[..., Any], uses: Uses | None = None) -> Traced
     inputs = [i for i, tensor in enumerate(tensors) if isinstance(tensor, torch.Tensor)]
     # Examples are no part of autograd's graph and no views of others. A tensor that is given twice stays one object.
     examples = {id(x): x.detach() if type(x) is torch.Tensor else x for x in tensors if isinstance(x, torch.Tensor)}
-    function = _TracedFunction(f, flat, inputs, uses)
+    function = _TracedFunction(f, flat, inputs, usage)
     with _trace_alone():
         graph, tensors_read = _make_graph(function, [examples[id(tensors[i])] for i in inputs])
     result = function.result

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fshard import _compat
-from fshard.collectives import all_gather_invariant, total
+from fshard.collectives import all_gather_invariant, sum_over
 from fshard.errors import expect
 from fshard.optim.leaves import elements_of, partition_axes, varying
 from fshard.shard import local_ranges
@@ -212,7 +212,7 @@ def _reduced(values: Sequence[torch.Tensor], over: Sequence[Axes], p: float = 1.
     for axes, group in grouped(over, tuple).items():
         part = [found[i] for i in group]
         if not math.isinf(p):
-            part, axes = total(part, axes), ()
+            part, axes = sum_over(part, axes), ()
         for axis in axes:
             part = [rows.amax(0) for rows in all_gather_invariant([value[None] for value in part], axis)]
         for i, value in zip(group, part, strict=True):

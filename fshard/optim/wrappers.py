@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat
-from fshard.collectives import total
+from fshard.collectives import sum_over
 from fshard.errors import expect
 from fshard.optim.leaves import check_optimizer, elements_of, for_trained, leafwise, zero
 from fshard.transforms import ShardTransform, masked_transform
@@ -177,7 +177,7 @@ def all_finite(grads: Tree) -> torch.Tensor:
     leaves = [leaf for leaf in leaves_of(grads) if leaf is not None]
     bad = sum(((~elements_of(leaf).isfinite()).any().long() for leaf in leaves), zero())
     axes = dict.fromkeys(axis for leaf in leaves if is_sharded(leaf) for axis in leaf.spec.axes)
-    return total(bad, tuple(axes)) == 0
+    return sum_over(bad, tuple(axes)) == 0
 
 
 def masked(tx: Any, mask: Mask, otherwise: ShardTransform | None = None) -> Any:

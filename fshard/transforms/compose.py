@@ -204,7 +204,9 @@ def compose_with_policy(
     _check_each_axis_once(stages)
     _check_splits_stay_behind(stages)
     strategies = [transform for transform in transforms if _has_policy(transform)]
-    _check_one_policy(len(strategies) + (reshard is not None))
+    number = len(strategies) + (reshard is not None)
+    expected = "one strategy, which has the reshard policy"
+    expect(number <= 1, "compose", expected, "two", "take the other's parts by themselves")
     if strategies and isinstance(strategies[0], _Composed):
         reshard = strategies[0].reshard
         model_dtypes = strategies[0].model_dtypes
@@ -251,11 +253,6 @@ def _check_splits_stay_behind(stages: Sequence[ShardTransform]) -> None:
         kept = [part.axis.name for part in walk_parts(stage) if isinstance(part, _SplitDim)]
         fits = not (gathered and kept)
         expect(fits, "compose", f"split_dim and own_dim behind what gathers over {gathered}", f"{kept} before it")
-
-
-def _check_one_policy(number: int) -> None:
-    expected = "one strategy, which has the reshard policy"
-    expect(number <= 1, "compose", expected, "two", "take the other's parts by themselves")
 
 
 def masked_transform(transform: ShardTransform, mask: Mask, otherwise: ShardTransform | None = None) -> ShardTransform:
@@ -327,16 +324,13 @@ def with_tree_sums(spec: Spec, axes: tuple[Axis, ...]) -> Spec:
     leaf_order = [axis.name for axis in spec.transform.axes if axis.size > 1]
     fits = leaf_order == order
     expect(fits, 'sums="tree"', f"transforms that sum over {order} in this order", f"{leaf_order}", remedy)
-    misfits = [name for name in map(_misfit_of_tree, walk_parts(spec.transform)) if name]
+    exact = _Composed, _FullyShard, _Cast, _Offload, _SplitDim, ShardTransform
+    misfits = []
+    for part in walk_parts(spec.transform):
+        if type(part) not in exact:
+            misfits.append(type(part).__name__.strip("_"))
+        elif isinstance(part, _SplitDim) and part.brings_data:
+            misfits.append("own_dim")
     accepted = "fully_shard, replicate, split_dim, casts and offload"
     expect(not misfits, 'sums="tree"', accepted, ", ".join(misfits), remedy)
     return replace(spec, reshard=replace(spec.reshard or ReshardPolicy(), tree=True))
-
-
-def _misfit_of_tree(part: ShardTransform) -> str:
-    """Name a part whose bits depend on how many ranks there are; empty for other parts."""
-    if isinstance(part, _SplitDim) and part.brings_data:
-        return "own_dim"
-    if type(part) in (_Composed, _FullyShard, _Cast, _Offload, _SplitDim, ShardTransform):
-        return ""
-    return type(part).__name__.strip("_")

@@ -60,7 +60,7 @@ def scatter_by(
         shards, states = start_scatter(transform, full_grads, specs, states)()
         check_results(transform, "scatter", shards, paths, specs)
     else:
-        shards = linear_call(_linear(transform, specs, paths).transposed(), full_grads)
+        shards = linear_call(_linear(transform, specs, paths).to_transpose(), full_grads)
     return [shard.to(leaf.local.dtype) for leaf, shard in zip(leaves, shards, strict=True)], states
 
 

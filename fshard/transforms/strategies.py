@@ -121,9 +121,7 @@ def _bucket_bytes(layout: Any) -> int:
 
 def _bytes_over(axis: Axis) -> int:
     is_connected = axis.size > 1 and _compat.group_size(axis.group_name)
-    if not is_connected:
-        return HOST_BYTES
-    backends = _compat.group_devices(axis.group_name)
+    backends = _compat.group_devices(axis.group_name) if is_connected else {}
     other_backends = set(backends.values()) - {backends.get("cpu")}
     return ACCELERATOR_BYTES if other_backends else HOST_BYTES
 

@@ -23,7 +23,7 @@ MIRRORS = {
     "fshard/comm/processes.py": ("tests/comm/test_meeting.py",),
     "fshard/comm": ("tests/comm",),
     "fshard/collectives/moves.py": ("tests/test_moves.py", "tests/test_collectives.py"),
-    "fshard/collectives/objective.py": ("tests/test_weighted.py", "tests/test_reduce_over.py"),
+    "fshard/collectives/objective.py": ("tests/test_weighted.py", "tests/test_reduce_over.py", "tests/test_unused.py"),
     "fshard/collectives/linear.py": ("tests/test_collectives.py", "tests/test_derivatives.py"),
     "fshard/collectives/derived.py": ("tests/test_derived_leaves.py",),
     "fshard/collectives/varying.py": ("tests/test_varying.py", "tests/test_derived_leaves.py", "tests/testing"),
@@ -108,6 +108,20 @@ FAULTS = (
         "1: of several axes that split a dim the first is the major one",
     ),
     Fault(
+        "form-that-a-class-defines-alone-passed-over",
+        "fshard/transforms/base.py",
+        "return _is_default(cls, OTHER_FORM[form]) and not _is_default(cls, form)",
+        "return False",
+        "2: what a class defines runs, whichever form of it is called",
+    ),
+    Fault(
+        "form-of-a-base-class-still-runs",
+        "fshard/transforms/base.py",
+        "if form in vars(cls) and other not in vars(cls) and not _is_default(cls, other):",
+        "if form in vars(cls) and other not in vars(cls) and _is_default(cls, form):",
+        "2: a class that would not do what it says is refused",
+    ),
+    Fault(
         "state-of-a-piece-cut-again",
         "fshard/transforms/compose.py",
         "if sums_gradients(stage):",
@@ -185,10 +199,17 @@ FAULTS = (
         "3: the mean is over the ranks of all axes",
     ),
     Fault(
+        "leaf-counts-as-used-if-all-ranks-use-it",
+        "fshard/collectives/objective.py",
+        "joint.append(tuple(map(any, zip(*used_in_call, strict=True))))",
+        "joint.append(tuple(map(all, zip(*used_in_call, strict=True))))",
+        "9: a leaf that another rank used has a gradient, in a trace too",
+    ),
+    Fault(
         "ppermute-is-its-own-transpose",
         "fshard/collectives/moves.py",
-        "back = partial(_permute, perm=[(target, source) for source, target in pairs])",
-        "back = partial(_permute, perm=pairs)",
+        "transpose = partial(_permute, perm=pairs_back)",
+        "transpose = partial(_permute, perm=pairs)",
         "2: the transpose sends back",
     ),
     Fault(
@@ -229,8 +250,8 @@ FAULTS = (
     Fault(
         "collectives-tied-to-the-first-token",
         "fshard/collectives/linear.py",
-        "*out, token = _Tie.apply(self._passed, *tensors, self.tokens[-1])",
-        "*out, token = _Tie.apply(self._passed, *tensors, self.tokens[0])",
+        "*outputs, token = _Tie.apply(self._at_backward, *tensors, self.tokens[-1])",
+        "*outputs, token = _Tie.apply(self._at_backward, *tensors, self.tokens[0])",
         "10: every rank runs every transpose, in one order",
     ),
     Fault(
@@ -558,8 +579,8 @@ FAULTS = (
     Fault(
         "trace-again-forgets-what-ranks-agreed",
         "fshard/jit/jit.py",
-        "return self._uses.get(uses.used, uses.used)",
-        "return uses.used",
+        "return self._agreed_usage.get(usage.used, usage.used)",
+        "return usage.used",
         "9: a leaf that another rank used has a gradient, also in a later trace",
     ),
     Fault(

@@ -12,8 +12,18 @@ import torch
 
 import fshard as fs
 from fshard.ext import _compat
-from fshard.extend import calling, chained, check_axis, custom_call, describe, expect, flatten, refuse, sum_dtype
-from fshard.extend import walked as nodes_from
+from fshard.extend import (
+    calling,
+    check_axis,
+    custom_call,
+    describe,
+    expect,
+    flatten,
+    record_on_tape,
+    refuse,
+    sum_dtype,
+)
+from fshard.extend import walk_graph as nodes_from
 from fshard.extend import without_saved_tensor_hooks as as_they_are
 
 SCHEDULES = ("gpipe", "1f1b")
@@ -351,7 +361,7 @@ class _Run:
         """Run the stage forwards; returns its output, or the loss and count of the last one."""
         call, h = self._call, None
         params = call.rebuild(self._leaves)
-        with chained() as chain:
+        with record_on_tape() as tape:
             if op.stage:
                 h = self._received(op).requires_grad_(self._differentiates)
             out = [call.stage(params, call.first(params, op.microbatch) if h is None else h)]
@@ -359,8 +369,8 @@ class _Run:
                 out = call.last(params, out[0], op.microbatch)
         if self._differentiates:
             if op.microbatch == 0:
-                _refuse_others(out[0], [*self._leaves, *chain.tokens[:1], *([] if h is None else [h])])
-            self._live[op] = h, out[0], chain.tokens
+                _refuse_others(out[0], [*self._leaves, *tape.tokens[:1], *([] if h is None else [h])])
+            self._live[op] = h, out[0], tape.tokens
         return out
 
     def _backward(self, op: Op) -> torch.Tensor | None:
