@@ -1,0 +1,67 @@
+"""The README of communication names the files, the fields, the functions and the keys of the store that are there."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import comm
+from fshard.comm.groups import World
+from tests.ranks import my_rank, on_ranks
+from tests.test_guide import ROOT, dead_links, tables
+from tests.trees import one_axis
+
+README = ROOT / "fshard/comm/README.md"
+TEXT = README.read_text()
+TABLES = {rows[0][0]: rows[1:] for rows in tables(TEXT)}
+SOURCE = "".join(path.read_text() for path in README.parent.glob("*.py"))
+# Written only where a rank fails in init_mesh; see test_meeting.py.
+OF_FAILED_MEETINGS = {"fshard/meeting <meeting>/read/<rank>"}
+
+
+def test_every_file_is_there():
+    assert {row[0] for row in TABLES["file"]} == {path.name for path in README.parent.glob("*.py")} - {"__init__.py"}
+    assert list(dead_links(README)) == []
+
+
+def test_every_function_is_there():
+    names = re.findall(r"`(?:[a-z]\w*\.)?(_?[a-z]+_\w+|_[a-z]+)`", TEXT)
+    assert len(names) > 10
+    assert [name for name in names if not re.search(rf"\b{name}\b", SOURCE + " init_mesh")] == []
+    for owner, name in re.findall(r"`([A-Z]\w+)\.(\w+)`", TEXT):
+        (body,) = re.findall(rf"^class {owner}\b.*?(?=^\S)", SOURCE, re.MULTILINE | re.DOTALL)
+        assert re.search(rf"(def |self\.|    ){name}\b", body), f"{owner}.{name}"
+
+
+def test_every_field_has_its_writer():
+    (heading,) = [heading for heading in TABLES if heading == "field of World"]
+    named = {name for row in TABLES[heading] for name in row[0].split(", ") if "." not in name}
+    assert named == {field.name for field in dataclasses.fields(World)}
+
+
+def pattern_of(key: str) -> re.Pattern[str]:
+    """The keys of the store that a row of the table means."""
+    return re.compile(re.sub(r"<\w+>", ".+", re.escape(key).replace(r"\<", "<")))
+
+
+@on_ranks("2 processes")
+def test_every_key_of_the_store_is_there():
+    """Those that a call leaves which fails on one rank, and the ranks' meeting after it."""
+    axis = fs.axis_of(one_axis())
+    params = fs.shard({"w": torch.ones(4)}, fs.fully_shard(axis, min_shard_elements=0))
+
+    def loss(params):
+        if my_rank() == 1:
+            raise ArithmeticError
+        return fs.gather(params)["w"].sum()
+
+    with pytest.raises((ArithmeticError, comm.CollectiveError)):
+        fs.value_and_grad(loss)(params)
+    one_axis()
+    keys = {key for key in comm.world().store.list_keys() if "fshard" in key}
+    patterns = {row[0]: pattern_of(row[0]) for row in TABLES["key"]}
+    assert {key for key in keys if not any(pattern.fullmatch(key) for pattern in patterns.values())} == set()
+    unused = {name for name, pattern in patterns.items() if not any(map(pattern.fullmatch, keys))}
+    assert unused == OF_FAILED_MEETINGS
