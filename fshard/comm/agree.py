@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from fshard import _compat
 from fshard.comm import ops
-from fshard.comm.collective import Who, all_gather, rank, serves_host
+from fshard.comm.collective import Caller, all_gather, rank, serves_host
 from fshard.comm.events import Label, Verb, labelled
 from fshard.comm.failure import CollectiveError, all_fail, answer, tell
 from fshard.comm.groups import World, world
@@ -101,7 +101,7 @@ def same_call(what: str, axes: Sequence[Axis], facts: Flat | Mapping[Axis, str],
         raise leaf_error(f"{what}: ranks were told different things", [difference], remedy)
 
 
-def disagreement(entries: Mapping[str, str], axes: Sequence[Axis], label: Who) -> Problem | None:
+def disagreement(entries: Mapping[str, str], axes: Sequence[Axis], label: Caller) -> Problem | None:
     """Compare named entries between all ranks of some axes.
 
     Args:
@@ -164,7 +164,7 @@ def _difference(ranks: Sequence[tuple[str, Mapping[str, str]]]) -> Problem | Non
     return None
 
 
-def everyone(said: Any, axes: Sequence[Axis], label: Who) -> list[Any]:
+def everyone(said: Any, axes: Sequence[Axis], label: Caller) -> list[Any]:
     """Show every rank of some axes what each of them says.
 
     Args:
@@ -184,7 +184,7 @@ def everyone(said: Any, axes: Sequence[Axis], label: Who) -> list[Any]:
     return found
 
 
-def _gathered(data: bytes, size: int, axis: Axis, label: Who) -> list[bytes]:
+def _gathered(data: bytes, size: int, axis: Axis, label: Caller) -> list[bytes]:
     """Gather bytes from all ranks, each padded with spaces to a size."""
     # The processor's name comes before those of accelerators.
     device = min(_compat.group_devices(axis.group_name))

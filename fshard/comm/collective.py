@@ -20,10 +20,10 @@ PACK_BYTES = 256 * 1024
 EXCHANGE_BYTES = 32 * 1024
 
 Tensors = Sequence[torch.Tensor]
-Landed = list[torch.Tensor]
-Finish = Callable[[], Landed]
-# Who asks for a collective, for the recorder.
-Who = str | Label
+Results = list[torch.Tensor]
+Finish = Callable[[], Results]
+# The name of whoever asks for a collective, for the recorder.
+Caller = str | Label
 
 # Called with the axis of each collective: while there are fake axes it refuses others, else it does nothing.
 refuse_other: ContextVar[Callable[[Axis], object]] = ContextVar("fshard_refuse_other", default=bool)
@@ -66,8 +66,10 @@ def has_one_rank(axis: Axis) -> bool:
 def is_direct(axis: Axis, device: torch.device) -> bool:
     """Whether ranks send each other rows of tensors of a device, as processors do, or their backend sums."""
     if _compat.is_linearizing():
-        found = "torch.func.linearize, which folds collectives away"
-        raise ValueError(f"expected torch.func.jvp for each tangent, or vmap of it, got {found}")
+        raise ValueError(
+            "torch.func.linearize runs collectives once and leaves them out of the linear function. "
+            "Use torch.func.jvp for each tangent, or vmap of it."
+        )
     backends = _compat.group_devices(axis.group_name)
     between_processors = backends.get("cpu")
     if between_processors is None:
@@ -76,57 +78,112 @@ def is_direct(axis: Axis, device: torch.device) -> bool:
     return backends.get(device.type, between_processors) == between_processors
 
 
-def _start(op: Any, tensors: Tensors, axis: Axis, label: Who, keep: int = 0, tree: bool | None = None) -> Finish:
-    """Start a collective, in which small tensors of one dtype share a buffer, unless the backend fuses them.
+def _start(
+    op: Any,
+    tensors: Tensors,
+    axis: Axis,
+    label: Caller,
+    row_dims: int = 0,
+    sum_in_tree: bool | None = None,
+) -> Finish:
+    """Start a collective on a list of tensors.
+
+    Small tensors of one dtype share a buffer, unless the backend fuses them itself.
 
     Args:
         op: The operator.
-        tensors: Its tensors.
+        tensors: The tensors.
         axis: The ranks that take part.
-        label: Who asks.
-        keep: 1 where dim 0 counts rows, else 0.
-        tree: Of a sum whether it is in one binary tree; None where nothing is summed.
+        label: The caller, for the recorder.
+        row_dims: 1 if dim 0 of each tensor counts the rows that are sent to different ranks, else 0.
+        sum_in_tree: For a sum, whether to add in one binary tree over ranks; None if nothing is summed.
 
     Returns:
-        A function that waits and returns the results.
+        A function that waits for the collective and returns its results.
     """
-    direct, own = tree or is_direct(axis, tensors[0].device), rank(axis)
-    shapes = [tensor.shape[keep:] if keep else tensor.shape for tensor in tensors]
-    numbers = [shape.numel() for shape in shapes]
-    label = labelled(label, tensors, keep)
-    # Packing follows from the shapes of rows: in an all-to-all the numbers of rows differ between ranks.
-    most = PACK_BYTES / (axis.size if keep or tree is None else 1)
-    groups: dict[int | torch.dtype, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        alone = not direct or numbers[i] * tensor.itemsize >= most
-        groups.setdefault(i if alone else tensor.dtype, []).append(i)
+    is_sum = sum_in_tree is not None
+    direct = sum_in_tree or is_direct(axis, tensors[0].device)
+    local_rank = rank(axis)
+    label = labelled(label, tensors, row_dims)
 
-    def joined(i: int, *more: int) -> torch.Tensor:
-        flat = [tensors[j].reshape(*tensors[j].shape[:keep], numbers[j]) for j in (i, *more) if more]
-        return torch.cat(flat, -1) if more else tensors[i]
-
-    sources = [joined(*group) for group in groups.values()]
+    row_shapes = [tensor.shape[row_dims:] for tensor in tensors]
+    row_numels = list(map(torch.Size.numel, row_shapes))
+    # PACK_BYTES counts bytes of a full tensor. An all-reduce sends full tensors, other collectives one row of each.
+    is_full = is_sum and not row_dims
+    max_packed_bytes = PACK_BYTES if is_full else PACK_BYTES / axis.size
+    buckets = _bucket_small_tensors(tensors, row_numels, max_packed_bytes if direct else 0)
+    sources = [_pack(tensors, bucket, row_numels, row_dims) for bucket in buckets]
     buffers = op(sources, direct, axis.name, axis.size, axis.group_name, encoded(label))
 
-    def finish() -> Landed:
-        out: dict[int, torch.Tensor] = {}
-        for group, buffer, source in zip(groups.values(), buffers, sources, strict=True):
-            whole = ops.wait(buffer)
-            if tree is not None:
-                whole = _sum(whole, source[own] if keep else source, own, tree) if direct else whole[0]
-            rows, parts = whole.shape[:-1], [whole]
-            if len(group) > 1:
-                # Of several rows each tensor would be a view with gaps: one operator copies all of them.
-                split: Any = torch.split_with_sizes_copy if rows else torch.split_with_sizes
-                split = split(whole, [numbers[i] for i in group], -1)
-                parts = [part.view((*rows, *shapes[i])) for i, part in zip(group, split, strict=True)]
-            out.update(zip(group, parts, strict=True))
-        return [out[i] for i in range(len(out))]
+    def finish() -> Results:
+        results: dict[int, torch.Tensor] = {}
+        for bucket, buffer, source in zip(buckets, buffers, sources, strict=True):
+            received = ops.wait(buffer)
+            if is_sum and direct:
+                local_row = source[local_rank] if row_dims else source
+                received = _sum(received, local_row, local_rank, in_tree=bool(sum_in_tree))
+            elif is_sum:
+                # The backend has added the rows.
+                received = received[0]
+            if len(bucket) == 1:
+                results[bucket[0]] = received
+            else:
+                parts = _unpack(received, [row_shapes[index] for index in bucket])
+                results.update(zip(bucket, parts, strict=True))
+        return [results[index] for index in range(len(results))]
 
     return finish
 
 
-def start_all_gather(shards: Tensors, axis: Axis, label: Who) -> Finish:
+def _bucket_small_tensors(
+    tensors: Tensors,
+    row_numels: Sequence[int],
+    max_bytes: float,
+) -> list[list[int]]:
+    """Decide which tensors travel in one buffer.
+
+    Rows are measured, not tensors: in an all-to-all the number of rows differs between ranks, and ranks must agree.
+
+    Args:
+        tensors: The tensors.
+        row_numels: The number of elements in one row of each tensor.
+        max_bytes: A tensor travels alone if one of its rows has this many bytes or more.
+
+    Returns:
+        The tensors' indices, one list for each buffer, in the order of the first tensor in each.
+    """
+    buckets: dict[int | torch.dtype, list[int]] = {}
+    for index, (tensor, row_numel) in enumerate(zip(tensors, row_numels, strict=True)):
+        travels_alone = row_numel * tensor.itemsize >= max_bytes
+        key = index if travels_alone else tensor.dtype
+        buckets.setdefault(key, []).append(index)
+    return list(buckets.values())
+
+
+def _pack(tensors: Tensors, bucket: Sequence[int], row_numels: Sequence[int], row_dims: int) -> torch.Tensor:
+    """Copy the tensors of a bucket into one buffer. A tensor that travels alone is its own buffer."""
+    if len(bucket) == 1:
+        return tensors[bucket[0]]
+    flat = []
+    for index in bucket:
+        rows = tensors[index].shape[:row_dims]
+        flat.append(tensors[index].reshape(*rows, row_numels[index]))
+    return torch.cat(flat, -1)
+
+
+def _unpack(received: torch.Tensor, row_shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+    """Split a buffer that was received into its tensors."""
+    rows = received.shape[:-1]
+    # With several rows, views of the buffer would have gaps between their rows. One operator copies all of them.
+    split: Any = torch.split_with_sizes_copy if rows else torch.split_with_sizes
+    flat_parts = split(received, list(map(torch.Size.numel, row_shapes)), -1)
+    tensors = []
+    for flat_part, shape in zip(flat_parts, row_shapes, strict=True):
+        tensors.append(flat_part.view((*rows, *shape)))
+    return tensors
+
+
+def start_all_gather(shards: Tensors, axis: Axis, label: Caller) -> Finish:
     """Start gathering every rank's shards.
 
     Args:
@@ -151,7 +208,7 @@ def start_all_gather(shards: Tensors, axis: Axis, label: Who) -> Finish:
     return _start(ops.all_gather, shards, axis, label)
 
 
-def start_reduce_scatter(stacks: Tensors, axis: Axis, label: Who, tree: bool = False) -> Finish:
+def start_reduce_scatter(stacks: Tensors, axis: Axis, label: Caller, tree: bool = False) -> Finish:
     """Start summing over ranks and keeping this rank's row.
 
     Args:
@@ -173,10 +230,10 @@ def start_reduce_scatter(stacks: Tensors, axis: Axis, label: Who, tree: bool = F
     """
     if has_one_rank(axis) or not stacks:
         return lambda: [stack[0] for stack in stacks]
-    return _start(ops.reduce_scatter, stacks, axis, label, 1, tree)
+    return _start(ops.reduce_scatter, stacks, axis, label, row_dims=1, sum_in_tree=tree)
 
 
-def start_all_reduce(tensors: Tensors, axis: Axis, label: Who, tree: bool = False) -> Finish:
+def start_all_reduce(tensors: Tensors, axis: Axis, label: Caller, tree: bool = False) -> Finish:
     """Start summing over ranks.
 
     Args:
@@ -198,40 +255,67 @@ def start_all_reduce(tensors: Tensors, axis: Axis, label: Who, tree: bool = Fals
     """
     if has_one_rank(axis) or not tensors:
         return lambda: list(tensors)
-    # Between two ranks an exchange of everything moves no more bytes, and is over in one round.
-    once = axis.size == 2 or sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= EXCHANGE_BYTES
-    if once or not (tree or is_direct(axis, tensors[0].device)):
-        return _start(ops.all_reduce, tensors, axis, label, 0, tree)
+    if _is_one_exchange(tensors, axis) or not (tree or is_direct(axis, tensors[0].device)):
+        return _start(ops.all_reduce, tensors, axis, label, sum_in_tree=tree)
     label = labelled(label, tensors)
-    scattering = start_reduce_scatter([_rows(tensor, axis.size) for tensor in tensors], axis, label, tree)
+    rows = [_split_into_rows(tensor, axis.size) for tensor in tensors]
+    finish_rows = start_reduce_scatter(rows, axis, label, tree)
 
-    def finish() -> Landed:
-        pairs = zip(all_gather(scattering(), axis, label), tensors, strict=True)
-        return [rows.reshape(-1)[: tensor.numel()].view(tensor.shape) for rows, tensor in pairs]
+    def finish() -> Results:
+        sums = all_gather(finish_rows(), axis, label)
+        return [_join_rows(rows, like=tensor) for rows, tensor in zip(sums, tensors, strict=True)]
 
     return finish
 
 
-def _rows(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """Cut a tensor's elements into `size` equal rows, the last one filled up with zeros."""
+def _is_one_exchange(tensors: Tensors, axis: Axis) -> bool:
+    """Tell whether a sum is cheaper as one exchange of everything than as reduce-scatter and all-gather."""
+    # Between two ranks an exchange of everything moves no more bytes, and is over in one round.
+    return axis.size == 2 or sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= EXCHANGE_BYTES
+
+
+def _split_into_rows(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """Split a tensor's elements into `size` equal rows; the last rows are filled up with zeros."""
     flat = tensor.reshape(-1)
     return torch.nn.functional.pad(flat, (0, -flat.numel() % size)).view(size, -1)
 
 
-def _sum(buffer: torch.Tensor, own: torch.Tensor, place: int, tree: bool) -> torch.Tensor:
-    """Add what this rank has to the others' rows, in rank order, or neighbours first, then their sums."""
-    rows = list(buffer)
+def _join_rows(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Undo `_split_into_rows` for a tensor of the same shape."""
+    return rows.reshape(-1)[: like.numel()].view(like.shape)
+
+
+def _sum(received: torch.Tensor, local_row: torch.Tensor, local_rank: int, *, in_tree: bool) -> torch.Tensor:
+    """Add this rank's row to those of the other ranks.
+
+    Args:
+        received: The rows of the other ranks, in rank order.
+        local_row: The row of this rank.
+        local_rank: This rank's place among all rows.
+        in_tree: Whether to add neighbors first, then their sums; else rows are added in rank order.
+
+    Returns:
+        The sum, in new memory or in that of `received`.
+    """
+    rows = list(received)
     if len(rows) == 1:
         # The sum of two is the same in either order.
-        return rows[0].add_(own)
-    rows.insert(place, own)
-    while tree and len(rows) > 1:
-        rows = [a + b for a, b in zip(rows[::2], rows[1::2], strict=True)]
-    # torch.sum's order depends on the shape.
-    return rows[0] if tree else reduce(torch.Tensor.add_, rows[2:], rows[0] + rows[1])
+        return rows[0].add_(local_row)
+    rows.insert(local_rank, local_row)
+    if in_tree:
+        return _sum_in_tree(rows)
+    # torch.sum adds in an order that depends on the shape.
+    return reduce(torch.Tensor.add_, rows[2:], rows[0] + rows[1])
 
 
-def all_gather(shards: Tensors, axis: Axis, label: Who) -> Landed:
+def _sum_in_tree(rows: list[torch.Tensor]) -> torch.Tensor:
+    """Add pairs of neighbors until one row is left."""
+    while len(rows) > 1:
+        rows = [left + right for left, right in zip(rows[::2], rows[1::2], strict=True)]
+    return rows[0]
+
+
+def all_gather(shards: Tensors, axis: Axis, label: Caller) -> Results:
     """Gather every rank's shards and wait for them.
 
     Args:
@@ -253,7 +337,7 @@ def all_gather(shards: Tensors, axis: Axis, label: Who) -> Landed:
     return start_all_gather(shards, axis, label)()
 
 
-def reduce_scatter(stacks: Tensors, axis: Axis, label: Who) -> Landed:
+def reduce_scatter(stacks: Tensors, axis: Axis, label: Caller) -> Results:
     """Sum over ranks, keep this rank's row and wait for it.
 
     Args:
@@ -275,7 +359,7 @@ def reduce_scatter(stacks: Tensors, axis: Axis, label: Who) -> Landed:
     return start_reduce_scatter(stacks, axis, label)()
 
 
-def all_reduce(tensors: Tensors, axis: Axis, label: Who) -> Landed:
+def all_reduce(tensors: Tensors, axis: Axis, label: Caller) -> Results:
     """Sum over ranks and wait.
 
     Args:
@@ -296,7 +380,7 @@ def all_reduce(tensors: Tensors, axis: Axis, label: Who) -> Landed:
     return start_all_reduce(tensors, axis, label)()
 
 
-def all_to_all(tensors: Tensors, send: Sequence[int], receive: Sequence[int], axis: Axis, label: Who) -> Landed:
+def all_to_all(tensors: Tensors, send: Sequence[int], receive: Sequence[int], axis: Axis, label: Caller) -> Results:
     """Send each rank rows of its own, and wait for theirs.
 
     Args:
@@ -320,7 +404,9 @@ def all_to_all(tensors: Tensors, send: Sequence[int], receive: Sequence[int], ax
     return start_all_to_all(tensors, send, receive, axis, label)()
 
 
-def start_all_to_all(tensors: Tensors, send: Sequence[int], receive: Sequence[int], axis: Axis, label: Who) -> Finish:
+def start_all_to_all(
+    tensors: Tensors, send: Sequence[int], receive: Sequence[int], axis: Axis, label: Caller
+) -> Finish:
     """Start to send each rank rows of its own.
 
     Args:
@@ -346,4 +432,8 @@ def start_all_to_all(tensors: Tensors, send: Sequence[int], receive: Sequence[in
     if has_one_rank(axis) or not tensors:
         return lambda: list(tensors)
     tensors = [tensor.detach() for tensor in tensors]
-    return _start(lambda sources, *about: ops.all_to_all(sources, send, receive, *about), tensors, axis, label, 1)
+
+    def start_rows(sources: list[torch.Tensor], *arguments: Any) -> Any:
+        return ops.all_to_all(sources, send, receive, *arguments)
+
+    return _start(start_rows, tensors, axis, label, row_dims=1)

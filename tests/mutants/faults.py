@@ -180,8 +180,8 @@ FAULTS = (
     Fault(
         "lost-wait-of-all-to-all",
         "fshard/comm/collective.py",
-        "whole = ops.wait(buffer)",
-        "whole = buffer",
+        "received = ops.wait(buffer)",
+        "received = buffer",
         "4: the same bits twice",
     ),
     Fault(
@@ -264,8 +264,8 @@ FAULTS = (
     Fault(
         "own-row-added-last",
         "fshard/comm/collective.py",
-        "rows.insert(place, own)",
-        "rows.append(own)",
+        "rows.insert(local_rank, local_row)",
+        "rows.append(local_row)",
         "3: sums are in rank order, the same bits on every rank and for every strategy",
     ),
     Fault(
