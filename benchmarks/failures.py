@@ -113,7 +113,7 @@ def median_ms(call: Callable[[], Any]) -> float:
 def measured() -> dict[str, float]:
     """Milliseconds and bytes on this rank."""
     mesh = fs.init_mesh({"shard": -1}, device="cpu")
-    axis, own = fs.axis_of(mesh), fs.comm.world()
+    axis, own = fs.axis_of(mesh), fs.comm.rank_state()
     params = fs.shard({f"{i}": torch.ones(64, 64) for i in range(8)}, fs.zero3(axis, min_shard_elements=0))
     x = torch.ones(4, 64)
 
@@ -133,7 +133,7 @@ def measured() -> dict[str, float]:
         step(params)
     sent = {name: sum(e.sent for e in record if e.label == name) for name in ("start", "objective")}
     found = {
-        "start message, ms": median_ms(lambda: fs.comm.same_call("a call", [axis])),
+        "start message, ms": median_ms(lambda: fs.comm.check_same_call("a call", [axis])),
         "exchange of 8 numbers, ms": median_ms(lambda: fs.comm.all_reduce(eight, axis, "numbers")),
         "gloo's own all_reduce of them, ms": median_ms(lambda: dist.all_reduce(eight[0].clone())),
         "tag and hash, ms": median_ms(lambda: tag_of(other.enter("all_reduce", "a label " * 8, ""), 32)),

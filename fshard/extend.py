@@ -1,10 +1,10 @@
 """A second tier of names, for libraries on top of fshard that need more than a program does; without promises.
 
+- `annotate_collectives`: says what collectives inside a context are for; ranks that say different things hear of it.
 - `bytes_of`: the elements of a tensor as bytes.
 - `calling`: lets other ranks hear of an error that ends a call.
 - `check_axis`: refuses what is no axis of a mesh of this process.
 - `check_rates`: refuses hyperparameters out of the ranges that torch.optim has for them.
-- `concerning`: lets the collectives inside a context say what they are for; ranks that say different things hear of it.
 - `custom_call`: a differentiable function that communicates in its forward and its backward.
 - `describe`: says what a value is, for an error.
 - `Entry`: a full tensor of another format, of which an `Exchange` reads boxes.
@@ -26,7 +26,7 @@
 - `record_on_tape`: runs collectives of a graph in one order on every rank, also in its backward.
 - `refuse`: refuses the leaves that are wrong, if there are any.
 - `run_update`: runs a transformation's update, and refuses what is no pair of a tree like the one given and a state.
-- `serves_host`: whether the ranks of an axis can send each other tensors of the processor.
+- `supports_cpu_messages`: whether the ranks of an axis can send each other tensors of the processor.
 - `sum_dtype`: the dtype in which gradients of a leaf are added up.
 - `TorchState`: the state of an optimizer that `from_torch` made.
 - `walk_graph`: walks through a graph, to each place once.
@@ -39,7 +39,7 @@ from fshard._compat import fake_maker, named_modules, named_parameters, without_
 from fshard.checkpoint.exchange import Entry, Exchange, piece_of
 from fshard.checkpoint.files import bytes_of, lay_out
 from fshard.collectives import custom_call, record_on_tape, walk_graph
-from fshard.comm import calling, concerning, serves_host, watched
+from fshard.comm import annotate_collectives, calling, supports_cpu_messages, watched
 from fshard.errors import expect, refuse
 from fshard.jit import Jitted, Program, Traced
 from fshard.mesh import fake_axes, process_rank
@@ -63,11 +63,11 @@ __all__ = [
     "Program",
     "TorchState",
     "Traced",
+    "annotate_collectives",
     "bytes_of",
     "calling",
     "check_axis",
     "check_rates",
-    "concerning",
     "custom_call",
     "describe",
     "expect",
@@ -85,8 +85,8 @@ __all__ = [
     "record_on_tape",
     "refuse",
     "run_update",
-    "serves_host",
     "sum_dtype",
+    "supports_cpu_messages",
     "walk_graph",
     "watched",
     "without_saved_tensor_hooks",

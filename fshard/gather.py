@@ -42,7 +42,7 @@ def gather(tree: Tree) -> Tree:
     check_transforms("gather", flat)
     call = None if _compat.transforms_active() else call_of(flat)
     if call is None:
-        comm.same_call("gather", shared_axes(flat, ()), flat)
+        comm.check_same_call("gather", shared_axes(flat, ()), flat)
     sharded = [leaf if is_sharded(leaf) else None for leaf in flat.leaves]
     leaves = list(flat.leaves)
     # A call of the engine takes all leaves as one unit, and groups them itself.
@@ -78,5 +78,5 @@ def _gather_group(node: _Node, paths: Sequence[str], shards: Sequence[Sharded]) 
         tensors = [leaf.local.detach() for leaf in shards]
     else:
         tensors = [settle(path, leaf.local, leaf.spec) for path, leaf in zip(paths, shards, strict=True)]
-    with count_writes(), comm.concerning((), paths):
+    with count_writes(), comm.annotate_collectives((), paths):
         return gather_by(node.transform, paths, tensors, [leaf.spec for leaf in shards])

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fshard import _compat
-from fshard.comm import CollectiveError, Meeting, absent_ranks, connected, refuse_other, wake_waiting
-from fshard.comm import world as world_of_ranks
+from fshard.comm import CollectiveError, Meeting, absent_ranks, connected, rank_state, refuse_other, wake_waiting
 from fshard.errors import expect
 from fshard.tree import Axis
 from fshard.tree.checks import describe
@@ -186,7 +185,7 @@ def fake_axes(what: str, sizes: Mapping[str, int], place: Mapping[str, int], bac
         refuse_other.reset(token)
 
 
-def world() -> Axis:
+def all_ranks_axis() -> Axis:
     """All ranks of this run as one axis, whatever meshes there are; one rank where torch.distributed does not run."""
     if not dist.is_initialized():
         return Axis("world", 1, "")
@@ -208,14 +207,15 @@ def ranks_of(mesh: Mesh | Axis | None) -> Axis:
         ValueError: if it is no mesh, this rank is not one of its ranks, or it has several axes and not all ranks.
     """
     if mesh is None:
-        return world()
+        return all_ranks_axis()
     names = mesh.mesh_dim_names or () if isinstance(mesh, Mesh) else ()
     if isinstance(mesh, Axis) or len(names) < 2:
         return axis_of(mesh)
-    everyone, remedy = world(), "pass one of its axes, as mesh['shard'], or a DeviceMesh of one axis over its ranks"
-    needed = f"one axis or all {everyone.size} ranks"
-    expect(mesh.size() == everyone.size, "mesh", needed, f"axes {names} of {mesh.size()} ranks", remedy)
-    return Axis("+".join(names), everyone.size, everyone.group_name)
+    all_ranks = all_ranks_axis()
+    expected = f"one axis or all {all_ranks.size} ranks"
+    remedy = "pass one of its axes, as mesh['shard'], or a DeviceMesh of one axis over its ranks"
+    expect(mesh.size() == all_ranks.size, "mesh", expected, f"axes {names} of {mesh.size()} ranks", remedy)
+    return Axis("+".join(names), all_ranks.size, all_ranks.group_name)
 
 
 def _device(device: str | None) -> str:
@@ -232,7 +232,7 @@ def _device(device: str | None) -> str:
 
 def _make_groups(ranks: torch.Tensor, limit: timedelta, meeting: Meeting) -> list[Any]:
     """Make the process groups of a mesh's axes, and fshard's own connections beside them."""
-    own = world_of_ranks()
+    own = rank_state()
     groups = []
     for dim, size in enumerate(ranks.shape):
         rows = ranks.movedim(dim, -1).reshape(-1, size).tolist()
@@ -247,7 +247,7 @@ def _meeting(limit: timedelta) -> Meeting:
     """Meet the other ranks of this run, if torch.distributed runs."""
     if not dist.is_initialized():
         return Meeting(None, 0, 1, "", limit.total_seconds())
-    own = world_of_ranks()
+    own = rank_state()
     number = own.store.add(f"fshard/meetings of {own.rank}", 1)
     return Meeting(own.store, own.rank, dist.get_world_size(), f"{number}", limit.total_seconds(), own)
 
@@ -256,7 +256,7 @@ def _compare(asked: str, limit: timedelta, meeting: Meeting) -> None:
     """Refuse on every rank where ranks ask for different meshes, whose groups would wait for each other."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    own = world_of_ranks()
+    own = rank_state()
     text = json.dumps([asked, own.generation + (own.broken is not None)])
 
     def look(has_come: Callable[[int], bool]) -> None:

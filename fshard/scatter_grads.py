@@ -74,7 +74,7 @@ def scatter_grads(
     sharded = [grad if is_sharded(param) else None for grad, param in zip(flat.leaves, params.leaves, strict=True)]
     check_dense("scatter_grads", flat.paths, sharded)
     states = states_of("scatter_grads", params, transform_state)
-    comm.same_call(
+    comm.check_same_call(
         "scatter_grads", shared_axes(params, axes), params, reduce=reduce, **describe_reduce_over(axes, reduce_over)
     )
     divisor = denominator(count, axes, reduce)
@@ -103,7 +103,7 @@ def _scattered(flat: Flat, params: Flat, states: list[Tree]) -> list[Any]:
         full = [flat.leaves[i] for i in group]
         before = [states[i] for i in group]
         paths = [flat.paths[i] for i in group]
-        with comm.concerning((), paths):
+        with comm.annotate_collectives((), paths):
             found, after = scatter_by(transform, paths, leaves, full, before)
         for i, grad, state in zip(group, found, after, strict=True):
             sums[i] = Sharded(grad, params.leaves[i].spec)

@@ -112,7 +112,7 @@ def unshard(tree: Tree) -> Tree:
     """
     flat = flatten(tree)
     check_local("unshard", flat)
-    comm.same_call("unshard", _split_over(flat), flat)
+    comm.check_same_call("unshard", _split_over(flat), flat)
     full = iter(unsharded([leaf for leaf in flat.leaves if is_sharded(leaf)]))
     return unflatten(flat.treedef, [next(full) if is_sharded(leaf) else leaf for leaf in flat.leaves])
 
@@ -170,7 +170,7 @@ def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | None = None
         specs_of_parameters.setdefault(name, spec)
         specs.append(spec)
     refuse("reshard: leaves do not fit", layouts.problems, "choose a strategy that fits their shapes")
-    comm.same_call("reshard", _split_over(flat), flat, transform=transform)
+    comm.check_same_call("reshard", _split_over(flat), flat, transform=transform)
     leaves = []
     for leaf, new_spec in zip(flat.leaves, specs, strict=True):
         leaves.append(leaf if new_spec is None else stored(_move(leaf, new_spec), new_spec))

@@ -210,8 +210,8 @@ def check_same_step(what: str, given: Tree) -> None:
     states: list[TrainState] = []
     map_nodes(states.append, given, TrainState)
     structure = flatten(states).treedef
-    axes = [axis for axis in flatten(states).axes if axis.size > 1 and comm.serves_host(axis)]
-    if not axes or structure in comm.world().compared:
+    axes = [axis for axis in flatten(states).axes if axis.size > 1 and comm.supports_cpu_messages(axis)]
+    if not axes or structure in comm.rank_state().compared:
         return
     counters = _counters_of(states)
     steps = {name: count for name, count in counters.items() if name.endswith("state.step")}
@@ -219,11 +219,11 @@ def check_same_step(what: str, given: Tree) -> None:
     owned = {axis for spec in flatten(states).specs for axis, role in spec.roles.items() if role == "owned"}
     facts = {axis: json.dumps(steps if axis in owned else counters) for axis in axes}
     if comm.are_equal(facts, comm.Label("step of states")):
-        comm.world().compared.add(structure)
+        comm.rank_state().compared.add(structure)
         return
     shared = steps if owned else counters
-    ranks = comm.everyone([comm.world().rank, shared], axes, "step of states")
-    comm.world().call = None
+    ranks = comm.all_gather_object([comm.rank_state().rank, shared], axes, "step of states")
+    comm.rank_state().call = None
     raise _unequal_steps(what, ranks)
 
 

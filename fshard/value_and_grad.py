@@ -346,7 +346,7 @@ class _Differentiation:
         api_name = self.options.api_name
         expected = 'no sums="tree" inside torch.func, nor of plain tensors'
         expect(not self.options.sums, api_name, expected, "it", "leave it out")
-        comm.same_call(api_name, self.shared_axes, self.flat, **self._facts())
+        comm.check_same_call(api_name, self.shared_axes, self.flat, **self._facts())
         leaves = self.flat.leaves
         trained = [i for i, leaf in enumerate(leaves) if is_trained(leaf)]
         paths = [self.flat.paths[i] for i in trained]

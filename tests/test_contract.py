@@ -72,7 +72,7 @@ def test_a_rank_that_raises_is_named_on_all(name, place, fault, then, world_size
 def test_ranks_that_all_fail():
     """At the same place nothing is cut; at different ones each raises its own error or is told of another's."""
     axis = axis_of_all()
-    params, before = params_of(axis), fs.comm.world().generation
+    params, before = params_of(axis), fs.comm.rank_state().generation
 
     def loss(p, calls):
         for _ in range(calls):
@@ -82,7 +82,7 @@ def test_ranks_that_all_fail():
     for _ in range(3):
         with pytest.raises(BadSampleError):
             fs.value_and_grad(loss)(params, 1)
-    assert fs.comm.world().generation == before
+    assert fs.comm.rank_state().generation == before
     assert fs.psum(torch.ones(()), axis).item() == 2.0
     found = outcome(lambda: fs.value_and_grad(loss)(params, 1 + my_rank()))
     told = f"rank {1 - my_rank()} failed in value_and_grad: BadSampleError: on rank {1 - my_rank()}\n"
@@ -93,7 +93,7 @@ def test_ranks_that_all_fail():
 def test_bad_input_of_one_rank_goes_with_the_message_that_begins_a_call():
     """The mesh stays good, and nothing else is sent."""
     axis = axis_of_all()
-    params, before = params_of(axis), fs.comm.world().generation
+    params, before = params_of(axis), fs.comm.rank_state().generation
     grads = {"v": torch.ones(8, 4), "w": torch.ones(8 - my_rank(), 4)}
     calls = {
         "scatter_grads": lambda: fs.scatter_grads(grads, params),
@@ -112,7 +112,7 @@ def test_bad_input_of_one_rank_goes_with_the_message_that_begins_a_call():
             assert str(caught.value).endswith(f"\nTo fix: mend it; {name} has sent nothing yet.")
         assert all(entry.about.is_comparison for entry in record)
         assert fs.psum(torch.ones(()), axis).item() == 2.0
-    assert fs.comm.world().generation == before
+    assert fs.comm.rank_state().generation == before
 
 
 class UnreadableError(Exception):
@@ -168,7 +168,7 @@ def press_ctrl_c_in_a_wait():
     """Send this process SIGINT once it waits for another rank."""
 
     def press():
-        while fs.comm.world().waiting is None:
+        while fs.comm.rank_state().waiting is None:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -475,7 +475,7 @@ def check_nothing_is_raised_where_a_rank_is_slow(programs):
         program(axis)
     grid = fs.init_mesh({"replicate": 1 if size == 2 else 2, "shard": -1}, device="cpu", timeout=60.0)
     assert step(fs.shard({"w": torch.ones(8, 4)}, fs.hsdp(grid)))[0].item() == 32.0
-    return fs.comm.world().generation
+    return fs.comm.rank_state().generation
 
 
 @on_ranks("2 processes", pytest.param("4 processes", marks=pytest.mark.slow), timeout=90.0)

@@ -46,7 +46,7 @@ def timeouts_of(axis):
     """Read the timeouts of an axis's process group and of fshard's own two."""
     groups = [group for group in dist.distributed_c10d._world.pg_map if group.group_name == axis.group_name]
     backends = [group._get_backend(torch.device("cpu")) for group in groups]
-    own = fs.comm.world().groups.get(axis.group_name)
+    own = fs.comm.rank_state().groups.get(axis.group_name)
     return [backend.options._timeout for backend in (*backends, *(own.pair if own else ()))]
 
 

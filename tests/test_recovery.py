@@ -229,13 +229,13 @@ def test_ranks_that_wait_for_one_in_init_mesh_meet_it_there():
     """Also where several are there already; the timeout of the mesh is 30 s."""
     axis = axis_of_all()
     fs.psum(torch.ones(()), axis)
-    victims, before = [1] if axis.size == 2 else [2, 3], comm.world().generation
+    victims, before = [1] if axis.size == 2 else [2, 3], comm.rank_state().generation
     for number in (1, 2):
         meet_again(lambda: fs.psum(torch.ones(()), axis), victims)  # noqa: B023
         axis = axis_of_all()
         assert fs.psum(torch.ones(()), axis).item() == axis.size
-        assert comm.world().generation == before + number
-        assert comm.world().broken is None
+        assert comm.rank_state().generation == before + number
+        assert comm.rank_state().broken is None
 
 
 @on_ranks("4 processes")
@@ -254,7 +254,7 @@ def test_ranks_that_wait_for_each_other_are_all_woken_by_one_in_init_mesh():
 @on_ranks(3, "3 processes")
 def test_a_rank_in_init_mesh_does_not_wake_those_that_wait_for_a_late_one():
     """It has started what they wait in."""
-    axis, before = axis_of_all(), comm.world().generation
+    axis, before = axis_of_all(), comm.rank_state().generation
     fs.psum(torch.ones(()), axis)
     if my_rank() == 2:
         # Longer than a rank in init_mesh needs to look where the others are.
@@ -266,7 +266,7 @@ def test_a_rank_in_init_mesh_does_not_wake_those_that_wait_for_a_late_one():
     if my_rank() != 1:
         axis_of_all()
     assert fs.psum(torch.ones(()), axis).item() == 3.0
-    assert comm.world().generation == before
+    assert comm.rank_state().generation == before
 
 
 def test_a_rank_that_has_come_to_init_mesh_is_ahead_and_not_woken():

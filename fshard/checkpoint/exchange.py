@@ -139,7 +139,7 @@ class Exchange:
 
     def everyone(self, said: Any) -> list[Any]:
         """Gather what every rank says, in rank order."""
-        return comm.everyone(said, [self.ranks], self.label)
+        return comm.all_gather_object(said, [self.ranks], self.label)
 
     def agree(self, entries: Mapping[str, str], what: str, remedy: str) -> None:
         """Refuse on every rank entries that differ between ranks."""

@@ -201,7 +201,7 @@ def _sum_gradients(numbers: Sequence[int], axis: Axis, path: str, gradients: Seq
         if gradient is not None:
             _settle_gradient(gradient, axis, path)
     chosen = [number for number in numbers if gradients[number] is not None]
-    with comm.concerning((), [path]):
+    with comm.annotate_collectives((), [path]):
         sums = linear_call(_map_to_sum(axis), [gradients[number] for number in chosen])
     replaced = list(gradients)
     for number, total in zip(chosen, sums, strict=True):
@@ -238,7 +238,7 @@ def _sum_arriving(number: int, axis: Axis, path: str, gradients: Sequence[Any]) 
     if gradients[number] is None:
         return gradients
     _settle_gradient(gradients[number], axis, path)
-    with comm.concerning((), [path]):
+    with comm.annotate_collectives((), [path]):
         (total,) = linear_call(_map_to_sum(axis), [gradients[number]])
     replaced = list(gradients)
     replaced[number] = total

@@ -230,7 +230,7 @@ class _CustomCall(Function):
         ctx.variance = custom.variance
         # Graphs that it may make for itself are no part of the caller's: they get a tape of their own. Its name goes
         # with the tags of its messages, so that ranks that were given other arguments wait, and hear which.
-        with record_on_tape(), comm.concerning((custom.variance.name,)):
+        with record_on_tape(), comm.annotate_collectives((custom.variance.name,)):
             outputs, saved = forward(tensors)
         ctx.save_for_backward(*saved)
         return tuple(outputs)

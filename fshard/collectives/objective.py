@@ -127,7 +127,7 @@ def objective(loss: Loss, like: Tree, reduce: str = "mean", *, reduce_over: Over
     sharded = [(path, leaf.spec, leaf.local) for path, leaf in paths if is_sharded(leaf)]
     refuse_wrong_sums("objective", value, sharded)
     compared = describe_reduce_over(axes, reduce_over)
-    comm.same_call("objective", shared_axes(params, axes), params, reduce=reduce, **compared)
+    comm.check_same_call("objective", shared_axes(params, axes), params, reduce=reduce, **compared)
     return divide(sum_over(value, axes), denominator(count, axes, reduce))
 
 
@@ -194,7 +194,7 @@ def agree_on_usage(usage: TracedUsage) -> Usage:
     used = usage.used
     for axis in dict.fromkeys(usage.axes):
         if axis.size > 1:
-            used = _join_usage(comm.everyone(used, [axis], comm.Verb.AGREE))
+            used = _join_usage(comm.all_gather_object(used, [axis], comm.Verb.AGREE))
     return used
 
 
@@ -254,7 +254,7 @@ def _flags_device(loss: torch.Tensor, axes: Sequence[Axis]) -> torch.device:
 
     The host reads the flags. On an accelerator it would have to wait for all work that was queued before them.
     """
-    if all(map(comm.serves_host, axes)):
+    if all(map(comm.supports_cpu_messages, axes)):
         return torch.device("cpu")
     return loss.device
 

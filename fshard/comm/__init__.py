@@ -3,7 +3,7 @@
 Names under `__all__` are for everybody; the others are for the rooms of fshard.
 """
 
-from fshard.comm.agree import VERB, are_equal, axes_in, call, calling, disagreement, everyone, same_call
+from fshard.comm.agree import VERB, all_gather_object, are_equal, axes_in, call, calling, check_same_call, disagreement
 from fshard.comm.collective import (
     PACK_BYTES,
     all_gather,
@@ -12,15 +12,15 @@ from fshard.comm.collective import (
     rank,
     reduce_scatter,
     refuse_other,
-    serves_host,
     start_all_gather,
     start_all_reduce,
     start_all_to_all,
     start_reduce_scatter,
+    supports_cpu_messages,
 )
-from fshard.comm.events import Collective, Label, Record, Verb, concerning, decoded, described, setting
+from fshard.comm.events import Collective, Label, Record, Verb, annotate_collectives, decoded, described, setting
 from fshard.comm.failure import CollectiveError, Position, connected, unequal, wake_waiting
-from fshard.comm.groups import Issued, World, has_renewed, world
+from fshard.comm.groups import Issued, World, has_renewed, rank_state
 from fshard.comm.meeting import Meeting, absent_ranks
 from fshard.comm.recorder import record, watched, watchers
 

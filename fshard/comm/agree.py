@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from fshard import _compat
 from fshard.comm import ops
-from fshard.comm.collective import Caller, all_gather, rank, serves_host
+from fshard.comm.collective import Caller, all_gather, rank, supports_cpu_messages
 from fshard.comm.events import Label, Verb, labelled
 from fshard.comm.failure import CollectiveError, all_fail, answer, tell
-from fshard.comm.groups import World, world
+from fshard.comm.groups import World, rank_state
 from fshard.errors import Problem, leaf_error, text_of
 from fshard.tree import Axis, Flat, flatten, is_sharded
 from fshard.tree.checks import is_reachable
@@ -62,7 +62,9 @@ def _text(value: Any) -> str:
     return re.sub(r" at 0x\w+|, group_name='[^']*'", "", repr(value))
 
 
-def same_call(what: str, axes: Sequence[Axis], facts: Flat | Mapping[Axis, str], failed: str = "", **told: Any) -> None:
+def check_same_call(
+    what: str, axes: Sequence[Axis], facts: Flat | Mapping[Axis, str], failed: str = "", **told: Any
+) -> None:
     """See that every rank begins the same call, by one message over each axis of processors.
 
     Where accelerators alone can send, ranks send none: the host would have to wait for its accelerator in every step.
@@ -81,7 +83,7 @@ def same_call(what: str, axes: Sequence[Axis], facts: Flat | Mapping[Axis, str],
         CollectiveError: if a rank failed.
     """
     axes, tracing = [axis for axis in axes if axis.size > 1], _compat.is_tracing()
-    if not tracing and not (axes and all(map(serves_host, axes))):
+    if not tracing and not (axes and all(map(supports_cpu_messages, axes))):
         return
     if isinstance(facts, Flat):
         leaves = [leaf for leaf in facts.leaves if is_sharded(leaf)]
@@ -90,9 +92,9 @@ def same_call(what: str, axes: Sequence[Axis], facts: Flat | Mapping[Axis, str],
         columns = paths, tuple([leaf.spec for leaf in leaves]), tuple([leaf.local.dtype for leaf in leaves])
         text = _facts(((VERB, what), *((name, _text(value)) for name, value in told.items())), *columns)
         if tracing:
-            return ops.told(text)
+            return ops.record_facts(text)
         facts = dict.fromkeys(axes, text)
-    world().begun = True
+    rank_state().begun = True
     failures, difference = _differing(facts, Label(Verb.START, (what,)), failed)
     if failures:
         raise CollectiveError("\n".join([*failures, f"To fix: mend it; {what} has sent nothing yet."]))
@@ -123,10 +125,10 @@ def _differing(facts: Mapping[Axis, str], label: Label, failed: str = "") -> tup
     axes = _asked(tuple(facts))
     with _compat.outside_transforms():
         place = ", ".join(f"{axis.name}={rank(axis)}" for axis in axes)
-        along = [_difference(everyone([place, json.loads(facts[axis])], [axis], label)) for axis in axes]
-        found = everyone([failed, next(filter(None, along), None)], axes, label)
+        along = [_difference(all_gather_object([place, json.loads(facts[axis])], [axis], label)) for axis in axes]
+        found = all_gather_object([failed, next(filter(None, along), None)], axes, label)
     # All ranks have heard why the call that runs ends.
-    world().call = None
+    rank_state().call = None
     difference = next((Problem(*difference) for _, difference in found if difference), None)
     return [failure for failure, _ in found if failure], difference
 
@@ -164,7 +166,7 @@ def _difference(ranks: Sequence[tuple[str, Mapping[str, str]]]) -> Problem | Non
     return None
 
 
-def everyone(said: Any, axes: Sequence[Axis], label: Caller) -> list[Any]:
+def all_gather_object(said: Any, axes: Sequence[Axis], label: Caller) -> list[Any]:
     """Show every rank of some axes what each of them says.
 
     Args:
@@ -211,10 +213,10 @@ def calling(what: str, axes: Callable[[], Sequence[Axis]], begins: bool = True) 
         begins: Whether it begins by a message over them.
     """
     alone = torch.compiler.is_dynamo_compiling() or not dist.is_initialized() or _compat.is_tracing()
-    if alone or world().call is not None:
+    if alone or rank_state().call is not None:
         yield
         return
-    own = world()
+    own = rank_state()
     own.call, own.begun = what, not begins
     if own.lookout is not None:
         own.lookout.interrupts.listen()
@@ -245,7 +247,7 @@ def _tell(own: World, what: str, over: Callable[[], Sequence[Axis]], error: Base
     if own.call and own.broken is None and (reached or not axes):
         if not own.begun:
             with suppress(Exception):
-                same_call(what, reached, dict.fromkeys(reached, "{}"), failed=text)
+                check_same_call(what, reached, dict.fromkeys(reached, "{}"), failed=text)
         if own.call and own.broken is None and not all_fail(own, f"{what} {type(error).__name__}"):
             tell(own, text)
     land = functools.partial(_land, list(own.flying.values()))

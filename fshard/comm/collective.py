@@ -45,7 +45,7 @@ def rank(axis: Axis) -> int:
     return 0 if axis.size == 1 else _compat.resolve_process_group(axis.group_name).rank()
 
 
-def serves_host(axis: Axis) -> bool:
+def supports_cpu_messages(axis: Axis) -> bool:
     """Tell whether the ranks of an axis can send each other tensors of the processor.
 
     Args:

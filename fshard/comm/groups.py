@@ -184,7 +184,7 @@ def _leave_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-def world() -> World:
+def rank_state() -> World:
     """Find what this rank knows of the others."""
     default = dist.group.WORLD
     assert default is not None
@@ -196,4 +196,4 @@ def world() -> World:
 
 def has_renewed() -> bool:
     """Tell whether groups have been made anew after a failure."""
-    return dist.is_initialized() and world().generation > 0
+    return dist.is_initialized() and rank_state().generation > 0

@@ -140,8 +140,8 @@ def _collective(name: str, sizes: str = "") -> Any:
 
 all_gather, reduce_scatter, all_reduce = map(_collective, ("all_gather", "reduce_scatter", "all_reduce"))
 all_to_all = _collective("all_to_all", "int[] send, int[] receive, ")
-# Leaves in a graph the facts that a verb was told; it does nothing.
-told = operator("told(str facts) -> ()", lambda facts: None, lambda facts: None, TAGS)
+# Leaves in a graph the facts that a verb was given; it does nothing.
+record_facts = operator("record_facts(str facts) -> ()", lambda facts: None, lambda facts: None, TAGS)
 
 STARTS = (all_gather, reduce_scatter, all_reduce, all_to_all)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fshard import _compat
 from fshard.comm.events import Collective, Record, Shapes, Whose, decoded, described
 from fshard.comm.failure import connected, ended, failure
-from fshard.comm.groups import Group, Issued, Link, world
+from fshard.comm.groups import Group, Issued, Link, rank_state
 
 Tensors = list[torch.Tensor]
 
@@ -51,7 +51,7 @@ def started(
     Raises:
         CollectiveError: if it cannot start, or the group is broken.
     """
-    watching, own, (axis, _, name, label) = watchers(), world(), whose
+    watching, own, (axis, _, name, label) = watchers(), rank_state(), whose
     if own.broken is not None:
         raise failure(own)
     group = connected(own, name)

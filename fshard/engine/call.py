@@ -66,7 +66,7 @@ class EngineCall:
             **compared: Other arguments that must be equal on every rank, because they decide what is sent or what sums
                 mean.
         """
-        comm.same_call(api_name, axes, flat, **compared)
+        comm.check_same_call(api_name, axes, flat, **compared)
         self.bound = list(flat.leaves)
         self.leaves: list[Leaf | None] = []
         for index, (path, param) in enumerate(zip(flat.paths, flat.leaves, strict=True)):

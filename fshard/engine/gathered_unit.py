@@ -74,7 +74,7 @@ class GatheredUnit:
 
         pending: list[PendingGather] = []
         paths = [leaf.path for leaf in missing]
-        with count_writes(), torch.no_grad(), comm.concerning([self.unit.name], paths):
+        with count_writes(), torch.no_grad(), comm.annotate_collectives([self.unit.name], paths):
             for transform, indices in grouped(missing, transform_of).items():
                 leaves = [missing[index] for index in indices]
                 shards = [leaf.stored for leaf in leaves]

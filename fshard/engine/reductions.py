@@ -83,7 +83,7 @@ class Reductions:
         units = dict.fromkeys([leaf.first_gathered.unit.name for leaf in leaves if leaf.first_gathered is not None])
         specs = [leaf.spec for leaf in leaves]
         states = [leaf.transform_state for leaf in leaves]
-        with torch.no_grad(), comm.concerning(tuple(units), [leaf.path for leaf in leaves]):
+        with torch.no_grad(), comm.annotate_collectives(tuple(units), [leaf.path for leaf in leaves]):
             finish = start_scatter(transform, grads, specs, states)
         self._pending.append(PendingReduction(leaves, finish, nbytes))
         self._pending_bytes += nbytes

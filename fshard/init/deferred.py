@@ -68,7 +68,7 @@ def init(
     refuse("shard: ranks hold different trees", [problem] if problem else [], SAME_TREE)
     refuse("shard: leaves cannot be sharded", misfits, "pass full tensors whose shapes fit the strategy")
     # A rank sees only the elements of its own part that were left out.
-    left = map(any, zip(*comm.everyone([name not in shards for name in params], axes, "shard"), strict=True))
+    left = map(any, zip(*comm.all_gather_object([name not in shards for name in params], axes, "shard"), strict=True))
     found, needed = "elements left out by reset_parameters", "a value for each"
     undrawn = undrawn or [Problem(f"[{name!r}]", found, needed) for name in itertools.compress(params, left)]
     refuse("model.init: values cannot be drawn from a seed", undrawn, REMEDY)

@@ -66,7 +66,7 @@ def collect_facts(graph: Graph, usage: TracedUsage) -> Facts:
     collectives = defaultdict[Axis, list[str]](list)
     for node in graph.nodes:
         collective = find_collective(node)
-        if node.target is ops.told:
+        if node.target is ops.record_facts:
             for name, value in json.loads(node.args[0]).items():
                 of_verbs.setdefault(name, {})[value] = None
         elif collective is not None:

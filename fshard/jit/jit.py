@@ -105,7 +105,7 @@ class Jitted:
             program = self._find_program(flat, tensors)
             if program.captured:
                 _refuse_changed_captures(program, flat)
-            comm.same_call("jit", list(program.facts), program.facts)
+            comm.check_same_call("jit", list(program.facts), program.facts)
             check_same_step("jit", (args, kwargs))
             with torch.no_grad():
                 return _run(program, flat, tensors)
@@ -170,7 +170,7 @@ class Jitted:
         if not self._programs:
             # Ranks compare their calls first. A rank whose trace has failed says so there, and does not come to the
             # question that follows.
-            comm.same_call("jit", axes, dict.fromkeys(axes, trace_facts))
+            comm.check_same_call("jit", axes, dict.fromkeys(axes, trace_facts))
             self._agreed_usage[usage.used] = agree_on_usage(usage)
         return self._agreed_usage.get(usage.used, usage.used)
 

@@ -81,7 +81,7 @@ def is_impure(node: Node) -> bool:
         return True
     if find_write_targets(node):
         return True
-    return node.target is not ops.told and _compat.is_effect(node.target)
+    return node.target is not ops.record_facts and _compat.is_effect(node.target)
 
 
 def is_wait(node: Node) -> bool:

@@ -220,6 +220,6 @@ def refuse_on_all_ranks(
 ) -> None:
     """Raise the text of this rank's problems, or that of the first rank that has any."""
     text = str(leaf_error(what, problems, remedy)) if problems else ""
-    for rank, found in enumerate(comm.everyone(text, axes, WHAT)):
+    for rank, found in enumerate(comm.all_gather_object(text, axes, WHAT)):
         if found:
             raise error(text or f"rank {rank}: {found}")

@@ -189,7 +189,7 @@ def check_transform(
     remedy = "mend these in the transform, or state its error where it is lossy"
     what = "check_transform: claims do not hold"
     refuse_on_all_ranks(what, problems, remedy, transform.axes, AssertionError)
-    errors = comm.everyone(max(distances, default=0.0), transform.axes, "check_transform")
+    errors = comm.all_gather_object(max(distances, default=0.0), transform.axes, "check_transform")
     return TransformReport(gather_bytes, scatter_bytes, max(errors))
 
 

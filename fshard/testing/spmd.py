@@ -139,7 +139,7 @@ class _Simulation:
         try:
             limit = timedelta(seconds=self.timeout)
             dist.init_process_group("threaded", rank=rank, world_size=len(self.threads), store=store, timeout=limit)
-            own = comm.world()
+            own = comm.rank_state()
             own.wake, own.simulated = wake, self.worlds
             self.worlds.append(own)
             try:
@@ -154,7 +154,7 @@ class _Simulation:
 
     def join(self, collective: ThreadedCollective) -> None:
         """Wait for a collective, on the thread of a rank that called it."""
-        world = comm.world() if dist.is_initialized() else None
+        world = comm.rank_state() if dist.is_initialized() else None
         call = _Call(collective, world if world and world.waiting else None, queue.SimpleQueue())
         self.inbox.put(partial(self._call, self.threads.index(threading.current_thread()), call))
         if error := call.reply.get():

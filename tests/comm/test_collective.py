@@ -198,8 +198,8 @@ def test_records(algorithm, packed):
         ("all_reduce", 8, 1, True),
     ]
     with comm.record() as purposes:
-        with comm.concerning(["outer"], ["['v']"]):
-            with comm.concerning(("inner",), ("['w']",)):
+        with comm.annotate_collectives(["outer"], ["['v']"]):
+            with comm.annotate_collectives(("inner",), ("['w']",)):
                 comm.all_gather([scalar], line, "gather")
             comm.all_reduce([scalar], line, Label("whole", ("own",)))
             comm.all_reduce([scalar], line, "sums")

@@ -26,7 +26,7 @@ def test_ranks_that_do_different_things(workers):
     def differ(axis):
         if dist.get_rank() == 2:
             return comm.reduce_scatter([torch.ones(3, 2)], axis, "sums")
-        with comm.concerning(["blocks.7"], [f"['w{n}']" for n in range(8)]):
+        with comm.annotate_collectives(["blocks.7"], [f"['w{n}']" for n in range(8)]):
             return comm.all_gather([torch.ones(2)], axis, "gather")
 
     def program():

@@ -45,7 +45,7 @@ def drops_its_mesh():
     child = os.fork()
     if child == 0:
         del mesh
-        fs.comm.world().groups.clear()
+        fs.comm.rank_state().groups.clear()
         torch.distributed.destroy_process_group()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0

@@ -60,7 +60,7 @@ def test_every_key_of_the_store_is_there():
     with pytest.raises((ArithmeticError, comm.CollectiveError)):
         fs.value_and_grad(loss)(params)
     one_axis()
-    keys = {key for key in comm.world().store.list_keys() if "fshard" in key}
+    keys = {key for key in comm.rank_state().store.list_keys() if "fshard" in key}
     patterns = {row[0]: pattern_of(row[0]) for row in TABLES["key"]}
     assert {key for key in keys if not any(pattern.fullmatch(key) for pattern in patterns.values())} == set()
     unused = {name for name, pattern in patterns.items() if not any(map(pattern.fullmatch, keys))}

@@ -184,7 +184,12 @@ OPERATORS = (
         "profiler._record_function_enter.default",
         "quantized.add.default",
     ),
-    *("inductor._reinterpret_tensor.default", "c10d.allreduce_.default", "fshard.told.default", "fshard.wait.default"),
+    *(
+        "inductor._reinterpret_tensor.default",
+        "c10d.allreduce_.default",
+        "fshard.record_facts.default",
+        "fshard.wait.default",
+    ),
     *("_c10d_functional.all_reduce.default", "_c10d_functional.broadcast_.default", "symm_mem.stream_write_value32_"),
 )
 

@@ -656,8 +656,8 @@ FAULTS = (
     Fault(
         "one-state-compared-for-all",
         "fshard/update.py",
-        "if not axes or structure in comm.world().compared:",
-        "if not axes or comm.world().compared:",
+        "if not axes or structure in comm.rank_state().compared:",
+        "if not axes or comm.rank_state().compared:",
         "10: after a failure training goes on from states of one step",
     ),
     Fault(
@@ -803,7 +803,7 @@ FAULTS = (
     Fault(
         "ranks-pass-different-vocabularies",
         "fshard/ext/parallel/vocabulary.py",
-        'return concerning((), [f"vocabulary of {vocabulary!r:.40}"])',
+        'return annotate_collectives((), [f"vocabulary of {vocabulary!r:.40}"])',
         "return nullcontext()",
         "10: ranks that pass different sizes of a vocabulary get a named error",
     ),

@@ -9,7 +9,7 @@ import torch
 
 import fshard as fs
 from fshard.ext.optim.parts import is_trained
-from fshard.extend import describe, expect, flatten, local_piece, refuse, run_update, serves_host
+from fshard.extend import describe, expect, flatten, local_piece, refuse, run_update, supports_cpu_messages
 
 
 class WholeState(NamedTuple):
@@ -179,7 +179,7 @@ def _step_at_owners(tx: fs.Optimizer, axes: Sequence[fs.Axis], rows: Sequence[Ro
     back = exchanged([[parts[rank] for parts in cut] for rank in range(axis.size)], locals_of)
     kinds = [[torch.as_tensor(value) for m in some for value in numbers[m]] for some in owned]
     # Numbers that optimizers keep on the processor travel with the leaves where accelerators alone can send.
-    on_host = serves_host(axis) and all(value.is_cpu for row in kinds for value in row)
+    on_host = supports_cpu_messages(axis) and all(value.is_cpu for row in kinds for value in row)
     told = _exchanged([counted] * axis.size, kinds, axis, torch.device("cpu") if on_host else device)
     stepped, known = [iter(row) for row in back], [iter(row) for row in told]
 

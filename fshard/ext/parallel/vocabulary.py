@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import fshard as fs
 from fshard.ext import _compat
-from fshard.extend import calling, check_axis, concerning, describe, expect
+from fshard.extend import annotate_collectives, calling, check_axis, describe, expect
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -156,7 +156,7 @@ def _compare_vocabularies(vocabulary: Any) -> AbstractContextManager[None]:
     """
     if vocabulary is None:
         return nullcontext()
-    return concerning((), [f"vocabulary of {vocabulary!r:.40}"])
+    return annotate_collectives((), [f"vocabulary of {vocabulary!r:.40}"])
 
 
 def _locate_piece(api_name: str, rows: int, device: torch.device, axis: fs.Axis, vocabulary: int | None) -> _Piece:
