@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 import fshard as fs
-from fshard.comm.failure import Position, look, tell
-from fshard.comm.groups import Group, Issued, World, tag_of
+from fshard.comm.failure import Position, notify_peers, poll_peers
+from fshard.comm.groups import Group, Issued, RankState, tag_of
 from fshard.testing import Workers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -136,7 +136,7 @@ def measured() -> dict[str, float]:
         "start message, ms": median_ms(lambda: fs.comm.check_same_call("a call", [axis])),
         "exchange of 8 numbers, ms": median_ms(lambda: fs.comm.all_reduce(eight, axis, "numbers")),
         "gloo's own all_reduce of them, ms": median_ms(lambda: dist.all_reduce(eight[0].clone())),
-        "tag and hash, ms": median_ms(lambda: tag_of(other.enter("all_reduce", "a label " * 8, ""), 32)),
+        "tag and hash, ms": median_ms(lambda: tag_of(other.chain.record_start("all_reduce", "a label " * 8, ""), 32)),
         "start message, bytes": sent["start"],
         "fingerprint, bytes": 0.0,
         "objective, bytes": sent["objective"],
@@ -144,17 +144,17 @@ def measured() -> dict[str, float]:
     for name, run in {"eager": step, "jitted": jitted}.items():
         watched, alone = [], []
         for _ in range(5):
-            own.lookout = None
+            own.watcher = None
             watched.append(median_ms(partial(run, params)))
-            own.lookout._over.set()  # type: ignore[union-attr]
-            own.lookout.join()  # type: ignore[union-attr]
+            own.watcher._over.set()  # type: ignore[union-attr]
+            own.watcher.join()  # type: ignore[union-attr]
             alone.append(median_ms(partial(run, params)))
         found[f"{name} step, ms"] = statistics.median(watched)
         found[f"{name} step without the watcher, ms"] = statistics.median(alone)
     return found
 
 
-class Counted(World):
+class Counted(RankState):
     """A rank whose operations on the store are counted."""
 
     def board(self) -> Any:
@@ -174,15 +174,16 @@ def counted(ranks: int) -> dict[str, int]:
     rank.counts = Counter()
     everyone = list(range(ranks))
     group = rank.groups["shard"] = Group("shard", everyone, 0, None, 30.0)
-    step = group.enter("all_reduce", "psum", "(psum)")
-    rank.waiting = Issued(None, rank, group, step, since=time.monotonic())
+    entry = group.chain.record_start("all_reduce", "psum", "(psum)")
+    issued = Issued(None, rank, group, entry, since=time.monotonic())
+    rank.waiting.collective = issued
     for other in everyone[1:]:
-        waits = Position(("shard", step), {"shard": (everyone, [step])})
-        World.board(rank).set(f"at/{other}", json.dumps(waits))
-    look(rank, rank.waiting)
+        waits = Position(("shard", entry), {"shard": (everyone, [entry])})
+        RankState.board(rank).set(f"at/{other}", json.dumps(waits))
+    poll_peers(rank, issued)
     looked = sum(rank.counts.values())
     rank.counts.clear()
-    tell(rank, "rank 0 failed")
+    notify_peers(rank, "rank 0 failed")
     return {"a look": looked, "a failure": sum(rank.counts.values())}
 
 

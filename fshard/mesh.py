@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fshard import _compat
-from fshard.comm import CollectiveError, Meeting, absent_ranks, connected, rank_state, refuse_other, wake_waiting
+from fshard.comm import CollectiveError, Meeting, absent_ranks, connect_group, rank_state, refuse_other, wake_waiting
 from fshard.errors import expect
 from fshard.tree import Axis
 from fshard.tree.checks import describe
@@ -232,14 +232,14 @@ def _device(device: str | None) -> str:
 
 def _make_groups(ranks: torch.Tensor, limit: timedelta, meeting: Meeting) -> list[Any]:
     """Make the process groups of a mesh's axes, and fshard's own connections beside them."""
-    own = rank_state()
+    state = rank_state()
     groups = []
     for dim, size in enumerate(ranks.shape):
         rows = ranks.movedim(dim, -1).reshape(-1, size).tolist()
         groups.append(meeting.run(partial(_compat.group_of_row, rows, limit)))
     for group in groups:
         if group.size() > 1:
-            connected(own, group.group_name, meeting.look, meeting.run)
+            connect_group(state, group.group_name, meeting.look, meeting.run)
     return groups
 
 
@@ -247,35 +247,35 @@ def _meeting(limit: timedelta) -> Meeting:
     """Meet the other ranks of this run, if torch.distributed runs."""
     if not dist.is_initialized():
         return Meeting(None, 0, 1, "", limit.total_seconds())
-    own = rank_state()
-    number = own.store.add(f"fshard/meetings of {own.rank}", 1)
-    return Meeting(own.store, own.rank, dist.get_world_size(), f"{number}", limit.total_seconds(), own)
+    state = rank_state()
+    number = state.store.add(f"fshard/meetings of {state.rank}", 1)
+    return Meeting(state.store, state.rank, dist.get_world_size(), f"{number}", limit.total_seconds(), state)
 
 
 def _compare(asked: str, limit: timedelta, meeting: Meeting) -> None:
     """Refuse on every rank where ranks ask for different meshes, whose groups would wait for each other."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    own = rank_state()
-    text = json.dumps([asked, own.generation + (own.broken is not None)])
+    state = rank_state()
+    text = json.dumps([asked, state.generation + (state.failure.reason is not None)])
 
     def look(has_come: Callable[[int], bool]) -> None:
         meeting.look()
         # A rank whose error nobody has heard of may be here while others wait for it in a step.
-        wake_waiting(own, "called init_mesh", has_come)
+        wake_waiting(state, "called init_mesh", has_come)
 
     with meeting.naming_the_store():
         size = dist.get_world_size()
-        said = _compat.texts_in_store(own.store, "fshard/init_mesh", own.rank, text, size, limit, look)
+        said = _compat.texts_in_store(state.store, "fshard/init_mesh", state.rank, text, size, limit, look)
     # A rank may have given up before the last one came.
     meeting.look(processes=False)
     absent = [rank for rank, text in enumerate(said) if text is None]
     if absent:
         raise absent_ranks(absent, len(said))
     asking, generations = zip(*(json.loads(text) for text in said if text is not None), strict=True)
-    if max(generations) > own.generation:
+    if max(generations) > state.generation:
         # Where one rank has a group that is broken, all make their groups anew.
-        own.renew(max(generations))
+        state.renew(max(generations))
     other = next((rank for rank, text in enumerate(asking) if text != asking[0]), 0)
     needed, remedy = f"the same mesh on every rank, {asking[0]} as on rank 0", "make the same meshes in the same order"
     expect(not other, "init_mesh", needed, f"{asking[other]} on rank {other}", remedy)

@@ -223,7 +223,7 @@ def check_same_step(what: str, given: Tree) -> None:
         return
     shared = steps if owned else counters
     ranks = comm.all_gather_object([comm.rank_state().rank, shared], axes, "step of states")
-    comm.rank_state().call = None
+    comm.rank_state().call.name = None
     raise _unequal_steps(what, ranks)
 
 

@@ -13,7 +13,7 @@ import torch
 import fshard as fs
 from fshard import comm
 from fshard.comm import failure
-from fshard.comm.groups import Group, Issued, World
+from fshard.comm.groups import Group, Issued, RankState, Simulation
 from tests.faults import BadSampleError, Hook, axis_of_all, outcome, outcome_of
 from tests.ranks import my_rank, on_ranks
 from tests.trees import assert_same_bits
@@ -235,7 +235,7 @@ def test_ranks_that_wait_for_one_in_init_mesh_meet_it_there():
         axis = axis_of_all()
         assert fs.psum(torch.ones(()), axis).item() == axis.size
         assert comm.rank_state().generation == before + number
-        assert comm.rank_state().broken is None
+        assert comm.rank_state().failure.reason is None
 
 
 @on_ranks("4 processes")
@@ -272,18 +272,20 @@ def test_a_rank_in_init_mesh_does_not_wake_those_that_wait_for_a_late_one():
 def test_a_rank_that_has_come_to_init_mesh_is_ahead_and_not_woken():
     """It has read that all are there, which the one that looks has not yet."""
     woken = []
-    worlds = [World(rank, torch.distributed.HashStore(), lambda *told: woken.append(told)) for rank in range(2)]
-    for own in worlds:
-        own.simulated = worlds
-        own.groups["axis"] = Group("axis", [0, 1], own.rank, None, 30.0)
-    ahead, behind = worlds
+    states = [RankState(rank, torch.distributed.HashStore()) for rank in range(2)]
+    for state in states:
+        state.simulation = Simulation(lambda *arguments: woken.append(arguments), states)
+        state.groups["axis"] = Group("axis", [0, 1], state.rank, None, 30.0)
+    ahead, behind = states
     group = ahead.groups["axis"]
-    ahead.waiting = Issued(None, ahead, group, group.enter("all_reduce", "", ""))
+    entry = group.chain.record_start("all_reduce", "", "")
+    ahead.waiting.collective = Issued(None, ahead, group, entry)
     failure.wake_waiting(behind, "called init_mesh", lambda rank: True)
-    assert behind.broken is None
+    assert behind.failure.reason is None
     failure.wake_waiting(behind, "called init_mesh", lambda rank: False)
-    assert behind.broken.startswith("rank 1 called init_mesh, while others wait for it in a collective\n  rank 0 waits")
-    assert woken == [("axis", 0, behind.broken)]
+    reason = behind.failure.reason
+    assert reason.startswith("rank 1 called init_mesh, while others wait for it in a collective\n  rank 0 waits")
+    assert woken == [("axis", 0, reason)]
 
 
 def used():

@@ -19,8 +19,8 @@ from fshard.comm.collective import (
     supports_cpu_messages,
 )
 from fshard.comm.events import Collective, Label, Record, Verb, annotate_collectives, decoded, described, setting
-from fshard.comm.failure import CollectiveError, Position, connected, unequal, wake_waiting
-from fshard.comm.groups import Issued, World, has_renewed, rank_state
+from fshard.comm.failure import CollectiveError, Position, connect_group, describe_difference, wake_waiting
+from fshard.comm.groups import CollectiveEntry, Issued, RankState, Simulation, has_renewed, rank_state
 from fshard.comm.meeting import Meeting, absent_ranks
 from fshard.comm.recorder import record, watched, watchers
 

@@ -20,8 +20,8 @@ from fshard import _compat
 from fshard.comm import ops
 from fshard.comm.collective import Caller, all_gather, rank, supports_cpu_messages
 from fshard.comm.events import Label, Verb, labelled
-from fshard.comm.failure import CollectiveError, all_fail, answer, tell
-from fshard.comm.groups import World, rank_state
+from fshard.comm.failure import CollectiveError, all_fail, ask_store, notify_peers
+from fshard.comm.groups import RankState, rank_state
 from fshard.errors import Problem, leaf_error, text_of
 from fshard.tree import Axis, Flat, flatten, is_sharded
 from fshard.tree.checks import is_reachable
@@ -38,14 +38,14 @@ R = TypeVar("R")
 
 
 @functools.lru_cache(maxsize=64)
-def _facts(told: tuple[Any, ...], *leaves: tuple[Any, ...]) -> str:
+def _facts(arguments: tuple[Any, ...], *leaves: tuple[Any, ...]) -> str:
     """Write what decides the collectives of a call, as JSON: slow to spell out, and the same in every step.
 
     Args:
-        told: The names and texts of arguments.
+        arguments: The names and texts of arguments.
         *leaves: The paths of leaves, their specs and their dtypes.
     """
-    entries = dict(told)
+    entries = dict(arguments)
     for path, spec, dtype in zip(*leaves, strict=True):
         parts = {"dtype": dtype} | {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
         entries[path] = "\n".join(f"{name} {_text(value)}" for name, value in parts.items())
@@ -63,7 +63,7 @@ def _text(value: Any) -> str:
 
 
 def check_same_call(
-    what: str, axes: Sequence[Axis], facts: Flat | Mapping[Axis, str], failed: str = "", **told: Any
+    what: str, axes: Sequence[Axis], facts: Flat | Mapping[Axis, str], failed: str = "", **arguments: Any
 ) -> None:
     """See that every rank begins the same call, by one message over each axis of processors.
 
@@ -76,7 +76,7 @@ def check_same_call(
         facts: The tree that the verb was given: of each Sharded leaf its dtype, layout, policy and transform; the other
             leaves decide no collective. Or for each axis JSON of texts by the names of all that must be the same there.
         failed: The error that this rank has failed with instead, if it has.
-        **told: With a tree, other arguments that decide what is sent or what sums mean.
+        **arguments: With a tree, other arguments that decide what is sent or what sums mean.
 
     Raises:
         ValueError: on every rank, if ranks make different calls or were told different things.
@@ -90,11 +90,11 @@ def check_same_call(
         paths = tuple(itertools.compress(facts.paths, map(is_sharded, facts.leaves)))
         # Of thousands of leaves a few tuples are made in less time than one for each.
         columns = paths, tuple([leaf.spec for leaf in leaves]), tuple([leaf.local.dtype for leaf in leaves])
-        text = _facts(((VERB, what), *((name, _text(value)) for name, value in told.items())), *columns)
+        text = _facts(((VERB, what), *((name, _text(value)) for name, value in arguments.items())), *columns)
         if tracing:
             return ops.record_facts(text)
         facts = dict.fromkeys(axes, text)
-    rank_state().begun = True
+    rank_state().call.has_begun = True
     failures, difference = _differing(facts, Label(Verb.START, (what,)), failed)
     if failures:
         raise CollectiveError("\n".join([*failures, f"To fix: mend it; {what} has sent nothing yet."]))
@@ -128,7 +128,7 @@ def _differing(facts: Mapping[Axis, str], label: Label, failed: str = "") -> tup
         along = [_difference(all_gather_object([place, json.loads(facts[axis])], [axis], label)) for axis in axes]
         found = all_gather_object([failed, next(filter(None, along), None)], axes, label)
     # All ranks have heard why the call that runs ends.
-    rank_state().call = None
+    rank_state().call.name = None
     difference = next((Problem(*difference) for _, difference in found if difference), None)
     return [failure for failure, _ in found if failure], difference
 
@@ -166,11 +166,11 @@ def _difference(ranks: Sequence[tuple[str, Mapping[str, str]]]) -> Problem | Non
     return None
 
 
-def all_gather_object(said: Any, axes: Sequence[Axis], label: Caller) -> list[Any]:
-    """Show every rank of some axes what each of them says.
+def all_gather_object(value: Any, axes: Sequence[Axis], label: Caller) -> list[Any]:
+    """Show every rank of some axes a value of each of them.
 
     Args:
-        said: What this rank says: a value that JSON can hold, of any size. Tuples become lists.
+        value: The value of this rank, of any size, which JSON can hold. Tuples become lists.
         axes: The mesh axes.
         label: Who asks, for the recorder.
 
@@ -178,12 +178,14 @@ def all_gather_object(said: Any, axes: Sequence[Axis], label: Caller) -> list[An
         The values in the order of the ranks, the same on every rank; of several axes the first by name varies fastest.
     """
     # As other ranks read it, on one rank too.
-    found = [json.loads(json.dumps(said))]
+    values = [json.loads(json.dumps(value))]
     for axis in _asked(axes):
-        data = json.dumps(found).encode()
+        data = json.dumps(values).encode()
         size = max(map(int, _gathered(b"%d" % len(data), FIRST, axis, label)))
-        found = [each for row in _gathered(data, size, axis, label) for each in json.loads(row)]
-    return found
+        values = []
+        for row in _gathered(data, size, axis, label):
+            values += json.loads(row)
+    return values
 
 
 def _gathered(data: bytes, size: int, axis: Axis, label: Caller) -> list[bytes]:
@@ -200,7 +202,7 @@ def _asked(axes: Sequence[Axis]) -> list[Axis]:
 
 
 @contextmanager
-def calling(what: str, axes: Callable[[], Sequence[Axis]], begins: bool = True) -> Iterator[None]:
+def calling(api_name: str, axes: Callable[[], Sequence[Axis]], begins: bool = True) -> Iterator[None]:
     """Let an error that leaves a context reach the other ranks, if no call is running yet.
 
     An error before the call begins goes with the message that begins it. Later, where all fail at one place, or have
@@ -208,56 +210,70 @@ def calling(what: str, axes: Callable[[], Sequence[Axis]], begins: bool = True) 
     the error's text.
 
     Args:
-        what: The function.
+        api_name: The function.
         axes: Finds those that it communicates over.
         begins: Whether it begins by a message over them.
     """
-    alone = torch.compiler.is_dynamo_compiling() or not dist.is_initialized() or _compat.is_tracing()
-    if alone or rank_state().call is not None:
+    is_alone = torch.compiler.is_dynamo_compiling() or not dist.is_initialized() or _compat.is_tracing()
+    if is_alone or rank_state().call.name is not None:
         yield
         return
-    own = rank_state()
-    own.call, own.begun = what, not begins
-    if own.lookout is not None:
-        own.lookout.interrupts.listen()
+    state = rank_state()
+    state.call.name = api_name
+    state.call.has_begun = not begins
+    if state.watcher is not None:
+        state.watcher.interrupts.listen()
     try:
         yield
     except BaseException as error:
-        if own.lookout is not None:
+        if state.watcher is not None:
             # Python has raised what came until now.
-            own.lookout.interrupts.listen()
-        if own.others:
-            _tell(own, what, axes, error)
+            state.watcher.interrupts.listen()
+        if state.others:
+            _report_failure(state, api_name, axes, error)
         raise
     finally:
-        own.call = None
-        if own.lookout is not None:
-            own.lookout.interrupts.stop()
+        state.call.name = None
+        if state.watcher is not None:
+            state.watcher.interrupts.stop()
 
 
-def _tell(own: World, what: str, over: Callable[[], Sequence[Axis]], error: BaseException) -> None:
+def _report_failure(
+    state: RankState,
+    api_name: str,
+    find_axes: Callable[[], Sequence[Axis]],
+    error: BaseException,
+) -> None:
     """Tell the other ranks of an error that leaves a call, unless they have heard of it."""
     axes: Sequence[Axis] = ()
-    name, message = type(error).__name__, text_of(error)
-    text = f"rank {own.rank} failed in {what}: " + (name if message == name else f"{name}: {message}")
     with suppress(Exception):
-        axes = over()
-    reached = [axis for axis in axes if is_reachable(axis)]
+        axes = find_axes()
+    reachable = [axis for axis in axes if is_reachable(axis)]
     # Nobody of another mesh waits for this rank.
-    if own.call and own.broken is None and (reached or not axes):
-        if not own.begun:
+    if (reachable or not axes) and _must_report(state):
+        name, message = type(error).__name__, text_of(error)
+        text = f"rank {state.rank} failed in {api_name}: " + (name if message == name else f"{name}: {message}")
+        if not state.call.has_begun:
             with suppress(Exception):
-                check_same_call(what, reached, dict.fromkeys(reached, "{}"), failed=text)
-        if own.call and own.broken is None and not all_fail(own, f"{what} {type(error).__name__}"):
-            tell(own, text)
-    land = functools.partial(_land, list(own.flying.values()))
-    # gloo never ends the wait for a message that had come in part when it was cut.
-    land() if own.broken is None else answer(land)
+                check_same_call(api_name, reachable, dict.fromkeys(reachable, "{}"), failed=text)
+        if _must_report(state) and not all_fail(state, f"{api_name} {name}"):
+            notify_peers(state, text)
+    let_go = functools.partial(_wait_for_all, list(state.waiting.in_flight.values()))
+    if state.failure.reason is None:
+        let_go()
+    else:
+        # gloo never ends the wait for a message that had come in part when its connection was cut.
+        ask_store(let_go)
 
 
-def _land(flying: Sequence[torch.Tensor]) -> None:
+def _must_report(state: RankState) -> bool:
+    """Whether the other ranks have not heard yet that the call fails."""
+    return state.call.name is not None and state.failure.reason is None
+
+
+def _wait_for_all(buffers: Sequence[torch.Tensor]) -> None:
     """Wait until the backend lets go of what it works on."""
-    for buffer in flying:
+    for buffer in buffers:
         with suppress(RuntimeError):
             ops.wait(buffer)
 

@@ -19,17 +19,29 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from fshard import _compat
-from fshard.comm.groups import TEXT, Group, Issued, Link, World
+from fshard.comm.groups import TEXT_LENGTH, CollectiveEntry, Group, Issued, RankState
 from fshard.comm.interrupts import Interrupts
 
-# Seconds: for a call of the store, which may hang with the rank that holds it; until a note may be there where a
-# connection ended; in which all ranks may fail; that a rank lingers; between two questions.
-ANSWER, GRACE, ALIKE, LINGER, LOOK = 1.0, 0.35, 0.3, 0.7, 0.02
+# Seconds that a call of the store may take, which may hang with the rank that holds it.
+ANSWER = 1.0
+# Seconds until a note may be there after a connection has ended.
+GRACE = 0.35
+# Seconds in which all ranks may fail at the same place.
+ALIKE = 0.3
+# Seconds that a rank waits until the others have read its note.
+LINGER = 0.7
+# Seconds between two questions to the store.
+LOOK = 0.02
 
-# Seconds of the thread: of waiting before the first look; between looks at the clock; between two looks at most.
-PATIENCE, SLICE, SELDOM = 0.4, 0.1, 30.0
-# Ranks that one look of it asks at most.
+# Of the thread that watches, in seconds: how long a rank waits before the first poll, how often the thread looks at the
+# clock, and how long it lets pass between two polls at most.
+PATIENCE = 0.4
+SLICE = 0.1
+SELDOM = 30.0
+# How many ranks one poll asks at most.
 ASKED = 8
+# A wait of more than this part of the timeout has ended by the timeout.
+TIMED_OUT = 0.95
 
 REMEDY = (
     "mend the first error; go on from the last checkpoint, or in the same processes: call fs.init_mesh on every rank, "
@@ -66,103 +78,141 @@ class Position(NamedTuple):
     """Where a rank is, as it tells others.
 
     Attributes:
-        waits: The group that it waits in, and the parts of the link that it waits for; None where it does not.
-        groups: By the name of each of its groups the ranks there, and the links that it has started last.
+        waits: The group that it waits in, and the parts of the entry that it waits for; None if it does not wait.
+        groups: By the name of each of its groups the ranks there, and the entries that it has started last.
     """
 
     waits: tuple[str, Any] | None
     groups: Mapping[str, tuple[list[int], Any]]
 
     @classmethod
-    def of(cls, world: World) -> "Position":
+    def of(cls, state: RankState) -> "Position":
         """Where this rank is."""
-        at = (issued.group.name, issued.step) if (issued := world.waiting) else None
-        return cls(at, {group.name: (group.ranks, list(group.trail)) for group in list(world.groups.values())})
+        issued = state.waiting.collective
+        waits = None if issued is None else (issued.group.name, issued.entry)
+        groups = {}
+        for group in list(state.groups.values()):
+            groups[group.name] = (group.ranks, list(group.chain.entries))
+        return cls(waits, groups)
 
-    def at(self) -> str:
+    def describe(self) -> str:
         """Say where it waits."""
-        return f"waits in {Link(*self.waits[1])}" if self.waits else "runs"
+        return f"waits in {CollectiveEntry(*self.waits[1])}" if self.waits else "runs"
 
 
 Positions = Mapping[int, Position]
 
 
-def difference(positions: Positions) -> str | None:
-    """Say how ranks differ in the collectives that they have started last; None where they do not."""
-    started: dict[tuple[str, int], dict[int, Link]] = {}
-    members: dict[str, list[int]] = {}
+def find_difference(positions: Positions) -> str | None:
+    """Say how ranks differ in the collectives that they have started last; None if they do not."""
+    started: dict[tuple[str, int], dict[int, CollectiveEntry]] = {}
+    ranks_of: dict[str, list[int]] = {}
     for rank, position in positions.items():
-        for name, (members[name], trail) in position.groups.items():
-            for step in map(Link._make, trail):
-                started.setdefault((name, step.number), {})[rank] = step
-    return next(filter(None, (unequal(started[place], members[place[0]]) for place in sorted(started))), None)
+        for name, (ranks, entries) in position.groups.items():
+            ranks_of[name] = ranks
+            for entry in map(CollectiveEntry._make, entries):
+                started.setdefault((name, entry.number), {})[rank] = entry
+    for name, number in sorted(started):
+        difference = describe_difference(started[name, number], ranks_of[name])
+        if difference:
+            return difference
+    return None
 
 
-def unequal(steps: Mapping[int, Link], ranks: Sequence[int]) -> str | None:
-    """Say how steps of one number in the group of some ranks differ, or the sizes of what these exchange."""
-    first = "ranks differ in a collective"
-    if len({step.chain for step in steps.values()}) == 1:
-        first = "ranks differ in the rows that they send each other"
-        pairs = [pair for pair in itertools.permutations(steps, 2) if steps[pair[0]].sends]
-        if all(steps[a].sends[ranks.index(b)] == steps[b].receives[ranks.index(a)] for a, b in pairs):
-            return None
-    return "\n".join([first, *(f"  rank {rank}: {steps[rank]}" for rank in sorted(steps))])
-
-
-def circle(own: int, positions: Positions) -> str | None:
-    """Say which ranks wait for each other in a circle, in different groups.
-
-    That this rank still waits when all have been looked at makes old answers of those true that wait for it.
+def describe_difference(entries: Mapping[int, CollectiveEntry], ranks: Sequence[int]) -> str | None:
+    """Say how entries of one number in the group of some ranks differ, or the rows that these ranks exchange.
 
     Args:
-        own: This rank.
+        entries: By ranks, as far as they are known.
+        ranks: All ranks of the group.
+
+    Returns:
+        A line, and one for each rank; None if the entries go together.
+    """
+    if len({entry.chain_hash for entry in entries.values()}) > 1:
+        first = "ranks differ in a collective"
+    elif not _do_rows_agree(entries, ranks):
+        first = "ranks differ in the rows that they send each other"
+    else:
+        return None
+    return "\n".join([first, *(f"  rank {rank}: {entries[rank]}" for rank in sorted(entries))])
+
+
+def _do_rows_agree(entries: Mapping[int, CollectiveEntry], ranks: Sequence[int]) -> bool:
+    """Whether each rank awaits as many rows from another as that one sends."""
+    for sender, receiver in itertools.permutations(entries, 2):
+        sends = entries[sender].sends
+        receives = entries[receiver].receives
+        if sends and sends[ranks.index(receiver)] != receives[ranks.index(sender)]:
+            return False
+    return True
+
+
+def find_circle(local_rank: int, positions: Positions) -> str | None:
+    """Say which ranks wait for each other in a circle, in different groups.
+
+    That this rank still waits when all have been asked makes old answers of those true that wait for it.
+
+    Args:
+        local_rank: This rank.
         positions: Where ranks are, as far as they have told.
 
     Returns:
-        Who waits where; None where this rank waits for none that waits for it.
+        Who waits where; None if this rank waits for none that waits for it.
     """
-    stuck, more = set[int](), {own}
+    stuck = set[int]()
+    more = {local_rank}
     while more:
         stuck |= more
-        more = {rank for rank in positions if _behind(rank, positions) & stuck} - stuck
-    if not _behind(own, positions) & stuck:
+        more = {rank for rank in positions if _awaited_by(rank, positions) & stuck} - stuck
+    if not _awaited_by(local_rank, positions) & stuck:
         return None
     first = "ranks wait for each other in different collectives"
-    return "\n".join([first, *(f"  rank {rank} {positions[rank].at()}" for rank in sorted(stuck))])
+    return "\n".join([first, *_list_positions(positions, sorted(stuck))])
 
 
-def _behind(rank: int, positions: Positions) -> set[int]:
+def _list_positions(positions: Positions, ranks: Iterable[int]) -> list[str]:
+    """Write a line for each of some ranks."""
+    return [f"  rank {rank} {positions[rank].describe()}" for rank in ranks]
+
+
+def _awaited_by(rank: int, positions: Positions) -> set[int]:
     """The ranks that one waits for: those of a group that have started fewer collectives, or have not told."""
     position = positions.get(rank)
     if position is None or position.waits is None:
         return set()
     name, (number, *_) = position.waits
-    started = {r: other.groups[name][1][-1][0] for r, other in positions.items() if name in other.groups}
-    return {r for r in position.groups[name][0] if started.get(r, 0) < number}
+    started: dict[int, int] = {}
+    for other, other_position in positions.items():
+        if name in other_position.groups:
+            _, entries = other_position.groups[name]
+            started[other], *_ = entries[-1]
+    ranks, _ = position.groups[name]
+    return {other for other in ranks if started.get(other, 0) < number}
 
 
-def answer(ask: Callable[[], Any], seconds: float = 0.0) -> Any:
-    """Ask the store, again and again for some seconds until it finds something; None where it does not answer.
+def ask_store(ask: Callable[[], Any], seconds: float = 0.0) -> Any:
+    """Ask the store, again and again for some seconds until it has something; None if it does not answer.
 
-    It may be gone, or hang with the rank that holds it.
+    It may be gone, or hang with the rank that holds it, so a thread asks.
     """
-    found: list[Any] = []
+    answers: list[Any] = []
 
     def run() -> None:
         deadline = time.monotonic() + seconds
         with suppress(Exception):
             while not (value := ask()) and time.monotonic() < deadline:
                 time.sleep(LOOK)
-            found.append(value)
+            answers.append(value)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds + ANSWER)
-    return found[0] if found else None
+    return answers[0] if answers else None
 
 
-def connected(
-    world: World,
+def connect_group(
+    state: RankState,
     name: str,
     look: Callable[[], object] = bool,
     run: Callable[[Callable[[], Any]], Any] = lambda make: make(),
@@ -170,7 +220,7 @@ def connected(
     """Find this rank's own group of an axis, or connect with its other ranks, and let the thread watch it.
 
     Args:
-        world: This rank's.
+        state: This rank's.
         name: The name of the axis's process group.
         look: Called from time to time while this rank waits for the others.
         run: Runs what waits for them inside gloo.
@@ -181,185 +231,231 @@ def connected(
     Raises:
         CollectiveError: if one of them does not come.
     """
-    group = world.groups.get(name)
+    group = state.groups.get(name)
     if group is None:
-        ranks = dist.get_process_group_ranks(_compat.resolve_process_group(name))
-        timeout = _compat.timeout_of(name)
-        board = dist.PrefixStore(f"{name} of {ranks}", world.board())  # type: ignore[attr-defined]
-        try:
-            pair, sockets = _compat.make_pair(name, board, look, run)
-        except CollectiveError:
-            raise
-        except RuntimeError as error:
-            places = answer(lambda: _compat.absent_from_pair(board, len(ranks)))
-            if places is None:
-                raise CollectiveError(STORE_IS_GONE) from error
-            absent = [ranks[place] for place in places]
-            got = f"nothing from ranks {absent}" if absent else f"{error!s:.300}"
-            raise CollectiveError(f"expected ranks {ranks} to connect in {timeout:g} s, got: {got}") from error
-        group = world.groups[name] = Group(name, ranks, ranks.index(world.rank), pair, timeout, sockets)
-    if world.lookout is None and group.pair is not None:
-        world.lookout = Lookout(world)
-        world.lookout.start()
-        if world.call is not None:
-            world.lookout.interrupts.listen()
+        group = _make_group(state, name, look, run)
+        state.groups[name] = group
+    if state.watcher is None and group.pair is not None:
+        state.watcher = FailureWatcher(state)
+        state.watcher.start()
+        if state.call.name is not None:
+            state.watcher.interrupts.listen()
     return group
 
 
-def read(board: Any, kind: str, names: Iterable[object]) -> str:
+def _make_group(
+    state: RankState,
+    name: str,
+    look: Callable[[], object],
+    run: Callable[[Callable[[], Any]], Any],
+) -> Group:
+    """Connect with the other ranks of an axis; as for `connect_group`."""
+    ranks = dist.get_process_group_ranks(_compat.resolve_process_group(name))
+    timeout = _compat.timeout_of(name)
+    board = dist.PrefixStore(f"{name} of {ranks}", state.board())  # type: ignore[attr-defined]
+    try:
+        pair, sockets = _compat.make_pair(name, board, look, run)
+    except CollectiveError:
+        raise
+    except RuntimeError as error:
+        places = ask_store(lambda: _compat.absent_from_pair(board, len(ranks)))
+        if places is None:
+            raise CollectiveError(STORE_IS_GONE) from error
+        absent = [ranks[place] for place in places]
+        got = f"nothing from ranks {absent}" if absent else f"{error!s:.300}"
+        raise CollectiveError(f"expected ranks {ranks} to connect in {timeout:g} s, got: {got}") from error
+    return Group(name, ranks, ranks.index(state.rank), pair, timeout, sockets)
+
+
+def read_first(board: Any, kind: str, names: Iterable[object]) -> str:
     """Read the first text of a kind that one of some names has; "" if none has."""
-    texts = (board.compare_set(f"{kind}/{name}", "", "").decode() for name in names)
-    return next(filter(None, texts), "")
+    for name in names:
+        text: str = board.compare_set(f"{kind}/{name}", "", "").decode()
+        if text:
+            return text
+    return ""
 
 
-def _noted(world: World, text: str) -> str:
+def _leave_note(state: RankState, text: str) -> str:
     """Leave a note in this rank's groups, and return the one that was there first."""
-    board, groups = world.board(), list(world.groups)
-    first = read(board, "note", groups) or text
+    board = state.board()
+    groups = list(state.groups)
+    first = read_first(board, "note", groups) or text
     for name in groups:
         first = board.compare_set(f"note/{name}", "", first).decode()
     return first
 
 
-def tell(world: World, text: str) -> None:
+def notify_peers(state: RankState, text: str) -> None:
     """Break this rank's groups: leave a note, end the connections, and linger until the others have read it."""
-    board, keys = world.board(), [f"read/{rank}" for rank in world.others]
-    world.broken = answer(lambda: _noted(world, text)) or text
-    cut(world)
-    answer(lambda: board.set(f"read/{world.rank}", "") or board.check(keys), LINGER)
+    board = state.board()
+    keys = [f"read/{rank}" for rank in state.others]
+    state.failure.reason = ask_store(lambda: _leave_note(state, text)) or text
+    cut_connections(state)
+    ask_store(lambda: board.set(f"read/{state.rank}", "") or board.check(keys), LINGER)
 
 
-def cut(world: World) -> set[int]:
+def cut_connections(state: RankState) -> set[int]:
     """End this rank's connections, and return the ranks whose had ended before."""
-    gone = set()
-    for group in list(world.groups.values()):
+    gone = set[int]()
+    for group in list(state.groups.values()):
         if group.pair is not None:
-            gone |= {group.ranks[place] for place in _compat.cut(group.pair, group.own, len(group.ranks))}
-        elif world.wake is not None:
-            world.wake(group.name, world.generation, str(world.broken))
+            places = _compat.cut(group.pair, group.local_rank, len(group.ranks))
+            gone |= {group.ranks[place] for place in places}
+        elif state.simulation is not None:
+            state.simulation.wake(group.name, state.generation, str(state.failure.reason))
     return gone
 
 
-def ended(world: World, issued: Issued, error: BaseException) -> CollectiveError:
-    """Make the error of a collective that could not start or land.
+def fail_collective(state: RankState, issued: Issued, error: BaseException) -> CollectiveError:
+    """Notify the other ranks of a collective that could not start or end, and make the error of this one.
 
     Args:
-        world: This rank's.
+        state: This rank's.
         issued: The collective.
         error: What the backend says.
 
     Returns:
         The error, whose reason is the same on every rank.
     """
-    if world.broken is None:
-        tell(world, str(error) if world.wake is not None else _lost(world, issued, error))
-    return failure(world, issued.step)
+    if state.failure.reason is None:
+        is_simulated = state.simulation is not None
+        notify_peers(state, str(error) if is_simulated else _explain_lost_wait(state, issued, error))
+    return make_error(state, issued.entry)
 
 
-def failure(world: World, step: Link | None = None) -> CollectiveError:
+def make_error(state: RankState, entry: CollectiveEntry | None = None) -> CollectiveError:
     """Make the error of groups that are broken, for a collective that this rank was in, or None."""
-    own = [] if step is None else [f"  rank {world.rank}, this one, was in {step}"]
-    return CollectiveError("\n".join([str(world.broken), *own, f"To fix: {REMEDY}."]))
+    lines = [str(state.failure.reason)]
+    if entry is not None:
+        lines.append(f"  rank {state.rank}, this one, was in {entry}")
+    return CollectiveError("\n".join([*lines, f"To fix: {REMEDY}."]))
 
 
-def _lost(world: World, issued: Issued, error: BaseException) -> str:
+def _explain_lost_wait(state: RankState, issued: Issued, error: BaseException) -> str:
     """Say why a wait ended: by the note of a rank that knows, else which rank is gone or did not come."""
-    board, group, late = world.board(), issued.group, time.monotonic() - issued.since
-    answer(lambda: _positions(world, issued, 0))
-    if note := answer(lambda: read(board, "note", world.groups), GRACE):
+    seconds = time.monotonic() - issued.since
+    # Others may ask where this rank is while it looks for a note.
+    ask_store(lambda: _exchange_positions(state, issued, 0))
+    note: str | None = ask_store(lambda: read_first(state.board(), "note", state.groups), GRACE)
+    if note:
         return note
-    # A wait that lasts too long ends its connection itself.
-    gone = set() if late > 0.95 * group.timeout else cut(world) & {*group.ranks}
-    positions = answer(lambda: _positions(world, issued, len(group.ranks))) or {world.rank: Position.of(world)}
-    behind = _behind(world.rank, positions)
-    # A rank may wait for others itself; it may have gone on since it told where.
-    absent = sorted(gone & behind or {rank for rank in behind if not _behind(rank, positions)} or behind)
+    gone = _find_gone_ranks(state, issued.group, seconds)
+    positions = ask_store(lambda: _exchange_positions(state, issued, len(issued.group.ranks)))
+    if positions is None:
+        positions = {state.rank: Position.of(state)}
+    absent = _find_absent_ranks(state.rank, positions, gone)
     who = " and ".join(f"rank {rank}" for rank in absent)
     if not absent:
-        first = f"rank {world.rank} failed in {issued.step}: {error!s:.{TEXT}}"
+        first = f"rank {state.rank} failed in {issued.entry}: {error!s:.{TEXT_LENGTH}}"
     elif gone:
         first = f"{who} was killed or has ended"
     else:
-        first = f"{who} did not come within {late:.0f} s: it is stopped, hangs or computes"
+        first = f"{who} did not come within {seconds:.0f} s: it is stopped, hangs or computes"
     # A rank that is gone may have told of an earlier wait.
-    told = {rank: position for rank, position in sorted(positions.items()) if position.waits and rank not in gone}
-    where = [f"  rank {rank} {position.at()}" for rank, position in told.items()]
-    return "\n".join([first, *where])
+    waiting = [rank for rank, position in sorted(positions.items()) if position.waits and rank not in gone]
+    return "\n".join([first, *_list_positions(positions, waiting)])
 
 
-def _positions(world: World, issued: Issued, most: int) -> dict[int, Position]:
+def _find_gone_ranks(state: RankState, group: Group, seconds: float) -> set[int]:
+    """Find the ranks of a group whose connections have ended, but not because a wait of some seconds was too long."""
+    if seconds > TIMED_OUT * group.timeout:
+        # A wait that lasts too long ends its connection itself.
+        return set()
+    return cut_connections(state) & {*group.ranks}
+
+
+def _find_absent_ranks(local_rank: int, positions: Positions, gone: set[int]) -> list[int]:
+    """Find the ranks that are to blame for a wait: those that are gone, else those that wait for nobody themselves."""
+    awaited = _awaited_by(local_rank, positions)
+    if gone & awaited:
+        return sorted(gone & awaited)
+    # A rank may have gone on since it told where it waits.
+    return sorted({rank for rank in awaited if not _awaited_by(rank, positions)} or awaited)
+
+
+def _exchange_positions(state: RankState, issued: Issued, limit: int) -> dict[int, Position]:
     """Tell where this rank is, and read where some others are that it waits for, or those wait for."""
-    board, positions = world.board(), {world.rank: Position.of(world)}
-    board.set(f"at/{world.rank}", json.dumps(positions[world.rank]))
-    ranks = [rank for rank in issued.group.ranks if rank != world.rank][:most]
+    board = state.board()
+    positions = {state.rank: Position.of(state)}
+    board.set(f"at/{state.rank}", json.dumps(positions[state.rank]))
+    ranks = [rank for rank in issued.group.ranks if rank != state.rank][:limit]
+    # The list grows by the ranks that those in it wait for.
     for rank in ranks:
-        if text := read(board, "at", [rank]):
+        text = read_first(board, "at", [rank])
+        if text:
             positions[rank] = Position(*json.loads(text))
-        ranks += sorted(_behind(rank, positions) - {world.rank, *ranks})[: most - len(ranks)]
+        more = sorted(_awaited_by(rank, positions) - {state.rank, *ranks})
+        ranks += more[: limit - len(ranks)]
     return positions
 
 
-def wake_waiting(world: World, action: str, has_come: Callable[[int], bool]) -> None:
+def wake_waiting(state: RankState, action: str, has_come: Callable[[int], bool]) -> None:
     """Wake the ranks that wait for this one in a collective which it has not started, and will not start any more.
 
     Ranks that are late only, in a collective that this one has started, are left alone.
 
     Args:
-        world: This rank's, which waits for the others elsewhere.
+        state: This rank's, which waits for the others elsewhere.
         action: What this rank does instead.
         has_come: Tells whether another rank has come to where this one waits.
     """
-    if world.broken is not None or not world.others:
+    if state.failure.reason is not None or not state.others:
         return
-    positions = {world.rank: Position.of(world)} | (answer(lambda: _positions_of_some(world)) or {})
-    behind = [rank for rank in positions if world.rank in _behind(rank, positions)]
+    positions = {state.rank: Position.of(state)} | (ask_store(lambda: _read_some_positions(state)) or {})
+    behind = [rank for rank in positions if state.rank in _awaited_by(rank, positions)]
     # Where a rank waits after it has come here, it is ahead of this one, which has not seen yet that all are here.
     waiting = [rank for rank in sorted(behind) if not has_come(rank)]
     if waiting:
-        first = f"rank {world.rank} {action}, while others wait for it in a collective"
-        tell(world, "\n".join([first, *(f"  rank {rank} {positions[rank].at()}" for rank in waiting)]))
+        first = f"rank {state.rank} {action}, while others wait for it in a collective"
+        notify_peers(state, "\n".join([first, *_list_positions(positions, waiting)]))
 
 
-def _positions_of_some(world: World) -> dict[int, Position]:
+def _read_some_positions(state: RankState) -> dict[int, Position]:
     """Read where some others were when they last told; simulated ranks are threads, and need not tell."""
-    if world.wake is not None:
-        return {peer.rank: Position.of(peer) for peer in list(world.simulated) if peer is not world}
-    board = world.board()
+    if state.simulation is not None:
+        return {peer.rank: Position.of(peer) for peer in list(state.simulation.ranks) if peer is not state}
+    board = state.board()
     # Others each time, as each look asks a few.
-    asked = random.sample(world.others, min(ASKED, len(world.others)))
-    texts = {rank: read(board, "at", [rank]) for rank in asked}
+    asked = random.sample(state.others, min(ASKED, len(state.others)))
+    texts = {rank: read_first(board, "at", [rank]) for rank in asked}
     return {rank: Position(*json.loads(text)) for rank, text in texts.items() if text}
 
 
-def all_fail(world: World, what: str) -> bool:
+def all_fail(state: RankState, place: str) -> bool:
     """Compare with the other ranks whether all fail in the same way, at the same place, in a short time.
 
     Args:
-        world: This rank's.
-        what: The call and the class of the error.
+        state: This rank's.
+        place: The call and the class of the error.
 
     Returns:
         Whether they do.
     """
-    world.failures += 1
-    place = sum(group.trail[-1].number for group in world.groups.values())
-    board, key = world.board(), f"failed/{world.failures}/{what} at {place}"
-    keys = [f"{key}/{rank}" for rank in world.others]
-    answer(lambda: board.set(f"{key}/{world.rank}", ""))
-    return bool(answer(lambda: board.check(keys), ALIKE))
+    state.failure.count += 1
+    started = sum(group.chain.last.number for group in state.groups.values())
+    board = state.board()
+    key = f"failed/{state.failure.count}/{place} at {started}"
+    keys = [f"{key}/{rank}" for rank in state.others]
+    ask_store(lambda: board.set(f"{key}/{state.rank}", ""))
+    return bool(ask_store(lambda: board.check(keys), ALIKE))
 
 
-class Lookout(threading.Thread):
+class FailureWatcher(threading.Thread):
     """Watches one process for as long as its process groups live.
 
     It is a daemon, because a store that hangs would hold up the process's end; `close` ends it before.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, state: RankState) -> None:
         """Begin with a store of its own."""
         super().__init__(name="fshard watcher", daemon=True)
-        self._world, self._over = weakref.ref(world), threading.Event()
+        self._rank_state = weakref.ref(state)
+        self._over = threading.Event()
         self.interrupts = Interrupts()
+        # When the wait began that goes on, and after how many seconds of it the others are polled.
+        self._since = 0.0
+        self._next_poll = 0.0
         # Before process groups are destroyed, as what is registered later runs first.
         atexit.register(self.close)
 
@@ -368,46 +464,64 @@ class Lookout(threading.Thread):
         self._over.set()
         self.join(ANSWER)
         self.interrupts.close()
-        if (world := self._world()) is not None:
-            world.groups.clear()
+        state = self._rank_state()
+        if state is not None:
+            state.groups.clear()
 
     def run(self) -> None:
-        """Look after 0.4 s of waiting in one place, then after 1, 2, 4 and more."""
-        world: World | None = None
-        since = due = 0.0
-        while not self._over.wait(SLICE) and (world := self._world()) is not None:
-            if self.interrupts.has_come(world.waiting):
-                end_wait(world, f"rank {world.rank} failed in {world.call}: KeyboardInterrupt")
-            if (waiting := world.waiting) is not None:
-                if waiting.since != since:
-                    since, due = waiting.since, PATIENCE
-                if time.monotonic() - since >= due:
-                    due = min(2 * due + 0.2, due + SELDOM)
-                    with suppress(Exception):
-                        # Once ranks have been woken, again and again.
-                        due = 0.0 if look(world, waiting) else due
+        """Look at this rank until it is gone."""
+        while not self._over.wait(SLICE):
+            state = self._rank_state()
+            if state is None:
+                break
+            self._look_at(state)
             # Between two looks the groups may go.
-            world = waiting = None
-        if world is None:
-            self.interrupts.close()
+            state = None
+        self.interrupts.close()
+
+    def _look_at(self, state: RankState) -> None:
+        """End a wait if Ctrl-C came; poll the others after 0.4 s in one wait, then after 1, 2, 4 and more."""
+        if self.interrupts.has_come(state.waiting.collective):
+            end_wait(state, f"rank {state.rank} failed in {state.call.name}: KeyboardInterrupt")
+        issued = state.waiting.collective
+        if issued is None:
+            return
+        if issued.since != self._since:
+            self._since = issued.since
+            self._next_poll = PATIENCE
+        if time.monotonic() - self._since < self._next_poll:
+            return
+        self._next_poll = min(2 * self._next_poll + 0.2, self._next_poll + SELDOM)
+        with suppress(Exception):
+            if poll_peers(state, issued):
+                # The main thread may be about to wait on another connection: end them again at the next look.
+                self._next_poll = 0.0
 
 
-def end_wait(world: World, text: str) -> None:
+def end_wait(state: RankState, text: str) -> None:
     """Leave a note, and end this rank's connections, which wakes its main thread."""
     with suppress(Exception):
-        _noted(world, text)
+        _leave_note(state, text)
     with suppress(Exception):
-        cut(world)
+        cut_connections(state)
 
 
-def look(world: World, waiting: Issued) -> bool:
-    """Tell where this rank is, read where others are, and wake it if a rank failed or ranks differ."""
-    found = read(world.board(), "note", [waiting.group.name])
-    if not found:
-        positions = _positions(world, waiting, ASKED)
-        found = difference(positions) or circle(world.rank, positions) or ""
-    if not found or world.waiting is not waiting:
+def poll_peers(state: RankState, issued: Issued) -> bool:
+    """Tell where this rank waits, read where others are, and end the wait if a rank failed or ranks differ.
+
+    Args:
+        state: This rank's.
+        issued: The collective that it waits for.
+
+    Returns:
+        Whether the wait was ended.
+    """
+    reason = read_first(state.board(), "note", [issued.group.name])
+    if not reason:
+        positions = _exchange_positions(state, issued, ASKED)
+        reason = find_difference(positions) or find_circle(state.rank, positions) or ""
+    if not reason or state.waiting.collective is not issued:
         return False
-    _noted(world, found)
-    cut(world)
+    _leave_note(state, reason)
+    cut_connections(state)
     return True

@@ -15,23 +15,24 @@ import torch.distributed as dist
 
 from fshard import _compat
 
-# So many of a group's last collectives are kept for messages of failures, and so many characters of each.
-TRAIL, TEXT = 16, 200
+# The number of a group's last collectives that are kept for messages of failures, and of characters of each.
+KEPT_ENTRIES = 16
+TEXT_LENGTH = 200
 
 
-class Link(NamedTuple):
-    """One collective, a link of its group's chain.
+class CollectiveEntry(NamedTuple):
+    """One collective in the chain of its group.
 
     Attributes:
-        number: How many the group had started with it.
-        chain: A hash of it and of all before.
+        number: How many collectives the group had started with it.
+        chain_hash: A hash of it and of all before it.
         text: Its name, what it carries, for whom, over which axis.
-        sends: For each rank the rows that it is sent; none where all send the same.
+        sends: For each rank the rows that it is sent; none if all ranks send the same.
         receives: For each rank the rows that it sends here.
     """
 
     number: int
-    chain: int
+    chain_hash: int
     text: str
     sends: Sequence[int] = ()
     receives: Sequence[int] = ()
@@ -40,49 +41,68 @@ class Link(NamedTuple):
         return f"{self.text}, sends {self.sends}, awaits {self.receives}" if self.sends else self.text
 
 
-@dataclass(eq=False)
-class Group:
-    """The ranks of an axis.
+class CollectiveChain:
+    """The collectives that a group has started on this rank; `recorder.py` writes it.
 
     Attributes:
-        name: Of the axis's process group, the same on all its ranks.
-        ranks: Their numbers in the whole run.
-        own: This rank's place in `ranks`.
-        pair: The connections that collectives are sent over; None where the backend is not gloo.
-        timeout: Seconds that a rank waits there for another.
-        sockets: Those of the connections.
-        trail: The collectives that have started last.
+        entries: The last ones; the first entry of all is number 0, which no collective has.
     """
 
-    name: str
-    ranks: list[int]
-    own: int
-    pair: Any
-    timeout: float
-    sockets: _compat.Sockets = field(default_factory=dict)
-    trail: deque[Link] = field(default_factory=lambda: deque([Link(0, 0, "")], TRAIL))
+    def __init__(self) -> None:
+        """Begin with no collective."""
+        self.entries = deque([CollectiveEntry(0, 0, "")], KEPT_ENTRIES)
 
-    def enter(self, op: str, hashed: str, text: str, *sizes: Sequence[int]) -> Link:
-        """Note that a collective starts.
+    @property
+    def last(self) -> CollectiveEntry:
+        """The collective that was started last."""
+        return self.entries[-1]
+
+    def record_start(self, op: str, hashed: str, text: str, *sizes: Sequence[int]) -> CollectiveEntry:
+        """Record that a collective starts.
 
         Args:
             op: Its name.
             hashed: All that is the same on every rank.
             text: What it carries, for whom, over which axis.
-            *sizes: The rows for each rank and from each, where ranks may send different ones.
+            *sizes: The rows for each rank and from each, if ranks may send different ones.
 
         Returns:
-            Its link.
+            Its entry.
         """
-        last = self.trail[-1]
-        number, chain = last.number + 1, zlib.crc32(hashed.encode(), last.chain)
-        self.trail.append(Link(number, chain, f"{op} number {number} {text:.{TEXT}}", *sizes))
-        return self.trail[-1]
+        last = self.entries[-1]
+        number = last.number + 1
+        chain_hash = zlib.crc32(hashed.encode(), last.chain_hash)
+        entry = CollectiveEntry(number, chain_hash, f"{op} number {number} {text:.{TEXT_LENGTH}}", *sizes)
+        self.entries.append(entry)
+        return entry
 
 
-def tag_of(step: Link, nbytes: int) -> int:
+@dataclass(eq=False)
+class Group:
+    """The ranks of an axis, and this rank's connections to them.
+
+    Attributes:
+        name: Of the axis's process group, the same on all its ranks.
+        ranks: Their numbers in the whole run.
+        local_rank: This rank's place in `ranks`.
+        pair: The connections that collectives are sent over; None if the backend is not gloo.
+        timeout: Seconds that a rank waits there for another.
+        sockets: Those of the connections.
+        chain: The collectives that have been started.
+    """
+
+    name: str
+    ranks: list[int]
+    local_rank: int
+    pair: Any
+    timeout: float
+    sockets: _compat.Sockets = field(default_factory=dict)
+    chain: CollectiveChain = field(default_factory=CollectiveChain)
+
+
+def tag_of(entry: CollectiveEntry, nbytes: int) -> int:
     """The tag of a message: ranks whose collectives differ, now or before, wait for each other."""
-    return (zlib.crc32(b"%d" % nbytes, step.chain) >> 1) % _compat.CUT
+    return (zlib.crc32(b"%d" % nbytes, entry.chain_hash) >> 1) % _compat.CUT
 
 
 @dataclass(slots=True, eq=False)
@@ -90,57 +110,100 @@ class Issued:
     """One collective under way.
 
     Attributes:
-        collective: The entry of a record; None where nobody was told as it started.
-        world: What this rank knows of the others.
+        collective: The entry of a record; None if nobody watched as it started.
+        state: What this rank knows of the others.
         group: The group of fshard's own.
-        step: Its place there.
+        entry: Its place in the group's chain.
         left: Buffers that have not been waited for.
         since: When this rank began to wait for it last.
     """
 
     collective: Any
-    world: "World"
+    state: "RankState"
     group: Group
-    step: Link
+    entry: CollectiveEntry
     left: int = 0
     since: float = 0.0
 
 
 @dataclass(eq=False)
-class World:
+class RunningCall:
+    """The outermost call of fshard that runs; `agree.py` writes it.
+
+    Attributes:
+        name: Its name; None if none runs, or if all ranks have heard why it ends.
+        has_begun: Whether the message that begins it has been sent.
+    """
+
+    name: str | None = None
+    has_begun: bool = False
+
+
+@dataclass(eq=False)
+class Waiting:
+    """What this rank waits for; `recorder.py` writes it.
+
+    Attributes:
+        collective: The collective that it waits for now, if it does.
+        in_flight: Buffers that have not been waited for, by their ids.
+    """
+
+    collective: Issued | None = None
+    in_flight: weakref.WeakValueDictionary[int, Any] = field(default_factory=weakref.WeakValueDictionary)
+
+
+@dataclass(eq=False)
+class Failure:
+    """What has failed in this generation; `failure.py` and `meeting.py` write it.
+
+    Attributes:
+        reason: The text that all ranks raise, once the groups are broken.
+        count: How many calls have failed on this rank.
+    """
+
+    reason: str | None = None
+    count: int = 0
+
+
+class Simulation(NamedTuple):
+    """The simulated ranks of one process.
+
+    Attributes:
+        wake: Ends the waits of simulated ranks in a group of some generation, with a text.
+        ranks: What each of them knows, this one too.
+    """
+
+    wake: Callable[[str, int, str], None]
+    ranks: Sequence["RankState"]
+
+
+@dataclass(eq=False)
+class RankState:
     """All that a process, or a simulated rank, knows of the others.
 
     Attributes:
         rank: Its number.
         store: By which ranks found each other; what is written there begins with the generation.
-        wake: Ends the waits of simulated ranks in a group of some generation, with a text; None for a process.
-        simulated: What each of the simulated ranks knows, this one too; none for a process.
+        simulation: Of a simulated rank; None for a process.
         generation: How often groups have been made anew.
-        broken: The error that broke the groups of this generation, on every rank that heard of it.
         groups: By the name of the axis's process group.
-        waiting: The collective that this rank waits for.
-        call: The outermost call of fshard that runs.
-        begun: Whether the message that begins it has been sent.
-        flying: Buffers that have not been waited for.
-        failures: How many calls have failed on this rank.
+        call: The outermost call that runs.
+        waiting: What it waits for.
+        failure: What has failed.
         compared: The structures of the states whose steps ranks have compared in this generation.
-        lookout: The thread that watches it.
+        watcher: The thread that watches it.
     """
 
     rank: int
     store: Any
-    wake: Callable[[str, int, str], None] | None = None
-    simulated: Sequence["World"] = ()
+    simulation: Simulation | None = None
     generation: int = 0
-    broken: str | None = None
     groups: dict[str, Group] = field(default_factory=dict)
-    waiting: Issued | None = None
-    call: str | None = None
-    begun: bool = False
-    flying: weakref.WeakValueDictionary[int, Any] = field(default_factory=weakref.WeakValueDictionary)
-    failures: int = 0
+    call: RunningCall = field(default_factory=RunningCall)
+    waiting: Waiting = field(default_factory=Waiting)
+    failure: Failure = field(default_factory=Failure)
     compared: set[Any] = field(default_factory=set)
-    lookout: Any = None
+    watcher: Any = None
 
     def board(self) -> Any:
         """The part of the store for this generation."""
@@ -152,13 +215,14 @@ class World:
         return sorted({rank for group in self.groups.values() for rank in group.ranks} - {self.rank})
 
     def renew(self, generation: int) -> None:
-        """Forget all groups and the error that broke them; they are made anew when they are asked for."""
-        self.generation, self.broken, self.failures = generation, None, 0
+        """Forget all groups and the failure that broke them; groups are made anew when they are asked for."""
+        self.generation = generation
+        self.failure = Failure()
         self.groups.clear()
         self.compared.clear()
 
 
-class _Memory(weakref.WeakKeyDictionary[Any, World]):
+class _Memory(weakref.WeakKeyDictionary[Any, RankState]):
     """What is remembered between calls, for as long as torch.distributed runs."""
 
 
@@ -171,27 +235,29 @@ def _leave_to_parent() -> None:
     Other ranks find out that a rank was killed by the end of its connections, which end when no process has them any
     more. The groups stay, because gloo would wait in their destructors for threads that a forked child does not have.
     """
-    for own in list(_MEMORY.values()):
-        groups = [group for group in own.groups.values() if group.pair is not None]
-        if groups:
-            pairs = [group.pair for group in groups]
-            _compat.keep_for_good([*pairs, *_compat.torch_groups(), own.store])
-            sockets = [item for group in groups for item in group.sockets.items()]
-            _compat.leave_to_parent(dict(sockets), own.store)
-            own.broken = f"this process was forked from rank {own.rank}, which alone has its connections"
+    for state in list(_MEMORY.values()):
+        groups = [group for group in state.groups.values() if group.pair is not None]
+        if not groups:
+            continue
+        pairs = [group.pair for group in groups]
+        _compat.keep_for_good([*pairs, *_compat.torch_groups(), state.store])
+        sockets = [item for group in groups for item in group.sockets.items()]
+        _compat.leave_to_parent(dict(sockets), state.store)
+        state.failure.reason = f"this process was forked from rank {state.rank}, which alone has its connections"
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-def rank_state() -> World:
+def rank_state() -> RankState:
     """Find what this rank knows of the others."""
     default = dist.group.WORLD
     assert default is not None
-    found = _MEMORY.get(default)
-    if found is None:
-        found = _MEMORY[default] = World(dist.get_rank(), _compat.default_store())
-    return found
+    state = _MEMORY.get(default)
+    if state is None:
+        state = RankState(dist.get_rank(), _compat.default_store())
+        _MEMORY[default] = state
+    return state
 
 
 def has_renewed() -> bool:

@@ -15,8 +15,8 @@ from typing import Any, Self, TypeVar
 import torch.distributed as dist
 
 from fshard import _compat
-from fshard.comm.failure import ASKED, GRACE, LINGER, RESTART, STORE_IS_GONE, CollectiveError, answer, read
-from fshard.comm.groups import World
+from fshard.comm.failure import ASKED, GRACE, LINGER, RESTART, STORE_IS_GONE, CollectiveError, ask_store, read_first
+from fshard.comm.groups import RankState
 from fshard.comm.processes import Process, has_ended, this_process
 from fshard.errors import text_of
 
@@ -32,16 +32,18 @@ class Meeting:
         size: How many ranks there are.
         name: The same on all ranks, and another for each meeting.
         seconds: How long a rank waits for another.
-        world: What this rank knows of the others; None before torch.distributed runs.
+        state: What this rank knows of the others; None before torch.distributed runs.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, name: str, seconds: float, world: World | None = None) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, name: str, seconds: float, state: RankState | None = None
+    ) -> None:
         self.rank = rank
         self.others = [other for other in range(size) if other != rank]
         self.seconds = seconds
         # None where there are no others.
         self.board: Any = store and dist.PrefixStore(f"fshard/meeting {name}", store)  # type: ignore[attr-defined]
-        self.world = world
+        self.state = state
         # The processes of other ranks, as far as this one has read which they are.
         self.processes: dict[int, Process] = {}
         # Whether ranks have begun to make groups, which are of no use if one of them fails.
@@ -60,11 +62,11 @@ class Meeting:
             return
         text = text_of(error) if isinstance(error, CollectiveError) else self._failure(error)
         reason = self._note(text)
-        if self.world is not None and self.makes_groups:
-            self.world.broken = self.world.broken or reason
+        if self.state is not None and self.makes_groups:
+            self.state.failure.reason = self.state.failure.reason or reason
         keys = [f"read/{rank}" for rank in self.others]
         # The store may go with this rank.
-        answer(lambda: self.board.set(f"read/{self.rank}", "") or self.board.check(keys), LINGER)
+        ask_store(lambda: self.board.set(f"read/{self.rank}", "") or self.board.check(keys), LINGER)
 
     @contextmanager
     def naming_the_store(self) -> Iterator[None]:
@@ -91,7 +93,7 @@ class Meeting:
         """
         if not self.others:
             return
-        reason = answer(self._reason if processes else self._noted)
+        reason = ask_store(self._reason if processes else self._noted)
         # The store may have gone with the rank that held it.
         if reason is None:
             reason = self._ended()
@@ -110,7 +112,7 @@ class Meeting:
         except CollectiveError:
             raise
         except RuntimeError as error:
-            present = answer(lambda: [rank for rank in self.others if self.board.check([f"here/{rank}"])])
+            present = ask_store(lambda: [rank for rank in self.others if self.board.check([f"here/{rank}"])])
             if present is None:
                 raise CollectiveError(self._ended() or STORE_IS_GONE) from error
             absent = [rank for rank in self.others if rank not in present]
@@ -135,7 +137,7 @@ class Meeting:
             if isinstance(error, CollectiveError):
                 raise
             late = time.monotonic() - begin
-            reason = answer(self._reason, GRACE)
+            reason = ask_store(self._reason, GRACE)
             if reason is None:
                 # The store has gone with the rank that held it.
                 reason = self._ended() or STORE_IS_GONE
@@ -157,7 +159,7 @@ class Meeting:
             return note
         unknown = [rank for rank in self.others if rank not in self.processes]
         for rank in random.sample(unknown, min(ASKED, len(unknown))):
-            if text := read(self.board, "process", [rank]):
+            if text := read_first(self.board, "process", [rank]):
                 self.processes[rank] = Process(*json.loads(text))
         reason = self._ended()
         return self._note(reason) if reason else ""
@@ -173,7 +175,7 @@ class Meeting:
 
     def _note(self, text: str) -> str:
         """Leave a note, and return the first one that is there."""
-        return answer(lambda: self.board.compare_set("note", "", text).decode()) or text
+        return ask_store(lambda: self.board.compare_set("note", "", text).decode()) or text
 
 
 def absent_ranks(absent: Sequence[int], size: int) -> CollectiveError:

@@ -20,7 +20,7 @@ import torch
 from fshard import _compat
 from fshard.comm import recorder
 from fshard.comm.events import Collective
-from fshard.comm.groups import Group, Link, tag_of
+from fshard.comm.groups import CollectiveEntry, Group, tag_of
 
 Tensors = list[torch.Tensor]
 # Of an all-to-all the rows for each rank and from each; of others none.
@@ -49,9 +49,9 @@ def _shapes(op: str, tensors: Tensors, size: int, direct: bool, sizes: Sizes) ->
     return [(rows, *tensor.shape[op in ("reduce_scatter", "all_to_all") :]) for tensor in tensors]
 
 
-def _direct(op: str, tensors: Tensors, size: int, sizes: Sizes, step: Link, group: Group) -> Tensors:
+def _direct(op: str, tensors: Tensors, size: int, sizes: Sizes, entry: CollectiveEntry, group: Group) -> Tensors:
     """Exchange rows with all ranks, straight into buffers, of which those of sums have none for this rank."""
-    local_rank = group.own
+    local_rank = group.local_rank
     buffers = []
     with _compat.below_autograd():
         for tensor, shape in zip(tensors, _shapes(op, tensors, size, True, sizes), strict=True):
@@ -72,7 +72,7 @@ def _direct(op: str, tensors: Tensors, size: int, sizes: Sizes, step: Link, grou
                 into.insert(local_rank, landing)
             sent = {rank: _bytes(row.contiguous()) for rank, row in enumerate(rows) if rank != local_rank}
             awaited = {rank: _bytes(row) for rank, row in enumerate(into) if rank != local_rank}
-            for work in _compat.start_swap(group.pair, group.name, sent, awaited, partial(tag_of, step)):
+            for work in _compat.start_swap(group.pair, group.name, sent, awaited, partial(tag_of, entry)):
                 _compat.register_work(buffer, work)
             # Else a thread of gloo is the last to hold these tensors. It asks for the interpreter to free them, and
             # where that is on its way out, as right after a program's last collective, the process aborts.
@@ -85,7 +85,7 @@ def _direct(op: str, tensors: Tensors, size: int, sizes: Sizes, step: Link, grou
 
 def wait(buffer: torch.Tensor) -> torch.Tensor:
     """Wait for a buffer in flight, and for the backend to let go of the tensors that it worked on."""
-    landed = recorder.landed(buffer)
+    landed = recorder.finish(buffer)
     under_way = buffer.__dict__.pop("under_way", ())
     for _ in range(LETTING_GO):
         if not any(map(_compat.is_held_elsewhere, under_way)):
@@ -99,7 +99,7 @@ def wait(buffer: torch.Tensor) -> torch.Tensor:
     return landed
 
 
-def _by_backend(op: str, tensors: Tensors, size: int, sizes: Sizes, _: Link, group: Group) -> Tensors:
+def _by_backend(op: str, tensors: Tensors, size: int, sizes: Sizes, _: CollectiveEntry, group: Group) -> Tensors:
     """Start the backend's own collectives, fused for each dtype, as sums of different ones are not fused."""
     sources = [tensor.contiguous() for tensor in tensors]
     if op in ("all_gather", "all_to_all"):
@@ -128,7 +128,7 @@ def _collective(name: str, sizes: str = "") -> Any:
     def run(tensors: Tensors, *about: Any) -> Tensors:
         *sizes, direct, axis, size, group, label = about
         start = partial(_direct if direct else _by_backend, name, tensors, size, sizes)
-        return recorder.started(name, start, tensors, (axis, size, group, label), *sizes)
+        return recorder.start(name, start, tensors, (axis, size, group, label), *sizes)
 
     def fake(tensors: Tensors, *about: Any) -> Tensors:
         *sizes, direct, _, size, _, _ = about

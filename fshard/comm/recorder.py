@@ -11,11 +11,10 @@ import torch.distributed as dist
 
 from fshard import _compat
 from fshard.comm.events import Collective, Record, Shapes, Whose, decoded, described
-from fshard.comm.failure import connected, ended, failure
-from fshard.comm.groups import Group, Issued, Link, rank_state
+from fshard.comm.failure import connect_group, fail_collective, make_error
+from fshard.comm.groups import CollectiveEntry, Group, Issued, rank_state
 
 Tensors = list[torch.Tensor]
-
 
 # Under which this thread, and those that run its backward passes, find the watchers.
 KEY = "fshard watchers"
@@ -26,15 +25,19 @@ def watchers() -> Sequence[Any]:
     return _compat.thread_object(KEY) or ()
 
 
-def _tell(watchers: Sequence[Any], moment: str, *args: Any) -> None:
+def _notify_watchers(watchers: Sequence[Any], moment: str, *args: Any) -> None:
     """Call the method of a name of all that have it."""
     for watcher in watchers:
         if method := getattr(watcher, moment, None):
             method(*args)
 
 
-def started(
-    op: str, kernel: Callable[[Link, Group], Tensors], tensors: Tensors, whose: Whose, *sizes: Sequence[int]
+def start(
+    op: str,
+    kernel: Callable[[CollectiveEntry, Group], Tensors],
+    tensors: Tensors,
+    whose: Whose,
+    *sizes: Sequence[int],
 ) -> Tensors:
     """Start a collective; its buffers lead to what the flight recorder has of it.
 
@@ -51,37 +54,40 @@ def started(
     Raises:
         CollectiveError: if it cannot start, or the group is broken.
     """
-    watching, own, (axis, _, name, label) = watchers(), rank_state(), whose
-    if own.broken is not None:
-        raise failure(own)
-    group = connected(own, name)
+    axis, _, name, label = whose
+    state = rank_state()
+    if state.failure.reason is not None:
+        raise make_error(state)
+    group = connect_group(state, name)
     shapes = tuple((tensor.dtype, tensor.shape[len(sizes) > 0 :]) for tensor in tensors)
     hashed, text = _texts(op, axis, label, shapes)
-    text = f"{text} in {own.call}" if own.call is not None else text
-    step = group.enter(op, hashed, text, *sizes)
-    entry = Collective.of(op, tensors, sizes, whose) if watching else None
-    issued = Issued(entry, own, group, step)
-    _tell(watching, "starts", issued, tensors)
+    if state.call.name is not None:
+        text = f"{text} in {state.call.name}"
+    entry = group.chain.record_start(op, hashed, text, *sizes)
+    watching = watchers()
+    issued = Issued(Collective.of(op, tensors, sizes, whose) if watching else None, state, group, entry)
+    _notify_watchers(watching, "starts", issued, tensors)
     # Other errors are not of the connections, and pass through.
-    buffers: Tensors = _waiting(issued, dist.DistError, lambda: kernel(step, group))
+    buffers: Tensors = _run_waiting(issued, dist.DistError, lambda: kernel(entry, group))
     issued.left = len(buffers)
     for buffer in buffers:
         buffer.__dict__["issued"] = issued
-        own.flying[id(buffer)] = buffer
-    _tell(watching, "started", issued)
+        state.waiting.in_flight[id(buffer)] = buffer
+    _notify_watchers(watching, "started", issued)
     return buffers
 
 
-def _waiting(issued: Issued, kind: type[Exception], run: Callable[[], Any]) -> Any:
+def _run_waiting(issued: Issued, kind: type[Exception], run: Callable[[], Any]) -> Any:
     """Run what may wait for other ranks, and say why where it fails."""
-    own = issued.world
-    own.waiting, issued.since = issued, time.monotonic()
+    waiting = issued.state.waiting
+    waiting.collective = issued
+    issued.since = time.monotonic()
     try:
         return run()
     except kind as error:
-        raise ended(own, issued, error) from error
+        raise fail_collective(issued.state, issued, error) from error
     finally:
-        own.waiting = None
+        waiting.collective = None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -94,11 +100,11 @@ def _texts(op: str, axis: str, label: str, shapes: Shapes) -> tuple[str, str]:
     return f"{op} over {axis}: {who}: {about.parts} {shapes}\n", f"({about.verb}{unit}) over {axis!r} of {shown}"
 
 
-def landed(buffer: torch.Tensor) -> torch.Tensor:
+def finish(buffer: torch.Tensor) -> torch.Tensor:
     """Wait for a buffer in flight.
 
     Args:
-        buffer: From `started`, or from a trace, which starts nothing.
+        buffer: From `start`, or from a trace, which starts nothing.
 
     Returns:
         The buffer, landed.
@@ -110,12 +116,12 @@ def landed(buffer: torch.Tensor) -> torch.Tensor:
     if issued is None:
         return _compat.WAIT_TENSOR(buffer)
     watching = watchers()
-    issued.world.flying.pop(id(buffer), None)
-    _tell(watching, "waits", issued)
-    out: torch.Tensor = _waiting(issued, RuntimeError, lambda: _compat.WAIT_TENSOR(buffer))
+    issued.state.waiting.in_flight.pop(id(buffer), None)
+    _notify_watchers(watching, "waits", issued)
+    result: torch.Tensor = _run_waiting(issued, RuntimeError, lambda: _compat.WAIT_TENSOR(buffer))
     issued.left -= 1
-    _tell(watching, "landed", issued)
-    return out
+    _notify_watchers(watching, "landed", issued)
+    return result
 
 
 @contextmanager

@@ -81,22 +81,27 @@ class _Call(NamedTuple):
 
     Attributes:
         collective: The collective.
-        world: What the rank knows of the others, where it is in a collective of fshard's.
+        state: What the rank knows of the others, where it is in a collective of fshard's.
         reply: Gets None when the data is in place, else the error that the rank is to raise.
     """
 
     collective: ThreadedCollective
-    world: comm.World | None
+    state: comm.RankState | None
     reply: queue.SimpleQueue[BaseException | None]
 
     @property
     def key(self) -> tuple[str, int]:
         """The group, and how often it has been made anew; -1 for collectives that are not fshard's."""
-        return self.collective.group, self.world.generation if self.world else -1
+        return self.collective.group, self.state.generation if self.state else -1
+
+    @property
+    def entry(self) -> comm.CollectiveEntry | None:
+        """The entry of the collective in the chain of its group, if it is fshard's."""
+        issued = self.state.waiting.collective if self.state else None
+        return issued.entry if issued else None
 
     def __str__(self) -> str:
-        step = self.world.waiting.step if self.world and self.world.waiting else None
-        return f"waits in {step or self.collective.kind}"
+        return f"waits in {self.entry or self.collective.kind}"
 
 
 def _wait_for(threads: list[threading.Thread]) -> None:
@@ -118,7 +123,7 @@ class _Simulation:
         self.inbox: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
         self.broken: dict[tuple[str, int], str] = {}
         # What each rank knows of the others.
-        self.worlds: list[comm.World] = []
+        self.states: list[comm.RankState] = []
         self.waiting: dict[int, _Call] = {}
         # The value of a rank's program, or its error.
         self.ended: dict[int, tuple[Any, BaseException | None]] = {}
@@ -139,9 +144,9 @@ class _Simulation:
         try:
             limit = timedelta(seconds=self.timeout)
             dist.init_process_group("threaded", rank=rank, world_size=len(self.threads), store=store, timeout=limit)
-            own = comm.rank_state()
-            own.wake, own.simulated = wake, self.worlds
-            self.worlds.append(own)
+            state = comm.rank_state()
+            state.simulation = comm.Simulation(wake, self.states)
+            self.states.append(state)
             try:
                 value = f()
             finally:
@@ -154,8 +159,9 @@ class _Simulation:
 
     def join(self, collective: ThreadedCollective) -> None:
         """Wait for a collective, on the thread of a rank that called it."""
-        world = comm.rank_state() if dist.is_initialized() else None
-        call = _Call(collective, world if world and world.waiting else None, queue.SimpleQueue())
+        state = comm.rank_state() if dist.is_initialized() else None
+        is_of_fshard = state is not None and state.waiting.collective is not None
+        call = _Call(collective, state if is_of_fshard else None, queue.SimpleQueue())
         self.inbox.put(partial(self._call, self.threads.index(threading.current_thread()), call))
         if error := call.reply.get():
             raise error
@@ -209,10 +215,10 @@ class _Simulation:
         calls = {rank: call for rank, call in calls.items() if call.collective.group == collective.group}
         if len(calls) < len(collective.ranks):
             return
-        steps = {rank: call.world.waiting.step for rank, call in calls.items() if call.world and call.world.waiting}
+        entries = {rank: call.entry for rank, call in calls.items() if call.entry}
         kinds = {call.collective.kind for call in calls.values()}
-        if len(steps) == len(calls):
-            found = comm.unequal(steps, collective.ranks)
+        if len(entries) == len(calls):
+            found = comm.describe_difference(entries, collective.ranks)
         else:
             found = None if len(kinds) == 1 else f"ranks call different collectives at once: {', '.join(sorted(kinds))}"
         try:

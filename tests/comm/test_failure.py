@@ -11,7 +11,7 @@ import torch.distributed as dist
 import fshard as fs
 from fshard import comm
 from fshard.comm import failure
-from fshard.comm.groups import Link, World
+from fshard.comm.groups import CollectiveEntry, RankState
 from tests.comm.steps import make_step
 
 REMEDY = (
@@ -58,16 +58,16 @@ def test_a_store_that_does_not_answer_holds_nobody_up():
     def gone():
         raise dist.DistNetworkError("gone")
 
-    assert failure.answer(threading.Event().wait) is None
-    assert failure.answer(gone, 5.0) is None
-    assert failure.answer(lambda: "note", 5.0) == "note"
+    assert failure.ask_store(threading.Event().wait) is None
+    assert failure.ask_store(gone, 5.0) is None
+    assert failure.ask_store(lambda: "note", 5.0) == "note"
 
 
 def test_a_watcher_that_ends_before_its_first_look_ends_well(monkeypatch):
     """As in a program that is over at once."""
     errors = []
     monkeypatch.setattr(threading, "excepthook", errors.append)
-    watcher = failure.Lookout(World(0, dist.HashStore()))
+    watcher = failure.FailureWatcher(RankState(0, dist.HashStore()))
     watcher.start()
     watcher.close()
     assert not watcher.is_alive()
@@ -76,7 +76,10 @@ def test_a_watcher_that_ends_before_its_first_look_ends_well(monkeypatch):
 
 def position(waits=None, **numbers):
     """A rank of two groups that has started some collectives in each, all alike, and may wait in the last of one."""
-    trails = {name: [Link(n, n, f"psum {n} in {name}") for n in range(number + 1)] for name, number in numbers.items()}
+    trails = {
+        name: [CollectiveEntry(n, n, f"psum {n} in {name}") for n in range(number + 1)]
+        for name, number in numbers.items()
+    }
     groups = {name: ([0, 1, 2], trail) for name, trail in trails.items()}
     return comm.Position(waits and (waits, trails[waits][-1]), groups)
 
@@ -96,8 +99,8 @@ def test_circles_are_found_and_nothing_else():
     for table, expected in CIRCLES:
         positions = {rank: position(waits, a=a, b=b) for rank, (waits, a, b) in enumerate(table)}
         # Ranks tell each other in JSON.
-        told = {rank: comm.Position(*json.loads(json.dumps(each))) for rank, each in positions.items()}
-        found = failure.circle(0, told)
+        heard = {rank: comm.Position(*json.loads(json.dumps(each))) for rank, each in positions.items()}
+        found = failure.find_circle(0, heard)
         if found is not None:
             first, *lines = found.splitlines()
             assert first == "ranks wait for each other in different collectives"

@@ -8,7 +8,7 @@ import torch
 
 import fshard as fs
 from fshard import comm
-from fshard.comm.groups import World
+from fshard.comm.groups import RankState
 from tests.ranks import my_rank, on_ranks
 from tests.test_guide import ROOT, dead_links, tables
 from tests.trees import one_axis
@@ -36,9 +36,9 @@ def test_every_function_is_there():
 
 
 def test_every_field_has_its_writer():
-    (heading,) = [heading for heading in TABLES if heading == "field of World"]
+    (heading,) = [heading for heading in TABLES if heading == "field of RankState"]
     named = {name for row in TABLES[heading] for name in row[0].split(", ") if "." not in name}
-    assert named == {field.name for field in dataclasses.fields(World)}
+    assert named == {field.name for field in dataclasses.fields(RankState)}
 
 
 def pattern_of(key: str) -> re.Pattern[str]:

@@ -278,8 +278,8 @@ FAULTS = (
     Fault(
         "rank-waits-for-those-that-have-come",
         "fshard/comm/failure.py",
-        "return {r for r in position.groups[name][0] if started.get(r, 0) < number}",
-        "return {r for r in position.groups[name][0] if started.get(r, 0) <= number}",
+        "return {other for other in ranks if started.get(other, 0) < number}",
+        "return {other for other in ranks if started.get(other, 0) <= number}",
         "10: ranks that wait for a late one are not told that they wait for each other",
     ),
     Fault(
@@ -292,8 +292,8 @@ FAULTS = (
     Fault(
         "rank-in-init-mesh-wakes-those-that-wait-for-others",
         "fshard/comm/failure.py",
-        "behind = [rank for rank in positions if world.rank in _behind(rank, positions)]",
-        "behind = [rank for rank in positions if _behind(rank, positions)]",
+        "behind = [rank for rank in positions if state.rank in _awaited_by(rank, positions)]",
+        "behind = [rank for rank in positions if _awaited_by(rank, positions)]",
         "10: a rank that waits for a late one is not woken",
     ),
     Fault(
@@ -313,15 +313,15 @@ FAULTS = (
     Fault(
         "forked-child-keeps-the-connections-of-its-parent",
         "fshard/comm/groups.py",
-        "_compat.leave_to_parent(dict(sockets), own.store)",
-        "_compat.leave_to_parent({}, own.store)",
+        "_compat.leave_to_parent(dict(sockets), state.store)",
+        "_compat.leave_to_parent({}, state.store)",
         "10: a rank that is killed is named while a child that it forked lives",
     ),
     Fault(
         "forked-child-takes-its-parents-groups-apart",
         "fshard/comm/groups.py",
-        "_compat.keep_for_good([*pairs, *_compat.torch_groups(), own.store])",
-        "_compat.keep_for_good([*pairs, own.store])",
+        "_compat.keep_for_good([*pairs, *_compat.torch_groups(), state.store])",
+        "_compat.keep_for_good([*pairs, state.store])",
         "10: a forked child ends as other programs do",
     ),
     Fault(
