@@ -18,7 +18,16 @@ from fshard.comm.collective import (
     start_reduce_scatter,
     supports_cpu_messages,
 )
-from fshard.comm.events import Collective, Label, Record, Verb, annotate_collectives, decoded, described, setting
+from fshard.comm.events import (
+    Collective,
+    Label,
+    Record,
+    Verb,
+    annotate_collectives,
+    decode_label,
+    describe_tensors,
+    setting,
+)
 from fshard.comm.failure import CollectiveError, Position, connect_group, describe_difference, wake_waiting
 from fshard.comm.groups import CollectiveEntry, Issued, RankState, Simulation, has_renewed, rank_state
 from fshard.comm.meeting import Meeting, absent_ranks

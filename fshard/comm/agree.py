@@ -19,7 +19,7 @@ import torch.distributed as dist
 from fshard import _compat
 from fshard.comm import ops
 from fshard.comm.collective import Caller, all_gather, rank, supports_cpu_messages
-from fshard.comm.events import Label, Verb, labelled
+from fshard.comm.events import Label, Verb, make_label
 from fshard.comm.failure import CollectiveError, all_fail, ask_store, notify_peers
 from fshard.comm.groups import RankState, rank_state
 from fshard.errors import Problem, leaf_error, text_of
@@ -115,7 +115,7 @@ def disagreement(entries: Mapping[str, str], axes: Sequence[Axis], label: Caller
         None where all ranks agree, else the first entry that differs; the same on every rank, which then ends the call
         that runs.
     """
-    return _differing(dict.fromkeys(axes, json.dumps(dict(entries))), labelled(label))[1]
+    return _differing(dict.fromkeys(axes, json.dumps(dict(entries))), make_label(label))[1]
 
 
 def _differing(facts: Mapping[Axis, str], label: Label, failed: str = "") -> tuple[list[str], Problem | None]:

@@ -9,7 +9,7 @@ import torch
 
 from fshard import _compat
 from fshard.comm import ops
-from fshard.comm.events import Label, encoded, labelled
+from fshard.comm.events import Label, encode_label, make_label
 from fshard.tree import Axis
 
 # A tensor smaller than this travels in one buffer with the other small ones of its dtype: below it latency costs more
@@ -104,7 +104,7 @@ def _start(
     is_sum = sum_in_tree is not None
     direct = sum_in_tree or is_direct(axis, tensors[0].device)
     local_rank = rank(axis)
-    label = labelled(label, tensors, row_dims)
+    label = make_label(label, tensors, row_dims)
 
     row_shapes = [tensor.shape[row_dims:] for tensor in tensors]
     row_numels = list(map(torch.Size.numel, row_shapes))
@@ -113,7 +113,7 @@ def _start(
     max_packed_bytes = PACK_BYTES if is_full else PACK_BYTES / axis.size
     buckets = _bucket_small_tensors(tensors, row_numels, max_packed_bytes if direct else 0)
     sources = [_pack(tensors, bucket, row_numels, row_dims) for bucket in buckets]
-    buffers = op(sources, direct, axis.name, axis.size, axis.group_name, encoded(label))
+    buffers = op(sources, direct, axis.name, axis.size, axis.group_name, encode_label(label))
 
     def finish() -> Results:
         results: dict[int, torch.Tensor] = {}
@@ -257,7 +257,7 @@ def start_all_reduce(tensors: Tensors, axis: Axis, label: Caller, tree: bool = F
         return lambda: list(tensors)
     if _is_one_exchange(tensors, axis) or not (tree or is_direct(axis, tensors[0].device)):
         return _start(ops.all_reduce, tensors, axis, label, sum_in_tree=tree)
-    label = labelled(label, tensors)
+    label = make_label(label, tensors)
     rows = [_split_into_rows(tensor, axis.size) for tensor in tensors]
     finish_rows = start_reduce_scatter(rows, axis, label, tree)
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fshard import _compat
-from fshard.comm.events import Collective, Record, Shapes, Whose, decoded, described
+from fshard.comm.events import Collective, Record, Shapes, Whose, decode_label, describe_tensors
 from fshard.comm.failure import connect_group, fail_collective, make_error
 from fshard.comm.groups import CollectiveEntry, Group, Issued, rank_state
 
@@ -93,10 +93,10 @@ def _run_waiting(issued: Issued, kind: type[Exception], run: Callable[[], Any]) 
 @functools.lru_cache(maxsize=1024)
 def _texts(op: str, axis: str, label: str, shapes: Shapes) -> tuple[str, str]:
     """Write a collective for the chain, and for messages."""
-    about = decoded(label)
+    about = decode_label(label)
     # Ranks that begin different calls hear of it by the message itself.
     who = "compare" if about.is_comparison else f"{about.verb} {about.units or about.leaves}"
-    unit, shown = f" of {about.unit}" if about.unit else "", about.parts or described(shapes)
+    unit, shown = f" of {about.unit}" if about.unit else "", about.parts or describe_tensors(shapes)
     return f"{op} over {axis}: {who}: {about.parts} {shapes}\n", f"({about.verb}{unit}) over {axis!r} of {shown}"
 
 

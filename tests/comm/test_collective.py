@@ -12,7 +12,7 @@ import fshard as fs
 from fshard import comm
 from fshard.comm import Label, Verb, collective
 from fshard.comm.collective import EXCHANGE_BYTES, PACK_BYTES
-from fshard.comm.events import WIDTH, encoded
+from fshard.comm.events import WIDTH, encode_label
 from fshard.rounding import tolerance
 from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, one_axis
@@ -173,7 +173,7 @@ LABELS = [
 
 def test_labels():
     for label, unit, text in LABELS:
-        assert comm.decoded(encoded(label)) == label
+        assert comm.decode_label(encode_label(label)) == label
         assert (label.unit, str(label)) == (unit, text)
 
 
