@@ -65,7 +65,7 @@ def whole(tx: fs.Optimizer) -> fs.Optimizer:
         # One leaf at a time is whole, on every rank, because a state may start from its values.
         (full,) = fs.unshard([leaf])
         made = flatten(tx.init({"leaf": full}))
-        return made.unflatten([_cut(value, leaf) for value in made.leaves])
+        return made.unflatten([_take_local_piece(value, leaf) for value in made.leaves])
 
     def update(grads: Any, state: WholeState, params: Any) -> tuple[Any, WholeState]:
         flat = flatten(params)
@@ -115,7 +115,7 @@ def _route(leaf: Any) -> tuple[fs.Axis, ...]:
     return tuple(axis for dim in dims for axis in reversed(leaf.spec.split_axes(dim)) if axis.size > 1)
 
 
-def _cut(value: Any, leaf: Any) -> Any:
+def _take_local_piece(value: Any, leaf: Any) -> Any:
     """Cut this rank's piece of a part of a leaf's state: as the leaf is split where it is like it, else along dim 0."""
     axes = _route(leaf)
     if not axes or not isinstance(value, torch.Tensor) or not value.dim():
@@ -157,7 +157,7 @@ def _step_at_owners(tx: fs.Optimizer, axes: Sequence[fs.Axis], rows: Sequence[Ro
     ]
 
     there = [[grad.local, *(value.local for value in row)] for (grad, _, _), row in zip(rows, shards, strict=True)]
-    exchanged = partial(_exchanged, axis=axis, device=device)
+    exchanged = partial(_exchange, axis=axis, device=device)
     received = exchanged(
         [[t for m in some for t in there[m]] for some in owned], [[t for m in mine for t in there[m]]] * axis.size
     )
@@ -180,7 +180,7 @@ def _step_at_owners(tx: fs.Optimizer, axes: Sequence[fs.Axis], rows: Sequence[Ro
     kinds = [[torch.as_tensor(value) for m in some for value in numbers[m]] for some in owned]
     # Numbers that optimizers keep on the processor travel with the leaves where accelerators alone can send.
     on_host = supports_cpu_messages(axis) and all(value.is_cpu for row in kinds for value in row)
-    told = _exchanged([counted] * axis.size, kinds, axis, torch.device("cpu") if on_host else device)
+    told = _exchange([counted] * axis.size, kinds, axis, torch.device("cpu") if on_host else device)
     stepped, known = [iter(row) for row in back], [iter(row) for row in told]
 
     def after_of(old: Any, owner: int) -> Any:
@@ -203,7 +203,7 @@ def _device_of(leaf: fs.Sharded) -> torch.device:
     return storage.compute_device if storage else leaf.local.device
 
 
-def _exchanged(send: Lists, receive: Lists, axis: fs.Axis, device: torch.device) -> Lists:
+def _exchange(send: Lists, receive: Lists, axis: fs.Axis, device: torch.device) -> Lists:
     """Send each rank tensors of any dtypes, as bytes by way of a device, and wait for those that are like `receive`."""
     away, here = ([sum(tensor.nbytes for tensor in row) for row in rows] for rows in (send, receive))
     kept = next((tensor.device for row in (*send, *receive) for tensor in row), device)
