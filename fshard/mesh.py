@@ -239,7 +239,7 @@ def _make_groups(ranks: torch.Tensor, limit: timedelta, meeting: Meeting) -> lis
         groups.append(meeting.run(partial(_compat.group_of_row, rows, limit)))
     for group in groups:
         if group.size() > 1:
-            connect_group(state, group.group_name, meeting.look, meeting.run)
+            connect_group(state, group.group_name, meeting.check_others, meeting.run)
     return groups
 
 
@@ -260,7 +260,7 @@ def _compare(asked: str, limit: timedelta, meeting: Meeting) -> None:
     text = json.dumps([asked, state.generation + (state.failure.reason is not None)])
 
     def look(has_come: Callable[[int], bool]) -> None:
-        meeting.look()
+        meeting.check_others()
         # A rank whose error nobody has heard of may be here while others wait for it in a step.
         wake_waiting(state, "called init_mesh", has_come)
 
@@ -268,7 +268,7 @@ def _compare(asked: str, limit: timedelta, meeting: Meeting) -> None:
         size = dist.get_world_size()
         said = _compat.texts_in_store(state.store, "fshard/init_mesh", state.rank, text, size, limit, look)
     # A rank may have given up before the last one came.
-    meeting.look(processes=False)
+    meeting.check_others(processes=False)
     absent = [rank for rank, text in enumerate(said) if text is None]
     if absent:
         raise absent_ranks(absent, len(said))

@@ -211,7 +211,8 @@ def check_same_step(what: str, given: Tree) -> None:
     map_nodes(states.append, given, TrainState)
     structure = flatten(states).treedef
     axes = [axis for axis in flatten(states).axes if axis.size > 1 and comm.supports_cpu_messages(axis)]
-    if not axes or structure in comm.rank_state().compared:
+    rank_state = comm.rank_state()
+    if not axes or structure in rank_state.compared:
         return
     counters = _counters_of(states)
     steps = {name: count for name, count in counters.items() if name.endswith("state.step")}
@@ -219,11 +220,11 @@ def check_same_step(what: str, given: Tree) -> None:
     owned = {axis for spec in flatten(states).specs for axis, role in spec.roles.items() if role == "owned"}
     facts = {axis: json.dumps(steps if axis in owned else counters) for axis in axes}
     if comm.are_equal(facts, comm.Label("step of states")):
-        comm.rank_state().compared.add(structure)
+        rank_state.compared.add(structure)
         return
     shared = steps if owned else counters
-    ranks = comm.all_gather_object([comm.rank_state().rank, shared], axes, "step of states")
-    comm.rank_state().call.name = None
+    ranks = comm.all_gather_object([rank_state.rank, shared], axes, "step of states")
+    rank_state.call.name = None
     raise _unequal_steps(what, ranks)
 
 

@@ -60,8 +60,8 @@ class Meeting:
         """Tell the others of an error, unless they have it too."""
         if error is None or isinstance(error, ValueError) or not self.others:
             return
-        text = text_of(error) if isinstance(error, CollectiveError) else self._failure(error)
-        reason = self._note(text)
+        text = text_of(error) if isinstance(error, CollectiveError) else self._describe_failure(error)
+        reason = self._leave_note(text)
         if self.state is not None and self.makes_groups:
             self.state.failure.reason = self.state.failure.reason or reason
         keys = [f"read/{rank}" for rank in self.others]
@@ -80,9 +80,9 @@ class Meeting:
         except CollectiveError:
             raise
         except RuntimeError as error:
-            raise CollectiveError(self._ended() or STORE_IS_GONE) from error
+            raise CollectiveError(self._name_ended_ranks() or STORE_IS_GONE) from error
 
-    def look(self, processes: bool = True) -> None:
+    def check_others(self, processes: bool = True) -> None:
         """End this rank's wait if another has failed or is gone.
 
         Args:
@@ -93,10 +93,10 @@ class Meeting:
         """
         if not self.others:
             return
-        reason = ask_store(self._reason if processes else self._noted)
+        reason = ask_store(self._find_reason if processes else self._read_note)
         # The store may have gone with the rank that held it.
         if reason is None:
-            reason = self._ended()
+            reason = self._name_ended_ranks()
         if reason:
             raise CollectiveError(reason)
 
@@ -108,13 +108,13 @@ class Meeting:
         """
         try:
             keys = [f"here/{rank}" for rank in self.others]
-            _compat.wait_in_store(self.board, keys, self.seconds, self.look)
+            _compat.wait_in_store(self.board, keys, self.seconds, self.check_others)
         except CollectiveError:
             raise
         except RuntimeError as error:
             present = ask_store(lambda: [rank for rank in self.others if self.board.check([f"here/{rank}"])])
             if present is None:
-                raise CollectiveError(self._ended() or STORE_IS_GONE) from error
+                raise CollectiveError(self._name_ended_ranks() or STORE_IS_GONE) from error
             absent = [rank for rank in self.others if rank not in present]
             raise absent_ranks(absent, len(self.others) + 1) from error
 
@@ -137,14 +137,14 @@ class Meeting:
             if isinstance(error, CollectiveError):
                 raise
             late = time.monotonic() - begin
-            reason = ask_store(self._reason, GRACE)
+            reason = ask_store(self._find_reason, GRACE)
             if reason is None:
                 # The store has gone with the rank that held it.
-                reason = self._ended() or STORE_IS_GONE
-            reason = reason or self._failure(error, late)
+                reason = self._name_ended_ranks() or STORE_IS_GONE
+            reason = reason or self._describe_failure(error, late)
             raise CollectiveError(reason) from error
 
-    def _failure(self, error: BaseException, late: float = 0.0) -> str:
+    def _describe_failure(self, error: BaseException, late: float = 0.0) -> str:
         """Say that this rank has failed, or has waited in vain."""
         if late > 0.95 * self.seconds:
             first = f"init_mesh: rank {self.rank} waited {late:.0f} s for ranks {self.others} to make groups"
@@ -153,27 +153,27 @@ class Meeting:
         text = name if message == name else f"{name}: {message:.300}"
         return f"rank {self.rank} failed in init_mesh: {text}\nTo fix: {RESTART}."
 
-    def _reason(self) -> str:
+    def _find_reason(self) -> str:
         """Read why no mesh will be made: the note of a rank, or that some process has ended."""
-        if note := self._noted():
+        if note := self._read_note():
             return note
         unknown = [rank for rank in self.others if rank not in self.processes]
         for rank in random.sample(unknown, min(ASKED, len(unknown))):
             if text := read_first(self.board, "process", [rank]):
                 self.processes[rank] = Process(*json.loads(text))
-        reason = self._ended()
-        return self._note(reason) if reason else ""
+        reason = self._name_ended_ranks()
+        return self._leave_note(reason) if reason else ""
 
-    def _noted(self) -> str:
+    def _read_note(self) -> str:
         note: bytes = self.board.compare_set("note", "", "")
         return note.decode()
 
-    def _ended(self) -> str:
+    def _name_ended_ranks(self) -> str:
         """Say which ranks' processes have ended, as far as this one can tell; "" if none has."""
         gone = [f"rank {rank}" for rank, process in sorted(self.processes.items()) if has_ended(process)]
         return f"init_mesh: {' and '.join(gone)} was killed or has ended\nTo fix: {RESTART}." if gone else ""
 
-    def _note(self, text: str) -> str:
+    def _leave_note(self, text: str) -> str:
         """Leave a note, and return the first one that is there."""
         return ask_store(lambda: self.board.compare_set("note", "", text).decode()) or text
 

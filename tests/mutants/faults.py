@@ -299,7 +299,7 @@ FAULTS = (
     Fault(
         "rank-that-fails-in-init-mesh-tells-nobody",
         "fshard/comm/meeting.py",
-        "reason = self._note(text)",
+        "reason = self._leave_note(text)",
         "reason = text",
         "10: a rank that fails in init_mesh is named on the others",
     ),
