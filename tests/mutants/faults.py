@@ -656,8 +656,8 @@ FAULTS = (
     Fault(
         "one-state-compared-for-all",
         "fshard/update.py",
-        "if not axes or structure in comm.rank_state().compared:",
-        "if not axes or comm.rank_state().compared:",
+        "if not axes or structure in rank_state.compared:",
+        "if not axes or rank_state.compared:",
         "10: after a failure training goes on from states of one step",
     ),
     Fault(
