@@ -86,9 +86,7 @@ def _start(
     row_dims: int = 0,
     sum_in_tree: bool | None = None,
 ) -> Finish:
-    """Start a collective on a list of tensors.
-
-    Small tensors of one dtype share a buffer, unless the backend fuses them itself.
+    """Start a collective on a list of tensors; small ones of one dtype share a buffer, unless the backend fuses them.
 
     Args:
         op: The operator.
@@ -105,12 +103,10 @@ def _start(
     direct = sum_in_tree or is_direct(axis, tensors[0].device)
     local_rank = rank(axis)
     label = make_label(label, tensors, row_dims)
-
     row_shapes = [tensor.shape[row_dims:] for tensor in tensors]
     row_numels = list(map(torch.Size.numel, row_shapes))
     # PACK_BYTES counts bytes of a full tensor. An all-reduce sends full tensors, other collectives one row of each.
-    is_full = is_sum and not row_dims
-    max_packed_bytes = PACK_BYTES if is_full else PACK_BYTES / axis.size
+    max_packed_bytes = PACK_BYTES if is_sum and not row_dims else PACK_BYTES / axis.size
     buckets = _bucket_small_tensors(tensors, row_numels, max_packed_bytes if direct else 0)
     sources = [_pack(tensors, bucket, row_numels, row_dims) for bucket in buckets]
     buffers = op(sources, direct, axis.name, axis.size, axis.group_name, encode_label(label))
@@ -120,8 +116,7 @@ def _start(
         for bucket, buffer, source in zip(buckets, buffers, sources, strict=True):
             received = ops.wait(buffer)
             if is_sum and direct:
-                local_row = source[local_rank] if row_dims else source
-                received = _sum(received, local_row, local_rank, in_tree=bool(sum_in_tree))
+                received = _sum(received, source, local_rank, row_dims, in_tree=bool(sum_in_tree))
             elif is_sum:
                 # The backend has added the rows.
                 received = received[0]
@@ -285,18 +280,27 @@ def _join_rows(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return rows.reshape(-1)[: like.numel()].view(like.shape)
 
 
-def _sum(received: torch.Tensor, local_row: torch.Tensor, local_rank: int, *, in_tree: bool) -> torch.Tensor:
+def _sum(
+    received: torch.Tensor,
+    source: torch.Tensor,
+    local_rank: int,
+    row_dims: int,
+    *,
+    in_tree: bool,
+) -> torch.Tensor:
     """Add this rank's row to those of the other ranks.
 
     Args:
         received: The rows of the other ranks, in rank order.
-        local_row: The row of this rank.
+        source: What this rank sent: one row, or with `row_dims` a row for each rank.
         local_rank: This rank's place among all rows.
+        row_dims: As for `_start`.
         in_tree: Whether to add neighbors first, then their sums; else rows are added in rank order.
 
     Returns:
         The sum, in new memory or in that of `received`.
     """
+    local_row = source[local_rank] if row_dims else source
     rows = list(received)
     if len(rows) == 1:
         # The sum of two is the same in either order.
