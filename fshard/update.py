@@ -219,7 +219,7 @@ def check_same_step(what: str, given: Tree) -> None:
     # A rank counts the updates of the pieces that it owns.
     owned = {axis for spec in flatten(states).specs for axis, role in spec.roles.items() if role == "owned"}
     facts = {axis: json.dumps(steps if axis in owned else counters) for axis in axes}
-    if comm.are_equal(facts, comm.Label("step of states")):
+    if comm.are_equal(facts, comm.Label(comm.Verb.AGREE, ("step of states",))):
         rank_state.compared.add(structure)
         return
     shared = steps if owned else counters

@@ -189,7 +189,8 @@ def test_states_of_different_steps_are_refused_by_the_first_update_on_a_new_mesh
         records.append(collections.Counter(record))
     # One message more, once.
     (more,) = (records[0] - records[1]).elements()
-    assert (more.op, more.about.verb, more.about.parts) == ("all_gather", "step of states", "a digest")
+    assert (more.op, more.label, more.unit, more.about.parts) == ("all_gather", "agree", "step of states", "a digest")
+    assert more.about.is_comparison
     assert not records[1] - records[0]
     expected = state_of(mesh)
     for _ in range(4):
