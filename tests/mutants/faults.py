@@ -23,7 +23,10 @@ MIRRORS = {
     "fshard/comm/processes.py": ("tests/comm/test_meeting.py",),
     "fshard/comm": ("tests/comm",),
     "fshard/collectives/moves.py": ("tests/test_moves.py", "tests/test_collectives.py"),
-    "fshard/collectives/objective.py": ("tests/test_weighted.py", "tests/test_reduce_over.py", "tests/test_unused.py"),
+    "fshard/collectives/objective.py": (
+        *("tests/test_weighted.py", "tests/test_reduce_over.py", "tests/test_unused.py"),
+        "tests/jit/test_steps.py",
+    ),
     "fshard/collectives/linear.py": ("tests/test_collectives.py", "tests/test_derivatives.py"),
     "fshard/collectives/derived.py": ("tests/test_derived_leaves.py",),
     "fshard/collectives/varying.py": ("tests/test_varying.py", "tests/test_derived_leaves.py", "tests/testing"),
