@@ -8,7 +8,7 @@ from concurrent import futures
 from concurrent.futures import Future
 
 from fshard.checkpoint.errors import CheckpointError, reason
-from fshard.checkpoint.unfinished import Report, Unfinished
+from fshard.checkpoint.unfinished import RankReport, Unfinished
 
 # An exit waits for this rank's write no longer than this; a disk of 0.5 GB/s takes 150 GB in the time.
 EXIT_SECONDS = 300.0
@@ -37,7 +37,7 @@ class BackgroundSave:
         label: str,
         unfinished: Unfinished,
         rank: int,
-        write: Callable[[], Report],
+        write: Callable[[], RankReport],
         unlock: Callable[[], None],
     ) -> None:
         """Begin to write.
@@ -52,9 +52,9 @@ class BackgroundSave:
         self._label = label
         self._unfinished = unfinished
         self._rank = rank
-        self._write: Callable[[], Report] | None = write
+        self._write: Callable[[], RankReport] | None = write
         self._unlock = unlock
-        self.written: Future[Report] = Future()
+        self.written: Future[RankReport] = Future()
         self._failure: Exception | None = None
         # The program may complete or cancel the checkpoint at the moment in which the thread completes it.
         self._mutex = threading.Lock()
@@ -119,7 +119,7 @@ class BackgroundSave:
         finally:
             self._unlock()
 
-    def _write_and_report(self) -> Report:
+    def _write_and_report(self) -> RankReport:
         write, self._write = self._write, None
         assert write is not None
         report = write()

@@ -18,7 +18,7 @@ from fshard.checkpoint.background import BackgroundSave
 from fshard.checkpoint.errors import CheckpointError
 from fshard.checkpoint.exchange import Exchange, Piece, is_tensor, piece_of, shape_of
 from fshard.checkpoint.restore import latest, restore
-from fshard.checkpoint.unfinished import Report, Unfinished, complete_leftovers
+from fshard.checkpoint.unfinished import RankReport, Unfinished, complete_leftovers
 from fshard.errors import expect, refuse
 from fshard.mesh import Mesh
 from fshard.tree import Tree, tensor_of
@@ -350,10 +350,10 @@ def _own_parts(
     return own
 
 
-def _write_part(path: Path, rank: int, own: Mapping[str, Piece]) -> Report:
+def _write_part(path: Path, rank: int, own: Mapping[str, Piece]) -> RankReport:
     """Write the parts of this rank, if it has any."""
     if not own:
-        return Report(0, {})
+        return RankReport(0, {})
     kinds = {name: (piece.tensor.dtype, piece.tensor.shape) for name, piece in own.items()}
     header, starts, size = files.lay_out(kinds, pairs=True)
     checksums = files.write_file(path, header, (own[name].tensor for name in starts))
@@ -361,4 +361,4 @@ def _write_part(path: Path, rank: int, own: Mapping[str, Piece]) -> Report:
     for name, checksum in zip(starts, checksums, strict=True):
         offset, tensor, _ = own[name]
         chunks[name] = files.Chunk(rank, offset, tuple(tensor.shape), checksum)
-    return Report(size, chunks)
+    return RankReport(size, chunks)

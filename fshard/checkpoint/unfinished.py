@@ -16,7 +16,7 @@ from fshard.checkpoint.errors import CheckpointError, expect_file
 OUTLINE = "outline.json"
 
 
-class Report(NamedTuple):
+class RankReport(NamedTuple):
     """What a rank has written.
 
     Attributes:
@@ -89,7 +89,7 @@ class Unfinished:
         """Remove the directory with all that is in it, unless the checkpoint is complete."""
         directory.remove(self._temporary)
 
-    def report(self, rank: int, report: Report) -> None:
+    def report(self, rank: int, report: RankReport) -> None:
         """Tell all ranks that a rank has written its file."""
         draft = self._temporary / f"draft-{rank}"
         draft.write_text(json.dumps(report))
@@ -147,7 +147,7 @@ class Unfinished:
         directory.keep_newest(self.path.parent, self._keep)
         return True
 
-    def check_file(self, rank: int, report: Report) -> None:
+    def check_file(self, rank: int, report: RankReport) -> None:
         """Refuse a complete checkpoint without the file that a rank reported; a later save may have removed all."""
         if self.is_complete():
             _check_file(self.path, rank, report)
@@ -159,7 +159,7 @@ class Unfinished:
     def _report_of(self, rank: int) -> Path:
         return self._temporary / f"rank-{rank:05d}.json"
 
-    def _read_report(self, rank: int) -> Report:
+    def _read_report(self, rank: int) -> RankReport:
         """Read the report of a rank; a loss of power may leave it empty."""
         place = self._report_of(rank)
         data = place.read_bytes()
@@ -170,9 +170,9 @@ class Unfinished:
                 chunks[path] = files.Chunk(file, tuple(offset), tuple(shape), checksum)
         except (ValueError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{place}: is damaged") from error
-        return Report(size, chunks)
+        return RankReport(size, chunks)
 
-    def _write_manifest(self, reports: list[Report]) -> bytes:
+    def _write_manifest(self, reports: list[RankReport]) -> bytes:
         """Write a manifest with the chunks of all ranks, and refuse chunks that do not make whole leaves."""
         tensors = {}
         for path, leaf in self._manifest.tensors.items():
@@ -214,12 +214,12 @@ def complete_leftovers(root: Path) -> list[Path]:
     return useless
 
 
-def _check_files(place: Path, reports: list[Report]) -> None:
+def _check_files(place: Path, reports: list[RankReport]) -> None:
     for rank, report in enumerate(reports):
         _check_file(place, rank, report)
 
 
-def _check_file(place: Path, rank: int, report: Report) -> None:
+def _check_file(place: Path, rank: int, report: RankReport) -> None:
     """Refuse a file of a rank that is not there, or has another size than was written."""
     if not report.size:
         return

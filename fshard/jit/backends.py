@@ -18,7 +18,7 @@ Backend = str | Callable[..., Any]
 BACKENDS = ("graph", "inductor")
 
 
-class Piece(NamedTuple):
+class GraphPiece(NamedTuple):
     """A run of operators without effects.
 
     Attributes:
@@ -109,7 +109,7 @@ def _call_kernel(
         result.replace_all_uses_with(item, lambda user: user not in inside)
 
 
-def _move_views_out(graph: Graph, piece: Piece, inside: set[Node]) -> Node:
+def _move_views_out(graph: Graph, piece: GraphPiece, inside: set[Node]) -> Node:
     """Copy views of a piece's results to behind the piece, for those who use them there.
 
     A compiled piece would return new memory in their place. One of several results stays, because it is memory of its
@@ -129,14 +129,14 @@ def _move_views_out(graph: Graph, piece: Piece, inside: set[Node]) -> Node:
     return place
 
 
-def _find_pieces(graph: Graph) -> Iterator[Piece]:
+def _find_pieces(graph: Graph) -> Iterator[GraphPiece]:
     """Find the longest runs of operators without effects."""
     nodes: dict[Node, None] = {}
     in_pieces: set[Node] = set()
     for node in graph.nodes:
         if node.op == "output" or (node.op == "call_function" and _must_stay(node)):
             if nodes:
-                yield Piece(list(nodes), node)
+                yield GraphPiece(list(nodes), node)
             nodes = {}
         elif node.op == "call_function" and node not in in_pieces and not _is_view_from_outside(node, nodes):
             # Several results leave a piece one by one, so all of them come with their operator.

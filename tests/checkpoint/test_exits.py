@@ -14,7 +14,7 @@ import torch
 import fshard as fs
 from fshard import checkpoint
 from fshard.checkpoint import CheckpointError, background, directory, files
-from fshard.checkpoint.unfinished import Report, Unfinished, complete_leftovers
+from fshard.checkpoint.unfinished import RankReport, Unfinished, complete_leftovers
 from fshard.testing import spmd
 from tests.checkpoint import exiting_process
 from tests.checkpoint.states import assert_same, at_once, refused, refused_everywhere, zeros_like
@@ -134,7 +134,7 @@ def written(view, rank):
     """Write the file of a rank, and return what it has to report."""
     data = b"some bytes"
     (view.content / files.file_name(rank)).write_bytes(data)
-    return Report(len(data), {})
+    return RankReport(len(data), {})
 
 
 def write(view, rank):
