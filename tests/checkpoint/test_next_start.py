@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import threading
 from functools import partial
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from fshard import checkpoint
 from fshard.checkpoint import CheckpointError, background, files, unfinished
+from fshard.checkpoint.directory import remove
 from fshard.checkpoint.unfinished import Unfinished
 from fshard.testing import spmd
 from tests.checkpoint.states import assert_same, at_once, refused, zeros_like
@@ -26,6 +28,11 @@ def leave(directory, ranks, step):
         patched.setattr(background, "OTHERS_SECONDS", 0.0)
         # This ends the threads, which a kill would end.
         spmd(lambda: checkpoint.save(directory, split(step), step, asynchronous=True).finish_at_exit(), ranks)
+        # One that looks once more when the patches are gone would complete the checkpoint.
+        for thread in threading.enumerate():
+            if thread.name.startswith("checkpoint.save"):
+                thread.join(60)
+                assert not thread.is_alive(), thread.name
     (left,) = directory.glob(".saving-*")
     return left
 
@@ -152,6 +159,24 @@ def test_starts_and_saves_of_several_jobs_at_once(left, tmp_path):
         assert saving.wait().name == "step-00000003.2"
         assert names(directory) == ["step-00000001.0", "step-00000002.1", "step-00000003.2"]
         assert checkpoint.restore(directory, {"w": torch.zeros(6)}, step=2)["w"].equal(torch.arange(6.0) + 2)
+
+
+def test_a_directory_is_removed_while_another_removes_it(left, monkeypatch):
+    """A rank of a killed run that is left may remove its files at the moment in which a save does."""
+    unlink = os.unlink
+    names_taken = []
+
+    def unlink_second(name, **at):
+        unlink(name, **at)
+        if not names_taken:
+            names_taken.append(name)
+            raise FileNotFoundError(name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", unlink_second)
+        remove(left)
+    assert names_taken
+    assert names(left.parent) == ["step-00000001.0"]
 
 
 def test_one_rank_chooses_what_all_restore(tmp_path, monkeypatch):

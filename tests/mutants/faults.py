@@ -699,6 +699,13 @@ FAULTS = (
         "4: a save changes nothing outside of its directory",
     ),
     Fault(
+        "removal-ends-at-a-file-that-is-gone",
+        "fshard/checkpoint/directory.py",
+        "shutil.rmtree(doomed, ignore_errors=True)",
+        "shutil.rmtree(doomed)",
+        "4: nothing of a removed checkpoint stays where two remove it at once",
+    ),
+    Fault(
         "files-named-before-they-are-on-the-disk",
         "fshard/checkpoint/files.py",
         "os.fsync(file.fileno())",
