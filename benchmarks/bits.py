@@ -1,4 +1,4 @@
-"""Losses of one training at several numbers of ranks, with sums="tree" and without.
+"""Losses of one training at several numbers of ranks, with reduction_order="tree" and without.
 
     OMP_NUM_THREADS=1 python benchmarks/bits.py
     OMP_NUM_THREADS=1 python benchmarks/bits.py --steps 20 --ranks 1,2 --no-moved
@@ -19,7 +19,7 @@ import report
 
 EXAMPLE = Path(__file__).parents[1] / "examples/train_gpt.py"
 MICROBATCHES = 8
-ORDERS = {"in turn": (), "tree": ("--sums", "tree")}
+ORDERS = {"in turn": (), "tree": ("--reduction-order", "tree")}
 # A run that is ended at shares of its steps: numbers of ranks, and where each ends.
 MOVED = ((4, 0.25), (2, 0.5), (8, 0.75), (1, 1.0))
 
@@ -74,7 +74,7 @@ def plot(path: Path, losses: dict[str, dict[str, list[float]]]) -> None:
     figure, (left, *panels) = pyplot.subplots(1, 3, figsize=(9, 2.8), constrained_layout=True)
     for name, run in losses["tree"].items():
         left.plot(run, linewidth=1, label="4, 2, 8, 1 ranks" if name == "moved" else f"{name} ranks")
-    left.set(title='losses, sums="tree"', xlabel="step", ylabel="loss (nats per byte)")
+    left.set(title='losses, reduction_order="tree"', xlabel="step", ylabel="loss (nats per byte)")
     for axes, (order, runs) in zip(panels, losses.items(), strict=True):
         for name, run in runs.items():
             gaps = [abs(a - b) for a, b in zip(runs["1"], run, strict=True)]

@@ -82,8 +82,8 @@ ASSUMPTIONS = {
 SEVEN = llama.Sizes(batch=2, checkpointed=False)
 SEVENTY = SEVEN._replace(width=8192, layers=80, heads=64, kv_heads=8, hidden=28672, batch=1, checkpointed=True)
 # Twice so many bytes are gathered ahead, and reduced at a time: by default 96 MB, less than a unit of these models.
-LARGE = {"merge_bytes": 500_000_000}
-LARGER = {"merge_bytes": 2_000_000_000}
+LARGE = {"bucket_bytes": 500_000_000}
+LARGER = {"bucket_bytes": 2_000_000_000}
 
 
 class Case(NamedTuple):
@@ -97,12 +97,12 @@ class Case(NamedTuple):
 
 CASES = {
     "7B, zero3": Case(SEVEN, "zero3", {"shard": 8}, {}),
-    "7B, zero3, merge_bytes 0.5 GB": Case(SEVEN, "zero3", {"shard": 8}, LARGE),
+    "7B, zero3, bucket_bytes 0.5 GB": Case(SEVEN, "zero3", {"shard": 8}, LARGE),
     "7B, zero3, checkpoints, batch 4": Case(SEVEN._replace(batch=4, checkpointed=True), "zero3", {"shard": 8}, LARGE),
     "70B, zero3": Case(SEVENTY, "zero3", {"shard": 64}, {}),
-    "70B, zero3, merge_bytes 2 GB": Case(SEVENTY, "zero3", {"shard": 64}, LARGER),
-    "70B, zero3, merge_bytes 2 GB, batch 2": Case(SEVENTY._replace(batch=2), "zero3", {"shard": 64}, LARGER),
-    "70B, hsdp, merge_bytes 2 GB": Case(SEVENTY, "hsdp", {"replicate": 2, "shard": 32}, LARGER),
+    "70B, zero3, bucket_bytes 2 GB": Case(SEVENTY, "zero3", {"shard": 64}, LARGER),
+    "70B, zero3, bucket_bytes 2 GB, batch 2": Case(SEVENTY._replace(batch=2), "zero3", {"shard": 64}, LARGER),
+    "70B, hsdp, bucket_bytes 2 GB": Case(SEVENTY, "hsdp", {"replicate": 2, "shard": 32}, LARGER),
     "70B, hsdp": Case(SEVENTY, "hsdp", {"replicate": 8, "shard": 8}, {}),
 }
 

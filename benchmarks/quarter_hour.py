@@ -431,7 +431,7 @@ def loop(device: str) -> Findings:
     configuration = Configuration.parse(LAYERS_OF_7B if device == "cuda" else "d64-L4-B1-T16-V256")
     plan = predicted(configuration, "zero3", {"shard": 8}, chip_of("H200"), on=mesh)
     yield {"name": "plan", "passed": plan is not None, "plan": plan}
-    wide = {"merge_bytes": 500_000_000}
+    wide = {"bucket_bytes": 500_000_000}
     for sleep, options in ((0, {}), (2_000_000, {}), (2_000_000, wide)):
         loop_backend.SLEEP = sleep
         for backend in (None, "graph"):

@@ -79,7 +79,7 @@ def work(args: argparse.Namespace, emu: Any) -> None:
     mesh = fs.init_mesh({"replicate": 2, "shard": -1} if ranks == 4 else {"shard": -1}, device="emu")
     systems: dict[str, rivals.Maker] = {"plain": rivals.plain} if ranks == 1 else {}
     for name in (name for name, needed in STRATEGIES.items() if needed == ranks):
-        strategy = partial(getattr(fs, name), merge_bytes=0, **MIXED)
+        strategy = partial(getattr(fs, name), bucket_bytes=0, **MIXED)
         systems |= {name: rivals.fshard(strategy), f"{name}, jitted": rivals.fshard(strategy, "graph")}
     found = {name: counted(maker, args.configuration, mesh, emu) for name, maker in systems.items()}
     if mesh.get_rank() == 0:

@@ -265,8 +265,8 @@ SYSTEMS: dict[str, Maker] = {
     "fshard-zero3-inductor": fshard(fs.zero3, "inductor"),
     # As FSDP2 does: small leaves are split too, and blocks are gathered one by one.
     "fshard-zero2-split": fshard(partial(fs.zero2, min_shard_elements=0)),
-    "fshard-zero3-split": fshard(partial(fs.zero3, min_shard_elements=0, merge_bytes=0)),
-    "fshard-zero3-split-graph": fshard(partial(fs.zero3, min_shard_elements=0, merge_bytes=0), "graph"),
+    "fshard-zero3-split": fshard(partial(fs.zero3, min_shard_elements=0, bucket_bytes=0)),
+    "fshard-zero3-split-graph": fshard(partial(fs.zero3, min_shard_elements=0, bucket_bytes=0), "graph"),
     "fshard-zero3-prefetch2": fshard(ahead),
     "fshard-zero3-prefetch2-graph": fshard(ahead, "graph"),
     "fshard-zero3-int8": fshard(int8()),

@@ -1,4 +1,4 @@
-"""The cost of the same bits at any world size: steps with sums="tree" next to accumulation in turn, round by round.
+"""The cost of the same bits at any world size: steps with reduction_order="tree" next to sums in turn, by rounds.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 benchmarks/sums.py
 
@@ -47,7 +47,7 @@ def main() -> None:
         ]
     if mesh.get_rank() == 0:
         columns = ("in turn ms", "tree ms", "ratio", "quartiles", "bytes of leaves", "other bytes")
-        report.print_table(f'{args.configuration.name}, ranks: {mesh.size()}; sums="tree"', columns, rows)
+        report.print_table(f'{args.configuration.name}, ranks: {mesh.size()}; reduction_order="tree"', columns, rows)
         results = report.circumstances("sums")
         results |= {
             "configuration": {"name": args.configuration.name, **args.configuration._asdict()},
@@ -62,12 +62,12 @@ def make(configuration: Configuration, mesh: Any, number: int, sums: str) -> Cal
     torch.manual_seed(SEED)
     model = fs.functionalize(configuration.module(), units=Block)
     order = "tree" if sums == "tree" else None
-    tx = fs.chain(fs.clip_by_global_norm(1e-3, sums=order), fs.adamw(1e-4))
+    tx = fs.chain(fs.clip_by_global_norm(1e-3, reduction_order=order), fs.adamw(1e-4))
     state = fs.TrainState.create(model.init(fs.zero3(mesh)), tx)
     shape = number, configuration.batch, configuration.time + 1
     tokens = torch.randint(configuration.vocabulary, shape, generator=torch.Generator().manual_seed(SEED))
     mine = fs.microbatches(list(tokens.unbind()), like=state.params)
-    run = fs.accumulate(lambda p, x: model.apply(p, x[:, :-1], x[:, 1:]), sums=order)
+    run = fs.accumulate(lambda p, x: model.apply(p, x[:, :-1], x[:, 1:]), reduction_order=order)
 
     def step() -> torch.Tensor:
         nonlocal state

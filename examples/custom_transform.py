@@ -62,7 +62,7 @@ def steps_of(tensors: Tensors, specs: Specs, levels: int, axis: fs.Axis) -> list
 
     vmap puts its batch behind a leaf's dims: each member has a step of its own.
     """
-    rows = [t.detach().abs().flatten(0, max(0, len(s.full_shape) - 1)) for t, s in zip(tensors, specs)]
+    rows = [t.detach().abs().flatten(0, max(0, len(s.storage_shape) - 1)) for t, s in zip(tensors, specs)]
     largest = torch.stack([torch.cat([row, row.new_zeros(1, *row.shape[1:])]).amax(0) for row in rows])
     (of_ranks,) = fs.comm.all_gather([largest], axis, "scales")  # (ranks, tensors, *batch)
     return list((of_ranks.amax(0) / levels).clamp(min=torch.finfo(largest.dtype).tiny))

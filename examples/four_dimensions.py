@@ -59,7 +59,9 @@ def strategy(mesh: Any, axes: Axes) -> fs.ShardTransform:
 
 
 def rms_norm(weight: torch.Tensor, h: torch.Tensor, axes: Axes) -> torch.Tensor:
-    return F.rms_norm(h, h.shape[-1:]) * fs.pvary(weight, axes["tp"])  # ranks of "tp" have other parts of h
+    return F.rms_norm(h, h.shape[-1:]) * fs.pcast(
+        weight, axes["tp"], to="varying"
+    )  # ranks of "tp" have other parts of h
 
 
 def layer(p: Any, h: torch.Tensor, axes: Axes) -> torch.Tensor:  # (batch, time / (cp tp), width)
@@ -83,7 +85,7 @@ def embed(params: Any, x: torch.Tensor, axes: Axes) -> torch.Tensor:
     p, tp = params["embedding"], axes["tp"]
     h = fs.vocab_parallel_embedding(x, p["tokens"], tp, scatter_dim=1)
     start = fs.axis_index(axes["cp"]) * x.shape[1] + fs.axis_index(tp) * h.shape[1]
-    return h + fs.pvary(p["positions"], tp)[start : start + h.shape[1]]
+    return h + fs.pcast(p["positions"], tp, to="varying")[start : start + h.shape[1]]
 
 
 def cross_entropy(params: Any, h: torch.Tensor, y: torch.Tensor, axes: Axes) -> torch.Tensor:

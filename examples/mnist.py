@@ -39,7 +39,7 @@ import fshard as fs
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 # The tutorial's model is so small that ZeRO-3 would gather it all at once; 0 keeps its units apart.
-STRATEGIES = {"ddp": fs.ddp, "zero1": fs.zero1, "zero2": fs.zero2, "zero3": partial(fs.zero3, merge_bytes=0)}
+STRATEGIES = {"ddp": fs.ddp, "zero1": fs.zero1, "zero2": fs.zero2, "zero3": partial(fs.zero3, bucket_bytes=0)}
 
 
 class ConvNet(nn.Module):

@@ -2,7 +2,7 @@
 
     pip install "ray[train]"
     python examples/ray_train.py --workers 2 --directory runs/ray
-    python examples/ray_train.py --workers 4 --directory /shared/runs/ray -- --preset small --sums tree
+    python examples/ray_train.py --workers 4 --directory /shared/runs/ray -- --preset small --reduction-order tree
 
 Ray makes the process group, which `fs.init_mesh` takes as it is. All hosts must see the directory: each rank writes its
 part of a checkpoint there, and after a fault all ranks go on from the last complete one. Options behind `--` are those

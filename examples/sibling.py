@@ -68,7 +68,7 @@ def main() -> None:
     args = parse_args("sibling", __doc__, steps=60)
     mesh, flat = (fs.init_mesh(shape, device="cpu") for shape in ({"replicate": 2, "shard": -1}, {"shard": -1}))
     siblings = Sibling(fs.axis_of(mesh, "replicate"), fs.axis_of(mesh, "shard"))
-    zero3 = partial(fs.zero3, merge_bytes=0)  # or units this small would be merged, and gathered once
+    zero3 = partial(fs.zero3, bucket_bytes=0)  # or units this small would be merged, and gathered once
     strategies = {"ZeRO-3": zero3(flat), "HSDP": fs.hsdp(mesh), "siblings": zero3(mesh, layout=siblings)}
     # Of a ring through all ranks two links lead to the other node.
     part = {"replicate": 1.0, "shard": 0.0, "all": 2 / flat.size()}

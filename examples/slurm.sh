@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train the GPT of train_gpt.py on the nodes of a Slurm job: one torchrun on each, which starts its ranks.
 #
-#     sbatch --nodes 2 examples/slurm.sh --preset small --sums tree
+#     sbatch --nodes 2 examples/slurm.sh --preset small --reduction-order tree
 #
 # The directory of a run must be one that all nodes see. After a fault torchrun starts all ranks again, up to
 # MAX_RESTARTS times; a node that Slurm takes away ends the job, and --requeue starts it again from its checkpoint.

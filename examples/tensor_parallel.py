@@ -49,14 +49,16 @@ def layer_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def attention(p: Any, x: torch.Tensor, tp: fs.Axis) -> torch.Tensor:  # (batch, time, width), the same on all of tp
-    x = fs.pvary(x, tp)  # Megatron's f: from here on each rank has heads of its own
+    x = fs.pcast(x, tp, to="varying")  # Megatron's f: from here on each rank has heads of its own
     q, k, v = (F.linear(x, p[name]).unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2) for name in ("q", "k", "v"))
     attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (batch, heads / tp, time, HEAD_WIDTH)
     return fs.psum_invariant(F.linear(attended.transpose(1, 2).flatten(2), p["out"]), tp)  # Megatron's g
 
 
 def mlp(p: Any, x: torch.Tensor, tp: fs.Axis) -> torch.Tensor:
-    hidden = F.gelu(F.linear(fs.pvary(x, tp), p["up"]["weight"], p["up"]["bias"]))  # (batch, time, 4 width / tp)
+    hidden = F.gelu(
+        F.linear(fs.pcast(x, tp, to="varying"), p["up"]["weight"], p["up"]["bias"])
+    )  # (batch, time, 4 width / tp)
     return fs.psum_invariant(F.linear(hidden, p["down"]["weight"]), tp) + p["down"]["bias"]
 
 

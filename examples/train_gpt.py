@@ -1,16 +1,16 @@
 """Train a byte-level GPT on the sources of the Python standard library: sharded, jitted, and safe to kill.
 
     torchrun --standalone --nproc_per_node 2 --max-restarts 3 examples/train_gpt.py --preset small
-    torchrun --standalone --nproc_per_node 4 examples/train_gpt.py --sums tree --stop-at 100
-    torchrun --standalone --nproc_per_node 2 examples/train_gpt.py --sums tree
+    torchrun --standalone --nproc_per_node 4 examples/train_gpt.py --reduction-order tree --stop-at 100
+    torchrun --standalone --nproc_per_node 2 examples/train_gpt.py --reduction-order tree
     python examples/train_gpt.py --preset tiny --steps 50
 
 The program trains with ZeRO-3 in one jitted step that donates the old state, and accumulates gradients over
 microbatches. Mixed precision (--precision bfloat16) and recomputed activations (--remat) are options. Checkpoints are
 written while steps run. Kill any rank at any time: torchrun starts all ranks again, and the run continues from its
 checkpoint with the next batches and dropout masks. Its losses equal those of an uninterrupted run bit for bit. The run
-also continues on another number of ranks: with --sums tree with the same bits, for as many microbatches. At the end the
-model writes a sample, and --against draws the losses of another run beside them.
+also continues on another number of ranks: with --reduction-order tree with the same bits, for as many microbatches. At
+the end the model writes a sample, and --against draws the losses of another run beside them.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(args.threads)
     mesh = fs.init_mesh({"shard": -1}, device="cpu")
     sizes, first = PRESETS[args.preset], mesh.get_rank() == 0
-    number = args.microbatches or (8 if args.sums else mesh.size())
+    number = args.microbatches or (8 if args.reduction_order else mesh.size())
     if sizes.batch % number:
         raise SystemExit(f"{sizes.batch} sequences cannot be cut in {number} microbatches")
 
@@ -71,9 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     module = GPT(*sizes[:4], args.dropout, args.remat)
     model, evaluated = fs.functionalize(module.train(), units=Block), fs.functionalize(module.eval(), units=Block)
     # Fused kernels round an element by where it stands in its shard.
-    hyper = {"lr": schedule(args), "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": args.sums is None}
-    adamw = fs.from_torch(torch.optim.AdamW, sums=args.sums, **hyper)
-    tx = fs.chain(fs.clip_by_global_norm(1.0, sums=args.sums), adamw)
+    hyper = {"lr": schedule(args), "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": args.reduction_order is None}
+    adamw = fs.from_torch(torch.optim.AdamW, reduction_order=args.reduction_order, **hyper)
+    tx = fs.chain(fs.clip_by_global_norm(1.0, reduction_order=args.reduction_order), adamw)
 
     def train_step(state: fs.TrainState, microbatches: list[Any]) -> tuple[fs.TrainState, torch.Tensor]:
         # Other masks in each step and in each microbatch of the job, all drawn from one key.
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             index, (x, y) = microbatch
             return cross_entropy(model.apply(params, x, key=fs.fold_in(key, index)), y)
 
-        loss, grads = fs.accumulate(loss_fn, sums=args.sums)(state.params, microbatches)
+        loss, grads = fs.accumulate(loss_fn, reduction_order=args.reduction_order)(state.params, microbatches)
         return fs.update(tx, state, grads), loss
 
     jitted_step = fs.jit(train_step, donate_argnums=0)
@@ -230,8 +230,12 @@ def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--preset", choices=PRESETS, default="tiny")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--stop-at", type=int, help="end after so many of the steps, to go on another time")
-    parser.add_argument("--sums", choices=("tree",), help="add up so that bits do not depend on the number of ranks")
-    parser.add_argument("--microbatches", type=int, help="of all ranks; by default one for each, or 8 with --sums tree")
+    parser.add_argument(
+        "--reduction-order", choices=("tree",), help="add up so that bits do not depend on the number of ranks"
+    )
+    parser.add_argument(
+        "--microbatches", type=int, help="of all ranks; by default one for each, or 8 with --reduction-order tree"
+    )
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="of gathered weights")
     parser.add_argument("--remat", action="store_true", help="compute activations again in the backward")
     parser.add_argument("--dropout", type=float, default=0.1)

@@ -16,7 +16,7 @@ The public names by use, as `import fshard as fs` has them. Those of the core:
 - **Gradient transformations**: `clip_by_global_norm`, `clip_by_norm`, `clip_by_value`, `global_norm`,
   `leaf_norms`, `add_decayed_weights`, `scale_by_adam`, `skip_nonfinite`, `ema`.
 - **jit**: `jit`, `make_graph`.
-- **Collectives in a loss**: `psum`, `pmean`, `pmax`, `psum_invariant`, `pvary`, `all_gather`, `all_gather_invariant`,
+- **Collectives in a loss**: `psum`, `pmean`, `pmax`, `psum_invariant`, `pcast`, `all_gather`, `all_gather_invariant`,
   `reduce_scatter`, `all_to_all`, `ragged_all_to_all`, `ppermute`, `broadcast`, `axis_index`.
 - **What is sent**: `fshard.comm`.
 - **Checkpoints**: `fshard.checkpoint`.
@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING
 
 from fshard import checkpoint, comm, lazy_names, testing
 from fshard.apply import Model, apply, functionalize
-from fshard.collectives import axis_index, pvary
+from fshard.collectives import axis_index, pcast
 from fshard.jit import jit, make_graph
 from fshard.mesh import axis_of, init_mesh
 from fshard.microbatches import microbatches
@@ -143,7 +143,7 @@ __all__ += ["add_decayed_weights", "clip_by_global_norm", "clip_by_norm", "clip_
 __all__ += ["ema", "global_norm", "leaf_norms", "scale_by_adam", "skip_nonfinite"]
 __all__ += ["jit", "make_graph"]
 __all__ += ["all_gather", "all_gather_invariant", "all_to_all", "axis_index", "broadcast", "pmax"]
-__all__ += ["pmean", "ppermute", "psum", "psum_invariant", "pvary", "ragged_all_to_all", "reduce_scatter"]
+__all__ += ["pcast", "pmean", "ppermute", "psum", "psum_invariant", "ragged_all_to_all", "reduce_scatter"]
 __all__ += ["comm"]
 __all__ += ["checkpoint"]
 __all__ += ["testing"]

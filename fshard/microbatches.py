@@ -27,8 +27,8 @@ class Share(NamedTuple):
         """Refuse numbers of ranks, and of microbatches on each, that make no binary tree."""
         number = own * self.ranks
         found = f"{own} microbatches on each of {self.ranks} ranks"
-        needed = 'powers of two of ranks and of microbatches for sums="tree"'
-        expect(number & (number - 1) == 0, what, needed, found, 'take others, or leave out sums="tree"')
+        needed = 'powers of two of ranks and of microbatches for reduction_order="tree"'
+        expect(number & (number - 1) == 0, what, needed, found, 'take others, or leave out reduction_order="tree"')
 
     def slots(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Put the values of this rank's microbatches at their places among those of the job, with zeros elsewhere.
@@ -82,12 +82,14 @@ def tree_total(rows: torch.Tensor) -> torch.Tensor:
     return rows[0]
 
 
-def order_of(what: str, params: Tree, communicate: str | None, sums: str | None) -> str:
+def order_of(what: str, params: Tree, communicate: str | None, reduction_order: str | None) -> str:
     """Choose whether gradients are reduced in each microbatch or once: as a caller says, or the strategy."""
-    known = (None, "each") if sums else (None, "each", "once")
+    known = (None, "each") if reduction_order else (None, "each", "once")
     expect(communicate in known, what, f"communicate to be one of {known}", repr(communicate))
     policies = (leaf.spec.reshard or ReshardPolicy() for leaf in leaves_of(params) if is_sharded(leaf))
-    return communicate or ("each" if sums or all(policy.early for policy in policies) else "once")
+    return communicate or (
+        "each" if reduction_order or all(policy.reduce_each_microbatch for policy in policies) else "once"
+    )
 
 
 def share_of(axes: Sequence[Axis]) -> Share:
@@ -103,7 +105,7 @@ def microbatches(batches: Sequence[Any], like: Tree) -> list[Any]:
     """Choose this rank's microbatches of a job's, so that sums over them do not depend on the number of ranks.
 
     Ranks are numbered in the order of reduction, the axis that is summed first fastest. Each of W ranks gets every W-th
-    microbatch, as `accumulate(..., sums="tree")` expects them.
+    microbatch, as `accumulate(..., reduction_order="tree")` expects them.
 
     Args:
         batches: All microbatches of the job, the same on every rank; `list(enumerate(batches))` numbers them, such as

@@ -197,7 +197,7 @@ def _name_by_parameter(names: Sequence[str], parameters: Container[str]) -> list
 
 def local_piece(full: torch.Tensor, spec: Spec) -> torch.Tensor:
     """Cut this rank's shard out of a full tensor, padded with zeros, in storage of its own."""
-    piece = full.reshape(spec.full_shape)
+    piece = full.reshape(spec.storage_shape)
     for dim, (start, size) in enumerate(local_ranges(spec)):
         piece = piece.narrow(dim, start, size)
     return padded(piece, spec).clone(memory_format=torch.contiguous_format)
@@ -218,7 +218,7 @@ def padded(piece: torch.Tensor, spec: Spec) -> torch.Tensor:
 def local_ranges(spec: Spec) -> list[tuple[int, int]]:
     """Find where this rank's elements of the full tensor start along each dim, and how many there are."""
     ranges = []
-    for dim, size in enumerate(spec.full_shape):
+    for dim, size in enumerate(spec.storage_shape):
         start = 0
         elements = size
         # Pieces of equal size but for the last ones, which may be shorter or empty.
@@ -235,7 +235,7 @@ def local_ranges(spec: Spec) -> list[tuple[int, int]]:
 def without_padding(leaf: Sharded) -> torch.Tensor:
     """Return this rank's elements of a leaf without the padding at its ends: a view of leaf.local, perhaps empty."""
     local = leaf.local
-    if leaf.spec.padded_shape == leaf.spec.full_shape:
+    if leaf.spec.padded_shape == leaf.spec.storage_shape:
         return local
     for dim, (_, size) in enumerate(local_ranges(leaf.spec)):
         local = local.narrow(dim, 0, size)

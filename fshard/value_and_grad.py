@@ -45,7 +45,7 @@ from fshard.tree.checks import (
     check_local,
     check_loss,
     check_reduce,
-    check_sums,
+    check_reduction_order,
     describe,
     refuse_writes,
 )
@@ -57,14 +57,14 @@ def value_and_grad(
     reduce: str = "mean",
     reduce_over: Over = None,
     has_aux: bool = False,
-    sums: str | None = None,
+    reduction_order: str | None = None,
     transform_state: Tree = ABSENT,
 ) -> Callable[..., Any]:
     """Turn a local loss into a function of its objective and the gradients, sharded as the parameters are.
 
     `f` gets the sharded parameters and gathers where it needs them, by `model.apply` or `fs.gather`. It may compute
     leaves from shards and gathered tensors before, and gather those. A leaf that ranks hold whole must be gathered
-    before the loss uses it, or passed to `fs.pvary`: both sum its gradient. The result is that of
+    before the loss uses it, or passed to `fs.pcast`: both sum its gradient. The result is that of
     torch.func.grad_and_value(lambda p: fs.objective(f(fs.gather(p)), like=p))(params), except that gradients are
     summed before they are divide, as `scatter_grads` does; and units are gathered just in time, dropped
     and gathered again in the backward as their strategy says, and gradients are reduced as they appear. Under a
@@ -86,7 +86,8 @@ def value_and_grad(
             by `psum_invariant` or `broadcast` in the loss. None means the axes that the transforms of all leaves
             declare.
         has_aux: Whether f returns (loss, aux) instead; aux is any tree of tensors and stays this rank's own.
-        sums: "tree" as for `accumulate`, with one microbatch on each rank; None adds up in the order of ranks.
+        reduction_order: "tree" as for `accumulate`, with one microbatch on each rank; None adds up in the order of
+            ranks.
         transform_state: The state of transforms that have one, such as state.transform_state of a TrainState. Where it
             is passed, even as None, the new state is returned too.
 
@@ -116,7 +117,7 @@ def value_and_grad(
         reduce=reduce,
         reduce_over=reduce_over,
         has_aux=has_aux,
-        sums=sums,
+        reduction_order=reduction_order,
         transform_state=transform_state,
     )
 
@@ -173,7 +174,7 @@ class _Options:
     reduce: str
     reduce_over: Over
     has_aux: bool
-    sums: str | None
+    reduction_order: str | None
     transform_state: Tree
     communicate: str | None = None
 
@@ -188,7 +189,7 @@ class _Differentiation:
         axes: The axes that the objective is reduced over.
         shared_axes: Those, and the axes over which leaves are gathered or their gradients summed.
         states: For each leaf the state of its transform; of the step before, then of this one.
-        share: Which microbatches of the job are this rank's; None unless sums="tree".
+        share: Which microbatches of the job are this rank's; None unless reduction_order="tree".
     """
 
     def __init__(self, options: _Options, functions: Sequence[Function], params: Tree) -> None:
@@ -204,10 +205,10 @@ class _Differentiation:
         """
         api_name = options.api_name
         check_reduce(options.reduce, api_name)
-        check_sums(api_name, options.sums)
+        check_reduction_order(api_name, options.reduction_order)
         remedy = "shard the parameters on these axes alone"
-        is_alone = not options.sums or options.reduce_over is None
-        expect(is_alone, api_name, 'reduce_over or sums="tree"', "both", remedy)
+        is_alone = not options.reduction_order or options.reduce_over is None
+        expect(is_alone, api_name, 'reduce_over or reduction_order="tree"', "both", remedy)
         self.options = options
         self.functions = functions
         self.flat = flatten(params)
@@ -218,7 +219,7 @@ class _Differentiation:
         check_differentiable(api_name)
         self.states = states_of(api_name, self.flat, options.transform_state)
         self.share: Share | None = None
-        if options.sums:
+        if options.reduction_order:
             self.share = share_of(self.axes)
             self.share.check(api_name, len(functions))
 
@@ -257,8 +258,8 @@ class _Differentiation:
         if options.communicate:
             facts["microbatches"] = len(self.functions)
             facts["communicate"] = options.communicate
-        if options.sums:
-            facts["sums"] = options.sums
+        if options.reduction_order:
+            facts["reduction_order"] = options.reduction_order
         return facts
 
     def _run_function(self, function: Function, leaves: list[Any]) -> _Loss:
@@ -344,8 +345,8 @@ class _Differentiation:
     def _differentiate_by_torch_func(self) -> _Gradients:
         """Compute objective(f(gather(params))) by torch.func: each gather is one of its own, and is kept."""
         api_name = self.options.api_name
-        expected = 'no sums="tree" inside torch.func, nor of plain tensors'
-        expect(not self.options.sums, api_name, expected, "it", "leave it out")
+        expected = 'no reduction_order="tree" inside torch.func, nor of plain tensors'
+        expect(not self.options.reduction_order, api_name, expected, "it", "leave it out")
         comm.check_same_call(api_name, self.shared_axes, self.flat, **self._facts())
         leaves = self.flat.leaves
         trained = [i for i, leaf in enumerate(leaves) if is_trained(leaf)]
@@ -394,7 +395,7 @@ def accumulate(
     reduce_over: Over = None,
     has_aux: bool = False,
     communicate: str | None = None,
-    sums: str | None = None,
+    reduction_order: str | None = None,
     transform_state: Tree = ABSENT,
 ) -> Callable[..., Any]:
     """Turn a local loss of one microbatch into a function of many: `value_and_grad` of their common objective.
@@ -412,11 +413,11 @@ def accumulate(
         has_aux: Whether f returns (loss, aux) instead.
         communicate: "each" reduces gradients in every microbatch and sums shards of them, which needs least memory;
             "once" sums full gradients and reduces them in the last one, which sends least. None leaves it to the
-            strategy: once for ZeRO-1, else each. With `sums` each is.
-        sums: "tree" adds up gradients, losses and counts in one binary tree over the microbatches of the whole job,
-            so that they have the same bits on any number of ranks. Each rank passes what `fs.microbatches` chooses of
-            the job's, of which there are a power of two, as there are ranks; forward and backward must have bits that
-            depend on the microbatch alone. None adds up in turn.
+            strategy: once for ZeRO-1, else each. With `reduction_order` each is.
+        reduction_order: "tree" adds up gradients, losses and counts in one binary tree over the microbatches of the
+            whole job, so that they have the same bits on any number of ranks. Each rank passes what `fs.microbatches`
+            chooses of the job's, of which there are a power of two, as there are ranks; forward and backward must have
+            bits that depend on the microbatch alone. None adds up in turn.
         transform_state: As for `value_and_grad`; it goes from microbatch to microbatch where each is reduced.
 
     Returns:
@@ -425,9 +426,9 @@ def accumulate(
         `transform_state` the new state comes third. A leaf that was used in any microbatch has a gradient.
 
     Raises:
-        ValueError: by the function returned, if `communicate` or `sums` is unknown, there are no microbatches, with
-            sums="tree" no power of two of them or of ranks, a transform has other bits at another number of ranks, f
-            computes on shards, and as for `value_and_grad`.
+        ValueError: by the function returned, if `communicate` or `reduction_order` is unknown, there are no
+            microbatches, with reduction_order="tree" no power of two of them or of ranks, a transform has other bits at
+            another number of ranks, f computes on shards, and as for `value_and_grad`.
 
     >>> import torch, fshard as fs
     >>> params = fs.shard({"w": torch.tensor([1.0, 2.0])}, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
@@ -440,14 +441,14 @@ def accumulate(
         reduce=reduce,
         reduce_over=reduce_over,
         has_aux=has_aux,
-        sums=sums,
+        reduction_order=reduction_order,
         transform_state=transform_state,
     )
 
     def run(params: Tree, microbatches: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         check_batches("accumulate", microbatches)
         functions = [lambda tree, batch=batch: f(tree, batch, *args, **kwargs) for batch in microbatches]
-        order = order_of("accumulate", params, communicate, sums)
+        order = order_of("accumulate", params, communicate, reduction_order)
         differentiation = _Differentiation(replace(options, communicate=order), functions, params)
         value, auxes, grads, *state = differentiation.run()
         objective = (value, auxes) if has_aux else value

@@ -145,7 +145,7 @@ class Experts(nn.Module):
 def of_model(module: nn.Module, run: Callable[[fs.Model, Any], Any], axis: fs.Axis) -> Any:
     """Run a model of units that are gathered one by one."""
     model = fs.functionalize(module, units=Layer)
-    return run(model, model.init(fs.zero3(axis, min_shard_elements=0, merge_bytes=0), seed=0))
+    return run(model, model.init(fs.zero3(axis, min_shard_elements=0, bucket_bytes=0), seed=0))
 
 
 def differentiated(model: fs.Model, params: Any) -> Any:

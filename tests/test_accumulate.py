@@ -19,13 +19,13 @@ MICROBATCHES = 3
 
 
 def strategies(mesh):
-    every, alone = {"min_shard_elements": 0}, {"min_shard_elements": 0, "merge_bytes": 0}
+    every, alone = {"min_shard_elements": 0}, {"min_shard_elements": 0, "bucket_bytes": 0}
     return {
         "zero3": fs.zero3(mesh, **alone),
         "zero3 of merged units": fs.zero3(mesh, **every),
         "zero3 that keeps": fs.zero3(mesh, regather=False, **alone),
         "zero3 that keeps some": fs.zero3(mesh, regather="1", **alone),
-        "zero3 of small whole leaves": fs.zero3(mesh, merge_bytes=0, min_shard_elements=20),
+        "zero3 of small whole leaves": fs.zero3(mesh, bucket_bytes=0, min_shard_elements=20),
         "zero2": fs.zero2(mesh, **every),
         "zero1": fs.zero1(mesh, **every),
         "ddp": fs.ddp(mesh),
@@ -122,7 +122,7 @@ def test_gradients_are_added_up_in_the_dtype_of_the_reduction(world_size):
 
     mesh, options = one_axis(), {"min_shard_elements": 0, "param_dtype": HALF, "reduce_dtype": SINGLE}
     strategies = [make(mesh, **options) for make in (fs.zero3, fs.zero2, fs.zero1)]
-    strategies += [fs.hsdp(two_axes(world_size), merge_bytes=0, **options)]
+    strategies += [fs.hsdp(two_axes(world_size), bucket_bytes=0, **options)]
     strategies += [fs.compose(fs.cast(gather=HALF), fs.ddp(mesh), fs.cast(scatter=SINGLE))]
     full = {"half": torch.ones(5, 3, dtype=HALF), "single": torch.ones(5, dtype=SINGLE)}
     batches = torch.tensor([256.0] + [1.0] * 15, dtype=HALF)

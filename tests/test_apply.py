@@ -87,7 +87,7 @@ def test_output_and_gradients_are_the_module_s():
         dense = torch.autograd.grad(value, list(trained.values()), allow_unused=True)
         expected = {path: grad for path, grad in zip(trained, dense) if grad is not None}
         model = fs.functionalize(module, units=nn.Module)
-        params = model.init(fs.zero3(one_axis(), min_shard_elements=0, merge_bytes=0))
+        params = model.init(fs.zero3(one_axis(), min_shard_elements=0, bucket_bytes=0))
         found, grads = fs.value_and_grad(lambda p, m=model, a=args, k=kwargs: loss_of(m.apply(p, *a, **k)))(params)
         assert {path for path, grad in grads.items() if grad is None} == set(params) - set(expected), name
         # Sums over at most 10 rows or columns, in an order that depends on the kernel, through at most 10 layers.

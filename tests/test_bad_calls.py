@@ -79,6 +79,7 @@ GIVEN = {
     "all_to_all": lambda w: dict(tree=torch.ones(2, 2), split_dim=0, concat_dim=1),
     "from_torch": lambda w: dict(lr=0.1),
     "jit": lambda w: dict(f=loss),
+    "pcast": lambda w: dict(to="varying"),
     "ragged_all_to_all": lambda w: dict(send_sizes=[2], recv_sizes=[2]),
     "scatter_grads": lambda w: dict(grads=w.full_tree),
     "checkpoint.Manager": lambda w: dict(directory=w.place / "managed", mesh=w.grid),
@@ -99,15 +100,18 @@ TREES = (*PLAIN, "a tensor of integers", "a tensor on meta")
 READ = tuple(value for value in WRONG if value != "a donated tree")
 # Wrong values that are right for some arguments: which, and for which arguments of any or of one function.
 ACCEPTED = (
-    (("None",), "atol communicate count device gather keep layout merge_bytes name only otherwise output_dtype p"),
-    (("None",), "param_dtype prefetch reduce_dtype reduce_over rtol scatter sums transform_state units jit.f"),
+    (("None",), "atol communicate count device gather keep layout bucket_bytes name only otherwise output_dtype p"),
+    (
+        ("None",),
+        "param_dtype prefetch reduce_dtype reduce_over reduction_order rtol scatter transform_state units jit.f",
+    ),
     (("None",), "ddp.axis zero1.axis zero2.axis zero3.axis shard.frozen reshard.frozen add_decayed_weights.mask"),
     (("None",), "apply.key model.apply.key TrainState.create.key model.init.seed apply.buffers model.apply.buffers"),
     (("None",), "checkpoint.Manager.mesh checkpoint.restore.mesh checkpoint.save.mesh checkpoint.restore.step"),
     (("None",), "testing.spmd.timeout checkpoint.save.step"),
     (("None",), "checkpoint.from_state_dict.module checkpoint.to_state_dict.module"),
     (NUMBERS, "backoff_factor donate_argnums eps error every growth_factor growth_interval init_scale keep lr"),
-    (NUMBERS, "max_norm max_value merge_bytes min_shard_elements momentum p prefetch static_argnums weight_decay"),
+    (NUMBERS, "max_norm max_value bucket_bytes min_shard_elements momentum p prefetch static_argnums weight_decay"),
     (("a number",), "batch samples steps timeout units world checkpoint.save.step"),
     (("a number", "a negative number"), "data key seed"),
     ((*NUMBERS, "a negative number"), "dampening step_size fully_shard.dim hybrid_shard.dim own_dim.dim split_dim.dim"),
@@ -130,7 +134,7 @@ ACCEPTED = (
     ((*NUMBERS, "a negative number", "nan", "a text", "an empty text"), "checkpoint.save.state"),
     (TREES, "sync_buffers.buffers sync_buffers.like microbatches.like objective.like gather.tree global_norm.tree"),
     (TREES, "leaf_norms.tree all_gather.tree all_gather_invariant.tree broadcast.tree pmax.tree pmean.tree"),
-    (TREES, "ppermute.tree psum.tree psum_invariant.tree pvary.tree ragged_all_to_all.tree reduce_scatter.tree"),
+    (TREES, "ppermute.tree psum.tree psum_invariant.tree pcast.tree ragged_all_to_all.tree reduce_scatter.tree"),
     (("a donated tree",), "sync_buffers.like microbatches.like objective.like"),
     (READ, "transform_state.params reshard.tree unshard.tree testing.assert_trees_close.exact"),
     (tuple(WRONG), "TrainState.create.buffers from_torch.inject update.transform_state tree_leaves.tree"),

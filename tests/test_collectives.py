@@ -56,8 +56,8 @@ def wide(n):
 COLLECTIVES = {
     "psum": (fs.psum, fs.psum, same, same),
     "pmean": (fs.pmean, fs.pmean, same, same),
-    "pvary": (fs.pvary, fs.psum_invariant, same, same),
-    "psum_invariant": (fs.psum_invariant, fs.pvary, same, same),
+    "pcast": (partial(fs.pcast, to="varying"), fs.psum_invariant, same, same),
+    "psum_invariant": (fs.psum_invariant, partial(fs.pcast, to="varying"), same, same),
     "all_gather of dim 1": (partial(fs.all_gather, dim=1), partial(fs.reduce_scatter, dim=1), same, wide),
     "all_gather_invariant": (partial(fs.all_gather_invariant, dim=1), own_columns, same, wide),
     "reduce_scatter of dim 1": (partial(fs.reduce_scatter, dim=1), partial(fs.all_gather, dim=1), wide, same),
@@ -74,7 +74,7 @@ COLLECTIVES = {
 }
 
 # What these take or give agrees between ranks.
-INVARIANT_INPUT, INVARIANT_OUTPUT = ("pvary",), ("psum_invariant", "broadcast", "all_gather_invariant")
+INVARIANT_INPUT, INVARIANT_OUTPUT = ("pcast",), ("psum_invariant", "broadcast", "all_gather_invariant")
 
 
 def operands(name):
@@ -143,8 +143,12 @@ def test_bad_operands_are_refused():
     for call, operand, arguments, text in REFUSED:
         with pytest.raises(ValueError, match=re.escape(text)):
             call(operand, axis, *arguments)
-    with pytest.raises(ValueError, match="pvary: expected axis to be an Axis, got a str; take it from a mesh by fs"):
-        fs.pvary(X, "shard")
+    with pytest.raises(ValueError, match="pcast: expected axis to be an Axis, got a str; take it from a mesh by fs"):
+        fs.pcast(X, "shard", to="varying")
+    with pytest.raises(
+        ValueError, match="""pcast: expected to="varying", got 'reduced'; make a varying value agree by"""
+    ):
+        fs.pcast(X, axis, to="reduced")
 
 
 def cubes(x, axis, plain=True):
@@ -208,4 +212,4 @@ def test_ranks_need_no_use_for_the_result():
         grads = fs.unshard(run(params)[1])
         assert_same_bits(grads, {"w": torch.full((3,), 62207.0 + axis.size), "v": torch.full((3,), 13824.0)})
     with pytest.raises(AssertionError, match="cubes over 'shard', whose result varies"):
-        check_varying(lambda p: fs.pvary(cubes(fs.gather(p["w"]), axis), axis).sum(), params)
+        check_varying(lambda p: fs.pcast(cubes(fs.gather(p["w"]), axis), axis, to="varying").sum(), params)

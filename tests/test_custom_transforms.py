@@ -72,7 +72,7 @@ def test_a_frozen_base_of_bytes_trains_the_other_leaves_as_one_process_does(worl
             return sum(torch.func.functional_call(Net(), {**full, **biases}, (x,)) for x in xs) / world_size
 
         restored = fs.masked(Dequantize(torch.float64, bits), lambda name, leaf: leaf.dtype == torch.uint8)
-        params = fs.shard(stored, fs.compose(fs.zero3(mesh, merge_bytes=0), restored), frozen="*weight*")
+        params = fs.shard(stored, fs.compose(fs.zero3(mesh, bucket_bytes=0), restored), frozen="*weight*")
         step, x = fs.value_and_grad(model.apply), xs[mesh.get_rank()]
         with fs.comm.record() as record:
             loss, grads = step(params, x)

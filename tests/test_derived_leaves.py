@@ -27,9 +27,9 @@ STRATEGIES: dict[str, Callable[[Any], fs.ShardTransform]] = {
     "zero1": lambda on: fs.zero1(on.line, min_shard_elements=0),
     "zero2 of whole leaves": lambda on: fs.zero2(on.line),
     "zero2": lambda on: fs.zero2(on.line, min_shard_elements=0),
-    "zero3": lambda on: fs.zero3(on.line, min_shard_elements=0, merge_bytes=0, prefetch=0),
+    "zero3": lambda on: fs.zero3(on.line, min_shard_elements=0, bucket_bytes=0, prefetch=0),
     # Of the leaves "a", "b" and "scale" are whole.
-    "zero3 of large leaves": lambda on: fs.zero3(on.line, min_shard_elements=16, merge_bytes=0, prefetch=0),
+    "zero3 of large leaves": lambda on: fs.zero3(on.line, min_shard_elements=16, bucket_bytes=0, prefetch=0),
     "hsdp": lambda on: fs.hsdp(on.grid, min_shard_elements=0),
     "hsdp of large leaves": lambda on: fs.hsdp(on.grid, min_shard_elements=16),
 }
@@ -192,13 +192,13 @@ def of_a_sum(p, x, axis):
 
 
 def of_an_agreeing_sum(p, x, axis):
-    """`psum_invariant` makes it agree; where leaves are split, `pvary` hands it to the pieces of each rank."""
+    """`psum_invariant` makes it agree; where leaves are split, `pcast` hands it to the pieces of each rank."""
     norm = fs.gather(p["v"]).norm()
     if not axis:
         return p["v"] / (norm * x) + norm * x, norm
     total = fs.psum_invariant(norm, axis)
     if p["v"].spec.partition:
-        total = fs.pvary(total, axis)
+        total = fs.pcast(total, axis, to="varying")
     return fs.tree_map(lambda v: v / total + total, p["v"]), norm
 
 
@@ -209,7 +209,7 @@ def of_both(p, x, axis):
         return p["v"] * norm + norm * x, norm
     total = fs.psum_invariant(norm, axis)
     if p["v"].spec.partition:
-        total = fs.pvary(total, axis)
+        total = fs.pcast(total, axis, to="varying")
     return fs.tree_map(lambda v: v * norm + total, p["v"]), norm
 
 
@@ -263,12 +263,12 @@ def sum_of_whole(p, axis):
 
 # Programs whose gradients would be wrong under "zero3 of large leaves", where "w" is split and "b" is whole; the part
 # of the error that names the fault.
-PVARY = "expected one that varies: fs.gather or fs.pvary of it first, got a leaf that is whole on all ranks of 'shard'"
+PCAST = "expected one that varies: fs.gather or fs.pcast of it first, got a leaf that is whole on all ranks of 'shard'"
 WRONG = {
-    whole_in_split: f"['b']: {PVARY}",
-    agreeing_in_split: "expected one that varies: fs.pvary of it first, got psum_invariant over 'shard', whose result",
+    whole_in_split: f"['b']: {PCAST}",
+    agreeing_in_split: "expected one that varies: fs.pcast of it first, got psum_invariant over 'shard', whose result",
     split_in_whole: "['w']: expected one that agrees: fs.psum_invariant of it, got a leaf that is split over 'shard'",
-    sum_of_whole: f"['b']: {PVARY}",
+    sum_of_whole: f"['b']: {PCAST}",
 }
 HEADLINE = "gradients of leaves that the function computes would be wrong\n"
 

@@ -74,7 +74,7 @@ def test_run_killed_several_times_equals_uninterrupted(tmp_path, ranks, options)
 @pytest.mark.parametrize("precision", ("float32", "bfloat16"))
 def test_run_has_the_same_bits_at_other_world_sizes(tmp_path, precision):
     """With dropout, and kills on the way; the last checkpoints are both of one rank."""
-    options = ("--sums", "tree", "--precision", precision)
+    options = ("--reduction-order", "tree", "--precision", precision)
     expected = train(tmp_path / "alone", 1, *options)
     for ranks, steps in ((4, 20), (2, 32), (8, 44), (1, STEPS)):
         killed = (steps - 7,) if ranks < 8 else ()

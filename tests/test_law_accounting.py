@@ -163,7 +163,7 @@ def stack():
 
 def every_leaf(mesh, **keywords):
     """Strategies that split every leaf and gather every unit by itself."""
-    return fs.zero3(mesh, **{"merge_bytes": 0, "min_shard_elements": 0, **keywords})
+    return fs.zero3(mesh, **{"bucket_bytes": 0, "min_shard_elements": 0, **keywords})
 
 
 def bytes_of(record, label):

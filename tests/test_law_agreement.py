@@ -85,7 +85,7 @@ TOLD = {
     "param_dtype": (option("param_dtype"), torch.float32, torch.bfloat16, [BIAS, "float32", "bfloat16"]),
     # Functions are not compared by the call, and differ where they decide what is gathered again.
     "regather of some units": (
-        option("regather", merge_bytes=0, prefetch=0),
+        option("regather", bucket_bytes=0, prefetch=0),
         lambda n: n == "0",
         lambda n: n == "1",
         ["rank 0: all_gather", "(gather of 1) over 'shard' of", "(scatter of 1) over 'shard' of"],
@@ -105,7 +105,7 @@ TOLD = {
         ["accumulate: ranks were told different things\n  microbatches: expected 2 as on", "got 3 on"],
     ),
     "units": (
-        lambda mesh, units: train(params_of(zero3(mesh, merge_bytes=0)), units=units),
+        lambda mesh, units: train(params_of(zero3(mesh, bucket_bytes=0)), units=units),
         "",
         nn.Linear,
         ["rank 0: all_gather", "(gather of 0) over 'shard' of", "(gather of (root)) over 'shard' of"],
@@ -212,10 +212,10 @@ def test_meshes_of_other_shapes_are_refused_before_groups_are_made():
     return found
 
 
-WAYS = {"ddp": fs.ddp, "zero2": partial(fs.zero2, min_shard_elements=0), "zero3": partial(zero3, merge_bytes=0)}
+WAYS = {"ddp": fs.ddp, "zero2": partial(fs.zero2, min_shard_elements=0), "zero3": partial(zero3, bucket_bytes=0)}
 COLLECTIVES = {
     "psum": fs.psum,
-    "psum_invariant": lambda x, axis: fs.pvary(fs.psum_invariant(x, axis), axis),
+    "psum_invariant": lambda x, axis: fs.pcast(fs.psum_invariant(x, axis), axis, to="varying"),
     "all_gather": fs.all_gather,
     "reduce_scatter": lambda x, axis: fs.reduce_scatter(fs.all_gather(x, axis), axis),
 }

@@ -56,8 +56,8 @@ def calls(f):
     return found
 
 
-def zero3(merge_bytes=0):
-    return fs.zero3(one_axis(), min_shard_elements=0, merge_bytes=merge_bytes)
+def zero3(bucket_bytes=0):
+    return fs.zero3(one_axis(), min_shard_elements=0, bucket_bytes=bucket_bytes)
 
 
 def tree_of(number):
@@ -74,11 +74,11 @@ def gathers(number, use):
     return lambda: fs.value_and_grad(loss)(fs.shard(tree_of(number), zero3()))
 
 
-def model(number, merge_bytes):
+def model(number, bucket_bytes):
     """A model of so many units, in pairs."""
     blocks = [nn.Sequential(nn.LayerNorm(2), nn.LayerNorm(2)) for _ in range(number // 2)]
     model = fs.functionalize(nn.Sequential(*blocks), units=nn.LayerNorm)
-    params = model.init(zero3(merge_bytes))
+    params = model.init(zero3(bucket_bytes))
     return lambda: fs.value_and_grad(lambda params: model.apply(params, torch.ones(2)).sum())(params)
 
 
@@ -101,8 +101,8 @@ def refused(number):
 PROGRAMS = {
     "plain gathers": lambda number: gathers(number, lambda f, *args: f(*args)),
     "checkpoints": lambda number: gathers(number, lambda *args: checkpoint(*args, use_reentrant=False)),
-    "units": partial(model, merge_bytes=0),
-    "merged units": partial(model, merge_bytes=2**20),
+    "units": partial(model, bucket_bytes=0),
+    "merged units": partial(model, bucket_bytes=2**20),
     "clip, update and reshard": updated,
     "a refusal": refused,
 }

@@ -59,8 +59,9 @@ def test_no_collectives():
             state = fs.update(TX, state, grads)
             fs.objective((loss, torch.tensor(4)), like=params, reduce="weighted")
             fs.reshard(fs.shard(fs.unshard(state.params), fs.ddp(one_axis())), fs.zero2(one_axis()))
-            for collective in (fs.psum, fs.pmean, fs.pvary, fs.psum_invariant, fs.all_gather, fs.reduce_scatter):
+            for collective in (fs.psum, fs.pmean, fs.psum_invariant, fs.all_gather, fs.reduce_scatter):
                 collective(x, axis)
+            fs.pcast(x, axis, to="varying")
         assert record == []
         assert operations.names
         namespaces = {name.partition(".")[0] for name in operations.names}

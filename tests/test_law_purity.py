@@ -82,8 +82,9 @@ VERBS: dict[str, Callable] = {
     "value_and_grad": lambda g: fs.value_and_grad(loss_fn)(g.state.params, g.batch),
     **{
         f.__name__: lambda g, f=f: f(fs.tree_leaves(g.state.params), fs.axis_of(one_axis()))
-        for f in (fs.psum, fs.pmean, fs.pvary, fs.psum_invariant)
+        for f in (fs.psum, fs.pmean, fs.psum_invariant)
     },
+    "pcast": lambda g: fs.pcast(fs.tree_leaves(g.state.params), fs.axis_of(one_axis()), to="varying"),
     "all_gather": lambda g: fs.all_gather(g.batch, fs.axis_of(one_axis())),
     "reduce_scatter": lambda g: fs.reduce_scatter(g.batch.expand(6, 4, 5), fs.axis_of(one_axis())),
     "sync_buffers": lambda g: fs.sync_buffers(g.state.buffers, like=g.state.params, by="mean"),

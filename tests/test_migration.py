@@ -62,7 +62,7 @@ def mesh_of(**sizes):
 
 def zero3(**options):
     """ZeRO-3 of a network so small that biases would be kept whole and units merged."""
-    return fs.zero3(mesh_of(), min_shard_elements=0, merge_bytes=0, **options)
+    return fs.zero3(mesh_of(), min_shard_elements=0, bucket_bytes=0, **options)
 
 
 def program(strategy):

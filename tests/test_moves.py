@@ -87,7 +87,7 @@ def test_what_varies_is_told_from_what_agrees():
     }
     for name, move in moves.items():
         moved = lambda p, f=move: f(fs.gather(p)["w"]).sum()  # noqa: E731
-        typed = lambda p, f=move: fs.pvary(f(fs.gather(p)["w"]), axis).sum()  # noqa: E731
+        typed = lambda p, f=move: fs.pcast(f(fs.gather(p)["w"]), axis, to="varying").sum()  # noqa: E731
         right, wrong = (typed, moved) if name == "broadcast" else (moved, typed)
         check_varying(right, params)
         with pytest.raises(AssertionError, match=f"{name} over 'shard', whose result (varies|agrees)"):

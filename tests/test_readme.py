@@ -77,7 +77,7 @@ def test_units_of_a_plain_function(world_size):
     blocks = [{"weight": torch.randn(8, 8, generator=draw), "bias": torch.randn(8, generator=draw)} for _ in range(3)]
     mesh = fs.init_mesh({"shard": -1}, device="cpu")
     x = torch.linspace(-1.0, 1.0, 16).reshape(2, 8)
-    params = fs.shard({"blocks": blocks}, fs.zero3(mesh, min_shard_elements=0, merge_bytes=0))
+    params = fs.shard({"blocks": blocks}, fs.zero3(mesh, min_shard_elements=0, bucket_bytes=0))
     scope = {"torch": torch, "fs": fs, "params": params, "x": x}
     with fs.comm.record() as record:
         exec(UNITS, scope)

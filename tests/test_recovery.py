@@ -48,7 +48,7 @@ def mesh_of_all():
 
 def state_of(mesh, tx=ADAMW):
     full = {name: torch.full((4, 4), 0.1 * (n + 1)) for n, name in enumerate(LAYERS)}
-    return fs.TrainState.create(fs.shard(full, fs.zero3(mesh, min_shard_elements=0, merge_bytes=0)), tx)
+    return fs.TrainState.create(fs.shard(full, fs.zero3(mesh, min_shard_elements=0, bucket_bytes=0)), tx)
 
 
 def loss_fn(params, x):

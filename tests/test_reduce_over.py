@@ -36,7 +36,7 @@ def axes():
 STRATEGIES = (
     lambda mesh: fs.zero3(mesh, axis=("shard", "tp"), min_shard_elements=0),
     lambda mesh: fs.ddp(mesh, axis=("shard", "tp")),
-    lambda mesh: fs.hsdp(mesh, replicate="tp", min_shard_elements=7, merge_bytes=0),
+    lambda mesh: fs.hsdp(mesh, replicate="tp", min_shard_elements=7, bucket_bytes=0),
 )
 
 
@@ -75,8 +75,8 @@ def test_ranks_of_other_axes_share_a_loss(reduce, world_size):
 
 # Options, and what follows on "value_and_grad: ".
 UNSUMMED = "gradients would stay unsummed\n  ['bias']: expected a transform that sums gradients over ['shard', 'cp']"
-BOTH = 'expected reduce_over or sums="tree", got both; shard the parameters on these axes alone'
-REFUSED = (({"reduce_over": ("shard", "cp")}, UNSUMMED), ({"reduce_over": "shard", "sums": "tree"}, BOTH))
+BOTH = 'expected reduce_over or reduction_order="tree", got both; shard the parameters on these axes alone'
+REFUSED = (({"reduce_over": ("shard", "cp")}, UNSUMMED), ({"reduce_over": "shard", "reduction_order": "tree"}, BOTH))
 
 
 @on_ranks(2)

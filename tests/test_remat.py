@@ -153,7 +153,7 @@ def waves(params, x):
 def test_what_is_saved_holds_no_gathered_weight(world_size):
     """A transposed weight is a view of it: torch 2.14 lets the engine save a handle in its place, older ones do not."""
     # Without room to gather ahead only the last unit stays until the backward.
-    params = fs.shard(full_values(), fs.zero3(one_axis(), min_shard_elements=0, merge_bytes=0))
+    params = fs.shard(full_values(), fs.zero3(one_axis(), min_shard_elements=0, bucket_bytes=0))
     x, weights = normal(1)(2, 5), []
 
     def transposing(part, x):

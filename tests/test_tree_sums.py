@@ -1,4 +1,4 @@
-"""sums="tree": losses, counts and gradients of a job's microbatches have the bits of one binary tree at any W."""
+"""reduction_order="tree": losses, counts and gradients of a job have the bits of one binary tree at any W."""
 
 import copy
 import math
@@ -81,7 +81,7 @@ def strategies(world_size):
     """Every strategy by name, and both orders of the dims of a mesh of two axes."""
     line, every = one_axis(), {"min_shard_elements": 20}
     found = {f.__name__: f(line, **every) for f in (fs.zero3, fs.zero2, fs.zero1)} | {"ddp": fs.ddp(line)}
-    found["zero3 in units"] = fs.zero3(line, merge_bytes=0, min_shard_elements=0)
+    found["zero3 in units"] = fs.zero3(line, bucket_bytes=0, min_shard_elements=0)
     found["second dim"] = fs.zero3(line, layout=fs.fully_shard(line, dim=-1))
     if world_size % 2 == 0:
         for sizes in ({"replicate": world_size // 2, "shard": 2}, {"shard": 2, "replicate": world_size // 2}):
@@ -101,7 +101,7 @@ def test_losses_and_gradients_have_the_bits_of_the_tree_at_any_world_size(world_
         model = fs.functionalize(filled(Tied(), dtype), units=nn.Linear)
         params = model.init(strategy)
         mine = fs.microbatches(list(map(microbatch, range(number))), params)
-        found, grads = fs.accumulate(partial(local, model.apply, how), reduce=how, sums="tree")(params, mine)
+        found, grads = fs.accumulate(partial(local, model.apply, how), reduce=how, reduction_order="tree")(params, mine)
         assert_same_bits({(name, how): (found, fs.unshard(grads))}, {(name, how): wanted[how]})
 
 
@@ -113,8 +113,8 @@ def test_mixed_precision_sums_in_the_dtype_of_the_reduction():
         for reduced, number in product((torch.float32, torch.bfloat16, None), (8, 2)):
             model = fs.functionalize(filled(Tied(), torch.float32), units=nn.Module)
             mixed = {"param_dtype": torch.bfloat16, "reduce_dtype": reduced}
-            params = model.init(fs.zero3(one_axis(), min_shard_elements=20, merge_bytes=0, **mixed))
-            step = fs.accumulate(partial(local, model.apply, "mean"), sums="tree")
+            params = model.init(fs.zero3(one_axis(), min_shard_elements=20, bucket_bytes=0, **mixed))
+            step = fs.accumulate(partial(local, model.apply, "mean"), reduction_order="tree")
             found.append(fs.unshard(step(params, fs.microbatches(list(map(microbatch, range(number))), params))[1]))
         return found
 
@@ -127,12 +127,12 @@ def test_value_and_grad_is_one_microbatch_a_rank(world_size):
     model = fs.functionalize(filled(Tied(), torch.float32))
     params, loss = model.init(fs.zero3(one_axis(), min_shard_elements=20)), partial(local, model.apply, "mean")
     (batch,) = fs.microbatches(list(map(microbatch, range(world_size))), params)
-    run = fs.value_and_grad(loss, sums="tree")
-    found, expected = run(params, batch), fs.accumulate(loss, sums="tree")(params, [batch])
+    run = fs.value_and_grad(loss, reduction_order="tree")
+    found, expected = run(params, batch), fs.accumulate(loss, reduction_order="tree")(params, [batch])
     assert_same_bits((found[0], fs.unshard(found[1])), (expected[0], fs.unshard(expected[1])))
     # Inside another derivative it would be maths of torch.func, whose sums are no tree.
     outer = fs.tree_map(lambda tensor: tensor.detach().requires_grad_(), params)
-    with torch.enable_grad(), pytest.raises(ValueError, match=r'no sums="tree" inside torch\.func'):
+    with torch.enable_grad(), pytest.raises(ValueError, match=r'no reduction_order="tree" inside torch\.func'):
         run(outer, batch)
 
 
@@ -166,14 +166,24 @@ def on_shards(p, batch):
 
 # A function, its number of microbatches, options, and part of the error.
 REFUSED = (
-    (summed, 2, {"sums": "pairs"}, "accumulate: expected sums to be \"tree\" or None, got 'pairs'"),
+    (
+        summed,
+        2,
+        {"reduction_order": "pairs"},
+        "accumulate: expected reduction_order to be \"tree\" or None, got 'pairs'",
+    ),
     (
         on_shards,
         2,
         {},
         "math on shards\n  ['w']: expected a gather of the parameter itself, got math on its shard\nTo fix: compute",
     ),
-    (summed, 3, {}, 'powers of two of ranks and of microbatches for sums="tree", got 3 microbatches on each of 2'),
+    (
+        summed,
+        3,
+        {},
+        'powers of two of ranks and of microbatches for reduction_order="tree", got 3 microbatches on each of 2',
+    ),
     (summed, 2, {"communicate": "once"}, "expected communicate to be one of (None, 'each'), got 'once'"),
 )
 
@@ -182,9 +192,11 @@ REFUSED = (
 def test_what_would_change_bits_is_refused():
     for f, number, options, text in REFUSED:
         with pytest.raises(ValueError, match=re.escape(text)):
-            fs.accumulate(f, **{"sums": "tree", **options})(sharded(fs.zero3), list(range(number)))
-    with pytest.raises(ValueError, match='sums="tree" fixes the bits of sums, and those of Inductor\'s kernels depend'):
-        fs.jit(fs.accumulate(summed, sums="tree"), backend="inductor")(sharded(fs.ddp), [0, 1])
+            fs.accumulate(f, **{"reduction_order": "tree", **options})(sharded(fs.zero3), list(range(number)))
+    with pytest.raises(
+        ValueError, match='reduction_order="tree" fixes the bits of sums, and those of Inductor\'s kernels depend'
+    ):
+        fs.jit(fs.accumulate(summed, reduction_order="tree"), backend="inductor")(sharded(fs.ddp), [0, 1])
     with pytest.raises(ValueError, match="expected as many microbatches on each of 2 ranks, got 7 in the whole job"):
         fs.microbatches(range(7), sharded(fs.ddp))
 

@@ -1,6 +1,7 @@
-"""What varies between ranks and what agrees: wrong uses of psum, psum_invariant, pvary and whole leaves are named."""
+"""What varies between ranks and what agrees: wrong uses of psum, psum_invariant, pcast and whole leaves are named."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -40,13 +41,13 @@ REDUCED = (
 @pytest.mark.parametrize("make", (fs.ddp, fs.zero3))
 @on_ranks(3)
 def test_sums_in_a_loss(make):
-    """Of a loss reduced already gradients would be too small; psum is its own transpose, and pvary hands back."""
+    """Of a loss reduced already gradients would be too small; psum is its own transpose, and pcast hands back."""
     axis, params = params_of(make)
     refused(lambda p: fs.objective(squares(p), like=p), params, REDUCED)
     refused(lambda p: 0.5 * fs.psum_invariant(squares(p), axis) / 2 + 1, params, REDUCED, reduce="sum")
     refused(lambda p: (fs.psum_invariant(squares(p), axis), torch.tensor(2)), params, REDUCED, reduce="weighted")
     value, grads = fs.value_and_grad(lambda p: fs.psum(squares(p), axis))(params)
-    again = fs.value_and_grad(lambda p: fs.pvary(fs.psum_invariant(squares(p), axis), axis))(params)
+    again = fs.value_and_grad(lambda p: fs.pcast(fs.psum_invariant(squares(p), axis), axis, to="varying"))(params)
     expected = again[0], fs.unshard(again[1])
     # One term for each rank.
     assert_trees_close((value, fs.unshard(grads)), expected, **within(expected, terms=3))
@@ -56,8 +57,8 @@ def test_sums_in_a_loss(make):
 
 UNSUMMED = (
     "value_and_grad: gradients would stay unsummed\n"
-    "  ['b']: expected gather or pvary, got maths on a leaf that ranks of 'shard' hold whole\n"
-    "To fix: gather these leaves, or hand them to each rank's own maths by fs.pvary, so that gradients are summed."
+    "  ['b']: expected gather or pcast, got maths on a leaf that ranks of 'shard' hold whole\n"
+    "To fix: gather these leaves, or hand them to each rank's own maths by fs.pcast, so that gradients are summed."
 )
 
 
@@ -71,14 +72,18 @@ def test_maths_on_a_whole_leaf():
             return squares(p) + (b * (1 + fs.axis_index(axis))).sum()  # noqa: B023
 
         refused(lambda p: loss_of(p, p["b"].local), params, UNSUMMED)
-        value, grads = fs.value_and_grad(lambda p: loss_of(p, fs.pvary(p["b"].local, axis)))(params)  # noqa: B023
+        value, grads = fs.value_and_grad(lambda p: loss_of(p, fs.pcast(p["b"].local, axis, to="varying")))(params)  # noqa: B023
         expected = fs.value_and_grad(lambda p: loss_of(p, fs.gather(p)["b"]))(params)
         assert_trees_close((value, grads), expected, **within(expected, terms=2))
     # A rank's own rows are its own part of the sum.
     fs.value_and_grad(lambda p: squares(p) + p["w"].local.sum())(params)
     whole = "expected one that varies between ranks, got a leaf that ranks hold whole"
     split = "expected one that agrees between ranks, got a leaf that is split over the axis"
-    for collective, leaf, text in ((fs.psum_invariant, "b", whole), (fs.pmean, "b", whole), (fs.pvary, "w", split)):
+    for collective, leaf, text in (
+        (fs.psum_invariant, "b", whole),
+        (fs.pmean, "b", whole),
+        (partial(fs.pcast, to="varying"), "w", split),
+    ):
         with pytest.raises(ValueError, match=re.escape(f"['{leaf}']: {text}")):
             collective({leaf: params[leaf]}, axis)
 

@@ -121,7 +121,7 @@ Strategy = Callable[[Any], fs.ShardTransform]
 
 def zero3(**options: Any) -> Strategy:
     """ZeRO-3 of every leaf, without merging units."""
-    return lambda mesh: fs.zero3(mesh, **{"min_shard_elements": 0, "merge_bytes": 0, **options})
+    return lambda mesh: fs.zero3(mesh, **{"min_shard_elements": 0, "bucket_bytes": 0, **options})
 
 
 # Names of units are those of submodules; "(root)" is the whole module.
@@ -131,7 +131,7 @@ STRATEGIES: dict[str, Strategy] = {
     **{f"prefetch {n}": zero3(prefetch=n) for n in (0, 1, 2)},
     **{f"kept, prefetch {n}": zero3(prefetch=n, regather=False) for n in (0, 2)},
     **{f"some kept, prefetch {n}": zero3(prefetch=n, regather=SOME) for n in (0, 1, 2)},
-    "merged": zero3(merge_bytes=3000),
+    "merged": zero3(bucket_bytes=3000),
     "small leaves whole": zero3(min_shard_elements=50),
     "zero1": lambda mesh: fs.zero1(mesh, min_shard_elements=0),
     "zero2": lambda mesh: fs.zero2(mesh, min_shard_elements=0),

@@ -34,7 +34,7 @@ from fshard.collectives.objective import (
     shared_axes,
     sum_over,
 )
-from fshard.collectives.sums import pmax, pmean, psum, psum_invariant, pvary
+from fshard.collectives.sums import pcast, pmax, pmean, psum, psum_invariant
 from fshard.collectives.varying import (
     Typed,
     check_agrees,

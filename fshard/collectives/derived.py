@@ -3,7 +3,7 @@
 A rank that holds a leaf whole may compute a new leaf from it and from gathered tensors: weight normalisation divides
 the stored tensor by the norm of the gathered one. By the types of jax.shard_map the stored tensor agrees between ranks,
 the gathered one varies (each rank has its own part of its gradient), and so does whatever is computed from both. JAX
-inserts a `pvary` where a value that agrees meets one that varies. So does `settle`, in a graph that autograd has
+inserts a `pcast` where a value that agrees meets one that varies. So does `settle`, in a graph that autograd has
 recorded already: a hook on the node where the two meet sums the gradient of the value that agrees.
 """
 
@@ -211,7 +211,7 @@ def _sum_gradients(numbers: Sequence[int], axis: Axis, path: str, gradients: Seq
 
 def _map_to_sum(axis: Axis) -> Linear:
     """Make the map from each rank's part of a gradient to their sum, which agrees."""
-    run = partial(comm.all_reduce, axis=axis, label="pvary")
+    run = partial(comm.all_reduce, axis=axis, label="pcast")
     return Linear(run, list, Variance("psum_invariant", (axis,), operand=True, result=False))
 
 

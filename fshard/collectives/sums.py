@@ -1,7 +1,7 @@
-"""Reductions over a mesh axis: psum, pmean, the typed pair psum_invariant and pvary, and pmax.
+"""Reductions over a mesh axis: psum, pmean, the typed pair psum_invariant and pcast, and pmax.
 
 The convention is that of jax.shard_map: inside a local loss, values vary between ranks; psum and pmean of varying
-values give varying ones and are their own transposes. `psum_invariant` and `pvary` are the typed pair: the first makes
+values give varying ones and are their own transposes. `psum_invariant` and `pcast` are the typed pair: the first makes
 a value that agrees between ranks, the second hands such a value to each rank's own maths.
 """
 
@@ -72,35 +72,42 @@ def pmean(tree: Tree, axis: Axis) -> Tree:
     return tree_map(lambda tensor: tensor / axis.size, psum(tree, axis))
 
 
-def pvary(tree: Tree, axis: Axis) -> Tree:
-    """Hand a value that agrees between ranks to each rank's own maths; its cotangents are summed over the ranks.
+def pcast(tree: Tree, axis: Axis, *, to: str) -> Tree:
+    """Cast a value that agrees between ranks to one that varies, for each rank's own math.
 
-    The transpose of `psum_invariant`. Follows jax.lax.pvary.
+    Its cotangents are summed over the ranks: it is the transpose of `psum_invariant`. Follows jax.lax.pcast.
 
     Args:
         tree: Tensors that agree between the ranks of `axis`.
         axis: The mesh axis.
+        to: "varying", the only cast that there is; a value that varies is made to agree by `psum_invariant`, `pmax`
+            or `all_gather_invariant`.
 
     Returns:
         The same values.
+
+    Raises:
+        ValueError: if `to` is another word.
 
     >>> import torch, fshard as fs
     >>> def program():
     ...     axis = fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu"))
     ...     x = torch.tensor(5.0, requires_grad=True)
-    ...     loss = fs.pvary(x, axis) * (fs.axis_index(axis) + 1)
+    ...     loss = fs.pcast(x, axis, to="varying") * (fs.axis_index(axis) + 1)
     ...     loss.backward()
     ...     return loss.item(), x.grad.item()
     >>> fs.testing.spmd(program, world=2)  # each rank's own loss, and the sum of both derivatives
     [(5.0, 3.0), (10.0, 3.0)]
     """
-    return collective("pvary", tree, axis, _same, comm.all_reduce, varies=AGREEING_TO_VARYING)
+    remedy = "make a varying value agree by psum_invariant, pmax or all_gather_invariant"
+    expect(to == "varying", "pcast", 'to="varying"', repr(to), remedy)
+    return collective("pcast", tree, axis, _same, comm.all_reduce, varies=AGREEING_TO_VARYING)
 
 
 def psum_invariant(tree: Tree, axis: Axis) -> Tree:
     """Sum over the ranks of an axis into a value that agrees between them, such as an objective.
 
-    The transpose of `pvary`. Follows jax.lax.psum from varying to invariant.
+    The transpose of `pcast`. Follows jax.lax.psum from varying to invariant.
 
     Args:
         tree: Tensors of equal shapes and dtypes on every rank.

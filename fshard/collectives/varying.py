@@ -57,10 +57,10 @@ def find_mixed(
             is_split = spec.dim_of(axis) is not None
             if is_split is not place.varies:
                 stored_as = "split over" if is_split else "whole on all ranks of"
-                remedy = "fs.psum_invariant of it" if is_split else "fs.gather or fs.pvary of it first"
+                remedy = "fs.psum_invariant of it" if is_split else "fs.gather or fs.pcast of it first"
                 yield Problem(path, f"a leaf that is {stored_as} {axis.name!r}", f"one that {used_as}: {remedy}")
         elif axis in variance.axes and variance.result_varies(axis, place.output) is not place.varies:
-            advice = "fs.pvary of it first" if place.varies else "fs.psum_invariant of a value computed from it"
+            advice = "fs.pcast of it first" if place.varies else "fs.psum_invariant of a value computed from it"
             got = f"{variance.name} over {axis.name!r}, whose result {KINDS[not place.varies]}"
             yield Problem(locate(place.node), got, f"one that {used_as}: {ADVICE.get(variance.name, advice)}")
 
@@ -156,12 +156,12 @@ def refuse_mixed(api_name: str, derived: Sequence[tuple[Spec, tuple[Any, int]]],
     problems: list[Problem] = []
     for axis, starts in starts_over.items():
         problems += find_mixed(starts, ends, axis, lambda _: "a leaf that the function computes")
-    remedy = "see the docstrings of psum_invariant and pvary; fs.testing.check_varying names the lines of the program"
+    remedy = "see the docstrings of psum_invariant and pcast; fs.testing.check_varying names the lines of the program"
     refuse(f"{api_name}: gradients of leaves that the function computes would be wrong", problems, remedy)
 
 
 def refuse_unsummed(api_name: str, outputs: Sequence[torch.Tensor], leaves: Leaves) -> None:
-    """Refuse leaves that ranks hold whole and a loss reaches past `gather` and `pvary`, where gradients are summed.
+    """Refuse leaves that ranks hold whole and a loss reaches past `gather` and `pcast`, where gradients are summed.
 
     Args:
         api_name: The verb that runs, for the error.
@@ -169,7 +169,7 @@ def refuse_unsummed(api_name: str, outputs: Sequence[torch.Tensor], leaves: Leav
         leaves: Path, spec and local tensor of each leaf that autograd found a gradient for.
 
     Raises:
-        ValueError: with the path of every leaf that some way reaches without a pvary, or a gather, over each such axis.
+        ValueError: with the path of every leaf that some way reaches without a pcast, or a gather, over each such axis.
     """
     whole: dict[Axis, list[tuple[str, Any]]] = {}
     for path, spec, node in _with_nodes(leaves):
@@ -180,8 +180,8 @@ def refuse_unsummed(api_name: str, outputs: Sequence[torch.Tensor], leaves: Leav
     for axis, ends in whole.items():
         reached = set(_reach(outputs, axis))
         got = f"maths on a leaf that ranks of {axis.name!r} hold whole"
-        problems += [Problem(path, got, "gather or pvary") for path, node in ends if node in reached]
-    remedy = "gather these leaves, or hand them to each rank's own maths by fs.pvary, so that gradients are summed"
+        problems += [Problem(path, got, "gather or pcast") for path, node in ends if node in reached]
+    remedy = "gather these leaves, or hand them to each rank's own maths by fs.pcast, so that gradients are summed"
     refuse(f"{api_name}: gradients would stay unsummed", problems, remedy)
 
 
@@ -223,7 +223,7 @@ def walk_graph(starts: Iterable[Place], behind: Callable[[Place], Iterable[Place
 def check_not_reduced(loss: torch.Tensor, axes: Sequence[Axis], api_name: str) -> None:
     """Refuse a local loss that ranks have summed already, whose gradients would be too small by their number.
 
-    Behind a `pvary` the sum was handed to this rank's own maths again.
+    Behind a `pcast` the sum was handed to this rank's own maths again.
     """
     for axis in axes:
         variances = map(variance_of, _reach([loss], axis))

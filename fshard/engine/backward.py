@@ -128,7 +128,7 @@ class Backward:
         is_recomputed = gathered.checkpoint in self._recomputed_checkpoints
         if is_recomputed and self._may_release(gathered):
             gathered.release()
-        reduces_bound = self._reduce_early and gathered.unit.policy.early
+        reduces_bound = self._reduce_early and gathered.unit.policy.reduce_each_microbatch
         complete = [leaf for leaf in gathered.trained if leaf.first_gathered is gathered]
         self._reductions.queue([leaf for leaf in complete if leaf.derived or reduces_bound])
 

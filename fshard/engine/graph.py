@@ -134,7 +134,7 @@ def check_direct_gradients(
     """
     problems = [Problem(leaf.path, "math on its shard", "a gather of the parameter itself") for leaf in outside_of_tree]
     remedy = "compute with full tensors, after the gather"
-    refuse(f'{api_name}: sums="tree" cannot add up gradients of math on shards', problems, remedy)
+    refuse(f'{api_name}: reduction_order="tree" cannot add up gradients of math on shards', problems, remedy)
     named = [(leaf.path, leaf.spec, leaf.tensor) for leaf in leaves]
     refuse_unsummed(api_name, outputs, named)
 

@@ -177,7 +177,7 @@ def make_plan(module_units: tuple[ModuleUnit, ...], leaves: tuple[LeafFacts, ...
         unit = _merge(merged_units, facts)
         # The only unit of a model stays until its backward anyway. If it is small, it stays even where another model
         # follows.
-        stays = len(runs) == 1 and unit.nbytes <= unit.policy.merge_bytes
+        stays = len(runs) == 1 and unit.nbytes <= unit.policy.bucket_bytes
         units.append(
             unit._replace(
                 regathered=singles[run.first].regathered and not stays,
@@ -249,4 +249,4 @@ def _may_merge(units: Sequence[Unit]) -> bool:
     if len(units) == 1:
         return True
     are_alike = len({unit.regathered for unit in units}) == 1
-    return are_alike and sum(unit.nbytes for unit in units) <= units[0].policy.merge_bytes
+    return are_alike and sum(unit.nbytes for unit in units) <= units[0].policy.bucket_bytes

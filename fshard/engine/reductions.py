@@ -54,9 +54,9 @@ class Reductions:
         for leaf in leaves:
             self._queue.append(leaf)
             self._queued_bytes += leaf.full_facts.nbytes
-            if self._queued_bytes >= max(leaf.policy.merge_bytes, comm.PACK_BYTES):
+            if self._queued_bytes >= max(leaf.policy.bucket_bytes, comm.PACK_BYTES):
                 self._start_queued()
-        if self._queue and self._queued_bytes >= self._queue[-1].policy.merge_bytes:
+        if self._queue and self._queued_bytes >= self._queue[-1].policy.bucket_bytes:
             self._start_queued()
 
     def finish(self) -> None:

@@ -28,7 +28,7 @@ class _Quantize(FullyShard):
         if self.axis.size == 1 or not self.gathers:
             return super().start_rows(shards, specs)
         lossy, exact = _by_kind(shards)
-        batch = {i: shards[i].dim() - len(specs[i].full_shape) for i in lossy}
+        batch = {i: shards[i].dim() - len(specs[i].storage_shape) for i in lossy}
         codes = [to_codes(shards[i].unsqueeze(0), self.block, batch[i])[0] for i in lossy]
         rest = super().start_rows([shards[i] for i in exact], [specs[i] for i in exact])
         travelling = fs.comm.start_all_gather(codes, self.axis, "gather")
@@ -45,7 +45,7 @@ class _Quantize(FullyShard):
         if self.axis.size == 1 or not self.scatters:
             return super().start_sums(stacks, specs)
         lossy, _ = _by_kind(stacks)
-        batch = {i: stacks[i].dim() - 1 - len(specs[i].full_shape) for i in lossy}
+        batch = {i: stacks[i].dim() - 1 - len(specs[i].storage_shape) for i in lossy}
         return self.start_sums_of(stacks, specs, {i: to_codes(stacks[i], self.block, batch[i]) for i in lossy})
 
     def start_sums_of(self, stacks: Tensors, specs: Sequence[fs.Spec], codes: Mapping[int, torch.Tensor]) -> Finish:
@@ -65,7 +65,7 @@ class _Quantize(FullyShard):
 
     def _sum(self, rows: torch.Tensor, stack: torch.Tensor, spec: fs.Spec) -> torch.Tensor:
         """Add what ranks sent, in their order."""
-        batch = stack.dim() - 1 - len(spec.full_shape)
+        batch = stack.dim() - 1 - len(spec.storage_shape)
         total, *others = from_codes(rows, stack.shape[1:], stack.dtype, self.block, batch)
         for other in others:
             total = total + other

@@ -38,7 +38,7 @@ class _Name(NamedTuple):
 # The leaves of one step by their names.
 Values = dict[_Name, Any]
 
-_TREE = 'pass sums="tree" to accumulate or value_and_grad'
+_TREE = 'pass reduction_order="tree" to accumulate or value_and_grad'
 _KERNELS = "take one thread and kernels whose bits depend on shape and dtype alone"
 # By the part of a step's result that differs first, in the order in which parts are computed: its cause, the remedy.
 _CAUSES = MappingProxyType(
@@ -96,13 +96,13 @@ def assert_same_bits(
     ...     return fs.TrainState.create(fs.shard({"w": torch.ones(64, 3)}, fs.zero3(mesh, min_shard_elements=0)), tx)
     >>> def loss_fn(params, x):
     ...     return torch.tanh(x @ fs.gather(params)["w"]).mean()
-    >>> def train_step(state, microbatches, sums="tree"):
-    ...     loss, grads = fs.accumulate(loss_fn, sums=sums)(state.params, microbatches)
+    >>> def train_step(state, microbatches, reduction_order="tree"):
+    ...     loss, grads = fs.accumulate(loss_fn, reduction_order=reduction_order)(state.params, microbatches)
     ...     return fs.update(tx, state, grads), loss, grads
     >>> batches = torch.randn(3, 8, 5, 64, generator=torch.Generator().manual_seed(0))  # 3 steps of 8 microbatches
     >>> batches = [list(batch) for batch in batches]
     >>> assert_same_bits(train_step, state, batches, world_sizes=(1, 2, 4))
-    >>> assert_same_bits(partial(train_step, sums=None), state, batches, world_sizes=(1, 4))
+    >>> assert_same_bits(partial(train_step, reduction_order=None), state, batches, world_sizes=(1, 4))
     Traceback (most recent call last):
     AssertionError: assert_same_bits: step 0 (counted from 0) has other bits on 4 ranks than on 1
       loss: ...

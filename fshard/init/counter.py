@@ -66,7 +66,7 @@ class Part:
         place = view.shape, view.stride(), view.storage_offset()
         key = fold_in(self._key, len(self.steps))
         self.steps.append(f"{op}{(*args,)} at {place}")
-        number, mask = math.prod(self.spec.full_shape), None
+        number, mask = math.prod(self.spec.storage_shape), None
         if view.numel() < number:
             mask = torch.zeros(number, dtype=torch.bool, device=self.values.device)
             mask.as_strided(*place).fill_(True)
@@ -85,7 +85,7 @@ class Part:
         """Find where in the full tensor elements lie, both counted through."""
         index = torch.zeros_like(positions)
         places = torch.unravel_index(positions, self.values.shape)
-        for (start, _), at, size in zip(local_ranges(self.spec), places, self.spec.full_shape, strict=True):
+        for (start, _), at, size in zip(local_ranges(self.spec), places, self.spec.storage_shape, strict=True):
             index = index * size + start + at
         return index
 

@@ -105,8 +105,8 @@ def refuse_tree_sums(facts: Facts, backend: object) -> None:
     Raises:
         ValueError: if both are asked for.
     """
-    if backend == "inductor" and "sums" in facts.of_verbs:
-        problem = (
-            'sums="tree" fixes the bits of sums, and those of Inductor\'s kernels depend on what they are fused with'
+    if backend == "inductor" and "reduction_order" in facts.of_verbs:
+        raise ValueError(
+            'jit: reduction_order="tree" fixes the bits of sums, and those of Inductor\'s kernels depend on what they '
+            'are fused with. Use backend="graph", or leave out reduction_order="tree".'
         )
-        raise ValueError(f'jit: {problem}. Use backend="graph", or leave out sums="tree".')

@@ -12,7 +12,7 @@ from fshard.errors import expect, refuse
 from fshard.optim.leaves import counted, no_updates, partition_axes, zero
 from fshard.rounding import half_the_digits
 from fshard.tree import Flat, Tree, flatten, is_trained, leaves_of, like, map_leaves, map_nodes, tensor_of, tensors_of
-from fshard.tree.checks import check_floating, check_sums, describe
+from fshard.tree.checks import check_floating, check_reduction_order, describe
 from fshard.update import Optimizer, Updated
 
 # By names of the torch class: the state of a parameter, and hyperparameters.
@@ -45,7 +45,7 @@ class TorchState(NamedTuple):
 
 
 def from_torch(
-    cls: type[torch.optim.Optimizer], *, inject: Sequence[str] = (), sums: str | None = None, **hyper: Any
+    cls: type[torch.optim.Optimizer], *, inject: Sequence[str] = (), reduction_order: str | None = None, **hyper: Any
 ) -> Optimizer:
     """Make a pure optimizer of a torch.optim class, bit for bit the class's own arithmetic.
 
@@ -53,8 +53,9 @@ def from_torch(
         cls: The class, such as torch.optim.AdamW; its maths must be elementwise where leaves are sharded.
         inject: Names of numbers among its arguments that the state is to hold, as optax.inject_hyperparams does: they
             can be read there, after a schedule too, and replaced without a new optimizer.
-        sums: "tree" refuses kernels that round an element by where it stands in its shard, so that updates have the
-            same bits at any world size: fused ones, and those of half precision whose last few elements differ.
+        reduction_order: "tree" refuses kernels that round an element by where it stands in its shard, so that updates
+            have the same bits at any world size: fused ones, and those of half precision whose last few elements
+            differ.
         **hyper: Its keyword arguments (lr, betas, fused, ...). A function stands for a schedule: it is called with the
             number of updates made so far, an int64 tensor of shape (), and returns the value, as in Optax. One that is
             to be jitted is written in tensor operations: torch.where in the place of a branch, and no int(count).
@@ -64,8 +65,9 @@ def from_torch(
 
     Raises:
         ValueError: if `cls` is no such class; from init, if a leaf cannot take a gradient, or the class looks across
-            the elements of one that is sharded, or with sums="tree" rounds elements by where they stand. Torch's own
-            error, if the class refuses its arguments, or cannot step without a closure or on dense gradients.
+            the elements of one that is sharded, or with reduction_order="tree" rounds elements by where they stand.
+            Torch's own error, if the class refuses its arguments, or cannot step without a closure or on dense
+            gradients.
 
     >>> import fshard as fs
     >>> tx = from_torch(torch.optim.SGD, lr=lambda count: 0.1 * 0.5**count)
@@ -75,7 +77,7 @@ def from_torch(
     """
     known = isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
     expect(known, "from_torch", "cls to be a torch.optim class", describe(cls), "pass its arguments by name")
-    check_sums("from_torch", sums)
+    check_reduction_order("from_torch", reduction_order)
     initial = hyper | evaluated(hyper, zero(), {})
     make = partial(cls, **initial)
     # A class refuses `capturable` on small CPU tensors.
@@ -90,7 +92,7 @@ def from_torch(
     def init(params: Tree) -> TorchState:
         flat = flatten(params)
         check_floating("from_torch", flat)
-        _refuse_split(trial, flat, sums)
+        _refuse_split(trial, flat, reduction_order)
         trained = [i for i, leaf in enumerate(flat.leaves) if is_trained(leaf)]
         states = start_states(make, [owned(tensor_of(flat.leaves[i])) for i in trained])
         held = {name: torch.tensor(float(initial[name]), dtype=torch.float64) for name in inject}
@@ -295,9 +297,9 @@ def observe(make: Make) -> tuple[set[str], bool, bool]:
     return scalars, not all(same), any(wrote)
 
 
-def _refuse_split(make: Make, flat: Flat, sums: str | None) -> None:
+def _refuse_split(make: Make, flat: Flat, reduction_order: str | None) -> None:
     """Refuse leaves that are split where a class looks across elements, or rounds them by where they stand."""
-    if sums is None and not any(map(partition_axes, flat.leaves)):
+    if reduction_order is None and not any(map(partition_axes, flat.leaves)):
         return
     name = make.func.__name__
     run = partial(_in_parts, make)
@@ -309,11 +311,11 @@ def _refuse_split(make: Make, flat: Flat, sums: str | None) -> None:
         pair = "a leaf that is split", "a whole one"
         what = f"from_torch: {name} looks across the elements of a leaf"
         refuse(what, flat.problems(lambda leaf: pair if partition_axes(leaf) else None), remedy)
-    elif sums is not None:
+    elif reduction_order is not None:
         # Most kernels of half precision round the last few elements otherwise, some too rarely for a trial to show it.
         dtypes = {tensor_of(leaf).dtype for leaf in flat.leaves if is_trained(leaf)}
         inexact = [str(d) for d in dtypes if d.itemsize < 4 or not run(d).equal(run(d, 1))]
-        needed = f'kernels of {name} that round an element alike wherever it stands, for sums="tree"'
+        needed = f'kernels of {name} that round an element alike wherever it stands, for reduction_order="tree"'
         remedy = "step such leaves by fs.adamw, or keep float32 and gather by fs.cast(gather=torch.bfloat16)"
         expect(not inexact, "from_torch", needed, f"others for {', '.join(inexact)}", remedy)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fshard.collectives import pvary
+from fshard.collectives import pcast
 from fshard.errors import expect, refuse
 from fshard.shard import without_padding
 from fshard.tree import Axis, Flat, Tree, flatten, is_sharded, is_trained, leaves_of, like, map_leaves, tensor_of
@@ -28,7 +28,7 @@ def elements_of(leaf: Any) -> torch.Tensor:
 def varying(number: torch.Tensor, axes: Sequence[Axis]) -> torch.Tensor:
     """Hand a number that agrees between ranks to each rank's own shards, so that its cotangents are summed."""
     for axis in axes:
-        number = pvary(number, axis)
+        number = pcast(number, axis, to="varying")
     return number
 
 

@@ -11,7 +11,7 @@ from fshard.optim.leaves import check_real, leafwise, map_gradients, stateful, s
 from fshard.optim.norms import check_order, global_norm, leaf_norms
 from fshard.optim.wrappers import masked
 from fshard.tree import Mask, Tree, flatten
-from fshard.tree.checks import FRACTION, NOT_NEGATIVE, check_floating, check_numbers, check_sums
+from fshard.tree.checks import FRACTION, NOT_NEGATIVE, check_floating, check_numbers, check_reduction_order
 from fshard.update import GradientTransformation, Optimizer, Updated, chain
 
 Number = float | torch.Tensor
@@ -36,25 +36,27 @@ def check_rates(what: str, lr: Rate, betas: Any = (0.0, 0.0), **numbers: Number)
     check_numbers(what, NOT_NEGATIVE, **({} if callable(lr) else {"lr": lr}), **numbers)
 
 
-def clip_by_global_norm(max_norm: float, p: float = 2.0, *, sums: str | None = None) -> GradientTransformation:
+def clip_by_global_norm(
+    max_norm: float, p: float = 2.0, *, reduction_order: str | None = None
+) -> GradientTransformation:
     """Scale gradients down so that the norm of all of them together is at most `max_norm`.
 
-    Follows torch.nn.utils.clip_grad_norm_ on full gradients, with the norm taken in float64: each element counts
-    once, however many ranks store it, and padding does not count. Costs one collective of a single number over each
-    axis that gradients are split over, for each set of axes that some leaf is split over; with sums="tree" two, of four
-    numbers for each leaf.
+    Follows torch.nn.utils.clip_grad_norm_ on full gradients, with the norm taken in float64: each element counts once,
+    however many ranks store it, and padding does not count. Costs one collective of a single number over each axis that
+    gradients are split over, for each set of axes that some leaf is split over; with reduction_order="tree" two, of
+    four numbers for each leaf.
 
     Args:
         max_norm: The largest norm to let through, 0 or more.
         p: The order of the norm, above 0; float("inf") for the largest magnitude.
-        sums: "tree" adds up exactly, so that the norm has the same bits at any world size, under any strategy and in
-            every precision. `p` is then 2 or inf, and the norm has no derivative.
+        reduction_order: "tree" adds up exactly, so that the norm has the same bits at any world size, under any
+            strategy and in every precision. `p` is then 2 or inf, and the norm has no derivative.
 
     Returns:
         The transformation; its state is empty.
 
     Raises:
-        ValueError: if `max_norm` is negative or not finite, `p` is not positive, or `sums` is another word.
+        ValueError: if `max_norm` is negative or not finite, `p` is not positive, or `reduction_order` is another word.
 
     >>> import torch, fshard as fs
     >>> tx = fs.clip_by_global_norm(1.0)
@@ -63,17 +65,17 @@ def clip_by_global_norm(max_norm: float, p: float = 2.0, *, sums: str | None = N
     {'w': tensor([0.6000]), 'b': tensor([0.8000])}
     """
     check_numbers("clip_by_global_norm", NOT_NEGATIVE, max_norm=max_norm)
-    check_order("clip_by_global_norm", p, sums)
+    check_order("clip_by_global_norm", p, reduction_order)
 
     def clipped(grads: Tree, params: Tree) -> Tree:
         # torch.nn.utils.clip_grad_norm_ adds the same 1e-6, and multiplies by 1 where nothing is to be clipped.
-        scale = (max_norm / (global_norm(grads, p, sums=sums) + 1e-6)).clamp(max=1.0)
+        scale = (max_norm / (global_norm(grads, p, reduction_order=reduction_order) + 1e-6)).clamp(max=1.0)
         return map_gradients(lambda grad, scale: grad * scale.to(grad.dtype), grads, numbers=(scale,))
 
     return stateless(clipped)
 
 
-def clip_by_norm(max_norm: float, p: float = 2.0, *, sums: str | None = None) -> GradientTransformation:
+def clip_by_norm(max_norm: float, p: float = 2.0, *, reduction_order: str | None = None) -> GradientTransformation:
     """Scale each leaf's gradient down so that its own norm is at most `max_norm`; see `clip_by_global_norm`.
 
     Follows torch.nn.utils.clip_grad_norm_, called for each parameter by itself. Costs one collective for
@@ -82,13 +84,13 @@ def clip_by_norm(max_norm: float, p: float = 2.0, *, sums: str | None = None) ->
     Args:
         max_norm: The largest norm to let through, 0 or more.
         p: The order of the norm, above 0; float("inf") for the largest magnitude.
-        sums: As for `clip_by_global_norm`.
+        reduction_order: As for `clip_by_global_norm`.
 
     Returns:
         The transformation; its state is empty.
 
     Raises:
-        ValueError: if `max_norm` is negative or not finite, `p` is not positive, or `sums` is another word.
+        ValueError: if `max_norm` is negative or not finite, `p` is not positive, or `reduction_order` is another word.
 
     >>> import torch, fshard as fs
     >>> tx = fs.clip_by_norm(1.0)
@@ -97,12 +99,14 @@ def clip_by_norm(max_norm: float, p: float = 2.0, *, sums: str | None = None) ->
     {'w': tensor([0.6000, 0.8000]), 'b': tensor([0.5000])}
     """
     check_numbers("clip_by_norm", NOT_NEGATIVE, max_norm=max_norm)
-    check_order("clip_by_norm", p, sums)
+    check_order("clip_by_norm", p, reduction_order)
 
     def clipped(grad: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
         return grad * (max_norm / (norm + 1e-6)).clamp(max=1.0).to(grad.dtype)
 
-    return stateless(lambda grads, params: map_gradients(clipped, grads, leaf_norms(grads, p, sums=sums)))
+    return stateless(
+        lambda grads, params: map_gradients(clipped, grads, leaf_norms(grads, p, reduction_order=reduction_order))
+    )
 
 
 def clip_by_value(max_value: float) -> GradientTransformation:
@@ -181,24 +185,24 @@ def scale_by_adam(betas: tuple[Number, Number] = (0.9, 0.999), eps: Number = 1e-
 
 
 def add_decayed_weights(
-    weight_decay: Number, mask: Mask | None = None, *, sums: str | None = None
+    weight_decay: Number, mask: Mask | None = None, *, reduction_order: str | None = None
 ) -> GradientTransformation:
     """Add a multiple of the parameters to their gradients; before an optimizer that is L2 regularisation.
 
     Follows optax.add_decayed_weights and the weight_decay of torch.optim.SGD and Adam.
 
     Args:
-        weight_decay: The multiple, 0 or more; with sums="tree" also a tensor that is differentiated.
+        weight_decay: The multiple, 0 or more; with reduction_order="tree" also a tensor that is differentiated.
         mask: Which leaves decay, as `masked` takes it; None for all.
-        sums: "tree" rounds the multiple before it is added: kernels of half precision do so only for the last few
-            elements of a shard, whose bits would depend on the world size.
+        reduction_order: "tree" rounds the multiple before it is added: kernels of half precision do so only for the
+            last few elements of a shard, whose bits would depend on the world size.
 
     Returns:
         The transformation; its state is empty.
 
     Raises:
-        ValueError: if `weight_decay` is negative or not finite, or `sums` is another word; from init, if `mask` matches
-            no leaf.
+        ValueError: if `weight_decay` is negative or not finite, or `reduction_order` is another word; from init, if
+            `mask` matches no leaf.
 
     >>> import torch, fshard as fs
     >>> tx = fs.add_decayed_weights(0.5, mask="*weight")
@@ -207,11 +211,11 @@ def add_decayed_weights(
     >>> tx.update(grads, tx.init(params), params)[0]
     {'weight': tensor([0.5000, 0.5000]), 'bias': tensor([0.])}
     """
-    check_sums("add_decayed_weights", sums)
+    check_reduction_order("add_decayed_weights", reduction_order)
     check_numbers("add_decayed_weights", NOT_NEGATIVE, weight_decay=weight_decay)
 
     def decayed(grad: torch.Tensor, param: torch.Tensor, decay: Any) -> torch.Tensor:
-        return grad.add(param, alpha=decay) if sums is None else grad + decay * param
+        return grad.add(param, alpha=decay) if reduction_order is None else grad + decay * param
 
     tx: Any = stateless(lambda grads, params: map_gradients(decayed, grads, params, numbers=(weight_decay,)))
     return tx if mask is None else masked(tx, mask)
@@ -280,7 +284,7 @@ def sgd(
         new = torch.where(count == 1, grad, momentum * old + (1 - dampening) * grad)
         return grad + momentum * new if nesterov else new, new
 
-    decay = add_decayed_weights(weight_decay, sums="tree")
+    decay = add_decayed_weights(weight_decay, reduction_order="tree")
     trace = stateful(MomentumState, heavy, (momentum, dampening), partial(check_floating, "sgd"))
     return chain(decay, *([trace] if has_momentum else []), _descent(lr))
 
@@ -311,7 +315,7 @@ def adam(
     {'w': tensor([0.9000, 2.1000])}
     """
     check_rates("adam", lr, weight_decay=weight_decay)
-    return chain(add_decayed_weights(weight_decay, sums="tree"), scale_by_adam(betas, eps), _descent(lr))
+    return chain(add_decayed_weights(weight_decay, reduction_order="tree"), scale_by_adam(betas, eps), _descent(lr))
 
 
 def adamw(

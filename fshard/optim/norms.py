@@ -17,7 +17,7 @@ from fshard.errors import expect
 from fshard.optim.leaves import elements_of, partition_axes, varying
 from fshard.shard import local_ranges
 from fshard.tree import Axis, Sharded, Spec, Tree, flatten, grouped, is_sharded, leaves_of, map_leaves, tensor_of
-from fshard.tree.checks import POSITIVE, check_local, check_numbers, check_sums, check_tensors
+from fshard.tree.checks import POSITIVE, check_local, check_numbers, check_reduction_order, check_tensors
 
 # Elements that become float64 numbers at a time, in a processor's cache: of a norm, and of an exact sum.
 PIECE, EXACT_PIECE = 1 << 16, 1 << 14
@@ -33,15 +33,15 @@ Axes = tuple[Axis, ...]
 Terms = Callable[[torch.Tensor], torch.Tensor]
 
 
-def check_order(what: str, p: float, sums: str | None) -> None:
+def check_order(what: str, p: float, reduction_order: str | None) -> None:
     """Refuse the order of a norm, and an unknown order of its sums."""
     check_numbers(what, POSITIVE, p=p)
-    check_sums(what, sums)
+    check_reduction_order(what, reduction_order)
     # Other powers are rounded by what stands beside an element.
-    expect(sums is None or p in (2, math.inf), what, 'p to be 2 or inf with sums="tree"', f"{p}")
+    expect(reduction_order is None or p in (2, math.inf), what, 'p to be 2 or inf with reduction_order="tree"', f"{p}")
 
 
-def global_norm(tree: Tree, p: float = 2.0, *, sums: str | None = None) -> torch.Tensor:
+def global_norm(tree: Tree, p: float = 2.0, *, reduction_order: str | None = None) -> torch.Tensor:
     """Take the p-norm of all elements of a sharded tree together, such as of gradients.
 
     Each element counts once, however many ranks store it, and padding does not count. Taken in float64, so that for
@@ -52,27 +52,27 @@ def global_norm(tree: Tree, p: float = 2.0, *, sums: str | None = None) -> torch
     Args:
         tree: Pytree of Sharded or full tensors; None leaves are passed over.
         p: The order of the norm, above 0; float("inf") for the largest magnitude.
-        sums: As for `clip_by_global_norm`.
+        reduction_order: As for `clip_by_global_norm`.
 
     Returns:
         The norm, equal on every rank and differentiable: a scalar in the leaves' widest dtype, float32 at least.
 
     Raises:
-        ValueError: if `p` is not positive, `sums` is another word, or a leaf is no tensor, was donated or is of
-            another mesh, with its path.
+        ValueError: if `p` is not positive, `reduction_order` is another word, or a leaf is no tensor, was donated or is
+            of another mesh, with its path.
 
     >>> global_norm({"w": torch.tensor([3.0]), "b": torch.tensor([4.0]), "frozen": None})
     tensor(5.)
     """
-    leaves = _checked("global_norm", tree, p, sums)
+    leaves = _checked("global_norm", tree, p, reduction_order)
     if not leaves:
         return torch.zeros(())
     # The norm of complex numbers is real.
     dtype = reduce(torch.promote_types, {tensor_of(leaf).dtype.to_real() for leaf in leaves}, torch.float32)
-    return _rooted(_joined(torch.stack(_powers(leaves, p, sums)), p), p).to(dtype)
+    return _rooted(_joined(torch.stack(_powers(leaves, p, reduction_order)), p), p).to(dtype)
 
 
-def leaf_norms(tree: Tree, p: float = 2.0, *, sums: str | None = None) -> Tree:
+def leaf_norms(tree: Tree, p: float = 2.0, *, reduction_order: str | None = None) -> Tree:
     """Take the p-norm of each whole leaf of a sharded tree, where `tensor.norm()` would be of this rank's part.
 
     For an optimizer or a transformation of one's own: `tree_map` takes these norms beside the leaves. Computed as in
@@ -82,7 +82,7 @@ def leaf_norms(tree: Tree, p: float = 2.0, *, sums: str | None = None) -> Tree:
     Args:
         tree: Pytree of Sharded or full tensors; None leaves are passed over.
         p: The order of the norm, above 0; float("inf") for the largest magnitude.
-        sums: As for `clip_by_global_norm`.
+        reduction_order: As for `clip_by_global_norm`.
 
     Returns:
         A tree of the same structure: for each leaf a scalar in the leaf's dtype, float32 at least, equal on every rank
@@ -99,8 +99,8 @@ def leaf_norms(tree: Tree, p: float = 2.0, *, sums: str | None = None) -> Tree:
     >>> fs.tree_map(lambda grad, norm: grad / norm, grads, norms)
     {'w': tensor([0.6000, 0.8000]), 'frozen': None}
     """
-    leaves = _checked("leaf_norms", tree, p, sums)
-    norms = iter(_rooted(torch.stack(_powers(leaves, p, sums, each=True)), p).unbind() if leaves else ())
+    leaves = _checked("leaf_norms", tree, p, reduction_order)
+    norms = iter(_rooted(torch.stack(_powers(leaves, p, reduction_order, each=True)), p).unbind() if leaves else ())
 
     def norm(leaf: Any) -> Any:
         if leaf is None:
@@ -111,13 +111,13 @@ def leaf_norms(tree: Tree, p: float = 2.0, *, sums: str | None = None) -> Tree:
     return map_leaves(norm, tree)
 
 
-def leaf_means(tree: Tree, dim: int, sums: str | None = None) -> Tree:
+def leaf_means(tree: Tree, dim: int, reduction_order: str | None = None) -> Tree:
     """Take means over a dim of whole leaves, of which a rank has some; one collective for each set of axes.
 
     Args:
         tree: Pytree of Sharded or full tensors.
         dim: The dim, counted from the back.
-        sums: As for `global_norm`.
+        reduction_order: As for `global_norm`.
 
     Returns:
         A tree of the same structure: the means, of size 1 along the dim and split as far as the leaf is, differentiable
@@ -125,7 +125,7 @@ def leaf_means(tree: Tree, dim: int, sums: str | None = None) -> Tree:
     """
     leaves = [leaf for leaf in leaves_of(tree) if leaf is not None and tensor_of(leaf).dim() > 1]
     tensors, over = _along(leaves, dim)
-    if sums is None:
+    if reduction_order is None:
         found = _reduced([tensor.sum(dim, keepdim=True) for tensor in tensors], over)
     else:
         found = element_sums(leaves, torch.Tensor.double, dim)
@@ -133,13 +133,13 @@ def leaf_means(tree: Tree, dim: int, sums: str | None = None) -> Tree:
 
     @cache
     def reduced(spec: Spec) -> Spec:
-        return spec.reduced([len(spec.full_shape) + dim])
+        return spec.reduced([len(spec.storage_shape) + dim])
 
     def mean(leaf: Any) -> Any:
         if leaf is None or tensor_of(leaf).dim() < 2:
             return None
         value, axes = next(rows)
-        count = (leaf.spec.full_shape if is_sharded(leaf) else leaf.shape)[dim]
+        count = (leaf.spec.storage_shape if is_sharded(leaf) else leaf.shape)[dim]
         value = (varying(value, axes) / max(1, count)).to(tensor_of(leaf).dtype)
         return Sharded(value, reduced(leaf.spec)) if is_sharded(leaf) else value
 
@@ -160,17 +160,17 @@ def _along(leaves: Sequence[Any], dim: int | None) -> tuple[list[torch.Tensor], 
     return tensors, over
 
 
-def _checked(what: str, tree: Tree, p: float, sums: str | None) -> list[Any]:
-    check_order(what, p, sums)
+def _checked(what: str, tree: Tree, p: float, reduction_order: str | None) -> list[Any]:
+    check_order(what, p, reduction_order)
     flat = flatten(tree)
     check_tensors(what, flat)
     check_local(what, flat)
     return [leaf for leaf in flat.leaves if leaf is not None]
 
 
-def _powers(leaves: Sequence[Any], p: float, sums: str | None, *, each: bool = False) -> list[torch.Tensor]:
+def _powers(leaves: Sequence[Any], p: float, reduction_order: str | None, *, each: bool = False) -> list[torch.Tensor]:
     """Sum p-th powers of elements over ranks, or find the largest: of each leaf, or of leaves split alike."""
-    if sums is not None and not math.isinf(p):
+    if reduction_order is not None and not math.isinf(p):
         # By products alone: powers of vectors are rounded otherwise than those of the last few elements.
         return element_sums(leaves, lambda piece: piece.double() * piece.double())
     groups = [[i] for i in range(len(leaves))] if each else list(grouped(leaves, partition_axes).values())
@@ -237,8 +237,14 @@ def element_sums(leaves: Sequence[Any], terms: Terms, dim: int | None = None) ->
     """
     tensors, over = _along(leaves, dim)
     differentiated = any(map(_compat.is_differentiated, tensors)) or _compat.any_dual(tensors)
-    remedy = "leave out sums where updates are differentiated"
-    expect(not differentiated, 'sums="tree"', "tensors without derivatives", "one that is differentiated", remedy)
+    remedy = "leave out reduction_order where updates are differentiated"
+    expect(
+        not differentiated,
+        'reduction_order="tree"',
+        "tensors without derivatives",
+        "one that is differentiated",
+        remedy,
+    )
     # A complex number counts as two real ones.
     parts = [torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor for tensor in tensors]
     rows = [part.reshape(-1) if dim is None else part.movedim(dim, 0) for part in parts]

@@ -19,7 +19,7 @@ def check_varying(
 
     A loss varies between ranks of the axes that batches are split over, and agrees between ranks of other axes, such as
     those of tensor parallelism. `psum_invariant` and `all_gather_invariant` make invariant values of
-    varying ones, and `pvary` the other way; with a step of these left out, or one too many, gradients are wrong and
+    varying ones, and `pcast` the other way; with a step of these left out, or one too many, gradients are wrong and
     mostly no error says so. Call it once on every rank, as a test: it runs `f` and walks the whole graph. The rules are
     those of jax.shard_map with check_vma.
 
@@ -46,7 +46,7 @@ def check_varying(
     >>> print(fs.testing.spmd(lambda: program(fs.psum), world=2)[0])
     check_varying: varying and invariant values are mixed
       File ...: expected one that agrees: fs.psum_invariant, whose sum agrees, got psum over 'tp', whose result varies
-    To fix: see the docstrings of psum, psum_invariant and pvary.
+    To fix: see the docstrings of psum, psum_invariant and pcast.
     """
     flat = flatten(params)
     reduced = reduction_axes(flat, "check_varying", reduce_over)
@@ -57,7 +57,7 @@ def check_varying(
     loss = loss[0] if isinstance(loss, tuple) else loss
     followed = Flat(flat.paths, leaves, flat.treedef)
     problems = [problem for axis in flat.axes for problem in _wrong_steps(loss, followed, axis, axis in reduced)]
-    remedy = "see the docstrings of psum, psum_invariant and pvary"
+    remedy = "see the docstrings of psum, psum_invariant and pcast"
     refuse("check_varying: varying and invariant values are mixed", problems, remedy, AssertionError)
 
 

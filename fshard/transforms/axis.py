@@ -234,7 +234,7 @@ def split_dim(mesh: Mesh | Axis, *, dim: int) -> ShardTransform:
 
     Tensor parallelism in a composition: `compose(fully_shard(mesh["shard"]), split_dim(mesh["tp"], dim=0))` stores
     a leaf over both axes and gathers the first. The loss must agree between the ranks of the axis: partial results are
-    summed by `psum_invariant`, and what agrees is handed to each rank's own piece by `pvary`, as Megatron's g and f.
+    summed by `psum_invariant`, and what agrees is handed to each rank's own piece by `pcast`, as Megatron's g and f.
     Where ranks of the axis have batches of their own, take `own_dim`.
 
     Args:

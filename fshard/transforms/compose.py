@@ -319,11 +319,11 @@ def with_tree_sums(spec: Spec, axes: tuple[Axis, ...]) -> Spec:
     Raises:
         ValueError: if the transform does something whose bits depend on how many ranks there are.
     """
-    remedy = 'take a strategy without it, or leave out sums="tree"'
+    remedy = 'take a strategy without it, or leave out reduction_order="tree"'
     order = [axis.name for axis in axes if axis.size > 1]
     leaf_order = [axis.name for axis in spec.transform.axes if axis.size > 1]
     fits = leaf_order == order
-    expect(fits, 'sums="tree"', f"transforms that sum over {order} in this order", f"{leaf_order}", remedy)
+    expect(fits, 'reduction_order="tree"', f"transforms that sum over {order} in this order", f"{leaf_order}", remedy)
     exact = _Composed, _FullyShard, _Cast, _Offload, _SplitDim, ShardTransform
     misfits = []
     for part in walk_parts(spec.transform):
@@ -332,5 +332,5 @@ def with_tree_sums(spec: Spec, axes: tuple[Axis, ...]) -> Spec:
         elif isinstance(part, _SplitDim) and part.brings_data:
             misfits.append("own_dim")
     accepted = "fully_shard, replicate, split_dim, casts and offload"
-    expect(not misfits, 'sums="tree"', accepted, ", ".join(misfits), remedy)
+    expect(not misfits, 'reduction_order="tree"', accepted, ", ".join(misfits), remedy)
     return replace(spec, reshard=replace(spec.reshard or ReshardPolicy(), tree=True))

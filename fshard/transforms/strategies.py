@@ -79,7 +79,7 @@ def zero1(mesh: Mesh, axis: str | Sequence[str] = "shard", **options: Any) -> Sh
     (P('shard'), ['all_gather', 'reduce_scatter'])
     """
     strategy: Any = zero2(mesh, axis, **options)
-    late_policy = replace(strategy.reshard, early=False)
+    late_policy = replace(strategy.reshard, reduce_each_microbatch=False)
     late: ShardTransform = replace(strategy, reshard=late_policy)
     return late
 
@@ -112,7 +112,7 @@ def zero2(mesh: Mesh, axis: str | Sequence[str] = "shard", **options: Any) -> Sh
     return zero3(mesh, axis, regather=False, **options)
 
 
-def _bucket_bytes(layout: Any) -> int:
+def _default_bucket_bytes(layout: Any) -> int:
     """Choose the bytes of a message by the mesh axis whose backend needs the largest."""
     # `compose_with_policy` refuses a layout that is no transform.
     axes: Sequence[Axis] = getattr(layout, "axes", ())
@@ -135,7 +135,7 @@ def zero3(
     reduce_dtype: torch.dtype | None = None,
     output_dtype: torch.dtype | None = None,
     prefetch: int | None = None,
-    merge_bytes: int | None = None,
+    bucket_bytes: int | None = None,
     min_shard_elements: int = SMALL,
     layout: ShardTransform | None = None,
 ) -> ShardTransform:
@@ -154,9 +154,9 @@ def zero3(
         reduce_dtype: Dtype that gradients are reduced in; None means the dtype they are computed in.
         output_dtype: Dtype that a model's floating outputs are cast to; None keeps theirs.
         prefetch: How many units are gathered ahead of the one that computes; None means one, and more while they are
-            together below twice `merge_bytes`. Of the last units of a forward as many stay for the backward, one
+            together below twice `bucket_bytes`. Of the last units of a forward as many stay for the backward, one
             at least, because it would gather them again before all else.
-        merge_bytes: Neighbouring units are gathered together, and gradients reduced together, up to this many bytes; 0
+        bucket_bytes: Neighbouring units are gathered together, and gradients reduced together, up to this many bytes; 0
             keeps both apart. None goes by the backend of the axes, as the other
             strategies do: 16 MiB between hosts' processes, 48 MB between accelerators.
         min_shard_elements: Leaves of fewer elements stay whole on every rank.
@@ -179,7 +179,7 @@ def zero3(
     (P('shard'), ['all_gather', 'reduce_scatter', 'all_gather', 'reduce_scatter'])
     """
     check_arguments("zero3", FLOATING, param_dtype=param_dtype, reduce_dtype=reduce_dtype, output_dtype=output_dtype)
-    check_arguments("zero3", COUNT, prefetch=prefetch, merge_bytes=merge_bytes)
+    check_arguments("zero3", COUNT, prefetch=prefetch, bucket_bytes=bucket_bytes)
     is_rule = isinstance(regather, bool) or is_mask(regather)
     rules = "regather to be a bool, glob patterns of units' names, or a function of the name"
     expect(is_rule, "zero3", rules, f"{regather!r:.40}")
@@ -191,7 +191,7 @@ def zero3(
         # A list cannot be hashed.
         regather=tuple(regather) if isinstance(regather, list) else regather,
         prefetch=prefetch,
-        merge_bytes=_bucket_bytes(layout) if merge_bytes is None else merge_bytes,
+        bucket_bytes=_default_bucket_bytes(layout) if bucket_bytes is None else bucket_bytes,
     )
     dtypes = ModelDtypes(param_dtype, output_dtype) if param_dtype or output_dtype else None
     stages = [cast(gather=param_dtype), layout, cast(scatter=reduce_dtype)]

@@ -72,22 +72,22 @@ class ReshardPolicy:
             for those whose names match a glob pattern or a function of the name, or for none.
         prefetch: How many units are gathered ahead of the one that computes; None means one, and more while they are
             together below `ahead_bytes`. As many stay from the end of the forward to the backward.
-        merge_bytes: Neighbours are gathered together up to this many bytes, because latency would cost more than the
+        bucket_bytes: Neighbours are gathered together up to this many bytes, because latency would cost more than the
             transfer.
-        early: Whether gradients are reduced as they appear, rather than after the backward.
+        reduce_each_microbatch: Whether gradients are reduced as they appear, rather than after the backward.
         tree: Whether sums over ranks are in one binary tree.
     """
 
     regather: bool | str | tuple[str, ...] | Callable[[str], bool] = True
     prefetch: int | None = None
-    merge_bytes: int = 16 * 1024 * 1024
-    early: bool = True
+    bucket_bytes: int = 16 * 1024 * 1024
+    reduce_each_microbatch: bool = True
     tree: bool = False
 
     @property
     def ahead_bytes(self) -> int:
         """Bytes that are gathered ahead at a time, and of gradients under way; what is larger travels alone."""
-        return 2 * self.merge_bytes
+        return 2 * self.bucket_bytes
 
 
 @dataclass(frozen=True)
@@ -147,19 +147,19 @@ class Spec:
         return Exact(self)
 
     @property
-    def full_shape(self) -> tuple[int, ...]:
+    def storage_shape(self) -> tuple[int, ...]:
         """The global shape as stored: a split 0-d leaf is stored with one dim."""
         return (1,) if self.partition and not self.shape else self.shape
 
     @functools.cached_property
     def padded_shape(self) -> tuple[int, ...]:
         """The global shape with every split dim rounded up to a multiple of its axes' sizes."""
-        return tuple(-(-n // k) * k for n, k in zip(self.full_shape, self._splits(), strict=True))
+        return tuple(-(-n // k) * k for n, k in zip(self.storage_shape, self._splits(), strict=True))
 
     @functools.cached_property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of one rank's shard."""
-        return tuple(-(-n // k) for n, k in zip(self.full_shape, self._splits(), strict=True))
+        return tuple(-(-n // k) for n, k in zip(self.storage_shape, self._splits(), strict=True))
 
     def split_axes(self, dim: int) -> tuple[Axis, ...]:
         """The axes that split `dim`, major first."""
@@ -206,7 +206,7 @@ class Spec:
     def shared_out(self, dim: int, axis: Axis) -> int:
         """How many elements of `dim` the ranks of an axis share: those that the axes major to it leave to each rank."""
         axes = self.split_axes(dim)
-        return -(-self.full_shape[dim] // math.prod(major.size for major in axes[: axes.index(axis)]))
+        return -(-self.storage_shape[dim] // math.prod(major.size for major in axes[: axes.index(axis)]))
 
     def split(self, axis: Axis, dim: int, *, owned: bool = False) -> "Spec":
         """Split `dim`, counted from the front, over `axis` as well, minor to the axes that split it already.
@@ -261,7 +261,7 @@ class Spec:
         return self if axis in self.axes else replace(self, axes=(*self.axes, axis))
 
     def _splits(self) -> tuple[int, ...]:
-        return tuple(math.prod(axis.size for axis in self.split_axes(d)) for d in range(len(self.full_shape)))
+        return tuple(math.prod(axis.size for axis in self.split_axes(d)) for d in range(len(self.storage_shape)))
 
 
 def _partition(entries: list[tuple[str, ...]]) -> P:

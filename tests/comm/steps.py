@@ -26,7 +26,7 @@ class Layers(nn.Module):
 def make_step(axis=None, between=None):
     """A function that makes one step, each unit gathered by itself."""
     model = fs.functionalize(Layers(), units=nn.Linear)
-    strategy = fs.zero3(axis or one_axis(), min_shard_elements=0, merge_bytes=0)
+    strategy = fs.zero3(axis or one_axis(), min_shard_elements=0, bucket_bytes=0)
     tx = fs.sgd(0.1)
     state = fs.TrainState.create(model.init(strategy, seed=0), tx)
     arguments = () if between is None else (between,)

@@ -14,7 +14,7 @@ class Gathered:
 
     def __init__(self, number, nbytes, ahead, log, there=False, lazy=False):
         units, max_bytes = ahead
-        policy = ReshardPolicy(merge_bytes=max_bytes // 2) if max_bytes else ReshardPolicy(prefetch=units)
+        policy = ReshardPolicy(bucket_bytes=max_bytes // 2) if max_bytes else ReshardPolicy(prefetch=units)
         self.number, self.unit, self.lazy = number, Unit("", (), nbytes, policy, True), lazy
         self.start = lambda: None if there else log.append(f"g{number}")
 

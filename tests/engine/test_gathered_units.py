@@ -21,7 +21,7 @@ X = torch.ones(2, 4)
 
 
 def zero3(**options):
-    return fs.zero3(one_axis(), **{"min_shard_elements": 0, "merge_bytes": 0, "prefetch": 0, **options})
+    return fs.zero3(one_axis(), **{"min_shard_elements": 0, "bucket_bytes": 0, "prefetch": 0, **options})
 
 
 def gathers(f, *args):
@@ -112,7 +112,7 @@ def test_what_is_gathered_how_often():
     assert len(gathers(fs.value_and_grad(slope), params)[0]) <= 3
     # A rank skips a layer that is gathered with what follows. A layer has 20 elements: two of them are merged.
     behind = Of(lambda self, x, skipped: self.head(self.inside(x, skipped)).sum(), inside=Layers(), head=linear())
-    behind, params = model_of(behind, merge_bytes=160)
+    behind, params = model_of(behind, bucket_bytes=160)
     found, _ = gathers(behind.apply, params, X, (2,) if dist.get_rank() == 0 else ())
     assert found == ["inside.layers.0 to inside.layers.1", "inside.layers.2 to head"]
 
@@ -150,7 +150,7 @@ def test_each_leaf_of_a_regathered_unit_is_its_own():
     model, found = fs.functionalize(nn.Sequential(*blocks), units=Of), []
     names = ("0.first", "0.second", "1.first", "1.second")
     full = {name: torch.linspace(-1, 1 + n, 16).reshape(4, 4) for n, name in enumerate(names)}
-    for strategy in (zero3(), fs.zero2(one_axis(), min_shard_elements=0, merge_bytes=0)):
+    for strategy in (zero3(), fs.zero2(one_axis(), min_shard_elements=0, bucket_bytes=0)):
         grad = fs.value_and_grad(lambda p: model.apply(p, X).square().sum())
         units, (_, grads) = gathers(grad, fs.shard(full, strategy))
         found.append((units, fs.unshard(grads)))
@@ -177,7 +177,7 @@ class Notes(fs.ShardTransform):
 def test_bytes_of_reductions_under_way_are_bounded_and_units_freed_one_by_one():
     module, log = Layers(6), []
     # A layer has 80 bytes: it is reduced by itself, and twice as many bytes may be under way.
-    strategy = fs.compose(Notes(log.append, -1), zero3(merge_bytes=80), Notes(log.append, 1))
+    strategy = fs.compose(Notes(log.append, -1), zero3(bucket_bytes=80), Notes(log.append, 1))
     model = fs.functionalize(module, nn.Linear)
     fs.value_and_grad(lambda p: model.apply(p, X).sum())(model.init(strategy, seed=0))
     assert max(itertools.accumulate(log)) == 2
@@ -308,7 +308,7 @@ def test_gradients_of_maths_on_shards_are_added_behind_all_reductions():
         return gathered * product.sum() + direct * (params["a"].local.sum() + params["b"].local.sum())
 
     full, microbatches = {"a": torch.ones(2), "b": torch.ones(2)}, [(2.0**23, 1.0), (-(2.0**23), 1.0)]
-    for make, options in ((fs.zero2, {}), (fs.zero3, {}), (fs.zero3, {"merge_bytes": 0})):
+    for make, options in ((fs.zero2, {}), (fs.zero3, {}), (fs.zero3, {"bucket_bytes": 0})):
         params = fs.shard(full, make(one_axis(), min_shard_elements=0, **options))
         _, grads = fs.accumulate(loss_of, reduce="sum")(params, microbatches)
         assert [grads[name].local.item() for name in full] == [1.0, 1.0]

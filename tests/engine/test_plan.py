@@ -23,12 +23,12 @@ MERGED = [
 
 def test_merge_small_units():
     for sizes, limit, expected in MERGED:
-        units = [Unit("unit", (), nbytes, ReshardPolicy(merge_bytes=limit), True) for nbytes, _ in sizes]
+        units = [Unit("unit", (), nbytes, ReshardPolicy(bucket_bytes=limit), True) for nbytes, _ in sizes]
         runs = merge_small_units(units, [end for _, end in sizes])
         assert " ".join(f"{first}-{end - 1}" for first, end in runs) == expected
         # Each unit is in one of them.
         assert [n for first, end in runs for n in range(first, end)] == list(range(len(sizes)))
-    units = [Unit("unit", (), 4, ReshardPolicy(merge_bytes=100), i != 1) for i in range(4)]
+    units = [Unit("unit", (), 4, ReshardPolicy(bucket_bytes=100), i != 1) for i in range(4)]
     assert merge_small_units(units, [1, 2, 3, 4]) == [(0, 1), (1, 2), (2, 4)]
 
 
@@ -55,7 +55,7 @@ def plan_of(ranks=2, **policy):
 
 
 def test_a_plan():
-    plan = plan_of(merge_bytes=0)
+    plan = plan_of(bucket_bytes=0)
     assert {unit.name: unit.nbytes for unit in plan.units} == BYTES
     assert [unit.leaf_names for unit in plan.units[2:]] == [
         ("second",),
@@ -68,15 +68,15 @@ def test_a_plan():
     assert [unit.last_module_unit for unit in plan.units] == [*plan.unit_of] == [0, 1, 2, 3, 4, 5]
     assert plan.ends == (1, 2, 5, 4, 5, 6)
     assert all(unit.regathered for unit in plan.units)
-    assert not any(unit.regathered for unit in plan_of(ranks=1, merge_bytes=0).units)
+    assert not any(unit.regathered for unit in plan_of(ranks=1, bucket_bytes=0).units)
     # It depends on values alone: a call only looks it up.
-    assert plan_of(merge_bytes=0) is plan
+    assert plan_of(bucket_bytes=0) is plan
     assert make_unit("unit", ()) == Unit("unit", (), 0, ReshardPolicy(), False)
 
 
 def test_a_plan_of_merged_units():
     """By the bytes of their full tensors; a leaf that they share counts once."""
-    plan = plan_of(merge_bytes=128 + 256)
+    plan = plan_of(bucket_bytes=128 + 256)
     # Units inside a block are merged with no others, and a table that is merged with a layer comes again with it.
     assert [unit.name for unit in plan.units] == ["embedding to first", "second", "second.0 to second.1", "head"]
     assert [(unit.enclosing, unit.is_embedding) for unit in plan.units] == [
@@ -86,9 +86,9 @@ def test_a_plan_of_merged_units():
         ((), False),
     ]
     assert (plan.unit_of, [unit.last_module_unit for unit in plan.units]) == ((0, 0, 1, 2, 2, 3), [1, 2, 4, 5])
-    (unit,) = plan_of(merge_bytes=sum(BYTES.values())).units
+    (unit,) = plan_of(bucket_bytes=sum(BYTES.values())).units
     assert (unit.name, unit.nbytes, unit.leaf_names) == ("embedding to head", sum(BYTES.values()) - 192, tuple(SHAPES))
     # A rule decides by the names of units before they are merged.
-    plan = plan_of(regather=("second", "second.*"), merge_bytes=2**20)
+    plan = plan_of(regather=("second", "second.*"), bucket_bytes=2**20)
     found = {unit.name: unit.regathered for unit in plan.units}
     assert found == {"embedding to first": False, "second to second.1": True, "head": False}

@@ -11,8 +11,8 @@ from tests.ranks import my_rank, on_ranks
 from tests.trees import assert_same_bits, normal, one_axis
 
 # Every unit is dropped after its forward and gathered again in the backward; with zero2 none is.
-REGATHERED = partial(fs.zero3, min_shard_elements=0, merge_bytes=0, prefetch=0)
-KEPT = partial(fs.zero2, min_shard_elements=0, merge_bytes=0)
+REGATHERED = partial(fs.zero3, min_shard_elements=0, bucket_bytes=0, prefetch=0)
+KEPT = partial(fs.zero2, min_shard_elements=0, bucket_bytes=0)
 
 WIDTH = 6
 

@@ -101,7 +101,7 @@ def functionalize(module):
 
 def strategy():
     """ZeRO-3; units as small as these are else gathered together."""
-    return fs.zero3(one_axis(), merge_bytes=0, min_shard_elements=0)
+    return fs.zero3(one_axis(), bucket_bytes=0, min_shard_elements=0)
 
 
 def dense(module, batches):

@@ -54,7 +54,8 @@ ACCEPTED = (
     (EMPTY, "opt_state checkpoint.save_dcp.state"),
     # True or false to Python, or not used with the other arguments.
     (tuple(WRONG), "flatten_optimizer_state_dict trusted rank0_only"),
-    (tuple(WRONG), "checkpoint.save_dcp.optimizer from_dtensor.tree lamb.sums lars.sums scale_by_trust_ratio.sums"),
+    (tuple(WRONG), "checkpoint.save_dcp.optimizer from_dtensor.tree"),
+    (tuple(WRONG), "lamb.reduction_order lars.reduction_order scale_by_trust_ratio.reduction_order"),
     (READ, "to_dtensor.tree"),
 )
 THEIRS = {"plan.step", "testing.assert_budget.step"}

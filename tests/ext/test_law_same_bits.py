@@ -1,4 +1,4 @@
-"""Law: training with sums="tree" has the same bits on any number of ranks, of threads or of processes."""
+"""Law: training with reduction_order="tree" has the same bits on any number of ranks, of threads or of processes."""
 
 from functools import partial
 
@@ -60,7 +60,7 @@ def check(strategy, precision, microbatches, worlds, steps, dropout=0.0, jitted=
         module[-1].weight = module[0].weight
         model = fs.functionalize(module.to(dtype), units=Block)
     # Every gradient is longer than that.
-    tx = fs.chain(fs.clip_by_global_norm(1e-2, sums="tree"), fs.adamw(3e-3, weight_decay=0.1))
+    tx = fs.chain(fs.clip_by_global_norm(1e-2, reduction_order="tree"), fs.adamw(3e-3, weight_decay=0.1))
 
     def step(state, mine):
         key = fs.fold_in(state.key, state.step)
@@ -72,7 +72,7 @@ def check(strategy, precision, microbatches, worlds, steps, dropout=0.0, jitted=
             counted = torch.arange(CONTEXT) < lengths[:, None]
             return (losses * counted).sum(), counted.sum()
 
-        run = fs.accumulate(loss_fn, reduce="weighted", sums="tree")
+        run = fs.accumulate(loss_fn, reduce="weighted", reduction_order="tree")
         loss, grads = run(state.params, mine)
         return fs.update(tx, state, grads), loss
 

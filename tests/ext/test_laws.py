@@ -111,7 +111,7 @@ WORDS = vocabulary.TARGETS.flip(1), vocabulary.TARGETS
 def in_chunks(params, x, y, axis, chunks=3):
     """Each chunk's loss is vocabulary-parallel."""
     full = fs.gather(params)
-    h = fs.pvary(torch.tanh(fs.vocab_parallel_embedding(x, full["tokens"], axis)), axis)
+    h = fs.pcast(torch.tanh(fs.vocab_parallel_embedding(x, full["tokens"], axis)), axis, to="varying")
     own = partial(fs.vocab_parallel_cross_entropy, weight=None, axis=axis, reduction="sum")
 
     def loss(logits, y):
@@ -126,7 +126,7 @@ def words(loss_fn=vocabulary.loss_fn, **options):
     batch = tuple(ids.chunk(shard.size)[fs.axis_index(shard)] for ids in WORDS)
     # Rows of the embedding and gradients of the head's input; a largest logit, exponentials and a target's logit.
     rows = batch[0].numel() * 8 * (axis.size - 1) / axis.size
-    sent = {"psum_invariant": 2 * rows * (vocabulary.WIDTH + 2), "pvary": 2 * rows * vocabulary.WIDTH, "pmax": 2 * rows}
+    sent = {"psum_invariant": 2 * rows * (vocabulary.WIDTH + 2), "pcast": 2 * rows * vocabulary.WIDTH, "pmax": 2 * rows}
     return Setting(params, batch, partial(loss_fn, axis=axis, **options), sent)
 
 

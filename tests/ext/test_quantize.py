@@ -131,6 +131,6 @@ def test_sums_are_off_by_at_most_half_a_step_of_each_rank(world_size, dtype):
 @on_ranks(2)
 def test_sums_of_one_tree_are_refused():
     params = fs.shard({"w": torch.ones(4)}, fs.zero3(one_axis(), layout=fs.quantize(one_axis())))
-    run = fs.accumulate(lambda p, x: fs.gather(p)["w"].sum(), sums="tree")
-    with pytest.raises(ValueError, match=r'sums="tree": expected fully_shard, .*, got Quantize'):
+    run = fs.accumulate(lambda p, x: fs.gather(p)["w"].sum(), reduction_order="tree")
+    with pytest.raises(ValueError, match=r'reduction_order="tree": expected fully_shard, .*, got Quantize'):
         run(params, [0, 1])

@@ -28,8 +28,8 @@ def loss_fn(params, x):
     return torch.tanh(x @ full["w"] * full["v"]).mean()
 
 
-def step(state, microbatches, tx=SGD, sums="tree", aux=False, loss_fn=loss_fn):
-    make = fs.accumulate(loss_fn, sums=sums)
+def step(state, microbatches, tx=SGD, reduction_order="tree", aux=False, loss_fn=loss_fn):
+    make = fs.accumulate(loss_fn, reduction_order=reduction_order)
     loss, grads = make(state.params, microbatches)
     return fs.update(tx, state, grads), loss, *([grads] if aux else [])
 
@@ -40,13 +40,14 @@ def by_rank(params, x):
 
 DIFFERENT = {
     "sums in turn": (
-        partial(step, sums=None, aux=True),
+        partial(step, reduction_order=None, aux=True),
         state,
         r"assert_same_bits: step 0 \(counted from 0\) has other bits on 4 ranks than on 1\n"
         r"  aux\['v'\]: expected \S+, got \S+ \(element \d, the first of \d of 3 that differ\)\n"
         r"  leaves that differ: \d of 2 in aux, (\d of 2 in state.params, )?\d of 5 in state.opt_state\n"
         r"  the state before and the loss are equal: the backward, the sums of gradients, or what else aux holds\n"
-        r'To fix: pass sums="tree" to accumulate or value_and_grad, and take one thread and kernels whose bits depend ',
+        r'To fix: pass reduction_order="tree" to accumulate or value_and_grad, and take one thread '
+        "and kernels whose bits depend ",
     ),
     "data by rank": (partial(step, loss_fn=by_rank), state, r"\n  loss: .*\n.*\n  the state before is equal: the data"),
     "an update by the length of a shard": (

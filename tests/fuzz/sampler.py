@@ -49,12 +49,12 @@ STRATEGIES = {
     "ddp": fs.ddp,
     "zero1": partial(fs.zero1, min_shard_elements=0),
     "zero2": partial(fs.zero2, min_shard_elements=0),
-    "zero3": partial(fs.zero3, min_shard_elements=0, merge_bytes=0),
-    "zero3 kept": partial(fs.zero3, min_shard_elements=0, merge_bytes=0, regather=False),
-    "zero3 some kept": partial(fs.zero3, min_shard_elements=10, merge_bytes=0, regather="*1*", prefetch=2),
-    "zero3 late": partial(fs.zero3, min_shard_elements=0, merge_bytes=0, prefetch=0),
+    "zero3": partial(fs.zero3, min_shard_elements=0, bucket_bytes=0),
+    "zero3 kept": partial(fs.zero3, min_shard_elements=0, bucket_bytes=0, regather=False),
+    "zero3 some kept": partial(fs.zero3, min_shard_elements=10, bucket_bytes=0, regather="*1*", prefetch=2),
+    "zero3 late": partial(fs.zero3, min_shard_elements=0, bucket_bytes=0, prefetch=0),
     "zero3 merged": partial(fs.zero3, min_shard_elements=20),
-    "zero3 last dim": lambda mesh: fs.zero3(mesh, layout=fs.fully_shard(mesh, dim=-1), merge_bytes=0),
+    "zero3 last dim": lambda mesh: fs.zero3(mesh, layout=fs.fully_shard(mesh, dim=-1), bucket_bytes=0),
 }
 
 
@@ -220,7 +220,7 @@ def sharded(plan: Plan, strategy: str, jitted: bool) -> list[dict[str, Any]]:
 
     def train_step(state: Any, data: Any, step: int) -> Any:
         if plan.micro > 1:
-            sums = {"sums": "tree"} if plan.tree else {"communicate": plan.communicate}
+            sums = {"reduction_order": "tree"} if plan.tree else {"communicate": plan.communicate}
             gradient = fs.accumulate(loss_fn, reduce=plan.reduce, **sums)
         else:
             gradient, (data,) = fs.value_and_grad(loss_fn, reduce=plan.reduce), data

@@ -30,7 +30,7 @@ def donated(what, path):
 @on_ranks(2)
 def test_every_leaf_stays_where_it_is():
     """Those of the state that no optimizer writes in place too; and a batch that is not donated is left alone."""
-    params = fs.shard(blocks(), fs.zero3(one_axis(), min_shard_elements=0, merge_bytes=0))
+    params = fs.shard(blocks(), fs.zero3(one_axis(), min_shard_elements=0, bucket_bytes=0))
     tx = fs.ema(fs.chain(fs.clip_by_global_norm(0.5), fs.from_torch(torch.optim.AdamW, lr=0.1, fused=True)), 0.9)
     step, expected = train_step(chain, tx), fs.TrainState.create(params, tx)
 

@@ -108,11 +108,11 @@ MODELS = {
     "tied": of_units(lambda: zero3()(one_axis()), tie_head),
     "frozen": of_units(lambda: zero3()(one_axis()), freeze),
     "two ahead, some kept": of_units(lambda: zero3(prefetch=2, regather=("*1*", "*head*"))(one_axis())),
-    "merged units": of_units(lambda: fs.zero3(one_axis(), min_shard_elements=50, merge_bytes=3000)),
+    "merged units": of_units(lambda: fs.zero3(one_axis(), min_shard_elements=50, bucket_bytes=3000)),
     "mixed precision": of_units(lambda: zero3(**HALF)(one_axis()), dtype=torch.float32),
     "ddp": of_units(lambda: fs.ddp(one_axis())),
-    "hsdp": of_units(lambda: fs.hsdp(two_axes(one_axis().size()), min_shard_elements=0, merge_bytes=0)),
-    "feedback": of_units(lambda: fs.zero3(one_axis(), layout=feedback(one_axis()), merge_bytes=3000)),
+    "hsdp": of_units(lambda: fs.hsdp(two_axes(one_axis().size()), min_shard_elements=0, bucket_bytes=0)),
+    "feedback": of_units(lambda: fs.zero3(one_axis(), layout=feedback(one_axis()), bucket_bytes=3000)),
     "offload": of_units(lambda: fs.zero3(one_axis(), layout=fs.compose(fs.offload("cpu"), fs.fully_shard(one_axis())))),
 }
 

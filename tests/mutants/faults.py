@@ -92,8 +92,8 @@ FAULTS = (
     Fault(
         "share-counted-by-the-minor-axes",
         "fshard/tree/specs.py",
-        "return -(-self.full_shape[dim] // math.prod(major.size for major in axes[: axes.index(axis)]))",
-        "return -(-self.full_shape[dim] // math.prod(major.size for major in axes[axes.index(axis) + 1 :]))",
+        "return -(-self.storage_shape[dim] // math.prod(major.size for major in axes[: axes.index(axis)]))",
+        "return -(-self.storage_shape[dim] // math.prod(major.size for major in axes[axes.index(axis) + 1 :]))",
         "1: round trip of a dim that several axes split unevenly",
     ),
     Fault(
@@ -414,8 +414,8 @@ FAULTS = (
     Fault(
         "kept-unit-merged-with-a-regathered-one",
         "fshard/engine/plan.py",
-        "return are_alike and sum(unit.nbytes for unit in units) <= units[0].policy.merge_bytes",
-        "return sum(unit.nbytes for unit in units) <= units[0].policy.merge_bytes",
+        "return are_alike and sum(unit.nbytes for unit in units) <= units[0].policy.bucket_bytes",
+        "return sum(unit.nbytes for unit in units) <= units[0].policy.bucket_bytes",
         "8: the units that `regather` names are gathered again, and no others",
     ),
     Fault(
@@ -885,7 +885,7 @@ FAULTS = (
         "fshard/collectives/varying.py",
         "elif axis in variance.axes and variance.result_varies(axis, place.output) is not place.varies:",
         "elif axis in variance.axes and variance.result_varies(axis, place.output) and not place.varies:",
-        "3: check_varying names a pvary that is missing, whose gradient would be wrong",
+        "3: check_varying names a pcast that is missing, whose gradient would be wrong",
     ),
     Fault(
         "head-learns-from-the-last-chunk-alone",

@@ -1,4 +1,4 @@
-"""sums="tree" in the optimizers: exact sums over elements, the same bits however leaves are split."""
+"""reduction_order="tree" in the optimizers: exact sums over elements, the same bits however leaves are split."""
 
 import math
 from dataclasses import replace
@@ -65,7 +65,7 @@ def test_sums_are_exact_but_for_their_digits():
 
 
 def with_clip(tx):
-    return fs.chain(fs.clip_by_global_norm(0.5, sums="tree"), tx)
+    return fs.chain(fs.clip_by_global_norm(0.5, reduction_order="tree"), tx)
 
 
 def for_halves(tx):
@@ -78,13 +78,15 @@ TABLE = {
     "adamw": lambda: with_clip(fs.ema(fs.adamw(0.1), 0.9)),
     "sgd": lambda: with_clip(fs.sgd(0.1, 0.9, nesterov=True, weight_decay=0.1)),
     "clip_by_norm": lambda: fs.chain(
-        *(fs.clip_by_norm(0.5, p, sums="tree") for p in (2.0, math.inf)),
-        fs.clip_by_global_norm(0.2, sums="tree"),
+        *(fs.clip_by_norm(0.5, p, reduction_order="tree") for p in (2.0, math.inf)),
+        fs.clip_by_global_norm(0.2, reduction_order="tree"),
         fs.sgd(0.1),
     ),
-    "from_torch AdamW": lambda: with_clip(for_halves(fs.from_torch(optim.AdamW, lr=0.1, sums="tree"))),
-    "from_torch SGD": lambda: with_clip(for_halves(fs.from_torch(optim.SGD, lr=0.1, momentum=0.9, sums="tree"))),
-    "masked": lambda: fs.chain(fs.masked(fs.clip_by_global_norm(0.3, sums="tree"), MATRICES), fs.adamw(0.1)),
+    "from_torch AdamW": lambda: with_clip(for_halves(fs.from_torch(optim.AdamW, lr=0.1, reduction_order="tree"))),
+    "from_torch SGD": lambda: with_clip(
+        for_halves(fs.from_torch(optim.SGD, lr=0.1, momentum=0.9, reduction_order="tree"))
+    ),
+    "masked": lambda: fs.chain(fs.masked(fs.clip_by_global_norm(0.3, reduction_order="tree"), MATRICES), fs.adamw(0.1)),
     "guards": lambda: with_clip(fs.skip_nonfinite(fs.adamw(0.1))),
 }
 
@@ -129,7 +131,9 @@ def test_only_the_tree_has_the_bits_of_one_rank():
     def program():
         shards = [fs.shard(full, fs.zero3(one_axis(), min_shard_elements=0)) for full in trees]
         norms = [
-            [global_norm(t, sums=sums), *leaf_norms(t, sums=sums).values()] for sums in (None, "tree") for t in shards
+            [global_norm(t, reduction_order=reduction_order), *leaf_norms(t, reduction_order=reduction_order).values()]
+            for reduction_order in (None, "tree")
+            for t in shards
         ]
         return [torch.stack(found) for found in norms]
 
@@ -141,16 +145,19 @@ def test_only_the_tree_has_the_bits_of_one_rank():
 @on_ranks(2)
 def test_derivatives_are_refused():
     params = fs.shard({"w": torch.ones(5, 3)}, fs.zero2(one_axis(), min_shard_elements=0))
-    text = 'sums="tree": expected tensors without derivatives, got one that is differentiated; leave out sums where '
+    text = (
+        'reduction_order="tree": expected tensors without derivatives, got one that is differentiated; '
+        "leave out reduction_order where "
+    )
     for derive in (torch.func.grad, lambda f: lambda p: f(fs.tree_map(lambda x: x.clone().requires_grad_(), p))):
         with pytest.raises(ValueError, match=text):
-            derive(lambda p: global_norm(p, sums="tree"))(params)
+            derive(lambda p: global_norm(p, reduction_order="tree"))(params)
 
 
 def test_classes_that_round_elements_by_their_place_are_refused():
     rows = (optim.SGD, torch.bfloat16, {}), (optim.Adam, torch.float32, {"fused": True})
     for cls, dtype, how in rows:
-        tx = fs.from_torch(cls, lr=0.1, sums="tree", **how)
+        tx = fs.from_torch(cls, lr=0.1, reduction_order="tree", **how)
         text = text_of(lambda: tx.init({"w": torch.ones(3, dtype=dtype)}))  # noqa: B023
-        needed = f'kernels of {cls.__name__} that round an element alike wherever it stands, for sums="tree"'
+        needed = f'kernels of {cls.__name__} that round an element alike wherever it stands, for reduction_order="tree"'
         assert text.startswith(f"from_torch: expected {needed}, got others for {dtype}; step such leaves by fs.adamw")

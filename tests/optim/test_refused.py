@@ -19,8 +19,8 @@ CLIP = fs.clip_by_value(1.0)
 def refused_sums(takes_sums):
     """Calls of functions with their arguments, and the texts of their errors."""
     for name, arguments in takes_sums.items():
-        call = partial(getattr(fs, name), **arguments, sums="pairs")
-        yield call, f"{name}: expected sums to be \"tree\" or None, got 'pairs'"
+        call = partial(getattr(fs, name), **arguments, reduction_order="pairs")
+        yield call, f"{name}: expected reduction_order to be \"tree\" or None, got 'pairs'"
 
 
 ROWS = [
@@ -47,7 +47,10 @@ ROWS = [
             **{"add_decayed_weights": {"weight_decay": 0.1}, "from_torch": {"cls": optim.SGD, "lr": 0.1}},
         }
     ),
-    (lambda: fs.leaf_norms(W, 2.5, sums="tree"), 'leaf_norms: expected p to be 2 or inf with sums="tree", got 2.5'),
+    (
+        lambda: fs.leaf_norms(W, 2.5, reduction_order="tree"),
+        'leaf_norms: expected p to be 2 or inf with reduction_order="tree", got 2.5',
+    ),
     (lambda: fs.global_norm(W, 0.0), "global_norm: expected p to be a number above 0, got 0.0"),
 ]
 

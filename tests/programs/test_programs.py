@@ -20,7 +20,7 @@ COUNTS = {1: (11,), 2: (7, 4), 3: (3, 6, 2), 8: (1, 2, 0, 1, 3, 1, 2, 1)}
 ROWS, FEATURES, HIDDEN, CLASSES = 11, 5, 7, 3
 CHOSEN = {
     **{name: STRATEGIES[name] for name in ("zero2 of every leaf", "hsdp", "last dim", "ddp", "two dims")},
-    "zero3": lambda on: fs.zero3(on.line, min_shard_elements=0, merge_bytes=0),
+    "zero3": lambda on: fs.zero3(on.line, min_shard_elements=0, bucket_bytes=0),
 }
 # A smaller eps of Adam would hide a gradient that is wrong by a factor.
 RATE, BETAS, ADAM_EPS = 0.3, (0.9, 0.99), 0.1
@@ -98,7 +98,9 @@ class Side:
         """The parameters plus a whole tree that every rank holds, differentiably."""
         if self.transform is None:
             return fs.tree_map(torch.add, self.params, full)
-        shift = fs.scatter_grads(fs.pvary(full, fs.axis_of(self.on.line)), like=self.params, reduce="mean")
+        shift = fs.scatter_grads(
+            fs.pcast(full, fs.axis_of(self.on.line), to="varying"), like=self.params, reduce="mean"
+        )
         return fs.tree_map(torch.add, self.params, shift)
 
     def stack(self, trees, dim=0):

@@ -127,24 +127,27 @@ def sum_that_varies(params, shard, tp):
 
 
 NOT_GATHERED = (
-    "['norm']: expected one that varies: fs.gather or fs.pvary of it first, "
+    "['norm']: expected one that varies: fs.gather or fs.pcast of it first, "
     "got a leaf that is whole on all ranks of '{}'"
 )
 # Losses of parameters and of the axes `shard` and `tp`, and what is wrong with them.
 LOSSES = [
-    (lambda p, shard, tp: loss_of(p, lambda x: fs.pvary(x, tp), lambda x: fs.psum_invariant(x, tp)), None),
+    (
+        lambda p, shard, tp: loss_of(p, lambda x: fs.pcast(x, tp, to="varying"), lambda x: fs.psum_invariant(x, tp)),
+        None,
+    ),
     (lambda p, shard, tp: loss_of(p, lambda x: x, lambda x: fs.psum_invariant(x, tp)), NOT_GATHERED.format("tp")),
     (
-        lambda p, shard, tp: loss_of(p, lambda x: fs.pvary(x, tp), lambda x: fs.psum(x, tp)),
+        lambda p, shard, tp: loss_of(p, lambda x: fs.pcast(x, tp, to="varying"), lambda x: fs.psum(x, tp)),
         "expected one that agrees: fs.psum_invariant, whose sum agrees, got psum over 'tp', whose result varies",
     ),
     (
-        lambda p, shard, tp: loss_of(p, lambda x: fs.pvary(x, tp), lambda x: x),
+        lambda p, shard, tp: loss_of(p, lambda x: fs.pcast(x, tp, to="varying"), lambda x: x),
         "['down']: expected one that agrees: fs.psum_invariant of it, got a leaf that is split over 'tp'",
     ),
     (
         lambda p, shard, tp: fs.psum_invariant(fs.gather(p)["norm"].sum(), shard),
-        "expected one that varies: fs.pvary of it first, got psum_invariant over 'shard', whose result agrees",
+        "expected one that varies: fs.pcast of it first, got psum_invariant over 'shard', whose result agrees",
     ),
     (lambda p, shard, tp: p["norm"].local.sum(), NOT_GATHERED.format("shard")),
     (sum_that_varies, 'in sum_that_varies return fs.psum(full["norm"].sum(), tp) # this line: expected one that'),

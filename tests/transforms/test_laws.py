@@ -101,7 +101,7 @@ def test_a_module_with_units_by_everything_at_once(world_size):
     by_name = fs.masked(feedback(mesh["shard"]), WEIGHTS, otherwise=fs.fully_shard(mesh["shard"]))
     layout = fs.compose(fs.replicate(mesh["replicate"]), by_name)
     model = fs.functionalize(filled(Language(hidden=(13, 11))), (Block, nn.Linear))
-    params = model.init(fs.compose(fs.offload("cpu"), fs.zero3(mesh, layout=layout, merge_bytes=3000)))
+    params = model.init(fs.compose(fs.offload("cpu"), fs.zero3(mesh, layout=layout, bucket_bytes=3000)))
     loss, start = lambda p: model.apply(p, *batch), fs.transform_state(params)
     _, grads, state = fs.value_and_grad(loss, transform_state=start)(params)
     full = torch.func.grad(loss)(fs.gather(params))
@@ -168,8 +168,8 @@ def test_messages_are_sized_by_the_kind_of_backend(kind, monkeypatch):
 
     def program():
         for strategy in (fs.ddp, fs.zero2, fs.zero3):
-            assert strategy(one_axis()).reshard.merge_bytes == DEVICES[kind][1]
-        assert fs.zero3(one_axis(), merge_bytes=7).reshard.merge_bytes == 7
+            assert strategy(one_axis()).reshard.bucket_bytes == DEVICES[kind][1]
+        assert fs.zero3(one_axis(), bucket_bytes=7).reshard.bucket_bytes == 7
 
     spmd(program, 2)
 

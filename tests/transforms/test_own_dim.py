@@ -52,7 +52,7 @@ STRATEGIES = {
         m, layout=layout(m, fs.hybrid_shard(m, "shard", "expert"), fs.fully_shard(m["shard"]))
     ),
     "inside, by another dim": lambda m: fs.zero3(
-        m, layout=layout(m, fs.hybrid_shard(m, "expert", "shard"), fs.fully_shard(m["shard"], dim=1)), merge_bytes=0
+        m, layout=layout(m, fs.hybrid_shard(m, "expert", "shard"), fs.fully_shard(m["shard"], dim=1)), bucket_bytes=0
     ),
     "of ddp": lambda m: layout(m, whole(m), fs.replicate(m["shard"])),
     "in another dtype": lambda m: fs.zero3(
@@ -138,5 +138,7 @@ def test_each_role_moves_its_own_bytes():
 def test_sums_by_a_tree_are_refused():
     mesh = grid(1, 2)
     params = fs.shard(initial(), STRATEGIES["of ddp"](mesh))
-    with pytest.raises(ValueError, match=r'^sums="tree": expected .*, got own_dim; take a strategy without it'):
-        fs.value_and_grad(loss_fn, sums="tree")(params, *batches()[0], fs.axis_of(mesh, "expert"))
+    with pytest.raises(
+        ValueError, match=r'^reduction_order="tree": expected .*, got own_dim; take a strategy without it'
+    ):
+        fs.value_and_grad(loss_fn, reduction_order="tree")(params, *batches()[0], fs.axis_of(mesh, "expert"))

@@ -113,7 +113,7 @@ def test_training_is_that_of_one_process(world_size):
         out = torch.func.functional_call(module, fs.gather(params), (x, tp))
         return out.square().sum(), torch.tensor(len(x))
 
-    strategies = fs.zero3(mesh, merge_bytes=0, min_shard_elements=0), fs.zero2(mesh, min_shard_elements=20)
+    strategies = fs.zero3(mesh, bucket_bytes=0, min_shard_elements=0), fs.zero2(mesh, min_shard_elements=20)
     for inner, step in zip(strategies, spellings(loss_fn, "weighted")):
         draw, losses = normal(1), []
         params = fs.shard(dict(module.named_parameters()), megatron(mesh, inner))
@@ -128,4 +128,4 @@ def test_training_is_that_of_one_process(world_size):
         back = fs.reshard(fs.reshard(params, fs.ddp(mesh)), megatron(mesh, inner))
         assert_same_bits(fs.tree_leaves(back), fs.tree_leaves(params))
         labels = {entry.label for entry in record if entry.axis == "tp" and not entry.scalar}
-        assert labels <= {"psum_invariant", "pvary"}
+        assert labels <= {"psum_invariant", "pcast"}

@@ -127,7 +127,7 @@ def test_without_a_stateful_transform_there_is_none():
 
 def check_a_module_trains_with_it_by_units(layout):
     model = fs.functionalize(filled(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))), nn.Linear)
-    state = fs.TrainState.create(model.init(fs.zero3(one_axis(), layout=layout, merge_bytes=0)), SGD)
+    state = fs.TrainState.create(model.init(fs.zero3(one_axis(), layout=layout, bucket_bytes=0)), SGD)
     assert list(state.transform_state) == list(state.params)
     (x,), values = microbatches(1), []
     for _ in range(2):
@@ -207,7 +207,7 @@ def test_bad_input_is_refused():
 
 def check_the_engine_and_the_verbs_make_the_same_gradients_and_states(layout, stateless=False):
     """Of every kind of leaf, step by step; or a layout whose scatter needs no state."""
-    for transform in (layout, fs.zero3(one_axis(), layout=layout, merge_bytes=0)):
+    for transform in (layout, fs.zero3(one_axis(), layout=layout, bucket_bytes=0)):
         params = shard_kinds(transform)
         states = [fs.transform_state(params)] * 2
         assert [states[0][name] is None for name in (*FROZEN, "float32")] == [True, True, stateless]

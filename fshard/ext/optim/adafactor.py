@@ -28,7 +28,7 @@ class AdafactorState(NamedTuple):
 
 
 def scale_by_factored_rms(
-    beta2_decay: float = -0.8, eps: float | None = None, *, sums: str | None = None
+    beta2_decay: float = -0.8, eps: float | None = None, *, reduction_order: str | None = None
 ) -> fs.GradientTransformation:
     """Divide gradients by the root of their mean square, of which a matrix keeps one row and one column.
 
@@ -38,14 +38,14 @@ def scale_by_factored_rms(
     Args:
         beta2_decay: The power of the number of updates that new squares are weighed by.
         eps: The least mean square, by default the dtype's epsilon.
-        sums: "tree" takes means in float64, of exact sums; see `clip_by_global_norm`.
+        reduction_order: "tree" takes means in float64, of exact sums; see `clip_by_global_norm`.
 
     Returns:
         The transformation; its state keeps the parameters' specs, as far as rows and columns have them.
 
     Raises:
-        ValueError: if a number is out of range, or `sums` is another word; from init, if a leaf is no real floating
-            tensor.
+        ValueError: if a number is out of range, or `reduction_order` is another word; from init, if a leaf is no real
+            floating tensor.
 
     >>> import torch, fshard as fs
     >>> tx = fs.scale_by_factored_rms()
@@ -54,7 +54,12 @@ def scale_by_factored_rms(
     {'w': tensor([[1., 1.],
             [1., 1.]])}
     """
-    expect(sums in (None, "tree"), "scale_by_factored_rms", 'sums to be "tree" or None', repr(sums))
+    expect(
+        reduction_order in (None, "tree"),
+        "scale_by_factored_rms",
+        'reduction_order to be "tree" or None',
+        repr(reduction_order),
+    )
     _check("scale_by_factored_rms", beta2_decay, **{} if eps is None else {"eps": eps})
 
     def init(params: Any) -> AdafactorState:
@@ -75,14 +80,17 @@ def scale_by_factored_rms(
         flat = flatten(grads)
         counts = flat.unflatten(map(counted, flatten(state.counts).leaves, flat.leaves))
         squares = fs.tree_map(lambda grad: grad * grad, grads)
-        columns, rows = leaf_means(squares, -2, sums), flatten(leaf_means(squares, -1, sums)).leaves
+        columns, rows = (
+            leaf_means(squares, -2, reduction_order),
+            flatten(leaf_means(squares, -1, reduction_order)).leaves,
+        )
         whole = zip(rows, flatten(squares).leaves, strict=True)
         rows = flat.unflatten([square if mean is None else mean for mean, square in whole])
         weights = fs.tree_map(lambda count: count.double() ** beta2_decay, counts)
         (row,) = leafwise(_towards, rows, [state.row], [weights])
         (column,) = leafwise(_towards, columns, [state.column], [weights])
-        sizes = leaf_means(row, -2, sums)
-        (grads,) = leafwise(_direction, grads, [grads], [row, column, sizes], (eps, sums))
+        sizes = leaf_means(row, -2, reduction_order)
+        (grads,) = leafwise(_direction, grads, [grads], [row, column, sizes], (eps, reduction_order))
         return grads, AdafactorState(state.updates + 1, row, column, counts)
 
     return fs.GradientTransformation(init, update)
@@ -93,13 +101,13 @@ def _towards(new: torch.Tensor, old: torch.Tensor, weight: torch.Tensor) -> tupl
 
 
 def _direction(
-    grad: torch.Tensor, _: Any, row: Any, column: Any, size: Any, eps: float | None, sums: str | None
+    grad: torch.Tensor, _: Any, row: Any, column: Any, size: Any, eps: float | None, reduction_order: str | None
 ) -> tuple[torch.Tensor]:
     least = torch.finfo(grad.dtype).eps if eps is None else eps
     variance = row if size is None else row * column / size.clamp(min=least)
     variance = variance.clamp(min=least * least)
     # Half precision rounds the root before its inverse in the last few elements of a shard alone.
-    factor = variance.rsqrt() if sums is None else variance.double().rsqrt().to(variance.dtype)
+    factor = variance.rsqrt() if reduction_order is None else variance.double().rsqrt().to(variance.dtype)
     return (factor * grad,)
 
 
@@ -110,7 +118,7 @@ def adafactor(
     d: float = 1.0,
     *,
     weight_decay: Number = 0.0,
-    sums: str | None = None,
+    reduction_order: str | None = None,
 ) -> fs.Optimizer:
     """Adafactor, exact however leaves are split.
 
@@ -124,14 +132,14 @@ def adafactor(
         eps: The least mean square, by default the dtype's epsilon; the least size of a leaf.
         d: The largest root mean square of a step, before the learning rate.
         weight_decay: How much parameters shrink in an update, times the learning rate.
-        sums: As for `clip_by_global_norm`, of means and norms.
+        reduction_order: As for `clip_by_global_norm`, of means and norms.
 
     Returns:
         The optimizer.
 
     Raises:
-        ValueError: if a number is out of range, or `sums` is another word; from init, if a leaf is no real floating
-            tensor.
+        ValueError: if a number is out of range, or `reduction_order` is another word; from init, if a leaf is no real
+            floating tensor.
 
     >>> import torch, fshard as fs
     >>> tx = fs.adafactor(0.1)
@@ -146,7 +154,7 @@ def adafactor(
     known = isinstance(d, int | float) and 1 <= d < math.inf
     expect(known, "adafactor", "d to be a finite number, 1 or more", f"{d!r:.40}")
     _check("adafactor", beta2_decay, **{f"eps[{i}]": x for i, x in enumerate(eps) if i or x is not None})
-    scaling = scale_by_factored_rms(beta2_decay, eps[0], sums=sums)
+    scaling = scale_by_factored_rms(beta2_decay, eps[0], reduction_order=reduction_order)
 
     def update(grads: Any, state: AdafactorState, params: Any) -> tuple[Any, Any]:
         steps, after = scaling.update(grads, state, params)
@@ -158,7 +166,7 @@ def adafactor(
 
         flat = flatten(params)
         roots = flat.unflatten([torch.tensor(n**0.5, dtype=torch.float64) for n in map(_numel, flat.leaves)])
-        given = [*fs.leaf_norms((params, steps), sums=sums), roots, after.counts]
+        given = [*fs.leaf_norms((params, steps), reduction_order=reduction_order), roots, after.counts]
         rate = lr(state.updates) if callable(lr) else lr
         numbers = torch.as_tensor(rate, dtype=torch.float64), weight_decay
         (params,) = leafwise(moved, steps, [params], given, numbers)

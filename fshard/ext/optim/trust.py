@@ -10,7 +10,7 @@ from fshard.extend import check_rates, leafwise
 
 
 def scale_by_trust_ratio(
-    trust_coefficient: Number = 1.0, eps: Number = 0.0, *, sums: str | None = None
+    trust_coefficient: Number = 1.0, eps: Number = 0.0, *, reduction_order: str | None = None
 ) -> fs.GradientTransformation:
     """Scale each leaf's gradient to the length of the leaf, but where either has none.
 
@@ -20,13 +20,13 @@ def scale_by_trust_ratio(
     Args:
         trust_coefficient: How long a gradient becomes, next to the leaf.
         eps: Added to the norm of the gradient.
-        sums: As for `clip_by_global_norm`.
+        reduction_order: As for `clip_by_global_norm`.
 
     Returns:
         The transformation; its state is empty.
 
     Raises:
-        ValueError: if a number is out of range; from update, if `sums` is another word.
+        ValueError: if a number is out of range; from update, if `reduction_order` is another word.
 
     >>> import torch, fshard as fs
     >>> tx = fs.scale_by_trust_ratio()
@@ -43,7 +43,7 @@ def scale_by_trust_ratio(
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         # Of leaves and gradients in one collective.
-        norms = fs.leaf_norms((params, grads), sums=sums)
+        norms = fs.leaf_norms((params, grads), reduction_order=reduction_order)
         (grads,) = leafwise(trusted, grads, [grads], norms, (trust_coefficient, eps))
         return grads, state
 
@@ -56,7 +56,7 @@ def lamb(
     eps: Number = 1e-6,
     *,
     weight_decay: Number = 0.0,
-    sums: str | None = None,
+    reduction_order: str | None = None,
 ) -> fs.Optimizer:
     """Adam whose step for each leaf is as long as the leaf, times the learning rate.
 
@@ -68,14 +68,14 @@ def lamb(
         betas: How much stays of the averages of gradients and of their squares.
         eps: Added to the root of the squares.
         weight_decay: How much of the parameters is added to Adam's direction.
-        sums: As for `clip_by_global_norm`.
+        reduction_order: As for `clip_by_global_norm`.
 
     Returns:
         The optimizer.
 
     Raises:
-        ValueError: if a number is out of range, or `sums` is another word; from init, if a leaf is no real floating
-            tensor.
+        ValueError: if a number is out of range, or `reduction_order` is another word; from init, if a leaf is no real
+            floating tensor.
 
     >>> import torch, fshard as fs
     >>> tx = fs.lamb(0.1)
@@ -85,8 +85,10 @@ def lamb(
     tensor(0.5000)
     """
     check_rates("lamb", lr, betas, eps=eps, weight_decay=weight_decay)
-    decay = fs.add_decayed_weights(weight_decay, sums="tree")
-    return fs.chain(fs.scale_by_adam(betas, eps), decay, scale_by_trust_ratio(sums=sums), fs.sgd(lr))
+    decay = fs.add_decayed_weights(weight_decay, reduction_order="tree")
+    return fs.chain(
+        fs.scale_by_adam(betas, eps), decay, scale_by_trust_ratio(reduction_order=reduction_order), fs.sgd(lr)
+    )
 
 
 def lars(
@@ -96,7 +98,7 @@ def lars(
     weight_decay: Number = 0.0,
     trust_coefficient: Number = 0.001,
     eps: Number = 0.0,
-    sums: str | None = None,
+    reduction_order: str | None = None,
 ) -> fs.Optimizer:
     """SGD with momentum whose step for each leaf is in proportion to the leaf's norm.
 
@@ -109,14 +111,14 @@ def lars(
         weight_decay: How much of the parameters is added to their gradients.
         trust_coefficient: How long a step is, next to the leaf.
         eps: Added to the norm of the gradient.
-        sums: As for `clip_by_global_norm`.
+        reduction_order: As for `clip_by_global_norm`.
 
     Returns:
         The optimizer.
 
     Raises:
-        ValueError: if a number is out of range, or `sums` is another word; from init, if a leaf is no real floating
-            tensor.
+        ValueError: if a number is out of range, or `reduction_order` is another word; from init, if a leaf is no real
+            floating tensor.
 
     >>> import torch, fshard as fs
     >>> tx = fs.lars(1.0, momentum=0.0, trust_coefficient=0.1)
@@ -125,8 +127,8 @@ def lars(
     {'w': tensor([2.5000, 4.0000])}
     """
     check_rates("lars", lr, momentum=momentum, weight_decay=weight_decay, trust_coefficient=trust_coefficient, eps=eps)
-    decay = fs.add_decayed_weights(weight_decay, sums="tree")
-    trust = scale_by_trust_ratio(trust_coefficient, eps, sums=sums)
+    decay = fs.add_decayed_weights(weight_decay, reduction_order="tree")
+    trust = scale_by_trust_ratio(trust_coefficient, eps, reduction_order=reduction_order)
     return fs.chain(decay, trust, _scale_by_rate(lr), fs.sgd(1.0, momentum))
 
 

@@ -102,7 +102,7 @@ def pipeline(
 
     Each part is called with the whole tree of parameters, gathered. What stages own is split over the axis by
     `split_dim`, as stacked layers are along dim 0, and a rank gets its own piece; leaves that are whole on all ranks of
-    the axis, such as those of `first` and `last`, go through `pvary`, which sums their gradients. Every rank of the
+    the axis, such as those of `first` and `last`, go through `pcast`, which sums their gradients. Every rank of the
     axis is given the same batch, and gets the loss of the last stage.
 
     With "gpipe" autograd makes the backward: it is differentiable to any order, by torch.func too, holds all
@@ -220,7 +220,7 @@ class _PipelineCall:
         ]
         self.varied = [i for i, is_floating in enumerate(floating) if is_floating]
         shared = [i for i in self.varied if (spec := self.specs[i]) is None or spec.dim_of(parts.axis) is None]
-        for i, leaf in zip(shared, fs.pvary([self.leaves[i] for i in shared], parts.axis), strict=True):
+        for i, leaf in zip(shared, fs.pcast([self.leaves[i] for i in shared], parts.axis, to="varying"), strict=True):
             self.leaves[i] = leaf
         count = parts.microbatches
         self.batches = [fs.tree_map(lambda rows, i=i: rows.chunk(count)[i], batch) for i in range(count)]

@@ -153,14 +153,14 @@ class _Layer(NamedTuple):
         return forward(f(x), *args[1:], **kwargs) if args else forward(**{**kwargs, name: f(x)})
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
-        return fs.pvary(x, self.axis) if self.dim is None else fs.all_gather(x, self.axis, self.dim)
+        return fs.pcast(x, self.axis, to="varying") if self.dim is None else fs.all_gather(x, self.axis, self.dim)
 
     def cut(self, x: torch.Tensor) -> torch.Tensor:
         assert self.dim is not None
         size, rest = divmod(x.shape[self.dim], self.axis.size)
         needed = f"size of dim {self.dim} to be a multiple of {self.axis.size}, the ranks of {self.axis.name!r}"
         expect(not rest, WHAT, needed, f"{x.shape[self.dim]}", "pad the dim")
-        return fs.pvary(x, self.axis).narrow(self.dim, fs.axis_index(self.axis) * size, size)
+        return fs.pcast(x, self.axis, to="varying").narrow(self.dim, fs.axis_index(self.axis) * size, size)
 
     def column(self, x: torch.Tensor) -> torch.Tensor:
         out = F.linear(x if self.inside else self.enter(x), self.module.weight, self.module.bias)
@@ -183,7 +183,10 @@ class _Layer(NamedTuple):
         if self.dim is None:
             out = fs.psum_invariant(out, self.axis)
         else:
-            out, bias = fs.reduce_scatter(out, self.axis, self.dim), bias if bias is None else fs.pvary(bias, self.axis)
+            out, bias = (
+                fs.reduce_scatter(out, self.axis, self.dim),
+                bias if bias is None else fs.pcast(bias, self.axis, to="varying"),
+            )
         return out if bias is None else out + bias
 
     def is_embedding(self) -> bool:
@@ -201,7 +204,7 @@ class _Layer(NamedTuple):
         attributes = self.module.__dict__
         whole = attributes["_parameters"]
         own = {name: tensor for name, tensor in whole.items() if tensor is not None}
-        attributes["_parameters"] = dict.fromkeys(whole) | fs.pvary(own, self.axis)
+        attributes["_parameters"] = dict.fromkeys(whole) | fs.pcast(own, self.axis, to="varying")
         try:
             return forward(*args, **kwargs)
         finally:

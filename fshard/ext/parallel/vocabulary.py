@@ -83,7 +83,7 @@ def vocab_parallel_cross_entropy(
     exponentials and the target's own logit. Exponentials are taken in float32 at least.
 
     Args:
-        h: Hidden values of shape (*targets.shape, width), handed to each rank's own maths by `pvary` or `all_gather`.
+        h: Hidden values of shape (*targets.shape, width), cast to varying by `pcast` or `all_gather`.
         weight: This rank's rows, of shape (rows, width); ranks have pieces of the vocabulary in the order of the axis.
             None where `h` is this rank's part of the logits, of shape (*targets.shape, rows).
         targets: Token ids, the same on every rank of the axis.
@@ -108,7 +108,7 @@ def vocab_parallel_cross_entropy(
     >>> def program():
     ...     axis = fs.axis_of(fs.init_mesh({"tp": -1}, device="cpu"))
     ...     mine = weight.chunk(2)[fs.axis_index(axis)]
-    ...     return fs.vocab_parallel_cross_entropy(fs.pvary(h, axis), mine, targets, axis)
+    ...     return fs.vocab_parallel_cross_entropy(fs.pcast(h, axis, to="varying"), mine, targets, axis)
     >>> fs.testing.spmd(program, world=2)
     [tensor(4.0185), tensor(4.0185)]
     """

@@ -247,7 +247,7 @@ def _first_depth(workload: Workload, strategy: str, options: Mapping[str, Any]) 
     two, three = (sum(p.nbytes for p in workload.make(layers).parameters()) for layers in (2, 3))
     leaf: Any = next(iter(prepared(workload, strategy, 2, **options)[1].params.values()))
     # Gathers and reductions under way are each up to twice what is merged.
-    return max(LEAST, math.ceil(4 * leaf.spec.reshard.merge_bytes / max(1, three - two)))
+    return max(LEAST, math.ceil(4 * leaf.spec.reshard.bucket_bytes / max(1, three - two)))
 
 
 def mesh_of(strategy: str, ranks: int, node: int = 8) -> dict[str, int]:
@@ -292,6 +292,6 @@ def prepared(
         with fake_axes("plan", {"shard": 2}, {"shard": 0}, "nccl") as axes:
             # Units are merged as between accelerators, though one processor asks.
             zero3: Any = fs.zero3
-            options = {"merge_bytes": zero3(axes["shard"]).reshard.merge_bytes} | options
+            options = {"bucket_bytes": zero3(axes["shard"]).reshard.bucket_bytes} | options
     params = fs.shard(whole, getattr(fs, strategy)(on, **options))
     return fs.jit(step, donate_argnums=0), fs.TrainState.create(params, tx, buffers=model.buffers)

@@ -71,7 +71,11 @@ REFUSED = (
     (fs.lamb, {"lr": -1.0}, f"lamb: expected lr to be {RATE}, got -1.0"),
     (fs.adafactor, {"beta2_decay": 0.5}, "adafactor: expected beta2_decay to be a number, 0 or less, got 0.5"),
     (fs.adafactor, {"d": 0.5}, "adafactor: expected d to be a finite number, 1 or more, got 0.5"),
-    (fs.adafactor, {"sums": "all"}, "scale_by_factored_rms: expected sums to be \"tree\" or None, got 'all'"),
+    (
+        fs.adafactor,
+        {"reduction_order": "all"},
+        "scale_by_factored_rms: expected reduction_order to be \"tree\" or None, got 'all'",
+    ),
     (fs.whole, {"tx": torch.optim.Muon}, "whole: expected tx to be an Optimizer, such as fs.from_torch("),
 )
 

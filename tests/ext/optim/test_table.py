@@ -110,14 +110,14 @@ def test_reshard_of_a_state_of_rows_and_columns():
 
 
 def muon():
-    return fs.whole(fs.from_torch(optim.Muon, lr=0.1, sums="tree"))
+    return fs.whole(fs.from_torch(optim.Muon, lr=0.1, reduction_order="tree"))
 
 
 WITH_SUMS = {
-    "lamb": lambda: tree_sums.with_clip(fs.lamb(0.1, weight_decay=0.1, sums="tree")),
-    "lars": lambda: fs.lars(0.1, weight_decay=0.1, sums="tree"),
+    "lamb": lambda: tree_sums.with_clip(fs.lamb(0.1, weight_decay=0.1, reduction_order="tree")),
+    "lars": lambda: fs.lars(0.1, weight_decay=0.1, reduction_order="tree"),
     "scale": lambda: tree_sums.with_clip(fs.dynamic_loss_scale(fs.adamw(0.1), growth_interval=2)),
-    "adafactor": lambda: tree_sums.with_clip(fs.adafactor(0.1, weight_decay=0.1, sums="tree")),
+    "adafactor": lambda: tree_sums.with_clip(fs.adafactor(0.1, weight_decay=0.1, reduction_order="tree")),
     "Muon": lambda: fs.partition({"half*": fs.adamw(0.1), tree_sums.MATRICES: muon(), "*": fs.sgd(0.1)}),
 }
 

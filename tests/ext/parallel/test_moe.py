@@ -112,7 +112,7 @@ def layout_of(mesh, own, axes):
 
 def inside(mesh):
     own = fs.fully_shard(mesh["shard"], dim=1)
-    return fs.zero3(mesh, layout=layout_of(mesh, own, ("shard", "expert")), merge_bytes=0)
+    return fs.zero3(mesh, layout=layout_of(mesh, own, ("shard", "expert")), bucket_bytes=0)
 
 
 def beside(mesh):

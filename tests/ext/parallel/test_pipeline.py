@@ -66,7 +66,7 @@ def sharded(full, sizes, frozen=None):
     shard, pipe = (fs.axis_of(mesh, name) for name in ("shard", "pipe"))
     owned = fs.compose(fs.fully_shard(shard, dim=-1), fs.split_dim(pipe, dim=0))
     layout = fs.masked(owned, "layers.*", otherwise=fs.fully_shard(shard))
-    return fs.shard(full, fs.zero3(mesh, layout=layout, merge_bytes=0), frozen=frozen), shard, pipe
+    return fs.shard(full, fs.zero3(mesh, layout=layout, bucket_bytes=0), frozen=frozen), shard, pipe
 
 
 def setting(sizes, schedule="1f1b", frozen=None, stage=stage, **given):
@@ -89,7 +89,7 @@ def sent_by_label(sizes, schedule):
     # Every tick of "gpipe" but the last ends with a message, whose transpose goes back.
     moves = (count + n - 2) * (n > 1) if schedule == "gpipe" else count * (2 - (own == n - 1) - (own == 0))
     label = {"gpipe": "ppermute", "1f1b": "pipeline"}[schedule]
-    return {label: moves * h, "pvary": 2 * shared * (n - 1) / n}
+    return {label: moves * h, "pcast": 2 * shared * (n - 1) / n}
 
 
 @pytest.mark.rows(2)
@@ -105,7 +105,7 @@ def test_equals_dense(sizes):
         with torch.no_grad(), fs.comm.record() as forward:
             alone = f(params, *data)
         assert_trees_close(fs.objective(alone, like=params), dense()[1], **near(dense()[1]))
-        assert "pvary" not in {entry.label for entry in forward}
+        assert "pcast" not in {entry.label for entry in forward}
         assert len(forward) <= len(record) / 2
 
 

@@ -163,7 +163,7 @@ def setting(name, sizes, sequence_dim, **changes):
     options = {"plan": case.plan, "sequence_dim": sequence_dim, "divide": case.divide} | changes
     parallel, split = fs.tensor_parallel(module_of(name), tp, **options)
     model = fs.functionalize(parallel, units=case.layer)
-    params = model.init(fs.compose(fs.zero3(mesh, min_shard_elements=0, merge_bytes=0), split))
+    params = model.init(fs.compose(fs.zero3(mesh, min_shard_elements=0, bucket_bytes=0), split))
 
     def loss_fn(params, x, y):
         logits = model.apply(params, x)
@@ -214,10 +214,10 @@ def sent_by_label(world_size, sequence_dim, rows=ROWS):
     both = {"ragged_all_to_all": 2 * LAYERS * exchanged, "pmax": (world_size - 1) * tokens}
     if sequence_dim is None:
         passed = 2 * part * (2 * LAYERS + 1) * values
-        return both | {"psum_invariant": passed + sums, "pvary": passed}
+        return both | {"psum_invariant": passed + sums, "pcast": passed}
     between = (6 * LAYERS + 2) * WIDTH * 8
     moved = part * (4 * LAYERS + 1) * values
-    sent = {"psum_invariant": 2 * part * values + sums, "pvary": 2 * part * (values + between)}
+    sent = {"psum_invariant": 2 * part * values + sums, "pcast": 2 * part * (values + between)}
     return both | sent | {"all_gather": moved, "reduce_scatter": moved}
 
 

@@ -32,7 +32,7 @@ def loss_fn(params, x, y, axis, options, scatter_dim=None):
     """Time may be in pieces between embedding and head, as sequence parallelism has it."""
     full = fs.gather(params)
     h = torch.tanh(fs.vocab_parallel_embedding(x, full["tokens"], axis, scatter_dim=scatter_dim))
-    h = fs.pvary(h, axis) if scatter_dim is None else fs.all_gather(h, axis, dim=scatter_dim)
+    h = fs.pcast(h, axis, to="varying") if scatter_dim is None else fs.all_gather(h, axis, dim=scatter_dim)
     return fs.vocab_parallel_cross_entropy(h, full["head"], y, axis, **options)
 
 
@@ -133,10 +133,10 @@ def test_pieces_need_not_be_of_one_size(cut, vocabulary):
 
     def parallel(h, tokens, head):
         full = torch.tanh(h + fs.vocab_parallel_embedding(ids, tokens, axis, **keywords))
-        return fs.vocab_parallel_cross_entropy(fs.pvary(full, axis), head, ids, axis, **keywords)
+        return fs.vocab_parallel_cross_entropy(fs.pcast(full, axis, to="varying"), head, ids, axis, **keywords)
 
     def parallel_of_logits(h, tokens, head):
-        full = fs.pvary(torch.tanh(h + fs.vocab_parallel_embedding(ids, tokens, axis, **keywords)), axis)
+        full = fs.pcast(torch.tanh(h + fs.vocab_parallel_embedding(ids, tokens, axis, **keywords)), axis, to="varying")
         return fs.vocab_parallel_cross_entropy(F.linear(full, head), None, ids, axis, **keywords)
 
     places = (0, 1, 2)

@@ -79,7 +79,7 @@ def test_the_cheapest_that_fits_is_told(capsys):
 def test_a_factory_of_one_depth_is_traced_whole():
     workload = workload_of(f"{HERE}:masked")
     assert (workload.layers, workload.units) == (2, None)
-    assert prepared(workload, "zero3")[1].params["layers.0.weight"].spec.reshard.merge_bytes == 48_000_000
+    assert prepared(workload, "zero3")[1].params["layers.0.weight"].spec.reshard.bucket_bytes == 48_000_000
 
 
 class Feed(nn.Sequential):
@@ -163,8 +163,8 @@ def test_layers_of_a_dict_are_gathered_one_by_one():
     by_layer, at_once, kept = (
         estimate(work, strategy, {"shard": 4}, **options).peak.total
         for work, strategy, options in (
-            (workload, "zero3", {"merge_bytes": 0}),
-            (whole, "zero3", {"merge_bytes": 0}),
+            (workload, "zero3", {"bucket_bytes": 0}),
+            (whole, "zero3", {"bucket_bytes": 0}),
             (workload, "zero2", {}),
         )
     )

@@ -25,7 +25,7 @@ def loss_fn(params, x):
 
 def made(mesh):
     """A step of two units, and its arguments."""
-    params = fs.shard({"a": torch.ones(48, 64), "b": torch.ones(64, 64)}, fs.zero3(mesh, merge_bytes=0))
+    params = fs.shard({"a": torch.ones(48, 64), "b": torch.ones(64, 64)}, fs.zero3(mesh, bucket_bytes=0))
     return train_step(loss_fn, adamw()), (fs.TrainState.create(params, adamw()), torch.ones(2, 48))
 
 
