@@ -68,7 +68,7 @@ def layer(p: Any, h: torch.Tensor, axes: Axes) -> torch.Tensor:  # (batch, time 
     tp = axes["tp"]
     x = fs.all_gather(rms_norm(p["norm1"], h, axes), tp, dim=1)
     q, k, v = F.linear(x, p["qkv"]).unflatten(-1, (-1, 3, HEAD_WIDTH)).permute(3, 0, 2, 1, 4)
-    attended = fs.ring_attention(q, k, v, axes["cp"]).transpose(1, 2).flatten(2)
+    attended = fs.ring_attention(q, k, v, axes["cp"], is_causal=True).transpose(1, 2).flatten(2)
     h = h + fs.reduce_scatter(F.linear(attended, p["out"]), tp, dim=1)
     x = fs.all_gather(rms_norm(p["norm2"], h, axes), tp, dim=1)
     return h + fs.reduce_scatter(F.linear(F.gelu(F.linear(x, p["up"])), p["down"]), tp, dim=1)

@@ -40,7 +40,7 @@ def main() -> None:
     evaluated = fs.functionalize(module.eval(), units=fs.no_split(module))
     params = model.init(fs.zero3(mesh), seed=args.seed)
 
-    rate = fs.schedules.warmup_cosine(args.lr, warmup=args.steps // 10, steps=args.steps)
+    rate = fs.schedules.warmup_cosine(0.0, args.lr, warmup_steps=args.steps // 10, decay_steps=args.steps)
     sgd = partial(fs.from_torch, torch.optim.SGD, lr=rate, momentum=0.9, nesterov=True)
     # Weights of BatchNorm, and biases, do not decay.
     tx = fs.partition({lambda name, leaf: leaf.dim() >= 2: sgd(weight_decay=5e-4), "*": sgd()})

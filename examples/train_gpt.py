@@ -90,11 +90,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     state = fs.TrainState.create(model.init(strategy, seed=args.seed), tx, key=torch.tensor(args.seed))
     train_text, held_out = standard_library()
     with fs.checkpoint.Manager(args.directory / "checkpoints", keep=3, every=args.save_every) as manager:
-        if manager.latest() is not None:
+        if manager.latest_step() is not None:
             state = manager.restore(like=state)
         log = Log(args.directory / "losses.txt", first, mesh.size(), begin=int(state.step))
         for step in log.steps(min(args.steps, args.stop_at or args.steps), sizes.batch * sizes.context):
-            ids = fs.sample_ids(step, args.seed, samples=len(train_text) // sizes.context - 1, batch=sizes.batch)
+            ids = fs.sample_ids(
+                args.seed, step, dataset_size=len(train_text) // sizes.context - 1, batch_size=sizes.batch
+            )
             mine = fs.microbatches(list(enumerate(ids.unflatten(0, (number, -1)))), like=state.params)
             state, loss = jitted_step(state, [(i, windows(train_text, ids, sizes.context)) for i, ids in mine])
             log.add(step, loss.item())

@@ -84,7 +84,7 @@ GIVEN = {
     "scatter_grads": lambda w: dict(grads=w.full_tree),
     "checkpoint.Manager": lambda w: dict(directory=w.place / "managed", mesh=w.grid),
     "checkpoint.from_state_dict": lambda w: dict(state_dict=w.module.state_dict(), like=w.weights, module=w.module),
-    "checkpoint.latest": lambda w: dict(directory=w.place / "run"),
+    "checkpoint.latest_step": lambda w: dict(directory=w.place / "run"),
     "checkpoint.restore": lambda w: dict(directory=w.place / "run", like=w.state, mesh=w.grid),
     "checkpoint.save": lambda w: dict(mesh=w.grid),
     "checkpoint.to_state_dict": lambda w: dict(params=w.weights, module=w.module),
@@ -112,7 +112,7 @@ ACCEPTED = (
     (("None",), "checkpoint.from_state_dict.module checkpoint.to_state_dict.module"),
     (NUMBERS, "backoff_factor donate_argnums eps error every growth_factor growth_interval init_scale keep lr"),
     (NUMBERS, "max_norm max_value bucket_bytes min_shard_elements momentum p prefetch static_argnums weight_decay"),
-    (("a number",), "batch samples steps timeout units world checkpoint.save.step"),
+    (("a number",), "batch batch_size dataset_size steps timeout units world checkpoint.save.step"),
     (("a number", "a negative number"), "data key seed"),
     ((*NUMBERS, "a negative number"), "dampening step_size fully_shard.dim hybrid_shard.dim own_dim.dim split_dim.dim"),
     (("a negative number",), "argnums"),
@@ -181,7 +181,7 @@ class World:
 
     lr = max_norm = max_value = weight_decay = 0.1
     f, mask, shape, loss, tree = staticmethod(loss), "w", {"shard": -1}, torch.ones(()), torch.ones(2)
-    key, data, samples, batch, steps, decay, dim, world = 1, 2, 10, 3, 3, 0.9, 0, 1
+    key, data, dataset_size, batch_size, batch, steps, decay, dim, world = 1, 2, 10, 3, 3, 3, 0.9, 0, 1
     batches, shapes, perm = (1, 2), [(4, 4)], [(0, 0)]
     cls, buffers, step = torch.optim.SGD, {"b": torch.ones(2)}, 1
 

@@ -64,7 +64,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path):
     scope["batches"] = [rows_of(scope)] * 5
     first = scope["state"]
     exec(text, scope)
-    assert fs.checkpoint.latest(tmp_path) == 4
+    assert fs.checkpoint.latest_step(tmp_path) == 4
     there = scope["state"]
     scope |= {"state": first, "batches": scope["batches"][:1]}
     exec(text, scope)

@@ -36,7 +36,7 @@ def axes():
 STRATEGIES = (
     lambda mesh: fs.zero3(mesh, axis=("shard", "tp"), min_shard_elements=0),
     lambda mesh: fs.ddp(mesh, axis=("shard", "tp")),
-    lambda mesh: fs.hsdp(mesh, replicate="tp", min_shard_elements=7, bucket_bytes=0),
+    lambda mesh: fs.hsdp(mesh, replicate_axis="tp", min_shard_elements=7, bucket_bytes=0),
 )
 
 

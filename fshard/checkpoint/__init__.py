@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fshard import lazy_names
 from fshard.checkpoint.errors import CheckpointError
-from fshard.checkpoint.restore import latest, restore
+from fshard.checkpoint.restore import latest_step, restore
 from fshard.checkpoint.save import Manager, Saving, save
 from fshard.checkpoint.state_dict import from_state_dict, to_state_dict
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fshard.ext.interop.optimizer_state import from_optimizer_state_dict, to_optimizer_state_dict
 
 __getattr__ = lazy_names.make_getattr(__name__)
-__all__ = ["CheckpointError", "Manager", "Saving", "latest", "restore", "save"]
+__all__ = ["CheckpointError", "Manager", "Saving", "latest_step", "restore", "save"]
 __all__ += ["from_state_dict", "to_state_dict"]
 __all__ += ["from_optimizer_state_dict", "load_dcp", "load_huggingface"]
 __all__ += ["save_dcp", "save_huggingface", "to_optimizer_state_dict"]

@@ -23,7 +23,7 @@ from fshard.tree.checks import check_matches, describe
 LABEL = "checkpoint.restore"
 
 
-def latest(directory: str | PathLike[str]) -> int | None:
+def latest_step(directory: str | PathLike[str]) -> int | None:
     """Return the step of the checkpoint that was saved last.
 
     Each rank looks by itself and nothing is sent, so while a save is under way, one rank may see the checkpoint and
@@ -37,12 +37,12 @@ def latest(directory: str | PathLike[str]) -> int | None:
 
     >>> import tempfile, torch, fshard as fs
     >>> with tempfile.TemporaryDirectory() as directory:
-    ...     before = fs.checkpoint.latest(directory)
+    ...     before = fs.checkpoint.latest_step(directory)
     ...     path = fs.checkpoint.save(directory, {"w": torch.ones(3)}, step=10).wait()
-    ...     before, fs.checkpoint.latest(directory)
+    ...     before, fs.checkpoint.latest_step(directory)
     (None, 10)
     """
-    found = saved(Exchange("checkpoint.latest").path("directory", directory))
+    found = saved(Exchange("checkpoint.latest_step").path("directory", directory))
     return found[-1][1] if found else None
 
 

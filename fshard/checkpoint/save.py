@@ -17,7 +17,7 @@ from fshard.checkpoint import files
 from fshard.checkpoint.background import BackgroundSave
 from fshard.checkpoint.errors import CheckpointError
 from fshard.checkpoint.exchange import Exchange, Piece, is_tensor, piece_of, shape_of
-from fshard.checkpoint.restore import latest, restore
+from fshard.checkpoint.restore import latest_step, restore
 from fshard.checkpoint.unfinished import RankReport, Unfinished, complete_leftovers
 from fshard.errors import expect, refuse
 from fshard.mesh import Mesh
@@ -193,7 +193,7 @@ class Manager:
     ...     [manager.save({"w": torch.ones(3)}, step=step) for step in (5, 10, 20, 30)]
     ...     manager.save({"w": torch.ones(3)}, step=34, force=True)  # the last step, whatever its number
     ...     manager.wait()
-    ...     manager.latest()
+    ...     manager.latest_step()
     [False, True, True, True]
     True
     34
@@ -266,12 +266,12 @@ class Manager:
         if saving is not None:
             saving.wait()
 
-    def latest(self) -> int | None:
-        """The step of the checkpoint that was saved last, as `fs.checkpoint.latest` says it.
+    def latest_step(self) -> int | None:
+        """The step of the checkpoint that was saved last, as `fs.checkpoint.latest_step` says it.
 
         While a save is under way ranks may differ: call `wait` before, or let one rank decide.
         """
-        return latest(self._directory)
+        return latest_step(self._directory)
 
     def restore(self, like: Tree, **arguments: Any) -> Tree:
         """Read a checkpoint, as `fs.checkpoint.restore` does, after waiting for the save under way.

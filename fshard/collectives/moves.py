@@ -44,7 +44,8 @@ def all_gather(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
 def all_gather_invariant(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
     """Concatenate every rank's tensors along a dim into a value that agrees between ranks.
 
-    Its transpose takes this rank's piece of the cotangent, which agrees too. Follows jax.lax.all_gather_invariant.
+    Its transpose takes this rank's piece of the cotangent, which agrees too. Follows jax.lax.all_gather with
+    to="invarying".
 
     Args:
         tree: Tensors of equal shapes and dtypes on every rank.

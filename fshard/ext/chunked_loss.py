@@ -31,8 +31,8 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> Pair:
 
 
 def chunked_loss(
-    head: Any,
     h: torch.Tensor,
+    head: Any,
     targets: torch.Tensor,
     *,
     chunks: int = 8,
@@ -46,8 +46,8 @@ def chunked_loss(
     Follows Hsu et al., "Liger Kernel" (arXiv:2410.10989), section 3.
 
     Args:
-        head: The weight, of shape (vocabulary, width), or a pair of it and a bias; Sharded leaves are gathered.
         h: Hidden values of shape (*targets.shape, width).
+        head: The weight, of shape (vocabulary, width), or a pair of it and a bias; Sharded leaves are gathered.
         targets: Token ids.
         chunks: How many chunks the tokens are cut into.
         loss: Maps the logits of a chunk, (tokens, vocabulary), and its targets, (tokens,), to the sum of its losses and
@@ -65,7 +65,7 @@ def chunked_loss(
     >>> import torch, fshard as fs
     >>> h, targets, mesh = torch.ones(3, 2), torch.tensor([0, 3, 1]), fs.init_mesh({"shard": -1}, device="cpu")
     >>> params = fs.shard({"head": torch.arange(8.0).reshape(4, 2)}, fs.zero3(mesh))
-    >>> fs.value_and_grad(lambda p: fs.chunked_loss(p["head"], h, targets), reduce="weighted")(params)[0]
+    >>> fs.value_and_grad(lambda p: fs.chunked_loss(h, p["head"], targets), reduce="weighted")(params)[0]
     tensor(6.6852)
     """
     # At once, as one unit.

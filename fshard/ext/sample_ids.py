@@ -12,41 +12,47 @@ from fshard.extend import expect, words_at
 ROUNDS = 16
 
 
-def sample_ids(step: torch.Tensor | int, key: torch.Tensor | int, *, samples: int, batch: int) -> torch.Tensor:
+def sample_ids(
+    key: torch.Tensor | int, step: torch.Tensor | int, *, dataset_size: int, batch_size: int
+) -> torch.Tensor:
     """Draw the numbers of the samples that all ranks together train on in a step.
 
-    Each epoch is a permutation of range(samples), without repeats, and the next one begins where it ends, within a
+    Each epoch is a permutation of range(dataset_size), without repeats, and the next one begins where it ends, within a
     batch if need be. Nothing is stored: the ids depend on the arguments alone, are the same on every rank, and cost no
     time or memory by the size of the dataset. A run that goes on from a checkpoint, at any number of ranks, takes the
     samples that it would have taken. `microbatches` says which of them are this rank's.
 
     Args:
-        step: The number of the step, such as state.step.
         key: The key of the run's data, such as fs.fold_in(state.key, 1).
-        samples: How many samples the dataset has.
-        batch: How many the whole job takes in a step.
+        step: The number of the step, such as state.step.
+        dataset_size: The number of samples in the dataset.
+        batch_size: The number of samples that the whole job takes in a step.
 
     Returns:
-        An int64 tensor of shape (batch,).
+        An int64 tensor of shape (batch_size,).
 
     Raises:
         ValueError: if a number is out of range, or `key` is no key.
 
     >>> import fshard as fs
-    >>> first, second = (sample_ids(step, 0, samples=8, batch=4) for step in range(2))
+    >>> first, second = (sample_ids(0, step, dataset_size=8, batch_size=4) for step in range(2))
     >>> torch.cat([first, second]).sort().values.tolist()
     [0, 1, 2, 3, 4, 5, 6, 7]
     >>> params = fs.shard({"w": torch.ones(2)}, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
     >>> mine = fs.microbatches(first.unflatten(0, (2, -1)).unbind(), like=params)  # two microbatches of two samples
     """
     number: Any = step.item() if isinstance(step, torch.Tensor) else step
-    bounds = (("step", number, range(2**31)), ("samples", samples, range(1, 2**62)), ("batch", batch, range(1, 2**31)))
+    bounds = (
+        ("step", number, range(2**31)),
+        ("dataset_size", dataset_size, range(1, 2**62)),
+        ("batch_size", batch_size, range(1, 2**31)),
+    )
     for name, value, known in bounds:
         needed = f"{name} to be a whole number from {known.start} to {known.stop - 1}"
         expect(type(value) is int and value in known, "sample_ids", needed, f"{value!r:.40}")
-    epoch, first = divmod(number * batch, samples)
-    places = torch.arange(first, first + batch)
-    return _permuted(places % samples, fs.fold_in(key, epoch + places // samples), samples)
+    epoch, first = divmod(number * batch_size, dataset_size)
+    places = torch.arange(first, first + batch_size)
+    return _permuted(places % dataset_size, fs.fold_in(key, epoch + places // dataset_size), dataset_size)
 
 
 def _permuted(places: torch.Tensor, keys: torch.Tensor, samples: int) -> torch.Tensor:

@@ -266,8 +266,8 @@ def own_dim(mesh: Mesh | Axis, dim: int = 0) -> ShardTransform:
     the transpose of that brings every rank's part of the gradient back, so that a piece's gradient is complete without
     a sum. Losses differ between ranks of the axis and are reduced over it, so that other leaves must be summed there:
     `masked(compose(fully_shard(mesh["shard"], dim=1), own_dim(mesh["expert"])), "*experts*",
-    otherwise=hybrid_shard(mesh, "shard", "expert"))`. Follows Shazeer et al., "Outrageously Large Neural Networks"
-    (2017), and Lepikhin et al., "GShard" (2020).
+    otherwise=hybrid_shard(mesh, axis="shard", replicate_axis="expert"))`. Follows Shazeer et al., "Outrageously Large
+    Neural Networks" (2017), and Lepikhin et al., "GShard" (2020).
 
     Args:
         mesh: A mesh of one axis, such as mesh["expert"], or an Axis.

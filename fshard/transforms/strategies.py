@@ -217,7 +217,12 @@ def _check_layout(layout: Any, min_shard_elements: int) -> None:
 
 
 def hsdp(
-    mesh: Mesh, axis: str = "shard", replicate: str = "replicate", *, min_shard_elements: int = SMALL, **options: Any
+    mesh: Mesh,
+    *,
+    axis: str = "shard",
+    replicate_axis: str = "replicate",
+    min_shard_elements: int = SMALL,
+    **options: Any,
 ) -> ShardTransform:
     """Hybrid sharding: ZeRO-3 inside a node, whose shards every node holds.
 
@@ -226,7 +231,7 @@ def hsdp(
     Args:
         mesh: The device mesh, of two axes.
         axis: The mesh axis to shard over, inside a node.
-        replicate: The mesh axis across nodes, over which shards are the same and their gradients are summed.
+        replicate_axis: The mesh axis across nodes, over which shards are the same and their gradients are summed.
         min_shard_elements: Leaves of fewer elements stay whole on every rank.
         **options: As for `zero3`.
 
@@ -246,12 +251,17 @@ def hsdp(
     >>> fs.testing.spmd(program, world=4)[0]
     [('all_gather', 'shard'), ('reduce_scatter', 'shard'), ('all_reduce', 'replicate')]
     """
-    layout = hybrid_shard(mesh, axis, replicate, min_shard_elements=min_shard_elements)
+    layout = hybrid_shard(mesh, axis=axis, replicate_axis=replicate_axis, min_shard_elements=min_shard_elements)
     return zero3(mesh, axis, layout=layout, **options)
 
 
 def hybrid_shard(
-    mesh: Mesh, axis: str = "shard", replicate: str = "replicate", *, dim: int = 0, min_shard_elements: int = 0
+    mesh: Mesh,
+    *,
+    axis: str = "shard",
+    replicate_axis: str = "replicate",
+    dim: int = 0,
+    min_shard_elements: int = 0,
 ) -> ShardTransform:
     """Split each leaf over one mesh axis and keep the pieces the same over another (HSDP).
 
@@ -261,7 +271,7 @@ def hybrid_shard(
     Args:
         mesh: The device mesh.
         axis: Name of the axis to split over, whose ranks are near each other.
-        replicate: Name of the axis whose ranks hold the same pieces.
+        replicate_axis: Name of the axis whose ranks hold the same pieces.
         dim: As for `fully_shard`.
         min_shard_elements: As for `fully_shard`.
 
@@ -279,4 +289,4 @@ def hybrid_shard(
     [[0.0, 1.0], [2.0, 3.0], [0.0, 1.0], [2.0, 3.0]]
     """
     inner = fully_shard(axis_of(mesh, axis), dim=dim, min_shard_elements=min_shard_elements)
-    return compose(replicated(axis_of(mesh, replicate)), inner)
+    return compose(replicated(axis_of(mesh, replicate_axis)), inner)

@@ -86,8 +86,8 @@ def kill_often(process, directory, kills, ranks):
         lines += process.until("ended")
         saved = max(line[1] for line in lines if line[0] == "saved")
         written = max(written_by_all(ranks, lines))
-        before = checkpoint.latest(directory)
-        (latest,) = set(spmd(lambda: checkpoint.Manager(directory).latest(), draw.choice((1, 2, 4))))
+        before = checkpoint.latest_step(directory)
+        (latest,) = set(spmd(lambda: checkpoint.Manager(directory).latest_step(), draw.choice((1, 2, 4))))
         counts.kills += 1
         counts.of_all += is_of_all
         if before < written:
@@ -113,7 +113,7 @@ def steps_in(directory):
 
 def check_all(directory, make=state):
     """Every checkpoint that is there restores bitwise; returns the latest."""
-    latest = checkpoint.latest(directory)
+    latest = checkpoint.latest_step(directory)
     for step in (None, *steps_in(directory)):
         expected = make(latest if step is None else step)
         assert_same(checkpoint.restore(directory, zeros_like(make(0)), step=step), expected)

@@ -158,7 +158,7 @@ def test_what_is_beside_checkpoints_is_of_no_matter(three):
     left = (".saving-step-00000009.1", ".old-step-00000009.0")
     for name in (*kept, *left):
         (three / name).mkdir()
-    assert checkpoint.latest(three) == 3
+    assert checkpoint.latest_step(three) == 3
     got = f"got {FIRST}, step-00000002.1, {THIRD}"
     assert restored(three, {}, step=9) == f"checkpoint.restore: {three}: expected a checkpoint of step 9, {got}"
     # Nor is damage to a checkpoint to a later save.

@@ -67,7 +67,7 @@ def test_an_exit_says_that_it_has_waited_long_enough(ending, ranks, programs):
     for text, expected in zip(told, [late] if ranks == 1 else [others, late]):
         assert expected in text
         assert text.count("checkpoint.save: ") == 1
-    assert checkpoint.latest(place) == 1
+    assert checkpoint.latest_step(place) == 1
     # The next start removes what is left.
     checkpoint.save(place, exiting_process.state(3), 3)
     assert names(place) == ["step-00000001.0", "step-00000003.1"]
@@ -79,7 +79,7 @@ def test_an_exit_says_that_a_save_has_failed(ending, programs):
     path = place / "step-00000002.1"
     start, end = f"checkpoint.save: {path} is not complete: {path}", ": No space left on device\n"
     assert f"{start}{end}" in text
-    assert checkpoint.latest(place) == 1
+    assert checkpoint.latest_step(place) == 1
 
 
 def test_a_save_that_was_waited_for_is_not_spoken_of(tmp_path, capsys, monkeypatch):
@@ -103,7 +103,7 @@ def test_a_block_that_fails_keeps_the_save_before(world_size, tmp_path, held):  
         manager = checkpoint.Manager(tmp_path)
         with pytest.raises(ZeroDivisionError):
             fail(manager)
-        return manager.latest()
+        return manager.latest_step()
 
     assert spmd(program, world_size) == [4] * world_size
 
@@ -223,7 +223,7 @@ def test_a_rank_that_dies_before_it_has_written_leaves_what_the_next_start_remov
     write(first, 0)
     (second.content / files.file_name(1)).write_bytes(b"half of")
     assert not first.complete()
-    assert checkpoint.latest(tmp_path) is None
+    assert checkpoint.latest_step(tmp_path) is None
     checkpoint.save(tmp_path, full(5), 5)
     assert names(tmp_path) == ["step-00000005.0"]
 
@@ -331,4 +331,4 @@ def test_a_save_that_was_interrupted_is_never_completed(tmp_path, held, monkeypa
     held.set()
     wait_for_threads()
     assert names(tmp_path)[-1].startswith(".saving-")
-    assert checkpoint.latest(tmp_path) is None
+    assert checkpoint.latest_step(tmp_path) is None

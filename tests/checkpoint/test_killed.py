@@ -32,7 +32,7 @@ def test_processes_killed_at_some_moments(kills, ranks, process, tmp_path):
     assert counts.left_by_one == 0
     assert (counts.lost_saved, counts.lost_written) == ([], [])
     # The next save works, and removes what the killed ones left, such as steps that none was there to remove.
-    latest = checkpoint.latest(directory)
+    latest = checkpoint.latest_step(directory)
     with checkpoint.Manager(directory, keep=2) as manager:
         manager.save(state(latest + 1), latest + 1)
     assert check_all(directory) == latest + 1
@@ -82,7 +82,7 @@ def test_stopped_before_each_call_of_the_system(ranks, tmp_path, monkeypatch):
     assert len(looks) > 8
     # The next start completes what all ranks had written, and nothing else.
     written = [len(list(directory.glob(".saving-*/rank-*.json"))) == ranks for directory in seen]
-    started = [checkpoint.Manager(directory).latest() for directory in seen]
+    started = [checkpoint.Manager(directory).latest_step() for directory in seen]
     assert started == [3 if is_written else look for is_written, look in zip(written, looks)]
     assert started != looks
     assert [check_all(directory, small) for directory in seen] == started

@@ -46,7 +46,7 @@ def left(tmp_path):
 
 
 def start(directory):
-    return checkpoint.Manager(directory).latest()
+    return checkpoint.Manager(directory).latest_step()
 
 
 def restored(directory, ranks, step):
@@ -85,7 +85,7 @@ def test_a_manager_removes_no_older_checkpoint(left):
 
 def test_a_query_writes_nothing(left):
     before = contents(left.parent)
-    assert checkpoint.latest(left.parent) == 1
+    assert checkpoint.latest_step(left.parent) == 1
     restored(left.parent, 2, 1)
     assert contents(left.parent) == before
 

@@ -172,7 +172,7 @@ def test_replicas_that_differ(tmp_path):
                 f"  ['c']: expected the same on all ranks, got other values on rank {shard}\n"
                 "To fix: make them the same, buffers by fs.sync_buffers, or store a row of one leaf for each rank."
             )
-            assert checkpoint.latest(tmp_path) is None
+            assert checkpoint.latest_step(tmp_path) is None
     check_export_is_refused("to_state_dict", lambda _, params: checkpoint.to_state_dict(params), tmp_path / "out")
 
 

@@ -82,10 +82,10 @@ def test_leaves_that_are_not_sharded(tmp_path):
 
 def test_the_latest_and_each_step(tmp_path):
     states = {step: {"w": torch.full((3,), float(step))} for step in (10**17, 0, 7)}
-    assert checkpoint.latest(tmp_path) is checkpoint.latest(tmp_path / "none") is None
+    assert checkpoint.latest_step(tmp_path) is checkpoint.latest_step(tmp_path / "none") is None
     for number, (step, state) in enumerate(states.items()):
         assert checkpoint.save(tmp_path, state, step).wait().name == f"step-{step:08d}.{number}"
-        assert checkpoint.latest(tmp_path) == step
+        assert checkpoint.latest_step(tmp_path) == step
         assert_same_bits(checkpoint.restore(tmp_path, state), state)
     for step, state in states.items():
         assert_same_bits(checkpoint.restore(tmp_path, state, step=step), state)

@@ -69,7 +69,7 @@ def test_a_donated_step_may_overwrite_what_is_being_saved(world_size, tmp_path, 
     saving = checkpoint.save(tmp_path, state, asynchronous=True)
     for _ in range(3):
         state = step(state)
-    assert checkpoint.latest(tmp_path) is None
+    assert checkpoint.latest_step(tmp_path) is None
     torch.distributed.barrier() if world_size > 1 else None
     held.set()
     assert saving.wait() == saving.wait() == tmp_path / "step-00000001.0"
@@ -146,7 +146,7 @@ def test_a_failing_write_is_told_on_every_rank_and_loses_nothing(asynchronous, f
     found = spmd(lambda: checkpoint.restore(directory, zeros_like(new_state()), step=0), world_size)
     assert_same(found, like)
     spmd(save, world_size)
-    assert checkpoint.latest(directory) == 1
+    assert checkpoint.latest_step(directory) == 1
     assert not [name for name in names(directory) if name.startswith(".saving")]
 
 
@@ -156,7 +156,7 @@ def test_files_are_on_the_disk_before_they_have_their_names(synced, tmp_path, mo
     def rename(source, target):
         synced.append(f"{source.name} -> {target.name}")
         # When the new one has its name the old ones are there still.
-        assert source.name == "content" or checkpoint.latest(tmp_path) == 2
+        assert source.name == "content" or checkpoint.latest_step(tmp_path) == 2
         inner(source, target)
 
     monkeypatch.setattr(os, "rename", rename)
@@ -187,11 +187,11 @@ def test_manager_keeps_the_newest(keep, world_size, tmp_path):
     assert saved == [step % 3 == 0 or step == 10 for step in range(11)]
     made = ["step-00000000.0", "step-00000003.1", "step-00000006.2", "step-00000009.3", "step-00000010.4"]
     assert names(tmp_path) == made[-(keep or 5) :]
-    assert step_of(tmp_path) == checkpoint.latest(tmp_path) == 10
+    assert step_of(tmp_path) == checkpoint.latest_step(tmp_path) == 10
     # A run that goes back, and then saves a step once more.
     run_manager(tmp_path, (9, 9), keep=keep)
     assert names(tmp_path) == sorted([*made, "step-00000009.5", "step-00000009.6"][-(keep or 7) :])
-    assert step_of(tmp_path) == step_of(tmp_path, step=9) == checkpoint.latest(tmp_path) == 9
+    assert step_of(tmp_path) == step_of(tmp_path, step=9) == checkpoint.latest_step(tmp_path) == 9
 
 
 def test_manager_waits_for_the_save_before_it_restores(held, tmp_path):
@@ -209,11 +209,11 @@ def test_a_checkpoint_is_complete_without_a_further_call(tmp_path, held):
     manager = checkpoint.Manager(tmp_path, every=100)
     assert manager.save(full(0), 0)
     assert not manager.save(full(1), 1)
-    assert manager.latest() is None
+    assert manager.latest_step() is None
     torch.distributed.barrier()
     held.set()
     wait_for_threads()
-    assert manager.latest() == 0
+    assert manager.latest_step() == 0
     # Both ranks are done with their looks before one of them goes on.
     torch.distributed.barrier()
     assert step_of(tmp_path) == 0
@@ -233,4 +233,4 @@ def test_manager_tells_of_a_failure_once_and_goes_on(tmp_path, monkeypatch):
     manager.save(full(4), 4)
     manager.close()
     manager.close()
-    assert checkpoint.latest(tmp_path) == manager.latest() == 4
+    assert checkpoint.latest_step(tmp_path) == manager.latest_step() == 4

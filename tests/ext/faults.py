@@ -14,7 +14,7 @@ def ring(axis: fs.Axis) -> Any:
     def loss(params):
         w = fs.gather(params)["w"].view(1, 8, 2, 2).transpose(1, 2)
         Hook.at("before")
-        return BreaksInBackward.apply(fs.ring_attention(w, w, w, axis)).sum()
+        return BreaksInBackward.apply(fs.ring_attention(w, w, w, axis, is_causal=True)).sum()
 
     return fs.value_and_grad(loss)(params_of(axis))
 

@@ -20,6 +20,7 @@ class Declares(nn.Sequential):
 
 GIVEN = {
     "chunked_loss": lambda w: dict(head=w.weight),
+    "sample_ids": lambda w: dict(key=1),
     "from_torch_scheduler": lambda w: dict(cls=torch.optim.lr_scheduler.StepLR, momentum=0.9, step_size=1),
     "from_dtensor": lambda w: dict(tree=fs.to_dtensor(w.params, w.mesh), strategy=fs.zero2(w.mesh)),
     "no_split": lambda w: dict(model=Declares(nn.Linear(2, 2))),
@@ -37,12 +38,12 @@ GIVEN = {
 }
 ACCEPTED = (
     *test_bad_calls.ACCEPTED,
-    (("None",), "bytes_sent collectives divide dtype first names scale scatter_dim sequence_dim updates vocabulary"),
+    (("None",), "bytes_sent collectives divide dtype first names scale scatter_dim sequence_dim updates vocab_size"),
     (("None",), "scale_by_factored_rms.eps testing.assert_budget.mesh checkpoint.load_dcp.module"),
     (("None",), "checkpoint.load_huggingface.module checkpoint.save_dcp.module checkpoint.save_huggingface.module"),
     (NUMBERS, "block chunks collectives d max_file_bytes pipeline.microbatches scale trust_coefficient"),
     (("a huge number",), "bytes_sent peak_bytes quantize.dim"),
-    (("a number",), "ignore_index time updates vocabulary quantize.dim sample_ids.step"),
+    (("a number",), "ignore_index time updates vocab_size quantize.dim sample_ids.step"),
     (("nan",), "from_torch_scheduler.lr from_torch_scheduler.momentum"),
     (("a negative number",), "beta2_decay ignore_index quantize.dim"),
     (("a text", "an empty text"), "checkpoint.save_dcp.model_key optimizer_key"),

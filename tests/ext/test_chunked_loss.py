@@ -28,7 +28,7 @@ def dense(params, x, y):
 
 
 def chunked(params, x, y, **options):
-    return fs.chunked_loss(params["head"], torch.tanh(x @ fs.gather(params["trunk"])), y, **options)
+    return fs.chunked_loss(torch.tanh(x @ fs.gather(params["trunk"])), params["head"], y, **options)
 
 
 # Sums over all tokens, in chunks, of sums over the vocabulary.
@@ -64,10 +64,10 @@ def test_logits_and_sums_are_in_the_dtype_that_was_asked_for():
     w, h = (tensor.bfloat16().requires_grad_() for tensor in (FULL["head"][0], X[0]))
     found, expected = [], F.cross_entropy(F.linear(h, w).float(), Y[0], reduction="sum")
     for dtype in (torch.float32, None):
-        total, _ = fs.chunked_loss(w, h, Y[0], chunks=TIME, dtype=dtype)
+        total, _ = fs.chunked_loss(h, w, Y[0], chunks=TIME, dtype=dtype)
         found.append(torch.autograd.grad(total, w)[0])
         assert total.dtype is (dtype or torch.bfloat16)
-    assert_trees_close(fs.chunked_loss(w, h, Y[0], dtype=torch.float32)[0], expected, **near(expected))
+    assert_trees_close(fs.chunked_loss(h, w, Y[0], dtype=torch.float32)[0], expected, **near(expected))
     exact = torch.autograd.grad(F.cross_entropy(F.linear(h.double(), w.double()), Y[0], reduction="sum"), w)[0]
     errors = [(grad.double() - exact.double()).norm() for grad in found]
     assert errors[0] < errors[1]
@@ -89,7 +89,7 @@ def test_logits_of_one_chunk_are_held():
 
 def test_second_derivatives_are_those_of_torch_func_alone():
     h, y, w = X[0], Y[0], FULL["head"][0]
-    found = vmap(grad(lambda h, y: fs.chunked_loss(w, h[None], y[None], chunks=2)[0]))(h, y)
+    found = vmap(grad(lambda h, y: fs.chunked_loss(h[None], w, y[None], chunks=2)[0]))(h, y)
     expected = vmap(grad(lambda h, y: F.cross_entropy(w @ h, y)))(h, y)
     assert_trees_close(found, expected, **near(expected))
 
@@ -114,7 +114,7 @@ def test_wrong_calls_are_refused(change, text):
 @pytest.mark.parametrize("create_graph", (True, False))
 def test_a_second_backward_is_refused(create_graph):
     w = FULL["head"][0].clone().requires_grad_()
-    total, _ = fs.chunked_loss(w, X[0], Y[0])
+    total, _ = fs.chunked_loss(X[0], w, Y[0])
     text = "chunked_loss: expected one backward, for a first derivative, got another, or create_graph; call it again"
     if not create_graph:
         torch.autograd.grad(total, w, retain_graph=True)

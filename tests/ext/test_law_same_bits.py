@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 def batch(step, microbatches):
     """The job's microbatches of a step, and how many tokens of each sequence count."""
-    ids = fs.sample_ids(step, 3, samples=101, batch=microbatches * SEQUENCES)
+    ids = fs.sample_ids(3, step, dataset_size=101, batch_size=microbatches * SEQUENCES)
     tokens = (ids[:, None] * 7 + torch.arange(CONTEXT + 1) * (1 + ids[:, None] % 5)) % VOCABULARY
     parts = zip(tokens.unflatten(0, (microbatches, -1)), ids.unflatten(0, (microbatches, -1)), strict=True)
     return [(i, part, 1 + numbers % CONTEXT) for i, (part, numbers) in enumerate(parts)]

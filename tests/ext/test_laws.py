@@ -66,7 +66,7 @@ def sequence(attend, order, label, values_sent):
     at = fs.ring_positions(cp, attention.TIME, order)
     batch = tuple(t.chunk(shard.size)[fs.axis_index(shard)][:, at] for t in attention.tokens())
     values = batch[0].numel() * attention.WIDTH * 8
-    params = fs.shard(attention.gpt(), fs.zero3(mesh, layout=fs.hybrid_shard(mesh, "shard", "cp")))
+    params = fs.shard(attention.gpt(), fs.zero3(mesh, layout=fs.hybrid_shard(mesh, axis="shard", replicate_axis="cp")))
     loss_fn = partial(attention.loss_fn, at=at, attention=attend(axis=cp))
     return Setting(params, batch, loss_fn, {label: values_sent * values * attention.LAYERS})
 
@@ -117,7 +117,7 @@ def in_chunks(params, x, y, axis, chunks=3):
     def loss(logits, y):
         return own(logits, targets=y), y.numel()
 
-    total, count = fs.chunked_loss(full["head"], h, y, chunks=chunks, loss=loss)
+    total, count = fs.chunked_loss(h, full["head"], y, chunks=chunks, loss=loss)
     return total / count
 
 

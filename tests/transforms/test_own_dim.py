@@ -49,10 +49,12 @@ def whole(mesh):
 
 STRATEGIES = {
     "inside, by the same dim": lambda m: fs.zero3(
-        m, layout=layout(m, fs.hybrid_shard(m, "shard", "expert"), fs.fully_shard(m["shard"]))
+        m, layout=layout(m, fs.hybrid_shard(m, axis="shard", replicate_axis="expert"), fs.fully_shard(m["shard"]))
     ),
     "inside, by another dim": lambda m: fs.zero3(
-        m, layout=layout(m, fs.hybrid_shard(m, "expert", "shard"), fs.fully_shard(m["shard"], dim=1)), bucket_bytes=0
+        m,
+        layout=layout(m, fs.hybrid_shard(m, axis="expert", replicate_axis="shard"), fs.fully_shard(m["shard"], dim=1)),
+        bucket_bytes=0,
     ),
     "of ddp": lambda m: layout(m, whole(m), fs.replicate(m["shard"])),
     "in another dtype": lambda m: fs.zero3(

@@ -37,65 +37,72 @@ def constant(value: float) -> Schedule:
     return lambda count: count.double() * 0 + value
 
 
-def linear(start: float, end: float, steps: int) -> Schedule:
+def linear(init_value: float, end_value: float, transition_steps: int) -> Schedule:
     """Make a schedule that goes from one value to another in equal steps, and stays there.
 
     Follows optax.linear_schedule.
 
     Args:
-        start: The value before the first update.
-        end: The value after `steps` updates.
-        steps: Number of updates, 1 or more.
+        init_value: The value before the first update.
+        end_value: The value after `transition_steps` updates.
+        transition_steps: Number of updates, 1 or more.
 
     Returns:
         The schedule.
 
     Raises:
-        ValueError: if `steps` is no number of updates.
+        ValueError: if `transition_steps` is no number of updates.
 
-    >>> schedule = linear(0.0, 1.0, steps=4)
+    >>> schedule = linear(0.0, 1.0, transition_steps=4)
     >>> [float(schedule(torch.tensor(count))) for count in (0, 1, 4, 9)]
     [0.0, 0.25, 1.0, 1.0]
     """
-    _check_updates("schedules.linear", steps)
-    return lambda count: start + (end - start) * _fraction(count, steps)
+    _check_updates("schedules.linear", "transition_steps", transition_steps)
+    return lambda count: init_value + (end_value - init_value) * _fraction(count, transition_steps)
 
 
-def cosine(start: float, steps: int, end: float = 0.0) -> Schedule:
+def cosine(init_value: float, decay_steps: int, *, end_value: float = 0.0) -> Schedule:
     """Make a schedule that goes from one value to another along half a cosine, and stays there.
 
-    Follows optax.cosine_decay_schedule, with the last value in the place of its fraction.
+    Follows optax.cosine_decay_schedule, with the last value in place of `alpha`, its fraction of the first.
 
     Args:
-        start: The value before the first update.
-        steps: Number of updates, 1 or more.
-        end: The value after `steps` updates.
+        init_value: The value before the first update.
+        decay_steps: Number of updates, 1 or more.
+        end_value: The value after `decay_steps` updates.
 
     Returns:
         The schedule.
 
     Raises:
-        ValueError: if `steps` is no number of updates.
+        ValueError: if `decay_steps` is no number of updates.
 
-    >>> schedule = cosine(1.0, steps=4)
+    >>> schedule = cosine(1.0, decay_steps=4)
     >>> [round(float(schedule(torch.tensor(count))), 4) for count in (0, 1, 2, 4, 9)]
     [1.0, 0.8536, 0.5, 0.0, 0.0]
     """
-    _check_updates("schedules.cosine", steps)
-    return lambda count: end + (start - end) * (1 + torch.cos(math.pi * _fraction(count, steps))) / 2
+    _check_updates("schedules.cosine", "decay_steps", decay_steps)
+
+    def value(count: torch.Tensor) -> torch.Tensor:
+        weight = (1 + torch.cos(math.pi * _fraction(count, decay_steps))) / 2
+        return end_value + (init_value - end_value) * weight
+
+    return value
 
 
-def warmup_cosine(peak: float, warmup: int, steps: int, start: float = 0.0, end: float = 0.0) -> Schedule:
+def warmup_cosine(
+    init_value: float, peak_value: float, warmup_steps: int, decay_steps: int, end_value: float = 0.0
+) -> Schedule:
     """Make a schedule that rises in equal steps, then falls along half a cosine.
 
     Follows optax.warmup_cosine_decay_schedule.
 
     Args:
-        peak: The value after `warmup` updates.
-        warmup: Number of updates that it rises in, 0 or more.
-        steps: Number of all updates, more than `warmup`.
-        start: The value before the first update.
-        end: The value after `steps` updates.
+        init_value: The value before the first update.
+        peak_value: The value after `warmup_steps` updates.
+        warmup_steps: Number of updates that it rises in, 0 or more.
+        decay_steps: Number of all updates, those of the warmup included; more than `warmup_steps`.
+        end_value: The value after `decay_steps` updates.
 
     Returns:
         The schedule.
@@ -103,12 +110,15 @@ def warmup_cosine(peak: float, warmup: int, steps: int, start: float = 0.0, end:
     Raises:
         ValueError: if the numbers of updates do not fit.
 
-    >>> schedule = warmup_cosine(1.0, warmup=2, steps=6)
+    >>> schedule = warmup_cosine(0.0, 1.0, warmup_steps=2, decay_steps=6)
     >>> [round(float(schedule(torch.tensor(count))), 4) for count in (0, 1, 2, 4, 6, 9)]
     [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]
     """
-    falling = cosine(peak, steps - warmup, end)
-    return join([linear(start, peak, warmup), falling], [warmup]) if warmup else falling
+    falling = cosine(peak_value, decay_steps - warmup_steps, end_value=end_value)
+    if not warmup_steps:
+        return falling
+    rising = linear(init_value, peak_value, warmup_steps)
+    return join([rising, falling], [warmup_steps])
 
 
 def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
@@ -144,9 +154,10 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     return joined
 
 
-def _check_updates(what: str, steps: Any) -> None:
-    known = isinstance(steps, int) and 0 < steps <= MAX_STEPS
-    expect(known, what, f"steps to be a number of updates from 1 to {MAX_STEPS:,}", f"{steps!r:.40}")
+def _check_updates(api_name: str, argument: str, steps: Any) -> None:
+    is_allowed = isinstance(steps, int) and 0 < steps <= MAX_STEPS
+    expected = f"{argument} to be a number of updates from 1 to {MAX_STEPS:,}"
+    expect(is_allowed, api_name, expected, f"{steps!r:.40}")
 
 
 def _fraction(count: torch.Tensor, steps: int) -> torch.Tensor:
@@ -180,7 +191,7 @@ def from_torch_scheduler(
     >>> [float(schedule(torch.tensor(count))) for count in range(5)]
     [1.0, 1.0, 0.5, 0.5, 0.5]
     """
-    _check_updates("from_torch_scheduler", steps)
+    _check_updates("from_torch_scheduler", "steps", steps)
     optimizer = torch.optim.SGD([torch.zeros(())], lr=lr, momentum=momentum)
     values = []
     scheduler = cls(optimizer, **arguments)

@@ -35,8 +35,8 @@ def ring_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     axis: fs.Axis,
-    causal: bool = True,
     *,
+    is_causal: bool = False,
     order: str = "contiguous",
     scale: float | None = None,
 ) -> torch.Tensor:
@@ -56,7 +56,7 @@ def ring_attention(
         k: Keys, of the same shape; repeat them where several heads share one.
         v: Values, of the same shape but for the head dim.
         axis: The mesh axis that splits the sequence; every rank holds as much time.
-        causal: Whether a query sees the keys up to its own place alone.
+        is_causal: Whether a query sees the keys up to its own place alone, as for scaled_dot_product_attention.
         order: "contiguous" or "zigzag".
         scale: Of the scores, above 0; None means 1 / sqrt(head dim).
 
@@ -68,12 +68,12 @@ def ring_attention(
             of the above.
 
     >>> x = torch.ones(1, 1, 2, 4)
-    >>> ring_attention(x, x, x, fs.Axis("cp", 1, "")).shape
+    >>> ring_attention(x, x, x, fs.Axis("cp", 1, ""), is_causal=True).shape
     torch.Size([1, 1, 2, 4])
     """
     what = "ring_attention"
     check_axis(what, axis)
-    expect(type(causal) is bool, f"{what}: causal", "True or False", f"{causal!r:.40}")
+    expect(type(is_causal) is bool, f"{what}: is_causal", "True or False", f"{is_causal!r:.40}")
     _check_order(what, order)
     _check_tensors(what, q, k, v)
     if scale is not None:
@@ -81,10 +81,10 @@ def ring_attention(
         real = isinstance(scale, int | float) and 0 < scale < math.inf
         expect(real, what, "scale to be a finite number above 0", f"{scale!r:.40}")
     halved, zigzag = axis.size > 1 and q.shape[2] > 1, order == "zigzag"
-    ring = _Ring(axis, causal, zigzag, halved, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    ring = _Ring(axis, is_causal, zigzag, halved, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     even = f"an even number of places in time, of which each half is a chunk in {order!r} order"
     expect(order == "contiguous" or q.shape[2] % 2 == 0, what, even, str(q.shape[2]), "cut by fs.ring_positions")
-    told = f"{what}(causal={causal}, order={order!r}, scale={ring.scale:.6g})"
+    told = f"{what}(is_causal={is_causal}, order={order!r}, scale={ring.scale:.6g})"
     remedy = "take second derivatives by torch.func"
     (out,) = custom_call(ring.forward, ring.backward, [q, k, v], told, axis, plain=ring.plain, remedy=remedy)
     return out

@@ -5,7 +5,7 @@ et al., "Switch Transformers" (2021), Zoph et al., "ST-MoE" (2022), and Gale et 
 dropped). Weights of experts are stacked along dim 0 and sharded by `fs.own_dim`:
 
     own = fs.compose(fs.fully_shard(mesh["shard"], dim=1), fs.own_dim(mesh["expert"]))
-    layout = fs.masked(own, "*experts*", otherwise=fs.hybrid_shard(mesh, "shard", "expert"))
+    layout = fs.masked(own, "*experts*", otherwise=fs.hybrid_shard(mesh, axis="shard", replicate_axis="expert"))
     params = fs.shard(full, fs.zero3(mesh, layout=layout))
 
     def layer(p, x, axis):                                  # p gathered, x of shape (tokens, width)

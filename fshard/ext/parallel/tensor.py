@@ -193,7 +193,7 @@ class _Layer(NamedTuple):
         return isinstance(self.module, nn.Embedding)
 
     def embed(self, rows: int, ids: torch.Tensor) -> torch.Tensor:
-        out = vocab_parallel_embedding(ids, self.module.weight, self.axis, vocabulary=rows)
+        out = vocab_parallel_embedding(ids, self.module.weight, self.axis, vocab_size=rows)
         padding = self.module.padding_idx
         return out if padding is None else torch.where((ids == padding)[..., None], out.detach(), out)
 

@@ -22,7 +22,7 @@ def vocab_parallel_embedding(
     axis: fs.Axis,
     *,
     scatter_dim: int | None = None,
-    vocabulary: int | None = None,
+    vocab_size: int | None = None,
 ) -> torch.Tensor:
     """Look up embeddings of which each rank has some rows.
 
@@ -32,7 +32,7 @@ def vocab_parallel_embedding(
         axis: The mesh axis.
         scatter_dim: A dim of the ids, counted from the front, of which each rank gets its piece, as sequence
             parallelism goes on with it; None gives every rank all.
-        vocabulary: The number of rows of the whole weight. Pieces are then those of `weight.chunk(axis.size)`, or all
+        vocab_size: The number of rows of the whole weight. Pieces are then those of `weight.chunk(axis.size)`, or all
             of the same size and padded at the end, as `fully_shard` stores them; padding does not count. None lets
             ranks send each other their numbers of rows in each call, and pieces may have any size, also none.
 
@@ -54,9 +54,9 @@ def vocab_parallel_embedding(
     """
     api_name = "vocab_parallel_embedding"
     check_axis(api_name, axis)
-    with calling(api_name, lambda: [axis], begins=False), _compare_vocabularies(vocabulary):
-        _check(api_name, ids, weight, vocabulary, "ids")
-        piece = _locate_piece(api_name, len(weight), ids.device, axis, vocabulary)
+    with calling(api_name, lambda: [axis], begins=False), _compare_vocabularies(vocab_size):
+        _check(api_name, ids, weight, vocab_size, "ids")
+        piece = _locate_piece(api_name, len(weight), ids.device, axis, vocab_size)
         own_ids, is_other = _own_ids(api_name, ids, piece, None)
         # A rank without rows looks up a row of zeros, so that its backward has the collectives of the others'.
         table = weight if len(weight) else F.pad(weight, (0, 0, 0, 1))
@@ -74,7 +74,7 @@ def vocab_parallel_cross_entropy(
     *,
     reduction: str = "mean",
     ignore_index: int = -100,
-    vocabulary: int | None = None,
+    vocab_size: int | None = None,
 ) -> torch.Tensor:
     """Compute the cross entropy of F.linear(h, weight) where each rank has some rows of the weight.
 
@@ -90,7 +90,7 @@ def vocab_parallel_cross_entropy(
         axis: The mesh axis.
         reduction: "mean" over targets that count, "sum", or "none".
         ignore_index: A target that does not count.
-        vocabulary: The number of rows of the whole weight, as for `vocab_parallel_embedding`; None lets ranks send each
+        vocab_size: The number of rows of the whole weight, as for `vocab_parallel_embedding`; None lets ranks send each
             other their numbers of rows in each call.
 
     Returns:
@@ -114,11 +114,11 @@ def vocab_parallel_cross_entropy(
     """
     api_name = "vocab_parallel_cross_entropy"
     check_axis(api_name, axis)
-    with calling(api_name, lambda: [axis], begins=False), _compare_vocabularies(vocabulary):
-        _check(api_name, targets, torch.empty(0, 0) if weight is None else weight, vocabulary, "targets")
+    with calling(api_name, lambda: [axis], begins=False), _compare_vocabularies(vocab_size):
+        _check(api_name, targets, torch.empty(0, 0) if weight is None else weight, vocab_size, "targets")
         _check_loss(api_name, h, weight, targets, reduction, ignore_index)
         rows = h.shape[-1] if weight is None else len(weight)
-        piece = _locate_piece(api_name, rows, targets.device, axis, vocabulary)
+        piece = _locate_piece(api_name, rows, targets.device, axis, vocab_size)
         own_targets, is_other = _own_ids(api_name, targets, piece, ignore_index)
         logits = _own_logits(h, weight, piece.rows)
         # Any shift gives the same loss; the largest logit keeps exponentials finite.
@@ -149,33 +149,33 @@ class _Piece(NamedTuple):
     vocabulary: int | torch.Tensor
 
 
-def _compare_vocabularies(vocabulary: Any) -> AbstractContextManager[None]:
+def _compare_vocabularies(vocab_size: Any) -> AbstractContextManager[None]:
     """Let ranks that pass different sizes of the vocabulary hear of it by the collectives inside a context.
 
     Pieces that are padded to one size would otherwise fit both, and padding of one rank would count.
     """
-    if vocabulary is None:
+    if vocab_size is None:
         return nullcontext()
-    return annotate_collectives((), [f"vocabulary of {vocabulary!r:.40}"])
+    return annotate_collectives((), [f"vocabulary of {vocab_size!r:.40}"])
 
 
-def _locate_piece(api_name: str, rows: int, device: torch.device, axis: fs.Axis, vocabulary: int | None) -> _Piece:
+def _locate_piece(api_name: str, rows: int, device: torch.device, axis: fs.Axis, vocab_size: int | None) -> _Piece:
     """Find where the rows of this rank lie, from the size of the vocabulary or from the sizes of all pieces."""
     rank = fs.axis_index(axis)
-    if vocabulary is None:
+    if vocab_size is None:
         if axis.size == 1:
             return _Piece(0, rows, rows)
         # Ranks may have different numbers of rows, so that this rank's own number does not tell where they begin.
         sizes = fs.all_gather(torch.full((1,), rows, device=device), axis)
         return _Piece(sizes[:rank].sum(), rows, sizes.sum())
-    size = -(-vocabulary // axis.size)
-    start = min(rank * size, vocabulary)
-    unpadded = min(size, vocabulary - start)
+    size = -(-vocab_size // axis.size)
+    start = min(rank * size, vocab_size)
+    unpadded = min(size, vocab_size - start)
     sizes_text = f"{unpadded} rows" if unpadded == size else f"{unpadded} rows, or {size} with padding,"
-    expected = f"{sizes_text} of a vocabulary of {vocabulary} on rank {rank} of {axis.name!r}"
+    expected = f"{sizes_text} of a vocabulary of {vocab_size} on rank {rank} of {axis.name!r}"
     remedy = "cut the weight by weight.chunk(axis.size), or leave out vocabulary="
     expect(rows in (unpadded, size), api_name, expected, f"{rows}", remedy)
-    return _Piece(start, unpadded, vocabulary)
+    return _Piece(start, unpadded, vocab_size)
 
 
 def _own_logits(h: torch.Tensor, weight: torch.Tensor | None, rows: int) -> torch.Tensor:
@@ -193,14 +193,14 @@ def _first(tensor: torch.Tensor, size: int, dim: int) -> torch.Tensor:
     return tensor if tensor.shape[dim] == size else tensor.narrow(dim, 0, size)
 
 
-def _check(api_name: str, ids: Any, weight: Any, vocabulary: Any, name: str) -> None:
+def _check(api_name: str, ids: Any, weight: Any, vocab_size: Any, name: str) -> None:
     is_whole = isinstance(ids, torch.Tensor) and not ids.is_floating_point() and not ids.is_complex()
     expect(is_whole, api_name, f"{name} to be a tensor of whole numbers", describe(ids))
     is_matrix = isinstance(weight, torch.Tensor) and weight.dim() == 2
     remedy = "pass the gathered leaf"
     expect(is_matrix, api_name, "weight to be a matrix, this rank's rows of it", describe(weight), remedy)
-    fits = vocabulary is None or (type(vocabulary) is int and vocabulary > 0)
-    expect(fits, api_name, "vocabulary to be a whole number of 1 or more, or None", f"{vocabulary!r:.40}")
+    fits = vocab_size is None or (type(vocab_size) is int and vocab_size > 0)
+    expect(fits, api_name, "vocab_size to be a whole number of 1 or more, or None", f"{vocab_size!r:.40}")
 
 
 def _check_loss(api_name: str, h: Any, weight: Any, targets: torch.Tensor, reduction: Any, ignore_index: Any) -> None:

@@ -84,12 +84,12 @@ def test_schedules_in_closed_form():
     half = table(lr_scheduler.CosineAnnealingLR, 0.4, length, T_max=STEPS, eta_min=0.1)
     pairs = (
         (fs.schedules.linear(0.1, 0.4, 7), line),
-        (fs.schedules.cosine(0.4, STEPS, end=0.1), half),
+        (fs.schedules.cosine(0.4, STEPS, end_value=0.1), half),
         (
-            fs.schedules.warmup_cosine(0.4, 4, STEPS, start=0.1),
+            fs.schedules.warmup_cosine(0.1, 0.4, 4, STEPS),
             table(warmed_up, 0.4, length, warmup=4, start_factor=0.25),
         ),
-        (fs.schedules.warmup_cosine(0.4, 0, STEPS, end=0.1), half),
+        (fs.schedules.warmup_cosine(0.0, 0.4, 0, STEPS, end_value=0.1), half),
     )
     for schedule, expected in pairs:
         rates = numbers(expected, range(length))
@@ -105,14 +105,14 @@ def test_schedules_in_closed_form():
     assert_same_bits(torch.func.vmap(joined)(batch), torch.stack([joined(count) for count in batch]))
 
 
-UPDATES = "expected steps to be a number of updates from 1 to 10,000,000, got"
+UPDATES = "to be a number of updates from 1 to 10,000,000, got"
 REFUSED = (
     (
         lambda: fs.from_torch_scheduler(lr_scheduler.StepLR, 0.1, 2.0, step_size=2),
-        f"from_torch_scheduler: {UPDATES} 2.0",
+        f"from_torch_scheduler: expected steps {UPDATES} 2.0",
     ),
-    (lambda: fs.schedules.linear(0.0, 1.0, 0), f"schedules.linear: {UPDATES} 0"),
-    (lambda: fs.schedules.cosine(1.0, 10**8), f"schedules.cosine: {UPDATES} 100000000"),
+    (lambda: fs.schedules.linear(0.0, 1.0, 0), f"schedules.linear: expected transition_steps {UPDATES} 0"),
+    (lambda: fs.schedules.cosine(1.0, 10**8), f"schedules.cosine: expected decay_steps {UPDATES} 100000000"),
     (
         lambda: fs.schedules.join([fs.schedules.constant(1.0)] * 3, [3, 3]),
         "schedules.join: expected a boundary between any two schedules, in rising order, got boundaries [3, 3] of 3 "

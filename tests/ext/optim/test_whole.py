@@ -117,7 +117,7 @@ def test_leaves_over_several_axes_travel_over_one_after_another(name):
         "owned": fs.masked(
             fs.compose(fs.fully_shard(mesh["shard"], dim=1), fs.own_dim(mesh["tp"])),
             "square",
-            otherwise=fs.hybrid_shard(mesh, "shard", "tp"),
+            otherwise=fs.hybrid_shard(mesh, axis="shard", replicate_axis="tp"),
         ),
     }
     for layout, strategy in layouts.items():

@@ -59,7 +59,7 @@ def test_ring_is_dense_attention():
             at = fs.ring_positions(axis, time, order)
             *tensors, cotangent = whole(time, number, v_dim)
             expected = differentiated(partial(dense, causal=causal, scale=scale), tensors, cotangent)
-            ring = partial(fs.ring_attention, axis=axis, causal=causal, order=order, scale=scale)
+            ring = partial(fs.ring_attention, axis=axis, is_causal=causal, order=order, scale=scale)
             found = differentiated(ring, [x[:, :, at] for x in tensors], cotangent[:, :, at])
             assert_near(found, [x[:, :, at] for x in expected], time)
     if HEADS % axis.size:
@@ -82,7 +82,7 @@ def test_other_derivatives():
         local = tuple(x[:, :, at] for x in tensors)
         directions = tuple(x[:, :, at] for x in tangents)
 
-        ring = lambda *qkv: fs.ring_attention(*qkv, axis, order=order).sin().sum()  # noqa: B023, E731
+        ring = lambda *qkv: fs.ring_attention(*qkv, axis, is_causal=True, order=order).sin().sum()  # noqa: B023, E731
         first, second = jvp(grad(ring, (0, 1, 2)), local, directions)
         expected = jvp(grad(lambda *qkv: dense(*qkv).sin().sum(), (0, 1, 2)), tuple(tensors), tangents)
         assert_near(first, [x[:, :, at] for x in expected[0]], time)
@@ -141,7 +141,7 @@ def test_sums_of_narrow_gradients_travel_wide():
     """Keys and values in bfloat16, the sums of their gradients in float32, as one rank would add them up."""
     axis = fs.axis_of(cp_mesh())
     leaves = [x[:, :, :4].requires_grad_() for x in whole(8, dtype=torch.bfloat16)[:3]]
-    out = fs.ring_attention(*leaves, axis)
+    out = fs.ring_attention(*leaves, axis, is_causal=True)
     with fs.comm.record() as record:
         torch.autograd.grad(out.sum(), leaves)
     elements = leaves[1].numel()
@@ -155,7 +155,7 @@ def test_ranks_are_told_the_same():
     order = ORDERS[fs.axis_index(axis)]
     told = rf"rank {my_rank()}: .*\(ring_attention\) over 'cp' of causal=True, zigzag={order == 'zigzag'}, scale=0\.5"
     with pytest.raises(fs.comm.CollectiveError, match=told):
-        fs.ring_attention(q, q, q, axis, order=order)
+        fs.ring_attention(q, q, q, axis, is_causal=True, order=order)
 
 
 @on_ranks(2)

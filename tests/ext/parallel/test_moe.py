@@ -107,16 +107,18 @@ def one_process(**options):
 
 
 def layout_of(mesh, own, axes):
-    return fs.masked(fs.compose(own, fs.own_dim(mesh["expert"])), "*experts*", fs.hybrid_shard(mesh, *axes))
+    return fs.masked(fs.compose(own, fs.own_dim(mesh["expert"])), "*experts*", fs.hybrid_shard(mesh, **axes))
 
 
 def inside(mesh):
     own = fs.fully_shard(mesh["shard"], dim=1)
-    return fs.zero3(mesh, layout=layout_of(mesh, own, ("shard", "expert")), bucket_bytes=0)
+    return fs.zero3(mesh, layout=layout_of(mesh, own, {"axis": "shard", "replicate_axis": "expert"}), bucket_bytes=0)
 
 
 def beside(mesh):
-    return fs.zero3(mesh, layout=layout_of(mesh, fs.replicate(mesh["shard"]), ("expert", "shard")))
+    return fs.zero3(
+        mesh, layout=layout_of(mesh, fs.replicate(mesh["shard"]), {"axis": "expert", "replicate_axis": "shard"})
+    )
 
 
 def setting(sizes, strategy=inside, tokens=None):

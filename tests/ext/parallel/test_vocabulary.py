@@ -85,12 +85,12 @@ CUTS = {
     "as torch.chunk cuts": lambda rows, ranks: (list(rows.chunk(ranks)), {}),
     "as torch.chunk cuts, of a size that is known": lambda rows, ranks: (
         list(rows.chunk(ranks)),
-        {"vocabulary": len(rows)},
+        {"vocab_size": len(rows)},
     ),
     "as torch.tensor_split cuts": lambda rows, ranks: (list(rows.tensor_split(ranks)), {}),
     "padded at the end": lambda rows, ranks: (
         list(F.pad(rows, (0, 0, 0, -len(rows) % ranks), value=7.0).chunk(ranks)),
-        {"vocabulary": len(rows)},
+        {"vocab_size": len(rows)},
     ),
 }
 
@@ -176,7 +176,7 @@ def test_a_piece_that_does_not_fit_the_vocabulary_is_refused_on_every_rank():
     text = "vocab_parallel_embedding: expected 4 rows of a vocabulary of 11 on rank 1 of 'tp', got 3"
     # One rank finds it, and others hear of it.
     with pytest.raises((ValueError, fs.comm.CollectiveError), match=re.escape(text)):
-        fs.vocab_parallel_embedding(torch.tensor([1]), rows, axis, vocabulary=11)
+        fs.vocab_parallel_embedding(torch.tensor([1]), rows, axis, vocab_size=11)
 
 
 @on_ranks(2)
@@ -185,8 +185,8 @@ def test_ranks_that_pass_different_vocabularies_are_told():
     h = torch.ones(1, WIDTH, dtype=FULL["tokens"].dtype)
     no_ids = torch.ones(0, dtype=torch.int64)
     for call in (
-        lambda rows, axis, size: fs.vocab_parallel_embedding(no_ids, rows, axis, vocabulary=size),
-        lambda rows, axis, size: fs.vocab_parallel_cross_entropy(h, rows, torch.tensor([7]), axis, vocabulary=size),
+        lambda rows, axis, size: fs.vocab_parallel_embedding(no_ids, rows, axis, vocab_size=size),
+        lambda rows, axis, size: fs.vocab_parallel_cross_entropy(h, rows, torch.tensor([7]), axis, vocab_size=size),
     ):
         axis = fs.axis_of(fs.init_mesh({"tp": -1}, device="cpu"))
         rank = fs.axis_index(axis)
@@ -203,8 +203,8 @@ def test_bad_arguments_are_refused():
         ({"weight": None, "h": torch.ones(3, 2)}, "h to be a tensor of shape (2, rows), got a float32 Tensor of shape"),
         ({"weight": torch.ones(4)}, "weight to be a matrix, this rank's rows of it, got"),
         ({"targets": torch.tensor([-1, 0])}, "ids from 0 to 3, got -1 to 0"),
-        ({"vocabulary": 0}, "vocabulary to be a whole number of 1 or more, or None, got 0"),
-        ({"vocabulary": 3}, "3 rows of a vocabulary of 3 on rank 0 of 'tp', got 4; cut the weight by"),
+        ({"vocab_size": 0}, "vocab_size to be a whole number of 1 or more, or None, got 0"),
+        ({"vocab_size": 3}, "3 rows of a vocabulary of 3 on rank 0 of 'tp', got 4; cut the weight by"),
     ):
         with pytest.raises(ValueError, match="vocab_parallel_cross_entropy: expected " + re.escape(text)):
             fs.vocab_parallel_cross_entropy(**{**given, "axis": fs.Axis("tp", 1, ""), **change})
