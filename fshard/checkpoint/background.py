@@ -187,4 +187,6 @@ class BackgroundSave:
         if self._unfinished.is_over():
             return f"{path} is not complete: its files were removed"
         late = ", ".join(map(str, self._unfinished.missing()))
+        if not late:
+            return f"{path} is not complete: all ranks have written their parts, and the next start completes it"
         return f"{path} is not complete: no part came from rank {late} within {OTHERS_SECONDS:g} s of this one's"

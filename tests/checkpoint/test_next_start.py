@@ -68,6 +68,12 @@ def test_a_save_completes_it_and_goes_on(left):
     spmd(lambda: assert_same(checkpoint.restore(left.parent, zeros_like(split(0)), step=2), split(2)), 3)
 
 
+def test_an_exit_says_that_the_next_start_completes_it(tmp_path, capfd):
+    """The last rank to write finds the parts of all others, and no rank that is late."""
+    leave(tmp_path, 2, 1)
+    assert "all ranks have written their parts, and the next start completes it" in capfd.readouterr().err
+
+
 def test_a_leftover_of_more_ranks_is_completed(tmp_path):
     left = leave(tmp_path, 4, 5)
     assert spmd(lambda: start(left.parent), 2) == [5, 5]
