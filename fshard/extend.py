@@ -12,6 +12,7 @@
 - `expect`: refuses an argument unless it is as expected.
 - `fake_axes`: axes of any sizes whose groups cannot communicate, to trace with.
 - `fake_maker`: makes tensors without values, to trace with.
+- `find_order`: the `ReductionOrder` of a name: in which order sums are, and arithmetic whose bits that decides.
 - `flatten`: the leaves of a tree with their paths and specs, and its `unflatten` of other leaves.
 - `FullyShard`: the transform of `fully_shard`, for one that sends otherwise.
 - `Jitted`: what `jit` returns; its method `make_program` makes a `Program`, of what was `Traced`, for a signature.
@@ -48,6 +49,7 @@ from fshard.optim.leaves import leafwise
 from fshard.optim.native import check_rates
 from fshard.optim.norms import leaf_means
 from fshard.random import words_at
+from fshard.reduction_order import ReductionOrder, find_order
 from fshard.shard import local_piece
 from fshard.transforms.axis import _FullyShard as FullyShard
 from fshard.transforms.structure import sum_dtype
@@ -61,6 +63,7 @@ __all__ = [
     "FullyShard",
     "Jitted",
     "Program",
+    "ReductionOrder",
     "TorchState",
     "Traced",
     "annotate_collectives",
@@ -73,6 +76,7 @@ __all__ = [
     "expect",
     "fake_axes",
     "fake_maker",
+    "find_order",
     "flatten",
     "lay_out",
     "leaf_means",

@@ -1,14 +1,12 @@
-"""Microbatches of a whole job: which of them are a rank's, and sums over them in one binary tree."""
+"""Microbatches of a whole job: which of them are a rank's."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from fshard import comm
 from fshard.collectives import reduction_axes
 from fshard.errors import expect
-from fshard.tree import Axis, ReshardPolicy, Tree, flatten, is_sharded, leaves_of
+from fshard.tree import Axis, Tree, flatten
 from fshard.tree.checks import describe
 
 
@@ -22,74 +20,6 @@ class Share(NamedTuple):
 
     ranks: int
     rank: int
-
-    def check(self, what: str, own: int) -> None:
-        """Refuse numbers of ranks, and of microbatches on each, that make no binary tree."""
-        number = own * self.ranks
-        found = f"{own} microbatches on each of {self.ranks} ranks"
-        needed = 'powers of two of ranks and of microbatches for reduction_order="tree"'
-        expect(number & (number - 1) == 0, what, needed, found, 'take others, or leave out reduction_order="tree"')
-
-    def slots(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Put the values of this rank's microbatches at their places among those of the job, with zeros elsewhere.
-
-        Args:
-            values: A tensor for each microbatch of this rank, all of one shape.
-
-        Returns:
-            A tensor with a row for each microbatch of the job. Its sum over ranks holds every value: a sum with zeros
-            is exact.
-        """
-        zeros = [torch.zeros_like(values[0])] * self.ranks
-        return torch.stack([row for value in values for row in (*zeros[: self.rank], value, *zeros[self.rank + 1 :])])
-
-
-class TreeSum:
-    """Adds up a power of two of parts in one binary tree, and holds the fewest partial sums that this allows.
-
-    A part that is None counts as zeros; so a sum has the same bits whoever holds them.
-    """
-
-    def __init__(self) -> None:
-        """Nothing is added yet."""
-        # By level: a sum of 2**level parts.
-        self._sums: dict[int, torch.Tensor | None] = {}
-
-    def add(self, part: torch.Tensor | None) -> None:
-        """Add the part that comes next."""
-        level = 0
-        while level in self._sums:
-            before = self._sums.pop(level)
-            # Zeros make a positive zero of a negative one.
-            if before is not None:
-                part = before + (0.0 if part is None else part)
-            elif part is not None:
-                part = part + 0.0
-            level += 1
-        self._sums[level] = part
-
-    def total(self) -> torch.Tensor | None:
-        """Hand over the sum; None where no part was a tensor."""
-        return next(iter(self._sums.values()), None)
-
-
-def tree_total(rows: torch.Tensor) -> torch.Tensor:
-    """Add up the rows of a tensor, a power of two of them, in a binary tree."""
-    # A negative zero counts as a zero, as it does where other ranks' zeros are added to it.
-    rows = rows + 0.0
-    while len(rows) > 1:
-        rows = rows[0::2] + rows[1::2]
-    return rows[0]
-
-
-def order_of(what: str, params: Tree, communicate: str | None, reduction_order: str | None) -> str:
-    """Choose whether gradients are reduced in each microbatch or once: as a caller says, or the strategy."""
-    known = (None, "each") if reduction_order else (None, "each", "once")
-    expect(communicate in known, what, f"communicate to be one of {known}", repr(communicate))
-    policies = (leaf.spec.reshard or ReshardPolicy() for leaf in leaves_of(params) if is_sharded(leaf))
-    return communicate or (
-        "each" if reduction_order or all(policy.reduce_each_microbatch for policy in policies) else "once"
-    )
 
 
 def share_of(axes: Sequence[Axis]) -> Share:

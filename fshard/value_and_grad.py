@@ -24,8 +24,8 @@ from fshard.collectives import (
 )
 from fshard.engine import EngineCall
 from fshard.errors import expect
-from fshard.microbatches import Share, check_batches, order_of, share_of, tree_total
-from fshard.transforms.compose import with_tree_sums
+from fshard.microbatches import check_batches
+from fshard.reduction_order import find_order
 from fshard.transforms.state import ABSENT, join_states, states_of
 from fshard.tree import (
     Sharded,
@@ -45,7 +45,6 @@ from fshard.tree.checks import (
     check_local,
     check_loss,
     check_reduce,
-    check_reduction_order,
     describe,
     refuse_writes,
 )
@@ -189,7 +188,8 @@ class _Differentiation:
         axes: The axes that the objective is reduced over.
         shared_axes: Those, and the axes over which leaves are gathered or their gradients summed.
         states: For each leaf the state of its transform; of the step before, then of this one.
-        share: Which microbatches of the job are this rank's; None unless reduction_order="tree".
+        order: The order that gradients, losses and counts are added up in.
+        sums: Their sums.
     """
 
     def __init__(self, options: _Options, functions: Sequence[Function], params: Tree) -> None:
@@ -205,10 +205,8 @@ class _Differentiation:
         """
         api_name = options.api_name
         check_reduce(options.reduce, api_name)
-        check_reduction_order(api_name, options.reduction_order)
-        remedy = "shard the parameters on these axes alone"
-        is_alone = not options.reduction_order or options.reduce_over is None
-        expect(is_alone, api_name, 'reduce_over or reduction_order="tree"', "both", remedy)
+        self.order = find_order(api_name, options.reduction_order)
+        self.order.check_reduce_over(api_name, options.reduce_over)
         self.options = options
         self.functions = functions
         self.flat = flatten(params)
@@ -218,10 +216,7 @@ class _Differentiation:
         check_floating(api_name, self.flat)
         check_differentiable(api_name)
         self.states = states_of(api_name, self.flat, options.transform_state)
-        self.share: Share | None = None
-        if options.reduction_order:
-            self.share = share_of(self.axes)
-            self.share.check(api_name, len(functions))
+        self.sums = self.order.begin(api_name, self.axes, len(functions))
 
     def run(self) -> tuple[Any, ...]:
         """Run the functions, and differentiate their objective.
@@ -258,8 +253,7 @@ class _Differentiation:
         if options.communicate:
             facts["microbatches"] = len(self.functions)
             facts["communicate"] = options.communicate
-        if options.reduction_order:
-            facts["reduction_order"] = options.reduction_order
+        facts.update(self.order.facts())
         return facts
 
     def _run_function(self, function: Function, leaves: list[Any]) -> _Loss:
@@ -284,29 +278,17 @@ class _Differentiation:
         reduce = self.options.reduce
         if reduce == "weighted":
             numbers = [count.detach().to(torch.float64) for count in counts]
-            return self._sum_of_ranks(denominator(self._sum_here(numbers), self.axes, reduce))
+            return self.sums.finish_numbers(denominator(self.sums.add_numbers(numbers), self.axes, reduce))
         microbatches = len(counts) if reduce == "mean" else 1
         return denominator(None, self.axes, reduce) * microbatches
 
-    def _sum_here(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Add up numbers of this rank's microbatches, or put them into slots of one tree over all ranks."""
-        return self.share.slots(values) if self.share else sum(values[1:], values[0])
-
-    def _sum_of_ranks(self, summed: torch.Tensor) -> torch.Tensor:
-        """Finish a sum over ranks: where there is a tree, its slots have come from all of them."""
-        return tree_total(summed) if self.share else summed
-
     def _differentiate_by_engine(self) -> _Gradients:
-        flat = self.flat
-        if self.share:
-            leaves = [leaf and Sharded(leaf.local, with_tree_sums(leaf.spec, self.axes)) for leaf in flat.leaves]
-            flat = flat._replace(leaves=leaves)
-        call = EngineCall(self.options.api_name, flat, self.shared_axes, tree=bool(self.share), **self._facts())
-        several = bool(self.share) or len(self.functions) > 1
+        flat = self.order.mark(self.flat, self.axes)
+        call = EngineCall(self.options.api_name, flat, self.shared_axes, **self._facts())
         for leaf, state in zip(call.leaves, self.states, strict=True):
             if leaf is not None:
                 leaf.transform_state = state
-                leaf.accumulated = several
+                leaf.accumulated = self.sums.has_several
         with call.running():
             try:
                 return self._run_microbatches(call)
@@ -317,7 +299,7 @@ class _Differentiation:
         """Run forward and backward of each microbatch, then reduce the objective, and take the gradients."""
         losses: list[_Loss] = []
         # With one microbatch each gradient can be divided as soon as it is reduced.
-        is_single = len(self.functions) == 1 and not self.share
+        is_single = not self.sums.has_several
         divisor: Any = 1
         for number, function in enumerate(self.functions, 1):
             value, count, aux = call.forward(partial(self._run_function, function, call.bound))
@@ -328,25 +310,25 @@ class _Differentiation:
             is_last = number == len(self.functions)
             is_reduced = is_last or self.options.communicate != "once"
             call.backward(value, divisor, reduce=is_reduced, last=is_last)
+            self.sums.add_gradients(call.trained, last=is_last)
             # The graph of a microbatch goes before the forward of the next one.
             del value
         values, counts, auxes = map(list, zip(*losses, strict=True))
         remaining_divisor = 1 if is_single else self._divisor(counts)
         used_here = {leaf.path: leaf.used for leaf in call.trained}
-        value, used = reduce_loss_and_usage(self._sum_here(values), used_here, self.axes, self.shared_axes)
+        value, used = reduce_loss_and_usage(self.sums.add_numbers(values), used_here, self.axes, self.shared_axes)
         by_leaf: list[Any] = [None] * len(call.leaves)
         for i, leaf in enumerate(call.leaves):
             if leaf is not None and used.get(leaf.path):
                 by_leaf[i] = leaf.take_grad(remaining_divisor)
                 self.states[i] = leaf.transform_state
-        objective = divide(self._sum_of_ranks(value), divisor if is_single else remaining_divisor)
+        objective = divide(self.sums.finish_numbers(value), divisor if is_single else remaining_divisor)
         return _Gradients(objective, auxes, by_leaf)
 
     def _differentiate_by_torch_func(self) -> _Gradients:
         """Compute objective(f(gather(params))) by torch.func: each gather is one of its own, and is kept."""
         api_name = self.options.api_name
-        expected = 'no reduction_order="tree" inside torch.func, nor of plain tensors'
-        expect(not self.options.reduction_order, api_name, expected, "it", "leave it out")
+        self.order.refuse_torch_func(api_name)
         comm.check_same_call(api_name, self.shared_axes, self.flat, **self._facts())
         leaves = self.flat.leaves
         trained = [i for i, leaf in enumerate(leaves) if is_trained(leaf)]
@@ -360,7 +342,7 @@ class _Differentiation:
             for i, tensor in zip(trained, traced, strict=True):
                 given[i] = like(given[i], tensor)
             losses.append([self._run_function(function, given) for function in self.functions])
-            value = self._sum_here([loss.value for loss in losses[-1]])
+            value = self.sums.add_numbers([loss.value for loss in losses[-1]])
             if self.flat.specs:
                 specs = [leaves[i].spec for i in trained]
                 refuse_wrong_sums(api_name, value, list(zip(paths, specs, traced, strict=True)))
@@ -448,8 +430,9 @@ def accumulate(
     def run(params: Tree, microbatches: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         check_batches("accumulate", microbatches)
         functions = [lambda tree, batch=batch: f(tree, batch, *args, **kwargs) for batch in microbatches]
-        order = order_of("accumulate", params, communicate, reduction_order)
-        differentiation = _Differentiation(replace(options, communicate=order), functions, params)
+        order = find_order("accumulate", reduction_order)
+        chosen = order.choose_communicate("accumulate", params, communicate)
+        differentiation = _Differentiation(replace(options, communicate=chosen), functions, params)
         value, auxes, grads, *state = differentiation.run()
         objective = (value, auxes) if has_aux else value
         return objective, grads, *state

@@ -24,6 +24,7 @@ ROOMS = (
     "collectives",
     "microbatches",
     "transforms",
+    "reduction_order",
     "shard",
     "engine",
     "gather",

@@ -3,6 +3,7 @@
 import copy
 import math
 import re
+from dataclasses import replace
 from functools import partial, reduce
 from itertools import product
 
@@ -11,9 +12,9 @@ import torch
 from torch import nn
 
 import fshard as fs
-from fshard.microbatches import TreeSum, tree_total
+from fshard.reduction_order import TreeSum, find_order, order_of, tree_total
 from fshard.testing import spmd
-from fshard.transforms.compose import with_tree_sums
+from fshard.tree import flatten
 from tests.ranks import on_ranks
 from tests.trees import as_bytes, assert_same_bits, normal, one_axis
 from tests.unit_models import filled
@@ -164,6 +165,11 @@ def on_shards(p, batch):
     return fs.gather(fs.tree_map(lambda tensor: 2 * tensor, p))["w"].sum()
 
 
+def on_shards_of_another_policy(p, batch):
+    made = fs.Sharded(2 * p["w"].local, replace(p["w"].spec, reshard=None))
+    return fs.gather({"w": made})["w"].sum()
+
+
 # A function, its number of microbatches, options, and part of the error.
 REFUSED = (
     (
@@ -178,6 +184,7 @@ REFUSED = (
         {},
         "math on shards\n  ['w']: expected a gather of the parameter itself, got math on its shard\nTo fix: compute",
     ),
+    (on_shards_of_another_policy, 2, {}, "math on shards\n  ['w']: expected a gather of the parameter itself"),
     (
         summed,
         3,
@@ -203,7 +210,22 @@ def test_what_would_change_bits_is_refused():
 
 @on_ranks(2)
 def test_transforms_are_equal_where_their_strategies_are():
-    spec, again = (sharded(fs.zero3)["w"].spec for _ in range(2))
-    axes = spec.transform.axes
-    assert with_tree_sums(spec, axes) == with_tree_sums(again, axes) != spec
-    assert copy.copy(with_tree_sums(spec, axes).transform).axes == axes
+    flat, again = (flatten(sharded(fs.zero3)) for _ in range(2))
+    axes = flat.specs[0].transform.axes
+    order = find_order("it", "tree")
+    marked = order.mark(flat, axes)
+    assert marked.specs == order.mark(again, axes).specs != flat.specs
+    assert copy.copy(marked.specs[0].transform).axes == axes
+
+
+@on_ranks(2)
+def test_the_policy_of_leaves_names_the_order():
+    flat = flatten(sharded(fs.zero3))
+    axes = flat.specs[0].transform.axes
+    for name in (None, "tree"):
+        order = find_order("it", name)
+        marked = order.mark(flat, axes)
+        assert order_of(marked.specs[0]) is order
+        assert marked.specs[0].reshard.reduction_order == name
+        assert marked.specs[0].reshard.sums_in_tree is (name == "tree")
+    assert order_of(fs.Spec((2,))) is find_order("it", None)

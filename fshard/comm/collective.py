@@ -203,14 +203,14 @@ def start_all_gather(shards: Tensors, axis: Axis, label: Caller) -> Finish:
     return _start(ops.all_gather, shards, axis, label)
 
 
-def start_reduce_scatter(stacks: Tensors, axis: Axis, label: Caller, tree: bool = False) -> Finish:
+def start_reduce_scatter(stacks: Tensors, axis: Axis, label: Caller, *, in_tree: bool = False) -> Finish:
     """Start summing over ranks and keeping this rank's row.
 
     Args:
         stacks: One tensor per leaf of shape (axis.size, *shape): row i goes to rank i.
         axis: The ranks that take part.
         label: Who asks, for the recorder.
-        tree: Whether sums are in one binary tree over ranks, whatever the backend.
+        in_tree: Whether sums are in one binary tree over ranks, whatever the backend.
 
     Returns:
         A function that waits and returns tensors of `shape`, summed in rank order on the processor.
@@ -225,17 +225,17 @@ def start_reduce_scatter(stacks: Tensors, axis: Axis, label: Caller, tree: bool 
     """
     if has_one_rank(axis) or not stacks:
         return lambda: [stack[0] for stack in stacks]
-    return _start(ops.reduce_scatter, stacks, axis, label, row_dims=1, sum_in_tree=tree)
+    return _start(ops.reduce_scatter, stacks, axis, label, row_dims=1, sum_in_tree=in_tree)
 
 
-def start_all_reduce(tensors: Tensors, axis: Axis, label: Caller, tree: bool = False) -> Finish:
+def start_all_reduce(tensors: Tensors, axis: Axis, label: Caller, *, in_tree: bool = False) -> Finish:
     """Start summing over ranks.
 
     Args:
         tensors: One tensor per leaf, of the same shapes and dtypes on every rank.
         axis: The ranks that take part.
         label: Who asks, for the recorder.
-        tree: Whether sums are in one binary tree over ranks, whatever the backend.
+        in_tree: Whether sums are in one binary tree over ranks, whatever the backend.
 
     Returns:
         A function that waits and returns the sums, in rank order on the processor.
@@ -250,11 +250,11 @@ def start_all_reduce(tensors: Tensors, axis: Axis, label: Caller, tree: bool = F
     """
     if has_one_rank(axis) or not tensors:
         return lambda: list(tensors)
-    if _is_one_exchange(tensors, axis) or not (tree or is_direct(axis, tensors[0].device)):
-        return _start(ops.all_reduce, tensors, axis, label, sum_in_tree=tree)
+    if _is_one_exchange(tensors, axis) or not (in_tree or is_direct(axis, tensors[0].device)):
+        return _start(ops.all_reduce, tensors, axis, label, sum_in_tree=in_tree)
     label = make_label(label, tensors)
     rows = [_split_into_rows(tensor, axis.size) for tensor in tensors]
-    finish_rows = start_reduce_scatter(rows, axis, label, tree)
+    finish_rows = start_reduce_scatter(rows, axis, label, in_tree=in_tree)
 
     def finish() -> Results:
         sums = all_gather(finish_rows(), axis, label)

@@ -52,7 +52,6 @@ class EngineCall:
         axes: Sequence[Axis],
         *,
         trains: bool = True,
-        tree: bool = False,
         **compared: Any,
     ) -> None:
         """Bind parameters, and check that every rank starts the same call.
@@ -62,7 +61,6 @@ class EngineCall:
             flat: The parameters.
             axes: The mesh axes that the parameters live on.
             trains: Whether anything is differentiated.
-            tree: Whether microbatches are added up in one binary tree with those of other ranks, rather than in turn.
             **compared: Other arguments that must be equal on every rank, because they decide what is sent or what sums
                 mean.
         """
@@ -76,13 +74,12 @@ class EngineCall:
             bound = Sharded(param.local.detach(), param.spec)
             bound.local.requires_grad_(trains and not param.spec.frozen)
             self.bound[index] = bound
-            self.leaves.append(Leaf(path, bound, param.local, tree=tree))
+            self.leaves.append(Leaf(path, bound, param.local))
         self._sharded_leaves = [leaf for leaf in self.leaves if leaf is not None]
         self.trained = [leaf for leaf in self._sharded_leaves if leaf.trained]
         self.at_end: list[Callable[[], None]] = []
         self._api_name = api_name
         self._trains = trains
-        self._tree = tree
         self._stored_versions = _compat.versions(leaf.stored for leaf in self._sharded_leaves)
         # From the first forward to the end of the call.
         self._microbatch: Microbatch | None = None
@@ -280,11 +277,9 @@ class EngineCall:
         backward.release()
 
         self._check_writes()
-        for leaf in self.trained:
-            if microbatch.derived:
+        if microbatch.derived:
+            for leaf in self.trained:
                 leaf.used = leaf in used
-            if leaf.tree_sum is not None:
-                leaf.move_to_tree(leaf.tree_sum)
         microbatch.end(keep_shared=True)
 
     def _differentiate_loss(self, loss: torch.Tensor, microbatch: Microbatch) -> Grads:
@@ -305,8 +300,7 @@ class EngineCall:
         grads = self._differentiate(outputs, cotangents, [*tokens[:1], ANY_CALL], retain_graph)
 
         direct = [leaf for leaf, grad in zip(self.trained, grads, strict=False) if grad is not None]
-        outside_of_tree = [*direct, *microbatch.derived] if self._tree else []
-        check_direct_gradients(self._api_name, outputs, direct, outside_of_tree)
+        check_direct_gradients(self._api_name, outputs, self._sharded_leaves, direct, microbatch.derived)
         return grads
 
     def _reduce_derived(self, backward: Backward, derived: Sequence[Leaf], divisor: Any) -> None:

@@ -14,7 +14,8 @@ from fshard import _compat
 from fshard.collectives import Variance, refuse_mixed, refuse_unsummed, walk_graph
 from fshard.engine.gathered_unit import GatheredUnit
 from fshard.engine.leaf import Leaf
-from fshard.errors import Problem, leaf_error, refuse
+from fshard.errors import Problem, leaf_error
+from fshard.reduction_order import order_of
 
 # An input of every node that delivers full tensors. A backward that names it as a source reaches nodes of calls that
 # have ended too, so that they raise instead of being left out.
@@ -118,24 +119,28 @@ def _gathered_by(node: Any) -> GatheredUnit | None:
 
 
 def check_direct_gradients(
-    api_name: str, outputs: Sequence[torch.Tensor], leaves: Sequence[Leaf], outside_of_tree: Sequence[Leaf]
+    api_name: str,
+    outputs: Sequence[torch.Tensor],
+    bound: Sequence[Leaf],
+    direct: Sequence[Leaf],
+    derived: Sequence[Leaf],
 ) -> None:
     """Refuse math on the shards of leaves whose gradients only a gather would sum.
 
     Args:
         api_name: The public function that runs, for the error.
         outputs: Where the graph of the loss begins.
-        leaves: The leaves that autograd itself found gradients for.
-        outside_of_tree: If microbatches are added up in one tree: these leaves and derived ones, whose gradients do not
-            come through a gather of the parameter, and so are not in the tree.
+        bound: The leaves that the call bound.
+        direct: Those that autograd itself found gradients for.
+        derived: The leaves that the function computed. The gradients that these pass on do not come through a gather of
+            the parameter either.
 
     Raises:
         ValueError: with the path of every such leaf.
     """
-    problems = [Problem(leaf.path, "math on its shard", "a gather of the parameter itself") for leaf in outside_of_tree]
-    remedy = "compute with full tensors, after the gather"
-    refuse(f'{api_name}: reduction_order="tree" cannot add up gradients of math on shards', problems, remedy)
-    named = [(leaf.path, leaf.spec, leaf.tensor) for leaf in leaves]
+    order = order_of(bound[0].spec)
+    order.refuse_math_on_shards(api_name, [leaf.path for leaf in (*direct, *derived)])
+    named = [(leaf.path, leaf.spec, leaf.tensor) for leaf in direct]
     refuse_unsummed(api_name, outputs, named)
 
 

@@ -8,7 +8,6 @@ import torch
 from fshard import _compat
 from fshard.collectives import divide
 from fshard.engine.plan import PLAIN
-from fshard.microbatches import TreeSum
 from fshard.transforms.run import check_stateless
 from fshard.transforms.structure import reduction, sum_dtype
 from fshard.tree import Sharded
@@ -49,7 +48,6 @@ class Leaf:
         must_reduce: Whether every rank owes a reduction, whether this rank has used the leaf or not.
         used: Whether this rank's loss used the leaf.
         transform_state: The state of the leaf's transform, if that has one.
-        tree_sum: The sum over all microbatches of the job in one binary tree; None if they are added up in turn.
         full_grad: This rank's full gradient, not yet reduced.
         reduced_grad: The reduced gradient.
     """
@@ -61,7 +59,6 @@ class Leaf:
         stored: torch.Tensor,
         *,
         derived: bool = False,
-        tree: bool = False,
     ) -> None:
         """Describe a leaf; it has no gradient yet.
 
@@ -70,7 +67,6 @@ class Leaf:
             param: The leaf as the function computes with it.
             stored: The tensor to gather.
             derived: Whether the function computed the leaf.
-            tree: Whether microbatches are added up in one binary tree.
         """
         self.path = path
         self.spec = param.spec
@@ -86,7 +82,6 @@ class Leaf:
         self.must_reduce = False
         self.used = False
         self.transform_state: Any = None
-        self.tree_sum = TreeSum() if tree else None
         self.full_grad: torch.Tensor | None = None
         self.reduced_grad: torch.Tensor | None = None
         if derived and self.trained:
@@ -149,17 +144,17 @@ class Leaf:
     def take_grad(self, divisor: Any = 1) -> torch.Tensor:
         """Hand over the reduced gradient, divided and in the stored dtype; zeros if there is none."""
         total = self.take_reduced()
-        if self.tree_sum is not None:
-            total = self.tree_sum.total()
-            if total is not None:
-                total = self.cast_for_sum(total)
         if total is None:
             return torch.zeros_like(self.stored)
         return divide(total, divisor).to(self.stored.dtype)
 
-    def move_to_tree(self, tree_sum: TreeSum) -> None:
-        """Move the gradient of a microbatch into its tree, in the dtype of the reduction, or else of full gradients."""
-        part = self.take_reduced()
-        if part is not None:
-            part = part.to(reduction(self.spec.transform).dtype or self.full_facts.dtype)
-        tree_sum.add(part)
+    def take_microbatch(self) -> torch.Tensor | None:
+        """Hand over the gradient of one microbatch, in the dtype of its reduction, or else of full gradients."""
+        grad = self.take_reduced()
+        if grad is None:
+            return None
+        return grad.to(reduction(self.spec.transform).dtype or self.full_facts.dtype)
+
+    def put_sum(self, total: torch.Tensor) -> None:
+        """Receive the sum over all microbatches as the reduced gradient."""
+        self.reduced_grad = self.cast_for_sum(total)

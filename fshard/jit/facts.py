@@ -93,20 +93,3 @@ def _is_foreign_collective(node: Node) -> bool:
     """Whether an operator is torch's own for a collective; fshard's waits use one of them too."""
     namespace = getattr(node.target, "namespace", "")
     return namespace in ("c10d", "_c10d_functional") and node.target is not _compat.WAIT_TENSOR
-
-
-def refuse_tree_sums(facts: Facts, backend: object) -> None:
-    """Refuse to let Inductor compile a step whose gradients are summed in a tree.
-
-    Args:
-        facts: The facts of the graph.
-        backend: As for `jit`.
-
-    Raises:
-        ValueError: if both are asked for.
-    """
-    if backend == "inductor" and "reduction_order" in facts.of_verbs:
-        raise ValueError(
-            'jit: reduction_order="tree" fixes the bits of sums, and those of Inductor\'s kernels depend on what they '
-            'are fused with. Use backend="graph", or leave out reduction_order="tree".'
-        )

@@ -12,11 +12,12 @@ from fshard.errors import Problem, expect, refuse
 from fshard.jit.backends import BACKENDS, Backend, prepare
 from fshard.jit.donation import assign_donated_outputs, match_donated_outputs, pair_inputs_with_results
 from fshard.jit.early_updates import schedule_early_updates
-from fshard.jit.facts import collect_facts, refuse_tree_sums
+from fshard.jit.facts import collect_facts
 from fshard.jit.nodes import find_inputs
 from fshard.jit.passes import refuse_ambient_random, refuse_writes, remove_dead_views
 from fshard.jit.signature import Signature, complete_outline, find_changes, make_exact, make_outline
 from fshard.jit.trace import Traced, trace
+from fshard.reduction_order import refuse_inductor
 from fshard.tree import Axis, Exact, Flat, Sharded, flatten, tensor_of, tensors_of, unflatten
 from fshard.tree.checks import check_axes, describe, mark_donated, refuse_donated
 from fshard.update import check_same_step
@@ -179,7 +180,8 @@ class Jitted:
         traced = trace(flat, self._f, usage)
         graph = traced.graph.graph
         facts = collect_facts(graph, usage)
-        refuse_tree_sums(facts, self.backend)
+        if self.backend == "inductor":
+            refuse_inductor(facts.of_verbs)
         remove_dead_views(graph)
         matches = match_donated_outputs(flat, traced.treedef, self._donate_argnums)
         inputs = dict(zip(traced.inputs, find_inputs(graph), strict=True))

@@ -10,9 +10,10 @@ import torch
 from fshard import _compat
 from fshard.errors import expect, refuse
 from fshard.optim.leaves import counted, no_updates, partition_axes, zero
+from fshard.reduction_order import ReductionOrder, find_order
 from fshard.rounding import half_the_digits
 from fshard.tree import Flat, Tree, flatten, is_trained, leaves_of, like, map_leaves, map_nodes, tensor_of, tensors_of
-from fshard.tree.checks import check_floating, check_reduction_order, describe
+from fshard.tree.checks import check_floating, describe
 from fshard.update import Optimizer, Updated
 
 # By names of the torch class: the state of a parameter, and hyperparameters.
@@ -77,7 +78,7 @@ def from_torch(
     """
     known = isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
     expect(known, "from_torch", "cls to be a torch.optim class", describe(cls), "pass its arguments by name")
-    check_reduction_order("from_torch", reduction_order)
+    order = find_order("from_torch", reduction_order)
     initial = hyper | evaluated(hyper, zero(), {})
     make = partial(cls, **initial)
     # A class refuses `capturable` on small CPU tensors.
@@ -92,7 +93,7 @@ def from_torch(
     def init(params: Tree) -> TorchState:
         flat = flatten(params)
         check_floating("from_torch", flat)
-        _refuse_split(trial, flat, reduction_order)
+        _refuse_split(trial, flat, order)
         trained = [i for i, leaf in enumerate(flat.leaves) if is_trained(leaf)]
         states = start_states(make, [owned(tensor_of(flat.leaves[i])) for i in trained])
         held = {name: torch.tensor(float(initial[name]), dtype=torch.float64) for name in inject}
@@ -297,9 +298,9 @@ def observe(make: Make) -> tuple[set[str], bool, bool]:
     return scalars, not all(same), any(wrote)
 
 
-def _refuse_split(make: Make, flat: Flat, reduction_order: str | None) -> None:
+def _refuse_split(make: Make, flat: Flat, order: ReductionOrder) -> None:
     """Refuse leaves that are split where a class looks across elements, or rounds them by where they stand."""
-    if reduction_order is None and not any(map(partition_axes, flat.leaves)):
+    if not order.keeps_bits and not any(map(partition_axes, flat.leaves)):
         return
     name = make.func.__name__
     run = partial(_in_parts, make)
@@ -311,7 +312,7 @@ def _refuse_split(make: Make, flat: Flat, reduction_order: str | None) -> None:
         pair = "a leaf that is split", "a whole one"
         what = f"from_torch: {name} looks across the elements of a leaf"
         refuse(what, flat.problems(lambda leaf: pair if partition_axes(leaf) else None), remedy)
-    elif reduction_order is not None:
+    elif order.keeps_bits:
         # Most kernels of half precision round the last few elements otherwise, some too rarely for a trial to show it.
         dtypes = {tensor_of(leaf).dtype for leaf in flat.leaves if is_trained(leaf)}
         inexact = [str(d) for d in dtypes if d.itemsize < 4 or not run(d).equal(run(d, 1))]

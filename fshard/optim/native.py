@@ -8,10 +8,11 @@ import torch
 
 from fshard.errors import expect
 from fshard.optim.leaves import check_real, leafwise, map_gradients, stateful, stateless, zero
-from fshard.optim.norms import check_order, global_norm, leaf_norms
+from fshard.optim.norms import find_norm_order, global_norm, leaf_norms
 from fshard.optim.wrappers import masked
+from fshard.reduction_order import find_order
 from fshard.tree import Mask, Tree, flatten
-from fshard.tree.checks import FRACTION, NOT_NEGATIVE, check_floating, check_numbers, check_reduction_order
+from fshard.tree.checks import FRACTION, NOT_NEGATIVE, check_floating, check_numbers
 from fshard.update import GradientTransformation, Optimizer, Updated, chain
 
 Number = float | torch.Tensor
@@ -65,7 +66,7 @@ def clip_by_global_norm(
     {'w': tensor([0.6000]), 'b': tensor([0.8000])}
     """
     check_numbers("clip_by_global_norm", NOT_NEGATIVE, max_norm=max_norm)
-    check_order("clip_by_global_norm", p, reduction_order)
+    find_norm_order("clip_by_global_norm", p, reduction_order)
 
     def clipped(grads: Tree, params: Tree) -> Tree:
         # torch.nn.utils.clip_grad_norm_ adds the same 1e-6, and multiplies by 1 where nothing is to be clipped.
@@ -99,7 +100,7 @@ def clip_by_norm(max_norm: float, p: float = 2.0, *, reduction_order: str | None
     {'w': tensor([0.6000, 0.8000]), 'b': tensor([0.5000])}
     """
     check_numbers("clip_by_norm", NOT_NEGATIVE, max_norm=max_norm)
-    check_order("clip_by_norm", p, reduction_order)
+    find_norm_order("clip_by_norm", p, reduction_order)
 
     def clipped(grad: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
         return grad * (max_norm / (norm + 1e-6)).clamp(max=1.0).to(grad.dtype)
@@ -211,13 +212,9 @@ def add_decayed_weights(
     >>> tx.update(grads, tx.init(params), params)[0]
     {'weight': tensor([0.5000, 0.5000]), 'bias': tensor([0.])}
     """
-    check_reduction_order("add_decayed_weights", reduction_order)
+    order = find_order("add_decayed_weights", reduction_order)
     check_numbers("add_decayed_weights", NOT_NEGATIVE, weight_decay=weight_decay)
-
-    def decayed(grad: torch.Tensor, param: torch.Tensor, decay: Any) -> torch.Tensor:
-        return grad.add(param, alpha=decay) if reduction_order is None else grad + decay * param
-
-    tx: Any = stateless(lambda grads, params: map_gradients(decayed, grads, params, numbers=(weight_decay,)))
+    tx: Any = stateless(lambda grads, params: map_gradients(order.add_multiple, grads, params, numbers=(weight_decay,)))
     return tx if mask is None else masked(tx, mask)
 
 

@@ -15,9 +15,10 @@ from fshard import _compat
 from fshard.collectives import all_gather_invariant, sum_over
 from fshard.errors import expect
 from fshard.optim.leaves import elements_of, partition_axes, varying
+from fshard.reduction_order import ReductionOrder, find_order
 from fshard.shard import local_ranges
 from fshard.tree import Axis, Sharded, Spec, Tree, flatten, grouped, is_sharded, leaves_of, map_leaves, tensor_of
-from fshard.tree.checks import POSITIVE, check_local, check_numbers, check_reduction_order, check_tensors
+from fshard.tree.checks import POSITIVE, check_local, check_numbers, check_tensors
 
 # Elements that become float64 numbers at a time, in a processor's cache: of a norm, and of an exact sum.
 PIECE, EXACT_PIECE = 1 << 16, 1 << 14
@@ -33,12 +34,12 @@ Axes = tuple[Axis, ...]
 Terms = Callable[[torch.Tensor], torch.Tensor]
 
 
-def check_order(what: str, p: float, reduction_order: str | None) -> None:
-    """Refuse the order of a norm, and an unknown order of its sums."""
-    check_numbers(what, POSITIVE, p=p)
-    check_reduction_order(what, reduction_order)
-    # Other powers are rounded by what stands beside an element.
-    expect(reduction_order is None or p in (2, math.inf), what, 'p to be 2 or inf with reduction_order="tree"', f"{p}")
+def find_norm_order(api_name: str, p: float, reduction_order: str | None) -> ReductionOrder:
+    """Return the order that the sums of a norm are in; refuse what is no norm, and one that cannot keep the order."""
+    check_numbers(api_name, POSITIVE, p=p)
+    order = find_order(api_name, reduction_order)
+    order.check_norm(api_name, p)
+    return order
 
 
 def global_norm(tree: Tree, p: float = 2.0, *, reduction_order: str | None = None) -> torch.Tensor:
@@ -64,12 +65,13 @@ def global_norm(tree: Tree, p: float = 2.0, *, reduction_order: str | None = Non
     >>> global_norm({"w": torch.tensor([3.0]), "b": torch.tensor([4.0]), "frozen": None})
     tensor(5.)
     """
-    leaves = _checked("global_norm", tree, p, reduction_order)
+    order = find_norm_order("global_norm", p, reduction_order)
+    leaves = _checked("global_norm", tree)
     if not leaves:
         return torch.zeros(())
     # The norm of complex numbers is real.
     dtype = reduce(torch.promote_types, {tensor_of(leaf).dtype.to_real() for leaf in leaves}, torch.float32)
-    return _rooted(_joined(torch.stack(_powers(leaves, p, reduction_order)), p), p).to(dtype)
+    return _rooted(_joined(torch.stack(_powers(leaves, p, order)), p), p).to(dtype)
 
 
 def leaf_norms(tree: Tree, p: float = 2.0, *, reduction_order: str | None = None) -> Tree:
@@ -99,8 +101,9 @@ def leaf_norms(tree: Tree, p: float = 2.0, *, reduction_order: str | None = None
     >>> fs.tree_map(lambda grad, norm: grad / norm, grads, norms)
     {'w': tensor([0.6000, 0.8000]), 'frozen': None}
     """
-    leaves = _checked("leaf_norms", tree, p, reduction_order)
-    norms = iter(_rooted(torch.stack(_powers(leaves, p, reduction_order, each=True)), p).unbind() if leaves else ())
+    order = find_norm_order("leaf_norms", p, reduction_order)
+    leaves = _checked("leaf_norms", tree)
+    norms = iter(_rooted(torch.stack(_powers(leaves, p, order, each=True)), p).unbind() if leaves else ())
 
     def norm(leaf: Any) -> Any:
         if leaf is None:
@@ -125,10 +128,10 @@ def leaf_means(tree: Tree, dim: int, reduction_order: str | None = None) -> Tree
     """
     leaves = [leaf for leaf in leaves_of(tree) if leaf is not None and tensor_of(leaf).dim() > 1]
     tensors, over = _along(leaves, dim)
-    if reduction_order is None:
-        found = _reduced([tensor.sum(dim, keepdim=True) for tensor in tensors], over)
-    else:
+    if find_order("leaf_means", reduction_order).keeps_bits:
         found = element_sums(leaves, torch.Tensor.double, dim)
+    else:
+        found = _reduced([tensor.sum(dim, keepdim=True) for tensor in tensors], over)
     rows = iter(zip(found, over, strict=True))
 
     @cache
@@ -160,17 +163,16 @@ def _along(leaves: Sequence[Any], dim: int | None) -> tuple[list[torch.Tensor], 
     return tensors, over
 
 
-def _checked(what: str, tree: Tree, p: float, reduction_order: str | None) -> list[Any]:
-    check_order(what, p, reduction_order)
+def _checked(what: str, tree: Tree) -> list[Any]:
     flat = flatten(tree)
     check_tensors(what, flat)
     check_local(what, flat)
     return [leaf for leaf in flat.leaves if leaf is not None]
 
 
-def _powers(leaves: Sequence[Any], p: float, reduction_order: str | None, *, each: bool = False) -> list[torch.Tensor]:
+def _powers(leaves: Sequence[Any], p: float, order: ReductionOrder, *, each: bool = False) -> list[torch.Tensor]:
     """Sum p-th powers of elements over ranks, or find the largest: of each leaf, or of leaves split alike."""
-    if reduction_order is not None and not math.isinf(p):
+    if order.keeps_bits and not math.isinf(p):
         # By products alone: powers of vectors are rounded otherwise than those of the last few elements.
         return element_sums(leaves, lambda piece: piece.double() * piece.double())
     groups = [[i] for i in range(len(leaves))] if each else list(grouped(leaves, partition_axes).values())

@@ -58,7 +58,7 @@ class _FullyShard(BuiltIn):
         Returns:
             A function that finishes, and returns the sum of this rank's rows for each leaf.
         """
-        return comm.start_reduce_scatter(stacks, self.axis, "scatter", _sums_in_tree(specs))
+        return comm.start_reduce_scatter(stacks, self.axis, "scatter", in_tree=_sums_in_tree(specs))
 
     def start_gather(self, leaves: Tensors, specs: Specs) -> Finish:
         dims = self.split_dims(specs)
@@ -87,7 +87,7 @@ class _FullyShard(BuiltIn):
         stacks = [self.stack(grads[index], specs[index], dim) for index, dim in dims.items()]
         finish_split = start_sums(stacks, [specs[index] for index in dims])
         whole_grads = [grads[index] for index in whole]
-        finish_whole = comm.start_all_reduce(whole_grads, self.axis, "scatter", _sums_in_tree(specs))
+        finish_whole = comm.start_all_reduce(whole_grads, self.axis, "scatter", in_tree=_sums_in_tree(specs))
 
         def finish() -> Tensors:
             sums = dict(zip(dims, finish_split(), strict=True))
@@ -140,7 +140,7 @@ def _sums_in_tree(specs: Specs) -> bool:
     if not specs:
         return False
     policy = specs[0].reshard
-    return policy is not None and policy.tree
+    return policy is not None and policy.sums_in_tree
 
 
 def _count_from_front(dim: int, num_dims: int, spec: Spec, axis: Axis) -> int:

@@ -3,16 +3,14 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from fshard import _compat
 from fshard.errors import expect
-from fshard.transforms.axis import _FullyShard, _SplitDim
+from fshard.transforms.axis import _SplitDim
 from fshard.transforms.base import Container, Finish, ShardTransform, Specs, States, Storage, Tensors, Wrapped
-from fshard.transforms.local import _Cast, _Offload
 from fshard.transforms.run import check_number, check_stateless, start_scatter
 from fshard.transforms.structure import layout_axes, summed_axes, sums_gradients, walk_parts
 from fshard.tree import MASK, Axis, Mask, ModelDtypes, ReshardPolicy, Spec, Tree, is_mask, matches
@@ -303,34 +301,3 @@ def resolve_masks(transform: Any, name: str, leaf: Any) -> ShardTransform:
     # Composed anew, as stages may be compositions now.
     stages = [resolve_masks(stage, name, leaf) for stage in transform.stages]
     return compose_with_policy(stages, transform.reshard, transform.model_dtypes)
-
-
-@lru_cache(maxsize=4096)
-def with_tree_sums(spec: Spec, axes: tuple[Axis, ...]) -> Spec:
-    """Let a leaf's transform sum gradients in the tree of a job's microbatches.
-
-    Args:
-        spec: The leaf's spec.
-        axes: The axes that it sums over, in the order of all leaves.
-
-    Returns:
-        The spec, with sums in the tree.
-
-    Raises:
-        ValueError: if the transform does something whose bits depend on how many ranks there are.
-    """
-    remedy = 'take a strategy without it, or leave out reduction_order="tree"'
-    order = [axis.name for axis in axes if axis.size > 1]
-    leaf_order = [axis.name for axis in spec.transform.axes if axis.size > 1]
-    fits = leaf_order == order
-    expect(fits, 'reduction_order="tree"', f"transforms that sum over {order} in this order", f"{leaf_order}", remedy)
-    exact = _Composed, _FullyShard, _Cast, _Offload, _SplitDim, ShardTransform
-    misfits = []
-    for part in walk_parts(spec.transform):
-        if type(part) not in exact:
-            misfits.append(type(part).__name__.strip("_"))
-        elif isinstance(part, _SplitDim) and part.brings_data:
-            misfits.append("own_dim")
-    accepted = "fully_shard, replicate, split_dim, casts and offload"
-    expect(not misfits, 'reduction_order="tree"', accepted, ", ".join(misfits), remedy)
-    return replace(spec, reshard=replace(spec.reshard or ReshardPolicy(), tree=True))

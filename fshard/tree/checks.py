@@ -138,11 +138,6 @@ def check_reduce(reduce: str, what: str) -> None:
     expect(reduce in ("mean", "sum", "weighted"), what, 'reduce to be "mean", "sum" or "weighted"', repr(reduce))
 
 
-def check_reduction_order(what: str, reduction_order: Any) -> None:
-    """Refuse an unknown order of sums."""
-    expect(reduction_order in (None, "tree"), what, 'reduction_order to be "tree" or None', repr(reduction_order))
-
-
 def check_matches(what: str, masks: Iterable[Mask], names: Sequence[str], leaves: Sequence[Any]) -> None:
     """Refuse masks that match none of the leaves."""
     for mask in masks:

@@ -75,19 +75,24 @@ class ReshardPolicy:
         bucket_bytes: Neighbours are gathered together up to this many bytes, because latency would cost more than the
             transfer.
         reduce_each_microbatch: Whether gradients are reduced as they appear, rather than after the backward.
-        tree: Whether sums over ranks are in one binary tree.
+        reduction_order: The name of the order that sums over microbatches and ranks are in; None means in turn.
     """
 
     regather: bool | str | tuple[str, ...] | Callable[[str], bool] = True
     prefetch: int | None = None
     bucket_bytes: int = 16 * 1024 * 1024
     reduce_each_microbatch: bool = True
-    tree: bool = False
+    reduction_order: str | None = None
 
     @property
     def ahead_bytes(self) -> int:
         """Bytes that are gathered ahead at a time, and of gradients under way; what is larger travels alone."""
         return 2 * self.bucket_bytes
+
+    @property
+    def sums_in_tree(self) -> bool:
+        """Whether ranks are added up in one binary tree, whatever the backend."""
+        return self.reduction_order == "tree"
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ MIRRORS = {
         "tests/test_units_state.py",
     ),
     "fshard/value_and_grad.py": ("tests/test_value_and_grad.py", "tests/test_accumulate.py", "tests/test_tree_sums.py"),
+    "fshard/reduction_order.py": ("tests/test_tree_sums.py", "tests/test_accumulate.py"),
     "fshard/module_template.py": ("tests/engine", "tests/test_apply.py", "tests/test_units_state.py"),
     "fshard/jit/jit.py": ("tests/jit", "tests/test_recovery.py"),
     "fshard/jit": ("tests/jit",),
@@ -398,10 +399,17 @@ FAULTS = (
         "9: a leaf that was used has a gradient, also in a unit with frozen ones",
     ),
     Fault(
+        "order-of-derived-leaves-decides",
+        "fshard/engine/graph.py",
+        "order = order_of(bound[0].spec)",
+        "order = order_of(derived[0].spec if derived else bound[0].spec)",
+        "3: gradients of math on shards, which are in no tree, are refused",
+    ),
+    Fault(
         "tree-adds-in-dtype-of-the-gradient",
         "fshard/engine/leaf.py",
-        "part = part.to(reduction(self.spec.transform).dtype or self.full_facts.dtype)",
-        "part = part.to(self.full_facts.dtype)",
+        "return grad.to(reduction(self.spec.transform).dtype or self.full_facts.dtype)",
+        "return grad.to(self.full_facts.dtype)",
         "3: microbatches are added up in reduce_dtype, with the same bits on any number of ranks",
     ),
     Fault(
@@ -477,8 +485,8 @@ FAULTS = (
     Fault(
         "one-microbatch-of-a-tree-not-accumulated",
         "fshard/value_and_grad.py",
-        "several = bool(self.share) or len(self.functions) > 1",
-        "several = len(self.functions) > 1",
+        "leaf.accumulated = self.sums.has_several",
+        "leaf.accumulated = len(self.functions) > 1",
         "3: gradients of a microbatch are complete in reduce_dtype before they enter the tree, on any number of ranks",
     ),
     Fault(

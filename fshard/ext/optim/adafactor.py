@@ -7,7 +7,7 @@ import torch
 
 import fshard as fs
 from fshard.ext.optim.parts import Number, Rate, is_trained
-from fshard.extend import check_rates, describe, expect, flatten, leaf_means, leafwise
+from fshard.extend import ReductionOrder, check_rates, describe, expect, find_order, flatten, leaf_means, leafwise
 
 
 class AdafactorState(NamedTuple):
@@ -54,12 +54,7 @@ def scale_by_factored_rms(
     {'w': tensor([[1., 1.],
             [1., 1.]])}
     """
-    expect(
-        reduction_order in (None, "tree"),
-        "scale_by_factored_rms",
-        'reduction_order to be "tree" or None',
-        repr(reduction_order),
-    )
+    order = find_order("scale_by_factored_rms", reduction_order)
     _check("scale_by_factored_rms", beta2_decay, **{} if eps is None else {"eps": eps})
 
     def init(params: Any) -> AdafactorState:
@@ -90,7 +85,7 @@ def scale_by_factored_rms(
         (row,) = leafwise(_towards, rows, [state.row], [weights])
         (column,) = leafwise(_towards, columns, [state.column], [weights])
         sizes = leaf_means(row, -2, reduction_order)
-        (grads,) = leafwise(_direction, grads, [grads], [row, column, sizes], (eps, reduction_order))
+        (grads,) = leafwise(_direction, grads, [grads], [row, column, sizes], (eps, order))
         return grads, AdafactorState(state.updates + 1, row, column, counts)
 
     return fs.GradientTransformation(init, update)
@@ -101,14 +96,12 @@ def _towards(new: torch.Tensor, old: torch.Tensor, weight: torch.Tensor) -> tupl
 
 
 def _direction(
-    grad: torch.Tensor, _: Any, row: Any, column: Any, size: Any, eps: float | None, reduction_order: str | None
+    grad: torch.Tensor, _: Any, row: Any, column: Any, size: Any, eps: float | None, order: ReductionOrder
 ) -> tuple[torch.Tensor]:
     least = torch.finfo(grad.dtype).eps if eps is None else eps
     variance = row if size is None else row * column / size.clamp(min=least)
     variance = variance.clamp(min=least * least)
-    # Half precision rounds the root before its inverse in the last few elements of a shard alone.
-    factor = variance.rsqrt() if reduction_order is None else variance.double().rsqrt().to(variance.dtype)
-    return (factor * grad,)
+    return (order.inverse_root(variance) * grad,)
 
 
 def adafactor(
