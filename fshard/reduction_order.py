@@ -29,14 +29,14 @@ FACT = "reduction_order"
 
 
 class GradientOwner(Protocol):
-    """A leaf that owns the gradient of the running microbatch, or the sum over those that have run."""
+    """A leaf of the engine, which owns the gradient of the last microbatch, or the sum over all that have run."""
 
     @property
     def path(self) -> str:
         """The leaf's path."""
 
     def take_microbatch(self) -> torch.Tensor | None:
-        """Hand over the gradient of one microbatch."""
+        """Hand over the gradient of the last microbatch; None if there is none."""
 
     def put_sum(self, total: torch.Tensor) -> None:
         """Receive the sum over all microbatches."""
@@ -71,7 +71,7 @@ class JobSums:
     def add_gradients(self, leaves: Iterable[GradientOwner], *, last: bool) -> None:
         """Add the gradients of the microbatch that has just run; after the last one, leaves own the sums.
 
-        A leaf that is left alone adds up in turn.
+        In turn there is nothing to do: a leaf adds each gradient to what it owns.
 
         Args:
             leaves: The leaves that take a gradient.
@@ -83,7 +83,8 @@ class _TreeJobSums(JobSums):
     """Adds up in one binary tree over the microbatches of all ranks."""
 
     def __init__(self, share: Share) -> None:
-        # Treat the only microbatch of one rank alike, so that its gradients are rounded where those of others are.
+        # The only microbatch of a rank is one of several too. Its gradients are rounded, and divided, where those of
+        # ranks that have several are.
         super().__init__(has_several=True)
         self._share = share
         self._gradients: dict[str, TreeSum] = {}
@@ -100,7 +101,7 @@ class _TreeJobSums(JobSums):
         return torch.stack(rows)
 
     def finish_numbers(self, summed: torch.Tensor) -> torch.Tensor:
-        return tree_total(summed)
+        return add_rows_in_tree(summed)
 
     def add_gradients(self, leaves: Iterable[GradientOwner], *, last: bool) -> None:
         for leaf in leaves:
@@ -141,7 +142,7 @@ class TreeSum:
         return next(iter(self._sums.values()), None)
 
 
-def tree_total(rows: torch.Tensor) -> torch.Tensor:
+def add_rows_in_tree(rows: torch.Tensor) -> torch.Tensor:
     """Add up the rows of a tensor, a power of two of them, in a binary tree."""
     # A negative zero counts as a zero, as it does where other ranks' zeros are added to it.
     rows = rows + 0.0
@@ -163,11 +164,11 @@ class ReductionOrder:
     keeps_bits = False
     communicate_values: tuple[str | None, ...] = (None, "each", "once")
 
-    def facts(self) -> Mapping[str, str]:
+    def list_facts(self) -> Mapping[str, str]:
         """List what ranks must agree on, by name."""
         return {}
 
-    def choose_communicate(self, api_name: str, params: Tree, communicate: str | None) -> str:
+    def choose_communication(self, api_name: str, params: Tree, communicate: str | None) -> str:
         """Choose whether gradients are reduced in each microbatch or once.
 
         Args:
@@ -189,7 +190,7 @@ class ReductionOrder:
     def check_reduce_over(self, api_name: str, reduce_over: Over) -> None:
         """Refuse axes to reduce over that do not go with the order."""
 
-    def begin(self, api_name: str, axes: Sequence[Axis], microbatches: int) -> JobSums:
+    def begin_sums(self, api_name: str, axes: Sequence[Axis], microbatches: int) -> JobSums:
         """Begin the sums of one job.
 
         Args:
@@ -205,7 +206,7 @@ class ReductionOrder:
         """
         return JobSums(has_several=microbatches > 1)
 
-    def mark(self, flat: Flat, axes: tuple[Axis, ...]) -> Flat:
+    def mark_leaves(self, flat: Flat, axes: tuple[Axis, ...]) -> Flat:
         """Let the policies of leaves name this order, so that their transforms sum over ranks in it.
 
         Args:
@@ -251,10 +252,10 @@ class _TreeOrder(ReductionOrder):
 
     name = "tree"
     keeps_bits = True
-    # Full gradients of several microbatches would be added up before the tree.
+    # With "once", this rank's full gradients would be added up in turn before they come to the tree.
     communicate_values = (None, "each")
 
-    def facts(self) -> Mapping[str, str]:
+    def list_facts(self) -> Mapping[str, str]:
         return {FACT: self.name}
 
     def _communicate_by_policy(self, params: Tree) -> str:
@@ -264,7 +265,7 @@ class _TreeOrder(ReductionOrder):
         remedy = "shard the parameters on these axes alone"
         expect(reduce_over is None, api_name, 'reduce_over or reduction_order="tree"', "both", remedy)
 
-    def begin(self, api_name: str, axes: Sequence[Axis], microbatches: int) -> JobSums:
+    def begin_sums(self, api_name: str, axes: Sequence[Axis], microbatches: int) -> JobSums:
         share = share_of(axes)
         number = microbatches * share.ranks
         is_power_of_two = number & (number - 1) == 0
@@ -273,8 +274,10 @@ class _TreeOrder(ReductionOrder):
         expect(is_power_of_two, api_name, expected, got, 'take others, or leave out reduction_order="tree"')
         return _TreeJobSums(share)
 
-    def mark(self, flat: Flat, axes: tuple[Axis, ...]) -> Flat:
-        leaves = [leaf and Sharded(leaf.local, _with_tree_sums(leaf.spec, axes)) for leaf in flat.leaves]
+    def mark_leaves(self, flat: Flat, axes: tuple[Axis, ...]) -> Flat:
+        leaves: list[Any] = []
+        for leaf in flat.leaves:
+            leaves.append(Sharded(leaf.local, _with_tree_sums(leaf.spec, axes)) if is_sharded(leaf) else leaf)
         return flat._replace(leaves=leaves)
 
     def refuse_torch_func(self, api_name: str) -> None:

@@ -188,8 +188,8 @@ class _Differentiation:
         axes: The axes that the objective is reduced over.
         shared_axes: Those, and the axes over which leaves are gathered or their gradients summed.
         states: For each leaf the state of its transform; of the step before, then of this one.
-        order: The order that gradients, losses and counts are added up in.
-        sums: Their sums.
+        order: The order in which gradients, losses and counts are added up.
+        sums: Their sums over microbatches and ranks.
     """
 
     def __init__(self, options: _Options, functions: Sequence[Function], params: Tree) -> None:
@@ -216,7 +216,7 @@ class _Differentiation:
         check_floating(api_name, self.flat)
         check_differentiable(api_name)
         self.states = states_of(api_name, self.flat, options.transform_state)
-        self.sums = self.order.begin(api_name, self.axes, len(functions))
+        self.sums = self.order.begin_sums(api_name, self.axes, len(functions))
 
     def run(self) -> tuple[Any, ...]:
         """Run the functions, and differentiate their objective.
@@ -253,7 +253,7 @@ class _Differentiation:
         if options.communicate:
             facts["microbatches"] = len(self.functions)
             facts["communicate"] = options.communicate
-        facts.update(self.order.facts())
+        facts.update(self.order.list_facts())
         return facts
 
     def _run_function(self, function: Function, leaves: list[Any]) -> _Loss:
@@ -283,7 +283,7 @@ class _Differentiation:
         return denominator(None, self.axes, reduce) * microbatches
 
     def _differentiate_by_engine(self) -> _Gradients:
-        flat = self.order.mark(self.flat, self.axes)
+        flat = self.order.mark_leaves(self.flat, self.axes)
         call = EngineCall(self.options.api_name, flat, self.shared_axes, **self._facts())
         for leaf, state in zip(call.leaves, self.states, strict=True):
             if leaf is not None:
@@ -431,7 +431,7 @@ def accumulate(
         check_batches("accumulate", microbatches)
         functions = [lambda tree, batch=batch: f(tree, batch, *args, **kwargs) for batch in microbatches]
         order = find_order("accumulate", reduction_order)
-        chosen = order.choose_communicate("accumulate", params, communicate)
+        chosen = order.choose_communication("accumulate", params, communicate)
         differentiation = _Differentiation(replace(options, communicate=chosen), functions, params)
         value, auxes, grads, *state = differentiation.run()
         objective = (value, auxes) if has_aux else value

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fshard as fs
-from fshard.reduction_order import TreeSum, find_order, order_of, tree_total
+from fshard.reduction_order import TreeSum, add_rows_in_tree, find_order, order_of
 from fshard.testing import spmd
 from fshard.tree import flatten
 from tests.ranks import on_ranks
@@ -149,7 +149,7 @@ def test_the_tree_is_that_of_its_definition(number):
         assert len(tree._sums) <= math.log2(number)
         tree.add(None if i in unused else part)
     assert_same_bits(tree.total(), added(values))
-    assert_same_bits(tree_total(torch.stack(values)), added(values) + 0.0)
+    assert_same_bits(add_rows_in_tree(torch.stack(values)), added(values) + 0.0)
     assert number < 8 or not as_bytes(reduce(torch.add, values)).equal(as_bytes(added(values)))
 
 
@@ -213,8 +213,8 @@ def test_transforms_are_equal_where_their_strategies_are():
     flat, again = (flatten(sharded(fs.zero3)) for _ in range(2))
     axes = flat.specs[0].transform.axes
     order = find_order("it", "tree")
-    marked = order.mark(flat, axes)
-    assert marked.specs == order.mark(again, axes).specs != flat.specs
+    marked = order.mark_leaves(flat, axes)
+    assert marked.specs == order.mark_leaves(again, axes).specs != flat.specs
     assert copy.copy(marked.specs[0].transform).axes == axes
 
 
@@ -224,7 +224,7 @@ def test_the_policy_of_leaves_names_the_order():
     axes = flat.specs[0].transform.axes
     for name in (None, "tree"):
         order = find_order("it", name)
-        marked = order.mark(flat, axes)
+        marked = order.mark_leaves(flat, axes)
         assert order_of(marked.specs[0]) is order
         assert marked.specs[0].reshard.reduction_order == name
         assert marked.specs[0].reshard.sums_in_tree is (name == "tree")
