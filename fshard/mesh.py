@@ -236,7 +236,10 @@ def _make_groups(ranks: torch.Tensor, limit: timedelta, meeting: Meeting) -> lis
     groups = []
     for dim, size in enumerate(ranks.shape):
         rows = ranks.movedim(dim, -1).reshape(-1, size).tolist()
-        groups.append(meeting.run(partial(_compat.group_of_row, rows, limit)))
+        group = _compat.find_group_of_row(rows, limit)
+        if group is None:
+            group = meeting.run(partial(_compat.make_group_of_row, rows, limit))
+        groups.append(group)
     for group in groups:
         if group.size() > 1:
             connect_group(state, group.group_name, meeting.check_others, meeting.run)
@@ -295,14 +298,14 @@ def _sizes(shape: Mapping[str, int], ranks: int) -> tuple[int, ...]:
 
 def _start(device: str, limit: timedelta) -> None:
     """Start torch.distributed with all ranks of the launcher, or one rank without a launcher."""
-    store, rank, ranks = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
+    client, rank, ranks = _compat.StoreClient(dist.HashStore), 0, 1  # type: ignore[attr-defined]
     if os.environ.keys() & {"RANK", "WORLD_SIZE"}:
-        store, rank, ranks = _store_of_launcher(limit)
+        client, rank, ranks = _store_of_launcher(limit)
     # Where torchrun restarts the ranks of its one node, its store has the addresses of ranks that were killed, and a
     # rank that reads one before it is written anew cannot connect (pytorch#135712). Several nodes count differently.
     one_node = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("GROUP_WORLD_SIZE") == "1"
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_node else "0"
-    prefixed = dist.PrefixStore(f"restart {restarts}", store)  # type: ignore[attr-defined]
+    prefixed = dist.PrefixStore(f"restart {restarts}", client.store)  # type: ignore[attr-defined]
     backend = dist.get_default_backend_for_device(device)
     if device != "cpu":
         if backend != "gloo" and _shares_device(device, prefixed, rank):
@@ -314,23 +317,24 @@ def _start(device: str, limit: timedelta) -> None:
     if ranks == 1:
         begin()
     else:
-        with Meeting(_compat.clone_of(prefixed), rank, ranks, "start", limit.total_seconds()) as meeting:
+        with Meeting(_compat.clone_of(prefixed), rank, ranks, "start", limit.total_seconds(), client=client) as meeting:
             meeting.wait_for_all()
-            meeting.run(begin)
+            meeting.run(lambda _: begin())
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 
 
-def _store_of_launcher(limit: timedelta) -> tuple[Any, int, int]:
-    """Find the store that the launcher, or rank 0, holds, this rank's number, and how many ranks there are."""
+def _store_of_launcher(limit: timedelta) -> tuple[_compat.StoreClient, int, int]:
+    """Connect with the store that the launcher, or rank 0, holds, this rank's number, and how many ranks there are."""
     # Torch would let rank 0 wait for as many ranks as it is told of, without saying which have not come.
     size = 1 if "WORLD_SIZE" in os.environ else -1
+    meets = dist.rendezvous("env://", world_size=size, timeout=limit)  # type: ignore[attr-defined]
     try:
-        store, rank, _ = next(iter(dist.rendezvous("env://", world_size=size, timeout=limit)))  # type: ignore[attr-defined]
+        client = _compat.StoreClient(lambda: next(iter(meets))[0])
     except dist.DistError as error:
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         expected = f"the store of rank 0 or of the launcher at {place} within {limit.total_seconds():g} s"
         raise CollectiveError(f"init_mesh: expected {expected}, got: {error!s:.300}") from error
-    return store, rank, int(os.environ["WORLD_SIZE"])
+    return client, process_rank(), int(os.environ["WORLD_SIZE"])
 
 
 def _shares_device(device: str, store: Any, rank: int) -> bool:

@@ -103,24 +103,49 @@ def fake_process_groups(groups: Mapping[str, tuple[int, int]], backend: str) -> 
         yield
 
 
-def group_of_row(rows: list[list[int]], timeout: timedelta) -> ProcessGroup:
-    """Find or make the groups of the ranks in each row, and return this rank's. Checked on 2.13.
+def find_group_of_row(rows: list[list[int]], timeout: timedelta) -> ProcessGroup | None:
+    """Find the group of this rank's row among those that were made for these rows. Checked on 2.13.
 
     torch's own way to set the timeout of a group that exists does not hold for messages between two ranks.
 
     Args:
-        rows: The same on all ranks, which call this in the same order.
+        rows: The ranks of each row.
         timeout: Of the groups.
 
     Returns:
-        The group of the row that this rank is in; the default group, where that is the row of all with this timeout.
+        The group of the row that this rank is in; the default group, where that is the row of all with this timeout;
+        None where these groups have not been made yet.
     """
-    default, c10d, text = torch.distributed.group.WORLD, torch.distributed.distributed_c10d, _description(rows)
-    for group in c10d._world.pg_map:
-        known = group.group_desc == text or (group is default and len(rows) == 1)
-        if known and timeout_of(group.group_name) in (timeout.total_seconds(), float("inf")):
+    default = torch.distributed.group.WORLD
+    text = _description(rows)
+    for group in torch.distributed.distributed_c10d._world.pg_map:
+        is_of_rows = group.group_desc == text or (group is default and len(rows) == 1)
+        if is_of_rows and timeout_of(group.group_name) in (timeout.total_seconds(), float("inf")):
             return group
-    made, _ = torch.distributed.new_subgroups_by_enumeration(rows, timeout, group_desc=text)
+    return None
+
+
+def make_group_of_row(rows: list[list[int]], timeout: timedelta, store: Any) -> ProcessGroup:
+    """Make the groups of the ranks in each row, and return this rank's. Checked on 2.13.
+
+    Args:
+        rows: The same on all ranks, which call this in the same order.
+        timeout: Of the groups.
+        store: The client of the store by which ranks find each other, instead of that of the default group, which
+            stays as it is where this client's connection is ended.
+
+    Returns:
+        The group of the row that this rank is in.
+    """
+    default = torch.distributed.group.WORLD
+    assert default is not None
+    known_groups = torch.distributed.distributed_c10d._world.pg_map
+    backend, store_of_default = known_groups[default]
+    known_groups[default] = (backend, store)
+    try:
+        made, _ = torch.distributed.new_subgroups_by_enumeration(rows, timeout, group_desc=_description(rows))
+    finally:
+        known_groups[default] = (backend, store_of_default)
     assert made is not None
     return made
 
@@ -149,8 +174,8 @@ def timeout_of(name: str) -> float:
 def make_pair(
     name: str,
     store: Any,
-    meanwhile: Callable[[], object] = bool,
-    run: Callable[[Callable[[], Pair]], Pair] = lambda make: make(),
+    meanwhile: Callable[[], object],
+    run: Callable[[Callable[[Any], Any]], Any],
 ) -> tuple[Pair | None, Sockets]:
     """Connect the ranks of a process group twice, beside the group itself; None where it is not gloo's.
 
@@ -162,7 +187,7 @@ def make_pair(
         name: The process group's name.
         store: Where its ranks find each other; no others know its prefix.
         meanwhile: Called from time to time while this rank waits for the others.
-        run: Runs what may fail on this rank, or wait inside gloo.
+        run: Runs what may fail on this rank, or wait inside gloo, with a client of `store` that it may wait on.
 
     Returns:
         The two groups, with the process group's timeout, and their sockets.
@@ -184,18 +209,18 @@ def make_pair(
         own._timeout, own._threads = options._timeout, 1
         return own
 
-    def connect(way: str, own: Any) -> Any:
-        return gloo(torch.distributed.PrefixStore(way, store), group.rank(), group.size(), own)  # type: ignore[attr-defined]
+    def connect(client: Any, way: str, own: Any) -> Any:
+        return gloo(torch.distributed.PrefixStore(way, client), group.rank(), group.size(), own)  # type: ignore[attr-defined]
 
     before = _open_sockets()
     # A rank that cannot listen, as without files left, fails before the others wait for it inside gloo.
-    up, down = run(lambda: (options_of_one(), options_of_one()))
+    up, down = run(lambda _: (options_of_one(), options_of_one()))
     # In the constructor of a group Ctrl-C would not be heard. Once all ranks are here, it does not wait.
     here = [HERE.format(rank) for rank in range(group.size())]
     store.set(here[group.rank()], "")
     wait_in_store(store, here, options._timeout.total_seconds(), meanwhile)
 
-    pair = run(lambda: (connect("u", up), connect("d", down)))
+    pair = run(lambda client: (connect(client, "u", up), connect(client, "d", down)))
     sockets = {fd: inode for fd, inode in _open_sockets().items() if before.get(fd) != inode}
     for fd in sockets:
         # gloo lets the programs that this process starts inherit them.
@@ -241,17 +266,63 @@ def leave_to_parent(sockets: Sockets, store: Any) -> None:
 
 def _sockets_of_server(store: Any) -> Sockets:
     """List the sockets by which this process serves a store to other ranks; none if another process does."""
+    port = _port_of(store)
+    return {fd: inode for fd, inode in _open_sockets().items() if port is not None and _ports_of_socket(fd)[0] == port}
+
+
+def _port_of(store: Any) -> int | None:
+    """The port of the server of a store; None where it has none, as a store that is a file."""
     while isinstance(store, torch.distributed.PrefixStore):  # type: ignore[attr-defined]
         store = store.underlying_store
-    port = getattr(store, "port", None)
-    return {fd: inode for fd, inode in _open_sockets().items() if port is not None and _local_port(fd) == port}
+    return getattr(store, "port", None)
 
 
-def _local_port(fd: int) -> int | None:
-    """The port of this end of a socket; None where it has none."""
+def _ports_of_socket(fd: int) -> tuple[int | None, int | None]:
+    """The ports of both ends of a socket; None where an end has none."""
     with socket.socket(fileno=os.dup(fd)) as duplicate:
-        name = duplicate.getsockname() if duplicate.family in (socket.AF_INET, socket.AF_INET6) else ()
-    return name[1] if name else None
+        if duplicate.family not in (socket.AF_INET, socket.AF_INET6):
+            return None, None
+        local_port = duplicate.getsockname()[1]
+        try:
+            return local_port, duplicate.getpeername()[1]
+        except OSError:
+            # One that listens, or whose other end has gone.
+            return local_port, None
+
+
+class StoreClient:
+    """A client of a store, whose connection another thread may end while a constructor of torch waits on it.
+
+    Such a wait looks at nothing else, and cannot be given up: the wait of a thread that is left alone would abort the
+    process at its exit. Where its connection ends, it raises an error at once. Checked on 2.13.
+
+    Args:
+        connect: Makes the client.
+    """
+
+    def __init__(self, connect: Callable[[], Any]) -> None:
+        before = _open_sockets()
+        self.store = connect()
+        port = _port_of(self.store)
+        # None where the store is no server's, or the system does not show sockets.
+        self._sockets: Sockets = {}
+        for fd, inode in _open_sockets().items():
+            if port is not None and before.get(fd) != inode and _ports_of_socket(fd)[1] == port:
+                self._sockets[fd] = inode
+
+    def is_connected(self) -> bool:
+        """Whether there is a connection that `disconnect` can end."""
+        return bool(self._sockets)
+
+    def disconnect(self) -> None:
+        """End the connection, for good: what waits on it, or asks by it later, raises an error."""
+        now = _open_sockets()
+        for fd, inode in self._sockets.items():
+            # It may have gone meanwhile.
+            with suppress(OSError):
+                if now.get(fd) == inode:
+                    with socket.socket(fileno=os.dup(fd)) as duplicate:
+                        duplicate.shutdown(socket.SHUT_RDWR)
 
 
 def keep_for_good(objects: Sequence[object]) -> None:

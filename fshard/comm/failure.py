@@ -215,7 +215,7 @@ def connect_group(
     state: RankState,
     name: str,
     look: Callable[[], object] = bool,
-    run: Callable[[Callable[[], Any]], Any] = lambda make: make(),
+    run: Callable[[Callable[[Any], Any]], Any] = lambda make: make(None),
 ) -> Group:
     """Find this rank's own group of an axis, or connect with its other ranks, and let the thread watch it.
 
@@ -223,7 +223,7 @@ def connect_group(
         state: This rank's.
         name: The name of the axis's process group.
         look: Called from time to time while this rank waits for the others.
-        run: Runs what waits for them inside gloo.
+        run: Runs what waits for them inside gloo, with a client of the store for it alone; None for this rank's own.
 
     Returns:
         The group.
@@ -247,14 +247,18 @@ def _make_group(
     state: RankState,
     name: str,
     look: Callable[[], object],
-    run: Callable[[Callable[[], Any]], Any],
+    run: Callable[[Callable[[Any], Any]], Any],
 ) -> Group:
     """Connect with the other ranks of an axis; as for `connect_group`."""
     ranks = dist.get_process_group_ranks(_compat.resolve_process_group(name))
     timeout = _compat.timeout_of(name)
-    board = dist.PrefixStore(f"{name} of {ranks}", state.board())  # type: ignore[attr-defined]
+
+    def board_by(client: Any) -> Any:
+        return dist.PrefixStore(f"{name} of {ranks}", state.board(client))  # type: ignore[attr-defined]
+
+    board = board_by(None)
     try:
-        pair, sockets = _compat.make_pair(name, board, look, run)
+        pair, sockets = _compat.make_pair(name, board, look, lambda make: run(lambda client: make(board_by(client))))
     except CollectiveError:
         raise
     except RuntimeError as error:

@@ -205,9 +205,9 @@ class RankState:
     compared: set[Any] = field(default_factory=set)
     watcher: Any = None
 
-    def board(self) -> Any:
-        """The part of the store for this generation."""
-        return dist.PrefixStore(f"fshard/{self.generation}", self.store)  # type: ignore[attr-defined]
+    def board(self, client: Any = None) -> Any:
+        """The part of the store for this generation, by this rank's client of the store, or by another one."""
+        return dist.PrefixStore(f"fshard/{self.generation}", client or self.store)  # type: ignore[attr-defined]
 
     @property
     def others(self) -> list[int]:

@@ -1,12 +1,13 @@
 """Meetings: the ranks that make a mesh hear of one that fails or dies meanwhile, and end with the same error.
 
 A rank waits for the others in the store before it calls a constructor of torch or gloo, which would wait for them
-without looking at signals and notes. So these wait in vain only for a rank that fails or dies inside of them, until the
-timeout.
+without looking at signals and notes. For a rank that fails or dies inside of one, the others wait there by a client of
+the store that has its own connection. A thread looks meanwhile what became of the others, and ends that connection.
 """
 
 import json
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,9 @@ from fshard.errors import text_of
 
 T = TypeVar("T")
 
+# Seconds between two looks at the others while a constructor waits for them: the first time, and later.
+FIRST_LOOK, NEXT_LOOK = 0.5, 1.0
+
 
 class Meeting:
     """One call of init_mesh, on one of the ranks that make a mesh together.
@@ -33,11 +37,21 @@ class Meeting:
         name: The same on all ranks, and another for each meeting.
         seconds: How long a rank waits for another.
         state: What this rank knows of the others; None before torch.distributed runs.
+        client: The client of the store that constructors wait on; by default one that is made for the first of them.
     """
 
     def __init__(
-        self, store: Any, rank: int, size: int, name: str, seconds: float, state: RankState | None = None
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        name: str,
+        seconds: float,
+        state: RankState | None = None,
+        client: _compat.StoreClient | None = None,
     ) -> None:
+        self.store = store
+        self.client = client
         self.rank = rank
         self.others = [other for other in range(size) if other != rank]
         self.seconds = seconds
@@ -93,12 +107,21 @@ class Meeting:
         """
         if not self.others:
             return
-        reason = ask_store(self._find_reason if processes else self._read_note)
-        # The store may have gone with the rank that held it.
-        if reason is None:
-            reason = self._name_ended_ranks()
-        if reason:
+        if reason := self.find_reason(processes):
             raise CollectiveError(reason)
+
+    def find_reason(self, processes: bool = True) -> str:
+        """Find out why no mesh will be made, as far as this rank can tell.
+
+        Args:
+            processes: Whether to look for processes that have ended too.
+
+        Returns:
+            The reason; "" if nothing is known.
+        """
+        reason: str | None = ask_store(self._find_reason if processes else self._read_note)
+        # The store may have gone with the rank that held it.
+        return self._name_ended_ranks() if reason is None else reason
 
     def wait_for_all(self) -> None:
         """Wait until all ranks have come.
@@ -118,11 +141,11 @@ class Meeting:
             absent = [rank for rank in self.others if rank not in present]
             raise absent_ranks(absent, len(self.others) + 1) from error
 
-    def run(self, make: Callable[[], T]) -> T:
+    def run(self, make: Callable[[Any], T]) -> T:
         """Make what waits inside torch for other ranks.
 
         Args:
-            make: Makes it.
+            make: Makes it, with a client of the store that nobody else waits on or asks by. It may keep the client.
 
         Returns:
             What `make` returns.
@@ -130,19 +153,28 @@ class Meeting:
         Raises:
             CollectiveError: if it cannot be made; on every rank with the same reason.
         """
+        if not self.others:
+            return make(self.store)
+        if self.client is None:
+            self.client = _compat.StoreClient(lambda: _compat.clone_of(self.store))
         begin = time.monotonic()
+        ender = _WaitEnder(self, self.client)
         try:
-            return make()
+            with ender:
+                made = make(self.client.store)
         except RuntimeError as error:
             if isinstance(error, CollectiveError):
                 raise
             late = time.monotonic() - begin
-            reason = ask_store(self._find_reason, GRACE)
+            reason = ender.reason or ask_store(self._find_reason, GRACE)
             if reason is None:
                 # The store has gone with the rank that held it.
                 reason = self._name_ended_ranks() or STORE_IS_GONE
             reason = reason or self._describe_failure(error, late)
             raise CollectiveError(reason) from error
+        if ender.reason:
+            raise CollectiveError(ender.reason)
+        return made
 
     def _describe_failure(self, error: BaseException, late: float = 0.0) -> str:
         """Say that this rank has failed, or has waited in vain."""
@@ -176,6 +208,44 @@ class Meeting:
     def _leave_note(self, text: str) -> str:
         """Leave a note, and return the first one that is there."""
         return ask_store(lambda: self.board.compare_set("note", "", text).decode()) or text
+
+
+class _WaitEnder(threading.Thread):
+    """Ends the waits inside a constructor, in a context, where another rank has failed or is gone.
+
+    Args:
+        meeting: Of the ranks that make something together.
+        client: The client of the store that the constructor waits on.
+    """
+
+    def __init__(self, meeting: Meeting, client: _compat.StoreClient) -> None:
+        super().__init__(name="fshard init_mesh", daemon=True)
+        self._meeting = meeting
+        self._client = client
+        self._over = threading.Event()
+        # Why the waits were ended; "" if they were not.
+        self.reason = ""
+
+    def __enter__(self) -> None:
+        """Begin to look."""
+        if self._client.is_connected():
+            self.start()
+
+    def __exit__(self, *_: object) -> None:
+        """End before what was made is used."""
+        self._over.set()
+        if self.is_alive():
+            self.join()
+
+    def run(self) -> None:
+        """Look at the other ranks until the constructor returns, or one of them has failed."""
+        seconds = FIRST_LOOK
+        while not self._over.wait(seconds):
+            self.reason = self._meeting.find_reason()
+            if self.reason:
+                self._client.disconnect()
+                return
+            seconds = NEXT_LOOK
 
 
 def absent_ranks(absent: Sequence[int], size: int) -> CollectiveError:

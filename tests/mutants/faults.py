@@ -308,6 +308,13 @@ FAULTS = (
         "10: a rank that fails in init_mesh is named on the others",
     ),
     Fault(
+        "waits-inside-torch-go-on",
+        "fshard/comm/meeting.py",
+        "self._client.disconnect()",
+        "pass",
+        "10: a rank that dies inside a constructor of torch is named within seconds",
+    ),
+    Fault(
         "zombie-counts-as-alive",
         "fshard/comm/processes.py",
         'return status[STATE] in "ZX" or status[START] != process.start',
