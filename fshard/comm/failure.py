@@ -472,6 +472,14 @@ class FailureWatcher(threading.Thread):
         if state is not None:
             state.groups.clear()
 
+    def leave_to_parent(self) -> None:
+        """Let a forked child, which does not have this thread, end without it.
+
+        The thread may have held a lock at the fork, which nobody would let go of in the child.
+        """
+        self._over = threading.Event()
+        self.interrupts.leave_to_parent()
+
     def run(self) -> None:
         """Look at this rank until it is gone."""
         while not self._over.wait(SLICE):

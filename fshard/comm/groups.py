@@ -236,6 +236,8 @@ def _leave_to_parent() -> None:
     more. The groups stay, because gloo would wait in their destructors for threads that a forked child does not have.
     """
     for state in list(_MEMORY.values()):
+        if state.watcher is not None:
+            state.watcher.leave_to_parent()
         groups = [group for group in state.groups.values() if group.pair is not None]
         if not groups:
             continue

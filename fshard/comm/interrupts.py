@@ -61,6 +61,14 @@ class Interrupts:
             for end in ends:
                 os.close(end)
 
+    def leave_to_parent(self) -> None:
+        """Give up the pipe in a forked child, where it would tell the parent of the child's signals, and the lock.
+
+        Another thread may have held the lock at the fork. The child does not have that thread.
+        """
+        self._lock = threading.Lock()
+        self.close()
+
     def has_come(self, waiting: Issued | None) -> bool:
         """Tell whether Ctrl-C has come in a wait that goes on, so that Python could not raise KeyboardInterrupt.
 

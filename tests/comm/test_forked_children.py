@@ -29,7 +29,46 @@ except fs.comm.CollectiveError as error:
 """
 
 CHILDREN_END = """
-import os, sys, torch, fshard as fs
+import os, signal, sys, threading, time, torch, fshard as fs
+
+def ends_well(child):
+    for _ in range(200):
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return status == 0
+        time.sleep(0.1)
+    os.kill(child, signal.SIGKILL)
+    return False
+
+def fork_while_held(lock):
+    held, over = threading.Event(), threading.Event()
+
+    def hold():
+        with lock:
+            held.set()
+            over.wait()
+
+    threading.Thread(target=hold).start()
+    held.wait()
+    child = os.fork()
+    if child:
+        over.set()
+    return child
+
+def exits_while_the_watcher_looks():
+    child = fork_while_held(fs.comm.rank_state().watcher._over._cond)
+    if child == 0:
+        sys.exit()
+    assert ends_well(child)
+
+def calls_while_the_watcher_reads_signals():
+    child = fork_while_held(fs.comm.rank_state().watcher.interrupts._lock)
+    if child == 0:
+        try:
+            fs.gather(params)
+        except fs.comm.CollectiveError:
+            os._exit(0)
+    assert ends_well(child)
 
 def loads():
     assert len(list(torch.utils.data.DataLoader(range(10), num_workers=2))) == 10
@@ -38,7 +77,7 @@ def exits():
     child = os.fork()
     if child == 0:
         sys.exit()
-    assert os.waitpid(child, 0)[1] == 0
+    assert ends_well(child)
 
 def drops_its_mesh():
     global mesh
@@ -48,7 +87,7 @@ def drops_its_mesh():
         fs.comm.rank_state().groups.clear()
         torch.distributed.destroy_process_group()
         os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
+    assert ends_well(child)
 
 def calls():
     child = os.fork()
@@ -58,12 +97,14 @@ def calls():
         except fs.comm.CollectiveError as error:
             text = f"this process was forked from rank {rank}, which alone has its connections\\n"
             os._exit(0 if str(error).startswith(text) else 1)
-    assert os.waitpid(child, 0)[1] == 0
+    assert ends_well(child)
 
 mesh = fs.init_mesh({"shard": -1}, device="cpu", timeout=60.0)
 axis = fs.axis_of(mesh)
 rank = fs.axis_index(axis)
-for number, act in enumerate((exits, loads, drops_its_mesh, calls)):
+params = fs.shard({"w": torch.ones(4)}, fs.fully_shard(axis))
+acts = exits, loads, drops_its_mesh, calls, exits_while_the_watcher_looks, calls_while_the_watcher_reads_signals
+for number, act in enumerate(acts):
     if rank == number % 2:
         act()
     # Large enough to be sent in several parts.
@@ -88,7 +129,10 @@ def test_a_rank_that_is_killed_is_named_while_a_child_of_it_lives(victim, kind, 
 
 
 def test_children_that_end_disturb_no_rank():
-    """Workers of a loader, and forked children that end as programs do or take apart what they have."""
+    """Workers of a loader, and forked children that end as programs do or take apart what they have.
+
+    Also where a thread of the parent, which the child does not have, held a lock at the fork.
+    """
     programs = output_of_programs(2, CHILDREN_END)
     assert [(program.output, program.code) for program in programs] == [("ends\n", 0)] * 2, programs
     assert not any("Traceback" in program.errors for program in programs), programs

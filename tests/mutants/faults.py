@@ -308,6 +308,13 @@ FAULTS = (
         "10: a rank that fails in init_mesh is named on the others",
     ),
     Fault(
+        "forked-child-waits-for-locks-of-the-watcher",
+        "fshard/comm/groups.py",
+        "state.watcher.leave_to_parent()",
+        "pass",
+        "10: a child that a rank forks ends as programs do",
+    ),
+    Fault(
         "waits-inside-torch-go-on",
         "fshard/comm/meeting.py",
         "self._client.disconnect()",
