@@ -1,7 +1,7 @@
 """Transforms over one mesh axis: fully_shard, replicate, split_dim and own_dim."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 from fshard import comm
 from fshard.mesh import Mesh, axis_of
 from fshard.transforms.base import BuiltIn, Finish, LayoutError, ShardTransform, Specs, Tensors
+from fshard.transforms.parts import check_inputs, foreign_names
 from fshard.tree import Axis, Spec
 from fshard.tree.checks import WHOLE, Range, check_arguments, check_numbers
 
@@ -62,6 +63,7 @@ class _FullyShard(BuiltIn):
 
     def start_gather(self, leaves: Tensors, specs: Specs) -> Finish:
         dims = self.split_dims(specs)
+        self._check_inputs("gather", leaves, specs, dims)
         finish_rows = self.start_rows([leaves[index] for index in dims], [specs[index] for index in dims])
 
         def finish() -> Tensors:
@@ -83,6 +85,7 @@ class _FullyShard(BuiltIn):
     ) -> Finish:
         """Start a scatter that sums the gradients of split leaves by a function like `start_sums`."""
         dims = self.split_dims(specs)
+        self._check_inputs("scatter", grads, specs, dims)
         whole = [index for index in range(len(grads)) if index not in dims]
         stacks = [self.stack(grads[index], specs[index], dim) for index, dim in dims.items()]
         finish_split = start_sums(stacks, [specs[index] for index in dims])
@@ -95,6 +98,19 @@ class _FullyShard(BuiltIn):
             return [sums[index] for index in range(len(sums))]
 
         return finish
+
+    def _check_inputs(self, half: str, tensors: Tensors, specs: Specs, dims: Mapping[int, int]) -> None:
+        """Refuse shards or gradients of a user's transform that have other sizes than this rank sends."""
+        if not specs or not foreign_names(specs[0].transform):
+            return
+        sizes = {}
+        for index, dim in dims.items():
+            if half == "scatter" and not specs[index].shape and self._is_outermost(specs[index], dim):
+                # A number, whose gradient has no dim yet.
+                continue
+            full_size = specs[index].shared_out(dim, self.axis)
+            sizes[index] = (dim, -(-full_size // self.axis.size) if half == "gather" else full_size)
+        check_inputs(half, self.axis, tensors, specs, sizes)
 
     def stack(self, grad: torch.Tensor, spec: Spec, dim: int) -> torch.Tensor:
         """Cut a gradient in the ranks' pieces along a new first dim."""

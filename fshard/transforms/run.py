@@ -8,7 +8,8 @@ import torch
 from fshard.collectives.linear import Linear, Variance, linear_call
 from fshard.errors import Problem, expect, refuse
 from fshard.transforms.base import BuiltIn, ShardTransform, Specs, States, Tensors
-from fshard.transforms.structure import reduction, walk_parts
+from fshard.transforms.parts import foreign_names
+from fshard.transforms.structure import reduction
 from fshard.tree import Spec
 from fshard.tree.checks import check_dense, describe
 
@@ -170,8 +171,7 @@ def check_results(
             problems.append(Problem(path, describe(result), "a tensor"))
         elif shape is not None and tuple(result.shape[: len(shape)]) != tuple(shape):
             problems.append(Problem(path, describe(result), f"a tensor of shape {tuple(shape)}"))
-    names = [type(part).__name__ for part in walk_parts(transform) if not isinstance(part, BuiltIn)]
-    api_name = f"{' or '.join(dict.fromkeys(names))}.{half}"
+    api_name = f"{' or '.join(foreign_names(transform))}.{half}"
     stored_as = "full leaf" if half == "gather" else "shard"
     remedy = f"let {half} return a tensor for each leaf, shaped as the {stored_as}"
     refuse(f"{api_name}: results do not fit", problems, remedy)

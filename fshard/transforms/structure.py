@@ -1,40 +1,21 @@
 """Facts about a transform, read off the transforms that it is made of."""
 
-from collections.abc import Iterator
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
 
 from fshard.transforms.axis import _SplitDim
-from fshard.transforms.base import BuiltIn, Container, ShardTransform, Wrapped
+from fshard.transforms.base import Container, ShardTransform, Wrapped
 from fshard.transforms.local import _Cast
+from fshard.transforms.parts import field_values, foreign_names, walk_parts
 from fshard.tree import Axis, Spec
-
-
-def _field_values(transform: ShardTransform) -> Iterator[Any]:
-    """List the values in a transform's fields, and in tuples there."""
-    for field in fields(transform):
-        value = getattr(transform, field.name)
-        if type(value) is tuple:
-            yield from value
-        else:
-            yield value
-
-
-def walk_parts(transform: ShardTransform) -> Iterator[ShardTransform]:
-    """List all transforms in a transform, the one next to storage first, and the transform itself last."""
-    for value in _field_values(transform):
-        if isinstance(value, ShardTransform):
-            yield from walk_parts(value)
-    yield transform
 
 
 def layout_axes(transform: ShardTransform) -> tuple[Axis, ...]:
     """List the mesh axes that leaves are placed on: those of `axes`, and those that leaves stay split over."""
     axes = []
     for part in walk_parts(transform):
-        axes += [value for value in _field_values(part) if isinstance(value, Axis)]
+        axes += [value for value in field_values(part) if isinstance(value, Axis)]
         axes += part.axes
     return tuple(dict.fromkeys(axes))
 
@@ -86,7 +67,7 @@ def reduction(transform: Any) -> Reduction:
 
 def _read_reduction(transform: ShardTransform) -> Reduction:
     parts = list(walk_parts(transform))
-    is_foreign = not all(isinstance(part, BuiltIn) for part in parts)
+    is_foreign = bool(foreign_names(transform))
     # No transform of this package keeps a tensor that it returns. Others may, which nobody can see from here.
     is_new = not is_foreign and any(axis.size > 1 for axis in summed_axes(transform))
     return Reduction(

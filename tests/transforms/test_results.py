@@ -130,3 +130,78 @@ def test_states_are_counted():
         found = outcome(partial(fs.value_and_grad(loss, transform_state=state), params))
         text = NUMBER.replace("got 1", f"got {number}")
         assert (found.error, found.text) == ("ValueError", f"SpoilsStates.scatter: {text}")
+
+
+@dataclass(frozen=True)
+class SpoilsInputs(fs.ShardTransform):
+    """A stage that hands something wrong to the one which communicates, on some ranks."""
+
+    half: str
+    wrong: str
+    ranks: tuple[int, ...]
+
+    def spoil(self, half, tensors):
+        tensors = list(tensors)
+        if half == self.half and dist.get_rank() in self.ranks:
+            match self.wrong:
+                case "short":
+                    tensors[0] = tensors[0][:1]
+                case "long":
+                    tensors[0] = torch.cat([tensors[0], tensors[0]])
+                case "class":
+                    tensors[0] = None
+        return tensors
+
+    def gather(self, leaves, specs):
+        return self.spoil("gather", leaves)
+
+    def scatter(self, grads, specs):
+        return self.spoil("scatter", grads)
+
+
+@dataclass(frozen=True)
+class WrapsSpoiled(fs.Wrapped):
+    """Spoils what the transform that it wraps is given."""
+
+    spoils: SpoilsInputs
+
+    def gather(self, leaves, specs):
+        return self.inner.gather(self.spoils.gather(leaves, specs), specs)
+
+    def scatter(self, grads, specs):
+        return self.inner.scatter(self.spoils.scatter(grads, specs), specs)
+
+
+def spoiled_layout(axis, half, wrong, ranks, form):
+    spoils = SpoilsInputs(half, wrong, ranks)
+    fully = fs.fully_shard(axis, min_shard_elements=0)
+    if form == "wrapped":
+        return WrapsSpoiled(fully, spoils)
+    # A gather runs from the first stage to the last one, and a scatter back.
+    return fs.compose(spoils, fully) if half == "gather" else fs.compose(fully, spoils)
+
+
+@pytest.mark.parametrize("ranks", [(1,), (0, 1)], ids=str)
+@pytest.mark.parametrize("wrong", ("short", "long", "class"))
+@pytest.mark.parametrize("verb, half", [(verb, half) for verb, (_, halves, _) in CALLS.items() for half in halves])
+@on_ranks(2, pytest.param("2 processes", marks=pytest.mark.slow))
+def test_what_a_stage_hands_on_wrongly_is_named_before_it_is_sent(verb, half, wrong, ranks):
+    """What is too long would be cut off unseen, and other sizes on one rank would be no fault of the stage's name."""
+    axis = axis_of_all()
+    call, _, _ = CALLS[verb]
+    for form in ("composed", "wrapped"):
+        params = fs.shard(full_grads(), fs.zero3(axis, layout=spoiled_layout(axis, half, wrong, ranks, form)))
+        found = outcome(partial(call, params))
+        classes = "SpoilsInputs" if form == "composed" else "SpoilsInputs or WrapsSpoiled"
+        size = 2 if half == "gather" else 4
+        expected = "a tensor" if wrong == "class" else f"a tensor with size {size} in dim 0"
+        first = (
+            f"{classes}.{half}: results cannot be sent over 'shard'\n  leaf 0 of shape (4, 3): expected {expected}, got"
+        )
+        if dist.get_rank() in ranks:
+            assert found.error == "ValueError", found
+            assert found.text.startswith(first), found
+        else:
+            assert found.error == "CollectiveError", found
+            assert f"rank 1 failed in {verb}: ValueError: {first}" in found.text, found
+        axis = axis_of_all()
