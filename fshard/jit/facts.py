@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 from fshard import _compat, comm
 from fshard.collectives import TracedUsage
 from fshard.comm import ops
-from fshard.jit.nodes import find_collective
+from fshard.jit.nodes import find_collective, pair_arguments
 from fshard.tree import Axis
 
 
@@ -19,11 +19,14 @@ class Facts(NamedTuple):
 
     Attributes:
         of_verbs: What the verbs in it were given, by name: specs, dtypes, `reduce`, and which leaves the losses used.
-        collectives: For each axis the texts of its collectives, in their order.
+        axes: The axes that it communicates over.
+        collectives: For the group of each of these axes the texts of its collectives, in their order. The name of a
+            group identifies an axis: operators of a graph do not hold the type of the axis' devices.
     """
 
     of_verbs: dict[str, str]
-    collectives: dict[Axis, list[str]]
+    axes: list[Axis]
+    collectives: dict[str, list[str]]
 
     def for_each_axis(self, axes: Sequence[Axis]) -> dict[Axis, str]:
         """Write as JSON what ranks compare over each axis in every call.
@@ -31,14 +34,15 @@ class Facts(NamedTuple):
         The collectives are those of the axis: stages of a pipeline differ in what they send over other axes.
 
         Args:
-            axes: The axes of the arguments. They come first, because a rank whose trace fails knows no others.
+            axes: The axes of the arguments. If there are any, only these are compared, because a rank whose trace
+                failed knows no others.
 
         Returns:
             The JSON for each of these axes; if there are none, for each axis of the collectives.
         """
         texts: dict[Axis, str] = {}
-        for axis in axes or self.collectives:
-            collectives = "\n".join(self.collectives.get(axis, ()))
+        for axis in axes or self.axes:
+            collectives = "\n".join(self.collectives.get(axis.group_name, ()))
             texts[axis] = json.dumps({**self.of_verbs, "collectives": collectives})
         return texts
 
@@ -48,7 +52,9 @@ class Facts(NamedTuple):
 
 
 def collect_facts(graph: Graph, usage: TracedUsage) -> Facts:
-    """Collect the facts of a graph, which its passes then remove.
+    """Collect the facts of a graph.
+
+    The operator record_facts only carries facts to this function, so dead-code elimination may drop it afterwards.
 
     Args:
         graph: The graph as it was traced.
@@ -63,22 +69,31 @@ def collect_facts(graph: Graph, usage: TracedUsage) -> Facts:
     """
     # The dicts keep the order in which values appear, each of them once.
     of_verbs: dict[str, dict[str, None]] = {comm.VERB: {"jit": None}}
-    collectives = defaultdict[Axis, list[str]](list)
+    axes: dict[Axis, None] = {}
+    collectives = defaultdict[str, list[str]](list)
     for node in graph.nodes:
         collective = find_collective(node)
         if node.target is ops.record_facts:
             for name, value in json.loads(node.args[0]).items():
                 of_verbs.setdefault(name, {})[value] = None
         elif collective is not None:
-            name, size, group = node.args[-4:-1]
-            collectives[Axis(name, size, group)].append(_describe_collective(collective))
+            axis = _find_axis(node)
+            axes[axis] = None
+            collectives[axis.group_name].append(_describe_collective(collective))
         elif _is_foreign_collective(node):
             problem = f"{node.target} is a collective of torch.distributed, whose group a graph cannot hold"
             verbs = "fs.psum, fs.pmean, fs.all_gather or fs.reduce_scatter"
             raise ValueError(f"jit: {problem}. Call {verbs} over an axis of the mesh, or call it outside.")
     if usage.texts:
         of_verbs["leaves"] = dict.fromkeys(usage.texts)
-    return Facts({name: "\n".join(values) for name, values in of_verbs.items()}, dict(collectives))
+    texts_of_verbs = {name: "\n".join(values) for name, values in of_verbs.items()}
+    return Facts(texts_of_verbs, list(axes), dict(collectives))
+
+
+def _find_axis(node: Node) -> Axis:
+    """Find the axis over which a node starts a collective."""
+    values = {argument.name: value for argument, value in pair_arguments(node)}
+    return Axis(values["axis"], values["size"], values["group"])
 
 
 def _describe_collective(collective: comm.Collective) -> str:

@@ -299,11 +299,27 @@ def test_ranks_that_trace_again_and_use_other_leaves_are_named():
         jitted(state, True)
 
 
+def takes_a_tensor(axis):
+    """The axis is known from the collective alone."""
+    return fs.jit(lambda x: fs.psum(x[my_rank() :], axis)), (torch.ones(3),)
+
+
+def takes_parameters(axis):
+    """The axis is known from the leaves too, with the device that they are sharded to."""
+    params = fs.shard({"w": torch.ones(4, 2)}, fs.zero3(axis))
+
+    def step(params, x):
+        total = fs.psum(x[my_rank() :], axis)
+        return fs.tree_map(lambda leaf: leaf + total.sum(), params)
+
+    return fs.jit(step), (params, torch.ones(3))
+
+
+@pytest.mark.parametrize("make", (takes_a_tensor, takes_parameters))
 @on_ranks(2)
-def test_ranks_whose_graphs_send_different_things_are_named_before_anything_is_sent():
-    axis = fs.axis_of(one_axis())
-    step = fs.jit(lambda x: fs.psum(x[my_rank() :], axis))
+def test_ranks_whose_graphs_send_different_things_are_named_before_anything_is_sent(make):
+    step, args = make(fs.axis_of(one_axis()))
     expected = r"collectives: expected .* of 1 tensors, 12 bytes as on rank shard=0, got .* 8 bytes on rank shard=1"
     with fs.comm.record() as record, pytest.raises(ValueError, match=rf"^jit: ranks were told .*\n  {expected}"):
-        step(torch.ones(3))
+        step(*args)
     assert all(entry.about.is_comparison for entry in record)

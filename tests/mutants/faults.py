@@ -574,6 +574,13 @@ FAULTS = (
         "10: ranks whose graphs send different things are named before anything is sent",
     ),
     Fault(
+        "jitted-calls-with-parameters-compare-no-collectives",
+        "fshard/jit/facts.py",
+        'collectives = "\\n".join(self.collectives.get(axis.group_name, ()))',
+        'collectives = "\\n".join(self.collectives.get(axis.name, ()))',
+        "10: ranks whose graphs send different things are named before anything is sent, also with sharded parameters",
+    ),
+    Fault(
         "part-of-a-result-taken-by-two-donated-arguments",
         "fshard/jit/donation.py",
         "if part.structure == structure and taken.isdisjoint(part.leaves):",
