@@ -2,7 +2,10 @@
 
 import copy
 import math
+import os
 import pickle
+import subprocess
+import sys
 from collections import OrderedDict
 from dataclasses import FrozenInstanceError, replace
 
@@ -69,6 +72,27 @@ def test_descriptions_are_values():
         assert len({value, again}) == 1
     parts = {"shape": (5, 4), "partition": fs.P(), "axes": (TENSOR,), "frozen": True, "transform": fs.cast()}
     assert len({base, *(replace(base, **{name: part}) for name, part in parts.items())}) == 6
+
+
+SEND = """
+import pickle, sys
+import fshard as fs
+spec = fs.Spec((5, 3), fs.P("shard"), (fs.Axis("shard", 3, "group 0"),), transform=fs.cast())
+assert spec.exact in {spec.exact: spec.local_shape} and spec in {spec}
+sys.stdout.buffer.write(pickle.dumps((spec, spec.exact)))
+"""
+
+
+def test_specs_of_another_process_are_found_in_dicts():
+    """Each process hashes texts in its own way, so no hash may be sent with a spec."""
+    base = replace(spec((5, 3), (SHARD, 0)), transform=fs.cast())
+    keys = {base: 1, base.exact: 2}
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        sent = subprocess.run([sys.executable, "-c", SEND], env=environment, capture_output=True, check=True).stdout
+        received, exact = pickle.loads(sent)
+        assert (received, exact) == (base, base.exact)
+        assert (keys[received], keys[exact], keys[received.exact]) == (1, 2, 2)
 
 
 LEAF = fs.Sharded(torch.arange(6.0).view(2, 3), spec((5, 3), (SHARD, 0)))

@@ -26,6 +26,10 @@ class Exact:
     def __hash__(self) -> int:
         return self._hash
 
+    def __reduce__(self) -> tuple[type["Exact"], tuple[Any]]:
+        """Pickle the value alone: another process hashes texts in another way."""
+        return Exact, (self.value,)
+
     def __repr__(self) -> str:
         return repr(self.value)
 

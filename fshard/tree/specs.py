@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -139,6 +139,10 @@ class Spec:
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle the fields alone: another process hashes texts in another way, so no cached hash may get there."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @functools.cached_property
     def _hash(self) -> int:

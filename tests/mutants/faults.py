@@ -98,6 +98,13 @@ FAULTS = (
         "1: round trip of a dim that several axes split unevenly",
     ),
     Fault(
+        "hashes-of-specs-travel",
+        "fshard/tree/specs.py",
+        "return {field.name: getattr(self, field.name) for field in fields(self)}",
+        "return dict(vars(self))",
+        "8: specs are values, also those that another process sends",
+    ),
+    Fault(
         "elements-counted-from-the-shard",
         "fshard/init/counter.py",
         "index = index * size + start + at",
