@@ -17,8 +17,8 @@ from fshard.tree.masks import Mask, matches
 from fshard.tree.nodes import Sharded, is_sharded, is_trained, lose_tensor, tensor_of, tensors_of
 from fshard.tree.specs import Axis
 
-# Where a tensor says that it was donated.
-DONATED = "donated"
+# The attribute of a tensor that says that it was donated.
+DONATED = "_fshard_donated"
 
 # The description of a leaf that is wrong and of the leaf expected; None for one that is right.
 Misfit = tuple[str, str] | None
@@ -192,12 +192,12 @@ def _empty_like(tensor: torch.Tensor, known: dict[Any, torch.Tensor]) -> torch.T
 
 def any_donated(leaves: Iterable[Any]) -> bool:
     """Tell whether one of thousands of leaves was donated."""
-    return any(getattr(tensor, DONATED, False) for tensor in tensors_of(leaves))
+    return any(getattr(tensor, DONATED, None) is True for tensor in tensors_of(leaves))
 
 
 def is_donated(leaf: Any) -> bool:
     """Tell whether a leaf's tensor was donated; it is empty then, of shape (0,)."""
-    return getattr(leaf.local if isinstance(leaf, Sharded) else leaf, DONATED, None) is True
+    return getattr(tensor_of(leaf), DONATED, None) is True
 
 
 def refuse_donated(what: str, flat: Flat) -> None:
