@@ -84,8 +84,15 @@ def trace(flat: Flat, f: Callable[..., Any], usage: TracedUsage | None = None) -
         The graph, as it was traced.
 
     Raises:
-        ValueError: if the function branches on values, or returns what is no tensor, with the line or the path.
+        ValueError: if the function branches on values, or returns what is no tensor, with the line or the path; or if
+            another trace runs.
     """
+    if _compat.is_tracing():
+        # The lock below is held by that trace, which would wait for this one to end.
+        raise ValueError(
+            "jit: a function cannot be traced inside another trace. Call fs.make_graph outside of functions of fs.jit "
+            "and fs.make_graph."
+        )
     tensors = tensors_of(flat.leaves)
     inputs = [i for i, tensor in enumerate(tensors) if isinstance(tensor, torch.Tensor)]
     # Examples are no part of autograd's graph and no views of others. A tensor that is given twice stays one object.

@@ -119,6 +119,20 @@ def test_refusals():
             call()
 
 
+def test_make_graph_inside_a_trace_is_refused():
+    """Only one trace runs at a time, so it would wait for itself."""
+
+    def f(x):
+        return fs.make_graph(torch.sin)(x) and x
+
+    for run in (fs.jit(f), fs.make_graph(f)):
+        with refused(
+            "jit: a function cannot be traced inside another trace. Call fs.make_graph outside of functions of fs.jit "
+            "and fs.make_graph."
+        ):
+            run(X)
+
+
 def test_a_number_that_changes_is_refused_and_the_old_one_still_serves():
     """By position, or a static argument by keyword."""
     jitted = fs.jit(scale)
