@@ -141,7 +141,11 @@ class Jitted:
             got = f"{self._donate_argnums} in a call with {len(args)}"
             expect(False, "jit", "donate_argnums to be numbers of arguments by position", got, "count from 0")
         if self._static_argnums:
-            args = [make_exact(arg) if i in self._static_argnums else arg for i, arg in enumerate(args)]
+            remedy = "Pass a hashable value, such as a tuple."
+            args = [
+                make_exact(arg, f"static argument {i}", remedy) if i in self._static_argnums else arg
+                for i, arg in enumerate(args)
+            ]
         return flatten((tuple(args), kwargs))
 
     def _find_program(self, flat: Flat, tensors: Sequence[torch.Tensor]) -> Program:
@@ -278,7 +282,8 @@ def _refuse_changed_values(changes: Mapping[str, str], flat: Flat) -> None:
     """Refuse leaves that are part of the graph, such as numbers, and were others before."""
     problems = []
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
-        if path in changes and not isinstance(leaf, Exact):
+        # None is part of the structure, and static arguments may change.
+        if path in changes and not isinstance(leaf, Exact | torch.Tensor | Sharded | None):
             problems.append(Problem(path, f"a value that {changes[path]}", "a tensor"))
     remedy = "pass tensors, which may change, or make it a static argument: each value has its own trace"
     refuse("jit: leaves that are part of the graph have changed", problems, remedy)

@@ -8,6 +8,7 @@ import torch
 
 from fshard import _compat, comm
 from fshard.tree import Exact, Flat, Sharded, Treedef, has_plain_keys, tensors_of
+from fshard.tree.checks import describe
 
 _CUDA = torch.backends.cuda
 _MODES = (
@@ -25,10 +26,14 @@ _MODES = (
 )
 
 
+# What a tensor is called among leaves that are listed by their values.
+_A_TENSOR = "a tensor"
+
+
 class Signature(NamedTuple):
     """Everything that a graph depends on.
 
-    The first four fields are compared in each call. The others are compared only where guards, which are faster, do not
+    The first five fields are compared in each call. The others are compared only where guards, which are faster, do not
     tell that the arguments look like those of the last call.
 
     Attributes:
@@ -45,7 +50,7 @@ class Signature(NamedTuple):
     values: tuple[Any, ...]
     ranks: tuple[int, ...]
     modes: tuple[tuple[str, Any], ...]
-    keys: str = ""
+    keys: str
     avals: tuple[Any, ...] = ()
     same: tuple[int, ...] = ()
 
@@ -56,6 +61,7 @@ class Signature(NamedTuple):
             if abstract is None:
                 entries[path] = value
                 continue
+            entries[path] = _A_TENSOR
             for name, part in abstract:
                 entries[f"{path}: {name}"] = part
             entries[f"{path}: spec"] = value
@@ -66,31 +72,59 @@ class Signature(NamedTuple):
 
 def make_outline(flat: Flat) -> Signature:
     """Make the signature of a call without what guards compare; TypeError if a value cannot be hashed."""
-    values = tuple([leaf.spec.exact if isinstance(leaf, Sharded) else _describe_leaf(leaf) for leaf in flat.leaves])
-    return Signature(flat.treedef, values, tuple(map(comm.rank, flat.axes)), tuple(_read_modes().items()))
+    try:
+        values = tuple([leaf.spec.exact if isinstance(leaf, Sharded) else _describe_leaf(leaf) for leaf in flat.leaves])
+    except TypeError:
+        _refuse_unhashable(flat)
+        raise
+    keys = "" if has_plain_keys(flat.treedef) else str(flat.treedef)
+    return Signature(flat.treedef, values, tuple(map(comm.rank, flat.axes)), tuple(_read_modes().items()), keys)
+
+
+def _refuse_unhashable(flat: Flat) -> None:
+    """Refuse the first leaf that cannot be hashed, with its path."""
+    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+        if not isinstance(leaf, torch.Tensor | Sharded):
+            remedy = "Pass a tensor, or a hashable value, such as a tuple, as a static argument."
+            make_exact(leaf, path, remedy)
 
 
 def complete_outline(outline: Signature, flat: Flat) -> Signature:
     """Make the whole signature of a call from its outline and its arguments."""
-    keys = "" if has_plain_keys(flat.treedef) else str(flat.treedef)
     tensors = tensors_of(flat.leaves)
     avals = tuple([make_aval(tensor) if isinstance(tensor, torch.Tensor) else None for tensor in tensors])
     # A function may ask whether `a is b`.
     objects = [*compress(tensors, avals), *(leaf for leaf in flat.leaves if isinstance(leaf, Sharded))]
     places: dict[int, int] = {}
     firsts = tuple([places.setdefault(id(leaf), place) for place, leaf in enumerate(objects)])
-    return outline._replace(keys=keys, avals=avals, same=firsts if len(places) < len(firsts) else ())
+    return outline._replace(avals=avals, same=firsts if len(places) < len(firsts) else ())
 
 
 def _describe_leaf(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return True
-    return None if leaf is None else make_exact(leaf)
+    if leaf is None:
+        return None
+    return leaf if isinstance(leaf, Exact) else Exact(leaf)
 
 
-def make_exact(value: Any) -> Exact:
-    """Make a value comparable by its type and bits; TypeError if it cannot be hashed."""
-    return value if isinstance(value, Exact) else Exact(value)
+def make_exact(value: Any, name: str, remedy: str) -> Exact:
+    """Make a value comparable by its type and bits.
+
+    Args:
+        value: The value, which is compared as it is if it is such a key already.
+        name: What to call it in an error.
+        remedy: What the caller can do if it cannot be hashed.
+
+    Raises:
+        TypeError: if it cannot be hashed.
+    """
+    if isinstance(value, Exact):
+        return value
+    try:
+        return Exact(value)
+    except TypeError as error:
+        raise TypeError(f"jit: {name} is {describe(value)}, which cannot be hashed ({error}). {remedy}") from error
 
 
 def _read_modes() -> dict[str, Any]:
@@ -139,6 +173,7 @@ def find_changes(before: Signature, now: Signature, paths: Sequence[str]) -> dic
     old = before.list_entries(paths)
     changes: dict[str, str] = {}
     for name, value in now.list_entries(paths).items():
-        if old.get(name) != value:
-            changes[name] = f"was {old.get(name)} and is {value}"
+        # A leaf that was no tensor had no shape. That it is a tensor now is an entry of its own.
+        if name in old and old[name] != value:
+            changes[name] = f"was {old[name]} and is {value}"
     return changes

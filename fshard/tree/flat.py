@@ -1,7 +1,8 @@
 """Pytrees taken apart: leaves with their paths and names, specs and axes."""
 
 import functools
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import optree
@@ -85,10 +86,20 @@ def grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[i
     return groups
 
 
-@functools.lru_cache(maxsize=256)
 def names_of(treedef: Treedef) -> tuple[str, ...]:
     """The leaves' names: their keys, indices and fields joined by dots, as in blocks.0.norm."""
+    return _make_names(treedef, tuple(map(type, _list_keys(treedef))))
+
+
+@functools.lru_cache(maxsize=256)
+def _make_names(treedef: Treedef, key_types: tuple[type, ...]) -> tuple[str, ...]:
+    """Join the keys of each leaf. Their types are compared too, because structures take 1 and True for one key."""
     return tuple(".".join(map(_key, accessor)) for accessor in optree.treespec_accessors(treedef))
+
+
+def _list_keys(treedef: Treedef) -> Iterator[Any]:
+    """List the keys, indices and fields on the way to each leaf."""
+    return itertools.chain.from_iterable(treedef.paths())
 
 
 def _key(entry: Any) -> str:
@@ -97,14 +108,32 @@ def _key(entry: Any) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _paths(treedef: Treedef) -> tuple[str, ...]:
-    """Spell out the leaves' paths, as in ['blocks'][0]; slow enough to remember."""
+    """Spell out the leaves' paths, as in ['blocks'][0]; slow enough to remember.
+
+    Paths are read by people. Of keys that compare equal, such as 1 and True, the first one is written for all.
+    """
     return tuple(accessor.codify("") or "(root)" for accessor in optree.treespec_accessors(treedef))
 
 
-@functools.lru_cache(maxsize=256)
 def has_plain_keys(treedef: Treedef) -> bool:
-    """Tell whether equal structures are the same: 1, 1.0 and True are one key, and the user's own nodes have data."""
+    """Tell whether structures that compare equal to this one, and for which this is true too, are the same.
+
+    Python takes 1, 1.0 and True for one key, and a text for the member of an enum that is equal to it. The user's own
+    nodes have data, which they compare as they like.
+    """
+    return not _has_more_than_keys(treedef) and {str, int}.issuperset(map(type, _list_keys(treedef)))
+
+
+@functools.lru_cache(maxsize=256)
+def _has_more_than_keys(treedef: Treedef) -> bool:
+    """Tell whether a structure has nodes of the user's own, or keys with no leaf behind them.
+
+    The answer is the same for structures that compare equal, so it may be remembered.
+    """
     if treedef.kind == optree.PyTreeKind.CUSTOM:
-        return False
-    keys = treedef.entries() if treedef.type is not None and issubclass(treedef.type, dict) else ()
-    return all(type(key) is str for key in keys) and all(map(has_plain_keys, treedef.children()))
+        return True
+    children = treedef.children()
+    is_dict = treedef.type is not None and issubclass(treedef.type, dict)
+    if is_dict and not all(child.num_leaves for child in children):
+        return True
+    return any(map(_has_more_than_keys, children))

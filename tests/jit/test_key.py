@@ -1,11 +1,13 @@
 """Law 9 of jitted functions: a graph serves the calls that agree in all that its trace read, and no others."""
 
+import itertools
 import math
 import struct
 import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass
 from decimal import Decimal
+from enum import Enum, StrEnum
 from typing import Any, NamedTuple
 
 import numpy
@@ -16,6 +18,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 import fshard as fs
+from fshard.tree import flatten
 from tests.jit.steps import refused
 from tests.ranks import on_ranks
 from tests.trees import assert_alike, assert_same_bits, normal, one_axis
@@ -38,6 +41,8 @@ CALLS = [
     [({"a": X, "b": X + 1}, None), ({"a": X, "b": X.int()}, "[0][0]['b']: dtype was torch.float32 and is torch.int32")],
     [({"a": X}, None), ({"a": X, "b": X}, f"the structure of the arguments was {STRUCTURES}")],
     [(Pair(X, None), None), (Pair(X + 1, None), None)],
+    [({"a": X, "b": X + 1}, None), ({"a": X, "b": None}, "[0][0]['b'] was a tensor and is None")],
+    [({"a": X, "b": None}, None), ({"a": X, "b": X + 1}, "[0][0]['b'] was None and is a tensor")],
 ]
 
 
@@ -130,6 +135,33 @@ def test_numbers_in_keys_have_the_dtypes_and_signs_of_eager_code():
     for n in (1, 1.0, True, 0.0, -0.0) * 2:
         assert_same_bits(fs.tree_leaves(keyed({n: X.int()})), fs.tree_leaves(by_key({n: X.int()})))
     assert len(keyed.traces) == 5
+
+
+class Second(str, Enum):  # noqa: UP042
+    B = "b"
+
+
+class Name(StrEnum):
+    A = "a"
+
+
+class Key(str, Enum):  # noqa: UP042
+    A = "a"
+
+
+def test_keys_that_python_calls_equal_have_a_graph_each():
+    """Whichever comes first, and whether or not the call before looked the same."""
+    for first, second in itertools.permutations(("a", Name.A, Key.A), 2):
+        jitted = fs.jit(lambda tree: {"enum" if isinstance(key, Enum) else "text": x for key, x in tree.items()})
+        for key in (first, first, second, second, first):
+            expected = "enum" if isinstance(key, Enum) else "text"
+            assert list(jitted({key: X})) == [expected]
+        jitted = fs.jit(lambda tree, x: x + isinstance(next(iter(tree)), Enum))
+        for key in (first, first, second, second, first):
+            assert jitted({key: ()}, X).equal(X + isinstance(key, Enum))
+    for first, second in itertools.permutations(((1, "1"), (True, "True"), ("b", "b"), (Second.B, "Second.B")), 2):
+        for key, name in (first, second, first):
+            assert flatten({key: X}).names == (name,)
 
 
 def inference(tensor):

@@ -553,10 +553,17 @@ FAULTS = (
         "9: jit's key holds all that the trace read",
     ),
     Fault(
+        "equal-keys-of-other-types-share-a-graph",
+        "fshard/jit/signature.py",
+        'keys = "" if has_plain_keys(flat.treedef) else str(flat.treedef)',
+        'keys = ""',
+        "9: jit's key holds all that the trace read, also the types of keys that Python calls equal",
+    ),
+    Fault(
         "static-values-compared-by-equality",
         "fshard/jit/signature.py",
-        "return None if leaf is None else make_exact(leaf)",
-        "return None if leaf is None else getattr(leaf, 'value', leaf)",
+        "return leaf if isinstance(leaf, Exact) else Exact(leaf)",
+        "return getattr(leaf, 'value', leaf)",
         "9: equality of Python values decides nothing, so 1 and 1.0 have a trace each",
     ),
     Fault(
