@@ -15,7 +15,8 @@
 - `find_order`: the `ReductionOrder` of a name: in which order sums are, and arithmetic whose bits that decides.
 - `flatten`: the leaves of a tree with their paths and specs, and its `unflatten` of other leaves.
 - `FullyShard`: the transform of `fully_shard`, for one that sends otherwise.
-- `Jitted`: what `jit` returns; its method `make_program` makes a `Program`, of what was `Traced`, for a signature.
+- `Jitted`: what `jit` returns; its method `make_program` makes a `Program`, of what was `Traced`, for a signature, and
+  `explain_trace` says why.
 - `lay_out`: the header of a file of safetensors, and where each of its tensors begins.
 - `leaf_means`: means over a dim of whole leaves, however they are split.
 - `leafwise`: new trees of old ones, by maths on the tensors of each leaf that has a gradient.

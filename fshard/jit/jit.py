@@ -1,6 +1,7 @@
 """jit: a function that is traced once for equal arguments, and run as a graph from then on."""
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -40,7 +41,7 @@ class Program(NamedTuple):
         captured: Tensors that the function closes over.
         facts: For each axis what ranks compare over it in every call, because it decides the graph's collectives.
         trace_facts: What ranks compare in their first trace, before they agree on the leaves that any of them uses.
-        run: A function from the arguments' tensors to the results', once it is ready to run.
+        run: A function from the arguments' tensors to the results'; None until the backend has made it.
     """
 
     traced: Traced
@@ -49,7 +50,7 @@ class Program(NamedTuple):
     captured: list[CapturedTensor]
     facts: Mapping[Axis, str]
     trace_facts: str
-    run: Callable[..., Any]
+    run: Callable[..., Any] | None = None
 
 
 class _LastCall(NamedTuple):
@@ -89,7 +90,7 @@ class Jitted:
         self.backend = backend
         self._programs: dict[Signature, Program] = {}
         self._last: _LastCall | None = None
-        # For the leaves that a trace of this rank used those that the traces of all ranks used.
+        # Maps the usage that this rank traced to the usage that all ranks agreed on. Empty until the first agreement.
         self._agreed_usage: dict[Usage, Usage] = {}
         self.traces: list[str] = []
 
@@ -118,22 +119,35 @@ class Jitted:
         return signature, self._find_program(flat, _find_tensors(flat)), flat
 
     def trace_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Traced:
-        """Trace the function as a call would, up to the graph that its backend is given."""
-        return self._build_program(self._flatten(args, kwargs), TracedUsage()).traced
+        """Trace the function as a call would, up to the graph that its backend is given.
+
+        Ranks do not ask each other here. Where they use different leaves, the graph is that of a call if one was made
+        before, and otherwise that of the leaves that this rank uses.
+        """
+        flat = self._flatten(args, kwargs)
+        usage = TracedUsage()
+        program = self._build_program(flat, usage)
+        return self._build_for_agreed_usage(program, usage, flat).traced
+
+    def explain_trace(self, signature: Signature, flat: Flat) -> str:
+        """Say for `traces` why there is no program for a signature yet."""
+        if not self._programs:
+            return "the first call"
+        return "; ".join(f"{name} {change}" for name, change in self._find_changes(signature, flat).items())
+
+    def _find_changes(self, signature: Signature, flat: Flat) -> dict[str, str]:
+        """Find what has changed since the last trace."""
+        earlier = next(reversed(self._programs), None)
+        return {} if earlier is None else find_changes(earlier, signature, flat.paths)
 
     def make_program(self, signature: Signature, flat: Flat) -> Program:
         """Trace the function for a signature that there is no program for."""
-        earlier = next(reversed(self._programs), None)
-        changes = {} if earlier is None else find_changes(earlier, signature, flat.paths)
-        _refuse_changed_values(changes, flat)
+        _refuse_changed_values(self._find_changes(signature, flat), flat)
         usage = TracedUsage()
         program = self._build_program(flat, usage)
-        agreed = self._agree_on_usage(usage, program.trace_facts, flat.axes)
-        if agreed != usage.used:
-            program = self._build_program(flat, TracedUsage(agreed))
-        reasons = [f"{name} {change}" for name, change in changes.items()]
-        self.traces.append("; ".join(reasons) if self._programs else "the first call")
-        return program
+        if not self._agreed_usage:
+            self._agree_on_usage(usage, program.trace_facts, flat.axes)
+        return self._build_for_agreed_usage(program, usage, flat)
 
     def _flatten(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Flat:
         """Take the arguments apart. Static ones become leaves that are compared by their values."""
@@ -158,26 +172,32 @@ class Jitted:
         signature = complete_outline(outline, flat)
         if signature not in self._programs:
             program = self.make_program(signature, flat)
+            reason = self.explain_trace(signature, flat)
             self._programs[signature] = program._replace(run=prepare(program.traced.graph, self.backend))
+            self.traces.append(reason)
         program = self._programs[signature]
         self._last = None
         if _can_guard(signature, tensors):
             self._last = _LastCall(outline, _compat.guards_of(tensors), program)
         return program
 
-    def _agree_on_usage(self, usage: TracedUsage, trace_facts: str, axes: Sequence[Axis]) -> Usage:
-        """Find out which leaves the traces of all ranks use.
+    def _agree_on_usage(self, usage: TracedUsage, trace_facts: str, axes: Sequence[Axis]) -> None:
+        """Find out which leaves the traces of all ranks use. Ranks ask each other in their first trace."""
+        # Compare calls first: a rank whose trace failed reports that here and does not take part in the agreement.
+        comm.check_same_call("jit", axes, dict.fromkeys(axes, trace_facts))
+        self._agreed_usage[usage.used] = agree_on_usage(usage)
 
-        Ranks ask each other in their first trace. A rank that traces again, for example for a batch of another shape,
-        may be the only one. It takes what was agreed for the leaves that it used before. Leaves that it did not use
-        before are facts of its graph, and ranks that differ in them are named.
+    def _build_for_agreed_usage(self, program: Program, usage: TracedUsage, flat: Flat) -> Program:
+        """Trace again if ranks have agreed on other leaves than the trace of a program used.
+
+        A rank that traces again, for example for a batch of another shape, may be the only one. It takes what was
+        agreed for the leaves that it used before. Leaves that it did not use before are facts of its graph, and ranks
+        that differ in them are named.
         """
-        if not self._programs:
-            # Ranks compare their calls first. A rank whose trace has failed says so there, and does not come to the
-            # question that follows.
-            comm.check_same_call("jit", axes, dict.fromkeys(axes, trace_facts))
-            self._agreed_usage[usage.used] = agree_on_usage(usage)
-        return self._agreed_usage.get(usage.used, usage.used)
+        agreed = self._agreed_usage.get(usage.used, usage.used)
+        if agreed == usage.used:
+            return program
+        return self._build_program(flat, TracedUsage(agreed))
 
     def _build_program(self, flat: Flat, usage: TracedUsage) -> Program:
         """Trace the function, and run all passes over its graph in their order. README.md has the reasons for it."""
@@ -204,7 +224,6 @@ class Jitted:
             captured=[CapturedTensor(tensor, _compat.version(tensor)) for tensor in traced.captured],
             facts=facts.for_each_axis(flat.axes),
             trace_facts=facts.before_agreement(),
-            run=traced.graph,
         )
 
 
@@ -231,7 +250,8 @@ def jit(
         donate_argnums: Arguments that the caller donates. The part of the result that has the structure of such an
             argument is written in its place, at the same addresses. The old leaves are left empty before the step
             runs, so a state whose step failed is lost too.
-        static_argnums: Arguments by position that are no tensors and may change; the function is traced for each value.
+        static_argnums: Positions of arguments that are not tensors. They must be hashable, and a new value traces the
+            function again. Arguments that a call does not pass by position are left alone.
         backend: "graph" runs the operators one by one, bit for bit as eager code. "inductor" compiles the operators
             between collectives to kernels, which round differently, and leaves collectives, updates and random numbers
             where they are. A function of the torch.fx.GraphModule and its inputs as fake tensors returns what is run
@@ -243,21 +263,30 @@ def jit(
     Raises:
         ValueError: if an argument makes no sense; by the function returned, if the function reads values, returns
             something that is no tensor, draws random numbers without a key, or writes to what is not donated.
+        TypeError: by the function returned, if a static argument, or a leaf that is no tensor, cannot be hashed.
 
     >>> step = jit(lambda x: {"y": x.sin()})
     >>> step(torch.zeros(2)), step(torch.zeros(2)), step.traces
     ({'y': tensor([0., 0.])}, {'y': tensor([0., 0.])}, ['the first call'])
     """
-    make = functools.partial(
-        Jitted,
-        donate_argnums=_read_argnums("donate", donate_argnums),
-        static_argnums=_read_argnums("static", static_argnums),
-        backend=backend,
-    )
+    donated = _read_argnums("donate", donate_argnums)
+    static = _read_argnums("static", static_argnums)
+    for number in static:
+        if number in donated:
+            raise ValueError(
+                f"jit: argument {number} is in static_argnums and in donate_argnums. A static argument has no memory "
+                "to donate."
+            )
     is_backend = callable(backend) or backend in BACKENDS
     expect(is_backend, "jit", f"backend to be one of {BACKENDS} or a function", repr(backend))
-    expect(f is None or callable(f), "jit", "f to be a function", describe(f))
-    return make if f is None else make(f)
+
+    def make_jitted(f: Callable[..., Any]) -> Jitted:
+        expect(callable(f), "jit", "f to be a function", describe(f))
+        _refuse_argnums_beyond(f, "static", static)
+        _refuse_argnums_beyond(f, "donate", donated)
+        return Jitted(f, donated, static, backend)
+
+    return make_jitted if f is None else make_jitted(f)
 
 
 def _find_tensors(flat: Flat) -> list[torch.Tensor]:
@@ -306,6 +335,7 @@ def _run(program: Program, flat: Flat, tensors: list[torch.Tensor]) -> Any:
     # The graph updates a leaf as soon as its gradient is there, while the backward of others goes on. A rank that fails
     # in between has updated other leaves than its peers, so all are lost before the first of them is written to.
     moved = mark_donated([flat.leaves[leaf] for leaf in program.donated])
+    assert program.run is not None
     outputs = program.run(*[moved.get(id(tensor), tensor) for tensor in tensors])
     leaves = [
         tensor if spec is None else Sharded(tensor, spec) for tensor, spec in zip(outputs, traced.specs, strict=True)
@@ -327,3 +357,27 @@ def _read_argnums(name: str, value: Any) -> tuple[int, ...]:
     expected = f"{name}_argnums to be numbers of arguments by position, from 0"
     expect(are_positions, "jit", expected, repr(value))
     return numbers
+
+
+def _refuse_argnums_beyond(f: Callable[..., Any], name: str, numbers: Sequence[int]) -> None:
+    """Refuse numbers of arguments that no call of a function passes by position."""
+    accepted = _count_positional(f)
+    for number in numbers:
+        if accepted is not None and number >= accepted:
+            raise ValueError(
+                f"jit: {name}_argnums={numbers} names argument {number}, but the function takes {accepted} arguments "
+                "by position. Count from 0."
+            )
+
+
+def _count_positional(f: Callable[..., Any]) -> int | None:
+    """Count the arguments that a function takes by position; None if there is no limit, or it is not known."""
+    try:
+        parameters = inspect.signature(f, follow_wrapped=False).parameters.values()
+    except ValueError:
+        # Functions written in C may have no signature.
+        return None
+    kinds = [parameter.kind for parameter in parameters]
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return None
+    return kinds.count(inspect.Parameter.POSITIONAL_ONLY) + kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)

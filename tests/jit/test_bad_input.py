@@ -106,6 +106,18 @@ ROWS = [
     (lambda: fs.jit(lambda x: torch.rand(3) + DROPS.apply({}, x, key=0))(X), KEY_NEEDED.format("aten.rand.default")),
     (lambda: fs.jit(random_branch)(X), KEY_NEEDED.format("aten.rand.default")),
     (lambda: fs.jit(scale, static_argnums=("by",)), f"jit: expected static_{NUMBERS}, got ('by',)"),
+    (
+        lambda: fs.jit(scale, static_argnums=(1, 2)),
+        "jit: static_argnums=(1, 2) names argument 2, but the function takes 2 arguments by position. Count from 0.",
+    ),
+    (
+        lambda: fs.jit(scale, donate_argnums=3),
+        "jit: donate_argnums=(3,) names argument 3, but the function takes 2 arguments by position. Count from 0.",
+    ),
+    (
+        lambda: fs.jit(scale, donate_argnums=(0, 1), static_argnums=1),
+        "jit: argument 1 is in static_argnums and in donate_argnums. A static argument has no memory to donate.",
+    ),
     (lambda: fs.jit(3), "jit: expected f to be a function, got an int"),
     (
         lambda: fs.jit(scale, backend="fast"),
@@ -129,6 +141,19 @@ def test_refusals():
         fs.jit(scale)(X, by={1})
 
 
+def test_argnums_may_name_arguments_that_are_passed_by_keyword_or_not_at_all():
+    """Only numbers that no call can pass by position are refused."""
+
+    def f(x, by=2.0):
+        return x * by
+
+    for call in (f, partial(f), lambda *args: f(*args), fs.jit(f)):
+        jitted = fs.jit(call, static_argnums=1)
+        assert jitted(X).equal(2 * X)
+        assert jitted(X, 3.0).equal(3 * X)
+    assert fs.jit(f, static_argnums=1)(X, by=4.0).equal(4 * X)
+
+
 def test_make_graph_inside_a_trace_is_refused():
     """Only one trace runs at a time, so it would wait for itself."""
 
@@ -148,6 +173,22 @@ def test_a_tensor_that_becomes_a_number_is_refused_as_a_tensor():
     jitted(X, X)
     with pytest.raises(ValueError, match=r"\[0\]\[1\]: expected a tensor, got a value that was a tensor and is 3\.0"):
         jitted(X, 3.0)
+
+
+def test_a_trace_counts_once_its_backend_has_compiled_it():
+    failures = [RuntimeError("no compiler")]
+
+    def backend(graph, inputs):
+        if failures:
+            raise failures.pop()
+        return graph
+
+    jitted = fs.jit(torch.sin, backend=backend)
+    with pytest.raises(RuntimeError, match="no compiler"):
+        jitted(X)
+    assert jitted.traces == []
+    assert jitted(X).equal(X.sin())
+    assert jitted.traces == ["the first call"]
 
 
 def test_a_number_that_changes_is_refused_and_the_old_one_still_serves():

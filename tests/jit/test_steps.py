@@ -299,6 +299,41 @@ def test_ranks_that_trace_again_and_use_other_leaves_are_named():
         jitted(state, True)
 
 
+@on_ranks(2)
+def test_make_graph_after_a_call_has_the_leaves_that_ranks_agreed_on():
+    case = unused("zero2 of every leaf")
+    jitted = fs.jit(case.step)
+    jitted(case.state, *case.batches[0])
+    state, _ = fs.make_graph(jitted)(case.state, *case.batches[0]).results
+    # The loss of one rank alone uses the leaf "one", and all ranks update it.
+    assert {name: node.op for name, node in state.params.items()} == {
+        "all": "call_function",
+        "one": "call_function",
+        "none": "placeholder",
+    }
+
+
+@on_ranks(2)
+def test_a_rank_whose_backend_failed_does_not_ask_again_for_the_leaves_of_others():
+    """Its peers have their programs, and would not answer."""
+    case = unused("ddp")
+    failures = [RuntimeError("no compiler")] * my_rank()
+
+    def backend(graph, inputs):
+        if failures:
+            raise failures.pop()
+        return graph
+
+    jitted = fs.jit(case.step, backend=backend)
+    with pytest.raises(Exception, match="no compiler"):
+        jitted(case.state, *case.batches[0])
+    # On a mesh of its own, because the ranks of the first one have ended their calls.
+    again = unused("ddp")
+    state, value = jitted(again.state, *again.batches[0])
+    expected, expected_value = again.step(again.state, *again.batches[0])
+    assert_same_bits([value, *fs.tree_leaves(state)], [expected_value, *fs.tree_leaves(expected)])
+
+
 def takes_a_tensor(axis):
     """The axis is known from the collective alone."""
     return fs.jit(lambda x: fs.psum(x[my_rank() :], axis)), (torch.ones(3),)

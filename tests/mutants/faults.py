@@ -623,10 +623,17 @@ FAULTS = (
         "6: the same collectives, and each is waited for, whatever a rank makes of its result",
     ),
     Fault(
+        "rank-whose-backend-failed-asks-again",
+        "fshard/jit/jit.py",
+        "if not self._agreed_usage:",
+        "if not self._programs:",
+        "10: ranks ask each other which leaves they use in one and the same trace",
+    ),
+    Fault(
         "trace-again-forgets-what-ranks-agreed",
         "fshard/jit/jit.py",
-        "return self._agreed_usage.get(usage.used, usage.used)",
-        "return usage.used",
+        "agreed = self._agreed_usage.get(usage.used, usage.used)",
+        "agreed = usage.used",
         "9: a leaf that another rank used has a gradient, also in a later trace",
     ),
     Fault(

@@ -119,8 +119,10 @@ class _Loaded(Jitted):
         module = _compat.lazy_module(saved.graph.with_groups([axis.group_name for axis in flat.axes]))
         traced = Traced(module, saved.inputs, self._treedef(flat), results, [])
         facts = {axis: text for axis, text in zip(flat.axes, saved.facts, strict=True) if text is not None}
-        self.traces.append("read from a file")
-        return Program(traced, saved.donated, {*saved.written}, [], facts, saved.told, module)
+        return Program(traced, saved.donated, {*saved.written}, [], facts, saved.told)
+
+    def explain_trace(self, key: Any, flat: Any) -> str:
+        return "read from a file"
 
     def _check_leaves(self, flat: Any) -> None:
         """Refuse a file whose numbers of leaves and axes are not those of the arguments that it says it is for."""
