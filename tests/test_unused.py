@@ -72,6 +72,36 @@ def test_leaves_of_which_others_are_computed():
             assert {leaf for leaf, grad in grads.items() if grad is not None} == used
 
 
+@on_ranks(1, 2)
+def test_a_derived_leaf_that_is_itself_a_gathered_tensor(world_size):
+    """Only the gathered tensor that it is has a gradient, not its neighbors in the unit."""
+    params = fs.shard({name: torch.ones(4) for name in ("first", "second", "third")}, fs.ddp(one_axis()))
+
+    def loss(p):
+        full = fs.gather(p)
+        derived = fs.Sharded(full["second"], p["second"].spec)
+        return fs.gather({"derived": derived})["derived"].sum()
+
+    _, grads = fs.value_and_grad(loss)(params)
+    assert [grads["first"], grads["third"]] == [None, None]
+    assert_same_bits([grads["second"].local], [torch.ones(4)])
+
+
+@on_ranks(1, 2)
+def test_a_loss_that_is_itself_a_gathered_tensor(world_size):
+    params = fs.shard({name: torch.tensor(2.0) for name in ("first", "second")}, fs.ddp(one_axis()))
+
+    def loss(p):
+        full = fs.gather(p)
+        # A derived leaf, which the loss does not use.
+        fs.gather({"derived": fs.Sharded(p["first"].local * 2, p["first"].spec)})
+        return full["second"]
+
+    _, grads = fs.value_and_grad(loss)(params)
+    assert grads["first"] is None
+    assert_same_bits([grads["second"].local], [torch.tensor(1.0)])
+
+
 def check_the_state_of_a_transform_stays(layout):
     full = {name: normal(i)(64, 8, dtype=torch.float32) for i, name in enumerate(("a", "b"))}
     params = fs.shard(full, fs.zero3(one_axis(), layout=layout))

@@ -101,12 +101,17 @@ def find_used_leaves(loss: torch.Tensor, trained: Sequence[Leaf]) -> set[Leaf]:
         # A node that delivers has no edges to the shards that it gathered. Go on behind a derived leaf at its own node.
         leaf = gathered.trained[output_number]
         used.add(leaf)
-        return [(leaf.tensor.grad_fn, 0)] if leaf.derived else []
+        return [_get_edge(leaf.tensor)] if leaf.derived else []
 
-    for node, _ in walk_graph([(loss.grad_fn, 0)], edges_behind):
+    for node, _ in walk_graph([_get_edge(loss)], edges_behind):
         if node in leaf_of_node:
             used.add(leaf_of_node[node])
     return used
+
+
+def _get_edge(tensor: torch.Tensor) -> tuple[Any, int]:
+    """Return the node that computed a tensor, and which of its outputs the tensor is."""
+    return tensor.grad_fn, tensor.output_nr
 
 
 def _gathered_by(node: Any) -> GatheredUnit | None:

@@ -427,6 +427,13 @@ FAULTS = (
         "3: gradients of math on shards, which are in no tree, are refused",
     ),
     Fault(
+        "first-output-of-a-node",
+        "fshard/engine/graph.py",
+        "return tensor.grad_fn, tensor.output_nr",
+        "return tensor.grad_fn, 0",
+        "9: a leaf that was used has a gradient, also where a derived leaf is a gathered tensor itself",
+    ),
+    Fault(
         "tree-adds-in-dtype-of-the-gradient",
         "fshard/engine/leaf.py",
         "return grad.to(reduction(self.spec.transform).dtype or self.full_facts.dtype)",
