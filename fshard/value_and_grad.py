@@ -65,7 +65,7 @@ def value_and_grad(
     leaves from shards and gathered tensors before, and gather those. A leaf that ranks hold whole must be gathered
     before the loss uses it, or passed to `fs.pcast`: both sum its gradient. The result is that of
     torch.func.grad_and_value(lambda p: fs.objective(f(fs.gather(p)), like=p))(params), except that gradients are
-    summed before they are divide, as `scatter_grads` does; and units are gathered just in time, dropped
+    summed before they are divided, as `scatter_grads` does; and units are gathered just in time, dropped
     and gathered again in the backward as their strategy says, and gradients are reduced as they appear. Under a
     torch.func transform, or where parameters are part of an outer graph, it is that very expression; of plain tensors
     alone, which say nothing of ranks, it is torch.func.grad_and_value on each rank by itself. Follows
