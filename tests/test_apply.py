@@ -217,10 +217,12 @@ def test_writes_to_what_a_backward_needs_are_refused():
             return pair[1].sum()
 
         saved = r"a tensor that autograd saved for the backward \(a float64 \w*Tensor of shape \(4, 4\)\)"
-        message = f"value_and_grad: {saved} was modified in place. Modify a clone instead."
+        message = f"{saved} was modified in place. Modify a clone instead."
         for run in (fs.value_and_grad(loss), fs.jit(fs.value_and_grad(loss))):
-            with pytest.raises(RuntimeError, match=message):
+            with pytest.raises(RuntimeError, match=f"value_and_grad: {message}"):
                 run(params)
+        with pytest.raises(RuntimeError, match=f"accumulate: {message}"):
+            fs.accumulate(lambda p, _, loss=loss: loss(p))(params, [0])
 
 
 @on_ranks(2)

@@ -227,6 +227,32 @@ def test_math_on_shards_is_done_before_a_checkpoint_or_refused():
     assert_same_bits(fs.tree_leaves(reference[::-1]), fs.tree_leaves(expected))
 
 
+def test_a_checkpoint_that_groups_its_gathers_in_another_way_is_told():
+    params = fs.shard({"a": normal(1)(4), "b": normal(2)(4)}, fs.zero3(one_axis(), min_shard_elements=0))
+
+    def text(first, again):
+        """The error where a checkpoint makes some gathers in its forward and others when it is recomputed."""
+        groups = iter((first, again))
+
+        def compute(p, x):
+            full = {}
+            for names in next(groups):
+                full |= fs.gather({name: p[name] for name in names})
+            # The backward of a sine reads what was computed before it.
+            return (x * sum(full.values())).sin()
+
+        def loss(p):
+            return checkpoint(compute, p, torch.ones(4), use_reentrant=False).sum()
+
+        return text_of(partial(fs.value_and_grad(loss), params))
+
+    end = "but did not in its forward. Make the checkpointed function gather the same leaves each time."
+    assert text(("a", "b"), ("ab",)) == (
+        f"value_and_grad: a checkpoint gathers ['a'], ['b'] together when it is recomputed, {end}"
+    )
+    assert text(("a",), ("b",)) == f"value_and_grad: a checkpoint gathers ['b'] when it is recomputed, {end}"
+
+
 class Function(nn.Module):
     """A module of a function that has no module in torch."""
 

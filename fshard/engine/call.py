@@ -18,7 +18,6 @@ from fshard.engine.graph import (
     check_direct_gradients,
     deliver,
     find_used_leaves,
-    outlived_graph_error,
 )
 from fshard.engine.leaf import Leaf
 from fshard.engine.microbatch import Microbatch
@@ -140,11 +139,23 @@ class EngineCall:
         backward = self._running_backward()
         gathered = None if backward is None else backward.find_recomputed(leaves)
         if gathered is None:
-            raise ValueError(
-                f"{self._api_name}: {_join_paths(leaves)} is computed inside a checkpoint, so the backward cannot "
+            raise self._make_recompute_error(leaves)
+        return gathered
+
+    def _make_recompute_error(self, leaves: Sequence[Leaf]) -> ValueError:
+        """Make the error of a checkpoint that gathers what its forward did not gather."""
+        # A leaf that the checkpoint computes is another one each time.
+        computed = [leaf for leaf in leaves if leaf.derived and leaf.first_gathered is None]
+        if computed:
+            return ValueError(
+                f"{self._api_name}: {_join_paths(computed)} is computed inside a checkpoint, so the backward cannot "
                 "gather it again. Compute it outside of the checkpoint."
             )
-        return gathered
+        together = " together" if len(leaves) > 1 else ""
+        return ValueError(
+            f"{self._api_name}: a checkpoint gathers {_join_paths(leaves)}{together} when it is recomputed, but did "
+            "not in its forward. Make the checkpointed function gather the same leaves each time."
+        )
 
     def output(self, gathered: GatheredUnit, leaf: Leaf) -> torch.Tensor:
         """Return the tensor that the function receives for one leaf of an open unit."""
@@ -185,7 +196,7 @@ class EngineCall:
     def _fetch(self, gathered: GatheredUnit, leaf: Leaf) -> torch.Tensor:
         """Return the full tensor for which autograd saved a handle."""
         if self._microbatch is None:
-            raise outlived_graph_error([leaf.path])
+            raise self._make_outlived_graph_error([leaf])
         self._catch_up()
         return gathered.wait()[leaf]
 
@@ -194,9 +205,18 @@ class EngineCall:
         backward = self._running_backward()
         if backward is None:
             pairs = zip(gathered.trained, grads, strict=True)
-            raise outlived_graph_error([leaf.path for leaf, grad in pairs if grad is not None])
+            raise self._make_outlived_graph_error([leaf for leaf, grad in pairs if grad is not None])
         check_dense(self._api_name, [leaf.path for leaf in gathered.trained], grads)
         backward.receive(gathered, grads)
+
+    def _make_outlived_graph_error(self, leaves: Sequence[Leaf]) -> ValueError:
+        """Make the error of a backward that reaches leaves of this call, which has ended."""
+        running: EngineCall | None = _compat.thread_object(KEY)
+        api_name = self._api_name if running is None else running._api_name
+        return ValueError(
+            f"{api_name}: the loss uses full tensors of {_join_paths(leaves)} from an earlier call, which no longer "
+            "receive gradients. Gather inside each call, or use full.detach() for a constant."
+        )
 
     def _catch_up(self) -> None:
         """Take the steps that the backward has passed, if one is running."""
@@ -223,7 +243,7 @@ class EngineCall:
             ValueError: if the function wrote to a parameter.
             RuntimeError: from torch, if the function calls torch.func where tensors are gathered again.
         """
-        forward = Forward(self._api_name, self._trains, SavedTensorHooks(self._fetch))
+        forward = Forward(self._api_name, self._trains, SavedTensorHooks(self._api_name, self._fetch))
         microbatch = Microbatch(forward, self._sharded_leaves, self._catch_up)
         self._microbatch = microbatch
         with ExitStack() as contexts:

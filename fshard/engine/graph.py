@@ -14,7 +14,6 @@ from fshard import _compat
 from fshard.collectives import Variance, refuse_mixed, refuse_unsummed, walk_graph
 from fshard.engine.gathered_unit import GatheredUnit
 from fshard.engine.leaf import Leaf
-from fshard.errors import Problem, leaf_error
 from fshard.reduction_order import order_of
 
 # An input of every node that delivers full tensors. A backward that names it as a source reaches nodes of calls that
@@ -61,18 +60,6 @@ def deliver(receive: Receive, gathered: GatheredUnit) -> dict[Leaf, torch.Tensor
     tensors = [full[leaf] for leaf in gathered.trained]
     outputs = _Deliver.apply(receive, gathered, tensors, ANY_CALL)
     return dict(zip(gathered.trained, outputs, strict=True))
-
-
-def outlived_graph_error(paths: Sequence[str]) -> ValueError:
-    """Make the error of a backward that reaches leaves of a call that has ended."""
-    problems = [
-        Problem(path, "a full tensor that an earlier call gathered", "one that this call gathers") for path in paths
-    ]
-    return leaf_error(
-        "value_and_grad: the loss uses full tensors from an earlier call, which no longer receive gradients",
-        problems,
-        "gather inside each call, or use full.detach() for a constant",
-    )
 
 
 def find_used_leaves(loss: torch.Tensor, trained: Sequence[Leaf]) -> set[Leaf]:

@@ -55,12 +55,14 @@ class SavedTensorHooks:
         watched_storages: The storages of regathered full tensors, by address.
     """
 
-    def __init__(self, fetch: Callable[[GatheredUnit, Leaf], torch.Tensor]) -> None:
+    def __init__(self, api_name: str, fetch: Callable[[GatheredUnit, Leaf], torch.Tensor]) -> None:
         """Watch nothing yet.
 
         Args:
+            api_name: The public function that runs, for errors.
             fetch: Returns the full tensor of a leaf, and gathers it again if it was dropped.
         """
+        self._api_name = api_name
         self._fetch = fetch
         self.watched_storages: dict[int, WatchedStorage] = {}
 
@@ -119,7 +121,7 @@ class SavedTensorHooks:
         tensor, version = saved
         if _compat.version(tensor) != version:
             raise RuntimeError(
-                f"value_and_grad: a tensor that autograd saved for the backward ({describe(tensor)}) was modified in "
+                f"{self._api_name}: a tensor that autograd saved for the backward ({describe(tensor)}) was modified in "
                 "place. Modify a clone instead."
             )
         return tensor
