@@ -50,8 +50,6 @@ class ModuleTemplate:
         self._call: EngineCall | None = None
         self._walk: ModelWalk | None = None
         self._last_unit: GatheredUnit | None = None
-        # For each unit of a compiled submodule the weights that must be there before it runs.
-        self._compiled_weights: dict[int, list[dict[str, Any]]] = {}
         self._parametrized = _ParametrizedCache()
         self._hook_submodules(units)
         attributes = [submodule.__dict__ for submodule in self.module.modules()]
@@ -70,15 +68,18 @@ class ModuleTemplate:
                 names[key] = None if parameter is None else self.names[parameter]
             submodule.__dict__["_parameters"] = _Weights(self, names)
             _compat.read_parametrized_by(submodule, self._parametrized.read)
-            scope = _Scope(self, unit_numbers.get(path), units_inside.get(path), isinstance(submodule, nn.RNNBase))
-            if scope.unit is None and scope.units_inside is None and not scope.is_recurrent:
+            scope = _Scope(
+                template=self,
+                module_unit=unit_numbers.get(path),
+                inner_module_units=units_inside.get(path),
+                is_recurrent=isinstance(submodule, nn.RNNBase),
+                compiled_weights=_list_compiled_weights(submodule),
+            )
+            if scope.module_unit is None and scope.inner_module_units is None and not scope.is_recurrent:
                 continue
             cls = type(submodule)
             submodule.__class__ = classes.setdefault(cls, _make_scoped_class(cls))
             submodule.__dict__["_fshard_scope"] = scope
-            if scope.unit is not None and _compat.is_compiled(submodule):
-                # A compiler reads parameters past Python's own lookup: they must be there before.
-                self._compiled_weights[scope.unit] = [_compat.parameters_of(part) for part in submodule.modules()]
 
     def bind(self, values: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
         """Give the copy full parameters and buffers, by name."""
@@ -170,17 +171,12 @@ class ModuleTemplate:
     def enter(self, scope: "_Scope") -> None:
         """Tell the engine that a submodule begins to run."""
         if self._walk is not None:
-            self._walk.enter(scope.unit, scope.units_inside)
-        if scope.unit is None:
-            return
-        for weights in self._compiled_weights.get(scope.unit, ()):
-            for key in weights:
-                weights[key]
+            self._walk.enter(scope.module_unit, scope.inner_module_units)
 
     def leave(self, scope: "_Scope", *, failed: bool) -> None:
         """Tell the engine that a submodule has run, or raised an exception."""
         if self._walk is not None:
-            self._walk.leave(scope.unit, scope.units_inside, failed)
+            self._walk.leave(scope.module_unit, scope.inner_module_units, failed=failed)
 
 
 class _Scope(NamedTuple):
@@ -188,15 +184,31 @@ class _Scope(NamedTuple):
 
     Attributes:
         template: The copy that it belongs to.
-        unit: The number of the unit that it owns, if any.
-        units_inside: The numbers of the units of its own submodules and itself, if any.
+        module_unit: The number of the module unit that it owns, if any.
+        inner_module_units: The numbers of the module units inside it; None if there are none, and for the whole module.
         is_recurrent: Whether it lists its weights itself, as torch.nn.LSTM does.
+        compiled_weights: If torch.compile made it: the parameters of all modules inside it.
     """
 
     template: ModuleTemplate
-    unit: int | None
-    units_inside: range | None
+    module_unit: int | None
+    inner_module_units: range | None
     is_recurrent: bool
+    compiled_weights: Sequence[dict[str, Any]]
+
+    def read_weights(self) -> None:
+        """Read the weights that the submodule does not look up by their names while it runs. This gathers them."""
+        # A compiler reads parameters past Python's own lookup.
+        for weights in self.compiled_weights:
+            for key in weights:
+                # Reading gathers the weight.
+                weights[key]
+
+
+def _list_compiled_weights(submodule: nn.Module) -> list[dict[str, Any]]:
+    if not _compat.is_compiled(submodule):
+        return []
+    return [_compat.parameters_of(part) for part in submodule.modules()]
 
 
 def _find_units_inside(units: Sequence[ModuleUnit]) -> dict[str, range]:
@@ -372,10 +384,12 @@ def _make_scoped_class(cls: type[nn.Module]) -> type[nn.Module]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         scope: _Scope = self.__dict__["_fshard_scope"]
         scope.template.enter(scope)
-        if scope.is_recurrent:
-            _compat.set_flat_weights(self)
         failed = True
         try:
+            if scope.compiled_weights:
+                scope.read_weights()
+            if scope.is_recurrent:
+                _compat.set_flat_weights(self)
             result = cls.__call__(self, *args, **kwargs)
             failed = False
             return result

@@ -42,6 +42,8 @@ class Forward:
         # The units that were left, whose tensors are dropped when the next gather starts.
         self._to_drop: list[GatheredUnit] = []
         self._plain: GatheredUnit | None = None
+        # The error of writes to a weight in a submodule that failed. Raised if the function goes on.
+        self._write_error: ValueError | None = None
 
     def insert_plain(self, gathered: GatheredUnit) -> None:
         """Gather for a plain function; this ends the scope of the plain gather before."""
@@ -110,15 +112,26 @@ class Forward:
             # The backward of a lookup does not read the table, unless a checkpoint recomputes the lookup.
             gathered.lazy = gathered.unit.is_embedding and gathered.checkpoint is None
 
-    def leave(self, gathered: GatheredUnit) -> None:
-        """End a unit's scope. Its tensors are dropped when the next gather starts, unless they stay."""
+    def leave(self, gathered: GatheredUnit, *, failed: bool = False) -> None:
+        """End a unit's scope. Its tensors are dropped when the next gather starts, unless they stay.
+
+        Args:
+            gathered: The gathered unit.
+            failed: Whether the submodule of the unit raised an exception, which must reach the user. An error of writes
+                waits until the function ends, in case it catches that exception.
+        """
         gathered.revoke_outputs()
         gathered.scope_ended = True
         if self.is_over:
             return
-        gathered.check_writes(self._api_name)
         if gathered.unit.regathered:
             self._to_drop.append(gathered)
+        try:
+            gathered.check_writes(self._api_name)
+        except ValueError as error:
+            if not failed:
+                raise
+            self._write_error = error
 
     def make_room(self, keep: Sequence[GatheredUnit] = ()) -> None:
         """Drop the tensors of the units that were left, except for some."""
@@ -131,7 +144,13 @@ class Forward:
         self._to_drop = kept
 
     def finish(self) -> None:
-        """Close all units when the function has returned."""
+        """Close all units when the function has returned.
+
+        Raises:
+            ValueError: if it caught the exception of a submodule that had written to a weight.
+        """
+        if self._write_error is not None:
+            raise self._write_error
         self.leave_plain()
         self._close_all_but(())
         self.is_over = True

@@ -111,12 +111,19 @@ class ModelWalk:
         """
         if inner_units is not None:
             self._running.append(self._describe_submodule(inner_units))
-        if module_unit is not None:
-            number = self._plan.unit_of[module_unit]
+        if module_unit is None:
+            return
+        number = self._plan.unit_of[module_unit]
+        try:
             self._open_unit(number, may_jump=True)
-            self._scopes.append(number)
+        except BaseException:
+            # The submodule does not run, so it is not left either. The forward may go on without it.
+            if inner_units is not None:
+                self._running.pop()
+            raise
+        self._scopes.append(number)
 
-    def leave(self, module_unit: int | None, inner_units: range | None, failed: bool) -> None:
+    def leave(self, module_unit: int | None, inner_units: range | None, *, failed: bool) -> None:
         """Move past the units of a submodule that ends, and close the submodule's own unit.
 
         Args:
@@ -136,9 +143,9 @@ class ModelWalk:
         if self._cursor.position < end and not failed and not self._forward.is_over:
             self._advance(end)
         if inner_units is not None:
-            self._leave_held_units(self._running.pop())
+            self._leave_held_units(self._running.pop(), failed)
         if module_unit is not None and self._scopes:
-            self._end_scope(module_unit)
+            self._end_scope(module_unit, failed)
 
     def find(self, name: str) -> GatheredUnit:
         """Return an open unit that holds a leaf; open one if the leaf is read outside of its submodule.
@@ -254,7 +261,7 @@ class ModelWalk:
         """Return the innermost running submodule around a unit. The outermost one is the whole model."""
         return next(submodule for submodule in reversed(self._running) if number in submodule.units)
 
-    def _close(self, number: int, may_return: bool = False) -> None:
+    def _close(self, number: int, *, may_return: bool = False, failed: bool = False) -> None:
         """Leave an open unit, or hold it while a submodule runs that may enter it again."""
         gathered = self._open.pop(number)
         # A unit that was merged from several belongs to several submodules, which are entered one after another.
@@ -264,7 +271,7 @@ class ModelWalk:
         if (may_return or is_merged) and any(number in submodule.units for submodule in self._running[1:]):
             self._held[number] = gathered
         else:
-            self._forward.leave(gathered)
+            self._forward.leave(gathered, failed=failed)
 
     def _close_units_except(self, number: int | None) -> None:
         """Close every open unit whose submodule is not running, except one."""
@@ -272,17 +279,17 @@ class ModelWalk:
             if other != number and other not in self._scopes:
                 self._close(other)
 
-    def _leave_held_units(self, submodule: RunningSubmodule) -> None:
+    def _leave_held_units(self, submodule: RunningSubmodule, failed: bool) -> None:
         """Leave the units that were held for a submodule, which has ended."""
         for number in list(self._held):
             if number in submodule.units:
-                self._forward.leave(self._held.pop(number))
+                self._forward.leave(self._held.pop(number), failed=failed)
 
-    def _end_scope(self, module_unit: int) -> None:
+    def _end_scope(self, module_unit: int, failed: bool) -> None:
         """End the scope of a submodule's unit, and close the unit if nothing else uses it."""
         number = self._scopes.pop()
         if number in self._scopes or number not in self._open:
             return
         # A merged unit stays open until its last submodule has run.
         if self._plan.ends[module_unit] == self._plan.units[number].last_module_unit + 1:
-            self._close(number)
+            self._close(number, failed=failed)

@@ -2,9 +2,11 @@
 
 import gc
 import itertools
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -115,6 +117,34 @@ def test_what_is_gathered_how_often():
     behind, params = model_of(behind, bucket_bytes=160)
     found, _ = gathers(behind.apply, params, X, (2,) if dist.get_rank() == 0 else ())
     assert found == ["inside.layers.0 to inside.layers.1", "inside.layers.2 to head"]
+
+
+class Failing(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.add_(1)
+        raise OSError("the user's")
+
+
+@on_ranks(1, 2)
+def test_an_exception_of_a_submodule_is_not_replaced_and_its_writes_are_refused():
+    """Where the forward goes on after it, the writes are refused when the forward ends."""
+
+    def loss(self, x, catches):
+        with suppress(OSError) if catches else nullcontext():
+            self.failing(x)
+        return self.last(x).sum()
+
+    for module in (Of(lambda self, x: self.inner(x), inner=Failing(4, 4)), nn.Sequential(Failing(4, 4), linear())):
+        # With buckets of 160 bytes, layers of 80 are merged into one unit.
+        for bucket_bytes in (0, 160):
+            parts = Of(loss, failing=module, last=linear())
+            model, params = model_of(parts, bucket_bytes=bucket_bytes)
+            for run in (fs.value_and_grad(model.apply), model.apply):
+                with pytest.raises(OSError, match=r"^the user's$"):
+                    run(fs.tree_map(torch.clone, params), X, False)
+                with pytest.raises(ValueError, match=r"\['failing\..*weight'\]: .*1 in-place writes"):
+                    run(fs.tree_map(torch.clone, params), X, True)
 
 
 @on_ranks(2)
@@ -253,6 +283,26 @@ def checks_a_table(self, x, skips):
     return self.head(x).sum() + (0 if skips else h.sum())
 
 
+def falls_back(self, x, tries):
+    """Tries a part that cannot begin, because a weight was written to before it, and goes on without the part."""
+    x = self.first(x)
+    weight = self.other.weight
+    if tries:
+        with torch.no_grad(), suppress(ValueError):
+            weight.add_(1)
+            self.part(x)
+    return self.last(x).sum()
+
+
+def scaled(self, x):
+    return self.inside(x * self.scale)
+
+
+def falling_back():
+    part = Of(scaled, scale=nn.Parameter(torch.ones(4)), inside=Layers(2))
+    return Of(falls_back, other=linear(), first=linear(), part=part, last=linear())
+
+
 def reading():
     frozen = {"scale": nn.Parameter(torch.ones(8), False), "frozen": linear().requires_grad_(False)}
     return Of(reads_the_table, table=nn.Embedding(8, 4), layers=Layers(), **frozen)
@@ -263,6 +313,7 @@ MODULES = (
     lambda: Of(in_another_order, first=linear(), inside=Layers(3), last=linear()),
     no_grad,
     reading,
+    falling_back,
     lambda: Of(checks_a_table, table=nn.Embedding(8, 4), inside=linear(), head=linear()),
 )
 

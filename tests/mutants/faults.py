@@ -448,6 +448,20 @@ FAULTS = (
         "10: a rank that skips a unit gathers what the others do, in their order",
     ),
     Fault(
+        "running-submodule-that-did-not-begin",
+        "fshard/engine/model_walk.py",
+        "self._running.pop()",
+        "pass",
+        "10: ranks send the same where a forward goes on without a submodule that could not begin",
+    ),
+    Fault(
+        "writes-of-a-failed-submodule-forgotten",
+        "fshard/engine/forward.py",
+        "self._write_error = error",
+        "pass",
+        "7: writes to a weight are refused also where the forward catches an exception of that submodule",
+    ),
+    Fault(
         "kept-unit-merged-with-a-regathered-one",
         "fshard/engine/plan.py",
         "return are_alike and sum(unit.nbytes for unit in units) <= units[0].policy.bucket_bytes",
