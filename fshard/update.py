@@ -13,6 +13,7 @@ from fshard.errors import SHOWN, expect, refuse
 from fshard.transforms import transform_state
 from fshard.transforms.state import ABSENT
 from fshard.tree import (
+    Axis,
     Flat,
     Sharded,
     Tree,
@@ -215,17 +216,28 @@ def check_same_step(what: str, given: Tree) -> None:
     if not axes or structure in rank_state.compared:
         return
     counters = _counters_of(states)
-    steps = {name: count for name, count in counters.items() if name.endswith("state.step")}
-    # A rank counts the updates of the pieces that it owns.
-    owned = {axis for spec in flatten(states).specs for axis, role in spec.roles.items() if role == "owned"}
-    facts = {axis: json.dumps(steps if axis in owned else counters) for axis in axes}
-    if comm.are_equal(facts, comm.Label(comm.Verb.AGREE, ("step of states",))):
+    steps = {name: count for name, count in counters.items() if _is_step(name)}
+    owned: list[Axis] = []
+    shared: list[Axis] = []
+    for axis in axes:
+        is_owned = any(spec.roles.get(axis) == "owned" for spec in flatten(states).specs)
+        (owned if is_owned else shared).append(axis)
+    label = comm.Label(comm.Verb.AGREE, ("step of states",))
+    counters_agree = comm.are_equal(dict.fromkeys(shared, json.dumps(counters)), label)
+    # Along an owned axis ranks hold different pieces, whose updates each counts by itself, so only their steps must
+    # agree. These ranks are asked last, so that they hear of a difference between counters too.
+    if comm.are_equal(dict.fromkeys(owned, json.dumps(steps)), label, failed=not counters_agree):
         rank_state.compared.add(structure)
         return
-    shared = steps if owned else counters
-    ranks = comm.all_gather_object([rank_state.rank, shared], axes, "step of states")
+    pieces = [comm.rank(axis) for axis in owned]
+    ranks = comm.all_gather_object([rank_state.rank, pieces, counters], axes, "step of states")
     rank_state.call.name = None
     raise _unequal_steps(what, ranks)
+
+
+def _is_step(name: str) -> bool:
+    """Whether a counter is the step of a state, and not one of its optimizer's."""
+    return name.endswith(".step") and ".opt_state" not in name
 
 
 def _counters_of(states: Sequence[TrainState]) -> dict[str, int]:
@@ -241,22 +253,30 @@ def _counters_of(states: Sequence[TrainState]) -> dict[str, int]:
     return counters
 
 
-def _unequal_steps(what: str, ranks: Sequence[tuple[int, dict[str, int]]]) -> ValueError:
-    """Make the error of ranks that hold states of different steps."""
+def _unequal_steps(what: str, ranks: Sequence[tuple[int, list[int], dict[str, int]]]) -> ValueError:
+    """Make the error of ranks that hold states of different steps.
+
+    Args:
+        what: The verb that asks.
+        ranks: For each rank its number, which pieces it owns, and its counters.
+    """
     problems = []
     remedy = "restore the last checkpoint on every rank"
-    for name in ranks[0][1]:
-        holders: dict[int, list[int]] = {}
-        for rank, counters in sorted(ranks, key=lambda row: row[0]):
+    for name in ranks[0][2]:
+        # For each owned piece, or for all together, the ranks that hold each count.
+        holders_by_piece: dict[tuple[int, ...], dict[int, list[int]]] = {}
+        for rank, pieces, counters in sorted(ranks):
+            holders = holders_by_piece.setdefault(() if _is_step(name) else tuple(pieces), {})
             holders.setdefault(counters.get(name, -1), []).append(rank)
-        if len(holders) == 1:
-            continue
-        counts = sorted(holders, reverse=True)
-        problems.append(f"  {name}: {', '.join(f'{count} on {_named(holders[count])}' for count in counts)}")
-        if name.endswith(".step") and len(problems) == 1:
-            later = _named(sorted(rank for count in counts[:-1] for rank in holders[count]))
-            before = f"take the state of step {counts[-1]} on every rank, which {later} had before the last step"
-            remedy = f"{before}, or {remedy}"
+        for holders in holders_by_piece.values():
+            if len(holders) == 1:
+                continue
+            counts = sorted(holders, reverse=True)
+            problems.append(f"  {name}: {', '.join(f'{count} on {_named(holders[count])}' for count in counts)}")
+            if _is_step(name) and len(problems) == 1:
+                later = _named(sorted(rank for count in counts[:-1] for rank in holders[count]))
+                before = f"take the state of step {counts[-1]} on every rank, which {later} had before the last step"
+                remedy = f"{before}, or {remedy}"
     text = "\n".join([f"{what}: ranks hold states of different steps", *problems[:SHOWN], f"To fix: {remedy}."])
     return ValueError(text)
 

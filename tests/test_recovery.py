@@ -209,6 +209,30 @@ def test_each_of_several_states_is_compared_on_a_new_mesh():
     assert found.text.startswith("update: ranks hold states of different steps\n"), found
 
 
+@on_ranks(4)
+def test_counters_are_compared_between_ranks_that_own_the_same_pieces():
+    """Optimizers on ranks that own different pieces may count differently; on the others a difference is named."""
+    fail_in_the_update(mesh_of_all(), torch.ones(2, 4))
+    mesh = fs.init_mesh({"shard": 2, "expert": 2}, device="cpu", timeout=30.0)
+    strategy = fs.compose(fs.fully_shard(mesh["shard"]), fs.own_dim(mesh["expert"]))
+    params = fs.shard({"w": torch.ones(4, 2)}, strategy)
+    state = fs.TrainState.create(params, ADAMW)
+    grads = fs.tree_map(torch.ones_like, params)
+
+    def update(updates):
+        counted = state.opt_state._replace(updates=torch.tensor(updates))
+        return outcome(lambda: fs.update(ADAMW, state._replace(opt_state=counted), grads))
+
+    # Ranks 0 and 2 own one half, ranks 1 and 3 the other.
+    found = update(7 if my_rank() == 3 else my_rank() % 2)
+    assert found.text.splitlines() == [
+        "update: ranks hold states of different steps",
+        "  state.opt_state.updates: 7 on rank 3, 1 on rank 1",
+        "To fix: restore the last checkpoint on every rank.",
+    ], found
+    assert update(my_rank() % 2).error == ""
+
+
 # A rank fails between two calls, where nobody is told, and calls init_mesh while others are in their step.
 
 

@@ -714,6 +714,13 @@ FAULTS = (
         "5: derivatives through an update are those of all shards",
     ),
     Fault(
+        "ranks-with-equal-counters-go-on",
+        "fshard/update.py",
+        "if comm.are_equal(dict.fromkeys(owned, json.dumps(steps)), label, failed=not counters_agree):",
+        "if comm.are_equal(dict.fromkeys(owned, json.dumps(steps)), label):",
+        "10: after a failure every rank refuses states that differ on some",
+    ),
+    Fault(
         "aliases-of-optimizer-state-not-copied",
         "fshard/update.py",
         'flat = flatten({"params": state.params, "opt_state": state.opt_state})',
