@@ -202,7 +202,7 @@ class ShardTransform:
         """
         if _defines_alone(self, "start_scatter"):
             return self.start_scatter(*args, **kwargs)()
-        return args[0]
+        return args[0] if args else kwargs["grads"]
 
     def start_gather(self, leaves: Tensors, specs: Specs) -> Finish:
         """Start a gather whose communication may overlap what runs until it is finished.
@@ -230,8 +230,10 @@ class ShardTransform:
             A function that finishes and returns scatter's result. If the class defines scatter alone, all of it is
             done at the start.
         """
-        runs_scatter = _defines_alone(self, "scatter")
-        scattered = self.scatter(*args, **kwargs) if runs_scatter else args[0]
+        if _defines_alone(self, "scatter"):
+            scattered = self.scatter(*args, **kwargs)
+        else:
+            scattered = args[0] if args else kwargs["grads"]
         return lambda: scattered
 
     def init(self, grad: torch.Tensor) -> Tree:

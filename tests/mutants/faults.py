@@ -119,6 +119,13 @@ FAULTS = (
         "1: of several axes that split a dim the first is the major one",
     ),
     Fault(
+        "gradients-by-name-are-lost",
+        "fshard/transforms/base.py",
+        'return args[0] if args else kwargs["grads"]',
+        "return args[0]",
+        "7: scatter takes its arguments by name too",
+    ),
+    Fault(
         "form-that-a-class-defines-alone-passed-over",
         "fshard/transforms/base.py",
         "return _is_default(cls, OTHER_FORM[form]) and not _is_default(cls, form)",

@@ -194,6 +194,15 @@ def test_it_is_what_it_wraps():
         fs.scatter_grads({"w": torch.ones(4)}, params, transform_state=fs.transform_state(params))
 
 
+def test_gradients_may_be_passed_by_name():
+    grads = [torch.ones(2)]
+    for transform in (fs.ShardTransform(), fs.cast(), fs.compose(), fs.compose(fs.cast(scatter=torch.float32))):
+        assert_same_bits(transform.scatter(grads=grads, specs=[None]), grads)
+        assert_same_bits(transform.start_scatter(grads=grads, specs=[None])(), grads)
+        wrapped = fs.Wrapped(transform)
+        assert_same_bits(wrapped.scatter(grads=grads, specs=[None]), grads)
+
+
 @on_ranks(2)
 def test_a_part_may_be_done_otherwise():
     inner = fs.fully_shard(one_axis())
