@@ -100,8 +100,10 @@ def seeded(key: torch.Tensor | int | None) -> Iterator[None]:
         before = random_state()
         # A sum, because an operator of constants alone would run now.
         seed(torch.zeros((), dtype=torch.int64) + key)
-        yield
-        set_random_state(before)
+        try:
+            yield
+        finally:
+            set_random_state(before)
         return
     with torch.random.fork_rng():
         _seed(key)

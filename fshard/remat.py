@@ -1,6 +1,6 @@
 """remat: compute again in the backward rather than keep what a function saves."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
@@ -32,7 +32,8 @@ def remat(f: Callable[..., Any], *, save: Sequence[str] = ()) -> Callable[..., A
 
     Args:
         f: A function of pytrees of tensors; under torch.func it must take everything that is differentiated as an
-            argument. torch's CPU generator draws again what it drew.
+            argument. What it draws from torch's generators, of the CPU and of the devices of its arguments, is drawn
+            again; in a graph of `fs.jit` only what it draws on the CPU.
         save: Operators whose results are kept and not computed again, as `fs.make_graph` names them: ("aten.topk",)
             keeps the choice of a mixture's experts, which rounding may change. Then torch takes first derivatives in
             reverse mode alone, and under torch.func of no remat inside another.
@@ -92,7 +93,7 @@ def _run_under_transforms(f: Callable[..., Any], contexts: Contexts, args: Any, 
         structure[:] = [tree_map(lambda leaf: _PLACE if isinstance(leaf, torch.Tensor) else leaf, result)]
         return tuple(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
 
-    random_state = _random_state()
+    random_states = _random_states({tensor.device for tensor in tensors})
     forward_context, recomputation_context = contexts()
 
     def run_first(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -100,7 +101,7 @@ def _run_under_transforms(f: Callable[..., Any], contexts: Contexts, args: Any, 
             return run_on_tensors(*given)
 
     def run_again(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        with _drawing_from(random_state), recomputation_context:
+        with _replay_draws(random_states), recomputation_context:
             return run_on_tensors(*given)
 
     outputs = iter(_Remat.apply(run_first, run_again, *tensors))
@@ -132,23 +133,44 @@ def _recompute_whole_where_needed(f: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _random_state() -> torch.Tensor:
-    """Return the state of torch's CPU generator; in a trace, which has no values, by an operator of its graph."""
-    return _compat.plain(random.random_state() if _compat.is_tracing() else torch.get_rng_state())
+def _random_states(devices: Iterable[torch.device]) -> dict[torch.device, torch.Tensor]:
+    """Read the states of torch's generators.
+
+    Args:
+        devices: The devices whose generators are read, besides that of the CPU.
+
+    Returns:
+        The states by device. In a trace, where nothing has a value, only the CPU's: an operator of the graph reads it.
+    """
+    cpu = torch.device("cpu")
+    if _compat.is_tracing():
+        return {cpu: _compat.plain(random.random_state())}
+    states = {cpu: _compat.plain(torch.get_rng_state())}
+    for device in devices:
+        if device.type not in ("cpu", "meta"):
+            states[device] = _compat.plain(torch.get_device_module(device).get_rng_state(device))
+    return states
+
+
+def _set_random_states(states: Mapping[torch.device, torch.Tensor]) -> None:
+    for device, state in states.items():
+        if _compat.is_tracing():
+            random.set_random_state(state)
+        elif device.type == "cpu":
+            torch.default_generator.set_state(state)
+        else:
+            torch.get_device_module(device).set_rng_state(state, device)
 
 
 @contextmanager
-def _drawing_from(state: torch.Tensor) -> Iterator[None]:
-    """Let torch's CPU generator draw what it drew from a state on, and put its own state back."""
-    if not _compat.is_tracing():
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.set_state(state)
-            yield
-        return
-    before = _random_state()
-    random.set_random_state(state)
-    yield
-    random.set_random_state(before)
+def _replay_draws(states: Mapping[torch.device, torch.Tensor]) -> Iterator[None]:
+    """Let torch's generators draw again what they drew from some states on, and put their own states back."""
+    before = _random_states(states)
+    _set_random_states(states)
+    try:
+        yield
+    finally:
+        _set_random_states(before)
 
 
 class _ArgumentsOnly(TorchFunctionMode):

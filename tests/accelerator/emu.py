@@ -31,6 +31,10 @@ def build(folder: Path) -> Path:
     return library
 
 
+# The device's own generator. Kernels do not draw from it, so programs draw explicitly.
+GENERATOR = torch.Generator()
+
+
 class _Module(ModuleType):
     """torch.emu: what torch asks of an accelerator."""
 
@@ -39,8 +43,8 @@ class _Module(ModuleType):
     current_device = staticmethod(lambda: 0)
     set_device = manual_seed = manual_seed_all = staticmethod(lambda _: None)
     _is_in_bad_fork = staticmethod(lambda: False)
-    get_rng_state = staticmethod(lambda device=None: torch.get_rng_state())
-    set_rng_state = staticmethod(lambda state, device=None: torch.set_rng_state(state))
+    get_rng_state = staticmethod(lambda device=None: GENERATOR.get_state())
+    set_rng_state = staticmethod(lambda state, device=None: GENERATOR.set_state(state))
     get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])
 
 

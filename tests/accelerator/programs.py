@@ -191,6 +191,20 @@ def saved(device):
     return out
 
 
+def recomputed(device):
+    """Differentiate by torch.func what draws from the generator of its device, and is computed again."""
+    generator = torch.default_generator if device == "cpu" else emu.GENERATOR
+    generator.manual_seed(3)
+    x = torch.linspace(0, 1, 5, dtype=torch.float64, device=device)
+
+    def noisy(x):
+        return (x * torch.rand(5, generator=generator, dtype=torch.float64).to(device)).sin().sum()
+
+    gradient = torch.func.grad(fs.remat(noisy))(x)
+    # The recomputation leaves the generator as it was.
+    return gradient, torch.rand(5, generator=generator)
+
+
 def leaves_of(tree):
     leaves = [leaf.local if isinstance(leaf, fs.Sharded) else leaf for leaf in fs.tree_leaves(tree)]
     return [leaf.detach().cpu() for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -213,6 +227,7 @@ PROGRAMS = {
     ),
     "placed": Program(placed),
     "checkpointed": Program(lambda device: train(device, remat=True)),
+    "recomputed": Program(recomputed, {"copy_": 2}),
     **eager_and_jitted("skip_nonfinite", make=lambda: fs.skip_nonfinite(fs.adam(1e-2))),
     # torch's kernels read counts of steps on the host, which waits for them once.
     "skip_nonfinite of torch": Program(lambda device: skipped(device, fs.skip_nonfinite), {"copy_": 1}),

@@ -1038,8 +1038,8 @@ FAULTS = (
     Fault(
         "what-is-saved-computed-again",
         "fshard/remat.py",
-        "with _drawing_from(random_state), recomputation_context:",
-        "with _drawing_from(random_state):",
+        "with _replay_draws(random_states), recomputation_context:",
+        "with _replay_draws(random_states):",
         "3: what is saved is what the forward computed, under torch.func too",
     ),
     Fault(
