@@ -174,10 +174,21 @@ def held_in_flight(func: object, args: Sequence[Any]) -> list[int | None]:
     """
     if func not in STARTS:
         return []
-    tensors, *_, direct, _, size, _, _ = args
+    tensors, *sizes, direct, _, size, group, _ = args
     if direct and func is all_gather:
         return [None for _ in tensors]
-    # The rows that this rank sends to others are copied one by one.
-    by_rows = direct and func is not all_reduce
-    sent = [(tensor[:1], size - 1) if by_rows else (tensor, 1) for tensor in tensors]
-    return [0 if each.is_contiguous() else copies * each.nbytes for each, copies in sent]
+    if direct and func is not all_reduce:
+        # Rows for other ranks are copied one by one, or for a ragged all-to-all each rank's rows together.
+        send = sizes[0] if sizes else [1] * size
+        local_rank = _compat.resolve_process_group(group).rank()
+        return [_bytes_of_copies(tensor, send, local_rank) for tensor in tensors]
+    return [0 if tensor.is_contiguous() else tensor.nbytes for tensor in tensors]
+
+
+def _bytes_of_copies(tensor: torch.Tensor, send: Sequence[int], local_rank: int) -> int:
+    """Count the bytes of the copies that are made of rows with gaps, to send so many of them to each other rank."""
+    nbytes = 0
+    for rank, rows in enumerate(tensor.split(list(send))):
+        if rank != local_rank and not rows.is_contiguous():
+            nbytes += rows.nbytes
+    return nbytes

@@ -10,7 +10,7 @@ import torch
 
 import fshard as fs
 from fshard import comm
-from fshard.comm import Label, Verb, collective
+from fshard.comm import Label, Verb, collective, ops
 from fshard.comm.collective import EXCHANGE_BYTES, PACK_BYTES
 from fshard.comm.events import WIDTH, encode_label
 from fshard.rounding import tolerance
@@ -158,6 +158,25 @@ def test_all_to_all_sends_each_rank_rows_of_its_own(algorithm):
         for _ in range(5):
             found = comm.all_to_all(sent, counts[me], [row[me] for row in counts], line, "test")
             assert_same_bits(found, [torch.cat(pieces) for pieces in zip(*(row[me] for row in parts))])
+
+
+@pytest.mark.parametrize("counts", ([[1, 1], [1, 1]], [[2, 3], [1, 2]], [[4, 0], [3, 1]], [[0, 2], [1, 0]]))
+@on_ranks(2)
+def test_what_an_operator_holds_while_rows_are_sent(counts):
+    """As plans of memory count it: the tensors themselves, or copies of rows that have gaps."""
+    line = axis()
+    me = comm.rank(line)
+    send, receive = counts[me], [row[me] for row in counts]
+    dense = torch.ones(sum(send), 4, 3)
+    strided = {"dense": dense, "gaps in rows": torch.ones(sum(send), 3, 4).mT, "gaps between rows": dense[:, :2]}
+    for name, tensor in strided.items():
+        arguments = [tensor], send, receive, True, line.name, line.size, line.group_name, encode_label(Label("test"))
+        (buffer,) = ops.all_to_all(*arguments)
+        in_flight = buffer.__dict__["under_way"]
+        given = {tensor.untyped_storage().data_ptr(), buffer.untyped_storage().data_ptr()}
+        copied = [part.nbytes for part in in_flight if part.untyped_storage().data_ptr() not in given]
+        assert ops.held_in_flight(ops.all_to_all, arguments) == [sum(copied)], name
+        ops.wait(buffer)
 
 
 # A label, and its units and the whole of it as text: separators in names, many leaves, long names, several lines.

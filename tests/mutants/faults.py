@@ -273,6 +273,13 @@ FAULTS = (
         "10: every rank runs every transpose, in one order",
     ),
     Fault(
+        "a-row-stands-for-all-that-are-sent",
+        "fshard/comm/ops.py",
+        "if rank != local_rank and not rows.is_contiguous():",
+        "if rank != local_rank and not rows[:1].is_contiguous():",
+        "6: the peak of a graph counts the copies that collectives hold",
+    ),
+    Fault(
         "ranks-agree-where-one-does",
         "fshard/comm/agree.py",
         'differs |= {digest} != set(_gathered(digest, FIRST, axis, label._replace(parts="a digest")))',
