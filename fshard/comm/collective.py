@@ -100,6 +100,11 @@ def _start(
         A function that waits for the collective and returns its results.
     """
     is_sum = sum_in_tree is not None
+    if sum_in_tree and axis.size & (axis.size - 1):
+        raise ValueError(
+            f"comm: sums in a binary tree need a power of two of ranks, and the axis {axis.name!r} has {axis.size}. "
+            "Sum in rank order."
+        )
     direct = sum_in_tree or is_direct(axis, tensors[0].device)
     local_rank = rank(axis)
     label = make_label(label, tensors, row_dims)

@@ -1,5 +1,6 @@
 """Every algorithm of the collectives, on ranks and processes: values, order of sums, memory; what is recorded."""
 
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -177,6 +178,16 @@ def test_what_an_operator_holds_while_rows_are_sent(counts):
         copied = [part.nbytes for part in in_flight if part.untyped_storage().data_ptr() not in given]
         assert ops.held_in_flight(ops.all_to_all, arguments) == [sum(copied)], name
         ops.wait(buffer)
+
+
+@on_ranks(3, "3 processes")
+def test_a_tree_of_three_ranks_is_refused():
+    line = axis()
+    text = "comm: sums in a binary tree need a power of two of ranks, and the axis 'shard' has 3. Sum in rank order."
+    for start, tensor in ((comm.start_all_reduce, torch.ones(2)), (comm.start_reduce_scatter, torch.ones(3, 2))):
+        with comm.record() as record, pytest.raises(ValueError, match=re.escape(text)):
+            start([tensor], line, "test", tree=True)
+        assert record == []
 
 
 # A label, and its units and the whole of it as text: separators in names, many leaves, long names, several lines.
