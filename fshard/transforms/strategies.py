@@ -1,7 +1,8 @@
 """Strategies: compositions of transforms under the field's names, with no mechanism of their own."""
 
+import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,14 +12,14 @@ from fshard import _compat
 from fshard.errors import expect
 from fshard.mesh import Mesh, axis_of
 from fshard.transforms import ShardTransform, cast, compose, fully_shard
-from fshard.transforms import replicate as replicated
+from fshard.transforms import replicate as replicate_transform
 from fshard.transforms.compose import compose_with_policy
 from fshard.transforms.structure import layout_axes
 from fshard.tree import Axis, ModelDtypes, ReshardPolicy, is_mask
 from fshard.tree.checks import COUNT, FLOATING, check_arguments
 
-# Leaves below this stay whole: a bias or a norm costs more to gather than to keep.
-SMALL = 1024
+# Leaves of fewer elements stay whole: a bias or a norm costs more to gather than to keep.
+DEFAULT_MIN_SHARD_ELEMENTS = 1024
 
 # Bytes up to which units are gathered together, sixteen times what a link carries in the latency of a collective:
 # between processes on one machine by gloo (0.5 ms, 2 GiB/s), and between accelerators on one machine (30 us, 100 GB/s).
@@ -32,13 +33,13 @@ def ddp(mesh: Mesh, axis: str | Sequence[str] = "shard", **options: Any) -> Shar
     Args:
         mesh: The device mesh.
         axis: The mesh axis that batches are split over; several where they are split over each.
-        **options: As for `zero3`, such as `param_dtype`.
+        **options: As for `zero3`, such as `param_dtype`, but for `regather`, `min_shard_elements` and `layout`.
 
     Returns:
         The transform to `shard` parameters with.
 
     Raises:
-        ValueError: if the mesh has no such axis, or a dtype is not floating.
+        ValueError: if the mesh has no such axis, a dtype is not floating, or an option is one of those left out.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -49,8 +50,9 @@ def ddp(mesh: Mesh, axis: str | Sequence[str] = "shard", **options: Any) -> Shar
     >>> fs.testing.spmd(program, world=2)[0]  # one sum for each of two microbatches
     (P(), ['all_reduce', 'all_reduce'])
     """
+    _check_options("ddp", options, fixed=("regather", "min_shard_elements", "layout"))
     # No leaf is large enough to be split.
-    return zero3(mesh, axis, regather=False, min_shard_elements=sys.maxsize, **options)
+    return _make_strategy("ddp", mesh, axis, regather=False, min_shard_elements=sys.maxsize, **options)
 
 
 def zero1(mesh: Mesh, axis: str | Sequence[str] = "shard", **options: Any) -> ShardTransform:
@@ -67,7 +69,7 @@ def zero1(mesh: Mesh, axis: str | Sequence[str] = "shard", **options: Any) -> Sh
         The transform to `shard` parameters with.
 
     Raises:
-        ValueError: if the mesh has no such axis, or a dtype is not floating.
+        ValueError: if the mesh has no such axis, a dtype is not floating, or `regather` is given.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -78,7 +80,8 @@ def zero1(mesh: Mesh, axis: str | Sequence[str] = "shard", **options: Any) -> Sh
     >>> fs.testing.spmd(program, world=2)[0]  # once for both microbatches
     (P('shard'), ['all_gather', 'reduce_scatter'])
     """
-    strategy: Any = zero2(mesh, axis, **options)
+    _check_options("zero1", options, fixed=("regather",))
+    strategy: Any = _make_strategy("zero1", mesh, axis, regather=False, **options)
     late_policy = replace(strategy.reshard, reduce_each_microbatch=False)
     late: ShardTransform = replace(strategy, reshard=late_policy)
     return late
@@ -98,7 +101,7 @@ def zero2(mesh: Mesh, axis: str | Sequence[str] = "shard", **options: Any) -> Sh
         The transform to `shard` parameters with.
 
     Raises:
-        ValueError: if the mesh has no such axis, or a dtype is not floating.
+        ValueError: if the mesh has no such axis, a dtype is not floating, or `regather` is given.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -109,7 +112,8 @@ def zero2(mesh: Mesh, axis: str | Sequence[str] = "shard", **options: Any) -> Sh
     >>> fs.testing.spmd(program, world=2)[0]  # the gradient of each of two microbatches
     (P('shard'), ['all_gather', 'reduce_scatter', 'reduce_scatter'])
     """
-    return zero3(mesh, axis, regather=False, **options)
+    _check_options("zero2", options, fixed=("regather",))
+    return _make_strategy("zero2", mesh, axis, regather=False, **options)
 
 
 def _default_bucket_bytes(layout: Any) -> int:
@@ -136,7 +140,7 @@ def zero3(
     output_dtype: torch.dtype | None = None,
     prefetch: int | None = None,
     bucket_bytes: int | None = None,
-    min_shard_elements: int = SMALL,
+    min_shard_elements: int | None = None,
     layout: ShardTransform | None = None,
 ) -> ShardTransform:
     """ZeRO-3: parameters too are held as shards, and full only unit by unit, while a unit computes.
@@ -159,7 +163,8 @@ def zero3(
         bucket_bytes: Neighbouring units are gathered together, and gradients reduced together, up to this many bytes; 0
             keeps both apart. None goes by the backend of the axes, as the other
             strategies do: 16 MiB between hosts' processes, 48 MB between accelerators.
-        min_shard_elements: Leaves of fewer elements stay whole on every rank.
+        min_shard_elements: Leaves of fewer elements stay whole on every rank; None means 1024. With `layout` the layout
+            decides.
         layout: What to shard with in the place of fully_shard over `axis`, such as `quantize` or one's own; one that
             has mesh axes, so that gradients are summed.
 
@@ -167,7 +172,8 @@ def zero3(
         The transform to `shard` parameters with.
 
     Raises:
-        ValueError: if the mesh has no such axis, a dtype is not floating, or a number is negative.
+        ValueError: if the mesh has no such axis, a dtype is not floating, a number is negative, or `layout` comes with
+            `min_shard_elements` or has no mesh axis.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -178,15 +184,47 @@ def zero3(
     >>> fs.testing.spmd(program, world=2)[0]
     (P('shard'), ['all_gather', 'reduce_scatter', 'all_gather', 'reduce_scatter'])
     """
-    check_arguments("zero3", FLOATING, param_dtype=param_dtype, reduce_dtype=reduce_dtype, output_dtype=output_dtype)
-    check_arguments("zero3", COUNT, prefetch=prefetch, bucket_bytes=bucket_bytes)
+    return _make_strategy(
+        "zero3",
+        mesh,
+        axis,
+        regather=regather,
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        output_dtype=output_dtype,
+        prefetch=prefetch,
+        bucket_bytes=bucket_bytes,
+        min_shard_elements=min_shard_elements,
+        layout=layout,
+    )
+
+
+def _make_strategy(
+    api_name: str,
+    mesh: Mesh,
+    axis: str | Sequence[str],
+    *,
+    regather: Any,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    output_dtype: torch.dtype | None = None,
+    prefetch: int | None = None,
+    bucket_bytes: int | None = None,
+    min_shard_elements: int | None = None,
+    layout: ShardTransform | None = None,
+) -> ShardTransform:
+    """Make a strategy from the arguments of `zero3`, with errors that begin with the name of the caller's function."""
+    check_arguments(api_name, FLOATING, param_dtype=param_dtype, reduce_dtype=reduce_dtype, output_dtype=output_dtype)
+    check_arguments(api_name, COUNT, prefetch=prefetch, bucket_bytes=bucket_bytes)
     is_rule = isinstance(regather, bool) or is_mask(regather)
     rules = "regather to be a bool, glob patterns of units' names, or a function of the name"
-    expect(is_rule, "zero3", rules, f"{regather!r:.40}")
+    expect(is_rule, api_name, rules, f"{regather!r:.40}")
     if layout is None:
+        if min_shard_elements is None:
+            min_shard_elements = DEFAULT_MIN_SHARD_ELEMENTS
         layout = _shard_over(mesh, axis, min_shard_elements)
     else:
-        _check_layout(layout, min_shard_elements)
+        _check_layout(api_name, layout, min_shard_elements)
     policy = ReshardPolicy(
         # A list cannot be hashed.
         regather=tuple(regather) if isinstance(regather, list) else regather,
@@ -198,6 +236,21 @@ def zero3(
     return compose_with_policy(stages, policy, dtypes)
 
 
+def _check_options(api_name: str, options: Mapping[str, Any], fixed: Sequence[str]) -> None:
+    """Refuse options that a strategy decides itself, and those that no strategy has.
+
+    Args:
+        api_name: The strategy.
+        options: The options that its caller gave.
+        fixed: The options of `zero3` that it decides.
+    """
+    for name in options:
+        if name in fixed:
+            raise ValueError(f"{api_name}: {name} is decided by {api_name} itself. Leave it out, or use fs.zero3.")
+        if name not in inspect.signature(zero3).parameters:
+            raise TypeError(f"{api_name}() got an unexpected keyword argument {name!r}")
+
+
 def _shard_over(mesh: Mesh, axis: str | Sequence[str], min_shard_elements: int) -> ShardTransform:
     """Split leaves over one mesh axis, or over several."""
     names = axis if isinstance(axis, list | tuple) and axis else (axis,)
@@ -206,14 +259,18 @@ def _shard_over(mesh: Mesh, axis: str | Sequence[str], min_shard_elements: int) 
     return compose(*[fully_shard(axis, min_shard_elements=min_shard_elements) for axis in axes])
 
 
-def _check_layout(layout: Any, min_shard_elements: int) -> None:
+def _check_layout(api_name: str, layout: Any, min_shard_elements: int | None) -> None:
     """Refuse a layout beside `min_shard_elements`, and one under which no gradient would be summed."""
-    is_alone = min_shard_elements == SMALL
-    expect(is_alone, "zero3", "min_shard_elements or layout", "both", "give it to the layout")
-    has_axes = not isinstance(layout, ShardTransform) or layout_axes(layout)
-    got = f"{layout!r:.100}, under which gradients would stay unsummed"
-    remedy = "compose it with fs.fully_shard, or with the strategy itself"
-    expect(has_axes, "zero3", "a layout with mesh axes", got, remedy)
+    if min_shard_elements is not None:
+        raise ValueError(
+            f"{api_name}: min_shard_elements has no effect with layout=. Pass it to the transform that you give as "
+            "layout."
+        )
+    if isinstance(layout, ShardTransform) and not layout_axes(layout):
+        raise ValueError(
+            f"{api_name}: the layout {layout!r:.100} uses no mesh axis, so gradients would not be summed. Compose it "
+            "with fs.fully_shard, or compose it with the strategy."
+        )
 
 
 def hsdp(
@@ -221,7 +278,7 @@ def hsdp(
     *,
     axis: str = "shard",
     replicate_axis: str = "replicate",
-    min_shard_elements: int = SMALL,
+    min_shard_elements: int = DEFAULT_MIN_SHARD_ELEMENTS,
     **options: Any,
 ) -> ShardTransform:
     """Hybrid sharding: ZeRO-3 inside a node, whose shards every node holds.
@@ -233,7 +290,7 @@ def hsdp(
         axis: The mesh axis to shard over, inside a node.
         replicate_axis: The mesh axis across nodes, over which shards are the same and their gradients are summed.
         min_shard_elements: Leaves of fewer elements stay whole on every rank.
-        **options: As for `zero3`.
+        **options: As for `zero3`, but for `layout`.
 
     Returns:
         The transform to `shard` parameters with.
@@ -251,8 +308,10 @@ def hsdp(
     >>> fs.testing.spmd(program, world=4)[0]
     [('all_gather', 'shard'), ('reduce_scatter', 'shard'), ('all_reduce', 'replicate')]
     """
+    _check_options("hsdp", options, fixed=("layout",))
     layout = hybrid_shard(mesh, axis=axis, replicate_axis=replicate_axis, min_shard_elements=min_shard_elements)
-    return zero3(mesh, axis, layout=layout, **options)
+    options.setdefault("regather", True)
+    return _make_strategy("hsdp", mesh, axis, layout=layout, **options)
 
 
 def hybrid_shard(
@@ -289,4 +348,4 @@ def hybrid_shard(
     [[0.0, 1.0], [2.0, 3.0], [0.0, 1.0], [2.0, 3.0]]
     """
     inner = fully_shard(axis_of(mesh, axis), dim=dim, min_shard_elements=min_shard_elements)
-    return compose(replicated(axis_of(mesh, replicate_axis)), inner)
+    return compose(replicate_transform(axis_of(mesh, replicate_axis)), inner)

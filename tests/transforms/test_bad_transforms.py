@@ -2,6 +2,7 @@
 
 from operator import attrgetter
 
+import pytest
 import torch
 
 import fshard as fs
@@ -17,17 +18,55 @@ TWICE = "compose: expected one transform for each axis, got two for the axes {};
 EARLY = "compose: expected split_dim and own_dim behind what gathers over ['{1}'], got ['{0}'] before it"
 
 NO_AXES = (
-    "zero3: expected a layout with mesh axes, got _Cast(gather_dtype=torch.bfloat16, scatter_dtype=None), under which "
-    "gradients would stay unsummed; compose it with fs.fully_shard, or with the strategy itself"
+    "{}: the layout _Cast(gather_dtype=torch.bfloat16, scatter_dtype=None) uses no mesh axis, so gradients would not "
+    "be summed. Compose it with fs.fully_shard, or compose it with the strategy."
 )
-LAYOUT = "zero3: expected min_shard_elements or layout, got both; give it to the layout"
+LAYOUT = "{}: min_shard_elements has no effect with layout=. Pass it to the transform that you give as layout."
+FIXED = "{0}: {1} is decided by {0} itself. Leave it out, or use fs.zero3."
+COUNT = "{}: expected prefetch to be a whole number, 0 or more, or None, got -1"
+STRATEGIES = {"ddp": fs.ddp, "zero1": fs.zero1, "zero2": fs.zero2, "zero3": fs.zero3, "hsdp": fs.hsdp}
 STAY = "compose: expected one strategy, which has the reshard policy, got two; take the other's parts by themselves"
 NO_LAYOUT = "compose: expected transforms to be ShardTransforms such as fs.fully_shard(mesh), got a str"
 ARGUMENTS = [
     setup("hsdp of less than no elements", lambda mesh: fs.hsdp(mesh, min_shard_elements=-1), SMALLEST, GRID),
     setup("split_dim on a mesh of two axes", lambda mesh: fs.split_dim(mesh, dim=0), ONE_AXIS, GRID),
-    setup("two of layout", lambda m: fs.zero3(m, layout=fs.fully_shard(m), min_shard_elements=3), LAYOUT, MESH),
-    setup("a layout without axes", lambda m: fs.zero3(m, layout=BFLOAT16), NO_AXES, MESH),
+    *(
+        setup(
+            f"two of layout, in {name}",
+            lambda m, make=STRATEGIES[name], n=elements: make(m, layout=fs.fully_shard(m), min_shard_elements=n),
+            LAYOUT.format(name),
+            MESH,
+        )
+        for name, elements in (("zero1", 3), ("zero2", 3), ("zero3", 1024))
+    ),
+    *(
+        setup(
+            f"a layout without axes, in {name}",
+            lambda m, make=STRATEGIES[name]: make(m, layout=BFLOAT16),
+            NO_AXES.format(name),
+            MESH,
+        )
+        for name in ("zero1", "zero2", "zero3")
+    ),
+    *(
+        setup(
+            f"{option} of {name}",
+            lambda m, make=STRATEGIES[name], o=option: make(m, **{o: None}),
+            FIXED.format(name, option),
+            GRID,
+        )
+        for name, options in {
+            "ddp": ("regather", "min_shard_elements", "layout"),
+            "zero1": ("regather",),
+            "zero2": ("regather",),
+            "hsdp": ("layout",),
+        }.items()
+        for option in options
+    ),
+    *(
+        setup(f"prefetch of {name}", lambda m, make=make: make(m, prefetch=-1), COUNT.format(name), GRID)
+        for name, make in STRATEGIES.items()
+    ),
     setup("a layout that is no transform", lambda mesh: fs.zero3(mesh, layout="zero2"), NO_LAYOUT, MESH),
     setup("a strategy as zero3's layout", lambda mesh: fs.zero3(mesh, layout=fs.zero2(mesh)), STAY, MESH),
 ]
@@ -89,6 +128,13 @@ LEAVES = [
     ),
     setup("gather without names", lambda t: t.gather([], []), NAMELESS, fs.masked(fs.cast(), "a")),
 ]
+
+
+def test_an_option_that_no_strategy_has_is_refused_by_name():
+    mesh = fs.init_mesh({"replicate": 1, "shard": 1}, device="cpu")
+    for name, make in STRATEGIES.items():
+        with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'merge'"):
+            make(mesh, merge=3)
 
 
 def test_bad_arguments_are_refused():
