@@ -333,6 +333,8 @@ class Layouts:
         check_matches(what, masks(transform), names, leaves)
         self.problems: list[Problem] = []
         self._transform = transform
+        # A mask in a composition makes a new composition for each leaf. Of equal ones the first is kept.
+        self._transforms: dict[ShardTransform, ShardTransform] = {transform: transform}
         # Leaves of equal specs share one object, which is found sooner than an equal one.
         self._known: dict[tuple[int, Spec], Spec] = {}
 
@@ -349,6 +351,8 @@ class Layouts:
             The spec; the one given where there was a problem.
         """
         transform = resolve_masks(self._transform, name, leaf)
+        if transform is not self._transform:
+            transform = self._transforms.setdefault(transform, transform)
         try:
             if (id(transform), spec) not in self._known:
                 self._known[id(transform), spec] = replace(transform.layout(spec), transform=transform)

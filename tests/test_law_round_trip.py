@@ -34,6 +34,21 @@ def test_unshard_undoes_shard(strategy):
         assert_same_bits(fs.unshard(fs.shard(full, ALL_STRATEGIES[strategy](meshes()))), full)
 
 
+def test_leaves_of_equal_shapes_and_transforms_have_one_spec():
+    """Also where a mask in a composition chooses the transform of each."""
+    mesh = one_axis()
+    full = {"w": [torch.ones(4) for _ in range(3)], "b": [torch.ones(4) for _ in range(3)]}
+    for strategy in (
+        fs.zero3(mesh),
+        fs.masked(fs.fully_shard(mesh), "w.*"),
+        fs.compose(fs.masked(fs.cast(gather=torch.bfloat16), "w.*"), fs.fully_shard(mesh)),
+        fs.Wrapped(fs.masked(fs.fully_shard(mesh), "w.*", otherwise=fs.replicate(mesh))),
+    ):
+        params = fs.shard(full, strategy)
+        for first, *others in params.values():
+            assert all(leaf.spec is first.spec for leaf in others), strategy
+
+
 @on_ranks(3)
 def test_views_round_trip_and_shards_own_their_storage():
     """Strides other than a new tensor's, also of a single element; conjugates and negatives, which torch puts off."""

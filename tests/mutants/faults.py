@@ -707,6 +707,13 @@ FAULTS = (
         "6: what a function asks of its arguments, such as whether one is another, is what it asks eagerly",
     ),
     Fault(
+        "leaves-that-a-mask-chose-share-no-spec",
+        "fshard/shard.py",
+        "transform = self._transforms.setdefault(transform, transform)",
+        "pass",
+        "5: leaves of equal specs share one object, so that thousands of them cost no more to group",
+    ),
+    Fault(
         "reshard-compares-names-of-axes",
         "fshard/shard.py",
         "if (leaf.spec.partition, leaf.spec.partition_axes()) == (spec.partition, spec.partition_axes()):",
