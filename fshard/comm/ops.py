@@ -3,33 +3,33 @@
 Each operator starts a collective on a list of tensors and returns buffers in flight; `wait` finishes a buffer. Dim 0 of
 a buffer counts ranks, those of a sum that others have sent, or is 1 where the backend has summed already.
 
-Tensors go in one of two ways:
+Tensors are sent in one of two ways:
     direct: each rank sends its rows to the others, straight into their buffers, and sums are left to the caller. Faster
         than gloo's own collectives, with sums in rank order: bitwise the same for every strategy. Tensors of an
-        accelerator whose ranks have no backend of its own go through the processor.
+        accelerator are copied through the CPU if its ranks have no backend for the accelerator.
     by the backend: one fused collective for the whole list, which is what NCCL does best.
 """
 
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fshard import _compat
 from fshard.comm import recorder
-from fshard.comm.events import Collective
+from fshard.comm.events import Collective, Destination
 from fshard.comm.groups import CollectiveEntry, Group, tag_of
 
 Tensors = list[torch.Tensor]
 # Of an all-to-all the rows for each rank and from each; of others none.
 Sizes = Sequence[Sequence[int]]
 
-# How often to look whether the backend has let go, which it usually has at the first look.
-LETTING_GO = 1000
+# How many times to check that the backend has released its tensors, which it usually has at the first check.
+MAX_RELEASE_CHECKS = 1000
 
-# Without it a trace would run an operator of constants once, and leave it out of the graph.
+# Without this tag a trace would constant-fold an operator whose inputs are constants.
 TAGS = (torch.Tag.nondeterministic_seeded,)
 
 # The namespace of the package's own operators.
@@ -37,60 +37,134 @@ NAMESPACE = "fshard"
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as bytes: moving data is then the same for every dtype, also those that gloo does not know."""
+class _Arguments(NamedTuple):
+    """The arguments of an operator that starts a collective.
+
+    Attributes:
+        tensors: The tensors that this rank sends.
+        sizes: As `Sizes` says.
+        direct: Whether ranks send each other rows, instead of a collective of the backend.
+        destination: The ranks that take part, and the caller.
+    """
+
+    tensors: Tensors
+    sizes: Sizes
+    direct: bool
+    destination: Destination
+
+
+def _parse(args: Sequence[Any]) -> _Arguments:
+    """Name the positional arguments of an operator, whose schema is in `_collective`."""
+    tensors, *sizes, direct, axis, size, group, label = args
+    return _Arguments(tensors, sizes, direct, Destination(axis, size, group, label))
+
+
+def _view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View a tensor's memory as bytes, because bytes are moved alike for every dtype, even one that gloo lacks."""
     # A single element counts as contiguous whatever its stride, which view does not allow.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _shapes(op: str, tensors: Tensors, size: int, direct: bool, sizes: Sizes) -> list[tuple[int, ...]]:
-    """The shapes of an operator's buffers."""
-    rows = size if op == "all_gather" else sum(sizes[1]) if sizes else size - 1 if direct else 1
-    return [(rows, *tensor.shape[op in ("reduce_scatter", "all_to_all") :]) for tensor in tensors]
+def _count_rows(op: str, arguments: _Arguments) -> int:
+    """Count the rows of an operator's buffers."""
+    size = arguments.destination.size
+    if op == "all_gather":
+        return size
+    if arguments.sizes:
+        _, receive = arguments.sizes
+        return sum(receive)
+    if arguments.direct:
+        # The caller adds its own row to those that the others sent.
+        return size - 1
+    return 1
 
 
-def _direct(op: str, tensors: Tensors, size: int, sizes: Sizes, entry: CollectiveEntry, group: Group) -> Tensors:
-    """Exchange rows with all ranks, straight into buffers, of which those of sums have none for this rank."""
-    local_rank = group.local_rank
+def _buffer_shapes(op: str, arguments: _Arguments) -> list[tuple[int, ...]]:
+    """Compute the shapes of an operator's buffers."""
+    rows = _count_rows(op, arguments)
+    # Dim 0 of what these send counts the rows for different ranks.
+    row_dims = 1 if op in ("reduce_scatter", "all_to_all") else 0
+    return [(rows, *tensor.shape[row_dims:]) for tensor in arguments.tensors]
+
+
+def _start_direct(op: str, arguments: _Arguments, entry: CollectiveEntry, group: Group) -> Tensors:
+    """Receive the rows of other ranks directly into buffers. The buffer of a sum has no row for this rank."""
+    shapes = _buffer_shapes(op, arguments)
     buffers = []
     with _compat.below_autograd():
-        for tensor, shape in zip(tensors, _shapes(op, tensors, size, True, sizes), strict=True):
-            # Connections between processors read and write memory of the processor alone. A tensor of an accelerator
-            # is copied there, for which the host waits; `wait` copies what has arrived to the accelerator.
-            source = tensor.cpu()
-            landing = source.new_empty(shape)
-            buffer = landing if source is tensor else tensor.new_empty(shape)
-            rows: Any
-            into = list(landing.split(sizes[1]) if sizes else landing)
-            if op == "all_gather":
-                rows = [into[local_rank].copy_(source)] * size
-            elif op == "all_to_all":
-                rows = source.split(sizes[0])
-                into[local_rank].copy_(rows[local_rank])
-            else:
-                rows = source if op == "reduce_scatter" else [source.contiguous()] * size
-                into.insert(local_rank, landing)
-            sent = {rank: _bytes(row.contiguous()) for rank, row in enumerate(rows) if rank != local_rank}
-            awaited = {rank: _bytes(row) for rank, row in enumerate(into) if rank != local_rank}
-            for work in _compat.start_swap(group.pair, group.name, sent, awaited, partial(tag_of, entry)):
-                _compat.register_work(buffer, work)
-            # Else a thread of gloo is the last to hold these tensors. It asks for the interpreter to free them, and
-            # where that is on its way out, as right after a program's last collective, the process aborts.
-            buffer.__dict__["under_way"] = [*sent.values(), *awaited.values()]
-            if landing is not buffer:
-                buffer.__dict__["landing"] = landing
-            buffers.append(buffer)
+        for tensor, shape in zip(arguments.tensors, shapes, strict=True):
+            buffers.append(_start_exchange(op, tensor, shape, arguments.sizes, entry, group))
     return buffers
 
 
+def _start_exchange(
+    op: str,
+    tensor: torch.Tensor,
+    shape: tuple[int, ...],
+    sizes: Sizes,
+    entry: CollectiveEntry,
+    group: Group,
+) -> torch.Tensor:
+    """Send rows of a tensor to the other ranks, and return the buffer that their rows arrive in."""
+    # Connections between CPUs read and write the memory of CPUs only. A tensor of an accelerator is copied there, for
+    # which the host waits; `wait` copies what has arrived to the accelerator.
+    source = tensor.cpu()
+    landing = source.new_empty(shape)
+    buffer = landing if source is tensor else tensor.new_empty(shape)
+    local_rank = group.local_rank
+    rows_in = _rows_to_receive(op, landing, sizes, local_rank)
+    rows_out = _rows_to_send(op, source, sizes, rows_in, local_rank)
+    sent = {}
+    awaited = {}
+    for rank, (row_out, row_in) in enumerate(zip(rows_out, rows_in, strict=True)):
+        if rank != local_rank:
+            sent[rank] = _view_as_bytes(row_out.contiguous())
+            awaited[rank] = _view_as_bytes(row_in)
+    for work in _compat.start_swap(group.pair, group.name, sent, awaited, partial(tag_of, entry)):
+        _compat.register_work(buffer, work)
+    # Otherwise a gloo thread may free these tensors last. It needs the interpreter lock for that, and the process
+    # aborts if the interpreter is shutting down, as right after a program's last collective.
+    buffer.__dict__["under_way"] = [*sent.values(), *awaited.values()]
+    if landing is not buffer:
+        buffer.__dict__["landing"] = landing
+    return buffer
+
+
+def _rows_to_receive(op: str, landing: torch.Tensor, sizes: Sizes, local_rank: int) -> Tensors:
+    """Split the memory that rows arrive in by the ranks that send them."""
+    if sizes:
+        _, receive = sizes
+        return list(landing.split(receive))
+    rows = list(landing)
+    if op != "all_gather":
+        # A sum receives nothing from this rank. The placeholder makes the indices of rows those of ranks.
+        rows.insert(local_rank, landing)
+    return rows
+
+
+def _rows_to_send(op: str, source: torch.Tensor, sizes: Sizes, rows_in: Tensors, local_rank: int) -> Sequence[Any]:
+    """List the rows for each rank, and copy the row that this rank keeps to its place among those that arrive."""
+    if op == "all_gather":
+        local_row = rows_in[local_rank].copy_(source)
+        return [local_row] * len(rows_in)
+    if op == "all_to_all":
+        send, _ = sizes
+        rows = source.split(send)
+        rows_in[local_rank].copy_(rows[local_rank])
+        return rows
+    if op == "reduce_scatter":
+        return list(source)
+    return [source.contiguous()] * len(rows_in)
+
+
 def wait(buffer: torch.Tensor) -> torch.Tensor:
-    """Wait for a buffer in flight, and for the backend to let go of the tensors that it worked on."""
+    """Wait for a buffer in flight, and for the backend to release the tensors that it worked on."""
     landed = recorder.finish(buffer)
     under_way = buffer.__dict__.pop("under_way", ())
-    for _ in range(LETTING_GO):
+    for _ in range(MAX_RELEASE_CHECKS):
         if not any(map(_compat.is_held_elsewhere, under_way)):
             break
-        # The thread that finished the work is about to let go; it may need this core for it.
+        # The thread that finished the work is about to release them; it may need this core for it.
         os.sched_yield()
     landing = buffer.__dict__.pop("landing", None)
     if landing is not None:
@@ -99,18 +173,23 @@ def wait(buffer: torch.Tensor) -> torch.Tensor:
     return landed
 
 
-def _by_backend(op: str, tensors: Tensors, size: int, sizes: Sizes, _: CollectiveEntry, group: Group) -> Tensors:
-    """Start the backend's own collectives, fused for each dtype, as sums of different ones are not fused."""
+def _start_by_backend(op: str, arguments: _Arguments, _: CollectiveEntry, group: Group) -> Tensors:
+    """Start the backend's own collectives, one for each dtype, because sums of different dtypes are not fused."""
+    tensors = arguments.tensors
     sources = [tensor.contiguous() for tensor in tensors]
     if op in ("all_gather", "all_to_all"):
         sources = [source.unsqueeze(-1).view(torch.uint8) for source in sources]
-    found: dict[int, torch.Tensor] = {}
+    size = arguments.destination.size
+    buffers: dict[int, torch.Tensor] = {}
     for dtype in dict.fromkeys(source.dtype for source in sources):
-        same = [i for i, source in enumerate(sources) if source.dtype is dtype]
-        started = _compat.start_by_backend(op, [sources[i] for i in same], size, group.name, *sizes)
-        found |= zip(same, started, strict=True)
-    shapes = enumerate(_shapes(op, tensors, size, False, sizes))
-    return [found[i].view(tensors[i].dtype).view(shape) for i, shape in shapes]
+        indices = [index for index, source in enumerate(sources) if source.dtype is dtype]
+        fused = [sources[index] for index in indices]
+        started = _compat.start_by_backend(op, fused, size, group.name, *arguments.sizes)
+        buffers.update(zip(indices, started, strict=True))
+    results = []
+    for index, shape in enumerate(_buffer_shapes(op, arguments)):
+        results.append(buffers[index].view(tensors[index].dtype).view(shape))
+    return results
 
 
 def operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any], tags: tuple[torch.Tag, ...] = ()) -> Any:
@@ -125,22 +204,25 @@ def operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any], tag
 def _collective(name: str, sizes: str = "") -> Any:
     """Define an operator that starts a collective on a list of tensors."""
 
-    def run(tensors: Tensors, *about: Any) -> Tensors:
-        *sizes, direct, axis, size, group, label = about
-        start = partial(_direct if direct else _by_backend, name, tensors, size, sizes)
-        return recorder.start(name, start, tensors, (axis, size, group, label), *sizes)
+    def run(*args: Any) -> Tensors:
+        arguments = _parse(args)
+        start = _start_direct if arguments.direct else _start_by_backend
+        kernel = partial(start, name, arguments)
+        return recorder.start(name, kernel, arguments.tensors, arguments.destination, *arguments.sizes)
 
-    def fake(tensors: Tensors, *about: Any) -> Tensors:
-        *sizes, direct, _, size, _, _ = about
-        return list(map(torch.Tensor.new_empty, tensors, _shapes(name, tensors, size, direct, sizes)))
+    def fake(*args: Any) -> Tensors:
+        arguments = _parse(args)
+        return list(map(torch.Tensor.new_empty, arguments.tensors, _buffer_shapes(name, arguments)))
 
     schema = f"{name}(Tensor[] tensors, {sizes}bool direct, str axis, int size, str group, str label) -> Tensor[]"
     return operator(schema, run, fake, TAGS)
 
 
-all_gather, reduce_scatter, all_reduce = map(_collective, ("all_gather", "reduce_scatter", "all_reduce"))
+all_gather = _collective("all_gather")
+reduce_scatter = _collective("reduce_scatter")
+all_reduce = _collective("all_reduce")
 all_to_all = _collective("all_to_all", "int[] send, int[] receive, ")
-# Leaves in a graph the facts that a verb was given; it does nothing.
+# Leaves the facts that a verb was given in a graph, and does nothing else.
 record_facts = operator("record_facts(str facts) -> ()", lambda facts: None, lambda facts: None, TAGS)
 
 STARTS = (all_gather, reduce_scatter, all_reduce, all_to_all)
@@ -158,29 +240,31 @@ def collective_of(func: Any, args: Sequence[Any]) -> Collective | None:
     """
     if func not in STARTS:
         return None
-    return Collective.of(func.name().removeprefix("fshard::"), args[0], args[1:-5], tuple(args[-4:]))
+    arguments = _parse(args)
+    name = func.name().removeprefix("fshard::")
+    return Collective.of(name, arguments.tensors, arguments.sizes, arguments.destination)
 
 
 def held_in_flight(func: object, args: Sequence[Any]) -> list[int | None]:
-    """Tell which memory an operator holds for each tensor that it is given, until its buffer has been waited for.
+    """Tell which memory an operator holds for each of its tensors, until its buffer has been waited for.
 
     Args:
         func: The operator.
         args: Its arguments, tensors of any kind.
 
     Returns:
-        For each tensor None where nothing is held, 0 where it is the tensor itself, else the bytes of a copy; an empty
-        list for other operators.
+        For each tensor None if nothing is held, 0 if the tensor itself is, else the bytes of copies; an empty list for
+        other operators.
     """
     if func not in STARTS:
         return []
-    tensors, *sizes, direct, _, size, group, _ = args
+    tensors, sizes, direct, destination = _parse(args)
     if direct and func is all_gather:
         return [None for _ in tensors]
     if direct and func is not all_reduce:
         # Rows for other ranks are copied one by one, or for a ragged all-to-all each rank's rows together.
-        send = sizes[0] if sizes else [1] * size
-        local_rank = _compat.resolve_process_group(group).rank()
+        send = sizes[0] if sizes else [1] * destination.size
+        local_rank = _compat.resolve_process_group(destination.group).rank()
         return [_bytes_of_copies(tensor, send, local_rank) for tensor in tensors]
     return [0 if tensor.is_contiguous() else tensor.nbytes for tensor in tensors]
 

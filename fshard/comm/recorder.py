@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fshard import _compat
-from fshard.comm.events import Collective, Record, Shapes, Whose, decode_label, describe_tensors
+from fshard.comm.events import Collective, Destination, Record, Shapes, decode_label, describe_tensors
 from fshard.comm.failure import connect_group, fail_collective, make_error
 from fshard.comm.groups import CollectiveEntry, Group, Issued, rank_state
 
@@ -36,7 +36,7 @@ def start(
     op: str,
     kernel: Callable[[CollectiveEntry, Group], Tensors],
     tensors: Tensors,
-    whose: Whose,
+    destination: Destination,
     *sizes: Sequence[int],
 ) -> Tensors:
     """Start a collective; its buffers lead to what the flight recorder has of it.
@@ -45,7 +45,7 @@ def start(
         op: Its name.
         kernel: Starts it and returns buffers in flight.
         tensors: Those it sends.
-        whose: Its axis, size, group and encoded label.
+        destination: The ranks that take part, and the caller.
         *sizes: The rows for each rank and from each, where ranks may send different ones.
 
     Returns:
@@ -54,7 +54,7 @@ def start(
     Raises:
         CollectiveError: if it cannot start, or the group is broken.
     """
-    axis, _, name, label = whose
+    axis, _, name, label = destination
     state = rank_state()
     if state.failure.reason is not None:
         raise make_error(state)
@@ -65,7 +65,7 @@ def start(
         text = f"{text} in {state.call.name}"
     entry = group.chain.record_start(op, hashed, text, *sizes)
     watching = watchers()
-    issued = Issued(Collective.of(op, tensors, sizes, whose) if watching else None, state, group, entry)
+    issued = Issued(Collective.of(op, tensors, sizes, destination) if watching else None, state, group, entry)
     _notify_watchers(watching, "starts", issued, tensors)
     # Other errors are not of the connections, and pass through.
     buffers: Tensors = _run_waiting(issued, dist.DistError, lambda: kernel(entry, group))
