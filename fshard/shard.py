@@ -82,7 +82,7 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | None = N
             entries[path] = fingerprint(leaf, spec)
             whole_leaves.append(Sharded(leaf.detach(), spec))
     # Ranks compare before any of them refuses its tree: a tree may be wrong on one rank alone.
-    difference = comm.disagreement(entries, layout_axes(transform), "shard")
+    difference = comm.find_disagreement(entries, layout_axes(transform), "shard")
     refuse("shard: ranks hold different trees", [difference] if difference else [], SAME_TREE)
     refuse_donated("shard", flat)
     refuse("shard: leaves cannot be sharded", layouts.problems, remedy)

@@ -223,10 +223,10 @@ def check_same_step(what: str, given: Tree) -> None:
         is_owned = any(spec.roles.get(axis) == "owned" for spec in flatten(states).specs)
         (owned if is_owned else shared).append(axis)
     label = comm.Label(comm.Verb.AGREE, ("step of states",))
-    counters_agree = comm.are_equal(dict.fromkeys(shared, json.dumps(counters)), label)
+    counters_agree = comm.are_texts_equal(dict.fromkeys(shared, json.dumps(counters)), label)
     # Along an owned axis ranks hold different pieces, whose updates each counts by itself, so only their steps must
     # agree. These ranks are asked last, so that they hear of a difference between counters too.
-    if comm.are_equal(dict.fromkeys(owned, json.dumps(steps)), label, failed=not counters_agree):
+    if comm.are_texts_equal(dict.fromkeys(owned, json.dumps(steps)), label, has_failed=not counters_agree):
         rank_state.compared.add(structure)
         return
     pieces = [comm.rank(axis) for axis in owned]

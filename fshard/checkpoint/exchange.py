@@ -143,7 +143,7 @@ class Exchange:
 
     def agree(self, entries: Mapping[str, str], what: str, remedy: str) -> None:
         """Refuse on every rank entries that differ between ranks."""
-        difference = comm.disagreement(entries, [self.ranks], self.label)
+        difference = comm.find_disagreement(entries, [self.ranks], self.label)
         refuse(f"{self.label}: {what}", [difference] if difference else [], remedy)
 
     def path(self, name: str, path: Any) -> Path:

@@ -3,7 +3,17 @@
 Names under `__all__` are for everybody; the others are for the rooms of fshard.
 """
 
-from fshard.comm.agree import VERB, all_gather_object, are_equal, axes_in, call, calling, check_same_call, disagreement
+from fshard.comm.agree import (
+    VERB,
+    all_gather_object,
+    are_texts_equal,
+    axes_in,
+    call,
+    calling,
+    check_same_call,
+    check_same_facts,
+    find_disagreement,
+)
 from fshard.comm.collective import (
     PACK_BYTES,
     all_gather,

@@ -26,9 +26,9 @@ from fshard.errors import Problem, leaf_error, text_of
 from fshard.tree import Axis, Flat, flatten, is_sharded
 from fshard.tree.checks import is_reachable
 
-# Bytes of a digest, and of the size of what ranks say.
-FIRST = 16
-# Said in the place of a digest by a rank that has failed, or that has heard of another digest.
+# The size of a message whose size ranks know before: a digest, or the number of bytes that the next message has.
+HEADER_BYTES = 16
+# Sent instead of a digest by a rank that failed, or that saw a different digest on an earlier axis.
 DIFFERS = b"differs"
 # The first fact of a call.
 VERB = "verb"
@@ -38,8 +38,8 @@ R = TypeVar("R")
 
 
 @functools.lru_cache(maxsize=64)
-def _facts(arguments: tuple[Any, ...], *leaves: tuple[Any, ...]) -> str:
-    """Write what decides the collectives of a call, as JSON: slow to spell out, and the same in every step.
+def _write_facts(arguments: tuple[Any, ...], *leaves: tuple[Any, ...]) -> str:
+    """Write as JSON what decides the collectives of a call. That is slow, and the same in every step.
 
     Args:
         arguments: The names and texts of arguments.
@@ -47,122 +47,177 @@ def _facts(arguments: tuple[Any, ...], *leaves: tuple[Any, ...]) -> str:
     """
     entries = dict(arguments)
     for path, spec, dtype in zip(*leaves, strict=True):
-        parts = {"dtype": dtype} | {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
-        entries[path] = "\n".join(f"{name} {_text(value)}" for name, value in parts.items())
+        parts = {"dtype": dtype}
+        for field in dataclasses.fields(spec):
+            parts[field.name] = getattr(spec, field.name)
+        entries[path] = "\n".join(f"{name} {_write_value(value)}" for name, value in parts.items())
     return json.dumps(entries)
 
 
 @functools.lru_cache(maxsize=64)
 def _digest(facts: str) -> bytes:
-    return hashlib.blake2b(facts.encode(), digest_size=FIRST).digest()
+    return hashlib.blake2b(facts.encode(), digest_size=HEADER_BYTES).digest()
 
 
-def _text(value: Any) -> str:
-    """A value as every rank that has an equal one writes it: without addresses and names of groups."""
+def _write_value(value: Any) -> str:
+    """Write a value so that equal values give the same text on every rank: without addresses and names of groups."""
     return re.sub(r" at 0x\w+|, group_name='[^']*'", "", repr(value))
 
 
-def check_same_call(
-    what: str, axes: Sequence[Axis], facts: Flat | Mapping[Axis, str], failed: str = "", **arguments: Any
-) -> None:
-    """See that every rank begins the same call, by one message over each axis of processors.
+def check_same_call(api_name: str, axes: Sequence[Axis], flat: Flat, **arguments: Any) -> None:
+    """Check that all ranks begin the same call with one small message over each axis.
 
-    Where accelerators alone can send, ranks send none: the host would have to wait for its accelerator in every step.
-    In a trace nothing is sent either, and the facts stay in its graph.
+    Nothing is sent if the ranks of an axis cannot exchange CPU tensors: the host would have to wait for its accelerator
+    in every step. In a trace nothing is sent either, and the facts are recorded in its graph.
 
     Args:
-        what: The verb that begins, and is no part of a running call.
+        api_name: The function that begins, which is no part of a running call.
         axes: The mesh axes that it communicates over.
-        facts: The tree that the verb was given: of each Sharded leaf its dtype, layout, policy and transform; the other
-            leaves decide no collective. Or for each axis JSON of texts by the names of all that must be the same there.
-        failed: The error that this rank has failed with instead, if it has.
-        **arguments: With a tree, other arguments that decide what is sent or what sums mean.
+        flat: The tree that the function was given. The dtypes, layouts, policies and transforms of its Sharded leaves
+            must be the same on every rank; its other leaves decide no collective.
+        **arguments: Other arguments that decide what is sent or what sums mean.
 
     Raises:
-        ValueError: on every rank, if ranks make different calls or were told different things.
+        ValueError: on every rank, if ranks make different calls.
         CollectiveError: if a rank failed.
     """
-    axes, tracing = [axis for axis in axes if axis.size > 1], _compat.is_tracing()
-    if not tracing and not (axes and all(map(supports_cpu_messages, axes))):
+    if _compat.is_tracing():
+        ops.record_facts(_facts_of_tree(api_name, flat, arguments))
         return
-    if isinstance(facts, Flat):
-        leaves = [leaf for leaf in facts.leaves if is_sharded(leaf)]
-        paths = tuple(itertools.compress(facts.paths, map(is_sharded, facts.leaves)))
-        # Of thousands of leaves a few tuples are made in less time than one for each.
-        columns = paths, tuple([leaf.spec for leaf in leaves]), tuple([leaf.local.dtype for leaf in leaves])
-        text = _facts(((VERB, what), *((name, _text(value)) for name, value in arguments.items())), *columns)
-        if tracing:
-            return ops.record_facts(text)
-        facts = dict.fromkeys(axes, text)
+    compared = [axis for axis in axes if axis.size > 1]
+    if compared and all(map(supports_cpu_messages, compared)):
+        facts = _facts_of_tree(api_name, flat, arguments)
+        _compare_call(api_name, dict.fromkeys(compared, facts))
+
+
+def check_same_facts(api_name: str, facts: Mapping[Axis, str], failure_text: str = "") -> None:
+    """Check that all ranks begin the same call, as `check_same_call` does, if its facts have been written already.
+
+    Args:
+        api_name: The function that begins, which is no part of a running call.
+        facts: For each axis that it communicates over, a JSON object: texts by the names of all that must be the same
+            on the ranks of the axis.
+        failure_text: The error with which this rank has failed instead, if it has.
+
+    Raises:
+        ValueError: on every rank, if ranks make different calls.
+        CollectiveError: if a rank failed.
+    """
+    compared = {axis: text for axis, text in facts.items() if axis.size > 1}
+    if compared and not _compat.is_tracing() and all(map(supports_cpu_messages, compared)):
+        _compare_call(api_name, compared, failure_text)
+
+
+def _facts_of_tree(api_name: str, flat: Flat, arguments: Mapping[str, Any]) -> str:
+    """Write as JSON what a call was given: its name, its arguments, and its Sharded leaves."""
+    is_compared = [is_sharded(leaf) for leaf in flat.leaves]
+    leaves = list(itertools.compress(flat.leaves, is_compared))
+    # Three long tuples are faster to build than thousands of small ones.
+    paths = tuple(itertools.compress(flat.paths, is_compared))
+    specs = tuple([leaf.spec for leaf in leaves])
+    dtypes = tuple([leaf.local.dtype for leaf in leaves])
+    texts = [(name, _write_value(value)) for name, value in arguments.items()]
+    return _write_facts(((VERB, api_name), *texts), paths, specs, dtypes)
+
+
+def _compare_call(api_name: str, facts: Mapping[Axis, str], failure_text: str = "") -> None:
+    """Compare facts over their axes; raise the failures of ranks, or the first difference, on every rank."""
     rank_state().call.has_begun = True
-    failures, difference = _differing(facts, Label(Verb.START, (what,)), failed)
+    failures, difference = _exchange_differences(facts, Label(Verb.START, (api_name,)), failure_text)
     if failures:
-        raise CollectiveError("\n".join([*failures, f"To fix: mend it; {what} has sent nothing yet."]))
+        raise CollectiveError("\n".join([*failures, f"To fix: mend it; {api_name} has sent nothing yet."]))
     if difference:
         remedy = "call the same verbs in the same order on every rank, with the same strategies, dtypes and arguments"
-        raise leaf_error(f"{what}: ranks were told different things", [difference], remedy)
+        raise leaf_error(f"{api_name}: ranks were told different things", [difference], remedy)
 
 
-def disagreement(entries: Mapping[str, str], axes: Sequence[Axis], label: Caller) -> Problem | None:
+def find_disagreement(entries: Mapping[str, str], axes: Sequence[Axis], label: Caller) -> Problem | None:
     """Compare named entries between all ranks of some axes.
 
     Args:
         entries: What this rank has, by the name of each thing that must agree.
         axes: The mesh axes to compare over.
-        label: Who asks, for the recorder.
+        label: The name of the caller, for the recorder.
 
     Returns:
-        None where all ranks agree, else the first entry that differs; the same on every rank, which then ends the call
-        that runs.
+        None if all ranks agree, else the first entry that differs. It is the same on every rank, and all of them must
+        end the running call with it.
     """
-    return _differing(dict.fromkeys(axes, json.dumps(dict(entries))), make_label(label))[1]
+    facts = dict.fromkeys(axes, json.dumps(dict(entries)))
+    _, difference = _exchange_differences(facts, make_label(label))
+    return difference
 
 
-def _differing(facts: Mapping[Axis, str], label: Label, failed: str = "") -> tuple[list[str], Problem | None]:
-    """Compare facts over their axes: list all failures, and find a difference, the same on every rank."""
-    if are_equal(facts, label, failed=bool(failed)):
+def _exchange_differences(
+    facts: Mapping[Axis, str],
+    label: Label,
+    failure_text: str = "",
+) -> tuple[list[str], Problem | None]:
+    """Compare facts over their axes: list the failures of all ranks, and find a difference, the same on every rank."""
+    if are_texts_equal(facts, label, has_failed=bool(failure_text)):
         return [], None
-    axes = _asked(tuple(facts))
+    axes = _axes_to_ask(tuple(facts))
+    difference: Problem | None = None
     with _compat.outside_transforms():
-        place = ", ".join(f"{axis.name}={rank(axis)}" for axis in axes)
-        along = [_difference(all_gather_object([place, json.loads(facts[axis])], [axis], label)) for axis in axes]
-        found = all_gather_object([failed, next(filter(None, along), None)], axes, label)
-    # All ranks have heard why the call that runs ends.
+        coordinates = ", ".join(f"{axis.name}={rank(axis)}" for axis in axes)
+        for axis in axes:
+            entries = all_gather_object([coordinates, json.loads(facts[axis])], [axis], label)
+            difference = difference or _find_first_difference(entries)
+        reports = all_gather_object([failure_text, difference], axes, label)
+    # All ranks know now why the running call ends, so that nobody needs to report it.
     rank_state().call.name = None
-    difference = next((Problem(*difference) for _, difference in found if difference), None)
-    return [failure for failure, _ in found if failure], difference
+    failures = [failure for failure, _ in reports if failure]
+    differences = [Problem(*problem) for _, problem in reports if problem]
+    return failures, differences[0] if differences else None
 
 
-def are_equal(facts: Mapping[Axis, str], label: Label, failed: bool = False) -> bool:
-    """Compare texts over their axes, by one message over each; the answer is the same on every rank.
+def are_texts_equal(facts: Mapping[Axis, str], label: Label, *, has_failed: bool = False) -> bool:
+    """Compare texts over their axes, by one message over each.
 
     Args:
         facts: The text of this rank for each axis.
-        label: Who asks, for the recorder.
-        failed: Whether this rank is to differ from all others.
+        label: The name of the caller, for the recorder.
+        has_failed: Whether this rank is to differ from all others.
 
     Returns:
-        Whether all ranks of all axes have the same texts.
+        Whether all ranks of all axes have the same texts. If a rank's text is the same for each of its axes, the answer
+        is the same on every rank. Otherwise a difference is known on the ranks of that axis and of those compared after
+        it, which are in the order of their names.
     """
-    differs = failed
+    differs = has_failed
+    label = label._replace(parts="a digest")
     with _compat.outside_transforms():
-        for axis in _asked(tuple(facts)):
-            # Ranks of another axis hear of a difference too, or they would not ask for texts with the others.
+        for axis in _axes_to_ask(tuple(facts)):
+            # Ranks of the next axis must learn of the difference too, or they would not ask for texts with the others.
             digest = DIFFERS if differs else _digest(facts[axis])
-            differs |= {digest} != set(_gathered(digest, FIRST, axis, label._replace(parts="a digest")))
+            digests = _gather_bytes(digest, HEADER_BYTES, axis, label)
+            differs = differs or {digest} != set(digests)
     return not differs
 
 
-def _difference(ranks: Sequence[tuple[str, Mapping[str, str]]]) -> Problem | None:
-    """Find the first entry that some rank has not, or else has another of, than the first one; the verb before all."""
-    (first, needed), *others = ranks
-    keys = dict.fromkeys(itertools.chain(*[entries for _, entries in ranks]))
-    for key in sorted(keys, key=lambda key: key != VERB and all(key in entries for _, entries in ranks)):
-        for place, entries in others:
-            sides = (side.get(key, "nothing").split("\n") for side in (entries, needed))
-            for got, expected in itertools.zip_longest(*sides, fillvalue="nothing"):
+def _find_first_difference(ranks: Sequence[tuple[str, Mapping[str, str]]]) -> Problem | None:
+    """Find the first entry that some rank lacks, or has another of, than the first rank.
+
+    Args:
+        ranks: For each rank its coordinates and its entries.
+    """
+
+    def order(name: str) -> int:
+        """Put the verb first, then entries that some rank lacks."""
+        if name == VERB:
+            return 0
+        is_everywhere = all(name in entries for _, entries in ranks)
+        return 2 if is_everywhere else 1
+
+    (first, first_entries), *others = ranks
+    names = dict.fromkeys(itertools.chain(*[entries for _, entries in ranks]))
+    for name in sorted(names, key=order):
+        first_lines = first_entries.get(name, "nothing").split("\n")
+        for coordinates, entries in others:
+            lines = entries.get(name, "nothing").split("\n")
+            for got, expected in itertools.zip_longest(lines, first_lines, fillvalue="nothing"):
                 if got != expected:
-                    return Problem(key, f"{got} on rank {place}", f"{expected} as on rank {first}")
+                    return Problem(name, f"{got} on rank {coordinates}", f"{expected} as on rank {first}")
     return None
 
 
@@ -172,33 +227,42 @@ def all_gather_object(value: Any, axes: Sequence[Axis], label: Caller) -> list[A
     Args:
         value: The value of this rank, of any size, which JSON can hold. Tuples become lists.
         axes: The mesh axes.
-        label: Who asks, for the recorder.
+        label: The name of the caller, for the recorder.
 
     Returns:
         The values in the order of the ranks, the same on every rank; of several axes the first by name varies fastest.
     """
-    # As other ranks read it, on one rank too.
+    # Round-trip through JSON, so that one rank sees what several would.
     values = [json.loads(json.dumps(value))]
-    for axis in _asked(axes):
+    for axis in _axes_to_ask(axes):
         data = json.dumps(values).encode()
-        size = max(map(int, _gathered(b"%d" % len(data), FIRST, axis, label)))
+        sizes = _gather_bytes(b"%d" % len(data), HEADER_BYTES, axis, label)
+        rows = _gather_bytes(data, max(map(int, sizes)), axis, label)
         values = []
-        for row in _gathered(data, size, axis, label):
+        for row in rows:
             values += json.loads(row)
     return values
 
 
-def _gathered(data: bytes, size: int, axis: Axis, label: Caller) -> list[bytes]:
+def _gather_bytes(data: bytes, size: int, axis: Axis, label: Caller) -> list[bytes]:
     """Gather bytes from all ranks, each padded with spaces to a size."""
-    # The processor's name comes before those of accelerators.
+    # "cpu" sorts before the names of accelerators.
     device = min(_compat.group_devices(axis.group_name))
-    row = torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8).to(device)
-    return [bytes(each) for each in all_gather([row], axis, label)[0].tolist()]
+    padded = bytearray(data.ljust(size))
+    local_row = torch.frombuffer(padded, dtype=torch.uint8).to(device)
+    (rows,) = all_gather([local_row], axis, label)
+    return [bytes(row) for row in rows.tolist()]
 
 
-def _asked(axes: Sequence[Axis]) -> list[Axis]:
-    """The axes whose ranks are asked, in one order for every verb: none in a trace, where nothing has a value yet."""
-    return [] if _compat.is_tracing() else sorted((a for a in axes if a.size > 1), key=lambda axis: axis.name)
+def _axes_to_ask(axes: Sequence[Axis]) -> list[Axis]:
+    """List the axes whose ranks are asked, in one order for every function.
+
+    There are none in a trace, where no tensor has a value.
+    """
+    if _compat.is_tracing():
+        return []
+    several_ranks = [axis for axis in axes if axis.size > 1]
+    return sorted(several_ranks, key=lambda axis: axis.name)
 
 
 @contextmanager
@@ -227,7 +291,7 @@ def calling(api_name: str, axes: Callable[[], Sequence[Axis]], begins: bool = Tr
         yield
     except BaseException as error:
         if state.watcher is not None:
-            # Python has raised what came until now.
+            # Forget signals that Python has already raised.
             state.watcher.interrupts.listen()
         if state.others:
             _report_failure(state, api_name, axes, error)
@@ -251,19 +315,22 @@ def _report_failure(
     reachable = [axis for axis in axes if is_reachable(axis)]
     # Nobody of another mesh waits for this rank.
     if (reachable or not axes) and _must_report(state):
-        name, message = type(error).__name__, text_of(error)
-        text = f"rank {state.rank} failed in {api_name}: " + (name if message == name else f"{name}: {message}")
+        name = type(error).__name__
+        message = text_of(error)
+        description = name if message == name else f"{name}: {message}"
+        failure_text = f"rank {state.rank} failed in {api_name}: {description}"
         if not state.call.has_begun:
             with suppress(Exception):
-                check_same_call(api_name, reachable, dict.fromkeys(reachable, "{}"), failed=text)
+                check_same_facts(api_name, dict.fromkeys(reachable, "{}"), failure_text)
         if _must_report(state) and not all_fail(state, f"{api_name} {name}"):
-            notify_peers(state, text)
-    let_go = functools.partial(_wait_for_all, list(state.waiting.in_flight.values()))
+            notify_peers(state, failure_text)
+    in_flight = list(state.waiting.in_flight.values())
+    release = functools.partial(_wait_for_all, in_flight)
     if state.failure.reason is None:
-        let_go()
+        release()
     else:
         # gloo never ends the wait for a message that had come in part when its connection was cut.
-        ask_store(let_go)
+        ask_store(release)
 
 
 def _must_report(state: RankState) -> bool:
@@ -272,25 +339,30 @@ def _must_report(state: RankState) -> bool:
 
 
 def _wait_for_all(buffers: Sequence[torch.Tensor]) -> None:
-    """Wait until the backend lets go of what it works on."""
+    """Wait until the backend has released the tensors that it works on."""
     for buffer in buffers:
         with suppress(RuntimeError):
             ops.wait(buffer)
 
 
-def axes_in(given: Any) -> Sequence[Axis]:
+def axes_in(arguments: Any) -> Sequence[Axis]:
     """List the axes over which a function of Axis values and Sharded leaves communicates."""
-    found = [leaf for leaf in flatten(given).leaves if isinstance(leaf, Axis) or is_sharded(leaf)]
-    axes = ([leaf] if isinstance(leaf, Axis) else (leaf.spec.transform or leaf.spec).axes for leaf in found)
-    return tuple(dict.fromkeys(itertools.chain(*axes)))
+    axes: dict[Axis, None] = {}
+    for leaf in flatten(arguments).leaves:
+        if isinstance(leaf, Axis):
+            axes[leaf] = None
+        elif is_sharded(leaf):
+            source = leaf.spec.transform or leaf.spec
+            axes |= dict.fromkeys(source.axes)
+    return tuple(axes)
 
 
-def call(f: Callable[P, R], what: str = "", begins: bool = True) -> Callable[P, R]:
+def call(f: Callable[P, R], api_name: str = "", begins: bool = True) -> Callable[P, R]:
     """Make a function an outermost call, unless one is running.
 
     Args:
         f: The function.
-        what: Its name, if that is another than its own.
+        api_name: The name that errors give it; by default its own.
         begins: Whether it begins by a message over the axes of its arguments.
 
     Returns:
@@ -299,7 +371,7 @@ def call(f: Callable[P, R], what: str = "", begins: bool = True) -> Callable[P, 
 
     @functools.wraps(f)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with calling(what or f.__name__, lambda: axes_in((args, kwargs)), begins):
+        with calling(api_name or f.__name__, lambda: axes_in((args, kwargs)), begins=begins):
             return f(*args, **kwargs)
 
     return run

@@ -64,7 +64,7 @@ def init(
                 if piece is not None:
                     shards[name] = stored(piece, specs[name])
     axes = layout_axes(transform)
-    problem = comm.disagreement({f"[{name!r}]": entry for name, entry in entries.items()}, axes, "shard")
+    problem = comm.find_disagreement({f"[{name!r}]": entry for name, entry in entries.items()}, axes, "shard")
     refuse("shard: ranks hold different trees", [problem] if problem else [], SAME_TREE)
     refuse("shard: leaves cannot be sharded", misfits, "pass full tensors whose shapes fit the strategy")
     # A rank sees only the elements of its own part that were left out.

@@ -107,7 +107,7 @@ class Jitted:
             program = self._find_program(flat, tensors)
             if program.captured:
                 _refuse_changed_captures(program, flat)
-            comm.check_same_call("jit", list(program.facts), program.facts)
+            comm.check_same_facts("jit", program.facts)
             check_same_step("jit", (args, kwargs))
             with torch.no_grad():
                 return _run(program, flat, tensors)
@@ -184,7 +184,7 @@ class Jitted:
     def _agree_on_usage(self, usage: TracedUsage, trace_facts: str, axes: Sequence[Axis]) -> None:
         """Find out which leaves the traces of all ranks use. Ranks ask each other in their first trace."""
         # Compare calls first: a rank whose trace failed reports that here and does not take part in the agreement.
-        comm.check_same_call("jit", axes, dict.fromkeys(axes, trace_facts))
+        comm.check_same_facts("jit", dict.fromkeys(axes, trace_facts))
         self._agreed_usage[usage.used] = agree_on_usage(usage)
 
     def _build_for_agreed_usage(self, program: Program, usage: TracedUsage, flat: Flat) -> Program:

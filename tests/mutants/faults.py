@@ -282,8 +282,8 @@ FAULTS = (
     Fault(
         "ranks-agree-where-one-does",
         "fshard/comm/agree.py",
-        'differs |= {digest} != set(_gathered(digest, FIRST, axis, label._replace(parts="a digest")))',
-        'differs |= digest not in _gathered(digest, FIRST, axis, label._replace(parts="a digest"))',
+        "differs = differs or {digest} != set(digests)",
+        "differs = differs or digest not in digests",
         "10: ranks that were told different things get a named error",
     ),
     Fault(
@@ -737,8 +737,8 @@ FAULTS = (
     Fault(
         "ranks-with-equal-counters-go-on",
         "fshard/update.py",
-        "if comm.are_equal(dict.fromkeys(owned, json.dumps(steps)), label, failed=not counters_agree):",
-        "if comm.are_equal(dict.fromkeys(owned, json.dumps(steps)), label):",
+        "if comm.are_texts_equal(dict.fromkeys(owned, json.dumps(steps)), label, has_failed=not counters_agree):",
+        "if comm.are_texts_equal(dict.fromkeys(owned, json.dumps(steps)), label):",
         "10: after a failure every rank refuses states that differ on some",
     ),
     Fault(
