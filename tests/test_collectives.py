@@ -125,14 +125,18 @@ def test_backward_is_the_transpose_and_forward_the_map_itself():
 X = torch.ones(2)
 TENSOR = "expected a tensor, got a float"
 DIM = "expected a tensor with a dim {}, counted from the front, got a float32 Tensor of shape (2,)"
-SIZES = "expected send_sizes and recv_sizes to be 2 whole numbers of 0 or more, as many from a rank to itself, got"
+SIZES = (
+    "must each be a list of 2 ints, 0 or more. Convert a tensor of counts with .tolist(). In a graph, use all_to_all"
+)
+KEPT = "of 'shard', sends itself 2 rows by send_sizes and gets 0 by recv_sizes. Make these two entries equal."
 # A collective, what it is called with, and part of its error.
 REFUSED = (
     *((f, {"a": X, "b": 1.0}, (), f"  ['b']: {TENSOR}\n") for f in (fs.psum, fs.pmax, fs.broadcast)),
     (fs.all_gather, {"a": torch.ones(2, 2), "b": X}, (1,), f"  ['b']: {DIM.format(1)}\nTo fix: pass such"),
     (fs.reduce_scatter, {"b": X}, (-1,), DIM.format(-1)),
     (fs.all_to_all, {"b": X}, (0, 1), DIM.format(1)),
-    *((fs.ragged_all_to_all, X, sizes, SIZES) for sizes in ((X, (1, 1)), ((1, 1), (3, -1)), ((2, 0), (0, 2)))),
+    *((fs.ragged_all_to_all, X, sizes, SIZES) for sizes in ((X, (1, 1)), ((1, 1), (3, -1)), ((1, 1), (True, 1)))),
+    (fs.ragged_all_to_all, X, ((2, 2), (0, 0)), KEPT),
     (fs.pmax, torch.ones(2, requires_grad=True), (), "tensors without derivatives, got one that is diff"),
 )
 

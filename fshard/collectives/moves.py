@@ -7,7 +7,6 @@ import torch
 
 from fshard import comm
 from fshard.collectives.linear import ANY_TO_AGREEING, VARYING_TO_AGREEING, Tensors, collective
-from fshard.errors import expect
 from fshard.tree import Axis, Tree
 from fshard.tree.checks import check_axis, check_operands
 
@@ -145,7 +144,8 @@ def ragged_all_to_all(tree: Tree, axis: Axis, send_sizes: Sizes, recv_sizes: Siz
         Tensors of sum(recv_sizes) rows.
 
     Raises:
-        ValueError: if sizes are not one whole number of 0 or more for each rank.
+        ValueError: if sizes are not one int of 0 or more for each rank, or a rank would not keep the rows that it sends
+            to itself.
         RuntimeError: of torch's, if a leaf has another number of rows.
 
     >>> import torch, fshard as fs
@@ -243,18 +243,26 @@ def axis_index(axis: Axis) -> int:
 
 def _concatenate(tensors: Tensors, axis: Axis, label: str, dim: int) -> Tensors:
     """Gather tensors and put the ranks' rows side by side along a dim."""
-    stacks = comm.all_gather(tensors, axis, label)
-    return [rows.movedim(0, dim).flatten(dim, dim + 1) for rows in stacks]
+    gathered = []
+    for rows in comm.all_gather(tensors, axis, label):
+        side_by_side = rows.movedim(0, dim)
+        gathered.append(side_by_side.flatten(dim, dim + 1))
+    return gathered
 
 
 def _split_into_pieces(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """Cut a dim into a piece for each rank, one row each."""
-    return tensor.unflatten(dim, (axis.size, -1)).movedim(dim, 0)
+    pieces = tensor.unflatten(dim, (axis.size, -1))
+    return pieces.movedim(dim, 0)
 
 
 def _take_local_piece(tensors: Tensors, axis: Axis, label: str, dim: int) -> Tensors:
     local_rank = comm.rank(axis)
-    return [_split_into_pieces(tensor, axis, dim)[local_rank].contiguous() for tensor in tensors]
+    local_pieces = []
+    for tensor in tensors:
+        pieces = _split_into_pieces(tensor, axis, dim)
+        local_pieces.append(pieces[local_rank].contiguous())
+    return local_pieces
 
 
 def _sum_and_split(tensors: Tensors, axis: Axis, label: str, dim: int) -> Tensors:
@@ -268,24 +276,39 @@ def _exchange(tensors: Tensors, axis: Axis, label: str, split: int, concat: int)
     stacks = [_split_into_pieces(tensor, axis, split) for tensor in tensors]
     one_row_each = [1] * axis.size
     received = comm.all_to_all(stacks, one_row_each, one_row_each, axis, label)
-    return [torch.cat(list(rows), concat) for rows in received]
+    joined = []
+    for rows in received:
+        joined.append(torch.cat(list(rows), concat))
+    return joined
 
 
 def _exchange_rows(tensors: Tensors, axis: Axis, label: str, send: Sizes, receive: Sizes) -> Tensors:
+    if not _are_sizes(send, axis) or not _are_sizes(receive, axis):
+        raise ValueError(
+            f"ragged_all_to_all: send_sizes {send!r:.100} and recv_sizes {receive!r:.100} must each be a list of "
+            f"{axis.size} ints, 0 or more. Convert a tensor of counts with .tolist(). In a graph, use all_to_all with "
+            "a fixed capacity."
+        )
     local_rank = comm.rank(axis)
-    are_sizes = _are_sizes(send, axis) and _are_sizes(receive, axis)
     # torch would copy one row that a rank keeps to several.
-    fits = are_sizes and send[local_rank] == receive[local_rank]
-    expected = f"send_sizes and recv_sizes to be {axis.size} whole numbers of 0 or more, as many from a rank to itself"
-    remedy = "call .tolist() of a tensor of counts; a graph sends each rank its capacity of rows, by all_to_all"
-    expect(fits, "ragged_all_to_all", expected, f"{send!r:.100} and {receive!r:.100}", remedy)
+    if send[local_rank] != receive[local_rank]:
+        raise ValueError(
+            f"ragged_all_to_all: this rank, number {local_rank} of {axis.name!r}, sends itself {send[local_rank]} rows "
+            f"by send_sizes and gets {receive[local_rank]} by recv_sizes. Make these two entries equal."
+        )
     return comm.all_to_all(tensors, send, receive, axis, label)
 
 
 def _are_sizes(sizes: Sizes, axis: Axis) -> bool:
-    """Whether there is one whole number of 0 or more for each rank."""
-    are_numbers = [type(size) for size in sizes] == [int] * axis.size
-    return are_numbers and min(sizes) >= 0
+    """Whether there is one int of 0 or more for each rank. A bool or a number of numpy's is refused."""
+    if not isinstance(sizes, Iterable):
+        return False
+    number = 0
+    for size in sizes:
+        if type(size) is not int or size < 0:
+            return False
+        number += 1
+    return number == axis.size
 
 
 def _permute(tensors: Tensors, axis: Axis, label: str, perm: Sequence[Pair]) -> Tensors:
@@ -296,12 +319,17 @@ def _permute(tensors: Tensors, axis: Axis, label: str, perm: Sequence[Pair]) -> 
     pairs = [(ranks[source], ranks[target]) for source, target in perm]
     send = [pairs.count((local_rank, rank)) for rank in ranks]
     receive = [pairs.count((rank, local_rank)) for rank in ranks]
-    copies = [tensor.expand(sum(send), *tensor.shape) for tensor in tensors]
+    num_copies = sum(send)
+    copies = [tensor.expand(num_copies, *tensor.shape) for tensor in tensors]
     received = comm.all_to_all(copies, send, receive, axis, label)
-    if not sum(receive):
+    if not any(receive):
         return [torch.zeros_like(tensor) for tensor in tensors]
-    # torch.sum of one row would lose the sign of a zero.
-    return [reduce(torch.add, rows).detach() for rows in received]
+    sums = []
+    for rows in received:
+        # torch.sum of one row would lose the sign of a zero.
+        total = reduce(torch.add, rows)
+        sums.append(total.detach())
+    return sums
 
 
 def _send_from(tensors: Tensors, axis: Axis, label: str, root: int) -> Tensors:
@@ -312,6 +340,7 @@ def _send_from(tensors: Tensors, axis: Axis, label: str, root: int) -> Tensors:
 
 def _keep_at(tensors: Tensors, axis: Axis, label: str, root: int) -> Tensors:
     """Keep tensors on one rank alone; the others get zeros."""
-    if comm.rank(axis) == range(axis.size)[root]:
+    root = range(axis.size)[root]
+    if comm.rank(axis) == root:
         return list(tensors)
     return [torch.zeros_like(tensor) for tensor in tensors]
