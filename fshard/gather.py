@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fshard import _compat, comm
-from fshard.collectives import settle, shared_axes
+from fshard.collectives import make_derived_leaf_agree, shared_axes
 from fshard.engine import call_of
 from fshard.transforms import ShardTransform
 from fshard.transforms.run import gather_by
@@ -77,6 +77,8 @@ def _gather_group(node: _Node, paths: Sequence[str], shards: Sequence[Sharded]) 
     if node.is_constant:
         tensors = [leaf.local.detach() for leaf in shards]
     else:
-        tensors = [settle(path, leaf.local, leaf.spec) for path, leaf in zip(paths, shards, strict=True)]
+        tensors = []
+        for path, leaf in zip(paths, shards, strict=True):
+            tensors.append(make_derived_leaf_agree(path, leaf.local, leaf.spec))
     with count_writes(), comm.annotate_collectives((), paths):
         return gather_by(node.transform, paths, tensors, [leaf.spec for leaf in shards])

@@ -1,6 +1,6 @@
 """Differentiable collectives over a named axis, each with its transpose; the objective and the typing of its values."""
 
-from fshard.collectives.derived import settle
+from fshard.collectives.derived import make_derived_leaf_agree
 from fshard.collectives.linear import (
     LOCATED,
     REDUCTIONS,

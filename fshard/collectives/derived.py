@@ -1,10 +1,32 @@
-"""Leaves computed inside a function: the sums that their gradients need where ranks hold them whole.
+"""Leaves computed inside a function: the sums that their gradients need if ranks hold them whole.
 
 A rank that holds a leaf whole may compute a new leaf from it and from gathered tensors: weight normalisation divides
 the stored tensor by the norm of the gathered one. By the types of jax.shard_map the stored tensor agrees between ranks,
 the gathered one varies (each rank has its own part of its gradient), and so does whatever is computed from both. JAX
-inserts a `pcast` where a value that agrees meets one that varies. So does `settle`, in a graph that autograd has
-recorded already: a hook on the node where the two meet sums the gradient of the value that agrees.
+inserts a `pcast` where a value that agrees meets one that varies. So does `make_derived_leaf_agree`, in a graph that
+autograd has recorded already: a hook on the node where the two meet sums the gradient of the value that agrees.
+
+An example, on two ranks. Each holds `w` whole, and `v` is a leaf that is split between them:
+
+    norm = fs.gather(v).norm()
+    leaf = w / norm
+    full = fs.gather(leaf)
+
+    w, agrees  ------------------------+
+                                       +-- Div, varies -- _map_to_agreeing -- gather of leaf
+    v -- gather of v, varies -- Norm --+
+
+The cotangent `t` of `full` is summed over ranks by the gather of leaf, so both ranks have all of it. From there on:
+
+- `_map_to_agreeing` gives each rank an equal part, t / 2.
+- Div gives t / 2 / norm to `w`, on each rank. `w` agrees and meets a value that varies here, so a hook on Div sums the
+  parts over ranks: t / norm, which is the gradient of `w`, the same on every rank.
+- Div gives the cotangent of `norm` no hook, because `norm` varies. The parts of both ranks are added once, by the
+  transpose of the gather of v, which is a reduce-scatter.
+
+A second derivative goes through the graph of these gradients. Its formulas use `w` and `norm` again, so there are new
+nodes where a value that agrees meets one that varies. Before a hook sums a gradient, `_prepare_gradient` puts hooks on
+those nodes too; when these run, they do the same with the gradients that they sum.
 """
 
 from collections.abc import Sequence
@@ -23,10 +45,10 @@ VARIES = "fshard varies"
 SUMMED = "fshard summed"
 
 # A node of autograd's graph, and the number of one of its outputs.
-Place = tuple[Any, int]
+NodeOutput = tuple[Any, int]
 
 
-def settle(path: str, tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
+def make_derived_leaf_agree(path: str, tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
     """Prepare a leaf for a gather, so that its gradient reaches what it was computed from, and is counted once.
 
     The gather sums the gradient of a leaf that ranks hold whole, so that all ranks have the same. Gathered tensors that
@@ -47,26 +69,26 @@ def settle(path: str, tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
     for axis in spec.scattered_axes:
         # `check_varying` looks at axes of one rank too, so that it finds on one rank what would be wrong on several.
         if (axis.size > 1 or LOCATED.get()) and spec.dim_of(axis) is None:
-            tensor = _settle_over(axis, path, tensor)
+            tensor = _make_leaf_agree_over(axis, path, tensor)
     return tensor
 
 
-def _settle_over(axis: Axis, path: str, tensor: torch.Tensor) -> torch.Tensor:
-    if not any(_varies(place, axis) for place in _places(tensor)):
+def _make_leaf_agree_over(axis: Axis, path: str, tensor: torch.Tensor) -> torch.Tensor:
+    if not any(_varies(output, axis) for output in _node_outputs(tensor)):
         return tensor
     (agreeing,) = linear_call(_map_to_agreeing(axis), [tensor])
     # Each torch.func transform has a graph of its own.
-    for node, _ in _places(agreeing):
-        (place,) = node.next_functions
-        if _varies(place, axis):
-            _sum_where_kinds_meet(place, axis, path)
+    for node, _ in _node_outputs(agreeing):
+        (made_by,) = node.next_functions
+        if _varies(made_by, axis):
+            _sum_where_they_meet(made_by, axis, path)
         else:
             node.metadata.setdefault(SUMMED, {})[axis] = [0]
             node.register_hook(partial(_sum_gradients, [0], axis, path))
     return agreeing
 
 
-def _places(tensor: torch.Tensor) -> list[Place]:
+def _node_outputs(tensor: torch.Tensor) -> list[NodeOutput]:
     """Find what made a tensor, in autograd's graph and in that of each torch.func transform."""
     return [(level.grad_fn, level.output_nr) for level in _compat.levels(tensor) if level.grad_fn is not None]
 
@@ -85,83 +107,87 @@ def _map_to_agreeing(axis: Axis) -> Linear:
     return Linear(list, divide, variance)
 
 
-def _known_kind(place: Place, axis: Axis) -> bool | None:
-    """Look up whether a value varies over an axis; None where that follows from what it was computed from."""
-    node, output = place
+def _recorded_varies(node_output: NodeOutput, axis: Axis) -> bool | None:
+    """Look up whether a value varies over an axis; None if that follows from what it was computed from."""
+    node, number = node_output
     variance = variance_of(node)
     if axis in variance.axes:
-        return variance.result_varies(axis, output)
-    kind: bool | None = node.metadata.get(VARIES, {}).get(axis)
-    return kind
+        return variance.result_varies(axis, number)
+    varies: bool | None = node.metadata.get(VARIES, {}).get(axis)
+    return varies
 
 
-def _note_kind(node: Any, axis: Axis, varies: bool) -> None:
+def _record_varies(node: Any, axis: Axis, varies: bool) -> None:
     node.metadata.setdefault(VARIES, {})[axis] = varies
 
 
-def _varies(place: Place, axis: Axis) -> bool:
+def _varies(node_output: NodeOutput, axis: Axis) -> bool:
     """Find out whether a leaf that ranks hold whole was computed from values that vary over an axis.
 
-    Other leaves that it was computed from are whole too, and agree. This is noted, as later walks need it, and go no
-    further back.
+    The other leaves it depends on are replicated and agree. Record this, because later walks need it and stop here.
     """
-    known = _known_kind(place, axis)
-    if known is not None:
-        return known
-    kinds = _find_kinds(place, axis, leaves_vary=False)
-    for node in kinds:
+    recorded = _recorded_varies(node_output, axis)
+    if recorded is not None:
+        return recorded
+    varying = _find_varying(node_output, axis, leaves_vary=False)
+    for node in varying:
         if not numbered_inputs(node):
-            _note_kind(node, axis, varies=False)
-    node, _ = place
-    _note_kind(node, axis, kinds[node])
-    return kinds[node]
+            _record_varies(node, axis, varies=False)
+    node, _ = node_output
+    _record_varies(node, axis, varies=varying[node])
+    return varying[node]
 
 
-def _find_kinds(start: Place, axis: Axis, *, leaves_vary: bool) -> dict[Any, bool]:
+def _find_varying(start: NodeOutput, axis: Axis, *, leaves_vary: bool) -> dict[Any, bool]:
     """Find out which nodes make values that vary over an axis: those that use such a value.
 
     Args:
         start: A value.
         axis: The axis.
-        leaves_vary: Whether tensors that no node made vary, unless it is known of them.
+        leaves_vary: Whether tensors that no node made vary, unless it is recorded of them.
 
     Returns:
-        The kind of each node that the value was computed by, up to values whose kinds are known.
+        For each node that the value was computed by, whether what it makes varies. Nodes of which that is recorded are
+        left out, and so is what is behind them.
     """
-    kinds: dict[Any, bool] = {}
+    varying: dict[Any, bool] = {}
     first, _ = start
     waiting = [] if axis in variance_of(first).axes else [first]
     while waiting:
         node = waiting[-1]
-        inputs = [place for _, place in numbered_inputs(node)]
-        unknown = _nodes_of_unknown_kind(inputs, axis, kinds)
-        if unknown:
-            waiting += unknown
+        inputs = [source for _, source in numbered_inputs(node)]
+        unvisited = _nodes_not_in(varying, inputs, axis)
+        if unvisited:
+            waiting += unvisited
             continue
-        kinds[node] = any(_kind_of(place, axis, kinds) for place in inputs) if inputs else leaves_vary
+        varying[node] = any(_varies_in(varying, source, axis) for source in inputs) if inputs else leaves_vary
         waiting.pop()
-    return kinds
+    return varying
 
 
-def _nodes_of_unknown_kind(places: Sequence[Place], axis: Axis, kinds: dict[Any, bool]) -> list[Any]:
+def _nodes_not_in(varying: dict[Any, bool], node_outputs: Sequence[NodeOutput], axis: Axis) -> list[Any]:
     nodes = []
-    for place in places:
-        node, _ = place
-        if node not in kinds and _known_kind(place, axis) is None:
+    for node_output in node_outputs:
+        node, _ = node_output
+        if node not in varying and _recorded_varies(node_output, axis) is None:
             nodes.append(node)
     return nodes
 
 
-def _kind_of(place: Place, axis: Axis, kinds: dict[Any, bool]) -> bool:
-    known = _known_kind(place, axis)
-    node, _ = place
-    return kinds[node] if known is None else known
+def _varies_in(varying: dict[Any, bool], node_output: NodeOutput, axis: Axis) -> bool:
+    recorded = _recorded_varies(node_output, axis)
+    node, _ = node_output
+    return varying[node] if recorded is None else recorded
 
 
-def numbered_inputs(node: Any) -> list[tuple[int, Place]]:
+def numbered_inputs(node: Any) -> list[tuple[int, NodeOutput]]:
     """List what made the inputs of a node, by their numbers, but for the token that ties a collective to others."""
     edges = node.next_functions[:-1] if is_tie(node) else node.next_functions
-    return [(number, place) for number, place in enumerate(edges) if place[0] is not None]
+    inputs = []
+    for number, (source, output) in enumerate(edges):
+        if source is not None:
+            inputs.append((number, (source, output)))
+    return inputs
 
 
 def sums_input(node: Any, number: int, axis: Axis) -> bool:
@@ -175,23 +201,23 @@ def sums_input(node: Any, number: int, axis: Axis) -> bool:
     return number in node.metadata.get(SUMMED, {}).get(axis, ())
 
 
-def _sum_where_kinds_meet(place: Place, axis: Axis, path: str) -> None:
+def _sum_where_they_meet(node_output: NodeOutput, axis: Axis, path: str) -> None:
     """Sum gradients over an axis where a value that varies was computed from values that agree.
 
     Args:
-        place: The value that varies.
+        node_output: The value that varies.
         axis: The axis.
         path: The path of the derived leaf.
     """
-    # Leaves that agree are known by now.
-    kinds = _find_kinds(place, axis, leaves_vary=True)
-    for node, varies in kinds.items():
+    # Leaves that agree have been recorded by now.
+    varying = _find_varying(node_output, axis, leaves_vary=True)
+    for node, varies in varying.items():
         if not varies:
             continue
         summed = node.metadata.setdefault(SUMMED, {})
         if axis not in summed:
             inputs = numbered_inputs(node)
-            summed[axis] = [number for number, place in inputs if not _kind_of(place, axis, kinds)]
+            summed[axis] = [number for number, source in inputs if not _varies_in(varying, source, axis)]
             node.register_hook(partial(_sum_gradients, summed[axis], axis, path))
 
 
@@ -199,7 +225,7 @@ def _sum_gradients(numbers: Sequence[int], axis: Axis, path: str, gradients: Seq
     """Replace gradients of inputs that agree by their sums over ranks, when a node whose value varies has run."""
     for gradient in gradients:
         if gradient is not None:
-            _settle_gradient(gradient, axis, path)
+            _prepare_gradient(gradient, axis, path)
     chosen = [number for number in numbers if gradients[number] is not None]
     with comm.annotate_collectives((), [path]):
         sums = linear_call(_map_to_sum(axis), [gradients[number] for number in chosen])
@@ -210,34 +236,39 @@ def _sum_gradients(numbers: Sequence[int], axis: Axis, path: str, gradients: Seq
 
 
 def _map_to_sum(axis: Axis) -> Linear:
-    """Make the map from each rank's part of a gradient to their sum, which agrees."""
+    """Make the map from each rank's part of a gradient to their sum, which agrees.
+
+    This is no transpose of `_map_to_agreeing`, whose values are the same on every rank before. It is `psum_invariant`,
+    and has its name for the checks that read graphs: the transpose hands each rank the whole cotangent, because each
+    part is counted once in the sum. The message is labelled as that of the `pcast` which the hook stands for.
+    """
     run = partial(comm.all_reduce, axis=axis, label="pcast")
     return Linear(run, list, Variance("psum_invariant", (axis,), operand=True, result=False))
 
 
-def _settle_gradient(gradient: torch.Tensor, axis: Axis, path: str) -> None:
-    """Prepare the graph of a gradient for second derivatives, as `settle` does with the graph of a leaf.
+def _prepare_gradient(gradient: torch.Tensor, axis: Axis, path: str) -> None:
+    """Prepare the graph of a gradient for second derivatives, as that of a leaf is prepared.
 
     The gradient is each rank's own part, and formulas of derivatives compute it from values that agree, too.
     """
-    for place in _places(gradient):
-        node, output = place
-        varies = _known_kind(place, axis)
+    for node_output in _node_outputs(gradient):
+        node, number = node_output
+        varies = _recorded_varies(node_output, axis)
         if varies is None:
-            varies = _find_kinds(place, axis, leaves_vary=True)[node]
+            varies = _find_varying(node_output, axis, leaves_vary=True)[node]
         if varies:
-            _sum_where_kinds_meet(place, axis, path)
+            _sum_where_they_meet(node_output, axis, path)
         else:
-            # Whatever uses the gradient takes it as one that varies.
-            _note_kind(node, axis, varies=True)
-            node.register_prehook(partial(_sum_arriving, output, axis, path))
+            # Code that uses this gradient treats it as varying.
+            _record_varies(node, axis, varies=True)
+            node.register_prehook(partial(_sum_arriving, number, axis, path))
 
 
 def _sum_arriving(number: int, axis: Axis, path: str, gradients: Sequence[Any]) -> Sequence[Any]:
     """Replace the gradient that arrives for an output of a node by its sum over ranks."""
     if gradients[number] is None:
         return gradients
-    _settle_gradient(gradients[number], axis, path)
+    _prepare_gradient(gradients[number], axis, path)
     with comm.annotate_collectives((), [path]):
         (total,) = linear_call(_map_to_sum(axis), [gradients[number]])
     replaced = list(gradients)

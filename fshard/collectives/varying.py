@@ -13,7 +13,7 @@ from fshard.errors import Problem, expect, refuse
 from fshard.rounding import half_the_digits
 from fshard.tree import Axis, Flat, Spec
 
-Place = TypeVar("Place")
+T = TypeVar("T")
 
 # Better advice than what follows from the types of a collective.
 ADVICE = MappingProxyType(
@@ -199,7 +199,7 @@ def _reach(outputs: Sequence[torch.Tensor], axis: Axis) -> Iterator[Any]:
     return walk_graph({output.grad_fn for output in outputs if output.grad_fn is not None}, behind)
 
 
-def walk_graph(starts: Iterable[Place], behind: Callable[[Place], Iterable[Place]]) -> Iterator[Place]:
+def walk_graph(starts: Iterable[T], behind: Callable[[T], Iterable[T]]) -> Iterator[T]:
     """Walk through a graph, to each place once.
 
     Args:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from fshard.collectives import CollectiveTape, settle
+from fshard.collectives import CollectiveTape, make_derived_leaf_agree
 from fshard.engine.backward import Backward
 from fshard.engine.forward import Forward
 from fshard.engine.leaf import Leaf
@@ -49,7 +49,7 @@ class Microbatch:
         if leaf is not None:
             return leaf
         with torch.enable_grad():
-            settled = settle(path, param.local, param.spec)
+            settled = make_derived_leaf_agree(path, param.local, param.spec)
         leaf = Leaf(path, Sharded(settled, param.spec), param.local, derived=True)
         self._leaf_of_tensor_id[id(param.local)] = leaf
         self._computed_tensors.append(param.local)

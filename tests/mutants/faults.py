@@ -240,22 +240,22 @@ FAULTS = (
     Fault(
         "agreeing-input-of-a-derived-leaf-not-summed",
         "fshard/collectives/derived.py",
-        "summed[axis] = [number for number, place in inputs if not _kind_of(place, axis, kinds)]",
-        "summed[axis] = [number for number, place in inputs if _kind_of(place, axis, kinds) is None]",
+        "summed[axis] = [number for number, source in inputs if not _varies_in(varying, source, axis)]",
+        "summed[axis] = [number for number, source in inputs if _varies_in(varying, source, axis) is None]",
         "3: where an agreeing value meets one that varies its gradient is summed over ranks",
     ),
     Fault(
         "second-derivative-of-a-derived-leaf-unsummed",
         "fshard/collectives/derived.py",
-        "_settle_gradient(gradient, axis, path)",
+        "_prepare_gradient(gradient, axis, path)",
         "pass",
         "2: second derivatives of derived leaves are those of one process",
     ),
     Fault(
         "leaves-of-a-gradient-count-as-whole",
         "fshard/collectives/derived.py",
-        "kinds = _find_kinds(place, axis, leaves_vary=True)",
-        "kinds = _find_kinds(place, axis, leaves_vary=False)",
+        "varying = _find_varying(node_output, axis, leaves_vary=True)",
+        "varying = _find_varying(node_output, axis, leaves_vary=False)",
         "2: a gradient that whole and split leaves share is summed for the whole ones alone",
     ),
     Fault(
