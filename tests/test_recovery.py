@@ -233,6 +233,38 @@ def test_counters_are_compared_between_ranks_that_own_the_same_pieces():
     assert update(my_rank() % 2).error == ""
 
 
+@on_ranks(4)
+def test_states_of_stages_that_are_split_over_a_pipeline_are_compared_between_stages():
+    """Each stage is of one step, and one stage is one step ahead of the other."""
+
+    def mesh_of_stages():
+        return fs.init_mesh({"pipe": 2, "shard": 2}, device="cpu", timeout=30.0)
+
+    def update(state):
+        return fs.update(ADAMW, state, fs.tree_map(torch.ones_like, state.params))
+
+    mesh = mesh_of_stages()
+    layout = fs.compose(fs.fully_shard(mesh["shard"], dim=1), fs.split_dim(mesh["pipe"], dim=0))
+    states = [fs.TrainState.create(fs.shard({"layers": torch.ones(4, 4)}, fs.zero3(mesh, layout=layout)), ADAMW)]
+    for _ in range(2):
+        states.append(update(states[-1]))
+    # The last rank fails, and states of the second stage are one step behind.
+    found = outcome(lambda: comm.call(fail_on_the_last_rank, begins=False)(fs.axis_of(mesh, "pipe")))
+    assert bool(found.error) == (my_rank() in (1, 3)), found
+    mesh_of_stages()
+    found = outcome(lambda: update(states[2 if my_rank() < 2 else 1]))
+    assert found.text.splitlines()[:2] == [
+        "update: ranks hold states of different steps",
+        "  state.step: 2 on ranks 0, 1, 1 on ranks 2, 3",
+    ], found
+
+
+def fail_on_the_last_rank(axis):
+    if my_rank() == 3:
+        raise BadSampleError("bad sample 17")
+    fs.psum(torch.ones(()), axis)
+
+
 # A rank fails between two calls, where nobody is told, and calls init_mesh while others are in their step.
 
 
