@@ -281,10 +281,10 @@ def is_clear(name, argument, text):
     Python's own and torch's need only name it.
     """
     named = re.search(rf"\b{re.escape(argument)}\b|\n  \S*: expected", text)
-    own = re.search(r"expected .+, got |To fix:", text, re.DOTALL) or (
-        f"{name.rpartition('.')[2]}: " in text and re.search(r"; |only ", text)
-    )
-    return bool(named and (own or f"{name.rpartition('.')[2]}: " not in text))
+    begin = f"{name.rpartition('.')[2]}: "
+    says_what_is_allowed = re.search(r"expected .+, got |To fix:", text, re.DOTALL)
+    says_it_in_a_sentence = begin in text and re.search(r"; |only |must |cannot |\. [A-Z]", text)
+    return bool(named and (says_what_is_allowed or says_it_in_a_sentence or begin not in text))
 
 
 def check_calls(world, every, place):

@@ -347,5 +347,10 @@ def hybrid_shard(
     >>> fs.testing.spmd(program, world=4)
     [[0.0, 1.0], [2.0, 3.0], [0.0, 1.0], [2.0, 3.0]]
     """
+    names = mesh.mesh_dim_names if isinstance(mesh, Mesh) else None
+    if names is not None:
+        is_known = isinstance(replicate_axis, str) and replicate_axis in names
+        remedy = "name it in init_mesh"
+        expect(is_known, "hybrid_shard", f"replicate_axis to be one of {names}", f"{replicate_axis!r:.40}", remedy)
     inner = fully_shard(axis_of(mesh, axis), dim=dim, min_shard_elements=min_shard_elements)
     return compose(replicate_transform(axis_of(mesh, replicate_axis)), inner)

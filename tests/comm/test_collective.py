@@ -186,7 +186,7 @@ def test_a_tree_of_three_ranks_is_refused():
     text = "comm: sums in a binary tree need a power of two of ranks, and the axis 'shard' has 3. Sum in rank order."
     for start, tensor in ((comm.start_all_reduce, torch.ones(2)), (comm.start_reduce_scatter, torch.ones(3, 2))):
         with comm.record() as record, pytest.raises(ValueError, match=re.escape(text)):
-            start([tensor], line, "test", tree=True)
+            start([tensor], line, "test", in_tree=True)
         assert record == []
 
 
