@@ -279,15 +279,14 @@ def _port_of(store: Any) -> int | None:
 
 def _ports_of_socket(fd: int) -> tuple[int | None, int | None]:
     """The ports of both ends of a socket; None where an end has none."""
-    with socket.socket(fileno=os.dup(fd)) as duplicate:
-        if duplicate.family not in (socket.AF_INET, socket.AF_INET6):
-            return None, None
-        local_port = duplicate.getsockname()[1]
-        try:
-            return local_port, duplicate.getpeername()[1]
-        except OSError:
-            # One that listens, or whose other end has gone.
-            return local_port, None
+    local_port: int | None = None
+    peer_port: int | None = None
+    # A thread of the store may have closed it meanwhile. One that listens has no other end.
+    with suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:
+        if duplicate.family in (socket.AF_INET, socket.AF_INET6):
+            local_port = duplicate.getsockname()[1]
+            peer_port = duplicate.getpeername()[1]
+    return local_port, peer_port
 
 
 class StoreClient:

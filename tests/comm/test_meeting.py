@@ -2,9 +2,11 @@
 
 import re
 import signal
+import socket
 
 import pytest
 
+from fshard._compat.collectives import _ports_of_socket
 from fshard.comm.processes import Process, has_ended, this_process
 from tests.ranks import output_of_programs
 
@@ -98,3 +100,13 @@ def test_processes_that_have_ended():
     # Of another machine nobody can tell.
     assert not has_ended(Process("another", own.number, "0"))
     assert not has_ended(Process("", own.number, "0"))
+
+
+def test_ports_of_sockets_that_have_no_other_end_or_are_closed():
+    """A thread of the store may close one of those that were listed."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        assert _ports_of_socket(listening.fileno()) == (listening.getsockname()[1], None)
+        with socket.socket() as unused:
+            closed = unused.fileno()
+        assert _ports_of_socket(closed) == (None, None)
