@@ -23,11 +23,11 @@ class GraphPiece(NamedTuple):
 
     Attributes:
         nodes: The operators, in their order.
-        next: The node behind the last of them.
+        first_after: The node behind the last of them.
     """
 
     nodes: list[Node]
-    next: Node
+    first_after: Node
 
 
 def prepare(module: Any, backend: Backend) -> Callable[..., Any]:
@@ -45,12 +45,12 @@ def prepare(module: Any, backend: Backend) -> Callable[..., Any]:
     if backend == "inductor":
         with TRACING:
             compile_pieces(module)
-    # The module keeps its graph, with what is known of results. The graph that runs is a copy without it.
+    # The module keeps its graph with its metadata. The graph that runs is a copy without it.
     graph = Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     for node in graph.nodes:
         if node.target is _compat.WAIT_TENSOR:
-            # Eager code calls this function, which also lets the backend let go of its tensors.
+            # Eager code calls this function, which also releases the tensors that the process group's backend holds.
             node.target = ops.wait
         node.target = _compat.python_function(node.target, node.args) or node.target
         node.meta = {}
@@ -60,9 +60,9 @@ def prepare(module: Any, backend: Backend) -> Callable[..., Any]:
 def compile_pieces(module: GraphModule) -> None:
     """Let Inductor compile what lies between collectives, and leave these, and everything else with effects, in place.
 
-    Inductor would put a whole graph in an order of its own: it would wait for a unit early, to fuse it with the one
-    before, start reductions late, and keep gathered leaves to recompute what was made of them. Equal pieces, such as
-    those of a model's layers, are compiled once.
+    Inductor would reorder a whole graph: it would wait for a unit early to fuse it with the previous one, start
+    reductions late, and keep gathered leaves for recomputation. Equal pieces, such as those of a model's layers, are
+    compiled once.
 
     Args:
         module: The graph, which is changed.
@@ -71,18 +71,18 @@ def compile_pieces(module: GraphModule) -> None:
     compiled: dict[Any, Callable[..., Any]] = {}
     for piece in list(_find_pieces(graph)):
         inside = set(piece.nodes)
-        place = _move_views_out(graph, piece, inside)
+        first_after_piece = _move_views_out(graph, piece, inside)
         results = [node for node in piece.nodes if _is_tensor(node) and not inside.issuperset(node.users)]
         number_of_kernels = sum(not is_view(node) for node in piece.nodes)
         if not results or number_of_kernels < 2:
             # There is nothing to fuse.
             continue
         inputs = _find_inputs_of(piece.nodes, inside)
-        cut = _copy_piece(piece.nodes, inputs, results)
-        key = (tuple(make_aval(node.meta["val"]) for node in inputs), str(cut.graph))
+        piece_module = _copy_piece(piece.nodes, inputs, results)
+        key = (tuple(make_aval(node.meta["val"]) for node in inputs), str(piece_module.graph))
         if key not in compiled:
-            compiled[key] = _compat.compile_by_inductor(cut, [node.meta["val"] for node in inputs])
-        with graph.inserting_before(place):
+            compiled[key] = _compat.compile_by_inductor(piece_module, [node.meta["val"] for node in inputs])
+        with graph.inserting_before(first_after_piece):
             _call_kernel(graph, compiled[key], inputs, results, inside)
     graph.eliminate_dead_code(is_impure)
 
@@ -118,15 +118,15 @@ def _move_views_out(graph: Graph, piece: GraphPiece, inside: set[Node]) -> Node:
     Returns:
         The first node behind the piece.
     """
-    place = piece.next
+    first_after = piece.first_after
     for node in reversed(piece.nodes):
         source = node.args[0] if node.target is operator.getitem else node
         is_view_of_memory = isinstance(source, Node) and source.target is not operator.getitem and is_view(source)
         if is_view_of_memory and not inside.issuperset(node.users):
-            with graph.inserting_before(place):
-                place = graph.node_copy(node)
-            node.replace_all_uses_with(place, lambda user: user not in inside)
-    return place
+            with graph.inserting_before(first_after):
+                first_after = graph.node_copy(node)
+            node.replace_all_uses_with(first_after, lambda user: user not in inside)
+    return first_after
 
 
 def _find_pieces(graph: Graph) -> Iterator[GraphPiece]:

@@ -26,12 +26,13 @@ class DonatedInputs(NamedTuple):
     """What becomes of the inputs that hold donated tensors.
 
     Attributes:
-        results: For each input whose memory a result takes, the number of that result.
-        unchanged: Leaves of the arguments that the function returns as they are, so that nothing is written to them.
+        result_number_of_input: For each input whose memory a result takes, the number of that result.
+        unchanged_leaves: The indices of the arguments' leaves that the function returns as they are, so that nothing is
+            written to them.
     """
 
-    results: dict[Node, int]
-    unchanged: set[int]
+    result_number_of_input: dict[Node, int]
+    unchanged_leaves: set[int]
 
 
 def match_donated_outputs(flat: Flat, result: Treedef, argnums: Collection[int]) -> dict[int, int]:
@@ -46,23 +47,23 @@ def match_donated_outputs(flat: Flat, result: Treedef, argnums: Collection[int])
         argnums: The numbers of the arguments that are donated.
 
     Returns:
-        For each leaf of the donated arguments the leaf of the result that takes its place.
+        For the index of each leaf of the donated arguments the index of the result's leaf that takes its place.
 
     Raises:
         ValueError: if the result has no such part.
     """
     arguments = _split_into_parts(flat.treedef.children()[0])
     candidates = [_Part(range(result.num_leaves), result), *_split_into_parts(result)]
-    matches: dict[int, int] = {}
+    result_of_donated_leaf: dict[int, int] = {}
     # Large arguments first, so that a state is matched before a part of it: gradients look like its parameters.
     for number in sorted(argnums, key=lambda number: -len(arguments[number].leaves)):
         argument = arguments[number]
-        leaves = _find_free_part(argument.structure, candidates, set(matches.values()))
+        leaves = _find_free_part(argument.structure, candidates, set(result_of_donated_leaf.values()))
         if leaves is None:
             problem = f"the result has no part of its own with the structure of donated argument {number}"
             raise ValueError(f"jit: {problem}. Return its successor, such as the new state, or do not donate it.")
-        matches |= zip(argument.leaves, leaves, strict=True)
-    return matches
+        result_of_donated_leaf |= zip(argument.leaves, leaves, strict=True)
+    return result_of_donated_leaf
 
 
 def _split_into_parts(treedef: Treedef) -> list[_Part]:
@@ -79,34 +80,35 @@ def _find_free_part(structure: Treedef, candidates: Sequence[_Part], taken: set[
     return None
 
 
-def pair_inputs_with_results(traced: Traced, flat: Flat, matches: Mapping[int, int]) -> DonatedInputs:
+def pair_inputs_with_results(traced: Traced, flat: Flat, result_of_donated_leaf: Mapping[int, int]) -> DonatedInputs:
     """Decide for each donated leaf whether its result can be written to its memory.
 
     Args:
         traced: The graph.
         flat: The arguments.
-        matches: For each leaf of the donated arguments the leaf of the result that takes its place.
+        result_of_donated_leaf: For the index of each leaf of the donated arguments the index of the result's leaf that
+            takes its place.
 
     Returns:
         The inputs that are written to, with their results, and the leaves that stay as they are. A leaf whose result
         differs in shape, dtype, device or spec is in neither: its result gets memory of its own.
     """
-    results = find_results(traced.graph.graph)
-    inputs = dict(zip(traced.inputs, find_inputs(traced.graph.graph), strict=True))
+    results = find_results(traced.module.graph)
+    node_of_leaf = dict(zip(traced.input_leaves, find_inputs(traced.module.graph), strict=True))
     # A tensor that is given twice is two inputs.
-    tensors = {node: tensor_of(flat.leaves[leaf]) for leaf, node in inputs.items()}
+    tensors = {node: tensor_of(flat.leaves[leaf_index]) for leaf_index, node in node_of_leaf.items()}
     donated = DonatedInputs({}, set())
-    for leaf, node in inputs.items():
-        if leaf not in matches:
+    for leaf_index, node in node_of_leaf.items():
+        if leaf_index not in result_of_donated_leaf:
             continue
-        number = matches[leaf]
+        number = result_of_donated_leaf[leaf_index]
         result = results[number]
-        if not _can_take_memory(result, traced.specs[number], flat.leaves[leaf]):
+        if not _can_take_memory(result, traced.specs[number], flat.leaves[leaf_index]):
             continue
         if tensors.get(result) is tensors[node]:
-            donated.unchanged.add(leaf)
+            donated.unchanged_leaves.add(leaf_index)
         else:
-            donated.results[node] = number
+            donated.result_number_of_input[node] = number
     return donated
 
 
@@ -147,7 +149,9 @@ def assign_donated_outputs(graph: Graph, pairs: Mapping[Node, int]) -> None:
         if result is not None and not overwritten.isdisjoint(storages[result]):
             results[number] = _clone_before_output(graph, result)
     for source, number in to_write.items():
-        _write_after(graph, max(results[number], last_uses[memory[source]]), source, results[number])
+        # Nodes compare by their positions in the graph.
+        last = max(results[number], last_uses[memory[source]])
+        _write_after(graph, last, source, results[number])
         results[number] = source
     graph.output_node().args = (results,)
 
@@ -185,7 +189,7 @@ def _clone_before_output(graph: Graph, result: Node) -> Node:
 
 
 def _write_after(graph: Graph, node: Node, target: Node, value: Node) -> None:
-    """Write a value to a target behind a node; behind all others if that is the output."""
+    """Write a value to a target right after a node. If the node is the output, write right before it."""
     output = graph.output_node()
     with graph.inserting_after(output.prev if node is output else node):
         write = graph.call_function(aten.copy_.default, (target, value))

@@ -17,55 +17,74 @@ def schedule_early_updates(graph: Graph) -> None:
 
     An operator that updates all leaves is split by when their gradients arrive, so that each gradient is freed as soon
     as its leaf is updated. Few are then held at a time, and reductions go on meanwhile. Kernels, bits and the order of
-    collectives stay.
+    collectives do not change.
 
     Nodes are numbered by their positions. A node's slot is the position of the node behind which it is to run, and its
-    own position if it stays.
+    own position if it stays. For example, without the waits:
+
+        0  reduce_scatter of A
+        1  reduce_scatter of B
+        2  objective
+        3  foreach_add to A and B
+
+    The last operator is split in two. The part for A needs 0 alone, and the last collective before the objective starts
+    at 1, so its slot is 0. The part for B needs 1, so it cannot run before that collective starts, and stays at 3.
 
     Args:
         graph: The graph with its writes to donated inputs, which is changed.
     """
-    whole_of = _split_list_operators(graph)
+    operator_of_part = _split_list_operators(graph)
     nodes = list(graph.nodes)
-    deadlines = _find_deadlines(nodes)
-    if not deadlines:
+    last_collective_before = _find_last_collectives(nodes)
+    if not last_collective_before:
         return
-    # Parts of one operator share the position of the first, so that those which stay are joined again.
-    first_positions: dict[Node, int] = {}
-    positions = [first_positions.setdefault(whole_of.get(node, node), n) for n, node in enumerate(nodes)]
-    slots = _choose_slots(nodes, positions, deadlines)
+    positions = _find_positions(nodes, operator_of_part)
+    slots = _choose_slots(nodes, positions, last_collective_before)
     order = sorted(range(len(nodes)), key=lambda n: (slots[n], n))
     for n, following in pairwise(order):
         nodes[n].append(nodes[following])
     parts = defaultdict[Any, list[Node]](list)
     for n in order:
-        if nodes[n] in whole_of:
-            parts[whole_of[nodes[n]], slots[n]].append(nodes[n])
+        if nodes[n] in operator_of_part:
+            whole = operator_of_part[nodes[n]]
+            slot = slots[n]
+            parts[whole, slot].append(nodes[n])
     for parts_of_slot in parts.values():
         _join_parts(graph, parts_of_slot)
 
 
-def _find_deadlines(nodes: Sequence[Node]) -> dict[Node, int]:
+def _find_positions(nodes: Sequence[Node], operator_of_part: Mapping[Node, Node]) -> list[int]:
+    """Number the nodes. Parts of one operator share the position of the first, so that those that stay are rejoined."""
+    positions: list[int] = []
+    position_of_operator: dict[Node, int] = {}
+    for n, node in enumerate(nodes):
+        whole = operator_of_part.get(node, node)
+        position_of_operator.setdefault(whole, n)
+        positions.append(position_of_operator[whole])
+    return positions
+
+
+def _find_last_collectives(nodes: Sequence[Node]) -> dict[Node, int]:
     """Find the nodes that may move: those between an objective and the next collective.
 
     Returns:
         For each of them the position of the last collective before the objective. A node that cannot run before that
         one starts has nothing to overlap with, and stays.
     """
-    deadlines: dict[Node, int] = {}
+    last_collective_before: dict[Node, int] = {}
     last_collective = -1
-    deadline = -1
+    last_before_objective = -1
     for position, node in enumerate(nodes):
         collective = find_collective(node)
         if collective is None:
-            if deadline >= 0 and _may_move(node):
-                deadlines[node] = deadline
+            if last_before_objective >= 0 and _may_move(node):
+                last_collective_before[node] = last_before_objective
         elif collective.about.verb == comm.Verb.OBJECTIVE:
-            deadline = last_collective
+            last_before_objective = last_collective
         else:
-            deadline = -1
+            last_before_objective = -1
             last_collective = position
-    return deadlines
+    return last_collective_before
 
 
 def _may_move(node: Node) -> bool:
@@ -81,12 +100,12 @@ def _split_list_operators(graph: Graph) -> dict[Node, Node]:
     Returns:
         For each part the operator that it was split from.
     """
-    whole_of: dict[Node, Node] = {}
-    for node in _find_deadlines(list(graph.nodes)):
+    operator_of_part: dict[Node, Node] = {}
+    for node in _find_last_collectives(list(graph.nodes)):
         number_of_entries = _count_entries(node)
         if number_of_entries:
-            whole_of |= dict.fromkeys(_split_operator(graph, node, number_of_entries), node)
-    return whole_of
+            operator_of_part |= dict.fromkeys(_split_operator(graph, node, number_of_entries), node)
+    return operator_of_part
 
 
 def _count_entries(node: Node) -> int:
@@ -163,17 +182,17 @@ def _find_dependencies(nodes: Sequence[Node]) -> list[set[int]]:
     dependencies: list[set[int]] = []
     for n, node in enumerate(nodes):
         sources = node.all_input_nodes
-        before = {positions[source] for source in sources}
+        required = {positions[source] for source in sources}
         written = _name_storages(find_write_targets(node), storages)
         # Taking one of several results uses the memory of that one alone.
         for name in _name_storages([node] if node.target is operator.getitem else sources, storages):
             if name in written:
-                before.update(uses_since.pop(name, ()))
+                required.update(uses_since.pop(name, ()))
                 last_write[name] = n
             elif name in last_write:
-                before.add(last_write[name])
+                required.add(last_write[name])
             uses_since[name].append(n)
-        dependencies.append(before)
+        dependencies.append(required)
     return dependencies
 
 
@@ -184,28 +203,35 @@ def _name_storages(nodes: Sequence[Node], storages: Mapping[Node, Mapping[Hashab
     return names
 
 
-def _choose_slots(nodes: Sequence[Node], positions: Sequence[int], deadlines: Mapping[Node, int]) -> list[int]:
+def _choose_slots(
+    nodes: Sequence[Node], positions: Sequence[int], last_collective_before: Mapping[Node, int]
+) -> list[int]:
     """Choose for each node the slot in which it runs.
 
     Args:
         nodes: The nodes in their order.
         positions: Their positions; parts of one operator have that of the first part.
-        deadlines: For the nodes that may move the position that their slot must come before.
+        last_collective_before: For the nodes that may move the position that their slot must come before.
     """
     dependencies = _find_dependencies(nodes)
-    start = next(n for n, node in enumerate(nodes) if node.op == "call_function") - 1
+    last_input_position = next(n for n, node in enumerate(nodes) if node.op == "call_function") - 1
     results = set(nodes[-1].all_input_nodes)
     earliest: list[int] = []
     slots: list[int] = []
     for n, node in enumerate(nodes):
-        ready = max([start, *(earliest[m] for m in dependencies[n])])
-        may_move = node in deadlines and ready < deadlines[node]
+        ready = max([last_input_position, *(earliest[m] for m in dependencies[n])])
+        may_move = node in last_collective_before and ready < last_collective_before[node]
         earliest.append(ready if may_move else positions[n])
         # Only results and writes move by themselves, and what they need moves with them. A node that needs inputs alone
-        # could run at once, but its result would then be held from the start.
-        is_goal = node in results or bool(find_write_targets(node))
-        slots.append(earliest[n] if is_goal and earliest[n] > start else positions[n])
-    for n in reversed(range(len(nodes))):
+        # could run at once, but its result would then stay in memory from the beginning.
+        moves_by_itself = node in results or bool(find_write_targets(node))
+        slots.append(earliest[n] if moves_by_itself and earliest[n] > last_input_position else positions[n])
+    _pull_dependencies_up(slots, dependencies)
+    return slots
+
+
+def _pull_dependencies_up(slots: list[int], dependencies: Sequence[set[int]]) -> None:
+    """Give each node a slot no later than the slots of the nodes that depend on it."""
+    for n in reversed(range(len(slots))):
         for m in dependencies[n]:
             slots[m] = min(slots[m], slots[n])
-    return slots

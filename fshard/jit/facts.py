@@ -98,7 +98,7 @@ def _find_axis(node: Node) -> Axis:
 
 def _describe_collective(collective: comm.Collective) -> str:
     text = f"{collective.op} ({collective.label} {collective.unit}) over {collective.axis!r}"
-    # Each rank sends a part of its own in an exchange.
+    # In an all-to-all each rank may send a different amount, so sizes are not compared.
     if collective.op == "all_to_all":
         return text
     return f"{text} of {collective.tensors} tensors, {collective.bytes} bytes"

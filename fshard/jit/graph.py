@@ -11,7 +11,7 @@ from fshard import _compat, comm
 from fshard.comm import ops
 from fshard.jit.jit import Jitted
 from fshard.jit.nodes import Storages, find_collective, find_last_uses, find_results, find_storages, is_wait
-from fshard.jit.passes import remove_dead_views
+from fshard.jit.passes import fold_views_and_remove_dead_nodes
 from fshard.jit.trace import Traced, trace
 from fshard.tree import flatten, unflatten
 
@@ -23,13 +23,13 @@ class PendingBuffer(NamedTuple):
         start: The node that starts the collective.
         wait: The node that waits for the buffer.
         buffer: The name of the buffer's storage.
-        source: The storages that the collective holds of the tensor that is sent: its own, or a copy of it.
+        held_storages: The storages that the collective holds of the tensor that is sent: its own, or a copy of it.
     """
 
     start: Node
     wait: Node
     buffer: Hashable
-    source: Storages
+    held_storages: Storages
 
 
 class Lifetimes(NamedTuple):
@@ -37,14 +37,14 @@ class Lifetimes(NamedTuple):
 
     Attributes:
         storages: For each node the storages that its results lie in.
-        given: The storages of inputs and constants, which are there all the time.
+        always_held: The storages of inputs and constants, which are there all the time.
         taken: For each node the storages that are held from when it runs.
         freed: For each node the storages that nobody needs once it has run.
         pending_buffers: The buffers of collectives.
     """
 
     storages: dict[Node, Storages]
-    given: Storages
+    always_held: Storages
     taken: dict[Node, Storages]
     freed: dict[Node, list[Hashable]]
     pending_buffers: list[PendingBuffer]
@@ -78,11 +78,11 @@ class StepGraph:
 
     def __init__(self, traced: Traced) -> None:
         """Read the graph of what was traced."""
-        graph = traced.graph.graph
-        self.module = traced.graph
+        graph = traced.module.graph
+        self.module = traced.module
         self.memory = find_lifetimes(graph)
         self.results = unflatten(traced.treedef, find_results(graph))
-        self.moments = list(self._play())
+        self.moments = list(self._list_operations())
 
     def collectives(self) -> comm.Record:
         """List the collectives of the function in the order of their start, as `fs.comm.record` does."""
@@ -108,7 +108,7 @@ class StepGraph:
 
     __repr__ = __str__
 
-    def _play(self) -> Iterator[Operation]:
+    def _list_operations(self) -> Iterator[Operation]:
         """Walk through the operators in their order, and count the bytes that are held."""
         held: dict[Hashable, int] = {}
         total = 0
@@ -152,7 +152,7 @@ def make_graph(f: Callable[..., Any]) -> Callable[..., StepGraph]:
         if isinstance(f, Jitted):
             return StepGraph(f.trace_call(args, kwargs))
         traced = trace(flatten((args, kwargs)), f)
-        remove_dead_views(traced.graph.graph)
+        fold_views_and_remove_dead_nodes(traced.module.graph)
         return StepGraph(traced)
 
     return run
@@ -162,29 +162,29 @@ def find_lifetimes(graph: Graph) -> Lifetimes:
     """Find out when a graph's memory is taken and freed: each result is held until nobody needs it or a view of it.
 
     Args:
-        graph: The graph, whose results have no values.
+        graph: The graph. Its nodes hold fake tensors.
     """
     storages = find_storages(graph.nodes)
     pending_buffers = list(_find_pending_buffers(storages))
-    given: Storages = {}
+    always_held: Storages = {}
     taken: dict[Node, Storages] = {}
     for node, created in storages.items():
         taken[node] = {}
-        holder = given if node.op in ("placeholder", "get_attr") else taken[node]
-        holder |= _leave_out(created, given)
+        holder = always_held if node.op in ("placeholder", "get_attr") else taken[node]
+        holder |= _leave_out(created, always_held)
     sent_until = defaultdict[Node, Storages](dict)
     for pending in pending_buffers:
-        sent_until[pending.wait] |= pending.source
-        taken[pending.start] |= _leave_out(pending.source, given)
+        sent_until[pending.wait] |= pending.held_storages
+        taken[pending.start] |= _leave_out(pending.held_storages, always_held)
     freed = defaultdict[Node, list[Hashable]](list)
     for name, node in find_last_uses(storages, sent_until).items():
-        if name not in given:
+        if name not in always_held:
             freed[node].append(name)
-    return Lifetimes(storages, given, taken, freed, pending_buffers)
+    return Lifetimes(storages, always_held, taken, freed, pending_buffers)
 
 
-def _leave_out(storages: Storages, given: Storages) -> Storages:
-    return {name: nbytes for name, nbytes in storages.items() if name not in given}
+def _leave_out(storages: Storages, left_out: Storages) -> Storages:
+    return {name: nbytes for name, nbytes in storages.items() if name not in left_out}
 
 
 def _find_pending_buffers(storages: Mapping[Node, Storages]) -> Iterator[PendingBuffer]:
@@ -197,10 +197,10 @@ def _find_pending_buffers(storages: Mapping[Node, Storages]) -> Iterator[Pending
         values = map_arg(node.args, lambda source: source.meta.get("val"))
         for i, bytes_copied in enumerate(ops.held_in_flight(node.target, values)):
             buffer = list(storages[node])[i]
-            source: Storages = {}
+            held_storages: Storages = {}
             if bytes_copied == 0:
                 tensors: Any = node.args[0]
-                source = storages[tensors[i]]
+                held_storages = storages[tensors[i]]
             elif bytes_copied is not None:
-                source = {(node, i): bytes_copied}
-            yield PendingBuffer(node, waits.get(buffer, node), buffer, source)
+                held_storages = {(node, i): bytes_copied}
+            yield PendingBuffer(node, waits.get(buffer, node), buffer, held_storages)

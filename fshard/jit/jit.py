@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.fx import Node
 
 from fshard import _compat, comm
 from fshard.collectives import TracedUsage, Usage, agree_on_usage
@@ -15,7 +16,7 @@ from fshard.jit.donation import assign_donated_outputs, match_donated_outputs, p
 from fshard.jit.early_updates import schedule_early_updates
 from fshard.jit.facts import collect_facts
 from fshard.jit.nodes import find_inputs
-from fshard.jit.passes import refuse_ambient_random, refuse_writes, remove_dead_views
+from fshard.jit.passes import fold_views_and_remove_dead_nodes, refuse_ambient_random, refuse_written_inputs
 from fshard.jit.signature import Signature, complete_outline, find_changes, make_exact, make_outline
 from fshard.jit.trace import Traced, trace
 from fshard.reduction_order import refuse_inductor
@@ -36,8 +37,8 @@ class Program(NamedTuple):
 
     Attributes:
         traced: The graph, and the structure of its arguments and results.
-        donated: Leaves of the arguments that are donated tensors.
-        overwritten: Those of them that something may be written to.
+        donated_leaves: The indices of the arguments' leaves that are donated tensors.
+        overwritten_leaves: Those of them that something may be written to.
         captured: Tensors that the function closes over.
         facts: For each axis what ranks compare over it in every call, because it decides the graph's collectives.
         trace_facts: What ranks compare in their first trace, before they agree on the leaves that any of them uses.
@@ -45,8 +46,8 @@ class Program(NamedTuple):
     """
 
     traced: Traced
-    donated: list[int]
-    overwritten: set[int]
+    donated_leaves: list[int]
+    overwritten_leaves: set[int]
     captured: list[CapturedTensor]
     facts: Mapping[Axis, str]
     trace_facts: str
@@ -58,7 +59,7 @@ class _LastCall(NamedTuple):
 
     Attributes:
         outline: Its signature without what guards compare.
-        guards: Tells whether other tensors look like those of the call.
+        guards: Checks whether the tensors of a new call have the same types, shapes, strides and devices.
         program: What it ran.
     """
 
@@ -173,12 +174,11 @@ class Jitted:
         if signature not in self._programs:
             program = self.make_program(signature, flat)
             reason = self.explain_trace(signature, flat)
-            self._programs[signature] = program._replace(run=prepare(program.traced.graph, self.backend))
+            self._programs[signature] = program._replace(run=prepare(program.traced.module, self.backend))
             self.traces.append(reason)
         program = self._programs[signature]
-        self._last = None
-        if _can_guard(signature, tensors):
-            self._last = _LastCall(outline, _compat.guards_of(tensors), program)
+        can_guard = _can_guard(signature, tensors)
+        self._last = _LastCall(outline, _compat.guards_of(tensors), program) if can_guard else None
         return program
 
     def _agree_on_usage(self, usage: TracedUsage, trace_facts: str, axes: Sequence[Axis]) -> None:
@@ -202,25 +202,30 @@ class Jitted:
     def _build_program(self, flat: Flat, usage: TracedUsage) -> Program:
         """Trace the function, and run all passes over its graph in their order. README.md has the reasons for it."""
         traced = trace(flat, self._f, usage)
-        graph = traced.graph.graph
+        graph = traced.module.graph
         facts = collect_facts(graph, usage)
         if self.backend == "inductor":
             refuse_inductor(facts.of_verbs)
-        remove_dead_views(graph)
-        matches = match_donated_outputs(flat, traced.treedef, self._donate_argnums)
-        inputs = dict(zip(traced.inputs, find_inputs(graph), strict=True))
-        refuse_writes(graph, {node: flat.paths[leaf] for leaf, node in inputs.items() if leaf not in matches})
+        fold_views_and_remove_dead_nodes(graph)
+        result_of_donated_leaf = match_donated_outputs(flat, traced.treedef, self._donate_argnums)
+        donated_leaves: list[int] = []
+        path_of_protected_input: dict[Node, str] = {}
+        for leaf_index, node in zip(traced.input_leaves, find_inputs(graph), strict=True):
+            if leaf_index in result_of_donated_leaf:
+                donated_leaves.append(leaf_index)
+            else:
+                path_of_protected_input[node] = flat.paths[leaf_index]
+        refuse_written_inputs(graph, path_of_protected_input)
         refuse_ambient_random(graph)
-        donation = pair_inputs_with_results(traced, flat, matches)
+        donation = pair_inputs_with_results(traced, flat, result_of_donated_leaf)
         # A backend of the user's may not keep the order in which an input is read and written.
         if not callable(self.backend):
-            assign_donated_outputs(graph, donation.results)
+            assign_donated_outputs(graph, donation.result_number_of_input)
             schedule_early_updates(graph)
-        donated = [leaf for leaf in inputs if leaf in matches]
         return Program(
             traced=traced,
-            donated=donated,
-            overwritten=set(donated) - donation.unchanged,
+            donated_leaves=donated_leaves,
+            overwritten_leaves=set(donated_leaves) - donation.unchanged_leaves,
             captured=[CapturedTensor(tensor, _compat.version(tensor)) for tensor in traced.captured],
             facts=facts.for_each_axis(flat.axes),
             trace_facts=facts.before_agreement(),
@@ -246,7 +251,8 @@ def jit(
     jax.jit.
 
     Args:
-        f: A pure function of pytrees of tensors, which returns such; None makes a decorator of the other arguments.
+        f: A pure function of pytrees of tensors that returns a pytree of tensors. Leave it out to use jit(...) as a
+            decorator.
         donate_argnums: Arguments that the caller donates. The part of the result that has the structure of such an
             argument is written in its place, at the same addresses. The old leaves are left empty before the step
             runs, so a state whose step failed is lost too.
@@ -320,7 +326,7 @@ def _refuse_changed_values(changes: Mapping[str, str], flat: Flat) -> None:
 
 def _refuse_changed_captures(program: Program, flat: Flat) -> None:
     """Refuse a call after a write to a tensor that the function closes over, or that would donate one."""
-    donated = {id(tensor_of(flat.leaves[leaf])) for leaf in program.donated}
+    donated = {id(tensor_of(flat.leaves[leaf_index])) for leaf_index in program.donated_leaves}
     for tensor, version in program.captured:
         if _compat.version(tensor) != version or id(tensor) in donated:
             problem = f"{describe(tensor)} that the function closes over is donated, or was written to after the trace"
@@ -328,13 +334,13 @@ def _refuse_changed_captures(program: Program, flat: Flat) -> None:
 
 
 def _run(program: Program, flat: Flat, tensors: list[torch.Tensor]) -> Any:
-    """Run a graph. The results that are donated tensors belong to the caller, and the arguments are left empty."""
+    """Run a graph. Donated arguments are emptied; the results take over their memory."""
     traced = program.traced
-    if program.overwritten:
+    if program.overwritten_leaves:
         _copy_shared_memory(program, tensors)
     # The graph updates a leaf as soon as its gradient is there, while the backward of others goes on. A rank that fails
     # in between has updated other leaves than its peers, so all are lost before the first of them is written to.
-    moved = mark_donated([flat.leaves[leaf] for leaf in program.donated])
+    moved = mark_donated([flat.leaves[leaf_index] for leaf_index in program.donated_leaves])
     assert program.run is not None
     outputs = program.run(*[moved.get(id(tensor), tensor) for tensor in tensors])
     leaves = [
@@ -346,8 +352,8 @@ def _run(program: Program, flat: Flat, tensors: list[torch.Tensor]) -> Any:
 def _copy_shared_memory(program: Program, tensors: list[torch.Tensor]) -> None:
     """Put copies in the place of tensors that something may be written to and that share memory with others."""
     is_shared = _compat.share_memory(tensors)
-    for n, leaf in enumerate(program.traced.inputs):
-        if is_shared[n] and leaf in program.overwritten:
+    for n, leaf_index in enumerate(program.traced.input_leaves):
+        if is_shared[n] and leaf_index in program.overwritten_leaves:
             tensors[n] = _compat.copied_as_it_is(tensors[n])
 
 

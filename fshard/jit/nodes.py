@@ -76,7 +76,8 @@ def is_impure(node: Node) -> bool:
     """Whether a node must stay even if nobody uses its result."""
     if node.op in ("placeholder", "output"):
         return True
-    # Other ranks take part in a collective, and its buffers must not be freed before it has ended.
+    # Other ranks take part in a collective, and its buffers must not be freed before it has ended. The wait keeps the
+    # start alive, because it uses the start's result.
     if is_wait(node) or node.target in random.EFFECTS:
         return True
     if find_write_targets(node):
@@ -92,7 +93,8 @@ def is_wait(node: Node) -> bool:
 def find_storages(nodes: Iterable[Node]) -> dict[Node, Storages]:
     """Find for each node the storages that its results lie in."""
     storages: dict[Node, Storages] = {}
-    names: dict[int, Hashable] = {}
+    # Names of storages by their keys: a key of its own, or the name of the storage that it stands for.
+    name_of_storage: dict[int, Hashable] = {}
     for node in nodes:
         value = node.meta.get("val")
         source = _find_aliased_source(node)
@@ -101,10 +103,14 @@ def find_storages(nodes: Iterable[Node]) -> dict[Node, Storages]:
             if not isinstance(tensor, torch.Tensor):
                 continue
             key = _compat.storage_key(tensor)
-            if key not in names:
-                # A trace gives the result of a wait, and of a write in the place of a copy, a storage of its own.
-                names[key] = key if source is None else next(iter(storages[source]))
-            storages[node][names[key]] = tensor.untyped_storage().nbytes()
+            if key not in name_of_storage and source is None:
+                # The node creates the storage.
+                name_of_storage[key] = key
+            elif key not in name_of_storage and source is not None:
+                # A trace gives the result of a wait, and of a write in the place of a copy, a storage of its own. When
+                # it runs, the result lies in the memory of the argument.
+                name_of_storage[key] = next(iter(storages[source]))
+            storages[node][name_of_storage[key]] = tensor.untyped_storage().nbytes()
     return storages
 
 
@@ -124,7 +130,7 @@ def find_last_uses(
 
     Args:
         storages: The storages of each node.
-        held_until: For nodes that end a use nobody sees in their arguments, the storages that are held until then.
+        held_until: For each wait the storages that a collective reads until the node has waited for it.
 
     Returns:
         The last node by the name of the storage.

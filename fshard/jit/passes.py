@@ -11,8 +11,8 @@ from fshard import _compat, random
 from fshard.jit.nodes import find_storages, find_write_targets, is_impure, is_random, is_view
 
 
-def remove_dead_views(graph: Graph) -> None:
-    """Remove views that repeat an earlier one, chains of reshapes, and everything that nobody uses.
+def fold_views_and_remove_dead_nodes(graph: Graph) -> None:
+    """Remove views that repeat the tensor they view or one that it is a view of, chains of reshapes, and unused nodes.
 
     Args:
         graph: The graph, which is changed.
@@ -27,7 +27,7 @@ def _fold_views(graph: Graph) -> None:
     """Let an earlier node with the same view of the same memory take a view's place, and shorten chains of reshapes."""
     stands_for: dict[Node, Node] = {}
     # For each tensor the nodes that it is a view of, itself included, by how each views the memory.
-    known: dict[Node, dict[Any, Node]] = {}
+    views_by_geometry: dict[Node, dict[Any, Node]] = {}
     for node in graph.nodes:
         geometry = _describe_geometry(node)
         if geometry is None:
@@ -35,14 +35,15 @@ def _fold_views(graph: Graph) -> None:
         sources = node.all_input_nodes
         earlier: dict[Any, Node] = {}
         if is_view(node) and len(sources) == 1:
-            earlier = known.get(sources[0], {})
+            earlier = views_by_geometry.get(sources[0], {})
         if geometry in earlier:
             stands_for[node] = earlier[geometry]
         elif node.target in _compat.RESHAPES and sources[0].target in _compat.RESHAPES:
             root = sources[0].all_input_nodes[0]
             if root.meta["val"].is_contiguous():
                 node.args = (root, *node.args[1:])
-        known[node] = {geometry: node} | earlier
+        # An earlier node with this geometry wins, so that no entry names a node that is erased below.
+        views_by_geometry[node] = {geometry: node} | earlier
     replace_nodes(graph, stands_for)
 
 
@@ -76,18 +77,18 @@ def replace_nodes(graph: Graph, stands_for: Mapping[Node, Node]) -> None:
         graph.erase_node(node)
 
 
-def refuse_writes(graph: Graph, inputs: Mapping[Node, str]) -> None:
+def refuse_written_inputs(graph: Graph, path_of_protected_input: Mapping[Node, str]) -> None:
     """Refuse a graph that writes to some inputs, or to a tensor that the function closes over.
 
     Args:
         graph: The graph.
-        inputs: The inputs that may not be written to, with their paths.
+        path_of_protected_input: The inputs that may not be written to, with their paths.
 
     Raises:
         ValueError: if it does; the error names the path and the operator.
     """
     storages = find_storages(graph.nodes)
-    protected = dict(inputs)
+    protected = dict(path_of_protected_input)
     protected |= dict.fromkeys(graph.find_nodes(op="get_attr"), "a tensor that the function closes over")
     owners = {name: path for node, path in protected.items() for name in storages[node]}
     for node in graph.nodes:
@@ -107,7 +108,7 @@ def refuse_ambient_random(graph: Graph) -> None:
         ValueError: if there are any; the error names the operator.
     """
     has_key = False
-    # Whether a key held where the state of the generator was read.
+    # For each saved state of the generator, whether a key was active when it was saved.
     had_key: dict[Any, bool] = {}
     for node in _walk_branches_first(graph):
         if node.target is random.random_state:

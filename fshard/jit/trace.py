@@ -16,38 +16,40 @@ from fshard.errors import is_users_file
 from fshard.tree import Exact, Flat, Sharded, Treedef, flatten, is_sharded, tensors_of
 from fshard.tree.checks import check_tensors, count_writes
 
-# Traces patch what belongs to the process, and so do compilers.
+# Tracing and compiling patch global state of the process, so only one thread may do either at a time.
 TRACING = threading.Lock()
-# A tensor without values does not have these, or has others in every call. Those of a tensor that the function closes
-# over would go stale.
-_REFUSED = ("storage", "untyped_storage", "storage_offset", "tolist", "numpy")
+# Methods whose result a tensor without values does not have, or whose result changes from call to call. The result of a
+# tensor that the function closes over would go stale.
+_UNTRACEABLE_METHODS = ("storage", "untyped_storage", "storage_offset", "tolist", "numpy")
 
 
 class Traced(NamedTuple):
     """A function as a graph.
 
     Attributes:
-        graph: A torch.fx.GraphModule, from the tensors of the arguments, in their order, to those of the result.
-        inputs: The leaves of the arguments that hold a tensor.
+        module: A torch.fx.GraphModule, from the tensors of the arguments, in their order, to those of the result.
+        input_leaves: The indices of the arguments' leaves that hold a tensor.
         treedef: Structure of the result.
         specs: For each leaf of the result its spec if it is Sharded, else None.
         captured: Tensors that the function closes over and computes with, or whose values it reads.
     """
 
-    graph: Any
-    inputs: list[int]
+    module: Any
+    input_leaves: list[int]
     treedef: Treedef
     specs: list[Any]
     captured: list[torch.Tensor]
 
 
-class _TracedFunction:
+class _FunctionOfTensors:
     """A function of pytrees as one from tensors to tensors, which keeps the structure of its result."""
 
-    def __init__(self, f: Callable[..., Any], flat: Flat, inputs: Sequence[int], usage: TracedUsage | None) -> None:
+    def __init__(
+        self, f: Callable[..., Any], flat: Flat, input_leaves: Sequence[int], usage: TracedUsage | None
+    ) -> None:
         self._f = f
         self._flat = flat
-        self._inputs = inputs
+        self._input_leaves = input_leaves
         self._usage = usage
         self.result: Flat | None = None
 
@@ -55,7 +57,7 @@ class _TracedFunction:
         if self._usage is not None:
             _compat.trace_notes()["usage"] = self._usage
         leaves = self._wrap(tensors)
-        with _RefuseUnknown():
+        with _RefuseReads():
             args, kwargs = self._flat.unflatten(leaves)
             self.result = flatten(self._f(*args, **kwargs))
         check_tensors("jit: what the function returns", self.result)
@@ -66,7 +68,7 @@ class _TracedFunction:
         leaves = [leaf.value if isinstance(leaf, Exact) else leaf for leaf in self._flat.leaves]
         # A leaf that is given twice stays one object, because the function may ask whether `a is b`.
         wrapped: dict[int, Sharded] = {}
-        for i, tensor in zip(self._inputs, tensors, strict=True):
+        for i, tensor in zip(self._input_leaves, tensors, strict=True):
             leaf = leaves[i]
             leaves[i] = wrapped.setdefault(id(leaf), Sharded(tensor, leaf.spec)) if is_sharded(leaf) else tensor
         return leaves
@@ -94,23 +96,23 @@ def trace(flat: Flat, f: Callable[..., Any], usage: TracedUsage | None = None) -
             "and fs.make_graph."
         )
     tensors = tensors_of(flat.leaves)
-    inputs = [i for i, tensor in enumerate(tensors) if isinstance(tensor, torch.Tensor)]
+    input_leaves = [i for i, tensor in enumerate(tensors) if isinstance(tensor, torch.Tensor)]
     # Examples are no part of autograd's graph and no views of others. A tensor that is given twice stays one object.
     examples = {id(x): x.detach() if type(x) is torch.Tensor else x for x in tensors if isinstance(x, torch.Tensor)}
-    function = _TracedFunction(f, flat, inputs, usage)
+    function = _FunctionOfTensors(f, flat, input_leaves, usage)
     with _trace_alone():
-        graph, tensors_read = _make_graph(function, [examples[id(tensors[i])] for i in inputs])
+        module, tensors_read = _make_graph(function, [examples[id(tensors[i])] for i in input_leaves])
     result = function.result
     assert result is not None
     specs = [getattr(leaf, "spec", None) for leaf in result.leaves]
     # The constants are listed before passes remove operators whose result was only read for its value.
-    constants = [getattr(graph, str(node.target)) for node in graph.graph.find_nodes(op="get_attr")]
+    constants = [getattr(module, str(node.target)) for node in module.graph.find_nodes(op="get_attr")]
     captured = {id(tensor): tensor for tensor in (*constants, *tensors_read) if isinstance(tensor, torch.Tensor)}
-    return Traced(graph, inputs, result.treedef, specs, list(captured.values()))
+    return Traced(module, input_leaves, result.treedef, specs, list(captured.values()))
 
 
 def _make_graph(
-    function: _TracedFunction, examples: Sequence[torch.Tensor]
+    function: _FunctionOfTensors, examples: Sequence[torch.Tensor]
 ) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
     try:
         return _compat.make_graph_of(function, examples)
@@ -124,7 +126,7 @@ def _make_graph(
 
 @contextmanager
 def _trace_alone() -> Iterator[None]:
-    """Trace in one thread at a time, outside of modes that are for what runs: the recorder's, and inference mode.
+    """Trace in one thread at a time, outside of modes that observe real execution: the recorder, and inference mode.
 
     torch.utils.checkpoint reads and sets the state of torch's generator, to draw the same masks again. In a trace both
     become operators of the graph.
@@ -147,12 +149,12 @@ def _trace_alone() -> Iterator[None]:
         yield
 
 
-class _RefuseUnknown(TorchFunctionMode):
-    """Refuses to read what a trace does not know because it differs from call to call."""
+class _RefuseReads(TorchFunctionMode):
+    """Refuses to read what a tensor of a trace does not have, or what differs from call to call."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name in _REFUSED:
+        if name in _UNTRACEABLE_METHODS:
             caller = sys._getframe(1).f_code.co_filename
             if is_users_file(caller):
                 problem = f"Tensor.{name} reads what a trace does not have, or what differs from call to call"

@@ -48,7 +48,7 @@ def graph_of(world_size=2, backend="graph", **options):
 
 
 def nodes_of(program):
-    return list(program.traced.graph.graph.nodes)
+    return list(program.traced.module.graph.nodes)
 
 
 def starts(nodes, *targets):
@@ -90,7 +90,7 @@ def test_collectives_are_those_of_the_eager_step_and_all_are_waited_for():
 
 def test_donated_leaves_are_written_right_after_their_update():
     program, _ = graph_of(prefetch=1)
-    nodes, inputs = nodes_of(program), find_inputs(program.traced.graph.graph)
+    nodes, inputs = nodes_of(program), find_inputs(program.traced.module.graph)
     order, memory = {node: n for n, node in enumerate(nodes)}, find_storages(nodes)
     outputs = [given for given in nodes[-1].args[0] if given in inputs]
     assert len(set(outputs)) == len(inputs) - 1

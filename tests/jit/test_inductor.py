@@ -90,5 +90,5 @@ def test_kernels_lie_between_the_collectives_of_the_graph():
     compiled = _compat.compile_by_inductor.__module__
     pieces = [n.target for n in nodes if n.op == "call_function" and getattr(n.target, "__module__", "") == compiled]
     assert len(set(pieces)) <= len(pieces) - (UNITS - 2)
-    given = find_inputs(inductor.traced.graph.graph)
+    given = find_inputs(inductor.traced.module.graph)
     assert len({out for out in nodes[-1].args[0] if out in given}) == len(given) - 1

@@ -604,8 +604,8 @@ FAULTS = (
     Fault(
         "donated-input-written-before-its-last-reader",
         "fshard/jit/donation.py",
-        "_write_after(graph, max(results[number], last_uses[memory[source]]), source, results[number])",
-        "_write_after(graph, results[number], source, results[number])",
+        "last = max(results[number], last_uses[memory[source]])",
+        "last = results[number]",
         "6: a jitted step equals the eager one",
     ),
     Fault(
@@ -646,7 +646,7 @@ FAULTS = (
     Fault(
         "write-does-not-wait-for-readers",
         "fshard/jit/early_updates.py",
-        "before.update(uses_since.pop(name, ()))",
+        "required.update(uses_since.pop(name, ()))",
         "uses_since.pop(name, ())",
         "6: a jitted step equals the eager one, also where it writes in place to what the backward reads",
     ),
@@ -688,7 +688,7 @@ FAULTS = (
     Fault(
         "donated-state-still-there-while-a-graph-runs",
         "fshard/jit/jit.py",
-        "moved = mark_donated([flat.leaves[leaf] for leaf in program.donated])",
+        "moved = mark_donated([flat.leaves[leaf_index] for leaf_index in program.donated_leaves])",
         "moved = dict[int, torch.Tensor]()",
         "4: donated leaves are lost before anything is written to them",
     ),

@@ -54,12 +54,12 @@ def save_graph(directory: str | Path, f: Callable[..., Any], *args: Any, **kwarg
     body = {
         "arguments": _arguments(key, flat),
         "axes": [(axis.name, axis.size) for axis in flat.axes],
-        "inputs": traced.inputs,
-        **write_nodes(traced.graph.graph, flat.axes),
+        "inputs": traced.input_leaves,
+        **write_nodes(traced.module.graph, flat.axes),
         "result": write_structure(traced.treedef, flat.treedef),
         "specs": [None if spec is None else specs.index(spec) for spec in traced.specs],
-        "donated": program.donated,
-        "written": sorted(program.overwritten),
+        "donated": program.donated_leaves,
+        "written": sorted(program.overwritten_leaves),
         "facts": [program.facts.get(axis) for axis in flat.axes],
         "told": program.trace_facts,
     }
