@@ -13,6 +13,10 @@ from fshard.engine.leaf import Leaf
 from fshard.engine.plan import Plan
 
 
+# A number that no unit has.
+NO_UNIT = -1
+
+
 class UnitState(Enum):
     """Where a unit of the plan stands in a walk.
 
@@ -30,15 +34,18 @@ class UnitState(Enum):
 
 
 class RunningSubmodule(NamedTuple):
-    """A submodule that holds several units and is running now.
+    """A submodule that has units inside and is running now.
 
     Attributes:
         units: The numbers of the units inside it.
+        end: The number of the first unit that holds nothing of it. If its last parameters are merged with those that
+            follow it, their unit is not inside, and comes before this one.
         checkpoint: The outermost activation checkpoint that it runs in, or None.
         grad_enabled: Whether autograd records it.
     """
 
     units: range
+    end: int
     checkpoint: Any
     grad_enabled: bool
 
@@ -51,7 +58,7 @@ class ModelWalk:
 
     - A rank that enters a unit further ahead also gathers the units in between. They are held while a submodule runs
       that may still enter them; otherwise they are dropped at once.
-    - A rank that leaves a submodule has moved past all units inside it.
+    - A rank that leaves a submodule has moved past all units that hold parameters of it.
     - A unit that the walk has moved past is gathered on demand.
 
     How a unit changes its state on this rank:
@@ -99,7 +106,8 @@ class ModelWalk:
         self._scopes: list[int] = []
         # The submodules that are running, outermost first. The checkpoint and the grad mode of a unit that this rank
         # does not enter are those of the submodule around it, because every rank enters that one.
-        whole_model = RunningSubmodule(range(len(plan.units)), outermost_checkpoint(), torch.is_grad_enabled())
+        end = len(plan.units)
+        whole_model = RunningSubmodule(range(end), end, outermost_checkpoint(), torch.is_grad_enabled())
         self._running = [whole_model]
 
     def enter(self, module_unit: int | None, inner_units: range | None) -> None:
@@ -132,16 +140,12 @@ class ModelWalk:
             failed: Whether the submodule raised an exception. Other ranks may not get to its end, so the walk does not
                 move either.
         """
-        end = 0
-        if module_unit is not None:
-            last_module_unit = self._plan.ends[module_unit] - 1
-            end = self._plan.unit_of[last_module_unit] + 1
-        if inner_units is not None:
-            end = self._running[-1].units.stop
-
         # Ranks may have entered different units inside the submodule. From here on they are all past its end.
+        end = self._find_end(module_unit, inner_units)
         if self._cursor.position < end and not failed and not self._forward.is_over:
-            self._advance(end)
+            # A unit that goes on behind the submodule stays open, as on ranks that have entered it.
+            goes_on = inner_units is not None and end > self._running[-1].units.stop
+            self._advance(end, entered=end - 1 if goes_on else NO_UNIT)
         if inner_units is not None:
             self._leave_held_units(self._running.pop(), failed)
         if module_unit is not None and self._scopes:
@@ -181,7 +185,16 @@ class ModelWalk:
         # The last unit may be merged with units that follow the submodule. Then it is not inside.
         is_inside = self._plan.units[last].last_module_unit < inner_units.stop
         units = range(first, last + 1 if is_inside else last)
-        return RunningSubmodule(units, outermost_checkpoint(), torch.is_grad_enabled())
+        return RunningSubmodule(units, last + 1, outermost_checkpoint(), torch.is_grad_enabled())
+
+    def _find_end(self, module_unit: int | None, inner_units: range | None) -> int:
+        """Find the number of the first unit that holds nothing of the submodule that ends; 0 if it has no units."""
+        if inner_units is not None:
+            return self._running[-1].end
+        if module_unit is not None:
+            last_module_unit = self._plan.ends[module_unit] - 1
+            return self._plan.unit_of[last_module_unit] + 1
+        return 0
 
     def _choose_unit(self, name: str) -> int:
         """Choose the unit to read a leaf from; a tied leaf is part of several units."""
@@ -237,12 +250,12 @@ class ModelWalk:
         self._forward.open(gathered, enclosing, outermost_checkpoint(), torch.is_grad_enabled())
         self._open[number] = gathered
 
-    def _advance(self, end: int, entered: int = -1) -> None:
+    def _advance(self, end: int, entered: int = NO_UNIT) -> None:
         """Open the units before `end` in the plan's order, and close those that this rank does not enter.
 
         Args:
             end: The number of the first unit that is not opened.
-            entered: The unit that this rank enters, which stays open; -1 if it enters none.
+            entered: The unit that this rank enters, which stays open.
         """
         for step in self._cursor.advance(end):
             number = self._cursor.position - 1

@@ -283,6 +283,12 @@ def checks_a_table(self, x, skips):
     return self.head(x).sum() + (0 if skips else h.sum())
 
 
+def sums_behind_a_part(self, x, skips):
+    """Skips the last layer of a part, and adds up over ranks before the next layer runs."""
+    x = self.inside(x, (2,) if skips else ())
+    return self.head(x + fs.psum(x.detach(), fs.axis_of(one_axis()))).sum()
+
+
 def falls_back(self, x, tries):
     """Tries a part that cannot begin, because a weight was written to before it, and goes on without the part."""
     x = self.first(x)
@@ -315,15 +321,17 @@ MODULES = (
     reading,
     falling_back,
     lambda: Of(checks_a_table, table=nn.Embedding(8, 4), inside=linear(), head=linear()),
+    lambda: Of(sums_behind_a_part, inside=Layers(3), head=linear()),
 )
 
 
 @on_ranks(2)
 def test_a_rank_whose_loss_needs_less_sends_the_same():
     sent = []
-    for make, prefetch in itertools.product(MODULES, (0, None)):
+    # With buckets of 160 bytes two layers are merged: also the last layer of a part with what follows it.
+    for make, prefetch, bucket_bytes in itertools.product(MODULES, (0, None), (0, 160)):
         for skips in (False, True):
-            model, params = model_of(make(), prefetch=prefetch)
+            model, params = model_of(make(), prefetch=prefetch, bucket_bytes=bucket_bytes)
             local = skips and dist.get_rank() == 0
             with fs.comm.record() as record:
                 # A second application follows.

@@ -462,6 +462,13 @@ FAULTS = (
         "10: a rank that skips a unit gathers what the others do, in their order",
     ),
     Fault(
+        "merged-unit-behind-a-submodule-left-out",
+        "fshard/engine/model_walk.py",
+        "return self._running[-1].end",
+        "return self._running[-1].units.stop",
+        "10: ranks that skip the last unit of a submodule send the same before what follows it",
+    ),
+    Fault(
         "running-submodule-that-did-not-begin",
         "fshard/engine/model_walk.py",
         "self._running.pop()",
