@@ -12,7 +12,6 @@ from fshard.engine.gathered_unit import GatheredUnit
 from fshard.engine.leaf import Leaf
 from fshard.engine.plan import Plan
 
-
 # A number that no unit has.
 NO_UNIT = -1
 
@@ -104,8 +103,9 @@ class ModelWalk:
         self._held: dict[int, GatheredUnit] = {}
         # The numbers of the units whose submodules are running, outermost first.
         self._scopes: list[int] = []
-        # The submodules that are running, outermost first. The checkpoint and the grad mode of a unit that this rank
-        # does not enter are those of the submodule around it, because every rank enters that one.
+        # The submodules that are running, outermost first. A unit that this rank does not enter has the checkpoint of
+        # the submodule around it, because every rank enters that one. Every unit has the grad mode of the submodule
+        # around it, because that mode decides whether the backward gathers the unit in its turn, on every rank.
         end = len(plan.units)
         whole_model = RunningSubmodule(range(end), end, outermost_checkpoint(), torch.is_grad_enabled())
         self._running = [whole_model]

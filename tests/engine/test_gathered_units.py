@@ -341,6 +341,33 @@ def test_a_rank_whose_loss_needs_less_sends_the_same():
     return sent
 
 
+def gradients_inside(self, x, skips):
+    """Runs a layer with gradients inside a part that runs without them."""
+    x = self.first(x)
+    with torch.no_grad():
+        y = self.part(x, skips)
+    return self.last(x + y).sum()
+
+
+def layer_with_gradients(self, x, skips):
+    with torch.enable_grad():
+        return x if skips else self.layer(x).tanh()
+
+
+@on_ranks(2)
+def test_a_layer_with_gradients_inside_a_part_without_them():
+    """Its backward gathers it on demand. So all ranks must run it, and ranks that differ there are named."""
+    part = Of(layer_with_gradients, layer=linear())
+    model, params = model_of(Of(gradients_inside, first=linear(), part=part, last=linear()))
+    run = fs.value_and_grad(model.apply)
+    units, (_, grads) = gathers(run, params, X, False)
+    assert units == ["first", "part.layer", "last", "part.layer", "first"]
+    kept = fs.shard(fs.unshard(params), fs.zero2(one_axis()))
+    fs.testing.assert_trees_close(fs.unshard(grads), fs.unshard(run(kept, X, False)[1]), exact=True)
+    with pytest.raises(RuntimeError, match=r"gather of part\.layer"):
+        run(params, X, dist.get_rank() == 0)
+
+
 def returns(self, x):
     """Comes to its first layer again, each time in a checkpoint of its own."""
     first, second, third = self.layers
