@@ -55,15 +55,7 @@ class Model:
 
     def __init__(self, module: nn.Module, units: Units = None) -> None:
         """Copy the module without its weights; see `functionalize`."""
-        is_module = isinstance(module, nn.Module)
-        expect(is_module, "functionalize", "module to be an nn.Module", describe(module), "call its class first")
-        problems = []
-        for name, parameter in _compat.named_parameters(module):
-            hook = _compat.hook_of(parameter)
-            if hook:
-                expected = "a change of the gradients that come back, or a transform with a scatter of its own"
-                problems.append(Problem(f"[{name!r}]", f"a hook of {hook}", expected))
-        refuse("functionalize: parameters with hooks", problems, "remove the hooks")
+        _check_module(module)
         self.buffers: Buffers = {name: buffer.detach().clone() for name, buffer in _compat.named_buffers(module)}
         self._module = module
         self._bare = copied(module, lambda tensor: torch.empty_like(tensor, device="meta"))
@@ -128,7 +120,8 @@ class Model:
         check_transform(strategy, "model.init", "strategy")
         drawn: Buffers = {}
         if seed is None:
-            expect(mode == "replay", "model.init", f"a seed for {mode=}", "none", "pass seed=")
+            if mode != "replay":
+                raise ValueError(f"model.init: {mode=} needs a seed. Pass seed=.")
             params = shard(dict(_compat.named_parameters(self._module)), strategy)
         else:
             params, drawn = init(self._module, strategy, seed, mode, reset)
@@ -196,9 +189,7 @@ class Model:
         out = _cast(out, dtypes.outputs)
         if buffers is None:
             lost = [name for name, buffer in copies.items() if after[name] is not buffer or _compat.version(buffer)]
-            problems = [Problem(f"[{name!r}]", "an updated buffer", "an unchanged one") for name in lost]
-            remedy = "pass buffers= and keep those returned, or functionalize the module in eval mode"
-            refuse("apply: buffers were updated and would be lost", problems, remedy)
+            _refuse_lost_updates(lost)
         return out if buffers is None else (out, after)
 
     def _run(
@@ -274,6 +265,23 @@ def _move_buffers(buffers: Buffers, strategy: ShardTransform) -> Buffers:
         stays = device is None or buffer.is_meta or buffer.device.type == device
         moved[name] = buffer if stays else buffer.to(device)
     return moved
+
+
+def _check_module(module: Any) -> None:
+    """Refuse what is no module, and hooks on parameters, which fshard would not call."""
+    if not isinstance(module, nn.Module):
+        remedy = " Pass an instance, not the class." if isinstance(module, type) else ""
+        raise ValueError(f"functionalize: module must be an nn.Module, not {describe(module)}.{remedy}")
+    hooks = []
+    for name, parameter in _compat.named_parameters(module):
+        hook = _compat.hook_of(parameter)
+        if hook:
+            hooks.append(f"[{name!r}] ({hook})")
+    if hooks:
+        raise ValueError(
+            f"functionalize: parameters have hooks, which fshard would not call: {', '.join(hooks)}. Remove them; "
+            "change the returned gradients instead, or write a transform with its own scatter."
+        )
 
 
 def functionalize(module: nn.Module, units: Units = None) -> Model:
@@ -357,7 +365,18 @@ def _check_shapes(flat: Flat, parameters: Sequence[torch.Tensor]) -> None:
         is_users_shape = is_sharded(leaf) and reduction(leaf.spec.transform).is_foreign
         if shape != parameter.shape and not is_users_shape:
             problems.append(Problem(path, f"shape {tuple(shape)}", f"shape {tuple(parameter.shape)}"))
-    refuse("apply: params do not match the module's", problems, "pass those of this model")
+    remedy = "pass the parameters that this model's init returned"
+    refuse("apply: the shapes of params differ from the module's", problems, remedy)
+
+
+def _refuse_lost_updates(names: Sequence[str]) -> None:
+    """Refuse updates of buffers that the caller did not pass."""
+    if names:
+        paths = ", ".join([f"[{name!r}]" for name in names])
+        raise ValueError(
+            f"apply: the module updated buffers {paths}, and the updates would be lost. Pass buffers= and keep the "
+            "returned buffers, or functionalize the module in eval mode."
+        )
 
 
 def sync_buffers(buffers: Tree, like: Tree, by: str = "rank0") -> Tree:

@@ -8,7 +8,7 @@ from torch import nn
 
 from fshard import _compat
 from fshard.engine import ModuleUnit
-from fshard.errors import expect
+from fshard.errors import short
 from fshard.tree import matches
 
 Rule = type[nn.Module] | str | int | Callable[[str, nn.Module], bool]
@@ -83,8 +83,11 @@ def select(module: nn.Module, rule: Any) -> set[str]:
         selected = set().union(*(select(module, part) for part in rule))
     else:
         selected = {path for path, submodule in _compat.named_modules(module) if _fits(rule, path, submodule)}
-    remedy = "name some of named_modules()"
-    expect(selected, "functionalize", "units to match submodules", repr(rule), remedy)
+    if not selected:
+        raise ValueError(
+            f"functionalize: units={short(repr(rule))} matches no submodule. Use names that module.named_modules() "
+            "lists."
+        )
     return selected
 
 

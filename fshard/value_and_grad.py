@@ -263,9 +263,11 @@ class _Differentiation:
         result = function(unflatten(self.flat.treedef, leaves))
         loss, aux = result, None
         if options.has_aux:
-            is_pair = isinstance(result, tuple) and len(result) == 2
-            expected = "f to return the pair (loss, aux) for has_aux=True"
-            expect(is_pair, options.api_name, expected, describe(result))
+            if not isinstance(result, tuple) or len(result) != 2:
+                raise ValueError(
+                    f"{options.api_name}: f must return the pair (loss, aux) with has_aux=True, but returned "
+                    f"{describe(result)}."
+                )
             loss, aux = result
         check_loss(loss, options.reduce, options.api_name)
         value, count = loss if options.reduce == "weighted" else (loss, None)

@@ -24,7 +24,6 @@ from fshard.engine.microbatch import Microbatch
 from fshard.engine.model_walk import ModelWalk
 from fshard.engine.plan import LeafFacts, ModuleUnit, make_plan, make_unit
 from fshard.engine.saved import SavedTensorHooks
-from fshard.errors import Problem, leaf_error
 from fshard.tree import Axis, Flat, Sharded, is_sharded
 from fshard.tree.checks import check_dense, check_versions
 
@@ -182,9 +181,10 @@ class EngineCall:
         """
         if self._running_microbatch().forward.is_over or not _compat.in_reentrant_checkpoint():
             return
-        problem = Problem(leaf.path, "a use inside a reentrant checkpoint", "one that autograd records")
-        remedy = "pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
-        raise leaf_error(f"{self._api_name}: a gradient would be lost", [problem], remedy)
+        raise ValueError(
+            f"{self._api_name}: {leaf.path} is read inside a reentrant checkpoint, which would lose its gradient. Pass "
+            "use_reentrant=False to torch.utils.checkpoint.checkpoint."
+        )
 
     def _running_microbatch(self) -> Microbatch:
         assert self._microbatch is not None

@@ -172,7 +172,7 @@ def test_layers_of_a_dict_are_gathered_one_by_one():
 
 
 BAD = (
-    (["--units", "blocks.*"], "functionalize: expected units to match submodules, got 'blocks.*'"),
+    (["--units", "blocks.*"], "functionalize: units='blocks.*' matches no submodule."),
     (["--model", "no_such:factory"], "plan: expected model to be package:factory, a function that can be imported"),
     (["--model", f"{HERE}:Layer"], f"plan: expected {HERE}:Layer to return (module, batch), where module(*batch)"),
     (["--strategy", "hsdp", "--node", "3"], "plan: expected world size to be a multiple of hsdp's 3 ranks a node, got"),
