@@ -23,7 +23,6 @@ from fshard.collectives import (
     sum_over,
 )
 from fshard.engine import EngineCall
-from fshard.errors import expect
 from fshard.microbatches import check_batches
 from fshard.reduction_order import find_order
 from fshard.transforms.state import ABSENT, join_states, states_of
