@@ -12,7 +12,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from fshard import _compat, random
-from fshard.errors import expect
 from fshard.tree import Tree, tree_leaves, tree_map
 from fshard.tree.checks import describe, is_differentiable
 
@@ -51,7 +50,8 @@ def remat(f: Callable[..., Any], *, save: Sequence[str] = ()) -> Callable[..., A
     is_list_of_names = isinstance(save, list | tuple) and all(isinstance(name, str) and "." in name for name in save)
     operators = [attrgetter(name)(torch.ops) for name in save] if is_list_of_names else []
     is_known = is_list_of_names and all(map(callable, operators))
-    expect(is_known, "remat", 'save to be names as ["aten.topk"]', f"{save!r:.40}")
+    if not is_known:
+        raise ValueError(f'remat: save={save!r:.40} is not a list of operator names such as ["aten.topk"].')
 
     def saves(_: Any, operator: Any, *__: Any, **___: Any) -> bool:
         return operator in operators or getattr(operator, "overloadpacket", None) in operators
@@ -188,8 +188,8 @@ class _ArgumentsOnly(TorchFunctionMode):
                 continue
             if _compat.is_transformed(tensor) or (tensor.requires_grad and not torch.is_grad_enabled()):
                 raise ValueError(
-                    f"remat: expected all that is differentiated among the arguments of f, got {describe(tensor)} that "
-                    "f reaches otherwise; pass it too, or its gradient would be lost"
+                    f"remat: f uses {describe(tensor)}, which is differentiated but is not an argument of f, so its "
+                    "gradient would be lost. Pass it as an argument."
                 )
         return func(*args, **(kwargs or {}))
 

@@ -29,7 +29,8 @@ from fshard.tree.checks import (
 from fshard.tree.masks import MASK, Mask, is_mask, matches
 
 SAME_TREE = (
-    "build the same tree on every rank, from one seed; simulated ranks share a generator, so build it before they start"
+    "build the same tree on every rank from the same seed. Simulated ranks share one random generator, so build the "
+    "tree before you start them"
 )
 
 
@@ -67,8 +68,10 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | None = N
     for path, name, leaf in zip(flat.paths, flat.names, flat.leaves, strict=True):
         misfit = None if leaf is None else unfit(leaf)
         if leaf is not None and misfit is None and _is_misplaced(leaf, transform):
-            misfit = f"a tensor on {leaf.device}", "one on the mesh's device, the processor"
-            remedy = "make the mesh on their device, as fs.init_mesh(shape, device=...), or move them to the processor"
+            misfit = f"one on {leaf.device}", "a tensor on the CPU, as the mesh is"
+            remedy = (
+                f'make the mesh with fs.init_mesh(shape, device="{leaf.device.type}"), or move the tensors to the CPU'
+            )
         if leaf is None:
             entries[path] = "None"
             whole_leaves.append(None)
@@ -159,7 +162,13 @@ def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | None = None
             specs.append(None)
             continue
         if leaf.spec.transform is None:
-            layouts.problems.append(Problem(path, "a state for fs.transform_state to make anew", "one of an optimizer"))
+            layouts.problems.append(
+                Problem(
+                    path,
+                    "the state of a transform, which cannot be resharded",
+                    "parameters or the state of an optimizer",
+                )
+            )
         mean_dims = _find_mean_dims(leaf.spec, specs_of_parameters.get(name))
         if mean_dims:
             spec = specs_of_parameters[name].reduced(mean_dims)
@@ -169,7 +178,10 @@ def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | None = None
         # A TrainState has its parameters first, and then what the optimizer keeps for each.
         specs_of_parameters.setdefault(name, spec)
         specs.append(spec)
-    refuse("reshard: leaves do not fit", layouts.problems, "choose a strategy that fits their shapes")
+    remedy = "choose a strategy that fits their shapes"
+    if any(leaf.spec.transform is None for leaf in flat.leaves if is_sharded(leaf)):
+        remedy = "leave the state of a transform out, and call fs.transform_state on the resharded parameters"
+    refuse("reshard: leaves do not fit", layouts.problems, remedy)
     comm.check_same_call("reshard", _split_over(flat), flat, transform=transform)
     leaves = []
     for leaf, new_spec in zip(flat.leaves, specs, strict=True):
@@ -397,7 +409,7 @@ def hash_of(tensor: torch.Tensor) -> str:
     dense = on_host.contiguous().resolve_conj().resolve_neg()
     # A single element counts as contiguous whatever its stride, which a view as bytes does not allow.
     flat = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
-    # Not by numpy, which would keep the memory from ever being freed before the tensor is.
+    # numpy would keep a reference to the memory.
     values = (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())
     return f"{zlib.crc32(values):08x}"
 
@@ -407,5 +419,8 @@ def check_transform(transform: Any, verb: str, argument: str = "transform") -> N
     is_transform = isinstance(transform, ShardTransform)
     expect(is_transform, verb, f"{argument} to be a ShardTransform such as fs.zero2(mesh)", describe(transform))
     unreachable = [named(axis) for axis in layout_axes(transform) if not is_reachable(axis)]
-    expected = f"{argument} over axes whose groups have their size and this process in them"
-    expect(not unreachable, verb, expected, ", ".join(unreachable), "make it of this process's mesh")
+    if unreachable:
+        raise ValueError(
+            f"{verb}: {', '.join(unreachable)} of {argument} does not belong to a mesh of this process. Build the "
+            "transform from the mesh that this process made."
+        )

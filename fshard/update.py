@@ -141,8 +141,10 @@ class TrainState(NamedTuple):
         Raises:
             ValueError: always.
         """
-        what = "torch.distributed.checkpoint.save: shards of all ranks but one would be lost"
-        raise ValueError(f"{what}; save {fqn!r} by fs.checkpoint.save, or fs.checkpoint.save_dcp")
+        raise ValueError(
+            "torch.distributed.checkpoint.save would keep the shards of one rank only. Save "
+            f"{fqn!r} with fs.checkpoint.save or fs.checkpoint.save_dcp."
+        )
 
 
 def update(
@@ -194,7 +196,7 @@ def update(
 
 
 def check_same_step(what: str, given: Tree) -> None:
-    """See that all ranks hold states of one step, once for each state on a mesh that was made anew after a failure.
+    """Check that all ranks hold states of the same step, once for each state on a mesh that was made anew.
 
     A rank that fails where nothing is sent, as in an update, has no next state, while the others end that step and hear
     of the failure in the next one.
@@ -331,8 +333,8 @@ def run_update(
 def _take_over(state: TrainState) -> dict[str, Tree]:
     """Take parameters and optimizer state away from a donated state, for the update to write to.
 
-    The leaves that are left behind are lost before anything is written, because an update that fails halfway has
-    changed some of them. Frozen ones stay: they are not written to, and their averages are they themselves.
+    The old leaves are invalidated before anything is written, because an update that fails halfway has changed some of
+    them. Frozen ones stay: they are not written to, and their averages are they themselves.
     """
     flat = flatten({"params": state.params, "opt_state": state.opt_state})
     leaves = list(flat.leaves)
@@ -379,9 +381,11 @@ def chain(*transformations: GradientTransformation | Optimizer) -> Any:
     """
     ends = bool(transformations) and isinstance(transformations[-1], Optimizer)
     before = transformations[:-1] if ends else transformations
-    fits = all(isinstance(part, GradientTransformation) for part in before)
-    needed = "transformations to be GradientTransformations, with an Optimizer at the end alone"
-    expect(fits, "chain", needed, ", ".join(map(describe, transformations)))
+    if not all(isinstance(part, GradientTransformation) for part in before):
+        raise ValueError(
+            "chain: only the last argument may be an Optimizer, and all others must be GradientTransformations. Got "
+            f"{', '.join(map(describe, transformations))}."
+        )
 
     def init(params: Tree) -> Tree:
         return tuple(part.init(params) for part in transformations)

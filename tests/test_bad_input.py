@@ -31,7 +31,7 @@ NO_AXIS = "mesh: expected axis to be one of ('shard',), got 'data'; name it in i
 TWO_AXES = "mesh: expected one axis, got ('replicate', 'shard'); name one, as in mesh['shard']"
 NO_MESH = "mesh: expected a DeviceMesh or an Axis, got a str; make one by fs.init_mesh"
 NO_DEVICE = "init_mesh: expected device to be one of ['cpu'], which torch finds here, got 'tpu'"
-TWICE = "compose: expected one transform for each axis, got two for the axes ['shard']; drop one of the two"
+TWICE = "compose: two transforms use the axes ['shard']. Remove one of them."
 NO_TRANSFORM = "compose: expected transforms to be ShardTransforms such as fs.fully_shard(mesh), got a DeviceMesh"
 NO_DTYPE = "cast: expected gather to be a floating torch.dtype such as torch.bfloat16, or None, got torch.int8"
 SETUP = [
@@ -185,7 +185,7 @@ def on_two_meshes(world):
 
 
 NO_SUM = (
-    "scatter_grads: gradients would stay unsummed\n"
+    "scatter_grads: gradients of these leaves would not be summed\n"
     "  ['b'][0]: expected a transform that sums gradients over ['shard'], or owns pieces there, got one over ['data']\n"
     "To fix: shard the whole tree on these axes (zero3 takes axis=, and ddp keeps leaves whole), or leave others out."
 )
@@ -258,7 +258,7 @@ def test_bad_input_is_refused(table):
 
 # What one rank has differently, which every rank refuses: what the last rank shards, what the others do, and how they
 # differ.
-FIRST, SPLIT = " as on rank shard=0", "float32[2] of hash {hash} split by P('shard')"
+FIRST, SPLIT = " as on the rank at shard=0", "float32[2] of hash {hash} split by P('shard')"
 DIFFERENT = [
     ({"a": ones(2), "b": ones(2)}, {"a": ones(2)}, f"['b']: expected nothing{FIRST}, got {SPLIT}"),
     ({"b": torch.tensor([0.0, -0.0])}, {"b": torch.zeros(2)}, f"['b']: expected {SPLIT}{FIRST}, got {SPLIT}"),
@@ -274,8 +274,9 @@ def test_every_rank_refuses_what_one_rank_has_differently(size, workers):
             difference,
             lambda w, trees=trees: (trees[dist.get_rank() < rank], w.zero2),
             fs.shard,
-            f"shard: ranks hold different trees\n  {difference} on rank shard={rank}\nTo fix: build the same tree on "
-            "every rank, from one seed; simulated ranks share a generator, so build it before they start.",
+            f"shard: ranks hold different trees\n  {difference} on the rank at shard={rank}\nTo fix: build the same "
+            "tree on every rank from the same seed. Simulated ranks share one random generator, so build the tree "
+            "before you start them.",
             ("shard",),
         )
         for *trees, difference in DIFFERENT

@@ -109,7 +109,7 @@ def test_bad_input_of_one_rank_goes_with_the_message_that_begins_a_call():
             call()
         if my_rank() == 0:
             assert str(caught.value).startswith(f"rank 1 failed in {name}: "), (name, str(caught.value))
-            assert str(caught.value).endswith(f"\nTo fix: mend it; {name} has sent nothing yet.")
+            assert str(caught.value).endswith(f"\nTo fix: correct the error above. {name} has not sent any data.")
         assert all(entry.about.is_comparison for entry in record)
         assert fs.psum(torch.ones(()), axis).item() == 2.0
     assert fs.comm.rank_state().generation == before

@@ -116,12 +116,13 @@ def whole_hessian(full, batches):
 
 
 def refused_columns(transform, names):
-    expected = "expected a leaf that ranks hold whole, got one that is split over 'shard'"
+    expected = "expected a leaf that is replicated, got one that is split over 'shard'"
     lines = "\n".join(f"  [{name!r}]: {expected}" for name in names)
     return re.escape(
-        f"{transform}: each rank would take elements of its own, and columns of all ranks would be added up\n{lines}\n"
-        "To fix: take products with a sharded basis, vmap(lambda v: jvp(gradient, (params,), (v,))[1])(basis), or "
-        "differentiate by full tensors, gathered before."
+        f"{transform}: these leaves are sharded, so each rank would differentiate by different elements and the "
+        f"columns would be added together\n{lines}\n"
+        "To fix: use products with a sharded basis, vmap(lambda v: jvp(gradient, (params,), (v,))[1])(basis), or "
+        "gather first and differentiate with respect to full tensors."
     )
 
 

@@ -263,12 +263,12 @@ def sum_of_whole(p, axis):
 
 # Programs whose gradients would be wrong under "zero3 of large leaves", where "w" is split and "b" is whole; the part
 # of the error that names the fault.
-PCAST = "expected one that varies: fs.gather or fs.pcast of it first, got a leaf that is whole on all ranks of 'shard'"
+PCAST = "varies between ranks (apply fs.gather or fs.pcast first), got a leaf that is replicated over 'shard'"
 WRONG = {
-    whole_in_split: f"['b']: {PCAST}",
-    agreeing_in_split: "expected one that varies: fs.pcast of it first, got psum_invariant over 'shard', whose result",
-    split_in_whole: "['w']: expected one that agrees: fs.psum_invariant of it, got a leaf that is split over 'shard'",
-    sum_of_whole: f"['b']: {PCAST}",
+    whole_in_split: f"['b']: expected a value that {PCAST}",
+    agreeing_in_split: "varies between ranks (apply fs.pcast first), got psum_invariant over 'shard', whose result",
+    split_in_whole: "agrees between ranks (apply fs.psum_invariant), got a leaf that is split over 'shard'",
+    sum_of_whole: f"['b']: expected a value that {PCAST}",
 }
 HEADLINE = "gradients of leaves that the function computes would be wrong\n"
 

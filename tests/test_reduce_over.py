@@ -74,7 +74,10 @@ def test_ranks_of_other_axes_share_a_loss(reduce, world_size):
 
 
 # Options, and what follows on "value_and_grad: ".
-UNSUMMED = "gradients would stay unsummed\n  ['bias']: expected a transform that sums gradients over ['shard', 'cp']"
+UNSUMMED = (
+    "gradients of these leaves would not be summed\n"
+    "  ['bias']: expected a transform that sums gradients over ['shard', 'cp']"
+)
 BOTH = 'expected reduce_over or reduction_order="tree", got both; shard the parameters on these axes alone'
 REFUSED = (({"reduce_over": ("shard", "cp")}, UNSUMMED), ({"reduce_over": "shard", "reduction_order": "tree"}, BOTH))
 
@@ -87,10 +90,10 @@ def test_refused():
     for options, text in REFUSED:
         with pytest.raises(ValueError, match=re.escape(f"value_and_grad: {text}")):
             fs.value_and_grad(partial(loss_fn, tp=tp), **options)(params, X, Y)
-    text = "expected one that agrees: fs.psum_invariant of a value computed from it, got fs.gather over 'tp'"
+    text = "(apply fs.psum_invariant to a value computed from it), got fs.gather over 'tp', whose result varies"
     with pytest.raises(AssertionError, match=re.escape(text)):
         check_varying(loss_fn, params, X, Y, reduce_over="shard")
-    text = "value_and_grad: expected reduce_over with Sharded leaves, whose specs have axes, got it with plain tensors"
+    text = "value_and_grad: reduce_over needs Sharded parameters, and these are plain tensors."
     with pytest.raises(ValueError, match=re.escape(text)):
         fs.value_and_grad(loss_fn, reduce_over="shard")(FULL, X, Y)
     frozen = fs.shard({"down": FULL["down"]}, fs.fully_shard(mesh["shard"]), frozen="down")

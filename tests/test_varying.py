@@ -33,8 +33,8 @@ def refused(f, params, text, **options):
 
 
 REDUCED = (
-    "value_and_grad: expected the loss to be this rank's own, got one reduced over 'shard' already, by fs.objective or "
-    "fs.psum_invariant; return the loss of its batch, which is reduced for you, or sum parts of it by fs.psum"
+    "value_and_grad: the loss was already summed over 'shard' by fs.objective or fs.psum_invariant, so gradients would "
+    "be too small. Return the loss of this rank's batch; it is reduced for you. To sum parts of it, use fs.psum."
 )
 
 
@@ -56,9 +56,9 @@ def test_sums_in_a_loss(make):
 
 
 UNSUMMED = (
-    "value_and_grad: gradients would stay unsummed\n"
-    "  ['b']: expected gather or pcast, got maths on a leaf that ranks of 'shard' hold whole\n"
-    "To fix: gather these leaves, or hand them to each rank's own maths by fs.pcast, so that gradients are summed."
+    "value_and_grad: gradients of these leaves would not be summed\n"
+    "  ['b']: expected gather or pcast, got math on a leaf that is replicated over 'shard'\n"
+    "To fix: use fs.gather, or fs.pcast before math on each rank."
 )
 
 
@@ -93,7 +93,7 @@ def test_a_loss_that_differs_over_an_axis_that_stays_split():
     mesh, full = two_axes(4), {"w": normal(1)(6, 4)}
     tp = fs.axis_of(mesh["replicate"])
     params = fs.shard(full, fs.compose(fs.fully_shard(mesh["shard"]), fs.split_dim(tp, dim=1)))
-    text = "value_and_grad: expected a loss that agrees between ranks of 'replicate', over which it is not reduced"
+    text = "value_and_grad: the loss differs between ranks of 'replicate' (["
     refused(lambda p: fs.gather(p)["w"].square().sum(), params, text)
     value, grads = fs.value_and_grad(lambda p: fs.psum_invariant(fs.gather(p)["w"].square().sum(), tp))(params)
     expected = full["w"].square().sum(), {"w": 2 * full["w"]}

@@ -15,7 +15,7 @@ import torch
 from torch.autograd import Function
 
 from fshard import _compat, comm
-from fshard.errors import expect, refuse
+from fshard.errors import refuse
 from fshard.tree import Axis, Spec, Tree, flatten, is_sharded, tree_leaves, tree_map
 from fshard.tree.checks import check_operands
 
@@ -169,15 +169,16 @@ def _refuse_own_elements(transform: str, variance: Variance | None, running: Cal
             return None
         for axis in axes:
             if leaf.spec.dim_of(axis) is not None:
-                return f"one that is split over {axis.name!r}", "a leaf that ranks hold whole"
+                return f"one that is split over {axis.name!r}", "a leaf that is replicated"
         return None
 
     for tree in running():
         refuse(
-            f"{transform}: each rank would take elements of its own, and columns of all ranks would be added up",
+            f"{transform}: these leaves are sharded, so each rank would differentiate by different elements and the "
+            "columns would be added together",
             flatten(tree).problems(misfit),
-            "take products with a sharded basis, vmap(lambda v: jvp(gradient, (params,), (v,))[1])(basis), or "
-            "differentiate by full tensors, gathered before",
+            "use products with a sharded basis, vmap(lambda v: jvp(gradient, (params,), (v,))[1])(basis), or gather "
+            "first and differentiate with respect to full tensors",
         )
 
 
@@ -228,8 +229,8 @@ class _CustomCall(Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.custom = custom
         ctx.variance = custom.variance
-        # Graphs that it may make for itself are no part of the caller's: they get a tape of their own. Its name goes
-        # with the tags of its messages, so that ranks that were given other arguments wait, and hear which.
+        # Graphs made inside get their own tape. The name is part of each message's tag, so ranks with different
+        # arguments are told which differ.
         with record_on_tape(), comm.annotate_collectives((custom.variance.name,)):
             outputs, saved = forward(tensors)
         ctx.save_for_backward(*saved)
@@ -275,8 +276,11 @@ def custom_call(
     """
 
     def refuse_if(unsupported: bool) -> None:
-        expected = "first derivatives by value_and_grad or backward()"
-        expect(not unsupported, api_name, expected, "torch.func, a jvp or a second derivative", remedy)
+        if unsupported:
+            raise ValueError(
+                f"{api_name} supports first derivatives by value_and_grad or backward() only, and was used under "
+                f"torch.func, in a jvp or in a second derivative{remedy and '; '}{remedy}"
+            )
 
     if _compat.transforms_active() or _compat.any_dual(tensors):
         refuse_if(plain is None)
@@ -397,10 +401,12 @@ def collective(
         The tree of outputs.
     """
     check_operands(api_name, tree, axis, dim, vary=varies.operands)
+    # An operand that may agree is taken as varying: its cotangent is this rank's part.
+    operand_varies = varies.operands is not False
     linear = Linear(
         run=_bind(run, axis, api_name),
         transpose=_bind(transpose, axis, api_name),
-        variance=Variance(api_name, (axis,), operand=varies.operands is not False, result=varies.results),
+        variance=Variance(api_name, (axis,), operand=operand_varies, result=varies.results),
     )
     outputs = iter(run_on_tape(partial(linear_call, linear), tree_leaves(tree), axis))
     return tree_map(lambda _: next(outputs), tree)

@@ -9,7 +9,7 @@ import torch
 from fshard import _compat, comm
 from fshard.collectives.sums import psum_invariant
 from fshard.collectives.varying import refuse_wrong_sums
-from fshard.errors import Problem, expect, refuse
+from fshard.errors import Problem, refuse
 from fshard.tree import Axis, Flat, Tree, flatten, is_sharded
 from fshard.tree.checks import check_axes, check_loss, check_reduce, check_tensors, check_transforms, describe
 
@@ -38,11 +38,14 @@ def reduction_axes(flat: Flat, api_name: str, over: Over = None) -> tuple[Axis, 
     check_transforms(api_name, flat)
     if not flat.specs:
         check_tensors(api_name, flat)
-        expected = "reduce_over with Sharded leaves, whose specs have axes"
-        expect(not over, api_name, expected, "it with plain tensors alone")
+        if over:
+            raise ValueError(
+                f"{api_name}: reduce_over needs Sharded parameters, and these are plain tensors. Leave it out, or "
+                "shard them."
+            )
         return ()
     axes = flat.specs[0].transform.axes if over is None else _find_axes(flat, over)
-    # Many leaves have one spec.
+    # Many leaves have one spec, so the specs are checked once each.
     misfits = {spec for spec in flat.specs if not _takes_part(spec, axes, over)}
     names = [getattr(axis, "name", axis) for axis in axes]
     expected = f"a transform that sums gradients over {names}, or owns pieces there"
@@ -52,7 +55,7 @@ def reduction_axes(flat: Flat, api_name: str, over: Over = None) -> tuple[Axis, 
         if not fits:
             problems.append(Problem(path, _describe_axes(leaf), expected))
     remedy = "shard the whole tree on these axes (zero3 takes axis=, and ddp keeps leaves whole), or leave others out"
-    refuse(f"{api_name}: gradients would stay unsummed", problems, remedy)
+    refuse(f"{api_name}: gradients of these leaves would not be summed", problems, remedy)
     return axes
 
 
@@ -91,7 +94,7 @@ Loss = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 def objective(loss: Loss, like: Tree, reduce: str = "mean", *, reduce_over: Over = None) -> torch.Tensor:
-    """Close a local loss into the objective that agrees between ranks.
+    """Reduce a local loss over ranks to the objective, which is equal on all of them.
 
     `value_and_grad` calls it for you; code under torch.func calls it itself.
 
@@ -231,8 +234,8 @@ def reduce_loss_and_usage(
                 (loss,) = comm.all_reduce([loss], axis, _LABEL)
         return loss, _record_usage(used, shared_axes)
     device = _flags_device(loss, axes)
-    # In the dtype of the loss, so that both can travel in one buffer. The host waits for no copy to the device: all
-    # that reads it follows on the same stream.
+    # In the dtype of the loss, so that both can travel in one buffer. The copy does not block the host; later work on
+    # the same stream sees it.
     flags = torch.tensor(list(used.values()), dtype=loss.dtype, device="cpu")
     flags = flags.to(device, non_blocking=True)
     for axis in axes:

@@ -2,7 +2,7 @@
 
 The convention is that of jax.shard_map: inside a local loss, values vary between ranks; psum and pmean of varying
 values give varying ones and are their own transposes. `psum_invariant` and `pcast` are the typed pair: the first makes
-a value that agrees between ranks, the second hands such a value to each rank's own maths.
+a value that agrees between ranks, the second hands such a value to each rank's own math.
 """
 
 import torch
@@ -16,7 +16,6 @@ from fshard.collectives.linear import (
     Tensors,
     collective,
 )
-from fshard.errors import expect
 from fshard.tree import Axis, Tree, tree_leaves, tree_map
 from fshard.tree.checks import check_operands
 
@@ -50,8 +49,8 @@ def psum(tree: Tree, axis: Axis) -> Tree:
 def pmean(tree: Tree, axis: Axis) -> Tree:
     """Average each tensor over the ranks of an axis, inside a local loss; see `psum`.
 
-    What ranks differentiate by themselves, as an inner gradient by torch.func.grad, is their own part of its gradient:
-    for the mean of such gradients take the pmean of them, or `value_and_grad` inside.
+    A gradient that each rank computes alone, such as by torch.func.grad, is that rank's part only: for the mean of such
+    gradients take the pmean of them, or `value_and_grad` inside.
 
     Args:
         tree: Floating tensors of equal shapes and dtypes on every rank.
@@ -99,8 +98,11 @@ def pcast(tree: Tree, axis: Axis, *, to: str) -> Tree:
     >>> fs.testing.spmd(program, world=2)  # each rank's own loss, and the sum of both derivatives
     [(5.0, 3.0), (10.0, 3.0)]
     """
-    remedy = "make a varying value agree by psum_invariant, pmax or all_gather_invariant"
-    expect(to == "varying", "pcast", 'to="varying"', repr(to), remedy)
+    if to != "varying":
+        raise ValueError(
+            f'pcast: to={to!r} is not supported; the only cast is to="varying". To make a varying value agree, use '
+            "psum_invariant, pmax or all_gather_invariant."
+        )
     return collective("pcast", tree, axis, _same, comm.all_reduce, varies=AGREEING_TO_VARYING)
 
 
@@ -155,8 +157,12 @@ def pmax(tree: Tree, axis: Axis) -> Tree:
     """
     check_operands("pmax", tree, axis, vary=True)
     is_differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tree_leaves(tree))
-    remedy = "pass tensor.detach(); a shift of exponents by their largest needs no derivative"
-    expect(not is_differentiated, "pmax", "tensors without derivatives", "one that is differentiated", remedy)
+    if is_differentiated:
+        raise ValueError(
+            "pmax has no derivative, and one of these tensors requires a gradient. Pass tensor.detach(); subtracting a "
+            "maximum, as in softmax, needs no derivative."
+        )
+    # The rows vary. No gradient passes, so the type of the result and the transpose are never used.
     rows = collective("pmax", tree, axis, comm.all_gather, comm.reduce_scatter, varies=VARYING_TO_VARYING)
     return tree_map(lambda of_ranks: of_ranks.amax(0), rows)
 

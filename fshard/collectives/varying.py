@@ -9,7 +9,7 @@ import torch
 from fshard import _compat, comm
 from fshard.collectives.derived import numbered_inputs, sums_input
 from fshard.collectives.linear import is_tie, variance_of
-from fshard.errors import Problem, expect, refuse
+from fshard.errors import Problem, refuse
 from fshard.rounding import half_the_digits
 from fshard.tree import Axis, Flat, Spec
 
@@ -17,14 +17,17 @@ T = TypeVar("T")
 
 # Better advice than what follows from the types of a collective.
 ADVICE = MappingProxyType(
-    {"psum": "fs.psum_invariant, whose sum agrees", "all_gather": "fs.all_gather_invariant, whose result agrees"}
+    {
+        "psum": "use fs.psum_invariant, whose sum agrees",
+        "all_gather": "use fs.all_gather_invariant, whose result agrees",
+    }
 )
 # By whether a value varies.
 KINDS = ("agrees", "varies")
 
 
 class Typed(NamedTuple):
-    """An output of a node of autograd's graph, and whether the nodes that use it take it as varying."""
+    """An output of a node of autograd's graph, and whether its users expect it to vary."""
 
     node: Any
     output: int
@@ -56,13 +59,18 @@ def find_mixed(
             path, spec = leaves[place.node]
             is_split = spec.dim_of(axis) is not None
             if is_split is not place.varies:
-                stored_as = "split over" if is_split else "whole on all ranks of"
-                remedy = "fs.psum_invariant of it" if is_split else "fs.gather or fs.pcast of it first"
-                yield Problem(path, f"a leaf that is {stored_as} {axis.name!r}", f"one that {used_as}: {remedy}")
+                stored_as = "split" if is_split else "replicated"
+                remedy = "apply fs.psum_invariant" if is_split else "apply fs.gather or fs.pcast first"
+                got = f"a leaf that is {stored_as} over {axis.name!r}"
+                yield Problem(path, got, f"a value that {used_as} between ranks ({remedy})")
         elif axis in variance.axes and variance.result_varies(axis, place.output) is not place.varies:
-            advice = "fs.pcast of it first" if place.varies else "fs.psum_invariant of a value computed from it"
+            if place.varies:
+                advice = "apply fs.pcast first"
+            else:
+                advice = "apply fs.psum_invariant to a value computed from it"
+            remedy = ADVICE.get(variance.name, advice)
             got = f"{variance.name} over {axis.name!r}, whose result {KINDS[not place.varies]}"
-            yield Problem(locate(place.node), got, f"one that {used_as}: {ADVICE.get(variance.name, advice)}")
+            yield Problem(locate(place.node), got, f"a value that {used_as} between ranks ({remedy})")
 
 
 def _inputs(place: Typed, axis: Axis) -> list[Typed]:
@@ -110,7 +118,7 @@ def refuse_wrong_sums(api_name: str, loss: torch.Tensor, leaves: Leaves) -> None
         operand = variance_of(node).operand
         if isinstance(operand, bool):
             continue
-        # The engine's gathers keep what is behind them for a backward of their own, and check it there.
+        # The engine runs a separate backward behind its gathers, and checks that part there.
         for spec, place in zip(operand, node.next_functions, strict=False):
             if place[0] is not None and place[0] not in ends:
                 derived.append((spec, place))
@@ -156,7 +164,7 @@ def refuse_mixed(api_name: str, derived: Sequence[tuple[Spec, tuple[Any, int]]],
     problems: list[Problem] = []
     for axis, starts in starts_over.items():
         problems += find_mixed(starts, ends, axis, lambda _: "a leaf that the function computes")
-    remedy = "see the docstrings of psum_invariant and pcast; fs.testing.check_varying names the lines of the program"
+    remedy = "read the docstrings of psum_invariant and pcast. fs.testing.check_varying shows the lines of your program"
     refuse(f"{api_name}: gradients of leaves that the function computes would be wrong", problems, remedy)
 
 
@@ -179,10 +187,12 @@ def refuse_unsummed(api_name: str, outputs: Sequence[torch.Tensor], leaves: Leav
     problems = []
     for axis, ends in whole.items():
         reached = set(_reach(outputs, axis))
-        got = f"maths on a leaf that ranks of {axis.name!r} hold whole"
-        problems += [Problem(path, got, "gather or pcast") for path, node in ends if node in reached]
-    remedy = "gather these leaves, or hand them to each rank's own maths by fs.pcast, so that gradients are summed"
-    refuse(f"{api_name}: gradients would stay unsummed", problems, remedy)
+        got = f"math on a leaf that is replicated over {axis.name!r}"
+        for path, node in ends:
+            if node in reached:
+                problems.append(Problem(path, got, "gather or pcast"))
+    remedy = "use fs.gather, or fs.pcast before math on each rank"
+    refuse(f"{api_name}: gradients of these leaves would not be summed", problems, remedy)
 
 
 def _reach(outputs: Sequence[torch.Tensor], axis: Axis) -> Iterator[Any]:
@@ -223,14 +233,17 @@ def walk_graph(starts: Iterable[T], behind: Callable[[T], Iterable[T]]) -> Itera
 def check_not_reduced(loss: torch.Tensor, axes: Sequence[Axis], api_name: str) -> None:
     """Refuse a local loss that ranks have summed already, whose gradients would be too small by their number.
 
-    Behind a `pcast` the sum was handed to this rank's own maths again.
+    A sum that a `pcast` has cast is used for math on each rank again, and is not meant.
     """
     for axis in axes:
         variances = map(variance_of, _reach([loss], axis))
         is_reduced = any(variance.name == "psum_invariant" and axis in variance.axes for variance in variances)
-        got = f"one reduced over {axis.name!r} already, by fs.objective or fs.psum_invariant"
-        remedy = "return the loss of its batch, which is reduced for you, or sum parts of it by fs.psum"
-        expect(axis.size == 1 or not is_reduced, api_name, "the loss to be this rank's own", got, remedy)
+        if axis.size > 1 and is_reduced:
+            raise ValueError(
+                f"{api_name}: the loss was already summed over {axis.name!r} by fs.objective or fs.psum_invariant, so "
+                "gradients would be too small. Return the loss of this rank's batch; it is reduced for you. To sum "
+                "parts of it, use fs.psum."
+            )
 
 
 def check_agrees(value: torch.Tensor, flat: Flat, axes: Sequence[Axis], api_name: str) -> None:
@@ -248,13 +261,15 @@ def check_agrees(value: torch.Tensor, flat: Flat, axes: Sequence[Axis], api_name
     if _compat.is_transformed(value) or _compat.is_tracing():
         # Its value is not known.
         return
-    remedy = "sum partial results by fs.psum_invariant, or name the axis in reduce_over if its ranks have own batches"
     for axis in flat.axes:
         if axis.size == 1 or axis in axes:
             continue
         (rows,) = comm.all_gather([value.detach()], axis, comm.Verb.AGREE)
         tolerance = half_the_digits(value.dtype) * rows.abs().amax()
-        expected = f"a loss that agrees between ranks of {axis.name!r}, over which it is not reduced"
         # NaN agrees with any loss.
-        differs = (rows - rows[0]).abs().amax() > tolerance
-        expect(not differs, api_name, expected, f"{rows.tolist()}", remedy)
+        if (rows - rows[0]).abs().amax() > tolerance:
+            raise ValueError(
+                f"{api_name}: the loss differs between ranks of {axis.name!r} ({rows.tolist()}), and it is not reduced "
+                "over that axis. Sum partial results with fs.psum_invariant, or add the axis to reduce_over if its "
+                "ranks have different batches."
+            )

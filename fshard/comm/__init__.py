@@ -1,6 +1,6 @@
-"""The only issuer of collectives, of the core: start and finish operators per backend, and the recorder of events.
+"""All collectives of fshard start here: functions that start and finish them, and a recorder.
 
-Names under `__all__` are for everybody; the others are for the rooms of fshard.
+`__all__` lists the public names. The others are for use inside fshard.
 """
 
 from fshard.comm.agree import (

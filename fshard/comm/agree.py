@@ -125,10 +125,11 @@ def _compare_call(api_name: str, facts: Mapping[Axis, str], failure_text: str = 
     rank_state().call.has_begun = True
     failures, difference = _exchange_differences(facts, Label(Verb.START, (api_name,)), failure_text)
     if failures:
-        raise CollectiveError("\n".join([*failures, f"To fix: mend it; {api_name} has sent nothing yet."]))
+        remedy = f"To fix: correct the error above. {api_name} has not sent any data."
+        raise CollectiveError("\n".join([*failures, remedy]))
     if difference:
-        remedy = "call the same verbs in the same order on every rank, with the same strategies, dtypes and arguments"
-        raise leaf_error(f"{api_name}: ranks were told different things", [difference], remedy)
+        remedy = "make the same calls in the same order on every rank, with equal strategies, dtypes and arguments"
+        raise leaf_error(f"{api_name}: ranks make different calls", [difference], remedy)
 
 
 def find_disagreement(entries: Mapping[str, str], axes: Sequence[Axis], label: Caller) -> Problem | None:
@@ -217,7 +218,7 @@ def _find_first_difference(ranks: Sequence[tuple[str, Mapping[str, str]]]) -> Pr
             lines = entries.get(name, "nothing").split("\n")
             for got, expected in itertools.zip_longest(lines, first_lines, fillvalue="nothing"):
                 if got != expected:
-                    return Problem(name, f"{got} on rank {coordinates}", f"{expected} as on rank {first}")
+                    return Problem(name, f"{got} on the rank at {coordinates}", f"{expected} as on the rank at {first}")
     return None
 
 

@@ -22,11 +22,16 @@ EXCHANGE_BYTES = 32 * 1024
 Tensors = Sequence[torch.Tensor]
 Results = list[torch.Tensor]
 Finish = Callable[[], Results]
-# The name of whoever asks for a collective, for the recorder.
+# The name of the caller of a collective, for the recorder.
 Caller = str | Label
 
+
+def _do_nothing(_: Axis) -> None:
+    pass
+
+
 # Called with the axis of each collective: while there are fake axes it refuses others, else it does nothing.
-refuse_other: ContextVar[Callable[[Axis], object]] = ContextVar("fshard_refuse_other", default=bool)
+refuse_other: ContextVar[Callable[[Axis], object]] = ContextVar("fshard_refuse_other", default=_do_nothing)
 
 
 def rank(axis: Axis) -> int:
@@ -46,13 +51,13 @@ def rank(axis: Axis) -> int:
 
 
 def supports_cpu_messages(axis: Axis) -> bool:
-    """Tell whether the ranks of an axis can send each other tensors of the processor.
+    """Tell whether the ranks of an axis can send each other CPU tensors.
 
     Args:
         axis: A mesh axis of more than one rank.
 
     Returns:
-        Whether a message between ranks needs no host to wait for its accelerator.
+        Whether they can, so that the host does not wait for the accelerator.
     """
     return "cpu" in _compat.group_devices(axis.group_name)
 
@@ -64,18 +69,18 @@ def has_one_rank(axis: Axis) -> bool:
 
 
 def is_direct(axis: Axis, device: torch.device) -> bool:
-    """Whether ranks send each other rows of tensors of a device, as processors do, or their backend sums."""
+    """Whether ranks exchange rows directly (CPU) or leave the collective to the backend (NCCL)."""
     if _compat.is_linearizing():
         raise ValueError(
             "torch.func.linearize runs collectives once and leaves them out of the linear function. "
             "Use torch.func.jvp for each tangent, or vmap of it."
         )
     backends = _compat.group_devices(axis.group_name)
-    between_processors = backends.get("cpu")
-    if between_processors is None:
+    between_cpus = backends.get("cpu")
+    if between_cpus is None:
         return False
-    # Without a backend of its own for a device, its tensors go through the processor.
-    return backends.get(device.type, between_processors) == between_processors
+    # Tensors of a device that has no backend of its own are copied through the CPU.
+    return backends.get(device.type, between_cpus) == between_cpus
 
 
 def _start(
@@ -189,7 +194,7 @@ def start_all_gather(shards: Tensors, axis: Axis, label: Caller) -> Finish:
     Args:
         shards: One tensor per leaf, of the same shapes and dtypes on every rank.
         axis: The ranks that take part.
-        label: Who asks, for the recorder.
+        label: The name of the caller, for the recorder.
 
     Returns:
         A function that waits and returns tensors of shape (axis.size, *shard.shape), in rank order.
@@ -214,11 +219,11 @@ def start_reduce_scatter(stacks: Tensors, axis: Axis, label: Caller, *, in_tree:
     Args:
         stacks: One tensor per leaf of shape (axis.size, *shape): row i goes to rank i.
         axis: The ranks that take part.
-        label: Who asks, for the recorder.
+        label: The name of the caller, for the recorder.
         in_tree: Whether sums are in one binary tree over ranks, whatever the backend.
 
     Returns:
-        A function that waits and returns tensors of `shape`, summed in rank order on the processor.
+        A function that waits and returns tensors of `shape`, summed in rank order on the CPU.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -239,11 +244,11 @@ def start_all_reduce(tensors: Tensors, axis: Axis, label: Caller, *, in_tree: bo
     Args:
         tensors: One tensor per leaf, of the same shapes and dtypes on every rank.
         axis: The ranks that take part.
-        label: Who asks, for the recorder.
+        label: The name of the caller, for the recorder.
         in_tree: Whether sums are in one binary tree over ranks, whatever the backend.
 
     Returns:
-        A function that waits and returns the sums, in rank order on the processor.
+        A function that waits and returns the sums, in rank order on the CPU.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -330,7 +335,7 @@ def all_gather(shards: Tensors, axis: Axis, label: Caller) -> Results:
     Args:
         shards: As for `start_all_gather`.
         axis: The ranks that take part.
-        label: Who asks, for the recorder.
+        label: The name of the caller, for the recorder.
 
     Returns:
         Tensors of shape (axis.size, *shard.shape), in rank order.
@@ -352,10 +357,10 @@ def reduce_scatter(stacks: Tensors, axis: Axis, label: Caller) -> Results:
     Args:
         stacks: As for `start_reduce_scatter`.
         axis: The ranks that take part.
-        label: Who asks, for the recorder.
+        label: The name of the caller, for the recorder.
 
     Returns:
-        Tensors without the stacks' first dim, summed in rank order on the processor.
+        Tensors without the stacks' first dim, summed in rank order on the CPU.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -374,10 +379,10 @@ def all_reduce(tensors: Tensors, axis: Axis, label: Caller) -> Results:
     Args:
         tensors: As for `start_all_reduce`.
         axis: The ranks that take part.
-        label: Who asks, for the recorder.
+        label: The name of the caller, for the recorder.
 
     Returns:
-        The sums, in rank order on the processor.
+        The sums, in rank order on the CPU.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -390,14 +395,14 @@ def all_reduce(tensors: Tensors, axis: Axis, label: Caller) -> Results:
 
 
 def all_to_all(tensors: Tensors, send: Sequence[int], receive: Sequence[int], axis: Axis, label: Caller) -> Results:
-    """Send each rank rows of its own, and wait for theirs.
+    """Send different rows to each rank, and wait for theirs.
 
     Args:
         tensors: As for `start_all_to_all`.
         send: As for `start_all_to_all`.
         receive: As for `start_all_to_all`.
         axis: The ranks that take part.
-        label: Who asks, for the recorder.
+        label: The name of the caller, for the recorder.
 
     Returns:
         For each tensor the rows that ranks have sent, in rank order.
@@ -416,14 +421,14 @@ def all_to_all(tensors: Tensors, send: Sequence[int], receive: Sequence[int], ax
 def start_all_to_all(
     tensors: Tensors, send: Sequence[int], receive: Sequence[int], axis: Axis, label: Caller
 ) -> Finish:
-    """Start to send each rank rows of its own.
+    """Start to send different rows to each rank.
 
     Args:
         tensors: The rows for all ranks, in rank order; the dtypes and shapes of rows are the same on every rank.
         send: For each rank of the axis how many rows of each tensor it gets.
         receive: For each rank how many rows it sends here.
         axis: The ranks that take part.
-        label: Who asks, for the recorder.
+        label: The name of the caller, for the recorder.
 
     Returns:
         A function that waits and returns for each tensor the rows that ranks have sent, in rank order.

@@ -16,13 +16,13 @@ from fshard.comm.groups import CollectiveEntry, Group, Issued, rank_state
 
 Tensors = list[torch.Tensor]
 
-# Under which this thread, and those that run its backward passes, find the watchers.
-KEY = "fshard watchers"
+# Key of the watchers, shared by this thread and the threads of its backward passes.
+WATCHERS_KEY = "fshard watchers"
 
 
 def watchers() -> Sequence[Any]:
     """List those who are told of this rank's collectives: ranks are processes, or threads of one."""
-    return _compat.thread_object(KEY) or ()
+    return _compat.thread_object(WATCHERS_KEY) or ()
 
 
 def _notify_watchers(watchers: Sequence[Any], moment: str, *args: Any) -> None:
@@ -39,7 +39,7 @@ def start(
     destination: Destination,
     *sizes: Sequence[int],
 ) -> Tensors:
-    """Start a collective; its buffers lead to what the flight recorder has of it.
+    """Start a collective and attach its record to its buffers.
 
     Args:
         op: Its name.
@@ -67,7 +67,7 @@ def start(
     watching = watchers()
     issued = Issued(Collective.of(op, tensors, sizes, destination) if watching else None, state, group, entry)
     _notify_watchers(watching, "starts", issued, tensors)
-    # Other errors are not of the connections, and pass through.
+    # Errors that are not from the connections are raised as they are.
     buffers: Tensors = _run_waiting(issued, dist.DistError, lambda: kernel(entry, group))
     issued.left = len(buffers)
     for buffer in buffers:
@@ -107,7 +107,7 @@ def finish(buffer: torch.Tensor) -> torch.Tensor:
         buffer: From `start`, or from a trace, which starts nothing.
 
     Returns:
-        The buffer, landed.
+        The buffer, with its data.
 
     Raises:
         CollectiveError: if the collective fails.
@@ -136,7 +136,7 @@ def watched(watcher: Any) -> Iterator[Any]:
     Yields:
         The watcher.
     """
-    with _compat.keeping_thread_object(KEY, (*watchers(), watcher)):
+    with _compat.keeping_thread_object(WATCHERS_KEY, (*watchers(), watcher)):
         yield watcher
 
 

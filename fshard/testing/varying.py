@@ -45,7 +45,7 @@ def check_varying(
     [None, None]
     >>> print(fs.testing.spmd(lambda: program(fs.psum), world=2)[0])
     check_varying: varying and invariant values are mixed
-      File ...: expected one that agrees: fs.psum_invariant, whose sum agrees, got psum over 'tp', whose result varies
+      File ...: expected a value that agrees between ranks (use fs.psum_invariant, whose sum agrees), got psum over ...
     To fix: see the docstrings of psum, psum_invariant and pcast.
     """
     flat = flatten(params)

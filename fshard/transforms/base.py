@@ -108,8 +108,8 @@ class ShardTransform:
     """A pure pair: gather turns stored tensors into the ones computed with, scatter is its transpose for gradients.
 
     Subclass as a frozen dataclass: transforms live in specs, are compared by value and must be hashable. Both methods
-    take all leaves that travel together and return as many, output i from input i alone; they change nothing they are
-    given, and leave trailing dims they do not know of alone (vmap puts its batch there).
+    take all leaves that travel together and return as many, output i from input i alone; they must not modify their
+    inputs, and leave trailing dims they do not know of alone (vmap puts its batch there).
 
     A transform that remembers something from step to step, such as what a lossy scatter left out, defines `init`, and
     its scatter takes and returns states. Gather has no state: it runs as often as a strategy wants.
@@ -118,9 +118,16 @@ class ShardTransform:
     and helpers are a subclass's own.
 
     Each half has two forms: `start_gather` and `start_scatter` return a function that finishes, so that communication
-    overlaps what runs in between, and `gather` and `scatter` finish at once. Define one form of each half, or both. A
-    form that you do not define runs the one that you define. Call no other form of `super()` than the one you are in:
-    it would run that one again.
+    overlaps what runs in between, and `gather` and `scatter` finish at once. Define one form of each half, or both:
+
+    | you define     | `gather()` runs             | `start_gather()` runs      |
+    |----------------|-----------------------------|----------------------------|
+    | `gather`       | yours                       | yours, all at the start    |
+    | `start_gather` | yours, and finishes at once | yours                      |
+    | both           | your `gather`               | your `start_gather`        |
+    | neither        | passes leaves on            | passes leaves on           |
+
+    Scatter has the same table. Call no other form of `super()` than the one you are in: it would run that one again.
 
     A class is refused by a TypeError when it is made if it changes leaves without a scatter, or defines one form of a
     half whose other form it inherits from a class of yours.
@@ -189,8 +196,8 @@ class ShardTransform:
         """Turn gradients of gather's outputs into gradients of its inputs, summed over this transform's axes.
 
         A subclass defines scatter(self, grads, specs), or scatter(self, grads, specs, states) if it defines `init`.
-        Gradients are sums so far, not yet divided for a mean, and so are residuals of them. What is not finite should
-        not get into a state, where it would stay.
+        Gradients are sums so far, not yet divided for a mean, and so are residuals of them. Values that are not finite
+        should not enter a state, because they would stay there.
 
         Args:
             *args: grads, one tensor per leaf, shaped as gather's outputs; specs, the leaves' storage specs; states,

@@ -150,7 +150,10 @@ class _Masked(ShardTransform):
         return self.transform.axes
 
     def layout(self, *_: Any, **__: Any) -> Any:
-        raise ValueError("masked: fs.shard and model.init choose by names; call the transform of a leaf's spec")
+        raise ValueError(
+            "masked: this transform has no layout or gather of its own, because it depends on the name of each leaf. "
+            "Use the transform in a leaf's spec (leaf.spec.transform)."
+        )
 
     gather = scatter = layout
 
@@ -162,7 +165,7 @@ def compose(*transforms: ShardTransform) -> ShardTransform:
         *transforms: From the one next to storage to the one next to the computation.
 
     Returns:
-        Their composition, equal to any other of equal parts; without any, a transform that changes nothing.
+        Their composition. Two compositions of equal parts compare equal. Without any, a transform that changes nothing.
 
     Raises:
         ValueError: if two of them use the same mesh axis or have a reshard policy, a dim would be split anew before it
@@ -203,9 +206,11 @@ def compose_with_policy(
     _check_each_axis_once(stages)
     _check_splits_stay_behind(stages)
     strategies = [transform for transform in transforms if _has_policy(transform)]
-    number = len(strategies) + (reshard is not None)
-    expected = "one strategy, which has the reshard policy"
-    expect(number <= 1, "compose", expected, "two", "take the other's parts by themselves")
+    if len(strategies) + (reshard is not None) > 1:
+        raise ValueError(
+            "compose: two of these are strategies such as zero3. Keep one, and replace the other by its layout, such "
+            "as fs.fully_shard."
+        )
     if strategies and isinstance(strategies[0], _Composed):
         reshard = strategies[0].reshard
         model_dtypes = strategies[0].model_dtypes
@@ -239,7 +244,8 @@ def _check_each_axis_once(stages: Sequence[ShardTransform]) -> None:
         axes = stage.axes if masks(stage) else layout_axes(stage)
         names += [axis.name for axis in axes]
     twice = sorted({name for name in names if names.count(name) > 1})
-    expect(not twice, "compose", "one transform for each axis", f"two for the axes {twice}", "drop one of the two")
+    if twice:
+        raise ValueError(f"compose: two transforms use the axes {twice}. Remove one of them.")
 
 
 def _check_splits_stay_behind(stages: Sequence[ShardTransform]) -> None:
@@ -250,8 +256,11 @@ def _check_splits_stay_behind(stages: Sequence[ShardTransform]) -> None:
             gathered += [axis.name for axis in summed_axes(behind)]
         gathered = list(dict.fromkeys(gathered))
         kept = [part.axis.name for part in walk_parts(stage) if isinstance(part, _SplitDim)]
-        fits = not (gathered and kept)
-        expect(fits, "compose", f"split_dim and own_dim behind what gathers over {gathered}", f"{kept} before it")
+        if gathered and kept:
+            raise ValueError(
+                f"compose: split_dim or own_dim over {kept} comes before the transform that gathers {gathered}. Put it "
+                "after that transform."
+            )
 
 
 def masked_transform(transform: ShardTransform, mask: Mask, otherwise: ShardTransform | None = None) -> ShardTransform:
@@ -297,8 +306,11 @@ def resolve_masks(transform: Any, name: str, leaf: Any) -> ShardTransform:
         return resolve_masks(chosen, name, leaf)
     if isinstance(transform, Wrapped):
         return replace(transform, inner=resolve_masks(transform.inner, name, leaf))
-    is_composed = isinstance(transform, _Composed)
-    expect(is_composed, type(transform).__name__, "masks in what fs.Wrapped wraps", "others")
+    if not isinstance(transform, _Composed):
+        raise ValueError(
+            f"{type(transform).__name__}: a mask inside this transform cannot be resolved. Subclass fs.Wrapped and put "
+            "the masked transform in `inner`."
+        )
     # Composed anew, as stages may be compositions now.
     stages = [resolve_masks(stage, name, leaf) for stage in transform.stages]
     return compose_with_policy(stages, transform.reshard, transform.model_dtypes)

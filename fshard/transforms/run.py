@@ -110,8 +110,11 @@ def start_scatter(transform: ShardTransform, grads: Tensors, specs: Specs, state
 def check_stateless(transform: ShardTransform) -> None:
     """Refuse a transform with a state where nobody can carry one."""
     if reduction(transform).has_state:
-        remedy = "call fs.scatter_grads with transform_state= at gathered parameters, or fs.value_and_grad"
-        raise ValueError(f"scatter: autograd cannot carry the transform's state through fs.gather; {remedy}")
+        raise ValueError(
+            "fs.gather: this strategy keeps a state between steps, which autograd cannot pass on. Use "
+            "fs.value_and_grad, or differentiate by gathered parameters and call fs.scatter_grads(..., "
+            "transform_state=...)."
+        )
 
 
 def check_number(transform: ShardTransform, half: str, results: Any, inputs: Sequence[Any]) -> Any:

@@ -76,7 +76,10 @@ def states_of(api_name: str, flat: Flat, state: Tree) -> list[Tree]:
         kind = _kind(row)
         if kind != expected:
             problems.append(Problem(path, kind, expected))
-    remedy = "pass transform_state=, first as fs.transform_state(params) makes it, then as this verb returns it"
+    remedy = (
+        "pass transform_state=fs.transform_state(params) in the first step, and the state that the previous call "
+        "returned afterwards"
+    )
     refuse(f"{api_name}: transform_state does not fit the parameters", problems, remedy)
     return [map_leaves(_tensor_of_row, row) for row in rows]
 

@@ -154,9 +154,7 @@ def placed(device):
     assert_on(device, [whole, fs.reshard(whole, fs.zero3(mesh))])
     if device != "cpu":
         leaf = torch.ones(2, device=device)
-        with pytest.raises(
-            ValueError, match=f"expected one on the mesh's device, the processor, got a tensor on {device}"
-        ):
+        with pytest.raises(ValueError, match=f"expected a tensor on the CPU, as the mesh is, got one on {device}"):
             fs.shard({"w": leaf}, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
     log.take()
     return out

@@ -82,13 +82,16 @@ DIFFERENT = (
 
 def test_ranks_with_different_states(tmp_path):
     for make, path, first, second in DIFFERENT:
-        line = f"{path}: expected {first} as on rank world=0, got {second} on rank world=1"
+        line = f"{path}: expected {first} as on the rank at world=0, got {second} on the rank at world=1"
         assert refused_everywhere(lambda: checkpoint.save(tmp_path, *make())) == (  # noqa: B023
             f"checkpoint.save: ranks hold different leaves\n  {line}\n"
             "To fix: make all but the values of Sharded leaves the same on every rank."
         )
     text = refused_everywhere(lambda: checkpoint.save(tmp_path / str(my_rank()), {}, 1))
-    assert f"  (directory): expected '{tmp_path}/0' as on rank world=0, got '{tmp_path}/1' on rank world=1" in text
+    assert (
+        f"  (directory): expected '{tmp_path}/0' as on the rank at world=0, got '{tmp_path}/1' on the rank at world=1"
+        in text
+    )
     assert list(tmp_path.iterdir()) == []
     for value in (1, 2):
         checkpoint.save(tmp_path / f"of {value}", {"w": value}, 1)

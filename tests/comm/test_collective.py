@@ -13,7 +13,7 @@ import fshard as fs
 from fshard import comm
 from fshard.comm import Label, Verb, collective, ops
 from fshard.comm.collective import EXCHANGE_BYTES, PACK_BYTES
-from fshard.comm.events import WIDTH, encode_label
+from fshard.comm.events import MAX_UNIT_CHARACTERS, encode_label
 from fshard.rounding import tolerance
 from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, one_axis
@@ -196,7 +196,11 @@ LABELS = [
     (Label("scatter", ("a, b", "c | d")), "a, b, c | d", "scatter | a, b, c | d"),
     (Label("gather", (), ("['v']", "['w']")), "['v'], ['w']", "gather | ['v'], ['w']"),
     (Label("gather", ("a",), (*"01234567",)), "a", "gather | a | 0, 1, 2, 3, 4, 5, and 2 more"),
-    (Label("scatter", ("a" * WIDTH, "b")), f"{'a' * WIDTH}...", f"scatter | {'a' * WIDTH}..."),
+    (
+        Label("scatter", ("a" * MAX_UNIT_CHARACTERS, "b")),
+        f"{'a' * MAX_UNIT_CHARACTERS}...",
+        f"scatter | {'a' * MAX_UNIT_CHARACTERS}...",
+    ),
     (Label("scatter", ("a\nb",)), "a", "scatter | a"),
 ]
 

@@ -284,7 +284,7 @@ FAULTS = (
         "fshard/comm/agree.py",
         "differs = differs or {digest} != set(digests)",
         "differs = differs or digest not in digests",
-        "10: ranks that were told different things get a named error",
+        "10: ranks that make different calls get a named error",
     ),
     Fault(
         "own-row-added-last",

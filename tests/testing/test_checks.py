@@ -127,8 +127,8 @@ def sum_that_varies(params, shard, tp):
 
 
 NOT_GATHERED = (
-    "['norm']: expected one that varies: fs.gather or fs.pcast of it first, "
-    "got a leaf that is whole on all ranks of '{}'"
+    "['norm']: expected a value that varies between ranks (apply fs.gather or fs.pcast first), "
+    "got a leaf that is replicated over '{}'"
 )
 # Losses of parameters and of the axes `shard` and `tp`, and what is wrong with them.
 LOSSES = [
@@ -139,18 +139,19 @@ LOSSES = [
     (lambda p, shard, tp: loss_of(p, lambda x: x, lambda x: fs.psum_invariant(x, tp)), NOT_GATHERED.format("tp")),
     (
         lambda p, shard, tp: loss_of(p, lambda x: fs.pcast(x, tp, to="varying"), lambda x: fs.psum(x, tp)),
-        "expected one that agrees: fs.psum_invariant, whose sum agrees, got psum over 'tp', whose result varies",
+        "agrees between ranks (use fs.psum_invariant, whose sum agrees), got psum over 'tp', whose result varies",
     ),
     (
         lambda p, shard, tp: loss_of(p, lambda x: fs.pcast(x, tp, to="varying"), lambda x: x),
-        "['down']: expected one that agrees: fs.psum_invariant of it, got a leaf that is split over 'tp'",
+        "agrees between ranks (apply fs.psum_invariant), got a leaf that is split over 'tp'",
     ),
     (
         lambda p, shard, tp: fs.psum_invariant(fs.gather(p)["norm"].sum(), shard),
-        "expected one that varies: fs.pcast of it first, got psum_invariant over 'shard', whose result agrees",
+        "expected a value that varies between ranks (apply fs.pcast first), got psum_invariant over 'shard', whose "
+        "result agrees",
     ),
     (lambda p, shard, tp: p["norm"].local.sum(), NOT_GATHERED.format("shard")),
-    (sum_that_varies, 'in sum_that_varies return fs.psum(full["norm"].sum(), tp) # this line: expected one that'),
+    (sum_that_varies, 'in sum_that_varies return fs.psum(full["norm"].sum(), tp) # this line: expected a value that'),
 ]
 
 
@@ -197,7 +198,7 @@ def test_errors_name_the_users_line_whatever_the_folders_are_called(tmp_path):
     run = subprocess.run([sys.executable, script], cwd=clone, env=environment, capture_output=True, text=True)
     line = 1 + PROGRAM[: PROGRAM.index("return")].count("\n")
     place = f'File "{script}", line {line}, in summed return fs.psum(fs.gather(params)["w"].sum(), tp) # this line'
-    assert f"\n  {place}: expected one that agrees" in run.stdout, run.stderr
+    assert f"\n  {place}: expected a value that agrees" in run.stdout, run.stderr
     assert "jit: Tensor.storage_offset reads what a trace does not have" in run.stdout
 
 

@@ -14,8 +14,11 @@ BFLOAT16 = fs.cast(gather=torch.bfloat16)
 
 ONE_AXIS = "mesh: expected one axis, got ('replicate', 'shard'); name one, as in mesh['shard']"
 SMALLEST = "fully_shard: expected min_shard_elements to be 0 or more, got -1"
-TWICE = "compose: expected one transform for each axis, got two for the axes {}; drop one of the two"
-EARLY = "compose: expected split_dim and own_dim behind what gathers over ['{1}'], got ['{0}'] before it"
+TWICE = "compose: two transforms use the axes {}. Remove one of them."
+EARLY = (
+    "compose: split_dim or own_dim over ['{0}'] comes before the transform that gathers ['{1}']. Put it after that "
+    "transform."
+)
 
 NO_AXES = (
     "{}: the layout _Cast(gather_dtype=torch.bfloat16, scatter_dtype=None) uses no mesh axis, so gradients would not "
@@ -25,7 +28,10 @@ LAYOUT = "{}: min_shard_elements has no effect with layout=. Pass it to the tran
 FIXED = "{0}: {1} is decided by {0} itself. Leave it out, or use fs.zero3."
 COUNT = "{}: expected prefetch to be a whole number, 0 or more, or None, got -1"
 STRATEGIES = {"ddp": fs.ddp, "zero1": fs.zero1, "zero2": fs.zero2, "zero3": fs.zero3, "hsdp": fs.hsdp}
-STAY = "compose: expected one strategy, which has the reshard policy, got two; take the other's parts by themselves"
+STAY = (
+    "compose: two of these are strategies such as zero3. Keep one, and replace the other by its layout, such as "
+    "fs.fully_shard."
+)
 NO_LAYOUT = "compose: expected transforms to be ShardTransforms such as fs.fully_shard(mesh), got a str"
 ARGUMENTS = [
     setup("hsdp of less than no elements", lambda mesh: fs.hsdp(mesh, min_shard_elements=-1), SMALLEST, GRID),
@@ -99,7 +105,10 @@ ODD = "\n  ['a']: expected a multiple of 2, the size of 'shard', got size 5 of d
 NO_LEAF = "the mask {!r} matches no leaf of {}; name some of these"
 MASK = "masked: expected the mask to be a glob pattern of leaves' names, several, or a function of (name, leaf), got {}"
 OPTIMIZER = "masked: otherwise is for ShardTransforms, not for an Optimizer; partition has parts"
-NAMELESS = "masked: fs.shard and model.init choose by names; call the transform of a leaf's spec"
+NAMELESS = (
+    "masked: this transform has no layout or gather of its own, because it depends on the name of each leaf. Use the "
+    "transform in a leaf's spec (leaf.spec.transform)."
+)
 LEAVES = [
     Row(
         "split_dim of a dim that does not divide, and of none",

@@ -163,11 +163,14 @@ def merging(params, x):
     return loss({**params, "w": fs.tree_map(lambda w: w * 2, params["w"])}, x)
 
 
-REMEDY = "pass transform_state=, first as fs.transform_state(params) makes it, then as this verb returns it"
-OWN = "expected one of an optimizer, got a state for fs.transform_state to make anew"
+REMEDY = (
+    "pass transform_state=fs.transform_state(params) in the first step, and the state that the previous call returned "
+    "afterwards"
+)
+OWN = "expected parameters or the state of an optimizer, got the state of a transform, which cannot be resharded"
 CARRIED = (
-    "scatter: autograd cannot carry the transform's state through fs.gather; call fs.scatter_grads with "
-    "transform_state= at gathered parameters, or fs.value_and_grad"
+    "fs.gather: this strategy keeps a state between steps, which autograd cannot pass on. Use fs.value_and_grad, or "
+    "differentiate by gathered parameters and call fs.scatter_grads(..., transform_state=...)."
 )
 
 
@@ -192,7 +195,7 @@ def bad_rows(make, w, b):
         "reshard of a TrainState": (
             lambda m: fs.reshard(fs.TrainState.create(m.params, SGD), m.params["w"].spec.transform),
             f"reshard: leaves do not fit\n  .transform_state['b'][0]: {OWN}\n  .transform_state['w']: {OWN}\n"
-            "To fix: choose a strategy that fits their shapes.",
+            "To fix: leave the state of a transform out, and call fs.transform_state on the resharded parameters.",
         ),
     }
     return [

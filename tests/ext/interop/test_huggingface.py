@@ -217,7 +217,7 @@ def test_ranks_that_would_write_other_files_are_refused(tmp_path):
 
         text = refusal(save)
         assert "checkpoint.save_huggingface: ranks hold different leaves" in text
-        assert "('a', (torch.float64, torch.Size([5, 3]))) as on rank" in text
+        assert "('a', (torch.float64, torch.Size([5, 3]))) as on the rank at" in text
     assert not (tmp_path / "out").exists()
 
 
