@@ -263,7 +263,7 @@ def _timeline(graph: Any, known: Mapping[Node, str]) -> tuple[Bytes, dict[Node, 
     flying: Counter[Hashable] = Counter()
     starts, waits = defaultdict[Node, list[Hashable]](list), defaultdict[Node, list[Hashable]](list)
     for flight in life.pending_buffers:
-        names = [name for name in (flight.buffer, *flight.source) if name not in life.given]
+        names = [name for name in (flight.buffer, *flight.held_storages) if name not in life.always_held]
         starts[flight.start] += names
         waits[flight.wait] += names
 
@@ -274,7 +274,7 @@ def _timeline(graph: Any, known: Mapping[Node, str]) -> tuple[Bytes, dict[Node, 
             found["in_flight" if flying[name] else uses[name]] += nbytes
         return Bytes(**found)
 
-    arguments = by_use(life.given, Bytes())
+    arguments = by_use(life.always_held, Bytes())
     moments: dict[Node, Moment] = {}
     held: dict[Hashable, int] = {}
     for node in graph.module.graph.nodes:
