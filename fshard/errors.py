@@ -6,32 +6,42 @@ from typing import NamedTuple
 
 import torch
 
-# So many problems are printed, so that the remedy stays in sight.
-SHOWN = 10
-# So many characters of a name, a value or a spec.
-LONGEST = 1000
+# At most so many problems are printed, so that the remedy stays in sight.
+MAX_PROBLEMS = 10
+# At most so many characters of a name, a value or a spec are printed.
+MAX_CHARACTERS = 1000
 # The directories of this package and of torch, wherever they are installed.
 _PACKAGES = (Path(__file__).parent, Path(torch.__file__).parent)
 
 
-Wrong = Sequence[tuple[str, str, str]]
+Problems = Sequence[tuple[str, str, str]]
 
 
 class Problem(NamedTuple):
-    """One leaf that is wrong: its path, what is there and what was expected."""
+    """One leaf that is wrong.
+
+    Attributes:
+        path: Its path.
+        got: What is there; without `expected` the rest of a sentence that says what is wrong.
+        expected: What should be there, if "expected X, got Y" says it well.
+    """
 
     path: str
     got: str
-    expected: str
+    expected: str = ""
 
 
-def short(text: str) -> str:
+def shorten(text: str) -> str:
     """Leave out the middle of a long text, so that an error stays readable.
 
-    >>> short("a" * 2000) == "a" * 500 + " ... " + "a" * 495
+    >>> shorten("a" * 2000) == "a" * 500 + " ... " + "a" * 495
     True
     """
-    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[len(text) - LONGEST // 2 + 5 :]}"
+    return (
+        text
+        if len(text) <= MAX_CHARACTERS
+        else f"{text[: MAX_CHARACTERS // 2]} ... {text[len(text) - MAX_CHARACTERS // 2 + 5 :]}"
+    )
 
 
 def is_users_file(filename: str) -> bool:
@@ -46,33 +56,33 @@ def is_users_file(filename: str) -> bool:
     return not any(path.is_relative_to(package) for package in _PACKAGES)
 
 
-def printable(text: str) -> str:
+def escape_text(text: str) -> str:
     """Escape what UTF-8 does not have, such as half of a surrogate pair, so that a text can be sent and printed.
 
-    >>> printable("caf\u00e9 " + chr(0xDC80)) == "caf\u00e9 " + chr(92) + "udc80"
+    >>> escape_text("caf\u00e9 " + chr(0xDC80)) == "caf\u00e9 " + chr(92) + "udc80"
     True
     """
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def text_of(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the text of any error, printable; the name of its class where it has none or cannot make it.
 
-    >>> text_of(ValueError("no file")), text_of(KeyboardInterrupt())
+    >>> describe_error(ValueError("no file")), describe_error(KeyboardInterrupt())
     ('no file', 'KeyboardInterrupt')
     """
     try:
         text = str(error)
     except Exception:
         text = ""
-    return printable(text or type(error).__name__)
+    return escape_text(text or type(error).__name__)
 
 
-def leaf_error(what: str, problems: Wrong, remedy: str) -> ValueError:
+def leaf_error(headline: str, problems: Problems, remedy: str) -> ValueError:
     """Collect the failing leaves in one error, as JAX's shard_map does.
 
     Args:
-        what: The verb that refused and why, in a few words.
+        headline: The verb that refused and why, in a few words.
         problems: Every failing leaf, in tree order; of many the first ones are printed.
         remedy: What the caller can do about it.
 
@@ -84,28 +94,29 @@ def leaf_error(what: str, problems: Wrong, remedy: str) -> ValueError:
       ['w']: expected shape (3,), got shape (2,)
     To fix: shard again.
     """
-    lines = [
-        f"  {short(path)}: expected {short(expected)}, got {short(got)}" for path, got, expected in problems[:SHOWN]
-    ]
-    if len(problems) > SHOWN:
-        lines.append(f"  and {len(problems) - SHOWN} more")
-    return ValueError("\n".join([what, *lines, f"To fix: {remedy.rstrip('.')}."]))
+    lines: list[str] = []
+    for path, got, expected in problems[:MAX_PROBLEMS]:
+        text = f"expected {shorten(expected)}, got {shorten(got)}" if expected else shorten(got)
+        lines.append(f"  {shorten(path)}: {text}")
+    if len(problems) > MAX_PROBLEMS:
+        lines.append(f"  and {len(problems) - MAX_PROBLEMS} more")
+    return ValueError("\n".join([headline, *lines, f"To fix: {remedy.rstrip('.')}."]))
 
 
-def refuse(what: str, problems: Wrong, remedy: str, error: type[Exception] = ValueError) -> None:
+def refuse(headline: str, problems: Problems, remedy: str, error: type[Exception] = ValueError) -> None:
     """Raise the text of `leaf_error` if there are failing leaves."""
     if problems:
-        raise error(str(leaf_error(what, problems, remedy)))
+        raise error(str(leaf_error(headline, problems, remedy)))
 
 
 def expect(
-    holds: object, what: str, expected: str, got: str, remedy: str = "", error: type[Exception] = ValueError
+    condition: object, api_name: str, expected: str, got: str, remedy: str = "", error: type[Exception] = ValueError
 ) -> None:
     """Refuse an argument unless it is as expected.
 
     Args:
-        holds: Whether it is.
-        what: The function that asks.
+        condition: Whether it is.
+        api_name: The function that asks.
         expected: The argument and its range, as in "steps to be 1 or more".
         got: The value that was given.
         remedy: What the caller can do about it.
@@ -114,5 +125,5 @@ def expect(
     Raises:
         ValueError: if it is not; or an error of the class.
     """
-    if not holds:
-        raise error(f"{what}: expected {expected}, got {got}{remedy and '; '}{remedy}")
+    if not condition:
+        raise error(f"{api_name}: expected {expected}, got {got}{remedy and '; '}{remedy}")

@@ -341,8 +341,8 @@ def refuse_inductor(facts: Mapping[str, str]) -> None:
     """
     if FACT in facts:
         raise ValueError(
-            'jit: reduction_order="tree" fixes the bits of sums, and those of Inductor\'s kernels depend on what they '
-            'are fused with. Use backend="graph", or leave out reduction_order="tree".'
+            'jit: reduction_order="tree" promises equal bits, but the kernels of backend="inductor" round differently '
+            'depending on fusion. Use backend="graph", or leave out reduction_order="tree".'
         )
 
 

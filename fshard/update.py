@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat, comm
-from fshard.errors import SHOWN, expect, refuse
+from fshard.errors import MAX_PROBLEMS, expect, refuse
 from fshard.transforms import transform_state
 from fshard.transforms.state import ABSENT
 from fshard.tree import (
@@ -279,7 +279,7 @@ def _unequal_steps(what: str, ranks: Sequence[tuple[int, list[int], dict[str, in
                 later = _named(sorted(rank for count in counts[:-1] for rank in holders[count]))
                 before = f"take the state of step {counts[-1]} on every rank, which {later} had before the last step"
                 remedy = f"{before}, or {remedy}"
-    text = "\n".join([f"{what}: ranks hold states of different steps", *problems[:SHOWN], f"To fix: {remedy}."])
+    text = "\n".join([f"{what}: ranks hold states of different steps", *problems[:MAX_PROBLEMS], f"To fix: {remedy}."])
     return ValueError(text)
 
 

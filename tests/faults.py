@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
-from fshard.errors import text_of
+from fshard.errors import describe_error
 from fshard.testing import RankError, Workers
 from fshard.testing import workers as workers_module
 from tests.ranks import my_rank
@@ -208,7 +208,7 @@ def outcome(program: Callable[[], Any]) -> Outcome:
         program()
         found = "", ""
     except BaseException as error:
-        found = text_of(error), type(error).__name__
+        found = describe_error(error), type(error).__name__
     return Outcome(*found, time.monotonic() - begin)
 
 

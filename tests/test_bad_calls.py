@@ -23,7 +23,7 @@ from torch import nn
 
 import fshard as fs
 from fshard import checkpoint, testing
-from fshard.errors import short
+from fshard.errors import shorten
 from fshard.tree.checks import mark_donated
 from tests import house
 
@@ -322,7 +322,7 @@ def make_calls(world, place, done, every):
             try:
                 call()
             except Exception as error:
-                ended = f"{type(error).__name__}: {short(str(error))}"
+                ended = f"{type(error).__name__}: {shorten(str(error))}"
             else:
                 ended = None
             print(json.dumps(ended), file=file, flush=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fshard.checkpoint.errors import CheckpointError, expect_file
 from fshard.checkpoint.files import MANIFEST
-from fshard.errors import short
+from fshard.errors import shorten
 
 # The step, in the one spelling that saves write, and the number of the save, which counts on in a directory.
 _SAVED = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})\.(0|[1-9][0-9]*)")
@@ -48,7 +48,7 @@ def find(directory: Path, step: int | None) -> tuple[int, Path]:
     there = saved(directory)
     found = [(number, path) for _, number, path in there if step in (None, number)]
     needed = "a checkpoint that fs.checkpoint.save wrote" if step is None else f"a checkpoint of step {step}"
-    expect_file(found, f"{directory}", needed, short(", ".join(path.name for *_, path in there)) or "none")
+    expect_file(found, f"{directory}", needed, shorten(", ".join(path.name for *_, path in there)) or "none")
     return found[-1]
 
 

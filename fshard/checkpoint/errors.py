@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from fshard.errors import expect, printable, text_of
+from fshard.errors import describe_error, escape_text, expect
 
 
 class CheckpointError(ValueError):
@@ -25,5 +25,5 @@ expect_file = partial(expect, error=CheckpointError)
 def reason(error: BaseException, place: object = "") -> str:
     """Return the text of an error, with the file that it is about."""
     if isinstance(error, OSError):
-        return printable(f"{error.filename or place}: {error.strerror or text_of(error)}")
-    return text_of(error)
+        return escape_text(f"{error.filename or place}: {error.strerror or describe_error(error)}")
+    return describe_error(error)

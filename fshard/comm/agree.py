@@ -22,7 +22,7 @@ from fshard.comm.collective import Caller, all_gather, rank, supports_cpu_messag
 from fshard.comm.events import Label, Verb, make_label
 from fshard.comm.failure import CollectiveError, all_fail, ask_store, notify_peers
 from fshard.comm.groups import RankState, rank_state
-from fshard.errors import Problem, leaf_error, text_of
+from fshard.errors import Problem, describe_error, leaf_error
 from fshard.tree import Axis, Flat, flatten, is_sharded
 from fshard.tree.checks import is_reachable
 
@@ -317,7 +317,7 @@ def _report_failure(
     # Nobody of another mesh waits for this rank.
     if (reachable or not axes) and _must_report(state):
         name = type(error).__name__
-        message = text_of(error)
+        message = describe_error(error)
         description = name if message == name else f"{name}: {message}"
         failure_text = f"rank {state.rank} failed in {api_name}: {description}"
         if not state.call.has_begun:

@@ -19,7 +19,7 @@ from fshard import _compat
 from fshard.comm.failure import ASKED, GRACE, LINGER, RESTART, STORE_IS_GONE, CollectiveError, ask_store, read_first
 from fshard.comm.groups import RankState
 from fshard.comm.processes import Process, has_ended, this_process
-from fshard.errors import text_of
+from fshard.errors import describe_error
 
 T = TypeVar("T")
 
@@ -74,7 +74,7 @@ class Meeting:
         """Tell the others of an error, unless they have it too."""
         if error is None or isinstance(error, ValueError) or not self.others:
             return
-        text = text_of(error) if isinstance(error, CollectiveError) else self._describe_failure(error)
+        text = describe_error(error) if isinstance(error, CollectiveError) else self._describe_failure(error)
         reason = self._leave_note(text)
         if self.state is not None and self.makes_groups:
             self.state.failure.reason = self.state.failure.reason or reason
@@ -181,7 +181,7 @@ class Meeting:
         if late > 0.95 * self.seconds:
             first = f"init_mesh: rank {self.rank} waited {late:.0f} s for ranks {self.others} to make groups"
             return f"{first}: one of them is stopped or cannot be reached"
-        name, message = type(error).__name__, text_of(error)
+        name, message = type(error).__name__, describe_error(error)
         text = name if message == name else f"{name}: {message:.300}"
         return f"rank {self.rank} failed in init_mesh: {text}\nTo fix: {RESTART}."
 

@@ -60,8 +60,10 @@ def match_donated_outputs(flat: Flat, result: Treedef, argnums: Collection[int])
         argument = arguments[number]
         leaves = _find_free_part(argument.structure, candidates, set(result_of_donated_leaf.values()))
         if leaves is None:
-            problem = f"the result has no part of its own with the structure of donated argument {number}"
-            raise ValueError(f"jit: {problem}. Return its successor, such as the new state, or do not donate it.")
+            raise ValueError(
+                f"jit: argument {number} is donated, but no part of the result has its structure (or another donated "
+                "argument took that part). Return the new value of the argument, or do not donate it."
+            )
         result_of_donated_leaf |= zip(argument.leaves, leaves, strict=True)
     return result_of_donated_leaf
 

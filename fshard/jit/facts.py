@@ -81,9 +81,11 @@ def collect_facts(graph: Graph, usage: TracedUsage) -> Facts:
             axes[axis] = None
             collectives[axis.group_name].append(_describe_collective(collective))
         elif _is_foreign_collective(node):
-            problem = f"{node.target} is a collective of torch.distributed, whose group a graph cannot hold"
-            verbs = "fs.psum, fs.pmean, fs.all_gather or fs.reduce_scatter"
-            raise ValueError(f"jit: {problem}. Call {verbs} over an axis of the mesh, or call it outside.")
+            raise ValueError(
+                f"jit: the function calls torch.distributed's {node.target}, which cannot be part of a graph. Use "
+                "fs.psum, fs.pmean, fs.all_gather or fs.reduce_scatter over a mesh axis, or move the call out of the "
+                "function."
+            )
     if usage.texts:
         of_verbs["leaves"] = dict.fromkeys(usage.texts)
     texts_of_verbs = {name: "\n".join(values) for name, values in of_verbs.items()}

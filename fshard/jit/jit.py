@@ -153,8 +153,10 @@ class Jitted:
     def _flatten(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Flat:
         """Take the arguments apart. Static ones become leaves that are compared by their values."""
         if self._donate_argnums and max(self._donate_argnums) >= len(args):
-            got = f"{self._donate_argnums} in a call with {len(args)}"
-            expect(False, "jit", "donate_argnums to be numbers of arguments by position", got, "count from 0")
+            raise ValueError(
+                f"jit: donate_argnums={self._donate_argnums} names an argument that this call does not pass by "
+                f"position (it passes {len(args)}). Count from 0, and pass donated arguments by position."
+            )
         if self._static_argnums:
             remedy = "Pass a hashable value, such as a tuple."
             args = [
@@ -314,23 +316,30 @@ def _can_guard(signature: Signature, tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _refuse_changed_values(changes: Mapping[str, str], flat: Flat) -> None:
-    """Refuse leaves that are part of the graph, such as numbers, and were others before."""
+    """Refuse leaves such as numbers, which the trace made part of the graph, if they have another value now."""
     problems = []
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
         # None is part of the structure, and static arguments may change.
         if path in changes and not isinstance(leaf, Exact | torch.Tensor | Sharded | None):
-            problems.append(Problem(path, f"a value that {changes[path]}", "a tensor"))
-    remedy = "pass tensors, which may change, or make it a static argument: each value has its own trace"
-    refuse("jit: leaves that are part of the graph have changed", problems, remedy)
+            problems.append(Problem(path, changes[path]))
+    remedy = "pass a tensor, or list the argument in static_argnums, which traces once for each value"
+    refuse("jit: values that the trace fixed have changed", problems, remedy)
 
 
 def _refuse_changed_captures(program: Program, flat: Flat) -> None:
     """Refuse a call after a write to a tensor that the function closes over, or that would donate one."""
     donated = {id(tensor_of(flat.leaves[leaf_index])) for leaf_index in program.donated_leaves}
     for tensor, version in program.captured:
-        if _compat.version(tensor) != version or id(tensor) in donated:
-            problem = f"{describe(tensor)} that the function closes over is donated, or was written to after the trace"
-            raise ValueError(f"jit: {problem}. Pass it as an argument only, such as state.buffers.")
+        if id(tensor) in donated:
+            raise ValueError(
+                f"jit: the function closes over {describe(tensor)}, which this call donates. Use the argument inside "
+                "the function instead."
+            )
+        if _compat.version(tensor) != version:
+            raise ValueError(
+                f"jit: the function closes over {describe(tensor)}, which was modified after the trace, so the graph "
+                "may be out of date. Pass it as an argument, such as state.buffers."
+            )
 
 
 def _run(program: Program, flat: Flat, tensors: list[torch.Tensor]) -> Any:
@@ -360,8 +369,10 @@ def _copy_shared_memory(program: Program, tensors: list[torch.Tensor]) -> None:
 def _read_argnums(name: str, value: Any) -> tuple[int, ...]:
     numbers = tuple(value) if isinstance(value, list | tuple) else (value,)
     are_positions = all(type(number) is int and number >= 0 for number in numbers)
-    expected = f"{name}_argnums to be numbers of arguments by position, from 0"
-    expect(are_positions, "jit", expected, repr(value))
+    if not are_positions:
+        raise ValueError(
+            f"jit: {name}_argnums must be one or more positions of arguments, counted from 0. Got {value!r}."
+        )
     return numbers
 
 

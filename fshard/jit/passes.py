@@ -1,6 +1,6 @@
 """Passes over a traced graph that remove what it does not need, and refuse what it must not do."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -88,14 +88,21 @@ def refuse_written_inputs(graph: Graph, path_of_protected_input: Mapping[Node, s
         ValueError: if it does; the error names the path and the operator.
     """
     storages = find_storages(graph.nodes)
-    protected = dict(path_of_protected_input)
-    protected |= dict.fromkeys(graph.find_nodes(op="get_attr"), "a tensor that the function closes over")
-    owners = {name: path for node, path in protected.items() for name in storages[node]}
+    # For the name of each protected storage why nothing may be written to it.
+    refusals: dict[Hashable, str] = {}
+    for node, path in path_of_protected_input.items():
+        text = f"{path}, which is not donated. Return a new value, or donate the argument."
+        refusals |= dict.fromkeys(storages[node], text)
+    for node in graph.find_nodes(op="get_attr"):
+        text = (
+            "a tensor that the function closes over. Pass the tensor as an argument, and return its new value from the "
+            "function."
+        )
+        refusals |= dict.fromkeys(storages[node], text)
     for node in graph.nodes:
         for target in find_write_targets(node):
-            for name in owners.keys() & storages[target]:
-                problem = f"{node.target} writes to {owners[name]}, which is not donated"
-                raise ValueError(f"jit: {problem}. Return a new value, or donate the argument.")
+            for name in refusals.keys() & storages[target]:
+                raise ValueError(f"jit: {node.target} writes in place to {refusals[name]}")
 
 
 def refuse_ambient_random(graph: Graph) -> None:
@@ -118,8 +125,10 @@ def refuse_ambient_random(graph: Graph) -> None:
         elif node.target is random.set_random_state:
             has_key = had_key.get(node.args[0], False)
         elif is_random(node) and not has_key:
-            remedy = "Pass model.apply(..., key=...) a key of the step, such as fs.fold_in(state.key, state.step)."
-            raise ValueError(f"jit: {node.target} draws random numbers without a key. {remedy}")
+            raise ValueError(
+                f"jit: {node.target} draws random numbers without a key. Pass model.apply(..., key=...) a key that "
+                "changes every step, such as fs.fold_in(state.key, state.step)."
+            )
 
 
 def _walk_branches_first(graph: Graph) -> Iterator[Node]:

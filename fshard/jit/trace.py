@@ -60,7 +60,7 @@ class _FunctionOfTensors:
         with _RefuseReads():
             args, kwargs = self._flat.unflatten(leaves)
             self.result = flatten(self._f(*args, **kwargs))
-        check_tensors("jit: what the function returns", self.result)
+        check_tensors("jit: the result of the function", self.result)
         return tensors_of(self.result.leaves)
 
     def _wrap(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
@@ -119,9 +119,11 @@ def _make_graph(
     except Exception as error:
         if not _compat.asks_for_values(error):
             raise
-        problem = "the line that torch names above reads the value of a tensor, which a trace does not have"
-        remedy = "Use torch.where instead of a branch, a tensor instead of item(), or fs.schedules."
-        raise ValueError(f"jit: {problem}. {remedy}") from error
+        raise ValueError(
+            "jit: the function reads the value of a tensor, which is unknown while it is traced (see the line above). "
+            "Use torch.where instead of a branch, keep the tensor instead of calling item(), or use fs.schedules for "
+            "learning rates."
+        ) from error
 
 
 @contextmanager
@@ -157,6 +159,8 @@ class _RefuseReads(TorchFunctionMode):
         if name in _UNTRACEABLE_METHODS:
             caller = sys._getframe(1).f_code.co_filename
             if is_users_file(caller):
-                problem = f"Tensor.{name} reads what a trace does not have, or what differs from call to call"
-                raise ValueError(f"jit: {problem}. Use shapes and strides, or compute with tensors.")
+                raise ValueError(
+                    f"jit: Tensor.{name} needs the data or the memory of a tensor, which a trace does not have. "
+                    "Compute with tensors, or use their shapes and strides."
+                )
         return func(*args, **(kwargs or {}))

@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensorMode
 import fshard as fs
 from fshard import checkpoint
 from fshard.checkpoint import CheckpointError
-from fshard.errors import printable
+from fshard.errors import escape_text
 from fshard.tree import MASK
 from tests.checkpoint.states import refused, refused_everywhere
 from tests.ranks import my_rank
@@ -127,7 +127,7 @@ def test_no_checkpoint(tmp_path):
         text = refused_everywhere(lambda: checkpoint.restore(directory, {}), 2, CheckpointError)  # noqa: B023
         expected = "expected a checkpoint that fs.checkpoint.save wrote"
         # A name that is no UTF-8 is escaped, as it could not be sent to the other ranks.
-        assert text == f"checkpoint.restore: {printable(str(directory))}: {expected}, got none"
+        assert text == f"checkpoint.restore: {escape_text(str(directory))}: {expected}, got none"
     for step in (3, 5, 5):
         checkpoint.save(tmp_path, {}, step)
     text = refused(lambda: checkpoint.restore(tmp_path, {}, step=4), CheckpointError)

@@ -17,8 +17,9 @@ from tests.trees import assert_same_bits, normal, one_axis
 pytestmark = pytest.mark.filterwarnings("ignore")
 X = torch.arange(3.0)
 LOOK = (
-    "jit: the line that torch names above reads the value of a tensor, which a trace does not have. Use torch.where "
-    "instead of a branch, a tensor instead of item(), or fs.schedules."
+    "jit: the function reads the value of a tensor, which is unknown while it is traced (see the line above). Use "
+    "torch.where instead of a branch, keep the tensor instead of calling item(), or use fs.schedules for learning "
+    "rates."
 )
 
 
@@ -78,11 +79,14 @@ def random_branch(x):
 
 
 KEY_NEEDED = (
-    "jit: {} draws random numbers without a key. Pass model.apply(..., key=...) a key of the step, such as "
-    "fs.fold_in(state.key, state.step)."
+    "jit: {} draws random numbers without a key. Pass model.apply(..., key=...) a key that changes every step, "
+    "such as fs.fold_in(state.key, state.step)."
 )
-WRITES = "jit: {} writes to {}, which is not donated. Return a new value, or donate the argument."
-NUMBERS = "argnums to be numbers of arguments by position, from 0"
+WRITES = "jit: {} writes in place to {}, which is not donated. Return a new value, or donate the argument."
+WRITES_TO_CAPTURED = (
+    "jit: {} writes in place to a tensor that the function closes over. Pass the tensor as an argument, and return its "
+    "new value from the function."
+)
 UNHASHABLE_ARGUMENT = (
     "jit: static argument 1 is a list, which cannot be hashed (unhashable type: 'list'). Pass a hashable value, such "
     "as a tuple."
@@ -93,11 +97,11 @@ UNHASHABLE_LEAF = (
 )
 DROPS = fs.functionalize(torch.nn.Dropout())
 ROWS = [
-    (lambda: fs.jit(writes_inside)(X), WRITES.format("aten.add_.Tensor", "a tensor that the function closes over")),
+    (lambda: fs.jit(writes_inside)(X), WRITES_TO_CAPTURED.format("aten.add_.Tensor")),
     (lambda: fs.jit(writes_argument)({"view": X.clone()}), WRITES.format("aten.zero_.default", "[0][0]['view']")),
     (
         lambda: fs.jit(lambda x: {"x": x, "n": 3, "none": None})(X),
-        "jit: what the function returns: leaves are no tensors\n"
+        "jit: the result of the function: leaves are no tensors\n"
         "  ['n']: expected a Sharded leaf or a tensor, got an int\n"
         "To fix: keep other values out of the tree.",
     ),
@@ -105,7 +109,10 @@ ROWS = [
     (lambda: fs.jit(lambda x: DROPS.apply({}, x, key=0) + torch.rand(3))(X), KEY_NEEDED.format("aten.rand.default")),
     (lambda: fs.jit(lambda x: torch.rand(3) + DROPS.apply({}, x, key=0))(X), KEY_NEEDED.format("aten.rand.default")),
     (lambda: fs.jit(random_branch)(X), KEY_NEEDED.format("aten.rand.default")),
-    (lambda: fs.jit(scale, static_argnums=("by",)), f"jit: expected static_{NUMBERS}, got ('by',)"),
+    (
+        lambda: fs.jit(scale, static_argnums=("by",)),
+        "jit: static_argnums must be one or more positions of arguments, counted from 0. Got ('by',).",
+    ),
     (
         lambda: fs.jit(scale, static_argnums=(1, 2)),
         "jit: static_argnums=(1, 2) names argument 2, but the function takes 2 arguments by position. Count from 0.",
@@ -113,6 +120,11 @@ ROWS = [
     (
         lambda: fs.jit(scale, donate_argnums=3),
         "jit: donate_argnums=(3,) names argument 3, but the function takes 2 arguments by position. Count from 0.",
+    ),
+    (
+        lambda: fs.jit(scale, donate_argnums=(0, 1))(X.clone(), by=X.clone()),
+        "jit: donate_argnums=(0, 1) names an argument that this call does not pass by position (it passes 1). Count "
+        "from 0, and pass donated arguments by position.",
     ),
     (
         lambda: fs.jit(scale, donate_argnums=(0, 1), static_argnums=1),
@@ -125,8 +137,8 @@ ROWS = [
     ),
     (
         lambda: fs.jit(lambda state, x: x, donate_argnums=0)({"a": X}, X.clone()),
-        "jit: the result has no part of its own with the structure of donated argument 0. Return its successor, such "
-        "as the new state, or do not donate it.",
+        "jit: argument 0 is donated, but no part of the result has its structure (or another donated argument took "
+        "that part). Return the new value of the argument, or do not donate it.",
     ),
 ]
 
@@ -171,7 +183,7 @@ def test_make_graph_inside_a_trace_is_refused():
 def test_a_tensor_that_becomes_a_number_is_refused_as_a_tensor():
     jitted = fs.jit(scale)
     jitted(X, X)
-    with pytest.raises(ValueError, match=r"\[0\]\[1\]: expected a tensor, got a value that was a tensor and is 3\.0"):
+    with pytest.raises(ValueError, match=r"\[0\]\[1\]: was a tensor and is 3\.0"):
         jitted(X, 3.0)
 
 
@@ -196,9 +208,9 @@ def test_a_number_that_changes_is_refused_and_the_old_one_still_serves():
     jitted = fs.jit(scale)
     assert jitted(X, 2.0).equal(2 * X)
     text = (
-        "jit: leaves that are part of the graph have changed\n"
-        "  [0][1]: expected a tensor, got a value that was 2.0 and is 3.0\n"
-        "To fix: pass tensors, which may change, or make it a static argument: each value has its own trace."
+        "jit: values that the trace fixed have changed\n"
+        "  [0][1]: was 2.0 and is 3.0\n"
+        "To fix: pass a tensor, or list the argument in static_argnums, which traces once for each value."
     )
     with refused(text):
         jitted(X, 3.0)
@@ -206,7 +218,7 @@ def test_a_number_that_changes_is_refused_and_the_old_one_still_serves():
     assert len(jitted.traces) == 1
     jitted = fs.jit(scale, static_argnums=1)
     jitted(X, by=2.0)
-    with pytest.raises(ValueError, match=r"\[1\]\['by'\]: expected a tensor, got a value that was 2\.0 and is 3\.0"):
+    with pytest.raises(ValueError, match=r"\[1\]\['by'\]: was 2\.0 and is 3\.0"):
         jitted(X, by=3.0)
 
 
