@@ -8,7 +8,7 @@ from torch import nn
 
 from fshard import _compat
 from fshard.engine import ModuleUnit
-from fshard.errors import short
+from fshard.errors import shorten
 from fshard.tree import matches
 
 Rule = type[nn.Module] | str | int | Callable[[str, nn.Module], bool]
@@ -85,7 +85,7 @@ def select(module: nn.Module, rule: Any) -> set[str]:
         selected = {path for path, submodule in _compat.named_modules(module) if _fits(rule, path, submodule)}
     if not selected:
         raise ValueError(
-            f"functionalize: units={short(repr(rule))} matches no submodule. Use names that module.named_modules() "
+            f"functionalize: units={shorten(repr(rule))} matches no submodule. Use names that module.named_modules() "
             "lists."
         )
     return selected
