@@ -1,4 +1,4 @@
-"""Verb 2: apply, and functionalize: any nn.Module as a pure function of its parameters."""
+"""apply and functionalize: any nn.Module as a pure function of its parameters."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from fshard import _compat, comm
-from fshard.collectives import reduction_axes
-from fshard.engine import EngineCall, call_of
+from fshard.collectives import reduction_axes, shared_axes
+from fshard.engine import EngineCall, find_call
 from fshard.errors import Problem, expect, refuse
 from fshard.gather import gather
 from fshard.init import Reset, copied, init, refuse_blank
@@ -41,8 +41,8 @@ class Model:
     (train or eval) the module was in then.
 
     Attributes:
-        buffers: The module's buffers when it was functionalized, by name; those of a module on the meta device have
-            values after `init` with a seed, where the module draws them.
+        buffers: The buffers that the module had when it was functionalized, by name. Those of a module on the meta
+            device have values after `init` with a seed, if the module draws them.
 
     >>> import torch, fshard as fs
     >>> model = fs.functionalize(torch.nn.BatchNorm1d(2))
@@ -65,12 +65,12 @@ class Model:
         self._idle: list[ModuleTemplate] = []
 
     def __repr__(self) -> str:
-        """Name the module, count what it holds, and tell the mode that it runs in."""
+        """Name the module, count what it holds, and say which mode it runs in."""
         counts = f"parameters={len(self._empty.leaves)}, units={len(self._units)}, buffers={len(self.buffers)}"
         return f"Model({type(self._module).__name__}, {counts}, training={self._bare.training})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave idle copies behind, which are made anew: they have values in calls alone."""
+        """Pickle without idle copies; they are made again on demand."""
         return self.__dict__ | {"_idle": []}
 
     def init(
@@ -87,11 +87,12 @@ class Model:
         Args:
             strategy: How to shard them, such as fs.zero2(mesh).
             seed: Draw values anew with each submodule's reset_parameters, children before their parent as constructors
-                do; `fs.with_init_weights` gives them to models of transformers. torch's generator is seeded so, and its
-                state is put back. None takes the values the module has.
+                do; `fs.with_init_weights` gives them to models of transformers. torch's generator is seeded for this
+                and then restored. None takes the values the module has.
             mode: "replay" draws every value on every rank, bitwise what drawing the whole module gives. "counter"
                 draws only this rank's part, each element from the seed, the parameter's name and the element's place
-                in the full tensor: other numbers, of the same distributions, and the same at every world size.
+                in the full tensor. The numbers differ from "replay", but have the same distributions, and are the same
+                at every world size.
                 It follows uniform_, normal_ and arithmetic with numbers, on views too.
             reset: Sets the values of a submodule in place, in the place of its reset_parameters, such as
                 `model._init_weights`; called with each submodule, children first, as nn.Module.apply does, and once
@@ -170,27 +171,31 @@ class Model:
 
     def _apply(self, params: Any, args: Any, buffers: Any, key: Any, kwargs: Any) -> Any:
         flat = flatten(dict(params) if isinstance(params, Mapping) else params)
+        buffers_in = self.buffers if buffers is None else buffers
+        self._check_inputs(flat, buffers_in)
+        with count_writes():
+            copies = {name: buffer.clone() for name, buffer in buffers_in.items()}
+        dtypes = next((spec.model_dtypes for spec in flat.specs if spec.model_dtypes), ModelDtypes())
+        args, kwargs = _cast((args, kwargs), dtypes.inputs)
+        with seeded(key):
+            out, buffers_out = self._run(flat, params, copies, args, kwargs)
+        out = _cast(out, dtypes.outputs)
+        if buffers is not None:
+            return out, buffers_out
+        _refuse_lost_updates(copies, buffers_out)
+        return out
+
+    def _check_inputs(self, flat: Flat, buffers: Any) -> None:
+        """Refuse parameters and buffers that are not those of this model."""
         same_structure("apply: params", flat, self._empty)
         check_tensors("apply: params", flat)
         _check_shapes(flat, self._empty.leaves)
         check_local("apply", flat)
         check_transforms("apply", flat)
-        given = self.buffers if buffers is None else buffers
-        same_structure("apply: buffers", flatten(given), flatten(self.buffers))
-        check_tensors("apply: buffers", flatten(given))
+        same_structure("apply: buffers", flatten(buffers), flatten(self.buffers))
+        check_tensors("apply: buffers", flatten(buffers))
         if not all(tensor.is_meta for tensor in map(tensor_of, flat.leaves)):
-            refuse_blank(given)
-        with count_writes():
-            copies = {name: buffer.clone() for name, buffer in given.items()}
-        dtypes = next((spec.model_dtypes for spec in flat.specs if spec.model_dtypes), ModelDtypes())
-        args, kwargs = _cast((args, kwargs), dtypes.inputs)
-        with seeded(key):
-            out, after = self._run(flat, params, copies, args, kwargs)
-        out = _cast(out, dtypes.outputs)
-        if buffers is None:
-            lost = [name for name, buffer in copies.items() if after[name] is not buffer or _compat.version(buffer)]
-            _refuse_lost_updates(lost)
-        return out if buffers is None else (out, after)
+            refuse_blank(buffers)
 
     def _run(
         self, flat: Flat, params: Mapping[str, Any], buffers: Buffers, args: Any, kwargs: Any
@@ -203,13 +208,12 @@ class Model:
         local_tensors = [leaf.local for leaf in flat.leaves if is_sharded(leaf)]
         if not local_tensors or _compat.transforms_active() or _compat.any_dual(local_tensors):
             return self._run_on_full(params, buffers, args, kwargs)
-        call = call_of(flat)
+        call = find_call(flat)
         if call is not None:
             return self._run_by_units(call, params, buffers, args, kwargs)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in local_tensors):
             return self._run_on_full(params, buffers, args, kwargs)
-        axes = dict.fromkeys(axis for leaf in flat.leaves if is_sharded(leaf) for axis in leaf.spec.transform.axes)
-        call = EngineCall("apply", flat, list(axes), trains=False)
+        call = EngineCall("apply", flat, shared_axes(flat, ()), trains=False)
         bound = unflatten(flat.treedef, call.bound)
         try:
             return call.forward(lambda: self._run_by_units(call, bound, buffers, args, kwargs))
@@ -223,7 +227,7 @@ class Model:
         with refuse_writes("apply", [f"[{name!r}]" for name in full], list(full.values())):
             out = template.run(args, kwargs)
         buffers_after = template.buffers()
-        # A graph of the caller's may run parts of this copy again in its backward, with these values.
+        # The caller's graph may run parts of this copy again in its backward, with these values.
         if not torch.is_grad_enabled():
             self._give_back(template)
         return out, buffers_after
@@ -231,15 +235,15 @@ class Model:
     def _run_by_units(
         self, call: EngineCall, params: Mapping[str, Any], buffers: Buffers, args: Any, kwargs: Any
     ) -> tuple[Any, Buffers]:
-        leaves = call.leaves_of(params)
+        leaves = call.get_leaves(params)
         template = self._take_template()
-        # Not before: checkpoints run parts of the forward again in the backward.
+        # Keep the copy until the call ends: checkpoints run parts of the forward again in the backward.
         call.at_end.append(lambda: self._give_back(template))
         walk = call.begin_walk(self._units, leaves)
         template.bind({name: leaf for name, leaf in params.items() if name not in leaves}, buffers)
         template.gather_from(call, walk, leaves)
         out = template.run(args, kwargs)
-        walk.end()
+        walk.finish()
         return out, template.buffers()
 
     def _take_template(self) -> ModuleTemplate:
@@ -287,9 +291,9 @@ def _check_module(module: Any) -> None:
 def functionalize(module: nn.Module, units: Units = None) -> Model:
     """Turn any nn.Module into functions of its parameters, without touching it.
 
-    Follows torch.func.functional_call and Flax's init and apply. The model keeps the module's mode of now: for one that
-    trains with dropout and evaluates without, functionalize both module.train() and module.eval(); the parameters
-    serve both. What torch.compile made of a submodule is gathered as a whole. A checkpoint_wrapper of torch changes no
+    Follows torch.func.functional_call and Flax's init and apply. The model keeps the mode that the module has now. If
+    it trains with dropout and evaluates without, functionalize both module.train() and module.eval(); the parameters
+    serve both. A submodule that torch.compile made is gathered as a whole. A checkpoint_wrapper of torch changes no
     name: submodules and parameters have those of the module without it.
 
     Args:
@@ -298,7 +302,7 @@ def functionalize(module: nn.Module, units: Units = None) -> Model:
             several as `fs.no_split(module)` lists them for a model of transformers; a glob pattern of names, in which
             `*` stands for what lies between two dots; a number, for the smallest submodules of at least so many
             parameters; a function of (name, module); or a list, tuple or set of such. Other parameters form a unit for
-            each submodule that owns some. None gathers all at once, but for what torch.compile made.
+            each submodule that owns some. None gathers all at once, except compiled submodules.
 
     Returns:
         A Model with `init` and `apply`.
@@ -349,8 +353,8 @@ def _cast(tree: Tree, dtype: torch.dtype | None) -> Tree:
         if isinstance(x, torch.Tensor) and x.is_floating_point():
             return x.to(dtype)
         if is_dataclass(x) and not isinstance(x, type):
-            given = {field.name: getattr(x, field.name) for field in fields(x)}
-            return replace(x, **_cast(given, dtype))
+            field_values = {field.name: getattr(x, field.name) for field in fields(x)}
+            return replace(x, **_cast(field_values, dtype))
         return x
 
     return tree if dtype is None else tree_map(cast, tree)
@@ -369,10 +373,19 @@ def _check_shapes(flat: Flat, parameters: Sequence[torch.Tensor]) -> None:
     refuse("apply: the shapes of params differ from the module's", problems, remedy)
 
 
-def _refuse_lost_updates(names: Sequence[str]) -> None:
-    """Refuse updates of buffers that the caller did not pass."""
-    if names:
-        paths = ", ".join([f"[{name!r}]" for name in names])
+def _refuse_lost_updates(buffers_in: Buffers, buffers_out: Buffers) -> None:
+    """Refuse updates of buffers that the caller did not pass.
+
+    Args:
+        buffers_in: Copies of the module's buffers, which the module ran on.
+        buffers_out: Its buffers afterwards.
+    """
+    updated = []
+    for name, buffer in buffers_in.items():
+        if buffers_out[name] is not buffer or _compat.version(buffer):
+            updated.append(f"[{name!r}]")
+    if updated:
+        paths = ", ".join(updated)
         raise ValueError(
             f"apply: the module updated buffers {paths}, and the updates would be lost. Pass buffers= and keep the "
             "returned buffers, or functionalize the module in eval mode."

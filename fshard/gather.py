@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from fshard import _compat, comm
 from fshard.collectives import make_derived_leaf_agree, shared_axes
-from fshard.engine import call_of
+from fshard.engine import find_call
 from fshard.transforms import ShardTransform
 from fshard.transforms.run import gather_by
 from fshard.tree import Sharded, Tree, flatten, grouped, is_sharded, unflatten
@@ -40,7 +40,7 @@ def gather(tree: Tree) -> Tree:
     check_tensors("gather", flat)
     check_local("gather", flat)
     check_transforms("gather", flat)
-    call = None if _compat.transforms_active() else call_of(flat)
+    call = None if _compat.transforms_active() else find_call(flat)
     if call is None:
         comm.check_same_call("gather", shared_axes(flat, ()), flat)
     sharded = [leaf if is_sharded(leaf) else None for leaf in flat.leaves]

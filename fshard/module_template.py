@@ -1,7 +1,7 @@
 """A copy of a module without weights, whose attribute reads gather them.
 
 `model.apply` runs the user's own forward, which knows nothing of shards: it reads `self.weight` and calls submodules.
-Both are where fshard comes in, so **reading an attribute of the copy may communicate**:
+fshard intercepts both, so **reading an attribute of the copy may communicate**:
 
 - Each submodule's `_parameters`, where torch.nn.Module looks up `self.weight`, is a `_Weights` dict. A weight that it
   does not hold yet is fetched by `ModuleTemplate.fetch`, which gathers the weight's unit unless it is there already.
@@ -22,7 +22,7 @@ from torch import nn
 
 from fshard import _compat
 from fshard.engine import EngineCall, GatheredUnit, Leaf, ModelWalk, ModuleUnit
-from fshard.units import upwards
+from fshard.units import list_enclosing
 
 
 class ModuleTemplate:
@@ -44,12 +44,12 @@ class ModuleTemplate:
         self.names: dict[torch.Tensor, str] = {}
         for name, tensor in (*_compat.named_parameters(self.module), *_compat.named_buffers(self.module)):
             self.names[tensor] = name
-        # What one call binds.
+        # Set by each call.
         self._values: Mapping[str, torch.Tensor] = {}
         self._leaves: Mapping[str, Leaf] = {}
         self._call: EngineCall | None = None
         self._walk: ModelWalk | None = None
-        self._last_unit: GatheredUnit | None = None
+        self._last_gathered: GatheredUnit | None = None
         self._parametrized = _ParametrizedCache()
         self._hook_submodules(units)
         attributes = [submodule.__dict__ for submodule in self.module.modules()]
@@ -120,7 +120,7 @@ class ModuleTemplate:
         self._leaves = {}
         self._call = None
         self._walk = None
-        self._last_unit = None
+        self._last_gathered = None
         self._buffers.release()
         return self._restore()
 
@@ -146,7 +146,7 @@ class ModuleTemplate:
                 f"apply: parameter {name!r} was read after apply returned, for example because your own backward "
                 "recomputes a checkpoint. Call apply inside fs.value_and_grad."
             )
-        # What is read without a gradient has none to give to a later read.
+        # A tensor read under no_grad has no graph, so do not keep it for a later read that needs one.
         if torch.is_grad_enabled() or value.requires_grad:
             dict.__setitem__(weights, key, value)
         return value
@@ -156,16 +156,18 @@ class ModuleTemplate:
         assert self._call is not None
         assert self._walk is not None
         leaf = self._leaves[name]
-        unit = self._last_unit
-        value = None
+        gathered = self._last_gathered
         # Mostly the unit that was read last is open, and all of its outputs are there.
-        if unit is not None and not (unit.lazy or unit.superseded) and torch.is_grad_enabled():
-            value = unit.outputs.get(leaf)
-        if value is None or unit is None:
-            unit = self._walk.find(name)
-            self._last_unit = unit
-            value = self._call.output(unit, leaf)
-        unit.register_output(weights, key)
+        if gathered is not None and not (gathered.is_lazy or gathered.is_closed) and torch.is_grad_enabled():
+            value = gathered.outputs.get(leaf)
+            if value is not None:
+                gathered.register_output(weights, key)
+                return value
+
+        gathered = self._walk.make_readable(name)
+        self._last_gathered = gathered
+        value = self._call.get_output(gathered, leaf)
+        gathered.register_output(weights, key)
         return value
 
     def enter(self, scope: "_Scope") -> None:
@@ -173,10 +175,10 @@ class ModuleTemplate:
         if self._walk is not None:
             self._walk.enter(scope.module_unit, scope.inner_module_units)
 
-    def leave(self, scope: "_Scope", *, failed: bool) -> None:
+    def leave(self, scope: "_Scope", *, has_failed: bool) -> None:
         """Tell the engine that a submodule has run, or raised an exception."""
         if self._walk is not None:
-            self._walk.leave(scope.module_unit, scope.inner_module_units, failed=failed)
+            self._walk.leave(scope.module_unit, scope.inner_module_units, has_failed=has_failed)
 
 
 class _Scope(NamedTuple):
@@ -212,11 +214,12 @@ def _list_compiled_weights(submodule: nn.Module) -> list[dict[str, Any]]:
 
 
 def _find_units_inside(units: Sequence[ModuleUnit]) -> dict[str, range]:
-    """Find the numbers of the units inside each submodule that has some, but the whole module, which always runs."""
+    """Find the numbers of the module units inside each submodule that has some, except the whole module."""
     firsts: dict[str, int] = {}
     lasts: dict[str, int] = {}
     for number, unit in enumerate(units):
-        for outer in list(upwards(unit.path))[1:-1]:
+        # Leave out the submodule of the unit itself and the whole module, which always runs.
+        for outer in list(list_enclosing(unit.path))[1:-1]:
             firsts.setdefault(outer, number)
             lasts[outer] = number
     return {path: range(firsts[path], lasts[path] + 1) for path in lasts}
@@ -225,8 +228,8 @@ def _find_units_inside(units: Sequence[ModuleUnit]) -> dict[str, range]:
 class _Weights(dict[str, Any]):
     """A submodule's `_parameters`: it holds those that were read, and looks others up.
 
-    Looking up gathers, so nothing but a read of one parameter may do it: the views over all of them are Mapping's,
-    which go by `__iter__` and `__getitem__`.
+    Only a read of one parameter may gather. So the views use Mapping's methods, which call `__iter__` and
+    `__getitem__`.
     """
 
     get = Mapping.get  # type: ignore[assignment]
@@ -302,7 +305,7 @@ class _ParametrizedCache:
     """
 
     def __init__(self) -> None:
-        """Hold nothing: no forward runs."""
+        """Start with no forward running."""
         self._is_running = False
         self._torch_cache: object | None = None
         self._tensors: dict[tuple[nn.Module, str], torch.Tensor] = {}
@@ -330,8 +333,8 @@ class _ParametrizedCache:
         return self._tensors[submodule, key]
 
 
-# By type: classes derived from these may not take back what they held.
-_RESTORED = (dict, OrderedDict, defaultdict, list, set, _Weights)
+# Exact types only: a subclass may not accept its contents back.
+_RESTORED_TYPES = (dict, OrderedDict, defaultdict, list, set, _Weights)
 
 
 def _take_snapshot(attributes: Iterable[dict[str, Any]]) -> Callable[[], bool]:
@@ -349,18 +352,18 @@ def _take_snapshot(attributes: Iterable[dict[str, Any]]) -> Callable[[], bool]:
     contents = {}
     versions = []
     values: list[Any] = list(attributes)
-    # What containers hold is added as it is met.
+    # The loop also visits values appended below.
     for value in values:
         if isinstance(value, torch.Tensor):
             versions.append((value, _compat.version(value)))
         elif type(value) is tuple:
             values.extend(value)
-        elif type(value) in _RESTORED and id(value) not in contents:
-            # A dict of weights has none yet.
+        elif type(value) in _RESTORED_TYPES and id(value) not in contents:
+            # _Weights is still empty here.
             content = value.copy()
             contents[id(value)] = value, content
             values.extend(content.values() if isinstance(content, dict) else content)
-    # Nearly all are empty, such as those of hooks.
+    # Most are empty, such as dicts of hooks.
     empty = [container for container, content in contents.values() if not content]
     filled = [pair for pair in contents.values() if pair[1]]
 
@@ -384,19 +387,19 @@ def _make_scoped_class(cls: type[nn.Module]) -> type[nn.Module]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         scope: _Scope = self.__dict__["_fshard_scope"]
         scope.template.enter(scope)
-        failed = True
+        has_failed = True
         try:
             if scope.compiled_weights:
                 scope.read_weights()
             if scope.is_recurrent:
                 _compat.set_flat_weights(self)
             result = cls.__call__(self, *args, **kwargs)
-            failed = False
+            has_failed = False
             return result
         finally:
             if scope.is_recurrent:
                 _compat.forget_flat_weights(self)
-            scope.template.leave(scope, failed=failed)
+            scope.template.leave(scope, has_failed=has_failed)
 
     members: dict[str, Any] = {"__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     return type(cls.__name__, (cls,), members)

@@ -40,7 +40,7 @@ def plan_units(module: nn.Module, units: Units) -> list[ModuleUnit]:
         for parameter in submodule.parameters(recurse=False):
             names[first_names[parameter]] = None
     paths = [path for path, names in names_by_path.items() if names]
-    units_inside = Counter(outer for path in paths for outer in upwards(path))
+    units_inside = Counter(outer for path in paths for outer in list_enclosing(path))
     planned = []
     for number, path in enumerate(paths):
         end = number + units_inside[path]
@@ -50,9 +50,9 @@ def plan_units(module: nn.Module, units: Units) -> list[ModuleUnit]:
 
 def _find_gathering_module(path: str, modules: Mapping[str, nn.Module], selected: Collection[str]) -> str:
     """Find the module that gathers the parameters of a submodule: the submodule itself where no rule selects one."""
-    enclosing = list(upwards(path))
+    enclosing = list(list_enclosing(path))
     for outer in reversed(enclosing):
-        # What torch.compile made is entered as a whole, so that its parameters are there before.
+        # A compiled submodule is entered as a whole, so all of its parameters must be there before.
         if _compat.is_compiled(modules[outer]):
             return outer
     for outer in enclosing:
@@ -107,7 +107,7 @@ def _size(submodule: nn.Module) -> int:
     return sum(parameter.numel() for parameter in submodule.parameters())
 
 
-def upwards(path: str) -> Iterator[str]:
+def list_enclosing(path: str) -> Iterator[str]:
     """List the name of a submodule and those of the modules around it, innermost first."""
     while path:
         yield path

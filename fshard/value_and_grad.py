@@ -75,10 +75,10 @@ def value_and_grad(
     all of them. `f` runs once.
 
     Args:
-        f: Called as f(params, *args, **kwargs); returns this rank's scalar loss, or (sum, count) for "weighted". By
-            several trees it is differentiated where `params` is a tuple of them.
+        f: Called as f(params, *args, **kwargs); returns this rank's scalar loss, or (sum, count) for "weighted". To
+            differentiate several trees, pass a tuple of them as `params`.
         reduce: "mean" over ranks, "sum", or "weighted": sum of sums divided by the sum of counts,
-            which is NaN where nobody counts anything; `skip_nonfinite` leaves such a step out.
+            which is NaN if all counts are zero; `skip_nonfinite` leaves such a step out.
         reduce_over: The mesh axes that batches are split over, as axes or names: losses are reduced over them. Losses
             must agree between ranks of every other axis, where each rank's graph has its part of the gradient, summed
             by `psum_invariant` or `broadcast` in the loss. None means the axes that the transforms of all leaves
@@ -128,7 +128,7 @@ def value_and_grad(
     return comm.call(run, "value_and_grad")
 
 
-Function = Callable[[Tree], Any]
+LossFunction = Callable[[Tree], Any]
 
 
 class _Loss(NamedTuple):
@@ -186,12 +186,12 @@ class _Differentiation:
         flat: The leaves of the parameters.
         axes: The axes that the objective is reduced over.
         shared_axes: Those, and the axes over which leaves are gathered or their gradients summed.
-        states: For each leaf the state of its transform; of the step before, then of this one.
+        states: For each leaf the state of its transform; at first from the previous step, later from this one.
         order: The order in which gradients, losses and counts are added up.
         sums: Their sums over microbatches and ranks.
     """
 
-    def __init__(self, options: _Options, functions: Sequence[Function], params: Tree) -> None:
+    def __init__(self, options: _Options, functions: Sequence[LossFunction], params: Tree) -> None:
         """Check the options and the parameters.
 
         Args:
@@ -255,7 +255,7 @@ class _Differentiation:
         facts.update(self.order.list_facts())
         return facts
 
-    def _run_function(self, function: Function, leaves: list[Any]) -> _Loss:
+    def _run_function(self, function: LossFunction, leaves: list[Any]) -> _Loss:
         """Compute this rank's loss of one microbatch, and check what the function returned."""
         options = self.options
         reductions_before = REDUCTIONS.get()
@@ -290,7 +290,7 @@ class _Differentiation:
             if leaf is not None:
                 leaf.transform_state = state
                 leaf.accumulated = self.sums.has_several
-        with call.running():
+        with call.make_current():
             try:
                 return self._run_microbatches(call)
             finally:
@@ -327,7 +327,10 @@ class _Differentiation:
         return _Gradients(objective, auxes, by_leaf)
 
     def _differentiate_by_torch_func(self) -> _Gradients:
-        """Compute objective(f(gather(params))) by torch.func: each gather is one of its own, and is kept."""
+        """Compute objective(f(gather(params))) by torch.func.
+
+        Each gather is a separate node, and its tensor is kept.
+        """
         api_name = self.options.api_name
         self.order.refuse_torch_func(api_name)
         comm.check_same_call(api_name, self.shared_axes, self.flat, **self._facts())
@@ -339,10 +342,10 @@ class _Differentiation:
         losses: list[list[_Loss]] = []
 
         def sum_losses(traced: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-            given = list(leaves)
+            leaves_traced = list(leaves)
             for i, tensor in zip(trained, traced, strict=True):
-                given[i] = like(given[i], tensor)
-            losses.append([self._run_function(function, given) for function in self.functions])
+                leaves_traced[i] = like(leaves[i], tensor)
+            losses.append([self._run_function(function, leaves_traced) for function in self.functions])
             value = self.sums.add_numbers([loss.value for loss in losses[-1]])
             if self.flat.specs:
                 specs = [leaves[i].spec for i in trained]
@@ -383,7 +386,8 @@ def accumulate(
 ) -> Callable[..., Any]:
     """Turn a local loss of one microbatch into a function of many: `value_and_grad` of their common objective.
 
-    Activations of one microbatch are held at a time, but inside torch.func, and of plain tensors alone, those of all.
+    Activations are held for one microbatch at a time. Inside torch.func, or if nothing is sharded, those of all
+    microbatches are held.
     The objective is the mean over microbatches and ranks, or with "weighted" the true mean over all items, however
     unequally they are spread. Gradients are added up in the dtype that they are reduced in, if it is wider than the
     dtype that they are computed in, or stored in.
@@ -395,8 +399,8 @@ def accumulate(
         reduce_over: As for `value_and_grad`.
         has_aux: Whether f returns (loss, aux) instead.
         communicate: "each" reduces gradients in every microbatch and sums shards of them, which needs least memory;
-            "once" sums full gradients and reduces them in the last one, which sends least. None leaves it to the
-            strategy: once for ZeRO-1, else each. With `reduction_order` each is.
+            "once" sums full gradients and reduces them in the last one, which sends least. None means "once" for
+            ZeRO-1 and "each" for all others, and always "each" with reduction_order="tree".
         reduction_order: "tree" adds up gradients, losses and counts in one binary tree over the microbatches of the
             whole job, so that they have the same bits on any number of ranks. Each rank passes what `fs.microbatches`
             chooses of the job's, of which there are a power of two, as there are ranks; forward and backward must have

@@ -43,7 +43,7 @@ class Backward:
         # The checkpoints that this rank has started to recompute; None stands for what is in no checkpoint.
         self._recomputed_checkpoints: set[Any] = {None}
         # The gathered units that hold a leaf, the last one first. Made when the first checkpoint is recomputed.
-        self._units_holding: dict[Leaf, list[GatheredUnit]] = {}
+        self._gathered_by_leaf: dict[Leaf, list[GatheredUnit]] = {}
 
     def catch_up(self, include_current: bool = False) -> None:
         """Take the steps that autograd has passed. Then this rank is where all others are, whatever it computed.
@@ -62,14 +62,17 @@ class Backward:
         self._advance(end)
 
     def receive(self, gathered: GatheredUnit, grads: Sequence[torch.Tensor | None]) -> None:
-        """Take the gradients of a unit: mostly the last thing that autograd comes to in it, so that they are due."""
+        """Add the gradients of a unit.
+
+        Its delivering node usually runs last in the unit, so then the unit's step is due.
+        """
         for leaf, grad in zip(gathered.trained, grads, strict=True):
             if grad is not None:
                 leaf.add_full(grad)
         self.catch_up(include_current=True)
 
-    def find_recomputed(self, leaves: Sequence[Leaf]) -> GatheredUnit | None:
-        """Find the gathered unit with which a checkpoint recomputes some leaves.
+    def prepare_recompute(self, leaves: Sequence[Leaf]) -> GatheredUnit | None:
+        """Find the gathered unit with which a checkpoint recomputes some leaves. This may communicate.
 
         Args:
             leaves: The leaves.
@@ -79,16 +82,19 @@ class Backward:
             last one; None if the forward gathered no such unit.
         """
         self.catch_up()
-        if not self._units_holding:
+        if not self._gathered_by_leaf:
             self._index_units()
         if not leaves:
             return None
         # Look through the units of one leaf, not through all.
         required = set(leaves)
-        candidates = [unit for unit in self._units_holding.get(leaves[0], ()) if required.issubset(unit.leaves)]
+        candidates = []
+        for gathered in self._gathered_by_leaf.get(leaves[0], ()):
+            if required.issubset(gathered.leaves):
+                candidates.append(gathered)
         if not candidates:
             return None
-        still_due = (unit for unit in candidates if self._due_step[unit] >= self._cursor.position)
+        still_due = (gathered for gathered in candidates if self._due_step[gathered] >= self._cursor.position)
         recomputed = next(still_due, candidates[0])
         self._recomputed_checkpoints.add(recomputed.checkpoint)
         return recomputed
@@ -96,7 +102,7 @@ class Backward:
     def _index_units(self) -> None:
         for gathered in reversed(self._gathered_units):
             for leaf in gathered.leaves:
-                self._units_holding.setdefault(leaf, []).append(gathered)
+                self._gathered_by_leaf.setdefault(leaf, []).append(gathered)
 
     def finish(self) -> None:
         """Take every step that is left, with zeros where this rank has no gradient, and wait for all reductions."""
@@ -115,7 +121,7 @@ class Backward:
                 gathered.release()
 
     def _advance(self, end: int) -> None:
-        for step in self._cursor.advance(end):
+        for _, step in self._cursor.advance(end):
             if not step.needs_full:
                 self._finish_unit(step.gathered)
 
@@ -134,4 +140,4 @@ class Backward:
 
     def _may_release(self, gathered: GatheredUnit) -> bool:
         """Tell whether no other microbatch needs a unit's full tensors."""
-        return gathered.unit.regathered or self._is_last
+        return gathered.unit.is_regathered or self._is_last

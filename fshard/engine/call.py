@@ -27,7 +27,7 @@ from fshard.engine.saved import SavedTensorHooks
 from fshard.tree import Axis, Flat, Sharded, is_sharded
 from fshard.tree.checks import check_dense, check_versions
 
-# The thread-local key under which `call_of` finds the running call, also when autograd recomputes a checkpoint.
+# The thread-local key under which `find_call` finds the running call, also when autograd recomputes a checkpoint.
 KEY = "fshard call"
 
 
@@ -82,21 +82,21 @@ class EngineCall:
         # From the first forward to the end of the call.
         self._microbatch: Microbatch | None = None
 
-    def running(self) -> AbstractContextManager[None]:
-        """Make the context in which `call_of` finds this call."""
+    def make_current(self) -> AbstractContextManager[None]:
+        """Make the context in which `find_call` finds this call."""
         return _compat.keeping_thread_object(KEY, self)
 
     def has_any(self, params: Sequence[Any]) -> bool:
         """Return whether this call bound one of some parameters, or its function computed one from those it bound."""
         return self._microbatch is not None and any(map(self._microbatch.has, params))
 
-    def leaves_of(self, params: Mapping[str, Any]) -> dict[str, Leaf]:
-        """Return the leaves of a model's sharded parameters, by name."""
+    def get_leaves(self, params: Mapping[str, Any]) -> dict[str, Leaf]:
+        """Return the leaves of a model's sharded parameters, by name. This may make derived leaves."""
         microbatch = self._running_microbatch()
         leaves = {}
         for name, param in params.items():
             if is_sharded(param):
-                leaves[name] = microbatch.leaf_of(f"[{name!r}]", param)
+                leaves[name] = microbatch.get_or_derive_leaf(f"[{name!r}]", param)
         return leaves
 
     def begin_walk(self, units: Sequence[ModuleUnit], leaves: Mapping[str, Leaf]) -> ModelWalk:
@@ -111,32 +111,32 @@ class EngineCall:
         """
         forward = self._running_microbatch().forward
         if not forward.is_over:
-            forward.leave_plain()
+            forward.end_function_scope()
         facts = [LeafFacts(name, leaf.spec, leaf.stored.element_size()) for name, leaf in leaves.items()]
         plan = make_plan(tuple(units), tuple(facts))
-        return ModelWalk(forward, plan, leaves, self._find_recomputed)
+        return ModelWalk(forward, plan, leaves, self._prepare_recompute)
 
     def gather(self, paths: Sequence[str], params: Sequence[Sharded]) -> list[torch.Tensor]:
-        """Gather the parameters that a plain function asks for, as one unit."""
+        """Gather the parameters that a function asks for by `fs.gather`, as one unit."""
         microbatch = self._running_microbatch()
-        leaves = [microbatch.leaf_of(path, param) for path, param in zip(paths, params, strict=True)]
+        leaves = [microbatch.get_or_derive_leaf(path, param) for path, param in zip(paths, params, strict=True)]
         unique_leaves = list(dict.fromkeys(leaves))
         if microbatch.forward.is_over:
-            gathered = self._find_recomputed(unique_leaves)
+            gathered = self._prepare_recompute(unique_leaves)
         else:
             facts = [LeafFacts(leaf.path, leaf.spec, leaf.stored.element_size()) for leaf in unique_leaves]
             unit = make_unit(_join_paths(unique_leaves), tuple(facts))
             gathered = GatheredUnit(unit, unique_leaves)
-            microbatch.forward.insert_plain(gathered)
-        outputs = [self.output(gathered, leaf) for leaf in leaves]
+            microbatch.forward.open_function_gather(gathered)
+        outputs = [self.get_output(gathered, leaf) for leaf in leaves]
         # From here on the function holds the outputs. The unit would keep them alive for longer.
         gathered.outputs = {}
         return outputs
 
-    def _find_recomputed(self, leaves: Sequence[Leaf]) -> GatheredUnit:
-        """Return the gathered unit with which a checkpoint recomputes some leaves."""
+    def _prepare_recompute(self, leaves: Sequence[Leaf]) -> GatheredUnit:
+        """Return the gathered unit with which a checkpoint recomputes some leaves. This may communicate."""
         backward = self._running_backward()
-        gathered = None if backward is None else backward.find_recomputed(leaves)
+        gathered = None if backward is None else backward.prepare_recompute(leaves)
         if gathered is None:
             raise self._make_recompute_error(leaves)
         return gathered
@@ -156,7 +156,7 @@ class EngineCall:
             "not in its forward. Make the checkpointed function gather the same leaves each time."
         )
 
-    def output(self, gathered: GatheredUnit, leaf: Leaf) -> torch.Tensor:
+    def get_output(self, gathered: GatheredUnit, leaf: Leaf) -> torch.Tensor:
         """Return the tensor that the function receives for one leaf of an open unit."""
         if not leaf.trained:
             return gathered.wait()[leaf].detach()
@@ -248,7 +248,7 @@ class EngineCall:
         self._microbatch = microbatch
         with ExitStack() as contexts:
             if self._trains:
-                contexts.enter_context(forward.saved.running())
+                contexts.enter_context(forward.saved_hooks.install())
                 contexts.enter_context(record_on_tape(microbatch.tape))
                 contexts.enter_context(torch.enable_grad())
             out = f()
@@ -300,7 +300,7 @@ class EngineCall:
         if microbatch.derived:
             for leaf in self.trained:
                 leaf.used = leaf in used
-        microbatch.end(keep_shared=True)
+        microbatch.drop_references(keep_shared=True)
 
     def _differentiate_loss(self, loss: torch.Tensor, microbatch: Microbatch) -> Grads:
         """Run autograd from the loss. Gradients of full tensors arrive at `_receive`.
@@ -365,7 +365,7 @@ class EngineCall:
         A graph that outlives the call may hold the call's hooks through C++, and the collector cannot see such a cycle.
         """
         if self._microbatch is not None:
-            self._microbatch.end(keep_shared=False)
+            self._microbatch.drop_references(keep_shared=False)
         for release in self.at_end:
             release()
         self.at_end = []
@@ -376,7 +376,7 @@ def _join_paths(leaves: Sequence[Leaf]) -> str:
     return ", ".join([leaf.path for leaf in leaves])
 
 
-def call_of(flat: Flat) -> EngineCall | None:
+def find_call(flat: Flat) -> EngineCall | None:
     """Return the running call that bound a leaf of a tree; None if no call runs or all leaves are the caller's own."""
     call: EngineCall | None = _compat.thread_object(KEY)
     if call is None or not call.has_any(flat.leaves):

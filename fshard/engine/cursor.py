@@ -45,33 +45,36 @@ class Cursor:
         self._min_prefetch = min_prefetch
         # Lazy units are gathered on demand, never ahead. Units that are full already stay in the list, because they
         # take memory and so count towards the bytes that may be gathered ahead.
-        self._to_gather = [step.gathered for step in steps if step.needs_full and not step.gathered.lazy]
+        self._to_gather = [step.gathered for step in steps if step.needs_full and not step.gathered.is_lazy]
         self._num_passed = 0
         self._num_started = 0
 
-    def advance(self, end: int) -> Iterator[Step]:
+    def advance(self, end: int) -> Iterator[tuple[int, Step]]:
         """Take the steps before `end`, and start the gathers that each step allows ahead of it.
 
         Where full tensors are needed, gathers start before the step is yielded, so that they overlap with its work.
-        Where gradients are due, they start afterwards, when the step's own tensors have been dropped.
+        Where gradients are due, they start when the next step is requested, after the step's own tensors have been
+        dropped. So exhaust the iterator.
 
         Args:
             end: The number of the first step that is not taken.
 
         Yields:
-            The steps.
+            The number of each step, and the step.
         """
         end = min(end, len(self.steps))
         while self.position < end:
-            step = self.steps[self.position]
+            number = self.position
+            step = self.steps[number]
             self.position += 1
             if step.needs_full:
-                if not step.gathered.lazy:
+                # A planned unit becomes lazy only in `Forward.open`, after this step.
+                if not step.gathered.is_lazy:
                     self._num_passed += 1
                 self._gather_ahead(step.gathered, self._min_prefetch)
-                yield step
+                yield number, step
             else:
-                yield step
+                yield number, step
                 self._gather_ahead(step.gathered, min_prefetch=1)
 
     @property

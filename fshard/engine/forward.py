@@ -19,45 +19,45 @@ class Forward:
         events: Where each unit was opened and closed. In reverse they are the steps of the backward: its gradients are
             due where the forward opened it, and its full tensors are needed from where the forward closed it.
         is_over: Whether the function has returned. What reads parameters from then on is a recomputed checkpoint.
-        saved: The hooks by which autograd saves tensors.
+        saved_hooks: The hooks by which autograd saves tensors.
     """
 
-    def __init__(self, api_name: str, trains: bool, saved: SavedTensorHooks) -> None:
+    def __init__(self, api_name: str, trains: bool, saved_hooks: SavedTensorHooks) -> None:
         """Begin before the first unit.
 
         Args:
             api_name: The public function that runs, for errors.
             trains: Whether a backward follows.
-            saved: The hooks by which autograd saves tensors.
+            saved_hooks: The hooks by which autograd saves tensors.
         """
         self.gathered_units: list[GatheredUnit] = []
         self.events: list[Step] = []
         self.is_over = False
-        self.saved = saved
+        self.saved_hooks = saved_hooks
         self._api_name = api_name
         self._trains = trains
         # Whether anything that takes a gradient has been opened.
         self._has_trained = False
         self._open: list[GatheredUnit] = []
-        # The units that were left, whose tensors are dropped when the next gather starts.
+        # The units whose scopes have ended, and whose tensors are dropped when the next gather starts.
         self._to_drop: list[GatheredUnit] = []
-        self._plain: GatheredUnit | None = None
+        self._function_gather: GatheredUnit | None = None
         # The error of writes to a weight in a submodule that failed. Raised if the function goes on.
         self._write_error: ValueError | None = None
 
-    def insert_plain(self, gathered: GatheredUnit) -> None:
-        """Gather for a plain function; this ends the scope of the plain gather before."""
-        self.leave_plain()
-        self._plain = gathered
+    def open_function_gather(self, gathered: GatheredUnit) -> None:
+        """Open a unit that a function gathers by `fs.gather`, and end the scope of the one before."""
+        self.end_function_scope()
+        self._function_gather = gathered
         enclosing = [other for other in self._open if not other.scope_ended]
-        self.open(gathered, enclosing, outermost_checkpoint(), torch.is_grad_enabled())
+        self.open(gathered, enclosing, find_outermost_checkpoint(), torch.is_grad_enabled())
 
-    def leave_plain(self) -> None:
-        """End the scope of the last plain gather."""
-        gathered = self._plain
-        self._plain = None
+    def end_function_scope(self) -> None:
+        """End the scope of the last unit that a function gathered by `fs.gather`."""
+        gathered = self._function_gather
+        self._function_gather = None
         if gathered is not None:
-            self.leave(gathered)
+            self.end_scope(gathered)
 
     def open(
         self,
@@ -77,10 +77,11 @@ class Forward:
             is_last_gather: Whether nothing is left to gather ahead. Then the units that the backward would gather first
                 stay.
         """
-        self.make_room(keep=self._first_of_backward(gathered) if is_last_gather and self._trains else ())
+        keeps_some = is_last_gather and self._trains
+        self.make_room(keep=self._list_first_of_backward(gathered) if keeps_some else ())
         self._close_all_but(enclosing)
         gathered.checkpoint = checkpoint
-        gathered.lazy = True
+        gathered.is_lazy = True
         self.gathered_units.append(gathered)
         self._open.append(gathered)
         self.events.append(Step(gathered, needs_full=False, sequence=_compat.next_sequence_number()))
@@ -95,11 +96,11 @@ class Forward:
             if leaf.trained and not leaf.derived:
                 leaf.must_reduce = True
         if self._trains:
-            self.saved.watch(gathered)
+            self.saved_hooks.watch(gathered)
 
-    def _first_of_backward(self, gathered: GatheredUnit) -> list[GatheredUnit]:
+    def _list_first_of_backward(self, gathered: GatheredUnit) -> list[GatheredUnit]:
         """List the units that a backward from here would gather ahead of one."""
-        earlier = [other for other in reversed(self.gathered_units) if other.unit.regathered]
+        earlier = [other for other in reversed(self.gathered_units) if other.unit.is_regathered]
         sizes = (other.unit.nbytes for other in earlier)
         return earlier[: gathered.unit.count_ahead(sizes)]
 
@@ -110,31 +111,31 @@ class Forward:
         """
         for gathered in self._open:
             # The backward of a lookup does not read the table, unless a checkpoint recomputes the lookup.
-            gathered.lazy = gathered.unit.is_embedding and gathered.checkpoint is None
+            gathered.is_lazy = gathered.unit.is_embedding and gathered.checkpoint is None
 
-    def leave(self, gathered: GatheredUnit, *, failed: bool = False) -> None:
+    def end_scope(self, gathered: GatheredUnit, *, has_failed: bool = False) -> None:
         """End a unit's scope. Its tensors are dropped when the next gather starts, unless they stay.
 
         Args:
             gathered: The gathered unit.
-            failed: Whether the submodule of the unit raised an exception, which must reach the user. An error of writes
-                waits until the function ends, in case it catches that exception.
+            has_failed: Whether the submodule of the unit raised an exception, which must reach the user. An error of
+                writes waits until the function ends, in case it catches that exception.
         """
         gathered.revoke_outputs()
         gathered.scope_ended = True
         if self.is_over:
             return
-        if gathered.unit.regathered:
+        if gathered.unit.is_regathered:
             self._to_drop.append(gathered)
         try:
             gathered.check_writes(self._api_name)
         except ValueError as error:
-            if not failed:
+            if not has_failed:
                 raise
             self._write_error = error
 
     def make_room(self, keep: Sequence[GatheredUnit] = ()) -> None:
-        """Drop the tensors of the units that were left, except for some."""
+        """Drop the tensors of the units whose scopes have ended, except for some."""
         kept = []
         for gathered in self._to_drop:
             if gathered in keep:
@@ -151,13 +152,13 @@ class Forward:
         """
         if self._write_error is not None:
             raise self._write_error
-        self.leave_plain()
+        self.end_function_scope()
         self._close_all_but(())
         self.is_over = True
         if not self._trains:
             self.make_room()
 
-    def end(self) -> None:
+    def drop_references(self) -> None:
         """Drop outputs and all that refers to this forward, so that memory is freed without the garbage collector."""
         for gathered in self.gathered_units:
             gathered.revoke_outputs()
@@ -165,10 +166,10 @@ class Forward:
         self.events = []
         self._open = []
         self._to_drop = []
-        self._plain = None
-        # A graph that outlives the call may hold the hooks, and a unit may lead back to that graph. The collector does
-        # not see such a cycle.
-        self.saved.watched_storages = {}
+        self._function_gather = None
+        # A graph that outlives the call may hold these hooks, and the watched units may lead back to that graph. The
+        # garbage collector cannot see that cycle, because it passes through C++.
+        self.saved_hooks.watched_storages = {}
 
     def _close_all_but(self, enclosing: Sequence[GatheredUnit]) -> None:
         """Close open units: from here on, autograd saves their tensors as they are.
@@ -176,7 +177,7 @@ class Forward:
         The units of a running checkpoint stay open until it ends, because the backward needs all of them where it
         starts to recompute.
         """
-        checkpoint = outermost_checkpoint()
+        checkpoint = find_outermost_checkpoint()
         still_open = []
         closed = []
         for gathered in self._open:
@@ -187,10 +188,10 @@ class Forward:
                 closed.append(gathered)
         for gathered in reversed(closed):
             self.events.append(Step(gathered, needs_full=True, sequence=_compat.next_sequence_number()))
-            gathered.superseded = True
+            gathered.is_closed = True
         self._open = still_open
 
 
-def outermost_checkpoint() -> Any:
+def find_outermost_checkpoint() -> Any:
     """Return the outermost checkpoint that will recompute what runs now, or None."""
     return next(reversed(_compat.checkpoints()), None)

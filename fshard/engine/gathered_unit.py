@@ -15,7 +15,7 @@ from fshard.tree import grouped
 from fshard.tree.checks import check_versions, count_writes
 
 # The transform that gathers a leaf.
-transform_of = operator.attrgetter("spec.transform")
+get_transform = operator.attrgetter("spec.transform")
 
 # Leaves of one transform whose gather has started, and a function that waits for their full tensors.
 PendingGather = tuple[Sequence[Leaf], Callable[[], Sequence[torch.Tensor]]]
@@ -31,11 +31,11 @@ class GatheredUnit:
         unit: The unit of the plan.
         leaves: The leaves of the unit.
         trained: The leaves that take a gradient.
-        full: The full tensor of each leaf; None until they have been waited for.
+        full_tensors: The full tensor of each leaf; None until they have been waited for.
         outputs: The tensors that autograd knows and the function received, by leaf, while the scope lasts.
         gather_started: Whether the full tensors are on their way or present.
         scope_ended: Whether the scope in which the function may read the full tensors has ended.
-        superseded: Whether the forward has closed this unit, because another unit opened after it.
+        is_closed: Whether the forward has closed this unit, because another unit opened after it.
         checkpoint: The outermost activation checkpoint that will recompute with this unit. The unit stays open until
             that checkpoint ends.
         lazy: Whether the backward gathers the unit only on demand.
@@ -46,13 +46,13 @@ class GatheredUnit:
         self.unit = unit
         self.leaves = leaves
         self.trained = [leaf for leaf in leaves if leaf.trained]
-        self.full: dict[Leaf, torch.Tensor] | None = None
+        self.full_tensors: dict[Leaf, torch.Tensor] | None = None
         self.outputs: dict[Leaf, torch.Tensor] = {}
         self.gather_started = False
         self.scope_ended = False
-        self.superseded = False
+        self.is_closed = False
         self.checkpoint: Any = None
-        self.lazy = False
+        self.is_lazy = False
         self._pending: list[PendingGather] = []
         self._full_versions: list[int] = []
         # The dict and the key under which the function finds each output.
@@ -68,14 +68,14 @@ class GatheredUnit:
     def _start_gathers(self) -> list[PendingGather]:
         # Leaves that share the full tensor of another gathered unit are not gathered again.
         missing = [leaf for leaf in self.leaves if leaf.shared_from is None]
-        if not self.unit.regathered:
+        if not self.unit.is_regathered:
             for leaf in missing:
                 leaf.shared_from = self
 
         pending: list[PendingGather] = []
         paths = [leaf.path for leaf in missing]
         with count_writes(), torch.no_grad(), comm.annotate_collectives([self.unit.name], paths):
-            for transform, indices in grouped(missing, transform_of).items():
+            for transform, indices in grouped(missing, get_transform).items():
                 leaves = [missing[index] for index in indices]
                 shards = [leaf.stored for leaf in leaves]
                 specs = [leaf.spec for leaf in leaves]
@@ -84,11 +84,11 @@ class GatheredUnit:
 
     def wait(self) -> dict[Leaf, torch.Tensor]:
         """Return the full tensors by leaf, and gather them if they are not present."""
-        full = self.full
+        full = self.full_tensors
         if full is None:
             self.start()
             full = self._finish_gathers()
-            self.full = full
+            self.full_tensors = full
             self._full_versions = _compat.versions(full.values())
         return full
 
@@ -117,7 +117,7 @@ class GatheredUnit:
         # A gather that has started must finish before its buffers can be dropped.
         if self.gather_started:
             self.wait()
-        self.full = None
+        self.full_tensors = None
         self.gather_started = False
 
     def register_output(self, holder: dict[str, Any], key: str) -> None:
@@ -148,9 +148,9 @@ class GatheredUnit:
         Raises:
             ValueError: with the path of every leaf that was written to.
         """
-        if self.full is not None:
-            paths = [leaf.path for leaf in self.full]
-            check_versions(api_name, paths, list(self.full.values()), self._full_versions)
+        if self.full_tensors is not None:
+            paths = [leaf.path for leaf in self.full_tensors]
+            check_versions(api_name, paths, list(self.full_tensors.values()), self._full_versions)
 
 
 def check_transform_results(
@@ -169,7 +169,7 @@ def check_transform_results(
     Raises:
         ValueError: with the path of every leaf whose result has the wrong shape or is no tensor.
     """
-    transform = transform_of(leaves[0])
+    transform = get_transform(leaves[0])
     if reduction(transform).is_foreign:
         paths = [leaf.path for leaf in leaves]
         specs = [leaf.spec for leaf in leaves]

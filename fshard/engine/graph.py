@@ -16,8 +16,8 @@ from fshard.engine.gathered_unit import GatheredUnit
 from fshard.engine.leaf import Leaf
 from fshard.reduction_order import order_of
 
-# An input of every node that delivers full tensors. A backward that names it as a source reaches nodes of calls that
-# have ended too, so that they raise instead of being left out.
+# Every delivering node has this input. Because a backward asks for its gradient, it also runs nodes of calls that have
+# ended, which then raise instead of being skipped.
 ANY_CALL = torch.zeros((), requires_grad=True)
 
 Grads = Sequence[torch.Tensor | None]
@@ -35,7 +35,7 @@ class _Deliver(Function):
         specs = [leaf.spec for leaf in gathered.trained]
         axes = dict.fromkeys([axis for spec in specs for axis in spec.roles])
         # Checks of values that vary between ranks read this from the node.
-        ctx.variance = Variance("fs.gather", tuple(axes), specs, True)
+        ctx.variance = Variance("fs.gather", tuple(axes), specs, result=True)
         ctx.set_materialize_grads(False)
         return tuple([tensor.detach() for tensor in full])
 
@@ -78,11 +78,11 @@ def find_used_leaves(loss: torch.Tensor, trained: Sequence[Leaf]) -> set[Leaf]:
     leaf_of_node = {get_gradient_edge(leaf.tensor).node: leaf for leaf in trained}
     used: set[Leaf] = set()
 
-    def edges_behind(edge: tuple[Any, int]) -> list[tuple[Any, int]]:
+    def list_edges_behind(edge: tuple[Any, int]) -> list[tuple[Any, int]]:
         node, output_number = edge
         if node is None:
             return []
-        gathered = _gathered_by(node)
+        gathered = _get_delivered_unit(node)
         if gathered is None:
             return list(node.next_functions)
         # A node that delivers has no edges to the shards that it gathered. Go on behind a derived leaf at its own node.
@@ -90,7 +90,7 @@ def find_used_leaves(loss: torch.Tensor, trained: Sequence[Leaf]) -> set[Leaf]:
         used.add(leaf)
         return [_get_edge(leaf.tensor)] if leaf.derived else []
 
-    for node, _ in walk_graph([_get_edge(loss)], edges_behind):
+    for node, _ in walk_graph([_get_edge(loss)], list_edges_behind):
         if node in leaf_of_node:
             used.add(leaf_of_node[node])
     return used
@@ -101,7 +101,7 @@ def _get_edge(tensor: torch.Tensor) -> tuple[Any, int]:
     return tensor.grad_fn, tensor.output_nr
 
 
-def _gathered_by(node: Any) -> GatheredUnit | None:
+def _get_delivered_unit(node: Any) -> GatheredUnit | None:
     """Return the gathered unit whose full tensors a node delivers; None for the nodes of other operators.
 
     A node of autograd has the attributes that its forward set on `ctx`; nodes of other operators may have any.

@@ -7,7 +7,7 @@ import torch
 
 from fshard import _compat
 from fshard.collectives import divide
-from fshard.engine.plan import PLAIN
+from fshard.engine.plan import DEFAULT_POLICY
 from fshard.transforms.run import check_stateless
 from fshard.transforms.structure import reduction, sum_dtype
 from fshard.tree import Sharded
@@ -70,7 +70,7 @@ class Leaf:
         """
         self.path = path
         self.spec = param.spec
-        self.policy = param.spec.reshard or PLAIN
+        self.policy = param.spec.reshard or DEFAULT_POLICY
         self.tensor = param.local
         self.stored = stored.detach() if stored.requires_grad else stored
         self.trained = param.local.requires_grad
@@ -110,13 +110,16 @@ class Leaf:
         return grad if grad.dtype is target else grad.to(target)
 
     def add_full(self, grad: torch.Tensor) -> None:
-        """Add to this rank's full gradient, in its memory if nothing else holds that: a hook's, or another leaf's."""
+        """Add to this rank's full gradient.
+
+        Adds in place unless something else, such as a user's hook, holds the same memory.
+        """
         self.used = True
         if self.full_grad is None:
             self.full_grad = grad
             return
         total = self.cast_for_sum(self.full_grad, grad.dtype).detach()
-        # Only `total` may hold the memory when the owners of it are counted.
+        # share_memory counts references, so drop this one first.
         self.full_grad = None
         can_write = total.is_contiguous() and not _compat.share_memory([total])[0]
         self.full_grad = total.add_(grad) if can_write else total + grad

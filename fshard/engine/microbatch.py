@@ -43,8 +43,11 @@ class Microbatch:
         """Return whether the call bound a parameter, or the function computed it from such."""
         return is_sharded(param) and (param.local.requires_grad or id(param.local) in self._leaf_of_tensor_id)
 
-    def leaf_of(self, path: str, param: Sharded) -> Leaf:
-        """Return the leaf that the call bound for a parameter; make a derived leaf if it bound none."""
+    def get_or_derive_leaf(self, path: str, param: Sharded) -> Leaf:
+        """Return the leaf that the call bound for a parameter; make a derived leaf if it bound none.
+
+        To make one may record collectives for the backward, which `make_derived_leaf_agree` adds.
+        """
         leaf = self._leaf_of_tensor_id.get(id(param.local))
         if leaf is not None:
             return leaf
@@ -57,13 +60,13 @@ class Microbatch:
             self.derived.append(leaf)
         return leaf
 
-    def end(self, keep_shared: bool) -> None:
+    def drop_references(self, keep_shared: bool) -> None:
         """Drop the gathered units.
 
         Args:
             keep_shared: Whether bound leaves keep the full tensors that they share, for the next microbatch.
         """
-        self.forward.end()
+        self.forward.drop_references()
         for leaf in self._leaf_of_tensor_id.values():
             leaf.first_gathered = None
             if leaf.derived or not keep_shared:

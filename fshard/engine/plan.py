@@ -1,4 +1,4 @@
-"""Units and plans: what is gathered together, and in which order, as values that a step only looks up."""
+"""Units and plans: what is gathered together, and in which order: values that are computed once and cached."""
 
 import functools
 import math
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from fshard.tree import ReshardPolicy, Spec, matches
 
-PLAIN = ReshardPolicy()
+DEFAULT_POLICY = ReshardPolicy()
 
 
 class LeafFacts(NamedTuple):
@@ -32,20 +32,22 @@ class Unit(NamedTuple):
         leaf_names: The names of its leaves.
         nbytes: The bytes of their full tensors, as they are stored.
         policy: Their reshard policy; the leaves of a unit share one strategy.
-        regathered: Whether the unit is dropped after its forward and gathered again in the backward.
+        is_regathered: Whether the unit is dropped after its forward and gathered again in the backward.
         is_embedding: Whether it holds only tables of embeddings, whose values no backward needs.
         enclosing: The numbers of the units of its plan that it lies inside.
         last_module_unit: The number of the last of the module's units that were merged into it.
+        is_merged: Whether several of the module's units were merged into it.
     """
 
     name: str
     leaf_names: tuple[str, ...]
     nbytes: int
     policy: ReshardPolicy
-    regathered: bool
+    is_regathered: bool
     is_embedding: bool = False
     enclosing: tuple[int, ...] = ()
     last_module_unit: int = -1
+    is_merged: bool = False
 
     def count_ahead(self, sizes: Iterable[int], min_count: int = 1) -> int:
         """Count the units to gather ahead of this one: the number that its policy names, or as many as are small.
@@ -61,7 +63,7 @@ class Unit(NamedTuple):
         max_bytes = self.policy.ahead_bytes
         if self.policy.prefetch is not None:
             min_count = self.policy.prefetch
-            # Units without bytes come on top.
+            # An empty unit costs nothing, so gather it as well.
             max_bytes = 0
         count = 0
         total_bytes = 0
@@ -133,7 +135,7 @@ def make_unit(name: str, leaves: tuple[LeafFacts, ...]) -> Unit:
     for leaf in leaves:
         nbytes += math.prod(leaf.spec.padded_shape) * leaf.element_size
         policy = policy or leaf.spec.reshard
-    policy = policy or PLAIN
+    policy = policy or DEFAULT_POLICY
 
     regathered = policy.regather
     if not isinstance(regathered, bool):
@@ -141,7 +143,7 @@ def make_unit(name: str, leaves: tuple[LeafFacts, ...]) -> Unit:
     # A single rank holds everything anyway.
     regathered = regathered and any(_spans_ranks(leaf.spec) for leaf in leaves)
     leaf_names = tuple([leaf.name for leaf in leaves])
-    return Unit(name, leaf_names, nbytes, policy, regathered)
+    return Unit(name=name, leaf_names=leaf_names, nbytes=nbytes, policy=policy, is_regathered=regathered)
 
 
 def _spans_ranks(spec: Spec) -> bool:
@@ -180,10 +182,11 @@ def make_plan(module_units: tuple[ModuleUnit, ...], leaves: tuple[LeafFacts, ...
         stays = len(runs) == 1 and unit.nbytes <= unit.policy.bucket_bytes
         units.append(
             unit._replace(
-                regathered=singles[run.first].regathered and not stays,
+                is_regathered=singles[run.first].is_regathered and not stays,
                 is_embedding=all(module_unit.is_embedding for module_unit in merged_units),
                 enclosing=enclosing,
                 last_module_unit=run.end - 1,
+                is_merged=run.end - run.first > 1,
             )
         )
         unit_of += [number] * len(merged_units)
@@ -220,7 +223,7 @@ def merge_small_units(units: Sequence[Unit], ends: Sequence[int], first: int = 0
     """
     end = len(units) if end is None else end
     runs: list[Run] = []
-    # The last run as one unit, if more units may join it.
+    # The last run described as one unit; None if nothing may join it.
     open_run: Unit | None = None
     while first < end:
         after = ends[first]
@@ -231,15 +234,15 @@ def merge_small_units(units: Sequence[Unit], ends: Sequence[int], first: int = 0
             open_run = None
         elif open_run is not None and _may_merge([open_run, *family]):
             runs[-1] = Run(runs[-1].first, after)
-            open_run = _stand_in([open_run, *family])
+            open_run = _describe_merged([open_run, *family])
         else:
             runs.append(Run(first, after))
-            open_run = _stand_in(family)
+            open_run = _describe_merged(family)
         first = after
     return runs
 
 
-def _stand_in(units: Sequence[Unit]) -> Unit:
+def _describe_merged(units: Sequence[Unit]) -> Unit:
     """Describe merged units by the first one, with the bytes of all."""
     return units[0]._replace(nbytes=sum([unit.nbytes for unit in units]))
 
@@ -248,5 +251,5 @@ def _may_merge(units: Sequence[Unit]) -> bool:
     """Tell whether units may be merged: all of them or none are regathered, and together they are small enough."""
     if len(units) == 1:
         return True
-    are_alike = len({unit.regathered for unit in units}) == 1
+    are_alike = len({unit.is_regathered for unit in units}) == 1
     return are_alike and sum(unit.nbytes for unit in units) <= units[0].policy.bucket_bytes

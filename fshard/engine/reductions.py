@@ -8,7 +8,7 @@ import torch
 
 from fshard import _compat, comm
 from fshard.collectives import divide
-from fshard.engine.gathered_unit import check_transform_results, transform_of
+from fshard.engine.gathered_unit import check_transform_results, get_transform
 from fshard.engine.leaf import Leaf
 from fshard.transforms.run import start_scatter
 from fshard.transforms.structure import reduction
@@ -50,7 +50,8 @@ class Reductions:
         self._pending_bytes = 0
 
     def queue(self, leaves: Iterable[Leaf]) -> None:
-        """Reduce the gradients of leaves soon, those of one unit together if they are small."""
+        """Queue leaves of one unit for reduction. Small gradients wait for others, large ones start now."""
+        # Inside a unit, start no message smaller than PACK_BYTES. After it, start as soon as a bucket is full.
         for leaf in leaves:
             self._queue.append(leaf)
             self._queued_bytes += leaf.full_facts.nbytes
@@ -70,8 +71,9 @@ class Reductions:
         leaves = self._queue
         self._queue = []
         self._queued_bytes = 0
-        # Bound and derived leaves never wait together, so each group is of one kind.
-        for transform, indices in grouped(leaves, transform_of).items():
+        # Bound and derived leaves never wait together, because bound leaves are not reduced early if there are derived
+        # ones. So each group is of one kind.
+        for transform, indices in grouped(leaves, get_transform).items():
             self._start_reduction(transform, [leaves[index] for index in indices])
 
     def _start_reduction(self, transform: Any, leaves: list[Leaf]) -> None:

@@ -67,8 +67,8 @@ class SavedTensorHooks:
         self.watched_storages: dict[int, WatchedStorage] = {}
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Make the context in which the function runs. The hooks are there from the first watched storage on."""
+    def install(self) -> Iterator[None]:
+        """Make the context in which the function runs. The hooks are installed when the first storage is watched."""
         try:
             yield
         finally:
@@ -78,7 +78,7 @@ class SavedTensorHooks:
 
     def watch(self, gathered: GatheredUnit) -> None:
         """Watch a unit's full tensors, except those that share memory with stored shards."""
-        if not gathered.unit.regathered:
+        if not gathered.unit.is_regathered:
             return
         for leaf, full in gathered.wait().items():
             address = _compat.storage_key(full)
@@ -97,15 +97,15 @@ class SavedTensorHooks:
         # A saved result of the graph would hold the graph that holds it, and the collector cannot see such a cycle.
         tensor = tensor.detach() if tensor.requires_grad else tensor
         watched = None
-        # A subclass has more state than its values, and a conjugate or negative view has other values.
-        plain = tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
-        if plain and not _compat.is_transformed(tensor):
+        # Skip subclasses, which hold more than values, and lazy conjugate or negative views.
+        is_ordinary = tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
+        if is_ordinary and not _compat.is_transformed(tensor):
             watched = self.watched_storages.get(_compat.storage_key(tensor))
         if watched is None or (watched.dtype, watched.tensor_type) != (tensor.dtype, type(tensor)):
             return tensor, _compat.version(tensor)
         # A node that is made after another unit opened runs before the backward gathers this unit again. A handle
         # would make this rank gather alone.
-        if watched.gathered.superseded:
+        if watched.gathered.is_closed:
             return tensor, _compat.version(tensor)
         return Handle(watched.gathered, watched.leaf, tensor.size(), tensor.stride(), tensor.storage_offset())
 

@@ -15,13 +15,13 @@ class Gathered:
     def __init__(self, number, nbytes, ahead, log, there=False, lazy=False):
         units, max_bytes = ahead
         policy = ReshardPolicy(bucket_bytes=max_bytes // 2) if max_bytes else ReshardPolicy(prefetch=units)
-        self.number, self.unit, self.lazy = number, Unit("", (), nbytes, policy, True), lazy
+        self.number, self.unit, self.is_lazy = number, Unit("", (), nbytes, policy, True), lazy
         self.start = lambda: None if there else log.append(f"g{number}")
 
 
 def walk(units, steps, log):
     cursor = Cursor([Step(units[int(step[1:])], needs_full=step[0] == "o") for step in steps], lambda: None)
-    for step in cursor.advance(len(cursor.steps)):
+    for _, step in cursor.advance(len(cursor.steps)):
         log.append(f"{'o' if step.needs_full else 'r'}{step.gathered.number}")
     assert cursor.all_started
     return " ".join(log)
@@ -71,9 +71,9 @@ def test_a_cursor_stands_where_it_was_led_and_makes_room_before_gathers_start():
     """Steps are taken once; going to where it stands, or has been, takes none."""
     log = []
     cursor = Cursor([Step(Gathered(n, 4, (1, 0), log), needs_full=True) for n in range(3)], lambda: log.append("room"))
-    assert [step.gathered.number for step in cursor.advance(1)] == [0]
+    assert [step.gathered.number for _, step in cursor.advance(1)] == [0]
     assert (cursor.position, cursor.all_started, log) == (1, False, ["room", "g0", "g1"])
     assert list(cursor.advance(1)) == list(cursor.advance(0)) == []
-    assert [step.gathered.number for step in cursor.advance(2)] == [1]
+    assert [step.gathered.number for _, step in cursor.advance(2)] == [1]
     assert (cursor.position, cursor.all_started, log) == (2, True, ["room", "g0", "g1", "room", "g2"])
-    assert [step.gathered.number for step in cursor.advance(3)] == [2]
+    assert [step.gathered.number for _, step in cursor.advance(3)] == [2]

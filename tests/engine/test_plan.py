@@ -67,8 +67,8 @@ def test_a_plan():
     assert [unit.enclosing for unit in plan.units] == [(), (), (), (2,), (2,), ()]
     assert [unit.last_module_unit for unit in plan.units] == [*plan.unit_of] == [0, 1, 2, 3, 4, 5]
     assert plan.ends == (1, 2, 5, 4, 5, 6)
-    assert all(unit.regathered for unit in plan.units)
-    assert not any(unit.regathered for unit in plan_of(ranks=1, bucket_bytes=0).units)
+    assert all(unit.is_regathered for unit in plan.units)
+    assert not any(unit.is_regathered for unit in plan_of(ranks=1, bucket_bytes=0).units)
     # It depends on values alone: a call only looks it up.
     assert plan_of(bucket_bytes=0) is plan
     assert make_unit("unit", ()) == Unit("unit", (), 0, ReshardPolicy(), False)
@@ -90,5 +90,5 @@ def test_a_plan_of_merged_units():
     assert (unit.name, unit.nbytes, unit.leaf_names) == ("embedding to head", sum(BYTES.values()) - 192, tuple(SHAPES))
     # A rule decides by the names of units before they are merged.
     plan = plan_of(regather=("second", "second.*"), bucket_bytes=2**20)
-    found = {unit.name: unit.regathered for unit in plan.units}
+    found = {unit.name: unit.is_regathered for unit in plan.units}
     assert found == {"embedding to first": False, "second to second.1": True, "head": False}

@@ -415,8 +415,8 @@ FAULTS = (
     Fault(
         "table-in-a-checkpoint-gathered-on-demand",
         "fshard/engine/forward.py",
-        "gathered.lazy = gathered.unit.is_embedding and gathered.checkpoint is None",
-        "gathered.lazy = gathered.unit.is_embedding",
+        "gathered.is_lazy = gathered.unit.is_embedding and gathered.checkpoint is None",
+        "gathered.is_lazy = gathered.unit.is_embedding",
         "10: ranks start the same gathers, also where one has no gradient for a checkpoint",
     ),
     Fault(
@@ -499,15 +499,15 @@ FAULTS = (
     Fault(
         "handle-of-a-unit-that-has-closed",
         "fshard/engine/saved.py",
-        "if watched.gathered.superseded:",
+        "if watched.gathered.is_closed:",
         "if False:",
         "10: a rank that uses a weight late gathers nothing that the others do not",
     ),
     Fault(
         "handle-of-a-conjugate-view",
         "fshard/engine/saved.py",
-        "plain = tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())",
-        "plain = tensor.layout is torch.strided and not tensor.is_neg()",
+        "is_ordinary = tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())",
+        "is_ordinary = tensor.layout is torch.strided and not tensor.is_neg()",
         "5: autograd gets back the tensor that it saved",
     ),
     Fault(
@@ -520,7 +520,7 @@ FAULTS = (
     Fault(
         "hooks-lead-back-to-units",
         "fshard/engine/forward.py",
-        "self.saved.watched_storages = {}",
+        "self.saved_hooks.watched_storages = {}",
         "pass",
         "5: a call that has ended holds nothing",
     ),
