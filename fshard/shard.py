@@ -20,9 +20,9 @@ from fshard.tree.checks import (
     check_local,
     check_matches,
     describe,
+    describe_axis,
+    describe_node_types,
     is_reachable,
-    named,
-    outline,
     refuse_donated,
     tree_remedy,
 )
@@ -63,7 +63,7 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | None = N
     is_chosen = _choose_frozen("shard", frozen, flat)
     remedy = tree_remedy(flat.leaves, "pass full tensors whose shapes fit the strategy")
     # What ranks compare, by the leaves' paths.
-    entries = {"(structure)": outline(flat.treedef)}
+    entries = {"(structure)": describe_node_types(flat.treedef)}
     whole_leaves: list[Sharded | None] = []
     for path, name, leaf in zip(flat.paths, flat.names, flat.leaves, strict=True):
         misfit = None if leaf is None else unfit(leaf)
@@ -418,7 +418,7 @@ def check_transform(transform: Any, verb: str, argument: str = "transform") -> N
     """Refuse what is no transform, or one of another mesh than this process is on."""
     is_transform = isinstance(transform, ShardTransform)
     expect(is_transform, verb, f"{argument} to be a ShardTransform such as fs.zero2(mesh)", describe(transform))
-    unreachable = [named(axis) for axis in layout_axes(transform) if not is_reachable(axis)]
+    unreachable = [describe_axis(axis) for axis in layout_axes(transform) if not is_reachable(axis)]
     if unreachable:
         raise ValueError(
             f"{verb}: {', '.join(unreachable)} of {argument} does not belong to a mesh of this process. Build the "

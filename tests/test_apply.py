@@ -190,7 +190,7 @@ def test_writes_to_gathered_weights_and_buffers_are_refused_in_every_mode(mode):
         params = model.init(strategy(on))
         for run in runs:
             copied = fs.tree_map(torch.clone, params)
-            with mode(), pytest.raises(ValueError, match=r"\['weight'\]: .*1 in-place writes"):
+            with mode(), pytest.raises(ValueError, match=r"\['weight'\]: was written to 1 times"):
                 run(copied, x)
             # What was written has reached parameters that ranks hold whole, and no others.
             if strategy is not STRATEGIES["ddp"]:
@@ -231,7 +231,7 @@ def test_differentiation_is_refused_in_inference_mode():
     params = fs.shard({"w": normal()(4, 4)}, zero3()(one_axis()))
     run = fs.value_and_grad(lambda p: fs.gather(p)["w"].square().sum())
     expected, _ = run(params)
-    text = "expected a call outside of torch.inference_mode(), got one inside it; "
+    text = "value_and_grad: cannot differentiate inside torch.inference_mode(). Leave the context, or"
     with fs.comm.record() as record, torch.inference_mode(), pytest.raises(ValueError, match=re.escape(text)):
         run(params)
     assert all(entry.about.is_comparison for entry in record)

@@ -280,7 +280,7 @@ def is_clear(name, argument, text):
 
     Python's own and torch's need only name it.
     """
-    named = re.search(rf"\b{re.escape(argument)}\b|\n  \S*: expected", text)
+    named = re.search(rf"\b{re.escape(argument)}\b|\n  \S*: ", text)
     begin = f"{name.rpartition('.')[2]}: "
     says_what_is_allowed = re.search(r"expected .+, got |To fix:", text, re.DOTALL)
     says_it_in_a_sentence = begin in text and re.search(r"; |only |must |cannot |\. [A-Z]", text)

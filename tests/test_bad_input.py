@@ -61,7 +61,7 @@ REGISTER = (
     'To fix: declare Layer with @optree.dataclasses.dataclass(namespace=""), which registers it as a pytree, and for '
     "torch.func call torch.utils._pytree.register_dataclass(Layer) too; or make it a NamedTuple."
 )
-HIDDEN = "expected a pytree, got a Layer with Sharded leaves in it\n" + REGISTER
+HIDDEN = "is a Layer, which contains Sharded leaves but is not a pytree\n" + REGISTER
 
 
 def hiding(world):
@@ -104,7 +104,7 @@ TREES = [
         "gather: shards do not match their specs\n"
         "  ['a']: expected a local tensor of shape (3, 3), got a float32 Tensor of shape (1, 3) as local tensor\n"
         "  ['b'][0]: expected a local tensor of shape (2,), got a float32 Tensor of shape (1,) as local tensor\n"
-        "To fix: keep a leaf's shape when mapping over it.",
+        "To fix: return tensors of the shard's shape from functions that you map over a tree.",
         lambda w: fs.gather(fs.tree_map(lambda x: x[:1], w.params)),
     ),
     setup(
@@ -113,14 +113,14 @@ TREES = [
             lambda p: fs.gather({"a": replace(base["a"], local=base["a"].local + p["a"].local)})["a"].sum()
         )(params),
         "gather: leaves cannot be gathered\n"
-        "  ['a']: expected none, because its spec is frozen, got a computed tensor that requires a gradient\n"
-        "To fix: make them by fs.shard or fs.reshard; give a frozen leaf the spec of the trained one, or detach it.",
+        "  ['a']: its spec is frozen, but it is a computed tensor that requires a gradient\n"
+        "To fix: make leaves with fs.shard or fs.reshard. For a frozen leaf, detach it or use the trained leaf's spec.",
         lambda w: fs.shard(w.full, w.zero2, frozen="*"),
         lambda w: w.params,
     ),
     on_world(
-        "gather: leaves of another mesh\n"
-        "  ['a']: expected a group of that size that this process is in, got axis 'shard' of 2 ranks in group 'gone'\n"
+        "gather: leaves live on a mesh that this process is not part of\n"
+        "  ['a']: axis 'shard' of 2 ranks in group 'gone' is not available here\n"
         "To fix: shard the tree on a mesh of this process.",
         lambda w: fs.gather({"a": replace(w.params["a"], spec=GONE)}),
     ),
@@ -149,8 +149,8 @@ MODULES = [
     ),
     on_world(
         "apply: params: trees differ in structure\n"
-        "  ['bias']: expected a leaf, got nothing\n"
-        "  ['scale']: expected nothing, got a leaf\n"
+        "  ['bias']: missing\n"
+        "  ['scale']: unexpected\n"
         "To fix: pass trees made from the same parameters.",
         lambda w: LINEAR.apply({"weight": ones(2, 3), "scale": ones(2)}, ones(4, 3)),
     ),
@@ -194,7 +194,7 @@ UNFIT = "update: gradients do not fit the parameters\n"
 FROM = "\nTo fix: pass what fs.scatter_grads(grads, like=state.params) or fs.value_and_grad returned."
 FLOATING = "expected the loss to be a floating scalar tensor, got a float32 Tensor of shape (3,)"
 AVERAGE = "; sum or average over the batch; value_and_grad takes (loss, aux) by has_aux=True"
-PAIR = 'expected the loss to be the pair (sum, count) for reduce="weighted", got a float32 Tensor of shape ()'
+PAIR = 'with reduce="weighted" the loss must be a pair (sum, count), got a float32 Tensor of shape ().'
 AUX = "f must return the pair (loss, aux) with has_aux=True, but returned a float32 Tensor of shape ()."
 NO_COUNT = "scatter_grads: expected the count to be a real scalar tensor, got an int; torch.tensor makes one"
 GRADIENTS = [
@@ -202,7 +202,7 @@ GRADIENTS = [
     setup(
         "integer",
         fs.value_and_grad(loss),
-        "value_and_grad: leaves cannot take a gradient\n"
+        "value_and_grad: leaves cannot have gradients\n"
         "  ['i']: expected a floating tensor, got an int64 Tensor of shape (2,)\n"
         "To fix: shard these leaves with frozen=, or keep them out of the parameters.",
         lambda w: {"a": w.params["a"], "i": fs.shard(torch.arange(4), w.zero2)},

@@ -20,8 +20,8 @@ from tests.trees import assert_same_bits
 
 LAYERS = [f"w{n}" for n in range(6)]
 ADAMW = fs.from_torch(torch.optim.AdamW, lr=0.1)
-LOST = "expected what that call returned in its place, got a tensor that was donated to an earlier call"
-RESTORE = "To fix: go on with the state that the call returned; if the call failed, restore the last checkpoint."
+LOST = "was donated to an earlier call, so it is empty now"
+RESTORE = "To fix: use the state that the call returned. If the call failed, restore the last checkpoint."
 
 OPERATORS = torch.library.Library("fshard_tests", "DEF")
 OPERATORS.define("breaks(Tensor x, str place) -> Tensor")

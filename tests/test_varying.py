@@ -77,11 +77,11 @@ def test_maths_on_a_whole_leaf():
         assert_trees_close((value, grads), expected, **within(expected, terms=2))
     # A rank's own rows are its own part of the sum.
     fs.value_and_grad(lambda p: squares(p) + p["w"].local.sum())(params)
-    whole = "expected one that varies between ranks, got a leaf that ranks hold whole"
-    split = "expected one that agrees between ranks, got a leaf that is split over the axis"
+    whole = "is replicated over 'shard', but {} needs a value that differs between ranks\nTo fix: use fs.pcast(x, axis"
+    split = "is split over 'shard', but pcast needs a value that is equal on all ranks\nTo fix: gather it first."
     for collective, leaf, text in (
-        (fs.psum_invariant, "b", whole),
-        (fs.pmean, "b", whole),
+        (fs.psum_invariant, "b", whole.format("psum_invariant")),
+        (fs.pmean, "b", whole.format("psum")),
         (partial(fs.pcast, to="varying"), "w", split),
     ):
         with pytest.raises(ValueError, match=re.escape(f"['{leaf}']: {text}")):

@@ -88,7 +88,7 @@ def test_every_form_is_the_mean_over_all_tokens(loss_of, world_size):
 
 # Three of these: the sum wraps in uint8, is true in bool, rounds in bfloat16 and is infinite in float16.
 NARROW = {"uint8": 200, "bool": 1, "bfloat16": 129, "float16": 40000, "float64": 3}
-REFUSED = "{}: expected a count that requires no gradient, got one that does; pass count.detach()"
+REFUSED = "{}: the count requires a gradient, but it is treated as a constant. Pass count.detach()."
 
 
 @on_ranks(1)

@@ -12,16 +12,13 @@ import torch
 
 from fshard import _compat
 from fshard.errors import Problem, expect, leaf_error, refuse
-from fshard.tree.flat import Flat, Tree, Treedef, flatten, leaves_of
+from fshard.tree.flat import Flat, Misfit, Tree, Treedef, flatten, leaves_of
 from fshard.tree.masks import Mask, matches
-from fshard.tree.nodes import Sharded, is_sharded, is_trained, lose_tensor, tensor_of, tensors_of
+from fshard.tree.nodes import Sharded, is_sharded, is_trained, replace_local, tensor_of, tensors_of
 from fshard.tree.specs import Axis
 
 # The attribute of a tensor that says that it was donated.
 DONATED = "_fshard_donated"
-
-# The description of a leaf that is wrong and of the leaf expected; None for one that is right.
-Misfit = tuple[str, str] | None
 
 
 def describe(leaf: Any) -> str:
@@ -70,7 +67,7 @@ class Range(NamedTuple):
     """The values that an argument may have: in words, for an error, and as a test."""
 
     expected: str
-    holds: Callable[[Any], bool]
+    allows: Callable[[Any], bool]
 
 
 def _is_whole(value: Any) -> bool:
@@ -92,58 +89,61 @@ FLOATING = Range(
 )
 
 
-def check_arguments(what: str, allowed: Range, **given: Any) -> None:
+def check_arguments(api_name: str, allowed: Range, **arguments: Any) -> None:
     """Refuse arguments out of a range.
 
     Args:
-        what: The function that asks, for its error.
+        api_name: The function that asks, for its error.
         allowed: The range.
-        given: The arguments, by name.
+        arguments: The arguments, by name.
 
     Raises:
         ValueError: with the name and the value of the first argument that is another value.
     """
-    for name, value in given.items():
-        expect(allowed.holds(value), what, f"{name} to be {allowed.expected}", f"{value!r:.40}")
+    for name, value in arguments.items():
+        expect(allowed.allows(value), api_name, f"{name} to be {allowed.expected}", f"{value!r:.40}")
 
 
-def check_numbers(what: str, allowed: Range, **given: Any) -> None:
-    """Refuse arguments that are no real numbers of a range, nor tensors of one: the host does not ask for its value.
+def check_numbers(api_name: str, allowed: Range, **arguments: Any) -> None:
+    """Refuse arguments that are not numbers in a range.
+
+    A one-element tensor passes unchecked, because reading its value would wait for the device.
 
     Args:
-        what: As for `check_arguments`.
+        api_name: As for `check_arguments`.
         allowed: As for `check_arguments`.
-        given: As for `check_arguments`.
+        arguments: As for `check_arguments`.
 
     Raises:
         ValueError: as `check_arguments`.
     """
-    for name, value in given.items():
+    for name, value in arguments.items():
         if isinstance(value, torch.Tensor):
             holds = value.numel() == 1 and not value.is_complex() and value.dtype is not torch.bool
         else:
-            holds = isinstance(value, Real) and not isinstance(value, bool) and allowed.holds(value)
+            holds = isinstance(value, Real) and not isinstance(value, bool) and allowed.allows(value)
         shown = describe(value) if isinstance(value, torch.Tensor) else f"{value!r:.40}"
-        expect(holds, what, f"{name} to be {allowed.expected}", shown)
+        expect(holds, api_name, f"{name} to be {allowed.expected}", shown)
 
 
-def check_flags(what: str, **flags: Any) -> None:
+def check_flags(api_name: str, **flags: Any) -> None:
     """Refuse flags that are neither True nor False: "no" is true to Python, and so is the text of a variable."""
     for name, flag in flags.items():
-        expect(type(flag) is bool, f"{what}: {name}", "True or False", f"{flag!r:.40}", "pass one of the two")
+        if type(flag) is not bool:
+            raise ValueError(f"{api_name}: {name} must be True or False, got {flag!r:.40}.")
 
 
-def check_reduce(reduce: str, what: str) -> None:
+def check_reduce(reduce: str, api_name: str) -> None:
     """Refuse an unknown way to reduce."""
-    expect(reduce in ("mean", "sum", "weighted"), what, 'reduce to be "mean", "sum" or "weighted"', repr(reduce))
+    expect(reduce in ("mean", "sum", "weighted"), api_name, 'reduce to be "mean", "sum" or "weighted"', repr(reduce))
 
 
-def check_matches(what: str, masks: Iterable[Mask], names: Sequence[str], leaves: Sequence[Any]) -> None:
+def check_matches(api_name: str, masks: Iterable[Mask], names: Sequence[str], leaves: Sequence[Any]) -> None:
     """Refuse masks that match none of the leaves."""
     for mask in masks:
         if not any(matches(mask, name, leaf) for name, leaf in zip(names, leaves, strict=True)):
             shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-            raise ValueError(f"{what}: the mask {mask!r} matches no leaf of {shown}; name some of these")
+            raise ValueError(f"{api_name}: the mask {mask!r} matches no leaf. The leaves are {shown}.")
 
 
 def is_reachable(axis: Axis) -> bool:
@@ -151,13 +151,13 @@ def is_reachable(axis: Axis) -> bool:
     return axis.size == 1 or _compat.group_size(axis.group_name) == axis.size
 
 
-def named(axis: Axis) -> str:
+def describe_axis(axis: Axis) -> str:
     """Name an axis with its group, for an error."""
     return f"axis {axis.name!r} of {axis.size} ranks in group {axis.group_name!r}"
 
 
 def mark_donated(leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
-    """Leave donated leaves with an empty tensor that says so, before anything is written to them.
+    """Leave donated leaves with an empty tensor that is marked as donated, before anything is written to them.
 
     Args:
         leaves: The leaves. A Sharded one lets go of its tensor, which goes on as it is; a plain one is emptied itself.
@@ -171,23 +171,23 @@ def mark_donated(leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
     for leaf in leaves:
         if isinstance(leaf, Sharded):
             tensor = leaf.local
-            gone = empty.get(tensor.dtype) if tensor.is_cpu else None
-            lose_tensor(leaf, _empty_like(tensor, empty) if gone is None else gone)
+            empty_tensor = empty.get(tensor.dtype) if tensor.is_cpu else None
+            replace_local(leaf, _empty_like(tensor, empty) if empty_tensor is None else empty_tensor)
         elif id(leaf) not in moved:
-            # By no operator.
-            moved[id(leaf)], leaf.data = leaf.data, _empty_like(leaf, empty)
+            moved[id(leaf)] = leaf.data
+            # Assign .data, so that autograd and modes see no operator.
+            leaf.data = _empty_like(leaf, empty)
             leaf.__dict__[DONATED] = True
     return moved
 
 
-def _empty_like(tensor: torch.Tensor, known: dict[Any, torch.Tensor]) -> torch.Tensor:
+def _empty_like(tensor: torch.Tensor, empty_tensors: dict[Any, torch.Tensor]) -> torch.Tensor:
     """Find or make the empty tensor that takes the place of donated ones of a dtype and a device."""
     kind = tensor.dtype if tensor.is_cpu else (tensor.dtype, tensor.device)
-    gone = known.get(kind)
-    if gone is None:
-        gone = known[kind] = tensor.new_empty(0)
-        gone.__dict__[DONATED] = True
-    return gone
+    if kind not in empty_tensors:
+        empty_tensors[kind] = tensor.new_empty(0)
+        empty_tensors[kind].__dict__[DONATED] = True
+    return empty_tensors[kind]
 
 
 def any_donated(leaves: Iterable[Any]) -> bool:
@@ -200,19 +200,27 @@ def is_donated(leaf: Any) -> bool:
     return getattr(tensor_of(leaf), DONATED, None) is True
 
 
-def refuse_donated(what: str, flat: Flat) -> None:
-    """Refuse leaves that were donated; `what` is the verb that asks."""
+def refuse_donated(api_name: str, flat: Flat) -> None:
+    """Refuse leaves that were donated.
+
+    Args:
+        api_name: The verb that asks, for its error.
+        flat: The leaves.
+
+    Raises:
+        ValueError: with the path of every leaf that was donated.
+    """
 
     def misfit(leaf: Any) -> Misfit:
         if is_donated(leaf):
-            return "a tensor that was donated to an earlier call", "what that call returned in its place"
+            return "was donated to an earlier call, so it is empty now"
         return None
 
-    remedy = "go on with the state that the call returned; if the call failed, restore the last checkpoint"
-    refuse(f"{what}: arguments were donated", flat.problems(misfit), remedy)
+    remedy = "use the state that the call returned. If the call failed, restore the last checkpoint"
+    refuse(f"{api_name}: arguments were donated", flat.problems(misfit), remedy)
 
 
-def check_tensors(what: str, flat: Flat) -> None:
+def check_tensors(api_name: str, flat: Flat) -> None:
     """Refuse leaves that are no tensors."""
 
     def misfit(leaf: Any) -> Misfit:
@@ -223,7 +231,7 @@ def check_tensors(what: str, flat: Flat) -> None:
     problems = flat.problems(misfit)
     if problems:
         remedy = tree_remedy(flat.leaves, "keep other values out of the tree")
-        refuse(f"{what}: leaves are no tensors", problems, remedy)
+        refuse(f"{api_name}: leaves are no tensors", problems, remedy)
 
 
 def is_differentiable(tensor: torch.Tensor) -> bool:
@@ -231,7 +239,7 @@ def is_differentiable(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def check_floating(what: str, flat: Flat) -> None:
+def check_floating(api_name: str, flat: Flat) -> None:
     """Refuse leaves that should take a gradient and cannot."""
 
     def misfit(leaf: Any) -> Misfit:
@@ -244,14 +252,14 @@ def check_floating(what: str, flat: Flat) -> None:
     dtypes = {tensor.dtype if isinstance(tensor, torch.Tensor) else torch.int for tensor in held}
     if not all(dtype.is_floating_point or dtype.is_complex for dtype in dtypes):
         remedy = tree_remedy(flat.leaves, "shard these leaves with frozen=, or keep them out of the parameters")
-        refuse(f"{what}: leaves cannot take a gradient", flat.problems(misfit), remedy)
+        refuse(f"{api_name}: leaves cannot have gradients", flat.problems(misfit), remedy)
 
 
-def check_dense(what: str, paths: Sequence[str], grads: Sequence[torch.Tensor | None]) -> None:
+def check_dense(api_name: str, paths: Sequence[str], grads: Sequence[torch.Tensor | None]) -> None:
     """Refuse gradients of Sharded leaves that are sparse: ranks add up and split dense ones.
 
     Args:
-        what: The verb that asks, for its error.
+        api_name: The verb that asks, for its error.
         paths: The leaves' paths.
         grads: Their full gradients; None where there is none.
 
@@ -266,28 +274,32 @@ def check_dense(what: str, paths: Sequence[str], grads: Sequence[torch.Tensor | 
         "pass sparse=False to nn.Embedding, nn.EmbeddingBag and their functions, sparse_grad=False to torch.gather, or "
         "call grad.to_dense()"
     )
-    refuse(f"{what}: gradients are sparse", problems, remedy)
+    refuse(f"{api_name}: gradients are sparse", problems, remedy)
 
 
-def check_axes(what: str, flat: Flat) -> None:
+def check_axes(api_name: str, flat: Flat) -> None:
     """Refuse Sharded leaves of another mesh than this process is on."""
 
     def misfit(leaf: Any) -> Misfit:
         axes = leaf.spec.axes if is_sharded(leaf) else ()
-        away = [named(axis) for axis in axes if not is_reachable(axis)]
-        if away:
-            return ", ".join(away), "a group of that size that this process is in"
+        unreachable = [describe_axis(axis) for axis in axes if not is_reachable(axis)]
+        if unreachable:
+            return f"{', '.join(unreachable)} is not available here"
         return None
 
     if not all(map(is_reachable, flat.axes)):
-        refuse(f"{what}: leaves of another mesh", flat.problems(misfit), "shard the tree on a mesh of this process")
+        refuse(
+            f"{api_name}: leaves live on a mesh that this process is not part of",
+            flat.problems(misfit),
+            "shard the tree on a mesh of this process",
+        )
 
 
-def check_local(what: str, flat: Flat) -> None:
+def check_local(api_name: str, flat: Flat) -> None:
     """Refuse leaves that were donated, and Sharded ones that do not fit their spec or live on no mesh of this process.
 
     Args:
-        what: The verb that asks, for its error.
+        api_name: The verb that asks, for its error.
         flat: The tree.
 
     Raises:
@@ -297,16 +309,16 @@ def check_local(what: str, flat: Flat) -> None:
 
     def misfit(leaf: Any) -> Misfit:
         if _hides_shards(leaf):
-            return f"{describe(leaf)} with Sharded leaves in it", "a pytree"
+            return f"is {describe(leaf)}, which contains Sharded leaves but is not a pytree"
         if not isinstance(leaf, Sharded) or getattr(leaf.local, "shape", None) == leaf.spec.local_shape:
             return None
         return f"{describe(leaf.local)} as local tensor", f"a local tensor of shape {leaf.spec.local_shape}"
 
     if not all(map(_fits, flat.leaves)):
-        refuse_donated(what, flat)
-        remedy = tree_remedy(flat.leaves, "keep a leaf's shape when mapping over it")
-        refuse(f"{what}: shards do not match their specs", flat.problems(misfit), remedy)
-    check_axes(what, flat)
+        refuse_donated(api_name, flat)
+        remedy = tree_remedy(flat.leaves, "return tensors of the shard's shape from functions that you map over a tree")
+        refuse(f"{api_name}: shards do not match their specs", flat.problems(misfit), remedy)
+    check_axes(api_name, flat)
 
 
 def _fits(leaf: Any) -> bool:
@@ -317,11 +329,11 @@ def _fits(leaf: Any) -> bool:
     return shape != (0,) and not (shape is None and is_unregistered(leaf))
 
 
-def check_transforms(what: str, flat: Flat) -> None:
+def check_transforms(api_name: str, flat: Flat) -> None:
     """Refuse Sharded leaves whose spec does not say how to gather them, or calls frozen what a gradient goes through.
 
     Args:
-        what: The verb that asks, for its error.
+        api_name: The verb that asks, for its error.
         flat: The tree.
 
     Raises:
@@ -333,33 +345,40 @@ def check_transforms(what: str, flat: Flat) -> None:
         if not is_sharded(leaf):
             return None
         if leaf.spec.transform is None:
-            return "a spec without a transform", "a spec with one"
+            return "its spec has no transform, so fshard does not know how to gather it"
         if leaf.spec.frozen and leaf.local.requires_grad and not leaf.local.is_leaf and torch.is_grad_enabled():
-            return "a computed tensor that requires a gradient", "none, because its spec is frozen"
+            return "its spec is frozen, but it is a computed tensor that requires a gradient"
         return None
 
     if any(spec.transform is None or spec.frozen for spec in flat.specs):
-        remedy = "make them by fs.shard or fs.reshard; give a frozen leaf the spec of the trained one, or detach it"
-        refuse(f"{what}: leaves cannot be gathered", flat.problems(misfit), remedy)
+        remedy = "make leaves with fs.shard or fs.reshard. For a frozen leaf, detach it or use the trained leaf's spec"
+        refuse(f"{api_name}: leaves cannot be gathered", flat.problems(misfit), remedy)
 
 
-def check_differentiable(what: str) -> None:
+def check_differentiable(api_name: str) -> None:
     """Refuse to differentiate in inference mode, where autograd records nothing."""
-    needed, remedy = "a call outside of torch.inference_mode()", "call it outside, and evaluate with model.apply inside"
-    expect(not torch.is_inference_mode_enabled(), what, needed, "one inside it", remedy)
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"{api_name}: cannot differentiate inside torch.inference_mode(). Leave the context, or evaluate with "
+            "model.apply."
+        )
 
 
-def check_axis(what: str, axis: Any) -> None:
+def check_axis(api_name: str, axis: Any) -> None:
     """Refuse an axis that is no Axis, or of a mesh that this process is not on."""
-    expect(isinstance(axis, Axis), what, "axis to be an Axis", describe(axis), "take it from a mesh by fs.axis_of")
-    expect(is_reachable(axis), what, "axis of a mesh of this process", named(axis), "call it on the ranks of that mesh")
+    expect(isinstance(axis, Axis), api_name, "axis to be an Axis", describe(axis), "take it from a mesh by fs.axis_of")
+    if not is_reachable(axis):
+        raise ValueError(
+            f"{api_name}: {describe_axis(axis)} belongs to a mesh that this process is not part of. Call it only on "
+            "the ranks of that mesh."
+        )
 
 
-def check_operands(what: str, tree: Tree, axis: Axis, dim: int | None = None, *, vary: bool | None = None) -> None:
+def check_operands(api_name: str, tree: Tree, axis: Axis, dim: int | None = None, *, vary: bool | None = None) -> None:
     """Refuse what a collective over an axis cannot take.
 
     Args:
-        what: The collective, for its error.
+        api_name: The collective, for its error.
         tree: Its operands.
         axis: Its axis.
         dim: The dim it counts on, if any.
@@ -370,79 +389,92 @@ def check_operands(what: str, tree: Tree, axis: Axis, dim: int | None = None, *,
         ValueError: if `axis` is no Axis, or with the path of every leaf that is no tensor, has no such dim, or varies
             where it should not.
     """
-    check_axis(what, axis)
-    expect(dim is None or type(dim) is int, what, "dim to be a whole number", describe(dim))
+    check_axis(api_name, axis)
+    expect(dim is None or type(dim) is int, api_name, "dim to be a whole number", describe(dim))
 
     def misfit(leaf: Any) -> Misfit:
         tensor = tensor_of(leaf)
         if leaf is None:
             return None
         if not isinstance(tensor, torch.Tensor) or dim not in (None, *range(tensor.dim())):
-            needed = "a tensor" if dim is None else f"a tensor with a dim {dim}, counted from the front"
-            return describe(tensor), needed
-        typed = axis.size > 1 and vary is not None and is_sharded(leaf) and axis in leaf.spec.axes
-        if not typed or (leaf.spec.dim_of(axis) is not None) is vary:
+            expected = "a tensor" if dim is None else f"a tensor with a dim {dim}, counted from the front"
+            return describe(tensor), expected
+        is_typed = axis.size > 1 and vary is not None and is_sharded(leaf) and axis in leaf.spec.axes
+        if not is_typed or (leaf.spec.dim_of(axis) is not None) is vary:
             return None
-        found = "a leaf that ranks hold whole" if vary else "a leaf that is split over the axis"
-        return found, f"one that {'varies' if vary else 'agrees'} between ranks"
+        if vary:
+            return f"is replicated over {axis.name!r}, but {api_name} needs a value that differs between ranks"
+        return f"is split over {axis.name!r}, but {api_name} needs a value that is equal on all ranks"
 
-    what, flat = f"{what} over {axis.name!r}", flatten(tree)
-    refuse_donated(what, flat)
+    collective_name = f"{api_name} over {axis.name!r}"
+    flat = flatten(tree)
+    refuse_donated(collective_name, flat)
     problems = flat.problems(misfit)
     if problems:
-        refuse(f"{what}: leaves do not fit", problems, tree_remedy(flat.leaves, "pass such tensors"))
+        remedy = tree_remedy(flat.leaves, "pass such tensors")
+        if not any(problem.expected for problem in problems):
+            remedy = 'use fs.pcast(x, axis, to="varying") first' if vary else "gather it first"
+        refuse(f"{collective_name}: leaves do not fit", problems, remedy)
 
 
-def check_loss(loss: Any, reduce: str, what: str) -> None:
+def check_loss(loss: Any, reduce: str, api_name: str) -> None:
     """Refuse a loss that does not fit `reduce`, before it is reduced."""
-    weighted = reduce == "weighted"
-    pair = not weighted or (isinstance(loss, tuple) and len(loss) == 2)
-    expect(pair, what, 'the loss to be the pair (sum, count) for reduce="weighted"', describe(loss))
-    value, name = (loss[0], "sum") if weighted else (loss, "loss")
+    is_weighted = reduce == "weighted"
+    is_pair = isinstance(loss, tuple) and len(loss) == 2
+    if is_weighted and not is_pair:
+        raise ValueError(
+            f'{api_name}: with reduce="weighted" the loss must be a pair (sum, count), got {describe(loss)}.'
+        )
+    value = loss[0] if is_weighted else loss
+    name = "sum" if is_weighted else "loss"
     fits = isinstance(value, torch.Tensor) and not value.dim() and value.is_floating_point()
     remedy = "sum or average over the batch; value_and_grad takes (loss, aux) by has_aux=True"
-    expect(fits, what, f"the {name} to be a floating scalar tensor", describe(value), remedy)
-    if weighted:
-        check_count(loss[1], what)
+    expect(fits, api_name, f"the {name} to be a floating scalar tensor", describe(value), remedy)
+    if is_weighted:
+        check_count(loss[1], api_name)
 
 
-def check_count(count: Any, what: str) -> None:
+def check_count(count: Any, api_name: str) -> None:
     """Refuse a count that is no scalar, or is differentiated: sums are divided by it as by a constant."""
     scalar = isinstance(count, torch.Tensor) and not count.dim() and not count.is_complex()
-    expect(scalar, what, "the count to be a real scalar tensor", describe(count), "torch.tensor makes one")
-    constant = not (count.requires_grad or _compat.any_dual([count]))
-    expect(constant, what, "a count that requires no gradient", "one that does", "pass count.detach()")
+    expect(scalar, api_name, "the count to be a real scalar tensor", describe(count), "torch.tensor makes one")
+    if count.requires_grad or _compat.any_dual([count]):
+        raise ValueError(
+            f"{api_name}: the count requires a gradient, but it is treated as a constant. Pass count.detach()."
+        )
 
 
-def outline(treedef: Treedef) -> str:
+def describe_node_types(treedef: Treedef) -> str:
     """The node types of a structure, without keys or the nodes' own data, whose text may differ between processes."""
     if treedef.type is None:
         return "*"
-    return f"{treedef.type.__name__}({', '.join(map(outline, treedef.children()))})"
+    return f"{treedef.type.__name__}({', '.join(map(describe_node_types, treedef.children()))})"
 
 
 def same_structure(
-    what: str, flat: Flat, needed: Flat, remedy: str = "pass trees made from the same parameters"
+    api_name: str, flat: Flat, expected_tree: Flat, remedy: str = "pass trees made from the same parameters"
 ) -> None:
     """Refuse a tree whose structure differs from the one expected.
 
     Args:
-        what: The verb that asks and the tree's part in it, for its error.
+        api_name: The verb that asks and the tree's part in it, for its error.
         flat: The tree.
-        needed: The tree it is held against.
+        expected_tree: The tree it is held against.
         remedy: What the caller can do about it.
 
     Raises:
         ValueError: with every path that only one of the two has.
     """
-    if flat.treedef == needed.treedef:
+    if flat.treedef == expected_tree.treedef:
         return
-    here, there = set(flat.paths), set(needed.paths)
-    problems = [Problem(path, "nothing", "a leaf") for path in needed.paths if path not in here]
-    problems += [Problem(path, "a leaf", "nothing") for path in flat.paths if path not in there]
+    here = set(flat.paths)
+    there = set(expected_tree.paths)
+    problems = [Problem(path, "missing") for path in expected_tree.paths if path not in here]
+    problems += [Problem(path, "unexpected") for path in flat.paths if path not in there]
     # Else nodes of other types, or of one type with other data of their own.
-    problems = problems or [Problem("(structure)", str(flat.treedef), str(needed.treedef))]
-    raise leaf_error(f"{what}: trees differ in structure", problems, remedy)
+    if not problems:
+        problems = [Problem("(structure)", got=str(flat.treedef), expected=str(expected_tree.treedef))]
+    raise leaf_error(f"{api_name}: trees differ in structure", problems, remedy)
 
 
 @contextmanager
@@ -457,11 +489,11 @@ def count_writes() -> Iterator[None]:
 
 
 @contextmanager
-def refuse_writes(what: str, paths: Sequence[str], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+def refuse_writes(api_name: str, paths: Sequence[str], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Find in-place writes to tensors that may share memory with the caller's state, by their version counters.
 
     Args:
-        what: The verb that asks, for its error.
+        api_name: The verb that asks, for its error.
         paths: The tensors' paths.
         tensors: What must not be written to inside the context.
 
@@ -470,14 +502,16 @@ def refuse_writes(what: str, paths: Sequence[str], tensors: Sequence[torch.Tenso
     """
     versions = _compat.versions(tensors)
     yield
-    check_versions(what, paths, tensors, versions)
+    check_versions(api_name, paths, tensors, versions)
 
 
-def check_versions(what: str, paths: Sequence[str], tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+def check_versions(
+    api_name: str, paths: Sequence[str], tensors: Sequence[torch.Tensor], versions: Sequence[int]
+) -> None:
     """Refuse tensors that were written to in place.
 
     Args:
-        what: The verb that asks, for its error.
+        api_name: The verb that asks, for its error.
         paths: The tensors' paths.
         tensors: The tensors.
         versions: Their version counters before.
@@ -487,6 +521,9 @@ def check_versions(what: str, paths: Sequence[str], tensors: Sequence[torch.Tens
     """
     now = _compat.versions(tensors)
     if now != versions:
-        rows = zip(paths, map(operator.sub, now, versions), strict=True)
-        problems = [Problem(path, f"{writes} in-place writes", "none") for path, writes in rows if writes]
-        refuse(f"{what}: parameters were written to", problems, "compute a new tensor instead; other leaves are whole")
+        problems: list[Problem] = []
+        for path, writes in zip(paths, map(operator.sub, now, versions), strict=True):
+            if writes:
+                problems.append(Problem(path, f"was written to {writes} times"))
+        remedy = "return a new tensor. The other leaves are unchanged"
+        refuse(f"{api_name}: parameters were modified in place", problems, remedy)

@@ -14,8 +14,11 @@ from fshard.tree.specs import Axis, Spec
 
 Tree = Any
 Treedef = optree.PyTreeSpec
+# What is wrong with a leaf, in words that follow its path; or what it is and what was expected; None where it is right.
+Misfit = str | tuple[str, str] | None
 
 
+# A NamedTuple itself cannot have cached properties.
 class _Flat(NamedTuple):
     paths: list[str]
     leaves: list[Any]
@@ -34,10 +37,21 @@ class Flat(_Flat):
         """Make the tree of other leaves."""
         return unflatten(self.treedef, list(leaves))
 
-    def problems(self, misfit: Callable[[Any], tuple[str, str] | None]) -> list[Problem]:
-        """List the leaves that are wrong: `misfit` describes one and the leaf expected, or returns None."""
-        rows = zip(self.paths, self.leaves, strict=True)
-        return [Problem(path, *found) for path, leaf in rows if (found := misfit(leaf)) is not None]
+    def problems(self, describe_misfit: Callable[[Any], Misfit]) -> list[Problem]:
+        """List the leaves that are wrong.
+
+        Args:
+            describe_misfit: Describes a leaf that is wrong, and returns None for others.
+        """
+        problems: list[Problem] = []
+        for path, leaf in zip(self.paths, self.leaves, strict=True):
+            description = describe_misfit(leaf)
+            if isinstance(description, str):
+                problems.append(Problem(path, description))
+            elif description is not None:
+                got, expected = description
+                problems.append(Problem(path, got=got, expected=expected))
+        return problems
 
     @functools.cached_property
     def specs(self) -> tuple[Spec, ...]:
@@ -76,13 +90,13 @@ def grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[i
     """
     groups: dict[Any, list[int]] = {}
     # Most items share one key object, and keys are slow to hash. A key that is held here keeps its id.
-    known: dict[int, tuple[Any, list[int]]] = {}
+    positions_by_key_id: dict[int, tuple[Any, list[int]]] = {}
     for i, item in enumerate(items):
         if item is not None:
-            found = key(item)
-            if id(found) not in known:
-                known[id(found)] = found, groups.setdefault(found, [])
-            known[id(found)][1].append(i)
+            group_key = key(item)
+            if id(group_key) not in positions_by_key_id:
+                positions_by_key_id[id(group_key)] = group_key, groups.setdefault(group_key, [])
+            positions_by_key_id[id(group_key)][1].append(i)
     return groups
 
 

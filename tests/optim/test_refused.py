@@ -27,7 +27,7 @@ ROWS = [
     (lambda: fs.freeze(SGD, {"a": 1, "b": 0}), f"freeze: {MASK} a dict"),
     (
         lambda: fs.partition({"a": SGD, "c*": SGD, "*": SGD}).init(PARAMS),
-        "partition: the mask 'c*' matches no leaf of a, b; name some of these",
+        "partition: the mask 'c*' matches no leaf. The leaves are a, b.",
     ),
     (lambda: fs.partition({"a": SGD}).init(PARAMS), f"partition: {LEFT}"),
     (lambda: fs.partition({}), f"partition: {KINDS} nothing"),
@@ -90,8 +90,8 @@ def test_updates_that_return_something_else_than_new_leaves_and_a_state():
             state = fs.TrainState.create(fs.tree_map(torch.clone, PARAMS), tx)
             assert text_of(partial(fs.update, tx, state, PARAMS, donate=donate)) == (
                 f"{verb}: {made} that {argument}.update returned: trees differ in structure\n"
-                "  ['a']: expected a leaf, got nothing\n"
-                "  ['b']: expected a leaf, got nothing\n"
+                "  ['a']: missing\n"
+                "  ['b']: missing\n"
                 f"To fix: return ({made}, state), the new {made} first."
             )
     assert text_of(partial(fs.update, NO_PAIR, fs.TrainState.create(PARAMS, NO_PAIR), PARAMS)) == (

@@ -102,7 +102,7 @@ def bfloat16_of(mask, strategy):
 
 
 ODD = "\n  ['a']: expected a multiple of 2, the size of 'shard', got size 5 of dim 0"
-NO_LEAF = "the mask {!r} matches no leaf of {}; name some of these"
+NO_LEAF = "the mask {!r} matches no leaf. The leaves are {}."
 MASK = "masked: expected the mask to be a glob pattern of leaves' names, several, or a function of (name, leaf), got {}"
 OPTIMIZER = "masked: otherwise is for ShardTransforms, not for an Optimizer; partition has parts"
 NAMELESS = (
