@@ -65,23 +65,18 @@ def _view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _count_rows(op: str, arguments: _Arguments) -> int:
-    """Count the rows of an operator's buffers."""
-    size = arguments.destination.size
-    if op == "all_gather":
-        return size
-    if arguments.sizes:
-        _, receive = arguments.sizes
-        return sum(receive)
-    if arguments.direct:
-        # The caller adds its own row to those that the others sent.
-        return size - 1
-    return 1
-
-
 def _buffer_shapes(op: str, arguments: _Arguments) -> list[tuple[int, ...]]:
     """Compute the shapes of an operator's buffers."""
-    rows = _count_rows(op, arguments)
+    if op == "all_gather":
+        rows = arguments.destination.size
+    elif arguments.sizes:
+        _, receive = arguments.sizes
+        rows = sum(receive)
+    elif arguments.direct:
+        # The caller adds its own row to those that the others sent.
+        rows = arguments.destination.size - 1
+    else:
+        rows = 1
     # Dim 0 of what these send counts the rows for different ranks.
     row_dims = 1 if op in ("reduce_scatter", "all_to_all") else 0
     return [(rows, *tensor.shape[row_dims:]) for tensor in arguments.tensors]
@@ -112,8 +107,7 @@ def _start_exchange(
     landing = source.new_empty(shape)
     buffer = landing if source is tensor else tensor.new_empty(shape)
     local_rank = group.local_rank
-    rows_in = _rows_to_receive(op, landing, sizes, local_rank)
-    rows_out = _rows_to_send(op, source, sizes, rows_in, local_rank)
+    rows_out, rows_in = _rows_by_rank(op, source, landing, sizes, local_rank)
     sent = {}
     awaited = {}
     for rank, (row_out, row_in) in enumerate(zip(rows_out, rows_in, strict=True)):
@@ -130,31 +124,32 @@ def _start_exchange(
     return buffer
 
 
-def _rows_to_receive(op: str, landing: torch.Tensor, sizes: Sizes, local_rank: int) -> Tensors:
-    """Split the memory that rows arrive in by the ranks that send them."""
-    if sizes:
-        _, receive = sizes
-        return list(landing.split(receive))
-    rows = list(landing)
-    if op != "all_gather":
-        # A sum receives nothing from this rank. The placeholder makes the indices of rows those of ranks.
-        rows.insert(local_rank, landing)
-    return rows
+def _rows_by_rank(
+    op: str,
+    source: torch.Tensor,
+    landing: torch.Tensor,
+    sizes: Sizes,
+    local_rank: int,
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """List the rows that are sent to each rank, and the memory that the rows of each rank arrive in.
 
-
-def _rows_to_send(op: str, source: torch.Tensor, sizes: Sizes, rows_in: Tensors, local_rank: int) -> Sequence[Any]:
-    """List the rows for each rank, and copy the row that this rank keeps to its place among those that arrive."""
-    if op == "all_gather":
-        local_row = rows_in[local_rank].copy_(source)
-        return [local_row] * len(rows_in)
+    A row that this rank keeps is copied there. A sum receives nothing from this rank, so its own entry in the second
+    list is a placeholder, which makes indices equal to ranks.
+    """
     if op == "all_to_all":
-        send, _ = sizes
-        rows = source.split(send)
-        rows_in[local_rank].copy_(rows[local_rank])
-        return rows
+        send, receive = sizes
+        rows_out = source.split(send)
+        rows_in = landing.split(receive)
+        rows_in[local_rank].copy_(rows_out[local_rank])
+        return rows_out, rows_in
+    received = list(landing)
+    if op == "all_gather":
+        local_row = received[local_rank].copy_(source)
+        return [local_row] * len(received), received
+    received.insert(local_rank, landing)
     if op == "reduce_scatter":
-        return list(source)
-    return [source.contiguous()] * len(rows_in)
+        return list(source), received
+    return [source.contiguous()] * len(received), received
 
 
 def wait(buffer: torch.Tensor) -> torch.Tensor:

@@ -66,14 +66,16 @@ def start(
     entry = group.chain.record_start(op, hashed, text, *sizes)
     watching = watchers()
     issued = Issued(Collective.of(op, tensors, sizes, destination) if watching else None, state, group, entry)
-    _notify_watchers(watching, "starts", issued, tensors)
+    if watching:
+        _notify_watchers(watching, "starts", issued, tensors)
     # Errors that are not from the connections are raised as they are.
     buffers: Tensors = _run_waiting(issued, dist.DistError, lambda: kernel(entry, group))
     issued.left = len(buffers)
     for buffer in buffers:
         buffer.__dict__["issued"] = issued
         state.waiting.in_flight[id(buffer)] = buffer
-    _notify_watchers(watching, "started", issued)
+    if watching:
+        _notify_watchers(watching, "started", issued)
     return buffers
 
 
@@ -117,10 +119,12 @@ def finish(buffer: torch.Tensor) -> torch.Tensor:
         return _compat.WAIT_TENSOR(buffer)
     watching = watchers()
     issued.state.waiting.in_flight.pop(id(buffer), None)
-    _notify_watchers(watching, "waits", issued)
+    if watching:
+        _notify_watchers(watching, "waits", issued)
     result: torch.Tensor = _run_waiting(issued, RuntimeError, lambda: _compat.WAIT_TENSOR(buffer))
     issued.left -= 1
-    _notify_watchers(watching, "landed", issued)
+    if watching:
+        _notify_watchers(watching, "landed", issued)
     return result
 
 
