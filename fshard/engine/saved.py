@@ -107,7 +107,13 @@ class SavedTensorHooks:
         # would make this rank gather alone.
         if watched.gathered.is_closed:
             return tensor, _compat.version(tensor)
-        return Handle(watched.gathered, watched.leaf, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return Handle(
+            gathered=watched.gathered,
+            leaf=watched.leaf,
+            size=tensor.size(),
+            stride=tensor.stride(),
+            offset=tensor.storage_offset(),
+        )
 
     def unpack(self, saved: Handle | tuple[torch.Tensor, int]) -> torch.Tensor:
         """Give back what was saved. Refuse tensors that were modified: with hooks, autograd does not check that itself.

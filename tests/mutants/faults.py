@@ -492,8 +492,8 @@ FAULTS = (
     Fault(
         "handle-without-the-offset-of-its-view",
         "fshard/engine/saved.py",
-        "return Handle(watched.gathered, watched.leaf, tensor.size(), tensor.stride(), tensor.storage_offset())",
-        "return Handle(watched.gathered, watched.leaf, tensor.size(), tensor.stride(), 0)",
+        "offset=tensor.storage_offset(),",
+        "offset=0,",
         "5: autograd gets back the view that it saved, wherever that begins in a weight",
     ),
     Fault(
