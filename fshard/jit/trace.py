@@ -119,11 +119,9 @@ def _make_graph(
     except Exception as error:
         if not _compat.asks_for_values(error):
             raise
-        raise ValueError(
-            "jit: the function reads the value of a tensor, which is unknown while it is traced (see the line above). "
-            "Use torch.where instead of a branch, keep the tensor instead of calling item(), or use fs.schedules for "
-            "learning rates."
-        ) from error
+        problem = "the function reads the value of a tensor, which is unknown while it is traced (see the line above)"
+        remedy = "Use torch.where instead of a branch, keep the tensor instead of calling item(), or use fs.schedules"
+        raise ValueError(f"jit: {problem}. {remedy} for learning rates.") from error
 
 
 @contextmanager
