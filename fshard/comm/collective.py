@@ -26,12 +26,8 @@ Finish = Callable[[], Results]
 Caller = str | Label
 
 
-def _do_nothing(_: Axis) -> None:
-    pass
-
-
-# Called with the axis of each collective: while there are fake axes it refuses others, else it does nothing.
-refuse_other: ContextVar[Callable[[Axis], object]] = ContextVar("fshard_refuse_other", default=_do_nothing)
+# While there are fake axes, this is called with the axis of each collective and refuses others.
+refuse_other: ContextVar[Callable[[Axis], object] | None] = ContextVar("fshard_refuse_other", default=None)
 
 
 def rank(axis: Axis) -> int:
@@ -64,7 +60,9 @@ def supports_cpu_messages(axis: Axis) -> bool:
 
 def has_one_rank(axis: Axis) -> bool:
     """Whether nothing is to be sent over an axis."""
-    refuse_other.get()(axis)
+    refuse = refuse_other.get()
+    if refuse is not None:
+        refuse(axis)
     return axis.size == 1
 
 
