@@ -190,7 +190,7 @@ def test_writes_to_gathered_weights_and_buffers_are_refused_in_every_mode(mode):
         params = model.init(strategy(on))
         for run in runs:
             copied = fs.tree_map(torch.clone, params)
-            with mode(), pytest.raises(ValueError, match=r"\['weight'\]: was written to 1 times"):
+            with mode(), pytest.raises(ValueError, match=r"\['weight'\]: was written to once"):
                 run(copied, x)
             # What was written has reached parameters that ranks hold whole, and no others.
             if strategy is not STRATEGIES["ddp"]:

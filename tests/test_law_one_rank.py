@@ -110,6 +110,6 @@ def test_a_write_to_a_gathered_weight_is_refused():
         with pytest.raises(ValueError, match="in place") as caught:
             fs.value_and_grad(f)(params)
         assert str(caught.value) == (
-            "value_and_grad: parameters were modified in place\n  ['w']: was written to 1 times\n"
+            "value_and_grad: parameters were modified in place\n  ['w']: was written to once\n"
             "To fix: return a new tensor. The other leaves are unchanged."
         )

@@ -524,6 +524,7 @@ def check_versions(
         problems: list[Problem] = []
         for path, writes in zip(paths, map(operator.sub, now, versions), strict=True):
             if writes:
-                problems.append(Problem(path, f"was written to {writes} times"))
+                times = "once" if writes == 1 else f"{writes} times"
+                problems.append(Problem(path, f"was written to {times}"))
         remedy = "return a new tensor. The other leaves are unchanged"
         refuse(f"{api_name}: parameters were modified in place", problems, remedy)

@@ -143,7 +143,7 @@ def test_an_exception_of_a_submodule_is_not_replaced_and_its_writes_are_refused(
             for run in (fs.value_and_grad(model.apply), model.apply):
                 with pytest.raises(OSError, match=r"^the user's$"):
                     run(fs.tree_map(torch.clone, params), X, False)
-                with pytest.raises(ValueError, match=r"\['failing\..*weight'\]: .*1 in-place writes"):
+                with pytest.raises(ValueError, match=r"\['failing\..*weight'\]: was written to once"):
                     run(fs.tree_map(torch.clone, params), X, True)
 
 

@@ -912,14 +912,14 @@ FAULTS = (
     Fault(
         "padding-of-a-vocabulary-counts",
         "fshard/ext/parallel/vocabulary.py",
-        "unpadded = min(size, vocabulary - start)",
+        "unpadded = min(size, vocab_size - start)",
         "unpadded = size",
         "3: rows that pad a vocabulary have no part in the loss",
     ),
     Fault(
         "ranks-pass-different-vocabularies",
         "fshard/ext/parallel/vocabulary.py",
-        'return annotate_collectives((), [f"vocabulary of {vocabulary!r:.40}"])',
+        'return annotate_collectives((), [f"vocabulary of {vocab_size!r:.40}"])',
         "return nullcontext()",
         "10: ranks that pass different sizes of a vocabulary get a named error",
     ),

@@ -60,27 +60,32 @@ def scale_by_factored_rms(
     def init(params: Any) -> AdafactorState:
         flat = flatten(params)
         leaves = [leaf if is_trained(leaf) else None for leaf in flat.leaves]
-        refused = [_tensor(leaf) for leaf in leaves if leaf is not None and not _tensor(leaf).is_floating_point()]
+        tensors = [_tensor(leaf) for leaf in leaves if leaf is not None]
+        refused = [tensor for tensor in tensors if not tensor.is_floating_point()]
         expect(not refused, "scale_by_factored_rms", "real floating leaves", ", ".join(map(describe, refused)))
-        row, column = (flat.unflatten([_begun(leaf, dim) for leaf in leaves]) for dim in (-1, -2))
+        row = flat.unflatten([_begun(leaf, -1) for leaf in leaves])
+        column = flat.unflatten([_begun(leaf, -2) for leaf in leaves])
         zero = torch.zeros((), dtype=torch.int64)
         counts = flat.unflatten([None if leaf is None else zero.clone() for leaf in leaves])
         return AdafactorState(zero, row, column, counts)
 
     def update(grads: Any, state: AdafactorState, params: Any) -> tuple[Any, AdafactorState]:
         def counted(count: Any, grad: Any) -> Any:
+            if grad is None:
+                return count
             # A leaf that was frozen until now begins here.
-            return count if grad is None else 1 + (torch.zeros_like(state.updates) if count is None else count)
+            before = torch.zeros_like(state.updates) if count is None else count
+            return before + 1
 
         flat = flatten(grads)
         counts = flat.unflatten(map(counted, flatten(state.counts).leaves, flat.leaves))
         squares = fs.tree_map(lambda grad: grad * grad, grads)
-        columns, rows = (
-            leaf_means(squares, -2, reduction_order),
-            flatten(leaf_means(squares, -1, reduction_order)).leaves,
-        )
-        whole = zip(rows, flatten(squares).leaves, strict=True)
-        rows = flat.unflatten([square if mean is None else mean for mean, square in whole])
+        columns = leaf_means(squares, -2, reduction_order)
+        means = flatten(leaf_means(squares, -1, reduction_order)).leaves
+        rows = []
+        for mean, square in zip(means, flatten(squares).leaves, strict=True):
+            rows.append(square if mean is None else mean)
+        rows = flat.unflatten(rows)
         weights = fs.tree_map(lambda count: count.double() ** beta2_decay, counts)
         (row,) = leafwise(_towards, rows, [state.row], [weights])
         (column,) = leafwise(_towards, columns, [state.column], [weights])
