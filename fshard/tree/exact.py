@@ -9,7 +9,7 @@ from typing import Any
 class Exact:
     """A hashable value, equal to values of its own type and bits alone, those inside it included.
 
-    Objects of the user's own are equal as they say themselves, within one type.
+    Other objects compare with their own __eq__, and only within one type.
     """
 
     __slots__ = ("_hash", "_key", "value")
@@ -48,6 +48,7 @@ def exact_key(value: Any) -> Any:
     if is_dataclass(cls) and cls.__dataclass_params__.eq:  # type: ignore[attr-defined]
         hash(value)
         return cls, tuple(exact_key(getattr(value, field.name)) for field in fields(cls) if field.compare)
-    # Decimal calls 1.0 and 1.00 equal, numpy 0.0 and -0.0, and sets 1 and True. The text of an object has its address.
+    # Decimal takes 1.0 and 1.00 for equal, numpy 0.0 and -0.0, and sets 1 and True; their texts differ. An object that
+    # is equal to itself alone needs no text. Other texts may contain addresses, which differ between equal objects.
     by_identity = cls.__eq__ is object.__eq__  # type: ignore[comparison-overlap]
     return cls, value, "" if by_identity else re.sub(r" at 0x\w+", "", repr(value))

@@ -26,8 +26,8 @@ def matches(mask: Mask, name: str, *leaf: Any) -> bool:
     Args:
         mask: The mask.
         name: The name.
-        *leaf: The leaf. A function gets a tensor of its full shape and its dtype, on the meta device, after the name;
-            a leaf that is no tensor it does not match.
+        *leaf: The leaf. A function gets a tensor of its full shape and its dtype, on the meta device, after the name.
+            It never matches a leaf that is not a tensor.
 
     Returns:
         Whether one of the glob patterns matches the name, or the function returns True.

@@ -86,7 +86,7 @@ class ReshardPolicy:
 
     @property
     def ahead_bytes(self) -> int:
-        """Bytes that are gathered ahead at a time, and of gradients under way; what is larger travels alone."""
+        """Bytes that are gathered ahead at a time, and of gradients under way. A larger unit is sent alone."""
         return 2 * self.bucket_bytes
 
     @property
@@ -192,7 +192,7 @@ class Spec:
     def roles(self) -> Mapping[Axis, str]:
         """What each axis is to the leaf: gathered (split, made full), summed (whole) or owned (split, used as a piece).
 
-        An axis that the leaf is whole on and nothing is summed over is left out.
+        Axes over which the leaf is replicated and not summed are left out.
         """
         summed, split = self.transform.axes if self.transform else (), self.partition_axes()
         return {
@@ -213,7 +213,10 @@ class Spec:
         return tuple(-(-n // k) for n, k in zip(self.shape, kept, strict=True))
 
     def shared_out(self, dim: int, axis: Axis) -> int:
-        """How many elements of `dim` the ranks of an axis share: those that the axes major to it leave to each rank."""
+        """How many elements of `dim` the ranks of an axis share: those that the axes major to it leave to each rank.
+
+        Of a dim of 16 over ("shard", "tp") with two ranks each, the ranks of "shard" share 16 and those of "tp" 8.
+        """
         axes = self.split_axes(dim)
         return -(-self.storage_shape[dim] // math.prod(major.size for major in axes[: axes.index(axis)]))
 
