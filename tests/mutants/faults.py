@@ -39,6 +39,13 @@ MIRRORS = {
         "tests/test_units_memory.py",
         "tests/test_units_state.py",
     ),
+    "fshard/engine/graph.py": (
+        "tests/test_unused.py",
+        "tests/engine",
+        "tests/test_derived_leaves.py",
+        "tests/test_accumulate.py",
+        "tests/test_tree_sums.py",
+    ),
     "fshard/engine": (
         "tests/engine",
         "tests/test_apply.py",
