@@ -309,6 +309,7 @@ def hsdp(
     [('all_gather', 'shard'), ('reduce_scatter', 'shard'), ('all_reduce', 'replicate')]
     """
     _check_options("hsdp", options, fixed=("layout",))
+    _check_replicate_axis("hsdp", mesh, replicate_axis)
     layout = hybrid_shard(mesh, axis=axis, replicate_axis=replicate_axis, min_shard_elements=min_shard_elements)
     options.setdefault("regather", True)
     return _make_strategy("hsdp", mesh, axis, layout=layout, **options)
@@ -347,10 +348,15 @@ def hybrid_shard(
     >>> fs.testing.spmd(program, world=4)
     [[0.0, 1.0], [2.0, 3.0], [0.0, 1.0], [2.0, 3.0]]
     """
+    _check_replicate_axis("hybrid_shard", mesh, replicate_axis)
+    inner = fully_shard(axis_of(mesh, axis), dim=dim, min_shard_elements=min_shard_elements)
+    return compose(replicate_transform(axis_of(mesh, replicate_axis)), inner)
+
+
+def _check_replicate_axis(api_name: str, mesh: Any, replicate_axis: Any) -> None:
+    """Refuse an axis that the mesh does not have; `axis_of` refuses what is no mesh."""
     names = mesh.mesh_dim_names if isinstance(mesh, Mesh) else None
     if names is not None:
         is_known = isinstance(replicate_axis, str) and replicate_axis in names
-        remedy = "name it in init_mesh"
-        expect(is_known, "hybrid_shard", f"replicate_axis to be one of {names}", f"{replicate_axis!r:.40}", remedy)
-    inner = fully_shard(axis_of(mesh, axis), dim=dim, min_shard_elements=min_shard_elements)
-    return compose(replicate_transform(axis_of(mesh, replicate_axis)), inner)
+        expected = f"replicate_axis to be one of {names}"
+        expect(is_known, api_name, expected, f"{replicate_axis!r:.40}", "name it in init_mesh")

@@ -34,6 +34,12 @@ STAY = (
 )
 NO_LAYOUT = "compose: expected transforms to be ShardTransforms such as fs.fully_shard(mesh), got a str"
 ARGUMENTS = [
+    setup(
+        "an axis for replicas that the mesh lacks",
+        lambda mesh: fs.hsdp(mesh, replicate_axis="node"),
+        "hsdp: expected replicate_axis to be one of ('replicate', 'shard'), got 'node'; name it in init_mesh",
+        GRID,
+    ),
     setup("hsdp of less than no elements", lambda mesh: fs.hsdp(mesh, min_shard_elements=-1), SMALLEST, GRID),
     setup("split_dim on a mesh of two axes", lambda mesh: fs.split_dim(mesh, dim=0), ONE_AXIS, GRID),
     *(
