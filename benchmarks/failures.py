@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 import fshard as fs
-from fshard.comm.failure import Position, notify_peers, poll_peers
+from fshard.comm.failure import Position, connect_group, notify_peers, poll_peers
 from fshard.comm.groups import Group, Issued, RankState, tag_of
 from fshard.testing import Workers
 
@@ -145,6 +145,7 @@ def measured() -> dict[str, float]:
         watched, alone = [], []
         for _ in range(5):
             own.watcher = None
+            connect_group(own, axis.group_name)
             watched.append(median_ms(partial(run, params)))
             own.watcher._over.set()  # type: ignore[union-attr]
             own.watcher.join()  # type: ignore[union-attr]
@@ -157,8 +158,8 @@ def measured() -> dict[str, float]:
 class Counted(RankState):
     """A rank whose operations on the store are counted."""
 
-    def board(self) -> Any:
-        store, counts = super().board(), self.counts
+    def board(self, client: Any = None) -> Any:
+        store, counts = super().board(client), self.counts
 
         class Board:
             def __getattr__(self, name: str) -> Any:

@@ -1,5 +1,6 @@
 """apply and functionalize: any nn.Module as a pure function of its parameters."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -177,7 +178,7 @@ class Model:
             copies = {name: buffer.clone() for name, buffer in buffers_in.items()}
         dtypes = next((spec.model_dtypes for spec in flat.specs if spec.model_dtypes), ModelDtypes())
         args, kwargs = _cast((args, kwargs), dtypes.inputs)
-        with seeded(key):
+        with contextlib.nullcontext() if key is None else seeded(key):
             out, buffers_out = self._run(flat, params, copies, args, kwargs)
         out = _cast(out, dtypes.outputs)
         if buffers is not None:
@@ -192,10 +193,12 @@ class Model:
         _check_shapes(flat, self._empty.leaves)
         check_local("apply", flat)
         check_transforms("apply", flat)
-        same_structure("apply: buffers", flatten(buffers), flatten(self.buffers))
-        check_tensors("apply: buffers", flatten(buffers))
-        if not all(tensor.is_meta for tensor in map(tensor_of, flat.leaves)):
-            refuse_blank(buffers)
+        if self.buffers or buffers != {}:
+            flat_buffers = flatten(buffers)
+            same_structure("apply: buffers", flat_buffers, flatten(self.buffers))
+            check_tensors("apply: buffers", flat_buffers)
+            if not all(tensor.is_meta for tensor in map(tensor_of, flat.leaves)):
+                refuse_blank(buffers)
 
     def _run(
         self, flat: Flat, params: Mapping[str, Any], buffers: Buffers, args: Any, kwargs: Any
@@ -366,11 +369,11 @@ def _check_shapes(flat: Flat, parameters: Sequence[torch.Tensor]) -> None:
     for path, leaf, parameter in zip(flat.paths, flat.leaves, parameters, strict=True):
         shape = getattr(leaf.spec if is_sharded(leaf) else leaf, "shape", ())
         # A transform of the user's may gather another shape, as of weights that are stored as blocks of bytes.
-        is_users_shape = is_sharded(leaf) and reduction(leaf.spec.transform).is_foreign
-        if shape != parameter.shape and not is_users_shape:
+        if shape != parameter.shape and not (is_sharded(leaf) and reduction(leaf.spec.transform).is_foreign):
             problems.append(Problem(path, f"shape {tuple(shape)}", f"shape {tuple(parameter.shape)}"))
-    remedy = "pass the parameters that this model's init returned"
-    refuse("apply: the shapes of params differ from the module's", problems, remedy)
+    if problems:
+        remedy = "pass the parameters that this model's init returned"
+        refuse("apply: the shapes of params differ from the module's", problems, remedy)
 
 
 def _refuse_lost_updates(buffers_in: Buffers, buffers_out: Buffers) -> None:

@@ -87,14 +87,11 @@ EFFECTS = (set_random_state, seed)
 
 
 @contextmanager
-def seeded(key: torch.Tensor | int | None) -> Iterator[None]:
-    """Draw torch's random numbers from a key, and put the generators' states back; None changes nothing.
+def seeded(key: torch.Tensor | int) -> Iterator[None]:
+    """Draw torch's random numbers from a key, and put the generators' states back.
 
     torch.utils.checkpoint keeps the generators' states itself, so that what it computes again draws the same.
     """
-    if key is None:
-        yield
-        return
     key = key_of("apply", key)
     if _compat.is_tracing():
         before = random_state()

@@ -18,10 +18,9 @@ from fshard.collectives import Over
 from fshard.errors import Problem, expect, refuse
 from fshard.microbatches import Share, share_of
 from fshard.transforms.axis import _FullyShard, _SplitDim
-from fshard.transforms.base import ShardTransform
+from fshard.transforms.base import ShardTransform, walk_parts
 from fshard.transforms.compose import _Composed
 from fshard.transforms.local import _Cast, _Offload
-from fshard.transforms.parts import walk_parts
 from fshard.tree import Axis, Flat, ReshardPolicy, Sharded, Spec, Tree, is_sharded, leaves_of
 
 # The fact by which verbs tell other ranks, and jit, of an order that has a name.

@@ -228,7 +228,9 @@ class _Differentiation:
             objective, auxes, by_leaf = self._differentiate_by_torch_func()
         else:
             objective, auxes, by_leaf = self._differentiate_by_engine()
-        check_agrees(objective, flat, self.axes, self.options.api_name)
+        unreduced_axes = [axis for axis in flat.axes if axis.size > 1 and axis not in self.axes]
+        if unreduced_axes:
+            check_agrees(objective, unreduced_axes, self.options.api_name)
         gradients: list[Any] = []
         for leaf, gradient in zip(flat.leaves, by_leaf, strict=True):
             is_wrapped = is_sharded(leaf) and gradient is not None
@@ -304,8 +306,9 @@ class _Differentiation:
         divisor: Any = 1
         for number, function in enumerate(self.functions, 1):
             value, count, aux = call.forward(partial(self._run_function, function, call.bound))
-            count, aux = tree_map(_detach, (count, aux))
-            losses.append(_Loss(value.detach(), count, aux))
+            if self.options.has_aux:
+                aux = tree_map(_detach, aux)
+            losses.append(_Loss(value.detach(), _detach(count), aux))
             if is_single:
                 divisor = self._divisor([count])
             is_last = number == len(self.functions)

@@ -152,7 +152,7 @@ def test_every_microbatch_has_its_aux_and_other_arguments_are_passed_on():
 def test_bad_arguments_are_refused():
     micro = "accumulate: expected batches to be a sequence of one or more microbatches, got"
     for options, batches, text in (
-        ({"reduce": "max"}, [1], 'accumulate: expected reduce to be "mean", "sum" or "weighted", got \'max\''),
+        ({"reduce": "max"}, [1], 'accumulate: reduce must be "mean", "sum" or "weighted", got \'max\''),
         ({}, [], f"{micro} none"),
         ({}, iter([1]), f"{micro} a list_iterator"),
     ):

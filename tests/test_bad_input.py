@@ -192,8 +192,8 @@ NO_SUM = (
 FULL = "\nTo fix: pass the gradients of full leaves, as from torch.func.grad at fs.gather(like)."
 UNFIT = "update: gradients do not fit the parameters\n"
 FROM = "\nTo fix: pass what fs.scatter_grads(grads, like=state.params) or fs.value_and_grad returned."
-FLOATING = "expected the loss to be a floating scalar tensor, got a float32 Tensor of shape (3,)"
-AVERAGE = "; sum or average over the batch; value_and_grad takes (loss, aux) by has_aux=True"
+FLOATING = "the loss must be a floating scalar tensor, got a float32 Tensor of shape (3,)"
+AVERAGE = ". Sum or average it over the batch. A function that returns (loss, aux) needs has_aux=True."
 PAIR = 'with reduce="weighted" the loss must be a pair (sum, count), got a float32 Tensor of shape ().'
 AUX = "f must return the pair (loss, aux) with has_aux=True, but returned a float32 Tensor of shape ()."
 NO_COUNT = "scatter_grads: expected the count to be a real scalar tensor, got an int; torch.tensor makes one"

@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -20,6 +21,8 @@ from torch.utils.checkpoint import (
     checkpoint,
 )
 
+# How many times to check that torch has released its tensors, which it usually has at the first check.
+MAX_RELEASE_CHECKS = 1000
 # The code of the hooks that a checkpoint makes for each of its calls: a function's constants hold that of inner ones.
 _CHECKPOINT_HOOKS = tuple(
     constant for constant in _checkpoint_hook.__init__.__code__.co_consts if isinstance(constant, CodeType)
@@ -271,9 +274,13 @@ def divide_in_place(tensors: Sequence[torch.Tensor], divisor: Any) -> None:
             tensor.div_(divisor)
 
 
-def is_held_elsewhere(tensor: torch.Tensor) -> bool:
-    """Whether torch's own code holds a tensor beside Python. Checked on 2.13."""
-    return tensor._use_count() > 1  # type: ignore[attr-defined]
+def wait_until_released(tensors: Sequence[torch.Tensor]) -> None:
+    """Wait until Python alone holds tensors that a thread of torch has finished its work on. Checked on 2.13."""
+    for _ in range(MAX_RELEASE_CHECKS):
+        if all(tensor._use_count() <= 1 for tensor in tensors):  # type: ignore[attr-defined]
+            return
+        # That thread is about to release them; it may need this core for it.
+        os.sched_yield()
 
 
 @contextmanager

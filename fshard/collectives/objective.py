@@ -54,8 +54,11 @@ def reduction_axes(flat: Flat, api_name: str, over: Over = None) -> tuple[Axis, 
         fits = leaf is None or (is_sharded(leaf) and not (misfits and leaf.spec in misfits))
         if not fits:
             problems.append(Problem(path, _describe_axes(leaf), expected))
-    remedy = "shard the whole tree on these axes (zero3 takes axis=, and ddp keeps leaves whole), or leave others out"
-    refuse(f"{api_name}: gradients of these leaves would not be summed", problems, remedy)
+    if problems:
+        remedy = (
+            "shard the whole tree on these axes (zero3 takes axis=, and ddp keeps leaves whole), or leave others out"
+        )
+        refuse(f"{api_name}: gradients of these leaves would not be summed", problems, remedy)
     return axes
 
 

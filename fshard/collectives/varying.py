@@ -11,7 +11,7 @@ from fshard.collectives.derived import numbered_inputs, sums_input
 from fshard.collectives.linear import is_tie, variance_of
 from fshard.errors import Problem, refuse
 from fshard.rounding import half_the_digits
-from fshard.tree import Axis, Flat, Spec
+from fshard.tree import Axis, Spec
 
 T = TypeVar("T")
 
@@ -246,13 +246,12 @@ def check_not_reduced(loss: torch.Tensor, axes: Sequence[Axis], api_name: str) -
             )
 
 
-def check_agrees(value: torch.Tensor, flat: Flat, axes: Sequence[Axis], api_name: str) -> None:
+def check_agrees(value: torch.Tensor, axes: Sequence[Axis], api_name: str) -> None:
     """Refuse an objective that differs between ranks of an axis that leaves are placed on and nothing is reduced over.
 
     Args:
         value: The objective.
-        flat: The parameters.
-        axes: The axes that it was reduced over.
+        axes: The axes of several ranks that it was not reduced over.
         api_name: The verb that asks, for its error.
 
     Raises:
@@ -261,9 +260,7 @@ def check_agrees(value: torch.Tensor, flat: Flat, axes: Sequence[Axis], api_name
     if _compat.is_transformed(value) or _compat.is_tracing():
         # Its value is not known.
         return
-    for axis in flat.axes:
-        if axis.size == 1 or axis in axes:
-            continue
+    for axis in axes:
         (rows,) = comm.all_gather([value.detach()], axis, comm.Verb.AGREE)
         tolerance = half_the_digits(value.dtype) * rows.abs().amax()
         # NaN agrees with any loss.

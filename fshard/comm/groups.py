@@ -114,6 +114,7 @@ class Issued:
         state: What this rank knows of the others.
         group: The group of fshard's own.
         entry: Its place in the group's chain.
+        watchers: Those who are told of it.
         left: Buffers that have not been waited for.
         since: When this rank began to wait for it last.
     """
@@ -122,6 +123,7 @@ class Issued:
     state: "RankState"
     group: Group
     entry: CollectiveEntry
+    watchers: Sequence[Any] = ()
     left: int = 0
     since: float = 0.0
 

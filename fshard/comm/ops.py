@@ -10,7 +10,6 @@ Tensors are sent in one of two ways:
     by the backend: one fused collective for the whole list, which is what NCCL does best.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,9 +24,6 @@ from fshard.comm.groups import CollectiveEntry, Group, tag_of
 Tensors = list[torch.Tensor]
 # Of an all-to-all the rows for each rank and from each; of others none.
 Sizes = Sequence[Sequence[int]]
-
-# How many times to check that the backend has released its tensors, which it usually has at the first check.
-MAX_RELEASE_CHECKS = 1000
 
 # Without this tag a trace would constant-fold an operator whose inputs are constants.
 TAGS = (torch.Tag.nondeterministic_seeded,)
@@ -155,12 +151,7 @@ def _rows_by_rank(
 def wait(buffer: torch.Tensor) -> torch.Tensor:
     """Wait for a buffer in flight, and for the backend to release the tensors that it worked on."""
     landed = recorder.finish(buffer)
-    under_way = buffer.__dict__.pop("under_way", ())
-    for _ in range(MAX_RELEASE_CHECKS):
-        if not any(map(_compat.is_held_elsewhere, under_way)):
-            break
-        # The thread that finished the work is about to release them; it may need this core for it.
-        os.sched_yield()
+    _compat.wait_until_released(buffer.__dict__.pop("under_way", ()))
     landing = buffer.__dict__.pop("landing", None)
     if landing is not None:
         with _compat.below_autograd():

@@ -58,18 +58,20 @@ def start(
     state = rank_state()
     if state.failure.reason is not None:
         raise make_error(state)
-    group = connect_group(state, name)
+    # A group that is there has been connected.
+    group = state.groups.get(name) or connect_group(state, name)
     shapes = tuple((tensor.dtype, tensor.shape[len(sizes) > 0 :]) for tensor in tensors)
     hashed, text = _texts(op, axis, label, shapes)
     if state.call.name is not None:
         text = f"{text} in {state.call.name}"
     entry = group.chain.record_start(op, hashed, text, *sizes)
     watching = watchers()
-    issued = Issued(Collective.of(op, tensors, sizes, destination) if watching else None, state, group, entry)
+    collective = Collective.of(op, tensors, sizes, destination) if watching else None
+    issued = Issued(collective, state, group, entry, watching)
     if watching:
         _notify_watchers(watching, "starts", issued, tensors)
     # Errors that are not from the connections are raised as they are.
-    buffers: Tensors = _run_waiting(issued, dist.DistError, lambda: kernel(entry, group))
+    buffers: Tensors = _run_waiting(issued, dist.DistError, kernel, entry, group)
     issued.left = len(buffers)
     for buffer in buffers:
         buffer.__dict__["issued"] = issued
@@ -79,13 +81,13 @@ def start(
     return buffers
 
 
-def _run_waiting(issued: Issued, kind: type[Exception], run: Callable[[], Any]) -> Any:
-    """Run what may wait for other ranks, and say why where it fails."""
+def _run_waiting(issued: Issued, kind: type[Exception], run: Callable[..., Any], *args: Any) -> Any:
+    """Call a function that may wait for other ranks, and say why where it fails."""
     waiting = issued.state.waiting
     waiting.collective = issued
     issued.since = time.monotonic()
     try:
-        return run()
+        return run(*args)
     except kind as error:
         raise fail_collective(issued.state, issued, error) from error
     finally:
@@ -117,14 +119,13 @@ def finish(buffer: torch.Tensor) -> torch.Tensor:
     issued = buffer.__dict__.pop("issued", None)
     if issued is None:
         return _compat.WAIT_TENSOR(buffer)
-    watching = watchers()
     issued.state.waiting.in_flight.pop(id(buffer), None)
-    if watching:
-        _notify_watchers(watching, "waits", issued)
-    result: torch.Tensor = _run_waiting(issued, RuntimeError, lambda: _compat.WAIT_TENSOR(buffer))
+    if issued.watchers:
+        _notify_watchers(issued.watchers, "waits", issued)
+    result: torch.Tensor = _run_waiting(issued, RuntimeError, _compat.WAIT_TENSOR, buffer)
     issued.left -= 1
-    if watching:
-        _notify_watchers(watching, "landed", issued)
+    if issued.watchers:
+        _notify_watchers(issued.watchers, "landed", issued)
     return result
 
 
@@ -135,7 +136,7 @@ def watched(watcher: Any) -> Iterator[Any]:
     Args:
         watcher: The one that is told, by those that it has of four methods: `starts(issued, tensors)` as a collective
             is about to start, `started(issued)` when it is under way, `waits(issued)` before a buffer is waited for,
-            and `landed(issued)`.
+            and `landed(issued)`. It is told of the end of those collectives that started inside.
 
     Yields:
         The watcher.

@@ -270,7 +270,8 @@ class EngineCall:
             last: Whether this is the last microbatch, so that tensors kept from one to the next can be dropped.
         """
         microbatch = self._running_microbatch()
-        check_derived_leaves(self._api_name, microbatch.derived, self.trained)
+        if microbatch.derived:
+            check_derived_leaves(self._api_name, microbatch.derived, self.trained)
         if last:
             for leaf in self._sharded_leaves:
                 leaf.shared_from = None
@@ -320,7 +321,8 @@ class EngineCall:
         grads = self._differentiate(outputs, cotangents, [*tokens[:1], ANY_CALL], retain_graph)
 
         direct = [leaf for leaf, grad in zip(self.trained, grads, strict=False) if grad is not None]
-        check_direct_gradients(self._api_name, outputs, self._sharded_leaves, direct, microbatch.derived)
+        if direct or microbatch.derived:
+            check_direct_gradients(self._api_name, outputs, self._sharded_leaves, direct, microbatch.derived)
         return grads
 
     def _reduce_derived(self, backward: Backward, derived: Sequence[Leaf], divisor: Any) -> None:

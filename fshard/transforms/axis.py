@@ -1,18 +1,19 @@
 """Transforms over one mesh axis: fully_shard, replicate, split_dim and own_dim."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
 from fshard import comm
+from fshard.errors import Problem, refuse
 from fshard.mesh import Mesh, axis_of
-from fshard.transforms.base import BuiltIn, Finish, LayoutError, ShardTransform, Specs, Tensors
-from fshard.transforms.parts import check_inputs, foreign_names
+from fshard.transforms.base import BuiltIn, Finish, LayoutError, ShardTransform, Specs, Tensors, foreign_names
 from fshard.tree import Axis, Spec
-from fshard.tree.checks import WHOLE, Range, check_arguments, check_numbers
+from fshard.tree.checks import WHOLE, Range, check_arguments, check_numbers, describe
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class _FullyShard(BuiltIn):
                 continue
             full_size = specs[index].shared_out(dim, self.axis)
             sizes[index] = (dim, -(-full_size // self.axis.size) if half == "gather" else full_size)
-        check_inputs(half, self.axis, tensors, specs, sizes)
+        _check_tensors_to_send(half, self.axis, tensors, specs, sizes)
 
     def stack(self, grad: torch.Tensor, spec: Spec, dim: int) -> torch.Tensor:
         """Cut a gradient in the ranks' pieces along a new first dim."""
@@ -149,6 +150,43 @@ class _FullyShard(BuiltIn):
     def _is_outermost(self, spec: Spec, dim: int) -> bool:
         """Whether this axis is the last one gathered along `dim`, after which a number has no dim left."""
         return spec.partition.names(dim)[0] == self.axis.name
+
+
+def _check_tensors_to_send(
+    half: str,
+    axis: Axis,
+    tensors: Sequence[Any],
+    specs: Specs,
+    sizes: Mapping[int, tuple[int, int]],
+) -> None:
+    """Refuse what a user's transform hands to one that sends it over an axis, if that would lose or miss elements.
+
+    Without this check, ranks would send each other other sizes, or elements too many would be cut off unseen.
+
+    Args:
+        half: "gather" or "scatter".
+        axis: The axis.
+        tensors: One for each leaf.
+        specs: The leaves' specs, of which there is at least one.
+        sizes: For leaves that are split over the axis, by their indices, the dim and its size in `tensors`.
+
+    Raises:
+        ValueError: with every leaf whose tensor is wrong.
+    """
+    problems = []
+    for index, (tensor, spec) in enumerate(zip(tensors, specs, strict=True)):
+        dim, size = sizes.get(index, (0, None))
+        if not isinstance(tensor, torch.Tensor):
+            expected = "a tensor"
+        elif size is not None and (tensor.dim() <= dim or tensor.shape[dim] != size):
+            expected = f"a tensor with size {size} in dim {dim}"
+        else:
+            continue
+        problems.append(Problem(f"leaf {index} of shape {spec.shape}", describe(tensor), expected))
+    api_name = f"{' or '.join(foreign_names(specs[0].transform))}.{half}"
+    shape = "shard" if half == "gather" else "full leaf"
+    remedy = f"let {half} return a tensor for each leaf, shaped as the {shape} that the next transform sends"
+    refuse(f"{api_name}: results cannot be sent over {axis.name!r}", problems, remedy)
 
 
 def _sums_in_tree(specs: Specs) -> bool:

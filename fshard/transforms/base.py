@@ -1,7 +1,7 @@
-"""ShardTransform, the one extension point, and Wrapped, the base of transforms that change a part of another."""
+"""ShardTransform, the one extension point, Wrapped, which changes a part of another, and the walk through parts."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -326,3 +326,40 @@ class BuiltIn(ShardTransform):
 
 class Container(BuiltIn):
     """A transform of this package that is made of others, and whose state is that of its parts."""
+
+
+def field_values(transform: ShardTransform) -> Iterator[Any]:
+    """List the values in a transform's fields, and in tuples there."""
+    for field in fields(transform):
+        value = getattr(transform, field.name)
+        if type(value) is tuple:
+            yield from value
+        else:
+            yield value
+
+
+def walk_parts(transform: ShardTransform) -> Iterator[ShardTransform]:
+    """List all transforms in a transform, the one next to storage first, and the transform itself last."""
+    for value in field_values(transform):
+        if isinstance(value, ShardTransform):
+            yield from walk_parts(value)
+    yield transform
+
+
+def foreign_names(transform: Any) -> Sequence[str]:
+    """List the classes of a transform's parts that are not of this package, read off its structure once.
+
+    Args:
+        transform: The transform of a spec; None has no parts.
+
+    Returns:
+        The names of the classes, each once.
+    """
+    if transform is None:
+        return ()
+    names: Sequence[str] | None = transform.__dict__.get("_foreign_names")
+    if names is None:
+        foreign = [type(part).__name__ for part in walk_parts(transform) if not isinstance(part, BuiltIn)]
+        names = tuple(dict.fromkeys(foreign))
+        transform.__dict__["_foreign_names"] = names
+    return names

@@ -10,8 +10,17 @@ import torch
 from fshard import _compat
 from fshard.errors import expect
 from fshard.transforms.axis import _SplitDim
-from fshard.transforms.base import Container, Finish, ShardTransform, Specs, States, Storage, Tensors, Wrapped
-from fshard.transforms.parts import walk_parts
+from fshard.transforms.base import (
+    Container,
+    Finish,
+    ShardTransform,
+    Specs,
+    States,
+    Storage,
+    Tensors,
+    Wrapped,
+    walk_parts,
+)
 from fshard.transforms.run import check_number, check_stateless, start_scatter
 from fshard.transforms.structure import layout_axes, summed_axes, sums_gradients
 from fshard.tree import MASK, Axis, Mask, ModelDtypes, ReshardPolicy, Spec, Tree, is_mask, matches

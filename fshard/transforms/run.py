@@ -7,8 +7,7 @@ import torch
 
 from fshard.collectives.linear import Linear, Variance, linear_call
 from fshard.errors import Problem, expect, refuse
-from fshard.transforms.base import BuiltIn, ShardTransform, Specs, States, Tensors
-from fshard.transforms.parts import foreign_names
+from fshard.transforms.base import BuiltIn, ShardTransform, Specs, States, Tensors, foreign_names
 from fshard.transforms.structure import reduction
 from fshard.tree import Spec
 from fshard.tree.checks import check_dense, describe

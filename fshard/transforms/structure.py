@@ -5,9 +5,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard.transforms.axis import _SplitDim
-from fshard.transforms.base import Container, ShardTransform, Wrapped
+from fshard.transforms.base import Container, ShardTransform, Wrapped, field_values, foreign_names, walk_parts
 from fshard.transforms.local import _Cast
-from fshard.transforms.parts import field_values, foreign_names, walk_parts
 from fshard.tree import Axis, Spec
 
 

@@ -135,7 +135,8 @@ def check_flags(api_name: str, **flags: Any) -> None:
 
 def check_reduce(reduce: str, api_name: str) -> None:
     """Refuse an unknown way to reduce."""
-    expect(reduce in ("mean", "sum", "weighted"), api_name, 'reduce to be "mean", "sum" or "weighted"', repr(reduce))
+    if reduce not in ("mean", "sum", "weighted"):
+        raise ValueError(f'{api_name}: reduce must be "mean", "sum" or "weighted", got {reduce!r}.')
 
 
 def check_matches(api_name: str, masks: Iterable[Mask], names: Sequence[str], leaves: Sequence[Any]) -> None:
@@ -270,11 +271,12 @@ def check_dense(api_name: str, paths: Sequence[str], grads: Sequence[torch.Tenso
     for path, grad in zip(paths, grads, strict=True):
         if grad is not None and grad.layout is not torch.strided:
             problems.append(Problem(path, f"one of layout {grad.layout}", "a dense gradient"))
-    remedy = (
-        "pass sparse=False to nn.Embedding, nn.EmbeddingBag and their functions, sparse_grad=False to torch.gather, or "
-        "call grad.to_dense()"
-    )
-    refuse(f"{api_name}: gradients are sparse", problems, remedy)
+    if problems:
+        remedy = (
+            "pass sparse=False to nn.Embedding, nn.EmbeddingBag and their functions, sparse_grad=False to "
+            "torch.gather, or call grad.to_dense()"
+        )
+        refuse(f"{api_name}: gradients are sparse", problems, remedy)
 
 
 def check_axes(api_name: str, flat: Flat) -> None:
@@ -427,9 +429,11 @@ def check_loss(loss: Any, reduce: str, api_name: str) -> None:
         )
     value = loss[0] if is_weighted else loss
     name = "sum" if is_weighted else "loss"
-    fits = isinstance(value, torch.Tensor) and not value.dim() and value.is_floating_point()
-    remedy = "sum or average over the batch; value_and_grad takes (loss, aux) by has_aux=True"
-    expect(fits, api_name, f"the {name} to be a floating scalar tensor", describe(value), remedy)
+    if not isinstance(value, torch.Tensor) or value.dim() or not value.is_floating_point():
+        raise ValueError(
+            f"{api_name}: the {name} must be a floating scalar tensor, got {describe(value)}. Sum or average it over "
+            "the batch. A function that returns (loss, aux) needs has_aux=True."
+        )
     if is_weighted:
         check_count(loss[1], api_name)
 
