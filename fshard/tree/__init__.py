@@ -6,3 +6,35 @@ from fshard.tree.maps import map_leaves, map_nodes, tree_leaves, tree_map
 from fshard.tree.masks import MASK, Mask, is_mask, matches
 from fshard.tree.nodes import Sharded, is_sharded, is_trained, like, tensor_of, tensors_of
 from fshard.tree.specs import Axis, ModelDtypes, P, ReshardPolicy, Spec
+
+__all__ = [
+    "MASK",
+    "Axis",
+    "Exact",
+    "Flat",
+    "Mask",
+    "ModelDtypes",
+    "P",
+    "ReshardPolicy",
+    "Sharded",
+    "Spec",
+    "Tree",
+    "Treedef",
+    "flatten",
+    "grouped",
+    "has_plain_keys",
+    "is_mask",
+    "is_sharded",
+    "is_trained",
+    "leaves_of",
+    "like",
+    "map_leaves",
+    "map_nodes",
+    "matches",
+    "names_of",
+    "tensor_of",
+    "tensors_of",
+    "tree_leaves",
+    "tree_map",
+    "unflatten",
+]

@@ -16,8 +16,10 @@ MASK = "a glob pattern of leaves' names, several, or a function of (name, leaf)"
 
 def is_mask(value: Any) -> bool:
     """Tell whether a value is a glob pattern, several, or a function."""
+    if callable(value):
+        return True
     patterns = value if isinstance(value, list | tuple) else (value,)
-    return callable(value) or (bool(patterns) and all(isinstance(pattern, str) for pattern in patterns))
+    return bool(patterns) and all(isinstance(pattern, str) for pattern in patterns)
 
 
 def matches(mask: Mask, name: str, *leaf: Any) -> bool:
@@ -32,14 +34,19 @@ def matches(mask: Mask, name: str, *leaf: Any) -> bool:
     Returns:
         Whether one of the glob patterns matches the name, or the function returns True.
     """
-    if callable(mask):
-        full = [_full(each) for each in leaf]
-        return all(tensor is not None for tensor in full) and bool(mask(name, *full))
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in ((mask,) if isinstance(mask, str) else mask))
+    if not callable(mask):
+        patterns = (mask,) if isinstance(mask, str) else mask
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    described = []
+    for value in leaf:
+        if not isinstance(tensor_of(value), torch.Tensor):
+            return False
+        described.append(_describe_by_tensor(value))
+    return bool(mask(name, *described))
 
 
-def _full(leaf: Any) -> torch.Tensor | None:
+def _describe_by_tensor(leaf: Any) -> torch.Tensor:
+    """Make a tensor without values that has the full shape and the dtype of a leaf."""
     tensor = tensor_of(leaf)
-    if not isinstance(tensor, torch.Tensor):
-        return None
-    return torch.empty(leaf.spec.shape if is_sharded(leaf) else tensor.shape, dtype=tensor.dtype, device="meta")
+    shape = leaf.spec.shape if is_sharded(leaf) else tensor.shape
+    return torch.empty(shape, dtype=tensor.dtype, device="meta")

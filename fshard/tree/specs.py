@@ -4,11 +4,13 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from fshard.tree.exact import Exact
+
+Role = Literal["gathered", "summed", "owned"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,9 @@ class P(tuple[str | tuple[str, ...] | None, ...]):
     def names(self, dim: int) -> tuple[str, ...]:
         """The axes that split `dim`, major first."""
         entry = self[dim] if dim < len(self) else None
-        return () if entry is None else (entry,) if isinstance(entry, str) else entry
+        if entry is None:
+            return ()
+        return (entry,) if isinstance(entry, str) else entry
 
 
 @dataclass(frozen=True)
@@ -147,8 +151,7 @@ class Spec:
     @functools.cached_property
     def _hash(self) -> int:
         """Specs are looked up often, and what they hold is slow to hash."""
-        kept = self.reshard, self.model_dtypes, self.owned
-        return hash((self.shape, self.partition, self.axes, self.frozen, self.transform, *kept))
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     @functools.cached_property
     def exact(self) -> Exact:
@@ -163,12 +166,12 @@ class Spec:
     @functools.cached_property
     def padded_shape(self) -> tuple[int, ...]:
         """The global shape with every split dim rounded up to a multiple of its axes' sizes."""
-        return tuple(-(-n // k) * k for n, k in zip(self.storage_shape, self._splits(), strict=True))
+        return tuple(size * pieces for size, pieces in zip(self.local_shape, self._pieces_by_dim(), strict=True))
 
     @functools.cached_property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of one rank's shard."""
-        return tuple(-(-n // k) for n, k in zip(self.storage_shape, self._splits(), strict=True))
+        return _divide_rounding_up(self.storage_shape, self._pieces_by_dim())
 
     def split_axes(self, dim: int) -> tuple[Axis, ...]:
         """The axes that split `dim`, major first."""
@@ -189,28 +192,36 @@ class Spec:
         return {name: dim for dim in range(len(self.partition)) for name in self.partition.names(dim)}
 
     @functools.cached_property
-    def roles(self) -> Mapping[Axis, str]:
+    def roles(self) -> Mapping[Axis, Role]:
         """What each axis is to the leaf: gathered (split, made full), summed (whole) or owned (split, used as a piece).
 
         Axes over which the leaf is replicated and not summed are left out.
         """
-        summed, split = self.transform.axes if self.transform else (), self.partition_axes()
-        return {
-            axis: "owned" if axis in self.owned or axis not in summed else "gathered" if axis in split else "summed"
-            for axis in (*summed, *split)
-        }
+        summed = self.transform.axes if self.transform else ()
+        split = self.partition_axes()
+        roles: dict[Axis, Role] = {}
+        for axis in (*summed, *split):
+            if axis in self.owned or axis not in summed:
+                roles[axis] = "owned"
+            else:
+                roles[axis] = "gathered" if axis in split else "summed"
+        return roles
 
     @functools.cached_property
     def scattered_axes(self) -> tuple[Axis, ...]:
         """The axes that the transform's scatter sums gradients over: all that they are reduced over but owned ones."""
-        return tuple(axis for axis, role in self.roles.items() if role in ("gathered", "summed"))
+        return tuple(axis for axis, role in self.roles.items() if role != "owned")
 
     @functools.cached_property
     def gathered_shape(self) -> tuple[int, ...]:
         """The shape that the transform gathers: the global one, but for dims split over axes that it leaves alone."""
-        owned = [axis for axis, role in self.roles.items() if role == "owned"]
-        kept = (math.prod(a.size for a in self.split_axes(d) if a in owned) for d in range(len(self.shape)))
-        return tuple(-(-n // k) for n, k in zip(self.shape, kept, strict=True))
+        pieces = [1] * len(self.shape)
+        for axis, role in self.roles.items():
+            dim = self.dim_of(axis)
+            # The dim of a number that is split is not among those of its shape.
+            if role == "owned" and dim is not None and self.shape:
+                pieces[dim] *= axis.size
+        return _divide_rounding_up(self.shape, pieces)
 
     def shared_out(self, dim: int, axis: Axis) -> int:
         """How many elements of `dim` the ranks of an axis share: those that the axes major to it leave to each rank.
@@ -218,7 +229,8 @@ class Spec:
         Of a dim of 16 over ("shard", "tp") with two ranks each, the ranks of "shard" share 16 and those of "tp" 8.
         """
         axes = self.split_axes(dim)
-        return -(-self.storage_shape[dim] // math.prod(major.size for major in axes[: axes.index(axis)]))
+        pieces = math.prod(major.size for major in axes[: axes.index(axis)])
+        return -(-self.storage_shape[dim] // pieces)
 
     def split(self, axis: Axis, dim: int, *, owned: bool = False) -> "Spec":
         """Split `dim`, counted from the front, over `axis` as well, minor to the axes that split it already.
@@ -237,7 +249,8 @@ class Spec:
         >>> spec.partition, spec.local_shape
         (P(('shard', 'tp')), (2, 8))
         """
-        entries = [self.partition.names(d) for d in range(max(len(self.partition), dim + 1))]
+        num_entries = max(len(self.partition), dim + 1)
+        entries = [self.partition.names(other) for other in range(num_entries)]
         entries[dim] = (*entries[dim], axis.name)
         pieces = (*self.owned, axis) if owned else self.owned
         return replace(self, partition=_partition(entries), owned=pieces).on(axis)
@@ -257,8 +270,10 @@ class Spec:
         (P('shard'), P(), (1, 8))
         """
         chosen = tuple(dims)
-        entries = [() if dim in chosen else self.partition.names(dim) for dim in range(len(self.partition))]
         shape = tuple(1 if dim in chosen else size for dim, size in enumerate(self.shape))
+        entries: list[tuple[str, ...]] = []
+        for dim in range(len(self.partition)):
+            entries.append(() if dim in chosen else self.partition.names(dim))
         return replace(self, shape=shape, partition=_partition(entries))
 
     def on(self, axis: Axis) -> "Spec":
@@ -272,12 +287,26 @@ class Spec:
         """
         return self if axis in self.axes else replace(self, axes=(*self.axes, axis))
 
-    def _splits(self) -> tuple[int, ...]:
-        return tuple(math.prod(axis.size for axis in self.split_axes(d)) for d in range(len(self.storage_shape)))
+    def _pieces_by_dim(self) -> list[int]:
+        """Count the pieces that each stored dim is cut into."""
+        pieces = []
+        for dim in range(len(self.storage_shape)):
+            pieces.append(math.prod(axis.size for axis in self.split_axes(dim)))
+        return pieces
+
+
+def _divide_rounding_up(sizes: Iterable[int], divisors: Iterable[int]) -> tuple[int, ...]:
+    return tuple(-(-size // divisor) for size, divisor in zip(sizes, divisors, strict=True))
 
 
 def _partition(entries: list[tuple[str, ...]]) -> P:
     """Write the axes of each dim as a partition."""
     while entries and not entries[-1]:
         entries.pop()
-    return P(*(names if len(names) > 1 else names[0] if names else None for names in entries))
+    dims: list[str | tuple[str, ...] | None] = []
+    for names in entries:
+        if len(names) > 1:
+            dims.append(names)
+        else:
+            dims.append(names[0] if names else None)
+    return P(*dims)

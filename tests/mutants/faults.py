@@ -100,8 +100,8 @@ FAULTS = (
     Fault(
         "share-counted-by-the-minor-axes",
         "fshard/tree/specs.py",
-        "return -(-self.storage_shape[dim] // math.prod(major.size for major in axes[: axes.index(axis)]))",
-        "return -(-self.storage_shape[dim] // math.prod(major.size for major in axes[axes.index(axis) + 1 :]))",
+        "pieces = math.prod(major.size for major in axes[: axes.index(axis)])",
+        "pieces = math.prod(major.size for major in axes[axes.index(axis) + 1 :])",
         "1: round trip of a dim that several axes split unevenly",
     ),
     Fault(
