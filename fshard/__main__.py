@@ -61,16 +61,16 @@ def self_test() -> None:
         AssertionError: if parameters differ by more than rounding.
         RankError: if a rank fails.
     """
-    (alone,) = spmd(trained, 1)
+    (alone,) = spmd(_train, 1)
     with Workers(2) as workers:
-        for found in spmd(trained, workers):
+        for params in spmd(_train, workers):
             # A gradient adds up a term for each row of a batch, and each step hands on what the one before had.
             scale = max(float(leaf.abs().max()) for leaf in tree_leaves(alone))
             atol = tolerance(torch.float64, terms=WIDTH, scale=scale, steps=STEPS)
-            assert_trees_close(found, alone, rtol=0.0, atol=atol)
+            assert_trees_close(params, alone, rtol=0.0, atol=atol)
 
 
-def trained() -> Tree:
+def _train() -> Tree:
     """Train on the same batches, of which each rank has a part, and return the full parameters."""
     mesh, draw = init_mesh({"shard": -1}, device="cpu"), torch.Generator().manual_seed(0)
     weight, *batches = torch.randn(STEPS + 1, WIDTH, WIDTH, generator=draw, dtype=torch.float64)

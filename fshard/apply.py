@@ -13,7 +13,7 @@ from fshard.collectives import reduction_axes, shared_axes
 from fshard.engine import EngineCall, find_call
 from fshard.errors import Problem, expect, refuse
 from fshard.gather import gather
-from fshard.init import Reset, copied, init, refuse_blank
+from fshard.init import Reset, copy_module, init, refuse_blank
 from fshard.module_template import ModuleTemplate
 from fshard.random import seeded
 from fshard.shard import check_transform, mesh_device, shard
@@ -59,7 +59,7 @@ class Model:
         _check_module(module)
         self.buffers: Buffers = {name: buffer.detach().clone() for name, buffer in _compat.named_buffers(module)}
         self._module = module
-        self._bare = copied(module, lambda tensor: torch.empty_like(tensor, device="meta"))
+        self._bare = copy_module(module, lambda tensor: torch.empty_like(tensor, device="meta"))
         self._empty = flatten(dict(_compat.named_parameters(self._bare)))
         self._units = plan_units(module, units)
         # Calls that overlap (threads, a model called inside itself) each need a copy of their own.

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 from fshard import comm
 from fshard.collectives import reduction_axes
-from fshard.errors import expect
 from fshard.tree import Axis, Tree, flatten
 from fshard.tree.checks import describe
 
@@ -56,15 +55,17 @@ def microbatches(batches: Sequence[Any], like: Tree) -> list[Any]:
     """
     check_batches("microbatches", batches)
     share = share_of(reduction_axes(flatten(like), "microbatches"))
-    needed = f"as many microbatches on each of {share.ranks} ranks"
-    found = f"{len(batches)} in the whole job"
-    remedy = "cut the batch in a multiple of that many microbatches"
-    expect(len(batches) % share.ranks == 0, "microbatches", needed, found, remedy)
+    if len(batches) % share.ranks:
+        raise ValueError(
+            f"microbatches: {len(batches)} microbatches cannot be shared equally by {share.ranks} ranks. Cut the batch "
+            f"into a multiple of {share.ranks} microbatches."
+        )
     return [batches[i] for i in range(share.rank, len(batches), share.ranks)]
 
 
-def check_batches(what: str, batches: Any) -> None:
+def check_batches(api_name: str, batches: Any) -> None:
     """Refuse what is no sequence of microbatches."""
-    given = isinstance(batches, Sequence)
-    found = "none" if given else describe(batches)
-    expect(given and len(batches) > 0, what, "batches to be a sequence of one or more microbatches", found)
+    is_sequence = isinstance(batches, Sequence)
+    if not is_sequence or not batches:
+        got = "an empty one" if is_sequence else describe(batches)
+        raise ValueError(f"{api_name}: batches must be a sequence of one or more microbatches, got {got}.")

@@ -8,7 +8,6 @@ import torch
 
 from fshard import _compat, comm
 from fshard.comm import ops
-from fshard.errors import expect
 from fshard.tree import Axis
 from fshard.tree.checks import describe
 
@@ -36,20 +35,22 @@ def fold_in(key: torch.Tensor | int, data: torch.Tensor | int | Axis) -> torch.T
     (True, False)
     """
     number: Any = torch.tensor(comm.rank(data)) if isinstance(data, Axis) else _integers(data)
-    needed = "data to be a whole number, a tensor of integers, or an Axis"
-    remedy = "take an Axis from a mesh by fs.axis_of"
-    expect(number is not None, "fold_in", needed, describe(data), remedy)
+    if number is None:
+        raise ValueError(
+            f"fold_in: data must be a whole number, a tensor of integers, or an Axis, got {describe(data)}. fs.axis_of "
+            "takes an Axis from a mesh."
+        )
     return _mix(_mix(key_of("fold_in", key)) + number.to(torch.int64) - 0x61C8864680B583EB)
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
     """SplitMix64's finalizer on int64, whose products wrap around."""
-    x = (x ^ _shifted(x, 30)) * -0x40A7B892E31B1A47
-    x = (x ^ _shifted(x, 27)) * -0x6B2FB644ECCEEE15
-    return x ^ _shifted(x, 31)
+    x = (x ^ _shift_right(x, 30)) * -0x40A7B892E31B1A47
+    x = (x ^ _shift_right(x, 27)) * -0x6B2FB644ECCEEE15
+    return x ^ _shift_right(x, 31)
 
 
-def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
+def _shift_right(x: torch.Tensor, by: int) -> torch.Tensor:
     """Shift right without keeping the sign."""
     return (x >> by) & ((1 << (64 - by)) - 1)
 
@@ -60,16 +61,19 @@ def _integers(value: Any) -> torch.Tensor | None:
         return torch.tensor(value)
     if not isinstance(value, torch.Tensor):
         return None
-    return None if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool else value
+    is_integer = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+    return value if is_integer else None
 
 
-def key_of(what: str, key: torch.Tensor | int) -> torch.Tensor:
+def key_of(api_name: str, key: torch.Tensor | int) -> torch.Tensor:
     """Make a tensor of a key, which a step may take and return; refuse what is no whole number of 64 bits."""
-    made: Any = _integers(key)
-    needed = "key to be an int64 tensor of shape () or a whole number"
-    fits = made is not None and made.dtype == torch.int64 and not made.dim()
-    expect(fits, what, needed, describe(key), "make one by fs.fold_in")
-    return made
+    tensor = _integers(key)
+    if tensor is None or tensor.dtype != torch.int64 or tensor.dim():
+        raise ValueError(
+            f"{api_name}: key must be an int64 tensor of shape () or a whole number, got {describe(key)}. Make one by "
+            "fs.fold_in."
+        )
+    return tensor
 
 
 def _seed(key: torch.Tensor | int) -> None:
@@ -111,7 +115,7 @@ def uniform_at(key: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Uniform numbers of (0, 1) that depend on nothing but the key and, one by one, an int64 index; in float64."""
     words = words_at(key, index)
     # An odd number of halves, so that neither end is drawn and what is left to the other end is exact.
-    return (_shifted(words, 12) * 2 + 1).double() * 2.0**-53
+    return (_shift_right(words, 12) * 2 + 1).double() * 2.0**-53
 
 
 def words_at(key: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -78,7 +78,7 @@ def scatter_grads(
         "scatter_grads", shared_axes(params, axes), params, reduce=reduce, **describe_reduce_over(axes, reduce_over)
     )
     divisor = denominator(count, axes, reduce)
-    sums = _scattered(flat, params, states) if params.specs else flat.leaves
+    sums = _scatter(flat, params, states) if params.specs else flat.leaves
     reduced = tree_map(lambda grad: divide(grad, divisor), unflatten(flat.treedef, sums))
     return reduced if transform_state is ABSENT else (reduced, join_states(params, states))
 
@@ -94,7 +94,7 @@ def _check_shapes(flat: Flat, params: Flat) -> None:
     refuse("scatter_grads: gradients do not fit `like`", problems, remedy)
 
 
-def _scattered(flat: Flat, params: Flat, states: list[Tree]) -> list[Any]:
+def _scatter(flat: Flat, params: Flat, states: list[Tree]) -> list[Any]:
     """Reduce the gradients of Sharded leaves, and put new states of their transforms in the places of the old ones."""
     sums: list[Any] = [None] * len(flat.leaves)
     trained = [param if is_trained(param) else None for param in params.leaves]
@@ -104,8 +104,8 @@ def _scattered(flat: Flat, params: Flat, states: list[Tree]) -> list[Any]:
         before = [states[i] for i in group]
         paths = [flat.paths[i] for i in group]
         with comm.annotate_collectives((), paths):
-            found, after = scatter_by(transform, paths, leaves, full, before)
-        for i, grad, state in zip(group, found, after, strict=True):
+            sharded, after = scatter_by(transform, paths, leaves, full, before)
+        for i, grad, state in zip(group, sharded, after, strict=True):
             sums[i] = Sharded(grad, params.leaves[i].spec)
             states[i] = state
     return sums

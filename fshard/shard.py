@@ -333,16 +333,16 @@ class Layouts:
         problems: The leaves that it cannot lay out.
     """
 
-    def __init__(self, what: str, transform: ShardTransform, names: Sequence[str], leaves: Sequence[Any]) -> None:
+    def __init__(self, api_name: str, transform: ShardTransform, names: Sequence[str], leaves: Sequence[Any]) -> None:
         """Refuse masks that match none of the leaves.
 
         Args:
-            what: The verb that asks, for an error.
+            api_name: The verb that asks, for an error.
             transform: The transform.
             names: The names of all leaves.
             leaves: The leaves.
         """
-        check_matches(what, masks(transform), names, leaves)
+        check_matches(api_name, masks(transform), names, leaves)
         self.problems: list[Problem] = []
         self._transform = transform
         # A mask in a composition makes a new composition for each leaf. Of equal ones the first is kept.
@@ -378,12 +378,12 @@ def is_frozen(leaf: torch.Tensor) -> bool:
     return isinstance(leaf, torch.nn.Parameter) and not leaf.requires_grad
 
 
-def _choose_frozen(what: str, frozen: Mask | None, flat: Flat) -> dict[str, bool]:
+def _choose_frozen(api_name: str, frozen: Mask | None, flat: Flat) -> dict[str, bool]:
     """Tell by name which leaves are to be frozen."""
     if frozen is None or frozen in ((), []):
         return dict.fromkeys(flat.names, False)
-    expect(is_mask(frozen), what, f"frozen to be {MASK}", describe(frozen))
-    check_matches(what, [frozen], flat.names, flat.leaves)
+    expect(is_mask(frozen), api_name, f"frozen to be {MASK}", describe(frozen))
+    check_matches(api_name, [frozen], flat.names, flat.leaves)
     return {name: matches(frozen, name, leaf) for name, leaf in zip(flat.names, flat.leaves, strict=True)}
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat, comm
-from fshard.errors import MAX_PROBLEMS, expect, refuse
+from fshard.errors import MAX_PROBLEMS, Problem, expect, refuse
 from fshard.transforms import transform_state
 from fshard.transforms.state import ABSENT
 from fshard.tree import (
@@ -183,8 +183,7 @@ def update(
     check_flags("update", donate=donate)
     if any_donated(leaves_of(state)):
         refuse_donated("update", flatten(state))
-    needed = flatten(state.params)
-    _check_gradients(grads, needed)
+    _check_gradients(grads, flatten(state.params))
     check_same_step("update", state)
     # In a trace it is for jit to say which tensors are written in place.
     donate = donate and not _compat.is_tracing()
@@ -195,14 +194,14 @@ def update(
     return after if transform_state is ABSENT else after._replace(transform_state=transform_state)
 
 
-def check_same_step(what: str, given: Tree) -> None:
+def check_same_step(api_name: str, given: Tree) -> None:
     """Check that all ranks hold states of the same step, once for each state on a mesh that was made anew.
 
     A rank that fails where nothing is sent, as in an update, has no next state, while the others end that step and hear
     of the failure in the next one.
 
     Args:
-        what: The verb that asks.
+        api_name: The verb that asks.
         given: A tree with TrainStates in it.
 
     Raises:
@@ -234,7 +233,7 @@ def check_same_step(what: str, given: Tree) -> None:
     pieces = [comm.rank(axis) for axis in owned]
     ranks = comm.all_gather_object([rank_state.rank, pieces, counters], axes, "step of states")
     rank_state.call.name = None
-    raise _unequal_steps(what, ranks)
+    raise _make_step_error(api_name, ranks)
 
 
 def _is_step(name: str) -> bool:
@@ -255,11 +254,11 @@ def _counters_of(states: Sequence[TrainState]) -> dict[str, int]:
     return counters
 
 
-def _unequal_steps(what: str, ranks: Sequence[tuple[int, list[int], dict[str, int]]]) -> ValueError:
+def _make_step_error(api_name: str, ranks: Sequence[tuple[int, list[int], dict[str, int]]]) -> ValueError:
     """Make the error of ranks that hold states of different steps.
 
     Args:
-        what: The verb that asks.
+        api_name: The verb that asks.
         ranks: For each rank its number, which pieces it owns, and its counters.
     """
     problems = []
@@ -274,16 +273,17 @@ def _unequal_steps(what: str, ranks: Sequence[tuple[int, list[int], dict[str, in
             if len(holders) == 1:
                 continue
             counts = sorted(holders, reverse=True)
-            problems.append(f"  {name}: {', '.join(f'{count} on {_named(holders[count])}' for count in counts)}")
+            shown = ", ".join(f"{count} on {_name_ranks(holders[count])}" for count in counts)
+            problems.append(f"  {name}: {shown}")
             if _is_step(name) and len(problems) == 1:
-                later = _named(sorted(rank for count in counts[:-1] for rank in holders[count]))
+                later = _name_ranks(sorted(rank for count in counts[:-1] for rank in holders[count]))
                 before = f"take the state of step {counts[-1]} on every rank, which {later} had before the last step"
                 remedy = f"{before}, or {remedy}"
-    text = "\n".join([f"{what}: ranks hold states of different steps", *problems[:MAX_PROBLEMS], f"To fix: {remedy}."])
-    return ValueError(text)
+    headline = f"{api_name}: ranks hold states of different steps"
+    return ValueError("\n".join([headline, *problems[:MAX_PROBLEMS], f"To fix: {remedy}."]))
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _name_ranks(ranks: Sequence[int]) -> str:
     """Name ranks in a sentence."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
@@ -294,7 +294,7 @@ def step_of(tx: Any, donate: bool) -> Update:
 
 
 def run_update(
-    what: str,
+    api_name: str,
     argument: str,
     tx: Any,
     grads: Tree,
@@ -306,7 +306,7 @@ def run_update(
     """Run a transformation's update, and check that it returns a pair whose first part is a tree like what it changes.
 
     Args:
-        what: The function that runs it, for an error.
+        api_name: The function that runs it, for an error.
         argument: The argument of that function that the transformation is, for an error.
         tx: The Optimizer or GradientTransformation.
         grads: The gradients.
@@ -320,13 +320,13 @@ def run_update(
     Raises:
         ValueError: if it returns something else, such as the state first.
     """
-    made, before = ("params", params) if isinstance(tx, Optimizer) else ("grads", grads)
-    remedy = f"return ({made}, state), the new {made} first"
+    name, before = ("params", params) if isinstance(tx, Optimizer) else ("grads", grads)
+    remedy = f"return ({name}, state), the new {name} first"
     pair = step_of(tx, donate)(grads, state, params)
-    is_pair = isinstance(pair, tuple | list) and len(pair) == 2
-    expect(is_pair, what, f"{argument}.update to return two values", describe(pair), remedy)
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise ValueError(f"{api_name}: {argument}.update must return two values, got {describe(pair)}; {remedy}.")
     new, state = pair
-    same_structure(f"{what}: {made} that {argument}.update returned", flatten(new), flatten(before), remedy)
+    same_structure(f"{api_name}: {name} that {argument}.update returned", flatten(new), flatten(before), remedy)
     return new, state
 
 
@@ -400,15 +400,22 @@ def chain(*transformations: GradientTransformation | Optimizer) -> Any:
     return Optimizer(init, run, partial(run, donate=True)) if ends else GradientTransformation(init, run)
 
 
-def _check_gradients(grads: Tree, needed: Flat) -> None:
-    found = flatten(grads)
-    same_structure("update with gradients", found, needed)
-    pairs = found._replace(leaves=[*zip(found.leaves, needed.leaves, strict=True)])
-    remedy = "pass what fs.scatter_grads(grads, like=state.params) or fs.value_and_grad returned"
-    refuse("update: gradients do not fit the parameters", pairs.problems(lambda pair: _misfit(*pair)), remedy)
+def _check_gradients(grads: Tree, params: Flat) -> None:
+    """Refuse gradients that are not those of the parameters."""
+    flat = flatten(grads)
+    same_structure("update with gradients", flat, params)
+    problems = []
+    for path, grad, param in zip(flat.paths, flat.leaves, params.leaves, strict=True):
+        misfit = _describe_misfit(grad, param)
+        if misfit is not None:
+            got, expected = misfit
+            problems.append(Problem(path, got, expected))
+    if problems:
+        remedy = "pass what fs.scatter_grads(grads, like=state.params) or fs.value_and_grad returned"
+        refuse("update: gradients do not fit the parameters", problems, remedy)
 
 
-def _misfit(grad: Any, param: Any) -> tuple[str, str] | None:
+def _describe_misfit(grad: Any, param: Any) -> tuple[str, str] | None:
     """Describe a gradient that does not fit its parameter, and the one expected."""
     if grad is None:
         return None
@@ -418,6 +425,8 @@ def _misfit(grad: Any, param: Any) -> tuple[str, str] | None:
         return describe(grad), describe(param)
     if is_sharded(grad) and grad.spec is not param.spec and grad.spec != param.spec:
         return f"{grad.spec}", f"{param.spec}"
-    found, needed = tensor_of(grad), tensor_of(param)
-    same = isinstance(found, torch.Tensor) and (found.shape, found.dtype) == (needed.shape, needed.dtype)
-    return None if same else (describe(found), describe(needed))
+    tensor = tensor_of(grad)
+    expected = tensor_of(param)
+    if isinstance(tensor, torch.Tensor) and tensor.shape == expected.shape and tensor.dtype == expected.dtype:
+        return None
+    return describe(tensor), describe(expected)

@@ -150,10 +150,10 @@ def test_every_microbatch_has_its_aux_and_other_arguments_are_passed_on():
 
 
 def test_bad_arguments_are_refused():
-    micro = "accumulate: expected batches to be a sequence of one or more microbatches, got"
+    micro = "accumulate: batches must be a sequence of one or more microbatches, got"
     for options, batches, text in (
         ({"reduce": "max"}, [1], 'accumulate: reduce must be "mean", "sum" or "weighted", got \'max\''),
-        ({}, [], f"{micro} none"),
+        ({}, [], f"{micro} an empty one"),
         ({}, iter([1]), f"{micro} a list_iterator"),
     ):
         with pytest.raises(ValueError, match=re.escape(text)):

@@ -242,14 +242,18 @@ def share_memory(tensors: Sequence[torch.Tensor]) -> list[bool]:
 
     Under torch.func nobody can tell. Checked on 2.13.
     """
-    told = [not is_transformed(tensor) for tensor in tensors] if transforms_active() else [True] * len(tensors)
-    alone, count = torch.empty(0), torch._C._storage_Use_Count
+    if transforms_active():
+        has_memory = [not is_transformed(tensor) for tensor in tensors]
+    else:
+        has_memory = [True] * len(tensors)
+    unshared = torch.empty(0)
     # All at once, so that a tensor which is there twice counts as shared.
-    storages = [tensor.untyped_storage() for tensor in (*itertools.compress(tensors, told), alone)]
-    # Of owners of the memory, and of Python's object for it.
-    owners = list(zip([count(storage._cdata) for storage in storages], map(sys.getrefcount, storages), strict=True))
-    found = map(owners[-1].__ne__, owners)
-    return [known and next(found) for known in told]
+    storages = [tensor.untyped_storage() for tensor in (*itertools.compress(tensors, has_memory), unshared)]
+    # The owners of the memory, and of Python's object for it.
+    use_counts = [torch._C._storage_Use_Count(storage._cdata) for storage in storages]
+    owners = list(zip(use_counts, map(sys.getrefcount, storages), strict=True))
+    is_shared = map(owners[-1].__ne__, owners)
+    return [has and next(is_shared) for has in has_memory]
 
 
 def copied_as_it_is(tensor: torch.Tensor) -> torch.Tensor:

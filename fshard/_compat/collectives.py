@@ -363,9 +363,10 @@ def start_swap(
     group = resolve_process_group(name)
     if pair is None:
         # Simulated ranks know collectives alone.
-        own = next(iter(send.values())).new_empty(0)
-        into, sent = ([tensors.get(rank, own) for rank in range(group.size())] for tensors in (receive, send))
-        return [torch.distributed.all_to_all(into, sent, group=group, async_op=True)]
+        nothing = next(iter(send.values())).new_empty(0)
+        buffers = [receive.get(rank, nothing) for rank in range(group.size())]
+        rows = [send.get(rank, nothing) for rank in range(group.size())]
+        return [torch.distributed.all_to_all(buffers, rows, group=group, async_op=True)]
     works = []
     try:
         for other in send:
@@ -379,14 +380,14 @@ def start_swap(
     return works
 
 
-def cut(pair: Pair, own: int, size: int) -> list[int]:
+def cut(pair: Pair, local_rank: int, size: int) -> list[int]:
     """End all connections of a pair of groups, which wakes the ranks that wait there. Checked on 2.13.
 
     gloo has no abort, but a receive that is waited for in vain ends its connection.
 
     Args:
         pair: The connections of `make_pair`.
-        own: This rank's number in the group.
+        local_rank: This rank's number in the group.
         size: How many ranks it has.
 
     Returns:
@@ -394,7 +395,7 @@ def cut(pair: Pair, own: int, size: int) -> list[int]:
     """
     posted, gone = [], []
     for other in range(size):
-        for group in pair if other != own else ():
+        for group in pair if other != local_rank else ():
             try:
                 posted.append(group.recv([torch.empty(1)], other, CUT))
             except RuntimeError:
@@ -465,7 +466,7 @@ def wait_in_store(store: Any, keys: Sequence[str], seconds: float, meanwhile: Ca
 def texts_in_store(
     store: Any,
     key: str,
-    own: int,
+    local_rank: int,
     text: str,
     size: int,
     timeout: timedelta,
@@ -476,7 +477,7 @@ def texts_in_store(
     Args:
         store: The store.
         key: What the texts are about; the n-th call of a rank with it reads the n-th texts of the others.
-        own: This rank.
+        local_rank: This rank.
         text: Its text.
         size: How many ranks there are.
         timeout: How long to wait for them.
@@ -485,7 +486,7 @@ def texts_in_store(
     Returns:
         Every rank's text; None for one that did not come.
     """
-    number = store.add(f"{key}/calls of {own}", 1)
+    number = store.add(f"{key}/calls of {local_rank}", 1)
 
     texts = [f"{key}/{number}/text of {rank}" for rank in range(size)]
     read = [f"{key}/{number}/read by {rank}" for rank in range(size)]
@@ -493,16 +494,18 @@ def texts_in_store(
     def has_come(rank: int) -> bool:
         return bool(store.check([texts[rank]]))
 
-    store.set(texts[own], text)
+    store.set(texts[local_rank], text)
     # A store that is a file raises no DistError.
     with suppress(RuntimeError):
         wait_in_store(store, texts, timeout.total_seconds(), lambda: meanwhile(has_come))
-    found = [store.get(texts[rank]).decode() if has_come(rank) else None for rank in range(size)]
-    store.set(read[own], "")
+    texts_of_all: list[str | None] = []
+    for rank in range(size):
+        texts_of_all.append(store.get(texts[rank]).decode() if has_come(rank) else None)
+    store.set(read[local_rank], "")
     # A rank that refuses what it has read may end, and the store with it.
     with suppress(RuntimeError):
         wait_in_store(store, read, LINGER.total_seconds())
-    return found
+    return texts_of_all
 
 
 def device_identity(device: str) -> str:

@@ -12,9 +12,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 # Their kernels give the result the layout of the first operand, their Python forms that of the second.
-_FIRST_DECIDES = tuple(
-    getattr(torch.ops.aten, f"{name}_backward")
-    for name in ("hardsigmoid", "hardswish", "hardtanh", "logit", "softplus")
+_FIRST_DECIDES = (
+    torch.ops.aten.hardsigmoid_backward,
+    torch.ops.aten.hardswish_backward,
+    torch.ops.aten.hardtanh_backward,
+    torch.ops.aten.logit_backward,
+    torch.ops.aten.softplus_backward,
 )
 
 
@@ -24,23 +27,31 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
 
     A wrong layout makes views that the kernels' results do not allow. Checked on 2.13.
     """
-    first = {operator.default: partial(_laid_out, operator) for operator in _FIRST_DECIDES}
-    return MappingProxyType(dict.fromkeys(RESHAPES, _view) | first)
+    replacements: dict[Any, Callable[..., Any]] = dict.fromkeys(RESHAPES, _view)
+    for operator in _FIRST_DECIDES:
+        replacements[operator.default] = partial(_run_with_layout, operator)
+    return MappingProxyType(replacements)
 
 
 def _view(x: torch.Tensor, size: Sequence[int]) -> Any:
     """View as the kernel does, which gives dims of size 1 other strides than the form without values."""
-    if 1 not in x.shape or any(isinstance(number, torch.SymInt) for number in (*x.shape, *x.stride(), *size)):
+    has_symbols = any(isinstance(number, torch.SymInt) for number in (*x.shape, *x.stride(), *size))
+    if 1 not in x.shape or has_symbols:
         return NotImplemented
     with _disable_current_modes():
-        seen = x.view(size)
-        strides = torch.empty_strided(x.shape, x.stride(), device="meta").view(size).stride()
-    return NotImplemented if seen.stride() == strides else x.as_strided(seen.shape, strides)
+        view = x.view(size)
+        kernel_view = torch.empty_strided(x.shape, x.stride(), device="meta").view(size)
+    if view.stride() == kernel_view.stride():
+        return NotImplemented
+    return x.as_strided(view.shape, kernel_view.stride())
 
 
-def _laid_out(operator: Any, a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def _run_with_layout(operator: Any, a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Run the kernel on a result of the layout that it would make, which is that of the operands' sum."""
     if a.shape == b.shape and a.stride() == b.stride():
         return NotImplemented
-    out = next(name for name in ("out", "grad_input") if name in operator.overloads())
-    return getattr(operator, out)(a, b, *args, **kwargs, **{out: torch.empty_like(a + b)})
+    # The overload that writes to a given result is named as its argument is.
+    name = "out" if "out" in operator.overloads() else "grad_input"
+    write = getattr(operator, name)
+    result = torch.empty_like(a + b)
+    return write(a, b, *args, **kwargs, **{name: result})

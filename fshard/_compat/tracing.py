@@ -94,8 +94,8 @@ def is_effect(target: Any) -> bool:
     if arguments_of(target) is None:
         return False
     # Ranges of the profiler and of symbols say something of a trace, not of its values.
-    told = target.namespace == "profiler" or target.overloadpacket in _RANGES_OF_SYMBOLS
-    return not target._schema.returns and not told
+    is_about_trace = target.namespace == "profiler" or target.overloadpacket in _RANGES_OF_SYMBOLS
+    return not target._schema.returns and not is_about_trace
 
 
 def is_entrywise(target: Any) -> bool:

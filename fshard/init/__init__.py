@@ -1,4 +1,4 @@
 """Initialisation: sharded parameters drawn from a seed, a submodule at a time or only this rank's part."""
 
 from fshard.init.deferred import init
-from fshard.init.drawing import Reset, copied, refuse_blank
+from fshard.init.drawing import Reset, copy_module, refuse_blank

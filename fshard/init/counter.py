@@ -110,7 +110,7 @@ def count(
             reset asks for values.
     """
     make, names = _compat.fake_maker(), {buffer: name for name, buffer in _compat.named_buffers(module)}
-    bare = drawing.copied(module, lambda tensor: buffers[names[tensor]] if tensor in names else make(tensor))
+    bare = drawing.copy_module(module, lambda tensor: buffers[names[tensor]] if tensor in names else make(tensor))
     # Held, so that no other tensor takes the memory of one that a reset puts another in the place of.
     held = [parameter.detach() for parameter in bare.parameters()]
     parts = {

@@ -1,8 +1,7 @@
 """Deferred initialisation: `Model.init` with a seed."""
 
-import itertools
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from fshard.init.replay import replay
 from fshard.shard import SAME_TREE, Layouts, fingerprint, is_frozen, stored, unfit
 from fshard.transforms import ShardTransform
 from fshard.transforms.structure import layout_axes
-from fshard.tree import Sharded, Spec
+from fshard.tree import Axis, Sharded, Spec
 from fshard.tree.checks import SEED, check_arguments
 
 REMEDY = (
@@ -29,8 +28,12 @@ _SEEDING = threading.Lock()
 
 
 def init(
-    module: nn.Module, transform: ShardTransform, seed: int, mode: str, reset: Reset | None
-) -> tuple[Any, dict[str, torch.Tensor]]:
+    module: nn.Module,
+    transform: ShardTransform,
+    seed: int,
+    mode: str,
+    reset: Reset | None,
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Draw a module's values anew and keep this rank's shards of them.
 
     Args:
@@ -49,52 +52,72 @@ def init(
     expect(mode in ("replay", "counter"), "model.init", 'mode to be "replay" or "counter"', repr(mode))
     check_arguments("model.init", SEED, seed=seed)
     params = dict(_compat.named_parameters(module))
-    specs, misfits = _laid_out(params, transform)
-    undrawn = [] if reset else _undrawn_root(module)
-    entries = {name: fingerprint(leaf, specs[name], "without values") for name, leaf in params.items()}
+    specs, misfits = _lay_out(params, transform)
+    root_problems = [] if reset else _find_undrawn_root(module)
+    facts = {f"[{name!r}]": fingerprint(leaf, specs[name], "without values") for name, leaf in params.items()}
     shards: dict[str, Sharded] = {}
-    given = dict(_compat.named_buffers(module))
-    before = {name: blank_like(buffer) if buffer.is_meta else buffer.clone() for name, buffer in given.items()}
+    before = _buffers_to_draw_with(module)
     after = dict(before)
-    if not misfits and not undrawn:
+    if not misfits and not root_problems:
         draw = replay if mode == "replay" else count
         with _SEEDING, torch.random.fork_rng(), torch.no_grad():
-            for name, piece, entry in draw(module, after, specs, seed, reset):
-                entries[name] = entry
+            for name, piece, fact in draw(module, after, specs, seed, reset):
+                facts[f"[{name!r}]"] = fact
                 if piece is not None:
                     shards[name] = stored(piece, specs[name])
     axes = layout_axes(transform)
-    problem = comm.find_disagreement({f"[{name!r}]": entry for name, entry in entries.items()}, axes, "shard")
-    refuse("shard: ranks hold different trees", [problem] if problem else [], SAME_TREE)
+    difference = comm.find_disagreement(facts, axes, "shard")
+    refuse("shard: ranks hold different trees", [difference] if difference else [], SAME_TREE)
     refuse("shard: leaves cannot be sharded", misfits, "pass full tensors whose shapes fit the strategy")
-    # A rank sees only the elements of its own part that were left out.
-    left = map(any, zip(*comm.all_gather_object([name not in shards for name in params], axes, "shard"), strict=True))
-    found, needed = "elements left out by reset_parameters", "a value for each"
-    undrawn = undrawn or [Problem(f"[{name!r}]", found, needed) for name in itertools.compress(params, left)]
+    undrawn = root_problems or _find_undrawn(params, shards, axes)
     refuse("model.init: values cannot be drawn from a seed", undrawn, REMEDY)
-    drawn = [name for name in given if given[name].is_meta and not is_left_out(after[name], before[name])]
-    return {name: shards[name] for name in params}, {name: after[name].detach() for name in drawn}
+    buffers = {}
+    for name, buffer in _compat.named_buffers(module):
+        if buffer.is_meta and not is_left_out(after[name], before[name]):
+            buffers[name] = after[name].detach()
+    return {name: shards[name] for name in params}, buffers
 
 
-def _laid_out(params: Mapping[str, torch.Tensor], transform: ShardTransform) -> tuple[dict[str, Spec], list[Problem]]:
+def _buffers_to_draw_with(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Copy a module's buffers, and make blank ones for those on the meta device."""
+    buffers = {}
+    for name, buffer in _compat.named_buffers(module):
+        buffers[name] = blank_like(buffer) if buffer.is_meta else buffer.clone()
+    return buffers
+
+
+def _find_undrawn(params: Iterable[str], shards: Mapping[str, Sharded], axes: Sequence[Axis]) -> list[Problem]:
+    """List the parameters with elements that were not drawn, of which each rank sees those in its own shard."""
+    is_missing_by_rank = comm.all_gather_object([name not in shards for name in params], axes, "shard")
+    problems = []
+    for name, is_missing in zip(params, zip(*is_missing_by_rank, strict=True), strict=True):
+        if any(is_missing):
+            got = "elements left out by reset_parameters"
+            problems.append(Problem(f"[{name!r}]", got=got, expected="a value for each"))
+    return problems
+
+
+def _lay_out(params: Mapping[str, torch.Tensor], transform: ShardTransform) -> tuple[dict[str, Spec], list[Problem]]:
     """Find the specs of parameters, and those that cannot be sharded."""
     specs: dict[str, Spec] = {}
     layouts = Layouts("shard", transform, list(params), list(params.values()))
     for name, leaf in params.items():
-        spec = Spec(tuple(leaf.shape), frozen=is_frozen(leaf))
-        misfit = None if leaf.is_meta and leaf.layout == torch.strided else unfit(leaf)
+        path = f"[{name!r}]"
+        has_no_values = leaf.is_meta and leaf.layout == torch.strided
+        misfit = None if has_no_values else unfit(leaf)
         if misfit:
-            layouts.problems.append(Problem(f"[{name!r}]", *misfit))
-        specs[name] = layouts.of(f"[{name!r}]", name, leaf, spec)
+            layouts.problems.append(Problem(path, *misfit))
+        spec = Spec(tuple(leaf.shape), frozen=is_frozen(leaf))
+        specs[name] = layouts.of(path, name, leaf, spec)
     return specs, layouts.problems
 
 
-def _undrawn_root(module: nn.Module) -> list[Problem]:
+def _find_undrawn_root(module: nn.Module) -> list[Problem]:
     """List a module whose constructor draws its values by a method that nothing calls here."""
     module = _compat.unwrapped(module)
     methods = ("init_weights", "_init_weights", "initialize_weights")
     names = [name for name in methods if hasattr(type(module), name)]
     if not names or own_reset(module) is not None:
         return []
-    found = f"{type(module).__name__}, whose {names[0]} is not called"
-    return [Problem("(root)", found, "a way to draw its values")]
+    got = f"{type(module).__name__}, whose {names[0]} is not called"
+    return [Problem("(root)", got=got, expected="a way to draw its values")]

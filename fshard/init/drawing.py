@@ -19,8 +19,10 @@ See = Callable[[Any, Any, dict[str, Any]], None]
 Drawn = tuple[str, torch.Tensor | None, str]
 
 
-def copied(
-    module: nn.Module, replace: Callable[[torch.Tensor], torch.Tensor], memo: Mapping[int, torch.Tensor] | None = None
+def copy_module(
+    module: nn.Module,
+    replace: Callable[[torch.Tensor], torch.Tensor],
+    memo: Mapping[int, torch.Tensor] | None = None,
 ) -> nn.Module:
     """Copy a module with other tensors for its parameters and buffers; tied ones stay tied.
 
@@ -29,13 +31,15 @@ def copied(
         replace: Makes the other tensors.
         memo: Others that it may refer to, such as those of the modules around it, by their ids; they are not copied.
     """
-    memo = dict(memo or {}) | {id(buffer): replace(buffer) for buffer in module.buffers()}
+    replaced: dict[int, Any] = dict(memo or {})
+    for buffer in module.buffers():
+        replaced[id(buffer)] = replace(buffer)
     for parameter in module.parameters():
-        memo[id(parameter)] = nn.Parameter(replace(parameter), requires_grad=parameter.requires_grad)
-    made = copy.deepcopy(module, memo)
-    for submodule in made.modules():
+        replaced[id(parameter)] = nn.Parameter(replace(parameter), requires_grad=parameter.requires_grad)
+    module_copy = copy.deepcopy(module, replaced)
+    for submodule in module_copy.modules():
         _compat.read_parametrized_by(submodule, _compat.compute_parametrized)
-    return made
+    return module_copy
 
 
 def blank_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -65,8 +69,10 @@ def refuse_blank(buffers: Mapping[str, torch.Tensor]) -> None:
     Raises:
         ValueError: with the name of each that is on the meta device.
     """
-    found, needed = "a tensor on the meta device", "a tensor with values"
-    problems = [Problem(f"[{name!r}]", found, needed) for name, buffer in buffers.items() if buffer.is_meta]
+    problems = []
+    for name, buffer in buffers.items():
+        if buffer.is_meta:
+            problems.append(Problem(f"[{name!r}]", got="a tensor on the meta device", expected="a tensor with values"))
     remedy = (
         "pass buffers= with values for them, such as buffers=state.buffers inside fs.plan, or write to them in the "
         "module's reset_parameters"
@@ -116,19 +122,20 @@ class Drawing(_compat.DispatchMode):
         super().__init__()
         self._see = see
         torch.manual_seed(seed)
-        self._own = torch.Generator().manual_seed(torch.initial_seed())
+        self._generator = torch.Generator().manual_seed(torch.initial_seed())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._see(func, args, kwargs)
-        own, shared = self._own, torch.default_generator
+        generator = self._generator
+        shared = torch.default_generator
         is_random = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
-        elsewhere = any(isinstance(arg, torch.Tensor) and arg.device.type != "cpu" for arg in args)
-        if not is_random or elsewhere or shared.initial_seed() != own.initial_seed():
+        is_elsewhere = any(isinstance(arg, torch.Tensor) and arg.device.type != "cpu" for arg in args)
+        if not is_random or is_elsewhere or shared.initial_seed() != generator.initial_seed():
             return func(*args, **kwargs)
         if any(argument.name == "generator" for argument in _compat.arguments_of(func) or []):
-            return func(*args, **kwargs | {"generator": own})
-        shared.set_state(own.get_state())
-        out = func(*args, **kwargs)
-        own.set_state(shared.get_state())
-        return out
+            return func(*args, **kwargs | {"generator": generator})
+        shared.set_state(generator.get_state())
+        result = func(*args, **kwargs)
+        generator.set_state(shared.get_state())
+        return result

@@ -8,7 +8,7 @@ from torch import nn
 
 from fshard import _compat
 from fshard.init import drawing
-from fshard.init.drawing import Drawing, Drawn, Reset, blank_like, children_first, copied, is_left_out
+from fshard.init.drawing import Drawing, Drawn, Reset, blank_like, children_first, copy_module, is_left_out
 from fshard.shard import fingerprint, local_piece
 from fshard.tree import Spec
 
@@ -29,7 +29,7 @@ def replay(
         Each parameter that lies in a submodule that draws.
     """
     make = _compat.fake_maker()
-    tried, bare = copied(module, make), copied(module, make)
+    tried, bare = copy_module(module, make), copy_module(module, make)
     paths, mode = _outermost(tried, reset, seed), Drawing(_refuse_others, seed)
     tensors = *_compat.named_parameters(bare), *_compat.named_buffers(bare)
     names = {tensor: name for name, tensor in tensors}
@@ -47,7 +47,7 @@ def replay(
 
     def draw(path: str) -> Iterator[Drawn]:
         source = bare.get_submodule(path)
-        made = copied(source, values_of, others)
+        made = copy_module(source, values_of, others)
         for inside, _ in children_first(source, "", seen):
             with mode:
                 drawing.set_values(made.get_submodule(inside), reset)
@@ -69,17 +69,17 @@ def replay(
 
 def _outermost(module: nn.Module, reset: Reset | None, seed: int) -> list[str]:
     """Find the outermost submodules that draw, by calls that fail at the first operator on a tensor of theirs."""
-    found: list[str] = []
+    paths: list[str] = []
     mode = Drawing(_refuse_others, seed)
     for path, submodule in module.named_modules():
-        if found and (not found[-1] or path.startswith(f"{found[-1]}.")):
+        if paths and (not paths[-1] or path.startswith(f"{paths[-1]}.")):
             continue
         try:
             with mode:
                 drawing.set_values(submodule, reset)
         except Exception:
-            found.append(path)
-    return found
+            paths.append(path)
+    return paths
 
 
 def _refuse_others(func: Any, args: Any, kwargs: Any) -> None:

@@ -114,8 +114,8 @@ class Sharded:
             ValueError: always.
         """
         remedy = "pass fs.to_dtensor(params, mesh), or use fs.checkpoint.save or fs.checkpoint.save_dcp"
-        what = "torch.distributed.checkpoint.save: shards of all ranks but one would be lost"
-        raise leaf_error(what, [Problem(fqn, repr(self), "tensors or DTensors")], remedy)
+        headline = "torch.distributed.checkpoint.save: shards of all ranks but one would be lost"
+        raise leaf_error(headline, [Problem(fqn, repr(self), "tensors or DTensors")], remedy)
 
 
 # Write the slots directly, which bypasses the frozen dataclass and is fastest.

@@ -95,7 +95,7 @@ def test_updates_that_return_something_else_than_new_leaves_and_a_state():
                 f"To fix: return ({made}, state), the new {made} first."
             )
     assert text_of(partial(fs.update, NO_PAIR, fs.TrainState.create(PARAMS, NO_PAIR), PARAMS)) == (
-        "update: expected tx.update to return two values, got an int; return (params, state), the new params first"
+        "update: tx.update must return two values, got an int; return (params, state), the new params first."
     )
 
 
