@@ -15,7 +15,9 @@ from tests.test_processes import ROOT, TORCHRUN, run
 
 README, GUIDE = ROOT / "README.md", ROOT / "examples/README.md"
 MIGRATION, REFERENCE = ROOT / "examples/MIGRATION.md", ROOT / "examples/REFERENCE.md"
-DOCUMENTS = (README, ROOT / "CONTRIBUTING.md", GUIDE, MIGRATION, REFERENCE, ROOT / "fshard/checkpoint/FORMAT.md")
+CONTRIBUTING, DEVELOPING = ROOT / "CONTRIBUTING.md", ROOT / "docs/developing.md"
+FORMAT = ROOT / "fshard/checkpoint/FORMAT.md"
+DOCUMENTS = (README, CONTRIBUTING, DEVELOPING, GUIDE, MIGRATION, REFERENCE, FORMAT)
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
