@@ -47,11 +47,7 @@ def remat(f: Callable[..., Any], *, save: Sequence[str] = ()) -> Callable[..., A
     >>> torch.func.grad(remat(lambda x: x.sin().sum()))(torch.zeros(2))
     tensor([1., 1.])
     """
-    is_list_of_names = isinstance(save, list | tuple) and all(isinstance(name, str) and "." in name for name in save)
-    operators = [attrgetter(name)(torch.ops) for name in save] if is_list_of_names else []
-    is_known = is_list_of_names and all(map(callable, operators))
-    if not is_known:
-        raise ValueError(f'remat: save={save!r:.40} is not a list of operator names such as ["aten.topk"].')
+    operators = _find_operators(save)
 
     def saves(_: Any, operator: Any, *__: Any, **___: Any) -> bool:
         return operator in operators or getattr(operator, "overloadpacket", None) in operators
@@ -68,6 +64,16 @@ def remat(f: Callable[..., Any], *, save: Sequence[str] = ()) -> Callable[..., A
     return run
 
 
+def _find_operators(names: Sequence[str]) -> list[Any]:
+    """Find operators by their names, and refuse what is no list of such names."""
+    is_list = isinstance(names, list | tuple)
+    if is_list and all(isinstance(name, str) and "." in name for name in names):
+        operators = [attrgetter(name)(torch.ops) for name in names]
+        if all(map(callable, operators)):
+            return operators
+    raise ValueError(f'remat: save={names!r:.40} is not a list of operator names such as ["aten.topk"].')
+
+
 def _run_under_transforms(f: Callable[..., Any], contexts: Contexts, args: Any, kwargs: Any) -> Any:
     """Run a function now, and again in the backward, under torch.func, which torch's own checkpoint does not support.
 
@@ -80,18 +86,16 @@ def _run_under_transforms(f: Callable[..., Any], contexts: Contexts, args: Any, 
     Returns:
         What it returns.
     """
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    tensors = _tensors_in((args, kwargs))
     # An autograd Function returns tensors alone; the rest of the result goes by this list.
     structure: list[Tree] = []
 
     def run_on_tensors(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         remaining = iter(given)
-        full_args, full_kwargs = tree_map(
-            lambda leaf: next(remaining) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
-        )
-        result = f(*full_args, **full_kwargs)
-        structure[:] = [tree_map(lambda leaf: _PLACE if isinstance(leaf, torch.Tensor) else leaf, result)]
-        return tuple(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        given_args, given_kwargs = _map_tensors(lambda _: next(remaining), (args, kwargs))
+        result = f(*given_args, **given_kwargs)
+        structure[:] = [_map_tensors(lambda _: _PLACE, result)]
+        return tuple(_tensors_in(result))
 
     random_states = _random_states({tensor.device for tensor in tensors})
     forward_context, recomputation_context = contexts()
@@ -106,6 +110,14 @@ def _run_under_transforms(f: Callable[..., Any], contexts: Contexts, args: Any, 
 
     outputs = iter(_Remat.apply(run_first, run_again, *tensors))
     return tree_map(lambda leaf: next(outputs) if leaf is _PLACE else leaf, structure[0])
+
+
+def _tensors_in(tree: Tree) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _map_tensors(f: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
+    return tree_map(lambda leaf: f(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 def _recompute_whole_where_needed(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,8 +136,7 @@ def _recompute_whole_where_needed(f: Callable[..., Any]) -> Callable[..., Any]:
         result = f(*args, **kwargs)
         # The recomputation does what the forward did.
         if fills_late is None:
-            tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-            fills_late = _compat.fills_what_it_saved(tensors, begin)
+            fills_late = _compat.fills_what_it_saved(_tensors_in(result), begin)
         if fills_late:
             torch.ones((), requires_grad=True).square()
         return result
@@ -181,17 +192,20 @@ class _ArgumentsOnly(TorchFunctionMode):
         self.passed = {id(tensor) for tensor in passed}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Below a transform of f's own everything is wrapped.
-        for tensor in () if _compat.transforms_active() else tree_leaves((args, kwargs or {})):
-            # What is on the meta device has no gradient to lose, such as a module's copy without values.
-            if not isinstance(tensor, torch.Tensor) or id(tensor) in self.passed or tensor.is_meta:
+        kwargs = kwargs or {}
+        if _compat.transforms_active():
+            # Below a transform of f's own everything is wrapped.
+            return func(*args, **kwargs)
+        for tensor in _tensors_in((args, kwargs)):
+            # A tensor on the meta device has no gradient to lose, such as one of a module's copy without values.
+            if id(tensor) in self.passed or tensor.is_meta:
                 continue
             if _compat.is_transformed(tensor) or (tensor.requires_grad and not torch.is_grad_enabled()):
                 raise ValueError(
                     f"remat: f uses {describe(tensor)}, which is differentiated but is not an argument of f, so its "
                     "gradient would be lost. Pass it as an argument."
                 )
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class _Remat(Function):

@@ -37,7 +37,8 @@ def tolerance(dtype: torch.dtype, terms: int, scale: float = 1.0, steps: float =
     >>> abs(float(values.sum() - values.flip(0).cumsum(0)[-1])) < tolerance(torch.float32, terms=1001, scale=500.0)
     True
     """
-    return SAFETY * torch.finfo(dtype).eps * terms * scale * steps
+    eps = torch.finfo(dtype).eps
+    return SAFETY * eps * terms * scale * steps
 
 
 def half_the_digits(dtype: torch.dtype) -> float:

@@ -25,7 +25,8 @@ def compile_by_inductor(module: Any, examples: Sequence[torch.Tensor]) -> Callab
         lowered = make_fx(module, decomposition_table=select_decomp_table(), tracing_mode="real")(*examples)
     lowered.graph.eliminate_dead_code()
     (output,) = lowered.graph.find_nodes(op="output")
-    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    number_of_results = len(output.args[0])
+    output.meta["user_visible_output_idxs"] = list(range(number_of_results))
     run = compile_fx_inner(lowered, list(examples))
 
     def compiled(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -74,19 +74,25 @@ def arguments_of(target: Any) -> list[Argument] | None:
     """The arguments of an operator; None for what is no operator of torch's. Checked on 2.13."""
     if not isinstance(target, torch._ops.OpOverload):
         return None
-    infos = [(argument.name, argument.alias_info) for argument in target._schema.arguments]
     # Its schema denies it.
     is_view = target is torch.ops.aten._unsafe_view.default
-    return [Argument(name, is_view or info is not None, info is not None and info.is_write) for name, info in infos]
+    arguments = []
+    for argument in target._schema.arguments:
+        alias = argument.alias_info
+        is_written = alias is not None and alias.is_write
+        arguments.append(Argument(argument.name, aliased=is_view or alias is not None, written=is_written))
+    return arguments
 
 
 def written(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors that an operator of torch's writes to, lists of tensors taken apart. Checked on 2.13."""
-    arguments = arguments_of(target) or []
-    given = dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
-    values = (given.get(argument.name) for argument in arguments if argument.written)
-    lists = (value if isinstance(value, list | tuple) else [value] for value in values)
-    return [tensor for tensor in itertools.chain.from_iterable(lists) if tensor is not None]
+    tensors: list[Any] = []
+    for i, argument in enumerate(arguments_of(target) or []):
+        if not argument.written:
+            continue
+        value = args[i] if i < len(args) else kwargs.get(argument.name)
+        tensors += value if isinstance(value, list | tuple) else [value]
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def is_effect(target: Any) -> bool:
