@@ -1,4 +1,4 @@
-"""Train a small GPT under several strategies, print a table and draw a plot: shared by the examples of transforms."""
+"""Train a small GPT under several strategies, print a table and draw a plot, for the examples of transforms."""
 
 import argparse
 import time

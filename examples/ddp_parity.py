@@ -4,13 +4,15 @@
     torchrun --standalone --nproc_per_node 2 examples/ddp_parity.py --break frozen
     python examples/ddp_parity.py --steps 100
 
-The first command trains a byte-level GPT on the sources of the Python standard library with fshard, jitted and by
-units, and with DDP, step by step side by side. It prints the bytes that each rank stores, takes at its peak (where a
-counter runs: `make demo`) and sends, the time of a step, a sample of the model's text, and the largest difference
-between the two runs. That is 0 on one and two ranks, where sums have the same order. The second command puts a mistake
-into a correct step, and prints the reports of fs.testing on both steps. These comparisons use float64, where rounding
-is small, a tolerance derived from the dtype and the steps, and plain SGD, because Adam and clipping cancel a wrong
-factor of the gradients.
+The first command trains a byte-level GPT on the sources of the Python standard library. It runs two systems side by
+side, step by step: fshard (jitted, with units) and DDP. It prints the bytes that each rank stores and sends, the time
+of a step, a sample of the model's text, and the largest difference between the two runs. With a counter of memory
+(`make demo`) it also prints the peak of each rank. The difference is 0 on one and two ranks, where sums have the same
+order.
+
+The second command puts a mistake into a correct step, and prints the reports of fs.testing on both steps. These
+comparisons use float64, where rounding is small, and a tolerance that is derived from the dtype and the steps. They use
+plain SGD, because Adam and clipping cancel a wrong factor of the gradients.
 """
 
 import argparse
@@ -45,7 +47,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 MISTAKES = {
     "mean": "gradients are summed over ranks, where DDP takes the mean",
     "rate": "the learning rate is halved from the third update on",
-    "psum": "the loss is averaged over ranks by hand, and then once more",
+    "psum": "the loss is averaged over ranks by hand, and then a second time",
     "frozen": "one leaf is left out of the update",
 }
 

@@ -1,13 +1,14 @@
-"""Train a diffusion model: the UNet of diffusers, noise from the key of the state, samples from averaged parameters.
+"""Train a diffusion model, the UNet of diffusers, with noise from the key of the state.
 
     python examples/diffusion.py
     torchrun --standalone --nproc_per_node 2 examples/diffusion.py --steps 2000
 
-Needs diffusers (pip install 'fshard[models,examples]'). The module that is trained draws its own noise and times, so
-`model.apply(params, images, key=key)` gives the loss of denoising (Ho et al. 2020, arXiv:2006.11239), and equal keys
-draw equal noise: the loss on held-out digits is that of the same noise before and after. Samples come from the moving
-average of the parameters, gathered once, by the sampler of DDIM (Song et al. 2021, arXiv:2010.02502). Each rank draws
-its share of them, and the first rank stores a picture of all.
+Needs diffusers (pip install 'fshard[models,examples]'). The trained module draws its own noise and times, so
+`model.apply(params, images, key=key)` returns the loss of denoising (Ho et al. 2020, arXiv:2006.11239). Equal keys draw
+equal noise. The program uses this to evaluate held-out digits with the same noise before and after the training.
+
+The sampler of DDIM (Song et al. 2021, arXiv:2010.02502) draws samples with the moving average of the parameters, which
+is gathered once. Each rank draws its share of the samples, and the first rank saves a picture of all of them.
 """
 
 import argparse
@@ -117,11 +118,11 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--batch", type=int, default=64, help="images of each rank in a step")
-    parser.add_argument("--times", type=int, default=100, help="of the noise")
+    parser.add_argument("--times", type=int, default=100, help="number of times of the noise schedule")
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--decay", type=float, default=0.99, help="of the average")
+    parser.add_argument("--decay", type=float, default=0.99, help="decay of the average of parameters")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--directory", type=Path, default=Path("runs/diffusion"), help="where the samples go")
+    parser.add_argument("--directory", type=Path, default=Path("runs/diffusion"), help="directory for the samples")
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""Train replicas that seldom talk: DiLoCo (Douillard et al. 2023, arXiv:2311.08105), with ZeRO-3 inside each replica.
+"""Train replicas that seldom communicate: DiLoCo (Douillard et al. 2023, arXiv:2311.08105) with ZeRO-3 in each replica.
 
 Run on four ranks, on two, or on one without a launcher:
 
@@ -6,12 +6,14 @@ Run on four ranks, on two, or on one without a launcher:
     torchrun --standalone --nproc_per_node 2 examples/diloco.py
     python examples/diloco.py
 
-No leaf lives on the axis "replica": each replica has values of its own, and the inner steps of AdamW send nothing
-over that axis. After every `--inner` steps the replicas average how far they moved, and an outer step of Nesterov's SGD
-moves their common start by that mean; each replica keeps its own AdamW state. With `--outer-rate 1 --momentum 0` this
-is local SGD, which averages parameters. `--directory` keeps a checkpoint, in which leaves that differ between replicas
-have a row for each of them. The program asserts the bytes sent over "replica", and prints the distance from one process
-that trains all replicas one after the other, in float64.
+No leaf is placed on the axis "replica", so each replica has its own values, and the inner steps of AdamW send nothing
+over that axis. After every `--inner` steps, the replicas average the differences between their parameters and their
+common start. An outer step of Nesterov's SGD moves the common start by this mean. Each replica keeps its own AdamW
+state. With `--outer-rate 1 --momentum 0` this is local SGD, which averages parameters.
+
+`--directory` keeps a checkpoint. A leaf that differs between replicas has one row for each replica in it. The program
+asserts the bytes sent over "replica", and prints how far the result is from one process that trains all replicas one
+after the other, in float64.
 """
 
 import argparse

@@ -3,12 +3,12 @@
     torchrun --standalone --nproc_per_node 2 examples/dp_sgd.py
     python examples/dp_sgd.py --noise 4
 
-DP-SGD (Abadi et al., 2016, "Deep Learning with Differential Privacy") on scikit-learn's digits. torch.func.vmap
-computes the gradient of each sample at gathered weights, and fs.scatter_grads reduces the clipped sum. Parameters and
-optimizer state stay sharded. FSDP2 cannot do this: its hooks reduce the gradient of a whole batch, and vmap does not
-see hooks. The program prints epsilon and held-out accuracy during training, the accuracy without privacy, and the
-distance of the parameters from plain torch in one process with one backward per sample. The noise comes from torch's
-generator, seeded by a key: this is good enough for an experiment, but does not protect real secrets.
+The program runs DP-SGD (Abadi et al., 2016, "Deep Learning with Differential Privacy") on scikit-learn's digits.
+torch.func.vmap computes the gradient of each sample at gathered weights, and fs.scatter_grads reduces the clipped sum.
+Parameters and optimizer state stay sharded. FSDP2 cannot do this: its hooks reduce the gradient of a whole batch, and
+vmap does not see hooks. The program prints epsilon and held-out accuracy during training, the accuracy without privacy,
+and the distance of the parameters from plain torch in one process with one backward for each sample. The noise comes
+from torch's generator, seeded by a key. This is good enough for an experiment, but does not protect real secrets.
 """
 
 import argparse

@@ -4,9 +4,11 @@
     python examples/ensemble.py --members 16
 
 torch.func.vmap of a train step trains all members together. Each collective carries the weights of all members, so a
-step has as many collectives as a step of one model. FSDP2 cannot do this: torch.func.vmap sees no hooks.
-The data are scikit-learn's digits, and no member is shown a nine. The program prints the distance of the members from
-models that plain torch trains one by one, and their disagreement. A PNG shows digits of most and least disagreement.
+step has as many collectives as a step of one model. FSDP2 cannot do this, because torch.func.vmap does not see hooks.
+
+The data are scikit-learn's digits, and no member sees a nine. The program prints how far the members are from models
+that plain torch trains one by one, and how much they disagree. A PNG shows the digits on which they agree least and
+most.
 """
 
 import argparse

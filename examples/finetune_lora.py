@@ -7,12 +7,12 @@
 Needs transformers (pip install 'fshard[models,examples]'). LoRA is a function of two trees; no module is replaced or
 wrapped. The rows of a weight and of its factor `a` are split in the same way, so each rank merges its own rows of
 weight + a @ b, and the units of ZeRO-3 gather the merged weights. A step sends as many bytes as full fine-tuning does.
-LoRA saves memory: gradients and optimizer state are as small as the factors.
+LoRA saves memory, because gradients and optimizer state are as small as the factors.
 
 Without --model, a Llama with random weights learns the bytes of the Python standard library. With --model, each rank
-reads only its own rows of a local directory, and the text goes through the directory's tokenizer if there is one. No
-rank holds the full base before the end. There the merged model is exported, from_pretrained loads it, and the program
-compares its weights and logits with the sharded model.
+reads only its own rows of a local directory. If the directory has a tokenizer, the program uses it for the text. No
+rank holds the full base during the training. At the end, the program exports the merged model, loads it with
+from_pretrained, and compares its weights and logits with the sharded model.
 """
 
 import argparse
@@ -111,7 +111,7 @@ def new_factors(module: torch.nn.Module, args: argparse.Namespace) -> dict[str, 
         if weight.dim() == 2 and any(fnmatch(name, pattern) for pattern in args.targets)
     }
     if not chosen:
-        raise SystemExit(f"--targets {' '.join(args.targets)} means no matrix of {type(module).__name__}")
+        raise SystemExit(f"--targets {' '.join(args.targets)} matches no matrix of {type(module).__name__}")
     return {
         name: {"a": torch.zeros(m, args.rank), "b": torch.randn(args.rank, n, generator=draw) / n**0.5}
         for name, (m, n) in chosen.items()
@@ -173,21 +173,21 @@ def report(base: Any, state: fs.TrainState) -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model", type=Path, help="directory of a causal language model; else a Llama of random weights"
+        "--model", type=Path, help="directory of a causal language model; by default a Llama of random weights"
     )
-    parser.add_argument("--export", type=Path, default=Path("runs/lora"), help="where the merged model goes")
+    parser.add_argument("--export", type=Path, default=Path("runs/lora"), help="directory for the merged model")
     parser.add_argument(
         "--targets", nargs="+", default=["*_proj.weight", "lm_head.weight"], help="patterns of matrices"
     )
     parser.add_argument("--units", default="model.layers.*", help="pattern of the model's layers, gathered one by one")
-    parser.add_argument("--rank", type=int, default=8, help="of the factors")
+    parser.add_argument("--rank", type=int, default=8, help="rank of the factors")
     parser.add_argument("--alpha", type=float, default=16.0, help="products of factors are scaled by alpha / rank")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=8, help="sequences of each rank in a step")
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1, help="of each rank")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each rank")
     return parser.parse_args()
 
 

@@ -4,12 +4,13 @@
     torchrun --standalone --nproc_per_node 2 examples/finetune_peft.py --bits 4
 
 Needs transformers and peft (pip install 'fshard[models,examples]'). The base is frozen, and its matrices are stored as
-blocks of bytes (quantized.py): each rank keeps its rows of them, they travel as bytes, and a layer's are numbers only
-while it runs. The adapter's factors are trained. peft makes the module, initialises the adapter and saves it: at the
-end PeftModel.from_pretrained loads it, and its logits are compared with the sharded model's.
+blocks of bytes (quantized.py). Each rank keeps its rows of the bytes, and ranks send bytes to each other. The weights
+of a layer are floating-point numbers only while the layer runs. The adapter's factors are trained. peft makes the
+module, and initialises and saves the adapter. At the end, PeftModel.from_pretrained loads it, and the program compares
+its logits with those of the sharded model.
 
 Without --model, a Llama with random weights learns the bytes of the Python standard library. With --model, each rank
-reads only its own rows of a local directory; one matrix at a time is whole while it is quantized.
+reads only its own rows of a local directory. A rank holds one whole matrix at a time, while it quantizes this matrix.
 """
 
 import argparse
@@ -128,18 +129,20 @@ def compare(args: argparse.Namespace, config: Any, stored: Any, x: torch.Tensor,
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="directory of a causal language model; else a Llama")
-    parser.add_argument("--export", type=Path, default=Path("runs/peft"), help="where the adapter goes")
-    parser.add_argument("--bits", type=int, choices=(4, 8), default=8, help="of a stored number")
+    parser.add_argument(
+        "--model", type=Path, help="directory of a causal language model; by default a Llama of random weights"
+    )
+    parser.add_argument("--export", type=Path, default=Path("runs/peft"), help="directory for the adapter")
+    parser.add_argument("--bits", type=int, choices=(4, 8), default=8, help="bits of a stored number")
     parser.add_argument("--targets", nargs="+", default=["q_proj", "v_proj"], help="peft's target_modules")
-    parser.add_argument("--rank", type=int, default=8, help="of the factors")
+    parser.add_argument("--rank", type=int, default=8, help="rank of the factors")
     parser.add_argument("--alpha", type=int, default=16, help="products of factors are scaled by alpha / rank")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=8, help="sequences of each rank in a step")
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1, help="of each rank")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each rank")
     return parser.parse_args()
 
 

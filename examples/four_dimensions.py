@@ -6,10 +6,17 @@ Run on four ranks, which are two stages of two tensor-parallel ranks, or name th
     torchrun --standalone --nproc_per_node 4 examples/four_dimensions.py --shard 2 --cp 2 --pipe 1 --tp 1
     python examples/four_dimensions.py --plan 8 16 4 8 --width 512 --layers 8 --context 512 --batch 256
 
-A large leaf is split over all axes. "shard" and "cp" split the batch, by sequences and by time; "pipe" splits the
-layers, "tp" heads, hidden width and vocabulary, and between its matrices time, as in Megatron-LM's sequence
-parallelism. The program prints the bytes that a rank sends over each axis in a step, and the distance from the same
-training in one process, in float64. The last command prints what a rank of 4,096 holds and sends.
+A large leaf is split over all axes:
+
+- "shard" splits the batch by sequences.
+- "cp" splits the batch by time.
+- "pipe" splits the layers.
+- "tp" splits heads, hidden width and vocabulary. Between its matrices it splits time, as in Megatron-LM's sequence
+  parallelism.
+
+The program prints the bytes that a rank sends over each axis in a step, and how far the result is from the same
+training in one process, in float64. The last command plans the program for 4,096 ranks, and prints the memory and
+traffic of one.
 """
 
 import argparse

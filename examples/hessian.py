@@ -4,9 +4,9 @@
     python examples/hessian.py --rate 0.5
 
 Gradient descent on scikit-learn's digits keeps the largest eigenvalue at about 2 / rate (Cohen et al., 2021, "the edge
-of stability"). A Hessian-vector product is a jvp of a gradient through sharded parameters; no rank holds the Hessian or
-a full vector. FSDP2 cannot do this: its hooks reduce gradients outside autograd, so second derivatives do not exist. At
-the end plain torch computes the full Hessian in one process, and the program compares the eigenvalues.
+of stability"). A Hessian-vector product is a jvp of a gradient through sharded parameters, so no rank holds the Hessian
+or a full vector. FSDP2 cannot do this: its hooks reduce gradients outside autograd, so it has no second derivatives. At
+the end, plain torch computes the full Hessian in one process, and the program compares the eigenvalues.
 """
 
 import argparse

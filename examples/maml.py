@@ -4,8 +4,8 @@
     python examples/maml.py --inner 2
 
 The loss of a task is the error on some points of a sinusoid after gradient steps on other points (Finn et al., 2017).
-Inner and outer gradients go through sharded parameters, each rank holds a part of the points, and torch.func.vmap runs
-the inner steps of all tasks at once. FSDP2 cannot do this: autograd ends at its hooks, which reduce gradients.
+Inner and outer gradients go through sharded parameters, and each rank holds a part of the points. torch.func.vmap runs
+the inner steps of all tasks at once. FSDP2 cannot do this, because autograd ends at the hooks that reduce gradients.
 """
 
 import argparse

@@ -4,17 +4,17 @@
     torchrun --standalone --nproc_per_node 2 examples/mnist.py
     torchrun --standalone --nproc_per_node 2 examples/mnist.py --strategy zero3 --data MNIST/raw --epochs 1
 
-Without --data the program uses the 1797 digits of scikit-learn. --data is a directory with the four IDX files of MNIST,
-gzipped or not. The tutorial's Dropout, Adadelta, StepLR, DistributedSampler and evaluation with counts summed over
-ranks are kept, and so are units by size: each submodule of at least --unit-size parameters is a unit. All strategies
-must end with the same parameters; the program reads them back from the checkpoints and compares them.
+Without --data, the program uses the 1797 digits of scikit-learn. With --data, it reads a directory with the four IDX
+files of MNIST, gzipped or not. It keeps the tutorial's Dropout, Adadelta, StepLR, DistributedSampler and evaluation,
+which sums counts over ranks. It also keeps units by size: each submodule of at least --unit-size parameters is a unit.
+All strategies must end with the same parameters. The program reads them back from the checkpoints and compares them.
 
-The table shows two figures of memory: the bytes that a rank keeps between steps (parameters and Adadelta's state), and
-the peak within a step, by the tensors that torch's profiler sees in one step after the training. These figures exclude
-Python, torch, the images and gloo's own memory. In this network one layer has nearly all parameters and is full while
-it computes. ZeRO-2 and ZeRO-3 therefore save nothing beyond ZeRO-1, and may take more memory, because they reduce
-gradients while activations are still alive. Milliseconds are medians over all steps but the first, which is traced;
-they mean little if ranks share cores with other programs.
+The table shows two figures of memory. One is the bytes that a rank keeps between steps (parameters and Adadelta's
+state). The other is the peak within a step, as torch's profiler counts tensors in one step after the training. These
+figures exclude Python, torch, the images and gloo's own memory. In this network, one layer has nearly all parameters
+and is full while it computes. ZeRO-2 and ZeRO-3 therefore save nothing beyond ZeRO-1, and may take more memory, because
+they reduce gradients while activations are still alive. Milliseconds are medians over all steps except the first, which
+is traced. They mean little if ranks share cores with other programs.
 """
 
 import argparse
@@ -216,17 +216,17 @@ def plot(runs: Mapping[str, Run], images: int, ranks: int, path: Path) -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategy", choices=STRATEGIES, help="one of them; else all are compared")
-    parser.add_argument("--data", type=Path, help="directory of MNIST's IDX files; else scikit-learn's digits")
+    parser.add_argument("--strategy", choices=STRATEGIES, help="one strategy; by default the program compares all")
+    parser.add_argument("--data", type=Path, help="directory of MNIST's IDX files; by default scikit-learn's digits")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch", type=int, default=32, help="images of each rank in a step")
     parser.add_argument("--lr", type=float, default=1.0)
     parser.add_argument("--gamma", type=float, default=0.7, help="factor of the learning rate after each epoch")
     parser.add_argument("--hidden", type=int, default=1024, help="width of the hidden layer; the tutorial has 128")
-    parser.add_argument("--unit-size", type=int, default=1000, help="parameters from which on a submodule is a unit")
+    parser.add_argument("--unit-size", type=int, default=1000, help="parameters that a submodule needs to be a unit")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", type=Path, default=Path("runs/mnist"), help="checkpoints and the plot")
-    parser.add_argument("--threads", type=int, default=1, help="of each rank")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each rank")
     return parser.parse_args()
 
 

@@ -4,7 +4,7 @@
 
 The transform adds the error of earlier steps to a gradient M, sends M as P = M Q, sums P and makes P orthonormal, and
 then sends Q = M^T P. Each rank keeps its own rows of P Q^T (Vogels et al., 2019, "PowerSGD"). The state of a leaf is
-the error M - P Q^T, and Q, which starts the next step. fs.fully_shard stores and gathers the leaves.
+the error M - P Q^T, and Q, with which the next step starts. fs.fully_shard stores and gathers the leaves.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,10 @@
-"""Frozen weights that are kept, and travel, in 8 or 4 bits: a transform whose gather gives them back as numbers.
+"""Store and send frozen weights in 8 or 4 bits, with a transform whose gather returns floating-point numbers.
 
-A weight (..., m, n) is stored as bytes (..., m, n / 64, 4 + 64 * bits / 8): of each 64 numbers of a row one scale in
-float32, and the codes. `fs.zero3` splits rows, so that no rank has a part of a block. 8 bits are steps of the largest
-magnitude (Dettmers et al., 2022, "8-bit Optimizers via Block-wise Quantization"); 4 bits are the NormalFloat levels of
-QLoRA (Dettmers et al., 2023). Integer leaves take no gradient, so the model's other leaves are trained, such as LoRA's.
+A weight (..., m, n) is stored as bytes (..., m, n / 64, 4 + 64 * bits / 8). Each block of 64 numbers of a row has one
+scale in float32, and a code for each number. `fs.zero3` splits rows, so no rank has a part of a block. Codes of 8 bits
+are steps of the largest magnitude (Dettmers et al., 2022, "8-bit Optimizers via Block-wise Quantization"). Codes of 4
+bits are the NormalFloat levels of QLoRA (Dettmers et al., 2023). Integer leaves take no gradient, so only the model's
+other leaves are trained, such as those of LoRA.
 """
 
 from collections.abc import Sequence

@@ -1,12 +1,12 @@
-"""Train the GPT of train_gpt.py under Ray Train, which starts the ranks, and starts them again after a fault.
+"""Train the GPT of train_gpt.py under Ray Train, which starts the ranks, and restarts them after a failure.
 
     pip install "ray[train]"
     python examples/ray_train.py --workers 2 --directory runs/ray
     python examples/ray_train.py --workers 4 --directory /shared/runs/ray -- --preset small --reduction-order tree
 
-Ray makes the process group, which `fs.init_mesh` takes as it is. All hosts must see the directory: each rank writes its
-part of a checkpoint there, and after a fault all ranks go on from the last complete one. Options behind `--` are those
-of train_gpt.py. The first rank alone writes losses and draws them.
+Ray makes the process group, and `fs.init_mesh` uses it. All hosts must see the directory, because each rank writes its
+part of a checkpoint there. After a failure, all ranks continue from the last complete checkpoint. Options after `--`
+are those of train_gpt.py. Only the first rank writes losses and plots them.
 """
 
 import argparse
@@ -42,10 +42,10 @@ def main() -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=2, help="ranks")
+    parser.add_argument("--workers", type=int, default=2, help="number of ranks")
     parser.add_argument("--directory", type=Path, default=Path("runs/ray"), help="checkpoints, losses and their plot")
-    parser.add_argument("--max-failures", type=int, default=3, help="how often ranks are started again")
-    parser.add_argument("options", nargs="*", help="options of train_gpt.py, behind --")
+    parser.add_argument("--max-failures", type=int, default=3, help="how often Ray restarts the ranks")
+    parser.add_argument("options", nargs="*", help="options of train_gpt.py, after --")
     return parser.parse_args()
 
 

@@ -1,12 +1,13 @@
-"""Train a ResNet of transformers: BatchNorm's statistics in the state, evaluation with them, export.
+"""Train a ResNet of transformers, with BatchNorm's statistics in the state, and export it.
 
     python examples/resnet.py
     torchrun --standalone --nproc_per_node 2 examples/resnet.py --statistics rank0
 
 Needs transformers (pip install 'fshard[models,examples]'). BatchNorm normalises the images of its own rank, and a
-forward in training mode returns the buffers that it has changed. They are part of the train state, so checkpoints hold
-them. After each step the ranks average their running statistics, or with --statistics rank0 take those of the first
-rank, as DDP does. Evaluation reads them. The digits are those of scikit-learn, four times as large.
+forward in training mode returns the buffers that it has changed. The buffers are part of the train state, so
+checkpoints hold them. After each step, the ranks average their running statistics. With --statistics rank0 they take
+those of the first rank, as DDP does. The evaluation uses these statistics. The digits are those of scikit-learn,
+enlarged by a factor of four.
 """
 
 import argparse
@@ -93,13 +94,18 @@ def digits() -> tuple[Images, Images]:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--statistics", choices=("mean", "rank0"), default="mean", help="whose, after each step")
+    parser.add_argument(
+        "--statistics",
+        choices=("mean", "rank0"),
+        default="mean",
+        help="how ranks combine running statistics after each step",
+    )
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=32, help="images of each rank in a step")
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", type=Path, default=Path("runs/resnet"), help="checkpoint and exported model")
-    parser.add_argument("--threads", type=int, default=1, help="of each rank")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each rank")
     return parser.parse_args()
 
 

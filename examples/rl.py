@@ -1,12 +1,12 @@
-"""Train a policy on some ranks by samples of another one, in one job: weights go one way, samples the other.
+"""Train a policy on some ranks with samples from another rank of the same job.
 
     torchrun --standalone --nproc_per_node 3 examples/rl.py
     python examples/rl.py
 
-The last rank samples: it gets each version of the weights by `fs.receive`, in the layout in which it runs the policy,
-and publishes what the policy did; the others train by REINFORCE (Williams 1992) under ZeRO-3, and each receives its own
-rows of the samples. The policy learns to name the largest of four numbers. With several ranks the program also trains
-in one process, and prints how far the two curves of rewards are apart.
+The last rank draws samples. It gets each version of the weights with `fs.receive`, in the layout in which it runs the
+policy, and publishes the states, actions and rewards. The other ranks train with REINFORCE (Williams 1992) under
+ZeRO-3, and each receives its own rows of the samples. The policy learns to name the largest of four numbers. With
+several ranks, the program also trains in one process, and prints how far the two curves of rewards are apart.
 """
 
 import argparse

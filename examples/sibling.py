@@ -2,18 +2,18 @@
 
     torchrun --standalone --nproc_per_node 4 examples/sibling.py
 
-HSDP keeps every shard on both nodes; here each node keeps half of it. gather fetches the other half from the sibling,
-the rank at the same place of the other node, and then all-gathers within the node. scatter is the transpose. On 2 nodes
-of S ranks, with n bytes of parameters, a rank keeps and sends to the other node:
+HSDP keeps every shard on both nodes. Here, each node keeps half of every shard. gather fetches the other half from the
+sibling, which is the rank at the same place in the other node, and then all-gathers within the node. scatter is the
+transpose. On 2 nodes of S ranks, with n bytes of parameters, each rank keeps and sends to the other node:
 
               kept   by a gather     by a scatter    in a step of ZeRO-3, which gathers twice
     HSDP      n/S    0               n/S             n/S
     siblings  n/2S   n/2S            n/2S            1.5 n/S
     ZeRO-3    n/2S   n/S - n/(2SS)   n/S - n/(2SS)   3 n/S - 1.5 n/SS, by a ring through both nodes
 
-Siblings halve HSDP's memory for parameters, gradients and optimizer state, and the work of an update. They send half as
-many bytes more between nodes, or none more if units are gathered once. Halves travel exactly: nodes must not drift
-apart.
+Siblings halve HSDP's memory for parameters, gradients and optimizer state, and the work of an update. They send 1.5
+times as many bytes between nodes, or equally many if units are gathered once. The transform sends halves exactly,
+because nodes must not drift apart.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Combine tensor parallelism with ZeRO-3: every large leaf is split over two axes of the mesh.
+"""Combine tensor parallelism with ZeRO-3, so that every large leaf is split over two axes of the mesh.
 
 Run on four ranks, on two, or on one without a launcher:
 
@@ -8,7 +8,8 @@ Run on four ranks, on two, or on one without a launcher:
 
 Ranks along "tp" read the same rows of text and split the heads and the hidden width, as in Megatron-LM. Ranks along
 "shard" read different rows and gather the blocks one by one. The program prints the bytes sent over each axis in a
-step, and the distance from the same training in one process, in float64, where rounding cannot hide a mistake.
+step, and how far the result is from the same training in one process. Both use float64, where rounding cannot hide a
+mistake.
 """
 
 import argparse
@@ -87,7 +88,9 @@ def train(params: Any, mine: slice, tp: fs.Axis, text: torch.Tensor, args: argpa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tp", type=int, default=min(2, int(os.environ.get("WORLD_SIZE", 1))), help="size of the axis")
+    parser.add_argument(
+        "--tp", type=int, default=min(2, int(os.environ.get("WORLD_SIZE", 1))), help='size of the axis "tp"'
+    )
     for name, value in {"steps": 40, "width": 64, "layers": 2, "context": 64, "batch": 8, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--lr", type=float, default=3e-3)

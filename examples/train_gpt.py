@@ -1,4 +1,4 @@
-"""Train a byte-level GPT on the sources of the Python standard library: sharded, jitted, and safe to kill.
+"""Train a byte-level GPT on the sources of the Python standard library, sharded, jitted, and safe to kill.
 
     torchrun --standalone --nproc_per_node 2 --max-restarts 3 examples/train_gpt.py --preset small
     torchrun --standalone --nproc_per_node 4 examples/train_gpt.py --reduction-order tree --stop-at 100
@@ -9,8 +9,8 @@ The program trains with ZeRO-3 in one jitted step that donates the old state, an
 microbatches. Mixed precision (--precision bfloat16) and recomputed activations (--remat) are options. Checkpoints are
 written while steps run. Kill any rank at any time: torchrun starts all ranks again, and the run continues from its
 checkpoint with the next batches and dropout masks. Its losses equal those of an uninterrupted run bit for bit. The run
-also continues on another number of ranks: with --reduction-order tree with the same bits, for as many microbatches. At
-the end the model writes a sample, and --against draws the losses of another run beside them.
+also continues on another number of ranks. With --reduction-order tree it then has the same bits, for the same number of
+microbatches. At the end, the model writes a sample. --against plots the losses of another run beside those of this run.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sizes, first = PRESETS[args.preset], mesh.get_rank() == 0
     number = args.microbatches or (8 if args.reduction_order else mesh.size())
     if sizes.batch % number:
-        raise SystemExit(f"{sizes.batch} sequences cannot be cut in {number} microbatches")
+        raise SystemExit(f"{sizes.batch} sequences cannot be split into {number} microbatches")
 
     strategy = (
         fs.zero3(mesh)
@@ -205,7 +205,7 @@ class Log:
             axes.plot(
                 [step for step, _, _ in rows], values, linewidth=1, label=f"{ranks} rank{'s' if ranks > 1 else ''}"
             )
-        axes.set(ylabel="loss (nats per byte)", title="Losses, kills and restarts included")
+        axes.set(ylabel="loss (nats per byte)", title="Losses, including kills and restarts")
         axes.legend()
         for axes in (axes for (axes,) in below):
             gaps = {step: abs(loss - others[step]) for step, loss, _ in rows if step in others}
@@ -215,10 +215,10 @@ class Log:
             said = (
                 f"differ in {len(differing)}, first in step {differing[0]}" if differing else "are equal in every bit"
             )
-            print(f"Of {len(gaps)} losses that {against} has too, {said}")
+            print(f"Of {len(gaps)} losses that {against} also has, {said}")
         axes.set(xlabel="step")
         figure.savefig(path, dpi=120)
-        print(f"Losses: {self.path}, drawn in {path}")
+        print(f"Losses: {self.path}, plotted in {path}")
 
 
 def read(path: Path) -> list[tuple[int, float, int]]:
@@ -231,23 +231,27 @@ def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=PRESETS, default="tiny")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--stop-at", type=int, help="end after so many of the steps, to go on another time")
+    parser.add_argument("--stop-at", type=int, help="stop after this many steps, to continue in another run")
     parser.add_argument(
-        "--reduction-order", choices=("tree",), help="add up so that bits do not depend on the number of ranks"
+        "--reduction-order", choices=("tree",), help="sum in an order that does not depend on the number of ranks"
     )
     parser.add_argument(
-        "--microbatches", type=int, help="of all ranks; by default one for each, or 8 with --reduction-order tree"
+        "--microbatches",
+        type=int,
+        help="microbatches of all ranks; by default one for each rank, or 8 with --reduction-order tree",
     )
-    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="of gathered weights")
+    parser.add_argument(
+        "--precision", choices=("float32", "bfloat16"), default="float32", help="dtype of gathered weights"
+    )
     parser.add_argument("--remat", action="store_true", help="compute activations again in the backward")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", type=Path, default=Path("runs/gpt"), help="checkpoints, losses and their plot")
-    parser.add_argument("--against", type=Path, help="directory of another run, to draw its losses beside")
+    parser.add_argument("--against", type=Path, help="directory of another run, whose losses are plotted beside")
     parser.add_argument("--save-every", type=int, default=20, help="steps from one checkpoint to the next")
     parser.add_argument("--sample", type=int, default=200, help="bytes to write at the end")
-    parser.add_argument("--threads", type=int, default=1, help="of each rank")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each rank")
     return parser.parse_args(arguments)
 
 

@@ -6,9 +6,9 @@ Run on two ranks, or on one without a launcher:
     python examples/unequal_tokens.py --steps 20
 
 The lines of Python's standard library are sorted by length, so that batches have little padding. Some microbatches then
-hold ten times as many tokens as others. The program compares two gradients of the first batch with the gradient of the
-mean over all its tokens: the mean over ranks and microbatches of their means, and `reduce="weighted"`. The training
-uses `reduce="weighted"`.
+hold ten times as many tokens as others. The program computes the gradient of the first batch in two ways: as the mean
+of the means of ranks and microbatches, and with `reduce="weighted"`. It compares both with the gradient of the mean
+over all tokens. The training uses `reduce="weighted"`.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def main() -> None:
     weighted = fs.accumulate(token_sum, reduce="weighted")(state.params, mine)[1]
     distances = [distance(fs.unshard(grads), expected) for grads in (means, weighted)]
     if rank == 0:
-        print(f"distance from the gradient of the mean over all {int(tokens(everything))} tokens, of its norm")
+        print(f"distance from the gradient of the mean over all {int(tokens(everything))} tokens, relative to its norm")
         print(f"  mean of means {distances[0]:.1e}")
         print(f"  weighted      {distances[1]:.1e}\n")
         print("step  " + "  ".join(f"{f'tokens of rank {i}':>16}" for i in range(ranks)) + "    loss")
@@ -105,8 +105,8 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", choices=STRATEGIES, default="zero3")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--microbatches", type=int, default=3, help="of each rank in a step")
-    parser.add_argument("--lines", type=int, default=8, help="of each microbatch")
+    parser.add_argument("--microbatches", type=int, default=3, help="microbatches of each rank in a step")
+    parser.add_argument("--lines", type=int, default=8, help="lines of each microbatch")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--lr", type=float, default=3e-3)
