@@ -31,9 +31,9 @@ def batches(count=STEPS):
     return [batch for (batch,) in tokens(2 * count)[dist.get_rank() :: 2]]
 
 
-def sharded(**options):
+def sharded(mesh=None, **options):
     module = network()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     for block in module.blocks:
         fully_shard(block, mesh=mesh, **options)
     model = fully_shard(module, mesh=mesh, **options)

@@ -29,7 +29,8 @@ def describe(leaf: Any) -> str:
     """
     if leaf is None or is_sharded(leaf):
         return "None" if leaf is None else "a Sharded leaf"
-    name = type(leaf).__name__
+    # A user passed or returned a plain tensor, for which a trace uses a fake one.
+    name = "Tensor" if _compat.is_fake(leaf) else type(leaf).__name__
     if isinstance(leaf, torch.Tensor):
         name = f"{str(leaf.dtype).removeprefix('torch.')} {name} of shape {tuple(leaf.shape)}"
     return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"

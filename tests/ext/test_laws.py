@@ -56,7 +56,7 @@ def swapped(axis):
     return partial(fs.ulysses(F.scaled_dot_product_attention, axis), is_causal=True)
 
 
-ring = partial(partial, fs.ring_attention, order="zigzag")
+ring = partial(partial, fs.ring_attention, is_causal=True, order="zigzag")
 
 
 def sequence(attend, order, label, values_sent):
