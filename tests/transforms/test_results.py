@@ -109,7 +109,8 @@ def check_results_are_refused(axis, half, wrong, ranks, verb):
             assert not found.error, found
         if len(ranks) == 1:
             again = outcome(partial(fs.psum, torch.ones(()), axis))
-            assert again.error == "CollectiveError", again
+            # A trace that fails on one rank ends before anything is sent, and all ranks have heard of it.
+            assert again.error == ("" if verb == "jit" else "CollectiveError"), again
             axis = axis_of_all()
 
 
