@@ -33,7 +33,7 @@ TABLE: Mapping[tuple[str, str], str] = MappingProxyType(
         ("fshard.checkpoint", "interop.huggingface"): "load_huggingface save_huggingface",
         ("fshard.checkpoint", "interop.optimizer_state"): "from_optimizer_state_dict to_optimizer_state_dict",
         ("fshard.testing", "check_optimizer"): "check_optimizer",
-        ("fshard.testing", "plan.plan"): "assert_budget",
+        ("fshard.testing", "plan.budget"): "assert_budget",
         ("fshard.testing", "same_bits"): "assert_same_bits",
     }
 )

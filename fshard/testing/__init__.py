@@ -14,7 +14,7 @@ from fshard.testing.workers import RankError, Workers
 
 if TYPE_CHECKING:
     from fshard.ext.check_optimizer import check_optimizer
-    from fshard.ext.plan.plan import assert_budget
+    from fshard.ext.plan.budget import assert_budget
     from fshard.ext.same_bits import assert_same_bits
 
 __getattr__ = lazy_names.make_getattr(__name__)

@@ -20,24 +20,32 @@ from itertools import product
 from typing import Any
 
 from fshard.ext.plan import models
-from fshard.ext.plan.report import Rates, readable
+from fshard.ext.plan.report import Rates, format_bytes
 
 HEADER = "strategy       mesh       peak       sent  collectives     flops   seconds"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print plans, and the cheapest that fits; 0 where there is one."""
-    args = _parsed(arguments)
+    """Print plans, and the cheapest that fits.
+
+    Args:
+        arguments: The words of the command line; None takes those of this process.
+
+    Returns:
+        The exit status: 0 if a plan fits, 1 if none does, 2 if the arguments are wrong.
+    """
+    args = _parse(arguments)
     try:
-        return _run(args)
+        return _print_plans(args)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
 
 
-def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    raw, rates = argparse.RawDescriptionHelpFormatter, Rates()
-    parser = argparse.ArgumentParser("python -m fshard.ext.plan", description=__doc__, formatter_class=raw)
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m fshard.ext.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
     def add(option: str, default: Any, text: str, **more: Any) -> None:
         parser.add_argument(option, help=f"{text} (default: %(default)s)", default=default, **more)
@@ -55,6 +63,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--memory", 80.0, "GB of a rank", type=float)
     add("--node", 8, "ranks of hsdp's inner axis", type=int)
     parser.add_argument("--full-depth", action="store_true", help="trace all layers rather than extrapolate")
+    rates = Rates()
     add("--tflops", rates.flops / 1e12, "10^12 floating-point operations a second of a rank", type=float)
     add("--memory-rate", rates.memory / 1e9, "GB/s of a rank to and from its own memory", type=float)
     add("--link", ["40"], "GB/s that a rank sends, or by axis, as replicate=40 shard=400", nargs="+")
@@ -62,26 +71,39 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _run(args: argparse.Namespace) -> int:
-    workload = models.workload_of(args.model, args.units)
-    links = {axis: float(rate) * 1e9 for axis, _, rate in (part.rpartition("=") for part in args.link)}
-    rates = Rates(args.tflops * 1e12, args.memory_rate * 1e9, links.get("", links), args.latency / 1e6)
-    meshes = [(name, models.mesh_of(name, ranks, args.node)) for name, ranks in product(args.strategy, args.world_size)]
-    head = [f"{args.model}; rates: {rates}", models.units_text(workload), HEADER]
+def _print_plans(args: argparse.Namespace) -> int:
+    workload = models.make_workload(args.model, args.units)
+    rates = _read_rates(args)
+    meshes = []
+    for strategy, ranks in product(args.strategy, args.world_size):
+        meshes.append((strategy, models.choose_mesh(strategy, ranks, args.node)))
+    headline = [f"{args.model}; rates: {rates}", models.describe_units(workload), HEADER]
     rows: list[models.Estimate] = []
-    for name, mesh in meshes:
-        rows.append(models.estimate(workload, name, mesh, rates=rates, full_depth=args.full_depth))
-        # With the first row, when all arguments are known to be good.
-        print(*(head if len(rows) == 1 else ()), rows[-1], sep="\n", flush=True)
-    # Of those that fit the least time of all ranks together for a sequence, and of these the fewest ranks.
+    for strategy, mesh in meshes:
+        rows.append(models.estimate(workload, strategy, mesh, rates=rates, full_depth=args.full_depth))
+        if len(rows) == 1:
+            # Not before the first row, when all arguments are known to be good.
+            print(*headline, sep="\n")
+        print(rows[-1], flush=True)
     fits = [row for row in rows if row.peak.total <= args.memory * 1e9]
-    best = min(fits, key=lambda row: (row.seconds, math.prod(row.mesh.values())), default=None)
-    if best is None:
-        print(f"none fits {args.memory} GB: the least is {readable(min(row.peak.total for row in rows))}")
+    if not fits:
+        least = min(row.peak.total for row in rows)
+        print(f"none fits {args.memory} GB: the least is {format_bytes(least)}")
         return 1
+    # The fastest, and of several the one with the fewest ranks.
+    best = min(fits, key=lambda row: (row.seconds, math.prod(row.mesh.values())))
     print(f"\nthe cheapest that fits {args.memory} GB, by the time that is estimated from these rates:\n{best}")
-    print(*best.peak.lines(), sep="\n")
+    print(*best.peak.write_lines(), sep="\n")
     return 0
+
+
+def _read_rates(args: argparse.Namespace) -> Rates:
+    links = {}
+    for part in args.link:
+        axis, _, rate = part.rpartition("=")
+        links[axis] = float(rate) * 1e9
+    # A rate without an axis is that of one link for all axes.
+    return Rates(args.tflops * 1e12, args.memory_rate * 1e9, links.get("", links), args.latency / 1e6)
 
 
 if __name__ == "__main__":

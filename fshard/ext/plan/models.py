@@ -12,15 +12,16 @@ from torch import nn
 
 import fshard as fs
 from fshard.ext.plan.plan import plan
-from fshard.ext.plan.report import Bytes, Rates, readable
+from fshard.ext.plan.report import Bytes, Rates, StepPlan, format_bytes
 from fshard.extend import describe, expect, fake_axes, fake_maker, named_parameters
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
-# Of a deeper model two depths are traced, at least LEAST layers and SPAN more.
-LEAST, SPAN = 4, 4
+# A deep model is traced at two depths: at least so many layers, and so many more.
+MIN_LAYERS = 4
+ADDED_LAYERS = 4
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 NO_UNITS = (
-    "units: none, the whole module is gathered at once, for no container holds several blocks; name some by --units"
+    "units: none, so the whole module is gathered at once: no container holds several blocks. Name some with --units."
 )
 
 
@@ -30,7 +31,7 @@ class Workload(NamedTuple):
     Attributes:
         make: Makes the module of a depth, on the meta device; called with the batch it returns a scalar loss.
         batch: One rank's batch, tensors of any kind.
-        units: A rule, as `fs.functionalize` takes it; None takes the blocks that are repeated, by `repeated_blocks`.
+        units: A rule, as `fs.functionalize` takes it; None takes the blocks that are repeated, by `find_blocks`.
         layers: The depth; None where the module has one depth only.
     """
 
@@ -40,12 +41,12 @@ class Workload(NamedTuple):
     layers: int | None
 
 
-def workload_of(name: str, units: Any = None) -> Workload:
+def make_workload(name: str, units: Any = None) -> Workload:
     """Make the workload of a factory.
 
     Args:
-        name: As package:factory: a function of nothing that returns (module, batch), where module(*batch) is the loss,
-            a scalar. It may take `layers`, and then has its depth as the default.
+        name: package:factory. The factory is a function without arguments that returns (module, batch), where
+            module(*batch) is the loss, a scalar. It may take `layers`, with the depth as the default.
         units: As for `Workload`.
 
     Returns:
@@ -54,26 +55,30 @@ def workload_of(name: str, units: Any = None) -> Workload:
     Raises:
         ValueError: if there is no such factory, or it returns something else.
     """
-    package, _, attribute = name.partition(":")
-    try:
-        factory = getattr(importlib.import_module(package), attribute)
-    except (ImportError, AttributeError) as error:
-        needed = "model to be package:factory, a function that can be imported"
-        raise ValueError(f"plan: expected {needed}, got {name!r}: {error}") from None
-    layers = inspect.signature(factory).parameters.get("layers")
-    depth = layers.default if layers and isinstance(layers.default, int) else None
+    factory = _import_factory(name)
+    parameter = inspect.signature(factory).parameters.get("layers")
+    depth = parameter.default if parameter and isinstance(parameter.default, int) else None
 
     def make(layers: int | None) -> tuple[nn.Module, Any]:
         with torch.device("meta"):
-            made = factory(layers=layers) if depth and layers else factory()
-        pair = isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)
-        needed = f"{name} to return (module, batch), where module(*batch) is the loss"
-        expect(pair, "plan", needed, describe(made))
-        return made
+            pair = factory(layers=layers) if depth and layers else factory()
+        is_pair = isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], nn.Module)
+        expect(is_pair, "plan", f"{name} to return (module, batch), where module(*batch) is the loss", describe(pair))
+        return pair
 
-    _, inputs = make(None)
-    inputs = inputs if isinstance(inputs, tuple) else (inputs,)
-    return Workload(lambda layers: make(layers)[0], inputs, units, depth)
+    _, batch = make(None)
+    batch = batch if isinstance(batch, tuple) else (batch,)
+    return Workload(lambda layers: make(layers)[0], batch, units, depth)
+
+
+def _import_factory(name: str) -> Callable[..., Any]:
+    package, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(package), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"plan: model must be package:factory, a function that can be imported, and {name!r} cannot: {error}"
+        ) from None
 
 
 class Block(NamedTuple):
@@ -90,7 +95,7 @@ class Block(NamedTuple):
     module: nn.Module
 
 
-def repeated_blocks(module: nn.Module) -> list[Block]:
+def find_blocks(module: nn.Module) -> list[Block]:
     """Find the submodules that containers hold several of.
 
     Containers are ModuleList, ModuleDict and Sequential. Those inside others count as one with them. Blocks that are
@@ -108,11 +113,11 @@ def repeated_blocks(module: nn.Module) -> list[Block]:
     def visit(part: Block, is_inside: bool) -> None:
         counts: Counter[type[nn.Module]] = Counter()
         if isinstance(part.module, CONTAINERS):
-            held = _held(part)
-            counts.update(type(child.module) for child in held)
+            children = _list_content(part)
+            counts.update(type(child.module) for child in children)
         else:
-            held = _children(part)
-        for child in held:
+            children = _list_children(part)
+        for child in children:
             has_parameters = any(True for _ in child.module.parameters())
             has_parts = any(True for _ in child.module.children())
             is_block = has_parameters and counts[type(child.module)] > 1 and (has_parts or not is_inside)
@@ -124,43 +129,41 @@ def repeated_blocks(module: nn.Module) -> list[Block]:
     return blocks
 
 
-def units_of(workload: Workload, module: nn.Module) -> Any:
+def choose_units(workload: Workload, module: nn.Module) -> Any:
     """Choose the units of a workload's module, as `fs.functionalize` takes them."""
     if workload.units is not None:
         return workload.units
-    paths = {block.path for block in repeated_blocks(module)}
+    paths = {block.path for block in find_blocks(module)}
     return (lambda path, _: path in paths) if paths else None
 
 
-def units_text(workload: Workload) -> str:
+def describe_units(workload: Workload) -> str:
     """Write which submodules a workload is planned with as units."""
     if workload.units is not None:
         return f"units: {workload.units}"
-    blocks = repeated_blocks(workload.make(workload.layers))
+    blocks = find_blocks(workload.make(workload.layers))
     counts = Counter((block.pattern, type(block.module).__name__) for block in blocks)
     texts = [f"{pattern} ({count} {name})" for (pattern, name), count in counts.items()]
     return f"units: {', '.join(texts)}" if texts else NO_UNITS
 
 
-def _children(part: Block) -> list[Block]:
+def _list_children(part: Block) -> list[Block]:
     """List the submodules right below one."""
+    children = []
     is_container = isinstance(part.module, CONTAINERS)
-    return [
-        Block(
-            ".".join(filter(None, (part.path, name))),
-            ".".join(filter(None, (part.pattern, "*" if is_container else name))),
-            child,
-        )
-        for name, child in part.module.named_children()
-    ]
+    for name, module in part.module.named_children():
+        path = ".".join(filter(None, (part.path, name)))
+        pattern = ".".join(filter(None, (part.pattern, "*" if is_container else name)))
+        children.append(Block(path, pattern, module))
+    return children
 
 
-def _held(container: Block) -> list[Block]:
-    """List what a container holds, itself or by containers in it. A subclass of a container is what it holds."""
-    held: list[Block] = []
-    for child in _children(container):
-        held += _held(child) if type(child.module) in CONTAINERS else [child]
-    return held
+def _list_content(container: Block) -> list[Block]:
+    """List what a container holds, itself or in containers inside it. A subclass of a container is content."""
+    content: list[Block] = []
+    for child in _list_children(container):
+        content += _list_content(child) if type(child.module) in CONTAINERS else [child]
+    return content
 
 
 class Estimate(NamedTuple):
@@ -189,9 +192,12 @@ class Estimate(NamedTuple):
 
     def __str__(self) -> str:
         """Write one row of a table."""
+        ranks = " x ".join(map(str, self.mesh.values()))
+        peak = format_bytes(self.peak.total)
+        sent = format_bytes(sum(self.sent.values()))
         return (
-            f"{self.strategy:<6} {' x '.join(map(str, self.mesh.values())):>12} {readable(self.peak.total):>10} "
-            f"{readable(sum(self.sent.values())):>10} {self.collectives:>12} {self.flops:>9.3g} {self.seconds:>9.3g}"
+            f"{self.strategy:<6} {ranks:>12} {peak:>10} {sent:>10} "
+            f"{self.collectives:>12} {self.flops:>9.3g} {self.seconds:>9.3g}"
         )
 
 
@@ -211,7 +217,7 @@ def estimate(
         mesh: Ranks on each axis.
         rates: As for `fs.plan`.
         full_depth: Whether to trace all layers instead.
-        **options: As for `prepared`.
+        **options: As for `prepare_step`.
 
     Returns:
         The estimate.
@@ -220,46 +226,65 @@ def estimate(
         ValueError: as by `fs.plan`.
     """
 
-    def row(layers: int | None) -> tuple[float, ...]:
-        step, state = prepared(workload, strategy, layers, **options)
-        found = plan(step, state, *workload.batch, mesh=mesh, rates=rates)
-        sent = (traffic.bytes for traffic in found.by_axis().values())
-        return (*found.peak, len(found.collectives()), found.flops, found.seconds, found.waiting, *sent)
+    def plan_depth(layers: int | None) -> StepPlan:
+        step, state = prepare_step(workload, strategy, layers, **options)
+        return plan(step, state, *workload.batch, mesh=mesh, rates=rates)
 
-    layers = 0 if full_depth else workload.layers or 0
-    first = _first_depth(workload, strategy, options) if layers else LEAST
-    deeper = layers - first - SPAN
-    if deeper <= 0:
-        numbers = row(None)
+    depth = 0 if full_depth else workload.layers or 0
+    first_depth = _choose_first_depth(workload, strategy, options) if depth else 0
+    untraced = depth - first_depth - ADDED_LAYERS
+    if untraced > 0:
+        less = plan_depth(first_depth)
+        more = plan_depth(first_depth + ADDED_LAYERS)
     else:
+        less = more = plan_depth(None)
+
+    def extrapolate(before: float, after: float) -> float:
         # Further layers add as much as those between the traced depths.
-        less, more = row(first), row(first + SPAN)
-        numbers = tuple(b + deeper / SPAN * (b - a) for a, b in zip(less, more, strict=True))
-    uses = len(Bytes._fields)
-    peak = Bytes(*(max(0, round(size)) for size in numbers[:uses]))
-    count, flops, seconds, waiting = numbers[uses : uses + 4]
-    sent = dict(zip(mesh, numbers[uses + 4 :], strict=True))
-    return Estimate(strategy, dict(mesh), peak, sent, round(count), round(flops), seconds, waiting)
+        return after + untraced / ADDED_LAYERS * (after - before) if untraced > 0 else after
+
+    sent_before, sent_after = less.by_axis(), more.by_axis()
+    return Estimate(
+        strategy,
+        dict(mesh),
+        peak=Bytes(*(max(0, round(nbytes)) for nbytes in map(extrapolate, less.peak, more.peak))),
+        sent={axis: extrapolate(sent_before[axis].bytes, sent_after[axis].bytes) for axis in mesh},
+        collectives=round(extrapolate(len(less.collectives()), len(more.collectives()))),
+        flops=round(extrapolate(less.flops, more.flops)),
+        seconds=extrapolate(less.seconds, more.seconds),
+        waiting=extrapolate(less.waiting, more.waiting),
+    )
 
 
-def _first_depth(workload: Workload, strategy: str, options: Mapping[str, Any]) -> int:
+def _choose_first_depth(workload: Workload, strategy: str, options: Mapping[str, Any]) -> int:
     """Choose the least depth whose layers are more than is gathered ahead and reduced at a time."""
-    two, three = (sum(p.nbytes for p in workload.make(layers).parameters()) for layers in (2, 3))
-    leaf: Any = next(iter(prepared(workload, strategy, 2, **options)[1].params.values()))
-    # Gathers and reductions under way are each up to twice what is merged.
-    return max(LEAST, math.ceil(4 * leaf.spec.reshard.bucket_bytes / max(1, three - two)))
+    layer_bytes = _count_parameter_bytes(workload.make(3)) - _count_parameter_bytes(workload.make(2))
+    _, state = prepare_step(workload, strategy, layers=2, **options)
+    leaf: Any = next(iter(state.params.values()))
+    # Gathers under way hold up to twice the bytes of a bucket, and so do reductions.
+    return max(MIN_LAYERS, math.ceil(4 * leaf.spec.reshard.bucket_bytes / max(1, layer_bytes)))
 
 
-def mesh_of(strategy: str, ranks: int, node: int = 8) -> dict[str, int]:
-    """Choose the mesh of a strategy: one axis, or hsdp's two."""
+def _count_parameter_bytes(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def choose_mesh(strategy: str, ranks: int, node: int = 8) -> dict[str, int]:
+    """Choose the mesh of a strategy: one axis, or the two of hsdp.
+
+    Args:
+        strategy: The name of the strategy.
+        ranks: Ranks in all.
+        node: Ranks of hsdp's inner axis, such as those of one node.
+    """
     if strategy != "hsdp":
         return {"shard": ranks}
-    needed = f"world size to be a multiple of hsdp's {node} ranks a node"
-    expect(node > 0 and not ranks % node, "plan", needed, str(ranks), "pass another")
+    if node < 1 or ranks % node:
+        raise ValueError(f"plan: world size must be a multiple of hsdp's {node} ranks a node, and {ranks} is not.")
     return {"replicate": ranks // node, "shard": node}
 
 
-def prepared(
+def prepare_step(
     workload: Workload, strategy: str, layers: int | None = None, on: Any = None, **options: Any
 ) -> tuple[Callable[..., Any], fs.TrainState]:
     """Make the jitted step of a workload, with AdamW and its state donated, and the state without values.
@@ -273,7 +298,7 @@ def prepared(
         **options: Passed to the strategy, such as `param_dtype`.
     """
     module = workload.make(layers or workload.layers)
-    model = fs.functionalize(module, units_of(workload, module))
+    model = fs.functionalize(module, choose_units(workload, module))
     tx = fs.from_torch(torch.optim.AdamW, lr=1e-4, fused=True)
 
     def loss(params: Any, buffers: Any, key: torch.Tensor, *batch: Any) -> tuple[torch.Tensor, Any]:
@@ -284,14 +309,18 @@ def prepared(
         (value, buffers), grads = fs.value_and_grad(loss, has_aux=True)(state.params, state.buffers, key, *batch)
         return fs.update(tx, state, grads)._replace(buffers=buffers), value
 
-    # Not on the meta device, which fused optimizers refuse.
-    fake = fake_maker()
-    whole = {name: nn.Parameter(fake(p), p.requires_grad) for name, p in named_parameters(module)}
+    # Tensors on the meta device would not do, because fused optimizers refuse them.
+    make_fake = fake_maker()
+    full = {name: nn.Parameter(make_fake(p), p.requires_grad) for name, p in named_parameters(module)}
     if on is None:
-        on = fs.init_mesh(dict.fromkeys(mesh_of(strategy, 8), 1), device="cpu")
-        with fake_axes("plan", {"shard": 2}, {"shard": 0}, "nccl") as axes:
-            # Units are merged as between accelerators, though one processor asks.
-            zero3: Any = fs.zero3
-            options = {"bucket_bytes": zero3(axes["shard"]).reshard.bucket_bytes} | options
-    params = fs.shard(whole, getattr(fs, strategy)(on, **options))
+        on = fs.init_mesh(dict.fromkeys(choose_mesh(strategy, ranks=8), 1), device="cpu")
+        options = {"bucket_bytes": _default_bucket_bytes()} | options
+    params = fs.shard(full, getattr(fs, strategy)(on, **options))
     return fs.jit(step, donate_argnums=0), fs.TrainState.create(params, tx, buffers=model.buffers)
+
+
+def _default_bucket_bytes() -> int:
+    """The size at which units are merged between accelerators, although one CPU plans for them."""
+    with fake_axes("plan", {"shard": 2}, {"shard": 0}, "nccl") as axes:
+        make_strategy: Any = fs.zero3
+        return make_strategy(axes["shard"]).reshard.bucket_bytes

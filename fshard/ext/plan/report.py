@@ -1,4 +1,4 @@
-"""Values of a plan: rates of a device and its links, bytes by use, moments of a step, the plan as a table."""
+"""The values of a plan: rates of a device and its links, bytes by use, moments of a step, and the plan as a table."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from fshard.extend import describe, expect
 
 aten = torch.ops.aten
 _ATTENTION = "_scaled_dot_product_flash_attention"
-# The processor's kernels, which torch's table lacks, take the same arguments as those of these.
+# Torch's table of formulas lacks the CPU's kernels, which take the same arguments as these.
 _SAME_FORMULA: Mapping[Any, Any] = MappingProxyType(
     {getattr(aten, f"{_ATTENTION}_for_cpu{end}"): getattr(aten, f"{_ATTENTION}{end}") for end in ("", "_backward")}
 )
@@ -38,12 +38,19 @@ class Rates(NamedTuple):
     link: float | Mapping[str, float] = 4e10
     latency: float = 2e-5
 
-    def named(self, axes: Iterable[str] = ()) -> dict[str, Any]:
-        """Name the rates of memory and links; one link for all axes has no axis, and one that lacks a rate has None."""
+    def list_rates(self, axes: Iterable[str] = ()) -> dict[str, Any]:
+        """List the rates of memory and links by their names; the rate of an axis that lacks one is None."""
+        rates: dict[str, Any] = {"memory": self.memory}
         if not isinstance(self.link, Mapping):
-            return {"memory": self.memory, "link": self.link}
+            return rates | {"link": self.link}
         links = dict.fromkeys(axes) | dict(self.link)
-        return {"memory": self.memory} | {f"link of {axis}": rate for axis, rate in links.items()}
+        return rates | {f"link of {axis}": rate for axis, rate in links.items()}
+
+    def find_link(self, axis: str) -> tuple[str, float]:
+        """Find the link of an axis: its name, which is empty if all axes share one link, and its rate."""
+        if isinstance(self.link, Mapping):
+            return axis, self.link[axis]
+        return "", self.link
 
     def __str__(self) -> str:
         """Write them in the units of data sheets.
@@ -51,17 +58,17 @@ class Rates(NamedTuple):
         >>> print(Rates(link={"replicate": 4e10, "shard": 4e11}))
         400 TFLOP/s, memory 2500 GB/s, link of replicate 40 GB/s, link of shard 400 GB/s, latency 20 us
         """
-        rates = ", ".join(f"{name} {rate / 1e9:g} GB/s" for name, rate in self.named().items())
+        rates = ", ".join(f"{name} {rate / 1e9:g} GB/s" for name, rate in self.list_rates().items())
         return f"{self.flops / 1e12:g} TFLOP/s, {rates}, latency {self.latency * 1e6:g} us"
 
 
 def check_rates(rates: Any, axes: Iterable[str]) -> None:
     """Refuse rates by which nothing can be divided, or that lack an axis."""
     expect(isinstance(rates, Rates), "plan", "rates to be a fshard.ext.plan.Rates", describe(rates))
-    for name, rate in {"flops": rates.flops, **rates.named(axes)}.items():
+    for name, rate in {"flops": rates.flops, **rates.list_rates(axes)}.items():
         expect(is_number(rate) and rate > 0, "plan", f"{name} to be a number above 0", f"{rate!r:.40}")
-    holds = is_number(rates.latency) and 0 <= rates.latency < math.inf
-    expect(holds, "plan", "latency to be a finite number, 0 or more", f"{rates.latency!r:.40}")
+    is_finite = is_number(rates.latency) and 0 <= rates.latency < math.inf
+    expect(is_finite, "plan", "latency to be a finite number, 0 or more", f"{rates.latency!r:.40}")
 
 
 def is_number(value: Any) -> bool:
@@ -69,13 +76,13 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def flops_of(node: Node) -> int:
+def count_flops(node: Node) -> int:
     """Count the floating-point operations of a matrix product, convolution or attention; 0 for all else."""
     packet = getattr(node.target, "overloadpacket", None)
     formula = flop_registry.get(_SAME_FORMULA.get(packet, packet))
     if formula is None:
         return 0
-    args, kwargs = map_arg((node.args, node.kwargs), lambda given: given.meta["val"])
+    args, kwargs = map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
     return int(formula(*args, **kwargs, out_val=node.meta["val"]))
 
 
@@ -105,11 +112,11 @@ class Bytes(NamedTuple):
         """All of them."""
         return sum(self)
 
-    def lines(self) -> Iterator[str]:
+    def write_lines(self) -> Iterator[str]:
         """Write a line for each use."""
         yield "  held at the peak; what is not held then is 0"
         for name, nbytes in self._asdict().items():
-            yield f"    {name.replace('_', ' '):<16}{readable(nbytes):>12}"
+            yield f"    {name.replace('_', ' '):<16}{format_bytes(nbytes):>12}"
 
 
 class Moment(NamedTuple):
@@ -142,14 +149,14 @@ class Traffic(NamedTuple):
     bytes: float
 
 
-def unit_of(collective: comm.Collective) -> str:
+def name_unit(collective: comm.Collective) -> str:
     """Name the unit that a collective is for, or else the verb that sends."""
     return collective.unit or collective.label
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class StepPlan:
-    """The memory, traffic and time of one step of one rank, as `fs.plan` found them without running anything.
+    """The memory, traffic and time of one step of one rank, which `fs.plan` predicts without running anything.
 
     Attributes:
         mesh: Ranks on each axis.
@@ -199,43 +206,46 @@ class StepPlan:
 
     def by_axis(self) -> dict[str, Traffic]:
         """Sum up the traffic over each axis of the mesh."""
-        return self._traffic(lambda entry: entry.axis, self.mesh)
+        return self._sum_traffic(lambda entry: entry.axis, self.mesh)
 
     def by_unit(self) -> dict[str, Traffic]:
         """Sum up the traffic for each unit's leaves, in the order in which they are first sent; for others by label."""
-        return self._traffic(unit_of)
+        return self._sum_traffic(name_unit)
 
-    def _traffic(self, key: Callable[[comm.Collective], str], names: Iterable[str] = ()) -> dict[str, Traffic]:
+    def _sum_traffic(self, key: Callable[[comm.Collective], str], names: Iterable[str] = ()) -> dict[str, Traffic]:
         groups = {name: comm.Record() for name in names}
         for entry in self.collectives():
             groups.setdefault(key(entry), comm.Record()).append(entry)
         return {name: Traffic(len(entries), entries.bytes_sent()) for name, entries in groups.items()}
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
+        return "\n".join(self._write_lines())
 
     __repr__ = __str__
 
-    def _lines(self) -> Iterator[str]:
+    def _write_lines(self) -> Iterator[str]:
         mesh = ", ".join(f"{name} {size}" for name, size in self.mesh.items())
-        yield f"mesh {mesh}: {readable(self.peak_bytes)} per rank, {readable(self.bytes_sent())} sent"
+        yield f"mesh {mesh}: {format_bytes(self.peak_bytes)} per rank, {format_bytes(self.bytes_sent())} sent"
         if self.timeline:
             yield f"  peak of {self.peak_bytes} bytes at {self.at_peak.operator} ({self.at_peak.name})"
-        yield from self.peak.lines()
+        yield from self.peak.write_lines()
         for title, groups in (("axis", self.by_axis()), ("unit", self.by_unit())):
             yield f"  {f'sent by {title}':<34}{'collectives':>12}{'bytes':>12}"
             for name, traffic in groups.items():
-                shown = name if len(name) <= 32 else f"{name[:14]}...{name[-15:]}"
-                yield f"    {shown:<32}{traffic.collectives:>12}{readable(traffic.bytes):>12}"
+                label = name if len(name) <= 32 else f"{name[:14]}...{name[-15:]}"
+                yield f"    {label:<32}{traffic.collectives:>12}{format_bytes(traffic.bytes):>12}"
         yield f"  {self.flops:.3g} floating-point operations"
         yield f"  {self.seconds:.3g} s a step, {self.waiting:.3g} s of it waiting: an estimate from these rates:"
         yield f"    {self.rates}"
 
 
-def readable(nbytes: float) -> str:
+def format_bytes(nbytes: float) -> str:
     """Write bytes for people, in powers of 1000.
 
-    >>> readable(12_900_000_000), readable(12)
+    >>> format_bytes(12_900_000_000), format_bytes(12)
     ('12.90 GB', '12 B')
     """
-    return next((f"{nbytes / size:.2f} {unit}" for size, unit in _UNITS if nbytes >= size), f"{nbytes:.0f} B")
+    for size, unit in _UNITS:
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes:.0f} B"

@@ -42,8 +42,8 @@ class Masked(nn.Module):
         return (self.layers(x) @ self.mask).square().mean()
 
 
-def prepared(strategy: str, activations: str, mesh: Any) -> tuple[Any, Any, torch.Tensor]:
-    """A jitted step, its state on a mesh, and a rank's batch.
+def prepare_step(strategy: str, activations: str, mesh: Any) -> tuple[Any, Any, torch.Tensor]:
+    """Make a jitted step, its state on a mesh, and a rank's batch.
 
     Activations are "kept", or computed again by a "checkpoint" of torch or by fs."remat".
     """

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fshard.ext.plan.__main__ import main
-from fshard.ext.plan.models import Workload, estimate, prepared, repeated_blocks, units_text, workload_of
+from fshard.ext.plan.models import Workload, describe_units, estimate, find_blocks, make_workload, prepare_step
 from tests.ext.plan.models import Masked
 
 HERE = "tests.ext.plan.test_main"
@@ -46,11 +46,11 @@ def test_extrapolation_is_the_full_depth():
     workload = Workload(make, (torch.zeros(2, 128, 1024),), Layer, DEPTH)
     for strategy in ("zero2", "zero3", "hsdp"):
         mesh = {"replicate": 2, "shard": 8} if strategy == "hsdp" else {"shard": 16}
-        found, full = (estimate(workload, strategy, mesh, full_depth=whole) for whole in (False, True))
-        assert (found.sent, found.flops) == (full.sent, full.flops)
-        assert found.collectives == pytest.approx(full.collectives, abs=SHARED)
-        assert found.peak.total == pytest.approx(full.peak.total, rel=EXTRAPOLATED)
-        assert found.seconds == pytest.approx(full.seconds, rel=EXTRAPOLATED)
+        part, full = (estimate(workload, strategy, mesh, full_depth=whole) for whole in (False, True))
+        assert (part.sent, part.flops) == (full.sent, full.flops)
+        assert part.collectives == pytest.approx(full.collectives, abs=SHARED)
+        assert part.peak.total == pytest.approx(full.peak.total, rel=EXTRAPOLATED)
+        assert part.seconds == pytest.approx(full.seconds, rel=EXTRAPOLATED)
 
 
 def masked(layers=2):
@@ -77,9 +77,9 @@ def test_the_cheapest_that_fits_is_told(capsys):
 
 
 def test_a_factory_of_one_depth_is_traced_whole():
-    workload = workload_of(f"{HERE}:masked")
+    workload = make_workload(f"{HERE}:masked")
     assert (workload.layers, workload.units) == (2, None)
-    assert prepared(workload, "zero3")[1].params["layers.0.weight"].spec.reshard.bucket_bytes == 48_000_000
+    assert prepare_step(workload, "zero3")[1].params["layers.0.weight"].spec.reshard.bucket_bytes == 48_000_000
 
 
 class Feed(nn.Sequential):
@@ -125,9 +125,9 @@ BLOCKS = {
 def test_blocks_are_found_in_any_container(name):
     container, expected, text = BLOCKS[name]
     module = in_container(container)
-    assert sorted(block.path for block in repeated_blocks(module)) == expected
+    assert sorted(block.path for block in find_blocks(module)) == expected
     if text is not None:
-        assert units_text(Workload(lambda _: module, (), None, None)) == f"units: {text}"
+        assert describe_units(Workload(lambda _: module, (), None, None)) == f"units: {text}"
 
 
 class OfDict(nn.Module):
@@ -158,7 +158,7 @@ def test_units_are_printed_and_may_be_named(capsys):
 
 def test_layers_of_a_dict_are_gathered_one_by_one():
     """As one unit they would all be held at once, under zero3 as under zero2."""
-    workload = workload_of(f"{HERE}:of_dict")
+    workload = make_workload(f"{HERE}:of_dict")
     whole = workload._replace(units="")
     by_layer, at_once, kept = (
         estimate(work, strategy, {"shard": 4}, **options).peak.total
@@ -173,9 +173,15 @@ def test_layers_of_a_dict_are_gathered_one_by_one():
 
 BAD = (
     (["--units", "blocks.*"], "functionalize: units='blocks.*' matches no submodule."),
-    (["--model", "no_such:factory"], "plan: expected model to be package:factory, a function that can be imported"),
+    (
+        ["--model", "no_such:factory"],
+        "plan: model must be package:factory, a function that can be imported, and 'no_such:factory' cannot: ",
+    ),
     (["--model", f"{HERE}:Layer"], f"plan: expected {HERE}:Layer to return (module, batch), where module(*batch)"),
-    (["--strategy", "hsdp", "--node", "3"], "plan: expected world size to be a multiple of hsdp's 3 ranks a node, got"),
+    (
+        ["--strategy", "hsdp", "--node", "3"],
+        "plan: world size must be a multiple of hsdp's 3 ranks a node, and 4 is not.",
+    ),
     (["--link", "tp=1"], "plan: expected link of shard to be a number above 0, got None"),
     (["--strategy", "zero4"], "argument --strategy: invalid choice: 'zero4'"),
 )
@@ -187,6 +193,6 @@ def test_bad_arguments_are_refused_before_anything_is_printed(capsys):
             code = run("masked", *changes)
         except SystemExit as error:
             code = error.code
-        found = capsys.readouterr()
-        assert (code, found.out) == (2, "")
-        assert text in found.err
+        printed = capsys.readouterr()
+        assert (code, printed.out) == (2, "")
+        assert text in printed.err

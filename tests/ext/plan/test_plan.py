@@ -127,24 +127,30 @@ def test_fake_tensors_are_enough():
     assert (large.arguments.total, large.bytes_sent()) == (shard + rows * 4, shard * 7 * 2)
 
 
-OTHER_AXES = "mesh to have the state's axes, 'shard', got 'shard', 'tp'; give each a size, or make the state with a"
+OTHER_AXES = "mesh has the axes ['shard', 'tp'], and the state has ['shard']. Give a size to each axis of the state"
 ERRORS = (
-    ({"mesh": {"shard": 2.5}}, "mesh to be a mapping from names of axes to whole numbers of ranks from 1, as {"),
+    (
+        {"mesh": {"shard": 2.5}},
+        "expected mesh to be a mapping from names of axes to whole numbers of ranks from 1, such as {",
+    ),
     ({"mesh": {"shard": 4, "tp": 2}}, OTHER_AXES),
-    ({"rank": 4}, "rank to be a whole number from 0 to 3 for the mesh {'shard': 4}, got 4"),
-    ({"rates": Rates(link={"tp": 1.0})}, "link of shard to be a number above 0, got None"),
+    ({"rank": 4}, "expected rank to be a whole number from 0 to 3 for the mesh {'shard': 4}, got 4"),
+    ({"rates": Rates(link={"tp": 1.0})}, "expected link of shard to be a number above 0, got None"),
 )
 
 
 def test_what_makes_no_sense_is_refused():
     step, args = case()
     for options, text in ERRORS:
-        with pytest.raises(ValueError, match=f"^plan: expected {re.escape(text)}"):
+        with pytest.raises(ValueError, match=f"^plan: {re.escape(text)}"):
             fs.plan(step, *args, **({"mesh": MESH} | options))
     axis = fs.axis_of(one_rank())
     with pytest.raises(ValueError, match="'shard' of 1 ranks, which the step closes over; pass axes as arguments, or"):
         fs.plan(lambda state, x: fs.psum(x.sum(), axis), *args, mesh=MESH)
-    with pytest.raises(ValueError, match=re.escape("got arguments without a Sharded leaf; make it by fs.shard")):
+    with pytest.raises(
+        ValueError,
+        match=r"^plan: the arguments have no Sharded leaf, so there is no state\. Make one with fs\.shard\.$",
+    ):
         fs.plan(lambda _: 1, torch.ones(2), mesh=MESH)
 
 
@@ -167,7 +173,7 @@ def test_a_budget_that_breaks_names_what_is_held_and_the_units_that_send_most():
 @on_ranks(2)
 def test_without_a_mesh_the_states_own_counts():
     step, args = made(fs.init_mesh({"shard": 2}, device="cpu"))
-    with refused("assert_budget: expected peak_bytes=, bytes_sent= or collectives=, got none of them"):
+    with refused("assert_budget: no budget is given. Pass peak_bytes=, bytes_sent= or collectives=."):
         assert_budget(step, args)
     with pytest.raises(AssertionError, match="on a mesh of shard 2\n  collectives is"):
         assert_budget(step, args, collectives=1)

@@ -9,7 +9,7 @@ import torch
 import fshard as fs
 from fshard import comm
 from fshard.testing import assert_trees_close, spmd
-from tests.ext.plan.models import STRATEGIES, prepared
+from tests.ext.plan.models import STRATEGIES, prepare_step
 from tests.jit.steps import adamw, collectives, train_step
 from tests.tolerance import within
 from tests.transforms import test_own_dim as own_dim
@@ -48,7 +48,7 @@ def assert_exact(make, sizes):
 def test_collectives_are_those_that_are_recorded(strategy, activations, world_size):
     replicas = {"replicate": 1 + (world_size % 2 == 0)} if strategy == "hsdp" else {}
     sizes = replicas | {"shard": world_size // replicas.get("replicate", 1)}
-    assert_exact(partial(prepared, strategy, activations), sizes)
+    assert_exact(partial(prepare_step, strategy, activations), sizes)
 
 
 def test_transforms_with_a_state_are_moved():

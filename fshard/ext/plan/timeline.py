@@ -1,0 +1,189 @@
+"""The timeline of a step: the bytes that each operator finds held, by their use, and how long all of them take."""
+
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fshard import comm
+from fshard.ext import _compat
+from fshard.ext.plan.report import Bytes, Moment, Rates, count_flops
+
+aten = torch.ops.aten
+# The uses of the buffers that collectives of these verbs fill. Uses are the names of fields of `Bytes`.
+_USES_OF_VERBS: Mapping[str, str] = MappingProxyType(
+    {comm.Verb.GATHER: "gathered", comm.Verb.SCATTER: "gradients"},
+)
+# Operators that bring numbers elsewhere, or to another dtype.
+_MOVES = (
+    *(aten.clone.default, aten.cat.default, _compat.TO_COPY, aten.constant_pad_nd.default, aten.copy_.default),
+    *(aten.stack.default, aten.slice_scatter.default),
+)
+
+
+def make_timeline(graph: Any, known_uses: Mapping[Node, str]) -> tuple[Bytes, dict[Node, Moment]]:
+    """Count the bytes that are held while each operator of a graph runs.
+
+    Args:
+        graph: What `fs.make_graph` made.
+        known_uses: The uses of its inputs and results, as far as they are known.
+
+    Returns:
+        The bytes that are held all the time, and the operators in their order.
+    """
+    memory = graph.memory
+    operations = {operation.node: operation for operation in graph.moments}
+    uses = _find_uses(graph, known_uses)
+    started, landed = defaultdict[Node, list[Hashable]](list), defaultdict[Node, list[Hashable]](list)
+    for pending in memory.pending_buffers:
+        storages = [name for name in (pending.buffer, *pending.held_storages) if name not in memory.always_held]
+        started[pending.start] += storages
+        landed[pending.wait] += storages
+    # Several collectives may work on the same storage.
+    in_flight = Counter[Hashable]()
+    arguments = _add_by_use(Bytes(), memory.always_held, uses, in_flight)
+    held: dict[Hashable, int] = {}
+    moments = {}
+    for node in graph.module.graph.nodes:
+        held |= memory.taken[node]
+        in_flight.update(started[node])
+        operation = operations.get(node)
+        if operation is not None:
+            by_use = _add_by_use(arguments, held, uses, in_flight)
+            moments[node] = Moment(node.name, operation.operator, by_use, operation.collective, count_flops(node))
+        in_flight.subtract(landed[node])
+        for storage in memory.freed.get(node, ()):
+            held.pop(storage, None)
+    return arguments, moments
+
+
+def _add_by_use(
+    sums: Bytes, held: Mapping[Hashable, int], uses: Mapping[Hashable, str], in_flight: Mapping[Hashable, int]
+) -> Bytes:
+    """Add storages to sums of bytes, each to that of its use."""
+    by_use = sums._asdict()
+    for storage, nbytes in held.items():
+        by_use["in_flight" if in_flight[storage] else uses[storage]] += nbytes
+    return Bytes(**by_use)
+
+
+def estimate_seconds(
+    moments: Mapping[Node, Moment], pending_buffers: Iterable[Any], rates: Rates
+) -> tuple[float, float]:
+    """Play a graph on one device and its links, on each of which collectives follow each other beside the computation.
+
+    Args:
+        moments: The operators in their order.
+        pending_buffers: The buffers of collectives, from start to wait.
+        rates: The speed of the device and its links. Axes share one link if `rates.link` is one number.
+
+    Returns:
+        Seconds in all, and those among them in which the device waits for a link.
+    """
+    start_of = {pending.wait: pending.start for pending in pending_buffers}
+    ends: dict[Node, float] = {}
+    free_from = defaultdict[str, float](float)
+    now = 0.0
+    waiting = 0.0
+    for node, moment in moments.items():
+        if node in start_of:
+            landed = max(now, ends.get(start_of[node], 0.0))
+            waiting += landed - now
+            now = landed
+        collective = moment.collective
+        if collective is not None:
+            link, rate = rates.find_link(collective.axis)
+            ends[node] = max(now, free_from[link]) + rates.latency + collective.sent / rate
+            free_from[link] = ends[node]
+        elif node not in start_of:
+            now += _estimate_operator(node, moment.flops, rates)
+    end = max([now, *free_from.values()])
+    return end, waiting + end - now
+
+
+def _estimate_operator(node: Node, flops: int, rates: Rates) -> float:
+    """Estimate the seconds of an operator on the device, which are none for a view."""
+    if not hasattr(node.target, "namespace") or _is_view(node):
+        return 0.0
+    nbytes = sum(map(_count_bytes, (*node.all_input_nodes, node)))
+    # An operator that returns nothing, such as a fused optimizer, writes about as much as it reads.
+    if node.meta.get("val") is None:
+        nbytes *= 2
+    return max(flops / rates.flops, nbytes / rates.memory)
+
+
+def _find_uses(graph: Any, known_uses: Mapping[Node, str]) -> dict[Hashable, str]:
+    """Find the use of each storage."""
+    memory = graph.memory
+    uses: dict[Hashable, str] = {}
+    collectives = {moment.node: moment.collective for moment in graph.moments if moment.collective}
+    gradients = dict.fromkeys(_find_gradients(graph.module, collectives), "gradients")
+    for uses_of_nodes in (known_uses, gradients):
+        for node, use in uses_of_nodes.items():
+            for storage in memory.storages[node]:
+                uses.setdefault(storage, use)
+    for node in graph.module.graph.nodes:
+        sources = set[str]()
+        for source in node.all_input_nodes:
+            # A single number, such as a norm or a scale, says nothing of what is computed with it.
+            if _count_elements(source) > 1:
+                sources.update(uses[storage] for storage in memory.storages[source])
+        use = _find_use_of_result(node, collectives.get(node), sources)
+        for storage in memory.storages[node]:
+            uses.setdefault(storage, use)
+        for storage in memory.taken[node]:
+            uses.setdefault(storage, "in_flight")
+    return uses
+
+
+def _find_use_of_result(node: Node, collective: comm.Collective | None, sources: set[str]) -> str:
+    """Find the use of a node's result by the uses of its sources."""
+    use = "inputs" if node.op == "get_attr" else "activations"
+    if collective is not None:
+        return _USES_OF_VERBS.get(collective.label, use)
+    if sources == {"gathered"}:
+        return "gathered"
+    if node.target in _MOVES and sources and sources <= {"gathered", "parameters"}:
+        return "gathered"
+    sizes = (1, _count_elements(node))
+    if sources == {"gradients"} and all(_count_elements(source) in sizes for source in node.all_input_nodes):
+        return "gradients"
+    return use
+
+
+def _find_gradients(module: GraphModule, collectives: Mapping[Node, comm.Collective]) -> set[Node]:
+    """Find the gradients that reductions and fused optimizers are given, and those that they are copies of."""
+    gradients = set[Node]()
+    for node in reversed(module.graph.nodes):
+        arguments = node.normalized_arguments(module, normalize_to_only_use_kwargs=True)
+        if node in collectives and collectives[node].label == comm.Verb.SCATTER:
+            gradients.update(node.all_input_nodes)
+        elif arguments and "grads" in arguments.kwargs:
+            gradients.update(arguments.kwargs["grads"])
+        elif node in gradients and (node.target in _MOVES or _is_view(node)):
+            # A cat packs several gradients. Other copies and views are as large as their gradient.
+            is_pack = node.target is aten.cat.default
+            size = _count_elements(node)
+            gradients.update(source for source in node.all_input_nodes if is_pack or _count_elements(source) == size)
+    return gradients
+
+
+def _is_view(node: Node) -> bool:
+    """Whether a node does no more than look at memory in another way, or take one of several results."""
+    return node.target in (operator.getitem, _compat.UNSAFE_VIEW) or getattr(node.target, "is_view", False)
+
+
+def _count_bytes(node: Node) -> int:
+    value = node.meta.get("val")
+    values = value if isinstance(value, list | tuple) else [value]
+    return sum(part.nbytes for part in values if isinstance(part, torch.Tensor))
+
+
+def _count_elements(node: Node) -> int:
+    """Count the elements of a node's result; 0 if it is no tensor."""
+    value = node.meta.get("val")
+    return value.numel() if isinstance(value, torch.Tensor) else 0
