@@ -1017,8 +1017,8 @@ FAULTS = (
     Fault(
         "saved-graph-runs-for-other-arguments",
         "fshard/ext/saved_graph/__init__.py",
-        "is_same = saved.arguments.get(name) == given.get(name)",
-        "is_same = True",
+        "if got != expected:",
+        "if False:",
         "9: a graph runs for the arguments that it was traced for, and no others",
     ),
     Fault(
@@ -1038,14 +1038,14 @@ FAULTS = (
     Fault(
         "damaged-graph-read",
         "fshard/ext/saved_graph/file.py",
-        "if data != _sealed(text):",
+        "if data != _seal(text):",
         "if not data.endswith(_TAIL):",
         "9: a call runs what was saved, and nothing of a damaged file",
     ),
     Fault(
         "saved-graph-names-any-operator",
         "fshard/ext/saved_graph/operators.py",
-        "if not _is_listed(namespace, packet_name):",
+        "if not _is_in_tables(namespace, packet_name):",
         "if namespace not in LISTED:",
         "9: a saved graph computes with operators on tensors alone",
     ),
@@ -1059,8 +1059,8 @@ FAULTS = (
     Fault(
         "collective-of-a-saved-graph-by-its-group-alone",
         "fshard/ext/saved_graph/nodes.py",
-        "places = [n for n, axis in enumerate(axes) if (axis.name, axis.size, axis.group_name) == (name, size, group)]",
-        "places = [n for n, axis in enumerate(axes) if axis.group_name == group]",
+        "if (axis.name, axis.size, axis.group_name) == (name, size, group):",
+        "if axis.group_name == group:",
         "9: axes of the same ranks are told apart",
     ),
     Fault(

@@ -7,18 +7,18 @@
 - `refusal`: errors of what a file says.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 import fshard as fs
 from fshard.ext import _compat
-from fshard.ext.saved_graph.file import SavedGraph, encode, file_of, read_file
+from fshard.ext.saved_graph.file import SavedGraph, encode, locate_file, read_file
 from fshard.ext.saved_graph.nodes import write_nodes
 from fshard.ext.saved_graph.structures import make_tree, write_structure
-from fshard.extend import Jitted, Program, Traced, calling, describe, expect, flatten
+from fshard.extend import Jitted, Program, Traced, calling, describe, flatten
 
 
 def save_graph(directory: str | Path, f: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -41,32 +41,45 @@ def save_graph(directory: str | Path, f: Callable[..., Any], *args: Any, **kwarg
     >>> fs.load_graph(directory)(x)
     {'y': tensor([1., 1.])}
     """
-    is_graph = isinstance(f, Jitted) and f.backend == "graph"
-    expect(is_graph, "save_graph", 'f to be a function of fs.jit with the backend "graph"', describe(f))
+    if not isinstance(f, Jitted) or f.backend != "graph":
+        raise ValueError(f'save_graph: f must be a function of fs.jit with the backend "graph", not {describe(f)}.')
     with calling("save_graph", lambda: flatten((args, kwargs)).axes):
-        key, program, flat = f.find_call(args, kwargs)  # type: ignore[attr-defined]
+        key, program, flat = f.find_call(args, kwargs)
     traced = program.traced
-    expected, remedy = "no tensor that the function closes over", "pass it as an argument"
-    expect(not traced.captured, "save_graph", expected, f"{len(traced.captured)}", remedy)
-    specs = _specs_in(flat)
-    strange = [spec for spec in traced.specs if spec is not None and spec not in specs]
-    expect(not strange, "save_graph", "results with specs that arguments have", f"{strange[:1]}")
+    if traced.captured:
+        raise ValueError(
+            f"save_graph: the function closes over tensors ({len(traced.captured)} of them), which a file does not "
+            "hold. Pass them as arguments."
+        )
     body = {
-        "arguments": _arguments(key, flat),
+        "arguments": _describe_arguments(key, flat),
         "axes": [(axis.name, axis.size) for axis in flat.axes],
         "inputs": traced.input_leaves,
         **write_nodes(traced.module.graph, flat.axes),
         "result": write_structure(traced.treedef, flat.treedef),
-        "specs": [None if spec is None else specs.index(spec) for spec in traced.specs],
+        "specs": _find_places(traced.specs, _list_specs(flat)),
         "donated": program.donated_leaves,
         "written": sorted(program.overwritten_leaves),
         "facts": [program.facts.get(axis) for axis in flat.axes],
         "told": program.trace_facts,
     }
     content = encode(body)
-    path = file_of(directory)
+    path = locate_file(directory)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
+
+
+def _find_places(results: Sequence[Any], specs: list[Any]) -> list[int | None]:
+    """Find the place of each result's spec among those of the arguments; None of a result without a spec."""
+    places: list[int | None] = []
+    for spec in results:
+        if spec is not None and spec not in specs:
+            raise ValueError(
+                f"save_graph: a result has a spec that no argument has ({spec}). Return a leaf that is laid out as one "
+                "of the arguments."
+            )
+        places.append(None if spec is None else specs.index(spec))
+    return places
 
 
 def load_graph(directory: str | Path) -> Callable[..., Any]:
@@ -94,7 +107,7 @@ def load_graph(directory: str | Path) -> Callable[..., Any]:
     >>> step(torch.ones(2)), step.traces
     (tensor([2., 2.]), ['read from a file'])
     """
-    path = file_of(directory)
+    path = locate_file(directory)
     return _Loaded(path, read_file(path))
 
 
@@ -108,18 +121,25 @@ class _Loaded(Jitted):
 
     def make_program(self, key: Any, flat: Any) -> Program:
         saved = self._saved
-        given = _arguments(key, flat)
-        for name in {**saved.arguments, **given}:
-            expected, got = f"{name}: {saved.arguments.get(name)}", f"{given.get(name)}"
-            is_same = saved.arguments.get(name) == given.get(name)
-            expect(is_same, "load_graph", expected, got, "save the graph again, for these arguments")
+        arguments = _describe_arguments(key, flat)
+        for name in {**saved.arguments, **arguments}:
+            expected, got = saved.arguments.get(name), arguments.get(name)
+            if got != expected:
+                raise ValueError(
+                    f"load_graph: the graph is for {name}: {expected}, got {got}. Save it again for these arguments."
+                )
         self._check_leaves(flat)
-        specs = _specs_in(flat)
-        results = [None if n is None else specs[n] for n in saved.specs]
-        module = _compat.lazy_module(saved.graph.with_groups([axis.group_name for axis in flat.axes]))
-        traced = Traced(module, saved.inputs, self._treedef(flat), results, [])
+        specs = _list_specs(flat)
+        graph = saved.graph.with_groups([axis.group_name for axis in flat.axes])
+        traced = Traced(
+            _compat.lazy_module(graph),
+            saved.inputs,
+            self._make_treedef(flat),
+            specs=[None if place is None else specs[place] for place in saved.specs],
+            captured=[],
+        )
         facts = {axis: text for axis, text in zip(flat.axes, saved.facts, strict=True) if text is not None}
-        return Program(traced, saved.donated, {*saved.written}, [], facts, saved.told)
+        return Program(traced, saved.donated, set(saved.written), [], facts, saved.trace_facts)
 
     def explain_trace(self, key: Any, flat: Any) -> str:
         return "read from a file"
@@ -128,42 +148,45 @@ class _Loaded(Jitted):
         """Refuse a file whose numbers of leaves and axes are not those of the arguments that it says it is for."""
         saved = self._saved
         tensors = [n for n, leaf in enumerate(flat.leaves) if isinstance(leaf, torch.Tensor | fs.Sharded)]
-        self._expect(saved.inputs == tensors, "the tensors of the arguments as inputs")
-        axes = [(axis.name, axis.size) for axis in flat.axes]
-        self._expect(saved.axes == axes, "the axes of the arguments")
-        highest = max((n for n in saved.specs if n is not None), default=-1)
-        self._expect(highest < len(_specs_in(flat)), "specs of the arguments")
+        if saved.inputs != tensors:
+            self._refuse("inputs are not the tensors of the arguments")
+        if saved.axes != [(axis.name, axis.size) for axis in flat.axes]:
+            self._refuse("axes are not those of the arguments")
+        if max((place for place in saved.specs if place is not None), default=-1) >= len(_list_specs(flat)):
+            self._refuse("specs are more than the arguments have")
 
-    def _treedef(self, flat: Any) -> Any:
-        """The structure of the result."""
+    def _make_treedef(self, flat: Any) -> Any:
+        """Make the structure of the result."""
         try:
             treedef = flatten(make_tree(self._saved.result, flat.treedef)).treedef
         except LookupError:
-            treedef = None
-        is_fitting = treedef is not None and treedef.num_leaves == len(self._saved.specs)
-        self._expect(is_fitting, "a result of parts of the arguments, with a leaf for each output")
+            self._refuse("result has parts that the arguments do not have")
+        if treedef.num_leaves != len(self._saved.specs):
+            self._refuse("result does not have one leaf for each output")
         return treedef
 
-    def _expect(self, holds: bool, expected: str) -> None:
-        expect(holds, f"load_graph: {self._path}", expected, "others", "save the graph again")
+    def _refuse(self, problem: str) -> NoReturn:
+        raise ValueError(f"load_graph: {self._path}: its {problem}. Save the graph again.")
 
 
-def _refuse_to_run(*_: Any, **__: Any) -> None:
-    expected = "a call outside of fs.jit, torch.func and modes, on tensors that require no gradient"
-    expect(False, "load_graph", expected, "another", "call the function itself, which no file has")
+def _refuse_to_run(*_: Any, **__: Any) -> NoReturn:
+    raise ValueError(
+        "load_graph: a saved graph cannot run inside fs.jit, under torch.func or a mode, or on tensors that require a "
+        "gradient. Call the function that it was saved from."
+    )
 
 
-def _specs_in(flat: Any) -> list[Any]:
-    """The specs of the leaves that are Sharded."""
+def _list_specs(flat: Any) -> list[Any]:
+    """List the specs of the leaves that are Sharded."""
     return [leaf.spec for leaf in flat.leaves if isinstance(leaf, fs.Sharded)]
 
 
-def _arguments(key: Any, flat: Any) -> dict[str, str]:
-    """All that a call is compared by, as texts without names of groups, which are others in each process."""
-    texts = {
-        "structure": str(flat.treedef),
-        **{name: str(value) for name, value in key.list_entries(flat.paths).items()},
-    }
-    for axis in flat.axes:
-        texts = {name: text.replace(f"group_name={axis.group_name!r}", "") for name, text in texts.items()}
+def _describe_arguments(key: Any, flat: Any) -> dict[str, str]:
+    """Describe all by which calls are told apart, without names of groups, which are others in each process."""
+    texts = {}
+    for name, value in {"structure": flat.treedef, **key.list_entries(flat.paths)}.items():
+        text = str(value)
+        for axis in flat.axes:
+            text = text.replace(f"group_name={axis.group_name!r}", "")
+        texts[name] = text
     return texts

@@ -16,16 +16,17 @@ import torch
 import fshard as fs
 from fshard.ext.saved_graph.nodes import NodeReader, ReadGraph
 from fshard.ext.saved_graph.refusal import Source
-from fshard.ext.saved_graph.structures import find_fault
-from fshard.extend import expect, process_rank
+from fshard.ext.saved_graph.structures import check_structure
+from fshard.extend import process_rank
 
 JSON = Any
 # A file begins with these bytes and its digest; another version would begin otherwise.
 _HEAD = b'{"format": "fshard.graph",\n "version": 2,\n "digest": "'
-# What stands between the digest and the body, and behind the body.
-_MIDDLE, _TAIL = b'",\n "body": ', b"}\n"
+# Between the digest and the body, and behind the body.
+_MIDDLE = b'",\n "body": '
+_TAIL = b"}\n"
 _DIGEST_BYTES = 16
-# A file has about 100 bytes for each operator; a reader would believe nothing in a larger one.
+# A file has about 100 bytes for each operator, so no graph needs a larger one.
 _MAX_BYTES = 1 << 30
 _VERSIONS = MappingProxyType({"fshard": fs.__version__, "torch": torch.__version__})
 
@@ -34,16 +35,16 @@ class SavedGraph(NamedTuple):
     """The content of a file.
 
     Attributes:
-        arguments: What a call is compared by: texts by their names.
+        arguments: Descriptions of the arguments by their names, which those of a call must equal.
         axes: Names and sizes of the axes of the arguments.
         graph: The operators.
         inputs: The leaves of the arguments that are inputs of the graph.
-        result: The structure of the result, as `structures` writes it.
+        result: The structure of the result, as `write_structure` writes it.
         specs: For each leaf of the result the number of the Sharded argument whose spec it has; None of others.
         donated: Leaves of the arguments that are donated.
         written: Those of them that something may be written to.
         facts: For each axis what ranks compare over it.
-        told: The facts that hold before ranks have agreed on the leaves that any of them uses.
+        trace_facts: What ranks compare in their first trace, before they agree on the leaves that any of them uses.
     """
 
     arguments: Mapping[str, str]
@@ -55,11 +56,11 @@ class SavedGraph(NamedTuple):
     donated: list[int]
     written: list[int]
     facts: list[str | None]
-    told: str
+    trace_facts: str
 
 
-def file_of(directory: str | Path) -> Path:
-    """The file of this rank."""
+def locate_file(directory: str | Path) -> Path:
+    """Return the path of this rank's file."""
     return Path(directory) / f"graph-rank-{process_rank():05d}.json"
 
 
@@ -67,14 +68,15 @@ def encode(body: Mapping[str, JSON]) -> bytes:
     """Write what a file holds, with the versions of fshard and torch and a digest.
 
     Args:
-        body: What `decode` reads: the fields of a SavedGraph, "nodes" and "outputs" in the place of "graph".
+        body: The fields of a SavedGraph, with "nodes" and "outputs" in the place of "graph", and "told" in that of
+            "trace_facts".
 
     Raises:
-        ValueError: if `decode` would refuse it.
+        ValueError: if `read_file` would refuse it.
     """
     text = json.dumps({**_VERSIONS, **body}, allow_nan=False).encode()
     _read_body(text, Source("save_graph", "leave it out of the function"))
-    return _sealed(text)
+    return _seal(text)
 
 
 def read_file(path: Path) -> SavedGraph:
@@ -87,22 +89,23 @@ def read_file(path: Path) -> SavedGraph:
         FileNotFoundError: if there is none.
         ValueError: if `encode` of these versions did not write it; the error names the path and the part.
     """
-    reader, remedy = f"load_graph: {path}", "save the graph again, on every rank"
+    reader = f"load_graph: {path}"
+    remedy = "save the graph again, on every rank"
     if not path.exists():
         raise FileNotFoundError(f"{reader}: there is no such file, so this rank has no graph; {remedy}")
-    is_readable = path.is_file() and path.stat().st_size <= _MAX_BYTES
-    expect(is_readable, reader, f"a file of at most {_MAX_BYTES} bytes", "another", remedy)
+    if not path.is_file() or path.stat().st_size > _MAX_BYTES:
+        raise ValueError(f"{reader} must be a file of at most {_MAX_BYTES} bytes; {remedy}")
     data = path.read_bytes()
-    is_graph = data.startswith(_HEAD) or _HEAD.startswith(data)
-    expect(is_graph, reader, "a graph of version 2 of the format", "another file", remedy)
+    if not data.startswith(_HEAD) and not _HEAD.startswith(data):
+        raise ValueError(f"{reader} is no graph of version 2 of the format; {remedy}")
     start = len(_HEAD) + 2 * _DIGEST_BYTES + len(_MIDDLE)
     text = data[start : -len(_TAIL)]
-    if data != _sealed(text):
+    if data != _seal(text):
         raise ValueError(f"{reader}: the digest does not match, so the file was damaged, cut off or edited; {remedy}")
     return _read_body(text, Source(reader, remedy))
 
 
-def _sealed(text: bytes) -> bytes:
+def _seal(text: bytes) -> bytes:
     """Put a body into a file with its digest."""
     digest = hashlib.blake2b(text, digest_size=_DIGEST_BYTES).hexdigest()
     return _HEAD + digest.encode() + _MIDDLE + text + _TAIL
@@ -117,17 +120,24 @@ def _read_body(text: bytes, source: Source) -> SavedGraph:
     for name, version in _VERSIONS.items():
         if body[name] != version:
             source.refuse(name, version, body[name])
-    for name, (holds, expected) in _FIELDS.items():
-        if not holds(body[name]):
+    for name, (is_valid, expected) in _FIELDS.items():
+        if not is_valid(body[name]):
             source.refuse(name, expected, body[name])
-    fault = find_fault(body["result"])
-    if fault:
-        source.refuse("result", "tuples, lists, dicts and parts of the arguments", fault)
+    check_structure(body["result"], source)
     _check_lengths(body, source)
     axes = [(name, size) for name, size in body["axes"]]
-    graph = NodeReader(source, axes).read(len(body["inputs"]), body["nodes"], body["outputs"])
-    same = {name: body[name] for name in ("arguments", "inputs", "result", "specs", "donated", "written")}
-    return SavedGraph(axes=axes, graph=graph, facts=body["facts"], told=body["told"], **same)
+    return SavedGraph(
+        body["arguments"],
+        axes,
+        NodeReader(source, axes).read(len(body["inputs"]), body["nodes"], body["outputs"]),
+        body["inputs"],
+        body["result"],
+        body["specs"],
+        body["donated"],
+        body["written"],
+        body["facts"],
+        trace_facts=body["told"],
+    )
 
 
 def _parse(text: bytes, source: Source) -> JSON:
@@ -142,15 +152,14 @@ def _parse(text: bytes, source: Source) -> JSON:
 
 def _check_lengths(body: dict[str, JSON], source: Source) -> None:
     """Refuse fields that do not go together."""
-    inputs, donated, written = ({*body[name]} for name in ("inputs", "donated", "written"))
-    if not donated <= inputs:
-        source.refuse("donated", "leaves that are inputs", min(donated - inputs))
-    if not written <= donated:
-        source.refuse("written", "leaves that are donated", min(written - donated))
-    if len(body["specs"]) != len(body["outputs"]):
-        source.refuse("specs", f"{len(body['outputs'])} of them, one for each output", len(body["specs"]))
-    if len(body["facts"]) != len(body["axes"]):
-        source.refuse("facts", f"{len(body['axes'])} of them, one for each axis", len(body["facts"]))
+    for name, containing in (("donated", "inputs"), ("written", "donated")):
+        others = set(body[name]) - set(body[containing])
+        if others:
+            source.refuse(name, f"leaves that are {containing}", min(others))
+    for name, counted, kind in (("specs", "outputs", "output"), ("facts", "axes", "axis")):
+        size = len(body[counted])
+        if len(body[name]) != size:
+            source.refuse(name, f"{size} of them, one for each {kind}", len(body[name]))
 
 
 def _is_number(value: JSON) -> bool:
@@ -175,12 +184,12 @@ def _are_axes(value: JSON) -> bool:
     return all(_is_text(name) and _is_number(size) for name, size in value)
 
 
-def _are_or_none(holds: Callable[[JSON], bool]) -> Callable[[JSON], bool]:
-    """Make a test of a list with None or such entries."""
-    return lambda value: type(value) is list and all(entry is None or holds(entry) for entry in value)
+def _make_list_test(is_valid: Callable[[JSON], bool]) -> Callable[[JSON], bool]:
+    """Make a test of a list each of whose entries is None or passes another test."""
+    return lambda value: type(value) is list and all(entry is None or is_valid(entry) for entry in value)
 
 
-# The fields of a body: for each a test of its type, and the type in words. Nodes have checks of their own.
+# The fields of a body: for each a test of its type, and the type in words. `NodeReader` checks nodes and outputs.
 _FIELDS: Mapping[str, tuple[Callable[[JSON], bool], str]] = MappingProxyType(
     {
         "arguments": (_are_texts, "an object of texts"),
@@ -189,10 +198,10 @@ _FIELDS: Mapping[str, tuple[Callable[[JSON], bool], str]] = MappingProxyType(
         "nodes": (lambda value: type(value) is list, "a list"),
         "outputs": (lambda value: type(value) is list, "a list"),
         "result": (lambda value: type(value) is dict, "an object"),
-        "specs": (_are_or_none(_is_number), "a list of numbers and nulls"),
+        "specs": (_make_list_test(_is_number), "a list of numbers and nulls"),
         "donated": (_are_leaves, "a list of numbers that rise"),
         "written": (_are_leaves, "a list of numbers that rise"),
-        "facts": (_are_or_none(_is_text), "a list of texts and nulls"),
+        "facts": (_make_list_test(_is_text), "a list of texts and nulls"),
         "told": (_is_text, "a text"),
     }
 )

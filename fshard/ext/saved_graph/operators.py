@@ -226,28 +226,28 @@ def find_operator(name: str) -> Operator | None:
     """
     namespace, _, rest = name.partition(".")
     packet_name, _, overload = rest.partition(".")
-    if not _is_listed(namespace, packet_name):
+    if not _is_in_tables(namespace, packet_name):
         return None
     packet = getattr(getattr(torch.ops, namespace), packet_name, None)
     if packet is None or overload not in packet.overloads():
         return None
     function = getattr(packet, overload)
     schema = _compat.schema_of(function)
-    return None if schema is None else _operator(function, *schema)
+    return None if schema is None else _read_schema(function, *schema)
 
 
-def _is_listed(namespace: str, name: str) -> bool:
+def _is_in_tables(namespace: str, name: str) -> bool:
     """Whether an operator is in the tables; `add_`, which writes to its first argument, is where `add` is."""
     names = LISTED.get(namespace, frozenset())
     return name in names or name.removesuffix("_") in names
 
 
-def _operator(function: Any, arguments: list[_compat.SchemaArgument], results: list[str]) -> Operator | None:
+def _read_schema(function: Any, arguments: list[_compat.SchemaArgument], results: list[str]) -> Operator | None:
     """Read the schema of an operator; None where values of a file do not do for its arguments."""
     positional: list[Parameter] = []
     keywords: dict[str, Parameter] = {}
     for argument in arguments:
-        parameter = _parameter(argument)
+        parameter = _read_parameter(argument)
         if parameter is None:
             return None
         if argument.is_keyword:
@@ -260,7 +260,7 @@ def _operator(function: Any, arguments: list[_compat.SchemaArgument], results: l
     return Operator(function, tuple(positional), keywords, kinds[0] if len(kinds) == 1 else kinds)
 
 
-def _parameter(argument: _compat.SchemaArgument) -> Parameter | None:
+def _read_parameter(argument: _compat.SchemaArgument) -> Parameter | None:
     """Read the type of an argument as a schema spells it; None of one that no value of a file has."""
     matched = _TYPE.fullmatch(argument.type)
     if matched is None or matched["kind"] not in _ARGUMENTS:

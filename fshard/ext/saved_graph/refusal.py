@@ -19,5 +19,5 @@ class Source(NamedTuple):
     def refuse(self, part: str, expected: str, got: Any) -> NoReturn:
         """Raise the error of a part that is not as expected; `got` is a value of JSON."""
         # Lists and objects may be nested deeper than Python's stack.
-        shown = describe(got) if isinstance(got, list | dict) else f"{got!r:.100}"
-        raise ValueError(f"{self.reader}: {part}: expected {expected}, got {shown}; {self.remedy}")
+        text = describe(got) if isinstance(got, list | dict) else f"{got!r:.100}"
+        raise ValueError(f"{self.reader}: {part}: expected {expected}, got {text}; {self.remedy}")

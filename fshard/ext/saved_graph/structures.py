@@ -1,81 +1,95 @@
-"""Structures of results as JSON: parts of the arguments' structure, and tuples, lists and dicts of such."""
+"""The structure of a result as JSON: parts of the structure of the arguments, and tuples, lists and dicts of such."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fshard.extend import describe, expect
+from fshard.ext.saved_graph.refusal import Source
 
 JSON = Any
-_KINDS = (("tuple", tuple), ("list", list), ("dict", dict))
-# So deep a result may be: deeper ones end Python's stack.
-_DEEPEST = 100
-# More children than any part has.
-_MOST = 2**31
+_KINDS = (tuple, list, dict)
+# Deeper results would end Python's stack.
+_MAX_DEPTH = 100
+# No part has as many children.
+_MAX_CHILDREN = 2**31
 
 
 def write_structure(treedef: Any, arguments: Any) -> JSON:
     """Write a structure down.
 
     Args:
-        treedef: Of a result.
-        arguments: That of the arguments.
+        treedef: The structure of a result.
+        arguments: The structure of the arguments.
 
     Raises:
         ValueError: if it has a part that is neither a tuple, a list, a dict nor a part of the arguments.
     """
-    paths = {part: path for path, part in reversed([*_parts(arguments, ())])}
-    names = {kind: name for name, kind in _KINDS}
-    remedy = "return it in an argument's place"
-
-    def write(part: Any, depth: int) -> JSON:
-        if part in paths:
-            return {"as": paths[part]}
-        is_plain = part.type in names and all(map(_is_key, part.entries()))
-        expect(is_plain, "save_graph", "results in tuples, lists and dicts with keys of text", f"{part}"[:60], remedy)
-        expect(depth < _DEEPEST, "save_graph", f"a result of at most {_DEEPEST} levels", "a deeper one", remedy)
-        children = [write(child, depth + 1) for child in part.children()]
-        written = {names[part.type]: children}
-        return written | {"keys": part.entries()} if part.type is dict else written
-
-    return write(treedef, 0)
+    paths: dict[Any, tuple[int, ...]] = {}
+    for path, part in _list_parts(arguments, ()):
+        paths.setdefault(part, path)
+    return _write(treedef, paths, depth=0)
 
 
-def _parts(treedef: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Any]]:
+def _list_parts(treedef: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """List a structure and all parts of it, each with the numbers of the children on the way to it."""
     yield path, treedef
-    for n, child in enumerate(treedef.children()):
-        yield from _parts(child, (*path, n))
+    for number, child in enumerate(treedef.children()):
+        yield from _list_parts(child, (*path, number))
+
+
+def _write(part: Any, paths: Mapping[Any, tuple[int, ...]], depth: int) -> JSON:
+    if part in paths:
+        return {"as": paths[part]}
+    if part.type not in _KINDS or not all(map(_is_key, part.entries())):
+        raise ValueError(
+            f"save_graph: a part of the result is {str(part)[:60]}, and a file holds tuples, lists and dicts whose "
+            "keys are texts or whole numbers. Return one of these, or a part of the arguments."
+        )
+    if depth == _MAX_DEPTH:
+        raise ValueError(f"save_graph: the result has more than {_MAX_DEPTH} levels. Return a flatter one.")
+    children = [_write(child, paths, depth + 1) for child in part.children()]
+    if part.type is dict:
+        return {"dict": children, "keys": part.entries()}
+    return {part.type.__name__: children}
 
 
 def _is_key(key: Any) -> bool:
     """Whether a dict of a file may have a key, or a list an index."""
-    return type(key) is str or (type(key) is int and abs(key) < _MOST)
+    return type(key) is str or (type(key) is int and abs(key) < _MAX_CHILDREN)
 
 
-def find_fault(structure: JSON, depth: int = 0) -> str:
-    """Say what is wrong with a structure of a file; nothing where it is as `write_structure` writes it."""
-    if depth > _DEEPEST:
-        return f"more than {_DEEPEST} levels"
-    if type(structure) is not dict:
-        return describe(structure)
+def check_structure(structure: JSON, source: Source, depth: int = 0) -> None:
+    """Refuse a structure of a file that is not as `write_structure` writes it."""
+    if depth > _MAX_DEPTH:
+        source.refuse("result", f"at most {_MAX_DEPTH} levels", depth)
+    for child in _read_children(structure, source):
+        check_structure(child, source, depth + 1)
+
+
+def _read_children(structure: JSON, source: Source) -> list[JSON]:
     match structure:
-        case {"as": list(path), **others} if not others:
-            return "" if all(type(n) is int and 0 <= n < _MOST for n in path) else "a path of no numbers of children"
-        case {"tuple": list(children), **others} | {"list": list(children), **others} if not others:
-            pass
-        case {"dict": list(children), "keys": list(keys), **others} if not others:
-            is_plain = all(_is_key(key) for key in keys)
-            if not is_plain or not len(children) == len(keys) == len(set(keys)):
-                return "keys that no dict has"
-        case _:
-            return f"an object of {[*structure]}"[:100]
-    return next(filter(None, (find_fault(child, depth + 1) for child in children)), "")
+        case {"as": list(path)} if len(structure) == 1 and all(map(_is_child, path)):
+            return []
+        case {"tuple": list(children)} | {"list": list(children)} if len(structure) == 1:
+            return children
+        case {"dict": list(children), "keys": list(keys)} if len(structure) == 2 and _are_keys(keys, len(children)):
+            return children
+    source.refuse("result", "tuples, lists, dicts and parts of the arguments", structure)
+
+
+def _is_child(number: JSON) -> bool:
+    return type(number) is int and 0 <= number < _MAX_CHILDREN
+
+
+def _are_keys(keys: list[JSON], size: int) -> bool:
+    """Whether a list has the keys of a dict of a size, each once."""
+    return all(map(_is_key, keys)) and len(keys) == len(set(keys)) == size
 
 
 def make_tree(structure: JSON, arguments: Any) -> Any:
     """Make a tree of a structure, with numbers for leaves.
 
     Args:
-        structure: One that `find_fault` finds nothing in.
+        structure: One that `check_structure` accepts.
         arguments: The structure of the arguments of a call.
 
     Raises:
@@ -83,9 +97,11 @@ def make_tree(structure: JSON, arguments: Any) -> Any:
     """
     if "as" in structure:
         part = arguments
-        for n in structure["as"]:
-            part = part.children()[n]
+        for number in structure["as"]:
+            part = part.children()[number]
         return part.unflatten(range(part.num_leaves))
-    ((name, kind),) = [(name, kind) for name, kind in _KINDS if name in structure]
-    children = [make_tree(child, arguments) for child in structure[name]]
-    return dict(zip(structure["keys"], children, strict=True)) if kind is dict else kind(children)
+    (kind,) = (kind for kind in _KINDS if kind.__name__ in structure)
+    children = [make_tree(child, arguments) for child in structure[kind.__name__]]
+    if kind is dict:
+        return dict(zip(structure["keys"], children, strict=True))
+    return kind(children)
