@@ -6,13 +6,14 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum, auto
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import fshard as fs
 
-# So many leaves are named.
-LEAVES = 6
+# At most so many leaves of a collective are named.
+MAX_LEAVES = 6
+# The time between the last gradients of a step and the begin of the next one.
+BETWEEN = "(update, between steps)"
 
 
 @dataclass(slots=True)
@@ -24,7 +25,7 @@ class Event:
         members: Global ranks that take part.
         begin: When it was called.
         issued: When the call returned, with the collective under way.
-        waits: When its buffers were waited for, and when they had landed.
+        waits: For each buffer that was waited for, when that began and when the buffer had landed.
     """
 
     collective: fs.comm.Collective
@@ -36,7 +37,7 @@ class Event:
     @property
     def leaves(self) -> str:
         """The paths of its first leaves, as text."""
-        return ", ".join(self.collective.about.leaves[:LEAVES])
+        return ", ".join(self.collective.about.leaves[:MAX_LEAVES])
 
     @property
     def end(self) -> int:
@@ -46,8 +47,8 @@ class Event:
     @property
     def name(self) -> str:
         """Its verb and its units, as text."""
-        who = "agreement" if self.collective.about.is_comparison else self.collective.label
-        return f"{who} of {self.collective.unit}" if self.collective.unit else who
+        verb = "agreement" if self.collective.about.is_comparison else self.collective.label
+        return f"{verb} of {self.collective.unit}" if self.collective.unit else verb
 
 
 class Timeline(NamedTuple):
@@ -67,30 +68,30 @@ class Timeline(NamedTuple):
     error: str
     events: tuple[Event, ...]
 
-    def shifted(self, nanoseconds: int) -> "Timeline":
-        """Move the timeline to a clock that is behind by so much."""
-        n, events = nanoseconds, list[Event]()
+    def shift(self, ahead: int) -> "Timeline":
+        """Move the timeline to another clock, which this rank's clock is ahead of by so many nanoseconds."""
+        events = []
         for event in self.events:
-            waits = [(begin - n, end - n) for begin, end in event.waits]
-            events.append(replace(event, begin=event.begin - n, issued=event.issued - n, waits=waits))
-        return self._replace(begin=self.begin - n, end=self.end - n, events=tuple(events))
+            waits = [(begin - ahead, end - ahead) for begin, end in event.waits]
+            events.append(replace(event, begin=event.begin - ahead, issued=event.issued - ahead, waits=waits))
+        return self._replace(begin=self.begin - ahead, end=self.end - ahead, events=tuple(events))
 
 
-def packed(value: Any) -> str:
-    """Write a value as a text that other ranks read by `unpacked`."""
+def pack(value: Any) -> str:
+    """Write a value as a text that other ranks read with `unpack`."""
     return base64.b85encode(zlib.compress(pickle.dumps(value), 1)).decode()
 
 
-def unpacked(text: str) -> Any:
-    """Read a value that `packed` wrote on a rank of this program."""
+def unpack(text: str) -> Any:
+    """Read a value that `pack` wrote on a rank of this program."""
     return pickle.loads(zlib.decompress(base64.b85decode(text)))
 
 
-def offsets(exchanges: Sequence[Sequence[tuple[int, int]]]) -> tuple[list[int], int]:
+def find_offsets(exchanges: Sequence[Sequence[tuple[int, int]]]) -> tuple[list[int], int]:
     """Find how far each rank's clock is ahead of the first one's.
 
     No exchange ends on any rank before it has begun on all, which bounds the difference of two clocks from both sides.
-    Where the bounds allow none, as on one host, whose processes share a clock, there is none.
+    If the bounds allow that there is no difference, none is assumed: processes of one host share a clock.
 
     Args:
         exchanges: For each rank, when exchanges between all ranks began and ended there.
@@ -98,25 +99,22 @@ def offsets(exchanges: Sequence[Sequence[tuple[int, int]]]) -> tuple[list[int], 
     Returns:
         Nanoseconds for each rank, and by how many they may be wrong.
 
-    >>> offsets([[(0, 10), (20, 24)], [(2, 11), (20, 25)]])
+    >>> find_offsets([[(0, 10), (20, 24)], [(2, 11), (20, 25)]])
     ([0, 0], 5)
-    >>> offsets([[(0, 10), (20, 24)], [(1002, 1011), (1020, 1025)]])
+    >>> find_offsets([[(0, 10), (20, 24)], [(1002, 1011), (1020, 1025)]])
     ([0, 1000], 5)
     """
-    found, errors = [0], [0]
+    offsets = [0]
+    errors = [0]
     first, *others = exchanges
     for other in others:
         pairs = list(zip(first, other, strict=True))
         low = max(theirs[0] - mine[1] for mine, theirs in pairs)
         high = min(theirs[1] - mine[0] for mine, theirs in pairs)
-        ahead = 0 if low <= 0 <= high else (low + high) // 2
-        found.append(ahead)
-        errors.append(max(ahead - low, high - ahead))
-    return found, max(errors)
-
-
-# The time between the last gradients of a step and the begin of the next one.
-BETWEEN = "(update, between steps)"
+        offset = 0 if low <= 0 <= high else (low + high) // 2
+        offsets.append(offset)
+        errors.append(max(offset - low, high - offset))
+    return offsets, max(errors)
 
 
 class Matched(NamedTuple):
@@ -132,39 +130,44 @@ class Matched(NamedTuple):
     straggler: int
     began: int
 
-    def waited(self, rank: int) -> int:
+    def count_wait(self, rank: int) -> int:
         """Count the nanoseconds that a rank waited before the straggler came."""
         waits = self.events[rank].waits if rank != self.straggler else []
         return sum(min(end, self.began) - begin for begin, end in waits if begin < self.began)
 
-    def held_up(self) -> int:
-        """Count the nanoseconds that all ranks waited for the straggler."""
-        return sum(map(self.waited, self.events))
+    def sum_waits(self) -> int:
+        """Count the nanoseconds that all ranks together waited before the straggler came."""
+        return sum(map(self.count_wait, self.events))
 
 
-def match(timelines: Sequence[Timeline]) -> list[Matched]:
+def match_events(timelines: Sequence[Timeline]) -> list[Matched]:
     """Match the collectives of ranks, by their members and their order.
 
     Returns:
-        The collectives that all of their ranks recorded.
+        The collectives that all of their ranks recorded, by the time when the last rank came to them.
     """
-    groups: dict[tuple[str, tuple[int, ...]], dict[int, list[Event]]] = {}
+    events_of_groups: dict[tuple[str, tuple[int, ...]], dict[int, list[Event]]] = {}
     for timeline in timelines:
         for event in timeline.events:
-            groups.setdefault((event.collective.axis, event.members), {}).setdefault(timeline.rank, []).append(event)
+            by_rank = events_of_groups.setdefault((event.collective.axis, event.members), {})
+            by_rank.setdefault(timeline.rank, []).append(event)
     present = {timeline.rank for timeline in timelines}
-    matched = []
-    for (_, members), by_rank in groups.items():
+    matched: list[Matched] = []
+    for (_, members), by_rank in events_of_groups.items():
         ranks = [rank for rank in members if rank in present]
-        for row in zip_longest(*(by_rank.get(rank, []) for rank in ranks)):
-            events = {rank: event for rank, event in zip(ranks, row, strict=True) if event is not None}
-            calls = {(event.collective.op, event.collective.label) for event in events.values()}
-            if len(events) < len(ranks) or len(calls) > 1:
-                # Where one rank's recording ended earlier, later events of the group cannot be matched.
-                break
-            straggler = max(events, key=lambda rank: events[rank].begin)
-            matched.append(Matched(events, straggler, events[straggler].begin))
+        matched += _match_group(ranks, [by_rank.get(rank, []) for rank in ranks])
     return sorted(matched, key=lambda entry: entry.began)
+
+
+def _match_group(ranks: Sequence[int], events_of_ranks: Sequence[Sequence[Event]]) -> Iterator[Matched]:
+    # An event without a counterpart on some rank cannot be matched, and nor can later ones of the group: the recording
+    # of one rank ended earlier.
+    for row in zip(*events_of_ranks, strict=False):
+        if len({(event.collective.op, event.collective.label) for event in row}) > 1:
+            break
+        events = dict(zip(ranks, row, strict=True))
+        straggler = max(events, key=lambda rank: events[rank].begin)
+        yield Matched(events, straggler, events[straggler].begin)
 
 
 class Activity(StrEnum):
@@ -176,8 +179,9 @@ class Activity(StrEnum):
     WAIT = auto()
 
 
-# The ends and begins of computing for a unit.
-RECEIVES, SENDS = (fs.comm.Verb.GATHER, Activity.WAIT), (fs.comm.Verb.SCATTER, Activity.START)
+# A rank computes with a unit from when its gather has landed until its gradients are sent.
+_RECEIVES = (fs.comm.Verb.GATHER, Activity.WAIT)
+_SENDS = (fs.comm.Verb.SCATTER, Activity.START)
 
 
 class Span(NamedTuple):
@@ -200,55 +204,72 @@ class Span(NamedTuple):
     @property
     def name(self) -> str:
         """The collective or the unit, as text."""
-        return self.event.name if self.event else BETWEEN if self.kind is Activity.BETWEEN else self.unit
+        if self.event is not None:
+            return self.event.name
+        return BETWEEN if self.kind is Activity.BETWEEN else self.unit
 
 
-def spans(timeline: Timeline) -> Iterator[Span]:
+def list_spans(timeline: Timeline) -> Iterator[Span]:
     """List how a rank spent its trace, in order and without gaps."""
-    calls = [Span(Activity.START, event.collective.unit, event.begin, event.issued, event) for event in timeline.events]
-    waits = [
-        Span(Activity.WAIT, event.collective.unit, *wait, event) for event in timeline.events for wait in event.waits
-    ]
-    apart, at, unit = list(between(timeline)), timeline.begin, ""
+    gaps = list(list_gaps(timeline))
+    position = timeline.begin
+    unit = ""
 
-    def computed(end: int, unit: str) -> Span:
-        inside = any(begin <= at and end <= until for begin, until in apart)
-        return Span(Activity.BETWEEN, "", at, end) if inside else Span(Activity.COMPUTE, unit, at, end)
+    def span_until(end: int, unit: str) -> Span:
+        """Make the span from the position on, in which the rank computes."""
+        if any(begin <= position and end <= until for begin, until in gaps):
+            return Span(Activity.BETWEEN, "", position, end)
+        return Span(Activity.COMPUTE, unit, position, end)
 
-    for span in sorted((*calls, *waits), key=lambda span: (span.begin, span.end)):
-        who = span.event.collective.label if span.event else ""
-        if span.begin > at:
+    for span in _list_calls(timeline):
+        verb = span.event.collective.label if span.event else ""
+        is_send = (verb, span.kind) == _SENDS
+        if span.begin > position:
             # Gradients are computed before they are sent.
-            yield computed(span.begin, span.unit if (who, span.kind) == SENDS else unit)
+            yield span_until(span.begin, span.unit if is_send else unit)
         yield span
-        at = max(at, span.end)
-        if span.unit and (who, span.kind) in (RECEIVES, SENDS):
+        position = max(position, span.end)
+        if span.unit and (is_send or (verb, span.kind) == _RECEIVES):
             unit = span.unit
-    if timeline.end > at:
-        yield computed(timeline.end, unit)
+    if timeline.end > position:
+        yield span_until(timeline.end, unit)
 
 
-def between(timeline: Timeline) -> Iterator[tuple[int, int]]:
+def _list_calls(timeline: Timeline) -> list[Span]:
+    """List the starts of collectives and the waits for them, by the time when they began."""
+    starts, waits = list[Span](), list[Span]()
+    for event in timeline.events:
+        unit = event.collective.unit
+        starts.append(Span(Activity.START, unit, event.begin, event.issued, event))
+        waits += [Span(Activity.WAIT, unit, begin, end, event) for begin, end in event.waits]
+    return sorted([*starts, *waits], key=lambda span: (span.begin, span.end))
+
+
+def list_gaps(timeline: Timeline) -> Iterator[tuple[int, int]]:
     """List when a rank was between steps: from where a step's last gradients had landed to where the next one began.
 
     A step begins where ranks agree on it. A jitted one without an agreement begins where a unit is gathered whose
     gradients have been sent; one that also gathers nothing, as by ddp on an accelerator, has no known begin.
     """
     since: int | None = timeline.begin
-    gathered = False
-    sent: set[str] = set()
+    has_gathered = False
+    sent_units: set[str] = set()
     for event in timeline.events:
-        who, about = event.collective.label, event.collective.about
-        gathers, units = who == fs.comm.Verb.GATHER, about.units or about.leaves
-        if who == fs.comm.Verb.START or (gathers and (not gathered or not sent.isdisjoint(units))):
+        verb, label = event.collective.label, event.collective.about
+        units = label.units or label.leaves
+        is_gather = verb == fs.comm.Verb.GATHER
+        if verb == fs.comm.Verb.START or (is_gather and (not has_gathered or not sent_units.isdisjoint(units))):
             if since is not None:
                 yield since, event.begin
-            since, sent = None, set()
-        if gathers:
-            since, gathered = None, True
-        elif who == fs.comm.Verb.SCATTER:
-            since, sent = event.end, sent.union(units)
-        elif who == fs.comm.Verb.OBJECTIVE:
+            since = None
+            sent_units = set()
+        if is_gather:
+            since = None
+            has_gathered = True
+        elif verb == fs.comm.Verb.SCATTER:
+            since = event.end
+            sent_units.update(units)
+        elif verb == fs.comm.Verb.OBJECTIVE:
             since = event.end
     if since is not None and timeline.events:
         yield since, timeline.end

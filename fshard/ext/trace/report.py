@@ -2,22 +2,25 @@
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fshard.ext.trace.events import BETWEEN, Activity, Event, Matched, Span, Timeline, match, spans
+from fshard.ext.trace.events import BETWEEN, Activity, Event, Matched, Span, Timeline, list_spans, match_events
 
-# Rows of collectives for no unit, and of those by which ranks compare what they do.
-OTHERS, AGREEMENT = "(no unit)", "(agreement)"
+# The row of collectives for no unit, and that of those by which ranks compare what they do.
+OTHERS = "(no unit)"
+AGREEMENT = "(agreement)"
 # Explanations of rows that are no units.
 MEANINGS = (
     (AGREEMENT, "ranks compare what they do, where a pass begins or ends; one that is late there was slow before"),
     (BETWEEN, "between a step's last gradients and the next step: the update, data, the caller's own code"),
     (OTHERS, "work for no unit, such as the sum of the losses"),
 )
-
-
+RANK_COLUMNS = ("computing", "starting", "waiting", "for late ranks", "came last", "held others up (sum)")
+UNIT_COLUMNS = (
+    *("collectives", "sent", "computing (mean)", "slowest rank", "waiting (mean)", "held up by", "for (sum)"),
+)
 # The thread of a rank's process in Perfetto.
 MAIN = 0
 
@@ -80,11 +83,12 @@ class Report:
 
     def __init__(self, timelines: Sequence[Timeline], clock_error: int) -> None:
         """Match the recorded events, and sum them up."""
-        self.timelines, self.clock_error = list(timelines), clock_error / 1e9
-        self.matched = match(self.timelines)
-        self.spans: dict[int, list[Span]] = {timeline.rank: list(spans(timeline)) for timeline in self.timelines}
-        self.ranks = [self._rank_row(timeline) for timeline in self.timelines]
-        self.units = self._unit_rows()
+        self.timelines = list(timelines)
+        self.clock_error = clock_error / 1e9
+        self.matched = match_events(self.timelines)
+        self.spans: dict[int, list[Span]] = {timeline.rank: list(list_spans(timeline)) for timeline in self.timelines}
+        self.ranks = [self._sum_rank(timeline) for timeline in self.timelines]
+        self.units = self._sum_units()
 
     @property
     def latest(self) -> int | None:
@@ -95,7 +99,8 @@ class Report:
     @property
     def waiting_share(self) -> float:
         """The part of all ranks' time that was waiting for ranks that came later."""
-        return sum(row.waiting_for_late for row in self.ranks) / (sum(row.seconds for row in self.ranks) or 1)
+        seconds = sum(row.seconds for row in self.ranks)
+        return sum(row.waiting_for_late for row in self.ranks) / (seconds or 1)
 
     def save(self, path: str | Path) -> None:
         """Write a trace that ui.perfetto.dev and chrome://tracing open. One rank calls it.
@@ -106,62 +111,60 @@ class Report:
         Args:
             path: Where to write it, such as "trace.json".
         """
-        start = min(timeline.begin for timeline in self.timelines)
-        events = [entry for timeline in self.timelines for entry in _of_rank(timeline, self.spans[timeline.rank])]
-        events += [entry for number, one in enumerate(self.matched) for entry in _arrows(number, one)]
-        # Metadata have no time.
-        events = [entry | ({"ts": (entry["ts"] - start) / 1e3} if "ts" in entry else {}) for entry in events]
-        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        entries: list[dict[str, Any]] = []
+        for timeline in self.timelines:
+            entries += _draw_rank(timeline, self.spans[timeline.rank])
+        for number, matched in enumerate(self.matched):
+            entries += _draw_arrows(number, matched)
+        begin = min(timeline.begin for timeline in self.timelines)
+        for entry in entries:
+            # Metadata have no time.
+            if "ts" in entry:
+                entry["ts"] = (entry["ts"] - begin) / 1e3
+        Path(path).write_text(json.dumps({"traceEvents": entries, "displayTimeUnit": "ms"}))
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
+        return "\n".join(self._write_lines())
 
     __repr__ = __str__
 
-    def _rank_row(self, timeline: Timeline) -> RankRow:
-        took: Counter[Activity] = Counter()
+    def _sum_rank(self, timeline: Timeline) -> RankRow:
+        nanoseconds: Counter[Activity] = Counter()
         for span in self.spans[timeline.rank]:
-            took[span.kind] += span.end - span.begin
+            nanoseconds[span.kind] += span.end - span.begin
         entries = [entry for entry in self.matched if timeline.rank in entry.events]
         last = [entry for entry in entries if entry.straggler == timeline.rank]
         return RankRow(
             timeline.rank,
             seconds=(timeline.end - timeline.begin) / 1e9,
-            computing=(took[Activity.COMPUTE] + took[Activity.BETWEEN]) / 1e9,
-            starting=took[Activity.START] / 1e9,
-            waiting=took[Activity.WAIT] / 1e9,
-            waiting_for_late=sum(entry.waited(timeline.rank) for entry in entries) / 1e9,
+            computing=(nanoseconds[Activity.COMPUTE] + nanoseconds[Activity.BETWEEN]) / 1e9,
+            starting=nanoseconds[Activity.START] / 1e9,
+            waiting=nanoseconds[Activity.WAIT] / 1e9,
+            waiting_for_late=sum(entry.count_wait(timeline.rank) for entry in entries) / 1e9,
             last=len(last),
-            held_up=sum(entry.held_up() for entry in last) / 1e9,
+            held_up=sum(entry.sum_waits() for entry in last) / 1e9,
         )
 
-    def _unit_rows(self) -> list[UnitRow]:
-        """Sum up by unit, and for each column by rank."""
-        rows: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(float)))
+    def _sum_units(self) -> list[UnitRow]:
+        sums: dict[str, _UnitSums] = defaultdict(_UnitSums)
         for timeline in self.timelines:
             rank = timeline.rank
             for event in timeline.events:
-                rows[_row_name(event)]["collectives"][rank] += 1
-                rows[_row_name(event)]["bytes"][rank] += event.collective.sent
+                unit = sums[_name_row(event)]
+                unit.collectives[rank] += 1
+                unit.bytes[rank] += event.collective.sent
             for span in self.spans[rank]:
-                column = "waiting" if span.kind is Activity.WAIT else "computing"
-                if span.kind is not Activity.START:
-                    name = _row_name(span.event) if span.event else span.name or OTHERS
-                    rows[name][column][rank] += (span.end - span.begin) / 1e9
+                if span.kind is Activity.START:
+                    continue
+                unit = sums[_name_row(span.event) if span.event else span.name or OTHERS]
+                by_rank = unit.waiting if span.kind is Activity.WAIT else unit.computing
+                by_rank[rank] += (span.end - span.begin) / 1e9
         for entry in self.matched:
-            name = _row_name(entry.events[entry.straggler])
-            rows[name]["held_up"][entry.straggler] += entry.held_up() / 1e9
-        return [
-            UnitRow(
-                unit,
-                int(max(row["collectives"].values(), default=0)),
-                max(row["bytes"].values(), default=0.0),
-                *(dict(row[column]) for column in ("computing", "waiting", "held_up")),
-            )
-            for unit, row in rows.items()
-        ]
+            unit = sums[_name_row(entry.events[entry.straggler])]
+            unit.held_up[entry.straggler] += entry.sum_waits() / 1e9
+        return [unit.make_row(name) for name, unit in sums.items()]
 
-    def _headline(self) -> str:
+    def _write_headline(self) -> str:
         if self.latest is None:
             return "no rank waited for another"
         row = next(row for row in self.ranks if row.rank == self.latest)
@@ -170,84 +173,133 @@ class Report:
         most = f"{1e3 * unit.held_up[row.rank]:.1f} ms at {unit.unit}"
         return f"{share}; most, {1e3 * row.held_up:.1f} ms, for rank {row.rank}, of which {most}"
 
-    def _lines(self) -> Iterator[str]:
-        one = len(self.timelines) == 1
-        clocks = "" if one else f", clocks equal to {1e3 * self.clock_error:.2f} ms"
+    def _write_lines(self) -> Iterator[str]:
+        ranks = f"{len(self.timelines)} ranks"
+        clocks = f", clocks equal to {1e3 * self.clock_error:.2f} ms"
+        if len(self.timelines) == 1:
+            ranks = "1 rank"
+            clocks = ""
         seconds = max(row.seconds for row in self.ranks)
-        yield f"trace of {len(self.timelines)} rank{'' if one else 's'}, {1e3 * seconds:.1f} ms{clocks}"
-        yield self._headline()
-        yield from (f"rank {line.rank} was interrupted: {line.error}" for line in self.timelines if line.error)
-        held = "held others up (sum)"
-        columns = ("computing", "starting", "waiting", "for late ranks", "came last", held)
-        yield from _table("rank", columns, {f"{row.rank}": _rank_cells(row) for row in self.ranks})
-        means = ("computing (mean)", "slowest rank", "waiting (mean)")
-        of_units = ("collectives", "sent", *means, "held up by", "for (sum)")
-        yield from _table("unit", of_units, {row.unit: _unit_cells(row) for row in self.units})
+        yield f"trace of {ranks}, {1e3 * seconds:.1f} ms{clocks}"
+        yield self._write_headline()
+        for timeline in self.timelines:
+            if timeline.error:
+                yield f"rank {timeline.rank} was interrupted: {timeline.error}"
+        yield from _write_table("rank", RANK_COLUMNS, {f"{row.rank}": _write_rank(row) for row in self.ranks})
+        yield from _write_table("unit", UNIT_COLUMNS, {row.unit: _write_unit(row) for row in self.units})
         yield "of the whole trace; mean and sum over ranks, collectives and sent of the rank with the most"
         units = {row.unit for row in self.units}
-        yield from (f"{name}: {meaning}" for name, meaning in MEANINGS if name in units)
+        for name, meaning in MEANINGS:
+            if name in units:
+                yield f"{name}: {meaning}"
 
 
-def _row_name(event: Event) -> str:
+class _UnitSums:
+    """The sums of a unit, each by rank."""
+
+    def __init__(self) -> None:
+        self.collectives = Counter[int]()
+        self.bytes = defaultdict[int, float](float)
+        self.computing = defaultdict[int, float](float)
+        self.waiting = defaultdict[int, float](float)
+        self.held_up = defaultdict[int, float](float)
+
+    def make_row(self, unit: str) -> UnitRow:
+        return UnitRow(
+            unit,
+            max(self.collectives.values(), default=0),
+            max(self.bytes.values(), default=0.0),
+            dict(self.computing),
+            dict(self.waiting),
+            dict(self.held_up),
+        )
+
+
+def _name_row(event: Event) -> str:
     return AGREEMENT if event.collective.about.is_comparison else event.collective.unit or OTHERS
 
 
-def _rank_cells(row: RankRow) -> list[str]:
-    parts = (row.computing, row.starting, row.waiting, row.waiting_for_late)
-    shares = (f"{100 * part / (row.seconds or 1):.1f}%" for part in parts)
-    return [*shares, f"{row.last}", f"{1e3 * row.held_up:.1f} ms"]
+def _write_rank(row: RankRow) -> list[str]:
+    cells = []
+    for seconds in (row.computing, row.starting, row.waiting, row.waiting_for_late):
+        cells.append(f"{100 * seconds / (row.seconds or 1):.1f}%")
+    return [*cells, f"{row.last}", _write_ms(row.held_up)]
 
 
-def _unit_cells(row: UnitRow) -> list[str]:
-    mean = sum(row.computing.values()) / (len(row.computing) or 1)
+def _write_unit(row: UnitRow) -> list[str]:
     slowest = max(row.computing, key=row.computing.__getitem__, default=None)
     held_up = {rank: seconds for rank, seconds in row.held_up.items() if seconds}
     late = max(held_up, key=held_up.__getitem__, default=None)
     return [
         f"{row.collectives}",
         f"{row.bytes / 2**20:.2f} MiB",
-        f"{1e3 * mean:.1f} ms",
-        "-" if slowest is None else f"{slowest}: {1e3 * row.computing[slowest]:.1f} ms",
-        f"{1e3 * sum(row.waiting.values()) / (len(row.waiting) or 1):.1f} ms",
+        _write_ms(_mean(row.computing)),
+        "-" if slowest is None else f"{slowest}: {_write_ms(row.computing[slowest])}",
+        _write_ms(_mean(row.waiting)),
         "-" if late is None else f"rank {late}",
-        "-" if late is None else f"{1e3 * held_up[late]:.1f} ms",
+        "-" if late is None else _write_ms(held_up[late]),
     ]
 
 
-def _table(first: str, columns: Sequence[str], rows: dict[str, list[str]]) -> Iterator[str]:
-    names = max(map(len, (first, *rows)))
+def _mean(seconds: Mapping[int, float]) -> float:
+    return sum(seconds.values()) / (len(seconds) or 1)
+
+
+def _write_ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"
+
+
+def _write_table(first: str, columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Write a table, with the names of rows on the left."""
+    name_width = max(map(len, (first, *rows)))
     widths = [max(map(len, column)) for column in zip(columns, *rows.values(), strict=True)]
     yield ""
-    for name, cells in {first: list(columns), **rows}.items():
-        yield f"{name:<{names}}  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+    for name, cells in {first: columns, **rows}.items():
+        aligned = [f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)]
+        yield "  ".join([f"{name:<{name_width}}", *aligned])
 
 
-def _of_rank(timeline: Timeline, spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
-    pid = timeline.rank
-    yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"rank {pid}"}}
-    yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
-    yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": MAIN, "args": {"name": "main thread"}}
+def _draw_rank(timeline: Timeline, spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
+    """Draw a rank as a process, in the trace event format."""
+    rank = timeline.rank
+    yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
+    yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": MAIN, "args": {"name": "main thread"}}
     for span in spans:
         kind = span.kind if span.event else Activity.COMPUTE
-        about = {"cat": kind, "name": f"{kind} {span.name}".rstrip(), "args": _about(span.event) if span.event else {}}
-        yield {"ph": "X", "pid": pid, "tid": MAIN, "ts": span.begin, "dur": (span.end - span.begin) / 1e3, **about}
+        yield {
+            "ph": "X",
+            "pid": rank,
+            "tid": MAIN,
+            "ts": span.begin,
+            "dur": (span.end - span.begin) / 1e3,
+            "cat": kind,
+            "name": f"{kind} {span.name}".rstrip(),
+            "args": _list_facts(span.event) if span.event else {},
+        }
     for number, event in enumerate(timeline.events):
         # Collectives under way at once have tracks of their own.
-        common = {"cat": "collective", "name": event.name, "pid": pid, "tid": MAIN, "id2": {"local": f"{number}"}}
-        yield {"ph": "b", "ts": event.begin, **common, "args": _about(event)}
+        common = {"cat": "collective", "name": event.name, "pid": rank, "tid": MAIN, "id2": {"local": f"{number}"}}
+        yield {"ph": "b", "ts": event.begin, **common, "args": _list_facts(event)}
         yield {"ph": "e", "ts": event.end, **common}
 
 
-def _about(event: Event) -> dict[str, Any]:
-    sent = event.collective
-    named = {"unit": sent.unit, "leaves": event.leaves, "axis": sent.axis, "operator": sent.op}
-    return {**named, "bytes": sent.sent, "ranks": list(event.members)}
+def _list_facts(event: Event) -> dict[str, Any]:
+    collective = event.collective
+    return {
+        "unit": collective.unit,
+        "leaves": event.leaves,
+        "axis": collective.axis,
+        "operator": collective.op,
+        "bytes": collective.sent,
+        "ranks": list(event.members),
+    }
 
 
-def _arrows(number: int, matched: Matched) -> Iterator[dict[str, Any]]:
+def _draw_arrows(number: int, matched: Matched) -> Iterator[dict[str, Any]]:
     """Draw an arrow from the call of the straggler to each wait that it ended."""
     for rank in matched.events:
-        if matched.waited(rank):
-            name = {"id": f"{number} {rank}", "cat": "waited for", "name": "waited for", "tid": MAIN}
-            yield {"ph": "s", "pid": matched.straggler, "ts": matched.began, **name}
-            yield {"ph": "f", "bp": "e", "pid": rank, "ts": matched.began, **name}
+        if matched.count_wait(rank):
+            common = {"id": f"{number} {rank}", "cat": "waited for", "name": "waited for", "tid": MAIN}
+            yield {"ph": "s", "pid": matched.straggler, "ts": matched.began, **common}
+            yield {"ph": "f", "bp": "e", "pid": rank, "ts": matched.began, **common}

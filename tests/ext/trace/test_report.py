@@ -5,7 +5,7 @@ from collections import Counter
 
 from fshard.comm import Collective, Label
 from fshard.ext.trace import Report
-from fshard.ext.trace.events import BETWEEN, Event, Timeline, packed, spans, unpacked
+from fshard.ext.trace.events import BETWEEN, Event, Timeline, list_spans, pack, unpack
 
 MS = 1_000_000
 
@@ -52,7 +52,7 @@ def test_table():
 
 
 def names_of(line):
-    return [(span.name, span.begin / MS, span.end / MS) for span in spans(line) if span.event is None]
+    return [(span.name, span.begin / MS, span.end / MS) for span in list_spans(line) if span.event is None]
 
 
 def step_at(n, units):
@@ -95,9 +95,9 @@ def test_eager_steps_are_told_apart_by_what_ranks_agree_on():
 
 def test_timelines_travel_and_are_brought_to_one_clock():
     line, exchanges = two_ranks()[0], [(1, 2), (3, 4)]
-    assert unpacked(packed((line, exchanges))) == (line, exchanges)
+    assert unpack(pack((line, exchanges))) == (line, exchanges)
     ahead = timeline(0, event("gather", "a", 5, 6, (7, 8)))
-    assert ahead.shifted(5 * MS).events[0] == event("gather", "a", 0, 1, (2, 3))
+    assert ahead.shift(5 * MS).events[0] == event("gather", "a", 0, 1, (2, 3))
 
 
 def test_saved_files(tmp_path):
