@@ -8,7 +8,7 @@ import torch
 import fshard as fs
 from fshard.extend import expect, words_at
 
-# Eight do for large datasets; of so many the 720 permutations of six samples come up equally often as well.
+# Eight rounds are enough for large datasets. With 16 the 720 permutations of six samples are equally frequent too.
 ROUNDS = 16
 
 
@@ -47,15 +47,16 @@ def sample_ids(
         ("dataset_size", dataset_size, range(1, 2**62)),
         ("batch_size", batch_size, range(1, 2**31)),
     )
-    for name, value, known in bounds:
-        needed = f"{name} to be a whole number from {known.start} to {known.stop - 1}"
-        expect(type(value) is int and value in known, "sample_ids", needed, f"{value!r:.40}")
+    for name, value, allowed in bounds:
+        expected = f"{name} to be a whole number from {allowed.start} to {allowed.stop - 1}"
+        expect(type(value) is int and value in allowed, "sample_ids", expected, f"{value!r:.40}")
     epoch, first = divmod(number * batch_size, dataset_size)
     places = torch.arange(first, first + batch_size)
-    return _permuted(places % dataset_size, fs.fold_in(key, epoch + places // dataset_size), dataset_size)
+    keys = fs.fold_in(key, epoch + places // dataset_size)
+    return _permute(places % dataset_size, keys, dataset_size)
 
 
-def _permuted(places: torch.Tensor, keys: torch.Tensor, samples: int) -> torch.Tensor:
+def _permute(places: torch.Tensor, keys: torch.Tensor, samples: int) -> torch.Tensor:
     """Permute range(samples), at some places, each in the permutation of its key.
 
     A Feistel network permutes the cells of a rectangle of not much more than `samples` cells; whoever lands behind the
@@ -65,7 +66,7 @@ def _permuted(places: torch.Tensor, keys: torch.Tensor, samples: int) -> torch.T
     rows = -(-samples // columns)
     rounds = [words_at(keys, torch.tensor(number)) for number in range(ROUNDS)]
 
-    def shuffled(cells: torch.Tensor) -> torch.Tensor:
+    def shuffle(cells: torch.Tensor) -> torch.Tensor:
         column, row = cells % columns, cells // columns
         for number, words in enumerate(rounds):
             if number % 2:
@@ -74,7 +75,9 @@ def _permuted(places: torch.Tensor, keys: torch.Tensor, samples: int) -> torch.T
                 row = (row + words_at(words, column) % rows) % rows
         return row * columns + column
 
-    found = shuffled(places)
-    while (outside := found >= samples).any():
-        found = torch.where(outside, shuffled(found), found)
-    return found
+    cells = shuffle(places)
+    is_outside = cells >= samples
+    while is_outside.any():
+        cells = torch.where(is_outside, shuffle(cells), cells)
+        is_outside = cells >= samples
+    return cells
