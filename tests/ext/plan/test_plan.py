@@ -23,7 +23,7 @@ def loss_fn(params, x):
     return (torch.tanh(x @ fs.gather(params["a"])) @ fs.gather(params["b"])).square().mean()
 
 
-def made(mesh):
+def make_case(mesh):
     """A step of two units, and its arguments."""
     params = fs.shard({"a": torch.ones(48, 64), "b": torch.ones(64, 64)}, fs.zero3(mesh, bucket_bytes=0))
     return train_step(loss_fn, adamw()), (fs.TrainState.create(params, adamw()), torch.ones(2, 48))
@@ -31,11 +31,11 @@ def made(mesh):
 
 @cache
 def case():
-    return made(one_rank())
+    return make_case(one_rank())
 
 
 @cache
-def planned(ranks=4, **options):
+def make_plan(ranks=4, **options):
     step, args = case()
     return fs.plan(step, *args, mesh={"shard": ranks}, **options)
 
@@ -46,7 +46,7 @@ def nbytes(*trees):
 
 def test_one_rank_holds_its_state_and_sends_nothing():
     step, (state, x) = case()
-    plan = planned(1)
+    plan = make_plan(1)
     assert plan.arguments.parameters == nbytes(state.params)
     # The optimizer counts updates.
     assert plan.arguments.optimizer_state == nbytes(state.opt_state)
@@ -64,7 +64,7 @@ def test_one_rank_holds_its_state_and_sends_nothing():
 
 
 def test_parts_of_the_peak_add_up_and_shrink_with_the_mesh():
-    plans = [planned(ranks) for ranks in (1, 4, 4096)]
+    plans = [make_plan(ranks) for ranks in (1, 4, 4096)]
     for plan in plans:
         assert plan.peak_bytes == sum(plan.peak) == max(sum(moment.held) for moment in plan.timeline)
         assert all(min(moment.held) >= 0 for moment in plan.timeline)
@@ -74,7 +74,7 @@ def test_parts_of_the_peak_add_up_and_shrink_with_the_mesh():
 
 
 def test_text():
-    text = str(planned())
+    text = str(make_plan())
     assert text.startswith("mesh shard 4: ")
     for word in ("optimizer state", "in flight", "sent by axis", "sent by unit"):
         assert word in text
@@ -101,7 +101,7 @@ def test_axes_that_have_rates_of_their_own_send_at_the_same_time():
 @on_ranks(2)
 def test_real_ranks_are_not_disturbed():
     """Nor is a step on them; values of a state are not looked at."""
-    step, (state, x) = made(fs.init_mesh({"shard": 2}, device="cpu"))
+    step, (state, x) = make_case(fs.init_mesh({"shard": 2}, device="cpu"))
     step = fs.jit(step)
     before, _ = step(state, x)
     meta = fs.tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, state)
@@ -156,7 +156,7 @@ def test_what_makes_no_sense_is_refused():
 
 def test_a_budget_that_breaks_names_what_is_held_and_the_units_that_send_most():
     step, args = case()
-    plan = planned()
+    plan = make_plan()
     budget = {"peak_bytes": plan.peak_bytes, "bytes_sent": plan.bytes_sent(), "collectives": len(plan.collectives())}
     assert str(assert_budget(step, args, mesh=MESH, **budget)) == str(plan)
     limits = {"peak_bytes": plan.peak_bytes - 1, "bytes_sent": 1000, "collectives": {"all_gather": 1, "all_to_all": 0}}
@@ -172,7 +172,7 @@ def test_a_budget_that_breaks_names_what_is_held_and_the_units_that_send_most():
 
 @on_ranks(2)
 def test_without_a_mesh_the_states_own_counts():
-    step, args = made(fs.init_mesh({"shard": 2}, device="cpu"))
+    step, args = make_case(fs.init_mesh({"shard": 2}, device="cpu"))
     with refused("assert_budget: no budget is given. Pass peak_bytes=, bytes_sent= or collectives=."):
         assert_budget(step, args)
     with pytest.raises(AssertionError, match="on a mesh of shard 2\n  collectives is"):

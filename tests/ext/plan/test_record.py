@@ -18,18 +18,18 @@ from tests.transforms import test_own_dim as own_dim
 def assert_exact(make, sizes):
     """A plan, made in a process of one rank, against what rank 0 records of a second call."""
 
-    def planned():
+    def make_plan():
         step, *args = make(fs.init_mesh(dict.fromkeys(sizes, 1), device="cpu"))
         return fs.plan(step, *args, mesh=sizes, backend="gloo")
 
-    def recorded():
+    def record_step():
         step, state, *batch = make(fs.init_mesh(sizes, device="cpu"))
         state = step(state, *batch)[0]
         with fs.comm.record() as record:
             step(state, *batch)
         return record
 
-    plan, record = spmd(planned, 1)[0], spmd(recorded, math.prod(sizes.values()))[0]
+    plan, record = spmd(make_plan, 1)[0], spmd(record_step, math.prod(sizes.values()))[0]
     assert collectives(plan.collectives()) == collectives(record)
     assert plan.bytes_sent() == record.bytes_sent()
     for groups in (plan.by_axis(), plan.by_unit()):
