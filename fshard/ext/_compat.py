@@ -1,6 +1,7 @@
 """Private APIs of torch and transformers that extensions use, each with the versions it was checked on."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -75,7 +76,40 @@ def is_tracing() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
-def not_ignored(module: Any, missing: set[str], unexpected: set[str]) -> tuple[set[str], set[str]]:
+def weight_conversions(module: Any) -> tuple[list[Any], list[Any]]:
+    """The renamings and the converters of a model of transformers, from files to the model.
+
+    Checked on transformers 5.23.
+    """
+    loading = import_module("transformers.core_model_loading")
+    transforms = import_module("transformers.conversion_mapping").get_model_conversion_mapping(module)
+    renamings = [each for each in transforms if isinstance(each, loading.WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, loading.WeightConverter)]
+    return renamings, converters
+
+
+def weight_order(name: str) -> Any:
+    """The key by which transformers sorts the names of weights. Checked on transformers 5.23."""
+    return import_module("transformers.core_model_loading").dot_natural_key(name)
+
+
+def rename_weight(
+    name: str,
+    module: Any,
+    expected: Mapping[str, Any],
+    renamings: Sequence[Any],
+    converters: Sequence[Any],
+) -> tuple[str, str | None]:
+    """The name that a model has for a weight of files, and the pattern of the converter that takes it, or None.
+
+    Checked on transformers 5.23.
+    """
+    loading = import_module("transformers.core_model_loading")
+    new_name, pattern = loading.rename_source_key(name, renamings, converters, module.base_model_prefix, expected)
+    return new_name, pattern
+
+
+def drop_ignored_names(module: Any, missing: set[str], unexpected: set[str]) -> tuple[set[str], set[str]]:
     """Leave out the names that a model of transformers lets files lack, and those that it lets them have besides.
 
     Checked on transformers 5.23.
@@ -85,12 +119,26 @@ def not_ignored(module: Any, missing: set[str], unexpected: set[str]) -> tuple[s
     return info.missing_keys, info.unexpected_keys
 
 
-def not_saved(module: Any) -> frozenset[str]:
-    """The names that a model of transformers does not save.
+def list_unsaved_names(module: Any) -> frozenset[str]:
+    """The names that a model of transformers does not save. Checked on transformers 5.23."""
+    return frozenset(module._keys_to_ignore_on_save or ())
+
+
+def drop_tied_weights(state: dict[str, Tensor], module: Any) -> dict[str, Tensor]:
+    """Leave one name of each tied weight, the one that a model of transformers writes to files.
 
     Checked on transformers 5.23.
     """
-    return frozenset(module._keys_to_ignore_on_save or ())
+    modeling = import_module("transformers.modeling_utils")
+    return dict(modeling.remove_tied_weights_from_state_dict(state, module))
+
+
+def revert_conversions(module: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a state dict of a model of transformers to the weights that it writes to files.
+
+    Checked on transformers 5.23.
+    """
+    return dict(import_module("transformers.core_model_loading").revert_weight_conversion(module, state))
 
 
 class SchemaArgument(NamedTuple):

@@ -20,7 +20,7 @@ from fshard.checkpoint import CheckpointError
 from fshard.ext.interop import shared_files
 from fshard.ext.interop.export import new_files
 from fshard.ext.interop.shared_files import CHECKSUMS, Checked, Kind, Part
-from fshard.ext.interop.transformers import Planned, as_planned, from_files, is_pretrained, to_files
+from fshard.ext.interop.transformers import PlannedTensor, from_files, is_pretrained, plan_leaf, to_files
 from fshard.extend import Entry, Exchange, describe, expect, piece_of, refuse
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -90,7 +90,7 @@ def save_huggingface(
         if names is None and is_pretrained(module):
             tensors = to_files(exchange, leaves, module, full)
         else:
-            tensors = _renamed(exchange.label, {name: as_planned(leaves, name, full) for name in leaves}, names)
+            tensors = _renamed(exchange.label, {name: plan_leaf(leaves, name, full) for name in leaves}, names)
         _check_readable(exchange.label, tensors)
     files = _in_files(tensors, dtype, max_file_bytes)
     listed = {f"({file})": "\n".join(map(str, kinds.items())) for file, kinds in files.items()}
@@ -199,7 +199,7 @@ def _check_readable(label: str, names: Iterable[str]) -> None:
 
 
 def _in_files(
-    tensors: Mapping[str, Planned], dtype: torch.dtype | None, max_file_bytes: int
+    tensors: Mapping[str, PlannedTensor], dtype: torch.dtype | None, max_file_bytes: int
 ) -> dict[str, dict[str, Kind]]:
     """The tensors of each file: at most so many bytes, or one tensor, in the order in which a file has them."""
     groups: list[dict[str, Kind]] = [{}]
@@ -225,7 +225,7 @@ def _parts(
     exchange: Exchange,
     leaves: Mapping[str, Any],
     held: Mapping[str, Mapping[Any, Sequence[int]]],
-    results: Sequence[Planned],
+    results: Sequence[PlannedTensor],
     full: dict[str, torch.Tensor],
 ) -> Iterator[Part | None]:
     """Give what this rank writes of one result after the other; those that hold the same take turns.

@@ -1,11 +1,13 @@
-"""Names and weights as transformers converts them between files and models: its own code, run on planned tensors."""
+"""Weights of transformers' models under the names that they have in files, converted by transformers itself.
+
+The library's code runs on planned tensors: they have no values, but know how to read them.
+"""
 
 import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib import import_module
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
@@ -17,18 +19,21 @@ from fshard.extend import Entry, Exchange, piece_of
 
 Box = tuple[slice, ...]
 Read = Callable[[Box], torch.Tensor]
+# Leaves and entries by name.
+Leaves = Mapping[str, Any]
+Entries = Mapping[str, Entry]
 
 
-class Planned(torch.Tensor):
-    """A tensor on the meta device with a plan of how to read a box of it.
+class PlannedTensor(torch.Tensor):
+    """A tensor on the meta device that knows how to read its values, all of them or a box.
 
-    Functions of torch return planned tensors again. A stack reads no more than the box needs, `torch.cat` no more along
-    other dims than its own; any other function reads its operands in full and computes.
+    A function of torch returns planned tensors of planned ones. `torch.stack` reads no more than a box needs, and
+    `torch.cat` no more along the dims that it does not join. Any other function reads its operands in full.
 
     Attributes:
         read: Reads a box.
         sources: The names of all tensors that it reads from.
-        leaf: The name of the leaf that it is; None for what a function has made.
+        leaf: The name of the leaf that it is; None for the result of a function.
     """
 
     read: Read
@@ -40,121 +45,178 @@ class Planned(torch.Tensor):
         """Run a function of torch on shapes, and plan how its results are read.
 
         Raises:
-            NotImplementedError: if it writes to a tensor.
+            CheckpointError: if the function writes to a tensor.
         """
         kwargs = kwargs or {}
         out = super().__torch_function__(func, types, args, kwargs)
-        outs = out if isinstance(out, tuple | list) else [out]
-        operands = [leaf for leaf in fs.tree_leaves((args, kwargs)) if isinstance(leaf, Planned)]
         if func is torch.Tensor.contiguous and out is args[0]:
             return out
-        if out is None or any(a is b for a in outs for b in operands):
-            raise NotImplementedError(f"{getattr(func, '__name__', func)} writes to a weight, which cannot be planned")
-        if not any(isinstance(each, Planned) for each in outs):
-            return out
-        # Of these no more is read than a box needs.
-        plan = {torch.stack: _stacked, torch.cat: _joined}.get(func)
-        sources = frozenset().union(*(operand.sources for operand in operands))
-
-        def read(index: int | None, box: Box) -> torch.Tensor:
-            return plan(box, *args, **kwargs) if plan else _computed(func, args, kwargs, index)[box]
-
-        for index, each in enumerate(outs):
-            each.read, each.sources = partial(read, index if outs is out else None), sources
+        has_several = isinstance(out, tuple | list)
+        results = out if has_several else [out]
+        operands = _planned_in((args, kwargs))
+        written = set(map(id, operands)).intersection(map(id, results))
+        if out is None or written:
+            name = getattr(func, "__name__", func)
+            raise CheckpointError(f"{name} writes to a weight, and fshard reads weights only after their conversion")
+        sources = [operand.sources for operand in operands]
+        for index, result in enumerate(results):
+            if isinstance(result, PlannedTensor):
+                position = index if has_several else None
+                result.read = partial(_read_result, func, args, kwargs, position)
+                result.sources = frozenset().union(*sources)
         return out
 
     def value(self) -> torch.Tensor:
         """Read all of it."""
-        return self.read(tuple(slice(0, n) for n in self.shape))
+        return self.read(tuple(slice(0, size) for size in self.shape))
 
 
-def planned(entry: Entry, source: str) -> Planned:
-    """Make a planned tensor that is read from one source."""
-    made = torch.empty(entry.shape, dtype=entry.dtype, device="meta").as_subclass(Planned)
-    made.read, made.sources = entry.read, frozenset([source])
-    return made
+def _read_result(func: Any, args: Any, kwargs: Any, position: int | None, box: Box) -> torch.Tensor:
+    """Read a box of the result of a function, or of the result at a position if the function has several."""
+    if func is torch.stack:
+        return _read_stack(box, *args, **kwargs)
+    if func is torch.cat:
+        return _read_cat(box, *args, **kwargs)
+    args, kwargs = fs.tree_map(_value_of, (args, kwargs))
+    result = func(*args, **kwargs)
+    if position is not None:
+        result = result[position]
+    whole: torch.Tensor = result
+    return whole[box]
 
 
-def _stacked(box: Box, tensors: Sequence[Planned], dim: int = 0) -> torch.Tensor:
+def _planned_in(tree: Any) -> list[PlannedTensor]:
+    return [leaf for leaf in fs.tree_leaves(tree) if isinstance(leaf, PlannedTensor)]
+
+
+def _value_of(leaf: Any) -> Any:
+    return leaf.value() if isinstance(leaf, PlannedTensor) else leaf
+
+
+def _read_stack(box: Box, tensors: Sequence[PlannedTensor], dim: int = 0) -> torch.Tensor:
     dim %= tensors[0].dim() + 1
     inner = box[:dim] + box[dim + 1 :]
-    return torch.stack([each.read(inner) for each in tensors[box[dim]]], dim)
+    parts = [tensor.read(inner) for tensor in tensors[box[dim]]]
+    return torch.stack(parts, dim)
 
 
-def _joined(box: Box, tensors: Sequence[Planned], dim: int = 0) -> torch.Tensor:
+def _read_cat(box: Box, tensors: Sequence[PlannedTensor], dim: int = 0) -> torch.Tensor:
     dim %= tensors[0].dim()
-    before, part, behind = box[:dim], box[dim], box[dim + 1 :]
-    whole = [(*before, slice(0, each.shape[dim]), *behind) for each in tensors]
-    parts = [each.read(inner) for each, inner in zip(tensors, whole, strict=True)]
-    return torch.cat(parts, dim).narrow(dim, part.start, part.stop - part.start)
+    parts = []
+    for tensor in tensors:
+        inner = list(box)
+        inner[dim] = slice(0, tensor.shape[dim])
+        parts.append(tensor.read(tuple(inner)))
+    start, stop = box[dim].start, box[dim].stop
+    return torch.cat(parts, dim).narrow(dim, start, stop - start)
 
 
-def _computed(func: Any, args: Any, kwargs: Any, index: int | None) -> torch.Tensor:
-    def value(leaf: Any) -> Any:
-        return leaf.value() if isinstance(leaf, Planned) else leaf
+def plan_entry(entry: Entry, source: str) -> PlannedTensor:
+    """Make a planned tensor that reads from an entry, whose name is its source."""
+    planned = torch.empty(entry.shape, dtype=entry.dtype, device="meta").as_subclass(PlannedTensor)
+    planned.read = entry.read
+    planned.sources = frozenset([source])
+    return planned
 
-    out = func(*fs.tree_map(value, args), **fs.tree_map(value, kwargs))
-    return out if index is None else out[index]
+
+def plan_leaf(leaves: Leaves, name: str, full: Leaves) -> PlannedTensor:
+    """Make a planned tensor of a leaf, which reads from a dict of full leaves that is filled later."""
+    _, tensor, shape = piece_of(leaves[name])
+    entry = Entry(tensor.dtype, shape, lambda box: full[name][box])
+    planned = plan_entry(entry, name)
+    planned.leaf = name
+    return planned
 
 
 def is_pretrained(module: nn.Module | None) -> TypeGuard[nn.Module]:
-    """Tell whether transformers knows how to convert a module's weights: one that from_pretrained can make."""
-    # A library that nobody has imported has made no module.
-    base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    """Tell whether transformers can convert the weights of a module: whether it is one of its models."""
+    # If nobody has imported transformers, no module is one of its models.
+    modeling = sys.modules.get("transformers.modeling_utils")
+    base = getattr(modeling, "PreTrainedModel", None)
     return base is not None and isinstance(module, base)
 
 
-def from_files(found: Mapping[str, Entry], module: nn.Module) -> tuple[dict[str, Entry], frozenset[str]]:
+class _RenamedTensors(NamedTuple):
+    """The tensors of files, under the names that transformers gives them.
+
+    Attributes:
+        entries: Tensors that the model has as they are in the files, by the model's names.
+        conversions: Conversions of transformers with the tensors that they convert, by the first name that they make.
+        unmatched: Names in the files of tensors that the model does not have, by the names that it would give them.
+    """
+
+    entries: dict[str, Entry]
+    conversions: dict[str, Any]
+    unmatched: dict[str, list[str]]
+
+
+def from_files(stored: Entries, module: nn.Module) -> tuple[dict[str, Entry], frozenset[str]]:
     """Rename and convert the weights of files to those of a model, as from_pretrained does.
 
     Args:
-        found: The tensors of the files, by name.
+        stored: The tensors of the files, by name.
         module: The model of transformers, on any device; its values are not used.
 
     Returns:
-        The entries by the model's names, and the names that transformers lets files lack. Other entries stay under the
-        name that they have in the files, but for those that transformers ignores.
+        The entries by the model's names, and the names that transformers lets files lack. Entries that the model does
+        not have keep their names in the files, unless transformers ignores them.
 
     Raises:
         CheckpointError: if transformers cannot convert a weight.
     """
-    loading = import_module("transformers.core_model_loading")
-    transforms = import_module("transformers.conversion_mapping").get_model_conversion_mapping(module)
-    renamings = [each for each in transforms if isinstance(each, loading.WeightRenaming)]
-    converters = [each for each in transforms if isinstance(each, loading.WeightConverter)]
-    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    needed: dict[str, Any] = module.state_dict()
-    out: dict[str, Entry] = {}
-    others: dict[str, list[str]] = {}
-    conversions: dict[str, Any] = {}
-    # The order of the library, in which sources of a conversion are collected.
-    for name in sorted(found, key=loading.dot_natural_key):
-        new, pattern = loading.rename_source_key(name, renamings, converters, module.base_model_prefix, needed)
-        if new not in needed and name in needed:
-            new, pattern = loading.rename_source_key(name, [], [], module.base_model_prefix, needed)
-        if new not in needed:
-            others.setdefault(new, []).append(name)
+    expected: dict[str, Any] = module.state_dict()
+    renamed = _rename(stored, module, expected)
+    entries = renamed.entries
+    for name, conversion in renamed.conversions.items():
+        entries |= _convert(name, conversion, module)
+    absent = expected.keys() - entries.keys()
+    missing, unexpected = _compat.drop_ignored_names(module, absent, set(renamed.unmatched))
+    for new_name, names in renamed.unmatched.items():
+        if new_name in unexpected:
+            entries |= {name: stored[name] for name in names}
+    optional = expected.keys() - entries.keys() - missing
+    return entries, frozenset(optional)
+
+
+def _rename(stored: Entries, module: nn.Module, expected: Leaves) -> _RenamedTensors:
+    """Give the tensors of files the names of a model, whose state dict is `expected`."""
+    renamings, converters = _compat.weight_conversions(module)
+    by_pattern: dict[str, Any] = {}
+    for converter in converters:
+        by_pattern |= dict.fromkeys(converter.source_patterns, converter)
+    renamed = _RenamedTensors({}, {}, {})
+    # A conversion takes its sources in the order in which transformers collects them.
+    for name in sorted(stored, key=_compat.weight_order):
+        new_name, pattern = _compat.rename_weight(name, module, expected, renamings, converters)
+        if new_name not in expected and name in expected:
+            new_name, pattern = _compat.rename_weight(name, module, expected, [], [])
+        if new_name not in expected:
+            renamed.unmatched.setdefault(new_name, []).append(name)
         elif pattern is None:
-            out.setdefault(new, found[name])
+            renamed.entries.setdefault(new_name, stored[name])
         else:
-            conversion = conversions.setdefault(new, copy.deepcopy(by_pattern[pattern]))
-            conversion.add_tensor(new, name, pattern, planned(found[name], name))
-    for new, conversion in conversions.items():
-        try:
-            made = conversion.convert(new, model=module, config=module.config)
-        except Exception as error:
-            raise CheckpointError(f"transformers cannot convert the weights for {new}: {error}") from error
-        for name, tensor in made.items():
-            each = tensor[0] if isinstance(tensor, list) else tensor
-            out[name] = Entry(each.dtype, tuple(each.shape), each.read)
-    missing, unexpected = _compat.not_ignored(module, set(needed) - set(out), set(others))
-    out.update({name: found[name] for new in others if new in unexpected for name in others[new]})
-    return out, frozenset(set(needed) - set(out) - missing)
+            converter = copy.deepcopy(by_pattern[pattern])
+            conversion = renamed.conversions.setdefault(new_name, converter)
+            planned = plan_entry(stored[name], name)
+            conversion.add_tensor(new_name, name, pattern, planned)
+    return renamed
 
 
-def to_files(
-    exchange: Exchange, leaves: Mapping[str, Any], module: nn.Module, full: Mapping[str, Any]
-) -> dict[str, Planned]:
+def _convert(name: str, conversion: Any, module: nn.Module) -> dict[str, Entry]:
+    """Run a conversion of transformers, whose first result has this name."""
+    try:
+        results = conversion.convert(name, model=module, config=module.config)
+    except Exception as error:
+        raise CheckpointError(f"transformers cannot convert the weights for {name}: {error}") from error
+    entries = {}
+    for result_name, result in results.items():
+        planned = result[0] if isinstance(result, list) else result
+        shape = tuple(planned.shape)
+        entries[result_name] = Entry(planned.dtype, shape, planned.read)
+    return entries
+
+
+def to_files(exchange: Exchange, leaves: Leaves, module: nn.Module, full: Leaves) -> dict[str, PlannedTensor]:
     """Rename and convert the weights of a model to those of files, as save_pretrained does.
 
     Args:
@@ -166,22 +228,14 @@ def to_files(
     Returns:
         Planned tensors by their names in the files, whose sources are names of leaves.
     """
-    loading = import_module("transformers.core_model_loading")
-    skipped = _compat.not_saved(module)
-    # On the meta device, where the library finds tied weights by the module's own.
-    state = {
-        name: torch.empty_like(tensor, device="meta")
-        for name, tensor in module.state_dict().items()
-        if isinstance(tensor, torch.Tensor) and name not in skipped
-    }
-    kept = import_module("transformers.modeling_utils").remove_tied_weights_from_state_dict(state, module)
-    sources = {name: as_planned(leaves, exchange.first[name], full) for name in kept}
-    return dict(loading.revert_weight_conversion(module, sources))
-
-
-def as_planned(leaves: Mapping[str, Any], name: str, full: Mapping[str, Any]) -> Planned:
-    """Plan to read a leaf from a dict of full ones."""
-    piece = piece_of(leaves[name])
-    made = planned(Entry(piece.tensor.dtype, piece.full_shape, lambda box: full[name][box]), name)
-    made.leaf = name
-    return made
+    unsaved = _compat.list_unsaved_names(module)
+    state = {}
+    for name, tensor in module.state_dict().items():
+        if isinstance(tensor, torch.Tensor) and name not in unsaved:
+            # A meta tensor has no memory to compare, so transformers asks the module itself which weights are tied.
+            state[name] = torch.empty_like(tensor, device="meta")
+    untied = _compat.drop_tied_weights(state, module)
+    sources = {}
+    for name in untied:
+        sources[name] = plan_leaf(leaves, exchange.first[name], full)
+    return _compat.revert_conversions(module, sources)

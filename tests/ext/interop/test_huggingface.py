@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import fshard as fs
 from fshard.checkpoint import load_huggingface, save_huggingface
 from fshard.ext.interop import huggingface, shared_files
-from fshard.ext.interop.transformers import as_planned
+from fshard.ext.interop.transformers import plan_entry, plan_leaf
 from fshard.testing import spmd
 from fshard.tree import flatten, names_of
 from tests.checkpoint.test_state_dict import Net, every_leaf, refusal, sharded
@@ -259,6 +259,15 @@ def test_boxes_beside_what_is_read_are_not_checked(tmp_path):
             found((slice(1, 3),))
 
 
+def test_a_conversion_that_writes_to_a_weight_is_refused():
+    """Its values are read after the conversion, so nothing would be written."""
+    weight = plan_entry(fs.extend.Entry.of(torch.ones(3)), "w")
+    text = "mul_ writes to a weight, and fshard reads weights only after their conversion"
+    with pytest.raises(fs.checkpoint.CheckpointError, match=text):
+        weight.mul_(2)
+    assert (2 * weight.contiguous()).value().tolist() == [2, 2, 2]
+
+
 def test_damage_is_named_on_every_rank(tmp_path):
     for number, (damage, message) in enumerate(DAMAGES):
         directory = tmp_path / f"{number}"
@@ -282,14 +291,14 @@ def test_a_write_that_fails_leaves_nothing_on_any_rank(name, failing, tmp_path, 
             raise OSError(28, "No space left on device")
         plain(*arguments)
 
-    def planned(leaves, name, full):
+    def plan_conversion(leaves, name, full):
         """As what transformers converts, which every rank gathers."""
-        made = as_planned(leaves, name, full)
-        made.leaf = None if name == "b" else name
-        return made
+        tensor = plan_leaf(leaves, name, full)
+        tensor.leaf = None if name == "b" else name
+        return tensor
 
     monkeypatch.setattr(shared_files.os, name, full_disk)
-    monkeypatch.setattr(huggingface, "as_planned", planned)
+    monkeypatch.setattr(huggingface, "plan_leaf", plan_conversion)
 
     def save(mesh):
         params = fs.shard(FULL | {"c": torch.ones(3)}, every_leaf(mesh))
