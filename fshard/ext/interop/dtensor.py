@@ -37,49 +37,79 @@ def from_dtensor(tree: Any, strategy: Any) -> Any:
 
     flat = flatten(tree)
     layouts = Exchange("from_dtensor").layouts(flat, strategy)
-    leaves, problems = list(flat.leaves), list[tuple[str, str, str]]()
-    for i, (path, name) in enumerate(zip(flat.paths, flat.names, strict=True)):
-        leaf = leaves[i]
+    leaves = list(flat.leaves)
+    problems: list[tuple[str, str, str]] = []
+    for index, (path, name) in enumerate(zip(flat.paths, flat.names, strict=True)):
+        leaf = leaves[index]
         if not isinstance(leaf, DTensor):
             continue
-        own = layouts.of(path, name, leaf, fs.Spec(tuple(leaf.shape)))
-        spec = _spec_of(leaf, own) if own.transform else None
-        if isinstance(spec, fs.Spec):
-            leaves[i] = _sharded(leaf, spec)
-        elif spec:
-            problems.append((path, *spec))
-    remedy = "use the strategy's mesh and Shard or Replicate"
-    refuse("from_dtensor: leaves cannot be taken over", [*problems, *layouts.problems], remedy)
+        target = layouts.of(path, name, leaf, fs.Spec(tuple(leaf.shape)))
+        if target.transform is None:
+            # It is among the problems of the layouts.
+            continue
+        misfit = _describe_misfit(leaf, target)
+        if misfit:
+            problems.append((path, misfit, ""))
+        else:
+            leaves[index] = _take_over(leaf, target)
+    problems += layouts.problems
+    if problems:
+        remedy = "use the strategy's mesh and Shard or Replicate"
+        refuse("from_dtensor: leaves cannot be taken over", problems, remedy)
     return flat.unflatten(leaves)
 
 
-def _spec_of(leaf: Any, own: fs.Spec) -> fs.Spec | tuple[str, str]:
-    """The spec of a DTensor whose spec by the strategy alone is `own`, or what was found and what was expected."""
+def _describe_misfit(leaf: Any, target: fs.Spec) -> str | None:
+    """Say why a DTensor cannot be taken over, whose spec by the strategy alone is `target`; None if it can."""
     from torch.distributed.tensor import Replicate, Shard
 
-    axes = [fs.axis_of(leaf.device_mesh, name) for name in leaf.device_mesh.mesh_dim_names or ()]
-    needed = dict.fromkeys((*own.transform.axes, *own.axes)) if own.transform else {}
-    if set(axes) != set(needed):
-        return _named(axes), _named(needed)
+    axes = _axes_of(leaf.device_mesh)
+    strategy_axes = dict.fromkeys((*target.transform.axes, *target.axes))
+    if set(axes) != set(strategy_axes):
+        return f"lives on {_list_axes(axes)}, and the strategy on {_list_axes(strategy_axes)}"
+    for placement in leaf.placements:
+        if type(placement) not in (Shard, Replicate):
+            return f"has the placement {placement}, which is neither Shard nor Replicate"
+    spec = _layout_of(leaf)
+    split = spec.partition_axes()
+    replicated = [axis.name for axis in target.owned if axis not in split]
+    if replicated:
+        return f"is replicated over {replicated}, where the strategy has each rank own its piece"
+    return _describe_layout_misfit(spec, axes)
+
+
+def _layout_of(leaf: Any) -> fs.Spec:
+    """Return the spec of a DTensor, without a transform."""
+    from torch.distributed.tensor import Shard
+
     is_frozen = not leaf.requires_grad and leaf.is_leaf and isinstance(leaf, torch.nn.Parameter)
     spec = fs.Spec(tuple(leaf.shape), frozen=is_frozen)
+    axes = _axes_of(leaf.device_mesh)
     for axis, placement in zip(axes, leaf.placements, strict=True):
-        if type(placement) not in (Shard, Replicate):
-            return f"placement {placement}", "Shard or Replicate"
-        spec = spec.split(axis, placement.dim) if type(placement) is Shard else spec.on(axis)
-    whole = [axis.name for axis in own.owned if axis not in spec.partition_axes()]
-    if whole:
-        return f"Replicate over {whole}", "Shard where each rank owns its piece"
-    # The layout is the DTensor's; how long the full tensor stays is for the strategy to say.
-    taken = replace(spec, transform=own.transform, reshard=own.reshard, model_dtypes=own.model_dtypes, owned=own.owned)
-    return _misfit(spec, axes) or taken
+        if type(placement) is Shard:
+            spec = spec.split(axis, placement.dim)
+        else:
+            spec = spec.on(axis)
+    return spec
 
 
-def _sharded(leaf: Any, spec: fs.Spec) -> fs.Sharded:
+def _take_over(leaf: Any, target: fs.Spec) -> fs.Sharded:
+    """Make a Sharded leaf of a DTensor, whose spec by the strategy alone is `target`."""
+    spec = replace(
+        _layout_of(leaf),
+        transform=target.transform,
+        reshard=target.reshard,
+        model_dtypes=target.model_dtypes,
+        owned=target.owned,
+    )
     local = leaf.to_local().detach()
-    missing = [n - k for n, k in zip(spec.local_shape, local.shape, strict=True)]
-    zeros = [n for size in reversed(missing) for n in (0, size)]
-    return fs.Sharded(pad(local, zeros) if any(missing) else local, spec)
+    padding: list[int] = []
+    # `pad` takes the last dim first, and two numbers for each: what to add before it and behind it.
+    for dim in reversed(range(local.dim())):
+        padding += [0, spec.local_shape[dim] - local.shape[dim]]
+    if any(padding):
+        local = pad(local, padding)
+    return fs.Sharded(local, spec)
 
 
 def to_dtensor(tree: Any, mesh: DeviceMesh) -> Any:
@@ -103,43 +133,71 @@ def to_dtensor(tree: Any, mesh: DeviceMesh) -> Any:
     >>> dtensor.placements, dtensor.to_local().data_ptr() == params["w"].local.data_ptr()
     ((Shard(dim=0),), True)
     """
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
     flat = Exchange("to_dtensor").flat(tree)
     expect(isinstance(mesh, DeviceMesh), "to_dtensor", "mesh to be a DeviceMesh", describe(mesh))
-    axes = [fs.axis_of(mesh, name) for name in mesh.mesh_dim_names or ()]
-    remedy = "pass the mesh they were sharded with, or reshard these leaves; min_shard_elements keeps small ones whole"
-    what = "to_dtensor: DTensor has no such layout on this mesh"
-    misfits = flat.problems(lambda leaf: _misfit(leaf.spec, axes) if isinstance(leaf, fs.Sharded) else None)
-    refuse(what, misfits, remedy)
-
-    def convert(leaf: Any) -> Any:
-        if not isinstance(leaf, fs.Sharded):
-            return leaf
-        dims = [leaf.spec.dim_of(axis) for axis in axes]
-        placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
-        local = leaf.local[tuple(map(slice, piece_of(leaf).tensor.shape))]
-        shape = torch.Size(leaf.spec.shape)
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-    return flat.unflatten([convert(leaf) for leaf in flat.leaves])
+    axes = _axes_of(mesh)
+    problems = []
+    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+        misfit = isinstance(leaf, fs.Sharded) and _describe_layout_misfit(leaf.spec, axes)
+        if misfit:
+            problems.append((path, misfit, ""))
+    if problems:
+        headline = "to_dtensor: DTensor has no such layout on this mesh"
+        remedy = (
+            "pass the mesh they were sharded with, or reshard these leaves; min_shard_elements keeps small ones whole"
+        )
+        refuse(headline, problems, remedy)
+    leaves = [_to_dtensor(leaf, mesh, axes) for leaf in flat.leaves]
+    return flat.unflatten(leaves)
 
 
-def _misfit(spec: fs.Spec, axes: list[fs.Axis]) -> tuple[str, str] | None:
-    """The layout that was found and the one that was expected, where DTensor has no such one on the axes of a mesh.
+def _to_dtensor(leaf: Any, mesh: DeviceMesh, axes: list[fs.Axis]) -> Any:
+    from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    It splits a dim over axes in their order, a number not at all, and pads otherwise where it splits over two of them.
+    if not isinstance(leaf, fs.Sharded):
+        return leaf
+    placements: list[Any] = []
+    for axis in axes:
+        dim = leaf.spec.dim_of(axis)
+        placements.append(Replicate() if dim is None else Shard(dim))
+    local = leaf.local[tuple(map(slice, piece_of(leaf).tensor.shape))]
+    shape = torch.Size(leaf.spec.shape)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _describe_layout_misfit(spec: fs.Spec, axes: list[fs.Axis]) -> str | None:
+    """Name a layout that DTensor does not have on the axes of a mesh, and those that it has; None if it has it."""
+    if _has_layout(spec, axes):
+        return None
+    layout = f"is {spec.partition!r} of shape {spec.shape} over {_list_axes(spec.axes)}"
+    return f"{layout}, but DTensor splits dims evenly, in the order of {_list_axes(axes)}, and no numbers"
+
+
+def _has_layout(spec: fs.Spec, axes: list[fs.Axis]) -> bool:
+    """Tell whether DTensor has a layout on the axes of a mesh.
+
+    It splits a dim over axes in their order, and a number over none. A dim that it splits over several axes has other
+    padding than a leaf of fshard.
     """
-    fits = set(spec.axes) <= set(axes) and bool(spec.shape or not spec.partition)
+    if not set(spec.axes) <= set(axes):
+        return False
+    if spec.partition and not spec.shape:
+        return False
     for dim, size in enumerate(spec.shape):
         split = list(spec.split_axes(dim))
+        if split != [axis for axis in axes if axis in split]:
+            return False
         several = sum(axis.size > 1 for axis in split) > 1
-        fits = fits and split == [axis for axis in axes if axis in split]
-        fits = fits and not (several and size != spec.padded_shape[dim])
-    found = f"{spec.partition!r} of shape {spec.shape} over {_named(spec.axes)}"
-    return None if fits else (found, f"dims split evenly, in the order of {_named(axes)}, and numbers whole")
+        if several and size != spec.padded_shape[dim]:
+            return False
+    return True
 
 
-def _named(axes: Iterable[fs.Axis]) -> str:
-    return ", ".join(f"{axis.name}={axis.size} in group {axis.group_name!r}" for axis in axes) or "no named axes"
+def _axes_of(mesh: DeviceMesh) -> list[fs.Axis]:
+    return [fs.axis_of(mesh, name) for name in mesh.mesh_dim_names or ()]
+
+
+def _list_axes(axes: Iterable[fs.Axis]) -> str:
+    texts = [f"{axis.name}={axis.size} in group {axis.group_name!r}" for axis in axes]
+    return ", ".join(texts) or "no named axes"

@@ -89,12 +89,13 @@ def test_layouts_that_dtensor_pads_otherwise_are_refused():
     mesh = fs.init_mesh({"major": 2, "minor": 2}, device="cpu")
     strategy = fs.compose(fs.fully_shard(mesh["minor"]), fs.fully_shard(mesh["major"]))
     over = r"major=2 in group '\d+', minor=2 in group '\d+'"
-    needed, split = rf"dims split evenly, in the order of {over}, and numbers whole", r"P\(\('major', 'minor'\)\)"
-    rows = rf"  \['w'\]: expected {needed}, got {split} of shape \(5, 3\) over {over}\n"
+    ours = r"P\(\('major', 'minor'\)\)"
+    theirs = rf"DTensor splits dims evenly, in the order of {over}, and no numbers"
+    rows = rf"  \['w'\]: is {ours} of shape \(5, 3\) over {over}, but {theirs}\n"
     text = refused(lambda: fs.to_dtensor(fs.shard({"w": torch.ones(5, 3), "n": torch.ones(())}, strategy), mesh))
     assert re.fullmatch(
         "to_dtensor: DTensor has no such layout on this mesh\n"
-        rf"  \['n'\]: expected {needed}, got {split} of shape \(\) over {over}\n"
+        rf"  \['n'\]: is {ours} of shape \(\) over {over}, but {theirs}\n"
         f"{rows}To fix: pass the mesh they were sharded with, or reshard these leaves; min_shard_elements keeps small "
         "ones whole.",
         text,
@@ -113,8 +114,8 @@ def test_dtensors_that_cannot_be_taken_over_are_all_named():
         "elsewhere": distribute_tensor(torch.ones(4), other, [Shard(0)]),
     }
     text = refused(lambda: fs.from_dtensor(tree, every_leaf(mesh)))
-    assert re.search(r"\n  \['elsewhere'\]: expected shard=2 in group .*, got other=2 in group ", text)
-    assert "  ['partial']: expected Shard or Replicate, got placement P(sum)" in text
+    assert re.search(r"\n  \['elsewhere'\]: lives on other=2 in group .*, and the strategy on shard=2 in group ", text)
+    assert "\n  ['partial']: has the placement P(sum), which is neither Shard nor Replicate\n" in text
 
 
 @on_ranks(2)
@@ -124,9 +125,9 @@ def test_leaves_that_ranks_own_keep_their_roles():
     params = fs.shard(initial(), strategy)
     there = fs.to_dtensor(params, mesh)
     back = fs.from_dtensor(there, strategy)
-    for found, leaf in zip(fs.tree_leaves(back), fs.tree_leaves(params), strict=True):
-        assert_same_bits(found, leaf)
+    for returned, leaf in zip(fs.tree_leaves(back), fs.tree_leaves(params), strict=True):
+        assert_same_bits(returned, leaf)
     assert repr(back) == repr(params)
     there["experts"]["up"] = fs.to_dtensor(fs.shard({"up": initial()["experts"]["up"]}, whole(mesh)), mesh)["up"]
-    text = "['experts']['up']: expected Shard where each rank owns its piece, got Replicate over ['expert']"
+    text = "['experts']['up']: is replicated over ['expert'], where the strategy has each rank own its piece\n"
     assert text in refused(lambda: fs.from_dtensor(there, strategy))
