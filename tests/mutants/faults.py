@@ -968,15 +968,15 @@ FAULTS = (
     Fault(
         "box-written-at-the-start-of-its-tensor",
         "fshard/ext/interop/shared_files.py",
-        "part = whole[tuple(slice(at, at + size) for at, size in zip(offset, tensor.shape, strict=True))]",
-        "part = whole[tuple(slice(0, size) for at, size in zip(offset, tensor.shape, strict=True))]",
+        "part = whole[_place_of(offset, tensor.shape)]",
+        "part = whole[_place_of([0] * len(offset), tensor.shape)]",
         "1: what ranks write of a leaf side by side is the full leaf",
     ),
     Fault(
         "name-in-files-taken-for-a-leaf",
         "fshard/ext/interop/huggingface.py",
-        'found = {ours.get(name, f"{name} (in the files)"): entry for name, entry in found.items()}',
-        "found = {ours.get(name, name): entry for name, entry in found.items()}",
+        'entries = {renamed.get(name, f"{name} (in the files)"): entry for name, entry in entries.items()}',
+        "entries = {renamed.get(name, name): entry for name, entry in entries.items()}",
         "1: weights are read under the names that the caller gave them, and under no others",
     ),
     Fault(

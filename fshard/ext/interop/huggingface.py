@@ -1,12 +1,12 @@
 """To and from safetensors as Hugging Face lays them out: one file, or several with an index."""
 
 import json
-import math
 import os
 import stat
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import chain
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import fshard as fs
 from fshard.checkpoint import CheckpointError
 from fshard.ext.interop import shared_files
 from fshard.ext.interop.export import new_files
-from fshard.ext.interop.shared_files import CHECKSUMS, Checked, Kind, Part
+from fshard.ext.interop.shared_files import CHECKSUMS, Part, TensorKind, TensorKinds, WrittenBoxes
 from fshard.ext.interop.transformers import PlannedTensor, from_files, is_pretrained, plan_leaf, to_files
 from fshard.extend import Entry, Exchange, describe, expect, piece_of, refuse
 
@@ -27,15 +27,16 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # The entry of a file's header that is no tensor.
 METADATA = "__metadata__"
 
-# Refuses a file unless it is as expected.
-expect_file = partial(expect, error=CheckpointError)
+# What a leaf is called in the files, by its name here.
+Names = Callable[[str], str]
+PlannedTensors = Mapping[str, PlannedTensor]
 
 
 def save_huggingface(
     directory: str | PathLike[str],
     params: Any,
     *,
-    names: Callable[[str], str] | None = None,
+    names: Names | None = None,
     module: nn.Module | None = None,
     dtype: torch.dtype | None = None,
     max_file_bytes: int = 5_000_000_000,
@@ -80,35 +81,35 @@ def save_huggingface(
     leaves = {name: leaf for name, leaf in given.items() if exchange.saved_as(name)}
     full: dict[str, torch.Tensor] = {}
     with exchange.raise_on_all_ranks():
-        is_whole = type(max_file_bytes) is int and max_file_bytes > 0
-        expect(is_whole, exchange.label, "max_file_bytes to be a whole number from 1", repr(max_file_bytes))
-        is_floating = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
-        expect(is_floating, exchange.label, "dtype to be one of floating numbers, or None", f"{dtype!r:.40}")
-        needed, lacking = "a parameter or a buffer that the module saves", exchange.saved.keys() - leaves.keys()
-        problems = [(name, "nothing", needed) for name in sorted(lacking)]
-        refuse(f"{exchange.label}: leaves do not fit", problems, "pass {**params, **buffers}")
+        _check_options(exchange.label, dtype, max_file_bytes)
+        _check_complete(exchange, leaves)
         if names is None and is_pretrained(module):
             tensors = to_files(exchange, leaves, module, full)
         else:
-            tensors = _renamed(exchange.label, {name: plan_leaf(leaves, name, full) for name in leaves}, names)
+            tensors = {name: plan_leaf(leaves, name, full) for name in leaves}
+            tensors = _rename(exchange.label, tensors, names)
         _check_readable(exchange.label, tensors)
-    files = _in_files(tensors, dtype, max_file_bytes)
-    listed = {f"({file})": "\n".join(map(str, kinds.items())) for file, kinds in files.items()}
-    held = exchange.replicas(leaves, {"(directory)": f"{directory}", **listed})
+    files = _assign_files(tensors, dtype, max_file_bytes)
+    texts = {"(directory)": f"{directory}"}
+    for file, kinds in files.items():
+        lines = [f"{name}: {kind.dtype}{[*kind.shape]}" for name, kind in kinds.items()]
+        texts[f"({file})"] = "\n".join(lines)
+    holders = exchange.replicas(leaves, texts)
     with new_files(exchange, directory, (CHECKSUMS, SINGLE, INDEX), files) as temporary:
-        results = [tensors[name] for kinds in files.values() for name in kinds]
-        sums = shared_files.write(exchange, temporary, files, _parts(exchange, leaves, held, results, full))
-        if not exchange.rank:
-            (temporary / CHECKSUMS).write_text(json.dumps(sums))
+        results = [tensors[name] for name in chain.from_iterable(files.values())]
+        parts = _make_parts(exchange, leaves, holders, results, full)
+        boxes = shared_files.write(exchange, temporary, files, parts)
+        if exchange.rank == 0:
+            (temporary / CHECKSUMS).write_text(json.dumps(boxes))
             if SINGLE not in files:
-                (temporary / INDEX).write_text(_index(files))
+                (temporary / INDEX).write_text(_make_index(files))
 
 
 def load_huggingface(
     directory: str | PathLike[str],
     like: Any,
     *,
-    names: Callable[[str], str] | None = None,
+    names: Names | None = None,
     module: nn.Module | None = None,
     strict: bool = True,
     cast: bool = False,
@@ -153,37 +154,64 @@ def load_huggingface(
     exchange = Exchange("checkpoint.load_huggingface", module)
     with ExitStack() as stack:
         with exchange.raise_on_all_ranks(directory):
-            found = _open(exchange.path("directory", directory), stack)
+            entries = _open(exchange.path("directory", directory), stack)
             optional: Container[str] = ()
             if names is None and is_pretrained(module):
-                found, optional = from_files(found, module)
+                entries, optional = from_files(entries, module)
         leaves = exchange.leaves(like, cast=cast, strict=strict)
         if names is not None:
             _check_names(exchange.label, names)
-            ours = {names(name): name for name in (*exchange.first, *leaves)}
-            # A name of the files that no leaf is called there must not pass for a leaf's own.
-            found = {ours.get(name, f"{name} (in the files)"): entry for name, entry in found.items()}
+            renamed = {names(name): name for name in (*exchange.first, *leaves)}
+            # A tensor may have the name of a leaf that `names` calls otherwise, and must not be taken for it.
+            entries = {renamed.get(name, f"{name} (in the files)"): entry for name, entry in entries.items()}
         if not strict:
             optional = leaves
-            found = {name: entry for name, entry in found.items() if exchange.first.get(name, name) in leaves}
-            expect(found or not leaves, exchange.label, "names of leaves among those in the files", "none of them")
-        return exchange.with_leaves(like, exchange.fill(found, leaves, cast, optional))
+            entries = {name: entry for name, entry in entries.items() if exchange.first.get(name, name) in leaves}
+            if leaves and not entries:
+                remedy = "names= gives leaves the names that they have in the files"
+                raise ValueError(f"{exchange.label}: none of the leaves is in the files; {remedy}")
+        filled = exchange.fill(entries, leaves, cast, optional)
+    return exchange.with_leaves(like, filled)
+
+
+def _check_options(label: str, dtype: Any, max_file_bytes: Any) -> None:
+    is_number = type(max_file_bytes) is int and max_file_bytes > 0
+    expect(is_number, label, "max_file_bytes to be a whole number from 1", repr(max_file_bytes))
+    is_floating = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
+    expect(is_floating, label, "dtype to be one of floating numbers, or None", f"{dtype!r:.40}")
+
+
+def _check_complete(exchange: Exchange, leaves: Mapping[str, Any]) -> None:
+    """Refuse leaves that lack what the module saves."""
+    absent = sorted(exchange.saved.keys() - leaves.keys())
+    if absent:
+        problems = [(name, "is saved by the module, and not among the leaves", "") for name in absent]
+        refuse(f"{exchange.label}: leaves do not fit", problems, "pass {**params, **buffers}")
 
 
 def _check_names(label: str, names: Any) -> None:
-    expect(names is None or callable(names), label, "names to be a function of a name, or None", describe(names))
+    is_function = names is None or callable(names)
+    expect(is_function, label, "names to be a function of a name, or None", describe(names))
 
 
-def _renamed(label: str, leaves: dict[str, Any], names: Callable[[str], str] | None) -> dict[str, Any]:
+def _rename(label: str, tensors: dict[str, PlannedTensor], names: Names | None) -> dict[str, PlannedTensor]:
+    """Give tensors the names that they have in the files."""
     _check_names(label, names)
-    out: dict[str, Any] = {}
-    for name, leaf in leaves.items():
-        new = name if names is None else names(name)
-        if type(new) is not str or new in out:
-            found = "the name of another leaf" if new in out else describe(new)
-            refuse(f"{label}: names do not fit", [(name, found, "a name of its own")], "change names=")
-        out[new] = leaf
-    return out
+    if names is None:
+        return tensors
+    renamed: dict[str, PlannedTensor] = {}
+    problems = []
+    for name, tensor in tensors.items():
+        new_name = names(name)
+        if type(new_name) is not str:
+            problems.append((name, f"is called {describe(new_name)}, which is no text", ""))
+        elif new_name in renamed:
+            problems.append((name, f"is called {new_name!r}, as another leaf is", ""))
+        else:
+            renamed[new_name] = tensor
+    if problems:
+        refuse(f"{label}: names do not fit", problems, "change names=")
+    return renamed
 
 
 def _check_readable(label: str, names: Iterable[str]) -> None:
@@ -192,116 +220,147 @@ def _check_readable(label: str, names: Iterable[str]) -> None:
     for name in names:
         printable = name.encode(errors="backslashreplace").decode()
         if name == METADATA:
-            problems.append((name, "a name that safetensors uses itself", "another name"))
+            problems.append((name, "is a name that safetensors uses itself", ""))
         elif name != printable:
-            problems.append((printable, "half of a surrogate pair", "a name that UTF-8 can encode"))
-    refuse(f"{label}: safetensors cannot hold these names", problems, "give these leaves other names by names=")
+            problems.append((printable, "has half of a surrogate pair, which UTF-8 cannot encode", ""))
+    if problems:
+        refuse(f"{label}: safetensors cannot hold these names", problems, "give these leaves other names by names=")
 
 
-def _in_files(
-    tensors: Mapping[str, PlannedTensor], dtype: torch.dtype | None, max_file_bytes: int
-) -> dict[str, dict[str, Kind]]:
-    """The tensors of each file: at most so many bytes, or one tensor, in the order in which a file has them."""
-    groups: list[dict[str, Kind]] = [{}]
+def _assign_files(tensors: PlannedTensors, dtype: torch.dtype | None, max_file_bytes: int) -> dict[str, TensorKinds]:
+    """Choose the tensors of each file: at most so many bytes, or one tensor, in the order in which a file has them."""
+    groups: list[dict[str, TensorKind]] = [{}]
     room = max_file_bytes
     for name, tensor in tensors.items():
-        kind = (dtype if dtype and tensor.dtype.is_floating_point else tensor.dtype, tensor.shape)
-        if groups[-1] and _nbytes(kind) > room:
+        kind = TensorKind(tensor.dtype, tensor.shape)
+        if dtype is not None and tensor.dtype.is_floating_point:
+            kind = kind._replace(dtype=dtype)
+        if groups[-1] and kind.nbytes > room:
             groups.append({})
             room = max_file_bytes
         groups[-1][name] = kind
-        room -= _nbytes(kind)
-    number = len(groups)
-    names = [SINGLE] if number == 1 else [f"model-{i:05d}-of-{number:05d}.safetensors" for i in range(1, number + 1)]
-    ordered = [dict(sorted(group.items(), key=lambda item: -item[1][0].itemsize)) for group in groups]
-    return dict(zip(names, ordered, strict=True))
+        room -= kind.nbytes
+    files: dict[str, TensorKinds] = {}
+    for number, group in enumerate(groups, start=1):
+        several = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        file = SINGLE if len(groups) == 1 else several
+        files[file] = dict(sorted(group.items(), key=lambda item: -item[1].dtype.itemsize))
+    return files
 
 
-def _nbytes(kind: Kind) -> int:
-    return math.prod(kind[1]) * kind[0].itemsize
-
-
-def _parts(
+def _make_parts(
     exchange: Exchange,
     leaves: Mapping[str, Any],
-    held: Mapping[str, Mapping[Any, Sequence[int]]],
+    holders: Mapping[str, Mapping[Any, Sequence[int]]],
     results: Sequence[PlannedTensor],
     full: dict[str, torch.Tensor],
 ) -> Iterator[Part | None]:
-    """Give what this rank writes of one result after the other; those that hold the same take turns.
+    """Make the part of each result that this rank writes, one result after another.
 
-    Of a result that is converted its leaves are gathered before, so that every rank must take all.
+    Ranks that hold the same part take turns. The leaves that transformers converts are gathered just before their
+    result, so every rank must take all parts.
     """
+    every_rank = range(exchange.ranks.size)
     for number, result in enumerate(results):
-        ranks: Sequence[int] = range(exchange.ranks.size)
         if result.leaf is None:
-            for name in full.keys() - result.sources:
-                del full[name]
-            full.update(fs.unshard({name: leaves[name] for name in sorted(result.sources - full.keys())}))
-            part: Part = (0,) * result.dim(), result.value
+            _gather_sources(leaves, result.sources, full)
+            part = Part((0,) * result.dim(), result.value)
+            ranks: Sequence[int] = every_rank
         else:
             offset, tensor, _ = piece_of(leaves[result.leaf])
-            ranks, part = held[result.leaf][offset, tuple(tensor.shape)], (offset, tensor.detach)
-        yield part if ranks[number % len(ranks)] == exchange.rank else None
+            part = Part(offset, tensor.detach)
+            ranks = holders[result.leaf][offset, tuple(tensor.shape)]
+        writer = ranks[number % len(ranks)]
+        yield part if writer == exchange.rank else None
 
 
-def _index(files: Mapping[str, Mapping[str, Kind]]) -> str:
-    total = sum(_nbytes(kind) for kinds in files.values() for kind in kinds.values())
-    where = {name: file for file, kinds in files.items() for name in kinds}
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True)
+def _gather_sources(leaves: Mapping[str, Any], sources: frozenset[str], full: dict[str, torch.Tensor]) -> None:
+    """Gather the leaves of some names that are not gathered yet, and drop others."""
+    for name in full.keys() - sources:
+        del full[name]
+    shards = {name: leaves[name] for name in sorted(sources - full.keys())}
+    full.update(fs.unshard(shards))
+
+
+def _make_index(files: Mapping[str, TensorKinds]) -> str:
+    weight_map = {}
+    total_size = 0
+    for file, kinds in files.items():
+        for name, kind in kinds.items():
+            weight_map[name] = file
+            total_size += kind.nbytes
+    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+    return json.dumps(index, indent=2, sort_keys=True)
 
 
 def _open(directory: Path, stack: ExitStack) -> dict[str, Entry]:
-    """The tensors of a model's files, by name."""
+    """List the tensors of a model's files, by name."""
+    main_file = _find_main_file(directory)
+    if main_file.suffix == ".json":
+        weight_map = _read_weight_map(main_file)
+        files = dict.fromkeys(weight_map.values())
+    else:
+        weight_map = {}
+        files = {main_file.name: None}
+    boxes = shared_files.read_checksums(directory)
+    entries: dict[str, Entry] = {}
+    for file in files:
+        for name, entry in _open_file(directory / file, boxes, stack).items():
+            # A tensor may be in several files, and the index names one of them.
+            if weight_map.get(name, file) == file:
+                entries[name] = entry
+    return entries
+
+
+def _find_main_file(directory: Path) -> Path:
+    """Find the one file of weights or their index, as transformers does; other libraries have other names for it."""
     names = sorted(os.listdir(directory))
-    # As transformers looks for them; other libraries have other names for the same.
-    candidates = (
-        [name for name in (SINGLE, INDEX) if name in names][:1]
-        or [name for name in names if name.endswith(".safetensors.index.json")]
-        or [name for name in names if name.endswith(".safetensors")]
-    )
-    found_names, remedy = ", ".join(candidates) or "none", "move others elsewhere"
-    expect_file(len(candidates) == 1, f"{directory}", f"{SINGLE}, {INDEX} or one file of weights", found_names, remedy)
-    (name,) = candidates
-    where = _weight_map(directory / name) if name.endswith(".json") else {}
-    sums = shared_files.read_checksums(directory)
-    found: dict[str, Entry] = {}
-    for file in dict.fromkeys(where.values()) or [name]:
-        for tensor, entry in _tensors(directory / file, sums, stack).items():
-            # A tensor may be in several files, of which the index names one.
-            if where.get(tensor, file) == file:
-                found[tensor] = entry
-    return found
+    candidates = [name for name in (SINGLE, INDEX) if name in names][:1]
+    for ending in (".safetensors.index.json", ".safetensors"):
+        candidates = candidates or [name for name in names if name.endswith(ending)]
+    if len(candidates) != 1:
+        listed = ", ".join(candidates) or "none"
+        text = f"expected {SINGLE}, {INDEX} or one file of weights, got {listed}; move others elsewhere"
+        raise CheckpointError(f"{directory}: {text}")
+    return directory / candidates[0]
 
 
-def _weight_map(path: Path) -> dict[str, str]:
+def _read_weight_map(path: Path) -> dict[str, str]:
+    """Read which file each tensor is in."""
     _check_regular(path)
     try:
-        where = json.loads(path.read_bytes())["weight_map"]
+        weight_map = json.loads(path.read_bytes())["weight_map"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise CheckpointError(f"{path}: found no map from tensors to files ({type(error).__name__})") from None
-    expect_file(isinstance(where, dict) and where, f"{path}", "a map from tensors to files", "none")
-    for tensor, file in where.items():
-        fits = isinstance(file, str) and file == os.path.basename(file) and file.endswith(".safetensors")
-        expect_file(fits, f"{path}", "a .safetensors file beside the index", f"{file!r} for {tensor}")
-    return dict(where)
+        raise CheckpointError(f"{path} has no map from tensors to files ({type(error).__name__})") from None
+    if not (isinstance(weight_map, dict) and weight_map):
+        raise CheckpointError(f"{path} has no map from tensors to files")
+    for name, file in weight_map.items():
+        is_beside = isinstance(file, str) and file == os.path.basename(file) and file.endswith(".safetensors")
+        if not is_beside:
+            raise CheckpointError(f"{path} names {file!r} for {name}, which is no .safetensors file beside it")
+    return dict(weight_map)
 
 
-def _tensors(path: Path, sums: Mapping[str, Sequence[Checked]] | None, stack: ExitStack) -> dict[str, Entry]:
+def _open_file(path: Path, boxes: WrittenBoxes | None, stack: ExitStack) -> dict[str, Entry]:
+    """List the tensors of one file, by name."""
     _check_regular(path)
-    found = {}
+    entries = {}
     try:
         file = stack.enter_context(safe_open(path, framework="pt"))
         for name in file.keys():  # noqa: SIM118 - it is no dict
-            part = file.get_slice(name)
-            shape = tuple(part.get_shape())
-            read = partial(shared_files.read, path, name, part, None if sums is None else sums.get(name, ()))
-            found[name] = Entry(part[tuple(slice(0, 0) for _ in shape)].dtype, shape, read)
+            tensor = file.get_slice(name)
+            shape = tuple(tensor.get_shape())
+            # An empty box says the dtype without reading the tensor.
+            empty = tensor[(slice(0, 0),) * len(shape)]
+            boxes_of_tensor = None if boxes is None else boxes.get(name, ())
+            read = partial(shared_files.read, path, name, tensor, boxes_of_tensor)
+            entries[name] = Entry(empty.dtype, shape, read)
     except SafetensorError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    return found
+    return entries
 
 
 def _check_regular(path: Path) -> None:
     # Links are followed: the cache of huggingface_hub is made of them.
-    expect_file(stat.S_ISREG(path.stat().st_mode), f"{path}", "a regular file", "something else")
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise CheckpointError(f"{path} is no regular file")

@@ -5,105 +5,194 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count
 from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fshard.checkpoint import CheckpointError
-from fshard.extend import Exchange, bytes_of, expect, lay_out
+from fshard.extend import Exchange, bytes_of, lay_out
 
-# CRC-32 of boxes, by the names of tensors.
+# The name of the file that has the CRC-32 of boxes, by the names of tensors.
 CHECKSUMS = "checksums.json"
 # A box has at most so many bytes, or one row: so much is read to check it.
 BOX_BYTES = 16 * 1024 * 1024
 
-# The dtype of a tensor in a file, and its shape.
-Kind = tuple[torch.dtype, Sequence[int]]
-# The part of a tensor that a rank writes: where it starts along each dim, and a function that makes it.
-Part = tuple[Sequence[int], Callable[[], torch.Tensor]]
-# Where a box starts along each dim, its shape, and the CRC-32 of its bytes.
-Checked = tuple[Sequence[int], Sequence[int], int]
+
+class TensorKind(NamedTuple):
+    """The dtype of a tensor in a file, and its shape."""
+
+    dtype: torch.dtype
+    shape: Sequence[int]
+
+    @property
+    def nbytes(self) -> int:
+        """Count the bytes that the tensor takes in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+# The tensors of a file by name, those of larger elements first.
+TensorKinds = Mapping[str, TensorKind]
+
+
+class Part(NamedTuple):
+    """The part of a tensor that a rank writes: where it starts along each dim, and a function that makes it."""
+
+    offset: Sequence[int]
+    make: Callable[[], torch.Tensor]
+
+
+class WrittenBox(NamedTuple):
+    """A box of a tensor in a file: where it starts along each dim, its shape, and the CRC-32 of its bytes."""
+
+    offset: Sequence[int]
+    shape: Sequence[int]
+    checksum: int
+
+    @property
+    def place(self) -> tuple[slice, ...]:
+        """Index the box in its tensor."""
+        return _place_of(self.offset, self.shape)
+
+
+WrittenBoxes = Mapping[str, Sequence[WrittenBox]]
 
 
 def write(
-    exchange: Exchange, directory: Path, files: Mapping[str, Mapping[str, Kind]], parts: Iterator[Part | None]
-) -> dict[str, list[Checked]]:
+    exchange: Exchange, directory: Path, files: Mapping[str, TensorKinds], parts: Iterator[Part | None]
+) -> WrittenBoxes:
     """Write parts of tensors at their places in files. Every rank must call this.
 
     Args:
         exchange: The exchange.
         directory: Where the files go.
-        files: The tensors of each file by name, those of larger elements first.
-        parts: This rank's part of each tensor, in this order, or None; all are taken, whatever fails.
+        files: The tensors of each file.
+        parts: This rank's part of each tensor, in this order, or None. All are taken, also if a write fails, because
+            other ranks may gather leaves with this one to make theirs.
 
     Returns:
         The boxes that all ranks wrote, by the name of the tensor.
     """
-    sums: dict[str, list[Checked]] = {name: [] for kinds in files.values() for name in kinds}
+    boxes: dict[str, list[WrittenBox]] = {}
+    for kinds in files.values():
+        boxes |= {name: [] for name in kinds}
     try:
         for file, kinds in files.items():
-            header, starts, size = lay_out(kinds, format="pt")
-            # Ranks begin in no order: each makes the file if it is not there.
-            with open(directory / file, "a+b") as out:
-                # A full disk is an error here; a write to mapped memory would end the process.
-                os.posix_fallocate(out.fileno(), 0, size)
-                mapped = torch.from_file(f"{directory / file}", shared=True, size=size, dtype=torch.uint8)
-                if not exchange.rank:
-                    mapped[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-                for (name, start), part in zip(starts.items(), parts, strict=False):
-                    dtype, shape = kinds[name]
-                    whole = mapped[start : start + dtype.itemsize * math.prod(shape)].view(dtype).view(tuple(shape))
-                    sums[name] = _write(whole, part[0], part[1]()) if part else []
-                os.fsync(out.fileno())
+            boxes |= _write_file(directory / file, kinds, parts, has_header=exchange.rank == 0)
     finally:
         for _ in parts:
             pass
-        said = exchange.everyone(sums)
-    return {name: [box for each in said for box in each[name]] for name in sums}
+        boxes_of_ranks = exchange.everyone(boxes)
+    for name in boxes:
+        boxes[name] = []
+        for boxes_of_rank in boxes_of_ranks:
+            boxes[name] += boxes_of_rank[name]
+    return boxes
 
 
-def _write(whole: torch.Tensor, offset: Sequence[int], tensor: torch.Tensor) -> list[Checked]:
-    """Copy a part of a tensor to its place in the file, and list its boxes with their checksums."""
+def _write_file(
+    path: Path, kinds: TensorKinds, parts: Iterator[Part | None], *, has_header: bool
+) -> dict[str, list[WrittenBox]]:
+    """Write this rank's parts of the tensors of one file, with its header or without, and list their boxes."""
+    header, starts, size = lay_out(kinds, format="pt")
+    boxes = {}
+    # Ranks come here in any order, and the first one creates the file.
+    with open(path, "a+b") as file:
+        # On a full disk this is an error, where a write to mapped memory would end the process.
+        os.posix_fallocate(file.fileno(), 0, size)
+        mapped = torch.from_file(f"{path}", shared=True, size=size, dtype=torch.uint8)
+        if has_header:
+            mapped[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        for (name, start), part in zip(starts.items(), parts, strict=False):
+            if part is None:
+                continue
+            kind = kinds[name]
+            data = mapped[start : start + kind.nbytes]
+            whole = data.view(kind.dtype).view(tuple(kind.shape))
+            boxes[name] = _write_part(whole, part.offset, part.make())
+        os.fsync(file.fileno())
+    return boxes
+
+
+def _write_part(whole: torch.Tensor, offset: Sequence[int], tensor: torch.Tensor) -> list[WrittenBox]:
+    """Copy a part of a tensor to its place in the file, and list its boxes."""
     if not tensor.numel():
         return []
-    part = whole[tuple(slice(at, at + size) for at, size in zip(offset, tensor.shape, strict=True))]
+    part = whole[_place_of(offset, tensor.shape)]
     part.copy_(tensor)
     if not part.dim():
-        return [((), (), zlib.crc32(bytes_of(part)))]
+        return [WrittenBox((), (), zlib.crc32(bytes_of(part)))]
     rows = max(BOX_BYTES * len(part) // part.nbytes, 1)
-    boxes = zip(count(offset[0], rows), part.split(rows), strict=False)
-    return [((at, *offset[1:]), tuple(box.shape), zlib.crc32(bytes_of(box))) for at, box in boxes]
+    first_row, *inner = offset
+    boxes = []
+    for number, box in enumerate(part.split(rows)):
+        start = (first_row + number * rows, *inner)
+        checksum = zlib.crc32(bytes_of(box))
+        boxes.append(WrittenBox(start, tuple(box.shape), checksum))
+    return boxes
 
 
-def read_checksums(directory: Path) -> dict[str, list[Checked]] | None:
+def _place_of(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=False))
+
+
+def read_checksums(directory: Path) -> WrittenBoxes | None:
     """Read the checksums of a directory, if it has any."""
     path = directory / CHECKSUMS
     if not path.is_file():
         return None
     try:
-        return {
-            name: [(tuple(map(index, offset)), tuple(map(index, size)), index(crc)) for offset, size, crc in boxes]
-            for name, boxes in json.loads(path.read_bytes()).items()
-        }
+        rows_by_name = json.loads(path.read_bytes())
+        return {name: list(map(_parse_box, rows)) for name, rows in rows_by_name.items()}
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: found no checksums of tensors ({type(error).__name__})") from None
+        cause = type(error).__name__
+        raise CheckpointError(f"{path} does not hold checksums of tensors ({cause}); remove it") from None
 
 
-def read(path: Path, name: str, tensor: Any, boxes: Sequence[Checked] | None, place: tuple[slice, ...]) -> torch.Tensor:
-    """Read a part of a tensor in a file, if the boxes that it lies in have the bytes that were written."""
+def _parse_box(row: Sequence[Any]) -> WrittenBox:
+    """Make a box of what JSON made of it, and refuse numbers that are not whole."""
+    offset, shape, checksum = row
+    return WrittenBox(tuple(map(index, offset)), tuple(map(index, shape)), index(checksum))
+
+
+def read(
+    path: Path, name: str, tensor: Any, boxes: Sequence[WrittenBox] | None, place: tuple[slice, ...]
+) -> torch.Tensor:
+    """Read a part of a tensor in a file.
+
+    Args:
+        path: The file.
+        name: The name of the tensor.
+        tensor: The tensor, as safetensors slices it.
+        boxes: The boxes that were written of it; None reads without checks.
+        place: The part.
+
+    Raises:
+        CheckpointError: if a box that the part lies in has other bytes than were written.
+    """
     if boxes is not None:
-        got, remedy = f"{[box[:2] for box in boxes]!s:.80}", f"remove {CHECKSUMS}"
-        is_all = sum(math.prod(size) for _, size, _ in boxes) == math.prod(tensor.get_shape())
-        expect(is_all, f"{path.with_name(CHECKSUMS)}", f"boxes that make all of {name}", got, remedy, CheckpointError)
-    for offset, size, checksum in boxes or ():
-        box = tuple(slice(at, at + n) for at, n in zip(offset, size, strict=False))
-        if all(max(a.start, b.start) < min(a.stop, b.stop) for a, b in zip(box, place, strict=False)):
-            needed, remedy = f"the bytes of {name} that were written", f"have it written again, or remove {CHECKSUMS}"
-            holds = zlib.crc32(bytes_of(tensor[box])) == checksum
-            expect(holds, f"{path}", needed, f"others in {[*size]} from {[*offset]}", remedy, CheckpointError)
-    found: torch.Tensor = tensor[place]
-    # A copy, because a tensor that is read whole is the mapped file.
-    return found.clone()
+        _check_boxes(path, name, tensor, boxes, place)
+    part: torch.Tensor = tensor[place]
+    # A tensor that is read whole is the mapped file, so this takes a copy.
+    return part.clone()
+
+
+def _check_boxes(path: Path, name: str, tensor: Any, boxes: Sequence[WrittenBox], place: tuple[slice, ...]) -> None:
+    """Refuse boxes that do not make up a tensor, and other bytes in those of them that a part lies in."""
+    elements = sum(math.prod(box.shape) for box in boxes)
+    if elements != math.prod(tensor.get_shape()):
+        listed = [box[:2] for box in boxes]
+        text = f"its boxes of {name} are not all of it: {listed!s:.80}"
+        raise CheckpointError(f"{path.with_name(CHECKSUMS)}: {text}; remove {CHECKSUMS}")
+    for box in boxes:
+        if not _overlap(box.place, place):
+            continue
+        if zlib.crc32(bytes_of(tensor[box.place])) != box.checksum:
+            text = f"{name} has other bytes than were written, in {[*box.shape]} from {[*box.offset]}"
+            raise CheckpointError(f"{path}: {text}; have it written again, or remove {CHECKSUMS}")
+
+
+def _overlap(first: tuple[slice, ...], second: tuple[slice, ...]) -> bool:
+    pairs = zip(first, second, strict=False)
+    return all(max(a.start, b.start) < min(a.stop, b.stop) for a, b in pairs)

@@ -93,7 +93,7 @@ def test_names_may_be_others_in_the_files(tmp_path):
     save_huggingface(tmp_path / "own", full)
     with pytest.raises(ValueError, match=r"(?s)w: expected float.*, got nothing.*w \(in the files\): expected nothing"):
         load_huggingface(tmp_path / "own", like, names=names)
-    with pytest.raises(ValueError, match="w: expected a name of its own, got the name of another leaf"):
+    with pytest.raises(ValueError, match="w: is called 'same', as another leaf is\nTo fix: change names="):
         save_huggingface(tmp_path / "other", full, names=lambda name: "same")
 
 
@@ -101,13 +101,13 @@ def test_names_may_be_others_in_the_files(tmp_path):
 def test_names_that_no_reader_takes_are_refused_before_anything_is_written(tmp_path):
     """Of one leaf or several, as the leaf is called or as `names` calls it."""
     leaves = {"__metadata__": torch.ones(2), "w": torch.ones(3), "a\ud800b": torch.ones(1)}
-    own = "  __metadata__: expected another name, got a name that safetensors uses itself\n"
-    half = "  a\\ud800b: expected a name that UTF-8 can encode, got half of a surrogate pair\n"
+    taken = "  __metadata__: is a name that safetensors uses itself\n"
+    half = "  a\\ud800b: has half of a surrogate pair, which UTF-8 cannot encode\n"
     start = "checkpoint.save_huggingface: safetensors cannot hold these names\n"
     for params, names, lines in (
-        (leaves, None, own + half),
+        (leaves, None, taken + half),
         ({"a\ud800b": torch.ones(1)}, None, half),
-        ({"w": torch.ones(1)}, {"w": "__metadata__"}.get, own),
+        ({"w": torch.ones(1)}, {"w": "__metadata__"}.get, taken),
     ):
         with pytest.raises(ValueError, match="safetensors cannot hold") as caught:
             save_huggingface(tmp_path / "out", params, names=names, max_file_bytes=1)
@@ -187,15 +187,18 @@ def test_dtypes_change_when_asked(tmp_path):
 
 
 DAMAGES = [
-    (lambda d: (d / INDEX).write_text("{"), "found no map from tensors to files (JSONDecodeError)"),
-    (lambda d: (d / INDEX).write_text("[]"), "found no map from tensors to files (TypeError)"),
-    (lambda d: (d / INDEX).write_text('{"weight_map": {}}'), "a map from tensors to files, got none"),
+    (lambda d: (d / INDEX).write_text("{"), f"{INDEX} has no map from tensors to files (JSONDecodeError)"),
+    (lambda d: (d / INDEX).write_text("[]"), f"{INDEX} has no map from tensors to files (TypeError)"),
+    (lambda d: (d / INDEX).write_text('{"weight_map": {}}'), f"{INDEX} has no map from tensors to files"),
     (lambda d: layout(d, PARTS, where={"a": min(PARTS), "b": min(PARTS)}), "b: expected float64[4], got nothing"),
-    (lambda d: layout(d, PARTS, where={"a": "../x.safetensors"}), "expected a .safetensors file beside the index"),
+    (
+        lambda d: layout(d, PARTS, where={"a": "../x.safetensors"}),
+        "names '../x.safetensors' for a, which is no .safetensors file beside it",
+    ),
     (lambda d: os.remove(d / min(PARTS)), f"{min(PARTS)}: No such file"),
     (lambda d: (d / min(PARTS)).write_bytes(b"x" * 4), f"{min(PARTS)}: "),
     (lambda d: (d / min(PARTS)).write_bytes((d / min(PARTS)).read_bytes()[:-1]), f"{min(PARTS)}: "),
-    (lambda d: (os.remove(d / min(PARTS)), os.mkfifo(d / min(PARTS))), "expected a regular file, got something else"),
+    (lambda d: (os.remove(d / min(PARTS)), os.mkfifo(d / min(PARTS))), f"{min(PARTS)} is no regular file"),
     (lambda d: (d / INDEX).rename(d / "notes.txt"), "or one file of weights, got model-00001"),
 ]
 
@@ -217,7 +220,7 @@ def test_ranks_that_would_write_other_files_are_refused(tmp_path):
 
         text = refusal(save)
         assert "checkpoint.save_huggingface: ranks hold different leaves" in text
-        assert "('a', (torch.float64, torch.Size([5, 3]))) as on the rank at" in text
+        assert "a: torch.float64[5, 3] as on the rank at" in text
     assert not (tmp_path / "out").exists()
 
 
@@ -228,7 +231,7 @@ def test_other_bytes_than_ranks_wrote_are_named_where_they_are_read(tmp_path, mo
     data = bytearray(file.read_bytes())
     data[-1] ^= 1  # of the last element of b, a box of its own
     file.write_bytes(data)
-    text = f"{file}: expected the bytes of b that were written, got others in [1] from [3]; have it written again, or"
+    text = f"{file}: b has other bytes than were written, in [1] from [3]; have it written again, or"
     assert text in refusal(lambda mesh: read(tmp_path))
     like = {"a": torch.zeros(5, 3, dtype=torch.float64)}
     assert_same_bits(load_huggingface(tmp_path, like, strict=False), {"a": FULL["a"]})
@@ -240,23 +243,26 @@ def test_damaged_checksums_are_named(tmp_path):
     layout(tmp_path, {SINGLE: FULL}, index=None)
     for damaged in ("{", "[]", '{"a": [[1]]}', '{"a": 1}', '{"a": [[["0", 0], [5, 3], 1]]}', '{"a": [[0, 4, 5]]}'):
         (tmp_path / CHECKSUMS).write_text(damaged)
-        assert f"{CHECKSUMS}: found no checksums of tensors (" in refusal(lambda mesh: read(tmp_path))
+        assert f"{CHECKSUMS} does not hold checksums of tensors (" in refusal(lambda mesh: read(tmp_path))
     for boxes in ({}, {"a": []}, {"a": [[[0, 0], [4, 3], 1]]}):
         (tmp_path / CHECKSUMS).write_text(json.dumps(boxes))
         text = refusal(lambda mesh: read(tmp_path))
-        assert f"{tmp_path / CHECKSUMS}: expected boxes that make all of a, got [" in text
+        assert f"{tmp_path / CHECKSUMS}: its boxes of a are not all of it: [" in text
         assert text.endswith("; remove checksums.json")
 
 
 def test_boxes_beside_what_is_read_are_not_checked(tmp_path):
     file = tmp_path / SINGLE
     save_file({"w": torch.arange(4)}, file)
-    boxes = [((0,), (2,), 0), ((2,), (2,), zlib.crc32(torch.arange(2, 4).numpy().data))]
+    right = zlib.crc32(torch.arange(2, 4).numpy().data)
+    boxes = [shared_files.WrittenBox((0,), (2,), 0), shared_files.WrittenBox((2,), (2,), right)]
     with safe_open(file, framework="pt") as opened:
-        found = partial(shared_files.read, file, "w", opened.get_slice("w"), boxes)
-        assert found((slice(2, 4),)).tolist() == [2, 3]
-        with pytest.raises(fs.checkpoint.CheckpointError, match=r": expected the bytes of w that were written, got"):
-            found((slice(1, 3),))
+        read_place = partial(shared_files.read, file, "w", opened.get_slice("w"), boxes)
+        assert read_place((slice(2, 4),)).tolist() == [2, 3]
+        with pytest.raises(
+            fs.checkpoint.CheckpointError, match=r": w has other bytes than were written, in \[2\] from \[0\]"
+        ):
+            read_place((slice(1, 3),))
 
 
 def test_a_conversion_that_writes_to_a_weight_is_refused():
@@ -274,9 +280,9 @@ def test_damage_is_named_on_every_rank(tmp_path):
         directory.mkdir()
         layout(directory, PARTS)
         damage(directory)
-        found = refusal(lambda mesh: read(directory))  # noqa: B023
-        assert found.startswith("checkpoint.load_huggingface: ")
-        assert message in found
+        text = refusal(lambda mesh: read(directory))  # noqa: B023
+        assert text.startswith("checkpoint.load_huggingface: ")
+        assert message in text
 
 
 @pytest.mark.parametrize("failing", ((0,), (1,), (0, 1, 2)))
