@@ -17,8 +17,8 @@ from fshard.extend import Entry, Exchange, describe, expect
 METADATA = ".metadata"
 # Leaves and other values, by their places in nested dicts.
 Content = dict[tuple[str | int, ...], Any]
-# Values of parameter groups, by the key of the group and their names.
-Numbers = dict[str, dict[str, Any]]
+# The values of parameter groups by name, by the key of the group.
+Groups = dict[str, dict[str, Any]]
 
 
 def save_dcp(
@@ -33,20 +33,20 @@ def save_dcp(
 ) -> None:
     """Write a checkpoint of torch.distributed.checkpoint that an FSDP2 run resumes from. Every rank must call this.
 
-    It is what `dcp.save({"model": model_state, "optim": optimizer_state})` writes of what `get_state_dict(module,
-    optimizer)` returned. Each rank writes its own shards. What FSDP2 has no place for (the step, the key, the state of
-    transforms) is not written; `fs.checkpoint.save` writes all.
+    The files are those that `dcp.save({"model": model_state, "optim": optimizer_state})` writes of the results of
+    `get_state_dict(module, optimizer)`. Each rank writes its own shards. The step, the key and the state of transforms
+    are not written, because FSDP2 has no place for them; `fs.checkpoint.save` writes everything.
 
     Args:
-        directory: Where the files go; made where there is none. They appear when they are complete.
+        directory: Where the files go; it is made if it is missing. Files appear when they are complete.
         state: A TrainState, or any pytree of parameters and buffers.
-        module: The module whose parameters they are, on any device: a tied parameter then has all its names, and
-            buffers that are not persistent are left out.
-        optimizer: A torch optimizer of that module's parameters, made as the FSDP2 run makes its own: its parameter
-            groups are written, with numbers that were injected as the state has them. Needed for a TrainState.
-        model_key: The key of the module's state, dots for nested dicts.
+        module: The module whose parameters they are, on any device. A tied parameter then has all its names, and
+            buffers that are not persistent are left out. A TrainState needs it.
+        optimizer: A torch optimizer of that module's parameters, made as the FSDP2 run makes its own. Its parameter
+            groups are written, with the injected numbers that the state has. A TrainState needs it.
+        model_key: The key of the module's state, with dots for nested dicts.
         optimizer_key: The key of the optimizer's state.
-        flatten_optimizer_state_dict: Write parameter groups as torch's option of that name does, by parameter.
+        flatten_optimizer_state_dict: Whether to write parameter groups by parameter, as torch's option of that name.
 
     Raises:
         ValueError: on every rank, if a leaf is no tensor or ranks hold different leaves, or the optimizer's state
@@ -64,22 +64,24 @@ def save_dcp(
     {'model': {'w': tensor([1., 2.])}}
     """
     exchange = Exchange("checkpoint.save_dcp", module)
-    trained = hasattr(state, "opt_state")
+    has_optimizer = hasattr(state, "opt_state")
     with exchange.raise_on_all_ranks():
         _check_keys(exchange, model_key=model_key, optimizer_key=optimizer_key)
-        is_whole = not trained or (module is not None and optimizer is not None)
-        needed = "module= and optimizer= too, as get_state_dict takes them"
-        expect(is_whole, exchange.label, needed, f"a {type(state).__name__} alone")
+        if has_optimizer and (module is None or optimizer is None):
+            kind = type(state).__name__
+            raise ValueError(f"{exchange.label}: a {kind} needs module= and optimizer=, as get_state_dict takes them")
     leaves = _model_leaves(exchange, state)
     exchange.replicas(leaves, {})
-    named = _name_of_fsdp2 if module is not None else str
-    content: Content = {
-        (*_split(model_key), named(alias)): leaf for name, leaf in leaves.items() for alias in exchange.saved_as(name)
-    }
-    if trained and optimizer is not None:
+    content: Content = {}
+    for name, leaf in leaves.items():
+        for alias in exchange.saved_as(name):
+            saved_name = alias if module is None else _name_of_fsdp2(alias)
+            content[*_split(model_key), saved_name] = leaf
+    if has_optimizer and optimizer is not None:
         is_flat = flatten_optimizer_state_dict
         for place, value in _optimizer_content(exchange, state.opt_state, optimizer, is_flat).items():
-            content[*_split(optimizer_key), *([_key(*place)] if is_flat else place)] = value
+            inner = (_join(*place),) if is_flat else place
+            content[*_split(optimizer_key), *inner] = value
     files = [f"__{rank}_0.distcp" for rank in range(exchange.ranks.size)]
     with new_files(exchange, directory, (METADATA,), files) as temporary:
         from fshard.ext.interop import dcp_files
@@ -88,24 +90,29 @@ def save_dcp(
 
 
 def _optimizer_content(exchange: Exchange, opt_state: Any, optimizer: torch.optim.Optimizer, is_flat: bool) -> Content:
-    """The state and the parameter groups of an optimizer, by their places in its state dict."""
-    slots = states.optimizer_leaves(exchange, opt_state)
-    exchange.replicas({f"{name} {slot}": leaf for (name, slot), leaf in slots.items()}, {})
-    content: Content = {("state", _name_of_fsdp2(name), slot): leaf for (name, slot), leaf in slots.items()}
-    order = states.optimizer_names(exchange, optimizer)
-    for i, group in enumerate(states.groups_of(opt_state, optimizer, order)):
-        members = [_name_of_fsdp2(order[number]) for number in group.pop("params")]
-        owners: list[Any] = members if is_flat else [i]
-        group |= {} if is_flat else {"params": members}
-        content |= {("param_groups", owner, key): group[key] for owner in owners for key in group}
+    """List the state and the parameter groups of an optimizer, by their places in its state dict."""
+    slots = states.collect_slots(exchange, opt_state)
+    exchange.replicas({f"{parameter} {slot}": leaf for (parameter, slot), leaf in slots.items()}, {})
+    content: Content = {}
+    for (parameter, slot), leaf in slots.items():
+        content["state", _name_of_fsdp2(parameter), slot] = leaf
+    names = states.list_parameter_names(exchange, optimizer)
+    for number, group in enumerate(states.fill_groups(opt_state, optimizer, names)):
+        members = [_name_of_fsdp2(names[member]) for member in group.pop("params")]
+        owners: list[Any] = members
+        if not is_flat:
+            owners = [number]
+            group["params"] = members
+        for owner in owners:
+            content |= {("param_groups", owner, key): value for key, value in group.items()}
     return content
 
 
-def _check_trusted(place: Path, trusted: bool) -> None:
+def _check_trust(directory: Path, trusted: bool) -> None:
     """Refuse to read a checkpoint whose author may run code here, unless the caller trusts it."""
     if trusted is not True:
         remedy = "pass trusted=True if you trust whoever wrote it, or have it written as safetensors"
-        raise CheckpointError(f"{place / METADATA} is pickled, and reading it can run code of its author; {remedy}")
+        raise CheckpointError(f"{directory / METADATA} is pickled, and reading it can run code of its author; {remedy}")
 
 
 def load_dcp(
@@ -120,27 +127,28 @@ def load_dcp(
 ) -> Any:
     """Read a checkpoint of torch.distributed.checkpoint, as FSDP2 runs write it. Every rank must call this.
 
-    It is what `dcp.save({"model": model_state, "optim": optimizer_state})` wrote of what `get_state_dict(module,
-    optimizer)` returned, with flattened optimizer state or not, from any number of ranks. Each rank reads its shards.
+    The files are those that `dcp.save({"model": model_state, "optim": optimizer_state})` wrote of the results of
+    `get_state_dict(module, optimizer)`, on any number of ranks, whether or not the optimizer's state was flattened.
+    Each rank reads its shards.
 
     Args:
         directory: Where the checkpoint is.
-        like: A TrainState with an optimizer of `fs.from_torch`, or a pytree of parameters and buffers, as it shall be:
-            leaves say which dtype, shape and layout; their values are not used and may be on the meta device.
-        module: The module whose parameters they are, on any device: the checkpoint then has a tied parameter under
-            several names, and no buffers that are not persistent, which stay as they are.
-        updates: How many updates were made; None takes the torch class's own count.
-        model_key: The key of the module's state, dots for nested dicts.
+        like: A TrainState with an optimizer of `fs.from_torch`, or a pytree of parameters and buffers. Its leaves give
+            the dtype, shape and layout; their values are not used and may be on the meta device.
+        module: The module whose parameters they are, on any device. The checkpoint then has a tied parameter under
+            several names. Buffers that are not persistent are not in it, and stay as they are.
+        updates: The number of updates that were made; None takes the torch class's own count.
+        model_key: The key of the module's state, with dots for nested dicts.
         optimizer_key: The key of the optimizer's state.
-        trusted: Whether the checkpoint may be read: its list of contents is pickled, so reading it can run code of
+        trusted: Whether the checkpoint may be read. Its list of contents is pickled, so reading it can run code of
             whoever wrote it.
 
     Returns:
-        A tree of the structure, specs, dtypes and devices of `like`; the key and the state of transforms are those of
-        `like`, and hyperparameters those of its optimizer but for numbers that were injected.
+        A tree of the structure, specs, dtypes and devices of `like`. The key, the state of transforms and the
+        hyperparameters are those of `like`; injected numbers are those of the checkpoint.
 
     Raises:
-        ValueError: on every rank, with every leaf that the checkpoint lacks, has otherwise or has besides.
+        ValueError: on every rank, with every leaf that is missing in the checkpoint, differs there, or is unexpected.
         CheckpointError: on every rank, if the checkpoint is not trusted or cannot be read.
 
     >>> import tempfile, torch, fshard as fs
@@ -155,50 +163,53 @@ def load_dcp(
     with exchange.raise_on_all_ranks(directory):
         _check_keys(exchange, model_key=model_key, optimizer_key=optimizer_key)
         states.check_updates(exchange, updates)
-        place = exchange.path("directory", directory)
-        _check_trusted(place, trusted)
+        path = exchange.path("directory", directory)
+        _check_trust(path, trusted)
         from fshard.ext.interop import dcp_files
 
-        entries, values = dcp_files.contents(place)
-    groups, of_slots = _key(optimizer_key, "param_groups"), f"{_key(optimizer_key, 'state')}."
-    slots = _entries_under(of_slots, entries)
-    others = {key: entry for key, entry in entries.items() if not key.startswith(of_slots)}
+        entries, values = dcp_files.read_contents(path)
+    state_prefix = f"{_join(optimizer_key, 'state')}."
+    others = {key: entry for key, entry in entries.items() if not key.startswith(state_prefix)}
     weights = _entries_under(f"{model_key}." if model_key else "", others)
-    made = exchange.fill(_under_names(exchange.first, weights), _model_leaves(exchange, like))
+    filled = exchange.fill(_rename(exchange.first, weights), _model_leaves(exchange, like))
     if not hasattr(like, "opt_state"):
-        return exchange.with_leaves(like, made)
-    slot_names = [_key(name, slot) for name, slot in states.optimizer_leaves(exchange, like.opt_state)]
-    slots = _under_names(slot_names, slots)
-    injected = {name for state in states.states_of(like.opt_state) for name in state.hyper}
+        return exchange.with_leaves(like, filled)
+    slot_names = [_join(*key) for key in states.collect_slots(exchange, like.opt_state)]
+    slots = _rename(slot_names, _entries_under(state_prefix, entries))
     with exchange.raise_on_all_ranks(directory):
-        numbers = _numbers(values, groups, {*injected, "params"}) if injected else {}
-    number = partial(_number, numbers, groups)
-    opt_state = states.rebuilt(exchange, like.opt_state, slots, number, updates)
-    made_updates = [int(state.updates) for state in states.states_of(opt_state)]
+        groups = _read_groups(values, _join(optimizer_key, "param_groups"), like.opt_state)
+    opt_state = states.rebuild_state(exchange, like.opt_state, slots, partial(_find_hyper, groups), updates)
+    counts = [int(state.updates) for state in states.list_states(opt_state)]
     return like._replace(
-        step=torch.full_like(like.step, max(made_updates, default=0)),
-        params=exchange.with_leaves(like.params, made),
+        step=torch.full_like(like.step, max(counts, default=0)),
+        params=exchange.with_leaves(like.params, filled),
         opt_state=opt_state,
-        buffers=exchange.with_leaves(like.buffers, made),
+        buffers=exchange.with_leaves(like.buffers, filled),
     )
 
 
-def _numbers(values: Mapping[str, Callable[[], Any]], groups: str, names: set[str]) -> Numbers:
-    """Read values of parameter groups, or of parameters where the state was flattened, by their names."""
-    found: Numbers = {}
+def _read_groups(values: Mapping[str, Callable[[], Any]], prefix: str, opt_state: Any) -> Groups:
+    """Read the members of parameter groups, and the values that a state takes from them.
+
+    Where the optimizer's state was flattened, each parameter is a group without members.
+    """
+    injected = {name for state in states.list_states(opt_state) for name in state.hyper}
+    groups: Groups = {}
+    if not injected:
+        return groups
     for key, read in values.items():
         group, _, name = key.rpartition(".")
-        if group.startswith(f"{groups}.") and name in names:
-            found.setdefault(group, {})[name] = read()
-    return found
+        if group.startswith(f"{prefix}.") and name in {*injected, "params"}:
+            groups.setdefault(group.removeprefix(f"{prefix}."), {})[name] = read()
+    return groups
 
 
-def _number(numbers: Numbers, groups: str, owner: str, name: str) -> Any:
-    """The hyperparameter of a parameter, or of any where a class that keeps nothing does not say whose its state is."""
-    owner = _name_of_fsdp2(owner)
-    for key, held in numbers.items():
-        if not owner or key == f"{groups}.{owner}" or owner in held.get("params", ()):
-            return held.get(name)
+def _find_hyper(groups: Groups, parameter: str, name: str) -> Any:
+    """Find the hyperparameter of a parameter, or of any if a class that keeps nothing does not name one."""
+    saved_name = _name_of_fsdp2(parameter)
+    for group, values in groups.items():
+        if not parameter or group == saved_name or saved_name in values.get("params", ()):
+            return values.get(name)
     return None
 
 
@@ -222,13 +233,13 @@ def _entries_under(prefix: str, entries: Mapping[str, Entry]) -> dict[str, Entry
     return {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
 
 
-def _under_names(names: Iterable[str], entries: Mapping[str, Entry]) -> dict[str, Entry]:
+def _rename(names: Iterable[str], entries: Mapping[str, Entry]) -> dict[str, Entry]:
     """Give entries that FSDP2 named the names that they have here."""
     by_key = {_name_of_fsdp2(name): name for name in names}
     return {by_key.get(key, key): entry for key, entry in entries.items()}
 
 
-def _key(*path: str | int) -> str:
+def _join(*path: str | int) -> str:
     return ".".join(str(part) for part in path if part != "")
 
 

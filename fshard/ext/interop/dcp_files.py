@@ -1,7 +1,6 @@
 """Files of torch.distributed.checkpoint, whose import takes long: this module is imported on first use.
 
-Leaves are handed over as boxes of elements, without a copy, so that any layout is written and read: DTensor has no such
-for some.
+Leaves are handed over as boxes of elements, without a copy. DTensor would not do: it does not have all layouts.
 """
 
 import warnings
@@ -37,17 +36,17 @@ def write(directory: Path, content: Mapping[Place, Any]) -> None:
     """
     with ExitStack() as stack:
         if not dist.is_initialized():
-            # It says that there is one process alone.
+            # torch warns that there is one process alone.
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         try:
             state_dict_saver.save({}, checkpoint_id=directory, planner=_SavePlanner(content))
         except api.CheckpointException as error:
-            rank, (first, _) = next(iter(error.failures.items()))
-            raise CheckpointError(f"{type(first).__name__} on rank {rank}: {first}") from error
+            rank, (failure, _) = next(iter(error.failures.items()))
+            raise CheckpointError(f"{type(failure).__name__} on rank {rank}: {failure}") from error
 
 
-def contents(directory: Path) -> tuple[dict[str, Entry], dict[str, Callable[[], Any]]]:
+def read_contents(directory: Path) -> tuple[dict[str, Entry], dict[str, Callable[[], Any]]]:
     """Open a checkpoint, whose list of contents is a pickle.
 
     Returns:
@@ -59,74 +58,83 @@ def contents(directory: Path) -> tuple[dict[str, Entry], dict[str, Callable[[], 
     reader = filesystem.FileSystemReader(directory)
     entries: dict[str, Entry] = {}
     values: dict[str, Callable[[], Any]] = {}
-    with _damaged(directory / METADATA):
-        listed = reader.read_metadata()
-        reader.set_up_storage_reader(listed, is_coordinator=True)
-        for key, found in listed.state_dict_metadata.items():
-            if not isinstance(found, metadata.TensorStorageMetadata):
+    with _name_damage(directory / METADATA):
+        contents = reader.read_metadata()
+        reader.set_up_storage_reader(contents, is_coordinator=True)
+        for key, stored in contents.state_dict_metadata.items():
+            if not isinstance(stored, metadata.TensorStorageMetadata):
                 values[key] = partial(_read_value, reader, key)
                 continue
-            # Elements that no file has would be whatever memory held.
-            if sum(chunk.sizes.numel() for chunk in found.chunks) != found.size.numel():
+            elements = sum(chunk.sizes.numel() for chunk in stored.chunks)
+            # Elements that are in no file would have the values that memory had before.
+            if elements != stored.size.numel():
                 raise ValueError(f"the chunks of {key} do not cover it")
-            entries[key] = Entry(found.properties.dtype, tuple(found.size), partial(_read_box, reader, key, found))
+            read = partial(_read_box, reader, key, stored)
+            entries[key] = Entry(stored.properties.dtype, tuple(stored.size), read)
     return entries, values
 
 
-def _read_box(reader: Any, key: str, found: metadata.TensorStorageMetadata, box: tuple[slice, ...]) -> torch.Tensor:
+def _read_box(reader: Any, key: str, stored: metadata.TensorStorageMetadata, box: tuple[slice, ...]) -> torch.Tensor:
+    offset = torch.Size([part.start for part in box])
     shape = torch.Size([part.stop - part.start for part in box])
-    chunk = metadata.ChunkStorageMetadata(torch.Size([part.start for part in box]), shape)
-    room = torch.empty(shape, dtype=found.properties.dtype, device="cpu")
-    with _damaged(reader.path, key):
-        items = create_read_items_for_chunk_list(key, found, [chunk])
-        reader.read_data(planner.LoadPlan(items), _LoadPlanner(room)).wait()
-    return room
+    chunk = metadata.ChunkStorageMetadata(offset, shape)
+    tensor = torch.empty(shape, dtype=stored.properties.dtype, device="cpu")
+    with _name_damage(reader.path, key):
+        items = create_read_items_for_chunk_list(key, stored, [chunk])
+        reader.read_data(planner.LoadPlan(items), _LoadPlanner(tensor)).wait()
+    return tensor
 
 
 def _read_value(reader: Any, key: str) -> Any:
-    index, nothing = metadata.MetadataIndex(key), torch.Size((0,))
+    index = metadata.MetadataIndex(key)
+    nothing = torch.Size((0,))
     item = planner.ReadItem(planner.LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
-    into = _LoadPlanner()
-    with _damaged(reader.path, key):
-        reader.read_data(planner.LoadPlan([item]), into).wait()
-    return into.value
+    load_planner = _LoadPlanner()
+    with _name_damage(reader.path, key):
+        reader.read_data(planner.LoadPlan([item]), load_planner).wait()
+    return load_planner.value
 
 
 @contextmanager
-def _damaged(*place: object) -> Iterator[None]:
-    """Name the file, and the key in it, in an error: a pickle that is damaged raises anything."""
+def _name_damage(*place: object) -> Iterator[None]:
+    """Name the file and the key in an error, which may be of any class: a damaged pickle raises anything."""
     try:
         yield
     except OSError:
         raise
     except Exception as error:
-        raise CheckpointError(": ".join(map(str, (*place, type(error).__name__, error)))) from error
+        parts = (*place, type(error).__name__, error)
+        raise CheckpointError(": ".join(map(str, parts))) from error
 
 
 class _LoadPlanner(default_planner.DefaultLoadPlanner):
-    """Puts tensors that are read into the memory of one, and keeps another value."""
+    """Reads into the memory of a tensor, and keeps a value that is no tensor."""
 
-    def __init__(self, room: torch.Tensor | None = None) -> None:
+    def __init__(self, tensor: torch.Tensor | None = None) -> None:
         super().__init__()
-        self.room, self.value = room, None
+        self.tensor = tensor
+        self.value: Any = None
 
     def lookup_tensor(self, index: metadata.MetadataIndex) -> Any:
-        return self.room
+        return self.tensor
 
     def load_bytes(self, read_item: planner.ReadItem, value: Any) -> None:
         self.value = torch.load(value, weights_only=True)
 
 
 class _SavePlanner(default_planner.DefaultSavePlanner):
-    """Says which boxes of elements this rank writes."""
+    """Lists the boxes of elements that this rank writes."""
 
     def __init__(self, content: Mapping[Place, Any]) -> None:
         super().__init__()
-        # Torch's offline tools nest what they read by these.
+        # torch's offline tools nest by these places what they read.
         self.mappings = {".".join(map(str, place)): place for place in content}
-        self.values = {key: content[place] for key, place in self.mappings.items()}
-        is_tensor = {key: isinstance(value, fs.Sharded | torch.Tensor) for key, value in self.values.items()}
-        self.pieces = {key: piece_of(self.values[key]) for key in self.values if is_tensor[key]}
+        self.values: dict[str, Any] = {}
+        self.pieces: dict[str, Any] = {}
+        for key, place in self.mappings.items():
+            self.values[key] = content[place]
+            if isinstance(content[place], fs.Sharded | torch.Tensor):
+                self.pieces[key] = piece_of(content[place])
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         self.is_coordinator = is_coordinator
@@ -137,16 +145,21 @@ class _SavePlanner(default_planner.DefaultSavePlanner):
             piece = self.pieces.get(key)
             if piece is None:
                 items.append(planner.WriteItem(metadata.MetadataIndex(key), planner.WriteItemType.BYTE_IO))
-            # A rank without elements has nothing to write, unless nobody has any.
             elif piece.tensor.numel() or 0 in piece.full_shape:
-                chunk = metadata.ChunkStorageMetadata(torch.Size(piece.offset), piece.tensor.shape)
-                properties = metadata.TensorProperties.create_from_tensor(piece.tensor)
-                data = planner.TensorWriteData(chunk, properties, torch.Size(piece.full_shape))
-                index = metadata.MetadataIndex(key, chunk.offsets)
-                items.append(planner.WriteItem(index, planner.WriteItemType.SHARD, tensor_data=data))
+                # A rank without elements writes nothing, unless no rank has any.
+                items.append(_write_item(key, piece))
         self.plan = planner.SavePlan(items, planner_data=self.mappings)
         return self.plan
 
     def lookup_object(self, index: metadata.MetadataIndex) -> Any:
         piece = self.pieces.get(index.fqn)
         return self.values[index.fqn] if piece is None else piece.tensor
+
+
+def _write_item(key: str, piece: Any) -> planner.WriteItem:
+    """Make the item by which torch writes a box of a leaf."""
+    chunk = metadata.ChunkStorageMetadata(torch.Size(piece.offset), piece.tensor.shape)
+    properties = metadata.TensorProperties.create_from_tensor(piece.tensor)
+    data = planner.TensorWriteData(chunk, properties, torch.Size(piece.full_shape))
+    index = metadata.MetadataIndex(key, chunk.offsets)
+    return planner.WriteItem(index, planner.WriteItemType.SHARD, tensor_data=data)

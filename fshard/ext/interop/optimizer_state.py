@@ -1,7 +1,7 @@
 """The state of torch.optim's optimizers, to and from states that `fs.from_torch` made."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -10,6 +10,18 @@ import fshard as fs
 from fshard.extend import Entry, Exchange, TorchState, describe, expect, flatten, refuse
 
 StateDict = dict[str, Any]
+# Returns a hyperparameter of a parameter's group, by the names of both; None if the group has none.
+HyperOf = Callable[[str, str], Any]
+
+
+class SlotKey(NamedTuple):
+    """The name of a parameter, and of a tensor that a torch class keeps for it, such as exp_avg."""
+
+    parameter: str
+    slot: str
+
+    def __str__(self) -> str:
+        return f"{self.parameter}.{self.slot}"
 
 
 def to_optimizer_state_dict(
@@ -18,17 +30,18 @@ def to_optimizer_state_dict(
     """Gather the state of an optimizer made by `fs.from_torch`, for `optimizer.load_state_dict`. Every rank must call.
 
     Args:
-        opt_state: The state, such as state.opt_state; parts of a chain or a partition may hold it.
+        opt_state: The state, such as state.opt_state; it may be part of the state of a chain or a partition.
         module: The module whose parameters were trained, on any device.
-        optimizer: A torch optimizer of that module's parameters, which says their order and groups.
-        rank0_only: Whether the first rank alone gets it; other ranks get an empty dict.
+        optimizer: A torch optimizer of that module's parameters, which gives their order and groups.
+        rank0_only: Whether only the first rank gets the state; other ranks get an empty dict.
 
     Returns:
-        What `optimizer.state_dict()` would be after the same updates; one that never had a gradient has no state in it.
+        What `optimizer.state_dict()` would be after the same updates. A parameter that never had a gradient has no
+        state in it.
 
     Raises:
-        ValueError: on every rank, if the state holds more than torch's optimizers do, or parameters that the
-            torch optimizer has not.
+        ValueError: on every rank, if there is state that torch's optimizers do not have, or state of parameters that
+            the torch optimizer does not have.
 
     >>> import torch, fshard as fs
     >>> module = torch.nn.Linear(2, 1, bias=False)
@@ -41,21 +54,22 @@ def to_optimizer_state_dict(
     {'momentum_buffer': tensor([[1., 1.]])}
     """
     exchange = Exchange("checkpoint.to_optimizer_state_dict", module)
-    order = {name: i for i, name in enumerate(optimizer_names(exchange, optimizer))}
-    leaves = optimizer_leaves(exchange, opt_state)
-    exchange.replicas({f"{name}.{slot}": leaf for (name, slot), leaf in leaves.items()}, {})
-    unknown = dict.fromkeys(name for name, _ in leaves if name not in order)
-    problems = [(name, "state", "none: the torch optimizer has no such parameter") for name in unknown]
-    refuse(f"{exchange.label}: states do not fit", problems, "pass the optimizer of all that was trained")
-    never = _never_updated(opt_state)
-    kept = {key: leaf for key, leaf in leaves.items() if key[0] not in never}
-    full = exchange.gathered(kept, rank0_only)
+    numbers = {name: number for number, name in enumerate(list_parameter_names(exchange, optimizer))}
+    slots = collect_slots(exchange, opt_state)
+    exchange.replicas({str(key): leaf for key, leaf in slots.items()}, {})
+    unknown = dict.fromkeys(key.parameter for key in slots if key.parameter not in numbers)
+    if unknown:
+        problems = [(name, "has state, but is no parameter of the torch optimizer", "") for name in unknown]
+        refuse(f"{exchange.label}: states do not fit", problems, "pass the optimizer of all that was trained")
+    without_state = _names_without_updates(opt_state)
+    updated = {key: leaf for key, leaf in slots.items() if key.parameter not in without_state}
+    full = exchange.gathered(updated, rank0_only)
     if rank0_only and exchange.rank:
         return {}
     state: dict[int, StateDict] = {}
-    for (name, slot), tensor in full.items():
-        state.setdefault(order[name], {})[slot] = tensor
-    groups = groups_of(opt_state, optimizer, list(order))
+    for key, tensor in full.items():
+        state.setdefault(numbers[key.parameter], {})[key.slot] = tensor
+    groups = fill_groups(opt_state, optimizer, list(numbers))
     return {"state": dict(sorted(state.items())), "param_groups": groups}
 
 
@@ -67,21 +81,21 @@ def from_optimizer_state_dict(
     *,
     updates: int | None = None,
 ) -> Any:
-    """Take over the state of a torch optimizer into that of one made by `fs.from_torch`. Every rank must call this.
+    """Turn the state of a torch optimizer into that of one made by `fs.from_torch`. Every rank must call this.
 
     Args:
-        state_dict: What `optimizer.state_dict()` returned, the same on every rank, with full tensors.
-        like: The state as it shall be, such as tx.init(params).
-        module: The module whose parameters it is of, on any device.
-        optimizer: A torch optimizer of that module's parameters, which says their order and groups.
-        updates: How many updates were made; None takes the torch class's own count.
+        state_dict: The result of `optimizer.state_dict()` with full tensors, the same on every rank.
+        like: A state of the optimizer made by `fs.from_torch`, such as tx.init(params).
+        module: The module whose parameters were trained, on any device.
+        optimizer: A torch optimizer of that module's parameters, which gives their order and groups.
+        updates: The number of updates that were made; None takes the torch class's own count.
 
     Returns:
-        A state of the structure, specs and dtypes of `like`. Numbers that were injected are those of the group.
+        A state of the structure, specs and dtypes of `like`. Injected numbers are those of the parameter's group.
 
     Raises:
-        ValueError: on every rank, with every state that is missing, otherwise or besides, or where the class does
-            not count and `updates` is not given.
+        ValueError: on every rank, with every tensor that is missing, differs or is unexpected; or if the class does
+            not count its updates and `updates` is not given.
 
     >>> import torch, fshard as fs
     >>> module = torch.nn.Linear(2, 1, bias=False)
@@ -96,141 +110,180 @@ def from_optimizer_state_dict(
     """
     exchange = Exchange("checkpoint.from_optimizer_state_dict", module)
     check_updates(exchange, updates)
-    known = isinstance(state_dict, Mapping) and {"state", "param_groups"} <= state_dict.keys()
-    needed = "state_dict to be the state dict of a torch optimizer, with state and param_groups"
-    expect(known, exchange.label, needed, describe(state_dict))
-    order = dict(enumerate(optimizer_names(exchange, optimizer)))
-    found: dict[str, Entry] = {}
-    for i, slots in state_dict["state"].items():
-        for slot, value in slots.items():
-            tensor = torch.tensor(value, dtype=torch.float32) if isinstance(value, int | float) else value
-            if tensor is not None:
-                found[f"{order.get(i, f'parameter {i}')}.{slot}"] = Entry.of(tensor)
+    is_state_dict = isinstance(state_dict, Mapping) and {"state", "param_groups"} <= state_dict.keys()
+    expected = "state_dict to be the state dict of a torch optimizer, with state and param_groups"
+    expect(is_state_dict, exchange.label, expected, describe(state_dict))
+    names = dict(enumerate(list_parameter_names(exchange, optimizer)))
+    entries = _entries_of(state_dict["state"], names)
     groups: list[StateDict] = state_dict["param_groups"]
-    owners = {order[i]: group for group in groups for i in group["params"] if i in order}
-    first = groups[0] if groups else {}
-    return rebuilt(exchange, like, found, lambda name, key: owners.get(name, first).get(key), updates)
+    group_of = {}
+    for group in groups:
+        for number in group["params"]:
+            if number in names:
+                group_of[names[number]] = group
+    default = groups[0] if groups else {}
+
+    def hyper_of(parameter: str, name: str) -> Any:
+        return group_of.get(parameter, default).get(name)
+
+    return rebuild_state(exchange, like, entries, hyper_of, updates)
+
+
+def _entries_of(state: Mapping[int, StateDict], names: Mapping[int, str]) -> dict[str, Entry]:
+    """Name the tensors of a torch optimizer's state by parameter and slot."""
+    entries = {}
+    for number, slots in state.items():
+        name = names.get(number, f"parameter {number}")
+        for slot, value in slots.items():
+            if isinstance(value, int | float):
+                value = torch.tensor(value, dtype=torch.float32)
+            if value is not None:
+                entries[f"{name}.{slot}"] = Entry.of(value)
+    return entries
 
 
 def check_updates(exchange: Exchange, updates: Any) -> None:
     """Refuse a number of updates that is no whole number."""
-    whole = updates is None or (type(updates) is int and 0 <= updates < 2**63)
-    expect(whole, exchange.label, "updates to be a whole number, 0 or more, or None", f"{updates!r:.40}")
+    is_count = updates is None or (type(updates) is int and 0 <= updates < 2**63)
+    expect(is_count, exchange.label, "updates to be a whole number, 0 or more, or None", f"{updates!r:.40}")
 
 
-def optimizer_names(exchange: Exchange, optimizer: torch.optim.Optimizer) -> list[str]:
-    """The names of a torch optimizer's parameters, in its order."""
-    known = isinstance(optimizer, torch.optim.Optimizer)
-    expect(known, exchange.label, "optimizer to be a torch optimizer", describe(optimizer))
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    unknown = next((i for i, param in enumerate(params) if id(param) not in exchange.by_tensor), None)
-    found = f"parameter {unknown} of {len(params)}, which is none of the module's"
-    expect(unknown is None, exchange.label, "optimizer to have the parameters of module", found, "make it of them")
-    return [exchange.by_tensor[id(param)] for param in params]
+def list_parameter_names(exchange: Exchange, optimizer: torch.optim.Optimizer) -> list[str]:
+    """List the names of a torch optimizer's parameters, in its order."""
+    is_optimizer = isinstance(optimizer, torch.optim.Optimizer)
+    expect(is_optimizer, exchange.label, "optimizer to be a torch optimizer", describe(optimizer))
+    parameters: list[torch.Tensor] = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
+    names = []
+    for number, parameter in enumerate(parameters):
+        if id(parameter) not in exchange.by_tensor:
+            text = f"parameter {number} of {len(parameters)} of the optimizer is none of the module's"
+            raise ValueError(f"{exchange.label}: {text}; make the optimizer of the parameters of module")
+        names.append(exchange.by_tensor[id(parameter)])
+    return names
 
 
-def optimizer_leaves(exchange: Exchange, opt_state: Any) -> dict[tuple[str, str], Any]:
-    """The leaves of a state made by `from_torch`, by the name of the parameter and of the slot.
+def collect_slots(exchange: Exchange, opt_state: Any) -> dict[SlotKey, Any]:
+    """Collect the leaves of a state made by `from_torch`, by parameter and slot.
 
     Raises:
-        ValueError: if there is none, or beside it state that torch's optimizers do not have.
+        ValueError: if it has state besides that torch's optimizers do not have.
     """
 
-    def misfit(leaf: Any) -> tuple[str, str] | None:
-        return None if leaf is None else (describe(leaf), "nothing but the state of fs.from_torch")
+    def describe_misfit(leaf: Any) -> str | None:
+        return None if leaf is None else f"is {describe(leaf)}, which is not of the state of fs.from_torch"
 
-    remedy = "save it by fs.checkpoint.save, or pass the part that fs.from_torch made"
     rest = flatten(TorchState.each(lambda state: None, opt_state))
-    refuse(f"{exchange.label}: torch's optimizers have no such state", rest.problems(misfit), remedy)
-    return {(name, slot): leaf for state in states_of(opt_state) for name, slot, leaf in _slots(state)}
+    problems = rest.problems(describe_misfit)
+    if problems:
+        remedy = "save it by fs.checkpoint.save, or pass the part that fs.from_torch made"
+        refuse(f"{exchange.label}: torch's optimizers have no such state", problems, remedy)
+    slots: dict[SlotKey, Any] = {}
+    for state in list_states(opt_state):
+        slots |= _slots_of(state)
+    return slots
 
 
-def groups_of(opt_state: Any, optimizer: torch.optim.Optimizer, order: Sequence[str]) -> list[StateDict]:
-    """The parameter groups of a torch optimizer, with the numbers that a state holds for their parameters.
+def fill_groups(opt_state: Any, optimizer: torch.optim.Optimizer, names: Sequence[str]) -> list[StateDict]:
+    """Return the parameter groups of a torch optimizer, with the numbers that a state holds for their parameters.
 
     Args:
         opt_state: The state.
         optimizer: The torch optimizer.
-        order: The names of its parameters.
+        names: The names of its parameters.
     """
     groups = optimizer.state_dict()["param_groups"]
-    for state in states_of(opt_state):
-        # The state of a class that keeps nothing does not say whose it is.
-        owners = {name for name, *_ in _slots(state)} or set(order)
+    for state in list_states(opt_state):
+        # A class that keeps no tensors does not say whose state this is, so it counts for all parameters.
+        owners = {key.parameter for key, _ in _slots_of(state)} or set(names)
         for group in groups:
-            if owners.isdisjoint(order[i] for i in group["params"]):
+            members = [names[number] for number in group["params"]]
+            if owners.isdisjoint(members):
                 continue
             for name in group.keys() & state.hyper.keys():
                 group[name] = float(state.hyper[name])
     return groups
 
 
-def rebuilt(
-    exchange: Exchange, like: Any, found: Mapping[str, Entry], number: Callable[[str, str], Any], updates: int | None
+def rebuild_state(
+    exchange: Exchange, like: Any, entries: Mapping[str, Entry], hyper_of: HyperOf, updates: int | None
 ) -> Any:
     """Read a state.
 
     Args:
         exchange: The exchange.
         like: The state as it shall be.
-        found: The entry of each parameter and slot, by their names with a dot between.
-        number: The hyperparameter of a parameter's group; None keeps the old one.
+        entries: The entry of each parameter and slot, by their names with a dot between.
+        hyper_of: Returns the hyperparameters of each parameter; where it returns None, those of `like` stay.
         updates: How many updates were made; None takes the class's own count.
 
     Raises:
         ValueError: if the number of updates is not known.
     """
-    leaves = {f"{name}.{slot}": leaf for (name, slot), leaf in optimizer_leaves(exchange, like).items()}
+    leaves = {str(key): leaf for key, leaf in collect_slots(exchange, like).items()}
     remedy = "pass the state of the same torch class and options, for the same module"
-    made = exchange.read(leaves, {key: [entry] for key, entry in found.items()}, remedy)
+    loaded = exchange.read(leaves, {key: [entry] for key, entry in entries.items()}, remedy)
 
-    def change(state: TorchState) -> TorchState:
-        owners = [name for name, *_ in _slots(state)]
-        own = [int(made[f"{name}.step"]) for name, _ in _named(state.slots.get("step", {}))]
-        counts = own if updates is None else [updates]
-        if not counts:
-            remedy = "pass how many there were"
-            raise ValueError(f"{exchange.label}: the torch class does not count its updates; {remedy}")
-        slots = {
-            slot: exchange.with_leaves(tree, {name: made[f"{name}.{slot}"] for name, _ in _named(tree)})
-            for slot, tree in state.slots.items()
-        }
-        hyper = {}
-        for name, old in state.hyper.items():
-            new = number(owners[0] if owners else "", name)
-            hyper[name] = old.clone() if new is None else torch.full_like(old, float(new))
-        updated = torch.full_like(state.updates, max(counts))
-        each = fs.tree_map(lambda count: torch.full_like(count, max(counts)), state.counts)
-        return TorchState(updated, slots, hyper, each)
+    def rebuild(state: TorchState) -> TorchState:
+        count = _count_updates(exchange, state, loaded) if updates is None else updates
+        slots = {}
+        for slot, tree in state.slots.items():
+            slot_leaves = {name: loaded[f"{name}.{slot}"] for name, _ in _named_leaves(tree)}
+            slots[slot] = exchange.with_leaves(tree, slot_leaves)
+        return TorchState(
+            updates=torch.full_like(state.updates, count),
+            slots=slots,
+            hyper=_rebuild_hyper(state, hyper_of),
+            counts=fs.tree_map(lambda leaf: torch.full_like(leaf, count), state.counts),
+        )
 
-    return TorchState.each(change, like)
+    return TorchState.each(rebuild, like)
 
 
-def states_of(opt_state: Any) -> list[TorchState]:
-    """The states that `from_torch` made, in any parts of a state."""
-    found: list[TorchState] = []
-    TorchState.each(found.append, opt_state)
-    return found
+def _count_updates(exchange: Exchange, state: TorchState, loaded: Mapping[str, torch.Tensor]) -> int:
+    """Return the largest count of updates that a torch class has of its parameters."""
+    counts = [int(loaded[f"{name}.step"]) for name, _ in _named_leaves(state.slots.get("step", {}))]
+    if not counts:
+        raise ValueError(f"{exchange.label}: the torch class does not count its updates; pass their number as updates=")
+    return max(counts)
 
 
-def _named(tree: Any) -> list[tuple[str, Any]]:
-    """The leaves of a tree that are not None, with their names."""
+def _rebuild_hyper(state: TorchState, hyper_of: HyperOf) -> dict[str, torch.Tensor]:
+    """Read the hyperparameters of a state from the group of its first parameter."""
+    parameter = next((key.parameter for key, _ in _slots_of(state)), "")
+    hyper = {}
+    for name, old in state.hyper.items():
+        number = hyper_of(parameter, name)
+        hyper[name] = old.clone() if number is None else torch.full_like(old, float(number))
+    return hyper
+
+
+def list_states(opt_state: Any) -> list[TorchState]:
+    """List the states that `from_torch` made, in any parts of a state."""
+    states: list[TorchState] = []
+    TorchState.each(states.append, opt_state)
+    return states
+
+
+def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """List the leaves of a tree that are not None, with their names."""
     flat = flatten(tree)
-    return [(name, leaf) for name, leaf in zip(flat.names, flat.leaves, strict=True) if leaf is not None]
+    pairs = zip(flat.names, flat.leaves, strict=True)
+    return [(name, leaf) for name, leaf in pairs if leaf is not None]
 
 
-def _slots(state: TorchState) -> Iterator[tuple[str, str, Any]]:
-    """The name of the parameter, the slot and the leaf of each tensor that a torch class keeps."""
+def _slots_of(state: TorchState) -> Iterator[tuple[SlotKey, Any]]:
+    """Yield each leaf that a torch class keeps, with its parameter and slot."""
     for slot, tree in state.slots.items():
-        yield from ((name, slot, leaf) for name, leaf in _named(tree))
+        for name, leaf in _named_leaves(tree):
+            yield SlotKey(name, slot), leaf
 
 
-def _never_updated(opt_state: Any) -> set[str]:
-    """The names of parameters that no update has changed, of which torch's optimizers have no state."""
-    return {
-        name
-        for state in states_of(opt_state)
-        for tree in (state.slots.get("step", {}), state.counts)
-        for name, count in _named(tree)
-        if not int(count)
-    }
+def _names_without_updates(opt_state: Any) -> set[str]:
+    """Name the parameters that no update has changed, for which torch's optimizers have no state."""
+    names: set[str] = set()
+    for state in list_states(opt_state):
+        for tree in (state.slots.get("step", {}), state.counts):
+            names |= {name for name, count in _named_leaves(tree) if not int(count)}
+    return names

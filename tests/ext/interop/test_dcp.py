@@ -152,6 +152,11 @@ def test_other_keys_of_an_optimizer(tmp_path):
     )
 
 
+def test_a_state_is_saved_with_its_module_and_optimizer(tmp_path):
+    text = "checkpoint.save_dcp: a TrainState needs module= and optimizer=, as get_state_dict takes them"
+    assert refusal(lambda mesh: save_dcp(tmp_path, trained(), module=One())) == text
+
+
 class One(nn.Module):
     def __init__(self):
         super().__init__()

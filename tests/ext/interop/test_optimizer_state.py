@@ -68,14 +68,15 @@ def test_optimizer_states_that_do_not_fit():
     params = dict(module.named_parameters())
     optimizer = torch.optim.AdamW(module.parameters())
     other = fs.ema(fs.from_torch(torch.optim.AdamW), 0.9)
-    with pytest.raises(ValueError, match=r"torch's optimizers have no such state\n  .average\['embedding.weight'\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"torch's optimizers have no such state\n  .average\['embedding.weight'\]: is .*, which is not of",
+    ):
         to_optimizer_state_dict(other.init(params), module, optimizer)
-    with pytest.raises(ValueError, match="parameter 0 of 1, which is none of the module's; make it of"):
+    with pytest.raises(ValueError, match="parameter 0 of 1 of the optimizer is none of the module's; make"):
         to_optimizer_state_dict((), module, torch.optim.AdamW([torch.ones(1)]))
     state = fs.from_torch(torch.optim.AdamW).init(params)
-    with pytest.raises(
-        ValueError, match=r"embedding.weight: expected none: the torch optimizer has no such parameter, got state"
-    ):
+    with pytest.raises(ValueError, match=r"embedding.weight: has state, but is no parameter of the torch optimizer\n"):
         to_optimizer_state_dict(state, module, torch.optim.AdamW(module.norm.parameters()))
     trained_here(module, optimizer, range(1))
     like = fs.from_torch(torch.optim.AdamW, amsgrad=True).init(params)
@@ -84,5 +85,5 @@ def test_optimizer_states_that_do_not_fit():
     ):
         from_optimizer_state_dict(optimizer.state_dict(), like, module, optimizer)
     sgd = torch.optim.SGD(module.parameters())
-    with pytest.raises(ValueError, match="the torch class does not count its updates; pass how many there were"):
+    with pytest.raises(ValueError, match="the torch class does not count its updates; pass their number as updates="):
         from_optimizer_state_dict(sgd.state_dict(), fs.from_torch(torch.optim.SGD).init(params), module, sgd)
