@@ -576,8 +576,8 @@ FAULTS = (
     Fault(
         "files-in-the-way-of-an-export-found-at-its-end",
         "fshard/ext/interop/export.py",
-        "_refuse_taken(directory, (*deciding, *others))",
-        "_refuse_taken(directory, deciding)",
+        "_check_free(directory, (*deciding, *others))",
+        "_check_free(directory, deciding)",
         "1: an export that cannot end well is refused before it writes",
     ),
     Fault(

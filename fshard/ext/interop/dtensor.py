@@ -13,11 +13,11 @@ from fshard.extend import Exchange, describe, expect, flatten, piece_of, refuse
 
 
 def from_dtensor(tree: Any, strategy: Any) -> Any:
-    """Turn DTensor leaves into Sharded ones with the layout they have, without a copy where the split is even.
+    """Turn DTensor leaves into Sharded ones of the same layout, without a copy if the split is even.
 
     Args:
         tree: Pytree with DTensor leaves, such as the state dict of an FSDP2 model; other leaves stay as they are.
-        strategy: The ShardTransform to gather and scatter them with from now on, on the axes of their mesh.
+        strategy: The ShardTransform that gathers and scatters them from now on, on the axes of their mesh.
 
     Returns:
         The tree with Sharded leaves that share memory with the DTensors.
@@ -45,7 +45,7 @@ def from_dtensor(tree: Any, strategy: Any) -> Any:
             continue
         target = layouts.of(path, name, leaf, fs.Spec(tuple(leaf.shape)))
         if target.transform is None:
-            # It is among the problems of the layouts.
+            # The strategy cannot lay it out; `layouts.problems` has it.
             continue
         misfit = _describe_misfit(leaf, target)
         if misfit:
@@ -113,7 +113,7 @@ def _take_over(leaf: Any, target: fs.Spec) -> fs.Sharded:
 
 
 def to_dtensor(tree: Any, mesh: DeviceMesh) -> Any:
-    """Turn Sharded leaves into DTensors of the same layout, without a copy where the split is even.
+    """Turn Sharded leaves into DTensors of the same layout, without a copy if the split is even.
 
     Args:
         tree: Pytree with Sharded leaves; other leaves stay as they are.
@@ -123,8 +123,8 @@ def to_dtensor(tree: Any, mesh: DeviceMesh) -> Any:
         The tree with DTensor leaves that share memory with the shards.
 
     Raises:
-        ValueError: if a leaf lives on an axis that the mesh lacks, splits a dim over axes in another order or unevenly
-            over several, or is a number that is split.
+        ValueError: if a leaf lives on an axis that the mesh lacks, splits a dim over axes in another order than the
+            mesh or unevenly over several, or is a number that is split.
 
     >>> import torch, fshard as fs
     >>> mesh = fs.init_mesh({"shard": -1}, device="cpu")

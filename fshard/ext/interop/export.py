@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fshard.checkpoint import CheckpointError
-from fshard.extend import Exchange, expect
+from fshard.extend import Exchange
 
 # Directories in the making, which the next export removes where a kill left one.
 EXPORTING = ".exporting-"
@@ -17,7 +17,7 @@ EXPORTING = ".exporting-"
 
 @contextmanager
 def new_files(exchange: Exchange, given: Any, deciding: Sequence[str], others: Iterable[str]) -> Iterator[Path]:
-    """Make a temporary directory, whose files are moved to another one when all ranks have ended well.
+    """Make a temporary directory, whose files are moved to their directory when all ranks have written theirs.
 
     Args:
         exchange: The exchange.
@@ -31,12 +31,13 @@ def new_files(exchange: Exchange, given: Any, deciding: Sequence[str], others: I
     Raises:
         CheckpointError: on every rank, if a file is there already, or a rank could not write.
     """
-    is_first, name = not exchange.rank, EXPORTING + secrets.token_hex(8)
+    is_first = exchange.rank == 0
+    name = EXPORTING + secrets.token_hex(8)
     with exchange.raise_on_all_ranks(given):
         directory = exchange.path("directory", given)
         if is_first:
             directory.mkdir(parents=True, exist_ok=True)
-            _refuse_taken(directory, (*deciding, *others))
+            _check_free(directory, (*deciding, *others))
             for left in directory.glob(EXPORTING + 16 * "[0-9a-f]"):
                 shutil.rmtree(left, ignore_errors=True)
             (directory / name).mkdir()
@@ -45,9 +46,10 @@ def new_files(exchange: Exchange, given: Any, deciding: Sequence[str], others: I
         with exchange.raise_on_all_ranks(directory):
             yield temporary
         with exchange.raise_on_all_ranks(directory):
-            names = sorted(os.listdir(temporary) if is_first else (), key=lambda name: (name in deciding, name))
+            written = os.listdir(temporary) if is_first else []
+            names = sorted(written, key=lambda name: (name in deciding, name))
             # Another program may have written there meanwhile.
-            _refuse_taken(directory, names)
+            _check_free(directory, names)
             for name in names:
                 os.replace(temporary / name, directory / name)
             if is_first:
@@ -58,8 +60,9 @@ def new_files(exchange: Exchange, given: Any, deciding: Sequence[str], others: I
         raise
 
 
-def _refuse_taken(directory: Path, names: Iterable[str]) -> None:
+def _check_free(directory: Path, names: Iterable[str]) -> None:
     """Refuse to write over files."""
     for name in names:
-        is_free, remedy = not os.path.lexists(directory / name), "write to another directory, or remove what is there"
-        expect(is_free, f"{directory / name}", "no file of that name", "one", remedy, CheckpointError)
+        path = directory / name
+        if os.path.lexists(path):
+            raise CheckpointError(f"{path} is there already; write to another directory, or remove it")

@@ -43,10 +43,10 @@ def save_huggingface(
 ) -> None:
     """Write full parameters as a Hugging Face model has them, for `from_pretrained`. Every rank must call this.
 
-    Each rank writes its own shards into the files. Leaves are gathered only where transformers converts weights, and
-    only those that it converts together. The model's configuration is written by its own `config.save_pretrained`,
-    before or after. Files appear when they are complete, the one that names the others last; checksums.json has the
-    CRC-32 of each box that a rank wrote. Tied parameters are written once.
+    Each rank writes its own shards into the files. Leaves are gathered only if transformers converts them, and then no
+    more than it converts together. Files appear when they are complete, and `model.safetensors` (or its index) appears
+    last. checksums.json has the CRC-32 of each box that a rank wrote. Tied parameters are written once. To write the
+    model's configuration, call its own `config.save_pretrained` before or after.
 
     Args:
         directory: Where the files go; made where there is none. A directory that has one of the files, such as an
@@ -55,17 +55,18 @@ def save_huggingface(
             not NFS.
         params: Any pytree of parameters, perhaps with buffers, Sharded or full. Names are those of its leaves, joined
             by dots.
-        names: What a leaf is called in the files, from its name. None takes it as it is, or as transformers calls it.
-        module: The module whose parameters they are, on any device: buffers that are not persistent are then left out.
-            For a model of transformers the files have the names and weights that its `save_pretrained` writes, where
-            they are not those of the module: experts one by one, for instance.
-        dtype: What leaves of floating numbers are cast to on the way; None keeps their dtypes.
-        max_file_bytes: From how many bytes of tensors on another file is begun; a leaf is never cut.
+        names: Returns the name of a leaf in the files, by its name here. None keeps the name, or takes that of
+            transformers.
+        module: The module whose parameters they are, on any device. Buffers that are not persistent are then left out,
+            and a model of transformers gets the names and weights that its `save_pretrained` writes, for instance
+            experts one by one.
+        dtype: The dtype that leaves of floating numbers are cast to; None keeps their dtypes.
+        max_file_bytes: The most bytes of tensors in one file. A leaf is never split: a larger one has its own file.
 
     Raises:
         ValueError: on every rank, if a leaf is no tensor that safetensors can hold, ranks hold different leaves,
-            two have one name, a name is "__metadata__" or no valid Unicode, or parameters or buffers that the module
-            saves are not there.
+            two leaves have one name, a name is "__metadata__" or no valid Unicode, or parameters or buffers that the
+            module saves are missing.
         CheckpointError: on every rank, if the directory has one of the files already, or files cannot be written.
 
     >>> import os, tempfile, torch, fshard as fs
@@ -116,32 +117,33 @@ def load_huggingface(
 ) -> Any:
     """Read the weights of a Hugging Face model into parameters of any layout. Every rank must call this.
 
-    Each rank reads the slices it keeps. Where there are checksums it also reads the whole boxes around them, and
-    refuses a box that has other bytes than were written. Where transformers has other names in files than in the model,
-    or other weights (experts one by one, which the model stacks), its own conversion runs, as in `from_pretrained`. Of
-    weights that it stacks or joins a rank reads only what it needs; any other conversion is done in full, one leaf at a
+    Each rank reads the slices that it keeps. If there are checksums, it also reads the whole boxes around them, and
+    refuses a box that has other bytes than were written. If transformers has other names or weights in files than in
+    the model (such as experts one by one, which the model stacks), its own conversion runs, as in `from_pretrained`. A
+    rank reads only its part of weights that are stacked or joined. Any other conversion runs in full, one leaf at a
     time.
 
     Args:
         directory: Where the weights are: one safetensors file, or several with an index.
-        like: Parameters as they shall be, perhaps with buffers: leaves say which dtype, shape and layout; their values
-            are not used and may be on the meta device.
-        names: What a leaf is called in the files, from its name. None takes it as it is, or as transformers calls it.
-        module: The module whose parameters they are, on any device: files may then have a tied parameter under any of
-            its names, or under several with the same values, and buffers that are not persistent stay as they are in
-            `like`. A model of transformers is needed for its conversion.
-        strict: Whether files must have every leaf and nothing else. False is for a model with a head on the weights of
-            one without, and the other way: leaves that are not in the files stay as they are in `like`, and weights
-            that are not in `like` are not read.
+        like: A tree of the parameters to make, perhaps with buffers. Its leaves give the dtype, shape and layout; their
+            values are not used and may be on the meta device.
+        names: Returns the name of a leaf in the files, by its name here. None keeps the name, or takes that of
+            transformers.
+        module: The module whose parameters they are, on any device. The files may then have a tied parameter under any
+            of its names, or under several with the same values, and buffers that are not persistent stay as they are in
+            `like`. Pass a model of transformers to have its weights converted.
+        strict: Whether the files must have every leaf and nothing else. With False, leaves that are not in the files
+            stay as they are in `like`, and weights that are not in `like` are not read: for a model with a head on
+            weights without one, or the other way round.
         cast: Whether to convert from one floating dtype to another.
 
     Returns:
         A tree of the structure, specs, dtypes and devices of `like`.
 
     Raises:
-        ValueError: on every rank, with every leaf that the files lack, have otherwise or have besides.
-        CheckpointError: on every rank, if there are no safetensors, a file is damaged or leads elsewhere, or
-            transformers cannot convert its weights.
+        ValueError: on every rank, with every leaf that is missing in the files, differs there, or is unexpected.
+        CheckpointError: on every rank, if there are no safetensors, a file is damaged, the index names a file
+            elsewhere, or transformers cannot convert the weights.
 
     >>> import tempfile, torch, fshard as fs
     >>> params = fs.shard({"w": torch.tensor([1.0, 2.0])}, fs.fully_shard(fs.init_mesh({"shard": -1}, device="cpu")))
@@ -190,8 +192,7 @@ def _check_complete(exchange: Exchange, leaves: Mapping[str, Any]) -> None:
 
 
 def _check_names(label: str, names: Any) -> None:
-    is_function = names is None or callable(names)
-    expect(is_function, label, "names to be a function of a name, or None", describe(names))
+    expect(names is None or callable(names), label, "names to be a function of a name, or None", describe(names))
 
 
 def _rename(label: str, tensors: dict[str, PlannedTensor], names: Names | None) -> dict[str, PlannedTensor]:
@@ -296,12 +297,8 @@ def _make_index(files: Mapping[str, TensorKinds]) -> str:
 def _open(directory: Path, stack: ExitStack) -> dict[str, Entry]:
     """List the tensors of a model's files, by name."""
     main_file = _find_main_file(directory)
-    if main_file.suffix == ".json":
-        weight_map = _read_weight_map(main_file)
-        files = dict.fromkeys(weight_map.values())
-    else:
-        weight_map = {}
-        files = {main_file.name: None}
+    weight_map = _read_weight_map(main_file) if main_file.suffix == ".json" else {}
+    files = list(dict.fromkeys(weight_map.values())) or [main_file.name]
     boxes = shared_files.read_checksums(directory)
     entries: dict[str, Entry] = {}
     for file in files:
@@ -335,8 +332,7 @@ def _read_weight_map(path: Path) -> dict[str, str]:
     if not (isinstance(weight_map, dict) and weight_map):
         raise CheckpointError(f"{path} has no map from tensors to files")
     for name, file in weight_map.items():
-        is_beside = isinstance(file, str) and file == os.path.basename(file) and file.endswith(".safetensors")
-        if not is_beside:
+        if not (isinstance(file, str) and file == os.path.basename(file) and file.endswith(".safetensors")):
             raise CheckpointError(f"{path} names {file!r} for {name}, which is no .safetensors file beside it")
     return dict(weight_map)
 

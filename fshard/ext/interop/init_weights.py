@@ -14,18 +14,18 @@ Initializer = Callable[[nn.Module], Any]
 
 
 def with_init_weights(module: nn.Module) -> nn.Module:
-    """Let submodules of a copy draw their values by the `_init_weights` of the innermost module that has one.
+    """Copy a module so that each submodule draws its values by the `_init_weights` of the innermost model around it.
 
-    `Model.init` then draws what `init_weights` of a model of transformers does, to the bit. Tied weights are drawn as
-    if they were not tied, and the source's values are kept, as transformers does. What a constructor draws besides is
-    not drawn.
+    `Model.init` then draws the values that `init_weights` of a model of transformers draws, to the bit. Tied weights
+    are drawn as if they were not tied, and keep the values of their source, as in transformers. Values that a
+    constructor draws are not drawn again.
 
     Args:
-        module: The module, with values or on the meta device, which is not changed. Each `_init_weights` in it takes a
+        module: The module, with values or on the meta device. It is not changed. Each `_init_weights` in it takes a
             submodule and sets its values.
 
     Returns:
-        A copy of the same tensors, to be passed to `fs.functionalize`.
+        A copy that has the same tensors, for `fs.functionalize`.
 
     Raises:
         ValueError: if `module` is no module.
@@ -39,40 +39,53 @@ def with_init_weights(module: nn.Module) -> nn.Module:
     >>> model.init(fs.ddp(fs.init_mesh({"shard": -1}, device="cpu")), seed=0)["0.weight"].local
     tensor([[0.5000, 0.5000]])
     """
-    known = isinstance(module, nn.Module)
-    expect(known, "with_init_weights", "module to be a torch module", describe(module))
-    same: dict[int, Any] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-    made, initializers, tied = copy.deepcopy(module, same), dict[str, Initializer](), _tied(module)
-    parts = dict(named_modules(made))
+    is_module = isinstance(module, nn.Module)
+    expect(is_module, "with_init_weights", "module to be a torch module", describe(module))
+    # `deepcopy` takes these for copies of themselves.
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    copied = copy.deepcopy(module, shared)
+    tied_keys = _find_tied_keys(module)
+    copies = dict(named_modules(copied))
+    initializers: dict[str, Initializer] = {}
     for path, submodule in named_modules(module):
-        initialize = _compat.initializer_of(submodule) or initializers.get(path.rpartition(".")[0])
+        parent = path.rpartition(".")[0]
+        initialize = _compat.initializer_of(submodule) or initializers.get(parent)
         if initialize is not None:
             initializers[path] = initialize
-            part = parts[path]
-            part.__class__ = _drawing(type(part), initialize, tuple(tied.get(submodule, ())))
-    return made
+            part = copies[path]
+            part.__class__ = _make_drawing_class(type(part), initialize, tied_keys.get(submodule, set()))
+    return copied
 
 
-def _drawing(cls: type[nn.Module], initialize: Initializer, tied: tuple[str, ...]) -> type[nn.Module]:
-    """Make a class whose instances draw their values by a model's method; an attribute would keep them in a cycle."""
+def _make_drawing_class(cls: type[nn.Module], initialize: Initializer, tied_keys: set[str]) -> type[nn.Module]:
+    """Make a class whose instances draw their values by a model's method.
+
+    A method that is an attribute of the instance would refer to it, so that the garbage collector alone could free it.
+    """
 
     def reset_parameters(self: nn.Module) -> None:
-        kept = {key: self.get_parameter(key) for key in tied}
+        kept = {key: self.get_parameter(key) for key in tied_keys}
         for key, parameter in kept.items():
-            setattr(self, key, nn.Parameter(torch.empty_like(parameter), requires_grad=parameter.requires_grad))
+            drawn = torch.empty_like(parameter)
+            setattr(self, key, nn.Parameter(drawn, requires_grad=parameter.requires_grad))
         try:
             initialize(self)
         finally:
             for key, parameter in kept.items():
                 setattr(self, key, parameter)
 
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (cls,), {**names, "reset_parameters": reset_parameters})
+    attributes = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "reset_parameters": reset_parameters,
+    }
+    return type(cls.__name__, (cls,), attributes)
 
 
-def _tied(module: nn.Module) -> dict[nn.Module, set[str]]:
-    """List keys of weights that are the same as others by the submodules that hold them, as models around these say."""
-    tied: dict[nn.Module, set[str]] = {}
+def _find_tied_keys(module: nn.Module) -> dict[nn.Module, set[str]]:
+    """List the keys of tied weights by the submodules that hold them, as the models around these declare."""
+    tied_keys: dict[nn.Module, set[str]] = {}
     for model in module.modules():
         ties = getattr(model, "all_tied_weights_keys", {})
         if not ties:
@@ -82,5 +95,5 @@ def _tied(module: nn.Module) -> dict[nn.Module, set[str]]:
         for target, source in ties.items():
             if source in parameters and parameters.get(target) is parameters[source]:
                 path, _, key = target.rpartition(".")
-                tied.setdefault(submodules[path], set()).add(key)
-    return tied
+                tied_keys.setdefault(submodules[path], set()).add(key)
+    return tied_keys

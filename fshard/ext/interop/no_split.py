@@ -2,8 +2,6 @@
 
 from torch import nn
 
-from fshard.extend import expect
-
 __all__ = ["no_split"]
 
 
@@ -26,11 +24,14 @@ def no_split(model: nn.Module) -> tuple[type[nn.Module], ...]:
     ['Block']
     """
     # transformers declares classes by their names.
-    declared = {name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()}
-    found: dict[type[nn.Module], None] = {}
+    declared: set[str] = set()
+    for part in model.modules():
+        declared.update(getattr(part, "_no_split_modules", None) or ())
+    units: dict[type[nn.Module], None] = {}
     for part in model.modules():
         if part is not model and type(part).__name__ in declared:
-            found[type(part)] = None
-    needed = f"{type(model).__name__} to declare _no_split_modules that it has"
-    expect(found, "no_split", needed, repr(sorted(declared)), "pass units= another rule")
-    return tuple(found)
+            units[type(part)] = None
+    if not units:
+        text = f"{type(model).__name__} has no submodule of the classes that it declares in _no_split_modules"
+        raise ValueError(f"no_split: {text}, {sorted(declared)}; pass units= another rule")
+    return tuple(units)

@@ -39,6 +39,6 @@ def test_an_export_writes_over_nothing(export, tmp_path, monkeypatch):
         (directory / name).write_text("mine")
         save = partial(EXPORTS[export], directory, first)
         text, other = spmd(partial(refused, save, checkpoint.CheckpointError), 2)
-        assert f"{directory / name}: expected no file of that name, got one; write to another directory, or" in text
+        assert f"{directory / name} is there already; write to another directory, or remove it" in text
         assert other == text
         assert contents(directory) == {name: b"mine"}
