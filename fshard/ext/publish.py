@@ -1,15 +1,15 @@
-"""Weights from the ranks that train to the ranks that sample: each byte goes once, straight to its owner.
+"""Weights from the ranks that train to the ranks that sample: each byte is sent once, straight to its owner.
 
-Ranks of one job, which are processes, send each other messages by torch.distributed's default group, beside the groups
-of all meshes, so that a rank that is lost breaks no mesh. Trainers tell samplers which boxes of leaves they hold, and
-each sampler asks for those that it lacks: a schedule that follows from the two layouts alone.
+The ranks are processes of one job. They exchange messages over torch.distributed's default group, which no mesh uses,
+so a lost rank breaks no mesh. Trainers tell samplers which parts of leaves they hold, and each sampler requests those
+that it needs: the schedule follows from the two layouts alone.
 """
 
 import json
 import math
 import threading
 import zlib
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard.comm import CollectiveError
-from fshard.extend import describe, expect, flatten, piece_of, refuse
+from fshard.extend import bytes_of, describe, expect, flatten, piece_of, refuse
 
-# Leaves are cast and under way up to this many bytes at a time, a larger one alone.
+# At most so many bytes of leaves are cast and sent at a time; a larger leaf is sent alone.
 UNIT_BYTES = 16 * 1024 * 1024
 # Seconds that a rank waits for one on the other side.
 TIMEOUT = 60.0
@@ -40,24 +40,53 @@ class Box(NamedTuple):
 
     def within(self, outer: "Box") -> tuple[slice, ...]:
         """Index the part in a tensor that holds another one."""
-        starts = [a - b for a, b in zip(self.start, outer.start, strict=True)]
-        return tuple(slice(begin, begin + size) for begin, size in zip(starts, self.size, strict=True))
+        place = []
+        for start, outer_start, size in zip(self.start, outer.start, self.size, strict=True):
+            first = start - outer_start
+            place.append(slice(first, first + size))
+        return tuple(place)
 
     def common(self, other: "Box") -> "Box":
-        """The part that two have in common, perhaps empty; with this one's dtype."""
-        start = tuple(map(max, self.start, other.start))
-        ends = map(lambda a, m, b, n: min(a + m, b + n), self.start, self.size, other.start, other.size)
-        return self._replace(start=start, size=tuple(max(end - a, 0) for end, a in zip(ends, start, strict=True)))
+        """Return the part that two have in common, perhaps empty; with this one's dtype."""
+        start, size = [], []
+        for a, a_size, b, b_size in zip(self.start, self.size, other.start, other.size, strict=True):
+            first = max(a, b)
+            start.append(first)
+            size.append(max(min(a + a_size, b + b_size) - first, 0))
+        return self._replace(start=tuple(start), size=tuple(size))
 
     def is_like(self, other: "Box") -> bool:
         """Whether both are of one leaf, whose floating numbers may be cast."""
-        floating = all(getattr(torch, box.dtype).is_floating_point for box in (self, other))
-        return self.shape == other.shape and (floating or self.dtype == other.dtype)
+        are_floating = all(getattr(torch, box.dtype).is_floating_point for box in (self, other))
+        return self.shape == other.shape and (are_floating or self.dtype == other.dtype)
 
     @property
     def numel(self) -> int:
         """Count its elements."""
         return math.prod(self.size)
+
+
+class Part(NamedTuple):
+    """The part of a leaf that this rank holds, and a tensor with its elements."""
+
+    box: Box
+    tensor: torch.Tensor
+
+
+class Message(NamedTuple):
+    """A part of a leaf that is sent: the rank on the other side, the number of the message there, and the part."""
+
+    rank: int
+    number: int
+    box: Box
+
+
+# The parts that this rank holds, by the names of leaves.
+Parts = Mapping[str, Part]
+# The parts that each rank on the other side offers or is to send, by rank.
+BoxesOfRanks = Mapping[int, Sequence[Box]]
+# The CRC-32 of each message, by the rank on the other side.
+Checksums = Mapping[int, list[int]]
 
 
 def publish(
@@ -70,58 +99,69 @@ def publish(
 ) -> None:
     """Send this trainer's part of weights to ranks that sample, which call `receive`; every trainer must call this.
 
-    Each byte that a sampler owns is sent once, by a trainer that holds it, in the sampler's dtype. A trainer holds one
-    unit of its weights more, of 16 MB or one leaf, for messages. For samplers of other jobs write safetensors by
-    `fs.checkpoint.save_huggingface`, to a new directory for each version.
+    Each byte is sent once, from a trainer that holds it to the sampler that needs it, in the sampler's dtype. For its
+    messages a trainer needs memory for 16 MB of its weights, or for one leaf if that is larger. For samplers of other
+    jobs, write safetensors by `fs.checkpoint.save_huggingface`, to a new directory for each version.
 
     Args:
-        params: Any pytree of tensors and Sharded leaves, the same on every trainer, such as a whole TrainState; nothing
-            is sent of leaves that are None.
+        params: Any pytree of tensors and Sharded leaves, of the same structure on every trainer, such as a whole
+            TrainState. Leaves that are None are not sent.
         ranks: The samplers, by their ranks in the job.
-        version: A number that samplers get beside the weights.
-        names: What a leaf is called there, from its name here; None takes it as it is.
+        version: A number that samplers get with the weights.
+        names: Returns the name of a leaf there, by its name here; None keeps the name.
         timeout: Seconds to wait for a sampler.
 
     Raises:
         ValueError: if `ranks` are no other ranks of this job, `names` gives several leaves one name, or a leaf is no
             tensor.
-        CollectiveError: with each sampler that is lost or late, or refuses, when all others have the weights. The
-            trainers' mesh stays good.
+        CollectiveError: if samplers are lost or late, or refuse, with each of them. By then all others have the
+            weights, and the trainers' mesh stays good.
 
     >>> import torch, fshard as fs
     >>> fs.publish({"w": torch.ones(2)}, [0])
     Traceback (most recent call last):
-    ValueError: publish: expected ranks of this job on the other side, got [0]; start all by one torchrun
+    ValueError: publish: expected ranks to be other ranks of this job, got [0]; start all of them by one torchrun
     """
     peers = _Peers("publish", ranks, timeout)
     _check_tensors("publish", params)
-    boxes = [*_boxes(params, names or str)]
-    held = {box.name: (box, tensor) for box, tensor in boxes}
-    expect(len(held) == len(boxes), "publish", "names to give each leaf a name of its own", "one of several leaves")
-    peers.tell(dict.fromkeys(ranks, (version, [box for box, _ in boxes])))
-    said = peers.hear()
-    peers.lost |= {rank: "it refused, and says why" for rank, parts in said.items() if parts is None}
-    asked = {rank: [*map(_box, parts)] for rank, parts in said.items() if parts is not None}
-    sums: dict[int, list[int]] = {rank: [] for rank in asked}
-    for unit in _units(held):
-        ready: dict[Box, torch.Tensor] = {}
-        for rank, number, box in _of_unit(asked, unit):
-            outer, tensor = held[box.name]
-            if box not in ready:
-                ready[box] = _bytes(tensor[box.within(outer)].to("cpu", getattr(torch, box.dtype)).contiguous())
-            sums[rank].append(zlib.crc32(ready[box].numpy().data))
-            peers.start(dist.isend, rank, ready[box], number)
-        peers.wait()
-    peers.tell(sums)
-    peers.end()
+    listed = list(_list_parts(params, names or str))
+    parts = {part.box.name: part for part in listed}
+    if len(parts) != len(listed):
+        raise ValueError("publish: names gives several leaves one name; change it")
+    boxes = [part.box for part in listed]
+    peers.send_values(dict.fromkeys(ranks, (version, boxes)))
+    requests: dict[int, list[Box]] = {}
+    for rank, rows in peers.receive_values().items():
+        if rows is None:
+            peers.lost[rank] = "it refused, and its own error says why"
+        else:
+            requests[rank] = _parse_boxes(rows)
+    checksums: Checksums = {rank: [] for rank in requests}
+    for messages in _messages_of_units(parts, requests):
+        _send(peers, parts, messages, checksums)
+    peers.send_values(checksums)
+    peers.raise_if_lost()
+
+
+def _send(peers: "_Peers", parts: Parts, messages: Sequence[Message], checksums: Checksums) -> None:
+    """Send the messages of a unit, and note their checksums. A part that several ranks get is cast once."""
+    data: dict[Box, torch.Tensor] = {}
+    for rank, number, box in messages:
+        if box not in data:
+            part = parts[box.name]
+            tensor = part.tensor[box.within(part.box)]
+            data[box] = _bytes(tensor.to("cpu", getattr(torch, box.dtype)).contiguous())
+        checksums[rank].append(zlib.crc32(bytes_of(data[box])))
+        peers.start(dist.isend, rank, data[box], number)
+    peers.wait()
 
 
 def receive(like: Any, ranks: Sequence[int], *, timeout: float = TIMEOUT) -> tuple[Any, int]:
     """Get weights from ranks that train, which call `publish`; every sampler must call this.
 
     Args:
-        like: A pytree of tensors and Sharded leaves: which dtype, shape and layout the weights shall have here. None
-            leaves stay None.
+        like: A pytree of tensors and Sharded leaves, with the dtypes, shapes and layouts that the weights get here.
+            Leaves that are None stay None.
         ranks: The trainers, by their ranks in the job.
         timeout: Seconds to wait for a trainer.
 
@@ -129,120 +169,164 @@ def receive(like: Any, ranks: Sequence[int], *, timeout: float = TIMEOUT) -> tup
         New weights of the structure, specs and dtypes of `like`, and their version.
 
     Raises:
-        ValueError: if trainers have no such leaf, or another shape or kind of number, and they hear of it too; or if a
-            leaf is no tensor.
-        CollectiveError: if a trainer is lost or late, trainers have different versions, or bytes are not those sent.
+        ValueError: if trainers have no such leaf, or one of another shape or kind of number, which their own error
+            tells them; or if a leaf is no tensor.
+        CollectiveError: if a trainer is lost or late, trainers have different versions, or other bytes arrive than were
+            sent.
 
     >>> import torch, fshard as fs
     >>> fs.receive({"w": torch.ones(2)}, [0])
     Traceback (most recent call last):
-    ValueError: receive: expected ranks of this job on the other side, got [0]; start all by one torchrun
+    ValueError: receive: expected ranks to be other ranks of this job, got [0]; start all of them by one torchrun
     """
     peers = _Peers("receive", ranks, timeout)
     _check_tensors("receive", like)
-    said = peers.hear()
-    peers.end()
+    offers = peers.receive_values()
+    peers.raise_if_lost()
+    versions = {version for version, _ in offers.values()}
+    offered = {rank: _parse_boxes(rows) for rank, (_, rows) in offers.items()}
     made = fs.tree_map(torch.zeros_like, like)
-    held = {box.name: (box, tensor) for box, tensor in _boxes(made, str)}
-    asked, problems = _schedule(held, {rank: [*map(_box, boxes)] for rank, (_, boxes) in said.items()})
-    versions = {version for version, _ in said.values()}
-    fits = not problems and len(versions) == 1
-    peers.tell({rank: boxes if fits else None for rank, boxes in asked.items()})
-    refuse("receive: leaves do not fit", problems, "receive what trainers publish, by the names that they give it")
-    expect(fits, "receive", "one version", f"{sorted(versions)}", error=CollectiveError)
-    # In the order in which trainers send them.
-    order = dict.fromkeys(name for _, boxes in said.values() for name, *_ in boxes)
-    held = {name: held[name] for name in order if name in held}
-    sums: dict[int, list[int]] = {rank: [] for rank in ranks}
-    for unit in _units(held):
-        landing = []
-        for rank, number, box in _of_unit(asked, unit):
-            outer, tensor = held[box.name]
-            place = tensor[box.within(outer)]
-            alone = place.is_contiguous() and place.is_cpu
-            buffer = place if alone else torch.empty(place.shape, dtype=place.dtype, device="cpu")
-            peers.start(dist.irecv, rank, _bytes(buffer), number)
-            landing.append((rank, place, buffer))
-        peers.wait()
-        peers.end()
-        for rank, place, buffer in landing:
-            sums[rank].append(zlib.crc32(_bytes(buffer).numpy().data))
-            place.copy_(buffer)
-    told = peers.hear()
-    peers.end()
-    wrong = [rank for rank in ranks if told[rank] != sums[rank]]
-    expect(not wrong, "receive", "the bytes that were sent", f"others from ranks {wrong}", error=CollectiveError)
+    parts = {part.box.name: part for part in _list_parts(made, str)}
+    requests = _request(peers, parts, offered, versions)
+    # Trainers send leaves in this order.
+    order = dict.fromkeys(box.name for boxes in offered.values() for box in boxes)
+    parts = {name: parts[name] for name in order if name in parts}
+    checksums: Checksums = {rank: [] for rank in ranks}
+    for messages in _messages_of_units(parts, requests):
+        _receive(peers, parts, messages, checksums)
+    _compare_checksums(peers, checksums)
     return made, versions.pop()
 
 
-def _schedule(
-    held: Mapping[str, tuple[Box, torch.Tensor]], offered: Mapping[int, Sequence[Box]]
-) -> tuple[dict[int, list[Box]], list[Any]]:
+def _request(peers: "_Peers", parts: Parts, offered: BoxesOfRanks, versions: set[int]) -> BoxesOfRanks:
+    """Ask each rank on the other side for what it is to send; where leaves or versions do not fit, ask none."""
+    requests, problems = _schedule(parts, offered)
+    is_refused = bool(problems) or len(versions) > 1
+    peers.send_values({rank: None if is_refused else boxes for rank, boxes in requests.items()})
+    if problems:
+        refuse("receive: leaves do not fit", problems, "receive what trainers publish, by the names that they give it")
+    if is_refused:
+        raise CollectiveError(f"receive: trainers publish different versions, {sorted(versions)}")
+    return requests
+
+
+def _compare_checksums(peers: "_Peers", checksums: Checksums) -> None:
+    """Refuse what has arrived if it is not what was sent."""
+    sent = peers.receive_values()
+    peers.raise_if_lost()
+    wrong = [rank for rank, values in checksums.items() if sent[rank] != values]
+    if wrong:
+        raise CollectiveError(f"receive: other bytes arrived than ranks {wrong} sent")
+
+
+def _receive(peers: "_Peers", parts: Parts, messages: Sequence[Message], checksums: Checksums) -> None:
+    """Receive the messages of a unit into their places, and note their checksums."""
+    arrivals = []
+    for rank, number, box in messages:
+        part = parts[box.name]
+        place = part.tensor[box.within(part.box)]
+        buffer = place
+        if not (place.is_contiguous() and place.is_cpu):
+            buffer = torch.empty(place.shape, dtype=place.dtype, device="cpu")
+        peers.start(dist.irecv, rank, _bytes(buffer), number)
+        arrivals.append((rank, place, buffer))
+    peers.wait()
+    peers.raise_if_lost()
+    for rank, place, buffer in arrivals:
+        checksums[rank].append(zlib.crc32(bytes_of(buffer)))
+        place.copy_(buffer)
+
+
+def _schedule(parts: Parts, offered: BoxesOfRanks) -> tuple[BoxesOfRanks, list[tuple[str, str, str]]]:
     """Choose for each rank on the other side what it sends, and find the leaves that ranks there do not make up."""
-    holders: dict[str, dict[Box, list[int]]] = {}
+    requests: dict[int, list[Box]] = {rank: [] for rank in offered}
+    problems = []
+    holders_of_leaves = _find_holders(offered)
+    for number, (name, holders) in enumerate(holders_of_leaves.items()):
+        if name not in parts:
+            continue
+        box = parts[name].box
+        other = next(iter(holders))
+        if not box.is_like(other):
+            problems.append((name, f"{other.dtype}{[*other.shape]}", f"{box.dtype}{[*box.shape]}"))
+            continue
+        common = {box.common(held): ranks for held, ranks in holders.items()}
+        if sum(part.numel for part in common) != box.numel:
+            problems.append((name, "is only in part on the ranks that publish it", ""))
+        # Ranks here and leaves take turns among those that hold the same.
+        turn = dist.get_rank() + number
+        for part, ranks in common.items():
+            if part.numel:
+                requests[ranks[turn % len(ranks)]].append(part)
+    for name in parts:
+        if name not in holders_of_leaves:
+            problems.append((name, "is none of the leaves that are published", ""))
+    return requests, problems
+
+
+def _find_holders(offered: BoxesOfRanks) -> dict[str, dict[Box, list[int]]]:
+    """List the ranks that hold each part, by the names of leaves."""
+    holders_of_leaves: dict[str, dict[Box, list[int]]] = {}
     for rank, boxes in offered.items():
         for box in boxes:
-            holders.setdefault(box.name, {}).setdefault(box, []).append(rank)
-    asked: dict[int, list[Box]] = {rank: [] for rank in offered}
-    problems = []
-    for number, (name, theirs) in enumerate(holders.items()):
-        own, other = held.get(name, (None,))[0], next(iter(theirs))
-        if own and not own.is_like(other):
-            problems.append((name, f"{other.dtype}{[*other.shape]}", f"{own.dtype}{[*own.shape]}"))
-        elif own:
-            parts = {own.common(part): ranks for part, ranks in theirs.items()}
-            for part, ranks in parts.items():
-                if part.numel:
-                    # Ranks here and leaves take turns among those that hold the same.
-                    asked[ranks[(dist.get_rank() + number) % len(ranks)]].append(part)
-            if sum(part.numel for part in parts) != own.numel:
-                problems.append((name, "a part of it", "all of it on the ranks that publish"))
-    problems += [(name, "nothing", "a leaf") for name in held if name not in holders]
-    return asked, problems
+            holders = holders_of_leaves.setdefault(box.name, {})
+            holders.setdefault(box, []).append(rank)
+    return holders_of_leaves
 
 
-def _check_tensors(what: str, tree: Any) -> None:
+def _check_tensors(api_name: str, tree: Any) -> None:
     """Refuse leaves that are neither tensors nor None."""
     flat = flatten(tree)
     problems = []
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
         if not (leaf is None or isinstance(leaf, torch.Tensor | fs.Sharded)):
             problems.append((path, describe(leaf), "a tensor, a Sharded leaf or None"))
-    refuse(f"{what}: leaves are no tensors", problems, "make tensors of numbers, and keep other values out of the tree")
+    if problems:
+        remedy = "make tensors of numbers, and keep other values out of the tree"
+        refuse(f"{api_name}: leaves are no tensors", problems, remedy)
 
 
-def _boxes(tree: Any, names: Callable[[str], str]) -> Iterator[tuple[Box, torch.Tensor]]:
-    """The parts of leaves that this rank holds, by their names there; none where it holds no element."""
+def _list_parts(tree: Any, names: Callable[[str], str]) -> Iterator[Part]:
+    """List the parts of leaves that this rank holds, under their names there; none where it holds no element."""
     flat = flatten(tree)
     for name, leaf in zip(flat.names, flat.leaves, strict=True):
         if leaf is None:
             continue
         start, tensor, shape = piece_of(leaf)
         if tensor.numel():
-            yield Box(names(name), str(tensor.dtype).removeprefix("torch."), shape, start, tuple(tensor.shape)), tensor
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            box = Box(names(name), dtype, shape, start, tuple(tensor.shape))
+            yield Part(box, tensor)
 
 
-def _box(fields: Sequence[Any]) -> Box:
-    """Make a box of what JSON made of it."""
-    return Box(*(tuple(field) if isinstance(field, list) else field for field in fields))  # type: ignore[arg-type]
+def _parse_boxes(rows: Sequence[Sequence[Any]]) -> list[Box]:
+    """Make boxes of what JSON made of them."""
+    return [Box(name, dtype, *map(tuple, extents)) for name, dtype, *extents in rows]
 
 
-def _units(held: Mapping[str, tuple[Box, torch.Tensor]]) -> Iterator[set[str]]:
-    """Leaves of at most so many bytes together, or of one leaf, in their order."""
-    unit, nbytes = set[str](), 0
-    for name, (_, tensor) in held.items():
-        if unit and nbytes + tensor.nbytes > UNIT_BYTES:
+def _messages_of_units(parts: Parts, requests: BoxesOfRanks) -> Iterator[list[Message]]:
+    """List the messages that are under way together: those of at most UNIT_BYTES of leaves, or of one leaf."""
+    for unit in _make_units(parts):
+        messages = []
+        for rank, boxes in requests.items():
+            for number, box in enumerate(boxes):
+                if box.name in unit:
+                    messages.append(Message(rank, number, box))
+        yield messages
+
+
+def _make_units(parts: Parts) -> Iterator[set[str]]:
+    """Group leaves in their order: at most UNIT_BYTES together, or one leaf."""
+    unit: set[str] = set()
+    nbytes = 0
+    for name, part in parts.items():
+        if unit and nbytes + part.tensor.nbytes > UNIT_BYTES:
             yield unit
-            unit, nbytes = set(), 0
+            unit = set()
+            nbytes = 0
         unit.add(name)
-        nbytes += tensor.nbytes
+        nbytes += part.tensor.nbytes
     yield unit
-
-
-def _of_unit(asked: Mapping[int, Sequence[Box]], unit: Container[str]) -> Iterator[tuple[int, int, Box]]:
-    """The messages of a unit: the rank on the other side, the message's number, and what is sent."""
-    for rank, boxes in asked.items():
-        yield from ((rank, number, box) for number, box in enumerate(boxes) if box.name in unit)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -250,24 +334,27 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Peers:
-    """Ranks on the other side, and why some of them are lost, to which nothing is sent any more.
+    """The ranks on the other side. Nothing more is sent to one that is lost.
 
     Attributes:
-        lost: What became of each rank that is lost.
+        lost: The reasons for which ranks are lost, by rank.
     """
 
-    def __init__(self, what: str, ranks: Sequence[int], timeout: float) -> None:
+    def __init__(self, api_name: str, ranks: Sequence[int], timeout: float) -> None:
         job = range(dist.get_world_size()) if dist.is_initialized() else ()
-        fits = ranks and all(rank in job and rank != dist.get_rank() for rank in ranks)
-        expect(fits, what, "ranks of this job on the other side", f"{ranks!r:.40}", "start all by one torchrun")
-        self._what, self._ranks, self._limit = what, ranks, timedelta(seconds=timeout)
+        are_others = ranks and all(rank in job and rank != dist.get_rank() for rank in ranks)
+        remedy = "start all of them by one torchrun"
+        expect(are_others, api_name, "ranks to be other ranks of this job", f"{ranks!r:.40}", remedy)
+        self._api_name = api_name
+        self._ranks = ranks
+        self._limit = timedelta(seconds=timeout)
         self._works: list[tuple[int, Any]] = []
         self.lost: dict[int, str] = {}
 
     def start(self, op: Callable[..., Any], rank: int, tensor: torch.Tensor, tag: int) -> None:
         """Start a message."""
         if rank not in self.lost:
-            with self._noting(rank):
+            with self._noting_loss(rank):
                 self._works.append((rank, op(tensor, rank, tag=tag)))
 
     def wait(self) -> None:
@@ -277,21 +364,22 @@ class _Peers:
         thread.join()
 
     def _wait_for_messages(self) -> None:
-        works, self._works = self._works, []
+        works = self._works
+        self._works = []
         for rank, work in works:
             if rank not in self.lost:
-                with self._noting(rank):
+                with self._noting_loss(rank):
                     work.wait(self._limit)
 
-    def tell(self, values: Mapping[int, Any]) -> None:
+    def send_values(self, values: Mapping[int, Any]) -> None:
         """Send a value to each rank."""
-        texts = {rank: json.dumps(value).encode() for rank, value in values.items()}
-        for rank, text in texts.items():
+        for rank, value in values.items():
+            text = bytearray(json.dumps(value).encode())
             self.start(dist.isend, rank, torch.tensor([len(text)]), LENGTH)
-            self.start(dist.isend, rank, torch.frombuffer(bytearray(text), dtype=torch.uint8), TEXT)
+            self.start(dist.isend, rank, torch.frombuffer(text, dtype=torch.uint8), TEXT)
         self.wait()
 
-    def hear(self) -> dict[int, Any]:
+    def receive_values(self) -> dict[int, Any]:
         """Receive a value from each rank that is not lost."""
         lengths = {rank: torch.zeros(1, dtype=torch.int64) for rank in self._ranks}
         for rank, length in lengths.items():
@@ -303,16 +391,14 @@ class _Peers:
         self.wait()
         return {rank: json.loads(bytes(text.numpy())) for rank, text in texts.items() if rank not in self.lost}
 
-    def end(self) -> None:
-        """Name the ranks that are lost."""
-        found = "".join(f"\n  rank {rank}: {text}" for rank, text in self.lost.items())
+    def raise_if_lost(self) -> None:
+        """Raise an error that names the ranks that are lost, if there are any."""
         if self.lost:
-            raise CollectiveError(
-                f"{self._what}: expected an answer of all ranks on the other side, got none of{found}"
-            )
+            lines = [f"\n  rank {rank}: {text}" for rank, text in self.lost.items()]
+            raise CollectiveError(f"{self._api_name}: ranks on the other side are lost{''.join(lines)}")
 
     @contextmanager
-    def _noting(self, rank: int) -> Iterator[None]:
+    def _noting_loss(self, rank: int) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:

@@ -51,24 +51,25 @@ def trainer(mesh, samplers, strategy, steps):
 def sampler(mesh, layout, steps, dtype=torch.bfloat16):
     like = fs.shard({"model": fs.tree_map(lambda leaf: (0 * leaf).to(dtype), FULL)}, layout(mesh))
     for n in range(steps):
-        found, version = fs.receive(like, TRAINERS)
+        received, version = fs.receive(like, TRAINERS)
         assert version == n
         expected = fs.shard({"model": fs.tree_map(lambda leaf: leaf.to(dtype), trained(n))}, layout(mesh))
-        for a, b, spec in zip(fs.tree_leaves(found), fs.tree_leaves(expected), fs.tree_leaves(like), strict=True):
+        for a, b, spec in zip(fs.tree_leaves(received), fs.tree_leaves(expected), fs.tree_leaves(like), strict=True):
             assert torch.equal(a, b)
             assert a.dtype is spec.dtype
 
 
 def sent_bytes(monkeypatch):
     """Count the bytes of weights that this rank sends."""
-    found, send = [], dist.isend
+    sizes = []
+    send = dist.isend
 
-    def counted(tensor, rank, tag):
-        found.append(0 if tag >= module.LENGTH else tensor.nbytes)
+    def count_and_send(tensor, rank, tag):
+        sizes.append(0 if tag >= module.LENGTH else tensor.nbytes)
         return send(tensor, rank, tag=tag)
 
-    monkeypatch.setattr(dist, "isend", counted)
-    return found
+    monkeypatch.setattr(dist, "isend", count_and_send)
+    return sizes
 
 
 @pytest.mark.rows(3)
@@ -98,22 +99,22 @@ def test_other_leaves_are_refused_on_both_sides_and_trainers_go_on():
     ours = mesh_of(*TRAINERS)
     if dist.get_rank() in TRAINERS:
         params = fs.shard({"w": torch.ones(4, 2)}, fs.zero3(ours, min_shard_elements=0))
-        with pytest.raises(ValueError, match="publish: expected names to give each leaf a name of its own"):
+        with pytest.raises(ValueError, match="publish: names gives several leaves one name; change it"):
             fs.publish({**params, "v": params["w"]}, [2], names=lambda name: "same")
         for _ in range(3):
-            with pytest.raises(fs.comm.CollectiveError, match=r"rank 2: it refused, and says why"):
+            with pytest.raises(fs.comm.CollectiveError, match=r"rank 2: it refused, and its own error says why"):
                 fs.publish(params, [2])
         fs.publish(params, [2], version=3)
         return
     for like, text in (
-        ({"v": torch.ones(4, 2)}, r"v: expected a leaf, got nothing"),
+        ({"v": torch.ones(4, 2)}, r"v: is none of the leaves that are published"),
         ({"w": torch.ones(4, 1)}, r"w: expected float32\[4, 1\], got float32\[4, 2\]"),
         ({"w": torch.ones(4, 2, dtype=torch.int32)}, r"w: expected int32\[4, 2\], got float32\[4, 2\]"),
     ):
         with pytest.raises(ValueError, match=text):
             fs.receive(like, TRAINERS)
-    found, version = fs.receive({"w": torch.zeros(4, 2)}, TRAINERS)
-    assert (found["w"].tolist(), version) == (torch.ones(4, 2).tolist(), 3)
+    received, version = fs.receive({"w": torch.zeros(4, 2)}, TRAINERS)
+    assert (received["w"].tolist(), version) == (torch.ones(4, 2).tolist(), 3)
 
 
 @on_ranks("3 processes")
@@ -139,10 +140,10 @@ def test_a_whole_train_state_is_sent_and_its_leaves_that_are_none_stay_none():
         return
     with pytest.raises(ValueError, match=r"^receive: leaves are no tensors\n  \['n'\]: expected a tensor, a Sharded "):
         fs.receive({"n": 3}, TRAINERS)
-    found, _ = fs.receive(state_on(theirs, 0.0), TRAINERS)
+    received, _ = fs.receive(state_on(theirs, 0.0), TRAINERS)
     expected = state_on(theirs, 3.0)
-    assert (found.buffers, found.transform_state) == (None, None)
-    assert_same_bits(fs.tree_leaves(found), fs.tree_leaves(expected))
+    assert (received.buffers, received.transform_state) == (None, None)
+    assert_same_bits(fs.tree_leaves(received), fs.tree_leaves(expected))
 
 
 def test_a_sampler_that_dies_is_named_and_the_others_get_the_weights(tmp_path, monkeypatch):
@@ -161,7 +162,7 @@ def test_a_sampler_that_dies_is_named_and_the_others_get_the_weights(tmp_path, m
 
     *trainers, sampled = outcomes_of_survivors(4, program, tmp_path, monkeypatch)
     for text in trainers:
-        assert re.fullmatch(r"0.0\npublish: expected an answer of all .*, got none of\n  rank 3: [^\n]+", text), text
+        assert re.fullmatch(r"0.0\npublish: ranks on the other side are lost\n  rank 3: [^\n]+", text), text
     assert sampled == "0.0\n8.0"
 
 
@@ -173,9 +174,9 @@ def test_ctrl_c_is_heard_by_a_rank_that_waits_for_the_other_side():
             store.wait(["the sampler has ended"])
             return None
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-        found = outcome(lambda: fs.receive({"w": torch.ones(2)}, [0]))
+        ending = outcome(lambda: fs.receive({"w": torch.ones(2)}, [0]))
         store.set("the sampler has ended", "")
-        return found.error
+        return ending.error
 
     with Workers(2) as pool:
         assert pool.run(program, timeout=40.0) == [None, "KeyboardInterrupt"]

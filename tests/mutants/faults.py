@@ -1010,8 +1010,8 @@ FAULTS = (
     Fault(
         "weights-of-a-box-read-at-its-own-start",
         "fshard/ext/publish.py",
-        "starts = [a - b for a, b in zip(self.start, outer.start, strict=True)]",
-        "starts = [0 for a, b in zip(self.start, outer.start, strict=True)]",
+        "first = start - outer_start",
+        "first = 0",
         "1: what is received has the bits of the gathered leaf, in every layout",
     ),
     Fault(
