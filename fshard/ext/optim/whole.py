@@ -1,7 +1,7 @@
 """whole: optimizers that look across the elements of a leaf, each leaf stepped as a whole by one rank."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,13 +11,18 @@ import fshard as fs
 from fshard.ext.optim.parts import is_trained
 from fshard.extend import describe, expect, flatten, local_piece, refuse, run_update, supports_cpu_messages
 
+# For each rank, or for each row, some tensors.
+TensorLists = Sequence[Sequence[torch.Tensor]]
+# For each rank the numbers of some rows.
+RowNumbers = Sequence[Sequence[int]]
+
 
 class WholeState(NamedTuple):
     """State of an optimizer made by `whole`.
 
     Attributes:
-        leaves: For each leaf the state of the optimizer inside for it alone, every tensor of it sharded, but for single
-            numbers; None for a leaf that takes no gradient.
+        leaves: For each leaf the state that the inner optimizer keeps for it alone. Its tensors are sharded, except for
+            single numbers. None for a leaf that takes no gradient.
     """
 
     leaves: tuple[Any, ...]
@@ -26,12 +31,12 @@ class WholeState(NamedTuple):
 def whole(tx: fs.Optimizer) -> fs.Optimizer:
     """Let one rank step each split leaf as a whole: for optimizers that look across its elements, such as Muon.
 
-    The shards of a leaf, of its gradient and of its state go to the rank that owns it, which steps it, and come back.
-    Owners are chosen so that the work is balanced. A leaf of n bytes whose state has s bytes moves 3n + 2s bytes in
-    all, of which each of N ranks sends an Nth; where it is split over several axes, it travels over one after another,
-    minor ones first. Between updates everything is sharded; leaves that are whole already are stepped by every rank.
-    Follows the distributed Shampoo of Shi et al. (2023) and Liu et al., "Muon is Scalable for
-    LLM Training" (2025).
+    The shards of a leaf, of its gradient and of its state are sent to the rank that owns the leaf, which steps it and
+    sends the new shards back. Owners are chosen so that the work is balanced. A leaf of n bytes whose state has s bytes
+    moves 3n + 2s bytes in all, of which each of N ranks sends an Nth. A leaf that is split over several axes is sent
+    along one axis at a time, starting with the innermost. Between updates everything is sharded. Leaves that are not
+    split are stepped by every rank. Follows the distributed Shampoo of Shi et al. (2023) and Liu et al., "Muon is
+    Scalable for LLM Training" (2025).
 
     Args:
         tx: The optimizer, which must treat each leaf by itself, such as fs.from_torch(torch.optim.Muon, lr=0.02).
@@ -40,10 +45,10 @@ def whole(tx: fs.Optimizer) -> fs.Optimizer:
         The optimizer.
 
     Raises:
-        ValueError: if `tx` is no optimizer.
+        ValueError: if `tx` is not an optimizer.
 
     >>> import torch, fshard as fs
-    >>> def unit_step(grads, state, params):  # a step as long as 1, whose norm must be that of the whole leaf
+    >>> def unit_step(grads, state, params):  # a step of length 1, which takes the norm of the whole leaf
     ...     return fs.tree_map(lambda p, g: p - g / g.norm(), params, grads), state
     >>> def program():
     ...     mesh = fs.init_mesh({"shard": -1}, device="cpu")
@@ -53,71 +58,92 @@ def whole(tx: fs.Optimizer) -> fs.Optimizer:
     >>> fs.testing.spmd(program, world=2)
     [tensor([-0.6000]), tensor([-0.8000])]
     """
-    known = isinstance(tx, fs.Optimizer)
-    expect(known, "whole", "tx to be an Optimizer, such as fs.from_torch(torch.optim.Muon)", describe(tx))
+    is_optimizer = isinstance(tx, fs.Optimizer)
+    expect(is_optimizer, "whole", "tx to be an Optimizer, such as fs.from_torch(torch.optim.Muon)", describe(tx))
 
-    def init(params: Any) -> WholeState:
-        return WholeState(tuple(map(begin, flatten(params).leaves)))
-
-    def begin(leaf: Any) -> Any:
-        if not is_trained(leaf):
-            return None
-        # One leaf at a time is whole, on every rank, because a state may start from its values.
-        (full,) = fs.unshard([leaf])
-        made = flatten(tx.init({"leaf": full}))
-        return made.unflatten([_take_local_piece(value, leaf) for value in made.leaves])
-
-    def update(grads: Any, state: WholeState, params: Any) -> tuple[Any, WholeState]:
-        flat = flatten(params)
-        leaves, states = list(flat.leaves), list(state.leaves)
-        each = zip(flat.paths, leaves, states, strict=True)
-        late = [path for path, leaf, kept in each if is_trained(leaf) and kept is None]
-        # An optimizer may keep nothing for any leaf.
-        problems = [(path, "none", "a state") for path in late if any(kept is not None for kept in states)]
-        refuse("whole: leaves were frozen until now", problems, "make the state anew by fs.TrainState.create")
-        travelling: dict[tuple[fs.Axis, ...], list[tuple[int, Any]]] = {}
-        for i, grad in enumerate(flatten(grads).leaves):
-            leaf = leaves[i]
-            if states[i] is None and not is_trained(leaf):
-                continue
-            if grad is None:
-                # The update counts, and a leaf may have an average; neither looks across elements.
-                new, states[i] = run_update("whole", "tx", tx, {"leaf": None}, states[i], {"leaf": leaf})
-                leaves[i] = new["leaf"]
-            elif axes := _route(leaf):
-                travelling.setdefault(axes, []).append((i, grad))
-            else:
-                new, states[i] = run_update("whole", "tx", tx, {"leaf": _full(grad)}, states[i], {"leaf": _full(leaf)})
-                leaves[i] = _like(leaf, new["leaf"])
-        for axes, rows in travelling.items():
-            device = _device_of(leaves[rows[0][0]])
-            done = _step_at_owners(tx, axes, [(grad, leaves[i], states[i]) for i, grad in rows], device)
-            for (i, _), (leaf, kept) in zip(rows, done, strict=True):
-                leaves[i], states[i] = leaf, kept
-        return flat.unflatten(leaves), WholeState(tuple(states))
-
-    return fs.Optimizer(init, update)
+    return fs.Optimizer(partial(_init, tx), partial(_update, tx))
 
 
-def _like(leaf: Any, tensor: torch.Tensor) -> Any:
-    """Return a tensor as a leaf like another, in its stored shape."""
-    return fs.Sharded(tensor.reshape(leaf.local.shape), leaf.spec) if isinstance(leaf, fs.Sharded) else tensor
+def _init(tx: fs.Optimizer, params: Any) -> WholeState:
+    return WholeState(tuple(_init_leaf(tx, leaf) for leaf in flatten(params).leaves))
 
 
-def _full(leaf: Any) -> torch.Tensor:
-    """Return a leaf that this rank holds whole, in its own shape: a split 0-d leaf is stored with one dim."""
-    return leaf.local.reshape(leaf.spec.shape) if isinstance(leaf, fs.Sharded) else leaf
+def _update(
+    tx: fs.Optimizer,
+    grads: Any,
+    state: WholeState,
+    params: Any,
+) -> tuple[Any, WholeState]:
+    flat = flatten(params)
+    leaves = list(flat.leaves)
+    states = list(state.leaves)
+    _check_states(flat.paths, leaves, states)
+    # By the axes over which leaves are joined the rows of these leaves, by the number of the leaf.
+    rows_by_axes: dict[tuple[fs.Axis, ...], dict[int, Row]] = {}
+    for i, grad in enumerate(flatten(grads).leaves):
+        leaf = leaves[i]
+        if states[i] is None and not is_trained(leaf):
+            continue
+        axes = _split_axes(leaf)
+        if grad is None:
+            # The step is counted, and an average of the leaf moves; neither looks across elements.
+            leaves[i], states[i] = _step(tx, None, leaf, states[i])
+        elif axes:
+            row = Row(_wrap_like(leaf, grad.local), leaf, states[i])
+            rows_by_axes.setdefault(axes, {})[i] = row
+        else:
+            full, states[i] = _step(tx, _full(grad), _full(leaf), states[i])
+            leaves[i] = _wrap_like(leaf, full)
+    for axes, rows in rows_by_axes.items():
+        device = _compute_device(leaves[min(rows)])
+        stepped = _step_at_owners(tx, axes, list(rows.values()), device)
+        for i, row in zip(rows, stepped, strict=True):
+            leaves[i] = row.leaf
+            states[i] = row.state
+    return flat.unflatten(leaves), WholeState(tuple(states))
 
 
-def _route(leaf: Any) -> tuple[fs.Axis, ...]:
-    """List the axes over which the pieces of a leaf are put together, minor ones of a dim first."""
-    dims = range(len(leaf.spec.partition)) if isinstance(leaf, fs.Sharded) else ()
-    return tuple(axis for dim in dims for axis in reversed(leaf.spec.split_axes(dim)) if axis.size > 1)
+def _init_leaf(tx: fs.Optimizer, leaf: Any) -> Any:
+    """Make the state for one leaf."""
+    if not is_trained(leaf):
+        return None
+    # A state may depend on the values of the whole leaf. Every rank gathers it, one leaf at a time.
+    (full,) = fs.unshard([leaf])
+    flat = flatten(tx.init({"leaf": full}))
+    return flat.unflatten([_take_local_piece(value, leaf) for value in flat.leaves])
+
+
+def _check_states(
+    paths: Sequence[str],
+    leaves: Sequence[Any],
+    states: Sequence[Any],
+) -> None:
+    """Refuse leaves that were frozen when the state was made."""
+    # An optimizer may keep no state for any leaf.
+    if all(state is None for state in states):
+        return
+    problems = []
+    for path, leaf, state in zip(paths, leaves, states, strict=True):
+        if is_trained(leaf) and state is None:
+            problems.append((path, "was frozen when the state was made", ""))
+    refuse("whole: leaves have no optimizer state", problems, "make the state again with fs.TrainState.create")
+
+
+def _split_axes(leaf: Any) -> tuple[fs.Axis, ...]:
+    """List the axes that split a leaf, in the order in which its pieces are joined: innermost first in each dim."""
+    axes: list[fs.Axis] = []
+    if isinstance(leaf, fs.Sharded):
+        for dim in range(len(leaf.spec.partition)):
+            axes += reversed(leaf.spec.split_axes(dim))
+    return tuple(axis for axis in axes if axis.size > 1)
 
 
 def _take_local_piece(value: Any, leaf: Any) -> Any:
-    """Cut this rank's piece of a part of a leaf's state: as the leaf is split where it is like it, else along dim 0."""
-    axes = _route(leaf)
+    """Cut out this rank's piece of a value in a leaf's state.
+
+    A tensor of the leaf's shape is split as the leaf is, and another one along its first dim.
+    """
+    axes = _split_axes(leaf)
     if not axes or not isinstance(value, torch.Tensor) or not value.dim():
         return value
     spec = leaf.spec
@@ -128,139 +154,335 @@ def _take_local_piece(value: Any, leaf: Any) -> Any:
     return fs.Sharded(local_piece(value, spec), spec)
 
 
-Lists = Sequence[Sequence[torch.Tensor]]
-Row = tuple[Any, Any, Any]  # a leaf's gradient, the leaf, and its state
+def _wrap_like(leaf: Any, tensor: torch.Tensor) -> Any:
+    """Wrap a tensor as another leaf is, in that leaf's stored shape."""
+    if not isinstance(leaf, fs.Sharded):
+        return tensor
+    return fs.Sharded(tensor.reshape(leaf.local.shape), leaf.spec)
 
 
-def _step_at_owners(tx: fs.Optimizer, axes: Sequence[fs.Axis], rows: Sequence[Row], device: torch.device) -> list[Any]:
-    """Step leaves at their owners: for each axis three exchanges, of shards there and back, and of single numbers.
+def _full(leaf: Any) -> Any:
+    """Return a leaf that this rank holds whole, in its own shape: a split 0-d leaf is stored with one dim."""
+    if not isinstance(leaf, fs.Sharded):
+        return leaf
+    return leaf.local.reshape(leaf.spec.shape)
+
+
+def _step(
+    tx: fs.Optimizer,
+    grad: Any,
+    leaf: Any,
+    state: Any,
+) -> tuple[Any, Any]:
+    """Step one leaf that is whole here, or that has no gradient."""
+    grads = {"leaf": grad}
+    params = {"leaf": leaf}
+    params, state = run_update("whole", "tx", tx, grads, state, params)
+    return params["leaf"], state
+
+
+class Row(NamedTuple):
+    """A leaf that is to be stepped, with its gradient and the optimizer's state for it. The gradient is None after."""
+
+    grad: Any
+    leaf: Any
+    state: Any
+
+
+def _step_at_owners(
+    tx: fs.Optimizer,
+    axes: Sequence[fs.Axis],
+    rows: Sequence[Row],
+    device: torch.device,
+) -> list[Row]:
+    """Step leaves as a whole, each on the rank that owns it.
+
+    The leaves are joined over one axis after another. For each axis there are three exchanges: shards travel to their
+    owners, stepped shards travel back, and single numbers of the state are sent to all ranks.
 
     Args:
         tx: The optimizer.
-        axes: The axes that the leaves are still split over, in the order in which pieces are put together.
+        axes: The axes that the leaves are still split over, in the order in which they are joined.
+        rows: The leaves, gradients and states, split over these axes.
         device: The device that sends.
-        rows: The leaves, as Sharded ones of those axes.
 
     Returns:
-        Each leaf with its state afterwards.
+        The stepped leaves and states, split as before.
     """
     if not axes:
-        return [_stepped(tx, *row) for row in rows]
-    axis, *rest = axes
-    owners = assign([flops_of(leaf.spec.shape) for _, leaf, _ in rows], axis.size)
-    owned = [[m for m, owner in enumerate(owners) if owner == rank] for rank in range(axis.size)]
-    mine = owned[fs.comm.rank(axis)]
-    flats = [flatten((leaf, kept)) for _, leaf, kept in rows]
-    shards = [[value for value in flat.leaves if isinstance(value, fs.Sharded)] for flat in flats]
-    numbers = [
-        [value for value in flat.leaves if value is not None and not isinstance(value, fs.Sharded)] for flat in flats
-    ]
+        return [_step_row(tx, row) for row in rows]
+    axis, *other_axes = axes
+    owned = _assign_owners(rows, axis)
+    joined = _collect_at_owners(rows, owned, axis, device)
+    stepped = _step_at_owners(tx, other_axes, joined, device)
+    templates = [row._replace(grad=None) for row in rows]
+    return _return_to_ranks(templates, stepped, owned, axis, device)
 
-    there = [[grad.local, *(value.local for value in row)] for (grad, _, _), row in zip(rows, shards, strict=True)]
-    exchanged = partial(_exchange, axis=axis, device=device)
-    received = exchanged(
-        [[t for m in some for t in there[m]] for some in owned], [[t for m in mine for t in there[m]]] * axis.size
-    )
-    pieces = zip(*received, strict=True)
-    gathered: list[Row] = []
-    for m in mine:
-        grad = _joined(next(pieces), rows[m][1], axis)
-        values = [_joined(next(pieces), v, axis) if isinstance(v, fs.Sharded) else v for v in flats[m].leaves]
-        gathered.append((grad, *flats[m].unflatten(values)))
-    cut: list[Sequence[torch.Tensor]] = []
-    counted: list[torch.Tensor] = []
-    for m, done in zip(mine, _step_at_owners(tx, rest, gathered, device), strict=True):
-        for old, value in zip(flats[m].leaves, flatten(done).leaves, strict=True):
-            if isinstance(old, fs.Sharded):
-                cut.append(_pieces(value.local, old, axis))
-            elif old is not None:
-                counted.append(torch.as_tensor(value))
-    locals_of = [[value.local for m in some for value in shards[m]] for some in owned]
-    back = exchanged([[parts[rank] for parts in cut] for rank in range(axis.size)], locals_of)
-    kinds = [[torch.as_tensor(value) for m in some for value in numbers[m]] for some in owned]
-    # Numbers that optimizers keep on the processor travel with the leaves where accelerators alone can send.
-    on_host = supports_cpu_messages(axis) and all(value.is_cpu for row in kinds for value in row)
-    told = _exchange([counted] * axis.size, kinds, axis, torch.device("cpu") if on_host else device)
-    stepped, known = [iter(row) for row in back], [iter(row) for row in told]
 
-    def after_of(old: Any, owner: int) -> Any:
+def _assign_owners(rows: Sequence[Row], axis: fs.Axis) -> RowNumbers:
+    """List the numbers of the rows that each rank steps."""
+    costs = [flops_of(row.leaf.spec.shape) for row in rows]
+    owned: list[list[int]] = [[] for _ in range(axis.size)]
+    for i, owner in enumerate(assign(costs, axis.size)):
+        owned[owner].append(i)
+    return owned
+
+
+def _step_row(tx: fs.Optimizer, row: Row) -> Row:
+    """Step a leaf whose pieces have all been joined."""
+    flat = flatten((row.leaf, row.state))
+    full, state = flat.unflatten(map(_full, flat.leaves))
+    stepped = flatten(_step(tx, _full(row.grad), full, state)).leaves
+    leaf, state = flat.unflatten(map(_wrap_like, flat.leaves, stepped))
+    return Row(None, leaf, state)
+
+
+def _collect_at_owners(
+    rows: Sequence[Row],
+    owned: RowNumbers,
+    axis: fs.Axis,
+    device: torch.device,
+) -> list[Row]:
+    """Send the shards of every row to its owner, and join those that arrive here."""
+    local_rank = fs.comm.rank(axis)
+    send = _concatenate_by_owner([_shards_in(row) for row in rows], owned)
+    # Shards have the same shapes on all ranks.
+    expected = [send[local_rank]] * axis.size
+    received = _exchange(send, expected, axis, device)
+    shards_of_tensors = zip(*received, strict=True)
+    return [_join_row(rows[i], shards_of_tensors, axis) for i in owned[local_rank]]
+
+
+def _join_row(
+    row: Row,
+    shards_of_tensors: Iterator[Sequence[torch.Tensor]],
+    axis: fs.Axis,
+) -> Row:
+    """Replace each shard of a row by the next of the tensors, each of which is given as the shards of all ranks."""
+    flat = flatten(row)
+    values = list(flat.leaves)
+    for i, value in enumerate(values):
+        if isinstance(value, fs.Sharded):
+            values[i] = _join_shards(next(shards_of_tensors), value, axis)
+    return flat.unflatten(values)
+
+
+def _return_to_ranks(
+    rows: Sequence[Row],
+    stepped: Sequence[Row],
+    owned: RowNumbers,
+    axis: fs.Axis,
+    device: torch.device,
+) -> list[Row]:
+    """Send every rank its shards of the stepped rows, and the numbers of their states.
+
+    Args:
+        rows: All rows before the step, without gradients.
+        stepped: The rows that this rank has stepped.
+        owned: The numbers of the rows that each rank steps.
+        axis: The axis.
+        device: The device that sends.
+
+    Returns:
+        All rows after the step.
+    """
+    local_numbers = owned[fs.comm.rank(axis)]
+    send_shards, send_numbers = _split_rows([rows[i] for i in local_numbers], stepped, axis)
+    expected_shards = _concatenate_by_owner([_shards_in(row) for row in rows], owned)
+    shards_of_owners = _exchange(send_shards, expected_shards, axis, device)
+
+    # Optimizers keep step counts on the CPU. They travel with the leaves where only accelerators can send.
+    expected_numbers = _concatenate_by_owner([_numbers_in(row) for row in rows], owned)
+    are_on_cpu = all(number.is_cpu for numbers in expected_numbers for number in numbers)
+    if are_on_cpu and supports_cpu_messages(axis):
+        device = torch.device("cpu")
+    numbers_of_owners = _exchange([send_numbers] * axis.size, expected_numbers, axis, device)
+
+    returned = list(rows)
+    for owner, row_numbers in enumerate(owned):
+        next_shards = iter(shards_of_owners[owner])
+        next_numbers = iter(numbers_of_owners[owner])
+        for i in row_numbers:
+            returned[i] = _replace_values(rows[i], next_shards, next_numbers)
+    return returned
+
+
+def _split_rows(
+    rows: Sequence[Row],
+    stepped: Sequence[Row],
+    axis: fs.Axis,
+) -> tuple[TensorLists, list[torch.Tensor]]:
+    """List the shards of stepped rows for each rank, and their numbers for all, given the rows before the step."""
+    shards_for_ranks: list[list[torch.Tensor]] = [[] for _ in range(axis.size)]
+    numbers = []
+    old_values = flatten(rows).leaves
+    new_values = flatten(stepped).leaves
+    for old, new in zip(old_values, new_values, strict=True):
         if isinstance(old, fs.Sharded):
-            return fs.Sharded(next(stepped[owner]), old.spec)
-        if old is None:
-            return None
-        number = next(known[owner])
-        return number if isinstance(old, torch.Tensor) else type(old)(number.item())
-
-    return [
-        flat.unflatten([after_of(old, owner) for old in flat.leaves]) for flat, owner in zip(flats, owners, strict=True)
-    ]
+            shards = _split_into_shards(new.local, old, axis)
+            for rank, shard in enumerate(shards):
+                shards_for_ranks[rank].append(shard)
+        elif old is not None:
+            numbers.append(torch.as_tensor(new))
+    return shards_for_ranks, numbers
 
 
-def _device_of(leaf: fs.Sharded) -> torch.device:
-    """Find the device that computes with a leaf, perhaps another than the one that keeps it."""
+def _replace_values(
+    row: Row,
+    shards: Iterator[torch.Tensor],
+    numbers: Iterator[torch.Tensor],
+) -> Row:
+    """Replace each shard and each number of a row by the next ones."""
+    flat = flatten(row)
+    values = list(flat.leaves)
+    for i, old in enumerate(values):
+        if isinstance(old, fs.Sharded):
+            values[i] = fs.Sharded(next(shards), old.spec)
+        elif isinstance(old, torch.Tensor):
+            values[i] = next(numbers)
+        elif old is not None:
+            values[i] = type(old)(next(numbers).item())
+    return flat.unflatten(values)
+
+
+def _shards_in(row: Row) -> list[torch.Tensor]:
+    """List this rank's shards of a row."""
+    return [value.local for value in flatten(row).leaves if isinstance(value, fs.Sharded)]
+
+
+def _numbers_in(row: Row) -> list[torch.Tensor]:
+    """List the values of a row that are the same on every rank, such as a count of steps."""
+    values = flatten(row).leaves
+    return [torch.as_tensor(value) for value in values if not isinstance(value, fs.Sharded | None)]
+
+
+def _concatenate_by_owner(
+    tensors_of_rows: TensorLists,
+    owned: RowNumbers,
+) -> list[list[torch.Tensor]]:
+    """Concatenate the tensors of each rank's rows, given those of each row."""
+    by_owner = []
+    for row_numbers in owned:
+        tensors: list[torch.Tensor] = []
+        for i in row_numbers:
+            tensors += tensors_of_rows[i]
+        by_owner.append(tensors)
+    return by_owner
+
+
+def _compute_device(leaf: fs.Sharded) -> torch.device:
+    """Find the device that computes with a leaf, which may be stored on another one."""
     transform: Any = leaf.spec.transform
     storage = transform and transform.storage
     return storage.compute_device if storage else leaf.local.device
 
 
-def _exchange(send: Lists, receive: Lists, axis: fs.Axis, device: torch.device) -> Lists:
-    """Send each rank tensors of any dtypes, as bytes by way of a device, and wait for those that are like `receive`."""
-    away, here = ([sum(tensor.nbytes for tensor in row) for row in rows] for rows in (send, receive))
-    kept = next((tensor.device for row in (*send, *receive) for tensor in row), device)
-    flat = [tensor.contiguous().unsqueeze(-1).view(torch.uint8).flatten() for row in send for tensor in row]
-    rows = torch.cat([torch.empty(0, dtype=torch.uint8, device=kept), *flat])
-    (landed,) = fs.comm.all_to_all([rows.to(device)], away, here, axis, "whole")
-    parts = iter(landed.to(kept).split([like.nbytes for row in receive for like in row]))
-    # A part may lie unaligned in what has landed, which it must not keep alive.
-    return [[next(parts).clone().view(like.dtype).view(like.shape) for like in row] for row in receive]
+def _exchange(
+    send: TensorLists,
+    expected: TensorLists,
+    axis: fs.Axis,
+    device: torch.device,
+) -> TensorLists:
+    """Send each rank tensors of any dtypes, as bytes, and wait for those of the other ranks.
+
+    Args:
+        send: For each rank the tensors that it is sent.
+        expected: For each rank tensors of the shapes and dtypes of those that it sends here.
+        axis: The axis.
+        device: The device that sends; the tensors may be on another one.
+
+    Returns:
+        For each rank the tensors that it has sent.
+    """
+    storage_device = next((tensor.device for tensors in (*send, *expected) for tensor in tensors), device)
+    parts = [torch.empty(0, dtype=torch.uint8, device=storage_device)]
+    for tensors in send:
+        parts += map(_view_as_bytes, tensors)
+    (received,) = fs.comm.all_to_all(
+        [torch.cat(parts).to(device)],
+        list(map(_count_bytes, send)),
+        list(map(_count_bytes, expected)),
+        axis,
+        "whole",
+    )
+    sizes = [tensor.nbytes for tensors in expected for tensor in tensors]
+    next_parts = iter(received.to(storage_device).split(sizes))
+    return [[_view_like(next(next_parts), tensor) for tensor in tensors] for tensors in expected]
 
 
-def _stepped(tx: fs.Optimizer, grad: Any, leaf: Any, kept: Any) -> Any:
-    """Step a leaf whose pieces are all here."""
-    flat = flatten((leaf, kept))
-    full, values = flat.unflatten([_full(value) if isinstance(value, fs.Sharded) else value for value in flat.leaves])
-    new, after = run_update("whole", "tx", tx, {"leaf": _full(grad)}, values, {"leaf": full})
-    stepped = flatten((new["leaf"], after)).leaves
-    return flat.unflatten(map(_like, flat.leaves, stepped))
+def _view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    # shape -> [*shape, 1], so that a 0-d tensor has a dim -> [*shape, element size] -> [bytes]
+    return tensor.contiguous().unsqueeze(-1).view(torch.uint8).flatten()
 
 
-def assign(costs: Sequence[float], ranks: int) -> list[int]:
+def _view_like(
+    part: torch.Tensor,
+    tensor: torch.Tensor,
+) -> torch.Tensor:
+    """Copy a part of received bytes, and view it in the dtype and the shape of a tensor."""
+    # A part may begin at any byte. Its copy is aligned, and does not keep the other parts alive.
+    return part.clone().view(tensor.dtype).view(tensor.shape)
+
+
+def _count_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _join_shards(
+    shards: Sequence[torch.Tensor],
+    shard: fs.Sharded,
+    axis: fs.Axis,
+) -> fs.Sharded:
+    """Join the shards of an axis's ranks; other axes may still split the result."""
+    dim = shard.spec.dim_of(axis)
+    assert dim is not None
+    size = shard.spec.shared_out(dim, axis)
+    joined = torch.cat(list(shards), dim).narrow(dim, 0, size)
+    return fs.Sharded(joined.contiguous(), shard.spec)
+
+
+def _split_into_shards(
+    joined: torch.Tensor,
+    shard: fs.Sharded,
+    axis: fs.Axis,
+) -> Sequence[torch.Tensor]:
+    """Split again a tensor that `_join_shards` made, with padding at the end."""
+    dim = shard.spec.dim_of(axis)
+    assert dim is not None
+    padded_size = shard.local.shape[dim] * axis.size
+    padding = padded_size - joined.shape[dim]
+    if padding:
+        dims_behind = joined.dim() - dim - 1
+        joined = torch.nn.functional.pad(joined, (0, 0) * dims_behind + (0, padding))
+    if not joined.shape[dim]:
+        return [joined] * axis.size
+    return joined.chunk(axis.size, dim)
+
+
+def assign(
+    costs: Sequence[float],
+    ranks: int,
+) -> list[int]:
     """Give each piece of work to a rank, so that the rank with most has little more than the others.
 
     Args:
-        costs: Of each piece.
+        costs: The cost of each piece.
         ranks: How many ranks there are.
 
     Returns:
-        A rank for each piece: the costliest pieces go first, each to the rank that has least so far.
+        A rank for each piece. The costliest pieces go first, each to the rank that has least so far.
 
     >>> assign([1, 5, 3, 3], 2)
     [0, 0, 1, 1]
     """
-    loads, owners = [0.0] * ranks, [0] * len(costs)
+    loads = [0.0] * ranks
+    owners = [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        owners[i] = min(range(ranks), key=lambda rank: loads[rank])
+        owners[i] = loads.index(min(loads))
         loads[owners[i]] += costs[i]
     return owners
 
 
-def _joined(pieces: Sequence[torch.Tensor], shard: fs.Sharded, axis: fs.Axis) -> fs.Sharded:
-    """Put the pieces of an axis's ranks together; other axes may still split the result."""
-    dim = shard.spec.dim_of(axis)
-    assert dim is not None
-    joined = torch.cat(list(pieces), dim).narrow(dim, 0, shard.spec.shared_out(dim, axis))
-    return fs.Sharded(joined.contiguous(), shard.spec)
-
-
-def _pieces(joined: torch.Tensor, shard: fs.Sharded, axis: fs.Axis) -> Sequence[torch.Tensor]:
-    """Cut what `_joined` put together, and pad it at the end."""
-    dim = shard.spec.dim_of(axis)
-    assert dim is not None
-    missing = shard.local.shape[dim] * axis.size - joined.shape[dim]
-    padded = torch.nn.functional.pad(joined, (0, 0) * (joined.dim() - dim - 1) + (0, missing)) if missing else joined
-    return padded.chunk(axis.size, dim) if padded.shape[dim] else [padded] * axis.size
-
-
 def flops_of(shape: Sequence[int]) -> float:
-    """Count a matrix method's operations, but for a factor: products of the matrix with its own transpose."""
+    """Count the operations of a matrix method, up to a factor: products of the matrix with its own transpose."""
     return math.prod(shape) * min(shape) if shape else 1.0
