@@ -1,4 +1,4 @@
-"""Mixtures of experts, an extension: tokens go to the ranks that own their experts, and the experts' results come back.
+"""Mixtures of experts: tokens are sent to the ranks that own their experts, and the experts' results come back.
 
 Follows Shazeer et al., "Outrageously Large Neural Networks" (2017), Lepikhin et al., "GShard" (2020: capacity), Fedus
 et al., "Switch Transformers" (2021), Zoph et al., "ST-MoE" (2022), and Gale et al., "MegaBlocks" (2022: no token is
@@ -14,7 +14,7 @@ dropped). Weights of experts are stacked along dim 0 and sharded by `fs.own_dim`
         rows = [expert(w, row) for w, row in zip(p["experts"], rows)]
         return shared_expert(p, x) + fs.moe.combine(rows, sent)
 
-Shared experts (Dai et al., "DeepSeekMoE", 2024) are maths beside it, on leaves that are sharded like any other.
+Shared experts (Dai et al., "DeepSeekMoE", 2024) are ordinary layers beside it, on leaves that are sharded like others.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,11 +30,11 @@ __all__ = ["Routing", "Sent", "combine", "dispatch", "load_balance", "route", "z
 
 
 class Routing(NamedTuple):
-    """The experts that each token goes to.
+    """The experts that each token is sent to.
 
     Attributes:
         experts: Numbers of experts, (tokens, k), for each token in the order of its choice.
-        weights: The factors of their outputs, (tokens, k).
+        weights: The factors of the experts' outputs, (tokens, k).
         probs: The router's probability of every expert, (tokens, number of experts).
 
     >>> import torch, fshard as fs
@@ -55,14 +55,16 @@ class Sent(NamedTuple):
     Attributes:
         routing: The routing.
         axis: The mesh axis.
-        places: Where each choice's row is among those that this rank sent; first choices of all tokens come first.
+        places: The place of each choice's row among those that this rank sent. The first choices of all tokens come
+            before the second ones.
         capacity: How many rows each expert took from this rank; None means all.
-        received: Otherwise the order of received rows by expert, and how many went to each rank and came from it.
+        received: Without a capacity: the order of received rows by expert, and the numbers of rows sent to each rank
+            and received from it.
 
     >>> import torch, fshard as fs
     >>> tokens, logits = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[0.0, 9.0], [9.0, 0.0], [0.0, 9.0]])
     >>> rows, sent = fs.moe.dispatch(tokens, fs.moe.route(logits), capacity=1)
-    >>> rows.tolist(), sent.capacity  # the third token found no room
+    >>> rows.tolist(), sent.capacity  # there is no room for the third token
     ([[[2.0]], [[1.0]]], 1)
     """
 
@@ -74,24 +76,24 @@ class Sent(NamedTuple):
 
 
 def route(logits: torch.Tensor, k: int = 1, *, normalize: bool = True) -> Routing:
-    """Choose for each token the k experts of the highest probability, the softmax of a router's logits.
+    """Choose for each token the k experts with the highest probability: the softmax of a router's logits.
 
-    An activation checkpoint computes the choice again, and rounding may change it, so that gradients are those of other
-    experts. `fs.remat(layer, save=("aten.topk",))` keeps it, and so does torch.utils.checkpoint with
+    An activation checkpoint makes the choice again in the backward. If rounding changes it, gradients are those of
+    other experts. To keep the choice, use `fs.remat(layer, save=("aten.topk",))`, or torch.utils.checkpoint with
     `context_fn=partial(create_selective_checkpoint_contexts, [torch.ops.aten.topk.default])` and, from torch 2.14 on,
     `respect_saved_tensors_hooks=True`.
 
     Args:
         logits: The router's outputs, (tokens, number of experts).
-        k: How many experts a token goes to.
-        normalize: Whether weights of several experts are divided by their sum, as in Mixtral; the weight of one alone
-            stays its probability, through which the router learns.
+        k: How many experts a token is sent to.
+        normalize: Whether to divide the weights of several experts by their sum, as in Mixtral. The weight of a single
+            expert stays its probability, through which the router learns.
 
     Returns:
         The routing.
 
     Raises:
-        ValueError: if `logits` has other dims, or there are no k experts.
+        ValueError: if `logits` does not have two dims, or there are fewer than k experts.
 
     >>> import torch, fshard as fs
     >>> logits = torch.tensor([[0.1, 0.6, 0.3], [0.5, 0.1, 0.4]]).log()  # two tokens, three experts
@@ -102,35 +104,42 @@ def route(logits: torch.Tensor, k: int = 1, *, normalize: bool = True) -> Routin
             [0.5556, 0.4444]]))
     """
     expect(logits.dim() == 2, "moe.route", "logits of shape (tokens, experts)", describe(logits), "flatten other dims")
-    fits = type(k) is int and 1 <= k <= logits.shape[1]
-    expect(fits, "moe.route", f"k to be from 1 to {logits.shape[1]}", f"{k!r:.40}")
+    experts_count = logits.shape[1]
+    is_in_range = type(k) is int and 1 <= k <= experts_count
+    expect(is_in_range, "moe.route", f"k to be from 1 to {experts_count}", f"{k!r:.40}")
     probs = logits.softmax(-1)
     weights, experts = probs.topk(k)
-    return Routing(experts, weights / weights.sum(-1, keepdim=True) if normalize and k > 1 else weights, probs)
+    if normalize and k > 1:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return Routing(experts, weights, probs)
 
 
 def dispatch(
-    tokens: torch.Tensor, routing: Routing, axis: fs.Axis | None = None, *, capacity: int | None = None
+    tokens: torch.Tensor,
+    routing: Routing,
+    axis: fs.Axis | None = None,
+    *,
+    capacity: int | None = None,
 ) -> tuple[Sequence[torch.Tensor] | torch.Tensor, Sent]:
     """Send each token to the ranks that own its experts, which are spread over an axis in equal blocks.
 
-    Without a capacity every token arrives, in messages whose sizes ranks tell each other first. With one, sizes are
-    fixed, as fs.jit needs: an expert takes `capacity` rows from each rank, first choices before second ones, and of
-    these the tokens that come first; a choice that finds no room is dropped, and counts as an output of zeros.
+    Without a capacity every token arrives; ranks first send each other the sizes of their messages. With a capacity
+    sizes are fixed, as fs.jit requires: each expert takes `capacity` rows from each rank, first choices before second
+    ones, and among these the first tokens. A choice for which there is no room is dropped, and its output is zero.
 
     Args:
         tokens: This rank's tokens, (tokens, width).
         routing: Their experts.
-        axis: The mesh axis that experts are spread over; None where this rank has all of them.
+        axis: The mesh axis that experts are spread over; None if this rank has all of them.
         capacity: How many rows an expert takes from each rank; None means all.
 
     Returns:
         The rows of each expert of this rank, one tensor (rows, width) for each; with a capacity one tensor (experts of
-        this rank, ranks * capacity, width), zeros where no row is. Beside them what `combine` needs.
+        this rank, ranks * capacity, width), with zeros in unused rows. Second, the value that `combine` needs.
 
     Raises:
-        ValueError: if `tokens` do not fit `routing`, the axis does not divide the experts, the capacity is no positive
-            number, or there is none inside fs.jit.
+        ValueError: if `tokens` do not fit `routing`, the axis does not divide the number of experts, the capacity is
+            not a positive number, or there is none inside fs.jit.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -142,44 +151,85 @@ def dispatch(
     >>> fs.testing.spmd(program, world=2)  # each rank has one expert, and gets that expert's tokens of both
     [[[[1.0], [11.0]]], [[[2.0], [12.0]]]]
     """
-    what, number = "moe.dispatch", routing.probs.shape[-1]
-    fits = tokens.dim() == 2 and len(tokens) == len(routing.experts)
-    expect(fits, what, f"tokens of shape ({len(routing.experts)}, width), as routed", describe(tokens))
+    _check_dispatch(tokens, routing, axis, capacity)
+    # [tokens, k] -> [k * tokens], the first choices of all tokens before the second ones
+    choices = routing.experts.T.reshape(-1)
+    rows = tokens.repeat(routing.experts.shape[1], 1)
+    if capacity is None:
+        return _send_all(rows, choices, routing, axis)
+    experts_count = routing.probs.shape[-1]
+    is_chosen = choices[:, None] == torch.arange(experts_count, device=choices.device)
+    # How many choices of the same expert come before each one.
+    counts = is_chosen.cumsum(0) - 1
+    before = counts.gather(1, choices[:, None]).squeeze(1)
+    # Choices without room all go to one row behind the others.
+    dropped = experts_count * capacity
+    places = torch.where(before < capacity, choices * capacity + before, dropped)
+    slots = rows.new_zeros(dropped + 1, rows.shape[1])
+    slots = slots.index_add(0, places, rows)[:-1]
+    # [experts * capacity, width] -> [experts, capacity, width]
+    slots = slots.unflatten(0, (experts_count, capacity))
     if axis is not None:
-        check_axis(what, axis)
-        needed = f"a multiple of {axis.size} experts, one block for each rank"
-        expect(number % axis.size == 0, what, needed, str(number))
-    choices, rows = routing.experts.T.reshape(-1), tokens.repeat(routing.experts.shape[1], 1)
-    if capacity is not None:
-        expect(type(capacity) is int and capacity > 0, what, "capacity to be a positive number", f"{capacity!r:.40}")
-        chosen = choices[:, None] == torch.arange(number, device=choices.device)
-        before = (chosen.cumsum(0) - 1).gather(1, choices[:, None]).squeeze(1)
-        # What finds no room goes to a row behind the others.
-        places = torch.where(before < capacity, choices * capacity + before, number * capacity)
-        slots = rows.new_zeros(number * capacity + 1, rows.shape[1]).index_add(0, places, rows)[:-1]
-        slots = slots.unflatten(0, (number, capacity))
-        return slots if axis is None else fs.all_to_all(slots, axis, 0, 1), Sent(routing, axis, places, capacity)
-    expect(not _compat.is_tracing(), what, "a capacity inside fs.jit, where sizes are fixed", "None", "pass capacity=")
+        slots = fs.all_to_all(slots, axis, split_dim=0, concat_dim=1)
+    return slots, Sent(routing, axis, places, capacity)
+
+
+def _check_dispatch(
+    tokens: torch.Tensor,
+    routing: Routing,
+    axis: fs.Axis | None,
+    capacity: int | None,
+) -> None:
+    api_name = "moe.dispatch"
+    rows_count = len(routing.experts)
+    is_matrix = tokens.dim() == 2 and len(tokens) == rows_count
+    expect(is_matrix, api_name, f"tokens of shape ({rows_count}, width), as routed", describe(tokens))
+    if axis is not None:
+        check_axis(api_name, axis)
+        experts_count = routing.probs.shape[-1]
+        divides = experts_count % axis.size == 0
+        expected = f"a multiple of {axis.size} experts, one block for each rank"
+        expect(divides, api_name, expected, str(experts_count))
+    if capacity is None:
+        is_eager = not _compat.is_tracing()
+        expect(is_eager, api_name, "a capacity inside fs.jit, where sizes are fixed", "None", "pass capacity=")
+    else:
+        is_positive = type(capacity) is int and capacity > 0
+        expect(is_positive, api_name, "capacity to be a positive number", f"{capacity!r:.40}")
+
+
+def _send_all(
+    rows: torch.Tensor,
+    choices: torch.Tensor,
+    routing: Routing,
+    axis: fs.Axis | None,
+) -> tuple[Sequence[torch.Tensor], Sent]:
+    """Send every row to the rank of its expert, and group those that arrive by expert."""
     order = choices.argsort(stable=True)
-    rows, places = rows[order], order.argsort()
-    counts = choices.bincount(minlength=number)
+    rows = rows[order]
+    places = order.argsort()
+    counts = choices.bincount(minlength=routing.probs.shape[-1])
     if axis is None:
         return rows.split(counts.tolist()), Sent(routing, axis, places)
-    # Rows for each expert of this rank, by the rank that they come from.
-    table = fs.all_to_all(counts, axis, 0, 0).unflatten(0, (axis.size, -1))
-    send, receive = counts.unflatten(0, (axis.size, -1)).sum(1).tolist(), table.sum(1).tolist()
+    arriving = fs.all_to_all(counts, axis, split_dim=0, concat_dim=0)
+    # [experts] -> [ranks, experts of a rank]
+    by_rank = (axis.size, -1)
+    table = arriving.unflatten(0, by_rank)
+    send = counts.unflatten(0, by_rank).sum(1).tolist()
+    receive = table.sum(1).tolist()
     arrived = fs.ragged_all_to_all(rows, axis, send, receive)
     experts = torch.arange(table.shape[1], device=table.device).repeat(axis.size)
-    grouping = experts.repeat_interleave(table.flatten()).argsort(stable=True)
-    return arrived[grouping].split(table.sum(0).tolist()), Sent(routing, axis, places, None, (grouping, send, receive))
+    grouping = experts.repeat_interleave(arriving).argsort(stable=True)
+    rows_of_experts = arrived[grouping].split(table.sum(0).tolist())
+    return rows_of_experts, Sent(routing, axis, places, received=(grouping, send, receive))
 
 
 def combine(rows: Iterable[torch.Tensor], sent: Sent) -> torch.Tensor:
-    """Bring the outputs of experts back to their tokens and add them up, multiplied by their weights.
+    """Send the outputs of experts back to their tokens, and add them up, multiplied by their weights.
 
     Args:
         rows: The outputs of each expert of this rank, as many as `dispatch` returned.
-        sent: What `dispatch` returned beside the rows.
+        sent: The second value that `dispatch` returned.
 
     Returns:
         One row for each token, (tokens, width of the outputs).
@@ -191,45 +241,55 @@ def combine(rows: Iterable[torch.Tensor], sent: Sent) -> torch.Tensor:
     tensor([[ 77.5000],
             [110.0000]])
     """
-    axis, weights = sent.axis, sent.routing.weights.T
+    axis = sent.axis
     if sent.capacity is not None:
         slots = rows if isinstance(rows, torch.Tensor) else torch.stack(list(rows))
-        slots = slots if axis is None else fs.all_to_all(slots, axis, 1, 0)
-        back = torch.cat([slots.flatten(0, 1), slots.new_zeros(1, slots.shape[-1])])
+        if axis is not None:
+            slots = fs.all_to_all(slots, axis, split_dim=1, concat_dim=0)
+        # The row behind the others, of choices that were dropped, is zero.
+        dropped = slots.new_zeros(1, slots.shape[-1])
+        back = torch.cat([slots.flatten(0, 1), dropped])
     else:
         back = torch.cat(list(rows))
         if axis is not None and sent.received is not None:
             grouping, send, receive = sent.received
             back = fs.ragged_all_to_all(back[grouping.argsort()], axis, receive, send)
-    return (back[sent.places].unflatten(0, weights.shape) * weights[:, :, None]).sum(0)
+    weights = sent.routing.weights.T
+    # [k * tokens, width] -> [k, tokens, width]
+    outputs = back[sent.places].unflatten(0, weights.shape)
+    return (outputs * weights[:, :, None]).sum(0)
 
 
 def load_balance(routing: Routing, axes: Sequence[fs.Axis] = ()) -> torch.Tensor:
-    """Compute the loss that keeps experts equally busy, least where each gets the same number of tokens: then 1.
+    """Compute the loss that keeps experts equally busy; it is least, 1, if each gets the same number of tokens.
 
-    The number of experts times the sum over experts of the fraction of choices by the mean probability (Fedus et al.,
-    2021, equation 4). With `axes` fractions are those of all ranks' tokens, so that the mean over ranks of equal
-    batches is the loss of the whole batch (Qiu et al., "Demons in the Detail", 2025).
+    This is the number of experts times the sum over experts of the fraction of choices times the mean probability
+    (Fedus et al., 2021, equation 4). With `axes` the fractions are those of the tokens of all ranks, so that the mean
+    over ranks with equal batches is the loss of the whole batch (Qiu et al., "Demons in the Detail", 2025).
 
     Args:
         routing: This rank's routing.
-        axes: The mesh axes over whose ranks fractions are taken.
+        axes: The mesh axes over whose ranks choices are counted.
 
     Returns:
-        A scalar; 0 where this rank has no tokens.
+        A scalar; 0 if this rank has no tokens.
 
     >>> import torch, fshard as fs
     >>> even, uneven = torch.tensor([[99.0, 0.0], [0.0, 99.0]]), torch.tensor([[99.0, 0.0], [99.0, 0.0]])
     >>> fs.moe.load_balance(fs.moe.route(even)), fs.moe.load_balance(fs.moe.route(uneven))
     (tensor(1.), tensor(2.))
     """
-    number = routing.probs.shape[-1]
-    chosen = routing.experts.reshape(-1, 1) == torch.arange(number, device=routing.experts.device)
-    counts = chosen.sum(0).to(routing.probs.dtype)
+    probs = routing.probs
+    experts_count = probs.shape[-1]
+    # [tokens, k] -> [tokens * k, experts]
+    choices = routing.experts.reshape(-1, 1)
+    is_chosen = choices == torch.arange(experts_count, device=probs.device)
+    counts = is_chosen.sum(0).to(probs.dtype)
     for axis in axes:
         counts = fs.psum(counts, axis)
     fractions = counts / counts.sum().clamp(min=1)
-    return number * (fractions * routing.probs.sum(0)).sum() / max(len(routing.probs), 1)
+    total = experts_count * (fractions * probs.sum(0)).sum()
+    return total / max(len(probs), 1)
 
 
 def z_loss(logits: torch.Tensor) -> torch.Tensor:
@@ -239,7 +299,7 @@ def z_loss(logits: torch.Tensor) -> torch.Tensor:
         logits: The router's outputs, (tokens, number of experts).
 
     Returns:
-        A scalar; 0 where there are no tokens.
+        A scalar; 0 if there are no tokens.
 
     >>> import torch, fshard as fs
     >>> fs.moe.z_loss(torch.zeros(3, 4)), torch.tensor(4.0).log().square()
