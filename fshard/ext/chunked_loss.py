@@ -1,4 +1,4 @@
-"""The loss of a language model's head, chunk by chunk, so that logits of all tokens are never there at once."""
+"""The loss of a language model's head, chunk by chunk, so that the logits of all tokens never exist at once."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.autograd import Function
+from torch.autograd.graph import get_gradient_edge
 
 import fshard as fs
 from fshard.ext import _compat
@@ -15,7 +16,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> Pair:
-    """Sum the cross entropy of targets, and count them; -100 does not count.
+    """Sum the cross entropy of targets, and count the targets; -100 is ignored.
 
     Args:
         logits: Of shape (tokens, vocabulary).
@@ -41,26 +42,26 @@ def chunked_loss(
 ) -> Pair:
     """Compute the loss of F.linear(h, *head) over a vocabulary, and its gradients, chunk by chunk of the tokens.
 
-    Equal to `loss` of all logits, of which only one chunk's are held at a time. The forward differentiates each chunk
-    at once: nothing is computed again in the backward, and the head is gathered once and its gradient reduced once.
-    Follows Hsu et al., "Liger Kernel" (arXiv:2410.10989), section 3.
+    The result equals `loss` of all logits, but only the logits of one chunk are held at a time. The forward computes
+    the gradients of each chunk at once, so the backward computes nothing again, and the head is gathered once and its
+    gradient is reduced once. Follows Hsu et al., "Liger Kernel" (arXiv:2410.10989), section 3.
 
     Args:
         h: Hidden values of shape (*targets.shape, width).
-        head: The weight, of shape (vocabulary, width), or a pair of it and a bias; Sharded leaves are gathered.
+        head: The weight, of shape (vocabulary, width), or a pair of the weight and a bias. Sharded leaves are gathered.
         targets: Token ids.
         chunks: How many chunks the tokens are cut into.
         loss: Maps the logits of a chunk, (tokens, vocabulary), and its targets, (tokens,), to the sum of its losses and
             the number of targets that count. It may call collectives, such as `vocab_parallel_cross_entropy` of this
             rank's part of the logits.
-        dtype: The dtype that logits are cast to, and in which the head's gradient is added up; None takes the head's.
+        dtype: The dtype that logits are cast to, and in which the head's gradient is added up; None means the head's.
 
     Returns:
         The sum of losses and the count, as a loss with reduce="weighted" returns them.
 
     Raises:
-        ValueError: if shapes do not fit, `loss` reaches a tensor that requires a gradient otherwise than by logits, or
-            its graph is differentiated twice, which torch.func alone can.
+        ValueError: if shapes do not fit, `loss` uses a tensor that requires a gradient and is not the logits, or the
+            result is differentiated twice without torch.func.
 
     >>> import torch, fshard as fs
     >>> h, targets, mesh = torch.ones(3, 2), torch.tensor([0, 3, 1]), fs.init_mesh({"shard": -1}, device="cpu")
@@ -68,78 +69,149 @@ def chunked_loss(
     >>> fs.value_and_grad(lambda p: fs.chunked_loss(h, p["head"], targets), reduce="weighted")(params)[0]
     tensor(6.6852)
     """
-    # At once, as one unit.
-    full = fs.gather(list(head) if isinstance(head, list | tuple) else [head])
-    for name, given in {"head": full and full[0], "h": h, "targets": targets}.items():
-        expect(isinstance(given, torch.Tensor), "chunked_loss", f"{name} to be a tensor", describe(given))
-    shape = (*targets.shape, full[0].shape[-1])
-    expect(h.shape == shape, "chunked_loss", f"h of shape {shape}, by targets and head", describe(h))
-    expect(type(chunks) is int and chunks > 0, "chunked_loss", "chunks to be a positive number", f"{chunks!r:.40}")
+    # One call, so that weight and bias are one unit.
+    parts = list(head) if isinstance(head, list | tuple) else [head]
+    full_head = fs.gather(parts)
+    _check(h, full_head, targets, chunks)
 
-    def one(h: torch.Tensor, targets: torch.Tensor, *head: torch.Tensor) -> Pair:
+    def chunk_loss(
+        h: torch.Tensor,
+        targets: torch.Tensor,
+        *head: torch.Tensor,
+    ) -> Pair:
         logits = F.linear(h, *head)
-        return loss(logits if dtype is None else logits.to(dtype=dtype), targets)
+        if dtype is not None:
+            logits = logits.to(dtype=dtype)
+        return loss(logits, targets)
 
-    tensors, ids = [h.flatten(0, -2), *full], targets.flatten().chunk(chunks)
-    transformed = any(map(_compat.is_transformed, tensors)) or _compat.any_dual(tensors)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors) and not transformed:
+    # [..., width] -> [tokens, width]
+    rows = h.flatten(0, -2)
+    targets_of_chunks = targets.flatten().chunk(chunks)
+    tensors = [rows, *full_head]
+    is_transformed = any(map(_compat.is_transformed, tensors)) or _compat.any_dual(tensors)
+    requires_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if requires_grad and not is_transformed:
         with without_saved_tensor_hooks():
-            return _Differentiated.apply(one, ids, dtype, *tensors)
-    run = fs.remat(one) if transformed else one
-    return _summed([run(part, some, *full) for part, some in zip(tensors[0].chunk(chunks), ids, strict=True)])
+            return _ChunkedLoss.apply(chunk_loss, targets_of_chunks, dtype, *tensors)
+    if is_transformed:
+        chunk_loss = fs.remat(chunk_loss)
+    chunks_of_rows = zip(rows.chunk(chunks), targets_of_chunks, strict=True)
+    return _sum_pairs([chunk_loss(h, targets, *full_head) for h, targets in chunks_of_rows])
 
 
-class _Differentiated(Function):
-    """Differentiates in its forward, so that its backward has only to scale."""
+def _check(
+    h: Any,
+    full_head: list[Any],
+    targets: Any,
+    chunks: Any,
+) -> None:
+    api_name = "chunked_loss"
+    tensors = {"head": full_head and full_head[0], "h": h, "targets": targets}
+    for name, tensor in tensors.items():
+        expect(isinstance(tensor, torch.Tensor), api_name, f"{name} to be a tensor", describe(tensor))
+    shape = (*targets.shape, full_head[0].shape[-1])
+    expect(h.shape == shape, api_name, f"h of shape {shape}, by targets and head", describe(h))
+    is_positive = type(chunks) is int and chunks > 0
+    expect(is_positive, api_name, "chunks to be a positive number", f"{chunks!r:.40}")
+
+
+class _ChunkedLoss(Function):
+    """Computes the gradients in its forward, so that its backward only has to scale them."""
 
     @staticmethod
-    def forward(ctx: Any, one: Any, ids: Any, dtype: Any, h: torch.Tensor, *head: torch.Tensor) -> Pair:
+    def forward(
+        ctx: Any,
+        chunk_loss: Any,
+        targets_of_chunks: Any,
+        dtype: Any,
+        *tensors: torch.Tensor,
+    ) -> Pair:
+        h, *head = tensors
         leaves = [part.detach().requires_grad_(part.requires_grad) for part in head]
-        pairs, of_h = list[Pair](), list[torch.Tensor]()
-        of_head: list[Any] = [None] * len(head)
-        for part, some in zip(h.detach().chunk(len(ids)), ids, strict=True):
-            part.requires_grad_(h.requires_grad)
+        pairs: list[Pair] = []
+        grads_of_rows: list[Any] = []
+        grads_of_head: list[Any] = [None] * len(head)
+        chunks_of_rows = h.detach().chunk(len(targets_of_chunks))
+        for rows, targets in zip(chunks_of_rows, targets_of_chunks, strict=True):
+            rows.requires_grad_(h.requires_grad)
             with torch.enable_grad(), record_on_tape() as tape:
-                total, count = one(part, some, *leaves)
-            sources = [tensor for tensor in (part, *leaves, *tape.tokens[:1]) if tensor.requires_grad]
+                total, count = chunk_loss(rows, targets, *leaves)
+            inputs = [rows, *leaves]
             if not pairs:
-                # Checks of varying values see this node, and not the loss's own psum_invariant.
-                known = (getattr(node, "variance", None) for node in _nodes(total, sources))
-                ctx.variance = next((found for found in known if found and not found.result), None)
-            ends = [total, *tape.tokens[1:]]
-            starts = [torch.ones_like(total), *map(torch.zeros_like, ends[1:])]
-            found = dict(zip(map(id, sources), torch.autograd.grad(ends, sources, starts), strict=True))
+                ctx.variance = _find_variance(total, [*inputs, *tape.tokens[:1]])
+            grad_of_rows, *grads = _differentiate(total, inputs, tape.tokens)
+            grads_of_rows.append(grad_of_rows)
             pairs.append((total.detach(), count))
-            of_h += [found[id(part)]] if h.requires_grad else []
-            for i, leaf in enumerate(leaves):
-                if leaf.requires_grad:
-                    grad = found[id(leaf)].to(dtype or leaf.dtype)
-                    of_head[i] = grad if of_head[i] is None else of_head[i].add_(grad)
-        dtypes = [tensor.dtype for tensor in (h, *head)]
-        ctx.grads = [*zip([torch.cat(of_h) if of_h else None, *of_head], dtypes, strict=True)]
-        total, count = _summed(pairs)
-        ctx.mark_non_differentiable(*[count] * isinstance(count, torch.Tensor))
+            for i, grad in enumerate(grads):
+                if grad is not None:
+                    grad = grad.to(dtype or head[i].dtype)
+                    grads_of_head[i] = grad if grads_of_head[i] is None else grads_of_head[i].add_(grad)
+        grad_of_h = torch.cat(grads_of_rows) if h.requires_grad else None
+        ctx.grads = [grad_of_h, *grads_of_head]
+        ctx.dtypes = [tensor.dtype for tensor in tensors]
+        total, count = _sum_pairs(pairs)
+        if isinstance(count, torch.Tensor):
+            ctx.mark_non_differentiable(count)
         return total, count
 
     @staticmethod
     def backward(ctx: Any, scale: torch.Tensor, _: Any) -> Any:
-        grads, ctx.grads = ctx.grads, None
-        first = grads is not None and not torch.is_grad_enabled()
-        needed, remedy = "one backward, for a first derivative", "call it again, or differentiate by torch.func"
-        expect(first, "chunked_loss", needed, "another, or create_graph", remedy)
-        # In place: nobody else has them, and that of the head is as large as it.
-        return None, None, None, *[None if grad is None else grad.mul_(scale).to(dtype) for grad, dtype in grads]
+        grads = ctx.grads
+        ctx.grads = None
+        is_first = grads is not None and not torch.is_grad_enabled()
+        remedy = "call it again, or differentiate with torch.func"
+        expect(is_first, "chunked_loss", "one backward, for a first derivative", "another, or create_graph", remedy)
+        scaled: list[Any] = []
+        for grad, dtype in zip(grads, ctx.dtypes, strict=True):
+            # In place: nothing else uses these gradients, and a copy of the head's would be as large as the head.
+            scaled.append(None if grad is None else grad.mul_(scale).to(dtype))
+        return None, None, None, *scaled
 
 
-def _summed(pairs: Sequence[Pair]) -> Pair:
-    return tuple(map(sum, zip(*pairs, strict=True)))  # type: ignore[return-value]
+def _differentiate(
+    total: torch.Tensor,
+    inputs: Sequence[torch.Tensor],
+    tokens: Sequence[torch.Tensor],
+) -> list[torch.Tensor | None]:
+    """Compute the gradient of a chunk's loss for each input, or None where the input requires none.
+
+    Args:
+        total: The loss.
+        inputs: The inputs.
+        tokens: The tokens of the tape of the collectives that the loss has called. The first is an input and the others
+            are results, so that all ranks run the transposes in the same order.
+    """
+    sources = [tensor for tensor in (*inputs, *tokens[:1]) if tensor.requires_grad]
+    ends = [total, *tokens[1:]]
+    starts = [torch.ones_like(total), *map(torch.zeros_like, tokens[1:])]
+    grads = iter(torch.autograd.grad(ends, sources, starts))
+    return [next(grads) if tensor.requires_grad else None for tensor in inputs]
 
 
-def _nodes(total: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[Any]:
-    """List the nodes of a graph, which ends at some tensors alone."""
-    known = {torch.autograd.graph.get_gradient_edge(source).node for source in sources}
-    nodes = list[Any](walk_graph([total.grad_fn], lambda node: [other for other, _ in node.next_functions if other]))  # type: ignore[union-attr]
-    alone = not any(hasattr(node, "variable") and node not in known for node in nodes)
-    needed, found = "loss to compute with logits and targets", "a closure's tensor that requires a gradient"
-    expect(alone, "chunked_loss", needed, found, "detach it")
-    return nodes
+def _sum_pairs(pairs: Sequence[Pair]) -> Pair:
+    totals, counts = zip(*pairs, strict=True)
+    return sum(totals), sum(counts)
+
+
+def _find_variance(total: torch.Tensor, sources: Sequence[torch.Tensor]) -> Any:
+    """Find the first node of a loss's graph that makes a varying value invariant, and check where the graph ends.
+
+    Checks of varying values then see this node in the place of the psum_invariant inside the loss.
+
+    Raises:
+        ValueError: if the graph ends at a tensor that requires a gradient and is not one of the sources.
+    """
+    ends = {get_gradient_edge(source).node for source in sources if source.requires_grad}
+    variance = None
+    for node in walk_graph([total.grad_fn], _next_nodes):
+        is_other_leaf = hasattr(node, "variable") and node not in ends
+        expected = "loss to compute with logits and targets"
+        expect(not is_other_leaf, "chunked_loss", expected, "a closure's tensor that requires a gradient", "detach it")
+        node_variance = getattr(node, "variance", None)
+        if variance is None and node_variance and not node_variance.result:
+            variance = node_variance
+    return variance
+
+
+def _next_nodes(node: Any) -> list[Any]:
+    return [other for other, _ in node.next_functions if other]

@@ -1003,8 +1003,8 @@ FAULTS = (
     Fault(
         "head-learns-from-the-last-chunk-alone",
         "fshard/ext/chunked_loss.py",
-        "of_head[i] = grad if of_head[i] is None else of_head[i].add_(grad)",
-        "of_head[i] = grad",
+        "grads_of_head[i] = grad if grads_of_head[i] is None else grads_of_head[i].add_(grad)",
+        "grads_of_head[i] = grad",
         "3: the loss in chunks has the gradients of the loss of all logits",
     ),
     Fault(
