@@ -933,8 +933,8 @@ FAULTS = (
     Fault(
         "feedback-of-the-wrong-sign",
         "fshard/ext/quantize.py",
-        "after[i] = torch.nan_to_num(stack - sent, nan=0.0, posinf=0.0, neginf=0.0).to(states[i].dtype)",
-        "after[i] = torch.nan_to_num(sent - stack, nan=0.0, posinf=0.0, neginf=0.0).to(states[i].dtype)",
+        "remainder = torch.nan_to_num(stack - sent, nan=0.0, posinf=0.0, neginf=0.0)",
+        "remainder = torch.nan_to_num(sent - stack, nan=0.0, posinf=0.0, neginf=0.0)",
         "3: what rounding leaves out is added to the next gradients",
     ),
     Fault(
