@@ -954,8 +954,8 @@ FAULTS = (
     Fault(
         "keys-taken-for-those-of-the-rank-behind",
         "fshard/ext/parallel/attention.py",
-        "queries, keys = self.chunks(own), self.chunks((own - step) % self.axis.size)",
-        "queries, keys = self.chunks(own), self.chunks((own + step) % self.axis.size)",
+        "key_chunks = self.chunks_of((rank - step) % self.axis.size)",
+        "key_chunks = self.chunks_of((rank + step) % self.axis.size)",
         "3: attention over split sequences is that of one process, also over more ranks than two",
     ),
     Fault(

@@ -1,14 +1,15 @@
-"""Attention over sequences that are split between ranks: keys that travel around them, or exchanges of heads for time.
+"""Attention over sequences that are split between ranks: `ring_attention` and `ulysses`.
 
-Ring attention follows Liu, Zaharia and Abbeel 2023 (https://arxiv.org/abs/2310.01889): keys and values travel around
-the ranks of an axis while each rank computes with those that it has. Striped Attention (Brandon et al. 2023,
-https://arxiv.org/abs/2311.09431) balances its causal form by another order of the sequence; the zig-zag order here is
-that of Llama 3's context parallelism (Dubey et al. 2024, https://arxiv.org/abs/2407.21783). Exchanges of heads for time
-follow Jacobs et al. 2023 (https://arxiv.org/abs/2309.14509). Blocks of keys are joined by the arithmetic of
-FlashAttention (Dao et al. 2022, https://arxiv.org/abs/2205.14135) and of online softmax before it (Milakov and
+Ring attention follows Liu, Zaharia and Abbeel 2023 (https://arxiv.org/abs/2310.01889): keys and values are sent around
+the ranks of an axis, while each rank computes with those that it has. Striped Attention (Brandon et al. 2023,
+https://arxiv.org/abs/2311.09431) balances its causal form by another order of the sequence; the zigzag order here is
+that of Llama 3's context parallelism (Dubey et al. 2024, https://arxiv.org/abs/2407.21783). `ulysses`, which exchanges
+heads for time, follows Jacobs et al. 2023 (https://arxiv.org/abs/2309.14509). The results for blocks of keys are merged
+as in FlashAttention (Dao et al. 2022, https://arxiv.org/abs/2205.14135) and in online softmax before it (Milakov and
 Gimelshein 2018, https://arxiv.org/abs/1805.02867).
 
-Tensors have the shape (batch, heads, time, head dim); the log-sum-exp of each query's scores has no last dim.
+In the comments on shapes B is the batch, H the heads, T the time of a rank and D the head dim. Queries, keys, values
+and results are [B, H, T, D]; the log-sum-exp of each query's scores is [B, H, T].
 """
 
 import math
@@ -23,11 +24,26 @@ from fshard.extend import check_axis, custom_call, describe, expect
 
 Tensors = Sequence[torch.Tensor]
 
-# So many queries at a time compute scores, where no fused kernel does: memory stays linear in time.
+# Without a fused kernel scores are computed for so many queries at a time, so that memory stays linear in time.
 ROWS = 512
 
-# Maps q, k, v, whether each query sees the keys up to its own place alone, and the scale, to the result and the logs.
-Block = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, float], tuple[torch.Tensor, torch.Tensor]]
+
+class Attended(NamedTuple):
+    """The result of attention for some queries, over the keys so far.
+
+    Attributes:
+        out: The result.
+        logs: Each query's log-sum-exp of scores.
+    """
+
+    out: torch.Tensor
+    logs: torch.Tensor
+
+
+# Maps q, k, v, whether a query only sees keys up to its own position, and the scale of scores, to the result.
+Block = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, float], Attended]
+# Starts to send tensors to the next rank, and returns a function that waits for those of the previous rank.
+Send = Callable[[Tensors], Callable[[], Tensors]]
 
 
 def ring_attention(
@@ -40,182 +56,254 @@ def ring_attention(
     order: str = "contiguous",
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Compute attention over a sequence whose pieces the ranks of an axis hold, by sending keys and values around.
+    """Compute attention over a sequence that is split between the ranks of an axis, by sending keys and values around.
 
-    Memory grows linearly with the time of one rank. The forward sends k and v to each other rank once; the backward
-    sends them again, and with them the sums of their gradients. Autograd saves q, k, v, the result and one number for
-    each query. Under torch.func and with tangents the same ring runs by differentiable operations, which keep the
+    Memory grows linearly with the time of one rank. The forward sends k and v to each other rank once. The backward
+    sends them again, together with the sums of their gradients. Autograd saves q, k, v, the result and one number for
+    each query. Under torch.func and with tangents the same ring runs with differentiable operations, which keep the
     scores of a rank's queries and all keys.
 
-    In "contiguous" order rank r of n computes 4 r + 3 blocks of a causal ring, of 2 n chunks of time, and all wait for
-    the last rank. In "zigzag" order, in which rank r holds chunk r from the front and chunk r from the back, each rank
-    computes 2 n + 1 blocks. `ring_positions` cuts the batch and the positions so.
+    In "contiguous" order, rank r of n computes 4 r + 3 blocks of a causal ring that has 2 n chunks of time, and all
+    ranks wait for the last one. In "zigzag" order rank r holds chunk r from the front and chunk r from the back, and
+    each rank computes 2 n + 1 blocks. `ring_positions` cuts the batch and the positions accordingly.
 
     Args:
         q: Queries of this rank, of shape (batch, heads, time, head dim).
-        k: Keys, of the same shape; repeat them where several heads share one.
-        v: Values, of the same shape but for the head dim.
-        axis: The mesh axis that splits the sequence; every rank holds as much time.
-        is_causal: Whether a query sees the keys up to its own place alone, as for scaled_dot_product_attention.
+        k: Keys, of the same shape; repeat them if several heads share one.
+        v: Values, of the same shape except for the head dim.
+        axis: The mesh axis that splits the sequence; every rank holds the same amount of time.
+        is_causal: Whether a query only sees keys up to its own position, as in scaled_dot_product_attention.
         order: "contiguous" or "zigzag".
-        scale: Of the scores, above 0; None means 1 / sqrt(head dim).
+        scale: The factor of scores, above 0; None means 1 / sqrt(head dim).
 
     Returns:
         The result for this rank's queries, of shape (batch, heads, time, head dim of v).
 
     Raises:
-        ValueError: if shapes or dtypes do not fit each other, the time is odd in "zigzag" order, or an argument is none
-            of the above.
+        ValueError: if shapes or dtypes do not fit each other, the time is odd in "zigzag" order, or an argument is not
+            as described.
 
     >>> x = torch.ones(1, 1, 2, 4)
     >>> ring_attention(x, x, x, fs.Axis("cp", 1, ""), is_causal=True).shape
     torch.Size([1, 1, 2, 4])
     """
-    what = "ring_attention"
-    check_axis(what, axis)
-    expect(type(is_causal) is bool, f"{what}: is_causal", "True or False", f"{is_causal!r:.40}")
-    _check_order(what, order)
-    _check_tensors(what, q, k, v)
-    if scale is not None:
-        # With others torch's kernels return NaN where they mask.
-        real = isinstance(scale, int | float) and 0 < scale < math.inf
-        expect(real, what, "scale to be a finite number above 0", f"{scale!r:.40}")
-    halved, zigzag = axis.size > 1 and q.shape[2] > 1, order == "zigzag"
-    ring = _Ring(axis, is_causal, zigzag, halved, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    even = f"an even number of places in time, of which each half is a chunk in {order!r} order"
-    expect(order == "contiguous" or q.shape[2] % 2 == 0, what, even, str(q.shape[2]), "cut by fs.ring_positions")
-    told = f"{what}(is_causal={is_causal}, order={order!r}, scale={ring.scale:.6g})"
-    remedy = "take second derivatives by torch.func"
-    (out,) = custom_call(ring.forward, ring.backward, [q, k, v], told, axis, plain=ring.plain, remedy=remedy)
+    api_name = "ring_attention"
+    check_axis(api_name, axis)
+    expect(type(is_causal) is bool, f"{api_name}: is_causal", "True or False", f"{is_causal!r:.40}")
+    _check_order(api_name, order)
+    _check_tensors(api_name, q, k, v)
+    time, head_dim = q.shape[2:]
+    if scale is None:
+        scale = 1 / math.sqrt(head_dim)
+    else:
+        # For other scales torch's kernels return NaN where they mask.
+        is_scale = isinstance(scale, int | float) and 0 < scale < math.inf
+        expect(is_scale, api_name, "scale to be a finite number above 0", f"{scale!r:.40}")
+    is_zigzag = order == "zigzag"
+    is_cut = not is_zigzag or time % 2 == 0
+    expected = "an even size of dim 2, the time, whose halves are the chunks in 'zigzag' order"
+    expect(is_cut, api_name, expected, str(time), "cut by fs.ring_positions")
+    ring = _Ring(axis, is_causal, is_zigzag, is_halved=axis.size > 1 and time > 1, scale=scale)
+    (out,) = custom_call(
+        ring.forward,
+        ring.backward,
+        [q, k, v],
+        f"{api_name}(is_causal={is_causal}, order={order!r}, scale={scale:.6g})",
+        axis,
+        plain=ring.run_plain,
+        remedy="take second derivatives by torch.func",
+    )
     return out
 
 
+class _Block(NamedTuple):
+    """A chunk of this rank's queries, and a chunk of some rank's keys.
+
+    Attributes:
+        query: The number of the chunk of queries among those of this rank.
+        key: The number of the chunk of keys among those of that rank.
+        is_causal: Whether a query only sees keys up to its own position, because the chunks are the same.
+        is_visible: Whether the queries see the keys.
+    """
+
+    query: int
+    key: int
+    is_causal: bool
+    is_visible: bool
+
+
 class _Ring(NamedTuple):
-    """The arguments of a ring, and whether a rank's time is cut in two chunks, so that blocks take less memory."""
+    """The arguments of a ring.
+
+    Attributes:
+        axis: The axis.
+        is_causal: Whether a query only sees keys up to its own position.
+        is_zigzag: Whether a rank's two chunks of time come from both ends of the sequence.
+        is_halved: Whether a rank's time is cut into two chunks, so that blocks take less memory.
+        scale: The factor of scores.
+    """
 
     axis: fs.Axis
-    causal: bool
-    zigzag: bool
-    halved: bool
+    is_causal: bool
+    is_zigzag: bool
+    is_halved: bool
     scale: float
 
-    def chunks(self, rank: int) -> list[int]:
+    def chunks_of(self, rank: int) -> list[int]:
         """Number the chunks of time that a rank holds."""
-        if not self.halved:
+        if not self.is_halved:
             return [rank]
-        return [rank, 2 * self.axis.size - 1 - rank] if self.zigzag else [2 * rank, 2 * rank + 1]
+        if self.is_zigzag:
+            return [rank, 2 * self.axis.size - 1 - rank]
+        return [2 * rank, 2 * rank + 1]
 
     def cut(self, tensor: torch.Tensor) -> Tensors:
-        """Cut a rank's time in its chunks."""
-        return tensor.chunk(2, 2) if self.halved else [tensor]
+        """Cut a rank's time into its chunks."""
+        return tensor.chunk(2, dim=2) if self.is_halved else [tensor]
 
-    def pairs(self, step: int) -> list[tuple[int, int, bool, bool]]:
-        """List the blocks of this rank and of the keys that the rank so many places before it holds.
+    def blocks(self, step: int) -> list[_Block]:
+        """List the blocks of this rank's queries and the keys of the rank that is so many steps before it."""
+        rank = fs.comm.rank(self.axis)
+        key_chunks = self.chunks_of((rank - step) % self.axis.size)
+        blocks = []
+        for i, query_chunk in enumerate(self.chunks_of(rank)):
+            for j, key_chunk in enumerate(key_chunks):
+                is_causal = self.is_causal and query_chunk == key_chunk
+                is_visible = not self.is_causal or key_chunk <= query_chunk
+                blocks.append(_Block(i, j, is_causal, is_visible))
+        return blocks
 
-        Returns:
-            The number of its own chunk of queries and of the other's chunk of keys, whether they are the same chunk, in
-            which a query sees keys up to its own place, and whether its queries see the keys.
-        """
-        own = fs.comm.rank(self.axis)
-        queries, keys = self.chunks(own), self.chunks((own - step) % self.axis.size)
-        numbered = [(i, j, a, b) for i, a in enumerate(queries) for j, b in enumerate(keys)]
-        return [(i, j, self.causal and a == b, not self.causal or b <= a) for i, j, a, b in numbered]
-
-    def plain(self, tensors: Tensors) -> Tensors:
+    def run_plain(self, tensors: Tensors) -> Tensors:
         """Compute the result by operations that are differentiable to any order."""
-        return self._around(tensors, attend_plainly, self._permuted, skip=False)[:1]
+        return [self._run(tensors, attend_plainly, self._permute, skip_invisible=False).out]
 
     def forward(self, tensors: Tensors) -> tuple[Tensors, Tensors]:
-        """Compute the result, and what `backward` needs."""
-        out, logs = self._around(tensors, attend, self._sent, skip=True)
+        """Compute the result, and the tensors that `backward` needs."""
+        out, logs = self._run(tensors, attend, self._send, skip_invisible=True)
         return [out], [*tensors, out, logs]
 
-    def _around(
-        self, tensors: Tensors, block: Block, send: Callable[[Tensors], Callable[[], Tensors]], skip: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend to the keys of every rank, while those of the next one are on their way.
+    def _run(
+        self,
+        tensors: Tensors,
+        attend_block: Block,
+        send: Send,
+        *,
+        skip_invisible: bool,
+    ) -> Attended:
+        """Attend to the keys of every rank, while the next keys are on their way.
 
         Args:
             tensors: q, k and v.
-            block: What attends to some keys.
-            send: Starts to send tensors to the next rank, and returns what waits for those of the last.
-            skip: Whether blocks are left out whose keys are not seen. Else they are computed and not chosen: all ranks
-                then have the same graph, and run the transposes of their collectives in the same order.
+            attend_block: Computes attention for one block.
+            send: Sends keys and values on.
+            skip_invisible: Whether to skip blocks whose keys are not seen. Otherwise they are computed and not
+                selected, so that all ranks have the same graph, and run the transposes of its collectives in one order.
 
         Returns:
             The result and the logs.
         """
         q, k, v = tensors
         queries = self.cut(q)
-        found: list[Any] = [None] * len(queries)
+        results: list[Any] = [None] * len(queries)
         for step in range(self.axis.size):
-            receive = send([k, v]) if step + 1 < self.axis.size else None
-            keys, values = self.cut(k), self.cut(v)
-            for i, j, causal, seen in self.pairs(step):
-                if seen or not skip:
-                    both = joined(found[i], block(queries[i], keys[j], values[j], causal, self.scale))
-                    found[i] = both if skip or found[i] is None else _chosen(seen, both, found[i])
+            is_last = step == self.axis.size - 1
+            receive = None if is_last else send([k, v])
+            keys = self.cut(k)
+            values = self.cut(v)
+            for i, j, is_causal, is_visible in self.blocks(step):
+                if skip_invisible and not is_visible:
+                    continue
+                block = attend_block(queries[i], keys[j], values[j], is_causal, self.scale)
+                merged = merge(results[i], block)
+                if not skip_invisible and results[i] is not None:
+                    merged = _select(is_visible, merged, results[i])
+                results[i] = merged
             if receive is not None:
                 k, v = receive()
-        out, logs = (torch.cat(part, 2) if self.halved else part[0] for part in zip(*found, strict=True))
-        return out.to(q.dtype), logs
+        out, logs = (_join_time(parts) for parts in zip(*results, strict=True))
+        return Attended(out.to(q.dtype), logs)
 
     def backward(self, saved: Tensors, grads: Tensors) -> Tensors:
-        """Send keys and values around once more, and with them the sums of their gradients, home in the end.
+        """Send keys and values around once more, and with them the sums of their gradients, which return at the end.
 
-        Sums travel in the dtype of the logs. A rank's own keys come last: until then their sums travel.
+        The sums have the dtype of the logs. A rank computes with its own keys last, when their sums have arrived.
         """
-        q, k, v, out, logs = saved
+        *qkv, out, logs = saved
+        q, k, v = qkv
+        dq, dk, dv = (x.new_zeros(x.shape, dtype=logs.dtype) for x in qkv)
+        queries = list(zip(*map(self.cut, (grads[0], q, out, logs, dq)), strict=True))
         size = self.axis.size
-        dq, dk, dv = (x.new_zeros(x.shape, dtype=logs.dtype) for x in (q, k, v))
-        of_queries = list(zip(*map(self.cut, (grads[0], q, out, logs, dq)), strict=True))
-
-        def add(step: int, there: Tensors) -> None:
-            of_keys = list(zip(*map(self.cut, (*there, dk, dv)), strict=True))
-            for i, j, causal, seen in self.pairs(step):
-                if seen:
-                    (grad, query, result, log, to_query), (key, value, *to_keys) = of_queries[i], of_keys[j]
-                    parts = attend_backward(grad, query, key, value, result, log, causal, self.scale)
-                    for total, part in zip((to_query, *to_keys), parts, strict=True):
-                        total.add_(part)
-
-        receive = self._sent([k, v]) if size > 1 else None
+        receive = self._send([k, v]) if size > 1 else None
         for step in range(1, size + 1):
-            there = receive() if receive else [k, v]
-            receive = self._sent(there) if step + 1 < size else None
+            current_k, current_v = receive() if receive is not None else (k, v)
+            receive = self._send([current_k, current_v]) if step + 1 < size else None
             if step > 1:
-                (dk,) = self._sent([dk])()
-                (dv,) = self._sent([dv])()
-            add(step % size, there)
-            del there
-        return [total.to(x.dtype) for total, x in zip((dq, dk, dv), (q, k, v), strict=True)]
+                (dk,) = self._send([dk])()
+                (dv,) = self._send([dv])()
+            keys = list(zip(*map(self.cut, (current_k, current_v, dk, dv)), strict=True))
+            self._add_gradients(self.blocks(step % size), queries, keys)
+            del current_k, current_v, keys
+        return [total.to(x.dtype) for total, x in zip((dq, dk, dv), qkv, strict=True)]
 
-    def _sent(self, tensors: Tensors) -> Callable[[], Tensors]:
-        """Start to send tensors to the next rank, without a copy of large ones; returns what waits for the last's."""
-        size, own = self.axis.size, fs.comm.rank(self.axis)
-        told = f"causal={self.causal}, zigzag={self.zigzag}, scale={self.scale:.6g}"
+    def _add_gradients(self, blocks: Sequence[_Block], queries: Sequence[Tensors], keys: Sequence[Tensors]) -> None:
+        """Add to the sums of gradients, in place.
+
+        Args:
+            blocks: The blocks.
+            queries: For each chunk of queries the cotangent of the result, the queries, the result, the logs and the
+                sum of the queries' gradients.
+            keys: For each chunk the keys, the values, and the sums of their gradients.
+        """
+        for i, j, is_causal, is_visible in blocks:
+            if not is_visible:
+                continue
+            grad, query, out, logs, query_sum = queries[i]
+            key, value, key_sum, value_sum = keys[j]
+            dq, dk, dv = attend_backward(grad, query, key, value, out, logs, is_causal, self.scale)
+            query_sum.add_(dq)
+            key_sum.add_(dk)
+            value_sum.add_(dv)
+
+    def _send(self, tensors: Tensors) -> Callable[[], Tensors]:
+        """Start to send tensors to the next rank, without a copy of large ones."""
+        size = self.axis.size
+        rank = fs.comm.rank(self.axis)
+        send = [0] * size
+        send[(rank + 1) % size] = 1
+        receive = [0] * size
+        receive[(rank - 1) % size] = 1
         shapes = ", ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors)
-        send, receive = ([int(rank == (own + step) % size) for rank in range(size)] for step in (1, -1))
-        rows, label = (
-            [tensor.unsqueeze(0) for tensor in tensors],
-            fs.comm.Label("ring_attention", parts=f"{told}, {shapes}"),
-        )
+        options = f"causal={self.is_causal}, zigzag={self.is_zigzag}, scale={self.scale:.6g}"
+        label = fs.comm.Label("ring_attention", parts=f"{options}, {shapes}")
+        # [B, H, T, D] -> [1, B, H, T, D], one row for the next rank
+        rows = [tensor.unsqueeze(0) for tensor in tensors]
         finish = fs.comm.start_all_to_all(rows, send, receive, self.axis, label)
         return lambda: [row[0] for row in finish()]
 
-    def _permuted(self, tensors: Tensors) -> Callable[[], Tensors]:
-        around = [(rank, (rank + 1) % self.axis.size) for rank in range(self.axis.size)]
-        received: Tensors = fs.ppermute(list(tensors), self.axis, around)
+    def _permute(self, tensors: Tensors) -> Callable[[], Tensors]:
+        """Send tensors to the next rank by a collective that is differentiable to any order."""
+        size = self.axis.size
+        pairs = [(rank, (rank + 1) % size) for rank in range(size)]
+        received: Tensors = fs.ppermute(list(tensors), self.axis, pairs)
         return lambda: received
 
 
-def _chosen(first: bool, one: Tensors, other: Tensors) -> Tensors:
-    pairs = zip(one, other, strict=True)
-    return tuple(torch.where(torch.full_like(a, first, dtype=torch.bool), a, b) for a, b in pairs)
+def _select(condition: bool, first: Attended, second: Attended) -> Attended:
+    """Select one of two results by an operation, so that the graph is the same either way."""
+    selected = []
+    for a, b in zip(first, second, strict=True):
+        mask = torch.full_like(a, condition, dtype=torch.bool)
+        selected.append(torch.where(mask, a, b))
+    return Attended(*selected)
+
+
+def _join_time(chunks: Tensors) -> torch.Tensor:
+    """Join a rank's chunks of time."""
+    return torch.cat(list(chunks), dim=2) if len(chunks) > 1 else chunks[0]
 
 
 def ring_positions(axis: fs.Axis, time: int, order: str = "contiguous") -> torch.Tensor:
-    """List the places of a sequence that this rank holds: x[:, positions] cuts a batch for `ring_attention`.
+    """List the positions of a sequence that this rank holds: x[:, positions] cuts a batch for `ring_attention`.
 
     Args:
         axis: The mesh axis that splits the sequence.
@@ -223,33 +311,36 @@ def ring_positions(axis: fs.Axis, time: int, order: str = "contiguous") -> torch
         order: "contiguous" or "zigzag".
 
     Returns:
-        Whole numbers, as many on every rank, ascending.
+        Whole numbers in ascending order, equally many on every rank.
 
     Raises:
-        ValueError: if the ranks, each of which holds two chunks in "zigzag" order, do not divide the time.
+        ValueError: if the number of ranks, or in "zigzag" order twice that, does not divide the time.
 
     >>> ring_positions(fs.Axis("cp", 1, ""), 4)
     tensor([0, 1, 2, 3])
     """
     check_axis("ring_positions", axis)
     _check_order("ring_positions", order)
-    number = axis.size * (1 if order == "contiguous" else 2)
-    whole = type(time) is int and time > 0 and time % number == 0
-    needed = f"time to be a multiple of {number}, the chunks in {order!r} order of {axis.size} ranks"
-    expect(whole, "ring_positions", needed, f"{time!r:.40}", "pad the sequence")
-    chunks = torch.arange(time).chunk(number)
-    own = fs.comm.rank(axis)
-    return torch.cat([chunks[i] for i in ([own] if order == "contiguous" else [own, number - 1 - own])])
+    is_zigzag = order == "zigzag"
+    chunks_count = axis.size * (2 if is_zigzag else 1)
+    divides = type(time) is int and time > 0 and time % chunks_count == 0
+    expected = f"time to be a multiple of {chunks_count}, the chunks in {order!r} order of {axis.size} ranks"
+    expect(divides, "ring_positions", expected, f"{time!r:.40}", "pad the sequence")
+    chunks = torch.arange(time).chunk(chunks_count)
+    rank = fs.comm.rank(axis)
+    if not is_zigzag:
+        return torch.cat([chunks[rank]])
+    return torch.cat([chunks[rank], chunks[chunks_count - 1 - rank]])
 
 
 def ulysses(attention: Callable[..., torch.Tensor], axis: fs.Axis) -> Callable[..., torch.Tensor]:
-    """Make attention over a sequence whose pieces ranks hold of one over whole sequences: each gets some of the heads.
+    """Turn attention over whole sequences into attention over a sequence split between ranks; each gets some heads.
 
-    Two exchanges of all ranks bring the whole time of these heads and take the result back, which costs less traffic
-    than a ring, but no more ranks than heads. Pieces lie in rank order.
+    Two all-to-alls give each rank the whole time of its heads, and return the result. This sends less than a ring, but
+    there can be no more ranks than heads. The pieces of the sequence are in rank order.
 
     Args:
-        attention: Called as attention(q, k, v, **keywords) on tensors of shape (batch, heads, time, head dim), as
+        attention: Called as attention(q, k, v, **keywords) with tensors of shape (batch, heads, time, head dim), as
             torch's scaled_dot_product_attention; returns the result for q.
         axis: The mesh axis that splits the sequence.
 
@@ -257,7 +348,7 @@ def ulysses(attention: Callable[..., torch.Tensor], axis: fs.Axis) -> Callable[.
         A function of the same arguments, for tensors of this rank's time and of all heads.
 
     Raises:
-        ValueError: by the function returned, if the ranks do not divide the heads of a tensor.
+        ValueError: by the function returned, if the number of ranks does not divide the heads of a tensor.
 
     >>> import torch, fshard as fs
     >>> attention = torch.nn.functional.scaled_dot_product_attention
@@ -275,42 +366,53 @@ def ulysses(attention: Callable[..., torch.Tensor], axis: fs.Axis) -> Callable[.
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **keywords: Any) -> torch.Tensor:
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             _check_four_dims("ulysses", name, tensor)
-            needed = f"heads of {name}, its dim 1, to be a multiple of {axis.size}, the ranks of {axis.name!r}"
+            heads = tensor.shape[1]
+            expected = f"heads of {name}, its dim 1, to be a multiple of {axis.size}, the ranks of {axis.name!r}"
             remedy = "repeat or pad heads, or use fs.ring_attention"
-            expect(tensor.shape[1] % axis.size == 0, "ulysses", needed, str(tensor.shape[1]), remedy)
-        whole = attention(*fs.all_to_all((q, k, v), axis, 1, 2), **keywords)
-        _check_four_dims("ulysses", "the result of attention", whole)
-        return fs.all_to_all(whole, axis, 2, 1)
+            expect(heads % axis.size == 0, "ulysses", expected, str(heads), remedy)
+        # [B, H, T, D] -> [B, H / ranks, T * ranks, D]
+        whole_sequences = fs.all_to_all((q, k, v), axis, split_dim=1, concat_dim=2)
+        out = attention(*whole_sequences, **keywords)
+        _check_four_dims("ulysses", "the result of attention", out)
+        # [B, H / ranks, T * ranks, D] -> [B, H, T, D]
+        return fs.all_to_all(out, axis, split_dim=2, concat_dim=1)
 
     return run
 
 
-def _check_order(what: str, order: Any) -> None:
-    expect(order in ("contiguous", "zigzag"), what, 'order to be "contiguous" or "zigzag"', f"{order!r:.40}")
+def _check_order(api_name: str, order: Any) -> None:
+    expect(order in ("contiguous", "zigzag"), api_name, 'order to be "contiguous" or "zigzag"', f"{order!r:.40}")
 
 
-def _check_four_dims(what: str, name: str, tensor: Any) -> None:
-    """Refuse what is no floating tensor of four dims."""
+def _check_four_dims(api_name: str, name: str, tensor: Any) -> None:
+    """Refuse anything but a floating tensor of four dims."""
     fits = isinstance(tensor, torch.Tensor) and tensor.dim() == 4 and tensor.is_floating_point()
-    expect(fits, what, f"{name} to be a floating tensor (batch, heads, time, head dim)", describe(tensor))
+    expect(fits, api_name, f"{name} to be a floating tensor (batch, heads, time, head dim)", describe(tensor))
 
 
-def _check_tensors(what: str, q: Any, k: Any, v: Any) -> None:
+def _check_tensors(api_name: str, q: Any, k: Any, v: Any) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        _check_four_dims(what, name, tensor)
-    expect(q.shape[2] > 0, what, "a place in time or more on every rank", "none")
-    for name, tensor, shape in (("k", k, q.shape), ("v", v, (*q.shape[:-1], v.shape[-1]))):
-        needed = f"{name} to be of shape {tuple(shape)} and dtype {q.dtype}, as q is"
+        _check_four_dims(api_name, name, tensor)
+    expect(q.shape[2] > 0, api_name, "a size of dim 2, the time, of 1 or more on every rank", "0")
+    expected_shapes = (("k", k, q.shape), ("v", v, (*q.shape[:-1], v.shape[-1])))
+    for name, tensor, shape in expected_shapes:
+        fits = tensor.shape == shape and tensor.dtype == q.dtype
+        expected = f"{name} to be of shape {tuple(shape)} and dtype {q.dtype}, as q is"
         remedy = "repeat heads that several share by k.repeat_interleave(times, 1)"
-        expect(tensor.shape == shape and tensor.dtype == q.dtype, what, needed, describe(tensor), remedy)
+        expect(fits, api_name, expected, describe(tensor), remedy)
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention, by the fused kernel where there is one; see `Block`."""
-    run = _compat.fused_attention if _compat.fuses_attention(q, k, v) else attend_plainly
-    return run(q, k, v, causal, scale)
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    is_causal: bool,
+    scale: float,
+) -> Attended:
+    """Compute attention for a block, by the fused kernel where there is one."""
+    if _compat.fuses_attention(q, k, v):
+        return Attended(*_compat.fused_attention(q, k, v, is_causal, scale))
+    return attend_plainly(q, k, v, is_causal, scale)
 
 
 def attend_backward(
@@ -320,10 +422,10 @@ def attend_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     logs: torch.Tensor,
-    causal: bool,
+    is_causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute what a block adds to the cotangents of q, k and v.
+    """Compute the terms that a block adds to the cotangents of q, k and v.
 
     Args:
         grad: The cotangent of `out`.
@@ -332,65 +434,88 @@ def attend_backward(
         v: Values.
         out: The result for all keys, of which these are some.
         logs: Each query's log-sum-exp over all keys.
-        causal: Whether each query sees the keys up to its own place alone.
-        scale: Of the scores.
+        is_causal: Whether a query only sees keys up to its own position.
+        scale: The factor of scores.
 
     Returns:
-        The parts of dq, dk and dv.
+        The terms of dq, dk and dv.
     """
     if _compat.fuses_attention(q, k, v):
-        return _compat.fused_attention_backward(grad, q, k, v, out, logs, causal, scale)
-    wide_k, wide_v = k.to(logs.dtype), v.to(logs.dtype)
-    dq, dk, dv = [], torch.zeros_like(wide_k), torch.zeros_like(wide_v)
-    tiles = zip(*(x.split(ROWS, 2) for x in (grad, out, logs)), strict=True)
-    for (rows, scores), (grad, out, logs) in zip(_scores(q, k, causal, scale), tiles, strict=True):
-        weights, grad = (scores - logs[..., None]).exp(), grad.to(logs.dtype)
-        delta = (grad * out).sum(-1, keepdim=True)
-        slopes = (grad @ wide_v.mT - delta) * weights * scale
+        return _compat.fused_attention_backward(grad, q, k, v, out, logs, is_causal, scale)
+    wide_k = k.to(logs.dtype)
+    wide_v = v.to(logs.dtype)
+    dq = []
+    dk = torch.zeros_like(wide_k)
+    dv = torch.zeros_like(wide_v)
+    tiles = zip(
+        _scores(q, k, is_causal, scale),
+        grad.split(ROWS, 2),
+        out.split(ROWS, 2),
+        logs.split(ROWS, 2),
+        strict=True,
+    )
+    for (rows, scores), tile_grad, tile_out, tile_logs in tiles:
+        weights = (scores - tile_logs[..., None]).exp()
+        wide_grad = tile_grad.to(logs.dtype)
+        delta = (wide_grad * tile_out).sum(-1, keepdim=True)
+        slopes = (wide_grad @ wide_v.mT - delta) * weights * scale
         dq.append(slopes @ wide_k)
         dk += slopes.mT @ rows
-        dv += weights.mT @ grad
+        dv += weights.mT @ wide_grad
     return torch.cat(dq, 2), dk, dv
 
 
 def attend_plainly(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention by operations that are differentiable to any order; see `Block`."""
-    parts = []
-    for rows, scores in _scores(q, k, causal, scale):
-        logs = scores.logsumexp(-1)
-        parts.append(((scores - logs[..., None]).exp() @ v.to(rows.dtype), logs))
-    out, logs = (torch.cat(part, 2) for part in zip(*parts, strict=True))
-    return out, logs
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    is_causal: bool,
+    scale: float,
+) -> Attended:
+    """Compute attention for a block by operations that are differentiable to any order."""
+    outs = []
+    logs = []
+    for rows, scores in _scores(q, k, is_causal, scale):
+        tile_logs = scores.logsumexp(-1)
+        weights = (scores - tile_logs[..., None]).exp()
+        outs.append(weights @ v.to(rows.dtype))
+        logs.append(tile_logs)
+    return Attended(torch.cat(outs, 2), torch.cat(logs, 2))
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float) -> Iterator[tuple[Any, Any]]:
+def _scores(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    is_causal: bool,
+    scale: float,
+) -> Iterator[tuple[Any, Any]]:
     """Yield some queries at a time, at least as wide as float32, and their scores."""
     k = k.to(torch.promote_types(k.dtype, torch.float32))
     for number, rows in enumerate(q.split(ROWS, 2)):
         rows = rows.to(k.dtype)
+        # [B, H, rows, D] @ [B, H, D, T] -> [B, H, rows, T]
         scores = rows @ k.mT * scale
-        if causal:
-            own = number * ROWS + torch.arange(rows.shape[2], device=q.device)
-            scores = scores.masked_fill(torch.arange(k.shape[2], device=q.device) > own[:, None], -math.inf)
+        if is_causal:
+            query_positions = number * ROWS + torch.arange(rows.shape[2], device=q.device)
+            key_positions = torch.arange(k.shape[2], device=q.device)
+            scores = scores.masked_fill(key_positions > query_positions[:, None], -math.inf)
         yield rows, scores
 
 
-def joined(
-    found: tuple[torch.Tensor, torch.Tensor] | None, block: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Join the results of the same queries for other keys, each of which has a key that every query sees.
+def merge(before: Attended | None, block: Attended) -> Attended:
+    """Merge the results of the same queries for other keys, where every query sees a key of each.
 
     Args:
-        found: The result and the logs so far; None where there are none.
-        block: Those of the next block.
+        before: The result so far; None if there is none.
+        block: The result for the next block.
 
     Returns:
-        The result and the logs for the keys of both, in the dtype of the logs.
+        The result for the keys of both, in the dtype of the logs.
     """
-    out, logs = block[0].to(block[1].dtype), block[1]
-    if found is None:
-        return out, logs
-    total = torch.logaddexp(found[1], logs)
-    return torch.lerp(found[0], out, (logs - total).exp()[..., None]), total
+    logs = block.logs
+    out = block.out.to(logs.dtype)
+    if before is None:
+        return Attended(out, logs)
+    merged_logs = torch.logaddexp(before.logs, logs)
+    weight = (logs - merged_logs).exp()[..., None]
+    return Attended(torch.lerp(before.out, out, weight), merged_logs)

@@ -167,7 +167,10 @@ def test_bad_arguments():
     for call, text in (
         (partial(fs.ring_attention, q[0], k, v, axis), "q to be a floating tensor (batch, heads, time, head dim), got"),
         (partial(fs.ring_attention, q, k[:, :4], v, axis), f"ring_attention: expected {fits}; repeat heads that"),
-        (partial(ring, order="zigzag"), "an even number of places in time, of which each half is a chunk in 'zigzag'"),
+        (
+            partial(ring, order="zigzag"),
+            "an even size of dim 2, the time, whose halves are the chunks in 'zigzag' order",
+        ),
         # Torch's fused kernels return NaN for them where they mask.
         (partial(ring, scale=0.0), "ring_attention: expected scale to be a finite number above 0, got 0.0"),
         (partial(fs.ring_positions, axis, 6, "zigzag"), "the chunks in 'zigzag' order of 2 ranks, got 6"),
