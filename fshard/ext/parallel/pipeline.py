@@ -1,4 +1,4 @@
-"""Pipelines: the stages of a model on the ranks of a mesh axis, microbatches passing through them.
+"""Pipelines: the stages of a model are on the ranks of a mesh axis, and microbatches pass through them.
 
 GPipe (Huang et al., arXiv:1811.06965) and 1F1B (PipeDream-Flush: Narayanan et al., arXiv:2006.09503).
 """
@@ -9,6 +9,7 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 import fshard as fs
 from fshard.ext import _compat
@@ -22,30 +23,32 @@ from fshard.extend import (
     record_on_tape,
     refuse,
     sum_dtype,
+    walk_graph,
+    without_saved_tensor_hooks,
 )
-from fshard.extend import walk_graph as nodes_from
-from fshard.extend import without_saved_tensor_hooks as as_they_are
 
 SCHEDULES = ("gpipe", "1f1b")
 REDUCTIONS = ("mean", "sum", "weighted")
+
+Tensors = Sequence[torch.Tensor]
 
 
 class Op(NamedTuple):
     """The work of one rank in one tick of 1F1B.
 
     Attributes:
-        backward: Whether it is the backward of a microbatch.
+        is_backward: Whether it is the backward of a microbatch.
         microbatch: The microbatch.
         stage: The stage, and the rank.
     """
 
-    backward: bool
+    is_backward: bool
     microbatch: int
     stage: int
 
-    def moved(self, step: int, stages: int) -> "Op | None":
-        """Find the op so many stages on its way; None beyond the ends of the model."""
-        stage = self.stage + (-step if self.backward else step)
+    def advance(self, steps: int, stages: int) -> "Op | None":
+        """Return the op so many stages further on its way; None beyond the ends of the model."""
+        stage = self.stage + (-steps if self.is_backward else steps)
         return self._replace(stage=stage) if 0 <= stage < stages else None
 
 
@@ -53,39 +56,57 @@ Tick = tuple[Op | None, ...]
 
 
 @lru_cache(maxsize=64)
-def ticks(stages: int, microbatches: int, backward: bool = True) -> tuple[Tick, ...]:
-    """Compute which rank does what in which tick of 1F1B; a result is used in a later tick than it was computed in.
+def make_ticks(stages: int, microbatches: int, with_backward: bool = True) -> tuple[Tick, ...]:
+    """Compute which rank does what in which tick of 1F1B. A result is used in a later tick than it was computed in.
 
-    There are 2 (microbatches + stages - 1) ticks, each a stage long. Stage s holds at most stages - s microbatches.
+    There are 2 (microbatches + stages - 1) ticks, each as long as one stage. Stage s holds at most stages - s
+    microbatches.
 
     Args:
-        stages: How many ranks.
-        microbatches: How many.
-        backward: Whether there are backwards.
+        stages: The number of stages, and of ranks.
+        microbatches: The number of microbatches.
+        with_backward: Whether there are backwards.
 
     Returns:
-        For each tick what each rank does, None where it waits.
+        For each tick the op of each rank; None if it waits.
     """
-    queues: list[deque[Op]] = []
-    for stage in range(stages):
-        forwards, backwards = ([Op(back, i, stage) for i in range(microbatches)] for back in (False, True))
-        # Some forwards, then one of both, then the backwards that are left.
-        ahead = min(stages - stage - 1, microbatches)
-        both = [op for pair in zip(forwards[ahead:], backwards, strict=False) for op in pair]
-        order = [*forwards[:ahead], *both, *backwards[microbatches - ahead :]]
-        queues.append(deque(op for op in order if backward or not op.backward))
+    queues = [deque(_order_ops(stage, stages, microbatches, with_backward)) for stage in range(stages)]
     done: set[Op | None] = {None}
-    table: list[Tick] = []
+    ticks: list[Tick] = []
     while any(queues):
-        row = tuple(queue[0] if queue and _needed(queue[0], stages) in done else None for queue in queues)
-        done.update(queue.popleft() for op, queue in zip(row, queues, strict=True) if op is not None)
-        table.append(row)
-    return tuple(table)
+        tick: list[Op | None] = []
+        for queue in queues:
+            is_ready = queue and _input_of(queue[0], stages) in done
+            tick.append(queue.popleft() if is_ready else None)
+        done.update(tick)
+        ticks.append(tuple(tick))
+    return tuple(ticks)
 
 
-def _needed(op: Op, stages: int) -> Op | None:
-    """Find the op whose result an op takes; None for the first forward."""
-    return op.moved(-1, stages) or (op._replace(backward=False) if op.backward else None)
+def _order_ops(
+    stage: int,
+    stages: int,
+    microbatches: int,
+    with_backward: bool,
+) -> list[Op]:
+    """List the ops of a stage in their order: first forwards, then one of each in turn, then backwards."""
+    forwards = [Op(False, i, stage) for i in range(microbatches)]
+    if not with_backward:
+        return forwards
+    backwards = [Op(True, i, stage) for i in range(microbatches)]
+    ahead = min(stages - stage - 1, microbatches)
+    order = forwards[:ahead]
+    for pair in zip(forwards[ahead:], backwards, strict=False):
+        order += pair
+    return order + backwards[microbatches - ahead :]
+
+
+def _input_of(op: Op, stages: int) -> Op | None:
+    """Return the op whose result an op takes; None for the forward of the first stage."""
+    before = op.advance(-1, stages)
+    if before is None and op.is_backward:
+        return op._replace(is_backward=False)
+    return before
 
 
 def pipeline(
@@ -100,31 +121,33 @@ def pipeline(
 ) -> Callable[..., Any]:
     """Turn the parts of a model into a loss function for `value_and_grad`, pipelined over a mesh axis.
 
-    Each part is called with the whole tree of parameters, gathered. What stages own is split over the axis by
-    `split_dim`, as stacked layers are along dim 0, and a rank gets its own piece; leaves that are whole on all ranks of
-    the axis, such as those of `first` and `last`, go through `pcast`, which sums their gradients. Every rank of the
-    axis is given the same batch, and gets the loss of the last stage.
+    Each part is called with the whole tree of parameters, gathered. Leaves that belong to stages, such as layers
+    stacked along dim 0, are split over the axis by `split_dim`, and each rank gets its own piece. Leaves that are whole
+    on all ranks of the axis, such as those of `first` and `last`, go through `pcast`, which sums their gradients. Every
+    rank of the axis is given the same batch, and gets the loss of the last stage.
 
-    With "gpipe" autograd makes the backward: it is differentiable to any order, by torch.func too, holds all
-    microbatches, and every rank computes `first` and `last`, whose results count on the first and the last one alone.
-    "1f1b" runs forwards and backwards by hand, one of them a tick: 2 (microbatches + ranks - 1) ticks, and at most
-    ranks - stage microbatches live on a stage. It has first derivatives by autograd alone. Without a gradient both run
-    forwards alone.
+    With "gpipe", autograd makes the backward. It is differentiable to any order, also by torch.func, and holds all
+    microbatches. Every rank computes `first` and `last`, whose results only count on the first and the last rank.
+
+    With "1f1b", the forward of the loss function runs all backwards too: one forward or backward of a stage in each of
+    2 (microbatches + ranks - 1) ticks. A stage holds at most ranks - stage microbatches. The backward of the loss
+    function only scales the gradients, which are held until then. There are first derivatives by autograd alone.
+    If nothing requires a gradient, both schedules run only forwards.
 
     Args:
         stage_fn: Called as stage_fn(params, h); returns a tensor of h's shape and dtype.
         axis: The mesh axis, whose ranks are the stages in their order.
-        microbatches: How many equal parts the batch is cut in, along dim 0.
-        last: Called as last(params, h, *rest) with the last stage's result and a microbatch of what the loss function
-            is given behind x; returns a scalar loss, or (sum, count) for "weighted".
-        first: Called as first(params, x) with a microbatch; returns the first stage's h. None takes x itself.
+        microbatches: How many equal parts the batch is cut into, along dim 0.
+        last: Called as last(params, h, *rest) with the last stage's result and a microbatch of the arguments that
+            follow x; returns a scalar loss, or (sum, count) for "weighted".
+        first: Called as first(params, x) with a microbatch; returns the first stage's h. None uses x itself.
         schedule: "gpipe" or "1f1b".
         reduce: "mean" over microbatches, "sum", or "weighted", whose loss function returns (sum, count) of all
             microbatches for `value_and_grad(..., reduce="weighted")`.
 
     Returns:
         A function of (params, x, *rest), with trees of tensors as x and rest. Its loss agrees between ranks of the
-        axis, and has the dtype of h, or float32 where that has fewer bits.
+        axis, and has the dtype of h, or float32 if that is wider.
 
     Raises:
         ValueError: if an argument is out of range; by the function returned, on every rank of the axis, if the batch
@@ -149,24 +172,32 @@ def pipeline(
     9.0
     """
     check_axis("pipeline", axis)
-    for name, f in (("stage_fn", stage_fn), ("last", last), ("first", first)):
-        expect(callable(f) or (f is None and name == "first"), "pipeline", f"{name} to be a function", describe(f))
+    for name, function in (("stage_fn", stage_fn), ("last", last), ("first", first)):
+        is_left_out = function is None and name == "first"
+        expect(callable(function) or is_left_out, "pipeline", f"{name} to be a function", describe(function))
     expect(schedule in SCHEDULES, "pipeline", f"schedule to be one of {SCHEDULES}", f"{schedule!r:.40}")
     expect(reduce in REDUCTIONS, "pipeline", f"reduce to be one of {REDUCTIONS}", f"{reduce!r:.40}")
-    whole = type(microbatches) is int and microbatches >= 1
-    expect(whole, "pipeline", "microbatches to be a whole number of 1 or more", f"{microbatches!r:.40}")
-    parts = _Parts(stage_fn, first or (lambda _, x: x), last, axis, microbatches, schedule, reduce)
+    is_count = type(microbatches) is int and microbatches >= 1
+    expect(is_count, "pipeline", "microbatches to be a whole number of 1 or more", f"{microbatches!r:.40}")
+    if first is None:
+        first = _return_x
+    arguments = _Arguments(stage_fn, first, last, axis, microbatches, schedule, reduce)
 
     def loss_fn(params: Any, x: Any, *rest: Any) -> Any:
         with calling("pipeline", lambda: [axis], begins=False):
-            call = _PipelineCall(parts, params, (x, *rest))
-            value, *counts = fs.psum_invariant(call.gpipe() if schedule == "gpipe" else call.scheduled(), axis)
-            return (value, counts[0].detach()) if counts else value
+            call = _PipelineCall(arguments, params, (x, *rest))
+            sums = call.run_gpipe() if schedule == "gpipe" else call.run_1f1b()
+            loss, *counts = fs.psum_invariant(sums, axis)
+            return (loss, counts[0].detach()) if counts else loss
 
     return loss_fn
 
 
-class _Parts(NamedTuple):
+def _return_x(_: Any, x: Any) -> Any:
+    return x
+
+
+class _Arguments(NamedTuple):
     """The arguments of `fs.pipeline`."""
 
     stage_fn: Callable[[Any, torch.Tensor], torch.Tensor]
@@ -177,252 +208,371 @@ class _Parts(NamedTuple):
     schedule: str
     reduce: str
 
-    def check(self, params: Any, batch: Any) -> None:
-        """Refuse leaves that are plain or reduced over the axis, and batches that cannot be cut or differentiated."""
-        axis, count = self.axis, self.microbatches
 
-        def misfit(leaf: Any) -> tuple[str, str] | None:
-            if not isinstance(leaf, fs.Sharded):
-                plain = leaf is not None and axis.size > 1
-                return ("a plain tensor", "a Sharded leaf, which pipeline gathers by itself") if plain else None
+def _check_params(axis: fs.Axis, params: Any) -> None:
+    """Refuse leaves that are plain, or reduced over the axis."""
+
+    def misfit(leaf: Any) -> str | tuple[str, str] | None:
+        if isinstance(leaf, fs.Sharded):
             transform = leaf.spec.transform
-            reduced = transform is not None and axis in transform.axes
-            needed = "one split by split_dim, or whole"
-            return (f"one whose gradients are reduced over {axis.name!r}", needed) if reduced else None
+            is_reduced = transform is not None and axis in transform.axes
+            return f"has a transform that reduces its gradients over {axis.name!r}" if is_reduced else None
+        if leaf is None or axis.size == 1:
+            return None
+        return "a plain tensor", "a Sharded leaf, which pipeline gathers by itself"
 
-        def uncut(leaf: Any) -> tuple[str, str] | None:
-            fits = isinstance(leaf, torch.Tensor) and leaf.dim() and not len(leaf) % count
-            return None if fits or leaf is None else (describe(leaf), f"a multiple of {count} rows")
+    remedy = f"shard the leaves of stages by a composition with split_dim over {axis.name!r}, and the rest without"
+    refuse(f"pipeline over {axis.name!r}: leaves do not fit", params.problems(misfit), remedy)
 
-        remedy = f"shard what stages own by a composition with split_dim over {axis.name!r}, and the rest without"
-        refuse(f"pipeline over {axis.name!r}: leaves do not fit", params.problems(misfit), remedy)
-        remedy = "pass tensors of as many rows, or another number of microbatches"
-        refuse(f"pipeline: the batch cannot be cut in {count} microbatches", batch.problems(uncut), remedy)
-        if self.schedule != "gpipe":
-            given = [leaf for leaf in batch.leaves if leaf is not None]
-            wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
-            needed = f"no gradient of the batch with schedule={self.schedule!r}"
-            found, remedy = "one that requires a gradient", 'take schedule="gpipe", which is differentiable so'
-            expect(not wanted and not _compat.any_dual(given), "pipeline", needed, found, remedy)
+
+def _check_batch(arguments: _Arguments, batch: Any) -> None:
+    """Refuse a batch that cannot be cut, or differentiated."""
+    count = arguments.microbatches
+
+    def misfit(leaf: Any) -> tuple[str, str] | None:
+        if leaf is None:
+            return None
+        divides = isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) % count == 0
+        return None if divides else (describe(leaf), f"a multiple of {count} rows")
+
+    remedy = "pass tensors of as many rows, or another number of microbatches"
+    refuse(f"pipeline: the batch cannot be cut in {count} microbatches", batch.problems(misfit), remedy)
+    if arguments.schedule == "gpipe":
+        return
+    tensors = [leaf for leaf in batch.leaves if leaf is not None]
+    requires_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    is_constant = not requires_grad and not _compat.any_dual(tensors)
+    expected = f"a batch that requires no gradient with schedule={arguments.schedule!r}"
+    remedy = 'use schedule="gpipe" to differentiate with respect to the batch'
+    expect(is_constant, "pipeline", expected, "one that does", remedy)
 
 
 class _PipelineCall:
-    """One call: the parts of the model on this rank, the gathered leaves and the microbatches."""
+    """One call: the parts of the model on this rank, the gathered leaves and the microbatches.
 
-    def __init__(self, parts: _Parts, params: Any, batch: tuple[Any, ...]) -> None:
+    Attributes:
+        arguments: The arguments of `fs.pipeline`.
+        rank: This rank, and its stage.
+        unflatten: Makes the tree of parameters of leaves.
+        specs: The spec of each leaf; None for a plain one.
+        leaves: The gathered leaves, which vary between the ranks of the axis.
+        floating: The numbers of the floating leaves.
+        batches: The microbatches.
+        like: A tensor of the shape and dtype that stages pass on.
+        dtypes: The dtype of the loss and, for "weighted", of the count.
+    """
+
+    def __init__(self, arguments: _Arguments, params: Any, batch: tuple[Any, ...]) -> None:
         flat = flatten(params)
-        parts.check(flat, flatten(batch))
-        self.parts, self.rebuild, self.own = parts, flat.unflatten, fs.comm.rank(parts.axis)
+        axis = arguments.axis
+        _check_params(axis, flat)
+        _check_batch(arguments, flatten(batch))
+        self.arguments = arguments
+        self.rank = fs.comm.rank(axis)
+        self.unflatten = flat.unflatten
         self.specs = [leaf.spec if isinstance(leaf, fs.Sharded) else None for leaf in flat.leaves]
         self.leaves = list(flatten(fs.gather(params)).leaves)
-        floating = [
-            isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()) for leaf in self.leaves
-        ]
-        self.varied = [i for i, is_floating in enumerate(floating) if is_floating]
-        shared = [i for i in self.varied if (spec := self.specs[i]) is None or spec.dim_of(parts.axis) is None]
-        for i, leaf in zip(shared, fs.pcast([self.leaves[i] for i in shared], parts.axis, to="varying"), strict=True):
+        self.floating = [i for i, leaf in enumerate(self.leaves) if _is_floating(leaf)]
+        shared = [i for i in self.floating if not _is_split(self.specs[i], axis)]
+        varying = fs.pcast([self.leaves[i] for i in shared], axis, to="varying")
+        for i, leaf in zip(shared, varying, strict=True):
             self.leaves[i] = leaf
-        count = parts.microbatches
+        count = arguments.microbatches
         self.batches = [fs.tree_map(lambda rows, i=i: rows.chunk(count)[i], batch) for i in range(count)]
         with torch.no_grad():
-            like = parts.first(self.rebuild(self.leaves), self.batches[0][0])
-        fits = isinstance(like, torch.Tensor) and like.is_floating_point()
-        expect(fits, "pipeline", "first to return a floating tensor", describe(like))
+            like = arguments.first(self.unflatten(self.leaves), self.batches[0][0])
+        is_floating = isinstance(like, torch.Tensor) and like.is_floating_point()
+        expect(is_floating, "pipeline", "first to return a floating tensor", describe(like))
         self.like = like.detach()
-        # The loss of the last stage alone is known, and others add zeros to it.
-        self.dtypes = [torch.promote_types(like.dtype, torch.float32), torch.float64][
-            : 1 + (parts.reduce == "weighted")
-        ]
+        self.dtypes = [torch.promote_types(like.dtype, torch.float32)]
+        if arguments.reduce == "weighted":
+            self.dtypes.append(torch.float64)
 
     def first(self, params: Any, microbatch: int) -> torch.Tensor:
         """Make the first stage's input."""
-        return self._fitting("first", self.parts.first(params, self.batches[microbatch][0]))
+        return self._check_shape("first", self.arguments.first(params, self.batches[microbatch][0]))
 
     def stage(self, params: Any, h: torch.Tensor) -> torch.Tensor:
         """Run a stage."""
-        return self._fitting("stage_fn", self.parts.stage_fn(params, h))
+        return self._check_shape("stage_fn", self.arguments.stage_fn(params, h))
 
-    def _fitting(self, name: str, out: Any) -> torch.Tensor:
-        shape, dtype = self.like.shape, self.like.dtype
+    def _check_shape(self, name: str, out: Any) -> torch.Tensor:
+        shape = self.like.shape
+        dtype = self.like.dtype
         fits = isinstance(out, torch.Tensor) and out.shape == shape and out.dtype is dtype
-        needed = f"{name} to return a tensor of shape {tuple(shape)} and {dtype}, as first returned for microbatch 0"
-        expect(fits, "pipeline", needed, describe(out))
+        expected = f"{name} to return a tensor of shape {tuple(shape)} and {dtype}, as first returned for microbatch 0"
+        expect(fits, "pipeline", expected, describe(out))
         return out
 
     def last(self, params: Any, h: torch.Tensor, microbatch: int) -> list[torch.Tensor]:
-        """Make of the last stage's output a part of the loss, and of the count for "weighted"."""
-        out = self.parts.last(params, h, *self.batches[microbatch][1:])
-        weighted = len(self.dtypes) > 1
-        found = list(out) if weighted and isinstance(out, tuple) else [out]
-        scalars = [isinstance(part, torch.Tensor) and not part.dim() for part in found]
-        needed = 'the pair (sum, count) of scalar tensors for reduce="weighted"' if weighted else "a scalar tensor"
-        expect(all(scalars) and len(found) == 1 + weighted, "pipeline", f"last to return {needed}", describe(out))
-        loss, *counts = (part.to(dtype) for part, dtype in zip(found, self.dtypes, strict=True))
-        mean = self.parts.reduce == "mean"
-        return [loss / self.parts.microbatches if mean else loss, *(count.detach() for count in counts)]
+        """Turn the last stage's output into a part of the loss and, for "weighted", of the count."""
+        arguments = self.arguments
+        out = arguments.last(params, h, *self.batches[microbatch][1:])
+        is_weighted = arguments.reduce == "weighted"
+        values = list(out) if is_weighted and isinstance(out, tuple) else [out]
+        are_scalars = all(isinstance(value, torch.Tensor) and not value.dim() for value in values)
+        expected = 'the pair (sum, count) of scalar tensors for reduce="weighted"' if is_weighted else "a scalar tensor"
+        fits = are_scalars and len(values) == len(self.dtypes)
+        expect(fits, "pipeline", f"last to return {expected}", describe(out))
+        loss, *counts = (value.to(dtype) for value, dtype in zip(values, self.dtypes, strict=True))
+        if arguments.reduce == "mean":
+            loss = loss / arguments.microbatches
+        return [loss, *(count.detach() for count in counts)]
 
-    def nothing(self) -> list[torch.Tensor]:
+    def zero_sums(self) -> list[torch.Tensor]:
         """Make the part of the loss, and of the count, of a stage that is not the last."""
         return [self.like.new_zeros((), dtype=dtype) for dtype in self.dtypes]
 
-    def gpipe(self) -> list[torch.Tensor]:
-        """Run the same operators on every rank, so that graphs of derivatives are equal; `where` selects a rank's own.
+    def run_gpipe(self) -> list[torch.Tensor]:
+        """Run the same operators on every rank, so that the graphs of derivatives are equal.
 
         Returns:
             This rank's part of the loss, differentiable to any order, and of the count.
         """
-        axis, count, stages = self.parts.axis, self.parts.microbatches, self.parts.axis.size
-        own, pairs = fs.axis_index(axis), [(rank, rank + 1) for rank in range(stages - 1)]
-        params, total, received = self.rebuild(self.leaves), self.nothing(), None
-        for tick in range(count + stages - 1):
-            h = self.first(params, min(tick, count - 1))
-            # Before the first microbatch comes, a stage takes one like it: derivatives at zeros may be NaN.
-            h = h if received is None else torch.where(h.new_full((), own == 0, dtype=torch.bool), h, received)
+        axis = self.arguments.axis
+        stages = axis.size
+        microbatches = self.arguments.microbatches
+        ticks = microbatches + stages - 1
+        rank = fs.axis_index(axis)
+        pairs = [(stage, stage + 1) for stage in range(stages - 1)]
+        params = self.unflatten(self.leaves)
+        sums = self.zero_sums()
+        received = None
+        for tick in range(ticks):
+            # Until its first microbatch arrives, a stage computes with this one: derivatives at zeros may be NaN.
+            h = self.first(params, min(tick, microbatches - 1))
+            if received is not None:
+                is_first = h.new_full((), rank == 0, dtype=torch.bool)
+                h = torch.where(is_first, h, received)
             out = self.stage(params, h)
             if tick >= stages - 1:
-                total = [a + b for a, b in zip(total, self.last(params, out, tick - stages + 1), strict=True)]
-            if tick < count + stages - 2:
+                parts = self.last(params, out, tick - stages + 1)
+                sums = [total + part for total, part in zip(sums, parts, strict=True)]
+            if tick < ticks - 1:
                 received = fs.ppermute(out, axis, pairs)
-        is_last = total[0].new_full((), own == stages - 1, dtype=torch.bool)
-        return [torch.where(is_last, part, torch.zeros_like(part)) for part in total]
+        is_last = sums[0].new_full((), rank == stages - 1, dtype=torch.bool)
+        return [torch.where(is_last, total, torch.zeros_like(total)) for total in sums]
 
-    def scheduled(self) -> list[torch.Tensor]:
-        """Run forwards and backwards by hand, as the table says; the latter where something is differentiated.
+    def run_1f1b(self) -> list[torch.Tensor]:
+        """Run the forwards of all microbatches and, if something is differentiated, their backwards.
 
         Returns:
             This rank's part of the loss, differentiable once, and of the count.
         """
-        parts, tensors = self.parts, [self.leaves[i] for i in self.varied]
-        differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        used: list[int] = []
+        arguments = self.arguments
+        tensors = [self.leaves[i] for i in self.floating]
+        differentiates = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        # The places of the tensors that have a gradient.
+        with_grad: list[int] = []
 
-        def forward(_: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-            found, grads = _Run(self, differentiated).all_ticks()
-            used[:] = [place for place, i in enumerate(self.varied) if grads[i] is not None]
-            return found, [grad for grad in grads if grad is not None]
+        def forward(_: Tensors) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+            run = _Run(self, differentiates)
+            sums = run.all_ticks()
+            grads = run.gradients()
+            with_grad[:] = [place for place, i in enumerate(self.floating) if grads[i] is not None]
+            return sums, [grad for grad in grads if grad is not None]
 
-        def backward(saved: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-            # In place, because there may be no room for another copy; autograd refuses to read them again.
-            scaled = {place: grad.mul_(cotangents[0]) for place, grad in zip(used, saved, strict=True)}
-            return [scaled.get(place) for place in range(len(tensors))]
+        def backward(saved: Tensors, cotangents: Tensors) -> list[torch.Tensor | None]:
+            scaled: list[torch.Tensor | None] = [None] * len(tensors)
+            for place, grad in zip(with_grad, saved, strict=True):
+                # In place, because there may be no memory for a copy. Autograd refuses to use them again.
+                scaled[place] = grad.mul_(cotangents[0])
+            return scaled
 
-        what = f"{parts.schedule} pipeline of {parts.microbatches} microbatches"
-        return custom_call(forward, backward, tensors, what, parts.axis, remedy='take schedule="gpipe"')
+        api_name = f"{arguments.schedule} pipeline of {arguments.microbatches} microbatches"
+        return custom_call(forward, backward, tensors, api_name, arguments.axis, remedy='use schedule="gpipe"')
+
+
+def _is_floating(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def _is_split(spec: fs.Spec | None, axis: fs.Axis) -> bool:
+    return spec is not None and spec.dim_of(axis) is not None
+
+
+class _LiveForward(NamedTuple):
+    """The forward of a microbatch on this stage, whose backward has not run yet.
+
+    Attributes:
+        h: The stage's input, from the stage before; None on the first stage.
+        out: Its output, or the loss of the last stage.
+        tokens: The tokens of the tape of the collectives that it called.
+    """
+
+    h: torch.Tensor | None
+    out: torch.Tensor
+    tokens: list[torch.Tensor]
+
+
+class _Message(NamedTuple):
+    """The input of an op, on its way: `finish` waits for tensors, and the input is this row of the first one."""
+
+    finish: Callable[[], list[torch.Tensor]]
+    row: int
 
 
 class _Run:
     """All ticks of one rank."""
 
     def __init__(self, call: _PipelineCall, differentiates: bool) -> None:
-        parts = call.parts
-        self._call, self._differentiates, self._axis = call, differentiates, parts.axis
-        told = f"{parts.schedule}, {parts.microbatches} microbatches, reduce={parts.reduce!r}"
-        self._label = fs.comm.Label("pipeline", parts=f"{told}, {call.like.dtype} {tuple(call.like.shape)}")
-        # By the forward of a microbatch its input, its output and its chain, until its backward.
-        self._live: dict[Op, tuple[torch.Tensor | None, torch.Tensor, list[torch.Tensor]]] = {}
-        self._inbox: dict[Op, tuple[Callable[[], list[torch.Tensor]], int]] = {}
-        self._flying: deque[Callable[[], Any]] = deque()
-        # The starts of graphs, and sums of their gradients.
+        arguments = call.arguments
+        like = call.like
+        options = f"{arguments.schedule}, {arguments.microbatches} microbatches, reduce={arguments.reduce!r}"
+        self._call = call
+        self._differentiates = differentiates
+        self._axis = arguments.axis
+        self._label = fs.comm.Label("pipeline", parts=f"{options}, {like.dtype} {tuple(like.shape)}")
+        # By the op of the forward.
+        self._live: dict[Op, _LiveForward] = {}
+        # By the op that takes it.
+        self._inbox: dict[Op, _Message] = {}
+        self._in_flight: deque[Callable[[], Any]] = deque()
+        # The leaves at which the graphs of microbatches end, and the sums of their gradients.
         self._leaves = [leaf.detach() for leaf in call.leaves]
+        for leaf, source in zip(self._leaves, call.leaves, strict=True):
+            leaf.requires_grad_(differentiates and source.requires_grad)
         self._sums: list[torch.Tensor | None] = [None] * len(call.leaves)
-        for start, leaf in zip(self._leaves, call.leaves, strict=True):
-            start.requires_grad_(differentiates and leaf.requires_grad)
 
-    def all_ticks(self) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    def all_ticks(self) -> list[torch.Tensor]:
         """Run all ticks.
 
         Returns:
-            This rank's part of the loss and of the count, and for each leaf its gradient, None where it has none.
+            This rank's part of the loss and of the count.
         """
-        call, found = self._call, self._call.nothing()
-        table, last = ticks(self._axis.size, call.parts.microbatches, self._differentiates), self._axis.size - 1
-        # Tensors of these graphs are needed soon, and are saved as they are.
-        with torch.set_grad_enabled(self._differentiates), as_they_are():
-            for tick in table:
-                op, sent = tick[call.own], None
-                if op is not None and op.backward:
-                    sent = self._backward(op)
+        call = self._call
+        sums = call.zero_sums()
+        ticks = make_ticks(self._axis.size, call.arguments.microbatches, self._differentiates)
+        # The tensors of these graphs are used soon, so autograd saves them as they are.
+        with torch.set_grad_enabled(self._differentiates), without_saved_tensor_hooks():
+            for tick in ticks:
+                op = tick[call.rank]
+                output = None
+                if op is not None and op.is_backward:
+                    output = self._run_backward(op)
                 elif op is not None:
-                    out = self._forward(op)
-                    if call.own < last:
-                        sent = out[0].detach()
+                    results = self._run_forward(op)
+                    if self._is_last(op):
+                        sums = [total + part.detach() for total, part in zip(sums, results, strict=True)]
                     else:
-                        found = [a + b.detach() for a, b in zip(found, out, strict=True)]
-                self._exchange(tick, sent)
-        self._land(0)
-        dtypes = (leaf.dtype for leaf in self._leaves)
-        return found, [None if t is None else t.to(dtype) for t, dtype in zip(self._sums, dtypes, strict=True)]
+                        output = results[0].detach()
+                self._exchange(tick, output)
+        self._finish_messages(remaining=0)
+        return sums
 
-    def _received(self, op: Op) -> torch.Tensor:
-        finish, row = self._inbox.pop(op)
-        return finish()[0][row]
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Return the gradient of each leaf in its dtype; None for a leaf that has none."""
+        grads: list[torch.Tensor | None] = []
+        for total, leaf in zip(self._sums, self._leaves, strict=True):
+            grads.append(None if total is None else total.to(leaf.dtype))
+        return grads
 
-    def _forward(self, op: Op) -> list[torch.Tensor]:
-        """Run the stage forwards; returns its output, or the loss and count of the last one."""
-        call, h = self._call, None
-        params = call.rebuild(self._leaves)
+    def _is_last(self, op: Op) -> bool:
+        return op.stage == self._axis.size - 1
+
+    def _receive(self, op: Op) -> torch.Tensor:
+        message = self._inbox.pop(op)
+        return message.finish()[0][message.row]
+
+    def _run_forward(self, op: Op) -> list[torch.Tensor]:
+        """Run the forward of the stage; return its output, or on the last stage the loss and the count."""
+        call = self._call
+        params = call.unflatten(self._leaves)
+        h = None
         with record_on_tape() as tape:
             if op.stage:
-                h = self._received(op).requires_grad_(self._differentiates)
-            out = [call.stage(params, call.first(params, op.microbatch) if h is None else h)]
-            if op.stage == self._axis.size - 1:
-                out = call.last(params, out[0], op.microbatch)
+                h = self._receive(op).requires_grad_(self._differentiates)
+            results = [call.stage(params, call.first(params, op.microbatch) if h is None else h)]
+            if self._is_last(op):
+                results = call.last(params, results[0], op.microbatch)
         if self._differentiates:
+            live = _LiveForward(h, results[0], tape.tokens)
+            self._live[op] = live
             if op.microbatch == 0:
-                _refuse_others(out[0], [*self._leaves, *tape.tokens[:1], *([] if h is None else [h])])
-            self._live[op] = h, out[0], tape.tokens
-        return out
+                _check_graph(live.out, [*self._leaves, *_sources_of(live)])
+        return results
 
-    def _backward(self, op: Op) -> torch.Tensor | None:
-        """Run the stage backwards; returns the cotangent of its input."""
-        h, out, tokens = self._live.pop(op._replace(backward=False))
-        start = torch.ones_like(out) if op.stage == self._axis.size - 1 else self._received(op)
+    def _run_backward(self, op: Op) -> torch.Tensor | None:
+        """Run the backward of the stage; return the cotangent of its input, None on the first stage."""
+        live = self._live.pop(op._replace(is_backward=False))
+        cotangent = torch.ones_like(live.out) if self._is_last(op) else self._receive(op)
         trained = [i for i, leaf in enumerate(self._leaves) if leaf.requires_grad]
-        inputs = [*(self._leaves[i] for i in trained), *tokens[:1], *([] if h is None else [h])]
-        outputs = [(out, start), *((token, torch.zeros_like(token)) for token in tokens[1:])]
-        outputs = [pair for pair in outputs if pair[0].requires_grad]
+        inputs = [*(self._leaves[i] for i in trained), *_sources_of(live)]
+        tokens = [token for token in live.tokens[1:] if token.requires_grad]
+        outputs = list(tokens)
+        cotangents = list(map(torch.zeros_like, tokens))
+        if live.out.requires_grad:
+            outputs.insert(0, live.out)
+            cotangents.insert(0, cotangent)
         grads: Sequence[torch.Tensor | None] = [None] * len(inputs)
         if outputs and inputs:
-            ends, starts = zip(*outputs, strict=True)
-            grads = torch.autograd.grad(ends, inputs, starts, allow_unused=True)
+            grads = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
         for i, grad in zip(trained, grads, strict=False):
             if grad is not None:
-                spec, before = self._call.specs[i], self._sums[i]
-                dtype = sum_dtype(spec, grad.dtype) if spec else grad.dtype
-                # A copy, because the sum is scaled in place, and leaves may share the memory of a gradient.
-                self._sums[i] = grad.to(dtype, copy=True) if before is None else before + grad.to(dtype)
-        if h is None:
+                self._add_gradient(i, grad)
+        if live.h is None:
             return None
         return torch.zeros_like(self._call.like) if grads[-1] is None else grads[-1]
 
-    def _exchange(self, tick: Tick, sent: torch.Tensor | None) -> None:
-        """Start to send what the ranks have computed in a tick to those that need it."""
-        stages, own = self._axis.size, self._call.own
-        moves = [(op.stage, to) for op in tick if op is not None and (to := op.moved(1, stages))]
-        if not moves:
+    def _add_gradient(self, i: int, grad: torch.Tensor) -> None:
+        """Add a microbatch's gradient of a leaf to the sum."""
+        spec = self._call.specs[i]
+        before = self._sums[i]
+        dtype = sum_dtype(spec, grad.dtype) if spec else grad.dtype
+        # A copy, because the sum is scaled in place, and leaves may share the memory of a gradient.
+        self._sums[i] = grad.to(dtype, copy=True) if before is None else before + grad.to(dtype)
+
+    def _exchange(self, tick: Tick, output: torch.Tensor | None) -> None:
+        """Start to send the outputs of a tick's ops to the ranks that use them."""
+        stages = self._axis.size
+        rank = self._call.rank
+        send = [0] * stages
+        # By the rank that sends it, the op that takes the output.
+        arriving: dict[int, Op] = {}
+        is_any_sent = False
+        for op in tick:
+            target = op and op.advance(1, stages)
+            if op is None or target is None:
+                continue
+            is_any_sent = True
+            if op.stage == rank:
+                send[target.stage] = 1
+            if target.stage == rank:
+                arriving[op.stage] = target
+        if not is_any_sent:
             return
-        targets = [to.stage for source, to in moves if source == own]
-        arriving = sorted((source, to) for source, to in moves if to.stage == own)
-        sources = [source for source, _ in arriving]
-        send, receive = ([int(rank in ranks) for rank in range(stages)] for ranks in (targets, sources))
-        row = self._call.like if sent is None else sent
-        rows = row.expand(len(targets), *row.shape)
+        receive = [int(source in arriving) for source in range(stages)]
+        row = self._call.like if output is None else output
+        # shape -> [1, *shape], or [0, *shape] on a rank that sends nothing
+        rows = row.expand(sum(send), *row.shape)
+        # Two ops may wait for the same message.
         finish = cache(fs.comm.start_all_to_all([rows], send, receive, self._axis, self._label))
-        self._inbox.update((to, (finish, i)) for i, (_, to) in enumerate(arriving))
-        # Keeps the tensors that are sent until they have arrived.
-        self._flying.append(finish)
-        self._land(stages)
+        for row_number, source in enumerate(sorted(arriving)):
+            self._inbox[arriving[source]] = _Message(finish, row_number)
+        # It keeps the tensors that are sent until they have arrived.
+        self._in_flight.append(finish)
+        self._finish_messages(remaining=stages)
 
-    def _land(self, most: int) -> None:
-        while len(self._flying) > most:
-            self._flying.popleft()()
+    def _finish_messages(self, remaining: int) -> None:
+        while len(self._in_flight) > remaining:
+            self._in_flight.popleft()()
 
 
-def _refuse_others(out: torch.Tensor, starts: Sequence[torch.Tensor]) -> None:
-    """Refuse tensors that a stage closes over and that require a gradient, which nobody would compute."""
-    edge = torch.autograd.graph.get_gradient_edge
-    known = {edge(start).node for start in starts if start.requires_grad}
-    nodes = nodes_from([out.grad_fn], lambda node: [other for other, _ in node.next_functions if other])  # type: ignore[union-attr]
-    alone = not any(hasattr(node, "variable") and node not in known for node in nodes)
-    needed, found = "stages to compute with params and h", "a closure's tensor that requires a gradient"
-    expect(alone, "pipeline", needed, found, 'pass it in params, or take schedule="gpipe"')
+def _sources_of(live: _LiveForward) -> list[torch.Tensor]:
+    """List the inputs of a forward that are not leaves."""
+    sources = live.tokens[:1]
+    return sources if live.h is None else [*sources, live.h]
+
+
+def _check_graph(out: torch.Tensor, sources: Tensors) -> None:
+    """Refuse tensors that a stage closes over and that require a gradient, because nobody would compute it."""
+    ends = {get_gradient_edge(source).node for source in sources if source.requires_grad}
+    for node in walk_graph([out.grad_fn], _next_nodes):
+        is_other_leaf = hasattr(node, "variable") and node not in ends
+        expected = "stages that only compute with params and h"
+        remedy = 'pass it in params, or use schedule="gpipe"'
+        expect(not is_other_leaf, "pipeline", expected, "a closure's tensor that requires a gradient", remedy)
+
+
+def _next_nodes(node: Any) -> list[Any]:
+    return [other for other, _ in node.next_functions if other]

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import fshard as fs
-from fshard.ext.parallel.pipeline import Op, ticks
+from fshard.ext.parallel.pipeline import Op, make_ticks
 from fshard.testing import assert_trees_close
 from tests.ranks import BrokenError, my_rank, on_ranks
 from tests.tolerance import within
@@ -173,18 +173,18 @@ def test_gpipe_is_differentiable_to_any_order():
 def test_other_derivatives_are_refused_by_name():
     params, data, f = setting((1, 2))
     with pytest.raises(
-        ValueError, match=r"supports first derivatives by .* only, and was used under torch\.func.*; take schedule="
+        ValueError, match=r"supports first derivatives by .* only, and was used under torch\.func.*; use schedule="
     ):
         torch.func.grad(lambda p: f(p, *data))(params)
     leaves = fs.tree_map(lambda t: t.clone().requires_grad_(), params)
     with pytest.raises(ValueError, match="supports first derivatives by value_and_grad or backward"):
         torch.autograd.grad(f(leaves, *data), [leaves["embed"].local], create_graph=True)
-    with pytest.raises(ValueError, match="expected no gradient of the batch"):
+    with pytest.raises(ValueError, match="expected a batch that requires no gradient"):
         fs.value_and_grad(lambda p, x: f(p, x, x))(params, torch.zeros(ROWS, TIME, requires_grad=True))
     kept = torch.zeros(WIDTH, dtype=torch.float64, requires_grad=True)
     params, data, f = setting((1, 2), stage=lambda p, h: stage(p, h) + kept)
     found = outcome(fs.value_and_grad(f), params, *data)
-    assert "expected stages to compute with params and h, got a closure's tensor" in found
+    assert "expected stages that only compute with params and h, got a closure's tensor" in found
     params, data, f = setting((1, 2), stage=lambda p, h: torch.exp(stage(p, h)).add_(1))
     assert "has been modified by an inplace operation" in outcome(fs.value_and_grad(f), params, *data)
 
@@ -224,7 +224,7 @@ def test_wrong_arguments_are_refused():
         (made(stage=lambda p, h: h[:1])[2], params, "stage_fn to return a tensor of shape (2, 3, 4)"),
         (made(first=lambda p, x: x)[2], params, "first to return a floating tensor"),
         (made(microbatches=3)[2], params, "the batch cannot be cut in 3 microbatches"),
-        (f, everywhere, "whose gradients are reduced over 'pipe'"),
+        (f, everywhere, "has a transform that reduces its gradients over 'pipe'"),
     ):
         assert text in outcome(call, given, *data)
         one_axis()
@@ -233,17 +233,17 @@ def test_wrong_arguments_are_refused():
 def test_tables_of_ticks():
     """Every rank does all, takes what was computed before, and holds as many microbatches as the table promises."""
     for n, m in product((1, 2, 3, 8), (1, 2, 3, 16)):
-        table = ticks(n, m)
+        table = make_ticks(n, m)
         assert len(table) == 2 * (m + n - 1)
-        assert len(ticks(n, m, backward=False)) == m + n - 1
+        assert len(make_ticks(n, m, with_backward=False)) == m + n - 1
         when = {op: t for t, row in enumerate(table) for op in row if op is not None}
         assert set(when) == {Op(back, i, stage) for back in (False, True) for i in range(m) for stage in range(n)}
         for rank, column in enumerate(zip(*table, strict=True)):
             ops = [op for op in column if op is not None]
             assert {op.stage for op in ops} == {rank}
-            held = [sum(-1 if op.backward else 1 for op in ops[: i + 1]) for i in range(len(ops))]
+            held = [sum(-1 if op.is_backward else 1 for op in ops[: i + 1]) for i in range(len(ops))]
             assert max(held) == min(m, n - rank)
         for op, t in when.items():
-            following = op.moved(1, n)
+            following = op.advance(1, n)
             assert following is None or when[following] > t
-            assert not op.backward or when[op._replace(backward=False)] < t
+            assert not op.is_backward or when[op._replace(is_backward=False)] < t
