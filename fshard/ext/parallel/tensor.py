@@ -5,10 +5,11 @@ Large Transformer Models" (arXiv:2205.05198).
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from glob import escape
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +20,25 @@ import fshard as fs
 from fshard.ext.parallel.vocabulary import vocab_parallel_embedding
 from fshard.extend import check_axis, describe, expect, named_modules, named_parameters, refuse
 
-WHAT = "tensor_parallel"
+API_NAME = "tensor_parallel"
 STYLES = ("column", "row", "vocabulary", "gather", "split", "sequence")
+# By style and name of a parameter the dim that is split. Other parameters are whole.
+SPLIT_DIMS = MappingProxyType(
+    {
+        ("column", "weight"): 0,
+        ("column", "bias"): 0,
+        ("vocabulary", "weight"): 0,
+        ("vocabulary", "bias"): 0,
+        ("row", "weight"): 1,
+    }
+)
+# What the split dim of a weight counts.
+SIDES = MappingProxyType({"column": "outputs", "row": "inputs", "vocabulary": "rows"})
 # Attributes by which a forward divides features into heads.
 HEADS = frozenset({"heads", "n_head", "n_heads", "nhead", "num_heads", "num_attention_heads", "num_key_value_heads"})
 
-Given = str | tuple[str, int]
+PlanStyle = str | tuple[str, int]
+Problem = tuple[str, str, str]
 
 
 class Style(NamedTuple):
@@ -37,7 +51,7 @@ class Style(NamedTuple):
 def tensor_parallel(
     module: nn.Module,
     axis: fs.Axis,
-    plan: Mapping[str, Given],
+    plan: Mapping[str, PlanStyle],
     *,
     sequence_dim: int | None = None,
     divide: str | Sequence[str] | None = None,
@@ -51,29 +65,29 @@ def tensor_parallel(
     - "row": an nn.Linear whose inputs are split; outputs are summed, and the bias is added once.
     - "vocabulary": an nn.Embedding, or the nn.Linear of a head, split by rows; its output agrees between ranks. A head
       of style "column" gives each rank its part of the logits, for `vocab_parallel_cross_entropy(logits, None, ...)`.
-    - "gather": a module whose first input its "column" layers use, such as attention; the input is handed over here
-      once, rather than by each of the layers.
+    - "gather": a module, such as attention, whose first input is used by its "column" layers. The input is gathered or
+      cast here once, instead of by each of the layers.
     - "split": the first layer, with `sequence_dim`; its first input is cut along that dim. From there on values between
       layers are pieces: a "gather", or a "column" outside of any, gathers its input, and a "row" reduce-scatters.
     - "sequence": a module that computes with pieces, such as a norm between layers, or one of queries inside "gather";
       its parameters are whole, and their gradients are summed.
 
-    Nothing tells a forward that computes with the number of features otherwise, or a fused matrix that the plan takes
-    for one: compare the loss of a small batch with the module's own.
+    A forward may use the number of features in other ways, and a plan may name the wrong matrix as a fused one. Nothing
+    detects that: compare the loss of a small batch with the module's own.
 
     Args:
         module: The module, which is not changed.
         axis: The mesh axis, whose ranks have the same batch.
-        plan: Styles by glob patterns of submodules' names, in which `*` matches dots too: the first match counts,
-            and others stay whole.
+        plan: Styles by glob patterns of submodules' names, in which `*` matches dots too. The first match counts, and
+            submodules without one stay whole.
         sequence_dim: The dim of time, counted from the front, to split between layers; None splits none.
-        divide: Glob patterns of attributes that count what is split, such as "blocks.*.heads", which are divided by
-            axis.size. A number of heads next to a "column" must be named; `()` says that the forward takes all such
+        divide: Glob patterns of attributes that count heads or features, such as "blocks.*.heads"; these are divided by
+            axis.size. A number of heads next to a "column" must be named. Pass `()` if the forward takes all such
             numbers from shapes, as models of transformers do.
 
     Returns:
-        A copy of the module that shares its parameters, for `functionalize`, and a transform that splits them, to be
-        composed behind a strategy: `model.init(fs.compose(fs.zero3(mesh), split))`.
+        A copy of the module that shares its parameters, for `functionalize`, and a transform that splits them. Compose
+        it behind a strategy: `model.init(fs.compose(fs.zero3(mesh), split))`.
 
     Raises:
         ValueError: with the names of submodules that do not fit: a pattern matches nothing, a style is for other
@@ -88,211 +102,330 @@ def tensor_parallel(
     >>> params["0.weight"].spec.partition, params["2.weight"].spec.partition
     (P('tp'), P(None, 'tp'))
     """
-    check_axis(WHAT, axis)
-    expect(isinstance(module, nn.Module), WHAT, "module to be an nn.Module", describe(module))
-    known = sequence_dim is None or (type(sequence_dim) is int and sequence_dim >= 0)
-    expect(known, WHAT, "sequence_dim to be a dim counted from the front, or None", f"{sequence_dim!r:.40}")
-    styles = _styles(module, plan)
-    counts, dims = _counts(module, styles, divide), _dims(module, styles)
+    check_axis(API_NAME, axis)
+    expect(isinstance(module, nn.Module), API_NAME, "module to be an nn.Module", describe(module))
+    is_dim = sequence_dim is None or (type(sequence_dim) is int and sequence_dim >= 0)
+    expect(is_dim, API_NAME, "sequence_dim to be a dim counted from the front, or None", f"{sequence_dim!r:.40}")
+    styles = _match_plan(module, plan)
+    counts = _match_counts(module, styles, divide)
+    dims = _find_split_dims(module, styles)
     problems = [
-        *((path, *found) for path, style in styles.items() if (found := _misfit(module, path, style, axis))),
-        *((name, str(n), f"a multiple of {axis.size}") for name, n in counts.items() if n % axis.size),
-        *((path, f"one inside {around!r}", "a 'gather' outside of others") for path, around in _nested(styles)),
-        *_tied(module, dims),
+        *_find_misfits(module, styles, axis),
+        *_find_uneven_counts(counts, axis),
+        *_find_nested_gathers(styles),
+        *_find_uneven_ties(module, dims),
     ]
-    refuse(f"{WHAT}: the plan does not fit the module", problems, "change the plan, or the sizes of the module")
-    cut = sequence_dim is None or any(style.name == "split" for style in styles.values())
-    expect(cut, WHAT, "plan to have a module of style 'split' with sequence_dim", "none", "name the first layer")
-    made = copy.deepcopy(module, {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())})
-    submodules = dict(named_modules(made))
-    for name, number in counts.items():
+    refuse(f"{API_NAME}: the plan does not fit the module", problems, "change the plan, or the sizes of the module")
+    is_cut = sequence_dim is None or any(style.name == "split" for style in styles.values())
+    expect(is_cut, API_NAME, "plan to have a module of style 'split' with sequence_dim", "none", "name the first layer")
+    tensors = (*module.parameters(), *module.buffers())
+    parallel = copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
+    submodules = dict(named_modules(parallel))
+    for name, count in counts.items():
         path, _, key = name.rpartition(".")
-        setattr(submodules[path], key, number // axis.size)
-    gathers = tuple(f"{path}." for path, style in styles.items() if style.name == "gather")
-    for path, (name, parts) in styles.items():
-        inside = path.startswith(gathers)
-        layer = _Layer(submodules[path], axis, sequence_dim, parts, inside)
-        # Without sequence parallelism values between layers agree.
-        if name not in ("sequence", "split") or sequence_dim is not None or (inside and name == "sequence"):
-            layer.module.__dict__["forward"] = layer.forward(name)
+        setattr(submodules[path], key, count // axis.size)
+    gather_prefixes = tuple(f"{path}." for path, style in styles.items() if style.name == "gather")
+    for path, style in styles.items():
+        is_inside = path.startswith(gather_prefixes)
+        layer = _Layer(submodules[path], axis, sequence_dim, style.parts, is_inside)
+        layer.replace_forward(style.name)
+    return parallel, _make_split(module, axis, dims)
+
+
+def _make_split(module: nn.Module, axis: fs.Axis, dims: Mapping[str, int | None]) -> fs.ShardTransform:
+    """Make the transform that splits each parameter along its dim."""
+    names_by_dim: dict[int, list[str]] = {}
+    for name, _ in named_parameters(module):
+        dim = dims[name]
+        if dim is not None:
+            names_by_dim.setdefault(dim, []).append(escape(name))
     split: fs.ShardTransform | None = None
-    own = {name: dim for name, _ in named_parameters(module) if (dim := dims[name]) is not None}
-    for dim in dict.fromkeys(own.values()):
-        names = tuple(escape(name) for name, other in own.items() if other == dim)
-        split = fs.masked(fs.split_dim(axis, dim=dim), names, otherwise=split)
-    return made, split or fs.compose()
+    for dim, names in names_by_dim.items():
+        split = fs.masked(fs.split_dim(axis, dim=dim), tuple(names), otherwise=split)
+    return split or fs.compose()
 
 
 class _Layer(NamedTuple):
-    """A submodule of the copy, and how its forward communicates."""
+    """A submodule of the copy, and how its forward communicates.
+
+    Attributes:
+        module: The submodule.
+        axis: The axis that its parameters are split over.
+        dim: The dim of time, which is split between layers; None if it is not.
+        parts: The number of matrices that a "column" computes at once.
+        is_inside: Whether it is inside a module of style "gather".
+    """
 
     module: Any
     axis: fs.Axis
     dim: int | None
     parts: int
-    inside: bool
+    is_inside: bool
 
-    def forward(self, style: str) -> Callable[..., Any]:
-        own = self.module.forward
-        styles: dict[str, Callable[..., Any]] = {
-            "column": self.column,
-            "row": self.row,
-            "vocabulary": partial(self.embed, len(self.module.weight)) if self.is_embedding() else self.head,
-            "gather": partial(self.on_first, self.enter, own),
-            "split": partial(self.on_first, self.cut, own),
-            "sequence": partial(self.on_pieces, own),
-        }
-        return styles[style]
+    def replace_forward(self, style: str) -> None:
+        """Let the submodule communicate as a style says."""
+        forward = self.make_forward(style)
+        if forward is not None:
+            self.module.__dict__["forward"] = forward
 
-    def on_first(self, f: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def make_forward(self, style: str) -> Callable[..., Any] | None:
+        """Make the forward of a style; None if the submodule's own forward does not change."""
+        original = self.module.forward
+        if style == "column":
+            return self.run_column
+        if style == "row":
+            return self.run_row
+        if style == "vocabulary" and isinstance(self.module, nn.Embedding):
+            # The number of rows of the full weight: when the forward runs, the module has this rank's piece.
+            return partial(self.run_embedding, len(self.module.weight))
+        if style == "vocabulary":
+            return self.run_head
+        if style == "gather":
+            return partial(self.run_on_first, self.enter, original)
+        # Without sequence parallelism values between layers agree.
+        if style == "sequence" and (self.is_inside or self.dim is not None):
+            return partial(self.run_on_pieces, original)
+        if style == "split" and self.dim is not None:
+            return partial(self.run_on_first, self.cut, original)
+        return None
+
+    def run_on_first(
+        self,
+        convert: Callable[[torch.Tensor], torch.Tensor],
+        forward: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Run a forward with its first input converted."""
         name = next(iter(kwargs), "")
-        x = args[0] if args else kwargs.get(name)
-        fits = isinstance(x, torch.Tensor) and (self.dim is None or x.dim() > self.dim)
-        needed = "the first input of a module of style 'gather' or 'split' to be a tensor"
-        expect(fits, WHAT, needed if self.dim is None else f"{needed} with a dim {self.dim}", describe(x))
-        return forward(f(x), *args[1:], **kwargs) if args else forward(**{**kwargs, name: f(x)})
+        x: Any = args[0] if args else kwargs.get(name)
+        has_dim = isinstance(x, torch.Tensor) and (self.dim is None or x.dim() > self.dim)
+        dim_text = "" if self.dim is None else f" with a dim {self.dim}"
+        expected = f"the first input of a module of style 'gather' or 'split' to be a tensor{dim_text}"
+        expect(has_dim, API_NAME, expected, describe(x))
+        if args:
+            return forward(convert(x), *args[1:], **kwargs)
+        return forward(**{**kwargs, name: convert(x)})
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
-        return fs.pcast(x, self.axis, to="varying") if self.dim is None else fs.all_gather(x, self.axis, self.dim)
+        """Make a value that agrees between ranks, or is in pieces, ready for split layers."""
+        if self.dim is None:
+            return fs.pcast(x, self.axis, to="varying")
+        return fs.all_gather(x, self.axis, self.dim)
 
     def cut(self, x: torch.Tensor) -> torch.Tensor:
+        """Cut out this rank's piece of time."""
         assert self.dim is not None
-        size, rest = divmod(x.shape[self.dim], self.axis.size)
-        needed = f"size of dim {self.dim} to be a multiple of {self.axis.size}, the ranks of {self.axis.name!r}"
-        expect(not rest, WHAT, needed, f"{x.shape[self.dim]}", "pad the dim")
-        return fs.pcast(x, self.axis, to="varying").narrow(self.dim, fs.axis_index(self.axis) * size, size)
+        size = x.shape[self.dim]
+        ranks = self.axis.size
+        expected = f"size of dim {self.dim} to be a multiple of {ranks}, the ranks of {self.axis.name!r}"
+        expect(size % ranks == 0, API_NAME, expected, f"{size}", "pad the dim")
+        piece_size = size // ranks
+        start = fs.axis_index(self.axis) * piece_size
+        return fs.pcast(x, self.axis, to="varying").narrow(self.dim, start, piece_size)
 
-    def column(self, x: torch.Tensor) -> torch.Tensor:
-        out = F.linear(x if self.inside else self.enter(x), self.module.weight, self.module.bias)
-        return out if self.parts == 1 or self.axis.size == 1 else self.exchanged(out)
+    def run_column(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_inside:
+            x = self.enter(x)
+        out = F.linear(x, self.module.weight, self.module.bias)
+        if self.parts == 1 or self.axis.size == 1:
+            return out
+        return self.exchange_parts(out)
 
-    def exchanged(self, out: torch.Tensor) -> torch.Tensor:
-        """Send the pieces of k matrices, of which this rank has computed k in a row, to the ranks that use them."""
-        k, n, own = self.parts, self.axis.size, fs.axis_index(self.axis)
-        users = [[piece % n for piece in range(rank * k, rank * k + k)] for rank in range(n)]
-        pieces = out.movedim(-1, 0).chunk(k)
-        rows = torch.cat([pieces[i] for i in sorted(range(k), key=lambda i: users[own][i])])
-        size = len(rows) // k
-        send = [size * users[own].count(rank) for rank in range(n)]
-        receive = [size * users[rank].count(own) for rank in range(n)]
-        exchanged: torch.Tensor = fs.ragged_all_to_all(rows, self.axis, send, receive)
-        return exchanged.movedim(0, -1).contiguous()
+    def exchange_parts(self, out: torch.Tensor) -> torch.Tensor:
+        """Send the pieces of k matrices to the ranks that use them.
 
-    def row(self, x: torch.Tensor) -> torch.Tensor:
-        out, bias = F.linear(x, self.module.weight), self.module.bias
+        Each of n ranks has computed k pieces in a row of all k * n. Piece i is used by rank i % n.
+        """
+        parts = self.parts
+        ranks = self.axis.size
+        rank = fs.axis_index(self.axis)
+        users_by_rank = []
+        for sender in range(ranks):
+            pieces = range(sender * parts, (sender + 1) * parts)
+            users_by_rank.append([piece % ranks for piece in pieces])
+        users = users_by_rank[rank]
+        # [..., k * size] -> k of [size, ...], in the order of the ranks that use them
+        local_pieces = out.movedim(-1, 0).chunk(parts)
+        order = sorted(range(parts), key=users.__getitem__)
+        rows = torch.cat([local_pieces[i] for i in order])
+        size = len(rows) // parts
+        send = [size * users.count(user) for user in range(ranks)]
+        receive = [size * other_users.count(rank) for other_users in users_by_rank]
+        received: torch.Tensor = fs.ragged_all_to_all(rows, self.axis, send, receive)
+        # [k * size, ...] -> [..., k * size]
+        return received.movedim(0, -1).contiguous()
+
+    def run_row(self, x: torch.Tensor) -> torch.Tensor:
+        out = F.linear(x, self.module.weight)
+        bias = self.module.bias
         if self.dim is None:
             out = fs.psum_invariant(out, self.axis)
         else:
-            out, bias = (
-                fs.reduce_scatter(out, self.axis, self.dim),
-                bias if bias is None else fs.pcast(bias, self.axis, to="varying"),
-            )
+            out = fs.reduce_scatter(out, self.axis, self.dim)
+            if bias is not None:
+                bias = fs.pcast(bias, self.axis, to="varying")
         return out if bias is None else out + bias
 
-    def is_embedding(self) -> bool:
-        return isinstance(self.module, nn.Embedding)
-
-    def embed(self, rows: int, ids: torch.Tensor) -> torch.Tensor:
+    def run_embedding(self, rows: int, ids: torch.Tensor) -> torch.Tensor:
         out = vocab_parallel_embedding(ids, self.module.weight, self.axis, vocab_size=rows)
         padding = self.module.padding_idx
-        return out if padding is None else torch.where((ids == padding)[..., None], out.detach(), out)
+        if padding is None:
+            return out
+        # The row of padding has no gradient.
+        return torch.where((ids == padding)[..., None], out.detach(), out)
 
-    def head(self, x: torch.Tensor) -> torch.Tensor:
-        return fs.all_gather_invariant(self.column(x), self.axis, x.dim() - 1)
+    def run_head(self, x: torch.Tensor) -> torch.Tensor:
+        return fs.all_gather_invariant(self.run_column(x), self.axis, x.dim() - 1)
 
-    def on_pieces(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run_on_pieces(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a forward with parameters that are cast to varying, which sums their gradients."""
         attributes = self.module.__dict__
-        whole = attributes["_parameters"]
-        own = {name: tensor for name, tensor in whole.items() if tensor is not None}
-        attributes["_parameters"] = dict.fromkeys(whole) | fs.pcast(own, self.axis, to="varying")
+        parameters = attributes["_parameters"]
+        present = {name: tensor for name, tensor in parameters.items() if tensor is not None}
+        varying = fs.pcast(present, self.axis, to="varying")
+        attributes["_parameters"] = dict.fromkeys(parameters) | varying
         try:
             return forward(*args, **kwargs)
         finally:
-            attributes["_parameters"] = whole
+            attributes["_parameters"] = parameters
 
 
-def _styles(module: nn.Module, plan: Any) -> dict[str, Style]:
-    known = isinstance(plan, Mapping) and plan and all(isinstance(pattern, str) for pattern in plan)
-    expect(known, WHAT, "plan to be a dict of styles by patterns of submodules' names", f"{plan!r:.100}")
-    found: dict[str, Style] = {}
+def _match_plan(module: nn.Module, plan: Any) -> dict[str, Style]:
+    """Find the style of each submodule that a plan names."""
+    is_plan = isinstance(plan, Mapping) and plan and all(isinstance(pattern, str) for pattern in plan)
+    expect(is_plan, API_NAME, "plan to be a dict of styles by patterns of submodules' names", f"{plan!r:.100}")
+    styles: dict[str, Style] = {}
     for pattern, given in plan.items():
-        style = given if isinstance(given, tuple) and len(given) == 2 else (given, 1)
-        whole = type(style[1]) is int and style[1] > 0
-        fits = isinstance(style[0], str) and style[0] in STYLES and whole and (style[1] == 1 or style[0] == "column")
-        expect(fits, WHAT, f"plan[{pattern!r}] to be one of {STYLES}, or ('column', k)", f"{given!r:.60}")
+        style = _parse_style(pattern, given)
         paths = [path for path, _ in named_modules(module) if path and fnmatchcase(path, pattern)]
-        expect(paths, WHAT, f"plan[{pattern!r}] to match a submodule", "no match", "name some of named_modules()")
-        found = dict.fromkeys(paths, Style(*style)) | found
-    return found
+        expect(paths, API_NAME, f"plan[{pattern!r}] to match a submodule", "no match", "name some of named_modules()")
+        # The first pattern that matches counts.
+        styles = dict.fromkeys(paths, style) | styles
+    return styles
 
 
-def _counts(module: nn.Module, styles: Mapping[str, Style], divide: Any) -> dict[str, int]:
-    """Find the attributes to divide; refuse to leave a number of heads as it is without being told so."""
-    patterns = (divide,) if isinstance(divide, str) else () if divide is None else divide
-    known = isinstance(patterns, list | tuple) and all(isinstance(pattern, str) for pattern in patterns)
-    expect(known, WHAT, "divide to be patterns of attributes' names", f"{divide!r:.60}")
-    numbers = {
-        f"{path}.{key}".lstrip("."): value
-        for path, submodule in named_modules(module)
-        for key, value in vars(submodule).items()
-        if type(value) is int
-    }
+def _parse_style(pattern: str, given: Any) -> Style:
+    is_pair = isinstance(given, tuple) and len(given) == 2
+    name, parts = given if is_pair else (given, 1)
+    is_style = isinstance(name, str) and name in STYLES
+    is_count = type(parts) is int and parts > 0 and (parts == 1 or name == "column")
+    expected = f"plan[{pattern!r}] to be one of {STYLES}, or ('column', k)"
+    expect(is_style and is_count, API_NAME, expected, f"{given!r:.60}")
+    return Style(name, parts)
+
+
+def _match_counts(module: nn.Module, styles: Mapping[str, Style], divide: Any) -> dict[str, int]:
+    """Find the attributes to divide, and refuse a plan that splits heads and does not say which numbers count them."""
+    patterns = divide
+    if isinstance(divide, str):
+        patterns = (divide,)
+    elif divide is None:
+        patterns = ()
+    are_patterns = isinstance(patterns, list | tuple) and all(isinstance(pattern, str) for pattern in patterns)
+    expect(are_patterns, API_NAME, "divide to be patterns of attributes' names", f"{divide!r:.60}")
+    numbers = {}
+    for path, submodule in named_modules(module):
+        for key, value in vars(submodule).items():
+            if type(value) is int:
+                numbers[f"{path}.{key}".lstrip(".")] = value
+    matches: set[str] = set()
     for pattern in patterns:
-        found = any(fnmatchcase(name, pattern) for name in numbers)
-        expect(found, WHAT, "divide to match attributes that are whole numbers", f"{pattern!r}, which matches none")
-    around = {path.rpartition(".")[0] for path, style in styles.items() if style.name == "column"}
-    heads = [name for name in numbers if name.rpartition(".")[0] in around and name.rpartition(".")[2] in HEADS]
-    remedy = "pass divide=, or divide=() where the forward takes the number of heads from shapes"
-    told = divide is not None or not heads
-    expect(told, WHAT, f"divide to say whether {', '.join(heads[:3])} count what is split", "None", remedy)
-    return {name: value for name, value in numbers.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
+        names = [name for name in numbers if fnmatchcase(name, pattern)]
+        expected = "divide to match attributes that are whole numbers"
+        expect(names, API_NAME, expected, f"{pattern!r}, which matches none")
+        matches.update(names)
+    if divide is None:
+        _check_heads(numbers, styles)
+    return {name: number for name, number in numbers.items() if name in matches}
 
 
-def _dims(module: nn.Module, styles: Mapping[str, Style]) -> dict[str, int | None]:
-    """Find the dim that is split of each parameter, under each of its names."""
+def _check_heads(names: Iterable[str], styles: Mapping[str, Style]) -> None:
+    """Refuse numbers of heads next to a "column"."""
+    parents = {path.rpartition(".")[0] for path, style in styles.items() if style.name == "column"}
+    heads = []
+    for name in names:
+        parent, _, key = name.rpartition(".")
+        if parent in parents and key in HEADS:
+            heads.append(name)
+    remedy = "pass divide=, or divide=() if the forward takes the number of heads from shapes"
+    expect(not heads, API_NAME, f"divide to say whether to divide {', '.join(heads[:3])}", "None", remedy)
+
+
+def _find_split_dims(module: nn.Module, styles: Mapping[str, Style]) -> dict[str, int | None]:
+    """Find the dim along which each parameter is split, under each of its names; None if it is whole."""
     submodules = dict(named_modules(module))
-    by_module = {submodules[path]: style.name for path, style in styles.items()}
-    rows = {"weight": 0, "bias": 0}
-    by_style = {"column": rows, "vocabulary": rows, "row": {"weight": 1}}
-    return {
-        f"{path}.{key}".lstrip("."): by_style.get(by_module.get(submodule, ""), {}).get(key)
-        for path, submodule in named_modules(module, remove_duplicate=False)
-        for key, _ in submodule.named_parameters(recurse=False, remove_duplicate=False)
-    }
+    names = {submodules[path]: style.name for path, style in styles.items()}
+    dims = {}
+    for path, submodule in named_modules(module, remove_duplicate=False):
+        for key, _ in submodule.named_parameters(recurse=False, remove_duplicate=False):
+            style = names.get(submodule, "")
+            dims[f"{path}.{key}".lstrip(".")] = SPLIT_DIMS.get((style, key))
+    return dims
 
 
-def _misfit(module: nn.Module, path: str, style: Style, axis: fs.Axis) -> tuple[str, str] | None:
-    """Describe a submodule that its style is not for, and the one expected."""
-    submodule, name = dict(named_modules(module))[path], style.name
-    if name == "sequence":
-        inner = any(True for child in submodule.children() for _ in child.parameters())
-        return ("submodules with parameters", f"a module of style {name!r} without") if inner else None
-    if name in ("gather", "split"):
-        return None
+def _find_misfits(module: nn.Module, styles: Mapping[str, Style], axis: fs.Axis) -> Iterator[Problem]:
+    """Find submodules that their styles are not for."""
+    submodules = dict(named_modules(module))
+    for path, style in styles.items():
+        submodule = submodules[path]
+        if style.name == "sequence":
+            children = list(submodule.children())
+            if any(list(child.parameters()) for child in children):
+                yield path, "has submodules with parameters, which style 'sequence' would leave out", ""
+        elif style.name in SIDES:
+            yield from _find_layer_misfits(path, submodule, style, axis)
+
+
+def _find_layer_misfits(
+    path: str,
+    submodule: nn.Module,
+    style: Style,
+    axis: fs.Axis,
+) -> Iterator[Problem]:
+    """Find why a layer cannot be split."""
+    name = style.name
     classes = (nn.Linear, nn.Embedding) if name == "vocabulary" else (nn.Linear,)
     cls = next((cls for cls in classes if isinstance(submodule, cls)), None)
-    plain = cls and type(submodule).forward is cls.forward and "forward" not in vars(submodule)
-    own = dict(submodule.named_parameters(recurse=False))
-    if not plain or not own.keys() <= {"weight", "bias"}:
-        needed = " or ".join(f"nn.{cls.__name__}" for cls in classes)
-        return type(submodule).__name__, f"an {needed} for style {name!r}"
-    if isinstance(submodule, nn.Embedding) and (submodule.max_norm is not None or submodule.scale_grad_by_freq):
-        return "max_norm or scale_grad_by_freq", f"an nn.Embedding of style {name!r} without"
-    size, needs = own["weight"].shape[name == "row"], style.parts * axis.size
-    sides = {"column": "outputs", "row": "inputs", "vocabulary": "rows"}
-    return (str(size), f"a multiple of {needs} {sides[name]}") if size % needs else None
+    has_forward_of_class = cls and type(submodule).forward is cls.forward and "forward" not in vars(submodule)
+    parameters = dict(submodule.named_parameters(recurse=False))
+    if not has_forward_of_class or not parameters.keys() <= {"weight", "bias"}:
+        texts = " or ".join(f"nn.{cls.__name__}" for cls in classes)
+        yield path, type(submodule).__name__, f"an {texts} for style {name!r}"
+    elif isinstance(submodule, nn.Embedding) and (submodule.max_norm is not None or submodule.scale_grad_by_freq):
+        yield path, f"has max_norm or scale_grad_by_freq, which style {name!r} does not support", ""
+    else:
+        size = parameters["weight"].shape[SPLIT_DIMS[name, "weight"]]
+        multiple = style.parts * axis.size
+        if size % multiple:
+            yield path, str(size), f"a multiple of {multiple} {SIDES[name]}"
 
 
-def _nested(styles: Mapping[str, Style]) -> Iterator[tuple[str, str]]:
+def _find_uneven_counts(counts: Mapping[str, int], axis: fs.Axis) -> Iterator[Problem]:
+    """Find attributes that cannot be divided."""
+    for name, count in counts.items():
+        if count % axis.size:
+            yield name, str(count), f"a multiple of {axis.size}"
+
+
+def _find_nested_gathers(styles: Mapping[str, Style]) -> Iterator[Problem]:
+    """Find modules of style "gather" inside of others."""
     gathers = [path for path, style in styles.items() if style.name == "gather"]
-    return ((path, around) for path in gathers for around in gathers if path.startswith(f"{around}."))
+    for path in gathers:
+        for outer in gathers:
+            if path.startswith(f"{outer}."):
+                yield path, f"has style 'gather', and is inside {outer!r}, which has it too", ""
 
 
-def _tied(module: nn.Module, dims: Mapping[str, int | None]) -> Iterator[tuple[str, str, str]]:
-    """Find parameters that one place splits otherwise than another one uses them."""
-    first: dict[int, str] = {}
+def _find_uneven_ties(module: nn.Module, dims: Mapping[str, int | None]) -> Iterator[Problem]:
+    """Find tied parameters that one of their names splits in another way than the first one."""
+    first_names: dict[int, str] = {}
     for name, parameter in named_parameters(module, remove_duplicate=False):
-        other = first.setdefault(id(parameter), name)
-        if dims[name] != dims[other]:
-            ways = ["whole" if dims[key] is None else f"split by dim {dims[key]}" for key in (name, other)]
-            yield (name, ways[0], f"it {ways[1]}, as {other}, to which it is tied")
+        first_name = first_names.setdefault(id(parameter), name)
+        if dims[name] != dims[first_name]:
+            way = _describe_split(dims[name])
+            yield name, f"is {way}, but tied to {first_name}, which is {_describe_split(dims[first_name])}", ""
+
+
+def _describe_split(dim: int | None) -> str:
+    return "whole" if dim is None else f"split by dim {dim}"

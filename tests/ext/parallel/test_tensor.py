@@ -246,14 +246,17 @@ BAD = [
         fits({"norm": "row", "*norm*": None}),
         "does not fit the module\n  norm: expected an nn.Linear for style 'row', got",
     ),
-    (fits({"blocks.1": "sequence"}), "blocks.1: expected a module of style 'sequence' without, got submodules with"),
+    (
+        fits({"blocks.1": "sequence"}),
+        "blocks.1: has submodules with parameters, which style 'sequence' would leave out",
+    ),
     ({"axis": 5}, "tokens: expected a multiple of 5 rows, got 256"),
     ({"axis": 16}, "blocks.1.heads: expected a multiple of 16, got 24"),
-    ({"divide": None}, "expected divide to say whether blocks.0.heads, blocks.1.heads count what is split, got None"),
+    ({"divide": None}, "expected divide to say whether to divide blocks.0.heads, blocks.1.heads, got None; pass"),
     ({**fits({"blocks.0": None}), "sequence_dim": 1}, "a module of style 'split' with sequence_dim, got none; name"),
     (
         {"module": Llama(True), "plan": {"embed_tokens": "vocabulary"}, "divide": None},
-        "lm_head.weight: expected it split by dim 0, as embed_tokens.weight, to which it is tied, got whole",
+        "lm_head.weight: is whole, but tied to embed_tokens.weight, which is split by dim 0",
     ),
 ]
 
