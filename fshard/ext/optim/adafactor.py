@@ -1,6 +1,7 @@
 """Adafactor, whose averages of squares are a row and a column of each matrix, exact however leaves are split."""
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +15,11 @@ class AdafactorState(NamedTuple):
     """State of `scale_by_factored_rms`, and of `adafactor`.
 
     Attributes:
-        updates: Updates made: an int64 tensor of shape ().
-        row: Running mean of squared gradients over the last dim, of size 1 there, sharded as far as the leaf is; of
-            leaves of less than two dims the squares themselves.
-        column: The same over the last dim but one; None for leaves of less than two dims.
-        counts: Updates made of each leaf: int64 tensors of shape ().
+        updates: The number of updates made: an int64 tensor of shape ().
+        row: Running mean of squared gradients over the last dim, which has size 1 here; split in the other dims as the
+            leaf is. For leaves of fewer than two dims the squares themselves.
+        column: The same over the second-last dim; None for leaves of fewer than two dims.
+        counts: The number of updates made of each leaf: int64 tensors of shape ().
     """
 
     updates: torch.Tensor
@@ -28,24 +29,27 @@ class AdafactorState(NamedTuple):
 
 
 def scale_by_factored_rms(
-    beta2_decay: float = -0.8, eps: float | None = None, *, reduction_order: str | None = None
+    beta2_decay: float = -0.8,
+    eps: float | None = None,
+    *,
+    reduction_order: str | None = None,
 ) -> fs.GradientTransformation:
     """Divide gradients by the root of their mean square, of which a matrix keeps one row and one column.
 
-    Follows optax.scale_by_factored_rms, and is exact however leaves are split: means over dims that are split take one
-    collective for each set of axes; none carries a matrix. `adafactor` is made of it.
+    The result is exact however leaves are split. Means over split dims take one collective for each set of axes, and
+    none of these sends a matrix. `adafactor` is built on it. Follows optax.scale_by_factored_rms.
 
     Args:
-        beta2_decay: The power of the number of updates that new squares are weighed by.
-        eps: The least mean square, by default the dtype's epsilon.
-        reduction_order: "tree" takes means in float64, of exact sums; see `clip_by_global_norm`.
+        beta2_decay: The weight of new squares is the number of updates to this power.
+        eps: The least mean square; None means the epsilon of the dtype.
+        reduction_order: "tree" takes means of exact sums, in float64; see `clip_by_global_norm`.
 
     Returns:
-        The transformation; its state keeps the parameters' specs, as far as rows and columns have them.
+        The transformation. Its rows and columns are split as the parameters are.
 
     Raises:
-        ValueError: if a number is out of range, or `reduction_order` is another word; from init, if a leaf is no real
-            floating tensor.
+        ValueError: if a number is out of range, or `reduction_order` is another word; from init, if a leaf is not a
+            real floating tensor.
 
     >>> import torch, fshard as fs
     >>> tx = fs.scale_by_factored_rms()
@@ -54,57 +58,95 @@ def scale_by_factored_rms(
     {'w': tensor([[1., 1.],
             [1., 1.]])}
     """
-    order = find_order("scale_by_factored_rms", reduction_order)
-    _check("scale_by_factored_rms", beta2_decay, **{} if eps is None else {"eps": eps})
-
-    def init(params: Any) -> AdafactorState:
-        flat = flatten(params)
-        leaves = [leaf if is_trained(leaf) else None for leaf in flat.leaves]
-        tensors = [_tensor(leaf) for leaf in leaves if leaf is not None]
-        refused = [tensor for tensor in tensors if not tensor.is_floating_point()]
-        expect(not refused, "scale_by_factored_rms", "real floating leaves", ", ".join(map(describe, refused)))
-        row = flat.unflatten([_begun(leaf, -1) for leaf in leaves])
-        column = flat.unflatten([_begun(leaf, -2) for leaf in leaves])
-        zero = torch.zeros((), dtype=torch.int64)
-        counts = flat.unflatten([None if leaf is None else zero.clone() for leaf in leaves])
-        return AdafactorState(zero, row, column, counts)
+    api_name = "scale_by_factored_rms"
+    order = find_order(api_name, reduction_order)
+    _check_numbers(api_name, beta2_decay, {} if eps is None else {"eps": eps})
 
     def update(grads: Any, state: AdafactorState, params: Any) -> tuple[Any, AdafactorState]:
-        def counted(count: Any, grad: Any) -> Any:
-            if grad is None:
-                return count
-            # A leaf that was frozen until now begins here.
-            before = torch.zeros_like(state.updates) if count is None else count
-            return before + 1
-
         flat = flatten(grads)
-        counts = flat.unflatten(map(counted, flatten(state.counts).leaves, flat.leaves))
+        old_counts = flatten(state.counts).leaves
+        counts = flat.unflatten(map(partial(_count_update, state.updates), old_counts, flat.leaves))
+        weights = fs.tree_map(lambda count: count.double() ** beta2_decay, counts)
         squares = fs.tree_map(lambda grad: grad * grad, grads)
         columns = leaf_means(squares, -2, reduction_order)
         means = flatten(leaf_means(squares, -1, reduction_order)).leaves
         rows = []
         for mean, square in zip(means, flatten(squares).leaves, strict=True):
+            # A leaf of fewer than two dims has no means.
             rows.append(square if mean is None else mean)
-        rows = flat.unflatten(rows)
-        weights = fs.tree_map(lambda count: count.double() ** beta2_decay, counts)
-        (row,) = leafwise(_towards, rows, [state.row], [weights])
-        (column,) = leafwise(_towards, columns, [state.column], [weights])
+        (row,) = leafwise(_move_towards, flat.unflatten(rows), [state.row], [weights])
+        (column,) = leafwise(_move_towards, columns, [state.column], [weights])
         sizes = leaf_means(row, -2, reduction_order)
-        (grads,) = leafwise(_direction, grads, [grads], [row, column, sizes], (eps, order))
+        (grads,) = leafwise(_divide_by_root, grads, [grads], [row, column, sizes], (eps, order))
         return grads, AdafactorState(state.updates + 1, row, column, counts)
 
-    return fs.GradientTransformation(init, update)
+    return fs.GradientTransformation(_init, update)
 
 
-def _towards(new: torch.Tensor, old: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor]:
+def _init(params: Any) -> AdafactorState:
+    flat = flatten(params)
+    leaves = [leaf if is_trained(leaf) else None for leaf in flat.leaves]
+    tensors = [_tensor_of(leaf) for leaf in leaves if leaf is not None]
+    refused = [describe(tensor) for tensor in tensors if not tensor.is_floating_point()]
+    expect(not refused, "scale_by_factored_rms", "real floating leaves", ", ".join(refused))
+    zero = torch.zeros((), dtype=torch.int64)
+    return AdafactorState(
+        updates=zero,
+        row=flat.unflatten([_init_mean(leaf, -1) for leaf in leaves]),
+        column=flat.unflatten([_init_mean(leaf, -2) for leaf in leaves]),
+        counts=flat.unflatten([None if leaf is None else zero.clone() for leaf in leaves]),
+    )
+
+
+def _init_mean(leaf: Any, dim: int) -> Any:
+    """Make the mean of a leaf's squares over a dim before its first update.
+
+    For a leaf of fewer than two dims the squares themselves are kept as its row, and there is no column.
+    """
+    if leaf is None:
+        return None
+    tensor = _tensor_of(leaf)
+    shape = list(tensor.shape)
+    reduced_dims = []
+    if tensor.dim() > 1:
+        reduced_dims = [tensor.dim() + dim]
+        shape[dim] = 1
+    elif dim == -2:
+        return None
+    zeros = tensor.new_zeros(shape)
+    if not isinstance(leaf, fs.Sharded):
+        return zeros
+    return fs.Sharded(zeros, leaf.spec.reduced(reduced_dims))
+
+
+def _count_update(updates: torch.Tensor, count: Any, grad: Any) -> Any:
+    """Count an update of a leaf that has a gradient."""
+    if grad is None:
+        return count
+    if count is None:
+        # The leaf was frozen until now.
+        count = torch.zeros_like(updates)
+    return count + 1
+
+
+def _move_towards(new: torch.Tensor, old: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor]:
     return (old + weight.to(new.dtype) * (new - old),)
 
 
-def _direction(
-    grad: torch.Tensor, _: Any, row: Any, column: Any, size: Any, eps: float | None, order: ReductionOrder
+def _divide_by_root(
+    grad: torch.Tensor,
+    _: Any,
+    row: Any,
+    column: Any,
+    size: Any,
+    eps: float | None,
+    order: ReductionOrder,
 ) -> tuple[torch.Tensor]:
+    """Divide a gradient by the root of its mean square, the product of a row and a column over the row's mean."""
     least = torch.finfo(grad.dtype).eps if eps is None else eps
-    variance = row if size is None else row * column / size.clamp(min=least)
+    variance = row
+    if size is not None:
+        variance = row * column / size.clamp(min=least)
     variance = variance.clamp(min=least * least)
     return (order.inverse_root(variance) * grad,)
 
@@ -121,23 +163,23 @@ def adafactor(
     """Adafactor, exact however leaves are split.
 
     Follows Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (2018), and
-    torch.optim.Adafactor. Sums over ranks are those of `scale_by_factored_rms`, and the norms of leaves and of steps:
-    one collective more for each set of axes.
+    torch.optim.Adafactor. In addition to the collectives of `scale_by_factored_rms`, the norms of leaves and of steps
+    take one for each set of axes.
 
     Args:
         lr: Learning rate: a number, a tensor of shape (), or a schedule of the number of updates made.
-        beta2_decay: The power of the number of updates that new squares are weighed by.
-        eps: The least mean square, by default the dtype's epsilon; the least size of a leaf.
+        beta2_decay: The weight of new squares is the number of updates to this power.
+        eps: The least mean square, with None for the epsilon of the dtype; and the least root mean square of a leaf.
         d: The largest root mean square of a step, before the learning rate.
-        weight_decay: How much parameters shrink in an update, times the learning rate.
-        reduction_order: As for `clip_by_global_norm`, of means and norms.
+        weight_decay: Times the learning rate, the part of the parameters that an update subtracts.
+        reduction_order: As for `clip_by_global_norm`, for means and norms.
 
     Returns:
         The optimizer.
 
     Raises:
-        ValueError: if a number is out of range, or `reduction_order` is another word; from init, if a leaf is no real
-            floating tensor.
+        ValueError: if a number is out of range, or `reduction_order` is another word; from init, if a leaf is not a
+            real floating tensor.
 
     >>> import torch, fshard as fs
     >>> tx = fs.adafactor(0.1)
@@ -147,52 +189,64 @@ def adafactor(
     (tensor([0.9000, 0.9000, 0.9000]), [(), (2, 1), (1, 3), ()])
     """
     check_rates("adafactor", lr, weight_decay=weight_decay)
-    pair = isinstance(eps, list | tuple) and len(eps) == 2
-    expect(pair, "adafactor", "eps to be two numbers", f"{eps!r:.40}")
-    known = isinstance(d, int | float) and 1 <= d < math.inf
-    expect(known, "adafactor", "d to be a finite number, 1 or more", f"{d!r:.40}")
-    _check("adafactor", beta2_decay, **{f"eps[{i}]": x for i, x in enumerate(eps) if i or x is not None})
-    scaling = scale_by_factored_rms(beta2_decay, eps[0], reduction_order=reduction_order)
+    _check_adafactor(beta2_decay, eps, d)
+    least_square, least_size = eps
+    scaling = scale_by_factored_rms(beta2_decay, least_square, reduction_order=reduction_order)
+
+    def move(
+        step: Any,
+        param: Any,
+        param_norm: Any,
+        step_norm: Any,
+        root: Any,
+        count: Any,
+        rate: Any,
+        decay: Any,
+    ) -> Any:
+        """Subtract a step from a leaf; `root` times a root mean square is a norm."""
+        relative_rate = torch.minimum(rate, count.double() ** -0.5)
+        rate_of_leaf = (param_norm / root).clamp(min=least_size) * relative_rate
+        factor = rate_of_leaf / (step_norm / (root * d)).clamp(min=1.0)
+        return (param * (1 - rate * decay).to(param.dtype) - step * factor.to(step.dtype),)
 
     def update(grads: Any, state: AdafactorState, params: Any) -> tuple[Any, Any]:
-        steps, after = scaling.update(grads, state, params)
-
-        def moved(step: Any, param: Any, size: Any, length: Any, root: Any, count: Any, rate: Any, decay: Any) -> Any:
-            length_of_step = (size / root).clamp(min=eps[1]) * torch.minimum(rate, count.double() ** -0.5)
-            factor = length_of_step / (length / (root * d)).clamp(min=1.0)
-            return (param * (1 - rate * decay).to(param.dtype) - step * factor.to(step.dtype),)
-
+        steps, new_state = scaling.update(grads, state, params)
+        param_norms, step_norms = fs.leaf_norms((params, steps), reduction_order=reduction_order)
         flat = flatten(params)
-        roots = flat.unflatten([torch.tensor(n**0.5, dtype=torch.float64) for n in map(_numel, flat.leaves)])
-        given = [*fs.leaf_norms((params, steps), reduction_order=reduction_order), roots, after.counts]
-        rate = lr(state.updates) if callable(lr) else lr
-        numbers = torch.as_tensor(rate, dtype=torch.float64), weight_decay
-        (params,) = leafwise(moved, steps, [params], given, numbers)
-        return params, after
+        roots = flat.unflatten(map(_root_of_numel, flat.leaves))
+        rate = torch.as_tensor(lr(state.updates) if callable(lr) else lr, dtype=torch.float64)
+        given = [param_norms, step_norms, roots, new_state.counts]
+        (params,) = leafwise(move, steps, [params], given, (rate, weight_decay))
+        return params, new_state
 
     return fs.Optimizer(scaling.init, update)
 
 
-def _check(what: str, beta2_decay: float, **eps: float | None) -> None:
-    known = isinstance(beta2_decay, int | float) and beta2_decay <= 0
-    expect(known, what, "beta2_decay to be a number, 0 or less", f"{beta2_decay!r:.40}")
-    check_rates(what, 0.0, **eps)  # type: ignore[arg-type]
+def _check_adafactor(beta2_decay: float, eps: Any, d: Any) -> None:
+    is_pair = isinstance(eps, list | tuple) and len(eps) == 2
+    expect(is_pair, "adafactor", "eps to be two numbers", f"{eps!r:.40}")
+    is_in_range = isinstance(d, int | float) and 1 <= d < math.inf
+    expect(is_in_range, "adafactor", "d to be a finite number, 1 or more", f"{d!r:.40}")
+    least_square, least_size = eps
+    numbers = {"eps[1]": least_size}
+    if least_square is not None:
+        numbers = {"eps[0]": least_square} | numbers
+    _check_numbers("adafactor", beta2_decay, numbers)
 
 
-def _tensor(leaf: Any) -> Any:
+def _check_numbers(api_name: str, beta2_decay: float, numbers: dict[str, float]) -> None:
+    is_in_range = isinstance(beta2_decay, int | float) and beta2_decay <= 0
+    expect(is_in_range, api_name, "beta2_decay to be a number, 0 or less", f"{beta2_decay!r:.40}")
+    check_rates(api_name, 0.0, **numbers)
+
+
+def _tensor_of(leaf: Any) -> Any:
     return leaf.local if isinstance(leaf, fs.Sharded) else leaf
 
 
-def _numel(leaf: Any) -> int:
-    shape = () if leaf is None else leaf.spec.shape if isinstance(leaf, fs.Sharded) else leaf.shape
-    return max(1, math.prod(shape))
-
-
-def _begun(leaf: Any, dim: int) -> Any:
-    """Make the mean of a leaf over a dim before its first update; of a vector the squares, and no column."""
-    tensor = _tensor(leaf)
-    if leaf is None or (tensor.dim() < 2 and dim == -2):
-        return None
-    place = [tensor.dim() + dim] if tensor.dim() > 1 else []
-    zeros = tensor.new_zeros([1 if k in place else size for k, size in enumerate(tensor.shape)])
-    return fs.Sharded(zeros, leaf.spec.reduced(place)) if isinstance(leaf, fs.Sharded) else zeros
+def _root_of_numel(leaf: Any) -> torch.Tensor:
+    """Return the root of the number of elements of a whole leaf."""
+    if leaf is None:
+        return torch.ones((), dtype=torch.float64)
+    shape = leaf.spec.shape if isinstance(leaf, fs.Sharded) else leaf.shape
+    return torch.tensor(max(1, math.prod(shape)) ** 0.5, dtype=torch.float64)

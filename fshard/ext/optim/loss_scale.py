@@ -17,8 +17,8 @@ class ScaleState(NamedTuple):
 
     Attributes:
         scale: The factor of the loss: a float32 tensor of shape ().
-        good: Updates since the scale was changed or one was skipped: an int64 tensor of shape ().
-        inner: The state of the optimizer inside, which counts the updates that were `skipped`.
+        good: The number of updates since the scale last changed: an int64 tensor of shape ().
+        inner: The state of `skip_nonfinite`, which counts the updates that were `skipped`.
     """
 
     scale: torch.Tensor
@@ -33,17 +33,17 @@ def dynamic_loss_scale(
     backoff_factor: float = 0.5,
     growth_interval: int = 2000,
 ) -> fs.Optimizer:
-    """Divide gradients of a scaled loss by the scale, skip those that overflowed, and adapt the scale.
+    """Divide gradients of a scaled loss by the scale, skip updates with gradients that overflowed, and adapt the scale.
 
-    Multiply the loss by `state.opt_state.scale`. A chain inside sees true gradients, so clipping goes there. Follows
-    torch.amp.GradScaler: the same scale after the same gradients.
+    Multiply the loss by `state.opt_state.scale`. The optimizer gets gradients without the scale, so put clipping into
+    `tx`. Follows torch.amp.GradScaler: the same gradients give the same scale.
 
     Args:
         tx: The optimizer.
-        init_scale: The scale at first.
-        growth_factor: The factor that it grows by after `growth_interval` updates in a row, above 1.
-        backoff_factor: The factor that it shrinks by where a gradient is not finite, between 0 and 1.
-        growth_interval: How many updates in a row without such a gradient.
+        init_scale: The first scale.
+        growth_factor: The factor, above 1, by which the scale grows after `growth_interval` finite updates in a row.
+        backoff_factor: The factor, between 0 and 1, by which it shrinks after a gradient that is not finite.
+        growth_interval: How many finite updates in a row let it grow.
 
     Returns:
         The optimizer; its state holds the `scale`.
@@ -60,31 +60,60 @@ def dynamic_loss_scale(
     >>> params, state.scale
     ({'w': tensor([0.9000])}, tensor(2.))
     """
-    numbers = {"growth_factor": growth_factor, "backoff_factor": backoff_factor, "growth_interval": growth_interval}
-    for name, number in {"init_scale": init_scale, **numbers}.items():
-        real = isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < math.inf
-        expect(real, "dynamic_loss_scale", f"{name} to be a number above 0", f"{number!r:.40}")
+    numbers = {
+        "init_scale": init_scale,
+        "growth_factor": growth_factor,
+        "backoff_factor": backoff_factor,
+        "growth_interval": growth_interval,
+    }
+    for name, number in numbers.items():
+        is_positive = isinstance(number, int | float) and type(number) is not bool and 0 < number < math.inf
+        expect(is_positive, "dynamic_loss_scale", f"{name} to be a number above 0", f"{number!r:.40}")
     skipping = fs.skip_nonfinite(tx)
 
     def init(params: Any) -> ScaleState:
         device = next((leaf.device for leaf in fs.tree_leaves(params) if leaf is not None), None)
-        # torch.tensor takes no whole number beyond int64.
+        # float(), because torch.tensor takes no whole number beyond int64.
         scale = torch.tensor(float(init_scale), dtype=torch.float64, device=device).float()
-        return ScaleState(scale, torch.zeros((), dtype=torch.int64, device=device), skipping.init(params))
+        good = torch.zeros((), dtype=torch.int64, device=device)
+        return ScaleState(scale, good, skipping.init(params))
 
-    def run(grads: Any, state: ScaleState, params: Any, donate: bool = False) -> tuple[Any, ScaleState]:
+    def update(
+        grads: Any,
+        state: ScaleState,
+        params: Any,
+        donate: bool = False,
+    ) -> tuple[Any, ScaleState]:
         # As GradScaler does: the inverse in float64, and one multiplication.
-        inverse, scale = state.scale.double().reciprocal().float(), state.scale.double()
-        wide = lambda grad: grad.to(torch.promote_types(grad.dtype, torch.float32))  # noqa: E731
-        (grads,) = leafwise(lambda grad, _: (wide(grad) * inverse,), grads, [grads])
-        step = skipping.update_donated if donate and skipping.update_donated else skipping.update
-        params, inner = step(grads, state.inner, params)
-        finite = inner.skipped == state.inner.skipped
-        good = torch.where(finite, state.good + 1, 0)
-        grown = good == growth_interval
-        larger = torch.where(grown, scale * growth_factor, scale)
-        scale = torch.where(finite, larger, scale * backoff_factor).float()
-        scale = torch.where(scale.isinf(), state.scale, scale)
-        return params, ScaleState(scale, torch.where(grown, 0, good), inner)
+        inverse = state.scale.double().reciprocal().float()
+        (grads,) = leafwise(lambda grad, _: (_widen(grad) * inverse,), grads, [grads])
+        update_inner = skipping.update
+        if donate and skipping.update_donated:
+            update_inner = skipping.update_donated
+        params, inner = update_inner(grads, state.inner, params)
+        is_finite = inner.skipped == state.inner.skipped
+        scale, good = _adapt(state, is_finite, growth_factor, backoff_factor, growth_interval)
+        return params, ScaleState(scale, good, inner)
 
-    return fs.Optimizer(init, run, partial(run, donate=True))
+    return fs.Optimizer(init, update, partial(update, donate=True))
+
+
+def _adapt(
+    state: ScaleState,
+    is_finite: torch.Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the scale and the number of good updates after another one."""
+    good = torch.where(is_finite, state.good + 1, 0)
+    may_grow = good == growth_interval
+    old_scale = state.scale.double()
+    larger = torch.where(may_grow, old_scale * growth_factor, old_scale)
+    scale = torch.where(is_finite, larger, old_scale * backoff_factor).float()
+    scale = torch.where(scale.isinf(), state.scale, scale)
+    return scale, torch.where(may_grow, 0, good)
+
+
+def _widen(grad: torch.Tensor) -> torch.Tensor:
+    return grad.to(torch.promote_types(grad.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""Kinds of hyperparameters, and the question which leaves are trained, that optimizers of this room share."""
+"""The types of hyperparameters, and which leaves are trained: shared by the optimizers of this room."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,4 +13,5 @@ Rate = Number | Callable[[torch.Tensor], Number]
 
 def is_trained(leaf: Any) -> bool:
     """Whether a leaf takes gradients."""
-    return leaf is not None and not (isinstance(leaf, fs.Sharded) and leaf.spec.frozen)
+    is_frozen = isinstance(leaf, fs.Sharded) and leaf.spec.frozen
+    return leaf is not None and not is_frozen

@@ -1,4 +1,4 @@
-"""Steps as long as their leaves: scale_by_trust_ratio, lamb and lars."""
+"""Steps in proportion to the norms of their leaves: scale_by_trust_ratio, lamb and lars."""
 
 from typing import Any
 
@@ -10,15 +10,18 @@ from fshard.extend import check_rates, leafwise
 
 
 def scale_by_trust_ratio(
-    trust_coefficient: Number = 1.0, eps: Number = 0.0, *, reduction_order: str | None = None
+    trust_coefficient: Number = 1.0,
+    eps: Number = 0.0,
+    *,
+    reduction_order: str | None = None,
 ) -> fs.GradientTransformation:
-    """Scale each leaf's gradient to the length of the leaf, but where either has none.
+    """Scale each leaf's gradient to the norm of the leaf, unless one of the two norms is zero.
 
     Follows optax.scale_by_trust_ratio. The norms span ranks: one collective for each set of axes that some leaf is
-    split over. `lamb` and `lars` are made of it.
+    split over. `lamb` and `lars` are built on it.
 
     Args:
-        trust_coefficient: How long a gradient becomes, next to the leaf.
+        trust_coefficient: The norm of a scaled gradient, as a multiple of the leaf's norm.
         eps: Added to the norm of the gradient.
         reduction_order: As for `clip_by_global_norm`.
 
@@ -36,15 +39,23 @@ def scale_by_trust_ratio(
     """
     check_rates("scale_by_trust_ratio", 0.0, trust_coefficient=trust_coefficient, eps=eps)
 
-    def trusted(grad: Any, _: Any, size: Any, length: Any, coefficient: Any, eps: Any) -> tuple[torch.Tensor]:
-        none = (size == 0) | (length == 0)
-        ratio = torch.where(none, 1.0, coefficient * size / torch.where(none, 1.0, length + eps))
+    def scale(
+        grad: Any,
+        _: Any,
+        param_norm: Any,
+        grad_norm: Any,
+        coefficient: Any,
+        eps: Any,
+    ) -> tuple[torch.Tensor]:
+        is_zero = (param_norm == 0) | (grad_norm == 0)
+        denominator = torch.where(is_zero, 1.0, grad_norm + eps)
+        ratio = torch.where(is_zero, 1.0, coefficient * param_norm / denominator)
         return (grad * ratio.to(grad.dtype),)
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        # Of leaves and gradients in one collective.
+        # The norms of parameters and of gradients take one collective together.
         norms = fs.leaf_norms((params, grads), reduction_order=reduction_order)
-        (grads,) = leafwise(trusted, grads, [grads], norms, (trust_coefficient, eps))
+        (grads,) = leafwise(scale, grads, [grads], norms, (trust_coefficient, eps))
         return grads, state
 
     return fs.GradientTransformation(lambda params: (), update)
@@ -58,24 +69,24 @@ def lamb(
     weight_decay: Number = 0.0,
     reduction_order: str | None = None,
 ) -> fs.Optimizer:
-    """Adam whose step for each leaf is as long as the leaf, times the learning rate.
+    """Adam whose step for each leaf has the norm of the leaf, times the learning rate.
 
     Follows You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (2020), and
     optax.lamb. The norms span ranks: one collective for each set of axes that some leaf is split over.
 
     Args:
         lr: Learning rate: a number, a tensor of shape (), or a schedule of the number of updates made.
-        betas: How much stays of the averages of gradients and of their squares.
+        betas: The part that stays of the averages of gradients and of their squares.
         eps: Added to the root of the squares.
-        weight_decay: How much of the parameters is added to Adam's direction.
+        weight_decay: The part of the parameters that is added to Adam's direction.
         reduction_order: As for `clip_by_global_norm`.
 
     Returns:
         The optimizer.
 
     Raises:
-        ValueError: if a number is out of range, or `reduction_order` is another word; from init, if a leaf is no real
-            floating tensor.
+        ValueError: if a number is out of range, or `reduction_order` is another word; from init, if a leaf is not a
+            real floating tensor.
 
     >>> import torch, fshard as fs
     >>> tx = fs.lamb(0.1)
@@ -86,9 +97,8 @@ def lamb(
     """
     check_rates("lamb", lr, betas, eps=eps, weight_decay=weight_decay)
     decay = fs.add_decayed_weights(weight_decay, reduction_order="tree")
-    return fs.chain(
-        fs.scale_by_adam(betas, eps), decay, scale_by_trust_ratio(reduction_order=reduction_order), fs.sgd(lr)
-    )
+    trust = scale_by_trust_ratio(reduction_order=reduction_order)
+    return fs.chain(fs.scale_by_adam(betas, eps), decay, trust, fs.sgd(lr))
 
 
 def lars(
@@ -107,9 +117,9 @@ def lars(
 
     Args:
         lr: Learning rate: a number, a tensor of shape (), or a schedule of the number of updates made.
-        momentum: How much of the last step stays.
-        weight_decay: How much of the parameters is added to their gradients.
-        trust_coefficient: How long a step is, next to the leaf.
+        momentum: The part of the last step that stays.
+        weight_decay: The part of the parameters that is added to their gradients.
+        trust_coefficient: The norm of a step before the learning rate, as a multiple of the leaf's norm.
         eps: Added to the norm of the gradient.
         reduction_order: As for `clip_by_global_norm`.
 
@@ -117,8 +127,8 @@ def lars(
         The optimizer.
 
     Raises:
-        ValueError: if a number is out of range, or `reduction_order` is another word; from init, if a leaf is no real
-            floating tensor.
+        ValueError: if a number is out of range, or `reduction_order` is another word; from init, if a leaf is not a
+            real floating tensor.
 
     >>> import torch, fshard as fs
     >>> tx = fs.lars(1.0, momentum=0.0, trust_coefficient=0.1)
@@ -137,7 +147,7 @@ def _scale_by_rate(lr: Rate) -> fs.GradientTransformation:
 
     def update(grads: Any, count: torch.Tensor, params: Any) -> tuple[Any, torch.Tensor]:
         rate = lr(count) if callable(lr) else lr
-        (grads,) = leafwise(lambda g, _, rate: (rate * g,), grads, [grads], numbers=(rate,))
+        (grads,) = leafwise(lambda grad, _, rate: (rate * grad,), grads, [grads], numbers=(rate,))
         return grads, count + 1
 
     return fs.GradientTransformation(lambda params: torch.zeros((), dtype=torch.int64), update)
