@@ -146,8 +146,7 @@ class _ChunkedLoss(Function):
                 if grad is not None:
                     grad = grad.to(dtype or head[i].dtype)
                     grads_of_head[i] = grad if grads_of_head[i] is None else grads_of_head[i].add_(grad)
-        grad_of_h = torch.cat(grads_of_rows) if h.requires_grad else None
-        ctx.grads = [grad_of_h, *grads_of_head]
+        ctx.grads = [torch.cat(grads_of_rows) if h.requires_grad else None, *grads_of_head]
         ctx.dtypes = [tensor.dtype for tensor in tensors]
         total, count = _sum_pairs(pairs)
         if isinstance(count, torch.Tensor):

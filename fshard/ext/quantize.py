@@ -171,13 +171,13 @@ def encode(rows: torch.Tensor, block: int, batch_dims: int = 0) -> torch.Tensor:
         # [rows, *shape, *batch] -> [rows, batch, *shape] -> [rows * batch, *shape]
         rows = rows.flatten(-batch_dims).movedim(-1, 1).flatten(0, 1)
     # Lower precisions cannot hold the scales of small numbers.
-    # -> [rows, elements]
     wide_dtype = _wide_dtype(rows.dtype)
+    # [rows, *shape] -> [rows, elements]
     values = rows.detach().reshape(len(rows), -1).to(wide_dtype)
     size = values.shape[1]
     blocks_count = -(-size // block)
-    # -> [rows, blocks, block]
     padded = _pad(values, -size % block)
+    # [rows, blocks * block] -> [rows, blocks, block]
     blocks = padded.reshape(len(rows), blocks_count, block)
     scales = (blocks.abs().amax(-1) / LARGEST).to(torch.float32)
     # A block of zeros has scale 0: dividing by infinity gives zeros. Values that are not finite become zeros too.
@@ -221,6 +221,7 @@ def decode(
     # -> [rows * batch, elements]
     values = values.reshape(len(parts), -1)[:, :size]
     if not batch_dims:
+        # -> [rows, *shape]
         return values.reshape(len(rows), *shape)
     # -> [rows, batch, *inner_shape] -> [rows, *inner_shape, batch] -> [rows, *shape]
     values = values.reshape(len(rows), -1, *inner_shape)

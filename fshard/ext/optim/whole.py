@@ -60,7 +60,6 @@ def whole(tx: fs.Optimizer) -> fs.Optimizer:
     """
     is_optimizer = isinstance(tx, fs.Optimizer)
     expect(is_optimizer, "whole", "tx to be an Optimizer, such as fs.from_torch(torch.optim.Muon)", describe(tx))
-
     return fs.Optimizer(partial(_init, tx), partial(_update, tx))
 
 
@@ -68,12 +67,7 @@ def _init(tx: fs.Optimizer, params: Any) -> WholeState:
     return WholeState(tuple(_init_leaf(tx, leaf) for leaf in flatten(params).leaves))
 
 
-def _update(
-    tx: fs.Optimizer,
-    grads: Any,
-    state: WholeState,
-    params: Any,
-) -> tuple[Any, WholeState]:
+def _update(tx: fs.Optimizer, grads: Any, state: WholeState, params: Any) -> tuple[Any, WholeState]:
     flat = flatten(params)
     leaves = list(flat.leaves)
     states = list(state.leaves)

@@ -458,8 +458,10 @@ def attend_backward(
         weights = (scores - tile_logs[..., None]).exp()
         wide_grad = tile_grad.to(logs.dtype)
         delta = (wide_grad * tile_out).sum(-1, keepdim=True)
+        # The gradients of scores: [B, H, rows, D] @ [B, H, D, T] -> [B, H, rows, T]
         slopes = (wide_grad @ wide_v.mT - delta) * weights * scale
         dq.append(slopes @ wide_k)
+        # [B, H, T, rows] @ [B, H, rows, D] -> [B, H, T, D]
         dk += slopes.mT @ rows
         dv += weights.mT @ wide_grad
     return torch.cat(dq, 2), dk, dv

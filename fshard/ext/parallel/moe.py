@@ -161,6 +161,7 @@ def dispatch(
     is_chosen = choices[:, None] == torch.arange(experts_count, device=choices.device)
     # How many choices of the same expert come before each one.
     counts = is_chosen.cumsum(0) - 1
+    # [choices, experts] -> [choices, 1] -> [choices]
     before = counts.gather(1, choices[:, None]).squeeze(1)
     # Choices without room all go to one row behind the others.
     dropped = experts_count * capacity
@@ -246,7 +247,7 @@ def combine(rows: Iterable[torch.Tensor], sent: Sent) -> torch.Tensor:
         slots = rows if isinstance(rows, torch.Tensor) else torch.stack(list(rows))
         if axis is not None:
             slots = fs.all_to_all(slots, axis, split_dim=1, concat_dim=0)
-        # The row behind the others, of choices that were dropped, is zero.
+        # [experts, capacity, width] -> [experts * capacity + 1, width]; the last row, of dropped choices, is zero
         dropped = slots.new_zeros(1, slots.shape[-1])
         back = torch.cat([slots.flatten(0, 1), dropped])
     else:
