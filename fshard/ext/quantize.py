@@ -32,11 +32,12 @@ class _Quantize(FullyShard):
         if self.axis.size == 1 or not self.gathers:
             return super().start_rows(shards, specs)
         rounded, exact = _split_by_kind(shards)
+        # vmap adds dims at the end of a shard.
+        batch_dims = {i: shards[i].dim() - len(specs[i].storage_shape) for i in rounded}
         codes = []
         for i in rounded:
             # [*shape] -> [1, *shape] -> [1, bytes] -> [bytes]
-            row = shards[i].unsqueeze(0)
-            codes.append(encode(row, self.block, _count_batch_dims(row, specs[i]))[0])
+            codes.append(encode(shards[i].unsqueeze(0), self.block, batch_dims[i])[0])
         exact_specs = [specs[i] for i in exact]
         finish_exact = super().start_rows([shards[i] for i in exact], exact_specs)
         finish_codes = fs.comm.start_all_gather(codes, self.axis, "gather")
@@ -44,7 +45,8 @@ class _Quantize(FullyShard):
         def finish() -> Tensors:
             rows = dict(zip(exact, finish_exact(), strict=True))
             for i, received in zip(rounded, finish_codes(), strict=True):
-                rows[i] = self._decode(received, shards[i].unsqueeze(0), specs[i])
+                shard = shards[i]
+                rows[i] = decode(received, shard.shape, shard.dtype, self.block, batch_dims[i])
             return [rows[i] for i in range(len(shards))]
 
         return finish
@@ -81,24 +83,23 @@ class _Quantize(FullyShard):
         def finish() -> Tensors:
             sums = dict(zip(exact, finish_exact(), strict=True))
             for i, received in zip(codes, finish_codes(), strict=True):
-                # In rank order.
-                total, *others = self._decode(received, stacks[i], specs[i])
-                for other in others:
-                    total = total + other
-                sums[i] = total
+                sums[i] = self._sum(received, stacks[i], specs[i])
             return [sums[i] for i in range(len(stacks))]
 
         return finish
 
-    def _decode(
+    def _sum(
         self,
         codes: torch.Tensor,
         stack: torch.Tensor,
         spec: fs.Spec,
     ) -> torch.Tensor:
-        """Turn the codes of ranks back into rows like those of a stack."""
+        """Add up the codes of all ranks, in rank order."""
         batch_dims = _count_batch_dims(stack, spec)
-        return decode(codes, stack.shape[1:], stack.dtype, self.block, batch_dims)
+        total, *others = decode(codes, stack.shape[1:], stack.dtype, self.block, batch_dims)
+        for other in others:
+            total = total + other
+        return total
 
 
 @dataclass(frozen=True)

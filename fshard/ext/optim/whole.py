@@ -1,7 +1,7 @@
 """whole: optimizers that look across the elements of a leaf, each leaf stepped as a whole by one rank."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import fshard as fs
 from fshard.ext.optim.parts import is_trained
 from fshard.extend import describe, expect, flatten, local_piece, refuse, run_update, supports_cpu_messages
 
-# For each rank, or for each row, some tensors.
+# For each rank some tensors.
 TensorLists = Sequence[Sequence[torch.Tensor]]
 # For each rank the numbers of some rows.
 RowNumbers = Sequence[Sequence[int]]
@@ -209,8 +209,7 @@ def _step_at_owners(
     owned = _assign_owners(rows, axis)
     joined = _collect_at_owners(rows, owned, axis, device)
     stepped = _step_at_owners(tx, other_axes, joined, device)
-    templates = [row._replace(grad=None) for row in rows]
-    return _return_to_ranks(templates, stepped, owned, axis, device)
+    return _return_to_ranks(rows, owned, stepped, axis, device)
 
 
 def _assign_owners(rows: Sequence[Row], axis: fs.Axis) -> RowNumbers:
@@ -238,79 +237,71 @@ def _collect_at_owners(
     device: torch.device,
 ) -> list[Row]:
     """Send the shards of every row to its owner, and join those that arrive here."""
+    # For each owner its rows as one flat tree.
+    flats = [flatten([rows[i] for i in row_numbers]) for row_numbers in owned]
+    send = [_shards_in(flat.leaves) for flat in flats]
     local_rank = fs.comm.rank(axis)
-    send = _concatenate_by_owner([_shards_in(row) for row in rows], owned)
     # Shards have the same shapes on all ranks.
     expected = [send[local_rank]] * axis.size
     received = _exchange(send, expected, axis, device)
+    # One tuple for each tensor of this rank's rows, with the shards of all ranks.
     shards_of_tensors = zip(*received, strict=True)
-    return [_join_row(rows[i], shards_of_tensors, axis) for i in owned[local_rank]]
-
-
-def _join_row(
-    row: Row,
-    shards_of_tensors: Iterator[Sequence[torch.Tensor]],
-    axis: fs.Axis,
-) -> Row:
-    """Replace each shard of a row by the next of the tensors, each of which is given as the shards of all ranks."""
-    flat = flatten(row)
-    values = list(flat.leaves)
+    values = list(flats[local_rank].leaves)
     for i, value in enumerate(values):
         if isinstance(value, fs.Sharded):
             values[i] = _join_shards(next(shards_of_tensors), value, axis)
-    return flat.unflatten(values)
+    return flats[local_rank].unflatten(values)
 
 
 def _return_to_ranks(
     rows: Sequence[Row],
-    stepped: Sequence[Row],
     owned: RowNumbers,
+    stepped: Sequence[Row],
     axis: fs.Axis,
     device: torch.device,
 ) -> list[Row]:
     """Send every rank its shards of the stepped rows, and the numbers of their states.
 
     Args:
-        rows: All rows before the step, without gradients.
-        stepped: The rows that this rank has stepped.
+        rows: All rows before the step.
         owned: The numbers of the rows that each rank steps.
+        stepped: The rows that this rank has stepped.
         axis: The axis.
         device: The device that sends.
 
     Returns:
         All rows after the step.
     """
-    local_numbers = owned[fs.comm.rank(axis)]
-    send_shards, send_numbers = _split_rows([rows[i] for i in local_numbers], stepped, axis)
-    expected_shards = _concatenate_by_owner([_shards_in(row) for row in rows], owned)
+    # For each owner its rows without gradients, as one flat tree.
+    flats = [flatten([rows[i]._replace(grad=None) for i in row_numbers]) for row_numbers in owned]
+    local_values = flats[fs.comm.rank(axis)].leaves
+    send_shards, send_numbers = _split_values(local_values, flatten(stepped).leaves, axis)
+    expected_shards = [_shards_in(flat.leaves) for flat in flats]
     shards_of_owners = _exchange(send_shards, expected_shards, axis, device)
 
     # Optimizers keep step counts on the CPU. They travel with the leaves where only accelerators can send.
-    expected_numbers = _concatenate_by_owner([_numbers_in(row) for row in rows], owned)
+    expected_numbers = [_numbers_in(flat.leaves) for flat in flats]
     are_on_cpu = all(number.is_cpu for numbers in expected_numbers for number in numbers)
     if are_on_cpu and supports_cpu_messages(axis):
         device = torch.device("cpu")
     numbers_of_owners = _exchange([send_numbers] * axis.size, expected_numbers, axis, device)
 
     returned = list(rows)
-    for owner, row_numbers in enumerate(owned):
-        next_shards = iter(shards_of_owners[owner])
-        next_numbers = iter(numbers_of_owners[owner])
-        for i in row_numbers:
-            returned[i] = _replace_values(rows[i], next_shards, next_numbers)
+    for owner, flat in enumerate(flats):
+        values = _replace_values(flat.leaves, shards_of_owners[owner], numbers_of_owners[owner])
+        for i, row in zip(owned[owner], flat.unflatten(values), strict=True):
+            returned[i] = row
     return returned
 
 
-def _split_rows(
-    rows: Sequence[Row],
-    stepped: Sequence[Row],
+def _split_values(
+    old_values: Sequence[Any],
+    new_values: Sequence[Any],
     axis: fs.Axis,
 ) -> tuple[TensorLists, list[torch.Tensor]]:
-    """List the shards of stepped rows for each rank, and their numbers for all, given the rows before the step."""
+    """List the shards of stepped rows for each rank, and their numbers for all, given the values before the step."""
     shards_for_ranks: list[list[torch.Tensor]] = [[] for _ in range(axis.size)]
     numbers = []
-    old_values = flatten(rows).leaves
-    new_values = flatten(stepped).leaves
     for old, new in zip(old_values, new_values, strict=True):
         if isinstance(old, fs.Sharded):
             shards = _split_into_shards(new.local, old, axis)
@@ -322,46 +313,32 @@ def _split_rows(
 
 
 def _replace_values(
-    row: Row,
-    shards: Iterator[torch.Tensor],
-    numbers: Iterator[torch.Tensor],
-) -> Row:
-    """Replace each shard and each number of a row by the next ones."""
-    flat = flatten(row)
-    values = list(flat.leaves)
+    old_values: Sequence[Any],
+    shards: Sequence[torch.Tensor],
+    numbers: Sequence[torch.Tensor],
+) -> list[Any]:
+    """Replace each shard and each number by the next new one."""
+    next_shards = iter(shards)
+    next_numbers = iter(numbers)
+    values = list(old_values)
     for i, old in enumerate(values):
         if isinstance(old, fs.Sharded):
-            values[i] = fs.Sharded(next(shards), old.spec)
+            values[i] = fs.Sharded(next(next_shards), old.spec)
         elif isinstance(old, torch.Tensor):
-            values[i] = next(numbers)
+            values[i] = next(next_numbers)
         elif old is not None:
-            values[i] = type(old)(next(numbers).item())
-    return flat.unflatten(values)
+            values[i] = type(old)(next(next_numbers).item())
+    return values
 
 
-def _shards_in(row: Row) -> list[torch.Tensor]:
-    """List this rank's shards of a row."""
-    return [value.local for value in flatten(row).leaves if isinstance(value, fs.Sharded)]
+def _shards_in(values: Sequence[Any]) -> list[torch.Tensor]:
+    """List this rank's shards among the values of rows."""
+    return [value.local for value in values if isinstance(value, fs.Sharded)]
 
 
-def _numbers_in(row: Row) -> list[torch.Tensor]:
-    """List the values of a row that are the same on every rank, such as a count of steps."""
-    values = flatten(row).leaves
+def _numbers_in(values: Sequence[Any]) -> list[torch.Tensor]:
+    """List the values that are the same on every rank, such as a count of steps."""
     return [torch.as_tensor(value) for value in values if not isinstance(value, fs.Sharded | None)]
-
-
-def _concatenate_by_owner(
-    tensors_of_rows: TensorLists,
-    owned: RowNumbers,
-) -> list[list[torch.Tensor]]:
-    """Concatenate the tensors of each rank's rows, given those of each row."""
-    by_owner = []
-    for row_numbers in owned:
-        tensors: list[torch.Tensor] = []
-        for i in row_numbers:
-            tensors += tensors_of_rows[i]
-        by_owner.append(tensors)
-    return by_owner
 
 
 def _compute_device(leaf: fs.Sharded) -> torch.device:
