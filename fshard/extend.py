@@ -20,10 +20,10 @@
 - `lay_out`: the header of a file of safetensors, and where each of its tensors begins.
 - `leaf_means`: means over a dim of whole leaves, however they are split.
 - `leafwise`: new trees of old ones, by maths on the tensors of each leaf that has a gradient.
+- `local_box`: the box of a leaf that this rank holds: where it starts, its elements, and the leaf's global shape.
 - `local_piece`: cuts this rank's shard out of a full tensor.
 - `named_modules`: a module's submodules by name, without the checkpoint wrappers of torch around them.
 - `named_parameters`: a module's parameters by the names that they have without such wrappers, as in its state dict.
-- `piece_of`: the box of a leaf that this rank holds.
 - `process_rank`: the number of this process in the run.
 - `record_on_tape`: runs collectives of a graph in one order on every rank, also in its backward.
 - `refuse`: refuses the leaves that are wrong, if there are any.
@@ -38,7 +38,8 @@
 """
 
 from fshard._compat import fake_maker, named_modules, named_parameters, without_saved_tensor_hooks
-from fshard.checkpoint.exchange import Entry, Exchange, piece_of
+from fshard.checkpoint.boxes import Entry, local_box
+from fshard.checkpoint.exchange import Exchange
 from fshard.checkpoint.files import bytes_of, lay_out
 from fshard.collectives import custom_call, record_on_tape, walk_graph
 from fshard.comm import annotate_collectives, calling, supports_cpu_messages, watched
@@ -82,10 +83,10 @@ __all__ = [
     "lay_out",
     "leaf_means",
     "leafwise",
+    "local_box",
     "local_piece",
     "named_modules",
     "named_parameters",
-    "piece_of",
     "process_rank",
     "record_on_tape",
     "refuse",

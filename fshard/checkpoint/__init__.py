@@ -18,10 +18,22 @@ if TYPE_CHECKING:
     from fshard.ext.interop.optimizer_state import from_optimizer_state_dict, to_optimizer_state_dict
 
 __getattr__ = lazy_names.make_getattr(__name__)
-__all__ = ["CheckpointError", "Manager", "Saving", "latest_step", "restore", "save"]
-__all__ += ["from_state_dict", "to_state_dict"]
-__all__ += ["from_optimizer_state_dict", "load_dcp", "load_huggingface"]
-__all__ += ["save_dcp", "save_huggingface", "to_optimizer_state_dict"]
+__all__ = [
+    "CheckpointError",
+    "Manager",
+    "Saving",
+    "from_optimizer_state_dict",
+    "from_state_dict",
+    "latest_step",
+    "load_dcp",
+    "load_huggingface",
+    "restore",
+    "save",
+    "save_dcp",
+    "save_huggingface",
+    "to_optimizer_state_dict",
+    "to_state_dict",
+]
 
 
 def __dir__() -> list[str]:

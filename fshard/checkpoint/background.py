@@ -1,4 +1,4 @@
-"""Threads that write a part of a checkpoint, and complete the checkpoint when all ranks have written theirs."""
+"""Threads that write the file of a rank, and complete the checkpoint when all ranks have written theirs."""
 
 import sys
 import threading
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
 
-from fshard.checkpoint.errors import CheckpointError, reason
+from fshard.checkpoint.errors import CheckpointError, describe_failure
 from fshard.checkpoint.unfinished import RankReport, Unfinished
 
 # An exit waits for this rank's write no longer than this; a disk of 0.5 GB/s takes 150 GB in the time.
@@ -22,13 +22,13 @@ WATCH_SECONDS = 0.1
 
 
 class BackgroundSave:
-    """Writes this rank's part of a checkpoint in a thread, which needs no further call of the program.
+    """Writes this rank's file of a checkpoint in a thread, which needs no further call of the program.
 
-    The rank that finds all parts written completes the checkpoint. A daemon thread does this, because a disk that hangs
+    The rank that finds all files written completes the checkpoint. A daemon thread does this, because a disk that hangs
     must not keep the process from ending. A second thread, which the interpreter waits for, gives it time at an exit.
 
     Attributes:
-        written: The report of this rank's part, or the error, once this rank has written and has tried to complete the
+        written: The report of this rank's file, or the error, once this rank has written and has tried to complete the
             checkpoint.
     """
 
@@ -46,7 +46,7 @@ class BackgroundSave:
             label: The public function, for messages.
             unfinished: The checkpoint.
             rank: This rank.
-            write: Writes this rank's part.
+            write: Writes this rank's file.
             unlock: Lets others save to the directory.
         """
         self._label = label
@@ -85,7 +85,7 @@ class BackgroundSave:
         self._thread.join()
 
     def cancel(self) -> None:
-        """Leave the checkpoint incomplete, unless this rank has reported its part already."""
+        """Leave the checkpoint incomplete, unless this rank has reported its file already."""
         with self._mutex:
             self._is_cancelled = True
         self._is_settled.set()
@@ -180,13 +180,13 @@ class BackgroundSave:
         if self._was_complete or self._unfinished.is_complete():
             return ""
         if not self.written.done():
-            return f"{path} is not complete: rank {self._rank} has not written its part within {EXIT_SECONDS:g} s"
+            return f"{path} is not complete: rank {self._rank} has not written its file within {EXIT_SECONDS:g} s"
         failure = self.written.exception() or self._failure
         if failure:
-            return f"{path} is not complete: {reason(failure, path)}"
+            return f"{path} is not complete: {describe_failure(failure, path)}"
         if self._unfinished.is_over():
             return f"{path} is not complete: its files were removed"
         late = ", ".join(map(str, self._unfinished.missing()))
         if not late:
-            return f"{path} is not complete: all ranks have written their parts, and the next start completes it"
-        return f"{path} is not complete: no part came from rank {late} within {OTHERS_SECONDS:g} s of this one's"
+            return f"{path} is not complete: all ranks have written their files, and the next start completes it"
+        return f"{path} is not complete: rank {late} has not written its file within {OTHERS_SECONDS:g} s of this one"

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from io import BufferedReader
 from pathlib import Path
+from typing import NamedTuple
 
 from fshard.checkpoint.errors import CheckpointError, expect_file
 from fshard.checkpoint.files import MANIFEST
@@ -30,26 +31,44 @@ def open_regular(path: Path) -> BufferedReader:
     return open(path, "rb")
 
 
-def saved(directory: Path) -> list[tuple[int, int, Path]]:
-    """List complete checkpoints in the order of their saves: the number of the save, the step and the path.
+class SavedCheckpoint(NamedTuple):
+    """A complete checkpoint; the one that was saved last is the largest.
 
-    A directory has its name only once it is complete.
+    Attributes:
+        number: The number of the save, which counts on in a directory.
+        step: The step of its state.
+        path: Its directory.
     """
-    matches = map(_SAVED.fullmatch, os.listdir(directory) if directory.exists() else ())
-    return sorted((int(match[2]), int(match[1]), directory / match[0]) for match in matches if match)
+
+    number: int
+    step: int
+    path: Path
 
 
-def find(directory: Path, step: int | None) -> tuple[int, Path]:
-    """Return the step and the path of the checkpoint that was saved last, in all or of a step.
+def list_checkpoints(directory: Path) -> list[SavedCheckpoint]:
+    """List complete checkpoints in the order of their saves. A directory has its name only once it is complete."""
+    checkpoints = []
+    for name in os.listdir(directory) if directory.exists() else ():
+        match = _SAVED.fullmatch(name)
+        if match:
+            checkpoints.append(SavedCheckpoint(int(match[2]), int(match[1]), directory / name))
+    return sorted(checkpoints)
+
+
+def find_checkpoint(directory: Path, step: int | None) -> SavedCheckpoint:
+    """Return the checkpoint that was saved last, in all or of a step.
 
     Raises:
         CheckpointError: if there is none.
     """
-    there = saved(directory)
-    found = [(number, path) for _, number, path in there if step in (None, number)]
-    needed = "a checkpoint that fs.checkpoint.save wrote" if step is None else f"a checkpoint of step {step}"
-    expect_file(found, f"{directory}", needed, shorten(", ".join(path.name for *_, path in there)) or "none")
-    return found[-1]
+    checkpoints = list_checkpoints(directory)
+    candidates = [checkpoint for checkpoint in checkpoints if step in (None, checkpoint.step)]
+    if candidates:
+        return candidates[-1]
+    if not checkpoints:
+        raise CheckpointError(f"{directory}: holds no checkpoint that fs.checkpoint.save wrote")
+    names = ", ".join(checkpoint.path.name for checkpoint in checkpoints)
+    raise CheckpointError(f"{directory}: holds no checkpoint of step {step}, but {shorten(names)}")
 
 
 def lock(directory: Path) -> Callable[[], None]:
@@ -63,21 +82,21 @@ def lock(directory: Path) -> Callable[[], None]:
     """
     directory.mkdir(parents=True, exist_ok=True)
     # Writing follows no link.
-    lock = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    lock_file = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     with ExitStack() as stack:
-        stack.callback(os.close, lock)
+        stack.callback(os.close, lock_file)
         try:
             # The kernel gives the lock back when a process is killed.
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            text = f"{directory}: another save there is not complete; wait for it, or save to another directory"
-            raise CheckpointError(text) from None
+            remedy = "wait for it, or save to another directory"
+            raise CheckpointError(f"{directory}: another save there is not complete; {remedy}") from None
         # Also where a process forked meanwhile has the file open still.
-        stack.callback(fcntl.flock, lock, fcntl.LOCK_UN)
+        stack.callback(fcntl.flock, lock_file, fcntl.LOCK_UN)
         return stack.pop_all().close
 
 
-def leftovers(directory: Path) -> list[Path]:
+def list_leftovers(directory: Path) -> list[Path]:
     """List the directories of checkpoints that are being made or removed; links are none of ours."""
     names = os.listdir(directory) if directory.is_dir() else ()
     paths = [directory / name for name in sorted(filter(_LEFTOVER.fullmatch, names))]
@@ -86,14 +105,16 @@ def leftovers(directory: Path) -> list[Path]:
 
 def new_name(directory: Path, step: int) -> str:
     """Return the name of the next checkpoint in a directory."""
-    numbers = [number for number, *_ in saved(directory)]
-    # A later start may complete a leftover that is still there.
-    matches = (_LEFTOVER.fullmatch(path.name) for path in leftovers(directory))
-    numbers += [int(match[2]) for match in matches if match]
+    numbers = [checkpoint.number for checkpoint in list_checkpoints(directory)]
+    for leftover in list_leftovers(directory):
+        # A later start may complete a leftover that is still there.
+        match = _LEFTOVER.fullmatch(leftover.name)
+        if match:
+            numbers.append(int(match[2]))
     return f"step-{step:08d}.{max(numbers, default=-1) + 1}"
 
 
-def unfinished(path: Path, mark: str) -> Path:
+def temporary_path(path: Path, mark: str) -> Path:
     """The directory of a checkpoint until it is complete.
 
     Args:
@@ -130,8 +151,9 @@ def keep_newest(directory: Path, count: int | None) -> None:
     if count is None:
         return
     # Directories without a manifest, and links, are none of ours.
-    ours = [path for *_, path in saved(directory) if not path.is_symlink() and (path / MANIFEST).is_file()]
-    for path in ours[:-count]:
+    paths = [checkpoint.path for checkpoint in list_checkpoints(directory)]
+    removable = [path for path in paths if not path.is_symlink() and (path / MANIFEST).is_file()]
+    for path in removable[:-count]:
         remove(path)
 
 

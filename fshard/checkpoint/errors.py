@@ -14,7 +14,7 @@ class CheckpointError(ValueError):
     ...         state = fs.checkpoint.restore(directory, like={"w": torch.zeros(3)})
     ...     except fs.checkpoint.CheckpointError as error:
     ...         print(error)
-    checkpoint.restore: ...: expected a checkpoint that fs.checkpoint.save wrote, got none
+    checkpoint.restore: ...: holds no checkpoint that fs.checkpoint.save wrote
     """
 
 
@@ -22,8 +22,13 @@ class CheckpointError(ValueError):
 expect_file = partial(expect, error=CheckpointError)
 
 
-def reason(error: BaseException, place: object = "") -> str:
-    """Return the text of an error, with the file that it is about."""
+def describe_failure(error: BaseException, path: object = "") -> str:
+    """Return the text of an error, with the file that it is about.
+
+    Args:
+        error: The error.
+        path: The file or directory that an OSError is about which names none.
+    """
     if isinstance(error, OSError):
-        return escape_text(f"{error.filename or place}: {error.strerror or describe_error(error)}")
+        return escape_text(f"{error.filename or path}: {error.strerror or describe_error(error)}")
     return describe_error(error)

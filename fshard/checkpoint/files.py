@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fshard.checkpoint.boxes import Box
 from fshard.checkpoint.errors import CheckpointError, expect_file
 
 # A manifest begins with these bytes and its digest; a later version would begin otherwise.
@@ -23,34 +24,53 @@ HEAD = b'{"format": "fshard.checkpoint",\n "version": 1,\n "digest": "'
 MANIFEST = "manifest.json"
 # A manifest has about 100 bytes for each chunk; a reader would believe nothing in a larger one.
 MAX_MANIFEST_BYTES = 1 << 30
-# The name of each dtype in files, by its name in torch.
-_IN_TORCH = "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64"
-_IN_FILES = "BOOL U8 I8 U16 I16 U32 I32 U64 I64"
-_IN_TORCH += " float8_e4m3fn float8_e5m2 float16 bfloat16 float32 float64 complex64"
-_IN_FILES += " F8_E4M3 F8_E5M2 F16 BF16 F32 F64 C64"
-DTYPES = MappingProxyType(dict(zip(_IN_TORCH.split(), _IN_FILES.split(), strict=True)))
+# No file number, offset or size is as large as this, so that sums and products of a few stay exact.
+NUMBER_LIMIT = 1 << 62
+# Dtypes by pairs: the name in torch, and the name in files.
+_DTYPE_NAMES = """
+    bool BOOL  uint8 U8  int8 I8  uint16 U16  int16 I16  uint32 U32  int32 I32  uint64 U64  int64 I64
+    float8_e4m3fn F8_E4M3  float8_e5m2 F8_E5M2  float16 F16  bfloat16 BF16  float32 F32  float64 F64  complex64 C64
+"""
+DTYPES = MappingProxyType(dict(zip(_DTYPE_NAMES.split()[::2], _DTYPE_NAMES.split()[1::2], strict=True)))
 # Complex numbers are stored as pairs.
 SAVED = (*DTYPES, "complex128")
 
 
 class Chunk(NamedTuple):
-    """A box of a leaf's elements in a file.
+    """The bytes of one box of a leaf in a file. A manifest has the fields in this order.
 
     Attributes:
         file: Index of the file.
-        offset: Where the box starts along each dim of the leaf.
-        shape: The size of the box along each dim.
-        checksum: CRC-32 of its bytes.
+        offsets: Where the box starts along each dim of the leaf.
+        shape: How many elements the box has along each dim.
+        checksum: CRC-32 of the bytes.
     """
 
     file: int
-    offset: tuple[int, ...]
+    offsets: tuple[int, ...]
     shape: tuple[int, ...]
     checksum: int
 
+    @classmethod
+    def parse(cls, fields: Any) -> "Chunk":
+        """Make a chunk of what JSON has of it."""
+        file, offsets, shape, checksum = fields
+        return cls(file, tuple(offsets), tuple(shape), checksum)
+
+    @property
+    def box(self) -> Box:
+        """The box."""
+        return Box(self.offsets, self.shape)
+
 
 class StoredLeaf(NamedTuple):
-    """A leaf that is a tensor: the name of its dtype in torch, its global shape, and chunks that tile it."""
+    """A leaf that is a tensor.
+
+    Attributes:
+        dtype: The name of its dtype in torch.
+        shape: Its global shape.
+        chunks: Chunks whose boxes cover it.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -71,6 +91,20 @@ class Manifest(NamedTuple):
     values: Mapping[str, Any]
 
 
+class FileLayout(NamedTuple):
+    """Where the tensors of a file are.
+
+    Attributes:
+        header: The header of the file.
+        starts: Where the bytes of each tensor begin, by its name, in their order.
+        size: The bytes of the file.
+    """
+
+    header: bytes
+    starts: dict[str, int]
+    size: int
+
+
 def file_name(rank: int) -> str:
     """The name of the file that a rank writes."""
     return f"rank-{rank:05d}.safetensors"
@@ -83,91 +117,98 @@ def digest(data: bytes) -> str:
 
 def encode(manifest: Manifest) -> bytes:
     """Write a manifest as JSON."""
-    # JSON has no infinity and other rules for numbers; repr is exact.
-    values = {path: {"float": repr(v)} if isinstance(v, float) else v for path, v in manifest.values.items()}
+    values = dict(manifest.values)
+    for path, value in values.items():
+        if isinstance(value, float):
+            # JSON has no infinity and other rules for numbers; repr is exact.
+            values[path] = {"float": repr(value)}
     body = json.dumps({**manifest._asdict(), "values": values}).encode()
     return HEAD + f'{digest(body)}",\n "body": '.encode() + body + b"}\n"
 
 
-def decode(data: bytes, place: object = MANIFEST) -> Manifest:
+def decode(data: bytes, file: object = MANIFEST) -> Manifest:
     """Read a manifest.
 
     Args:
         data: The content of its file.
-        place: The file, for errors.
+        file: The file, for errors.
 
     Raises:
         CheckpointError: if `encode` did not write it, or the chunks do not cover each leaf.
     """
-    manifest = decode_outline(data, place)
-    check_tiles(manifest, place)
+    manifest = decode_outline(data, file)
+    for path, leaf in manifest.tensors.items():
+        if leaf.dtype not in SAVED:
+            raise CheckpointError(f"{file}: {path:.100} has dtype {leaf.dtype!r:.40}, which fshard does not know")
+        if not _cover_once(leaf.shape, leaf.chunks):
+            problem = f"the {len(leaf.chunks)} chunks of {path:.100} do not cover each of its elements once"
+            raise CheckpointError(f"{file}: {problem}")
     return manifest
 
 
-def decode_outline(data: bytes, place: object) -> Manifest:
+def decode_outline(data: bytes, file: object) -> Manifest:
     """Read a manifest that need not have chunks yet.
 
     Args:
         data: The content of its file.
-        place: The file, for errors.
+        file: The file, for errors.
 
     Raises:
         CheckpointError: if `encode` did not write it.
     """
     remedy = "read it by the fshard that wrote it"
-    expect_file(data.startswith(HEAD), f"{place}", "a manifest of version 1", "another file", remedy)
+    expect_file(data.startswith(HEAD), f"{file}", "a manifest of version 1", "another file", remedy)
     try:
-        manifest = _manifest(json.loads(data)["body"])
+        manifest = _parse_body(json.loads(data)["body"])
         # Byte for byte, so that nothing can change unnoticed: neither an entry nor its spelling.
         is_whole = encode(manifest) == data
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         is_whole = False
     if not is_whole:
-        raise CheckpointError(f"{place}: its digest does not match, so it was damaged or edited")
+        raise CheckpointError(f"{file}: its digest does not match, so it was damaged or edited")
     return manifest
 
 
-def _manifest(body: Any) -> Manifest:
+def _parse_body(body: Any) -> Manifest:
     """Take apart what JSON made of a body; `encode` makes other bytes of entries of other types."""
-    tensors = {
-        path: StoredLeaf(dtype, tuple(shape), tuple(Chunk(f, tuple(at), tuple(n), crc) for f, at, n, crc in chunks))
-        for path, (dtype, shape, chunks) in body["tensors"].items()
-    }
-    values = {path: float(v["float"]) if isinstance(v, dict) else v for path, v in body["values"].items()}
+    tensors = {}
+    for path, (dtype, shape, chunks) in body["tensors"].items():
+        tensors[path] = StoredLeaf(dtype, tuple(shape), tuple(map(Chunk.parse, chunks)))
+    values = {}
+    for path, value in body["values"].items():
+        values[path] = float(value["float"]) if isinstance(value, dict) else value
     return Manifest(body["step"], tensors, values)
 
 
-def check_tiles(manifest: Manifest, place: object) -> None:
-    """Refuse a leaf whose chunks do not cover each of its elements once.
+def _cover_once(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> bool:
+    """Whether the boxes of chunks form a grid that covers a shape, as those of shards do.
 
-    Chunks form a grid, as pieces of shards do, so that the check takes time and memory linear in their number.
-
-    Raises:
-        CheckpointError: if an element is missing or there twice.
+    The check takes time and memory linear in the number of chunks.
     """
-    for path, leaf in manifest.tensors.items():
-        found = f"{leaf.dtype!r:.40} in {len(leaf.chunks)} chunks"
-        fits = leaf.dtype in SAVED and _tile(leaf.shape, leaf.chunks)
-        expect_file(fits, f"{place}", f"chunks that cover each element of {path:.100} once", found)
-
-
-def _tile(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> bool:
-    numbers = [*shape, *(n for chunk in chunks for n in (chunk.file, *chunk.offset, *chunk.shape))]
-    if any(type(n) is not int or not 0 <= n < 1 << 62 for n in numbers):
+    numbers = [*shape]
+    for chunk in chunks:
+        numbers += [chunk.file, *chunk.offsets, *chunk.shape]
+    if any(type(number) is not int or not 0 <= number < NUMBER_LIMIT for number in numbers):
         return False
-    if any(not len(chunk.offset) == len(chunk.shape) == len(shape) for chunk in chunks):
+    if any(not len(chunk.offsets) == len(chunk.shape) == len(shape) for chunk in chunks):
         return False
-    cuts = [sorted({0, size, *(chunk.offset[dim] for chunk in chunks)}) for dim, size in enumerate(shape)]
-    sizes = [[(start, stop - start) for start, stop in pairwise(cut)] for cut in cuts]
-    boxes = {tuple(zip(chunk.offset, chunk.shape, strict=True)) for chunk in chunks}
-    # One part of a leaf in each file.
-    is_grid = len({chunk.file for chunk in chunks}) == len(chunks) == math.prod(map(len, sizes))
-    return is_grid and boxes == set(product(*sizes))
+    # A file has at most one chunk of a leaf.
+    if len({chunk.file for chunk in chunks}) != len(chunks):
+        return False
+    # The sides of the grid's cells, as (start, size), along each dim.
+    sides = []
+    for dim, size in enumerate(shape):
+        cuts = {0, size} | {chunk.offsets[dim] for chunk in chunks}
+        sides.append([(start, stop - start) for start, stop in pairwise(sorted(cuts))])
+    # Only where the numbers agree, because the cells of other chunks may be too many to list.
+    if len(chunks) != math.prod(map(len, sides)):
+        return False
+    return {tuple(zip(*chunk.box, strict=True)) for chunk in chunks} == set(product(*sides))
 
 
 def lay_out(
     tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], *, pairs: bool = False, **metadata: str
-) -> tuple[bytes, dict[str, int], int]:
+) -> FileLayout:
     """Lay out the tensors of a file: larger elements first, so that each is aligned, from a multiple of 64 bytes on.
 
     Args:
@@ -176,22 +217,26 @@ def lay_out(
         metadata: Texts that the file says of itself.
 
     Returns:
-        The header of the file, the place where each tensor begins, in their order, and the size of the file.
+        The header of the file, where each tensor begins, and the size of the file.
     """
     entries: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    starts, end = {}, 0
+    starts = {}
+    end = 0
     for name in sorted(tensors, key=lambda name: -tensors[name][0].itemsize):
         dtype, shape = tensors[name]
         if pairs and dtype.is_complex:
-            dtype, shape = dtype.to_real(), (*shape, 2)
-        starts[name], end = end, end + dtype.itemsize * math.prod(shape)
+            dtype = dtype.to_real()
+            shape = (*shape, 2)
+        starts[name] = end
+        end += dtype.itemsize * math.prod(shape)
         stored = DTYPES.get(name_of(dtype))
         expect_file(stored, name, "a dtype that safetensors has", f"{dtype}")
         entries[name] = {"dtype": stored, "shape": shape, "data_offsets": (starts[name], end)}
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    header += b" " * (-(8 + len(header)) % 64)
-    header = len(header).to_bytes(8, "little") + header
-    return header, {name: len(header) + start for name, start in starts.items()}, len(header) + end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % 64)
+    header = len(text).to_bytes(8, "little") + text
+    size = len(header)
+    return FileLayout(header, {name: size + start for name, start in starts.items()}, size + end)
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from fshard.checkpoint import files
-from fshard.checkpoint.directory import find, open_regular, saved
+from fshard.checkpoint.boxes import Box, Entry
+from fshard.checkpoint.directory import find_checkpoint, list_checkpoints, open_regular
 from fshard.checkpoint.errors import CheckpointError, expect_file
-from fshard.checkpoint.exchange import Box, Entry, Exchange
+from fshard.checkpoint.exchange import Exchange
 from fshard.errors import expect
 from fshard.mesh import Mesh
 from fshard.tree import MASK, Flat, Mask, Tree, is_mask, matches
@@ -42,8 +43,9 @@ def latest_step(directory: str | PathLike[str]) -> int | None:
     ...     before, fs.checkpoint.latest_step(directory)
     (None, 10)
     """
-    found = saved(Exchange("checkpoint.latest_step").path("directory", directory))
-    return found[-1][1] if found else None
+    path = Exchange("checkpoint.latest_step").path("directory", directory)
+    checkpoints = list_checkpoints(path)
+    return checkpoints[-1].step if checkpoints else None
 
 
 def restore(
@@ -57,7 +59,7 @@ def restore(
 ) -> Tree:
     """Read a checkpoint, bitwise, into any layout, mesh and number of ranks. Every rank must call this.
 
-    Each chunk that this rank needs a part of is read as a whole and compared with its checksum.
+    Each chunk that has elements for this rank is read as a whole and compared with its checksum.
 
     Args:
         directory: Where checkpoints are kept.
@@ -87,129 +89,138 @@ def restore(
     ({'w': Sharded(float32[2], P('shard'), local [2])}, tensor([1., 2.]))
     """
     exchange = Exchange(LABEL, mesh=mesh)
+    choice = None
     with exchange.raise_on_all_ranks(directory):
         root = exchange.path("directory", directory)
         expect(step is None or type(step) is int, LABEL, "step to be a whole number or None", describe(step))
         expect(isinstance(subtree, str), LABEL, "subtree to be a path such as '.params'", describe(subtree))
         flat = exchange.flat(like)
-        wanted = _wanted(only, flat)
+        # The path of a tree that is one leaf is that of the subtree.
+        paths = [subtree if subtree and path == "(root)" else subtree + path for path in flat.paths]
+        leaves = _choose_leaves(only, flat, paths)
         # One rank chooses, because a save may complete another checkpoint while ranks look.
-        choice = None
         if not exchange.rank:
-            chosen_step, path = find(root, step)
-            choice = [chosen_step, path.name]
-    chosen_step, name = exchange.everyone(choice)[0]
+            checkpoint = find_checkpoint(root, step)
+            choice = checkpoint.step, checkpoint.path.name
+    chosen_step, name = exchange.all_gather_object(choice)[0]
     with exchange.raise_on_all_ranks(directory):
         reader = _Reader(root / name, chosen_step)
-    exchange.agree(
-        {"(checkpoint)": reader.mark}, "ranks read different checkpoints", "use a directory that all ranks share"
-    )
-    # The path of a tree that is one leaf is that of the subtree.
-    names = [subtree + ("" if subtree and name == "(root)" else name) for name in flat.paths]
-    needed = {name: leaf for name, leaf, take in zip(names, flat.leaves, wanted, strict=True) if take}
-    found = {
-        name: [each]
-        for name, each in reader.entries().items()
-        if name in needed or (only is None and _is_under(name, subtree))
-    }
+    identity = {"(checkpoint)": f"{name} of digest {reader.digest}"}
+    exchange.check_agreement(identity, "ranks read different checkpoints", "use a directory that all ranks share")
+
+    entries = {}
+    for path, entry in reader.entries().items():
+        if path in leaves or (only is None and _is_under(path, subtree)):
+            entries[path] = [entry]
     remedy = "restore into a state built as the one that was saved; only= and subtree= read parts of it"
-    made = exchange.read(needed, found, remedy)
-    return flat.unflatten([made.get(name, leaf) for name, leaf in zip(names, flat.leaves, strict=True)])
+    results = exchange.read(leaves, entries, remedy)
+    return flat.unflatten([results.get(path, leaf) for path, leaf in zip(paths, flat.leaves, strict=True)])
 
 
-def _wanted(only: Mask | None, flat: Flat) -> list[bool]:
-    """For each leaf whether to read it."""
+def _choose_leaves(only: Mask | None, flat: Flat, paths: Sequence[str]) -> dict[str, Any]:
+    """Return the leaves to read, by their paths in the checkpoint."""
+    leaves = dict(zip(paths, flat.leaves, strict=True))
     if only is None:
-        return [True] * len(flat.leaves)
+        return leaves
     expect(is_mask(only), LABEL, f"only to be {MASK}", describe(only))
     check_matches(LABEL, [only], flat.names, flat.leaves)
-    return [matches(only, name, leaf) for name, leaf in zip(flat.names, flat.leaves, strict=True)]
+    named = zip(flat.names, leaves.items(), strict=True)
+    return {path: leaf for name, (path, leaf) in named if matches(only, name, leaf)}
 
 
-def _is_under(name: str, subtree: str) -> bool:
-    return name.startswith(subtree) and (not subtree or name[len(subtree) :][:1] in ("", ".", "["))
+def _is_under(path: str, subtree: str) -> bool:
+    return not subtree or path == subtree or path.startswith((f"{subtree}.", f"{subtree}["))
 
 
 class _Reader:
-    """The files of a checkpoint, each checked when it is first needed.
+    """The files of a checkpoint, each checked when it is first read.
 
     It reads into the memory of the result and compares as it goes, where maps of files, as readers of safetensors make
     them, cost a fault for each page and end the process when a file is cut short.
 
     Attributes:
-        manifest: The manifest.
-        mark: The name of the checkpoint, and the digest of its manifest.
-        starts: Returns where parts begin in the file of a rank.
+        digest: The digest of the manifest.
+        starts: Returns where chunks begin in the file of a rank.
     """
 
     def __init__(self, checkpoint: Path, step: int) -> None:
         """Read the manifest of a checkpoint, which is of this step."""
         self._path = checkpoint
-        path, needed = self._path / files.MANIFEST, f"at most {files.MAX_MANIFEST_BYTES} bytes"
+        path = checkpoint / files.MANIFEST
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
-            expect_file(size <= files.MAX_MANIFEST_BYTES, f"{path}", needed, f"{size}")
+            limit = files.MAX_MANIFEST_BYTES
+            expect_file(size <= limit, f"{path}", f"at most {limit} bytes", f"{size}")
             # A read of the limit would take memory for all of it.
             data = file.read(size)
-        self.manifest = manifest = files.decode(data, path)
-        self.mark = f"{self._path.name} of digest {files.digest(data)}"
-        self.starts = cache(self._starts)
-        self._parts = defaultdict[int, dict[str, Any]](dict)
-        for name, leaf in manifest.tensors.items():
+        self._manifest = files.decode(data, path)
+        self.digest = files.digest(data)
+        self.starts = cache(self._read_starts)
+        # The dtype and the shape of each chunk by leaf, by file.
+        self._kinds = defaultdict[int, dict[str, Any]](dict)
+        for name, leaf in self._manifest.tensors.items():
             for chunk in leaf.chunks:
-                self._parts[chunk.file][name] = getattr(torch, leaf.dtype), chunk.shape
-        needed = f"step {step} as its name says"
-        expect_file(manifest.step == step, f"{self._path}", needed, f"step {manifest.step}")
-        there, named = set(os.listdir(self._path)), {files.MANIFEST, *map(files.file_name, self._parts)}
-        for name in sorted(there ^ named):
-            got = "one that it does not name" if name in there else "nothing"
-            expect_file(False, f"{self._path / name}", "a file that the manifest names", got)
+                self._kinds[chunk.file][name] = getattr(torch, leaf.dtype), chunk.shape
+        got_step = self._manifest.step
+        expect_file(got_step == step, f"{checkpoint}", f"step {step} as its name says", f"step {got_step}")
+        self._check_names()
+
+    def _check_names(self) -> None:
+        """Refuse a file that the manifest does not name, or names in vain."""
+        present = set(os.listdir(self._path))
+        named = {files.MANIFEST, *map(files.file_name, self._kinds)}
+        for name in sorted(present ^ named):
+            problem = "is missing" if name in named else "is not one of the files that the manifest names"
+            raise CheckpointError(f"{self._path / name}: {problem}")
 
     def entries(self) -> dict[str, Any]:
         """The leaves of the checkpoint by path: an entry of each that is a tensor, and the values of others."""
         entries: dict[str, Any] = {}
-        for name, leaf in self.manifest.tensors.items():
-            entries[name] = Entry(getattr(torch, leaf.dtype), leaf.shape, partial(self._read, name, leaf))
-        return entries | dict(self.manifest.values)
+        for path, leaf in self._manifest.tensors.items():
+            entries[path] = Entry(getattr(torch, leaf.dtype), leaf.shape, partial(self._read_box, path, leaf))
+        return entries | dict(self._manifest.values)
 
-    def _starts(self, index: int) -> dict[str, int]:
-        """Return where parts begin in a file, whose size and header follow from the manifest, byte for byte."""
+    def _read_starts(self, index: int) -> dict[str, int]:
+        """Return where chunks begin in a file, whose size and header follow from the manifest, byte for byte."""
         path = self._path / files.file_name(index)
-        header, starts, size = files.lay_out(self._parts[index], pairs=True)
+        layout = files.lay_out(self._kinds[index], pairs=True)
         with open_regular(path) as file:
-            found, there = file.read(len(header)), os.fstat(file.fileno()).st_size
-        expect_file(there == size, f"{path}", f"{size} bytes", f"{there}")
-        expect_file(found == header, f"{path}", "the header that follows from the manifest", "a damaged one")
-        return starts
+            header = file.read(len(layout.header))
+            size = os.fstat(file.fileno()).st_size
+        expect_file(size == layout.size, f"{path}", f"{layout.size} bytes", f"{size}")
+        if header != layout.header:
+            raise CheckpointError(
+                f"{path}: its header is not the one that follows from the manifest, so it was damaged"
+            )
+        return layout.starts
 
-    def _read(self, name: str, leaf: files.StoredLeaf, box: Box) -> torch.Tensor:
+    def _read_box(self, path: str, leaf: files.StoredLeaf, slices: Sequence[slice]) -> torch.Tensor:
         """Read a box of a leaf from the chunks that have elements of it."""
         dtype = getattr(torch, leaf.dtype)
-        out = torch.empty([side.stop - side.start for side in box], dtype=dtype, device="cpu")
+        offsets = tuple(side.start for side in slices)
+        result = torch.empty([side.stop - side.start for side in slices], dtype=dtype, device="cpu")
+        box = Box(offsets, tuple(result.shape))
         for chunk in leaf.chunks:
-            sides = zip(chunk.offset, chunk.shape, box, strict=True)
-            both = [slice(max(a, side.start), min(a + n, side.stop)) for a, n, side in sides]
-            if any(side.start >= side.stop for side in both):
+            overlap = box.intersect(chunk.box)
+            if any(size <= 0 for size in overlap.shape):
                 continue
-            target = out[_within(both, [side.start for side in box])]
-            fits = target.shape == chunk.shape and target.is_contiguous()
-            whole = target if fits else torch.empty(chunk.shape, dtype=dtype, device="cpu")
-            self._read_chunk(name, chunk, whole)
-            if not fits:
-                target.copy_(whole[_within(both, chunk.offset)])
-        return out
+            target = result[overlap.inside(box).slices]
+            if overlap == chunk.box and target.is_contiguous():
+                self._read_chunk(path, chunk, target)
+                continue
+            # The checksum is that of the whole chunk.
+            elements = torch.empty(chunk.shape, dtype=dtype, device="cpu")
+            self._read_chunk(path, chunk, elements)
+            target.copy_(elements[overlap.inside(chunk.box).slices])
+        return result
 
-    def _read_chunk(self, name: str, chunk: files.Chunk, into: torch.Tensor) -> None:
-        """Read a chunk into contiguous memory on the host."""
-        path, data = self._path / files.file_name(chunk.file), files.byte_view(into)
-        start = self.starts(chunk.file)[name]
-        with open_regular(path) as file:
+    def _read_chunk(self, path: str, chunk: files.Chunk, memory: torch.Tensor) -> None:
+        """Read a chunk of a leaf into contiguous memory on the host."""
+        file_path = self._path / files.file_name(chunk.file)
+        data = files.byte_view(memory)
+        start = self.starts(chunk.file)[path]
+        with open_regular(file_path) as file:
             file.seek(start)
             is_whole = file.readinto(data) == len(data) and zlib.crc32(data) == chunk.checksum
         if not is_whole:
-            raise CheckpointError(f"{path}: the elements of {name} do not match their checksum, so it was damaged")
-
-
-def _within(box: Sequence[slice], start: Sequence[int]) -> Box:
-    """A box, counted from where another one starts."""
-    return tuple(slice(side.start - a, side.stop - a) for side, a in zip(box, start, strict=True))
+            raise CheckpointError(f"{file_path}: the elements of {path} do not match their checksum, so it was damaged")

@@ -15,8 +15,9 @@ import torch
 from fshard.checkpoint import directory as directories
 from fshard.checkpoint import files
 from fshard.checkpoint.background import BackgroundSave
+from fshard.checkpoint.boxes import LocalBox, is_tensor, local_box, shape_of
 from fshard.checkpoint.errors import CheckpointError
-from fshard.checkpoint.exchange import Exchange, Piece, is_tensor, piece_of, shape_of
+from fshard.checkpoint.exchange import Exchange, Replicas
 from fshard.checkpoint.restore import latest_step, restore
 from fshard.checkpoint.unfinished import RankReport, Unfinished, complete_leftovers
 from fshard.errors import expect, refuse
@@ -84,8 +85,8 @@ def save(
 ) -> Saving:
     """Write a checkpoint of a state: each rank its shards, replicated leaves once. Every rank must call this.
 
-    A kill at any moment leaves the checkpoints that were complete; FORMAT.md in this package describes the files. Parts
-    that several ranks hold are compared before, by checksums that each of those ranks makes.
+    A kill at any moment leaves the checkpoints that were complete; FORMAT.md in this package describes the files. What
+    several ranks hold is compared before, by checksums that each of those ranks makes.
 
     Args:
         directory: Where checkpoints are kept, a file system that all ranks share; made where there is none.
@@ -96,7 +97,7 @@ def save(
             stay and do not count.
         asynchronous: Copy the state aside and return, so that steps may write over it, and write while they run. The
             checkpoint is complete when all ranks have written; `Saving.wait` waits for that, and raises the error of a
-            rank that could not. A program that ends before waits up to 300 s for its own part and 30 s more for those
+            rank that could not. A program that ends before waits up to 300 s for its own file and 30 s more for those
             of other ranks, and says on standard error if the checkpoint is not complete then.
         mesh: The mesh of one axis over the ranks that save; None where all ranks of this run do.
 
@@ -105,7 +106,7 @@ def save(
 
     Raises:
         ValueError: on every rank, before anything is written, if ranks hold different states, or different values
-            of a part that must be the same on every rank, or a leaf cannot be saved.
+            of what must be the same on every rank, or a leaf cannot be saved.
         CheckpointError: on every rank, if files cannot be written.
 
     >>> import tempfile
@@ -120,34 +121,68 @@ def save(
     with exchange.raise_on_all_ranks():
         check_flags(LABEL, asynchronous=asynchronous)
         check_arguments(LABEL, NUMBER, keep=1 if keep is None else keep)
-        root, step = exchange.path("directory", directory), _checked_step(state, step)
-        tensors, manifest = _checked(exchange, state, step)
+        root = exchange.path("directory", directory)
+        step = _read_step(state, step)
+        tensors, manifest = _describe_state(exchange, state, step)
     same = {"(step)": step, "(directory)": f"{root}", **manifest.values}
-    own = _own_parts(exchange, tensors, {path: repr(value) for path, value in same.items()}, asynchronous)
-    with ExitStack() as stack:
-        unfinished = _begin(exchange, root, manifest, keep, stack)
-        write = partial(_write_part, unfinished.content / files.file_name(exchange.rank), exchange.rank, own)
-        background = BackgroundSave(LABEL, unfinished, exchange.rank, write, stack.pop_all().close)
-
-    finish = partial(_finish, exchange, unfinished, background)
-    saving = Saving(step, finish, lambda: all(exchange.everyone(background.written.done())), background.finish_at_exit)
+    replicas = exchange.replicas(tensors, {path: repr(value) for path, value in same.items()})
+    boxes = _choose_boxes(exchange.rank, tensors, replicas)
+    unfinished, background = _start(exchange, root, manifest, keep, boxes, asynchronous)
+    saving = Saving(
+        step,
+        finish=partial(_finish, exchange, unfinished, background),
+        is_written=lambda: all(exchange.all_gather_object(background.written.done())),
+        finish_at_exit=background.finish_at_exit,
+    )
     if not asynchronous:
         try:
             saving.wait()
         except BaseException:
-            # The program may go on and change the state, while a part of it is not written yet.
+            # The program may go on and change the state, while some of it is not written yet.
             background.cancel()
             raise
     return saving
 
 
+def _start(
+    exchange: Exchange,
+    root: Path,
+    manifest: files.Manifest,
+    keep: int | None,
+    boxes: Mapping[str, LocalBox],
+    asynchronous: bool,
+) -> tuple[Unfinished, BackgroundSave]:
+    """Make the directory of a new checkpoint, and begin to write this rank's boxes, or copies of them, there."""
+
+    def open_unfinished(name: str, mark: str) -> Unfinished:
+        path = root / name
+        return Unfinished(path, directories.temporary_path(path, mark), exchange.ranks.size, manifest, keep)
+
+    if asynchronous:
+        boxes = {path: box._replace(tensor=box.tensor.to("cpu", copy=True)) for path, box in boxes.items()}
+    begun = None
+    with ExitStack() as stack:
+        with exchange.raise_on_all_ranks(root):
+            if not exchange.rank:
+                stack.callback(directories.lock(root))
+                for leftover in complete_leftovers(root):
+                    directories.remove(leftover)
+                # Only now, because a rank of a killed run may complete its checkpoint until the leftovers are removed.
+                begun = directories.new_name(root, manifest.step), secrets.token_hex(8)
+                open_unfinished(*begun).make()
+        unfinished = open_unfinished(*exchange.all_gather_object(begun)[0])
+        file = unfinished.content / files.file_name(exchange.rank)
+        write = partial(_write_file, file, exchange.rank, boxes)
+        # The thread unlocks the directory of checkpoints, which the first rank has locked.
+        return unfinished, BackgroundSave(LABEL, unfinished, exchange.rank, write, stack.pop_all().close)
+
+
 def _finish(exchange: Exchange, unfinished: Unfinished, background: BackgroundSave) -> Path:
     """Wait on every rank until the checkpoint is complete, and return its directory."""
-    place = unfinished.content
     try:
-        with exchange.raise_on_all_ranks(place):
+        with exchange.raise_on_all_ranks(unfinished.content):
             background.written.result()
-        with exchange.raise_on_all_ranks(place):
+        with exchange.raise_on_all_ranks(unfinished.content):
             background.confirm()
     except Exception as error:
         # Where a rank was killed, others may still complete the checkpoint.
@@ -157,25 +192,6 @@ def _finish(exchange: Exchange, unfinished: Unfinished, background: BackgroundSa
         raise
     background.settle()
     return unfinished.path
-
-
-def _begin(exchange: Exchange, root: Path, manifest: files.Manifest, keep: int | None, stack: ExitStack) -> Unfinished:
-    """Make the directory of a new checkpoint; on the first rank the stack unlocks the directory of checkpoints."""
-
-    def unfinished(name: str, mark: str) -> Unfinished:
-        path = root / name
-        return Unfinished(path, directories.unfinished(path, mark), exchange.ranks.size, manifest, keep)
-
-    name, mark = "", secrets.token_hex(8)
-    with exchange.raise_on_all_ranks(root):
-        if not exchange.rank:
-            stack.callback(directories.lock(root))
-            for leftover in complete_leftovers(root):
-                directories.remove(leftover)
-            # Only now, because a rank of a killed run may complete its checkpoint until the leftovers are removed.
-            name = directories.new_name(root, manifest.step)
-            unfinished(name, mark).make()
-    return unfinished(*exchange.everyone([name, mark])[0])
 
 
 class Manager:
@@ -249,7 +265,7 @@ class Manager:
             ValueError: as for `save`.
             CheckpointError: if the save before this one failed, or this one cannot start.
         """
-        is_due = force or _checked_step(state, step) % self._every == 0
+        is_due = force or _read_step(state, step) % self._every == 0
         if self._saving and (is_due or self._saving.is_written()):
             self.wait()
         if is_due:
@@ -303,62 +319,70 @@ class Manager:
             saving.finish_at_exit()
 
 
-def _checked_step(state: Tree, step: Any) -> int:
+def _read_step(state: Tree, step: Any) -> int:
     """Return the step to save a state as, and refuse it unless it is a whole number."""
-    found: Any = getattr(state, "step", None) if step is None else step
-    if isinstance(found, torch.Tensor) and found.numel() == 1:
-        found = found.item()
-    is_step, remedy = type(found) is int and 0 <= found < 10**18, "pass step=, or a state that has one"
-    expect(is_step, LABEL, "step to be a whole number from 0", f"{found!r:.40}", remedy)
-    return found
+    number: Any = getattr(state, "step", None) if step is None else step
+    if isinstance(number, torch.Tensor) and number.numel() == 1:
+        number = number.item()
+    is_step = type(number) is int and 0 <= number < 10**18
+    remedy = "pass step=, or a state that has one"
+    expect(is_step, LABEL, "step to be a whole number from 0", f"{number!r:.40}", remedy)
+    return number
 
 
-def _checked(exchange: Exchange, state: Tree, step: int) -> tuple[dict[str, Any], files.Manifest]:
+def _describe_state(exchange: Exchange, state: Tree, step: int) -> tuple[dict[str, Any], files.Manifest]:
     """Return the tensors by path and a manifest without chunks, and refuse leaves that cannot be saved."""
     flat = exchange.flat(state)
-    refuse(f"{LABEL}: leaves cannot be saved", flat.problems(_unfit), "keep them out of the state")
+    refuse(f"{LABEL}: leaves cannot be saved", flat.problems(_describe_misfit), "keep them out of the state")
+    leaves = dict(zip(flat.paths, flat.leaves, strict=True))
+    tensors = {}
+    stored = {}
+    values = {}
     # The order of a dict's entries is no part of a state, and may differ between ranks.
-    leaves = dict(sorted(zip(flat.paths, flat.leaves, strict=True)))
-    tensors = {path: leaf for path, leaf in leaves.items() if is_tensor(leaf)}
-    stored = {path: files.StoredLeaf(files.name_of(tensor_of(x).dtype), shape_of(x), ()) for path, x in tensors.items()}
-    values = {path: leaf for path, leaf in leaves.items() if path not in tensors}
+    for path in sorted(leaves):
+        leaf = leaves[path]
+        if is_tensor(leaf):
+            tensors[path] = leaf
+            stored[path] = files.StoredLeaf(files.name_of(tensor_of(leaf).dtype), shape_of(leaf), chunks=())
+        else:
+            values[path] = leaf
     return tensors, files.Manifest(step, stored, values)
 
 
-def _unfit(leaf: Any) -> tuple[str, str] | None:
+def _describe_misfit(leaf: Any) -> tuple[str, str] | None:
     """Describe a leaf that cannot be saved, and the leaf expected in its place."""
     local = tensor_of(leaf)
-    fits = local is None or type(local) in (bool, int, float, str)
+    if local is None or type(local) in (bool, int, float, str):
+        return None
     if type(local) in (torch.Tensor, torch.nn.Parameter):
-        fits = local.layout == torch.strided and not local.is_meta and files.name_of(local.dtype) in files.SAVED
-    needed = f"None, a bool, an int, a float, a str, or a strided tensor with values, of dtype {', '.join(files.SAVED)}"
-    return None if fits else (describe(local), needed)
+        has_values = local.layout == torch.strided and not local.is_meta
+        if has_values and files.name_of(local.dtype) in files.SAVED:
+            return None
+    tensors = f"a strided tensor with values, of dtype {', '.join(files.SAVED)}"
+    return describe(local), f"None, a bool, an int, a float, a str, or {tensors}"
 
 
-def _own_parts(
-    exchange: Exchange, tensors: Mapping[str, Any], same: Mapping[str, str], aside: bool
-) -> dict[str, Piece]:
-    """Return the parts that this rank writes, or copies: a part is written by a holder that writes least so far."""
-    written, own = Counter[int](), {}
-    for path, held in exchange.replicas(tensors, same).items():
-        for (_, shape), ranks in held.items():
-            writer = min(ranks, key=written.__getitem__)
-            written[writer] += math.prod(shape) * tensor_of(tensors[path]).itemsize
-            if writer == exchange.rank and 0 not in shape:
-                piece = piece_of(tensors[path])
-                own[path] = piece._replace(tensor=piece.tensor.to("cpu", copy=True)) if aside else piece
-    return own
+def _choose_boxes(rank: int, tensors: Mapping[str, Any], replicas: Replicas) -> dict[str, LocalBox]:
+    """Choose the boxes that this rank writes: of the ranks that hold a box, the one with the fewest bytes so far."""
+    boxes = {}
+    bytes_of_rank = Counter[int]()
+    for path, holders in replicas.items():
+        for box, ranks in holders.items():
+            writer = min(ranks, key=bytes_of_rank.__getitem__)
+            bytes_of_rank[writer] += math.prod(box.shape) * tensor_of(tensors[path]).itemsize
+            if writer == rank and 0 not in box.shape:
+                boxes[path] = local_box(tensors[path])
+    return boxes
 
 
-def _write_part(path: Path, rank: int, own: Mapping[str, Piece]) -> RankReport:
-    """Write the parts of this rank, if it has any."""
-    if not own:
+def _write_file(path: Path, rank: int, boxes: Mapping[str, LocalBox]) -> RankReport:
+    """Write the boxes of this rank, if it has any."""
+    if not boxes:
         return RankReport(0, {})
-    kinds = {name: (piece.tensor.dtype, piece.tensor.shape) for name, piece in own.items()}
-    header, starts, size = files.lay_out(kinds, pairs=True)
-    checksums = files.write_file(path, header, (own[name].tensor for name in starts))
+    kinds = {name: (box.tensor.dtype, box.tensor.shape) for name, box in boxes.items()}
+    layout = files.lay_out(kinds, pairs=True)
+    checksums = files.write_file(path, layout.header, (boxes[name].tensor for name in layout.starts))
     chunks = {}
-    for name, checksum in zip(starts, checksums, strict=True):
-        offset, tensor, _ = own[name]
-        chunks[name] = files.Chunk(rank, offset, tuple(tensor.shape), checksum)
-    return RankReport(size, chunks)
+    for name, checksum in zip(layout.starts, checksums, strict=True):
+        chunks[name] = files.Chunk(rank, *boxes[name].box, checksum)
+    return RankReport(layout.size, chunks)

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fshard.checkpoint.exchange import Entry, Exchange
-from fshard.errors import expect, refuse
+from fshard.checkpoint.boxes import Entry
+from fshard.checkpoint.exchange import Exchange
+from fshard.errors import Problem, expect, refuse
 from fshard.shard import hash_of
 from fshard.tree import Tree
 from fshard.tree.checks import describe
@@ -39,15 +40,17 @@ def to_state_dict(
     exchange = Exchange("checkpoint.to_state_dict", module)
     leaves = exchange.leaves(params, rank0_only=rank0_only)
     exchange.replicas(leaves, {})
-    # Names of one tensor share it, as they do in a module's own.
-    full = exchange.gathered(leaves, rank0_only)
-    return {alias: tensor for name, tensor in full.items() for alias in exchange.saved_as(name)}
+    state_dict: dict[str, torch.Tensor] = {}
+    for name, tensor in exchange.gather(leaves, rank0_only).items():
+        # Names of one parameter share its tensor, as in the state dict of a module.
+        state_dict |= dict.fromkeys(exchange.saved_as(name), tensor)
+    return state_dict
 
 
 def from_state_dict(
     state_dict: Mapping[str, Any], like: Tree, *, module: nn.Module | None = None, cast: bool = False
 ) -> Tree:
-    """Cut this rank's part out of each tensor of a plain state dict. Every rank must call this, with the same dict.
+    """Cut this rank's shard out of each tensor of a plain state dict. Every rank must call this, with the same dict.
 
     Args:
         state_dict: Full tensors by name, such as `module.state_dict()`.
@@ -71,10 +74,13 @@ def from_state_dict(
     exchange = Exchange("checkpoint.from_state_dict", module)
     with exchange.raise_on_all_ranks():
         expect(isinstance(state_dict, Mapping), exchange.label, "state_dict to be a mapping", describe(state_dict))
-        others = {n: each for n, each in state_dict.items() if type(each) not in (torch.Tensor, nn.Parameter)}
-        problems = [(f"{name}", describe(each), "a full tensor") for name, each in others.items()]
-        refuse(f"{exchange.label}: found no plain state dict", problems, "pass full tensors by name")
+        problems = []
+        for name, value in state_dict.items():
+            if type(value) not in (torch.Tensor, nn.Parameter):
+                problems.append(Problem(f"{name}", describe(value), "a full tensor"))
+        refuse(f"{exchange.label}: this is no plain state dict", problems, "pass full tensors by name")
     hashes = {name: f"hash {hash_of(tensor)}" for name, tensor in state_dict.items()}
-    exchange.agree(hashes, "ranks hold different leaves", "read the same state dict on every rank")
-    found = {name: Entry.of(tensor) for name, tensor in state_dict.items()}
-    return exchange.with_leaves(like, exchange.fill(found, exchange.leaves(like, cast=cast), cast))
+    exchange.check_agreement(hashes, "ranks hold different leaves", "read the same state dict on every rank")
+    entries = {name: Entry.of(tensor) for name, tensor in state_dict.items()}
+    leaves = exchange.leaves(like, cast=cast)
+    return exchange.with_leaves(like, exchange.fill(entries, leaves, cast))

@@ -21,7 +21,7 @@ class RankReport(NamedTuple):
 
     Attributes:
         size: The bytes of its file; 0 where it has none.
-        chunks: Its part of each leaf that it has one of, by the leaf's path.
+        chunks: What it has written of leaves, by their paths.
     """
 
     size: int
@@ -70,14 +70,14 @@ class Unfinished:
             CheckpointError: if its outline is damaged.
             OSError: if its outline is not there, or cannot be read.
         """
-        place = leftover / OUTLINE
-        data = place.read_bytes()
+        outline_file = leftover / OUTLINE
+        data = outline_file.read_bytes()
         try:
             ranks, outline = json.loads(data)
-            manifest = files.decode_outline(outline.encode(), place)
+            manifest = files.decode_outline(outline.encode(), outline_file)
             return cls(path, leftover, operator.index(ranks), manifest, keep=None)
         except (ValueError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{place}: is damaged") from error
+            raise CheckpointError(f"{outline_file}: is damaged") from error
 
     def make(self) -> None:
         """Make the directory, on one rank."""
@@ -161,15 +161,13 @@ class Unfinished:
 
     def _read_report(self, rank: int) -> RankReport:
         """Read the report of a rank; a loss of power may leave it empty."""
-        place = self._report_of(rank)
-        data = place.read_bytes()
+        report_file = self._report_of(rank)
+        data = report_file.read_bytes()
         try:
-            size, entries = json.loads(data)
-            chunks = {}
-            for path, (file, offset, shape, checksum) in entries.items():
-                chunks[path] = files.Chunk(file, tuple(offset), tuple(shape), checksum)
+            size, chunks_of = json.loads(data)
+            chunks = {path: files.Chunk.parse(fields) for path, fields in chunks_of.items()}
         except (ValueError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{place}: is damaged") from error
+            raise CheckpointError(f"{report_file}: is damaged") from error
         return RankReport(size, chunks)
 
     def _write_manifest(self, reports: list[RankReport]) -> bytes:
@@ -196,16 +194,16 @@ def complete_leftovers(root: Path) -> list[Path]:
         root: The directory of checkpoints.
 
     Returns:
-        The leftovers that are of no use, such as those that a rank had not written its part of.
+        The leftovers that are of no use, such as those that a rank had not written its file of.
     """
     useless = []
-    for leftover in directory.leftovers(root):
+    for leftover in directory.list_leftovers(root):
         path = directory.checkpoint_of(leftover)
         try:
             if path is not None:
                 Unfinished.reopen(leftover, path).complete()
         except (CheckpointError, FileNotFoundError):
-            # A part is damaged or lost, or somebody else was faster.
+            # A file is damaged or lost, or somebody else was faster.
             pass
         except OSError:
             # For example because the disk is full. It stays, and the next start tries again.
@@ -214,16 +212,16 @@ def complete_leftovers(root: Path) -> list[Path]:
     return useless
 
 
-def _check_files(place: Path, reports: list[RankReport]) -> None:
+def _check_files(folder: Path, reports: list[RankReport]) -> None:
     for rank, report in enumerate(reports):
-        _check_file(place, rank, report)
+        _check_file(folder, rank, report)
 
 
-def _check_file(place: Path, rank: int, report: RankReport) -> None:
+def _check_file(folder: Path, rank: int, report: RankReport) -> None:
     """Refuse a file of a rank that is not there, or has another size than was written."""
     if not report.size:
         return
-    path = place / files.file_name(rank)
+    path = folder / files.file_name(rank)
     try:
         status = path.lstat()
         got = f"{status.st_size} bytes" if stat.S_ISREG(status.st_mode) else "no regular file"

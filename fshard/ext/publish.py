@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard.comm import CollectiveError
-from fshard.extend import bytes_of, describe, expect, flatten, piece_of, refuse
+from fshard.extend import bytes_of, describe, expect, flatten, local_box, refuse
 
 # At most so many bytes of leaves are cast and sent at a time; a larger leaf is sent alone.
 UNIT_BYTES = 16 * 1024 * 1024
@@ -292,7 +292,7 @@ def _list_parts(tree: Any, names: Callable[[str], str]) -> Iterator[Part]:
     for name, leaf in zip(flat.names, flat.leaves, strict=True):
         if leaf is None:
             continue
-        start, tensor, shape = piece_of(leaf)
+        start, tensor, shape = local_box(leaf)
         if tensor.numel():
             dtype = str(tensor.dtype).removeprefix("torch.")
             box = Box(names(name), dtype, shape, start, tuple(tensor.shape))

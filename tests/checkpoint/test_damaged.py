@@ -69,7 +69,7 @@ def test_where_each_kind_of_damage_is_found(tmp_path):
     tree = state()
     path = checkpoint.save(tmp_path, tree, 2).wait() / FILE
     data, manifest = path.read_bytes(), path.with_name(MANIFEST)
-    header = "expected the header that follows from the manifest, got a damaged one"
+    header = "its header is not the one that follows from the manifest, so it was damaged"
     last = "the elements of ['b'] do not match their checksum, so it was damaged"
     short = f"expected {len(data)} bytes, got {len(data) - 1}"
     for damaged, text in ((flip(data, 20, 1), header), (flip(data, len(data) - 1, 1), last), (data[:-1], short)):
@@ -112,7 +112,7 @@ FAULTS = {
     "stale file": (stale(FILE), FILE),
     "stale manifest": (stale(MANIFEST), OTHER_STEP),
     "stale checkpoint": (lambda root: swap(root / FIRST, root / THIRD), OTHER_STEP),
-    "missing file": (lambda root: (root / PART).unlink(), f"{PART}: expected a file that the manifest names"),
+    "missing file": (lambda root: (root / PART).unlink(), f"{PART}: is missing"),
     "extra file": (lambda root: (root / THIRD / "rank-00002.safetensors").touch(), "rank-00002.safetensors"),
     "link to itself": (linked(FILE), f"{FILE}: Too many levels of symbolic links"),
     "link to a device": (linked("/dev/zero"), NO_FILE),
@@ -159,8 +159,8 @@ def test_what_is_beside_checkpoints_is_of_no_matter(three):
     for name in (*kept, *left):
         (three / name).mkdir()
     assert checkpoint.latest_step(three) == 3
-    got = f"got {FIRST}, step-00000002.1, {THIRD}"
-    assert restored(three, {}, step=9) == f"checkpoint.restore: {three}: expected a checkpoint of step 9, {got}"
+    text = f"{three}: holds no checkpoint of step 9, but {FIRST}, step-00000002.1, {THIRD}"
+    assert restored(three, {}, step=9) == f"checkpoint.restore: {text}"
     # Nor is damage to a checkpoint to a later save.
     (three / PART).write_bytes(b"")
     save(three, lambda on: split(4), 2, step=4)

@@ -62,8 +62,8 @@ def test_an_exit_waits_for_a_save(ending, ranks, programs):
 def test_an_exit_says_that_it_has_waited_long_enough(ending, ranks, programs):
     place, _, told = programs(ending, ranks, "hang")
     path = place / "step-00000002.1"
-    late = f"checkpoint.save: {path} is not complete: rank {ranks - 1} has not written its part within 0.3 s\n"
-    others = f"checkpoint.save: {path} is not complete: no part came from rank 1 within 0.3 s of this one's\n"
+    late = f"checkpoint.save: {path} is not complete: rank {ranks - 1} has not written its file within 0.3 s\n"
+    others = f"checkpoint.save: {path} is not complete: rank 1 has not written its file within 0.3 s of this one\n"
     for text, expected in zip(told, [late] if ranks == 1 else [others, late]):
         assert expected in text
         assert text.count("checkpoint.save: ") == 1
@@ -122,7 +122,7 @@ def make(tmp_path):
             directory.remove(leftover)
         path = tmp_path / directory.new_name(tmp_path, step)
         manifest = files.Manifest(step, {}, {})
-        temporary = directory.unfinished(path, mark)
+        temporary = directory.temporary_path(path, mark)
         views = [Unfinished(path, temporary, ranks, manifest, keep) for _ in range(ranks)]
         views[0].make()
         return views

@@ -71,7 +71,7 @@ def test_a_save_completes_it_and_goes_on(left):
 def test_an_exit_says_that_the_next_start_completes_it(tmp_path, capfd):
     """The last rank to write finds the parts of all others, and no rank that is late."""
     leave(tmp_path, 2, 1)
-    assert "all ranks have written their parts, and the next start completes it" in capfd.readouterr().err
+    assert "all ranks have written their files, and the next start completes it" in capfd.readouterr().err
 
 
 def test_a_leftover_of_more_ranks_is_completed(tmp_path):

@@ -123,16 +123,16 @@ def test_a_state_that_does_not_fit(tmp_path):
 
 
 def test_no_checkpoint(tmp_path):
+    nothing = "holds no checkpoint that fs.checkpoint.save wrote"
     for directory in (tmp_path, tmp_path / "none", os.fsdecode(bytes(tmp_path) + b"/\xff\xfe")):
         text = refused_everywhere(lambda: checkpoint.restore(directory, {}), 2, CheckpointError)  # noqa: B023
-        expected = "expected a checkpoint that fs.checkpoint.save wrote"
         # A name that is no UTF-8 is escaped, as it could not be sent to the other ranks.
-        assert text == f"checkpoint.restore: {escape_text(str(directory))}: {expected}, got none"
+        assert text == f"checkpoint.restore: {escape_text(str(directory))}: {nothing}"
     for step in (3, 5, 5):
         checkpoint.save(tmp_path, {}, step)
     text = refused(lambda: checkpoint.restore(tmp_path, {}, step=4), CheckpointError)
-    there = "step-00000003.0, step-00000005.1, step-00000005.2"
-    assert text == f"checkpoint.restore: {tmp_path}: expected a checkpoint of step 4, got {there}"
+    others = "step-00000003.0, step-00000005.1, step-00000005.2"
+    assert text == f"checkpoint.restore: {tmp_path}: holds no checkpoint of step 4, but {others}"
 
 
 def test_directories_that_cannot_be_written_to(tmp_path):

@@ -180,7 +180,7 @@ REFUSED = {
     "cache: expected float32[3], got nothing": (
         lambda mesh: from_state_dict({}, {"cache": torch.ones(3, device="meta")}, module=Net())
     ),
-    "expected embedding.weight to have the same values under all its names, got others; untie the module's": (
+    "embedding.weight is a tied parameter, and its names have different values. Pass a module that": (
         lambda mesh: from_state_dict(
             Net(1).state_dict() | {"head.weight": torch.ones(11, 7)}, blank(mesh), module=Net()
         )

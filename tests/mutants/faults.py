@@ -583,8 +583,8 @@ FAULTS = (
     Fault(
         "leaf-without-a-place-left-out-of-exports",
         "fshard/checkpoint/exchange.py",
-        "if name in self.saved or name in self.unsaved:",
-        "if name in self.first:",
+        "if expected == name and name not in self.saved and name not in self.unsaved:",
+        "if expected == name and name not in self.first:",
         "1: an export has every leaf that it is given, or refuses it by name",
     ),
     Fault(
@@ -786,15 +786,15 @@ FAULTS = (
     Fault(
         "donated-state-not-set-aside",
         "fshard/checkpoint/save.py",
-        'own[path] = piece._replace(tensor=piece.tensor.to("cpu", copy=True)) if aside else piece',
-        "own[path] = piece",
+        'boxes = {path: box._replace(tensor=box.tensor.to("cpu", copy=True)) for path, box in boxes.items()}',
+        "pass",
         "4: a checkpoint has the state that it was given, whatever later steps write over it",
     ),
     Fault(
         "newest-steps-kept-where-a-run-went-back",
         "fshard/checkpoint/directory.py",
-        "return sorted((int(match[2]), int(match[1]), directory / match[0]) for match in matches if match)",
-        "return sorted((int(match[1]), int(match[1]), directory / match[0]) for match in matches if match)",
+        "checkpoints.append(SavedCheckpoint(int(match[2]), int(match[1]), directory / name))",
+        "checkpoints.append(SavedCheckpoint(int(match[1]), int(match[1]), directory / name))",
         "4: the checkpoint that was just saved is never removed, and is the latest",
     ),
     Fault(
@@ -807,8 +807,8 @@ FAULTS = (
     Fault(
         "lock-follows-links",
         "fshard/checkpoint/directory.py",
-        'lock = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)',
-        'lock = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o666)',
+        'lock_file = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)',
+        'lock_file = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o666)',
         "4: a save changes nothing outside of its directory",
     ),
     Fault(
@@ -940,7 +940,7 @@ FAULTS = (
     Fault(
         "padding-becomes-part-of-a-dtensor",
         "fshard/ext/interop/dtensor.py",
-        "local = leaf.local[tuple(map(slice, piece_of(leaf).tensor.shape))]",
+        "local = leaf.local[tuple(map(slice, local_box(leaf).tensor.shape))]",
         "local = leaf.local",
         "1: round trip through DTensor, also of uneven leaves",
     ),

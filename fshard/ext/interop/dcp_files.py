@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 import fshard as fs
 from fshard.checkpoint import CheckpointError
-from fshard.extend import Entry, piece_of
+from fshard.extend import Entry, local_box
 
 METADATA = ".metadata"
 # Where a value lies in the nested dicts and lists that are saved.
@@ -134,7 +134,7 @@ class _SavePlanner(default_planner.DefaultSavePlanner):
         for key, place in self.mappings.items():
             self.values[key] = content[place]
             if isinstance(content[place], fs.Sharded | torch.Tensor):
-                self.pieces[key] = piece_of(content[place])
+                self.pieces[key] = local_box(content[place])
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         self.is_coordinator = is_coordinator
@@ -158,7 +158,7 @@ class _SavePlanner(default_planner.DefaultSavePlanner):
 
 def _write_item(key: str, piece: Any) -> planner.WriteItem:
     """Make the item by which torch writes a box of a leaf."""
-    chunk = metadata.ChunkStorageMetadata(torch.Size(piece.offset), piece.tensor.shape)
+    chunk = metadata.ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.shape)
     properties = metadata.TensorProperties.create_from_tensor(piece.tensor)
     data = planner.TensorWriteData(chunk, properties, torch.Size(piece.full_shape))
     index = metadata.MetadataIndex(key, chunk.offsets)

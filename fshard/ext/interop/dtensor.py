@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
 import fshard as fs
-from fshard.extend import Exchange, describe, expect, flatten, piece_of, refuse
+from fshard.extend import Exchange, describe, expect, flatten, local_box, refuse
 
 
 def from_dtensor(tree: Any, strategy: Any) -> Any:
@@ -160,7 +160,7 @@ def _to_dtensor(leaf: Any, mesh: DeviceMesh, axes: list[fs.Axis]) -> Any:
     for axis in axes:
         dim = leaf.spec.dim_of(axis)
         placements.append(Replicate() if dim is None else Shard(dim))
-    local = leaf.local[tuple(map(slice, piece_of(leaf).tensor.shape))]
+    local = leaf.local[tuple(map(slice, local_box(leaf).tensor.shape))]
     shape = torch.Size(leaf.spec.shape)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -21,7 +21,7 @@ from fshard.ext.interop import shared_files
 from fshard.ext.interop.export import new_files
 from fshard.ext.interop.shared_files import CHECKSUMS, Part, TensorKind, TensorKinds, WrittenBoxes
 from fshard.ext.interop.transformers import PlannedTensor, from_files, is_pretrained, plan_leaf, to_files
-from fshard.extend import Entry, Exchange, describe, expect, piece_of, refuse
+from fshard.extend import Entry, Exchange, describe, expect, local_box, refuse
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # The entry of a file's header that is no tensor.
@@ -268,7 +268,7 @@ def _make_parts(
             part = Part((0,) * result.dim(), result.value)
             ranks: Sequence[int] = every_rank
         else:
-            offset, tensor, _ = piece_of(leaves[result.leaf])
+            offset, tensor, _ = local_box(leaves[result.leaf])
             part = Part(offset, tensor.detach)
             ranks = holders[result.leaf][offset, tuple(tensor.shape)]
         writer = ranks[number % len(ranks)]

@@ -63,7 +63,7 @@ def to_optimizer_state_dict(
         refuse(f"{exchange.label}: states do not fit", problems, "pass the optimizer of all that was trained")
     without_state = _names_without_updates(opt_state)
     updated = {key: leaf for key, leaf in slots.items() if key.parameter not in without_state}
-    full = exchange.gathered(updated, rank0_only)
+    full = exchange.gather(updated, rank0_only)
     if rank0_only and exchange.rank:
         return {}
     state: dict[int, StateDict] = {}

@@ -83,7 +83,7 @@ def write(
     finally:
         for _ in parts:
             pass
-        boxes_of_ranks = exchange.everyone(boxes)
+        boxes_of_ranks = exchange.all_gather_object(boxes)
     for name in boxes:
         boxes[name] = []
         for boxes_of_rank in boxes_of_ranks:

@@ -15,7 +15,7 @@ from torch import nn
 import fshard as fs
 from fshard.checkpoint import CheckpointError
 from fshard.ext import _compat
-from fshard.extend import Entry, Exchange, piece_of
+from fshard.extend import Entry, Exchange, local_box
 
 Box = tuple[slice, ...]
 Read = Callable[[Box], torch.Tensor]
@@ -121,7 +121,7 @@ def plan_entry(entry: Entry, source: str) -> PlannedTensor:
 
 def plan_leaf(leaves: Leaves, name: str, full: Leaves) -> PlannedTensor:
     """Make a planned tensor of a leaf, which reads from a dict of full leaves that is filled later."""
-    _, tensor, shape = piece_of(leaves[name])
+    _, tensor, shape = local_box(leaves[name])
     entry = Entry(tensor.dtype, shape, lambda box: full[name][box])
     planned = plan_entry(entry, name)
     planned.leaf = name

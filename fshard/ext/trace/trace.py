@@ -65,7 +65,7 @@ class Trace:
             return Report([self._make_timeline()], clock_error=0)
         exchange = Exchange(LABEL, mesh=mesh)
         packed = pack((self._make_timeline(), _exchange_clocks(exchange.ranks)))
-        timelines, exchanges = zip(*map(unpack, exchange.everyone(packed)), strict=True)
+        timelines, exchanges = zip(*map(unpack, exchange.all_gather_object(packed)), strict=True)
         offsets, error = find_offsets(exchanges)
         shifted = [timeline.shift(offset) for timeline, offset in zip(timelines, offsets, strict=True)]
         return Report(shifted, clock_error=error)
