@@ -183,7 +183,7 @@ class BackgroundSave:
             return f"{path} is not complete: rank {self._rank} has not written its file within {EXIT_SECONDS:g} s"
         failure = self.written.exception() or self._failure
         if failure:
-            return f"{path} is not complete: {describe_failure(failure, path)}"
+            return f"{path} is not complete: {describe_failure(failure, self._rank, path)}"
         if self._unfinished.is_over():
             return f"{path} is not complete: its files were removed"
         late = ", ".join(map(str, self._unfinished.missing()))

@@ -22,13 +22,16 @@ class CheckpointError(ValueError):
 expect_file = partial(expect, error=CheckpointError)
 
 
-def describe_failure(error: BaseException, path: object = "") -> str:
-    """Return the text of an error, with the file that it is about.
+def describe_failure(error: BaseException, rank: int, path: object = "") -> str:
+    """Say what failed, for ranks that do not have the traceback: the file that an error is about, or else the rank.
 
     Args:
         error: The error.
+        rank: The rank that it was raised on.
         path: The file or directory that an OSError is about which names none.
     """
     if isinstance(error, OSError):
         return escape_text(f"{error.filename or path}: {error.strerror or describe_error(error)}")
-    return describe_error(error)
+    if isinstance(error, CheckpointError):
+        return describe_error(error)
+    return f"rank {rank} failed with {type(error).__name__}: {describe_error(error)}"

@@ -15,7 +15,7 @@ from fshard import _compat, comm
 from fshard.checkpoint.boxes import Box, Entry, is_tensor, local_box, shape_of
 from fshard.checkpoint.errors import CheckpointError, describe_failure
 from fshard.checkpoint.files import bytes_of, name_of
-from fshard.errors import Problem, expect, refuse
+from fshard.errors import Problem, describe_error, expect, refuse
 from fshard.mesh import Mesh, ranks_of
 from fshard.shard import Layouts, check_transform, hash_of, padded, unsharded, without_padding
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, tensor_of, tree_map
@@ -76,11 +76,17 @@ class Exchange:
         return self.saved.get(name, []) if self._has_module else [name]
 
     @contextmanager
-    def raise_on_all_ranks(self, path: object = "") -> Iterator[None]:
+    def raise_on_all_ranks(self, path: object = "", *, checks_arguments: bool = True) -> Iterator[None]:
         """Raise on every rank the first exception that any of them raises inside, where no rank may wait for another.
 
         Args:
             path: The file or directory that an OSError is about which names none.
+            checks_arguments: Whether a ValueError refuses an argument, and is raised on every rank as it is.
+
+        Raises:
+            ValueError: on every rank, if an argument was refused.
+            CheckpointError: on every rank, if any other exception was raised. Of one that names no file the error
+                names the rank and the class.
         """
         failure = None
         report = None
@@ -88,7 +94,10 @@ class Exchange:
             yield
         except Exception as error:
             failure = error
-            report = type(error) is ValueError, describe_failure(error, path)
+            if checks_arguments and type(error) is ValueError:
+                report = True, describe_error(error)
+            else:
+                report = False, describe_failure(error, self.rank, path)
         for is_refusal, text in filter(None, self.all_gather_object(report)):
             if is_refusal:
                 raise ValueError(text) from failure

@@ -107,7 +107,7 @@ def save(
     Raises:
         ValueError: on every rank, before anything is written, if ranks hold different states, or different values
             of what must be the same on every rank, or a leaf cannot be saved.
-        CheckpointError: on every rank, if files cannot be written.
+        CheckpointError: on every rank, if any of them cannot write its file. It names the file, or the rank.
 
     >>> import tempfile
     >>> from fshard import checkpoint
@@ -158,11 +158,11 @@ def _start(
         path = root / name
         return Unfinished(path, directories.temporary_path(path, mark), exchange.ranks.size, manifest, keep)
 
-    if asynchronous:
-        boxes = {path: box._replace(tensor=box.tensor.to("cpu", copy=True)) for path, box in boxes.items()}
     begun = None
     with ExitStack() as stack:
         with exchange.raise_on_all_ranks(root):
+            if asynchronous:
+                boxes = {path: box._replace(tensor=box.tensor.to("cpu", copy=True)) for path, box in boxes.items()}
             if not exchange.rank:
                 stack.callback(directories.lock(root))
                 for leftover in complete_leftovers(root):
@@ -180,9 +180,9 @@ def _start(
 def _finish(exchange: Exchange, unfinished: Unfinished, background: BackgroundSave) -> Path:
     """Wait on every rank until the checkpoint is complete, and return its directory."""
     try:
-        with exchange.raise_on_all_ranks(unfinished.content):
+        with exchange.raise_on_all_ranks(unfinished.content, checks_arguments=False):
             background.written.result()
-        with exchange.raise_on_all_ranks(unfinished.content):
+        with exchange.raise_on_all_ranks(unfinished.content, checks_arguments=False):
             background.confirm()
     except Exception as error:
         # Where a rank was killed, others may still complete the checkpoint.

@@ -791,6 +791,28 @@ FAULTS = (
         "4: a checkpoint has the state that it was given, whatever later steps write over it",
     ),
     Fault(
+        "argument-refused-where-a-rank-cannot-write",
+        "fshard/checkpoint/exchange.py",
+        "if checks_arguments and type(error) is ValueError:",
+        "if type(error) is ValueError:",
+        "10: every rank hears which rank cannot write its file of a checkpoint",
+    ),
+    Fault(
+        "rank-that-failed-left-out-of-its-error",
+        "fshard/checkpoint/errors.py",
+        'return f"rank {rank} failed with {type(error).__name__}: {describe_error(error)}"',
+        "return describe_error(error)",
+        "10: every rank hears which rank cannot write its file of a checkpoint",
+    ),
+    Fault(
+        "copy-that-one-rank-makes-alone",
+        "fshard/checkpoint/save.py",
+        "boxes = _choose_boxes(exchange.rank, tensors, replicas)",
+        "boxes = _choose_boxes(exchange.rank, tensors, replicas); "
+        'boxes = {n: b._replace(tensor=b.tensor.to("cpu", copy=True)) for n, b in boxes.items()}',
+        "10: every rank hears which rank cannot copy its state aside",
+    ),
+    Fault(
         "newest-steps-kept-where-a-run-went-back",
         "fshard/checkpoint/directory.py",
         "checkpoints.append(SavedCheckpoint(int(match[2]), int(match[1]), directory / name))",
