@@ -188,6 +188,22 @@ def test_a_file_is_plain_safetensors_and_paths_are_sorted(tmp_path):
     assert list(body["tensors"]) == sorted(body["tensors"])
 
 
+def test_half_of_a_surrogate_pair_in_a_key_or_a_text(tmp_path):
+    """FORMAT.md says how it is written; UTF-8 could not hold it."""
+    from safetensors.torch import load_file
+
+    half = chr(0xD800)
+    tree = {half: torch.arange(3.0), "text": half}
+    path = checkpoint.save(tmp_path, tree, 1).wait()
+    assert list(load_file(path / "rank-00000.safetensors")) == ["['\\ud800']"]
+    manifest = (path / "manifest.json").read_bytes()
+    assert manifest.isascii()
+    assert manifest.endswith(b'"values": {"[\'text\']": "\\ud800"}}}\n')
+    restored = checkpoint.restore(tmp_path, {half: torch.zeros(3), "text": ""})
+    assert restored["text"] == half
+    assert restored[half].equal(tree[half])
+
+
 @on_ranks(4)
 def test_padding_and_the_order_of_entries_are_no_part_of_a_state(tmp_path):
     params = fs.shard({"w": normal()(5, 3)}, fs.zero2(one_axis(), min_shard_elements=0))
