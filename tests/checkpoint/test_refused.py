@@ -122,16 +122,6 @@ def test_a_state_that_does_not_fit(tmp_path):
     assert text == "checkpoint.restore: the mask 'v.*' matches no leaf. The leaves are w."
 
 
-def test_an_error_of_a_users_function_names_the_rank(tmp_path):
-    checkpoint.save(tmp_path, {"w": W}, 1)
-
-    def only(name, leaf):
-        return {0: True}[my_rank()]
-
-    text = refused_everywhere(lambda: checkpoint.restore(tmp_path, {"w": W}, only=only), 2, CheckpointError)
-    assert text == "checkpoint.restore: rank 1 failed with KeyError: 1"
-
-
 def test_no_checkpoint(tmp_path):
     nothing = "holds no checkpoint that fs.checkpoint.save wrote"
     for directory in (tmp_path, tmp_path / "none", os.fsdecode(bytes(tmp_path) + b"/\xff\xfe")):

@@ -12,7 +12,7 @@ from fshard import checkpoint
 from fshard.checkpoint import CheckpointError, files
 from fshard.testing import spmd
 from tests.checkpoint.states import assert_same, refused, refused_everywhere, zeros_like
-from tests.ranks import my_rank, on_ranks
+from tests.ranks import on_ranks
 from tests.trees import normal, one_axis
 
 TX = fs.adamw(0.1)
@@ -149,43 +149,6 @@ def test_a_failing_write_is_told_on_every_rank_and_loses_nothing(asynchronous, f
     spmd(save, world_size)
     assert checkpoint.latest_step(directory) == 1
     assert not [name for name in names(directory) if name.startswith(".saving")]
-
-
-@pytest.mark.parametrize("asynchronous", (False, True))
-@pytest.mark.parametrize("error", (TypeError("no such dtype"), ValueError("a memoryview with gaps"), KeyError("w")))
-def test_every_rank_hears_which_rank_failed_to_write(error, asynchronous, tmp_path, monkeypatch):
-    """An error that names no file."""
-    inner = files.write_file
-
-    def write_file(path, *content):
-        if path.name == files.file_name(1):
-            raise error
-        return inner(path, *content)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(files, "write_file", write_file)
-        save = lambda: checkpoint.save(tmp_path, new_state(), asynchronous=asynchronous).wait()  # noqa: E731
-        text = refused_everywhere(save, 3, CheckpointError)
-    assert text == f"checkpoint.save: rank 1 failed with {type(error).__name__}: {error}"
-    spmd(save, 3)
-    assert names(tmp_path) == ["step-00000000.0"]
-
-
-def test_every_rank_hears_which_rank_failed_to_copy(tmp_path, monkeypatch):
-    """Before the first rank makes a directory for the others to write to."""
-    inner = torch.Tensor.to
-
-    def to(tensor, *arguments, copy=False, **keywords):
-        if copy and my_rank() == 1:
-            raise RuntimeError("out of memory")
-        return inner(tensor, *arguments, copy=copy, **keywords)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.Tensor, "to", to)
-        text = refused_everywhere(lambda: checkpoint.save(tmp_path, new_state(), asynchronous=True), 2, CheckpointError)
-    assert text == "checkpoint.save: rank 1 failed with RuntimeError: out of memory"
-    spmd(lambda: checkpoint.save(tmp_path, new_state()), 2)
-    assert names(tmp_path) == ["step-00000000.0"]
 
 
 def test_files_are_on_the_disk_before_they_have_their_names(synced, tmp_path, monkeypatch):

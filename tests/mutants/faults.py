@@ -64,6 +64,15 @@ MIRRORS = {
     "fshard/update.py": ("tests/test_update.py", "tests/test_recovery.py"),
     "fshard/shard.py": ("tests/test_law_round_trip.py",),
     "fshard/checkpoint/background.py": ("tests/checkpoint/test_exits.py",),
+    "fshard/checkpoint/errors.py": ("tests/checkpoint/test_failing_ranks.py",),
+    "fshard/checkpoint/exchange.py": (
+        "tests/checkpoint/test_failing_ranks.py",
+        "tests/checkpoint/test_state_dict.py",
+    ),
+    "fshard/checkpoint/save.py": (
+        "tests/checkpoint/test_failing_ranks.py",
+        "tests/checkpoint/test_save_asynchronous.py",
+    ),
     "fshard/checkpoint/unfinished.py": ("tests/checkpoint/test_next_start.py", "tests/checkpoint/test_exits.py"),
     "fshard/checkpoint": ("tests/checkpoint",),
     "fshard/testing": ("tests/testing", "tests/test_varying.py"),
