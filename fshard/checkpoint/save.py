@@ -154,7 +154,7 @@ def _start(
 ) -> tuple[Unfinished, BackgroundSave]:
     """Make the directory of a new checkpoint, and begin to write this rank's boxes, or copies of them, there."""
 
-    def open_unfinished(name: str, mark: str) -> Unfinished:
+    def open_checkpoint(name: str, mark: str) -> Unfinished:
         path = root / name
         return Unfinished(path, directories.temporary_path(path, mark), exchange.ranks.size, manifest, keep)
 
@@ -169,8 +169,8 @@ def _start(
                     directories.remove(leftover)
                 # Only now, because a rank of a killed run may complete its checkpoint until the leftovers are removed.
                 begun = directories.new_name(root, manifest.step), secrets.token_hex(8)
-                open_unfinished(*begun).make()
-        unfinished = open_unfinished(*exchange.all_gather_object(begun)[0])
+                open_checkpoint(*begun).make()
+        unfinished = open_checkpoint(*exchange.all_gather_object(begun)[0])
         file = unfinished.content / files.file_name(exchange.rank)
         write = partial(_write_file, file, exchange.rank, boxes)
         # The thread unlocks the directory of checkpoints, which the first rank has locked.
