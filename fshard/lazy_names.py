@@ -32,9 +32,12 @@ TABLE: Mapping[tuple[str, str], str] = MappingProxyType(
         ("fshard.checkpoint", "interop.dcp"): "load_dcp save_dcp",
         ("fshard.checkpoint", "interop.huggingface"): "load_huggingface save_huggingface",
         ("fshard.checkpoint", "interop.optimizer_state"): "from_optimizer_state_dict to_optimizer_state_dict",
-        ("fshard.testing", "check_optimizer"): "check_optimizer",
         ("fshard.testing", "plan.plan"): "assert_budget",
-        ("fshard.testing", "same_bits"): "assert_same_bits",
+        ("fshard.testing", "testing.check_optimizer"): "check_optimizer",
+        ("fshard.testing", "testing.compare"): "assert_matches_ddp assert_trees_close check_pure",
+        ("fshard.testing", "testing.laws"): "TransformReport check_adjoint check_transform",
+        ("fshard.testing", "testing.same_bits"): "assert_same_bits",
+        ("fshard.testing", "testing.varying"): "check_varying",
     }
 )
 

@@ -18,6 +18,11 @@ UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
+def process_group_of(name: str) -> Any:
+    """The process group of an axis's `group_name`. Checked on 2.13."""
+    return torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
 def initializer_of(model: nn.Module) -> Callable[[nn.Module], Any] | None:
     """The method that sets the values of a model's submodules, one after another. Checked on transformers 5.23."""
     return getattr(model, "_init_weights", None)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fshard as fs
-from fshard import checkpoint
+from fshard import checkpoint, testing
 from tests import test_bad_calls
 from tests.test_bad_calls import EMPTY, EVERY, NUMBERS, READ, WRONG, check_calls, make_calls, step
 
@@ -34,6 +34,7 @@ GIVEN = {
     "checkpoint.load_huggingface": lambda w: dict(directory=w.place / "hf", like=w.weights, module=w.module),
     "checkpoint.save_dcp": lambda w: dict(state=w.weights, module=w.module, optimizer=w.optimizer),
     "checkpoint.save_huggingface": lambda w: dict(params=w.weights, module=w.module),
+    "testing.check_pure": lambda w: dict(step=step, args=w.state),
     "testing.assert_budget": lambda w: dict(step=step, args=(w.state,), peak_bytes=1e9, mesh={"shard": 2}),
 }
 ACCEPTED = (
@@ -58,20 +59,23 @@ ACCEPTED = (
     (tuple(WRONG), "checkpoint.save_dcp.optimizer from_dtensor.tree"),
     (tuple(WRONG), "lamb.reduction_order lars.reduction_order scale_by_trust_ratio.reduction_order"),
     (READ, "to_dtensor.tree"),
+    (tuple(WRONG), "testing.assert_trees_close.exact"),
 )
-THEIRS = {"plan.step", "testing.assert_budget.step"}
+THEIRS = {
+    *("plan.step", "testing.assert_budget.step"),
+    *("testing.check_pure.args", "testing.check_pure.step", "testing.check_varying.f", "testing.check_varying.params"),
+}
+UNCALLED = {
+    *("moe", "publish", "receive", "save_graph", "schedules", "testing.assert_same_bits", "testing.check_optimizer"),
+    *("testing.TransformReport", "testing.assert_matches_ddp"),
+}
 
 
 class World(test_bad_calls.World):
     """With what other formats and parallel layers need."""
 
     script, extensions, refused = "tests.ext.test_bad_calls", True, 1600
-    given, accepted, theirs, uncalled = (
-        GIVEN,
-        ACCEPTED,
-        THEIRS,
-        {"moe", "publish", "receive", "save_graph", "schedules", "testing.assert_same_bits", "testing.check_optimizer"},
-    )
+    given, accepted, theirs, uncalled = GIVEN, ACCEPTED, THEIRS, UNCALLED
 
     q = k = v = torch.ones(1, 1, 4, 4)
     h, weight, targets, ids = torch.ones(3, 2), torch.ones(5, 2), torch.tensor([0, 1, 4]), torch.tensor([0, 1, 4])
@@ -89,7 +93,7 @@ class World(test_bad_calls.World):
         fs.save_graph(self.place / "graph", fs.jit(torch.sin), torch.ones(2))
 
     def named(self):
-        return {}
+        return {"testing.check_pure": lambda step, args: testing.check_pure(step, args)}
 
 
 @pytest.mark.timeout(600)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 # The tests that mirror a file: those of the first entry that is the file or a folder that holds it.
 MIRRORS = {
-    "fshard/errors.py": ("tests/testing/test_checks.py",),
+    "fshard/errors.py": ("tests/ext/testing/test_checks.py",),
     "fshard/remat.py": ("tests/test_remat.py", "tests/ext/parallel/test_moe.py"),
     "fshard/ext/chunked_loss.py": ("tests/ext/test_chunked_loss.py",),
     "fshard/ext/publish.py": ("tests/ext/test_publish.py",),
@@ -29,7 +29,7 @@ MIRRORS = {
     ),
     "fshard/collectives/linear.py": ("tests/test_collectives.py", "tests/test_derivatives.py"),
     "fshard/collectives/derived.py": ("tests/test_derived_leaves.py",),
-    "fshard/collectives/varying.py": ("tests/test_varying.py", "tests/test_derived_leaves.py", "tests/testing"),
+    "fshard/collectives/varying.py": ("tests/test_varying.py", "tests/test_derived_leaves.py", "tests/ext/testing"),
     "fshard/collectives": ("tests/test_collectives.py", "tests/test_varying.py"),
     "fshard/engine/saved.py": (
         "tests/engine/test_saved.py",
@@ -66,7 +66,8 @@ MIRRORS = {
     "fshard/checkpoint/background.py": ("tests/checkpoint/test_exits.py",),
     "fshard/checkpoint/unfinished.py": ("tests/checkpoint/test_next_start.py", "tests/checkpoint/test_exits.py"),
     "fshard/checkpoint": ("tests/checkpoint",),
-    "fshard/testing": ("tests/testing", "tests/test_varying.py"),
+    "fshard/testing": ("tests/testing", "tests/ext/testing"),
+    "fshard/ext/testing": ("tests/ext/testing", "tests/test_varying.py"),
     "fshard/ext/parallel/vocabulary.py": ("tests/ext/parallel/test_vocabulary.py",),
     "fshard/ext/parallel": ("tests/ext/parallel",),
     "fshard/ext/interop": ("tests/ext/interop",),
@@ -694,7 +695,7 @@ FAULTS = (
     ),
     Fault(
         "line-of-a-program-below-a-folder-named-fshard-is-not-shown",
-        "fshard/testing/varying.py",
+        "fshard/ext/testing/varying.py",
         'frames = [frame for frame in node.metadata.get("stack", []) if is_users_file(frame.filename)]',
         'frames = [frame for frame in node.metadata.get("stack", []) if "/fshard/" not in frame.filename]',
         "3: check_varying names the line of the user's program",
@@ -981,15 +982,15 @@ FAULTS = (
     ),
     Fault(
         "exact-comparison-passes-another-dtype",
-        "fshard/testing/compare.py",
+        "fshard/ext/testing/compare.py",
         "torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), check_dtype=exact, **options)",
         "torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), check_dtype=False, **options)",
         "6: what is compared bit for bit has one dtype",
     ),
     Fault(
         "transform-may-write-to-its-inputs",
-        "fshard/testing/laws.py",
-        "before = tree_map(torch.clone, given)",
+        "fshard/ext/testing/laws.py",
+        "before = fs.tree_map(torch.clone, given)",
         "before = given",
         "4: nothing changes its inputs, and check_transform tells a transform that does",
     ),
