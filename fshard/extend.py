@@ -5,7 +5,12 @@
 - `bytes_of`: the elements of a tensor as bytes.
 - `calling`: lets other ranks hear of an error that ends a call.
 - `check_axis`: refuses what is no axis of a mesh of this process.
-- `check_rates`: refuses hyperparameters out of the ranges that torch.optim has for them.
+- `check_floating`: refuses leaves that should take a gradient and cannot.
+- `check_local`: refuses leaves that were donated, that do not fit their spec, or of another mesh.
+- `check_matches`: refuses masks that match no leaf.
+- `check_numbers`: refuses arguments that are no numbers of a `Range`.
+- `check_tensors`: refuses leaves that are no tensors.
+- `counted`: new counts of the updates of each leaf, one more where it has a gradient.
 - `custom_call`: a differentiable function that communicates in its forward and its backward.
 - `describe`: says what a value is, for an error.
 - `Entry`: a full tensor of another format, of which an `Exchange` reads boxes.
@@ -17,24 +22,40 @@
   agree.
 - `find_order`: the `ReductionOrder` of a name: in which order sums are, and arithmetic whose bits that decides.
 - `flatten`: the leaves of a tree with their paths and specs, and its `unflatten` of other leaves.
+- `for_trained`: maps over the leaves that take a gradient; None in the place of others.
+- `FRACTION`: a `Range`: 0 or more and below 1.
 - `FullyShard`: the transform of `fully_shard`, for one that sends otherwise.
+- `grouped`: the positions of leaves by a key.
 - `hash_of`: a checksum of a tensor's values.
+- `is_differentiated`: whether a backward may reach a tensor.
 - `is_donated`: whether a leaf was donated to an earlier call.
+- `is_mask`: whether a value is a mask of leaves.
+- `is_trained`: whether a leaf takes a gradient.
 - `is_users_file`: whether a file is of the user's program, and not of fshard or torch.
 - `Jitted`: what `jit` returns; its method `make_program` makes a `Program`, of what was `Traced`, for a signature, and
   `explain_trace` says why.
 - `lay_out`: the header of a file of safetensors, and where each of its tensors begins.
 - `layout_axes`: the axes that a transform places leaves on.
-- `leaf_means`: means over a dim of whole leaves, however they are split.
-- `leafwise`: new trees of old ones, by maths on the tensors of each leaf that has a gradient.
+- `leaves_of`: the leaves that `flatten` finds.
+- `like`: a tensor in the spec of a leaf.
 - `local_piece`: cuts this rank's shard out of a full tensor.
+- `local_ranges`: where this rank's elements of a full tensor start along each dim, and how many there are.
 - `LOCATED`: set to True by `setting`, it lets nodes of a graph keep the stack that made them.
+- `map_leaves`: maps over the leaves that `flatten` finds, Sharded ones kept whole.
+- `MASK`: what a mask of leaves is, in words for an error.
+- `masked_transform`: a transform for the leaves that a mask matches, and another for the others.
+- `matches`: whether a mask matches a leaf.
 - `named_buffers`: a module's buffers by name, as `named_parameters`.
 - `named_modules`: a module's submodules by name, without the checkpoint wrappers of torch around them.
 - `named_parameters`: a module's parameters by the names that they have without such wrappers, as in its state dict.
+- `no_updates`: a count of no updates for each leaf that takes a gradient.
+- `NOT_NEGATIVE`: a `Range`: 0 or more, and finite.
+- `partition_axes`: the axes whose ranks hold different elements of a leaf.
 - `piece_of`: the box of a leaf that this rank holds.
+- `POSITIVE`: a `Range`: above 0.
 - `Problem`: one leaf that is wrong, for `refuse`.
 - `process_rank`: the number of this process in the run.
+- `Range`: the values that an argument may have; `FRACTION`, `NOT_NEGATIVE` and `POSITIVE` are some.
 - `ranks_of`: all ranks of a mesh as one axis.
 - `record_on_tape`: runs collectives of a graph in one order on every rank, also in its backward.
 - `reduction_axes`: the axes that gradients of leaves are summed over.
@@ -44,50 +65,101 @@
 - `setting`: sets a variable of a context, such as `LOCATED`, inside a block.
 - `start_scatter`: starts the scatter of a transform, with its state if it has one.
 - `sum_dtype`: the dtype in which gradients of a leaf are added up.
+- `sum_over`: sums over several axes into values that agree between all their ranks.
 - `summed_axes`: the axes that a transform sums gradients over.
 - `supports_cpu_messages`: whether the ranks of an axis can send each other tensors of the processor.
 - `tensor_of`: the tensor that this rank holds of a leaf.
+- `tensors_of`: the `tensor_of` each of many leaves.
 - `tolerance`: how far values may be apart that differ by rounding alone.
 - `TorchState`: the state of an optimizer that `from_torch` made.
+- `transforms_active`: whether code runs under a transform of torch.func.
 - `Typed`: an output of a graph's node, and whether it should vary, for `find_mixed`.
 - `walk_graph`: walks through a graph, to each place once.
 - `watched`: tells an object with four methods when collectives start, are waited for and land.
 - `without_padding`: this rank's elements of a Sharded leaf.
 - `without_saved_tensor_hooks`: lets autograd save tensors as they are inside a context, where hooks would save others.
 - `words_at`: random numbers of 64 bits that depend on a key and an index alone.
+- `zero`: a count of no updates.
 """
 
-from fshard._compat import fake_maker, named_buffers, named_modules, named_parameters, without_saved_tensor_hooks
+from fshard._compat import (
+    fake_maker,
+    is_differentiated,
+    named_buffers,
+    named_modules,
+    named_parameters,
+    transforms_active,
+    without_saved_tensor_hooks,
+)
 from fshard.checkpoint.exchange import Entry, Exchange, piece_of
 from fshard.checkpoint.files import bytes_of, lay_out
-from fshard.collectives import LOCATED, Typed, custom_call, find_mixed, record_on_tape, reduction_axes, walk_graph
+from fshard.collectives import (
+    LOCATED,
+    Typed,
+    custom_call,
+    find_mixed,
+    record_on_tape,
+    reduction_axes,
+    sum_over,
+    walk_graph,
+)
 from fshard.comm import all_gather_object, annotate_collectives, calling, setting, supports_cpu_messages, watched
 from fshard.errors import Problem, expect, is_users_file, refuse
 from fshard.jit import Jitted, Program, Traced
 from fshard.mesh import fake_axes, process_rank, ranks_of
 from fshard.optim.from_torch import TorchState
-from fshard.optim.leaves import leafwise
-from fshard.optim.native import check_rates
-from fshard.optim.norms import leaf_means
+from fshard.optim.leaves import counted, for_trained, no_updates, partition_axes, zero
 from fshard.random import words_at
 from fshard.reduction_order import ReductionOrder, find_order
 from fshard.rounding import tolerance
-from fshard.shard import hash_of, local_piece, without_padding
+from fshard.shard import hash_of, local_piece, local_ranges, without_padding
+from fshard.transforms import masked_transform
 from fshard.transforms.axis import _FullyShard as FullyShard
 from fshard.transforms.run import start_scatter
 from fshard.transforms.structure import layout_axes, sum_dtype, summed_axes
-from fshard.tree import flatten, tensor_of
-from fshard.tree.checks import check_axis, describe, is_donated, same_structure
+from fshard.tree import (
+    MASK,
+    flatten,
+    grouped,
+    is_mask,
+    is_trained,
+    leaves_of,
+    like,
+    map_leaves,
+    matches,
+    tensor_of,
+    tensors_of,
+)
+from fshard.tree.checks import (
+    FRACTION,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Range,
+    check_axis,
+    check_floating,
+    check_local,
+    check_matches,
+    check_numbers,
+    check_tensors,
+    describe,
+    is_donated,
+    same_structure,
+)
 from fshard.update import run_update
 
 __all__ = [
+    "FRACTION",
     "LOCATED",
+    "MASK",
+    "NOT_NEGATIVE",
+    "POSITIVE",
     "Entry",
     "Exchange",
     "FullyShard",
     "Jitted",
     "Problem",
     "Program",
+    "Range",
     "ReductionOrder",
     "TorchState",
     "Traced",
@@ -97,7 +169,12 @@ __all__ = [
     "bytes_of",
     "calling",
     "check_axis",
-    "check_rates",
+    "check_floating",
+    "check_local",
+    "check_matches",
+    "check_numbers",
+    "check_tensors",
+    "counted",
     "custom_call",
     "describe",
     "expect",
@@ -106,17 +183,28 @@ __all__ = [
     "find_mixed",
     "find_order",
     "flatten",
+    "for_trained",
+    "grouped",
     "hash_of",
+    "is_differentiated",
     "is_donated",
+    "is_mask",
+    "is_trained",
     "is_users_file",
     "lay_out",
     "layout_axes",
-    "leaf_means",
-    "leafwise",
+    "leaves_of",
+    "like",
     "local_piece",
+    "local_ranges",
+    "map_leaves",
+    "masked_transform",
+    "matches",
     "named_buffers",
     "named_modules",
     "named_parameters",
+    "no_updates",
+    "partition_axes",
     "piece_of",
     "process_rank",
     "ranks_of",
@@ -128,13 +216,17 @@ __all__ = [
     "setting",
     "start_scatter",
     "sum_dtype",
+    "sum_over",
     "summed_axes",
     "supports_cpu_messages",
     "tensor_of",
+    "tensors_of",
     "tolerance",
+    "transforms_active",
     "walk_graph",
     "watched",
     "without_padding",
     "without_saved_tensor_hooks",
     "words_at",
+    "zero",
 ]

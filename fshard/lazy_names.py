@@ -15,9 +15,14 @@ TABLE: Mapping[tuple[str, str], str] = MappingProxyType(
         ("fshard", "interop.no_split"): "no_split",
         ("fshard", "optim.adafactor"): "adafactor scale_by_factored_rms",
         ("fshard", "optim.loss_scale"): "dynamic_loss_scale",
+        ("fshard", "optim.native"): (
+            "adam adamw add_decayed_weights clip_by_global_norm clip_by_norm clip_by_value scale_by_adam sgd"
+        ),
+        ("fshard", "optim.norms"): "global_norm leaf_norms",
         ("fshard", "optim.schedules"): "from_torch_scheduler schedules",
         ("fshard", "optim.trust"): "lamb lars scale_by_trust_ratio",
         ("fshard", "optim.whole"): "whole",
+        ("fshard", "optim.wrappers"): "ema freeze masked partition skip_nonfinite",
         ("fshard", "parallel.attention"): "ring_attention ring_positions ulysses",
         ("fshard", "parallel.moe"): "moe",
         ("fshard", "parallel.pipeline"): "pipeline",

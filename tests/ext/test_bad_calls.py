@@ -19,6 +19,7 @@ class Declares(nn.Sequential):
 
 
 GIVEN = {
+    **dict.fromkeys(("global_norm", "leaf_norms"), lambda w: dict(tree=w.params)),
     "chunked_loss": lambda w: dict(head=w.weight),
     "sample_ids": lambda w: dict(key=1),
     "from_torch_scheduler": lambda w: dict(cls=torch.optim.lr_scheduler.StepLR, momentum=0.9, step_size=1),
@@ -74,7 +75,7 @@ UNCALLED = {
 class World(test_bad_calls.World):
     """With what other formats and parallel layers need."""
 
-    script, extensions, refused = "tests.ext.test_bad_calls", True, 1600
+    script, extensions, refused = "tests.ext.test_bad_calls", True, 2200
     given, accepted, theirs, uncalled = GIVEN, ACCEPTED, THEIRS, UNCALLED
 
     q = k = v = torch.ones(1, 1, 4, 4)

@@ -61,6 +61,7 @@ MIRRORS = {
     "fshard/jit/jit.py": ("tests/jit", "tests/test_recovery.py"),
     "fshard/jit": ("tests/jit",),
     "fshard/optim": ("tests/optim",),
+    "fshard/ext/optim": ("tests/ext/optim", "tests/optim"),
     "fshard/update.py": ("tests/test_update.py", "tests/test_recovery.py"),
     "fshard/shard.py": ("tests/test_law_round_trip.py",),
     "fshard/checkpoint/background.py": ("tests/checkpoint/test_exits.py",),
@@ -744,7 +745,7 @@ FAULTS = (
     ),
     Fault(
         "gradient-of-the-rate-is-this-rank's",
-        "fshard/optim/leaves.py",
+        "fshard/ext/optim/leaves.py",
         "return [varying(n, axes) if isinstance(n, torch.Tensor) else n for n in numbers]",
         "return list(numbers)",
         "5: derivatives through an update are those of all shards",
@@ -884,7 +885,7 @@ FAULTS = (
     ),
     Fault(
         "padding-counts-in-norms",
-        "fshard/optim/norms.py",
+        "fshard/ext/optim/norms.py",
         "tensors = [elements_of(leaf).reshape(-1) for leaf in leaves]",
         "tensors = [tensor_of(leaf).reshape(-1) for leaf in leaves]",
         "3: a norm is that of the full tensor, whatever fills shards up",
@@ -898,9 +899,10 @@ FAULTS = (
     ),
     Fault(
         "skipped-where-ranks-split-a-leaf-alone",
-        "fshard/optim/wrappers.py",
-        "axes = dict.fromkeys(axis for leaf in leaves if is_sharded(leaf) for axis in leaf.spec.axes)",
-        "axes = dict.fromkeys(axis for leaf in leaves if is_sharded(leaf) for axis in leaf.spec.partition_axes())",
+        "fshard/ext/optim/wrappers.py",
+        "axes = dict.fromkeys(axis for leaf in leaves if isinstance(leaf, fs.Sharded) for axis in leaf.spec.axes)",
+        "axes = dict.fromkeys("
+        "axis for leaf in leaves if isinstance(leaf, fs.Sharded) for axis in leaf.spec.partition_axes())",
         "10: all ranks skip an update, or none does",
     ),
     Fault(

@@ -1,16 +1,9 @@
-"""Kinds of hyperparameters, and the question which leaves are trained, that optimizers of this room share."""
+"""Kinds of arguments that optimizers of this room share."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
-import fshard as fs
-
 Number = float | torch.Tensor
+Mask = str | Sequence[str] | Callable[..., bool]
 Rate = Number | Callable[[torch.Tensor], Number]
-
-
-def is_trained(leaf: Any) -> bool:
-    """Whether a leaf takes gradients."""
-    return leaf is not None and not (isinstance(leaf, fs.Sharded) and leaf.spec.frozen)
