@@ -12,7 +12,7 @@ The public names by use, as `import fshard as fs` has them. Those of the core:
 - **Transforms**: `fully_shard`, `hybrid_shard`, `replicate`, `split_dim`, `own_dim`; `compose`, `cast`, `offload`;
   `Wrapped`, `ShardTransform`, `Storage` and `LayoutError` for one's own; `transform_state`.
 - **Optimizers**: `TrainState`, `from_torch`, `chain`; `GradientTransformation` and `Optimizer` for one's own.
-- **jit**: `jit`, `make_graph`.
+- **jit**: `jit`.
 - **Collectives in a loss**: `psum`, `pmean`, `pmax`, `psum_invariant`, `pcast`, `all_gather`, `all_gather_invariant`,
   `reduce_scatter`, `all_to_all`, `ragged_all_to_all`, `ppermute`, `broadcast`, `axis_index`.
 - **What is sent**: `fshard.comm`.
@@ -25,7 +25,7 @@ Those of extensions, which use the core as a program does and are imported when 
 - **Other axes**: `pipeline`, `tensor_parallel`, `ring_attention`, `ring_positions`, `ulysses`,
   `vocab_parallel_embedding`, `vocab_parallel_cross_entropy`; `fshard.ext.parallel.moe` as `fs.moe`.
 - **Losses**: `chunked_loss`.
-- **Graphs in files**: `save_graph`, `load_graph`.
+- **Graphs**: `make_graph` to read one; `save_graph`, `load_graph`.
 - **Weights for other ranks**: `publish`, `receive`.
 - **Parts of a tree**: `masked` chooses the leaves of a transform or an optimizer by name; `partition`, `freeze`.
 - **Transforms**: `quantize`.
@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING
 from fshard import checkpoint, comm, lazy_names, testing
 from fshard.apply import Model, apply, functionalize
 from fshard.collectives import axis_index, pcast
-from fshard.jit import jit, make_graph
+from fshard.jit import jit
 from fshard.mesh import axis_of, init_mesh
 from fshard.microbatches import microbatches
 from fshard.optim.from_torch import from_torch
@@ -95,6 +95,7 @@ if TYPE_CHECKING:
     from fshard.ext.interop.dtensor import from_dtensor, to_dtensor
     from fshard.ext.interop.init_weights import with_init_weights
     from fshard.ext.interop.no_split import no_split
+    from fshard.ext.jit.graph import make_graph
     from fshard.ext.optim import schedules
     from fshard.ext.optim.adafactor import adafactor, scale_by_factored_rms
     from fshard.ext.optim.loss_scale import dynamic_loss_scale
@@ -138,7 +139,7 @@ __all__ += ["ddp", "hsdp", "zero1", "zero2", "zero3"]
 __all__ += ["LayoutError", "ShardTransform", "Storage", "Wrapped", "cast", "compose", "fully_shard"]
 __all__ += ["hybrid_shard", "offload", "own_dim", "replicate", "split_dim", "transform_state"]
 __all__ += ["GradientTransformation", "Optimizer", "TrainState", "chain", "from_torch"]
-__all__ += ["jit", "make_graph"]
+__all__ += ["jit"]
 __all__ += ["all_gather", "all_gather_invariant", "all_to_all", "axis_index", "broadcast", "pmax"]
 __all__ += ["pcast", "pmean", "ppermute", "psum", "psum_invariant", "ragged_all_to_all", "reduce_scatter"]
 __all__ += ["comm"]
@@ -146,7 +147,7 @@ __all__ += ["checkpoint"]
 __all__ += ["testing"]
 __all__ += ["moe", "pipeline", "ring_attention", "ring_positions"]
 __all__ += ["tensor_parallel", "ulysses", "vocab_parallel_cross_entropy", "vocab_parallel_embedding"]
-__all__ += ["chunked_loss", "load_graph", "publish", "quantize", "receive", "save_graph"]
+__all__ += ["chunked_loss", "load_graph", "make_graph", "publish", "quantize", "receive", "save_graph"]
 __all__ += ["freeze", "masked", "partition"]
 __all__ += ["adafactor", "adam", "adamw", "ema", "lamb", "lars", "sgd", "skip_nonfinite", "whole"]
 __all__ += ["add_decayed_weights", "clip_by_global_norm", "clip_by_norm", "clip_by_value", "global_norm", "leaf_norms"]

@@ -2,6 +2,7 @@
 
 - `all_gather_object`: shows every rank of some axes a value of each of them.
 - `annotate_collectives`: says what collectives inside a context are for; ranks that say different things hear of it.
+- `arguments_of`: the arguments of an operator's schema; None for what is no operator.
 - `bytes_of`: the elements of a tensor as bytes.
 - `calling`: lets other ranks hear of an error that ends a call.
 - `check_axis`: refuses what is no axis of a mesh of this process.
@@ -22,11 +23,13 @@
   agree.
 - `find_order`: the `ReductionOrder` of a name: in which order sums are, and arithmetic whose bits that decides.
 - `flatten`: the leaves of a tree with their paths and specs, and its `unflatten` of other leaves.
+- `fold_views_and_remove_dead_nodes`: removes from a graph what repeats or what nobody uses.
 - `for_trained`: maps over the leaves that take a gradient; None in the place of others.
 - `FRACTION`: a `Range`: 0 or more and below 1.
 - `FullyShard`: the transform of `fully_shard`, for one that sends otherwise.
 - `grouped`: the positions of leaves by a key.
 - `hash_of`: a checksum of a tensor's values.
+- `held_in_flight`: the bytes that a collective holds of each tensor until somebody waits for it.
 - `is_differentiated`: whether a backward may reach a tensor.
 - `is_donated`: whether a leaf was donated to an earlier call.
 - `is_mask`: whether a value is a mask of leaves.
@@ -41,6 +44,7 @@
 - `local_piece`: cuts this rank's shard out of a full tensor.
 - `local_ranges`: where this rank's elements of a full tensor start along each dim, and how many there are.
 - `LOCATED`: set to True by `setting`, it lets nodes of a graph keep the stack that made them.
+- `make_aval`: the properties of a tensor without its values.
 - `map_leaves`: maps over the leaves that `flatten` finds, Sharded ones kept whole.
 - `MASK`: what a mask of leaves is, in words for an error.
 - `masked_transform`: a transform for the leaves that a mask matches, and another for the others.
@@ -49,6 +53,7 @@
 - `named_modules`: a module's submodules by name, without the checkpoint wrappers of torch around them.
 - `named_parameters`: a module's parameters by the names that they have without such wrappers, as in its state dict.
 - `no_updates`: a count of no updates for each leaf that takes a gradient.
+- `graph_nodes`: what an operator of a graph reads, writes, sends and draws.
 - `NOT_NEGATIVE`: a `Range`: 0 or more, and finite.
 - `partition_axes`: the axes whose ranks hold different elements of a leaf.
 - `piece_of`: the box of a leaf that this rank holds.
@@ -72,8 +77,10 @@
 - `tensors_of`: the `tensor_of` each of many leaves.
 - `tolerance`: how far values may be apart that differ by rounding alone.
 - `TorchState`: the state of an optimizer that `from_torch` made.
+- `trace`: records a function as a graph, of what was `Traced`.
 - `transforms_active`: whether code runs under a transform of torch.func.
 - `Typed`: an output of a graph's node, and whether it should vary, for `find_mixed`.
+- `unflatten`: the tree of some leaves.
 - `walk_graph`: walks through a graph, to each place once.
 - `watched`: tells an object with four methods when collectives start, are waited for and land.
 - `without_padding`: this rank's elements of a Sharded leaf.
@@ -83,6 +90,7 @@
 """
 
 from fshard._compat import (
+    arguments_of,
     fake_maker,
     is_differentiated,
     named_buffers,
@@ -104,8 +112,13 @@ from fshard.collectives import (
     walk_graph,
 )
 from fshard.comm import all_gather_object, annotate_collectives, calling, setting, supports_cpu_messages, watched
+from fshard.comm.ops import held_in_flight
 from fshard.errors import Problem, expect, is_users_file, refuse
 from fshard.jit import Jitted, Program, Traced
+from fshard.jit import nodes as graph_nodes
+from fshard.jit.passes import fold_views_and_remove_dead_nodes
+from fshard.jit.signature import make_aval
+from fshard.jit.trace import trace
 from fshard.mesh import fake_axes, process_rank, ranks_of
 from fshard.optim.from_torch import TorchState
 from fshard.optim.leaves import counted, for_trained, no_updates, partition_axes, zero
@@ -129,6 +142,7 @@ from fshard.tree import (
     matches,
     tensor_of,
     tensors_of,
+    unflatten,
 )
 from fshard.tree.checks import (
     FRACTION,
@@ -166,6 +180,7 @@ __all__ = [
     "Typed",
     "all_gather_object",
     "annotate_collectives",
+    "arguments_of",
     "bytes_of",
     "calling",
     "check_axis",
@@ -183,9 +198,12 @@ __all__ = [
     "find_mixed",
     "find_order",
     "flatten",
+    "fold_views_and_remove_dead_nodes",
     "for_trained",
+    "graph_nodes",
     "grouped",
     "hash_of",
+    "held_in_flight",
     "is_differentiated",
     "is_donated",
     "is_mask",
@@ -197,6 +215,7 @@ __all__ = [
     "like",
     "local_piece",
     "local_ranges",
+    "make_aval",
     "map_leaves",
     "masked_transform",
     "matches",
@@ -222,7 +241,9 @@ __all__ = [
     "tensor_of",
     "tensors_of",
     "tolerance",
+    "trace",
     "transforms_active",
+    "unflatten",
     "walk_graph",
     "watched",
     "without_padding",

@@ -13,6 +13,7 @@ TABLE: Mapping[tuple[str, str], str] = MappingProxyType(
         ("fshard", "interop.dtensor"): "from_dtensor to_dtensor",
         ("fshard", "interop.init_weights"): "with_init_weights",
         ("fshard", "interop.no_split"): "no_split",
+        ("fshard", "jit.graph"): "make_graph",
         ("fshard", "optim.adafactor"): "adafactor scale_by_factored_rms",
         ("fshard", "optim.loss_scale"): "dynamic_loss_scale",
         ("fshard", "optim.native"): (
@@ -37,6 +38,7 @@ TABLE: Mapping[tuple[str, str], str] = MappingProxyType(
         ("fshard.checkpoint", "interop.dcp"): "load_dcp save_dcp",
         ("fshard.checkpoint", "interop.huggingface"): "load_huggingface save_huggingface",
         ("fshard.checkpoint", "interop.optimizer_state"): "from_optimizer_state_dict to_optimizer_state_dict",
+        ("fshard.jit", "jit.inductor"): "compile_pieces",
         ("fshard.testing", "plan.plan"): "assert_budget",
         ("fshard.testing", "testing.check_optimizer"): "check_optimizer",
         ("fshard.testing", "testing.compare"): "assert_matches_ddp assert_trees_close check_pure",

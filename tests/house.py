@@ -51,7 +51,10 @@ DISTRIBUTED_ROOMS = {
 }
 COMPAT = {"_compat", "ext/_compat"}
 # Tests of the core are programs of a user, and take from the face what every such program is compared and stepped by.
-TOOLS = ("optim.native", "optim.norms", "optim.wrappers", "testing.compare", "testing.laws", "testing.varying")
+TOOLS = {
+    *("jit.graph", "optim.native", "optim.norms", "optim.wrappers"),
+    *("testing.compare", "testing.laws", "testing.varying"),
+}
 MUTABLE_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 MUTABLE_CALLS = {
     *("list", "dict", "set", "bytearray", "Counter", "OrderedDict", "defaultdict", "deque"),

@@ -1,6 +1,6 @@
 """Private APIs of torch and transformers that extensions use, each with the versions it was checked on."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -126,3 +126,38 @@ def lazy_module(graph: Graph) -> GraphModule:
     """A module of a graph, whose code is generated only if it is run. Checked on 2.13."""
     with _use_lazy_graph_module(True):
         return _make_graph_module(torch.nn.Module(), graph)
+
+
+def compile_by_inductor(module: Any, examples: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    """Compile a graph of operators to kernels, in an order that Inductor chooses. Checked on 2.13.
+
+    Inductor is imported here, because that takes seconds.
+
+    Args:
+        module: A torch.fx.GraphModule that writes to no input; its results keep their strides.
+        examples: Its inputs as fake tensors, or none.
+
+    Returns:
+        A function of the inputs that returns a sequence of the results.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    (output,) = module.graph.find_nodes(op="output")
+    first_result = output.args[0][0]
+    fake_mode = first_result.meta["val"].fake_mode
+    table = select_decomp_table()
+    trace = make_fx(module, decomposition_table=table, tracing_mode="real")
+    with fake_mode:
+        lowered = trace(*examples)
+    lowered.graph.eliminate_dead_code()
+    (output,) = lowered.graph.find_nodes(op="output")
+    number_of_results = len(output.args[0])
+    output.meta["user_visible_output_idxs"] = list(range(number_of_results))
+    run = compile_fx_inner(lowered, list(examples))
+
+    def compiled(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+        return run(list(tensors))
+
+    return compiled

@@ -61,6 +61,7 @@ MIRRORS = {
     "fshard/jit/jit.py": ("tests/jit", "tests/test_recovery.py"),
     "fshard/jit": ("tests/jit",),
     "fshard/optim": ("tests/optim",),
+    "fshard/ext/jit": ("tests/ext/jit",),
     "fshard/ext/optim": ("tests/ext/optim", "tests/optim"),
     "fshard/update.py": ("tests/test_update.py", "tests/test_recovery.py"),
     "fshard/shard.py": ("tests/test_law_round_trip.py",),
