@@ -14,6 +14,7 @@
 - `counted`: new counts of the updates of each leaf, one more where it has a gradient.
 - `custom_call`: a differentiable function that communicates in its forward and its backward.
 - `describe`: says what a value is, for an error.
+- `drawing`: how values of a module are drawn: copies of modules, tensors to draw, the functions that draw them.
 - `Entry`: a full tensor of another format, of which an `Exchange` reads boxes.
 - `Exchange`: moves leaves to or from another format; every rank makes the same calls.
 - `expect`: refuses an argument unless it is as expected.
@@ -22,16 +23,19 @@
 - `find_mixed`: finds where a graph, from places that are `Typed`, mixes values that vary between ranks and values that
   agree.
 - `find_order`: the `ReductionOrder` of a name: in which order sums are, and arithmetic whose bits that decides.
+- `fingerprint`: a text of a leaf and its spec, for ranks to compare.
 - `flatten`: the leaves of a tree with their paths and specs, and its `unflatten` of other leaves.
 - `fold_views_and_remove_dead_nodes`: removes from a graph what repeats or what nobody uses.
 - `for_trained`: maps over the leaves that take a gradient; None in the place of others.
 - `FRACTION`: a `Range`: 0 or more and below 1.
 - `FullyShard`: the transform of `fully_shard`, for one that sends otherwise.
+- `graph_nodes`: what an operator of a graph reads, writes, sends and draws.
 - `grouped`: the positions of leaves by a key.
 - `hash_of`: a checksum of a tensor's values.
 - `held_in_flight`: the bytes that a collective holds of each tensor until somebody waits for it.
 - `is_differentiated`: whether a backward may reach a tensor.
 - `is_donated`: whether a leaf was donated to an earlier call.
+- `is_fake`: whether a tensor has no values, as those of `fake_maker`.
 - `is_mask`: whether a value is a mask of leaves.
 - `is_trained`: whether a leaf takes a gradient.
 - `is_users_file`: whether a file is of the user's program, and not of fshard or torch.
@@ -53,8 +57,8 @@
 - `named_modules`: a module's submodules by name, without the checkpoint wrappers of torch around them.
 - `named_parameters`: a module's parameters by the names that they have without such wrappers, as in its state dict.
 - `no_updates`: a count of no updates for each leaf that takes a gradient.
-- `graph_nodes`: what an operator of a graph reads, writes, sends and draws.
 - `NOT_NEGATIVE`: a `Range`: 0 or more, and finite.
+- `padded`: this rank's elements of a leaf with the padding of its shard.
 - `partition_axes`: the axes whose ranks hold different elements of a leaf.
 - `piece_of`: the box of a leaf that this rank holds.
 - `POSITIVE`: a `Range`: above 0.
@@ -69,6 +73,7 @@
 - `same_structure`: refuses a tree whose structure differs from another's.
 - `setting`: sets a variable of a context, such as `LOCATED`, inside a block.
 - `start_scatter`: starts the scatter of a transform, with its state if it has one.
+- `storage_key`: a name of a tensor's memory.
 - `sum_dtype`: the dtype in which gradients of a leaf are added up.
 - `sum_over`: sums over several axes into values that agree between all their ranks.
 - `summed_axes`: the axes that a transform sums gradients over.
@@ -93,9 +98,11 @@ from fshard._compat import (
     arguments_of,
     fake_maker,
     is_differentiated,
+    is_fake,
     named_buffers,
     named_modules,
     named_parameters,
+    storage_key,
     transforms_active,
     without_saved_tensor_hooks,
 )
@@ -114,6 +121,7 @@ from fshard.collectives import (
 from fshard.comm import all_gather_object, annotate_collectives, calling, setting, supports_cpu_messages, watched
 from fshard.comm.ops import held_in_flight
 from fshard.errors import Problem, expect, is_users_file, refuse
+from fshard.init import drawing
 from fshard.jit import Jitted, Program, Traced
 from fshard.jit import nodes as graph_nodes
 from fshard.jit.passes import fold_views_and_remove_dead_nodes
@@ -125,7 +133,7 @@ from fshard.optim.leaves import counted, for_trained, no_updates, partition_axes
 from fshard.random import words_at
 from fshard.reduction_order import ReductionOrder, find_order
 from fshard.rounding import tolerance
-from fshard.shard import hash_of, local_piece, local_ranges, without_padding
+from fshard.shard import fingerprint, hash_of, local_piece, local_ranges, padded, without_padding
 from fshard.transforms import masked_transform
 from fshard.transforms.axis import _FullyShard as FullyShard
 from fshard.transforms.run import start_scatter
@@ -192,11 +200,13 @@ __all__ = [
     "counted",
     "custom_call",
     "describe",
+    "drawing",
     "expect",
     "fake_axes",
     "fake_maker",
     "find_mixed",
     "find_order",
+    "fingerprint",
     "flatten",
     "fold_views_and_remove_dead_nodes",
     "for_trained",
@@ -206,6 +216,7 @@ __all__ = [
     "held_in_flight",
     "is_differentiated",
     "is_donated",
+    "is_fake",
     "is_mask",
     "is_trained",
     "is_users_file",
@@ -223,6 +234,7 @@ __all__ = [
     "named_modules",
     "named_parameters",
     "no_updates",
+    "padded",
     "partition_axes",
     "piece_of",
     "process_rank",
@@ -234,6 +246,7 @@ __all__ = [
     "same_structure",
     "setting",
     "start_scatter",
+    "storage_key",
     "sum_dtype",
     "sum_over",
     "summed_axes",

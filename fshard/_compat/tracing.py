@@ -80,15 +80,6 @@ def arguments_of(target: Any) -> list[Argument] | None:
     return [Argument(name, is_view or info is not None, info is not None and info.is_write) for name, info in infos]
 
 
-def written(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors that an operator of torch's writes to, lists of tensors taken apart. Checked on 2.13."""
-    arguments = arguments_of(target) or []
-    given = dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
-    values = (given.get(argument.name) for argument in arguments if argument.written)
-    lists = (value if isinstance(value, list | tuple) else [value] for value in values)
-    return [tensor for tensor in itertools.chain.from_iterable(lists) if tensor is not None]
-
-
 def is_effect(target: Any) -> bool:
     """Whether an operator is there for what it does alone, such as an assert. Checked on 2.13."""
     if arguments_of(target) is None:

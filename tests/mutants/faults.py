@@ -16,6 +16,7 @@ MIRRORS = {
     "fshard/ext/quantize.py": ("tests/ext/test_quantize.py", "tests/ext/test_quantize_state.py"),
     "fshard/tree": ("tests/test_tree.py", "tests/test_law_round_trip.py"),
     "fshard/init": ("tests/test_init.py",),
+    "fshard/ext/counter.py": ("tests/test_init.py",),
     "fshard/transforms": ("tests/transforms",),
     "fshard/comm/failure.py": ("tests/comm/test_failure.py", "tests/test_recovery.py"),
     "fshard/comm/groups.py": ("tests/comm/test_forked_children.py", "tests/comm/test_failure.py"),
@@ -116,7 +117,7 @@ FAULTS = (
     ),
     Fault(
         "elements-counted-from-the-shard",
-        "fshard/init/counter.py",
+        "fshard/ext/counter.py",
         "index = index * size + start + at",
         "index = index * size + at",
         "9: a drawn element depends on the seed and its place, not on the rank that has it",
