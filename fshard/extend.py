@@ -6,6 +6,7 @@
 - `bytes_of`: the elements of a tensor as bytes.
 - `calling`: lets other ranks hear of an error that ends a call.
 - `check_axis`: refuses what is no axis of a mesh of this process.
+- `check_flags`: refuses flags that are neither True nor False.
 - `check_floating`: refuses leaves that should take a gradient and cannot.
 - `check_local`: refuses leaves that were donated, that do not fit their spec, or of another mesh.
 - `check_matches`: refuses masks that match no leaf.
@@ -86,6 +87,8 @@
 - `transforms_active`: whether code runs under a transform of torch.func.
 - `Typed`: an output of a graph's node, and whether it should vary, for `find_mixed`.
 - `unflatten`: the tree of some leaves.
+- `unsaved_buffers`: the names of a module's buffers that its state dict does not have.
+- `unsharded`: full tensors of Sharded leaves, without the check that ranks make the same call.
 - `walk_graph`: walks through a graph, to each place once.
 - `watched`: tells an object with four methods when collectives start, are waited for and land.
 - `without_padding`: this rank's elements of a Sharded leaf.
@@ -104,6 +107,7 @@ from fshard._compat import (
     named_parameters,
     storage_key,
     transforms_active,
+    unsaved_buffers,
     without_saved_tensor_hooks,
 )
 from fshard.checkpoint.exchange import Entry, Exchange, piece_of
@@ -133,7 +137,7 @@ from fshard.optim.leaves import counted, for_trained, no_updates, partition_axes
 from fshard.random import words_at
 from fshard.reduction_order import ReductionOrder, find_order
 from fshard.rounding import tolerance
-from fshard.shard import fingerprint, hash_of, local_piece, local_ranges, padded, without_padding
+from fshard.shard import fingerprint, hash_of, local_piece, local_ranges, padded, unsharded, without_padding
 from fshard.transforms import masked_transform
 from fshard.transforms.axis import _FullyShard as FullyShard
 from fshard.transforms.run import start_scatter
@@ -158,6 +162,7 @@ from fshard.tree.checks import (
     POSITIVE,
     Range,
     check_axis,
+    check_flags,
     check_floating,
     check_local,
     check_matches,
@@ -192,6 +197,7 @@ __all__ = [
     "bytes_of",
     "calling",
     "check_axis",
+    "check_flags",
     "check_floating",
     "check_local",
     "check_matches",
@@ -257,6 +263,8 @@ __all__ = [
     "trace",
     "transforms_active",
     "unflatten",
+    "unsaved_buffers",
+    "unsharded",
     "walk_graph",
     "watched",
     "without_padding",

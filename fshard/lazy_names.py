@@ -38,6 +38,7 @@ TABLE: Mapping[tuple[str, str], str] = MappingProxyType(
         ("fshard.checkpoint", "interop.dcp"): "load_dcp save_dcp",
         ("fshard.checkpoint", "interop.huggingface"): "load_huggingface save_huggingface",
         ("fshard.checkpoint", "interop.optimizer_state"): "from_optimizer_state_dict to_optimizer_state_dict",
+        ("fshard.checkpoint", "interop.state_dict"): "from_state_dict to_state_dict",
         ("fshard.init", "counter"): "draw_by_counter",
         ("fshard.jit", "jit.inductor"): "compile_pieces",
         ("fshard.testing", "plan.plan"): "assert_budget",

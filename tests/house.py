@@ -52,7 +52,7 @@ DISTRIBUTED_ROOMS = {
 COMPAT = {"_compat", "ext/_compat"}
 # Tests of the core are programs of a user, and take from the face what every such program is compared and stepped by.
 TOOLS = {
-    *("jit.graph", "optim.native", "optim.norms", "optim.wrappers"),
+    *("interop.state_dict", "jit.graph", "optim.native", "optim.norms", "optim.wrappers"),
     *("testing.compare", "testing.laws", "testing.varying"),
 }
 MUTABLE_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)

@@ -2,23 +2,22 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from fshard import _compat, comm
 from fshard.checkpoint.errors import CheckpointError, reason
 from fshard.checkpoint.files import bytes_of, name_of
 from fshard.errors import Problem, expect, refuse
 from fshard.mesh import Mesh, ranks_of
-from fshard.shard import Layouts, check_transform, hash_of, local_ranges, padded, unsharded, without_padding
-from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, tensor_of, tree_map
-from fshard.tree.checks import check_flags, check_local, describe
+from fshard.shard import Layouts, check_transform, hash_of, local_ranges, padded, without_padding
+from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, tensor_of
+from fshard.tree.checks import check_local, describe
 
 # A part of a tensor by its start and end along each dim, and by its start and shape.
 Box = tuple[slice, ...]
@@ -83,44 +82,22 @@ def piece_of(leaf: Any) -> Piece:
 class Exchange:
     """Moves leaves to or from a format: every rank makes the same calls.
 
-    A tied parameter of a module has several names, of which fshard uses the first.
-
     Attributes:
         label: The public function, for errors.
         ranks: The ranks that call, as one axis.
         rank: The place of this rank among them.
-        first: The first name of each tensor of the module, by each of its names, with those of wrappers.
-        saved: The names that a state dict has of each tensor, by the first.
-        unsaved: The names of buffers that are not persistent.
-        by_tensor: The first name of each tensor, by its id.
     """
 
-    def __init__(self, label: str, module: nn.Module | None = None, mesh: Mesh | Axis | None = None) -> None:
-        """Read the names of a module.
+    def __init__(self, label: str, *, mesh: Mesh | Axis | None = None) -> None:
+        """Begin an exchange.
 
         Args:
             label: The public function, for errors.
-            module: The module whose tensors are moved; None leaves every name as it is.
             mesh: The mesh of the ranks that call; None for all ranks of this run.
         """
-        self.label, self.ranks, self._known = label, ranks_of(mesh), module is not None
+        self.label = label
+        self.ranks = ranks_of(mesh)
         self.rank = comm.rank(self.ranks)
-        given = nn.Module() if module is None else module
-        expect(isinstance(given, nn.Module), label, "module to be a torch module or None", describe(module))
-        named = dict[str, torch.Tensor](_compat.named_parameters(given, remove_duplicate=False))
-        named |= _compat.named_buffers(given, remove_duplicate=False)
-        self.by_tensor = {id(tensor): name for name, tensor in reversed(named.items())}
-        in_module = dict[str, torch.Tensor](given.named_parameters(remove_duplicate=False))
-        in_module |= given.named_buffers(remove_duplicate=False)
-        self.first = {name: self.by_tensor[id(tensor)] for name, tensor in (named | in_module).items()}
-        self.saved: dict[str, list[str]] = {}
-        self.unsaved = _compat.unsaved_buffers(given)
-        for name in filter(given.state_dict().__contains__, named):
-            self.saved.setdefault(self.first[name], []).append(name)
-
-    def saved_as(self, name: str) -> list[str]:
-        """The names under which a state dict has a leaf; none for a buffer that is not persistent."""
-        return self.saved.get(name, []) if self._known else [name]
 
     @contextmanager
     def raise_on_all_ranks(self, place: object = "") -> Iterator[None]:
@@ -170,30 +147,6 @@ class Exchange:
         check_transform(strategy, self.label, "strategy")
         return Layouts(self.label, strategy, flat.names, flat.leaves)
 
-    def leaves(self, tree: Tree, **flags: Any) -> dict[str, Any]:
-        """The leaves of a tree by name.
-
-        Raises:
-            ValueError: on every rank, if a leaf is no tensor or unknown to the module, or a flag is no bool.
-        """
-        with self.raise_on_all_ranks():
-            check_flags(self.label, **flags)
-            flat = self.flat(tree)
-            leaves = {name: leaf for name, leaf in zip(flat.names, flat.leaves, strict=True) if leaf is not None}
-            problems = [(name, describe(leaf), "a tensor") for name, leaf in leaves.items() if not is_tensor(leaf)]
-            if self._known:
-                problems += [(name, "a leaf", expected) for name in leaves if (expected := self._misnamed(name))]
-            refuse(f"{self.label}: leaves do not fit", problems, "pass the parameters and buffers of this module")
-        return leaves
-
-    def _misnamed(self, name: str) -> str | None:
-        """Say what is expected in the place of a leaf; None for one that has its place in the module's state dict."""
-        if self.first.get(name) != name:
-            return self.first.get(name, "a parameter or a buffer of the module")
-        if name in self.saved or name in self.unsaved:
-            return None
-        return "one that module.state_dict() has under a name of module.named_parameters() or named_buffers()"
-
     def replicas(self, leaves: Mapping[str, Any], values: Mapping[str, str]) -> dict[str, dict[Place, list[int]]]:
         """Find the ranks that hold each part of each leaf, and refuse different values of one part.
 
@@ -229,54 +182,6 @@ class Exchange:
         remedy = "make them the same, buffers by fs.sync_buffers, or store a row of one leaf for each rank"
         refuse(f"{self.label}: ranks hold different values of one leaf", [*problems.values()], remedy)
         return replicas
-
-    def gathered(self, leaves: Mapping[Any, Any], rank0_only: bool) -> dict[Any, torch.Tensor]:
-        """Gather leaves one by one into storage of their own, which no later step writes to and no other tensor has."""
-        out: dict[Any, torch.Tensor] = {}
-        for name, leaf in leaves.items():
-            full = unsharded([leaf])[0] if is_sharded(leaf) else leaf.detach()
-            if not (rank0_only and self.rank):
-                out[name] = full.clone(memory_format=torch.contiguous_format)
-        return out
-
-    def fill(
-        self, found: Mapping[str, Entry], leaves: Mapping[str, Any], cast: bool = False, optional: Container[str] = ()
-    ) -> dict[str, Any]:
-        """Read this rank's part of every leaf by its name, or refuse, on every rank, what does not fit.
-
-        Args:
-            found: The entries by name; a tied parameter has any of its names, or several.
-            leaves: The leaves by name.
-            cast: Whether to convert from one floating dtype to another.
-            optional: Leaves that need no entry if they have values.
-
-        Returns:
-            New leaves by name.
-        """
-        groups: dict[str, list[Entry]] = {}
-        for name, entry in found.items():
-            first = self.first.get(name, name)
-            dtype = tensor_of(leaves[first]).dtype if cast and first in leaves else entry.dtype
-            if dtype.is_floating_point and entry.dtype.is_floating_point:
-                entry = entry._replace(dtype=dtype)
-            groups.setdefault(first, []).append(entry)
-        # A state dict has no buffers that are not persistent, which stay as they are if they have values.
-        missing = {name: leaf for name, leaf in leaves.items() if name not in groups}
-        kept = {
-            name: tree_map(torch.clone, leaf)
-            for name, leaf in missing.items()
-            if (not self.saved_as(name) or name in optional) and not tensor_of(leaf).is_meta
-        }
-        needed = {name: leaf for name, leaf in leaves.items() if name not in kept}
-        remedy = "pass a tree of the same names; module= knows which are tied or not saved, cast=True changes dtypes"
-        return kept | self.read(needed, groups, remedy)
-
-    @staticmethod
-    def with_leaves(tree: Tree, leaves: Mapping[str, Any]) -> Tree:
-        """Return a tree with other leaves, by their names; None stays None."""
-        flat = flatten(tree)
-        pairs = zip(flat.names, flat.leaves, strict=True)
-        return flat.unflatten([None if leaf is None else leaves[name] for name, leaf in pairs])
 
     def read(self, needed: Mapping[str, Any], found: Mapping[str, Sequence[Any]], remedy: str) -> dict[str, Any]:
         """Read this rank's part of each leaf.

@@ -31,6 +31,8 @@ GIVEN = {
     "tensor_parallel": lambda w: dict(module=nn.Sequential(nn.Linear(4, 4))),
     "to_dtensor": lambda w: dict(tree=w.params),
     "checkpoint.from_optimizer_state_dict": lambda w: dict(like=w.opt_state, updates=0),
+    "checkpoint.from_state_dict": lambda w: dict(state_dict=w.module.state_dict(), like=w.weights, module=w.module),
+    "checkpoint.to_state_dict": lambda w: dict(params=w.weights, module=w.module),
     "checkpoint.load_dcp": lambda w: dict(directory=w.place / "dcp", like=w.weights, module=w.module, trusted=True),
     "checkpoint.load_huggingface": lambda w: dict(directory=w.place / "hf", like=w.weights, module=w.module),
     "checkpoint.save_dcp": lambda w: dict(state=w.weights, module=w.module, optimizer=w.optimizer),
@@ -54,7 +56,8 @@ ACCEPTED = (
     (("a tensor of integers",), "ids"),
     (("a tensor of another shape",), "vocab_parallel_embedding.weight"),
     (("a class", "a module"), "attention first last stage_fn"),
-    (EMPTY, "opt_state checkpoint.save_dcp.state"),
+    (("None",), "checkpoint.from_state_dict.module checkpoint.to_state_dict.module"),
+    (EMPTY, "checkpoint.to_state_dict.params opt_state checkpoint.save_dcp.state"),
     # True or false to Python, or not used with the other arguments.
     (tuple(WRONG), "flatten_optimizer_state_dict trusted rank0_only"),
     (tuple(WRONG), "checkpoint.save_dcp.optimizer from_dtensor.tree"),

@@ -586,7 +586,7 @@ FAULTS = (
     ),
     Fault(
         "leaf-without-a-place-left-out-of-exports",
-        "fshard/checkpoint/exchange.py",
+        "fshard/ext/interop/module_exchange.py",
         "if name in self.saved or name in self.unsaved:",
         "if name in self.first:",
         "1: an export has every leaf that it is given, or refuses it by name",

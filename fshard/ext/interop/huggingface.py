@@ -19,9 +19,10 @@ import fshard as fs
 from fshard.checkpoint import CheckpointError
 from fshard.ext.interop import shared_files
 from fshard.ext.interop.export import new_files
+from fshard.ext.interop.module_exchange import ModuleExchange
 from fshard.ext.interop.shared_files import CHECKSUMS, Checked, Kind, Part
 from fshard.ext.interop.transformers import Planned, as_planned, from_files, is_pretrained, to_files
-from fshard.extend import Entry, Exchange, describe, expect, piece_of, refuse
+from fshard.extend import Entry, describe, expect, piece_of, refuse
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # The entry of a file's header that is no tensor.
@@ -75,7 +76,7 @@ def save_huggingface(
     ...     sorted(os.listdir(directory)), load_file(f"{directory}/model.safetensors")
     (['checksums.json', 'model.safetensors'], {'w': tensor([1., 2.])})
     """
-    exchange = Exchange("checkpoint.save_huggingface", module)
+    exchange = ModuleExchange("checkpoint.save_huggingface", module)
     given = exchange.leaves(params)
     leaves = {name: leaf for name, leaf in given.items() if exchange.saved_as(name)}
     full: dict[str, torch.Tensor] = {}
@@ -150,7 +151,7 @@ def load_huggingface(
     >>> loaded, loaded["w"].local
     ({'w': Sharded(float32[2], P('shard'), local [2])}, tensor([1., 2.]))
     """
-    exchange = Exchange("checkpoint.load_huggingface", module)
+    exchange = ModuleExchange("checkpoint.load_huggingface", module)
     with ExitStack() as stack:
         with exchange.raise_on_all_ranks(directory):
             found = _open(exchange.path("directory", directory), stack)
@@ -222,7 +223,7 @@ def _nbytes(kind: Kind) -> int:
 
 
 def _parts(
-    exchange: Exchange,
+    exchange: ModuleExchange,
     leaves: Mapping[str, Any],
     held: Mapping[str, Mapping[Any, Sequence[int]]],
     results: Sequence[Planned],

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import fshard as fs
-from fshard.extend import Entry, Exchange, TorchState, describe, expect, flatten, refuse
+from fshard.ext.interop.module_exchange import ModuleExchange
+from fshard.extend import Entry, TorchState, describe, expect, flatten, refuse
 
 StateDict = dict[str, Any]
 
@@ -40,7 +41,7 @@ def to_optimizer_state_dict(
     >>> optimizer.state[module.weight]
     {'momentum_buffer': tensor([[1., 1.]])}
     """
-    exchange = Exchange("checkpoint.to_optimizer_state_dict", module)
+    exchange = ModuleExchange("checkpoint.to_optimizer_state_dict", module)
     order = {name: i for i, name in enumerate(optimizer_names(exchange, optimizer))}
     leaves = optimizer_leaves(exchange, opt_state)
     exchange.replicas({f"{name}.{slot}": leaf for (name, slot), leaf in leaves.items()}, {})
@@ -94,7 +95,7 @@ def from_optimizer_state_dict(
     >>> state.updates
     tensor(1)
     """
-    exchange = Exchange("checkpoint.from_optimizer_state_dict", module)
+    exchange = ModuleExchange("checkpoint.from_optimizer_state_dict", module)
     check_updates(exchange, updates)
     known = isinstance(state_dict, Mapping) and {"state", "param_groups"} <= state_dict.keys()
     needed = "state_dict to be the state dict of a torch optimizer, with state and param_groups"
@@ -112,13 +113,13 @@ def from_optimizer_state_dict(
     return rebuilt(exchange, like, found, lambda name, key: owners.get(name, first).get(key), updates)
 
 
-def check_updates(exchange: Exchange, updates: Any) -> None:
+def check_updates(exchange: ModuleExchange, updates: Any) -> None:
     """Refuse a number of updates that is no whole number."""
     whole = updates is None or (type(updates) is int and 0 <= updates < 2**63)
     expect(whole, exchange.label, "updates to be a whole number, 0 or more, or None", f"{updates!r:.40}")
 
 
-def optimizer_names(exchange: Exchange, optimizer: torch.optim.Optimizer) -> list[str]:
+def optimizer_names(exchange: ModuleExchange, optimizer: torch.optim.Optimizer) -> list[str]:
     """The names of a torch optimizer's parameters, in its order."""
     known = isinstance(optimizer, torch.optim.Optimizer)
     expect(known, exchange.label, "optimizer to be a torch optimizer", describe(optimizer))
@@ -129,7 +130,7 @@ def optimizer_names(exchange: Exchange, optimizer: torch.optim.Optimizer) -> lis
     return [exchange.by_tensor[id(param)] for param in params]
 
 
-def optimizer_leaves(exchange: Exchange, opt_state: Any) -> dict[tuple[str, str], Any]:
+def optimizer_leaves(exchange: ModuleExchange, opt_state: Any) -> dict[tuple[str, str], Any]:
     """The leaves of a state made by `from_torch`, by the name of the parameter and of the slot.
 
     Raises:
@@ -166,7 +167,11 @@ def groups_of(opt_state: Any, optimizer: torch.optim.Optimizer, order: Sequence[
 
 
 def rebuilt(
-    exchange: Exchange, like: Any, found: Mapping[str, Entry], number: Callable[[str, str], Any], updates: int | None
+    exchange: ModuleExchange,
+    like: Any,
+    found: Mapping[str, Entry],
+    number: Callable[[str, str], Any],
+    updates: int | None,
 ) -> Any:
     """Read a state.
 

@@ -13,7 +13,8 @@ from torch import nn
 import fshard as fs
 from fshard.checkpoint import CheckpointError
 from fshard.ext import _compat
-from fshard.extend import Entry, Exchange, piece_of
+from fshard.ext.interop.module_exchange import ModuleExchange
+from fshard.extend import Entry, piece_of
 
 Box = tuple[slice, ...]
 Read = Callable[[Box], torch.Tensor]
@@ -153,7 +154,7 @@ def from_files(found: Mapping[str, Entry], module: nn.Module) -> tuple[dict[str,
 
 
 def to_files(
-    exchange: Exchange, leaves: Mapping[str, Any], module: nn.Module, full: Mapping[str, Any]
+    exchange: ModuleExchange, leaves: Mapping[str, Any], module: nn.Module, full: Mapping[str, Any]
 ) -> dict[str, Planned]:
     """Rename and convert the weights of a model to those of files, as save_pretrained does.
 
