@@ -78,7 +78,7 @@ UNCALLED = {
 class World(test_bad_calls.World):
     """With what other formats and parallel layers need."""
 
-    script, extensions, refused = "tests.ext.test_bad_calls", True, 2200
+    script, extensions, refused = "tests.ext.test_bad_calls", True, 3000
     given, accepted, theirs, uncalled = GIVEN, ACCEPTED, THEIRS, UNCALLED
 
     q = k = v = torch.ones(1, 1, 4, 4)
