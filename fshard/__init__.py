@@ -10,12 +10,9 @@ The public names by use, as `import fshard as fs` has them. Those of the core:
   same bits at any number of ranks; `fold_in` for random keys.
 - **Strategies**: `ddp`, `zero1`, `zero2`, `zero3`, `hsdp`.
 - **Transforms**: `fully_shard`, `hybrid_shard`, `replicate`, `split_dim`, `own_dim`; `compose`, `cast`, `offload`;
-  `masked` chooses by name; `Wrapped`, `ShardTransform`, `Storage` and `LayoutError` for one's own; `transform_state`.
-- **Optimizers**: `TrainState`, `from_torch`, `chain`, `partition`, `freeze`; `sgd`, `adam`, `adamw`;
-  `GradientTransformation` and `Optimizer` for one's own.
-- **Gradient transformations**: `clip_by_global_norm`, `clip_by_norm`, `clip_by_value`, `global_norm`,
-  `leaf_norms`, `add_decayed_weights`, `scale_by_adam`, `skip_nonfinite`, `ema`.
-- **jit**: `jit`, `make_graph`.
+  `Wrapped`, `ShardTransform`, `Storage` and `LayoutError` for one's own; `transform_state`.
+- **Optimizers**: `TrainState`, `from_torch`, `chain`; `GradientTransformation` and `Optimizer` for one's own.
+- **jit**: `jit`.
 - **Collectives in a loss**: `psum`, `pmean`, `pmax`, `psum_invariant`, `pcast`, `all_gather`, `all_gather_invariant`,
   `reduce_scatter`, `all_to_all`, `ragged_all_to_all`, `ppermute`, `broadcast`, `axis_index`.
 - **What is sent**: `fshard.comm`.
@@ -28,12 +25,15 @@ Those of extensions, which use the core as a program does and are imported when 
 - **Other axes**: `pipeline`, `tensor_parallel`, `ring_attention`, `ring_positions`, `ulysses`,
   `vocab_parallel_embedding`, `vocab_parallel_cross_entropy`; `fshard.ext.parallel.moe` as `fs.moe`.
 - **Losses**: `chunked_loss`.
-- **Graphs in files**: `save_graph`, `load_graph`.
+- **Graphs**: `make_graph` to read one; `save_graph`, `load_graph`.
 - **Weights for other ranks**: `publish`, `receive`.
+- **Parts of a tree**: `masked` chooses the leaves of a transform or an optimizer by name; `partition`, `freeze`.
 - **Transforms**: `quantize`.
 - **Learning rates**: `fshard.ext.optim.schedules` as `fs.schedules`, `from_torch_scheduler`.
-- **Optimizers**: `dynamic_loss_scale`, `whole`, `lamb`, `lars`, `adafactor`; `scale_by_trust_ratio`,
-  `scale_by_factored_rms`.
+- **Optimizers**: `sgd`, `adam`, `adamw`, `lamb`, `lars`, `adafactor`; `whole`, `ema`, `skip_nonfinite`,
+  `dynamic_loss_scale`.
+- **Gradient transformations**: `clip_by_global_norm`, `clip_by_norm`, `clip_by_value`, `global_norm`, `leaf_norms`,
+  `add_decayed_weights`, `scale_by_adam`, `scale_by_trust_ratio`, `scale_by_factored_rms`.
 - **Before and during a step**: `plan`, `trace`; `sample_ids` for the samples of a step.
 - **Exchange**: `to_dtensor`, `from_dtensor`; for models of transformers `no_split`, and `with_init_weights`, which
   draws their values.
@@ -44,22 +44,10 @@ from typing import TYPE_CHECKING
 from fshard import checkpoint, comm, lazy_names, testing
 from fshard.apply import Model, apply, functionalize
 from fshard.collectives import axis_index, pcast
-from fshard.jit import jit, make_graph
+from fshard.jit import jit
 from fshard.mesh import axis_of, init_mesh
 from fshard.microbatches import microbatches
 from fshard.optim.from_torch import from_torch
-from fshard.optim.native import (
-    adam,
-    adamw,
-    add_decayed_weights,
-    clip_by_global_norm,
-    clip_by_norm,
-    clip_by_value,
-    scale_by_adam,
-    sgd,
-)
-from fshard.optim.norms import global_norm, leaf_norms
-from fshard.optim.wrappers import ema, freeze, masked, partition, skip_nonfinite
 from fshard.public import (
     all_gather,
     all_gather_invariant,
@@ -107,12 +95,25 @@ if TYPE_CHECKING:
     from fshard.ext.interop.dtensor import from_dtensor, to_dtensor
     from fshard.ext.interop.init_weights import with_init_weights
     from fshard.ext.interop.no_split import no_split
+    from fshard.ext.jit.graph import make_graph
     from fshard.ext.optim import schedules
     from fshard.ext.optim.adafactor import adafactor, scale_by_factored_rms
     from fshard.ext.optim.loss_scale import dynamic_loss_scale
+    from fshard.ext.optim.native import (
+        adam,
+        adamw,
+        add_decayed_weights,
+        clip_by_global_norm,
+        clip_by_norm,
+        clip_by_value,
+        scale_by_adam,
+        sgd,
+    )
+    from fshard.ext.optim.norms import global_norm, leaf_norms
     from fshard.ext.optim.schedules import from_torch_scheduler
     from fshard.ext.optim.trust import lamb, lars, scale_by_trust_ratio
     from fshard.ext.optim.whole import whole
+    from fshard.ext.optim.wrappers import ema, freeze, masked, partition, skip_nonfinite
     from fshard.ext.parallel import moe
     from fshard.ext.parallel.attention import ring_attention, ring_positions, ulysses
     from fshard.ext.parallel.pipeline import pipeline
@@ -136,12 +137,9 @@ __all__ += ["apply", "gather", "scatter_grads", "update"]
 __all__ += ["accumulate", "fold_in", "microbatches", "objective", "remat", "value_and_grad"]
 __all__ += ["ddp", "hsdp", "zero1", "zero2", "zero3"]
 __all__ += ["LayoutError", "ShardTransform", "Storage", "Wrapped", "cast", "compose", "fully_shard"]
-__all__ += ["hybrid_shard", "masked", "offload", "own_dim", "replicate", "split_dim", "transform_state"]
-__all__ += ["GradientTransformation", "Optimizer", "TrainState", "adam", "adamw"]
-__all__ += ["chain", "freeze", "from_torch", "partition", "sgd"]
-__all__ += ["add_decayed_weights", "clip_by_global_norm", "clip_by_norm", "clip_by_value"]
-__all__ += ["ema", "global_norm", "leaf_norms", "scale_by_adam", "skip_nonfinite"]
-__all__ += ["jit", "make_graph"]
+__all__ += ["hybrid_shard", "offload", "own_dim", "replicate", "split_dim", "transform_state"]
+__all__ += ["GradientTransformation", "Optimizer", "TrainState", "chain", "from_torch"]
+__all__ += ["jit"]
 __all__ += ["all_gather", "all_gather_invariant", "all_to_all", "axis_index", "broadcast", "pmax"]
 __all__ += ["pcast", "pmean", "ppermute", "psum", "psum_invariant", "ragged_all_to_all", "reduce_scatter"]
 __all__ += ["comm"]
@@ -149,8 +147,11 @@ __all__ += ["checkpoint"]
 __all__ += ["testing"]
 __all__ += ["moe", "pipeline", "ring_attention", "ring_positions"]
 __all__ += ["tensor_parallel", "ulysses", "vocab_parallel_cross_entropy", "vocab_parallel_embedding"]
-__all__ += ["chunked_loss", "load_graph", "publish", "quantize", "receive", "save_graph"]
-__all__ += ["adafactor", "lamb", "lars", "scale_by_factored_rms", "scale_by_trust_ratio", "whole"]
+__all__ += ["chunked_loss", "load_graph", "make_graph", "publish", "quantize", "receive", "save_graph"]
+__all__ += ["freeze", "masked", "partition"]
+__all__ += ["adafactor", "adam", "adamw", "ema", "lamb", "lars", "sgd", "skip_nonfinite", "whole"]
+__all__ += ["add_decayed_weights", "clip_by_global_norm", "clip_by_norm", "clip_by_value", "global_norm", "leaf_norms"]
+__all__ += ["scale_by_adam", "scale_by_factored_rms", "scale_by_trust_ratio"]
 __all__ += ["dynamic_loss_scale", "from_torch_scheduler", "schedules"]
 __all__ += ["plan", "sample_ids", "trace"]
 __all__ += ["from_dtensor", "no_split", "to_dtensor", "with_init_weights"]

@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from fshard.gather import gather
 from fshard.mesh import init_mesh
-from fshard.optim.native import adamw
+from fshard.optim.from_torch import from_torch
 from fshard.rounding import tolerance
 from fshard.shard import shard, unshard
-from fshard.testing import Workers, assert_trees_close, spmd
+from fshard.testing import Workers, spmd
 from fshard.transforms.strategies import zero3
 from fshard.tree import Tree, tree_leaves
 from fshard.update import TrainState, update
@@ -67,14 +67,14 @@ def self_test() -> None:
             # A gradient adds up a term for each row of a batch, and each step hands on what the one before had.
             scale = max(float(leaf.abs().max()) for leaf in tree_leaves(alone))
             atol = tolerance(torch.float64, terms=WIDTH, scale=scale, steps=STEPS)
-            assert_trees_close(params, alone, rtol=0.0, atol=atol)
+            torch.testing.assert_close(params, alone, rtol=0.0, atol=atol)
 
 
 def _train() -> Tree:
     """Train on the same batches, of which each rank has a part, and return the full parameters."""
     mesh, draw = init_mesh({"shard": -1}, device="cpu"), torch.Generator().manual_seed(0)
     weight, *batches = torch.randn(STEPS + 1, WIDTH, WIDTH, generator=draw, dtype=torch.float64)
-    tx = adamw(1e-2)
+    tx = from_torch(torch.optim.AdamW, lr=1e-2)
     state = TrainState.create(shard({"w": weight / 8}, zero3(mesh)), tx)
 
     def loss_fn(params: Tree, x: torch.Tensor) -> torch.Tensor:

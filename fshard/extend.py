@@ -1,100 +1,275 @@
 """A second tier of names, for libraries on top of fshard that need more than a program does; without promises.
 
+- `all_gather_object`: shows every rank of some axes a value of each of them.
 - `annotate_collectives`: says what collectives inside a context are for; ranks that say different things hear of it.
+- `arguments_of`: the arguments of an operator's schema; None for what is no operator.
 - `bytes_of`: the elements of a tensor as bytes.
 - `calling`: lets other ranks hear of an error that ends a call.
 - `check_axis`: refuses what is no axis of a mesh of this process.
-- `check_rates`: refuses hyperparameters out of the ranges that torch.optim has for them.
+- `check_flags`: refuses flags that are neither True nor False.
+- `check_floating`: refuses leaves that should take a gradient and cannot.
+- `check_local`: refuses leaves that were donated, that do not fit their spec, or of another mesh.
+- `check_matches`: refuses masks that match no leaf.
+- `check_numbers`: refuses arguments that are no numbers of a `Range`.
+- `check_tensors`: refuses leaves that are no tensors.
+- `counted`: new counts of the updates of each leaf, one more where it has a gradient.
 - `custom_call`: a differentiable function that communicates in its forward and its backward.
 - `describe`: says what a value is, for an error.
+- `drawing`: how values of a module are drawn: copies of modules, tensors to draw, the functions that draw them.
 - `Entry`: a full tensor of another format, of which an `Exchange` reads boxes.
 - `Exchange`: moves leaves to or from another format; every rank makes the same calls.
 - `expect`: refuses an argument unless it is as expected.
 - `fake_axes`: axes of any sizes whose groups cannot communicate, to trace with.
 - `fake_maker`: makes tensors without values, to trace with.
+- `find_mixed`: finds where a graph, from places that are `Typed`, mixes values that vary between ranks and values that
+  agree.
 - `find_order`: the `ReductionOrder` of a name: in which order sums are, and arithmetic whose bits that decides.
+- `fingerprint`: a text of a leaf and its spec, for ranks to compare.
 - `flatten`: the leaves of a tree with their paths and specs, and its `unflatten` of other leaves.
+- `fold_views_and_remove_dead_nodes`: removes from a graph what repeats or what nobody uses.
+- `for_trained`: maps over the leaves that take a gradient; None in the place of others.
+- `FRACTION`: a `Range`: 0 or more and below 1.
 - `FullyShard`: the transform of `fully_shard`, for one that sends otherwise.
+- `graph_nodes`: what an operator of a graph reads, writes, sends and draws.
+- `grouped`: the positions of leaves by a key.
+- `hash_of`: a checksum of a tensor's values.
+- `held_in_flight`: the bytes that a collective holds of each tensor until somebody waits for it.
+- `is_differentiated`: whether a backward may reach a tensor.
+- `is_donated`: whether a leaf was donated to an earlier call.
+- `is_fake`: whether a tensor has no values, as those of `fake_maker`.
+- `is_mask`: whether a value is a mask of leaves.
+- `is_trained`: whether a leaf takes a gradient.
+- `is_users_file`: whether a file is of the user's program, and not of fshard or torch.
 - `Jitted`: what `jit` returns; its method `make_program` makes a `Program`, of what was `Traced`, for a signature, and
   `explain_trace` says why.
 - `lay_out`: the header of a file of safetensors, and where each of its tensors begins.
-- `leaf_means`: means over a dim of whole leaves, however they are split.
-- `leafwise`: new trees of old ones, by maths on the tensors of each leaf that has a gradient.
+- `layout_axes`: the axes that a transform places leaves on.
+- `leaves_of`: the leaves that `flatten` finds.
+- `like`: a tensor in the spec of a leaf.
 - `local_box`: the box of a leaf that this rank holds: where it starts, its elements, and the leaf's global shape.
 - `local_piece`: cuts this rank's shard out of a full tensor.
+- `local_ranges`: where this rank's elements of a full tensor start along each dim, and how many there are.
+- `LOCATED`: set to True by `setting`, it lets nodes of a graph keep the stack that made them.
+- `make_aval`: the properties of a tensor without its values.
+- `map_leaves`: maps over the leaves that `flatten` finds, Sharded ones kept whole.
+- `MASK`: what a mask of leaves is, in words for an error.
+- `masked_transform`: a transform for the leaves that a mask matches, and another for the others.
+- `matches`: whether a mask matches a leaf.
+- `named_buffers`: a module's buffers by name, as `named_parameters`.
 - `named_modules`: a module's submodules by name, without the checkpoint wrappers of torch around them.
 - `named_parameters`: a module's parameters by the names that they have without such wrappers, as in its state dict.
+- `no_updates`: a count of no updates for each leaf that takes a gradient.
+- `NOT_NEGATIVE`: a `Range`: 0 or more, and finite.
+- `padded`: this rank's elements of a leaf with the padding of its shard.
+- `partition_axes`: the axes whose ranks hold different elements of a leaf.
+- `POSITIVE`: a `Range`: above 0.
+- `Problem`: one leaf that is wrong, for `refuse`.
 - `process_rank`: the number of this process in the run.
+- `Range`: the values that an argument may have; `FRACTION`, `NOT_NEGATIVE` and `POSITIVE` are some.
+- `ranks_of`: all ranks of a mesh as one axis.
 - `record_on_tape`: runs collectives of a graph in one order on every rank, also in its backward.
+- `reduction_axes`: the axes that gradients of leaves are summed over.
 - `refuse`: refuses the leaves that are wrong, if there are any.
 - `run_update`: runs a transformation's update, and refuses what is no pair of a tree like the one given and a state.
-- `supports_cpu_messages`: whether the ranks of an axis can send each other tensors of the processor.
+- `same_structure`: refuses a tree whose structure differs from another's.
+- `setting`: sets a variable of a context, such as `LOCATED`, inside a block.
+- `start_scatter`: starts the scatter of a transform, with its state if it has one.
+- `storage_key`: a name of a tensor's memory.
 - `sum_dtype`: the dtype in which gradients of a leaf are added up.
+- `sum_over`: sums over several axes into values that agree between all their ranks.
+- `summed_axes`: the axes that a transform sums gradients over.
+- `supports_cpu_messages`: whether the ranks of an axis can send each other tensors of the processor.
+- `tensor_of`: the tensor that this rank holds of a leaf.
+- `tensors_of`: the `tensor_of` each of many leaves.
+- `tolerance`: how far values may be apart that differ by rounding alone.
 - `TorchState`: the state of an optimizer that `from_torch` made.
+- `trace`: records a function as a graph, of what was `Traced`.
+- `transforms_active`: whether code runs under a transform of torch.func.
+- `Typed`: an output of a graph's node, and whether it should vary, for `find_mixed`.
+- `unflatten`: the tree of some leaves.
+- `unsaved_buffers`: the names of a module's buffers that its state dict does not have.
+- `unsharded`: full tensors of Sharded leaves, without the check that ranks make the same call.
 - `walk_graph`: walks through a graph, to each place once.
 - `watched`: tells an object with four methods when collectives start, are waited for and land.
+- `without_padding`: this rank's elements of a Sharded leaf.
 - `without_saved_tensor_hooks`: lets autograd save tensors as they are inside a context, where hooks would save others.
 - `words_at`: random numbers of 64 bits that depend on a key and an index alone.
+- `zero`: a count of no updates.
 """
 
-from fshard._compat import fake_maker, named_modules, named_parameters, without_saved_tensor_hooks
+from fshard._compat import (
+    arguments_of,
+    fake_maker,
+    is_differentiated,
+    is_fake,
+    named_buffers,
+    named_modules,
+    named_parameters,
+    storage_key,
+    transforms_active,
+    unsaved_buffers,
+    without_saved_tensor_hooks,
+)
 from fshard.checkpoint.boxes import Entry, local_box
 from fshard.checkpoint.exchange import Exchange
 from fshard.checkpoint.files import bytes_of, lay_out
-from fshard.collectives import custom_call, record_on_tape, walk_graph
-from fshard.comm import annotate_collectives, calling, supports_cpu_messages, watched
-from fshard.errors import expect, refuse
+from fshard.collectives import (
+    LOCATED,
+    Typed,
+    custom_call,
+    find_mixed,
+    record_on_tape,
+    reduction_axes,
+    sum_over,
+    walk_graph,
+)
+from fshard.comm import all_gather_object, annotate_collectives, calling, setting, supports_cpu_messages, watched
+from fshard.comm.ops import held_in_flight
+from fshard.errors import Problem, expect, is_users_file, refuse
+from fshard.init import drawing
 from fshard.jit import Jitted, Program, Traced
-from fshard.mesh import fake_axes, process_rank
+from fshard.jit import nodes as graph_nodes
+from fshard.jit.passes import fold_views_and_remove_dead_nodes
+from fshard.jit.signature import make_aval
+from fshard.jit.trace import trace
+from fshard.mesh import fake_axes, process_rank, ranks_of
 from fshard.optim.from_torch import TorchState
-from fshard.optim.leaves import leafwise
-from fshard.optim.native import check_rates
-from fshard.optim.norms import leaf_means
+from fshard.optim.leaves import counted, for_trained, no_updates, partition_axes, zero
 from fshard.random import words_at
 from fshard.reduction_order import ReductionOrder, find_order
-from fshard.shard import local_piece
+from fshard.rounding import tolerance
+from fshard.shard import fingerprint, hash_of, local_piece, local_ranges, padded, unsharded, without_padding
+from fshard.transforms import masked_transform
 from fshard.transforms.axis import _FullyShard as FullyShard
-from fshard.transforms.structure import sum_dtype
-from fshard.tree import flatten
-from fshard.tree.checks import check_axis, describe
+from fshard.transforms.run import start_scatter
+from fshard.transforms.structure import layout_axes, sum_dtype, summed_axes
+from fshard.tree import (
+    MASK,
+    flatten,
+    grouped,
+    is_mask,
+    is_trained,
+    leaves_of,
+    like,
+    map_leaves,
+    matches,
+    tensor_of,
+    tensors_of,
+    unflatten,
+)
+from fshard.tree.checks import (
+    FRACTION,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Range,
+    check_axis,
+    check_flags,
+    check_floating,
+    check_local,
+    check_matches,
+    check_numbers,
+    check_tensors,
+    describe,
+    is_donated,
+    same_structure,
+)
 from fshard.update import run_update
 
 __all__ = [
+    "FRACTION",
+    "LOCATED",
+    "MASK",
+    "NOT_NEGATIVE",
+    "POSITIVE",
     "Entry",
     "Exchange",
     "FullyShard",
     "Jitted",
+    "Problem",
     "Program",
+    "Range",
     "ReductionOrder",
     "TorchState",
     "Traced",
+    "Typed",
+    "all_gather_object",
     "annotate_collectives",
+    "arguments_of",
     "bytes_of",
     "calling",
     "check_axis",
-    "check_rates",
+    "check_flags",
+    "check_floating",
+    "check_local",
+    "check_matches",
+    "check_numbers",
+    "check_tensors",
+    "counted",
     "custom_call",
     "describe",
+    "drawing",
     "expect",
     "fake_axes",
     "fake_maker",
+    "find_mixed",
     "find_order",
+    "fingerprint",
     "flatten",
+    "fold_views_and_remove_dead_nodes",
+    "for_trained",
+    "graph_nodes",
+    "grouped",
+    "hash_of",
+    "held_in_flight",
+    "is_differentiated",
+    "is_donated",
+    "is_fake",
+    "is_mask",
+    "is_trained",
+    "is_users_file",
     "lay_out",
-    "leaf_means",
-    "leafwise",
+    "layout_axes",
+    "leaves_of",
+    "like",
     "local_box",
     "local_piece",
+    "local_ranges",
+    "make_aval",
+    "map_leaves",
+    "masked_transform",
+    "matches",
+    "named_buffers",
     "named_modules",
     "named_parameters",
+    "no_updates",
+    "padded",
+    "partition_axes",
     "process_rank",
+    "ranks_of",
     "record_on_tape",
+    "reduction_axes",
     "refuse",
     "run_update",
+    "same_structure",
+    "setting",
+    "start_scatter",
+    "storage_key",
     "sum_dtype",
+    "sum_over",
+    "summed_axes",
     "supports_cpu_messages",
+    "tensor_of",
+    "tensors_of",
+    "tolerance",
+    "trace",
+    "transforms_active",
+    "unflatten",
+    "unsaved_buffers",
+    "unsharded",
     "walk_graph",
     "watched",
+    "without_padding",
     "without_saved_tensor_hooks",
     "words_at",
+    "zero",
 ]

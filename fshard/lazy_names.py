@@ -13,11 +13,17 @@ TABLE: Mapping[tuple[str, str], str] = MappingProxyType(
         ("fshard", "interop.dtensor"): "from_dtensor to_dtensor",
         ("fshard", "interop.init_weights"): "with_init_weights",
         ("fshard", "interop.no_split"): "no_split",
+        ("fshard", "jit.graph"): "make_graph",
         ("fshard", "optim.adafactor"): "adafactor scale_by_factored_rms",
         ("fshard", "optim.loss_scale"): "dynamic_loss_scale",
+        ("fshard", "optim.native"): (
+            "adam adamw add_decayed_weights clip_by_global_norm clip_by_norm clip_by_value scale_by_adam sgd"
+        ),
+        ("fshard", "optim.norms"): "global_norm leaf_norms",
         ("fshard", "optim.schedules"): "from_torch_scheduler schedules",
         ("fshard", "optim.trust"): "lamb lars scale_by_trust_ratio",
         ("fshard", "optim.whole"): "whole",
+        ("fshard", "optim.wrappers"): "ema freeze masked partition skip_nonfinite",
         ("fshard", "parallel.attention"): "ring_attention ring_positions ulysses",
         ("fshard", "parallel.moe"): "moe",
         ("fshard", "parallel.pipeline"): "pipeline",
@@ -32,9 +38,15 @@ TABLE: Mapping[tuple[str, str], str] = MappingProxyType(
         ("fshard.checkpoint", "interop.dcp"): "load_dcp save_dcp",
         ("fshard.checkpoint", "interop.huggingface"): "load_huggingface save_huggingface",
         ("fshard.checkpoint", "interop.optimizer_state"): "from_optimizer_state_dict to_optimizer_state_dict",
-        ("fshard.testing", "check_optimizer"): "check_optimizer",
+        ("fshard.checkpoint", "interop.state_dict"): "from_state_dict to_state_dict",
+        ("fshard.init", "counter"): "draw_by_counter",
+        ("fshard.jit", "jit.inductor"): "compile_pieces",
         ("fshard.testing", "plan.budget"): "assert_budget",
-        ("fshard.testing", "same_bits"): "assert_same_bits",
+        ("fshard.testing", "testing.check_optimizer"): "check_optimizer",
+        ("fshard.testing", "testing.compare"): "assert_matches_ddp assert_trees_close check_pure",
+        ("fshard.testing", "testing.laws"): "TransformReport check_adjoint check_transform",
+        ("fshard.testing", "testing.same_bits"): "assert_same_bits",
+        ("fshard.testing", "testing.varying"): "check_varying",
     }
 )
 

@@ -111,13 +111,6 @@ def seeded(key: torch.Tensor | int) -> Iterator[None]:
         yield
 
 
-def uniform_at(key: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Uniform numbers of (0, 1) that depend on nothing but the key and, one by one, an int64 index; in float64."""
-    words = words_at(key, index)
-    # An odd number of halves, so that neither end is drawn and what is left to the other end is exact.
-    return (_shift_right(words, 12) * 2 + 1).double() * 2.0**-53
-
-
 def words_at(key: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Random numbers of 64 bits that depend on nothing but a key and an int64 index, element by element."""
     return _mix(index * -0x61C8864680B583EB + key.to(index.device))

@@ -83,7 +83,7 @@ def check_public_names_have_an_example(public, number):
 
 
 def test_public_names_have_an_example():
-    check_public_names_have_an_example(house.public_objects(fs), 100)
+    check_public_names_have_an_example(house.public_objects(fs), 70)
 
 
 def test_the_reference_groups_every_public_name():

@@ -84,17 +84,6 @@ def arguments_of(target: Any) -> list[Argument] | None:
     return arguments
 
 
-def written(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors that an operator of torch's writes to, lists of tensors taken apart. Checked on 2.13."""
-    tensors: list[Any] = []
-    for i, argument in enumerate(arguments_of(target) or []):
-        if not argument.written:
-            continue
-        value = args[i] if i < len(args) else kwargs.get(argument.name)
-        tensors += value if isinstance(value, list | tuple) else [value]
-    return [tensor for tensor in tensors if tensor is not None]
-
-
 def is_effect(target: Any) -> bool:
     """Whether an operator is there for what it does alone, such as an assert. Checked on 2.13."""
     if arguments_of(target) is None:

@@ -2,14 +2,13 @@
 
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from fshard import _compat, comm
 from fshard.checkpoint.boxes import Box, Entry, is_tensor, local_box, shape_of
@@ -17,9 +16,9 @@ from fshard.checkpoint.errors import CheckpointError, describe_failure
 from fshard.checkpoint.files import bytes_of, name_of
 from fshard.errors import Problem, describe_error, expect, refuse
 from fshard.mesh import Mesh, ranks_of
-from fshard.shard import Layouts, check_transform, hash_of, padded, unsharded, without_padding
-from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, tensor_of, tree_map
-from fshard.tree.checks import check_flags, check_local, describe
+from fshard.shard import Layouts, check_transform, hash_of, padded, without_padding
+from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, tensor_of
+from fshard.tree.checks import check_local, describe
 
 # Leaves by their names or paths.
 Leaves = Mapping[str, Any]
@@ -30,50 +29,22 @@ Replicas = dict[str, dict[Box, list[int]]]
 class Exchange:
     """Moves leaves to or from a format: every rank makes the same calls.
 
-    A tied parameter of a module has several names, of which fshard uses the first.
-
     Attributes:
         label: The public function, for errors.
         ranks: The ranks that call, as one axis.
         rank: The place of this rank among them.
-        first: The first name of each tensor of the module, by each of its names, with those of wrappers.
-        saved: The names that a state dict has of each tensor, by the first.
-        unsaved: The names of buffers that are not persistent.
-        by_tensor: The first name of each tensor, by its id.
     """
 
-    def __init__(self, label: str, module: nn.Module | None = None, mesh: Mesh | Axis | None = None) -> None:
-        """Read the names of a module.
+    def __init__(self, label: str, *, mesh: Mesh | Axis | None = None) -> None:
+        """Begin an exchange.
 
         Args:
             label: The public function, for errors.
-            module: The module whose tensors are moved; None leaves every name as it is.
             mesh: The mesh of the ranks that call; None for all ranks of this run.
         """
         self.label = label
         self.ranks = ranks_of(mesh)
         self.rank = comm.rank(self.ranks)
-        self._has_module = module is not None
-        if module is None:
-            module = nn.Module()
-        expect(isinstance(module, nn.Module), label, "module to be a torch module or None", describe(module))
-
-        named = dict[str, torch.Tensor](_compat.named_parameters(module, remove_duplicate=False))
-        named |= _compat.named_buffers(module, remove_duplicate=False)
-        with_wrappers = dict[str, torch.Tensor](module.named_parameters(remove_duplicate=False))
-        with_wrappers |= module.named_buffers(remove_duplicate=False)
-        self.by_tensor = {id(tensor): name for name, tensor in reversed(named.items())}
-        self.first = {name: self.by_tensor[id(tensor)] for name, tensor in (named | with_wrappers).items()}
-        self.unsaved = _compat.unsaved_buffers(module)
-        self.saved: dict[str, list[str]] = {}
-        in_state_dict = module.state_dict().keys()
-        for name in named:
-            if name in in_state_dict:
-                self.saved.setdefault(self.first[name], []).append(name)
-
-    def saved_as(self, name: str) -> list[str]:
-        """The names under which a state dict has a leaf; none for a buffer that is not persistent."""
-        return self.saved.get(name, []) if self._has_module else [name]
 
     @contextmanager
     def raise_on_all_ranks(self, path: object = "", *, checks_arguments: bool = True) -> Iterator[None]:
@@ -139,37 +110,6 @@ class Exchange:
         check_transform(strategy, self.label, "strategy")
         return Layouts(self.label, strategy, flat.names, flat.leaves)
 
-    def leaves(self, tree: Tree, **flags: Any) -> dict[str, Any]:
-        """The leaves of a tree by name.
-
-        Raises:
-            ValueError: on every rank, if a leaf is no tensor or unknown to the module, or a flag is no bool.
-        """
-        with self.raise_on_all_ranks():
-            check_flags(self.label, **flags)
-            flat = self.flat(tree)
-            pairs = zip(flat.names, flat.leaves, strict=True)
-            leaves = {name: leaf for name, leaf in pairs if leaf is not None}
-            problems = [
-                Problem(name, describe(leaf), "a tensor") for name, leaf in leaves.items() if not is_tensor(leaf)
-            ]
-            if self._has_module:
-                problems += self._misplaced_leaves(leaves)
-            refuse(f"{self.label}: leaves do not fit", problems, "pass the parameters and buffers of this module")
-        return leaves
-
-    def _misplaced_leaves(self, names: Iterable[str]) -> list[Problem]:
-        """List the leaves that have no place in the module's state dict, with what is expected in their place."""
-        under = "a name of module.named_parameters() or named_buffers()"
-        problems = []
-        for name in names:
-            expected = self.first.get(name, "a parameter or a buffer of the module")
-            if expected == name and name not in self.saved and name not in self.unsaved:
-                expected = f"one that module.state_dict() has under {under}"
-            if expected != name:
-                problems.append(Problem(name, "a leaf", expected))
-        return problems
-
     def replicas(self, leaves: Leaves, values: Mapping[str, str]) -> Replicas:
         """Find the ranks that hold each box of each leaf, and refuse different values of one box.
 
@@ -213,57 +153,6 @@ class Exchange:
         axes = leaf.spec.partition_axes() if is_sharded(leaf) else ()
         is_replicated = math.prod(axis.size for axis in axes) < self.ranks.size
         return [offsets, tensor.shape, hash_of(tensor) if is_replicated else ""]
-
-    def gather(self, leaves: Mapping[Any, Any], rank0_only: bool) -> dict[Any, torch.Tensor]:
-        """Gather leaves one by one into storage of their own, which no later step writes to and no other tensor has."""
-        full_tensors = {}
-        for name, leaf in leaves.items():
-            full = unsharded([leaf])[0] if is_sharded(leaf) else leaf.detach()
-            if not (rank0_only and self.rank):
-                full_tensors[name] = full.clone(memory_format=torch.contiguous_format)
-        return full_tensors
-
-    def fill(
-        self,
-        entries: Mapping[str, Entry],
-        leaves: Leaves,
-        cast: bool = False,
-        optional: Container[str] = (),
-    ) -> dict[str, Any]:
-        """Read this rank's box of every leaf by its name, or refuse, on every rank, what does not fit.
-
-        Args:
-            entries: The entries by name; a tied parameter has any of its names, or several.
-            leaves: The leaves by name.
-            cast: Whether to convert from one floating dtype to another.
-            optional: Leaves that need no entry if they have values.
-
-        Returns:
-            New leaves by name.
-        """
-        entries_of: dict[str, list[Entry]] = {}
-        for name, entry in entries.items():
-            first = self.first.get(name, name)
-            dtype = tensor_of(leaves[first]).dtype if cast and first in leaves else entry.dtype
-            if dtype.is_floating_point and entry.dtype.is_floating_point:
-                entry = entry._replace(dtype=dtype)
-            entries_of.setdefault(first, []).append(entry)
-
-        kept = {}
-        for name, leaf in leaves.items():
-            # A state dict has no buffers that are not persistent, which stay as they are if they have values.
-            is_optional = name in optional or not self.saved_as(name)
-            if name not in entries_of and is_optional and not tensor_of(leaf).is_meta:
-                kept[name] = tree_map(torch.clone, leaf)
-        others = {name: leaf for name, leaf in leaves.items() if name not in kept}
-        remedy = "pass a tree of the same names; module= knows which are tied or not saved, cast=True changes dtypes"
-        return kept | self.read(others, entries_of, remedy)
-
-    @staticmethod
-    def with_leaves(tree: Tree, leaves: Leaves) -> Tree:
-        """Return a tree with other leaves, by their names; a leaf that has none, as None has not, is None."""
-        flat = flatten(tree)
-        return flat.unflatten([leaves.get(name) for name in flat.names])
 
     def read(self, leaves: Leaves, entries: Mapping[str, Sequence[Any]], remedy: str) -> dict[str, Any]:
         """Read this rank's box of each leaf.

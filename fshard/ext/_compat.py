@@ -19,6 +19,11 @@ UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
+def process_group_of(name: str) -> Any:
+    """The process group of an axis's `group_name`. Checked on 2.13."""
+    return torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
 def initializer_of(model: nn.Module) -> Callable[[nn.Module], Any] | None:
     """The method that sets the values of a model's submodules, one after another. Checked on transformers 5.23."""
     return getattr(model, "_init_weights", None)
@@ -169,3 +174,38 @@ def lazy_module(graph: Graph) -> GraphModule:
     """A module of a graph, whose code is generated only if it is run. Checked on 2.13."""
     with _use_lazy_graph_module(True):
         return _make_graph_module(torch.nn.Module(), graph)
+
+
+def compile_by_inductor(module: Any, examples: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    """Compile a graph of operators to kernels, in an order that Inductor chooses. Checked on 2.13.
+
+    Inductor is imported here, because that takes seconds.
+
+    Args:
+        module: A torch.fx.GraphModule that writes to no input; its results keep their strides.
+        examples: Its inputs as fake tensors, or none.
+
+    Returns:
+        A function of the inputs that returns a sequence of the results.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    (output,) = module.graph.find_nodes(op="output")
+    first_result = output.args[0][0]
+    fake_mode = first_result.meta["val"].fake_mode
+    table = select_decomp_table()
+    trace = make_fx(module, decomposition_table=table, tracing_mode="real")
+    with fake_mode:
+        lowered = trace(*examples)
+    lowered.graph.eliminate_dead_code()
+    (output,) = lowered.graph.find_nodes(op="output")
+    number_of_results = len(output.args[0])
+    output.meta["user_visible_output_idxs"] = list(range(number_of_results))
+    run = compile_fx_inner(lowered, list(examples))
+
+    def compiled(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+        return run(list(tensors))
+
+    return compiled

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fshard import _compat, comm
+from fshard import _compat, comm, lazy_names
 from fshard.errors import Problem, expect, refuse
-from fshard.init.counter import count
 from fshard.init.drawing import Reset, blank_like, is_left_out, own_reset
 from fshard.init.replay import replay
 from fshard.shard import SAME_TREE, Layouts, fingerprint, is_frozen, stored, unfit
@@ -22,6 +21,9 @@ REMEDY = (
     "pass reset=, a function that sets the values of a submodule, or add reset_parameters to these modules, as "
     "fs.with_init_weights does to models of transformers, or leave out seed and take their values"
 )
+
+# Imports the extension that draws by a counter when it is first asked for.
+find_in_extensions = lazy_names.make_getattr("fshard.init")
 
 # torch's default generator belongs to the process, so simulated ranks take turns to seed it.
 _SEEDING = threading.Lock()
@@ -59,7 +61,7 @@ def init(
     before = _buffers_to_draw_with(module)
     after = dict(before)
     if not misfits and not root_problems:
-        draw = replay if mode == "replay" else count
+        draw = replay if mode == "replay" else find_in_extensions("draw_by_counter")
         with _SEEDING, torch.random.fork_rng(), torch.no_grad():
             for name, piece, fact in draw(module, after, specs, seed, reset):
                 facts[f"[{name!r}]"] = fact

@@ -13,6 +13,8 @@ from fshard.errors import Problem, refuse
 from fshard.tree import tree_leaves
 from fshard.tree.checks import is_differentiable
 
+__all__ = ["Drawing", "Drawn", "Reset", "blank_like", "children_first", "copy_module", "has_fakes", "set_values"]
+
 Reset = Callable[[nn.Module], Any]
 See = Callable[[Any, Any, dict[str, Any]], None]
 # One parameter: its name, this rank's shard or None where elements were left out, and the text that ranks compare.

@@ -1,7 +1,6 @@
 """jit: functions of pytrees as graphs of operators and collectives."""
 
-from fshard.jit.graph import StepGraph, make_graph
 from fshard.jit.jit import Jitted, Program, jit
 from fshard.jit.trace import Traced
 
-__all__ = ["Jitted", "Program", "StepGraph", "Traced", "jit", "make_graph"]
+__all__ = ["Jitted", "Program", "Traced", "jit"]

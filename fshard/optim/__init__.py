@@ -1,1 +1,1 @@
-"""Optimizers and gradient transformations: pure pairs of init and update over sharded trees."""
+"""Optimizers of torch as pure pairs of init and update over sharded trees."""

@@ -1,21 +1,25 @@
 """Tools to test sharded programs: ranks to run them on, and comparisons that name the leaf.
 
-`assert_budget`, `assert_same_bits` and `check_optimizer` are of extensions; the others are the core's.
+The core has the ranks: `spmd`, `Workers` and `RankError`.
+
+Those of extensions check what runs on them: `assert_trees_close`, `assert_matches_ddp`, `assert_same_bits`,
+`assert_budget`; `check_pure` and `check_varying` for steps; `check_adjoint`, `check_transform` with its
+`TransformReport`, and `check_optimizer` for what you wrote yourself.
 """
 
 from typing import TYPE_CHECKING
 
 from fshard import lazy_names
-from fshard.testing.compare import assert_matches_ddp, assert_trees_close, check_pure
-from fshard.testing.laws import TransformReport, check_adjoint, check_transform
 from fshard.testing.spmd import spmd
-from fshard.testing.varying import check_varying
 from fshard.testing.workers import RankError, Workers
 
 if TYPE_CHECKING:
-    from fshard.ext.check_optimizer import check_optimizer
     from fshard.ext.plan.budget import assert_budget
-    from fshard.ext.same_bits import assert_same_bits
+    from fshard.ext.testing.check_optimizer import check_optimizer
+    from fshard.ext.testing.compare import assert_matches_ddp, assert_trees_close, check_pure
+    from fshard.ext.testing.laws import TransformReport, check_adjoint, check_transform
+    from fshard.ext.testing.same_bits import assert_same_bits
+    from fshard.ext.testing.varying import check_varying
 
 __getattr__ = lazy_names.make_getattr(__name__)
 __all__ = [

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fshard as fs
-from fshard import checkpoint
+from fshard import checkpoint, testing
 from tests import test_bad_calls
 from tests.test_bad_calls import EMPTY, EVERY, NUMBERS, READ, WRONG, check_calls, make_calls, step
 
@@ -19,6 +19,7 @@ class Declares(nn.Sequential):
 
 
 GIVEN = {
+    **dict.fromkeys(("global_norm", "leaf_norms"), lambda w: dict(tree=w.params)),
     "chunked_loss": lambda w: dict(head=w.weight),
     "sample_ids": lambda w: dict(key=1),
     "from_torch_scheduler": lambda w: dict(cls=torch.optim.lr_scheduler.StepLR, momentum=0.9, step_size=1),
@@ -30,10 +31,13 @@ GIVEN = {
     "tensor_parallel": lambda w: dict(module=nn.Sequential(nn.Linear(4, 4))),
     "to_dtensor": lambda w: dict(tree=w.params),
     "checkpoint.from_optimizer_state_dict": lambda w: dict(like=w.opt_state, updates=0),
+    "checkpoint.from_state_dict": lambda w: dict(state_dict=w.module.state_dict(), like=w.weights, module=w.module),
+    "checkpoint.to_state_dict": lambda w: dict(params=w.weights, module=w.module),
     "checkpoint.load_dcp": lambda w: dict(directory=w.place / "dcp", like=w.weights, module=w.module, trusted=True),
     "checkpoint.load_huggingface": lambda w: dict(directory=w.place / "hf", like=w.weights, module=w.module),
     "checkpoint.save_dcp": lambda w: dict(state=w.weights, module=w.module, optimizer=w.optimizer),
     "checkpoint.save_huggingface": lambda w: dict(params=w.weights, module=w.module),
+    "testing.check_pure": lambda w: dict(step=step, args=w.state),
     "testing.assert_budget": lambda w: dict(step=step, args=(w.state,), peak_bytes=1e9, mesh={"shard": 2}),
 }
 ACCEPTED = (
@@ -52,26 +56,30 @@ ACCEPTED = (
     (("a tensor of integers",), "ids"),
     (("a tensor of another shape",), "vocab_parallel_embedding.weight"),
     (("a class", "a module"), "attention first last stage_fn"),
-    (EMPTY, "opt_state checkpoint.save_dcp.state"),
+    (("None",), "checkpoint.from_state_dict.module checkpoint.to_state_dict.module"),
+    (EMPTY, "checkpoint.to_state_dict.params opt_state checkpoint.save_dcp.state"),
     # True or false to Python, or not used with the other arguments.
     (tuple(WRONG), "flatten_optimizer_state_dict trusted rank0_only"),
     (tuple(WRONG), "checkpoint.save_dcp.optimizer from_dtensor.tree"),
     (tuple(WRONG), "lamb.reduction_order lars.reduction_order scale_by_trust_ratio.reduction_order"),
     (READ, "to_dtensor.tree"),
+    (tuple(WRONG), "testing.assert_trees_close.exact"),
 )
-THEIRS = {"plan.step", "testing.assert_budget.step"}
+THEIRS = {
+    *("plan.step", "testing.assert_budget.step"),
+    *("testing.check_pure.args", "testing.check_pure.step", "testing.check_varying.f", "testing.check_varying.params"),
+}
+UNCALLED = {
+    *("moe", "publish", "receive", "save_graph", "schedules", "testing.assert_same_bits", "testing.check_optimizer"),
+    *("testing.TransformReport", "testing.assert_matches_ddp"),
+}
 
 
 class World(test_bad_calls.World):
     """With what other formats and parallel layers need."""
 
-    script, extensions, refused = "tests.ext.test_bad_calls", True, 1600
-    given, accepted, theirs, uncalled = (
-        GIVEN,
-        ACCEPTED,
-        THEIRS,
-        {"moe", "publish", "receive", "save_graph", "schedules", "testing.assert_same_bits", "testing.check_optimizer"},
-    )
+    script, extensions, refused = "tests.ext.test_bad_calls", True, 3000
+    given, accepted, theirs, uncalled = GIVEN, ACCEPTED, THEIRS, UNCALLED
 
     q = k = v = torch.ones(1, 1, 4, 4)
     h, weight, targets, ids = torch.ones(3, 2), torch.ones(5, 2), torch.tensor([0, 1, 4]), torch.tensor([0, 1, 4])
@@ -89,7 +97,7 @@ class World(test_bad_calls.World):
         fs.save_graph(self.place / "graph", fs.jit(torch.sin), torch.ones(2))
 
     def named(self):
-        return {}
+        return {"testing.check_pure": lambda step, args: testing.check_pure(step, args)}
 
 
 @pytest.mark.timeout(600)

@@ -17,7 +17,7 @@ PUBLIC = [*house.public_objects_of_extensions(*MODULES)]
 
 def test_public_names_are_documented_and_have_an_example():
     check_public_names_are_documented(PUBLIC)
-    check_public_names_have_an_example(PUBLIC, 20)
+    check_public_names_have_an_example(PUBLIC, 50)
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 # The tests that mirror a file: those of the first entry that is the file or a folder that holds it.
 MIRRORS = {
-    "fshard/errors.py": ("tests/testing/test_checks.py",),
+    "fshard/errors.py": ("tests/ext/testing/test_checks.py",),
     "fshard/remat.py": ("tests/test_remat.py", "tests/ext/parallel/test_moe.py"),
     "fshard/ext/chunked_loss.py": ("tests/ext/test_chunked_loss.py",),
     "fshard/ext/publish.py": ("tests/ext/test_publish.py",),
@@ -16,6 +16,7 @@ MIRRORS = {
     "fshard/ext/quantize.py": ("tests/ext/test_quantize.py", "tests/ext/test_quantize_state.py"),
     "fshard/tree": ("tests/test_tree.py", "tests/test_law_round_trip.py"),
     "fshard/init": ("tests/test_init.py",),
+    "fshard/ext/counter.py": ("tests/test_init.py",),
     "fshard/transforms": ("tests/transforms",),
     "fshard/comm/failure.py": ("tests/comm/test_failure.py", "tests/test_recovery.py"),
     "fshard/comm/groups.py": ("tests/comm/test_forked_children.py", "tests/comm/test_failure.py"),
@@ -29,7 +30,7 @@ MIRRORS = {
     ),
     "fshard/collectives/linear.py": ("tests/test_collectives.py", "tests/test_derivatives.py"),
     "fshard/collectives/derived.py": ("tests/test_derived_leaves.py",),
-    "fshard/collectives/varying.py": ("tests/test_varying.py", "tests/test_derived_leaves.py", "tests/testing"),
+    "fshard/collectives/varying.py": ("tests/test_varying.py", "tests/test_derived_leaves.py", "tests/ext/testing"),
     "fshard/collectives": ("tests/test_collectives.py", "tests/test_varying.py"),
     "fshard/engine/saved.py": (
         "tests/engine/test_saved.py",
@@ -61,6 +62,8 @@ MIRRORS = {
     "fshard/jit/jit.py": ("tests/jit", "tests/test_recovery.py"),
     "fshard/jit": ("tests/jit",),
     "fshard/optim": ("tests/optim",),
+    "fshard/ext/jit": ("tests/ext/jit",),
+    "fshard/ext/optim": ("tests/ext/optim", "tests/optim"),
     "fshard/update.py": ("tests/test_update.py", "tests/test_recovery.py"),
     "fshard/shard.py": ("tests/test_law_round_trip.py",),
     "fshard/checkpoint/background.py": ("tests/checkpoint/test_exits.py",),
@@ -75,7 +78,8 @@ MIRRORS = {
     ),
     "fshard/checkpoint/unfinished.py": ("tests/checkpoint/test_next_start.py", "tests/checkpoint/test_exits.py"),
     "fshard/checkpoint": ("tests/checkpoint",),
-    "fshard/testing": ("tests/testing", "tests/test_varying.py"),
+    "fshard/testing": ("tests/testing", "tests/ext/testing"),
+    "fshard/ext/testing": ("tests/ext/testing", "tests/test_varying.py"),
     "fshard/ext/parallel/vocabulary.py": ("tests/ext/parallel/test_vocabulary.py",),
     "fshard/ext/parallel": ("tests/ext/parallel",),
     "fshard/ext/interop": ("tests/ext/interop",),
@@ -122,7 +126,7 @@ FAULTS = (
     ),
     Fault(
         "elements-counted-from-the-shard",
-        "fshard/init/counter.py",
+        "fshard/ext/counter.py",
         "index = index * size + start + at",
         "index = index * size + at",
         "9: a drawn element depends on the seed and its place, not on the rank that has it",
@@ -591,7 +595,7 @@ FAULTS = (
     ),
     Fault(
         "leaf-without-a-place-left-out-of-exports",
-        "fshard/checkpoint/exchange.py",
+        "fshard/ext/interop/module_exchange.py",
         "if expected == name and name not in self.saved and name not in self.unsaved:",
         "if expected == name and name not in self.first:",
         "1: an export has every leaf that it is given, or refuses it by name",
@@ -703,7 +707,7 @@ FAULTS = (
     ),
     Fault(
         "line-of-a-program-below-a-folder-named-fshard-is-not-shown",
-        "fshard/testing/varying.py",
+        "fshard/ext/testing/varying.py",
         'frames = [frame for frame in node.metadata.get("stack", []) if is_users_file(frame.filename)]',
         'frames = [frame for frame in node.metadata.get("stack", []) if "/fshard/" not in frame.filename]',
         "3: check_varying names the line of the user's program",
@@ -752,7 +756,7 @@ FAULTS = (
     ),
     Fault(
         "gradient-of-the-rate-is-this-rank's",
-        "fshard/optim/leaves.py",
+        "fshard/ext/optim/leaves.py",
         "return [varying(n, axes) if isinstance(n, torch.Tensor) else n for n in numbers]",
         "return list(numbers)",
         "5: derivatives through an update are those of all shards",
@@ -914,7 +918,7 @@ FAULTS = (
     ),
     Fault(
         "padding-counts-in-norms",
-        "fshard/optim/norms.py",
+        "fshard/ext/optim/norms.py",
         "tensors = [elements_of(leaf).reshape(-1) for leaf in leaves]",
         "tensors = [tensor_of(leaf).reshape(-1) for leaf in leaves]",
         "3: a norm is that of the full tensor, whatever fills shards up",
@@ -928,9 +932,10 @@ FAULTS = (
     ),
     Fault(
         "skipped-where-ranks-split-a-leaf-alone",
-        "fshard/optim/wrappers.py",
-        "axes = dict.fromkeys(axis for leaf in leaves if is_sharded(leaf) for axis in leaf.spec.axes)",
-        "axes = dict.fromkeys(axis for leaf in leaves if is_sharded(leaf) for axis in leaf.spec.partition_axes())",
+        "fshard/ext/optim/wrappers.py",
+        "axes = dict.fromkeys(axis for leaf in leaves if isinstance(leaf, fs.Sharded) for axis in leaf.spec.axes)",
+        "axes = dict.fromkeys("
+        "axis for leaf in leaves if isinstance(leaf, fs.Sharded) for axis in leaf.spec.partition_axes())",
         "10: all ranks skip an update, or none does",
     ),
     Fault(
@@ -1012,15 +1017,15 @@ FAULTS = (
     ),
     Fault(
         "exact-comparison-passes-another-dtype",
-        "fshard/testing/compare.py",
+        "fshard/ext/testing/compare.py",
         "torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), check_dtype=exact, **options)",
         "torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), check_dtype=False, **options)",
         "6: what is compared bit for bit has one dtype",
     ),
     Fault(
         "transform-may-write-to-its-inputs",
-        "fshard/testing/laws.py",
-        "before = tree_map(torch.clone, given)",
+        "fshard/ext/testing/laws.py",
+        "before = fs.tree_map(torch.clone, given)",
         "before = given",
         "4: nothing changes its inputs, and check_transform tells a transform that does",
     ),

@@ -10,12 +10,12 @@ from torch import optim
 import fshard as fs
 from fshard.tree import flatten, is_sharded
 from tests.optim.test_from_torch import CASES, Lion
-from tests.optim.test_native import BETAS, MOMENTUM
 from tests.optim.test_table import every_leaf
 from tests.ranks import on_ranks
 from tests.tolerance import within
 from tests.trees import assert_same_bits, normal
 
+MOMENTUM, BETAS = {"lr": 0.1, "momentum": 0.9}, {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3}
 SHAPES, DTYPES = {"a": (5, 3), "b": (7,)}, {"a": torch.float64, "b": torch.float32}
 HISTORIES = {
     "always": {"a": [1] * 5, "b": [1] * 5},

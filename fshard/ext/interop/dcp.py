@@ -12,7 +12,8 @@ from torch import nn
 from fshard.checkpoint import CheckpointError
 from fshard.ext.interop import optimizer_state as states
 from fshard.ext.interop.export import new_files
-from fshard.extend import Entry, Exchange, describe, expect
+from fshard.ext.interop.module_exchange import ModuleExchange
+from fshard.extend import Entry, describe, expect
 
 METADATA = ".metadata"
 # Leaves and other values, by their places in nested dicts.
@@ -63,7 +64,7 @@ def save_dcp(
     >>> state_dict
     {'model': {'w': tensor([1., 2.])}}
     """
-    exchange = Exchange("checkpoint.save_dcp", module)
+    exchange = ModuleExchange("checkpoint.save_dcp", module)
     has_optimizer = hasattr(state, "opt_state")
     with exchange.raise_on_all_ranks():
         _check_keys(exchange, model_key=model_key, optimizer_key=optimizer_key)
@@ -89,7 +90,9 @@ def save_dcp(
         dcp_files.write(temporary, content)
 
 
-def _optimizer_content(exchange: Exchange, opt_state: Any, optimizer: torch.optim.Optimizer, is_flat: bool) -> Content:
+def _optimizer_content(
+    exchange: ModuleExchange, opt_state: Any, optimizer: torch.optim.Optimizer, is_flat: bool
+) -> Content:
     """List the state and the parameter groups of an optimizer, by their places in its state dict."""
     slots = states.collect_slots(exchange, opt_state)
     exchange.replicas({f"{parameter} {slot}": leaf for (parameter, slot), leaf in slots.items()}, {})
@@ -159,7 +162,7 @@ def load_dcp(
     ...     fs.unshard(fs.checkpoint.load_dcp(directory, like, trusted=True))
     {'w': tensor([1., 2.])}
     """
-    exchange = Exchange("checkpoint.load_dcp", module)
+    exchange = ModuleExchange("checkpoint.load_dcp", module)
     with exchange.raise_on_all_ranks(directory):
         _check_keys(exchange, model_key=model_key, optimizer_key=optimizer_key)
         states.check_updates(exchange, updates)
@@ -213,12 +216,12 @@ def _find_hyper(groups: Groups, parameter: str, name: str) -> Any:
     return None
 
 
-def _check_keys(exchange: Exchange, **keys: Any) -> None:
+def _check_keys(exchange: ModuleExchange, **keys: Any) -> None:
     for name, key in keys.items():
         expect(isinstance(key, str), exchange.label, f"{name} to be a text", describe(key))
 
 
-def _model_leaves(exchange: Exchange, state: Any) -> dict[str, Any]:
+def _model_leaves(exchange: ModuleExchange, state: Any) -> dict[str, Any]:
     if not hasattr(state, "opt_state"):
         return exchange.leaves(state)
     return exchange.leaves(state.params) | exchange.leaves(state.buffers)

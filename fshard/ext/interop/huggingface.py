@@ -19,9 +19,10 @@ import fshard as fs
 from fshard.checkpoint import CheckpointError
 from fshard.ext.interop import shared_files
 from fshard.ext.interop.export import new_files
+from fshard.ext.interop.module_exchange import ModuleExchange
 from fshard.ext.interop.shared_files import CHECKSUMS, Part, TensorKind, TensorKinds, WrittenBoxes
 from fshard.ext.interop.transformers import PlannedTensor, from_files, is_pretrained, plan_leaf, to_files
-from fshard.extend import Entry, Exchange, describe, expect, local_box, refuse
+from fshard.extend import Entry, describe, expect, local_box, refuse
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # The entry of a file's header that is no tensor.
@@ -77,7 +78,7 @@ def save_huggingface(
     ...     sorted(os.listdir(directory)), load_file(f"{directory}/model.safetensors")
     (['checksums.json', 'model.safetensors'], {'w': tensor([1., 2.])})
     """
-    exchange = Exchange("checkpoint.save_huggingface", module)
+    exchange = ModuleExchange("checkpoint.save_huggingface", module)
     given = exchange.leaves(params)
     leaves = {name: leaf for name, leaf in given.items() if exchange.saved_as(name)}
     full: dict[str, torch.Tensor] = {}
@@ -153,7 +154,7 @@ def load_huggingface(
     >>> loaded, loaded["w"].local
     ({'w': Sharded(float32[2], P('shard'), local [2])}, tensor([1., 2.]))
     """
-    exchange = Exchange("checkpoint.load_huggingface", module)
+    exchange = ModuleExchange("checkpoint.load_huggingface", module)
     with ExitStack() as stack:
         with exchange.raise_on_all_ranks(directory):
             entries = _open(exchange.path("directory", directory), stack)
@@ -183,7 +184,7 @@ def _check_options(label: str, dtype: Any, max_file_bytes: Any) -> None:
     expect(is_floating, label, "dtype to be one of floating numbers, or None", f"{dtype!r:.40}")
 
 
-def _check_complete(exchange: Exchange, leaves: Mapping[str, Any]) -> None:
+def _check_complete(exchange: ModuleExchange, leaves: Mapping[str, Any]) -> None:
     """Refuse leaves that lack what the module saves."""
     absent = sorted(exchange.saved.keys() - leaves.keys())
     if absent:
@@ -250,7 +251,7 @@ def _assign_files(tensors: PlannedTensors, dtype: torch.dtype | None, max_file_b
 
 
 def _make_parts(
-    exchange: Exchange,
+    exchange: ModuleExchange,
     leaves: Mapping[str, Any],
     holders: Mapping[str, Mapping[Any, Sequence[int]]],
     results: Sequence[PlannedTensor],

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import fshard as fs
-from fshard.extend import Entry, Exchange, TorchState, describe, expect, flatten, refuse
+from fshard.ext.interop.module_exchange import ModuleExchange
+from fshard.extend import Entry, TorchState, describe, expect, flatten, refuse
 
 StateDict = dict[str, Any]
 # Returns a hyperparameter of a parameter's group, by the names of both; None if the group has none.
@@ -53,7 +54,7 @@ def to_optimizer_state_dict(
     >>> optimizer.state[module.weight]
     {'momentum_buffer': tensor([[1., 1.]])}
     """
-    exchange = Exchange("checkpoint.to_optimizer_state_dict", module)
+    exchange = ModuleExchange("checkpoint.to_optimizer_state_dict", module)
     numbers = {name: number for number, name in enumerate(list_parameter_names(exchange, optimizer))}
     slots = collect_slots(exchange, opt_state)
     exchange.replicas({str(key): leaf for key, leaf in slots.items()}, {})
@@ -108,7 +109,7 @@ def from_optimizer_state_dict(
     >>> state.updates
     tensor(1)
     """
-    exchange = Exchange("checkpoint.from_optimizer_state_dict", module)
+    exchange = ModuleExchange("checkpoint.from_optimizer_state_dict", module)
     check_updates(exchange, updates)
     is_state_dict = isinstance(state_dict, Mapping) and {"state", "param_groups"} <= state_dict.keys()
     expected = "state_dict to be the state dict of a torch optimizer, with state and param_groups"
@@ -142,13 +143,13 @@ def _entries_of(state: Mapping[int, StateDict], names: Mapping[int, str]) -> dic
     return entries
 
 
-def check_updates(exchange: Exchange, updates: Any) -> None:
+def check_updates(exchange: ModuleExchange, updates: Any) -> None:
     """Refuse a number of updates that is no whole number."""
     is_count = updates is None or (type(updates) is int and 0 <= updates < 2**63)
     expect(is_count, exchange.label, "updates to be a whole number, 0 or more, or None", f"{updates!r:.40}")
 
 
-def list_parameter_names(exchange: Exchange, optimizer: torch.optim.Optimizer) -> list[str]:
+def list_parameter_names(exchange: ModuleExchange, optimizer: torch.optim.Optimizer) -> list[str]:
     """List the names of a torch optimizer's parameters, in its order."""
     is_optimizer = isinstance(optimizer, torch.optim.Optimizer)
     expect(is_optimizer, exchange.label, "optimizer to be a torch optimizer", describe(optimizer))
@@ -164,7 +165,7 @@ def list_parameter_names(exchange: Exchange, optimizer: torch.optim.Optimizer) -
     return names
 
 
-def collect_slots(exchange: Exchange, opt_state: Any) -> dict[SlotKey, Any]:
+def collect_slots(exchange: ModuleExchange, opt_state: Any) -> dict[SlotKey, Any]:
     """Collect the leaves of a state made by `from_torch`, by parameter and slot.
 
     Raises:
@@ -207,7 +208,7 @@ def fill_groups(opt_state: Any, optimizer: torch.optim.Optimizer, names: Sequenc
 
 
 def rebuild_state(
-    exchange: Exchange, like: Any, entries: Mapping[str, Entry], hyper_of: HyperOf, updates: int | None
+    exchange: ModuleExchange, like: Any, entries: Mapping[str, Entry], hyper_of: HyperOf, updates: int | None
 ) -> Any:
     """Read a state.
 
@@ -241,7 +242,7 @@ def rebuild_state(
     return TorchState.each(rebuild, like)
 
 
-def _count_updates(exchange: Exchange, state: TorchState, loaded: Mapping[str, torch.Tensor]) -> int:
+def _count_updates(exchange: ModuleExchange, state: TorchState, loaded: Mapping[str, torch.Tensor]) -> int:
     """Return the largest count of updates that a torch class has of its parameters."""
     counts = [int(loaded[f"{name}.step"]) for name, _ in _named_leaves(state.slots.get("step", {}))]
     if not counts:

@@ -15,7 +15,8 @@ from torch import nn
 import fshard as fs
 from fshard.checkpoint import CheckpointError
 from fshard.ext import _compat
-from fshard.extend import Entry, Exchange, local_box
+from fshard.ext.interop.module_exchange import ModuleExchange
+from fshard.extend import Entry, local_box
 
 Box = tuple[slice, ...]
 Read = Callable[[Box], torch.Tensor]
@@ -216,7 +217,7 @@ def _convert(name: str, conversion: Any, module: nn.Module) -> dict[str, Entry]:
     return entries
 
 
-def to_files(exchange: Exchange, leaves: Leaves, module: nn.Module, full: Leaves) -> dict[str, PlannedTensor]:
+def to_files(exchange: ModuleExchange, leaves: Leaves, module: nn.Module, full: Leaves) -> dict[str, PlannedTensor]:
     """Rename and convert the weights of a model to those of files, as save_pretrained does.
 
     Args:

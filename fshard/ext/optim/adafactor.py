@@ -7,8 +7,11 @@ from typing import Any, NamedTuple
 import torch
 
 import fshard as fs
-from fshard.ext.optim.parts import Number, Rate, is_trained
-from fshard.extend import ReductionOrder, check_rates, describe, expect, find_order, flatten, leaf_means, leafwise
+from fshard.ext.optim.leaves import leafwise
+from fshard.ext.optim.native import check_rates
+from fshard.ext.optim.norms import leaf_means
+from fshard.ext.optim.parts import Number, Rate
+from fshard.extend import ReductionOrder, describe, expect, find_order, flatten, is_trained
 
 
 class AdafactorState(NamedTuple):

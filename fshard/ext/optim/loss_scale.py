@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 import fshard as fs
-from fshard.extend import expect, leafwise
+from fshard.ext.optim.leaves import leafwise
+from fshard.extend import expect
 
 __all__ = ["dynamic_loss_scale"]
 

@@ -1,17 +1,9 @@
-"""The types of hyperparameters, and which leaves are trained: shared by the optimizers of this room."""
+"""Kinds of arguments that optimizers of this room share."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
-import fshard as fs
-
 Number = float | torch.Tensor
+Mask = str | Sequence[str] | Callable[..., bool]
 Rate = Number | Callable[[torch.Tensor], Number]
-
-
-def is_trained(leaf: Any) -> bool:
-    """Whether a leaf takes gradients."""
-    is_frozen = isinstance(leaf, fs.Sharded) and leaf.spec.frozen
-    return leaf is not None and not is_frozen

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 
 import fshard as fs
+from fshard.ext.optim.leaves import leafwise
+from fshard.ext.optim.native import check_rates
 from fshard.ext.optim.parts import Number, Rate
-from fshard.extend import check_rates, leafwise
 
 
 def scale_by_trust_ratio(

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 import fshard as fs
-from fshard.ext.optim.parts import is_trained
-from fshard.extend import describe, expect, flatten, local_piece, refuse, run_update, supports_cpu_messages
+from fshard.extend import describe, expect, flatten, is_trained, local_piece, refuse, run_update, supports_cpu_messages
 
 # For each rank some tensors.
 TensorLists = Sequence[Sequence[torch.Tensor]]

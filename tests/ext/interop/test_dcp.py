@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fshard as fs
 from fshard.checkpoint import load_dcp, save_dcp
-from tests.checkpoint.test_state_dict import refusal
+from tests.ext.interop.test_state_dict import refusal
 from tests.ranks import on_ranks
 from tests.trees import TREES, assert_same_bits, every_strategy, exotic_dtypes, normal, one_axis
 from tests.unit_models import Block, Language, filled, tie_head, tokens

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 import fshard as fs
 from tests.checkpoint.states import refused
-from tests.checkpoint.test_state_dict import every_leaf
+from tests.ext.interop.test_state_dict import every_leaf
 from tests.ranks import on_ranks
 from tests.transforms.test_own_dim import STRATEGIES as OWNING
 from tests.transforms.test_own_dim import grid, initial, whole

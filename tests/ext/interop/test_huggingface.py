@@ -16,7 +16,7 @@ from fshard.ext.interop import huggingface, shared_files
 from fshard.ext.interop.transformers import plan_entry, plan_leaf
 from fshard.testing import spmd
 from fshard.tree import flatten, names_of
-from tests.checkpoint.test_state_dict import Net, every_leaf, refusal, sharded
+from tests.ext.interop.test_state_dict import Net, every_leaf, refusal, sharded
 from tests.ranks import my_rank, on_ranks
 from tests.trees import TREES, assert_same_bits, every_strategy, exotic_dtypes, normal, one_axis
 

@@ -5,7 +5,7 @@ import torch
 
 import fshard as fs
 from fshard.checkpoint import from_optimizer_state_dict, to_optimizer_state_dict, to_state_dict
-from tests.checkpoint.test_state_dict import Net, every_leaf
+from tests.ext.interop.test_state_dict import Net, every_leaf
 from tests.ranks import my_rank, on_ranks
 from tests.trees import assert_same_bits, one_axis
 

@@ -20,7 +20,7 @@ from fshard.checkpoint import (
     to_optimizer_state_dict,
     to_state_dict,
 )
-from tests.checkpoint.test_state_dict import refusal
+from tests.ext.interop.test_state_dict import refusal
 from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, normal, one_axis
 from tests.unit_models import zero3

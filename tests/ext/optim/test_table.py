@@ -6,7 +6,7 @@ import pytest
 from torch import optim
 
 import fshard as fs
-from tests.optim import test_element_sums as tree_sums
+from tests.ext.optim import test_element_sums as tree_sums
 from tests.optim import test_table as core
 from tests.optim import test_unused as unused
 from tests.optim.test_table import MATRICES, Row

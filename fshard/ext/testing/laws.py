@@ -7,22 +7,25 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fshard import comm
-from fshard.errors import Problem, expect, refuse
-from fshard.microbatches import share_of
-from fshard.rounding import tolerance
-from fshard.shard import shard, unshard
-from fshard.testing.compare import differing_leaves, refuse_on_all_ranks
-from fshard.transforms import ShardTransform
-from fshard.transforms.run import start_scatter
-from fshard.transforms.structure import layout_axes, summed_axes
-from fshard.tree import Tree, tree_leaves, tree_map
+import fshard as fs
+from fshard.ext.testing.compare import differing_leaves, refuse_on_all_ranks
+from fshard.extend import (
+    Problem,
+    all_gather_object,
+    expect,
+    layout_axes,
+    process_rank,
+    refuse,
+    start_scatter,
+    summed_axes,
+    tolerance,
+)
 
 SHAPES = ((5, 3), (7,), (24, 8), (1, 4), (), (0, 3))
 
 
 def check_adjoint(
-    transform: ShardTransform,
+    transform: fs.ShardTransform,
     shapes: Sequence[tuple[int, ...]],
     *,
     dtype: torch.dtype = torch.float64,
@@ -57,12 +60,11 @@ def check_adjoint(
       [0]: expected inner products equal to within ... (shape (4,)), got <gather(x), y> = ... and <x, scatter(y)> = ...
     To fix: make scatter the transpose of gather, with the sum over ranks; error= allows for a lossy one, as 2**-8.
     """
-    params = shard(_drawn(shapes, dtype, seed), transform)
+    params = fs.shard(_drawn(shapes, dtype, seed), transform)
     specs = [leaf.spec for leaf in params]
     # Copies, so that a transform which writes to its arguments is not taken for a wrong transpose.
     gathered = transform.gather([leaf.local.clone() for leaf in params], specs)
-    _, place = share_of(transform.axes)
-    drawn = _drawn([tensor.shape for tensor in gathered], torch.float64, seed + 1 + place)
+    drawn = _drawn([tensor.shape for tensor in gathered], torch.float64, seed + 1 + process_rank())
     cotangents = [each.to(tensor.dtype) for each, tensor in zip(drawn, gathered, strict=True)]
     scattered, _ = start_scatter(transform, [y.clone() for y in cotangents], specs, _states(transform, cotangents))()
     rows = []
@@ -71,7 +73,7 @@ def check_adjoint(
         rows.append([_dot(full, cotangent), _dot(leaf.local, grad) / copies, _dot(full.abs(), cotangent.abs())])
     sums = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3)
     for axis in transform.axes:
-        (sums,) = comm.all_reduce([sums], axis, "check_adjoint")
+        (sums,) = fs.comm.all_reduce([sums], axis, "check_adjoint")
     # Each product rounds, and each sum over ranks.
     relative = error + tolerance(dtype, terms=1 + sum(axis.size for axis in transform.axes))
     problems = [
@@ -91,7 +93,7 @@ def _dot(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double() * b.double()).sum())
 
 
-def _states(transform: ShardTransform, grads: Sequence[torch.Tensor]) -> list[Tree]:
+def _states(transform: fs.ShardTransform, grads: Sequence[torch.Tensor]) -> list[Any]:
     return [transform.init(torch.zeros_like(grad)) for grad in grads]
 
 
@@ -120,7 +122,7 @@ class TransformReport(NamedTuple):
 
 
 def check_transform(
-    transform: ShardTransform,
+    transform: fs.ShardTransform,
     shapes: Sequence[tuple[int, ...]] = SHAPES,
     *,
     dtype: torch.dtype = torch.float64,
@@ -161,7 +163,7 @@ def check_transform(
     found, remedy = f"some split over {kept}", "check the rest without them"
     expect(not kept, "check_transform", "leaves that gather makes whole", found, remedy)
     full = _drawn(shapes, dtype, seed)
-    params = shard(full, transform)
+    params = fs.shard(full, transform)
     specs = [leaf.spec for leaf in params]
     problems: list[Problem] = []
 
@@ -172,7 +174,7 @@ def check_transform(
     copied = pickle.loads(pickle.dumps(transform))
     same = copied == transform and hash(copied) == hash(transform)
     claim("equality of a pickled copy (use a frozen dataclass): differences", not same)
-    claim("unshard(shard(x)): differing leaves", _count(unshard(params), full))
+    claim("unshard(shard(x)): differing leaves", _count(fs.unshard(params), full))
 
     def gather(leaves: Any) -> Any:
         return transform.gather(leaves, specs), None
@@ -189,7 +191,7 @@ def check_transform(
     remedy = "mend these in the transform, or state its error where it is lossy"
     what = "check_transform: claims do not hold"
     refuse_on_all_ranks(what, problems, remedy, transform.axes, AssertionError)
-    errors = comm.all_gather_object(max(distances, default=0.0), transform.axes, "check_transform")
+    errors = all_gather_object(max(distances, default=0.0), transform.axes, "check_transform")
     return TransformReport(gather_bytes, scatter_bytes, max(errors))
 
 
@@ -198,12 +200,12 @@ def _checked_call(
 ) -> tuple[Any, float]:
     """Call a half of the pair, which is to do the same each time, write to no input, and take a batch of vmap's."""
     given = [tensors, *states]
-    before = tree_map(torch.clone, given)
-    with comm.record() as record:
+    before = fs.tree_map(torch.clone, given)
+    with fs.comm.record() as record:
         once = run(*given)
     claim(f"{name} twice: differing leaves", _count(run(*given), once))
     claim(f"{name}'s inputs: leaves it wrote to", _count(before, given))
-    if not tree_leaves(states):
+    if not fs.tree_leaves(states):
         batch = [tensors, [2 * tensor for tensor in tensors]]
         alone = zip(*(run(each, *states)[0] for each in batch), strict=True)
         found, _ = run([torch.stack(pair, -1) for pair in zip(*batch, strict=True)], *states)
@@ -212,7 +214,7 @@ def _checked_call(
     return once[0], record.bytes_sent()
 
 
-def _count(a: Tree, b: Tree) -> int:
+def _count(a: Any, b: Any) -> int:
     """Count the leaves that differ in some bit."""
     return len(differing_leaves(a, b, exact=True))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard.ext.same_bits import _difference
+from fshard.ext.testing.same_bits import _difference
 from fshard.testing import assert_same_bits
 from tests.ranks import my_rank
 from tests.trees import normal

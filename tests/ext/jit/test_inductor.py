@@ -7,11 +7,11 @@ from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
 import fshard as fs
-from fshard import _compat
+from fshard.ext import _compat
 from fshard.jit.nodes import find_inputs
 from fshard.rounding import tolerance
 from fshard.testing import assert_trees_close
-from tests.jit.test_graph import STARTS, UNITS, graph_of, is_wait, nodes_of
+from tests.ext.jit.test_graph import STARTS, UNITS, graph_of, is_wait, nodes_of
 from tests.tolerance import within
 from tests.trees import normal, one_axis
 

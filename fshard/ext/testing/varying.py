@@ -1,19 +1,31 @@
 """check_varying: find where a local loss uses an invariant value as a varying one, or the other way round."""
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from fshard import comm
-from fshard.collectives import LOCATED, Over, Typed, find_mixed, reduction_axes
-from fshard.errors import Problem, is_users_file, refuse
-from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, unflatten
+import fshard as fs
+from fshard.extend import (
+    LOCATED,
+    Problem,
+    Typed,
+    find_mixed,
+    flatten,
+    is_users_file,
+    reduction_axes,
+    refuse,
+    setting,
+)
 
 
 def check_varying(
-    f: Callable[..., Any], params: Tree, *args: Any, has_aux: bool = False, reduce_over: Over = None
+    f: Callable[..., Any],
+    params: Any,
+    *args: Any,
+    has_aux: bool = False,
+    reduce_over: fs.Axis | str | Sequence[fs.Axis | str] | None = None,
 ) -> None:
     """Follow a loss back to the parameters, and refuse each step that mixes varying and invariant values.
 
@@ -51,27 +63,27 @@ def check_varying(
     flat = flatten(params)
     reduced = reduction_axes(flat, "check_varying", reduce_over)
     leaves = [_tracked(leaf) for leaf in flat.leaves]
-    with torch.enable_grad(), comm.setting(LOCATED, True):
-        out = f(unflatten(flat.treedef, leaves), *args)
+    with torch.enable_grad(), setting(LOCATED, True):
+        out = f(flat.unflatten(leaves), *args)
     loss = out[0] if has_aux else out
     loss = loss[0] if isinstance(loss, tuple) else loss
-    followed = Flat(flat.paths, leaves, flat.treedef)
+    followed = flat._replace(leaves=leaves)
     problems = [problem for axis in flat.axes for problem in _wrong_steps(loss, followed, axis, axis in reduced)]
     remedy = "see the docstrings of psum, psum_invariant and pcast"
     refuse("check_varying: varying and invariant values are mixed", problems, remedy, AssertionError)
 
 
 def _tracked(leaf: Any) -> Any:
-    if not is_sharded(leaf) or leaf.spec.frozen or not leaf.local.is_floating_point():
+    if not isinstance(leaf, fs.Sharded) or leaf.spec.frozen or not leaf.local.is_floating_point():
         return leaf
-    return Sharded(leaf.local.detach().requires_grad_(), leaf.spec)
+    return fs.Sharded(leaf.local.detach().requires_grad_(), leaf.spec)
 
 
-def _wrong_steps(loss: torch.Tensor, flat: Flat, axis: Axis, reduced: bool) -> Iterator[Problem]:
+def _wrong_steps(loss: torch.Tensor, flat: Any, axis: fs.Axis, reduced: bool) -> Iterator[Problem]:
     ends = {
         torch.autograd.graph.get_gradient_edge(leaf.local).node: (path, leaf.spec)
         for path, leaf in zip(flat.paths, flat.leaves, strict=True)
-        if is_sharded(leaf) and leaf.local.requires_grad
+        if isinstance(leaf, fs.Sharded) and leaf.local.requires_grad
     }
     starts = [] if loss.grad_fn is None else [Typed(loss.grad_fn, loss.output_nr, reduced)]
     return find_mixed(starts, ends, axis, _line)

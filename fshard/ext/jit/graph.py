@@ -7,13 +7,21 @@ from typing import Any, NamedTuple
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fshard import _compat, comm
-from fshard.comm import ops
-from fshard.jit.jit import Jitted
-from fshard.jit.nodes import Storages, find_collective, find_last_uses, find_results, find_storages, is_wait
-from fshard.jit.passes import fold_views_and_remove_dead_nodes
-from fshard.jit.trace import Traced, trace
-from fshard.tree import flatten, unflatten
+from fshard import comm
+from fshard.extend import (
+    Jitted,
+    Traced,
+    arguments_of,
+    flatten,
+    fold_views_and_remove_dead_nodes,
+    graph_nodes,
+    held_in_flight,
+    trace,
+    unflatten,
+)
+
+# Bytes of storages by their names.
+Storages = dict[Hashable, int]
 
 
 class PendingBuffer(NamedTuple):
@@ -81,7 +89,7 @@ class StepGraph:
         graph = traced.module.graph
         self.module = traced.module
         self.memory = find_lifetimes(graph)
-        self.results = unflatten(traced.treedef, find_results(graph))
+        self.results = unflatten(traced.treedef, graph_nodes.find_results(graph))
         self.moments = list(self._list_operations())
 
     def collectives(self) -> comm.Record:
@@ -117,14 +125,14 @@ class StepGraph:
                 total += nbytes - held.get(storage, 0)
                 held[storage] = nbytes
             if node.op == "call_function":
-                yield Operation(node, _name_operator(node), total, find_collective(node))
+                yield Operation(node, _name_operator(node), total, graph_nodes.find_collective(node))
             for storage in self.memory.freed.get(node, ()):
                 total -= held.pop(storage, 0)
 
 
 def _name_operator(node: Node) -> str:
     target: Any = node.target
-    name = str(target) if _compat.arguments_of(target) else target.__name__
+    name = str(target) if arguments_of(target) else target.__name__
     return name.removesuffix(".default").removesuffix(".Tensor")
 
 
@@ -164,7 +172,7 @@ def find_lifetimes(graph: Graph) -> Lifetimes:
     Args:
         graph: The graph. Its nodes hold fake tensors.
     """
-    storages = find_storages(graph.nodes)
+    storages = graph_nodes.find_storages(graph.nodes)
     pending_buffers = list(_find_pending_buffers(storages))
     always_held: Storages = {}
     taken: dict[Node, Storages] = {}
@@ -177,7 +185,7 @@ def find_lifetimes(graph: Graph) -> Lifetimes:
         sent_until[pending.wait] |= pending.held_storages
         taken[pending.start] |= _leave_out(pending.held_storages, always_held)
     freed = defaultdict[Node, list[Hashable]](list)
-    for name, node in find_last_uses(storages, sent_until).items():
+    for name, node in graph_nodes.find_last_uses(storages, sent_until).items():
         if name not in always_held:
             freed[node].append(name)
     return Lifetimes(storages, always_held, taken, freed, pending_buffers)
@@ -191,11 +199,11 @@ def _find_pending_buffers(storages: Mapping[Node, Storages]) -> Iterator[Pending
     """List every buffer of every collective."""
     waits: dict[Hashable, Node] = {}
     for node, waited in storages.items():
-        if is_wait(node):
+        if graph_nodes.is_wait(node):
             waits |= dict.fromkeys(waited, node)
     for node in storages:
         values = map_arg(node.args, lambda source: source.meta.get("val"))
-        for i, bytes_copied in enumerate(ops.held_in_flight(node.target, values)):
+        for i, bytes_copied in enumerate(held_in_flight(node.target, values)):
             buffer = list(storages[node])[i]
             held_storages: Storages = {}
             if bytes_copied == 0:

@@ -8,7 +8,7 @@ import torch
 from torch import optim
 
 import fshard as fs
-from fshard.optim.norms import element_sums, global_norm, leaf_norms
+from fshard.ext.optim.norms import element_sums, global_norm, leaf_norms
 from fshard.rounding import tolerance
 from fshard.testing import spmd
 from tests.bad_input import text_of

@@ -11,14 +11,27 @@ from typing import Any
 
 import torch
 
-from fshard import _compat
-from fshard.collectives import all_gather_invariant, sum_over
-from fshard.errors import expect
-from fshard.optim.leaves import elements_of, partition_axes, varying
-from fshard.reduction_order import ReductionOrder, find_order
-from fshard.shard import local_ranges
-from fshard.tree import Axis, Sharded, Spec, Tree, flatten, grouped, is_sharded, leaves_of, map_leaves, tensor_of
-from fshard.tree.checks import POSITIVE, check_local, check_numbers, check_tensors
+import fshard as fs
+from fshard.ext import _compat
+from fshard.ext.optim.leaves import elements_of, varying
+from fshard.extend import (
+    POSITIVE,
+    ReductionOrder,
+    check_local,
+    check_numbers,
+    check_tensors,
+    expect,
+    find_order,
+    flatten,
+    grouped,
+    is_differentiated,
+    leaves_of,
+    local_ranges,
+    map_leaves,
+    partition_axes,
+    sum_over,
+    tensor_of,
+)
 
 # Elements that become float64 numbers at a time, in a processor's cache: of a norm, and of an exact sum.
 PIECE, EXACT_PIECE = 1 << 16, 1 << 14
@@ -30,7 +43,7 @@ MOST = 1 << 24
 # Bits of a digit: two make up those of a float64.
 BITS = 27
 
-Axes = tuple[Axis, ...]
+Axes = tuple[fs.Axis, ...]
 Terms = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -42,7 +55,7 @@ def find_norm_order(api_name: str, p: float, reduction_order: str | None) -> Red
     return order
 
 
-def global_norm(tree: Tree, p: float = 2.0, *, reduction_order: str | None = None) -> torch.Tensor:
+def global_norm(tree: Any, p: float = 2.0, *, reduction_order: str | None = None) -> torch.Tensor:
     """Take the p-norm of all elements of a sharded tree together, such as of gradients.
 
     Each element counts once, however many ranks store it, and padding does not count. Taken in float64, so that for
@@ -74,7 +87,7 @@ def global_norm(tree: Tree, p: float = 2.0, *, reduction_order: str | None = Non
     return _rooted(_joined(torch.stack(_powers(leaves, p, order)), p), p).to(dtype)
 
 
-def leaf_norms(tree: Tree, p: float = 2.0, *, reduction_order: str | None = None) -> Tree:
+def leaf_norms(tree: Any, p: float = 2.0, *, reduction_order: str | None = None) -> Any:
     """Take the p-norm of each whole leaf of a sharded tree, where `tensor.norm()` would be of this rank's part.
 
     For an optimizer or a transformation of one's own: `tree_map` takes these norms beside the leaves. Computed as in
@@ -114,7 +127,7 @@ def leaf_norms(tree: Tree, p: float = 2.0, *, reduction_order: str | None = None
     return map_leaves(norm, tree)
 
 
-def leaf_means(tree: Tree, dim: int, reduction_order: str | None = None) -> Tree:
+def leaf_means(tree: Any, dim: int, reduction_order: str | None = None) -> Any:
     """Take means over a dim of whole leaves, of which a rank has some; one collective for each set of axes.
 
     Args:
@@ -135,16 +148,16 @@ def leaf_means(tree: Tree, dim: int, reduction_order: str | None = None) -> Tree
     rows = iter(zip(found, over, strict=True))
 
     @cache
-    def reduced(spec: Spec) -> Spec:
+    def reduced(spec: fs.Spec) -> fs.Spec:
         return spec.reduced([len(spec.storage_shape) + dim])
 
     def mean(leaf: Any) -> Any:
         if leaf is None or tensor_of(leaf).dim() < 2:
             return None
         value, axes = next(rows)
-        count = (leaf.spec.storage_shape if is_sharded(leaf) else leaf.shape)[dim]
+        count = (leaf.spec.storage_shape if isinstance(leaf, fs.Sharded) else leaf.shape)[dim]
         value = (varying(value, axes) / max(1, count)).to(tensor_of(leaf).dtype)
-        return Sharded(value, reduced(leaf.spec)) if is_sharded(leaf) else value
+        return fs.Sharded(value, reduced(leaf.spec)) if isinstance(leaf, fs.Sharded) else value
 
     return map_leaves(mean, tree)
 
@@ -155,7 +168,7 @@ def _along(leaves: Sequence[Any], dim: int | None) -> tuple[list[torch.Tensor], 
     for leaf in leaves:
         tensor, axes = tensor_of(leaf), []
         for i in range(tensor.dim()) if dim is None else [tensor.dim() + dim]:
-            if is_sharded(leaf):
+            if isinstance(leaf, fs.Sharded):
                 tensor = tensor.narrow(i, 0, local_ranges(leaf.spec)[i][1])
                 axes += [axis for axis in leaf.spec.split_axes(i) if axis.size > 1]
         tensors.append(tensor)
@@ -163,7 +176,7 @@ def _along(leaves: Sequence[Any], dim: int | None) -> tuple[list[torch.Tensor], 
     return tensors, over
 
 
-def _checked(what: str, tree: Tree) -> list[Any]:
+def _checked(what: str, tree: Any) -> list[Any]:
     flat = flatten(tree)
     check_tensors(what, flat)
     check_local(what, flat)
@@ -216,7 +229,7 @@ def _reduced(values: Sequence[torch.Tensor], over: Sequence[Axes], p: float = 1.
         if not math.isinf(p):
             part, axes = sum_over(part, axes), ()
         for axis in axes:
-            part = [rows.amax(0) for rows in all_gather_invariant([value[None] for value in part], axis)]
+            part = [rows.amax(0) for rows in fs.all_gather_invariant([value[None] for value in part], axis)]
         for i, value in zip(group, part, strict=True):
             found[i] = value
     return found
@@ -238,7 +251,7 @@ def element_sums(leaves: Sequence[Any], terms: Terms, dim: int | None = None) ->
         ValueError: if a tensor is differentiated.
     """
     tensors, over = _along(leaves, dim)
-    differentiated = any(map(_compat.is_differentiated, tensors)) or _compat.any_dual(tensors)
+    differentiated = any(map(is_differentiated, tensors)) or _compat.any_dual(tensors)
     remedy = "leave out reduction_order where updates are differentiated"
     expect(
         not differentiated,

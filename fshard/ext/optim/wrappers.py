@@ -6,16 +6,32 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fshard import _compat
-from fshard.collectives import sum_over
-from fshard.errors import expect
-from fshard.optim.leaves import check_optimizer, elements_of, for_trained, leafwise, zero
-from fshard.transforms import ShardTransform, masked_transform
-from fshard.tree import Flat, Tree, flatten, is_sharded, is_trained, leaves_of, like, map_leaves, tree_leaves, tree_map
-from fshard.tree.checks import Range, check_matches, check_numbers, describe
-from fshard.tree.masks import MASK, Mask, is_mask, matches
-from fshard.tree.nodes import tensor_of
-from fshard.update import GradientTransformation, Optimizer, Updated, run_update
+import fshard as fs
+from fshard.ext import _compat
+from fshard.ext.optim.leaves import check_optimizer, elements_of, leafwise
+from fshard.ext.optim.parts import Mask
+from fshard.extend import (
+    MASK,
+    Range,
+    check_matches,
+    check_numbers,
+    describe,
+    expect,
+    flatten,
+    for_trained,
+    is_mask,
+    is_trained,
+    leaves_of,
+    like,
+    map_leaves,
+    masked_transform,
+    matches,
+    run_update,
+    sum_over,
+    tensor_of,
+    transforms_active,
+    zero,
+)
 
 
 class SkipState(NamedTuple):
@@ -27,10 +43,10 @@ class SkipState(NamedTuple):
     """
 
     skipped: torch.Tensor
-    inner: Tree
+    inner: Any
 
 
-def skip_nonfinite(tx: Optimizer) -> Optimizer:
+def skip_nonfinite(tx: fs.Optimizer) -> fs.Optimizer:
     """Skip an update on every rank where a gradient holds an inf or a nan on any.
 
     The parameters and the state inside stay as they are, and the update is counted. Costs one collective of a single
@@ -54,11 +70,11 @@ def skip_nonfinite(tx: Optimizer) -> Optimizer:
     """
     check_optimizer("skip_nonfinite", tx)
 
-    def run(grads: Tree, state: SkipState, params: Tree, donate: bool = False) -> Updated:
+    def run(grads: Any, state: SkipState, params: Any, donate: bool = False) -> tuple[Any, Any]:
         finite = all_finite(grads)
         before = params, state.inner
         # A torch.func transform and a trace have no values, and for those of an accelerator the host would wait.
-        if finite.is_cpu and not (_compat.transforms_active() or _compat.is_tracing()):
+        if finite.is_cpu and not (transforms_active() or _compat.is_tracing()):
             after = before
             if finite:
                 after = run_update("skip_nonfinite", "tx", tx, grads, state.inner, params, donate=donate)
@@ -69,13 +85,13 @@ def skip_nonfinite(tx: Optimizer) -> Optimizer:
         params, inner = after
         return params, SkipState(state.skipped + (~finite).long(), inner)
 
-    def init(params: Tree) -> SkipState:
+    def init(params: Any) -> SkipState:
         return _counts_beside(params, SkipState(zero(), tx.init(params)))
 
-    return Optimizer(init, run, partial(run, donate=True))
+    return fs.Optimizer(init, run, partial(run, donate=True))
 
 
-def _where(condition: torch.Tensor, new: Tree, old: Tree, donate: bool) -> Tree:
+def _where(condition: torch.Tensor, new: Any, old: Any, donate: bool) -> Any:
     """Take the leaves of one tree where a condition holds, else those of another.
 
     Args:
@@ -99,15 +115,15 @@ def _where(condition: torch.Tensor, new: Tree, old: Tree, donate: bool) -> Tree:
         chosen = torch.where(on[old.device], new, old)
         return old.copy_(chosen) if donate else chosen
 
-    return tree_map(choose, new, old)
+    return fs.tree_map(choose, new, old)
 
 
-def _counts_beside(params: Tree, state: Tree) -> Tree:
+def _counts_beside(params: Any, state: Any) -> Any:
     """Move numbers of a state that are on the processor to the accelerator that parameters are on.
 
     There they can stay as they are, by a condition that the host does not know.
     """
-    devices = {leaf.device for leaf in tree_leaves(params) if isinstance(leaf, torch.Tensor)}
+    devices = {leaf.device for leaf in fs.tree_leaves(params) if isinstance(leaf, torch.Tensor)}
     accelerator = next((device for device in devices if device.type not in ("cpu", "meta")), None)
     if accelerator is None:
         return state
@@ -116,7 +132,7 @@ def _counts_beside(params: Tree, state: Tree) -> Tree:
         is_count = isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and leaf.device.type == "cpu"
         return leaf.to(accelerator) if is_count else leaf
 
-    return tree_map(move, state)
+    return fs.tree_map(move, state)
 
 
 class EmaState(NamedTuple):
@@ -127,11 +143,11 @@ class EmaState(NamedTuple):
         inner: The state of the optimizer inside.
     """
 
-    average: Tree
-    inner: Tree
+    average: Any
+    inner: Any
 
 
-def ema(tx: Optimizer, decay: float) -> Optimizer:
+def ema(tx: fs.Optimizer, decay: float) -> fs.Optimizer:
     """Keep an exponential moving average of the parameters that an optimizer makes.
 
     Starts from the parameters; after each update average = decay * average + (1 - decay) * parameters. Follows
@@ -157,11 +173,11 @@ def ema(tx: Optimizer, decay: float) -> Optimizer:
     check_optimizer("ema", tx)
     check_numbers("ema", Range("a number from 0 to 1", lambda number: 0 <= number <= 1), decay=decay)
 
-    def init(params: Tree) -> EmaState:
+    def init(params: Any) -> EmaState:
         average = map_leaves(lambda x: like(x, tensor_of(x).detach().clone()) if is_trained(x) else x, params)
         return EmaState(average, tx.init(params))
 
-    def run(grads: Tree, state: EmaState, params: Tree, donate: bool = False) -> Updated:
+    def run(grads: Any, state: EmaState, params: Any, donate: bool = False) -> tuple[Any, Any]:
         params, inner = run_update("ema", "tx", tx, grads, state.inner, params, donate=donate)
         lerp = torch.Tensor.lerp_ if donate else torch.Tensor.lerp
         # A leaf without a gradient has not moved, and its average moves on towards it.
@@ -169,22 +185,22 @@ def ema(tx: Optimizer, decay: float) -> Optimizer:
         (average,) = leafwise(lambda p, old: (lerp(old, p.detach(), 1 - decay),), moved, [state.average])
         return params, EmaState(average, inner)
 
-    return Optimizer(init, run, partial(run, donate=True))
+    return fs.Optimizer(init, run, partial(run, donate=True))
 
 
-def all_finite(grads: Tree) -> torch.Tensor:
+def all_finite(grads: Any) -> torch.Tensor:
     """Tell whether every element of every gradient is finite on every rank, by a bool tensor of shape ()."""
     leaves = [leaf for leaf in leaves_of(grads) if leaf is not None]
     bad = sum(((~elements_of(leaf).isfinite()).any().long() for leaf in leaves), zero())
-    axes = dict.fromkeys(axis for leaf in leaves if is_sharded(leaf) for axis in leaf.spec.axes)
+    axes = dict.fromkeys(axis for leaf in leaves if isinstance(leaf, fs.Sharded) for axis in leaf.spec.axes)
     return sum_over(bad, tuple(axes)) == 0
 
 
-def masked(tx: Any, mask: Mask, otherwise: ShardTransform | None = None) -> Any:
+def masked(tx: Any, mask: Mask, otherwise: fs.ShardTransform | None = None) -> Any:
     """Apply a transformation, an optimizer or a sharding transform to some leaves, as in Optax.
 
     Args:
-        tx: The GradientTransformation, Optimizer or ShardTransform. Others' gradients pass through the first; the
+        tx: The fs.GradientTransformation, Optimizer or ShardTransform. Others' gradients pass through the first; the
             second does not change their parameters; the third leaves them to `otherwise`.
         mask: Which leaves: a glob pattern of their names or several, where a name is a leaf's keys joined by dots, such
             as "blocks.0.norm.weight", and `*` stands for anything; or a function of (name, leaf), which gets a tensor
@@ -206,7 +222,7 @@ def masked(tx: Any, mask: Mask, otherwise: ShardTransform | None = None) -> Any:
     >>> fs.tree_map(lambda leaf: leaf.dtype, fs.gather(params))
     {'weight': torch.bfloat16, 'bias': torch.float32}
     """
-    if isinstance(tx, ShardTransform):
+    if isinstance(tx, fs.ShardTransform):
         return masked_transform(tx, mask, otherwise)
     if otherwise is not None:
         raise ValueError(f"masked: otherwise is for ShardTransforms, not for {describe(tx)}; partition has parts")
@@ -245,7 +261,7 @@ def partition(parts: Mapping[Mask, Any]) -> Any:
             matches all that are left.
 
     Returns:
-        The Optimizer, or the GradientTransformation; its state is a tuple of those of the parts, in their order.
+        The fs.Optimizer, or the GradientTransformation; its state is a tuple of those of the parts, in their order.
 
     Raises:
         ValueError: if parts are of both kinds or of neither; from init, if a mask matches no leaf, or no mask a leaf.
@@ -266,20 +282,20 @@ def _partition(what: str, masks: Sequence[Mask], members: Sequence[Any]) -> Any:
     kinds = {type(member) for member in members if member is not None}
     found = ", ".join(map(describe, members)) or "nothing"
     needed = "parts, or tx, of Optimizers alone or GradientTransformations alone"
-    expect(kinds in ({Optimizer}, {GradientTransformation}), what, needed, found)
+    expect(kinds in ({fs.Optimizer}, {fs.GradientTransformation}), what, needed, found)
     for mask in masks:
         expect(is_mask(mask), what, f"the mask to be {MASK}", describe(mask))
 
-    def owners(flat: Flat) -> list[int | None]:
+    def owners(flat: Any) -> list[int | None]:
         """Number, for each leaf, the first member whose mask matches it."""
         rows = zip(flat.names, flat.leaves, strict=True)
         return [next((i for i, mask in enumerate(masks) if matches(mask, name, x)), None) for name, x in rows]
 
-    def part(flat: Flat, found: list[int | None], i: int) -> Tree:
+    def part(flat: Any, found: list[int | None], i: int) -> Any:
         """Make a tree of the leaves of one member, and None in the place of others."""
         return flat.unflatten(leaf if owner == i else None for leaf, owner in zip(flat.leaves, found, strict=True))
 
-    def init(params: Tree) -> Tree:
+    def init(params: Any) -> Any:
         flat = flatten(params)
         found = owners(flat)
         check_matches(what, masks, flat.names, flat.leaves)
@@ -288,10 +304,10 @@ def _partition(what: str, masks: Sequence[Mask], members: Sequence[Any]) -> Any:
         expect(not left, what, "a mask for every leaf", f"none for {', '.join(left[:4])}", 'add one for "*"')
         return tuple(tx.init(part(flat, found, i)) if tx else () for i, tx in enumerate(members))
 
-    def run(grads: Tree, state: Tree, params: Tree, donate: bool = False) -> Updated:
+    def run(grads: Any, state: Any, params: Any, donate: bool = False) -> tuple[Any, Any]:
         given, flat = flatten(grads), flatten(params)
         found, states = owners(flat), []
-        leaves = list(flat.leaves if kinds == {Optimizer} else given.leaves)
+        leaves = list(flat.leaves if kinds == {fs.Optimizer} else given.leaves)
         for i, (member, kept) in enumerate(zip(members, state, strict=True)):
             if member is not None:
                 argument = f"parts[{masks[i]!r}]" if what == "partition" else "tx"
@@ -301,6 +317,6 @@ def _partition(what: str, masks: Sequence[Mask], members: Sequence[Any]) -> Any:
             states.append(kept)
         return flat.unflatten(leaves), tuple(states)
 
-    if kinds == {Optimizer}:
-        return Optimizer(init, run, partial(run, donate=True))
-    return GradientTransformation(init, run)
+    if kinds == {fs.Optimizer}:
+        return fs.Optimizer(init, run, partial(run, donate=True))
+    return fs.GradientTransformation(init, run)

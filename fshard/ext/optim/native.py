@@ -1,22 +1,17 @@
 """Gradient transformations, and the optimizers sgd, adam and adamw as chains of them; all are differentiable."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from fshard.errors import expect
-from fshard.optim.leaves import check_real, leafwise, map_gradients, stateful, stateless, zero
-from fshard.optim.norms import find_norm_order, global_norm, leaf_norms
-from fshard.optim.wrappers import masked
-from fshard.reduction_order import find_order
-from fshard.tree import Mask, Tree, flatten
-from fshard.tree.checks import FRACTION, NOT_NEGATIVE, check_floating, check_numbers
-from fshard.update import GradientTransformation, Optimizer, Updated, chain
-
-Number = float | torch.Tensor
-Rate = Number | Callable[[torch.Tensor], Number]
+import fshard as fs
+from fshard.ext.optim.leaves import check_real, leafwise, map_gradients, stateful, stateless
+from fshard.ext.optim.norms import find_norm_order, global_norm, leaf_norms
+from fshard.ext.optim.parts import Mask, Number, Rate
+from fshard.ext.optim.wrappers import masked
+from fshard.extend import FRACTION, NOT_NEGATIVE, check_floating, check_numbers, expect, find_order, flatten, zero
 
 
 def check_rates(what: str, lr: Rate, betas: Any = (0.0, 0.0), **numbers: Number) -> None:
@@ -39,7 +34,7 @@ def check_rates(what: str, lr: Rate, betas: Any = (0.0, 0.0), **numbers: Number)
 
 def clip_by_global_norm(
     max_norm: float, p: float = 2.0, *, reduction_order: str | None = None
-) -> GradientTransformation:
+) -> fs.GradientTransformation:
     """Scale gradients down so that the norm of all of them together is at most `max_norm`.
 
     Follows torch.nn.utils.clip_grad_norm_ on full gradients, with the norm taken in float64: each element counts once,
@@ -68,7 +63,7 @@ def clip_by_global_norm(
     check_numbers("clip_by_global_norm", NOT_NEGATIVE, max_norm=max_norm)
     find_norm_order("clip_by_global_norm", p, reduction_order)
 
-    def clipped(grads: Tree, params: Tree) -> Tree:
+    def clipped(grads: Any, params: Any) -> Any:
         # torch.nn.utils.clip_grad_norm_ adds the same 1e-6, and multiplies by 1 where nothing is to be clipped.
         scale = (max_norm / (global_norm(grads, p, reduction_order=reduction_order) + 1e-6)).clamp(max=1.0)
         return map_gradients(lambda grad, scale: grad * scale.to(grad.dtype), grads, numbers=(scale,))
@@ -76,7 +71,7 @@ def clip_by_global_norm(
     return stateless(clipped)
 
 
-def clip_by_norm(max_norm: float, p: float = 2.0, *, reduction_order: str | None = None) -> GradientTransformation:
+def clip_by_norm(max_norm: float, p: float = 2.0, *, reduction_order: str | None = None) -> fs.GradientTransformation:
     """Scale each leaf's gradient down so that its own norm is at most `max_norm`; see `clip_by_global_norm`.
 
     Follows torch.nn.utils.clip_grad_norm_, called for each parameter by itself. Costs one collective for
@@ -110,7 +105,7 @@ def clip_by_norm(max_norm: float, p: float = 2.0, *, reduction_order: str | None
     )
 
 
-def clip_by_value(max_value: float) -> GradientTransformation:
+def clip_by_value(max_value: float) -> fs.GradientTransformation:
     """Clamp each element of a gradient between -max_value and max_value.
 
     Follows torch.nn.utils.clip_grad_value_.
@@ -143,12 +138,12 @@ class AdamState(NamedTuple):
         square: Running average of their squares.
     """
 
-    counts: Tree
-    mean: Tree
-    square: Tree
+    counts: Any
+    mean: Any
+    square: Any
 
 
-def scale_by_adam(betas: tuple[Number, Number] = (0.9, 0.999), eps: Number = 1e-8) -> GradientTransformation:
+def scale_by_adam(betas: tuple[Number, Number] = (0.9, 0.999), eps: Number = 1e-8) -> fs.GradientTransformation:
     """Replace gradients by Adam's direction: their average over the root of the average of their squares.
 
     Follows optax.scale_by_adam. `adam`, `adamw` and `lamb` are made of it.
@@ -187,7 +182,7 @@ def scale_by_adam(betas: tuple[Number, Number] = (0.9, 0.999), eps: Number = 1e-
 
 def add_decayed_weights(
     weight_decay: Number, mask: Mask | None = None, *, reduction_order: str | None = None
-) -> GradientTransformation:
+) -> fs.GradientTransformation:
     """Add a multiple of the parameters to their gradients; before an optimizer that is L2 regularisation.
 
     Follows optax.add_decayed_weights and the weight_decay of torch.optim.SGD and Adam.
@@ -226,8 +221,8 @@ class MomentumState(NamedTuple):
         momentum: The momentum of each leaf, sharded as it is.
     """
 
-    counts: Tree
-    momentum: Tree
+    counts: Any
+    momentum: Any
 
 
 class DescentState(NamedTuple):
@@ -242,7 +237,7 @@ class DescentState(NamedTuple):
 
 def sgd(
     lr: Rate, momentum: Number = 0.0, *, dampening: Number = 0.0, weight_decay: Number = 0.0, nesterov: bool = False
-) -> Optimizer:
+) -> fs.Optimizer:
     """Stochastic gradient descent that can itself be differentiated.
 
     Follows torch.optim.SGD. Nothing is detached and numbers may be tensors: torch.func.grad through an update gives
@@ -283,12 +278,12 @@ def sgd(
 
     decay = add_decayed_weights(weight_decay, reduction_order="tree")
     trace = stateful(MomentumState, heavy, (momentum, dampening), partial(check_floating, "sgd"))
-    return chain(decay, *([trace] if has_momentum else []), _descent(lr))
+    return fs.chain(decay, *([trace] if has_momentum else []), _descent(lr))
 
 
 def adam(
     lr: Rate, betas: tuple[Number, Number] = (0.9, 0.999), eps: Number = 1e-8, *, weight_decay: Number = 0.0
-) -> Optimizer:
+) -> fs.Optimizer:
     """Adam that can itself be differentiated; see `sgd`.
 
     Follows Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015), and torch.optim.Adam.
@@ -312,12 +307,12 @@ def adam(
     {'w': tensor([0.9000, 2.1000])}
     """
     check_rates("adam", lr, weight_decay=weight_decay)
-    return chain(add_decayed_weights(weight_decay, reduction_order="tree"), scale_by_adam(betas, eps), _descent(lr))
+    return fs.chain(add_decayed_weights(weight_decay, reduction_order="tree"), scale_by_adam(betas, eps), _descent(lr))
 
 
 def adamw(
     lr: Rate, betas: tuple[Number, Number] = (0.9, 0.999), eps: Number = 1e-8, *, weight_decay: Number = 0.01
-) -> Optimizer:
+) -> fs.Optimizer:
     """AdamW that can itself be differentiated; see `sgd`.
 
     Follows Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), and torch.optim.AdamW.
@@ -341,22 +336,22 @@ def adamw(
     {'w': tensor([0.9500, 1.9000])}
     """
     check_rates("adamw", lr, weight_decay=weight_decay)
-    return chain(scale_by_adam(betas, eps), _descent(lr, weight_decay))
+    return fs.chain(scale_by_adam(betas, eps), _descent(lr, weight_decay))
 
 
-def _descent(lr: Rate, decay: Number | None = None) -> Optimizer:
+def _descent(lr: Rate, decay: Number | None = None) -> fs.Optimizer:
     """Subtract gradients times the learning rate from the parameters, which shrink first where there is a decay."""
 
-    def init(params: Tree) -> DescentState:
+    def init(params: Any) -> DescentState:
         check_floating("sgd", flatten(params))
         return DescentState(zero())
 
     def step(grad: torch.Tensor, param: torch.Tensor, rate: Any, decay: Any) -> tuple[torch.Tensor]:
         return ((param if decay is None else param * (1 - rate * decay)) - rate * grad,)
 
-    def update(grads: Tree, state: DescentState, params: Tree) -> Updated:
+    def update(grads: Any, state: DescentState, params: Any) -> tuple[Any, Any]:
         rate = lr(state.updates) if callable(lr) else lr
         (params,) = leafwise(step, grads, [params], numbers=(rate, decay))
         return params, DescentState(state.updates + 1)
 
-    return Optimizer(init, update)
+    return fs.Optimizer(init, update)

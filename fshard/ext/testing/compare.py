@@ -7,15 +7,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from fshard import _compat, comm
-from fshard.errors import Problem, expect, leaf_error, refuse
-from fshard.mesh import Mesh, ranks_of
-from fshard.shard import hash_of, unshard, without_padding
-from fshard.tree import Axis, Tree, flatten, is_sharded, tensor_of
-from fshard.tree.checks import is_donated, same_structure
-from fshard.update import TrainState
+import fshard as fs
+from fshard.ext import _compat
+from fshard.extend import (
+    Problem,
+    all_gather_object,
+    expect,
+    flatten,
+    hash_of,
+    is_donated,
+    named_buffers,
+    named_parameters,
+    ranks_of,
+    refuse,
+    same_structure,
+    tensor_of,
+    without_padding,
+)
 
 WHAT = "assert_matches_ddp"
 # By whether bits are compared.
@@ -23,7 +34,7 @@ _WANTED = ("close values", "equal values")
 
 
 def assert_trees_close(
-    actual: Tree, expected: Tree, *, rtol: float | None = None, atol: float | None = None, exact: bool = False
+    actual: Any, expected: Any, *, rtol: float | None = None, atol: float | None = None, exact: bool = False
 ) -> None:
     """Assert that two trees hold the same values, whatever their leaves are stored as.
 
@@ -48,17 +59,17 @@ def assert_trees_close(
 
 
 def differing_leaves(
-    actual: Tree, expected: Tree, rtol: float | None = None, atol: float | None = None, exact: bool = False
+    actual: Any, expected: Any, rtol: float | None = None, atol: float | None = None, exact: bool = False
 ) -> list[Problem]:
     """List the leaves of two trees that differ; see `assert_trees_close`."""
     found, needed = flatten(actual), flatten(expected)
     same_structure("assert_trees_close", found, needed)
     pairs = list(zip(found.leaves, needed.leaves, strict=True))
     for i, (a, b) in enumerate(pairs):
-        if is_sharded(a) and is_sharded(b) and a.spec == b.spec:
+        if isinstance(a, fs.Sharded) and isinstance(b, fs.Sharded) and a.spec == b.spec:
             pairs[i] = without_padding(a), without_padding(b)
     # Of the others one side is sharded differently, so both are compared in full.
-    left, right = unshard([a for a, _ in pairs]), unshard([b for _, b in pairs])
+    left, right = fs.unshard([a for a, _ in pairs]), fs.unshard([b for _, b in pairs])
     differences = [_difference(a, b, rtol, atol, exact) for a, b in zip(left, right, strict=True)]
     return [Problem(path, got, _WANTED[exact]) for path, got in zip(found.paths, differences, strict=True) if got]
 
@@ -123,8 +134,8 @@ def _digest(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def assert_matches_ddp(
-    train_step: Callable[[TrainState, Any], tuple[TrainState, torch.Tensor]],
-    state: TrainState,
+    train_step: Callable[[fs.TrainState, Any], tuple[fs.TrainState, torch.Tensor]],
+    state: fs.TrainState,
     batches: Iterable[Any],
     *,
     module: nn.Module,
@@ -133,8 +144,8 @@ def assert_matches_ddp(
     rtol: float | None = None,
     atol: float | None = None,
     exact: bool = False,
-    mesh: Mesh | None = None,
-) -> TrainState:
+    mesh: DeviceMesh | None = None,
+) -> fs.TrainState:
     """Run a train step and torch DDP side by side; assert that losses, parameters and buffers agree after every step.
 
     Call it on every rank of a real process group, or of a mesh of some ranks, each with its own batches. If a rank
@@ -182,17 +193,17 @@ def assert_matches_ddp(
     processes, remedy = dist.get_backend() != "threaded", "run it by spmd(f, Workers(n))"
     expect(processes, WHAT, "ranks to be processes", "threads", remedy)
     ranks = ranks_of(mesh)
-    group = _compat.resolve_process_group(ranks.group_name)
+    group = _compat.process_group_of(ranks.group_name)
     reference = DistributedDataParallel(copy.deepcopy(module), process_group=group, find_unused_parameters=True)
     torch_optimizer = optimizer(reference.parameters())
-    initial = {name: buffer.detach().clone() for name, buffer in _compat.named_buffers(module)}
+    initial = {name: buffer.detach().clone() for name, buffer in named_buffers(module)}
     for step, batch in enumerate(batches):
         loss = loss_fn(reference, batch)
         expected = _step_of_ddp(reference, torch_optimizer, loss, group)
         state, objective = train_step(state, batch)
         # A state without buffers leaves those of the module as they were.
-        buffers = initial | dict(unshard(state.buffers) or {})
-        actual = {"loss": objective.detach(), "params": unshard(state.params), "buffers": buffers}
+        buffers = initial | dict(fs.unshard(state.buffers) or {})
+        actual = {"loss": objective.detach(), "params": fs.unshard(state.params), "buffers": buffers}
         problems = differing_leaves(actual, expected, rtol, atol, exact)
         what = f"step {step} (counted from 0) is the first that differs from DDP: trees differ"
         refuse_on_all_ranks(what, problems, "look at the first leaf that differs", [ranks], AssertionError)
@@ -208,18 +219,22 @@ def _step_of_ddp(
     optimizer.step()
     mean = loss.detach().clone()
     dist.all_reduce(mean, group=group)
-    buffers = {name: buffer.detach().clone() for name, buffer in _compat.named_buffers(reference.module)}
+    buffers = {name: buffer.detach().clone() for name, buffer in named_buffers(reference.module)}
     for buffer in buffers.values():
         dist.broadcast(buffer, group=group, group_src=0)
-    params = {name: parameter.detach() for name, parameter in _compat.named_parameters(reference.module)}
+    params = {name: parameter.detach() for name, parameter in named_parameters(reference.module)}
     return {"loss": mean / dist.get_world_size(group), "params": params, "buffers": buffers}
 
 
 def refuse_on_all_ranks(
-    what: str, problems: list[Problem], remedy: str, axes: Sequence[Axis], error: type[Exception]
+    what: str, problems: list[Problem], remedy: str, axes: Sequence[fs.Axis], error: type[Exception]
 ) -> None:
     """Raise the text of this rank's problems, or that of the first rank that has any."""
-    text = str(leaf_error(what, problems, remedy)) if problems else ""
-    for rank, found in enumerate(comm.all_gather_object(text, axes, WHAT)):
+    text = ""
+    try:
+        refuse(what, problems, remedy)
+    except ValueError as refusal:
+        text = str(refusal)
+    for rank, found in enumerate(all_gather_object(text, axes, WHAT)):
         if found:
             raise error(text or f"rank {rank}: {found}")

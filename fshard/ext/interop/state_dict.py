@@ -6,17 +6,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fshard.checkpoint.boxes import Entry
-from fshard.checkpoint.exchange import Exchange
-from fshard.errors import Problem, expect, refuse
-from fshard.shard import hash_of
-from fshard.tree import Tree
-from fshard.tree.checks import describe
+from fshard.ext.interop.module_exchange import ModuleExchange
+from fshard.extend import Entry, Problem, describe, expect, hash_of, refuse
 
 
-def to_state_dict(
-    params: Tree, *, module: nn.Module | None = None, rank0_only: bool = False
-) -> dict[str, torch.Tensor]:
+def to_state_dict(params: Any, *, module: nn.Module | None = None, rank0_only: bool = False) -> dict[str, torch.Tensor]:
     """Gather a plain state dict, for `module.load_state_dict` or `torch.save`. Every rank must call this.
 
     Args:
@@ -37,7 +31,7 @@ def to_state_dict(
     >>> to_state_dict(params)
     {'w': tensor([1., 1., 1.])}
     """
-    exchange = Exchange("checkpoint.to_state_dict", module)
+    exchange = ModuleExchange("checkpoint.to_state_dict", module)
     leaves = exchange.leaves(params, rank0_only=rank0_only)
     exchange.replicas(leaves, {})
     state_dict: dict[str, torch.Tensor] = {}
@@ -48,8 +42,8 @@ def to_state_dict(
 
 
 def from_state_dict(
-    state_dict: Mapping[str, Any], like: Tree, *, module: nn.Module | None = None, cast: bool = False
-) -> Tree:
+    state_dict: Mapping[str, Any], like: Any, *, module: nn.Module | None = None, cast: bool = False
+) -> Any:
     """Cut this rank's shard out of each tensor of a plain state dict. Every rank must call this, with the same dict.
 
     Args:
@@ -71,7 +65,7 @@ def from_state_dict(
     >>> from_state_dict({"w": torch.ones(3)}, {"w": torch.zeros(3)})
     {'w': tensor([1., 1., 1.])}
     """
-    exchange = Exchange("checkpoint.from_state_dict", module)
+    exchange = ModuleExchange("checkpoint.from_state_dict", module)
     with exchange.raise_on_all_ranks():
         expect(isinstance(state_dict, Mapping), exchange.label, "state_dict to be a mapping", describe(state_dict))
         problems = []

@@ -16,7 +16,7 @@ import fshard as fs
 from tests.jit.steps import adamw, train_step
 from tests.unit_models import filled
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BENCHMARKS = str(ROOT / "benchmarks")
 WIDTH, HEADS, LAYERS, TIME = 384, 6, 3, 128
 # What allocators round up, and the buffers of a process that no graph has.
@@ -72,7 +72,7 @@ def test_peak_is_what_the_malloc_counter_measures(tmp_path, monkeypatch):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     path = os.pathsep.join([BENCHMARKS, *sys.path])
     environment = counter.environment() | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    command = [*torchrun, "-m", "tests.jit.test_peak_bytes", json.dumps(ROWS), tmp_path]
+    command = [*torchrun, "-m", "tests.ext.jit.test_peak_bytes", json.dumps(ROWS), tmp_path]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):

@@ -1,0 +1,150 @@
+"""Leaves of modules to and from formats by their names in state dicts."""
+
+from collections.abc import Container, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+import fshard as fs
+from fshard.extend import (
+    Entry,
+    Exchange,
+    Problem,
+    check_flags,
+    describe,
+    expect,
+    flatten,
+    named_buffers,
+    named_parameters,
+    refuse,
+    tensor_of,
+    unsaved_buffers,
+    unsharded,
+)
+
+
+class ModuleExchange(Exchange):
+    """Moves parameters and buffers of a module: every rank makes the same calls.
+
+    A tied parameter of a module has several names, of which fshard uses the first.
+
+    Attributes:
+        first: The first name of each tensor of the module, by each of its names, with those of wrappers.
+        saved: The names that a state dict has of each tensor, by the first.
+        unsaved: The names of buffers that are not persistent.
+        by_tensor: The first name of each tensor, by its id.
+    """
+
+    def __init__(self, label: str, module: nn.Module | None = None) -> None:
+        """Read the names of a module.
+
+        Args:
+            label: The public function, for errors.
+            module: The module whose tensors are moved; None leaves every name as it is.
+        """
+        super().__init__(label)
+        self._has_module = module is not None
+        if module is None:
+            module = nn.Module()
+        expect(isinstance(module, nn.Module), label, "module to be a torch module or None", describe(module))
+
+        named = dict[str, torch.Tensor](named_parameters(module, remove_duplicate=False))
+        named |= named_buffers(module, remove_duplicate=False)
+        with_wrappers = dict[str, torch.Tensor](module.named_parameters(remove_duplicate=False))
+        with_wrappers |= module.named_buffers(remove_duplicate=False)
+        self.by_tensor = {id(tensor): name for name, tensor in reversed(named.items())}
+        self.first = {name: self.by_tensor[id(tensor)] for name, tensor in (named | with_wrappers).items()}
+        self.unsaved = unsaved_buffers(module)
+        self.saved: dict[str, list[str]] = {}
+        in_state_dict = module.state_dict().keys()
+        for name in named:
+            if name in in_state_dict:
+                self.saved.setdefault(self.first[name], []).append(name)
+
+    def saved_as(self, name: str) -> list[str]:
+        """The names under which a state dict has a leaf; none for a buffer that is not persistent."""
+        return self.saved.get(name, []) if self._has_module else [name]
+
+    def leaves(self, tree: Any, **flags: Any) -> dict[str, Any]:
+        """The leaves of a tree by name.
+
+        Raises:
+            ValueError: on every rank, if a leaf is no tensor or unknown to the module, or a flag is no bool.
+        """
+        with self.raise_on_all_ranks():
+            check_flags(self.label, **flags)
+            flat = self.flat(tree)
+            pairs = zip(flat.names, flat.leaves, strict=True)
+            leaves = {name: leaf for name, leaf in pairs if leaf is not None}
+            problems = []
+            for name, leaf in leaves.items():
+                if not isinstance(leaf, torch.Tensor | fs.Sharded):
+                    problems.append(Problem(name, describe(leaf), "a tensor"))
+            if self._has_module:
+                problems += self._misplaced_leaves(leaves)
+            refuse(f"{self.label}: leaves do not fit", problems, "pass the parameters and buffers of this module")
+        return leaves
+
+    def _misplaced_leaves(self, names: Iterable[str]) -> list[Problem]:
+        """List the leaves that have no place in the module's state dict, with what is expected in their place."""
+        under = "a name of module.named_parameters() or named_buffers()"
+        problems = []
+        for name in names:
+            expected = self.first.get(name, "a parameter or a buffer of the module")
+            if expected == name and name not in self.saved and name not in self.unsaved:
+                expected = f"one that module.state_dict() has under {under}"
+            if expected != name:
+                problems.append(Problem(name, "a leaf", expected))
+        return problems
+
+    def gather(self, leaves: Mapping[Any, Any], rank0_only: bool) -> dict[Any, torch.Tensor]:
+        """Gather leaves one by one into storage of their own, which no later step writes to and no other tensor has."""
+        full_tensors = {}
+        for name, leaf in leaves.items():
+            full = unsharded([leaf])[0] if isinstance(leaf, fs.Sharded) else leaf.detach()
+            if not (rank0_only and self.rank):
+                full_tensors[name] = full.clone(memory_format=torch.contiguous_format)
+        return full_tensors
+
+    def fill(
+        self,
+        entries: Mapping[str, Entry],
+        leaves: Mapping[str, Any],
+        cast: bool = False,
+        optional: Container[str] = (),
+    ) -> dict[str, Any]:
+        """Read this rank's box of every leaf by its name, or refuse, on every rank, what does not fit.
+
+        Args:
+            entries: The entries by name; a tied parameter has any of its names, or several.
+            leaves: The leaves by name.
+            cast: Whether to convert from one floating dtype to another.
+            optional: Mapping[str, Any] that need no entry if they have values.
+
+        Returns:
+            New leaves by name.
+        """
+        entries_of: dict[str, list[Entry]] = {}
+        for name, entry in entries.items():
+            first = self.first.get(name, name)
+            dtype = tensor_of(leaves[first]).dtype if cast and first in leaves else entry.dtype
+            if dtype.is_floating_point and entry.dtype.is_floating_point:
+                entry = entry._replace(dtype=dtype)
+            entries_of.setdefault(first, []).append(entry)
+
+        kept = {}
+        for name, leaf in leaves.items():
+            # A state dict has no buffers that are not persistent, which stay as they are if they have values.
+            is_optional = name in optional or not self.saved_as(name)
+            if name not in entries_of and is_optional and not tensor_of(leaf).is_meta:
+                kept[name] = fs.tree_map(torch.clone, leaf)
+        others = {name: leaf for name, leaf in leaves.items() if name not in kept}
+        remedy = "pass a tree of the same names; module= knows which are tied or not saved, cast=True changes dtypes"
+        return kept | self.read(others, entries_of, remedy)
+
+    @staticmethod
+    def with_leaves(tree: Any, leaves: Mapping[str, Any]) -> Any:
+        """Return a tree with other leaves, by their names; a leaf that has none, as None has not, is None."""
+        flat = flatten(tree)
+        return flat.unflatten([leaves.get(name) for name in flat.names])
