@@ -287,10 +287,17 @@ FAULTS = (
         "6: the peak of a graph counts the copies that collectives hold",
     ),
     Fault(
+        "difference-over-one-axis-is-asked-of-ranks-that-have-gone-on",
+        "fshard/comm/agree.py",
+        "axes = _axes_to_ask(tuple(facts))[first_axis:]",
+        "axes = _axes_to_ask(tuple(facts))",
+        "10: ranks that make different calls get a named error",
+    ),
+    Fault(
         "ranks-agree-where-one-does",
         "fshard/comm/agree.py",
-        "differs = differs or {digest} != set(digests)",
-        "differs = differs or digest not in digests",
+        "if first_axis is None and not numbers and {digest} != set(digests):",
+        "if first_axis is None and not numbers and digest not in digests:",
         "10: ranks that make different calls get a named error",
     ),
     Fault(
