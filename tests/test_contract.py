@@ -284,7 +284,7 @@ def check_a_rank_that_is_killed_is_named_on_all(program, place, size, fault, pat
         if size == 2:
             (line,) = waiting
             assert re.match(rf"  rank 0 waits {where}", line), text
-        assert remedy.startswith("To fix: mend the first error; go on from the last checkpoint, or in the same"), text
+        assert remedy.startswith("To fix: correct the first error. Then restart from the last checkpoint, or "), text
 
 
 @pytest.mark.rows(2)
@@ -347,7 +347,7 @@ def check_a_rank_that_does_not_come_is_named_at_the_timeout(broken, place, size)
         found = pool.run(program, timeout=60.0)
     for each in found:
         first, *rest = each.text.splitlines()
-        assert first == f"rank {size - 1} did not come within 2 s: it is stopped, hangs or computes", each
+        assert first.startswith(f"rank {size - 1} did not join a collective within 2 s. "), each
         assert any(re.match(r"  rank 0 waits in \w+ number \d+ \(.*\)", line) for line in rest), each
         assert each.seconds < 15.0, each
 

@@ -19,7 +19,8 @@ MIRRORS = {
     "fshard/transforms": ("tests/transforms",),
     "fshard/comm/failure.py": ("tests/comm/test_failure.py", "tests/test_recovery.py"),
     "fshard/comm/groups.py": ("tests/comm/test_forked_children.py", "tests/comm/test_failure.py"),
-    "fshard/comm/meeting.py": ("tests/comm/test_meeting.py",),
+    "fshard/comm/meeting.py": ("tests/comm/test_meeting.py", "tests/comm/test_retry.py"),
+    "fshard/mesh.py": ("tests/test_mesh.py", "tests/comm/test_retry.py"),
     "fshard/comm/processes.py": ("tests/comm/test_meeting.py",),
     "fshard/comm": ("tests/comm",),
     "fshard/collectives/moves.py": ("tests/test_moves.py", "tests/test_collectives.py"),
@@ -294,6 +295,20 @@ FAULTS = (
         "10: ranks that make different calls get a named error",
     ),
     Fault(
+        "names-of-groups-differ-after-a-failure",
+        "fshard/mesh.py",
+        "_compat.set_group_count(max(request.group_count for request in requests))",
+        "_compat.set_group_count(_compat.group_count())",
+        "10: after a failure all ranks may call init_mesh again",
+    ),
+    Fault(
+        "torch-runs-on-where-another-rank-could-not-start-it",
+        "fshard/comm/meeting.py",
+        "return json.dumps([reason, not self.board.check(keys)])",
+        "return json.dumps([reason, False])",
+        "10: after a failure all ranks may call init_mesh again",
+    ),
+    Fault(
         "ranks-agree-where-one-does",
         "fshard/comm/agree.py",
         "if first_axis is None and not numbers and {digest} != set(digests):",
@@ -359,8 +374,8 @@ FAULTS = (
     Fault(
         "zombie-counts-as-alive",
         "fshard/comm/processes.py",
-        'return status[STATE] in "ZX" or status[START] != process.start',
-        "return status[START] != process.start",
+        'return status[STATE_FIELD] in "ZX" or status[START_FIELD] != process.start',
+        "return status[START_FIELD] != process.start",
         "10: a rank that dies in init_mesh is named on the others",
     ),
     Fault(
