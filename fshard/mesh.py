@@ -6,18 +6,27 @@ import math
 import os
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fshard import _compat
-from fshard.comm import CollectiveError, Meeting, absent_ranks, connect_group, rank_state, refuse_other, wake_waiting
+from fshard.comm import (
+    CollectiveError,
+    FirstMeeting,
+    Meeting,
+    connect_group,
+    make_absence_error,
+    rank_state,
+    refuse_other,
+    wake_waiting,
+)
 from fshard.errors import expect
 from fshard.tree import Axis
 from fshard.tree.checks import describe
@@ -77,20 +86,23 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: f
         limit = timedelta(seconds=timeout)
         sizes = _sizes(shape, dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1)))
     except ValueError as error:
-        # Others may have asked for what they can have, and wait.
-        with _meeting(limit) as meeting:
-            _compare(str(error), limit, meeting)
+        if dist.is_initialized():
+            # Others may have asked for what they can have, and wait.
+            with _meet(limit) as meeting:
+                _compare(_Request(str(error)), limit, meeting)
         raise
     if device != "cpu" and not (dist.is_initialized() and torch.get_device_module(device).is_initialized()):
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)) % torch.accelerator.device_count())
-    if not dist.is_initialized():
-        _start(device, limit)
     asked = f"{dict(zip(shape, sizes, strict=True))} on {device!r}, timeout {limit.total_seconds():g}"
     ranks = torch.arange(math.prod(sizes), device="cpu").reshape(sizes)
-    with _meeting(limit) as meeting:
-        _compare(asked, limit, meeting)
-        meeting.makes_groups = True
-        groups = _make_groups(ranks, limit, meeting)
+    rows_of_axes = [ranks.movedim(dim, -1).reshape(-1, size).tolist() for dim, size in enumerate(sizes)]
+    with _meet(limit) as meeting:
+        if isinstance(meeting, FirstMeeting):
+            _start(device, limit, meeting)
+        has_group = [_compat.find_group_of_row(rows, limit) is not None for rows in rows_of_axes]
+        requests = _compare(_Request(asked, has_group), limit, meeting)
+        meeting.state = rank_state()
+        groups = _make_groups(rows_of_axes, limit, meeting, requests)
     mesh = DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=tuple(shape))
     _compat.release_groups_at_exit(mesh)
     # Keeps glibc from giving the memory of a step back to the system, which is slow to hand it out again in the next.
@@ -230,37 +242,76 @@ def _device(device: str | None) -> str:
     return device
 
 
-def _make_groups(ranks: torch.Tensor, limit: timedelta, meeting: Meeting) -> list[Any]:
-    """Make the process groups of a mesh's axes, and fshard's own connections beside them."""
-    state = rank_state()
-    groups = []
-    for dim, size in enumerate(ranks.shape):
-        rows = ranks.movedim(dim, -1).reshape(-1, size).tolist()
-        group = _compat.find_group_of_row(rows, limit)
-        if group is None:
+class _Request(NamedTuple):
+    """What a rank brings to init_mesh, which ranks compare.
+
+    Attributes:
+        mesh: The mesh that it asks for; the text of its error if it asks for one that cannot be.
+        has_group: For each axis of the mesh whether this rank has its process group already.
+        generation: How often groups have been made anew after a failure, this time included.
+        group_count: How many names torch has given to process groups on this rank.
+    """
+
+    mesh: str
+    has_group: Sequence[bool] = ()
+    generation: int = 0
+    group_count: int = 0
+
+
+def _make_groups(
+    rows_of_axes: Sequence[list[list[int]]],
+    limit: timedelta,
+    meeting: Meeting,
+    requests: Sequence[_Request],
+) -> list[Any]:
+    """Make the process groups of a mesh's axes that ranks do not have, and fshard's own connections beside them."""
+    # Where some ranks failed as they made groups, only others have them, and names of later groups differ.
+    _compat.set_group_count(max(request.group_count for request in requests))
+    all_have_group = list(map(all, zip(*[request.has_group for request in requests], strict=True)))
+    for rows, can_keep in zip(rows_of_axes, all_have_group, strict=True):
+        if not can_keep:
+            _compat.drop_group_of_row(rows, limit)
+    groups: list[Any] = []
+    for number, rows in enumerate(rows_of_axes):
+        if all_have_group[number]:
+            group = _compat.find_group_of_row(rows, limit)
+        elif rows in rows_of_axes[:number]:
+            group = groups[rows_of_axes.index(rows)]
+        else:
             group = meeting.run(partial(_compat.make_group_of_row, rows, limit))
         groups.append(group)
+    state = rank_state()
     for group in groups:
         if group.size() > 1:
             connect_group(state, group.group_name, meeting.check_others, meeting.run)
     return groups
 
 
-def _meeting(limit: timedelta) -> Meeting:
-    """Meet the other ranks of this run, if torch.distributed runs."""
-    if not dist.is_initialized():
-        return Meeting(None, 0, 1, "", limit.total_seconds())
-    state = rank_state()
-    number = state.store.add(f"fshard/meetings of {state.rank}", 1)
-    return Meeting(state.store, state.rank, dist.get_world_size(), f"{number}", limit.total_seconds(), state)
+def _meet(limit: timedelta) -> Meeting:
+    """Meet the other ranks of this run, by torch's store if torch.distributed runs, else by the launcher's."""
+    if dist.is_initialized():
+        state = rank_state()
+        number = state.store.add(f"fshard/meetings of {state.rank}", 1)
+        return Meeting(state.store, state.rank, dist.get_world_size(), f"{number}", limit.total_seconds())
+    if os.environ.keys() & {"RANK", "WORLD_SIZE"}:
+        client, rank, size = _store_of_launcher(limit)
+        return FirstMeeting(client, rank, size, limit.total_seconds())
+    return FirstMeeting(_compat.StoreClient(dist.HashStore), 0, 1, limit.total_seconds())  # type: ignore[attr-defined]
 
 
-def _compare(asked: str, limit: timedelta, meeting: Meeting) -> None:
-    """Refuse on every rank where ranks ask for different meshes, whose groups would wait for each other."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
+def _compare(request: _Request, limit: timedelta, meeting: Meeting) -> Sequence[_Request]:
+    """Compare what ranks ask for: refuse different meshes on every rank, whose groups would wait for each other.
+
+    Returns:
+        What every rank brings.
+    """
     state = rank_state()
-    text = json.dumps([asked, state.generation + (state.failure.reason is not None)])
+    size = dist.get_world_size()
+    generation = state.generation + (state.failure.reason is not None)
+    request = request._replace(generation=generation, group_count=_compat.group_count())
+    if size == 1:
+        return [request]
+    text = json.dumps(request)
 
     def look(has_come: Callable[[int], bool]) -> None:
         meeting.check_others()
@@ -268,20 +319,31 @@ def _compare(asked: str, limit: timedelta, meeting: Meeting) -> None:
         wake_waiting(state, "called init_mesh", has_come)
 
     with meeting.naming_the_store():
-        size = dist.get_world_size()
-        said = _compat.texts_in_store(state.store, "fshard/init_mesh", state.rank, text, size, limit, look)
+        texts = _compat.texts_in_store(meeting.board, state.rank, text, size, limit, look)
     # A rank may have given up before the last one came.
     meeting.check_others(processes=False)
-    absent = [rank for rank, text in enumerate(said) if text is None]
+    absent = [rank for rank, text in enumerate(texts) if text is None]
     if absent:
-        raise absent_ranks(absent, len(said))
-    asking, generations = zip(*(json.loads(text) for text in said if text is not None), strict=True)
-    if max(generations) > state.generation:
+        raise make_absence_error(absent, limit.total_seconds())
+    requests = [_Request(*json.loads(text)) for text in texts if text is not None]
+    generation = max(request.generation for request in requests)
+    if generation > state.generation:
         # Where one rank has a group that is broken, all make their groups anew.
-        state.renew(max(generations))
-    other = next((rank for rank, text in enumerate(asking) if text != asking[0]), 0)
-    needed, remedy = f"the same mesh on every rank, {asking[0]} as on rank 0", "make the same meshes in the same order"
-    expect(not other, "init_mesh", needed, f"{asking[other]} on rank {other}", remedy)
+        state.renew(generation)
+    _refuse_different_meshes([request.mesh for request in requests], meeting)
+    return requests
+
+
+def _refuse_different_meshes(meshes: Sequence[str], meeting: Meeting) -> None:
+    """Refuse meshes that differ between ranks, on every rank."""
+    for rank, mesh in enumerate(meshes):
+        if mesh != meshes[0]:
+            meeting.refuse(
+                ValueError(
+                    f"init_mesh: expected the same mesh on every rank, {meshes[0]} as on rank 0, got {mesh} on rank "
+                    f"{rank}; make the same meshes in the same order"
+                )
+            )
 
 
 def _sizes(shape: Mapping[str, int], ranks: int) -> tuple[int, ...]:
@@ -296,35 +358,33 @@ def _sizes(shape: Mapping[str, int], ranks: int) -> tuple[int, ...]:
     return tuple(ranks // known if size == -1 else size for size in sizes)
 
 
-def _start(device: str, limit: timedelta) -> None:
-    """Start torch.distributed with all ranks of the launcher, or one rank without a launcher."""
-    client, rank, ranks = _compat.StoreClient(dist.HashStore), 0, 1  # type: ignore[attr-defined]
-    if os.environ.keys() & {"RANK", "WORLD_SIZE"}:
-        client, rank, ranks = _store_of_launcher(limit)
-    # Where torchrun restarts the ranks of its one node, its store has the addresses of ranks that were killed, and a
-    # rank that reads one before it is written anew cannot connect (pytorch#135712). Several nodes count differently.
-    one_node = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("GROUP_WORLD_SIZE") == "1"
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_node else "0"
-    prefixed = dist.PrefixStore(f"restart {restarts}", client.store)  # type: ignore[attr-defined]
+def _start(device: str, limit: timedelta, meeting: FirstMeeting) -> None:
+    """Start torch.distributed on all ranks of a meeting."""
+    assert meeting.client is not None
+    size = len(meeting.others) + 1
     backend = dist.get_default_backend_for_device(device)
     if device != "cpu":
-        if backend != "gloo" and _shares_device(device, prefixed, rank):
+        if backend != "gloo" and _shares_device(device, meeting.client.store, meeting.rank):
             warnings.warn(_SHARED.format(device=device, backend=backend), stacklevel=3)
             backend = "gloo"
         # Ranks compare what they do by messages between processors, for which no host waits for its accelerator.
         backend = f"cpu:gloo,{device}:{backend}"
-    begin = partial(dist.init_process_group, backend, store=prefixed, rank=rank, world_size=ranks, timeout=limit)
-    if ranks == 1:
-        begin()
-    else:
-        with Meeting(_compat.clone_of(prefixed), rank, ranks, "start", limit.total_seconds(), client=client) as meeting:
-            meeting.wait_for_all()
-            meeting.run(lambda _: begin())
+    if size > 1:
+        meeting.wait_for_all()
+
+    def begin(store: Any) -> None:
+        dist.init_process_group(backend, store=store, rank=meeting.rank, world_size=size, timeout=limit)
+
+    meeting.run(begin)
+    meeting.confirm_start()
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 
 
 def _store_of_launcher(limit: timedelta) -> tuple[_compat.StoreClient, int, int]:
-    """Connect with the store that the launcher, or rank 0, holds, this rank's number, and how many ranks there are."""
+    """Connect with the store that the launcher, or rank 0, holds, this rank's number, and how many ranks there are.
+
+    What is written by the client that this returns is of this start alone.
+    """
     # Torch would let rank 0 wait for as many ranks as it is told of, without saying which have not come.
     size = 1 if "WORLD_SIZE" in os.environ else -1
     meets = dist.rendezvous("env://", world_size=size, timeout=limit)  # type: ignore[attr-defined]
@@ -334,7 +394,16 @@ def _store_of_launcher(limit: timedelta) -> tuple[_compat.StoreClient, int, int]
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         expected = f"the store of rank 0 or of the launcher at {place} within {limit.total_seconds():g} s"
         raise CollectiveError(f"init_mesh: expected {expected}, got: {error!s:.300}") from error
-    return client, process_rank(), int(os.environ["WORLD_SIZE"])
+    # Where torchrun restarts the ranks of its one node, its store has the addresses of ranks that were killed, and a
+    # rank that reads one before it is written anew cannot connect (pytorch#135712). Several nodes count differently.
+    one_node = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("GROUP_WORLD_SIZE") == "1"
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_node else "0"
+    rank = process_rank()
+    prefixed = dist.PrefixStore(f"restart {restarts}", client.store)  # type: ignore[attr-defined]
+    # The same is true of a start that has failed, after which ranks call init_mesh again.
+    start = prefixed.add(f"starts of {rank}", 1)
+    client.store = dist.PrefixStore(f"start {start}", prefixed)  # type: ignore[attr-defined]
+    return client, rank, int(os.environ["WORLD_SIZE"])
 
 
 def _shares_device(device: str, store: Any, rank: int) -> bool:

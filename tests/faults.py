@@ -60,6 +60,29 @@ class BreaksInBackward(torch.autograd.Function):
         return grad.clone()
 
 
+OPERATORS = torch.library.Library("fshard_tests", "DEF")
+OPERATORS.define("breaks(Tensor x, str place) -> Tensor")
+
+
+@torch.library.impl(OPERATORS, "breaks", "CompositeExplicitAutograd")
+def _break(x: torch.Tensor, place: str) -> torch.Tensor:
+    Hook.at(place)
+    return x.clone()
+
+
+torch.library.register_fake("fshard_tests::breaks", lambda x, place: x.clone(), lib=OPERATORS)
+torch.library.register_autograd(
+    "fshard_tests::breaks",
+    lambda ctx, grad: (torch.ops.fshard_tests.breaks(grad, "backward"), None),
+    lib=OPERATORS,
+)
+
+
+def breaks(x: torch.Tensor, place: str) -> torch.Tensor:
+    """The identity, as an operator that stays in graphs; its forward and its backward may break."""
+    return torch.ops.fshard_tests.breaks(x, place)
+
+
 def full_params() -> Any:
     return {"v": torch.ones(8, 4), "w": torch.ones(8, 4)}
 
@@ -83,6 +106,33 @@ def collectives(axis: fs.Axis) -> Any:
         return out
 
     return fs.value_and_grad(loss)(params_of(axis))
+
+
+def jitted_step(params: Any) -> Any:
+    """A step to be jitted, which may break between two gathers, and between their transposes."""
+
+    def loss(params: Any) -> torch.Tensor:
+        x = breaks(torch.tanh(fs.gather({"w": params["w"]})["w"]), "forward")
+        return (x * fs.gather({"v": params["v"]})["v"]).sum()
+
+    return fs.value_and_grad(loss)(params)
+
+
+class Jitted:
+    """The jitted step, traced before it breaks."""
+
+    def prepare(self, axis: fs.Axis) -> None:
+        self.step = fs.jit(jitted_step)
+        self.step(params_of(axis))
+
+    def __call__(self, axis: fs.Axis) -> Any:
+        return self.step(params_of(axis))
+
+
+def prepare(program: Any, axis: fs.Axis) -> None:
+    """Do what a program does before it is timed and broken, if it has any of that."""
+    if isinstance(program, Jitted):
+        program.prepare(axis)
 
 
 def gather(axis: fs.Axis) -> Any:
@@ -160,6 +210,7 @@ def accumulated(model: fs.Model, params: Any) -> Any:
 Programs = dict[str, tuple[Callable[[fs.Axis], Any], tuple[str, ...]]]
 PROGRAMS: Programs = {
     "collectives": (collectives, ("before", "between", "after", "backward")),
+    "jitted": (Jitted(), ("forward", "backward")),
     "gather": (gather, ("gather",)),
     "scatter_grads": (scatter_grads, ("scatter",)),
     "update": (update, ("update",)),
@@ -231,6 +282,7 @@ def broken_program(
     """Run a program that a fault breaks on the last rank, which then ends, idles, or goes on to its next call."""
     axis = axis_of_all(timeout)
     victim = axis.size - 1
+    prepare(program, axis)
     fs.psum(torch.ones(()), axis)
 
     def breaks(reached: str) -> None:

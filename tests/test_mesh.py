@@ -61,7 +61,7 @@ def test_every_group_of_a_mesh_has_its_timeout(world_size):
             assert timeouts_of(axis) == [needed] * (3 if axis.size > 1 else 1)
     store, first = dist.distributed_c10d._get_default_store(), fs.axis_of(mesh, "replicate")
     if my_rank() == 0:
-        with pytest.raises(fs.comm.CollectiveError, match=r"did not come within [12] s"):
+        with pytest.raises(fs.comm.CollectiveError, match=r"rank 1 did not join a collective within [12] s"):
             fs.psum(torch.ones(()), first)
         store.set("waited", "")
     store.wait(["waited"])

@@ -68,8 +68,8 @@ def test_a_rank_that_is_killed_before_its_mesh_is_named(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(KILLED_BEFORE_ITS_MESH)
     assert run(sys.executable, script, tmp_path / "store") == (
-        "CollectiveError init_mesh: expected all 2 ranks, got nothing from ranks [1]; "
-        "every rank must call init_mesh, and several in the same order\n"
+        "CollectiveError init_mesh: rank 1 did not call it within 2 s. "
+        "Call init_mesh on every rank; if you make several meshes, make them in the same order.\n"
     )
 
 

@@ -14,7 +14,7 @@ import fshard as fs
 from fshard import comm
 from fshard.comm import failure
 from fshard.comm.groups import Group, Issued, RankState, Simulation
-from tests.faults import BadSampleError, Hook, axis_of_all, outcome, outcome_of
+from tests.faults import BadSampleError, Hook, axis_of_all, breaks, outcome, outcome_of
 from tests.ranks import my_rank, on_ranks
 from tests.trees import assert_same_bits
 
@@ -22,24 +22,6 @@ LAYERS = [f"w{n}" for n in range(6)]
 ADAMW = fs.from_torch(torch.optim.AdamW, lr=0.1)
 LOST = "was donated to an earlier call, so it is empty now"
 RESTORE = "To fix: use the state that the call returned. If the call failed, restore the last checkpoint."
-
-OPERATORS = torch.library.Library("fshard_tests", "DEF")
-OPERATORS.define("breaks(Tensor x, str place) -> Tensor")
-
-
-@torch.library.impl(OPERATORS, "breaks", "CompositeExplicitAutograd")
-def breaks(x, place):
-    """The identity, as an operator that stays in graphs; its forward and its backward may break."""
-    Hook.at(place)
-    return x.clone()
-
-
-torch.library.register_fake("fshard_tests::breaks", lambda x, place: x.clone(), lib=OPERATORS)
-torch.library.register_autograd(
-    "fshard_tests::breaks",
-    lambda ctx, grad: (torch.ops.fshard_tests.breaks(grad, "backward"), None),
-    lib=OPERATORS,
-)
 
 
 def mesh_of_all():
@@ -54,7 +36,7 @@ def state_of(mesh, tx=ADAMW):
 def loss_fn(params, x):
     for n, name in enumerate(LAYERS):
         x = torch.tanh(x @ fs.gather({name: params[name]})[name])
-        x = torch.ops.fshard_tests.breaks(x, "forward") if n == 3 else x
+        x = breaks(x, "forward") if n == 3 else x
     return x.square().mean()
 
 

@@ -118,7 +118,8 @@ def find_group_of_row(rows: list[list[int]], timeout: timedelta) -> ProcessGroup
     """
     default = torch.distributed.group.WORLD
     text = _description(rows)
-    for group in torch.distributed.distributed_c10d._world.pg_map:
+    # The default group comes last: it may have another timeout on another rank, where one was made in its place.
+    for group in sorted(torch_groups(), key=lambda group: group is default):
         is_of_rows = group.group_desc == text or (group is default and len(rows) == 1)
         if is_of_rows and timeout_of(group.group_name) in (timeout.total_seconds(), float("inf")):
             return group
@@ -148,6 +149,34 @@ def make_group_of_row(rows: list[list[int]], timeout: timedelta, store: Any) -> 
         known_groups[default] = (backend, store_of_default)
     assert made is not None
     return made
+
+
+def drop_group_of_row(rows: list[list[int]], timeout: timedelta) -> None:
+    """Destroy this rank's group of some rows, which other ranks do not have; never the default group."""
+    group = find_group_of_row(rows, timeout)
+    if group is not None and group is not torch.distributed.group.WORLD:
+        torch.distributed.destroy_process_group(group)
+
+
+def group_count() -> int:
+    """How many names torch has given to process groups; the next group is named by it. Checked on 2.13."""
+    return int(torch.distributed.distributed_c10d._world.group_count)
+
+
+def set_group_count(count: int) -> None:
+    """Let torch name the next process group by a number. Checked on 2.13.
+
+    Ranks whose groups could not be made have counted differently, and groups of different names do not connect.
+    """
+    torch.distributed.distributed_c10d._world.group_count = count
+
+
+def stop_torch() -> None:
+    """Stop torch.distributed, also where it could not start, so that it starts as for the first time."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    else:
+        set_group_count(0)
 
 
 def _description(rows: list[list[int]]) -> str:
@@ -324,6 +353,15 @@ class StoreClient:
                         duplicate.shutdown(socket.SHUT_RDWR)
 
 
+def keep_server(store: Any) -> None:
+    """Keep the server of a store for good, if it is in this process: ranks come to it again. Checked on 2.13.
+
+    torch serves one port of a process by one server, as long as some client in that process lives.
+    """
+    if _sockets_of_server(store):
+        keep_for_good([store])
+
+
 def keep_for_good(objects: Sequence[object]) -> None:
     """Keep objects from being destroyed, whatever becomes of their references."""
     for each in objects:
@@ -465,7 +503,6 @@ def wait_in_store(store: Any, keys: Sequence[str], seconds: float, meanwhile: Ca
 
 def texts_in_store(
     store: Any,
-    key: str,
     local_rank: int,
     text: str,
     size: int,
@@ -475,8 +512,7 @@ def texts_in_store(
     """Show all ranks a text by the store by which they found each other, without a collective. Checked on 2.13.
 
     Args:
-        store: The store.
-        key: What the texts are about; the n-th call of a rank with it reads the n-th texts of the others.
+        store: The store, by a prefix that nothing else uses.
         local_rank: This rank.
         text: Its text.
         size: How many ranks there are.
@@ -486,10 +522,8 @@ def texts_in_store(
     Returns:
         Every rank's text; None for one that did not come.
     """
-    number = store.add(f"{key}/calls of {local_rank}", 1)
-
-    texts = [f"{key}/{number}/text of {rank}" for rank in range(size)]
-    read = [f"{key}/{number}/read by {rank}" for rank in range(size)]
+    texts = [f"text of {rank}" for rank in range(size)]
+    read = [f"read by {rank}" for rank in range(size)]
 
     def has_come(rank: int) -> bool:
         return bool(store.check([texts[rank]]))

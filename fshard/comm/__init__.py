@@ -40,7 +40,7 @@ from fshard.comm.events import (
 )
 from fshard.comm.failure import CollectiveError, Position, connect_group, describe_difference, wake_waiting
 from fshard.comm.groups import CollectiveEntry, Issued, RankState, Simulation, has_renewed, rank_state
-from fshard.comm.meeting import Meeting, absent_ranks
+from fshard.comm.meeting import FirstMeeting, Meeting, make_absence_error
 from fshard.comm.recorder import record, watched, watchers
 
 __all__ = ["Collective", "CollectiveError", "Label", "Record", "Verb"]

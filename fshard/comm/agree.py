@@ -28,8 +28,8 @@ from fshard.tree.checks import is_reachable
 
 # The size of a message whose size ranks know before: a digest, or the number of bytes that the next message has.
 HEADER_BYTES = 16
-# Sent instead of a digest by a rank that failed, or that saw a different digest on an earlier axis.
-DIFFERS = b"differs"
+# Sent, with the number of an axis, instead of a digest by a rank that failed, or that saw a different digest earlier.
+DIFFERS = b"differs "
 # The first fact of a call.
 VERB = "verb"
 
@@ -155,9 +155,11 @@ def _exchange_differences(
     failure_text: str = "",
 ) -> tuple[list[str], Problem | None]:
     """Compare facts over their axes: list the failures of all ranks, and find a difference, the same on every rank."""
-    if are_texts_equal(facts, label, has_failed=bool(failure_text)):
+    first_axis = _find_differing_axis(facts, label, has_failed=bool(failure_text))
+    if first_axis is None:
         return [], None
-    axes = _axes_to_ask(tuple(facts))
+    # Ranks elsewhere on earlier axes may not know of the difference, and have gone on.
+    axes = _axes_to_ask(tuple(facts))[first_axis:]
     difference: Problem | None = None
     with _compat.outside_transforms():
         coordinates = ", ".join(f"{axis.name}={rank(axis)}" for axis in axes)
@@ -165,8 +167,9 @@ def _exchange_differences(
             entries = all_gather_object([coordinates, json.loads(facts[axis])], [axis], label)
             difference = difference or _find_first_difference(entries)
         reports = all_gather_object([failure_text, difference], axes, label)
-    # All ranks know now why the running call ends, so that nobody needs to report it.
-    rank_state().call.name = None
+    if first_axis == 0 or len(set(facts.values())) == 1:
+        # All ranks know now why the running call ends, so that nobody needs to report it.
+        rank_state().call.name = None
     failures = [failure for failure, _ in reports if failure]
     differences = [Problem(*problem) for _, problem in reports if problem]
     return failures, differences[0] if differences else None
@@ -185,15 +188,34 @@ def are_texts_equal(facts: Mapping[Axis, str], label: Label, *, has_failed: bool
         is the same on every rank. Otherwise a difference is known on the ranks of that axis and of those compared after
         it, which are in the order of their names.
     """
-    differs = has_failed
+    return _find_differing_axis(facts, label, has_failed=has_failed) is None
+
+
+def _find_differing_axis(facts: Mapping[Axis, str], label: Label, *, has_failed: bool) -> int | None:
+    """Compare texts as `are_texts_equal` does, and find the first axis on which some rank saw a difference.
+
+    Args:
+        facts: The text of this rank for each axis.
+        label: The name of the caller, for the recorder.
+        has_failed: Whether this rank is to differ from all others.
+
+    Returns:
+        The number of the axis among those that are compared, in their order; None if there is no difference. Ranks that
+        have the same place on all earlier axes return the same number.
+    """
+    first_axis = 0 if has_failed else None
     label = label._replace(parts="a digest")
     with _compat.outside_transforms():
-        for axis in _axes_to_ask(tuple(facts)):
+        for number, axis in enumerate(_axes_to_ask(tuple(facts))):
             # Ranks of the next axis must learn of the difference too, or they would not ask for texts with the others.
-            digest = DIFFERS if differs else _digest(facts[axis])
+            digest = _digest(facts[axis]) if first_axis is None else DIFFERS + b"%d" % first_axis
             digests = _gather_bytes(digest, HEADER_BYTES, axis, label)
-            differs = differs or {digest} != set(digests)
-    return not differs
+            numbers = [int(other.removeprefix(DIFFERS)) for other in digests if other.startswith(DIFFERS)]
+            if first_axis is None and not numbers and {digest} != set(digests):
+                first_axis = number
+            elif numbers:
+                first_axis = min(numbers)
+    return first_axis
 
 
 def _find_first_difference(ranks: Sequence[tuple[str, Mapping[str, str]]]) -> Problem | None:

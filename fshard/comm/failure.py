@@ -23,35 +23,37 @@ from fshard.comm.groups import TEXT_LENGTH, CollectiveEntry, Group, Issued, Rank
 from fshard.comm.interrupts import Interrupts
 
 # Seconds that a call of the store may take, which may hang with the rank that holds it.
-ANSWER = 1.0
+STORE_TIMEOUT = 1.0
 # Seconds until a note may be there after a connection has ended.
-GRACE = 0.35
+NOTE_GRACE = 0.35
 # Seconds in which all ranks may fail at the same place.
-ALIKE = 0.3
+SAME_FAILURE_WINDOW = 0.3
 # Seconds that a rank waits until the others have read its note.
-LINGER = 0.7
+LINGER_TIME = 0.7
 # Seconds between two questions to the store.
-LOOK = 0.02
+STORE_POLL_INTERVAL = 0.02
 
 # Of the thread that watches, in seconds: how long a rank waits before the first poll, how often the thread looks at the
 # clock, and how long it lets pass between two polls at most.
-PATIENCE = 0.4
-SLICE = 0.1
-SELDOM = 30.0
+FIRST_POLL_AFTER = 0.4
+CLOCK_INTERVAL = 0.1
+LONGEST_POLL_INTERVAL = 30.0
 # How many ranks one poll asks at most.
-ASKED = 8
+MAX_RANKS_PER_POLL = 8
 # A wait of more than this part of the timeout has ended by the timeout.
-TIMED_OUT = 0.95
+TIMEOUT_FRACTION = 0.95
+
+LOOK_FOR_HANG = "Look for a hang or a long computation there, or raise the mesh's timeout."
 
 REMEDY = (
-    "mend the first error; go on from the last checkpoint, or in the same processes: call fs.init_mesh on every rank, "
-    "and the step again, from states of one step"
+    "correct the first error. Then restart from the last checkpoint, or stay in the same processes: call fs.init_mesh "
+    "on every rank and repeat the step, with states of the same step on all ranks"
 )
 
-RESTART = "mend the first error, and call fs.init_mesh on every rank, or start all ranks again"
+RESTART = "correct the first error, then call fs.init_mesh on every rank or restart all ranks"
 STORE_IS_GONE = (
-    "the store by which ranks find each other does not answer: rank 0, or the launcher, which holds it, was killed or "
-    f"has ended\nTo fix: {RESTART}."
+    "The rendezvous store does not answer. The process that holds it (rank 0 or the launcher) was killed or has ended."
+    f"\nTo fix: {RESTART}."
 )
 
 
@@ -70,7 +72,7 @@ class CollectiveError(RuntimeError):
       rank 0: all_reduce number 1 (psum) over 'shard' of float32 (2,), 8 bytes in psum
       rank 1: all_reduce number 1 (psum) over 'shard' of float32 (3,), 12 bytes in psum
       rank 0, this one, was in all_reduce number 1 (psum) over 'shard' of float32 (2,), 8 bytes in psum
-    To fix: mend the first error; ...
+    To fix: correct the first error. ...
     """
 
 
@@ -101,6 +103,26 @@ class Position(NamedTuple):
 
 
 Positions = Mapping[int, Position]
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """List ranks in a sentence.
+
+    >>> name_ranks([1]), name_ranks([1, 2]), name_ranks([0, 2, 5])
+    ('rank 1', 'ranks 1 and 2', 'ranks 0, 2 and 5')
+    """
+    *first, last = map(str, ranks)
+    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
+
+
+def describe_ended_ranks(ranks: Sequence[int]) -> str:
+    """Say that the processes of some ranks have ended.
+
+    >>> describe_ended_ranks([1]), describe_ended_ranks([1, 2])
+    ('rank 1 was killed or has ended', 'ranks 1 and 2 were killed or have ended')
+    """
+    rest = "was killed or has ended" if len(ranks) == 1 else "were killed or have ended"
+    return f"{name_ranks(ranks)} {rest}"
 
 
 def find_difference(positions: Positions) -> str | None:
@@ -151,7 +173,7 @@ def _do_rows_agree(entries: Mapping[int, CollectiveEntry], ranks: Sequence[int])
 def find_circle(local_rank: int, positions: Positions) -> str | None:
     """Say which ranks wait for each other in a circle, in different groups.
 
-    That this rank still waits when all have been asked makes old answers of those true that wait for it.
+    Answers may be old. They are still correct for ranks that wait for this one, because it has not moved since.
 
     Args:
         local_rank: This rank.
@@ -202,12 +224,12 @@ def ask_store(ask: Callable[[], Any], seconds: float = 0.0) -> Any:
         deadline = time.monotonic() + seconds
         with suppress(Exception):
             while not (value := ask()) and time.monotonic() < deadline:
-                time.sleep(LOOK)
+                time.sleep(STORE_POLL_INTERVAL)
             answers.append(value)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(seconds + ANSWER)
+    thread.join(seconds + STORE_TIMEOUT)
     return answers[0] if answers else None
 
 
@@ -265,9 +287,13 @@ def _make_group(
         places = ask_store(lambda: _compat.absent_from_pair(board, len(ranks)))
         if places is None:
             raise CollectiveError(STORE_IS_GONE) from error
-        absent = [ranks[place] for place in places]
-        got = f"nothing from ranks {absent}" if absent else f"{error!s:.300}"
-        raise CollectiveError(f"expected ranks {ranks} to connect in {timeout:g} s, got: {got}") from error
+        if not places:
+            raise CollectiveError(f"Ranks {ranks} could not connect: {error!s:.300}") from error
+        absent = name_ranks([ranks[place] for place in places])
+        raise CollectiveError(
+            f"{absent} did not connect within {timeout:g} s (group of ranks {ranks}). Check that each of them runs and "
+            "calls the same collective."
+        ) from error
     return Group(name, ranks, ranks.index(state.rank), pair, timeout, sockets)
 
 
@@ -296,7 +322,7 @@ def notify_peers(state: RankState, text: str) -> None:
     keys = [f"read/{rank}" for rank in state.others]
     state.failure.reason = ask_store(lambda: _leave_note(state, text)) or text
     cut_connections(state)
-    ask_store(lambda: board.set(f"read/{state.rank}", "") or board.check(keys), LINGER)
+    ask_store(lambda: board.set(f"read/{state.rank}", "") or board.check(keys), LINGER_TIME)
 
 
 def cut_connections(state: RankState) -> set[int]:
@@ -340,22 +366,21 @@ def _explain_lost_wait(state: RankState, issued: Issued, error: BaseException) -
     """Say why a wait ended: by the note of a rank that knows, else which rank is gone or did not come."""
     seconds = time.monotonic() - issued.since
     # Others may ask where this rank is while it looks for a note.
-    ask_store(lambda: _exchange_positions(state, issued, 0))
-    note: str | None = ask_store(lambda: read_first(state.board(), "note", state.groups), GRACE)
+    ask_store(lambda: _publish_position(state))
+    note: str | None = ask_store(lambda: read_first(state.board(), "note", state.groups), NOTE_GRACE)
     if note:
         return note
     gone = _find_gone_ranks(state, issued.group, seconds)
-    positions = ask_store(lambda: _exchange_positions(state, issued, len(issued.group.ranks)))
+    positions = ask_store(lambda: _read_positions(state, issued, len(issued.group.ranks)))
     if positions is None:
         positions = {state.rank: Position.of(state)}
     absent = _find_absent_ranks(state.rank, positions, gone)
-    who = " and ".join(f"rank {rank}" for rank in absent)
     if not absent:
         first = f"rank {state.rank} failed in {issued.entry}: {error!s:.{TEXT_LENGTH}}"
     elif gone:
-        first = f"{who} was killed or has ended"
+        first = describe_ended_ranks(absent)
     else:
-        first = f"{who} did not come within {seconds:.0f} s: it is stopped, hangs or computes"
+        first = f"{name_ranks(absent)} did not join a collective within {seconds:.0f} s. {LOOK_FOR_HANG}"
     # A rank that is gone may have told of an earlier wait.
     waiting = [rank for rank, position in sorted(positions.items()) if position.waits and rank not in gone]
     return "\n".join([first, *_list_positions(positions, waiting)])
@@ -363,7 +388,7 @@ def _explain_lost_wait(state: RankState, issued: Issued, error: BaseException) -
 
 def _find_gone_ranks(state: RankState, group: Group, seconds: float) -> set[int]:
     """Find the ranks of a group whose connections have ended, but not because a wait of some seconds was too long."""
-    if seconds > TIMED_OUT * group.timeout:
+    if seconds > TIMEOUT_FRACTION * group.timeout:
         # A wait that lasts too long ends its connection itself.
         return set()
     return cut_connections(state) & {*group.ranks}
@@ -378,19 +403,29 @@ def _find_absent_ranks(local_rank: int, positions: Positions, gone: set[int]) ->
     return sorted({rank for rank in awaited if not _awaited_by(rank, positions)} or awaited)
 
 
-def _exchange_positions(state: RankState, issued: Issued, limit: int) -> dict[int, Position]:
-    """Tell where this rank is, and read where some others are that it waits for, or those wait for."""
+def _publish_position(state: RankState) -> Position:
+    """Show other ranks where this one is, and return it."""
+    position = Position.of(state)
+    state.board().set(f"at/{state.rank}", json.dumps(position))
+    return position
+
+
+def _read_positions(state: RankState, issued: Issued, limit: int) -> dict[int, Position]:
+    """Show others where this rank is, and read where some of them are: those that it waits for, or these wait for."""
     board = state.board()
-    positions = {state.rank: Position.of(state)}
-    board.set(f"at/{state.rank}", json.dumps(positions[state.rank]))
-    ranks = [rank for rank in issued.group.ranks if rank != state.rank][:limit]
-    # The list grows by the ranks that those in it wait for.
-    for rank in ranks:
+    positions = {state.rank: _publish_position(state)}
+    unread = [rank for rank in issued.group.ranks if rank != state.rank][:limit]
+    listed = {state.rank, *unread}
+    while unread:
+        rank = unread.pop(0)
         text = read_first(board, "at", [rank])
         if text:
             positions[rank] = Position(*json.loads(text))
-        more = sorted(_awaited_by(rank, positions) - {state.rank, *ranks})
-        ranks += more[: limit - len(ranks)]
+        for awaited in sorted(_awaited_by(rank, positions) - listed):
+            # This rank is listed beside those that are read.
+            if len(listed) <= limit:
+                listed.add(awaited)
+                unread.append(awaited)
     return positions
 
 
@@ -408,7 +443,7 @@ def wake_waiting(state: RankState, action: str, has_come: Callable[[int], bool])
         return
     positions = {state.rank: Position.of(state)} | (ask_store(lambda: _read_some_positions(state)) or {})
     behind = [rank for rank in positions if state.rank in _awaited_by(rank, positions)]
-    # Where a rank waits after it has come here, it is ahead of this one, which has not seen yet that all are here.
+    # A rank that has arrived here and now waits is ahead of this one, which has not yet noticed that all have arrived.
     waiting = [rank for rank in sorted(behind) if not has_come(rank)]
     if waiting:
         first = f"rank {state.rank} {action}, while others wait for it in a collective"
@@ -420,9 +455,9 @@ def _read_some_positions(state: RankState) -> dict[int, Position]:
     if state.simulation is not None:
         return {peer.rank: Position.of(peer) for peer in list(state.simulation.ranks) if peer is not state}
     board = state.board()
-    # Others each time, as each look asks a few.
-    asked = random.sample(state.others, min(ASKED, len(state.others)))
-    texts = {rank: read_first(board, "at", [rank]) for rank in asked}
+    # Different ones at each look, because a look asks a few only.
+    sampled_ranks = random.sample(state.others, min(MAX_RANKS_PER_POLL, len(state.others)))
+    texts = {rank: read_first(board, "at", [rank]) for rank in sampled_ranks}
     return {rank: Position(*json.loads(text)) for rank, text in texts.items() if text}
 
 
@@ -442,7 +477,7 @@ def all_fail(state: RankState, place: str) -> bool:
     key = f"failed/{state.failure.count}/{place} at {started}"
     keys = [f"{key}/{rank}" for rank in state.others]
     ask_store(lambda: board.set(f"{key}/{state.rank}", ""))
-    return bool(ask_store(lambda: board.check(keys), ALIKE))
+    return bool(ask_store(lambda: board.check(keys), SAME_FAILURE_WINDOW))
 
 
 class FailureWatcher(threading.Thread):
@@ -466,7 +501,7 @@ class FailureWatcher(threading.Thread):
     def close(self) -> None:
         """End, and let this process's groups go before the interpreter does."""
         self._over.set()
-        self.join(ANSWER)
+        self.join(STORE_TIMEOUT)
         self.interrupts.close()
         state = self._rank_state()
         if state is not None:
@@ -482,7 +517,7 @@ class FailureWatcher(threading.Thread):
 
     def run(self) -> None:
         """Look at this rank until it is gone."""
-        while not self._over.wait(SLICE):
+        while not self._over.wait(CLOCK_INTERVAL):
             state = self._rank_state()
             if state is None:
                 break
@@ -494,20 +529,28 @@ class FailureWatcher(threading.Thread):
     def _look_at(self, state: RankState) -> None:
         """End a wait if Ctrl-C came; poll the others after 0.4 s in one wait, then after 1, 2, 4 and more."""
         if self.interrupts.has_come(state.waiting.collective):
-            end_wait(state, f"rank {state.rank} failed in {state.call.name}: KeyboardInterrupt")
+            end_wait(state, _describe_interrupt(state))
         issued = state.waiting.collective
         if issued is None:
             return
         if issued.since != self._since:
             self._since = issued.since
-            self._next_poll = PATIENCE
+            self._next_poll = FIRST_POLL_AFTER
         if time.monotonic() - self._since < self._next_poll:
             return
-        self._next_poll = min(2 * self._next_poll + 0.2, self._next_poll + SELDOM)
+        self._next_poll = min(2 * self._next_poll + 0.2, self._next_poll + LONGEST_POLL_INTERVAL)
         with suppress(Exception):
             if poll_peers(state, issued):
                 # The main thread may be about to wait on another connection: end them again at the next look.
                 self._next_poll = 0.0
+
+
+def _describe_interrupt(state: RankState) -> str:
+    """Say that Ctrl-C came in a wait."""
+    # All ranks may have heard by now that the call ends, while this one tells them why.
+    issued = state.waiting.collective
+    place = state.call.name or (issued and issued.entry) or "fshard"
+    return f"rank {state.rank} failed in {place}: KeyboardInterrupt"
 
 
 def end_wait(state: RankState, text: str) -> None:
@@ -530,7 +573,7 @@ def poll_peers(state: RankState, issued: Issued) -> bool:
     """
     reason = read_first(state.board(), "note", [issued.group.name])
     if not reason:
-        positions = _exchange_positions(state, issued, ASKED)
+        positions = _read_positions(state, issued, MAX_RANKS_PER_POLL)
         reason = find_difference(positions) or find_circle(state.rank, positions) or ""
     if not reason or state.waiting.collective is not issued:
         return False

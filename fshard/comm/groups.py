@@ -247,7 +247,10 @@ def _leave_to_parent() -> None:
         _compat.keep_for_good([*pairs, *_compat.torch_groups(), state.store])
         sockets = [item for group in groups for item in group.sockets.items()]
         _compat.leave_to_parent(dict(sockets), state.store)
-        state.failure.reason = f"this process was forked from rank {state.rank}, which alone has its connections"
+        state.failure.reason = (
+            f"This process was forked from rank {state.rank} and cannot use its connections. Start it with spawn, or "
+            "communicate in the parent only."
+        )
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)

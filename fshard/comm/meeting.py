@@ -1,22 +1,35 @@
-"""Meetings: the ranks that make a mesh hear of one that fails or dies meanwhile, and end with the same error.
+"""While ranks make a mesh, they find out if one of them fails or dies, and all of them end with the same error.
 
 A rank waits for the others in the store before it calls a constructor of torch or gloo, which would wait for them
-without looking at signals and notes. For a rank that fails or dies inside of one, the others wait there by a client of
-the store that has its own connection. A thread looks meanwhile what became of the others, and ends that connection.
+without looking at signals and notes. A rank may also fail or die while others are inside such a constructor. They wait
+there by a client of the store that has its own connection. A thread looks meanwhile what became of the other ranks, and
+ends that connection.
 """
 
 import json
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
 
 from fshard import _compat
-from fshard.comm.failure import ASKED, GRACE, LINGER, RESTART, STORE_IS_GONE, CollectiveError, ask_store, read_first
+from fshard.comm.failure import (
+    LINGER_TIME,
+    MAX_RANKS_PER_POLL,
+    NOTE_GRACE,
+    RESTART,
+    STORE_IS_GONE,
+    TIMEOUT_FRACTION,
+    CollectiveError,
+    ask_store,
+    describe_ended_ranks,
+    name_ranks,
+    read_first,
+)
 from fshard.comm.groups import RankState
 from fshard.comm.processes import Process, has_ended, this_process
 from fshard.errors import describe_error
@@ -24,7 +37,10 @@ from fshard.errors import describe_error
 T = TypeVar("T")
 
 # Seconds between two looks at the others while a constructor waits for them: the first time, and later.
-FIRST_LOOK, NEXT_LOOK = 0.5, 1.0
+FIRST_LOOK = 0.5
+NEXT_LOOK = 1.0
+# Written in the place of the number of looks by a rank whose wait has ended by the timeout.
+TIMED_OUT = -1
 
 
 class Meeting:
@@ -35,33 +51,25 @@ class Meeting:
         rank: This rank.
         size: How many ranks there are.
         name: The same on all ranks, and another for each meeting.
-        seconds: How long a rank waits for another.
-        state: What this rank knows of the others; None before torch.distributed runs.
-        client: The client of the store that constructors wait on; by default one that is made for the first of them.
+        timeout: Seconds that a rank waits for another.
     """
 
-    def __init__(
-        self,
-        store: Any,
-        rank: int,
-        size: int,
-        name: str,
-        seconds: float,
-        state: RankState | None = None,
-        client: _compat.StoreClient | None = None,
-    ) -> None:
+    def __init__(self, store: Any, rank: int, size: int, name: str, timeout: float) -> None:
         self.store = store
-        self.client = client
+        # The client of the store that constructors wait on; made for the first of them.
+        self.client: _compat.StoreClient | None = None
         self.rank = rank
         self.others = [other for other in range(size) if other != rank]
-        self.seconds = seconds
-        # None where there are no others.
-        self.board: Any = store and dist.PrefixStore(f"fshard/meeting {name}", store)  # type: ignore[attr-defined]
-        self.state = state
+        self.timeout = timeout
+        self.board: Any = dist.PrefixStore(f"fshard/meeting {name}", store)  # type: ignore[attr-defined]
+        # Set once ranks begin to make groups, which are of no use if one of them fails.
+        self.state: RankState | None = None
         # The processes of other ranks, as far as this one has read which they are.
         self.processes: dict[int, Process] = {}
-        # Whether ranks have begun to make groups, which are of no use if one of them fails.
-        self.makes_groups = False
+        # How many constructors this rank has begun.
+        self.stage = 0
+        # Whether all ranks raise the error that leaves the meeting.
+        self.fails_everywhere = False
 
     def __enter__(self) -> Self:
         """Show others which process this rank is."""
@@ -72,15 +80,24 @@ class Meeting:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Tell the others of an error, unless they have it too."""
-        if error is None or isinstance(error, ValueError) or not self.others:
+        if error is None or self.fails_everywhere or not self.others:
             return
         text = describe_error(error) if isinstance(error, CollectiveError) else self._describe_failure(error)
         reason = self._leave_note(text)
-        if self.state is not None and self.makes_groups:
+        if self.state is not None:
             self.state.failure.reason = self.state.failure.reason or reason
         keys = [f"read/{rank}" for rank in self.others]
         # The store may go with this rank.
-        ask_store(lambda: self.board.set(f"read/{self.rank}", "") or self.board.check(keys), LINGER)
+        ask_store(lambda: self.board.set(f"read/{self.rank}", "") or self.board.check(keys), LINGER_TIME)
+
+    def refuse(self, error: ValueError) -> None:
+        """Raise an error that all ranks raise, because it follows from what they have shown each other.
+
+        Raises:
+            ValueError: the error, of which this rank does not tell the others.
+        """
+        self.fails_everywhere = True
+        raise error
 
     @contextmanager
     def naming_the_store(self) -> Iterator[None]:
@@ -96,7 +113,7 @@ class Meeting:
         except RuntimeError as error:
             raise CollectiveError(self._name_ended_ranks() or STORE_IS_GONE) from error
 
-    def check_others(self, processes: bool = True) -> None:
+    def check_others(self, *, processes: bool = True) -> None:
         """End this rank's wait if another has failed or is gone.
 
         Args:
@@ -107,10 +124,10 @@ class Meeting:
         """
         if not self.others:
             return
-        if reason := self.find_reason(processes):
+        if reason := self.find_reason(processes=processes):
             raise CollectiveError(reason)
 
-    def find_reason(self, processes: bool = True) -> str:
+    def find_reason(self, *, processes: bool = True) -> str:
         """Find out why no mesh will be made, as far as this rank can tell.
 
         Args:
@@ -131,7 +148,7 @@ class Meeting:
         """
         try:
             keys = [f"here/{rank}" for rank in self.others]
-            _compat.wait_in_store(self.board, keys, self.seconds, self.check_others)
+            _compat.wait_in_store(self.board, keys, self.timeout, self.check_others)
         except CollectiveError:
             raise
         except RuntimeError as error:
@@ -139,7 +156,7 @@ class Meeting:
             if present is None:
                 raise CollectiveError(self._name_ended_ranks() or STORE_IS_GONE) from error
             absent = [rank for rank in self.others if rank not in present]
-            raise absent_ranks(absent, len(self.others) + 1) from error
+            raise make_absence_error(absent, self.timeout) from error
 
     def run(self, make: Callable[[Any], T]) -> T:
         """Make what waits inside torch for other ranks.
@@ -157,6 +174,7 @@ class Meeting:
             return make(self.store)
         if self.client is None:
             self.client = _compat.StoreClient(lambda: _compat.clone_of(self.store))
+        self.stage += 1
         begin = time.monotonic()
         ender = _WaitEnder(self, self.client)
         try:
@@ -165,23 +183,69 @@ class Meeting:
         except RuntimeError as error:
             if isinstance(error, CollectiveError):
                 raise
-            late = time.monotonic() - begin
-            reason = ender.reason or ask_store(self._find_reason, GRACE)
-            if reason is None:
-                # The store has gone with the rank that held it.
-                reason = self._name_ended_ranks() or STORE_IS_GONE
-            reason = reason or self._describe_failure(error, late)
-            raise CollectiveError(reason) from error
+            raise CollectiveError(self._explain_lost_wait(ender, error, time.monotonic() - begin)) from error
         if ender.reason:
             raise CollectiveError(ender.reason)
         return made
 
-    def _describe_failure(self, error: BaseException, late: float = 0.0) -> str:
-        """Say that this rank has failed, or has waited in vain."""
-        if late > 0.95 * self.seconds:
-            first = f"init_mesh: rank {self.rank} waited {late:.0f} s for ranks {self.others} to make groups"
-            return f"{first}: one of them is stopped or cannot be reached"
-        name, message = type(error).__name__, describe_error(error)
+    def show_wait(self, looks: int) -> None:
+        """Show others in which constructor this rank waits for them, as the number of looks grows."""
+        ask_store(lambda: self.board.set(f"waits/{self.rank}", json.dumps([self.stage, looks])))
+
+    def _explain_lost_wait(self, ender: "_WaitEnder", error: RuntimeError, seconds: float) -> str:
+        """Say why the wait in a constructor ended after some seconds, in the same words on every rank."""
+        reason = ender.reason or ask_store(self._find_reason, NOTE_GRACE)
+        if reason is None:
+            # The store has gone with the rank that held it.
+            return self._name_ended_ranks() or STORE_IS_GONE
+        if reason:
+            return reason
+        if seconds <= TIMEOUT_FRACTION * self.timeout:
+            return self._leave_note(self._describe_failure(error))
+        self.show_wait(TIMED_OUT)
+        first = f"init_mesh: {self._name_hanging_ranks()} did not make process groups within {self.timeout:g} s"
+        text = (
+            f"{first}. Look for a hang there, or for a network in between that lets nothing pass.\nTo fix: {RESTART}."
+        )
+        return self._leave_note(text)
+
+    def _name_hanging_ranks(self) -> str:
+        """Name the ranks to blame for a wait that was too long, as well as this rank can tell."""
+        if len(self.others) == 1:
+            return name_ranks(self.others)
+        before = ask_store(self._read_waits) or {}
+        # Longer than a rank that runs needs to look again.
+        time.sleep(1.5 * NEXT_LOOK)
+        waits = ask_store(self._read_waits) or {}
+        stages = {rank: waits[rank][0] if rank in waits else 0 for rank in self.others}
+        # A rank that is behind this one may wait for another that is further behind.
+        lowest_stage = min(self.stage, *stages.values())
+        last = [rank for rank in self.others if stages[rank] == lowest_stage]
+        stopped = [
+            rank for rank in last if waits.get(rank) == before.get(rank) and not self._has_timed_out(waits, rank)
+        ]
+        if stopped:
+            return name_ranks(stopped)
+        return name_ranks(last) if lowest_stage < self.stage else f"one of {name_ranks(self.others)}"
+
+    def _has_timed_out(self, waits: Mapping[int, tuple[int, int]], rank: int) -> bool:
+        """Whether a rank has waited in vain, as this one has."""
+        return rank in waits and waits[rank][1] == TIMED_OUT
+
+    def _read_waits(self) -> dict[int, tuple[int, int]]:
+        """Read in which constructors other ranks wait, and how often they have looked from there."""
+        texts = {rank: read_first(self.board, "waits", [rank]) for rank in self.others}
+        waits: dict[int, tuple[int, int]] = {}
+        for rank, text in texts.items():
+            if text:
+                stage, looks = json.loads(text)
+                waits[rank] = (stage, looks)
+        return waits
+
+    def _describe_failure(self, error: BaseException) -> str:
+        """Say that this rank has failed."""
+        name = type(error).__name__
+        message = describe_error(error)
         text = name if message == name else f"{name}: {message:.300}"
         return f"rank {self.rank} failed in init_mesh: {text}\nTo fix: {RESTART}."
 
@@ -190,24 +254,83 @@ class Meeting:
         if note := self._read_note():
             return note
         unknown = [rank for rank in self.others if rank not in self.processes]
-        for rank in random.sample(unknown, min(ASKED, len(unknown))):
+        for rank in random.sample(unknown, min(MAX_RANKS_PER_POLL, len(unknown))):
             if text := read_first(self.board, "process", [rank]):
                 self.processes[rank] = Process(*json.loads(text))
         reason = self._name_ended_ranks()
         return self._leave_note(reason) if reason else ""
 
-    def _read_note(self) -> str:
-        note: bytes = self.board.compare_set("note", "", "")
-        return note.decode()
-
     def _name_ended_ranks(self) -> str:
         """Say which ranks' processes have ended, as far as this one can tell; "" if none has."""
-        gone = [f"rank {rank}" for rank, process in sorted(self.processes.items()) if has_ended(process)]
-        return f"init_mesh: {' and '.join(gone)} was killed or has ended\nTo fix: {RESTART}." if gone else ""
+        ended = [rank for rank, process in sorted(self.processes.items()) if has_ended(process)]
+        return f"init_mesh: {describe_ended_ranks(ended)}\nTo fix: {RESTART}." if ended else ""
 
-    def _leave_note(self, text: str) -> str:
-        """Leave a note, and return the first one that is there."""
-        return ask_store(lambda: self.board.compare_set("note", "", text).decode()) or text
+    def _read_note(self) -> str:
+        note: bytes = self.board.compare_set("note", "", "")
+        return self._reason_in(note.decode())
+
+    def _leave_note(self, reason: str) -> str:
+        """Leave a note, and return the reason in the first one that is there."""
+
+        def leave() -> str:
+            return self._reason_in(self.board.compare_set("note", "", self._make_note(reason)).decode())
+
+        return ask_store(leave) or reason
+
+    def _make_note(self, reason: str) -> str:
+        """Write a note."""
+        return reason
+
+    def _reason_in(self, note: str) -> str:
+        """Read the reason in a note; "" if there is none."""
+        return note
+
+
+class FirstMeeting(Meeting):
+    """The call of init_mesh that starts torch.distributed, which all ranks stop again if one of them cannot start it.
+
+    Otherwise ranks where it runs would wait in the next call for those where it does not run. A rank may have started
+    it and gone on when another one fails to. So the first rank that fails decides for all of them, and its note says
+    what it has decided.
+
+    Args:
+        client: The client of the launcher's store for this start.
+        rank: This rank.
+        size: How many ranks there are.
+        timeout: Seconds that a rank waits for another.
+    """
+
+    def __init__(self, client: _compat.StoreClient, rank: int, size: int, timeout: float) -> None:
+        store = client.store if size == 1 else _compat.clone_of(client.store)
+        super().__init__(store, rank, size, "start", timeout)
+        self.client = client
+        # This process may serve the store by it.
+        self._launcher_store = client.store
+        self._must_stop = False
+
+    def confirm_start(self) -> None:
+        """Show others that torch.distributed runs on this rank; it keeps the client that it was started with."""
+        self.client = None
+        if self.others:
+            self.board.set(f"started/{self.rank}", "")
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Tell the others of an error, and stop torch.distributed if it has not started on all ranks."""
+        super().__exit__(kind, error, traceback)
+        if error is not None and self._must_stop:
+            _compat.stop_torch()
+            # Ranks meet here again, in the store of the next start.
+            _compat.keep_server(self._launcher_store)
+
+    def _make_note(self, reason: str) -> str:
+        keys = [f"started/{rank}" for rank in (self.rank, *self.others)]
+        return json.dumps([reason, not self.board.check(keys)])
+
+    def _reason_in(self, note: str) -> str:
+        if not note:
+            return ""
+        reason, self._must_stop = json.loads(note)
+        return str(reason)
 
 
 class _WaitEnder(threading.Thread):
@@ -240,7 +363,10 @@ class _WaitEnder(threading.Thread):
     def run(self) -> None:
         """Look at the other ranks until the constructor returns, or one of them has failed."""
         seconds = FIRST_LOOK
+        looks = 0
         while not self._over.wait(seconds):
+            looks += 1
+            self._meeting.show_wait(looks)
             self.reason = self._meeting.find_reason()
             if self.reason:
                 self._client.disconnect()
@@ -248,7 +374,7 @@ class _WaitEnder(threading.Thread):
             seconds = NEXT_LOOK
 
 
-def absent_ranks(absent: Sequence[int], size: int) -> CollectiveError:
+def make_absence_error(absent: Sequence[int], timeout: float) -> CollectiveError:
     """Make the error of ranks that did not come to a meeting."""
-    remedy = "every rank must call init_mesh, and several in the same order"
-    return CollectiveError(f"init_mesh: expected all {size} ranks, got nothing from ranks {list(absent)}; {remedy}")
+    remedy = "Call init_mesh on every rank; if you make several meshes, make them in the same order."
+    return CollectiveError(f"init_mesh: {name_ranks(absent)} did not call it within {timeout:g} s. {remedy}")

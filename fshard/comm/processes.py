@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 # The fields of /proc/<pid>/stat behind the command's name.
-STATE, START = 0, 19
+STATE_FIELD = 0
+START_FIELD = 19
 
 
 class Process(NamedTuple):
@@ -13,23 +14,23 @@ class Process(NamedTuple):
 
     Attributes:
         machine: The machine since it booted, and the part of it that numbers its processes; "" where nobody can tell.
-        number: The process's number there.
+        pid: The process's number there.
         start: When it started, which tells it from a later one of the same number.
     """
 
     machine: str
-    number: int
+    pid: int
     start: str
 
 
 def this_process() -> Process:
     """Find out which process this is."""
-    number = os.getpid()
+    pid = os.getpid()
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return Process(f"{boot} {os.readlink('/proc/self/ns/pid')}", number, _status(number)[START])
+        return Process(f"{boot} {os.readlink('/proc/self/ns/pid')}", pid, _status(pid)[START_FIELD])
     except OSError:
-        return Process("", number, "")
+        return Process("", pid, "")
 
 
 def has_ended(process: Process) -> bool:
@@ -41,13 +42,13 @@ def has_ended(process: Process) -> bool:
     if not process.machine or process.machine != this_process().machine:
         return False
     try:
-        status = _status(process.number)
+        status = _status(process.pid)
     except OSError:
         return True
     # One that ended is a zombie until its parent has asked how.
-    return status[STATE] in "ZX" or status[START] != process.start
+    return status[STATE_FIELD] in "ZX" or status[START_FIELD] != process.start
 
 
-def _status(number: int) -> list[str]:
+def _status(pid: int) -> list[str]:
     # The command's name, in parentheses, may hold any character.
-    return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

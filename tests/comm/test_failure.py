@@ -15,8 +15,8 @@ from fshard.comm.groups import CollectiveEntry, RankState
 from tests.comm.steps import make_step
 
 REMEDY = (
-    "To fix: mend the first error; go on from the last checkpoint, or in the same processes: call fs.init_mesh on "
-    "every rank, and the step again, from states of one step."
+    "To fix: correct the first error. Then restart from the last checkpoint, or stay in the same processes: call "
+    "fs.init_mesh on every rank and repeat the step, with states of the same step on all ranks."
 )
 
 

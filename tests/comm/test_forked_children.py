@@ -95,7 +95,7 @@ def calls():
         try:
             fs.psum(torch.ones(()), axis)
         except fs.comm.CollectiveError as error:
-            text = f"this process was forked from rank {rank}, which alone has its connections\\n"
+            text = f"This process was forked from rank {rank} and cannot use its connections. "
             os._exit(0 if str(error).startswith(text) else 1)
     assert ends_well(child)
 

@@ -12,7 +12,7 @@ from tests.ranks import output_of_programs
 
 # The victim breaks as it is about to call a function of a name, in its first mesh or in its second one.
 BREAKS = """
-import os, resource, signal, sys, time, torch.distributed as dist, fshard as fs
+import os, resource, signal, subprocess, sys, time, torch.distributed as dist, fshard as fs
 from fshard import _compat
 
 victim, place, fault, meshes = int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
@@ -20,6 +20,13 @@ victim, place, fault, meshes = int(sys.argv[1]), sys.argv[2], sys.argv[3], int(s
 def breaks():
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "hang":
+        time.sleep(float(sys.argv[5]) + 8)
+        os._exit(0)
+    if fault == "stop":
+        goes_on = f"sleep {float(sys.argv[5]) + 8}; kill -CONT {os.getpid()}"
+        subprocess.Popen(["sh", "-c", goes_on])
+        return os.kill(os.getpid(), signal.SIGSTOP)
     if fault == "raise":
         raise ValueError("bad sample 17")
     if fault == "interrupt":
@@ -35,28 +42,30 @@ def break_before(owner, name):
     function = getattr(owner, name)
 
     def run(*args, **kwargs):
+        setattr(owner, name, function)
         breaks()
         return function(*args, **kwargs)
 
     setattr(owner, name, run)
 
-make = lambda: fs.init_mesh({"a": 2, "b": -1}, device="cpu", timeout=float(sys.argv[5]))
+make = lambda timeout: fs.init_mesh({"a": 2, "b": -1}, device="cpu", timeout=timeout)
 for _ in range(meshes - 1):
-    make()
+    # Of another timeout, so that the last mesh has groups of its own.
+    make(60.0)
 if int(os.environ["RANK"]) == victim:
     owners = dict.fromkeys(("init_process_group", "new_subgroups_by_enumeration"), dist)
     owners["create_default_device"] = dist.ProcessGroupGloo
     break_before(owners.get(place, _compat), place)
 begin = time.monotonic()
 try:
-    make()
+    make(float(sys.argv[5]))
 except BaseException as error:
     print(time.monotonic() - begin, type(error).__name__, str(error), sep="\\n")
 """
 
-REMEDY = "To fix: mend the first error, and call fs.init_mesh on every rank, or start all ranks again."
+REMEDY = "To fix: correct the first error, then call fs.init_mesh on every rank or restart all ranks."
 KILLED = "init_mesh: rank {} was killed or has ended"
-STORE = "the store by which ranks find each other does not answer"
+STORE = "The rendezvous store does not answer. The process that holds it "
 FILES = r"rank {} failed in init_mesh: (OSError: \[Errno 24\] Too many open files|RuntimeError: Cannot resolve)"
 SECONDS = 40.0
 ROWS = [
@@ -93,13 +102,38 @@ def test_a_rank_that_breaks_in_init_mesh_is_named(size, victim, place, fault, me
         assert float(seconds) < 20.0
 
 
+# Where and how the victim hangs, the number of meshes, the timeout of the last one, and what the others say.
+HANGS = [
+    ("wait_in_store", "hang", 1, 30.0, "did not make process groups"),
+    ("init_process_group", "stop", 1, 30.0, "did not make process groups"),
+    ("texts_in_store", "hang", 2, 6.0, "did not call it"),
+    ("set_group_count", "hang", 2, 6.0, "did not make process groups"),
+    ("new_subgroups_by_enumeration", "stop", 2, 6.0, "did not make process groups"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place, fault, meshes, timeout, text", HANGS)
+def test_one_rank_of_four_that_hangs_in_init_mesh_is_named(place, fault, meshes, timeout, text):
+    """Those that wait for it are not, wherever they wait."""
+    victim = 2
+    programs = output_of_programs(4, BREAKS, victim, place, fault, meshes, timeout)
+    del programs[victim]
+    for program in programs:
+        assert program.code == 0, program
+        seconds, error, first, *_ = program.output.splitlines()
+        assert error == "CollectiveError", program
+        assert float(seconds) < timeout + 6.0, program
+        assert first.removeprefix("init_mesh: ").startswith(f"rank {victim} {text} within {timeout:g} s"), program
+
+
 def test_processes_that_have_ended():
     own = this_process()
     assert not has_ended(own)
     assert has_ended(own._replace(start="0"))
     # Of another machine nobody can tell.
-    assert not has_ended(Process("another", own.number, "0"))
-    assert not has_ended(Process("", own.number, "0"))
+    assert not has_ended(Process("another", own.pid, "0"))
+    assert not has_ended(Process("", own.pid, "0"))
 
 
 def test_ports_of_sockets_that_have_no_other_end_or_are_closed():

@@ -17,8 +17,8 @@ README = ROOT / "fshard/comm/README.md"
 TEXT = README.read_text()
 TABLES = {rows[0][0]: rows[1:] for rows in tables(TEXT)}
 SOURCE = "".join(path.read_text() for path in README.parent.glob("*.py"))
-# Written only where a rank fails in init_mesh; see test_meeting.py.
-OF_FAILED_MEETINGS = {"fshard/meeting <meeting>/read/<rank>"}
+# Written only where a rank fails in init_mesh, or waits there for long; see test_meeting.py.
+OF_FAILED_MEETINGS = {"fshard/meeting <meeting>/read/<rank>", "fshard/meeting <meeting>/waits/<rank>"}
 
 
 def test_every_file_is_there():

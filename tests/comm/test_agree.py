@@ -1,0 +1,41 @@
+"""Ranks of a mesh of several axes that make different calls: all of them hear of it."""
+
+import re
+
+import pytest
+import torch
+
+import fshard as fs
+from tests.faults import outcome
+from tests.ranks import my_rank, on_ranks
+
+
+@on_ranks(4, pytest.param("4 processes", marks=pytest.mark.slow), timeout=90.0)
+def test_a_difference_over_the_last_axis_of_a_jitted_step_is_told_to_all_ranks():
+    """Ranks 0 and 1, which agree with each other, go on into the step, and wait there for ranks 2 and 3."""
+    mesh = fs.init_mesh({"a": 2, "b": 2}, device="cpu", timeout=60.0)
+    a, b = fs.axis_of(mesh, "a"), fs.axis_of(mesh, "b")
+    params = fs.shard(
+        {"w": torch.ones(8, 4)},
+        fs.compose(fs.fully_shard(a, min_shard_elements=0), fs.own_dim(b)),
+    )
+
+    def total(params):
+        x = fs.psum(fs.gather(params)["w"].sum(), b)
+        # Neither the arguments nor what is sent over the axis "a" differ.
+        return x + fs.psum(torch.ones(5), b).sum() if my_rank() == 3 else x
+
+    found = outcome(lambda: fs.jit(total)(params))
+    difference = (
+        "jit: ranks make different calls\n  collectives: expected nothing as on the rank at b=0, got "
+        "all_reduce (psum ) over 'b' of 1 tensors, 20 bytes on the rank at b=1\n"
+    )
+    if my_rank() in (2, 3):
+        assert found.error == "ValueError", found
+        assert found.text.startswith(difference), found
+    else:
+        assert found.error == "CollectiveError", found
+        assert re.match(r"rank [23] failed in jit: ValueError: " + re.escape(difference), found.text), found
+    assert found.seconds < 50.0, found
+    again = outcome(lambda: fs.psum(torch.ones(()), b))
+    assert again.error == "CollectiveError", again
