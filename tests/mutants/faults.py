@@ -69,10 +69,7 @@ MIRRORS = {
     "fshard/shard.py": ("tests/test_law_round_trip.py",),
     "fshard/checkpoint/background.py": ("tests/checkpoint/test_exits.py",),
     "fshard/checkpoint/errors.py": ("tests/checkpoint/test_failing_ranks.py",),
-    "fshard/checkpoint/exchange.py": (
-        "tests/checkpoint/test_failing_ranks.py",
-        "tests/checkpoint/test_state_dict.py",
-    ),
+    "fshard/checkpoint/exchange.py": ("tests/checkpoint/test_failing_ranks.py",),
     "fshard/checkpoint/save.py": (
         "tests/checkpoint/test_failing_ranks.py",
         "tests/checkpoint/test_save_asynchronous.py",
