@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard.comm.failure import Position, connect_group, notify_peers, poll_peers
-from fshard.comm.groups import Group, Issued, RankState, tag_of
+from fshard.comm.groups import Group, PendingCollective, RankState, tag_of
 from fshard.testing import Workers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -176,7 +176,7 @@ def counted(ranks: int) -> dict[str, int]:
     everyone = list(range(ranks))
     group = rank.groups["shard"] = Group("shard", everyone, 0, None, 30.0)
     entry = group.chain.record_start("all_reduce", "psum", "(psum)")
-    issued = Issued(None, rank, group, entry, since=time.monotonic())
+    issued = PendingCollective(None, rank, group, entry, since=time.monotonic())
     rank.waiting.collective = issued
     for other in everyone[1:]:
         waits = Position(("shard", entry), {"shard": (everyone, [entry])})

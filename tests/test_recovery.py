@@ -13,7 +13,7 @@ import torch
 import fshard as fs
 from fshard import comm
 from fshard.comm import failure
-from fshard.comm.groups import Group, Issued, RankState, Simulation
+from fshard.comm.groups import Group, PendingCollective, RankState, Simulation
 from tests.faults import BadSampleError, Hook, axis_of_all, breaks, outcome, outcome_of
 from tests.ranks import my_rank, on_ranks
 from tests.trees import assert_same_bits
@@ -318,7 +318,7 @@ def test_a_rank_that_has_come_to_init_mesh_is_ahead_and_not_woken():
     ahead, behind = states
     group = ahead.groups["axis"]
     entry = group.chain.record_start("all_reduce", "", "")
-    ahead.waiting.collective = Issued(None, ahead, group, entry)
+    ahead.waiting.collective = PendingCollective(None, ahead, group, entry)
     failure.wake_waiting(behind, "called init_mesh", lambda rank: True)
     assert behind.failure.reason is None
     failure.wake_waiting(behind, "called init_mesh", lambda rank: False)

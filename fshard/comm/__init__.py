@@ -39,7 +39,7 @@ from fshard.comm.events import (
     setting,
 )
 from fshard.comm.failure import CollectiveError, Position, connect_group, describe_difference, wake_waiting
-from fshard.comm.groups import CollectiveEntry, Issued, RankState, Simulation, has_renewed, rank_state
+from fshard.comm.groups import ChainEntry, PendingCollective, RankState, Simulation, has_renewed, rank_state
 from fshard.comm.meeting import FirstMeeting, Meeting, make_absence_error
 from fshard.comm.recorder import record, watched, watchers
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from fshard import _compat
-from fshard.comm.groups import TEXT_LENGTH, CollectiveEntry, Group, Issued, RankState
+from fshard.comm.groups import TEXT_LENGTH, ChainEntry, Group, PendingCollective, RankState
 from fshard.comm.interrupts import Interrupts
 
 # Seconds that a call of the store may take, which may hang with the rank that holds it.
@@ -99,7 +99,7 @@ class Position(NamedTuple):
 
     def describe(self) -> str:
         """Say where it waits."""
-        return f"waits in {CollectiveEntry(*self.waits[1])}" if self.waits else "runs"
+        return f"waits in {ChainEntry(*self.waits[1])}" if self.waits else "runs"
 
 
 Positions = Mapping[int, Position]
@@ -127,12 +127,12 @@ def describe_ended_ranks(ranks: Sequence[int]) -> str:
 
 def find_difference(positions: Positions) -> str | None:
     """Say how ranks differ in the collectives that they have started last; None if they do not."""
-    started: dict[tuple[str, int], dict[int, CollectiveEntry]] = {}
+    started: dict[tuple[str, int], dict[int, ChainEntry]] = {}
     ranks_of: dict[str, list[int]] = {}
     for rank, position in positions.items():
         for name, (ranks, entries) in position.groups.items():
             ranks_of[name] = ranks
-            for entry in map(CollectiveEntry._make, entries):
+            for entry in map(ChainEntry._make, entries):
                 started.setdefault((name, entry.number), {})[rank] = entry
     for name, number in sorted(started):
         difference = describe_difference(started[name, number], ranks_of[name])
@@ -141,7 +141,7 @@ def find_difference(positions: Positions) -> str | None:
     return None
 
 
-def describe_difference(entries: Mapping[int, CollectiveEntry], ranks: Sequence[int]) -> str | None:
+def describe_difference(entries: Mapping[int, ChainEntry], ranks: Sequence[int]) -> str | None:
     """Say how entries of one number in the group of some ranks differ, or the rows that these ranks exchange.
 
     Args:
@@ -160,7 +160,7 @@ def describe_difference(entries: Mapping[int, CollectiveEntry], ranks: Sequence[
     return "\n".join([first, *(f"  rank {rank}: {entries[rank]}" for rank in sorted(entries))])
 
 
-def _do_rows_agree(entries: Mapping[int, CollectiveEntry], ranks: Sequence[int]) -> bool:
+def _do_rows_agree(entries: Mapping[int, ChainEntry], ranks: Sequence[int]) -> bool:
     """Whether each rank awaits as many rows from another as that one sends."""
     for sender, receiver in itertools.permutations(entries, 2):
         sends = entries[sender].sends
@@ -337,7 +337,7 @@ def cut_connections(state: RankState) -> set[int]:
     return gone
 
 
-def fail_collective(state: RankState, issued: Issued, error: BaseException) -> CollectiveError:
+def fail_collective(state: RankState, issued: PendingCollective, error: BaseException) -> CollectiveError:
     """Notify the other ranks of a collective that could not start or end, and make the error of this one.
 
     Args:
@@ -354,7 +354,7 @@ def fail_collective(state: RankState, issued: Issued, error: BaseException) -> C
     return make_error(state, issued.entry)
 
 
-def make_error(state: RankState, entry: CollectiveEntry | None = None) -> CollectiveError:
+def make_error(state: RankState, entry: ChainEntry | None = None) -> CollectiveError:
     """Make the error of groups that are broken, for a collective that this rank was in, or None."""
     lines = [str(state.failure.reason)]
     if entry is not None:
@@ -362,7 +362,7 @@ def make_error(state: RankState, entry: CollectiveEntry | None = None) -> Collec
     return CollectiveError("\n".join([*lines, f"To fix: {REMEDY}."]))
 
 
-def _explain_lost_wait(state: RankState, issued: Issued, error: BaseException) -> str:
+def _explain_lost_wait(state: RankState, issued: PendingCollective, error: BaseException) -> str:
     """Say why a wait ended: by the note of a rank that knows, else which rank is gone or did not come."""
     seconds = time.monotonic() - issued.since
     # Others may ask where this rank is while it looks for a note.
@@ -410,7 +410,7 @@ def _publish_position(state: RankState) -> Position:
     return position
 
 
-def _read_positions(state: RankState, issued: Issued, limit: int) -> dict[int, Position]:
+def _read_positions(state: RankState, issued: PendingCollective, limit: int) -> dict[int, Position]:
     """Show others where this rank is, and read where some of them are: those that it waits for, or these wait for."""
     board = state.board()
     positions = {state.rank: _publish_position(state)}
@@ -561,7 +561,7 @@ def end_wait(state: RankState, text: str) -> None:
         cut_connections(state)
 
 
-def poll_peers(state: RankState, issued: Issued) -> bool:
+def poll_peers(state: RankState, issued: PendingCollective) -> bool:
     """Tell where this rank waits, read where others are, and end the wait if a rank failed or ranks differ.
 
     Args:

@@ -20,7 +20,7 @@ KEPT_ENTRIES = 16
 TEXT_LENGTH = 200
 
 
-class CollectiveEntry(NamedTuple):
+class ChainEntry(NamedTuple):
     """One collective in the chain of its group.
 
     Attributes:
@@ -50,14 +50,14 @@ class CollectiveChain:
 
     def __init__(self) -> None:
         """Begin with no collective."""
-        self.entries = deque([CollectiveEntry(0, 0, "")], KEPT_ENTRIES)
+        self.entries = deque([ChainEntry(0, 0, "")], KEPT_ENTRIES)
 
     @property
-    def last(self) -> CollectiveEntry:
+    def last(self) -> ChainEntry:
         """The collective that was started last."""
         return self.entries[-1]
 
-    def record_start(self, op: str, hashed: str, text: str, *sizes: Sequence[int]) -> CollectiveEntry:
+    def record_start(self, op: str, hashed: str, text: str, *sizes: Sequence[int]) -> ChainEntry:
         """Record that a collective starts.
 
         Args:
@@ -72,7 +72,7 @@ class CollectiveChain:
         last = self.entries[-1]
         number = last.number + 1
         chain_hash = zlib.crc32(hashed.encode(), last.chain_hash)
-        entry = CollectiveEntry(number, chain_hash, f"{op} number {number} {text:.{TEXT_LENGTH}}", *sizes)
+        entry = ChainEntry(number, chain_hash, f"{op} number {number} {text:.{TEXT_LENGTH}}", *sizes)
         self.entries.append(entry)
         return entry
 
@@ -100,13 +100,13 @@ class Group:
     chain: CollectiveChain = field(default_factory=CollectiveChain)
 
 
-def tag_of(entry: CollectiveEntry, nbytes: int) -> int:
+def tag_of(entry: ChainEntry, nbytes: int) -> int:
     """The tag of a message: ranks whose collectives differ, now or before, wait for each other."""
     return (zlib.crc32(b"%d" % nbytes, entry.chain_hash) >> 1) % _compat.CUT
 
 
 @dataclass(slots=True, eq=False)
-class Issued:
+class PendingCollective:
     """One collective under way.
 
     Attributes:
@@ -122,7 +122,7 @@ class Issued:
     collective: Any
     state: "RankState"
     group: Group
-    entry: CollectiveEntry
+    entry: ChainEntry
     watchers: Sequence[Any] = ()
     left: int = 0
     since: float = 0.0
@@ -150,7 +150,7 @@ class Waiting:
         in_flight: Buffers that have not been waited for, by their ids.
     """
 
-    collective: Issued | None = None
+    collective: PendingCollective | None = None
     in_flight: weakref.WeakValueDictionary[int, Any] = field(default_factory=weakref.WeakValueDictionary)
 
 

@@ -10,7 +10,7 @@ import threading
 import time
 from contextlib import suppress
 
-from fshard.comm.groups import Issued
+from fshard.comm.groups import PendingCollective
 
 # More signals than this are not told apart.
 MOST_SIGNALS = 4096
@@ -33,7 +33,7 @@ class Interrupts:
         self._lock = threading.Lock()
         self._last_look = 0.0
         # A wait that began about when Ctrl-C came, and its beginning.
-        self._suspect: tuple[Issued, float] | None = None
+        self._suspect: tuple[PendingCollective, float] | None = None
 
     def listen(self) -> None:
         """Begin to listen, if this is the main thread; forget signals that Python has handled by now."""
@@ -69,7 +69,7 @@ class Interrupts:
         self._lock = threading.Lock()
         self.close()
 
-    def has_come(self, waiting: Issued | None) -> bool:
+    def has_come(self, waiting: PendingCollective | None) -> bool:
         """Tell whether Ctrl-C has come in a wait that goes on, so that Python could not raise KeyboardInterrupt.
 
         Args:

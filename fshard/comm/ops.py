@@ -19,7 +19,7 @@ import torch
 from fshard import _compat
 from fshard.comm import recorder
 from fshard.comm.events import Collective, Destination
-from fshard.comm.groups import CollectiveEntry, Group, tag_of
+from fshard.comm.groups import ChainEntry, Group, tag_of
 
 Tensors = list[torch.Tensor]
 # Of an all-to-all the rows for each rank and from each; of others none.
@@ -78,7 +78,7 @@ def _buffer_shapes(op: str, arguments: _Arguments) -> list[tuple[int, ...]]:
     return [(rows, *tensor.shape[row_dims:]) for tensor in arguments.tensors]
 
 
-def _start_direct(op: str, arguments: _Arguments, entry: CollectiveEntry, group: Group) -> Tensors:
+def _start_direct(op: str, arguments: _Arguments, entry: ChainEntry, group: Group) -> Tensors:
     """Receive the rows of other ranks directly into buffers. The buffer of a sum has no row for this rank."""
     shapes = _buffer_shapes(op, arguments)
     buffers = []
@@ -93,7 +93,7 @@ def _start_exchange(
     tensor: torch.Tensor,
     shape: tuple[int, ...],
     sizes: Sizes,
-    entry: CollectiveEntry,
+    entry: ChainEntry,
     group: Group,
 ) -> torch.Tensor:
     """Send rows of a tensor to the other ranks, and return the buffer that their rows arrive in."""
@@ -159,7 +159,7 @@ def wait(buffer: torch.Tensor) -> torch.Tensor:
     return landed
 
 
-def _start_by_backend(op: str, arguments: _Arguments, _: CollectiveEntry, group: Group) -> Tensors:
+def _start_by_backend(op: str, arguments: _Arguments, _: ChainEntry, group: Group) -> Tensors:
     """Start the backend's own collectives, one for each dtype, because sums of different dtypes are not fused."""
     tensors = arguments.tensors
     sources = [tensor.contiguous() for tensor in tensors]

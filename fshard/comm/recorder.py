@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fshard import _compat
 from fshard.comm.events import Collective, Destination, Record, Shapes, decode_label, describe_tensors
 from fshard.comm.failure import connect_group, fail_collective, make_error
-from fshard.comm.groups import CollectiveEntry, Group, Issued, rank_state
+from fshard.comm.groups import ChainEntry, Group, PendingCollective, rank_state
 
 Tensors = list[torch.Tensor]
 
@@ -34,7 +34,7 @@ def _notify_watchers(watchers: Sequence[Any], moment: str, *args: Any) -> None:
 
 def start(
     op: str,
-    kernel: Callable[[CollectiveEntry, Group], Tensors],
+    kernel: Callable[[ChainEntry, Group], Tensors],
     tensors: Tensors,
     destination: Destination,
     *sizes: Sequence[int],
@@ -67,7 +67,7 @@ def start(
     entry = group.chain.record_start(op, hashed, text, *sizes)
     watching = watchers()
     collective = Collective.of(op, tensors, sizes, destination) if watching else None
-    issued = Issued(collective, state, group, entry, watching)
+    issued = PendingCollective(collective, state, group, entry, watching)
     if watching:
         _notify_watchers(watching, "starts", issued, tensors)
     # Errors that are not from the connections are raised as they are.
@@ -81,7 +81,7 @@ def start(
     return buffers
 
 
-def _run_waiting(issued: Issued, kind: type[Exception], run: Callable[..., Any], *args: Any) -> Any:
+def _run_waiting(issued: PendingCollective, kind: type[Exception], run: Callable[..., Any], *args: Any) -> Any:
     """Call a function that may wait for other ranks, and say why where it fails."""
     waiting = issued.state.waiting
     waiting.collective = issued
@@ -146,7 +146,7 @@ def watched(watcher: Any) -> Iterator[Any]:
 
 
 class _Recording(Record):
-    def starts(self, issued: Issued, _: Sequence[torch.Tensor]) -> None:
+    def starts(self, issued: PendingCollective, _: Sequence[torch.Tensor]) -> None:
         self.append(issued.collective)
 
 

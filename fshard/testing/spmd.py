@@ -95,7 +95,7 @@ class _Call(NamedTuple):
         return self.collective.group, self.state.generation if self.state else -1
 
     @property
-    def entry(self) -> comm.CollectiveEntry | None:
+    def entry(self) -> comm.ChainEntry | None:
         """The entry of the collective in the chain of its group, if it is fshard's."""
         issued = self.state.waiting.collective if self.state else None
         return issued.entry if issued else None

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import fshard as fs
 from fshard import comm
 from fshard.comm import failure
-from fshard.comm.groups import CollectiveEntry, RankState
+from fshard.comm.groups import ChainEntry, RankState
 from tests.comm.steps import make_step
 
 REMEDY = (
@@ -77,8 +77,7 @@ def test_a_watcher_that_ends_before_its_first_look_ends_well(monkeypatch):
 def position(waits=None, **numbers):
     """A rank of two groups that has started some collectives in each, all alike, and may wait in the last of one."""
     trails = {
-        name: [CollectiveEntry(n, n, f"psum {n} in {name}") for n in range(number + 1)]
-        for name, number in numbers.items()
+        name: [ChainEntry(n, n, f"psum {n} in {name}") for n in range(number + 1)] for name, number in numbers.items()
     }
     groups = {name: ([0, 1, 2], trail) for name, trail in trails.items()}
     return comm.Position(waits and (waits, trails[waits][-1]), groups)

@@ -6,12 +6,12 @@ import time
 
 import pytest
 
-from fshard.comm.groups import CollectiveEntry, Issued
+from fshard.comm.groups import ChainEntry, PendingCollective
 from fshard.comm.interrupts import Interrupts
 
 
 def wait_since(since):
-    return Issued(None, None, None, CollectiveEntry(1, 0, ""), since=since)
+    return PendingCollective(None, None, None, ChainEntry(1, 0, ""), since=since)
 
 
 @pytest.fixture
