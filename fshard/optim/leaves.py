@@ -10,7 +10,9 @@ from fshard.tree import Axis, Tree, is_sharded, is_trained, map_leaves
 
 def partition_axes(leaf: Any) -> tuple[Axis, ...]:
     """Return the axes whose ranks hold different elements of a leaf."""
-    return tuple([axis for axis in leaf.spec.partition_axes() if axis.size > 1]) if is_sharded(leaf) else ()
+    if not is_sharded(leaf):
+        return ()
+    return tuple([axis for axis in leaf.spec.partition_axes() if axis.size > 1])
 
 
 def for_trained(f: Callable[[Any], Any], params: Tree) -> Tree:
@@ -30,4 +32,10 @@ def no_updates(params: Tree) -> Tree:
 
 def counted(counts: Tree, grads: Tree) -> Tree:
     """Count an update of each leaf that has a gradient."""
-    return map_leaves(lambda n, grad: n if grad is None else (zero() if n is None else n) + 1, counts, grads)
+
+    def count(updates: Any, grad: Any) -> Any:
+        if grad is None:
+            return updates
+        return (zero() if updates is None else updates) + 1
+
+    return map_leaves(count, counts, grads)

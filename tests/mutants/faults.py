@@ -769,8 +769,8 @@ FAULTS = (
     Fault(
         "adam-counts-updates-that-a-leaf-missed",
         "fshard/optim/leaves.py",
-        "return map_leaves(lambda n, grad: n if grad is None else (zero() if n is None else n) + 1, counts, grads)",
-        "return map_leaves(lambda n, grad: n if n is None else n + 1, counts, grads)",
+        "if grad is None:",
+        "if updates is None:",
         "9: what the optimizer keeps for a leaf without a gradient stays, as under torch.optim",
     ),
     Fault(
