@@ -16,7 +16,7 @@ import report
 import torch
 
 from fshard.ext.plan import Rates
-from fshard.ext.plan.models import LEAST, SPAN, Workload, estimate
+from fshard.ext.plan.models import ADDED_LAYERS, MIN_LAYERS, Workload, estimate
 
 
 class Chip(NamedTuple):
@@ -70,7 +70,7 @@ ASSUMPTIONS = {
     "rings": "over nodes they use the adapters of all their devices in a node, as NCCL's channels do",
     "collectives": f"begin after {LATENCY * 1e6:g} us, one after another on an axis, and slow no other operator",
     "axes": "each has a link of its own; on 2 x 32 both share adapters, which adds the time of one axis at most",
-    "depth": f"{LEAST} and {LEAST + SPAN} layers are traced, each further one adds as much as those between",
+    "depth": f"{MIN_LAYERS} and {MIN_LAYERS + ADDED_LAYERS} layers are traced, others add as much as those between",
     "memory": "of tensors when operators run one by one, without what the allocator and the backend take",
     "host": "launches ahead of the device all the time, and no rank is late",
     "dtypes": "gathers in bfloat16, reductions in float32, parameters and AdamW's averages in float32",

@@ -29,8 +29,10 @@ def describe(leaf: Any) -> str:
     """
     if leaf is None or is_sharded(leaf):
         return "None" if leaf is None else "a Sharded leaf"
-    # A user passed or returned a plain tensor, for which a trace uses a fake one.
-    name = "Tensor" if _compat.is_fake(leaf) else type(leaf).__name__
+    name = type(leaf).__name__
+    # In a trace a fake tensor stands for the user's plain one.
+    if _compat.is_tracing() and _compat.is_fake(leaf):
+        name = "Tensor"
     if isinstance(leaf, torch.Tensor):
         name = f"{str(leaf.dtype).removeprefix('torch.')} {name} of shape {tuple(leaf.shape)}"
     return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"

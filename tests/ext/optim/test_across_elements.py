@@ -92,9 +92,9 @@ def test_whole_refuses_a_leaf_that_was_frozen_so_far():
     state = fs.reshard(state, transform, frozen="b")
     grads = fs.shard({"a": torch.ones(3)}, transform) | {"b": None}
     assert text_of(lambda: fs.update(tx, state, grads)) == (
-        "whole: leaves were frozen until now\n"
-        "  ['a']: expected a state, got none\n"
-        "To fix: make the state anew by fs.TrainState.create."
+        "whole: leaves have no optimizer state\n"
+        "  ['a']: was frozen when the state was made\n"
+        "To fix: make the state again with fs.TrainState.create."
     )
 
 
