@@ -37,15 +37,15 @@ def dense(module, seed, reset=None):
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
         for _, submodule in children_first(made, "", set()):
-            own = getattr(submodule, "reset_parameters", getattr(submodule, "_reset_parameters", None))
+            method = getattr(submodule, "reset_parameters", getattr(submodule, "_reset_parameters", None))
             if reset is not None:
                 reset(submodule)
-            elif own is not None:
-                own()
+            elif method is not None:
+                method()
     return {name: parameter.detach() for name, parameter in made.named_parameters()}
 
 
-def drawn(module, seed=0, mode="counter", **options):
+def init_params(module, seed=0, mode="counter", **options):
     return fs.functionalize(module).init(fs.ddp(one_axis()), seed=seed, mode=mode, **options)
 
 
@@ -185,7 +185,7 @@ def test_every_world_size_and_strategy_draws_the_same(world_size):
     for mode, name in ((mode, name) for mode, names in DRAWN.items() for name in names):
         with torch.device("meta"):
             module = MODULES[name]()
-        cases.append((module, mode, dense(module, 5) if mode == "replay" else fs.unshard(drawn(module, 5))))
+        cases.append((module, mode, dense(module, 5) if mode == "replay" else fs.unshard(init_params(module, 5))))
 
     def program():
         for module, mode, expected in cases:
@@ -220,17 +220,17 @@ def test_reset_sets_the_values_of_each_submodule(mode):
         assert all(leaf.local.untyped_storage().nbytes() == leaf.local.nbytes for leaf in params.values())
         return fs.unshard(params)
 
-    expected = dense(bare, 3, reset) if mode == "replay" else fs.unshard(drawn(bare, 3, reset=reset))
+    expected = dense(bare, 3, reset) if mode == "replay" else fs.unshard(init_params(bare, 3, reset=reset))
     assert_same_bits(spmd(program, 2), [expected] * 2)
 
 
 def test_what_nobody_draws_is_refused():
-    what = "model.init: values cannot be drawn from a seed"
+    headline = "model.init: values cannot be drawn from a seed"
     root = "(root): expected a way to draw its values, got Undrawn, whose _init_weights is not called"
     for mode in MODES:
-        assert text_of(lambda m=mode: drawn(Undrawn(), mode=m)) == f"{what}\n  {root}\n{REMEDY}"
+        assert text_of(lambda m=mode: init_params(Undrawn(), mode=m)) == f"{headline}\n  {root}\n{REMEDY}"
     left = "  ['norm.weight']: expected a value for each, got elements left out by reset_parameters"
-    assert text_of(lambda: drawn(Undrawn(), reset=Undrawn._init_weights)) == f"{what}\n{left}\n{REMEDY}"
+    assert text_of(lambda: init_params(Undrawn(), reset=Undrawn._init_weights)) == f"{headline}\n{left}\n{REMEDY}"
 
 
 WRAPPERS = {"checkpointed": checkpoint_wrapper, "compiled": lambda module: torch.compile(module, backend="eager")}
@@ -250,8 +250,8 @@ def test_wrappers_do_not_draw_what_lies_inside_of_them_again(mode, wrapper):
                 nn.init.normal_(getattr(part, name))
 
     for options in ({}, {"reset": duck_typed}):
-        wrapped = drawn(made(WRAPPERS[wrapper]), mode=mode, **options)
-        plain = drawn(made(lambda part: part), mode=mode, **options)
+        wrapped = init_params(made(WRAPPERS[wrapper]), mode=mode, **options)
+        plain = init_params(made(lambda part: part), mode=mode, **options)
         # Of modules that are drawn one after another, the last shows whether numbers were drawn in between.
         names = list(plain) if wrapper == "checkpointed" or mode == "replay" else ["0.weight", "3.weight", "3.bias"]
         locals_of = {name.replace("_orig_mod.", ""): leaf.local for name, leaf in wrapped.items()}
@@ -315,8 +315,10 @@ def test_buffers_that_are_drawn_have_values(mode):
         return fs.unshard(params), model.buffers
 
     for params, buffers in spmd(program, 2):
-        needed = dict(built.named_buffers())
-        assert_same_bits(buffers, needed if mode == "replay" else needed | {"2.features": buffers["2.features"]})
+        expected = dict(built.named_buffers())
+        if mode == "counter":
+            expected["2.features"] = buffers["2.features"]
+        assert_same_bits(buffers, expected)
         if mode == "replay":
             assert_same_bits(params, {name: p.detach() for name, p in built.named_parameters()})
     for buffer in built.buffers():
@@ -344,11 +346,11 @@ ROWS, COLUMNS = 256, 512
 SIGMAS = 5
 
 
-def sampled(draw, dtype=torch.float32, seed=0):
+def sample(draw, dtype=torch.float32, seed=0):
     """A matrix that `draw` has drawn, in float64."""
     module = Own(lambda module: draw(module.weight), dtype)
     module.weight = nn.Parameter(torch.empty((ROWS, COLUMNS), dtype=dtype, device="meta"))
-    return drawn(module, seed)["weight"].local.double()
+    return init_params(module, seed)["weight"].local.double()
 
 
 def normal_cdf(x):
@@ -365,7 +367,7 @@ DISTRIBUTIONS = (
 def test_values_have_their_distribution(dtype):
     """Kolmogorov and Smirnov's distance, to which rounding adds at most a step of the dtype."""
     for draw, cdf in DISTRIBUTIONS:
-        x = sampled(draw, dtype).flatten().sort().values
+        x = sample(draw, dtype).flatten().sort().values
         n, step = len(x), x.abs() * step_at_one(dtype)
         above = torch.searchsorted(x, x, right=True) / n - cdf(x)
         below = cdf(x) - torch.searchsorted(x, x) / n
@@ -376,7 +378,7 @@ def test_values_have_their_distribution(dtype):
 
 def test_views_are_followed():
     """Against the same operators on full tensors, where they do not draw."""
-    full = {name: leaf.local for name, leaf in drawn(Assorted()).items()}
+    full = {name: leaf.local for name, leaf in init_params(Assorted()).items()}
     matrix, expected = full["matrix"], torch.full((5, 7), 7.0)
     assert matrix[4, [i for i in range(29) if i != 7]].eq(0).all()
     assert matrix[1:30:5, 7].gt(5).all()
@@ -386,27 +388,33 @@ def test_views_are_followed():
     assert full["big"].max() == 1
 
 
-EXPECTED = "model.init: expected operators on each element by itself, got"
+BY_ITSELF = (
+    "but counter supports only operators that compute each element by itself, such as normal_ and mul_ by a number"
+)
 # Newer versions draw again until no number is outside, and ask whether one is.
 TRUNCATED = "aten._local_scalar_dense.default"
 if torch.torch_version.__version__ < "2.13":
-    TRUNCATED = f"{EXPECTED} erfinv_ on ['1.weight']"
+    TRUNCATED = f"model.init: ['1.weight'] is set by erfinv_, {BY_ITSELF}"
 REFUSED = (
-    (lambda m: nn.init.orthogonal_(m.weight), f"{EXPECTED} copy_ on ['1.weight']"),
+    (lambda m: nn.init.orthogonal_(m.weight), f"model.init: ['1.weight'] is set by copy_, {BY_ITSELF}"),
     (lambda m: nn.init.trunc_normal_(m.weight), TRUNCATED),
-    (lambda m: m.bias.data.exponential_(), f"{EXPECTED} exponential_ on ['1.bias']"),
-    (lambda m: torch._foreach_mul_([m.bias.data], 2), f"{EXPECTED} _foreach_mul_ on ['1.bias']"),
-    (lambda m: torch.mul(m.bias.data, 2, out=m.bias.data), f"{EXPECTED} mul on ['1.bias']"),
+    (lambda m: m.bias.data.exponential_(), f"model.init: ['1.bias'] is set by exponential_, {BY_ITSELF}"),
+    (lambda m: torch._foreach_mul_([m.bias.data], 2), f"model.init: ['1.bias'] is set by _foreach_mul_, {BY_ITSELF}"),
+    (lambda m: torch.mul(m.bias.data, 2, out=m.bias.data), f"model.init: ['1.bias'] is set by mul, {BY_ITSELF}"),
 )
 
 
 def test_what_is_not_element_by_element_is_refused():
     for draw, expected in REFUSED:
         with pytest.raises(Exception, match=re.escape(expected)) as caught:
-            drawn(nn.Sequential(nn.Linear(2, 2), Own(draw)))
-        assert caught.value.__notes__ == ['in the reset of 1 without values; pass mode="replay", which runs any']
+            init_params(nn.Sequential(nn.Linear(2, 2), Own(draw)))
+        note = 'The reset of 1 ran on tensors without values. mode="replay" can run any reset.'
+        assert caught.value.__notes__ == [note]
+    computed = "model.init: a buffer is computed from parameters, which counter draws without values"
+    with pytest.raises(ValueError, match=computed):
+        init_params(Own(lambda module: torch.zeros(6).add_(module.bias)))
     with pytest.raises(ValueError, match=r"\['bias'\]: expected a value for each, got elements left out"):
-        drawn(Own(lambda module: setattr(module.bias, "data", torch.zeros(6))))
+        init_params(Own(lambda module: setattr(module.bias, "data", torch.zeros(6))))
 
 
 WIDTH, LAYERS = 256, 8

@@ -1,9 +1,9 @@
 """Counter: draw only this rank's part of each parameter, with random numbers that belong to its elements."""
 
 import hashlib
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -25,47 +25,50 @@ from fshard.extend import (
     words_at,
 )
 
-# Operators on so few elements run in one thread, out of the cache.
+# Operators on so few elements run in one thread, and their tensors stay in the cache.
 _CHUNK = 1 << 15
-# They round correctly, so that an element's bits do not depend on where in a tensor it lies.
+# These round correctly, so that the bits of an element do not depend on where in a tensor it lies.
 _ELEMENTWISE = frozenset(
     ("zero_", "fill_", "mul_", "add_", "sub_", "div_", "neg_", "abs_", "clamp_", "clamp_min_", "clamp_max_")
 )
 
 
 def uniform_at(key: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Uniform numbers of (0, 1) that depend on nothing but the key and, one by one, an int64 index; in float64."""
+    """Draw a number of (0, 1) for each element of an int64 index, from the key and that element alone; in float64."""
     # Shift right without keeping the sign.
     digits = (words_at(key, index) >> 12) & ((1 << 52) - 1)
-    # An odd number of halves, so that neither end is drawn and what is left to the other end is exact.
+    # An odd number of halves: neither end is drawn, and 1 - u is exact.
     return (digits * 2 + 1).double() * 2.0**-53
 
 
-def _uniform(u: torch.Tensor, low: float = 0.0, high: float = 1.0) -> torch.Tensor:
+def _to_uniform(u: torch.Tensor, low: float = 0.0, high: float = 1.0) -> torch.Tensor:
     return u * (high - low) + low
 
 
-def _normal(u: torch.Tensor, mean: float = 0.0, std: float = 1.0) -> torch.Tensor:
-    # The number below which a standard normal one lies with a probability: computed for each element by itself.
+def _to_normal(u: torch.Tensor, mean: float = 0.0, std: float = 1.0) -> torch.Tensor:
+    # The inverse of the normal distribution, because it computes each element by itself.
     return torch.special.ndtri(u) * std + mean
 
 
-_DRAWS = MappingProxyType({"uniform_": _uniform, "normal_": _normal})
+_DRAWS = MappingProxyType({"uniform_": _to_uniform, "normal_": _to_normal})
 
 
-class Part:
+class LocalPart:
     """This rank's elements of one parameter, to which operators on the parameter are applied one after another.
 
     Attributes:
-        name: The parameter's.
-        spec: The parameter's.
+        name: The name of the parameter.
+        spec: The spec of the parameter.
         values: The elements, without padding; NaN where no operator has written.
-        steps: The operators, in words that ranks compare.
+        steps: A text for each operator, which ranks compare.
     """
 
     def __init__(self, name: str, parameter: torch.Tensor, spec: fs.Spec, seed: int) -> None:
-        self.name, self.spec, self.steps = name, spec, [f"drawn from seed {seed} by"]
-        self.values = drawing.blank_like(parameter.new_empty([size for _, size in local_ranges(spec)]))
+        self.name = name
+        self.spec = spec
+        self.steps = [f"drawn from seed {seed} by"]
+        sizes = [size for _, size in local_ranges(spec)]
+        self.values = drawing.blank_like(parameter.new_empty(sizes))
         digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
         self._key = int.from_bytes(digest, "big", signed=True)
 
@@ -73,37 +76,56 @@ class Part:
         """Apply an operator on a view of the parameter to the elements that this rank has.
 
         Raises:
-            ValueError: if it is not one on each element by itself, with numbers for its other arguments.
+            ValueError: if the operator does not compute each element by itself, from that element and numbers.
         """
-        draw: Any = _DRAWS.get(op)
-        is_known = op in _ELEMENTWISE or (draw and view.is_floating_point())
-        args = [arg.item() if isinstance(arg, torch.Tensor) and not arg.dim() else arg for arg in args]
-        if not is_known or any(isinstance(arg, torch.Tensor) for arg in args) or any(options.values()):
-            raise ValueError(f"model.init: expected operators on each element by itself, got {op} on [{self.name!r}]")
-        place = view.shape, view.stride(), view.storage_offset()
+        args = [_unwrap_scalar(arg) for arg in args]
+        draw = _DRAWS.get(op) if view.is_floating_point() else None
+        has_tensors = any(isinstance(arg, torch.Tensor) for arg in args)
+        if (draw is None and op not in _ELEMENTWISE) or has_tensors or any(options.values()):
+            raise ValueError(
+                f"model.init: [{self.name!r}] is set by {op}, but counter supports only operators that compute each "
+                "element by itself, such as normal_ and mul_ by a number"
+            )
         key = fs.fold_in(self._key, len(self.steps))
-        self.steps.append(f"{op}{(*args,)} at {place}")
-        number, mask = math.prod(self.spec.storage_shape), None
-        if view.numel() < number:
-            mask = torch.zeros(number, dtype=torch.bool, device=self.values.device)
-            mask.as_strided(*place).fill_(True)
+        layout = view.shape, view.stride(), view.storage_offset()
+        self.steps.append(f"{op}{(*args,)} at {layout}")
+        size = math.prod(self.spec.storage_shape)
+        mask = None
+        if view.numel() < size:
+            mask = torch.zeros(size, dtype=torch.bool, device=self.values.device)
+            mask.as_strided(*layout).fill_(True)
         flat = self.values.view(-1)
         for start in range(0, len(flat), _CHUNK):
             values = flat[start : start + _CHUNK]
-            index = self._index(torch.arange(start, start + len(values), device=values.device))
+            index = self._index_in_full(torch.arange(start, start + len(values), device=values.device))
             written = values.clone()
-            if draw:
-                written.copy_(draw(uniform_at(key, index), *args))
-            else:
+            if draw is None:
                 getattr(written, op)(*args)
-            values.copy_(written if mask is None else written.where(mask[index], values))
+            else:
+                written.copy_(draw(uniform_at(key, index), *args))
+            if mask is not None:
+                written = written.where(mask[index], values)
+            values.copy_(written)
 
-    def _index(self, positions: torch.Tensor) -> torch.Tensor:
-        """Find where in the full tensor elements lie, both counted through."""
+    def finish(self, parameter: torch.Tensor) -> drawing.Drawn:
+        """Return the shard of the module's parameter, or None where elements were left out, with the text to compare.
+
+        Args:
+            parameter: The parameter, for its dtype and shape.
+        """
+        entry = fingerprint(parameter, self.spec, " ".join(self.steps))
+        is_untouched = len(self.steps) == 1 and self.values.numel() > 0
+        if is_untouched or self.values.isnan().any():
+            return self.name, None, entry
+        return self.name, padded(self.values, self.spec), entry
+
+    def _index_in_full(self, positions: torch.Tensor) -> torch.Tensor:
+        """Turn positions in this rank's flattened elements into positions in the flattened full tensor."""
         index = torch.zeros_like(positions)
-        places = torch.unravel_index(positions, self.values.shape)
-        for (start, _), at, size in zip(local_ranges(self.spec), places, self.spec.storage_shape, strict=True):
-            index = index * size + start + at
+        coordinates = torch.unravel_index(positions, self.values.shape)
+        dims = zip(coordinates, local_ranges(self.spec), self.spec.storage_shape, strict=True)
+        for coordinate, (start, _), size in dims:
+            index = index * size + start + coordinate
         return index
 
 
@@ -130,43 +152,63 @@ def draw_by_counter(
         ValueError: if values are drawn otherwise than by operators on each element by itself; other errors where a
             reset asks for values.
     """
-    make, names = fake_maker(), {buffer: name for name, buffer in named_buffers(module)}
-    bare = drawing.copy_module(module, lambda tensor: buffers[names[tensor]] if tensor in names else make(tensor))
-    # Held, so that no other tensor takes the memory of one that a reset puts another in the place of.
-    held = [parameter.detach() for parameter in bare.parameters()]
-    parts = {
-        storage_key(made): Part(name, parameter, specs[name], seed)
-        for (name, parameter), made in zip(named_parameters(module), held, strict=True)
-    }
+    buffer_names = {buffer: name for name, buffer in named_buffers(module)}
+    make_fake = fake_maker()
 
-    def see(func: Any, args: Any, kwargs: Any) -> None:
-        for target in _list_written(func, args, kwargs):
-            part = parts.get(storage_key(target))
-            if part is not None:
-                part.apply(func.__name__.partition(".")[0], target, args[1:], kwargs)
-            elif not is_fake(target) and drawing.has_fakes(args, kwargs):
-                raise ValueError("model.init: expected buffers of numbers, got one that is computed from parameters")
+    def replace(tensor: torch.Tensor) -> torch.Tensor:
+        return buffers[buffer_names[tensor]] if tensor in buffer_names else make_fake(tensor)
 
-    mode = drawing.Drawing(see, seed)
+    bare = drawing.copy_module(module, replace)
+    # Parts are looked up by memory. If a reset replaces a parameter, another tensor could take the memory of the old
+    # one, so all are kept.
+    fakes = [parameter.detach() for parameter in bare.parameters()]
+    parts = {}
+    for fake, (name, parameter) in zip(fakes, named_parameters(module), strict=True):
+        parts[storage_key(fake)] = LocalPart(name, parameter, specs[name], seed)
+    _run_resets(bare, drawing.Drawing(partial(_apply_to_parts, parts), seed), reset)
+    buffers_after = dict(named_buffers(bare, remove_duplicate=False))
+    buffers.update({name: buffers_after[name] for name in buffers})
+    for parameter in bare.parameters():
+        part = parts.get(storage_key(parameter))
+        if part is not None:
+            yield part.finish(module.get_parameter(part.name))
+
+
+def _run_resets(bare: nn.Module, mode: drawing.Drawing, reset: drawing.Reset | None) -> None:
+    """Set the values of each submodule, under a mode that sees the operators."""
     for path, submodule in drawing.children_first(bare, "", set()):
         try:
             with mode:
                 drawing.set_values(submodule, reset)
         except Exception as error:
-            error.add_note(f'in the reset of {path or "(root)"} without values; pass mode="replay", which runs any')
+            place = path or "(root)"
+            error.add_note(f'The reset of {place} ran on tensors without values. mode="replay" can run any reset.')
             raise
-    after = dict(named_buffers(bare, remove_duplicate=False))
-    buffers.update({name: after[name] for name in buffers})
-    for part in filter(None, map(parts.get, map(storage_key, bare.parameters()))):
-        entry = fingerprint(module.get_parameter(part.name), part.spec, " ".join(part.steps))
-        is_left = bool(part.values.isnan().any()) or (len(part.steps) == 1 and part.values.numel() > 0)
-        yield part.name, None if is_left else padded(part.values, part.spec), entry
 
 
-def _list_written(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors that an operator of torch's writes to, lists of tensors taken apart."""
-    arguments = arguments_of(target) or []
-    given = dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
-    values = (given.get(argument.name) for argument in arguments if argument.written)
-    lists = (value if isinstance(value, list | tuple) else [value] for value in values)
-    return [tensor for tensor in itertools.chain.from_iterable(lists) if tensor is not None]
+def _apply_to_parts(parts: Mapping[Any, LocalPart], operator: Any, args: Any, kwargs: Any) -> None:
+    """Apply an operator to the parts of the parameters that it writes to; others run by themselves."""
+    for target in _list_written(operator, args, kwargs):
+        part = parts.get(storage_key(target))
+        if part is not None:
+            part.apply(operator.__name__.partition(".")[0], target, args[1:], kwargs)
+        elif not is_fake(target) and drawing.has_fakes(args, kwargs):
+            raise ValueError("model.init: a buffer is computed from parameters, which counter draws without values")
+
+
+def _list_written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """List the tensors that an operator of torch's writes to, those of lists one by one."""
+    arguments = arguments_of(operator) or []
+    names = [argument.name for argument in arguments]
+    values = dict(zip(names, args, strict=False)) | dict(kwargs)
+    tensors: list[Any] = []
+    for argument in arguments:
+        if argument.written:
+            value = values.get(argument.name)
+            tensors += value if isinstance(value, list | tuple) else [value]
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def _unwrap_scalar(arg: Any) -> Any:
+    """Return the number of a tensor of no dims, and anything else as it is."""
+    return arg.item() if isinstance(arg, torch.Tensor) and arg.dim() == 0 else arg

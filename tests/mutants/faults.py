@@ -125,8 +125,8 @@ FAULTS = (
     Fault(
         "elements-counted-from-the-shard",
         "fshard/ext/counter.py",
-        "index = index * size + start + at",
-        "index = index * size + at",
+        "index = index * size + start + coordinate",
+        "index = index * size + coordinate",
         "9: a drawn element depends on the seed and its place, not on the rank that has it",
     ),
     Fault(
