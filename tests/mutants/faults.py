@@ -1044,8 +1044,8 @@ FAULTS = (
     Fault(
         "transform-may-write-to-its-inputs",
         "fshard/ext/testing/laws.py",
-        "before = fs.tree_map(torch.clone, given)",
-        "before = given",
+        "before = fs.tree_map(torch.clone, inputs)",
+        "before = inputs",
         "4: nothing changes its inputs, and check_transform tells a transform that does",
     ),
     Fault(

@@ -1,8 +1,7 @@
-"""check_optimizer: the laws that an optimizer of one's own owes to the rest."""
+"""check_optimizer: the laws that your own optimizer has to keep."""
 
-from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -10,6 +9,7 @@ import fshard as fs
 from fshard.extend import describe, expect, flatten, refuse
 
 STEPS = 3
+_NORMS = "take norms and sums of whole leaves by fs.leaf_norms or fs.global_norm; tensors are this rank's parts"
 
 
 def check_optimizer(
@@ -18,23 +18,23 @@ def check_optimizer(
     *,
     world_sizes: Sequence[int] = (1, 2, 3, 4),
 ) -> None:
-    """Try an optimizer or a gradient transformation of one's own as the library will use it, on simulated ranks.
+    """Try your own optimizer or gradient transformation as the library will use it, on simulated ranks.
 
-    Three updates by random gradients must end where one rank does, as closely as torch.testing.assert_close asks, under
-    every strategy and on every number of ranks; change nothing that they are given; give the same bits twice, and
-    jitted; and leave a parameter whose gradient is None as it is. A norm or a sum that is of this rank's part of a leaf
-    is the usual mistake: see `leaf_norms`. Call it outside of ranks.
+    It makes three updates with random gradients, under several strategies and on each number of ranks. They must end
+    where those of one rank end, as closely as torch.testing.assert_close asks. They must not change their arguments,
+    must give the same bits when they are repeated and when they are jitted, and must leave a parameter whose gradient
+    is None as it is. The usual mistake is to take a norm or a sum of this rank's part of a leaf: see `leaf_norms`.
+    Call it outside of ranks.
 
     Args:
         tx: The optimizer; a transformation is followed by `sgd`.
-        params: Pytree of full tensors to try it on: best two leaves or more, whose sizes no number of ranks divides.
+        params: Pytree of full tensors to try it on; two or more, with sizes that no number of ranks divides, show most.
         world_sizes: Numbers of ranks to simulate.
 
     Raises:
         AssertionError: naming the law that does not hold, and every leaf for which it does not.
-        RankError: if an update raises an error, as where a gradient is None or a trace has no value.
-        ValueError: if `tx` is no optimizer, or a leaf no full tensor; if the structure of
-            the state depends on ranks.
+        RankError: if an update raises an error, for example because a gradient is None or a trace has no values.
+        ValueError: if `tx` is no optimizer, if a leaf is no tensor, or if the structure of the state depends on ranks.
 
     >>> from functools import partial
     >>> import fshard as fs
@@ -51,44 +51,63 @@ def check_optimizer(
       ['params']['w']: expected close values, got Mismatched elements: 15 / 15 (100.0%) Greatest absolute ...
     ...
     """
-    known = isinstance(tx, fs.Optimizer | fs.GradientTransformation)
-    expect(known, "check_optimizer", "tx to be an Optimizer or a GradientTransformation", describe(tx))
-    flat = flatten(params)
-    wrong = flat.problems(lambda leaf: None if isinstance(leaf, torch.Tensor) else (describe(leaf), "a full tensor"))
-    refuse("check_optimizer: leaves are no tensors", wrong, "keep other values out of the tree")
+    is_optimizer = isinstance(tx, fs.Optimizer | fs.GradientTransformation)
+    expect(is_optimizer, "check_optimizer", "tx to be an Optimizer or a GradientTransformation", describe(tx))
+    problems = flatten(params).problems(_describe_misfit)
+    refuse("check_optimizer: leaves are no tensors", problems, "keep other values out of the tree")
     tx = tx if isinstance(tx, fs.Optimizer) else fs.chain(tx, fs.sgd(0.1))
-    takes = [i for i, leaf in enumerate(flat.leaves) if leaf.is_floating_point() or leaf.is_complex()]
-    gradients = []
-    for step in range(STEPS):
-        draw = partial(torch.randn, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-        # In the second step the first leaf has no gradient.
-        given = {i: draw(flat.leaves[i].shape).to(flat.leaves[i]) for i in takes[step == 1 :]}
-        gradients.append(flat.unflatten([given.get(i) for i in range(len(flat.leaves))]))
+    training = _Training(tx, params, [_draw_gradients(params, step) for step in range(STEPS)])
+    expected: Any = None
+    for world_size in world_sizes:
+        results = _run_on_ranks(training, world_size)
+        if expected is None:
+            expected = results[0]["ddp"]
+        for strategy_name in results[0]:
+            for result in results:
+                law = f"{world_size} ranks under {strategy_name} do not end where one rank does; {_NORMS}"
+                _assert_same(law, result[strategy_name], expected, exact=False)
+
+
+class _Training(NamedTuple):
+    """An optimizer, the full parameters that it starts from, and the full gradients of each step."""
+
+    tx: fs.Optimizer
+    params: Any
+    gradients: Sequence[Any]
+
+
+def _describe_misfit(leaf: Any) -> tuple[str, str] | None:
+    return None if isinstance(leaf, torch.Tensor) else (describe(leaf), "a full tensor")
+
+
+def _draw_gradients(params: Any, step: int) -> Any:
+    """Draw a gradient for each leaf that takes one; in the second step the first leaf gets None."""
+    flat = flatten(params)
+    generator = torch.Generator().manual_seed(step)
+    gradients: list[torch.Tensor | None] = [None] * len(flat.leaves)
+    trained = [i for i, leaf in enumerate(flat.leaves) if leaf.is_floating_point() or leaf.is_complex()]
+    if step == 1:
+        trained = trained[1:]
+    for i in trained:
+        leaf = flat.leaves[i]
+        gradients[i] = torch.randn(leaf.shape, generator=generator, dtype=torch.float64).to(leaf)
+    return flat.unflatten(gradients)
+
+
+def _run_on_ranks(training: _Training, world_size: int) -> list[dict[str, Any]]:
+    """Train on simulated ranks; returns what each of them ends with under each strategy, by its name."""
 
     def program() -> dict[str, Any]:
-        return {name: _trained(tx, params, gradients, strategy, name) for name, strategy in _strategies().items()}
+        return {name: _train(training, name, strategy) for name, strategy in _make_strategies().items()}
 
-    remedy = "take norms and sums of whole leaves by fs.leaf_norms or fs.global_norm; tensors are this rank's parts"
-    needed: Any = None
-    for world in world_sizes:
-        try:
-            results = fs.testing.spmd(program, world)
-        except fs.testing.RankError as failed:
-            raise failed.__cause__ if isinstance(failed.__cause__, AssertionError) else failed from None
-        needed = results[0]["ddp"] if needed is None else needed
-        for name in results[0]:
-            for found in results:
-                _same(f"{world} ranks under {name} do not end where one rank does", remedy, found[name], needed, False)
-
-
-def _same(law: str, remedy: str, found: Any, needed: Any, exact: bool = True) -> None:
     try:
-        fs.testing.assert_trees_close(found, needed, exact=exact)
-    except AssertionError as error:
-        raise AssertionError(f"check_optimizer: {law}; {remedy}: {error}") from None
+        return fs.testing.spmd(program, world_size)
+    except fs.testing.RankError as error:
+        cause = error.__cause__
+        raise cause if isinstance(cause, AssertionError) else error from None
 
 
-def _strategies() -> dict[str, fs.ShardTransform]:
+def _make_strategies() -> dict[str, fs.ShardTransform]:
     line = fs.init_mesh({"shard": -1}, device="cpu")
     grid = fs.init_mesh({"replicate": 2 - line.size() % 2, "shard": -1}, device="cpu")
     return {
@@ -99,21 +118,41 @@ def _strategies() -> dict[str, fs.ShardTransform]:
     }
 
 
-def _trained(tx: fs.Optimizer, params: Any, gradients: Sequence[Any], strategy: fs.ShardTransform, name: str) -> Any:
+def _train(training: _Training, strategy_name: str, strategy: fs.ShardTransform) -> Any:
     """Update on this rank, checking each update by itself; return the full parameters and state."""
-    state = fs.TrainState.create(fs.shard(params, strategy), tx)
+    tx = training.tx
 
-    def step(state: fs.TrainState, grads: Any) -> fs.TrainState:
+    def update(state: fs.TrainState, grads: Any) -> fs.TrainState:
         return fs.update(tx, state, grads)
 
-    for full in gradients:
-        grads, before = fs.shard(full, strategy), state
-        state = fs.testing.check_pure(step, before, grads)
-        _same("the same update twice has other bits", "keep all state in the state", step(before, grads), state)
-        kept = fs.tree_map(lambda new, old, g: old if g is None else new, state.params, before.params, grads)
-        _same("a parameter without a gradient has moved", "leave it as it is where grad is None", state.params, kept)
-    # A trace takes a hundred times as long as an update, so there is one on each number of ranks.
-    if name == "zero3":
-        traced, needed = fs.jit(step)(state, grads), step(state, grads)
-        _same("jitted, an update has other bits", "compute by tensors alone", traced, needed)
+    state = fs.TrainState.create(fs.shard(training.params, strategy), tx)
+    for gradients in training.gradients:
+        grads = fs.shard(gradients, strategy)
+        state = _check_update(update, state, grads)
+    # Tracing takes a hundred times as long as an update, so it is done once on each number of ranks.
+    if strategy_name == "zero3":
+        law = "jitted, an update has other bits; compute by tensors alone"
+        _assert_same(law, fs.jit(update)(state, grads), update(state, grads))
     return {"params": fs.unshard(state.params), "state": fs.unshard(state.opt_state)}
+
+
+def _check_update(update: Callable[..., fs.TrainState], before: fs.TrainState, grads: Any) -> fs.TrainState:
+    """Update once, and assert what holds on each rank by itself."""
+    after = fs.testing.check_pure(update, before, grads)
+    law = "the same update twice has other bits; keep all state in the state"
+    _assert_same(law, update(before, grads), after)
+
+    def keep_without_gradient(new: Any, old: Any, grad: Any) -> Any:
+        return old if grad is None else new
+
+    expected = fs.tree_map(keep_without_gradient, after.params, before.params, grads)
+    law = "a parameter without a gradient has moved; leave it as it is where grad is None"
+    _assert_same(law, after.params, expected)
+    return after
+
+
+def _assert_same(law: str, actual: Any, expected: Any, exact: bool = True) -> None:
+    try:
+        fs.testing.assert_trees_close(actual, expected, exact=exact)
+    except AssertionError as error:
+        raise AssertionError(f"check_optimizer: {law}: {error}") from None

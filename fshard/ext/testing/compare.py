@@ -28,9 +28,7 @@ from fshard.extend import (
     without_padding,
 )
 
-WHAT = "assert_matches_ddp"
-# By whether bits are compared.
-_WANTED = ("close values", "equal values")
+_API_NAME = "assert_matches_ddp"
 
 
 def assert_trees_close(
@@ -38,8 +36,8 @@ def assert_trees_close(
 ) -> None:
     """Assert that two trees hold the same values, whatever their leaves are stored as.
 
-    Shards of equal specs are compared in place, without their padding; where only one side is sharded it is unsharded
-    first, on every rank. The values of a leaf are compared as torch.testing.assert_close does.
+    Shards of equal specs are compared in place, without their padding. If only one side is sharded, or the specs
+    differ, leaves are unsharded first, on every rank. Values are compared as torch.testing.assert_close does.
 
     Args:
         actual: Pytree of Sharded leaves, tensors, arrays or numbers.
@@ -62,20 +60,24 @@ def differing_leaves(
     actual: Any, expected: Any, rtol: float | None = None, atol: float | None = None, exact: bool = False
 ) -> list[Problem]:
     """List the leaves of two trees that differ; see `assert_trees_close`."""
-    found, needed = flatten(actual), flatten(expected)
-    same_structure("assert_trees_close", found, needed)
-    pairs = list(zip(found.leaves, needed.leaves, strict=True))
-    for i, (a, b) in enumerate(pairs):
+    flat, expected_flat = flatten(actual), flatten(expected)
+    same_structure("assert_trees_close", flat, expected_flat)
+    left, right = list(flat.leaves), list(expected_flat.leaves)
+    for i, (a, b) in enumerate(zip(left, right, strict=True)):
         if isinstance(a, fs.Sharded) and isinstance(b, fs.Sharded) and a.spec == b.spec:
-            pairs[i] = without_padding(a), without_padding(b)
-    # Of the others one side is sharded differently, so both are compared in full.
-    left, right = fs.unshard([a for a, _ in pairs]), fs.unshard([b for _, b in pairs])
-    differences = [_difference(a, b, rtol, atol, exact) for a, b in zip(left, right, strict=True)]
-    return [Problem(path, got, _WANTED[exact]) for path, got in zip(found.paths, differences, strict=True) if got]
+            left[i], right[i] = without_padding(a), without_padding(b)
+    # The leaves that are still sharded have another spec on the other side, so both sides are compared in full.
+    left, right = fs.unshard(left), fs.unshard(right)
+    problems = []
+    for path, a, b in zip(flat.paths, left, right, strict=True):
+        difference = _describe_difference(a, b, rtol, atol, exact)
+        if difference:
+            problems.append(Problem(path, difference, "equal values" if exact else "close values"))
+    return problems
 
 
-def _difference(a: Any, b: Any, rtol: float | None, atol: float | None, exact: bool) -> str:
-    """Describe how two leaves differ, or return nothing."""
+def _describe_difference(a: Any, b: Any, rtol: float | None, atol: float | None, exact: bool) -> str:
+    """Describe how two leaves differ; the text is empty if they do not."""
     if a is None or b is None:
         return "" if a is b else f"{a!r} and {b!r}"
     if exact:
@@ -92,14 +94,14 @@ def _difference(a: Any, b: Any, rtol: float | None, atol: float | None, exact: b
 def check_pure(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a step and assert that it has changed no bit of its arguments.
 
-    `value_and_grad` and `apply` themselves refuse writes in place that autograd counts. This check also sees the
-    others, through `tensor.data`, `tensor.numpy()` or a custom kernel, by a digest of every tensor before the step and
-    after it.
+    `value_and_grad` and `apply` refuse the writes in place that autograd counts. This check compares digests of every
+    tensor before and after the step, so it also notices writes through `tensor.data`, `tensor.numpy()` or a custom
+    kernel.
 
     Args:
         step: The function, such as a train step.
         *args: Its arguments: pytrees, whose tensors and Sharded leaves are compared.
-        **kwargs: Those by keyword, likewise.
+        **kwargs: Its arguments by keyword, which are compared too.
 
     Returns:
         What the step returned. Tensors that were donated to it are not compared.
@@ -110,19 +112,19 @@ def check_pure(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     >>> check_pure(lambda tree: tree["w"] + 1, {"w": torch.ones(2)})
     tensor([2., 2.])
     """
-    given = {**{f"argument {i}": arg for i, arg in enumerate(args)}, **kwargs}
-    before = [
-        (f"{name}{path}", leaf, tensor, _digest(tensor))
-        for name, flat in ((name, flatten(tree)) for name, tree in given.items())
-        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
-        if isinstance(tensor := tensor_of(leaf), torch.Tensor)
-    ]
+    trees = {**{f"argument {i}": arg for i, arg in enumerate(args)}, **kwargs}
+    before = []
+    for name, tree in trees.items():
+        flat = flatten(tree)
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+            tensor = tensor_of(leaf)
+            if isinstance(tensor, torch.Tensor):
+                before.append((f"{name}{path}", leaf, tensor, _digest(tensor)))
     out = step(*args, **kwargs)
-    problems = [
-        Problem(path, "other values after the step", "those before it")
-        for path, leaf, tensor, digest in before
-        if not is_donated(leaf) and _digest(tensor) != digest
-    ]
+    problems = []
+    for path, leaf, tensor, digest in before:
+        if not is_donated(leaf) and _digest(tensor) != digest:
+            problems.append(Problem(path, "other values after the step", "those before it"))
     remedy = "find the write in place to these tensors or to a view of them, and compute a new tensor instead"
     refuse("check_pure: the step changed its arguments", problems, remedy, AssertionError)
     return out
@@ -190,8 +192,8 @@ def assert_matches_ddp(
     >>> state.step
     tensor(2)
     """
-    processes, remedy = dist.get_backend() != "threaded", "run it by spmd(f, Workers(n))"
-    expect(processes, WHAT, "ranks to be processes", "threads", remedy)
+    are_processes = dist.get_backend() != "threaded"
+    expect(are_processes, _API_NAME, "ranks to be processes", "threads", "run it by spmd(f, Workers(n))")
     ranks = ranks_of(mesh)
     group = _compat.process_group_of(ranks.group_name)
     reference = DistributedDataParallel(copy.deepcopy(module), process_group=group, find_unused_parameters=True)
@@ -205,15 +207,15 @@ def assert_matches_ddp(
         buffers = initial | dict(fs.unshard(state.buffers) or {})
         actual = {"loss": objective.detach(), "params": fs.unshard(state.params), "buffers": buffers}
         problems = differing_leaves(actual, expected, rtol, atol, exact)
-        what = f"step {step} (counted from 0) is the first that differs from DDP: trees differ"
-        refuse_on_all_ranks(what, problems, "look at the first leaf that differs", [ranks], AssertionError)
+        headline = f"step {step} (counted from 0) is the first that differs from DDP: trees differ"
+        refuse_on_all_ranks(headline, problems, "look at the first leaf that differs", [ranks], AssertionError)
     return state
 
 
 def _step_of_ddp(
     reference: DistributedDataParallel, optimizer: torch.optim.Optimizer, loss: torch.Tensor, group: Any
 ) -> dict[str, Any]:
-    """Return the mean of losses, the parameters, and the first rank's buffers, which the next forward would take."""
+    """Step DDP; return the mean of losses, the parameters, and the first rank's buffers, which DDP would send next."""
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -227,14 +229,14 @@ def _step_of_ddp(
 
 
 def refuse_on_all_ranks(
-    what: str, problems: list[Problem], remedy: str, axes: Sequence[fs.Axis], error: type[Exception]
+    headline: str, problems: list[Problem], remedy: str, axes: Sequence[fs.Axis], error: type[Exception]
 ) -> None:
     """Raise the text of this rank's problems, or that of the first rank that has any."""
     text = ""
     try:
-        refuse(what, problems, remedy)
+        refuse(headline, problems, remedy)
     except ValueError as refusal:
         text = str(refusal)
-    for rank, found in enumerate(all_gather_object(text, axes, WHAT)):
-        if found:
-            raise error(text or f"rank {rank}: {found}")
+    for rank, text_of_rank in enumerate(all_gather_object(text, axes, _API_NAME)):
+        if text_of_rank:
+            raise error(text or f"rank {rank}: {text_of_rank}")

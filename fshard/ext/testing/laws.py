@@ -1,8 +1,9 @@
-"""Checks of the laws that a sharding transform of one's own owes to the rest."""
+"""Checks of the laws that your own sharding transform has to keep."""
 
 import math
 import pickle
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,16 +35,16 @@ def check_adjoint(
 ) -> None:
     """Check by random inner products that scatter is gather's transpose, leaf by leaf.
 
-    The sum over ranks of <gather(x), y> must equal that of <x, scatter(y)>, an element that several ranks store counted
-    once. Call it on every rank of the transform's mesh. Follows autograd's check_vjp.
+    The sum over ranks of <gather(x), y> must equal that of <x, scatter(y)>, where an element that several ranks store
+    counts once. Call it on every rank of the transform's mesh. It follows autograd's check_vjp.
 
     Args:
-        transform: A transform that is linear in its leaves, or nearly so; a state begins as its `init` makes it.
+        transform: A transform that is linear in its leaves, or nearly so. If it has a state, `init` makes it.
         shapes: Global shapes of the leaves to try it on, all at once.
         dtype: Dtype of the leaves; floating.
         seed: Seed of the random values.
-        error: For a lossy transform: by how much the products may differ, relative to the sum of their terms'
-            magnitudes. 0 allows for rounding alone.
+        error: By how much the products of a lossy transform may differ, relative to the sum of the magnitudes of
+            their terms. 0 allows for rounding alone.
 
     Raises:
         AssertionError: on every rank, with each leaf whose two products differ by more than rounding, and by how much.
@@ -60,33 +61,45 @@ def check_adjoint(
       [0]: expected inner products equal to within ... (shape (4,)), got <gather(x), y> = ... and <x, scatter(y)> = ...
     To fix: make scatter the transpose of gather, with the sum over ranks; error= allows for a lossy one, as 2**-8.
     """
-    params = fs.shard(_drawn(shapes, dtype, seed), transform)
+    params = fs.shard(_draw_normal(shapes, dtype, seed), transform)
+    products = _inner_products(transform, params, seed + 1 + process_rank())
+    # Each product rounds, and each sum over ranks.
+    ranks_summed = sum(axis.size for axis in transform.axes)
+    relative = error + tolerance(dtype, terms=1 + ranks_summed)
+    problems = []
+    for i, leaf in enumerate(params):
+        of_gather, of_scatter, magnitude = products[i]
+        distance = abs(of_gather - of_scatter)
+        bound = relative * magnitude
+        # Written so that NaN is a problem.
+        if not distance <= bound:
+            got = f"<gather(x), y> = {of_gather!r} and <x, scatter(y)> = {of_scatter!r}, apart by {distance:.3g}"
+            expected = f"inner products equal to within {bound:.3g} (shape {leaf.spec.shape})"
+            problems.append(Problem(f"[{i}]", got, expected))
+    remedy = "make scatter the transpose of gather, with the sum over ranks; error= allows for a lossy one, as 2**-8"
+    refuse("check_adjoint: scatter is not gather's transpose", problems, remedy, AssertionError)
+
+
+def _inner_products(transform: fs.ShardTransform, params: Sequence[fs.Sharded], seed: int) -> list[list[float]]:
+    """List for each leaf <gather(x), y>, <x, scatter(y)> and the sum of |gather(x) y|, over all ranks."""
     specs = [leaf.spec for leaf in params]
-    # Copies, so that a transform which writes to its arguments is not taken for a wrong transpose.
+    # Clones, because a transform that writes to its arguments would look like one with a wrong transpose.
     gathered = transform.gather([leaf.local.clone() for leaf in params], specs)
-    drawn = _drawn([tensor.shape for tensor in gathered], torch.float64, seed + 1 + process_rank())
-    cotangents = [each.to(tensor.dtype) for each, tensor in zip(drawn, gathered, strict=True)]
-    scattered, _ = start_scatter(transform, [y.clone() for y in cotangents], specs, _states(transform, cotangents))()
+    drawn = _draw_normal([full.shape for full in gathered], torch.float64, seed)
+    cotangents = [y.to(full.dtype) for y, full in zip(drawn, gathered, strict=True)]
+    states = _states(transform, cotangents)
+    scattered, _ = start_scatter(transform, [y.clone() for y in cotangents], specs, states)()
     rows = []
-    for leaf, full, cotangent, grad in zip(params, gathered, cotangents, scattered, strict=True):
+    for leaf, full, y, grad in zip(params, gathered, cotangents, scattered, strict=True):
         copies = math.prod(axis.size for axis in transform.axes if leaf.spec.dim_of(axis) is None)
-        rows.append([_dot(full, cotangent), _dot(leaf.local, grad) / copies, _dot(full.abs(), cotangent.abs())])
+        of_gather = _dot(full, y)
+        of_scatter = _dot(leaf.local, grad) / copies
+        rows.append([of_gather, of_scatter, _dot(full.abs(), y.abs())])
     sums = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3)
     for axis in transform.axes:
         (sums,) = fs.comm.all_reduce([sums], axis, "check_adjoint")
-    # Each product rounds, and each sum over ranks.
-    relative = error + tolerance(dtype, terms=1 + sum(axis.size for axis in transform.axes))
-    problems = [
-        Problem(
-            f"[{i}]",
-            f"<gather(x), y> = {left!r} and <x, scatter(y)> = {right!r}, apart by {abs(left - right):.3g}",
-            f"inner products equal to within {relative * size:.3g} (shape {spec.shape})",
-        )
-        for i, (spec, (left, right, size)) in enumerate(zip(specs, sums.tolist(), strict=True))
-        if not abs(left - right) <= relative * size
-    ]
-    remedy = "make scatter the transpose of gather, with the sum over ranks; error= allows for a lossy one, as 2**-8"
-    refuse("check_adjoint: scatter is not gather's transpose", problems, remedy, AssertionError)
+    products: list[list[float]] = sums.tolist()
+    return products
 
 
 def _dot(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -98,12 +111,12 @@ def _states(transform: fs.ShardTransform, grads: Sequence[torch.Tensor]) -> list
 
 
 class TransformReport(NamedTuple):
-    """The measurements of `check_transform`, largest over leaves and ranks.
+    """The measurements of `check_transform`: bytes of all leaves, and the largest error of any leaf on any rank.
 
     Attributes:
-        gather_bytes: Bytes each rank sent in one gather of all leaves, in nominal ring terms.
-        scatter_bytes: Bytes each rank sent in one scatter.
-        gather_error: What gather is off by, relative to the leaf's largest magnitude.
+        gather_bytes: Bytes that each rank sends in one gather of all leaves, as a ring would send them.
+        scatter_bytes: Bytes that each rank sends in one scatter.
+        gather_error: The largest error of a gathered element, relative to the largest magnitude of its leaf.
 
     >>> import fshard as fs
     >>> def program():
@@ -129,27 +142,27 @@ def check_transform(
     error: float = 0.0,
     seed: int = 0,
 ) -> TransformReport:
-    """Try a transform of one's own as the library will use it. Call it on every rank of the transform's mesh.
+    """Try your own transform as the library will use it. Call it on every rank of the transform's mesh.
 
-    It must be compared by value, hashed and pickled; unshard must undo shard bit for bit; gather must return the leaf,
-    and scatter be its transpose (`check_adjoint`), both the same each time, without writes to their arguments, and with
-    a batch of vmap at the end of a leaf's dims as in single calls, bit for bit.
+    A copy by pickle must be equal and have the same hash. Bit for bit, unshard must undo shard. Gather must return the
+    leaf, and scatter must be its transpose (see `check_adjoint`). Both must give the same bits each time, must not
+    write to their arguments, and must treat a batch of vmap, at the end of a leaf's dims, as they treat single calls.
 
     Args:
         transform: The transform, alone or in a composition; with a state or without.
         shapes: Global shapes of the leaves to try it on, all at once. A strategy's layout leaves small ones whole: have
-            some above its `min_shard_elements`.
+            some with more than its `min_shard_elements`.
         dtype: Dtype of the leaves; floating.
-        error: For a lossy transform: what gather, and a sum of gradients, may be off by, relative to the largest
-            magnitude of a leaf. 0 asks for exactness, and for sums for no more than rounding.
+        error: By how much gather, and a sum of gradients, may be off in a lossy transform, relative to the largest
+            magnitude of a leaf. With 0, gather must be exact, and sums may only round.
         seed: Seed of the random values.
 
     Returns:
-        What was measured, the same on every rank.
+        The measurements, the same on every rank.
 
     Raises:
-        AssertionError: on every rank, with everything that does not hold and by how much.
-        ValueError: if leaves stay split over some axis, which asks for a computation of its own.
+        AssertionError: on every rank, with every law that does not hold and by how much.
+        ValueError: if leaves stay split over some axis: a computation that uses them has to be parallel too.
 
     >>> import fshard as fs
     >>> def program():
@@ -159,22 +172,12 @@ def check_transform(
     TransformReport(gather_bytes=96.0, scatter_bytes=96.0, gather_error=0.0)
     """
     check_adjoint(transform, shapes, dtype=dtype, seed=seed, error=error)
-    kept = [axis.name for axis in layout_axes(transform) if axis not in summed_axes(transform)]
-    found, remedy = f"some split over {kept}", "check the rest without them"
-    expect(not kept, "check_transform", "leaves that gather makes whole", found, remedy)
-    full = _drawn(shapes, dtype, seed)
+    split = [axis.name for axis in layout_axes(transform) if axis not in summed_axes(transform)]
+    remedy = "check the rest without them"
+    expect(not split, "check_transform", "leaves that gather makes whole", f"some split over {split}", remedy)
+    full = _draw_normal(shapes, dtype, seed)
     params = fs.shard(full, transform)
     specs = [leaf.spec for leaf in params]
-    problems: list[Problem] = []
-
-    def claim(path: str, found: float, bound: float = 0.0) -> None:
-        if not found <= bound:
-            problems.append(Problem(path, f"{found:.4g}", f"at most {bound:.4g}"))
-
-    copied = pickle.loads(pickle.dumps(transform))
-    same = copied == transform and hash(copied) == hash(transform)
-    claim("equality of a pickled copy (use a frozen dataclass): differences", not same)
-    claim("unshard(shard(x)): differing leaves", _count(fs.unshard(params), full))
 
     def gather(leaves: Any) -> Any:
         return transform.gather(leaves, specs), None
@@ -182,48 +185,77 @@ def check_transform(
     def scatter(grads: Any, states: Any) -> Any:
         return start_scatter(transform, grads, specs, states)()
 
-    gathered, gather_bytes = _checked_call(claim, "gather", gather, [leaf.local for leaf in params])
+    claims = _Claims()
+    pickled = pickle.loads(pickle.dumps(transform))
+    differs = pickled != transform or hash(pickled) != hash(transform)
+    claims.add("equality of a pickled copy (use a frozen dataclass): differences", differs)
+    claims.add("unshard(shard(x)): differing leaves", _count_differing(fs.unshard(params), full))
+    gathered, gather_bytes = claims.add_call("gather", gather, [leaf.local for leaf in params])
     grads = [torch.cos(tensor) for tensor in gathered]
-    _, scatter_bytes = _checked_call(claim, "scatter", scatter, grads, _states(transform, grads))
-    distances = [_largest(a - b.to(a.dtype)) / (_largest(b) or 1.0) for a, b in zip(gathered, full, strict=True)]
-    for i, distance in enumerate(distances):
-        claim(f"gather of [{i}] of shape {tuple(full[i].shape)}: relative error", distance, error)
+    _, scatter_bytes = claims.add_call("scatter", scatter, grads, _states(transform, grads))
+    distances = []
+    for i, (result, leaf) in enumerate(zip(gathered, full, strict=True)):
+        scale = _largest(leaf) or 1.0
+        distance = _largest(result - leaf.to(result.dtype)) / scale
+        distances.append(distance)
+        claims.add(f"gather of [{i}] of shape {tuple(leaf.shape)}: relative error", distance, error)
     remedy = "mend these in the transform, or state its error where it is lossy"
-    what = "check_transform: claims do not hold"
-    refuse_on_all_ranks(what, problems, remedy, transform.axes, AssertionError)
+    headline = "check_transform: claims do not hold"
+    refuse_on_all_ranks(headline, claims.problems, remedy, transform.axes, AssertionError)
     errors = all_gather_object(max(distances, default=0.0), transform.axes, "check_transform")
     return TransformReport(gather_bytes, scatter_bytes, max(errors))
 
 
-def _checked_call(
-    claim: Callable[..., None], name: str, run: Callable[..., Any], tensors: Any, *states: Any
-) -> tuple[Any, float]:
-    """Call a half of the pair, which is to do the same each time, write to no input, and take a batch of vmap's."""
-    given = [tensors, *states]
-    before = fs.tree_map(torch.clone, given)
-    with fs.comm.record() as record:
-        once = run(*given)
-    claim(f"{name} twice: differing leaves", _count(run(*given), once))
-    claim(f"{name}'s inputs: leaves it wrote to", _count(before, given))
-    if not fs.tree_leaves(states):
-        batch = [tensors, [2 * tensor for tensor in tensors]]
-        alone = zip(*(run(each, *states)[0] for each in batch), strict=True)
-        found, _ = run([torch.stack(pair, -1) for pair in zip(*batch, strict=True)], *states)
-        path = f"{name} with a batch of vmap behind the dims: leaves that differ from single calls"
-        claim(path, _count(list(found), [torch.stack(pair, -1) for pair in alone]))
-    return once[0], record.bytes_sent()
+class _Claims:
+    """Claims about a transform; those that do not hold become problems."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+
+    def add(self, path: str, value: float, bound: float = 0.0) -> None:
+        """Claim that a value is at most a bound; NaN is not."""
+        if not value <= bound:
+            self.problems.append(Problem(path, f"{value:.4g}", f"at most {bound:.4g}"))
+
+    def add_call(self, name: str, run: Callable[..., Any], tensors: Any, *states: Any) -> tuple[Any, float]:
+        """Call gather or scatter, and claim that it repeats its bits, writes to no input, and takes a batch of vmap.
+
+        Returns:
+            The tensors that it returned, and the bytes that it sent.
+        """
+        inputs = [tensors, *states]
+        before = fs.tree_map(torch.clone, inputs)
+        with fs.comm.record() as record:
+            result = run(*inputs)
+        self.add(f"{name} twice: differing leaves", _count_differing(run(*inputs), result))
+        self.add(f"{name}'s inputs: leaves it wrote to", _count_differing(before, inputs))
+        if not fs.tree_leaves(states):
+            doubled = [2 * tensor for tensor in tensors]
+            single, _ = run(tensors, *states)
+            single_doubled, _ = run(doubled, *states)
+            batched, _ = run(_stack(tensors, doubled), *states)
+            path = f"{name} with a batch of vmap behind the dims: leaves that differ from single calls"
+            self.add(path, _count_differing(list(batched), _stack(single, single_doubled)))
+        return result[0], record.bytes_sent()
 
 
-def _count(a: Any, b: Any) -> int:
+def _stack(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Put the leaves of two calls into a batch, along a new last dim."""
+    return [torch.stack(pair, -1) for pair in zip(first, second, strict=True)]
+
+
+def _count_differing(actual: Any, expected: Any) -> int:
     """Count the leaves that differ in some bit."""
-    return len(differing_leaves(a, b, exact=True))
+    return len(differing_leaves(actual, expected, exact=True))
 
 
-def _drawn(shapes: Sequence[Sequence[int]], dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
-    """Draw normal numbers."""
-    draw = torch.Generator().manual_seed(seed)
-    return [torch.randn(tuple(shape), generator=draw, dtype=torch.float64).to(dtype) for shape in shapes]
+def _draw_normal(shapes: Sequence[Sequence[int]], dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+    """Draw normal numbers in float64, and round them to a dtype."""
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return [draw(tuple(shape)).to(dtype) for shape in shapes]
 
 
 def _largest(tensor: torch.Tensor) -> float:
-    return float(tensor.detach().abs().double().amax()) if tensor.numel() else 0.0
+    if not tensor.numel():
+        return 0.0
+    return float(tensor.detach().abs().double().amax())

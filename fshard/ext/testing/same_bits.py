@@ -14,12 +14,12 @@ from fshard.testing import Workers, spmd
 
 
 class _Name(NamedTuple):
-    """Where a leaf is.
+    """The place of a leaf in the results of a step.
 
     Attributes:
-        result: What a step returns it in: its loss, aux or state.
-        field: The field of a state, with a dot before it; else empty.
-        path: Its path from there.
+        result: "loss", "aux" or "state".
+        field: For a state, the field with a dot before it; else empty.
+        path: The path from there.
     """
 
     result: str
@@ -28,7 +28,7 @@ class _Name(NamedTuple):
 
     @property
     def part(self) -> str:
-        """What leaves are counted by."""
+        """The part of the results that the leaf is counted in."""
         return f"{self.result}{self.field}"
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ Values = dict[_Name, Any]
 
 _TREE = 'pass reduction_order="tree" to accumulate or value_and_grad'
 _KERNELS = "take one thread and kernels whose bits depend on shape and dtype alone"
-# By the part of a step's result that differs first, in the order in which parts are computed: its cause, the remedy.
+# The cause and the remedy, by the first part of a step's results that differs. Parts are computed in this order.
 _CAUSES = MappingProxyType(
     {
         "loss": (
@@ -73,7 +73,7 @@ def assert_same_bits(
 
     Every rank makes its state, and gets its share of each batch by `fs.microbatches`. After each step the loss and the
     unsharded state are compared byte by byte with those of the first world size, which are kept for all steps. Torch
-    has to compute with one number of threads in all processes. Simulated ranks share torch's own generator: a step
+    has to compute with the same number of threads in all processes. Simulated ranks share torch's own generator: a step
     that draws from it, as dropout does after `model.apply(key=)`, needs `Workers`, or a torch.Generator of its own.
 
     Args:
@@ -87,8 +87,8 @@ def assert_same_bits(
 
     Raises:
         ValueError: if `step` or `state` is no function, it returns something else, or there are no batches.
-        AssertionError: with the first step and the first leaf that differ, how many of its elements differ, and where
-            to look.
+        AssertionError: with the first step and the first leaf that differ, how many of its elements differ, and the
+            likely cause.
 
     >>> import fshard as fs
     >>> tx = fs.sgd(0.1)
@@ -110,39 +110,41 @@ def assert_same_bits(
     expect(callable(step), "assert_same_bits", "step to be a function", describe(step))
     remedy = "pass a function of a mesh that makes the state, because each world size has its own"
     expect(callable(state), "assert_same_bits", "state to be a function", describe(state), remedy)
-    known = isinstance(world_sizes, Sequence) and len(world_sizes) > 1
-    expect(known, "assert_same_bits", "world_sizes to be two or more", f"{world_sizes!r:.100}")
+    are_several = isinstance(world_sizes, Sequence) and len(world_sizes) > 1
+    expect(are_several, "assert_same_bits", "world_sizes to be two or more", f"{world_sizes!r:.100}")
     steps = list(batches)
     expect(steps, "assert_same_bits", "batches of one step or more", "none")
-    program = partial(_program, step, state, steps)
-    needed, *others = (spmd(program, world, timeout)[0] for world in world_sizes)
+    program = partial(_run_steps, step, state, steps)
+    first, *others = (spmd(program, world, timeout)[0] for world in world_sizes)
     ranks = [world.world_size if isinstance(world, Workers) else world for world in world_sizes]
-    for size, found in zip(ranks[1:], others, strict=True):
-        for number, (a, b) in enumerate(zip(needed, found, strict=True), -1):
-            differing = [name for name in {**a, **b} if _difference(a.get(name, ABSENT), b.get(name, ABSENT))]
+    for size, rows in zip(ranks[1:], others, strict=True):
+        # The first row is the state before all steps.
+        for number, (a, b) in enumerate(zip(first, rows, strict=True), start=-1):
+            differing = [name for name in {**a, **b} if _describe_difference(a.get(name, ABSENT), b.get(name, ABSENT))]
             if differing:
                 raise AssertionError(_report(number, (ranks[0], size), a, b, differing))
 
 
-def _program(step: Callable[..., Any], state: Callable[..., Any], batches: Sequence[Sequence[Any]]) -> list[Values]:
-    """Run all steps; returns the values of the state that they start from and of each step, on one rank alone."""
+def _run_steps(step: Callable[..., Any], state: Callable[..., Any], batches: Sequence[Sequence[Any]]) -> list[Values]:
+    """Run all steps; returns the values of the first state and of each step on rank 0, and nothing on others."""
     mesh = fs.init_mesh({"shard": -1}, device="cpu")
-    now = state(mesh)
-    rows = [_values_of_state(now)]
+    current = state(mesh)
+    rows = [_values_of_state(current)]
     for batch in batches:
-        out = step(now, fs.microbatches(batch, now.params if isinstance(now, fs.TrainState) else now))
-        fits = isinstance(out, tuple) and len(out) in (2, 3)
-        expect(fits, "assert_same_bits", "step to return (state, loss) or (state, loss, aux)", describe(out))
-        now, loss, *aux = out
+        params = current.params if isinstance(current, fs.TrainState) else current
+        out = step(current, fs.microbatches(batch, params))
+        is_step_result = isinstance(out, tuple) and len(out) in (2, 3)
+        expect(is_step_result, "assert_same_bits", "step to return (state, loss) or (state, loss, aux)", describe(out))
+        current, loss, *aux = out
         leaves = _values("loss", "", loss)
         if aux:
             leaves |= _values("aux", "", aux[0])
-        rows.append(leaves | _values_of_state(now))
+        rows.append(leaves | _values_of_state(current))
     return [] if mesh.get_rank() else rows
 
 
 def _values_of_state(state: Any) -> Values:
-    """The leaves of a TrainState field by field, or of parameters alone."""
+    """Copy the leaves of a TrainState field by field, or of parameters alone."""
     if not isinstance(state, fs.TrainState):
         return _values("state", "", state)
     leaves: Values = {}
@@ -152,6 +154,7 @@ def _values_of_state(state: Any) -> Values:
 
 
 def _values(result: str, field: str, tree: Any) -> Values:
+    """Copy the leaves of a tree in full, by their names."""
     tree = fs.unshard(tree)
     flat = flatten(tree)
     leaves: Values = {}
@@ -163,7 +166,7 @@ def _values(result: str, field: str, tree: Any) -> Values:
     return leaves
 
 
-def _report(number: int, ranks: tuple[int, int], needed: Values, found: Values, differing: Sequence[_Name]) -> str:
+def _report(number: int, ranks: tuple[int, int], expected: Values, actual: Values, differing: Sequence[_Name]) -> str:
     """Describe the first step that differs, or the state before all steps, whose number is -1."""
     place = f"step {number} (counted from 0) has" if number >= 0 else "the states to start from have"
     first = differing[0]
@@ -171,27 +174,27 @@ def _report(number: int, ranks: tuple[int, int], needed: Values, found: Values, 
     if number < 0:
         cause = "the function that makes the state"
         remedy = "make it of the same values, such as by model.init(strategy, seed=0)"
-    of = Counter(name.part for name in differing)
-    total = Counter(name.part for name in {**needed, **found})
+    counts = Counter(name.part for name in differing)
+    totals = Counter(name.part for name in {**expected, **actual})
     lines = [
         f"assert_same_bits: {place} other bits on {ranks[1]} ranks than on {ranks[0]}",
-        f"  {first}: {_difference(needed.get(first, ABSENT), found.get(first, ABSENT))}",
-        "  leaves that differ: " + ", ".join(f"{of[part]} of {total[part]} in {part}" for part in of),
+        f"  {first}: {_describe_difference(expected.get(first, ABSENT), actual.get(first, ABSENT))}",
+        "  leaves that differ: " + ", ".join(f"{counts[part]} of {totals[part]} in {part}" for part in counts),
         f"  {cause}",
     ]
     return "\n".join([*lines, f"To fix: {remedy}."])
 
 
-def _difference(a: Any, b: Any) -> str:
-    """Describe how two leaves differ; empty where they have the same bits."""
+def _describe_difference(a: Any, b: Any) -> str:
+    """Describe how two leaves differ; the text is empty if they have the same bits."""
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return "" if type(a) is type(b) and a == b else f"expected {describe(a)}, got {describe(b)}"
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return f"expected {a.dtype} of {tuple(a.shape)}, got {b.dtype} of {tuple(b.shape)}"
-    x, y = (leaf.reshape(-1, 1).contiguous().view(torch.uint8) for leaf in (a, b))
-    wrong = (x != y).any(1)
-    if not wrong.any():
+    bytes_a, bytes_b = (leaf.reshape(-1, 1).contiguous().view(torch.uint8) for leaf in (a, b))
+    differs = (bytes_a != bytes_b).any(1)
+    if not differs.any():
         return ""
-    place = int(wrong.nonzero()[0])
-    first = f"expected {a.reshape(-1)[place].item()!r}, got {b.reshape(-1)[place].item()!r}"
-    return f"{first} (element {place}, the first of {int(wrong.sum())} of {a.numel()} that differ)"
+    position = int(differs.nonzero()[0])
+    first = f"expected {a.reshape(-1)[position].item()!r}, got {b.reshape(-1)[position].item()!r}"
+    return f"{first} (element {position}, the first of {int(differs.sum())} of {a.numel()} that differ)"

@@ -30,20 +30,20 @@ def check_varying(
     """Follow a loss back to the parameters, and refuse each step that mixes varying and invariant values.
 
     A loss varies between ranks of the axes that batches are split over, and agrees between ranks of other axes, such as
-    those of tensor parallelism. `psum_invariant` and `all_gather_invariant` make invariant values of
-    varying ones, and `pcast` the other way; with a step of these left out, or one too many, gradients are wrong and
-    mostly no error says so. Call it once on every rank, as a test: it runs `f` and walks the whole graph. The rules are
+    those of tensor parallelism. `psum_invariant` and `all_gather_invariant` turn varying values into invariant ones,
+    and `pcast` does the opposite. If one of these is missing, or there is one too many, gradients are wrong, mostly
+    without an error. Call this once on every rank, as a test: it runs `f` and walks the whole graph. The rules are
     those of jax.shard_map with check_vma.
 
     Args:
         f: A local loss as `value_and_grad` takes it: returns a scalar, or (sum, count).
         params: Its parameters, Sharded.
-        *args: Passed to f behind them.
-        has_aux: Whether f returns (loss, aux) instead, as for `value_and_grad`; aux is not looked at.
+        *args: Further arguments of f.
+        has_aux: Whether f returns (loss, aux) instead, as for `value_and_grad`; aux is not checked.
         reduce_over: As for `value_and_grad`.
 
     Raises:
-        AssertionError: with every wrong step, the line that made it, and the remedy.
+        AssertionError: with every wrong step, the line that made it, and how to mend it.
 
     >>> import torch, fshard as fs
     >>> def program(total):
@@ -61,36 +61,39 @@ def check_varying(
     To fix: see the docstrings of psum, psum_invariant and pcast.
     """
     flat = flatten(params)
-    reduced = reduction_axes(flat, "check_varying", reduce_over)
-    leaves = [_tracked(leaf) for leaf in flat.leaves]
+    reduced_axes = reduction_axes(flat, "check_varying", reduce_over)
+    tracked = flat._replace(leaves=[_track(leaf) for leaf in flat.leaves])
     with torch.enable_grad(), setting(LOCATED, True):
-        out = f(flat.unflatten(leaves), *args)
+        out = f(tracked.unflatten(tracked.leaves), *args)
     loss = out[0] if has_aux else out
     loss = loss[0] if isinstance(loss, tuple) else loss
-    followed = flat._replace(leaves=leaves)
-    problems = [problem for axis in flat.axes for problem in _wrong_steps(loss, followed, axis, axis in reduced)]
+    problems: list[Problem] = []
+    for axis in flat.axes:
+        problems += _find_wrong_steps(loss, tracked, axis, varies=axis in reduced_axes)
     remedy = "see the docstrings of psum, psum_invariant and pcast"
     refuse("check_varying: varying and invariant values are mixed", problems, remedy, AssertionError)
 
 
-def _tracked(leaf: Any) -> Any:
+def _track(leaf: Any) -> Any:
+    """Let a leaf that is trained begin a graph of its own; return others as they are."""
     if not isinstance(leaf, fs.Sharded) or leaf.spec.frozen or not leaf.local.is_floating_point():
         return leaf
     return fs.Sharded(leaf.local.detach().requires_grad_(), leaf.spec)
 
 
-def _wrong_steps(loss: torch.Tensor, flat: Any, axis: fs.Axis, reduced: bool) -> Iterator[Problem]:
-    ends = {
-        torch.autograd.graph.get_gradient_edge(leaf.local).node: (path, leaf.spec)
-        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
-        if isinstance(leaf, fs.Sharded) and leaf.local.requires_grad
-    }
-    starts = [] if loss.grad_fn is None else [Typed(loss.grad_fn, loss.output_nr, reduced)]
-    return find_mixed(starts, ends, axis, _line)
+def _find_wrong_steps(loss: torch.Tensor, flat: Any, axis: fs.Axis, varies: bool) -> Iterator[Problem]:
+    """Walk the graph from a loss that varies between ranks of an axis, or agrees, back to the leaves."""
+    ends = {}
+    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+        if isinstance(leaf, fs.Sharded) and leaf.local.requires_grad:
+            node = torch.autograd.graph.get_gradient_edge(leaf.local).node
+            ends[node] = path, leaf.spec
+    starts = [] if loss.grad_fn is None else [Typed(loss.grad_fn, loss.output_nr, varies)]
+    return find_mixed(starts, ends, axis, _line_of)
 
 
-def _line(node: Any) -> str:
-    """Find the line of the user's program that made a node."""
+def _line_of(node: Any) -> str:
+    """Write the line of the user's program that made a node, or the node's class if there is none."""
     frames = [frame for frame in node.metadata.get("stack", []) if is_users_file(frame.filename)]
     if not frames:
         return type(node).__name__

@@ -30,12 +30,12 @@ def optimizer(f):
     return fs.Optimizer(lambda params: (), lambda grads, state, params: (fs.tree_map(f, params, grads), state))
 
 
-def counted(grad):
+def scale_by_calls(grad):
     CALLS.append(grad)
     return grad * len(CALLS)
 
 
-def logged(grads, state, params):
+def log_norm(grads, state, params):
     return grads, {"norm": sum(grad.square().sum() for grad in fs.tree_leaves(grads))}
 
 
@@ -45,7 +45,7 @@ WRONG = [
     # A norm of parts, in updates and in the state.
     (transformation(lambda grad: grad / grad.norm()), APART.format("zero3", "params") + "['v']: "),
     (
-        fs.GradientTransformation(lambda params: {"norm": torch.zeros(())}, logged),
+        fs.GradientTransformation(lambda params: {"norm": torch.zeros(())}, log_norm),
         APART.format("zero3", "state") + "[0]['norm']: ",
     ),
     (
@@ -53,7 +53,7 @@ WRONG = [
         "check_pure: the step changed its arguments\n  argument 1['v']: ",
     ),
     (
-        transformation(counted),
+        transformation(scale_by_calls),
         "twice has other bits; keep all state in the state: trees differ\n  .params['v']: expected ",
     ),
     (optimizer(lambda param, grad: param - grad), "TypeError: unsupported operand"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard.ext.testing.same_bits import _difference
+from fshard.ext.testing.same_bits import _describe_difference
 from fshard.testing import assert_same_bits
 from tests.ranks import my_rank
 from tests.trees import normal
@@ -78,9 +78,9 @@ def test_differences_of_leaves():
         (torch.ones(2, dtype=torch.complex64), torch.ones(2, 2), "expected torch.complex64 of (2,)"),
         (None, torch.tensor(0), "expected None, got an int64 Tensor of shape ()"),
     ):
-        found = _difference(a, b)
-        assert text in found
-        assert bool(text) == bool(found)
+        difference = _describe_difference(a, b)
+        assert text in difference
+        assert bool(text) == bool(difference)
 
 
 def test_what_makes_no_sense_is_refused():
