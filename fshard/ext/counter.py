@@ -80,8 +80,8 @@ class LocalPart:
         """
         args = [_unwrap_scalar(arg) for arg in args]
         draw = _DRAWS.get(op) if view.is_floating_point() else None
-        has_tensors = any(isinstance(arg, torch.Tensor) for arg in args)
-        if (draw is None and op not in _ELEMENTWISE) or has_tensors or any(options.values()):
+        is_known = draw is not None or op in _ELEMENTWISE
+        if not is_known or any(options.values()) or any(isinstance(arg, torch.Tensor) for arg in args):
             raise ValueError(
                 f"model.init: [{self.name!r}] is set by {op}, but counter supports only operators that compute each "
                 "element by itself, such as normal_ and mul_ by a number"
@@ -97,7 +97,8 @@ class LocalPart:
         flat = self.values.view(-1)
         for start in range(0, len(flat), _CHUNK):
             values = flat[start : start + _CHUNK]
-            index = self._index_in_full(torch.arange(start, start + len(values), device=values.device))
+            positions = torch.arange(start, start + len(values), device=values.device)
+            index = self._index_in_full(positions)
             written = values.clone()
             if draw is None:
                 getattr(written, op)(*args)
@@ -123,8 +124,9 @@ class LocalPart:
         """Turn positions in this rank's flattened elements into positions in the flattened full tensor."""
         index = torch.zeros_like(positions)
         coordinates = torch.unravel_index(positions, self.values.shape)
-        dims = zip(coordinates, local_ranges(self.spec), self.spec.storage_shape, strict=True)
-        for coordinate, (start, _), size in dims:
+        for coordinate, (start, _), size in zip(
+            coordinates, local_ranges(self.spec), self.spec.storage_shape, strict=True
+        ):
             index = index * size + start + coordinate
         return index
 

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -17,9 +17,14 @@ import torch
 import torch.distributed as dist
 
 from fshard import comm
-from fshard._compat import ThreadedCollective, shared_dual_level, threaded_process_groups
+from fshard._compat import (
+    ThreadedCollective,
+    hide_trace_from_pytest,
+    shared_dual_level,
+    threaded_process_groups,
+)
 from fshard.errors import expect
-from fshard.testing.workers import RankError, Workers, stuck_ranks
+from fshard.testing.workers import RankError, Workers, describe_failure, stuck_ranks
 from fshard.tree.checks import POSITIVE, check_numbers
 
 T = TypeVar("T")
@@ -65,10 +70,10 @@ def spmd(f: Callable[[], T], world: int | Workers, timeout: float | None = None)
         check_numbers("spmd", POSITIVE, timeout=timeout)
     if isinstance(world, Workers):
         return world.run(f, timeout)
-    ranks = type(world) is int and 1 <= world <= MAX_THREADS
-    expect(ranks, "spmd", f"world to be Workers, or a whole number from 1 to {MAX_THREADS}", f"{world!r:.40}")
+    is_in_range = type(world) is int and 1 <= world <= MAX_THREADS
+    expect(is_in_range, "spmd", f"world to be Workers, or a whole number from 1 to {MAX_THREADS}", f"{world!r:.40}")
     simulation = _Simulation(f, world, SECONDS if timeout is None else timeout)
-    with threaded_process_groups(simulation.join), shared_dual_level():
+    with threaded_process_groups(simulation.join), shared_dual_level(), hide_trace_from_pytest():
         return simulation.run()
 
 
@@ -102,6 +107,29 @@ class _Call(NamedTuple):
 
     def __str__(self) -> str:
         return f"waits in {self.entry or self.collective.kind}"
+
+
+def _describe_mismatch(calls: Mapping[int, _Call], ranks: Sequence[int]) -> str | None:
+    """Describe how the collectives that ranks of one group called differ, or return None."""
+    entries = {rank: call.entry for rank, call in calls.items() if call.entry}
+    if len(entries) == len(calls):
+        return comm.describe_difference(entries, ranks)
+    kinds = {call.collective.kind for call in calls.values()}
+    if len(kinds) == 1:
+        return None
+    return f"ranks call different collectives at once: {', '.join(sorted(kinds))}"
+
+
+def _run_collective(collective: ThreadedCollective, calls: Mapping[int, _Call]) -> str | None:
+    """Run a collective on the data of all ranks; return the text of its failure, or None."""
+    data = [call.collective.data for call in calls.values()]
+    try:
+        # A tensor that a rank made in inference mode can only be written to in inference mode.
+        with torch.inference_mode():
+            collective.run(data)
+    except Exception as error:
+        return f"{collective.kind} failed: {error}"
+    return None
 
 
 def _wait_for(threads: list[threading.Thread]) -> None:
@@ -183,8 +211,7 @@ class _Simulation:
             self._stop()
         for rank, (_, error) in sorted(self.ended.items()):
             if error and not isinstance(error, _Stop):
-                text = "".join(traceback.format_exception(error))
-                raise RankError(f"rank {rank} of {len(self.threads)} failed:\n{text}") from error
+                raise RankError(f"rank {rank} of {len(self.threads)} {describe_failure(error)}") from error
         return [self.ended[rank][0] for rank in range(len(self.threads))]
 
     def _receive(self, deadline: float) -> None:
@@ -215,22 +242,10 @@ class _Simulation:
         calls = {rank: call for rank, call in calls.items() if call.collective.group == collective.group}
         if len(calls) < len(collective.ranks):
             return
-        entries = {rank: call.entry for rank, call in calls.items() if call.entry}
-        kinds = {call.collective.kind for call in calls.values()}
-        if len(entries) == len(calls):
-            found = comm.describe_difference(entries, collective.ranks)
-        else:
-            found = None if len(kinds) == 1 else f"ranks call different collectives at once: {', '.join(sorted(kinds))}"
-        try:
-            # Inference mode: tensors that a rank made in inference mode can be written in no other.
-            with torch.inference_mode():
-                if not found:
-                    collective.run([call.collective.data for call in calls.values()])
-        except Exception as error:
-            found = f"{collective.kind} failed: {error}"
+        failure = _describe_mismatch(calls, collective.ranks) or _run_collective(collective, calls)
         for rank, call in calls.items():
-            if found:
-                self.broken[call.key] = found
+            if failure:
+                self.broken[call.key] = failure
             else:
                 self.waiting.pop(rank).reply.put(None)
 
@@ -259,7 +274,8 @@ class _Simulation:
 
     def _stuck(self) -> RankError:
         """Make the error of ranks that have not ended, with the collective and the stack of each."""
-        frames, stacks = sys._current_frames(), {}
+        frames = sys._current_frames()
+        stacks = {}
         for rank, thread in enumerate(self.threads):
             if rank not in self.ended:
                 stack = "".join(traceback.format_stack(frames.get(thread.ident or 0)))

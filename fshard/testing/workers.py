@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 
 from fshard import comm
-from fshard.errors import expect
+from fshard.errors import describe_error, expect
 
 T = TypeVar("T")
 
-# Seconds in which the other ranks may still reply once one has failed.
+# Seconds in which the other ranks may still reply after one has failed.
 GRACE = 2.0
 
 # A worker's own limit on a collective: never the first to strike, because the pool's limit shows the stacks.
@@ -37,14 +37,16 @@ NEVER = timedelta(days=1)
 
 
 class RankError(RuntimeError):
-    """A rank failed, ended or hung; the message says which, and shows its traceback or stack.
+    """A rank failed, ended or hung.
+
+    The first line says which, and with what error; the traceback or the stacks of ranks follow.
 
     >>> import fshard as fs
     >>> try:
     ...     fs.testing.spmd(lambda: 1 / 0, world=2)
     ... except fs.testing.RankError as error:
     ...     print(error)
-    rank 0 of 2 failed:
+    rank 0 of 2 failed: ZeroDivisionError: division by zero
     Traceback (most recent call last):
     ...
     ZeroDivisionError: division by zero
@@ -58,11 +60,24 @@ def stuck_ranks(timeout: float, world: int, stacks: Mapping[int, str]) -> RankEr
     return RankError("\n".join([first, *(f"rank {rank} {stack}" for rank, stack in stacks.items())]))
 
 
+def describe_failure(error: BaseException) -> str:
+    """Describe the error of a rank: the class and the first line of its text, which a summary shows, and the traceback.
+
+    >>> print(describe_failure(ValueError("bad batch")))
+    failed: ValueError: bad batch
+    ValueError: bad batch
+    """
+    name = type(error).__name__
+    text = describe_error(error).strip().partition("\n")[0]
+    summary = name if text in ("", name) else f"{name}: {text}"
+    return f"failed: {summary}\n" + "".join(traceback.format_exception(error))
+
+
 class _Reply(NamedTuple):
     """The value of a program on a rank, the text of its failure, and the error by which its groups are broken."""
 
     value: Any
-    failed: str | None = None
+    failure: str | None = None
     broken: str | None = None
 
 
@@ -167,12 +182,13 @@ class Workers:
                 for connection in ready:
                     rank = pending.pop(connection)
                     replies[rank] = self._receive(rank)
-                    if replies[rank].failed:
+                    if replies[rank].failure:
                         deadline = min(deadline, time.monotonic() + GRACE)
             # A rank that ended comes first: by that it made its peers fail, whatever their numbers.
-            failed = [rank for rank, reply in replies.items() if reply.failed]
-            for rank in sorted(failed, key=lambda rank: (self._processes[rank].is_alive(), rank)):
-                raise RankError(f"rank {rank} of {self.world_size} {replies[rank].failed}")
+            failed = [rank for rank, reply in replies.items() if reply.failure]
+            if failed:
+                rank = min(failed, key=lambda rank: (self._processes[rank].is_alive(), rank))
+                raise RankError(f"rank {rank} of {self.world_size} {replies[rank].failure}")
             if pending:
                 stacks = {rank: f"runs:\n{self._stack(rank)}" for rank in pending.values()}
                 raise stuck_ranks(timeout, self.world_size, stacks)
@@ -244,6 +260,6 @@ def _reply(f: Callable[[], Any]) -> bytes:
         value = f()
         reply = _dumps((value, None, comm.rank_state().failure.reason if dist.is_initialized() else None))
     except BaseException as error:
-        reply = pickle.dumps((None, "failed:\n" + "".join(traceback.format_exception(error))))
+        reply = pickle.dumps((None, describe_failure(error)))
     sys.stdout.flush()
     return reply

@@ -1132,4 +1132,18 @@ FAULTS = (
         "calls = dict(calls.items())",
         "10: simulated ranks that call collectives of other groups get an error, never each other's values",
     ),
+    Fault(
+        "trace-of-torch-fills-the-report-of-a-failing-test",
+        "fshard/testing/spmd.py",
+        "with threaded_process_groups(simulation.join), shared_dual_level(), hide_trace_from_pytest():",
+        "with threaded_process_groups(simulation.join), shared_dual_level():",
+        "10: a test that fails on simulated ranks shows the error of a rank, and no lines of torch's",
+    ),
+    Fault(
+        "failure-of-a-rank-without-its-cause-in-the-first-line",
+        "fshard/testing/workers.py",
+        'summary = name if text in ("", name) else f"{name}: {text}"',
+        "summary = name",
+        "10: a summary of failing tests shows why a rank failed",
+    ),
 )

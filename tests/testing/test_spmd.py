@@ -1,5 +1,6 @@
 """spmd: simulated ranks run as processes do, and a rank that fails, waits in vain or hangs is named."""
 
+import logging
 import subprocess
 import sys
 import threading
@@ -12,7 +13,9 @@ import torch.distributed as dist
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fshard as fs
 from fshard.testing import RankError, Workers, spmd
+from fshard.testing.workers import describe_failure
 from tests.ranks import my_rank, on_ranks, world_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -29,10 +32,10 @@ def process_stays_usable():
     yield
     assert process_state() == before
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("rank ")] == []
-    assert spmd(ranks_summed, 3) == [3.0, 3.0, 3.0]
+    assert spmd(sum_of_ranks, 3) == [3.0, 3.0, 3.0]
 
 
-def ranks_summed(group=None):
+def sum_of_ranks(group=None):
     total = torch.tensor(float(dist.get_rank()))
     dist.all_reduce(total, group=group)
     return total.item()
@@ -69,49 +72,98 @@ def test_collectives(world_size):
     rank, ranks, total = my_rank(), torch.arange(float(world_size)), world_size * (world_size - 1) / 2
     group, ops = dist.group.WORLD.group_name, torch.ops._c10d_functional
 
-    def found(call, out, *args, **kwargs):
+    def result_of(call, out, *args, **kwargs):
         call(out, *args, **kwargs)
         return out.tolist()
 
     mine, many = torch.tensor([float(rank)]), torch.empty(world_size)
-    assert found(dist.all_reduce, mine.clone()) == [total]
-    assert found(dist.all_reduce, mine.clone(), dist.ReduceOp.MAX) == [world_size - 1.0]
-    assert found(lambda out, x: dist.all_gather([*out.split(1)], x), many, mine) == ranks.tolist()
+    assert result_of(dist.all_reduce, mine.clone()) == [total]
+    assert result_of(dist.all_reduce, mine.clone(), dist.ReduceOp.MAX) == [world_size - 1.0]
+    assert result_of(lambda out, x: dist.all_gather([*out.split(1)], x), many, mine) == ranks.tolist()
     pieces = list((ranks + rank).split(1))
-    assert found(dist.reduce_scatter, mine.clone(), pieces) == [world_size * rank + total]
-    assert found(dist.all_to_all_single, many, ranks + 10 * rank) == (10 * ranks + rank).tolist()
-    assert found(dist.broadcast, mine.clone(), src=world_size - 1) == [world_size - 1.0]
+    assert result_of(dist.reduce_scatter, mine.clone(), pieces) == [world_size * rank + total]
+    assert result_of(dist.all_to_all_single, many, ranks + 10 * rank) == (10 * ranks + rank).tolist()
+    assert result_of(dist.broadcast, mine.clone(), src=world_size - 1) == [world_size - 1.0]
     assert ops.wait_tensor(ops.all_gather_into_tensor_coalesced([mine], world_size, group)[0]).equal(ranks)
 
 
 @pytest.mark.parametrize("world", [4, "2 processes"])
 def test_lowest_failing_rank_is_reported(world, workers):
     """And ends the others, which wait for it."""
-    first, error = int(str(world)[0]) - 2, ValueError("bad batch")
-
+    first, error = int(str(world)[0]) - 2, ValueError("bad batch\nof step 3")
     went_on = []
 
     def program():
         if dist.get_rank() < first:
-            ranks_summed()
+            sum_of_ranks()
             went_on.append(dist.get_rank())
         raise error if dist.get_rank() == first else ValueError("a later one")
 
     caught = failure(program, world_of(world, workers))
-    assert str(caught).startswith(f"rank {first} of {first + 2} failed:\nTraceback (most recent call last):\n")
+    summary = f"rank {first} of {first + 2} failed: ValueError: bad batch\nTraceback (most recent call last):\n"
+    assert str(caught).startswith(summary)
     assert "in program" in str(caught)
-    assert str(caught).endswith("ValueError: bad batch\n")
+    assert str(caught).endswith("ValueError: bad batch\nof step 3\n")
     assert caught.__cause__ is error or world != 4
     assert went_on == []
 
 
-def mismatched(*calls):
+class SilentError(Exception):
+    def __str__(self):
+        return ""
+
+
+class UnprintableError(Exception):
+    def __str__(self):
+        raise TypeError
+
+
+def test_failures_begin_with_their_class_and_the_first_line_of_their_text():
+    for error, summary in (
+        (ValueError("\n  bad batch \nof step 3"), "ValueError: bad batch"),
+        (SilentError(), "SilentError"),
+        (UnprintableError(), "UnprintableError"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+    ):
+        text = describe_failure(error)
+        assert text.splitlines()[0].rstrip() == f"failed: {summary}"
+        assert type(error).__name__ in text.split("\n", 1)[1]
+
+
+class Collect(logging.Handler):
+    """A user's own handler."""
+
+    def __init__(self):
+        super().__init__()
+        self.records = []
+
+    def emit(self, record):
+        self.records.append(record)
+
+
+def test_traces_of_torch_stay_out_of_the_report_of_a_failing_test(caplog):
+    """pytest 9.2 adds its handler to all loggers that do not propagate; before, this test does."""
+    logger, users = logging.getLogger("torch.__trace"), Collect()
+    logger.addHandler(caplog.handler)
+    logger.addHandler(users)
+    try:
+        before = set(logger.handlers)
+        spmd(lambda: fs.jit(lambda x: x + 1)(torch.ones(3)), 2)
+        assert before >= set(logger.handlers) >= {caplog.handler, users}
+    finally:
+        logger.removeHandler(caplog.handler)
+        logger.removeHandler(users)
+    assert users.records
+    assert [record for record in caplog.records if record.name == logger.name] == []
+
+
+def call_by_rank(*calls):
     return lambda: calls[my_rank()]()
 
 
 def crossing():
     groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
-    ranks_summed(groups[dist.get_rank()])
+    sum_of_ranks(groups[dist.get_rank()])
 
 
 SUM = "AllReduce(op=RedOpType.SUM) of torch.float32 ()"
@@ -119,16 +171,16 @@ WAITS = "ranks wait for each other in different collectives\n  rank 0 waits in "
 AT_ONCE = "ranks call different collectives at once: "
 # Programs of two ranks or three whose collectives cannot be, and what their errors say of it.
 STUCK = [
-    (3, mismatched(ranks_summed, lambda: 0, ranks_summed), f"{WAITS}{SUM}\n  rank 1 has ended\n  rank 2"),
+    (3, call_by_rank(sum_of_ranks, lambda: 0, sum_of_ranks), f"{WAITS}{SUM}\n  rank 1 has ended\n  rank 2"),
     (2, crossing, f"{WAITS}{SUM}\n  rank 1 waits in {SUM}"),
     (
         2,
-        mismatched(ranks_summed, lambda: dist.all_gather([torch.empty(1), torch.empty(1)], torch.ones(1))),
+        call_by_rank(sum_of_ranks, lambda: dist.all_gather([torch.empty(1), torch.empty(1)], torch.ones(1))),
         f"{AT_ONCE}AllGather(), {SUM}",
     ),
     (
         2,
-        mismatched(*(partial(dist.broadcast, torch.ones(size), src=0) for size in (1, 2))),
+        call_by_rank(*(partial(dist.broadcast, torch.ones(size), src=0) for size in (1, 2))),
         f"{AT_ONCE}Broadcast(src=0) of torch.float32 (1,), Broadcast(src=0) of torch.float32 (2,)",
     ),
     (2, lambda: dist.all_gather([torch.empty(2), torch.empty(2)], torch.ones(3)), "AllGather() failed: "),
@@ -148,7 +200,7 @@ def test_stuck_rank_is_reported_at_the_timeout():
             release.wait()
             went_on.append(True)
         if dist.get_rank() == 2:
-            ranks_summed()
+            sum_of_ranks()
         while dist.get_rank() == 3:
             pass
 
@@ -168,13 +220,13 @@ def test_real_process_group_is_restored(tmp_path):
     dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         group = dist.group.WORLD
-        assert spmd(ranks_summed, 3) == [3.0] * 3
+        assert spmd(sum_of_ranks, 3) == [3.0] * 3
         spmd(dist.destroy_process_group, 2)
         failure(release.wait, 2, timeout=0.1)
         release.set()
         wait_for_ranks()
         assert dist.group.WORLD is group
-        assert (dist.get_world_size(), dist.get_backend(), ranks_summed()) == (1, "gloo", 0.0)
+        assert (dist.get_world_size(), dist.get_backend(), sum_of_ranks()) == (1, "gloo", 0.0)
     finally:
         dist.destroy_process_group()
         # torch puts its own there and leaves it.
@@ -199,7 +251,7 @@ def test_modes_and_levels_see_the_rank_only():
         dist.all_reduce(x)
     assert [name for name in seen.names if "add" in name or "copy" in name] == ["aten.add.Tensor"] * my_rank()
     with torch.inference_mode():
-        assert ranks_summed() == 3.0
+        assert sum_of_ranks() == 3.0
 
     def loss(x):
         dist.all_reduce(total)

@@ -1,7 +1,7 @@
 """check_optimizer: the laws that your own optimizer has to keep."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -56,24 +56,20 @@ def check_optimizer(
     problems = flatten(params).problems(_describe_misfit)
     refuse("check_optimizer: leaves are no tensors", problems, "keep other values out of the tree")
     tx = tx if isinstance(tx, fs.Optimizer) else fs.chain(tx, fs.sgd(0.1))
-    training = _Training(tx, params, [_draw_gradients(params, step) for step in range(STEPS)])
+    gradients = [_draw_gradients(params, step) for step in range(STEPS)]
+
+    def program() -> dict[str, Any]:
+        return {name: _train(tx, params, gradients, name, strategy) for name, strategy in _make_strategies().items()}
+
     expected: Any = None
     for world_size in world_sizes:
-        results = _run_on_ranks(training, world_size)
+        results = _run_on_ranks(program, world_size)
         if expected is None:
             expected = results[0]["ddp"]
-        for strategy_name in results[0]:
+        for name in results[0]:
+            law = f"{world_size} ranks under {name} do not end where one rank does; {_NORMS}"
             for result in results:
-                law = f"{world_size} ranks under {strategy_name} do not end where one rank does; {_NORMS}"
-                _assert_same(law, result[strategy_name], expected, exact=False)
-
-
-class _Training(NamedTuple):
-    """An optimizer, the full parameters that it starts from, and the full gradients of each step."""
-
-    tx: fs.Optimizer
-    params: Any
-    gradients: Sequence[Any]
+                _assert_same(law, result[name], expected, exact=False)
 
 
 def _describe_misfit(leaf: Any) -> tuple[str, str] | None:
@@ -94,12 +90,8 @@ def _draw_gradients(params: Any, step: int) -> Any:
     return flat.unflatten(gradients)
 
 
-def _run_on_ranks(training: _Training, world_size: int) -> list[dict[str, Any]]:
-    """Train on simulated ranks; returns what each of them ends with under each strategy, by its name."""
-
-    def program() -> dict[str, Any]:
-        return {name: _train(training, name, strategy) for name, strategy in _make_strategies().items()}
-
+def _run_on_ranks(program: Callable[[], Any], world_size: int) -> list[Any]:
+    """Run a program on simulated ranks; raise an AssertionError of theirs as it is."""
     try:
         return fs.testing.spmd(program, world_size)
     except fs.testing.RankError as error:
@@ -118,19 +110,18 @@ def _make_strategies() -> dict[str, fs.ShardTransform]:
     }
 
 
-def _train(training: _Training, strategy_name: str, strategy: fs.ShardTransform) -> Any:
+def _train(tx: fs.Optimizer, params: Any, gradients: Sequence[Any], name: str, strategy: fs.ShardTransform) -> Any:
     """Update on this rank, checking each update by itself; return the full parameters and state."""
-    tx = training.tx
 
     def update(state: fs.TrainState, grads: Any) -> fs.TrainState:
         return fs.update(tx, state, grads)
 
-    state = fs.TrainState.create(fs.shard(training.params, strategy), tx)
-    for gradients in training.gradients:
-        grads = fs.shard(gradients, strategy)
+    state = fs.TrainState.create(fs.shard(params, strategy), tx)
+    for full in gradients:
+        grads = fs.shard(full, strategy)
         state = _check_update(update, state, grads)
     # Tracing takes a hundred times as long as an update, so it is done once on each number of ranks.
-    if strategy_name == "zero3":
+    if name == "zero3":
         law = "jitted, an update has other bits; compute by tensors alone"
         _assert_same(law, fs.jit(update)(state, grads), update(state, grads))
     return {"params": fs.unshard(state.params), "state": fs.unshard(state.opt_state)}

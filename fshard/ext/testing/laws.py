@@ -80,7 +80,7 @@ def check_adjoint(
     refuse("check_adjoint: scatter is not gather's transpose", problems, remedy, AssertionError)
 
 
-def _inner_products(transform: fs.ShardTransform, params: Sequence[fs.Sharded], seed: int) -> list[list[float]]:
+def _inner_products(transform: fs.ShardTransform, params: Any, seed: int) -> Any:
     """List for each leaf <gather(x), y>, <x, scatter(y)> and the sum of |gather(x) y|, over all ranks."""
     specs = [leaf.spec for leaf in params]
     # Clones, because a transform that writes to its arguments would look like one with a wrong transpose.
@@ -92,14 +92,12 @@ def _inner_products(transform: fs.ShardTransform, params: Sequence[fs.Sharded], 
     rows = []
     for leaf, full, y, grad in zip(params, gathered, cotangents, scattered, strict=True):
         copies = math.prod(axis.size for axis in transform.axes if leaf.spec.dim_of(axis) is None)
-        of_gather = _dot(full, y)
-        of_scatter = _dot(leaf.local, grad) / copies
-        rows.append([of_gather, of_scatter, _dot(full.abs(), y.abs())])
+        row = [_dot(full, y), _dot(leaf.local, grad) / copies, _dot(full.abs(), y.abs())]
+        rows.append(row)
     sums = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3)
     for axis in transform.axes:
         (sums,) = fs.comm.all_reduce([sums], axis, "check_adjoint")
-    products: list[list[float]] = sums.tolist()
-    return products
+    return sums.tolist()
 
 
 def _dot(a: torch.Tensor, b: torch.Tensor) -> float:
