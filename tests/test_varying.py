@@ -18,8 +18,8 @@ FULL = {"w": normal(1)(6, 3), "b": normal(2)(5)}
 def params_of(make):
     """The axis of all ranks, and params by zero3 or DDP, of which the first leaves "b" whole."""
     mesh = one_axis()
-    options = {"min_shard_elements": 6} if make is fs.zero3 else {}
-    return fs.axis_of(mesh), fs.shard(FULL, make(mesh, **options))
+    strategy = fs.zero3(mesh, min_shard_elements=6) if make is fs.zero3 else make(mesh)
+    return fs.axis_of(mesh), fs.shard(FULL, strategy)
 
 
 def squares(params):
@@ -27,9 +27,14 @@ def squares(params):
     return full["w"].square().sum() + full["b"].square().sum()
 
 
-def refused(f, params, text, **options):
+def assert_refused(f, params, text, **options):
     with pytest.raises(ValueError, match=re.escape(text)):
         fs.value_and_grad(f, **options)(params)
+
+
+def value_and_full_grads(f, params):
+    value, grads = fs.value_and_grad(f)(params)
+    return value, fs.unshard(grads)
 
 
 REDUCED = (
@@ -43,16 +48,20 @@ REDUCED = (
 def test_sums_in_a_loss(make):
     """Of a loss reduced already gradients would be too small; psum is its own transpose, and pcast hands back."""
     axis, params = params_of(make)
-    refused(lambda p: fs.objective(squares(p), like=p), params, REDUCED)
-    refused(lambda p: 0.5 * fs.psum_invariant(squares(p), axis) / 2 + 1, params, REDUCED, reduce="sum")
-    refused(lambda p: (fs.psum_invariant(squares(p), axis), torch.tensor(2)), params, REDUCED, reduce="weighted")
-    value, grads = fs.value_and_grad(lambda p: fs.psum(squares(p), axis))(params)
-    again = fs.value_and_grad(lambda p: fs.pcast(fs.psum_invariant(squares(p), axis), axis, to="varying"))(params)
-    expected = again[0], fs.unshard(again[1])
+
+    def total_of(p):
+        return fs.psum_invariant(squares(p), axis)
+
+    assert_refused(lambda p: fs.objective(squares(p), like=p), params, REDUCED)
+    assert_refused(lambda p: 0.5 * total_of(p) / 2 + 1, params, REDUCED, reduce="sum")
+    assert_refused(lambda p: (total_of(p), torch.tensor(2)), params, REDUCED, reduce="weighted")
+    result = value_and_full_grads(lambda p: fs.psum(squares(p), axis), params)
+    expected = value_and_full_grads(lambda p: fs.pcast(total_of(p), axis, to="varying"), params)
     # One term for each rank.
-    assert_trees_close((value, fs.unshard(grads)), expected, **within(expected, terms=3))
+    assert_trees_close(result, expected, **within(expected, terms=3))
+    _, grads = result
     expected = fs.tree_map(lambda x: 2 * 3 * x, FULL)
-    assert_trees_close(fs.unshard(grads), expected, **within(expected, terms=3))
+    assert_trees_close(grads, expected, **within(expected, terms=3))
 
 
 UNSUMMED = (
@@ -62,20 +71,24 @@ UNSUMMED = (
 )
 
 
+def loss_by_rank(params, b, axis):
+    """A loss that uses a leaf as each rank does by itself."""
+    return squares(params) + (b * (1 + fs.axis_index(axis))).sum()
+
+
 @on_ranks(2)
-def test_maths_on_a_whole_leaf():
-    """Its gradient would stay this rank's own part of a sum; and collectives of leaves that mean something else."""
+def test_math_on_a_whole_leaf():
+    """Its gradient would stay this rank's part of a sum; and collectives of leaves that mean something else."""
     for make in (fs.ddp, fs.zero3):
         axis, params = params_of(make)
-
-        def loss_of(p, b):
-            return squares(p) + (b * (1 + fs.axis_index(axis))).sum()  # noqa: B023
-
-        refused(lambda p: loss_of(p, p["b"].local), params, UNSUMMED)
-        value, grads = fs.value_and_grad(lambda p: loss_of(p, fs.pcast(p["b"].local, axis, to="varying")))(params)  # noqa: B023
-        expected = fs.value_and_grad(lambda p: loss_of(p, fs.gather(p)["b"]))(params)
-        assert_trees_close((value, grads), expected, **within(expected, terms=2))
-    # A rank's own rows are its own part of the sum.
+        assert_refused(lambda p: loss_by_rank(p, p["b"].local, axis), params, UNSUMMED)  # noqa: B023
+        result = value_and_full_grads(
+            lambda p: loss_by_rank(p, fs.pcast(p["b"].local, axis, to="varying"), axis),  # noqa: B023
+            params,
+        )
+        expected = value_and_full_grads(lambda p: loss_by_rank(p, fs.gather(p)["b"], axis), params)  # noqa: B023
+        assert_trees_close(result, expected, **within(expected, terms=2))
+    # The rows of a rank are its part of the sum.
     fs.value_and_grad(lambda p: squares(p) + p["w"].local.sum())(params)
     whole = "is replicated over 'shard', but {} needs a value that differs between ranks\nTo fix: use fs.pcast(x, axis"
     split = "is split over 'shard', but pcast needs a value that is equal on all ranks\nTo fix: gather it first."
@@ -90,11 +103,17 @@ def test_maths_on_a_whole_leaf():
 
 @on_ranks(4)
 def test_a_loss_that_differs_over_an_axis_that_stays_split():
-    mesh, full = two_axes(4), {"w": normal(1)(6, 4)}
+    mesh = two_axes(4)
+    full = {"w": normal(1)(6, 4)}
     tp = fs.axis_of(mesh["replicate"])
-    params = fs.shard(full, fs.compose(fs.fully_shard(mesh["shard"]), fs.split_dim(tp, dim=1)))
+    strategy = fs.compose(fs.fully_shard(mesh["shard"]), fs.split_dim(tp, dim=1))
+    params = fs.shard(full, strategy)
+
+    def local_loss(params):
+        return fs.gather(params)["w"].square().sum()
+
     text = "value_and_grad: the loss differs between ranks of 'replicate' (["
-    refused(lambda p: fs.gather(p)["w"].square().sum(), params, text)
-    value, grads = fs.value_and_grad(lambda p: fs.psum_invariant(fs.gather(p)["w"].square().sum(), tp))(params)
+    assert_refused(local_loss, params, text)
+    result = value_and_full_grads(lambda p: fs.psum_invariant(local_loss(p), tp), params)
     expected = full["w"].square().sum(), {"w": 2 * full["w"]}
-    assert_trees_close((value, fs.unshard(grads)), expected, **within(expected, full["w"].numel()))
+    assert_trees_close(result, expected, **within(expected, full["w"].numel()))

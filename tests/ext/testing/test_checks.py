@@ -51,7 +51,7 @@ WHOLE = ("ddp", "zero3 of whole leaves")
 WRITES = (lambda w: w.data.clamp_(0, 0), lambda w: w.detach().numpy().fill(0))
 
 
-def started(strategy):
+def make_state(strategy):
     params = fs.shard({"w": normal()(5, 3), "v": normal(1)(3)}, STRATEGIES[strategy](one_axis()))
     return fs.TrainState.create(params, TX), normal(2)(4, 5)
 
@@ -79,7 +79,8 @@ def test_writes_past_the_version_counter_are_named(world_size):
         "To fix: find the write in place to these tensors or to a view of them, and compute a new tensor instead."
     )
     for write, strategy in itertools.product(WRITES, STRATEGIES):
-        step, (state, batch) = step_that(write), started(strategy)
+        step = step_that(write)
+        state, batch = make_state(strategy)
         changes = world_size == 1 or strategy in WHOLE
         with pytest.raises(AssertionError, match=re.escape(error)) if changes else nullcontext():
             check_pure(step, state, batch)
@@ -89,7 +90,7 @@ def test_writes_past_the_version_counter_are_named(world_size):
 def test_pure_and_donated_steps_pass():
     step = step_that(lambda w: None)
     for strategy in STRATEGIES:
-        state, batch = started(strategy)
+        state, batch = make_state(strategy)
         after, value = check_pure(step, state, batch=batch)
         assert torch.equal(value, step(state, batch)[1])
         assert after.step == state.step + 1

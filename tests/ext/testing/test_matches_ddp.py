@@ -20,7 +20,9 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         draw = normal(1)
-        self.layer, self.norm, self.branch = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.layer = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.branch = nn.Linear(4, 4)
         self.register_buffer("mask", torch.ones(4, dtype=torch.bool))
         for parameter in self.parameters():
             parameter.data = draw(*parameter.shape, dtype=torch.float32)
@@ -30,27 +32,51 @@ class Net(nn.Module):
         return self.branch(x) if branch else x
 
 
-def compared(*, reduce="mean", keeps=True, syncs=True, branch=lambda rank: True, added=lambda rank: 0.0, steps=2):
-    """Compare a step of Net, which errs as it is told to, with that of DDP."""
-    model, use = fs.functionalize(Net()), branch(my_rank())
+def compare_with_ddp(
+    *,
+    reduce="mean",
+    keeps=True,
+    syncs=True,
+    branch=lambda rank: True,
+    added=lambda rank: 0.0,
+    steps=2,
+):
+    """Compare two steps of Net with those of DDP.
+
+    Args:
+        reduce: As for `value_and_grad`.
+        keeps: Whether the state that a step returns has the new buffers.
+        syncs: Whether a step calls `sync_buffers`.
+        branch: Whether a rank uses the branch.
+        added: What a rank adds to its loss.
+        steps: How many steps.
+    """
+    model = fs.functionalize(Net())
+    use_branch = branch(my_rank())
     params = model.init(fs.zero3(one_axis(), min_shard_elements=0))
 
     def train_step(state, x):
         def loss_fn(params, x):
-            out, buffers = model.apply(params, x, use, buffers=state.buffers)
+            out, buffers = model.apply(params, x, use_branch, buffers=state.buffers)
             return out.square().mean(), buffers
 
         (loss, buffers), grads = fs.value_and_grad(loss_fn, reduce=reduce, has_aux=True)(state.params, x)
-        buffers = fs.sync_buffers(buffers, state.params) if syncs else buffers
+        if syncs:
+            buffers = fs.sync_buffers(buffers, state.params)
         state = fs.update(SGD, state, grads)
-        return state._replace(buffers=buffers) if keeps else state, loss / 2 ** (reduce == "sum") + added(my_rank())
+        if keeps:
+            state = state._replace(buffers=buffers)
+        if reduce == "sum":
+            loss = loss / 2
+        return state, loss + added(my_rank())
 
+    batches = [normal(10 * step + my_rank())(5, 3, dtype=torch.float32) for step in range(steps)]
     return assert_matches_ddp(
         train_step,
         fs.TrainState.create(params, SGD, buffers=model.buffers),
-        [normal(10 * step + my_rank())(5, 3, dtype=torch.float32) for step in range(steps)],
+        batches,
         module=Net(),
-        loss_fn=lambda ddp, x: ddp(x, use).square().mean(),
+        loss_fn=lambda ddp, x: ddp(x, use_branch).square().mean(),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         exact=True,
     )
@@ -58,7 +84,7 @@ def compared(*, reduce="mean", keeps=True, syncs=True, branch=lambda rank: True,
 
 FIRST = "step 0 (counted from 0) is the first that differs from DDP: trees differ\n"
 COUNT = FIRST + "  ['buffers']['norm.num_batches_tracked']: expected equal values, got Expected 1 but got 0"
-# What is wrong, and what the two ranks say of it.
+# Options that make a step wrong, and the texts of the errors on both ranks.
 WRONG = [
     ({"keeps": False}, COUNT, COUNT),
     ({"syncs": False}, "rank 1: " + FIRST + "  ['buffers']['norm", FIRST + "  ['buffers']['norm.running_mean']: "),
@@ -70,7 +96,7 @@ WRONG = [
 @on_ranks("2 processes")
 def test_every_rank_names_the_difference():
     for uses in (lambda rank: True, lambda rank: rank == 0, lambda rank: False):
-        compared(branch=uses)
+        compare_with_ddp(branch=uses)
     for options, *texts in WRONG:
         with pytest.raises(AssertionError, match=re.escape(texts[my_rank()])):
-            compared(**options)
+            compare_with_ddp(**options)
