@@ -3,6 +3,7 @@
 import copy
 import math
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -42,11 +43,16 @@ def dense(module, seed, reset=None):
                 reset(submodule)
             elif method is not None:
                 method()
-    return {name: parameter.detach() for name, parameter in made.named_parameters()}
+    return detached_parameters(made)
 
 
 def init_params(module, seed=0, mode="counter", **options):
-    return fs.functionalize(module).init(fs.ddp(one_axis()), seed=seed, mode=mode, **options)
+    strategy = fs.ddp(one_axis())
+    return fs.functionalize(module).init(strategy, seed=seed, mode=mode, **options)
+
+
+def detached_parameters(module):
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
 class Undrawn(nn.Module):
@@ -54,8 +60,10 @@ class Undrawn(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.tokens, self.c_proj = nn.Embedding(11, 6, padding_idx=2), nn.Linear(6, 6)
-        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 11, bias=False)
+        self.tokens = nn.Embedding(11, 6, padding_idx=2)
+        self.c_proj = nn.Linear(6, 6)
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 11, bias=False)
         self.head.weight = self.tokens.weight
 
     @staticmethod
@@ -94,7 +102,8 @@ class Own(nn.Module):
 
 def odd(module):
     """Reads what a child drew, draws by factories and from a seed of its own, puts others in the place of tensors."""
-    module.weight.copy_(module.inner.weight.mean(0) + torch.randn(7, 5) + torch.rand_like(module.weight))
+    mean = module.inner.weight.mean(0)
+    module.weight.copy_(mean + torch.randn(7, 5) + torch.rand_like(module.weight))
     module.inner.weight.data = module.inner.weight.data * 2
     module.bias = nn.Parameter(torch.randperm(6) + torch.empty(6).bernoulli_(0.4))
     with torch.random.fork_rng():
@@ -122,9 +131,11 @@ class Assorted(nn.Module):
 
     def __init__(self):
         super().__init__()
-        shapes = {"matrix": (37, 29), "cube": (5, 7, 9), "scalar": (), "none": (0, 3), "big": (211, 317)}
-        for name, shape in shapes.items():
-            setattr(self, name, nn.Parameter(torch.empty(shape)))
+        self.matrix = nn.Parameter(torch.empty(37, 29))
+        self.cube = nn.Parameter(torch.empty(5, 7, 9))
+        self.scalar = nn.Parameter(torch.empty(()))
+        self.none = nn.Parameter(torch.empty(0, 3))
+        self.big = nn.Parameter(torch.empty(211, 317))
 
     @torch.no_grad()
     def reset_parameters(self):
@@ -143,8 +154,11 @@ MODULES = {
     "recurrent": Recurrent,
     "attention": lambda: nn.MultiheadAttention(6, 2, kdim=3, vdim=4, add_bias_kv=True),
     "transformer": lambda: nn.Transformer(6, 2, 1, 1, 8, batch_first=True),
-    **{draw.__name__: lambda draw=draw: Own(draw) for draw in (odd, deviating)},
-    **{f.__name__: f for f in (GPT, Assorted, transposed_and_frozen)},
+    "odd": lambda: Own(odd),
+    "deviating": lambda: Own(deviating),
+    "GPT": GPT,
+    "Assorted": Assorted,
+    "transposed_and_frozen": transposed_and_frozen,
 }
 
 
@@ -159,13 +173,14 @@ def test_a_seed_draws_what_drawing_the_whole_module_and_constructing_it_do(devic
         if name in ("convolution", "recurrent", "attention", "transformer"):
             with torch.random.fork_rng():
                 torch.manual_seed(5)
-                assert_same_bits(expected, {path: p.detach() for path, p in make().named_parameters()})
+                assert_same_bits(expected, detached_parameters(make()))
         before, state = everything(module), torch.get_rng_state()
         model = fs.functionalize(module)
         buffers = fs.tree_map(torch.clone, model.buffers)
         params = model.init(fs.zero2(one_axis()), seed=5)
         assert_same_bits(fs.unshard(params), expected)
-        assert all(leaf.spec.frozen is not module.get_parameter(path).requires_grad for path, leaf in params.items())
+        for path, leaf in params.items():
+            assert leaf.spec.frozen is not module.get_parameter(path).requires_grad
         assert_same_bits(torch.get_rng_state(), state)
         if device == "cpu":
             assert_untouched(module, before)
@@ -178,14 +193,25 @@ DRAWN = {"replay": ("attention", "GPT", "deviating"), "counter": ("recurrent", "
 LAYOUTS = ("ddp", "zero2 of every leaf", "last dim", "one dim over two axes", "two dims")
 
 
-@pytest.mark.parametrize("world_size", (4, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 3))))
+def expected_parameters(module, seed, mode, reset=None):
+    """The oracle for "replay"; for "counter" what one rank draws."""
+    if mode == "replay":
+        return dense(module, seed, reset)
+    return fs.unshard(init_params(module, seed, reset=reset))
+
+
+SLOW_SIZES = [pytest.param(size, marks=pytest.mark.slow) for size in (2, 3)]
+
+
+@pytest.mark.parametrize("world_size", (4, *SLOW_SIZES))
 def test_every_world_size_and_strategy_draws_the_same(world_size):
     """Ranks compare what they drew and what was left out, and nothing else travels."""
     cases = []
-    for mode, name in ((mode, name) for mode, names in DRAWN.items() for name in names):
-        with torch.device("meta"):
-            module = MODULES[name]()
-        cases.append((module, mode, dense(module, 5) if mode == "replay" else fs.unshard(init_params(module, 5))))
+    for mode, names in DRAWN.items():
+        for name in names:
+            with torch.device("meta"):
+                module = MODULES[name]()
+            cases.append((module, mode, expected_parameters(module, 5, mode)))
 
     def program():
         for module, mode, expected in cases:
@@ -215,12 +241,14 @@ def test_reset_sets_the_values_of_each_submodule(mode):
 
     def program():
         model = fs.functionalize(bare)
-        params = model.init(fs.zero3(one_axis(), min_shard_elements=0), seed=3, mode=mode, reset=reset)
-        # A rank holds its part, and not the memory of what it was cut from.
-        assert all(leaf.local.untyped_storage().nbytes() == leaf.local.nbytes for leaf in params.values())
+        strategy = fs.zero3(one_axis(), min_shard_elements=0)
+        params = model.init(strategy, seed=3, mode=mode, reset=reset)
+        # A rank holds its part, and not the memory of the tensor that it was cut from.
+        for leaf in params.values():
+            assert leaf.local.untyped_storage().nbytes() == leaf.local.nbytes
         return fs.unshard(params)
 
-    expected = dense(bare, 3, reset) if mode == "replay" else fs.unshard(init_params(bare, 3, reset=reset))
+    expected = expected_parameters(bare, 3, mode, reset)
     assert_same_bits(spmd(program, 2), [expected] * 2)
 
 
@@ -242,20 +270,22 @@ def test_wrappers_do_not_draw_what_lies_inside_of_them_again(mode, wrapper):
     """They have the methods of the module inside, which is drawn by itself."""
 
     def made(wrap):
-        return nn.Sequential(nn.Linear(5, 5), wrap(nn.BatchNorm1d(5)), wrap(nn.Linear(5, 5)), nn.Linear(5, 5))
+        inside = [wrap(nn.BatchNorm1d(5)), wrap(nn.Linear(5, 5))]
+        return nn.Sequential(nn.Linear(5, 5), *inside, nn.Linear(5, 5))
 
-    def duck_typed(part):
+    def reset_by_names(part):
         for name in ("weight", "bias"):
             if hasattr(part, name):
                 nn.init.normal_(getattr(part, name))
 
-    for options in ({}, {"reset": duck_typed}):
+    for options in ({}, {"reset": reset_by_names}):
         wrapped = init_params(made(WRAPPERS[wrapper]), mode=mode, **options)
         plain = init_params(made(lambda part: part), mode=mode, **options)
         # Of modules that are drawn one after another, the last shows whether numbers were drawn in between.
         names = list(plain) if wrapper == "checkpointed" or mode == "replay" else ["0.weight", "3.weight", "3.bias"]
-        locals_of = {name.replace("_orig_mod.", ""): leaf.local for name, leaf in wrapped.items()}
-        assert_same_bits({name: locals_of[name] for name in names}, {name: plain[name].local for name in names})
+        wrapped = {name.replace("_orig_mod.", ""): leaf for name, leaf in wrapped.items()}
+        for name in names:
+            assert_same_bits(wrapped[name].local, plain[name].local)
 
 
 class HalfDrawn(nn.Linear):
@@ -267,13 +297,14 @@ class HalfDrawn(nn.Linear):
 def test_ranks_refuse_together():
     """Under "counter" only the ranks that have the elements left out see it."""
     mesh = one_axis()
-    model, strategy = fs.functionalize(HalfDrawn(3, 8, bias=False)), fs.zero2(mesh, min_shard_elements=0)
-    texts = [text_of(lambda m=mode: model.init(strategy, seed=0, mode=m)) for mode in MODES]
+    model = fs.functionalize(HalfDrawn(3, 8, bias=False))
+    strategy = fs.zero2(mesh, min_shard_elements=0)
+    texts = [text_of(partial(model.init, strategy, seed=0, mode=mode)) for mode in MODES]
     assert all("elements left out by reset_parameters" in text for text in texts)
-    with pytest.raises(
-        ValueError, match=r"(?s)ranks hold different trees.*drawn from seed [13] by uniform_\("
-    ) as caught:
-        fs.functionalize(nn.Linear(2, 2)).init(fs.zero2(mesh), seed=mesh.get_rank(), mode="counter")
+    model, seed = fs.functionalize(nn.Linear(2, 2)), mesh.get_rank()
+    text = r"(?s)ranks hold different trees.*drawn from seed [13] by uniform_\("
+    with pytest.raises(ValueError, match=text) as caught:
+        model.init(fs.zero2(mesh), seed=seed, mode="counter")
     return texts, str(caught.value)
 
 
@@ -310,7 +341,8 @@ def test_buffers_that_are_drawn_have_values(mode):
     def program():
         model = fs.functionalize(module)
         before = model.buffers
-        params = model.init(fs.zero2(one_axis(), min_shard_elements=0), seed=3, mode=mode)
+        strategy = fs.zero2(one_axis(), min_shard_elements=0)
+        params = model.init(strategy, seed=3, mode=mode)
         assert all(buffer.is_meta for buffer in before.values())
         return fs.unshard(params), model.buffers
 
@@ -320,24 +352,28 @@ def test_buffers_that_are_drawn_have_values(mode):
             expected["2.features"] = buffers["2.features"]
         assert_same_bits(buffers, expected)
         if mode == "replay":
-            assert_same_bits(params, {name: p.detach() for name, p in built.named_parameters()})
+            assert_same_bits(params, detached_parameters(built))
     for buffer in built.buffers():
         buffer.fill_(7)
     model = fs.functionalize(built)
     model.init(fs.ddp(one_axis()), seed=3, mode=mode)
-    assert all(buffer.eq(7).all() for buffer in [*model.buffers.values(), *built.buffers()])
+    for buffer in (*model.buffers.values(), *built.buffers()):
+        assert buffer.eq(7).all()
 
 
 def test_buffers_that_nobody_draws_are_asked_for():
     model = fs.functionalize(rotary("meta", has_mask=True).eval())
     params = model.init(fs.ddp(one_axis()), seed=3)
-    assert text_of(lambda: model.apply(params, torch.ones(5, 4), buffers=model.buffers)) == (
+    x = torch.ones(5, 4)
+    text = text_of(lambda: model.apply(params, x, buffers=model.buffers))
+    assert text == (
         "apply: buffers have no values\n"
         "  ['2.mask']: expected a tensor with values, got a tensor on the meta device\n"
         "To fix: pass buffers= with values for them, such as buffers=state.buffers inside fs.plan, or write to "
         "them in the module's reset_parameters."
     )
-    model.apply(params, torch.ones(5, 4), buffers=model.buffers | {"2.mask": torch.ones(4, 4).tril()})
+    buffers = model.buffers | {"2.mask": torch.ones(4, 4).tril()}
+    model.apply(params, x, buffers=buffers)
 
 
 # Counter: numbers that belong to their elements.
@@ -368,21 +404,26 @@ def test_values_have_their_distribution(dtype):
     """Kolmogorov and Smirnov's distance, to which rounding adds at most a step of the dtype."""
     for draw, cdf in DISTRIBUTIONS:
         x = sample(draw, dtype).flatten().sort().values
-        n, step = len(x), x.abs() * step_at_one(dtype)
+        n = len(x)
+        step = x.abs() * step_at_one(dtype)
         above = torch.searchsorted(x, x, right=True) / n - cdf(x)
         below = cdf(x) - torch.searchsorted(x, x) / n
         # The distance exceeds z / sqrt(n) with a probability of 2 exp(-2 z^2): here as seldom as SIGMAS deviations.
-        bound = math.sqrt(-math.log(math.erfc(SIGMAS / math.sqrt(2)) / 2) / 2 / n)
-        assert (torch.maximum(above, below) - cdf(x + step) + cdf(x - step)).max() < bound
+        probability = math.erfc(SIGMAS / math.sqrt(2))
+        bound = math.sqrt(-math.log(probability / 2) / 2 / n)
+        rounding = cdf(x + step) - cdf(x - step)
+        assert (torch.maximum(above, below) - rounding).max() < bound
 
 
 def test_views_are_followed():
     """Against the same operators on full tensors, where they do not draw."""
     full = {name: leaf.local for name, leaf in init_params(Assorted()).items()}
-    matrix, expected = full["matrix"], torch.full((5, 7), 7.0)
-    assert matrix[4, [i for i in range(29) if i != 7]].eq(0).all()
+    matrix = full["matrix"]
+    other_columns = [i for i in range(29) if i != 7]
+    assert matrix[4, other_columns].eq(0).all()
     assert matrix[1:30:5, 7].gt(5).all()
     assert matrix[31, 7].gt(15)
+    expected = torch.full((5, 7), 7.0)
     expected.view(-1)[torch.arange(8, 315, 9) % 11 == 0] -= 1
     assert full["cube"][..., 8].equal(expected)
     assert full["big"].max() == 1
@@ -436,9 +477,11 @@ def peak_bytes(make):
 @pytest.mark.parametrize("mode", MODES)
 def test_the_peak_is_the_outermost_submodule_that_draws_and_the_shards(mode):
     with torch.device("meta"):
-        module = nn.Sequential(*(nn.Linear(WIDTH, 4 * WIDTH) for _ in range(LAYERS)))
+        layers = [nn.Linear(WIDTH, 4 * WIDTH) for _ in range(LAYERS)]
+    module = nn.Sequential(*layers)
     total = sum(parameter.nbytes for parameter in module.parameters())
-    model, strategy = fs.functionalize(module), fs.zero3(one_axis(), min_shard_elements=0)
+    model = fs.functionalize(module)
+    strategy = fs.zero3(one_axis(), min_shard_elements=0)
     # What is imported and remembered at first is not counted.
     model.init(strategy, seed=0, mode=mode)
     peak = peak_bytes(lambda: model.init(strategy, seed=0, mode=mode))
