@@ -370,7 +370,8 @@ def check_a_rank_that_does_not_come_is_named_at_the_timeout(broken, place, size,
 @pytest.mark.parametrize("size", (2, 4))
 @pytest.mark.parametrize("name, place", [("collectives", "between"), ("checkpoints", "again")])
 def test_a_rank_that_does_not_come_is_named_at_the_timeout(name, place, size):
-    check_a_rank_that_does_not_come_is_named_at_the_timeout(PROGRAMS[name][0], place, size)
+    # Four processes share the cores of a small machine, where one that is merely slow must not miss the timeout.
+    check_a_rank_that_does_not_come_is_named_at_the_timeout(PROGRAMS[name][0], place, size, timeout=1.5 * size)
 
 
 @pytest.mark.slow

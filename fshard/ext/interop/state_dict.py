@@ -10,7 +10,12 @@ from fshard.ext.interop.module_exchange import ModuleExchange
 from fshard.extend import Entry, Problem, describe, expect, hash_of, refuse
 
 
-def to_state_dict(params: Any, *, module: nn.Module | None = None, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+def to_state_dict(
+    params: Any,
+    *,
+    module: nn.Module | None = None,
+    rank0_only: bool = False,
+) -> dict[str, torch.Tensor]:
     """Gather a plain state dict, for `module.load_state_dict` or `torch.save`. Every rank must call this.
 
     Args:
@@ -42,7 +47,11 @@ def to_state_dict(params: Any, *, module: nn.Module | None = None, rank0_only: b
 
 
 def from_state_dict(
-    state_dict: Mapping[str, Any], like: Any, *, module: nn.Module | None = None, cast: bool = False
+    state_dict: Mapping[str, Any],
+    like: Any,
+    *,
+    module: nn.Module | None = None,
+    cast: bool = False,
 ) -> Any:
     """Cut this rank's shard out of each tensor of a plain state dict. Every rank must call this, with the same dict.
 
