@@ -12,7 +12,7 @@
 - `check_matches`: refuses masks that match no leaf.
 - `check_numbers`: refuses arguments that are no numbers of a `Range`.
 - `check_tensors`: refuses leaves that are no tensors.
-- `counted`: new counts of the updates of each leaf, one more where it has a gradient.
+- `count_updates`: new counts of the updates of each leaf, one more if it has a gradient.
 - `custom_call`: a differentiable function that communicates in its forward and its backward.
 - `describe`: says what a value is, for an error.
 - `drawing`: how values of a module are drawn: copies of modules, tensors to draw, the functions that draw them.
@@ -27,7 +27,6 @@
 - `fingerprint`: a text of a leaf and its spec, for ranks to compare.
 - `flatten`: the leaves of a tree with their paths and specs, and its `unflatten` of other leaves.
 - `fold_views_and_remove_dead_nodes`: removes from a graph what repeats or what nobody uses.
-- `for_trained`: maps over the leaves that take a gradient; None in the place of others.
 - `FRACTION`: a `Range`: 0 or more and below 1.
 - `FullyShard`: the transform of `fully_shard`, for one that sends otherwise.
 - `graph_nodes`: what an operator of a graph reads, writes, sends and draws.
@@ -52,6 +51,7 @@
 - `LOCATED`: set to True by `setting`, it lets nodes of a graph keep the stack that made them.
 - `make_aval`: the properties of a tensor without its values.
 - `map_leaves`: maps over the leaves that `flatten` finds, Sharded ones kept whole.
+- `map_trained_leaves`: maps over the leaves that take a gradient; others become None.
 - `MASK`: what a mask of leaves is, in words for an error.
 - `masked_transform`: a transform for the leaves that a mask matches, and another for the others.
 - `matches`: whether a mask matches a leaf.
@@ -134,7 +134,7 @@ from fshard.jit.signature import make_aval
 from fshard.jit.trace import trace
 from fshard.mesh import fake_axes, process_rank, ranks_of
 from fshard.optim.from_torch import TorchState
-from fshard.optim.leaves import counted, for_trained, no_updates, partition_axes, zero
+from fshard.optim.leaves import count_updates, map_trained_leaves, no_updates, partition_axes, zero
 from fshard.random import words_at
 from fshard.reduction_order import ReductionOrder, find_order
 from fshard.rounding import tolerance
@@ -204,7 +204,7 @@ __all__ = [
     "check_matches",
     "check_numbers",
     "check_tensors",
-    "counted",
+    "count_updates",
     "custom_call",
     "describe",
     "drawing",
@@ -216,7 +216,6 @@ __all__ = [
     "fingerprint",
     "flatten",
     "fold_views_and_remove_dead_nodes",
-    "for_trained",
     "graph_nodes",
     "grouped",
     "hash_of",
@@ -236,6 +235,7 @@ __all__ = [
     "local_ranges",
     "make_aval",
     "map_leaves",
+    "map_trained_leaves",
     "masked_transform",
     "matches",
     "named_buffers",

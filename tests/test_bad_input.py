@@ -242,9 +242,9 @@ GRADIENTS = [
     setup(
         "an optimizer that looks across elements",
         fs.TrainState.create,
-        "from_torch: Muon looks across the elements of a leaf\n"
-        "  ['a']: expected a whole one, got a leaf that is split\n"
-        "To fix: keep leaves whole with fs.ddp, or choose an elementwise optimizer.",
+        "from_torch: Muon looks across the elements of a leaf, so it cannot step shards\n"
+        "  ['a']: is split over 'shard'\n"
+        "To fix: keep leaves whole with fs.ddp, step them with fs.whole, or choose an elementwise optimizer.",
         lambda w: fs.shard({"a": ones(4, 3)}, fs.zero2(w.mesh, min_shard_elements=0)),
         lambda w: fs.from_torch(torch.optim.Muon),
     ),

@@ -3,23 +3,26 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
 from fshard import _compat
 from fshard.errors import expect, refuse
-from fshard.optim.leaves import counted, no_updates, partition_axes, zero
+from fshard.optim.leaves import count_updates, no_updates, partition_axes, zero
 from fshard.reduction_order import ReductionOrder, find_order
 from fshard.rounding import half_the_digits
 from fshard.tree import Flat, Tree, flatten, is_trained, leaves_of, like, map_leaves, map_nodes, tensor_of, tensors_of
 from fshard.tree.checks import check_floating, describe
 from fshard.update import Optimizer, Updated
 
-# By names of the torch class: the state of a parameter, and hyperparameters.
+# By the names of the torch class: its state of one parameter, and its hyperparameters.
 State = dict[str, Any]
+States = Sequence[State]
 Hyper = dict[str, Any]
 Tensors = Sequence[torch.Tensor]
+Names = Sequence[str]
 Make = partial[torch.optim.Optimizer]
 
 
@@ -27,11 +30,12 @@ class TorchState(NamedTuple):
     """State of an optimizer made by `from_torch`.
 
     Attributes:
-        updates: Updates made, which schedules are called with: an int64 tensor of shape ().
-        slots: State that the torch class keeps for each parameter, by its names (exp_avg, momentum_buffer, ...): trees
-            in the structure of the parameters, Sharded as they are.
-        hyper: Hyperparameters that were injected, by name: float64 tensors of shape (), which a caller may replace.
-        counts: For classes whose first step is of its own kind: updates made of each leaf, int64 tensors of shape ().
+        updates: The number of updates made, which schedules are called with: an int64 tensor of shape ().
+        slots: The state that the torch class keeps for each parameter, by its names (exp_avg, momentum_buffer, ...):
+            trees in the structure of the parameters, sharded as they are.
+        hyper: The injected hyperparameters by name: float64 tensors of shape (), which you may replace.
+        counts: The number of updates of each leaf, int64 tensors of shape (); empty for most classes, whose first step
+            is like any other.
     """
 
     updates: torch.Tensor
@@ -46,29 +50,32 @@ class TorchState(NamedTuple):
 
 
 def from_torch(
-    cls: type[torch.optim.Optimizer], *, inject: Sequence[str] = (), reduction_order: str | None = None, **hyper: Any
+    cls: type[torch.optim.Optimizer],
+    *,
+    inject: Names = (),
+    reduction_order: str | None = None,
+    **hyper: Any,
 ) -> Optimizer:
-    """Make a pure optimizer of a torch.optim class, bit for bit the class's own arithmetic.
+    """Make a pure optimizer of a torch.optim class. Updates have the bits of the class's own steps.
 
     Args:
-        cls: The class, such as torch.optim.AdamW; its maths must be elementwise where leaves are sharded.
-        inject: Names of numbers among its arguments that the state is to hold, as optax.inject_hyperparams does: they
-            can be read there, after a schedule too, and replaced without a new optimizer.
-        reduction_order: "tree" refuses kernels that round an element by where it stands in its shard, so that updates
-            have the same bits at any world size: fused ones, and those of half precision whose last few elements
-            differ.
-        **hyper: Its keyword arguments (lr, betas, fused, ...). A function stands for a schedule: it is called with the
-            number of updates made so far, an int64 tensor of shape (), and returns the value, as in Optax. One that is
-            to be jitted is written in tensor operations: torch.where in the place of a branch, and no int(count).
+        cls: The class, such as torch.optim.AdamW. If leaves are sharded, its math must be elementwise.
+        inject: The names of numeric arguments that the state holds, as with optax.inject_hyperparams. You can read them
+            there, also those of schedules, and replace them without a new optimizer.
+        reduction_order: "tree" makes updates have the same bits at any world size. It refuses kernels that round an
+            element by its place in the shard: fused ones, and those of half precision, which treat the last few
+            elements differently.
+        **hyper: The keyword arguments of the class (lr, betas, fused, ...). A function is a schedule, as in Optax: it
+            is called with the number of updates made so far, an int64 tensor of shape (), and returns the value. To be
+            jitted, it must be written in tensor operations: torch.where instead of a branch, and no int(count).
 
     Returns:
-        The optimizer. Its state keeps the parameters' specs.
+        The optimizer. Its state is sharded as the parameters are.
 
     Raises:
-        ValueError: if `cls` is no such class; from init, if a leaf cannot take a gradient, or the class looks across
-            the elements of one that is sharded, or with reduction_order="tree" rounds elements by where they stand.
-            Torch's own error, if the class refuses its arguments, or cannot step without a closure or on dense
-            gradients.
+        ValueError: if `cls` is not a torch.optim class; from init, if a leaf cannot take a gradient, if the class looks
+            across the elements of a sharded leaf, or if it rounds elements by their place with reduction_order="tree".
+            Torch's own error if the class refuses its arguments, needs a closure, or cannot step on dense gradients.
 
     >>> import fshard as fs
     >>> tx = from_torch(torch.optim.SGD, lr=lambda count: 0.1 * 0.5**count)
@@ -76,260 +83,370 @@ def from_torch(
     >>> params["w"], state.updates
     (tensor([0.9000, 0.9000]), tensor(1))
     """
-    known = isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
-    expect(known, "from_torch", "cls to be a torch.optim class", describe(cls), "pass its arguments by name")
+    is_class = isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
+    expect(is_class, "from_torch", "cls to be a torch.optim class", describe(cls), "pass its arguments by name")
     order = find_order("from_torch", reduction_order)
-    initial = hyper | evaluated(hyper, zero(), {})
-    make = partial(cls, **initial)
-    # A class refuses `capturable` on small CPU tensors.
-    trial = partial(cls, **{name: value for name, value in initial.items() if name != "capturable"})
-    scalars, anew, writes = observe(trial)
-    # By other values than those observed, a class may write to gradients; its rate never decides that.
-    writes = writes or any(callable(hyper[name]) or name in inject for name in hyper if name != "lr")
-
-    # Kernels of torch that are neither read the counts of steps on the host.
-    on_device = bool(hyper.get("fused") or hyper.get("capturable"))
-
-    def init(params: Tree) -> TorchState:
-        flat = flatten(params)
-        check_floating("from_torch", flat)
-        _refuse_split(trial, flat, order)
-        trained = [i for i, leaf in enumerate(flat.leaves) if is_trained(leaf)]
-        states = start_states(make, [owned(tensor_of(flat.leaves[i])) for i in trained])
-        held = {name: torch.tensor(float(initial[name]), dtype=torch.float64) for name in inject}
-        slots = _slots({}, flat, trained, states, scalars)
-        return TorchState(zero(), slots, held, no_updates(params) if anew else ())
-
-    def update(grads: Tree, state: TorchState, params: Tree, donate: bool = False) -> Updated:
-        flat = flatten(params)
-        now = evaluated(hyper, state.updates, state.hyper)
-        before = {name: leaves_of(slot) for name, slot in state.slots.items()}
-        counts = counted(state.counts, grads) if anew else ()
-        taken = _taken(grads, flat, writes)
-        begun = _have_begun(counts, [*taken]) if anew else [True for _ in taken]
-        kept = _kept(before, [*taken], begun, donate)
-        tensors = [owned(tensor, donate) for tensor in tensors_of([flat.leaves[i] for i in taken])]
-        if not on_device and (accelerator := _accelerator_of(kept, scalars)):
-            kept = _numbers_on(torch.device("cpu"), kept, scalars)
-            states = _numbers_on(accelerator, stepped(make, tensors, [*taken.values()], kept, now), scalars)
-        else:
-            states = stepped(make, tensors, [*taken.values()], kept, now)
-        slots = state.slots | _slots(before, flat, [*taken], states, scalars)
-        held = {name: torch.as_tensor(now[name], dtype=torch.float64).detach() for name in state.hyper}
-        params = flat.unflatten(_put(flat.leaves, flat, [*taken], tensors))
-        return params, TorchState(state.updates + 1, slots, held, counts)
-
-    return Optimizer(init, update, partial(update, donate=True))
+    initial = hyper | _evaluate(hyper, zero(), {})
+    # Torch refuses `capturable` for small CPU tensors.
+    trial_hyper = {name: value for name, value in initial.items() if name != "capturable"}
+    make_for_trial = partial(cls, **trial_hyper)
+    number_names, is_first_step_special, writes_gradients = _observe(make_for_trial)
+    changing = {name for name in hyper if callable(hyper[name]) or name in inject}
+    wrapped = _WrappedClass(
+        hyper=hyper,
+        inject=inject,
+        make=partial(cls, **initial),
+        make_for_trial=make_for_trial,
+        number_names=number_names,
+        is_first_step_special=is_first_step_special,
+        # With other values than in the trial, a class may write to gradients. Its learning rate does not decide that.
+        may_write_gradients=writes_gradients or bool(changing - {"lr"}),
+        order=order,
+    )
+    update = partial(_update, wrapped)
+    return Optimizer(partial(_init, wrapped), update, partial(update, donate=True))
 
 
-def _taken(grads: Tree, flat: Flat, copies: bool) -> dict[int, torch.Tensor]:
-    """Return the gradients of trained leaves by the leaves' numbers, as autograd accumulates gradients.
+class _WrappedClass(NamedTuple):
+    """A torch class with its hyperparameters.
 
-    Classes read the memory of complex ones, without lazy bits.
+    Attributes:
+        hyper: The hyperparameters, schedules among them.
+        inject: The names of those that the state holds.
+        make: Makes the torch optimizer, with the hyperparameters before the first update.
+        make_for_trial: Makes one for small CPU tensors.
+        number_names: The names of state that is one number for a whole leaf, such as a step count.
+        is_first_step_special: Whether a first step from zeros differs from one without a state.
+        may_write_gradients: Whether a step may write to gradients, with other hyperparameters too.
+        order: The order of additions.
     """
-    taken = {}
-    for i, (grad, leaf) in enumerate(zip(tensors_of(leaves_of(grads)), flat.leaves, strict=True)):
+
+    hyper: Hyper
+    inject: Names
+    make: Make
+    make_for_trial: Make
+    number_names: Names
+    is_first_step_special: bool
+    may_write_gradients: bool
+    order: ReductionOrder
+
+
+class _Selection(NamedTuple):
+    """The leaves that an update changes.
+
+    Attributes:
+        flat: All parameters.
+        positions: The positions of the leaves among them.
+    """
+
+    flat: Flat
+    positions: list[int]
+
+    def take(self, leaves: Sequence[Any]) -> list[Any]:
+        """Take the tensors at these positions."""
+        return tensors_of([leaves[i] for i in self.positions])
+
+    def put(self, leaves: Sequence[Any], values: Sequence[Any], *, is_number: bool = False) -> Tree:
+        """Make a tree with values at these positions, in the specs of the parameters.
+
+        Args:
+            leaves: The leaves at all positions; where a value is None, they stay.
+            values: The values at these positions.
+            is_number: Whether a tensor is one number for a whole leaf, which has no spec.
+        """
+        new_leaves = list(leaves)
+        for i, old, value in zip(self.positions, self.take(leaves), values, strict=True):
+            if value is not None and value is not old:
+                is_plain = is_number or not isinstance(value, torch.Tensor)
+                new_leaves[i] = value if is_plain else like(self.flat.leaves[i], value)
+        return self.flat.unflatten(new_leaves)
+
+
+def _init(wrapped: _WrappedClass, params: Tree) -> TorchState:
+    flat = flatten(params)
+    check_floating("from_torch", flat)
+    _refuse_split_leaves(wrapped.make_for_trial, flat, wrapped.order)
+    selection = _Selection(flat, [i for i, leaf in enumerate(flat.leaves) if is_trained(leaf)])
+    tensors = [_make_writable(tensor) for tensor in selection.take(flat.leaves)]
+    states = _make_start_states(wrapped.make, tensors)
+    slots = _make_slots({}, selection, states, wrapped.number_names)
+    initial = wrapped.make.keywords
+    hyper = {name: torch.tensor(float(initial[name]), dtype=torch.float64) for name in wrapped.inject}
+    counts = no_updates(params) if wrapped.is_first_step_special else ()
+    return TorchState(zero(), slots, hyper, counts)
+
+
+def _update(wrapped: _WrappedClass, grads: Tree, state: TorchState, params: Tree, donate: bool = False) -> Updated:
+    flat = flatten(params)
+    hyper = _evaluate(wrapped.hyper, state.updates, state.hyper)
+    slots = {name: leaves_of(slot) for name, slot in state.slots.items()}
+    gradients = _collect_gradients(grads, flat, copy=wrapped.may_write_gradients)
+    selection = _Selection(flat, list(gradients))
+    counts: Tree = ()
+    has_begun = [True] * len(gradients)
+    if wrapped.is_first_step_special:
+        counts = count_updates(state.counts, grads)
+        has_begun = _have_begun(selection.take(leaves_of(counts)))
+    states = _take_states(slots, selection, has_begun, donate)
+    tensors = [_make_writable(tensor, donate) for tensor in selection.take(flat.leaves)]
+    states = _step(wrapped, tensors, list(gradients.values()), states, hyper)
+    new_slots = _make_slots(slots, selection, states, wrapped.number_names)
+    new_hyper = {name: torch.as_tensor(hyper[name], dtype=torch.float64).detach() for name in state.hyper}
+    new_state = TorchState(state.updates + 1, state.slots | new_slots, new_hyper, counts)
+    return selection.put(flat.leaves, tensors), new_state
+
+
+def _evaluate(hyper: Hyper, count: torch.Tensor, injected: Hyper) -> Hyper:
+    """Evaluate the hyperparameters that change: schedules are called, and others may be injected by the state."""
+    values = injected | {name: value(count) for name, value in hyper.items() if callable(value)}
+    # Torch's classes take a number for every hyperparameter, but not a tensor. A trace does not have numbers yet.
+    if hyper.get("capturable") or _compat.is_tracing():
+        return values
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor):
+            values[name] = value.item()
+    return values
+
+
+def _collect_gradients(grads: Tree, flat: Flat, *, copy: bool) -> dict[int, torch.Tensor]:
+    """Collect the gradients of trained leaves by position, without lazy bits, because classes read their memory."""
+    gradients = {}
+    rows = zip(tensors_of(leaves_of(grads)), flat.leaves, strict=True)
+    for i, (grad, leaf) in enumerate(rows):
         if grad is not None and is_trained(leaf):
-            plain = (grad.detach() if grad.requires_grad else grad).resolve_conj().resolve_neg()
-            taken[i] = owned(plain) if copies else plain.contiguous()
-    return taken
+            plain = grad.resolve_conj().resolve_neg()
+            gradients[i] = _make_writable(plain, in_place=not copy)
+    return gradients
 
 
-def _have_begun(counts: Tree, numbers: Sequence[int]) -> list[bool]:
-    """Tell of some leaves whether they were updated before, by counts that include the update under way."""
-    leaves = leaves_of(counts)
-    on_host = _moved([leaves[i] for i in numbers], torch.device("cpu"))
-    return [int(count) > 1 for count in on_host]
+def _make_writable(value: Any, in_place: bool = False) -> Any:
+    """Return a tensor for torch to write to: a copy, or with `in_place` the same memory. Other values stay.
+
+    It is contiguous, because fused kernels on the CPU ignore strides.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    # Detach only if necessary: each operator takes about a millisecond of a trace.
+    plain = value.detach() if value.requires_grad else value
+    return plain.contiguous() if in_place else plain.clone(memory_format=torch.contiguous_format)
 
 
-def _kept(
-    before: Mapping[str, Sequence[Any]], numbers: Sequence[int], begun: Sequence[bool], donate: bool
-) -> list[State]:
-    """Turn slots into torch's states of some leaves, for torch to write to; those that have not begun have none."""
-    states: list[State] = [{} for _ in numbers]
-    for name, slot in before.items():
-        for state, tensor, has_begun in zip(states, tensors_of([slot[i] for i in numbers]), begun, strict=True):
-            if has_begun and tensor is not None:
-                state[name] = owned(tensor, donate)
+def _have_begun(counts: Tensors) -> list[bool]:
+    """Tell for leaves whether they were updated before, by counts that include the current update."""
+    return [int(count) > 1 for count in _move_numbers(counts, torch.device("cpu"))]
+
+
+def _take_states(
+    slots: Mapping[str, Sequence[Any]],
+    selection: _Selection,
+    has_begun: Sequence[bool],
+    donate: bool,
+) -> States:
+    """Take torch's states of leaves out of the slots, for torch to write to. Leaves that have not begun have none."""
+    states: list[State] = [{} for _ in has_begun]
+    for name, slot in slots.items():
+        for state, tensor, begun in zip(states, selection.take(slot), has_begun, strict=True):
+            if begun and tensor is not None:
+                state[name] = _make_writable(tensor, donate)
     return states
 
 
-def _accelerator_of(states: Sequence[State], names: set[str]) -> torch.device | None:
-    """Find the accelerator that numbers of states are on, as inside `skip_nonfinite`; None for the processor."""
-    first = next((state for state in states if state), {})
-    devices = {first[name].device for name in names & first.keys()}
-    return next((device for device in devices if device.type not in ("cpu", "meta")), None)
+def _make_slots(
+    slots: Mapping[str, Sequence[Any]],
+    selection: _Selection,
+    states: States,
+    number_names: Names,
+) -> dict[str, Tree]:
+    """Make slots of torch's new states. Other leaves keep what they have in the old slots."""
+    new_slots = {}
+    for name in dict.fromkeys(chain.from_iterable(states)):
+        leaves = slots.get(name) or [None] * len(selection.flat.leaves)
+        values = [state.get(name) for state in states]
+        new_slots[name] = selection.put(leaves, values, is_number=name in number_names)
+    return new_slots
 
 
-def _moved(numbers: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Copy numbers to a device, all at once: the host waits for each copy to the processor."""
-    if not numbers or numbers[0].device == device:
-        return list(numbers)
-    return list(torch.stack(list(numbers)).to(device, non_blocking=device.type != "cpu").unbind())
+def _step(wrapped: _WrappedClass, tensors: Tensors, grads: Tensors, states: States, hyper: Hyper) -> States:
+    """Step tensors in place, with the numbers of their states where the class reads them, and return the new states."""
+    names = wrapped.number_names
+    # Torch's other kernels read step counts on the host.
+    reads_on_device = wrapped.hyper.get("fused") or wrapped.hyper.get("capturable")
+    accelerator = None if reads_on_device else _find_accelerator(states, names)
+    if accelerator is None:
+        return _step_in_place(wrapped.make, tensors, grads, states, hyper)
+    states = _put_numbers_on(torch.device("cpu"), states, names)
+    states = _step_in_place(wrapped.make, tensors, grads, states, hyper)
+    return _put_numbers_on(accelerator, states, names)
 
 
-def _numbers_on(device: torch.device, states: Sequence[State], names: set[str]) -> list[State]:
-    """Return states whose numbers of some names are on a device."""
-    moved = [dict(state) for state in states]
-    for name in sorted(names):
-        holders = [state for state in moved if name in state]
-        numbers = _moved([state[name] for state in holders], device)
+def _find_accelerator(states: States, number_names: Names) -> torch.device | None:
+    """Find the accelerator that holds the numbers of states, as inside `skip_nonfinite`; None if the CPU does."""
+    first: State = next(filter(None, states), {})
+    for name in number_names:
+        if name in first and first[name].device.type not in ("cpu", "meta"):
+            return first[name].device
+    return None
+
+
+def _put_numbers_on(device: torch.device, states: States, number_names: Names) -> States:
+    """Return states whose numbers are on a device."""
+    new_states = [dict(state) for state in states]
+    for name in number_names:
+        holders = [state for state in new_states if name in state]
+        numbers = _move_numbers([state[name] for state in holders], device)
         for state, number in zip(holders, numbers, strict=True):
             state[name] = number
-    return moved
+    return new_states
 
 
-def _put(old: Sequence[Any], flat: Flat, numbers: Sequence[int], new: Sequence[Any], alone: bool = False) -> list[Any]:
-    """Put values in the place of some leaves that have others; `alone` of numbers for a whole leaf."""
-    leaves = list(old)
-    for i, was, value in zip(numbers, tensors_of([leaves[i] for i in numbers]), new, strict=True):
-        if value is not None and value is not was:
-            leaves[i] = value if alone or not isinstance(value, torch.Tensor) else like(flat.leaves[i], value)
-    return leaves
+def _move_numbers(numbers: Tensors, device: torch.device) -> Tensors:
+    """Copy numbers to a device in one copy, because the host waits for each copy to the CPU."""
+    if not numbers or numbers[0].device == device:
+        return numbers
+    return torch.stack(list(numbers)).to(device, non_blocking=device.type != "cpu").unbind()
 
 
-def _slots(
-    before: Mapping[str, Sequence[Any]], flat: Flat, numbers: Sequence[int], states: Sequence[State], scalars: set[str]
-) -> dict[str, Tree]:
-    """Turn torch's states of some leaves into trees by the states' names; other leaves keep theirs."""
-    slots = {}
-    for name in dict.fromkeys(name for state in states for name in state):
-        old = before.get(name) or [None] * len(flat.leaves)
-        new = [state.get(name) for state in states]
-        slots[name] = flat.unflatten(_put(old, flat, numbers, new, name in scalars))
-    return slots
+@torch.no_grad()
+def _step_in_place(make: Make, tensors: Tensors, grads: Tensors, states: States, hyper: Hyper) -> States:
+    """Step tensors in place, and return the class's new states of them."""
+    new_states = list(states)
+    begun = [i for i, state in enumerate(states) if state]
+    fresh = [i for i, state in enumerate(states) if not state]
+    # One after the other, because fused SGD fails on a list in which only some tensors have a momentum.
+    for part in filter(None, (begun, fresh)):
+        optimizer = _build_optimizer(make, [tensors[i] for i in part], [grads[i] for i in part], hyper)
+        optimizer.state.update({tensors[i]: states[i] for i in part if states[i]})
+        optimizer.step()
+        for i in part:
+            # The gradient would live as long as the tensor.
+            tensors[i].grad = None
+            new_states[i] = optimizer.state[tensors[i]]
+    return new_states
 
 
-def owned(value: Any, donated: bool = False) -> Any:
-    """Return a tensor for torch to write to: the same memory, or a copy; CPU fused kernels ignore strides."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    # No detach where nothing is to be detached: each operator takes about a millisecond of a trace.
-    plain = value.detach() if value.requires_grad else value
-    return plain.contiguous() if donated else plain.clone(memory_format=torch.contiguous_format)
-
-
-def evaluated(hyper: Hyper, count: torch.Tensor, held: Hyper) -> Hyper:
-    """Evaluate the hyperparameters that change: schedules are called, others may be held by the state."""
-    values = held | {name: value(count) for name, value in hyper.items() if callable(value)}
-    # Torch's classes take numbers everywhere, tensors not; a trace has no value yet.
-    if hyper.get("capturable") or _compat.is_tracing():
-        return values
-    return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
-
-
-def built(make: Make, tensors: Tensors, grads: Tensors, now: Hyper) -> torch.optim.Optimizer:
-    """Make a torch optimizer of some tensors, with their gradients and hyperparameters in place."""
+def _build_optimizer(make: Make, tensors: Tensors, grads: Tensors, hyper: Hyper) -> torch.optim.Optimizer:
+    """Make a torch optimizer of tensors, with their gradients and the current hyperparameters."""
     for tensor, grad in zip(tensors, grads, strict=True):
         tensor.grad = grad
-    # As a group, because torch refuses an empty list of parameters; here all leaves may be frozen.
-    optimizer = make([{"params": [*tensors]}])
+    # All leaves may be frozen. Torch refuses an empty list of parameters, but not an empty group.
+    optimizer = make([{"params": list(tensors)}])
     (group,) = optimizer.param_groups
-    for name, value in now.items():
-        expect(name in group, "from_torch", "schedules of what the class keeps in its groups", name)
+    for name, value in hyper.items():
+        if name not in group:
+            raise ValueError(
+                f"from_torch: {name} cannot change between updates, because {make.func.__name__} does not keep it in "
+                "its parameter groups. Pass a number, and do not inject it."
+            )
         group[name] = value
     return optimizer
 
 
 @torch.no_grad()
-def stepped(make: Make, tensors: Tensors, grads: Tensors, states: Sequence[State], now: Hyper) -> list[State]:
-    """Step tensors in place, and return the class's states of them."""
-    after = list(states)
-    # Apart, because fused SGD takes no list of which some tensors have a momentum.
-    begun = [i for i, state in enumerate(states) if state]
-    fresh = [i for i, state in enumerate(states) if not state]
-    for part in filter(None, (begun, fresh)):
-        optimizer = built(make, [tensors[i] for i in part], [grads[i] for i in part], now)
-        optimizer.state.update({tensors[i]: states[i] for i in part if states[i]})
-        optimizer.step()
-        for i in part:
-            # It would live as long as the tensor.
-            tensors[i].grad = None
-            after[i] = optimizer.state[tensors[i]]
-    return after
+def _make_start_states(make: Make, tensors: Tensors) -> list[State]:
+    """Make states as before the first step. This writes to the tensors.
 
-
-@torch.no_grad()
-def start_states(make: Make, tensors: Tensors) -> list[State]:
-    """Make states as before the first step, with zeros where a class makes its state only in that step.
-
-    Without them the state would change its structure. This writes to the tensors.
+    A class that makes its state only in the first step gets zeros, so that the structure of the state never changes.
     """
-    optimizer = built(make, tensors, [torch.zeros_like(tensor) for tensor in tensors], {})
+    optimizer = _build_optimizer(make, tensors, [torch.zeros_like(tensor) for tensor in tensors], {})
     _compat.init_optimizer_state(optimizer)
-    early = [map_leaves(owned, dict(optimizer.state[tensor])) for tensor in tensors]
+    early_states = [map_leaves(_make_writable, dict(optimizer.state[tensor])) for tensor in tensors]
     optimizer.step()
-    states = [optimizer.state[tensor] for tensor in tensors]
-    return [map_leaves(_zero_like, dict(state)) | own for state, own in zip(states, early, strict=True)]
+    states = []
+    for tensor, early_state in zip(tensors, early_states, strict=True):
+        zeros = map_leaves(_zeros_like, dict(optimizer.state[tensor]))
+        states.append(zeros | early_state)
+    return states
 
 
-def _zero_like(value: Any) -> Any:
+def _zeros_like(value: Any) -> Any:
     return torch.zeros_like(value) if isinstance(value, torch.Tensor) else value
 
 
-def observe(make: Make) -> tuple[set[str], bool, bool]:
-    """Observe first steps of a small matrix: from no state, and from zeros.
-
-    Args:
-        make: Makes an optimizer of groups of parameters.
+def _observe(make: Make) -> tuple[Names, bool, bool]:
+    """Observe first steps of a small matrix: without a state, and from zeros.
 
     Returns:
-        Names of state that is one number for a whole leaf, such as a step count; whether the first step is another one
-        from zeros than from no state; and whether a step writes to gradients, as nesterov does with foreach, or would
-        on an accelerator.
+        The names of state that is one number for a whole leaf; whether a first step from zeros differs from one without
+        a state; and whether a step writes to gradients, as with nesterov and foreach.
     """
     start = torch.linspace(-1.0, 1.0, 4).reshape(2, 2)
-    wrote = []
+    used_grads = []
 
-    def run(state: State, make: Make = make) -> State:
-        tensor, grad = start.clone(), start.cos()
-        (after,) = stepped(make, [tensor], [grad], [map_leaves(owned, state)], {})
-        wrote.append(not grad.equal(start.cos()))
-        return {**after, "": tensor}
+    def try_step(make: Make, state: State) -> State:
+        tensor = start.clone()
+        grad = start.cos()
+        (new_state,) = _step_in_place(make, [tensor], [grad], [map_leaves(_make_writable, state)], {})
+        used_grads.append(grad)
+        return {**new_state, "": tensor}
 
-    first = run({})
-    (zeros,) = start_states(make, [start.clone()])
-    again = run(zeros)
-    same = [x.equal(again[name]) if isinstance(x, torch.Tensor) else x == again[name] for name, x in first.items()]
-    # On accelerators torch chooses foreach by itself.
+    from_nothing = try_step(make, {})
+    (zeros,) = _make_start_states(make, [start.clone()])
+    from_zeros = try_step(make, zeros)
+    # On accelerators torch chooses foreach by itself. Classes may not have it, or not for these hyperparameters.
     with suppress(Exception):
-        run({}, partial(make, foreach=make.keywords.get("foreach") is not False))
-    scalars = {name for name, value in first.items() if isinstance(value, torch.Tensor) and not value.dim()}
-    return scalars, not all(same), any(wrote)
+        try_step(partial(make, foreach=make.keywords.get("foreach") is not False), {})
+    number_names = [name for name, value in from_nothing.items() if isinstance(value, torch.Tensor) and not value.dim()]
+    is_special = any(torch.as_tensor(value != from_zeros[name]).any() for name, value in from_nothing.items())
+    return number_names, is_special, not all(grad.equal(start.cos()) for grad in used_grads)
 
 
-def _refuse_split(make: Make, flat: Flat, order: ReductionOrder) -> None:
-    """Refuse leaves that are split where a class looks across elements, or rounds them by where they stand."""
+def _refuse_split_leaves(make: Make, flat: Flat, order: ReductionOrder) -> None:
+    """Refuse split leaves if a class looks across elements or, if bits are kept, rounds them by their place."""
     if not order.keeps_bits and not any(map(partition_axes, flat.leaves)):
         return
     name = make.func.__name__
-    run = partial(_in_parts, make)
-    whole = run(torch.float64)
-    parts = [run(torch.float64, 1, dim) for dim in (0, 1)]
-    apart = half_the_digits(whole.dtype) * float(whole.abs().max())
-    if not all(torch.allclose(whole, part, rtol=0.0, atol=apart) for part in parts):
-        remedy = "keep leaves whole with fs.ddp, or choose an elementwise optimizer"
-        pair = "a leaf that is split", "a whole one"
-        what = f"from_torch: {name} looks across the elements of a leaf"
-        refuse(what, flat.problems(lambda leaf: pair if partition_axes(leaf) else None), remedy)
+    if _looks_across_elements(make):
+        problems = flat.problems(_describe_split)
+        if problems:
+            headline = f"from_torch: {name} looks across the elements of a leaf, so it cannot step shards"
+            remedy = "keep leaves whole with fs.ddp, step them with fs.whole, or choose an elementwise optimizer"
+            refuse(headline, problems, remedy)
     elif order.keeps_bits:
-        # Most kernels of half precision round the last few elements otherwise, some too rarely for a trial to show it.
-        dtypes = {tensor_of(leaf).dtype for leaf in flat.leaves if is_trained(leaf)}
-        inexact = [str(d) for d in dtypes if d.itemsize < 4 or not run(d).equal(run(d, 1))]
-        needed = f'kernels of {name} that round an element alike wherever it stands, for reduction_order="tree"'
-        remedy = "step such leaves by fs.adamw, or keep float32 and gather by fs.cast(gather=torch.bfloat16)"
-        expect(not inexact, "from_torch", needed, f"others for {', '.join(inexact)}", remedy)
+        inexact = ", ".join(_list_inexact_dtypes(make, flat))
+        if inexact:
+            raise ValueError(
+                f"from_torch: kernels of {name} for {inexact} round an element by its place in the shard, so "
+                'reduction_order="tree" cannot keep the bits. Step such leaves with fs.adamw, or keep float32 and '
+                "gather with fs.cast(gather=torch.bfloat16)."
+            )
 
 
-def _in_parts(make: Make, dtype: torch.dtype, size: int = 96, dim: int = 0) -> torch.Tensor:
-    """Step a matrix by some gradients, in parts of some columns, or of rows too short for a vector register."""
+def _describe_split(leaf: Any) -> str | None:
+    names = [axis.name for axis in partition_axes(leaf)]
+    return f"is split over {', '.join(map(repr, names))}" if names else None
+
+
+def _looks_across_elements(make: Make) -> bool:
+    """Try whether steps of a matrix differ from those of its rows or columns by more than rounding."""
+    whole = _step_in_parts(make, torch.float64)
+    difference = half_the_digits(whole.dtype) * float(whole.abs().max())
+    parts = [_step_in_parts(make, torch.float64, size=1, dim=dim) for dim in (0, 1)]
+    return not all(torch.allclose(whole, part, rtol=0.0, atol=difference) for part in parts)
+
+
+def _list_inexact_dtypes(make: Make, flat: Flat) -> list[str]:
+    """List the dtypes of leaves whose elements a class rounds by their place in a shard."""
+    inexact = set()
+    for dtype in {tensor_of(leaf).dtype for leaf in flat.leaves if is_trained(leaf)}:
+        # Most kernels of half precision round the last few elements differently, some too rarely for a trial to show.
+        is_half = dtype.itemsize < 4
+        if is_half or not _step_in_parts(make, dtype).equal(_step_in_parts(make, dtype, size=1)):
+            inexact.add(str(dtype))
+    return sorted(inexact)
+
+
+def _step_in_parts(make: Make, dtype: torch.dtype, size: int = 96, dim: int = 0) -> torch.Tensor:
+    """Step a matrix by some gradients, in parts: some columns, or rows too short for a vector register."""
     # A schedule that starts from 0 would hide a difference.
-    make = partial(make, lr=0.1) if "lr" in make.keywords else make
+    if "lr" in make.keywords:
+        make = partial(make, lr=0.1)
     start = torch.linspace(-3.0, 3.0, 96 * 7, dtype=torch.float64).reshape(96, 7)
-    values = start, 0.01 * start.sin(), start.cos(), 30.0 * start.sin()
-    parts, *steps = (value.to(dtype).split(size, dim) for value in values)
-    tensors = [*map(owned, parts)]
-    states: list[State] = [{} for _ in parts]
-    for grads in steps:
-        states = stepped(make, tensors, [*map(owned, grads)], states, {})
+    tensors = _split_copies(start, dtype, size, dim)
+    states: States = [{} for _ in tensors]
+    for gradient in (0.01 * start.sin(), start.cos(), 30.0 * start.sin()):
+        states = _step_in_place(make, tensors, _split_copies(gradient, dtype, size, dim), states, {})
     return torch.cat(tensors, dim)
+
+
+def _split_copies(matrix: torch.Tensor, dtype: torch.dtype, size: int, dim: int) -> list[torch.Tensor]:
+    return [_make_writable(part) for part in matrix.to(dtype).split(size, dim)]

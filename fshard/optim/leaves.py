@@ -15,8 +15,8 @@ def partition_axes(leaf: Any) -> tuple[Axis, ...]:
     return tuple([axis for axis in leaf.spec.partition_axes() if axis.size > 1])
 
 
-def for_trained(f: Callable[[Any], Any], params: Tree) -> Tree:
-    """Map over the leaves that take a gradient; None in the place of others."""
+def map_trained_leaves(f: Callable[[Any], Any], params: Tree) -> Tree:
+    """Map over the leaves that take a gradient. Others become None."""
     return map_leaves(lambda leaf: f(leaf) if is_trained(leaf) else None, params)
 
 
@@ -26,16 +26,17 @@ def zero() -> torch.Tensor:
 
 
 def no_updates(params: Tree) -> Tree:
-    """Make a count for each leaf that takes a gradient."""
-    return for_trained(lambda _: zero(), params)
+    """Make a count of no updates for each leaf that takes a gradient."""
+    return map_trained_leaves(lambda leaf: zero(), params)
 
 
-def counted(counts: Tree, grads: Tree) -> Tree:
+def count_updates(counts: Tree, grads: Tree) -> Tree:
     """Count an update of each leaf that has a gradient."""
 
-    def count(updates: Any, grad: Any) -> Any:
+    def count_update(count: torch.Tensor | None, grad: Any) -> torch.Tensor | None:
         if grad is None:
-            return updates
-        return (zero() if updates is None else updates) + 1
+            return count
+        # A leaf that was frozen until now has no count.
+        return zero() + 1 if count is None else count + 1
 
-    return map_leaves(count, counts, grads)
+    return map_leaves(count_update, counts, grads)

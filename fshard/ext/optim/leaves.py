@@ -8,14 +8,14 @@ import torch
 
 import fshard as fs
 from fshard.extend import (
-    counted,
+    count_updates,
     describe,
     expect,
     flatten,
-    for_trained,
     is_trained,
     leaves_of,
     like,
+    map_trained_leaves,
     no_updates,
     partition_axes,
     refuse,
@@ -102,10 +102,10 @@ def stateful(
 
     def init(params: Any) -> Any:
         check(flatten(params))
-        return kept(no_updates(params), *(for_trained(_zeros, params) for _ in kept._fields[1:]))
+        return kept(no_updates(params), *(map_trained_leaves(_zeros, params) for _ in kept._fields[1:]))
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        counts = counted(state[0], grads)
+        counts = count_updates(state[0], grads)
         grads, *trees = leafwise(maths, grads, (grads, *state[1:]), [counts], numbers)
         return grads, kept(counts, *trees)
 

@@ -18,12 +18,12 @@ from fshard.extend import (
     describe,
     expect,
     flatten,
-    for_trained,
     is_mask,
     is_trained,
     leaves_of,
     like,
     map_leaves,
+    map_trained_leaves,
     masked_transform,
     matches,
     run_update,
@@ -181,7 +181,7 @@ def ema(tx: fs.Optimizer, decay: float) -> fs.Optimizer:
         params, inner = run_update("ema", "tx", tx, grads, state.inner, params, donate=donate)
         lerp = torch.Tensor.lerp_ if donate else torch.Tensor.lerp
         # A leaf without a gradient has not moved, and its average moves on towards it.
-        moved = for_trained(lambda leaf: leaf, params)
+        moved = map_trained_leaves(lambda leaf: leaf, params)
         (average,) = leafwise(lambda p, old: (lerp(old, p.detach(), 1 - decay),), moved, [state.average])
         return params, EmaState(average, inner)
 
