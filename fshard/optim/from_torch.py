@@ -96,12 +96,11 @@ def from_torch(
         hyper=hyper,
         inject=inject,
         make=partial(cls, **initial),
-        make_for_trial=make_for_trial,
+        refuse_split_leaves=partial(_refuse_split_leaves, make_for_trial, order),
         number_names=number_names,
         is_first_step_special=is_first_step_special,
         # With other values than in the trial, a class may write to gradients. Its learning rate does not decide that.
         may_write_gradients=writes_gradients or bool(changing - {"lr"}),
-        order=order,
     )
     update = partial(_update, wrapped)
     return Optimizer(partial(_init, wrapped), update, partial(update, donate=True))
@@ -114,21 +113,19 @@ class _WrappedClass(NamedTuple):
         hyper: The hyperparameters, schedules among them.
         inject: The names of those that the state holds.
         make: Makes the torch optimizer, with the hyperparameters before the first update.
-        make_for_trial: Makes one for small CPU tensors.
+        refuse_split_leaves: Refuses split leaves that the class cannot step.
         number_names: The names of state that is one number for a whole leaf, such as a step count.
         is_first_step_special: Whether a first step from zeros differs from one without a state.
         may_write_gradients: Whether a step may write to gradients, with other hyperparameters too.
-        order: The order of additions.
     """
 
     hyper: Hyper
     inject: Names
     make: Make
-    make_for_trial: Make
+    refuse_split_leaves: Callable[[Flat], None]
     number_names: Names
     is_first_step_special: bool
     may_write_gradients: bool
-    order: ReductionOrder
 
 
 class _Selection(NamedTuple):
@@ -146,7 +143,13 @@ class _Selection(NamedTuple):
         """Take the tensors at these positions."""
         return tensors_of([leaves[i] for i in self.positions])
 
-    def put(self, leaves: Sequence[Any], values: Sequence[Any], *, is_number: bool = False) -> Tree:
+    def put(
+        self,
+        leaves: Sequence[Any],
+        values: Sequence[Any],
+        *,
+        is_number: bool = False,
+    ) -> Tree:
         """Make a tree with values at these positions, in the specs of the parameters.
 
         Args:
@@ -165,7 +168,7 @@ class _Selection(NamedTuple):
 def _init(wrapped: _WrappedClass, params: Tree) -> TorchState:
     flat = flatten(params)
     check_floating("from_torch", flat)
-    _refuse_split_leaves(wrapped.make_for_trial, flat, wrapped.order)
+    wrapped.refuse_split_leaves(flat)
     selection = _Selection(flat, [i for i, leaf in enumerate(flat.leaves) if is_trained(leaf)])
     tensors = [_make_writable(tensor) for tensor in selection.take(flat.leaves)]
     states = _make_start_states(wrapped.make, tensors)
@@ -176,7 +179,13 @@ def _init(wrapped: _WrappedClass, params: Tree) -> TorchState:
     return TorchState(zero(), slots, hyper, counts)
 
 
-def _update(wrapped: _WrappedClass, grads: Tree, state: TorchState, params: Tree, donate: bool = False) -> Updated:
+def _update(
+    wrapped: _WrappedClass,
+    grads: Tree,
+    state: TorchState,
+    params: Tree,
+    donate: bool = False,
+) -> Updated:
     flat = flatten(params)
     hyper = _evaluate(wrapped.hyper, state.updates, state.hyper)
     slots = {name: leaves_of(slot) for name, slot in state.slots.items()}
@@ -266,7 +275,13 @@ def _make_slots(
     return new_slots
 
 
-def _step(wrapped: _WrappedClass, tensors: Tensors, grads: Tensors, states: States, hyper: Hyper) -> States:
+def _step(
+    wrapped: _WrappedClass,
+    tensors: Tensors,
+    grads: Tensors,
+    states: States,
+    hyper: Hyper,
+) -> States:
     """Step tensors in place, with the numbers of their states where the class reads them, and return the new states."""
     names = wrapped.number_names
     # Torch's other kernels read step counts on the host.
@@ -307,7 +322,13 @@ def _move_numbers(numbers: Tensors, device: torch.device) -> Tensors:
 
 
 @torch.no_grad()
-def _step_in_place(make: Make, tensors: Tensors, grads: Tensors, states: States, hyper: Hyper) -> States:
+def _step_in_place(
+    make: Make,
+    tensors: Tensors,
+    grads: Tensors,
+    states: States,
+    hyper: Hyper,
+) -> States:
     """Step tensors in place, and return the class's new states of them."""
     new_states = list(states)
     begun = [i for i, state in enumerate(states) if state]
@@ -324,7 +345,12 @@ def _step_in_place(make: Make, tensors: Tensors, grads: Tensors, states: States,
     return new_states
 
 
-def _build_optimizer(make: Make, tensors: Tensors, grads: Tensors, hyper: Hyper) -> torch.optim.Optimizer:
+def _build_optimizer(
+    make: Make,
+    tensors: Tensors,
+    grads: Tensors,
+    hyper: Hyper,
+) -> torch.optim.Optimizer:
     """Make a torch optimizer of tensors, with their gradients and the current hyperparameters."""
     for tensor, grad in zip(tensors, grads, strict=True):
         tensor.grad = grad
@@ -390,7 +416,7 @@ def _observe(make: Make) -> tuple[Names, bool, bool]:
     return number_names, is_special, not all(grad.equal(start.cos()) for grad in used_grads)
 
 
-def _refuse_split_leaves(make: Make, flat: Flat, order: ReductionOrder) -> None:
+def _refuse_split_leaves(make: Make, order: ReductionOrder, flat: Flat) -> None:
     """Refuse split leaves if a class looks across elements or, if bits are kept, rounds them by their place."""
     if not order.keeps_bits and not any(map(partition_axes, flat.leaves)):
         return
@@ -441,12 +467,11 @@ def _step_in_parts(make: Make, dtype: torch.dtype, size: int = 96, dim: int = 0)
     if "lr" in make.keywords:
         make = partial(make, lr=0.1)
     start = torch.linspace(-3.0, 3.0, 96 * 7, dtype=torch.float64).reshape(96, 7)
-    tensors = _split_copies(start, dtype, size, dim)
+    matrices = []
+    for matrix in (start, 0.01 * start.sin(), start.cos(), 30.0 * start.sin()):
+        matrices.append([_make_writable(part) for part in matrix.to(dtype).split(size, dim)])
+    tensors, *gradients = matrices
     states: States = [{} for _ in tensors]
-    for gradient in (0.01 * start.sin(), start.cos(), 30.0 * start.sin()):
-        states = _step_in_place(make, tensors, _split_copies(gradient, dtype, size, dim), states, {})
+    for grads in gradients:
+        states = _step_in_place(make, tensors, grads, states, {})
     return torch.cat(tensors, dim)
-
-
-def _split_copies(matrix: torch.Tensor, dtype: torch.dtype, size: int, dim: int) -> list[torch.Tensor]:
-    return [_make_writable(part) for part in matrix.to(dtype).split(size, dim)]

@@ -776,7 +776,7 @@ FAULTS = (
     Fault(
         "gradient-of-the-rate-is-this-rank's",
         "fshard/ext/optim/leaves.py",
-        "return [varying(n, axes) if isinstance(n, torch.Tensor) else n for n in numbers]",
+        "return [make_varying(number, axes) for number in numbers]",
         "return list(numbers)",
         "5: derivatives through an update are those of all shards",
     ),
@@ -952,9 +952,8 @@ FAULTS = (
     Fault(
         "skipped-where-ranks-split-a-leaf-alone",
         "fshard/ext/optim/wrappers.py",
-        "axes = dict.fromkeys(axis for leaf in leaves if isinstance(leaf, fs.Sharded) for axis in leaf.spec.axes)",
-        "axes = dict.fromkeys("
-        "axis for leaf in leaves if isinstance(leaf, fs.Sharded) for axis in leaf.spec.partition_axes())",
+        "axes.update(dict.fromkeys(leaf.spec.axes))",
+        "axes.update(dict.fromkeys(leaf.spec.partition_axes()))",
         "10: all ranks skip an update, or none does",
     ),
     Fault(

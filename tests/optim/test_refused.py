@@ -11,8 +11,8 @@ from tests.bad_input import text_of
 W, SGD = {"w": torch.ones(2)}, fs.sgd(0.1)
 PARAMS = {"a": torch.ones(2), "b": torch.ones(2)}
 MASK = "expected the mask to be a glob pattern of leaves' names, several, or a function of (name, leaf), got"
-KINDS = "expected parts, or tx, of Optimizers alone or GradientTransformations alone, got"
-LEFT = 'expected a mask for every leaf, got none for b; add one for "*"'
+KINDS = "must be Optimizers only, or GradientTransformations only. Got"
+LEFT = 'no mask matches b. Add a part for "*".'
 CLIP = fs.clip_by_value(1.0)
 
 
@@ -30,8 +30,9 @@ ROWS = [
         "partition: the mask 'c*' matches no leaf. The leaves are a, b.",
     ),
     (lambda: fs.partition({"a": SGD}).init(PARAMS), f"partition: {LEFT}"),
-    (lambda: fs.partition({}), f"partition: {KINDS} nothing"),
-    (lambda: fs.partition({"a": SGD, "*": CLIP}), f"partition: {KINDS} an Optimizer, a GradientTransformation"),
+    (lambda: fs.partition({}), f"partition: parts {KINDS} nothing."),
+    (lambda: fs.partition({"a": SGD, "*": CLIP}), f"partition: parts {KINDS} an Optimizer, a GradientTransformation."),
+    (lambda: fs.masked(3, "a"), f"masked: tx {KINDS} an int."),
     (partial(fs.ema, SGD, decay=-0.1), "ema: expected decay to be a number from 0 to 1, got -0.1"),
     (
         partial(fs.skip_nonfinite, CLIP),

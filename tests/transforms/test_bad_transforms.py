@@ -110,7 +110,7 @@ def bfloat16_of(mask, strategy):
 ODD = "\n  ['a']: expected a multiple of 2, the size of 'shard', got size 5 of dim 0"
 NO_LEAF = "the mask {!r} matches no leaf. The leaves are {}."
 MASK = "masked: expected the mask to be a glob pattern of leaves' names, several, or a function of (name, leaf), got {}"
-OPTIMIZER = "masked: otherwise is for ShardTransforms, not for an Optimizer; partition has parts"
+OPTIMIZER = "masked: otherwise is for a ShardTransform, but tx is an Optimizer. For several parts, use fs.partition."
 NAMELESS = (
     "masked: this transform has no layout or gather of its own, because it depends on the name of each leaf. Use the "
     "transform in a leaf's spec (leaf.spec.transform)."

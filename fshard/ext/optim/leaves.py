@@ -1,4 +1,4 @@
-"""Maths leaf by leaf on the tensors of trees that share the structure of the parameters."""
+"""Math leaf by leaf on the tensors of trees that share the structure of the parameters."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -24,109 +24,126 @@ from fshard.extend import (
     without_padding,
 )
 
+Math = Callable[..., tuple[torch.Tensor, ...]]
+
 
 def elements_of(leaf: Any) -> torch.Tensor:
     """Return the elements of a leaf that this rank holds, without padding."""
     return without_padding(leaf) if isinstance(leaf, fs.Sharded) else leaf
 
 
-def varying(number: torch.Tensor, axes: Sequence[fs.Axis]) -> torch.Tensor:
-    """Hand a number that agrees between ranks to each rank's own shards, so that its cotangents are summed."""
-    for axis in axes:
-        number = fs.pcast(number, axis, to="varying")
+def make_varying(number: Any, axes: Sequence[fs.Axis]) -> Any:
+    """Prepare a number that agrees between ranks for math on shards, so that its cotangents are summed over ranks."""
+    if isinstance(number, torch.Tensor):
+        for axis in axes:
+            number = fs.pcast(number, axis, to="varying")
     return number
 
 
-Maths = Callable[..., tuple[torch.Tensor, ...]]
-
-
 def leafwise(
-    f: Maths, grads: Any, old: Sequence[Any], given: Sequence[Any] = (), numbers: Sequence[Any] = ()
+    f: Math,
+    grads: Any,
+    old: Sequence[Any],
+    given: Sequence[Any] = (),
+    numbers: Sequence[Any] = (),
 ) -> tuple[Any, ...]:
-    """Make new trees of old ones, by maths on the tensors of each leaf that has a gradient.
+    """Make new trees from old ones, by math on the tensors of each leaf that has a gradient.
 
     Args:
-        f: Called with a leaf's tensors in `grads`, the old trees and the given ones, and then the numbers; returns the
-            tensors of the new trees.
-        grads: The tree that says where; other leaves stay as they are.
-        old: The trees that the new ones replace: they decide their dtypes, because a number of another dtype would
-            widen tensors of shape (). A leaf that was frozen until now, and is None there, begins as zeros.
+        f: Called with the tensors of a leaf in `grads`, in the old trees and in the given ones, and then with the
+            numbers. Returns the tensors of the new trees.
+        grads: The gradients. Leaves without one stay as they are.
+        old: The trees that the new ones replace. They decide the dtypes, because a number of another dtype would widen
+            tensors of shape (). A leaf that was frozen until now, and is None there, starts from zeros.
         given: Trees that are only read.
-        numbers: Those that are tensors agree between ranks; their cotangents are summed where ranks use them on shards.
+        numbers: Tensors among them agree between ranks. Their cotangents are summed if ranks use them on shards.
 
     Returns:
         As many trees as there are old ones.
     """
 
     @cache
-    def at(axes: tuple[fs.Axis, ...]) -> list[Any]:
-        return [varying(n, axes) if isinstance(n, torch.Tensor) else n for n in numbers]
+    def numbers_for(axes: tuple[fs.Axis, ...]) -> list[Any]:
+        return [make_varying(number, axes) for number in numbers]
 
-    def new(grad: Any, *leaves: Any) -> Sequence[Any]:
-        kept, rest = leaves[: len(old)], leaves[len(old) :]
+    def make_leaves(grad: Any, *leaves: Any) -> Sequence[Any]:
         if grad is None:
-            return kept
-        kept = tuple([_zeros(grad) if leaf is None else leaf for leaf in kept])
-        own, *held = tensors_of([grad, *kept, *rest])
-        made = zip(kept, held, f(own, *held, *at(partition_axes(grad))), strict=False)
-        return [like(leaf, x if x.dtype is was.dtype else x.to(was.dtype)) for leaf, was, x in made]
+            return leaves
+        inputs = list(leaves)
+        for i in range(len(old)):
+            if inputs[i] is None:
+                inputs[i] = _zeros_like(grad)
+        local_grad, *tensors = tensors_of([grad, *inputs])
+        new_tensors = f(local_grad, *tensors, *numbers_for(partition_axes(grad)))
+        for i, tensor in enumerate(new_tensors):
+            dtype = tensors[i].dtype
+            inputs[i] = like(inputs[i], tensor if tensor.dtype is dtype else tensor.to(dtype))
+        return inputs
 
     flat = flatten(old[0])
-    rows = [new(*row) for row in zip(*map(leaves_of, (grads, *old, *given)), strict=True)]
-    return tuple(flat.unflatten(row[k] for row in rows) for k in range(len(old)))
+    columns = [leaves_of(tree) for tree in (grads, *old, *given)]
+    rows = [make_leaves(*row) for row in zip(*columns, strict=True)]
+    return tuple([flat.unflatten([row[i] for row in rows]) for i in range(len(old))])
 
 
 def map_gradients(f: Callable[..., torch.Tensor], grads: Any, *given: Any, numbers: Sequence[Any] = ()) -> Any:
-    """Make new gradients of gradients and of given trees; see `leafwise`."""
-    (new,) = leafwise(lambda grad, _, *rest: (f(grad, *rest),), grads, [grads], given, numbers)
-    return new
+    """Make new gradients from gradients and given trees; see `leafwise`."""
+    (new_grads,) = leafwise(lambda grad, _, *rest: (f(grad, *rest),), grads, [grads], given, numbers)
+    return new_grads
 
 
-def stateless(f: Callable[[Any, Any], Any]) -> fs.GradientTransformation:
-    """Make a transformation without a state of a function from gradients and parameters to gradients."""
+def make_stateless(f: Callable[[Any, Any], Any]) -> fs.GradientTransformation:
+    """Make a transformation without a state from a function of gradients and parameters that returns gradients."""
     return fs.GradientTransformation(lambda params: (), lambda grads, state, params: (f(grads, params), state))
 
 
-def stateful(
-    kept: Any, maths: Maths, numbers: Sequence[Any], check: Callable[[Any], None]
+def make_stateful(
+    state_class: Any,
+    math: Math,
+    numbers: Sequence[Any],
+    check: Callable[[Any], None],
 ) -> fs.GradientTransformation:
-    """Make a transformation whose state is a count for each leaf and trees of zeros at first.
+    """Make a transformation whose state is a count for each leaf, and trees that start as zeros.
 
     Args:
-        kept: The class of the state, a NamedTuple whose first field is the counts.
-        maths: Called with a leaf's gradient, twice, its tensors in the trees, its count and the numbers; returns the
-            new gradient and tensors.
+        state_class: The class of the state, a NamedTuple whose first field is the counts.
+        math: Called with a leaf's gradient, twice, its tensors in the trees, its count and the numbers. Returns the new
+            gradient and tensors.
         numbers: As for `leafwise`.
-        check: Refuses parameters that it cannot keep a state for.
+        check: Refuses parameters for which there is no such state.
     """
 
     def init(params: Any) -> Any:
         check(flatten(params))
-        return kept(no_updates(params), *(map_trained_leaves(_zeros, params) for _ in kept._fields[1:]))
+        zeros = [map_trained_leaves(_zeros_like, params) for _ in state_class._fields[1:]]
+        return state_class(no_updates(params), *zeros)
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         counts = count_updates(state[0], grads)
-        grads, *trees = leafwise(maths, grads, (grads, *state[1:]), [counts], numbers)
-        return grads, kept(counts, *trees)
+        grads, *trees = leafwise(math, grads, (grads, *state[1:]), [counts], numbers)
+        return grads, state_class(counts, *trees)
 
     return fs.GradientTransformation(init, update)
 
 
-def _zeros(leaf: Any) -> Any:
+def _zeros_like(leaf: Any) -> Any:
     return like(leaf, torch.zeros_like(tensor_of(leaf), requires_grad=False))
 
 
-def check_real(what: str, flat: Any) -> None:
-    """Refuse leaves that take a gradient and are no real floating tensors."""
+def check_real(api_name: str, flat: Any) -> None:
+    """Refuse leaves that take a gradient and are not real floating tensors."""
 
-    def misfit(leaf: Any) -> tuple[str, str] | None:
-        wrong = is_trained(leaf) and not tensor_of(leaf).is_floating_point()
-        return (describe(tensor_of(leaf)), "a real floating tensor") if wrong else None
+    def describe_misfit(leaf: Any) -> tuple[str, str] | None:
+        if not is_trained(leaf) or tensor_of(leaf).is_floating_point():
+            return None
+        return describe(tensor_of(leaf)), "a real floating tensor"
 
-    remedy = "keep torch.view_as_real of complex ones, or step them by fs.sgd; freeze others"
-    refuse(f"{what}: leaves are no real floating tensors", flat.problems(misfit), remedy)
+    problems = flat.problems(describe_misfit)
+    if problems:
+        remedy = "store complex leaves by torch.view_as_real, or step them with fs.sgd; freeze others"
+        refuse(f"{api_name}: leaves must be real floating tensors", problems, remedy)
 
 
-def check_optimizer(what: str, tx: Any) -> None:
-    """Refuse a transformation to wrap that is no optimizer."""
-    expect(isinstance(tx, fs.Optimizer), what, "tx to be an Optimizer, such as fs.from_torch", describe(tx))
+def check_optimizer(api_name: str, tx: Any) -> None:
+    """Refuse to wrap what is not an optimizer."""
+    expect(isinstance(tx, fs.Optimizer), api_name, "tx to be an Optimizer, such as fs.from_torch", describe(tx))

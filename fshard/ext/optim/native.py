@@ -7,52 +7,57 @@ from typing import Any, NamedTuple
 import torch
 
 import fshard as fs
-from fshard.ext.optim.leaves import check_real, leafwise, map_gradients, stateful, stateless
+from fshard.ext.optim.leaves import check_real, leafwise, make_stateful, make_stateless, map_gradients
 from fshard.ext.optim.norms import find_norm_order, global_norm, leaf_norms
 from fshard.ext.optim.parts import Mask, Number, Rate
 from fshard.ext.optim.wrappers import masked
 from fshard.extend import FRACTION, NOT_NEGATIVE, check_floating, check_numbers, expect, find_order, flatten, zero
 
 
-def check_rates(what: str, lr: Rate, betas: Any = (0.0, 0.0), **numbers: Number) -> None:
-    """Refuse hyperparameters out of the ranges that torch.optim has for them.
+def check_rates(api_name: str, lr: Rate, betas: Any = (0.0, 0.0), **numbers: Number) -> None:
+    """Refuse hyperparameters that are outside of torch.optim's ranges.
 
     Args:
-        what: The optimizer, for its error.
+        api_name: The optimizer, for the error.
         lr: The learning rate; a schedule is not checked.
-        betas: How much stays of averages, if the optimizer keeps some.
+        betas: The part that stays of averages, if the optimizer keeps some.
         numbers: Other hyperparameters, 0 or more, by name.
 
     Raises:
         ValueError: with the name and the value of the first one that is out of range.
     """
-    pair = isinstance(betas, Sequence) and len(betas) == 2
-    expect(pair, what, "betas to be two numbers", f"{betas!r:.40}")
-    check_numbers(what, FRACTION, **{f"betas[{i}]": beta for i, beta in enumerate(betas)})
-    check_numbers(what, NOT_NEGATIVE, **({} if callable(lr) else {"lr": lr}), **numbers)
+    is_pair = isinstance(betas, Sequence) and len(betas) == 2
+    expect(is_pair, api_name, "betas to be two numbers", f"{betas!r:.40}")
+    check_numbers(api_name, FRACTION, **{f"betas[{i}]": beta for i, beta in enumerate(betas)})
+    if not callable(lr):
+        numbers = {"lr": lr} | numbers
+    check_numbers(api_name, NOT_NEGATIVE, **numbers)
 
 
 def clip_by_global_norm(
-    max_norm: float, p: float = 2.0, *, reduction_order: str | None = None
+    max_norm: float,
+    p: float = 2.0,
+    *,
+    reduction_order: str | None = None,
 ) -> fs.GradientTransformation:
     """Scale gradients down so that the norm of all of them together is at most `max_norm`.
 
-    Follows torch.nn.utils.clip_grad_norm_ on full gradients, with the norm taken in float64: each element counts once,
-    however many ranks store it, and padding does not count. Costs one collective of a single number over each axis that
-    gradients are split over, for each set of axes that some leaf is split over; with reduction_order="tree" two, of
-    four numbers for each leaf.
+    Follows torch.nn.utils.clip_grad_norm_ on full gradients. The norm is computed in float64: each element counts once,
+    however many ranks store it, and padding does not count. For each set of axes that some leaf is split over, it costs
+    one collective of a single number over each of these axes; with reduction_order="tree" two, of four numbers for each
+    leaf.
 
     Args:
         max_norm: The largest norm to let through, 0 or more.
         p: The order of the norm, above 0; float("inf") for the largest magnitude.
-        reduction_order: "tree" adds up exactly, so that the norm has the same bits at any world size, under any
-            strategy and in every precision. `p` is then 2 or inf, and the norm has no derivative.
+        reduction_order: "tree" adds exactly, so that the norm has the same bits at any world size, under any strategy
+            and in every precision. `p` must then be 2 or inf, and the norm has no derivative.
 
     Returns:
         The transformation; its state is empty.
 
     Raises:
-        ValueError: if `max_norm` is negative or not finite, `p` is not positive, or `reduction_order` is another word.
+        ValueError: if `max_norm` is negative or not finite, `p` is not positive, or `reduction_order` is unknown.
 
     >>> import torch, fshard as fs
     >>> tx = fs.clip_by_global_norm(1.0)
@@ -63,19 +68,25 @@ def clip_by_global_norm(
     check_numbers("clip_by_global_norm", NOT_NEGATIVE, max_norm=max_norm)
     find_norm_order("clip_by_global_norm", p, reduction_order)
 
-    def clipped(grads: Any, params: Any) -> Any:
-        # torch.nn.utils.clip_grad_norm_ adds the same 1e-6, and multiplies by 1 where nothing is to be clipped.
-        scale = (max_norm / (global_norm(grads, p, reduction_order=reduction_order) + 1e-6)).clamp(max=1.0)
+    def clip(grads: Any, params: Any) -> Any:
+        norm = global_norm(grads, p, reduction_order=reduction_order)
+        # As in torch.nn.utils.clip_grad_norm_: the same 1e-6, and a multiplication by 1 if nothing is clipped.
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         return map_gradients(lambda grad, scale: grad * scale.to(grad.dtype), grads, numbers=(scale,))
 
-    return stateless(clipped)
+    return make_stateless(clip)
 
 
-def clip_by_norm(max_norm: float, p: float = 2.0, *, reduction_order: str | None = None) -> fs.GradientTransformation:
+def clip_by_norm(
+    max_norm: float,
+    p: float = 2.0,
+    *,
+    reduction_order: str | None = None,
+) -> fs.GradientTransformation:
     """Scale each leaf's gradient down so that its own norm is at most `max_norm`; see `clip_by_global_norm`.
 
-    Follows torch.nn.utils.clip_grad_norm_, called for each parameter by itself. Costs one collective for
-    each set of axes that some leaf is split over, of one number for each leaf.
+    Follows torch.nn.utils.clip_grad_norm_, called for each parameter by itself. It costs one collective for each set of
+    axes that some leaf is split over, of one number for each leaf.
 
     Args:
         max_norm: The largest norm to let through, 0 or more.
@@ -86,7 +97,7 @@ def clip_by_norm(max_norm: float, p: float = 2.0, *, reduction_order: str | None
         The transformation; its state is empty.
 
     Raises:
-        ValueError: if `max_norm` is negative or not finite, `p` is not positive, or `reduction_order` is another word.
+        ValueError: if `max_norm` is negative or not finite, `p` is not positive, or `reduction_order` is unknown.
 
     >>> import torch, fshard as fs
     >>> tx = fs.clip_by_norm(1.0)
@@ -97,12 +108,14 @@ def clip_by_norm(max_norm: float, p: float = 2.0, *, reduction_order: str | None
     check_numbers("clip_by_norm", NOT_NEGATIVE, max_norm=max_norm)
     find_norm_order("clip_by_norm", p, reduction_order)
 
-    def clipped(grad: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-        return grad * (max_norm / (norm + 1e-6)).clamp(max=1.0).to(grad.dtype)
+    def clip_leaf(grad: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        return grad * scale.to(grad.dtype)
 
-    return stateless(
-        lambda grads, params: map_gradients(clipped, grads, leaf_norms(grads, p, reduction_order=reduction_order))
-    )
+    def clip(grads: Any, params: Any) -> Any:
+        return map_gradients(clip_leaf, grads, leaf_norms(grads, p, reduction_order=reduction_order))
+
+    return make_stateless(clip)
 
 
 def clip_by_value(max_value: float) -> fs.GradientTransformation:
@@ -126,16 +139,16 @@ def clip_by_value(max_value: float) -> fs.GradientTransformation:
     {'w': tensor([ 1.0000, -1.0000,  0.5000])}
     """
     check_numbers("clip_by_value", NOT_NEGATIVE, max_value=max_value)
-    return stateless(lambda grads, params: map_gradients(lambda grad: grad.clamp(-max_value, max_value), grads))
+    return make_stateless(lambda grads, params: map_gradients(lambda grad: grad.clamp(-max_value, max_value), grads))
 
 
 class AdamState(NamedTuple):
     """State of `scale_by_adam`.
 
     Attributes:
-        counts: Updates made of each leaf: int64 tensors of shape ().
-        mean: Running average of the gradients, sharded as they are.
-        square: Running average of their squares.
+        counts: The number of updates of each leaf: int64 tensors of shape ().
+        mean: The running averages of the gradients, sharded as they are.
+        square: The running averages of their squares.
     """
 
     counts: Any
@@ -143,20 +156,23 @@ class AdamState(NamedTuple):
     square: Any
 
 
-def scale_by_adam(betas: tuple[Number, Number] = (0.9, 0.999), eps: Number = 1e-8) -> fs.GradientTransformation:
+def scale_by_adam(
+    betas: tuple[Number, Number] = (0.9, 0.999),
+    eps: Number = 1e-8,
+) -> fs.GradientTransformation:
     """Replace gradients by Adam's direction: their average over the root of the average of their squares.
 
-    Follows optax.scale_by_adam. `adam`, `adamw` and `lamb` are made of it.
+    Follows optax.scale_by_adam. `adam`, `adamw` and `lamb` are built on it.
 
     Args:
-        betas: How much stays of the averages of gradients and of their squares.
+        betas: The part that stays of the averages of gradients and of their squares.
         eps: Added to the root of the squares.
 
     Returns:
         The transformation; its state keeps the parameters' specs.
 
     Raises:
-        ValueError: if a number is out of range; from init, if a leaf is no real floating tensor.
+        ValueError: if a number is out of range; from init, if a leaf is not a real floating tensor.
 
     >>> import fshard as fs
     >>> tx = fs.chain(scale_by_adam(), fs.sgd(0.1))
@@ -165,39 +181,51 @@ def scale_by_adam(betas: tuple[Number, Number] = (0.9, 0.999), eps: Number = 1e-
     """
     check_rates("scale_by_adam", 0.0, betas, eps=eps)
 
-    def direction(
-        grad: Any, _: Any, mean: Any, square: Any, count: Any, beta1: Any, beta2: Any, eps: Any
+    def scale(
+        grad: Any,
+        _: Any,
+        mean: Any,
+        square: Any,
+        count: Any,
+        beta1: Any,
+        beta2: Any,
+        eps: Any,
     ) -> tuple[torch.Tensor, ...]:
         count = count.double()
-        bias1, bias2 = 1 - beta1**count, (1 - beta2**count).sqrt()
+        bias1 = 1 - beta1**count
+        bias2 = (1 - beta2**count).sqrt()
         mean = mean + (1 - beta1) * (grad - mean)
         square = beta2 * square + (1 - beta2) * grad * grad
-        # The root has a derivative of zero at zero rather than none.
-        flat = square == 0
-        root = torch.where(flat, 0, torch.where(flat, 1, square).sqrt())
-        return mean / bias1.to(mean.dtype) / (root / bias2.to(mean.dtype) + eps), mean, square
+        # At zero, let the root have a derivative of zero instead of none.
+        is_zero = square == 0
+        root = torch.where(is_zero, 0, torch.where(is_zero, 1, square).sqrt())
+        direction = mean / bias1.to(mean.dtype) / (root / bias2.to(mean.dtype) + eps)
+        return direction, mean, square
 
-    return stateful(AdamState, direction, (*betas, eps), partial(check_real, "scale_by_adam"))
+    return make_stateful(AdamState, scale, (*betas, eps), partial(check_real, "scale_by_adam"))
 
 
 def add_decayed_weights(
-    weight_decay: Number, mask: Mask | None = None, *, reduction_order: str | None = None
+    weight_decay: Number,
+    mask: Mask | None = None,
+    *,
+    reduction_order: str | None = None,
 ) -> fs.GradientTransformation:
-    """Add a multiple of the parameters to their gradients; before an optimizer that is L2 regularisation.
+    """Add a multiple of the parameters to their gradients. Before an optimizer, this is L2 regularization.
 
     Follows optax.add_decayed_weights and the weight_decay of torch.optim.SGD and Adam.
 
     Args:
-        weight_decay: The multiple, 0 or more; with reduction_order="tree" also a tensor that is differentiated.
-        mask: Which leaves decay, as `masked` takes it; None for all.
-        reduction_order: "tree" rounds the multiple before it is added: kernels of half precision do so only for the
-            last few elements of a shard, whose bits would depend on the world size.
+        weight_decay: The multiple, 0 or more. With reduction_order="tree" it may be a tensor that is differentiated.
+        mask: The leaves that decay, as `masked` takes it; None for all.
+        reduction_order: "tree" rounds the multiple before it is added. Kernels of half precision do so only for the
+            last few elements of a shard, so their bits would depend on the world size.
 
     Returns:
         The transformation; its state is empty.
 
     Raises:
-        ValueError: if `weight_decay` is negative or not finite, or `reduction_order` is another word; from init, if
+        ValueError: if `weight_decay` is negative or not finite, or `reduction_order` is unknown; from init, if
             `mask` matches no leaf.
 
     >>> import torch, fshard as fs
@@ -209,7 +237,11 @@ def add_decayed_weights(
     """
     order = find_order("add_decayed_weights", reduction_order)
     check_numbers("add_decayed_weights", NOT_NEGATIVE, weight_decay=weight_decay)
-    tx: Any = stateless(lambda grads, params: map_gradients(order.add_multiple, grads, params, numbers=(weight_decay,)))
+
+    def decay(grads: Any, params: Any) -> Any:
+        return map_gradients(order.add_multiple, grads, params, numbers=(weight_decay,))
+
+    tx: Any = make_stateless(decay)
     return tx if mask is None else masked(tx, mask)
 
 
@@ -217,7 +249,7 @@ class MomentumState(NamedTuple):
     """State of `sgd` with momentum.
 
     Attributes:
-        counts: Updates made of each leaf: int64 tensors of shape ().
+        counts: The number of updates of each leaf: int64 tensors of shape ().
         momentum: The momentum of each leaf, sharded as it is.
     """
 
@@ -229,32 +261,37 @@ class DescentState(NamedTuple):
     """State of the last part of `sgd`, `adam` and `adamw`.
 
     Attributes:
-        updates: Updates made: an int64 tensor of shape ().
+        updates: The number of updates made: an int64 tensor of shape ().
     """
 
     updates: torch.Tensor
 
 
 def sgd(
-    lr: Rate, momentum: Number = 0.0, *, dampening: Number = 0.0, weight_decay: Number = 0.0, nesterov: bool = False
+    lr: Rate,
+    momentum: Number = 0.0,
+    *,
+    dampening: Number = 0.0,
+    weight_decay: Number = 0.0,
+    nesterov: bool = False,
 ) -> fs.Optimizer:
     """Stochastic gradient descent that can itself be differentiated.
 
-    Follows torch.optim.SGD. Nothing is detached and numbers may be tensors: torch.func.grad through an update gives
+    Follows torch.optim.SGD. Nothing is detached, and numbers may be tensors. So torch.func.grad through an update gives
     gradients with respect to parameters (MAML) and to the learning rate.
 
     Args:
         lr: Learning rate: a number, a tensor of shape (), or a schedule of the number of updates made.
-        momentum: How much of the last step stays.
-        dampening: How much of the gradient does not go into the momentum, but for the first one.
-        weight_decay: How much of the parameters is added to their gradients.
-        nesterov: Whether the gradient is taken where the momentum leads.
+        momentum: The part of the last step that stays.
+        dampening: The part of each gradient after the first that does not go into the momentum.
+        weight_decay: The part of the parameters that is added to their gradients.
+        nesterov: Whether to use Nesterov's momentum.
 
     Returns:
         The optimizer.
 
     Raises:
-        ValueError: if a number is out of range, or `nesterov` is asked for without momentum or with dampening.
+        ValueError: if a number is out of range, or `nesterov` is set without momentum or with dampening.
 
     >>> import torch, fshard as fs
     >>> tx = fs.sgd(0.1, momentum=0.9)
@@ -270,19 +307,30 @@ def sgd(
     if nesterov and (not has_momentum or isinstance(dampening, torch.Tensor) or dampening != 0):
         raise ValueError("sgd: nesterov needs a momentum above 0 and no dampening")
 
-    def heavy(
-        grad: torch.Tensor, _: Any, old: torch.Tensor, count: torch.Tensor, momentum: Any, dampening: Any
+    def add_momentum(
+        grad: torch.Tensor,
+        _: Any,
+        old: torch.Tensor,
+        count: torch.Tensor,
+        momentum: Any,
+        dampening: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         new = torch.where(count == 1, grad, momentum * old + (1 - dampening) * grad)
         return grad + momentum * new if nesterov else new, new
 
     decay = add_decayed_weights(weight_decay, reduction_order="tree")
-    trace = stateful(MomentumState, heavy, (momentum, dampening), partial(check_floating, "sgd"))
-    return fs.chain(decay, *([trace] if has_momentum else []), _descent(lr))
+    if not has_momentum:
+        return fs.chain(decay, _make_descent(lr))
+    trace = make_stateful(MomentumState, add_momentum, (momentum, dampening), partial(check_floating, "sgd"))
+    return fs.chain(decay, trace, _make_descent(lr))
 
 
 def adam(
-    lr: Rate, betas: tuple[Number, Number] = (0.9, 0.999), eps: Number = 1e-8, *, weight_decay: Number = 0.0
+    lr: Rate,
+    betas: tuple[Number, Number] = (0.9, 0.999),
+    eps: Number = 1e-8,
+    *,
+    weight_decay: Number = 0.0,
 ) -> fs.Optimizer:
     """Adam that can itself be differentiated; see `sgd`.
 
@@ -290,15 +338,15 @@ def adam(
 
     Args:
         lr: Learning rate: a number, a tensor of shape (), or a schedule of the number of updates made.
-        betas: How much stays of the averages of gradients and of their squares.
+        betas: The part that stays of the averages of gradients and of their squares.
         eps: Added to the root of the squares.
-        weight_decay: How much of the parameters is added to their gradients.
+        weight_decay: The part of the parameters that is added to their gradients.
 
     Returns:
         The optimizer.
 
     Raises:
-        ValueError: if a number is out of range; from init, if a leaf is no real floating tensor.
+        ValueError: if a number is out of range; from init, if a leaf is not a real floating tensor.
 
     >>> import torch, fshard as fs
     >>> tx = fs.adam(0.1)  # whose first step has the learning rate's size, whatever the gradient's
@@ -307,11 +355,16 @@ def adam(
     {'w': tensor([0.9000, 2.1000])}
     """
     check_rates("adam", lr, weight_decay=weight_decay)
-    return fs.chain(add_decayed_weights(weight_decay, reduction_order="tree"), scale_by_adam(betas, eps), _descent(lr))
+    decay = add_decayed_weights(weight_decay, reduction_order="tree")
+    return fs.chain(decay, scale_by_adam(betas, eps), _make_descent(lr))
 
 
 def adamw(
-    lr: Rate, betas: tuple[Number, Number] = (0.9, 0.999), eps: Number = 1e-8, *, weight_decay: Number = 0.01
+    lr: Rate,
+    betas: tuple[Number, Number] = (0.9, 0.999),
+    eps: Number = 1e-8,
+    *,
+    weight_decay: Number = 0.01,
 ) -> fs.Optimizer:
     """AdamW that can itself be differentiated; see `sgd`.
 
@@ -319,15 +372,15 @@ def adamw(
 
     Args:
         lr: Learning rate: a number, a tensor of shape (), or a schedule of the number of updates made.
-        betas: How much stays of the averages of gradients and of their squares.
+        betas: The part that stays of the averages of gradients and of their squares.
         eps: Added to the root of the squares.
-        weight_decay: How much parameters shrink in an update, times the learning rate.
+        weight_decay: Times the learning rate, the part of the parameters that an update subtracts.
 
     Returns:
         The optimizer.
 
     Raises:
-        ValueError: if a number is out of range; from init, if a leaf is no real floating tensor.
+        ValueError: if a number is out of range; from init, if a leaf is not a real floating tensor.
 
     >>> import torch, fshard as fs
     >>> tx = fs.adamw(0.1, weight_decay=0.5)
@@ -336,18 +389,20 @@ def adamw(
     {'w': tensor([0.9500, 1.9000])}
     """
     check_rates("adamw", lr, weight_decay=weight_decay)
-    return fs.chain(scale_by_adam(betas, eps), _descent(lr, weight_decay))
+    return fs.chain(scale_by_adam(betas, eps), _make_descent(lr, weight_decay))
 
 
-def _descent(lr: Rate, decay: Number | None = None) -> fs.Optimizer:
-    """Subtract gradients times the learning rate from the parameters, which shrink first where there is a decay."""
+def _make_descent(lr: Rate, decay: Number | None = None) -> fs.Optimizer:
+    """Make an optimizer that subtracts gradients times the learning rate, after parameters have shrunk by a decay."""
 
     def init(params: Any) -> DescentState:
         check_floating("sgd", flatten(params))
         return DescentState(zero())
 
     def step(grad: torch.Tensor, param: torch.Tensor, rate: Any, decay: Any) -> tuple[torch.Tensor]:
-        return ((param if decay is None else param * (1 - rate * decay)) - rate * grad,)
+        if decay is not None:
+            param = param * (1 - rate * decay)
+        return (param - rate * grad,)
 
     def update(grads: Any, state: DescentState, params: Any) -> tuple[Any, Any]:
         rate = lr(state.updates) if callable(lr) else lr

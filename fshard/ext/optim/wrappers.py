@@ -1,4 +1,4 @@
-"""Optimizers around optimizers: parts of a tree, updates that are skipped or collected, an average of parameters."""
+"""Optimizers around optimizers: for parts of a tree, skipped updates, and an average of parameters."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -38,8 +38,8 @@ class SkipState(NamedTuple):
     """State of an optimizer made by `skip_nonfinite`.
 
     Attributes:
-        skipped: Updates that were skipped: an int64 tensor of shape ().
-        inner: The state of the optimizer inside.
+        skipped: The number of updates that were skipped: an int64 tensor of shape ().
+        inner: The state of the inner optimizer.
     """
 
     skipped: torch.Tensor
@@ -47,19 +47,19 @@ class SkipState(NamedTuple):
 
 
 def skip_nonfinite(tx: fs.Optimizer) -> fs.Optimizer:
-    """Skip an update on every rank where a gradient holds an inf or a nan on any.
+    """Skip an update on every rank if a gradient has an inf or a nan on any rank.
 
-    The parameters and the state inside stay as they are, and the update is counted. Costs one collective of a single
-    number over each mesh axis. Follows optax.apply_if_finite.
+    The parameters and the state of the inner optimizer then stay as they are, and the skipped update is counted. It
+    costs one collective of a single number over each mesh axis. Follows optax.apply_if_finite.
 
     Args:
         tx: The optimizer.
 
     Returns:
-        The optimizer; its state counts the updates that were `skipped`.
+        The optimizer. Its state counts the updates that were `skipped`.
 
     Raises:
-        ValueError: if `tx` is no optimizer.
+        ValueError: if `tx` is not an optimizer.
 
     >>> import torch, fshard as fs
     >>> tx = fs.skip_nonfinite(fs.sgd(0.1))
@@ -70,58 +70,56 @@ def skip_nonfinite(tx: fs.Optimizer) -> fs.Optimizer:
     """
     check_optimizer("skip_nonfinite", tx)
 
-    def run(grads: Any, state: SkipState, params: Any, donate: bool = False) -> tuple[Any, Any]:
-        finite = all_finite(grads)
-        before = params, state.inner
-        # A torch.func transform and a trace have no values, and for those of an accelerator the host would wait.
-        if finite.is_cpu and not (transforms_active() or _compat.is_tracing()):
-            after = before
-            if finite:
-                after = run_update("skip_nonfinite", "tx", tx, grads, state.inner, params, donate=donate)
-        else:
-            # The donated update would write to the values that are kept where a gradient is not finite.
-            new = run_update("skip_nonfinite", "tx", tx, grads, state.inner, params)
-            after = _where(finite, new, before, donate)
-        params, inner = after
-        return params, SkipState(state.skipped + (~finite).long(), inner)
+    def update(grads: Any, state: SkipState, params: Any, donate: bool = False) -> tuple[Any, Any]:
+        is_finite = all_finite(grads)
+        run = partial(run_update, "skip_nonfinite", "tx", tx, grads, state.inner, params)
+        new = params, state.inner
+        # Under torch.func and in a trace, the condition has no value. On an accelerator, the host would wait for it.
+        if not is_finite.is_cpu or transforms_active() or _compat.is_tracing():
+            # A donated update would overwrite the values that stay if a gradient is not finite.
+            new = _where(is_finite, run(), new, donate)
+        elif is_finite:
+            new = run(donate=donate)
+        new_params, inner = new
+        return new_params, SkipState(state.skipped + (~is_finite).long(), inner)
 
     def init(params: Any) -> SkipState:
-        return _counts_beside(params, SkipState(zero(), tx.init(params)))
+        return _put_counts_beside(params, SkipState(zero(), tx.init(params)))
 
-    return fs.Optimizer(init, run, partial(run, donate=True))
+    return fs.Optimizer(init, update, partial(update, donate=True))
 
 
 def _where(condition: torch.Tensor, new: Any, old: Any, donate: bool) -> Any:
-    """Take the leaves of one tree where a condition holds, else those of another.
+    """Take the leaves of one tree if a condition holds, else those of another.
 
     Args:
         condition: A bool tensor of shape ().
-        new: The tree that is taken where it holds.
+        new: The tree that is taken if it holds.
         old: The other tree, of the same structure.
         donate: Whether to write the result to the leaves of `old`.
 
     Returns:
         The tree, each leaf on its device.
     """
-    # Leaves on other devices than the condition are those of a state that `init` did not make, such as one restored
-    # for another mesh: one copy of the condition, and so one wait of the host, serves all of them.
-    on = {condition.device: condition}
+    # A state that `init` did not make, such as one restored for another mesh, may have leaves on other devices than the
+    # condition. The host waits for each copy to the CPU, so copy the condition once to each device.
+    condition_on = {condition.device: condition}
 
     def choose(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         if new is old:
             return old
-        if old.device not in on:
-            on[old.device] = condition.to(old.device)
-        chosen = torch.where(on[old.device], new, old)
+        if old.device not in condition_on:
+            condition_on[old.device] = condition.to(old.device)
+        chosen = torch.where(condition_on[old.device], new, old)
         return old.copy_(chosen) if donate else chosen
 
     return fs.tree_map(choose, new, old)
 
 
-def _counts_beside(params: Any, state: Any) -> Any:
-    """Move numbers of a state that are on the processor to the accelerator that parameters are on.
+def _put_counts_beside(params: Any, state: Any) -> Any:
+    """Move numbers of a state from the CPU to the accelerator of the parameters.
 
-    There they can stay as they are, by a condition that the host does not know.
+    There they can be kept by a condition that the host does not read.
     """
     devices = {leaf.device for leaf in fs.tree_leaves(params) if isinstance(leaf, torch.Tensor)}
     accelerator = next((device for device in devices if device.type not in ("cpu", "meta")), None)
@@ -139,8 +137,8 @@ class EmaState(NamedTuple):
     """State of an optimizer made by `ema`.
 
     Attributes:
-        average: The averaged parameters, sharded as they are; leaves that take no gradient as they are.
-        inner: The state of the optimizer inside.
+        average: The averages of the parameters, sharded as they are. Leaves without a gradient are as they are.
+        inner: The state of the inner optimizer.
     """
 
     average: Any
@@ -150,18 +148,18 @@ class EmaState(NamedTuple):
 def ema(tx: fs.Optimizer, decay: float) -> fs.Optimizer:
     """Keep an exponential moving average of the parameters that an optimizer makes.
 
-    Starts from the parameters; after each update average = decay * average + (1 - decay) * parameters. Follows
-    torch.optim.swa_utils.get_ema_multi_avg_fn, whose averages it has bit for bit from the first update on.
+    It starts from the parameters. After each update, average = decay * average + (1 - decay) * parameters. Follows
+    torch.optim.swa_utils.get_ema_multi_avg_fn, and has the bits of its averages.
 
     Args:
         tx: The optimizer.
-        decay: How much of the average stays, from 0 to 1.
+        decay: The part of the average that stays, from 0 to 1.
 
     Returns:
-        The optimizer; its state holds `average`.
+        The optimizer. Its state holds the `average`.
 
     Raises:
-        ValueError: if `tx` is no optimizer, or `decay` is out of range.
+        ValueError: if `tx` is not an optimizer, or `decay` is out of range.
 
     >>> import torch, fshard as fs
     >>> tx = fs.ema(fs.sgd(1.0), decay=0.5)
@@ -173,26 +171,36 @@ def ema(tx: fs.Optimizer, decay: float) -> fs.Optimizer:
     check_optimizer("ema", tx)
     check_numbers("ema", Range("a number from 0 to 1", lambda number: 0 <= number <= 1), decay=decay)
 
-    def init(params: Any) -> EmaState:
-        average = map_leaves(lambda x: like(x, tensor_of(x).detach().clone()) if is_trained(x) else x, params)
-        return EmaState(average, tx.init(params))
+    def copy(leaf: Any) -> Any:
+        return like(leaf, tensor_of(leaf).detach().clone()) if is_trained(leaf) else leaf
 
-    def run(grads: Any, state: EmaState, params: Any, donate: bool = False) -> tuple[Any, Any]:
+    def init(params: Any) -> EmaState:
+        return EmaState(map_leaves(copy, params), tx.init(params))
+
+    def update(grads: Any, state: EmaState, params: Any, donate: bool = False) -> tuple[Any, Any]:
         params, inner = run_update("ema", "tx", tx, grads, state.inner, params, donate=donate)
         lerp = torch.Tensor.lerp_ if donate else torch.Tensor.lerp
-        # A leaf without a gradient has not moved, and its average moves on towards it.
-        moved = map_trained_leaves(lambda leaf: leaf, params)
-        (average,) = leafwise(lambda p, old: (lerp(old, p.detach(), 1 - decay),), moved, [state.average])
-        return params, EmaState(average, inner)
 
-    return fs.Optimizer(init, run, partial(run, donate=True))
+        def average(param: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor]:
+            return (lerp(old, param.detach(), 1 - decay),)
+
+        # The average of a leaf that had no gradient moves on towards it.
+        trained = map_trained_leaves(lambda leaf: leaf, params)
+        (averages,) = leafwise(average, trained, [state.average])
+        return params, EmaState(averages, inner)
+
+    return fs.Optimizer(init, update, partial(update, donate=True))
 
 
 def all_finite(grads: Any) -> torch.Tensor:
-    """Tell whether every element of every gradient is finite on every rank, by a bool tensor of shape ()."""
-    leaves = [leaf for leaf in leaves_of(grads) if leaf is not None]
-    bad = sum(((~elements_of(leaf).isfinite()).any().long() for leaf in leaves), zero())
-    axes = dict.fromkeys(axis for leaf in leaves if isinstance(leaf, fs.Sharded) for axis in leaf.spec.axes)
+    """Tell by a bool tensor of shape () whether every element of every gradient is finite on every rank."""
+    bad = zero()
+    axes: dict[fs.Axis, None] = {}
+    for leaf in leaves_of(grads):
+        if leaf is not None:
+            bad = bad + (~elements_of(leaf).isfinite()).any().long()
+        if isinstance(leaf, fs.Sharded):
+            axes.update(dict.fromkeys(leaf.spec.axes))
     return sum_over(bad, tuple(axes)) == 0
 
 
@@ -200,18 +208,19 @@ def masked(tx: Any, mask: Mask, otherwise: fs.ShardTransform | None = None) -> A
     """Apply a transformation, an optimizer or a sharding transform to some leaves, as in Optax.
 
     Args:
-        tx: The fs.GradientTransformation, Optimizer or ShardTransform. Others' gradients pass through the first; the
-            second does not change their parameters; the third leaves them to `otherwise`.
-        mask: Which leaves: a glob pattern of their names or several, where a name is a leaf's keys joined by dots, such
-            as "blocks.0.norm.weight", and `*` stands for anything; or a function of (name, leaf), which gets a tensor
-            of the leaf's full shape and dtype without values, as in `lambda name, leaf: leaf.dim() >= 2`.
-        otherwise: For a ShardTransform: that of all other leaves, over the same axes; None changes nothing in them.
+        tx: The fs.GradientTransformation, Optimizer or ShardTransform. The gradients of other leaves pass through a
+            GradientTransformation; an Optimizer does not change other parameters; a ShardTransform leaves them to
+            `otherwise`.
+        mask: The leaves. A glob pattern of their names, or several: a name is a leaf's keys joined by dots, such as
+            "blocks.0.norm.weight", and `*` stands for anything. Or a function of (name, leaf), which gets a tensor of
+            the leaf's full shape and dtype without values, as in `lambda name, leaf: leaf.dim() >= 2`.
+        otherwise: With a ShardTransform, the one for all other leaves, over the same axes. None changes nothing.
 
     Returns:
-        Another of the kind of `tx`, with a state for those leaves only.
+        Another of the kind of `tx`, with a state for these leaves only.
 
     Raises:
-        ValueError: if `tx` or `mask` is none of these, or the axes differ; from init, or shard, if `mask` matches no
+        ValueError: if `tx` or `mask` is something else, or the axes differ; from init, or shard, if `mask` matches no
             leaf.
 
     >>> import torch
@@ -225,18 +234,20 @@ def masked(tx: Any, mask: Mask, otherwise: fs.ShardTransform | None = None) -> A
     if isinstance(tx, fs.ShardTransform):
         return masked_transform(tx, mask, otherwise)
     if otherwise is not None:
-        raise ValueError(f"masked: otherwise is for ShardTransforms, not for {describe(tx)}; partition has parts")
-    return _partition("masked", [mask, "*"], [tx, None])
+        raise ValueError(
+            f"masked: otherwise is for a ShardTransform, but tx is {describe(tx)}. For several parts, use fs.partition."
+        )
+    return _make_partition("masked", [mask, "*"], [tx, None])
 
 
 def freeze(tx: Any, mask: Mask) -> Any:
     """Keep some parameters as they are, and update the others.
 
-    Unlike leaves that are sharded as frozen, these have gradients, which are not used.
+    Unlike leaves that are sharded as frozen, these leaves have gradients, which are not used.
 
     Args:
         tx: The optimizer of the others.
-        mask: Which leaves are kept; see `masked`.
+        mask: The leaves that are kept; see `masked`.
 
     Returns:
         The optimizer, with a state for the others only.
@@ -250,18 +261,18 @@ def freeze(tx: Any, mask: Mask) -> Any:
     >>> tx.update(params, tx.init(params), params)[0]
     {'body': {'w': tensor([1.])}, 'head': {'w': tensor([0.9000])}}
     """
-    return _partition("freeze", [mask, "*"], [None, tx])
+    return _make_partition("freeze", [mask, "*"], [None, tx])
 
 
 def partition(parts: Mapping[Mask, Any]) -> Any:
     """Give each leaf to the first part that matches it: parameter groups.
 
     Args:
-        parts: GradientTransformations, or Optimizers, by masks as `masked` takes them. One must match every leaf; `"*"`
-            matches all that are left.
+        parts: GradientTransformations or Optimizers, by masks as `masked` takes them. Each leaf must match one of them;
+            `"*"` matches all leaves that are left.
 
     Returns:
-        The fs.Optimizer, or the GradientTransformation; its state is a tuple of those of the parts, in their order.
+        The fs.Optimizer or GradientTransformation. Its state is a tuple of the states of the parts, in their order.
 
     Raises:
         ValueError: if parts are of both kinds or of neither; from init, if a mask matches no leaf, or no mask a leaf.
@@ -274,49 +285,84 @@ def partition(parts: Mapping[Mask, Any]) -> Any:
     {'weight': tensor([-0.1000]), 'bias': tensor([-1.])}
     """
     expect(isinstance(parts, Mapping), "partition", "parts to be a mapping from masks to their parts", describe(parts))
-    return _partition("partition", list(parts), list(parts.values()))
+    return _make_partition("partition", list(parts), list(parts.values()))
 
 
-def _partition(what: str, masks: Sequence[Mask], members: Sequence[Any]) -> Any:
-    """Give each leaf to the first member whose mask matches it; None leaves it as it is."""
-    kinds = {type(member) for member in members if member is not None}
-    found = ", ".join(map(describe, members)) or "nothing"
-    needed = "parts, or tx, of Optimizers alone or GradientTransformations alone"
-    expect(kinds in ({fs.Optimizer}, {fs.GradientTransformation}), what, needed, found)
-    for mask in masks:
-        expect(is_mask(mask), what, f"the mask to be {MASK}", describe(mask))
+class _Partition(NamedTuple):
+    """Members that each change some leaves.
 
-    def owners(flat: Any) -> list[int | None]:
-        """Number, for each leaf, the first member whose mask matches it."""
-        rows = zip(flat.names, flat.leaves, strict=True)
-        return [next((i for i, mask in enumerate(masks) if matches(mask, name, x)), None) for name, x in rows]
+    Attributes:
+        api_name: The public function, for errors.
+        masks: The masks. A leaf belongs to the first that matches it.
+        members: For each mask the Optimizer or GradientTransformation of its leaves; None leaves them as they are.
+        is_optimizer: Whether they change parameters, and not gradients.
+    """
 
-    def part(flat: Any, found: list[int | None], i: int) -> Any:
-        """Make a tree of the leaves of one member, and None in the place of others."""
-        return flat.unflatten(leaf if owner == i else None for leaf, owner in zip(flat.leaves, found, strict=True))
+    api_name: str
+    masks: Sequence[Mask]
+    members: Sequence[Any]
+    is_optimizer: bool
 
-    def init(params: Any) -> Any:
+    def find_owners(self, flat: Any) -> list[int | None]:
+        """Find for each leaf the position of its member."""
+        owners = []
+        for name, leaf in zip(flat.names, flat.leaves, strict=True):
+            matching = (i for i, mask in enumerate(self.masks) if matches(mask, name, leaf))
+            owners.append(next(matching, None))
+        return owners
+
+    def init(self, params: Any) -> Any:
+        """Make the states of all members."""
         flat = flatten(params)
-        found = owners(flat)
-        check_matches(what, masks, flat.names, flat.leaves)
-        rows = zip(flat.names, found, flat.leaves, strict=True)
-        left = [name for name, owner, leaf in rows if owner is None and leaf is not None]
-        expect(not left, what, "a mask for every leaf", f"none for {', '.join(left[:4])}", 'add one for "*"')
-        return tuple(tx.init(part(flat, found, i)) if tx else () for i, tx in enumerate(members))
+        owners = self.find_owners(flat)
+        check_matches(self.api_name, self.masks, flat.names, flat.leaves)
+        rows = zip(flat.names, owners, flat.leaves, strict=True)
+        unmatched = [name for name, owner, leaf in rows if owner is None and leaf is not None]
+        if unmatched:
+            raise ValueError(f'{self.api_name}: no mask matches {", ".join(unmatched[:4])}. Add a part for "*".')
+        states = []
+        for i, member in enumerate(self.members):
+            states.append(member.init(_select(flat, owners, i)) if member else ())
+        return tuple(states)
 
-    def run(grads: Any, state: Any, params: Any, donate: bool = False) -> tuple[Any, Any]:
-        given, flat = flatten(grads), flatten(params)
-        found, states = owners(flat), []
-        leaves = list(flat.leaves if kinds == {fs.Optimizer} else given.leaves)
-        for i, (member, kept) in enumerate(zip(members, state, strict=True)):
+    def update(self, grads: Any, state: Any, params: Any, donate: bool = False) -> tuple[Any, Any]:
+        """Update the leaves of each member, and keep the others."""
+        flat_grads = flatten(grads)
+        flat = flatten(params)
+        owners = self.find_owners(flat)
+        leaves = list(flat.leaves if self.is_optimizer else flat_grads.leaves)
+        states = []
+        for i, (member, member_state) in enumerate(zip(self.members, state, strict=True)):
             if member is not None:
-                argument = f"parts[{masks[i]!r}]" if what == "partition" else "tx"
-                trees = part(given, found, i), kept, part(flat, found, i)
-                new, kept = run_update(what, argument, member, *trees, donate=donate)
-                leaves = [old if owner != i else x for x, old, owner in zip(leaves_of(new), leaves, found, strict=True)]
-            states.append(kept)
+                argument = f"parts[{self.masks[i]!r}]" if self.api_name == "partition" else "tx"
+                trees = _select(flat_grads, owners, i), member_state, _select(flat, owners, i)
+                changed, member_state = run_update(self.api_name, argument, member, *trees, donate=donate)
+                for j, leaf in enumerate(leaves_of(changed)):
+                    if owners[j] == i:
+                        leaves[j] = leaf
+            states.append(member_state)
         return flat.unflatten(leaves), tuple(states)
 
-    if kinds == {fs.Optimizer}:
-        return fs.Optimizer(init, run, partial(run, donate=True))
-    return fs.GradientTransformation(init, run)
+
+def _select(flat: Any, owners: Sequence[int | None], i: int) -> Any:
+    """Make a tree of the leaves of one member, and None in the place of others."""
+    rows = zip(flat.leaves, owners, strict=True)
+    return flat.unflatten([leaf if owner == i else None for leaf, owner in rows])
+
+
+def _make_partition(api_name: str, masks: Sequence[Mask], members: Sequence[Any]) -> Any:
+    """Give each leaf to the first member whose mask matches it."""
+    changing = [member for member in members if member is not None]
+    kinds = {type(member) for member in changing}
+    if kinds not in ({fs.Optimizer}, {fs.GradientTransformation}):
+        argument = "parts" if api_name == "partition" else "tx"
+        got = ", ".join(map(describe, changing)) or "nothing"
+        raise ValueError(f"{api_name}: {argument} must be Optimizers only, or GradientTransformations only. Got {got}.")
+    for mask in masks:
+        expect(is_mask(mask), api_name, f"the mask to be {MASK}", describe(mask))
+    is_optimizer = kinds == {fs.Optimizer}
+    members_by_mask = _Partition(api_name, masks, members, is_optimizer)
+    update = members_by_mask.update
+    if is_optimizer:
+        return fs.Optimizer(members_by_mask.init, update, partial(update, donate=True))
+    return fs.GradientTransformation(members_by_mask.init, update)

@@ -146,8 +146,8 @@ def test_only_the_tree_has_the_bits_of_one_rank():
 def test_derivatives_are_refused():
     params = fs.shard({"w": torch.ones(5, 3)}, fs.zero2(one_axis(), min_shard_elements=0))
     text = (
-        'reduction_order="tree": expected tensors without derivatives, got one that is differentiated; '
-        "leave out reduction_order where "
+        'reduction_order="tree": exact sums have no derivative, but a tensor is differentiated. '
+        "Leave out reduction_order if you differentiate updates."
     )
     for derive in (torch.func.grad, lambda f: lambda p: f(fs.tree_map(lambda x: x.clone().requires_grad_(), p))):
         with pytest.raises(ValueError, match=text):
