@@ -125,8 +125,8 @@ FAULTS = (
     Fault(
         "elements-counted-from-the-shard",
         "fshard/ext/counter.py",
-        "index = index * size + start + at",
-        "index = index * size + at",
+        "index = index * size + start + coordinate",
+        "index = index * size + coordinate",
         "9: a drawn element depends on the seed and its place, not on the rank that has it",
     ),
     Fault(
@@ -769,8 +769,8 @@ FAULTS = (
     Fault(
         "adam-counts-updates-that-a-leaf-missed",
         "fshard/optim/leaves.py",
-        "return zero() + 1 if count is None else count + 1",
-        "return None if count is None else count + 1",
+        "if grad is None:",
+        "if count is None:",
         "9: what the optimizer keeps for a leaf without a gradient stays, as under torch.optim",
     ),
     Fault(
@@ -1043,8 +1043,8 @@ FAULTS = (
     Fault(
         "transform-may-write-to-its-inputs",
         "fshard/ext/testing/laws.py",
-        "before = fs.tree_map(torch.clone, given)",
-        "before = given",
+        "before = fs.tree_map(torch.clone, inputs)",
+        "before = inputs",
         "4: nothing changes its inputs, and check_transform tells a transform that does",
     ),
     Fault(
@@ -1130,5 +1130,19 @@ FAULTS = (
         "calls = {rank: call for rank, call in calls.items() if call.collective.group == collective.group}",
         "calls = dict(calls.items())",
         "10: simulated ranks that call collectives of other groups get an error, never each other's values",
+    ),
+    Fault(
+        "trace-of-torch-fills-the-report-of-a-failing-test",
+        "fshard/testing/spmd.py",
+        "with threaded_process_groups(simulation.join), shared_dual_level(), hide_trace_from_pytest():",
+        "with threaded_process_groups(simulation.join), shared_dual_level():",
+        "10: a test that fails on simulated ranks shows the error of a rank, and no lines of torch's",
+    ),
+    Fault(
+        "failure-of-a-rank-without-its-cause-in-the-first-line",
+        "fshard/testing/workers.py",
+        'summary = name if text in ("", name) else f"{name}: {text}"',
+        "summary = name",
+        "10: a summary of failing tests shows why a rank failed",
     ),
 )
