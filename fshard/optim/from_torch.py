@@ -223,8 +223,8 @@ def _collect_gradients(grads: Tree, flat: Flat, *, copy: bool) -> dict[int, torc
     rows = zip(tensors_of(leaves_of(grads)), flat.leaves, strict=True)
     for i, (grad, leaf) in enumerate(rows):
         if grad is not None and is_trained(leaf):
-            plain = grad.resolve_conj().resolve_neg()
-            gradients[i] = _make_writable(plain, in_place=not copy)
+            plain = (grad.detach() if grad.requires_grad else grad).resolve_conj().resolve_neg()
+            gradients[i] = _make_writable(plain) if copy else plain.contiguous()
     return gradients
 
 

@@ -16,6 +16,17 @@ LEFT = 'no mask matches b. Add a part for "*".'
 CLIP = fs.clip_by_value(1.0)
 
 
+class WithWarmup(optim.SGD):
+    """A class that keeps one of its arguments to itself."""
+
+    def __init__(self, params, lr=0.1, warmup=1.0):
+        super().__init__(params, lr * warmup)
+
+
+def update_by(tx):
+    return tx.update(W, tx.init(W), W)
+
+
 def refused_sums(takes_sums):
     """Calls of functions with their arguments, and the texts of their errors."""
     for name, arguments in takes_sums.items():
@@ -51,6 +62,11 @@ ROWS = [
     (
         lambda: fs.leaf_norms(W, 2.5, reduction_order="tree"),
         'leaf_norms: expected p to be 2 or inf with reduction_order="tree", got 2.5',
+    ),
+    (
+        lambda: update_by(fs.from_torch(WithWarmup, warmup=lambda count: 0.5)),
+        "from_torch: warmup cannot change between updates, because WithWarmup does not keep it in its parameter "
+        "groups. Pass a number, and do not inject it.",
     ),
     (lambda: fs.global_norm(W, 0.0), "global_norm: expected p to be a number above 0, got 0.0"),
 ]
