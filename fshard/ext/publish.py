@@ -29,7 +29,7 @@ TIMEOUT = 60.0
 LENGTH, TEXT = 2**30, 2**30 + 1
 
 
-class Box(NamedTuple):
+class LeafBox(NamedTuple):
     """A part of a leaf: the leaf's name, its dtype and shape, and where the part begins and its size along each dim."""
 
     name: str
@@ -38,7 +38,7 @@ class Box(NamedTuple):
     start: tuple[int, ...]
     size: tuple[int, ...]
 
-    def within(self, outer: "Box") -> tuple[slice, ...]:
+    def within(self, outer: "LeafBox") -> tuple[slice, ...]:
         """Index the part in a tensor that holds another one."""
         place = []
         for start, outer_start, size in zip(self.start, outer.start, self.size, strict=True):
@@ -46,7 +46,7 @@ class Box(NamedTuple):
             place.append(slice(first, first + size))
         return tuple(place)
 
-    def common(self, other: "Box") -> "Box":
+    def common(self, other: "LeafBox") -> "LeafBox":
         """Return the part that two have in common, perhaps empty; with this one's dtype."""
         start, size = [], []
         for a, a_size, b, b_size in zip(self.start, self.size, other.start, other.size, strict=True):
@@ -55,7 +55,7 @@ class Box(NamedTuple):
             size.append(max(min(a + a_size, b + b_size) - first, 0))
         return self._replace(start=tuple(start), size=tuple(size))
 
-    def is_like(self, other: "Box") -> bool:
+    def is_like(self, other: "LeafBox") -> bool:
         """Whether both are of one leaf, whose floating numbers may be cast."""
         are_floating = all(getattr(torch, box.dtype).is_floating_point for box in (self, other))
         return self.shape == other.shape and (are_floating or self.dtype == other.dtype)
@@ -66,10 +66,10 @@ class Box(NamedTuple):
         return math.prod(self.size)
 
 
-class Part(NamedTuple):
+class LeafPart(NamedTuple):
     """The part of a leaf that this rank holds, and a tensor with its elements."""
 
-    box: Box
+    box: LeafBox
     tensor: torch.Tensor
 
 
@@ -78,13 +78,13 @@ class Message(NamedTuple):
 
     rank: int
     number: int
-    box: Box
+    box: LeafBox
 
 
 # The parts that this rank holds, by the names of leaves.
-Parts = Mapping[str, Part]
+Parts = Mapping[str, LeafPart]
 # The parts that each rank on the other side offers or is to send, by rank.
-BoxesOfRanks = Mapping[int, Sequence[Box]]
+BoxesOfRanks = Mapping[int, Sequence[LeafBox]]
 # The CRC-32 of each message, by the rank on the other side.
 Checksums = Mapping[int, list[int]]
 
@@ -130,7 +130,7 @@ def publish(
         raise ValueError("publish: names gives several leaves one name; change it")
     boxes = [part.box for part in listed]
     peers.send_values(dict.fromkeys(ranks, (version, boxes)))
-    requests: dict[int, list[Box]] = {}
+    requests: dict[int, list[LeafBox]] = {}
     for rank, rows in peers.receive_values().items():
         if rows is None:
             peers.lost[rank] = "it refused, and its own error says why"
@@ -145,7 +145,7 @@ def publish(
 
 def _send(peers: "_Peers", parts: Parts, messages: Sequence[Message], checksums: Checksums) -> None:
     """Send the messages of a unit, and note their checksums. A part that several ranks get is cast once."""
-    data: dict[Box, torch.Tensor] = {}
+    data: dict[LeafBox, torch.Tensor] = {}
     for rank, number, box in messages:
         if box not in data:
             part = parts[box.name]
@@ -239,7 +239,7 @@ def _receive(peers: "_Peers", parts: Parts, messages: Sequence[Message], checksu
 
 def _schedule(parts: Parts, offered: BoxesOfRanks) -> tuple[BoxesOfRanks, list[tuple[str, str, str]]]:
     """Choose for each rank on the other side what it sends, and find the leaves that ranks there do not make up."""
-    requests: dict[int, list[Box]] = {rank: [] for rank in offered}
+    requests: dict[int, list[LeafBox]] = {rank: [] for rank in offered}
     problems = []
     holders_of_leaves = _find_holders(offered)
     for number, (name, holders) in enumerate(holders_of_leaves.items()):
@@ -264,9 +264,9 @@ def _schedule(parts: Parts, offered: BoxesOfRanks) -> tuple[BoxesOfRanks, list[t
     return requests, problems
 
 
-def _find_holders(offered: BoxesOfRanks) -> dict[str, dict[Box, list[int]]]:
+def _find_holders(offered: BoxesOfRanks) -> dict[str, dict[LeafBox, list[int]]]:
     """List the ranks that hold each part, by the names of leaves."""
-    holders_of_leaves: dict[str, dict[Box, list[int]]] = {}
+    holders_of_leaves: dict[str, dict[LeafBox, list[int]]] = {}
     for rank, boxes in offered.items():
         for box in boxes:
             holders = holders_of_leaves.setdefault(box.name, {})
@@ -286,7 +286,7 @@ def _check_tensors(api_name: str, tree: Any) -> None:
         refuse(f"{api_name}: leaves are no tensors", problems, remedy)
 
 
-def _list_parts(tree: Any, names: Callable[[str], str]) -> Iterator[Part]:
+def _list_parts(tree: Any, names: Callable[[str], str]) -> Iterator[LeafPart]:
     """List the parts of leaves that this rank holds, under their names there; none where it holds no element."""
     flat = flatten(tree)
     for name, leaf in zip(flat.names, flat.leaves, strict=True):
@@ -295,13 +295,13 @@ def _list_parts(tree: Any, names: Callable[[str], str]) -> Iterator[Part]:
         start, tensor, shape = local_box(leaf)
         if tensor.numel():
             dtype = str(tensor.dtype).removeprefix("torch.")
-            box = Box(names(name), dtype, shape, start, tuple(tensor.shape))
-            yield Part(box, tensor)
+            box = LeafBox(names(name), dtype, shape, start, tuple(tensor.shape))
+            yield LeafPart(box, tensor)
 
 
-def _parse_boxes(rows: Sequence[Sequence[Any]]) -> list[Box]:
+def _parse_boxes(rows: Sequence[Sequence[Any]]) -> list[LeafBox]:
     """Make boxes of what JSON made of them."""
-    return [Box(name, dtype, *map(tuple, extents)) for name, dtype, *extents in rows]
+    return [LeafBox(name, dtype, *map(tuple, extents)) for name, dtype, *extents in rows]
 
 
 def _messages_of_units(parts: Parts, requests: BoxesOfRanks) -> Iterator[list[Message]]:

@@ -181,7 +181,7 @@ def pipeline(
     expect(is_count, "pipeline", "microbatches to be a whole number of 1 or more", f"{microbatches!r:.40}")
     if first is None:
         first = _return_x
-    arguments = _Arguments(stage_fn, first, last, axis, microbatches, schedule, reduce)
+    arguments = _PipelineArguments(stage_fn, first, last, axis, microbatches, schedule, reduce)
 
     def loss_fn(params: Any, x: Any, *rest: Any) -> Any:
         with calling("pipeline", lambda: [axis], begins=False):
@@ -197,7 +197,7 @@ def _return_x(_: Any, x: Any) -> Any:
     return x
 
 
-class _Arguments(NamedTuple):
+class _PipelineArguments(NamedTuple):
     """The arguments of `fs.pipeline`."""
 
     stage_fn: Callable[[Any, torch.Tensor], torch.Tensor]
@@ -225,7 +225,7 @@ def _check_params(axis: fs.Axis, params: Any) -> None:
     refuse(f"pipeline over {axis.name!r}: leaves do not fit", params.problems(misfit), remedy)
 
 
-def _check_batch(arguments: _Arguments, batch: Any) -> None:
+def _check_batch(arguments: _PipelineArguments, batch: Any) -> None:
     """Refuse a batch that cannot be cut, or differentiated."""
     count = arguments.microbatches
 
@@ -262,7 +262,7 @@ class _PipelineCall:
         dtypes: The dtype of the loss and, for "weighted", of the count.
     """
 
-    def __init__(self, arguments: _Arguments, params: Any, batch: tuple[Any, ...]) -> None:
+    def __init__(self, arguments: _PipelineArguments, params: Any, batch: tuple[Any, ...]) -> None:
         flat = flatten(params)
         axis = arguments.axis
         _check_params(axis, flat)
