@@ -74,7 +74,8 @@ def from_torch(
 
     Raises:
         ValueError: if `cls` is not a torch.optim class; from init, if a leaf cannot take a gradient, if the class looks
-            across the elements of a sharded leaf, or if it rounds elements by their place with reduction_order="tree".
+            across the elements of a sharded leaf, if it rounds elements by their place with reduction_order="tree", or
+            if its fused kernel does not step leaves of half precision, as that of SGD on the CPU before torch 2.14.
             Torch's own error if the class refuses its arguments, needs a closure, or cannot step on dense gradients.
 
     >>> import fshard as fs
@@ -96,7 +97,7 @@ def from_torch(
         hyper=hyper,
         inject=inject,
         make=partial(cls, **initial),
-        refuse_split_leaves=partial(_refuse_split_leaves, make_for_trial, order),
+        refuse_leaves=partial(_refuse_leaves, make_for_trial, order),
         number_names=number_names,
         is_first_step_special=is_first_step_special,
         # With other values than in the trial, a class may write to gradients. Its learning rate does not decide that.
@@ -113,7 +114,7 @@ class _WrappedClass(NamedTuple):
         hyper: The hyperparameters, schedules among them.
         inject: The names of those that the state holds.
         make: Makes the torch optimizer, with the hyperparameters before the first update.
-        refuse_split_leaves: Refuses split leaves that the class cannot step.
+        refuse_leaves: Refuses leaves that the class cannot step.
         number_names: The names of state that is one number for a whole leaf, such as a step count.
         is_first_step_special: Whether a first step from zeros differs from one without a state.
         may_write_gradients: Whether a step may write to gradients, with other hyperparameters too.
@@ -122,7 +123,7 @@ class _WrappedClass(NamedTuple):
     hyper: Hyper
     inject: Names
     make: Make
-    refuse_split_leaves: Callable[[Flat], None]
+    refuse_leaves: Callable[[Flat], None]
     number_names: Names
     is_first_step_special: bool
     may_write_gradients: bool
@@ -168,7 +169,7 @@ class _Selection(NamedTuple):
 def _init(wrapped: _WrappedClass, params: Tree) -> TorchState:
     flat = flatten(params)
     check_floating("from_torch", flat)
-    wrapped.refuse_split_leaves(flat)
+    wrapped.refuse_leaves(flat)
     selection = _Selection(flat, [i for i, leaf in enumerate(flat.leaves) if is_trained(leaf)])
     tensors = [_make_writable(tensor) for tensor in selection.take(flat.leaves)]
     states = _make_start_states(wrapped.make, tensors)
@@ -416,6 +417,49 @@ def _observe(make: Make) -> tuple[Names, bool, bool]:
     return number_names, is_special, not all(grad.equal(start.cos()) for grad in used_grads)
 
 
+def _refuse_leaves(make: Make, order: ReductionOrder, flat: Flat) -> None:
+    """Refuse leaves that a class cannot step, or not with the bits that are promised."""
+    _refuse_skipped_leaves(make, flat)
+    _refuse_split_leaves(make, order, flat)
+
+
+def _refuse_skipped_leaves(make: Make, flat: Flat) -> None:
+    """Refuse leaves of half precision that a fused kernel of the CPU does not step.
+
+    Until torch 2.13, that of SGD leaves full vector registers of a parameter as they are, and writes uninitialized
+    memory to the momentum: https://github.com/pytorch/pytorch/issues/191763
+    """
+    if not make.keywords.get("fused"):
+        return
+    skipped = {dtype for dtype in _trained_dtypes(flat) if dtype.itemsize < 4 and not _steps_all_elements(make, dtype)}
+
+    def describe_skipped(leaf: Any) -> str | None:
+        tensor = tensor_of(leaf)
+        is_skipped = is_trained(leaf) and tensor.device.type == "cpu" and tensor.dtype in skipped
+        return f"is {str(tensor.dtype).removeprefix('torch.')} on the CPU" if is_skipped else None
+
+    problems = flat.problems(describe_skipped)
+    if problems:
+        headline = f"from_torch: the fused kernel of {make.func.__name__} does not step these leaves"
+        refuse(headline, problems, "leave out fused=True, or install torch 2.14")
+
+
+def _trained_dtypes(flat: Flat) -> set[torch.dtype]:
+    return {tensor_of(leaf).dtype for leaf in flat.leaves if is_trained(leaf)}
+
+
+def _steps_all_elements(make: Make, dtype: torch.dtype) -> bool:
+    """Try whether a step moves each element of a vector that is longer than any vector register."""
+    tensor = torch.ones(256, dtype=dtype)
+    _step_in_place(_with_learning_rate(make), [tensor], [torch.ones_like(tensor)], [{}], {})
+    return bool((tensor != 1.0).all())
+
+
+def _with_learning_rate(make: Make) -> Make:
+    """Give trial steps a learning rate, because under a schedule that starts from 0 nothing would move."""
+    return partial(make, lr=0.1) if "lr" in make.keywords else make
+
+
 def _refuse_split_leaves(make: Make, order: ReductionOrder, flat: Flat) -> None:
     """Refuse split leaves if a class looks across elements or, if bits are kept, rounds them by their place."""
     if not order.keeps_bits and not any(map(partition_axes, flat.leaves)):
@@ -453,7 +497,7 @@ def _looks_across_elements(make: Make) -> bool:
 def _list_inexact_dtypes(make: Make, flat: Flat) -> list[str]:
     """List the dtypes of leaves whose elements a class rounds by their place in a shard."""
     inexact = set()
-    for dtype in {tensor_of(leaf).dtype for leaf in flat.leaves if is_trained(leaf)}:
+    for dtype in _trained_dtypes(flat):
         # Most kernels of half precision round the last few elements differently, some too rarely for a trial to show.
         is_half = dtype.itemsize < 4
         if is_half or not _step_in_parts(make, dtype).equal(_step_in_parts(make, dtype, size=1)):
@@ -463,9 +507,7 @@ def _list_inexact_dtypes(make: Make, flat: Flat) -> list[str]:
 
 def _step_in_parts(make: Make, dtype: torch.dtype, size: int = 96, dim: int = 0) -> torch.Tensor:
     """Step a matrix by some gradients, in parts: some columns, or rows too short for a vector register."""
-    # A schedule that starts from 0 would hide a difference.
-    if "lr" in make.keywords:
-        make = partial(make, lr=0.1)
+    make = _with_learning_rate(make)
     start = torch.linspace(-3.0, 3.0, 96 * 7, dtype=torch.float64).reshape(96, 7)
     matrices = []
     for matrix in (start, 0.01 * start.sin(), start.cos(), 30.0 * start.sin()):

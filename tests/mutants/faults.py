@@ -950,6 +950,13 @@ FAULTS = (
         "9: a leaf's first update is the class's first step, whenever it comes",
     ),
     Fault(
+        "fused-kernels-tried-in-float32",
+        "fshard/optim/from_torch.py",
+        "tensor = torch.ones(256, dtype=dtype)",
+        "tensor = torch.ones(256)",
+        "3: leaves that a kernel of torch does not step are refused",
+    ),
+    Fault(
         "skipped-where-ranks-split-a-leaf-alone",
         "fshard/ext/optim/wrappers.py",
         "axes.update(dict.fromkeys(leaf.spec.axes))",

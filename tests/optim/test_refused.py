@@ -129,3 +129,29 @@ def check_leaves_are_refused(make, checked_by, takes_complex):
 def test_leaves_are_refused():
     check_leaves_are_refused(fs.sgd, "sgd", takes_complex=True)
     check_leaves_are_refused(fs.adamw, "scale_by_adam", takes_complex=False)
+
+
+def fused_sgd_steps(dtype):
+    """Whether torch's own fused SGD steps every element of a vector on the CPU: not before torch 2.14."""
+    weight = torch.nn.Parameter(torch.ones(256, dtype=dtype))
+    weight.grad = torch.ones_like(weight)
+    optim.SGD([weight], lr=0.5, fused=True).step()
+    return bool((weight == 0.5).all())
+
+
+def test_leaves_that_a_fused_kernel_does_not_step_are_refused():
+    tx = fs.from_torch(optim.SGD, lr=lambda count: 0.5 * count, momentum=0.5, fused=True)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        params = {"w": torch.ones(256, dtype=dtype), "b": torch.ones(3)}
+        if fused_sgd_steps(dtype):
+            state = tx.init(params)
+            for _ in range(2):
+                params, state = tx.update({"w": torch.ones_like(params["w"]), "b": torch.ones(3)}, state, params)
+            # The second momentum is 1.5, and the second learning rate 0.5.
+            assert params["w"].eq(0.25).all()
+        else:
+            assert text_of(lambda: tx.init(params)) == (  # noqa: B023
+                "from_torch: the fused kernel of SGD does not step these leaves\n"
+                f"  ['w']: is {str(dtype).removeprefix('torch.')} on the CPU\n"
+                "To fix: leave out fused=True, or install torch 2.14."
+            )
