@@ -1,11 +1,13 @@
 """Derivatives that a function takes of itself, also under saved-tensor hooks of its own."""
 
 import re
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vmap
+from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, vmap
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
@@ -14,14 +16,23 @@ from tests.ranks import my_rank, on_ranks
 from tests.tolerance import within
 from tests.trees import assert_same_bits, normal, one_axis
 
+REGATHERED = (
+    partial(fs.zero3, min_shard_elements=0),
+    partial(fs.zero3, min_shard_elements=0, prefetch=0),
+    partial(fs.zero3, min_shard_elements=0, regather="*second*"),
+)
+KEPT = (partial(fs.zero3, min_shard_elements=0, regather=False), fs.ddp)
 
-def values_and_batch():
-    """Parameters by each strategy, and this rank's batch."""
-    draw, mesh = normal(), one_axis()
+
+def params_by(strategies):
+    """The same parameters by each strategy."""
+    draw = normal()
     full = {"first": draw(5, 3), "second": draw(3, 4), "third": draw(4)}
-    ways = [{"regather": "*second*"}, {"prefetch": 0}, {}, {"regather": False}]
-    strategies = [*(fs.zero3(mesh, min_shard_elements=0, **options) for options in ways), fs.ddp(mesh)]
-    return [fs.shard(full, strategy) for strategy in strategies], normal(1 + my_rank())(2, 5)
+    return [fs.shard(full, strategy(one_axis())) for strategy in strategies]
+
+
+def batch():
+    return normal(1 + my_rank())(2, 5)
 
 
 def perceptron(params, x):
@@ -40,9 +51,10 @@ def on_full_tensors(f, params, *args):
 
 def penalty_on_weights_and_inputs(params, x):
     """Differentiates twice with respect to gathered weights, and twice through them."""
-    x, full = x.clone().requires_grad_(), [fs.gather(params[name]) for name in ("first", "second", "third")]
-    value = (torch.tanh(torch.tanh(x @ full[0]) @ full[1]) * full[2]).square().sum()
-    return value + sum(g.square().sum() for g in torch.autograd.grad(value, [x, *full], create_graph=True))
+    x = x.clone().requires_grad_()
+    first, second, third = weights = [fs.gather(params[name]) for name in ("first", "second", "third")]
+    value = (torch.tanh(torch.tanh(x @ first) @ second) * third).square().sum()
+    return value + sum(g.square().sum() for g in torch.autograd.grad(value, [x, *weights], create_graph=True))
 
 
 def third_order_without_graph_and_hooks(params, x):
@@ -73,20 +85,13 @@ def forth_and_back(params, x):
 
 @on_ranks(1, 2)
 def test_it_is_what_autograd_does_on_full_tensors():
-    strategies, x = values_and_batch()
+    x = batch()
     functions = penalty_on_weights_and_inputs, third_order_without_graph_and_hooks, hooks_and_a_checkpoint
-    for f in (*functions, forth_and_back):
-        for params in strategies:
-            found, expected = fs.value_and_grad(f)(params, x), on_full_tensors(f, params, x)
-            assert_same_bits(fs.tree_leaves(found), fs.tree_leaves(expected))
-            assert_same_bits(fs.tree_leaves(fs.value_and_grad(f)(params, x)), fs.tree_leaves(found))
-
-
-def one_step_of_maml(params, x):
-    """Takes a step on the shards and gathers what it leads to."""
-    _, grads = fs.value_and_grad(perceptron)(params, x)
-    squares = sum(tensor.square().sum() for tensor in fs.gather(grads).values())
-    return perceptron(fs.tree_map(lambda p, g: p - 0.1 * g, params, grads), x) + squares
+    for f, params in product((*functions, forth_and_back), params_by(REGATHERED + KEPT)):
+        step = fs.value_and_grad(f)
+        result, expected = step(params, x), on_full_tensors(f, params, x)
+        assert_same_bits(fs.tree_leaves(result), fs.tree_leaves(expected))
+        assert_same_bits(fs.tree_leaves(step(params, x)), fs.tree_leaves(result))
 
 
 def func_inside(params, x):
@@ -94,25 +99,17 @@ def func_inside(params, x):
     return perceptron(params, x) + grad(lambda w: torch.tanh(x @ w).square().sum())(weight).square().sum()
 
 
-@on_ranks(1, 2)
-def test_derivatives_inside_are_those_of_torch_func(world_size):
-    """value_and_grad inside, and torch.func inside, which is refused where weights are gathered again."""
-    strategies, x = values_and_batch()
-    for number, params in enumerate(strategies):
-        for f in (one_step_of_maml, func_inside):
-            if f is func_inside and world_size > 1 and number < 3:
-                with pytest.raises(RuntimeError, match="saved tensor hooks"):
-                    fs.value_and_grad(f)(params, x)
-                continue
-            grads, value = grad_and_value(lambda p, f=f: fs.objective(f(p, x), like=p))(params)
-            # A gradient of a gradient sums over the columns of two layers.
-            near = within((value, grads), terms=9, steps=4)
-            assert_trees_close(fs.value_and_grad(f)(params, x), (value, grads), **near)
-
-
-def whole_hessian(full, batches):
-    """The Hessian of the mean over ranks, by plain torch: blocks by name."""
-    return hessian(lambda p: sum(perceptron(p, x) for x in batches) / len(batches))(full)
+@on_ranks(2)
+def test_torch_func_inside_is_refused_where_weights_are_gathered_again():
+    x = batch()
+    for params in params_by(REGATHERED):
+        with pytest.raises(RuntimeError, match="saved tensor hooks"):
+            fs.value_and_grad(func_inside)(params, x)
+    for params in params_by(KEPT):
+        grads, value = grad_and_value(lambda p: fs.objective(func_inside(p, x), like=p))(params)
+        # A gradient of a gradient sums over the columns of two layers.
+        near = within((value, grads), terms=9, steps=4)
+        assert_trees_close(fs.value_and_grad(func_inside)(params, x), (value, grads), **near)
 
 
 def refused_columns(transform, names):
@@ -126,68 +123,50 @@ def refused_columns(transform, names):
     )
 
 
-def basis_of(params):
-    """The standard basis of all elements of a tree, sharded as it is, along a new first dim."""
-    full = {name: torch.zeros(leaf.spec.shape, dtype=leaf.local.dtype) for name, leaf in params.items()}
-    vectors = []
-    for name, leaf in full.items():
-        for i in range(leaf.numel()):
-            one = torch.zeros(leaf.numel(), dtype=leaf.dtype)
-            one[i] = 1
-            vectors.append(fs.shard(full | {name: one.view(leaf.shape)}, params[name].spec.transform))
-    return fs.tree_map(lambda *leaves: torch.stack(leaves), *vectors)
+# Strategies, and the leaves that each splits.
+SPLIT = (
+    (fs.ddp, []),
+    (partial(fs.zero3, min_shard_elements=0), ["first", "second", "third"]),
+    (partial(fs.zero3, min_shard_elements=13), ["first"]),
+)
 
 
 @on_ranks(1, 2, 3)
 def test_hessians(world_size):
     """Elements of shards are others on each rank: jacrev and jacfwd of them are refused, with the form that works."""
-    draw = normal()
-    full = {"first": draw(3, 2), "second": draw(2, 2), "third": draw(2)}
-    batches = [normal(10 + rank)(2, 3) for rank in range(world_size)]
-    expected = whole_hessian(full, batches)
-    strategies = {
-        "ddp": (fs.ddp(one_axis()), []),
-        "zero3": (fs.zero3(one_axis(), min_shard_elements=0), ["first", "second", "third"]),
-        "zero3 of large leaves": (fs.zero3(one_axis(), min_shard_elements=4), ["first", "second"]),
-    }
-    for strategy, split in strategies.values():
-        params, x = fs.shard(full, strategy), batches[my_rank()]
-        gradient = grad(lambda p: fs.objective(perceptron(p, x), like=p))  # noqa: B023
-        split = split if world_size > 1 else []
-        ways = {"jacrev": jacrev(gradient), "jacfwd": jacfwd(gradient)}
-        ways["jacrev in chunks"] = jacrev(gradient, chunk_size=1)
-        ways["jacfwd of jacrev"] = hessian(lambda p: fs.objective(perceptron(p, x), like=p))  # noqa: B023
-        for name, way in ways.items():
-            if split:
-                with pytest.raises(ValueError, match=refused_columns(name.split()[0], split)):
+    x = batch()
+    batches = [normal(1 + rank)(2, 5) for rank in range(world_size)]
+    (full,) = params_by([fs.ddp])
+    expected = hessian(lambda p: sum(perceptron(p, x) for x in batches) / world_size)(fs.gather(full))
+    for strategy, names in SPLIT:
+        (params,) = params_by([strategy])
+        objective = lambda p: fs.objective(perceptron(p, x), like=p)  # noqa: E731
+        gradient = grad(objective)
+        chunked = jacrev(gradient, chunk_size=1)
+        ways = [("jacrev", jacrev(gradient)), ("jacfwd", jacfwd(gradient)), ("jacrev", chunked)]
+        for name, way in [*ways, ("jacfwd", hessian(objective))]:
+            if names and world_size > 1:
+                with pytest.raises(ValueError, match=refused_columns(name, names)):
                     way(params)
             else:
                 blocks = way(params)
-                found = {row: {column: blocks[row].local[column].local for column in full} for row in full}
-                assert_trees_close(found, expected, **within(expected, terms=9, steps=4))
-        # Products with all vectors of a sharded basis: rows of the whole Hessian.
-        rows = vmap(lambda v: jvp(gradient, (params,), (v,))[1])(basis_of(params))  # noqa: B023
-        number = 0
-        for name, leaf in full.items():
-            for i in range(leaf.numel()):
-                found = fs.unshard(fs.tree_map(lambda each: each[number], rows))  # noqa: B023
-                needed = {of: block.flatten(0, leaf.dim() - 1)[i] for of, block in expected[name].items()}
-                assert_trees_close(found, needed, **within(expected, terms=9, steps=4))
-                number += 1
+                dense = {row: {column: blocks[row].local[column].local for column in params} for row in params}
+                assert_trees_close(dense, expected, **within(expected, terms=9, steps=4))
 
 
 @on_ranks(2, 3)
-def test_gradients_of_each_sample(world_size):
+def test_gradients_of_each_sample():
     """By gathered parameters they are this rank's own; by sharded ones sample i of all ranks is added up."""
-    strategies, x = values_and_batch()
-    for params in strategies:
+    x = batch()
+    gradient = grad(lambda p, row: perceptron(p, row[None]))
+    of_each_sample = vmap(gradient, in_dims=(None, 0))
+    for params in params_by(REGATHERED + KEPT):
         full = fs.gather(params)
-        each = vmap(grad(lambda p, row: perceptron(p, row[None])), (None, 0))
-        own = each(full, x)
+        all_local, all_added = of_each_sample(full, x), of_each_sample(params, x)
         for i, row in enumerate(x):
-            expected = grad(lambda p: perceptron(p, row[None]))(full)  # noqa: B023
-            assert_trees_close(fs.tree_map(lambda leaf: leaf[i], own), expected, **within(expected, terms=9, steps=4))  # noqa: B023
-        added = each(params, x)
-        for i in range(len(x)):
-            here = fs.scatter_grads(fs.tree_map(lambda leaf: leaf[i], own), like=params, reduce="sum")  # noqa: B023
-            assert_trees_close(fs.tree_map(lambda leaf: leaf[i], added), here, **within(here, terms=9, steps=4))  # noqa: B023
+            local = fs.tree_map(lambda leaf: leaf[i], all_local)  # noqa: B023
+            added = fs.tree_map(lambda leaf: leaf[i], all_added)  # noqa: B023
+            expected = gradient(full, row)
+            assert_trees_close(local, expected, **within(expected, terms=9, steps=4))
+            total = fs.scatter_grads(local, like=params, reduce="sum")
+            assert_trees_close(added, total, **within(total, terms=9, steps=4))
