@@ -1,6 +1,5 @@
 """CAPABILITIES.md maps each public name, keyword and promise to tests that exist."""
 
-import ast
 import inspect
 import re
 from collections.abc import Iterator
@@ -37,11 +36,11 @@ def public_names(objects: list[tuple[str, object]]) -> Iterator[str]:
 
 @cache
 def existing_tests() -> set[str]:
-    files = {path.relative_to(ROOT): ast.parse(path.read_text()) for path in (ROOT / "tests").rglob("test_*.py")}
-    functions = (
-        (path, node) for path, tree in files.items() for node in tree.body if isinstance(node, ast.FunctionDef)
-    )
-    return {f"`{path}::{node.name}`" for path, node in functions if node.name.startswith("test_")}
+    tests: set[str] = set()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        names = re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)
+        tests |= {f"`{path.relative_to(ROOT)}::{name}`" for name in names}
+    return tests
 
 
 def breaches(text: str, public: set[str], core: bool = False) -> Iterator[str]:
@@ -71,5 +70,6 @@ def breaches(text: str, public: set[str], core: bool = False) -> Iterator[str]:
 
 def test_every_capability_has_a_row_and_every_row_a_test():
     """Of the core; a test of extensions reads the whole map."""
-    text, public = (ROOT / "tests/CAPABILITIES.md").read_text(), set(public_names([*house.public_objects(fs)]))
+    text = (ROOT / "tests/CAPABILITIES.md").read_text()
+    public = set(public_names([*house.public_objects(fs)]))
     assert list(breaches(text, public, core=True)) == []
