@@ -18,8 +18,8 @@ TIMEOUT = 240
 
 def train(directory, ranks, *options, kill_at=()):
     """Run the example to its end; kill a rank, by turns, each time that so many losses are there."""
-    command = [*TORCHRUN, ranks, f"--max-restarts={len(kill_at)}", EXAMPLE]
-    command += ["--directory", directory, *OPTIONS, *options]
+    launcher = [*TORCHRUN, ranks, f"--max-restarts={len(kill_at)}"]
+    command = [*launcher, EXAMPLE, "--directory", directory, *OPTIONS, *options]
     with open(directory.with_suffix(".out"), "w+") as output:
         process = subprocess.Popen([str(part) for part in command], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
         try:

@@ -21,7 +21,8 @@ LAUNCHERS = {"alone": ((sys.executable,), 1), "torchrun": ((*TORCHRUN, 2), 2)}
 
 def numbers(pattern, out):
     """The numbers that a pattern's groups match, row by row."""
-    return [tuple(map(float, row if isinstance(row, tuple) else (row,))) for row in re.findall(pattern, out)]
+    rows = re.findall(pattern, out)
+    return [tuple(map(float, row if isinstance(row, tuple) else [row])) for row in rows]
 
 
 def launched(test):
@@ -31,8 +32,8 @@ def launched(test):
 
 
 def difference(out):
-    ((found,),) = numbers(r"largest difference .*: (\S+e[-+]\d+)", out)
-    return found
+    ((largest,),) = numbers(r"largest difference .*: (\S+e[-+]\d+)", out)
+    return largest
 
 
 def test_a_gpt_is_evaluated_on_windows_of_all_that_is_held_out():
@@ -54,12 +55,11 @@ def test_dp_sgd(launcher, ranks):
     out = run(*launcher, ROOT / "examples/dp_sgd.py", "--steps", 25)
     # Five steps of sums over 64 inputs, of parameters that begin below 1 / 8.
     assert difference(out) <= tolerance(torch.float64, terms=64, scale=1 / 8, steps=5)
-    spent = [epsilon for (epsilon,) in numbers(r"epsilon (\S+) ", out)]
+    spent = numbers(r"epsilon (\S+) ", out)
     assert len(spent) == 5
     assert spent == sorted(spent)
-    accuracies = [percent for (percent,) in numbers(r"(\S+)% of held-out digits are right", out)]
-    assert accuracies[-2] > 50
-    assert accuracies[-1] > accuracies[-2]
+    *_, before, last = numbers(r"(\S+)% of held-out digits are right", out)
+    assert last > before > (50,)
 
 
 @launched
@@ -70,10 +70,12 @@ def test_ensemble(launcher, ranks, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
     # Sums over 64 inputs, of parameters that begin below 1 / 8.
     assert difference(out) <= tolerance(torch.float64, terms=64, scale=1 / 8, steps=steps)
-    one, three = numbers(r"a step of \d: (\d+) collectives, (\d+) kB", out)
-    assert one[0] == three[0]
-    assert (three[1] > 2.9 * one[1] > 0) if ranks > 1 else (one == three == (0, 0))
-    right, wrong, nines = (median for (median,) in numbers(r"median disagreement (\S+)", out))
+    (collectives, kilobytes), (of_three, kilobytes_of_three) = numbers(
+        r"a step of \d: (\d+) collectives, (\d+) kB", out
+    )
+    assert of_three == collectives
+    assert kilobytes_of_three > 2.9 * kilobytes > 0 if ranks > 1 else kilobytes_of_three == kilobytes == 0
+    (right,), (wrong,), (nines,) = numbers(r"median disagreement (\S+)", out)
     assert right < min(wrong, nines)
 
 
@@ -104,8 +106,7 @@ def test_diloco(launcher, replicas, shards, tmp_path):
 def test_rl(launcher):
     out = run(*launcher, ROOT / "examples/rl.py", "--steps", 60)
     first, *_, last = map(float, re.search(r"rewards: (.*)", out)[1].split())
-    assert first < 0.4
-    assert last > 0.7
+    assert first < 0.4 < 0.7 < last
     assert len(launcher) == 1 or difference(out) == 0
 
 
@@ -118,7 +119,7 @@ def test_unequal_tokens(launcher, ranks):
     # Of float32, relative to the gradient, a sum over all lines; a mean of means is off by some hundredths.
     assert weighted <= tolerance(torch.float32, sizes["microbatches"] * sizes["lines"] * ranks) < 0.02 < means
     rows = [line.split() for line in out.splitlines() if re.match(r" +\d+ ", line)]
-    assert [int(row[0]) for row in rows] == [0, 1, 2]
+    assert [int(step) for step, *_ in rows] == [0, 1, 2]
     for _, *counts, loss in rows:
         assert len(counts) == ranks
         assert int(counts[-1]) > 2 * int(counts[0]) or ranks == 1
@@ -129,18 +130,20 @@ def test_unequal_tokens(launcher, ranks):
 def test_strategies_agree_to_the_last_image(tmp_path, launcher, ranks):
     options = ("--epochs", 2, "--hidden", 256, "--batch", 32 // ranks, "--directory", tmp_path)
     out = run(*launcher, ROOT / "examples/mnist.py", *options, timeout=200)
-    # By strategy: loss and images right, then numbers of images, bytes kept, bytes at most, and milliseconds.
-    found = re.findall(r"^(\w+) +(\S+) +(\d+) of (\d+) +(\S+) +(\S+) +\S+$", out, re.MULTILINE)
-    assert [name for name, *_ in found] == ["ddp", "zero1", "zero2", "zero3"]
-    assert len({(loss, right) for _, loss, right, *_ in found}) == 1
+    pattern = r"^(\w+) +(\S+) +(\d+) of (\d+) +(\S+) +(\S+) +\S+$"
+    names, losses, right, images, kept, peaks = zip(*re.findall(pattern, out, re.MULTILINE), strict=True)
+    assert names == ("ddp", "zero1", "zero2", "zero3")
+    assert len(set(losses)) == len(set(right)) == 1
     assert "Largest difference of a parameter between checkpoints: 0\n" in out
     # The digits that come with scikit-learn; one of ten is right by chance.
-    assert found[0][3] == "360"
-    assert int(found[0][2]) > 0.7 * 360
-    whole, most = map(float, found[0][4:])
-    for name, *_, kept, peak in found:
-        # Biases and the first convolution stay whole.
-        assert float(kept) == whole if ranks == 1 or name == "ddp" else 0.5 < float(kept) / whole < 0.52
-        assert ranks == 1 or name == "ddp" or float(peak) < most
+    assert images[0] == "360"
+    assert int(right[0]) > 0.7 * 360
+    for name, bytes_kept, peak in zip(names, map(float, kept), map(float, peaks)):
         assert fs.checkpoint.latest_step(tmp_path / name) == 2 * (1437 // 32)
+        if ranks == 1 or name == "ddp":
+            assert bytes_kept == float(kept[0])
+        else:
+            # Biases and the first convolution stay whole.
+            assert 0.5 < bytes_kept / float(kept[0]) < 0.52
+            assert peak < float(peaks[0])
     assert (tmp_path / "mnist.png").read_bytes().startswith(b"\x89PNG")
