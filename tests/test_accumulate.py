@@ -54,9 +54,13 @@ def in_one_process(module, reduce, ranks):
     """The objective and gradients of all tokens."""
     full = {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
     run = partial(torch.func.functional_call, module)
-    found = [local(run, reduce, full, batch) for rank in range(ranks) for batch in microbatches(rank)]
-    sums, counts = zip(*found) if reduce == "weighted" else (found, [1] * len(found))
-    value = sum(sums) / (1 if reduce == "sum" else sum(counts))
+    batches = [batch for rank in range(ranks) for batch in microbatches(rank)]
+    losses = [local(run, reduce, full, batch) for batch in batches]
+    if reduce == "weighted":
+        sums, counts = zip(*losses)
+        value = sum(sums) / sum(counts)
+    else:
+        value = sum(losses) / (1 if reduce == "sum" else len(losses))
     return value.detach(), dict(zip(full, torch.autograd.grad(value, list(full.values()))))
 
 
@@ -67,26 +71,23 @@ def in_one_process(module, reduce, ranks):
 def test_it_is_one_process_on_all_tokens(reduce, communicate, world_size):
     """Weighted: the true mean over all tokens, though every microbatch of every rank has another number of them."""
     module, model = modelled()
-    value, grads = in_one_process(module, reduce, world_size)
+    expected = in_one_process(module, reduce, world_size)
     # Sums over up to four tokens of each microbatch, through the layers forward and backward.
-    near = within((value, grads), 4 * MICROBATCHES * world_size, steps=4)
+    near = within(expected, 4 * MICROBATCHES * world_size, steps=4)
     for transform in strategies(one_axis()).values():
         params = model.init(transform)
-        f = fs.accumulate(partial(local, model.apply, reduce), reduce=reduce, communicate=communicate)
-        found = f(params, microbatches())
-        assert_trees_close((found[0], fs.unshard(found[1])), (value, grads), **near)
-        assert_same_bits(fs.tree_leaves(f(params, microbatches())), fs.tree_leaves(found))
+        step = fs.accumulate(partial(local, model.apply, reduce), reduce=reduce, communicate=communicate)
+        value, grads = step(params, microbatches())
+        assert_trees_close((value, fs.unshard(grads)), expected, **near)
+        assert_same_bits(fs.tree_leaves(step(params, microbatches())), fs.tree_leaves((value, grads)))
 
 
-# Strategies, units of "0", "1", "3" and "5" of `stack` that each microbatch gathers again in its backward, and of those
-# that each gathers at all beyond the first one; and whether sums are of full gradients when nothing is said.
-BYTES = {
-    "zero3": ("1", "0135", False),
-    "zero3 that keeps": ("", "", False),
-    "zero3 that keeps some": ("1", "1", False),
-    "zero2": ("", "", False),
-    "zero1": ("", "", True),
-    "ddp": ("", "", False),
+# Of strategies, the units of `stack` that each microbatch gathers anew, and those it gathers again in its backward.
+GATHERED = {
+    "zero3": ("0135", "1"),
+    "zero3 that keeps": ("", ""),
+    "zero3 that keeps some": ("1", "1"),
+    **dict.fromkeys(("zero2", "zero1", "ddp"), ("", "")),
 }
 
 
@@ -95,16 +96,17 @@ BYTES = {
 def test_bytes_are_those_of_the_law(communicate, world_size):
     """3Mn where each microbatch is reduced, (2M + 1)n where full gradients are summed, and 2n gathered once too."""
     _, model = modelled()
-    for strategy, (again, dropped, once) in BYTES.items():
+    for strategy, units in GATHERED.items():
         params = model.init(strategies(one_axis())[strategy])
-        f = fs.accumulate(partial(local, model.apply, "mean"), communicate=communicate)
+        step = fs.accumulate(partial(local, model.apply, "mean"), communicate=communicate)
         with fs.comm.record() as record:
-            f(params, microbatches())
+            step(params, microbatches())
         sizes = unit_bytes(params)
-        n, often, twice = sum(sizes.values()), *(sum(sizes[unit] for unit in units) for units in (dropped, again))
-        once = communicate == "once" or (communicate is None and once)
-        gathered = 0 if strategy == "ddp" else n + (MICROBATCHES - 1) * often + MICROBATCHES * twice
-        reduced = (1 if once else MICROBATCHES) * n * (2 if strategy == "ddp" else 1)
+        every = sum(sizes.values())
+        anew, again = (sum(sizes[unit] for unit in names) for names in units)
+        gathered = 0 if strategy == "ddp" else every + (MICROBATCHES - 1) * anew + MICROBATCHES * again
+        is_reduced_once = communicate == "once" or (communicate is None and strategy == "zero1")
+        reduced = (1 if is_reduced_once else MICROBATCHES) * every * (2 if strategy == "ddp" else 1)
         sent = (gathered + reduced) * (world_size - 1) / world_size
         assert_trees_close(record.bytes_sent(), sent, **within(sent, len(record)))
         assert [entry.op for entry in record if entry.scalar and not entry.about.is_comparison] == ["all_reduce"]
@@ -120,7 +122,8 @@ def test_gradients_are_added_up_in_the_dtype_of_the_reduction(world_size):
     def total(p, x):
         return sum((leaf * x).sum() for leaf in fs.gather(p).values())
 
-    mesh, options = one_axis(), {"min_shard_elements": 0, "param_dtype": HALF, "reduce_dtype": SINGLE}
+    mesh = one_axis()
+    options = {"min_shard_elements": 0, "param_dtype": HALF, "reduce_dtype": SINGLE}
     strategies = [make(mesh, **options) for make in (fs.zero3, fs.zero2, fs.zero1)]
     strategies += [fs.hsdp(two_axes(world_size), bucket_bytes=0, **options)]
     strategies += [fs.compose(fs.cast(gather=HALF), fs.ddp(mesh), fs.cast(scatter=SINGLE))]
@@ -142,11 +145,12 @@ def test_every_microbatch_has_its_aux_and_other_arguments_are_passed_on():
 
     (value, auxes), grads = fs.accumulate(f, has_aux=True)(params, (torch.tensor(1), torch.tensor(3)), 2.0, shift=1)
     total = fs.unshard(params)["w"].sum()
-    assert not any(own.requires_grad for own, _ in auxes)
-    assert [number for _, number in auxes] == [1, 3]
-    found = [value, *(own for own, _ in auxes), fs.unshard(grads)["w"]]
+    values, numbers = zip(*auxes)
+    assert not any(value.requires_grad for value in values)
+    assert numbers == (1, 3)
+    results = [value, *values, fs.unshard(grads)["w"]]
     expected = [4 * total + 15, 2 * total + 15, 6 * total + 15, torch.full((5, 3), 4.0).double()]
-    assert_trees_close(found, expected, **within(expected, terms=15))
+    assert_trees_close(results, expected, **within(expected, terms=15))
 
 
 def test_bad_arguments_are_refused():

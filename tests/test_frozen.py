@@ -27,9 +27,8 @@ def test_masks_say_which_leaves_are_frozen():
 def test_fine_tuning_by_stages_is_torch_s():
     """The second stage trains more leaves; the first one's keep their moments, count and average."""
     module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3)).double()
-    draw = normal()
+    draw, x = normal(), normal(3)(4, 3)
     module.load_state_dict({name: draw(*value.shape) for name, value in module.state_dict().items()})
-    x = normal(3)(4, 3)
     module[0].requires_grad_(False)
     strategy = fs.zero3(one_axis(), min_shard_elements=0)
     tx = fs.ema(fs.from_torch(torch.optim.AdamW, lr=lambda count: 0.1 / (1 + count.double()), foreach=False), 0.9)
