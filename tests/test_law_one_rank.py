@@ -4,33 +4,13 @@ from itertools import product
 
 import pytest
 import torch
-from torch.utils import _pytree as pytree
 
 import fshard as fs
-from fshard import _compat
+from tests.operators import Operators
 from tests.ranks import on_ranks
 from tests.trees import CASTS, STRATEGIES, TREES, assorted, meshes, normal, one_axis
 
 TX = fs.chain(fs.clip_by_global_norm(0.1), fs.from_torch(torch.optim.AdamW, lr=0.1))
-
-
-class Operations(_compat.DispatchMode):
-    """Notes every operator that is called, and those among them that make new memory."""
-
-    def __init__(self):
-        super().__init__()
-        self.names, self.allocating = [], []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        self.names.append(str(function))
-        if not memory_of(out) <= memory_of((args, kwargs)):
-            self.allocating.append(str(function))
-        return out
-
-
-def memory_of(tree):
-    return {leaf.untyped_storage().data_ptr() for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)}
 
 
 def loss_fn(params, x):
@@ -51,7 +31,7 @@ def test_no_collectives():
     for strategy in (STRATEGIES | CASTS).values():
         _, params = params_of(strategy)
         state = fs.TrainState.create(params, TX)
-        with Operations() as operations, fs.comm.record() as record:
+        with Operators() as operators, fs.comm.record() as record:
             loss, grads = fs.value_and_grad(loss_fn)(params, x)
             state = fs.update(TX, state, grads)
             full = fs.gather(params)
@@ -63,32 +43,36 @@ def test_no_collectives():
                 collective(x, axis)
             fs.pcast(x, axis, to="varying")
         assert record == []
-        assert operations.names
-        namespaces = {name.partition(".")[0] for name in operations.names}
+        assert operators.names
+        namespaces = {name.partition(".")[0] for name in operators.names}
         assert namespaces.isdisjoint({"fshard", "c10d", "_c10d_functional"})
 
 
 @on_ranks(1)
 def test_gather_and_unshard_hand_out_the_shards_themselves():
-    """And value_and_grad makes no new memory that torch.func.grad_and_value on full tensors does not, one by one."""
+    for strategy, tree in product(STRATEGIES.values(), TREES.values()):
+        params = fs.shard(tree(), strategy(meshes()))
+        for verb in (fs.gather, fs.unshard):
+            with Operators() as operators:
+                full = verb(params)
+            assert operators.allocating == []
+            for shard, tensor in zip(fs.tree_leaves(params), fs.tree_leaves(full), strict=True):
+                assert tensor.data_ptr() == shard.data_ptr()
+
+
+@on_ranks(1)
+def test_gradients_make_no_new_memory_that_those_of_full_tensors_do_not():
+    x = normal(1)(4, 5)
     for strategy in STRATEGIES.values():
-        for tree in TREES.values():
-            params = fs.shard(tree(), strategy(meshes()))
-            for verb in (fs.gather, fs.unshard):
-                with Operations() as operations:
-                    full = verb(params)
-                assert operations.allocating == []
-                for shard, tensor in zip(fs.tree_leaves(params), fs.tree_leaves(full), strict=True):
-                    assert tensor.data_ptr() == shard.data_ptr()
         full, params = params_of(strategy)
-        local = fs.tree_map(torch.clone, full)
-        with Operations() as operations:
-            fs.scatter_grads(local, like=params)
-        assert operations.allocating == []
-        x, fixed = normal(1)(4, 5), full.pop("row")
-        with Operations() as plain:
-            torch.func.grad_and_value(lambda p, row=fixed, x=x: loss_fn({**p, "row": row}, x))(full)
-        with Operations() as sharded:
+        grads = fs.tree_map(torch.clone, full)
+        with Operators() as operators:
+            fs.scatter_grads(grads, like=params)
+        assert operators.allocating == []
+        frozen = {"row": full.pop("row")}
+        with Operators() as plain:
+            torch.func.grad_and_value(lambda p, frozen=frozen: loss_fn(p | frozen, x))(full)
+        with Operators() as sharded:
             fs.value_and_grad(loss_fn)(params, x)
         assert sharded.allocating == plain.allocating != []
 
