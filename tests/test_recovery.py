@@ -5,6 +5,7 @@ import gc
 import os
 import re
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,19 @@ from tests.trees import assert_same_bits
 
 LAYERS = [f"w{n}" for n in range(6)]
 ADAMW = fs.from_torch(torch.optim.AdamW, lr=0.1)
+X = torch.ones(2, 4)
 LOST = "was donated to an earlier call, so it is empty now"
 RESTORE = "To fix: use the state that the call returned. If the call failed, restore the last checkpoint."
+DIFFERENT_STEPS = "update: ranks hold states of different steps"
 
 
-def mesh_of_all():
-    return fs.init_mesh({"shard": -1}, device="cpu", timeout=30.0)
+def mesh_of(**sizes):
+    return fs.init_mesh(sizes or {"shard": -1}, device="cpu", timeout=30.0)
+
+
+def meet(axis):
+    """Wait for all ranks; return how many came."""
+    return fs.psum(torch.ones(()), axis).item()
 
 
 def state_of(mesh, tx=ADAMW):
@@ -40,9 +48,14 @@ def loss_fn(params, x):
     return x.square().mean()
 
 
-def train_step(state, x, tx=ADAMW, donate=False):
-    loss, grads = fs.value_and_grad(loss_fn)(state.params, x)
+def train_step(state, tx=ADAMW, donate=False):
+    loss, grads = fs.value_and_grad(loss_fn)(state.params, X)
     return fs.update(tx, state, grads, donate=donate), loss
+
+
+def updated(state, tx=ADAMW):
+    """Update a state by gradients of ones."""
+    return fs.update(tx, state, fs.tree_map(torch.ones_like, state.params))
 
 
 def breaks_at(place, error=BadSampleError):
@@ -55,42 +68,36 @@ def breaks_at(place, error=BadSampleError):
     return at
 
 
-def refusals(state, x):
-    """What verbs say of a state."""
-    grads = fs.tree_map(torch.ones_like, state_of(mesh_of_all()).params)
+def check_every_leaf_is_refused(state):
+    """By all verbs, on every rank, with the way on."""
+    grads = fs.tree_map(torch.ones_like, state_of(mesh_of()).params)
     verbs = {
-        "value_and_grad": lambda: fs.value_and_grad(loss_fn)(state.params, x),
+        "value_and_grad": lambda: fs.value_and_grad(loss_fn)(state.params, X),
         "update": lambda: fs.update(ADAMW, state, grads),
         "unshard": lambda: fs.unshard(state),
-        "jit": lambda: fs.jit(train_step)(state, x),
+        "jit": lambda: fs.jit(train_step)(state),
     }
-    return {name: outcome(verb) for name, verb in verbs.items()}
-
-
-def check_every_leaf_is_refused(state, x):
-    """By all verbs, on every rank, with the way on."""
-    for name, found in refusals(state, x).items():
-        assert found.error == "ValueError", (name, found)
-        assert found.text.startswith(f"{name}: arguments were donated\n"), found.text
-        assert found.text.endswith(RESTORE), found.text
-        lines = found.text.splitlines()[1:-1]
-        assert all(line.endswith(LOST) or line.startswith("  and ") for line in lines), found.text
-        assert name != "value_and_grad" or len(lines) == len(LAYERS), found.text
+    for name, verb in verbs.items():
+        refusal = outcome(verb)
+        assert refusal.error == "ValueError", (name, refusal)
+        headline, *lines, remedy = refusal.text.splitlines()
+        assert (headline, remedy) == (f"{name}: arguments were donated", RESTORE), refusal.text
+        assert all(line.endswith(LOST) or line.startswith("  and ") for line in lines), refusal.text
+        assert name != "value_and_grad" or len(lines) == len(LAYERS), refusal.text
 
 
 @pytest.mark.parametrize("error", (BadSampleError, KeyboardInterrupt))
 @on_ranks(2, "2 processes")
 def test_a_donated_state_is_lost_on_all_ranks_where_a_jitted_step_fails_in_its_middle(error):
     """Leaves behind the one that failed were updated, on one rank more of them than on the other."""
-    mesh, x = mesh_of_all(), torch.ones(2, 4)
-    step = fs.jit(train_step, donate_argnums=0)
-    state, _ = step(state_of(mesh), x)
-    found = outcome_of(lambda _: step(state, x), fs.axis_of(mesh), breaks_at("backward", error))
-    assert "bad sample 17" in found.text, found
-    mesh = mesh_of_all()
-    check_every_leaf_is_refused(state, x)
+    mesh, step = mesh_of(), fs.jit(train_step, donate_argnums=0)
+    state, _ = step(state_of(mesh))
+    failure = outcome_of(lambda _: step(state), fs.axis_of(mesh), breaks_at("backward", error))
+    assert "bad sample 17" in failure.text, failure
+    mesh = mesh_of()
+    check_every_leaf_is_refused(state)
     # A state that was restored trains on.
-    restored, _ = step(state_of(mesh), x)
+    restored, _ = step(state_of(mesh))
     assert restored.step.item() == 1
 
 
@@ -110,35 +117,35 @@ def breaking(tx):
 @pytest.mark.parametrize("error", (BadSampleError, KeyboardInterrupt))
 @on_ranks(2, "2 processes")
 def test_a_donated_state_is_lost_where_an_update_fails_in_its_middle(error):
-    mesh, x, tx = mesh_of_all(), torch.ones(2, 4), fs.partition({"w[012]": ADAMW, "*": breaking(ADAMW)})
+    mesh, tx = mesh_of(), fs.partition({"w[012]": ADAMW, "*": breaking(ADAMW)})
     before = state_of(mesh, tx)
-    state, _ = train_step(before, x, tx, donate=True)
+    state, _ = train_step(before, tx, donate=True)
     # A state is as lost whose successor was made.
-    check_every_leaf_is_refused(before, x)
-    found = outcome_of(lambda _: train_step(state, x, tx, donate=True), fs.axis_of(mesh), breaks_at("update", error))
-    assert found.text == ("bad sample 17" if my_rank() else ""), found
-    check_every_leaf_is_refused(state, x)
+    check_every_leaf_is_refused(before)
+    failure = outcome_of(lambda _: train_step(state, tx, donate=True), fs.axis_of(mesh), breaks_at("update", error))
+    assert failure.text == ("bad sample 17" if my_rank() else ""), failure
+    check_every_leaf_is_refused(state)
     # So is what remains of it beside parameters that were restored.
-    mixed = state_of(mesh_of_all(), tx)._replace(opt_state=state.opt_state)
+    mixed = state_of(mesh_of(), tx)._replace(opt_state=state.opt_state)
     with pytest.raises(ValueError, match=r"^update: arguments were donated\n  \.opt_state\[0\]"):
-        train_step(mixed, x, tx)
+        train_step(mixed, tx)
 
 
 def test_an_update_that_is_refused_before_it_begins_leaves_a_donated_state_alone():
-    state = state_of(mesh_of_all())
+    state = state_of(mesh_of())
     with pytest.raises(ValueError, match="gradients do not fit"):
         fs.update(ADAMW, state, fs.tree_map(lambda leaf: leaf[:1], state.params), donate=True)
-    train_step(state, torch.ones(2, 4), donate=True)
+    train_step(state, donate=True)
 
 
-def fail_in_the_update(mesh, x):
+def fail_in_the_update(mesh):
     """Take steps until one rank fails in its third update, where nothing is sent; return the states of each rank."""
     tx, states = breaking(ADAMW), [state_of(mesh)]
-    for at in (None, None, breaks_at("update"), None):
-        found = outcome_of(lambda _: states.append(train_step(states[-1], x, tx)[0]), mesh, at or (lambda place: None))
-        if found.error:
+    for at in (lambda place: None, lambda place: None, breaks_at("update"), lambda place: None):
+        failure = outcome_of(lambda _: states.append(train_step(states[-1], tx)[0]), mesh, at)
+        if failure.error:
             break
-    assert "bad sample 17" in found.text, found
+    assert "bad sample 17" in failure.text, failure
     # The rank that failed has no successor; the others hear of it one step later.
     assert [state.step.item() for state in states] == ([0, 1, 2] if my_rank() == 1 else [0, 1, 2, 3])
     return states
@@ -148,26 +155,23 @@ def fail_in_the_update(mesh, x):
 @on_ranks(2, "2 processes", 3)
 def test_states_of_different_steps_are_refused_by_the_first_update_on_a_new_mesh(form):
     """As after a failure in an update; from states of one step training goes on with the bits of a run without it."""
-    mesh, x = mesh_of_all(), torch.ones(2, 4)
-    states = fail_in_the_update(mesh, x)
-    axis = fs.axis_of(mesh_of_all())
+    mesh = mesh_of()
+    states = fail_in_the_update(mesh)
+    axis = fs.axis_of(mesh_of())
     step, verb = (fs.jit(train_step), "jit") if form == "jitted" else (train_step, "update")
     later = "rank 0" if axis.size == 2 else "ranks 0, 2"
     for _ in range(2):
-        found = outcome(lambda: step(states[-1], x))
-        assert found.text.splitlines() == [
+        assert outcome(lambda: step(states[-1])).text.splitlines() == [
             f"{verb}: ranks hold states of different steps",
             f"  state.step: 3 on {later}, 2 on rank 1",
             f"  state.opt_state.updates: 3 on {later}, 2 on rank 1",
             f"To fix: take the state of step 2 on every rank, which {later} had before the last step, or restore the "
             "last checkpoint on every rank.",
         ]
-    oldest = -fs.pmax(-states[-1].step, axis)
-    state = next(state for state in states if state.step.equal(oldest))
-    records = []
+    state, records = states[2], []
     for _ in range(2):
         with fs.comm.record() as record:
-            state, _ = step(state, x)
+            state, _ = step(state)
         records.append(collections.Counter(record))
     # One message more, once.
     (more,) = (records[0] - records[1]).elements()
@@ -176,125 +180,114 @@ def test_states_of_different_steps_are_refused_by_the_first_update_on_a_new_mesh
     assert not records[1] - records[0]
     expected = state_of(mesh)
     for _ in range(4):
-        expected, _ = train_step(expected, x)
+        expected, _ = train_step(expected)
     assert_same_bits(fs.tree_leaves(state), fs.tree_leaves(expected))
 
 
 @on_ranks(2)
 def test_each_of_several_states_is_compared_on_a_new_mesh():
     """As those of a generator and a discriminator, of which one was updated on all ranks."""
-    states = fail_in_the_update(mesh_of_all(), torch.ones(2, 4))
-    mesh = mesh_of_all()
-    other = fs.TrainState.create(fs.shard({"other": torch.ones(4)}, fs.zero3(mesh)), ADAMW)
-    assert fs.update(ADAMW, other, fs.tree_map(torch.ones_like, other.params)).step.item() == 1
-    found = outcome(lambda: train_step(states[-1], torch.ones(2, 4)))
-    assert found.text.startswith("update: ranks hold states of different steps\n"), found
+    states = fail_in_the_update(mesh_of())
+    other = fs.TrainState.create(fs.shard({"other": torch.ones(4)}, fs.zero3(mesh_of())), ADAMW)
+    assert updated(other).step.item() == 1
+    refusal = outcome(lambda: train_step(states[-1]))
+    assert refusal.text.startswith(f"{DIFFERENT_STEPS}\n"), refusal
 
 
 @on_ranks(4)
 def test_counters_are_compared_between_ranks_that_own_the_same_pieces():
     """Optimizers on ranks that own different pieces may count differently; on the others a difference is named."""
-    fail_in_the_update(mesh_of_all(), torch.ones(2, 4))
-    mesh = fs.init_mesh({"shard": 2, "expert": 2}, device="cpu", timeout=30.0)
+    fail_in_the_update(mesh_of())
+    mesh = mesh_of(shard=2, expert=2)
     strategy = fs.compose(fs.fully_shard(mesh["shard"]), fs.own_dim(mesh["expert"]))
-    params = fs.shard({"w": torch.ones(4, 2)}, strategy)
-    state = fs.TrainState.create(params, ADAMW)
-    grads = fs.tree_map(torch.ones_like, params)
+    state = fs.TrainState.create(fs.shard({"w": torch.ones(4, 2)}, strategy), ADAMW)
 
     def update(updates):
         counted = state.opt_state._replace(updates=torch.tensor(updates))
-        return outcome(lambda: fs.update(ADAMW, state._replace(opt_state=counted), grads))
+        return outcome(lambda: updated(state._replace(opt_state=counted)))
 
     # Ranks 0 and 2 own one half, ranks 1 and 3 the other.
-    found = update(7 if my_rank() == 3 else my_rank() % 2)
-    assert found.text.splitlines() == [
-        "update: ranks hold states of different steps",
+    refusal = update(7 if my_rank() == 3 else my_rank() % 2)
+    assert refusal.text.splitlines() == [
+        DIFFERENT_STEPS,
         "  state.opt_state.updates: 7 on rank 3, 1 on rank 1",
         "To fix: restore the last checkpoint on every rank.",
-    ], found
+    ], refusal
     assert update(my_rank() % 2).error == ""
 
 
 @on_ranks(4)
 def test_states_of_stages_that_are_split_over_a_pipeline_are_compared_between_stages():
     """Each stage is of one step, and one stage is one step ahead of the other."""
-
-    def mesh_of_stages():
-        return fs.init_mesh({"pipe": 2, "shard": 2}, device="cpu", timeout=30.0)
-
-    def update(state):
-        return fs.update(ADAMW, state, fs.tree_map(torch.ones_like, state.params))
-
-    mesh = mesh_of_stages()
+    mesh = mesh_of(pipe=2, shard=2)
     layout = fs.compose(fs.fully_shard(mesh["shard"], dim=1), fs.split_dim(mesh["pipe"], dim=0))
     states = [fs.TrainState.create(fs.shard({"layers": torch.ones(4, 4)}, fs.zero3(mesh, layout=layout)), ADAMW)]
     for _ in range(2):
-        states.append(update(states[-1]))
+        states.append(updated(states[-1]))
     # The last rank fails, and states of the second stage are one step behind.
-    found = outcome(lambda: comm.call(fail_on_the_last_rank, begins=False)(fs.axis_of(mesh, "pipe")))
-    assert bool(found.error) == (my_rank() in (1, 3)), found
-    mesh_of_stages()
-    found = outcome(lambda: update(states[2 if my_rank() < 2 else 1]))
-    assert found.text.splitlines()[:2] == [
-        "update: ranks hold states of different steps",
+    failure = outcome(lambda: comm.call(fail_on_the_last_rank, begins=False)(fs.axis_of(mesh, "pipe")))
+    assert bool(failure.error) == (my_rank() in (1, 3)), failure
+    mesh_of(pipe=2, shard=2)
+    refusal = outcome(lambda: updated(states[2 if my_rank() < 2 else 1]))
+    assert refusal.text.splitlines()[:2] == [
+        DIFFERENT_STEPS,
         "  state.step: 2 on ranks 0, 1, 1 on ranks 2, 3",
-    ], found
+    ], refusal
 
 
 def fail_on_the_last_rank(axis):
     if my_rank() == 3:
         raise BadSampleError("bad sample 17")
-    fs.psum(torch.ones(()), axis)
+    meet(axis)
 
 
 # A rank fails between two calls, where nobody is told, and calls init_mesh while others are in their step.
 
 
 def meet_again(call, victims):
-    """Let some ranks make a new mesh instead of a call, and the others hear of it; return their outcomes."""
-    found = None
-    if my_rank() not in victims:
-        found = outcome(call)
-        names = "|".join(map(str, victims))
-        first = rf"rank ({names}) called init_mesh, while others wait for it in a collective\n  rank \d+ waits in \w+ "
-        assert found.error == "CollectiveError", found
-        assert re.match(first, found.text), found
-        assert found.seconds < 10.0, found
-    return found
+    """Let some ranks make a new mesh instead of a call, and check that the others hear of it."""
+    if my_rank() in victims:
+        return
+    failure = outcome(call)
+    names = "|".join(map(str, victims))
+    first = rf"rank ({names}) called init_mesh, while others wait for it in a collective\n  rank \d+ waits in \w+ "
+    assert failure.error == "CollectiveError", failure
+    assert re.match(first, failure.text), failure
+    assert failure.seconds < 10.0, failure
 
 
 @on_ranks(2, "2 processes", 4, pytest.param("4 processes", marks=pytest.mark.slow))
 def test_ranks_that_wait_for_one_in_init_mesh_meet_it_there():
     """Also where several are there already; the timeout of the mesh is 30 s."""
     axis = axis_of_all()
-    fs.psum(torch.ones(()), axis)
+    meet(axis)
     victims, before = [1] if axis.size == 2 else [2, 3], comm.rank_state().generation
     for number in (1, 2):
-        meet_again(lambda: fs.psum(torch.ones(()), axis), victims)  # noqa: B023
+        meet_again(partial(meet, axis), victims)
         axis = axis_of_all()
-        assert fs.psum(torch.ones(()), axis).item() == axis.size
+        assert meet(axis) == axis.size
         assert comm.rank_state().generation == before + number
         assert comm.rank_state().failure.reason is None
 
 
-@on_ranks("4 processes")
+@on_ranks(4, pytest.param("4 processes", marks=pytest.mark.slow))
 def test_ranks_that_wait_for_each_other_are_all_woken_by_one_in_init_mesh():
     """Rank 3 does not come to its row, and rank 2, which waits for it there, does not come to the column of rank 0."""
-    mesh = fs.init_mesh({"a": 2, "b": 2}, device="cpu", timeout=30.0)
-    a, b = fs.axis_of(mesh, "a"), fs.axis_of(mesh, "b")
-    fs.psum(torch.ones(()), a)
-    fs.psum(torch.ones(()), b)
-    meet_again(lambda: (fs.psum(torch.ones(()), b), fs.psum(torch.ones(()), a)), [3])
-    mesh = fs.init_mesh({"a": 2, "b": 2}, device="cpu", timeout=30.0)
+    mesh = mesh_of(a=2, b=2)
+    axes = [fs.axis_of(mesh, name) for name in "ba"]
+    for axis in axes:
+        meet(axis)
+    meet_again(lambda: [meet(axis) for axis in axes], [3])
+    mesh = mesh_of(a=2, b=2)
     for name in "ab":
-        assert fs.psum(torch.ones(()), fs.axis_of(mesh, name)).item() == 2.0
+        assert meet(fs.axis_of(mesh, name)) == 2.0
 
 
-@on_ranks(3, "3 processes")
+@on_ranks(3, pytest.param("3 processes", marks=pytest.mark.slow))
 def test_a_rank_in_init_mesh_does_not_wake_those_that_wait_for_a_late_one():
     """It has started what they wait in."""
     axis, before = axis_of_all(), comm.rank_state().generation
-    fs.psum(torch.ones(()), axis)
+    meet(axis)
     if my_rank() == 2:
         # Longer than a rank in init_mesh needs to look where the others are.
         time.sleep(1.5)
@@ -304,7 +297,7 @@ def test_a_rank_in_init_mesh_does_not_wake_those_that_wait_for_a_late_one():
     assert finish()[0].tolist() == [[0], [1], [2]]
     if my_rank() != 1:
         axis_of_all()
-    assert fs.psum(torch.ones(()), axis).item() == 3.0
+    assert meet(axis) == 3.0
     assert comm.rank_state().generation == before
 
 
@@ -327,7 +320,7 @@ def test_a_rank_that_has_come_to_init_mesh_is_ahead_and_not_woken():
     assert woken == [("axis", 0, reason)]
 
 
-def used():
+def usage():
     """Threads, open files and KiB of memory of this process."""
     gc.collect()
     (resident,) = re.findall(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text())
@@ -338,20 +331,19 @@ def used():
 @on_ranks("2 processes", timeout=200.0)
 def test_threads_files_and_memory_stay_as_they_are_over_many_failures():
     """Of an error inside a call, and of one between calls, by turns."""
-    axis = axis_of_all()
-    x, counts = torch.ones(2, 4), []
+    axis, usages = axis_of_all(), []
     for number in range(20):
-        state, _ = train_step(state_of(mesh_of_all()), x)
+        state, _ = train_step(state_of(mesh_of()))
         if number % 2:
-            meet_again(lambda: train_step(state, x), [1])  # noqa: B023
+            meet_again(partial(train_step, state), [1])
         else:
-            found = outcome_of(lambda _: train_step(state, x), axis, breaks_at("forward"))  # noqa: B023
-            assert "bad sample 17" in found.text, found
+            failure = outcome_of(lambda _: train_step(state), axis, breaks_at("forward"))  # noqa: B023
+            assert "bad sample 17" in failure.text, failure
         axis = axis_of_all()
-        fs.psum(torch.ones(()), axis)
-        counts.append(used())
-    threads, files, memory = zip(*counts, strict=True)
+        meet(axis)
+        usages.append(usage())
+    threads, files, memory = zip(*usages, strict=True)
     # What is about to end is not counted; memory of the first failures is that of the code that they load.
-    assert max(threads[2:]) <= threads[1] + 4, counts
-    assert max(files[2:]) <= files[1] + 8, counts
-    assert memory[-1] <= memory[3] + 4096, counts
+    assert max(threads[2:]) <= threads[1] + 4, usages
+    assert max(files[2:]) <= files[1] + 8, usages
+    assert memory[-1] <= memory[3] + 4096, usages
