@@ -4,10 +4,11 @@ Transposes of collectives run on every rank, whatever a rank makes of their resu
 """
 
 import re
-import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -30,91 +31,82 @@ MODEL = fs.functionalize(MODULE, units=nn.Linear)
 FULL = {name: normal()(*parameter.shape) for name, parameter in MODULE.named_parameters()}
 X = normal()(2, 4)
 BIAS = "['0.bias']"
+SGD = fs.from_torch(torch.optim.SGD, lr=0.1)
 
 
-def zero3(mesh, **options):
-    return fs.zero3(mesh, **{"min_shard_elements": 0, **options})
-
-
-def params_of(strategy, **keywords):
-    return fs.shard(FULL, strategy, **keywords)
+def params_of(**options):
+    """The parameters on a new mesh of all ranks."""
+    return fs.shard(FULL, fs.zero3(one_axis(), **{"min_shard_elements": 0, "bucket_bytes": 0, **options}))
 
 
 def loss_of(model, params, *_):
     return model.apply(params, X).square().sum()
 
 
-def train(params, reduce="mean", units=None):
-    model = MODEL if units is None else fs.functionalize(MODULE, units=units)
+def train(params, reduce="mean", model=MODEL):
     return fs.value_and_grad(partial(loss_of, model), reduce=reduce)(params)
 
 
-def accumulate(params, microbatches=1, **options):
-    return fs.accumulate(partial(loss_of, MODEL), **options)(params, [X] * microbatches)
+def train_results(params):
+    return fs.tree_leaves(train(params))
 
 
-# Calls, also jitted: the arguments of the last rank, those of the others, and what the error must name.
-CALLS = {
-    "reduce": (train, "sum", "mean", ["reduce", "'sum'", "'mean'"]),
-    "communicate": (lambda p, c: accumulate(p, 2, communicate=c), "once", "each", ["communicate", "'once'", "'each'"]),
-    "verb": (
+def train_by_units(params, units):
+    return train(params, model=fs.functionalize(MODULE, units=units))
+
+
+def train_where_bias_is(params, frozen):
+    bias = params["0.bias"]
+    return train(params | {"0.bias": replace(bias, spec=replace(bias.spec, frozen=frozen))})
+
+
+class Different(NamedTuple):
+    """A call of parameters and a value, that of the last rank and of the others, and what the error must name."""
+
+    call: Callable[[Any, Any], Any]
+    last: Any
+    others: Any
+    parts: tuple[str, ...]
+
+
+# Calls that are also jitted.
+JITTED = {
+    "reduce": Different(train, "sum", "mean", ("reduce", "'sum'", "'mean'")),
+    "communicate": Different(
+        lambda params, how: fs.accumulate(partial(loss_of, MODEL), communicate=how)(params, [X, X]),
+        *("once", "each", ("communicate", "'once'", "'each'")),
+    ),
+    "verb": Different(
         lambda params, verb: verb(params),
-        lambda params: MODEL.apply(params, X),
-        train,
-        ["verb", "got apply", "grad as on"],
+        *(lambda params: MODEL.apply(params, X), train, ("verb", "got apply", "grad as on")),
     ),
 }
-
-
-def option(name, **others):
-    return lambda mesh, value: train(params_of(zero3(mesh, **{name: value}, **others)))
-
-
-def frozen_afterwards(mesh, frozen):
-    params = params_of(zero3(mesh))
-    params["0.bias"] = replace(params["0.bias"], spec=replace(params["0.bias"].spec, frozen=frozen))
-    return train(params)
-
-
-# The same of calls of the mesh.
-TOLD = {
-    **{
-        name: (lambda mesh, told, call=call: call(params_of(zero3(mesh)), told), *rest)
-        for name, (call, *rest) in CALLS.items()
-    },
-    "param_dtype": (option("param_dtype"), torch.float32, torch.bfloat16, [BIAS, "float32", "bfloat16"]),
+DIFFERENT = JITTED | {
+    "param_dtype": Different(
+        lambda _, dtype: train(params_of(param_dtype=dtype)),
+        *(torch.float32, torch.bfloat16, (BIAS, "float32", "bfloat16")),
+    ),
     # Functions are not compared by the call, and differ where they decide what is gathered again.
-    "regather of some units": (
-        option("regather", bucket_bytes=0, prefetch=0),
-        lambda n: n == "0",
-        lambda n: n == "1",
-        ["rank 0: all_gather", "(gather of 1) over 'shard' of", "(scatter of 1) over 'shard' of"],
+    "regather of some units": Different(
+        lambda _, unit: train(params_of(regather=lambda name: name == unit, prefetch=0)),
+        *("0", "1", ("rank 0: all_gather", "(gather of 1) over 'shard' of", "(scatter of 1) over 'shard' of")),
     ),
     # These are sharded in the same way, and differ afterwards.
-    "frozen afterwards": (frozen_afterwards, True, False, [BIAS, "frozen True", "frozen False"]),
-    "dtype of a leaf": (
-        lambda mesh, d: train(fs.tree_map(lambda x: x.to(d), params_of(zero3(mesh)))),
-        torch.float32,
-        torch.float64,
-        [BIAS, "torch.float32", "torch.float64"],
+    "frozen": Different(train_where_bias_is, True, False, (BIAS, "frozen True", "frozen False")),
+    "dtype of a leaf": Different(
+        lambda params, dtype: train(fs.tree_map(lambda x: x.to(dtype), params)),
+        *(torch.float32, torch.float64, (BIAS, "torch.float32", "torch.float64")),
     ),
-    "microbatches": (
-        lambda mesh, n: accumulate(params_of(zero3(mesh)), n),
-        3,
-        2,
-        ["accumulate: ranks make different calls\n  microbatches: expected 2 as on", "got 3 on"],
-    ),
-    "units": (
-        lambda mesh, units: train(params_of(zero3(mesh, bucket_bytes=0)), units=units),
-        "",
-        nn.Linear,
-        ["rank 0: all_gather", "(gather of 0) over 'shard' of", "(gather of (root)) over 'shard' of"],
+    "units": Different(
+        train_by_units,
+        *("", nn.Linear, ("rank 0: all_gather", "(gather of 0) over 'shard' of", "(gather of (root)) over 'shard' of")),
     ),
 }
 
 
-def lines_of(text, parts):
+def lines_of(error, parts):
     """Read the lines behind an error's headline, the same on every rank; check the headline and the first of them."""
+    text = str(error.value)
     headline, *lines = text.splitlines()
     if headline == "ranks differ in a collective":
         # A line for each rank, and then one for this rank.
@@ -126,36 +118,33 @@ def lines_of(text, parts):
     return lines
 
 
-@on_ranks(2, pytest.param("2 processes", marks=pytest.mark.slow), timeout=len(TOLD) * SECONDS)
-def test_ranks_that_were_told_different_things_are_all_told():
-    """Within seconds, and a good step goes on as before; jitted or not."""
-    mesh, found = one_axis(), []
-    for name, (call, other, common, parts) in TOLD.items():
-        params, last = params_of(zero3(mesh)), my_rank() == mesh.size() - 1
-        expected, started = train(params), time.monotonic()
+@on_ranks(2, pytest.param("2 processes", marks=pytest.mark.slow), timeout=len(DIFFERENT) * SECONDS)
+def test_ranks_that_were_told_different_things_are_all_told(world_size):
+    """And a good step goes on as before; jitted or not."""
+    texts = []
+    for name, (call, last, others, parts) in DIFFERENT.items():
+        params = params_of()
+        value = last if my_rank() == world_size - 1 else others
+        expected = train_results(params)
         with pytest.raises((ValueError, fs.comm.CollectiveError)) as caught:
-            call(mesh, other if last else common)
-        found.append(lines_of(str(caught.value), parts))
-        mesh = one_axis()
-        assert time.monotonic() - started < SECONDS, name
-        params = params_of(zero3(mesh))
-        assert_same_bits(fs.tree_leaves(train(params)), fs.tree_leaves(expected))
-        if name in CALLS:
-            call, *_ = CALLS[name]
-            same, differ = (fs.jit(lambda p, f=call, told=t: f(p, told)) for t in (common, other if last else common))
-            expected = same(params)
+            call(params, value)
+        texts.append(lines_of(caught, parts))
+        params = params_of()
+        assert_same_bits(train_results(params), expected)
+        if name in JITTED:
+            good, bad = (fs.jit(lambda p, v=v, call=call: call(p, v)) for v in (others, value))
+            expected = fs.tree_leaves(good(params))
             with pytest.raises(ValueError, match=r"^jit: ranks make different calls\n") as caught:
-                differ(params)
-            found.append(lines_of(str(caught.value), parts))
-            assert_same_bits(fs.tree_leaves(same(params)), fs.tree_leaves(expected))
-    return found
+                bad(params)
+            texts.append(lines_of(caught, parts))
+            assert_same_bits(fs.tree_leaves(good(params)), expected)
+    return texts
 
 
 def updated(params, tx):
     return fs.update(tx, fs.TrainState.create(params, tx), fs.tree_map(torch.ones_like, params))
 
 
-SGD = fs.from_torch(torch.optim.SGD, lr=0.1)
 # What the first rank does alone, while the others train.
 ALONE = {
     "gather": lambda params: fs.gather(params),
@@ -170,20 +159,19 @@ TRAINING = {"value_and_grad": train, "unshard": fs.unshard, "gather": lambda par
 
 def errors_of_one_alone(calls):
     """Return the error of each rank where the first one alone makes a call; it must be the same on all."""
-    params, found = params_of(zero3(one_axis())), {}
-    expected = train(params)
+    params, errors = params_of(), {}
+    expected = train_results(params)
+    headline = r"ranks (make different calls|differ in)"
     for (name, alone), (other, call) in zip(calls.items(), cycle(TRAINING.items())):
-        with pytest.raises(
-            (ValueError, fs.comm.CollectiveError), match=r"ranks (make different calls|differ in)"
-        ) as caught:
+        with pytest.raises((ValueError, fs.comm.CollectiveError), match=headline) as caught:
             alone(params) if my_rank() == 0 else call(params)
-        params = params_of(zero3(one_axis()))
+        params = params_of()
         text = str(caught.value).split("\n", 1)[1]
-        found[name, other] = text.splitlines()[:2]
+        errors[name, other] = text.splitlines()[:2]
         # Where both call one verb, as an optimizer's init does, it is the leaves that differ.
         assert name.split()[0] in text or other in text or "dtype" in text, text
-        assert_same_bits(fs.tree_leaves(train(params)), fs.tree_leaves(expected))
-    return found
+        assert_same_bits(train_results(params), expected)
+    return errors
 
 
 @on_ranks(3, pytest.param("2 processes", marks=pytest.mark.slow), timeout=6 * SECONDS)
@@ -201,28 +189,30 @@ MESHES = [
 
 
 @on_ranks(4, timeout=4 * SECONDS)
-def test_meshes_of_other_shapes_are_refused_before_groups_are_made():
-    rank, size, found = my_rank(), dist.get_world_size(), []
+def test_meshes_of_other_shapes_are_refused_before_groups_are_made(world_size):
+    texts = []
     for common, other, parts in MESHES:
         with pytest.raises(ValueError, match=r"^init_mesh: expected the same mesh on every rank, ") as caught:
-            fs.init_mesh(other if rank == size - 1 else common, device="cpu")
-        found.append(str(caught.value))
-        assert all(part in found[-1] for part in parts), found[-1]
+            fs.init_mesh(other if my_rank() == world_size - 1 else common, device="cpu")
+        texts.append(str(caught.value))
+        assert all(part in texts[-1] for part in parts), texts[-1]
         # What some ask for by -1 and others by a number is the same.
-        mesh = fs.init_mesh({"shard": -1 if rank else size}, device="cpu")
-        assert fs.comm.all_gather([torch.ones(1)], fs.axis_of(mesh), "test")[0].sum() == size
-    return found
+        mesh = fs.init_mesh({"shard": -1 if my_rank() else world_size}, device="cpu")
+        assert fs.psum(torch.ones(()), fs.axis_of(mesh)) == world_size
+    return texts
 
 
-WAYS = {"ddp": fs.ddp, "zero2": partial(fs.zero2, min_shard_elements=0), "zero3": partial(zero3, bucket_bytes=0)}
-COLLECTIVES = {
-    "psum": fs.psum,
-    "psum_invariant": lambda x, axis: fs.pcast(fs.psum_invariant(x, axis), axis, to="varying"),
-    "all_gather": fs.all_gather,
-    "reduce_scatter": lambda x, axis: fs.reduce_scatter(fs.all_gather(x, axis), axis),
-}
+def zero3(mesh):
+    return fs.zero3(mesh, min_shard_elements=0, bucket_bytes=0)
 
 
+STRATEGIES = (fs.ddp, partial(fs.zero2, min_shard_elements=0), zero3)
+COLLECTIVES = (
+    fs.psum,
+    lambda x, axis: fs.pcast(fs.psum_invariant(x, axis), axis, to="varying"),
+    fs.all_gather,
+    lambda x, axis: fs.reduce_scatter(fs.all_gather(x, axis), axis),
+)
 MATRICES = {name: normal(i)(6, 3) for i, name in enumerate("abc", 1)}
 
 
@@ -245,29 +235,31 @@ def test_a_result_that_one_rank_does_not_use_is_reduced_all_the_same():
     """On processes such a step ended by a signal or never."""
     mesh = one_axis()
     axis = fs.axis_of(mesh)
-    for number, call in enumerate(COLLECTIVES.values()):
+    for number, call in enumerate(COLLECTIVES):
         for used in range(3):
-            params = fs.shard(MATRICES, list(WAYS.values())[(number + used) % 3](mesh))
+            params = fs.shard(MATRICES, STRATEGIES[(number + used) % 3](mesh))
             loss = partial(loss_with_collectives, call=call, axis=axis, used=used)
-            found, expected = (fs.value_and_grad(partial(loss, skip=skip))(params) for skip in (True, False))
+            result, expected = (fs.value_and_grad(partial(loss, skip=skip))(params) for skip in (True, False))
             # Sums over the elements of a matrix and over ranks, through two collectives, forward and backward.
             near = within(expected, MATRICES["a"].numel() * axis.size, steps=4)
-            assert_trees_close(found, expected, **near)
+            assert_trees_close(result, expected, **near)
 
 
 @on_ranks(2, timeout=SECONDS)
 def test_an_operand_that_needs_no_gradient_on_one_rank_is_named_on_every_rank():
     mesh = one_axis()
-    axis, params = fs.axis_of(mesh), fs.shard(MATRICES, WAYS["zero3"](mesh))
 
-    def f(p):
-        a = fs.gather(p["a"])
-        return (a * fs.psum(a.detach() if mesh.get_rank() else a, axis)).sum()
+    def loss(params):
+        a = fs.gather(params["a"])
+        return (a * fs.psum(a if my_rank() else a.detach(), fs.axis_of(mesh))).sum()
 
     # The rank that has no transpose of the collective goes on to the reduction of the leaf.
-    named = r"  rank 0: all_reduce .*\(psum\).*\n  rank 1: reduce_scatter .*\(scatter of \['a'\]\)"
-    with pytest.raises(fs.comm.CollectiveError, match=rf"^ranks differ in a collective\n{named}"):
-        fs.value_and_grad(f)(params)
+    text = (
+        r"^ranks differ in a collective\n  rank 0: reduce_scatter .*\(scatter of \['a'\]\)"
+        r".*\n  rank 1: all_reduce .*\(psum\)"
+    )
+    with pytest.raises(fs.comm.CollectiveError, match=text):
+        fs.value_and_grad(loss)(fs.shard(MATRICES, zero3(mesh)))
 
 
 # Collectives of torch's own in a loss, which no transpose follows.
@@ -279,14 +271,13 @@ FOREIGN = {
 
 @on_ranks("2 processes", timeout=2 * SECONDS)
 def test_collectives_of_torch_are_refused_in_a_trace():
-    params = fs.shard(MATRICES, WAYS["zero3"](one_axis()))
+    params = fs.shard(MATRICES, zero3(one_axis()))
     for name, call in FOREIGN.items():
 
-        def f(p, call=call):
-            value = fs.gather(p)["a"].sum()
+        def loss(params, call=call):
+            value = fs.gather(params)["a"].sum()
             return call(value.detach()) * value
 
-        with pytest.raises(
-            ValueError, match=f"^jit: the function calls torch.distributed's .*{name}.*, which cannot be part"
-        ):
-            fs.jit(fs.value_and_grad(f))(params)
+        text = f"^jit: the function calls torch.distributed's .*{name}.*, which cannot be part"
+        with pytest.raises(ValueError, match=text):
+            fs.jit(fs.value_and_grad(loss))(params)
