@@ -1,9 +1,9 @@
 """Laws 4 and 9: nothing changes its inputs, steps repeat their bits, and what is kept of a state outlives donation."""
 
-from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch.func import grad
 import fshard as fs
 from fshard import _compat
 from fshard.testing import assert_trees_close
-from tests.ranks import BrokenError, on_ranks
+from tests.ranks import BrokenError, my_rank, on_ranks
 from tests.tolerance import within
 from tests.trees import CASTS, STRATEGIES, as_bytes, assert_same_bits, assorted, meshes, normal, one_axis, tensors
 
@@ -37,7 +37,7 @@ def unchanged(*trees):
 class Given(NamedTuple):
     """What verbs are called with on one rank."""
 
-    full: dict
+    full: Any
     state: fs.TrainState
     batch: torch.Tensor
 
@@ -61,30 +61,29 @@ def train_step(state, batch):
     return fs.update(TX, state, grads), loss
 
 
-def local_grads(g):
-    trained = {name: leaf for name, leaf in fs.gather(g.state.params).items() if leaf is not None}
-    grads = grad(lambda p: loss_fn(p, g.batch))(trained)
-    return {**grads, "nothing": None}
-
-
 def four_verbs(g):
-    grads = fs.scatter_grads(local_grads(g), like=g.state.params)
-    return fs.update(TX, g.state, grads)
+    full = fs.gather(g.state.params)
+    nothing = {"nothing": full.pop("nothing")}
+    grads = grad(lambda p: loss_fn(p, g.batch))(full)
+    return fs.update(TX, g.state, fs.scatter_grads(grads | nothing, like=g.state.params))
+
+
+def reduced_by(collective):
+    return lambda g: collective(fs.tree_leaves(g.state.params), fs.axis_of(one_axis()))
 
 
 # Each is called with what `given` returns and calls one verb, or a few together.
-VERBS: dict[str, Callable] = {
+VERBS = {
     "shard": lambda g: fs.shard(g.full, g.state.params["w"].spec.transform),
     "unshard": lambda g: fs.unshard(g.state),
     "reshard": lambda g: fs.reshard(g.state, fs.zero2(one_axis(), min_shard_elements=0)),
     "gather": lambda g: fs.gather(g.state.params),
     "objective": lambda g: fs.objective(g.batch.sum(), like=g.state.params),
     "value_and_grad": lambda g: fs.value_and_grad(loss_fn)(g.state.params, g.batch),
-    **{
-        f.__name__: lambda g, f=f: f(fs.tree_leaves(g.state.params), fs.axis_of(one_axis()))
-        for f in (fs.psum, fs.pmean, fs.psum_invariant)
-    },
-    "pcast": lambda g: fs.pcast(fs.tree_leaves(g.state.params), fs.axis_of(one_axis()), to="varying"),
+    "psum": reduced_by(fs.psum),
+    "pmean": reduced_by(fs.pmean),
+    "psum_invariant": reduced_by(fs.psum_invariant),
+    "pcast": reduced_by(partial(fs.pcast, to="varying")),
     "all_gather": lambda g: fs.all_gather(g.batch, fs.axis_of(one_axis())),
     "reduce_scatter": lambda g: fs.reduce_scatter(g.batch.expand(6, 4, 5), fs.axis_of(one_axis())),
     "sync_buffers": lambda g: fs.sync_buffers(g.state.buffers, like=g.state.params, by="mean"),
@@ -150,7 +149,6 @@ def test_state_is_whole_after_an_exception(strategy):
             assert_same_bits(fs.unshard(train_step(g.state, g.batch)), fs.unshard(expected))
 
 
-STEPS = 3
 ADAMW = fs.from_torch(torch.optim.AdamW, lr=0.1, fused=True)
 
 
@@ -159,10 +157,12 @@ def started(strategy):
     return fs.TrainState.create(fs.shard(full, strategy(meshes().line), frozen="*frozen*"), ADAMW)
 
 
+def predict(full, x):
+    return torch.tanh(x @ full["w"] + full["b"]) * full["scalar"] + full["frozen"].sum()
+
+
 def distil(params, teacher, x):
-    full = fs.gather(params)
-    student, target = (torch.tanh(x @ w["w"] + w["b"]) * w["scalar"] + w["frozen"].sum() for w in (full, teacher))
-    return (student - target).square().sum()
+    return (predict(fs.gather(params), x) - predict(teacher, x)).square().sum()
 
 
 def step_of(form):
@@ -181,14 +181,15 @@ def kept_of(state):
     return gathered, fs.unshard(state.params), slots, {"row": gathered["w"][0], "conjugate": gathered["b"].conj()}
 
 
-def trained(strategy, form):
-    """Train towards a snapshot of the parameters, another one kept in the middle; what was kept has its bits."""
+def train_towards_snapshots(strategy, form):
+    """Train towards a snapshot of the parameters, another one taken in the middle; what was kept has its bits."""
     state, step, kept, copies, values = started(strategy), step_of(form), [], [], []
-    for n in range(STEPS):
+    for n in range(3):
         if n in (0, 2):
             kept.append(kept_of(state))
             copies.append(fs.tree_map(torch.clone, kept[-1]))
-        state, value = step(state, kept[-1][0], normal(7 + torch.distributed.get_rank())(5, 6))
+        teacher = kept[-1][0]
+        state, value = step(state, teacher, normal(7 + my_rank())(5, 6))
         values.append(value)
     assert_same_bits(fs.tree_leaves(kept), fs.tree_leaves(copies))
     return fs.tree_leaves((fs.unshard(state), values))
@@ -198,9 +199,9 @@ def trained(strategy, form):
 def test_what_was_kept_has_its_bits_after_donated_steps():
     """As in a program that donates nothing."""
     for strategy in (fs.ddp, fs.zero1, fs.zero3):
-        expected = trained(strategy, "kept")
+        expected = train_towards_snapshots(strategy, "kept")
         for form in ("donated", "jitted, donated"):
-            assert_same_bits(trained(strategy, form), expected)
+            assert_same_bits(train_towards_snapshots(strategy, form), expected)
 
 
 def places(state):
@@ -212,49 +213,48 @@ def test_a_state_that_nobody_shares_stays_where_it_is():
     """A copy is made once, while somebody shares it, and of no other leaf under jit."""
     for form, strategy in product(("donated", "jitted, donated"), (fs.ddp, fs.zero3)):
         state, step, x = started(strategy), step_of(form), normal(7)(5, 6)
-        teacher, where = fs.tree_map(torch.clone, fs.gather(state.params)), places(state)
-        state, _ = step(state, teacher, x)
-        state, _ = step(state, teacher, x)
-        assert places(state) == where
-        kept = fs.gather({"w": state.params["w"]})
-        before, shared = kept["w"].clone(), kept["w"].data_ptr() in where
-        for _ in range(STEPS):
+        teacher, before = fs.tree_map(torch.clone, fs.gather(state.params)), places(state)
+        for _ in range(2):
             state, _ = step(state, teacher, x)
-            assert sum(a != b for a, b in zip(places(state), where)) == shared
-        assert kept["w"].equal(before)
-        where = places(state)
+        assert places(state) == before
+        kept = fs.gather({"w": state.params["w"]})["w"]
+        copy, is_shared = kept.clone(), kept.data_ptr() in before
+        for _ in range(3):
+            state, _ = step(state, teacher, x)
+            assert sum(a != b for a, b in zip(places(state), before)) == is_shared
+        assert kept.equal(copy)
+        before = places(state)
         del kept
         state, _ = step(state, teacher, x)
-        assert places(state) == where
+        assert places(state) == before
 
 
 @on_ranks(1, 2)
-def test_full_tensors_of_a_call_now_over_are_refused_and_detached_ones_are_constants():
-    x, seen = normal(7)(5, 6), []
+def test_full_tensors_of_a_call_now_over_are_refused_and_detached_ones_are_constants(world_size):
+    x, earlier = normal(7)(5, 6), []
 
     def first(params):
-        seen.append(fs.gather(params))
-        return (x @ seen[-1]["w"] + seen[-1]["b"]).square().sum()
+        earlier.append(fs.gather(params))
+        return (x @ earlier[-1]["w"] + earlier[-1]["b"]).square().sum()
 
     def second(params, kept):
         full = fs.tree_map(lambda a, b: a + 2 * b.sin(), fs.gather(params), kept)
         return (x @ full["w"] + full["b"]).square().sum()
 
+    # Autograd comes to the leaves of one unit together, and otherwise to one of them first.
+    text = (
+        r"^{}: the loss uses full tensors of (\['b'\]|\['w'\]|\['b'\], \['w'\]) from an earlier call, "
+        r"which no longer receive gradients\. Gather inside each call, or use full\.detach\(\) for a constant\."
+    )
     for strategy in (fs.ddp, fs.zero1, fs.zero3):
-        params = fs.shard({"w": normal()(6, 4), "b": normal(1)(4)}, strategy(meshes().line))
+        params = fs.shard({"w": normal()(6, 4), "b": normal(1)(4)}, strategy(one_axis()))
         fs.value_and_grad(first)(params)
-        # Autograd comes to the leaves of one unit together, and otherwise to one of them first.
-        leaves = r"(\['b'\]|\['w'\]|\['b'\], \['w'\])"
-        runs = {"value_and_grad": fs.value_and_grad(second), "accumulate": fs.accumulate(second)}
-        for api_name, run in runs.items():
-            text = (
-                rf"^{api_name}: the loss uses full tensors of {leaves} from an earlier call, "
-                r"which no longer receive gradients\. Gather inside each call, or use full\.detach\(\) for a constant\."
-            )
-            with pytest.raises(ValueError, match=text):
-                run(params, [seen[-1]] if api_name == "accumulate" else seen[-1])
-        constants = fs.tree_map(torch.Tensor.detach, seen[-1])
+        with pytest.raises(ValueError, match=text.format("value_and_grad")):
+            fs.value_and_grad(second)(params, earlier[-1])
+        with pytest.raises(ValueError, match=text.format("accumulate")):
+            fs.accumulate(second)(params, [earlier[-1]])
+        constants = fs.tree_map(torch.Tensor.detach, earlier[-1])
         value, _ = fs.value_and_grad(second)(params, constants)
         expected = second(fs.unshard(params), constants)
         # One term for each rank, of equal ones.
-        assert_trees_close(value, expected, **within(expected, terms=meshes().line.size()))
+        assert_trees_close(value, expected, **within(expected, terms=world_size))
