@@ -11,11 +11,10 @@ from torch import nn
 import fshard as fs
 from fshard.comm.collective import EXCHANGE_BYTES
 from fshard.testing import assert_trees_close
-from fshard.transforms import strategies
 from fshard.tree import flatten
 from tests.ranks import my_rank, on_ranks
 from tests.tolerance import within
-from tests.trees import FLOATING, ONE_AXIS, STRATEGIES, meshes, normal, one_axis
+from tests.trees import CASTS, FLOATING, OF_EVERY_LEAF, ONE_AXIS, STRATEGIES, meshes, normal, one_axis
 from tests.unit_models import filled
 
 SGD = fs.from_torch(torch.optim.SGD, lr=0.1)
@@ -44,9 +43,15 @@ def of_step(run, strategy, full):
     return record, state.params
 
 
-def told(record):
+def without_comparisons(record):
     """A record without the few numbers by which ranks agree on what comes next."""
     return [entry for entry in record if not entry.about.is_comparison]
+
+
+def assert_sends(record, bytes_on_all, ranks):
+    """Of all bytes that are gathered or reduced each rank sends the shares of the others."""
+    sent = bytes_on_all * (ranks - 1) / ranks
+    assert_trees_close(sum(entry.sent for entry in record), sent, **within(sent, len(record)))
 
 
 def padded_bytes(params, ranks):
@@ -70,18 +75,19 @@ def test_a_step_moves_two_n(world_size):
     on = meshes()
     for strategy, step, tree in product(ONE_AXIS.values(), (in_one_call, with_four_verbs), FLOATING.values()):
         record, params = of_step(step, strategy(on), tree())
-        tensors, scalars = ([entry for entry in told(record) if entry.scalar is scalar] for scalar in (False, True))
-        full = sum((2 if entry.op == "all_reduce" else 1) * entry.bytes for entry in tensors)
-        assert full == 2 * padded_bytes(params, world_size)
-        sent = full * (world_size - 1) / world_size
-        assert_trees_close(record.bytes_sent(), sent, **within(sent, len(record)))
-        # One call tells with it which leaves this rank used.
-        label, numbers = (
-            ("psum_invariant", 1) if step is with_four_verbs else ("objective", 1 + len(fs.tree_leaves(params)))
-        )
+        entries = without_comparisons(record)
+        tensors = [entry for entry in entries if not entry.scalar]
+        scalars = [entry for entry in entries if entry.scalar]
+        twice_n = sum((2 if entry.op == "all_reduce" else 1) * entry.bytes for entry in tensors)
+        assert twice_n == 2 * padded_bytes(params, world_size)
+        assert_sends(tensors, twice_n, world_size)
+        assert record.bytes_sent() == sum(entry.sent for entry in tensors)
+        label, numbers = "psum_invariant", 1
+        if step is in_one_call:
+            # It tells with the objective which leaves this rank used.
+            label, numbers = "objective", 1 + len(fs.tree_leaves(params))
         assert [(entry.op, entry.label, entry.bytes) for entry in scalars] == [("all_reduce", label, 8 * numbers)]
-        sent = 16 * numbers * (world_size - 1) / world_size
-        assert_trees_close(sum(entry.sent for entry in scalars), sent, **within(sent, len(record)))
+        assert_sends(scalars, 2 * 8 * numbers, world_size)
 
 
 def small_and_large():
@@ -123,31 +129,32 @@ STEPS = {
 @on_ranks(4)
 def test_the_collectives_of_a_step():
     """They are the same on every rank, and in both spellings but for the numbers that travel with the objective."""
+    objective_and_used = [tuple(USED.get(part, part) for part in entry) for entry in OBJECTIVE]
     for name, (gathered, reduced) in STEPS.items():
-        told_used = [tuple(USED.get(part, part) for part in entry) for entry in OBJECTIVE]
-        for step, end in ((with_four_verbs, OBJECTIVE), (in_one_call, told_used)):
+        for step, end in ((with_four_verbs, OBJECTIVE), (in_one_call, objective_and_used)):
             record, _ = of_step(step, STRATEGIES[name](meshes()), small_and_large())
-            found = [(entry.op, entry.axis, entry.label, entry.tensors, entry.bytes) for entry in told(record)]
-            assert found == gathered + reduced + end
+            entries = without_comparisons(record)
+            rows = [(entry.op, entry.axis, entry.label, entry.tensors, entry.bytes) for entry in entries]
+            assert rows == gathered + reduced + end
 
 
 @on_ranks(4)
 def test_update_communicates_one_number_per_axis_to_clip_and_else_nothing():
     for strategy, axes in (("ddp", []), ("one dim over two axes", ["shard", "replicate"])):
         params = fs.shard(small_and_large(), STRATEGIES[strategy](meshes()))
-        for tx, needed in ((SGD, []), (CLIPPED, axes)):
+        for tx, summed_axes in ((SGD, []), (CLIPPED, axes)):
             state = fs.TrainState.create(params, tx)
             with fs.comm.record() as record:
                 fs.update(tx, state, params)
-            assert [(e.op, e.axis, e.scalar) for e in record] == [("all_reduce", axis, True) for axis in needed]
+            assert [(e.op, e.axis, e.scalar) for e in record] == [("all_reduce", axis, True) for axis in summed_axes]
 
 
 @on_ranks(2)
 def test_a_cast_halves_what_is_gathered():
     full = {"w": normal()(64, 32, dtype=torch.float32), "b": normal()(6, dtype=torch.float32)}
-    sharded, n = fs.zero2(one_axis(), min_shard_elements=0), (64 * 32 + 6) * 4
-    strategy = fs.compose(fs.cast(gather=torch.bfloat16), sharded, fs.cast(scatter=torch.float32))
-    record, _ = of_step(in_one_call, strategy, full)
+    record, _ = of_step(in_one_call, CASTS["cast zero2"](meshes()), full)
+    n = (64 * 32 + 6) * 4
+    # Gradients of bfloat16 are reduced as float32.
     assert [entry.bytes for entry in record if not entry.scalar] == [n // 2, n]
 
 
@@ -179,13 +186,13 @@ def unit_bytes(params):
     return sizes
 
 
-def recorded(module, strategy, loss=None, frozen=(), **keywords):
+def recorded(module, strategy, frozen=()):
     """The collectives of one call of value_and_grad on this rank, and the padded bytes of the units."""
-    model = fs.functionalize(module, **{"units": (nn.Embedding, nn.Linear), **keywords})
+    model = fs.functionalize(module, units=(nn.Embedding, nn.Linear))
     params = fs.shard(dict(module.named_parameters()), strategy, frozen=[f"{unit}.*" for unit in frozen])
     tokens = torch.arange(4) + my_rank()
     with fs.comm.record() as record:
-        fs.value_and_grad(loss or (lambda p: model.apply(p, tokens).square().mean()))(params)
+        fs.value_and_grad(lambda p: model.apply(p, tokens).square().mean())(params)
     return record, unit_bytes(params)
 
 
@@ -209,28 +216,18 @@ def test_zero3_moves_n_and_what_is_gathered_again_and_n(world_size):
         assert bytes_of(record, "gather") == [sizes[unit] for unit in (*UNITS, *again)]
         assert bytes_of(record, "scatter") == [sizes[unit] for unit in reversed(UNITS)]
         n, regathered = sum(sizes.values()), sum(sizes[unit] for unit in again)
-        sent = (n + regathered + n) * (world_size - 1) / world_size
-        assert_trees_close(record.bytes_sent(), sent, **within(sent, len(record)))
+        assert_sends([entry for entry in record if not entry.scalar], n + regathered + n, world_size)
         records.append(record)
     return records
-
-
-TWO_N = (
-    fs.ddp,
-    partial(fs.zero1, min_shard_elements=0),
-    partial(fs.zero2, min_shard_elements=0),
-    partial(fs.zero3, min_shard_elements=0, regather=False, prefetch=2),
-)
 
 
 @pytest.mark.rows(1)
 @on_ranks(2, 3, 4)
 def test_the_others_move_two_n(world_size):
     """Units are gathered once a step, and what ddp does not gather it sums, which counts twice."""
-    for strategy in TWO_N:
-        record, sizes = recorded(stack(), strategy(one_axis()))
-        sent = 2 * sum(sizes.values()) * (world_size - 1) / world_size
-        assert_trees_close(record.bytes_sent(), sent, **within(sent, len(record)))
+    for name in ("ddp", "zero2", "zero3 that keeps"):
+        record, sizes = recorded(stack(), OF_EVERY_LEAF[name](one_axis()))
+        assert_sends([entry for entry in record if not entry.scalar], 2 * sum(sizes.values()), world_size)
 
 
 # Which units are frozen, and which are gathered again: those inside, as gradients pass through them, and of those
@@ -246,8 +243,7 @@ def test_frozen_units_are_gathered_and_never_reduced():
         assert bytes_of(record, "scatter") == [sizes[unit] for unit in reversed(UNITS) if unit not in frozen]
 
 
-# Three leaves large enough to be reduced by themselves where messages are so small, of sizes that tell them apart.
-SMALL = 16_000
+# Three leaves large enough to be reduced by themselves where buckets are small, of sizes that tell them apart.
 LARGE = {"first": (64, 512), "second": (512, 128), "third": (128, 257)}
 
 # What is issued in the forward, and in the backward around the hooks of the activations between the leaves. Behind the
@@ -264,26 +260,23 @@ ORDERS = (
 )
 
 
-def test_gradients_are_reduced_as_they_appear_except_by_zero1(monkeypatch):
-    monkeypatch.setattr(strategies, "HOST_BYTES", SMALL)
+@on_ranks(2)
+def test_gradients_are_reduced_as_they_appear_except_by_zero1():
     draw = normal()
     full, x = {name: draw(*shape) / 16 for name, shape in LARGE.items()}, draw(3, 64)
     names = {math.prod(shape) * 8: name for name, shape in LARGE.items()}
 
-    def program():
-        for make, order in ORDERS:
-            params = fs.shard(full, make(one_axis()))
-            with fs.comm.record() as record:
+    def loss(params, events):
+        h = torch.tanh(x @ fs.gather(params["first"]))
+        h.register_hook(lambda _: events.append("hook first"))
+        h = torch.tanh(h @ fs.gather(params["second"]))
+        h.register_hook(lambda _: events.append("hook second"))
+        return (h @ fs.gather(params["third"])).square().sum()
 
-                def f(params, record=record):
-                    h = torch.tanh(x @ fs.gather(params["first"]))
-                    h.register_hook(lambda _: record.append("hook first"))
-                    h = torch.tanh(h @ fs.gather(params["second"]))
-                    h.register_hook(lambda _: record.append("hook second"))
-                    return (h @ fs.gather(params["third"])).square().sum()
-
-                fs.value_and_grad(f)(params)
-            entries = [e for e in record if isinstance(e, str) or not e.scalar]
-            assert ", ".join(e if isinstance(e, str) else f"{e.label} {names[e.bytes]}" for e in entries) == order
-
-    fs.testing.spmd(program, 2)
+    for make, order in ORDERS:
+        params = fs.shard(full, make(one_axis(), bucket_bytes=16_000))
+        with fs.comm.record() as record:
+            fs.value_and_grad(loss)(params, record)
+        entries = [entry for entry in record if isinstance(entry, str) or not entry.scalar]
+        events = [entry if isinstance(entry, str) else f"{entry.label} {names[entry.bytes]}" for entry in entries]
+        assert ", ".join(events) == order

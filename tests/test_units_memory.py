@@ -18,7 +18,7 @@ from fshard.engine.call import KEY
 from fshard.testing import spmd
 from tests.ranks import my_rank
 from tests.trees import one_axis
-from tests.unit_models import WIDTH, filled, vectors, zero3
+from tests.unit_models import WIDTH, Dropped, filled, vectors, zero3
 
 LAYERS = 6
 
@@ -92,42 +92,36 @@ def noted(world_size, checkpointed=False, **options):
     return spmd(program, world_size)
 
 
+# Which layers are gathered again: all, none, or these.
+REGATHER = {True: set(range(LAYERS)), False: set(), ("1", "2"): {1, 2}}
+
+
+@pytest.mark.rows(4)
+@pytest.mark.parametrize("regather", REGATHER)
 @pytest.mark.parametrize("checkpointed", (False, True))
 @pytest.mark.parametrize("world_size, prefetch", [(2, 0), (3, 1)])
-def test_a_unit_s_weight_is_freed_after_its_turn(world_size, prefetch, checkpointed):
-    """In the forward and the backward, but for units gathered ahead; gradients go as they are reduced."""
-    for log in noted(world_size, checkpointed, prefetch=prefetch):
+def test_a_unit_s_weight_is_freed_after_its_turn(world_size, prefetch, checkpointed, regather):
+    """In the forward and the backward, but for units gathered ahead or kept; gradients go as they are reduced."""
+    again = REGATHER[regather]
+    # The last units stay for the backward where no gathers are under way in their place.
+    last_dropped = LAYERS - 1 - prefetch
+    for log in noted(world_size, checkpointed, prefetch=prefetch, regather=regather):
         events = {(event, layer) for event, layer, _, _ in log.notes}
         assert {("backward begins", n) for n in range(LAYERS)} < events
         for event, layer, weights, grads in log.notes:
+            kept = set(range(layer)) - again
             if event in ("begin", "end"):
-                # The last ones stay for the backward where no gathers are under way in their place.
-                first = min(layer, LAYERS - 1 - prefetch)
-                assert {layer} <= weights <= set(range(first, first + prefetch + 1)), (event, layer, weights)
+                first = min(layer, last_dropped)
+                assert kept | {layer} <= weights <= kept | set(range(first, layer + prefetch + 1)), (event, layer)
                 assert not grads
             elif event.startswith("backward"):
                 # What was computed again lets go of its weight once all of it has been differentiated.
                 last = layer + (checkpointed and event == "backward begins")
-                assert weights <= set(range(layer - prefetch - 1, last + 1)), (event, layer, weights)
-                assert len(weights) <= prefetch + 2
+                assert kept <= weights <= kept | set(range(layer - prefetch - 1, last + 1)), (event, layer, weights)
                 assert grads <= {layer, layer + 1}, (event, layer, grads)
         assert log.notes[-1] == ("returned", -1, set(), set())
-        # The last units stay for the backward, others are gathered twice.
-        twice = range(LAYERS - 1 - prefetch)
+        twice = [n for n in range(last_dropped) if n in again]
         assert Counter(layer for layer, _ in log.gathered) == Counter([*range(LAYERS), *twice])
-
-
-@pytest.mark.parametrize(("regather", "again"), [(False, ()), (("1", "2"), (1, 2))])
-def test_units_are_kept_by_rule(regather, again):
-    """Those that are not gathered again are held until the backward is through with them."""
-    for log in noted(2, regather=regather, prefetch=0):
-        for event, layer, weights, _ in log.notes:
-            kept = {n for n in range(layer) if n not in again}
-            if event == "begin":
-                assert weights == kept | {layer}, (event, layer, weights)
-            elif event == "backward ends":
-                assert kept <= weights <= set(range(layer + 1)), (event, layer, weights)
-        assert Counter(layer for layer, _ in log.gathered) == Counter([*range(LAYERS), *again])
 
 
 @pytest.mark.parametrize("keep", (False, True))
@@ -150,31 +144,20 @@ def test_a_second_gradient_is_added_in_the_memory_of_the_first_unless_that_is_he
     assert spmd(program, 2) == [[[12.0], [6.0], [18.0]] if keep else [[18.0]]] * 2
 
 
-class Network(nn.Module):
-    """Three layers, of which the one in the middle may be computed again."""
-
-    def __init__(self, checkpointed):
-        super().__init__()
-        self.layers, self.checkpointed = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)), checkpointed
-
-    def forward(self, x):
-        first, middle, last = self.layers
-        x = first(x)
-        return last(checkpoint(middle, x, use_reentrant=False) if self.checkpointed else middle(x))
-
-
 @pytest.mark.parametrize("case", ("a checkpoint", "a computed leaf", "a result that is not used"))
 def test_nothing_leads_back_to_a_call_that_has_ended(case):
     """Hooks of a graph that stays would, and a result that is saved with its graph: no garbage collector sees those."""
-    module, calls = filled(Network(case == "a checkpoint")), []
+    module, calls = filled(nn.Sequential(*(Dropped(11, case == "a checkpoint") for _ in range(3)))).eval(), []
+    computed = "1.perceptron.inner.weight"
 
     def program():
         model, (x,) = fs.functionalize(module, nn.Linear), vectors(2)[my_rank()]
 
         def loss(p):
             calls.append(weakref.ref(_compat.thread_object(KEY)))
-            names = ["layers.1.weight"] if case == "a computed leaf" else []
-            y = model.apply(p | {name: fs.tree_map(torch.tanh, p[name]) for name in names}, x)
+            if case == "a computed leaf":
+                p = p | {computed: fs.tree_map(torch.tanh, p[computed])}
+            y = model.apply(p, x)
             return y.square().mean(), torch.softmax(y, -1) if case == "a result that is not used" else None
 
         fs.value_and_grad(loss, has_aux=True)(model.init(zero3()(one_axis())))
