@@ -19,6 +19,7 @@ from fshard.mesh import ranks_of
 from fshard.rounding import tolerance
 from fshard.testing import assert_matches_ddp, assert_trees_close, spmd
 from tests.ranks import my_rank, on_ranks
+from tests.trees import normal
 
 TX, ROOT = fs.sgd(0.1), Path(__file__).parents[1]
 
@@ -37,32 +38,32 @@ def test_sizes_and_axes_of_a_mesh_of_a_part_and_of_an_axis():
     outer, inner = (fs.all_gather(torch.tensor([rank]), fs.axis_of(grid, name)).tolist() for name in ("outer", "inner"))
     assert outer == [rank % 3, rank % 3 + 3]
     assert inner == [rank // 3 * 3 + k for k in range(3)]
-    theirs = fs.axis_of(init_device_mesh("cpu", (6,), mesh_dim_names=("shard",)))
-    assert theirs.size == 6
-    return axis, theirs
+    torch_s = fs.axis_of(init_device_mesh("cpu", (6,), mesh_dim_names=("shard",)))
+    assert torch_s.size == 6
+    return axis, torch_s
 
 
 def timeouts_of(axis):
-    """Read the timeouts of an axis's process group and of fshard's own two."""
+    """Read the timeouts in seconds of an axis's process group and of fshard's own two."""
     groups = [group for group in dist.distributed_c10d._world.pg_map if group.group_name == axis.group_name]
     backends = [group._get_backend(torch.device("cpu")) for group in groups]
-    own = fs.comm.rank_state().groups.get(axis.group_name)
-    return [backend.options._timeout for backend in (*backends, *(own.pair if own else ()))]
+    if axis.group_name in fs.comm.rank_state().groups:
+        backends += fs.comm.rank_state().groups[axis.group_name].pair
+    return [backend.options._timeout.total_seconds() for backend in backends]
 
 
 @on_ranks("2 processes")
-def test_every_group_of_a_mesh_has_its_timeout(world_size):
+def test_every_group_of_a_mesh_has_its_timeout():
     """And a rank waits so long, not as long as the default group, which others made and which waits for a day."""
-    for shape, given in itertools.product(({"shard": -1}, {"replicate": 2, "shard": -1}), ({}, {"timeout": 1.5})):
-        mesh = fs.init_mesh(shape, device="cpu", **given)
+    for shape, options in itertools.product(({"shard": -1}, {"replicate": 2, "shard": -1}), ({}, {"timeout": 1.5})):
+        mesh = fs.init_mesh(shape, device="cpu", **options)
         for axis in (fs.axis_of(mesh, name) for name in shape):
             fs.psum(torch.ones(()), axis)
-            needed = timedelta(seconds=given.get("timeout", 300))
-            assert timeouts_of(axis) == [needed] * (3 if axis.size > 1 else 1)
-    store, first = dist.distributed_c10d._get_default_store(), fs.axis_of(mesh, "replicate")
+            assert timeouts_of(axis) == [options.get("timeout", 300.0)] * (3 if axis.size > 1 else 1)
+    store = dist.distributed_c10d._get_default_store()
     if my_rank() == 0:
         with pytest.raises(fs.comm.CollectiveError, match=r"rank 1 did not join a collective within [12] s"):
-            fs.psum(torch.ones(()), first)
+            fs.psum(torch.ones(()), fs.axis_of(mesh, "replicate"))
         store.set("waited", "")
     store.wait(["waited"])
 
@@ -87,8 +88,7 @@ def test_timeouts_that_are_refused():
 
 
 def batch_of(number, place):
-    draw = torch.Generator().manual_seed(10 * number + place)
-    return torch.randn(4, 3, generator=draw, dtype=torch.float64)
+    return normal(10 * number + place)(4, 3)
 
 
 def network():
@@ -109,7 +109,7 @@ def is_member(mesh):
     return mesh.get_coordinate() is not None
 
 
-def trained(mesh):
+def train(mesh):
     """Train on a mesh by three steps."""
     model = fs.functionalize(network(), units=nn.Linear)
     state = fs.TrainState.create(model.init(fs.zero3(mesh, axis=None), seed=0), TX)
@@ -125,19 +125,19 @@ def test_trainer_and_reference(tmp_path):
         everyone = fs.axis_of(fs.init_mesh({"all": -1}, device="cpu"))
         trainer, reference = some(0, 1, name="train"), some(2, 3, name="eval")
         with fs.comm.record() as events:
-            state = trained(trainer if is_member(trainer) else reference)
+            params = train(trainer if is_member(trainer) else reference).params
             if is_member(trainer):
-                checkpoint.save(tmp_path, state, mesh=trainer)
+                checkpoint.save(tmp_path, params, 3, mesh=trainer)
         fs.psum(torch.zeros(()), everyone)
         if is_member(reference):
             with fs.comm.record() as later:
-                params = checkpoint.restore(tmp_path, state.params, subtree=".params", mesh=reference)
-            state, events = state._replace(params=params), events + later
-        return fs.unshard(state.params), {event.axis for event in events}
+                params = checkpoint.restore(tmp_path, params, mesh=reference)
+            events += later
+        return fs.unshard(params), {event.axis for event in events}
 
-    needed = spmd(lambda: fs.unshard(trained(fs.init_mesh({"train": -1}, device="cpu")).params), 2)[0]
+    expected, *_ = spmd(lambda: fs.unshard(train(fs.init_mesh({"train": -1}, device="cpu")).params), 2)
     for rank, (params, axes) in enumerate(spmd(program, 4)):
-        assert_trees_close(params, needed, exact=True)
+        assert_trees_close(params, expected, exact=True)
         assert axes == ({"train"} if rank < 2 else {"eval"})
 
 
@@ -150,8 +150,8 @@ def test_a_mesh_of_two_axes_saves_by_a_mesh_of_one_over_its_ranks(tmp_path):
     params = fs.shard({"w": torch.arange(6.0)}, fs.hsdp(grid, min_shard_elements=0))
     with checkpoint.Manager(tmp_path, mesh=line) as manager:
         manager.save(params, 1)
-        found = manager.restore(fs.tree_map(torch.zeros_like, params))
-    assert fs.unshard(found)["w"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+        restored = manager.restore(fs.tree_map(torch.zeros_like, params))
+    assert fs.unshard(restored)["w"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     with pytest.raises(ValueError, match=r"one axis or all 5 ranks, got axes .* of 4 ranks; pass"):
         checkpoint.Manager(tmp_path, mesh=grid)
 
@@ -193,13 +193,14 @@ def check_a_foreign_mesh_is_refused_at_once(outside):
                 with pytest.raises(ValueError, match=r"mesh's ranks \[0, 1\], got rank 2"):
                     call()
             params, axis = shared[0]
-            for name, call in {
+            calls = {
                 "gather": lambda: fs.gather(params),
                 "value_and_grad": lambda: fs.value_and_grad(lambda p: fs.gather(p)["w"].sum())(params),
                 "objective": lambda: fs.objective(torch.ones(()), like=params),
                 "psum": lambda: fs.psum(torch.ones(2), axis),
                 "jit": lambda: fs.jit(fs.gather)(params),
-            }.items():
+            }
+            for name, call in calls.items():
                 with pytest.raises(ValueError, match=rf"(?s){name}.*'shard' of 2 ranks"):
                     call()
         return fs.psum(torch.ones(()), everyone).item()
@@ -208,13 +209,13 @@ def check_a_foreign_mesh_is_refused_at_once(outside):
 
 
 def test_a_foreign_mesh_is_refused_at_once(tmp_path):
-    def outside(mesh):
-        """Calls with a mesh that this rank is not in."""
-        yield from (partial(make, mesh) for make in (fs.axis_of, fs.zero3, fs.fully_shard))
-        yield lambda: checkpoint.save(tmp_path, {}, 1, mesh=mesh)
-        yield lambda: checkpoint.Manager(tmp_path, mesh=mesh)
-
-    check_a_foreign_mesh_is_refused_at_once(outside)
+    check_a_foreign_mesh_is_refused_at_once(
+        lambda mesh: [
+            *(partial(make, mesh) for make in (fs.axis_of, fs.zero3, fs.fully_shard)),
+            lambda: checkpoint.save(tmp_path, {}, 1, mesh=mesh),
+            lambda: checkpoint.Manager(tmp_path, mesh=mesh),
+        ]
+    )
 
 
 FAULTS = """

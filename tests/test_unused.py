@@ -12,7 +12,8 @@ from tests.trees import OF_EVERY_LEAF, STRATEGIES, assert_same_bits, meshes, nor
 
 def shard(strategy):
     draw = normal()
-    full = {name: draw(5, 3) for name in ("all", "one", "zero", "none", "late", "frozen")} | {"small": draw(2)}
+    full = {name: draw(5, 3) for name in ("all", "one", "zero", "none", "late", "frozen")}
+    full |= {"small": draw(2), "scalar": draw()}
     return full, fs.shard(full, strategy, frozen="*frozen*")
 
 
@@ -36,22 +37,34 @@ def test_a_leaf_that_no_rank_used_has_no_gradient(communicate, batches, world_si
     strategies = [make(meshes()) for make in STRATEGIES.values()]
     for strategy in (*strategies, *(make(one_axis()) for make in OF_EVERY_LEAF.values())):
         full, params = shard(strategy)
-        found = fs.unshard(fs.accumulate(loss_of, communicate=communicate)(params, batches)[1])
-        wanted = {
+        grads = fs.unshard(fs.accumulate(loss_of, communicate=communicate)(params, batches)[1])
+        expected = {
             "all": sum(2 * full["all"] * b**2 for b in batches) / len(batches),
             "one": torch.ones(5, 3, dtype=torch.float64) / world_size,
             "zero": torch.zeros(5, 3, dtype=torch.float64),
         }
         if 3 in batches:
-            wanted["late"] = 2 * full["late"] / len(batches)
-        found = {name: grad for name, grad in found.items() if grad is not None}
+            expected["late"] = 2 * full["late"] / len(batches)
+        grads = {name: grad for name, grad in grads.items() if grad is not None}
         # A term for each microbatch of each rank.
-        torch.testing.assert_close(found, wanted, **within(wanted, len(batches) * world_size))
+        torch.testing.assert_close(grads, expected, **within(expected, len(batches) * world_size))
 
 
-def doubled(p, *names):
+def doubled(params, *names):
     """Leaves that are computed from others, gathered."""
-    return fs.gather({name: fs.tree_map(lambda tensor: 2 * tensor, p[name]) for name in names})
+    return fs.gather({name: fs.tree_map(lambda tensor: 2 * tensor, params[name]) for name in names})
+
+
+def of_a_derived_leaf_that_is_a_gathered_tensor(params):
+    """Only the gathered tensor that it is has a gradient, not its neighbors in the unit."""
+    full = fs.gather(params)
+    return fs.gather({"derived": fs.Sharded(full["one"], params["one"].spec)})["derived"].sum()
+
+
+def that_is_a_gathered_tensor(params):
+    full = fs.gather(params)
+    doubled(params, "all")
+    return full["scalar"]
 
 
 # Losses of leaves that are computed from others, and the leaves that then have a gradient.
@@ -61,45 +74,18 @@ DERIVED = (
     (lambda p: (doubled(p, "one")["one"].sum(), fs.gather(p["all"]).sum())[my_rank()], {"all", "one"}),
     (lambda p: doubled(p, "all", "one")["all"].sum(), {"all"}),
 )
+OF_WHOLE_LEAVES = ((of_a_derived_leaf_that_is_a_gathered_tensor, {"one"}), (that_is_a_gathered_tensor, {"scalar"}))
 
 
 @on_ranks(2)
 def test_leaves_of_which_others_are_computed():
     """Ranks run the backward of what was computed from shards whether they use it or not."""
-    for loss, used in DERIVED:
-        for strategy in OF_EVERY_LEAF["zero3"], OF_EVERY_LEAF["zero2"]:
-            _, grads = fs.value_and_grad(loss)(shard(strategy(one_axis()))[1])
-            assert {leaf for leaf, grad in grads.items() if grad is not None} == used
-
-
-@on_ranks(1, 2)
-def test_a_derived_leaf_that_is_itself_a_gathered_tensor(world_size):
-    """Only the gathered tensor that it is has a gradient, not its neighbors in the unit."""
-    params = fs.shard({name: torch.ones(4) for name in ("first", "second", "third")}, fs.ddp(one_axis()))
-
-    def loss(p):
-        full = fs.gather(p)
-        derived = fs.Sharded(full["second"], p["second"].spec)
-        return fs.gather({"derived": derived})["derived"].sum()
-
-    _, grads = fs.value_and_grad(loss)(params)
-    assert [grads["first"], grads["third"]] == [None, None]
-    assert_same_bits([grads["second"].local], [torch.ones(4)])
-
-
-@on_ranks(1, 2)
-def test_a_loss_that_is_itself_a_gathered_tensor(world_size):
-    params = fs.shard({name: torch.tensor(2.0) for name in ("first", "second")}, fs.ddp(one_axis()))
-
-    def loss(p):
-        full = fs.gather(p)
-        # A derived leaf, which the loss does not use.
-        fs.gather({"derived": fs.Sharded(p["first"].local * 2, p["first"].spec)})
-        return full["second"]
-
-    _, grads = fs.value_and_grad(loss)(params)
-    assert grads["first"] is None
-    assert_same_bits([grads["second"].local], [torch.tensor(1.0)])
+    rows = [(*row, OF_EVERY_LEAF[name]) for row in DERIVED for name in ("zero3", "zero2")]
+    rows += [(*row, fs.ddp) for row in OF_WHOLE_LEAVES]
+    for loss, used, strategy in rows:
+        _, params = shard(strategy(one_axis()))
+        _, grads = fs.value_and_grad(loss)(params)
+        assert {leaf for leaf, grad in grads.items() if grad is not None} == used
 
 
 def check_the_state_of_a_transform_stays(layout):

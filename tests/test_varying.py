@@ -32,9 +32,12 @@ def assert_refused(f, params, text, **options):
         fs.value_and_grad(f, **options)(params)
 
 
-def value_and_full_grads(f, params):
-    value, grads = fs.value_and_grad(f)(params)
-    return value, fs.unshard(grads)
+def assert_equal(f, params, other, terms):
+    """Two losses have the same value and gradients, which are returned in full."""
+    (value, grads), (expected, expected_grads) = (fs.value_and_grad(loss)(params) for loss in (f, other))
+    expected = expected, fs.unshard(expected_grads)
+    assert_trees_close((value, fs.unshard(grads)), expected, **within(expected, terms))
+    return fs.unshard(grads)
 
 
 REDUCED = (
@@ -55,11 +58,10 @@ def test_sums_in_a_loss(make):
     assert_refused(lambda p: fs.objective(squares(p), like=p), params, REDUCED)
     assert_refused(lambda p: 0.5 * total_of(p) / 2 + 1, params, REDUCED, reduce="sum")
     assert_refused(lambda p: (total_of(p), torch.tensor(2)), params, REDUCED, reduce="weighted")
-    result = value_and_full_grads(lambda p: fs.psum(squares(p), axis), params)
-    expected = value_and_full_grads(lambda p: fs.pcast(total_of(p), axis, to="varying"), params)
     # One term for each rank.
-    assert_trees_close(result, expected, **within(expected, terms=3))
-    _, grads = result
+    grads = assert_equal(
+        lambda p: fs.psum(squares(p), axis), params, lambda p: fs.pcast(total_of(p), axis, to="varying"), terms=3
+    )
     expected = fs.tree_map(lambda x: 2 * 3 * x, FULL)
     assert_trees_close(grads, expected, **within(expected, terms=3))
 
@@ -81,13 +83,13 @@ def test_math_on_a_whole_leaf():
     """Its gradient would stay this rank's part of a sum; and collectives of leaves that mean something else."""
     for make in (fs.ddp, fs.zero3):
         axis, params = params_of(make)
-        assert_refused(lambda p: loss_by_rank(p, p["b"].local, axis), params, UNSUMMED)  # noqa: B023
-        result = value_and_full_grads(
-            lambda p: loss_by_rank(p, fs.pcast(p["b"].local, axis, to="varying"), axis),  # noqa: B023
-            params,
+        by_rank = partial(loss_by_rank, axis=axis)
+        assert_refused(lambda p, by_rank=by_rank: by_rank(p, p["b"].local), params, UNSUMMED)
+        assert_equal(
+            lambda p, by_rank=by_rank, axis=axis: by_rank(p, fs.pcast(p["b"].local, axis, to="varying")),
+            *(params, lambda p, by_rank=by_rank: by_rank(p, fs.gather(p)["b"])),
+            terms=2,
         )
-        expected = value_and_full_grads(lambda p: loss_by_rank(p, fs.gather(p)["b"], axis), params)  # noqa: B023
-        assert_trees_close(result, expected, **within(expected, terms=2))
     # The rows of a rank are its part of the sum.
     fs.value_and_grad(lambda p: squares(p) + p["w"].local.sum())(params)
     whole = "is replicated over 'shard', but {} needs a value that differs between ranks\nTo fix: use fs.pcast(x, axis"
@@ -106,14 +108,12 @@ def test_a_loss_that_differs_over_an_axis_that_stays_split():
     mesh = two_axes(4)
     full = {"w": normal(1)(6, 4)}
     tp = fs.axis_of(mesh["replicate"])
-    strategy = fs.compose(fs.fully_shard(mesh["shard"]), fs.split_dim(tp, dim=1))
-    params = fs.shard(full, strategy)
+    params = fs.shard(full, fs.compose(fs.fully_shard(mesh["shard"]), fs.split_dim(tp, dim=1)))
 
     def local_loss(params):
         return fs.gather(params)["w"].square().sum()
 
-    text = "value_and_grad: the loss differs between ranks of 'replicate' (["
-    assert_refused(local_loss, params, text)
-    result = value_and_full_grads(lambda p: fs.psum_invariant(local_loss(p), tp), params)
+    assert_refused(local_loss, params, "value_and_grad: the loss differs between ranks of 'replicate' ([")
+    value, grads = fs.value_and_grad(lambda p: fs.psum_invariant(local_loss(p), tp))(params)
     expected = full["w"].square().sum(), {"w": 2 * full["w"]}
-    assert_trees_close(result, expected, **within(expected, full["w"].numel()))
+    assert_trees_close((value, fs.unshard(grads)), expected, **within(expected, full["w"].numel()))
