@@ -128,18 +128,6 @@ def inside():
     return model.eval()
 
 
-class Whole(Language):
-    """Checkpoints its forward, from embedding to loss; and in it what is no module, with a weight used outside too."""
-
-    def logits(self, h):
-        return kept(lambda h: F.linear(self.norm(h) * self.blocks[1].scale, self.embedding.weight), h)
-
-    def forward(self, tokens):
-        # One input must take a gradient, and tokens do not.
-        start = torch.zeros((), dtype=torch.float64, requires_grad=True)
-        return kept(lambda start: super(Whole, self).forward(tokens) + start, start)
-
-
 CHECKPOINTED = {
     "inside": inside,
     "each": partial(Around, kept, "each"),
@@ -148,7 +136,6 @@ CHECKPOINTED = {
     "all, selective": partial(Around, selective, "all"),
     "nested": partial(Around, kept, "nested", tie_head),
     "again": partial(Around, kept, "again", tie_head),
-    "whole": Whole,
 }
 
 

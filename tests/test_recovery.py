@@ -86,6 +86,7 @@ def check_every_leaf_is_refused(state):
         assert name != "value_and_grad" or len(lines) == len(LAYERS), refusal.text
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("error", (BadSampleError, KeyboardInterrupt))
 @on_ranks(2, "2 processes")
 def test_a_donated_state_is_lost_on_all_ranks_where_a_jitted_step_fails_in_its_middle(error):
@@ -114,6 +115,7 @@ def breaking(tx):
     return tx._replace(update=make(tx.update), update_donated=make(tx.update_donated))
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("error", (BadSampleError, KeyboardInterrupt))
 @on_ranks(2, "2 processes")
 def test_a_donated_state_is_lost_where_an_update_fails_in_its_middle(error):
@@ -151,6 +153,7 @@ def fail_in_the_update(mesh):
     return states
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("form", ("eager", "jitted"))
 @on_ranks(2, "2 processes", 3)
 def test_states_of_different_steps_are_refused_by_the_first_update_on_a_new_mesh(form):

@@ -12,13 +12,8 @@ from fshard.testing import assert_trees_close
 from tests.bad_input import text_of
 from tests.ranks import on_ranks
 from tests.tolerance import within
-from tests.trees import normal, one_axis
+from tests.trees import OF_EVERY_LEAF, normal, one_axis
 
-STRATEGIES = {
-    "zero3": lambda mesh: fs.zero3(mesh, min_shard_elements=0),
-    "zero1": lambda mesh: fs.zero1(mesh, min_shard_elements=0),
-    "ddp": fs.ddp,
-}
 INDEX = torch.tensor([[1, 2, 2]])
 SPARSE_MATRIX = torch.eye(5, dtype=torch.float64).to_sparse()
 
@@ -47,42 +42,52 @@ def refusal(verb, path="['w']"):
     )
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+def gradient_of(loss, full):
+    leaf = full.clone().requires_grad_()
+    return torch.autograd.grad(loss(leaf), leaf)[0]
+
+
+@pytest.mark.parametrize("strategy", ("zero3", "ddp"))
 @on_ranks(1, 2)
 def test_sparse_gradients_of_sharded_leaves_are_refused_by_name(strategy):
     full = normal(1)(5, 3)
-    params = fs.shard({"w": full, "scale": torch.ones(())}, STRATEGIES[strategy](one_axis()))
+    params = fs.shard({"w": full, "scale": torch.ones(())}, OF_EVERY_LEAF[strategy](one_axis()))
     for loss in SPARSE.values():
 
         def of_params(p, *_, loss=loss):
             leaves = fs.gather(p)
             return loss(leaves["w"]) * leaves["scale"]
 
-        assert text_of(partial(fs.value_and_grad(of_params), params)) == refusal("value_and_grad")
+        run = fs.value_and_grad(of_params)
+        grads = {"w": gradient_of(loss, full), "scale": torch.zeros(())}
+        under_func = torch.func.grad(lambda p, f=of_params: fs.objective(f(p), like=p))
+        assert text_of(partial(run, params)) == refusal("value_and_grad")
+        assert text_of(partial(fs.jit(run), params)) == refusal("value_and_grad")
         for communicate in ("each", "once"):
-            accumulated = fs.accumulate(of_params, communicate=communicate)
-            assert text_of(partial(accumulated, params, [1, 2])) == refusal("accumulate")
-        assert text_of(partial(fs.jit(fs.value_and_grad(of_params)), params)) == refusal("value_and_grad")
-        under_func = torch.func.grad(lambda p: fs.objective(of_params(p), like=p))
+            step = fs.accumulate(of_params, communicate=communicate)
+            assert text_of(partial(step, params, [1, 2])) == refusal("accumulate")
         assert text_of(partial(under_func, params)) == refusal("gather")
-        leaf = full.clone().requires_grad_()
-        (grad,) = torch.autograd.grad(loss(leaf), [leaf])
-        grads = {"w": grad, "scale": torch.zeros(())}
         assert text_of(partial(fs.scatter_grads, grads, like=params)) == refusal("scatter_grads")
-    for loss in DENSE.values():
-        found = fs.value_and_grad(lambda p, loss=loss: loss(fs.gather(p)["w"]))(params)[1]
-        leaf = full.clone().requires_grad_()
-        (expected,) = torch.autograd.grad(loss(leaf), [leaf])
-        assert_trees_close(fs.unshard(found["w"]), expected, **within(expected, terms=full.numel()))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(1, 2)
-def test_a_sparse_embedding_of_a_model_is_named_and_evaluated(strategy):
+def test_dense_gradients_of_sparse_tensors_are_those_of_torch():
+    full = normal(1)(5, 3)
+    for strategy in OF_EVERY_LEAF.values():
+        params = fs.shard({"w": full}, strategy(one_axis()))
+        for loss in DENSE.values():
+            _, grads = fs.value_and_grad(lambda p, loss=loss: loss(fs.gather(p)["w"]))(params)
+            expected = gradient_of(loss, full)
+            assert_trees_close(fs.unshard(grads["w"]), expected, **within(expected, terms=full.numel()))
+
+
+@on_ranks(1, 2)
+def test_a_sparse_embedding_of_a_model_is_named_and_evaluated():
     module = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
     model = fs.functionalize(module, units=nn.Embedding)
-    params = model.init(STRATEGIES[strategy](one_axis()), seed=0)
-    loss = fs.value_and_grad(lambda p: model.apply(p, INDEX).sum())
-    assert text_of(partial(loss, params)) == refusal("value_and_grad", "['0.weight']")
-    with torch.no_grad():
-        assert model.apply(params, INDEX).shape == (1, 3, 1)
+    for strategy in OF_EVERY_LEAF.values():
+        params = model.init(strategy(one_axis()), seed=0)
+        run = fs.value_and_grad(lambda p: model.apply(p, INDEX).sum())
+        assert text_of(partial(run, params)) == refusal("value_and_grad", "['0.weight']")
+        with torch.no_grad():
+            assert model.apply(params, INDEX).shape == (1, 3, 1)

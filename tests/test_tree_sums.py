@@ -129,8 +129,8 @@ def test_value_and_grad_is_one_microbatch_a_rank(world_size):
     params, loss = model.init(fs.zero3(one_axis(), min_shard_elements=20)), partial(local, model.apply, "mean")
     (batch,) = fs.microbatches(list(map(microbatch, range(world_size))), params)
     run = fs.value_and_grad(loss, reduction_order="tree")
-    found, expected = run(params, batch), fs.accumulate(loss, reduction_order="tree")(params, [batch])
-    assert_same_bits((found[0], fs.unshard(found[1])), (expected[0], fs.unshard(expected[1])))
+    accumulated = fs.accumulate(loss, reduction_order="tree")(params, [batch])
+    assert_same_bits(fs.tree_leaves(run(params, batch)), fs.tree_leaves(accumulated))
     # Inside another derivative it would be maths of torch.func, whose sums are no tree.
     outer = fs.tree_map(lambda tensor: tensor.detach().requires_grad_(), params)
     with torch.enable_grad(), pytest.raises(ValueError, match=r'no reduction_order="tree" inside torch\.func'):
@@ -170,27 +170,14 @@ def on_shards_of_another_policy(p, batch):
     return fs.gather({"w": made})["w"].sum()
 
 
+ON_SHARDS = "math on shards\n  ['w']: expected a gather of the parameter itself, got math on its shard\nTo fix: compute"
+THREE = 'powers of two of ranks and of microbatches for reduction_order="tree", got 3 microbatches on each of 2'
 # A function, its number of microbatches, options, and part of the error.
 REFUSED = (
-    (
-        summed,
-        2,
-        {"reduction_order": "pairs"},
-        "accumulate: expected reduction_order to be \"tree\" or None, got 'pairs'",
-    ),
-    (
-        on_shards,
-        2,
-        {},
-        "math on shards\n  ['w']: expected a gather of the parameter itself, got math on its shard\nTo fix: compute",
-    ),
-    (on_shards_of_another_policy, 2, {}, "math on shards\n  ['w']: expected a gather of the parameter itself"),
-    (
-        summed,
-        3,
-        {},
-        'powers of two of ranks and of microbatches for reduction_order="tree", got 3 microbatches on each of 2',
-    ),
+    (summed, 2, {"reduction_order": "pairs"}, "expected reduction_order to be \"tree\" or None, got 'pairs'"),
+    (on_shards, 2, {}, ON_SHARDS),
+    (on_shards_of_another_policy, 2, {}, ON_SHARDS.partition(", got")[0]),
+    (summed, 3, {}, THREE),
     (summed, 2, {"communicate": "once"}, "expected communicate to be one of (None, 'each'), got 'once'"),
 )
 
@@ -200,9 +187,8 @@ def test_what_would_change_bits_is_refused():
     for f, number, options, text in REFUSED:
         with pytest.raises(ValueError, match=re.escape(text)):
             fs.accumulate(f, **{"reduction_order": "tree", **options})(sharded(fs.zero3), list(range(number)))
-    with pytest.raises(
-        ValueError, match='reduction_order="tree" promises equal bits, but the kernels of backend="inductor" round'
-    ):
+    text = 'reduction_order="tree" promises equal bits, but the kernels of backend="inductor" round'
+    with pytest.raises(ValueError, match=text):
         fs.jit(fs.accumulate(summed, reduction_order="tree"), backend="inductor")(sharded(fs.ddp), [0, 1])
     with pytest.raises(ValueError, match="7 microbatches cannot be shared equally by 2 ranks"):
         fs.microbatches(range(7), sharded(fs.ddp))
@@ -210,22 +196,16 @@ def test_what_would_change_bits_is_refused():
 
 @on_ranks(2)
 def test_transforms_are_equal_where_their_strategies_are():
+    """And the policy of leaves names the order of their sums."""
     flat, again = (flatten(sharded(fs.zero3)) for _ in range(2))
-    axes = flat.specs[0].transform.axes
-    order = find_order("it", "tree")
-    marked = order.mark_leaves(flat, axes)
-    assert marked.specs == order.mark_leaves(again, axes).specs != flat.specs
-    assert copy.copy(marked.specs[0].transform).axes == axes
-
-
-@on_ranks(2)
-def test_the_policy_of_leaves_names_the_order():
-    flat = flatten(sharded(fs.zero3))
     axes = flat.specs[0].transform.axes
     for name in (None, "tree"):
         order = find_order("it", name)
         marked = order.mark_leaves(flat, axes)
         assert order_of(marked.specs[0]) is order
+        assert marked.specs == order.mark_leaves(again, axes).specs
+        assert (marked.specs == flat.specs) == (name is None)
         assert marked.specs[0].reshard.reduction_order == name
         assert marked.specs[0].reshard.sums_in_tree is (name == "tree")
+        assert copy.copy(marked.specs[0].transform).axes == axes
     assert order_of(fs.Spec((2,))) is find_order("it", None)
