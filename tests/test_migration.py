@@ -17,8 +17,7 @@ from fshard.testing import assert_trees_close
 from tests.ranks import on_ranks
 from tests.unit_models import Block, Language, filled, tokens
 
-ADAMW = (("lr", 1e-2), ("weight_decay", 0.1))
-STEPS = 3
+ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
 
 
 def network():
@@ -26,7 +25,7 @@ def network():
     return filled(Language(), torch.float32)
 
 
-def batches(count=STEPS):
+def batches(count=3):
     """This rank's batches."""
     return [batch for (batch,) in tokens(2 * count)[dist.get_rank() :: 2]]
 
@@ -37,7 +36,7 @@ def sharded(mesh=None, **options):
     for block in module.blocks:
         fully_shard(block, mesh=mesh, **options)
     model = fully_shard(module, mesh=mesh, **options)
-    return model, torch.optim.AdamW(model.parameters(), **dict(ADAMW))
+    return model, torch.optim.AdamW(model.parameters(), **ADAMW)
 
 
 def full(model):
@@ -67,13 +66,14 @@ def zero3(**options):
 
 def program(strategy):
     """A first state, its optimizer, and a local loss."""
-    model, tx = fs.functionalize(network(), units=Block), fs.from_torch(torch.optim.AdamW, **dict(ADAMW))
+    model, tx = fs.functionalize(network(), units=Block), fs.from_torch(torch.optim.AdamW, **ADAMW)
     state = fs.TrainState.create(model.init(strategy), tx)
     return state, tx, lambda params, batch: model.apply(params, batch).float()
 
 
 def train(strategy):
-    (state, tx, loss_fn), losses = program(strategy), []
+    state, tx, loss_fn = program(strategy)
+    losses = []
     for batch in batches():
         loss, grads = fs.value_and_grad(loss_fn)(state.params, batch)
         state = fs.update(tx, state, grads)
@@ -82,7 +82,8 @@ def train(strategy):
 
 
 def accumulated_by_fsdp2():
-    (model, optimizer), microbatches = sharded(), batches(4)
+    model, optimizer = sharded()
+    microbatches = batches(4)
     for number, batch in enumerate(microbatches, start=1):
         model.set_requires_gradient_sync(number == len(microbatches))
         (model(batch) / len(microbatches)).backward()
