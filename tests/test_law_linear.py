@@ -32,19 +32,19 @@ class Reads(list):
         return [self[n] for n in range(len(self))[at]] if isinstance(at, slice) else super().__getitem__(at)
 
     def count(self, value):
-        return sum(value == own for own in self)
+        return sum(value == element for element in self)
 
     def __contains__(self, value):
         return self.count(value) > 0
 
 
-def calls(f):
-    found = Counter()
+def count_calls(f):
+    counts = Counter()
 
-    def count(frame, event, given):
+    def count(frame, event, function):
         # Caches compare specs with equal ones of an earlier tree, or not.
         if event in ("call", "c_call") and frame.f_code.co_name != "__eq__":
-            found[frame.f_code if event == "call" else getattr(given, "__qualname__", given)] += 1
+            counts[frame.f_code if event == "call" else getattr(function, "__qualname__", function)] += 1
 
     # What earlier tests left would be collected meanwhile, and call back what watches it, such as torch.compile.
     gc.collect()
@@ -53,7 +53,7 @@ def calls(f):
         f()
     finally:
         sys.setprofile(None)
-    return found
+    return counts
 
 
 def zero3(bucket_bytes=0):
@@ -88,12 +88,12 @@ def updated(number):
 
 
 def refused(number):
-    needed = fs.tree.flatten(tree_of(number))
-    flat = needed._replace(paths=Reads(needed.paths[1:]), treedef=None)
+    expected = fs.tree.flatten(tree_of(number))
+    flat = expected._replace(paths=Reads(expected.paths[1:]), treedef=None)
 
     def run():
         with pytest.raises(ValueError, match="trees differ in structure"):
-            fs.tree.checks.same_structure("it", flat, needed)
+            fs.tree.checks.same_structure("it", flat, expected)
 
     return run
 
@@ -121,5 +121,5 @@ def test_calls_grow_with_the_number(program, monkeypatch):
     monkeypatch.setattr(plan, "merge_small_units", lambda *args: Reads(merge(*args)))
     monkeypatch.setattr(call, "make_plan", lambda *args: (made := make(*args))._replace(unit_of=Reads(made.unit_of)))
     # The first run fills caches.
-    _, before, after = (calls(PROGRAMS[program](number)) for number in (2, NUMBER, 2 * NUMBER))
+    _, before, after = (count_calls(PROGRAMS[program](number)) for number in (2, NUMBER, 2 * NUMBER))
     assert not {f: (before[f], after[f]) for f in after if after[f] > 2 * before[f] + NUMBER}

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import nn
 from torch.func import grad
 
 import fshard as fs
@@ -101,19 +100,6 @@ def test_verbs_leave_their_inputs_alone_and_repeat_their_bits():
             with unchanged(g):
                 first = verb(g)
                 assert_same_bits(fs.tree_leaves(verb(g)), fs.tree_leaves(first))
-
-
-@on_ranks(2)
-def test_apply_leaves_parameters_and_buffers_alone():
-    module = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.ReLU(inplace=True))
-    model = fs.functionalize(module)
-    params, x = model.init(STRATEGIES["zero2 of every leaf"](meshes()), seed=0), normal()(4, 5).float()
-    with unchanged(params, model.buffers, x, module.state_dict()):
-        out, buffers = model.apply(params, x, buffers=model.buffers)
-        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-            model.apply(params, x[:, 1:])
-        assert_same_bits(model.apply(params, x, buffers=model.buffers), (out, buffers))
-    assert not buffers["1.running_mean"].equal(model.buffers["1.running_mean"])
 
 
 def fail(*_):

@@ -58,19 +58,19 @@ def test_ranks_of_other_axes_share_a_loss(reduce, world_size):
         value, grads = fs.value_and_grad(loss, **over)(params, x, y)
         assert_trees_close((fs.unshard(grads), value), expected, **near)
         halves = list(zip(x.chunk(2), y.chunk(2), strict=True))
-        again = fs.accumulate(lambda p, batch: loss(p, *batch), **over)(params, halves)
         if reduce != "sum":
-            assert_trees_close((fs.unshard(again[1]), again[0]), expected, **near)
+            value_of_halves, grads_of_halves = fs.accumulate(lambda p, xy: loss(p, *xy), **over)(params, halves)
+            assert_trees_close((fs.unshard(grads_of_halves), value_of_halves), expected, **near)
 
         def total(full):
-            found = loss(full, x, y)
-            return (found[0] if reduce == "weighted" else found), found
+            local = loss(full, x, y)
+            return (local[0] if reduce == "weighted" else local), local
 
-        local, (_, found) = torch.func.grad_and_value(total, has_aux=True)(fs.gather(params))
-        count = {"count": found[1]} if reduce == "weighted" else {}
-        scattered = fs.scatter_grads(local, like=params, **over, **count)
+        local_grads, (_, local) = torch.func.grad_and_value(total, has_aux=True)(fs.gather(params))
+        count = local[1] if reduce == "weighted" else None
+        scattered = fs.scatter_grads(local_grads, like=params, count=count, **over)
         assert_same_bits(fs.tree_leaves(scattered), fs.tree_leaves(grads))
-        assert_same_bits(fs.objective(found, params, **over), value)
+        assert_same_bits(fs.objective(local, params, **over), value)
 
 
 # Options, and what follows on "value_and_grad: ".

@@ -68,17 +68,17 @@ RULES = [
 
 def selected(module, units):
     """The paths of units, each of which has the parameters of the submodules whose nearest unit it is."""
-    found = {unit.path: list(unit.leaf_names) for unit in fs.functionalize(module, units=units)._units}
+    names_of_units = {unit.path: list(unit.leaf_names) for unit in fs.functionalize(module, units=units)._units}
     # A tied weight is in every unit that uses it, by the first of its names.
-    first, needed = {parameter: name for name, parameter in module.named_parameters()}, {path: [] for path in found}
+    first_names = {parameter: name for name, parameter in module.named_parameters()}
+    expected = {path: [] for path in names_of_units}
     for name, submodule in module.named_modules():
-        around = [path for path in found if not path or f"{name}.".startswith(f"{path}.")]
-        own = [first[parameter] for parameter in submodule.parameters(recurse=False)]
-        assert around or not own
-        if own:
-            needed[max(around, key=len)] += own
-    assert found == {path: list(dict.fromkeys(names)) for path, names in needed.items()}
-    return list(found)
+        names = [first_names[parameter] for parameter in submodule.parameters(recurse=False)]
+        if names:
+            around = [path for path in expected if not path or f"{name}.".startswith(f"{path}.")]
+            expected[max(around, key=len)] += names
+    assert names_of_units == {path: list(dict.fromkeys(names)) for path, names in expected.items()}
+    return list(names_of_units)
 
 
 def test_a_rule_selects_these_units():
@@ -96,9 +96,8 @@ def test_checkpoint_wrappers_change_no_name_that_rules_and_units_have():
     model, plain = fs.functionalize(wrapped_tower()), fs.functionalize(Tower())
     assert model.init(fs.ddp(one_axis())).keys() == plain.init(fs.ddp(one_axis())).keys()
     for units, expected in RULES:
-        found = fs.functionalize(wrapped_tower(), units=units)._units
-        assert found == fs.functionalize(Tower(), units=units)._units
-        assert [unit.path for unit in found] == expected
+        assert [unit.path for unit in fs.functionalize(wrapped_tower(), units=units)._units] == expected
+        assert fs.functionalize(wrapped_tower(), units=units)._units == fs.functionalize(Tower(), units=units)._units
     with pytest.raises(ValueError, match="matches no submodule"):
         fs.functionalize(wrapped_tower(), units="blocks.0._checkpoint_wrapped_module")
 

@@ -34,35 +34,35 @@ POLICIES = [
 ]
 
 
-def by_rank(module, batches, dtype):
-    """Each rank's loss and gradients in one process, of parameters and inputs in the dtype."""
-    for (x,) in batches:
-        leaves = {name: p.detach().to(dtype).requires_grad_() for name, p in module.named_parameters()}
-        loss = functional_call(module, leaves, x.to(dtype))
-        yield loss.detach(), dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()))))
+def in_one_process(module, x, dtype):
+    """A rank's loss and gradients, of parameters and inputs in the dtype."""
+    leaves = {name: p.detach().to(dtype).requires_grad_() for name, p in module.named_parameters()}
+    loss = functional_call(module, leaves, x.to(dtype))
+    return loss.detach(), dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()))))
 
 
 @on_ranks(3)
 def test_casts_by_the_strategy(world_size):
     """Parameters and inputs are cast, gradients computed in that dtype, added up in another and finished in a third."""
-    module, batches = filled(Regression(), torch.float32), [(x.float(),) for (x,) in vectors(world_size)]
+    module, batches = filled(Regression(), torch.float32), [x.float() for (x,) in vectors(world_size)]
     model = fs.functionalize(module, nn.Module)
     for options in POLICIES:
         computed = options.get("param_dtype", torch.float32)
         output, reduced = options.get("output_dtype", computed), options.get("reduce_dtype", computed)
-        losses, ranks = zip(*by_rank(module, batches, computed))
+        losses, grads_of_ranks = zip(*(in_one_process(module, x, computed) for x in batches))
         expected = sum(loss.to(output) for loss in losses) / world_size
         strategies = zero3(**options), partial(fs.zero1, min_shard_elements=0, **options), partial(fs.ddp, **options)
         for strategy in strategies:
             params = model.init(strategy(one_axis()))
-            value, grads = full(fs.value_and_grad(model.apply)(params, *batches[my_rank()]))
+            value, grads = full(fs.value_and_grad(model.apply)(params, batches[my_rank()]))
             assert_same_bits(value, expected)
             for name, grad in grads.items():
                 # Sums over ranks, and a cast to the dtype of the leaf.
-                needed = sum(own[name].to(reduced) for own in ranks) / world_size
-                scale = largest([own[name] for own in ranks])
+                terms = [grads_of_rank[name] for grads_of_rank in grads_of_ranks]
+                mean = sum(term.to(reduced) for term in terms) / world_size
+                scale = largest(terms)
                 atol = tolerance(reduced, world_size, scale) + tolerance(torch.float32, terms=1, scale=scale)
-                torch.testing.assert_close(grad, needed.float(), rtol=0.0, atol=atol)
+                torch.testing.assert_close(grad, mean.float(), rtol=0.0, atol=atol)
 
 
 # Autograd saves views of gathered weights in every form; gathered again, they are the very same tensors.

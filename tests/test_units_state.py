@@ -43,21 +43,23 @@ def with_keys(module, keys):
 @on_ranks("2 processes")
 def test_keys_decide_the_masks(world_size):
     """One key gives every rank the same masks, and a key for each rank others, by each rule and in each call."""
-    mesh, modules, rank = one_axis(), [filled(Network(checkpointed)) for checkpointed in (False, True)], my_rank()
+    mesh, rank = one_axis(), my_rank()
+    modules = [filled(Network(checkpointed)) for checkpointed in (False, True)]
     torch.manual_seed(rank)
-    (x,), state = vectors(world_size)[rank], torch.get_rng_state()
-    for folded, module, rule in product((False, True), modules, (None, nn.Module)):
+    (x,), generator_state = vectors(world_size)[rank], torch.get_rng_state()
+    for is_folded, module, rule in product((False, True), modules, (None, nn.Module)):
         # A number stands for a rank as its axis does.
-        expected, masks = with_keys(modules[0], [fs.fold_in(7, n) if folded else 7 for n in range(world_size)])
-        assert masks[0].equal(masks[1]) is not folded
-        key = fs.fold_in(7, fs.axis_of(mesh)) if folded else 7
+        keys = [fs.fold_in(7, n) if is_folded else 7 for n in range(world_size)]
+        expected, masks = with_keys(modules[0], keys)
+        assert masks[0].equal(masks[1]) is not is_folded
+        key = fs.fold_in(7, fs.axis_of(mesh)) if is_folded else 7
         model = fs.functionalize(module, rule)
-        params = model.init(zero3()(mesh))
         run = fs.value_and_grad(lambda p, m=model, key=key: m.apply(p, x, key=key), has_aux=True)
-        (value, mask), grads = run(params)
-        found = full((value, grads))
-        assert_trees_close(found, expected, **near(expected))
-        (value, again), grads = run(params)
-        assert_same_bits((full((value, grads)), mask, again), (found, masks[rank], masks[rank]))
+        params = model.init(zero3()(mesh))
+        (first, first_mask), first_grads = run(params)
+        assert_trees_close(full((first, first_grads)), expected, **near(expected))
+        (second, second_mask), second_grads = run(params)
+        assert_same_bits(fs.tree_leaves((second, second_grads)), fs.tree_leaves((first, first_grads)))
+        assert_same_bits([first_mask, second_mask], [masks[rank]] * 2)
     # A key changes nothing of the generator that code without keys draws from.
-    assert torch.get_rng_state().equal(state)
+    assert torch.get_rng_state().equal(generator_state)
