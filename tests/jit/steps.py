@@ -10,7 +10,6 @@ import torch
 
 import fshard as fs
 from fshard.testing import spmd
-from fshard.tree import flatten, is_sharded
 from tests.optim.test_table import every_leaf, on_shards
 from tests.trees import assert_alike, copied, tensors
 
@@ -38,8 +37,8 @@ def collectives(record: fs.comm.Record) -> list[fs.comm.Collective]:
 
     So they did which leaves are used, of which eager ranks tell each other with the objective.
     """
-    found = [entry for entry in record if not entry.about.is_comparison]
-    return [entry._replace(bytes=0) if entry.label == fs.comm.Verb.OBJECTIVE else entry for entry in found]
+    entries = [entry for entry in record if not entry.about.is_comparison]
+    return [entry._replace(bytes=0) if entry.label == fs.comm.Verb.OBJECTIVE else entry for entry in entries]
 
 
 def assert_jitted_is_eager(case: Case, **options: Any) -> None:
@@ -47,14 +46,14 @@ def assert_jitted_is_eager(case: Case, **options: Any) -> None:
     jitted, expected, state = fs.jit(case.step, **options), case.state, copied(case.state)
     for batch in case.batches:
         with fs.comm.record() as eager:
-            expected, wanted = case.step(expected, *batch)
+            expected, expected_out = case.step(expected, *batch)
         with fs.comm.record() as graph:
-            state, found = jitted(state, *batch)
-        assert_alike((state, found), (expected, wanted))
+            state, out = jitted(state, *batch)
+        assert_alike((state, out), (expected, expected_out))
         # By hand, because pytest does not rewrite assertions in the processes of ranks.
         difference = list(unified_diff([*map(repr, collectives(eager))], [*map(repr, collectives(graph))], lineterm=""))
         assert not difference, "\n".join(difference)
-        assert not any(tensor.requires_grad for tensor in tensors((state, found)))
+        assert not any(tensor.requires_grad for tensor in tensors((state, out)))
     assert jitted.traces == ["the first call"]
 
 
@@ -95,19 +94,3 @@ def updating(make_optimizer: Callable[[], fs.Optimizer]) -> Callable[[], Case]:
         return Case(lambda state, grad: (fs.update(tx, state, grad), None), state, [(g,) for g in grads[:STEPS]])
 
     return make
-
-
-def check_no_optimizer_begins_with_shared_memory_that_it_writes_to(make: Callable[[], fs.Optimizer]) -> None:
-    """The average of a frozen parameter is the parameter."""
-    leaves = flatten(updating(make)().state).leaves
-    kept = [leaf for leaf in leaves if leaf is not None and not (is_sharded(leaf) and leaf.spec.frozen)]
-    where = [tensor.data_ptr() for tensor in tensors(kept) if tensor.numel()]
-    assert len(set(where)) == len(where)
-
-
-def check_what_looks_at_values_is_refused_and_nothing_has_changed(make: Callable[[], fs.Optimizer]) -> None:
-    case = updating(make)()
-    before = copied(case.state)
-    with pytest.raises(ValueError, match="reads the value of a tensor, which is unknown while it is traced"):
-        fs.jit(case.step, donate_argnums=0)(case.state, *case.batches[0])
-    assert_alike(case.state, before)

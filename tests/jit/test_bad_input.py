@@ -16,7 +16,7 @@ from tests.trees import assert_same_bits, normal, one_axis
 # Eager calls of torch's control flow compile, and tracing imports modules of torch's own that warn.
 pytestmark = pytest.mark.filterwarnings("ignore")
 X = torch.arange(3.0)
-LOOK = (
+READS_A_VALUE = (
     "jit: the function reads the value of a tensor, which is unknown while it is traced (see the line above). Use "
     "torch.where instead of a branch, keep the tensor instead of calling item(), or use fs.schedules for learning "
     "rates."
@@ -27,27 +27,33 @@ def branch(x):
     return x if x.sum() > 0 else -x
 
 
-def of_math(count):
+def rate_by_math(count):
     return 0.1 * math.cos(count)
 
 
 def test_looking_at_values_is_refused_and_the_line_stands_above():
     """Also in a schedule; eagerly that may be one of numbers."""
-    tx = fs.sgd(lr=of_math)
+    tx = fs.sgd(lr=rate_by_math)
     state = fs.update(tx, fs.TrainState.create(X, tx), X)
-    for f, call in ((branch, lambda: fs.jit(branch)(X)), (of_math, lambda: fs.jit(partial(fs.update, tx))(state, X))):
-        with refused(LOOK) as caught:
+    calls = {branch: lambda: fs.jit(branch)(X), rate_by_math: lambda: fs.jit(partial(fs.update, tx))(state, X)}
+    for function, call in calls.items():
+        with refused(READS_A_VALUE) as caught:
             call()
         lines = [frame.line for frame in traceback.extract_tb(caught.value.__cause__.__traceback__)]
-        assert inspect.getsource(f).splitlines()[1].strip() in lines
+        assert inspect.getsource(function).splitlines()[1].strip() in lines
 
 
-ARITHMETIC = (lambda x: x * x.sum().item() + 1, lambda x: x * sum(x.tolist()), lambda x: x[x > 1])
+VALUES_IN_ARITHMETIC = (
+    lambda x: x * x.sum().item() + 1,
+    lambda x: x * sum(x.tolist()),
+    lambda x: x[x > 1],
+    lambda x: torch.cond(x.sum() > 4, lambda x: x.sin(), lambda x: x * x - 1, (x,)),
+)
 
 
 def test_values_may_be_used_in_arithmetic_and_in_control_flow_of_torch(capsys):
     """Where no branch depends on them: they are computed in each call. Prints show what a trace has, once."""
-    for f in (*ARITHMETIC, lambda x: torch.cond(x.sum() > 4, lambda x: x.sin(), lambda x: x * x - 1, (x,))):
+    for f in VALUES_IN_ARITHMETIC:
         jitted = fs.jit(f)
         for x in (X, X + 1, 2 * X):
             assert jitted(x).equal(f(x))
@@ -57,15 +63,16 @@ def test_values_may_be_used_in_arithmetic_and_in_control_flow_of_torch(capsys):
     assert capsys.readouterr().out.count("FakeTensor") == 1
 
 
-CLOSED = torch.ones(3)
+CAPTURED = torch.ones(3)
+DROPS = fs.functionalize(torch.nn.Dropout())
 
 
-def writes_inside(x):
-    CLOSED.add_(1)
-    return x + CLOSED
+def writes_to_captured(x):
+    CAPTURED.add_(1)
+    return x + CAPTURED
 
 
-def writes_argument(tree):
+def writes_to_argument(tree):
     tree["view"][0].zero_()
     return tree
 
@@ -74,52 +81,53 @@ def scale(x, by):
     return x * by
 
 
-def random_branch(x):
+def draws_before_a_key(x):
+    return torch.rand(3) + DROPS.apply({}, x, key=0)
+
+
+def draws_behind_a_key(x):
+    return DROPS.apply({}, x, key=0) + torch.rand(3)
+
+
+def draws_in_a_branch(x):
     return torch.cond(x.sum() > 0, lambda x: x + torch.rand(3), lambda x: -x, (x,))
 
 
-KEY_NEEDED = (
-    "jit: {} draws random numbers without a key. Pass model.apply(..., key=...) a key that changes every step, "
-    "such as fs.fold_in(state.key, state.step)."
+# A key serves its own call alone, whether it comes before or behind; a branch that draws needs one too.
+KEY_IS_MISSING = (
+    "jit: aten.rand.default draws random numbers without a key. Pass model.apply(..., key=...) a key that changes "
+    "every step, such as fs.fold_in(state.key, state.step)."
 )
-WRITES = "jit: {} writes in place to {}, which is not donated. Return a new value, or donate the argument."
-WRITES_TO_CAPTURED = (
-    "jit: {} writes in place to a tensor that the function closes over. Pass the tensor as an argument, and return its "
-    "new value from the function."
-)
-UNHASHABLE_ARGUMENT = (
-    "jit: static argument 1 is a list, which cannot be hashed (unhashable type: 'list'). Pass a hashable value, such "
-    "as a tuple."
-)
-UNHASHABLE_LEAF = (
-    "jit: [1]['by'] is a set, which cannot be hashed (unhashable type: 'set'). Pass a tensor, or a hashable value, "
-    "such as a tuple, as a static argument."
-)
-DROPS = fs.functionalize(torch.nn.Dropout())
-ROWS = [
-    (lambda: fs.jit(writes_inside)(X), WRITES_TO_CAPTURED.format("aten.add_.Tensor")),
-    (lambda: fs.jit(writes_argument)({"view": X.clone()}), WRITES.format("aten.zero_.default", "[0][0]['view']")),
+BY_POSITION = "but the function takes 2 arguments by position. Count from 0."
+REFUSED = [
+    (
+        lambda: fs.jit(writes_to_captured)(X),
+        "jit: aten.add_.Tensor writes in place to a tensor that the function closes over. Pass the tensor as an "
+        "argument, and return its new value from the function.",
+    ),
+    (
+        lambda: fs.jit(writes_to_argument)({"view": X.clone()}),
+        "jit: aten.zero_.default writes in place to [0][0]['view'], which is not donated. Return a new value, or "
+        "donate the argument.",
+    ),
     (
         lambda: fs.jit(lambda x: {"x": x, "n": 3, "none": None})(X),
         "jit: the result of the function: leaves are no tensors\n"
         "  ['n']: expected a Sharded leaf or a tensor, got an int\n"
         "To fix: keep other values out of the tree.",
     ),
-    # A key serves its own call alone, whether it comes before or behind; a branch that draws needs one too.
-    (lambda: fs.jit(lambda x: DROPS.apply({}, x, key=0) + torch.rand(3))(X), KEY_NEEDED.format("aten.rand.default")),
-    (lambda: fs.jit(lambda x: torch.rand(3) + DROPS.apply({}, x, key=0))(X), KEY_NEEDED.format("aten.rand.default")),
-    (lambda: fs.jit(random_branch)(X), KEY_NEEDED.format("aten.rand.default")),
+    *((lambda f=f: fs.jit(f)(X), KEY_IS_MISSING) for f in (draws_before_a_key, draws_behind_a_key, draws_in_a_branch)),
     (
         lambda: fs.jit(scale, static_argnums=("by",)),
         "jit: static_argnums must be one or more positions of arguments, counted from 0. Got ('by',).",
     ),
     (
         lambda: fs.jit(scale, static_argnums=(1, 2)),
-        "jit: static_argnums=(1, 2) names argument 2, but the function takes 2 arguments by position. Count from 0.",
+        f"jit: static_argnums=(1, 2) names argument 2, {BY_POSITION}",
     ),
     (
         lambda: fs.jit(scale, donate_argnums=3),
-        "jit: donate_argnums=(3,) names argument 3, but the function takes 2 arguments by position. Count from 0.",
+        f"jit: donate_argnums=(3,) names argument 3, {BY_POSITION}",
     ),
     (
         lambda: fs.jit(scale, donate_argnums=(0, 1))(X.clone(), by=X.clone()),
@@ -141,16 +149,27 @@ ROWS = [
         "that part). Return the new value of the argument, or do not donate it.",
     ),
 ]
+UNHASHABLE = [
+    (
+        lambda: fs.jit(scale, static_argnums=1)(X, [2]),
+        "jit: static argument 1 is a list, which cannot be hashed (unhashable type: 'list'). Pass a hashable value, "
+        "such as a tuple.",
+    ),
+    (
+        lambda: fs.jit(scale)(X, by={1}),
+        "jit: [1]['by'] is a set, which cannot be hashed (unhashable type: 'set'). Pass a tensor, or a hashable "
+        "value, such as a tuple, as a static argument.",
+    ),
+]
 
 
 def test_refusals():
-    for run, text in ROWS:
+    for call, text in REFUSED:
         with refused(text):
-            run()
-    with pytest.raises(TypeError, match=f"^{re.escape(UNHASHABLE_ARGUMENT)}$"):
-        fs.jit(scale, static_argnums=1)(X, [2])
-    with pytest.raises(TypeError, match=f"^{re.escape(UNHASHABLE_LEAF)}$"):
-        fs.jit(scale)(X, by={1})
+            call()
+    for call, text in UNHASHABLE:
+        with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
+            call()
 
 
 def test_argnums_may_name_arguments_that_are_passed_by_keyword_or_not_at_all():
@@ -180,31 +199,7 @@ def test_make_graph_inside_a_trace_is_refused():
             run(X)
 
 
-def test_a_tensor_that_becomes_a_number_is_refused_as_a_tensor():
-    jitted = fs.jit(scale)
-    jitted(X, X)
-    with pytest.raises(ValueError, match=r"\[0\]\[1\]: was a tensor and is 3\.0"):
-        jitted(X, 3.0)
-
-
-def test_a_trace_counts_once_its_backend_has_compiled_it():
-    failures = [RuntimeError("no compiler")]
-
-    def backend(graph, inputs):
-        if failures:
-            raise failures.pop()
-        return graph
-
-    jitted = fs.jit(torch.sin, backend=backend)
-    with pytest.raises(RuntimeError, match="no compiler"):
-        jitted(X)
-    assert jitted.traces == []
-    assert jitted(X).equal(X.sin())
-    assert jitted.traces == ["the first call"]
-
-
 def test_a_number_that_changes_is_refused_and_the_old_one_still_serves():
-    """By position, or a static argument by keyword."""
     jitted = fs.jit(scale)
     assert jitted(X, 2.0).equal(2 * X)
     text = (
@@ -216,10 +211,17 @@ def test_a_number_that_changes_is_refused_and_the_old_one_still_serves():
         jitted(X, 3.0)
     assert jitted(X, 2.0).equal(2 * X)
     assert len(jitted.traces) == 1
+
+
+def test_a_static_argument_by_keyword_and_a_tensor_may_not_become_another_number():
     jitted = fs.jit(scale, static_argnums=1)
     jitted(X, by=2.0)
     with pytest.raises(ValueError, match=r"\[1\]\['by'\]: was 2\.0 and is 3\.0"):
         jitted(X, by=3.0)
+    jitted = fs.jit(scale)
+    jitted(X, X)
+    with pytest.raises(ValueError, match=r"\[0\]\[1\]: was a tensor and is 3\.0"):
+        jitted(X, 3.0)
 
 
 SEEN: list[float] = []
@@ -253,7 +255,7 @@ def test_callbacks_run_in_every_call_and_asserts_raise(backend):
 
 
 aten = torch.ops.aten
-FIRST = (
+BACKWARDS = (
     lambda a, b: aten.hardsigmoid_backward(a, b),
     lambda a, b: aten.hardtanh_backward(a, b, -1.0, 1.0),
     lambda a, b: aten.softplus_backward(a, b, 1, 20),
@@ -269,7 +271,7 @@ def test_operators_that_torch_lays_out_otherwise_on_tensors_without_values():
     a, b = normal()(2, 4, 9).transpose(1, 2).abs(), normal(1)(2, 9, 4).abs()
 
     def run(a, b):
-        return [f(*given).reshape(18, 4) for f in FIRST for given in ((a, b), (b, a), (b, b))]
+        return [f(*pair).reshape(18, 4) for f in BACKWARDS for pair in ((a, b), (b, a), (b, b))]
 
     assert_same_bits(fs.jit(run)(a, b), run(a, b))
 

@@ -13,7 +13,6 @@ from tests.jit.steps import (
     Case,
     adamw,
     assert_on_ranks,
-    check_what_looks_at_values_is_refused_and_nothing_has_changed,
     train_step,
     trained,
     updating,
@@ -23,7 +22,7 @@ from tests.ranks import my_rank, on_ranks, world_of
 from tests.test_law_ddp import batches as whole_batches
 from tests.test_law_ddp import initial, one_rank_of, row_losses
 from tests.transforms.feedback import feedback
-from tests.trees import CASTS, STRATEGIES, assert_same_bits, meshes, normal, one_axis, two_axes
+from tests.trees import CASTS, STRATEGIES, assert_alike, copied, meshes, normal, one_axis, two_axes
 from tests.unit_models import WIDTH, Block, Dropped, Language, filled, tie_head, tokens, zero3
 
 
@@ -179,7 +178,7 @@ KEY = torch.tensor(7)
 
 # Threads share the generator that a key seeds.
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", (1, "2 processes"))
+@pytest.mark.parametrize("world_size", (1, pytest.param("2 processes", marks=pytest.mark.slow)))
 @pytest.mark.parametrize(
     "wrap, dropped", [(lambda block, x: fs.remat(block)(x), False), (checkpointed, False), (lambda f, x: f(x), True)]
 )
@@ -215,30 +214,30 @@ def of_torch(cls, **options):
     return partial(fs.from_torch, cls, **{"lr": 0.1} | options)
 
 
-def falling(count):
-    return 0.1 * 0.7 ** count.double()
-
-
 OPTIMIZERS = {name: row.make for name, row in TABLE.items()} | {
     "SGD fused": of_torch(optim.SGD, momentum=0.9, fused=True),
     "Adam fused": of_torch(optim.Adam, fused=True, amsgrad=True),
     "AdamW for loop": of_torch(optim.AdamW, foreach=False, maximize=True),
     **{cls.__name__: of_torch(cls) for cls in (optim.Adadelta, optim.Adamax, optim.Rprop)},
     "AdamW injected": of_torch(optim.AdamW, lr=lambda count: 0.1 * 0.5**count, inject=("lr",), fused=True),
-    "AdamW by a scheduler": of_torch(optim.AdamW, lr=falling),
+    "AdamW by a scheduler": of_torch(optim.AdamW, lr=lambda count: 0.1 * 0.7 ** count.double()),
 }
 
 
 @pytest.mark.rows(3)
-@pytest.mark.parametrize("world_size", (1, 2, 3))
+@pytest.mark.parametrize("world_size", (1, 2))
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_updates(name, world_size):
     assert_on_ranks(updating(OPTIMIZERS[name]), world_size)
 
 
-def test_classes_that_branch_on_values_are_refused_and_nothing_has_changed():
-    for cls in (optim.ASGD, optim.RAdam):
-        check_what_looks_at_values_is_refused_and_nothing_has_changed(of_torch(cls))
+@pytest.mark.parametrize("cls", (optim.ASGD, optim.RAdam))
+def test_classes_that_branch_on_values_are_refused_and_nothing_has_changed(cls):
+    case = updating(of_torch(cls))()
+    before = copied(case.state)
+    with pytest.raises(ValueError, match="reads the value of a tensor, which is unknown while it is traced"):
+        fs.jit(case.step, donate_argnums=0)(case.state, *case.batches[0])
+    assert_alike(case.state, before)
 
 
 # Leaves that no rank used, or one alone: ranks agree on them once, when they trace.
@@ -262,10 +261,11 @@ def unused(strategy, rows=(2,) * STEPS):
     return Case(train_step(loss_of, tx), fs.TrainState.create(params, tx), [(draw(n, 5, 3),) for n in rows])
 
 
-@pytest.mark.rows(2)
-@pytest.mark.parametrize("strategy", UNUSED)
-def test_leaves_that_are_not_used(strategy):
-    assert_on_ranks(partial(unused, strategy), 4 if strategy == "hsdp" else 2)
+@pytest.mark.parametrize(
+    "strategy, world_size", [("ddp", 2), ("zero2 of every leaf", 2), pytest.param("hsdp", 4, marks=pytest.mark.slow)]
+)
+def test_leaves_that_are_not_used(strategy, world_size):
+    assert_on_ranks(partial(unused, strategy), world_size)
 
 
 @on_ranks(2)
@@ -276,11 +276,11 @@ def test_a_rank_whose_batch_is_ragged_traces_by_itself():
     jitted, state, expected = fs.jit(case.step), case.state, case.state
     for (batch,) in case.batches:
         state, value = jitted(state, batch)
-        expected, wanted = case.step(expected, batch)
-        assert_same_bits([value, *fs.tree_leaves(state)], [wanted, *fs.tree_leaves(expected)])
+        expected, expected_value = case.step(expected, batch)
+        assert_alike((state, value), (expected, expected_value))
     assert len(jitted.traces) == 2
-    same = [name for name in state.params if state.params[name].local.equal(case.state.params[name].local)]
-    assert same == ["none"]
+    unchanged = [name for name in state.params if state.params[name].local.equal(case.state.params[name].local)]
+    assert unchanged == ["none"]
 
 
 @on_ranks(2)
@@ -308,17 +308,12 @@ def test_make_graph_after_a_call_has_the_leaves_that_ranks_agreed_on():
     jitted(case.state, *case.batches[0])
     state, _ = fs.make_graph(jitted)(case.state, *case.batches[0]).results
     # The loss of one rank alone uses the leaf "one", and all ranks update it.
-    assert {name: node.op for name, node in state.params.items()} == {
-        "all": "call_function",
-        "one": "call_function",
-        "none": "placeholder",
-    }
+    assert [name for name, node in state.params.items() if node.op == "call_function"] == ["all", "one"]
 
 
 @on_ranks(2)
 def test_a_rank_whose_backend_failed_does_not_ask_again_for_the_leaves_of_others():
-    """Its peers have their programs, and would not answer."""
-    case = unused("ddp")
+    """Its peers have their programs, and would not answer. A trace counts once its backend has compiled it."""
     failures = [RuntimeError("no compiler")] * my_rank()
 
     def backend(graph, inputs):
@@ -326,40 +321,27 @@ def test_a_rank_whose_backend_failed_does_not_ask_again_for_the_leaves_of_others
             raise failures.pop()
         return graph
 
+    case = unused("ddp")
     jitted = fs.jit(case.step, backend=backend)
     with pytest.raises(Exception, match="no compiler"):
         jitted(case.state, *case.batches[0])
+    assert len(jitted.traces) == 1 - my_rank()
     # On a mesh of its own, because the ranks of the first one have ended their calls.
     again = unused("ddp")
-    state, value = jitted(again.state, *again.batches[0])
-    expected, expected_value = again.step(again.state, *again.batches[0])
-    assert_same_bits([value, *fs.tree_leaves(state)], [expected_value, *fs.tree_leaves(expected)])
+    assert_alike(jitted(again.state, *again.batches[0]), again.step(again.state, *again.batches[0]))
 
 
-def takes_a_tensor(axis):
-    """The axis is known from the collective alone."""
-    return fs.jit(lambda x: fs.psum(x[my_rank() :], axis)), (torch.ones(3),)
-
-
-def takes_parameters(axis):
-    """The axis is known from the leaves too, with the device that they are sharded to."""
-    params = fs.shard({"w": torch.ones(4, 2)}, fs.zero3(axis))
-
-    def step(params, x):
-        total = fs.psum(x[my_rank() :], axis)
-        return fs.tree_map(lambda leaf: leaf + total.sum(), params)
-
-    return fs.jit(step), (params, torch.ones(3))
-
-
-@pytest.mark.parametrize("make", (takes_a_tensor, takes_parameters))
+@pytest.mark.parametrize("takes_parameters", (False, True))
 @on_ranks(2)
-def test_ranks_whose_graphs_send_different_things_are_named_before_anything_is_sent(make):
-    step, args = make(fs.axis_of(one_axis()))
+def test_ranks_whose_graphs_send_different_things_are_named_before_anything_is_sent(takes_parameters):
+    """The axis is known from the collective alone, or from leaves too, with the device that they are sharded to."""
+    axis = fs.axis_of(one_axis())
+    params = fs.shard({"w": torch.ones(4, 2)}, fs.zero3(axis)) if takes_parameters else {}
+    step = fs.jit(lambda params, x: (params, fs.psum(x[my_rank() :], axis)))
     expected = r"collectives: expected .* 12 bytes as on the rank at shard=0, got .* 8 bytes on the rank at shard=1"
     with (
         fs.comm.record() as record,
         pytest.raises(ValueError, match=rf"^jit: ranks make different calls\n  {expected}"),
     ):
-        step(*args)
+        step(params, torch.ones(3))
     assert all(entry.about.is_comparison for entry in record)

@@ -1,4 +1,4 @@
-"""The laws of a transform that changes no value, and trees and training runs to try transforms on."""
+"""The laws of a transform that changes no value, and trees to try transforms on."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from fshard.testing import check_adjoint
 from fshard.transforms.compose import resolve_masks
 from fshard.tree import flatten, names_of
 from tests.ranks import my_rank
-from tests.test_law_ddp import ALGORITHMS, Run, batches, initial, one_rank_of, train_steps
+from tests.test_law_ddp import ALGORITHMS
 from tests.test_law_purity import unchanged
 from tests.trees import FLOATING, assert_same_bits, exotic_dtypes, frozen, mixed_dtypes, normal, one_axis
 
@@ -83,32 +83,13 @@ def gradients(transform: fs.ShardTransform) -> dict[str, torch.Tensor]:
     """Full gradients of every kind of leaf, which the engine and the verbs must agree on, bit for bit."""
     params = shard_kinds(transform)
     with unchanged(params):
-        _, found = fs.value_and_grad(squares)(params)
+        _, grads = fs.value_and_grad(squares)(params)
         full = fs.gather(params)
         trained = {name: leaf for name, leaf in full.items() if name not in FROZEN}
         local = torch.func.grad(squares)(trained)
         with unchanged(local):
             scattered = fs.scatter_grads({**local, **dict.fromkeys(FROZEN)}, like=params)
-    assert_same_bits(fs.tree_leaves(found), fs.tree_leaves(scattered))
-    assert {name: leaf if leaf is None else leaf.spec for name, leaf in found.items()} == {
-        name: None if name in FROZEN else leaf.spec for name, leaf in params.items()
-    }
-    return fs.unshard(found)
-
-
-def trained(transform: fs.ShardTransform, tx: fs.Optimizer = SGD, reduce: str = "mean") -> Run:
-    """Losses and parameters of a training run, in which both spellings of the step must agree bit for bit."""
-    runs = []
-    for step in train_steps(tx, reduce):
-        state, losses = fs.TrainState.create(fs.shard(initial(), transform), tx), []
-        for batch in batches():
-            state, loss = step(state, one_rank_of(batch, reduce))
-            losses.append(loss)
-        runs.append(Run(torch.stack(losses), fs.unshard(state.params)))
-    assert_same_bits(runs[0], runs[1])
-    return runs[0]
-
-
-def told(record: fs.comm.Record) -> list[tuple[Any, ...]]:
-    """What a record says of collectives of more than single numbers."""
-    return [(e.op, e.axis, e.label, e.tensors, e.bytes) for e in record if not e.scalar]
+    assert_same_bits(fs.tree_leaves(grads), fs.tree_leaves(scattered))
+    for name, leaf in params.items():
+        assert grads[name] is None if name in FROZEN else grads[name].spec == leaf.spec
+    return fs.unshard(grads)

@@ -76,27 +76,34 @@ def one_process(tx):
 GRIDS = {1: [(1, 1)], 2: [(1, 2), (2, 1)], 4: [(2, 2), (1, 4)], 8: [(2, 4), (4, 2)]}
 
 
+def trained(start, tx, gradients, axes):
+    """Losses and parameters of one process's batches on ranks, and the state they end with."""
+    state, losses = fs.TrainState.create(start, tx), []
+    for batch in batches():
+        loss, grads = gradients(state.params, *cut(batch, axes), axes[1])
+        state = fs.update(tx, state, grads)
+        losses.append(loss)
+    return (torch.stack(losses), fs.unshard(state.params)), state
+
+
 def check_training_is_that_of_one_process(tx, world_size, reduced=False):
     """By two spellings of the step, bit for bit; the state has the specs of the parameters, or is reduced."""
+    expected = one_process(tx)
+    # Sums over rows, in parts of ranks, which a step hands on to the next.
+    near = within(expected, ROWS, STEPS)
     for sizes in GRIDS[world_size]:
-        mesh, runs = grid(*sizes), []
+        mesh = grid(*sizes)
         axes = [fs.axis_of(mesh, name) for name in ("shard", "expert")]
         for make in list(STRATEGIES.values())[: None if sizes == (2, 2) else 2]:
-            start, ends = fs.shard(initial(), make(mesh)), []
+            start = fs.shard(initial(), make(mesh))
+            ends = []
             for gradients in spellings(loss_fn):
-                state, losses = fs.TrainState.create(start, tx), []
-                for batch in batches():
-                    loss, grads = gradients(state.params, *cut(batch, axes), axes[1])
-                    state = fs.update(tx, state, grads)
-                    losses.append(loss)
-                ends.append((torch.stack(losses), fs.unshard(state.params)))
+                end, state = trained(start, tx, gradients, axes)
+                ends.append(end)
             assert_same_bits(*ends)
             specs = {leaf.spec for leaf in flatten(state.opt_state).leaves if is_sharded(leaf)}
             assert reduced or specs == {leaf.spec for leaf in flatten(start).leaves}
-            runs.append(ends[0])
-        expected = one_process(tx)
-        # Sums over rows, in parts of ranks, which a step hands on to the next.
-        assert_trees_close(runs, [expected] * len(runs), **within(expected, ROWS, STEPS))
+            assert_trees_close(ends[0], expected, **near)
 
 
 def cut(batch, axes):

@@ -2,41 +2,73 @@
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import fshard as fs
 from tests.faults import axis_of_all, outcome
-from tests.ranks import on_ranks
+from tests.ranks import my_rank, on_ranks
 
 
 @dataclass(frozen=True)
-class Spoils(fs.Wrapped):
-    """Returns something wrong from a half on some ranks, behind the communication of what it wraps."""
+class Spoils(fs.ShardTransform):
+    """A stage that makes something wrong of the first tensor in one half, on some ranks."""
 
     half: str
     wrong: str
     ranks: tuple[int, ...]
 
-    def spoil(self, half, results):
-        results = list(results)
-        if half == self.half and dist.get_rank() in self.ranks:
-            match self.wrong:
-                case "number":
-                    return results[1:]
-                case "shape":
-                    results[0] = results[0][:1]
-                case "class":
-                    results[0] = 1.0
-        return results
+    def gather(self, leaves, specs):
+        return self.spoil("gather", leaves)
+
+    def scatter(self, grads, specs):
+        return self.spoil("scatter", grads)
+
+    def spoil(self, half, tensors):
+        if half != self.half or my_rank() not in self.ranks:
+            return list(tensors)
+        first, *others = tensors
+        match self.wrong:
+            case "number":
+                return others
+            case "short":
+                return [first[:1], *others]
+            case "long":
+                return [torch.cat([first, first]), *others]
+            case "class":
+                return [1.0, *others]
+
+
+@dataclass(frozen=True)
+class SpoilsResults(fs.Wrapped):
+    """Spoils what the transform that it wraps returns."""
+
+    half: str
+    wrong: str
+    ranks: tuple[int, ...]
+
+    spoil = Spoils.spoil
 
     def gather(self, leaves, specs):
         return self.spoil("gather", self.inner.gather(leaves, specs))
 
     def scatter(self, grads, specs):
         return self.spoil("scatter", self.inner.scatter(grads, specs))
+
+
+@dataclass(frozen=True)
+class SpoilsInputs(fs.Wrapped):
+    """Spoils what the transform that it wraps is given."""
+
+    spoils: Spoils
+
+    def gather(self, leaves, specs):
+        return self.inner.gather(self.spoils.gather(leaves, specs), specs)
+
+    def scatter(self, grads, specs):
+        return self.inner.scatter(self.spoils.scatter(grads, specs), specs)
 
 
 @dataclass(frozen=True)
@@ -58,18 +90,6 @@ NUMBER = (
 )
 
 
-def texts_of(half, wrong):
-    """The text that begins the error of a rank which gets wrong results."""
-    if wrong == "number":
-        return f"Spoils.{half}: {NUMBER}"
-    rows = 4 if half == "gather" else 2
-    got = "a float" if wrong == "class" else "a float32 Tensor of shape (1, 3)"
-    needed = "a tensor" if wrong == "class" else f"a tensor of shape ({rows}, 3)"
-    return (
-        f"Spoils.{half}: results do not fit\n  ['a']: expected {needed}, got {got}\nTo fix: let {half} return a tensor"
-    )
-
-
 def loss(params):
     full = fs.gather(params)
     return (full["a"] * full["b"]).sum()
@@ -79,130 +99,95 @@ def full_grads():
     return {"a": torch.ones(4, 3), "b": torch.ones(4, 3)}
 
 
-# Calls that gather or scatter, and whether a message follows by which ranks whose results are right hear of the others.
+def every_leaf(axis):
+    return fs.fully_shard(axis, min_shard_elements=0)
+
+
 CALLS = {
-    "value_and_grad": (fs.value_and_grad(loss), ("gather", "scatter"), True),
-    "accumulate": (lambda p: fs.accumulate(lambda p, _: loss(p))(p, [1, 2]), ("gather", "scatter"), True),
-    "jit": (fs.jit(fs.value_and_grad(loss)), ("gather", "scatter"), True),
-    "gather": (fs.gather, ("gather",), False),
-    "scatter_grads": (lambda p: fs.scatter_grads(full_grads(), like=p), ("scatter",), False),
+    "value_and_grad": fs.value_and_grad(loss),
+    "accumulate": lambda p: fs.accumulate(lambda p, _: loss(p))(p, [1, 2]),
+    "jit": fs.jit(fs.value_and_grad(loss)),
+    "gather": fs.gather,
+    "scatter_grads": lambda p: fs.scatter_grads(full_grads(), like=p),
 }
+DIFFERENTIATE = ("value_and_grad", "accumulate", "jit")
+# Calls, and the half of a transform that goes wrong in them.
+HALVES = [*product(DIFFERENTIATE, ("gather", "scatter")), ("gather", "gather"), ("scatter_grads", "scatter")]
+RANKS = ((1,), (0, 1))
 
 
-def check_results_are_refused(axis, half, wrong, ranks, verb):
-    call, _, has_message = CALLS[verb]
-    for behind in (False, True):
-        spoils = Spoils(fs.fully_shard(axis, min_shard_elements=0), half, wrong, ranks)
-        # As a stage of its own it works on full tensors, or as a wrapper of what communicates on shards too.
-        if behind:
-            spoils = fs.compose(spoils, fs.cast())
-        params = fs.shard(full_grads(), fs.zero3(axis, layout=spoils))
-        found = outcome(partial(call, params))
-        if dist.get_rank() in ranks:
-            assert found.error == "ValueError", found
-            assert found.text.startswith(texts_of(half, wrong)), found
-        elif has_message:
-            assert found.error == "CollectiveError", found
-            assert f"rank 1 failed in {verb}: ValueError: {texts_of(half, wrong)}" in found.text, found
-        else:
-            # Its call has ended. It hears of the other rank in the next one.
-            assert not found.error, found
-        if len(ranks) == 1:
-            again = outcome(partial(fs.psum, torch.ones(()), axis))
-            # A trace that fails on one rank ends before anything is sent, and all ranks have heard of it.
-            assert again.error == ("" if verb == "jit" else "CollectiveError"), again
-            axis = axis_of_all()
+def assert_named(result, verb, text, ranks, is_heard=True):
+    """The wrong ranks have an error that begins with a text, of which the others hear."""
+    if my_rank() in ranks:
+        assert result.error == "ValueError", result
+        assert result.text.startswith(text), result
+    elif is_heard:
+        assert result.error == "CollectiveError", result
+        assert f"rank 1 failed in {verb}: ValueError: {text}" in result.text, result
+    else:
+        assert not result.error, result
 
 
-@pytest.mark.parametrize("ranks", [(1,), (0, 1)], ids=str)
-@pytest.mark.parametrize("wrong", ("shape", "number", "class"))
-@pytest.mark.parametrize("verb, half", [(verb, half) for verb, (_, halves, _) in CALLS.items() for half in halves])
+def text_of_results(half, wrong):
+    if wrong == "number":
+        return f"SpoilsResults.{half}: {NUMBER}"
+    rows = 4 if half == "gather" else 2
+    if wrong == "class":
+        difference = "expected a tensor, got a float"
+    else:
+        difference = f"expected a tensor of shape ({rows}, 3), got a float32 Tensor of shape (1, 3)"
+    return f"SpoilsResults.{half}: results do not fit\n  ['a']: {difference}\nTo fix: let {half} return a tensor"
+
+
+@pytest.mark.rows(2)
+@pytest.mark.parametrize("verb, half", HALVES)
 @on_ranks(2, pytest.param("2 processes", marks=pytest.mark.slow))
-def test_wrong_results_are_named_on_every_rank(verb, half, wrong, ranks):
-    check_results_are_refused(axis_of_all(), half, wrong, ranks, verb)
+def test_wrong_results_are_named_on_every_rank(verb, half):
+    for wrong, ranks in product(("short", "number", "class"), RANKS):
+        # A wrapper of what communicates works on shards too; as a stage of its own it has full tensors.
+        for stages in ((), (fs.cast(),)):
+            axis = axis_of_all()
+            spoils = SpoilsResults(every_leaf(axis), half, wrong, ranks)
+            params = fs.shard(full_grads(), fs.zero3(axis, layout=fs.compose(spoils, *stages)))
+            result = outcome(partial(CALLS[verb], params))
+            # A call without a message behind its last result has ended: the other rank hears in the next one.
+            assert_named(result, verb, text_of_results(half, wrong), ranks, verb in DIFFERENTIATE)
+            if len(ranks) == 1:
+                again = outcome(partial(fs.psum, torch.ones(()), axis))
+                # A trace that fails on one rank ends before anything is sent, and all ranks have heard of it.
+                assert again.error == ("" if verb == "jit" else "CollectiveError"), again
 
 
 @on_ranks(2)
 def test_states_are_counted():
     axis = axis_of_all()
     for count, number in ((1, 1), (None, 1), (3, 3)):
-        params = fs.shard(full_grads(), SpoilsStates(fs.fully_shard(axis, min_shard_elements=0), count))
+        params = fs.shard(full_grads(), SpoilsStates(every_leaf(axis), count))
         state = fs.transform_state(params)
-        found = outcome(partial(fs.value_and_grad(loss, transform_state=state), params))
+        result = outcome(partial(fs.value_and_grad(loss, transform_state=state), params))
         text = NUMBER.replace("got 1", f"got {number}")
-        assert (found.error, found.text) == ("ValueError", f"SpoilsStates.scatter: {text}")
+        assert (result.error, result.text) == ("ValueError", f"SpoilsStates.scatter: {text}")
 
 
-@dataclass(frozen=True)
-class SpoilsInputs(fs.ShardTransform):
-    """A stage that hands something wrong to the one which communicates, on some ranks."""
-
-    half: str
-    wrong: str
-    ranks: tuple[int, ...]
-
-    def spoil(self, half, tensors):
-        tensors = list(tensors)
-        if half == self.half and dist.get_rank() in self.ranks:
-            match self.wrong:
-                case "short":
-                    tensors[0] = tensors[0][:1]
-                case "long":
-                    tensors[0] = torch.cat([tensors[0], tensors[0]])
-                case "class":
-                    tensors[0] = None
-        return tensors
-
-    def gather(self, leaves, specs):
-        return self.spoil("gather", leaves)
-
-    def scatter(self, grads, specs):
-        return self.spoil("scatter", grads)
-
-
-@dataclass(frozen=True)
-class WrapsSpoiled(fs.Wrapped):
-    """Spoils what the transform that it wraps is given."""
-
-    spoils: SpoilsInputs
-
-    def gather(self, leaves, specs):
-        return self.inner.gather(self.spoils.gather(leaves, specs), specs)
-
-    def scatter(self, grads, specs):
-        return self.inner.scatter(self.spoils.scatter(grads, specs), specs)
-
-
-def spoiled_layout(axis, half, wrong, ranks, form):
-    spoils = SpoilsInputs(half, wrong, ranks)
-    fully = fs.fully_shard(axis, min_shard_elements=0)
-    if form == "wrapped":
-        return WrapsSpoiled(fully, spoils)
-    # A gather runs from the first stage to the last one, and a scatter back.
-    return fs.compose(spoils, fully) if half == "gather" else fs.compose(fully, spoils)
-
-
-@pytest.mark.parametrize("ranks", [(1,), (0, 1)], ids=str)
-@pytest.mark.parametrize("wrong", ("short", "long", "class"))
-@pytest.mark.parametrize("verb, half", [(verb, half) for verb, (_, halves, _) in CALLS.items() for half in halves])
+@pytest.mark.rows(2)
+@pytest.mark.parametrize("verb, half", HALVES)
 @on_ranks(2, pytest.param("2 processes", marks=pytest.mark.slow))
-def test_what_a_stage_hands_on_wrongly_is_named_before_it_is_sent(verb, half, wrong, ranks):
+def test_what_a_stage_hands_on_wrongly_is_named_before_it_is_sent(verb, half):
     """What is too long would be cut off unseen, and other sizes on one rank would be no fault of the stage's name."""
-    axis = axis_of_all()
-    call, _, _ = CALLS[verb]
-    for form in ("composed", "wrapped"):
-        params = fs.shard(full_grads(), fs.zero3(axis, layout=spoiled_layout(axis, half, wrong, ranks, form)))
-        found = outcome(partial(call, params))
-        classes = "SpoilsInputs" if form == "composed" else "SpoilsInputs or WrapsSpoiled"
+    for wrong, ranks, is_wrapper in product(("short", "long", "class"), RANKS, (False, True)):
+        axis = axis_of_all()
+        spoils = Spoils(half, wrong, ranks)
+        if is_wrapper:
+            layout = SpoilsInputs(every_leaf(axis), spoils)
+        else:
+            # A gather runs from the first stage to the last one, and a scatter back.
+            stages = (spoils, every_leaf(axis))
+            layout = fs.compose(*(stages if half == "gather" else reversed(stages)))
+        params = fs.shard(full_grads(), fs.zero3(axis, layout=layout))
+        names = "Spoils or SpoilsInputs" if is_wrapper else "Spoils"
         size = 2 if half == "gather" else 4
         expected = "a tensor" if wrong == "class" else f"a tensor with size {size} in dim 0"
-        first = (
-            f"{classes}.{half}: results cannot be sent over 'shard'\n  leaf 0 of shape (4, 3): expected {expected}, got"
+        text = (
+            f"{names}.{half}: results cannot be sent over 'shard'\n  leaf 0 of shape (4, 3): expected {expected}, got"
         )
-        if dist.get_rank() in ranks:
-            assert found.error == "ValueError", found
-            assert found.text.startswith(first), found
-        else:
-            assert found.error == "CollectiveError", found
-            assert f"rank 1 failed in {verb}: ValueError: {first}" in found.text, found
-        axis = axis_of_all()
+        assert_named(outcome(partial(CALLS[verb], params)), verb, text, ranks)

@@ -37,6 +37,16 @@ def microbatches(count):
     return [draw(4, 5) for _ in range(count)]
 
 
+NOT_TRAINED = {"fixed": None, "none": None}
+
+
+def added(trees):
+    total, *others = trees
+    for tree in others:
+        total = fs.tree_map(torch.add, total, tree)
+    return total
+
+
 def assert_same_leaves(actual, expected):
     assert_same_bits(fs.tree_leaves(actual), fs.tree_leaves(expected))
 
@@ -46,16 +56,16 @@ def check_accumulate_hands_the_state_from_microbatch_to_microbatch(make):
     state = fs.transform_state(params)
     with unchanged(params, state):
         _, grads, after = fs.accumulate(loss, reduce="sum", communicate="each", transform_state=state)(params, batches)
-    expected, last = None, state
+    parts, last = [], state
     for batch in batches:
         _, part, last = fs.value_and_grad(loss, reduce="sum", transform_state=last)(params, batch)
-        expected = part if expected is None else fs.tree_map(torch.add, expected, part)
-    assert_same_leaves((grads, after), (expected, last))
+        parts.append(part)
+    assert_same_leaves((grads, after), (added(parts), last))
     _, grads, after = fs.accumulate(loss, reduce="sum", communicate="once", transform_state=state)(params, batches)
     full = fs.gather(params)
-    local = [torch.func.grad(loss)({k: full[k] for k in ("w", "b")}, batch) for batch in batches]
-    total = fs.tree_map(lambda a, b, c: a + b + c, *local) | {"fixed": None, "none": None}
-    expected = fs.scatter_grads(total, like=params, reduce="sum", transform_state=state)
+    trained = {name: full[name] for name in ("w", "b")}
+    local = added([torch.func.grad(loss)(trained, batch) for batch in batches])
+    expected = fs.scatter_grads(local | NOT_TRAINED, like=params, reduce="sum", transform_state=state)
     assert_same_leaves((grads, after), expected)
 
 
@@ -119,9 +129,9 @@ def test_it_survives_a_round_trip_and_training_goes_on_with_the_same_bits(world_
 def test_without_a_stateful_transform_there_is_none():
     params, (x,) = fs.shard({"w": normal()(5, 3), "b": [normal()(3)]}, fs.zero2(one_axis())), microbatches(1)
     assert fs.transform_state(params) is None
-    *found, state = fs.value_and_grad(loss, transform_state=None)(params, x)
+    *results, state = fs.value_and_grad(loss, transform_state=None)(params, x)
     assert state is None
-    assert_same_leaves(found, fs.value_and_grad(loss)(params, x))
+    assert_same_leaves(results, fs.value_and_grad(loss)(params, x))
     assert fs.scatter_grads(fs.gather(params), like=params, transform_state=None)[1] is None
 
 
@@ -144,30 +154,34 @@ def test_a_module_trains_with_it_by_units():
     check_a_module_trains_with_it_by_units(feedback(one_axis()))
 
 
-class Made:
-    """What bad calls are made with, on one rank."""
-
-    def __init__(self, make, mesh):
-        self.params, (self.x,) = make_params(make, mesh), microbatches(1)
-        self.state = fs.transform_state(self.params)
-        self.full = {"w": normal()(5, 3), "b": [normal()(3)], "fixed": None, "none": None}
-
-    def scatter(self, state, **changed):
-        return fs.scatter_grads(self.full, like=self.params, transform_state=state and state | changed)
-
-    def differentiate(self, state, f=loss):
-        return fs.value_and_grad(f, transform_state=state)(self.params, self.x)
+def full_grads():
+    return {"w": normal()(5, 3), "b": [normal()(3)], **NOT_TRAINED}
 
 
-def merging(params, x):
-    return loss({**params, "w": fs.tree_map(lambda w: w * 2, params["w"])}, x)
+def scatter_without_a_state(params):
+    return fs.scatter_grads(full_grads(), like=params)
+
+
+def scatter_with_a_state_for_a_frozen_leaf(params):
+    state = fs.transform_state(params)
+    return fs.scatter_grads(full_grads(), like=params, transform_state=state | {"fixed": state["w"]})
+
+
+def differentiate_by_a_derived_leaf(params):
+    (x,) = microbatches(1)
+    doubled = lambda p, x: loss({**p, "w": fs.tree_map(lambda w: w * 2, p["w"])}, x)  # noqa: E731
+    return fs.value_and_grad(doubled, transform_state=fs.transform_state(params))(params, x)
+
+
+def reshard_a_train_state(params):
+    return fs.reshard(fs.TrainState.create(params, SGD), params["w"].spec.transform)
 
 
 REMEDY = (
     "pass transform_state=fs.transform_state(params) in the first step, and the state that the previous call returned "
     "afterwards"
 )
-OWN = "expected parameters or the state of an optimizer, got the state of a transform, which cannot be resharded"
+STAYS = "expected parameters or the state of an optimizer, got the state of a transform, which cannot be resharded"
 CARRIED = (
     "fs.gather: this strategy keeps a state between steps, which autograd cannot pass on. Use fs.value_and_grad, or "
     "differentiate by gathered parameters and call fs.scatter_grads(..., transform_state=...)."
@@ -180,28 +194,20 @@ def unfit(verb, *lines):
 
 def bad_rows(make, w, b):
     """Bad calls with a transform, whose states of the leaves w and b have these shapes."""
-    rows, other = (f"rows of {(2, *shape)} split by P('shard')" for shape in (w, b))
-
-    calls = {
-        "scatter_grads without": (
-            lambda m: fs.scatter_grads(m.full, like=m.params),
-            unfit("scatter_grads", f"  ['b'][0]: expected {other}, got None", f"  ['w']: expected {rows}, got None"),
+    of_w, of_b = (f"rows of {(2, *shape)} split by P('shard')" for shape in (w, b))
+    errors = {
+        scatter_without_a_state: unfit(
+            "scatter_grads", f"  ['b'][0]: expected {of_b}, got None", f"  ['w']: expected {of_w}, got None"
         ),
-        "a state for a frozen leaf": (
-            lambda m: m.scatter(m.state, fixed=m.state["w"]),
-            unfit("scatter_grads", f"  ['fixed']: expected None, got {rows}"),
-        ),
-        "a derived leaf": (lambda m: m.differentiate(m.state, merging), CARRIED),
-        "reshard of a TrainState": (
-            lambda m: fs.reshard(fs.TrainState.create(m.params, SGD), m.params["w"].spec.transform),
-            f"reshard: leaves do not fit\n  .transform_state['b'][0]: {OWN}\n  .transform_state['w']: {OWN}\n"
-            "To fix: leave the state of a transform out, and call fs.transform_state on the resharded parameters.",
+        scatter_with_a_state_for_a_frozen_leaf: unfit("scatter_grads", f"  ['fixed']: expected None, got {of_w}"),
+        differentiate_by_a_derived_leaf: CARRIED,
+        reshard_a_train_state: (
+            f"reshard: leaves do not fit\n  .transform_state['b'][0]: {STAYS}\n  .transform_state['w']: {STAYS}\n"
+            "To fix: leave the state of a transform out, and call fs.transform_state on the resharded parameters."
         ),
     }
-    return [
-        Row(what, lambda world: (Made(make, world.mesh),), call, error, tuple(issued))
-        for what, (call, error, *issued) in calls.items()
-    ]
+    arguments = lambda world: (make_params(make, world.mesh),)  # noqa: E731
+    return [Row(call.__name__, arguments, call, error) for call, error in errors.items()]
 
 
 def test_bad_input_is_refused():
@@ -216,11 +222,11 @@ def check_the_engine_and_the_verbs_make_the_same_gradients_and_states(layout, st
         assert [states[0][name] is None for name in (*FROZEN, "float32")] == [True, True, stateless]
         for _ in range(3):
             with unchanged(params, states):
-                _, found, engine = fs.value_and_grad(squares, transform_state=states[0])(params)
+                _, grads, engine = fs.value_and_grad(squares, transform_state=states[0])(params)
                 full = {name: leaf for name, leaf in fs.gather(params).items() if name not in FROZEN}
                 local = {**torch.func.grad(squares)(full), **dict.fromkeys(FROZEN)}
                 expected, verbs = fs.scatter_grads(local, like=params, transform_state=states[1])
-            assert_same_leaves((found, engine), (expected, verbs))
+            assert_same_leaves((grads, engine), (expected, verbs))
             assert stateless or any(row.any() for row in fs.tree_leaves(engine))
             states = [engine, verbs]
 
