@@ -21,14 +21,17 @@ MERGED = [
 ]
 
 
+def unit(nbytes, limit, is_regathered=True):
+    return Unit("unit", (), nbytes, ReshardPolicy(bucket_bytes=limit), is_regathered)
+
+
 def test_merge_small_units():
     for sizes, limit, expected in MERGED:
-        units = [Unit("unit", (), nbytes, ReshardPolicy(bucket_bytes=limit), True) for nbytes, _ in sizes]
-        runs = merge_small_units(units, [end for _, end in sizes])
+        runs = merge_small_units([unit(nbytes, limit) for nbytes, _ in sizes], [end for _, end in sizes])
         assert " ".join(f"{first}-{end - 1}" for first, end in runs) == expected
         # Each unit is in one of them.
         assert [n for first, end in runs for n in range(first, end)] == list(range(len(sizes)))
-    units = [Unit("unit", (), 4, ReshardPolicy(bucket_bytes=100), i != 1) for i in range(4)]
+    units = [unit(4, 100), unit(4, 100, is_regathered=False), unit(4, 100), unit(4, 100)]
     assert merge_small_units(units, [1, 2, 3, 4]) == [(0, 1), (1, 2), (2, 4)]
 
 
@@ -54,20 +57,23 @@ def plan_of(ranks=2, **policy):
     return make_plan(MODULE, tuple([LeafFacts(name, spec, 8) for name, spec in zip(SHAPES, specs)]))
 
 
+def facts(plan, *names):
+    """What a plan says of each of its units."""
+    return [tuple(getattr(unit, name) for name in names) for unit in plan.units]
+
+
 def test_a_plan():
     plan = plan_of(bucket_bytes=0)
     assert {unit.name: unit.nbytes for unit in plan.units} == BYTES
-    assert [unit.leaf_names for unit in plan.units[2:]] == [
-        ("second",),
-        ("second.0",),
-        ("second.1",),
-        ("embedding", "head"),
+    assert facts(plan, "leaf_names", "enclosing", "is_embedding", "last_module_unit", "is_regathered") == [
+        (("embedding",), (), True, 0, True),
+        (("first",), (), False, 1, True),
+        (("second",), (), False, 2, True),
+        (("second.0",), (2,), False, 3, True),
+        (("second.1",), (2,), False, 4, True),
+        (("embedding", "head"), (), False, 5, True),
     ]
-    assert [unit.is_embedding for unit in plan.units] == [True, False, False, False, False, False]
-    assert [unit.enclosing for unit in plan.units] == [(), (), (), (2,), (2,), ()]
-    assert [unit.last_module_unit for unit in plan.units] == [*plan.unit_of] == [0, 1, 2, 3, 4, 5]
-    assert plan.ends == (1, 2, 5, 4, 5, 6)
-    assert all(unit.is_regathered for unit in plan.units)
+    assert (plan.unit_of, plan.ends) == ((0, 1, 2, 3, 4, 5), (1, 2, 5, 4, 5, 6))
     assert not any(unit.is_regathered for unit in plan_of(ranks=1, bucket_bytes=0).units)
     # It depends on values alone: a call only looks it up.
     assert plan_of(bucket_bytes=0) is plan
@@ -75,20 +81,24 @@ def test_a_plan():
 
 
 def test_a_plan_of_merged_units():
-    """By the bytes of their full tensors; a leaf that they share counts once."""
+    """By the bytes of their full tensors. Units inside a block are merged with no others."""
     plan = plan_of(bucket_bytes=128 + 256)
-    # Units inside a block are merged with no others, and a table that is merged with a layer comes again with it.
-    assert [unit.name for unit in plan.units] == ["embedding to first", "second", "second.0 to second.1", "head"]
-    assert [(unit.enclosing, unit.is_embedding) for unit in plan.units] == [
-        ((), False),
-        ((), False),
-        ((1,), False),
-        ((), False),
+    # A table that is merged with a layer comes again with it.
+    assert facts(plan, "name", "enclosing", "is_embedding", "last_module_unit") == [
+        ("embedding to first", (), False, 1),
+        ("second", (), False, 2),
+        ("second.0 to second.1", (1,), False, 4),
+        ("head", (), False, 5),
     ]
-    assert (plan.unit_of, [unit.last_module_unit for unit in plan.units]) == ((0, 0, 1, 2, 2, 3), [1, 2, 4, 5])
-    (unit,) = plan_of(bucket_bytes=sum(BYTES.values())).units
-    assert (unit.name, unit.nbytes, unit.leaf_names) == ("embedding to head", sum(BYTES.values()) - 192, tuple(SHAPES))
+    assert plan.unit_of == (0, 0, 1, 2, 2, 3)
+    # A leaf that units share counts once.
+    total = sum(BYTES.values())
+    plan = plan_of(bucket_bytes=total)
+    assert facts(plan, "name", "nbytes", "leaf_names") == [("embedding to head", total - 192, tuple(SHAPES))]
     # A rule decides by the names of units before they are merged.
     plan = plan_of(regather=("second", "second.*"), bucket_bytes=2**20)
-    found = {unit.name: unit.is_regathered for unit in plan.units}
-    assert found == {"embedding to first": False, "second to second.1": True, "head": False}
+    assert facts(plan, "name", "is_regathered") == [
+        ("embedding to first", False),
+        ("second to second.1", True),
+        ("head", False),
+    ]

@@ -1,8 +1,9 @@
-"""Ring attention and Ulysses against dense attention in one process: values, derivatives, bytes and blocks."""
+"""Ring attention against dense attention in one process: values, derivatives, bytes and blocks."""
 
 import math
 import re
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -43,31 +44,34 @@ def differentiated(f, tensors, cotangent):
     return [out.detach(), *torch.autograd.grad(out, leaves, cotangent)]
 
 
-def assert_near(found, expected, time, steps=2):
+def assert_near(actual, expected, time, steps=2):
     """Scores are sums over a head, and what they weigh is one over time; a derivative has as many sums again."""
-    assert_trees_close(list(found), list(expected), **within(list(expected), time + HEAD, steps))
+    assert_trees_close(list(actual), list(expected), **within(list(expected), time + HEAD, steps))
+
+
+def at_places(tensors, places):
+    """The places in time that a rank holds."""
+    return [tensor[:, :, places] for tensor in tensors]
+
+
+# The time, whether attention is causal, the scale and the head dim of v.
+CASES = ((48, True, None, HEAD), (48, False, 0.7, HEAD), (48, True, 0.7, 3))
 
 
 @pytest.mark.rows(3)
-@on_ranks(1, 2, 3, 4, 8, "2 processes")
-def test_ring_is_dense_attention():
+@on_ranks(1, 2, 3, 4, 8, pytest.param("2 processes", marks=pytest.mark.slow))
+def test_ring_is_dense_attention(world_size):
     """Where the head dim of v is another there is no fused kernel; a rank may hold a single place in time."""
     axis = fs.axis_of(cp_mesh())
-    cases = [(48, True, None, HEAD), (48, False, 0.7, HEAD), (48, True, 0.7, 3), (axis.size, True, None, HEAD)]
-    for number, (time, causal, scale, v_dim) in enumerate(cases):
-        for order in ORDERS[: 2 if time == 48 else 1]:
-            at = fs.ring_positions(axis, time, order)
-            *tensors, cotangent = whole(time, number, v_dim)
-            expected = differentiated(partial(dense, causal=causal, scale=scale), tensors, cotangent)
-            ring = partial(fs.ring_attention, axis=axis, is_causal=causal, order=order, scale=scale)
-            found = differentiated(ring, [x[:, :, at] for x in tensors], cotangent[:, :, at])
-            assert_near(found, [x[:, :, at] for x in expected], time)
-    if HEADS % axis.size:
-        return
-    # The last time has rank order.
-    ulysses = partial(fs.ulysses(F.scaled_dot_product_attention, axis), is_causal=True)
-    found = differentiated(ulysses, [x[:, :, at] for x in tensors], cotangent[:, :, at])
-    assert_near(found, [x[:, :, at] for x in expected], time)
+    one_place = ((world_size, True, None, HEAD), "contiguous")
+    for case, order in (*product(CASES, ORDERS), one_place):
+        time, causal, scale, v_dim = case
+        places = fs.ring_positions(axis, time, order)
+        *tensors, cotangent = whole(time, v_dim=v_dim)
+        expected = differentiated(partial(dense, causal=causal, scale=scale), tensors, cotangent)
+        ring = partial(fs.ring_attention, axis=axis, is_causal=causal, order=order, scale=scale)
+        results = differentiated(ring, at_places(tensors, places), cotangent[:, :, places])
+        assert_near(results, at_places(expected, places), time)
 
 
 @on_ranks(2)
@@ -76,19 +80,19 @@ def test_other_derivatives():
     axis, time = fs.axis_of(cp_mesh()), 12
     *tensors, tangent = whole(time)
     tensors = [x[:1, :2] for x in tensors]
-    tangents = tuple(tangent[:1, :2] + i for i in range(3))
+    tangents = [tangent[:1, :2] + i for i in range(3)]
+    gradients = grad(lambda *qkv: dense(*qkv).sin().sum(), (0, 1, 2))
+    first, second = jvp(gradients, tuple(tensors), tuple(tangents))
     for order in ORDERS:
-        at = fs.ring_positions(axis, time, order)
-        local = tuple(x[:, :, at] for x in tensors)
-        directions = tuple(x[:, :, at] for x in tangents)
-
-        ring = lambda *qkv: fs.ring_attention(*qkv, axis, is_causal=True, order=order).sin().sum()  # noqa: B023, E731
-        first, second = jvp(grad(ring, (0, 1, 2)), local, directions)
-        expected = jvp(grad(lambda *qkv: dense(*qkv).sin().sum(), (0, 1, 2)), tuple(tensors), tangents)
-        assert_near(first, [x[:, :, at] for x in expected[0]], time)
-        assert_near(second, [x[:, :, at] for x in expected[1]], time, steps=4)
-        rows = vmap(grad(ring))(*(torch.stack([x, x]) for x in local))
-        assert_near(rows, [expected[0][0][:, :, at]] * 2, time)
+        places = fs.ring_positions(axis, time, order)
+        local = at_places(tensors, places)
+        ring = partial(fs.ring_attention, axis=axis, is_causal=True, order=order)
+        ring_gradients = grad(lambda *qkv: ring(*qkv).sin().sum(), (0, 1, 2))  # noqa: B023
+        results = jvp(ring_gradients, tuple(local), tuple(at_places(tangents, places)))
+        assert_near(results[0], at_places(first, places), time)
+        assert_near(results[1], at_places(second, places), time, steps=4)
+        rows, *_ = vmap(ring_gradients)(*(torch.stack([x, x]) for x in local))
+        assert_near(rows, at_places(first[:1], places) * 2, time)
 
 
 def test_tiles_are_the_fused_kernel():
@@ -106,8 +110,9 @@ def test_tiles_are_the_fused_kernel():
 
 @on_ranks(2)
 def test_positions():
-    for order, ranks in (("contiguous", ([0, 1, 2, 3], [4, 5, 6, 7])), ("zigzag", ([0, 1, 6, 7], [2, 3, 4, 5]))):
-        assert fs.ring_positions(fs.axis_of(cp_mesh()), 8, order).tolist() == ranks[my_rank()]
+    expected = {"contiguous": ([0, 1, 2, 3], [4, 5, 6, 7]), "zigzag": ([0, 1, 6, 7], [2, 3, 4, 5])}
+    for order, places in expected.items():
+        assert fs.ring_positions(fs.axis_of(cp_mesh()), 8, order).tolist() == places[my_rank()]
 
 
 TIME, WIDTH, WORDS, LAYERS = 16, 8, 11, 2
@@ -153,8 +158,8 @@ def test_ranks_are_told_the_same():
     """Another order on another rank would go unnoticed: the same is sent."""
     axis, q = fs.axis_of(cp_mesh()), whole(4)[0]
     order = ORDERS[fs.axis_index(axis)]
-    told = rf"rank {my_rank()}: .*\(ring_attention\) over 'cp' of causal=True, zigzag={order == 'zigzag'}, scale=0\.5"
-    with pytest.raises(fs.comm.CollectiveError, match=told):
+    text = rf"rank {my_rank()}: .*\(ring_attention\) over 'cp' of causal=True, zigzag={order == 'zigzag'}, scale=0\.5"
+    with pytest.raises(fs.comm.CollectiveError, match=text):
         fs.ring_attention(q, q, q, axis, is_causal=True, order=order)
 
 

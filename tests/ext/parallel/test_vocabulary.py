@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,9 +19,16 @@ VOCABULARY, WIDTH, ROWS, TIME = 24, 6, 8, 4
 TARGETS = torch.randint(VOCABULARY, (ROWS, TIME), generator=torch.Generator().manual_seed(3))
 IGNORED = TARGETS.masked_fill(TARGETS % 5 == 0, -100)
 FULL = {"tokens": normal(1)(VOCABULARY, WIDTH), "head": 3 * normal(2)(VOCABULARY, WIDTH)}
-OPTIONS = ({}, {"reduction": "sum"}, {"ignore_index": 7})
+OPTIONS = (
+    *((targets, options) for targets in (TARGETS, IGNORED) for options in ({}, {"reduction": "sum"})),
+    (TARGETS, {"ignore_index": 7}),
+)
 # Sums of VOCABULARY exponentials and of all tokens, one after the other and back.
 near = partial(within, terms=ROWS * TIME + VOCABULARY, steps=2)
+
+
+def assert_near(actual, expected):
+    assert_trees_close(actual, expected, **near(expected))
 
 
 def dense_loss(params, x, y, options):
@@ -43,37 +51,27 @@ def sharded(world_size, tp):
     return fs.shard(FULL, fs.zero3(mesh, layout=layout)), axis, fs.axis_of(mesh, "shard")
 
 
-@on_ranks(4)
-def test_losses_and_gradients_are_those_of_full_rows():
-    for tp in (2, 4, 1):
-        params, axis, shard = sharded(4, tp)
-        x, y = (ids.chunk(shard.size)[fs.axis_index(shard)] for ids in (TARGETS.flip(1), IGNORED))
-        # The mean over ranks of means is that of all where each has as many targets that count.
-        options = {"reduction": "sum"}
-        expected, loss = grad_and_value(dense_loss)(FULL, TARGETS.flip(1), IGNORED, options)
-        for scatter_dim in (None, 1):
-            found = fs.value_and_grad(loss_fn, reduce="sum")(params, x, y, axis, options, scatter_dim)
-            assert_trees_close((found[0], fs.unshard(found[1])), (loss, expected), **near((loss, expected)))
+@pytest.mark.parametrize("scatter_dim", (None, 1))
+@on_ranks(2)
+def test_losses_and_gradients_are_those_of_full_rows(scatter_dim):
+    """By torch's own options, also where ids are in pieces of time between embedding and head."""
+    params, axis, _ = sharded(2, 2)
+    x = TARGETS.flip(1)
+    for targets, options in OPTIONS:
+        loss, grads = fs.value_and_grad(loss_fn)(params, x, targets, axis, options, scatter_dim)
+        assert_near((fs.unshard(grads), loss), grad_and_value(dense_loss)(FULL, x, targets, options))
 
 
 @on_ranks(2)
-def test_options_are_those_of_torch():
+def test_a_loss_of_each_target_also_of_logits_and_of_half_precision():
     params, axis, _ = sharded(2, 2)
-    x = TARGETS.flip(1)
-    for options in OPTIONS:
-        for targets in (TARGETS, IGNORED) if "ignore_index" not in options else (TARGETS,):
-            expected, loss = grad_and_value(dense_loss)(FULL, x, targets, options)
-            found = fs.value_and_grad(loss_fn)(params, x, targets, axis, options)
-            assert_trees_close((found[0], fs.unshard(found[1])), (loss, expected), **near((loss, expected)))
-    full = fs.gather(params)
-    h = normal(4)(ROWS, TIME, WIDTH)
-    each = fs.vocab_parallel_cross_entropy(h, full["head"], IGNORED, axis, reduction="none")
+    h, head = normal(4)(ROWS, TIME, WIDTH), fs.gather(params)["head"]
+    loss = partial(fs.vocab_parallel_cross_entropy, axis=axis)
+    each = loss(h, head, IGNORED, reduction="none")
     logits = F.linear(h, FULL["head"]).flatten(0, 1)
-    expected = F.cross_entropy(logits, IGNORED.flatten(), reduction="none").view(ROWS, TIME)
-    assert_trees_close(each, expected, **near(expected))
-    of_logits = fs.vocab_parallel_cross_entropy(F.linear(h, full["head"]), None, IGNORED, axis, reduction="none")
-    assert_same_bits(of_logits, each)
-    half = fs.vocab_parallel_cross_entropy(1e4 * h.bfloat16(), full["head"].bfloat16(), TARGETS, axis)
+    assert_near(each, F.cross_entropy(logits, IGNORED.flatten(), reduction="none").view(ROWS, TIME))
+    assert_same_bits(loss(F.linear(h, head), None, IGNORED, reduction="none"), each)
+    half = loss(1e4 * h.bfloat16(), head.bfloat16(), TARGETS)
     assert half.dtype == torch.float32
     assert half.isfinite()
 
@@ -111,62 +109,76 @@ def padded_grad(full_grad, cut, axis):
     return piece
 
 
-def uneven_setting(vocabulary):
-    """Make hidden values, ids and the weights of an embedding and of a head."""
+class Uneven(NamedTuple):
+    """Hidden values and ids of a rank, the weights of an embedding and of a head, whole and its own rows."""
+
+    axis: fs.Axis
+    h: torch.Tensor
+    ids: torch.Tensor
+    full: tuple[torch.Tensor, torch.Tensor]
+    pieces: tuple[torch.Tensor, torch.Tensor]
+    keywords: dict[str, int]
+
+    def hidden(self, h, tokens):
+        embedded = fs.vocab_parallel_embedding(self.ids, tokens, self.axis, **self.keywords)
+        return fs.pcast(torch.tanh(h + embedded), self.axis, to="varying")
+
+    def of_hidden(self, h, tokens, head):
+        hidden = self.hidden(h, tokens)
+        return fs.vocab_parallel_cross_entropy(hidden, head, self.ids, self.axis, **self.keywords)
+
+    def of_logits(self, h, tokens, head):
+        logits = F.linear(self.hidden(h, tokens), head)
+        return fs.vocab_parallel_cross_entropy(logits, None, self.ids, self.axis, **self.keywords)
+
+    def dense(self, h, tokens, head):
+        logits = F.linear(torch.tanh(h + F.embedding(self.ids, tokens)), head)
+        return F.cross_entropy(logits.flatten(0, 1), self.ids.flatten())
+
+
+def uneven(vocabulary, cut):
+    axis = fs.axis_of(fs.init_mesh({"tp": -1}, device="cpu"))
+    full = normal(6)(vocabulary, WIDTH), 3 * normal(7)(vocabulary, WIDTH)
+    tokens, keywords = uneven_piece(full[0], cut, axis)
+    head, _ = uneven_piece(full[1], cut, axis)
     ids = torch.arange(ROWS * TIME).reshape(ROWS, TIME) * 5 % vocabulary
-    return normal(5)(ROWS, TIME, WIDTH), ids, normal(6)(vocabulary, WIDTH), 3 * normal(7)(vocabulary, WIDTH)
+    return Uneven(axis, normal(5)(ROWS, TIME, WIDTH), ids, full, (tokens, head), keywords)
 
 
-@pytest.mark.rows(8)
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("vocabulary", UNEVEN)
 @pytest.mark.parametrize("cut", CUTS)
 @on_ranks(1, 2, 3, 4)
 def test_pieces_need_not_be_of_one_size(cut, vocabulary):
-    axis = fs.axis_of(fs.init_mesh({"tp": -1}, device="cpu"))
-    h, ids, tokens, head = uneven_setting(vocabulary)
-    own_tokens, keywords = uneven_piece(tokens, cut, axis)
-    own_head, _ = uneven_piece(head, cut, axis)
+    case = uneven(vocabulary, cut)
+    arguments = (case.h, *case.pieces)
+    (of_h, *of_weights), loss = grad_and_value(case.dense, (0, 1, 2))(case.h, *case.full)
+    expected = (of_h, *(padded_grad(full_grad, cut, case.axis) for full_grad in of_weights)), loss
+    for parallel in (case.of_hidden, case.of_logits):
+        transformed = grad_and_value(parallel, (0, 1, 2))
+        assert_near(transformed(*arguments), expected)
+        assert_near(fs.jit(transformed)(*arguments), expected)
+        leaves = [tensor.clone().requires_grad_() for tensor in arguments]
+        value = parallel(*leaves)
+        assert_near((torch.autograd.grad(value, leaves), value.detach()), expected)
 
-    def dense(h, tokens, head):
-        logits = F.linear(torch.tanh(h + F.embedding(ids, tokens)), head)
-        return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
-    def parallel(h, tokens, head):
-        full = torch.tanh(h + fs.vocab_parallel_embedding(ids, tokens, axis, **keywords))
-        return fs.vocab_parallel_cross_entropy(fs.pcast(full, axis, to="varying"), head, ids, axis, **keywords)
-
-    def parallel_of_logits(h, tokens, head):
-        full = fs.pcast(torch.tanh(h + fs.vocab_parallel_embedding(ids, tokens, axis, **keywords)), axis, to="varying")
-        return fs.vocab_parallel_cross_entropy(F.linear(full, head), None, ids, axis, **keywords)
-
-    places = (0, 1, 2)
-    (of_h, of_tokens, of_head), loss = grad_and_value(dense, places)(h, tokens, head)
-    expected = of_h, padded_grad(of_tokens, cut, axis), padded_grad(of_head, cut, axis)
-    for loss_fn in (parallel, parallel_of_logits):
-        by_transform = grad_and_value(loss_fn, places)(h, own_tokens, own_head)
-        assert_trees_close(by_transform, (expected, loss), **near((expected, loss)))
-        leaves = [tensor.clone().requires_grad_() for tensor in (h, own_tokens, own_head)]
-        value = loss_fn(*leaves)
-        assert_trees_close(
-            (torch.autograd.grad(value, leaves), value.detach()), (expected, loss), **near((expected, loss))
-        )
-        in_a_graph = fs.jit(lambda *tensors, loss_fn=loss_fn: grad_and_value(loss_fn, places)(*tensors))
-        assert_trees_close(in_a_graph(h, own_tokens, own_head), (expected, loss), **near((expected, loss)))
-    # Of several hidden states at once, and of a Hessian times a vector.
-    several = torch.stack([h, 2 * h, -h])
-    each = vmap(parallel, (0, None, None))(several, own_tokens, own_head)
-    of_dense = vmap(dense, (0, None, None))(several, tokens, head)
-    assert_trees_close(each, of_dense, **near(of_dense))
-    of_rows = vmap(grad(parallel), (0, None, None))(several, own_tokens, own_head)
-    of_dense = vmap(grad(dense), (0, None, None))(several, tokens, head)
-    assert_trees_close(of_rows, of_dense, **near(of_dense))
+@pytest.mark.rows(1)
+@pytest.mark.parametrize("cut", CUTS)
+@on_ranks(2)
+def test_batches_and_second_derivatives(cut):
+    """Of several hidden states at once, and of a Hessian times a vector."""
+    case = uneven(UNEVEN[0], cut)
+    several = torch.stack([case.h, 2 * case.h, -case.h])
 
     def slope(loss_fn, *weights):
         return lambda h: (grad(loss_fn)(h, *weights) * several[1]).sum()
 
-    second = grad(slope(parallel, own_tokens, own_head))(h)
-    of_dense = grad(slope(dense, tokens, head))(h)
-    assert_trees_close(second, of_dense, **near(of_dense))
+    for transform in (lambda f: f, grad):
+        batched = vmap(transform(case.of_hidden), (0, None, None))(several, *case.pieces)
+        assert_near(batched, vmap(transform(case.dense), (0, None, None))(several, *case.full))
+    second = grad(slope(case.of_hidden, *case.pieces))(case.h)
+    assert_near(second, grad(slope(case.dense, *case.full))(case.h))
 
 
 @on_ranks(3)
