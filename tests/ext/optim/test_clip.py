@@ -1,5 +1,6 @@
-"""clip_by_global_norm, clip_by_norm, global_norm and leaf_norms: torch's clipping, on shards."""
+"""clip_by_global_norm, clip_by_norm and global_norm: torch's clipping, on shards."""
 
+import itertools
 import math
 from functools import partial
 
@@ -9,7 +10,7 @@ import torch
 import fshard as fs
 from fshard.rounding import tolerance
 from fshard.testing import assert_trees_close
-from tests.ranks import on_ranks
+from tests.ranks import my_rank, on_ranks
 from tests.tolerance import within
 from tests.trees import STRATEGIES, assert_same_bits, every_bit, meshes, normal, one_axis, padded_with
 
@@ -31,7 +32,7 @@ def clip(grads, max_norm, p=2.0):
 
 
 def torch_clip(full, max_norm, p=2.0):
-    """torch's own clipping of full gradients, and the norm it found."""
+    """torch's own clipping of full gradients, and the norm that it took."""
     params = {name: torch.nn.Parameter(torch.zeros_like(grad)) for name, grad in full.items() if grad is not None}
     for name, param in params.items():
         param.grad = full[name].clone()
@@ -40,19 +41,19 @@ def torch_clip(full, max_norm, p=2.0):
     return {name: param.grad for name, param in params.items()} | {"frozen": None}, norm
 
 
-def rounding(dtype, p):
+def of_norms(dtype, p):
     """How far two norms may be apart, relatively: sums of ELEMENTS powers."""
-    return 0.0 if math.isinf(p) else tolerance(dtype, ELEMENTS)
+    return {"rtol": 0.0 if math.isinf(p) else tolerance(dtype, ELEMENTS), "atol": 0.0}
 
 
 def of_clipped(dtype, p):
     """The same of what is divided by a norm and multiplied."""
-    return rounding(dtype, p) + tolerance(dtype, terms=1)
+    return {"rtol": of_norms(dtype, p)["rtol"] + tolerance(dtype, terms=1), "atol": 0.0}
 
 
 def assert_clipped_as_by_torch(clipped, full, max_norm, p):
     expected, norm = torch_clip(full, max_norm, p)
-    assert_trees_close(clipped, expected, rtol=of_clipped(norm.dtype, p), atol=0.0)
+    assert_trees_close(clipped, expected, **of_clipped(norm.dtype, p))
 
 
 @pytest.mark.rows(2)
@@ -61,46 +62,53 @@ def assert_clipped_as_by_torch(clipped, full, max_norm, p):
 @on_ranks(1, 2, 3, 4)
 def test_every_strategy_clips_as_torch_does(dtype, p):
     """All leaves together, and each by a norm of its own."""
-    full, on, results = gradients(dtype), meshes(), {}
-    norm = torch_clip(full, 1.0, p)[1]
+    full, on = gradients(dtype), meshes()
+    _, norm = torch_clip(full, 1.0, p)
     each = {name: torch_clip({name: full[name]}, 0.5, p)[0][name] for name in SHAPES} | {"frozen": None}
+    results = {}
     for name, make in LAYOUTS.items():
         grads = fs.shard(full, make(on))
-        torch.testing.assert_close(fs.global_norm(grads, p), norm, rtol=rounding(dtype, p), atol=0.0)
+        assert_trees_close(fs.global_norm(grads, p), norm, **of_norms(dtype, p))
         alone, _ = fs.clip_by_norm(0.5, p).update(grads, (), None)
-        assert_trees_close(fs.unshard(alone), each, rtol=of_clipped(dtype, p), atol=0.0)
+        assert_trees_close(fs.unshard(alone), each, **of_clipped(dtype, p))
         for max_norm in (0.0, 0.5, 1e6):
-            found = results[name, max_norm] = fs.unshard(clip(grads, max_norm, p))
-            assert_clipped_as_by_torch(found, full, max_norm, p)
+            clipped = results[name, max_norm] = fs.unshard(clip(grads, max_norm, p))
+            assert_clipped_as_by_torch(clipped, full, max_norm, p)
             if max_norm == 1e6:
-                assert_same_bits(found, full)
+                assert_same_bits(clipped, full)
             # The norm is taken in float64 and agrees in float32 however leaves are split.
             if dtype == torch.float32 or math.isinf(p):
-                assert_same_bits(found, results["ddp", max_norm])
+                assert_same_bits(clipped, results["ddp", max_norm])
     return every_bit(list(results.values()))
 
 
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("p", ORDERS)
 @on_ranks(4)
-def test_odd_elements_count_as_with_torch_and_padding_does_not(p):
+def test_odd_elements_count_as_with_torch(p):
     """Complex ones by their magnitudes, and those that are not finite, zeros, and none at all."""
     full, on = gradients(), meshes()
     trees = [fs.tree_map(lambda grad: torch.complex(grad, 2 * grad), full), fs.tree_map(torch.zeros_like, full)]
     trees += [full | {"one": torch.tensor([bad], dtype=torch.float64)} for bad in (math.nan, math.inf)]
     # In bfloat16 itself the sum would stand still at 256.
     ones = {"w": torch.ones(4096, dtype=torch.bfloat16)}
-    for make in (STRATEGIES[name](on) for name in ("ddp", *ALL_SPLIT)):
+    for strategy in (STRATEGIES[name](on) for name in ("ddp", *ALL_SPLIT)):
         for tree in trees:
-            assert_clipped_as_by_torch(fs.unshard(clip(fs.shard(tree, make), 0.5, p)), tree, 0.5, p)
-        clean = fs.shard(full, make)
-        for poison in (math.nan, 1e30):
-            grads = {path: leaf if leaf is None else padded_with(leaf, poison) for path, leaf in clean.items()}
-            assert_same_bits(fs.unshard(clip(grads, 0.5, p)), fs.unshard(clip(clean, 0.5, p)))
-        norm = fs.global_norm(fs.shard(ones, make))
+            assert_clipped_as_by_torch(fs.unshard(clip(fs.shard(tree, strategy), 0.5, p)), tree, 0.5, p)
+        norm = fs.global_norm(fs.shard(ones, strategy))
         assert (norm.dtype, norm.item()) == (torch.float32, 64.0)
     for tree in ({}, {"frozen": None}):
         assert (clip(tree, 1.0, p), fs.global_norm(tree, p).item()) == (tree, 0.0)
+
+
+@on_ranks(4)
+def test_padding_does_not_count():
+    clean = {name: grad for name, grad in gradients().items() if grad is not None}
+    for name in ALL_SPLIT:
+        grads = fs.shard(clean, STRATEGIES[name](meshes()))
+        for poison, p in itertools.product((math.nan, 1e30), ORDERS):
+            padded = {path: padded_with(leaf, poison) for path, leaf in grads.items()}
+            assert_same_bits(fs.unshard(clip(padded, 0.5, p)), fs.unshard(clip(grads, 0.5, p)))
 
 
 @pytest.mark.rows(1)
@@ -111,56 +119,37 @@ def test_derivative_is_that_of_full_gradients(world_size, p, max_norm):
     full = {name: grad for name, grad in gradients().items() if grad is not None and grad.numel()}
     direction = {name: grad for name, grad in gradients(seed=1).items() if name in full}
 
-    def local_loss(grads, share):
-        return share * sum((clip_leaf * direction[name]).sin().sum() for name, clip_leaf in grads.items())
-
-    shares = sum(range(1, world_size + 1))
+    def loss(clipped, share):
+        return share * sum((leaf * direction[name]).sin().sum() for name, leaf in clipped.items())
 
     def dense(grads):
         # torch's clip, written out to be differentiable.
         flat = torch.cat([grad.reshape(-1) for grad in grads.values()])
         scale = (max_norm / (torch.linalg.vector_norm(flat, p) + 1e-6)).clamp(max=1.0)
-        return local_loss({name: grad * scale for name, grad in grads.items()}, shares)
+        return loss({name: grad * scale for name, grad in grads.items()}, sum(range(1, world_size + 1)))
 
-    expected, tangent = torch.func.grad(dense)(full), torch.func.jvp(dense, (full,), (direction,))[1]
-    share = 1 + torch.distributed.get_rank()
+    def sharded(grads):
+        return fs.objective(loss(fs.gather(clip(grads, max_norm, p)), 1 + my_rank()), grads, reduce="sum")
+
+    expected = torch.func.grad(dense)(full)
+    _, expected_tangent = torch.func.jvp(dense, (full,), (direction,))
     # Both sum over the elements and the ranks.
     near = partial(within, terms=ELEMENTS + world_size)
     for make in LAYOUTS.values():
-        params, directions = (fs.shard(tree, make(meshes())) for tree in (full, direction))
+        grads, directions = (fs.shard(tree, make(meshes())) for tree in (full, direction))
+        assert_trees_close(fs.unshard(torch.func.grad(sharded)(grads)), expected, **near(expected))
+        _, tangent = torch.func.jvp(sharded, (grads,), (directions,))
+        assert_trees_close(tangent, expected_tangent, **near(expected_tangent))
 
-        def sharded(grads):
-            return fs.objective(local_loss(fs.gather(clip(grads, max_norm, p)), share), grads, reduce="sum")
 
-        assert_trees_close(fs.unshard(torch.func.grad(sharded)(params)), expected, **near(expected))
-        found = torch.func.jvp(sharded, (params,), (directions,))[1]
-        torch.testing.assert_close(found, tangent, **near(tangent))
-    # At zero it is finite.
-    zeros = fs.tree_map(torch.zeros_like, full)
-    params = fs.shard(zeros, fs.zero2(one_axis(), min_shard_elements=0))
+@pytest.mark.rows(1)
+@pytest.mark.parametrize("p", ORDERS)
+@on_ranks(2)
+def test_derivative_at_zero_is_finite(p):
+    zeros = {name: torch.zeros_like(grad) for name, grad in gradients().items() if grad is not None}
 
     def total(grads):
         return fs.objective(sum(leaf.sum() for leaf in fs.gather(clip(grads, 1.0, p)).values()), grads)
 
-    assert_same_bits(fs.unshard(torch.func.grad(total)(params)), fs.tree_map(torch.ones_like, zeros))
-
-
-@on_ranks(3)
-def test_norms_of_whole_leaves_beside_their_parts(world_size):
-    """Of a user's own transformation: equal to the dense one, as are derivatives through it."""
-    full, share = normal(1)(5, 3), 1 + torch.distributed.get_rank()
-    direction = normal(4)(5, 3)
-    expected = torch.func.grad(lambda w: (w / w.norm() * direction).sin().sum())(full)
-    for make in LAYOUTS.values():
-
-        def divided(grads):
-            return fs.tree_map(torch.div, grads, fs.leaf_norms(grads))
-
-        def loss(grads):
-            return fs.objective(share * (fs.gather(divided(grads)) * direction).sin().sum(), grads, reduce="sum")
-
-        grads = fs.shard(full, make(meshes()))
-        quotient, shares = full / full.norm(), sum(range(1, world_size + 1))
-        assert_trees_close(fs.unshard(divided(grads)), quotient, **within(quotient, full.numel()))
-        found = fs.unshard(torch.func.grad(loss)(grads))
-        assert_trees_close(found, expected * shares, **within(expected * shares, full.numel(), steps=2))
+    derivative = torch.func.grad(total)(fs.shard(zeros, fs.zero2(one_axis(), min_shard_elements=0)))
+    assert_same_bits(fs.unshard(derivative), fs.tree_map(torch.ones_like, zeros))

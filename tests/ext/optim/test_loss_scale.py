@@ -7,7 +7,7 @@ import torch
 from torch import optim
 
 import fshard as fs
-from tests.ext.optim.test_wrappers import tree
+from tests.ext.optim.test_native import tree
 from tests.trees import assert_alike
 
 SCALES = {

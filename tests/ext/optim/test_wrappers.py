@@ -10,18 +10,13 @@ from torch import optim
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import fshard as fs
+from tests.ext.optim.test_native import tree
 from tests.optim.test_from_torch import CASES
 from tests.optim.test_table import TABLE
 from tests.ranks import on_ranks
-from tests.trees import STRATEGIES, assert_alike, assert_same_bits, copied, meshes, normal, one_axis, padded_with
+from tests.trees import STRATEGIES, assert_alike, assert_same_bits, copied, meshes, one_axis, padded_with
 
-SHAPES = {"w": (5, 3), "vector": (7,), "scalar": (), "empty": (0, 3)}
 LAYOUTS = ("ddp", "zero2 of every leaf", "hsdp", "two dims")
-
-
-def tree(seed, dtype=torch.float32):
-    draw = normal(seed)
-    return {name: draw(*shape, dtype=dtype) for name, shape in SHAPES.items()}
 
 
 def poisoned(grads, value):
@@ -40,7 +35,7 @@ def test_one_bad_rank_skips_on_all(value):
     rank = torch.distributed.get_rank()
     for name, run in product(LAYOUTS, (tx.update, tx.update_donated)):
         strategy = STRATEGIES[name](meshes())
-        params, *grads = (fs.shard(tree(seed), strategy) for seed in range(3))
+        params, *grads = (fs.shard(tree(seed, torch.float32), strategy) for seed in range(3))
         params, state = run(grads[0], tx.init(params), params)
         good = {path: padded_with(leaf, value) for path, leaf in grads[1].items()}
         for culprit in (0, 2):
@@ -48,7 +43,7 @@ def test_one_bad_rank_skips_on_all(value):
             assert (after.skipped.item(), after.skipped.dtype) == (1, torch.int64)
             assert_alike((new, after.inner), (params, state.inner))
         assert run(good, copied(state), copied(params))[1].skipped.item() == 0
-    tx, full = fs.skip_nonfinite(fs.sgd(0.5)), tree(0, torch.float64)
+    tx, full = fs.skip_nonfinite(fs.sgd(0.5)), tree(0)
     params = fs.shard(full, fs.zero2(one_axis(), min_shard_elements=0))
     for grads in (params, poisoned(params, value) if rank == 1 else params):
 
