@@ -79,8 +79,8 @@ def test_views_of_gathered_weights_come_back(view, dtype, wrap):
     kept, regathered = (fs.shard(full, strategy(one_axis(), **options)) for strategy in (KEPT, REGATHERED))
     expected = fs.value_and_grad(f)(kept)
     with fs.comm.record() as record:
-        found = fs.value_and_grad(f)(regathered)
-    assert_same_bits(fs.tree_leaves(found), fs.tree_leaves(expected))
+        actual = fs.value_and_grad(f)(regathered)
+    assert_same_bits(fs.tree_leaves(actual), fs.tree_leaves(expected))
     # The weight whose views were saved is gathered again.
     gathers = [entry for entry in record if entry.op == "all_gather" and entry.unit == "['fused']"]
     assert len(gathers) == 2

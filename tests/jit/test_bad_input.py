@@ -95,58 +95,52 @@ def draws_in_a_branch(x):
 
 # A key serves its own call alone, whether it comes before or behind; a branch that draws needs one too.
 KEY_IS_MISSING = (
-    "jit: aten.rand.default draws random numbers without a key. Pass model.apply(..., key=...) a key that changes "
+    "aten.rand.default draws random numbers without a key. Pass model.apply(..., key=...) a key that changes "
     "every step, such as fs.fold_in(state.key, state.step)."
 )
 BY_POSITION = "but the function takes 2 arguments by position. Count from 0."
-REFUSED = [
+# Options of a jitted function of two arguments.
+OPTIONS = [
+    (
+        {"static_argnums": ("by",)},
+        "static_argnums must be one or more positions of arguments, counted from 0. Got ('by',).",
+    ),
+    ({"static_argnums": (1, 2)}, f"static_argnums=(1, 2) names argument 2, {BY_POSITION}"),
+    ({"donate_argnums": 3}, f"donate_argnums=(3,) names argument 3, {BY_POSITION}"),
+    (
+        {"donate_argnums": (0, 1), "static_argnums": 1},
+        "argument 1 is in static_argnums and in donate_argnums. A static argument has no memory to donate.",
+    ),
+    ({"backend": "fast"}, "expected backend to be one of ('graph', 'inductor') or a function, got 'fast'"),
+]
+CALLS = [
     (
         lambda: fs.jit(writes_to_captured)(X),
-        "jit: aten.add_.Tensor writes in place to a tensor that the function closes over. Pass the tensor as an "
-        "argument, and return its new value from the function.",
+        "aten.add_.Tensor writes in place to a tensor that the function closes over. Pass the tensor as an argument, "
+        "and return its new value from the function.",
     ),
     (
         lambda: fs.jit(writes_to_argument)({"view": X.clone()}),
-        "jit: aten.zero_.default writes in place to [0][0]['view'], which is not donated. Return a new value, or "
-        "donate the argument.",
+        "aten.zero_.default writes in place to [0][0]['view'], which is not donated. Return a new value, or donate the "
+        "argument.",
     ),
     (
         lambda: fs.jit(lambda x: {"x": x, "n": 3, "none": None})(X),
-        "jit: the result of the function: leaves are no tensors\n"
+        "the result of the function: leaves are no tensors\n"
         "  ['n']: expected a Sharded leaf or a tensor, got an int\n"
         "To fix: keep other values out of the tree.",
     ),
     *((lambda f=f: fs.jit(f)(X), KEY_IS_MISSING) for f in (draws_before_a_key, draws_behind_a_key, draws_in_a_branch)),
     (
-        lambda: fs.jit(scale, static_argnums=("by",)),
-        "jit: static_argnums must be one or more positions of arguments, counted from 0. Got ('by',).",
-    ),
-    (
-        lambda: fs.jit(scale, static_argnums=(1, 2)),
-        f"jit: static_argnums=(1, 2) names argument 2, {BY_POSITION}",
-    ),
-    (
-        lambda: fs.jit(scale, donate_argnums=3),
-        f"jit: donate_argnums=(3,) names argument 3, {BY_POSITION}",
-    ),
-    (
         lambda: fs.jit(scale, donate_argnums=(0, 1))(X.clone(), by=X.clone()),
-        "jit: donate_argnums=(0, 1) names an argument that this call does not pass by position (it passes 1). Count "
-        "from 0, and pass donated arguments by position.",
+        "donate_argnums=(0, 1) names an argument that this call does not pass by position (it passes 1). Count from 0, "
+        "and pass donated arguments by position.",
     ),
-    (
-        lambda: fs.jit(scale, donate_argnums=(0, 1), static_argnums=1),
-        "jit: argument 1 is in static_argnums and in donate_argnums. A static argument has no memory to donate.",
-    ),
-    (lambda: fs.jit(3), "jit: expected f to be a function, got an int"),
-    (
-        lambda: fs.jit(scale, backend="fast"),
-        "jit: expected backend to be one of ('graph', 'inductor') or a function, got 'fast'",
-    ),
+    (lambda: fs.jit(3), "expected f to be a function, got an int"),
     (
         lambda: fs.jit(lambda state, x: x, donate_argnums=0)({"a": X}, X.clone()),
-        "jit: argument 0 is donated, but no part of the result has its structure (or another donated argument took "
-        "that part). Return the new value of the argument, or do not donate it.",
+        "argument 0 is donated, but no part of the result has its structure (or another donated argument took that "
+        "part). Return the new value of the argument, or do not donate it.",
     ),
 ]
 UNHASHABLE = [
@@ -164,8 +158,11 @@ UNHASHABLE = [
 
 
 def test_refusals():
-    for call, text in REFUSED:
-        with refused(text):
+    for options, text in OPTIONS:
+        with refused(f"jit: {text}"):
+            fs.jit(scale, **options)
+    for call, text in CALLS:
+        with refused(f"jit: {text}"):
             call()
     for call, text in UNHASHABLE:
         with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):

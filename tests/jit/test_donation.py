@@ -15,7 +15,7 @@ X = torch.arange(3.0)
 BACKENDS = ("graph", lambda graph, inputs: graph)
 
 
-def places(tree):
+def addresses_of(tree):
     return [tensor.data_ptr() for tensor in tensors(tree)]
 
 
@@ -23,8 +23,8 @@ def plus_one(tree):
     return fs.tree_map(lambda leaf: leaf + 1, tree)
 
 
-def donated(what, path):
-    return rf"{what}: arguments were donated\n  {path}: was donated to an earlier call, so it is empty now\n"
+def donated(verb, path):
+    return rf"{verb}: arguments were donated\n  {path}: was donated to an earlier call, so it is empty now\n"
 
 
 @on_ranks(2)
@@ -41,14 +41,14 @@ def test_every_leaf_stays_where_it_is():
     batches = [normal(n + 10 * torch.distributed.get_rank())(2, 5) for n in range(STEPS)]
     forms, before = [fs.jit(f, donate_argnums=0) for f in (step, in_place)], copied(batches)
     states = [copied(expected) for _ in forms]
-    where = places(states)
+    addresses = addresses_of(states)
     for batch in batches:
         old = states[0]
-        expected, wanted = step(expected, batch)
+        expected, expected_value = step(expected, batch)
         for n, jitted in enumerate(forms):
             states[n], value = jitted(states[n], batch)
-            assert_alike((states[n], value), (expected, wanted))
-        assert places(states) == where
+            assert_alike((states[n], value), (expected, expected_value))
+        assert addresses_of(states) == addresses
     assert_alike(batches, before)
     with pytest.raises(ValueError, match=donated("jit", r"\[0\]\[0\]\.step")):
         forms[0](old, batches[0])
@@ -78,11 +78,11 @@ def test_what_was_donated_is_refused_outside_of_jit():
         "reshard": lambda tree: fs.reshard(tree, fs.ddp(one_axis())),
         "update": lambda tree: fs.update(tx, state._replace(params=tree), grads),
     }
-    for what, verb in verbs.items():
-        path = r"\.params\['x'\]" if what == "update" else r"\['x'\]"
-        with pytest.raises(ValueError, match=donated(what, path)):
-            verb(params)
-        verb(new)
+    for name, call in verbs.items():
+        path = r"\.params\['x'\]" if name == "update" else r"\['x'\]"
+        with pytest.raises(ValueError, match=donated(name, path)):
+            call(params)
+        call(new)
     whole = {"x": X.clone()}
     fs.jit(plus_one, donate_argnums=0)(whole)
     with pytest.raises(ValueError, match=donated("value_and_grad", r"\['x'\]")):
@@ -110,11 +110,11 @@ def test_values_are_read_before_they_are_written_over():
         expected = f(tree)
         for backend in BACKENDS:
             given = copied(tree)
-            where = places(given)
-            found = fs.jit(f, donate_argnums=0, backend=backend)(given)
-            assert_alike(found, expected)
+            addresses = addresses_of(given)
+            actual = fs.jit(f, donate_argnums=0, backend=backend)(given)
+            assert_alike(actual, expected)
             # Others may not keep the order of what reads and writes an input.
-            assert (places(found) == where) or backend != "graph"
+            assert (addresses_of(actual) == addresses) or backend != "graph"
     # What is returned beside its successor keeps its values.
     new, old = fs.jit(lambda x: ({"x": x + 1}, x), donate_argnums=0)(X.clone())
     assert_alike((new["x"], old), (X + 1, X))
@@ -123,13 +123,13 @@ def test_values_are_read_before_they_are_written_over():
 def test_only_the_part_with_the_argument_s_structure_is_written():
     jitted = fs.jit(lambda a, b: (a["x"] + b["y"], {"y": b["y"] * 2}, {"x": a["x"] * 3}), donate_argnums=(0, 1))
     a, b = {"x": X.clone()}, {"y": X.clone()}
-    where = places((b, a))
+    addresses = addresses_of((b, a))
     total, *new = jitted(a, b)
     assert_alike((total, *new), (2 * X, {"y": 2 * X}, {"x": 3 * X}))
-    assert places(new) == where
+    assert addresses_of(new) == addresses
     # Another shape or dtype is not written over, nor memory that elements share, such as counts of torch.func.vmap.
-    found = fs.jit(lambda t: {"a": t["a"][:2], "b": t["b"].double()}, donate_argnums=0)({"a": X + 1, "b": X.clone()})
-    assert_alike(found, {"a": (X + 1)[:2], "b": X.double()})
+    actual = fs.jit(lambda t: {"a": t["a"][:2], "b": t["b"].double()}, donate_argnums=0)({"a": X + 1, "b": X.clone()})
+    assert_alike(actual, {"a": (X + 1)[:2], "b": X.double()})
     assert_alike(fs.jit(plus_one, donate_argnums=0)({"n": X[1:2].expand(4)}), {"n": torch.full((4,), 2.0)})
     assert X.equal(torch.arange(3.0))
     # Gradients have the structure of the new state's parameters, which are the state's own.
@@ -155,9 +155,9 @@ def test_memory_that_other_tensors_have_is_copied_before_it_is_written_to():
 
     for overlap in OVERLAPS:
         for backend in BACKENDS:
-            found = fs.jit(f, donate_argnums=0, backend=backend)(*overlap(X.clone()))
-            assert_alike(found, f(*overlap(X)))
-            assert len(set(places(found))) == len(places(found))
+            actual = fs.jit(f, donate_argnums=0, backend=backend)(*overlap(X.clone()))
+            assert_alike(actual, f(*overlap(X)))
+            assert len(set(addresses_of(actual))) == len(addresses_of(actual))
     a, b = torch.arange(6.0).split(3)
     assert_alike(fs.jit(plus_one, donate_argnums=0)({"a": a, "b": b}), {"a": X + 1, "b": X + 4})
 

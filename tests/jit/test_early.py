@@ -14,7 +14,7 @@ from tests.jit.steps import train_step
 from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, normal, one_axis
 
-WIDTH, LAYERS = 256, 6
+WIDTH, LAYERS = 64, 6
 LEAF = 4 * WIDTH * WIDTH
 adamw = partial(fs.from_torch, torch.optim.AdamW, lr=1e-3)
 # Each optimizer with a strategy.
@@ -83,5 +83,5 @@ def test_nothing_is_overwritten_before_the_backward_has_read_it():
 
         expected = step(state.params, batches[0], lambda leaf: leaf * 0.5)
         jitted = fs.jit(step, donate_argnums=0, static_argnums=2)
-        found = jitted(state.params, batches[0], lambda leaf: leaf.mul_(0.5))
-        assert_same_bits(fs.unshard(found), fs.unshard(expected))
+        actual = jitted(state.params, batches[0], lambda leaf: leaf.mul_(0.5))
+        assert_same_bits(fs.unshard(actual), fs.unshard(expected))

@@ -8,15 +8,7 @@ from torch import nn, optim
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
-from tests.jit.steps import (
-    STEPS,
-    Case,
-    adamw,
-    assert_on_ranks,
-    train_step,
-    trained,
-    updating,
-)
+from tests.jit.steps import STEPS, Case, adamw, assert_on_ranks, train_step, trained, updating
 from tests.optim.test_table import TABLE
 from tests.ranks import my_rank, on_ranks, world_of
 from tests.test_law_ddp import batches as whole_batches

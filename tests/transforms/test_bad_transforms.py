@@ -27,80 +27,62 @@ NO_AXES = (
 LAYOUT = "{}: min_shard_elements has no effect with layout=. Pass it to the transform that you give as layout."
 FIXED = "{0}: {1} is decided by {0} itself. Leave it out, or use fs.zero3."
 COUNT = "{}: expected prefetch to be a whole number, 0 or more, or None, got -1"
-STRATEGIES = {"ddp": fs.ddp, "zero1": fs.zero1, "zero2": fs.zero2, "zero3": fs.zero3, "hsdp": fs.hsdp}
+STRATEGIES = (fs.ddp, fs.zero1, fs.zero2, fs.zero3, fs.hsdp)
 STAY = (
     "compose: two of these are strategies such as zero3. Keep one, and replace the other by its layout, such as "
     "fs.fully_shard."
 )
 NO_LAYOUT = "compose: expected transforms to be ShardTransforms such as fs.fully_shard(mesh), got a str"
+
+
+def option(make, mesh, text, **options):
+    """The row of a function of a mesh whose options are wrong; they are values, or functions of the mesh."""
+
+    def call(on):
+        return make(on, **{name: value(on) if callable(value) else value for name, value in options.items()})
+
+    return setup(f"{make.__name__} of {options}", call, text.format(make.__name__, *options), mesh)
+
+
+DECIDED = (
+    *((fs.ddp, name) for name in ("regather", "min_shard_elements", "layout")),
+    *((fs.zero1, "regather"), (fs.zero2, "regather"), (fs.hsdp, "layout")),
+)
+NO_AXIS = "{}: expected replicate_axis to be one of ('replicate', 'shard'), got 'node'; name it in init_mesh"
 ARGUMENTS = [
-    setup(
-        "an axis for replicas that the mesh lacks",
-        lambda mesh: fs.hsdp(mesh, replicate_axis="node"),
-        "hsdp: expected replicate_axis to be one of ('replicate', 'shard'), got 'node'; name it in init_mesh",
-        GRID,
-    ),
-    setup("hsdp of less than no elements", lambda mesh: fs.hsdp(mesh, min_shard_elements=-1), SMALLEST, GRID),
-    setup("split_dim on a mesh of two axes", lambda mesh: fs.split_dim(mesh, dim=0), ONE_AXIS, GRID),
-    *(
-        setup(
-            f"two of layout, in {name}",
-            lambda m, make=STRATEGIES[name], n=elements: make(m, layout=fs.fully_shard(m), min_shard_elements=n),
-            LAYOUT.format(name),
-            MESH,
-        )
-        for name, elements in (("zero1", 3), ("zero2", 3), ("zero3", 1024))
-    ),
-    *(
-        setup(
-            f"a layout without axes, in {name}",
-            lambda m, make=STRATEGIES[name]: make(m, layout=BFLOAT16),
-            NO_AXES.format(name),
-            MESH,
-        )
-        for name in ("zero1", "zero2", "zero3")
-    ),
-    *(
-        setup(
-            f"{option} of {name}",
-            lambda m, make=STRATEGIES[name], o=option: make(m, **{o: None}),
-            FIXED.format(name, option),
-            GRID,
-        )
-        for name, options in {
-            "ddp": ("regather", "min_shard_elements", "layout"),
-            "zero1": ("regather",),
-            "zero2": ("regather",),
-            "hsdp": ("layout",),
-        }.items()
-        for option in options
-    ),
-    *(
-        setup(f"prefetch of {name}", lambda m, make=make: make(m, prefetch=-1), COUNT.format(name), GRID)
-        for name, make in STRATEGIES.items()
-    ),
-    setup("a layout that is no transform", lambda mesh: fs.zero3(mesh, layout="zero2"), NO_LAYOUT, MESH),
-    setup("a strategy as zero3's layout", lambda mesh: fs.zero3(mesh, layout=fs.zero2(mesh)), STAY, MESH),
+    option(fs.hsdp, GRID, NO_AXIS, replicate_axis="node"),
+    option(fs.hsdp, GRID, SMALLEST, min_shard_elements=-1),
+    option(fs.split_dim, GRID, ONE_AXIS, dim=0),
+    option(fs.zero1, MESH, LAYOUT, layout=fs.fully_shard, min_shard_elements=3),
+    option(fs.zero2, MESH, LAYOUT, layout=fs.fully_shard, min_shard_elements=3),
+    option(fs.zero3, MESH, LAYOUT, layout=fs.fully_shard, min_shard_elements=1024),
+    *(option(make, MESH, NO_AXES, layout=BFLOAT16) for make in (fs.zero1, fs.zero2, fs.zero3)),
+    *(option(make, GRID, FIXED, **{name: None}) for make, name in DECIDED),
+    *(option(make, GRID, COUNT, prefetch=-1) for make in STRATEGIES),
+    option(fs.zero3, MESH, NO_LAYOUT, layout="zero2"),
+    option(fs.zero3, MESH, STAY, layout=fs.zero2),
 ]
 
-# What is composed of a mesh of two axes, and the error.
-COMPOSED = {
-    "split_dim in a mask before ddp": (
-        lambda grid: (fs.masked(fs.split_dim(grid["replicate"], dim=0), "a"), fs.ddp(grid)),
+
+def composed(text, make):
+    """The row of what is composed of a mesh of two axes."""
+    return setup(text, lambda grid: fs.compose(*make(grid)), text, GRID)
+
+
+COMPOSED = [
+    composed(
         EARLY.format("replicate", "shard"),
+        lambda grid: (fs.masked(fs.split_dim(grid["replicate"], dim=0), "a"), fs.ddp(grid)),
     ),
-    "split_dim over the axis that is gathered over": (
-        lambda grid: (fs.zero3(grid), fs.split_dim(grid["shard"], dim=0)),
-        TWICE.format(["shard"]),
-    ),
-    "a strategy in a mask behind one": (
+    composed(TWICE.format(["shard"]), lambda grid: (fs.zero3(grid), fs.split_dim(grid["shard"], dim=0))),
+    composed(
+        STAY,
         lambda grid: (
             fs.zero3(grid, "replicate"),
             fs.masked(fs.zero3(grid), "a", otherwise=fs.replicate(grid["shard"])),
         ),
-        STAY,
     ),
-}
+]
 
 
 def bfloat16_of(mask, strategy):
@@ -138,20 +120,20 @@ LEAVES = [
     ),
     setup("otherwise of an optimizer", fs.masked, OPTIMIZER, SGD, "a", fs.cast()),
     *(
-        setup(f"a mask of {mask!r}", fs.masked, MASK.format(found), fs.cast(), mask)
-        for mask, found in ((3, "an int"), ((), "a tuple"), (("a", 1), "a tuple"))
+        setup(f"a mask of {mask!r}", fs.masked, MASK.format(kind), fs.cast(), mask)
+        for mask, kind in ((3, "an int"), ((), "a tuple"), (("a", 1), "a tuple"))
     ),
     setup("gather without names", lambda t: t.gather([], []), NAMELESS, fs.masked(fs.cast(), "a")),
 ]
 
 
-def test_an_option_that_no_strategy_has_is_refused_by_name():
+@pytest.mark.rows(5)
+@pytest.mark.parametrize("make", STRATEGIES)
+def test_an_option_that_no_strategy_has_is_refused_by_name(make):
     mesh = fs.init_mesh({"replicate": 1, "shard": 1}, device="cpu")
-    for name, make in STRATEGIES.items():
-        with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'merge'"):
-            make(mesh, merge=3)
+    with pytest.raises(TypeError, match=rf"^{make.__name__}\(\) got an unexpected keyword argument 'merge'"):
+        make(mesh, merge=3)
 
 
 def test_bad_arguments_are_refused():
-    composed = [setup(name, lambda g, f=f: fs.compose(*f(g)), text, GRID) for name, (f, text) in COMPOSED.items()]
-    assert_all_refused([*ARGUMENTS, *composed, *LEAVES])
+    assert_all_refused([*ARGUMENTS, *COMPOSED, *LEAVES])

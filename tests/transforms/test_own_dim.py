@@ -39,8 +39,8 @@ def grid(shard, expert):
     return fs.init_mesh({"shard": shard, "expert": expert}, device="cpu")
 
 
-def layout(mesh, rest, own):
-    return fs.masked(fs.compose(own, fs.own_dim(mesh["expert"])), "experts.*", otherwise=rest)
+def layout(mesh, rest, inner):
+    return fs.masked(fs.compose(inner, fs.own_dim(mesh["expert"])), "experts.*", otherwise=rest)
 
 
 def whole(mesh):

@@ -72,6 +72,10 @@ def test_views_share_memory_and_random_numbers_are_those_of_eager_code():
         assert_trees_close(fs.jit(f, backend="inductor")(x), f(x), **within(f(x), terms=2))
 
 
+def communication(nodes):
+    return [str(node.target) for node in nodes if node.target in STARTS or is_wait(node)]
+
+
 @pytest.mark.slow
 def test_kernels_lie_between_the_collectives_of_the_graph():
     # Else there is no code where an earlier run has left its kernels.
@@ -81,11 +85,7 @@ def test_kernels_lie_between_the_collectives_of_the_graph():
     for text in code:
         assert not any(word in text for word in ("fshard", "_c10d_functional", "wait_tensor", "copy_(", "_fused_adamw"))
     nodes = nodes_of(inductor)
-    order, wanted = (
-        [str(node.target) for node in found if node.target in STARTS or is_wait(node)]
-        for found in (nodes, nodes_of(graph_of(prefetch=1)[0]))
-    )
-    assert order == wanted
+    assert communication(nodes) == communication(nodes_of(graph_of(prefetch=1)[0]))
     # Units alike share their kernels, and donated leaves are written in their place.
     compiled = _compat.compile_by_inductor.__module__
     pieces = [n.target for n in nodes if n.op == "call_function" and getattr(n.target, "__module__", "") == compiled]

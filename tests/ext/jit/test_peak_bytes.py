@@ -52,8 +52,8 @@ def work(rows, results):
 
     torch.set_num_threads(1)
     mesh = fs.init_mesh({"shard": -1}, device="cpu")
-    found = [measured(*row, mesh, meter.meter()) for row in rows]
-    Path(results, f"{mesh.get_rank()}.json").write_text(json.dumps(found))
+    measures = [measured(*row, mesh, meter.meter()) for row in rows]
+    Path(results, f"{mesh.get_rank()}.json").write_text(json.dumps(measures))
 
 
 # Strategies, whether the state is donated, whether layers are checkpointed, and sequences. With many activations
@@ -76,8 +76,8 @@ def test_peak_is_what_the_malloc_counter_measures(tmp_path, monkeypatch):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
-        for row, (bytes_measured, predicted) in zip(ROWS, found, strict=True):
+        measures = json.loads((tmp_path / f"{rank}.json").read_text())
+        for row, (bytes_measured, predicted) in zip(ROWS, measures, strict=True):
             assert predicted == pytest.approx(bytes_measured, rel=TOLERANCE), (row, rank)
 
 

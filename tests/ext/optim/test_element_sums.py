@@ -47,8 +47,8 @@ def test_sums_have_the_bits_of_one_rank():
         assert_same_bits(element_sums(list(sharded.values()), square), expected)
         # A sum over one dim leaves the others split.
         cube = sharded["cube"]
-        (found,) = element_sums([fs.tree_map(lambda x: x.double() ** 2, cube)], torch.Tensor.double, dim=-2)
-        assert_same_bits(fs.unshard(fs.Sharded(found, replace(cube.spec, shape=(9, 1, 7)))), middle)
+        (actual,) = element_sums([fs.tree_map(lambda x: x.double() ** 2, cube)], torch.Tensor.double, dim=-2)
+        assert_same_bits(fs.unshard(fs.Sharded(actual, replace(cube.spec, shape=(9, 1, 7)))), middle)
 
 
 def test_sums_are_exact_but_for_their_digits():
@@ -57,11 +57,11 @@ def test_sums_are_exact_but_for_their_digits():
         values = normal(count)(count) * 10.0 ** (spread * normal(1)(count).clamp(-1, 1))
         expected = math.fsum((values**2).tolist())
         for given, times in ((values, 1), (torch.complex(values, 2 * values), 5)):
-            found = element_sums([given], square)[0].item()
-            assert abs(found - times * expected) <= tolerance(torch.float64, count + 1, times * expected)
+            actual = element_sums([given], square)[0].item()
+            assert abs(actual - times * expected) <= tolerance(torch.float64, count + 1, times * expected)
     for odd in (math.inf, math.nan, 1e300):
-        (found,) = element_sums([torch.tensor([1.0, -odd, 2.0], dtype=torch.float64)], square)
-        assert str(found.item()) == str(odd * odd)
+        (actual,) = element_sums([torch.tensor([1.0, -odd, 2.0], dtype=torch.float64)], square)
+        assert str(actual.item()) == str(odd * odd)
 
 
 def with_clip(tx):
@@ -114,8 +114,8 @@ def check_updates_have_the_same_bits_at_any_world_size(table, world_size=3):
         rows = zip(LAYOUTS, names, strict=True)
         return [(name, trained({name: table[name]}, LAYOUTS[layout](meshes()))[name]) for layout, name in rows]
 
-    for found in spmd(program, world_size, timeout=600.0):
-        for name, values in found:
+    for rows in spmd(program, world_size, timeout=600.0):
+        for name, values in rows:
             assert all(a.equal(b) for a, b in zip(values, expected[name], strict=True)), name
 
 

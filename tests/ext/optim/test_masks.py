@@ -65,9 +65,9 @@ def test_masked_passes_the_other_gradients_through():
 @on_ranks(3)
 def test_leaves_may_be_chosen_by_shapes():
     """As by names; a leaf's shape is that of the full one, also where a rank has none of its rows."""
-    strategy, found = fs.zero2(one_axis(), min_shard_elements=0), []
+    strategy, results = fs.zero2(one_axis(), min_shard_elements=0), []
     for mask in (lambda name, leaf: leaf.dim() >= 2, ("0.weight", "2.weight")):
         tx = fs.chain(fs.add_decayed_weights(0.1, mask), fs.freeze(fs.sgd(0.1, momentum=0.9), "1.*"))
         state = fs.TrainState.create(fs.shard(module(), strategy), tx)
-        found.append(fs.unshard(fs.update(tx, state, fs.shard(gradients(1), strategy)).params))
-    assert_same_bits(*found)
+        results.append(fs.unshard(fs.update(tx, state, fs.shard(gradients(1), strategy)).params))
+    assert_same_bits(*results)

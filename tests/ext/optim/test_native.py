@@ -55,11 +55,11 @@ def test_leaves_keep_their_dtype():
     """A schedule from torch gives float64, which must not widen a leaf of shape (); nor do gradients narrow one."""
     for ours, hyper in OURS.values():
         for lr in (0.1, number(0.1), lambda count: 0.05 * count.double()):
-            found = run(ours(**hyper | {"lr": lr}), make=lambda seed: tree(seed, torch.bfloat16))
-            assert {leaf.dtype for leaf in fs.tree_leaves(found)} == {torch.bfloat16, torch.int64}
+            actual = run(ours(**hyper | {"lr": lr}), make=lambda seed: tree(seed, torch.bfloat16))
+            assert {leaf.dtype for leaf in fs.tree_leaves(actual)} == {torch.bfloat16, torch.int64}
         params, tx = tree(0, torch.float32), ours(**hyper)
-        found = tx.update(tree(1, torch.bfloat16), tx.init(params), params)
-        assert {leaf.dtype for leaf in fs.tree_leaves(found)} == {torch.float32, torch.int64}
+        actual = tx.update(tree(1, torch.bfloat16), tx.init(params), params)
+        assert {leaf.dtype for leaf in fs.tree_leaves(actual)} == {torch.float32, torch.int64}
 
 
 def test_a_chain_of_pieces_is_the_optimizer():
@@ -68,8 +68,8 @@ def test_a_chain_of_pieces_is_the_optimizer():
     assert_same_bits(run(pieces)[0], run(fs.adam(0.1, (0.8, 0.9), 1e-3))[0])
     make = lambda seed: torch.view_as_complex(normal(seed)(5, 3, 2))  # noqa: E731
     expected = make(0) - sum(0.1 * 0.5**step * make(step + 1) for step in range(STEPS))
-    found, _ = run(fs.sgd(lambda count: 0.1 * 0.5 ** int(count)), make=make)
-    assert_trees_close(found, expected, **within(expected, terms=STEPS + 1))
+    actual, _ = run(fs.sgd(lambda count: 0.1 * 0.5 ** int(count)), make=make)
+    assert_trees_close(actual, expected, **within(expected, terms=STEPS + 1))
 
 
 def learned(row, updates, grad_of, outer):
@@ -132,10 +132,10 @@ def check_derivatives_of_shards_are_those_of_full_trees(row, world_size, layout)
         return fs.objective(share * inner_loss(fs.gather(params), step), params, reduce="sum")
 
     loss = learned(row, 2, torch.func.grad(local), lambda params: local(params, STEPS))
-    found, found_numbers = torch.func.grad(loss, argnums=(0, 1))(params, numbers)
+    of_params, of_numbers = torch.func.grad(loss, argnums=(0, 1))(params, numbers)
     # Two updates and three losses, each with sums over the elements and the ranks.
     near = within(expected, ELEMENTS + world_size, steps=5)
-    assert_trees_close((fs.unshard(found), found_numbers), expected, **near)
+    assert_trees_close((fs.unshard(of_params), of_numbers), expected, **near)
 
 
 @pytest.mark.rows(2)

@@ -44,9 +44,9 @@ def test_values_are_those_of_torch():
             scheduler.step()
         assert len(set(expected)) > 1
         schedule = fs.from_torch_scheduler(cls, 0.1, STEPS, name=name, **arguments)
-        found = [schedule(torch.tensor(count)) for count in (*range(STEPS), 10**12)]
-        assert {(value.dtype, value.shape) for value in found} == {(torch.float64, ())}
-        assert [*map(float, found)] == [*expected, expected[-1]]
+        actual = [schedule(torch.tensor(count)) for count in (*range(STEPS), 10**12)]
+        assert {(value.dtype, value.shape) for value in actual} == {(torch.float64, ())}
+        assert [*map(float, actual)] == [*expected, expected[-1]]
 
 
 @pytest.mark.rows(4)
@@ -82,10 +82,7 @@ def test_schedules_in_closed_form():
     pairs = (
         (fs.schedules.linear(0.1, 0.4, 7), line),
         (fs.schedules.cosine(0.4, STEPS, end_value=0.1), half),
-        (
-            fs.schedules.warmup_cosine(0.1, 0.4, 4, STEPS),
-            table(warmed_up, 0.4, length, warmup=4, start_factor=0.25),
-        ),
+        (fs.schedules.warmup_cosine(0.1, 0.4, 4, STEPS), table(warmed_up, 0.4, length, warmup=4, start_factor=0.25)),
         (fs.schedules.warmup_cosine(0.0, 0.4, 0, STEPS, end_value=0.1), half),
     )
     for schedule, expected in pairs:

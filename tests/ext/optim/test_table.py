@@ -104,9 +104,9 @@ def test_reshard_of_a_state_of_rows_and_columns():
         made = tx.init(moved.params)
         for field in ("row", "column"):
             assert getattr(moved.opt_state, field)["wide"].spec == getattr(made, field)["wide"].spec
-        found = fs.unshard(fs.update(tx, moved, moved.params))
+        updated_state = fs.unshard(fs.update(tx, moved, moved.params))
         # Means over the rows or columns of a leaf.
-        fs.testing.assert_trees_close(found.params, after.params, **within(after.params, terms=70))
+        fs.testing.assert_trees_close(updated_state.params, after.params, **within(after.params, terms=70))
 
 
 def muon():

@@ -55,11 +55,28 @@ def stateful(cls, hyper):
     return {name: param.detach() for name, param in params.items()}
 
 
-LAYOUTS = {
-    "rows": lambda mesh: fs.zero2(mesh, min_shard_elements=0),
-    "columns": lambda mesh: fs.fully_shard(mesh, dim=-1),
-    "large ones alone": lambda mesh: fs.zero2(mesh, min_shard_elements=100),
+# Layouts on the ranks in a line.
+LINE = {
+    "rows": lambda line: fs.zero2(line, min_shard_elements=0),
+    "columns": lambda line: fs.fully_shard(line, dim=-1),
+    "large ones alone": lambda line: fs.zero2(line, min_shard_elements=100),
     "none": fs.ddp,
+}
+
+
+def owned(grid):
+    return fs.masked(
+        fs.compose(fs.fully_shard(grid["shard"], dim=1), fs.own_dim(grid["tp"])),
+        "square",
+        otherwise=fs.hybrid_shard(grid, axis="shard", replicate_axis="tp"),
+    )
+
+
+# Layouts on a grid, with exchanges: there, back and counts, over each axis of each way to put leaves together.
+GRID = {
+    "two dims": (lambda grid: fs.compose(fs.fully_shard(grid["tp"], dim=1), fs.fully_shard(grid["shard"])), 6),
+    "one dim": (lambda grid: fs.compose(fs.fully_shard(grid["tp"]), fs.fully_shard(grid["shard"])), 6),
+    "owned": (owned, 3 + 6),
 }
 
 
@@ -78,16 +95,30 @@ def trained(cls, hyper, strategy):
 @pytest.mark.parametrize("name", CLASSES)
 def test_it_is_the_class_itself_bit_for_bit(name):
     expected = stateful(*CLASSES[name])
-    for make in LAYOUTS.values():
+    for make in LINE.values():
         state, _ = trained(*CLASSES[name], make(one_axis()))
         assert_same_bits(fs.unshard(state.params), expected)
+
+
+@pytest.mark.rows(1)
+@on_ranks(4, 6)
+@pytest.mark.parametrize("name", CLASSES)
+def test_leaves_over_several_axes_travel_over_one_after_another(name):
+    expected = stateful(*CLASSES[name])
+    grid = fs.init_mesh({"tp": 2, "shard": -1}, device="cpu")
+    for make, exchanges in GRID.values():
+        state, sent = trained(*CLASSES[name], make(grid))
+        assert_same_bits(fs.unshard(state.params), expected)
+        assert len(sent) == exchanges
+        shards = [leaf for leaf in flatten(state.opt_state).leaves if is_sharded(leaf)]
+        assert all(leaf.local.shape == leaf.spec.local_shape for leaf in shards)
 
 
 @on_ranks(3)
 def test_a_rank_sends_its_share_of_what_is_stepped(world_size):
     """To others: in go parameters, gradients and state, out come parameters and state, without single numbers."""
     full = {f"w{i}": torch.ones(12 * world_size, 8) for i in range(2 * world_size)}
-    tx, params = fs.whole(fs.from_torch(optim.Muon, lr=0.1)), fs.shard(full, LAYOUTS["rows"](one_axis()))
+    tx, params = fs.whole(fs.from_torch(optim.Muon, lr=0.1)), fs.shard(full, LINE["rows"](one_axis()))
     state = tx.init(params)
     with fs.comm.record() as record:
         tx.update(params, state, params)
@@ -98,31 +129,3 @@ def test_a_rank_sends_its_share_of_what_is_stepped(world_size):
         # Muon counts nothing; from_torch counts updates once for each leaf, in 8 bytes.
         ("all_to_all", "whole", 8 * 2 * (world_size - 1)),
     ]
-
-
-@pytest.mark.rows(1)
-@pytest.mark.parametrize(("name", "world_size"), [("Muon", 4), ("Shampoo", 4), ("Adafactor", 6), ("AdamW", 8)])
-@on_ranks()
-def test_leaves_over_several_axes_travel_over_one_after_another(name):
-    expected = stateful(*CLASSES[name])
-    # There, back and counts, over each axis of each way to put leaves together.
-    exchanges = {"rows": 3, "columns": 3, "two dims": 6, "one dim": 6, "owned": 3 + 6}
-    mesh = fs.init_mesh({"tp": 2, "shard": -1}, device="cpu")
-    line = one_axis()
-    layouts = {
-        "rows": fs.fully_shard(line),
-        "columns": fs.fully_shard(line, dim=1),
-        "two dims": fs.compose(fs.fully_shard(mesh["tp"], dim=1), fs.fully_shard(mesh["shard"])),
-        "one dim": fs.compose(fs.fully_shard(mesh["tp"]), fs.fully_shard(mesh["shard"])),
-        "owned": fs.masked(
-            fs.compose(fs.fully_shard(mesh["shard"], dim=1), fs.own_dim(mesh["tp"])),
-            "square",
-            otherwise=fs.hybrid_shard(mesh, axis="shard", replicate_axis="tp"),
-        ),
-    }
-    for layout, strategy in layouts.items():
-        state, sent = trained(*CLASSES[name], strategy)
-        assert_same_bits(fs.unshard(state.params), expected)
-        assert len(sent) == exchanges[layout]
-        local = [leaf for leaf in flatten(state.opt_state).leaves if is_sharded(leaf)]
-        assert all(leaf.local.shape == leaf.spec.local_shape for leaf in local)

@@ -33,7 +33,7 @@ def program(sizes, schedule):
     ("sizes", "schedule", "world"),
     [
         ((2, 1, 1, 2), "1f1b", 4),
-        ((1, 2, 2, 1), "gpipe", 4),
+        pytest.param((1, 2, 2, 1), "gpipe", 4, marks=pytest.mark.slow),
         pytest.param((2, 2, 2, 2), "1f1b", 16, marks=pytest.mark.slow),
         pytest.param((2, 1, 1, 2), "1f1b", "4 processes", marks=pytest.mark.slow),
     ],
@@ -42,7 +42,7 @@ def program(sizes, schedule):
 @pytest.mark.timeout(500)
 def test_training_is_that_of_one_process(sizes, schedule, world, workers):
     ((losses, params),) = spmd(partial(program, (1, 1, 1, 1), "gpipe"), 1)
-    for found_losses, found in spmd(partial(program, sizes, schedule), world_of(world, workers), timeout=400):
+    for results in spmd(partial(program, sizes, schedule), world_of(world, workers), timeout=400):
         # Sums over all tokens, in parts of ranks, which layers hand on, forward and backward, and so do steps.
         near = within((losses, params), terms=SIZES.batch * SIZES.context, steps=2 * SIZES.layers * SIZES.steps)
-        assert_trees_close((found_losses, found), (losses, params), **near)
+        assert_trees_close(results, (losses, params), **near)

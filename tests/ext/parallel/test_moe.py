@@ -106,65 +106,53 @@ def one_process(**options):
     return torch.func.grad_and_value(mean)(initial())
 
 
-def layout_of(mesh, own, axes):
-    return fs.masked(fs.compose(own, fs.own_dim(mesh["expert"])), "*experts*", fs.hybrid_shard(mesh, **axes))
-
-
 def inside(mesh):
-    own = fs.fully_shard(mesh["shard"], dim=1)
-    return fs.zero3(mesh, layout=layout_of(mesh, own, {"axis": "shard", "replicate_axis": "expert"}), bucket_bytes=0)
+    """ZeRO-3 of all leaves; those of experts are split over "shard" within what a rank of "expert" owns."""
+    experts = fs.compose(fs.fully_shard(mesh["shard"], dim=1), fs.own_dim(mesh["expert"]))
+    rest = fs.hybrid_shard(mesh, axis="shard", replicate_axis="expert")
+    return fs.zero3(mesh, layout=fs.masked(experts, "*experts*", rest), bucket_bytes=0)
 
 
-def beside(mesh):
-    return fs.zero3(
-        mesh, layout=layout_of(mesh, fs.replicate(mesh["shard"]), {"axis": "expert", "replicate_axis": "shard"})
-    )
-
-
-def setting(sizes, strategy=inside, tokens=None):
+def setting(sizes, tokens=None):
     """Parameters, this rank's tokens, and options of a mixture."""
     mesh = fs.init_mesh(dict(zip(("shard", "expert"), sizes, strict=True)), device="cpu")
     axes = [fs.axis_of(mesh, name) for name in ("shard", "expert")]
     place, ranks = fs.comm.rank(axes[0]) * sizes[1] + fs.comm.rank(axes[1]), sizes[0] * sizes[1]
     tokens = tokens or [TOKENS // ranks] * ranks
     batch = [tensor.split(tokens)[place] for tensor in data()]
-    return fs.shard(initial(), strategy(mesh)), batch, {"axis": axes[1], "axes": axes}
+    return fs.shard(initial(), inside(mesh)), batch, {"axis": axes[1], "axes": axes}
 
 
 # Sums over all tokens, in parts of ranks and experts, forward and backward.
 near = partial(within, terms=TOKENS, steps=2)
 
 
-def found_by(params, batch, **options):
-    run = fs.value_and_grad(lambda p, x, y: loss_fn(p, x, y, parallel, **options), reduce="weighted")
+def assert_is_dense(sizes, expected, tokens=None, **options):
+    params, batch, axes = setting(sizes, tokens)
+    run = fs.value_and_grad(lambda p, x, y: loss_fn(p, x, y, parallel, **axes, **options), reduce="weighted")
     value, grads = run(params, *batch)
-    return fs.unshard(grads), value
+    assert_trees_close((fs.unshard(grads), value), expected, **near(expected))
 
 
 @pytest.mark.rows(2)
-@on_ranks(2, 4, 8, "2 processes")
+@on_ranks(2, 4, 8, pytest.param("2 processes", marks=pytest.mark.slow))
 def test_it_is_the_dense_mixture(world_size):
     """Also where all choose one expert, where a rank has no tokens, and by capacity."""
     sizes = {2: (1, 2), 4: (2, 2), 8: (2, 4)}[world_size]
-    uneven = [20, 0, 27, 1] if world_size == 4 else None
+    uneven = [20, 0, 27, 1] if world_size == 4 else [TOKENS, *[0] * (world_size - 1)]
     for case in OPTIONS:
         expected = one_process(**case)
-        for strategy, tokens in ((inside, None), (beside, None), (inside, uneven)):
-            params, batch, options = setting(sizes, strategy, tokens)
-            assert_trees_close(found_by(params, batch, **options, **case), expected, **near(expected))
-    params, batch, options = setting(sizes)
+        assert_is_dense(sizes, expected, **case)
+        assert_is_dense(sizes, expected, uneven, **case)
     for capacity in (1, 5, TOKENS):
-        expected = one_process(capacity=capacity, groups=world_size)
-        found = found_by(params, batch, **options, capacity=capacity)
-        assert_trees_close(found, expected, **near(expected))
+        assert_is_dense(sizes, one_process(capacity=capacity, groups=world_size), capacity=capacity)
 
 
 def test_one_process_needs_no_axis():
     p, (x, _) = initial()["layers"][0], data()
     for capacity in (None, 3):
-        found = parallel(p, x, None, (), capacity=capacity)
         expected = dense(p, x, capacity=capacity)
-        assert_trees_close(found, expected, **near(expected))
+        assert_trees_close(parallel(p, x, None, (), capacity=capacity), expected, **near(expected))
     # As low as can be, where each expert is chosen as often as another.
     assert_trees_close(fs.moe.load_balance(fs.moe.route(torch.eye(4).double())), 1.0, **within(1.0, terms=4))
     one = fs.moe.route(torch.tensor([[1.0, 3.0, 2.0]]))
@@ -217,7 +205,7 @@ def test_a_checkpoint_that_rounds_otherwise_keeps_the_choice_of_experts(how, jit
         sharded = fs.shard(params, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
         return fs.unshard((fs.jit(run) if jitted else run)(sharded, data()[0])[1])
 
-    found, expected = grads(KEPT[how]), grads(lambda layer: layer)
-    assert (found["up"][0] != 0).any() == (how == "lost")
+    actual, expected = grads(KEPT[how]), grads(lambda layer: layer)
+    assert (actual["up"][0] != 0).any() == (how == "lost")
     if how != "lost":
-        assert_trees_close(found, expected, **near(expected))
+        assert_trees_close(actual, expected, **near(expected))

@@ -20,6 +20,10 @@ SCHEDULES = ("gpipe", "1f1b")
 near = partial(within, terms=ROWS * TIME, steps=2)
 
 
+def assert_near(actual, expected):
+    assert_trees_close(actual, expected, **near(expected))
+
+
 @cache
 def full_params():
     drawn = normal(0)
@@ -83,11 +87,11 @@ def setting(sizes, schedule="1f1b", frozen=None, stage=stage, **given):
 def sent_by_label(sizes, schedule):
     """Bytes that this rank sends over the axis of stages in a step."""
     shard_size, n = sizes
-    own, count = my_rank() % n, 4
+    stage, count = my_rank() % n, 4
     h = ROWS // shard_size // count * TIME * WIDTH * 8
     shared = sum(full_params()[name].nbytes for name in ("embed", "head"))
     # Every tick of "gpipe" but the last ends with a message, whose transpose goes back.
-    moves = (count + n - 2) * (n > 1) if schedule == "gpipe" else count * (2 - (own == n - 1) - (own == 0))
+    moves = (count + n - 2) * (n > 1) if schedule == "gpipe" else count * (2 - (stage == n - 1) - (stage == 0))
     label = {"gpipe": "ppermute", "1f1b": "pipeline"}[schedule]
     return {label: moves * h, "pcast": 2 * shared * (n - 1) / n}
 
@@ -101,10 +105,10 @@ def test_equals_dense(sizes):
         params, data, f = setting(sizes, schedule)
         with fs.comm.record() as record:
             loss, grads = fs.value_and_grad(f)(params, *data)
-        assert_trees_close((fs.unshard(grads), loss), dense(), **near(dense()))
+        assert_near((fs.unshard(grads), loss), dense())
         with torch.no_grad(), fs.comm.record() as forward:
             alone = f(params, *data)
-        assert_trees_close(fs.objective(alone, like=params), dense()[1], **near(dense()[1]))
+        assert_near(fs.objective(alone, like=params), dense()[1])
         assert "pcast" not in {entry.label for entry in forward}
         assert len(forward) <= len(record) / 2
 
@@ -118,20 +122,19 @@ def test_weighted_losses_and_tied_leaves():
         counted = (y != 0).double()
         return (F.cross_entropy(F.linear(h, p["embed"]).mT, y, reduction="none") * counted).sum(), counted.sum()
 
-    def expected(p):
+    def mean(p):
         value, count = dense_loss(p, *batch(), last=tied_last)
         return value / count
 
-    wanted = torch.func.grad_and_value(expected)(full_params())
+    expected = torch.func.grad_and_value(mean)(full_params())
     for schedule in SCHEDULES:
         params, data, f = setting((2, 2), schedule, last=tied_last, reduce="weighted")
         loss, grads = fs.value_and_grad(f, reduce="weighted")(params, *data)
-        assert_trees_close((fs.unshard(grads), loss), wanted, **near(wanted))
+        assert_near((fs.unshard(grads), loss), expected)
         params, data, f = setting((2, 2), schedule, frozen=("*up", "embed"))
         _, grads = fs.value_and_grad(f)(params, *data)
         assert grads["embed"] is grads["layers"]["up"] is None
-        expected_down = dense()[0]["layers"]["down"]
-        assert_trees_close(fs.unshard(grads["layers"]["down"]), expected_down, **near(expected_down))
+        assert_near(fs.unshard(grads["layers"]["down"]), dense()[0]["layers"]["down"])
 
 
 @on_ranks(2)
@@ -142,17 +145,16 @@ def test_gradients_that_share_memory():
         pair = (p["one"] + p["other"]).square().sum() if y[0].equal(batch()[1][0]) else 0.0
         return last(p, h, y) + p["shift"].sum() + pair
 
-    def expected(p, count):
+    def mean(p, count):
         batches = zip(*(t.chunk(count) for t in batch()), strict=True)
         return 3 * sum(dense_loss(p, x, y, last=sharing_last) for x, y in batches) / count
 
-    own = full_params() | {name: torch.ones(3, dtype=torch.float64) for name in ("one", "other", "shift")}
-    params, _, pipe = sharded(own, (1, 2))
+    full = full_params() | {name: torch.ones(3, dtype=torch.float64) for name in ("one", "other", "shift")}
+    params, _, pipe = sharded(full, (1, 2))
     for schedule, count in (("gpipe", 2), ("1f1b", 1), ("1f1b", 2)):
         f = fs.pipeline(stage, pipe, microbatches=count, schedule=schedule, first=first, last=sharing_last)
         loss, grads = fs.value_and_grad(lambda p, *data: 3 * f(p, *data))(params, *batch())  # noqa: B023
-        wanted = torch.func.grad_and_value(expected)(own, count)
-        assert_trees_close((fs.unshard(grads), loss), wanted, **near(wanted))
+        assert_near((fs.unshard(grads), loss), torch.func.grad_and_value(mean)(full, count))
 
 
 @on_ranks(2)
@@ -163,10 +165,9 @@ def test_gpipe_is_differentiable_to_any_order():
     _, product = torch.func.jvp(torch.func.grad(lambda p: dense_loss(p, *batch())), (full_params(),), (tangent,))
     params, data, f = setting((1, 2), "gpipe")
     ones = fs.tree_map(torch.ones_like, params)
-    found = torch.func.jvp(lambda p: f(p, *data), (params,), (ones,))
-    assert_trees_close(found, (value, slope), **near((value, slope)))
-    _, found = torch.func.jvp(torch.func.grad(lambda p: f(p, *data)), (params,), (ones,))
-    assert_trees_close(fs.unshard(found), product, **near(product))
+    assert_near(torch.func.jvp(lambda p: f(p, *data), (params,), (ones,)), (value, slope))
+    _, of_shards = torch.func.jvp(torch.func.grad(lambda p: f(p, *data)), (params,), (ones,))
+    assert_near(fs.unshard(of_shards), product)
 
 
 @on_ranks(2)
@@ -183,8 +184,8 @@ def test_other_derivatives_are_refused_by_name():
         fs.value_and_grad(lambda p, x: f(p, x, x))(params, torch.zeros(ROWS, TIME, requires_grad=True))
     kept = torch.zeros(WIDTH, dtype=torch.float64, requires_grad=True)
     params, data, f = setting((1, 2), stage=lambda p, h: stage(p, h) + kept)
-    found = outcome(fs.value_and_grad(f), params, *data)
-    assert "expected stages that only compute with params and h, got a closure's tensor" in found
+    text = outcome(fs.value_and_grad(f), params, *data)
+    assert "expected stages that only compute with params and h, got a closure's tensor" in text
     params, data, f = setting((1, 2), stage=lambda p, h: torch.exp(stage(p, h)).add_(1))
     assert "has been modified by an inplace operation" in outcome(fs.value_and_grad(f), params, *data)
 
@@ -201,13 +202,13 @@ def outcome(f, *args):
 @on_ranks(2)
 def test_ranks_that_differ_hear_of_it_before_they_send():
     x, y = batch()
-    own = my_rank()
     params, _, f = setting((1, 2))
-    _, _, other = setting((1, 2), schedule=("1f1b", "gpipe")[own])
-    for call, rows, texts in ((f, 8 - 4 * own, ("(2, 3, 4)", "(1, 3, 4)")), (other, 8, ("rank 0", "1f1b"))):
-        found = outcome(call, params, x[:rows], y[:rows])
-        assert found.startswith("CollectiveError: ranks differ in a collective\n  rank 0: all_to_all number")
-        assert all(text in found for text in texts), found
+    _, _, other = setting((1, 2), schedule=SCHEDULES[1 - my_rank()])
+    fewer_rows = (f, 8 - 4 * my_rank(), ("(2, 3, 4)", "(1, 3, 4)"))
+    for call, rows, words in (fewer_rows, (other, 8, ("rank 0", "1f1b"))):
+        text = outcome(call, params, x[:rows], y[:rows])
+        assert text.startswith("CollectiveError: ranks differ in a collective\n  rank 0: all_to_all number")
+        assert all(word in text for word in words), text
         one_axis()
 
 

@@ -1,7 +1,6 @@
 """tensor_parallel: modules split by plans of names against themselves in one process, and the bytes that they send."""
 
 import copy
-import math
 import re
 import sys
 from collections.abc import Callable
@@ -35,7 +34,8 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = WIDTH // HEADS
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
-        self.q_norm = nn.RMSNorm(self.head_dim)
+        # Without the large number, a head of two small elements would hand a difference on many times larger.
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=1.0)
 
     def forward(self, hidden_states, scale):
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
@@ -134,28 +134,6 @@ def one_process(name):
     return {key: parameter.grad for key, parameter in module.named_parameters()}, loss.detach()
 
 
-@cache
-def rounding(name):
-    """What sums over all tokens may differ by.
-
-    A norm of heads of two numbers hands a difference on by the ratio of their usual root mean square to the smallest
-    one, which is near zero for some token of each layer.
-    """
-    module, (x, _) = copy.deepcopy(module_of(name)), data()
-    slopes = []
-
-    def note(norm, given):
-        sizes = given[0].square().mean(-1).sqrt()
-        slopes.append(float(sizes.mean() / sizes.min()))
-
-    for submodule in module.modules():
-        if isinstance(submodule, Attention):
-            submodule.q_norm.register_forward_pre_hook(note)
-    with torch.no_grad():
-        module(x)
-    return within(one_process(name), terms=ROWS * TIME, steps=math.prod(slopes))
-
-
 def setting(name, sizes, sequence_dim, **changes):
     """A case on a mesh: its parameters, this rank's tokens and its loss."""
     case, mesh = CASES[name], fs.init_mesh(dict(zip(("shard", "tp"), sizes, strict=True)), device="cpu")
@@ -176,32 +154,33 @@ def setting(name, sizes, sequence_dim, **changes):
 
 @on_ranks(3, 4, pytest.param(8, marks=pytest.mark.slow), pytest.param("2 processes", marks=pytest.mark.slow))
 def test_it_is_the_module_of_one_process(world_size):
-    # 3 does not divide the 256 bytes of the GPT.
-    for name in CASES if world_size != 3 else ("Llama",):
+    """The plain GPT is in the table of laws of extensions; 3 does not divide its 256 bytes."""
+    for name in ("Llama",) if world_size == 3 else ("GPT, checkpointed", "Llama", "Llama, tied"):
         for sequence_dim in (None, 1):
             params, batch, loss_fn = setting(name, (world_size // 4 or 1, min(world_size, 4)), sequence_dim)
             loss, grads = fs.value_and_grad(loss_fn)(params, *batch)
-            assert_trees_close((fs.unshard(grads), loss), one_process(name), **rounding(name))
+            expected = one_process(name)
+            # Sums over all tokens, which layers hand on, forward and backward.
+            near = within(expected, terms=ROWS * TIME, steps=2 * LAYERS)
+            assert_trees_close((fs.unshard(grads), loss), expected, **near)
 
 
 @on_ranks(2)
 def test_checkpoint_wrappers_change_no_name_of_a_plan():
     tp = fs.axis_of(fs.init_mesh({"tp": -1}, device="cpu"))
     for name in ("GPT", "Llama"):
-        case, results = CASES[name], []
-        for wrap in (lambda layer: layer, checkpoint_wrapper):
-            module = copy.deepcopy(module_of(name))
-            layers = module.blocks if name == "GPT" else module.layers
-            for i, layer in enumerate(layers):
-                layers[i] = wrap(layer)
-            parallel, split = fs.tensor_parallel(module, tp, case.plan, sequence_dim=1, divide=case.divide)
+        case, module = CASES[name], module_of(name)
+        wrapped = copy.deepcopy(module)
+        layers = wrapped.blocks if name == "GPT" else wrapped.layers
+        for i, layer in enumerate(layers):
+            layers[i] = checkpoint_wrapper(layer)
+        results = []
+        for given in (module, wrapped):
+            parallel, split = fs.tensor_parallel(given, tp, case.plan, sequence_dim=1, divide=case.divide)
             model = fs.functionalize(parallel, units=case.layer)
-
-            def loss_fn(params, x, y, model=model):
-                return fs.vocab_parallel_cross_entropy(model.apply(params, x), None, y, tp)
-
-            results.append(fs.value_and_grad(loss_fn)(model.init(split), *data()))
-        assert_same_bits(fs.unshard(results[1]), fs.unshard(results[0]))
+            loss_fn = lambda p, x, y: fs.vocab_parallel_cross_entropy(model.apply(p, x), None, y, tp)  # noqa: B023, E731
+            results.append(fs.unshard(fs.value_and_grad(loss_fn)(model.init(split), *data())))
+        assert_same_bits(*results)
 
 
 def sent_by_label(world_size, sequence_dim, rows=ROWS):

@@ -30,6 +30,12 @@ class Coarse(Around):
         return [leaf if leaf.numel() == 1 else (leaf * 64).round() / 64 for leaf in super().gather(leaves, specs)]
 
 
+@on_ranks(3)
+def test_dtypes_and_a_state():
+    check_transform(fs.zero3(one_axis()), dtype=torch.float32)
+    check_transform(feedback(one_axis()), dtype=torch.float32, error=1 / 200)
+
+
 @on_ranks(4)
 def test_lossy_ones_pass_within_their_error():
     """What rounds both ways, what rounds gradients and keeps the rest, and what rounds in gather."""
@@ -111,10 +117,3 @@ def test_leaves_that_stay_split_are_refused():
     text = r"^check_transform: expected leaves that gather makes whole, got some split over \['replicate'\]; check "
     with pytest.raises(ValueError, match=text):
         check_transform(transform, [(4, 4)])
-
-
-@on_ranks(3)
-def test_dtypes_and_a_state():
-    mesh = one_axis()
-    check_transform(fs.zero3(mesh), dtype=torch.float32)
-    check_transform(feedback(mesh), dtype=torch.float32, error=1 / 200)

@@ -115,11 +115,24 @@ def parallel(mesh):
     return fs.compose(fs.zero3(mesh, min_shard_elements=7), *split)
 
 
-def loss_of(params, enter, leave):
-    full = fs.gather(params)
-    x = enter(X * full["norm"])
-    x = leave(torch.relu(x @ full["up"].T) @ full["down"].T)
-    return ((x * full["norm"]) @ full["head"]).square().mean()
+def vary(x, axis):
+    return fs.pcast(x, axis, to="varying")
+
+
+def pass_on(x, axis):
+    return x
+
+
+def layer(enter, leave):
+    """The loss of a layer that is split over `tp`: what its input and its output pass."""
+
+    def loss(params, shard, tp):
+        full = fs.gather(params)
+        x = enter(X * full["norm"], tp)
+        x = leave(torch.relu(x @ full["up"].T) @ full["down"].T, tp)
+        return ((x * full["norm"]) @ full["head"]).square().mean()
+
+    return loss
 
 
 def sum_that_varies(params, shard, tp):
@@ -127,31 +140,30 @@ def sum_that_varies(params, shard, tp):
     return fs.psum(full["norm"].sum(), tp)  # this line
 
 
-NOT_GATHERED = (
+def sum_that_agrees(params, shard, tp):
+    return fs.psum_invariant(fs.gather(params)["norm"].sum(), shard)
+
+
+def math_on_shards(params, shard, tp):
+    return params["norm"].local.sum()
+
+
+REPLICATED = (
     "['norm']: expected a value that varies between ranks (apply fs.gather or fs.pcast first), "
     "got a leaf that is replicated over '{}'"
 )
+AGREES = "agrees between ranks"
 # Losses of parameters and of the axes `shard` and `tp`, and what is wrong with them.
 LOSSES = [
+    (layer(vary, fs.psum_invariant), None),
+    (layer(pass_on, fs.psum_invariant), REPLICATED.format("tp")),
+    (layer(vary, fs.psum), f"{AGREES} (use fs.psum_invariant, whose sum agrees), got psum over 'tp', whose result"),
+    (layer(vary, pass_on), f"{AGREES} (apply fs.psum_invariant), got a leaf that is split over 'tp'"),
     (
-        lambda p, shard, tp: loss_of(p, lambda x: fs.pcast(x, tp, to="varying"), lambda x: fs.psum_invariant(x, tp)),
-        None,
+        sum_that_agrees,
+        "varies between ranks (apply fs.pcast first), got psum_invariant over 'shard', whose result agrees",
     ),
-    (lambda p, shard, tp: loss_of(p, lambda x: x, lambda x: fs.psum_invariant(x, tp)), NOT_GATHERED.format("tp")),
-    (
-        lambda p, shard, tp: loss_of(p, lambda x: fs.pcast(x, tp, to="varying"), lambda x: fs.psum(x, tp)),
-        "agrees between ranks (use fs.psum_invariant, whose sum agrees), got psum over 'tp', whose result varies",
-    ),
-    (
-        lambda p, shard, tp: loss_of(p, lambda x: fs.pcast(x, tp, to="varying"), lambda x: x),
-        "agrees between ranks (apply fs.psum_invariant), got a leaf that is split over 'tp'",
-    ),
-    (
-        lambda p, shard, tp: fs.psum_invariant(fs.gather(p)["norm"].sum(), shard),
-        "expected a value that varies between ranks (apply fs.pcast first), got psum_invariant over 'shard', whose "
-        "result agrees",
-    ),
-    (lambda p, shard, tp: p["norm"].local.sum(), NOT_GATHERED.format("shard")),
+    (math_on_shards, REPLICATED.format("shard")),
     (sum_that_varies, 'in sum_that_varies return fs.psum(full["norm"].sum(), tp) # this line: expected a value that'),
 ]
 
@@ -161,8 +173,10 @@ def test_losses():
     mesh = fs.init_mesh({"shard": 2, "tp": 2}, device="cpu")
     params, axes = fs.shard(FULL, parallel(mesh)), (fs.axis_of(mesh["shard"]), fs.axis_of(mesh["tp"]))
     for loss, error in LOSSES:
-        forms = {False: lambda p: loss(p, *axes), True: lambda p: ((loss(p, *axes), len(X)), {"rows": X})}  # noqa: B023
-        for has_aux, f in forms.items():
+        for f, has_aux in (
+            (lambda p: loss(p, *axes), False),  # noqa: B023
+            (lambda p: ((loss(p, *axes), len(X)), {"rows": X}), True),  # noqa: B023
+        ):
             with nullcontext() if error is None else pytest.raises(AssertionError, match=re.escape(error)):
                 check_varying(f, params, has_aux=has_aux)
     # Ranks may be threads: a switch of the process that one puts back would change another's.

@@ -32,27 +32,9 @@ class Net(nn.Module):
         return self.branch(x) if branch else x
 
 
-def compare_with_ddp(
-    *,
-    reduce="mean",
-    keeps=True,
-    syncs=True,
-    branch=lambda rank: True,
-    added=lambda rank: 0.0,
-    steps=2,
-):
-    """Compare two steps of Net with those of DDP.
-
-    Args:
-        reduce: As for `value_and_grad`.
-        keeps: Whether the state that a step returns has the new buffers.
-        syncs: Whether a step calls `sync_buffers`.
-        branch: Whether a rank uses the branch.
-        added: What a rank adds to its loss.
-        steps: How many steps.
-    """
+def compare_with_ddp(reduce="mean", keeps_buffers=True, syncs_buffers=True, use_branch=True, added=0.0):
+    """Compare two steps of Net with those of DDP; a rank may leave the branch out, and add a number to its loss."""
     model = fs.functionalize(Net())
-    use_branch = branch(my_rank())
     params = model.init(fs.zero3(one_axis(), min_shard_elements=0))
 
     def train_step(state, x):
@@ -61,16 +43,16 @@ def compare_with_ddp(
             return out.square().mean(), buffers
 
         (loss, buffers), grads = fs.value_and_grad(loss_fn, reduce=reduce, has_aux=True)(state.params, x)
-        if syncs:
+        if syncs_buffers:
             buffers = fs.sync_buffers(buffers, state.params)
         state = fs.update(SGD, state, grads)
-        if keeps:
+        if keeps_buffers:
             state = state._replace(buffers=buffers)
         if reduce == "sum":
             loss = loss / 2
-        return state, loss + added(my_rank())
+        return state, loss + added
 
-    batches = [normal(10 * step + my_rank())(5, 3, dtype=torch.float32) for step in range(steps)]
+    batches = [normal(10 * step + my_rank())(5, 3, dtype=torch.float32) for step in range(2)]
     return assert_matches_ddp(
         train_step,
         fs.TrainState.create(params, SGD, buffers=model.buffers),
@@ -84,19 +66,22 @@ def compare_with_ddp(
 
 FIRST = "step 0 (counted from 0) is the first that differs from DDP: trees differ\n"
 COUNT = FIRST + "  ['buffers']['norm.num_batches_tracked']: expected equal values, got Expected 1 but got 0"
-# Options that make a step wrong, and the texts of the errors on both ranks.
-WRONG = [
-    ({"keeps": False}, COUNT, COUNT),
-    ({"syncs": False}, "rank 1: " + FIRST + "  ['buffers']['norm", FIRST + "  ['buffers']['norm.running_mean']: "),
-    ({"reduce": "sum"}, FIRST + "  ['params']", FIRST + "  ['params']"),
-    ({"added": float}, "rank 1: " + FIRST + "  ['loss']", FIRST + "  ['loss']: expected "),
-]
+
+
+def wrong_steps(rank):
+    """Options that make a step wrong, and the texts of the errors on both ranks."""
+    return [
+        ({"keeps_buffers": False}, COUNT, COUNT),
+        ({"syncs_buffers": False}, "rank 1: " + FIRST + "  ['buffers']['norm", FIRST + "  ['buffers']['norm.running_"),
+        ({"reduce": "sum"}, FIRST + "  ['params']", FIRST + "  ['params']"),
+        ({"added": float(rank)}, "rank 1: " + FIRST + "  ['loss']", FIRST + "  ['loss']: expected "),
+    ]
 
 
 @on_ranks("2 processes")
 def test_every_rank_names_the_difference():
-    for uses in (lambda rank: True, lambda rank: rank == 0, lambda rank: False):
-        compare_with_ddp(branch=uses)
-    for options, *texts in WRONG:
+    for uses in (True, my_rank() == 0, False):
+        compare_with_ddp(use_branch=uses)
+    for options, *texts in wrong_steps(my_rank()):
         with pytest.raises(AssertionError, match=re.escape(texts[my_rank()])):
             compare_with_ddp(**options)
