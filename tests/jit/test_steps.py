@@ -23,31 +23,60 @@ def inputs():
     return [(draw(2, 4, WIDTH),) for _ in range(STEPS)]
 
 
+def directly(f, *args):
+    return f(*args)
+
+
+def checkpointed(f, *args):
+    return checkpoint(f, *args, use_reentrant=False)
+
+
+def rematerialized(f, *args):
+    return fs.remat(f)(*args)
+
+
 class Stack(nn.Module):
-    def __init__(self, wrap=lambda block, x: block(x), dropped=None):
+    """Two blocks, each called by a function; `dropped` gives them dropout, and says whether they are checkpointed."""
+
+    def __init__(self, call=directly, dropped=None):
         super().__init__()
         make = Block if dropped is None else partial(Dropped, checkpointed=dropped)
-        self.blocks, self.wrap = nn.ModuleList(make(hidden) for hidden in (13, 11)), wrap
+        self.blocks, self.call = nn.ModuleList(make(hidden) for hidden in (13, 11)), call
 
     def forward(self, x):
         for block in self.blocks:
-            x = self.wrap(block, x)
+            x = self.call(block, x)
         return x.square().mean()
 
 
-def checkpointed(block, x):
-    return checkpoint(block, x, use_reentrant=False)
+def stack(module, units=Block, call=directly, **options):
+    """Make the case of a stack of blocks, each of which is a unit."""
+    filled(module)
 
-
-def inside(module, units=Block, wrap=lambda f: f, **options):
     def make():
         model = fs.functionalize(module, units)
-        return trained(lambda p, x: wrap(model.apply)(p, x), model.init(zero3(**options)(one_axis())), inputs())
+        return trained(partial(call, model.apply), model.init(zero3(**options)(one_axis())), inputs())
 
     return make
 
 
-def buffers():
+def language(strategy, change=lambda model: None, dtype=torch.float64):
+    """Make the case of a language model by a strategy of a mesh."""
+    module = filled(Language(change, hidden=(13, 11)), dtype)
+
+    def make():
+        model = fs.functionalize(module, (Block, nn.Linear))
+        return trained(model.apply, model.init(strategy(one_axis())), tokens(4)[my_rank() :][:1] * STEPS)
+
+    return make
+
+
+def freeze(model):
+    model.blocks[0].requires_grad_(False)
+    model.embedding.requires_grad_(False)
+
+
+def batch_norm():
     module = nn.Sequential(nn.Linear(WIDTH, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
     model, tx = fs.functionalize(filled(module), nn.Linear), adamw()
 
@@ -60,21 +89,6 @@ def buffers():
         return fs.update(tx, state._replace(buffers=fs.sync_buffers(new, state.params, "mean")), grads), value
 
     return Case(step, fs.TrainState.create(model.init(zero3()(one_axis())), tx, buffers=model.buffers), inputs())
-
-
-def of_units(make_strategy, change=lambda model: None, units=(Block, nn.Linear), dtype=torch.float64):
-    module = filled(Language(change, hidden=(13, 11)), dtype)
-
-    def make():
-        model = fs.functionalize(module, units)
-        return trained(model.apply, model.init(make_strategy()), tokens(4)[my_rank() :][:1] * STEPS)
-
-    return make
-
-
-def freeze(model):
-    model.blocks[0].requires_grad_(False)
-    model.embedding.requires_grad_(False)
 
 
 def blocks():
@@ -91,20 +105,20 @@ def chain(params, x):
 
 HALF = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
 MODELS = {
-    "checkpoint in the model": inside(filled(Stack(checkpointed)), nn.Module, prefetch=2),
-    "remat in the model": inside(filled(Stack(lambda block, x: fs.remat(block)(x)))),
-    "checkpoint in units": inside(filled(Stack(dropped=True)).eval()),
-    "checkpoint of the model": inside(filled(Stack()), wrap=lambda f: partial(checkpoint, f, use_reentrant=False)),
-    "batch norm, averaged": buffers,
-    "tied": of_units(lambda: zero3()(one_axis()), tie_head),
-    "frozen": of_units(lambda: zero3()(one_axis()), freeze),
-    "two ahead, some kept": of_units(lambda: zero3(prefetch=2, regather=("*1*", "*head*"))(one_axis())),
-    "merged units": of_units(lambda: fs.zero3(one_axis(), min_shard_elements=50, bucket_bytes=3000)),
-    "mixed precision": of_units(lambda: zero3(**HALF)(one_axis()), dtype=torch.float32),
-    "ddp": of_units(lambda: fs.ddp(one_axis())),
-    "hsdp": of_units(lambda: fs.hsdp(two_axes(one_axis().size()), min_shard_elements=0, bucket_bytes=0)),
-    "feedback": of_units(lambda: fs.zero3(one_axis(), layout=feedback(one_axis()), bucket_bytes=3000)),
-    "offload": of_units(lambda: fs.zero3(one_axis(), layout=fs.compose(fs.offload("cpu"), fs.fully_shard(one_axis())))),
+    "checkpoint in the model": stack(Stack(checkpointed), nn.Module, prefetch=2),
+    "remat in the model": stack(Stack(rematerialized)),
+    "checkpoint in units": stack(Stack(dropped=True).eval()),
+    "checkpoint of the model": stack(Stack(), call=checkpointed),
+    "batch norm, averaged": batch_norm,
+    "tied": language(zero3(), tie_head),
+    "frozen": language(zero3(), freeze),
+    "two ahead, some kept": language(zero3(prefetch=2, regather=("*1*", "*head*"))),
+    "merged units": language(zero3(min_shard_elements=50, bucket_bytes=3000)),
+    "mixed precision": language(zero3(**HALF), dtype=torch.float32),
+    "ddp": language(fs.ddp),
+    "hsdp": language(lambda mesh: fs.hsdp(two_axes(mesh.size()), min_shard_elements=0, bucket_bytes=0)),
+    "feedback": language(lambda mesh: fs.zero3(mesh, layout=feedback(mesh), bucket_bytes=3000)),
+    "offload": language(lambda mesh: fs.zero3(mesh, layout=fs.compose(fs.offload("cpu"), fs.fully_shard(mesh)))),
 }
 
 
@@ -115,7 +129,7 @@ def test_models(name, world_size, workers):
     assert_on_ranks(MODELS[name], world_of(world_size, workers))
 
 
-def spelled(make_layout, reduce):
+def clipped(make_layout, reduce):
     """A clipped step of losses; "weighted" spreads rows so that a rank may have none."""
 
     def loss(params, batch):
@@ -135,7 +149,7 @@ LAYOUTS = STRATEGIES | CASTS | {"feedback": lambda on: feedback(on.line)}
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("reduce", ("mean", "sum", "weighted"))
 def test_layouts(layout, reduce, world_size):
-    assert_on_ranks(partial(spelled, LAYOUTS[layout], reduce), world_size)
+    assert_on_ranks(partial(clipped, LAYOUTS[layout], reduce), world_size)
 
 
 def accumulated(strategy, communicate, reduce):
@@ -171,11 +185,9 @@ KEY = torch.tensor(7)
 # Threads share the generator that a key seeds.
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", (1, pytest.param("2 processes", marks=pytest.mark.slow)))
-@pytest.mark.parametrize(
-    "wrap, dropped", [(lambda block, x: fs.remat(block)(x), False), (checkpointed, False), (lambda f, x: f(x), True)]
-)
-def test_random_numbers_of_a_key_are_those_of_eager_code(wrap, dropped, world_size, workers):
-    module = filled(Stack(wrap, dropped=dropped))
+@pytest.mark.parametrize("call, dropped", [(rematerialized, False), (checkpointed, False), (directly, True)])
+def test_random_numbers_of_a_key_are_those_of_eager_code(call, dropped, world_size, workers):
+    module = filled(Stack(call, dropped))
 
     def make():
         model, tx, axis = fs.functionalize(module, Block), adamw(), fs.axis_of(one_axis())
