@@ -1,4 +1,4 @@
-"""skip_nonfinite and ema: one decision on all ranks, and torch's own numbers."""
+"""skip_nonfinite, ema and dynamic_loss_scale: one decision on all ranks, and torch's own numbers."""
 
 import math
 from functools import partial
@@ -73,6 +73,38 @@ def test_ema_gets_the_bits_of_torch(decay, dtype):
             assert_alike((params, state.inner), alone)
             average(expected, list(fs.unshard(params).values()), seed)
             assert_same_bits(list(fs.unshard(state.average).values()), expected)
+
+
+SCALES = {
+    "powers of two": {"init_scale": 2.0**4, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2},
+    "others": {"init_scale": 11.0, "growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 1},
+}
+FINITE = (True, True, False, True, True, True, False, False, True, True, True, True)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16))
+@pytest.mark.parametrize("case", SCALES)
+def test_loss_scale_is_that_of_torch(case, dtype):
+    scaler = torch.amp.GradScaler(device="cpu", **SCALES[case])
+    scaler.scale(torch.ones(()))
+    theirs = {name: torch.nn.Parameter(leaf) for name, leaf in tree(0, dtype).items()}
+    optimizer = optim.AdamW(list(theirs.values()), lr=0.1)
+    tx = fs.dynamic_loss_scale(fs.from_torch(optim.AdamW, lr=0.1), **SCALES[case])
+    ours = {run: (tree(0, dtype), tx.init(tree(0, dtype))) for run in (tx.update, tx.update_donated)}
+    for k, finite in enumerate(FINITE):
+        grads = tree(1 + k, dtype)
+        if not finite:
+            grads["w"][k % 5, 1] = math.inf if k % 2 else math.nan
+        for name, param in theirs.items():
+            param.grad = grads[name].clone()
+        scaler.step(optimizer)
+        scaler.update()
+        for run, (params, state) in ours.items():
+            params, state = ours[run] = run(grads, state, params)
+            assert (state.scale.item(), state.scale.dtype) == (scaler.get_scale(), torch.float32)
+            assert state.good.item() == scaler._get_growth_tracker()
+            assert_alike(params, {name: param.detach() for name, param in theirs.items()})
+    assert all(state.inner.skipped.item() == FINITE.count(False) for _, state in ours.values())
 
 
 def test_nothing_to_train():
