@@ -76,8 +76,8 @@ def test_a_loss_of_each_target_also_of_logits_and_of_half_precision():
     assert half.isfinite()
 
 
-# Eleven rows leave every one of 2, 3 and 4 ranks a piece, but not of one size; of nine, four ranks share three pieces.
-UNEVEN = (11, 9)
+# Eleven rows leave every one of 2, 3 and 4 ranks a piece, but not of one size; of five, four ranks share three pieces.
+UNEVEN = (11, 5)
 # By the name of a cut: the rows of each rank, and the keywords that say so.
 CUTS = {
     "as torch.chunk cuts": lambda rows, ranks: (list(rows.chunk(ranks)), {}),
