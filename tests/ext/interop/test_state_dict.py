@@ -3,23 +3,14 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fshard as fs
 from fshard.checkpoint import from_state_dict, to_state_dict
 from fshard.testing import spmd
+from tests import trees
+from tests.checkpoint.states import zeros_like
 from tests.ranks import my_rank, on_ranks
-from tests.trees import (
-    assert_same_bits,
-    empty,
-    every_strategy,
-    exotic_dtypes,
-    nested,
-    normal,
-    one_axis,
-    scalars,
-    uneven,
-)
+from tests.trees import assert_same_bits, every_strategy, normal, one_axis
 
 
 class Net(nn.Module):
@@ -56,15 +47,32 @@ def every_leaf(mesh):
     return fs.zero2(mesh, min_shard_elements=0)
 
 
+def blank(mesh):
+    like = sharded(Net(1), every_leaf(mesh))
+    del like["cache"]
+    return like
+
+
+def refusal(load, world_size=2):
+    """What every rank says, and the same."""
+
+    def program():
+        with pytest.raises(ValueError, match="checkpoint") as caught:
+            load(one_axis())
+        return str(caught.value)
+
+    (text,) = set(spmd(program, world_size))
+    return text
+
+
 @on_ranks(2, pytest.param(3, marks=pytest.mark.slow))
 def test_trees_come_back():
-    for tree in (uneven, empty, scalars, nested, exotic_dtypes):
+    for tree in (trees.uneven, trees.empty, trees.scalars, trees.nested, trees.exotic_dtypes):
         for _, strategy in every_strategy():
             params = fs.shard(tree(), strategy)
             state_dict = to_state_dict(params)
             assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in state_dict.values())
-            back = from_state_dict(state_dict, fs.tree_map(torch.zeros_like, params))
-            assert_same_bits(fs.unshard(back), fs.unshard(params))
+            assert_same_bits(fs.unshard(from_state_dict(state_dict, zeros_like(params))), fs.unshard(params))
 
 
 @on_ranks(2)
@@ -83,37 +91,14 @@ def test_modules_load_what_was_gathered():
     assert_same_bits(dict(other.state_dict()), dict(module.state_dict()))
 
 
-@on_ranks(2)
-def test_checkpoint_wrappers_change_no_name():
-    """Those inside, and one around the whole."""
-    inside, around = Net(), checkpoint_wrapper(Net())
-    inside.hidden, inside.norm = checkpoint_wrapper(inside.hidden), checkpoint_wrapper(inside.norm)
-    plain = sharded(Net(), every_leaf(one_axis()))
-    for module in (inside, around):
-        full = sharded(module, every_leaf(one_axis()))
-        assert full.keys() == plain.keys()
-        state_dict = to_state_dict(full, module=module)
-        assert_same_bits(state_dict, to_state_dict(plain, module=Net()))
-        back = from_state_dict(
-            state_dict, fs.tree_map(torch.zeros_like, full) | {"cache": full["cache"]}, module=module
-        )
-        assert_same_bits(fs.unshard(back), fs.unshard(full))
-
-
-def blank(mesh):
-    like = sharded(Net(1), every_leaf(mesh))
-    del like["cache"]
-    return like
-
-
 @on_ranks(3)
 def test_modules_give_what_is_sharded():
     """A tied parameter may be there under any of its names, or under all."""
     module = Net()
     expected = dict(module.named_parameters()) | dict(module.named_buffers())
     for left_out in ("embedding.weight", "head.weight", None):
-        given = {name: value for name, value in module.state_dict().items() if name != left_out}
-        back = from_state_dict(given, blank(one_axis()), module=module)
+        state_dict = {name: value for name, value in module.state_dict().items() if name != left_out}
+        back = from_state_dict(state_dict, blank(one_axis()), module=module)
         assert_same_bits(fs.unshard(back), {name: expected[name].detach() for name in back})
 
 
@@ -121,30 +106,14 @@ def test_modules_give_what_is_sharded():
 def test_the_first_rank_alone():
     with torch.device("meta"):
         params = fs.shard({"w": torch.ones(5, device="cpu")}, every_leaf(one_axis()))
-        found = to_state_dict(params, rank0_only=True)
-    assert_same_bits(found, {} if my_rank() else {"w": torch.ones(5)})
-
-
-def refusal(load, world_size=2):
-    """What every rank says, and the same."""
-
-    def program():
-        with pytest.raises(ValueError, match="checkpoint") as caught:
-            load(one_axis())
-        return type(caught.value), str(caught.value)
-
-    (said,) = set(spmd(program, world_size))
-    return said[1]
+        state_dict = to_state_dict(params, rank0_only=True)
+    assert_same_bits(state_dict, {} if my_rank() else {"w": torch.ones(5)})
 
 
 def test_leaves_that_do_not_fit_are_all_named():
-    given = {"a": torch.ones(4), "b": torch.ones(4), "c": torch.ones(4).double(), "extra": torch.ones(1)}
-
-    def load(mesh):
-        like = {"a": torch.zeros(4), "b": torch.zeros(5), "c": torch.zeros(4), "missing": torch.zeros(2)}
-        from_state_dict(given, fs.shard(like, every_leaf(mesh)))
-
-    assert refusal(load) == (
+    state_dict = {"a": torch.ones(4), "b": torch.ones(4), "c": torch.ones(4).double(), "extra": torch.ones(1)}
+    like = {"a": torch.zeros(4), "b": torch.zeros(5), "c": torch.zeros(4), "missing": torch.zeros(2)}
+    assert refusal(lambda mesh: from_state_dict(state_dict, fs.shard(like, every_leaf(mesh)))) == (
         "checkpoint.from_state_dict: leaves do not fit\n"
         "  b: expected float32[5], got float32[4]\n"
         "  c: expected float32[4], got float64[4]\n"
@@ -166,34 +135,22 @@ def test_dtypes_change_when_asked_and_only_floating_ones():
     assert "w: expected bfloat16[5], got int64[5]" in refusal(load)
 
 
-class Adapted(Net):
-    """Its state dict has the head alone, which shares the embedding's weight."""
-
-    def state_dict(self, *args, **kwargs):
-        return {name: tensor for name, tensor in super().state_dict(*args, **kwargs).items() if "head" in name}
-
-
+ONE = torch.ones(1)
+TIES_THAT_DIFFER = Net(1).state_dict() | {"head.weight": torch.ones(11, 7)}
 REFUSED = {
-    "frozen.weight: expected one that module.state_dict() has under a name of module.named_parameters() or": (
-        lambda mesh: to_state_dict({"frozen.weight": torch.ones(7, 13)}, module=Adapted())
-    ),
     "cache: expected float32[3], got nothing": (
         lambda mesh: from_state_dict({}, {"cache": torch.ones(3, device="meta")}, module=Net())
     ),
     "embedding.weight is a tied parameter, and its names have different values. Pass a module that": (
-        lambda mesh: from_state_dict(
-            Net(1).state_dict() | {"head.weight": torch.ones(11, 7)}, blank(mesh), module=Net()
-        )
+        lambda mesh: from_state_dict(TIES_THAT_DIFFER, blank(mesh), module=Net())
     ),
-    "ranks hold different leaves": lambda mesh: from_state_dict({"w": torch.ones(3) * my_rank()}, {"w": torch.ones(3)}),
-    "step: expected a full tensor, got an int": lambda mesh: from_state_dict({"step": 3}, {"step": torch.ones(1)}),
+    "ranks hold different leaves": lambda mesh: from_state_dict({"w": ONE * my_rank()}, {"w": ONE}),
+    "step: expected a full tensor, got an int": lambda mesh: from_state_dict({"step": 3}, {"step": ONE}),
     "head.weight: expected embedding.weight, got a leaf\n  w: expected a parameter or a buffer of the module": (
-        lambda mesh: to_state_dict({"head.weight": torch.ones(1), "w": torch.ones(1)}, module=Net())
+        lambda mesh: to_state_dict({"head.weight": ONE, "w": ONE}, module=Net())
     ),
-    "a.b: expected one of each name, got 2 leaves": (
-        lambda mesh: to_state_dict({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)})
-    ),
-    "w: expected a tensor, got an int": lambda mesh: to_state_dict({"w": 1 if my_rank() else torch.ones(1)}),
+    "a.b: expected one of each name, got 2 leaves": lambda mesh: to_state_dict({"a": {"b": ONE}, "a.b": ONE}),
+    "w: expected a tensor, got an int": lambda mesh: to_state_dict({"w": 1 if my_rank() else ONE}),
 }
 
 
