@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import threading
-from functools import partial
 
 import pytest
 import torch
@@ -18,13 +17,17 @@ from tests.faults import Outcome, axis_of_all, outcome, outcomes_of_survivors
 from tests.ranks import my_rank, on_ranks
 from tests.trees import assert_same_bits, normal
 
-TRAINERS, STEPS = (0, 1), 100
+TRAINERS = (0, 1)
 FULL = {"blocks": [{"w": normal(n)(6, 6), "b": normal(n + 9)(5)} for n in range(3)], "scale": normal(7)()}
-LAYOUTS = {
-    "replicas": lambda mesh: fs.replicate(mesh),
-    "rows": lambda mesh: fs.masked(fs.split_dim(mesh, dim=0), "*.w", otherwise=fs.replicate(mesh)),
-    "columns": lambda mesh: fs.masked(fs.split_dim(mesh, dim=1), "*.w", otherwise=fs.replicate(mesh)),
-}
+MATRICES, OTHERS = 3 * 6 * 6, 3 * 5 + 1
+W = {"w": torch.ones(4, 2)}
+
+
+def split(dim):
+    return lambda mesh: fs.masked(fs.split_dim(mesh, dim=dim), "*.w", otherwise=fs.replicate(mesh))
+
+
+LAYOUTS = {"replicas": fs.replicate, "rows": split(0), "columns": split(1)}
 
 
 def mesh_of(*ranks):
@@ -32,31 +35,30 @@ def mesh_of(*ranks):
     return DeviceMesh("cpu", ranks, mesh_dim_names=("shard",))
 
 
-def renamed(name):
-    return f"model.{name}"
+def shard(full, mesh, **options):
+    return fs.shard(full, fs.zero3(mesh, min_shard_elements=0), **options)
 
 
 def trained(n):
     return fs.tree_map(lambda leaf: leaf + n / 7, FULL)
 
 
-def trainer(mesh, samplers, strategy, steps):
+def be_trainer(mesh, samplers, steps):
     for n in range(steps):
-        params = fs.shard(trained(n), strategy(mesh))
-        fs.publish(params, samplers, version=n, names=renamed)
+        fs.publish(shard(trained(n), mesh), samplers, version=n, names="model.{}".format)
     # The mesh of trainers is good.
     assert fs.psum(torch.ones(()), fs.axis_of(mesh)) == len(TRAINERS)
 
 
-def sampler(mesh, layout, steps, dtype=torch.bfloat16):
-    like = fs.shard({"model": fs.tree_map(lambda leaf: (0 * leaf).to(dtype), FULL)}, layout(mesh))
+def be_sampler(mesh, layout, steps):
+    def layout_of(full):
+        return fs.shard({"model": fs.tree_map(torch.Tensor.bfloat16, full)}, layout(mesh))
+
+    like = layout_of(fs.tree_map(torch.zeros_like, FULL))
     for n in range(steps):
         received, version = fs.receive(like, TRAINERS)
         assert version == n
-        expected = fs.shard({"model": fs.tree_map(lambda leaf: leaf.to(dtype), trained(n))}, layout(mesh))
-        for a, b, spec in zip(fs.tree_leaves(received), fs.tree_leaves(expected), fs.tree_leaves(like), strict=True):
-            assert torch.equal(a, b)
-            assert a.dtype is spec.dtype
+        assert_same_bits(fs.tree_leaves(received), fs.tree_leaves(layout_of(trained(n))))
 
 
 def sent_bytes(monkeypatch):
@@ -79,26 +81,28 @@ def sent_bytes(monkeypatch):
 def test_samplers_get_the_bits_that_trainers_gather_and_each_byte_once(number, layout):
     samplers = tuple(range(2, 2 + number))
     ours, theirs = mesh_of(*TRAINERS), mesh_of(*samplers)
-    steps = STEPS if (number, layout) == (2, "rows") else 3
+    steps = 30 if (number, layout) == (2, "rows") else 3
     with pytest.MonkeyPatch.context() as patched:
         sent = sent_bytes(patched)
-        if dist.get_rank() in TRAINERS:
-            trainer(ours, samplers, partial(fs.zero3, min_shard_elements=0), steps)
-        elif dist.get_rank() in samplers:
-            sampler(theirs, LAYOUTS[layout], steps)
+        if my_rank() in TRAINERS:
+            be_trainer(ours, samplers, steps)
+        elif my_rank() in samplers:
+            be_sampler(theirs, LAYOUTS[layout], steps)
         totals = [None] * dist.get_world_size()
         dist.all_gather_object(totals, sum(sent))
     # In bfloat16: the matrices once, or for each replica; what is not split for each sampler.
-    matrices, others = 3 * 6 * 6, 3 * 5 + 1
-    owned = 2 * (matrices * (number if layout == "replicas" else 1) + others * number)
-    assert sum(totals) == steps * owned
+    copies = number if layout == "replicas" else 1
+    assert sum(totals) == steps * 2 * (MATRICES * copies + OTHERS * number)
 
 
 @on_ranks("3 processes")
 def test_other_leaves_are_refused_on_both_sides_and_trainers_go_on():
     ours = mesh_of(*TRAINERS)
-    if dist.get_rank() in TRAINERS:
-        params = fs.shard({"w": torch.ones(4, 2)}, fs.zero3(ours, min_shard_elements=0))
+    no_tensor = r"leaves are no tensors\n  \['n'\]: expected a tensor, a Sharded "
+    if my_rank() in TRAINERS:
+        params = shard(W, ours)
+        with pytest.raises(ValueError, match=f"^publish: {no_tensor}"):
+            fs.publish({"n": 3}, [2])
         with pytest.raises(ValueError, match="publish: names gives several leaves one name; change it"):
             fs.publish({**params, "v": params["w"]}, [2], names=lambda name: "same")
         for _ in range(3):
@@ -107,6 +111,7 @@ def test_other_leaves_are_refused_on_both_sides_and_trainers_go_on():
         fs.publish(params, [2], version=3)
         return
     for like, text in (
+        ({"n": 3}, f"^receive: {no_tensor}"),
         ({"v": torch.ones(4, 2)}, r"v: is none of the leaves that are published"),
         ({"w": torch.ones(4, 1)}, r"w: expected float32\[4, 1\], got float32\[4, 2\]"),
         ({"w": torch.ones(4, 2, dtype=torch.int32)}, r"w: expected int32\[4, 2\], got float32\[4, 2\]"),
@@ -114,51 +119,40 @@ def test_other_leaves_are_refused_on_both_sides_and_trainers_go_on():
         with pytest.raises(ValueError, match=text):
             fs.receive(like, TRAINERS)
     received, version = fs.receive({"w": torch.zeros(4, 2)}, TRAINERS)
-    assert (received["w"].tolist(), version) == (torch.ones(4, 2).tolist(), 3)
+    assert (received["w"].tolist(), version) == (W["w"].tolist(), 3)
 
 
 @on_ranks("3 processes")
 def test_a_whole_train_state_is_sent_and_its_leaves_that_are_none_stay_none():
     ours, theirs = mesh_of(*TRAINERS), mesh_of(2)
     tx = fs.sgd(0.1, momentum=0.9)
-    full = {"w": normal(3)(4, 2), "b": normal(4)(3)}
 
     def state_on(mesh, scale):
-        params = fs.shard(
-            fs.tree_map(lambda leaf: scale * leaf, full), fs.zero3(mesh, min_shard_elements=0), frozen="b"
-        )
+        params = shard({"w": scale * normal(3)(4, 2), "b": scale * normal(4)(3)}, mesh, frozen="b")
         state = fs.TrainState.create(params, tx, key=int(scale))
-        grads = fs.tree_map(lambda leaf: 2 * leaf, {**params, "b": None})
-        return fs.update(tx, state, grads)
+        return fs.update(tx, state, fs.tree_map(lambda leaf: 2 * leaf, {**params, "b": None}))
 
-    if dist.get_rank() in TRAINERS:
-        with pytest.raises(
-            ValueError, match=r"^publish: leaves are no tensors\n  \['n'\]: expected a tensor, a Sharded "
-        ):
-            fs.publish({"n": 3}, [2])
+    if my_rank() in TRAINERS:
         fs.publish(state_on(ours, 3.0), [2])
         return
-    with pytest.raises(ValueError, match=r"^receive: leaves are no tensors\n  \['n'\]: expected a tensor, a Sharded "):
-        fs.receive({"n": 3}, TRAINERS)
     received, _ = fs.receive(state_on(theirs, 0.0), TRAINERS)
-    expected = state_on(theirs, 3.0)
     assert (received.buffers, received.transform_state) == (None, None)
-    assert_same_bits(fs.tree_leaves(received), fs.tree_leaves(expected))
+    assert_same_bits(fs.tree_leaves(received), fs.tree_leaves(state_on(theirs, 3.0)))
 
 
 def test_a_sampler_that_dies_is_named_and_the_others_get_the_weights(tmp_path, monkeypatch):
     def program():
-        ours, rank = mesh_of(*TRAINERS), dist.get_rank()
-        if rank == 3:
+        ours = mesh_of(*TRAINERS)
+        if my_rank() == 3:
             os._exit(1)
-        if rank == 2:
-            return Outcome(f"{fs.receive({'w': torch.zeros(4, 2)}, TRAINERS)[0]['w'].sum().item()}", "", 0.0)
-        params = fs.shard({"w": torch.ones(4, 2)}, fs.zero3(ours, min_shard_elements=0))
+        if my_rank() == 2:
+            received, _ = fs.receive({"w": torch.zeros(4, 2)}, TRAINERS)
+            return Outcome(str(received["w"].sum().item()), "", 0.0)
         with pytest.raises(fs.comm.CollectiveError) as caught:
-            fs.publish(params, [2, 3], timeout=20.0)
+            fs.publish(shard(W, ours), [2, 3], timeout=20.0)
         # The trainers' mesh is good.
         assert fs.psum(torch.ones(()), fs.axis_of(ours)).item() == len(TRAINERS)
-        return Outcome(f"{caught.value}", "", 0.0)
+        return Outcome(str(caught.value), "", 0.0)
 
     *trainers, sampled = outcomes_of_survivors(4, program, tmp_path, monkeypatch)
     for text in trainers:

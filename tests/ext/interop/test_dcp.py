@@ -1,6 +1,7 @@
 """torch.distributed.checkpoint: FSDP2 runs go on in fshard and back, bit for bit, and what is refused."""
 
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -12,20 +13,18 @@ from torch.distributed.fsdp import fully_shard
 
 import fshard as fs
 from fshard.checkpoint import load_dcp, save_dcp
+from tests.checkpoint.states import zeros_like
 from tests.ext.interop.test_state_dict import refusal
 from tests.ranks import on_ranks
-from tests.trees import TREES, assert_same_bits, every_strategy, exotic_dtypes, normal, one_axis
-from tests.unit_models import Block, Language, filled, tie_head, tokens
-
-ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
-SGD = {"lr": 1e-2, "momentum": 0.9}
+from tests.trees import TREES, assert_same_bits, every_strategy, exotic_dtypes, one_axis
+from tests.unit_models import Block, Language, filled, tie_head, tokens, zero3
 
 
 def language():
     """A tied weight, buffers of both kinds, and sizes that two ranks do not divide."""
     module = filled(Language(tie_head, hidden=(13, 13)))
-    module.register_buffer("scale", torch.tensor(2.0))
-    module.register_buffer("cache", torch.ones(3), persistent=False)
+    module.blocks[0].register_buffer("shift", torch.tensor(2.0))
+    module.blocks[0].register_buffer("cache", torch.ones(3), persistent=False)
     return module
 
 
@@ -37,11 +36,11 @@ def batch(step):
 class Fsdp2:
     """A run of FSDP2 as its users write one."""
 
-    def __init__(self, mesh, cls, hyper, flat):
+    def __init__(self, mesh, make_optimizer, flat):
         self.module = language()
         for unit in (*self.module.blocks, self.module):
             fully_shard(unit, mesh=mesh)
-        self.optimizer = cls(self.module.parameters(), **hyper)
+        self.optimizer = make_optimizer(self.module.parameters())
         self.options = StateDictOptions(flatten_optimizer_state_dict=flat)
 
     def train(self, steps):
@@ -60,16 +59,22 @@ class Fsdp2:
         model, optimizer = get_state_dict(self.module, self.optimizer, options=self.options)
         return {"model": model, "optim": optimizer}
 
+    def load(self, directory):
+        state = self.state()
+        dcp.load(state, checkpoint_id=directory)
+        states = {"model_state_dict": state["model"], "optim_state_dict": state["optim"]}
+        set_state_dict(self.module, self.optimizer, **states, options=self.options)
+
 
 class Ours:
     """The same run by fshard."""
 
-    def __init__(self, strategy, cls, hyper):
+    def __init__(self, strategy, make_optimizer):
         self.module = language()
         self.model = fs.functionalize(self.module, units=Block)
-        self.tx = fs.chain(fs.from_torch(cls, **hyper, inject=["lr"]))
+        self.tx = fs.chain(fs.from_torch(make_optimizer.func, **make_optimizer.keywords, inject=["lr"]))
         self.state = fs.TrainState.create(self.model.init(strategy), self.tx, buffers=self.model.buffers)
-        self.optimizer = cls(self.module.parameters(), **hyper)
+        self.optimizer = make_optimizer(self.module.parameters())
 
     def train(self, steps):
         losses = []
@@ -80,13 +85,11 @@ class Ours:
         return losses
 
 
-STRATEGIES = {
-    "ddp": fs.ddp,
-    "zero3": lambda mesh: fs.zero3(mesh, min_shard_elements=0),
-    "last dim": lambda mesh: fs.fully_shard(mesh, dim=-1),
+STRATEGIES = {"ddp": fs.ddp, "zero3": zero3(), "last dim": partial(fs.fully_shard, dim=-1)}
+OPTIMIZERS = {
+    "adamw": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
+    "sgd": partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
 }
-# Torch's SGD does not count its steps.
-OPTIMIZERS = {"adamw": (torch.optim.AdamW, ADAMW, {}), "sgd": (torch.optim.SGD, SGD, {"updates": 2})}
 
 
 @pytest.mark.rows(1)
@@ -96,21 +99,21 @@ OPTIMIZERS = {"adamw": (torch.optim.AdamW, ADAMW, {}), "sgd": (torch.optim.SGD, 
 @on_ranks("2 processes")
 def test_an_fsdp2_run_goes_on_in_fshard_and_back(tmp_path, strategy, flat, name):
     """Two steps in FSDP2, two in fshard and two in FSDP2 have the losses of six in FSDP2, bit for bit."""
-    cls, hyper, counted = OPTIMIZERS[name]
     mesh = one_axis()
-    expected, first, last = (Fsdp2(mesh, cls, hyper, flat) for _ in range(3))
-    ours = Ours(STRATEGIES[strategy](mesh), cls, hyper)
+    expected, first, last = (Fsdp2(mesh, OPTIMIZERS[name], flat) for _ in range(3))
     losses = first.train(range(2))
     dcp.save(first.state(), checkpoint_id=tmp_path / "there")
+
+    ours = Ours(STRATEGIES[strategy](mesh), OPTIMIZERS[name])
+    # Torch's SGD does not count its steps.
+    counted = {"updates": 2} if name == "sgd" else {}
     ours.state = load_dcp(tmp_path / "there", ours.state, module=ours.module, trusted=True, **counted)
     assert (int(ours.state.step), int(ours.state.opt_state[0].updates)) == (2, 2)
     losses += ours.train(range(2, 4))
     options = {"module": ours.module, "optimizer": ours.optimizer, "flatten_optimizer_state_dict": flat}
     save_dcp(tmp_path / "back", ours.state, **options)
-    state = last.state()
-    dcp.load(state, checkpoint_id=tmp_path / "back")
-    both = {"model_state_dict": state["model"], "optim_state_dict": state["optim"]}
-    set_state_dict(last.module, last.optimizer, **both, options=last.options)
+
+    last.load(tmp_path / "back")
     losses += last.train(range(4, 6))
     assert losses == expected.train(range(6))
     assert len(set(losses)) == 6
@@ -125,63 +128,65 @@ def test_trees_come_back_in_any_layout(tmp_path):
         for i, (_, strategy) in enumerate(every_strategy()):
             params = fs.shard(make(), strategy)
             save_dcp(directory / f"{i}", params)
-            back = load_dcp(directory / f"{max(0, i - 1)}", fs.tree_map(torch.zeros_like, params), trusted=True)
+            back = load_dcp(directory / f"{max(0, i - 1)}", zeros_like(params), trusted=True)
             assert_same_bits(fs.unshard(back), fs.unshard(params))
 
 
-def test_other_keys(tmp_path):
-    """An application nests its state deeper, or has the module's at the top."""
-    full = {"w": normal()(7, 5)}
-    like = {"w": torch.zeros(7, 5, dtype=torch.float64)}
-    one_axis()
-    dcp.save({**full, "step": 3}, checkpoint_id=tmp_path / "flat")
-    assert_same_bits(load_dcp(tmp_path / "flat", like, model_key="", trusted=True), full)
-    save_dcp(tmp_path / "ours", full, model_key="app.model")
-    theirs = {"app": {"model": fs.tree_map(torch.clone, like)}}
-    dcp.load(theirs, checkpoint_id=tmp_path / "ours")
-    assert_same_bits(theirs["app"]["model"], full)
-
-
-def test_other_keys_of_an_optimizer(tmp_path):
-    module, keys = One(), {"model_key": "app.model", "optimizer_key": "app.adam"}
-    state = fs.tree_map(lambda leaf: leaf + 1, trained())
-    save_dcp(tmp_path, state, module=module, optimizer=torch.optim.AdamW(module.parameters()), **keys)
-    assert_same_bits(load_dcp(tmp_path, trained(), trusted=True, **keys), state)
-    assert "w.step: expected float32[], got nothing" in refusal(
-        lambda mesh: load_dcp(tmp_path, trained(), trusted=True, model_key="app.model")
-    )
-
-
-def test_a_state_is_saved_with_its_module_and_optimizer(tmp_path):
-    text = "checkpoint.save_dcp: a TrainState needs module= and optimizer=, as get_state_dict takes them"
-    assert refusal(lambda mesh: save_dcp(tmp_path, trained(), module=One())) == text
+W = {"w": torch.ones(3)}
 
 
 class One(nn.Module):
     def __init__(self):
         super().__init__()
-        self.w = nn.Parameter(torch.ones(3))
+        self.w = nn.Parameter(W["w"])
 
 
-def trained(cls=torch.optim.AdamW, **hyper):
-    params = {"w": torch.ones(3)}
-    return fs.TrainState.create(params, fs.from_torch(cls, **hyper))
+def adam_state():
+    return fs.TrainState.create(W, fs.from_torch(torch.optim.AdamW))
+
+
+def load_refusal(directory, like, trusted=True, **options):
+    return refusal(lambda mesh: load_dcp(directory, like, trusted=trusted, **options))
+
+
+def test_other_keys(tmp_path):
+    """An application nests its state deeper, or has the module's at the top."""
+    one_axis()
+    dcp.save({**W, "step": 3}, checkpoint_id=tmp_path / "flat")
+    assert_same_bits(load_dcp(tmp_path / "flat", zeros_like(W), model_key="", trusted=True), W)
+    save_dcp(tmp_path / "ours", W, model_key="app.model")
+    theirs = {"app": {"model": zeros_like(W)}}
+    dcp.load(theirs, checkpoint_id=tmp_path / "ours")
+    assert_same_bits(theirs["app"]["model"], W)
+
+
+def test_other_keys_of_an_optimizer(tmp_path):
+    module, keys = One(), {"model_key": "app.model", "optimizer_key": "app.adam"}
+    state = fs.tree_map(lambda leaf: leaf + 1, adam_state())
+    save_dcp(tmp_path, state, module=module, optimizer=torch.optim.AdamW(module.parameters()), **keys)
+    assert_same_bits(load_dcp(tmp_path, adam_state(), trusted=True, **keys), state)
+    text = load_refusal(tmp_path, adam_state(), model_key="app.model")
+    assert "w.step: expected float32[], got nothing" in text
+
+
+def test_a_state_is_saved_with_its_module_and_optimizer(tmp_path):
+    text = "checkpoint.save_dcp: a TrainState needs module= and optimizer=, as get_state_dict takes them"
+    assert refusal(lambda mesh: save_dcp(tmp_path, adam_state(), module=One())) == text
 
 
 def test_nothing_is_read_untrusted(tmp_path):
-    save_dcp(tmp_path, {"w": torch.ones(3)})
+    save_dcp(tmp_path, W)
     for trusted in (False, "no", 1, torch.tensor(True)):
-        message = refusal(lambda mesh: load_dcp(tmp_path, {"w": torch.ones(3)}, trusted=trusted))  # noqa: B023
-        assert message == (
+        assert load_refusal(tmp_path, W, trusted) == (
             f"checkpoint.load_dcp: {tmp_path / '.metadata'} is pickled, and reading it can run code of its author; "
             "pass trusted=True if you trust whoever wrote it, or have it written as safetensors"
         )
 
 
 def test_contents_that_are_damaged_or_do_not_fit(tmp_path):
-    save_dcp(tmp_path, {"w": torch.ones(3), "extra": torch.ones(1)})
-    load = lambda mesh: load_dcp(tmp_path, {"w": torch.ones(4)}, trusted=True)  # noqa: E731
-    assert "w: expected float32[4], got float32[3]\n  extra: expected nothing, got float32[1]\n" in refusal(load)
-    for damage, message in ((b"nonsense", "UnpicklingError"), (pickle.dumps({"w": 1}), "AttributeError: 'dict'")):
+    save_dcp(tmp_path, W | {"extra": torch.ones(1)})
+    text = "w: expected float32[4], got float32[3]\n  extra: expected nothing, got float32[1]\n"
+    assert text in load_refusal(tmp_path, {"w": torch.ones(4)})
+    for damage, text in ((b"nonsense", "UnpicklingError"), (pickle.dumps({"w": 1}), "AttributeError: 'dict'")):
         (tmp_path / ".metadata").write_bytes(damage)
-        assert message in refusal(load)
+        assert text in load_refusal(tmp_path, W)

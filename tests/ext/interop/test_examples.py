@@ -1,20 +1,69 @@
-"""The examples that export what from_pretrained reads run as a user runs them."""
+"""Examples that export what from_pretrained reads run as a user runs them: they learn, and what they wrote loads."""
 
 import re
 
 import pytest
+import torch
 
 from tests.test_examples import launched
 from tests.test_processes import ROOT, run
+
+transformers = pytest.importorskip("transformers")
+
+# The share of a base's numbers that are in vectors, and the share that padding adds to shards.
+VECTORS, PADDED = 0.02, 0.01
+
+
+def held_out_losses(printed):
+    """Before training and after it, as the example printed them."""
+    return re.search(r"held-out loss (\S+) before, (\S+) after", printed).groups()
+
+
+def finetune(launcher, directory, *options):
+    out = run(*launcher, ROOT / "examples/finetune_lora.py", "--export", directory, *options)
+    assert f"{directory}: from_pretrained reads the merged weights, and gives the merged logits" in out
+    return out
 
 
 @launched
 @pytest.mark.parametrize("statistics", ["mean", "rank0"])
 def test_resnet_learns_and_is_exported(tmp_path, launcher, ranks, statistics):
-    pytest.importorskip("transformers")
     options = ("--steps", 60, "--statistics", statistics, "--directory", tmp_path)
     out = run(*launcher, ROOT / "examples/resnet.py", *options)
     right, images = re.search(r"(\d+) of (\d+) test images right", out).groups()
     assert int(images) == 360
     assert int(right) > 300
     assert f"{tmp_path / 'model'}: from_pretrained gives the logits of the sharded model" in out
+
+
+@launched
+def test_lora_learns_exports_and_goes_on(tmp_path, launcher, ranks):
+    out = finetune(launcher, tmp_path / "first", "--steps", 40)
+    before, after = held_out_losses(out)
+    assert float(after) < float(before) - 1.5
+    assert "918,656 parameters are frozen, 84,992 in 29 pairs of factors are trained" in out
+    # The same batches, on a base that is what was merged; factors are new, and change nothing yet.
+    (tmp_path / "second").mkdir()
+    (tmp_path / "second/model.safetensors").write_bytes(b"of a run before")
+    options = ("--model", tmp_path / "first", "--steps", 4, "--targets", "*.3.*_proj.weight")
+    assert held_out_losses(finetune(launcher, tmp_path / "second", *options))[0] == after
+    first, second = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("first", "second")
+    )
+    changed = {name for name, weight in first.items() if not torch.equal(weight, second[name])}
+    assert changed == {name for name in first if ".3." in name and name.endswith("_proj.weight")}
+
+
+@pytest.mark.parametrize("bits", (8, 4))
+@launched
+def test_adapters_of_peft_on_a_base_of_bytes(tmp_path, launcher, ranks, bits):
+    pytest.importorskip("peft")
+    options = ("--export", tmp_path / "adapter", "--steps", 60, "--bits", bits)
+    out = run(*launcher, ROOT / "examples/finetune_peft.py", *options)
+    before, after = held_out_losses(out)
+    assert float(after) < float(before) - 0.5
+    assert f"{tmp_path / 'adapter'}: PeftModel.from_pretrained reads the adapter" in out
+    kept, numbers = (float(figure) for figure in re.search(r"keeps (\S+) MB .* bits, (\S+) in float32", out).groups())
+    # Of each number a byte or half a byte, and of each 64 a scale; vectors stay in float32.
+    assert kept / numbers == pytest.approx((bits / 8 + 4 / 64) / 4, rel=VECTORS)
+    assert numbers * ranks == pytest.approx(918_656 * 4 / 1e6, rel=PADDED)

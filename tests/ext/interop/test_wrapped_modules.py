@@ -21,67 +21,34 @@ from fshard.checkpoint import (
     to_state_dict,
 )
 from tests.checkpoint.states import zeros_like
+from tests.ext.interop.test_dcp import language
 from tests.ext.interop.test_state_dict import every_leaf, refusal
 from tests.ranks import on_ranks
-from tests.trees import assert_same_bits, normal, one_axis
-from tests.unit_models import zero3
+from tests.trees import assert_same_bits, one_axis
+from tests.unit_models import Block, tokens, zero3
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 5)
-        self.register_buffer("cache", torch.ones(2), persistent=False)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.norm(self.up(x))))
-
-
-class Net(nn.Module):
-    """A tied weight, and blocks with buffers of both kinds."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 5)
-        self.blocks = nn.Sequential(Block(), Block())
-        self.head = nn.Linear(5, 11, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, ids):
-        return self.head(self.blocks(self.embedding(ids)))
-
-
-def made(seed=0):
-    module, draw = Net().double().eval(), normal(seed)
-    with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()):
-            tensor.copy_(draw(*tensor.shape).abs() if tensor.is_floating_point() else tensor + 3)
+def with_blocks(wrap):
+    module = language()
+    for i, block in enumerate(module.blocks):
+        module.blocks[i] = wrap(block)
     return module
 
 
-def of_blocks(wrap):
-    def make(seed=0):
-        module = made(seed)
-        for i, block in enumerate(module.blocks):
-            module.blocks[i] = wrap(block)
-        return module
-
-    return make
-
-
-def of_layers_and_blocks(seed=0):
-    module = of_blocks(wrapped)(seed)
+def with_layers_and_blocks():
+    module = with_blocks(wrapped)
     apply_activation_checkpointing(module, check_fn=lambda submodule: isinstance(submodule, nn.Linear))
     return module
 
 
 WRAPPINGS = {
-    "plain": made,
-    "each block": of_blocks(wrapped),
-    "each block and layer, twice": lambda seed=0: wrapped(of_layers_and_blocks(seed)),
-    "the whole": lambda seed=0: wrapped(made(seed)),
+    "plain": language,
+    "each block": lambda: with_blocks(wrapped),
+    "each block and layer, twice": lambda: wrapped(with_layers_and_blocks()),
+    "the whole": lambda: wrapped(language()),
 }
 STRATEGIES = {"zero2": every_leaf, "zero3": zero3(), "ddp": fs.ddp}
+STEPS = 2
 TX = fs.from_torch(torch.optim.Adam, lr=0.1)
 
 
@@ -102,7 +69,7 @@ def state_of(module):
 
 
 def plain_state():
-    return {name: tensor.detach() for name, tensor in made().state_dict().items()}
+    return {name: tensor.detach() for name, tensor in language().state_dict().items()}
 
 
 def by_name(tensors):
@@ -114,7 +81,7 @@ def by_name(tensors):
 def test_every_export_has_the_names_of_the_plain_module_and_is_read_again(wrapping, strategy, tmp_path):
     module, expected = WRAPPINGS[wrapping](), plain_state()
     _, params, state = parts(module, strategy)
-    assert list(params) == [name for name, _ in made().named_parameters()]
+    assert list(params) == [name for name, _ in language().named_parameters()]
 
     exported = to_state_dict(state, module=module)
     assert list(exported) == list(dict.fromkeys([*exported, *expected]))
@@ -132,25 +99,25 @@ def test_every_export_has_the_names_of_the_plain_module_and_is_read_again(wrappi
     like = zeros_like(state)
     for loaded in (
         from_state_dict(exported, like, module=module),
-        *(load_huggingface(tmp_path / "hf", like, module=reader) for reader in (module, made())),
-        *(load_dcp(tmp_path / "dcp", like, module=reader, trusted=True) for reader in (module, made())),
+        *(load_huggingface(tmp_path / "hf", like, module=reader) for reader in (module, language())),
+        *(load_dcp(tmp_path / "dcp", like, module=reader, trusted=True) for reader in (module, language())),
     ):
         assert_same_bits(fs.unshard(loaded), fs.unshard(state))
 
 
 def train(module, strategy):
-    """The state and the last loss after a step for each row of ids, and the optimizer that torch would have."""
+    """The state and the last loss after some steps, and the optimizer that torch would have."""
     model, params, _ = parts(module, strategy)
     state = fs.TrainState.create(params, TX, buffers=model.buffers)
-    for ids in torch.tensor([[1, 4, 10, 0, 3], [2, 2, 5, 9, 7]]):
-        loss, grads = fs.value_and_grad(lambda p, ids=ids: model.apply(p, ids).square().mean())(state.params)
+    for batch in tokens(STEPS):
+        loss, grads = fs.value_and_grad(model.apply)(state.params, *batch)
         state = fs.update(TX, state, grads)
     return state, loss, torch.optim.Adam(module.parameters(), lr=0.1)
 
 
 @every_wrapping
 def test_training_and_the_state_of_optimizers_are_those_of_the_plain_module(wrapping, strategy, tmp_path):
-    module, plain = WRAPPINGS[wrapping](), made()
+    module, plain = WRAPPINGS[wrapping](), language()
     state, loss, optimizer = train(module, strategy)
     expected, expected_loss, plain_optimizer = train(plain, strategy)
     assert_same_bits((fs.unshard(state), loss), (fs.unshard(expected), expected_loss))
@@ -177,7 +144,7 @@ def names_in(directory, kind):
 @pytest.mark.parametrize("wrap", (lambda block: block, wrapped), ids=("compiled", "compiled and wrapped"))
 def test_names_of_compiled_modules_are_those_that_torch_gives_each_export(wrap, tmp_path):
     """state_dict() of a module keeps what torch.compile adds to names, and get_state_dict leaves it out."""
-    module = of_blocks(lambda block: torch.compile(wrap(block), backend="eager"))()
+    module = with_blocks(lambda block: torch.compile(wrap(block), backend="eager"))
     _, params, state = parts(module)
     assert to_state_dict(state, module=module).keys() == module.state_dict().keys()
     save_huggingface(tmp_path / "hf", state, module=module)
@@ -188,7 +155,9 @@ def test_names_of_compiled_modules_are_those_that_torch_gives_each_export(wrap, 
     trained = fs.update(TX, fs.TrainState.create(params, TX), fs.tree_map(torch.ones_like, params))
     save_dcp(tmp_path / "dcp", trained, module=module, optimizer=optimizer)
     _, of_optimizer = get_state_dict(module, optimizer)
-    assert names_in(tmp_path / "dcp", "model.") == {name for name, _ in made().named_parameters(remove_duplicate=False)}
+    assert names_in(tmp_path / "dcp", "model.") == {
+        name for name, _ in language().named_parameters(remove_duplicate=False)
+    }
     owners = {name.rpartition(".")[0] for name in names_in(tmp_path / "dcp", "optim.state.")}
     assert owners == set(of_optimizer["param_groups"][0]["params"])
     like = fs.TrainState.create(zeros_like(params), TX)
@@ -197,13 +166,13 @@ def test_names_of_compiled_modules_are_those_that_torch_gives_each_export(wrap, 
 
 
 def drop(module, state_dict, prefix, metadata):
-    for name in [name for name in state_dict if "up" in name]:
+    for name in [name for name in state_dict if "inner" in name]:
         del state_dict[name]
 
 
 def test_leaves_without_a_place_in_the_state_dict_are_refused_by_path_on_every_rank(tmp_path):
     """As of models that save an adapter alone."""
-    module = made()
+    module = language()
     module.register_state_dict_post_hook(drop)
     exports = {
         "to_state_dict": lambda state: to_state_dict(state, module=module),
@@ -214,19 +183,22 @@ def test_leaves_without_a_place_in_the_state_dict_are_refused_by_path_on_every_r
     for name, export in exports.items():
         text = refusal(lambda mesh, export=export: export(state_of(module)))
         assert text.startswith(f"checkpoint.{name}: leaves do not fit\n")
-        assert "  blocks.0.up.weight: expected one that module.state_dict() has under a name of module." in text
-        assert "blocks.1.up.bias: expected" in text
-        assert "blocks.0.down.weight" not in text
+        assert (
+            "  blocks.0.perceptron.inner.weight: expected one that module.state_dict() has under a name of module."
+            in text
+        )
+        assert "blocks.1.perceptron.inner.bias: expected" in text
+        assert "blocks.0.perceptron.outer.weight" not in text
     # Under the names that the wrapped module itself gives them.
     other = WRAPPINGS["each block"]()
     params = {name: tensor.detach() for name, tensor in other.named_parameters()}
     text = refusal(lambda mesh: to_state_dict(params, module=other))
-    assert "blocks.0._checkpoint_wrapped_module.up.weight: expected blocks.0.up.weight, got a leaf" in text
+    assert "blocks.0._checkpoint_wrapped_module.norm.weight: expected blocks.0.norm.weight, got a leaf" in text
 
 
 def test_a_load_leaves_no_leaf_without_a_value(tmp_path):
     module, incomplete = WRAPPINGS["each block"](), plain_state()
-    del incomplete["blocks.1.down.bias"]
+    del incomplete["blocks.1.norm.bias"]
     save_huggingface(tmp_path / "hf", incomplete)
     save_dcp(tmp_path / "dcp", incomplete)
     for load in (
@@ -235,13 +207,13 @@ def test_a_load_leaves_no_leaf_without_a_value(tmp_path):
         lambda like: load_huggingface(tmp_path / "hf", like, module=module),
     ):
         text = refusal(lambda mesh, load=load: load(state_of(module)))
-        assert "  blocks.1.down.bias: expected float64[5], got nothing\n" in text
+        assert "  blocks.1.norm.bias: expected float64[8], got nothing\n" in text
     state = state_of(module)
     like = fs.tree_map(lambda leaf: leaf * 0 + 2, state)
     kept = load_huggingface(tmp_path / "hf", like, module=module, strict=False)
-    assert_same_bits(kept["blocks.1.down.bias"].local, like["blocks.1.down.bias"].local)
-    assert_same_bits(kept["blocks.0.down.bias"].local, state["blocks.0.down.bias"].local)
+    assert_same_bits(kept["blocks.1.norm.bias"].local, like["blocks.1.norm.bias"].local)
+    assert_same_bits(kept["blocks.0.norm.bias"].local, state["blocks.0.norm.bias"].local)
     # A buffer that nobody saves has the value of `like`, if that has any.
-    without = {"blocks.0.cache": torch.empty(2, device="meta", dtype=torch.float64)}
+    without = {"blocks.0.cache": torch.empty(3, device="meta")}
     text = refusal(lambda mesh: from_state_dict(plain_state(), state_of(module) | without, module=module))
-    assert "  blocks.0.cache: expected float64[2], got nothing\n" in text
+    assert "  blocks.0.cache: expected float32[3], got nothing\n" in text
