@@ -19,6 +19,7 @@ from tests.trees import assert_same_bits, normal, one_axis
 TX = fs.chain(fs.clip_by_global_norm(1.0), fs.from_torch(torch.optim.AdamW, lr=0.1))
 CLOSED = torch.ones(2)
 FULL = {"in": normal(1)(8, 5), "out": [normal(2)(5, 4)]}
+FILE = "graph-rank-00000.json"
 
 
 def step(state, batch, times=2):
@@ -30,55 +31,58 @@ def step(state, batch, times=2):
     return {"state": fs.update(TX, state, grads), "losses": [value, (value + 1, grads)]}
 
 
-def given(seed=0, rows=6):
-    params = fs.shard(FULL, fs.zero3(one_axis(), min_shard_elements=0))
-    return fs.TrainState.create(params, TX), {"x": normal(seed + my_rank())(rows, 8)}
+def state_by(strategy):
+    return fs.TrainState.create(fs.shard(FULL, strategy(one_axis(), min_shard_elements=0)), TX)
 
 
-def run(f, steps=3):
-    state, losses = given()[0], []
-    for n in range(steps):
-        out = f(state, given(n)[1], times=2)
-        state, losses = out["state"], [*losses, out["losses"]]
-    return state, losses
+def batch_of(seed=0, rows=6):
+    return {"x": normal(seed + my_rank())(rows, 8)}
+
+
+def train(step):
+    state, losses = state_by(fs.zero3), []
+    for n in range(3):
+        out = step(state, batch_of(n), times=2)
+        state = out["state"]
+        losses.append(out["losses"])
+    return fs.tree_leaves((state, losses))
 
 
 @pytest.mark.rows(3)
 @pytest.mark.parametrize("donated", ((), 0))
 @on_ranks(1, 2, 3)
 def test_it_is_the_jitted_function_and_sends_the_same(donated, tmp_path):
-    jitted = fs.jit(step, donate_argnums=donated)
-    fs.save_graph(tmp_path, jitted, *given(), times=2)
+    jitted, arguments = fs.jit(step, donate_argnums=donated), (state_by(fs.zero3), batch_of())
+    fs.save_graph(tmp_path, jitted, *arguments, times=2)
     with fs.comm.record() as expected:
-        results = run(jitted)
+        results = train(jitted)
     loaded = fs.load_graph(tmp_path)
     with fs.comm.record() as record:
-        assert_same_bits(fs.tree_leaves(run(loaded)), fs.tree_leaves(results))
+        assert_same_bits(train(loaded), results)
     assert record == expected
-    state, batch = given()
-    loaded(state, batch, times=2)
     if donated == 0:
+        loaded(*arguments, times=2)
         with pytest.raises(ValueError, match="jit: arguments were donated"):
-            loaded(state, batch, times=2)
+            loaded(*arguments, times=2)
 
 
 @on_ranks(2)
 def test_other_calls_are_refused_by_name(tmp_path):
-    fs.save_graph(tmp_path, fs.jit(step), *given(), times=2)
-    state, batch = given()
-    other = fs.shard(FULL, fs.zero2(one_axis(), min_shard_elements=0))
-    for args, times, text in (
-        ((state, given(rows=5)[1]), 2, r"\[0\]\[1\]\['x'\]: shape: torch.Size\(\[6, 8\]\), got torch.Size\(\[5, 8\]\)"),
+    state, batch, other = state_by(fs.zero3), batch_of(), state_by(fs.zero2)
+    fs.save_graph(tmp_path, fs.jit(step), state, batch, times=2)
+    shapes = r"torch.Size\(\[6, 8\]\), got torch.Size\(\[5, 8\]\)"
+    for arguments, times, text in (
+        ((state, batch_of(rows=5)), 2, rf"\[0\]\[1\]\['x'\]: shape: {shapes}"),
         ((state, batch), 3, r"\[1\]\['times'\]: 2, got 3"),
-        ((fs.TrainState.create(other, TX), batch), 2, r"\[0\]\[0\].params\['in'\]: spec: .*, got Spec"),
+        ((other, batch), 2, r"\[0\]\[0\].params\['in'\]: spec: .*, got Spec"),
         ((state, {"y": batch["x"]}), 2, r"structure: .*, got PyTreeSpec"),
     ):
         with pytest.raises(ValueError, match=rf"^load_graph: the graph is for {text}.*\. Save it again for these"):
-            fs.load_graph(tmp_path)(*args, times=times)
+            fs.load_graph(tmp_path)(*arguments, times=times)
 
 
 def test_a_missing_file_is_an_error_of_the_load(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"^load_graph: .*other/graph-rank-00000.json: there is no such file"):
+    with pytest.raises(FileNotFoundError, match=rf"^load_graph: .*other/{FILE}: there is no such file"):
         fs.load_graph(tmp_path / "other")
 
 
@@ -87,25 +91,22 @@ def test_each_rank_reads_its_own_file(tmp_path):
     """By the number of the rank in the run: two stages of a pipeline have the same places on their axes."""
     stages = fs.axis_of(fs.init_mesh({"stage": 2, "shard": 1}, device="cpu"), "shard")
     params = fs.shard({"w": torch.ones(2)}, fs.fully_shard(stages))
-    mine = my_rank()
-    fs.save_graph(tmp_path, fs.jit(lambda params: fs.gather(params)["w"] * (mine + 2)), params)
-    assert fs.load_graph(tmp_path)(params).tolist() == [mine + 2] * 2
-    (tmp_path / f"graph-rank-{mine:05d}.json").unlink()
-    with pytest.raises(FileNotFoundError, match=f"graph-rank-0000{mine}.json"):
-        fs.load_graph(tmp_path)
+    rank = my_rank()
+    fs.save_graph(tmp_path, fs.jit(lambda params: fs.gather(params)["w"] * (rank + 2)), params)
+    assert fs.load_graph(tmp_path)(params).tolist() == [rank + 2] * 2
 
 
 @on_ranks(2)
 def test_axes_of_the_same_ranks_are_told_apart_by_their_names(tmp_path):
     """Their process group is one."""
-    names = "first", "second"
+    names = ["first", "second"]
     axes = [fs.axis_of(fs.init_mesh({name: 2}, device="cpu")) for name in names]
     assert axes[0].group_name == axes[1].group_name
     params = [fs.shard(torch.arange(4.0), fs.fully_shard(axis)) for axis in axes]
     fs.save_graph(tmp_path, fs.jit(lambda params: [fs.gather(leaf) for leaf in params]), params)
     with fs.comm.record() as record:
         assert [leaf.tolist() for leaf in fs.load_graph(tmp_path)(params)] == [[0, 1, 2, 3]] * 2
-    assert [entry.axis for entry in record if not entry.scalar] == [*names]
+    assert [entry.axis for entry in record if not entry.scalar] == names
 
 
 @on_ranks(2)
@@ -147,18 +148,16 @@ def test_operators_of_every_kind_are_read_as_they_were_written(tmp_path):
         dropout,
     )
     for number, function in enumerate(functions):
-        jitted = fs.jit(function)
-        place = tmp_path / f"{number}"
-        fs.save_graph(place, jitted, x)
-        assert_same_bits(fs.tree_leaves(fs.load_graph(place)(x)), fs.tree_leaves(jitted(x)))
+        jitted, directory = fs.jit(function), tmp_path / f"{number}"
+        fs.save_graph(directory, jitted, x)
+        assert_same_bits(fs.tree_leaves(fs.load_graph(directory)(x)), fs.tree_leaves(jitted(x)))
 
 
 def test_a_graph_that_was_read_can_be_written_again(tmp_path):
-    state, batch = given()
-    fs.save_graph(tmp_path / "first", fs.jit(step, donate_argnums=0), state, batch)
-    fs.save_graph(tmp_path / "second", fs.load_graph(tmp_path / "first"), state, batch)
-    first, second = ((tmp_path / name / "graph-rank-00000.json").read_bytes() for name in ("first", "second"))
-    assert first == second
+    arguments = state_by(fs.zero3), batch_of()
+    fs.save_graph(tmp_path / "first", fs.jit(step, donate_argnums=0), *arguments)
+    fs.save_graph(tmp_path / "second", fs.load_graph(tmp_path / "first"), *arguments)
+    assert (tmp_path / "first" / FILE).read_bytes() == (tmp_path / "second" / FILE).read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -188,9 +187,8 @@ def test_what_no_file_can_hold_is_refused(f, text, tmp_path):
 
 def test_where_a_jitted_function_runs_as_it_is_there_is_none(tmp_path):
     fs.save_graph(tmp_path, fs.jit(torch.sin), torch.zeros(2))
-    with pytest.raises(
-        ValueError, match=r"^load_graph: a saved graph cannot run inside .*\. Call the function that it"
-    ):
+    text = r"^load_graph: a saved graph cannot run inside .*\. Call the function that it"
+    with pytest.raises(ValueError, match=text):
         torch.func.vmap(fs.load_graph(tmp_path))(torch.zeros(2, 2))
 
 
@@ -203,13 +201,13 @@ def test_a_rank_whose_trace_fails_is_named_on_all(tmp_path):
         (ZeroDivisionError, "division by zero") if my_rank() else (fs.comm.CollectiveError, "rank shard=1|rank 1")
     )
     with pytest.raises(error, match=text):
-        fs.save_graph(tmp_path, fs.jit(failing), *given())
+        fs.save_graph(tmp_path, fs.jit(failing), state_by(fs.zero3), batch_of())
 
 
 def test_another_process_runs_it(tmp_path):
     x = normal(3)(2)
     fs.save_graph(tmp_path, fs.jit(lambda x: {"y": x.exp().sum()}), x)
-    given = f"torch.tensor({x.tolist()}, dtype=torch.float64)"
-    script = f"import torch, fshard as fs; print(fs.load_graph({str(tmp_path)!r})({given}))"
+    argument = f"torch.tensor({x.tolist()}, dtype=torch.float64)"
+    script = f"import torch, fshard as fs; print(fs.load_graph({str(tmp_path)!r})({argument}))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.stdout.strip() == str({"y": x.exp().sum()}), done.stderr
