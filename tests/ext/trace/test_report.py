@@ -10,24 +10,31 @@ from fshard.ext.trace.events import BETWEEN, Event, Timeline, list_spans, pack, 
 MS = 1_000_000
 
 
-def event(who, unit, begin, issued, *waits, op="all_gather"):
-    units = unit if isinstance(unit, tuple) else (unit,) if unit else ()
-    collective = Collective(op, "shard", 2, Label(who, units, ("['w']",)), 2048, 1, False)
-    return Event(collective, (0, 1), begin * MS, issued * MS, [(a * MS, b * MS) for a, b in waits])
+def event(label, units, begin, *waits, op="all_gather"):
+    """A collective that takes a millisecond to start; times are in milliseconds."""
+    collective = Collective(op, "shard", 2, Label(label, units, ("['w']",)), 2048, 1, False)
+    return Event(collective, (0, 1), begin * MS, (begin + 1) * MS, [(start * MS, stop * MS) for start, stop in waits])
 
 
 def timeline(rank, *events):
     return Timeline(rank, 0, 100 * MS, "", events)
 
 
+def rank_timeline(rank, wait_for_a, gather_b, scatter_b):
+    """A gather of a and of b and a scatter of b; where b's begin, and when they are waited for."""
+    return timeline(
+        rank,
+        event("gather", ("a",), *wait_for_a),
+        event("gather", ("b",), *gather_b),
+        event("scatter", ("b",), *scatter_b, op="reduce_scatter"),
+    )
+
+
 def two_ranks():
     """Rank 1 comes 30 ms late to the gather of b, of which rank 0 waits 20."""
-    first = (0, 1, (1, 5)), (10, 11, (20, 45)), (70, 71, (90, 92))
-    rows = first, ((2, 3, (3, 5)), (40, 41, (41, 45)), (60, 61, (90, 92)))
-    kinds = ("gather", "a", "all_gather"), ("gather", "b", "all_gather"), ("scatter", "b", "reduce_scatter")
     return [
-        timeline(rank, *(event(who, unit, *times, op=op) for (who, unit, op), times in zip(kinds, rows[rank])))
-        for rank in (0, 1)
+        rank_timeline(0, (0, (1, 5)), (10, (20, 45)), (70, (90, 92))),
+        rank_timeline(1, (2, (3, 5)), (40, (41, 45)), (60, (90, 92))),
     ]
 
 
@@ -51,44 +58,47 @@ def test_table():
     assert str(Report(two_ranks(), 500_000)) == TABLE
 
 
-def names_of(line):
-    return [(span.name, span.begin / MS, span.end / MS) for span in list_spans(line) if span.event is None]
+def computing(line):
+    return [span for span in list_spans(line) if span.event is None]
 
 
-def step_at(n, units):
-    """A jitted step of 20 ms with a and b, b gathered again, whose gradients travel together."""
-    gathers = [
-        event("gather", unit, n + at, n + at + 1, (n + at + 1, n + at + 2)) for unit, at in zip("abb", (0, 4, 8))
-    ]
+def between_steps(line):
+    return [(span.begin / MS, span.end / MS) for span in computing(line) if span.name == BETWEEN]
+
+
+def jitted_step(begin, units):
+    """Of 20 ms with a and b, b gathered again, whose gradients travel together."""
     return (
-        *gathers,
-        event("scatter", units, n + 12, n + 13, (n + 15, n + 16), op="reduce_scatter"),
-        event("psum_invariant", "", n + 18, n + 19, (n + 19, n + 20), op="all_reduce"),
+        event("gather", ("a",), begin, (begin + 1, begin + 2)),
+        event("gather", ("b",), begin + 4, (begin + 5, begin + 6)),
+        event("gather", ("b",), begin + 8, (begin + 9, begin + 10)),
+        event("scatter", units, begin + 12, (begin + 15, begin + 16), op="reduce_scatter"),
+        event("psum_invariant", (), begin + 18, (begin + 19, begin + 20), op="all_reduce"),
     )
 
 
 def test_jitted_steps_are_told_apart_by_what_is_gathered_again():
     units = ("c" * 200, "b", "a")
-    line = timeline(0, *step_at(10, units), *step_at(60, units))
-    apart = [name for name in names_of(line) if name[0] == BETWEEN]
-    assert apart == [(BETWEEN, *at) for at in ((0, 10), (26, 28), (30, 60), (76, 78), (80, 100))]
-    assert {name for name, *_ in names_of(line)} == {"a", "b", line.events[3].collective.unit, BETWEEN}
-    assert line.events[3].collective.unit == f"{'c' * 200}..."
+    line = timeline(0, *jitted_step(10, units), *jitted_step(60, units))
+    assert between_steps(line) == [(0, 10), (26, 28), (30, 60), (76, 78), (80, 100)]
+    together = line.events[3].collective.unit
+    assert together == f"{'c' * 200}..."
+    assert {span.name for span in computing(line)} == {"a", "b", together, BETWEEN}
+
+
+def eager_step(begin):
+    """By ddp, which gathers nothing."""
+    return (
+        event("start", ("f",), begin, (begin + 1, begin + 2)),
+        event("objective", (), begin + 6, (begin + 7, begin + 8)),
+        event("scatter", ("a",), begin + 12, (begin + 13, begin + 14), op="all_reduce"),
+        event("objective", (), begin + 16, (begin + 17, begin + 18)),
+    )
 
 
 def test_eager_steps_are_told_apart_by_what_ranks_agree_on():
-    """As by ddp, which gathers nothing."""
-
-    def step(n):
-        begin, end, last = (
-            event(who, text, at, at + 1, (at + 1, at + 2))
-            for who, text, at in (("start", "f", n), ("objective", "", n + 6), ("objective", "", n + 16))
-        )
-        return begin, end, event("scatter", "a", n + 12, n + 13, (n + 13, n + 14), op="all_reduce"), last
-
-    line = timeline(0, *step(10), *step(60))
-    apart = [name for name in names_of(line) if name[0] == BETWEEN]
-    assert apart == [(BETWEEN, *at) for at in ((0, 10), (28, 60), (78, 100))]
+    line = timeline(0, *eager_step(10), *eager_step(60))
+    assert between_steps(line) == [(0, 10), (28, 60), (78, 100)]
     assert [event.name for event in line.events[:2]] == ["agreement of f", "objective of ['w']"]
     assert "\n(agreement): ranks compare" in str(Report([line], 0))
 
@@ -96,8 +106,8 @@ def test_eager_steps_are_told_apart_by_what_ranks_agree_on():
 def test_timelines_travel_and_are_brought_to_one_clock():
     line, exchanges = two_ranks()[0], [(1, 2), (3, 4)]
     assert unpack(pack((line, exchanges))) == (line, exchanges)
-    ahead = timeline(0, event("gather", "a", 5, 6, (7, 8)))
-    assert ahead.shift(5 * MS).events[0] == event("gather", "a", 0, 1, (2, 3))
+    ahead = timeline(0, event("gather", ("a",), 5, (7, 8)))
+    assert ahead.shift(5 * MS).events[0] == event("gather", ("a",), 0, (2, 3))
 
 
 def test_saved_files(tmp_path):
@@ -110,7 +120,7 @@ def test_saved_files(tmp_path):
     assert (kinds["b"], kinds["s"]) == (kinds["e"], kinds["f"]) == (6, 2)
     assert set(kinds) <= set("MXbesf")
     assert all(entry["ph"] == "M" or entry["ts"] >= 0 for entry in entries)
-    for start in (entry for entry in entries if entry["ph"] == "s"):
-        (finish,) = (entry for entry in entries if entry["ph"] == "f" and entry["id"] == start["id"])
-        assert start["pid"] != finish["pid"]
-        assert start["ts"] <= finish["ts"]
+    starts, ends = ({entry["id"]: entry for entry in entries if entry["ph"] == kind} for kind in "sf")
+    for arrow, start in starts.items():
+        assert start["pid"] != ends[arrow]["pid"]
+        assert start["ts"] <= ends[arrow]["ts"]

@@ -9,10 +9,34 @@ from fshard import comm
 from fshard.ext.trace.events import list_spans
 from fshard.testing import assert_trees_close
 from tests.comm.steps import UNITS, make_step
+from tests.jit.steps import refused
 from tests.ranks import BrokenError, my_rank, on_ranks
 from tests.test_mesh import check_a_foreign_mesh_is_refused_at_once, check_ddp_of_some_processes
 from tests.tolerance import within
 from tests.trees import one_axis
+
+
+def check_events(timeline):
+    """Times of an event are in order and inside of the trace."""
+    for event in timeline.events:
+        times = [event.begin, event.issued]
+        for wait in event.waits:
+            times += wait
+        assert event.waits
+        assert times == sorted(times)
+        assert timeline.begin <= event.begin <= event.end <= timeline.end
+        assert event.members == (0, 1)
+    assert any("weight" in event.leaves for event in timeline.events)
+
+
+def check_row(row, timeline):
+    """Spans follow one another, and what a rank does adds up to the whole trace."""
+    spans = list(list_spans(timeline))
+    assert [span.begin for span in spans] == [timeline.begin, *(span.end for span in spans[:-1])]
+    assert spans[-1].end == timeline.end
+    seconds = row.computing + row.starting + row.waiting
+    assert_trees_close(seconds, row.seconds, **within(row.seconds, len(timeline.events)))
+    assert row.waiting_for_late <= row.waiting
 
 
 @pytest.mark.parametrize("jitted", (False, True), ids=("eager", "jitted"))
@@ -28,21 +52,10 @@ def test_records_what_the_recorder_does(jitted):
     report = trace.report()
     timeline = report.timelines[my_rank()]
     assert [event.collective for event in timeline.events] == list(record)
-    for event in timeline.events:
-        times = [event.begin, event.issued, *(time for wait in event.waits for time in wait)]
-        assert event.waits
-        assert times == sorted(times)
-        assert timeline.begin <= event.begin <= event.end <= timeline.end
-        assert event.members == (0, 1)
-    assert any("weight" in event.leaves for event in timeline.events)
     assert len(report.matched) == len(timeline.events)
-    for timeline, row in zip(report.timelines, report.ranks):
-        spans = list(list_spans(timeline))
-        assert [span.begin for span in spans] == [timeline.begin, *(span.end for span in spans[:-1])]
-        assert spans[-1].end == timeline.end
-        seconds = row.computing + row.starting + row.waiting
-        assert_trees_close(seconds, row.seconds, **within(row.seconds, len(timeline.events)))
-        assert row.waiting_for_late <= row.waiting
+    check_events(timeline)
+    for row, timeline in zip(report.ranks, report.timelines):
+        check_row(row, timeline)
     assert set(UNITS) <= {row.unit for row in report.units if row.computing.get(0)}
     assert all(text in str(report) for text in ("trace of 2 ranks", *UNITS))
     return str(report)
@@ -53,26 +66,26 @@ def test_records_what_the_recorder_does(jitted):
 @on_ranks("3 processes")
 def test_names_the_rank_and_the_unit_that_the_others_waited_for(late):
     """One rank goes on only when the others wait for the last unit, whose gather it has not started."""
-    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    others = [other for other in range(3) if other != late]
+    store, last = dist.distributed_c10d._get_default_store(), UNITS[2]
+    others = {0, 1, 2} - {late}
 
     def between(place):
-        if (rank, place) == (late, 1):
+        if (my_rank(), place) == (late, 1):
             store.wait([f"{late} {other}" for other in others])
 
     class Signals:
         """Tells the other ranks when this one waits for the last unit."""
 
         def waits(self, issued):
-            if issued.collective.unit == UNITS[2]:
-                store.set(f"{late} {rank}", "")
+            if issued.collective.unit == last:
+                store.set(f"{late} {my_rank()}", "")
 
     step, state, x = make_step(between=between)
     with fs.trace() as trace, comm.watched(Signals()):
         step(state, x)
     report = trace.report()
-    assert next(row for row in report.units if row.unit == UNITS[2]).held_up[late] > 0
-    entry = next(m for m in report.matched if m.straggler == late and m.events[late].collective.unit == UNITS[2])
+    assert next(row for row in report.units if row.unit == last).held_up[late] > 0
+    entry = next(m for m in report.matched if m.straggler == late and m.events[late].collective.unit == last)
     assert all(entry.count_wait(other) > 0 for other in others)
     assert entry.count_wait(late) == 0
     assert report.ranks[late].held_up > 0
@@ -107,9 +120,10 @@ def test_collectives_before_and_after_are_not_recorded():
         late = comm.start_all_gather([torch.ones(2)], axis, "not waited for")
     late()
     comm.all_gather([torch.ones(2)], axis, "outside")
-    (inside, behind) = trace.report().timelines[0].events
+    inside, unfinished = trace.report().timelines[0].events
     assert (inside.collective.label, len(inside.waits)) == ("inside", 1)
-    assert (behind.collective.label, behind.waits, behind.end) == ("not waited for", [], behind.issued)
+    assert (unfinished.collective.label, unfinished.waits) == ("not waited for", [])
+    assert unfinished.end == unfinished.issued
     assert not comm.watchers()
 
 
@@ -118,14 +132,10 @@ def test_refused_while_it_runs_and_inside_of_a_jitted_function():
         with fs.trace():
             return x + 1
 
-    still_running = pytest.raises(
-        ValueError, match=r"^trace.report: the trace is still running\. Leave its context first\.$"
-    )
-    with fs.trace() as trace, still_running:
+    with fs.trace() as trace, refused("trace.report: the trace is still running. Leave its context first."):
         trace.report()
-    with pytest.raises(
-        ValueError, match=r"^trace: it is called inside a function that fs.jit traces, where nothing runs\. Put"
-    ):
+    text = r"^trace: it is called inside a function that fs.jit traces, where nothing runs\. Put"
+    with pytest.raises(ValueError, match=text):
         fs.jit(f)(torch.ones(2))
 
 
