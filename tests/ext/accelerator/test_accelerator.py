@@ -6,18 +6,9 @@ import pytest
 import torch
 
 import fshard as fs
+from tests.accelerator import programs
 from tests.accelerator import test_accelerator as core
-from tests.accelerator.programs import (
-    SINGLE,
-    Program,
-    batches,
-    eager_and_jitted,
-    log,
-    main,
-    modelled,
-    skipped,
-    transformed,
-)
+from tests.accelerator.programs import SINGLE, Program, eager_and_jitted, transformed
 from tests.accelerator.test_accelerator import library
 
 __all__ = ["library"]
@@ -26,10 +17,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 def observed(device):
     """A trace and a plan of a step."""
-    params, loss_fn = modelled(device)
-    step, batch = fs.value_and_grad(loss_fn), batches(device)[0]
+    params, loss_fn = programs.modelled(device)
+    step, batch = fs.value_and_grad(loss_fn), programs.batches(device)[0]
     step(params, batch)
-    log.take()
+    programs.log.take()
     with fs.trace() as trace:
         loss, _ = step(params, batch)
     assert "unit" in str(trace.report())
@@ -42,6 +33,10 @@ def muon():
     return fs.partition({matrices: fs.whole(fs.from_torch(torch.optim.Muon, lr=1e-2)), "*": fs.adam(1e-2)})
 
 
+def int8(mesh, **options):
+    return fs.zero3(mesh, layout=fs.quantize(mesh["shard"], **options))
+
+
 PROGRAMS = {
     **eager_and_jitted("lamb", make=lambda: fs.lamb(1e-2)),
     **eager_and_jitted("lars", make=lambda: fs.lars(1e-2)),
@@ -49,31 +44,26 @@ PROGRAMS = {
     # The counts of updates, which torch keeps on the processor, travel too, there and back.
     **eager_and_jitted("muon", alone={"copy_": 3}, make=muon),
     # torch's kernels read counts of steps on the host.
-    "dynamic_loss_scale of torch": Program(lambda device: skipped(device, fs.dynamic_loss_scale), {"copy_": 1}),
-    "int8 gathers": Program(
-        lambda device: transformed(device, lambda mesh: fs.zero3(mesh, layout=fs.quantize(mesh["shard"]))),
-        tolerance=SINGLE,
+    "dynamic_loss_scale of torch": Program(
+        lambda device: programs.skipped(device, fs.dynamic_loss_scale), {"copy_": 1}
     ),
+    "int8 gathers": Program(lambda device: transformed(device, int8), tolerance=SINGLE),
     "int8 both ways": Program(
-        lambda device: transformed(
-            device, lambda mesh: fs.zero3(mesh, layout=fs.quantize(mesh["shard"], scatter=True)), state=True
-        ),
-        tolerance=SINGLE,
+        lambda device: transformed(device, partial(int8, scatter=True), state=True), tolerance=SINGLE
     ),
     "trace, plan": Program(observed),
 }
 
 run = partial(core.run, script="tests/ext/accelerator/test_accelerator.py")
-faults = partial(core.faults, programs=PROGRAMS)
 
 
 def test_all_programs_on_an_accelerator(library):
-    found = run(library)
-    assert list(faults(found)) == []
-    assert list(found) == list(PROGRAMS)
-    found = run(library, "--alone", *(name for name, each in PROGRAMS.items() if each.alone is not None))
-    assert list(faults(found, alone=True)) == []
+    results = run(library)
+    assert list(core.faults(results, programs=PROGRAMS)) == []
+    assert list(results) == list(PROGRAMS)
+    alone = [name for name, program in PROGRAMS.items() if program.alone is not None]
+    assert list(core.faults(run(library, "--alone", *alone), alone=True, programs=PROGRAMS)) == []
 
 
 if __name__ == "__main__":
-    main(PROGRAMS)
+    programs.main(PROGRAMS)

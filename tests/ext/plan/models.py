@@ -47,21 +47,18 @@ def prepare_step(strategy: str, activations: str, mesh: Any) -> tuple[Any, Any, 
 
     Activations are "kept", or computed again by a "checkpoint" of torch or by fs."remat".
     """
+    transform = getattr(fs, strategy)(mesh)
     if activations == "remat":
         block = filled(Block(), None)
         run = fs.remat(lambda params, x: functional_call(block, fs.gather(params), (x,)))
+        params = fs.shard([dict(block.named_parameters())] * LAYERS, transform)
 
-        def loss(params, x):
-            return reduce(lambda x, layer: run(layer, x), params, x).square().mean()
-
-        params = fs.shard([dict(block.named_parameters())] * LAYERS, getattr(fs, strategy)(mesh))
+        def forward(params, x):
+            return reduce(lambda x, layer: run(layer, x), params, x)
     else:
         blocks = nn.Sequential(*(Block(activations == "checkpoint") for _ in range(LAYERS)))
         model = fs.functionalize(filled(blocks, None), Block)
-        params = model.init(getattr(fs, strategy)(mesh))
+        params, forward = model.init(transform), model.apply
 
-        def loss(params, x):
-            return model.apply(params, x).square().mean()
-
-    step = fs.jit(train_step(loss, adamw()), donate_argnums=0)
+    step = fs.jit(train_step(lambda params, x: forward(params, x).square().mean(), adamw()), donate_argnums=0)
     return step, fs.TrainState.create(params, adamw()), torch.zeros(2, 8, WIDTH)
