@@ -13,6 +13,7 @@ from torch.func import functional_call, grad_and_value
 
 import fshard as fs
 from fshard.testing import assert_trees_close, check_varying
+from tests.checkpoint.states import zeros_like
 from tests.ext.parallel import test_attention as attention
 from tests.ext.parallel import test_moe as moe
 from tests.ext.parallel import test_pipeline as pipeline
@@ -52,23 +53,32 @@ class Row(NamedTuple):
     error: float = 0.0
 
 
-def swapped(axis):
-    return partial(fs.ulysses(F.scaled_dot_product_attention, axis), is_causal=True)
-
-
-ring = partial(partial, fs.ring_attention, is_causal=True, order="zigzag")
-
-
-def sequence(attend, order, label, values_sent):
-    """A GPT whose sequence is split over two ranks, each of which sends so many blocks of values in a layer."""
-    mesh = fs.init_mesh(dict(zip(("shard", "cp"), SIZES, strict=True)), device="cpu")
+def sequence(attend, order, sent):
+    """A GPT whose sequence is split over two ranks, which send so many blocks of values under a label in a layer."""
+    mesh = fs.init_mesh({"shard": 2, "cp": 2}, device="cpu")
     shard, cp = fs.axis_of(mesh["shard"]), fs.axis_of(mesh["cp"])
     at = fs.ring_positions(cp, attention.TIME, order)
-    batch = tuple(t.chunk(shard.size)[fs.axis_index(shard)][:, at] for t in attention.tokens())
-    values = batch[0].numel() * attention.WIDTH * 8
+    batch = tuple(tokens.chunk(2)[fs.axis_index(shard)][:, at] for tokens in attention.tokens())
+    values = batch[0].numel() * attention.WIDTH * 8 * attention.LAYERS
     params = fs.shard(attention.gpt(), fs.zero3(mesh, layout=fs.hybrid_shard(mesh, axis="shard", replicate_axis="cp")))
-    loss_fn = partial(attention.loss_fn, at=at, attention=attend(axis=cp))
-    return Setting(params, batch, loss_fn, {label: values_sent * values * attention.LAYERS})
+    loss_fn = partial(attention.loss_fn, at=at, attention=attend(cp))
+    return Setting(params, batch, loss_fn, {label: blocks * values for label, blocks in sent.items()})
+
+
+def ring():
+    """k and v go round, and in the backward their gradients with them."""
+    attend = partial(fs.ring_attention, is_causal=True, order="zigzag")
+    return sequence(lambda cp: partial(attend, axis=cp), "zigzag", {"ring_attention": 6})
+
+
+def ulysses():
+    """Four tensors are swapped twice."""
+    attend = F.scaled_dot_product_attention
+    return sequence(lambda cp: partial(fs.ulysses(attend, cp), is_causal=True), "contiguous", {"all_to_all": 4})
+
+
+def of_gpt(params):
+    return attention.loss_fn(params, *attention.tokens(), torch.arange(attention.TIME), attention.dense)
 
 
 def mixture(**options):
@@ -81,13 +91,17 @@ def mixture(**options):
     return Setting(params, batch, loss_fn, sent if options else None)
 
 
-def mean_of_mixture(params, **options):
+def of_mixture(params, **options):
     total, count = moe.loss_fn(params, *moe.data(), moe.dense, **options)
     return total / count
 
 
 def stages(schedule):
     return Setting(*pipeline.setting(SIZES, schedule), pipeline.sent_by_label(SIZES, schedule))
+
+
+def of_stages(params):
+    return pipeline.dense_loss(params, *pipeline.batch())
 
 
 def split(sequence_dim):
@@ -99,7 +113,7 @@ def full_of_module():
     return {key: parameter.detach() for key, parameter in tensor.module_of("GPT").named_parameters()}
 
 
-def loss_of_module(params):
+def of_module(params):
     x, y = tensor.data()
     out = functional_call(copy.deepcopy(tensor.module_of("GPT")), params, x)
     return F.cross_entropy(out.flatten(0, 1), y.flatten())
@@ -108,26 +122,29 @@ def loss_of_module(params):
 WORDS = vocabulary.TARGETS.flip(1), vocabulary.TARGETS
 
 
-def in_chunks(params, x, y, axis, chunks=3):
-    """Each chunk's loss is vocabulary-parallel."""
-    full = fs.gather(params)
-    h = fs.pcast(torch.tanh(fs.vocab_parallel_embedding(x, full["tokens"], axis)), axis, to="varying")
-    own = partial(fs.vocab_parallel_cross_entropy, weight=None, axis=axis, reduction="sum")
-
-    def loss(logits, y):
-        return own(logits, targets=y), y.numel()
-
-    total, count = fs.chunked_loss(h, full["head"], y, chunks=chunks, loss=loss)
-    return total / count
-
-
-def words(loss_fn=vocabulary.loss_fn, **options):
+def words(loss_fn):
     params, axis, shard = vocabulary.sharded(RANKS, SIZES[1])
     batch = tuple(ids.chunk(shard.size)[fs.axis_index(shard)] for ids in WORDS)
     # Rows of the embedding and gradients of the head's input; a largest logit, exponentials and a target's logit.
     rows = batch[0].numel() * 8 * (axis.size - 1) / axis.size
     sent = {"psum_invariant": 2 * rows * (vocabulary.WIDTH + 2), "pcast": 2 * rows * vocabulary.WIDTH, "pmax": 2 * rows}
-    return Setting(params, batch, partial(loss_fn, axis=axis, **options), sent)
+    return Setting(params, batch, partial(loss_fn, axis=axis), sent)
+
+
+def in_chunks(params, x, y, axis):
+    """Each chunk's loss is vocabulary-parallel."""
+    full = fs.gather(params)
+    h = fs.pcast(torch.tanh(fs.vocab_parallel_embedding(x, full["tokens"], axis)), axis, to="varying")
+
+    def loss(logits, y):
+        return fs.vocab_parallel_cross_entropy(logits, None, y, axis, reduction="sum"), y.numel()
+
+    total, count = fs.chunked_loss(h, full["head"], y, chunks=3, loss=loss)
+    return total / count
+
+
+def of_words(params):
+    return vocabulary.dense_loss(params, *WORDS, {})
 
 
 def squares(params, x, y):
@@ -143,49 +160,32 @@ def matrices():
 ROWS = normal(6)(16, 8), normal(7)(16, 8)
 
 
-def plain(transform, sent):
+def plain(transform=fs.zero2):
     batch = tuple(tensor.chunk(RANKS)[my_rank()] for tensor in ROWS)
-    return Setting(fs.shard(matrices(), transform(one_axis())), batch, squares, sent)
+    return Setting(fs.shard(matrices(), transform(one_axis())), batch, squares, {})
 
 
 def of_squares(params):
     return squares(params, *ROWS)
 
 
-def optimizer(tx, **sent):
-    return Row(partial(plain, fs.zero2, sent), matrices, of_squares, tx)
-
-
-def of_gpt(params):
-    return attention.loss_fn(params, *attention.tokens(), torch.arange(attention.TIME), attention.dense)
-
-
-def of_pipeline(params):
-    return pipeline.dense_loss(params, *pipeline.batch())
-
-
+optimizer = partial(Row, plain, matrices, of_squares)
+words_row = partial(Row, full=lambda: vocabulary.FULL, loss=of_words)
 CAPACITY = "moe.dispatch: expected a capacity inside fs.jit, where sizes are fixed, got None; pass capacity="
-
+LIMITED = partial(of_mixture, capacity=5, groups=RANKS)
 TABLE = {
-    # k and v go round, and in the backward their gradients with them; four tensors are swapped twice.
-    "ring_attention": Row(partial(sequence, ring, "zigzag", "ring_attention", 6), attention.gpt, of_gpt),
-    "ulysses": Row(partial(sequence, swapped, "contiguous", "all_to_all", 4), attention.gpt, of_gpt),
-    "moe": Row(mixture, moe.initial, mean_of_mixture, reduce="weighted", refused=CAPACITY),
-    "moe by capacity": Row(
-        partial(mixture, capacity=5), moe.initial, partial(mean_of_mixture, capacity=5, groups=RANKS), reduce="weighted"
-    ),
-    "pipeline gpipe": Row(partial(stages, "gpipe"), pipeline.full_params, of_pipeline),
-    "pipeline 1f1b": Row(partial(stages, "1f1b"), pipeline.full_params, of_pipeline),
-    "tensor_parallel": Row(partial(split, None), full_of_module, loss_of_module),
-    "tensor_parallel over time": Row(partial(split, 1), full_of_module, loss_of_module),
-    "vocab_parallel": Row(
-        partial(words, options={}), lambda: vocabulary.FULL, lambda p: vocabulary.dense_loss(p, *WORDS, {})
-    ),
-    "chunked_loss": Row(
-        partial(words, in_chunks), lambda: vocabulary.FULL, lambda p: vocabulary.dense_loss(p, *WORDS, {})
-    ),
+    "ring_attention": Row(ring, attention.gpt, of_gpt),
+    "ulysses": Row(ulysses, attention.gpt, of_gpt),
+    "moe": Row(mixture, moe.initial, of_mixture, reduce="weighted", refused=CAPACITY),
+    "moe by capacity": Row(partial(mixture, capacity=5), moe.initial, LIMITED, reduce="weighted"),
+    "pipeline gpipe": Row(partial(stages, "gpipe"), pipeline.full_params, of_stages),
+    "pipeline 1f1b": Row(partial(stages, "1f1b"), pipeline.full_params, of_stages),
+    "tensor_parallel": Row(partial(split, None), full_of_module, of_module),
+    "tensor_parallel over time": Row(partial(split, 1), full_of_module, of_module),
+    "vocab_parallel": words_row(partial(words, partial(vocabulary.loss_fn, options={}))),
+    "chunked_loss": words_row(partial(words, in_chunks)),
     # A weight below 1 is off by half a step of 254, and what is computed with it by no more than four times that.
-    "quantize": Row(partial(plain, partial(fs.quantize, block=4), {}), matrices, of_squares, error=4 / 254),
+    "quantize": Row(partial(plain, partial(fs.quantize, block=4)), matrices, of_squares, error=4 / 254),
     "lamb": optimizer(fs.lamb(0.1)),
     "lars": optimizer(fs.lars(0.1)),
     "adafactor": optimizer(fs.adafactor(0.1)),
@@ -194,8 +194,24 @@ TABLE = {
 EVERY = pytest.mark.parametrize("name", TABLE)
 
 
+class Program(NamedTuple):
+    """A rank's first state, its batch, its step, and the bytes that the step sends by label."""
+
+    state: fs.TrainState
+    batch: Sequence[torch.Tensor]
+    step: Callable[..., Any]
+    sent: Mapping[str, float] | None
+
+    def train(self, steps=STEPS, step=None, state=None):
+        """The last state, and the losses."""
+        state, losses = state or self.state, []
+        for _ in range(steps):
+            state, loss = (step or self.step)(state, *self.batch)
+            losses.append(loss)
+        return state, losses
+
+
 def program(name):
-    """A rank's state, batch and step."""
     row = TABLE[name]
     params, batch, loss_fn, sent = row.setting()
 
@@ -203,29 +219,24 @@ def program(name):
         loss, grads = fs.value_and_grad(loss_fn, reduce=row.reduce)(state.params, *batch)
         return fs.update(row.tx, state, grads), loss
 
-    return fs.TrainState.create(params, row.tx), batch, step, sent
+    return Program(fs.TrainState.create(params, row.tx), batch, step, sent)
 
 
-def trained(step, state, batch, steps=STEPS):
-    losses = []
-    for _ in range(steps):
-        state, loss = step(state, *batch)
-        losses.append(loss)
-    return state, losses
+def in_one_process(row):
+    def step(state):
+        grads, loss = grad_and_value(row.loss)(state.params)
+        return fs.update(row.tx, state, grads), loss
+
+    return Program(fs.TrainState.create(row.full(), row.tx), (), step, None)
 
 
 @EVERY
 @on_ranks(RANKS)
 def test_numbers_are_those_of_one_process(name):
-    row, (state, batch, step, _) = TABLE[name], program(name)
-    found, losses = trained(step, state, batch)
-
-    def alone(state):
-        grads, loss = grad_and_value(row.loss)(state.params)
-        return fs.update(row.tx, state, grads), loss
-
-    expected = trained(alone, fs.TrainState.create(row.full(), row.tx), ())
-    for values, wanted in ((fs.unshard(found.params), expected[0].params), (losses, expected[1])):
+    row = TABLE[name]
+    state, losses = program(name).train()
+    expected, expected_losses = in_one_process(row).train()
+    for values, wanted in ((fs.unshard(state.params), expected.params), (losses, expected_losses)):
         # Sums over all tokens, in parts of ranks, which a step hands on to the next.
         rounding = within(wanted, TOKENS, STEPS)["atol"]
         assert_trees_close(values, wanted, rtol=0.0, atol=row.error + rounding)
@@ -235,21 +246,21 @@ def test_numbers_are_those_of_one_process(name):
 @on_ranks(RANKS)
 def test_a_step_is_pure_and_sends_the_bytes_of_the_formula(name):
     """Besides what the strategy gathers, sums and compares; and what varies is told from what agrees."""
-    state, batch, step, sent = program(name)
+    state, batch, step, expected = program(name)
     with unchanged((state, batch)):
         with fs.comm.record() as record:
             first = step(state, *batch)
         assert_alike(first, step(state, *batch))
-    found = Counter()
+    sent = Counter()
     for entry in record:
-        found[str(entry.label)] += 0 if entry.scalar else entry.sent
-    own = {label: count for label, count in found.items() if count and label not in ("gather", "scatter", "objective")}
-    assert sent is None or own == {label: count for label, count in sent.items() if count}
+        if not entry.scalar and entry.sent and entry.label not in ("gather", "scatter", "objective"):
+            sent[str(entry.label)] += entry.sent
+    assert expected is None or sent == {label: count for label, count in expected.items() if count}
     params, batch, loss_fn, _ = TABLE[name].setting()
     check_varying(loss_fn, params, *batch)
 
 
-FAST = ("moe", "pipeline 1f1b", "chunked_loss", "quantize", "lamb", "lars", "adafactor", "whole")
+FAST = ("moe", "chunked_loss", "quantize", "lamb", "lars", "adafactor", "whole")
 JITTED = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in TABLE]
 
 
@@ -257,26 +268,24 @@ JITTED = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for
 @pytest.mark.parametrize("name", JITTED)
 @on_ranks(RANKS)
 def test_jit_has_the_same_bits(name):
-    row, (state, batch, step, _) = TABLE[name], program(name)
+    row, eager = TABLE[name], program(name)
     if row.refused is not None:
         with refused(row.refused):
-            fs.jit(step)(state, *batch)
+            fs.jit(eager.step)(eager.state, *eager.batch)
         return
-    with fs.comm.record() as eager:
-        expected = trained(step, state, batch)
-    with fs.comm.record() as graph:
-        found = trained(fs.jit(step), state, batch)
-    assert_alike(found, expected)
-    assert collectives(graph) == collectives(eager)
+    with fs.comm.record() as of_eager:
+        expected = eager.train()
+    with fs.comm.record() as of_graph:
+        assert_alike(eager.train(step=fs.jit(eager.step)), expected)
+    assert collectives(of_graph) == collectives(of_eager)
 
 
 @EVERY
 @on_ranks(RANKS)
 def test_training_goes_on_through_a_restart(name, tmp_path):
-    state, batch, step, _ = program(name)
-    expected = trained(step, state, batch)
-    middle, _ = trained(step, state, batch, 1)
+    whole = program(name)
+    expected, losses = whole.train()
+    middle, _ = whole.train(1)
     fs.checkpoint.save(tmp_path, middle, 1)
-    like = fs.tree_map(lambda leaf: leaf * 0, middle)
-    found, losses = trained(step, fs.checkpoint.restore(tmp_path, like), batch, STEPS - 1)
-    assert_alike((found, losses), (expected[0], expected[1][1:]))
+    restored = fs.checkpoint.restore(tmp_path, zeros_like(middle))
+    assert_alike(whole.train(STEPS - 1, state=restored), (expected, losses[1:]))
