@@ -1,5 +1,6 @@
 """Programs of extensions that one rank breaks, for the tests and the benchmark of the contract."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,24 +11,23 @@ import fshard as fs
 from tests.faults import BreaksInBackward, Hook, Programs, params_of
 
 
-def ring(axis: fs.Axis) -> Any:
-    def loss(params):
-        w = fs.gather(params)["w"].view(1, 8, 2, 2).transpose(1, 2)
-        Hook.at("before")
-        return BreaksInBackward.apply(fs.ring_attention(w, w, w, axis, is_causal=True)).sum()
-
-    return fs.value_and_grad(loss)(params_of(axis))
-
-
-def ulysses(axis: fs.Axis) -> Any:
-    attention = fs.ulysses(F.scaled_dot_product_attention, axis)
+def attention(axis: fs.Axis, attend: Callable[..., Any]) -> Any:
+    """Attention of four heads over a sequence that is split over an axis."""
 
     def loss(params):
         w = fs.gather(params)["w"].view(1, 8, 4, 1).transpose(1, 2)
         Hook.at("before")
-        return BreaksInBackward.apply(attention(w, w, w)).sum()
+        return BreaksInBackward.apply(attend(w, w, w)).sum()
 
     return fs.value_and_grad(loss)(params_of(axis))
+
+
+def ring(axis: fs.Axis) -> Any:
+    return attention(axis, partial(fs.ring_attention, axis=axis, is_causal=True))
+
+
+def ulysses(axis: fs.Axis) -> Any:
+    return attention(axis, fs.ulysses(F.scaled_dot_product_attention, axis))
 
 
 def mixture(axis: fs.Axis) -> Any:

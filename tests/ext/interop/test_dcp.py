@@ -158,14 +158,11 @@ def test_other_keys(tmp_path):
     theirs = {"app": {"model": zeros_like(W)}}
     dcp.load(theirs, checkpoint_id=tmp_path / "ours")
     assert_same_bits(theirs["app"]["model"], W)
-
-
-def test_other_keys_of_an_optimizer(tmp_path):
     module, keys = One(), {"model_key": "app.model", "optimizer_key": "app.adam"}
     state = fs.tree_map(lambda leaf: leaf + 1, adam_state())
-    save_dcp(tmp_path, state, module=module, optimizer=torch.optim.AdamW(module.parameters()), **keys)
-    assert_same_bits(load_dcp(tmp_path, adam_state(), trusted=True, **keys), state)
-    text = load_refusal(tmp_path, adam_state(), model_key="app.model")
+    save_dcp(tmp_path / "state", state, module=module, optimizer=torch.optim.AdamW(module.parameters()), **keys)
+    assert_same_bits(load_dcp(tmp_path / "state", adam_state(), trusted=True, **keys), state)
+    text = load_refusal(tmp_path / "state", adam_state(), model_key="app.model")
     assert "w.step: expected float32[], got nothing" in text
 
 

@@ -13,56 +13,46 @@ from tests.ext.interop.test_state_dict import every_leaf
 from tests.ranks import on_ranks
 from tests.transforms.test_own_dim import STRATEGIES as OWNING
 from tests.transforms.test_own_dim import grid, initial, whole
-from tests.trees import assert_same_bits, normal, one_axis
+from tests.trees import assert_alike, assert_same_bits, normal, one_axis
+from tests.unit_models import filled
 
-
-def module():
-    """Its first dims are 12, 12, 5 and 5: the ones are even for 2 and 3 ranks, the others for neither."""
-    layers, draw = nn.Sequential(nn.Linear(4, 12), nn.Linear(12, 5)).double(), normal()
-    with torch.no_grad():
-        for parameter in layers.parameters():
-            parameter.copy_(draw(*parameter.shape))
-    return layers
-
-
+# Its first dims are 12, 12, 5 and 5: the ones are even for 2 and 3 ranks, the others for neither.
 EVEN = ("0.weight", "0.bias")
 
 
-def full_values():
-    return {name: parameter.detach() for name, parameter in module().named_parameters()}
+def sharded_by_both():
+    """A module that FSDP2 shards, its full values, and what fshard makes of them on the same mesh."""
+    mesh, module = one_axis(), filled(nn.Sequential(nn.Linear(4, 12), nn.Linear(12, 5)))
+    full = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    fully_shard(module, mesh=mesh)
+    return mesh, module, full, fs.shard(full, every_leaf(mesh))
 
 
 @on_ranks("2 processes")
 def test_parameters_of_fsdp2_are_taken_over():
-    mesh, fsdp2 = one_axis(), module()
-    fully_shard(fsdp2, mesh=mesh)
-    theirs = dict(fsdp2.named_parameters())
+    mesh, module, _, ours = sharded_by_both()
+    theirs = dict(module.named_parameters())
     params = fs.from_dtensor(theirs, every_leaf(mesh))
     # The layout is the one that `shard` itself gives, so that everything else goes on from here.
-    ours = fs.shard(full_values(), every_leaf(mesh))
     assert repr(params) == repr(ours)
     assert_same_bits(fs.tree_leaves(params), fs.tree_leaves(ours))
-    for name in EVEN:
-        assert params[name].local.data_ptr() == theirs[name].to_local().data_ptr()
+    assert all(params[name].local.data_ptr() == theirs[name].to_local().data_ptr() for name in EVEN)
     assert not any(leaf.requires_grad for leaf in fs.tree_leaves(params))
 
 
 @on_ranks("2 processes")
 def test_shards_become_the_dtensors_of_fsdp2():
-    mesh, fsdp2 = one_axis(), module()
-    fully_shard(fsdp2, mesh=mesh)
-    params = fs.shard(full_values(), every_leaf(mesh))
+    mesh, module, full, params = sharded_by_both()
     ours = fs.to_dtensor(params, mesh)
-    for name, theirs in fsdp2.named_parameters():
+    for name, theirs in module.named_parameters():
         assert (ours[name].shape, ours[name].stride()) == (theirs.shape, theirs.stride())
         assert ours[name].placements == theirs.placements
-        assert ours[name].full_tensor().equal(full_values()[name])
-        if name in EVEN:
-            assert ours[name].to_local().data_ptr() == params[name].local.data_ptr()
+        assert ours[name].full_tensor().equal(full[name])
+    assert all(ours[name].to_local().data_ptr() == params[name].local.data_ptr() for name in EVEN)
     # So an FSDP2 model loads them.
-    fsdp2.load_state_dict(fs.to_dtensor(fs.tree_map(lambda t: 2 * t, params), mesh))
-    loaded = fs.unshard(fs.from_dtensor(dict(fsdp2.named_parameters()), every_leaf(mesh)))
-    assert_same_bits(loaded, {name: 2 * tensor for name, tensor in full_values().items()})
+    module.load_state_dict(fs.to_dtensor(fs.tree_map(lambda t: 2 * t, params), mesh))
+    loaded = fs.unshard(fs.from_dtensor(dict(module.named_parameters()), every_leaf(mesh)))
+    assert_same_bits(loaded, {name: 2 * tensor for name, tensor in full.items()})
 
 
 @on_ranks("2 processes")
@@ -70,17 +60,18 @@ def test_there_and_back_is_the_same():
     """Also whole and empty leaves, numbers that stay whole, other dims, and leaves that are no tensors of ours."""
     mesh, draw, plain = one_axis(), normal(), torch.ones(2)
     full = {"w": draw(5, 4), "matrix": draw(12, 7), "row": draw(1, 4), "empty": draw(0, 3), "none": None}
-    strategies = (every_leaf(mesh), fs.zero2(mesh, min_shard_elements=30), fs.ddp(mesh), fs.fully_shard(mesh, dim=-1))
-    for strategy in strategies:
-        numbers = {} if strategy in (strategies[0], strategies[-1]) else {"number": draw()}
-        params = fs.shard(full | numbers, strategy)
+    with_number = full | {"number": draw()}
+    for tree, strategy in (
+        (full, every_leaf(mesh)),
+        (with_number, fs.zero2(mesh, min_shard_elements=30)),
+        (with_number, fs.ddp(mesh)),
+        (full, fs.fully_shard(mesh, dim=-1)),
+    ):
+        params = fs.shard(tree, strategy)
         dtensors = fs.to_dtensor({"params": params, "plain": plain}, mesh)
         assert dtensors["plain"] is plain
         assert isinstance(dtensors["params"]["w"], DTensor)
-        again = fs.from_dtensor(dtensors, strategy)["params"]
-        assert_same_bits(fs.tree_leaves(again), fs.tree_leaves(params))
-        specs = [[leaf if leaf is None else leaf.spec for leaf in tree.values()] for tree in (again, params)]
-        assert specs[0] == specs[1]
+        assert_alike(fs.from_dtensor(dtensors, strategy)["params"], params)
 
 
 @on_ranks(4)

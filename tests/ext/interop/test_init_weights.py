@@ -76,12 +76,12 @@ def test_models_of_transformers_draw_by_their_own_initializer(mode, tie):
     def program():
         with torch.device("meta"):
             model = fs.functionalize(fs.with_init_weights(nested(*tie)))
-        found = fs.unshard(model.init(fs.zero2(one_axis(), min_shard_elements=0), seed=3, mode=mode))
-        assert found.keys() == expected.keys()
-        assert not any(leaf.isnan().any() for leaf in found.values())
+        params = fs.unshard(model.init(fs.zero2(one_axis(), min_shard_elements=0), seed=3, mode=mode))
+        assert params.keys() == expected.keys()
+        assert not any(leaf.isnan().any() for leaf in params.values())
         if mode == "replay":
-            assert_same_bits(found, expected)
-        return found
+            assert_same_bits(params, expected)
+        return params
 
     first, second = spmd(program, 2)
     assert_same_bits(first, second)
@@ -90,16 +90,15 @@ def test_models_of_transformers_draw_by_their_own_initializer(mode, tie):
 class Declared(nn.Module):
     """Has a model among its submodules that declares its units by the names of their classes, as transformers does."""
 
-    def __init__(self, *names, tail=("Sequential",)):
+    def __init__(self, inner, outer=None):
         super().__init__()
         self.tower = Tower()
-        self.tower._no_split_modules = set(names)
-        self._no_split_modules = tail
+        self.tower._no_split_modules = set(inner)
+        self._no_split_modules = outer
 
 
 def test_units_that_a_model_declares():
-    module = Declared("Block", "Embedding", "ReLU", "LSTM", tail=None)
-    assert fs.no_split(module) == (nn.Embedding, Block, nn.ReLU)
-    assert fs.no_split(Declared("Block")) == (Block, nn.Sequential)
+    assert fs.no_split(Declared(["Block", "Embedding", "ReLU", "LSTM"])) == (nn.Embedding, Block, nn.ReLU)
+    assert fs.no_split(Declared(["Block"], outer=("Sequential",))) == (Block, nn.Sequential)
     # A class that stands for the whole model is no unit.
-    assert fs.no_split(Declared("Declared", "Block", tail=None)) == (Block,)
+    assert fs.no_split(Declared(["Declared", "Block"])) == (Block,)

@@ -14,7 +14,7 @@ def batch(step):
     return torch.randint(11, (5,), generator=torch.Generator().manual_seed(step))
 
 
-def trained_here(module, optimizer, steps):
+def train(module, optimizer, steps):
     for step in steps:
         optimizer.zero_grad()
         module(batch(step)).backward()
@@ -37,29 +37,28 @@ def test_training_moves_from_torch_and_back(name):
     All ranks have the same batch, whose gradients' mean is exact over powers of two.
     """
     cls, hyper, counted = OPTIMIZERS[name]
-    expected = Net().eval()
-    trained_here(expected, cls(expected.parameters(), **hyper), range(6))
-    module = Net().eval()
+    expected, module, after = Net().eval(), Net().eval(), Net(1).eval()
+    train(expected, cls(expected.parameters(), **hyper), range(6))
     optimizer = cls(module.parameters(), **hyper)
-    trained_here(module, optimizer, range(2))
+    train(module, optimizer, range(2))
+
     model, tx = fs.functionalize(module), fs.from_torch(cls, **hyper)
-    state = fs.TrainState.create(model.init(every_leaf(one_axis())), tx, buffers=model.buffers)
+    params, buffers = model.init(every_leaf(one_axis())), model.buffers
     fresh = cls(module.parameters(), **hyper)
-    taken = from_optimizer_state_dict(optimizer.state_dict(), state.opt_state, module, fresh, **counted)
-    assert int(taken.updates) == 2
-    state = state._replace(opt_state=taken)
+    opt_state = from_optimizer_state_dict(optimizer.state_dict(), tx.init(params), module, fresh, **counted)
+    assert int(opt_state.updates) == 2
+    state = fs.TrainState.create(params, tx)._replace(opt_state=opt_state)
     for step in range(2, 4):
-        loss_fn = lambda params, x: model.apply(params, x, buffers=state.buffers)[0]  # noqa: B023, E731
-        _, grads = fs.value_and_grad(loss_fn)(state.params, batch(step))
+        _, grads = fs.value_and_grad(lambda p, x: model.apply(p, x, buffers=buffers)[0])(state.params, batch(step))
         state = fs.update(tx, state, grads)
-    given = to_optimizer_state_dict(state.opt_state, module, fresh)
+
+    exported = to_optimizer_state_dict(state.opt_state, module, fresh)
     alone = to_optimizer_state_dict(state.opt_state, module, fresh, rank0_only=True)
-    assert_same_bits(alone.get("state"), None if my_rank() else given["state"])
-    after = Net(1).eval()
-    after.load_state_dict(to_state_dict({**state.params, **state.buffers}, module=module))
+    assert_same_bits(alone.get("state"), None if my_rank() else exported["state"])
+    after.load_state_dict(to_state_dict({**state.params, **buffers}, module=module))
     optimizer = cls(after.parameters(), **hyper)
-    optimizer.load_state_dict(given)
-    trained_here(after, optimizer, range(4, 6))
+    optimizer.load_state_dict(exported)
+    train(after, optimizer, range(4, 6))
     assert_same_bits(dict(after.state_dict()), dict(expected.state_dict()))
 
 
@@ -68,21 +67,18 @@ def test_optimizer_states_that_do_not_fit():
     params = dict(module.named_parameters())
     optimizer = torch.optim.AdamW(module.parameters())
     other = fs.ema(fs.from_torch(torch.optim.AdamW), 0.9)
-    with pytest.raises(
-        ValueError,
-        match=r"torch's optimizers have no such state\n  .average\['embedding.weight'\]: is .*, which is not of",
-    ):
+    text = r"torch's optimizers have no such state\n  .average\['embedding.weight'\]: is .*, which is not of"
+    with pytest.raises(ValueError, match=text):
         to_optimizer_state_dict(other.init(params), module, optimizer)
     with pytest.raises(ValueError, match="parameter 0 of 1 of the optimizer is none of the module's; make"):
         to_optimizer_state_dict((), module, torch.optim.AdamW([torch.ones(1)]))
     state = fs.from_torch(torch.optim.AdamW).init(params)
     with pytest.raises(ValueError, match=r"embedding.weight: has state, but is no parameter of the torch optimizer\n"):
         to_optimizer_state_dict(state, module, torch.optim.AdamW(module.norm.parameters()))
-    trained_here(module, optimizer, range(1))
+    train(module, optimizer, range(1))
     like = fs.from_torch(torch.optim.AdamW, amsgrad=True).init(params)
-    with pytest.raises(
-        ValueError, match=r"frozen.bias.exp_avg: expected float32\[7\], got nothing\n(.*\n)+  and \d+ more\nTo fix: "
-    ):
+    text = r"frozen.bias.exp_avg: expected float32\[7\], got nothing\n(.*\n)+  and \d+ more\nTo fix: "
+    with pytest.raises(ValueError, match=text):
         from_optimizer_state_dict(optimizer.state_dict(), like, module, optimizer)
     sgd = torch.optim.SGD(module.parameters())
     with pytest.raises(ValueError, match="the torch class does not count its updates; pass their number as updates="):
