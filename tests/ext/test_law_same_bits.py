@@ -1,7 +1,5 @@
 """Law: training with reduction_order="tree" has the same bits on any number of ranks, of threads or of processes."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -76,15 +74,13 @@ def check(strategy, precision, microbatches, worlds, steps, dropout=0.0, jitted=
         loss, grads = run(state.params, mine)
         return fs.update(tx, state, grads), loss
 
-    strategies = partial(STRATEGIES[strategy], min_shard_elements=50)
-    options = options if strategy in ("zero3", "hsdp") else {}
-    assert_same_bits(
-        fs.jit(step) if jitted else step,
-        lambda mesh: fs.TrainState.create(model.init(strategies(mesh, **options)), tx, key=0),
-        [batch(number, microbatches) for number in range(steps)],
-        worlds,
-        timeout=600,
-    )
+    def first_state(mesh):
+        casts = options if strategy in ("zero3", "hsdp") else {}
+        params = model.init(STRATEGIES[strategy](mesh, min_shard_elements=50, **casts))
+        return fs.TrainState.create(params, tx, key=0)
+
+    batches = [batch(number, microbatches) for number in range(steps)]
+    assert_same_bits(fs.jit(step) if jitted else step, first_state, batches, worlds, timeout=600)
 
 
 @pytest.mark.parametrize("microbatches", (8, pytest.param(16, marks=pytest.mark.slow)))
@@ -92,7 +88,7 @@ def check(strategy, precision, microbatches, worlds, steps, dropout=0.0, jitted=
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.rows(2)
 def test_training_has_one_answer(strategy, precision, microbatches):
-    check(strategy, precision, microbatches, (1, 2, 4, 8), steps=1)
+    check(strategy, precision, microbatches, worlds=(1, 2, 4, 8), steps=1)
 
 
 @pytest.mark.parametrize("jitted", (False, pytest.param(True, marks=pytest.mark.slow)), ids=("eager", "jitted"))
@@ -100,4 +96,4 @@ def test_processes_have_it_too(jitted, workers):
     """With masks of nn.Dropout, which torch's own generator draws after a key."""
     # What was jitted does not travel to processes once it has run in this one.
     worlds = workers(1) if jitted else 1, workers(2)
-    check("hsdp", "float32", 8, worlds, steps=3, dropout=0.1, jitted=jitted)
+    check("hsdp", "float32", 8, worlds, steps=2, dropout=0.1, jitted=jitted)

@@ -260,7 +260,7 @@ def test_a_step_is_pure_and_sends_the_bytes_of_the_formula(name):
     check_varying(loss_fn, params, *batch)
 
 
-FAST = ("moe", "chunked_loss", "quantize", "lamb", "lars", "adafactor", "whole")
+FAST = ("moe", "pipeline 1f1b", "chunked_loss", "quantize", "lamb", "lars", "adafactor", "whole")
 JITTED = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in TABLE]
 
 

@@ -9,15 +9,11 @@ import torch
 from fshard import checkpoint
 from fshard.ext.interop import dcp_files, shared_files
 from fshard.testing import spmd
-from tests.checkpoint.states import refused
+from tests.checkpoint.states import refused_everywhere
 from tests.checkpoint.test_refused import check_export_is_refused
 from tests.checkpoint.test_users_files import TREE, check_files_of_a_user_stay, contents
 
-
-def test_files_of_a_user_stay(tmp_path):
-    check_files_of_a_user_stay(tmp_path, partial(checkpoint.save_huggingface, params=TREE))
-
-
+FULL = {"a": torch.ones(3), "b": torch.zeros(3)}
 EXPORTS = {
     "save_dcp": checkpoint.save_dcp,
     "save_huggingface": checkpoint.save_huggingface,
@@ -25,20 +21,22 @@ EXPORTS = {
 }
 
 
-@pytest.mark.parametrize("export", EXPORTS)
-def test_an_export_writes_over_nothing(export, tmp_path, monkeypatch):
-    check_export_is_refused(export.partition(",")[0], EXPORTS[export], tmp_path / "out")
-    first = {"a": torch.ones(3), "b": torch.zeros(3)}
-    spmd(lambda: EXPORTS[export](tmp_path / "made", first), 2)
+def test_files_of_a_user_stay(tmp_path):
+    check_files_of_a_user_stay(tmp_path, partial(checkpoint.save_huggingface, params=TREE))
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_an_export_writes_over_nothing(name, tmp_path, monkeypatch):
+    export = EXPORTS[name]
+    check_export_is_refused(name.partition(",")[0], export, tmp_path / "out")
+    spmd(lambda: export(tmp_path / "made", FULL), 2)
     for module in (shared_files, dcp_files):
         # It is refused before anybody writes.
         monkeypatch.setattr(module, "write", None)
-    for name in os.listdir(tmp_path / "made"):
-        directory = tmp_path / f"taken{name}"
+    for file in os.listdir(tmp_path / "made"):
+        directory = tmp_path / f"taken{file}"
         directory.mkdir()
-        (directory / name).write_text("mine")
-        save = partial(EXPORTS[export], directory, first)
-        text, other = spmd(partial(refused, save, checkpoint.CheckpointError), 2)
-        assert f"{directory / name} is there already; write to another directory, or remove it" in text
-        assert other == text
-        assert contents(directory) == {name: b"mine"}
+        (directory / file).write_text("mine")
+        text = refused_everywhere(partial(export, directory, FULL), kind=checkpoint.CheckpointError)
+        assert f"{directory / file} is there already; write to another directory, or remove it" in text
+        assert contents(directory) == {file: b"mine"}
