@@ -1,16 +1,10 @@
 """Tests whose body is the program of a rank, and errors that break one."""
 
 import inspect
-import os
-import socket
-import subprocess
-import sys
-import tempfile
 import warnings
 from collections.abc import Callable
 from functools import partial, wraps
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -74,51 +68,6 @@ class StrictWorkers(Workers):
 def my_rank() -> int:
     """The number of the rank that calls."""
     return dist.get_rank()
-
-
-class Program(NamedTuple):
-    """How a rank's program ended: what it printed, its errors, and its exit code."""
-
-    output: str
-    errors: str
-    code: int
-
-
-def output_of_programs(size: int, script: str, *arguments: object, timeout: float = 100.0) -> list[Program]:
-    """Run a script as the program of each rank, as a launcher would that restarts nobody.
-
-    Args:
-        size: The number of ranks, of which rank 0 holds the store.
-        script: Python's code.
-        *arguments: What `sys.argv` has behind the script.
-        timeout: Seconds after which the programs are killed.
-
-    Returns:
-        How each of them ended.
-    """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
-    common["PYTHONPATH"] = str(Path(__file__).parents[1])
-    command = [sys.executable, "-c", script, *map(str, arguments)]
-    processes = []
-    with tempfile.TemporaryDirectory() as directory:
-        # Files, as a pipe would be read for as long as a child of a rank has it.
-        files = [[Path(directory, f"{kind} {rank}") for kind in ("output", "errors")] for rank in range(size)]
-        try:
-            for rank, paths in enumerate(files):
-                environment = os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                output, errors = (path.open("w") for path in paths)
-                with output, errors:
-                    process = subprocess.Popen(command, env=environment, stdout=output, stderr=errors)
-                processes.append(process)
-            codes = [process.wait(timeout) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        return [Program(*(path.read_text() for path in paths), code) for paths, code in zip(files, codes, strict=True)]
 
 
 class BrokenError(Exception):

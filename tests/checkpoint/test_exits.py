@@ -1,10 +1,7 @@
 """However a program ends, a checkpoint that all ranks have written is there, and one that is not is said so."""
 
-import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -18,94 +15,82 @@ from fshard.checkpoint.unfinished import RankReport, Unfinished, complete_leftov
 from fshard.testing import spmd
 from tests.checkpoint import exiting_process
 from tests.checkpoint.states import assert_same, at_once, refused, refused_everywhere, zeros_like
-from tests.checkpoint.test_save_asynchronous import SECONDS, full, held, names, step_of, wait_for_threads, with_writes  # noqa: F401
+from tests.checkpoint.test_save_asynchronous import (  # noqa: F401
+    SECONDS,
+    fail_writes,
+    full,
+    held,
+    names,
+    step_of,
+    wait_for_threads,
+)
+from tests.forked_programs import run_on_ranks
 from tests.ranks import my_rank, on_ranks
-from tests.test_processes import ROOT
 from tests.trees import one_axis
 
 
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory):
-    """Runs a program that ends: returns its directory, exit codes and what ranks wrote to standard error."""
-    root = tmp_path_factory.mktemp("programs")
-    command = [sys.executable, "-m", "tests.checkpoint.exiting_process", str(root)]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-
-        def run(ending, ranks, patch):
-            name = f"{len(list(root.iterdir()))}"
-            print(json.dumps([name, ending, ranks, patch]), file=process.stdin, flush=True)
-            codes, told = json.loads(process.stdout.readline())
-            return root / name, codes, told
-
-        yield run
-        process.stdin.close()
+def run_program(directory, ending, ranks, patch):
+    script = "import sys; from tests.checkpoint.exiting_process import run; run(*sys.argv[1:])"
+    return run_on_ranks(ranks, script, directory, ending, patch)
 
 
-EXIT_CODES = {"leave": 3, "interrupt": -2, "fail": 1, "end": 0}
-
-
-@pytest.mark.rows(5)
 @pytest.mark.parametrize("ranks", (1, 2))
 @pytest.mark.parametrize("ending", exiting_process.ENDINGS)
-def test_an_exit_waits_for_a_save(ending, ranks, programs):
+def test_an_exit_waits_for_a_save(ending, ranks, tmp_path):
     """Each file takes some time to be on the disk, on the second rank more than on the first."""
-    place, codes, told = programs(ending, ranks, "slow")
-    code = EXIT_CODES[ending.partition(", ")[2]]
-    assert all(got == code for got in codes), told
-    assert not [text for text in told if "is not complete" in text]
-    assert names(place) == ["step-00000002.1"]
-    assert_same(checkpoint.restore(place, zeros_like(exiting_process.state(0))), exiting_process.state(2))
+    for program in run_program(tmp_path, ending, ranks, "slow"):
+        assert program.code == exiting_process.ENDINGS[ending][2], program.errors
+        assert "is not complete" not in program.errors
+    assert names(tmp_path) == ["step-00000002.1"]
+    restored = checkpoint.restore(tmp_path, zeros_like(exiting_process.state(0)))
+    assert_same(restored, exiting_process.state(2))
 
 
-@pytest.mark.parametrize("ranks", (1, 2))
+LATE = "rank {} has not written its file within 0.3 s"
+# What breaks the disk, and for each rank why the checkpoint is not complete.
+INCOMPLETE = [
+    ("hang", [LATE.format(0)]),
+    ("hang", [f"{LATE.format(1)} of this one", LATE.format(1)]),
+    ("full disk", ["{path}: No space left on device"]),
+]
+
+
+@pytest.mark.parametrize("patch, reasons", INCOMPLETE)
 @pytest.mark.parametrize("ending", ("in_block, fail", "without_close, end"))
-def test_an_exit_says_that_it_has_waited_long_enough(ending, ranks, programs):
-    place, _, told = programs(ending, ranks, "hang")
-    path = place / "step-00000002.1"
-    late = f"checkpoint.save: {path} is not complete: rank {ranks - 1} has not written its file within 0.3 s\n"
-    others = f"checkpoint.save: {path} is not complete: rank 1 has not written its file within 0.3 s of this one\n"
-    for text, expected in zip(told, [late] if ranks == 1 else [others, late]):
-        assert expected in text
-        assert text.count("checkpoint.save: ") == 1
-    assert checkpoint.latest_step(place) == 1
+def test_an_exit_says_why_a_save_is_not_complete(ending, patch, reasons, tmp_path):
+    path = tmp_path / "step-00000002.1"
+    programs = run_program(tmp_path, ending, len(reasons), patch)
+    for program, reason in zip(programs, reasons, strict=True):
+        assert f"checkpoint.save: {path} is not complete: {reason.format(path=path)}\n" in program.errors
+        assert patch == "full disk" or program.errors.count("checkpoint.save: ") == 1
+    assert checkpoint.latest_step(tmp_path) == 1
     # The next start removes what is left.
-    checkpoint.save(place, exiting_process.state(3), 3)
-    assert names(place) == ["step-00000001.0", "step-00000003.1"]
-
-
-@pytest.mark.parametrize("ending", ("in_block, fail", "without_close, end"))
-def test_an_exit_says_that_a_save_has_failed(ending, programs):
-    place, _, (text,) = programs(ending, 1, "full_disk")
-    path = place / "step-00000002.1"
-    start, end = f"checkpoint.save: {path} is not complete: {path}", ": No space left on device\n"
-    assert f"{start}{end}" in text
-    assert checkpoint.latest_step(place) == 1
+    checkpoint.save(tmp_path, exiting_process.state(3), 3)
+    assert names(tmp_path) == ["step-00000001.0", "step-00000003.1"]
 
 
 def test_a_save_that_was_waited_for_is_not_spoken_of(tmp_path, capsys, monkeypatch):
     """The error that `wait` raised is enough."""
-    with_writes(monkeypatch, lambda name: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    fail_writes(monkeypatch)
     saving = checkpoint.save(tmp_path, full(1), 1, asynchronous=True)
     refused(saving.wait, CheckpointError)
     saving.finish_at_exit()
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("world_size", (1, 3))
-def test_a_block_that_fails_keeps_the_save_before(world_size, tmp_path, held):  # noqa: F811
-    def fail(manager):
-        with manager:
-            manager.save(full(4), 4)
-            held.set()
-            raise ZeroDivisionError
+def fail_in_block(manager, release):
+    with manager:
+        manager.save(full(4), 4)
+        release.set()
+        raise ZeroDivisionError
 
-    def program():
-        manager = checkpoint.Manager(tmp_path)
-        with pytest.raises(ZeroDivisionError):
-            fail(manager)
-        return manager.latest_step()
 
-    assert spmd(program, world_size) == [4] * world_size
+@on_ranks(1, 3)
+def test_a_block_that_fails_keeps_the_save_before(tmp_path, held):  # noqa: F811
+    manager = checkpoint.Manager(tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        fail_in_block(manager, held)
+    assert manager.latest_step() == 4
 
 
 def split(step):
@@ -130,7 +115,7 @@ def make(tmp_path):
     return unfinished
 
 
-def written(view, rank):
+def write_file(view, rank):
     """Write the file of a rank, and return what it has to report."""
     data = b"some bytes"
     (view.content / files.file_name(rank)).write_bytes(data)
@@ -138,34 +123,40 @@ def written(view, rank):
 
 
 def write(view, rank):
-    view.report(rank, written(view, rank))
+    view.report(rank, write_file(view, rank))
 
 
-def test_the_last_rank_to_write_completes_the_checkpoint(make):
+def save_in_background(view):
+    """Save the part of the first rank, which then looks for the other."""
+    return background.BackgroundSave("checkpoint.save", view, 0, lambda: write_file(view, 0), lambda: None)
+
+
+@pytest.mark.rows(2)
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_the_last_rank_to_write_completes_the_checkpoint(order, make):
     """Whichever it is, and whether or not the others are still alive."""
-    for step, order in enumerate([(0, 1, 2), (2, 1, 0), (1, 2, 0)]):
-        views = make(3, step)
-        for rank in order[:-1]:
-            write(views[rank], rank)
-            assert not views[rank].complete()
-        last = views[order[-1]]
-        assert views[0].missing() == [order[-1]]
-        write(last, order[-1])
-        assert last.complete()
-        assert all(view.is_complete() and view.is_over() for view in views)
-        assert not list(last.path.parent.glob(".*"))
-        assert last.complete()
+    views = make(3)
+    *earlier_ranks, last_rank = order
+    for rank in earlier_ranks:
+        write(views[rank], rank)
+        assert not views[rank].complete()
+    last = views[last_rank]
+    assert views[0].missing() == [last_rank]
+    write(last, last_rank)
+    assert last.complete()
+    assert all(view.is_complete() and view.is_over() for view in views)
+    assert not list(last.path.parent.glob(".*"))
+    assert last.complete()
 
 
 def test_ranks_that_end_at_once_rename_once(make, monkeypatch):
-    renamed, inner = [], os.rename
+    ranks, paths, renamed, rename = 8, [], [], os.rename
 
-    def rename(source, target):
-        inner(source, target)
+    def recorded_rename(source, target):
+        rename(source, target)
         renamed.append(target)
 
-    monkeypatch.setattr(os, "rename", rename)
-    ranks, paths = 8, []
+    monkeypatch.setattr(os, "rename", recorded_rename)
     for step in range(40):
         views = make(ranks, step, keep=2)
         paths.append(views[0].path)
@@ -173,24 +164,34 @@ def test_ranks_that_end_at_once_rename_once(make, monkeypatch):
             write(view, rank)
         assert at_once([view.complete for view in views]) == [True] * ranks
     assert [path for path in renamed if not path.name.startswith(".old")] == paths
-    root = paths[0].parent
-    assert sorted(path.name for path in root.iterdir()) == sorted(path.name for path in paths[-2:])
+    assert names(paths[0].parent) == sorted(path.name for path in paths[-2:])
+
+
+def watch_looks(monkeypatch, look):
+    """Call something with the ranks that are late, each time that a rank looks for them."""
+    missing = Unfinished.missing
+
+    def watched(view):
+        late = missing(view)
+        look(late)
+        return late
+
+    monkeypatch.setattr(Unfinished, "missing", watched)
 
 
 def test_an_exit_waits_for_others_after_its_own_part(make, monkeypatch, capsys):
     """However long its own part took."""
-    looks, inner = [], Unfinished.missing
-
-    def missing(view):
-        looks.append(view)
-        if len(looks) == 4:
-            write(second, 1)
-        return inner(view)
-
-    monkeypatch.setattr(Unfinished, "missing", missing)
-    monkeypatch.setattr(background, "EXIT_SECONDS", 0.0)
     first, second = make(2)
-    save = background.BackgroundSave("checkpoint.save", first, 0, lambda: written(first, 0), lambda: None)
+    looks = []
+
+    def look(late):
+        looks.append(late)
+        if len(looks) == 3:
+            write(second, 1)
+
+    watch_looks(monkeypatch, look)
+    monkeypatch.setattr(background, "EXIT_SECONDS", 0.0)
+    save = save_in_background(first)
     save.written.result(SECONDS)
     save.finish_at_exit()
     assert first.is_complete()
@@ -199,33 +200,17 @@ def test_an_exit_waits_for_others_after_its_own_part(make, monkeypatch, capsys):
 
 def test_a_rank_looks_once_more_when_it_hears_of_an_error(make, monkeypatch):
     """Another rank may have written since the last look, and have been killed."""
-    looks, inner = threading.Semaphore(0), Unfinished.missing
-
-    def missing(view):
-        late = inner(view)
-        looks.release()
-        return late
-
-    monkeypatch.setattr(Unfinished, "missing", missing)
-    monkeypatch.setattr(background, "FIRST_LOOK", SECONDS)
     first, second = make(2)
-    save = background.BackgroundSave("checkpoint.save", first, 0, lambda: written(first, 0), lambda: None)
+    looks = threading.Semaphore(0)
+    watch_looks(monkeypatch, lambda late: looks.release())
+    monkeypatch.setattr(background, "FIRST_LOOK", SECONDS)
+    save = save_in_background(first)
     # One look when its own part is written, and one more before it waits.
-    assert looks.acquire(timeout=SECONDS)
-    assert looks.acquire(timeout=SECONDS)
+    for _ in range(2):
+        assert looks.acquire(timeout=SECONDS)
     write(second, 1)
     save.settle()
     assert first.is_complete()
-
-
-def test_a_rank_that_dies_before_it_has_written_leaves_what_the_next_start_removes(make, tmp_path):
-    first, second = make(2)
-    write(first, 0)
-    (second.content / files.file_name(1)).write_bytes(b"half of")
-    assert not first.complete()
-    assert checkpoint.latest_step(tmp_path) is None
-    checkpoint.save(tmp_path, full(5), 5)
-    assert names(tmp_path) == ["step-00000005.0"]
 
 
 def test_a_rank_of_a_killed_run_writes_nothing_to_a_later_one(make, tmp_path):
@@ -233,8 +218,7 @@ def test_a_rank_of_a_killed_run_writes_nothing_to_a_later_one(make, tmp_path):
     _, survivor = make(2, step=1)
     first, second = make(2, step=1, mark="1" * 16)
     assert survivor.path == first.path
-    text = refused(lambda: write(survivor, 1), FileNotFoundError)
-    assert f"{survivor.content}" in text
+    assert f"{survivor.content}" in refused(lambda: write(survivor, 1), FileNotFoundError)
     write(first, 0)
     text = refused(survivor.complete, CheckpointError)
     assert text == f"{survivor.path}: its files were removed before it was complete"
@@ -243,11 +227,7 @@ def test_a_rank_of_a_killed_run_writes_nothing_to_a_later_one(make, tmp_path):
     assert second.complete()
 
 
-def unlink(path):
-    path.unlink()
-
-
-def cut(path):
+def cut_last_byte(path):
     os.truncate(path, path.stat().st_size - 1)
 
 
@@ -256,44 +236,49 @@ def replace_by_link(path):
     path.symlink_to("aside")
 
 
-LOSSES = {"gone": (unlink, "no file"), "cut": (cut, "bytes"), "a link": (replace_by_link, "no regular file")}
+LOSSES = {
+    "gone": (os.unlink, "no file"),
+    "cut": (cut_last_byte, "bytes"),
+    "a link": (replace_by_link, "no regular file"),
+}
 
 
 @pytest.mark.parametrize("asynchronous", (False, True))
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_file_that_is_lost_before_the_end_keeps_the_checkpoint_before(loss, asynchronous, tmp_path, monkeypatch):
     """The file of the last rank, as soon as it is on the disk."""
-    place, (lose, got) = tmp_path / "run", LOSSES[loss]
-    spmd(lambda: checkpoint.save(place, split(1), 1), 2)
-    inner = os.fsync
+    root, fsync = tmp_path / "run", os.fsync
+    lose, remains = LOSSES[loss]
+    spmd(lambda: checkpoint.save(root, split(1), 1), 2)
 
-    def fsync(descriptor):
-        inner(descriptor)
+    def fsync_and_lose(descriptor):
+        fsync(descriptor)
         path = os.readlink(f"/proc/self/fd/{descriptor}")
         if path.endswith(files.file_name(1)):
             lose(Path(path))
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", fsync)
-        save = lambda: checkpoint.save(place, split(2), 2, keep=1, asynchronous=asynchronous).wait()  # noqa: E731
-        text = refused_everywhere(save, 2, CheckpointError)
-    assert files.file_name(1) in text
+        patched.setattr(os, "fsync", fsync_and_lose)
+        text = refused_everywhere(
+            lambda: checkpoint.save(root, split(2), 2, keep=1, asynchronous=asynchronous).wait(), 2, CheckpointError
+        )
+    assert f"{files.file_name(1)}: expected " in text
     assert " bytes, as they were written, got " in text
-    assert text.endswith(got)
-    assert names(place) == ["step-00000001.0"]
-    spmd(lambda: assert_same(checkpoint.restore(place, zeros_like(split(0))), split(1)), 2)
+    assert text.endswith(remains)
+    assert names(root) == ["step-00000001.0"]
+    spmd(lambda: assert_same(checkpoint.restore(root, zeros_like(split(0))), split(1)), 2)
 
 
 def test_nothing_is_removed_before_the_new_manifest_was_read(tmp_path, monkeypatch):
-    checkpoint.save(tmp_path, full(1), 1)
-    inner = os.rename
+    rename = os.rename
 
-    def rename(source, target):
-        inner(source, target)
+    def rename_and_damage(source, target):
+        rename(source, target)
         (target / files.MANIFEST).write_bytes(b"")
 
+    checkpoint.save(tmp_path, full(1), 1)
     with monkeypatch.context() as patched:
-        patched.setattr(os, "rename", rename)
+        patched.setattr(os, "rename", rename_and_damage)
         text = refused(lambda: checkpoint.save(tmp_path, full(2), 2, keep=1), CheckpointError)
     path = tmp_path / "step-00000002.1" / files.MANIFEST
     assert text == f"checkpoint.save: {path}: expected the manifest as it was written, got another one"
@@ -321,10 +306,14 @@ def test_a_save_that_a_later_one_has_removed_was_complete(tmp_path):
     assert names(tmp_path) == ["step-00000002.1"]
 
 
+def raise_interrupt(future):
+    raise KeyboardInterrupt
+
+
 def test_a_save_that_was_interrupted_is_never_completed(tmp_path, held, monkeypatch):  # noqa: F811
     """The program goes on and changes the state, which is not copied."""
     state = {"w": torch.ones(5)}
-    monkeypatch.setattr(background.Future, "result", lambda future: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(background.Future, "result", raise_interrupt)
     with pytest.raises(KeyboardInterrupt):
         checkpoint.save(tmp_path, state, 1)
     state["w"].zero_()

@@ -1,16 +1,47 @@
 """kill -9 at random moments of real saves: the latest checkpoint is whole, and none that was complete is lost."""
 
+import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
+import time
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 
 from fshard import checkpoint
 from fshard.testing import spmd
-from tests.checkpoint.kills import SavingProcess, check_all, kill_often, steps_in
 from tests.checkpoint.saving_process import state
+from tests.checkpoint.states import assert_same, sampler, zeros_like
+from tests.test_processes import ROOT
+
+# A save takes some ten milliseconds. A kill comes at any moment of it, or soon after a rank has written its part.
+ANY_MOMENT = 0.3
+SOON = 0.01
+
+
+class SavingProcess(subprocess.Popen):
+    """The process of saving_process.py, and what it says; the time of a test limits how long it is waited for."""
+
+    def __init__(self):
+        command = [sys.executable, "-m", "tests.checkpoint.saving_process"]
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        super().__init__(command, cwd=ROOT, **pipes)
+
+    def start_ranks(self, *command):
+        print(json.dumps(command), file=self.stdin, flush=True)
+        return self.lines_up_to("pids")[-1][1:]
+
+    def lines_up_to(self, kind):
+        lines = []
+        while not lines or lines[-1][0] != kind:
+            lines.append(json.loads(self.stdout.readline()))
+        return lines
 
 
 @pytest.fixture(scope="module")
@@ -20,19 +51,55 @@ def process():
         process.kill()
 
 
+def kill_once(process, directory, ranks, kill, draw, first_step):
+    """Start ranks that save, kill one of them or all at some moment, and look what is there.
+
+    Returns the latest step, which the next start has, of another number of ranks.
+    """
+    is_asynchronous, is_close, is_of_all = bool(kill & 1), bool(kill & 2), bool(kill & 4) or ranks == 1
+    pids = process.start_ranks(str(directory), ranks, is_asynchronous, first_step)
+    lines = process.lines_up_to("saved")
+    if is_close:
+        lines += process.lines_up_to("written")
+    # The moment is the point: anywhere in a save.
+    time.sleep(draw.random() * (SOON if is_close else ANY_MOMENT))
+    for pid in pids if is_of_all else [draw.choice(pids)]:
+        os.kill(pid, signal.SIGKILL)
+    lines += process.lines_up_to("ended")
+    saved = max(line[1] for line in lines if line[0] == "saved")
+    writers = Counter(line[1] for line in lines if line[0] == "written")
+    written = max(step for step, count in writers.items() if count == ranks)
+    # A rank that is left completes what all ranks have written.
+    assert is_of_all or checkpoint.latest_step(directory) >= written
+    (latest,) = set(spmd(lambda: checkpoint.Manager(directory).latest_step(), draw.choice((1, 2, 4))))
+    assert latest >= max(saved, written)
+    check_all(directory)
+    return latest
+
+
+def steps_in(directory):
+    return sorted(int(path.name[5:].partition(".")[0]) for path in directory.glob("step-*"))
+
+
+def check_all(directory, make=state):
+    """Every checkpoint that is there restores bitwise; returns the latest."""
+    latest = checkpoint.latest_step(directory)
+    for step in (None, *steps_in(directory)):
+        expected = make(latest if step is None else step)
+        assert_same(checkpoint.restore(directory, zeros_like(make(0)), step=step), expected)
+    return latest
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "kills, ranks", [(6, 1), *(pytest.param(n, ranks, marks=pytest.mark.slow) for n, ranks in ((50, 1), (100, 2)))]
 )
 def test_processes_killed_at_some_moments(kills, ranks, process, tmp_path):
     """Where a rank is left it completes what all ranks have written; else the next start does."""
-    directory = tmp_path / "run"
-    counts = kill_often(process, directory, kills, ranks)
-    assert counts.kills == kills
-    assert counts.left_by_one == 0
-    assert (counts.lost_saved, counts.lost_written) == ([], [])
+    directory, draw, latest = tmp_path / "run", sampler(70 + kills), -1
+    for kill in range(kills):
+        latest = kill_once(process, directory, ranks, kill, draw, first_step=latest + 1)
     # The next save works, and removes what the killed ones left, such as steps that none was there to remove.
-    latest = checkpoint.latest_step(directory)
     with checkpoint.Manager(directory, keep=2) as manager:
         manager.save(state(latest + 1), latest + 1)
     assert check_all(directory) == latest + 1
@@ -44,27 +111,39 @@ def small(step):
     return {"w": torch.full((30,), float(step)), "v": torch.arange(5) * step, "step": step}
 
 
+class Snapshots:
+    """Copies of a directory as it is before each call of the system that could change it."""
+
+    def __init__(self, directory: Path, root: Path) -> None:
+        self.directory = directory
+        self.root = root
+        self.copies: list[Path] = []
+        self._lock = threading.RLock()
+        self._is_copying = False
+
+    def before(self, call):
+        """The call, with what a kill at this moment would leave copied first."""
+
+        def run(*arguments, **options):
+            # Only the thread that copies is let in meanwhile: its own calls are not looked at.
+            with self._lock:
+                if not self._is_copying:
+                    self._is_copying = True
+                    self.copies.append(self.root / f"{len(self.copies)}")
+                    shutil.copytree(self.directory, self.copies[-1])
+                    self._is_copying = False
+                return call(*arguments, **options)
+
+        return run
+
+
 @pytest.mark.parametrize("ranks", (1, 2))
 def test_stopped_before_each_call_of_the_system(ranks, tmp_path, monkeypatch):
     """Exhaustive where real kills are random: the disk as it is before each change that a save makes to it."""
     base = tmp_path / "base"
     for step in (1, 2):
         spmd(lambda: checkpoint.save(base, small(step), step), ranks)  # noqa: B023
-    seen, lock, looking = [], threading.RLock(), threading.local()
-
-    def before(inner):
-        """Copy what a kill at this moment would leave; without its own calls being looked at."""
-
-        def call(*arguments, **keywords):
-            with lock:
-                if not getattr(looking, "now", False):
-                    looking.now = True
-                    seen.append(tmp_path / f"{len(seen)}")
-                    shutil.copytree(base, seen[-1])
-                    looking.now = False
-                return inner(*arguments, **keywords)
-
-        return call
+    snapshots = Snapshots(base, tmp_path)
 
     def program():
         with checkpoint.Manager(base, keep=2) as manager:
@@ -72,18 +151,19 @@ def test_stopped_before_each_call_of_the_system(ranks, tmp_path, monkeypatch):
 
     with monkeypatch.context() as watched:
         for name in ("mkdir", "open", "fsync", "rename", "replace", "unlink", "rmdir"):
-            watched.setattr(os, name, before(getattr(os, name)))
+            watched.setattr(os, name, snapshots.before(getattr(os, name)))
         spmd(program, ranks)
-    looks = [check_all(directory, small) for directory in seen]
+    copies = snapshots.copies
+    latest = [check_all(copy, small) for copy in copies]
     # Two are kept, and one is new.
-    assert max(len(steps_in(directory)) for directory in seen) == 3
-    assert (looks[0], looks[-1]) == (2, 3)
-    assert looks == sorted(looks)
-    assert len(looks) > 8
+    assert max(len(steps_in(copy)) for copy in copies) == 3
+    assert (latest[0], latest[-1]) == (2, 3)
+    assert latest == sorted(latest)
+    assert len(latest) > 8
     # The next start completes what all ranks had written, and nothing else.
-    written = [len(list(directory.glob(".saving-*/rank-*.json"))) == ranks for directory in seen]
-    started = [checkpoint.Manager(directory).latest_step() for directory in seen]
-    assert started == [3 if is_written else look for is_written, look in zip(written, looks)]
-    assert started != looks
-    assert [check_all(directory, small) for directory in seen] == started
+    written = [len(list(copy.glob(".saving-*/rank-*.json"))) == ranks for copy in copies]
+    started = [checkpoint.Manager(copy).latest_step() for copy in copies]
+    assert started == [3 if is_written else step for is_written, step in zip(written, latest, strict=True)]
+    assert started != latest
+    assert [check_all(copy, small) for copy in copies] == started
     assert sorted(path.name for path in base.glob("step-*")) == ["step-00000002.1", "step-00000003.2"]

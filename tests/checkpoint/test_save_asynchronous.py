@@ -37,28 +37,37 @@ def step_of(directory, **chosen):
     return checkpoint.restore(directory, full(0), **chosen)["step"]
 
 
-def with_writes(monkeypatch, before):
-    """Call something with a file's name before each file is on the disk."""
-    inner = os.fsync
-
-    def fsync(descriptor):
-        before(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
-        inner(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fsync)
+def names(directory):
+    return sorted(path.name for path in directory.iterdir() if path.name != ".lock")
 
 
-def broken(name):
-    raise OSError(28, "No space left on device")
+def fail_writes(monkeypatch, start=""):
+    """Let files whose names have a start fail to be on the disk."""
+    fsync = os.fsync
+
+    def failing_fsync(descriptor):
+        if os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")).startswith(start):
+            raise OSError(28, "No space left on device")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", failing_fsync)
 
 
 @pytest.fixture
 def held(monkeypatch):
     """Writes wait until the event is set, before they read a tensor."""
-    event, inner = threading.Event(), files.bytes_of
-    monkeypatch.setattr(files, "bytes_of", lambda tensor: event.wait(SECONDS) and inner(tensor))
+    event, bytes_of = threading.Event(), files.bytes_of
+    monkeypatch.setattr(files, "bytes_of", lambda tensor: event.wait(SECONDS) and bytes_of(tensor))
     yield event
     event.set()
+
+
+def wait_for_threads():
+    """Wait for the threads of saves, as nothing else tells when one is over that nobody waits for."""
+    for thread in threading.enumerate():
+        # One without a number is just being started by another rank, which waits for it itself.
+        if thread.name.startswith("checkpoint.save") and thread.ident is not None:
+            thread.join(SECONDS)
 
 
 @on_ranks(1, 2)
@@ -87,105 +96,96 @@ def test_writes_in_place_and_a_default_device_without_values_change_nothing(tmp_
     assert checkpoint.restore(tmp_path, state)["w"].tolist() == [0, 1, 2]
 
 
-def wait_for_threads():
-    """Wait for the threads of saves, as nothing else tells when one is over that nobody waits for."""
-    for thread in threading.enumerate():
-        # One without a number is just being started by another rank, which waits for it itself.
-        if thread.name.startswith("checkpoint.save") and thread.ident is not None:
-            thread.join(SECONDS)
+@pytest.fixture
+def forked_child():
+    """A child that was forked when the function was called, and lives until the test ends."""
+    reader, writer = os.pipe()
+    children = []
+
+    def fork():
+        child = os.fork()
+        if not child:
+            os.close(writer)
+            os.read(reader, 1)
+            os._exit(0)
+        children.append(child)
+
+    yield fork
+    os.close(writer)
+    os.close(reader)
+    for child in children:
+        os.waitpid(child, 0)
 
 
-def names(directory):
-    return sorted(path.name for path in directory.iterdir() if path.name != ".lock")
-
-
-def test_a_second_save_while_one_is_under_way(held, tmp_path):
+def test_a_second_save_while_one_is_under_way(held, tmp_path, forked_child):
     """One that nobody waits for leaves the directory free when it is complete, also where a fork has its lock open."""
     saving = checkpoint.save(tmp_path, full(1), 1, asynchronous=True)
-    remedy = "wait for it, or save to another directory"
-    text = f"checkpoint.save: {tmp_path}: another save there is not complete; {remedy}"
-    assert refused(lambda: checkpoint.save(tmp_path, full(2), 2), CheckpointError) == text
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(writer)
-        os.read(reader, 1)
-        os._exit(0)
-    os.close(reader)
-    try:
-        held.set()
-        saving.wait()
-        saving = checkpoint.save(tmp_path, full(2), 2, asynchronous=True)
-        del saving
-        gc.collect()
-        wait_for_threads()
-        checkpoint.save(tmp_path, full(3), 3)
-    finally:
-        os.close(writer)
-        os.waitpid(child, 0)
+    assert refused(lambda: checkpoint.save(tmp_path, full(2), 2), CheckpointError) == (
+        f"checkpoint.save: {tmp_path}: another save there is not complete; wait for it, or save to another directory"
+    )
+    forked_child()
+    held.set()
+    saving.wait()
+    saving = checkpoint.save(tmp_path, full(2), 2, asynchronous=True)
+    del saving
+    gc.collect()
+    wait_for_threads()
+    checkpoint.save(tmp_path, full(3), 3)
     assert names(tmp_path) == ["step-00000001.0", "step-00000002.1", "step-00000003.2"]
 
 
-@pytest.mark.rows(3)
-@pytest.mark.parametrize(("world_size", "file"), [(1, 0), (3, 0), (3, 2), (1, "manifest-"), (1, "content"), (1, "run")])
+@pytest.mark.parametrize(
+    "world_size, file", [(1, files.file_name(0)), (3, files.file_name(2)), (1, "manifest-"), (1, "content"), (1, "run")]
+)
 @pytest.mark.parametrize("asynchronous", (False, True))
 def test_a_failing_write_is_told_on_every_rank_and_loses_nothing(asynchronous, file, world_size, tmp_path, monkeypatch):
     directory = tmp_path / "run"
     spmd(lambda: checkpoint.save(directory, new_state()), world_size)
-    file = f"rank-{file:05d}.safetensors" if isinstance(file, int) else file
 
     def save():
         checkpoint.save(directory, train_step(new_state()), asynchronous=asynchronous).wait()
 
     with monkeypatch.context() as patched:
-        with_writes(patched, lambda name: name.startswith(file) and broken(name))
+        fail_writes(patched, file)
         for _ in range(2):
             text = refused_everywhere(save, world_size, CheckpointError)
             assert text.startswith(f"checkpoint.save: {directory}")
             assert text.endswith("No space left on device")
-    like = spmd(new_state, world_size)
-    found = spmd(lambda: checkpoint.restore(directory, zeros_like(new_state()), step=0), world_size)
-    assert_same(found, like)
+    spmd(lambda: assert_same(checkpoint.restore(directory, zeros_like(new_state()), step=0), new_state()), world_size)
     spmd(save, world_size)
     assert checkpoint.latest_step(directory) == 1
     assert not [name for name in names(directory) if name.startswith(".saving")]
 
 
 def test_files_are_on_the_disk_before_they_have_their_names(synced, tmp_path, monkeypatch):
-    inner = os.rename
+    rename = os.rename
 
-    def rename(source, target):
+    def recorded_rename(source, target):
         synced.append(f"{source.name} -> {target.name}")
         # When the new one has its name the old ones are there still.
         assert source.name == "content" or checkpoint.latest_step(tmp_path) == 2
-        inner(source, target)
+        rename(source, target)
 
-    monkeypatch.setattr(os, "rename", rename)
+    monkeypatch.setattr(os, "rename", recorded_rename)
     checkpoint.save(tmp_path, full(1), 1, keep=1)
-    seen = list(synced)
+    events = [event if "->" in event else os.path.basename(event) for event in synced]
     checkpoint.save(tmp_path, full(2), 2, keep=1)
     assert names(tmp_path) == ["step-00000002.1"]
-    events = [os.path.basename(event) if "->" not in event else event for event in seen]
-    assert events[1].startswith("manifest-")
-    assert [event for event in events if event != events[1]] == [
-        *("rank-00000.safetensors", "content"),
-        *("content -> step-00000001.0", tmp_path.name),
-    ]
+    manifest = events.pop(1)
+    assert manifest.startswith("manifest-")
+    assert events == ["rank-00000.safetensors", "content", "content -> step-00000001.0", tmp_path.name]
 
 
-def run_manager(directory, steps, world_size=1, **arguments):
-    def program():
-        with checkpoint.Manager(directory, **arguments) as manager:
-            return [manager.save(full(step), step, force=step == 10) for step in steps]
-
-    return spmd(program, world_size)[0]
+def run_manager(directory, steps, **arguments):
+    with checkpoint.Manager(directory, **arguments) as manager:
+        return [manager.save(full(step), step, force=step == 10) for step in steps]
 
 
 @pytest.mark.parametrize(("keep", "world_size"), [(1, 1), (3, 2), (None, 2)])
 def test_manager_keeps_the_newest(keep, world_size, tmp_path):
     """Those of the last saves, also where a run went back; the last step is saved when it is forced."""
-    saved = run_manager(tmp_path, range(11), world_size, keep=keep, every=3, asynchronous=world_size == 2)
-    assert saved == [step % 3 == 0 or step == 10 for step in range(11)]
+    saved = spmd(lambda: run_manager(tmp_path, range(11), keep=keep, every=3, asynchronous=world_size == 2), world_size)
+    assert saved == [[step % 3 == 0 or step == 10 for step in range(11)]] * world_size
     made = ["step-00000000.0", "step-00000003.1", "step-00000006.2", "step-00000009.3", "step-00000010.4"]
     assert names(tmp_path) == made[-(keep or 5) :]
     assert step_of(tmp_path) == checkpoint.latest_step(tmp_path) == 10
@@ -224,7 +224,7 @@ def test_a_checkpoint_is_complete_without_a_further_call(tmp_path, held):
 def test_manager_tells_of_a_failure_once_and_goes_on(tmp_path, monkeypatch):
     manager = checkpoint.Manager(tmp_path)
     with monkeypatch.context() as patched:
-        with_writes(patched, broken)
+        fail_writes(patched)
         manager.save(full(1), 1)
         with pytest.raises(CheckpointError, match="step-00000001"):
             manager.wait()

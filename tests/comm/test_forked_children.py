@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from tests.ranks import output_of_programs
+from tests.forked_programs import run_on_ranks
 
 # Rank and kind of child by the arguments; the child lives until somebody makes a file, or for half a minute.
 KILLED_BESIDE_A_CHILD = """
@@ -119,7 +119,7 @@ def test_a_rank_that_is_killed_is_named_while_a_child_of_it_lives(victim, kind, 
     """Rank 0 holds the store."""
     over = tmp_path / "over"
     try:
-        programs = output_of_programs(2, KILLED_BESIDE_A_CHILD, victim, kind, over)
+        programs = run_on_ranks(2, KILLED_BESIDE_A_CHILD, victim, kind, over)
     finally:
         over.touch()
     text, _, seconds = programs[1 - victim].output.partition(", ")
@@ -133,6 +133,6 @@ def test_children_that_end_disturb_no_rank():
 
     Also where a thread of the parent, which the child does not have, held a lock at the fork.
     """
-    programs = output_of_programs(2, CHILDREN_END)
+    programs = run_on_ranks(2, CHILDREN_END)
     assert [(program.output, program.code) for program in programs] == [("ends\n", 0)] * 2, programs
     assert not any("Traceback" in program.errors for program in programs), programs

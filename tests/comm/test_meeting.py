@@ -8,7 +8,7 @@ import pytest
 
 from fshard._compat.collectives import _ports_of_socket
 from fshard.comm.processes import Process, has_ended, this_process
-from tests.ranks import output_of_programs
+from tests.forked_programs import run_on_ranks
 
 # The victim breaks as it is about to call a function of a name, in its first mesh or in its second one.
 BREAKS = """
@@ -87,7 +87,7 @@ ROWS = [
 @pytest.mark.rows(3)
 @pytest.mark.parametrize("size, victim, place, fault, meshes, timeout, text", ROWS)
 def test_a_rank_that_breaks_in_init_mesh_is_named(size, victim, place, fault, meshes, timeout, text):
-    programs = output_of_programs(size, BREAKS, victim, place, fault, meshes, timeout)
+    programs = run_on_ranks(size, BREAKS, victim, place, fault, meshes, timeout)
     for rank, program in enumerate(programs):
         if rank == victim and fault == "kill":
             assert program.code == -signal.SIGKILL
@@ -117,7 +117,7 @@ HANGS = [
 def test_one_rank_of_four_that_hangs_in_init_mesh_is_named(place, fault, meshes, timeout, text):
     """Those that wait for it are not, wherever they wait."""
     victim = 2
-    programs = output_of_programs(4, BREAKS, victim, place, fault, meshes, timeout)
+    programs = run_on_ranks(4, BREAKS, victim, place, fault, meshes, timeout)
     del programs[victim]
     for program in programs:
         assert program.code == 0, program

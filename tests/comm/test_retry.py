@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.ranks import output_of_programs
+from tests.forked_programs import run_on_ranks
 
 # The victim fails the first time that it calls each of some functions, before they do anything, or behind their end.
 FAILS_ONCE = """
@@ -69,7 +69,7 @@ ROWS = [
 
 @pytest.mark.parametrize("size, victim, place, moment", ROWS)
 def test_ranks_that_call_init_mesh_again_make_their_mesh(size, victim, place, moment):
-    programs = output_of_programs(size, FAILS_ONCE, victim, place, moment)
+    programs = run_on_ranks(size, FAILS_ONCE, victim, place, moment)
     for rank, program in enumerate(programs):
         assert program.code == 0, program
         *errors, before, after, seconds = program.output.splitlines()

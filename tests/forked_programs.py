@@ -1,0 +1,126 @@
+"""Scripts that run as the program of each rank, forked from one process: starting each from nothing takes seconds.
+
+Run as `python -m tests.forked_programs`. For each line of its input, a JSON list [ranks, timeout, script, arguments],
+it forks ranks, and writes a line: for each rank what it printed, its errors, and its exit code.
+"""
+
+import atexit
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Program(NamedTuple):
+    """How a rank's program ended: what it printed, its errors, and its exit code."""
+
+    output: str
+    errors: str
+    code: int
+
+
+def run_on_ranks(ranks: int, script: str, *arguments: object, timeout: float = 100.0) -> list[Program]:
+    """Run a script as the program of each rank, as a launcher would that restarts nobody.
+
+    Args:
+        ranks: The number of ranks, of which rank 0 holds the store.
+        script: Python's code.
+        *arguments: What `sys.argv` has behind the script.
+        timeout: Seconds after which the programs are killed.
+
+    Returns:
+        How each of them ended.
+    """
+    process = _forking_process()
+    print(json.dumps([ranks, timeout, script, list(map(str, arguments))]), file=process.stdin, flush=True)
+    return [Program(*fields) for fields in json.loads(process.stdout.readline())]
+
+
+@cache
+def _forking_process() -> subprocess.Popen:
+    """The process that forks, which ends with this one."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.forked_programs"],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    # Leaving the block closes the pipes, which ends the process, and waits for it.
+    atexit.register(process.__exit__, None, None, None)
+    return process
+
+
+def main() -> None:
+    """Serve lines of input until there are no more; a rank returns from here too, and ends as a program does."""
+    # Loaded once for all ranks.
+    import fshard  # noqa: F401
+
+    for line in sys.stdin:
+        ranks, timeout, script, arguments = json.loads(line)
+        directory = Path(tempfile.mkdtemp())
+        port = _free_port()
+        children = []
+        for rank in range(ranks):
+            pid = os.fork()
+            if pid == 0:
+                _become_rank(rank, ranks, port, directory)
+                sys.argv = ["-c", *arguments]
+                exec(script, {"__name__": "__main__"})
+                return
+            children.append(pid)
+        codes = _wait(children, timeout)
+        programs = []
+        for rank, code in enumerate(codes):
+            output, errors = ((directory / f"{kind}-{rank}").read_text() for kind in ("output", "errors"))
+            programs.append(Program(output, errors, code))
+        shutil.rmtree(directory)
+        print(json.dumps(programs), flush=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def _become_rank(rank: int, ranks: int, port: int, directory: Path) -> None:
+    """Give this process the environment and the files of a rank."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    # Files, as a pipe would be read for as long as a child of a rank has it.
+    paths = (os.devnull, directory / f"output-{rank}", directory / f"errors-{rank}")
+    for descriptor, path in enumerate(paths):
+        opened = os.open(path, os.O_RDWR | os.O_CREAT)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+
+
+def _wait(children: list[int], timeout: float) -> list[int]:
+    """Wait for processes, kill those that take too long, and return the exit codes."""
+    deadline = time.monotonic() + timeout
+    codes = []
+    for pid in children:
+        handle = os.pidfd_open(pid)
+        ended, _, _ = select.select([handle], [], [], max(0.0, deadline - time.monotonic()))
+        if not ended:
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+        os.close(handle)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    return codes
+
+
+if __name__ == "__main__":
+    main()
