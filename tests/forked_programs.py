@@ -1,10 +1,11 @@
-"""Scripts that run as the program of each rank, forked from one process: starting each from nothing takes seconds.
+"""Functions that run as the program of each rank, forked from one process: starting each from nothing takes seconds.
 
-Run as `python -m tests.forked_programs`. For each line of its input, a JSON list [ranks, timeout, script, arguments],
-it forks ranks, and writes a line: for each rank what it printed, its errors, and its exit code.
+Run as `python -m tests.forked_programs`. For each line of its input, a JSON list [ranks, timeout, module, function,
+arguments], it forks ranks, and writes a line: for each rank what it printed, its errors, and its exit code.
 """
 
 import atexit
+import importlib
 import json
 import os
 import select
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -30,20 +32,23 @@ class Program(NamedTuple):
     code: int
 
 
-def run_on_ranks(ranks: int, script: str, *arguments: object, timeout: float = 100.0) -> list[Program]:
-    """Run a script as the program of each rank, as a launcher would that restarts nobody.
+def run_on_ranks(
+    ranks: int, function: Callable[..., object], *arguments: object, timeout: float = 100.0
+) -> list[Program]:
+    """Run a function as the program of each rank, as a launcher would that restarts nobody.
 
     Args:
         ranks: The number of ranks, of which rank 0 holds the store.
-        script: Python's code.
-        *arguments: What `sys.argv` has behind the script.
+        function: A function of a module.
+        *arguments: What it is given, paths as texts.
         timeout: Seconds after which the programs are killed.
 
     Returns:
         How each of them ended.
     """
     process = _forking_process()
-    print(json.dumps([ranks, timeout, script, list(map(str, arguments))]), file=process.stdin, flush=True)
+    command = [ranks, timeout, function.__module__, function.__name__, arguments]
+    print(json.dumps(command, default=str), file=process.stdin, flush=True)
     return [Program(*fields) for fields in json.loads(process.stdout.readline())]
 
 
@@ -66,10 +71,12 @@ def _forking_process() -> subprocess.Popen:
 def main() -> None:
     """Serve lines of input until there are no more; a rank returns from here too, and ends as a program does."""
     # Loaded once for all ranks.
+    import pytest  # noqa: F401
+
     import fshard  # noqa: F401
 
     for line in sys.stdin:
-        ranks, timeout, script, arguments = json.loads(line)
+        ranks, timeout, module, function, arguments = json.loads(line)
         directory = Path(tempfile.mkdtemp())
         port = _free_port()
         children = []
@@ -77,8 +84,7 @@ def main() -> None:
             pid = os.fork()
             if pid == 0:
                 _become_rank(rank, ranks, port, directory)
-                sys.argv = ["-c", *arguments]
-                exec(script, {"__name__": "__main__"})
+                getattr(importlib.import_module(module), function)(*arguments)
                 return
             children.append(pid)
         codes = _wait(children, timeout)

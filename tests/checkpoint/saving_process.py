@@ -1,15 +1,14 @@
-"""A process that starts others which save until they are killed; starting each from nothing takes seconds.
+"""What ranks do that save until one of them is killed or all are, for test_killed.py.
 
-Run by test_killed.py as `python -m tests.checkpoint.saving_process`. It reads commands of one line, a JSON list
-[directory, ranks, asynchronous, start], and writes lines: ["pids", ...] when the ranks are there, ["written", step,
-rank] when a rank has written its part, ["saved", step] when a save is complete on a rank, and ["ended"] when all ranks
-are over.
+Each prints lines: "written" and a step when it has written its part, and "saved" and a step when it has been told that
+the save is complete.
 """
 
 import functools
-import json
 import os
-import sys
+import random
+import signal
+import threading
 from datetime import timedelta
 
 import torch
@@ -21,8 +20,9 @@ from fshard.checkpoint import background
 from fshard.checkpoint.unfinished import Unfinished
 
 SIZE = 400_000
-# A rank that is left waits so long for the part of one that was killed.
-OTHERS_SECONDS = 2.0
+# A save takes some ten milliseconds. A kill comes at any moment of it, or soon after a rank has written its part.
+ANY_MOMENT = 0.3
+SOON = 0.01
 
 
 @functools.cache
@@ -36,58 +36,40 @@ def state(step):
     full = {"w": torch.arange(SIZE, dtype=torch.float32) + step, "v": torch.arange(1001) * step, "step": step}
     if not dist.is_initialized():
         return full
-    layout = fs.zero2(mesh(), min_shard_elements=0)
-    return {**fs.shard({"w": full["w"], "v": full["v"]}, layout), "step": step}
+    return {**fs.shard({"w": full["w"], "v": full["v"]}, fs.zero2(mesh(), min_shard_elements=0)), "step": step}
 
 
-def say(*what):
-    os.write(1, f"{json.dumps(what)}\n".encode())
+def kill_within(seconds, draw):
+    threading.Timer(seconds * draw.random(), os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
-def run(directory, rank, ranks, asynchronous, start, store):
+def run(directory, first_step, asynchronous, is_close, victims, seed):
+    """Save step after step; ranks that are victims are killed at some moment, or close to the end of a part."""
+    rank = int(os.environ["RANK"])
+    is_victim, draw = rank in victims, random.Random(f"{seed} {rank}")
     torch.set_num_threads(1)
-    if ranks > 1:
-        limit = timedelta(seconds=20)
-        dist.init_process_group("gloo", f"file://{store}", world_size=ranks, rank=rank, timeout=limit)
-    background.OTHERS_SECONDS = OTHERS_SECONDS
-    tell_of_parts()
+    # Starting is over when the first save is complete.
+    first_saved = threading.Event()
+    report = Unfinished.report
+
+    def report_and_print(unfinished, rank, content):
+        report(unfinished, rank, content)
+        print("written", int(unfinished.path.name[5:13]), flush=True)
+        if is_victim and is_close and first_saved.is_set():
+            kill_within(SOON, draw)
+
+    Unfinished.report = report_and_print
+    # A rank that is left waits so long for the part of one that was killed.
+    background.OTHERS_SECONDS = 2.0
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     with checkpoint.Manager(directory, keep=2, asynchronous=asynchronous) as manager:
-        for step in range(start, 10**6):
+        for step in range(first_step, 10**6):
             manager.save(state(step), step)
             # A save waits for the one before it.
-            if step - asynchronous >= start:
-                say("saved", step - asynchronous)
-
-
-def tell_of_parts():
-    """Say when this rank has written its part, which the package does not."""
-    inner = Unfinished.report
-
-    def report(unfinished, rank, content):
-        inner(unfinished, rank, content)
-        say("written", int(unfinished.path.name[5:13]), rank)
-
-    Unfinished.report = report
-
-
-def main():
-    for line in sys.stdin:
-        directory, ranks, asynchronous, start = json.loads(line)
-        store, pids = f"{directory}.store-{start}", []
-        for rank in range(ranks):
-            pid = os.fork()
-            if not pid:
-                try:
-                    run(directory, rank, ranks, asynchronous, start, store)
-                finally:
-                    # Also where a rank that is left ends by an error.
-                    os._exit(1)
-            pids.append(pid)
-        say("pids", *pids)
-        for pid in pids:
-            os.waitpid(pid, 0)
-        say("ended")
-
-
-if __name__ == "__main__":
-    main()
+            if step - asynchronous < first_step:
+                continue
+            print("saved", step - asynchronous, flush=True)
+            if is_victim and not is_close and not first_saved.is_set():
+                kill_within(ANY_MOMENT, draw)
+            first_saved.set()

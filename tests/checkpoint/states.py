@@ -64,11 +64,6 @@ CHOOSY = ("split for good", "owned", "masked")
 ALL_TREES = TREES | {f.__name__: f for f in (exotic_dtypes, divisible, named_oddly, tied)}
 
 
-def tree_for(layout, tree):
-    """The tree of a name, or one that fits a layout which not every tree does."""
-    return (divisible if layout in CHOOSY else ALL_TREES[tree])()
-
-
 def zeros_like(state):
     """A tree of the same structure, specs, shapes and dtypes that shares no value."""
 

@@ -151,20 +151,3 @@ def test_faults(three):
             assert len(set(map(str, told))) == 1
             assert isinstance(told[0], str)
             assert FAULTS[name][1] in told[0], (name, told[0])
-
-
-def test_what_is_beside_checkpoints_is_of_no_matter(three):
-    kept = ("step-1.0", "step-000000009.9", "step-00000009.9x", "step-00000003", "step-٠٠٠٠٠٠٠٩.9", "notes", ".old-x")
-    left = (".saving-step-00000009.1", ".old-step-00000009.0")
-    for name in (*kept, *left):
-        (three / name).mkdir()
-    assert checkpoint.latest_step(three) == 3
-    text = f"{three}: holds no checkpoint of step 9, but {FIRST}, step-00000002.1, {THIRD}"
-    assert restored(three, {}, step=9) == f"checkpoint.restore: {text}"
-    # Nor is damage to a checkpoint to a later save.
-    (three / PART).write_bytes(b"")
-    save(three, lambda on: split(4), 2, step=4)
-    there = {path.name for path in three.iterdir()}
-    assert there.issuperset(kept)
-    assert not there.intersection(left)
-    assert checkpoint.restore(three, zeros_like(spmd(split, 1)[0]))["v"].local.equal(torch.arange(7.0) + 4)

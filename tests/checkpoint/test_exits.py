@@ -29,16 +29,11 @@ from tests.ranks import my_rank, on_ranks
 from tests.trees import one_axis
 
 
-def run_program(directory, ending, ranks, patch):
-    script = "import sys; from tests.checkpoint.exiting_process import run; run(*sys.argv[1:])"
-    return run_on_ranks(ranks, script, directory, ending, patch)
-
-
 @pytest.mark.parametrize("ranks", (1, 2))
 @pytest.mark.parametrize("ending", exiting_process.ENDINGS)
 def test_an_exit_waits_for_a_save(ending, ranks, tmp_path):
     """Each file takes some time to be on the disk, on the second rank more than on the first."""
-    for program in run_program(tmp_path, ending, ranks, "slow"):
+    for program in run_on_ranks(ranks, exiting_process.run, tmp_path, ending, "slow"):
         assert program.code == exiting_process.ENDINGS[ending][2], program.errors
         assert "is not complete" not in program.errors
     assert names(tmp_path) == ["step-00000002.1"]
@@ -59,7 +54,7 @@ INCOMPLETE = [
 @pytest.mark.parametrize("ending", ("in_block, fail", "without_close, end"))
 def test_an_exit_says_why_a_save_is_not_complete(ending, patch, reasons, tmp_path):
     path = tmp_path / "step-00000002.1"
-    programs = run_program(tmp_path, ending, len(reasons), patch)
+    programs = run_on_ranks(len(reasons), exiting_process.run, tmp_path, ending, patch)
     for program, reason in zip(programs, reasons, strict=True):
         assert f"checkpoint.save: {path} is not complete: {reason.format(path=path)}\n" in program.errors
         assert patch == "full disk" or program.errors.count("checkpoint.save: ") == 1

@@ -13,7 +13,6 @@ import torch
 from fshard import checkpoint
 from fshard.checkpoint import CheckpointError
 from fshard.checkpoint.files import decode
-from tests.checkpoint import states
 from tests.checkpoint.states import sampler
 
 MANIFEST, FILE = "manifest.json", "rank-00000.safetensors"
@@ -160,21 +159,6 @@ def split_header(data):
     """The header of a file, and the rows behind it."""
     end = 8 + int.from_bytes(data[:8], "little")
     return data[8:end], data[end:]
-
-
-def test_hostile_files(saved):
-    """A reader makes the header from the manifest, so no other bytes pass, whatever their digest."""
-    whole = (saved / FILE).read_bytes()
-    header, rows = split_header(whole)
-    text = header.strip()
-    same = (text, text + b" " * 8, text.replace(b":", b": "), b" " + text, text.replace(b"w", b"\\u0077"))
-    wrong = [with_header(b"{}", 1 << 63), with_header(b"{}", (1 << 64) - 1), with_header(b"[" * 100_000)]
-    for start in (*wrong, *map(with_header, same)):
-        (saved / FILE).write_bytes(start + rows)
-        error = states.refused(lambda: checkpoint.restore(saved.parent, LIKE), CheckpointError)
-        assert error.startswith(f"checkpoint.restore: {saved / FILE}: ")
-    (saved / FILE).write_bytes(whole)
-    assert checkpoint.restore(saved.parent, LIKE)["w"].equal(W)
 
 
 TOKENS = (

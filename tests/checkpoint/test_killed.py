@@ -1,13 +1,9 @@
 """kill -9 at random moments of real saves: the latest checkpoint is whole, and none that was complete is lost."""
 
-import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -16,59 +12,25 @@ import torch
 
 from fshard import checkpoint
 from fshard.testing import spmd
+from tests.checkpoint import saving_process
 from tests.checkpoint.saving_process import state
 from tests.checkpoint.states import assert_same, sampler, zeros_like
-from tests.test_processes import ROOT
-
-# A save takes some ten milliseconds. A kill comes at any moment of it, or soon after a rank has written its part.
-ANY_MOMENT = 0.3
-SOON = 0.01
+from tests.forked_programs import run_on_ranks
 
 
-class SavingProcess(subprocess.Popen):
-    """The process of saving_process.py, and what it says; the time of a test limits how long it is waited for."""
-
-    def __init__(self):
-        command = [sys.executable, "-m", "tests.checkpoint.saving_process"]
-        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        super().__init__(command, cwd=ROOT, **pipes)
-
-    def start_ranks(self, *command):
-        print(json.dumps(command), file=self.stdin, flush=True)
-        return self.lines_up_to("pids")[-1][1:]
-
-    def lines_up_to(self, kind):
-        lines = []
-        while not lines or lines[-1][0] != kind:
-            lines.append(json.loads(self.stdout.readline()))
-        return lines
-
-
-@pytest.fixture(scope="module")
-def process():
-    with SavingProcess() as process:
-        yield process
-        process.kill()
-
-
-def kill_once(process, directory, ranks, kill, draw, first_step):
-    """Start ranks that save, kill one of them or all at some moment, and look what is there.
+def kill_once(directory, ranks, kill, draw, first_step):
+    """Start ranks that save, of which one is killed or all are at some moment, and look what is there.
 
     Returns the latest step, which the next start has, of another number of ranks.
     """
     is_asynchronous, is_close, is_of_all = bool(kill & 1), bool(kill & 2), bool(kill & 4) or ranks == 1
-    pids = process.start_ranks(str(directory), ranks, is_asynchronous, first_step)
-    lines = process.lines_up_to("saved")
-    if is_close:
-        lines += process.lines_up_to("written")
-    # The moment is the point: anywhere in a save.
-    time.sleep(draw.random() * (SOON if is_close else ANY_MOMENT))
-    for pid in pids if is_of_all else [draw.choice(pids)]:
-        os.kill(pid, signal.SIGKILL)
-    lines += process.lines_up_to("ended")
-    saved = max(line[1] for line in lines if line[0] == "saved")
-    writers = Counter(line[1] for line in lines if line[0] == "written")
-    written = max(step for step, count in writers.items() if count == ranks)
+    victims = list(range(ranks)) if is_of_all else [draw.randrange(ranks)]
+    arguments = (directory, first_step, is_asynchronous, is_close, victims, draw.random())
+    programs = run_on_ranks(ranks, saving_process.run, *arguments)
+    assert all(programs[victim].code == -signal.SIGKILL for victim in victims), programs
+    events = Counter(line for program in programs for line in program.output.splitlines())
+    saved = max(int(event.split()[1]) for event in events if event.startswith("saved"))
+    written = max(int(event.split()[1]) for event, count in events.items() if event[0] == "w" and count == ranks)
     # A rank that is left completes what all ranks have written.
     assert is_of_all or checkpoint.latest_step(directory) >= written
     (latest,) = set(spmd(lambda: checkpoint.Manager(directory).latest_step(), draw.choice((1, 2, 4))))
@@ -94,11 +56,11 @@ def check_all(directory, make=state):
 @pytest.mark.parametrize(
     "kills, ranks", [(6, 1), *(pytest.param(n, ranks, marks=pytest.mark.slow) for n, ranks in ((50, 1), (100, 2)))]
 )
-def test_processes_killed_at_some_moments(kills, ranks, process, tmp_path):
+def test_processes_killed_at_some_moments(kills, ranks, tmp_path):
     """Where a rank is left it completes what all ranks have written; else the next start does."""
     directory, draw, latest = tmp_path / "run", sampler(70 + kills), -1
     for kill in range(kills):
-        latest = kill_once(process, directory, ranks, kill, draw, first_step=latest + 1)
+        latest = kill_once(directory, ranks, kill, draw, first_step=latest + 1)
     # The next save works, and removes what the killed ones left, such as steps that none was there to remove.
     with checkpoint.Manager(directory, keep=2) as manager:
         manager.save(state(latest + 1), latest + 1)

@@ -131,6 +131,10 @@ def test_no_checkpoint(tmp_path):
         assert text == f"checkpoint.restore: {escape_text(str(directory))}: {nothing}"
     for step in (3, 5, 5):
         checkpoint.save(tmp_path, {}, step)
+    # Nothing that is spelled in another way is a checkpoint.
+    for name in ("step-1.0", "step-000000009.9", "step-00000009.9x", "step-00000003", "step-٠٠٠٠٠٠٠٩.9"):
+        (tmp_path / name).mkdir()
+    assert checkpoint.latest_step(tmp_path) == 5
     text = refused(lambda: checkpoint.restore(tmp_path, {}, step=4), CheckpointError)
     others = "step-00000003.0, step-00000005.1, step-00000005.2"
     assert text == f"checkpoint.restore: {tmp_path}: holds no checkpoint of step 4, but {others}"

@@ -8,60 +8,8 @@ import pytest
 
 from fshard._compat.collectives import _ports_of_socket
 from fshard.comm.processes import Process, has_ended, this_process
+from tests.comm.broken_meetings import break_in_last_mesh
 from tests.forked_programs import run_on_ranks
-
-# The victim breaks as it is about to call a function of a name, in its first mesh or in its second one.
-BREAKS = """
-import os, resource, signal, subprocess, sys, time, torch.distributed as dist, fshard as fs
-from fshard import _compat
-
-victim, place, fault, meshes = int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
-
-def breaks():
-    if fault == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if fault == "hang":
-        time.sleep(float(sys.argv[5]) + 8)
-        os._exit(0)
-    if fault == "stop":
-        goes_on = f"sleep {float(sys.argv[5]) + 8}; kill -CONT {os.getpid()}"
-        subprocess.Popen(["sh", "-c", goes_on])
-        return os.kill(os.getpid(), signal.SIGSTOP)
-    if fault == "raise":
-        raise ValueError("bad sample 17")
-    if fault == "interrupt":
-        raise KeyboardInterrupt
-    resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
-    try:
-        while os.dup(0):
-            pass
-    except OSError:
-        pass
-
-def break_before(owner, name):
-    function = getattr(owner, name)
-
-    def run(*args, **kwargs):
-        setattr(owner, name, function)
-        breaks()
-        return function(*args, **kwargs)
-
-    setattr(owner, name, run)
-
-make = lambda timeout: fs.init_mesh({"a": 2, "b": -1}, device="cpu", timeout=timeout)
-for _ in range(meshes - 1):
-    # Of another timeout, so that the last mesh has groups of its own.
-    make(60.0)
-if int(os.environ["RANK"]) == victim:
-    owners = dict.fromkeys(("init_process_group", "new_subgroups_by_enumeration"), dist)
-    owners["create_default_device"] = dist.ProcessGroupGloo
-    break_before(owners.get(place, _compat), place)
-begin = time.monotonic()
-try:
-    make(float(sys.argv[5]))
-except BaseException as error:
-    print(time.monotonic() - begin, type(error).__name__, str(error), sep="\\n")
-"""
 
 REMEDY = "To fix: correct the first error, then call fs.init_mesh on every rank or restart all ranks."
 KILLED = "init_mesh: rank {} was killed or has ended"
@@ -87,7 +35,7 @@ ROWS = [
 @pytest.mark.rows(3)
 @pytest.mark.parametrize("size, victim, place, fault, meshes, timeout, text", ROWS)
 def test_a_rank_that_breaks_in_init_mesh_is_named(size, victim, place, fault, meshes, timeout, text):
-    programs = run_on_ranks(size, BREAKS, victim, place, fault, meshes, timeout)
+    programs = run_on_ranks(size, break_in_last_mesh, victim, place, fault, meshes, timeout)
     for rank, program in enumerate(programs):
         if rank == victim and fault == "kill":
             assert program.code == -signal.SIGKILL
@@ -117,7 +65,7 @@ HANGS = [
 def test_one_rank_of_four_that_hangs_in_init_mesh_is_named(place, fault, meshes, timeout, text):
     """Those that wait for it are not, wherever they wait."""
     victim = 2
-    programs = run_on_ranks(4, BREAKS, victim, place, fault, meshes, timeout)
+    programs = run_on_ranks(4, break_in_last_mesh, victim, place, fault, meshes, timeout)
     del programs[victim]
     for program in programs:
         assert program.code == 0, program
