@@ -129,12 +129,13 @@ def adam(side, params, rate):
             state = fs.update(tx, state, grad(side.loss)(state.params))
         return state.params
     first, second = (fs.tree_map(torch.zeros_like, params) for _ in range(2))
-    for t in (1, 2):
-        grads, bias = grad(side.loss)(params), [1 - beta**t for beta in BETAS]
+    for count in (1, 2):
+        grads = grad(side.loss)(params)
         first = fs.tree_map(lambda m, g: BETAS[0] * m + (1 - BETAS[0]) * g, first, grads)
         second = fs.tree_map(lambda v, g: BETAS[1] * v + (1 - BETAS[1]) * g**2, second, grads)
-        step = lambda w, m, v: w - rate * (m / bias[0]) / ((v / bias[1]).sqrt() + ADAM_EPS)  # noqa: B023, E731
-        params = fs.tree_map(step, params, first, second)
+        bias, bias_of_squares = (1 - beta**count for beta in BETAS)
+        steps = fs.tree_map(lambda m, v: (m / bias) / ((v / bias_of_squares).sqrt() + ADAM_EPS), first, second)  # noqa: B023
+        params = fs.tree_map(lambda w, step: w - rate * step, params, steps)
     return params
 
 
@@ -148,8 +149,8 @@ def nested(side):
     """Every member along every direction, which are stacked behind."""
     along = side.stack(side.directions, dim=-1)
     products = lambda member: vmap(lambda v: jvp(grad(side.loss), (member,), (v,))[1], in_dims=-1)(along)  # noqa: E731
-    found = vmap(products)(side.stack(side.members))
-    return vmap(vmap(fs.gather))(found) if side.transform else found
+    stacked = vmap(products)(side.stack(side.members))
+    return vmap(vmap(fs.gather))(stacked) if side.transform else stacked
 
 
 def gathered(side, stacked):
@@ -175,12 +176,12 @@ PROGRAMS = {
 def check(name, program, strategy, expected):
     """Assert on this rank that a program has one process's results."""
     run, sweeps = PROGRAMS[program]
-    found, needed = fs.tree_leaves(fs.unshard(run(Side(name, strategy)))), fs.tree_leaves(expected)
+    actual = fs.unshard(run(Side(name, strategy)))
     # Each time through the model sums over rows and over the units of a layer.
-    bound = within(needed, ROWS + FEATURES + HIDDEN + CLASSES, steps=sweeps)["atol"]
-    for a, b in zip(found, needed, strict=True):
-        assert a.shape == b.shape
-        assert float((a.detach() - b).abs().max()) <= bound, (program, name, strategy)
+    bound = within(expected, ROWS + FEATURES + HIDDEN + CLASSES, steps=sweeps)["atol"]
+    for leaf, expected_leaf in zip(fs.tree_leaves(actual), fs.tree_leaves(expected), strict=True):
+        assert leaf.shape == expected_leaf.shape
+        assert float((leaf.detach() - expected_leaf).abs().max()) <= bound, (program, name, strategy)
 
 
 @pytest.mark.rows(4)
@@ -189,7 +190,12 @@ def check(name, program, strategy, expected):
 @pytest.mark.parametrize("name", ("function", "module"))
 def test_program(name, world_size, strategy):
     expected = {program: run(Side(name)) for program, (run, _) in PROGRAMS.items()}
-    spmd(lambda: [check(name, program, strategy, needed) for program, needed in expected.items()], world_size)
+
+    def check_all():
+        for program, results in expected.items():
+            check(name, program, strategy, results)
+
+    spmd(check_all, world_size)
 
 
 @pytest.mark.slow

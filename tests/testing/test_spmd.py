@@ -1,11 +1,11 @@
 """spmd: simulated ranks run as processes do, and a rank that fails, waits in vain or hangs is named."""
 
 import logging
-import subprocess
 import sys
 import threading
 import time
 from functools import partial
+from logging.handlers import BufferingHandler
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fshard as fs
 from fshard.testing import RankError, Workers, spmd
 from fshard.testing.workers import describe_failure
+from tests.forked_programs import run_on_ranks
 from tests.ranks import my_rank, on_ranks, world_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -130,20 +131,9 @@ def test_failures_begin_with_their_class_and_the_first_line_of_their_text():
         assert type(error).__name__ in text.split("\n", 1)[1]
 
 
-class Collect(logging.Handler):
-    """A user's own handler."""
-
-    def __init__(self):
-        super().__init__()
-        self.records = []
-
-    def emit(self, record):
-        self.records.append(record)
-
-
 def test_traces_of_torch_stay_out_of_the_report_of_a_failing_test(caplog):
     """pytest 9.2 adds its handler to all loggers that do not propagate; before, this test does."""
-    logger, users = logging.getLogger("torch.__trace"), Collect()
+    logger, users = logging.getLogger("torch.__trace"), BufferingHandler(capacity=1000)
     logger.addHandler(caplog.handler)
     logger.addHandler(users)
     try:
@@ -153,7 +143,7 @@ def test_traces_of_torch_stay_out_of_the_report_of_a_failing_test(caplog):
     finally:
         logger.removeHandler(caplog.handler)
         logger.removeHandler(users)
-    assert users.records
+    assert users.buffer
     assert [record for record in caplog.records if record.name == logger.name] == []
 
 
@@ -263,38 +253,31 @@ def test_modes_and_levels_see_the_rank_only():
     assert tangent.item() == 36.0
 
 
-ENDS = """
-import sys, time, torch
-import torch.distributed as dist
-from fshard.testing import RankError, spmd
+class SlowBackward(torch.autograd.Function):
+    """The identity, whose backward fails on rank 0 and is slow on the others."""
 
-sys.modules["fshard.testing.spmd"].GRACE = 0.05
-
-class Slow(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        if dist.get_rank() == 0:
+        if my_rank() == 0:
             raise ValueError("bad batch")
-        time.sleep(0.02 * dist.get_rank())
+        time.sleep(0.02 * my_rank())
         return grad
 
-def program():
-    Slow.apply(torch.ones(3, requires_grad=True)).sum().backward()
 
-try:
-    spmd(program, 40)
-except RankError as error:
-    print(str(error).splitlines()[-1])
-sys.exit(3)
-"""
+def end_while_ranks_run():
+    sys.modules["fshard.testing.spmd"].GRACE = 0.05
+    try:
+        spmd(lambda: SlowBackward.apply(torch.ones(3, requires_grad=True)).sum().backward(), 40)
+    except RankError as error:
+        print(str(error).splitlines()[-1])
+    sys.exit(3)
 
 
 @pytest.mark.slow
 def test_ranks_that_are_slow_to_end_leave_the_exit_code_alone():
     """A thread that came back into Python from C++ while the interpreter ends would abort the process."""
-    ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=50, check=False)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "ValueError: bad batch\n", "")
+    assert run_on_ranks(1, end_while_ranks_run) == [("ValueError: bad batch\n", "", 3)]
