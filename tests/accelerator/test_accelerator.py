@@ -39,12 +39,12 @@ def faults(found, alone=False, programs=PROGRAMS, may_wait=False):
         if "error" in each:
             yield f"{name}: {each['error']}"
             continue
-        own = programs[name]
-        if not each["difference"] <= own.tolerance:
-            yield f"{name}: differs by {each['difference']}, expected at most {own.tolerance}"
+        program = programs[name]
+        if not each["difference"] <= program.tolerance:
+            yield f"{name}: differs by {each['difference']}, expected at most {program.tolerance}"
         if may_wait:
             continue
-        waits = own.alone if alone and own.alone is not None else own.waits
+        waits = program.alone if alone and program.alone is not None else program.waits
         if each["waits"] != waits:
             yield f"{name}: the host waits {each['waits']}, expected {waits}"
         if waits == {} and "to host" in each["copies"]:

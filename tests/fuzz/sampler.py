@@ -105,20 +105,20 @@ def draw(seed: int) -> Plan:
     # A graph has its collectives, so that ranks must use the same units.
     jits = seed % 4 == 3 and not any("rank" in part.when for part in parts)
     return Plan(
-        seed,
-        world,
-        tuple(parts),
-        pick.choice((torch.float64, torch.float64, torch.float32)),
-        micro,
-        pick.choice((None, "each", "once")),
-        micro == 2 and world != 3 and pick.random() < 0.5,
-        pick.choice(("mean", "sum", "weighted")),
-        pick.random() < 0.3,
-        pick.choice([*OPTIMIZERS]),
-        pick.random() < 0.3,
-        pick.random() < 0.3,
-        pick.choice(("ddp", "zero1", "zero2", "zero3")) if jits else "",
-        ("ddp", "zero1", "zero2", "zero3", pick.choice([*STRATEGIES][4:])),
+        seed=seed,
+        world=world,
+        parts=tuple(parts),
+        dtype=pick.choice((torch.float64, torch.float64, torch.float32)),
+        micro=micro,
+        communicate=pick.choice((None, "each", "once")),
+        tree=micro == 2 and world != 3 and pick.random() < 0.5,
+        reduce=pick.choice(("mean", "sum", "weighted")),
+        ragged=pick.random() < 0.3,
+        optimizer=pick.choice([*OPTIMIZERS]),
+        clip=pick.random() < 0.3,
+        donate=pick.random() < 0.3,
+        jitted=pick.choice(("ddp", "zero1", "zero2", "zero3")) if jits else "",
+        strategies=("ddp", "zero1", "zero2", "zero3", pick.choice([*STRATEGIES][4:])),
     )
 
 
@@ -133,11 +133,11 @@ class Block(nn.Module):
             setattr(self, name, nn.Parameter(value, requires_grad=not part.frozen))
 
     def forward(self, x, rank, step):
-        own, wrap = rank == 0, self.part.wrap
-        used = {"always": True, "never": False, "one rank": own, "other ranks": not own, "late": step > 0}
-        run = partial(KINDS[self.part.kind][1], self)
-        if not used[self.part.when]:
+        wrap = self.part.wrap
+        is_used = {"always": True, "never": False, "one rank": rank == 0, "other ranks": rank > 0, "late": step > 0}
+        if not is_used[self.part.when]:
             return x
+        run = partial(KINDS[self.part.kind][1], self)
         if wrap == "checkpoint":
             return checkpoint(run, x, use_reentrant=False)
         if wrap == "no_grad":
@@ -209,8 +209,8 @@ def sharded(plan: Plan, strategy: str, jitted: bool) -> list[dict[str, Any]]:
     """Every step by fshard, on this rank."""
     mesh = fs.init_mesh({"shard": -1}, device="cpu")
     model, rank, history = fs.functionalize(build(plan), units=Block), dist.get_rank(), []
-    cls, hyper, own = OPTIMIZERS[plan.optimizer]
-    tx = own or fs.from_torch(cls, **hyper)
+    cls, hyper, counterpart = OPTIMIZERS[plan.optimizer]
+    tx = counterpart or fs.from_torch(cls, **hyper)
     tx = fs.chain(fs.clip_by_global_norm(0.5), tx) if plan.clip else tx
     state = fs.TrainState.create(model.init(STRATEGIES[strategy](mesh)), tx)
 
@@ -235,26 +235,34 @@ def sharded(plan: Plan, strategy: str, jitted: bool) -> list[dict[str, Any]]:
         state, loss, grads = run(state, data, step)
         if not plan.donate:
             assert_same_bits(fs.tree_leaves(again), fs.tree_leaves((state, loss, grads)))
-        found = {"loss": loss.detach().clone(), "grads": copied(fs.unshard(grads))}
-        history.append(found | {"params": copied(fs.unshard(state.params))})
+        full_grads, full_params = copied(fs.unshard(grads)), copied(fs.unshard(state.params))
+        history.append({"loss": loss.detach().clone(), "grads": full_grads, "params": full_params})
     return history
 
 
-def differences(plan: Plan, found: list[Any], expected: list[Any]) -> list[str]:
+def differences(plan: Plan, actual: list[Any], expected: list[Any]) -> list[str]:
     """Lines that name what differs by more than rounding."""
+    # Sums over the rows of all microbatches and over columns, through all blocks and back; and so in each step.
+    terms = plan.world * plan.micro * MOST_ROWS + D
     lines = []
-    for step, (a, b) in enumerate(zip(found, expected, strict=True)):
-        # Sums over the rows of all microbatches and over columns, through all blocks and back; and so in each step.
-        terms = plan.world * plan.micro * MOST_ROWS + D
-        bound = tolerance(plan.dtype, terms, max(1.0, largest(b)), 2 * len(plan.parts) * (step + 1))
-        pairs = [("loss", a["loss"], b["loss"])]
-        pairs += [(f"{part} {name}", a[part][name], b[part][name]) for part in ("grads", "params") for name in b[part]]
-        for name, x, y in pairs:
-            if x is None or y is None:
-                lines += [] if x is y else [f"step {step}: {name} is None on one side"]
-            elif x.shape != y.shape or (x.numel() and not float((x - y).abs().max()) <= bound):
-                lines.append(f"step {step}: {name} differs: {x}, expected {y}")
+    for step, (results, expected_results) in enumerate(zip(actual, expected, strict=True)):
+        scale = max(1.0, largest(expected_results))
+        bound = tolerance(plan.dtype, terms, scale, 2 * len(plan.parts) * (step + 1))
+        leaves = _by_name(results)
+        for name, expected_leaf in _by_name(expected_results).items():
+            leaf = leaves[name]
+            if leaf is None or expected_leaf is None:
+                lines += [] if leaf is expected_leaf else [f"step {step}: {name} is None on one side"]
+            elif leaf.shape != expected_leaf.shape or not bool(((leaf - expected_leaf).abs() <= bound).all()):
+                lines.append(f"step {step}: {name} differs: {leaf}, expected {expected_leaf}")
     return lines
+
+
+def _by_name(results: dict[str, Any]) -> dict[str, Any]:
+    leaves = {"loss": results["loss"]}
+    for part in ("grads", "params"):
+        leaves |= {f"{part} {name}": leaf for name, leaf in results[part].items()}
+    return leaves
 
 
 def check(plan: Plan) -> None:
