@@ -1,8 +1,12 @@
 """Fixtures of the tests of checkpoints."""
 
 import os
+import threading
 
 import pytest
+
+from fshard.checkpoint import files
+from tests.checkpoint.states import SECONDS
 
 
 @pytest.fixture(autouse=True)
@@ -11,3 +15,12 @@ def synced(monkeypatch, request):
     names = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: names.append(os.readlink(f"/proc/self/fd/{descriptor}")))
     return names
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Writes wait until the event is set, before they read a tensor."""
+    event, bytes_of = threading.Event(), files.bytes_of
+    monkeypatch.setattr(files, "bytes_of", lambda tensor: event.wait(SECONDS) and bytes_of(tensor))
+    yield event
+    event.set()

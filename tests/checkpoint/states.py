@@ -1,6 +1,7 @@
 """What the tests of checkpoints share: layouts, trees, and runs that save and restore them."""
 
 import math
+import os
 import random
 import threading
 from collections import OrderedDict
@@ -14,7 +15,7 @@ import fshard as fs
 from fshard import checkpoint
 from fshard.testing import spmd
 from fshard.tree import flatten, is_sharded
-from tests.trees import STRATEGIES, TREES, as_bytes, exotic_dtypes, meshes, normal
+from tests.trees import STRATEGIES, TREES, as_bytes, exotic_dtypes, meshes, normal, one_axis
 
 LAYOUTS = STRATEGIES | {
     "zero3": lambda on: fs.zero3(on.line, min_shard_elements=0),
@@ -59,6 +60,7 @@ def tied():
     return {"w": shared, "again": shared, "frozen": nn.Parameter(draw(3), requires_grad=False)}
 
 
+SECONDS = 30
 # Layouts that not every tree fits.
 CHOOSY = ("split for good", "owned", "masked")
 ALL_TREES = TREES | {f.__name__: f for f in (exotic_dtypes, divisible, named_oddly, tied)}
@@ -75,17 +77,55 @@ def zeros_like(state):
 
 def assert_same(actual, expected):
     """Assert that two states agree in structure, specs, types and every bit, padding included."""
-    found, needed = flatten(actual), flatten(expected)
-    assert found.treedef == needed.treedef
-    for path, a, b in zip(found.paths, found.leaves, needed.leaves):
-        if is_sharded(b):
-            assert a.spec == b.spec, path
-            a, b = a.local, b.local
-        if isinstance(b, torch.Tensor):
-            assert (path, a.dtype, a.shape, a.device) == (path, b.dtype, b.shape, b.device)
-            assert as_bytes(a.resolve_conj().resolve_neg()).equal(as_bytes(b.resolve_conj().resolve_neg())), path
+    flat, expected_flat = flatten(actual), flatten(expected)
+    assert flat.treedef == expected_flat.treedef
+    for path, leaf, like in zip(flat.paths, flat.leaves, expected_flat.leaves):
+        if is_sharded(like):
+            assert leaf.spec == like.spec, path
+            leaf, like = leaf.local, like.local
+        if isinstance(like, torch.Tensor):
+            assert (path, leaf.dtype, leaf.shape, leaf.device) == (path, like.dtype, like.shape, like.device)
+            leaf, like = (tensor.resolve_conj().resolve_neg() for tensor in (leaf, like))
+            assert as_bytes(leaf).equal(as_bytes(like)), path
         else:
-            assert (type(a), repr(a)) == (type(b), repr(b)), path
+            assert (type(leaf), repr(leaf)) == (type(like), repr(like)), path
+
+
+def split(step):
+    """A leaf that each rank writes a part of."""
+    return fs.shard({"w": torch.arange(6.0) + step}, fs.zero2(one_axis(), min_shard_elements=0))
+
+
+def full(step):
+    return {"w": torch.full((64, 8), float(step)), "step": step}
+
+
+def step_of(directory, **chosen):
+    return checkpoint.restore(directory, full(0), **chosen)["step"]
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir() if path.name != ".lock")
+
+
+def fail_writes(monkeypatch, start=""):
+    """Let files whose names have a start fail to be on the disk."""
+    fsync = os.fsync
+
+    def failing_fsync(descriptor):
+        if os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")).startswith(start):
+            raise OSError(28, "No space left on device")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", failing_fsync)
+
+
+def wait_for_threads():
+    """Wait for the threads of saves, as nothing else tells when one is over that nobody waits for."""
+    for thread in threading.enumerate():
+        # One without a number is just being started by another rank, which waits for it itself.
+        if thread.name.startswith("checkpoint.save") and thread.ident is not None:
+            thread.join(SECONDS)
 
 
 def save(directory, make, world_size, step=1):

@@ -8,25 +8,27 @@ from pathlib import Path
 import pytest
 import torch
 
-import fshard as fs
 from fshard import checkpoint
 from fshard.checkpoint import CheckpointError, background, directory, files
 from fshard.checkpoint.unfinished import RankReport, Unfinished, complete_leftovers
 from fshard.testing import spmd
 from tests.checkpoint import exiting_process
-from tests.checkpoint.states import assert_same, at_once, refused, refused_everywhere, zeros_like
-from tests.checkpoint.test_save_asynchronous import (  # noqa: F401
+from tests.checkpoint.states import (
     SECONDS,
+    assert_same,
+    at_once,
     fail_writes,
     full,
-    held,
     names,
+    refused,
+    refused_everywhere,
+    split,
     step_of,
     wait_for_threads,
+    zeros_like,
 )
 from tests.forked_programs import run_on_ranks
 from tests.ranks import my_rank, on_ranks
-from tests.trees import one_axis
 
 
 @pytest.mark.parametrize("ranks", (1, 2))
@@ -81,16 +83,11 @@ def fail_in_block(manager, release):
 
 
 @on_ranks(1, 3)
-def test_a_block_that_fails_keeps_the_save_before(tmp_path, held):  # noqa: F811
+def test_a_block_that_fails_keeps_the_save_before(tmp_path, held):
     manager = checkpoint.Manager(tmp_path)
     with pytest.raises(ZeroDivisionError):
         fail_in_block(manager, held)
     assert manager.latest_step() == 4
-
-
-def split(step):
-    """A leaf that each rank writes a part of."""
-    return fs.shard({"w": torch.arange(6.0) + step}, fs.zero2(one_axis(), min_shard_elements=0))
 
 
 @pytest.fixture
@@ -305,7 +302,7 @@ def raise_interrupt(future):
     raise KeyboardInterrupt
 
 
-def test_a_save_that_was_interrupted_is_never_completed(tmp_path, held, monkeypatch):  # noqa: F811
+def test_a_save_that_was_interrupted_is_never_completed(tmp_path, held, monkeypatch):
     """The program goes on and changes the state, which is not copied."""
     state = {"w": torch.ones(5)}
     monkeypatch.setattr(background.Future, "result", raise_interrupt)

@@ -6,8 +6,8 @@ import torch
 from fshard import checkpoint
 from fshard.checkpoint import CheckpointError, files
 from fshard.testing import spmd
-from tests.checkpoint.states import refused_everywhere
-from tests.checkpoint.test_save_asynchronous import names, new_state
+from tests.checkpoint.states import names, refused_everywhere
+from tests.checkpoint.test_save_asynchronous import new_state
 from tests.ranks import my_rank
 
 

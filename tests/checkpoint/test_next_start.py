@@ -13,9 +13,17 @@ from fshard.checkpoint import CheckpointError, background, files, unfinished
 from fshard.checkpoint.directory import remove
 from fshard.checkpoint.unfinished import Unfinished
 from fshard.testing import spmd
-from tests.checkpoint.states import assert_same, at_once, refused, zeros_like
-from tests.checkpoint.test_exits import LOSSES, split
-from tests.checkpoint.test_save_asynchronous import fail_writes, names, wait_for_threads
+from tests.checkpoint.states import (
+    assert_same,
+    at_once,
+    fail_writes,
+    names,
+    refused,
+    split,
+    wait_for_threads,
+    zeros_like,
+)
+from tests.checkpoint.test_exits import LOSSES
 from tests.checkpoint.test_users_files import contents
 from tests.ranks import my_rank
 

@@ -11,12 +11,22 @@ import fshard as fs
 from fshard import checkpoint
 from fshard.checkpoint import CheckpointError, files
 from fshard.testing import spmd
-from tests.checkpoint.states import assert_same, refused, refused_everywhere, zeros_like
+from tests.checkpoint.states import (
+    SECONDS,
+    assert_same,
+    fail_writes,
+    full,
+    names,
+    refused,
+    refused_everywhere,
+    step_of,
+    wait_for_threads,
+    zeros_like,
+)
 from tests.ranks import on_ranks
 from tests.trees import normal, one_axis
 
 TX = fs.adamw(0.1)
-SECONDS = 30
 
 
 def new_state():
@@ -27,47 +37,6 @@ def new_state():
 
 def train_step(state):
     return fs.update(TX, state, fs.tree_map(torch.sin, state.params))
-
-
-def full(step):
-    return {"w": torch.full((64, 8), float(step)), "step": step}
-
-
-def step_of(directory, **chosen):
-    return checkpoint.restore(directory, full(0), **chosen)["step"]
-
-
-def names(directory):
-    return sorted(path.name for path in directory.iterdir() if path.name != ".lock")
-
-
-def fail_writes(monkeypatch, start=""):
-    """Let files whose names have a start fail to be on the disk."""
-    fsync = os.fsync
-
-    def failing_fsync(descriptor):
-        if os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")).startswith(start):
-            raise OSError(28, "No space left on device")
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", failing_fsync)
-
-
-@pytest.fixture
-def held(monkeypatch):
-    """Writes wait until the event is set, before they read a tensor."""
-    event, bytes_of = threading.Event(), files.bytes_of
-    monkeypatch.setattr(files, "bytes_of", lambda tensor: event.wait(SECONDS) and bytes_of(tensor))
-    yield event
-    event.set()
-
-
-def wait_for_threads():
-    """Wait for the threads of saves, as nothing else tells when one is over that nobody waits for."""
-    for thread in threading.enumerate():
-        # One without a number is just being started by another rank, which waits for it itself.
-        if thread.name.startswith("checkpoint.save") and thread.ident is not None:
-            thread.join(SECONDS)
 
 
 @on_ranks(1, 2)
