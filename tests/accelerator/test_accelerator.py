@@ -33,9 +33,9 @@ def run(library, *options, script="tests/accelerator/programs.py", devices=8):
     return json.loads(result.read_text())
 
 
-def faults(found, alone=False, programs=PROGRAMS, may_wait=False):
+def faults(reports, alone=False, programs=PROGRAMS, may_wait=False):
     """List programs that failed, gave other numbers or let the host wait more often than they may."""
-    for name, each in found.items():
+    for name, each in reports.items():
         if "error" in each:
             yield f"{name}: {each['error']}"
             continue
@@ -52,23 +52,23 @@ def faults(found, alone=False, programs=PROGRAMS, may_wait=False):
 
 
 def test_programs_on_an_accelerator_give_the_processors_numbers_and_no_host_waits(library):
-    found = run(library)
-    assert list(faults(found)) == []
-    assert list(found) == list(PROGRAMS)
+    reports = run(library)
+    assert list(faults(reports)) == []
+    assert list(reports) == list(PROGRAMS)
     # Each gather copies on a stream of its own, which the computing one is ordered after and records.
-    streams = found["offloaded"]["streams"]
+    streams = reports["offloaded"]["streams"]
     assert streams["order stream"] > 0
     assert streams["record stream"] > 0
 
 
 def test_an_accelerator_whose_ranks_send_nothing_between_processors(library):
     """Then the status of a call travels with its objective, and the host waits for it once."""
-    found = run(library, "--alone", *(name for name, each in PROGRAMS.items() if each.alone is not None))
-    assert list(faults(found, alone=True)) == []
+    reports = run(library, "--alone", *(name for name, each in PROGRAMS.items() if each.alone is not None))
+    assert list(faults(reports, alone=True)) == []
 
 
 def test_ranks_that_share_a_device_send_through_the_processor(library):
     """The host waits for each tensor that is sent."""
-    found = run(library, devices=1)
-    assert list(faults(found, may_wait=True)) == []
-    assert list(found) == list(PROGRAMS)
+    reports = run(library, devices=1)
+    assert list(faults(reports, may_wait=True)) == []
+    assert list(reports) == list(PROGRAMS)

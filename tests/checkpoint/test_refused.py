@@ -46,14 +46,14 @@ def test_leaves_that_cannot_be_saved(tmp_path):
         **{"a float32 Tensor of shape (3,)": torch.ones(3, device="meta"), "a float32 FakeTensor": fake},
         "a float64 Tensor of shape (3,)": torch.ones(3).double().to_sparse(),
     }
-    needed = "None, a bool, an int, a float, a str, or a strided tensor with values, of dtype bool, uint8, "
-    for found, leaf in leaves.items():
+    kinds = "None, a bool, an int, a float, a str, or a strided tensor with values, of dtype bool, uint8, "
+    for kind, leaf in leaves.items():
         text = refused(lambda: checkpoint.save(tmp_path, {"ok": torch.ones(1), "bad": [None, leaf]}, 1))  # noqa: B023
-        assert text.startswith(f"checkpoint.save: leaves cannot be saved\n  ['bad'][1]: expected {needed}")
-        assert f", got {found}" in text
+        assert text.startswith(f"checkpoint.save: leaves cannot be saved\n  ['bad'][1]: expected {kinds}")
+        assert f", got {kind}" in text
         assert text.endswith("\nTo fix: keep them out of the state.")
     text = refused_everywhere(lambda: checkpoint.save(tmp_path, {"bad": object() if my_rank() else 3}, 1))
-    assert text.startswith(f"checkpoint.save: leaves cannot be saved\n  ['bad']: expected {needed}")
+    assert text.startswith(f"checkpoint.save: leaves cannot be saved\n  ['bad']: expected {kinds}")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -144,14 +144,14 @@ def test_directories_that_cannot_be_written_to(tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / ".lock").symlink_to(tmp_path / "file")
     # Not even root makes a directory in /proc; a writer would follow a link.
-    for place, found in {
+    for place, problem in {
         tmp_path / "file": f"{tmp_path}/file: File exists",
         tmp_path / "file/in": f"{tmp_path}/file/in: Not a directory",
         "/proc/checkpoints": "/proc/checkpoints: No such file or directory",
         tmp_path: f"{tmp_path}/.lock: Too many levels of symbolic links",
     }.items():
         save = lambda: checkpoint.save(place, {"w": torch.ones(3)}, 1)  # noqa: E731, B023
-        assert refused_everywhere(save, 2, CheckpointError) == f"checkpoint.save: {found}"
+        assert refused_everywhere(save, 2, CheckpointError) == f"checkpoint.save: {problem}"
     assert (tmp_path / "file").read_text() == "mine"
     text = refused(lambda: checkpoint.restore(tmp_path / "file", {}), CheckpointError)
     assert text == f"checkpoint.restore: {tmp_path / 'file'}: Not a directory"
@@ -161,19 +161,19 @@ FULL = {"a": normal()(5, 3).float(), "b": normal(1)(3).float(), "c": normal(2)(4
 
 
 def trained(shard=2, least=0):
-    """Local SGD: each replica trains two leaves by itself; no spec names the axis between them."""
+    """Parameters after local SGD: each replica trains two leaves by itself; no spec names the axis between them."""
     mesh = fs.init_mesh({"replica": -1, "shard": shard}, device="cpu")
     axis = fs.axis_of(mesh, "replica")
     params = fs.shard(FULL, fs.zero3(mesh["shard"], min_shard_elements=least))
-    own = {name: fs.tree_map(lambda x: x + fs.comm.rank(axis), leaf) for name, leaf in params.items()}
-    return own | {"b": params["b"]}, axis
+    trained_apart = fs.tree_map(lambda x: x + fs.comm.rank(axis), params)
+    return trained_apart | {"b": params["b"]}
 
 
 def test_replicas_that_differ(tmp_path):
     """Ranks that hold other values of one part: every leaf is named."""
     for shard in (1, 2):
         for least in (0, 8):
-            save = lambda: checkpoint.save(tmp_path, trained(shard, least)[0], step=1)  # noqa: E731, B023
+            save = lambda: checkpoint.save(tmp_path, trained(shard, least), step=1)  # noqa: E731, B023
             assert refused_everywhere(save, 2 * shard) == (
                 "checkpoint.save: ranks hold different values of one leaf\n"
                 f"  ['a']: expected the same on all ranks, got other values on rank {shard}\n"
@@ -185,7 +185,7 @@ def test_replicas_that_differ(tmp_path):
 
 
 def check_export_is_refused(name, export, directory):
-    text = refused_everywhere(lambda: export(directory, trained()[0]), 4)
+    text = refused_everywhere(lambda: export(directory, trained()), 4)
     start = f"checkpoint.{name}: ranks hold different values of one leaf\n  a: expected the same on all ranks"
     assert text.startswith(start)
     assert not directory.exists() or not list(directory.iterdir())

@@ -14,11 +14,11 @@ TREE = {"w": torch.ones(3)}
 
 def contents(root):
     """All that a directory holds: for each path the target of a link, the bytes of a file, or None."""
-    found = {}
+    contents_of = {}
     for path in sorted(root.rglob("*")):
-        bytes_of = path.read_bytes() if path.is_file() else None
-        found[str(path.relative_to(root))] = os.readlink(path) if path.is_symlink() else bytes_of
-    return found
+        data = path.read_bytes() if path.is_file() else None
+        contents_of[str(path.relative_to(root))] = os.readlink(path) if path.is_symlink() else data
+    return contents_of
 
 
 def folder(path, **named):

@@ -25,17 +25,18 @@ def test_a_difference_over_the_last_axis_of_a_jitted_step_is_told_to_all_ranks()
         # Neither the arguments nor what is sent over the axis "a" differ.
         return x + fs.psum(torch.ones(5), b).sum() if my_rank() == 3 else x
 
-    found = outcome(lambda: fs.jit(total)(params))
+    outcome_here = outcome(lambda: fs.jit(total)(params))
     difference = (
         "jit: ranks make different calls\n  collectives: expected nothing as on the rank at b=0, got "
         "all_reduce (psum ) over 'b' of 1 tensors, 20 bytes on the rank at b=1\n"
     )
     if my_rank() in (2, 3):
-        assert found.error == "ValueError", found
-        assert found.text.startswith(difference), found
+        assert outcome_here.error == "ValueError", outcome_here
+        assert outcome_here.text.startswith(difference), outcome_here
     else:
-        assert found.error == "CollectiveError", found
-        assert re.match(r"rank [23] failed in jit: ValueError: " + re.escape(difference), found.text), found
-    assert found.seconds < 50.0, found
+        assert outcome_here.error == "CollectiveError", outcome_here
+        text = r"rank [23] failed in jit: ValueError: " + re.escape(difference)
+        assert re.match(text, outcome_here.text), outcome_here
+    assert outcome_here.seconds < 50.0, outcome_here
     again = outcome(lambda: fs.psum(torch.ones(()), b))
     assert again.error == "CollectiveError", again

@@ -78,8 +78,8 @@ def test_gathers_and_sums(algorithm):
     me, in_order = comm.rank(line), algorithm in ("auto", "direct")
     with sent_by(algorithm):
         ranks = [values(SHAPES, DTYPES + MORE_DTYPES, seed) for seed in range(line.size)]
-        found = comm.all_gather(ranks[me], line, "test")
-        assert_same_bits(found, list(map(torch.stack, zip(*ranks))))
+        gathered = comm.all_gather(ranks[me], line, "test")
+        assert_same_bits(gathered, list(map(torch.stack, zip(*ranks))))
         ranks = [values([(line.size, *shape) for shape in SHAPES], DTYPES, seed) for seed in range(line.size)]
         for total, *stacks in zip(comm.reduce_scatter(ranks[me], line, "test"), *ranks, strict=True):
             assert_sums(total, [stack[me] for stack in stacks], in_order)
@@ -157,8 +157,8 @@ def test_all_to_all_sends_each_rank_rows_of_its_own(algorithm):
         sent = [torch.cat(pieces) for pieces in zip(*parts[me])]
         sent[2] = sent[2].transpose(1, 2).contiguous().transpose(1, 2)
         for _ in range(5):
-            found = comm.all_to_all(sent, counts[me], [row[me] for row in counts], line, "test")
-            assert_same_bits(found, [torch.cat(pieces) for pieces in zip(*(row[me] for row in parts))])
+            received = comm.all_to_all(sent, counts[me], [row[me] for row in counts], line, "test")
+            assert_same_bits(received, [torch.cat(pieces) for pieces in zip(*(row[me] for row in parts))])
 
 
 @pytest.mark.parametrize("counts", ([[1, 1], [1, 1]], [[2, 3], [1, 2]], [[4, 0], [3, 1]], [[0, 2], [1, 0]]))

@@ -47,11 +47,11 @@ def test_ranks_that_do_different_things(workers):
     gather = "all_gather number 2 (gather of blocks.7) over 'shard' of float32 (2,), 8 bytes"
     steps = [gather, gather, "reduce_scatter number 2 (sums) over 'shard' of float32 (2,), 8 bytes"]
     for rank, text in enumerate(workers(3).run(program)):
-        first, *others, own, remedy = text.splitlines()
+        first, *others, this_rank, remedy = text.splitlines()
         assert first == "ranks differ in a collective"
         # Those that were waiting when the difference was found.
         assert {f"  rank 2: {steps[2]}"} <= set(others) <= {f"  rank {n}: {step}" for n, step in enumerate(steps)}
-        assert (own, remedy) == (f"  rank {rank}, this one, was in {steps[rank]}", REMEDY)
+        assert (this_rank, remedy) == (f"  rank {rank}, this one, was in {steps[rank]}", REMEDY)
 
 
 def test_a_store_that_does_not_answer_holds_nobody_up():
@@ -99,9 +99,10 @@ def test_circles_are_found_and_nothing_else():
         positions = {rank: position(waits, a=a, b=b) for rank, (waits, a, b) in enumerate(table)}
         # Ranks tell each other in JSON.
         heard = {rank: comm.Position(*json.loads(json.dumps(each))) for rank, each in positions.items()}
-        found = failure.find_circle(0, heard)
-        if found is not None:
-            first, *lines = found.splitlines()
-            assert first == "ranks wait for each other in different collectives"
-            found = [int(line.split()[1]) for line in lines]
-        assert found == expected
+        text = failure.find_circle(0, heard)
+        if expected is None:
+            assert text is None
+            continue
+        first, *lines = text.splitlines()
+        assert first == "ranks wait for each other in different collectives"
+        assert [int(line.split()[1]) for line in lines] == expected

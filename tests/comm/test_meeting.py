@@ -76,12 +76,12 @@ def test_one_rank_of_four_that_hangs_in_init_mesh_is_named(place, fault, meshes,
 
 
 def test_processes_that_have_ended():
-    own = this_process()
-    assert not has_ended(own)
-    assert has_ended(own._replace(start="0"))
+    process = this_process()
+    assert not has_ended(process)
+    assert has_ended(process._replace(start="0"))
     # Of another machine nobody can tell.
-    assert not has_ended(Process("another", own.pid, "0"))
-    assert not has_ended(Process("", own.pid, "0"))
+    assert not has_ended(Process("another", process.pid, "0"))
+    assert not has_ended(Process("", process.pid, "0"))
 
 
 def test_ports_of_sockets_that_have_no_other_end_or_are_closed():

@@ -88,11 +88,12 @@ def test_strides_and_lazy_conjugates_do_not_matter():
     """Fused CPU kernels take elements in the order of memory; autograd's complex gradients may be conjugated lazily."""
     tx = fs.from_torch(optim.AdamW, lr=0.1, fused=True)
     start, grad = (normal(seed)(6, 4, dtype=torch.float32) for seed in range(2))
-    places, found = (torch.clone, lambda x: x.T.contiguous().T, lambda x: x.repeat_interleave(2, dim=1)[:, ::2]), []
+    places = (torch.clone, lambda x: x.T.contiguous().T, lambda x: x.repeat_interleave(2, dim=1)[:, ::2])
+    results = []
     for place, place_gradient in itertools.product(places, places):
         params = {"w": place(start)}
-        found.append(tx.update({"w": place_gradient(grad)}, tx.init(params), params)[0]["w"])
-        assert_same_bits(found[-1], found[0])
+        results.append(tx.update({"w": place_gradient(grad)}, tx.init(params), params)[0]["w"])
+        assert_same_bits(results[-1], results[0])
     z, lazy = torch.complex(start, grad), torch.complex(grad, start).conj()
     tx = fs.from_torch(optim.Adam, lr=0.1)
     assert_same_bits(
@@ -115,8 +116,8 @@ def test_a_rate_that_is_replaced_in_the_state_is_that_of_a_class_told_so():
     optimizer = optim.AdamW(tensors.values(), lr=0.5, weight_decay=0.1)
     tx = fs.from_torch(optim.AdamW, inject=("lr", "weight_decay"), lr=0.5, weight_decay=0.1)
     state = fs.TrainState.create(fs.tree_map(torch.clone, PARAMS), tx)
-    told = fs.from_torch(optim.SGD, inject=("lr",), lr=lambda count: RATES[int(count)])
-    scheduled = fs.TrainState.create(PARAMS, told)
+    scheduled_tx = fs.from_torch(optim.SGD, inject=("lr",), lr=lambda count: RATES[int(count)])
+    scheduled = fs.TrainState.create(PARAMS, scheduled_tx)
     assert fs.tree_map(float, state.opt_state.hyper) == {"lr": 0.5, "weight_decay": 0.1}
     for step, rate in enumerate(RATES, start=1):
         hyper = {"lr": torch.tensor(rate, dtype=torch.float64), "weight_decay": torch.tensor(rate / 7)}
@@ -127,6 +128,6 @@ def test_a_rate_that_is_replaced_in_the_state_is_that_of_a_class_told_so():
             tensors[name].grad = grad
         optimizer.step()
         assert_same_bits(state.params, {name: tensor.detach() for name, tensor in tensors.items()})
-        scheduled = fs.update(told, scheduled, gradients(step))
-        found = scheduled.opt_state.hyper["lr"]
-        assert (found.item(), found.dtype, state.opt_state.hyper["lr"].item()) == (rate, torch.float64, rate)
+        scheduled = fs.update(scheduled_tx, scheduled, gradients(step))
+        last_rate = scheduled.opt_state.hyper["lr"]
+        assert (last_rate.item(), last_rate.dtype, state.opt_state.hyper["lr"].item()) == (rate, torch.float64, rate)
