@@ -89,8 +89,8 @@ def main() -> None:
 def train(args: argparse.Namespace, name: str, mesh: Any, strategy: fs.ShardTransform, data: Batch, test: Batch) -> Run:
     torch.manual_seed(args.seed)
     module = ConvNet(data[0].shape[-1], args.hidden)
-    model = fs.functionalize(module.train(), units=args.unit_size)
-    evaluated = fs.functionalize(module.eval(), units=args.unit_size)
+    model = fs.functionalize(module, units=args.unit_size)
+    evaluated = model.eval()
     sampler = DistributedSampler(TensorDataset(*data), mesh.size(), mesh.get_rank(), seed=args.seed)
     loader = DataLoader(sampler.dataset, args.batch, sampler=sampler, drop_last=True)
     if not len(loader):

@@ -36,9 +36,8 @@ def main() -> None:
     )
     with torch.device("meta"):
         module = ResNetForImageClassification(config)
-    # The mode is read when a module is functionalized: one function trains, the other evaluates.
-    model = fs.functionalize(fs.with_init_weights(module.train()), units=fs.no_split(module))
-    evaluated = fs.functionalize(module.eval(), units=fs.no_split(module))
+    model = fs.functionalize(fs.with_init_weights(module), units=fs.no_split(module))
+    evaluated = model.eval()
     params = model.init(fs.zero3(mesh), seed=args.seed)
 
     rate = fs.schedules.warmup_cosine(0.0, args.lr, warmup_steps=args.steps // 10, decay_steps=args.steps)

@@ -69,7 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else fs.zero3(mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     )
     module = GPT(*sizes[:4], args.dropout, args.remat)
-    model, evaluated = fs.functionalize(module.train(), units=Block), fs.functionalize(module.eval(), units=Block)
+    model = fs.functionalize(module, units=Block)
+    evaluated = model.eval()
     # Fused kernels round an element by where it stands in its shard.
     hyper = {"lr": schedule(args), "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": args.reduction_order is None}
     adamw = fs.from_torch(torch.optim.AdamW, reduction_order=args.reduction_order, **hyper)

@@ -1,8 +1,9 @@
 """apply and functionalize: any nn.Module as a pure function of its parameters."""
 
 import contextlib
+import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -35,15 +36,18 @@ from fshard.units import Units, plan_units
 Buffers = dict[str, torch.Tensor]
 
 
+@dataclass
+class _SharedBuffers:
+    """The buffers of a model, which its copies in another mode share."""
+
+    values: Buffers
+
+
 class Model:
     """A module as functions: `init` makes its sharded parameters, `apply` runs it on them.
 
     Made by `functionalize`. The module is never changed; calls run on a copy of it that holds no weights, in the mode
-    (train or eval) the module was in then.
-
-    Attributes:
-        buffers: The buffers that the module had when it was functionalized, by name. Those of a module on the meta
-            device have values after `init` with a seed, if the module draws them.
+    (train or eval) the module was in then. `eval` and `train` return the model in another mode.
 
     >>> import torch, fshard as fs
     >>> model = fs.functionalize(torch.nn.BatchNorm1d(2))
@@ -57,13 +61,54 @@ class Model:
     def __init__(self, module: nn.Module, units: Units = None) -> None:
         """Copy the module without its weights; see `functionalize`."""
         _check_module(module)
-        self.buffers: Buffers = {name: buffer.detach().clone() for name, buffer in _compat.named_buffers(module)}
+        self._shared_buffers = _SharedBuffers(
+            {name: buffer.detach().clone() for name, buffer in _compat.named_buffers(module)}
+        )
         self._module = module
         self._bare = copy_module(module, lambda tensor: torch.empty_like(tensor, device="meta"))
         self._empty = flatten(dict(_compat.named_parameters(self._bare)))
         self._units = plan_units(module, units)
         # Calls that overlap (threads, a model called inside itself) each need a copy of their own.
         self._idle: list[ModuleTemplate] = []
+
+    @property
+    def buffers(self) -> Buffers:
+        """The buffers that the module had when it was functionalized, by name.
+
+        Those of a module on the meta device have values after `init` with a seed, if the module draws them.
+        """
+        return self._shared_buffers.values
+
+    def eval(self) -> "Model":
+        """Return the model in evaluation mode: without dropout, and with the running statistics of batch norm.
+
+        Unlike nn.Module.eval, it does not change this model. Parameters of one serve the other, and `buffers` are
+        shared: values that `init` of one draws are those of the other too.
+
+        >>> import torch, fshard as fs
+        >>> model = fs.functionalize(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5)))
+        >>> params = model.init(fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")), seed=0)
+        >>> x = torch.ones(8, 2)
+        >>> model.apply(params, x).count_nonzero() < 16, model.eval().apply(params, x).count_nonzero()
+        (tensor(True), tensor(16))
+        """
+        return self._in_mode(training=False)
+
+    def train(self) -> "Model":
+        """Return the model in training mode; see `eval`.
+
+        >>> import torch, fshard as fs
+        >>> model = fs.functionalize(torch.nn.Dropout(0.5).eval())
+        >>> model, model.train()
+        (Model(Dropout, parameters=0, units=0, buffers=0, training=False),
+         Model(Dropout, parameters=0, units=0, buffers=0, training=True))
+        """
+        return self._in_mode(training=True)
+
+    def _in_mode(self, *, training: bool) -> "Model":
+        model = copy.copy(self)
+        model._bare = copy_module(self._bare, torch.empty_like).train(training)
+        return model
 
     def __repr__(self) -> str:
         """Name the module, count what it holds, and say which mode it runs in."""
@@ -128,7 +173,7 @@ class Model:
         else:
             params, drawn = init(self._module, strategy, seed, mode, reset)
         # A new dict, because the caller may hold the one before.
-        self.buffers = _move_buffers(self.buffers | drawn, strategy)
+        self._shared_buffers.values = _move_buffers(self.buffers | drawn, strategy)
         return params
 
     def apply(
@@ -294,10 +339,9 @@ def _check_module(module: Any) -> None:
 def functionalize(module: nn.Module, units: Units = None) -> Model:
     """Turn any nn.Module into functions of its parameters, without touching it.
 
-    Follows torch.func.functional_call and Flax's init and apply. The model keeps the mode that the module has now. If
-    it trains with dropout and evaluates without, functionalize both module.train() and module.eval(); the parameters
-    serve both. A submodule that torch.compile made is gathered as a whole. A checkpoint_wrapper of torch changes no
-    name: submodules and parameters have those of the module without it.
+    Follows torch.func.functional_call and Flax's init and apply. The model keeps the mode that the module has now;
+    `model.eval()` returns the same model in evaluation mode. A submodule that torch.compile made is gathered as a
+    whole. A checkpoint_wrapper of torch changes no name: submodules and parameters have those of the module without it.
 
     Args:
         module: The module, with values or on the meta device; tied and frozen parameters keep their meaning.

@@ -370,8 +370,8 @@ def test_buffers_that_nobody_draws_are_asked_for():
     assert text == (
         "apply: buffers have no values\n"
         "  ['2.mask']: expected a tensor with values, got a tensor on the meta device\n"
-        "To fix: pass buffers= with values for them, such as buffers=state.buffers inside fs.plan, or write to "
-        "them in the module's reset_parameters."
+        "To fix: pass buffers= with values for them, such as state.buffers or the buffers of the model whose init "
+        "made the parameters (its eval() shares them), or write to them in the module's reset_parameters."
     )
     buffers = model.buffers | {"2.mask": torch.ones(4, 4).tril()}
     model.apply(params, x, buffers=buffers)

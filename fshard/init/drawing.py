@@ -76,8 +76,8 @@ def refuse_blank(buffers: Mapping[str, torch.Tensor]) -> None:
         if buffer.is_meta:
             problems.append(Problem(f"[{name!r}]", got="a tensor on the meta device", expected="a tensor with values"))
     remedy = (
-        "pass buffers= with values for them, such as buffers=state.buffers inside fs.plan, or write to them in the "
-        "module's reset_parameters"
+        "pass buffers= with values for them, such as state.buffers or the buffers of the model whose init made the "
+        "parameters (its eval() shares them), or write to them in the module's reset_parameters"
     )
     refuse("apply: buffers have no values", problems, remedy)
 
