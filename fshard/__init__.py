@@ -3,7 +3,8 @@
 The public names by use, as `import fshard as fs` has them. Those of the core:
 
 - **Ranks**: `init_mesh`, `axis_of`, `Axis`.
-- **Sharded leaves**: `shard`, `unshard`, `reshard`; `Sharded`, `Spec`, `P`; `tree_map`, `tree_leaves`.
+- **Sharded leaves**: `shard`, `unshard`, `reshard`; `Sharded`, `Spec`, `P`; `tree_map`, `tree_leaves`,
+  `register_dataclass`.
 - **Models**: `functionalize`, `Model`, `sync_buffers`.
 - **The four verbs**: `gather`, `apply`, `scatter_grads`, `update`.
 - **Gradients**: `value_and_grad`, `accumulate`, `objective`, `remat`; `microbatches` for the
@@ -86,7 +87,7 @@ from fshard.transforms import (
     transform_state,
 )
 from fshard.transforms.strategies import ddp, hsdp, hybrid_shard, zero1, zero2, zero3
-from fshard.tree import Axis, P, Sharded, Spec, tree_leaves, tree_map
+from fshard.tree import Axis, P, Sharded, Spec, register_dataclass, tree_leaves, tree_map
 from fshard.update import GradientTransformation, Optimizer, TrainState, chain
 from fshard.value_and_grad import accumulate, value_and_grad
 
@@ -131,7 +132,7 @@ __getattr__ = lazy_names.make_getattr(__name__)
 
 # By use, as above.
 __all__ = ["Axis", "__version__", "axis_of", "init_mesh"]
-__all__ += ["P", "Sharded", "Spec", "reshard", "shard", "tree_leaves", "tree_map", "unshard"]
+__all__ += ["P", "Sharded", "Spec", "register_dataclass", "reshard", "shard", "tree_leaves", "tree_map", "unshard"]
 __all__ += ["Model", "functionalize", "sync_buffers"]
 __all__ += ["apply", "gather", "scatter_grads", "update"]
 __all__ += ["accumulate", "fold_in", "microbatches", "objective", "remat", "value_and_grad"]

@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import make_dataclass
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,7 @@ GIVEN = {
     "jit": lambda w: dict(f=loss),
     "pcast": lambda w: dict(to="varying"),
     "ragged_all_to_all": lambda w: dict(send_sizes=[2], recv_sizes=[2]),
+    "register_dataclass": lambda w: dict(cls=make_dataclass("Fresh", ["w"]), meta_fields=["w"]),
     "scatter_grads": lambda w: dict(grads=w.full_tree),
     "checkpoint.Manager": lambda w: dict(directory=w.place / "managed", mesh=w.grid),
     "checkpoint.latest_step": lambda w: dict(directory=w.place / "run"),
@@ -98,7 +100,7 @@ READ = tuple(value for value in WRONG if value != "a donated tree")
 # Wrong values that are right for some arguments: which, and for which arguments of any or of one function.
 ACCEPTED = (
     (("None",), "ddp.axis zero1.axis zero2.axis zero3.axis apply.key model.apply.key model.init.seed"),
-    (("None",), "apply.buffers model.apply.buffers transform_state"),
+    (("None",), "apply.buffers model.apply.buffers transform_state meta_fields"),
     (NUMBERS, "backoff_factor donate_argnums eps error every growth_factor growth_interval init_scale keep lr"),
     (NUMBERS, "max_norm max_value bucket_bytes min_shard_elements momentum p prefetch static_argnums weight_decay"),
     (("a number",), "batch batch_size dataset_size steps timeout units world checkpoint.save.step"),

@@ -53,10 +53,7 @@ class Layer:
     w: object
 
 
-REGISTER = (
-    'To fix: declare Layer with @optree.dataclasses.dataclass(namespace=""), which registers it as a pytree, and for '
-    "torch.func call torch.utils._pytree.register_dataclass(Layer) too; or make it a NamedTuple."
-)
+REGISTER = "To fix: write @fs.register_dataclass above the declaration of Layer, or make it a NamedTuple."
 HIDDEN = "is a Layer, which contains Sharded leaves but is not a pytree\n" + REGISTER
 
 

@@ -9,13 +9,11 @@ from functools import partial
 import optree
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.func import vmap
 from torch.utils import _pytree as pytree
 
 import fshard as fs
-from tests.ranks import on_ranks
 from tests.trees import Layer
 
 SHARD, TENSOR = fs.Axis("shard", 3, "group 0"), fs.Axis("tensor", 2, "group 1")
@@ -148,34 +146,6 @@ def test_maps_of_both_pytree_libraries_see_the_local_tensor_and_keep_the_spec():
         assert list(mapped["c"]) == ["z", "y"]
         assert mapped["b"][1] is None
     assert [tuple(tensor.shape) for tensor in fs.tree_leaves(TREE)] == [(2,), (2, 3), (2, 3), (1,), (1,)]
-
-
-@optree.dataclasses.dataclass(namespace="")
-class Registered:
-    w: torch.Tensor
-    b: torch.Tensor
-
-
-pytree.register_dataclass(Registered)
-
-
-@on_ranks(2)
-def test_a_dataclass_that_is_registered_as_errors_say_is_a_tree_to_every_verb():
-    full = Registered(torch.arange(4.0), torch.ones(3))
-    params = fs.shard(full, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu"), min_shard_elements=0))
-
-    def loss(p, like=None):
-        gathered = fs.gather(p)
-        value = (gathered.w.square().sum() + gathered.b.sum()) * (1 + dist.get_rank())
-        return value if like is None else fs.objective(value, like=like)
-
-    value, grads = fs.value_and_grad(loss)(params)
-    assert (value.item(), fs.unshard(grads).w.tolist()) == (1.5 * 17, [0.0, 3.0, 6.0, 9.0])
-    assert torch.func.grad(lambda p: loss(p, like=params))(params).w.local.equal(grads.w.local)
-    tx = fs.sgd(1.0)
-    step = fs.jit(lambda state, grads: fs.update(tx, state, grads))
-    after = step(fs.TrainState.create(params, tx), grads)
-    assert fs.unshard(after.params).b.tolist() == [-0.5, -0.5, -0.5]
 
 
 def test_map_over_several_trees():

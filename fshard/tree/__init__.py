@@ -5,6 +5,7 @@ from fshard.tree.flat import Flat, Tree, Treedef, flatten, grouped, has_plain_ke
 from fshard.tree.maps import map_leaves, map_nodes, tree_leaves, tree_map
 from fshard.tree.masks import MASK, Mask, is_mask, matches
 from fshard.tree.nodes import Sharded, is_sharded, is_trained, like, tensor_of, tensors_of
+from fshard.tree.register import register_dataclass
 from fshard.tree.specs import Axis, ModelDtypes, P, ReshardPolicy, Spec
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "map_nodes",
     "matches",
     "names_of",
+    "register_dataclass",
     "tensor_of",
     "tensors_of",
     "tree_leaves",

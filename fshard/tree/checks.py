@@ -52,10 +52,7 @@ def tree_remedy(leaves: Iterable[Any], otherwise: str) -> str:
     cls = next((type(leaf).__name__ for leaf in leaves if is_unregistered(leaf)), None)
     if cls is None:
         return otherwise
-    return (
-        f'declare {cls} with @optree.dataclasses.dataclass(namespace=""), which registers it as a pytree, and for '
-        f"torch.func call torch.utils._pytree.register_dataclass({cls}) too; or make it a NamedTuple"
-    )
+    return f"write @fs.register_dataclass above the declaration of {cls}, or make it a NamedTuple"
 
 
 def _hides_shards(leaf: Any) -> bool:
