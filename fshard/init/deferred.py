@@ -72,7 +72,7 @@ def init(
     refuse("shard: ranks hold different trees", [difference] if difference else [], SAME_TREE)
     refuse("shard: leaves cannot be sharded", misfits, "pass full tensors whose shapes fit the strategy")
     undrawn = root_problems or _find_undrawn(params, shards, axes)
-    refuse("model.init: values cannot be drawn from a seed", undrawn, REMEDY)
+    refuse("model.init: values cannot be drawn from a seed", undrawn, _find_remedy(module) if root_problems else REMEDY)
     buffers = {}
     for name, buffer in _compat.named_buffers(module):
         if buffer.is_meta and not is_left_out(after[name], before[name]):
@@ -117,9 +117,25 @@ def _lay_out(params: Mapping[str, torch.Tensor], transform: ShardTransform) -> t
 def _find_undrawn_root(module: nn.Module) -> list[Problem]:
     """List a module whose constructor draws its values by a method that nothing calls here."""
     module = _compat.unwrapped(module)
-    methods = ("init_weights", "_init_weights", "initialize_weights")
-    names = [name for name in methods if hasattr(type(module), name)]
-    if not names or own_reset(module) is not None:
+    name = _find_drawing_method(module)
+    if name is None or own_reset(module) is not None:
         return []
-    got = f"{type(module).__name__}, whose {names[0]} is not called"
+    got = f"{type(module).__name__}, whose {name} is not called"
     return [Problem("(root)", got=got, expected="a way to draw its values")]
+
+
+def _find_drawing_method(module: nn.Module) -> str | None:
+    """Find the method of a model by which users draw all of its values."""
+    methods = ("init_weights", "_init_weights", "initialize_weights")
+    return next((name for name in methods if hasattr(type(module), name)), None)
+
+
+def _find_remedy(module: nn.Module) -> str:
+    """Say how to draw a module's values: with the call that draws all of them, if the module has such a method."""
+    module = _compat.unwrapped(module)
+    name = _find_drawing_method(module)
+    # Models of transformers draw one submodule at a time.
+    if hasattr(module, "_init_weights"):
+        return REMEDY
+    reset = f"reset=lambda module: module.{name}() if isinstance(module, {type(module).__name__}) else None"
+    return f"pass {reset}, which draws the whole model at once, or a reset that draws one submodule at a time"
