@@ -95,8 +95,12 @@ def _layout_of(leaf: Any) -> fs.Spec:
 
 def _take_over(leaf: Any, target: fs.Spec) -> fs.Sharded:
     """Make a Sharded leaf of a DTensor, whose spec by the strategy alone is `target`."""
+    layout = _layout_of(leaf)
+    # In the strategy's order, because specs compare their axes in order.
+    axes = dict.fromkeys(axis for axis in (*target.axes, *layout.axes) if axis in layout.axes)
     spec = replace(
-        _layout_of(leaf),
+        layout,
+        axes=tuple(axes),
         transform=target.transform,
         reshard=target.reshard,
         model_dtypes=target.model_dtypes,
