@@ -3,6 +3,7 @@
 - `all_gather_object`: shows every rank of some axes a value of each of them.
 - `annotate_collectives`: says what collectives inside a context are for; ranks that say different things hear of it.
 - `arguments_of`: the arguments of an operator's schema; None for what is no operator.
+- `Box`: a rectangular region of a tensor.
 - `bytes_of`: the elements of a tensor as bytes.
 - `calling`: lets other ranks hear of an error that ends a call.
 - `check_axis`: refuses what is no axis of a mesh of this process.
@@ -110,7 +111,7 @@ from fshard._compat import (
     unsaved_buffers,
     without_saved_tensor_hooks,
 )
-from fshard.checkpoint.boxes import Entry, local_box
+from fshard.checkpoint.boxes import Box, Entry, local_box
 from fshard.checkpoint.exchange import Exchange
 from fshard.checkpoint.files import bytes_of, lay_out
 from fshard.collectives import (
@@ -181,6 +182,7 @@ __all__ = [
     "MASK",
     "NOT_NEGATIVE",
     "POSITIVE",
+    "Box",
     "Entry",
     "Exchange",
     "FullyShard",

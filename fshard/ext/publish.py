@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard.comm import CollectiveError
-from fshard.extend import bytes_of, describe, expect, flatten, local_box, refuse
+from fshard.extend import Box, bytes_of, describe, expect, flatten, local_box, refuse
 
 # At most so many bytes of leaves are cast and sent at a time; a larger leaf is sent alone.
 UNIT_BYTES = 16 * 1024 * 1024
@@ -30,30 +30,12 @@ LENGTH, TEXT = 2**30, 2**30 + 1
 
 
 class LeafBox(NamedTuple):
-    """A part of a leaf: the leaf's name, its dtype and shape, and where the part begins and its size along each dim."""
+    """A part of a leaf: the leaf's name, its dtype and shape, and the region that the part is."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    start: tuple[int, ...]
-    size: tuple[int, ...]
-
-    def within(self, outer: "LeafBox") -> tuple[slice, ...]:
-        """Index the part in a tensor that holds another one."""
-        place = []
-        for start, outer_start, size in zip(self.start, outer.start, self.size, strict=True):
-            first = start - outer_start
-            place.append(slice(first, first + size))
-        return tuple(place)
-
-    def common(self, other: "LeafBox") -> "LeafBox":
-        """Return the part that two have in common, perhaps empty; with this one's dtype."""
-        start, size = [], []
-        for a, a_size, b, b_size in zip(self.start, self.size, other.start, other.size, strict=True):
-            first = max(a, b)
-            start.append(first)
-            size.append(max(min(a + a_size, b + b_size) - first, 0))
-        return self._replace(start=tuple(start), size=tuple(size))
+    region: Box
 
     def is_like(self, other: "LeafBox") -> bool:
         """Whether both are of one leaf, whose floating numbers may be cast."""
@@ -63,7 +45,7 @@ class LeafBox(NamedTuple):
     @property
     def numel(self) -> int:
         """Count its elements."""
-        return math.prod(self.size)
+        return math.prod(max(size, 0) for size in self.region.shape)
 
 
 class LeafPart(NamedTuple):
@@ -71,6 +53,10 @@ class LeafPart(NamedTuple):
 
     box: LeafBox
     tensor: torch.Tensor
+
+    def view(self, box: LeafBox) -> torch.Tensor:
+        """The elements of a part inside it."""
+        return self.tensor[box.region.inside(self.box.region).slices]
 
 
 class Message(NamedTuple):
@@ -148,9 +134,8 @@ def _send(peers: "_Peers", parts: Parts, messages: Sequence[Message], checksums:
     data: dict[LeafBox, torch.Tensor] = {}
     for rank, number, box in messages:
         if box not in data:
-            part = parts[box.name]
-            tensor = part.tensor[box.within(part.box)]
-            data[box] = _bytes(tensor.to("cpu", getattr(torch, box.dtype)).contiguous())
+            tensor = parts[box.name].view(box).to("cpu", getattr(torch, box.dtype))
+            data[box] = _bytes(tensor.contiguous())
         checksums[rank].append(zlib.crc32(bytes_of(data[box])))
         peers.start(dist.isend, rank, data[box], number)
     peers.wait()
@@ -188,9 +173,6 @@ def receive(like: Any, ranks: Sequence[int], *, timeout: float = TIMEOUT) -> tup
     made = fs.tree_map(torch.zeros_like, like)
     parts = {part.box.name: part for part in _list_parts(made, str)}
     requests = _request(peers, parts, offered, versions)
-    # Trainers send leaves in this order.
-    order = dict.fromkeys(box.name for boxes in offered.values() for box in boxes)
-    parts = {name: parts[name] for name in order if name in parts}
     checksums: Checksums = {rank: [] for rank in ranks}
     for messages in _messages_of_units(parts, requests):
         _receive(peers, parts, messages, checksums)
@@ -203,8 +185,7 @@ def _request(peers: "_Peers", parts: Parts, offered: BoxesOfRanks, versions: set
     requests, problems = _schedule(parts, offered)
     is_refused = bool(problems) or len(versions) > 1
     peers.send_values({rank: None if is_refused else boxes for rank, boxes in requests.items()})
-    if problems:
-        refuse("receive: leaves do not fit", problems, "receive what trainers publish, by the names that they give it")
+    refuse("receive: leaves do not fit", problems, "receive what trainers publish, by the names that they give it")
     if is_refused:
         raise CollectiveError(f"receive: trainers publish different versions, {sorted(versions)}")
     return requests
@@ -223,8 +204,7 @@ def _receive(peers: "_Peers", parts: Parts, messages: Sequence[Message], checksu
     """Receive the messages of a unit into their places, and note their checksums."""
     arrivals = []
     for rank, number, box in messages:
-        part = parts[box.name]
-        place = part.tensor[box.within(part.box)]
+        place = parts[box.name].view(box)
         buffer = place
         if not (place.is_contiguous() and place.is_cpu):
             buffer = torch.empty(place.shape, dtype=place.dtype, device="cpu")
@@ -250,7 +230,7 @@ def _schedule(parts: Parts, offered: BoxesOfRanks) -> tuple[BoxesOfRanks, list[t
         if not box.is_like(other):
             problems.append((name, f"{other.dtype}{[*other.shape]}", f"{box.dtype}{[*box.shape]}"))
             continue
-        common = {box.common(held): ranks for held, ranks in holders.items()}
+        common = {box._replace(region=box.region.intersect(held.region)): ranks for held, ranks in holders.items()}
         if sum(part.numel for part in common) != box.numel:
             problems.append((name, "is only in part on the ranks that publish it", ""))
         # Ranks here and leaves take turns among those that hold the same.
@@ -281,9 +261,8 @@ def _check_tensors(api_name: str, tree: Any) -> None:
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
         if not (leaf is None or isinstance(leaf, torch.Tensor | fs.Sharded)):
             problems.append((path, describe(leaf), "a tensor, a Sharded leaf or None"))
-    if problems:
-        remedy = "make tensors of numbers, and keep other values out of the tree"
-        refuse(f"{api_name}: leaves are no tensors", problems, remedy)
+    remedy = "make tensors of numbers, and keep other values out of the tree"
+    refuse(f"{api_name}: leaves are no tensors", problems, remedy)
 
 
 def _list_parts(tree: Any, names: Callable[[str], str]) -> Iterator[LeafPart]:
@@ -292,40 +271,36 @@ def _list_parts(tree: Any, names: Callable[[str], str]) -> Iterator[LeafPart]:
     for name, leaf in zip(flat.names, flat.leaves, strict=True):
         if leaf is None:
             continue
-        start, tensor, shape = local_box(leaf)
-        if tensor.numel():
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            box = LeafBox(names(name), dtype, shape, start, tuple(tensor.shape))
-            yield LeafPart(box, tensor)
+        local = local_box(leaf)
+        if local.tensor.numel():
+            dtype = str(local.tensor.dtype).removeprefix("torch.")
+            yield LeafPart(LeafBox(names(name), dtype, local.full_shape, local.box), local.tensor)
 
 
 def _parse_boxes(rows: Sequence[Sequence[Any]]) -> list[LeafBox]:
     """Make boxes of what JSON made of them."""
-    return [LeafBox(name, dtype, *map(tuple, extents)) for name, dtype, *extents in rows]
+    return [LeafBox(name, dtype, tuple(shape), Box(*map(tuple, region))) for name, dtype, shape, region in rows]
 
 
 def _messages_of_units(parts: Parts, requests: BoxesOfRanks) -> Iterator[list[Message]]:
-    """List the messages that are under way together: those of at most UNIT_BYTES of leaves, or of one leaf."""
-    for unit in _make_units(parts):
-        messages = []
-        for rank, boxes in requests.items():
-            for number, box in enumerate(boxes):
-                if box.name in unit:
-                    messages.append(Message(rank, number, box))
-        yield messages
+    """List the messages that are under way together: those of at most UNIT_BYTES of leaves, or of one leaf.
 
-
-def _make_units(parts: Parts) -> Iterator[set[str]]:
-    """Group leaves in their order: at most UNIT_BYTES together, or one leaf."""
-    unit: set[str] = set()
-    nbytes = 0
-    for name, part in parts.items():
-        if unit and nbytes + part.tensor.nbytes > UNIT_BYTES:
+    Both sides take leaves in the order of their names, or each would wait for another leaf.
+    """
+    messages_of_leaves: dict[str, list[Message]] = {name: [] for name in sorted(parts)}
+    for rank, boxes in requests.items():
+        for number, box in enumerate(boxes):
+            messages_of_leaves[box.name].append(Message(rank, number, box))
+    unit: list[Message] = []
+    unit_bytes = 0
+    for name, messages in messages_of_leaves.items():
+        nbytes = parts[name].tensor.nbytes
+        if unit_bytes + nbytes > UNIT_BYTES:
             yield unit
-            unit = set()
-            nbytes = 0
-        unit.add(name)
-        nbytes += part.tensor.nbytes
+            unit = []
+            unit_bytes = 0
+        unit += messages
+        unit_bytes += nbytes
     yield unit
 
 

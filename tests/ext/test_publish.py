@@ -140,6 +140,20 @@ def test_a_whole_train_state_is_sent_and_its_leaves_that_are_none_stay_none():
     assert_same_bits(fs.tree_leaves(received), fs.tree_leaves(state_on(theirs, 3.0)))
 
 
+@on_ranks("3 processes")
+def test_trainers_without_some_of_the_leaves_send_the_others_in_one_order():
+    full = {"a": normal(1)(4), "b": normal(2)(5), "c": normal(3)(6)}
+    absent = ("b", "a")
+    with pytest.MonkeyPatch.context() as patched:
+        # A message at a time.
+        patched.setattr(module, "UNIT_BYTES", 1)
+        if dist.get_rank() in TRAINERS:
+            fs.publish({**full, absent[dist.get_rank()]: None}, [2], timeout=10.0)
+            return
+        received, _ = fs.receive(fs.tree_map(torch.zeros_like, full), TRAINERS, timeout=10.0)
+    assert_same_bits(received, full)
+
+
 def test_a_sampler_that_dies_is_named_and_the_others_get_the_weights(tmp_path, monkeypatch):
     def program():
         ours = mesh_of(*TRAINERS)
