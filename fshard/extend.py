@@ -2,10 +2,12 @@
 
 - `all_gather_object`: shows every rank of some axes a value of each of them.
 - `annotate_collectives`: says what collectives inside a context are for; ranks that say different things hear of it.
+- `any_dual`: whether some tensor has a tangent of forward-mode AD.
 - `arguments_of`: the arguments of an operator's schema; None for what is no operator.
 - `Box`: a rectangular region of a tensor.
 - `bytes_of`: the elements of a tensor as bytes.
 - `calling`: lets other ranks hear of an error that ends a call.
+- `check_arguments`: refuses arguments that are not of a `Range`.
 - `check_axis`: refuses what is no axis of a mesh of this process.
 - `check_flags`: refuses flags that are neither True nor False.
 - `check_floating`: refuses leaves that should take a gradient and cannot.
@@ -13,6 +15,7 @@
 - `check_matches`: refuses masks that match no leaf.
 - `check_numbers`: refuses arguments that are no numbers of a `Range`.
 - `check_tensors`: refuses leaves that are no tensors.
+- `COUNT`: a `Range`: a whole number, 0 or more, or None.
 - `count_updates`: new counts of the updates of each leaf, one more if it has a gradient.
 - `custom_call`: a differentiable function that communicates in its forward and its backward.
 - `describe`: says what a value is, for an error.
@@ -38,6 +41,7 @@
 - `is_donated`: whether a leaf was donated to an earlier call.
 - `is_fake`: whether a tensor has no values, as those of `fake_maker`.
 - `is_mask`: whether a value is a mask of leaves.
+- `is_tracing`: whether a program is traced, on tensors without values.
 - `is_trained`: whether a leaf takes a gradient.
 - `is_users_file`: whether a file is of the user's program, and not of fshard or torch.
 - `Jitted`: what `jit` returns; its method `make_program` makes a `Program`, of what was `Traced`, for a signature, and
@@ -56,6 +60,7 @@
 - `MASK`: what a mask of leaves is, in words for an error.
 - `masked_transform`: a transform for the leaves that a mask matches, and another for the others.
 - `matches`: whether a mask matches a leaf.
+- `name_without_wrappers`: the name that a module's state dict has for a tensor, without torch's checkpoint wrappers.
 - `named_buffers`: a module's buffers by name, as `named_parameters`.
 - `named_modules`: a module's submodules by name, without the checkpoint wrappers of torch around them.
 - `named_parameters`: a module's parameters by the names that they have without such wrappers, as in its state dict.
@@ -66,11 +71,12 @@
 - `POSITIVE`: a `Range`: above 0.
 - `Problem`: one leaf that is wrong, for `refuse`.
 - `process_rank`: the number of this process in the run.
-- `Range`: the values that an argument may have; `FRACTION`, `NOT_NEGATIVE` and `POSITIVE` are some.
+- `Range`: the values that an argument may have; `COUNT`, `FRACTION`, `NOT_NEGATIVE` and `POSITIVE` are some.
 - `ranks_of`: all ranks of a mesh as one axis.
 - `record_on_tape`: runs collectives of a graph in one order on every rank, also in its backward.
 - `reduction_axes`: the axes that gradients of leaves are summed over.
 - `refuse`: refuses the leaves that are wrong, if there are any.
+- `resolve_process_group`: the process group of a name.
 - `run_update`: runs a transformation's update, and refuses what is no pair of a tree like the one given and a state.
 - `same_structure`: refuses a tree whose structure differs from another's.
 - `setting`: sets a variable of a context, such as `LOCATED`, inside a block.
@@ -99,13 +105,17 @@
 """
 
 from fshard._compat import (
+    any_dual,
     arguments_of,
     fake_maker,
     is_differentiated,
     is_fake,
+    is_tracing,
+    name_without_wrappers,
     named_buffers,
     named_modules,
     named_parameters,
+    resolve_process_group,
     storage_key,
     transforms_active,
     unsaved_buffers,
@@ -159,10 +169,12 @@ from fshard.tree import (
     unflatten,
 )
 from fshard.tree.checks import (
+    COUNT,
     FRACTION,
     NOT_NEGATIVE,
     POSITIVE,
     Range,
+    check_arguments,
     check_axis,
     check_flags,
     check_floating,
@@ -177,6 +189,7 @@ from fshard.tree.checks import (
 from fshard.update import run_update
 
 __all__ = [
+    "COUNT",
     "FRACTION",
     "LOCATED",
     "MASK",
@@ -196,9 +209,11 @@ __all__ = [
     "Typed",
     "all_gather_object",
     "annotate_collectives",
+    "any_dual",
     "arguments_of",
     "bytes_of",
     "calling",
+    "check_arguments",
     "check_axis",
     "check_flags",
     "check_floating",
@@ -226,6 +241,7 @@ __all__ = [
     "is_donated",
     "is_fake",
     "is_mask",
+    "is_tracing",
     "is_trained",
     "is_users_file",
     "lay_out",
@@ -240,6 +256,7 @@ __all__ = [
     "map_trained_leaves",
     "masked_transform",
     "matches",
+    "name_without_wrappers",
     "named_buffers",
     "named_modules",
     "named_parameters",
@@ -251,6 +268,7 @@ __all__ = [
     "record_on_tape",
     "reduction_axes",
     "refuse",
+    "resolve_process_group",
     "run_update",
     "same_structure",
     "setting",

@@ -1,13 +1,12 @@
 """Private APIs of torch and transformers that extensions use, each with the versions it was checked on."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.fx import Graph, GraphModule
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
@@ -17,11 +16,6 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 TO_COPY = torch.ops.aten._to_copy.default
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def process_group_of(name: str) -> Any:
-    """The process group of an axis's `group_name`. Checked on 2.13."""
-    return torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def initializer_of(model: nn.Module) -> Callable[[nn.Module], Any] | None:
@@ -62,23 +56,14 @@ def fused_attention_backward(
 
 def _dense(tensor: Tensor) -> Tensor:
     """The kernel reads a head's numbers one after another."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    if tensor.stride(-1) == 1:
+        return tensor
+    return tensor.contiguous()
 
 
 def is_transformed(tensor: Tensor) -> bool:
     """Whether a torch.func transform holds a tensor, whose values then are not to be had. Checked on 2.13."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-
-
-def any_dual(tensors: Iterable[Tensor]) -> bool:
-    """Whether some tensor has a tangent of forward-mode AD. Checked on 2.13."""
-    dual = (not tensor.is_inference() and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
-    return forward_ad._current_level >= 0 and any(dual)
-
-
-def is_tracing() -> bool:
-    """Whether a program is traced by make_fx, on tensors without values. Checked on 2.13."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def weight_conversions(module: Any) -> tuple[list[Any], list[Any]]:
@@ -146,28 +131,14 @@ def revert_conversions(module: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     return dict(import_module("transformers.core_model_loading").revert_weight_conversion(module, state))
 
 
-class SchemaArgument(NamedTuple):
-    """One argument of an operator's schema: its name, its type as text, and whether it must be given, and by name."""
-
-    name: str
-    type: str
-    is_required: bool
-    is_keyword: bool
-
-
-def schema_of(function: Any) -> tuple[list[SchemaArgument], list[str]] | None:
-    """The arguments of an operator of torch's, and the types of its results. Checked on 2.13.
+def schema_of(function: Any) -> Any:
+    """The schema of an operator of torch's: its `arguments`, and its results as `returns`. Checked on 2.13.
 
     None of what TorchScript alone has, such as `aten.add.int` on two numbers: no trace has it.
     """
     if not torch._C._dispatch_has_kernel(function.name()):
         return None
-    schema = function._schema
-    arguments = [
-        SchemaArgument(argument.name, str(argument.real_type), not argument.has_default_value(), argument.kwarg_only)
-        for argument in schema.arguments
-    ]
-    return arguments, [str(result.real_type) for result in schema.returns]
+    return function._schema
 
 
 def lazy_module(graph: Graph) -> GraphModule:

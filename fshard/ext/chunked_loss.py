@@ -10,7 +10,7 @@ from torch.autograd.graph import get_gradient_edge
 
 import fshard as fs
 from fshard.ext import _compat
-from fshard.extend import describe, expect, record_on_tape, walk_graph, without_saved_tensor_hooks
+from fshard.extend import any_dual, describe, expect, record_on_tape, walk_graph, without_saved_tensor_hooks
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -88,7 +88,7 @@ def chunked_loss(
     rows = h.flatten(0, -2)
     targets_of_chunks = targets.flatten().chunk(chunks)
     tensors = [rows, *full_head]
-    is_transformed = any(map(_compat.is_transformed, tensors)) or _compat.any_dual(tensors)
+    is_transformed = any(map(_compat.is_transformed, tensors)) or any_dual(tensors)
     requires_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     if requires_grad and not is_transformed:
         with without_saved_tensor_hooks():

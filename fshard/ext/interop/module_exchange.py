@@ -1,6 +1,7 @@
 """Leaves of modules to and from formats by their names in state dicts."""
 
 from collections.abc import Container, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,8 +16,7 @@ from fshard.extend import (
     describe,
     expect,
     flatten,
-    named_buffers,
-    named_parameters,
+    name_without_wrappers,
     refuse,
     tensor_of,
     unsaved_buffers,
@@ -49,18 +49,19 @@ class ModuleExchange(Exchange):
             module = nn.Module()
         expect(isinstance(module, nn.Module), label, "module to be a torch module or None", describe(module))
 
-        named = dict[str, torch.Tensor](named_parameters(module, remove_duplicate=False))
-        named |= named_buffers(module, remove_duplicate=False)
-        with_wrappers = dict[str, torch.Tensor](module.named_parameters(remove_duplicate=False))
-        with_wrappers |= module.named_buffers(remove_duplicate=False)
-        self.by_tensor = {id(tensor): name for name, tensor in reversed(named.items())}
-        self.first = {name: self.by_tensor[id(tensor)] for name, tensor in (named | with_wrappers).items()}
         self.unsaved = unsaved_buffers(module)
+        self.first: dict[str, str] = {}
         self.saved: dict[str, list[str]] = {}
+        self.by_tensor: dict[int, str] = {}
         in_state_dict = module.state_dict().keys()
-        for name in named:
+        parameters = module.named_parameters(remove_duplicate=False)
+        for name_with_wrappers, tensor in chain(parameters, module.named_buffers(remove_duplicate=False)):
+            name = name_without_wrappers(name_with_wrappers)
+            first = self.by_tensor.setdefault(id(tensor), name)
+            self.first[name] = first
+            self.first[name_with_wrappers] = first
             if name in in_state_dict:
-                self.saved.setdefault(self.first[name], []).append(name)
+                self.saved.setdefault(first, []).append(name)
 
     def saved_as(self, name: str) -> list[str]:
         """The names under which a state dict has a leaf; none for a buffer that is not persistent."""

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 import fshard as fs
-from fshard.ext import _compat
 from fshard.ext.optim.leaves import elements_of, make_varying
 from fshard.extend import (
     POSITIVE,
     ReductionOrder,
+    any_dual,
     check_local,
     check_numbers,
     check_tensors,
@@ -333,7 +333,7 @@ def element_sums(
 
 
 def _refuse_derivatives(tensors: Sequence[torch.Tensor]) -> None:
-    if any(map(is_differentiated, tensors)) or _compat.any_dual(tensors):
+    if any(map(is_differentiated, tensors)) or any_dual(tensors):
         raise ValueError(
             'reduction_order="tree": exact sums have no derivative, but a tensor is differentiated. Leave out '
             "reduction_order if you differentiate updates."

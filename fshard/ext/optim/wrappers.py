@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 
 import fshard as fs
-from fshard.ext import _compat
 from fshard.ext.optim.leaves import check_optimizer, elements_of, leafwise
 from fshard.ext.optim.parts import Mask
 from fshard.extend import (
@@ -19,6 +18,7 @@ from fshard.extend import (
     expect,
     flatten,
     is_mask,
+    is_tracing,
     is_trained,
     leaves_of,
     like,
@@ -75,7 +75,7 @@ def skip_nonfinite(tx: fs.Optimizer) -> fs.Optimizer:
         run = partial(run_update, "skip_nonfinite", "tx", tx, grads, state.inner, params)
         new = params, state.inner
         # Under torch.func and in a trace, the condition has no value. On an accelerator, the host would wait for it.
-        if not is_finite.is_cpu or transforms_active() or _compat.is_tracing():
+        if not is_finite.is_cpu or transforms_active() or is_tracing():
             # A donated update would overwrite the values that stay if a gradient is not finite.
             new = _where(is_finite, run(), new, donate)
         elif is_finite:

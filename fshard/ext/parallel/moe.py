@@ -23,8 +23,7 @@ from typing import NamedTuple
 import torch
 
 import fshard as fs
-from fshard.ext import _compat
-from fshard.extend import check_axis, describe, expect
+from fshard.extend import check_axis, describe, expect, is_tracing
 
 __all__ = ["Routing", "Sent", "combine", "dispatch", "load_balance", "route", "z_loss"]
 
@@ -192,7 +191,7 @@ def _check_dispatch(
         expected = f"a multiple of {axis.size} experts, one block for each rank"
         expect(divides, api_name, expected, str(experts_count))
     if capacity is None:
-        is_eager = not _compat.is_tracing()
+        is_eager = not is_tracing()
         expect(is_eager, api_name, "a capacity inside fs.jit, where sizes are fixed", "None", "pass capacity=")
     else:
         is_positive = type(capacity) is int and capacity > 0

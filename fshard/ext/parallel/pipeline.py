@@ -12,8 +12,8 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 import fshard as fs
-from fshard.ext import _compat
 from fshard.extend import (
+    any_dual,
     calling,
     check_axis,
     custom_call,
@@ -241,7 +241,7 @@ def _check_batch(arguments: _PipelineArguments, batch: Any) -> None:
         return
     tensors = [leaf for leaf in batch.leaves if leaf is not None]
     requires_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    is_constant = not requires_grad and not _compat.any_dual(tensors)
+    is_constant = not requires_grad and not any_dual(tensors)
     expected = f"a batch that requires no gradient with schedule={arguments.schedule!r}"
     remedy = 'use schedule="gpipe" to differentiate with respect to the batch'
     expect(is_constant, "pipeline", expected, "one that does", remedy)

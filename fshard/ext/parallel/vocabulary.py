@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import fshard as fs
 from fshard.ext import _compat
-from fshard.extend import annotate_collectives, calling, check_axis, describe, expect
+from fshard.extend import annotate_collectives, calling, check_axis, describe, expect, is_tracing
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -225,7 +225,7 @@ def _find_local_ids(
     Returns:
         The places, 0 for ids that are not in this rank's rows, and which ids these are.
     """
-    has_values = ids.is_cpu and not _compat.is_tracing() and not _compat.is_transformed(ids)
+    has_values = ids.is_cpu and not is_tracing() and not _compat.is_transformed(ids)
     if has_values:
         counted = ids if ignore_index is None else ids[ids != ignore_index]
         _check_range(api_name, counted, int(piece.vocabulary))

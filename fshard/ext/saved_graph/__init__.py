@@ -16,7 +16,7 @@ import torch
 import fshard as fs
 from fshard.ext import _compat
 from fshard.ext.saved_graph.file import SavedGraph, encode, locate_file, read_file
-from fshard.ext.saved_graph.nodes import write_nodes
+from fshard.ext.saved_graph.nodes import with_groups, write_nodes
 from fshard.ext.saved_graph.structures import make_tree, write_structure
 from fshard.extend import Jitted, Program, Traced, calling, describe, flatten
 
@@ -130,7 +130,7 @@ class _Loaded(Jitted):
                 )
         self._check_leaves(flat)
         specs = _list_specs(flat)
-        graph = saved.graph.with_groups([axis.group_name for axis in flat.axes])
+        graph = with_groups(saved.graph, [axis.group_name for axis in flat.axes])
         traced = Traced(
             _compat.lazy_module(graph),
             saved.inputs,

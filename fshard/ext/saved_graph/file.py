@@ -12,9 +12,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch.fx import Graph
 
 import fshard as fs
-from fshard.ext.saved_graph.nodes import NodeReader, ReadGraph
+from fshard.ext.saved_graph.nodes import NodeReader
 from fshard.ext.saved_graph.refusal import Source
 from fshard.ext.saved_graph.structures import check_structure
 from fshard.extend import process_rank
@@ -49,7 +50,7 @@ class SavedGraph(NamedTuple):
 
     arguments: Mapping[str, str]
     axes: list[tuple[str, int]]
-    graph: ReadGraph
+    graph: Graph
     inputs: list[int]
     result: JSON
     specs: list[int | None]

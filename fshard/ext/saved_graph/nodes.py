@@ -9,7 +9,7 @@ import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.fx import Graph, Node
@@ -22,62 +22,47 @@ from fshard.extend import describe
 JSON = Any
 # The name that a file has for `operator.getitem`.
 GETITEM = "getitem"
-# The types of plain values of JSON by the kinds of arguments.
-_TYPES_OF_KINDS: Mapping[str, tuple[type, ...]] = MappingProxyType(
+# The kinds of arguments: the types of their values, and these in words.
+_KINDS: Mapping[str, tuple[tuple[type, ...], str]] = MappingProxyType(
     {
-        "int": (int,),
-        "float": (int, float),
-        "bool": (bool,),
-        "number": (int, float, bool),
-        "Tensor": (int, float, bool),
-        "str": (str,),
+        "Tensor": ((int, float, bool), "a tensor or a number"),
+        "int": ((int,), "a whole number of 64 bits"),
+        "float": ((int, float), "a number"),
+        "bool": ((bool,), "true or false"),
+        "number": ((int, float, bool), "a number"),
+        "ScalarType": ((torch.dtype,), "a dtype"),
+        "Layout": ((torch.layout,), "a layout"),
+        "MemoryFormat": ((torch.memory_format,), "a memory format"),
+        "Device": ((torch.device,), "a device"),
+        "Generator": ((), "null"),
+        "str": ((str,), "a text that the operator takes"),
     }
 )
-# Torch's own values among the arguments of operators: the kinds of arguments by the types of values.
-_KINDS_OF_CONSTANTS = MappingProxyType(
-    {torch.dtype: "ScalarType", torch.layout: "Layout", torch.memory_format: "MemoryFormat"}
-)
-_CONSTANT_TYPES = tuple(_KINDS_OF_CONSTANTS)
+# Torch's own values among the arguments of operators.
+_CONSTANT_TYPES = (torch.dtype, torch.layout, torch.memory_format)
 # The texts that torch's operators take: ways to round, to approximate, to reduce, to search and to factorize.
-_WORDS = frozenset(
-    (
-        *("trunc", "floor", "none", "tanh", "sum", "prod", "mean", "amax", "amin", "max", "min", "add", "multiply"),
-        *("left", "right", "L", "U", "r", "reduced", "complete", "gels", "gelsy", "gelsd", "gelss"),
-        *("gesvd", "gesvdj", "gesvda"),
-    )
-)
+_WORDS = """
+    trunc floor none tanh
+    sum prod mean amax amin max min add multiply
+    left right L U r reduced complete
+    gels gelsy gelsd gelss gesvd gesvdj gesvda
+"""
 # Arguments with texts of any content: those that only errors show, and the name of an axis, which is compared.
 _ANY_TEXT = ("assert_msg", "api_name", "axis")
 # torch.fx takes a line of its text with this in it for a comment of its own, and leaves it out.
 _FX_COMMENT = "# COUNTER: "
-_DESCRIPTIONS = MappingProxyType(
-    {
-        "Tensor": "a tensor or a number",
-        "int": "a whole number of 64 bits",
-        "float": "a number",
-        "bool": "true or false",
-        "number": "a number",
-        "ScalarType": "a dtype",
-        "Layout": "a layout",
-        "MemoryFormat": "a memory format",
-        "Device": "a device",
-        "Generator": "null",
-        "str": "a text that the operator takes",
-    }
-)
 
 
-def _list_constants() -> Iterator[tuple[tuple[str, str, str], Any]]:
-    """List the values that JSON has no form for, each with its form in a file, the kind of argument and its name."""
+def _list_constants() -> Iterator[tuple[tuple[str, str], Any]]:
+    """List the values that JSON has no form for, each by its form in a file and its name."""
     for value in vars(torch).values():
         if isinstance(value, _CONSTANT_TYPES):
-            yield ("torch", _KINDS_OF_CONSTANTS[type(value)], str(value).removeprefix("torch.")), value
+            yield ("torch", str(value).removeprefix("torch.")), value
     for number in (math.inf, -math.inf, math.nan):
-        for kind in ("float", "number", "Tensor"):
-            yield ("float", kind, str(number)), number
+        yield ("float", str(number)), number
 
 
-_CONSTANTS: Mapping[tuple[str, str, str], Any] = MappingProxyType(dict(_list_constants()))
+_CONSTANTS: Mapping[tuple[str, str], Any] = MappingProxyType(dict(_list_constants()))
 
 
 def write_nodes(graph: Graph, axes: Sequence[fs.Axis]) -> dict[str, JSON]:
@@ -105,7 +90,9 @@ def write_nodes(graph: Graph, axes: Sequence[fs.Axis]) -> dict[str, JSON]:
         target = names.get(node.target, str(node.target))
         args = [_write_value(value, numbers) for value in node.args]
         if _is_collective(target):
-            args[-2:] = [{"group": _find_place_of_axis(node, axes)}, {"label": json.loads(str(node.args[-1]))}]
+            place = _find_place_of_axis(node, axes)
+            label = json.loads(str(node.args[-1]))
+            args[-2:] = [{"group": place}, {"label": label}]
         kwargs = {name: _write_value(value, numbers) for name, value in node.kwargs.items()}
         nodes.append([target, args, kwargs])
     (outputs,) = graph.output_node().args
@@ -148,27 +135,15 @@ def _find_place_of_axis(node: Node, axes: Sequence[fs.Axis]) -> int:
     )
 
 
-class ReadGraph(NamedTuple):
-    """A graph that was read.
-
-    Attributes:
-        graph: The graph, with None for the groups of collectives.
-        groups: For each collective the place of its group among those of the arguments' axes.
-    """
-
-    graph: Graph
-    groups: dict[Node, int]
-
-    def with_groups(self, names: Sequence[str]) -> Graph:
-        """Copy the graph, with the names that the process groups have in this process."""
-        graph = Graph()
-        copies: dict[Node, Node] = {}
-        graph.output(graph.graph_copy(self.graph, copies))
-        for node, group in self.groups.items():
-            copy = copies[node]
-            *args, _, label = copy.args
-            copy.args = (*args, names[group], label)
-        return graph
+def with_groups(graph: Graph, names: Sequence[str]) -> Graph:
+    """Copy a graph that was read, with the names that the axes' process groups have in this process."""
+    copy = Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    for node in copy.nodes:
+        if _is_collective(str(node.target)):
+            *args, place, label = node.args
+            node.args = (*args, names[int(place)], label)
+    return copy
 
 
 class NodeReader:
@@ -176,7 +151,6 @@ class NodeReader:
 
     Attributes:
         graph: What has been read so far.
-        groups: As in `ReadGraph`.
         nodes: The nodes by their numbers.
         results: For each node "Tensor", "number" or "List[Tensor]", or for several results a tuple of such.
         part: The part that is read, for errors.
@@ -190,15 +164,14 @@ class NodeReader:
             axes: Names and sizes of the arguments' axes.
         """
         self.graph = Graph()
-        self.groups: dict[Node, int] = {}
         self.nodes: list[Node] = []
         self.results: list[str | tuple[str, ...]] = []
         self.part = ""
         self._source = source
         self._axes = axes
 
-    def read(self, inputs: int, nodes: list[JSON], outputs: list[JSON]) -> ReadGraph:
-        """Read a graph.
+    def read(self, inputs: int, nodes: list[JSON], outputs: list[JSON]) -> Graph:
+        """Read a graph, with the place of an axis among those of the arguments for the group of a collective.
 
         Args:
             inputs: How many inputs it has.
@@ -216,7 +189,7 @@ class NodeReader:
         self.part = "outputs"
         results = [None if value is None else self._read_node(value, ("Tensor",)) for value in outputs]
         self.graph.output(results)
-        return ReadGraph(self.graph, self.groups)
+        return self.graph
 
     def _append(self, node: Node, result: str | tuple[str, ...]) -> None:
         self.nodes.append(node)
@@ -241,8 +214,7 @@ class NodeReader:
             self.refuse("an operator of torch on tensors, or of fshard", target)
         if len(args) > len(callee.positional):
             self.refuse(f"at most {len(callee.positional)} arguments by their places", len(args))
-        parameters = callee.positional[: len(args)]
-        values = [self._read_argument(value, parameter) for value, parameter in zip(args, parameters, strict=True)]
+        values = list(map(self._read_argument, args, callee.positional))
         keywords: dict[str, Any] = {}
         for name, value in kwargs.items():
             parameter = callee.keywords.get(name)
@@ -253,20 +225,16 @@ class NodeReader:
         for parameter in (*callee.positional[len(args) :], *callee.keywords.values()):
             if parameter.is_required and parameter.name not in keywords:
                 self.refuse(f"a value for {parameter.name!r}", None)
-        group = self._take_group(values) if _is_collective(target) else None
-        node = self.graph.call_function(callee.function, tuple(values), keywords)
-        if group is not None:
-            self.groups[node] = group
-        self._append(node, callee.result)
+        if _is_collective(target):
+            self._check_axis(values)
+        self._append(self.graph.call_function(callee.function, tuple(values), keywords), callee.result)
 
-    def _take_group(self, values: list[Any]) -> int:
-        """Take the group out of a collective's arguments; its axis and size must be those of an axis of the call."""
-        *_, axis, size, group, _ = values
-        if self._axes[group] != (axis, size):
-            self.refuse(f"a collective over the axis {self._axes[group]}", f"{axis!r:.60} of {size} ranks")
-        # The process group has another name in each process.
-        values[-2] = None
-        return group
+    def _check_axis(self, values: list[Any]) -> None:
+        """Refuse a collective whose axis and size are not those of its group."""
+        *_, axis, size, place, _ = values
+        expected = self._axes[int(place)]
+        if (axis, size) != expected:
+            self.refuse(f"a collective over the axis {expected}", f"{axis!r:.60} of {size} ranks")
 
     def _read_getitem(self, args: list[JSON], kwargs: dict[str, JSON]) -> None:
         """Take one of several results."""
@@ -275,16 +243,13 @@ class NodeReader:
         number = self._read_number_of_node(args[0])
         index = args[1]
         result = self.results[number]
-        size = 0
-        if isinstance(result, tuple):
-            size = len(result)
-        elif result == "List[Tensor]":
-            # Its length is known only as the graph runs.
-            size = 2**31
+        results = result if isinstance(result, tuple) else ()
+        # The length of a list is known only as the graph runs.
+        size = 2**31 if result == "List[Tensor]" else len(results)
         if type(index) is not int or not 0 <= index < size:
             self.refuse("the number of a result", index)
         node = self.graph.call_function(operator.getitem, (self.nodes[number], index))
-        self._append(node, result[index] if isinstance(result, tuple) else "Tensor")
+        self._append(node, results[index] if results else "Tensor")
 
     def _read_arithmetic(self, target: str, args: list[JSON], kwargs: dict[str, JSON]) -> None:
         """Compute with numbers, of which one at least is known only as the graph runs."""
@@ -298,10 +263,9 @@ class NodeReader:
 
     def _read_argument(self, value: JSON, parameter: Parameter) -> Any:
         """Read the value of an argument of an operator."""
-        kind, name = parameter.kind, parameter.name
-        if value is None:
-            if not parameter.may_be_none:
-                self.refuse(f"{name!r} to be {_DESCRIPTIONS[kind]}", value)
+        kind = parameter.kind
+        name = parameter.name
+        if value is None and parameter.may_be_none:
             return None
         if not parameter.is_list:
             return self._read_value(value, kind, name)
@@ -315,30 +279,34 @@ class NodeReader:
 
     def _read_value(self, value: JSON, kind: str, name: str) -> Any:
         """Read one value of the kind that a schema asks for."""
-        if type(value) is dict:
-            return self._read_object(value, kind, name)
-        if type(value) not in _TYPES_OF_KINDS.get(kind, ()) or not _is_value_of(name, value):
-            self.refuse(f"{name!r} to be {_DESCRIPTIONS[kind]}", value)
-        return value
+        types, description = _KINDS[kind]
+        content = self._read_object(value, kind, name) if type(value) is dict else value
+        is_valid = type(content) in (Node, *types)
+        if is_valid and content is value:
+            is_valid = _is_value_of(name, value)
+        if not is_valid:
+            self.refuse(f"{name!r} to be {description}", value)
+        return content
 
     def _read_object(self, value: dict[str, JSON], kind: str, name: str) -> Any:
         """Read a value that JSON has no form for, which stands in an object under the name of its form."""
-        form, content = next(iter(value.items())) if len(value) == 1 else ("", None)
+        if len(value) != 1:
+            return None
+        ((form, content),) = value.items()
         if form == "node" and kind == "Tensor":
             return self._read_node(value, ("Tensor", "number"))
         if form == "node" and kind in NUMBERS:
             return self._read_node(value, ("number",))
-        if kind == "str" and form == name:
-            if form == "group" and type(content) is int and 0 <= content < len(self._axes):
-                return content
-            if form == "label" and _is_label(content):
-                return json.dumps(content)
-        if type(content) is str:
-            if (form, kind, content) in _CONSTANTS:
-                return _CONSTANTS[form, kind, content]
-            if form == "device" and kind == "Device":
-                return self._read_device(content)
-        self.refuse(f"{name!r} to be {_DESCRIPTIONS[kind]}", value)
+        if form == name == "group":
+            is_place = type(content) is int and 0 <= content < len(self._axes)
+            return str(content) if is_place else None
+        if form == name == "label":
+            return json.dumps(content) if _is_label(content) else None
+        if type(content) is not str:
+            return None
+        if form == "device":
+            return _read_device(content)
+        return _CONSTANTS.get((form, content))
 
     def _read_node(self, value: JSON, results: Sequence[str]) -> Node:
         """Read a reference to a node that has one of some kinds of results."""
@@ -354,15 +322,16 @@ class NodeReader:
             self.refuse(f"a node before it, of {len(self.nodes)}", value)
         return number
 
-    def _read_device(self, text: str) -> torch.device:
-        try:
-            return torch.device(text)
-        except RuntimeError:
-            self.refuse("a device", text)
-
     def refuse(self, expected: str, got: JSON) -> NoReturn:
         """Raise the error of the part that is read."""
         self._source.refuse(self.part, expected, got)
+
+
+def _read_device(text: str) -> torch.device | None:
+    try:
+        return torch.device(text)
+    except RuntimeError:
+        return None
 
 
 def _is_value_of(name: str, value: str | float) -> bool:
@@ -373,7 +342,7 @@ def _is_value_of(name: str, value: str | float) -> bool:
         return math.isfinite(value)
     if name in _ANY_TEXT:
         return _FX_COMMENT not in value
-    return value in _WORDS and name not in ("group", "label")
+    return value in _WORDS.split() and name not in ("group", "label")
 
 
 def _is_label(value: JSON) -> bool:

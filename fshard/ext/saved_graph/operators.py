@@ -233,7 +233,7 @@ def find_operator(name: str) -> Operator | None:
         return None
     function = getattr(packet, overload)
     schema = _compat.schema_of(function)
-    return None if schema is None else _read_schema(function, *schema)
+    return None if schema is None else _read_schema(function, schema)
 
 
 def _is_in_tables(namespace: str, name: str) -> bool:
@@ -242,27 +242,28 @@ def _is_in_tables(namespace: str, name: str) -> bool:
     return name in names or name.removesuffix("_") in names
 
 
-def _read_schema(function: Any, arguments: list[_compat.SchemaArgument], results: list[str]) -> Operator | None:
+def _read_schema(function: Callable[..., Any], schema: Any) -> Operator | None:
     """Read the schema of an operator; None where values of a file do not do for its arguments."""
     positional: list[Parameter] = []
     keywords: dict[str, Parameter] = {}
-    for argument in arguments:
+    for argument in schema.arguments:
         parameter = _read_parameter(argument)
         if parameter is None:
             return None
-        if argument.is_keyword:
+        if argument.kwarg_only:
             keywords[argument.name] = parameter
         else:
             positional.append(parameter)
+    results = [str(result.real_type) for result in schema.returns]
     if not _RESULTS.keys() >= set(results):
         return None
     kinds = tuple(_RESULTS[result] for result in results)
     return Operator(function, tuple(positional), keywords, kinds[0] if len(kinds) == 1 else kinds)
 
 
-def _read_parameter(argument: _compat.SchemaArgument) -> Parameter | None:
+def _read_parameter(argument: Any) -> Parameter | None:
     """Read the type of an argument as a schema spells it; None of one that no value of a file has."""
-    matched = _TYPE.fullmatch(argument.type)
+    matched = _TYPE.fullmatch(str(argument.real_type))
     if matched is None or matched["kind"] not in _ARGUMENTS:
         return None
     return Parameter(
@@ -271,5 +272,5 @@ def _read_parameter(argument: _compat.SchemaArgument) -> Parameter | None:
         is_list=matched["list"] is not None,
         may_be_none=matched["optional"] is not None,
         may_hold_none=matched["items"] is not None,
-        is_required=argument.is_required,
+        is_required=not argument.has_default_value(),
     )

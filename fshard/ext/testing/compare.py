@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 import fshard as fs
-from fshard.ext import _compat
 from fshard.extend import (
     Problem,
     all_gather_object,
@@ -23,6 +22,7 @@ from fshard.extend import (
     named_parameters,
     ranks_of,
     refuse,
+    resolve_process_group,
     same_structure,
     tensor_of,
     without_padding,
@@ -195,7 +195,7 @@ def assert_matches_ddp(
     are_processes = dist.get_backend() != "threaded"
     expect(are_processes, _API_NAME, "ranks to be processes", "threads", "run it by spmd(f, Workers(n))")
     ranks = ranks_of(mesh)
-    group = _compat.process_group_of(ranks.group_name)
+    group = resolve_process_group(ranks.group_name)
     reference = DistributedDataParallel(copy.deepcopy(module), process_group=group, find_unused_parameters=True)
     torch_optimizer = optimizer(reference.parameters())
     initial = {name: buffer.detach().clone() for name, buffer in named_buffers(module)}

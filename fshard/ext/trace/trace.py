@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 import fshard as fs
-from fshard.ext import _compat
 from fshard.ext.trace.events import Event, Timeline, find_offsets, pack, unpack
 from fshard.ext.trace.report import Report
-from fshard.extend import Exchange, watched
+from fshard.extend import Exchange, is_tracing, watched
 
 # So many times clocks are exchanged; the closest exchanges count.
 ROUNDS = 16
@@ -137,7 +136,7 @@ def trace() -> Iterator[Trace]:
     >>> len(trace.report().timelines)
     1
     """
-    if _compat.is_tracing():
+    if is_tracing():
         raise ValueError(
             "trace: it is called inside a function that fs.jit traces, where nothing runs. Put it around the call of "
             "the jitted function."
