@@ -26,7 +26,8 @@ UNIT_BYTES = 16 * 1024 * 1024
 # Seconds that a rank waits for one on the other side.
 TIMEOUT = 60.0
 # Tags of the parts of a text; those of weights are numbers from 0.
-LENGTH, TEXT = 2**30, 2**30 + 1
+LENGTH = 2**30
+TEXT = LENGTH + 1
 
 
 class LeafBox(NamedTuple):
@@ -230,7 +231,10 @@ def _schedule(parts: Parts, offered: BoxesOfRanks) -> tuple[BoxesOfRanks, list[t
         if not box.is_like(other):
             problems.append((name, f"{other.dtype}{[*other.shape]}", f"{box.dtype}{[*box.shape]}"))
             continue
-        common = {box._replace(region=box.region.intersect(held.region)): ranks for held, ranks in holders.items()}
+        common: dict[LeafBox, list[int]] = {}
+        for held, ranks in holders.items():
+            region = box.region.intersect(held.region)
+            common[box._replace(region=region)] = ranks
         if sum(part.numel for part in common) != box.numel:
             problems.append((name, "is only in part on the ranks that publish it", ""))
         # Ranks here and leaves take turns among those that hold the same.
@@ -279,7 +283,10 @@ def _list_parts(tree: Any, names: Callable[[str], str]) -> Iterator[LeafPart]:
 
 def _parse_boxes(rows: Sequence[Sequence[Any]]) -> list[LeafBox]:
     """Make boxes of what JSON made of them."""
-    return [LeafBox(name, dtype, tuple(shape), Box(*map(tuple, region))) for name, dtype, shape, region in rows]
+    boxes = []
+    for name, dtype, shape, region in rows:
+        boxes.append(LeafBox(name, dtype, tuple(shape), Box(*map(tuple, region))))
+    return boxes
 
 
 def _messages_of_units(parts: Parts, requests: BoxesOfRanks) -> Iterator[list[Message]]:

@@ -1029,8 +1029,8 @@ FAULTS = (
     Fault(
         "box-written-at-the-start-of-its-tensor",
         "fshard/ext/interop/shared_files.py",
-        "part = whole[_place_of(offset, tensor.shape)]",
-        "part = whole[_place_of([0] * len(offset), tensor.shape)]",
+        "part = whole[Box(offset, tensor.shape).slices]",
+        "part = whole[Box((0,) * len(offset), tensor.shape).slices]",
         "1: what ranks write of a leaf side by side is the full leaf",
     ),
     Fault(

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from fshard.checkpoint import CheckpointError
+from fshard.ext.interop import dcp_files
 from fshard.ext.interop import optimizer_state as states
 from fshard.ext.interop.export import new_files
 from fshard.ext.interop.module_exchange import ModuleExchange
-from fshard.extend import Entry, describe, expect
+from fshard.extend import COUNT, Entry, check_arguments, describe, expect
 
-METADATA = ".metadata"
 # Leaves and other values, by their places in nested dicts.
 Content = dict[tuple[str | int, ...], Any]
 # The values of parameter groups by name, by the key of the group.
@@ -84,9 +84,7 @@ def save_dcp(
             inner = (_join(*place),) if is_flat else place
             content[*_split(optimizer_key), *inner] = value
     files = [f"__{rank}_0.distcp" for rank in range(exchange.ranks.size)]
-    with new_files(exchange, directory, (METADATA,), files) as temporary:
-        from fshard.ext.interop import dcp_files
-
+    with new_files(exchange, directory, (dcp_files.METADATA,), files) as temporary:
         dcp_files.write(temporary, content)
 
 
@@ -114,8 +112,9 @@ def _optimizer_content(
 def _check_trust(directory: Path, trusted: bool) -> None:
     """Refuse to read a checkpoint whose author may run code here, unless the caller trusts it."""
     if trusted is not True:
+        path = directory / dcp_files.METADATA
         remedy = "pass trusted=True if you trust whoever wrote it, or have it written as safetensors"
-        raise CheckpointError(f"{directory / METADATA} is pickled, and reading it can run code of its author; {remedy}")
+        raise CheckpointError(f"{path} is pickled, and reading it can run code of its author; {remedy}")
 
 
 def load_dcp(
@@ -165,11 +164,9 @@ def load_dcp(
     exchange = ModuleExchange("checkpoint.load_dcp", module)
     with exchange.raise_on_all_ranks(directory):
         _check_keys(exchange, model_key=model_key, optimizer_key=optimizer_key)
-        states.check_updates(exchange, updates)
+        check_arguments(exchange.label, COUNT, updates=updates)
         path = exchange.path("directory", directory)
         _check_trust(path, trusted)
-        from fshard.ext.interop import dcp_files
-
         entries, values = dcp_files.read_contents(path)
     state_prefix = f"{_join(optimizer_key, 'state')}."
     others = {key: entry for key, entry in entries.items() if not key.startswith(state_prefix)}
@@ -247,4 +244,6 @@ def _join(*path: str | int) -> str:
 
 
 def _split(key: str) -> tuple[str, ...]:
-    return tuple(key.split(".")) if key else ()
+    if not key:
+        return ()
+    return tuple(key.split("."))

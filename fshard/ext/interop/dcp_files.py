@@ -1,4 +1,4 @@
-"""Files of torch.distributed.checkpoint, whose import takes long: this module is imported on first use.
+"""Files of torch.distributed.checkpoint.
 
 Leaves are handed over as boxes of elements, without a copy. DTensor would not do: it does not have all layouts.
 """

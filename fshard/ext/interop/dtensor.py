@@ -1,4 +1,4 @@
-"""To and from torch's DTensor, the leaf type of FSDP2; torch.distributed.tensor is imported on first use."""
+"""To and from torch's DTensor, the leaf type of FSDP2."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.functional import pad
 
 import fshard as fs
@@ -33,8 +34,6 @@ def from_dtensor(tree: Any, strategy: Any) -> Any:
     >>> fs.from_dtensor(state_dict, fs.fully_shard(mesh))
     {'w': Sharded(float32[4, 2], P(None, 'shard'), local [4, 2])}
     """
-    from torch.distributed.tensor import DTensor
-
     flat = flatten(tree)
     layouts = Exchange("from_dtensor").layouts(flat, strategy)
     leaves = list(flat.leaves)
@@ -53,16 +52,12 @@ def from_dtensor(tree: Any, strategy: Any) -> Any:
         else:
             leaves[index] = _take_over(leaf, target)
     problems += layouts.problems
-    if problems:
-        remedy = "use the strategy's mesh and Shard or Replicate"
-        refuse("from_dtensor: leaves cannot be taken over", problems, remedy)
+    refuse("from_dtensor: leaves cannot be taken over", problems, "use the strategy's mesh and Shard or Replicate")
     return flat.unflatten(leaves)
 
 
 def _describe_misfit(leaf: Any, target: fs.Spec) -> str | None:
     """Say why a DTensor cannot be taken over, whose spec by the strategy alone is `target`; None if it can."""
-    from torch.distributed.tensor import Replicate, Shard
-
     axes = _axes_of(leaf.device_mesh)
     strategy_axes = dict.fromkeys((*target.transform.axes, *target.axes))
     if set(axes) != set(strategy_axes):
@@ -80,8 +75,6 @@ def _describe_misfit(leaf: Any, target: fs.Spec) -> str | None:
 
 def _layout_of(leaf: Any) -> fs.Spec:
     """Return the spec of a DTensor, without a transform."""
-    from torch.distributed.tensor import Shard
-
     is_frozen = not leaf.requires_grad and leaf.is_leaf and isinstance(leaf, torch.nn.Parameter)
     spec = fs.Spec(tuple(leaf.shape), frozen=is_frozen)
     axes = _axes_of(leaf.device_mesh)
@@ -140,24 +133,16 @@ def to_dtensor(tree: Any, mesh: DeviceMesh) -> Any:
     flat = Exchange("to_dtensor").flat(tree)
     expect(isinstance(mesh, DeviceMesh), "to_dtensor", "mesh to be a DeviceMesh", describe(mesh))
     axes = _axes_of(mesh)
-    problems = []
-    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
-        misfit = isinstance(leaf, fs.Sharded) and _describe_layout_misfit(leaf.spec, axes)
-        if misfit:
-            problems.append((path, misfit, ""))
-    if problems:
-        headline = "to_dtensor: DTensor has no such layout on this mesh"
-        remedy = (
-            "pass the mesh they were sharded with, or reshard these leaves; min_shard_elements keeps small ones whole"
-        )
-        refuse(headline, problems, remedy)
-    leaves = [_to_dtensor(leaf, mesh, axes) for leaf in flat.leaves]
-    return flat.unflatten(leaves)
+
+    def describe_misfit(leaf: Any) -> str | None:
+        return _describe_layout_misfit(leaf.spec, axes) if isinstance(leaf, fs.Sharded) else None
+
+    remedy = "pass the mesh they were sharded with, or reshard these leaves; min_shard_elements keeps small ones whole"
+    refuse("to_dtensor: DTensor has no such layout on this mesh", flat.problems(describe_misfit), remedy)
+    return flat.unflatten(_to_dtensor(leaf, mesh, axes) for leaf in flat.leaves)
 
 
 def _to_dtensor(leaf: Any, mesh: DeviceMesh, axes: list[fs.Axis]) -> Any:
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
     if not isinstance(leaf, fs.Sharded):
         return leaf
     placements: list[Any] = []

@@ -22,7 +22,7 @@ from fshard.ext.interop.export import new_files
 from fshard.ext.interop.module_exchange import ModuleExchange
 from fshard.ext.interop.shared_files import CHECKSUMS, Part, TensorKind, TensorKinds, WrittenBoxes
 from fshard.ext.interop.transformers import PlannedTensor, from_files, is_pretrained, plan_leaf, to_files
-from fshard.extend import Entry, describe, expect, local_box, refuse
+from fshard.extend import Entry, Problem, describe, expect, local_box, refuse
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # The entry of a file's header that is no tensor.
@@ -187,9 +187,8 @@ def _check_options(label: str, dtype: Any, max_file_bytes: Any) -> None:
 def _check_complete(exchange: ModuleExchange, leaves: Mapping[str, Any]) -> None:
     """Refuse leaves that lack what the module saves."""
     absent = sorted(exchange.saved.keys() - leaves.keys())
-    if absent:
-        problems = [(name, "is saved by the module, and not among the leaves", "") for name in absent]
-        refuse(f"{exchange.label}: leaves do not fit", problems, "pass {**params, **buffers}")
+    problems = [Problem(name, "is saved by the module, and not among the leaves") for name in absent]
+    refuse(f"{exchange.label}: leaves do not fit", problems, "pass {**params, **buffers}")
 
 
 def _check_names(label: str, names: Any) -> None:
@@ -206,13 +205,12 @@ def _rename(label: str, tensors: dict[str, PlannedTensor], names: Names | None) 
     for name, tensor in tensors.items():
         new_name = names(name)
         if type(new_name) is not str:
-            problems.append((name, f"is called {describe(new_name)}, which is no text", ""))
+            problems.append(Problem(name, f"is called {describe(new_name)}, which is no text"))
         elif new_name in renamed:
-            problems.append((name, f"is called {new_name!r}, as another leaf is", ""))
+            problems.append(Problem(name, f"is called {new_name!r}, as another leaf is"))
         else:
             renamed[new_name] = tensor
-    if problems:
-        refuse(f"{label}: names do not fit", problems, "change names=")
+    refuse(f"{label}: names do not fit", problems, "change names=")
     return renamed
 
 
@@ -222,11 +220,10 @@ def _check_readable(label: str, names: Iterable[str]) -> None:
     for name in names:
         printable = name.encode(errors="backslashreplace").decode()
         if name == METADATA:
-            problems.append((name, "is a name that safetensors uses itself", ""))
+            problems.append(Problem(name, "is a name that safetensors uses itself"))
         elif name != printable:
-            problems.append((printable, "has half of a surrogate pair, which UTF-8 cannot encode", ""))
-    if problems:
-        refuse(f"{label}: safetensors cannot hold these names", problems, "give these leaves other names by names=")
+            problems.append(Problem(printable, "has half of a surrogate pair, which UTF-8 cannot encode"))
+    refuse(f"{label}: safetensors cannot hold these names", problems, "give these leaves other names by names=")
 
 
 def _assign_files(tensors: PlannedTensors, dtype: torch.dtype | None, max_file_bytes: int) -> dict[str, TensorKinds]:

@@ -8,7 +8,7 @@ from torch import nn
 
 import fshard as fs
 from fshard.ext.interop.module_exchange import ModuleExchange
-from fshard.extend import Entry, TorchState, describe, expect, flatten, refuse
+from fshard.extend import COUNT, Entry, Problem, TorchState, check_arguments, describe, expect, flatten, refuse
 
 StateDict = dict[str, Any]
 # Returns a hyperparameter of a parameter's group, by the names of both; None if the group has none.
@@ -59,9 +59,8 @@ def to_optimizer_state_dict(
     slots = collect_slots(exchange, opt_state)
     exchange.replicas({str(key): leaf for key, leaf in slots.items()}, {})
     unknown = dict.fromkeys(key.parameter for key in slots if key.parameter not in numbers)
-    if unknown:
-        problems = [(name, "has state, but is no parameter of the torch optimizer", "") for name in unknown]
-        refuse(f"{exchange.label}: states do not fit", problems, "pass the optimizer of all that was trained")
+    problems = [Problem(name, "has state, but is no parameter of the torch optimizer") for name in unknown]
+    refuse(f"{exchange.label}: states do not fit", problems, "pass the optimizer of all that was trained")
     without_state = _names_without_updates(opt_state)
     updated = {key: leaf for key, leaf in slots.items() if key.parameter not in without_state}
     full = exchange.gather(updated, rank0_only)
@@ -110,7 +109,7 @@ def from_optimizer_state_dict(
     tensor(1)
     """
     exchange = ModuleExchange("checkpoint.from_optimizer_state_dict", module)
-    check_updates(exchange, updates)
+    check_arguments(exchange.label, COUNT, updates=updates)
     is_state_dict = isinstance(state_dict, Mapping) and {"state", "param_groups"} <= state_dict.keys()
     expected = "state_dict to be the state dict of a torch optimizer, with state and param_groups"
     expect(is_state_dict, exchange.label, expected, describe(state_dict))
@@ -143,12 +142,6 @@ def _entries_of(state: Mapping[int, StateDict], names: Mapping[int, str]) -> dic
     return entries
 
 
-def check_updates(exchange: ModuleExchange, updates: Any) -> None:
-    """Refuse a number of updates that is no whole number."""
-    is_count = updates is None or (type(updates) is int and 0 <= updates < 2**63)
-    expect(is_count, exchange.label, "updates to be a whole number, 0 or more, or None", f"{updates!r:.40}")
-
-
 def list_parameter_names(exchange: ModuleExchange, optimizer: torch.optim.Optimizer) -> list[str]:
     """List the names of a torch optimizer's parameters, in its order."""
     is_optimizer = isinstance(optimizer, torch.optim.Optimizer)
@@ -176,10 +169,8 @@ def collect_slots(exchange: ModuleExchange, opt_state: Any) -> dict[SlotKey, Any
         return None if leaf is None else f"is {describe(leaf)}, which is not of the state of fs.from_torch"
 
     rest = flatten(TorchState.each(lambda state: None, opt_state))
-    problems = rest.problems(describe_misfit)
-    if problems:
-        remedy = "save it by fs.checkpoint.save, or pass the part that fs.from_torch made"
-        refuse(f"{exchange.label}: torch's optimizers have no such state", problems, remedy)
+    remedy = "save it by fs.checkpoint.save, or pass the part that fs.from_torch made"
+    refuse(f"{exchange.label}: torch's optimizers have no such state", rest.problems(describe_misfit), remedy)
     slots: dict[SlotKey, Any] = {}
     for state in list_states(opt_state):
         slots |= _slots_of(state)
@@ -244,7 +235,8 @@ def rebuild_state(
 
 def _count_updates(exchange: ModuleExchange, state: TorchState, loaded: Mapping[str, torch.Tensor]) -> int:
     """Return the largest count of updates that a torch class has of its parameters."""
-    counts = [int(loaded[f"{name}.step"]) for name, _ in _named_leaves(state.slots.get("step", {}))]
+    steps = _named_leaves(state.slots.get("step", {}))
+    counts = [int(loaded[f"{name}.step"]) for name, _ in steps]
     if not counts:
         raise ValueError(f"{exchange.label}: the torch class does not count its updates; pass their number as updates=")
     return max(counts)
@@ -286,5 +278,7 @@ def _names_without_updates(opt_state: Any) -> set[str]:
     names: set[str] = set()
     for state in list_states(opt_state):
         for tree in (state.slots.get("step", {}), state.counts):
-            names |= {name for name, count in _named_leaves(tree) if not int(count)}
+            for name, count in _named_leaves(tree):
+                if not int(count):
+                    names.add(name)
     return names

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard.checkpoint import CheckpointError
-from fshard.extend import Exchange, bytes_of, lay_out
+from fshard.extend import Box, Exchange, bytes_of, lay_out
 
 # The name of the file that has the CRC-32 of boxes, by the names of tensors.
 CHECKSUMS = "checksums.json"
@@ -39,21 +39,21 @@ TensorKinds = Mapping[str, TensorKind]
 class Part(NamedTuple):
     """The part of a tensor that a rank writes: where it starts along each dim, and a function that makes it."""
 
-    offset: Sequence[int]
+    offset: tuple[int, ...]
     make: Callable[[], torch.Tensor]
 
 
 class WrittenBox(NamedTuple):
     """A box of a tensor in a file: where it starts along each dim, its shape, and the CRC-32 of its bytes."""
 
-    offset: Sequence[int]
-    shape: Sequence[int]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
     checksum: int
 
     @property
     def place(self) -> tuple[slice, ...]:
         """Index the box in its tensor."""
-        return _place_of(self.offset, self.shape)
+        return Box(self.offset, self.shape).slices
 
 
 WrittenBoxes = Mapping[str, Sequence[WrittenBox]]
@@ -75,8 +75,6 @@ def write(
         The boxes that all ranks wrote, by the name of the tensor.
     """
     boxes: dict[str, list[WrittenBox]] = {}
-    for kinds in files.values():
-        boxes |= {name: [] for name in kinds}
     try:
         for file, kinds in files.items():
             boxes |= _write_file(directory / file, kinds, parts, has_header=exchange.rank == 0)
@@ -84,10 +82,10 @@ def write(
         for _ in parts:
             pass
         boxes_of_ranks = exchange.all_gather_object(boxes)
-    for name in boxes:
-        boxes[name] = []
-        for boxes_of_rank in boxes_of_ranks:
-            boxes[name] += boxes_of_rank[name]
+    boxes = {}
+    for boxes_of_rank in boxes_of_ranks:
+        for name, boxes_of_tensor in boxes_of_rank.items():
+            boxes.setdefault(name, []).extend(boxes_of_tensor)
     return boxes
 
 
@@ -115,11 +113,11 @@ def _write_file(
     return boxes
 
 
-def _write_part(whole: torch.Tensor, offset: Sequence[int], tensor: torch.Tensor) -> list[WrittenBox]:
+def _write_part(whole: torch.Tensor, offset: tuple[int, ...], tensor: torch.Tensor) -> list[WrittenBox]:
     """Copy a part of a tensor to its place in the file, and list its boxes."""
     if not tensor.numel():
         return []
-    part = whole[_place_of(offset, tensor.shape)]
+    part = whole[Box(offset, tensor.shape).slices]
     part.copy_(tensor)
     if not part.dim():
         return [WrittenBox((), (), zlib.crc32(bytes_of(part)))]
@@ -131,10 +129,6 @@ def _write_part(whole: torch.Tensor, offset: Sequence[int], tensor: torch.Tensor
         checksum = zlib.crc32(bytes_of(box))
         boxes.append(WrittenBox(start, tuple(box.shape), checksum))
     return boxes
-
-
-def _place_of(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=False))
 
 
 def read_checksums(directory: Path) -> WrittenBoxes | None:

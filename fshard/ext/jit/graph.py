@@ -57,6 +57,15 @@ class Lifetimes(NamedTuple):
     freed: dict[Node, list[Hashable]]
     pending_buffers: list[PendingBuffer]
 
+    def walk(self) -> Iterator[tuple[Node, Storages]]:
+        """Walk through the nodes in their order, each with the storages that are held while it runs."""
+        held: Storages = {}
+        for node, taken in self.taken.items():
+            held |= taken
+            yield node, held
+            for storage in self.freed.get(node, ()):
+                held.pop(storage, None)
+
 
 class Operation(NamedTuple):
     """One operator of a graph, when it runs.
@@ -117,17 +126,10 @@ class StepGraph:
     __repr__ = __str__
 
     def _list_operations(self) -> Iterator[Operation]:
-        """Walk through the operators in their order, and count the bytes that are held."""
-        held: dict[Hashable, int] = {}
-        total = 0
-        for node in self.module.graph.nodes:
-            for storage, nbytes in self.memory.taken[node].items():
-                total += nbytes - held.get(storage, 0)
-                held[storage] = nbytes
+        for node, held in self.memory.walk():
             if node.op == "call_function":
-                yield Operation(node, _name_operator(node), total, graph_nodes.find_collective(node))
-            for storage in self.memory.freed.get(node, ()):
-                total -= held.pop(storage, 0)
+                nbytes = sum(held.values())
+                yield Operation(node, _name_operator(node), nbytes, graph_nodes.find_collective(node))
 
 
 def _name_operator(node: Node) -> str:

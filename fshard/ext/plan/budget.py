@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import fshard as fs
 from fshard.ext.plan.plan import plan
-from fshard.ext.plan.report import StepPlan, format_bytes, is_number, name_unit
-from fshard.extend import describe, expect, flatten
+from fshard.ext.plan.report import StepPlan, format_bytes, name_unit
+from fshard.extend import NOT_NEGATIVE, check_numbers, describe, expect, flatten
 
 API_NAME = "assert_budget"
 _OPS = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
@@ -75,25 +75,21 @@ class _Budget(NamedTuple):
     """What a step may take at most.
 
     Attributes:
+        collectives: Collectives by op; those of all ops by the empty text.
         peak_bytes: Bytes that a rank holds at a time.
         bytes_sent: Bytes that it sends.
-        collectives: Collectives by op; those of all ops by the empty text.
     """
 
-    peak_bytes: float
-    bytes_sent: float
     collectives: Mapping[str, int]
+    peak_bytes: float = math.inf
+    bytes_sent: float = math.inf
 
 
 def _read_budget(peak_bytes: Any, bytes_sent: Any, collectives: Any) -> _Budget:
     """Check the limits that the caller gives; those that are None are infinite."""
-    limits = {"peak_bytes": peak_bytes, "bytes_sent": bytes_sent}
-    for name, limit in limits.items():
-        if limit is None:
-            limits[name] = math.inf
-        else:
-            is_limit = is_number(limit) and limit >= 0
-            expect(is_limit, API_NAME, f"{name} to be a number of bytes, 0 or more", f"{limit!r:.40}")
+    given = {"peak_bytes": peak_bytes, "bytes_sent": bytes_sent}
+    limits = {name: limit for name, limit in given.items() if limit is not None}
+    check_numbers(API_NAME, NOT_NEGATIVE, **limits)
     by_op = {} if collectives is None else collectives
     if not isinstance(by_op, Mapping):
         by_op = {"": by_op}
@@ -101,9 +97,9 @@ def _read_budget(peak_bytes: Any, bytes_sent: Any, collectives: Any) -> _Budget:
         is_limit = op in ("", *_OPS) and type(limit) is int and limit >= 0
         expected = f"collectives to be a whole number, 0 or more, or one for each op of {_OPS}"
         expect(is_limit, API_NAME, expected, f"{collectives!r:.100}")
-    if peak_bytes is None and bytes_sent is None and not by_op:
+    if not limits and not by_op:
         raise ValueError(f"{API_NAME}: no budget is given. Pass peak_bytes=, bytes_sent= or collectives=.")
-    return _Budget(**limits, collectives=by_op)
+    return _Budget(by_op, **limits)
 
 
 def _list_excesses(step_plan: StepPlan, budget: _Budget) -> Iterator[str]:

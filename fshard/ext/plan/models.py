@@ -67,7 +67,8 @@ def make_workload(name: str, units: Any = None) -> Workload:
         return pair
 
     _, batch = make(None)
-    batch = batch if isinstance(batch, tuple) else (batch,)
+    if not isinstance(batch, tuple):
+        batch = (batch,)
     return Workload(lambda layers: make(layers)[0], batch, units, depth)
 
 
@@ -111,16 +112,14 @@ def find_blocks(module: nn.Module) -> list[Block]:
     blocks: list[Block] = []
 
     def visit(part: Block, is_inside: bool) -> None:
-        counts: Counter[type[nn.Module]] = Counter()
-        if isinstance(part.module, CONTAINERS):
-            children = _list_content(part)
-            counts.update(type(child.module) for child in children)
-        else:
-            children = _list_children(part)
+        is_container = isinstance(part.module, CONTAINERS)
+        children = _list_content(part) if is_container else _list_children(part)
+        counts = Counter(type(child.module) for child in children)
         for child in children:
             has_parameters = any(True for _ in child.module.parameters())
             has_parts = any(True for _ in child.module.children())
-            is_block = has_parameters and counts[type(child.module)] > 1 and (has_parts or not is_inside)
+            is_repeated = is_container and counts[type(child.module)] > 1
+            is_block = is_repeated and has_parameters and (has_parts or not is_inside)
             if is_block:
                 blocks.append(child)
             visit(child, is_inside or is_block)
@@ -285,7 +284,7 @@ def choose_mesh(strategy: str, ranks: int, node: int = 8) -> dict[str, int]:
 
 
 def prepare_step(
-    workload: Workload, strategy: str, layers: int | None = None, on: Any = None, **options: Any
+    workload: Workload, strategy: str, layers: int | None = None, **options: Any
 ) -> tuple[Callable[..., Any], fs.TrainState]:
     """Make the jitted step of a workload, with AdamW and its state donated, and the state without values.
 
@@ -293,8 +292,6 @@ def prepare_step(
         workload: The module and its batch.
         strategy: The name of the strategy.
         layers: Another depth than the workload's.
-        on: A mesh with the strategy's axes, where several ranks run, all of which must call this; None makes one of one
-            rank.
         **options: Passed to the strategy, such as `param_dtype`.
     """
     module = workload.make(layers or workload.layers)
@@ -312,10 +309,9 @@ def prepare_step(
     # Tensors on the meta device would not do, because fused optimizers refuse them.
     make_fake = fake_maker()
     full = {name: nn.Parameter(make_fake(p), p.requires_grad) for name, p in named_parameters(module)}
-    if on is None:
-        on = fs.init_mesh(dict.fromkeys(choose_mesh(strategy, ranks=8), 1), device="cpu")
-        options = {"bucket_bytes": _default_bucket_bytes()} | options
-    params = fs.shard(full, getattr(fs, strategy)(on, **options))
+    mesh = fs.init_mesh(dict.fromkeys(choose_mesh(strategy, ranks=8), 1), device="cpu")
+    options = {"bucket_bytes": _default_bucket_bytes()} | options
+    params = fs.shard(full, getattr(fs, strategy)(mesh, **options))
     return fs.jit(step, donate_argnums=0), fs.TrainState.create(params, tx, buffers=model.buffers)
 
 

@@ -11,7 +11,7 @@ from torch.fx import Node
 import fshard as fs
 from fshard.ext.plan.report import Rates, StepPlan, check_rates
 from fshard.ext.plan.timeline import estimate_seconds, make_timeline
-from fshard.extend import describe, expect, fake_axes, fake_maker, flatten, refuse
+from fshard.extend import describe, expect, fake_axes, fake_maker, flatten
 
 BACKENDS = ("nccl", "gloo")
 # The uses of a TrainState's fields, as fields of `Bytes`.
@@ -135,7 +135,6 @@ def _lay_out(flat: Any, axes: Mapping[str, fs.Axis]) -> Any:
             leaves.append(make_fake(leaf.detach()))
         else:
             leaves.append(_replace_axes(leaf, axes))
-    _refuse_old_axes(flat._replace(leaves=leaves), axes)
     args = list(flat.unflatten(leaves))
     for i, argument in enumerate(args):
         if getattr(argument, "transform_state", None) is not None:
@@ -143,20 +142,6 @@ def _lay_out(flat: Any, axes: Mapping[str, fs.Axis]) -> Any:
             transform_state = fs.tree_map(make_fake, fs.transform_state(argument.params))
             args[i] = argument._replace(transform_state=transform_state)
     return tuple(args)
-
-
-def _refuse_old_axes(flat: Any, axes: Mapping[str, fs.Axis]) -> None:
-    """Refuse leaves that still have an axis of the mesh that they come from."""
-
-    def describe_misfit(leaf: Any) -> str | None:
-        for axis in _axes_of(leaf):
-            if axis not in axes.values():
-                return f"a transform still communicates over {axis.name!r} of {axis.size} ranks"
-        return None
-
-    problems = flat.problems(describe_misfit)
-    if problems:
-        refuse("plan: transforms cannot be moved to the mesh", problems, "keep an Axis as a field of the dataclass")
 
 
 def _replace_axes(value: Any, axes: Mapping[str, fs.Axis]) -> Any:

@@ -1,6 +1,5 @@
 """The values of a plan: rates of a device and its links, bytes by use, moments of a step, and the plan as a table."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -12,7 +11,7 @@ from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
 from fshard import comm
-from fshard.extend import describe, expect
+from fshard.extend import NOT_NEGATIVE, POSITIVE, check_numbers, describe, expect
 
 aten = torch.ops.aten
 _ATTENTION = "_scaled_dot_product_flash_attention"
@@ -65,15 +64,8 @@ class Rates(NamedTuple):
 def check_rates(rates: Any, axes: Iterable[str]) -> None:
     """Refuse rates by which nothing can be divided, or that lack an axis."""
     expect(isinstance(rates, Rates), "plan", "rates to be a fshard.ext.plan.Rates", describe(rates))
-    for name, rate in {"flops": rates.flops, **rates.list_rates(axes)}.items():
-        expect(is_number(rate) and rate > 0, "plan", f"{name} to be a number above 0", f"{rate!r:.40}")
-    is_finite = is_number(rates.latency) and 0 <= rates.latency < math.inf
-    expect(is_finite, "plan", "latency to be a finite number, 0 or more", f"{rates.latency!r:.40}")
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value is a number."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    check_numbers("plan", POSITIVE, flops=rates.flops, **rates.list_rates(axes))
+    check_numbers("plan", NOT_NEGATIVE, latency=rates.latency)
 
 
 def count_flops(node: Node) -> int:

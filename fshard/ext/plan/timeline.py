@@ -38,7 +38,8 @@ def make_timeline(graph: Any, known_uses: Mapping[Node, str]) -> tuple[Bytes, di
     memory = graph.memory
     operations = {operation.node: operation for operation in graph.moments}
     uses = _find_uses(graph, known_uses)
-    started, landed = defaultdict[Node, list[Hashable]](list), defaultdict[Node, list[Hashable]](list)
+    started = defaultdict[Node, list[Hashable]](list)
+    landed = defaultdict[Node, list[Hashable]](list)
     for pending in memory.pending_buffers:
         storages = [name for name in (pending.buffer, *pending.held_storages) if name not in memory.always_held]
         started[pending.start] += storages
@@ -46,18 +47,14 @@ def make_timeline(graph: Any, known_uses: Mapping[Node, str]) -> tuple[Bytes, di
     # Several collectives may work on the same storage.
     in_flight = Counter[Hashable]()
     arguments = _add_by_use(Bytes(), memory.always_held, uses, in_flight)
-    held: dict[Hashable, int] = {}
     moments = {}
-    for node in graph.module.graph.nodes:
-        held |= memory.taken[node]
+    for node, held in memory.walk():
         in_flight.update(started[node])
         operation = operations.get(node)
         if operation is not None:
             by_use = _add_by_use(arguments, held, uses, in_flight)
             moments[node] = Moment(node.name, operation.operator, by_use, operation.collective, count_flops(node))
         in_flight.subtract(landed[node])
-        for storage in memory.freed.get(node, ()):
-            held.pop(storage, None)
     return arguments, moments
 
 
