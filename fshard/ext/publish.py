@@ -260,13 +260,14 @@ def _find_holders(offered: BoxesOfRanks) -> dict[str, dict[LeafBox, list[int]]]:
 
 def _check_tensors(api_name: str, tree: Any) -> None:
     """Refuse leaves that are neither tensors nor None."""
-    flat = flatten(tree)
-    problems = []
-    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
-        if not (leaf is None or isinstance(leaf, torch.Tensor | fs.Sharded)):
-            problems.append((path, describe(leaf), "a tensor, a Sharded leaf or None"))
+
+    def misfit(leaf: Any) -> tuple[str, str] | None:
+        if leaf is None or isinstance(leaf, torch.Tensor | fs.Sharded):
+            return None
+        return describe(leaf), "a tensor, a Sharded leaf or None"
+
     remedy = "make tensors of numbers, and keep other values out of the tree"
-    refuse(f"{api_name}: leaves are no tensors", problems, remedy)
+    refuse(f"{api_name}: leaves are no tensors", flatten(tree).problems(misfit), remedy)
 
 
 def _list_parts(tree: Any, names: Callable[[str], str]) -> Iterator[LeafPart]:

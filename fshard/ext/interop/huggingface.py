@@ -192,14 +192,14 @@ def _check_complete(exchange: ModuleExchange, leaves: Mapping[str, Any]) -> None
 
 
 def _check_names(label: str, names: Any) -> None:
-    expect(names is None or callable(names), label, "names to be a function of a name, or None", describe(names))
+    expect(callable(names), label, "names to be a function of a name, or None", describe(names))
 
 
 def _rename(label: str, tensors: dict[str, PlannedTensor], names: Names | None) -> dict[str, PlannedTensor]:
     """Give tensors the names that they have in the files."""
-    _check_names(label, names)
     if names is None:
         return tensors
+    _check_names(label, names)
     renamed: dict[str, PlannedTensor] = {}
     problems = []
     for name, tensor in tensors.items():

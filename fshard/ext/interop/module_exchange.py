@@ -75,9 +75,7 @@ class ModuleExchange(Exchange):
         """
         with self.raise_on_all_ranks():
             check_flags(self.label, **flags)
-            flat = self.flat(tree)
-            pairs = zip(flat.names, flat.leaves, strict=True)
-            leaves = {name: leaf for name, leaf in pairs if leaf is not None}
+            leaves = named_leaves(self.flat(tree))
             problems = []
             for name, leaf in leaves.items():
                 if not isinstance(leaf, torch.Tensor | fs.Sharded):
@@ -149,3 +147,9 @@ class ModuleExchange(Exchange):
         """Return a tree with other leaves, by their names; a leaf that has none, as None has not, is None."""
         flat = flatten(tree)
         return flat.unflatten([leaves.get(name) for name in flat.names])
+
+
+def named_leaves(flat: Any) -> dict[str, Any]:
+    """The leaves of a flattened tree that are not None, by name."""
+    pairs = zip(flat.names, flat.leaves, strict=True)
+    return {name: leaf for name, leaf in pairs if leaf is not None}

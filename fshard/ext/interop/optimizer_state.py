@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fshard as fs
-from fshard.ext.interop.module_exchange import ModuleExchange
+from fshard.ext.interop.module_exchange import ModuleExchange, named_leaves
 from fshard.extend import COUNT, Entry, Problem, TorchState, check_arguments, describe, expect, flatten, refuse
 
 StateDict = dict[str, Any]
@@ -221,7 +221,7 @@ def rebuild_state(
         count = _count_updates(exchange, state, loaded) if updates is None else updates
         slots = {}
         for slot, tree in state.slots.items():
-            slot_leaves = {name: loaded[f"{name}.{slot}"] for name, _ in _named_leaves(tree)}
+            slot_leaves = {name: loaded[f"{name}.{slot}"] for name in named_leaves(flatten(tree))}
             slots[slot] = exchange.with_leaves(tree, slot_leaves)
         return TorchState(
             updates=torch.full_like(state.updates, count),
@@ -235,8 +235,8 @@ def rebuild_state(
 
 def _count_updates(exchange: ModuleExchange, state: TorchState, loaded: Mapping[str, torch.Tensor]) -> int:
     """Return the largest count of updates that a torch class has of its parameters."""
-    steps = _named_leaves(state.slots.get("step", {}))
-    counts = [int(loaded[f"{name}.step"]) for name, _ in steps]
+    steps = flatten(state.slots.get("step", {}))
+    counts = [int(loaded[f"{name}.step"]) for name in named_leaves(steps)]
     if not counts:
         raise ValueError(f"{exchange.label}: the torch class does not count its updates; pass their number as updates=")
     return max(counts)
@@ -259,17 +259,10 @@ def list_states(opt_state: Any) -> list[TorchState]:
     return states
 
 
-def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """List the leaves of a tree that are not None, with their names."""
-    flat = flatten(tree)
-    pairs = zip(flat.names, flat.leaves, strict=True)
-    return [(name, leaf) for name, leaf in pairs if leaf is not None]
-
-
 def _slots_of(state: TorchState) -> Iterator[tuple[SlotKey, Any]]:
     """Yield each leaf that a torch class keeps, with its parameter and slot."""
     for slot, tree in state.slots.items():
-        for name, leaf in _named_leaves(tree):
+        for name, leaf in named_leaves(flatten(tree)).items():
             yield SlotKey(name, slot), leaf
 
 
@@ -278,7 +271,7 @@ def _names_without_updates(opt_state: Any) -> set[str]:
     names: set[str] = set()
     for state in list_states(opt_state):
         for tree in (state.slots.get("step", {}), state.counts):
-            for name, count in _named_leaves(tree):
+            for name, count in named_leaves(flatten(tree)).items():
                 if not int(count):
                     names.add(name)
     return names

@@ -58,9 +58,9 @@ def assert_budget(
     expect(is_sequence, API_NAME, "args to be the step's arguments as a tuple, the state first", describe(args))
     budget = _read_budget(peak_bytes, bytes_sent, collectives)
     if mesh is None:
-        leaves = [leaf for leaf in flatten(tuple(args)).leaves if isinstance(leaf, fs.Sharded)]
-        mesh = {axis.name: axis.size for leaf in leaves for axis in leaf.spec.axes}
-        is_on_cpu = {leaf.local.device.type for leaf in leaves} == {"cpu"}
+        flat = flatten(tuple(args))
+        mesh = {axis.name: axis.size for axis in flat.axes}
+        is_on_cpu = {leaf.local.device.type for leaf in flat.leaves if isinstance(leaf, fs.Sharded)} == {"cpu"}
         options = {"backend": "gloo" if is_on_cpu else "nccl", **options}
     step_plan = plan(step, *args, mesh=mesh, **options)
     excesses = list(_list_excesses(step_plan, budget))

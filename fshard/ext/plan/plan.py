@@ -102,24 +102,17 @@ def _is_mesh_shape(mesh: Any) -> bool:
 
 def _check_axes(flat: Any, mesh: Mapping[str, int]) -> None:
     """Refuse a mesh whose axes are not those of the leaves."""
-    if not any(isinstance(leaf, fs.Sharded) for leaf in flat.leaves):
+    if not flat.specs:
         raise ValueError("plan: the arguments have no Sharded leaf, so there is no state. Make one with fs.shard.")
-    names = set[str]()
-    for leaf in flat.leaves:
-        names.update(axis.name for axis in _axes_of(leaf))
+    names = {axis.name for axis in flat.axes}
+    for spec in flat.specs:
+        if spec.transform is not None:
+            names.update(axis.name for axis in spec.transform.axes)
     if names != set(mesh):
         raise ValueError(
             f"plan: mesh has the axes {sorted(mesh)}, and the state has {sorted(names)}. Give a size to each axis of "
             "the state and to no other, or make the state with a strategy of other axes."
         )
-
-
-def _axes_of(leaf: Any) -> list[fs.Axis]:
-    """The axes that a leaf lives on or its transform communicates over; none if it is not Sharded."""
-    if not isinstance(leaf, fs.Sharded):
-        return []
-    transform: Any = leaf.spec.transform
-    return [*leaf.spec.axes, *(transform.axes if transform else ())]
 
 
 def _lay_out(flat: Any, axes: Mapping[str, fs.Axis]) -> Any:
