@@ -6,21 +6,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import Graph, GraphModule
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-# A copy to another dtype or device, and what views what nobody else has.
+# A copy to another dtype or device.
 TO_COPY = torch.ops.aten._to_copy.default
-UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def initializer_of(model: nn.Module) -> Callable[[nn.Module], Any] | None:
-    """The method that sets the values of a model's submodules, one after another. Checked on transformers 5.23."""
-    return getattr(model, "_init_weights", None)
 
 
 def fuses_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:

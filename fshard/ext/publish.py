@@ -72,8 +72,6 @@ class Message(NamedTuple):
 Parts = Mapping[str, LeafPart]
 # The parts that each rank on the other side offers or is to send, by rank.
 BoxesOfRanks = Mapping[int, Sequence[LeafBox]]
-# The CRC-32 of each message, by the rank on the other side.
-Checksums = Mapping[int, list[int]]
 
 
 def publish(
@@ -123,21 +121,20 @@ def publish(
             peers.lost[rank] = "it refused, and its own error says why"
         else:
             requests[rank] = _parse_boxes(rows)
-    checksums: Checksums = {rank: [] for rank in requests}
     for messages in _messages_of_units(parts, requests):
-        _send(peers, parts, messages, checksums)
-    peers.send_values(checksums)
+        _send(peers, parts, messages)
+    peers.send_values({rank: peers.checksums[rank] for rank in requests})
     peers.raise_if_lost()
 
 
-def _send(peers: "_Peers", parts: Parts, messages: Sequence[Message], checksums: Checksums) -> None:
+def _send(peers: "_Peers", parts: Parts, messages: Sequence[Message]) -> None:
     """Send the messages of a unit, and note their checksums. A part that several ranks get is cast once."""
     data: dict[LeafBox, torch.Tensor] = {}
     for rank, number, box in messages:
         if box not in data:
             tensor = parts[box.name].view(box).to("cpu", getattr(torch, box.dtype))
             data[box] = _bytes(tensor.contiguous())
-        checksums[rank].append(zlib.crc32(bytes_of(data[box])))
+        peers.checksums[rank].append(zlib.crc32(bytes_of(data[box])))
         peers.start(dist.isend, rank, data[box], number)
     peers.wait()
 
@@ -174,10 +171,9 @@ def receive(like: Any, ranks: Sequence[int], *, timeout: float = TIMEOUT) -> tup
     made = fs.tree_map(torch.zeros_like, like)
     parts = {part.box.name: part for part in _list_parts(made, str)}
     requests = _request(peers, parts, offered, versions)
-    checksums: Checksums = {rank: [] for rank in ranks}
     for messages in _messages_of_units(parts, requests):
-        _receive(peers, parts, messages, checksums)
-    _compare_checksums(peers, checksums)
+        _receive(peers, parts, messages)
+    _compare_checksums(peers)
     return made, versions.pop()
 
 
@@ -192,16 +188,16 @@ def _request(peers: "_Peers", parts: Parts, offered: BoxesOfRanks, versions: set
     return requests
 
 
-def _compare_checksums(peers: "_Peers", checksums: Checksums) -> None:
+def _compare_checksums(peers: "_Peers") -> None:
     """Refuse what has arrived if it is not what was sent."""
     sent = peers.receive_values()
     peers.raise_if_lost()
-    wrong = [rank for rank, values in checksums.items() if sent[rank] != values]
+    wrong = [rank for rank, values in sent.items() if peers.checksums[rank] != values]
     if wrong:
         raise CollectiveError(f"receive: other bytes arrived than ranks {wrong} sent")
 
 
-def _receive(peers: "_Peers", parts: Parts, messages: Sequence[Message], checksums: Checksums) -> None:
+def _receive(peers: "_Peers", parts: Parts, messages: Sequence[Message]) -> None:
     """Receive the messages of a unit into their places, and note their checksums."""
     arrivals = []
     for rank, number, box in messages:
@@ -214,7 +210,7 @@ def _receive(peers: "_Peers", parts: Parts, messages: Sequence[Message], checksu
     peers.wait()
     peers.raise_if_lost()
     for rank, place, buffer in arrivals:
-        checksums[rank].append(zlib.crc32(bytes_of(buffer)))
+        peers.checksums[rank].append(zlib.crc32(bytes_of(buffer)))
         place.copy_(buffer)
 
 
@@ -321,6 +317,7 @@ class _Peers:
 
     Attributes:
         lost: The reasons for which ranks are lost, by rank.
+        checksums: The CRC-32 of each message, by rank.
     """
 
     def __init__(self, api_name: str, ranks: Sequence[int], timeout: float) -> None:
@@ -333,6 +330,7 @@ class _Peers:
         self._limit = timedelta(seconds=timeout)
         self._works: list[tuple[int, Any]] = []
         self.lost: dict[int, str] = {}
+        self.checksums: dict[int, list[int]] = {rank: [] for rank in ranks}
 
     def start(self, op: Callable[..., Any], rank: int, tensor: torch.Tensor, tag: int) -> None:
         """Start a message."""

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fshard.ext import _compat
 from fshard.extend import describe, expect, named_modules, named_parameters
 
 Initializer = Callable[[nn.Module], Any]
@@ -49,7 +48,7 @@ def with_init_weights(module: nn.Module) -> nn.Module:
     initializers: dict[str, Initializer] = {}
     for path, submodule in named_modules(module):
         parent = path.rpartition(".")[0]
-        initialize = _compat.initializer_of(submodule) or initializers.get(parent)
+        initialize = getattr(submodule, "_init_weights", None) or initializers.get(parent)
         if initialize is not None:
             initializers[path] = initialize
             part = copies[path]

@@ -1,6 +1,5 @@
 """The timeline of a step: the bytes that each operator finds held, by their use, and how long all of them take."""
 
-import operator
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping
 from types import MappingProxyType
@@ -12,6 +11,7 @@ from torch.fx import GraphModule, Node
 from fshard import comm
 from fshard.ext import _compat
 from fshard.ext.plan.report import Bytes, Moment, Rates, count_flops
+from fshard.extend import graph_nodes
 
 aten = torch.ops.aten
 # The uses of the buffers that collectives of these verbs fill. Uses are the names of fields of `Bytes`.
@@ -104,7 +104,7 @@ def estimate_seconds(
 
 def _estimate_operator(node: Node, flops: int, rates: Rates) -> float:
     """Estimate the seconds of an operator on the device, which are none for a view."""
-    if not hasattr(node.target, "namespace") or _is_view(node):
+    if not hasattr(node.target, "namespace") or graph_nodes.is_view(node):
         return 0.0
     nbytes = sum(map(_count_bytes, (*node.all_input_nodes, node)))
     # An operator that returns nothing, such as a fused optimizer, writes about as much as it reads.
@@ -161,17 +161,12 @@ def _find_gradients(module: GraphModule, collectives: Mapping[Node, comm.Collect
             gradients.update(node.all_input_nodes)
         elif arguments and "grads" in arguments.kwargs:
             gradients.update(arguments.kwargs["grads"])
-        elif node in gradients and (node.target in _MOVES or _is_view(node)):
+        elif node in gradients and (node.target in _MOVES or graph_nodes.is_view(node)):
             # A cat packs several gradients. Other copies and views are as large as their gradient.
             is_pack = node.target is aten.cat.default
             size = _count_elements(node)
             gradients.update(source for source in node.all_input_nodes if is_pack or _count_elements(source) == size)
     return gradients
-
-
-def _is_view(node: Node) -> bool:
-    """Whether a node does no more than look at memory in another way, or take one of several results."""
-    return node.target in (operator.getitem, _compat.UNSAFE_VIEW) or getattr(node.target, "is_view", False)
 
 
 def _count_bytes(node: Node) -> int:
