@@ -1076,6 +1076,13 @@ FAULTS = (
         "1: what is received has the bits of the gathered leaf, in every layout",
     ),
     Fault(
+        "published-leaves-in-the-order-of-each-tree",
+        "fshard/ext/publish.py",
+        "messages_of_leaves: dict[str, list[Message]] = {name: [] for name in sorted(parts)}",
+        "messages_of_leaves: dict[str, list[Message]] = {name: [] for name in parts}",
+        "1: trainers and samplers that hold different leaves send and receive them in one order",
+    ),
+    Fault(
         "saved-graph-runs-for-other-arguments",
         "fshard/ext/saved_graph/__init__.py",
         "if got != expected:",
