@@ -7,11 +7,28 @@ from typing import Any, NamedTuple
 import torch
 
 import fshard as fs
-from fshard.ext.optim.leaves import leafwise
+from fshard.ext.optim.leaves import check_real, leafwise
 from fshard.ext.optim.native import check_rates
 from fshard.ext.optim.norms import leaf_means
 from fshard.ext.optim.parts import Number, Rate
-from fshard.extend import ReductionOrder, describe, expect, find_order, flatten, is_trained
+from fshard.extend import (
+    NOT_NEGATIVE,
+    Range,
+    ReductionOrder,
+    check_numbers,
+    count_updates,
+    expect,
+    find_order,
+    flatten,
+    map_leaves,
+    map_trained_leaves,
+    no_updates,
+    tensor_of,
+    zero,
+)
+
+NOT_POSITIVE = Range("a number, 0 or less", lambda number: number <= 0)
+AT_LEAST_ONE = Range("a finite number, 1 or more", lambda number: 1 <= number < math.inf)
 
 
 class AdafactorState(NamedTuple):
@@ -66,18 +83,14 @@ def scale_by_factored_rms(
     _check_numbers(api_name, beta2_decay, {} if eps is None else {"eps": eps})
 
     def update(grads: Any, state: AdafactorState, params: Any) -> tuple[Any, AdafactorState]:
-        flat = flatten(grads)
-        old_counts = flatten(state.counts).leaves
-        counts = flat.unflatten(map(partial(_count_update, state.updates), old_counts, flat.leaves))
+        counts = count_updates(state.counts, grads)
         weights = fs.tree_map(lambda count: count.double() ** beta2_decay, counts)
         squares = fs.tree_map(lambda grad: grad * grad, grads)
         columns = leaf_means(squares, -2, reduction_order)
-        means = flatten(leaf_means(squares, -1, reduction_order)).leaves
-        rows = []
-        for mean, square in zip(means, flatten(squares).leaves, strict=True):
-            # A leaf of fewer than two dims has no means.
-            rows.append(square if mean is None else mean)
-        (row,) = leafwise(_move_towards, flat.unflatten(rows), [state.row], [weights])
+        means = leaf_means(squares, -1, reduction_order)
+        # A leaf of fewer than two dims has no means.
+        rows = map_leaves(lambda mean, square: square if mean is None else mean, means, squares)
+        (row,) = leafwise(_move_towards, rows, [state.row], [weights])
         (column,) = leafwise(_move_towards, columns, [state.column], [weights])
         sizes = leaf_means(row, -2, reduction_order)
         (grads,) = leafwise(_divide_by_root, grads, [grads], [row, column, sizes], (eps, order))
@@ -87,17 +100,12 @@ def scale_by_factored_rms(
 
 
 def _init(params: Any) -> AdafactorState:
-    flat = flatten(params)
-    leaves = [leaf if is_trained(leaf) else None for leaf in flat.leaves]
-    tensors = [_tensor_of(leaf) for leaf in leaves if leaf is not None]
-    refused = [describe(tensor) for tensor in tensors if not tensor.is_floating_point()]
-    expect(not refused, "scale_by_factored_rms", "real floating leaves", ", ".join(refused))
-    zero = torch.zeros((), dtype=torch.int64)
+    check_real("scale_by_factored_rms", flatten(params))
     return AdafactorState(
-        updates=zero,
-        row=flat.unflatten([_init_mean(leaf, -1) for leaf in leaves]),
-        column=flat.unflatten([_init_mean(leaf, -2) for leaf in leaves]),
-        counts=flat.unflatten([None if leaf is None else zero.clone() for leaf in leaves]),
+        updates=zero(),
+        row=map_trained_leaves(partial(_init_mean, dim=-1), params),
+        column=map_trained_leaves(partial(_init_mean, dim=-2), params),
+        counts=no_updates(params),
     )
 
 
@@ -106,9 +114,7 @@ def _init_mean(leaf: Any, dim: int) -> Any:
 
     For a leaf of fewer than two dims the squares themselves are kept as its row, and there is no column.
     """
-    if leaf is None:
-        return None
-    tensor = _tensor_of(leaf)
+    tensor = tensor_of(leaf)
     shape = list(tensor.shape)
     reduced_dims = []
     if tensor.dim() > 1:
@@ -117,19 +123,7 @@ def _init_mean(leaf: Any, dim: int) -> Any:
     elif dim == -2:
         return None
     zeros = tensor.new_zeros(shape)
-    if not isinstance(leaf, fs.Sharded):
-        return zeros
-    return fs.Sharded(zeros, leaf.spec.reduced(reduced_dims))
-
-
-def _count_update(updates: torch.Tensor, count: Any, grad: Any) -> Any:
-    """Count an update of a leaf that has a gradient."""
-    if grad is None:
-        return count
-    if count is None:
-        # The leaf was frozen until now.
-        count = torch.zeros_like(updates)
-    return count + 1
+    return fs.Sharded(zeros, leaf.spec.reduced(reduced_dims)) if isinstance(leaf, fs.Sharded) else zeros
 
 
 def _move_towards(new: torch.Tensor, old: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor]:
@@ -192,7 +186,8 @@ def adafactor(
     (tensor([0.9000, 0.9000, 0.9000]), [(), (2, 1), (1, 3), ()])
     """
     check_rates("adafactor", lr, weight_decay=weight_decay)
-    _check_adafactor(beta2_decay, eps, d)
+    check_numbers("adafactor", AT_LEAST_ONE, d=d)
+    _check_eps(beta2_decay, eps)
     least_square, least_size = eps
     scaling = scale_by_factored_rms(beta2_decay, least_square, reduction_order=reduction_order)
 
@@ -215,8 +210,7 @@ def adafactor(
     def update(grads: Any, state: AdafactorState, params: Any) -> tuple[Any, Any]:
         steps, new_state = scaling.update(grads, state, params)
         param_norms, step_norms = fs.leaf_norms((params, steps), reduction_order=reduction_order)
-        flat = flatten(params)
-        roots = flat.unflatten(map(_root_of_numel, flat.leaves))
+        roots = map_leaves(_root_of_numel, params)
         rate = torch.as_tensor(lr(state.updates) if callable(lr) else lr, dtype=torch.float64)
         given = [param_norms, step_norms, roots, new_state.counts]
         (params,) = leafwise(move, steps, [params], given, (rate, weight_decay))
@@ -225,11 +219,9 @@ def adafactor(
     return fs.Optimizer(scaling.init, update)
 
 
-def _check_adafactor(beta2_decay: float, eps: Any, d: Any) -> None:
+def _check_eps(beta2_decay: float, eps: Any) -> None:
     is_pair = isinstance(eps, list | tuple) and len(eps) == 2
     expect(is_pair, "adafactor", "eps to be two numbers", f"{eps!r:.40}")
-    is_in_range = isinstance(d, int | float) and 1 <= d < math.inf
-    expect(is_in_range, "adafactor", "d to be a finite number, 1 or more", f"{d!r:.40}")
     least_square, least_size = eps
     numbers = {"eps[1]": least_size}
     if least_square is not None:
@@ -238,18 +230,13 @@ def _check_adafactor(beta2_decay: float, eps: Any, d: Any) -> None:
 
 
 def _check_numbers(api_name: str, beta2_decay: float, numbers: dict[str, float]) -> None:
-    is_in_range = isinstance(beta2_decay, int | float) and beta2_decay <= 0
-    expect(is_in_range, api_name, "beta2_decay to be a number, 0 or less", f"{beta2_decay!r:.40}")
-    check_rates(api_name, 0.0, **numbers)
+    check_numbers(api_name, NOT_POSITIVE, beta2_decay=beta2_decay)
+    check_numbers(api_name, NOT_NEGATIVE, **numbers)
 
 
-def _tensor_of(leaf: Any) -> Any:
-    return leaf.local if isinstance(leaf, fs.Sharded) else leaf
-
-
-def _root_of_numel(leaf: Any) -> torch.Tensor:
+def _root_of_numel(leaf: Any) -> torch.Tensor | None:
     """Return the root of the number of elements of a whole leaf."""
     if leaf is None:
-        return torch.ones((), dtype=torch.float64)
+        return None
     shape = leaf.spec.shape if isinstance(leaf, fs.Sharded) else leaf.shape
     return torch.tensor(max(1, math.prod(shape)) ** 0.5, dtype=torch.float64)

@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 import torch
 
 import fshard as fs
-from fshard.ext.optim.leaves import leafwise
-from fshard.extend import expect
+from fshard.ext.optim.leaves import map_gradients
+from fshard.extend import Range, check_numbers, run_update
 
 __all__ = ["dynamic_loss_scale"]
+
+FINITE = Range("a number above 0", lambda number: 0 < number < math.inf)
 
 
 class ScaleState(NamedTuple):
@@ -61,15 +63,14 @@ def dynamic_loss_scale(
     >>> params, state.scale
     ({'w': tensor([0.9000])}, tensor(2.))
     """
-    numbers = {
-        "init_scale": init_scale,
-        "growth_factor": growth_factor,
-        "backoff_factor": backoff_factor,
-        "growth_interval": growth_interval,
-    }
-    for name, number in numbers.items():
-        is_positive = isinstance(number, int | float) and type(number) is not bool and 0 < number < math.inf
-        expect(is_positive, "dynamic_loss_scale", f"{name} to be a number above 0", f"{number!r:.40}")
+    check_numbers(
+        "dynamic_loss_scale",
+        FINITE,
+        init_scale=init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+    )
     skipping = fs.skip_nonfinite(tx)
 
     def init(params: Any) -> ScaleState:
@@ -79,41 +80,21 @@ def dynamic_loss_scale(
         good = torch.zeros((), dtype=torch.int64, device=device)
         return ScaleState(scale, good, skipping.init(params))
 
-    def update(
-        grads: Any,
-        state: ScaleState,
-        params: Any,
-        donate: bool = False,
-    ) -> tuple[Any, ScaleState]:
+    def update(grads: Any, state: ScaleState, params: Any, donate: bool = False) -> tuple[Any, ScaleState]:
         # As GradScaler does: the inverse in float64, and one multiplication.
         inverse = state.scale.double().reciprocal().float()
-        (grads,) = leafwise(lambda grad, _: (_widen(grad) * inverse,), grads, [grads])
-        update_inner = skipping.update
-        if donate and skipping.update_donated:
-            update_inner = skipping.update_donated
-        params, inner = update_inner(grads, state.inner, params)
+        grads = map_gradients(lambda grad: _widen(grad) * inverse, grads)
+        params, inner = run_update("dynamic_loss_scale", "tx", skipping, grads, state.inner, params, donate=donate)
         is_finite = inner.skipped == state.inner.skipped
-        scale, good = _adapt(state, is_finite, growth_factor, backoff_factor, growth_interval)
-        return params, ScaleState(scale, good, inner)
+        good = torch.where(is_finite, state.good + 1, 0)
+        may_grow = good == growth_interval
+        old_scale = state.scale.double()
+        larger = torch.where(may_grow, old_scale * growth_factor, old_scale)
+        scale = torch.where(is_finite, larger, old_scale * backoff_factor).float()
+        scale = torch.where(scale.isinf(), state.scale, scale)
+        return params, ScaleState(scale, torch.where(may_grow, 0, good), inner)
 
     return fs.Optimizer(init, update, partial(update, donate=True))
-
-
-def _adapt(
-    state: ScaleState,
-    is_finite: torch.Tensor,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the scale and the number of good updates after another one."""
-    good = torch.where(is_finite, state.good + 1, 0)
-    may_grow = good == growth_interval
-    old_scale = state.scale.double()
-    larger = torch.where(may_grow, old_scale * growth_factor, old_scale)
-    scale = torch.where(is_finite, larger, old_scale * backoff_factor).float()
-    scale = torch.where(scale.isinf(), state.scale, scale)
-    return scale, torch.where(may_grow, 0, good)
 
 
 def _widen(grad: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fshard.extend import expect
+from fshard.extend import Range, check_numbers, expect
 
 __all__ = ["constant", "cosine", "from_torch_scheduler", "join", "linear", "warmup_cosine"]
 
@@ -18,6 +18,10 @@ Schedule = Callable[[torch.Tensor], torch.Tensor]
 
 # A table of so many values takes 80 MB and about three minutes to write down.
 MAX_STEPS = 10_000_000
+UPDATES = Range(
+    f"a number of updates from 1 to {MAX_STEPS:,}",
+    lambda steps: isinstance(steps, int) and 0 < steps <= MAX_STEPS,
+)
 
 
 def constant(value: float) -> Schedule:
@@ -57,7 +61,7 @@ def linear(init_value: float, end_value: float, transition_steps: int) -> Schedu
     >>> [float(schedule(torch.tensor(count))) for count in (0, 1, 4, 9)]
     [0.0, 0.25, 1.0, 1.0]
     """
-    _check_updates("schedules.linear", "transition_steps", transition_steps)
+    check_numbers("schedules.linear", UPDATES, transition_steps=transition_steps)
     return lambda count: init_value + (end_value - init_value) * _fraction(count, transition_steps)
 
 
@@ -81,7 +85,7 @@ def cosine(init_value: float, decay_steps: int, *, end_value: float = 0.0) -> Sc
     >>> [round(float(schedule(torch.tensor(count))), 4) for count in (0, 1, 2, 4, 9)]
     [1.0, 0.8536, 0.5, 0.0, 0.0]
     """
-    _check_updates("schedules.cosine", "decay_steps", decay_steps)
+    check_numbers("schedules.cosine", UPDATES, decay_steps=decay_steps)
 
     def value(count: torch.Tensor) -> torch.Tensor:
         weight = (1 + torch.cos(math.pi * _fraction(count, decay_steps))) / 2
@@ -142,8 +146,8 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     """
     starts = [0, *boundaries]
     rising = len(starts) == len(schedules) and starts == sorted(set(starts))
-    needed = "a boundary between any two schedules, in rising order"
-    expect(rising, "schedules.join", needed, f"boundaries {boundaries!r:.40} of {len(schedules)} schedules")
+    expected = "a boundary between any two schedules, in rising order"
+    expect(rising, "schedules.join", expected, f"boundaries {boundaries!r:.40} of {len(schedules)} schedules")
 
     def joined(count: torch.Tensor) -> torch.Tensor:
         value = schedules[0](count)
@@ -152,12 +156,6 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
         return value
 
     return joined
-
-
-def _check_updates(api_name: str, argument: str, steps: Any) -> None:
-    is_allowed = isinstance(steps, int) and 0 < steps <= MAX_STEPS
-    expected = f"{argument} to be a number of updates from 1 to {MAX_STEPS:,}"
-    expect(is_allowed, api_name, expected, f"{steps!r:.40}")
 
 
 def _fraction(count: torch.Tensor, steps: int) -> torch.Tensor:
@@ -191,7 +189,7 @@ def from_torch_scheduler(
     >>> [float(schedule(torch.tensor(count))) for count in range(5)]
     [1.0, 1.0, 0.5, 0.5, 0.5]
     """
-    _check_updates("from_torch_scheduler", "steps", steps)
+    check_numbers("from_torch_scheduler", UPDATES, steps=steps)
     optimizer = torch.optim.SGD([torch.zeros(())], lr=lr, momentum=momentum)
     values = []
     scheduler = cls(optimizer, **arguments)

@@ -5,9 +5,10 @@ from typing import Any
 import torch
 
 import fshard as fs
-from fshard.ext.optim.leaves import leafwise
+from fshard.ext.optim.leaves import make_stateless, map_gradients
 from fshard.ext.optim.native import check_rates
 from fshard.ext.optim.parts import Number, Rate
+from fshard.extend import zero
 
 
 def scale_by_trust_ratio(
@@ -41,25 +42,23 @@ def scale_by_trust_ratio(
     check_rates("scale_by_trust_ratio", 0.0, trust_coefficient=trust_coefficient, eps=eps)
 
     def scale(
-        grad: Any,
-        _: Any,
+        grad: torch.Tensor,
         param_norm: Any,
         grad_norm: Any,
         coefficient: Any,
         eps: Any,
-    ) -> tuple[torch.Tensor]:
+    ) -> torch.Tensor:
         is_zero = (param_norm == 0) | (grad_norm == 0)
         denominator = torch.where(is_zero, 1.0, grad_norm + eps)
         ratio = torch.where(is_zero, 1.0, coefficient * param_norm / denominator)
-        return (grad * ratio.to(grad.dtype),)
+        return grad * ratio.to(grad.dtype)
 
-    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    def scale_all(grads: Any, params: Any) -> Any:
         # The norms of parameters and of gradients take one collective together.
         norms = fs.leaf_norms((params, grads), reduction_order=reduction_order)
-        (grads,) = leafwise(scale, grads, [grads], norms, (trust_coefficient, eps))
-        return grads, state
+        return map_gradients(scale, grads, *norms, numbers=(trust_coefficient, eps))
 
-    return fs.GradientTransformation(lambda params: (), update)
+    return make_stateless(scale_all)
 
 
 def lamb(
@@ -148,7 +147,6 @@ def _scale_by_rate(lr: Rate) -> fs.GradientTransformation:
 
     def update(grads: Any, count: torch.Tensor, params: Any) -> tuple[Any, torch.Tensor]:
         rate = lr(count) if callable(lr) else lr
-        (grads,) = leafwise(lambda grad, _, rate: (rate * grad,), grads, [grads], numbers=(rate,))
-        return grads, count + 1
+        return map_gradients(lambda grad, rate: rate * grad, grads, numbers=(rate,)), count + 1
 
-    return fs.GradientTransformation(lambda params: torch.zeros((), dtype=torch.int64), update)
+    return fs.GradientTransformation(lambda params: zero(), update)

@@ -8,7 +8,17 @@ from typing import Any, NamedTuple
 import torch
 
 import fshard as fs
-from fshard.extend import describe, expect, flatten, is_trained, local_piece, refuse, run_update, supports_cpu_messages
+from fshard.extend import (
+    describe,
+    expect,
+    flatten,
+    is_trained,
+    local_piece,
+    refuse,
+    run_update,
+    supports_cpu_messages,
+    tensor_of,
+)
 
 # For each rank some tensors.
 TensorLists = Sequence[Sequence[torch.Tensor]]
@@ -77,16 +87,12 @@ def _update(tx: fs.Optimizer, grads: Any, state: WholeState, params: Any) -> tup
         leaf = leaves[i]
         if states[i] is None and not is_trained(leaf):
             continue
-        axes = _split_axes(leaf)
         if grad is None:
             # The step is counted, and an average of the leaf moves; neither looks across elements.
             leaves[i], states[i] = _step(tx, None, leaf, states[i])
-        elif axes:
-            row = Row(_wrap_like(leaf, grad.local), leaf, states[i])
-            rows_by_axes.setdefault(axes, {})[i] = row
         else:
-            full, states[i] = _step(tx, _full(grad), _full(leaf), states[i])
-            leaves[i] = _wrap_like(leaf, full)
+            row = Row(_wrap_like(leaf, tensor_of(grad)), leaf, states[i])
+            rows_by_axes.setdefault(_split_axes(leaf), {})[i] = row
     for axes, rows in rows_by_axes.items():
         device = _compute_device(leaves[min(rows)])
         stepped = _step_at_owners(tx, axes, list(rows.values()), device)
@@ -168,9 +174,7 @@ def _step(
     state: Any,
 ) -> tuple[Any, Any]:
     """Step one leaf that is whole here, or that has no gradient."""
-    grads = {"leaf": grad}
-    params = {"leaf": leaf}
-    params, state = run_update("whole", "tx", tx, grads, state, params)
+    params, state = run_update("whole", "tx", tx, {"leaf": grad}, state, {"leaf": leaf})
     return params["leaf"], state
 
 
@@ -299,15 +303,14 @@ def _split_values(
     axis: fs.Axis,
 ) -> tuple[TensorLists, list[torch.Tensor]]:
     """List the shards of stepped rows for each rank, and their numbers for all, given the values before the step."""
-    shards_for_ranks: list[list[torch.Tensor]] = [[] for _ in range(axis.size)]
+    shards_of_tensors = []
     numbers = []
     for old, new in zip(old_values, new_values, strict=True):
         if isinstance(old, fs.Sharded):
-            shards = _split_into_shards(new.local, old, axis)
-            for rank, shard in enumerate(shards):
-                shards_for_ranks[rank].append(shard)
+            shards_of_tensors.append(_split_into_shards(new.local, old, axis))
         elif old is not None:
             numbers.append(torch.as_tensor(new))
+    shards_for_ranks = [[shards[rank] for shards in shards_of_tensors] for rank in range(axis.size)]
     return shards_for_ranks, numbers
 
 
@@ -340,11 +343,11 @@ def _numbers_in(values: Sequence[Any]) -> list[torch.Tensor]:
     return [torch.as_tensor(value) for value in values if not isinstance(value, fs.Sharded | None)]
 
 
-def _compute_device(leaf: fs.Sharded) -> torch.device:
+def _compute_device(leaf: Any) -> Any:
     """Find the device that computes with a leaf, which may be stored on another one."""
-    transform: Any = leaf.spec.transform
-    storage = transform and transform.storage
-    return storage.compute_device if storage else leaf.local.device
+    transform = isinstance(leaf, fs.Sharded) and leaf.spec.transform
+    storage: Any = transform and transform.storage
+    return storage.compute_device if storage else tensor_of(leaf).device
 
 
 def _exchange(
