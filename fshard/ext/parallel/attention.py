@@ -13,14 +13,14 @@ and results are [B, H, T, D]; the log-sum-exp of each query's scores is [B, H, T
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 import fshard as fs
 from fshard.ext import _compat
-from fshard.extend import check_axis, custom_call, describe, expect
+from fshard.extend import check_axis, check_flags, custom_call, describe, expect
 
 Tensors = Sequence[torch.Tensor]
 
@@ -38,12 +38,6 @@ class Attended(NamedTuple):
 
     out: torch.Tensor
     logs: torch.Tensor
-
-
-# Maps q, k, v, whether a query only sees keys up to its own position, and the scale of scores, to the result.
-Block = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, float], Attended]
-# Starts to send tensors to the next rank, and returns a function that waits for those of the previous rank.
-Send = Callable[[Tensors], Callable[[], Tensors]]
 
 
 def ring_attention(
@@ -89,7 +83,7 @@ def ring_attention(
     """
     api_name = "ring_attention"
     check_axis(api_name, axis)
-    expect(type(is_causal) is bool, f"{api_name}: is_causal", "True or False", f"{is_causal!r:.40}")
+    check_flags(api_name, is_causal=is_causal)
     _check_order(api_name, order)
     _check_tensors(api_name, q, k, v)
     time, head_dim = q.shape[2:]
@@ -175,33 +169,27 @@ class _Ring(NamedTuple):
 
     def run_plain(self, tensors: Tensors) -> Tensors:
         """Compute the result by operations that are differentiable to any order."""
-        return [self._run(tensors, attend_plainly, self._permute, skip_invisible=False).out]
+        return [self._run(tensors, is_plain=True).out]
 
     def forward(self, tensors: Tensors) -> tuple[Tensors, Tensors]:
         """Compute the result, and the tensors that `backward` needs."""
-        out, logs = self._run(tensors, attend, self._send, skip_invisible=True)
+        out, logs = self._run(tensors, is_plain=False)
         return [out], [*tensors, out, logs]
 
-    def _run(
-        self,
-        tensors: Tensors,
-        attend_block: Block,
-        send: Send,
-        *,
-        skip_invisible: bool,
-    ) -> Attended:
+    def _run(self, tensors: Tensors, *, is_plain: bool) -> Attended:
         """Attend to the keys of every rank, while the next keys are on their way.
 
         Args:
             tensors: q, k and v.
-            attend_block: Computes attention for one block.
-            send: Sends keys and values on.
-            skip_invisible: Whether to skip blocks whose keys are not seen. Otherwise they are computed and not
+            is_plain: Whether to use differentiable operations. Blocks whose keys are not seen are then computed and not
                 selected, so that all ranks have the same graph, and run the transposes of its collectives in one order.
+                Otherwise these blocks are skipped.
 
         Returns:
             The result and the logs.
         """
+        attend_block = attend_plainly if is_plain else attend
+        send = self._permute if is_plain else self._send
         q, k, v = tensors
         queries = self.cut(q)
         results: list[Any] = [None] * len(queries)
@@ -211,11 +199,11 @@ class _Ring(NamedTuple):
             keys = self.cut(k)
             values = self.cut(v)
             for i, j, is_causal, is_visible in self.blocks(step):
-                if skip_invisible and not is_visible:
+                if not (is_plain or is_visible):
                     continue
                 block = attend_block(queries[i], keys[j], values[j], is_causal, self.scale)
                 merged = merge(results[i], block)
-                if not skip_invisible and results[i] is not None:
+                if is_plain and results[i] is not None:
                     merged = _select(is_visible, merged, results[i])
                 results[i] = merged
             if receive is not None:
@@ -364,8 +352,9 @@ def ulysses(attention: Callable[..., torch.Tensor], axis: fs.Axis) -> Callable[.
     check_axis("ulysses", axis)
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **keywords: Any) -> torch.Tensor:
-        for name, tensor in (("q", q), ("k", k), ("v", v)):
-            _check_four_dims("ulysses", name, tensor)
+        tensors = {"q": q, "k": k, "v": v}
+        _check_four_dims("ulysses", tensors)
+        for name, tensor in tensors.items():
             heads = tensor.shape[1]
             expected = f"heads of {name}, its dim 1, to be a multiple of {axis.size}, the ranks of {axis.name!r}"
             remedy = "repeat or pad heads, or use fs.ring_attention"
@@ -373,7 +362,7 @@ def ulysses(attention: Callable[..., torch.Tensor], axis: fs.Axis) -> Callable[.
         # [B, H, T, D] -> [B, H / ranks, T * ranks, D]
         whole_sequences = fs.all_to_all((q, k, v), axis, split_dim=1, concat_dim=2)
         out = attention(*whole_sequences, **keywords)
-        _check_four_dims("ulysses", "the result of attention", out)
+        _check_four_dims("ulysses", {"the result of attention": out})
         # [B, H / ranks, T * ranks, D] -> [B, H, T, D]
         return fs.all_to_all(out, axis, split_dim=2, concat_dim=1)
 
@@ -384,15 +373,15 @@ def _check_order(api_name: str, order: Any) -> None:
     expect(order in ("contiguous", "zigzag"), api_name, 'order to be "contiguous" or "zigzag"', f"{order!r:.40}")
 
 
-def _check_four_dims(api_name: str, name: str, tensor: Any) -> None:
-    """Refuse anything but a floating tensor of four dims."""
-    fits = isinstance(tensor, torch.Tensor) and tensor.dim() == 4 and tensor.is_floating_point()
-    expect(fits, api_name, f"{name} to be a floating tensor (batch, heads, time, head dim)", describe(tensor))
+def _check_four_dims(api_name: str, tensors: Mapping[str, Any]) -> None:
+    """Refuse anything but floating tensors of four dims."""
+    for name, tensor in tensors.items():
+        fits = isinstance(tensor, torch.Tensor) and tensor.dim() == 4 and tensor.is_floating_point()
+        expect(fits, api_name, f"{name} to be a floating tensor (batch, heads, time, head dim)", describe(tensor))
 
 
 def _check_tensors(api_name: str, q: Any, k: Any, v: Any) -> None:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        _check_four_dims(api_name, name, tensor)
+    _check_four_dims(api_name, {"q": q, "k": k, "v": v})
     expect(q.shape[2] > 0, api_name, "a size of dim 2, the time, of 1 or more on every rank", "0")
     expected_shapes = (("k", k, q.shape), ("v", v, (*q.shape[:-1], v.shape[-1])))
     for name, tensor, shape in expected_shapes:

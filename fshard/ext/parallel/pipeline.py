@@ -5,7 +5,7 @@ GPipe (Huang et al., arXiv:1811.06965) and 1F1B (PipeDream-Flush: Narayanan et a
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -172,15 +172,14 @@ def pipeline(
     9.0
     """
     check_axis("pipeline", axis)
+    if first is None:
+        first = _return_x
     for name, function in (("stage_fn", stage_fn), ("last", last), ("first", first)):
-        is_left_out = function is None and name == "first"
-        expect(callable(function) or is_left_out, "pipeline", f"{name} to be a function", describe(function))
+        expect(callable(function), "pipeline", f"{name} to be a function", describe(function))
     expect(schedule in SCHEDULES, "pipeline", f"schedule to be one of {SCHEDULES}", f"{schedule!r:.40}")
     expect(reduce in REDUCTIONS, "pipeline", f"reduce to be one of {REDUCTIONS}", f"{reduce!r:.40}")
     is_count = type(microbatches) is int and microbatches >= 1
     expect(is_count, "pipeline", "microbatches to be a whole number of 1 or more", f"{microbatches!r:.40}")
-    if first is None:
-        first = _return_x
     arguments = _PipelineArguments(stage_fn, first, last, axis, microbatches, schedule, reduce)
 
     def loss_fn(params: Any, x: Any, *rest: Any) -> Any:
@@ -270,10 +269,14 @@ class _PipelineCall:
         self.arguments = arguments
         self.rank = fs.comm.rank(axis)
         self.unflatten = flat.unflatten
-        self.specs = [leaf.spec if isinstance(leaf, fs.Sharded) else None for leaf in flat.leaves]
+        self.specs: list[Any] = [leaf.spec if isinstance(leaf, fs.Sharded) else None for leaf in flat.leaves]
         self.leaves = list(flatten(fs.gather(params)).leaves)
         self.floating = [i for i, leaf in enumerate(self.leaves) if _is_floating(leaf)]
-        shared = [i for i in self.floating if not _is_split(self.specs[i], axis)]
+        shared = []
+        for i in self.floating:
+            spec = self.specs[i]
+            if spec is None or spec.dim_of(axis) is None:
+                shared.append(i)
         varying = fs.pcast([self.leaves[i] for i in shared], axis, to="varying")
         for i, leaf in zip(shared, varying, strict=True):
             self.leaves[i] = leaf
@@ -333,7 +336,6 @@ class _PipelineCall:
         stages = axis.size
         microbatches = self.arguments.microbatches
         ticks = microbatches + stages - 1
-        rank = fs.axis_index(axis)
         pairs = [(stage, stage + 1) for stage in range(stages - 1)]
         params = self.unflatten(self.leaves)
         sums = self.zero_sums()
@@ -342,7 +344,7 @@ class _PipelineCall:
             # Until its first microbatch arrives, a stage computes with this one: derivatives at zeros may be NaN.
             h = self.first(params, min(tick, microbatches - 1))
             if received is not None:
-                is_first = h.new_full((), rank == 0, dtype=torch.bool)
+                is_first = h.new_full((), self.rank == 0, dtype=torch.bool)
                 h = torch.where(is_first, h, received)
             out = self.stage(params, h)
             if tick >= stages - 1:
@@ -350,7 +352,7 @@ class _PipelineCall:
                 sums = [total + part for total, part in zip(sums, parts, strict=True)]
             if tick < ticks - 1:
                 received = fs.ppermute(out, axis, pairs)
-        is_last = sums[0].new_full((), rank == stages - 1, dtype=torch.bool)
+        is_last = sums[0].new_full((), self.rank == stages - 1, dtype=torch.bool)
         return [torch.where(is_last, total, torch.zeros_like(total)) for total in sums]
 
     def run_1f1b(self) -> list[torch.Tensor]:
@@ -387,29 +389,19 @@ def _is_floating(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
-def _is_split(spec: fs.Spec | None, axis: fs.Axis) -> bool:
-    return spec is not None and spec.dim_of(axis) is not None
-
-
 class _LiveForward(NamedTuple):
     """The forward of a microbatch on this stage, whose backward has not run yet.
 
     Attributes:
-        h: The stage's input, from the stage before; None on the first stage.
-        out: Its output, or the loss of the last stage.
-        tokens: The tokens of the tape of the collectives that it called.
+        out: The stage's output, or the loss of the last stage.
+        sources: Its inputs that are not leaves: the first token of the tape of the collectives that it called, and
+            behind the first stage the output of the stage before.
+        tokens: The other tokens, which are results.
     """
 
-    h: torch.Tensor | None
     out: torch.Tensor
+    sources: list[torch.Tensor]
     tokens: list[torch.Tensor]
-
-
-class _Message(NamedTuple):
-    """The input of an op, on its way: `finish` waits for tensors, and the input is this row of the first one."""
-
-    finish: Callable[[], list[torch.Tensor]]
-    row: int
 
 
 class _Run:
@@ -425,8 +417,8 @@ class _Run:
         self._label = fs.comm.Label("pipeline", parts=f"{options}, {like.dtype} {tuple(like.shape)}")
         # By the op of the forward.
         self._live: dict[Op, _LiveForward] = {}
-        # By the op that takes it.
-        self._inbox: dict[Op, _Message] = {}
+        # By the op that takes it, a function that waits for a message.
+        self._inbox: dict[Op, Callable[[], torch.Tensor]] = {}
         self._in_flight: deque[Callable[[], Any]] = deque()
         # The leaves at which the graphs of microbatches end, and the sums of their gradients.
         self._leaves = [leaf.detach() for leaf in call.leaves]
@@ -470,37 +462,35 @@ class _Run:
     def _is_last(self, op: Op) -> bool:
         return op.stage == self._axis.size - 1
 
-    def _receive(self, op: Op) -> torch.Tensor:
-        message = self._inbox.pop(op)
-        return message.finish()[0][message.row]
-
     def _run_forward(self, op: Op) -> list[torch.Tensor]:
         """Run the forward of the stage; return its output, or on the last stage the loss and the count."""
         call = self._call
         params = call.unflatten(self._leaves)
-        h = None
         with record_on_tape() as tape:
             if op.stage:
-                h = self._receive(op).requires_grad_(self._differentiates)
-            results = [call.stage(params, call.first(params, op.microbatch) if h is None else h)]
+                h = self._inbox.pop(op)().requires_grad_(self._differentiates)
+            else:
+                h = call.first(params, op.microbatch)
+            results = [call.stage(params, h)]
             if self._is_last(op):
                 results = call.last(params, results[0], op.microbatch)
         if self._differentiates:
-            live = _LiveForward(h, results[0], tape.tokens)
-            self._live[op] = live
+            sources = tape.tokens[:1]
+            if op.stage:
+                sources.append(h)
+            self._live[op] = _LiveForward(results[0], sources, tape.tokens[1:])
             if op.microbatch == 0:
-                _check_graph(live.out, [*self._leaves, *_sources_of(live)])
+                _check_graph(results[0], [*self._leaves, *sources])
         return results
 
     def _run_backward(self, op: Op) -> torch.Tensor | None:
         """Run the backward of the stage; return the cotangent of its input, None on the first stage."""
         live = self._live.pop(op._replace(is_backward=False))
-        cotangent = torch.ones_like(live.out) if self._is_last(op) else self._receive(op)
+        cotangent = torch.ones_like(live.out) if self._is_last(op) else self._inbox.pop(op)()
         trained = [i for i, leaf in enumerate(self._leaves) if leaf.requires_grad]
-        inputs = [*(self._leaves[i] for i in trained), *_sources_of(live)]
-        tokens = [token for token in live.tokens[1:] if token.requires_grad]
-        outputs = list(tokens)
-        cotangents = list(map(torch.zeros_like, tokens))
+        inputs = [*(self._leaves[i] for i in trained), *live.sources]
+        outputs = [token for token in live.tokens if token.requires_grad]
+        cotangents = list(map(torch.zeros_like, outputs))
         if live.out.requires_grad:
             outputs.insert(0, live.out)
             cotangents.insert(0, cotangent)
@@ -510,7 +500,7 @@ class _Run:
         for i, grad in zip(trained, grads, strict=False):
             if grad is not None:
                 self._add_gradient(i, grad)
-        if live.h is None:
+        if not op.stage:
             return None
         return torch.zeros_like(self._call.like) if grads[-1] is None else grads[-1]
 
@@ -548,7 +538,7 @@ class _Run:
         # Two ops may wait for the same message.
         finish = cache(fs.comm.start_all_to_all([rows], send, receive, self._axis, self._label))
         for row_number, source in enumerate(sorted(arriving)):
-            self._inbox[arriving[source]] = _Message(finish, row_number)
+            self._inbox[arriving[source]] = partial(_take_row, finish, row_number)
         # It keeps the tensors that are sent until they have arrived.
         self._in_flight.append(finish)
         self._finish_messages(remaining=stages)
@@ -558,10 +548,9 @@ class _Run:
             self._in_flight.popleft()()
 
 
-def _sources_of(live: _LiveForward) -> list[torch.Tensor]:
-    """List the inputs of a forward that are not leaves."""
-    sources = live.tokens[:1]
-    return sources if live.h is None else [*sources, live.h]
+def _take_row(finish: Callable[[], Tensors], row: int) -> torch.Tensor:
+    """Wait for tensors, and take a row of the first one."""
+    return finish()[0][row]
 
 
 def _check_graph(out: torch.Tensor, sources: Tensors) -> None:
