@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
 import fshard as fs
-from fshard.extend import FullyShard, expect
+from fshard.extend import FullyShard, check_flags, expect
 
 Tensors = Sequence[torch.Tensor]
 Specs = Sequence[fs.Spec]
@@ -31,34 +32,29 @@ class _Quantize(FullyShard):
     def start_rows(self, shards: Tensors, specs: Specs) -> Finish:
         if self.axis.size == 1 or not self.gathers:
             return super().start_rows(shards, specs)
-        rounded, exact = _split_by_kind(shards)
-        # vmap adds dims at the end of a shard.
-        batch_dims = {i: shards[i].dim() - len(specs[i].storage_shape) for i in rounded}
-        codes = []
-        for i in rounded:
-            # [*shape] -> [1, *shape] -> [1, bytes] -> [bytes]
-            codes.append(encode(shards[i].unsqueeze(0), self.block, batch_dims[i])[0])
-        exact_specs = [specs[i] for i in exact]
-        finish_exact = super().start_rows([shards[i] for i in exact], exact_specs)
-        finish_codes = fs.comm.start_all_gather(codes, self.axis, "gather")
+        codes = {}
+        for i, shard in enumerate(shards):
+            if _is_lossy(shard):
+                # [*shape] -> [1, *shape] -> [1, bytes] -> [bytes]
+                codes[i] = encode(shard.unsqueeze(0), specs[i], self.block)[0]
 
-        def finish() -> Tensors:
-            rows = dict(zip(exact, finish_exact(), strict=True))
-            for i, received in zip(rounded, finish_codes(), strict=True):
-                shard = shards[i]
-                rows[i] = decode(received, shard.shape, shard.dtype, self.block, batch_dims[i])
-            return [rows[i] for i in range(len(shards))]
+        def read(
+            received: torch.Tensor,
+            shard: torch.Tensor,
+            spec: fs.Spec,
+        ) -> torch.Tensor:
+            return decode(received, shard.shape, shard.dtype, spec, self.block)
 
-        return finish
+        start_codes = partial(fs.comm.start_all_gather, axis=self.axis, label="gather")
+        return _start_both(super().start_rows, start_codes, shards, specs, codes, read)
 
     def start_sums(self, stacks: Tensors, specs: Specs) -> Finish:
         if self.axis.size == 1 or not self.scatters:
             return super().start_sums(stacks, specs)
-        rounded, _ = _split_by_kind(stacks)
         codes = {}
-        for i in rounded:
-            batch_dims = _count_batch_dims(stacks[i], specs[i])
-            codes[i] = encode(stacks[i], self.block, batch_dims)
+        for i, stack in enumerate(stacks):
+            if _is_lossy(stack):
+                codes[i] = encode(stack, specs[i], self.block)
         return self.start_sums_of(stacks, specs, codes)
 
     def start_sums_of(
@@ -68,25 +64,12 @@ class _Quantize(FullyShard):
         codes: Mapping[int, torch.Tensor],
     ) -> Finish:
         """Start the sums of stacks, of which those with codes are sent as these."""
-        exact = [i for i in range(len(stacks)) if i not in codes]
-        exact_specs = [specs[i] for i in exact]
-        finish_exact = super().start_sums([stacks[i] for i in exact], exact_specs)
         one_row_each = [1] * self.axis.size
-        finish_codes = fs.comm.start_all_to_all(
-            list(codes.values()),
-            one_row_each,
-            one_row_each,
-            self.axis,
-            "scatter",
-        )
 
-        def finish() -> Tensors:
-            sums = dict(zip(exact, finish_exact(), strict=True))
-            for i, received in zip(codes, finish_codes(), strict=True):
-                sums[i] = self._sum(received, stacks[i], specs[i])
-            return [sums[i] for i in range(len(stacks))]
+        def start_codes(codes: Tensors) -> Finish:
+            return fs.comm.start_all_to_all(codes, one_row_each, one_row_each, self.axis, "scatter")
 
-        return finish
+        return _start_both(super().start_sums, start_codes, stacks, specs, codes, self._sum)
 
     def _sum(
         self,
@@ -95,11 +78,42 @@ class _Quantize(FullyShard):
         spec: fs.Spec,
     ) -> torch.Tensor:
         """Add up the codes of all ranks, in rank order."""
-        batch_dims = _count_batch_dims(stack, spec)
-        total, *others = decode(codes, stack.shape[1:], stack.dtype, self.block, batch_dims)
+        total, *others = decode(codes, stack.shape[1:], stack.dtype, spec, self.block)
         for other in others:
             total = total + other
         return total
+
+
+def _start_both(
+    start_exact: Callable[[Tensors, Specs], Finish],
+    start_codes: Callable[[Tensors], Finish],
+    tensors: Tensors,
+    specs: Specs,
+    codes: Mapping[int, torch.Tensor],
+    read: Callable[[torch.Tensor, torch.Tensor, fs.Spec], torch.Tensor],
+) -> Finish:
+    """Start to send the codes of tensors that have some, and the other tensors as they are.
+
+    Args:
+        start_exact: Starts to send tensors as they are.
+        start_codes: Starts to send codes.
+        tensors: The tensors.
+        specs: Their specs.
+        codes: Codes by the number of their tensor.
+        read: Called with received codes, their tensor and its spec; returns the result.
+    """
+    exact = [i for i in range(len(tensors)) if i not in codes]
+    exact_specs = [specs[i] for i in exact]
+    finish_exact = start_exact([tensors[i] for i in exact], exact_specs)
+    finish_codes = start_codes(list(codes.values()))
+
+    def finish() -> Tensors:
+        results = dict(zip(exact, finish_exact(), strict=True))
+        for i, received in zip(codes, finish_codes(), strict=True):
+            results[i] = read(received, tensors[i], specs[i])
+        return [results[i] for i in range(len(tensors))]
+
+    return finish
 
 
 @dataclass(frozen=True)
@@ -136,8 +150,8 @@ class _QuantizeWithFeedback(_Quantize):
                 # The sum has the wider of the two dtypes. In a narrower one the remainder would be rounded itself.
                 stack = stacks[place] + state
                 corrected[place] = stack
-                codes[place] = encode(stack, self.block)
-                sent = decode(codes[place], stack.shape[1:], stack.dtype, self.block)
+                codes[place] = encode(stack, specs[place], self.block)
+                sent = decode(codes[place], stack.shape[1:], stack.dtype, specs[place], self.block)
                 # A number that is not finite would stay in the state forever.
                 remainder = torch.nan_to_num(stack - sent, nan=0.0, posinf=0.0, neginf=0.0)
                 new_states[i] = remainder.to(state.dtype)
@@ -147,27 +161,18 @@ class _QuantizeWithFeedback(_Quantize):
         return lambda: (finish(), new_states)
 
 
-def _split_by_kind(tensors: Tensors) -> tuple[list[int], list[int]]:
-    """List the numbers of the tensors that are rounded, and those of the others."""
-    rounded = [i for i, tensor in enumerate(tensors) if _is_lossy(tensor)]
-    return rounded, [i for i in range(len(tensors)) if i not in rounded]
-
-
 def _is_lossy(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and tensor.element_size() > 1
 
 
-def _count_batch_dims(stack: torch.Tensor, spec: fs.Spec) -> int:
-    """Count the dims that vmap has added at the end of a stack, which has a dim of rows in front."""
-    return stack.dim() - 1 - len(spec.storage_shape)
-
-
-def encode(rows: torch.Tensor, block: int, batch_dims: int = 0) -> torch.Tensor:
+def encode(rows: torch.Tensor, spec: fs.Spec, block: int) -> torch.Tensor:
     """Round each row in blocks, to bytes: the scales of the blocks as float32, then one byte for each element.
 
-    Elements that differ in the last `batch_dims` dims, which vmap adds, are in different blocks.
+    Rows may have more dims at the end than the leaf, which vmap adds. Elements that differ there are in different
+    blocks.
     """
     count = len(rows)
+    batch_dims = rows.dim() - 1 - len(spec.storage_shape)
     if batch_dims:
         # [rows, *shape, *batch] -> [rows, batch, *shape] -> [rows * batch, *shape]
         rows = rows.flatten(-batch_dims).movedim(-1, 1).flatten(0, 1)
@@ -197,10 +202,11 @@ def decode(
     rows: torch.Tensor,
     shape: Sequence[int],
     dtype: torch.dtype,
+    spec: fs.Spec,
     block: int,
-    batch_dims: int = 0,
 ) -> torch.Tensor:
     """Turn bytes back into values of a shape for each row. A block with a value that was not finite is NaN."""
+    batch_dims = len(shape) - len(spec.storage_shape)
     inner_shape = torch.Size(shape[: len(shape) - batch_dims])
     size = inner_shape.numel()
     if not size:
@@ -285,9 +291,7 @@ def quantize(
     """
     is_size = type(block) is int and block > 0
     expect(is_size, "quantize", "block to be a number of elements, 1 or more", repr(block))
-    flags = (gather, scatter, error_feedback)
-    are_flags = all(type(flag) is bool for flag in flags)
-    expect(are_flags, "quantize", "gather, scatter and error_feedback to be True or False", f"{flags!r:.80}")
+    check_flags("quantize", gather=gather, scatter=scatter, error_feedback=error_feedback)
     plain = fs.fully_shard(fs.axis_of(mesh), dim=dim, min_shard_elements=min_shard_elements)
     assert isinstance(plain, FullyShard)
     cls = _QuantizeWithFeedback if scatter and error_feedback else _Quantize
