@@ -200,17 +200,18 @@ def _apply_to_parts(parts: Mapping[Any, LocalPart], operator: Any, args: Any, kw
 
 def _list_written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """List the tensors that an operator of torch's writes to, those of lists one by one."""
-    arguments = arguments_of(operator) or []
-    names = [argument.name for argument in arguments]
-    values = dict(zip(names, args, strict=False)) | dict(kwargs)
     tensors: list[Any] = []
-    for argument in arguments:
+    for i, argument in enumerate(arguments_of(operator) or []):
         if argument.written:
-            value = values.get(argument.name)
+            value = kwargs.get(argument.name)
+            if i < len(args):
+                value = args[i]
             tensors += value if isinstance(value, list | tuple) else [value]
     return [tensor for tensor in tensors if tensor is not None]
 
 
 def _unwrap_scalar(arg: Any) -> Any:
     """Return the number of a tensor of no dims, and anything else as it is."""
-    return arg.item() if isinstance(arg, torch.Tensor) and arg.dim() == 0 else arg
+    if isinstance(arg, torch.Tensor) and arg.dim() == 0:
+        return arg.item()
+    return arg

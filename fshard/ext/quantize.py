@@ -25,9 +25,9 @@ SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class _Quantize(FullyShard):
-    block: int = 256
-    gathers: bool = True
-    scatters: bool = False
+    block: int
+    gathers: bool
+    scatters: bool
 
     def start_rows(self, shards: Tensors, specs: Specs) -> Finish:
         if self.axis.size == 1 or not self.gathers:

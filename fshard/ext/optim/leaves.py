@@ -138,10 +138,8 @@ def check_real(api_name: str, flat: Any) -> None:
             return None
         return describe(tensor_of(leaf)), "a real floating tensor"
 
-    problems = flat.problems(describe_misfit)
-    if problems:
-        remedy = "store complex leaves by torch.view_as_real, or step them with fs.sgd; freeze others"
-        refuse(f"{api_name}: leaves must be real floating tensors", problems, remedy)
+    remedy = "store complex leaves by torch.view_as_real, or step them with fs.sgd; freeze others"
+    refuse(f"{api_name}: leaves must be real floating tensors", flat.problems(describe_misfit), remedy)
 
 
 def check_optimizer(api_name: str, tx: Any) -> None:

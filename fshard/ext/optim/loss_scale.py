@@ -8,7 +8,8 @@ import torch
 
 import fshard as fs
 from fshard.ext.optim.leaves import map_gradients
-from fshard.extend import Range, check_numbers, run_update
+from fshard.ext.optim.wrappers import put_counts_beside
+from fshard.extend import Range, check_numbers, run_update, zero
 
 __all__ = ["dynamic_loss_scale"]
 
@@ -74,11 +75,10 @@ def dynamic_loss_scale(
     skipping = fs.skip_nonfinite(tx)
 
     def init(params: Any) -> ScaleState:
-        device = next((leaf.device for leaf in fs.tree_leaves(params) if leaf is not None), None)
         # float(), because torch.tensor takes no whole number beyond int64.
-        scale = torch.tensor(float(init_scale), dtype=torch.float64, device=device).float()
-        good = torch.zeros((), dtype=torch.int64, device=device)
-        return ScaleState(scale, good, skipping.init(params))
+        scale = torch.tensor(float(init_scale), dtype=torch.float64).float()
+        state: ScaleState = put_counts_beside(params, ScaleState(scale, zero(), skipping.init(params)))
+        return state
 
     def update(grads: Any, state: ScaleState, params: Any, donate: bool = False) -> tuple[Any, ScaleState]:
         # As GradScaler does: the inverse in float64, and one multiplication.

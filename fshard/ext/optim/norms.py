@@ -194,10 +194,9 @@ def _elements_along(leaf: Any, dim: int | None) -> torch.Tensor:
 def _axes_along(leaf: Any, dim: int | None) -> Axes:
     """Return the axes whose ranks hold different elements along a dim, or along any for None."""
     axes = partition_axes(leaf)
-    if dim is None or not axes:
+    if dim is None:
         return axes
-    split_axes = leaf.spec.split_axes(leaf.local.dim() + dim)
-    return tuple([axis for axis in axes if axis in split_axes])
+    return tuple([axis for axis in axes if leaf.spec.dim_of(axis) == leaf.local.dim() + dim])
 
 
 def _check_leaves(api_name: str, tree: Any) -> list[Any]:
@@ -252,7 +251,9 @@ def _sum_piece(piece: torch.Tensor, p: float) -> torch.Tensor:
         return torch.cat([piece.new_zeros(1), piece]).abs().amax().double()
     # A complex number counts by its magnitude.
     numbers = piece.to(torch.complex128).abs() if piece.is_complex() else piece.double()
-    return numbers.dot(numbers) if p == 2 else (numbers.abs() ** p).sum()
+    if p == 2:
+        return numbers.dot(numbers)
+    return (numbers.abs() ** p).sum()
 
 
 def _combine(powers: torch.Tensor, p: float) -> torch.Tensor:
@@ -264,7 +265,8 @@ def _take_root(power: torch.Tensor, p: float) -> torch.Tensor:
         return power
     # The root of zero has no finite derivative.
     is_zero = power == 0
-    return torch.where(is_zero, 0.0, torch.where(is_zero, 1.0, power) ** (1 / p))
+    above_zero = torch.where(is_zero, 1.0, power)
+    return torch.where(is_zero, 0.0, above_zero ** (1 / p))
 
 
 def _reduce(

@@ -209,19 +209,10 @@ def _step_at_owners(
     if not axes:
         return [_step_row(tx, row) for row in rows]
     axis, *other_axes = axes
-    owned = _assign_owners(rows, axis)
+    owned = assign([flops_of(row.leaf.spec.shape) for row in rows], axis.size)
     joined = _collect_at_owners(rows, owned, axis, device)
     stepped = _step_at_owners(tx, other_axes, joined, device)
     return _return_to_ranks(rows, owned, stepped, axis, device)
-
-
-def _assign_owners(rows: Sequence[Row], axis: fs.Axis) -> RowNumbers:
-    """List the numbers of the rows that each rank steps."""
-    costs = [flops_of(row.leaf.spec.shape) for row in rows]
-    owned: list[list[int]] = [[] for _ in range(axis.size)]
-    for i, owner in enumerate(assign(costs, axis.size)):
-        owned[owner].append(i)
-    return owned
 
 
 def _step_row(tx: fs.Optimizer, row: Row) -> Row:
@@ -435,7 +426,7 @@ def _split_into_shards(
 def assign(
     costs: Sequence[float],
     ranks: int,
-) -> list[int]:
+) -> RowNumbers:
     """Give each piece of work to a rank, so that the rank with most has little more than the others.
 
     Args:
@@ -443,17 +434,19 @@ def assign(
         ranks: How many ranks there are.
 
     Returns:
-        A rank for each piece. The costliest pieces go first, each to the rank that has least so far.
+        For each rank the numbers of its pieces, in ascending order. The costliest pieces go first, each to the rank
+        that has least so far.
 
     >>> assign([1, 5, 3, 3], 2)
-    [0, 0, 1, 1]
+    [[0, 1], [2, 3]]
     """
     loads = [0.0] * ranks
-    owners = [0] * len(costs)
+    owned: list[list[int]] = [[] for _ in range(ranks)]
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        owners[i] = loads.index(min(loads))
-        loads[owners[i]] += costs[i]
-    return owners
+        owner = loads.index(min(loads))
+        owned[owner].append(i)
+        loads[owner] += costs[i]
+    return [sorted(numbers) for numbers in owned]
 
 
 def flops_of(shape: Sequence[int]) -> float:

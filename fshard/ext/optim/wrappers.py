@@ -84,7 +84,7 @@ def skip_nonfinite(tx: fs.Optimizer) -> fs.Optimizer:
         return new_params, SkipState(state.skipped + (~is_finite).long(), inner)
 
     def init(params: Any) -> SkipState:
-        return _put_counts_beside(params, SkipState(zero(), tx.init(params)))
+        return put_counts_beside(params, SkipState(zero(), tx.init(params)))
 
     return fs.Optimizer(init, update, partial(update, donate=True))
 
@@ -116,7 +116,7 @@ def _where(condition: torch.Tensor, new: Any, old: Any, donate: bool) -> Any:
     return fs.tree_map(choose, new, old)
 
 
-def _put_counts_beside(params: Any, state: Any) -> Any:
+def put_counts_beside(params: Any, state: Any) -> Any:
     """Move numbers of a state from the CPU to the accelerator of the parameters.
 
     There they can be kept by a condition that the host does not read.

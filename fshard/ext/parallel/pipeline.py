@@ -421,9 +421,7 @@ class _Run:
         self._inbox: dict[Op, Callable[[], torch.Tensor]] = {}
         self._in_flight: deque[Callable[[], Any]] = deque()
         # The leaves at which the graphs of microbatches end, and the sums of their gradients.
-        self._leaves = [leaf.detach() for leaf in call.leaves]
-        for leaf, source in zip(self._leaves, call.leaves, strict=True):
-            leaf.requires_grad_(differentiates and source.requires_grad)
+        self._leaves = [leaf.detach().requires_grad_(differentiates and leaf.requires_grad) for leaf in call.leaves]
         self._sums: list[torch.Tensor | None] = [None] * len(call.leaves)
 
     def all_ticks(self) -> list[torch.Tensor]:

@@ -128,7 +128,9 @@ def tensor_parallel(
     for path, style in styles.items():
         is_inside = path.startswith(gather_prefixes)
         layer = _Layer(submodules[path], axis, sequence_dim, style.parts, is_inside)
-        layer.replace_forward(style.name)
+        forward = layer.make_forward(style.name)
+        if forward is not None:
+            layer.module.__dict__["forward"] = forward
     return parallel, _make_split(module, axis, dims)
 
 
@@ -161,12 +163,6 @@ class _Layer(NamedTuple):
     dim: int | None
     parts: int
     is_inside: bool
-
-    def replace_forward(self, style: str) -> None:
-        """Let the submodule communicate as a style says."""
-        forward = self.make_forward(style)
-        if forward is not None:
-            self.module.__dict__["forward"] = forward
 
     def make_forward(self, style: str) -> Callable[..., Any] | None:
         """Make the forward of a style; None if the submodule's own forward does not change."""
@@ -240,10 +236,8 @@ class _Layer(NamedTuple):
         parts = self.parts
         ranks = self.axis.size
         rank = fs.axis_index(self.axis)
-        users_by_rank = []
-        for sender in range(ranks):
-            pieces = range(sender * parts, (sender + 1) * parts)
-            users_by_rank.append([piece % ranks for piece in pieces])
+        all_users = [piece % ranks for piece in range(parts * ranks)]
+        users_by_rank = [all_users[i : i + parts] for i in range(0, len(all_users), parts)]
         users = users_by_rank[rank]
         # [..., k * size] -> k of [size, ...], in the order of the ranks that use them
         local_pieces = out.movedim(-1, 0).chunk(parts)
@@ -265,7 +259,9 @@ class _Layer(NamedTuple):
             out = fs.reduce_scatter(out, self.axis, self.dim)
             if bias is not None:
                 bias = fs.pcast(bias, self.axis, to="varying")
-        return out if bias is None else out + bias
+        if bias is None:
+            return out
+        return out + bias
 
     def run_embedding(self, rows: int, ids: torch.Tensor) -> torch.Tensor:
         out = vocab_parallel_embedding(ids, self.module.weight, self.axis, vocab_size=rows)
@@ -354,13 +350,13 @@ def _check_heads(names: Iterable[str], styles: Mapping[str, Style]) -> None:
 
 def _find_split_dims(module: nn.Module, styles: Mapping[str, Style]) -> dict[str, int | None]:
     """Find the dim along which each parameter is split, under each of its names; None if it is whole."""
-    submodules = dict(named_modules(module))
+    submodules = dict(named_modules(module, remove_duplicate=False))
     names = {submodules[path]: style.name for path, style in styles.items()}
     dims = {}
-    for path, submodule in named_modules(module, remove_duplicate=False):
-        for key, _ in submodule.named_parameters(recurse=False, remove_duplicate=False):
-            style = names.get(submodule, "")
-            dims[f"{path}.{key}".lstrip(".")] = SPLIT_DIMS.get((style, key))
+    for name, _ in named_parameters(module, remove_duplicate=False):
+        path, _, key = name.rpartition(".")
+        style = names.get(submodules[path], "")
+        dims[name] = SPLIT_DIMS.get((style, key))
     return dims
 
 
@@ -370,8 +366,7 @@ def _find_misfits(module: nn.Module, styles: Mapping[str, Style], axis: fs.Axis)
     for path, style in styles.items():
         submodule = submodules[path]
         if style.name == "sequence":
-            children = list(submodule.children())
-            if any(list(child.parameters()) for child in children):
+            if any(list(child.parameters()) for child in submodule.children()):
                 yield path, "has submodules with parameters, which style 'sequence' would leave out", ""
         elif style.name in SIDES:
             yield from _find_layer_misfits(path, submodule, style, axis)
@@ -386,8 +381,8 @@ def _find_layer_misfits(
     """Find why a layer cannot be split."""
     name = style.name
     classes = (nn.Linear, nn.Embedding) if name == "vocabulary" else (nn.Linear,)
-    cls = next((cls for cls in classes if isinstance(submodule, cls)), None)
-    has_forward_of_class = cls and type(submodule).forward is cls.forward and "forward" not in vars(submodule)
+    forward = vars(submodule).get("forward", type(submodule).forward)
+    has_forward_of_class = any(isinstance(submodule, cls) and forward is cls.forward for cls in classes)
     parameters = dict(submodule.named_parameters(recurse=False))
     if not has_forward_of_class or not parameters.keys() <= {"weight", "bias"}:
         texts = " or ".join(f"nn.{cls.__name__}" for cls in classes)
@@ -428,4 +423,6 @@ def _find_uneven_ties(module: nn.Module, dims: Mapping[str, int | None]) -> Iter
 
 
 def _describe_split(dim: int | None) -> str:
-    return "whole" if dim is None else f"split by dim {dim}"
+    if dim is None:
+        return "whole"
+    return f"split by dim {dim}"

@@ -56,7 +56,8 @@ def vocab_parallel_embedding(
     check_axis(api_name, axis)
     with calling(api_name, lambda: [axis], begins=False), _compare_vocabularies(vocab_size):
         _check_ids(api_name, "ids", ids)
-        _check_weight(api_name, weight, vocab_size)
+        _check_vocab_size(api_name, vocab_size)
+        _check_weight(api_name, weight)
         piece = _locate_piece(api_name, len(weight), ids.device, axis, vocab_size)
         local_ids, is_remote = _find_local_ids(api_name, ids, piece)
         if not len(weight):
@@ -119,10 +120,9 @@ def vocab_parallel_cross_entropy(
     check_axis(api_name, axis)
     with calling(api_name, lambda: [axis], begins=False), _compare_vocabularies(vocab_size):
         _check_ids(api_name, "targets", targets)
+        _check_vocab_size(api_name, vocab_size)
         if weight is not None:
-            _check_weight(api_name, weight, vocab_size)
-        else:
-            _check_vocab_size(api_name, vocab_size)
+            _check_weight(api_name, weight)
         _check_loss(api_name, h, weight, targets, reduction, ignore_index)
         rows = h.shape[-1] if weight is None else len(weight)
         piece = _locate_piece(api_name, rows, targets.device, axis, vocab_size)
@@ -236,10 +236,9 @@ def _find_local_ids(
 
 def _check_range(api_name: str, ids: torch.Tensor, vocabulary: int) -> None:
     if ids.numel():
-        least = int(ids.min())
-        most = int(ids.max())
+        least, most = ids.aminmax()
         is_known = least >= 0 and most < vocabulary
-        expect(is_known, api_name, f"ids from 0 to {vocabulary - 1}", f"{least} to {most}")
+        expect(bool(is_known), api_name, f"ids from 0 to {vocabulary - 1}", f"{int(least)} to {int(most)}")
 
 
 def _check_ids(api_name: str, name: str, ids: Any) -> None:
@@ -248,11 +247,10 @@ def _check_ids(api_name: str, name: str, ids: Any) -> None:
     expect(is_whole, api_name, f"{name} to be a tensor of whole numbers", describe(ids))
 
 
-def _check_weight(api_name: str, weight: Any, vocab_size: Any) -> None:
+def _check_weight(api_name: str, weight: Any) -> None:
     is_matrix = isinstance(weight, torch.Tensor) and weight.dim() == 2
     expected = "weight to be a matrix, this rank's rows of it"
     expect(is_matrix, api_name, expected, describe(weight), "pass the gathered leaf")
-    _check_vocab_size(api_name, vocab_size)
 
 
 def _check_vocab_size(api_name: str, vocab_size: Any) -> None:
@@ -275,5 +273,4 @@ def _check_loss(
     shape = ", ".join([*map(str, targets.shape), last_dim])
     expect(fits, api_name, f"h to be a tensor of shape ({shape})", describe(h))
     expect(reduction in REDUCTIONS, api_name, f"reduction to be one of {REDUCTIONS}", f"{reduction!r:.40}")
-    is_whole = isinstance(ignore_index, int) and not isinstance(ignore_index, bool)
-    expect(is_whole, api_name, "ignore_index to be a whole number", f"{ignore_index!r:.40}")
+    expect(type(ignore_index) is int, api_name, "ignore_index to be a whole number", f"{ignore_index!r:.40}")

@@ -208,7 +208,7 @@ def assert_matches_ddp(
         actual = {"loss": objective.detach(), "params": fs.unshard(state.params), "buffers": buffers}
         problems = differing_leaves(actual, expected, rtol, atol, exact)
         headline = f"step {step} (counted from 0) is the first that differs from DDP: trees differ"
-        refuse_on_all_ranks(headline, problems, "look at the first leaf that differs", [ranks], AssertionError)
+        refuse_on_all_ranks(headline, problems, "look at the first leaf that differs", [ranks])
     return state
 
 
@@ -229,9 +229,12 @@ def _step_of_ddp(
 
 
 def refuse_on_all_ranks(
-    headline: str, problems: list[Problem], remedy: str, axes: Sequence[fs.Axis], error: type[Exception]
+    headline: str,
+    problems: list[Problem],
+    remedy: str,
+    axes: Sequence[fs.Axis],
 ) -> None:
-    """Raise the text of this rank's problems, or that of the first rank that has any."""
+    """Raise an AssertionError of this rank's problems, or that of the first rank that has any."""
     text = ""
     try:
         refuse(headline, problems, remedy)
@@ -239,4 +242,4 @@ def refuse_on_all_ranks(
         text = str(refusal)
     for rank, text_of_rank in enumerate(all_gather_object(text, axes, _API_NAME)):
         if text_of_rank:
-            raise error(text or f"rank {rank}: {text_of_rank}")
+            raise AssertionError(text or f"rank {rank}: {text_of_rank}")
