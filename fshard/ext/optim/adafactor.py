@@ -80,7 +80,9 @@ def scale_by_factored_rms(
     """
     api_name = "scale_by_factored_rms"
     order = find_order(api_name, reduction_order)
-    _check_numbers(api_name, beta2_decay, {} if eps is None else {"eps": eps})
+    check_numbers(api_name, NOT_POSITIVE, beta2_decay=beta2_decay)
+    if eps is not None:
+        check_numbers(api_name, NOT_NEGATIVE, eps=eps)
 
     def update(grads: Any, state: AdafactorState, params: Any) -> tuple[Any, AdafactorState]:
         counts = count_updates(state.counts, grads)
@@ -187,7 +189,8 @@ def adafactor(
     """
     check_rates("adafactor", lr, weight_decay=weight_decay)
     check_numbers("adafactor", AT_LEAST_ONE, d=d)
-    _check_eps(beta2_decay, eps)
+    check_numbers("adafactor", NOT_POSITIVE, beta2_decay=beta2_decay)
+    _check_eps(eps)
     least_square, least_size = eps
     scaling = scale_by_factored_rms(beta2_decay, least_square, reduction_order=reduction_order)
 
@@ -219,19 +222,13 @@ def adafactor(
     return fs.Optimizer(scaling.init, update)
 
 
-def _check_eps(beta2_decay: float, eps: Any) -> None:
+def _check_eps(eps: Any) -> None:
     is_pair = isinstance(eps, list | tuple) and len(eps) == 2
     expect(is_pair, "adafactor", "eps to be two numbers", f"{eps!r:.40}")
     least_square, least_size = eps
-    numbers = {"eps[1]": least_size}
     if least_square is not None:
-        numbers = {"eps[0]": least_square} | numbers
-    _check_numbers("adafactor", beta2_decay, numbers)
-
-
-def _check_numbers(api_name: str, beta2_decay: float, numbers: dict[str, float]) -> None:
-    check_numbers(api_name, NOT_POSITIVE, beta2_decay=beta2_decay)
-    check_numbers(api_name, NOT_NEGATIVE, **numbers)
+        check_numbers("adafactor", NOT_NEGATIVE, **{"eps[0]": least_square})
+    check_numbers("adafactor", NOT_NEGATIVE, **{"eps[1]": least_size})
 
 
 def _root_of_numel(leaf: Any) -> torch.Tensor | None:

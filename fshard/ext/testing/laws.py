@@ -229,11 +229,10 @@ class _Claims:
         self.add(f"{name}'s inputs: leaves it wrote to", _count_differing(before, inputs))
         if not fs.tree_leaves(states):
             doubled = [2 * tensor for tensor in tensors]
-            single, _ = run(tensors, *states)
             single_doubled, _ = run(doubled, *states)
             batched, _ = run(_stack(tensors, doubled), *states)
             path = f"{name} with a batch of vmap behind the dims: leaves that differ from single calls"
-            self.add(path, _count_differing(list(batched), _stack(single, single_doubled)))
+            self.add(path, _count_differing(list(batched), _stack(result[0], single_doubled)))
         return result[0], record.bytes_sent()
 
 
