@@ -959,8 +959,8 @@ FAULTS = (
     Fault(
         "skipped-where-ranks-split-a-leaf-alone",
         "fshard/ext/optim/wrappers.py",
-        "axes.update(dict.fromkeys(leaf.spec.axes))",
-        "axes.update(dict.fromkeys(leaf.spec.partition_axes()))",
+        "axes = flat.axes",
+        "axes = tuple(dict.fromkeys(axis for spec in flat.specs for axis in spec.partition_axes()))",
         "10: all ranks skip an update, or none does",
     ),
     Fault(

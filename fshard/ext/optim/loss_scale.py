@@ -83,7 +83,11 @@ def dynamic_loss_scale(
     def update(grads: Any, state: ScaleState, params: Any, donate: bool = False) -> tuple[Any, ScaleState]:
         # As GradScaler does: the inverse in float64, and one multiplication.
         inverse = state.scale.double().reciprocal().float()
-        grads = map_gradients(lambda grad: _widen(grad) * inverse, grads)
+
+        def unscale(grad: torch.Tensor) -> torch.Tensor:
+            return grad.to(torch.promote_types(grad.dtype, torch.float32)) * inverse
+
+        grads = map_gradients(unscale, grads)
         params, inner = run_update("dynamic_loss_scale", "tx", skipping, grads, state.inner, params, donate=donate)
         is_finite = inner.skipped == state.inner.skipped
         good = torch.where(is_finite, state.good + 1, 0)
@@ -95,7 +99,3 @@ def dynamic_loss_scale(
         return params, ScaleState(scale, torch.where(may_grow, 0, good), inner)
 
     return fs.Optimizer(init, update, partial(update, donate=True))
-
-
-def _widen(grad: torch.Tensor) -> torch.Tensor:
-    return grad.to(torch.promote_types(grad.dtype, torch.float32))

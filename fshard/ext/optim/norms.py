@@ -279,20 +279,15 @@ def _reduce(
     results = list(values)
     for group_axes, positions in grouped(axes, tuple).items():
         group = [results[i] for i in positions]
-        if largest:
-            group = _find_largest(group, group_axes)
-        else:
+        if not largest:
             group = sum_over(group, group_axes)
+        else:
+            for axis in group_axes:
+                rows = fs.all_gather_invariant([value[None] for value in group], axis)
+                group = [row.amax(0) for row in rows]
         for i, value in zip(positions, group, strict=True):
             results[i] = value
     return results
-
-
-def _find_largest(values: list[torch.Tensor], axes: Axes) -> list[torch.Tensor]:
-    for axis in axes:
-        rows = fs.all_gather_invariant([value[None] for value in values], axis)
-        values = [row.amax(0) for row in rows]
-    return values
 
 
 def element_sums(

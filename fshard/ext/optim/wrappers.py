@@ -195,13 +195,12 @@ def ema(tx: fs.Optimizer, decay: float) -> fs.Optimizer:
 def all_finite(grads: Any) -> torch.Tensor:
     """Tell by a bool tensor of shape () whether every element of every gradient is finite on every rank."""
     bad = zero()
-    axes: dict[fs.Axis, None] = {}
-    for leaf in leaves_of(grads):
+    flat = flatten(grads)
+    for leaf in flat.leaves:
         if leaf is not None:
             bad = bad + (~elements_of(leaf).isfinite()).any().long()
-        if isinstance(leaf, fs.Sharded):
-            axes.update(dict.fromkeys(leaf.spec.axes))
-    return sum_over(bad, tuple(axes)) == 0
+    axes = flat.axes
+    return sum_over(bad, axes) == 0
 
 
 def masked(tx: Any, mask: Mask, otherwise: fs.ShardTransform | None = None) -> Any:

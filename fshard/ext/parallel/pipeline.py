@@ -415,8 +415,8 @@ class _Run:
         self._differentiates = differentiates
         self._axis = arguments.axis
         self._label = fs.comm.Label("pipeline", parts=f"{options}, {like.dtype} {tuple(like.shape)}")
-        # By the op of the forward.
-        self._live: dict[Op, _LiveForward] = {}
+        # By the microbatch.
+        self._live: dict[int, _LiveForward] = {}
         # By the op that takes it, a function that waits for a message.
         self._inbox: dict[Op, Callable[[], torch.Tensor]] = {}
         self._in_flight: deque[Callable[[], Any]] = deque()
@@ -476,14 +476,15 @@ class _Run:
             sources = tape.tokens[:1]
             if op.stage:
                 sources.append(h)
-            self._live[op] = _LiveForward(results[0], sources, tape.tokens[1:])
+            self._live[op.microbatch] = _LiveForward(results[0], sources, tape.tokens[1:])
             if op.microbatch == 0:
                 _check_graph(results[0], [*self._leaves, *sources])
         return results
 
     def _run_backward(self, op: Op) -> torch.Tensor | None:
         """Run the backward of the stage; return the cotangent of its input, None on the first stage."""
-        live = self._live.pop(op._replace(is_backward=False))
+        call = self._call
+        live = self._live.pop(op.microbatch)
         cotangent = torch.ones_like(live.out) if self._is_last(op) else self._inbox.pop(op)()
         trained = [i for i, leaf in enumerate(self._leaves) if leaf.requires_grad]
         inputs = [*(self._leaves[i] for i in trained), *live.sources]
@@ -496,19 +497,16 @@ class _Run:
         if outputs and inputs:
             grads = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
         for i, grad in zip(trained, grads, strict=False):
-            if grad is not None:
-                self._add_gradient(i, grad)
+            if grad is None:
+                continue
+            spec = call.specs[i]
+            before = self._sums[i]
+            dtype = sum_dtype(spec, grad.dtype) if spec else grad.dtype
+            # A copy, because the sum is scaled in place, and leaves may share the memory of a gradient.
+            self._sums[i] = grad.to(dtype, copy=True) if before is None else before + grad.to(dtype)
         if not op.stage:
             return None
-        return torch.zeros_like(self._call.like) if grads[-1] is None else grads[-1]
-
-    def _add_gradient(self, i: int, grad: torch.Tensor) -> None:
-        """Add a microbatch's gradient of a leaf to the sum."""
-        spec = self._call.specs[i]
-        before = self._sums[i]
-        dtype = sum_dtype(spec, grad.dtype) if spec else grad.dtype
-        # A copy, because the sum is scaled in place, and leaves may share the memory of a gradient.
-        self._sums[i] = grad.to(dtype, copy=True) if before is None else before + grad.to(dtype)
+        return torch.zeros_like(call.like) if grads[-1] is None else grads[-1]
 
     def _exchange(self, tick: Tick, output: torch.Tensor | None) -> None:
         """Start to send the outputs of a tick's ops to the ranks that use them."""

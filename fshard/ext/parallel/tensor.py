@@ -112,7 +112,6 @@ def tensor_parallel(
     problems = [
         *_find_misfits(module, styles, axis),
         *_find_uneven_counts(counts, axis),
-        *_find_nested_gathers(styles),
         *_find_uneven_ties(module, dims),
     ]
     refuse(f"{API_NAME}: the plan does not fit the module", problems, "change the plan, or the sizes of the module")
@@ -293,22 +292,17 @@ def _match_plan(module: nn.Module, plan: Any) -> dict[str, Style]:
     expect(is_plan, API_NAME, "plan to be a dict of styles by patterns of submodules' names", f"{plan!r:.100}")
     styles: dict[str, Style] = {}
     for pattern, given in plan.items():
-        style = _parse_style(pattern, given)
+        is_pair = isinstance(given, tuple) and len(given) == 2
+        name, parts = given if is_pair else (given, 1)
+        is_style = isinstance(name, str) and name in STYLES
+        is_count = type(parts) is int and parts > 0 and (parts == 1 or name == "column")
+        expected = f"plan[{pattern!r}] to be one of {STYLES}, or ('column', k)"
+        expect(is_style and is_count, API_NAME, expected, f"{given!r:.60}")
         paths = [path for path, _ in named_modules(module) if path and fnmatchcase(path, pattern)]
         expect(paths, API_NAME, f"plan[{pattern!r}] to match a submodule", "no match", "name some of named_modules()")
         # The first pattern that matches counts.
-        styles = dict.fromkeys(paths, style) | styles
+        styles = dict.fromkeys(paths, Style(name, parts)) | styles
     return styles
-
-
-def _parse_style(pattern: str, given: Any) -> Style:
-    is_pair = isinstance(given, tuple) and len(given) == 2
-    name, parts = given if is_pair else (given, 1)
-    is_style = isinstance(name, str) and name in STYLES
-    is_count = type(parts) is int and parts > 0 and (parts == 1 or name == "column")
-    expected = f"plan[{pattern!r}] to be one of {STYLES}, or ('column', k)"
-    expect(is_style and is_count, API_NAME, expected, f"{given!r:.60}")
-    return Style(name, parts)
 
 
 def _match_counts(module: nn.Module, styles: Mapping[str, Style], divide: Any) -> dict[str, int]:
@@ -368,6 +362,10 @@ def _find_misfits(module: nn.Module, styles: Mapping[str, Style], axis: fs.Axis)
         if style.name == "sequence":
             if any(list(child.parameters()) for child in submodule.children()):
                 yield path, "has submodules with parameters, which style 'sequence' would leave out", ""
+        elif style.name == "gather":
+            for outer, other_style in styles.items():
+                if other_style.name == "gather" and path.startswith(f"{outer}."):
+                    yield path, f"has style 'gather', and is inside {outer!r}, which has it too", ""
         elif style.name in SIDES:
             yield from _find_layer_misfits(path, submodule, style, axis)
 
@@ -401,15 +399,6 @@ def _find_uneven_counts(counts: Mapping[str, int], axis: fs.Axis) -> Iterator[Pr
     for name, count in counts.items():
         if count % axis.size:
             yield name, str(count), f"a multiple of {axis.size}"
-
-
-def _find_nested_gathers(styles: Mapping[str, Style]) -> Iterator[Problem]:
-    """Find modules of style "gather" inside of others."""
-    gathers = [path for path, style in styles.items() if style.name == "gather"]
-    for path in gathers:
-        for outer in gathers:
-            if path.startswith(f"{outer}."):
-                yield path, f"has style 'gather', and is inside {outer!r}, which has it too", ""
 
 
 def _find_uneven_ties(module: nn.Module, dims: Mapping[str, int | None]) -> Iterator[Problem]:

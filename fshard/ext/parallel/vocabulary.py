@@ -228,17 +228,14 @@ def _find_local_ids(
     has_values = ids.is_cpu and not is_tracing() and not _compat.is_transformed(ids)
     if has_values:
         counted = ids if ignore_index is None else ids[ids != ignore_index]
-        _check_range(api_name, counted, int(piece.vocabulary))
+        if counted.numel():
+            least, most = counted.aminmax()
+            is_known = least >= 0 and most < piece.vocabulary
+            expected = f"ids from 0 to {int(piece.vocabulary) - 1}"
+            expect(bool(is_known), api_name, expected, f"{int(least)} to {int(most)}")
     places = ids - piece.start
     is_remote = (places < 0) | (places >= piece.rows)
     return places.masked_fill(is_remote, 0), is_remote
-
-
-def _check_range(api_name: str, ids: torch.Tensor, vocabulary: int) -> None:
-    if ids.numel():
-        least, most = ids.aminmax()
-        is_known = least >= 0 and most < vocabulary
-        expect(bool(is_known), api_name, f"ids from 0 to {vocabulary - 1}", f"{int(least)} to {int(most)}")
 
 
 def _check_ids(api_name: str, name: str, ids: Any) -> None:

@@ -63,7 +63,11 @@ def check_optimizer(
 
     expected: Any = None
     for world_size in world_sizes:
-        results = _run_on_ranks(program, world_size)
+        try:
+            results = fs.testing.spmd(program, world_size)
+        except fs.testing.RankError as error:
+            cause = error.__cause__
+            raise cause if isinstance(cause, AssertionError) else error from None
         if expected is None:
             expected = results[0]["ddp"]
         for name in results[0]:
@@ -88,15 +92,6 @@ def _draw_gradients(params: Any, step: int) -> Any:
         leaf = flat.leaves[i]
         gradients[i] = torch.randn(leaf.shape, generator=generator, dtype=torch.float64).to(leaf)
     return flat.unflatten(gradients)
-
-
-def _run_on_ranks(program: Callable[[], Any], world_size: int) -> list[Any]:
-    """Run a program on simulated ranks; raise an AssertionError of theirs as it is."""
-    try:
-        return fs.testing.spmd(program, world_size)
-    except fs.testing.RankError as error:
-        cause = error.__cause__
-        raise cause if isinstance(cause, AssertionError) else error from None
 
 
 def _make_strategies() -> dict[str, fs.ShardTransform]:

@@ -248,7 +248,8 @@ def _count_differing(actual: Any, expected: Any) -> int:
 
 def _draw_normal(shapes: Sequence[Sequence[int]], dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
     """Draw normal numbers in float64, and round them to a dtype."""
-    draw = partial(torch.randn, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
     return [draw(tuple(shape)).to(dtype) for shape in shapes]
 
 
