@@ -176,10 +176,8 @@ def encode(rows: torch.Tensor, spec: fs.Spec, block: int) -> torch.Tensor:
     if batch_dims:
         # [rows, *shape, *batch] -> [rows, batch, *shape] -> [rows * batch, *shape]
         rows = rows.flatten(-batch_dims).movedim(-1, 1).flatten(0, 1)
-    # Lower precisions cannot hold the scales of small numbers.
-    wide_dtype = _wide_dtype(rows.dtype)
-    # [rows, *shape] -> [rows, elements]
-    values = rows.detach().reshape(len(rows), -1).to(wide_dtype)
+    # [rows, *shape] -> [rows, elements]. Lower precisions cannot hold the scales of small numbers.
+    values = rows.detach().reshape(len(rows), -1).to(_wide_dtype(rows.dtype))
     size = values.shape[1]
     blocks_count = -(-size // block)
     padded = _pad(values, -size % block)

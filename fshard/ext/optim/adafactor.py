@@ -235,5 +235,4 @@ def _root_of_numel(leaf: Any) -> torch.Tensor | None:
     """Return the root of the number of elements of a whole leaf."""
     if leaf is None:
         return None
-    shape = leaf.spec.shape if isinstance(leaf, fs.Sharded) else leaf.shape
-    return torch.tensor(max(1, math.prod(shape)) ** 0.5, dtype=torch.float64)
+    return torch.tensor(max(1, leaf.numel()) ** 0.5, dtype=torch.float64)

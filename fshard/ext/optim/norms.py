@@ -90,7 +90,7 @@ def global_norm(
         return torch.zeros(())
     powers = torch.stack(_sum_powers(leaves, p, order))
     # The norm of complex numbers is real.
-    dtypes = {tensor_of(leaf).dtype.to_real() for leaf in leaves}
+    dtypes = {leaf.dtype.to_real() for leaf in leaves}
     dtype = reduce(torch.promote_types, dtypes, torch.float32)
     return _take_root(_combine(powers, p), p).to(dtype)
 
@@ -137,7 +137,7 @@ def leaf_norms(
     def take_norm(leaf: Any) -> Any:
         if leaf is None:
             return None
-        dtype = torch.promote_types(tensor_of(leaf).dtype.to_real(), torch.float32)
+        dtype = torch.promote_types(leaf.dtype.to_real(), torch.float32)
         return make_varying(next(norms).to(dtype), partition_axes(leaf))
 
     return map_leaves(take_norm, tree)
@@ -171,9 +171,8 @@ def leaf_means(tree: Any, dim: int, reduction_order: str | None = None) -> Any:
         if not _has_rows(leaf):
             return None
         total, total_axes = next(rows)
-        shape = leaf.spec.storage_shape if isinstance(leaf, fs.Sharded) else leaf.shape
-        mean = make_varying(total, total_axes) / max(1, shape[dim])
-        mean = mean.to(tensor_of(leaf).dtype)
+        mean = make_varying(total, total_axes) / max(1, leaf.shape[dim])
+        mean = mean.to(leaf.dtype)
         return fs.Sharded(mean, reduce_spec(leaf.spec)) if isinstance(leaf, fs.Sharded) else mean
 
     return map_leaves(take_mean, tree)

@@ -209,7 +209,7 @@ def _step_at_owners(
     if not axes:
         return [_step_row(tx, row) for row in rows]
     axis, *other_axes = axes
-    owned = assign([flops_of(row.leaf.spec.shape) for row in rows], axis.size)
+    owned = assign([flops_of(row.leaf.shape) for row in rows], axis.size)
     joined = _collect_at_owners(rows, owned, axis, device)
     stepped = _step_at_owners(tx, other_axes, joined, device)
     return _return_to_ranks(rows, owned, stepped, axis, device)

@@ -82,9 +82,16 @@ def _describe_difference(a: Any, b: Any, rtol: float | None, atol: float | None,
         return "" if a is b else f"{a!r} and {b!r}"
     if exact:
         rtol = atol = 0.0
-    options: dict[str, Any] = {"rtol": rtol, "atol": atol, "equal_nan": True, "check_device": False}
     try:
-        torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), check_dtype=exact, **options)
+        torch.testing.assert_close(
+            torch.as_tensor(a),
+            torch.as_tensor(b),
+            rtol=rtol,
+            atol=atol,
+            equal_nan=True,
+            check_device=False,
+            check_dtype=exact,
+        )
     except AssertionError as error:
         first, _, rest = str(error).partition("\n\n")
         return " ".join((rest or first).split())
