@@ -1008,8 +1008,8 @@ FAULTS = (
     Fault(
         "gradient-that-leaves-share-scaled-twice",
         "fshard/ext/parallel/pipeline.py",
-        "self._sums[i] = grad.to(dtype, copy=True) if before is None else before + grad.to(dtype)",
-        "self._sums[i] = grad.to(dtype) if before is None else before + grad.to(dtype)",
+        "self.gradients[i] = grad.to(dtype, copy=True) if before is None else before + grad.to(dtype)",
+        "self.gradients[i] = grad.to(dtype) if before is None else before + grad.to(dtype)",
         "3: a pipeline's gradients are those of one process, also of leaves to which autograd gives one tensor",
     ),
     Fault(

@@ -370,9 +370,14 @@ class _PipelineCall:
         def forward(_: Tensors) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
             run = _Run(self, differentiates)
             sums = run.all_ticks()
-            grads = run.gradients()
-            with_grad[:] = [place for place, i in enumerate(self.floating) if grads[i] is not None]
-            return sums, [grad for grad in grads if grad is not None]
+            grads = []
+            with_grad.clear()
+            for place, i in enumerate(self.floating):
+                total = run.gradients[i]
+                if total is not None:
+                    with_grad.append(place)
+                    grads.append(total.to(self.leaves[i].dtype))
+            return sums, grads
 
         def backward(saved: Tensors, cotangents: Tensors) -> list[torch.Tensor | None]:
             scaled: list[torch.Tensor | None] = [None] * len(tensors)
@@ -405,7 +410,11 @@ class _LiveForward(NamedTuple):
 
 
 class _Run:
-    """All ticks of one rank."""
+    """All ticks of one rank.
+
+    Attributes:
+        gradients: For each leaf the sum of its gradients so far; None for a leaf that has none.
+    """
 
     def __init__(self, call: _PipelineCall, differentiates: bool) -> None:
         arguments = call.arguments
@@ -420,9 +429,9 @@ class _Run:
         # By the op that takes it, a function that waits for a message.
         self._inbox: dict[Op, Callable[[], torch.Tensor]] = {}
         self._in_flight: deque[Callable[[], Any]] = deque()
-        # The leaves at which the graphs of microbatches end, and the sums of their gradients.
+        # The leaves at which the graphs of microbatches end.
         self._leaves = [leaf.detach().requires_grad_(differentiates and leaf.requires_grad) for leaf in call.leaves]
-        self._sums: list[torch.Tensor | None] = [None] * len(call.leaves)
+        self.gradients: list[torch.Tensor | None] = [None] * len(call.leaves)
 
     def all_ticks(self) -> list[torch.Tensor]:
         """Run all ticks.
@@ -449,13 +458,6 @@ class _Run:
                 self._exchange(tick, output)
         self._finish_messages(remaining=0)
         return sums
-
-    def gradients(self) -> list[torch.Tensor | None]:
-        """Return the gradient of each leaf in its dtype; None for a leaf that has none."""
-        grads: list[torch.Tensor | None] = []
-        for total, leaf in zip(self._sums, self._leaves, strict=True):
-            grads.append(None if total is None else total.to(leaf.dtype))
-        return grads
 
     def _is_last(self, op: Op) -> bool:
         return op.stage == self._axis.size - 1
@@ -500,10 +502,10 @@ class _Run:
             if grad is None:
                 continue
             spec = call.specs[i]
-            before = self._sums[i]
+            before = self.gradients[i]
             dtype = sum_dtype(spec, grad.dtype) if spec else grad.dtype
             # A copy, because the sum is scaled in place, and leaves may share the memory of a gradient.
-            self._sums[i] = grad.to(dtype, copy=True) if before is None else before + grad.to(dtype)
+            self.gradients[i] = grad.to(dtype, copy=True) if before is None else before + grad.to(dtype)
         if not op.stage:
             return None
         return torch.zeros_like(call.like) if grads[-1] is None else grads[-1]
