@@ -431,7 +431,9 @@ def _refuse_skipped_leaves(make: Make, flat: Flat) -> None:
     """
     if not make.keywords.get("fused"):
         return
-    skipped = {dtype for dtype in _trained_dtypes(flat) if dtype.itemsize < 4 and not _steps_all_elements(make, dtype)}
+    skipped = {
+        dtype for dtype in _list_trained_dtypes(flat) if dtype.itemsize < 4 and not _steps_all_elements(make, dtype)
+    }
 
     def describe_skipped(leaf: Any) -> str | None:
         tensor = tensor_of(leaf)
@@ -444,7 +446,7 @@ def _refuse_skipped_leaves(make: Make, flat: Flat) -> None:
         refuse(headline, problems, "leave out fused=True, or install torch 2.14")
 
 
-def _trained_dtypes(flat: Flat) -> set[torch.dtype]:
+def _list_trained_dtypes(flat: Flat) -> set[torch.dtype]:
     return {tensor_of(leaf).dtype for leaf in flat.leaves if is_trained(leaf)}
 
 
@@ -497,7 +499,7 @@ def _looks_across_elements(make: Make) -> bool:
 def _list_inexact_dtypes(make: Make, flat: Flat) -> list[str]:
     """List the dtypes of leaves whose elements a class rounds by their place in a shard."""
     inexact = set()
-    for dtype in _trained_dtypes(flat):
+    for dtype in _list_trained_dtypes(flat):
         # Most kernels of half precision round the last few elements differently, some too rarely for a trial to show.
         is_half = dtype.itemsize < 4
         if is_half or not _step_in_parts(make, dtype).equal(_step_in_parts(make, dtype, size=1)):
