@@ -215,6 +215,21 @@ def excesses(sums: Mapping[str, float], most: Mapping[str, float]) -> list[str]:
     return sorted(errors)
 
 
+def risen_names(files: Mapping[str, Reading], text: str) -> list[str]:
+    """Name the files that have more weak names or participles than their rows say, with the participles."""
+    lines = []
+    for name, reading in files.items():
+        row = re.search(rf"^\| `{re.escape(name)}` \|.* (\d+) \| (\d+) \|$", text, re.MULTILINE)
+        weak_names, participles = map(int, row.groups()) if row else (0, 0)
+        if reading.weak_names > weak_names:
+            lines.append(f"{name}: {reading.weak_names} weak names, its row says {weak_names}")
+        if reading.participles > participles:
+            nodes = ast.walk(ast.parse((ROOT / "fshard" / name).read_text()))
+            functions = [node.name for node in nodes if isinstance(node, FUNCTIONS) and is_participle(node.name)]
+            lines.append(f"{name}: {reading.participles} participles, its row says {participles}: {functions}")
+    return lines
+
+
 def table(files: Mapping[str, Reading]) -> str:
     """Make the table of all files."""
     lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]

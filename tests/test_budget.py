@@ -48,9 +48,21 @@ def test_rings_are_summed_and_examples_are_not():
 
 
 def test_the_package_reads_no_worse_than_the_table_says():
-    sums = readability.totals(readability.readings())
-    errors = readability.excesses(sums, readability.limits(budget.TABLE.read_text()))
-    assert not errors, "\n".join(errors)
+    files = readability.readings()
+    text = budget.TABLE.read_text()
+    errors = readability.excesses(readability.totals(files), readability.limits(text))
+    assert not errors, "\n".join([*errors, *readability.risen_names(files, text)])
+
+
+def test_files_with_more_weak_names_are_named():
+    files = {name: reading for name, reading in readability.readings().items() if name == "jit/jit.py"}
+    row = readability.table(files)
+    assert readability.risen_names(files, row) == []
+    more = {"jit/jit.py": files["jit/jit.py"]._replace(weak_names=9)}
+    (line,) = readability.risen_names(more, row)
+    assert line.startswith("jit/jit.py: 9 weak names, its row says ")
+    (line,) = readability.risen_names({"tree/flat.py": readability.read("def owned(): pass\n")}, row)
+    assert line.startswith("tree/flat.py: 1 participles, its row says 0: [")
 
 
 def test_the_signs_of_a_file_are_counted():

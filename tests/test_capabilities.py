@@ -69,7 +69,7 @@ def breaches(text: str, public: set[str], core: bool = False) -> Iterator[str]:
 
 
 def test_every_capability_has_a_row_and_every_row_a_test():
-    """Of the core; a test of extensions reads the whole map."""
+    """Of the core; tests/ext/test_house.py reads the whole map."""
     text = (ROOT / "tests/CAPABILITIES.md").read_text()
     public = set(public_names([*house.public_objects(fs)]))
     assert list(breaches(text, public, core=True)) == []

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call, grad_and_value
+from torch.nn import functional as F
 
 import fshard as fs
 from fshard.rounding import tolerance
@@ -13,7 +14,7 @@ from fshard.testing import assert_trees_close
 from tests.ranks import my_rank, on_ranks
 from tests.tolerance import largest, within
 from tests.trees import assert_same_bits, normal, one_axis
-from tests.unit_models import HIDDEN, Block, filled, full, vectors, zero3
+from tests.unit_models import HIDDEN, WIDTH, Block, filled, full, vectors, zero3
 
 
 class Regression(nn.Module):
@@ -63,6 +64,66 @@ def test_casts_by_the_strategy(world_size):
                 scale = largest(terms)
                 atol = tolerance(reduced, world_size, scale) + tolerance(torch.float32, terms=1, scale=scale)
                 torch.testing.assert_close(grad, mean.float(), rtol=0.0, atol=atol)
+
+
+class OwnBias(nn.Linear):
+    """Adds the bias in its own dtype, which F.linear refuses beside a weight of another one."""
+
+    def forward(self, x):
+        return F.linear(x.to(self.weight.dtype), self.weight) + self.bias
+
+
+STEPS = 3
+SGD = dict(lr=0.1, momentum=0.9)
+
+
+def bfloat16_except_biases(mesh):
+    """ZeRO-3 in bfloat16, but for the biases."""
+    zero3 = partial(fs.zero3, mesh, min_shard_elements=0, reduce_dtype=torch.float32)
+    return fs.masked(zero3(), "*bias", otherwise=zero3(param_dtype=torch.bfloat16))
+
+
+def dtype_of(name):
+    return torch.float32 if name.endswith("bias") else torch.bfloat16
+
+
+def trained_in_one_process(module, batches):
+    """The losses and parameters of training on all ranks' batches at once, by torch's own optimizer."""
+    params = {name: p.detach().clone() for name, p in module.named_parameters()}
+    optimizer = torch.optim.SGD(params.values(), **SGD)
+    losses = []
+    for _ in range(STEPS):
+        total = 0.0
+        for p in params.values():
+            p.grad = torch.zeros_like(p)
+        for x in batches:
+            computed = {name: p.to(dtype_of(name)).requires_grad_() for name, p in params.items()}
+            loss = functional_call(module, computed, x.bfloat16()).square().mean()
+            total += loss.detach() / len(batches)
+            for p, grad in zip(params.values(), torch.autograd.grad(loss, list(computed.values()))):
+                p.grad += grad.float() / len(batches)
+        optimizer.step()
+        losses.append(total)
+    return losses, params
+
+
+@on_ranks(2)
+def test_biases_keep_a_dtype_of_their_own(world_size):
+    """They are gathered without rounding and computed with as float32; sums of two ranks have one order."""
+    module = filled(nn.Sequential(OwnBias(WIDTH, 13), nn.Tanh(), OwnBias(13, WIDTH)), torch.float32)
+    batches = [x.float() for (x,) in vectors(world_size)]
+    tx = fs.from_torch(torch.optim.SGD, **SGD)
+    model = fs.functionalize(module, nn.Linear)
+    state = fs.TrainState.create(model.init(bfloat16_except_biases(one_axis())), tx)
+    expected = {name: p.detach().to(dtype_of(name)) for name, p in module.named_parameters()}
+    assert_same_bits(fs.gather(state.params), expected)
+    run = fs.value_and_grad(lambda params, x: model.apply(params, x).square().mean())
+    losses = []
+    for _ in range(STEPS):
+        loss, grads = run(state.params, batches[my_rank()])
+        state = fs.update(tx, state, grads)
+        losses.append(loss)
+    assert_same_bits((losses, fs.unshard(state.params)), trained_in_one_process(module, batches))
 
 
 # Autograd saves views of gathered weights in every form; gathered again, they are the very same tensors.

@@ -170,7 +170,11 @@ def decode_outline(data: bytes, file: object) -> Manifest:
 
 
 def _parse_body(body: Any) -> Manifest:
-    """Take apart what JSON made of a body; `encode` makes other bytes of entries of other types."""
+    """Take apart what JSON made of a body.
+
+    Containers of other types are found by `encode`, which makes other bytes of them. A plain value keeps its bytes, so
+    that a new field needs a check of its type here.
+    """
     tensors = {}
     for path, (dtype, shape, chunks) in body["tensors"].items():
         tensors[path] = StoredLeaf(dtype, tuple(shape), tuple(map(Chunk.parse, chunks)))

@@ -435,12 +435,12 @@ def _refuse_skipped_leaves(make: Make, flat: Flat) -> None:
         dtype for dtype in _list_trained_dtypes(flat) if dtype.itemsize < 4 and not _steps_all_elements(make, dtype)
     }
 
-    def describe_skipped(leaf: Any) -> str | None:
+    def describe_leaf(leaf: Any) -> str | None:
         tensor = tensor_of(leaf)
         is_skipped = is_trained(leaf) and tensor.device.type == "cpu" and tensor.dtype in skipped
         return f"is {str(tensor.dtype).removeprefix('torch.')} on the CPU" if is_skipped else None
 
-    problems = flat.problems(describe_skipped)
+    problems = flat.problems(describe_leaf)
     if problems:
         headline = f"from_torch: the fused kernel of {make.func.__name__} does not step these leaves"
         refuse(headline, problems, "leave out fused=True, or install torch 2.14")

@@ -56,6 +56,7 @@ MIRRORS = {
         "tests/test_units_dtypes.py",
         "tests/test_units_memory.py",
         "tests/test_units_state.py",
+        "tests/transforms/test_transform_state.py",
     ),
     "fshard/value_and_grad.py": ("tests/test_value_and_grad.py", "tests/test_accumulate.py", "tests/test_tree_sums.py"),
     "fshard/reduction_order.py": ("tests/test_tree_sums.py", "tests/test_accumulate.py"),
@@ -429,6 +430,13 @@ FAULTS = (
         "while self._pending and self._pending_bytes + nbytes > leaves[0].policy.ahead_bytes:",
         "while self._pending and nbytes > leaves[0].policy.ahead_bytes:",
         "8: peak memory, because the bytes of reductions in flight are bounded",
+    ),
+    Fault(
+        "new-state-of-a-reduction-forgotten",
+        "fshard/engine/reductions.py",
+        "leaf.transform_state = state",
+        "leaf.transform_state = leaf.transform_state",
+        "9: the state of a transform is that which its last scatter returned",
     ),
     Fault(
         "use-in-earlier-microbatches-forgotten",

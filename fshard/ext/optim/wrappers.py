@@ -229,6 +229,14 @@ def masked(tx: Any, mask: Mask, otherwise: fs.ShardTransform | None = None) -> A
     >>> params = fs.shard({"weight": torch.ones(2), "bias": torch.ones(2)}, strategy)
     >>> fs.tree_map(lambda leaf: leaf.dtype, fs.gather(params))
     {'weight': torch.bfloat16, 'bias': torch.float32}
+
+    Whole strategies can be chosen in the same way. A model casts its inputs as the strategy says that has a
+    `param_dtype`; torch's layers refuse weights and biases of different dtypes.
+
+    >>> strategy = fs.masked(fs.zero3(mesh), "*bias", otherwise=fs.zero3(mesh, param_dtype=torch.bfloat16))
+    >>> params = fs.shard({"weight": torch.ones(2), "bias": torch.ones(2)}, strategy)
+    >>> fs.tree_map(lambda leaf: leaf.dtype, fs.gather(params))
+    {'weight': torch.bfloat16, 'bias': torch.float32}
     """
     if isinstance(tx, fs.ShardTransform):
         return masked_transform(tx, mask, otherwise)
