@@ -34,7 +34,8 @@ from tests.faults import (
     places_of,
     prepare,
 )
-from tests.ranks import my_rank, on_ranks, output_of_programs, world_of
+from tests.forked_programs import run_on_ranks
+from tests.ranks import my_rank, on_ranks, world_of
 from tests.trees import assert_same_bits
 
 # (a) A rank raises, at each place of each program, and then goes on to the next call or idles.
@@ -266,22 +267,21 @@ def test_a_rank_that_is_killed_is_named_on_all(name, place, size, fault, tmp_pat
     check_a_rank_that_is_killed_is_named_on_all(PROGRAMS[name][0], place, size, fault, tmp_path, monkeypatch)
 
 
-SCRIPT = """
-import torch, fshard as fs
-axis = fs.axis_of(fs.init_mesh({'shard': -1}, device='cpu', timeout=30.0))
-fs.psum(torch.ones(()), axis)
-if fs.axis_index(axis) == 1:
-    raise ValueError('bad sample 17')
-try:
+def fail_on_one_rank():
+    """Fail outside of any call, where nothing hears of it but the others' next collective."""
+    axis = fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu", timeout=60.0))
     fs.psum(torch.ones(()), axis)
-except fs.comm.CollectiveError as error:
-    print(error)
-"""
+    if fs.axis_index(axis) == 1:
+        raise ValueError("bad sample 17")
+    try:
+        fs.psum(torch.ones(()), axis)
+    except fs.comm.CollectiveError as error:
+        print(error)
 
 
 def test_a_rank_whose_program_ends_by_an_error_is_named():
     """Outside of any call; no launcher is there."""
-    survivor, failed = output_of_programs(2, SCRIPT)
+    survivor, failed = run_on_ranks(2, fail_on_one_rank)
     assert (survivor.code, failed.code) == (0, 1)
     assert survivor.output.startswith("rank 1 was killed or has ended\n")
 

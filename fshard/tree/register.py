@@ -8,6 +8,7 @@ import optree
 from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE
 
 from fshard import _compat
+from fshard.errors import expect
 
 Class = TypeVar("Class", bound=type)
 
@@ -47,7 +48,13 @@ def register_dataclass(cls: Class, *, meta_fields: Sequence[str] | None = None) 
     names = [field.name for field in dataclasses.fields(cls)]
     if meta_fields is None:
         meta_fields = [field.name for field in dataclasses.fields(cls) if field.metadata.get("static")]
-    unknown = sorted(set(meta_fields) - set(names))
+    expect(
+        isinstance(meta_fields, list | tuple | set | frozenset),
+        "register_dataclass",
+        "meta_fields to be a list of names of fields",
+        f"{meta_fields!r:.40}",
+    )
+    unknown = sorted(set(map(str, meta_fields)) - set(names))
     if unknown:
         raise ValueError(
             f"register_dataclass: meta_fields names {unknown[0]!r}, which is not a field of {cls.__name__}. Its fields "
