@@ -125,7 +125,10 @@ def _must_stay(node: Node) -> bool:
     target: Any = node.target
     if arguments_of(target) is None or target.namespace not in ("aten", "prims"):
         return True
-    return graph_nodes.is_impure(node) or graph_nodes.is_random(node)
+    # A number that is read while the graph runs, such as a step count, is neither input nor result of a kernel.
+    values = [neighbor.meta.get("val") for neighbor in (node, *node.all_input_nodes)]
+    has_number = any(isinstance(value, torch.SymFloat | torch.SymInt) for value in values)
+    return has_number or graph_nodes.is_impure(node) or graph_nodes.is_random(node)
 
 
 def _is_tensor(node: Node) -> bool:
