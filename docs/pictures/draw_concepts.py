@@ -31,7 +31,9 @@ class Picture:
             f'stroke="{GRAY}"/>',
         ]
 
-    def text(self, x: float, y: float, text: str, *, anchor: str = "middle", size: int = 14, bold: bool = False) -> None:
+    def text(
+        self, x: float, y: float, text: str, *, anchor: str = "middle", size: int = 14, bold: bool = False
+    ) -> None:
         """Write a line whose middle is at the height `y`."""
         weight = ' font-weight="600"' if bold else ""
         self._parts.append(
@@ -228,9 +230,13 @@ def varying() -> Picture:
     picture.line("M150 90 C 95 90, 95 174, 148 174", arrow=True)
     picture.text(72, 122, "psum,")
     picture.text(72, 142, "pmean")
-    picture.text(450, 242, "The backward goes the other way: the transpose of psum_invariant is pcast, that of pcast is")
-    picture.text(450, 264, "psum_invariant, and that of psum is psum. A gather of leaves leads from what is stored")
-    picture.text(450, 286, "to values that vary, and its transpose sums the gradients of all ranks.")
+    lines = [
+        "The backward goes the other way: the transpose of psum_invariant is pcast, that of pcast",
+        "is psum_invariant, and that of psum is psum. A gather of leaves leads from what is stored",
+        "to values that vary, and its transpose sums the gradients of all ranks.",
+    ]
+    for number, line in enumerate(lines):
+        picture.text(450, 242 + 22 * number, line)
     return picture
 
 
