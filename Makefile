@@ -36,11 +36,8 @@ lint: .venv/dev
 types: .venv/dev
 	$(BIN)/mypy fshard
 
-# A page for each public module; `!` leaves out other modules, some of which have the names of functions.
 docs: .venv/dev
-	$(BIN)/python -W error -m pdoc -d google --no-show-source -o build/docs \
-	    fshard fshard.ext.parallel.moe fshard.ext.optim.schedules '!fshard\.(?!checkpoint$$|comm$$|testing$$).*' \
-	    fshard.ext.parallel.moe fshard.ext.optim.schedules
+	$(BIN)/python -m sphinx --quiet --fail-on-warning -b html docs build/docs
 
 demo: .venv/examples
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/meter.py \

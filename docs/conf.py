@@ -43,8 +43,10 @@ nitpicky = False
 
 html_theme = "furo"
 html_title = "fshard"
-html_static_path = ["pictures"]
+html_static_path = ["static"]
+html_css_files = ["wide.css"]
 html_theme_options = {
+    "top_of_page_buttons": [],
     "light_css_variables": {"color-brand-primary": "#0b6e4f", "color-brand-content": "#0b6e4f"},
     "dark_css_variables": {"color-brand-primary": "#5fd3a8", "color-brand-content": "#5fd3a8"},
 }
