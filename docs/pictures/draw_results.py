@@ -1,0 +1,188 @@
+"""Draws the measured step times and peak memory: `python docs/pictures/draw_results.py`.
+
+`results.svg` stands at the top of README.md and has one model in each panel. `performance.svg` stands on the page of
+performance and has all of them. Every number is from `benchmarks/results/*.json`.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+PICTURES = Path(__file__).parent
+RESULTS = PICTURES.parents[1] / "benchmarks/results"
+
+# Systems in the results, and their names in the pictures.
+SYSTEMS = {
+    "ddp": "DDP",
+    "fsdp2": "FSDP2",
+    "fshard-ddp": "fs.ddp",
+    "fshard-zero3": "fs.zero3",
+    "fshard-zero3-graph": "fs.zero3, jitted",
+}
+STEPS = {
+    "peers-d128-L4-B8-T128-V256.json": "width 128, 4 layers, batch 8 x 128",
+    "peers-d512-L8-B4-T256.json": "width 512, 8 layers, batch 4 x 256",
+    "peers-d1024-L8-B1-T128.json": "width 1024, 8 layers, batch 1 x 128",
+    "peers-d64-L48-B1-T16.json": "width 64, 48 layers, batch 1 x 16",
+}
+PEAKS = {
+    "memory-d1024-L8-B1-T256.json": "GPT, width 1024, 8 layers",
+    "memory-llama.json": "Llama, 200 million parameters",
+    "memory-mixtral.json": "Mixtral, 8 experts",
+}
+
+TORCH, FSHARD, JITTED = "#8a8f98", "#2a9d74", "#0b6e4f"
+INK, LINE = "#1f2328", "#d0d7de"
+COLORS = dict(zip(SYSTEMS, (TORCH, TORCH, FSHARD, FSHARD, JITTED)))
+FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
+
+
+def text(x: float, y: float, words: str, *, size: int = 14, anchor: str = "start", weight: str = "normal") -> str:
+    """Text whose baseline is at `y`."""
+    style = f'font-size="{size}" text-anchor="{anchor}" font-weight="{weight}"'
+    return f'<text x="{x:.1f}" y="{y:.1f}" {style} fill="{INK}">{words}</text>'
+
+
+def bar(x: float, y: float, width: float, height: float, color: str) -> str:
+    """A filled rectangle."""
+    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="2" fill="{color}"/>'
+
+
+def line(x1: float, y1: float, x2: float, y2: float, color: str = LINE, width: float = 1) -> str:
+    """A straight line."""
+    points = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
+    return f'<line {points} stroke="{color}" stroke-width="{width}"/>'
+
+
+def picture(width: int, height: int, title: str, shapes: list[str]) -> str:
+    """An SVG file with a white ground, which is readable on a dark page too."""
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    ground = f'<rect width="{width}" height="{height}" rx="10" fill="#ffffff"/>'
+    lines = [f'{head} font-family="{FONT}" role="img">', f"<title>{title}</title>", ground, *shapes, "</svg>"]
+    return "\n".join(lines) + "\n"
+
+
+def load(name: str) -> Any:
+    """The results of one benchmark."""
+    return json.loads((RESULTS / name).read_text())
+
+
+def step_times(name: str) -> dict[str, dict[str, Any]]:
+    """For each system the time of a step relative to DDP: the median `ratio`, and `ratio_quartiles`."""
+    measured = {}
+    for group in load(name)["step"]:
+        # Each group of systems that ran together has a DDP of its own, with ratio 1.
+        for system, times in group.items():
+            measured[system] = times
+    return measured
+
+
+def peaks(name: str) -> dict[str, float]:
+    """For each system the largest peak of a rank, in MiB."""
+    systems = load(name)["systems"]
+    return {system: max(rank["peak"] for rank in ranks) / 2**20 for system, ranks in systems.items()}
+
+
+def bars(x: float, width: float, values: dict[str, float], decimals: int) -> list[str]:
+    """A bar for each system in rows of 40 px, with its value behind it."""
+    largest = max(values.values())
+    shapes = [line(x, 96, x, 296)]
+    for row, system in enumerate(SYSTEMS):
+        y = 104 + 40 * row
+        length = width * values[system] / largest
+        shapes.append(bar(x, y, length, 24, COLORS[system]))
+        shapes.append(text(x + length + 8, y + 17, f"{values[system]:.{decimals}f}"))
+    return shapes
+
+
+def results() -> str:
+    """One model in each panel: the largest batch of the step times, and the GPT of the peaks."""
+    steps, memory = "peers-d512-L8-B4-T256.json", "memory-d1024-L8-B1-T256.json"
+    ratios = {system: times["ratio"] for system, times in step_times(steps).items()}
+    mebibytes = peaks(memory)
+    shapes = [
+        text(24, 38, "Training a GPT on two ranks (CPU, gloo; lower is better)", size=18, weight="bold"),
+        text(160, 76, "Time of a step, DDP = 1", size=15, weight="bold"),
+        text(550, 76, "Peak memory of a rank, MiB", size=15, weight="bold"),
+    ]
+    for row, name in enumerate(SYSTEMS.values()):
+        shapes.append(text(148, 121 + 40 * row, name, anchor="end"))
+    shapes += bars(160, 280, {system: ratios[system] for system in SYSTEMS}, 2)
+    shapes += bars(550, 280, {system: mebibytes[system] for system in SYSTEMS}, 0)
+    shapes += [
+        text(160, 326, STEPS[steps]),
+        text(550, 326, "width 1024, 8 layers, batch 1 x 256"),
+        text(24, 358, "Times are medians of paired rounds, with one core for each rank. torch 2.13."),
+    ]
+    return picture(900, 380, "Time of a step and peak memory of DDP, FSDP2 and fshard", shapes)
+
+
+def log_position(ratio: float, x: float, width: float) -> float:
+    """Where a ratio is on a logarithmic axis from 0.9 to 6."""
+    return x + width * math.log(ratio / 0.9) / math.log(6 / 0.9)
+
+
+def quartiles_of_steps(x: float, y: float, width: float) -> list[str]:
+    """For each size and system the median of the ratios as a dot, on a line between their quartiles."""
+    shapes = []
+    for size, (name, words) in enumerate(STEPS.items()):
+        top = y + 134 * size
+        times = step_times(name)
+        shapes.append(text(x, top, words, weight="bold"))
+        for tick in (1, 2, 3, 4, 5):
+            at = log_position(tick, x, width)
+            shapes.append(line(at, top + 8, at, top + 110))
+        for row, (system, label) in enumerate(SYSTEMS.items()):
+            middle = top + 20 + 20 * row
+            low, high = (log_position(quartile, x, width) for quartile in times[system]["ratio_quartiles"])
+            at = log_position(times[system]["ratio"], x, width)
+            shapes.append(text(x - 12, middle + 5, label, anchor="end"))
+            shapes.append(line(low, middle, high, middle, COLORS[system], 4))
+            shapes.append(f'<circle cx="{at:.1f}" cy="{middle}" r="6" fill="{COLORS[system]}"/>')
+            shapes.append(text(max(high, at + 6) + 8, middle + 5, f"{times[system]['ratio']:.2f}"))
+    for tick in (1, 2, 3, 4, 5):
+        shapes.append(text(log_position(tick, x, width), y + 134 * 3 + 130, str(tick), anchor="middle"))
+    return shapes
+
+
+def parts_of_peaks(x: float, y: float, width: float) -> list[str]:
+    """For each model and system the peak as a bar, with a mark at the bound from shapes."""
+    shapes = []
+    for size, (name, words) in enumerate(PEAKS.items()):
+        top = y + 178 * size
+        mebibytes, bounds = peaks(name), load(name)["bounds"]
+        shapes.append(text(x, top, words, weight="bold"))
+        for row, (system, label) in enumerate(SYSTEMS.items()):
+            middle = top + 24 + 28 * row
+            scale = width / 3600
+            bound = bounds[system]["bound"] / 2**20 * scale
+            end = max(mebibytes[system] * scale, bound)
+            shapes.append(text(x - 12, middle + 5, label, anchor="end"))
+            shapes.append(bar(x, middle - 9, mebibytes[system] * scale, 18, COLORS[system]))
+            shapes.append(line(x + bound, middle - 12, x + bound, middle + 12, INK, 2))
+            shapes.append(text(x + end + 8, middle + 5, f"{mebibytes[system]:.0f}"))
+    return shapes
+
+
+def performance() -> str:
+    """All sizes and models, with the spread of the step times and the bounds of the peaks."""
+    shapes = [
+        text(144, 38, "Time of a step, DDP = 1", size=18, weight="bold"),
+        text(144, 60, "median, and a line between the quartiles"),
+        text(680, 38, "Peak memory of a rank, MiB", size=18, weight="bold"),
+        text(680, 60, "bar: measured; mark: the bound from shapes"),
+    ]
+    shapes += quartiles_of_steps(144, 94, 330)
+    shapes += parts_of_peaks(680, 94, 330)
+    return picture(1080, 650, "Time of a step and peak memory of DDP, FSDP2 and fshard at all sizes", shapes)
+
+
+def main() -> None:
+    """Write both pictures."""
+    (PICTURES / "results.svg").write_text(results())
+    (PICTURES / "performance.svg").write_text(performance())
+
+
+if __name__ == "__main__":
+    main()
