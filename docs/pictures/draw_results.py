@@ -34,7 +34,7 @@ PEAKS = {
 
 TORCH, FSHARD, JITTED = "#8a8f98", "#2a9d74", "#0b6e4f"
 INK, LINE = "#1f2328", "#d0d7de"
-COLORS = dict(zip(SYSTEMS, (TORCH, TORCH, FSHARD, FSHARD, JITTED)))
+COLORS = dict(zip(SYSTEMS, (TORCH, TORCH, FSHARD, FSHARD, JITTED), strict=True))
 FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
 
 
