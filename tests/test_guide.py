@@ -13,11 +13,15 @@ import pytest
 
 from tests.test_processes import ROOT, TORCHRUN, run
 
-README, GUIDE = ROOT / "README.md", ROOT / "examples/README.md"
-MIGRATION, REFERENCE = ROOT / "examples/MIGRATION.md", ROOT / "examples/REFERENCE.md"
-CONTRIBUTING, DEVELOPING = ROOT / "CONTRIBUTING.md", ROOT / "docs/developing.md"
-FORMAT = ROOT / "fshard/checkpoint/FORMAT.md"
-DOCUMENTS = (README, CONTRIBUTING, DEVELOPING, GUIDE, MIGRATION, REFERENCE, FORMAT)
+README = ROOT / "README.md"
+GUIDE = ROOT / "examples/README.md"
+PERFORMANCE = ROOT / "docs/performance.md"
+SAME_BITS = ROOT / "docs/how_to/same_bits.md"
+FINE_TUNE = ROOT / "docs/how_to/fine_tune.md"
+FROM_FSDP2 = ROOT / "docs/coming_from/fsdp2.md"
+FROM_JAX = ROOT / "docs/coming_from/jax.md"
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+DOCUMENTS = (README, ROOT / "CONTRIBUTING.md", GUIDE, ROOT / "fshard/checkpoint/FORMAT.md", *PAGES)
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
@@ -133,7 +137,7 @@ def test_tools_find_the_mistake(mistake):
     assert re.search(MISTAKES[mistake], wrong)
 
 
-# Names of columns in the README, and of systems in the results.
+# Names of columns of the table, and of systems in the results.
 SYSTEMS = {
     **{"FSDP2": "fsdp2", "DDP": "ddp"},
     **{"fs.ddp": "fshard-ddp", "fs.zero2": "fshard-zero2", "fs.zero3": "fshard-zero3"},
@@ -141,8 +145,8 @@ SYSTEMS = {
 
 
 def figures() -> Iterator[tuple[str, str, str, dict[str, int]]]:
-    """Every cell of the README's table of speed and memory: benchmark, system, number and configuration."""
-    ((head, *rows),) = tables(section(README, "Speed and memory"))
+    """Every cell of the table of speed and memory: benchmark, system, number and configuration."""
+    ((head, *rows),) = tables(section(PERFORMANCE, "Speed and memory"))
     suffix, systems = "", []
     for column in head[1:]:
         # From the column that says so on, steps are jitted.
@@ -155,6 +159,16 @@ def figures() -> Iterator[tuple[str, str, str, dict[str, int]]]:
             # Peaks are those of eager steps.
             if cell or benchmark == "peers":
                 yield benchmark, system, cell, dict(zip(("width", "layers", "batch", "time"), map(int, sizes)))
+
+
+def test_the_readme_has_figures_of_the_table():
+    """Some rows, without the column of DDP, whose time is 1."""
+    (_, *all_rows), *_ = tables(section(PERFORMANCE, "Speed and memory"))
+    (head, *rows), *_ = tables(section(README, "Why"))
+    assert head == ["step time, DDP = 1.00", "FSDP2", "fs.ddp", "fs.zero3", "jitted fs.ddp", "jitted fs.zero3"]
+    for name, *cells in rows:
+        (measured_cells,) = [row[2:] for row in all_rows if row[0].startswith(f"step, {name}, ")]
+        assert cells == measured_cells, name
 
 
 def measured(benchmark: str, system: str, results: dict[str, Any]) -> set[float]:
@@ -173,7 +187,7 @@ def test_figures_were_measured():
         assert values == {printed}, (benchmark, system, sizes)
 
 
-# A row of the reference's table of one H200, and the system that it tells of.
+# A row of the table of one H200, and the system that it tells of.
 ON_ONE_H200 = {
     "plain PyTorch, autocast": "plain",
     "FSDP2": "fsdp2",
@@ -187,7 +201,7 @@ ON_ONE_H200 = {
 def test_figures_of_one_h200_were_measured():
     results = json.loads((ROOT / "benchmarks/results/quarter_hour-h200.json").read_text())
     systems = {row["name"]: row for row in results["rows"] if row["stage"] in ("model", "capture")}
-    (table,) = [rows for rows in tables(REFERENCE.read_text()) if rows[0][0] == "one H200"]
+    (table,) = [rows for rows in tables(PERFORMANCE.read_text()) if rows[0][0] == "one H200"]
     assert {name for name, *_ in table[1:]} == set(ON_ONE_H200)
     for name, ms, mfu, host, peak in table[1:]:
         row = systems[ON_ONE_H200[name]]
@@ -196,8 +210,8 @@ def test_figures_of_one_h200_were_measured():
 
 
 def test_losses_drifted_as_the_text_says():
-    text = " ".join(section(REFERENCE, "The same bits at any number of ranks").split())
-    told = re.search(r"plot (\d+) of (\d+) losses on 4 ranks .* by up to ([\d.e-]+);", text).groups()
+    text = " ".join(SAME_BITS.read_text().split())
+    told = re.search(r"plot, (\d+) of (\d+) losses on 4 ranks .* by up to ([\d.e-]+)\.", text).groups()
     results = json.loads((ROOT / "benchmarks/results/bits.json").read_text())
     found, tree = results["drift"]["in turn"]["4"], results["drift"]["tree"]
     steps = results["configuration"]["steps"]

@@ -1,6 +1,6 @@
 """From FSDP2 to fshard: calls of an FSDP2 program and what stands for each, run side by side on two processes.
 
-Each row trains the same network twice, to the same bits. `MIGRATION.md` has these rows, and others.
+Each row trains the same network twice, to the same bits. The page for FSDP2 users has these rows, and others.
 """
 
 from collections.abc import Callable

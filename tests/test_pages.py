@@ -1,33 +1,67 @@
-"""The pages of the documentation: their programs run, and their links and names lead somewhere."""
+"""The pages of the documentation: their programs run, and the API reference has every public name."""
 
+import linecache
 import re
 from pathlib import Path
 
 import pytest
 
+import fshard as fs
+from fshard import checkpoint, comm, testing
 from fshard.testing import spmd
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-SETUP = (DOCS / "setup.py").read_text()
+SETUP = DOCS / "setup.py"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FRONT_MATTER = re.compile(r"\A---\nranks: (\d)\n---\n")
+PAGES = [page for page in sorted(DOCS.rglob("*.md")) if BLOCK.search(page.read_text())]
 
 
-def programs_of(page: Path) -> list[str]:
-    """The programs of a page, which continue each other."""
-    return BLOCK.findall(page.read_text())
+def blank(text: str) -> str:
+    """Keep the ends of lines, so that the lines behind have their numbers."""
+    return "\n" * text.count("\n")
 
 
-PAGES = [page for page in sorted(DOCS.rglob("*.md")) if programs_of(page)]
+def program_of(page: Path) -> str:
+    """The programs of a page, which continue each other, on the lines that they have in the page."""
+    text = page.read_text()
+    parts = []
+    end = 0
+    for block in BLOCK.finditer(text):
+        parts += [blank(text[end : block.start(1)]), block[1]]
+        end = block.end(1)
+    return "".join(parts)
 
 
+@pytest.mark.rows(100)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
 def test_the_programs_of_a_page_run(page, tmp_path, monkeypatch):
     """On two ranks, or as many as the page says at its beginning."""
     monkeypatch.chdir(tmp_path)
     front_matter = FRONT_MATTER.match(page.read_text())
     world_size = int(front_matter[1]) if front_matter else 2
-    # Blocks begin with the setup that docs/how_to/index.md shows, but for a page that says otherwise.
-    program = compile("\n".join([SETUP, *programs_of(page)]), str(page), "exec")
-    spmd(lambda: exec(program, {"__name__": "page"}), world_size)
+    setup = compile(SETUP.read_text(), str(SETUP), "exec")
+    program = compile(program_of(page), str(page), "exec")
+    # A page is no source that inspect would find.
+    linecache.checkcache(str(page))
+
+    def run():
+        scope = {"__name__": "page"}
+        exec(setup, scope)
+        exec(program, scope)
+
+    spmd(run, world_size)
+
+
+def test_the_reference_has_every_public_name():
+    listed = []
+    for page in (DOCS / "reference").glob("*.md"):
+        listed += re.findall(r"^\.\. auto\w+:: fshard\.(\S+)$", page.read_text(), re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    modules = {"checkpoint": checkpoint, "comm": comm, "testing": testing}
+    public = {name for name in fs.__all__ if name not in modules and name not in ("__version__", "moe", "schedules")}
+    for prefix, module in modules.items():
+        public |= {f"{prefix}.{name}" for name in module.__all__}
+    # Modules of extensions are listed name by name.
+    assert {name for name in listed if not name.startswith(("moe.", "schedules."))} == public

@@ -27,8 +27,7 @@ class Picture:
             f"<title>{escape(title)}</title>",
             '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" '
             f'orient="auto"><path d="M0 0 L8 4 L0 8 z" fill="{INK}"/></marker></defs>',
-            f'<rect x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="12" fill="#ffffff" '
-            f'stroke="{GRAY}"/>',
+            f'<rect x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="12" fill="#ffffff" stroke="{GRAY}"/>',
         ]
 
     def text(
@@ -99,7 +98,7 @@ def step() -> Picture:
         picture.box(475, y, 50, 34, BLUE, "g1")
         picture.box(655, y - 18, 58, 36, color, f"Σ g{rank}")
         picture.arrow(713, y, 802, y)
-        picture.box(804, y - 18, 62, 36, color, f"w{rank}′")
+        picture.box(804, y - 18, 62, 36, color, f"w{rank}'")
     for rank, y in enumerate(rows):
         for other, other_y in enumerate(rows):
             part = 17 if rank else -17
