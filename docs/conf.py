@@ -11,6 +11,7 @@ from typing import Any
 
 project = "fshard"
 author = "the fshard authors"
+html_show_copyright = False
 version = release = importlib.metadata.version("fshard")
 
 extensions = [

@@ -2,6 +2,8 @@
 
 import linecache
 import re
+import runpy
+import shutil
 from pathlib import Path
 
 import pytest
@@ -65,3 +67,15 @@ def test_the_reference_has_every_public_name():
         public |= {f"{prefix}.{name}" for name in module.__all__}
     # Modules of extensions are listed name by name.
     assert {name for name in listed if not name.startswith(("moe.", "schedules."))} == public
+
+
+def test_pictures_are_what_their_scripts_draw(tmp_path):
+    """From the committed results, so that a picture has the figures of the tables."""
+    pictures = DOCS / "pictures"
+    copy = tmp_path / "docs/pictures"
+    copy.mkdir(parents=True)
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    for script in pictures.glob("draw_*.py"):
+        runpy.run_path(shutil.copy(script, copy), run_name="__main__")
+    drawn = {path.name: path.read_text() for path in copy.glob("*.svg")}
+    assert drawn == {path.name: path.read_text() for path in pictures.glob("*.svg")}
