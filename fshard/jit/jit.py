@@ -81,6 +81,7 @@ class Jitted:
         f: Callable[..., Any],
         donate_argnums: Sequence[int],
         static_argnums: Sequence[int],
+        static_argnames: Sequence[str],
         backend: Backend,
     ) -> None:
         """Nothing is traced yet."""
@@ -88,6 +89,7 @@ class Jitted:
         self._f = f
         self._donate_argnums = donate_argnums
         self._static_argnums = static_argnums
+        self._static_argnames = static_argnames
         self.backend = backend
         self._programs: dict[Signature, Program] = {}
         self._last: _LastCall | None = None
@@ -163,6 +165,10 @@ class Jitted:
                 make_exact(arg, f"static argument {i}", remedy) if i in self._static_argnums else arg
                 for i, arg in enumerate(args)
             ]
+        for name in self._static_argnames:
+            if name in kwargs:
+                exact = make_exact(kwargs[name], f"static argument {name!r}", "Pass a hashable value, such as a tuple.")
+                kwargs = kwargs | {name: exact}
         return flatten((tuple(args), kwargs))
 
     def _find_program(self, flat: Flat, tensors: Sequence[torch.Tensor]) -> Program:
@@ -239,6 +245,7 @@ def jit(
     *,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
     backend: Backend = "graph",
 ) -> Any:
     """Trace a function into one graph of operators and collectives, and run that from then on.
@@ -260,6 +267,7 @@ def jit(
             runs, so a state whose step failed is lost too.
         static_argnums: Positions of arguments that are not tensors. They must be hashable, and a new value traces the
             function again. Arguments that a call does not pass by position are left alone.
+        static_argnames: Names of such arguments, which a call may pass by keyword or by position.
         backend: "graph" runs the operators one by one, bit for bit as eager code. "inductor" compiles the operators
             between collectives to kernels, which round differently, and leaves collectives, updates and random numbers
             where they are. A function of the torch.fx.GraphModule and its inputs as fake tensors returns what is run
@@ -278,21 +286,19 @@ def jit(
     ({'y': tensor([0., 0.])}, {'y': tensor([0., 0.])}, ['the first call'])
     """
     donated = _read_argnums("donate", donate_argnums)
-    static = _read_argnums("static", static_argnums)
-    for number in static:
-        if number in donated:
-            raise ValueError(
-                f"jit: argument {number} is in static_argnums and in donate_argnums. A static argument has no memory "
-                "to donate."
-            )
+    static_numbers = _read_argnums("static", static_argnums)
+    static_names = _read_argnames(static_argnames)
     is_backend = callable(backend) or backend in BACKENDS
     expect(is_backend, "jit", f"backend to be one of {BACKENDS} or a function", repr(backend))
 
     def make_jitted(f: Callable[..., Any]) -> Jitted:
         expect(callable(f), "jit", "f to be a function", describe(f))
-        _refuse_argnums_beyond(f, "static", static)
+        _refuse_argnums_beyond(f, "static", static_numbers)
         _refuse_argnums_beyond(f, "donate", donated)
-        return Jitted(f, donated, static, backend)
+        positions = [_find_position(f, name) for name in static_names]
+        static = (*static_numbers, *(position for position in positions if position is not None))
+        _refuse_static_donations(static, donated)
+        return Jitted(f, donated, static, static_names, backend)
 
     return make_jitted if f is None else make_jitted(f)
 
@@ -376,6 +382,22 @@ def _read_argnums(name: str, value: Any) -> tuple[int, ...]:
     return numbers
 
 
+def _read_argnames(value: Any) -> tuple[str, ...]:
+    names = tuple(value) if isinstance(value, list | tuple) else (value,)
+    if not all(isinstance(name, str) and name.isidentifier() for name in names):
+        raise ValueError(f"jit: static_argnames must be one or more names of arguments. Got {value!r:.40}.")
+    return names
+
+
+def _refuse_static_donations(static: Sequence[int], donated: Sequence[int]) -> None:
+    """Refuse an argument that is both static and donated."""
+    for number in static:
+        if number in donated:
+            raise ValueError(
+                f"jit: argument {number} is static and in donate_argnums. A static argument has no memory to donate."
+            )
+
+
 def _refuse_argnums_beyond(f: Callable[..., Any], name: str, numbers: Sequence[int]) -> None:
     """Refuse numbers of arguments that no call of a function passes by position."""
     accepted = _count_positional(f)
@@ -385,6 +407,26 @@ def _refuse_argnums_beyond(f: Callable[..., Any], name: str, numbers: Sequence[i
                 f"jit: {name}_argnums={numbers} names argument {number}, but the function takes {accepted} arguments "
                 "by position. Count from 0."
             )
+
+
+def _find_position(f: Callable[..., Any], name: str) -> int | None:
+    """Find the position of a parameter; None if it is passed by keyword alone, or if the names are not known.
+
+    Raises:
+        ValueError: if the function takes no such argument.
+    """
+    try:
+        parameters = inspect.signature(f, follow_wrapped=False).parameters
+    except ValueError:
+        return None
+    takes_any_name = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    if name not in parameters and not takes_any_name:
+        raise ValueError(
+            f"jit: static_argnames has {name!r}, but the function takes no argument of this name. Its arguments are "
+            f"{', '.join(parameters)}."
+        )
+    has_position = name in parameters and parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return list(parameters).index(name) if has_position else None
 
 
 def _count_positional(f: Callable[..., Any]) -> int | None:

@@ -109,7 +109,16 @@ OPTIONS = [
     ({"donate_argnums": 3}, f"donate_argnums=(3,) names argument 3, {BY_POSITION}"),
     (
         {"donate_argnums": (0, 1), "static_argnums": 1},
-        "argument 1 is in static_argnums and in donate_argnums. A static argument has no memory to donate.",
+        "argument 1 is static and in donate_argnums. A static argument has no memory to donate.",
+    ),
+    (
+        {"donate_argnums": 1, "static_argnames": "by"},
+        "argument 1 is static and in donate_argnums. A static argument has no memory to donate.",
+    ),
+    ({"static_argnames": (1,)}, "static_argnames must be one or more names of arguments. Got (1,)."),
+    (
+        {"static_argnames": "bye"},
+        "static_argnames has 'bye', but the function takes no argument of this name. Its arguments are x, by.",
     ),
     ({"backend": "fast"}, "expected backend to be one of ('graph', 'inductor') or a function, got 'fast'"),
 ]

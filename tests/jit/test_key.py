@@ -64,6 +64,22 @@ def test_static_values_have_a_trace_each():
     assert jitted.traces == [FIRST, "[0][1] was 2 and is 3", "[0][2] was 'power' and is 'product'"]
 
 
+def test_static_arguments_may_be_named():
+    def scale(x, n, *, mode="product"):
+        return x**n if mode == "power" else x * n
+
+    jitted = fs.jit(scale, static_argnames=("n", "mode"))
+    for _ in range(2):
+        assert jitted(X, 2).equal(2 * X)
+        assert jitted(X, 3).equal(3 * X)
+        assert jitted(X, n=3).equal(3 * X)
+        assert jitted(X, n=3, mode="power").equal(X**3)
+    # A trace for each value, and for each way to pass it.
+    assert len(jitted.traces) == 4
+    with pytest.raises(TypeError, match="static argument 'mode' is a list, which cannot be hashed"):
+        jitted(X, 3, mode=["power"])
+
+
 def test_under_transforms_it_runs_as_it_is_and_transforms_inside_are_traced():
     def f(x):
         return x.sin() * x
