@@ -42,7 +42,7 @@ def save_huggingface(
     dtype: torch.dtype | None = None,
     max_file_bytes: int = 5_000_000_000,
 ) -> None:
-    """Write full parameters as a Hugging Face model has them, for `from_pretrained`. Every rank must call this.
+    """Write parameters as safetensors that `from_pretrained` of a Hugging Face model loads. Every rank must call this.
 
     Each rank writes its own shards into the files. Leaves are gathered only if transformers converts them, and then no
     more than it converts together. Files appear when they are complete, and `model.safetensors` (or its index) appears
