@@ -26,7 +26,7 @@ def fold_in(key: torch.Tensor | int, data: torch.Tensor | int | Axis) -> torch.T
             this rank's coordinate on it: keys then differ between its ranks.
 
     Returns:
-        An int64 tensor of shape ().
+        An int64 tensor of shape (); of a tensor of several integers a key for each, in its shape.
 
     Raises:
         ValueError: if `key` or `data` is none of these.
