@@ -286,7 +286,7 @@ def test_ranks_that_wait_for_each_other_are_all_woken_by_one_in_init_mesh():
         assert meet(fs.axis_of(mesh, name)) == 2.0
 
 
-@on_ranks(3, pytest.param("3 processes", marks=pytest.mark.slow))
+@on_ranks(3, "3 processes")
 def test_a_rank_in_init_mesh_does_not_wake_those_that_wait_for_a_late_one():
     """It has started what they wait in."""
     axis, before = axis_of_all(), comm.rank_state().generation
