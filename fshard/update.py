@@ -189,7 +189,10 @@ def update(
     donate = donate and not _compat.is_tracing()
     if donate and tx.update_donated is not None:
         state = state._replace(**_take_over(state))
-    params, opt_state = run_update("update", "tx", tx, grads, state.opt_state, state.params, donate=donate)
+    run: Callable[..., Updated] = run_update
+    if _compat.is_profiling():
+        run = _compat.show_range("fshard::update", run_update)
+    params, opt_state = run("update", "tx", tx, grads, state.opt_state, state.params, donate=donate)
     after = state._replace(step=state.step + 1, params=params, opt_state=opt_state)
     return after if transform_state is ABSENT else after._replace(transform_state=transform_state)
 

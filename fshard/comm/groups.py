@@ -115,6 +115,8 @@ class PendingCollective:
         group: The group of fshard's own.
         entry: Its place in the group's chain.
         watchers: Those who are told of it.
+        op: Its name.
+        label: The encoded label of its caller.
         left: Buffers that have not been waited for.
         since: When this rank began to wait for it last.
     """
@@ -124,6 +126,8 @@ class PendingCollective:
     group: Group
     entry: ChainEntry
     watchers: Sequence[Any] = ()
+    op: str = ""
+    label: str = ""
     left: int = 0
     since: float = 0.0
 

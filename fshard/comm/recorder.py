@@ -67,9 +67,11 @@ def start(
     entry = group.chain.record_start(op, hashed, text, *sizes)
     watching = watchers()
     collective = Collective.of(op, tensors, sizes, destination) if watching else None
-    issued = PendingCollective(collective, state, group, entry, watching)
+    issued = PendingCollective(collective, state, group, entry, watching, op, label)
     if watching:
         _notify_watchers(watching, "starts", issued, tensors)
+    if _compat.is_profiling():
+        kernel = _compat.show_range(_range_name(op, label), kernel)
     # Errors that are not from the connections are raised as they are.
     buffers: Tensors = _run_waiting(issued, dist.DistError, kernel, entry, group)
     issued.left = len(buffers)
@@ -92,6 +94,12 @@ def _run_waiting(issued: PendingCollective, kind: type[Exception], run: Callable
         raise fail_collective(issued.state, issued, error) from error
     finally:
         waiting.collective = None
+
+
+def _range_name(action: str, label: str) -> str:
+    """Name a range of a profile by what it does with a collective, and the unit that the collective is for."""
+    about = decode_label(label)
+    return f"fshard::{action} ({about.unit or about.verb})"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -122,7 +130,10 @@ def finish(buffer: torch.Tensor) -> torch.Tensor:
     issued.state.waiting.in_flight.pop(id(buffer), None)
     if issued.watchers:
         _notify_watchers(issued.watchers, "waits", issued)
-    result: torch.Tensor = _run_waiting(issued, RuntimeError, _compat.WAIT_TENSOR, buffer)
+    wait: Callable[..., Any] = _compat.WAIT_TENSOR
+    if _compat.is_profiling():
+        wait = _compat.show_range(_range_name(f"{issued.op} wait", issued.label), wait)
+    result: torch.Tensor = _run_waiting(issued, RuntimeError, wait, buffer)
     issued.left -= 1
     if issued.watchers:
         _notify_watchers(issued.watchers, "landed", issued)

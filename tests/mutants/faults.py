@@ -411,6 +411,13 @@ FAULTS = (
         "10: ranks may send each other different numbers of rows",
     ),
     Fault(
+        "wait-for-a-collective-has-no-range-in-a-profile",
+        "fshard/comm/recorder.py",
+        'wait = _compat.show_range(_range_name(f"{issued.op} wait", issued.label), wait)',
+        "pass",
+        "8: a profile shows when a rank waits, and for which unit",
+    ),
+    Fault(
         "handle-passes-the-step-of-its-own-node",
         "fshard/engine/backward.py",
         "def catch_up(self, include_current: bool = False) -> None:",
