@@ -23,6 +23,7 @@ MIRRORS = {
     "fshard/comm/meeting.py": ("tests/comm/test_meeting.py", "tests/comm/test_retry.py"),
     "fshard/mesh.py": ("tests/test_mesh.py", "tests/comm/test_retry.py"),
     "fshard/comm/processes.py": ("tests/comm/test_meeting.py",),
+    "fshard/comm/recorder.py": ("tests/comm/test_profile.py", "tests/comm/test_collective.py", "tests/comm"),
     "fshard/comm": ("tests/comm",),
     "fshard/collectives/moves.py": ("tests/test_moves.py", "tests/test_collectives.py"),
     "fshard/collectives/objective.py": (
