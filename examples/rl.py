@@ -3,7 +3,7 @@
     torchrun --standalone --nproc_per_node 3 examples/rl.py
     python examples/rl.py
 
-The last rank draws samples. It gets each version of the weights with `fs.receive`, in the layout in which it runs the
+The first rank draws samples. It gets each version of the weights with `fs.receive`, in the layout in which it runs the
 policy, and publishes the states, actions and rewards. The other ranks train with REINFORCE (Williams 1992) under
 ZeRO-3, and each receives its own rows of the samples. The policy learns to name the largest of four numbers. With
 several ranks, the program also trains in one process, and prints how far the two curves of rewards are apart.
@@ -89,7 +89,7 @@ def main() -> None:
     args = parse_args()
     torch.set_num_threads(1)
     size = fs.init_mesh({"all": -1}, device="cpu").size()
-    *trainers, sampler = range(size)
+    sampler, *trainers = range(size)
     # Every rank makes both meshes.
     one = DeviceMesh("cpu", [sampler], mesh_dim_names=("shard",))
     if not trainers:
