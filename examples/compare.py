@@ -10,11 +10,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from gpt import GPT, Block, batch, standard_library
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
-from tqdm import tqdm
+from installed import EXAMPLES, installed_by
+from progress_bar import progress
+from throughput import Meter
 
 import fshard as fs
+
+with installed_by(EXAMPLES):
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 Counted = Callable[[fs.comm.Collective], float]
@@ -68,11 +72,12 @@ def train(args: argparse.Namespace, name: str, mesh: Any, strategy: fs.ShardTran
 def batches(args: argparse.Namespace, name: str, mesh: Any, losses: list[float]) -> Iterator[Batch]:
     """This rank's batches, behind a bar that shows loss, tokens per second and the time left."""
     text, _ = standard_library()
-    bar = tqdm(range(args.steps), f"{name:<24}", disable=mesh.get_rank() != 0, unit="step", mininterval=0.5)
+    bar = progress(range(args.steps), f"{name:<24}", shown=mesh.get_rank() == 0)
+    meter = Meter(tokens=args.batch * args.context * mesh.size())
     for step in bar:
         yield batch(text, args.batch, args.context, seed=step * mesh.size() + mesh.get_rank())
-        rate = args.batch * args.context * mesh.size() * (bar.format_dict["rate"] or 0.0)
-        bar.set_postfix_str(f"loss {losses[-1]:.3f}, {rate:,.0f} tokens/s", refresh=False)
+        meter.end_step()
+        bar.set_postfix_str(f"loss {losses[-1]:.3f}, {meter.tokens_a_second():,.0f} tokens/s", refresh=False)
 
 
 def smooth(losses: Sequence[float]) -> list[float]:

@@ -32,7 +32,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from gpt import GPT, Block, batch, standard_library
-from train_gpt import sample, tqdm
+from installed import EXAMPLES
+from progress_bar import progress
+from train_gpt import sample
 
 import fshard as fs
 
@@ -164,9 +166,8 @@ def train(runs: Sequence[Run], batches: Any, args: argparse.Namespace, ranks: in
             function.restype = ctypes.c_long
     record = None
     names = " and ".join(run.name for run in runs)
-    if tqdm is not None:
-        batches = tqdm(batches, names, args.steps, disable=dist.get_rank() != 0, unit="step")
-    for number, xy in enumerate(batches):
+    bar = progress(batches, names, shown=dist.get_rank() == 0, total=args.steps)
+    for number, xy in enumerate(bar):
         for run in runs:
             # The first step traces.
             recording = run is runs[0] and number == min(1, args.steps - 1)
@@ -283,7 +284,7 @@ def plot(args: argparse.Namespace, ranks: int, runs: tuple[Run, Run], stored: tu
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print("No plot without matplotlib (pip install '.[examples]')")
+        print(f"No plot without matplotlib ({EXAMPLES})")
         return
     ours, theirs = runs
     figure = Figure(figsize=(13, 4), layout="constrained")

@@ -17,12 +17,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers import DDIMScheduler, DDPMScheduler, UNet2DModel
-from sklearn.datasets import load_digits
+from installed import MODELS, installed_by
+from progress_bar import progress
 from torch import nn
-from tqdm import tqdm, trange
 
 import fshard as fs
+
+with installed_by(MODELS):
+    from diffusers import DDIMScheduler, DDPMScheduler, UNet2DModel
+    from matplotlib.image import imsave
+    from sklearn.datasets import load_digits
 
 
 class Denoising(nn.Module):
@@ -76,7 +80,8 @@ def main() -> None:
     mine, held_out = images[rank:1437:ranks], images[1437:][: 360 // ranks * ranks][rank::ranks]
     before = held_out_loss(state.params, held_out, state.key).item()
     generator = torch.Generator().manual_seed(args.seed)
-    for _ in (bar := trange(args.steps, disable=rank != 0)):
+    bar = progress(range(args.steps), "training", shown=rank == 0)
+    for _ in bar:
         state, loss = train_step(state, mine[torch.randint(len(mine), (args.batch,), generator=generator)])
         bar.set_postfix_str(f"loss {loss.item():.3f}", refresh=False)
     average = state.opt_state.average
@@ -85,7 +90,8 @@ def main() -> None:
     # Full parameters send nothing: ranks may draw different numbers of samples.
     full = fs.gather({name.removeprefix("network."): leaf for name, leaf in average.items()})
     noise = torch.randn(8, 8, 1, 8, 8, generator=torch.Generator().manual_seed(args.seed))
-    drawn = fs.all_gather(sample(fs.functionalize(network), full, noise[rank::ranks].flatten(0, 1), args.times), axis)
+    mine = noise[rank::ranks].flatten(0, 1)
+    drawn = fs.all_gather(sample(fs.functionalize(network), full, mine, args.times, shown=rank == 0), axis)
     if rank == 0:
         args.directory.mkdir(parents=True, exist_ok=True)
         picture(drawn, args.directory / "samples.png")
@@ -93,25 +99,20 @@ def main() -> None:
 
 
 @torch.no_grad()
-def sample(model: fs.Model, params: Any, images: torch.Tensor, times: int) -> torch.Tensor:
+def sample(model: fs.Model, params: Any, images: torch.Tensor, times: int, shown: bool) -> torch.Tensor:
     """Turn noise into images in half as many steps as there are times."""
     schedule = DDIMScheduler(times)
     schedule.set_timesteps(times // 2)
-    for time in tqdm(schedule.timesteps, desc="samples"):
+    for time in progress(schedule.timesteps, "samples", shown=shown):
         noise = model.apply(params, images, time).sample
         images = schedule.step(noise, time, images).prev_sample
     return images
 
 
 def picture(images: torch.Tensor, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     rows = images.unflatten(0, (8, -1))[:, :, 0]  # (8, columns, 8, 8)
     whole = F.pad(rows, (1, 1, 1, 1), value=-1).transpose(1, 2).flatten(2, 3).flatten(0, 1)
-    pyplot.imsave(path, whole.clamp(-1, 1).repeat_interleave(4, 0).repeat_interleave(4, 1), cmap="gray")
+    imsave(path, whole.clamp(-1, 1).repeat_interleave(4, 0).repeat_interleave(4, 1), cmap="gray")
 
 
 def parse_args() -> argparse.Namespace:

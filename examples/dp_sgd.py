@@ -17,11 +17,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
+from installed import EXAMPLES, installed_by
 from torch import nn
 from torch.func import grad, vmap
 
 import fshard as fs
+
+with installed_by(EXAMPLES):
+    from sklearn.datasets import load_digits
 
 DELTA, MOMENTUM, COMPARED = 1e-4, 0.9, 5  # the last: steps that plain torch takes as well
 

@@ -17,13 +17,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
-from sklearn.datasets import load_digits
+from installed import EXAMPLES, installed_by
+from progress_bar import progress
 from torch import nn
 from torch.func import vmap
-from tqdm import tqdm
 
 import fshard as fs
+
+with installed_by(EXAMPLES):
+    from matplotlib.figure import Figure
+    from sklearn.datasets import load_digits
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -81,13 +84,13 @@ def main() -> None:
         with fs.comm.record() as record:
             vmap(train_step)(params, opt_state, *(part[:count] for part in mine(0)))
         sent.append(f"a step of {count}: {len(record)} collectives, {record.bytes_sent() / 1e3:.0f} kB sent by a rank")
-    for step in tqdm(range(args.steps), "all at once", disable=mesh.get_rank() != 0, unit="step", mininterval=0.5):
+    for step in progress(range(args.steps), "all at once", shown=mesh.get_rank() == 0):
         params, opt_state = jitted(params, opt_state, *mine(step))
     outputs = vmap(model.apply, (0, None))(params, x).softmax(-1)  # (members, digits, 10)
     firsts, lasts = fs.unshard(members), vmap(fs.gather)(params)
     if mesh.get_rank() == 0:
         gaps, batches = [], [batch(step) for step in range(args.steps)]
-        for i, first in enumerate(tqdm(firsts, "plain torch, one by one", unit="model")):
+        for i, first in enumerate(progress(firsts, "plain torch, one by one", shown=True, unit="model")):
             alone = plain_torch(module, first, [(x[i], y[i]) for x, y in batches], args.rate)
             gaps += [(lasts[name][i] - value).abs().max().item() for name, value in alone.items()]
         print(*sent, sep="\n")

@@ -26,10 +26,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from gpt import batch, standard_library
-from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PretrainedConfig
+from installed import MODELS, installed_by
+from progress_bar import progress
 
 import fshard as fs
+
+with installed_by(MODELS):
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PretrainedConfig
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -141,7 +144,7 @@ def texts(args: argparse.Namespace, vocabulary: int) -> tuple[torch.Tensor, torc
 
 def batches(args: argparse.Namespace, text: torch.Tensor, mesh: Any) -> Iterator[tuple[Batch, Any]]:
     """This rank's batches, behind a progress bar."""
-    bar = tqdm(range(args.steps), "training", disable=mesh.get_rank() != 0, unit="step", mininterval=0.5)
+    bar = progress(range(args.steps), "training", shown=mesh.get_rank() == 0)
     for step in bar:
         yield batch(text, args.batch, args.context, seed=step * mesh.size() + mesh.get_rank()), bar
 

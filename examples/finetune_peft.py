@@ -21,13 +21,16 @@ import torch
 import torch.nn.functional as F
 from finetune_lora import batches, load_config, texts
 from gpt import batch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from peft.tuners.lora import LoraLayer
+from installed import MODELS, installed_by
 from quantized import Dequantize, dequantized, fits, quantized
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 import fshard as fs
+
+with installed_by(MODELS):
+    from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+    from peft.tuners.lora import LoraLayer
+    from transformers import AutoModelForCausalLM
 
 ADAPTER = "base_model.model."  # what peft puts before the names of the model that it wraps
 

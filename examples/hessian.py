@@ -15,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
-from sklearn.datasets import load_digits
+from installed import EXAMPLES, installed_by
+from progress_bar import progress
 from torch import nn
 from torch.func import functional_call, grad, jacrev, jvp
-from tqdm import tqdm
 
 import fshard as fs
+
+with installed_by(EXAMPLES):
+    from matplotlib.figure import Figure
+    from sklearn.datasets import load_digits
 
 
 def dots(vectors: Sequence[Any], w: Any, axis: fs.Axis) -> torch.Tensor:
@@ -84,7 +87,7 @@ def main() -> None:
         return jvp(grad(loss), (params,), (v,))[1]
 
     edge = {}  # by step the three largest eigenvalues
-    for step in tqdm(range(args.steps + 1), "gradient descent", disable=rank != 0, unit="step", mininterval=0.5):
+    for step in progress(range(args.steps + 1), "gradient descent", shown=rank == 0):
         if step % args.every == 0:
             edge[step] = lanczos(product, start, 10, axis)[:3].tolist()
         params = fs.tree_map(lambda w, g: w - args.rate * g, params, grad(loss)(params))

@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from matplotlib.figure import Figure
+from installed import EXAMPLES, installed_by
+from progress_bar import progress
 from torch import nn
 from torch.func import functional_call, vmap
-from tqdm import tqdm
 
 import fshard as fs
+
+with installed_by(EXAMPLES):
+    from matplotlib.figure import Figure
 
 AFTER, SHOWN = (0, 1, 5), 5  # gradient steps, and which new sinusoid is drawn
 
@@ -88,7 +91,7 @@ def main() -> None:
     rows, curves = [], {}
     for name, inner in {"without inner steps": 0, "MAML": args.inner}.items():
         state = fs.TrainState.create(model.init(fs.zero3(mesh)), tx)
-        for seed in tqdm(range(args.steps), name, disable=mesh.get_rank() != 0, unit="step", mininterval=0.5):
+        for seed in progress(range(args.steps), name, shown=mesh.get_rank() == 0):
             state = train_step(state, *mine(sinusoids(args.tasks, args.points, seed)), inner)
         params, first = state.params, Points(*(part[SHOWN] for part in mine(new)[0]))
         losses = [fs.objective(meta_loss(params, *mine(new), n), like=params, reduce="weighted") for n in AFTER]

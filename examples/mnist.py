@@ -1,20 +1,23 @@
-"""Train the ConvNet of PyTorch's FSDP tutorial on handwritten digits, under each strategy, with one train step.
+"""Train the ConvNet of PyTorch's FSDP tutorial on scikit-learn's digits, under each strategy, with one train step.
 
     python examples/mnist.py
     torchrun --standalone --nproc_per_node 2 examples/mnist.py
     torchrun --standalone --nproc_per_node 2 examples/mnist.py --strategy zero3 --data MNIST/raw --epochs 1
 
-Without --data, the program uses the 1797 digits of scikit-learn. With --data, it reads a directory with the four IDX
-files of MNIST, gzipped or not. It keeps the tutorial's Dropout, Adadelta, StepLR, DistributedSampler and evaluation,
-which sums counts over ranks. It also keeps units by size: each submodule of at least --unit-size parameters is a unit.
-All strategies must end with the same parameters. The program reads them back from the checkpoints and compares them.
+By default the data is not MNIST: it is the 1797 handwritten digits of 8 x 8 pixels that come with scikit-learn, so that
+nothing is downloaded. With --data, the program reads a directory with the four IDX files of MNIST, gzipped or not. It
+keeps the tutorial's Dropout, Adadelta, StepLR, DistributedSampler and evaluation, which sums counts over ranks. It also
+keeps units by size: each submodule of at least --unit-size parameters is a unit. All strategies must end with the same
+parameters. The program reads them back from the checkpoints and compares them.
 
 The table shows two figures of memory. One is the bytes that a rank keeps between steps (parameters and Adadelta's
 state). The other is the peak within a step, as torch's profiler counts tensors in one step after the training. These
 figures exclude Python, torch, the images and gloo's own memory. In this network, one layer has nearly all parameters
 and is full while it computes. ZeRO-2 and ZeRO-3 therefore save nothing beyond ZeRO-1, and may take more memory, because
 they reduce gradients while activations are still alive. Milliseconds are medians over all steps except the first, which
-is traced. They mean little if ranks share cores with other programs.
+is traced. They mean little if ranks share cores with other programs. On several ranks ZeRO-3 is the slowest here,
+because it gathers and reduces each unit by messages of its own, and layers as small as these compute for less time than
+a message takes. Large layers hide their messages behind their arithmetic.
 """
 
 import argparse
@@ -31,11 +34,16 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from installed import EXAMPLES, installed_by
+from progress_bar import progress
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from tqdm import tqdm
 
 import fshard as fs
+
+with installed_by(EXAMPLES):
+    from matplotlib.figure import Figure
+    from sklearn.datasets import load_digits
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 # The tutorial's model is so small that ZeRO-3 would gather it all at once; 0 keeps its units apart.
@@ -78,7 +86,8 @@ def main() -> None:
     saved = [fs.checkpoint.restore(args.directory / name, like=like, subtree=".params") for name in runs]
     differences = [(params[name].local - leaf.local).abs().max() for params in saved for name, leaf in saved[0].items()]
     if mesh.get_rank() == 0:
-        report(runs, len(test[1]))
+        print("Data:", args.data or "the digits of scikit-learn, of 8 x 8 pixels (MNIST itself: --data)")
+        report(runs, len(test[1]), mesh.size())
         plot(runs, len(test[1]), mesh.size(), args.directory / "mnist.png")
         print(f"Checkpoints and plot: {args.directory}")
         print(f"Largest difference of a parameter between checkpoints: {max(differences):g}")
@@ -121,7 +130,7 @@ def train(args: argparse.Namespace, name: str, mesh: Any, strategy: fs.ShardTran
 
     state = fs.TrainState.create(model.init(strategy), tx, key=torch.tensor(args.seed))
     times, total = [], torch.zeros(2)
-    with tqdm(total=steps, desc=f"{name:<5}", disable=mesh.get_rank() != 0, unit="step") as bar:
+    with progress(None, f"{name:<5}", shown=mesh.get_rank() == 0, total=steps) as bar:
         for epoch in range(args.epochs):
             sampler.set_epoch(epoch)
             for batch in loader:
@@ -130,7 +139,8 @@ def train(args: argparse.Namespace, name: str, mesh: Any, strategy: fs.ShardTran
                 times.append(time.perf_counter() - start)
                 bar.update()
             total = sum(scores(state.params, *part) for part in parts_of(test, mesh.get_rank(), mesh.size()))
-            bar.set_postfix_str(f"loss {loss.item():.3f}, test accuracy {total[1] / len(test[1]):.2%}")
+            accuracy = total[1] / len(test[1])
+            bar.set_postfix_str(f"loss {loss.item():.3f}, test accuracy {accuracy:.2%}", refresh=False)
     fs.checkpoint.save(args.directory / name, state)
     kept = sum(leaf.numel() * leaf.element_size() for leaf in fs.tree_leaves(state))
     # Torch warns if a step frees tensors that were not allocated under the profiler: hence a copy.
@@ -157,8 +167,6 @@ def parts_of(test: Batch, rank: int, ranks: int, size: int = 1000) -> list[Batch
 def load(directory: Path | None) -> tuple[Batch, Batch]:
     """Images of mean 0 and deviation 1, of shape (n, 1, side, side), and labels: for training, and held out."""
     if directory is None:
-        from sklearn.datasets import load_digits
-
         digits = load_digits()
         images, labels = torch.from_numpy(digits.images), torch.from_numpy(digits.target)
         pairs = [(images[:1437], labels[:1437]), (images[1437:], labels[1437:])]
@@ -183,21 +191,20 @@ def read_idx(directory: Path, name: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8, offset=4 + 4 * len(sizes)).reshape(sizes)
 
 
-def report(runs: Mapping[str, Run], images: int) -> None:
+def report(runs: Mapping[str, Run], images: int, ranks: int) -> None:
     titles = ("test loss", "images right", "MB kept", "MB at most", "ms a step")
     print(f"{'of each rank':<14}" + "".join(f"{title:>16}" for title in titles))
     for name, run in runs.items():
         cells = (f"{run.loss:.4f}", f"{run.right} of {images}", f"{run.kept / 1e6:.2f}", f"{run.peak / 1e6:.2f}")
         print(f"{name:<14}" + "".join(f"{cell:>16}" for cell in (*cells, f"{run.milliseconds:.1f}")))
+    if "zero3" in runs and ranks > 1:
+        print("zero3 is slower here: each layer is gathered and reduced by messages of its own, and layers as small")
+        print("as these compute for less time than a message takes. Large layers hide their messages.")
 
 
 def plot(runs: Mapping[str, Run], images: int, ranks: int, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (memory, speed) = pyplot.subplots(1, 2, figsize=(9, 3.2), sharey=True, constrained_layout=True)
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    memory, speed = figure.subplots(1, 2, sharey=True)
     kept, more = [run.kept / 1e6 for run in runs.values()], [(run.peak - run.kept) / 1e6 for run in runs.values()]
     memory.barh(list(runs), kept, label="kept between steps")
     bars = memory.barh(list(runs), more, left=kept, label="at most in a step", color="C0", alpha=0.4)

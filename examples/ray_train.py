@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from installed import RAY, installed_by
+
 
 def train(config: dict[str, Any]) -> None:
     """Run on each worker, in a process of its own."""
@@ -26,8 +28,9 @@ def train(config: dict[str, Any]) -> None:
 
 def main() -> None:
     args = parse_args()
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
+    with installed_by(RAY):
+        from ray.train import FailureConfig, RunConfig, ScalingConfig
+        from ray.train.torch import TorchConfig, TorchTrainer
 
     directory = args.directory.resolve()
     config = {"examples": str(Path(__file__).parent), "directory": str(directory), "options": args.options}

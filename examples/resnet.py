@@ -17,11 +17,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
-from tqdm import trange
-from transformers import ResNetConfig, ResNetForImageClassification
+from installed import MODELS, installed_by
+from progress_bar import progress
 
 import fshard as fs
+
+with installed_by(MODELS):
+    from sklearn.datasets import load_digits
+    from transformers import ResNetConfig, ResNetForImageClassification
 
 Images = tuple[torch.Tensor, torch.Tensor]
 
@@ -63,7 +66,8 @@ def main() -> None:
     train_step = fs.jit(train_step, donate_argnums=0)
     mine = tuple(part[mesh.get_rank() :: mesh.size()] for part in train)
     generator = torch.Generator().manual_seed(args.seed)
-    for _ in (bar := trange(args.steps, disable=mesh.get_rank() != 0)):
+    bar = progress(range(args.steps), "training", shown=mesh.get_rank() == 0)
+    for _ in bar:
         rows = torch.randint(len(mine[0]), (args.batch,), generator=generator)
         state, loss = train_step(state, (mine[0][rows], mine[1][rows]))
         bar.set_postfix_str(f"loss {loss.item():.3f}", refresh=False)

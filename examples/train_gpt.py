@@ -11,6 +11,10 @@ written while steps run. Kill any rank at any time: torchrun starts all ranks ag
 checkpoint with the next batches and dropout masks. Its losses equal those of an uninterrupted run bit for bit. The run
 also continues on another number of ranks. With --reduction-order tree it then has the same bits, for the same number of
 microbatches. At the end, the model writes a sample. --against plots the losses of another run beside those of this run.
+
+The bar shows the loss, the norm of gradients before they are clipped, and the tokens a second of all ranks. The last
+line has the number of parameters and the tokens a second. With --peak-tflops, the peak of one rank's device, it also
+has the MFU.
 """
 
 import argparse
@@ -22,15 +26,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from gpt import GPT, Block, standard_library
+from installed import EXAMPLES
+from progress_bar import progress
+from throughput import Meter, count_parameters, flops_of_a_step, mfu
 
 import fshard as fs
 
-try:
-    from tqdm import tqdm
-except ImportError:
-    tqdm = None
-
 Batch = tuple[torch.Tensor, torch.Tensor]
+Microbatch = tuple[int, Batch]  # with its number among those of all ranks
+TrainStep = Callable[[fs.TrainState, list[Microbatch]], tuple[fs.TrainState, torch.Tensor]]
 
 # So many windows of the held-out files are evaluated, in batches of this size.
 EVALUATED, AT_ONCE = 256, 32
@@ -68,39 +72,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if args.precision == "float32"
         else fs.zero3(mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     )
-    module = GPT(*sizes[:4], args.dropout, args.remat)
-    model = fs.functionalize(module, units=Block)
+    model = make_model(sizes, args.dropout, args.remat)
     evaluated = model.eval()
     # Fused kernels round an element by where it stands in its shard.
     hyper = {"lr": schedule(args), "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": args.reduction_order is None}
     adamw = fs.from_torch(torch.optim.AdamW, reduction_order=args.reduction_order, **hyper)
-    tx = fs.chain(fs.clip_by_global_norm(1.0, reduction_order=args.reduction_order), adamw)
-
-    def train_step(state: fs.TrainState, microbatches: list[Any]) -> tuple[fs.TrainState, torch.Tensor]:
-        # Other masks in each step and in each microbatch of the job, all drawn from one key.
-        key = fs.fold_in(state.key, state.step)
-
-        def loss_fn(params: Any, microbatch: tuple[int, Batch]) -> torch.Tensor:
-            index, (x, y) = microbatch
-            return cross_entropy(model.apply(params, x, key=fs.fold_in(key, index)), y)
-
-        loss, grads = fs.accumulate(loss_fn, reduction_order=args.reduction_order)(state.params, microbatches)
-        return fs.update(tx, state, grads), loss
-
-    jitted_step = fs.jit(train_step, donate_argnums=0)
+    tx = fs.chain(clip_and_keep_norm(1.0, args.reduction_order), adamw)
+    jitted_step = fs.jit(make_train_step(model, tx, args.reduction_order), donate_argnums=0)
     state = fs.TrainState.create(model.init(strategy, seed=args.seed), tx, key=torch.tensor(args.seed))
     train_text, held_out = standard_library()
+
+    def batch_of(step: int) -> list[Microbatch]:
+        """This rank's microbatches of a step."""
+        ids = fs.sample_ids(args.seed, step, dataset_size=len(train_text) // sizes.context - 1, batch_size=sizes.batch)
+        mine = fs.microbatches(list(enumerate(ids.unflatten(0, (number, -1)))), like=state.params)
+        return [(i, windows(train_text, ids, sizes.context)) for i, ids in mine]
+
     with fs.checkpoint.Manager(args.directory / "checkpoints", keep=3, every=args.save_every) as manager:
         if manager.latest_step() is not None:
             state = manager.restore(like=state)
+        meter = Meter(tokens=sizes.batch * sizes.context)
         log = Log(args.directory / "losses.txt", first, mesh.size(), begin=int(state.step))
-        for step in log.steps(min(args.steps, args.stop_at or args.steps), sizes.batch * sizes.context):
-            ids = fs.sample_ids(
-                args.seed, step, dataset_size=len(train_text) // sizes.context - 1, batch_size=sizes.batch
-            )
-            mine = fs.microbatches(list(enumerate(ids.unflatten(0, (number, -1)))), like=state.params)
-            state, loss = jitted_step(state, [(i, windows(train_text, ids, sizes.context)) for i, ids in mine])
-            log.add(step, loss.item())
+        for step in log.steps(min(args.steps, args.stop_at or args.steps), meter):
+            state, loss = jitted_step(state, batch_of(step))
+            norm, _ = state.opt_state
+            log.add(step, loss.item(), norm.item())
+            meter.end_step()
             manager.save(state)
 
     loss = held_out_loss(evaluated, state.params, held_out, sizes.context)
@@ -108,6 +105,48 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if first:
         print(f"\nheld-out loss {loss:.4f} nats per byte after {args.steps} steps; a sample:\n\n{text}\n")
         log.plot(args.directory / "losses.png", args.against)
+        line = f"{count_parameters(state.params):,} parameters, {meter.tokens_a_second():,.0f} tokens/s"
+        if args.peak_tflops is not None:
+            # The arithmetic of the model: what --remat computes a second time does not count.
+            plain_step = make_train_step(make_model(sizes, args.dropout, remat=False), tx, args.reduction_order)
+            flops = flops_of_a_step(plain_step, state, batch_of(0), mesh=mesh)
+            share = mfu(flops, meter.seconds_a_step(), args.peak_tflops * 1e12)
+            line += f", MFU {share:.2%} ({flops:.4g} FLOPs of a rank in a step)"
+        print(line)
+
+
+def make_model(sizes: Preset, dropout: float, remat: bool) -> fs.Model:
+    module = GPT(sizes.width, sizes.layers, sizes.heads, sizes.context, dropout, remat)
+    return fs.functionalize(module, units=Block)
+
+
+def clip_and_keep_norm(max_norm: float, reduction_order: str | None) -> fs.GradientTransformation:
+    """`fs.clip_by_global_norm`, whose state is the norm before clipping."""
+
+    def init(params: Any) -> torch.Tensor:
+        return torch.zeros(())
+
+    def update(grads: Any, _: Any, params: Any) -> tuple[Any, torch.Tensor]:
+        norm = fs.global_norm(grads, reduction_order=reduction_order)
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        return fs.tree_map(lambda grad: grad * scale.to(grad.dtype), grads), norm
+
+    return fs.GradientTransformation(init, update)
+
+
+def make_train_step(model: fs.Model, tx: fs.GradientTransformation, reduction_order: str | None) -> TrainStep:
+    def train_step(state: fs.TrainState, microbatches: list[Microbatch]) -> tuple[fs.TrainState, torch.Tensor]:
+        # Other masks in each step and in each microbatch of the job, all drawn from one key.
+        key = fs.fold_in(state.key, state.step)
+
+        def loss_fn(params: Any, microbatch: Microbatch) -> torch.Tensor:
+            index, (x, y) = microbatch
+            return cross_entropy(model.apply(params, x, key=fs.fold_in(key, index)), y)
+
+        loss, grads = fs.accumulate(loss_fn, reduction_order=reduction_order)(state.params, microbatches)
+        return fs.update(tx, state, grads), loss
+
+    return train_step
 
 
 @torch.no_grad()
@@ -162,36 +201,33 @@ class Log:
     def __init__(self, path: Path, written: bool, ranks: int, begin: int) -> None:
         """Keep lines of steps before the first: a killed run may have written lines of steps after its checkpoint."""
         self.path, self.written, self.ranks, self.begin = path, written, ranks, begin
+        self.loss = self.norm = math.nan  # of the last step
         if written:
             path.parent.mkdir(parents=True, exist_ok=True)
             lines = path.read_text().splitlines(keepends=True) if path.exists() else []
             path.write_text("".join(line for line in lines if line.endswith("\n") and int(line.split()[0]) < begin))
 
-    def steps(self, count: int, tokens: int) -> Iterator[int]:
-        """The steps that are left, behind tqdm's bar that shows loss, tokens per second and the time left."""
-        if tqdm is None:
-            yield from range(self.begin, count)
-            return
-        self.bar = tqdm(range(self.begin, count), "training", count, initial=self.begin, disable=not self.written)
-        for step in self.bar:
+    def steps(self, count: int, meter: Meter) -> Iterator[int]:
+        """The steps that are left, behind a bar that shows loss, norm, tokens a second and the time left."""
+        bar = progress(range(self.begin, count), "training", shown=self.written, total=count, first=self.begin)
+        for step in bar:
             yield step
-            rate = tokens * (self.bar.format_dict["rate"] or 0.0)
-            self.bar.set_postfix_str(f"loss {self.last:.3f}, {rate:,.0f} tokens/s", refresh=False)
+            rate = meter.tokens_a_second()
+            bar.set_postfix_str(f"loss {self.loss:.3f}, norm {self.norm:.3f}, {rate:,.0f} tokens/s", refresh=False)
 
-    def add(self, step: int, loss: float) -> None:
-        self.last = loss
+    def add(self, step: int, loss: float, norm: float) -> None:
+        self.loss = loss
+        self.norm = norm
         if self.written:
             with self.path.open("a") as file:
                 file.write(f"{step} {loss!r} {self.ranks}\n")
-            if tqdm is None and step % 10 == 0:
-                print(f"step {step}: loss {loss:.3f}", flush=True)
 
     def plot(self, path: Path, against: Path | None) -> None:
         """Draw the losses in a color for each number of ranks, and below how far they are from those of another run."""
         try:
             import matplotlib
         except ImportError:
-            print(f"Losses: {self.path}; no plot without matplotlib (pip install '.[examples]')")
+            print(f"Losses: {self.path}; no plot without matplotlib ({EXAMPLES})")
             return
         matplotlib.use("Agg")
         from matplotlib import pyplot
@@ -253,6 +289,9 @@ def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--save-every", type=int, default=20, help="steps from one checkpoint to the next")
     parser.add_argument("--sample", type=int, default=200, help="bytes to write at the end")
     parser.add_argument("--threads", type=int, default=1, help="threads of each rank")
+    parser.add_argument(
+        "--peak-tflops", type=float, help="10^12 FLOPs a second that one rank's device can do; prints the MFU"
+    )
     return parser.parse_args(arguments)
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import subprocess
 import sys
 
 import pytest
@@ -11,9 +12,13 @@ import torch.nn.functional as F
 
 import fshard as fs
 from fshard.rounding import tolerance
+from tests.test_guide import GUIDE
 from tests.test_processes import ROOT, TORCHRUN, run
 
 sys.path.append(str(ROOT / "examples"))
+import installed
+import progress_bar
+import throughput
 import train_gpt
 
 LAUNCHERS = {"alone": ((sys.executable,), 1), "torchrun": ((*TORCHRUN, 2), 2)}
@@ -48,6 +53,202 @@ def test_a_gpt_is_evaluated_on_windows_of_all_that_is_held_out():
     whole = F.cross_entropy(guesses.expand(len(text), 256), text).item()
     # Losses of bytes differ by 1. One window at each of two borders may count for the wrong third.
     assert abs(train_gpt.held_out_loss(Model(), {}, text, context=100) - whole) <= 2 / train_gpt.EVALUATED
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def loop(clock, seconds, shown=True):
+    """Take steps of a second each behind a progress bar."""
+    bar = progress_bar.progress(range(seconds), "training", shown=shown)
+    for step in bar:
+        clock.now += 1
+        bar.set_postfix_str(f"loss {step}", refresh=False)
+
+
+def test_a_log_has_a_line_of_progress_in_ten_seconds(monkeypatch, capsys):
+    clock = Clock()
+    monkeypatch.setattr("tqdm.std.time", clock)
+    loop(clock, 36)
+    printed = capsys.readouterr().err
+    assert "\r" not in printed
+    counts = [int(number) for number in re.findall(r"^training: .* (\d+)/36 ", printed, re.MULTILINE)]
+    assert counts == [0, 10, 20, 30, 36]
+    assert "loss 35" in printed.splitlines()[-1]
+
+
+def test_a_terminal_has_one_line_of_progress(monkeypatch, capsys):
+    clock = Clock()
+    monkeypatch.setattr("tqdm.std.time", clock)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    loop(clock, 36)
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    assert printed.count("\r") >= 36
+
+
+def test_progress_is_shown_where_it_should_be(monkeypatch, capsys):
+    clock = Clock()
+    monkeypatch.setattr("tqdm.std.time", clock)
+    loop(clock, 36, shown=False)
+    monkeypatch.setattr(progress_bar, "tqdm", None)
+    loop(clock, 36)
+    assert clock.now == 100 + 2 * 36
+    assert capsys.readouterr().err == ""
+
+
+def test_only_a_package_of_the_extras_is_answered_by_a_command(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(SystemExit) as ended, installed.installed_by(installed.MODELS):
+        import peft.tuners  # noqa: F401
+    assert ended.value.code == "pip install -e '.[models,examples]'"
+    with pytest.raises(ModuleNotFoundError, match="misspelled"), installed.installed_by(installed.MODELS):
+        import misspelled  # noqa: F401
+
+
+# Runs each script with the packages of extras hidden; prints the text with which it ends, or that it parses arguments.
+WITHOUT_EXTRAS = """
+import argparse, json, runpy, sys
+sys.path.insert(0, "examples")
+import installed
+class Parsed(BaseException): pass
+def stop(*args, **kwargs):
+    raise Parsed
+sys.modules |= dict.fromkeys({*installed.PACKAGES, "tqdm"})
+parse = argparse.ArgumentParser.parse_args
+for path, stops in json.load(sys.stdin):
+    argparse.ArgumentParser.parse_args = stop if stops else parse
+    sys.argv = [path]
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except Parsed:
+        print("parses")
+    except SystemExit as error:
+        print(error.code)
+"""
+
+
+@pytest.mark.slow
+def test_without_its_extras_a_program_prints_the_command_that_installs_them():
+    """As the guide says: programs whose column has the package alone need no extras to start."""
+    ends = {
+        "`.`": "parses",
+        "`.[examples]`": installed.EXAMPLES,
+        "`.[models,examples]`": installed.MODELS,
+        '`"ray[train]"`': installed.RAY,
+    }
+    expected = {}
+    for programs, install in re.findall(r"^\| (.*?) \|.*\| (.*?) \|$", GUIDE.read_text(), re.MULTILINE):
+        if install in ends:
+            expected |= dict.fromkeys(re.findall(r"`(\w+\.py)`", programs), ends[install])
+    programs = {path.name for path in (ROOT / "examples").glob("*.py") if "__main__" in path.read_text()}
+    assert set(expected) == programs
+    scripts = [(f"examples/{name}", end == "parses") for name, end in expected.items()]
+    command = [sys.executable, "-c", WITHOUT_EXTRAS]
+    result = subprocess.run(command, cwd=ROOT, input=json.dumps(scripts), capture_output=True, text=True, timeout=250)
+    assert result.returncode == 0, result.stderr
+    assert dict(zip(expected, result.stdout.splitlines(), strict=True)) == expected
+
+
+def test_throughput_leaves_the_first_step_out(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("time.perf_counter", clock)
+    meter = throughput.Meter(tokens=1000)
+    assert math.isnan(meter.tokens_a_second())
+    for seconds in (50, 2, 3):
+        clock.now += seconds
+        meter.end_step()
+    assert meter.seconds_a_step() == 2.5
+    assert meter.tokens_a_second() == 400
+    assert throughput.mfu(flops=5e12, seconds=2.5, peak=8e12) == 0.25
+
+
+def test_parameters_and_flops_of_a_step():
+    """A product's forward has 2 FLOPs for each weight and row, and so has the gradient of its weight."""
+    mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    params = fs.shard({"w": torch.ones(5, 7), "b": torch.ones(7)}, fs.zero3(mesh, min_shard_elements=0))
+    assert throughput.count_parameters(params) == 5 * 7 + 7
+
+    def loss_fn(params, x):
+        full = fs.gather(params)
+        return (x @ full["w"] + full["b"]).sum()
+
+    def step(params, x):
+        return fs.value_and_grad(loss_fn)(params, x)
+
+    assert throughput.flops_of_a_step(step, params, torch.ones(3, 5), mesh=mesh) == 2 * 2 * 3 * 5 * 7
+
+
+@launched
+def test_train_gpt_ends_with_its_throughput(launcher, ranks, tmp_path):
+    options = ("--steps", 6, "--sample", 4)
+    program = ROOT / "examples/train_gpt.py"
+    width, layers, context = 64, 2, 64
+    parameters = sum(parameter.numel() for parameter in train_gpt.GPT(width, layers, 2, context).parameters())
+    *_, last = run(*launcher, program, *options, "--directory", tmp_path / "plain").splitlines()
+    assert re.fullmatch(rf"{parameters:,} parameters, [\d,]+ tokens/s", last)
+    # Six for each weight of a product and token. Two products of attention, and four of their backward, to which fused
+    # attention adds one: 14 times the width of each layer for each pair of tokens.
+    weights = layers * 12 * width**2 + 256 * width
+    tokens = 24 * context / ranks
+    flops = tokens * (6 * weights + 14 * layers * width * context)
+    peak = 0.01
+    for name, more in {"all": (), "remat": ("--remat",)}.items():
+        options_of_run = (*options, *more, "--peak-tflops", peak, "--directory", tmp_path / name)
+        *_, last = run(*launcher, program, *options_of_run).splitlines()
+        pattern = rf"{parameters:,} parameters, ([\d,]+) tokens/s, MFU (\S+)% \((\S+) FLOPs of a rank in a step\)"
+        rate, share, printed = re.fullmatch(pattern, last).groups()
+        assert printed == f"{flops:.4g}"
+        # The rate is rounded to a whole number.
+        lowest, highest = (float(rate.replace(",", "")) + rounded for rounded in (-0.5, 0.5))
+        percent = 100 * flops / (24 * context) / (peak * 1e12)
+        assert float(f"{lowest * percent:.2f}") <= float(share) <= float(f"{highest * percent:.2f}")
+
+
+SHORT = {
+    "train_gpt": ("--steps", 3, "--sample", 4, "--peak-tflops", 1, "--directory", "."),
+    "ddp_parity": ("--steps", 3, "--width", 16, "--layers", 1, "--heads", 2, "--context", 8, "--sample", 4),
+    "mnist": ("--epochs", 1, "--hidden", 32, "--directory", "."),
+    "unequal_tokens": ("--steps", 2, "--width", 16, "--layers", 1),
+    "finetune_lora": ("--steps", 2, "--export", "."),
+    "finetune_peft": ("--steps", 2, "--export", "."),
+    "resnet": ("--steps", 10, "--directory", "."),
+    "diffusion": ("--steps", 2, "--times", 4, "--directory", "."),
+    "dp_sgd": ("--steps", 2),
+    "maml": ("--steps", 2),
+    "ensemble": ("--steps", 2, "--members", 2),
+    "hessian": ("--steps", 1),
+    "custom_transform": ("--steps", 2),
+    "topk": ("--steps", 2),
+    "powersgd": ("--steps", 2),
+    "sibling": ("--steps", 2),
+    "tensor_parallel": ("--steps", 2),
+    "four_dimensions": ("--steps", 2),
+    "diloco": ("--rounds", 1, "--directory", "."),
+    "rl": ("--steps", 3),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHORT)
+def test_one_rank_prints(name, tmp_path):
+    program = ROOT / f"examples/{name}.py"
+    launcher = [*TORCHRUN[:-1], "--log-dir", tmp_path / "logs", "--redirects", "3", TORCHRUN[-1]]
+    command = [str(part) for part in (*launcher, 2, program, *SHORT[name])]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250)
+    assert result.returncode == 0, result.stderr
+    first, second = ({log.stem: log.read_text() for log in tmp_path.glob(f"logs/*/*/{rank}/*.log")} for rank in (0, 1))
+    assert first["stdout"]
+    assert second["stdout"] == ""
+    # A bar of progress; other lines are warnings of libraries.
+    assert not re.search(r"\d+/\d+ \[", second["stderr"])
 
 
 @launched
@@ -137,6 +338,8 @@ def test_strategies_agree_to_the_last_image(tmp_path, launcher, ranks):
     assert "Largest difference of a parameter between checkpoints: 0\n" in out
     # The digits that come with scikit-learn; one of ten is right by chance.
     assert images[0] == "360"
+    assert out.startswith("Data: the digits of scikit-learn")
+    assert ("zero3 is slower here" in out) == (ranks > 1)
     assert int(right[0]) > 0.7 * 360
     for name, bytes_kept, peak in zip(names, map(float, kept), map(float, peaks)):
         assert fs.checkpoint.latest_step(tmp_path / name) == 2 * (1437 // 32)
