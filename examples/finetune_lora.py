@@ -152,7 +152,7 @@ def batches(args: argparse.Namespace, text: torch.Tensor, mesh: Any) -> Iterator
 def export(args: argparse.Namespace, config: PretrainedConfig, weights: Any, first: bool) -> None:
     """Write a directory for from_pretrained; weights that an earlier run has written there are replaced."""
     if first:
-        for name in ("model.safetensors", "model.safetensors.index.json"):
+        for name in ("checksums.json", "model.safetensors", "model.safetensors.index.json"):
             (args.export / name).unlink(missing_ok=True)
         config.save_pretrained(args.export)
         if has_tokenizer(args.model):

@@ -44,7 +44,8 @@ def test_lora_learns_exports_and_goes_on(tmp_path, launcher, ranks):
     assert "918,656 parameters are frozen, 84,992 in 29 pairs of factors are trained" in out
     # The same batches, on a base that is what was merged; factors are new, and change nothing yet.
     (tmp_path / "second").mkdir()
-    (tmp_path / "second/model.safetensors").write_bytes(b"of a run before")
+    for name in ("model.safetensors", "checksums.json"):
+        (tmp_path / "second" / name).write_bytes(b"of a run before")
     options = ("--model", tmp_path / "first", "--steps", 4, "--targets", "*.3.*_proj.weight")
     assert held_out_losses(finetune(launcher, tmp_path / "second", *options))[0] == after
     first, second = (
