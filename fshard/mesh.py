@@ -330,6 +330,7 @@ def _compare(request: _Request, limit: timedelta, meeting: Meeting) -> Sequence[
     if generation > state.generation:
         # Where one rank has a group that is broken, all make their groups anew.
         state.renew(generation)
+        _compat.withdraw_report()
     _refuse_different_meshes([request.mesh for request in requests], meeting)
     return requests
 

@@ -112,3 +112,41 @@ def test_the_self_test_passes():
     assert rows["python"].endswith(f"on {platform.platform()} ({sys.executable})")
     assert "accelerators" in rows
     assert rows["self-test"] == "passed: 5 steps of zero3 on 2 processes equal those of one"
+
+
+# Its second rank is killed in the third step, or raises an error there.
+FAILS_IN_A_STEP = """
+import os, signal, sys
+import torch, fshard as fs
+from torch.distributed.elastic.multiprocessing.errors import record
+
+def main():
+    mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    params = fs.shard({"w": torch.ones(4)}, fs.zero3(mesh, min_shard_elements=0))
+
+    def loss_fn(params):
+        full = fs.gather(params)["w"]
+        if step == 2 and mesh.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return full.sum()
+
+    for step in range(4):
+        fs.value_and_grad(loss_fn)(params)
+
+(record(main) if "record" in sys.argv else main)()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["plain", "record"])
+def test_the_survivor_under_torchrun_names_the_rank_that_was_killed(tmp_path, way):
+    """Although torchrun ends it within a tenth of a second: on standard error, and in torchrun's own summary."""
+    script = tmp_path / "script.py"
+    script.write_text(FAILS_IN_A_STEP)
+    done = subprocess.run([*TORCHRUN, "2", script, way], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    printed, separator, summary = done.stderr.partition("script.py FAILED")
+    assert separator
+    for text in (printed, summary):
+        assert re.search(r"CollectiveError: (rank 0 lost the connection to )?rank 1(\.| was killed)", text), done.stderr
+        assert "  rank 0, this one, was in reduce_scatter number" in text, done.stderr

@@ -18,6 +18,7 @@ from torch.utils._pytree import register_pytree_node as register_torch_pytree
 from fshard._compat.autograd import *
 from fshard._compat.collectives import *
 from fshard._compat.fake import *
+from fshard._compat.launcher import *
 from fshard._compat.layouts import *
 from fshard._compat.modules import *
 from fshard._compat.threads import *

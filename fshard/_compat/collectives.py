@@ -418,6 +418,28 @@ def start_swap(
     return works
 
 
+def find_ended(pair: Pair, local_rank: int, size: int) -> tuple[list[int], list[Any]]:
+    """Find the connections of a pair of groups that have ended, and end none. Checked on 2.13.
+
+    Args:
+        pair: The connections of `make_pair`.
+        local_rank: This rank's number in the group.
+        size: How many ranks it has.
+
+    Returns:
+        The ranks whose connections have ended, and receives from the others, which nothing fulfils. Waiting for such a
+        receive in vain ends its connection.
+    """
+    posted, gone = [], []
+    for other in range(size):
+        for group in pair if other != local_rank else ():
+            try:
+                posted.append(group.recv([torch.empty(1)], other, CUT))
+            except RuntimeError:
+                gone.append(other)
+    return gone, posted
+
+
 def cut(pair: Pair, local_rank: int, size: int) -> list[int]:
     """End all connections of a pair of groups, which wakes the ranks that wait there. Checked on 2.13.
 
@@ -431,13 +453,7 @@ def cut(pair: Pair, local_rank: int, size: int) -> list[int]:
     Returns:
         The ranks whose connections had ended before.
     """
-    posted, gone = [], []
-    for other in range(size):
-        for group in pair if other != local_rank else ():
-            try:
-                posted.append(group.recv([torch.empty(1)], other, CUT))
-            except RuntimeError:
-                gone.append(other)
+    gone, posted = find_ended(pair, local_rank, size)
     for work in posted:
         with suppress(RuntimeError):
             work.wait(timedelta(milliseconds=1))

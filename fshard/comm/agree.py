@@ -20,7 +20,7 @@ from fshard import _compat
 from fshard.comm import ops
 from fshard.comm.collective import Caller, all_gather, rank, supports_cpu_messages
 from fshard.comm.events import Label, Verb, make_label
-from fshard.comm.failure import CollectiveError, all_fail, ask_store, notify_peers
+from fshard.comm.failure import CollectiveError, all_fail, ask_store, notify_peers, report_at_once
 from fshard.comm.groups import RankState, rank_state
 from fshard.errors import Problem, describe_error, leaf_error
 from fshard.tree import Axis, Flat, flatten, is_sharded
@@ -126,7 +126,10 @@ def _compare_call(api_name: str, facts: Mapping[Axis, str], failure_text: str = 
     failures, difference = _exchange_differences(facts, Label(Verb.START, (api_name,)), failure_text)
     if failures:
         remedy = f"To fix: correct the error above. {api_name} has not sent any data."
-        raise CollectiveError("\n".join([*failures, remedy]))
+        text = "\n".join([*failures, remedy])
+        if not failure_text:
+            report_at_once(text)
+        raise CollectiveError(text)
     if difference:
         remedy = "make the same calls in the same order on every rank, with equal strategies, dtypes and arguments"
         raise leaf_error(f"{api_name}: ranks make different calls", [difference], remedy)

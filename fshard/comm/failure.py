@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from fshard import _compat
-from fshard.comm.groups import TEXT_LENGTH, ChainEntry, Group, PendingCollective, RankState
+from fshard.comm.groups import TEXT_LENGTH, ChainEntry, Group, PendingCollective, RankState, rank_state
 from fshard.comm.interrupts import Interrupts
 
 # Seconds that a call of the store may take, which may hang with the rank that holds it.
@@ -40,6 +40,8 @@ CLOCK_INTERVAL = 0.1
 LONGEST_POLL_INTERVAL = 30.0
 # How many ranks one poll asks at most.
 MAX_RANKS_PER_POLL = 8
+# How many of the last collectives a report lists.
+REPORTED_ENTRIES = 4
 # A wait of more than this part of the timeout has ended by the timeout.
 TIMEOUT_FRACTION = 0.95
 
@@ -349,9 +351,52 @@ def fail_collective(state: RankState, issued: PendingCollective, error: BaseExce
         The error, whose reason is the same on every rank.
     """
     if state.failure.reason is None:
-        is_simulated = state.simulation is not None
-        notify_peers(state, str(error) if is_simulated else _explain_lost_wait(state, issued, error))
+        if state.simulation is not None:
+            text = str(error)
+        else:
+            # The receives must live until the connections are cut.
+            _receives = _report_ended_connections(state, issued)
+            text = _explain_lost_wait(state, issued, error)
+        notify_peers(state, text)
+        report_at_once(f"{make_error(state, issued.entry)}{_list_last_collectives(issued.group)}")
     return make_error(state, issued.entry)
+
+
+def report_at_once(text: str) -> None:
+    """Tell torchrun, and standard error, why the call of this rank ends, because torchrun may end the process first.
+
+    Args:
+        text: The text of the CollectiveError that the rank is about to raise.
+    """
+    is_simulated = dist.is_initialized() and rank_state().simulation is not None
+    if not is_simulated:
+        _compat.report_to_launcher(f"CollectiveError: {text}")
+
+
+def _report_ended_connections(state: RankState, issued: PendingCollective) -> list[Any]:
+    """Report the ranks whose connections have ended, before it is known why: finding that out takes half a second.
+
+    Returns:
+        Receives from the other ranks, as of `_compat.find_ended`.
+    """
+    group = issued.group
+    has_timed_out = time.monotonic() - issued.since > TIMEOUT_FRACTION * group.timeout
+    if group.pair is None or has_timed_out or ask_store(lambda: read_first(state.board(), "note", state.groups)):
+        return []
+    places, receives = _compat.find_ended(group.pair, group.local_rank, len(group.ranks))
+    ended = sorted({group.ranks[place] for place in places})
+    if ended:
+        lost = f"rank {state.rank} lost the connection to {name_ranks(ended)}"
+        first = f"{lost}. A rank was killed, has ended or has failed."
+        place = f"  rank {state.rank}, this one, was in {issued.entry}"
+        report_at_once(f"{first}\n{place}{_list_last_collectives(group)}")
+    return receives
+
+
+def _list_last_collectives(group: Group) -> str:
+    """Write a line for each of the last collectives that this rank has started in a group, but for the first entry."""
+    lines = [f"\n  {entry}" for entry in list(group.chain.entries)[-REPORTED_ENTRIES:] if entry.number > 0]
+    return f"\nThe last collectives of this rank over these ranks:{''.join(lines)}"
 
 
 def make_error(state: RankState, entry: ChainEntry | None = None) -> CollectiveError:

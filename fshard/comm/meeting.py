@@ -29,6 +29,7 @@ from fshard.comm.failure import (
     describe_ended_ranks,
     name_ranks,
     read_first,
+    report_at_once,
 )
 from fshard.comm.groups import RankState
 from fshard.comm.processes import Process, has_ended, this_process
@@ -82,7 +83,11 @@ class Meeting:
         """Tell the others of an error, unless they have it too."""
         if error is None or self.fails_everywhere or not self.others:
             return
-        text = describe_error(error) if isinstance(error, CollectiveError) else self._describe_failure(error)
+        if isinstance(error, CollectiveError):
+            text = describe_error(error)
+            report_at_once(text)
+        else:
+            text = self._describe_failure(error)
         reason = self._leave_note(text)
         if self.state is not None:
             self.state.failure.reason = self.state.failure.reason or reason

@@ -1,8 +1,11 @@
 """Messages of collectives that fail: one full text of each kind, and stores that do not answer."""
 
 import json
+import os
+import signal
 import threading
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from fshard import comm
 from fshard.comm import failure
 from fshard.comm.groups import ChainEntry, RankState
 from tests.comm.steps import make_step
+from tests.forked_programs import run_on_ranks
 
 REMEDY = (
     "To fix: correct the first error. Then restart from the last checkpoint, or stay in the same processes: call "
@@ -106,3 +110,64 @@ def test_circles_are_found_and_nothing_else():
         first, *lines = text.splitlines()
         assert first == "ranks wait for each other in different collectives"
         assert [int(line.split()[1]) for line in lines] == expected
+
+
+def fail_in_a_step(way, directory):
+    """As under torchrun. Rank 1 is killed, or raises an error; rank 0 prints what torchrun would read."""
+    mesh = fs.init_mesh({"shard": -1}, device="cpu", timeout=30.0)
+    path = Path(directory) / f"error-{mesh.get_rank()}.json"
+    if way != "no launcher":
+        os.environ["TORCHELASTIC_ERROR_FILE"] = str(path)
+    params = fs.shard({"w": torch.ones(4)}, fs.zero3(mesh, min_shard_elements=0))
+
+    def loss_fn(params):
+        if mesh.get_rank() == 1:
+            if way == "raises":
+                raise ValueError("bad batch")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return fs.gather(params)["w"].sum()
+
+    try:
+        fs.value_and_grad(loss_fn)(params)
+    except fs.comm.CollectiveError as error:
+        print(json.dumps([str(error), json.loads(path.read_text()) if path.exists() else None]))
+    except ValueError:
+        assert not path.exists()
+    if way == "raises":
+        fs.init_mesh({"shard": -1}, device="cpu", timeout=30.0)
+        assert not path.exists()
+
+
+LOST = (
+    "CollectiveError: rank 0 lost the connection to rank 1. A rank was killed, has ended or has failed.\n  rank 0, this"
+)
+LAST = (
+    "The last collectives of this rank over these ranks:\n"
+    "  all_gather number 1 (shard) over 'shard' of a digest in shard\n"
+    "  all_gather number 2 (start of value_and_grad) over 'shard' of a digest in value_and_grad\n"
+    "  all_gather number 3 (gather of ['w']) over 'shard' of float32 (2,), 8 bytes in value_and_grad\n"
+)
+
+
+def test_the_error_of_a_survivor_goes_to_torchrun_at_once(tmp_path):
+    """In the form of torch's ErrorHandler. A program that goes on in the same processes withdraws it."""
+    for way, first in (("killed", "rank 1 was killed or has ended"), ("raises", "rank 1 failed in value_and_grad: ")):
+        survivor, other = run_on_ranks(2, fail_in_a_step, way, tmp_path)
+        text, report = json.loads(survivor.output)
+        assert text.startswith(first)
+        message = report["message"]["message"]
+        assert message == report["message"]["extraInfo"]["py_callstack"] == f"CollectiveError: {text}\n{LAST.rstrip()}"
+        assert int(report["message"]["extraInfo"]["timestamp"]) > 0
+        # That a rank is gone is said before the survivor finds out why.
+        at_once, _, later = survivor.errors.rpartition("CollectiveError: rank 1")
+        assert later.endswith(LAST)
+        assert at_once.startswith(LOST) is (way == "killed")
+        assert other.errors == ""
+        assert (survivor.code, other.code) == (0, -signal.SIGKILL if way == "killed" else 0)
+
+
+def test_a_survivor_tells_nobody_where_torchrun_did_not_start_it(tmp_path):
+    survivor, _ = run_on_ranks(2, fail_in_a_step, "no launcher", tmp_path)
+    text, report = json.loads(survivor.output)
+    assert text.startswith("rank 1 was killed or has ended")
+    assert (report, survivor.errors) == (None, "")

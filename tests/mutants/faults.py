@@ -349,6 +349,13 @@ FAULTS = (
         "10: ranks that wait for a late one are not told that they wait for each other",
     ),
     Fault(
+        "survivor-tells-torchrun-only-when-it-knows-why",
+        "fshard/comm/failure.py",
+        "_receives = _report_ended_connections(state, issued)",
+        "_receives = None",
+        "10: under torchrun the survivor of a rank that was killed names it at once",
+    ),
+    Fault(
         "rank-in-init-mesh-leaves-others-waiting",
         "fshard/comm/failure.py",
         "waiting = [rank for rank in sorted(behind) if not has_come(rank)]",
