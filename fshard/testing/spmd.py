@@ -24,7 +24,7 @@ from fshard._compat import (
     threaded_process_groups,
 )
 from fshard.errors import expect
-from fshard.testing.workers import RankError, Workers, describe_failure, stuck_ranks
+from fshard.testing.workers import RankError, Workers, describe_failure, failed_rank, stuck_ranks
 from fshard.tree.checks import POSITIVE, check_numbers
 
 T = TypeVar("T")
@@ -66,6 +66,8 @@ def spmd(f: Callable[[], T], world: int | Workers, timeout: float | None = None)
     >>> spmd(dist.get_rank, world=3)
     [0, 1, 2]
     """
+    # Reports of pytest end at the line of the test.
+    __tracebackhide__ = True
     if timeout is not None:
         check_numbers("spmd", POSITIVE, timeout=timeout)
     if isinstance(world, Workers):
@@ -196,23 +198,42 @@ class _Simulation:
 
     def run(self) -> list[Any]:
         """Run the ranks until all have ended or one has failed, and return their values or raise their error."""
+        __tracebackhide__ = True
         deadline = time.monotonic() + self.timeout
         try:
             for thread in self.threads:
                 thread.start()
-            while len(self.ended) < len(self.threads) and not any(error for _, error in self.ended.values()):
+            while len(self.ended) < len(self.threads) and not self._has_failed_by_itself():
                 self._fail_broken()
                 if self.waiting and len(self.waiting) + len(self.ended) == len(self.threads):
                     self._break_circle()
+                if self._errors():
+                    # A rank has heard of the failure of another one, which is about to end.
+                    deadline = min(deadline, time.monotonic() + GRACE)
                 self._receive(deadline)
         except queue.Empty:
-            raise self._stuck() from None
+            if not self._errors():
+                raise self._stuck() from None
         finally:
             self._stop()
-        for rank, (_, error) in sorted(self.ended.items()):
-            if error and not isinstance(error, _Stop):
-                raise RankError(f"rank {rank} of {len(self.threads)} {describe_failure(error)}") from error
+        errors = self._errors()
+        if errors:
+            rank = min(errors, key=lambda rank: (isinstance(errors[rank], comm.CollectiveError), rank))
+            error = errors[rank]
+            raise failed_rank(rank, len(self.threads), describe_failure(error)) from error
         return [self.ended[rank][0] for rank in range(len(self.threads))]
+
+    def _errors(self) -> dict[int, BaseException]:
+        """The errors of ranks that have failed."""
+        errors = {}
+        for rank, (_, error) in self.ended.items():
+            if error and not isinstance(error, _Stop):
+                errors[rank] = error
+        return errors
+
+    def _has_failed_by_itself(self) -> bool:
+        """Whether a rank has failed that did not only hear of the failure of another one."""
+        return any(not isinstance(error, comm.CollectiveError) for error in self._errors().values())
 
     def _receive(self, deadline: float) -> None:
         """Do the next thing that ranks ask for; raise queue.Empty if there is none by the deadline."""

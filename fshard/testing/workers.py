@@ -1,16 +1,20 @@
 """Ranks that are processes, kept from one program to the next."""
 
 import faulthandler
+import hashlib
+import itertools
 import multiprocessing
 import os
 import pickle
 import shutil
 import signal
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
 import traceback
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -25,12 +29,15 @@ import torch
 import torch.distributed as dist
 
 from fshard import comm
-from fshard.errors import describe_error, expect
+from fshard.errors import describe_error, expect, is_users_file
 
 T = TypeVar("T")
 
 # Seconds in which the other ranks may still reply after one has failed.
 GRACE = 2.0
+
+# The directories of Python and of what is installed.
+_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 # A worker's own limit on a collective: never the first to strike, because the pool's limit shows the stacks.
 NEVER = timedelta(days=1)
@@ -39,7 +46,9 @@ NEVER = timedelta(days=1)
 class RankError(RuntimeError):
     """A rank failed, ended or hung.
 
-    The first line says which, and with what error; the traceback or the stacks of ranks follow.
+    The first line says which, with what error, and at which line of your program; the traceback or the stacks of ranks
+    follow. The last line of a traceback is the first one again. If several ranks failed, it is one that did not only
+    hear of another's failure.
 
     >>> import fshard as fs
     >>> try:
@@ -50,7 +59,18 @@ class RankError(RuntimeError):
     Traceback (most recent call last):
     ...
     ZeroDivisionError: division by zero
+    rank 0 of 2 failed: ZeroDivisionError: division by zero
     """
+
+    # Its public name, which is shorter where a summary of failing tests has few columns.
+    __module__ = "fshard.testing"
+
+
+def failed_rank(rank: int, world: int, failure: str) -> RankError:
+    """Make the error of a rank that failed; with a traceback, its first line ends it too."""
+    text = f"rank {rank} of {world} {failure}"
+    first, *traceback_lines = text.splitlines()
+    return RankError("\n".join([first, *traceback_lines, first]) if traceback_lines else text)
 
 
 def stuck_ranks(timeout: float, world: int, stacks: Mapping[int, str]) -> RankError:
@@ -61,7 +81,7 @@ def stuck_ranks(timeout: float, world: int, stacks: Mapping[int, str]) -> RankEr
 
 
 def describe_failure(error: BaseException) -> str:
-    """Describe the error of a rank: the class and the first line of its text, which a summary shows, and the traceback.
+    """Describe the error of a rank: its class, the first line of its text and its place, and then the traceback.
 
     >>> print(describe_failure(ValueError("bad batch")))
     failed: ValueError: bad batch
@@ -70,15 +90,36 @@ def describe_failure(error: BaseException) -> str:
     name = type(error).__name__
     text = describe_error(error).strip().partition("\n")[0]
     summary = name if text in ("", name) else f"{name}: {text}"
-    return f"failed: {summary}\n" + "".join(traceback.format_exception(error))
+    return f"failed: {summary}{_describe_place(error)}\n" + "".join(traceback.format_exception(error))
+
+
+def _describe_place(error: BaseException) -> str:
+    """Name the file and the line of the user's program where an error came from; "" if it has none."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        filename = frame.filename
+        # Code that was made by a program has no file, but a name as <string>.
+        has_file = not filename.startswith("<")
+        if has_file and is_users_file(filename) and not filename.startswith(_INSTALLED):
+            path = Path(filename)
+            shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+            return f" ({shown}:{frame.lineno})"
+    return ""
 
 
 class _Reply(NamedTuple):
-    """The value of a program on a rank, the text of its failure, and the error by which its groups are broken."""
+    """How a program ended on a rank.
+
+    Attributes:
+        value: Its value.
+        failure: The text of its failure.
+        broken: The error by which its groups are broken.
+        follows_another: Whether it failed only because another rank did.
+    """
 
     value: Any
     failure: str | None = None
     broken: str | None = None
+    follows_another: bool = False
 
 
 class Workers:
@@ -122,6 +163,8 @@ class Workers:
             RankError: A rank raised, was killed, exited, or was stuck when the time was up.
             RuntimeError: The workers are closed.
         """
+        # Reports of pytest end at the line of the test.
+        __tracebackhide__ = True
         if self._closed:
             raise RuntimeError("Workers: run was called after close; make new Workers")
         if not self._kill.alive:
@@ -174,6 +217,7 @@ class Workers:
 
     def _collect(self, timeout: float) -> list[Any]:
         """Return the workers' replies; if a rank failed or is stuck, end the workers and raise."""
+        __tracebackhide__ = True
         replies: dict[int, _Reply] = {}
         pending: dict[Any, int] = {connection: rank for rank, connection in enumerate(self._connections)}
         deadline = time.monotonic() + timeout
@@ -185,10 +229,13 @@ class Workers:
                     if replies[rank].failure:
                         deadline = min(deadline, time.monotonic() + GRACE)
             # A rank that ended comes first: by that it made its peers fail, whatever their numbers.
-            failed = [rank for rank, reply in replies.items() if reply.failure]
-            if failed:
-                rank = min(failed, key=lambda rank: (self._processes[rank].is_alive(), rank))
-                raise RankError(f"rank {rank} of {self.world_size} {replies[rank].failure}")
+            failures = {rank: reply.failure for rank, reply in replies.items() if reply.failure}
+            if failures:
+                rank = min(
+                    failures,
+                    key=lambda rank: (self._processes[rank].is_alive(), replies[rank].follows_another, rank),
+                )
+                raise failed_rank(rank, self.world_size, failures[rank])
             if pending:
                 stacks = {rank: f"runs:\n{self._stack(rank)}" for rank in pending.values()}
                 raise stuck_ranks(timeout, self.world_size, stacks)
@@ -239,9 +286,44 @@ def _worker(rank: int, world_size: int, backend: str, stack: Path, connection: C
     store = f"file://{stack.with_name('store')}"
     join = partial(dist.init_process_group, backend, store, timeout=NEVER, world_size=world_size, rank=rank)
     connection.send_bytes(_reply(join))
-    while request := connection.recv_bytes():
+    for number in itertools.count():
+        request = connection.recv_bytes()
+        if not request:
+            break
+        warnings.showwarning = partial(_show_warning_once, stack.parent, number)
         connection.send_bytes(_reply(partial(_run, request)))
     dist.destroy_process_group()
+
+
+def _show_warning_once(
+    directory: Path,
+    number: int,
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: Any = None,
+    line: str | None = None,
+) -> None:
+    """Show a warning as Python does, but on the first rank alone that gives it.
+
+    Args:
+        directory: The pool's.
+        number: The number of the program among those of the pool.
+        message: As the other arguments, those of `warnings.showwarning`.
+        category: See there.
+        filename: See there.
+        lineno: See there.
+        file: See there.
+        line: See there.
+    """
+    text = warnings.formatwarning(message, category, filename, lineno, line)
+    digest = hashlib.blake2b(text.encode(errors="replace"), digest_size=16).hexdigest()
+    try:
+        (directory / f"warning_{number}_{digest}").touch(exist_ok=False)
+    except FileExistsError:
+        return
+    print(text, end="", file=file or sys.stderr, flush=True)
 
 
 def _exit_with_parent() -> None:
@@ -260,6 +342,6 @@ def _reply(f: Callable[[], Any]) -> bytes:
         value = f()
         reply = _dumps((value, None, comm.rank_state().failure.reason if dist.is_initialized() else None))
     except BaseException as error:
-        reply = pickle.dumps((None, describe_failure(error)))
+        reply = pickle.dumps((None, describe_failure(error), None, isinstance(error, comm.CollectiveError)))
     sys.stdout.flush()
     return reply

@@ -1,6 +1,8 @@
 """spmd: simulated ranks run as processes do, and a rank that fails, waits in vain or hangs is named."""
 
 import logging
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -101,12 +103,71 @@ def test_lowest_failing_rank_is_reported(world, workers):
         raise error if dist.get_rank() == first else ValueError("a later one")
 
     caught = failure(program, world_of(world, workers))
-    summary = f"rank {first} of {first + 2} failed: ValueError: bad batch\nTraceback (most recent call last):\n"
-    assert str(caught).startswith(summary)
+    line = program.__code__.co_firstlineno + 4
+    summary = f"rank {first} of {first + 2} failed: ValueError: bad batch (tests/testing/test_spmd.py:{line})\n"
+    assert str(caught).startswith(f"{summary}Traceback (most recent call last):\n")
     assert "in program" in str(caught)
-    assert str(caught).endswith("ValueError: bad batch\nof step 3\n")
+    assert str(caught).endswith(f"ValueError: bad batch\nof step 3\n{summary.rstrip()}")
     assert caught.__cause__ is error or world != 4
     assert went_on == []
+
+
+@pytest.mark.parametrize("world", [4, "2 processes"])
+def test_the_rank_that_failed_is_reported_and_not_those_that_heard_of_it(world, workers):
+    """In the middle of a call, where rank 0 waits for it."""
+
+    def program():
+        params = fs.shard({"w": torch.ones(8)}, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
+
+        def loss_fn(params):
+            if my_rank() == 1:
+                raise ValueError("bad batch")
+            return fs.gather(params)["w"].sum()
+
+        fs.value_and_grad(loss_fn)(params)
+
+    first, *_, last = str(failure(program, world_of(world, workers))).splitlines()
+    line = program.__code__.co_firstlineno + 5
+    place = f"tests/testing/test_spmd.py:{line}"
+    assert first == last == f"rank 1 of {int(str(world)[0])} failed: ValueError: bad batch ({place})"
+
+
+FAILING_TESTS = """
+import warnings
+
+import pytest
+import fshard as fs
+from fshard.testing import Workers, spmd
+
+def program():
+    warnings.warn("seen once")
+    exec("raise ValueError('bad batch')")
+
+def test_on_workers():
+    with Workers(2) as workers:
+        spmd(program, workers)
+
+def test_on_simulated_ranks():
+    spmd(program, 2)
+"""
+
+
+def test_reports_of_pytest_show_the_cause_the_users_line_and_each_warning_once(tmp_path):
+    (tmp_path / "test_of_a_user.py").write_text(FAILING_TESTS)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_of_a_user.py"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "150"}
+    environment.pop("CI", None)
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    line = 1 + FAILING_TESTS[: FAILING_TESTS.index("exec")].count("\n")
+    error = f"fshard.testing.RankError: rank 0 of 2 failed: ValueError: bad batch (test_of_a_user.py:{line})"
+    for name in ("test_on_workers", "test_on_simulated_ranks"):
+        assert f"\nFAILED test_of_a_user.py::{name} - {error}\n" in run.stdout, run.stdout
+        report = run.stdout.partition(f"_ {name} _")[2].partition("\n____")[0].partition("\n====")[0]
+        # fshard's own functions are left out.
+        assert report.count("def run(") == report.count("def _collect(") == 0
+        assert report.rstrip().endswith("RankError") or "RankError\n----" in report
+        assert "DEBUG" not in report
+    assert run.stdout.count("UserWarning: seen once") == 2, run.stdout
 
 
 class SilentError(Exception):
@@ -273,7 +334,7 @@ def end_while_ranks_run():
     try:
         spmd(lambda: SlowBackward.apply(torch.ones(3, requires_grad=True)).sum().backward(), 40)
     except RankError as error:
-        print(str(error).splitlines()[-1])
+        print(str(error).splitlines()[-2])
     sys.exit(3)
 
 
