@@ -1,7 +1,7 @@
 """Comparisons: of two trees, of a step's arguments before and after it, of a step with torch DDP's."""
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ from fshard.extend import (
 )
 
 _API_NAME = "assert_matches_ddp"
+# How far a ratio may be from a whole number, for rounding; float32 parameters that change by a thousandth reach this.
+RATIO_TOLERANCE = 1e-3
 
 
 def assert_trees_close(
@@ -178,7 +180,8 @@ def assert_matches_ddp(
         The final state.
 
     Raises:
-        AssertionError: on every rank, naming the first step that differs, and every leaf that does.
+        AssertionError: on every rank, naming the first step that differs, and every leaf that does. Where the loss, or
+            the change of the parameters, is DDP's times or divided by a whole number, the first line says so.
         ValueError: if ranks are simulated by threads, which DDP cannot run on.
 
     >>> import torch, fshard as fs
@@ -208,15 +211,56 @@ def assert_matches_ddp(
     initial = {name: buffer.detach().clone() for name, buffer in named_buffers(module)}
     for step, batch in enumerate(batches):
         loss = loss_fn(reference, batch)
+        before = {name: parameter.detach().clone() for name, parameter in named_parameters(reference.module)}
         expected = _step_of_ddp(reference, torch_optimizer, loss, group)
         state, objective = train_step(state, batch)
         # A state without buffers leaves those of the module as they were.
         buffers = initial | dict(fs.unshard(state.buffers) or {})
         actual = {"loss": objective.detach(), "params": fs.unshard(state.params), "buffers": buffers}
         problems = differing_leaves(actual, expected, rtol, atol, exact)
-        headline = f"step {step} (counted from 0) is the first that differs from DDP: trees differ"
+        ratios = _describe_ratios(actual, expected, before, dist.get_world_size(group)) if problems else ""
+        headline = f"step {step} (counted from 0) is the first that differs from DDP: {ratios or 'trees differ'}"
         refuse_on_all_ranks(headline, problems, "look at the first leaf that differs", [ranks])
     return state
+
+
+def _describe_ratios(
+    actual: Mapping[str, Any], expected: Mapping[str, Any], before: Mapping[str, torch.Tensor], ranks: int
+) -> str:
+    """Say which of the loss and the parameters' change is DDP's times or divided by a whole number; "" if none is."""
+    if actual["loss"].shape != expected["loss"].shape:
+        return ""
+    change = _flat_change(actual["params"], before)
+    expected_change = _flat_change(expected["params"], before)
+    texts = [
+        _describe_ratio("the loss", actual["loss"], expected["loss"], ranks),
+        _describe_ratio("the change of the parameters", change, expected_change, ranks),
+    ]
+    return "; ".join(text for text in texts if text)
+
+
+def _flat_change(params: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Compute by how much parameters have changed, in one row."""
+    changes = [(params[name] - start).flatten() for name, start in before.items()]
+    return torch.cat(changes) if changes else torch.zeros(0)
+
+
+def _describe_ratio(name: str, actual: torch.Tensor, expected: torch.Tensor, ranks: int) -> str:
+    """Say by which whole number a value is DDP's times or divided by, and where that may come from; "" by none."""
+    actual = actual.detach().double()
+    expected = expected.detach().double()
+    if not actual.norm() > 0 or not expected.norm() > 0:
+        return ""
+    for larger, smaller, relation, guess in (
+        (actual, expected, "times that of DDP", "a sum where a mean is meant?"),
+        (expected, actual, "times smaller than that of DDP", "a mean taken twice, or where a sum is meant?"),
+    ):
+        ratio = round((larger.norm() / smaller.norm()).item())
+        is_exact = (larger - ratio * smaller).norm() <= RATIO_TOLERANCE * larger.norm()
+        if ratio > 1 and is_exact:
+            origin = "the number of ranks" if ratio == ranks else "as many as microbatches of an accumulation, perhaps"
+            return f"{name} is {ratio} {relation}, {origin}: {guess}"
+    return ""
 
 
 def _step_of_ddp(

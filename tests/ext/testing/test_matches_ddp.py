@@ -32,15 +32,20 @@ class Net(nn.Module):
         return self.branch(x) if branch else x
 
 
-def compare_with_ddp(reduce="mean", keeps_buffers=True, syncs_buffers=True, use_branch=True, added=0.0):
-    """Compare two steps of Net with those of DDP; a rank may leave the branch out, and add a number to its loss."""
+def compare_with_ddp(
+    reduce="mean", keeps_buffers=True, syncs_buffers=True, use_branch=True, added=0.0, factor=1.0, lr_factor=1.0
+):
+    """Compare two steps of Net with those of DDP; a rank may leave the branch out, and change its loss.
+
+    The loss is multiplied by a factor where it is reported, and by another where it is differentiated.
+    """
     model = fs.functionalize(Net())
     params = model.init(fs.zero3(one_axis(), min_shard_elements=0))
 
     def train_step(state, x):
         def loss_fn(params, x):
             out, buffers = model.apply(params, x, use_branch, buffers=state.buffers)
-            return out.square().mean(), buffers
+            return lr_factor * out.square().mean(), buffers
 
         (loss, buffers), grads = fs.value_and_grad(loss_fn, reduce=reduce, has_aux=True)(state.params, x)
         if syncs_buffers:
@@ -50,7 +55,7 @@ def compare_with_ddp(reduce="mean", keeps_buffers=True, syncs_buffers=True, use_
             state = state._replace(buffers=buffers)
         if reduce == "sum":
             loss = loss / 2
-        return state, loss + added
+        return state, factor * loss / lr_factor + added
 
     batches = [normal(10 * step + my_rank())(5, 3, dtype=torch.float32) for step in range(2)]
     return assert_matches_ddp(
@@ -65,6 +70,14 @@ def compare_with_ddp(reduce="mean", keeps_buffers=True, syncs_buffers=True, use_
 
 
 FIRST = "step 0 (counted from 0) is the first that differs from DDP: trees differ\n"
+LOSS = FIRST.replace("trees differ\n", "the loss")
+CHANGED = FIRST.replace("trees differ\n", "the change of the parameters")
+SUMMED = " is 2 times that of DDP, the number of ranks: a sum where a mean is meant?\n"
+LOSS_OF_THREE = LOSS + SUMMED.replace("2", "3").replace(
+    "the number of ranks", "as many as microbatches of an accumulation, perhaps"
+)
+HALVED = "is 2 times smaller than that of DDP, the number of ranks: a mean taken twice, or where a sum is meant?"
+BOTH_HALVED = f"{LOSS} {HALVED}; the change of the parameters {HALVED}\n"
 COUNT = FIRST + "  ['buffers']['norm.num_batches_tracked']: expected equal values, got Expected 1 but got 0"
 
 
@@ -73,7 +86,11 @@ def wrong_steps(rank):
     return [
         ({"keeps_buffers": False}, COUNT, COUNT),
         ({"syncs_buffers": False}, "rank 1: " + FIRST + "  ['buffers']['norm", FIRST + "  ['buffers']['norm.running_"),
-        ({"reduce": "sum"}, FIRST + "  ['params']", FIRST + "  ['params']"),
+        ({"reduce": "sum"}, CHANGED + SUMMED, CHANGED + SUMMED),
+        ({"factor": 2.0}, LOSS + SUMMED + "  ['loss']", LOSS + SUMMED + "  ['loss']"),
+        ({"factor": 3.0}, LOSS_OF_THREE, LOSS_OF_THREE),
+        ({"factor": 2.5}, FIRST + "  ['loss']", FIRST + "  ['loss']"),
+        ({"factor": 0.5, "lr_factor": 0.5}, BOTH_HALVED, BOTH_HALVED),
         ({"added": float(rank)}, "rank 1: " + FIRST + "  ['loss']", FIRST + "  ['loss']: expected "),
     ]
 
