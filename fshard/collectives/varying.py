@@ -35,7 +35,12 @@ class Typed(NamedTuple):
 
 
 def find_mixed(
-    starts: Iterable[Typed], leaves: Mapping[Any, tuple[str, Spec]], axis: Axis, locate: Callable[[Any], str]
+    starts: Iterable[Typed],
+    leaves: Mapping[Any, tuple[str, Spec]],
+    axis: Axis,
+    locate: Callable[[Any], str],
+    *,
+    locates_missing_sums: bool = False,
 ) -> Iterator[Problem]:
     """Follow values back to leaves, and find each step that mixes values that vary over an axis and that agree.
 
@@ -44,15 +49,26 @@ def find_mixed(
         leaves: Path and spec of each leaf, by the node where its gradient arrives.
         axis: The axis.
         locate: Says where in a program a node was made.
+        locates_missing_sums: Whether to name a leaf that is used as if it agreed by the place that needs the sum.
 
     Yields:
         A problem for each leaf, and for each result of a collective, that is used as what it is not.
     """
+    first_places = list(starts)
+    # By each place, the node that settles whether it should vary: where the graph begins, or a collective.
+    settled_by = {start: start.node for start in first_places}
 
     def behind(place: Typed) -> list[Typed]:
-        return [] if place.node in leaves else _inputs(place, axis)
+        if place.node in leaves:
+            return []
+        inputs = _inputs(place, axis)
+        is_collective = axis in variance_of(place.node).axes
+        for each in inputs:
+            is_settled_here = is_collective or each.varies is not place.varies
+            settled_by.setdefault(each, place.node if is_settled_here else settled_by[place])
+        return inputs
 
-    for place in walk_graph(starts, behind):
+    for place in walk_graph(first_places, behind):
         variance = variance_of(place.node)
         used_as = KINDS[place.varies]
         if place.node in leaves:
@@ -61,8 +77,13 @@ def find_mixed(
             if is_split is not place.varies:
                 stored_as = "split" if is_split else "replicated"
                 remedy = "apply fs.psum_invariant" if is_split else "apply fs.gather or fs.pcast first"
-                got = f"a leaf that is {stored_as} over {axis.name!r}"
-                yield Problem(path, got, f"a value that {used_as} between ranks ({remedy})")
+                expected = f"a value that {used_as} between ranks ({remedy})"
+                leaf = f"a leaf that is {stored_as} over {axis.name!r}"
+                if is_split and locates_missing_sums:
+                    got = f"one computed from {path}, {leaf}"
+                    yield Problem(locate(settled_by[place]), got, expected)
+                else:
+                    yield Problem(path, leaf, expected)
         elif axis in variance.axes and variance.result_varies(axis, place.output) is not place.varies:
             if place.varies:
                 advice = "apply fs.pcast first"

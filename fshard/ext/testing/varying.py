@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 import fshard as fs
 from fshard.extend import (
@@ -43,7 +44,8 @@ def check_varying(
         reduce_over: As for `value_and_grad`.
 
     Raises:
-        AssertionError: with every wrong step, the line that made it, and how to mend it.
+        AssertionError: with every wrong step, the line that made it, and how to mend it. For a sum that is missing,
+            the line is the one that needs it: that of the loss, or of a collective.
 
     >>> import torch, fshard as fs
     >>> def program(total):
@@ -63,7 +65,7 @@ def check_varying(
     flat = flatten(params)
     reduced_axes = reduction_axes(flat, "check_varying", reduce_over)
     tracked = flat._replace(leaves=[_track(leaf) for leaf in flat.leaves])
-    with torch.enable_grad(), setting(LOCATED, True):
+    with torch.enable_grad(), setting(LOCATED, True), _RecordingStacks():
         out = f(tracked.unflatten(tracked.leaves), *args)
     loss = out[0] if has_aux else out
     loss = loss[0] if isinstance(loss, tuple) else loss
@@ -72,6 +74,25 @@ def check_varying(
         problems += _find_wrong_steps(loss, tracked, axis, varies=axis in reduced_axes)
     remedy = "see the docstrings of psum, psum_invariant and pcast"
     refuse("check_varying: varying and invariant values are mixed", problems, remedy, AssertionError)
+
+
+class _RecordingStacks(TorchFunctionMode):
+    """Records in each node of autograd's graph the stack where it was made, on this thread, as anomaly mode does."""
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run a function of torch, and record the stack in the nodes of its results."""
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            node: Any = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
+            if node is not None:
+                node.metadata.setdefault("stack", traceback.extract_stack())
+        return result
 
 
 def _track(leaf: Any) -> Any:
@@ -89,7 +110,7 @@ def _find_wrong_steps(loss: torch.Tensor, flat: Any, axis: fs.Axis, varies: bool
             node = torch.autograd.graph.get_gradient_edge(leaf.local).node
             ends[node] = path, leaf.spec
     starts = [] if loss.grad_fn is None else [Typed(loss.grad_fn, loss.output_nr, varies)]
-    return find_mixed(starts, ends, axis, _line_of)
+    return find_mixed(starts, ends, axis, _line_of, locates_missing_sums=True)
 
 
 def _line_of(node: Any) -> str:

@@ -140,6 +140,18 @@ def sum_that_varies(params, shard, tp):
     return fs.psum(full["norm"].sum(), tp)  # this line
 
 
+def sum_that_is_missing(params, shard, tp):
+    x = fs.gather(params)["up"] @ torch.ones(6, dtype=torch.float64)
+    x = torch.relu(x)
+    return x.sum()  # that line
+
+
+def sum_that_is_missing_before_a_cast(params, shard, tp):
+    x = fs.gather(params)["up"].sum()
+    x = fs.pcast(x, tp, to="varying")  # here
+    return fs.psum_invariant(x, tp)
+
+
 def sum_that_agrees(params, shard, tp):
     return fs.psum_invariant(fs.gather(params)["norm"].sum(), shard)
 
@@ -158,7 +170,20 @@ LOSSES = [
     (layer(vary, fs.psum_invariant), None),
     (layer(pass_on, fs.psum_invariant), REPLICATED.format("tp")),
     (layer(vary, fs.psum), f"{AGREES} (use fs.psum_invariant, whose sum agrees), got psum over 'tp', whose result"),
-    (layer(vary, pass_on), f"{AGREES} (apply fs.psum_invariant), got a leaf that is split over 'tp'"),
+    (
+        layer(vary, pass_on),
+        'in loss return ((x * full["norm"]) @ full["head"]).square().mean(): expected a value that '
+        f"{AGREES} (apply fs.psum_invariant), got one computed from ['down'], a leaf that is split over 'tp'",
+    ),
+    (
+        sum_that_is_missing,
+        f"in sum_that_is_missing return x.sum() # that line: expected a value that {AGREES} (apply fs.psum_invariant), "
+        "got one computed from ['up'], a leaf that is split over 'tp'",
+    ),
+    (
+        sum_that_is_missing_before_a_cast,
+        'in sum_that_is_missing_before_a_cast x = fs.pcast(x, tp, to="varying") # here: expected a value that agrees',
+    ),
     (
         sum_that_agrees,
         "varies between ranks (apply fs.pcast first), got psum_invariant over 'shard', whose result agrees",
