@@ -1176,6 +1176,20 @@ FAULTS = (
         "10: a test that fails on simulated ranks shows the error of a rank, and no lines of torch's",
     ),
     Fault(
+        "missing-sum-is-sought-at-the-leaf",
+        "fshard/collectives/varying.py",
+        "if is_split and locates_missing_sums:",
+        "if False:",
+        "4: check_varying names the line where a sum is missing",
+    ),
+    Fault(
+        "rank-that-heard-of-a-failure-is-blamed-for-it",
+        "fshard/testing/workers.py",
+        "isinstance(error, comm.CollectiveError)",
+        "False",
+        "10: of several ranks that failed, the one with the first error is reported",
+    ),
+    Fault(
         "failure-of-a-rank-without-its-cause-in-the-first-line",
         "fshard/testing/workers.py",
         'summary = name if text in ("", name) else f"{name}: {text}"',
