@@ -1185,8 +1185,8 @@ FAULTS = (
     Fault(
         "rank-that-heard-of-a-failure-is-blamed-for-it",
         "fshard/testing/workers.py",
-        "isinstance(error, comm.CollectiveError)",
-        "False",
+        "reply = pickle.dumps((None, describe_failure(error), None, isinstance(error, comm.CollectiveError)))",
+        "reply = pickle.dumps((None, describe_failure(error)))",
         "10: of several ranks that failed, the one with the first error is reported",
     ),
     Fault(
