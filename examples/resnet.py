@@ -76,6 +76,10 @@ def main() -> None:
     held_out = tuple(part[: len(part) // ranks * ranks][mesh.get_rank() :: ranks] for part in test)
     count = right(state, held_out).item()
     fs.checkpoint.save(args.directory / "state", state)
+    if mesh.get_rank() == 0:
+        # What an earlier run has written there.
+        for name in ("checksums.json", "model.safetensors", "model.safetensors.index.json"):
+            (args.directory / "model" / name).unlink(missing_ok=True)
     fs.checkpoint.save_huggingface(args.directory / "model", {**state.params, **state.buffers}, module=module)
     sharded = evaluated.apply(state.params, test[0][:8], buffers=state.buffers)[0].logits
     if mesh.get_rank() == 0:

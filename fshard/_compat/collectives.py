@@ -418,7 +418,7 @@ def start_swap(
     return works
 
 
-def find_ended(pair: Pair, local_rank: int, size: int) -> tuple[list[int], list[Any]]:
+def find_lost_peers(pair: Pair, local_rank: int, size: int) -> tuple[list[int], list[Any]]:
     """Find the connections of a pair of groups that have ended, and end none. Checked on 2.13.
 
     Args:
@@ -453,7 +453,7 @@ def cut(pair: Pair, local_rank: int, size: int) -> list[int]:
     Returns:
         The ranks whose connections had ended before.
     """
-    gone, posted = find_ended(pair, local_rank, size)
+    gone, posted = find_lost_peers(pair, local_rank, size)
     for work in posted:
         with suppress(RuntimeError):
             work.wait(timedelta(milliseconds=1))

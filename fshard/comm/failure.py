@@ -377,13 +377,13 @@ def _report_ended_connections(state: RankState, issued: PendingCollective) -> li
     """Report the ranks whose connections have ended, before it is known why: finding that out takes half a second.
 
     Returns:
-        Receives from the other ranks, as of `_compat.find_ended`.
+        Receives from the other ranks, as of `_compat.find_lost_peers`.
     """
     group = issued.group
     has_timed_out = time.monotonic() - issued.since > TIMEOUT_FRACTION * group.timeout
     if group.pair is None or has_timed_out or ask_store(lambda: read_first(state.board(), "note", state.groups)):
         return []
-    places, receives = _compat.find_ended(group.pair, group.local_rank, len(group.ranks))
+    places, receives = _compat.find_lost_peers(group.pair, group.local_rank, len(group.ranks))
     ended = sorted({group.ranks[place] for place in places})
     if ended:
         lost = f"rank {state.rank} lost the connection to {name_ranks(ended)}"
