@@ -28,14 +28,17 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from tqdm import trange
-from transformers import AutoConfig, AutoTokenizer, BertModel, PretrainedConfig, PreTrainedTokenizerBase
+from installed import MODELS, installed_by
+from progress_bar import progress
 
 import fshard as fs
+
+with installed_by(MODELS):
+    from transformers import AutoConfig, AutoTokenizer, BertModel, PretrainedConfig, PreTrainedTokenizerBase
 
 # Embeddings have length 1, so similarities are at most 1. The loss divides them by this.
 TEMPERATURE = 0.05
@@ -48,19 +51,45 @@ Pair = tuple[str, str]
 Batch = dict[str, torch.Tensor]
 
 
+class Search(NamedTuple):
+    """What evaluation needs besides parameters: a model, its tokenizer, and how many tokens a text has."""
+
+    model: fs.Model
+    tokenizer: PreTrainedTokenizerBase
+    length: int
+    axis: fs.Axis
+
+    def tokens(self, pairs: list[Pair]) -> Batch:
+        """All first texts of pairs, then all second ones, as arguments of the model."""
+        texts = [sentence for sentence, _ in pairs] + [signature for _, signature in pairs]
+        options = {"padding": "max_length", "truncation": True, "max_length": self.length, "return_tensors": "pt"}
+        return dict(self.tokenizer(texts, **options))
+
+    def embed(self, params: Any, batch: Batch) -> torch.Tensor:
+        return pooled(self.model.apply(params, **batch), batch)
+
+    @torch.no_grad()
+    def recall(self, params: Any, pairs: list[Pair], size: int) -> tuple[float, float]:
+        """Recall at 1 and at 10; each rank embeds its share of the pairs, in batches of a size."""
+        mine = pairs[fs.axis_index(self.axis) :: self.axis.size]
+        parts = []
+        for start in range(0, len(mine), size):
+            batch = self.tokens(mine[start : start + size])
+            parts.append(self.embed(params, batch).unflatten(0, (2, -1)))
+        sentences, signatures = fs.all_gather(torch.cat(parts, 1), self.axis, dim=1)
+        similarities = sentences @ signatures.T
+        better = (similarities > similarities.diagonal()[:, None]).sum(1)
+        return tuple((better < k).double().mean().item() for k in (1, 10))
+
+
 def main() -> None:
     args = parse_args()
     torch.set_num_threads(args.threads)
     mesh = fs.init_mesh({"shard": -1}, device="cpu")
-    axis = fs.axis_of(mesh)
-    rank, ranks = mesh.get_rank(), mesh.size()
-    if args.batch % ranks:
-        raise SystemExit(f"--batch {args.batch} is no multiple of the {ranks} ranks")
+    if args.batch % mesh.size():
+        raise SystemExit(f"--batch {args.batch} is no multiple of the {mesh.size()} ranks")
     directory = args.model or packaged_model()
     config = AutoConfig.from_pretrained(directory)
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    train_pairs, held_out = documentation()
-    held_out = held_out[: min(args.held_out, len(held_out)) // ranks * ranks]
     with torch.device("meta"):
         module = BertModel(config).eval()
     model = fs.functionalize(fs.with_init_weights(module), units=fs.no_split(module))
@@ -68,59 +97,57 @@ def main() -> None:
     params = fs.checkpoint.load_huggingface(directory, like=like, module=module, cast=True)
     tx = fs.from_torch(torch.optim.AdamW, lr=args.lr, weight_decay=0.01, fused=True)
     state = fs.TrainState.create(params, tx)
+    search = Search(model, AutoTokenizer.from_pretrained(directory), args.length, fs.axis_of(mesh))
+    train_pairs, held_out = documentation()
+    held_out = held_out[: min(args.held_out, len(held_out)) // mesh.size() * mesh.size()]
 
-    def embed(params: Any, batch: Batch) -> torch.Tensor:
-        return pooled(model.apply(params, **batch), batch)
+    before = search.recall(state.params, held_out, args.batch)
+    state, summary, nbytes = train(args, mesh, search, tx, state, train_pairs)
+    after = search.recall(state.params, held_out, args.batch)
+
+    texts = search.tokens(held_out[:8])
+    with torch.no_grad():
+        embeddings = search.embed(state.params, texts)
+    weights = fs.unshard(state.params)
+    if mesh.get_rank() == 0:
+        make_directory(args.export, config, search.tokenizer)
+    fs.checkpoint.save_huggingface(args.export, state.params, module=module)
+    if mesh.get_rank() == 0:
+        report(state, nbytes)
+        print(summary)
+        for k, first, last in zip((1, 10), before, after):
+            print(f"recall at {k} of {len(held_out)} held-out pairs: {first:.3f} before, {last:.3f} after")
+        compare(args.export, weights, texts, embeddings)
+
+
+def train(
+    args: argparse.Namespace, mesh: Any, search: Search, tx: fs.Optimizer, state: fs.TrainState, pairs: list[Pair]
+) -> tuple[fs.TrainState, str, int]:
+    """Train on pairs; the state after, a summary to print, and the bytes that a rank sends in a step."""
 
     def loss_fn(params: Any, batch: Batch) -> torch.Tensor:
-        sentences, signatures = embed(params, batch).chunk(2)
-        candidates = fs.all_gather(signatures, axis)
-        labels = rank * len(sentences) + torch.arange(len(sentences))
+        sentences, signatures = search.embed(params, batch).chunk(2)
+        candidates = fs.all_gather(signatures, search.axis)
+        labels = mesh.get_rank() * len(sentences) + torch.arange(len(sentences))
         return F.cross_entropy(sentences @ candidates.T / TEMPERATURE, labels)
 
+    @fs.jit(donate_argnums=0)
     def train_step(state: fs.TrainState, batch: Batch) -> tuple[fs.TrainState, torch.Tensor]:
         loss, grads = fs.value_and_grad(loss_fn)(state.params, batch)
         return fs.update(tx, state, grads), loss
 
-    @torch.no_grad()
-    def recall(params: Any) -> tuple[float, float]:
-        """Recall at 1 and at 10; each rank embeds its share of the pairs."""
-        mine = held_out[rank::ranks]
-        parts = []
-        for start in range(0, len(mine), args.batch):
-            batch = tokens(tokenizer, mine[start : start + args.batch], args.length)
-            parts.append(embed(params, batch).unflatten(0, (2, -1)))
-        sentences, signatures = fs.all_gather(torch.cat(parts, 1), axis, dim=1)
-        similarities = sentences @ signatures.T
-        better = (similarities > similarities.diagonal()[:, None]).sum(1)
-        return tuple((better < k).double().mean().item() for k in (1, 10))
-
-    before = recall(state.params)
-    jitted_step = fs.jit(train_step, donate_argnums=0)
     losses = []
     began = time.perf_counter()
-    for pairs, bar in batches(args, train_pairs, mesh):
+    for mine, bar in batches(args, pairs, mesh):
         with fs.comm.record() as record:
-            state, loss = jitted_step(state, tokens(tokenizer, pairs, args.length))
+            state, loss = train_step(state, search.tokens(mine))
         losses.append(loss.item())
         bar.set_postfix_str(f"loss {losses[-1]:.3f}", refresh=False)
-    seconds = time.perf_counter() - began
-    after = recall(state.params)
-
-    texts = tokens(tokenizer, held_out[:8], args.length)
-    with torch.no_grad():
-        embeddings = embed(state.params, texts)
-    weights = fs.unshard(state.params)
-    if rank == 0:
-        make_directory(args.export, config, tokenizer)
-    fs.checkpoint.save_huggingface(args.export, state.params, module=module)
-    if rank == 0:
-        report(state, record.bytes_sent())
-        print(f"loss {losses[0]:.4f} in the first step, {fmean(losses[-10:]):.4f} on average in the last ten")
-        print(f"{args.steps} steps in {seconds:.0f} s")
-        for k, first, last in zip((1, 10), before, after):
-            print(f"recall at {k} of {len(held_out)} held-out pairs: {first:.3f} before, {last:.3f} after")
-        compare(args.export, weights, texts, embeddings)
+    summary = (
+        f"loss {losses[0]:.4f} in the first step, {fmean(losses[-10:]):.4f} on average in the last ten\n"
+        f"{args.steps} steps in {time.perf_counter() - began:.0f} s"
+    )
+    return state, summary, record.bytes_sent()
 
 
 def pooled(out: Any, batch: Batch) -> torch.Tensor:
@@ -129,17 +156,11 @@ def pooled(out: Any, batch: Batch) -> torch.Tensor:
     return F.normalize((out.last_hidden_state * mask).sum(1) / mask.sum(1), dim=1)
 
 
-def tokens(tokenizer: PreTrainedTokenizerBase, pairs: list[Pair], length: int) -> Batch:
-    """All first texts of pairs, then all second ones, as arguments of the model."""
-    texts = [sentence for sentence, _ in pairs] + [signature for _, signature in pairs]
-    return dict(tokenizer(texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt"))
-
-
 def batches(args: argparse.Namespace, pairs: list[Pair], mesh: Any) -> Iterator[tuple[list[Pair], Any]]:
     """This rank's pairs of each step, behind a progress bar; all ranks draw the same batch and share it."""
     rank, ranks = mesh.get_rank(), mesh.size()
     generator = torch.Generator().manual_seed(args.seed)
-    bar = trange(args.steps, desc="training", disable=rank != 0, unit="step", mininterval=0.5)
+    bar = progress(range(args.steps), "training", shown=rank == 0)
     for _ in bar:
         rows = torch.randperm(len(pairs), generator=generator)[: args.batch]
         yield [pairs[row] for row in rows[rank::ranks].tolist()], bar

@@ -70,28 +70,34 @@ def find_mixed(
 
     for place in walk_graph(first_places, behind):
         variance = variance_of(place.node)
-        used_as = KINDS[place.varies]
         if place.node in leaves:
             path, spec = leaves[place.node]
             is_split = spec.dim_of(axis) is not None
             if is_split is not place.varies:
-                stored_as = "split" if is_split else "replicated"
-                remedy = "apply fs.psum_invariant" if is_split else "apply fs.gather or fs.pcast first"
-                expected = f"a value that {used_as} between ranks ({remedy})"
-                leaf = f"a leaf that is {stored_as} over {axis.name!r}"
-                if is_split and locates_missing_sums:
-                    got = f"one computed from {path}, {leaf}"
-                    yield Problem(locate(settled_by[place]), got, expected)
-                else:
-                    yield Problem(path, leaf, expected)
+                place_of_sum = locate(settled_by[place]) if is_split and locates_missing_sums else None
+                yield _describe_leaf(path, axis, is_split, place_of_sum)
         elif axis in variance.axes and variance.result_varies(axis, place.output) is not place.varies:
-            if place.varies:
-                advice = "apply fs.pcast first"
-            else:
-                advice = "apply fs.psum_invariant to a value computed from it"
-            remedy = ADVICE.get(variance.name, advice)
-            got = f"{variance.name} over {axis.name!r}, whose result {KINDS[not place.varies]}"
-            yield Problem(locate(place.node), got, f"a value that {used_as} between ranks ({remedy})")
+            yield _describe_result(place, axis, locate(place.node))
+
+
+def _describe_leaf(path: str, axis: Axis, is_split: bool, place_of_sum: str | None) -> Problem:
+    """Describe a leaf that is used as what it is not, by the place that needs a sum where that is known."""
+    stored_as = "split" if is_split else "replicated"
+    remedy = "apply fs.psum_invariant" if is_split else "apply fs.gather or fs.pcast first"
+    expected = f"a value that {KINDS[not is_split]} between ranks ({remedy})"
+    leaf = f"a leaf that is {stored_as} over {axis.name!r}"
+    if place_of_sum is None:
+        return Problem(path, leaf, expected)
+    return Problem(place_of_sum, f"one computed from {path}, {leaf}", expected)
+
+
+def _describe_result(place: Typed, axis: Axis, location: str) -> Problem:
+    """Describe a result of a collective that is used as what it is not."""
+    variance = variance_of(place.node)
+    advice = "apply fs.pcast first" if place.varies else "apply fs.psum_invariant to a value computed from it"
+    remedy = ADVICE.get(variance.name, advice)
+    got = f"{variance.name} over {axis.name!r}, whose result {KINDS[not place.varies]}"
+    return Problem(location, got, f"a value that {KINDS[place.varies]} between ranks ({remedy})")
 
 
 def _inputs(place: Typed, axis: Axis) -> list[Typed]:

@@ -1178,8 +1178,8 @@ FAULTS = (
     Fault(
         "missing-sum-is-sought-at-the-leaf",
         "fshard/collectives/varying.py",
-        "if is_split and locates_missing_sums:",
-        "if False:",
+        "place_of_sum = locate(settled_by[place]) if is_split and locates_missing_sums else None",
+        "place_of_sum = None",
         "4: check_varying names the line where a sum is missing",
     ),
     Fault(

@@ -1,6 +1,7 @@
 """Comparisons: of two trees, of a step's arguments before and after it, of a step with torch DDP's."""
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -249,7 +250,7 @@ def _describe_ratio(name: str, actual: torch.Tensor, expected: torch.Tensor, ran
     """Say by which whole number a value is DDP's times or divided by, and where that may come from; "" by none."""
     actual = actual.detach().double()
     expected = expected.detach().double()
-    if not actual.norm() > 0 or not expected.norm() > 0:
+    if not all(0 < norm < math.inf for norm in (actual.norm(), expected.norm())):
         return ""
     for larger, smaller, relation, guess in (
         (actual, expected, "times that of DDP", "a sum where a mean is meant?"),

@@ -70,6 +70,10 @@ def test_adapters_of_peft_on_a_base_of_bytes(tmp_path, launcher, ranks, bits):
     assert numbers * ranks == pytest.approx(918_656 * 4 / 1e6, rel=PADDED)
 
 
+# Two numbers that are rounded to four digits may differ by one in the last.
+FOUR_DIGITS = 1.5e-4
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_embeddings_of_a_real_model_learn_to_search(tmp_path):
@@ -87,8 +91,7 @@ def test_embeddings_of_a_real_model_learn_to_search(tmp_path):
         assert f"{tmp_path / name}: from_pretrained gives the embeddings of the sharded model" in out
         ((losses[name],),) = numbers(r"loss (\S+) in the first step", out)
         recalls[name] = numbers(rf"of {pairs} held-out pairs: (\S+) before, (\S+) after", out)
-    # Both are rounded to four digits.
-    assert abs(losses["alone"] - losses["torchrun"]) < 1.5e-4
+    assert abs(losses["alone"] - losses["torchrun"]) < FOUR_DIGITS
     for alone, torchrun in zip(recalls["alone"], recalls["torchrun"], strict=True):
         # Rounding may change the place of one pair among the first.
         assert abs(alone[0] - torchrun[0]) < 1.5 / pairs
