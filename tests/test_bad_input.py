@@ -143,7 +143,7 @@ MODULES = [
         lambda world: (NORM.init(world.zero2), ones(4, 3)),
         NORM.apply,
         "apply: the module updated buffers ['num_batches_tracked'], and the updates would be lost. Pass buffers= and "
-        "keep the returned buffers, or functionalize the module in eval mode.",
+        "keep the returned buffers, or use model.eval().",
         ("gather",),
     ),
 ]

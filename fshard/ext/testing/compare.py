@@ -233,11 +233,11 @@ def _describe_ratios(
         return ""
     change = _flat_change(actual["params"], before)
     expected_change = _flat_change(expected["params"], before)
-    texts = [
-        _describe_ratio("the loss", actual["loss"], expected["loss"], ranks),
-        _describe_ratio("the change of the parameters", change, expected_change, ranks),
-    ]
-    return "; ".join(text for text in texts if text)
+    of_loss = _describe_ratio("the loss", actual["loss"], expected["loss"], ranks)
+    of_change = _describe_ratio("the change of the parameters", change, expected_change, ranks)
+    if of_change:
+        of_change += " Or do the learning rates differ?"
+    return "; ".join(text for text in (of_loss, of_change) if text)
 
 
 def _flat_change(params: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]) -> torch.Tensor:

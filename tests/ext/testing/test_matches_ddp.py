@@ -77,7 +77,9 @@ LOSS_OF_THREE = LOSS + SUMMED.replace("2", "3").replace(
     "the number of ranks", "as many as microbatches of an accumulation, perhaps"
 )
 HALVED = "is 2 times smaller than that of DDP, the number of ranks: a mean taken twice, or where a sum is meant?"
-BOTH_HALVED = f"{LOSS} {HALVED}; the change of the parameters {HALVED}\n"
+RATES = " Or do the learning rates differ?\n"
+CHANGE_SUMMED = CHANGED + SUMMED.rstrip("\n") + RATES
+BOTH_HALVED = f"{LOSS} {HALVED}; the change of the parameters {HALVED}{RATES}"
 COUNT = FIRST + "  ['buffers']['norm.num_batches_tracked']: expected equal values, got Expected 1 but got 0"
 
 
@@ -86,7 +88,7 @@ def wrong_steps(rank):
     return [
         ({"keeps_buffers": False}, COUNT, COUNT),
         ({"syncs_buffers": False}, "rank 1: " + FIRST + "  ['buffers']['norm", FIRST + "  ['buffers']['norm.running_"),
-        ({"reduce": "sum"}, CHANGED + SUMMED, CHANGED + SUMMED),
+        ({"reduce": "sum"}, CHANGE_SUMMED, CHANGE_SUMMED),
         ({"factor": 2.0}, LOSS + SUMMED + "  ['loss']", LOSS + SUMMED + "  ['loss']"),
         ({"factor": 3.0}, LOSS_OF_THREE, LOSS_OF_THREE),
         ({"factor": 2.5}, FIRST + "  ['loss']", FIRST + "  ['loss']"),
