@@ -85,6 +85,9 @@ class Model:
         Unlike nn.Module.eval, it does not change this model. Parameters of one serve the other, and `buffers` are
         shared: values that `init` of one draws are those of the other too.
 
+        Returns:
+            A Model with the same units.
+
         >>> import torch, fshard as fs
         >>> model = fs.functionalize(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5)))
         >>> params = model.init(fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")), seed=0)
@@ -96,6 +99,9 @@ class Model:
 
     def train(self) -> "Model":
         """Return the model in training mode; see `eval`.
+
+        Returns:
+            A Model with the same units.
 
         >>> import torch, fshard as fs
         >>> model = fs.functionalize(torch.nn.Dropout(0.5).eval())

@@ -3,6 +3,8 @@
 The first rank that knows of a failure writes a note. Every rank that reads it ends its own connections, which wakes
 those that wait for it, and lingers until the others have read it too: the store may go with the rank that holds it.
 A thread of each process looks, where it waits for long, for a note, and for a difference between ranks.
+
+The file has over 600 lines, because the texts of all these errors share the positions that ranks tell each other.
 """
 
 import atexit
