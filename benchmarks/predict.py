@@ -81,9 +81,8 @@ ASSUMPTIONS = {
 }
 SEVEN = llama.Sizes(batch=2, checkpointed=False)
 SEVENTY = SEVEN._replace(width=8192, layers=80, heads=64, kv_heads=8, hidden=28672, batch=1, checkpointed=True)
-# Twice so many bytes are gathered ahead, and reduced at a time: by default 96 MB, less than a unit of these models.
+# Twice so many bytes are gathered ahead, and reduced at a time: more than a unit of this model.
 LARGE = {"bucket_bytes": 500_000_000}
-LARGER = {"bucket_bytes": 2_000_000_000}
 
 
 class Case(NamedTuple):
@@ -98,12 +97,11 @@ class Case(NamedTuple):
 CASES = {
     "7B, zero3": Case(SEVEN, "zero3", {"shard": 8}, {}),
     "7B, zero3, bucket_bytes 0.5 GB": Case(SEVEN, "zero3", {"shard": 8}, LARGE),
-    "7B, zero3, checkpoints, batch 4": Case(SEVEN._replace(batch=4, checkpointed=True), "zero3", {"shard": 8}, LARGE),
+    "7B, zero3, checkpoints, batch 4": Case(SEVEN._replace(batch=4, checkpointed=True), "zero3", {"shard": 8}, {}),
     "70B, zero3": Case(SEVENTY, "zero3", {"shard": 64}, {}),
-    "70B, zero3, bucket_bytes 2 GB": Case(SEVENTY, "zero3", {"shard": 64}, LARGER),
-    "70B, zero3, bucket_bytes 2 GB, batch 2": Case(SEVENTY._replace(batch=2), "zero3", {"shard": 64}, LARGER),
-    "70B, hsdp, bucket_bytes 2 GB": Case(SEVENTY, "hsdp", {"replicate": 2, "shard": 32}, LARGER),
-    "70B, hsdp": Case(SEVENTY, "hsdp", {"replicate": 8, "shard": 8}, {}),
+    "70B, zero3, batch 2": Case(SEVENTY._replace(batch=2), "zero3", {"shard": 64}, {}),
+    "70B, hsdp on 2 x 32": Case(SEVENTY, "hsdp", {"replicate": 2, "shard": 32}, {}),
+    "70B, hsdp on 8 x 8": Case(SEVENTY, "hsdp", {"replicate": 8, "shard": 8}, {}),
 }
 
 

@@ -248,15 +248,17 @@ def test_frozen_units_are_gathered_and_never_reduced():
 # Three leaves large enough to be reduced by themselves where buckets are small, of sizes that tell them apart.
 LARGE = {"first": (64, 512), "second": (512, 128), "third": (128, 257)}
 
-# What is issued in the forward, and in the backward around the hooks of the activations between the leaves. Behind the
-# gradient of a large leaf the one before it is gathered, in its place.
+# What is issued in the forward, and in the backward around the hooks of the activations between the leaves.
 FORWARD = "gather first, gather second, gather third, "
 EARLY = "scatter third, hook second, scatter second, hook first, scatter first"
+# A leaf is gathered ahead while the one behind it computes, however large it is.
+AHEAD = "gather second, scatter third, gather first, hook second, scatter second, hook first, scatter first"
+# In its turn it takes the place of the leaf behind it, whose gradient has been reduced.
 LATE = EARLY.replace("hook second", "gather second, hook second").replace("hook f", "gather first, hook f")
 ORDERS = (
     (fs.zero1, FORWARD + "hook second, hook first, scatter third, scatter second, scatter first"),
     (fs.zero2, FORWARD + EARLY),
-    (fs.zero3, FORWARD + LATE),
+    (fs.zero3, FORWARD + AHEAD),
     (partial(fs.zero3, prefetch=0), FORWARD + LATE),
     (fs.ddp, EARLY),
 )

@@ -33,7 +33,7 @@ class Backward:
         self._reduce_early = reduce_early
         self._is_last = is_last
         # No gather makes room: each unit is dropped at the step where its gradients are due.
-        self._cursor = Cursor(forward.events[::-1], make_room=lambda: None, min_prefetch=0)
+        self._cursor = Cursor(forward.events[::-1], make_room=lambda: None)
         # The number of the step at which each unit's gradients are due.
         self._due_step: dict[GatheredUnit, int] = {}
         for number, step in enumerate(self._cursor.steps):
@@ -136,7 +136,7 @@ class Backward:
             gathered.release()
         reduces_bound = self._reduce_early and gathered.unit.policy.reduce_each_microbatch
         complete = [leaf for leaf in gathered.trained if leaf.first_gathered is gathered]
-        self._reductions.queue([leaf for leaf in complete if leaf.derived or reduces_bound])
+        self._reductions.queue_unit([leaf for leaf in complete if leaf.derived or reduces_bound])
 
     def _may_release(self, gathered: GatheredUnit) -> bool:
         """Tell whether no other microbatch needs a unit's full tensors."""

@@ -30,19 +30,16 @@ class Cursor:
         position: The number of the next step.
     """
 
-    def __init__(self, steps: Sequence[Step], make_room: Callable[[], None], min_prefetch: int = 1) -> None:
+    def __init__(self, steps: Sequence[Step], make_room: Callable[[], None]) -> None:
         """Start before the first step.
 
         Args:
             steps: The steps.
             make_room: Called before gathers start, to drop tensors that are no longer needed.
-            min_prefetch: The fewest units to gather ahead of a step that needs full tensors. At a step whose gradients
-                are due, the minimum is always one: the next unit takes the memory of the unit that is dropped there.
         """
         self.steps = steps
         self.position = 0
         self._make_room = make_room
-        self._min_prefetch = min_prefetch
         # Lazy units are gathered on demand, never ahead. Units that are full already stay in the list, because they
         # take memory and so count towards the bytes that may be gathered ahead.
         self._to_gather = [step.gathered for step in steps if step.needs_full and not step.gathered.is_lazy]
@@ -71,23 +68,23 @@ class Cursor:
                 # A planned unit becomes lazy only in `Forward.open`, after this step.
                 if not step.gathered.is_lazy:
                     self._num_passed += 1
-                self._gather_ahead(step.gathered, self._min_prefetch)
+                self._gather_ahead(step.gathered)
                 yield number, step
             else:
                 yield number, step
-                self._gather_ahead(step.gathered, min_prefetch=1)
+                self._gather_ahead(step.gathered)
 
     @property
     def all_started(self) -> bool:
         """Whether every gather of the list has started."""
         return self._num_started == len(self._to_gather)
 
-    def _gather_ahead(self, gathered: GatheredUnit, min_prefetch: int) -> None:
+    def _gather_ahead(self, gathered: GatheredUnit) -> None:
         """Start the gathers that the unit's reshard policy allows ahead of it."""
         # A generator rather than a slice: the policy looks at the next few sizes of what may be thousands.
         upcoming = range(self._num_passed, len(self._to_gather))
         sizes = (self._to_gather[number].unit.nbytes for number in upcoming)
-        end = self._num_passed + gathered.unit.count_ahead(sizes, min_prefetch)
+        end = self._num_passed + gathered.unit.count_ahead(sizes)
         if end <= self._num_started:
             return
 

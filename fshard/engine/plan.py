@@ -49,17 +49,19 @@ class Unit(NamedTuple):
     last_module_unit: int = -1
     is_merged: bool = False
 
-    def count_ahead(self, sizes: Iterable[int], min_count: int = 1) -> int:
-        """Count the units to gather ahead of this one: the number that its policy names, or as many as are small.
+    def count_ahead(self, sizes: Iterable[int]) -> int:
+        """Count the units to gather ahead of this one.
+
+        That is the number that its policy names. If the policy names none, it is one, and more as long as all of them
+        have at most the policy's `ahead_bytes` together.
 
         Args:
             sizes: The bytes of the units that come next.
-            min_count: If the policy names no number: the fewest units, to which more are added as long as all of them
-                have at most the policy's `ahead_bytes` together.
 
         Returns:
             How many of the next units to gather ahead.
         """
+        min_count = 1
         max_bytes = self.policy.ahead_bytes
         if self.policy.prefetch is not None:
             min_count = self.policy.prefetch

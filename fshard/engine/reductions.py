@@ -1,7 +1,7 @@
 """Reductions: gradients that wait to be reduced together, and those that are being reduced."""
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from fshard import _compat, comm
 from fshard.collectives import divide
 from fshard.engine.gathered_unit import check_transform_results, get_transform
 from fshard.engine.leaf import Leaf
-from fshard.transforms.run import start_scatter
+from fshard.transforms.run import PendingScatter, start_scatter
 from fshard.transforms.structure import reduction
 from fshard.tree import grouped
 
@@ -20,20 +20,26 @@ class PendingReduction(NamedTuple):
 
     Attributes:
         leaves: The leaves whose gradients are reduced; they have one transform.
-        finish: Waits for the reduced gradients and returns them, with the new states of the transform.
+        unit_names: Their units.
+        scatter: Finishes the reduction. It may have several stages, such as the sums over two axes.
         nbytes: The bytes of the full gradients.
+        turn: The turn in which the stage that is under way has started.
     """
 
     leaves: list[Leaf]
-    finish: Callable[[], Any]
+    unit_names: tuple[str, ...]
+    scatter: PendingScatter
     nbytes: int
+    turn: int
 
 
 class Reductions:
     """Reduces the gradients of leaves in the order in which they are queued, the same on every rank.
 
-    Small gradients wait for each other, because latency would cost more than the transfer. The bytes of the reductions
-    in flight are bounded by the policy of the leaves.
+    Small gradients wait for each other, because latency would cost more than the transfer. While the backward of a unit
+    runs, gradients of the units before it are under way: as many as fit into the policy's `ahead_bytes`, but at least
+    those of one unit. Where gradients are summed over two axes, the second sum starts when the next unit's gradients
+    are complete, and is waited for when those of the unit after that one are.
     """
 
     def __init__(self, divisor: Any) -> None:
@@ -48,9 +54,31 @@ class Reductions:
         self._queued_bytes = 0
         self._pending: deque[PendingReduction] = deque()
         self._pending_bytes = 0
+        # Reductions whose last stage is under way, after others. They send shards alone.
+        self._last_stages: deque[PendingReduction] = deque()
+        # Counts the units whose gradients are complete.
+        self._turn = 0
+        self._turn_bytes = 0
 
-    def queue(self, leaves: Iterable[Leaf]) -> None:
-        """Queue leaves of one unit for reduction. Small gradients wait for others, large ones start now."""
+    def queue_unit(self, leaves: Sequence[Leaf]) -> None:
+        """Queue the leaves of a unit, whose gradients are complete.
+
+        Args:
+            leaves: The leaves.
+        """
+        self._turn += 1
+        self._turn_bytes = sum([leaf.full_facts.nbytes for leaf in leaves])
+        self.queue(leaves)
+        if self._pending and self._pending[-1].turn == self._turn:
+            self._start_next_stages()
+        self._turn_bytes = 0
+
+    def queue(self, leaves: Sequence[Leaf]) -> None:
+        """Queue leaves for reduction. Small gradients wait for others, large ones start now.
+
+        Args:
+            leaves: The leaves.
+        """
         # Inside a unit, start no message smaller than PACK_BYTES. After it, start as soon as a bucket is full.
         for leaf in leaves:
             self._queue.append(leaf)
@@ -64,7 +92,9 @@ class Reductions:
         """Reduce the gradients that are queued, and wait for all reductions."""
         self._start_queued()
         while self._pending:
-            self._finish_reduction()
+            self._take_pending()
+        while self._last_stages:
+            self._finish_reduction(self._last_stages.popleft())
 
     @_compat.outside_selective_checkpoint()
     def _start_queued(self) -> None:
@@ -79,24 +109,46 @@ class Reductions:
     def _start_reduction(self, transform: Any, leaves: list[Leaf]) -> None:
         grads = [leaf.take_full() for leaf in leaves]
         nbytes = sum([leaf.full_facts.nbytes for leaf in leaves])
-        while self._pending and self._pending_bytes + nbytes > leaves[0].policy.ahead_bytes:
-            self._finish_reduction()
+        # A message never waits for another one of its unit, because nothing computes in between.
+        max_bytes = max(leaves[0].policy.ahead_bytes, self._turn_bytes)
+        while self._pending and self._pending_bytes + nbytes > max_bytes:
+            self._take_pending()
 
         units = dict.fromkeys([leaf.first_gathered.unit.name for leaf in leaves if leaf.first_gathered is not None])
+        unit_names = tuple(units)
         specs = [leaf.spec for leaf in leaves]
         states = [leaf.transform_state for leaf in leaves]
-        with torch.no_grad(), comm.annotate_collectives(tuple(units), [leaf.path for leaf in leaves]):
-            finish = start_scatter(transform, grads, specs, states)
-        self._pending.append(PendingReduction(leaves, finish, nbytes))
+        with torch.no_grad(), comm.annotate_collectives(unit_names, [leaf.path for leaf in leaves]):
+            scatter = start_scatter(transform, grads, specs, states)
+        self._pending.append(PendingReduction(leaves, unit_names, scatter, nbytes, self._turn))
         self._pending_bytes += nbytes
 
+    def _start_next_stages(self) -> None:
+        """Let the reductions of earlier units go on, which have had the time of this unit's backward."""
+        while self._last_stages and self._last_stages[0].turn < self._turn:
+            self._finish_reduction(self._last_stages.popleft())
+        while self._pending[0].turn < self._turn and self._pending[0].scatter.sends_again:
+            self._take_pending()
+
     @_compat.outside_selective_checkpoint()
-    def _finish_reduction(self) -> None:
-        """Wait for the oldest reduction, and hand its gradients to their leaves."""
-        leaves, finish, nbytes = self._pending.popleft()
-        self._pending_bytes -= nbytes
+    def _take_pending(self) -> None:
+        """Wait for the oldest reduction, or for a stage of it and start the next one."""
+        reduction = self._pending.popleft()
+        self._pending_bytes -= reduction.nbytes
+        if not reduction.scatter.sends_again:
+            self._finish_reduction(reduction)
+            return
+        paths = [leaf.path for leaf in reduction.leaves]
+        with torch.no_grad(), comm.annotate_collectives(reduction.unit_names, paths):
+            reduction.scatter.start_next()
+        self._last_stages.append(reduction._replace(turn=self._turn))
+
+    @_compat.outside_selective_checkpoint()
+    def _finish_reduction(self, pending: PendingReduction) -> None:
+        """Wait for a reduction, and hand its gradients to their leaves."""
+        leaves = pending.leaves
         with torch.no_grad():
-            grads, states = finish()
+            grads, states = pending.scatter()
             check_transform_results("scatter", leaves, grads)
             grads = [leaf.cast_for_sum(grad) for leaf, grad in zip(leaves, grads, strict=True)]
             grads = self._divide(leaves[0], grads)

@@ -1,6 +1,6 @@
 """Transforms made of others: compose and masked."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,13 +15,14 @@ from fshard.transforms.base import (
     Finish,
     ShardTransform,
     Specs,
+    StagedFinish,
     States,
     Storage,
     Tensors,
     Wrapped,
     walk_parts,
 )
-from fshard.transforms.run import check_number, check_stateless, start_scatter
+from fshard.transforms.run import PendingScatter, check_number, check_stateless, start_scatter
 from fshard.transforms.structure import layout_axes, summed_axes, sums_gradients
 from fshard.tree import MASK, Axis, Mask, ModelDtypes, ReshardPolicy, Spec, Tree, is_mask, matches
 from fshard.tree.checks import describe
@@ -83,50 +84,73 @@ class _Composed(Container):
 
         return finish
 
-    def start_scatter(self, grads: Tensors, specs: Specs, states: States | None = None) -> Callable[[], Any]:
+    def start_scatter(self, grads: Tensors, specs: Specs, states: States | None = None) -> StagedFinish:
         if states is None:
             check_stateless(self)
-        states_by_stage = self._states_by_stage([None] * len(grads) if states is None else states)
-        sender = self._last_sender
-
-        def scatter_through(indices: Iterable[int], grads: Tensors) -> Tensors:
-            for index in indices:
-                finish_stage = start_scatter(self.stages[index], grads, specs, states_by_stage[index])
-                grads, states_by_stage[index] = finish_stage()
-            return grads
-
-        # Gradients go from the last stage to the first.
-        grads = scatter_through(range(len(self.stages) - 1, sender, -1), grads)
-        finish_sender = start_scatter(self.stages[sender], grads, specs, states_by_stage[sender])
-
-        def finish() -> Any:
-            shards, states_by_stage[sender] = finish_sender()
-            shards = scatter_through(range(sender - 1, -1, -1), shards)
-            if states is None:
-                return shards
-            new_states = []
-            for state, new_state in zip(states, zip(*states_by_stage, strict=True), strict=True):
-                new_states.append(None if state is None else new_state)
-            return shards, new_states
-
-        return finish
-
-    def _states_by_stage(self, states: States) -> list[States]:
-        """Turn one state per leaf, a tuple with the states of all stages, into one list per stage."""
-        states_by_stage: list[States] = []
-        for index in range(len(self.stages)):
-            states_by_stage.append([None if state is None else state[index] for state in states])
-        return states_by_stage
+        scatter = _ComposedScatter(self.stages, grads, specs, states)
+        scatter.start_next()
+        return scatter
 
     @property
     def _last_sender(self) -> int:
-        """The index of the stage that communicates last in a gather, and first in a scatter."""
+        """The index of the stage that communicates last in a gather."""
         last_sender = len(self.stages) - 1
         for index in range(last_sender, -1, -1):
-            stage = self.stages[index]
-            if sums_gradients(stage) and any(axis.size > 1 for axis in stage.axes):
+            if _sends(self.stages[index]):
                 return index
         return last_sender
+
+
+def _sends(stage: ShardTransform) -> bool:
+    """Tell whether a stage communicates when it scatters."""
+    return sums_gradients(stage) and any(axis.size > 1 for axis in stage.axes)
+
+
+class _ComposedScatter(StagedFinish):
+    """A scatter through stages, from the last to the first, of which one that sends is under way."""
+
+    def __init__(self, stages: tuple[ShardTransform, ...], grads: Tensors, specs: Specs, states: States | None) -> None:
+        self._stages = stages
+        self._grads = grads
+        self._specs = specs
+        self._states = states
+        # The number of stages that have yet to start.
+        self._num_left = len(stages)
+        self._under_way: PendingScatter | None = None
+        # One state per leaf, a tuple with the states of all stages, becomes one list per stage.
+        states_by_leaf = [None] * len(grads) if states is None else states
+        self._states_by_stage: list[States] = []
+        for index in range(len(stages)):
+            self._states_by_stage.append([None if state is None else state[index] for state in states_by_leaf])
+
+    @property
+    def sends_again(self) -> bool:
+        return any(map(_sends, self._stages[: self._num_left]))
+
+    def start_next(self) -> None:
+        self._wait()
+        while self._num_left and self._under_way is None:
+            self._num_left -= 1
+            stage = self._stages[self._num_left]
+            self._under_way = start_scatter(stage, self._grads, self._specs, self._states_by_stage[self._num_left])
+            if not _sends(stage):
+                self._wait()
+
+    def _wait(self) -> None:
+        if self._under_way is not None:
+            self._grads, self._states_by_stage[self._num_left] = self._under_way()
+            self._under_way = None
+
+    def __call__(self) -> Any:
+        while self._num_left:
+            self.start_next()
+        self._wait()
+        if self._states is None:
+            return self._grads
+        new_states = []
+        for state, new_state in zip(self._states, zip(*self._states_by_stage, strict=True), strict=True):
+            new_states.append(None if state is None else new_state)
+        return self._grads, new_states
 
 
 def _side_stream(storage: Storage | None) -> torch.Stream | None:

@@ -7,12 +7,10 @@ import torch
 
 from fshard.collectives.linear import Linear, Variance, linear_call
 from fshard.errors import Problem, expect, refuse
-from fshard.transforms.base import BuiltIn, ShardTransform, Specs, States, Tensors, foreign_names
+from fshard.transforms.base import BuiltIn, ShardTransform, Specs, StagedFinish, States, Tensors, foreign_names
 from fshard.transforms.structure import reduction
 from fshard.tree import Spec
 from fshard.tree.checks import check_dense, describe
-
-FinishWithStates = Callable[[], tuple[Tensors, States]]
 
 
 def gather_by(transform: ShardTransform, paths: Sequence[str], leaves: Tensors, specs: Specs) -> Tensors:
@@ -80,7 +78,45 @@ def _linear(transform: ShardTransform, specs: Specs, paths: Sequence[str]) -> Li
     return Linear(gather, scatter, variance)
 
 
-def start_scatter(transform: ShardTransform, grads: Tensors, specs: Specs, states: States) -> FinishWithStates:
+class PendingScatter:
+    """A scatter that has started, with or without a state; calling it finishes it."""
+
+    def __init__(self, transform: ShardTransform, specs: Specs, states: States, finish: Callable[[], Any]) -> None:
+        """Keep what is checked when the scatter finishes.
+
+        Args:
+            transform: The transform.
+            specs: The leaves' specs.
+            states: One state per leaf, which are the new states too if the transform has none.
+            finish: What the transform's start_scatter returned.
+        """
+        self._transform = transform
+        self._specs = specs
+        self._states = states
+        self._finish = finish
+
+    @property
+    def sends_again(self) -> bool:
+        """Whether a stage of the scatter that sends has yet to start."""
+        return isinstance(self._finish, StagedFinish) and self._finish.sends_again
+
+    def start_next(self) -> None:
+        """Wait for the stage that is under way, and start the next one."""
+        assert isinstance(self._finish, StagedFinish)
+        self._finish.start_next()
+
+    def __call__(self) -> tuple[Tensors, States]:
+        """Finish the scatter, and return its results and the new states."""
+        transform, specs = self._transform, self._specs
+        results = self._finish()
+        if not reduction(transform).has_state:
+            return check_number(transform, "scatter", results, specs), self._states
+        shards, new_states = check_number(transform, "scatter", results, ("gradients", "states"))
+        check_number(transform, "scatter", new_states, specs)
+        return check_number(transform, "scatter", shards, specs), new_states
+
+
+def start_scatter(transform: ShardTransform, grads: Tensors, specs: Specs, states: States) -> PendingScatter:
     """Start to scatter by a transform with or without a state.
 
     Args:
@@ -90,20 +126,13 @@ def start_scatter(transform: ShardTransform, grads: Tensors, specs: Specs, state
         states: One state per leaf, None where the transform has none.
 
     Returns:
-        A function that finishes and returns what scatter returns, and the new states. Without a state these are
-        `states`.
+        The scatter, which returns what scatter returns, and the new states. Without a state these are `states`.
     """
-    if not reduction(transform).has_state:
+    if reduction(transform).has_state:
+        finish = transform.start_scatter(grads, specs, states)
+    else:
         finish = transform.start_scatter(grads, specs)
-        return lambda: (check_number(transform, "scatter", finish(), specs), states)
-    finish_pair = transform.start_scatter(grads, specs, states)
-
-    def finish_with_states() -> tuple[Tensors, States]:
-        shards, new_states = check_number(transform, "scatter", finish_pair(), ("gradients", "states"))
-        check_number(transform, "scatter", new_states, specs)
-        return check_number(transform, "scatter", shards, specs), new_states
-
-    return finish_with_states
+    return PendingScatter(transform, specs, states, finish)
 
 
 def check_stateless(transform: ShardTransform) -> None:

@@ -90,7 +90,7 @@ class ReshardPolicy:
 
     @property
     def ahead_bytes(self) -> int:
-        """Bytes that are gathered ahead at a time, and of gradients under way. A larger unit is sent alone."""
+        """Bytes that are gathered ahead at a time, and of gradients under way; of larger units it is one."""
         return 2 * self.bucket_bytes
 
     @property

@@ -442,9 +442,30 @@ FAULTS = (
     Fault(
         "reductions-in-flight-not-bounded",
         "fshard/engine/reductions.py",
-        "while self._pending and self._pending_bytes + nbytes > leaves[0].policy.ahead_bytes:",
-        "while self._pending and nbytes > leaves[0].policy.ahead_bytes:",
+        "while self._pending and self._pending_bytes + nbytes > max_bytes:",
+        "while self._pending and nbytes > max_bytes:",
         "8: peak memory, because the bytes of reductions in flight are bounded",
+    ),
+    Fault(
+        "large-unit-waits-for-its-own-messages",
+        "fshard/engine/reductions.py",
+        "max_bytes = max(leaves[0].policy.ahead_bytes, self._turn_bytes)",
+        "max_bytes = leaves[0].policy.ahead_bytes",
+        "8: the reduction of a unit of any size is under way while the next one computes",
+    ),
+    Fault(
+        "second-sum-waits-for-the-last-unit",
+        "fshard/engine/reductions.py",
+        "if self._pending and self._pending[-1].turn == self._turn:",
+        "if not self._pending:",
+        "8: the sum over a second axis starts when the shards have landed",
+    ),
+    Fault(
+        "large-unit-gathered-in-its-turn",
+        "fshard/engine/plan.py",
+        "min_count = 1",
+        "min_count = 0",
+        "8: the next unit of any size is gathered while a unit computes",
     ),
     Fault(
         "new-state-of-a-reduction-forgotten",
