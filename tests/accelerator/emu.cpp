@@ -14,6 +14,7 @@
 #include <cstdlib>
 #include <ctime>
 #include <mutex>
+#include <unordered_map>
 
 namespace {
 
@@ -55,13 +56,66 @@ struct Busy {
 
 constexpr size_t ALIGNMENT = 64;
 
+// The bytes of the device that are in use. Results of operators count too, though the processor's allocator made them.
+class Usage {
+ public:
+  // Count a storage over some memory; views of that memory through other storages count once.
+  void add(const void* memory, size_t nbytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto& block = blocks_[memory];
+    if (block.storages++ == 0) {
+      block.nbytes = nbytes;
+      allocated_ += nbytes;
+      peak_ = std::max(peak_, allocated_);
+    }
+  }
+  void remove(const void* memory) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto block = blocks_.find(memory);
+    if (--block->second.storages == 0) {
+      allocated_ -= block->second.nbytes;
+      blocks_.erase(block);
+    }
+  }
+  int64_t allocated() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return allocated_;
+  }
+  int64_t peak() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return peak_;
+  }
+  void reset_peak() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    peak_ = allocated_;
+  }
+
+ private:
+  struct Block {
+    int64_t nbytes = 0;
+    int64_t storages = 0;
+  };
+  std::mutex mutex_;
+  std::unordered_map<const void*, Block> blocks_;
+  int64_t allocated_ = 0;
+  int64_t peak_ = 0;
+};
+// Never destroyed, because tensors may outlive the library's variables.
+Usage& usage = *new Usage;
+
 void free_emu(void* memory) {
+  if (memory != nullptr) {
+    usage.remove(memory);
+  }
   std::free(memory);
 }
 
 struct EmuAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t nbytes) override {
     void* memory = nbytes ? std::aligned_alloc(ALIGNMENT, (nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT) : nullptr;
+    if (memory != nullptr) {
+      usage.add(memory, nbytes);
+    }
     return {memory, memory, &free_emu, DEVICE};
   }
   c10::DeleterFnPtr raw_deleter() const override {
@@ -176,9 +230,24 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, EmuGuard)
 
 // ---- the same bytes as a tensor of the other device
 
+void release_host(void* context) {
+  delete static_cast<c10::Storage*>(context);
+}
+
+void release_emu(void* context) {
+  auto* kept = static_cast<c10::Storage*>(context);
+  if (kept->data() != nullptr) {
+    usage.remove(kept->data());
+  }
+  delete kept;
+}
+
 c10::Storage storage_over(const c10::Storage& storage, c10::Device device) {
   auto* kept = new c10::Storage(storage);
-  auto deleter = [](void* context) { delete static_cast<c10::Storage*>(context); };
+  auto* deleter = device == DEVICE ? &release_emu : &release_host;
+  if (device == DEVICE && storage.data() != nullptr) {
+    usage.add(storage.data(), storage.nbytes());
+  }
   c10::DataPtr memory(const_cast<void*>(storage.data()), kept, deleter, device);
   return c10::Storage(
       c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(memory), c10::GetAllocator(device.type()), true);
@@ -638,6 +707,9 @@ const bool registered = [] {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("take_events", take_events, "Return the log and begin a new one.");
+  m.def("allocated_bytes", [] { return usage.allocated(); }, "The bytes of the device that tensors hold.");
+  m.def("peak_bytes", [] { return usage.peak(); }, "The most bytes that tensors held since reset_peak().");
+  m.def("reset_peak", [] { usage.reset_peak(); }, "Let the peak begin at the bytes that tensors hold now.");
   m.def("busy_seconds", [] { return 1e-9 * busy; }, "The processor time that operators have taken so far.");
   m.def(
       "backend_over",

@@ -55,7 +55,8 @@ def load(library: Path) -> ModuleType:
         library: What `build` returned.
 
     Returns:
-        A module with take_events(): what ran on the device, and when the host waited for it.
+        A module with take_events(): what ran on the device, and when the host waited for it. Its allocated_bytes() and
+        peak_bytes() count memory of the device, and reset_peak() begins a new peak.
     """
     spec = importlib.util.spec_from_file_location("emu", library)
     emu = importlib.util.module_from_spec(spec)
