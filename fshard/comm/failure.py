@@ -285,6 +285,8 @@ def _make_group(
     board = board_by(None)
     try:
         pair, sockets = _compat.make_pair(name, board, look, lambda make: run(lambda client: make(board_by(client))))
+        if state.generation > 0:
+            run(lambda client: _compat.replace_group(name, state.generation, board_by(client)))
     except CollectiveError:
         raise
     except RuntimeError as error:
@@ -333,11 +335,14 @@ def cut_connections(state: RankState) -> set[int]:
     """End this rank's connections, and return the ranks whose had ended before."""
     gone = set[int]()
     for group in list(state.groups.values()):
+        if state.simulation is not None:
+            state.simulation.wake(group.name, state.generation, str(state.failure.reason))
+            continue
         if group.pair is not None:
             places = _compat.cut(group.pair, group.local_rank, len(group.ranks))
             gone |= {group.ranks[place] for place in places}
-        elif state.simulation is not None:
-            state.simulation.wake(group.name, state.generation, str(state.failure.reason))
+        # Otherwise an accelerator would wait for ever in a collective that the failed rank does not join.
+        _compat.abort_backends(group.name)
     return gone
 
 

@@ -195,6 +195,49 @@ def saved(device):
     return results
 
 
+def recovered(device):
+    """Train while a rank fails in two steps: ranks meet again, and go on from a checkpoint, then from their states."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder, device=torch.device("cpu"))
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    tx = fs.sgd(1e-1, momentum=0.9)
+
+    def step(state, batch, fails=False):
+        def loss_fn(params):
+            x, _ = batch
+            for name in ("first", "second"):
+                x = torch.tanh(x @ fs.gather({name: params[name]})[name])
+            if fails and is_last:
+                raise ArithmeticError("bad sample 17")
+            return x.square().mean()
+
+        loss, grads = fs.value_and_grad(loss_fn)(state.params)
+        return fs.update(tx, state, grads), loss
+
+    full = {name: 0.1 * torch.eye(WIDTH, dtype=torch.float64) for name in ("first", "second")}
+    start = fs.TrainState.create(fs.shard(full, fs.zero3(mesh_of(device))), tx)
+    runs = []
+    for failures in ((), (1, 2)):
+        state = start
+        losses = []
+        for number, batch in enumerate(batches(device)):
+            if number in failures:
+                fs.checkpoint.save(f"{folder[0]}/{number}", state)
+                with pytest.raises((ArithmeticError, fs.comm.CollectiveError), match="bad sample 17"):
+                    step(state, batch, fails=True)
+                mesh_of(device)
+            if failures and number == failures[0]:
+                state = fs.checkpoint.restore(f"{folder[0]}/{number}", state)
+            state, loss = step(state, batch)
+            losses.append(loss)
+        assert_on(device, state)
+        runs.append([losses, state])
+    undisturbed, disturbed = map(leaves_of, runs)
+    assert all(map(torch.equal, undisturbed, disturbed)), "failures changed the bits of later steps"
+    log.take()
+    return runs
+
+
 def recomputed(device):
     """Differentiate by torch.func what draws from the generator of its device, and is computed again."""
     generator = torch.default_generator if device == "cpu" else emu.GENERATOR
@@ -243,6 +286,8 @@ PROGRAMS = {
         SINGLE,
     ),
     "checkpoints": Program(saved),
+    # The same bits on both devices, with failures and without.
+    "recovered": Program(recovered, tolerance=0.0),
 }
 
 
