@@ -93,4 +93,4 @@ def start(ranks: int, device: str) -> None:
     dist.init_process_group(f"cpu:loop,{device}:loopx", store=dist.HashStore(), rank=0, world_size=ranks)
     from fshard import _compat
 
-    _compat.texts_in_store = lambda store, key, own, text, size, *_: [text] * size
+    _compat.texts_in_store = lambda store, rank, text, size, *_: [text] * size
