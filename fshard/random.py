@@ -1,7 +1,7 @@
 """Random keys: explicit ones for models that draw random numbers."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -90,6 +90,17 @@ seed = ops.operator("seed(Tensor key) -> ()", _seed, lambda key: None, ops.TAGS)
 EFFECTS = (set_random_state, seed)
 
 
+def keeping_generators() -> AbstractContextManager[None]:
+    """Put the states of this process's generators back at the end of a context.
+
+    By itself, torch would read the generators of all accelerators of the host, and warn that this may be slow.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng([torch.accelerator.current_device_index()], device_type=accelerator.type)
+
+
 @contextmanager
 def seeded(key: torch.Tensor | int) -> Iterator[None]:
     """Draw torch's random numbers from a key, and put the generators' states back.
@@ -106,7 +117,7 @@ def seeded(key: torch.Tensor | int) -> Iterator[None]:
         finally:
             set_random_state(before)
         return
-    with torch.random.fork_rng():
+    with keeping_generators():
         _seed(key)
         yield
 

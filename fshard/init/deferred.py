@@ -11,6 +11,7 @@ from fshard import _compat, comm, lazy_names
 from fshard.errors import Problem, expect, refuse
 from fshard.init.drawing import Reset, blank_like, is_left_out, own_reset
 from fshard.init.replay import replay
+from fshard.random import keeping_generators
 from fshard.shard import SAME_TREE, Layouts, fingerprint, is_frozen, stored, unfit
 from fshard.transforms import ShardTransform
 from fshard.transforms.structure import layout_axes
@@ -62,7 +63,7 @@ def init(
     after = dict(before)
     if not misfits and not root_problems:
         draw = replay if mode == "replay" else find_in_extensions("draw_by_counter")
-        with _SEEDING, torch.random.fork_rng(), torch.no_grad():
+        with _SEEDING, keeping_generators(), torch.no_grad():
             for name, piece, fact in draw(module, after, specs, seed, reset):
                 facts[f"[{name!r}]"] = fact
                 if piece is not None:

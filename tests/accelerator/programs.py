@@ -8,11 +8,13 @@ import json
 import os
 import tempfile
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -164,6 +166,24 @@ def placed(device):
     return outputs
 
 
+def keyed(device):
+    """Draw from a seed and from keys: generators stay as they were, and torch does not warn of those that it reads."""
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)).double()
+    model = fs.functionalize(module)
+    x, _ = batches(device)[0]
+    states = [torch.get_rng_state(), emu.GENERATOR.get_state()]
+    with warnings.catch_warnings(), patch.object(torch.random, "_fork_rng_warned_already", False):
+        warnings.simplefilter("error")
+        params = model.init(fs.zero3(mesh_of(device)), seed=0)
+        outputs = [model.apply(params, x, key=key) for key in (1, 2, 1)]
+    assert torch.equal(outputs[0], outputs[2])
+    assert not torch.equal(outputs[0], outputs[1])
+    assert all(map(torch.equal, states, [torch.get_rng_state(), emu.GENERATOR.get_state()]))
+    log.take()
+    return params, outputs
+
+
 def transformed(device, layout, state=False):
     """Differentiate with a transform in the layout."""
     params, loss_fn = modelled(device, layout, torch.float32)
@@ -272,6 +292,7 @@ PROGRAMS = {
         lambda device: train(device, lambda _: fs.hsdp(fs.init_mesh({"replicate": 2, "shard": -1}, device=device)))
     ),
     "placed": Program(placed),
+    "keyed": Program(keyed),
     "checkpointed": Program(lambda device: train(device, remat=True)),
     "recomputed": Program(recomputed, {"copy_": 2}),
     **eager_and_jitted("skip_nonfinite", make=lambda: fs.skip_nonfinite(fs.adam(1e-2))),
