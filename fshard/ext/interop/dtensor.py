@@ -188,5 +188,5 @@ def _axes_of(mesh: DeviceMesh) -> list[fs.Axis]:
 
 
 def _list_axes(axes: Iterable[fs.Axis]) -> str:
-    texts = [f"{axis.name}={axis.size} in group {axis.group_name!r}" for axis in axes]
+    texts = [f"{axis.name}={axis.size} in group {axis.group_name!r} on {axis.device_type}" for axis in axes]
     return ", ".join(texts) or "no named axes"
