@@ -16,8 +16,14 @@ class Done(dist._Work):
     def __init__(self, event: Any = None, tensors: Any = None) -> None:
         super().__init__()
         self.event = event
-        # As ProcessGroupNCCL does: until someone has waited, no other tensor may be given their memory, because the
-        # allocator does not know that another stream reads it.
+        self.tensors: Any = None
+        self.keep(tensors)
+
+    def keep(self, tensors: Any) -> None:
+        """Keep tensors until someone has waited, as ProcessGroupNCCL does.
+
+        The allocator does not know that another stream reads them, and would give other tensors their memory.
+        """
         self.tensors = tensors
 
     def wait(self, timeout: Any = None) -> bool:
@@ -46,18 +52,27 @@ class Loop(dist.ProcessGroup):
     def group_desc(self) -> str:
         return ""
 
+    def choose_stream(self, device: torch.device) -> torch.Stream:
+        """Return the stream of the next collective: the same for all, as ProcessGroupNCCL has it."""
+        if self.side is None:
+            self.side = torch.Stream(device)
+        return self.side
+
+    def wait_for_queued_work(self, side: torch.Stream) -> None:
+        """Let the stream of a collective wait for what computes its tensors."""
+        side.wait_stream(torch.accelerator.current_stream())
+
     def _run(self, tensors: Any, outs: Any, work: Callable[[], object]) -> Done:
         if tensors[0].device.type == "cpu":
             work()
             return Done()
-        if self.side is None:
-            self.side = torch.Stream(tensors[0].device)
-        self.side.wait_stream(torch.accelerator.current_stream())
-        with self.side:
+        side = self.choose_stream(tensors[0].device)
+        self.wait_for_queued_work(side)
+        with side:
             if SLEEP and tensors[0].is_cuda:
                 torch.cuda._sleep(SLEEP)
             work()
-        return Done(self.side.record_event(), (list(tensors), list(outs)))
+        return Done(side.record_event(), (list(tensors), list(outs)))
 
     def allgather_into_tensor_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> Done:
         def work() -> None:
