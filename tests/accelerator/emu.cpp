@@ -37,6 +37,28 @@ void note(const std::string& event) {
   events.push_back(event);
 }
 
+// Whether the log also tells what `tests/accelerator/races.py` reads: which memory is taken, freed, read and written, on
+// which stream, and which event each stream and the host wait for.
+std::atomic<bool> notes_memory{false};
+
+void note_memory(const std::string& event) {
+  if (notes_memory) {
+    note(event);
+  }
+}
+
+std::string address(const void* memory) {
+  return std::to_string(reinterpret_cast<uintptr_t>(memory));
+}
+
+thread_local c10::StreamId current_stream = 0;
+
+// The host waits for a stream: the current one, unless another is named.
+void note_wait(const std::string& by, c10::StreamId stream = current_stream) {
+  note("sync " + by);
+  note_memory("host after stream " + std::to_string(stream));
+}
+
 std::atomic<int64_t> busy{0};
 
 // Adds up the time of this thread until the end of a block.
@@ -64,6 +86,7 @@ class Usage {
     std::lock_guard<std::mutex> lock(mutex_);
     auto& block = blocks_[memory];
     if (block.storages++ == 0) {
+      note_memory("take " + address(memory) + " " + std::to_string(nbytes) + " on " + std::to_string(current_stream));
       block.nbytes = nbytes;
       allocated_ += nbytes;
       peak_ = std::max(peak_, allocated_);
@@ -73,6 +96,7 @@ class Usage {
     std::lock_guard<std::mutex> lock(mutex_);
     auto block = blocks_.find(memory);
     if (--block->second.storages == 0) {
+      note_memory("free " + address(memory));
       allocated_ -= block->second.nbytes;
       blocks_.erase(block);
     }
@@ -158,6 +182,9 @@ struct EmuHooks final : at::PrivateUse1HooksInterface {
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
     auto memory = allocator.allocate(nbytes);
     if (nbytes && storage.nbytes()) {
+      note_memory(
+          "launch resize_ on " + std::to_string(current_stream) + " reads " + address(storage.data()) + " writes " +
+          address(memory.get()));
       memcpy(memory.get(), storage.data(), std::min(nbytes, storage.nbytes()));
     }
     storage.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(memory));
@@ -167,8 +194,14 @@ struct EmuHooks final : at::PrivateUse1HooksInterface {
 
 // ---- streams: what is enqueued runs at once, and the log has its order
 
-thread_local c10::StreamId current_stream = 0;
 std::atomic<c10::StreamId> streams{0};
+std::atomic<int64_t> recordings{0};
+
+// A recording of an event: what its stream had in its queue.
+struct EmuEvent {
+  c10::StreamId stream = 0;
+  int64_t recording = 0;
+};
 
 struct EmuGuard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override {
@@ -200,30 +233,39 @@ struct EmuGuard final : c10::impl::DeviceGuardImplInterface {
     return device_count();
   }
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
-    *event = reinterpret_cast<void*>(stream.id() + 1);
+    auto* made = *event == nullptr ? new EmuEvent : static_cast<EmuEvent*>(*event);
+    *made = {stream.id(), ++recordings};
+    *event = made;
+    note_memory("event " + std::to_string(made->recording) + " of " + std::to_string(stream.id()));
   }
   void block(void* event, const c10::Stream& stream) const override {
-    auto source = reinterpret_cast<c10::StreamId>(event) - 1;
-    note("order stream " + std::to_string(stream.id()) + " after " + std::to_string(source));
+    auto* source = static_cast<EmuEvent*>(event);
+    note("order stream " + std::to_string(stream.id()) + " after " + std::to_string(source->stream));
+    note_memory("stream " + std::to_string(stream.id()) + " after event " + std::to_string(source->recording));
   }
   bool queryEvent(void*) const override {
     return true;
   }
-  void destroyEvent(void*, c10::DeviceIndex) const noexcept override {}
-  void synchronizeEvent(void*) const override {
+  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
+    delete static_cast<EmuEvent*>(event);
+  }
+  void synchronizeEvent(void* event) const override {
     note("sync event");
+    note_memory("host after event " + std::to_string(static_cast<EmuEvent*>(event)->recording));
   }
   bool queryStream(const c10::Stream&) const override {
     return true;
   }
-  void synchronizeStream(const c10::Stream&) const override {
-    note("sync stream");
+  void synchronizeStream(const c10::Stream& stream) const override {
+    note_wait("stream", stream.id());
   }
   void synchronizeDevice(c10::DeviceIndex) const override {
     note("sync device");
+    note_memory("host after device");
   }
-  void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream& stream) const override {
+  void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {
     note("record stream " + std::to_string(stream.id()));
+    note_memory("keep " + address(memory.get()) + " for " + std::to_string(stream.id()));
   }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, EmuGuard)
@@ -300,6 +342,61 @@ void take_resized(const Tensor& tensor, const Tensor& host) {
   if (is_emu(tensor) && host.sizes() != tensor.sizes()) {
     tensor.unsafeGetTensorImpl()->set_sizes_and_strides(host.sizes(), host.strides(), host.storage_offset());
   }
+}
+
+// The memory that a kernel reads and writes.
+class Launch {
+ public:
+  void reads(const c10::IValue& value) {
+    add(value, reads_);
+  }
+  void writes(const c10::IValue& value) {
+    add(value, writes_);
+  }
+  void log(const std::string& name) const {
+    note_memory("launch " + name + " on " + std::to_string(current_stream) + " reads" + reads_ + " writes" + writes_);
+  }
+
+ private:
+  static void add(const c10::IValue& value, std::string& addresses) {
+    if (!notes_memory) {
+      return;
+    }
+    if (value.isTensor()) {
+      const auto& tensor = value.toTensor();
+      // Numbers of the host are arguments of the launch.
+      if (tensor.defined() && (is_emu(tensor) || tensor.dim() > 0) && tensor.storage().data() != nullptr) {
+        addresses += (is_emu(tensor) ? " " : " host:") + address(tensor.storage().data());
+      }
+    } else if (value.isList()) {
+      for (const auto& item : value.toListRef()) {
+        add(item, addresses);
+      }
+    }
+  }
+
+  std::string reads_;
+  std::string writes_;
+};
+
+// Log an operator that has run: its schema tells which arguments it writes, and which results are views.
+void log_launch(
+    const c10::FunctionSchema& schema, const std::vector<c10::IValue>& given, c10::ArrayRef<c10::IValue> results) {
+  Launch launch;
+  for (size_t i = 0; i < given.size(); ++i) {
+    const auto* alias = schema.arguments()[i].alias_info();
+    if (alias != nullptr && alias->isWrite()) {
+      launch.writes(given[i]);
+    } else if (alias == nullptr) {
+      launch.reads(given[i]);
+    }
+  }
+  for (size_t i = 0; i < results.size(); ++i) {
+    if (schema.returns()[i].alias_info() == nullptr) {
+      launch.writes(results[i]);
+    }
+  }
+  launch.log(schema.name());
 }
 
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -380,8 +477,15 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         moved.push_back(on_emu(item));
       }
       value = std::move(moved);
-    } else if (value.isBool()) {
-      note("sync " + schema.name());
+    }
+  }
+  const auto returned = c10::ArrayRef<c10::IValue>(*stack).slice(out, results);
+  if (notes_memory) {
+    log_launch(schema, given, returned);
+  }
+  for (const auto& value : returned) {
+    if (value.isBool()) {
+      note_wait(schema.name());
     }
   }
 }
@@ -488,18 +592,23 @@ Tensor& set_empty(Tensor& self) {
 
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   Busy timer;
-  if (is_emu(self) != is_emu(source)) {
-    const bool to_host = is_emu(source);
+  const bool to_host = is_emu(source) && !is_emu(self);
+  const bool crosses = is_emu(self) != is_emu(source);
+  if (crosses) {
     note(std::string(to_host ? "to host " : "to emu ") + std::to_string(source.numel()) + (non_blocking ? " async" : ""));
-    // As CUDA does in both directions, whether or not the host's memory is pinned.
-    if (!non_blocking && source.numel()) {
-      note("sync copy_");
-    }
   } else {
     note("run aten::copy_ on " + std::to_string(current_stream));
   }
   auto target = is_emu(self) ? on_host(self) : self;
   target.copy_(is_emu(source) ? on_host(source) : source);
+  Launch launch;
+  launch.reads(source);
+  launch.writes(self);
+  launch.log("aten::copy_");
+  // As CUDA does in both directions, whether or not the host's memory is pinned.
+  if (crosses && !non_blocking && source.numel()) {
+    note_wait("copy_");
+  }
   return self;
 }
 
@@ -515,23 +624,31 @@ Tensor copy_from_and_resize(const Tensor& source, const Tensor& target) {
 }
 
 c10::Scalar local_scalar_dense(const Tensor& self) {
-  note("sync aten::_local_scalar_dense");
+  Launch launch;
+  launch.reads(self);
+  launch.log("aten::_local_scalar_dense");
+  note_wait("aten::_local_scalar_dense");
   return on_host(self).item();
 }
 
 bool equal(const Tensor& self, const Tensor& other) {
-  note("sync aten::equal");
+  Launch launch;
+  launch.reads(self);
+  launch.reads(other);
+  launch.log("aten::equal");
+  note_wait("aten::equal");
   return on_host(self).equal(on_host(other));
 }
 
 void record_stream(Tensor& self, c10::Stream stream) {
   note("record stream " + std::to_string(stream.id()));
+  note_memory("keep " + address(self.storage().data()) + " for " + std::to_string(stream.id()));
 }
 
 // Their results' shapes depend on values.
 void run_and_wait(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  note("sync " + op.schema().name());
   run_on_host(op, stack);
+  note_wait(op.schema().name());
 }
 
 // An index of the processor is copied to the device, which the host waits for.
@@ -547,10 +664,10 @@ void run_index(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         each = item.toTensor();
         if (each->defined() && !is_emu(*each)) {
           note("to emu " + std::to_string(each->numel()));
-          note("sync index");
+          note_wait("index");
           each = on_emu(each->clone());
         } else if (each->scalar_type() == c10::kBool || each->scalar_type() == c10::kByte) {
-          note("sync index by a mask");
+          note_wait("index by a mask");
         }
       }
       moved.push_back(each);
@@ -727,6 +844,8 @@ const bool registered = [] {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("take_events", take_events, "Return the log and begin a new one.");
+  m.def("note", note, "Write a line to the log.");
+  m.def("note_memory", [](bool value) { notes_memory = value; }, "Let the log tell of memory and events, or no longer.");
   m.def("allocated_bytes", [] { return usage.allocated(); }, "The bytes of the device that tensors hold.");
   m.def("peak_bytes", [] { return usage.peak(); }, "The most bytes that tensors held since reset_peak().");
   m.def("reset_peak", [] { usage.reset_peak(); }, "Let the peak begin at the bytes that tensors hold now.");
