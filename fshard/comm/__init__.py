@@ -42,6 +42,7 @@ from fshard.comm.failure import CollectiveError, Position, connect_group, descri
 from fshard.comm.groups import ChainEntry, PendingCollective, RankState, Simulation, has_renewed, rank_state
 from fshard.comm.meeting import FirstMeeting, Meeting, make_absence_error
 from fshard.comm.recorder import record, watched, watchers
+from fshard.comm.streams import copy_stream, current_stream, keep_for_current
 
 __all__ = ["Collective", "CollectiveError", "Label", "Record", "Verb"]
 __all__ += ["rank", "record"]

@@ -10,6 +10,7 @@ import torch
 from fshard import _compat
 from fshard.comm import ops
 from fshard.comm.events import Label, encode_label, make_label
+from fshard.comm.streams import current_stream, keep_for_current
 from fshard.tree import Axis
 
 # A tensor smaller than this travels in one buffer with the other small ones of its dtype: below it latency costs more
@@ -118,11 +119,14 @@ def _start(
     buckets = _bucket_small_tensors(tensors, row_numels, max_packed_bytes if direct else 0)
     sources = [_pack(tensors, bucket, row_numels, row_dims) for bucket in buckets]
     buffers = op(sources, direct, axis.name, axis.size, axis.group_name, encode_label(label))
+    started_on = current_stream(tensors[0].device)
 
     def finish() -> Results:
         results: dict[int, torch.Tensor] = {}
         for bucket, buffer, source in zip(buckets, buffers, sources, strict=True):
             received = ops.wait(buffer)
+            # The current stream has waited for the collective, which reads what is sent, and reads the rows itself.
+            keep_for_current((received, source), started_on)
             if is_sum and direct:
                 received = _sum(received, source, local_rank, row_dims, in_tree=bool(sum_in_tree))
             elif is_sum:

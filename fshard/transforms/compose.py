@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fshard import _compat
+from fshard import comm
 from fshard.errors import expect
 from fshard.transforms.axis import _SplitDim
 from fshard.transforms.base import (
@@ -67,17 +67,21 @@ class _Composed(Container):
         return tuple(reversed(states))
 
     def start_gather(self, leaves: Tensors, specs: Specs) -> Finish:
-        stream = _side_stream(self.storage)
+        stream = comm.copy_stream(self.storage.compute_device) if self.storage else None
         sender = self._last_sender
         with nullcontext() if stream is None else stream:
             for stage in self.stages[:sender]:
                 leaves = check_number(stage, "gather", stage.gather(leaves, specs), specs)
             finish_sender = self.stages[sender].start_gather(leaves, specs)
+        # The stream goes on with other gathers, which nobody is to wait for here.
+        started = None if stream is None else stream.record_event()
 
         def finish() -> Tensors:
+            if started is not None:
+                # Before the rows are read.
+                started.wait(torch.accelerator.current_stream(started.device))
             gathered = check_number(self.stages[sender], "gather", finish_sender(), specs)
-            if stream is not None:
-                _wait_for(stream, gathered)
+            comm.keep_for_current(gathered, stream)
             for stage in self.stages[sender + 1 :]:
                 gathered = check_number(stage, "gather", stage.gather(gathered, specs), specs)
             return gathered
@@ -151,23 +155,6 @@ class _ComposedScatter(StagedFinish):
         for state, new_state in zip(self._states, zip(*self._states_by_stage, strict=True), strict=True):
             new_states.append(None if state is None else new_state)
         return self._grads, new_states
-
-
-def _side_stream(storage: Storage | None) -> torch.Stream | None:
-    """Make the stream on which a gather to an accelerator starts, beside what computes; None where there is none."""
-    # A graph runs on one stream.
-    if storage is None or storage.compute_device.type == "cpu" or _compat.is_tracing():
-        return None
-    return torch.Stream(storage.compute_device)
-
-
-def _wait_for(stream: torch.Stream, tensors: Tensors) -> None:
-    """Let what is queued from now on wait for a stream, and keep the memory of its tensors until they are read."""
-    current = torch.accelerator.current_stream(stream.device)
-    current.wait_stream(stream)
-    for tensor in tensors:
-        # Otherwise their memory could be used again before the stream that computes has read it.
-        tensor.record_stream(current)
 
 
 @dataclass(frozen=True)

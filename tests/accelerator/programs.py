@@ -27,7 +27,7 @@ import fshard as fs
 from fshard.rounding import tolerance
 from tests.accelerator import emu
 
-WIDTH, CLASSES, BATCH, STEPS = 24, 7, 6, 4
+WIDTH, CLASSES, BATCH, STEPS, GATHERS = 24, 7, 6, 4, 3
 # Sums over the rows of a batch and the units of a layer, in kernels of either device. Steps of AdamW hand them on,
 # which divides by the size of a gradient; the programs in float32 compare gradients.
 EXACT = tolerance(torch.float64, BATCH + WIDTH, scale=10, steps=STEPS)
@@ -198,6 +198,14 @@ def transformed(device, layout, state=False):
     return results
 
 
+def gathered(device):
+    """Gather offloaded leaves several times: those that are split over ranks, and one that is whole."""
+    strategy = fs.compose(fs.offload(device), fs.fully_shard(mesh_of(device), min_shard_elements=9))
+    params = fs.shard({f"w{i}": torch.ones(6 - i, 4) for i in range(5)}, strategy)
+    log.take()
+    return [fs.gather(params) for _ in range(GATHERS)]
+
+
 def saved(device):
     """A save in the background, a restore, a state dict, which is on the processor."""
     params, _ = modelled(device)
@@ -306,6 +314,7 @@ PROGRAMS = {
         {"stream": 1},
         SINGLE,
     ),
+    "gathered from the processor": Program(gathered),
     "checkpoints": Program(saved),
     # The same bits on both devices, with failures and without.
     "recovered": Program(recovered, tolerance=0.0),
@@ -334,6 +343,7 @@ def compare(program, alone):
         "waits": Counter(" ".join(event[1:]) for event in events if event[0] == "sync"),
         "copies": Counter(" ".join(event[:2]) for event in events if event[0] == "to"),
         "streams": Counter(" ".join(event[:2]) for event in events if event[0] in ("record", "order")),
+        "side_streams": len({event[-1] for event in events if event[0] == "order"}),
     }
 
 

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from tests.accelerator import emu
-from tests.accelerator.programs import PROGRAMS
+from tests.accelerator.programs import GATHERS, PROGRAMS
 from tests.test_processes import ROOT, TORCHRUN
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -55,10 +55,11 @@ def test_programs_on_an_accelerator_give_the_processors_numbers_and_no_host_wait
     reports = run(library)
     assert list(faults(reports)) == []
     assert list(reports) == list(PROGRAMS)
-    # Each gather copies on a stream of its own, which the computing one is ordered after and records.
-    streams = reports["offloaded"]["streams"]
-    assert streams["order stream"] > 0
-    assert streams["record stream"] > 0
+    # All gathers copy on one stream, which the computing one is ordered after. It keeps what it reads: the five results
+    # of a gather, the rows of the four leaves that are split, and, until they have been sent, their shards.
+    gathered = reports["gathered from the processor"]
+    assert gathered["side_streams"] == 1
+    assert gathered["streams"] == {"order stream": GATHERS, "record stream": GATHERS * (5 + 2 * 4)}
 
 
 def test_an_accelerator_whose_ranks_send_nothing_between_processors(library):
