@@ -163,6 +163,15 @@ def train(
         after_step(state)
 
 
+def apply_offloaded() -> None:
+    """Apply a model whose parameters are offloaded; nothing lets the host wait."""
+    params, loss_fn = modelled(DEVICE, offloaded, torch.float32)
+    with torch.no_grad():
+        # Each gather takes streams: so many that they come again.
+        for batch in 4 * batches(DEVICE, torch.float32):
+            loss_fn(params, batch)
+
+
 def save_beside_steps(jitted: bool) -> None:
     """Save each step's state while the next step, to which it is donated, writes over it."""
 
@@ -191,6 +200,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     **eager_and_jitted("ddp", partial(fs.ddp, **OPTIONS)),
     **eager_and_jitted("accumulate", partial(fs.zero3, **OPTIONS), accumulated=True),
     **eager_and_jitted("offload", offloaded),
+    "offload, forwards": apply_offloaded,
     **eager_and_jitted("donated updates", partial(fs.zero3, **OPTIONS), donated=True),
     "asynchronous saves": partial(save_beside_steps, jitted=False),
     "asynchronous saves, jitted": partial(save_beside_steps, jitted=True),
@@ -227,6 +237,11 @@ def lost_order_of_copies() -> AbstractContextManager[object]:
             return [leaf.to(DEVICE, non_blocking=True) for leaf in leaves]
 
     return mock.patch.object(type(fs.offload(DEVICE)), "gather", copy_beside)
+
+
+def dropped_record_stream() -> AbstractContextManager[object]:
+    """The allocator does not know that another stream reads what was gathered."""
+    return mock.patch.object(torch.Tensor, "record_stream", do_nothing)
 
 
 def freed_buffer() -> AbstractContextManager[object]:
@@ -288,6 +303,9 @@ FAULTS = {
     "lost order of copies": Fault(lost_order_of_copies, "offload", Race("copy_", "copy_", GATHERED)),
     "lost wait of the host": Fault(lost_wait_of_host, "offload", Race("copy_", "copy_", "div_.Tensor")),
     "lost wait of a save": Fault(lost_wait_of_save, "asynchronous saves", Race("copy_", "copy_", "write_file")),
+    "dropped record_stream": Fault(
+        dropped_record_stream, "offload, forwards", Race(f"freed: {GATHERED}", "addmm", "copy_")
+    ),
     "freed buffer": Fault(freed_buffer, "zero3, jitted", Race("freed: copy_", REDUCED, "mm")),
 }
 
