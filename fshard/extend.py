@@ -4,6 +4,7 @@
 - `annotate_collectives`: says what collectives inside a context are for; ranks that say different things hear of it.
 - `any_dual`: whether some tensor has a tangent of forward-mode AD.
 - `arguments_of`: the arguments of an operator's schema; None for what is no operator.
+- `BITS`: the bits of a digit, for `sum_digits`.
 - `Box`: a rectangular region of a tensor.
 - `bytes_of`: the elements of a tensor as bytes.
 - `calling`: lets other ranks hear of an error that ends a call.
@@ -83,7 +84,9 @@
 - `start_scatter`: starts the scatter of a transform, with its state if it has one.
 - `storage_key`: a name of a tensor's memory.
 - `sum_dtype`: the dtype in which gradients of a leaf are added up.
+- `sum_digits`: sums both digits of the elements of a tensor, or of their squares, which is exact in any order.
 - `sum_over`: sums over several axes into values that agree between all their ranks.
+- `sum_powers`: sums powers of the elements of a tensor, or finds the largest, a block at a time.
 - `summed_axes`: the axes that a transform sums gradients over.
 - `supports_cpu_messages`: whether the ranks of an axis can send each other tensors of the processor.
 - `tensor_of`: the tensor that this rank holds of a leaf.
@@ -144,6 +147,7 @@ from fshard.jit.passes import fold_views_and_remove_dead_nodes
 from fshard.jit.signature import make_aval
 from fshard.jit.trace import trace
 from fshard.mesh import fake_axes, process_rank, ranks_of
+from fshard.optim.block_sums import BITS, sum_digits, sum_powers
 from fshard.optim.from_torch import TorchState
 from fshard.optim.leaves import count_updates, map_trained_leaves, no_updates, partition_axes, zero
 from fshard.random import words_at
@@ -189,6 +193,7 @@ from fshard.tree.checks import (
 from fshard.update import run_update
 
 __all__ = [
+    "BITS",
     "COUNT",
     "FRACTION",
     "LOCATED",
@@ -274,8 +279,10 @@ __all__ = [
     "setting",
     "start_scatter",
     "storage_key",
+    "sum_digits",
     "sum_dtype",
     "sum_over",
+    "sum_powers",
     "summed_axes",
     "supports_cpu_messages",
     "tensor_of",

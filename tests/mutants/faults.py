@@ -64,6 +64,7 @@ MIRRORS = {
     "fshard/module_template.py": ("tests/engine", "tests/test_apply.py", "tests/test_units_state.py"),
     "fshard/jit/jit.py": ("tests/jit", "tests/test_recovery.py"),
     "fshard/jit": ("tests/jit",),
+    "fshard/optim/block_sums.py": ("tests/ext/optim/test_norm_blocks.py", "tests/ext/optim/test_clip.py"),
     "fshard/optim": ("tests/optim",),
     "fshard/ext/jit": ("tests/ext/jit",),
     "fshard/ext/optim": ("tests/ext/optim", "tests/optim"),
@@ -982,9 +983,23 @@ FAULTS = (
     Fault(
         "padding-counts-in-norms",
         "fshard/ext/optim/norms.py",
-        "tensors = [elements_of(leaf).reshape(-1) for leaf in leaves]",
-        "tensors = [tensor_of(leaf).reshape(-1) for leaf in leaves]",
+        "tensors = [elements_of(leaf) for leaf in leaves]",
+        "tensors = [tensor_of(leaf) for leaf in leaves]",
         "3: a norm is that of the full tensor, whatever fills shards up",
+    ),
+    Fault(
+        "norms-that-copy-a-leaf-with-gaps",
+        "fshard/optim/block_sums.py",
+        "if tensor.is_contiguous() or tensor.dim() < 2:",
+        "if True:",
+        "a norm takes the memory of one block of a leaf",
+    ),
+    Fault(
+        "node-for-each-block-of-a-norm",
+        "fshard/optim/block_sums.py",
+        "return not _compat.is_differentiated(tensor) and not _compat.any_dual([tensor])",
+        "return False",
+        "a norm takes as many operators of a graph however large a leaf is",
     ),
     Fault(
         "late-leaves-begin-from-zeros",

@@ -5,7 +5,7 @@ relative to the largest term. Sums of such integers are exact in any order. They
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, reduce
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import fshard as fs
 from fshard.ext.optim.leaves import elements_of, make_varying
 from fshard.extend import (
+    BITS,
     POSITIVE,
     ReductionOrder,
     any_dual,
@@ -28,24 +29,17 @@ from fshard.extend import (
     local_ranges,
     map_leaves,
     partition_axes,
+    sum_digits,
     sum_over,
+    sum_powers,
     tensor_of,
 )
 
-# A CPU converts this many elements to float64 at a time, so that they stay in its cache: of a norm, of an exact sum.
-PIECE = 1 << 16
-EXACT_PIECE = 1 << 14
-# An accelerator converts this many. More first digits would not have an exact sum in float64.
-MAX_EXACT_PIECE = 1 << 24
 # Tensors of at most SMALL elements are joined, at most MAX_JOINED of them.
 SMALL = 1024
 MAX_JOINED = 64
 
-# The bits of a digit. A float64 number has less than two digits.
-BITS = 27
-
 Axes = tuple[fs.Axis, ...]
-Terms = Callable[[torch.Tensor], torch.Tensor]
 
 
 def find_norm_order(api_name: str, p: float, reduction_order: str | None) -> ReductionOrder:
@@ -158,7 +152,7 @@ def leaf_means(tree: Any, dim: int, reduction_order: str | None = None) -> Any:
     leaves = [leaf for leaf in leaves_of(tree) if _has_rows(leaf)]
     axes = [_axes_along(leaf, dim) for leaf in leaves]
     if find_order("leaf_means", reduction_order).keeps_bits:
-        sums = element_sums(leaves, torch.Tensor.double, dim)
+        sums = element_sums(leaves, dim)
     else:
         sums = _reduce([_elements_along(leaf, dim).sum(dim, keepdim=True) for leaf in leaves], axes)
     rows = iter(zip(sums, axes, strict=True))
@@ -215,8 +209,7 @@ def _sum_powers(
 ) -> list[torch.Tensor]:
     """Sum p-th powers of elements over ranks, or find the largest: of each leaf, or of leaves that are split alike."""
     if order.keeps_bits and not math.isinf(p):
-        # Only products, because kernels of powers round the last few elements differently.
-        return element_sums(leaves, lambda piece: piece.double() * piece.double())
+        return element_sums(leaves, squares=True)
     groups = [[i] for i in range(len(leaves))]
     if not by_leaf:
         groups = list(grouped(leaves, partition_axes).values())
@@ -227,32 +220,13 @@ def _sum_powers(
 
 def _sum_local_powers(leaves: Sequence[Any], p: float) -> torch.Tensor:
     """Sum p-th powers of this rank's elements of leaves, or find the largest magnitude."""
-    tensors = [elements_of(leaf).reshape(-1) for leaf in leaves]
-    powers = [_sum_piece(piece, p) for piece in _cut_pieces(tensors)]
-    return _combine(torch.stack(powers), p) if len(powers) > 1 else powers[0]
-
-
-def _cut_pieces(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Join small tensors, because each operator takes time, and cut large ones on a CPU."""
-    small = [tensor for tensor in tensors if tensor.numel() <= SMALL]
+    tensors = [elements_of(leaf) for leaf in leaves]
+    # Join small tensors, because each operator takes time.
+    small = [tensor.reshape(-1) for tensor in tensors if tensor.numel() <= SMALL]
     large = [tensor for tensor in tensors if tensor.numel() > SMALL]
     joined = [torch.cat(small[i : i + MAX_JOINED]) for i in range(0, len(small), MAX_JOINED)]
-    pieces: list[torch.Tensor] = []
-    for tensor in (*joined, *large):
-        # A CPU is nine times faster if the float64 copies of pieces stay in its cache.
-        pieces += tensor.split(PIECE) if tensor.is_cpu else [tensor]
-    return pieces
-
-
-def _sum_piece(piece: torch.Tensor, p: float) -> torch.Tensor:
-    if math.isinf(p):
-        # The zero in front is the largest of no elements.
-        return torch.cat([piece.new_zeros(1), piece]).abs().amax().double()
-    # A complex number counts by its magnitude.
-    numbers = piece.to(torch.complex128).abs() if piece.is_complex() else piece.double()
-    if p == 2:
-        return numbers.dot(numbers)
-    return (numbers.abs() ** p).sum()
+    powers = [sum_powers(tensor, p) for tensor in (*joined, *large)]
+    return _combine(torch.cat(powers) if len(powers) > 1 else powers[0], p)
 
 
 def _combine(powers: torch.Tensor, p: float) -> torch.Tensor:
@@ -289,18 +263,13 @@ def _reduce(
     return results
 
 
-def element_sums(
-    leaves: Sequence[Any],
-    terms: Terms,
-    dim: int | None = None,
-) -> list[torch.Tensor]:
-    """Sum terms of the elements of leaves exactly, by two collectives over each axis for each set of axes.
+def element_sums(leaves: Sequence[Any], dim: int | None = None, *, squares: bool = False) -> list[torch.Tensor]:
+    """Sum the elements of leaves, or their squares, exactly, by two collectives over each axis for each set of axes.
 
     Args:
-        leaves: Sharded or full tensors.
-        terms: Maps a piece of a tensor to float64 numbers, element by element. They are not negative, 0 for 0, and not
-            smaller for a number of larger magnitude.
+        leaves: Sharded or full tensors, without negative numbers unless squares are summed.
         dim: The dim to sum over, counted from the back; None sums over all of them.
+        squares: Whether to sum squares. A complex number counts as two real ones.
 
     Returns:
         The sums in float64, equal on the ranks that split the elements: of shape (), or of size 1 along the dim.
@@ -310,14 +279,14 @@ def element_sums(
     """
     tensors = [_elements_along(leaf, dim) for leaf in leaves]
     _refuse_derivatives(tensors)
+    tensors = [torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for each in tensors]
     axes = [_axes_along(leaf, dim) for leaf in leaves]
-    rows = [_move_to_front(tensor, dim) for tensor in tensors]
-    bounds = _reduce([_find_bound(row, terms) for row in rows], axes, largest=True)
+    bounds = _reduce([_find_bound(tensor, dim, squares) for tensor in tensors], axes, largest=True)
     # Powers of two above the bounds, limited so that their inverses are finite.
     exponents = [torch.frexp(bound).exponent.clamp(-1000, 1022).long() for bound in bounds]
     digits = []
-    for row, exponent in zip(rows, exponents, strict=True):
-        digits.append(_sum_digits(row, _power_of_two(-exponent), terms))
+    for tensor, exponent in zip(tensors, exponents, strict=True):
+        digits.append(sum_digits(tensor, _power_of_two(-exponent), dim, squares=squares))
     sums = []
     for pair, exponent, bound in zip(_reduce(digits, axes), exponents, bounds, strict=True):
         high, low = pair.double() * 2.0**-BITS
@@ -336,32 +305,16 @@ def _refuse_derivatives(tensors: Sequence[torch.Tensor]) -> None:
         )
 
 
-def _move_to_front(tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
-    """Move a dim to the front, or all dims as one. A complex number counts as two real ones."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    return tensor.reshape(-1) if dim is None else tensor.movedim(dim, 0)
-
-
-def _find_bound(rows: torch.Tensor, terms: Terms) -> torch.Tensor:
-    """Find the largest term along dim 0."""
-    if not len(rows):
-        return rows.new_zeros(rows.shape[1:], dtype=torch.float64)
-    return terms(torch.maximum(rows.amax(0), -rows.amin(0)))
+def _find_bound(tensor: torch.Tensor, dim: int | None, squares: bool) -> torch.Tensor:
+    """Find the largest term along a dim, or along all of them."""
+    dims = tuple(range(tensor.dim())) if dim is None else (dim,)
+    if any(tensor.shape[each] == 0 for each in dims):
+        bound = tensor.sum(dims).double()
+    else:
+        bound = torch.maximum(tensor.amax(dims), -tensor.amin(dims)).double()
+    return bound * bound if squares else bound
 
 
 def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
     """Make float64 powers of two from their bits, which is exact at any place in a tensor."""
     return ((exponent + 1023) << 52).view(torch.float64)
-
-
-def _sum_digits(rows: torch.Tensor, scale: torch.Tensor, terms: Terms) -> torch.Tensor:
-    """Sum both digits of the terms along dim 0."""
-    size = EXACT_PIECE if rows.is_cpu else MAX_EXACT_PIECE
-    sums = []
-    for piece in rows.split(max(1, size // max(1, rows[:1].numel()))):
-        rest = terms(piece) * (scale * 2.0**BITS)
-        high = rest.floor()
-        low = rest.sub_(high).mul_(2.0**BITS).floor()
-        sums.append(torch.stack([high.sum(0), low.sum(0)]).long())
-    return torch.stack(sums).sum(0)

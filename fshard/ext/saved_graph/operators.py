@@ -155,7 +155,7 @@ COLLECTIVES = frozenset(("all_gather", "all_reduce", "all_to_all", "reduce_scatt
 LISTED: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "aten": frozenset(" ".join(_OF_TORCH).split()),
-        "fshard": COLLECTIVES | {"random_state", "seed", "set_random_state"},
+        "fshard": COLLECTIVES | {"random_state", "seed", "set_random_state", "sum_digits", "sum_powers"},
         # What waits for a buffer of a collective.
         "_c10d_functional": frozenset(("wait_tensor",)),
     }

@@ -31,23 +31,19 @@ def tree(seed, dtypes=DTYPES, shapes=SHAPES):
     return {f"{d}.{name}": draw(*shape, dtype=dtypes[d]) for d in dtypes for name, shape in shapes.items()}
 
 
-def square(x):
-    return x.double() * x.double()
-
-
 @pytest.mark.rows(1)
 @on_ranks(2, 3, 4, 8)
 def test_sums_have_the_bits_of_one_rank():
     shapes = SHAPES | {"cube": (9, 5, 7), "rows": (33, 1, 17), "long": (140001,)}
     full = {name: normal(1)(*shape, dtype=torch.float32) for name, shape in shapes.items()}
-    expected, on = element_sums(list(full.values()), square), meshes()
-    (middle,) = element_sums([full["cube"].double() ** 2], torch.Tensor.double, dim=-2)
+    expected, on = element_sums(list(full.values()), squares=True), meshes()
+    (middle,) = element_sums([full["cube"].double() ** 2], dim=-2)
     for make in LAYOUTS.values():
         sharded = fs.shard(full, make(on))
-        assert_same_bits(element_sums(list(sharded.values()), square), expected)
+        assert_same_bits(element_sums(list(sharded.values()), squares=True), expected)
         # A sum over one dim leaves the others split.
         cube = sharded["cube"]
-        (actual,) = element_sums([fs.tree_map(lambda x: x.double() ** 2, cube)], torch.Tensor.double, dim=-2)
+        (actual,) = element_sums([fs.tree_map(lambda x: x.double() ** 2, cube)], dim=-2)
         assert_same_bits(fs.unshard(fs.Sharded(actual, replace(cube.spec, shape=(9, 1, 7)))), middle)
 
 
@@ -57,10 +53,10 @@ def test_sums_are_exact_but_for_their_digits():
         values = normal(count)(count) * 10.0 ** (spread * normal(1)(count).clamp(-1, 1))
         expected = math.fsum((values**2).tolist())
         for given, times in ((values, 1), (torch.complex(values, 2 * values), 5)):
-            actual = element_sums([given], square)[0].item()
+            actual = element_sums([given], squares=True)[0].item()
             assert abs(actual - times * expected) <= tolerance(torch.float64, count + 1, times * expected)
     for odd in (math.inf, math.nan, 1e300):
-        (actual,) = element_sums([torch.tensor([1.0, -odd, 2.0], dtype=torch.float64)], square)
+        (actual,) = element_sums([torch.tensor([1.0, -odd, 2.0], dtype=torch.float64)], squares=True)
         assert str(actual.item()) == str(odd * odd)
 
 
