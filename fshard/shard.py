@@ -2,7 +2,7 @@
 
 import ctypes
 import zlib
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -281,11 +281,24 @@ def stored(piece: torch.Tensor, spec: Spec) -> Sharded:
         if device is not None and device != piece.device.type:
             piece = piece.to(device)
         return Sharded(piece, spec)
-    moved = piece.to(storage.device)
-    # Only from pinned memory does a copy run beside what computes.
-    if moved.device.type == "cpu" and storage.compute_device.type != "cpu":
-        moved = moved.pin_memory()
-    return Sharded(moved, spec)
+    return pinned(Sharded(piece.to(storage.device), spec))
+
+
+def pinned(leaf: Any) -> Any:
+    """Move an offloaded shard to pinned memory if it is not there: only from there a copy runs beside what computes."""
+    if not is_sharded(leaf) or not has_offloaded([leaf.spec]) or leaf.local.is_pinned():
+        return leaf
+    return Sharded(leaf.local.pin_memory(), leaf.spec)
+
+
+def has_offloaded(specs: Iterable[Spec | None]) -> bool:
+    """Whether shards of some leaf are kept on the CPU, and each gather brings them to an accelerator."""
+    transforms = {id(spec.transform): spec.transform for spec in specs if spec is not None}
+    for transform in transforms.values():
+        storage = transform and transform.storage
+        if storage and storage.device.type == "cpu" and storage.compute_device.type != "cpu":
+            return True
+    return False
 
 
 def mesh_device(transform: ShardTransform) -> str | None:

@@ -10,6 +10,7 @@ import torch
 
 from fshard import _compat, comm
 from fshard.errors import MAX_PROBLEMS, Problem, expect, refuse
+from fshard.shard import has_offloaded, pinned
 from fshard.transforms import transform_state
 from fshard.transforms.state import ABSENT
 from fshard.tree import (
@@ -21,6 +22,7 @@ from fshard.tree import (
     is_sharded,
     is_trained,
     leaves_of,
+    map_leaves,
     map_nodes,
     tensor_of,
 )
@@ -193,8 +195,19 @@ def update(
     if _compat.is_profiling():
         run = _compat.show_range("fshard::update", run_update)
     params, opt_state = run("update", "tx", tx, grads, state.opt_state, state.params, donate=donate)
-    after = state._replace(step=state.step + 1, params=params, opt_state=opt_state)
+    after = pin_params(state._replace(step=state.step + 1, params=params, opt_state=opt_state))
     return after if transform_state is ABSENT else after._replace(transform_state=transform_state)
+
+
+def pin_params(state: TrainState) -> TrainState:
+    """Move offloaded parameters that an update made anew to pinned memory, as `shard` does.
+
+    A graph holds no such move. `jit` makes it for the states that its function returns.
+    """
+    specs = [leaf.spec for leaf in leaves_of(state.params) if is_sharded(leaf)]
+    if _compat.is_tracing() or _compat.transforms_active() or not has_offloaded(specs):
+        return state
+    return state._replace(params=map_leaves(pinned, state.params))
 
 
 def check_same_step(api_name: str, given: Tree) -> None:

@@ -16,7 +16,7 @@ from fshard.checkpoint.errors import CheckpointError, describe_failure
 from fshard.checkpoint.files import bytes_of, name_of
 from fshard.errors import Problem, describe_error, expect, refuse
 from fshard.mesh import Mesh, ranks_of
-from fshard.shard import Layouts, check_transform, hash_of, padded, without_padding
+from fshard.shard import Layouts, check_transform, hash_of, padded, pinned, without_padding
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, tensor_of
 from fshard.tree.checks import check_local, describe
 
@@ -217,4 +217,5 @@ def _read_leaf(name: str, leaf: Any, entries: Sequence[Entry]) -> Any:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     if not is_sharded(leaf):
         return tensor
-    return Sharded(padded(tensor, leaf.spec), leaf.spec)
+    restored = Sharded(padded(tensor, leaf.spec), leaf.spec)
+    return pinned(restored) if local.is_meta or leaf.local.is_pinned() else restored

@@ -20,9 +20,10 @@ from fshard.jit.passes import fold_views_and_remove_dead_nodes, refuse_ambient_r
 from fshard.jit.signature import Signature, complete_outline, find_changes, make_exact, make_outline
 from fshard.jit.trace import Traced, trace
 from fshard.reduction_order import refuse_inductor
-from fshard.tree import Axis, Exact, Flat, Sharded, flatten, tensor_of, tensors_of, unflatten
+from fshard.shard import has_offloaded
+from fshard.tree import Axis, Exact, Flat, Sharded, flatten, map_nodes, tensor_of, tensors_of, unflatten
 from fshard.tree.checks import check_axes, describe, mark_donated, refuse_donated
-from fshard.update import check_same_step
+from fshard.update import TrainState, check_same_step, pin_params
 
 
 class CapturedTensor(NamedTuple):
@@ -361,7 +362,8 @@ def _run(program: Program, flat: Flat, tensors: list[torch.Tensor]) -> Any:
     leaves = [
         tensor if spec is None else Sharded(tensor, spec) for tensor, spec in zip(outputs, traced.specs, strict=True)
     ]
-    return unflatten(traced.treedef, leaves)
+    results = unflatten(traced.treedef, leaves)
+    return map_nodes(pin_params, results, TrainState) if has_offloaded(traced.specs) else results
 
 
 def _copy_shared_memory(program: Program, tensors: list[torch.Tensor]) -> None:

@@ -76,8 +76,10 @@ class _Offload(BuiltIn):
 def offload(device: torch.device | str | None = None) -> ShardTransform:
     """Keep parameters, and so gradients and optimizer state, in CPU memory; gather brings shards to the accelerator.
 
-    Stands first in a composition: `compose(offload(), zero3(mesh))`. Gathers start on a stream of their own, so that
-    copies run beside what computes; updates run on the CPU. Follows FSDP2's CPUOffloadPolicy.
+    Stands first in a composition: `compose(offload(), zero3(mesh))`. All gathers to a device copy on one stream, beside
+    what computes; updates run on the CPU. `shard`, `update`, `jit` (in a `TrainState` that the function returns) and
+    `checkpoint.restore` leave parameters in pinned memory, from which alone copies run beside what computes: an update
+    that writes in place, as of a donated state, needs no copy for that. Follows FSDP2's CPUOffloadPolicy.
 
     Args:
         device: Where leaves are computed with; None takes the accelerator that there is.

@@ -68,7 +68,7 @@ MIRRORS = {
     "fshard/optim": ("tests/optim",),
     "fshard/ext/jit": ("tests/ext/jit",),
     "fshard/ext/optim": ("tests/ext/optim", "tests/optim"),
-    "fshard/update.py": ("tests/test_update.py", "tests/test_recovery.py"),
+    "fshard/update.py": ("tests/test_update.py", "tests/test_offload.py", "tests/test_recovery.py"),
     "fshard/shard.py": ("tests/test_law_round_trip.py",),
     "fshard/checkpoint/background.py": ("tests/checkpoint/test_exits.py",),
     "fshard/checkpoint/errors.py": ("tests/checkpoint/test_failing_ranks.py",),
@@ -824,6 +824,13 @@ FAULTS = (
         "return [make_varying(number, axes) for number in numbers]",
         "return list(numbers)",
         "5: derivatives through an update are those of all shards",
+    ),
+    Fault(
+        "update-leaves-pinned-memory",
+        "fshard/update.py",
+        "return state._replace(params=map_leaves(pinned, state.params))",
+        "return state",
+        "offloaded parameters are in pinned memory after an update",
     ),
     Fault(
         "ranks-with-equal-counters-go-on",

@@ -1,0 +1,94 @@
+"""Offloaded parameters stay in pinned memory, from which alone copies run beside what computes.
+
+Processors have no pinned memory: here it is what `pin_memory` has returned. The device that computes has no values.
+"""
+
+import pytest
+import torch
+
+import fshard as fs
+from tests.trees import one_axis
+
+SHAPES = {"w": (6, 2), "b": (5,)}
+
+
+@pytest.fixture(autouse=True)
+def pinned_storages(monkeypatch):
+    """Let tensors know whether their memory is pinned."""
+    pinned = {}
+
+    def pin_memory(tensor):
+        copy = tensor.clone()
+        # Kept, so that no other memory takes its address.
+        pinned[copy.untyped_storage().data_ptr()] = copy
+        return copy
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.untyped_storage().data_ptr() in pinned)
+    return pinned
+
+
+def offloaded():
+    return fs.compose(fs.offload("meta"), fs.fully_shard(one_axis()))
+
+
+def make_state(tx):
+    params = fs.shard({name: torch.ones(shape) for name, shape in SHAPES.items()}, offloaded())
+    return fs.TrainState.create(params, tx)
+
+
+def gradients_like(state):
+    return fs.tree_map(torch.ones_like, state.params)
+
+
+def are_pinned(tree):
+    return [leaf.is_pinned() for leaf in fs.tree_leaves(tree)]
+
+
+OPTIMIZERS = {
+    "native": lambda: fs.sgd(0.1, momentum=0.9),
+    "of torch": lambda: fs.from_torch(torch.optim.AdamW, lr=0.1),
+    "clipped": lambda: fs.chain(fs.clip_by_global_norm(0.1), fs.ema(fs.adamw(0.1), 0.9)),
+}
+
+
+@pytest.mark.parametrize("mode", ("eager", "donated", "jitted", "jitted and donated"))
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_parameters_are_pinned_after_updates_and_state_is_not(name, mode):
+    tx = OPTIMIZERS[name]()
+    state = make_state(tx)
+    assert are_pinned(state.params) == [True, True]
+
+    def step(state, grads):
+        return fs.update(tx, state, grads, donate=mode == "donated"), grads["w"].local.sum()
+
+    if mode.startswith("jitted"):
+        step = fs.jit(step, donate_argnums=0 if "donated" in mode else ())
+    for _ in range(3):
+        before = [leaf.data_ptr() for leaf in fs.tree_leaves(state.params)]
+        in_place = mode == "jitted and donated" or (mode == "donated" and name == "of torch")
+        state, _ = step(state, gradients_like(state))
+        assert are_pinned(state.params) == [True, True]
+        assert not any(are_pinned(state.opt_state))
+        assert ([leaf.data_ptr() for leaf in fs.tree_leaves(state.params)] == before) == in_place
+
+
+def test_parameters_are_pinned_after_a_restore(tmp_path):
+    tx = fs.adamw(0.1)
+    state = make_state(tx)
+    fs.checkpoint.save(tmp_path, state).wait()
+    restored = fs.checkpoint.restore(tmp_path, state)
+    assert are_pinned(restored.params) == [True, True]
+    assert not any(are_pinned(restored.opt_state))
+    blank = fs.tree_map(lambda leaf: leaf.to("meta"), state)
+    assert are_pinned(fs.checkpoint.restore(tmp_path, blank).params) == [True, True]
+
+
+def test_what_is_not_offloaded_is_not_pinned(tmp_path, pinned_storages):
+    tx = fs.adamw(0.1)
+    params = fs.shard({"w": torch.ones(4)}, fs.fully_shard(one_axis()))
+    state = fs.TrainState.create(params, tx)
+    state = fs.update(tx, state, gradients_like(state))
+    fs.checkpoint.save(tmp_path, state).wait()
+    fs.checkpoint.restore(tmp_path, state)
+    assert not pinned_storages
