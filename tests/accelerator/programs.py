@@ -5,6 +5,7 @@ As a script, on each rank of torchrun: `programs.py LIBRARY RESULT [--alone] [NA
 
 import argparse
 import json
+import math
 import os
 import tempfile
 import traceback
@@ -24,10 +25,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
+from fshard.checkpoint import host_copies
 from fshard.rounding import tolerance
 from tests.accelerator import emu
 
 WIDTH, CLASSES, BATCH, STEPS, GATHERS = 24, 7, 6, 4, 3
+# Elements of leaves, and bytes of the buffer that a save beside steps copies them through.
+SAVED, BUFFER = {"a": 4100, "b": 1100, "c": 8192, "d": 3000}, 8192
 # Sums over the rows of a batch and the units of a layer, in kernels of either device. Steps of AdamW hand them on,
 # which divides by the size of a gradient; the programs in float32 compare gradients.
 EXACT = tolerance(torch.float64, BATCH + WIDTH, scale=10, steps=STEPS)
@@ -266,6 +270,21 @@ def recovered(device):
     return runs
 
 
+def saved_aside(device):
+    """Save beside steps that write over the state, through a buffer that holds a part of a leaf, or several."""
+    params = fs.shard({name: torch.arange(float(size)) for name, size in SAVED.items()}, fs.zero3(mesh_of(device)))
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder, device=torch.device("cpu"))
+    like = fs.tree_map(lambda leaf: torch.empty(leaf.shape), params)
+    with patch.object(host_copies, "BUFFER_BYTES", BUFFER):
+        log.take()
+        saving = fs.checkpoint.save(folder[0], params, step=0, asynchronous=True)
+        for leaf in fs.tree_leaves(params):
+            leaf.zero_()
+    saving.wait()
+    return fs.checkpoint.restore(folder[0], like)
+
+
 def recomputed(device):
     """Differentiate by torch.func what draws from the generator of its device, and is computed again."""
     generator = torch.default_generator if device == "cpu" else emu.GENERATOR
@@ -318,6 +337,8 @@ PROGRAMS = {
     "checkpoints": Program(saved),
     # The same bits on both devices, with failures and without.
     "recovered": Program(recovered, tolerance=0.0),
+    # One for each half of the buffer that the shards of a rank fill.
+    "saved aside": Program(saved_aside, {"event": math.ceil(4 * sum(SAVED.values()) // 2 / (BUFFER // 2))}),
 }
 
 
