@@ -2,11 +2,12 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.nn.utils import parametrize
+from torch.optim.optimizer import _get_capturable_supported_devices
 
 # The name of the module inside what checkpoint_wrapper of torch.distributed makes. Checked on 2.13.
 _WRAPPED = "_checkpoint_wrapped_module"
@@ -127,3 +128,9 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> bool:
     lists = len(inspect.signature(init_group).parameters) - 1
     init_group(group, *([] for _ in range(lists)))
     return True
+
+
+def can_capture(device: torch.device, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether torch's optimizers with `capturable` step tensors by counts on a device. Checked on 2.13."""
+    is_supported = device.type in _get_capturable_supported_devices(supports_xla=False)
+    return is_supported and all(tensor.device == device for tensor in tensors)

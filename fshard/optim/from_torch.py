@@ -87,10 +87,10 @@ def from_torch(
     is_class = isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
     expect(is_class, "from_torch", "cls to be a torch.optim class", describe(cls), "pass its arguments by name")
     order = find_order("from_torch", reduction_order)
-    initial = hyper | _evaluate(hyper, zero(), {})
+    initial = hyper | _read_on_host(_evaluate(hyper, zero(), {}))
     # Torch refuses `capturable` for small CPU tensors.
     trial_hyper = {name: value for name, value in initial.items() if name != "capturable"}
-    make_for_trial = partial(cls, **trial_hyper)
+    make_for_trial: Make = partial(cls, **trial_hyper)
     number_names, is_first_step_special, writes_gradients = _observe(make_for_trial)
     changing = {name for name in hyper if callable(hyper[name]) or name in inject}
     wrapped = _WrappedClass(
@@ -102,6 +102,7 @@ def from_torch(
         is_first_step_special=is_first_step_special,
         # With other values than in the trial, a class may write to gradients. Its learning rate does not decide that.
         may_write_gradients=writes_gradients or bool(changing - {"lr"}),
+        has_capturable="capturable" in make_for_trial([{"params": []}]).defaults,
     )
     update = partial(_update, wrapped)
     return Optimizer(partial(_init, wrapped), update, partial(update, donate=True))
@@ -118,6 +119,7 @@ class _WrappedClass(NamedTuple):
         number_names: The names of state that is one number for a whole leaf, such as a step count.
         is_first_step_special: Whether a first step from zeros differs from one without a state.
         may_write_gradients: Whether a step may write to gradients, with other hyperparameters too.
+        has_capturable: Whether the class has an argument `capturable`: kernels that read step counts on an accelerator.
     """
 
     hyper: Hyper
@@ -127,6 +129,7 @@ class _WrappedClass(NamedTuple):
     number_names: Names
     is_first_step_special: bool
     may_write_gradients: bool
+    has_capturable: bool
 
 
 class _Selection(NamedTuple):
@@ -208,14 +211,23 @@ def _update(
 
 def _evaluate(hyper: Hyper, count: torch.Tensor, injected: Hyper) -> Hyper:
     """Evaluate the hyperparameters that change: schedules are called, and others may be injected by the state."""
-    values = injected | {name: value(count) for name, value in hyper.items() if callable(value)}
-    # Torch's classes take a number for every hyperparameter, but not a tensor. A trace does not have numbers yet.
-    if hyper.get("capturable") or _compat.is_tracing():
-        return values
-    for name, value in values.items():
-        if isinstance(value, torch.Tensor):
-            values[name] = value.item()
-    return values
+    return injected | {name: value(count) for name, value in hyper.items() if callable(value)}
+
+
+def _read_on_host(hyper: Hyper, kept: Names = ()) -> Hyper:
+    """Read tensors among hyperparameters, because most of torch's kernels take numbers. A trace has no numbers yet.
+
+    Args:
+        hyper: The hyperparameters.
+        kept: The names of those that kernels read themselves if they are on an accelerator.
+    """
+    if _compat.is_tracing():
+        return hyper
+    numbers = dict(hyper)
+    for name, value in hyper.items():
+        if isinstance(value, torch.Tensor) and (value.is_cpu or name not in kept):
+            numbers[name] = value.item()
+    return numbers
 
 
 def _collect_gradients(grads: Tree, flat: Flat, *, copy: bool) -> dict[int, torch.Tensor]:
@@ -283,16 +295,47 @@ def _step(
     states: States,
     hyper: Hyper,
 ) -> States:
-    """Step tensors in place, with the numbers of their states where the class reads them, and return the new states."""
-    names = wrapped.number_names
-    # Torch's other kernels read step counts on the host.
-    reads_on_device = wrapped.hyper.get("fused") or wrapped.hyper.get("capturable")
-    accelerator = None if reads_on_device else _find_accelerator(states, names)
-    if accelerator is None:
-        return _step_in_place(wrapped.make, tensors, grads, states, hyper)
-    states = _put_numbers_on(torch.device("cpu"), states, names)
-    states = _step_in_place(wrapped.make, tensors, grads, states, hyper)
-    return _put_numbers_on(accelerator, states, names)
+    """Step tensors in place, by kernels that read numbers where they lie if possible, and return the new states."""
+    accelerator = _find_accelerator(states, wrapped.number_names)
+    if wrapped.hyper.get("fused"):
+        states = _step_in_place(wrapped.make, tensors, grads, states, _prepare_for_fused(hyper))
+    elif accelerator is None:
+        states = _step_in_place(wrapped.make, tensors, grads, states, _read_on_host(hyper))
+    elif wrapped.has_capturable and _compat.can_capture(accelerator, tensors):
+        states = _step_on_device(wrapped, tensors, grads, states, hyper, accelerator)
+    else:
+        # The kernels of other classes read step counts on the host, which waits for them once.
+        states = _put_numbers_on(torch.device("cpu"), states, wrapped.number_names)
+        states = _step_in_place(wrapped.make, tensors, grads, states, _read_on_host(hyper))
+        states = _put_numbers_on(accelerator, states, wrapped.number_names)
+    return states
+
+
+def _prepare_for_fused(hyper: Hyper) -> Hyper:
+    """Leave a learning rate on its accelerator. Fused kernels of CUDA read it there as a float32."""
+    hyper = _read_on_host(hyper, kept=["lr"])
+    rate = hyper.get("lr")
+    if isinstance(rate, torch.Tensor) and rate.device.type != "cpu":
+        hyper = hyper | {"lr": rate.float()}
+    return hyper
+
+
+def _step_on_device(
+    wrapped: _WrappedClass,
+    tensors: Tensors,
+    grads: Tensors,
+    states: States,
+    hyper: Hyper,
+    accelerator: torch.device,
+) -> States:
+    """Step tensors in place by kernels that read numbers on their accelerator, for which no host waits."""
+    # Torch compares other hyperparameters with 0 on the host.
+    kept = list(hyper) if wrapped.hyper.get("capturable") else ["lr"]
+    hyper = _read_on_host(hyper, kept)
+    # In a trace tensors have another class, for which torch does not choose foreach by itself.
+    foreach = wrapped.hyper.get("foreach", "fused" not in wrapped.hyper)
+    states = _put_numbers_on(accelerator, states, wrapped.number_names)
+    return _step_in_place(wrapped.make, tensors, grads, states, hyper | {"capturable": True, "foreach": foreach})
 
 
 def _find_accelerator(states: States, number_names: Names) -> torch.device | None:

@@ -52,6 +52,9 @@ def skip_nonfinite(tx: fs.Optimizer) -> fs.Optimizer:
     The parameters and the state of the inner optimizer then stay as they are, and the skipped update is counted. It
     costs one collective of a single number over each mesh axis. Follows optax.apply_if_finite.
 
+    On an accelerator the host does not wait for the decision. The counts of `tx` lie there too, and a torch class with
+    an argument `capturable` steps by the kernels that read them there.
+
     Args:
         tx: The optimizer.
 
