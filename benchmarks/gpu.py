@@ -168,8 +168,8 @@ SYSTEMS: dict[str, Maker] = {
     "fshard-zero3": rivals.fshard(zero3),
     "fshard-zero3-graph": rivals.fshard(zero3, "graph"),
     "fshard-zero3-inductor": rivals.fshard(zero3, "inductor"),
-    "fshard-zero3-graph-captured": captured(rivals.fshard(zero3, "graph")),
-    "fshard-zero3-inductor-captured": captured(rivals.fshard(zero3, "inductor")),
+    "fshard-zero3-graph-captured": captured(rivals.fshard(zero3, "graph", capturable=True)),
+    "fshard-zero3-inductor-captured": captured(rivals.fshard(zero3, "inductor", capturable=True)),
 }
 
 

@@ -113,17 +113,21 @@ def fine_units(module: nn.Module) -> list[nn.Module]:
     return [layer for layer, parameters in owned.items() if parameters & large]
 
 
-def fshard(strategy: Callable[[DeviceMesh], fs.ShardTransform], backend: str | None = None) -> Maker:
-    """fshard's step, eager or jitted by a backend."""
+def fshard(
+    strategy: Callable[[DeviceMesh], fs.ShardTransform], backend: str | None = None, capturable: bool = False
+) -> Maker:
+    """fshard's step, eager or jitted by a backend; with all counts on the accelerator if a graph is to capture it."""
 
     def maker(configuration: Configuration, mesh: DeviceMesh, batch: Batch) -> System:
         # A Model holds its module: on the meta device that costs no memory, and the seed draws the same values.
         with torch.device("meta"):
             module = fs.with_init_weights(configuration.module())
         model = fs.functionalize(module, units=configuration.block)
-        tx = fs.from_torch(torch.optim.AdamW, **ADAMW)
+        tx = fs.from_torch(torch.optim.AdamW, **ADAMW, capturable=capturable)
         value_and_grad = fs.value_and_grad(model.apply)
         state = fs.TrainState.create(model.init(strategy(mesh), seed=SEED), tx)
+        if capturable:
+            state = fs.tree_map(lambda leaf: leaf.to(mesh.device_type), state)
 
         def train_step(state: fs.TrainState, *batch: torch.Tensor) -> tuple[fs.TrainState, torch.Tensor]:
             if state.transform_state is None:

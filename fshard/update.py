@@ -26,7 +26,15 @@ from fshard.tree import (
     map_nodes,
     tensor_of,
 )
-from fshard.tree.checks import any_donated, check_flags, describe, mark_donated, refuse_donated, same_structure
+from fshard.tree.checks import (
+    any_donated,
+    check_flags,
+    describe,
+    mark_donated,
+    refuse_donated,
+    refuse_frozen_counters,
+    same_structure,
+)
 
 Updated = tuple[Tree, Any]
 Update = Callable[[Tree, Tree, Tree], Updated]
@@ -167,9 +175,10 @@ def update(
         The state after.
 
     Raises:
-        ValueError: before any collective, if the gradients are not those of state.params, or tx is no optimizer;
-            on a mesh that was made anew after a failure, if ranks hold states of different steps; if the optimizer's
-            update returns other parameters.
+        ValueError: before any collective, if the gradients are not those of state.params, or tx is no optimizer; while
+            a CUDA graph is captured, if numbers of the state are on the CPU, which replays would not change; on a mesh
+            that was made anew after a failure, if ranks hold states of different steps; if the optimizer's update
+            returns other parameters.
 
     >>> import torch, fshard as fs
     >>> tx = fs.sgd(0.1)
@@ -185,7 +194,9 @@ def update(
     check_flags("update", donate=donate)
     if any_donated(leaves_of(state)):
         refuse_donated("update", flatten(state))
-    _check_gradients(grads, flatten(state.params))
+    flat_params = flatten(state.params)
+    _check_gradients(grads, flat_params)
+    refuse_frozen_counters("update", state, _find_device_type(flat_params))
     check_same_step("update", state)
     # In a trace it is for jit to say which tensors are written in place.
     donate = donate and not _compat.is_tracing()
@@ -208,6 +219,12 @@ def pin_params(state: TrainState) -> TrainState:
     if _compat.is_tracing() or _compat.transforms_active() or not has_offloaded(specs):
         return state
     return state._replace(params=map_leaves(pinned, state.params))
+
+
+def _find_device_type(flat: Flat) -> str:
+    """Return the device of the first tensor."""
+    tensors = map(tensor_of, flat.leaves)
+    return next((tensor.device.type for tensor in tensors if isinstance(tensor, torch.Tensor)), "cpu")
 
 
 def check_same_step(api_name: str, given: Tree) -> None:

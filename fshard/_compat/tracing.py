@@ -130,6 +130,15 @@ def is_tracing() -> bool:
 is_profiling = partial(getattr, profiler, "_is_profiler_enabled")
 
 
+def is_capturing(device_type: str) -> bool:
+    """Whether an accelerator records a graph of what its current stream is given, as of CUDA. Checked on 2.13.
+
+    It does not record a trace, whose tensors may lie on an accelerator that this machine does not have.
+    """
+    ask = getattr(getattr(torch, device_type, None), "is_current_stream_capturing", None)
+    return ask is not None and not is_tracing() and ask()
+
+
 def show_range(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
     """Let a profile show the calls of a function as a range. Checked on 2.13.
 

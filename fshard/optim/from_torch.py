@@ -14,7 +14,7 @@ from fshard.optim.leaves import count_updates, no_updates, partition_axes, zero
 from fshard.reduction_order import ReductionOrder, find_order
 from fshard.rounding import half_the_digits
 from fshard.tree import Flat, Tree, flatten, is_trained, leaves_of, like, map_leaves, map_nodes, tensor_of, tensors_of
-from fshard.tree.checks import check_floating, describe
+from fshard.tree.checks import check_floating, describe, refuse_frozen_counters
 from fshard.update import Optimizer, Updated
 
 # By the names of the torch class: its state of one parameter, and its hyperparameters.
@@ -200,6 +200,9 @@ def _update(
     if wrapped.is_first_step_special:
         counts = count_updates(state.counts, grads)
         has_begun = _have_begun(selection.take(leaves_of(counts)))
+    if gradients:
+        device_type = next(iter(gradients.values())).device.type
+        refuse_frozen_counters(f"from_torch: {wrapped.make.func.__name__}", state, device_type)
     states = _take_states(slots, selection, has_begun, donate)
     tensors = [_make_writable(tensor, donate) for tensor in selection.take(flat.leaves)]
     states = _step(wrapped, tensors, list(gradients.values()), states, hyper)

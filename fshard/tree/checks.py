@@ -63,6 +63,33 @@ def _hides_shards(leaf: Any) -> bool:
     return any(is_sharded(x) or _hides_shards(x) for x in inside)
 
 
+def refuse_frozen_counters(api_name: str, given: Tree, device_type: str) -> None:
+    """Refuse numbers on the CPU while an accelerator captures a graph.
+
+    The graph holds the accelerator's kernels alone. Each replay would use the numbers of the capture again, such as the
+    count of steps in Adam's bias correction.
+
+    Args:
+        api_name: What asks, for an error.
+        given: The state that is updated, or the arguments.
+        device_type: The device that holds the parameters.
+
+    Raises:
+        ValueError: with the leaves, while a graph is captured.
+    """
+    if not _compat.is_capturing(device_type):
+        return
+
+    def describe_counter(leaf: Any) -> str | None:
+        is_counter = isinstance(leaf, torch.Tensor) and leaf.is_cpu and not leaf.dim()
+        return f"{describe(leaf)} on the CPU" if is_counter else None
+
+    headline = f"{api_name}: a graph is being captured, and its replays would not change these numbers"
+    move = f'before the capture, move them by state = fs.tree_map(lambda leaf: leaf.to("{device_type}"), state)'
+    remedy = f"make optimizers of fs.from_torch with capturable=True, and {move}"
+    refuse(headline, flatten(given).problems(describe_counter), remedy)
+
+
 class Range(NamedTuple):
     """The values that an argument may have: in words, for an error, and as a test."""
 

@@ -45,6 +45,9 @@ class _Module(ModuleType):
     _is_in_bad_fork = staticmethod(lambda: False)
     get_rng_state = staticmethod(lambda device=None: GENERATOR.get_state())
     set_rng_state = staticmethod(lambda state, device=None: GENERATOR.set_state(state))
+    # A test may say so. There are no graphs of this device.
+    is_capturing = False
+    is_current_stream_capturing = property(lambda self: lambda: self.is_capturing)
     get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])
 
 

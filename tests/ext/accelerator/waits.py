@@ -1,10 +1,12 @@
 """Optimizers and wrappers for which no host waits, in programs as those of `programs.py`, and as a script like it."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 
 import fshard as fs
@@ -119,6 +121,53 @@ def skipped_as_if_never_been(device: str, mode: str) -> None:
     log.take()
 
 
+@contextmanager
+def capturing(device: str) -> Iterator[None]:
+    """Let the accelerator say that it captures a graph."""
+    torch.emu.is_capturing = device != "cpu"
+    try:
+        yield
+    finally:
+        torch.emu.is_capturing = False
+
+
+def captured(device: str, make: Callable[..., fs.Optimizer], names: Sequence[str]) -> list[fs.TrainState]:
+    """Steps of a captured graph are refused while numbers are on the processor, and run when they have moved.
+
+    Args:
+        device: The device, of which the processor captures nothing.
+        make: Makes the optimizer.
+        names: What an error names.
+    """
+    model, x = model_of(device)
+    tx = make(lr=RATE)
+    state = fs.TrainState.create(model.init(fs.zero3(mesh_of(device))), tx)
+
+    def step(state: fs.TrainState) -> fs.TrainState:
+        _, grads = fs.value_and_grad(lambda params: model.apply(params, x).square().sum())(state.params)
+        return fs.update(tx, state, grads)
+
+    jitted = fs.jit(step)
+    if device != "cpu":
+        _, grads = fs.value_and_grad(lambda params: model.apply(params, x).square().sum())(state.params)
+        calls = {
+            "update": lambda: fs.update(tx, state, grads, donate=True),
+            "jit": lambda: jitted(state),
+        }
+        if hasattr(state.opt_state, "slots"):
+            calls["from_torch: AdamW"] = lambda: tx.update(grads, state.opt_state, state.params)
+        jitted(state)
+        for name, call in calls.items():
+            with capturing(device), pytest.raises(ValueError, match=f"^{name}: a graph is being captured") as error:
+                call()
+            for part in (*names, "capturable=True", f'leaf.to("{device}")'):
+                assert part in str(error.value), f"{part}: {error.value}"
+        state = fs.tree_map(lambda leaf: leaf.to(device), state)
+    with capturing(device):
+        log.take()
+        return [step(step(state)), jitted(jitted(state))]
+
+
 def make_program(wrapper: str, inner: str, mode: str) -> Program:
     is_exact = wrapper not in SKIPPING or inner.startswith("native")
     tolerance = EXACT if is_exact else LESS_EXACT
@@ -135,6 +184,10 @@ PROGRAMS |= {
     f"skipped as if never been, {mode}": Program(partial(skipped_as_if_never_been, mode=mode)) for mode in MODES
 }
 PROGRAMS |= {
+    "captured AdamW": Program(
+        partial(captured, make=ADAMW, names=["step", "updates", "slots['step']['0.weight']"]), tolerance=LESS_EXACT
+    ),
+    "captured native adamw": Program(partial(captured, make=fs.adamw, names=["counts['0.weight']"])),
     # A class without such kernels, in three steps: the host waits for the counts, and for a rate that changes.
     "skip_nonfinite(Adagrad), eager": Program(
         lambda device: train(device, fs.skip_nonfinite(ADAGRAD(lr=RATE)), (1.0, torch.inf, 2.0, 0.5)), {"copy_": 3}
