@@ -120,6 +120,8 @@ class Clocks:
         reads = addresses[:end]
         writes = addresses[end + 1 :]
         name = operator.removeprefix("aten::")
+        if stream == HOST:
+            name = f"host {name}"
         if self._collective:
             name = f"{name} in {self._collective}"
         self.launches[stream] += 1

@@ -47,7 +47,7 @@ TAKEN_AGAIN = ["free 64", "take 128 8 on 0", "launch aten::zero on 0 reads write
         # The host reads what is copied to it.
         (
             ["launch aten::copy_ on 0 reads writes host:64", "run mul on host reads host:64 writes"],
-            Race("copy_", "copy_", "mul"),
+            Race("copy_", "copy_", "host mul"),
         ),
         (
             [
