@@ -101,6 +101,12 @@ class Loop(dist.ProcessGroup):
         return Done()
 
 
+def streams() -> set[str]:
+    """The numbers of the streams that collectives run on, as the log of the tests' device has them."""
+    groups = [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, Loop)]
+    return {str(group.side.stream_id) for group in groups if group.side is not None}
+
+
 def start(ranks: int, device: str) -> None:
     """Make this process rank 0 of so many."""
     for name, kind in (("loop", "cpu"), ("loopx", device)):

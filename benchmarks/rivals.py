@@ -1,7 +1,7 @@
 """Every system under one interface: a model, its optimizer and a train step, ready to run."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -42,6 +42,7 @@ class System(NamedTuple):
         parts: Forward and backward, clipping by the global norm and the update, to be called in turn; each returns a
             number, the first one what `step` does.
         graph: The graph of the step, where it runs as one.
+        plan: What `fs.plan` says of the step on a mesh of some sizes, where it is fshard's.
     """
 
     step: Callable[[], torch.Tensor]
@@ -49,6 +50,7 @@ class System(NamedTuple):
     stored: Callable[[], Stored]
     parts: tuple[Callable[[], torch.Tensor], ...]
     graph: Callable[[], Any] | None = None
+    plan: Callable[[Mapping[str, int]], Any] | None = None
 
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -145,7 +147,9 @@ def fshard(
         # All of its results, or a graph would leave the backward out.
         made = _System(state, batch, *steps, jitted(value_and_grad), jitted(clip))
         graph = (lambda: fs.make_graph(made.train_step)(made.state, *batch)) if backend == "graph" else None
-        return made.system()._replace(graph=graph)
+        # As eager steps do, which donate in `fs.update`, it writes to the memory of the state.
+        donated = fs.jit(train_step, donate_argnums=0)
+        return made.system()._replace(graph=graph, plan=lambda sizes: fs.plan(donated, made.state, *batch, mesh=sizes))
 
     return maker
 

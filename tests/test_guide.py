@@ -209,6 +209,22 @@ def test_figures_of_one_h200_were_measured():
         assert (ms, mfu, host, peak) == measured, name
 
 
+def test_figures_of_the_rehearsal_were_counted():
+    systems = json.loads((ROOT / "benchmarks/results/rehearsal.json").read_text())["systems"]
+    (table,) = [rows for rows in tables(PERFORMANCE.read_text()) if rows[0][0] == "one step, rank 0 of 8"]
+    assert len(table) == 7
+    for name, kernels, _, waits, peak, plan, _ in table[1:]:
+        pair = [systems["plain"]] if "plain" in name else [systems[name], systems[f"{name}, jitted"]]
+        peaks = [f"{system['peak_bytes'] / 1e6:.2f}" for system in pair]
+        assert kernels.split(" / ") == [str(system["kernels"]) for system in pair], name
+        assert int(waits) == sum(count for system in pair for count in system["waits"].values()), name
+        assert peak.split(" / ") == peaks, name
+        for system in pair if plan else ():
+            assert plan == f"{system['plan']['peak_bytes'] / 1e6:.2f}", name
+            assert system["plan"]["peak_bytes"] == pytest.approx(system["peak_bytes"], rel=0.05), name
+            assert system["plan"]["bytes_sent"] == sum(system["bytes_sent"].values()), name
+
+
 def test_losses_drifted_as_the_text_says():
     text = " ".join(SAME_BITS.read_text().split())
     told = re.search(r"plot, (\d+) of (\d+) losses on 4 ranks .* by up to ([\d.e-]+)\.", text).groups()
