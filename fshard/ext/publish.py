@@ -353,20 +353,22 @@ class _Peers:
                     work.wait(self._limit)
 
     def send_values(self, values: Mapping[int, Any]) -> None:
-        """Send a value to each rank."""
+        """Send a value to each rank. Messages go between CPUs, whatever torch's default device is."""
         for rank, value in values.items():
             text = bytearray(json.dumps(value).encode())
-            self.start(dist.isend, rank, torch.tensor([len(text)]), LENGTH)
+            self.start(dist.isend, rank, torch.tensor([len(text)], device="cpu"), LENGTH)
             self.start(dist.isend, rank, torch.frombuffer(text, dtype=torch.uint8), TEXT)
         self.wait()
 
     def receive_values(self) -> dict[int, Any]:
         """Receive a value from each rank that is not lost."""
-        lengths = {rank: torch.zeros(1, dtype=torch.int64) for rank in self._ranks}
+        lengths = {rank: torch.zeros(1, dtype=torch.int64, device="cpu") for rank in self._ranks}
         for rank, length in lengths.items():
             self.start(dist.irecv, rank, length, LENGTH)
         self.wait()
-        texts = {rank: torch.empty(int(length), dtype=torch.uint8) for rank, length in lengths.items()}
+        texts = {}
+        for rank, length in lengths.items():
+            texts[rank] = torch.empty(int(length), dtype=torch.uint8, device="cpu")
         for rank, text in texts.items():
             self.start(dist.irecv, rank, text, TEXT)
         self.wait()

@@ -74,6 +74,18 @@ def sent_bytes(monkeypatch):
     return sizes
 
 
+@on_ranks("2 processes")
+def test_messages_go_between_processors_whatever_the_default_device():
+    with torch.device("meta"):
+        if dist.get_rank() == 0:
+            fs.publish(W, [1], version=3, timeout=5.0)
+            return
+        like = {"w": torch.zeros(4, 2, device="cpu")}
+        received, version = fs.receive(like, [0], timeout=5.0)
+    assert version == 3
+    assert_same_bits(fs.tree_leaves(received), fs.tree_leaves(W))
+
+
 @on_ranks("3 processes")
 def test_trainers_without_some_of_the_leaves_send_the_others_in_the_order_of_the_sampler():
     full = {"a": normal(1)(4), "b": normal(2)(5), "c": normal(3)(6)}
