@@ -5,6 +5,7 @@
 // for the device, and of every operator that a stream runs, with the processor time that these take.
 #include <ATen/Functions.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/ForeachUtils.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
@@ -19,6 +20,7 @@
 namespace {
 
 using at::Tensor;
+using Tensors = std::vector<Tensor>;
 constexpr auto EMU = c10::DeviceType::PrivateUse1;
 constexpr auto EMU_KEY = c10::DispatchKey::PrivateUse1;
 const c10::Device DEVICE(EMU, 0);
@@ -677,6 +679,28 @@ void run_index(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   run_on_host(op, stack);
 }
 
+// An operator on lists: one kernel under the conditions by which CUDA has one, else one for each entry.
+void run_list(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const bool is_copy = op.schema().name() == "aten::_foreach_copy_";
+  std::vector<Tensors> lists;
+  bool is_one_kernel = true;
+  for (const auto& value : torch::jit::last(*stack, op.schema().arguments().size())) {
+    if (value.isTensorList()) {
+      lists.push_back(value.toTensorVector());
+    } else if (value.isTensor()) {
+      const auto number = value.toTensor();
+      is_one_kernel = is_one_kernel && (!is_emu(number) || number.scalar_type() == lists[0][0].scalar_type());
+    }
+  }
+  const std::vector<at::TensorList> views(lists.begin(), lists.end());
+  is_one_kernel = is_one_kernel && at::native::_check_tensors_share_device_and_dtype(views, is_copy) &&
+      at::native::_check_tensors_share_sizes_and_strides(views);
+  for (size_t i = 1; !is_one_kernel && i < lists[0].size(); ++i) {
+    note("run " + op.schema().name() + " on " + std::to_string(current_stream));
+  }
+  run_on_host(op, stack);
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
 }
@@ -708,6 +732,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   for (const char* name : {"index.Tensor", "_index_put_impl_"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_index>());
   }
+  for (const char* name : {"_foreach_copy_", "_foreach_add_.Scalar", "_foreach_div_.Scalar", "_foreach_div_.Tensor"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_list>());
+  }
 }
 
 // ---- collectives: those of gloo, on the same bytes
@@ -729,7 +756,6 @@ struct Works final : c10d::Work {
 };
 
 using Started = c10::intrusive_ptr<c10d::Work>;
-using Tensors = std::vector<Tensor>;
 
 // As NCCL's it fuses lists of tensors, and takes none of the processor's.
 struct EmuBackend final : c10d::Backend {
