@@ -269,13 +269,34 @@ def divide_in_place(tensors: Sequence[torch.Tensor], divisor: Any) -> None:
     Checked on 2.13.
     """
     buffers: dict[int, list[torch.Tensor]] = {}
+    wholes: list[torch.Tensor] = []
     for tensor in tensors:
         buffers.setdefault(id(tensor if tensor._base is None else tensor._base), []).append(tensor)
     for parts in buffers.values():
         base = parts[0] if parts[0]._base is None else parts[0]._base
         whole = base.numel() == sum([part.numel() for part in parts]) and base.dtype is parts[0].dtype
-        for tensor in [base] if whole else parts:
-            tensor.div_(divisor)
+        wholes += [base] if whole else parts
+    # An accelerator divides all of them by one kernel.
+    torch._foreach_div_(wholes, divisor)
+
+
+@outside_selective_checkpoint()
+def cast_all(tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+    """Cast each tensor to a dtype, or return it if it has that dtype. Checked on 2.13.
+
+    Where nothing is differentiated, one operator casts all of them: one kernel on an accelerator, if all casts are from
+    one dtype to one other. Each result has memory of its own, so that writes to it are counted apart.
+    """
+    results = list(tensors)
+    changed = [i for i, tensor in enumerate(tensors) if tensor.dtype is not dtypes[i]]
+    if len(changed) < 2 or torch.is_grad_enabled() or transforms_active():
+        for i in changed:
+            results[i] = tensors[i].to(dtypes[i])
+        return results
+    for i in changed:
+        results[i] = torch.empty_like(tensors[i], dtype=dtypes[i])
+    torch._foreach_copy_([results[i] for i in changed], [tensors[i] for i in changed])
+    return results
 
 
 def wait_until_released(tensors: Sequence[torch.Tensor]) -> None:

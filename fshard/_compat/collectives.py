@@ -525,7 +525,10 @@ def start_by_backend(op: str, tensors: Tensors, size: int, group: str, *sizes: S
         case "reduce_scatter":
             return operators.reduce_scatter_tensor_coalesced(tensors, "sum", size, group)
         case "all_reduce":
-            return operators.all_reduce_coalesced(tensors, "sum", group)
+            # The operator that is not in place would copy the tensors one by one.
+            sums = list(map(torch.empty_like, tensors))
+            torch._foreach_copy_(sums, tensors)
+            return operators.all_reduce_coalesced_(sums, "sum", group)
     return [operators.all_to_all_single(tensor, *sizes[::-1], group) for tensor in tensors]
 
 

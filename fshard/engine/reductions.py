@@ -150,7 +150,7 @@ class Reductions:
         with torch.no_grad():
             grads, states = pending.scatter()
             check_transform_results("scatter", leaves, grads)
-            grads = [leaf.cast_for_sum(grad) for leaf, grad in zip(leaves, grads, strict=True)]
+            grads = _compat.cast_all(grads, [leaf.sum_dtype() for leaf in leaves])
             grads = self._divide(leaves[0], grads)
             for leaf, grad, state in zip(leaves, grads, states, strict=True):
                 leaf.transform_state = state

@@ -25,7 +25,8 @@ def _to(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:
     """Cast the floating ones of some tensors; None casts none."""
     if dtype is None:
         return list(tensors)
-    return [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
+    dtypes = [dtype if tensor.is_floating_point() else tensor.dtype for tensor in tensors]
+    return _compat.cast_all(tensors, dtypes)
 
 
 def cast(*, gather: torch.dtype | None = None, scatter: torch.dtype | None = None) -> ShardTransform:
