@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad_and_value
 from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fshard as fs
 from fshard.rounding import tolerance
@@ -171,3 +172,25 @@ def test_views_of_gathered_weights():
         run = fs.value_and_grad(loss, reduce="sum")
         for form in (run, fs.jit(run)) if view is VIEWS[0] else (run,):
             assert_trees_close(full(form(params, batches[my_rank()])), (value, grads), **near)
+
+
+@on_ranks(2)
+def test_a_selective_checkpoint_keeps_no_memory_that_a_cast_has_yet_to_fill():
+    """On accelerators torch would refuse the write as one to a tensor that the checkpoint keeps."""
+    strategy = fs.compose(fs.cast(gather=torch.bfloat16), fs.fully_shard(one_axis()))
+    params = fs.shard({"a": torch.ones(8, 8), "b": torch.ones(8, 8)}, strategy)
+    seen = []
+
+    def keep_all(context, operator, *args, **kwargs):
+        seen.append(str(operator))
+        return CheckpointPolicy.MUST_SAVE
+
+    def loss_fn(x):
+        full = fs.gather(params)
+        return (x.bfloat16() @ full["a"] @ full["b"]).float().sum()
+
+    x = torch.ones(2, 8, requires_grad=True)
+    contexts = partial(create_selective_checkpoint_contexts, keep_all)
+    checkpoint(loss_fn, x, use_reentrant=False, context_fn=contexts).backward()
+    assert "aten.mm.default" in seen
+    assert "aten._foreach_copy_.default" not in seen
