@@ -287,15 +287,22 @@ def cast_all(tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> 
     Where nothing is differentiated, one operator casts all of them: one kernel on an accelerator, if all casts are from
     one dtype to one other. Each result has memory of its own, so that writes to it are counted apart.
     """
-    results = list(tensors)
-    changed = [i for i, tensor in enumerate(tensors) if tensor.dtype is not dtypes[i]]
-    if len(changed) < 2 or torch.is_grad_enabled() or transforms_active():
-        for i in changed:
-            results[i] = tensors[i].to(dtypes[i])
-        return results
-    for i in changed:
-        results[i] = torch.empty_like(tensors[i], dtype=dtypes[i])
-    torch._foreach_copy_([results[i] for i in changed], [tensors[i] for i in changed])
+    if torch.is_grad_enabled() or transforms_active():
+        return [tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
+    results: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    casts: list[torch.Tensor] = []
+    for tensor, dtype in zip(tensors, dtypes, strict=True):
+        if tensor.dtype is not dtype:
+            sources.append(tensor)
+            tensor = torch.empty_like(tensor, dtype=dtype)
+            casts.append(tensor)
+        results.append(tensor)
+    if len(casts) == 1:
+        # An operator on lists would launch several kernels for one large tensor.
+        casts[0].copy_(sources[0])
+    elif casts:
+        torch._foreach_copy_(casts, sources)
     return results
 
 

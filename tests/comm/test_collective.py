@@ -15,6 +15,7 @@ from fshard.comm import Label, Verb, collective, ops
 from fshard.comm.collective import EXCHANGE_BYTES, PACK_BYTES
 from fshard.comm.events import MAX_UNIT_CHARACTERS, encode_label
 from fshard.rounding import tolerance
+from tests.operators import Operators
 from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, one_axis
 
@@ -105,6 +106,14 @@ def test_direct_sums_are_in_rank_order():
         (total,) = comm.all_reduce([value], line, "test")
         (piece,) = comm.reduce_scatter([value.repeat(line.size, 1)], line, "test")
         assert {*total.tolist(), *piece.tolist()} == {1.0 if line.size == 4 else 0.0}
+
+
+@on_ranks(3)
+def test_a_sum_pads_only_tensors_that_do_not_divide():
+    for elements, pads in ((3 * EXCHANGE_BYTES, 0), (3 * EXCHANGE_BYTES + 1, 1)):
+        with sent_by("direct"), Operators() as operators:
+            comm.all_reduce([torch.ones(elements)], axis(), "test")
+        assert operators.names.count("aten.constant_pad_nd.default") == pads
 
 
 @pytest.mark.rows(2)

@@ -17,6 +17,7 @@ MIRRORS = {
     "fshard/tree": ("tests/test_tree.py", "tests/test_law_round_trip.py"),
     "fshard/init": ("tests/test_init.py",),
     "fshard/ext/counter.py": ("tests/test_init.py",),
+    "fshard/transforms/local.py": ("tests/test_launches.py", "tests/transforms"),
     "fshard/transforms": ("tests/transforms",),
     "fshard/comm/failure.py": ("tests/comm/test_failure.py", "tests/test_recovery.py"),
     "fshard/comm/groups.py": ("tests/comm/test_forked_children.py", "tests/comm/test_failure.py"),
@@ -208,6 +209,13 @@ FAULTS = (
         "return _to(grads, self.scatter_dtype)",
         "return _to(grads, self.gather_dtype)",
         "3: gradients are reduced, and returned, as precise as reduce_dtype says",
+    ),
+    Fault(
+        "casts-leaf-by-leaf",
+        "fshard/transforms/local.py",
+        "return _compat.cast_all(tensors, dtypes)",
+        "return [tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]",
+        "6: the casts of a unit are one operator, and one kernel of an accelerator",
     ),
     Fault(
         "states-in-order-of-scatter",
