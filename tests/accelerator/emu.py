@@ -49,6 +49,11 @@ class _Module(ModuleType):
     is_capturing = False
     is_current_stream_capturing = property(lambda self: lambda: self.is_capturing)
     get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])
+    # FSDP2 asks the module of a device for these.
+    Stream = staticmethod(lambda priority=0: torch.Stream("emu"))
+    Event = staticmethod(lambda: torch.Event("emu"))
+    current_stream = staticmethod(lambda device=None: torch.accelerator.current_stream())
+    stream = staticmethod(lambda stream: stream)
 
 
 def load(library: Path) -> ModuleType:
