@@ -289,7 +289,7 @@ def saved_aside(device):
 
 def recomputed(device):
     """Differentiate by torch.func what draws from the generator of its device, and is computed again."""
-    generator = torch.default_generator if device == "cpu" else emu.GENERATOR
+    generator = emu.GENERATOR if device == "emu" else torch.default_generator
     generator.manual_seed(3)
     x = torch.linspace(0, 1, 5, dtype=torch.float64, device=device)
 
