@@ -28,7 +28,7 @@ import report
 import rivals
 import torch
 from gpt import Configuration
-from predict import MIXED, Chip, chip_of, flops_of, predicted
+from predict import MIXED, Chip, chip_of, flops_of, predicted_apart
 from rivals import Batch, Maker, System
 from rounds import mean_over_ranks
 from torch.distributed.device_mesh import DeviceMesh
@@ -81,8 +81,9 @@ def main() -> None:
         _, memory = torch.accelerator.get_memory_info()
         configurations = [Configuration(2048, 12, 4, 2048), fitted(WIDE, args.memory_fraction * memory)]
     for configuration in configurations:
-        # Every rank asks, as the state that is planned lies on the mesh.
-        plan = predicted(configuration, "zero3", {"shard": mesh.size()}, chip, on=mesh)
+        plan = None
+        if mesh.get_rank() == 0:
+            plan = predicted_apart(configuration, "zero3", {"shard": mesh.size()}, chip)
         found: dict[str, Any] = {}
         for system in args.systems or names(device.type, mesh.size()):
             found[system] = attempt(system, configuration, mesh, args.dropped, args.rounds)
@@ -199,13 +200,20 @@ def make(name: str, configuration: Configuration, mesh: DeviceMesh) -> System:
         return SYSTEMS[name](configuration, mesh, (x, y))
 
 
-def measure(step: Callable[[], torch.Tensor], dropped: int, rounds: int) -> Samples:
-    """Run a step again and again; the device is idle before each."""
+def measure(step: Callable[[], torch.Tensor], dropped: int, rounds: int, memory: Any = torch.accelerator) -> Samples:
+    """Run a step again and again; the device is idle before each.
+
+    Args:
+        step: Returns a loss.
+        dropped: Rounds before those that count.
+        rounds: Rounds that count.
+        memory: Has torch.accelerator's functions that count memory.
+    """
     seconds, host_seconds, losses = [], [], []
     for number in range(dropped + rounds):
         if number == dropped:
             gc.collect()
-            torch.accelerator.reset_peak_memory_stats()
+            memory.reset_peak_memory_stats()
         torch.accelerator.synchronize()
         start = time.perf_counter()
         loss = step()
@@ -217,7 +225,7 @@ def measure(step: Callable[[], torch.Tensor], dropped: int, rounds: int) -> Samp
         if number >= dropped:
             for values, value in zip((seconds, host_seconds, losses), (end, host, mean)):
                 values.append(value)
-    return Samples(seconds, host_seconds, losses, torch.accelerator.max_memory_allocated())
+    return Samples(seconds, host_seconds, losses, memory.max_memory_allocated())
 
 
 def summary(samples: Samples, flops: float, peak: float | None) -> dict[str, Any]:

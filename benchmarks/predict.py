@@ -7,7 +7,10 @@ all assumptions; `gpu.py` prints the same prediction for its configurations besi
 """
 
 import argparse
+import os
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,7 +144,7 @@ def predicted(
         strategy: The name of the strategy.
         sizes: Ranks on each axis of the mesh.
         chip: Figures of the device.
-        **options: Of the strategy, and a mesh as `on=` where several ranks run.
+        **options: Of the strategy.
     """
     rates = rates_of(chip, sizes) if chip else None
     if chip is None or rates is None:
@@ -164,6 +167,18 @@ def predicted(
         "flops": found.flops,
         "rates": str(rates),
     }
+
+
+def predicted_apart(*args: Any, **options: Any) -> dict[str, Any] | None:
+    """As `predicted`, in a process of its own: a plan needs one that is no rank of several."""
+    with ProcessPoolExecutor(1, get_context("spawn"), initializer=leave_job) as pool:
+        return pool.submit(predicted, *args, **options).result()
+
+
+def leave_job() -> None:
+    """Forget the launcher of the process that started this one."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
 
 
 def main() -> None:
