@@ -1,6 +1,8 @@
 """One process as rank 0 of several: a backend whose collectives are local copies on a stream of their own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -8,6 +10,35 @@ import torch.distributed as dist
 
 # Cycles that a CUDA device waits in each collective, in the place of a link.
 SLEEP = 0
+
+# What else a program may change for a while, by `replaced`:
+#   disturb: Called on the streams of a collective: before it, as it begins, and after it was waited for.
+#   watch: Makes a context for the kernels of a collective.
+#   waits: Whether those who wait for a collective really do.
+HOOKS = SimpleNamespace(disturb=lambda: None, watch=nullcontext, waits=True)
+
+
+@contextmanager
+def replaced(
+    disturb: Callable[[], object] | None = None,
+    watch: Callable[[], AbstractContextManager[Any]] | None = None,
+    waits: bool = True,
+) -> Iterator[None]:
+    """Replace hooks for a while; those that are None stay."""
+    before = vars(HOOKS).copy()
+    HOOKS.disturb = disturb or HOOKS.disturb
+    HOOKS.watch = watch or HOOKS.watch
+    HOOKS.waits = waits
+    try:
+        yield
+    finally:
+        vars(HOOKS).update(before)
+
+
+def sleep(device: str, cycles: int) -> None:
+    """Let the current stream of a CUDA device wait; no other device can."""
+    if cycles and device == "cuda":
+        torch.cuda._sleep(cycles)
 
 
 class Done(dist._Work):
@@ -27,8 +58,9 @@ class Done(dist._Work):
         self.tensors = tensors
 
     def wait(self, timeout: Any = None) -> bool:
-        if self.event is not None:
+        if self.event is not None and HOOKS.waits:
             torch.accelerator.current_stream().wait_event(self.event)
+            HOOKS.disturb()
         self.tensors = None
         return True
 
@@ -63,15 +95,18 @@ class Loop(dist.ProcessGroup):
         side.wait_stream(torch.accelerator.current_stream())
 
     def _run(self, tensors: Any, outs: Any, work: Callable[[], object]) -> Done:
-        if tensors[0].device.type == "cpu":
+        device = tensors[0].device
+        if device.type == "cpu":
             work()
             return Done()
-        side = self.choose_stream(tensors[0].device)
+        side = self.choose_stream(device)
+        HOOKS.disturb()
         self.wait_for_queued_work(side)
         with side:
-            if SLEEP and tensors[0].is_cuda:
-                torch.cuda._sleep(SLEEP)
-            work()
+            sleep(device.type, SLEEP)
+            HOOKS.disturb()
+            with HOOKS.watch():
+                work()
         return Done(side.record_event(), (list(tensors), list(outs)))
 
     def allgather_into_tensor_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> Done:
@@ -84,14 +119,30 @@ class Loop(dist.ProcessGroup):
     def reduce_scatter_tensor_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> Done:
         def work() -> None:
             for out, own in zip(outs, ins, strict=True):
-                out.copy_(own.view(self.ranks, *out.shape)[0]).mul_(self.ranks)
+                out.copy_(own.view(self.ranks, *out.shape)[0])
+                self._sum(out, opts)
 
         return self._run(ins, outs, work)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Done:
-        return self._run(tensors, tensors, lambda: [tensor.mul_(self.ranks) for tensor in tensors])
+        return self._run(tensors, tensors, lambda: [self._sum(tensor, opts) for tensor in tensors])
 
     allreduce = allreduce_coalesced
+
+    # Of one tensor each, for FSDP2: the names of torch 2.11, then those of later versions.
+    def _allgather_base(self, out: torch.Tensor, own: torch.Tensor, opts: Any = None) -> Done:
+        return self.allgather_into_tensor_coalesced([out], [own], opts)
+
+    def _reduce_scatter_base(self, out: torch.Tensor, own: torch.Tensor, opts: Any = None) -> Done:
+        return self.reduce_scatter_tensor_coalesced([out], [own], opts)
+
+    all_gather_single = _allgather_base
+    reduce_scatter_single = _reduce_scatter_base
+
+    def _sum(self, tensor: torch.Tensor, opts: Any) -> None:
+        """Add up what all ranks send, unless they take the mean or another number that equal ones do not change."""
+        if opts is None or opts.reduceOp == dist.ReduceOp.SUM:
+            tensor.mul_(self.ranks)
 
     def alltoall(self, outs: Any, ins: Any, opts: Any = None) -> Done:
         own = next((tensor for tensor in ins if tensor.numel()), None)
