@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from gpt import SEED
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -58,6 +59,8 @@ class Llama(nn.Module):
 class Sizes(NamedTuple):
     """Sizes of a model and of a rank's batch; the defaults are those of Llama 2 7B."""
 
+    block = Block
+
     batch: int
     checkpointed: bool
     time: int = 4096
@@ -69,10 +72,12 @@ class Sizes(NamedTuple):
     vocabulary: int = 32000
 
     def module(self) -> Llama:
-        """The model, on the default device."""
+        """The model with the same values on every rank, on the default device."""
+        torch.manual_seed(SEED)
         return Llama(self)
 
     def tokens(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The batch of a rank, each (batch, time), without values."""
-        tokens = torch.empty(self.batch, self.time, dtype=torch.long, device="meta")
-        return tokens, tokens
+        """The batch of a rank, each (batch, time): tokens, and those that follow them."""
+        generator = torch.Generator().manual_seed(rank)
+        tokens = torch.randint(self.vocabulary, (self.batch, self.time + 1), generator=generator)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
