@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 NEWEST := .venv-newest
 
-.PHONY: test test-newest slow fuzz mutants house lint types docs demo examples bench clean
+.PHONY: test test-newest slow accelerator fuzz mutants house lint types docs demo examples bench clean
 .NOTPARALLEL:
 
 test: .venv/test
@@ -19,6 +19,10 @@ test-newest: | $(NEWEST)/bin/python
 
 slow: .venv/models
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+
+# As `slow`, these alone: one after another, because each builds the device and starts ranks.
+accelerator: .venv/test
+	$(BIN)/python -m pytest -m slow tests/accelerator
 
 fuzz: .venv/test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seeds 0:5000 --resume
