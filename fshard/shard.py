@@ -281,10 +281,10 @@ def stored(piece: torch.Tensor, spec: Spec) -> Sharded:
         if device is not None and device != piece.device.type:
             piece = piece.to(device)
         return Sharded(piece, spec)
-    return pinned(Sharded(piece.to(storage.device), spec))
+    return pin_offloaded(Sharded(piece.to(storage.device), spec))
 
 
-def pinned(leaf: Any) -> Any:
+def pin_offloaded(leaf: Any) -> Any:
     """Move an offloaded shard to pinned memory if it is not there: only from there a copy runs beside what computes."""
     if not is_sharded(leaf) or not has_offloaded([leaf.spec]) or leaf.local.is_pinned():
         return leaf

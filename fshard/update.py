@@ -10,7 +10,7 @@ import torch
 
 from fshard import _compat, comm
 from fshard.errors import MAX_PROBLEMS, Problem, expect, refuse
-from fshard.shard import has_offloaded, pinned
+from fshard.shard import has_offloaded, pin_offloaded
 from fshard.transforms import transform_state
 from fshard.transforms.state import ABSENT
 from fshard.tree import (
@@ -218,7 +218,7 @@ def pin_params(state: TrainState) -> TrainState:
     specs = [leaf.spec for leaf in leaves_of(state.params) if is_sharded(leaf)]
     if _compat.is_tracing() or _compat.transforms_active() or not has_offloaded(specs):
         return state
-    return state._replace(params=map_leaves(pinned, state.params))
+    return state._replace(params=map_leaves(pin_offloaded, state.params))
 
 
 def _find_device_type(flat: Flat) -> str:

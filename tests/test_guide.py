@@ -209,6 +209,10 @@ def test_figures_of_one_h200_were_measured():
         assert (ms, mfu, host, peak) == measured, name
 
 
+# How far plans may be from the peak that they predict.
+PLAN_ERROR = 0.05
+
+
 def test_figures_of_the_rehearsal_were_counted():
     systems = json.loads((ROOT / "benchmarks/results/rehearsal.json").read_text())["systems"]
     (table,) = [rows for rows in tables(PERFORMANCE.read_text()) if rows[0][0] == "one step, rank 0 of 8"]
@@ -221,7 +225,7 @@ def test_figures_of_the_rehearsal_were_counted():
         assert peak.split(" / ") == peaks, name
         for system in pair if plan else ():
             assert plan == f"{system['plan']['peak_bytes'] / 1e6:.2f}", name
-            assert system["plan"]["peak_bytes"] == pytest.approx(system["peak_bytes"], rel=0.05), name
+            assert abs(system["plan"]["peak_bytes"] / system["peak_bytes"] - 1) < PLAN_ERROR, name
             assert system["plan"]["bytes_sent"] == sum(system["bytes_sent"].values()), name
 
 

@@ -285,8 +285,10 @@ def _split_into_rows(tensor: torch.Tensor, size: int) -> torch.Tensor:
     """Split a tensor's elements into `size` equal rows; the last rows are filled up with zeros."""
     flat = tensor.reshape(-1)
     missing = -flat.numel() % size
-    # Without a check, pad would copy a tensor that misses nothing.
-    return (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(size, -1)
+    if missing:
+        # Without the check, pad would copy a tensor that misses nothing.
+        flat = torch.nn.functional.pad(flat, (0, missing))
+    return flat.view(size, -1)
 
 
 def _join_rows(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

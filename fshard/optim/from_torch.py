@@ -301,7 +301,7 @@ def _step(
     """Step tensors in place, by kernels that read numbers where they lie if possible, and return the new states."""
     accelerator = _find_accelerator(states, wrapped.number_names)
     if wrapped.hyper.get("fused"):
-        states = _step_in_place(wrapped.make, tensors, grads, states, _prepare_for_fused(hyper))
+        states = _step_in_place(wrapped.make, tensors, grads, states, _keep_rate_on_device(hyper))
     elif accelerator is None:
         states = _step_in_place(wrapped.make, tensors, grads, states, _read_on_host(hyper))
     elif wrapped.has_capturable and _compat.can_capture(accelerator, tensors):
@@ -314,7 +314,7 @@ def _step(
     return states
 
 
-def _prepare_for_fused(hyper: Hyper) -> Hyper:
+def _keep_rate_on_device(hyper: Hyper) -> Hyper:
     """Leave a learning rate on its accelerator. Fused kernels of CUDA read it there as a float32."""
     hyper = _read_on_host(hyper, kept=["lr"])
     rate = hyper.get("lr")

@@ -234,8 +234,8 @@ FAULTS = (
     Fault(
         "rows-filled-by-the-remainder",
         "fshard/comm/collective.py",
-        "return torch.nn.functional.pad(flat, (0, -flat.numel() % size)).view(size, -1)",
-        "return torch.nn.functional.pad(flat, (0, flat.numel() % size)).view(size, -1)",
+        "missing = -flat.numel() % size",
+        "missing = flat.numel() % size",
         "3: large leaves that the ranks do not divide are summed too",
     ),
     Fault(
@@ -836,7 +836,7 @@ FAULTS = (
     Fault(
         "update-leaves-pinned-memory",
         "fshard/update.py",
-        "return state._replace(params=map_leaves(pinned, state.params))",
+        "return state._replace(params=map_leaves(pin_offloaded, state.params))",
         "return state",
         "offloaded parameters are in pinned memory after an update",
     ),
