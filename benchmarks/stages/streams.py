@@ -20,8 +20,8 @@ SEEDS = 20
 STEPS = 2
 # Cycles that a stream waits at most: a millisecond, in which the host queues many kernels of the small model.
 LONGEST = 2_000_000
-# Free blocks of these sizes are filled where an allocator does not list its own.
-SIZES = [2**bits for bits in range(8, 19)]
+# Free blocks of a rehearsal, the smaller of which no allocator gives to anyone.
+SIZES = [2**bits for bits in range(19, 22)]
 # Blocks of at most so many bytes lie in segments of their own in CUDA's allocator; smaller rests of large segments are
 # not given to anyone.
 SMALL_BLOCK = 2**20
@@ -126,25 +126,36 @@ def fill_free_memory(place: Place) -> None:
     Whoever still reads a block after it was freed, on another stream and without having said so, reads NaN.
     """
     held = []
-    for stream, nbytes in free_blocks(place):
-        with stream:
+    for pointer, nbytes in free_blocks(snapshot(place)):
+        with stream_of(place, pointer):
             # All bits set are NaN in every dtype of floats.
             held.append(torch.full((nbytes,), 255, dtype=torch.uint8, device=place.device))
 
 
-def free_blocks(place: Place) -> list[tuple[AbstractContextManager[Any], int]]:
-    """List the free blocks of the device's allocator, largest first, which it gives to whoever asks for their size."""
+def snapshot(place: Place) -> list[dict[str, Any]]:
+    """List the segments of CUDA's allocator; in a rehearsal one with free blocks of some sizes."""
+    if not place.is_rehearsal:
+        return torch.cuda.memory_snapshot()
+    blocks = [{"size": nbytes, "state": "inactive"} for nbytes in SIZES]
+    return [{"stream": 0, "segment_type": "large", "blocks": blocks}]
+
+
+def stream_of(place: Place, pointer: int) -> AbstractContextManager[Any]:
+    """Make a stream of CUDA the current one for a while."""
     if place.is_rehearsal:
-        return [(nullcontext(), nbytes) for nbytes in SIZES]
+        return nullcontext()
+    # The default stream has no pointer, for which ExternalStream would make another stream.
+    return torch.cuda.stream(torch.cuda.ExternalStream(pointer) if pointer else torch.cuda.default_stream())
+
+
+def free_blocks(segments: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    """List the streams and sizes of free blocks, largest first: the allocator gives each to who asks for its size."""
     blocks = []
-    for segment in torch.cuda.memory_snapshot():
-        pointer = segment["stream"]
-        # The default stream has none, for which ExternalStream would make another stream.
-        stream = torch.cuda.stream(torch.cuda.ExternalStream(pointer) if pointer else torch.cuda.default_stream())
+    for segment in segments:
         for block in segment["blocks"]:
             is_rest = segment["segment_type"] == "large" and block["size"] <= SMALL_BLOCK
             if block["state"] == "inactive" and not is_rest:
-                blocks.append((stream, block["size"]))
+                blocks.append((segment["stream"], block["size"]))
     return sorted(blocks, key=lambda block: -block[1])
 
 
