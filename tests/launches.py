@@ -68,14 +68,14 @@ def make_step(mesh, strategy, layers, *, jit):
 
 
 def count_per_layer(make, count):
-    """Count the kernels that a third layer adds to a step, once it is traced.
+    """Count the kernels that a second layer adds to a step, once it is traced.
 
     Args:
         make: Makes a step of a model with so many layers.
         count: Runs a function, and counts the kernels that it starts.
     """
     numbers = []
-    for layers in (2, 3):
+    for layers in (1, 2):
         step = make(layers)
         step()
         numbers.append(count(step))
