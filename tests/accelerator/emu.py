@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sysconfig
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
@@ -39,9 +40,13 @@ class _Module(ModuleType):
     """torch.emu: what torch asks of an accelerator."""
 
     is_available = is_initialized = staticmethod(lambda: True)
+    # By which torch.utils.checkpoint finds out whether there are generators to keep.
+    _initialized = True
+    device = staticmethod(lambda _: nullcontext())
     device_count = staticmethod(lambda: int(os.environ.get("EMU_DEVICES", 8)))
     current_device = staticmethod(lambda: 0)
-    set_device = manual_seed = manual_seed_all = staticmethod(lambda _: None)
+    set_device = staticmethod(lambda _: None)
+    manual_seed = manual_seed_all = staticmethod(GENERATOR.manual_seed)
     _is_in_bad_fork = staticmethod(lambda: False)
     get_rng_state = staticmethod(lambda device=None: GENERATOR.get_state())
     set_rng_state = staticmethod(lambda state, device=None: GENERATOR.set_state(state))
