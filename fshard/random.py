@@ -1,5 +1,6 @@
 """Random keys: explicit ones for models that draw random numbers."""
 
+import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -10,8 +11,6 @@ from fshard import _compat, comm
 from fshard.comm import ops
 from fshard.tree import Axis
 from fshard.tree.checks import describe
-
-RANDOM_STATE_BYTES = torch.get_rng_state().numel()
 
 
 def fold_in(key: torch.Tensor | int, data: torch.Tensor | int | Axis) -> torch.Tensor:
@@ -80,11 +79,34 @@ def _seed(key: torch.Tensor | int) -> None:
     torch.manual_seed(int(key) & (1 << 63) - 1)
 
 
-# Of torch's CPU generator, as operators for a graph.
+def _modules_of_generators() -> list[Any]:
+    """The modules whose functions read and set the generators of the CPU and of this process's accelerator."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return [torch.random] if accelerator is None else [torch.random, torch.get_device_module(accelerator.type)]
+
+
+def _read_states() -> torch.Tensor:
+    return torch.cat([module.get_rng_state() for module in _modules_of_generators()])
+
+
+def _set_states(states: torch.Tensor) -> None:
+    for module in _modules_of_generators():
+        size = module.get_rng_state().numel()
+        module.set_rng_state(states[:size].clone())
+        states = states[size:]
+
+
+@functools.cache
+def _count_state_bytes() -> int:
+    with _compat.outside_modes():
+        return _read_states().numel()
+
+
+# Of torch's generators, as operators for a graph.
 random_state = ops.operator(
-    "random_state() -> Tensor", torch.get_rng_state, lambda: torch.empty(RANDOM_STATE_BYTES, dtype=torch.uint8)
+    "random_state() -> Tensor", _read_states, lambda: torch.empty(_count_state_bytes(), dtype=torch.uint8, device="cpu")
 )
-set_random_state = ops.operator("set_random_state(Tensor state) -> ()", torch.set_rng_state, lambda state: None)
+set_random_state = ops.operator("set_random_state(Tensor state) -> ()", _set_states, lambda state: None)
 seed = ops.operator("seed(Tensor key) -> ()", _seed, lambda key: None, ops.TAGS)
 # A graph keeps them in their order, though nothing uses their results.
 EFFECTS = (set_random_state, seed)

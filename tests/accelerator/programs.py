@@ -287,6 +287,47 @@ def saved_aside(device):
     return fs.checkpoint.restore(folder[0], like)
 
 
+OPERATORS = torch.library.Library("accelerator_tests", "DEF")
+OPERATORS.define("draw(Tensor x) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+torch.library.register_fake("accelerator_tests::draw", torch.empty_like, lib=OPERATORS)
+
+
+@torch.library.impl(OPERATORS, "draw", "CompositeExplicitAutograd")
+def _draw(x):
+    """Draw from the generator of a device, as its kernels would."""
+    generator = torch.default_generator if x.device.type == "cpu" else emu.GENERATOR
+    return torch.rand(x.shape, generator=generator, dtype=x.dtype).to(x.device)
+
+
+class Noisy(nn.Linear):
+    def forward(self, x):
+        return checkpoint(self.run, x, use_reentrant=False)
+
+    def run(self, x):
+        x = super().forward(x)
+        return (x * torch.ops.accelerator_tests.draw(x.detach())).sin()
+
+
+def noisy(device):
+    """Recompute what draws from a device, by a key, in a graph: its gradients are those of eager code."""
+    torch.manual_seed(0)
+    model = fs.functionalize(Noisy(WIDTH, CLASSES).double())
+    params = model.init(fs.zero3(mesh_of(device)))
+    x, _ = batches(device)[0]
+
+    def step(params, x):
+        return fs.value_and_grad(lambda params, x: model.apply(params, x, key=3).square().sum())(params, x)
+
+    eager = step(params, x)
+    states = [torch.get_rng_state(), emu.GENERATOR.get_state()]
+    jitted = fs.jit(step)(params, x)
+    after = [torch.get_rng_state(), emu.GENERATOR.get_state()]
+    assert all(map(torch.equal, leaves_of(eager), leaves_of(jitted))), "a graph has drawn other numbers"
+    assert all(map(torch.equal, states, after))
+    log.take()
+    return jitted
+
+
 def recomputed(device):
     """Differentiate by torch.func what draws from the generator of its device, and is computed again."""
     generator = emu.GENERATOR if device == "emu" else torch.default_generator
@@ -324,6 +365,7 @@ PROGRAMS = {
     "keyed": Program(keyed),
     "checkpointed": Program(lambda device: train(device, remat=True)),
     "recomputed": Program(recomputed, {"copy_": 2}),
+    "noisy": Program(noisy),
     **eager_and_jitted("skip_nonfinite", make=lambda: fs.skip_nonfinite(fs.adam(1e-2))),
     # torch's kernels that read the count of steps on an accelerator compute Adam's bias corrections in float32.
     "skip_nonfinite of torch": Program(lambda device: skipped(device, fs.skip_nonfinite), tolerance=BIAS_CORRECTION),
