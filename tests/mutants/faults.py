@@ -877,9 +877,9 @@ FAULTS = (
     ),
     Fault(
         "donated-state-not-set-aside",
-        "fshard/checkpoint/save.py",
-        'boxes = {path: box._replace(tensor=box.tensor.to("cpu", copy=True)) for path, box in boxes.items()}',
-        "pass",
+        "fshard/checkpoint/host_copies.py",
+        'copies.append(tensor.to("cpu", copy=True))',
+        "copies.append(tensor)",
         "4: a checkpoint has the state that it was given, whatever later steps write over it",
     ),
     Fault(
