@@ -170,4 +170,6 @@ def test_a_survivor_tells_nobody_where_torchrun_did_not_start_it(tmp_path):
     survivor, _ = run_on_ranks(2, fail_in_a_step, "no launcher", tmp_path)
     text, report = json.loads(survivor.output)
     assert text.startswith("rank 1 was killed or has ended")
-    assert (report, survivor.errors) == (None, "")
+    # Under load torch warns of a store that answers late.
+    errors = [line for line in survivor.errors.splitlines() if "[c10d]" not in line]
+    assert (report, errors) == (None, [])
