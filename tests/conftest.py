@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 # The laws hold to the bit on processors. What accelerators have of them, `benchmarks/quarter_hour.py` tries on one.
 # Before torch looks for devices, in this process and in those that it starts.
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fshard.testing import Workers
+from tests.accelerator import emu
 from tests.ranks import StrictWorkers
 from tests.tiers import mark_slow_rows
 
@@ -61,3 +63,9 @@ def workers() -> Iterator[Callable[[int], Workers]]:
             return pools[world_size]
 
         yield of_size
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The device of `tests/accelerator`, compiled."""
+    return emu.build(tmp_path_factory.mktemp("emu"))

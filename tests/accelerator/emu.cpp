@@ -2,7 +2,8 @@
 //
 // It has what an accelerator has and a test can see: tensors that no kernel mixes with the processor's, an autograd
 // thread of its own, streams and events, and a log of every copy to the host or the device, of every wait of the host
-// for the device, and of every operator that a stream runs, with the processor time that these take.
+// for the device, and of every operator that a stream runs, with the processor time that these take. Streams run at
+// once, or late (late.h).
 #include <ATen/Functions.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/ForeachUtils.h>
@@ -17,7 +18,13 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "late.h"
+
 namespace {
+
+using late::device;
+using late::pools;
+using late::Position;
 
 using at::Tensor;
 using Tensors = std::vector<Tensor>;
@@ -130,19 +137,29 @@ class Usage {
 Usage& usage = *new Usage;
 
 void free_emu(void* memory) {
-  if (memory != nullptr) {
-    usage.remove(memory);
-  }
+  usage.remove(memory);
   std::free(memory);
+}
+
+void free_late(void* memory) {
+  usage.remove(memory);
+  pools.release(memory);
+}
+
+void free_pinned(void* memory) {
+  pools.release(memory);
 }
 
 struct EmuAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t nbytes) override {
-    void* memory = nbytes ? std::aligned_alloc(ALIGNMENT, (nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT) : nullptr;
-    if (memory != nullptr) {
-      usage.add(memory, nbytes);
+    if (nbytes == 0) {
+      return {nullptr, DEVICE};
     }
-    return {memory, memory, &free_emu, DEVICE};
+    const bool is_late = device.is_late();
+    void* memory = is_late ? pools.allocate(nbytes, current_stream)
+                           : std::aligned_alloc(ALIGNMENT, (nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);
+    usage.add(memory, nbytes);
+    return {memory, memory, is_late ? &free_late : &free_emu, DEVICE};
   }
   c10::DeleterFnPtr raw_deleter() const override {
     return &free_emu;
@@ -153,6 +170,21 @@ struct EmuAllocator final : c10::Allocator {
 };
 EmuAllocator allocator;
 REGISTER_ALLOCATOR(EMU, &allocator)
+
+// Memory of the host that streams can read and write.
+struct PinnedAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t nbytes) override {
+    void* memory = pools.allocate(nbytes, late::HOST);
+    return {memory, memory, &free_pinned, c10::kCPU};
+  }
+  c10::DeleterFnPtr raw_deleter() const override {
+    return &free_pinned;
+  }
+  void copy_data(void* target, const void* source, std::size_t count) const override {
+    default_copy_data(target, source, count);
+  }
+};
+PinnedAllocator pinned_allocator;
 
 struct EmuHooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override {
@@ -179,7 +211,10 @@ struct EmuHooks final : at::PrivateUse1HooksInterface {
     return DEVICE;
   }
   c10::Allocator* getPinnedMemoryAllocator() const override {
-    return c10::GetAllocator(c10::kCPU);
+    return &pinned_allocator;
+  }
+  bool isPinnedPtr(const void* memory) const override {
+    return pools.is_pinned(memory);
   }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
     auto memory = allocator.allocate(nbytes);
@@ -187,21 +222,24 @@ struct EmuHooks final : at::PrivateUse1HooksInterface {
       note_memory(
           "launch resize_ on " + std::to_string(current_stream) + " reads " + address(storage.data()) + " writes " +
           address(memory.get()));
-      memcpy(memory.get(), storage.data(), std::min(nbytes, storage.nbytes()));
+      const auto copy = [target = memory.get(), source = storage.data(), count = std::min(nbytes, storage.nbytes())] {
+        memcpy(target, source, count);
+      };
+      device.enqueue(current_stream, {copy});
     }
     storage.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(memory));
     storage.unsafeGetStorageImpl()->set_nbytes(nbytes);
   }
 };
 
-// ---- streams: what is enqueued runs at once, and the log has its order
+// ---- streams: what is enqueued runs at once or late, and the log has its order
 
 std::atomic<c10::StreamId> streams{0};
 std::atomic<int64_t> recordings{0};
 
 // A recording of an event: what its stream had in its queue.
 struct EmuEvent {
-  c10::StreamId stream = 0;
+  Position position;
   int64_t recording = 0;
 };
 
@@ -236,38 +274,44 @@ struct EmuGuard final : c10::impl::DeviceGuardImplInterface {
   }
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
     auto* made = *event == nullptr ? new EmuEvent : static_cast<EmuEvent*>(*event);
-    *made = {stream.id(), ++recordings};
+    *made = {device.here(stream.id()), ++recordings};
     *event = made;
     note_memory("event " + std::to_string(made->recording) + " of " + std::to_string(stream.id()));
   }
   void block(void* event, const c10::Stream& stream) const override {
-    auto* source = static_cast<EmuEvent*>(event);
-    note("order stream " + std::to_string(stream.id()) + " after " + std::to_string(source->stream));
-    note_memory("stream " + std::to_string(stream.id()) + " after event " + std::to_string(source->recording));
+    const auto& source = *static_cast<EmuEvent*>(event);
+    note("order stream " + std::to_string(stream.id()) + " after " + std::to_string(source.position.stream));
+    note_memory("stream " + std::to_string(stream.id()) + " after event " + std::to_string(source.recording));
+    device.order(stream.id(), source.position);
   }
-  bool queryEvent(void*) const override {
-    return true;
+  bool queryEvent(void* event) const override {
+    return device.poll(*static_cast<Position*>(event));
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
     delete static_cast<EmuEvent*>(event);
   }
   void synchronizeEvent(void* event) const override {
+    const auto& source = *static_cast<EmuEvent*>(event);
     note("sync event");
-    note_memory("host after event " + std::to_string(static_cast<EmuEvent*>(event)->recording));
+    note_memory("host after event " + std::to_string(source.recording));
+    device.drain(source.position);
   }
-  bool queryStream(const c10::Stream&) const override {
-    return true;
+  bool queryStream(const c10::Stream& stream) const override {
+    return device.poll(device.here(stream.id()));
   }
   void synchronizeStream(const c10::Stream& stream) const override {
     note_wait("stream", stream.id());
+    device.drain(device.here(stream.id()));
   }
   void synchronizeDevice(c10::DeviceIndex) const override {
     note("sync device");
     note_memory("host after device");
+    device.drain_all();
   }
   void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {
     note("record stream " + std::to_string(stream.id()));
     note_memory("keep " + address(memory.get()) + " for " + std::to_string(stream.id()));
+    pools.record_use(memory.get(), stream.id());
   }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, EmuGuard)
@@ -313,6 +357,15 @@ Tensor on_host(const Tensor& tensor) {
   return with_storage(tensor, storage_over(tensor.storage(), c10::kCPU), c10::DispatchKey::CPU);
 }
 
+// The same for a task that runs late, which does not keep the memory.
+Tensor for_task(const Tensor& tensor) {
+  c10::DataPtr memory(const_cast<void*>(tensor.storage().data()), c10::kCPU);
+  const auto nbytes = tensor.storage().nbytes();
+  c10::Storage storage(
+      c10::Storage::use_byte_size_t(), nbytes, std::move(memory), c10::GetAllocator(c10::kCPU), true);
+  return with_storage(tensor, std::move(storage), c10::DispatchKey::CPU);
+}
+
 Tensor on_emu(const Tensor& tensor) {
   return with_storage(tensor, storage_over(tensor.storage(), DEVICE), EMU_KEY);
 }
@@ -321,176 +374,7 @@ bool is_emu(const Tensor& tensor) {
   return tensor.defined() && tensor.device().type() == EMU;
 }
 
-// ---- operators
-
-void check_devices(const c10::OperatorHandle& op, const std::vector<Tensor>& tensors) {
-  bool emu = false;
-  const Tensor* host = nullptr;
-  for (const auto& tensor : tensors) {
-    emu = emu || is_emu(tensor);
-    // As on other accelerators, a number of the processor goes with any tensor.
-    if (tensor.defined() && tensor.device().is_cpu() && tensor.dim() > 0) {
-      host = &tensor;
-    }
-  }
-  TORCH_CHECK(!(emu && host), op.schema().name(), ": expected all tensors to be on the same device, found emu and cpu");
-}
-
-// An operator may have made its out= larger.
-void take_resized(const Tensor& tensor, const Tensor& host) {
-  if (is_emu(tensor) && host.storage().data() != tensor.storage().data()) {
-    tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(storage_over(host.storage(), DEVICE));
-  }
-  if (is_emu(tensor) && host.sizes() != tensor.sizes()) {
-    tensor.unsafeGetTensorImpl()->set_sizes_and_strides(host.sizes(), host.strides(), host.storage_offset());
-  }
-}
-
-// The memory that a kernel reads and writes.
-class Launch {
- public:
-  void reads(const c10::IValue& value) {
-    add(value, reads_);
-  }
-  void writes(const c10::IValue& value) {
-    add(value, writes_);
-  }
-  void log(const std::string& name) const {
-    note_memory("launch " + name + " on " + std::to_string(current_stream) + " reads" + reads_ + " writes" + writes_);
-  }
-
- private:
-  static void add(const c10::IValue& value, std::string& addresses) {
-    if (!notes_memory) {
-      return;
-    }
-    if (value.isTensor()) {
-      const auto& tensor = value.toTensor();
-      // Numbers of the host are arguments of the launch.
-      if (tensor.defined() && (is_emu(tensor) || tensor.dim() > 0) && tensor.storage().data() != nullptr) {
-        addresses += (is_emu(tensor) ? " " : " host:") + address(tensor.storage().data());
-      }
-    } else if (value.isList()) {
-      for (const auto& item : value.toListRef()) {
-        add(item, addresses);
-      }
-    }
-  }
-
-  std::string reads_;
-  std::string writes_;
-};
-
-// Log an operator that has run: its schema tells which arguments it writes, and which results are views.
-void log_launch(
-    const c10::FunctionSchema& schema, const std::vector<c10::IValue>& given, c10::ArrayRef<c10::IValue> results) {
-  Launch launch;
-  for (size_t i = 0; i < given.size(); ++i) {
-    const auto* alias = schema.arguments()[i].alias_info();
-    if (alias != nullptr && alias->isWrite()) {
-      launch.writes(given[i]);
-    } else if (alias == nullptr) {
-      launch.reads(given[i]);
-    }
-  }
-  for (size_t i = 0; i < results.size(); ++i) {
-    if (schema.returns()[i].alias_info() == nullptr) {
-      launch.writes(results[i]);
-    }
-  }
-  launch.log(schema.name());
-}
-
-void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  Busy timer;
-  const auto& schema = op.schema();
-  const auto count = schema.arguments().size();
-  const auto begin = stack->size() - count;
-  const std::vector<c10::IValue> given(stack->begin() + begin, stack->end());
-  std::vector<Tensor> tensors;
-  for (size_t i = 0; i < count; ++i) {
-    auto& value = (*stack)[begin + i];
-    if (value.isTensor()) {
-      tensors.push_back(value.toTensor());
-      if (is_emu(value.toTensor())) {
-        value = on_host(value.toTensor());
-      }
-    } else if (value.isTensorList() || value.isOptionalTensorList() || value.isList()) {
-      auto list = value.toListRef();
-      bool any = false;
-      for (const auto& item : list) {
-        any = any || (item.isTensor() && is_emu(item.toTensor()));
-      }
-      for (const auto& item : list) {
-        if (item.isTensor()) {
-          tensors.push_back(item.toTensor());
-        }
-      }
-      if (!any) {
-        continue;
-      }
-      if (value.isTensorList()) {
-        c10::List<Tensor> moved;
-        for (const auto& item : list) {
-          moved.push_back(is_emu(item.toTensor()) ? on_host(item.toTensor()) : item.toTensor());
-        }
-        value = std::move(moved);
-      } else {
-        c10::List<std::optional<Tensor>> moved;
-        for (const auto& item : list) {
-          std::optional<Tensor> each;
-          if (item.isTensor()) {
-            each = is_emu(item.toTensor()) ? on_host(item.toTensor()) : item.toTensor();
-          }
-          moved.push_back(each);
-        }
-        value = std::move(moved);
-      }
-    } else if (value.isDevice()) {
-      value = c10::Device(c10::kCPU);
-    }
-  }
-  check_devices(op, tensors);
-  note("run " + schema.name() + " on " + std::to_string(current_stream));
-  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
-  const auto results = schema.returns().size();
-  const auto out = stack->size() - results;
-  for (size_t i = 0; i < results; ++i) {
-    auto& value = (*stack)[out + i];
-    const auto* alias = schema.returns()[i].alias_info();
-    if (alias != nullptr && alias->isWrite()) {
-      // In place, or into out=: the argument itself is the result.
-      for (size_t k = 0; k < count; ++k) {
-        const auto* other = schema.arguments()[k].alias_info();
-        if (other != nullptr && *other == *alias) {
-          if (given[k].isTensor()) {
-            take_resized(given[k].toTensor(), value.toTensor());
-          }
-          value = given[k];
-        }
-      }
-    } else if (value.isTensor()) {
-      if (value.toTensor().defined()) {
-        value = on_emu(value.toTensor());
-      }
-    } else if (value.isTensorList()) {
-      c10::List<Tensor> moved;
-      for (const Tensor& item : value.toTensorVector()) {
-        moved.push_back(on_emu(item));
-      }
-      value = std::move(moved);
-    }
-  }
-  const auto returned = c10::ArrayRef<c10::IValue>(*stack).slice(out, results);
-  if (notes_memory) {
-    log_launch(schema, given, returned);
-  }
-  for (const auto& value : returned) {
-    if (value.isBool()) {
-      note_wait(schema.name());
-    }
-  }
-}
+// ---- new tensors and views
 
 Tensor empty_strided(
     c10::IntArrayRef size,
@@ -536,6 +420,316 @@ Tensor view_by(const Tensor& self, const Tensor& viewed) {
   made.unsafeGetTensorImpl()->set_sizes_and_strides(viewed.sizes(), viewed.strides(), viewed.storage_offset());
   return made;
 }
+
+// ---- operators
+
+void check_devices(const c10::OperatorHandle& op, const std::vector<Tensor>& tensors) {
+  bool emu = false;
+  const Tensor* host = nullptr;
+  for (const auto& tensor : tensors) {
+    emu = emu || is_emu(tensor);
+    // As on other accelerators, a number of the processor goes with any tensor.
+    if (tensor.defined() && tensor.device().is_cpu() && tensor.dim() > 0) {
+      host = &tensor;
+    }
+  }
+  TORCH_CHECK(!(emu && host), op.schema().name(), ": expected all tensors to be on the same device, found emu and cpu");
+}
+
+// A tensor in memory of the current stream, with the values of one of the host.
+Tensor upload(const Tensor& host) {
+  auto made = empty_strided(host.sizes(), host.strides(), host.scalar_type(), {}, {}, {});
+  device.enqueue(current_stream, {[target = for_task(made), source = host.clone()] { target.copy_(source); }});
+  return made;
+}
+
+// The result of an operator that has run on the host's views of its arguments.
+Tensor take_result(const Tensor& host, const std::vector<Tensor>& arguments) {
+  if (!host.defined()) {
+    return host;
+  }
+  for (const auto& argument : arguments) {
+    if (is_emu(argument) && host.storage().data() && host.storage().data() == argument.storage().data()) {
+      return view_by(argument, host);
+    }
+  }
+  return device.is_late() ? upload(host) : on_emu(host);
+}
+
+// An operator may have made its out= larger.
+void take_resized(const Tensor& tensor, const Tensor& host) {
+  if (is_emu(tensor) && host.storage().data() != tensor.storage().data()) {
+    auto made = device.is_late() ? upload(host) : on_emu(host);
+    tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(made.storage());
+  }
+  if (is_emu(tensor) && host.sizes() != tensor.sizes()) {
+    tensor.unsafeGetTensorImpl()->set_sizes_and_strides(host.sizes(), host.strides(), host.storage_offset());
+  }
+}
+
+using Arguments = std::vector<c10::IValue>;
+
+std::vector<Tensor> tensors_in(const Arguments& arguments) {
+  std::vector<Tensor> tensors;
+  for (const auto& value : arguments) {
+    if (value.isTensor()) {
+      tensors.push_back(value.toTensor());
+    } else if (value.isTensorList() || value.isOptionalTensorList() || value.isList()) {
+      for (const auto& item : value.toListRef()) {
+        if (item.isTensor()) {
+          tensors.push_back(item.toTensor());
+        }
+      }
+    }
+  }
+  return tensors;
+}
+
+using Change = std::function<Tensor(const Tensor&)>;
+
+// Change the tensors of an argument or result.
+c10::IValue with_tensors(const c10::IValue& value, const Change& change) {
+  if (value.isTensor()) {
+    return value.toTensor().defined() ? change(value.toTensor()) : value;
+  }
+  if (value.isTensorList()) {
+    c10::List<Tensor> changed;
+    for (const Tensor& item : value.toTensorVector()) {
+      changed.push_back(change(item));
+    }
+    return changed;
+  }
+  const bool is_list = value.isOptionalTensorList() || value.isList();
+  if (is_list && !tensors_in({value}).empty()) {
+    c10::List<std::optional<Tensor>> changed;
+    for (const auto& item : value.toListRef()) {
+      changed.push_back(item.isTensor() ? std::optional<Tensor>(change(item.toTensor())) : std::nullopt);
+    }
+    return changed;
+  }
+  return value;
+}
+
+Arguments on_device(const Arguments& arguments, c10::Device place, const Change& change) {
+  Arguments changed;
+  for (const auto& value : arguments) {
+    changed.push_back(value.isDevice() ? c10::IValue(place) : with_tensors(value, change));
+  }
+  return changed;
+}
+
+// The argument that a result is, of an operator that writes in place or into out=.
+std::optional<size_t> argument_of(const c10::FunctionSchema& schema, size_t result) {
+  const auto* alias = schema.returns()[result].alias_info();
+  if (alias == nullptr || !alias->isWrite()) {
+    return std::nullopt;
+  }
+  std::optional<size_t> position;
+  for (size_t k = 0; k < schema.arguments().size(); ++k) {
+    const auto* other = schema.arguments()[k].alias_info();
+    if (other != nullptr && *other == *alias) {
+      position = k;
+    }
+  }
+  return position;
+}
+
+// The memory that a kernel reads and writes.
+class Launch {
+ public:
+  void reads(const c10::IValue& value) {
+    add(value, reads_);
+  }
+  void writes(const c10::IValue& value) {
+    add(value, writes_);
+  }
+  void log(const std::string& name) const {
+    note_memory("launch " + name + " on " + std::to_string(current_stream) + " reads" + reads_ + " writes" + writes_);
+  }
+
+ private:
+  static void add(const c10::IValue& value, std::string& addresses) {
+    if (!notes_memory) {
+      return;
+    }
+    if (value.isTensor()) {
+      const auto& tensor = value.toTensor();
+      // Numbers of the host are arguments of the launch.
+      if (tensor.defined() && (is_emu(tensor) || tensor.dim() > 0) && tensor.storage().data() != nullptr) {
+        addresses += (is_emu(tensor) ? " " : " host:") + address(tensor.storage().data());
+      }
+    } else if (value.isList()) {
+      for (const auto& item : value.toListRef()) {
+        add(item, addresses);
+      }
+    }
+  }
+
+  std::string reads_;
+  std::string writes_;
+};
+
+// Log an operator that has run: its schema tells which arguments it writes, and which results are views.
+void log_launch(const c10::FunctionSchema& schema, const Arguments& given, const Arguments& results) {
+  Launch launch;
+  for (size_t i = 0; i < given.size(); ++i) {
+    const auto* alias = schema.arguments()[i].alias_info();
+    if (alias != nullptr && alias->isWrite()) {
+      launch.writes(given[i]);
+    } else if (alias == nullptr) {
+      launch.reads(given[i]);
+    }
+  }
+  for (size_t i = 0; i < results.size(); ++i) {
+    if (schema.returns()[i].alias_info() == nullptr) {
+      launch.writes(results[i]);
+    }
+  }
+  launch.log(schema.name());
+}
+
+// Run an operator now, on what its arguments hold now.
+Arguments run_now(const c10::OperatorHandle& op, const Arguments& given) {
+  Busy timer;
+  const auto& schema = op.schema();
+  const auto arguments = tensors_in(given);
+  auto stack = on_device(given, c10::kCPU, [](const Tensor& each) { return is_emu(each) ? on_host(each) : each; });
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+  for (size_t i = 0; i < stack.size(); ++i) {
+    auto& value = stack[i];
+    if (const auto position = argument_of(schema, i)) {
+      if (given[*position].isTensor()) {
+        take_resized(given[*position].toTensor(), value.toTensor());
+      }
+      value = given[*position];
+    } else {
+      value = with_tensors(value, [&](const Tensor& each) { return take_result(each, arguments); });
+    }
+  }
+  return stack;
+}
+
+// ---- operators that run late
+
+// As another device, which knows shapes alone, sees a tensor.
+Tensor on_meta(const Tensor& tensor) {
+  c10::Storage storage(
+      c10::Storage::use_byte_size_t(), tensor.storage().nbytes(), c10::DataPtr(nullptr, c10::kMeta),
+      c10::GetAllocator(c10::kMeta), true);
+  return with_storage(tensor, std::move(storage), c10::DispatchKey::Meta);
+}
+
+// Make the results of an operator that has not run; nothing if they depend on values, or it has to run in order.
+std::optional<Arguments> make_results(const c10::OperatorHandle& op, const Arguments& given, bool& is_view) {
+  const auto& schema = op.schema();
+  if (op.hasTag(at::Tag::nondeterministic_seeded)) {
+    return std::nullopt;
+  }
+  std::vector<std::pair<Tensor, Tensor>> sources;
+  Arguments results;
+  bool has_new = false;
+  is_view = !schema.returns().empty();
+  for (size_t i = 0; i < schema.returns().size(); ++i) {
+    const auto position = argument_of(schema, i);
+    results.push_back(position ? given[*position] : c10::IValue());
+    has_new = has_new || !position;
+    is_view = is_view && !position;
+    // An out= without elements is made larger.
+    if (position && given[*position].isTensor() && given[*position].toTensor().numel() == 0) {
+      return std::nullopt;
+    }
+  }
+  if (!has_new) {
+    return results;
+  }
+  auto shapes = on_device(given, c10::kMeta, [&](const Tensor& each) {
+    sources.emplace_back(each, on_meta(each));
+    return sources.back().second;
+  });
+  try {
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &shapes);
+  } catch (const std::exception&) {
+    return std::nullopt;
+  }
+  const auto make = [&](const Tensor& shape) {
+    for (const auto& [argument, meta] : sources) {
+      if (shape.storage().is_alias_of(meta.storage())) {
+        return view_by(argument, shape);
+      }
+    }
+    is_view = false;
+    return empty_strided(shape.sizes(), shape.strides(), shape.scalar_type(), {}, {}, {});
+  };
+  for (size_t i = 0; i < results.size(); ++i) {
+    if (argument_of(schema, i)) {
+      continue;
+    }
+    if (!shapes[i].isTensor() && !shapes[i].isTensorList()) {
+      return std::nullopt;
+    }
+    results[i] = with_tensors(shapes[i], make);
+  }
+  return results;
+}
+
+// The processor's numbers are read now; tasks do not keep what Python may know.
+Tensor argument_for_task(const Tensor& tensor) {
+  if (is_emu(tensor)) {
+    return for_task(tensor);
+  }
+  auto copied = tensor.detach().clone();
+  copied.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+  return copied;
+}
+
+Arguments run_late(const c10::OperatorHandle& op, const Arguments& given) {
+  bool is_view = false;
+  const auto results = make_results(op, given, is_view);
+  if (!results) {
+    device.drain(device.here(current_stream));
+    return run_now(op, given);
+  }
+  if (is_view) {
+    return *results;
+  }
+  const auto run = [op, stack = on_device(given, c10::kCPU, argument_for_task),
+                    targets = on_device(*results, c10::kCPU, for_task)]() mutable {
+    Busy timer;
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+    for (size_t i = 0; i < targets.size(); ++i) {
+      const auto from = tensors_in({stack[i]}), to = tensors_in({targets[i]});
+      for (size_t k = 0; k < to.size(); ++k) {
+        if (!to[k].defined() || from[k].storage().data() == to[k].storage().data()) {
+          continue;
+        }
+        TORCH_CHECK(!argument_of(op.schema(), i), op.schema().name(), ": an out= would change its size late");
+        to[k].copy_(from[k]);
+      }
+    }
+  };
+  device.enqueue(current_stream, {run});
+  return *results;
+}
+
+void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  const Arguments given(stack->end() - schema.arguments().size(), stack->end());
+  check_devices(op, tensors_in(given));
+  note("run " + schema.name() + " on " + std::to_string(current_stream));
+  auto results = device.is_late() ? run_late(op, given) : run_now(op, given);
+  if (notes_memory) {
+    log_launch(schema, given, results);
+  }
+  for (const auto& value : results) {
+    if (value.isBool()) {
+      note_wait(schema.name());
+    }
+  }
+  torch::jit::drop(*stack, schema.arguments().size());
+  stack->insert(stack->end(), results.begin(), results.end());
+}
+
+// ---- operators of this device
 
 Tensor view(const Tensor& self, c10::IntArrayRef size) {
   return view_by(self, on_host(self).view(size));
@@ -592,24 +786,41 @@ Tensor& set_empty(Tensor& self) {
   return set_(self, c10::Storage(c10::Storage::use_byte_size_t(), 0, allocator.allocate(0), &allocator, true), 0, {0}, {1});
 }
 
+// Whether a stream can copy it while the host goes on.
+bool is_for_streams(const Tensor& tensor) {
+  return is_emu(tensor) || pools.is_pinned(tensor.storage().data());
+}
+
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
-  Busy timer;
   const bool to_host = is_emu(source) && !is_emu(self);
   const bool crosses = is_emu(self) != is_emu(source);
+  bool waits = false;
   if (crosses) {
+    const bool is_pageable = !is_for_streams(self) || !is_for_streams(source);
     note(std::string(to_host ? "to host " : "to emu ") + std::to_string(source.numel()) + (non_blocking ? " async" : ""));
+    waits = source.numel() > 0 && (!non_blocking || is_pageable);
   } else {
     note("run aten::copy_ on " + std::to_string(current_stream));
   }
-  auto target = is_emu(self) ? on_host(self) : self;
-  target.copy_(is_emu(source) ? on_host(source) : source);
   Launch launch;
   launch.reads(source);
   launch.writes(self);
   launch.log("aten::copy_");
-  // As CUDA does in both directions, whether or not the host's memory is pinned.
-  if (crosses && !non_blocking && source.numel()) {
-    note_wait("copy_");
+  for (const auto& each : {self, source}) {
+    if (!is_emu(each)) {
+      pools.record_use(each.storage().data(), current_stream);
+    }
+  }
+  const auto run = [to = for_task(self), from = for_task(source)] {
+    Busy timer;
+    to.copy_(from);
+  };
+  if (waits) {
+    note_wait(non_blocking ? "copy_ of pageable memory" : "copy_");
+    device.drain(device.here(current_stream));
+    run();
+  } else {
+    device.enqueue(current_stream, {run});
   }
   return self;
 }
@@ -630,6 +841,7 @@ c10::Scalar local_scalar_dense(const Tensor& self) {
   launch.reads(self);
   launch.log("aten::_local_scalar_dense");
   note_wait("aten::_local_scalar_dense");
+  device.drain(device.here(current_stream));
   return on_host(self).item();
 }
 
@@ -639,12 +851,14 @@ bool equal(const Tensor& self, const Tensor& other) {
   launch.reads(other);
   launch.log("aten::equal");
   note_wait("aten::equal");
+  device.drain(device.here(current_stream));
   return on_host(self).equal(on_host(other));
 }
 
 void record_stream(Tensor& self, c10::Stream stream) {
   note("record stream " + std::to_string(stream.id()));
   note_memory("keep " + address(self.storage().data()) + " for " + std::to_string(stream.id()));
+  pools.record_use(self.storage().data(), stream.id());
 }
 
 // Their results' shapes depend on values.
@@ -667,7 +881,8 @@ void run_index(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         if (each->defined() && !is_emu(*each)) {
           note("to emu " + std::to_string(each->numel()));
           note_wait("index");
-          each = on_emu(each->clone());
+          each = device.is_late() ? upload(*each) : on_emu(each->clone());
+          device.drain(device.here(current_stream));
         } else if (each->scalar_type() == c10::kBool || each->scalar_type() == c10::kByte) {
           note_wait("index by a mask");
         }
@@ -762,10 +977,59 @@ struct Works final : c10d::Work {
 
 using Started = c10::intrusive_ptr<c10d::Work>;
 
+// A rank's rows of a sum over ranks. That of gloo does not tell when it is completed.
+struct ReduceScatter final : c10d::Work {
+  ReduceScatter(Started sum, Tensor row, Tensor out)
+      : sum_(std::move(sum)), row_(std::move(row)), out_(std::move(out)) {}
+  bool isCompleted() override {
+    return sum_->isCompleted();
+  }
+  bool wait(std::chrono::milliseconds timeout) override {
+    sum_->wait(timeout);
+    out_.copy_(row_);
+    return true;
+  }
+
+ private:
+  Started sum_;
+  Tensor row_;
+  Tensor out_;
+};
+
+// A collective that runs late, on a stream of its own. As NCCL's it keeps its tensors until somebody waits, which lets
+// the current stream wait, and the host only for a barrier.
+struct LateWork final : c10d::Work {
+  LateWork(Position end, Tensors tensors, bool blocks) : end_(end), tensors_(std::move(tensors)), blocks_(blocks) {}
+  ~LateWork() override {
+    for (const auto& tensor : tensors_) {
+      pools.record_use(tensor.storage().data(), end_.stream);
+    }
+  }
+  bool isCompleted() override {
+    return device.poll(end_);
+  }
+  bool wait(std::chrono::milliseconds) override {
+    if (blocks_) {
+      device.drain(end_);
+    }
+    device.order(current_stream, end_);
+    tensors_.clear();
+    return true;
+  }
+  void synchronize() override {
+    wait(kNoTimeout);
+  }
+
+ private:
+  Position end_;
+  Tensors tensors_;
+  bool blocks_;
+};
+
 // As NCCL's it fuses lists of tensors, and takes none of the processor's.
 struct EmuBackend final : c10d::Backend {
   explicit EmuBackend(c10::intrusive_ptr<c10d::Backend> gloo)
-      : c10d::Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)) {}
+      : c10d::Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)), stream_(++streams) {}
 
   const std::string getBackendName() const override {
     return "emuccl";
@@ -774,55 +1038,58 @@ struct EmuBackend final : c10d::Backend {
     return true;
   }
   Started broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    auto moved = host(tensors);
-    return gloo_->broadcast(moved, options);
+    return start(tensors, [gloo = gloo_, moved = host(tensors), options]() mutable {
+      return gloo->broadcast(moved, options);
+    });
   }
   Started allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    auto moved = host(tensors);
-    return gloo_->allreduce(moved, options);
+    return start(tensors, [gloo = gloo_, moved = host(tensors), options]() mutable {
+      return gloo->allreduce(moved, options);
+    });
   }
   Started allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
-    std::vector<Started> works;
-    for (auto& tensor : tensors) {
-      Tensors one{tensor};
-      works.push_back(allreduce(one, options));
-    }
-    return c10::make_intrusive<Works>(works);
+    return start_each(tensors, tensors, [gloo = gloo_, options](Tensor& out, Tensor&) {
+      Tensors one{out};
+      return gloo->allreduce(one, options);
+    });
   }
   Started _allgather_base(Tensor& out, Tensor& in, const c10d::AllgatherOptions& options) override {
-    auto target = host(out), source = host(in);
-    return gloo_->_allgather_base(target, source, options);
+    Tensors outs{out}, ins{in};
+    return allgather_into_tensor_coalesced(outs, ins, options);
   }
   Started allgather_into_tensor_coalesced(Tensors& out, Tensors& in, const c10d::AllgatherOptions& options) override {
-    std::vector<Started> works;
-    for (size_t i = 0; i < in.size(); ++i) {
-      works.push_back(_allgather_base(out[i], in[i], options));
-    }
-    return c10::make_intrusive<Works>(works);
+    return start_each(out, in, [gloo = gloo_, options](Tensor& target, Tensor& source) {
+      return gloo->_allgather_base(target, source, options);
+    });
   }
   Started _reduce_scatter_base(Tensor& out, Tensor& in, const c10d::ReduceScatterOptions& options) override {
-    auto target = host(out), source = host(in);
-    return gloo_->_reduce_scatter_base(target, source, options);
+    Tensors outs{out}, ins{in};
+    return reduce_scatter_tensor_coalesced(outs, ins, options);
   }
   Started reduce_scatter_tensor_coalesced(
       Tensors& out, Tensors& in, const c10d::ReduceScatterOptions& options) override {
-    std::vector<Started> works;
-    for (size_t i = 0; i < in.size(); ++i) {
-      works.push_back(_reduce_scatter_base(out[i], in[i], options));
-    }
-    return c10::make_intrusive<Works>(works);
+    c10d::AllreduceOptions sum;
+    sum.reduceOp = options.reduceOp;
+    sum.timeout = options.timeout;
+    return start_each(out, in, [gloo = gloo_, sum](Tensor& target, Tensor& source) -> Started {
+      Tensors rows{source.clone(at::MemoryFormat::Contiguous)};
+      auto row = rows[0].view({gloo->getSize(), -1})[gloo->getRank()].view(target.sizes());
+      return c10::make_intrusive<ReduceScatter>(gloo->allreduce(rows, sum), row, target);
+    });
   }
   Started alltoall_base(
       Tensor& out, Tensor& in, std::vector<int64_t>& out_splits, std::vector<int64_t>& in_splits,
       const c10d::AllToAllOptions& options) override {
-    auto target = host(out), source = host(in);
-    return gloo_->alltoall_base(target, source, out_splits, in_splits, options);
+    return start({out, in}, [=, gloo = gloo_, target = host(out), source = host(in)]() mutable {
+      return gloo->alltoall_base(target, source, out_splits, in_splits, options);
+    });
   }
   Started barrier(const c10d::BarrierOptions& options) override {
-    return gloo_->barrier(options);
+    return start({}, [gloo = gloo_, options] { return gloo->barrier(options); }, true);
   }
   // gloo has none, but a receive that is waited for in vain ends its connection, and what waits there.
   void abort() override {
+    device.abandon(stream_);
     std::vector<Started> receives;
     for (int rank = 0; rank < getSize(); ++rank) {
       Tensors one{at::empty({1})};
@@ -843,9 +1110,39 @@ struct EmuBackend final : c10d::Backend {
   }
 
  private:
+  Started start(const Tensors& tensors, std::function<Started()> run, bool blocks = false) {
+    if (!device.is_late()) {
+      return run();
+    }
+    device.order(stream_, device.here(current_stream));
+    auto work = std::make_shared<Started>();
+    const auto is_over = [work] { return !*work || (*work)->isCompleted(); };
+    const auto end = [work] {
+      if (*work) {
+        (*work)->wait();
+      }
+    };
+    const auto position = device.enqueue_collective(
+        stream_, {[work, run = std::move(run)] { *work = run(); }}, {end, std::nullopt, is_over});
+    return c10::make_intrusive<LateWork>(position, tensors, blocks);
+  }
+  Started start_each(const Tensors& outs, const Tensors& ins, std::function<Started(Tensor&, Tensor&)> run) {
+    auto tensors = outs;
+    tensors.insert(tensors.end(), ins.begin(), ins.end());
+    return start(tensors, [targets = host(outs), sources = host(ins), run]() mutable -> Started {
+      if (targets.size() == 1) {
+        return run(targets[0], sources[0]);
+      }
+      std::vector<Started> works;
+      for (size_t i = 0; i < targets.size(); ++i) {
+        works.push_back(run(targets[i], sources[i]));
+      }
+      return c10::make_intrusive<Works>(works);
+    });
+  }
   static Tensor host(const Tensor& tensor) {
     TORCH_CHECK(is_emu(tensor), "emuccl: expected a tensor on emu, found one on ", tensor.device());
-    return on_host(tensor);
+    return device.is_late() ? for_task(tensor) : on_host(tensor);
   }
   static Tensors host(const Tensors& tensors) {
     Tensors moved;
@@ -856,6 +1153,7 @@ struct EmuBackend final : c10d::Backend {
   }
 
   c10::intrusive_ptr<c10d::Backend> gloo_;
+  c10::StreamId stream_;
 };
 
 std::vector<std::string> take_events() {
@@ -874,6 +1172,17 @@ const bool registered = [] {
 } // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.def(
+      "run_late",
+      [](uint64_t seed) {
+        device.start(seed);
+        [[maybe_unused]] static const int stops = std::atexit([] { device.stop(); });
+      },
+      pybind11::call_guard<pybind11::gil_scoped_release>(),
+      "Let streams run late from now on, in an order that a seed decides.");
+  m.def(
+      "run_at_once", [] { device.finish(); }, pybind11::call_guard<pybind11::gil_scoped_release>(),
+      "Run all that is enqueued, and each later operator when it is called.");
   m.def("take_events", take_events, "Return the log and begin a new one.");
   m.def("note", note, "Write a line to the log.");
   m.def("note_memory", [](bool value) { notes_memory = value; }, "Let the log tell of memory and events, or no longer.");

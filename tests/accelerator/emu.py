@@ -69,7 +69,8 @@ def load(library: Path) -> ModuleType:
 
     Returns:
         A module with take_events(): what ran on the device, and when the host waited for it. Its allocated_bytes() and
-        peak_bytes() count memory of the device, and reset_peak() begins a new peak.
+        peak_bytes() count memory of the device, and reset_peak() begins a new peak. After run_late(seed), streams run
+        late, in an order that the seed decides; run_at_once() ends this.
     """
     spec = importlib.util.spec_from_file_location("emu", library)
     emu = importlib.util.module_from_spec(spec)

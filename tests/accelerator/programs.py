@@ -1,6 +1,6 @@
 """Programs that run on each of two ranks, on processors and on the device "emu", and give the same numbers.
 
-As a script, on each rank of torchrun: `programs.py LIBRARY RESULT [--alone] [NAME...]`.
+As a script, on each rank of torchrun: `programs.py LIBRARY RESULT [--alone] [--late SEEDS [--fault FAULT]] [NAME...]`.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
+from fshard import _compat
 from fshard.checkpoint import host_copies
 from fshard.rounding import tolerance
 from tests.accelerator import emu
@@ -52,8 +53,8 @@ class Program(NamedTuple):
     alone: dict[str, int] | None = None  # waits where ranks cannot send each other tensors of the processor, if run
 
 
-# The status of a call, which travels with the objective.
-STATUS = {"copy_": 1}
+# The status of a call, which travels with the objective: to the device and back.
+STATUS = {"copy_": 1, "copy_ of pageable memory": 1}
 
 
 class Block(nn.Module):
@@ -422,12 +423,62 @@ def compare(program, alone):
     }
 
 
+def lose_waits():
+    """Let no stream of the device wait for a collective."""
+    wait = _compat.WAIT_TENSOR
+    _compat.WAIT_TENSOR = lambda buffer: buffer if buffer.device.type == "emu" else wait(buffer)
+
+
+def lose_records():
+    """Let streams give memory that other streams use to other tensors."""
+    torch.Tensor.record_stream = lambda *_: None
+
+
+FAULTS = {"waits": lose_waits, "records": lose_records}
+
+
+def run_late(program, library, seeds, fault=None):
+    """Run a program with streams that run at once, and then late, once for each seed.
+
+    Args:
+        program: The program.
+        library: The device.
+        seeds: How many seeds.
+        fault: One of `FAULTS`, for the late streams.
+
+    Returns:
+        What differs on this rank between late streams and others, by seed.
+    """
+
+    def run():
+        log.take()
+        results = program.run("emu")
+        waits = [event for event in log.take() if event.startswith("sync")]
+        return leaves_of(results), waits
+
+    expected, expected_waits = run()
+    if fault is not None:
+        FAULTS[fault]()
+    differences = {}
+    for seed in range(seeds):
+        # Ranks run in different orders.
+        library.run_late(seed * dist.get_world_size() + dist.get_rank())
+        leaves, waits = run()
+        library.run_at_once()
+        unequal = [not torch.equal(*pair) for pair in zip(leaves, expected, strict=True)]
+        if any(unequal) or waits != expected_waits:
+            differences[seed] = f"{sum(unequal)} of {len(leaves)} leaves have other bits, the host waits {waits}"
+    return differences
+
+
 def main(programs: dict[str, Program]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("library", type=Path)
     parser.add_argument("result", type=Path)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--alone", action="store_true", help="without collectives of processors")
+    parser.add_argument("--late", type=int, help="with streams that run late, for so many seeds")
+    parser.add_argument("--fault", choices=FAULTS, help="what to lose meanwhile")
     options = parser.parse_intermixed_args()
     torch.set_num_threads(1)
     library = emu.load(options.library)
@@ -439,11 +490,16 @@ def main(programs: dict[str, Program]) -> None:
     mesh_of("emu")
     for name in options.names or programs:
         try:
-            reports[name] = compare(programs[name], options.alone)
+            if options.late is None:
+                reports[name] = compare(programs[name], options.alone)
+            else:
+                reports[name] = run_late(programs[name], library, options.late, options.fault)
         except Exception:
             reports[name] = {"error": traceback.format_exc()}
-    if int(os.environ["RANK"]) == 0:
-        options.result.write_text(json.dumps(reports))
+    # Late streams may give other numbers on one rank only.
+    suffix = "" if options.late is None else f".{os.environ['RANK']}"
+    if suffix or int(os.environ["RANK"]) == 0:
+        options.result.with_name(options.result.name + suffix).write_text(json.dumps(reports))
     if options.alone:
         dist.destroy_process_group()
 

@@ -6,23 +6,21 @@ import subprocess
 
 import pytest
 
-from tests.accelerator import emu
 from tests.accelerator.programs import GATHERS, PROGRAMS
 from tests.test_processes import ROOT, TORCHRUN
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    return emu.build(tmp_path_factory.mktemp("emu"))
+# Orders in which late streams run, and processes that share the programs.
+SEEDS, PARTS = 20, 3
 
 
-def run(library, *options, script="tests/accelerator/programs.py", devices=8):
-    """Run programs on two ranks of a host with so many devices."""
+def launch(library, *options, script="tests/accelerator/programs.py", devices=8):
+    """Run programs on two ranks of a host with so many devices, and return the file of their results."""
     result = library.with_name("result.json")
     done = subprocess.run(
-        [*map(str, (*TORCHRUN, 2, ROOT / script, library, result)), *options],
+        [*map(str, (*TORCHRUN, 2, ROOT / script, library, result, *options))],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "EMU_DEVICES": str(devices)},
         capture_output=True,
@@ -30,7 +28,18 @@ def run(library, *options, script="tests/accelerator/programs.py", devices=8):
         timeout=560,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(result.read_text())
+    return result
+
+
+def run(library, *options, **circumstances):
+    return json.loads(launch(library, *options, **circumstances).read_text())
+
+
+def run_late(library, seeds, *options, **circumstances):
+    """Run programs with streams that run late; returns for each what differs on each rank, by seed."""
+    result = launch(library, "--late", seeds, *options, **circumstances)
+    ranks = [json.loads(result.with_name(f"{result.name}.{rank}").read_text()) for rank in range(2)]
+    return {name: [each[name] for each in ranks] for name in ranks[0]}
 
 
 def faults(reports, alone=False, programs=PROGRAMS, may_wait=False):
@@ -73,3 +82,24 @@ def test_ranks_that_share_a_device_send_through_the_processor(library):
     reports = run(library, devices=1)
     assert list(faults(reports, may_wait=True)) == []
     assert list(reports) == list(PROGRAMS)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_late_streams_give_the_same_bits_and_host_waits(library, part):
+    """Operators run in an order that only streams and events constrain, and freed memory is filled with NaN."""
+    names = list(PROGRAMS)[part::PARTS]
+    assert run_late(library, SEEDS, *names) == {name: [{}, {}] for name in names}
+
+
+def test_late_streams_without_collectives_of_processors(library):
+    names = [name for name, each in PROGRAMS.items() if each.alone is not None]
+    assert run_late(library, 3, "--alone", *names) == {name: [{}, {}] for name in names}
+
+
+@pytest.mark.parametrize(("fault", "name"), [("waits", "zero3"), ("records", "offloaded")])
+def test_late_streams_find_what_is_lost(library, fault, name):
+    """A lost wait for a collective, and memory of another stream that is not recorded, give other numbers."""
+    (reports,) = run_late(library, 4, "--fault", fault, name).values()
+    assert any(reports)
+    for report in reports:
+        assert "error" not in report

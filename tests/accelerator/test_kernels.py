@@ -2,9 +2,8 @@
 
 import pytest
 
-from tests.accelerator.test_accelerator import library, run
+from tests.accelerator.test_accelerator import run
 
-__all__ = ["library"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 # A unit is cast, gathered in the backward again, reduced, divided and updated: one kernel each, not one for each leaf.

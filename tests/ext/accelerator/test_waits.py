@@ -5,10 +5,9 @@ from functools import partial
 import pytest
 
 from tests.accelerator import test_accelerator as core
-from tests.accelerator.test_accelerator import faults, library
+from tests.accelerator.test_accelerator import faults
 from tests.ext.accelerator.waits import PROGRAMS
 
-__all__ = ["library"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 run = partial(core.run, script="tests/ext/accelerator/waits.py")
