@@ -237,9 +237,10 @@ def reduce_loss_and_usage(
                 (loss,) = comm.all_reduce([loss], axis, _LABEL)
         return loss, _record_usage(used, shared_axes)
     device = _flags_device(loss, axes)
-    # In the dtype of the loss, so that both can travel in one buffer. The copy does not block the host; later work on
-    # the same stream sees it.
-    flags = torch.tensor(list(used.values()), dtype=loss.dtype, device="cpu")
+    # In the dtype of the loss, so that both can travel in one buffer. The copy does not block the host, as one from
+    # pageable memory would; later work on the same stream sees it.
+    is_pinned = device.type != "cpu"
+    flags = torch.tensor(list(used.values()), dtype=loss.dtype, device="cpu", pin_memory=is_pinned)
     flags = flags.to(device, non_blocking=True)
     for axis in axes:
         losses = [loss] if axis in loss_axes else []

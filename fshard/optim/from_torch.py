@@ -365,7 +365,13 @@ def _move_numbers(numbers: Tensors, device: torch.device) -> Tensors:
     """Copy numbers to a device in one copy, because the host waits for each copy to the CPU."""
     if not numbers or numbers[0].device == device:
         return numbers
-    return torch.stack(list(numbers)).to(device, non_blocking=device.type != "cpu").unbind()
+    stacked = torch.stack(list(numbers))
+    if device.type == "cpu":
+        return stacked.to(device).unbind()
+    if not _compat.is_tracing():
+        # The host would wait for a copy from pageable memory. A trace has none.
+        stacked = stacked.pin_memory()
+    return stacked.to(device, non_blocking=True).unbind()
 
 
 @torch.no_grad()

@@ -54,7 +54,7 @@ class Program(NamedTuple):
 
 
 # The status of a call, which travels with the objective: to the device and back.
-STATUS = {"copy_": 1, "copy_ of pageable memory": 1}
+STATUS = {"copy_": 1}
 
 
 class Block(nn.Module):

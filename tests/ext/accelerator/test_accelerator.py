@@ -40,7 +40,7 @@ PROGRAMS = {
     **eager_and_jitted("lars", make=lambda: fs.lars(1e-2)),
     **eager_and_jitted("adafactor", make=lambda: fs.adafactor(1e-2)),
     # The counts of updates, which torch keeps on the processor, travel too, there and back.
-    **eager_and_jitted("muon", alone={"copy_": 3, "copy_ of pageable memory": 1}, make=muon),
+    **eager_and_jitted("muon", alone={"copy_": 3}, make=muon),
     "dynamic_loss_scale of torch": Program(
         lambda device: programs.skipped(device, fs.dynamic_loss_scale), tolerance=programs.BIAS_CORRECTION
     ),
