@@ -101,8 +101,17 @@ def assert_on(device, tree):
     assert kinds == {device}, f"tensors are on {kinds}"
 
 
-def train(device, strategy=fs.zero3, tx=None, *, jit=None, **options):
-    """Train some steps; returns the losses and the state."""
+def train(device, strategy=fs.zero3, tx=None, *, jit=None, traced=None, **options):
+    """Train some steps; returns the losses and the state.
+
+    Args:
+        device: The device.
+        strategy: The layout, a map of a mesh to a transform.
+        tx: The optimizer, if not AdamW of clipped gradients.
+        jit: Arguments of `fs.jit`, if steps are jitted.
+        traced: Jitted steps of earlier calls by device, which this one takes or adds to.
+        **options: What `modelled` takes.
+    """
     params, loss_fn = modelled(device, strategy, **options)
     tx = tx or fs.chain(fs.clip_by_global_norm(0.5), fs.from_torch(torch.optim.AdamW, lr=1e-2))
     state, losses = fs.TrainState.create(params, tx), []
@@ -111,7 +120,9 @@ def train(device, strategy=fs.zero3, tx=None, *, jit=None, **options):
         loss, grads = fs.value_and_grad(loss_fn)(state.params, batch)
         return fs.update(tx, state, grads), loss
 
-    run = step if jit is None else fs.jit(step, **jit)
+    run = step
+    if jit is not None:
+        run = traced.setdefault(device, fs.jit(step, **jit))
     for batch in batches(device):
         log.take()
         state, loss = run(state, batch)
@@ -359,9 +370,11 @@ def leaves_of(tree):
 
 
 def eager_and_jitted(name, jit=None, alone=STATUS, strategy=fs.zero3, make=lambda: None):
+    # A program that runs for many seeds traces its step once.
+    traced = {}
     return {
         name: Program(lambda device: train(device, strategy, make()), alone=alone),
-        f"{name} jitted": Program(lambda device: train(device, strategy, make(), jit=jit or {})),
+        f"{name} jitted": Program(lambda device: train(device, strategy, make(), jit=jit or {}, traced=traced)),
     }
 
 

@@ -11,9 +11,8 @@ from tests.test_processes import ROOT, TORCHRUN
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-
 # Orders in which late streams run, and processes that share the programs.
-SEEDS, PARTS = 20, 3
+SEEDS, PARTS = 20, 5
 
 
 def launch(library, *options, script="tests/accelerator/programs.py", devices=8):
