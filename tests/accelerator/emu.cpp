@@ -593,13 +593,15 @@ Arguments run_now(const c10::OperatorHandle& op, const Arguments& given) {
   Busy timer;
   const auto& schema = op.schema();
   const auto arguments = tensors_in(given);
-  auto stack = on_device(given, c10::kCPU, [](const Tensor& each) { return is_emu(each) ? on_host(each) : each; });
+  const auto hosts = on_device(given, c10::kCPU, [](const Tensor& each) { return is_emu(each) ? on_host(each) : each; });
+  auto stack = hosts;
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
   for (size_t i = 0; i < stack.size(); ++i) {
     auto& value = stack[i];
     if (const auto position = argument_of(schema, i)) {
       if (given[*position].isTensor()) {
-        take_resized(given[*position].toTensor(), value.toTensor());
+        // Not the result: torch 2.11 returns undefined tensors for several out=.
+        take_resized(given[*position].toTensor(), hosts[*position].toTensor());
       }
       value = given[*position];
     } else {
