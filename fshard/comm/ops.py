@@ -55,7 +55,7 @@ def _parse(args: Sequence[Any]) -> _Arguments:
     return _Arguments(tensors, sizes, direct, Destination(axis, size, group, label))
 
 
-def _view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View a tensor's memory as bytes, because bytes are moved alike for every dtype, even one that gloo lacks."""
     # A single element counts as contiguous whatever its stride, which view does not allow.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
@@ -108,8 +108,8 @@ def _start_exchange(
     awaited = {}
     for rank, (row_out, row_in) in enumerate(zip(rows_out, rows_in, strict=True)):
         if rank != local_rank:
-            sent[rank] = _view_as_bytes(row_out.contiguous())
-            awaited[rank] = _view_as_bytes(row_in)
+            sent[rank] = view_as_bytes(row_out.contiguous())
+            awaited[rank] = view_as_bytes(row_in)
     for work in _compat.start_swap(group.pair, group.name, sent, awaited, partial(tag_of, entry)):
         _compat.register_work(buffer, work)
     # Otherwise a gloo thread may free these tensors last. It needs the interpreter lock for that, and the process

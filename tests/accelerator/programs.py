@@ -405,8 +405,8 @@ PROGRAMS = {
     "checkpoints": Program(saved),
     # The same bits on both devices, with failures and without.
     "recovered": Program(recovered, tolerance=0.0),
-    # One for each half of the buffer that the shards of a rank fill.
-    "saved aside": Program(saved_aside, {"event": math.ceil(4 * sum(SAVED.values()) // 2 / (BUFFER // 2))}),
+    # One for each time that the shards of a rank fill the buffer.
+    "saved aside": Program(saved_aside, {"event": math.ceil(4 * sum(SAVED.values()) // 2 / BUFFER)}),
 }
 
 
