@@ -194,9 +194,8 @@ def update(
     check_flags("update", donate=donate)
     if any_donated(leaves_of(state)):
         refuse_donated("update", flatten(state))
-    flat_params = flatten(state.params)
-    _check_gradients(grads, flat_params)
-    refuse_frozen_counters("update", state, _find_device_type(flat_params))
+    _check_gradients(grads, flatten(state.params))
+    refuse_frozen_counters("update", state)
     check_same_step("update", state)
     # In a trace it is for jit to say which tensors are written in place.
     donate = donate and not _compat.is_tracing()
@@ -219,12 +218,6 @@ def pin_params(state: TrainState) -> TrainState:
     if _compat.is_tracing() or _compat.transforms_active() or not has_offloaded(specs):
         return state
     return state._replace(params=map_leaves(pin_offloaded, state.params))
-
-
-def _find_device_type(flat: Flat) -> str:
-    """Return the device of the first tensor."""
-    tensors = map(tensor_of, flat.leaves)
-    return next((tensor.device.type for tensor in tensors if isinstance(tensor, torch.Tensor)), "cpu")
 
 
 def check_same_step(api_name: str, given: Tree) -> None:

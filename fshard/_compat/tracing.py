@@ -130,13 +130,18 @@ def is_tracing() -> bool:
 is_profiling = partial(getattr, profiler, "_is_profiler_enabled")
 
 
-def is_capturing(device_type: str) -> bool:
-    """Whether an accelerator records a graph of what its current stream is given, as of CUDA. Checked on 2.13.
+def capturing_device() -> str | None:
+    """Return the accelerator's type if it records a graph of what its current stream is given. Checked on 2.13.
 
     It does not record a trace, whose tensors may lie on an accelerator that this machine does not have.
     """
-    ask = getattr(getattr(torch, device_type, None), "is_current_stream_capturing", None)
-    return ask is not None and not is_tracing() and ask()
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or is_tracing():
+        return None
+    module = torch.get_device_module(accelerator)
+    # A process that has not used its accelerator is not to make a context there.
+    can_capture = hasattr(module, "is_current_stream_capturing") and module.is_initialized()
+    return accelerator.type if can_capture and module.is_current_stream_capturing() else None
 
 
 def show_range(name: str, run: Callable[..., Any]) -> Callable[..., Any]:

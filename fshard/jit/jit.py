@@ -44,7 +44,6 @@ class Program(NamedTuple):
         facts: For each axis what ranks compare over it in every call, because it decides the graph's collectives.
         trace_facts: What ranks compare in their first trace, before they agree on the leaves that any of them uses.
         run: A function from the arguments' tensors to the results'; None until the backend has made it.
-        accelerator: The type of the accelerator that tensors of the arguments lie on; None if there is none.
     """
 
     traced: Traced
@@ -54,7 +53,6 @@ class Program(NamedTuple):
     facts: Mapping[Axis, str]
     trace_facts: str
     run: Callable[..., Any] | None = None
-    accelerator: str | None = None
 
 
 class _LastCall(NamedTuple):
@@ -114,8 +112,7 @@ class Jitted:
             if program.captured:
                 _refuse_changed_captures(program, flat)
             comm.check_same_facts("jit", program.facts)
-            if program.accelerator is not None:
-                refuse_frozen_counters("jit", (args, kwargs), program.accelerator)
+            refuse_frozen_counters("jit", (args, kwargs))
             check_same_step("jit", (args, kwargs))
             with torch.no_grad():
                 return _run(program, flat, tensors)
@@ -187,8 +184,7 @@ class Jitted:
         if signature not in self._programs:
             program = self.make_program(signature, flat)
             reason = self.explain_trace(signature, flat)
-            run = prepare(program.traced.module, self.backend)
-            self._programs[signature] = program._replace(run=run, accelerator=_find_accelerator(tensors))
+            self._programs[signature] = program._replace(run=prepare(program.traced.module, self.backend))
             self.traces.append(reason)
         program = self._programs[signature]
         can_guard = _can_guard(signature, tensors)
@@ -312,11 +308,6 @@ def jit(
 def _find_tensors(flat: Flat) -> list[torch.Tensor]:
     """List the tensors of a call in the order of a graph's inputs."""
     return [tensor for tensor in tensors_of(flat.leaves) if isinstance(tensor, torch.Tensor)]
-
-
-def _find_accelerator(tensors: Sequence[torch.Tensor]) -> str | None:
-    """Return the type of the first device that is not the CPU."""
-    return next((tensor.device.type for tensor in tensors if not tensor.is_cpu), None)
 
 
 def _can_trace(tensor: torch.Tensor) -> bool:

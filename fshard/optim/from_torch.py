@@ -200,9 +200,7 @@ def _update(
     if wrapped.is_first_step_special:
         counts = count_updates(state.counts, grads)
         has_begun = _have_begun(selection.take(leaves_of(counts)))
-    if gradients:
-        device_type = next(iter(gradients.values())).device.type
-        refuse_frozen_counters(f"from_torch: {wrapped.make.func.__name__}", state, device_type)
+    refuse_frozen_counters(f"from_torch: {wrapped.make.func.__name__}", state)
     states = _take_states(slots, selection, has_begun, donate)
     tensors = [_make_writable(tensor, donate) for tensor in selection.take(flat.leaves)]
     states = _step(wrapped, tensors, list(gradients.values()), states, hyper)

@@ -63,7 +63,7 @@ def _hides_shards(leaf: Any) -> bool:
     return any(is_sharded(x) or _hides_shards(x) for x in inside)
 
 
-def refuse_frozen_counters(api_name: str, given: Tree, device_type: str) -> None:
+def refuse_frozen_counters(api_name: str, given: Tree) -> None:
     """Refuse numbers on the CPU while an accelerator captures a graph.
 
     The graph holds the accelerator's kernels alone. Each replay would use the numbers of the capture again, such as the
@@ -72,12 +72,12 @@ def refuse_frozen_counters(api_name: str, given: Tree, device_type: str) -> None
     Args:
         api_name: What asks, for an error.
         given: The state that is updated, or the arguments.
-        device_type: The device that holds the parameters.
 
     Raises:
         ValueError: with the leaves, while a graph is captured.
     """
-    if not _compat.is_capturing(device_type):
+    device_type = _compat.capturing_device()
+    if device_type is None:
         return
 
     def describe_counter(leaf: Any) -> str | None:
