@@ -1,6 +1,5 @@
 """ShardTransform, the one extension point, Wrapped, which changes a part of another, and the walk through parts."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
@@ -24,26 +23,6 @@ OTHER_FORM = MappingProxyType(
         "start_scatter": "scatter",
     }
 )
-
-
-class StagedFinish(ABC):
-    """A function that finishes a scatter of several stages that send, each with the results of the one before.
-
-    Whoever calls `start_next` in between lets a stage overlap what runs until the next call.
-    """
-
-    @property
-    @abstractmethod
-    def sends_again(self) -> bool:
-        """Whether a stage that sends has yet to start."""
-
-    @abstractmethod
-    def start_next(self) -> None:
-        """Wait for the stage that is under way, and start the next one that sends."""
-
-    @abstractmethod
-    def __call__(self) -> Any:
-        """Run all stages that are left, and return scatter's result."""
 
 
 class LayoutError(ValueError):

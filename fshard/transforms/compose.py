@@ -15,14 +15,13 @@ from fshard.transforms.base import (
     Finish,
     ShardTransform,
     Specs,
-    StagedFinish,
     States,
     Storage,
     Tensors,
     Wrapped,
     walk_parts,
 )
-from fshard.transforms.run import PendingScatter, check_number, check_stateless, start_scatter
+from fshard.transforms.run import StagedScatter, check_number, check_stateless, sends
 from fshard.transforms.structure import layout_axes, summed_axes, sums_gradients
 from fshard.tree import MASK, Axis, Mask, ModelDtypes, ReshardPolicy, Spec, Tree, is_mask, matches
 from fshard.tree.checks import describe
@@ -88,73 +87,18 @@ class _Composed(Container):
 
         return finish
 
-    def start_scatter(self, grads: Tensors, specs: Specs, states: States | None = None) -> StagedFinish:
+    def start_scatter(self, grads: Tensors, specs: Specs, states: States | None = None) -> StagedScatter:
         if states is None:
             check_stateless(self)
-        scatter = _ComposedScatter(self.stages, grads, specs, states)
+        scatter = StagedScatter(self.stages, grads, specs, states)
         scatter.start_next()
         return scatter
 
     @property
     def _last_sender(self) -> int:
         """The index of the stage that communicates last in a gather."""
-        last_sender = len(self.stages) - 1
-        for index in range(last_sender, -1, -1):
-            if _sends(self.stages[index]):
-                return index
-        return last_sender
-
-
-def _sends(stage: ShardTransform) -> bool:
-    """Tell whether a stage communicates when it scatters."""
-    return sums_gradients(stage) and any(axis.size > 1 for axis in stage.axes)
-
-
-class _ComposedScatter(StagedFinish):
-    """A scatter through stages, from the last to the first, of which one that sends is under way."""
-
-    def __init__(self, stages: tuple[ShardTransform, ...], grads: Tensors, specs: Specs, states: States | None) -> None:
-        self._stages = stages
-        self._grads = grads
-        self._specs = specs
-        self._states = states
-        # The number of stages that have yet to start.
-        self._num_left = len(stages)
-        self._under_way: PendingScatter | None = None
-        # One state per leaf, a tuple with the states of all stages, becomes one list per stage.
-        states_by_leaf = [None] * len(grads) if states is None else states
-        self._states_by_stage: list[States] = []
-        for index in range(len(stages)):
-            self._states_by_stage.append([None if state is None else state[index] for state in states_by_leaf])
-
-    @property
-    def sends_again(self) -> bool:
-        return any(map(_sends, self._stages[: self._num_left]))
-
-    def start_next(self) -> None:
-        self._wait()
-        while self._num_left and self._under_way is None:
-            self._num_left -= 1
-            stage = self._stages[self._num_left]
-            self._under_way = start_scatter(stage, self._grads, self._specs, self._states_by_stage[self._num_left])
-            if not _sends(stage):
-                self._wait()
-
-    def _wait(self) -> None:
-        if self._under_way is not None:
-            self._grads, self._states_by_stage[self._num_left] = self._under_way()
-            self._under_way = None
-
-    def __call__(self) -> Any:
-        while self._num_left:
-            self.start_next()
-        self._wait()
-        if self._states is None:
-            return self._grads
-        new_states = []
-        for state, new_state in zip(self._states, zip(*self._states_by_stage, strict=True), strict=True):
-            new_states.append(None if state is None else new_state)
-        return self._grads, new_states
+        senders = [index for index, stage in enumerate(self.stages) if sends(stage)]
+        return senders[-1] if senders else len(self.stages) - 1
 
 
 @dataclass(frozen=True)

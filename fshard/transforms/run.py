@@ -1,14 +1,14 @@
 """Runs of a transform: with states, as one node of autograd's graph, and with checks of what users' classes return."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fshard.collectives.linear import Linear, Variance, linear_call
 from fshard.errors import Problem, expect, refuse
-from fshard.transforms.base import BuiltIn, ShardTransform, Specs, StagedFinish, States, Tensors, foreign_names
-from fshard.transforms.structure import reduction
+from fshard.transforms.base import BuiltIn, ShardTransform, Specs, States, Tensors, foreign_names
+from fshard.transforms.structure import reduction, sums_gradients
 from fshard.tree import Spec
 from fshard.tree.checks import check_dense, describe
 
@@ -78,42 +78,105 @@ def _linear(transform: ShardTransform, specs: Specs, paths: Sequence[str]) -> Li
     return Linear(gather, scatter, variance)
 
 
-class PendingScatter:
-    """A scatter that has started, with or without a state; calling it finishes it."""
+class StagedScatter:
+    """A scatter through stages, from the last to the first, of which one that sends is under way.
 
-    def __init__(self, transform: ShardTransform, specs: Specs, states: States, finish: Callable[[], Any]) -> None:
-        """Keep what is checked when the scatter finishes.
+    Calling it runs all stages that are left, and returns scatter's result. Whoever calls `start_next` in between lets a
+    stage overlap what runs until the next call.
+    """
+
+    def __init__(self, stages: Sequence[ShardTransform], grads: Tensors, specs: Specs, states: States | None) -> None:
+        """Begin before the last stage.
 
         Args:
-            transform: The transform.
+            stages: The stages.
+            grads: One tensor per leaf.
             specs: The leaves' specs.
-            states: One state per leaf, which are the new states too if the transform has none.
-            finish: What the transform's start_scatter returned.
+            states: One state per leaf, a tuple with the states of all stages; None where no stage has one.
         """
-        self._transform = transform
+        self._stages = stages
+        self._grads = grads
         self._specs = specs
         self._states = states
-        self._finish = finish
+        # The number of stages that have yet to start.
+        self._num_left = len(stages)
+        self._under_way: PendingScatter | None = None
+        states_by_leaf = [None] * len(grads) if states is None else states
+        self._states_by_stage: list[States] = []
+        for index in range(len(stages)):
+            self._states_by_stage.append([None if state is None else state[index] for state in states_by_leaf])
+
+    @property
+    def sends_again(self) -> bool:
+        """Whether a stage that sends has yet to start."""
+        return any(map(sends, self._stages[: self._num_left]))
+
+    def start_next(self) -> None:
+        """Wait for the stage that is under way, and start the next ones up to one that sends."""
+        is_sending = False
+        while self._num_left and not is_sending:
+            self._wait()
+            self._num_left -= 1
+            stage = self._stages[self._num_left]
+            self._under_way = start_scatter(stage, self._grads, self._specs, self._states_by_stage[self._num_left])
+            is_sending = sends(stage)
+
+    def _wait(self) -> None:
+        if self._under_way is not None:
+            self._grads, self._states_by_stage[self._num_left] = self._under_way()
+            self._under_way = None
+
+    def __call__(self) -> Any:
+        """Run all stages that are left, and return scatter's result."""
+        while self._num_left:
+            self.start_next()
+        self._wait()
+        if self._states is None:
+            return self._grads
+        new_states = []
+        for state, new_state in zip(self._states, zip(*self._states_by_stage, strict=True), strict=True):
+            new_states.append(None if state is None else new_state)
+        return self._grads, new_states
+
+
+def sends(stage: ShardTransform) -> bool:
+    """Tell whether a stage communicates when it scatters."""
+    return sums_gradients(stage) and any(axis.size > 1 for axis in stage.axes)
+
+
+class PendingScatter(NamedTuple):
+    """A scatter that has started, with or without a state; calling it finishes it.
+
+    Attributes:
+        transform: The transform.
+        specs: The leaves' specs.
+        states: One state per leaf, which are the new states too if the transform has none.
+        finish: What the transform's start_scatter returned.
+    """
+
+    transform: ShardTransform
+    specs: Specs
+    states: States
+    finish: Callable[[], Any]
 
     @property
     def sends_again(self) -> bool:
         """Whether a stage of the scatter that sends has yet to start."""
-        return isinstance(self._finish, StagedFinish) and self._finish.sends_again
+        return isinstance(self.finish, StagedScatter) and self.finish.sends_again
 
     def start_next(self) -> None:
         """Wait for the stage that is under way, and start the next one."""
-        assert isinstance(self._finish, StagedFinish)
-        self._finish.start_next()
+        assert isinstance(self.finish, StagedScatter)
+        self.finish.start_next()
 
     def __call__(self) -> tuple[Tensors, States]:
         """Finish the scatter, and return its results and the new states."""
-        transform, specs = self._transform, self._specs
-        results = self._finish()
-        if not reduction(transform).has_state:
-            return check_number(transform, "scatter", results, specs), self._states
-        shards, new_states = check_number(transform, "scatter", results, ("gradients", "states"))
-        check_number(transform, "scatter", new_states, specs)
-        return check_number(transform, "scatter", shards, specs), new_states
+        results = self.finish()
+        if not reduction(self.transform).has_state:
+            return check_number(self.transform, "scatter", results, self.specs), self.states
+        shards, new_states = check_number(self.transform, "scatter", results, ("gradients", "states"))
+        check_number(self.transform, "scatter", new_states, self.specs)
+        return check_number(self.transform, "scatter", shards, self.specs), new_states
 
 
 def start_scatter(transform: ShardTransform, grads: Tensors, specs: Specs, states: States) -> PendingScatter:
