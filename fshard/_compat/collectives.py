@@ -257,20 +257,22 @@ def make_pair(
     return pair, sockets
 
 
-def _backends_of_accelerators(name: str) -> list[Any]:
-    """The backends of the process group of a name that serve accelerators and not the processor. Checked on 2.13."""
+def abort_backends(name: str) -> bool:
+    """End for good what backends of accelerators do in the process group of a name, where they can be aborted.
+
+    Checked on 2.13.
+
+    Returns:
+        Whether there are backends that serve accelerators and not the processor.
+    """
     backends = group_devices(name)
     group = resolve_process_group(name)
     devices = [device for device, backend in backends.items() if backend != backends.get("cpu") and device != "cpu"]
-    return [group._get_backend(torch.device(device)) for device in devices]
-
-
-def abort_backends(name: str) -> None:
-    """End for good what backends of accelerators do in the process group of a name, where they can be aborted."""
-    for backend in _backends_of_accelerators(name):
+    for device in devices:
         # What another rank has ended already cannot be ended cleanly.
         with suppress(RuntimeError):
-            backend.abort()
+            group._get_backend(torch.device(device)).abort()
+    return bool(devices)
 
 
 def replace_group(name: str, generation: int, store: Any) -> None:
@@ -283,16 +285,14 @@ def replace_group(name: str, generation: int, store: Any) -> None:
         generation: How often groups have been made anew.
         store: Where its ranks find each other; no others know its prefix.
     """
-    if not _backends_of_accelerators(name):
+    if not abort_backends(name):
         return
-    abort_backends(name)
     c10d = torch.distributed.distributed_c10d
     old = resolve_process_group(name)
     ranks = torch.distributed.get_process_group_ranks(old)
     config = torch.distributed.get_backend_config(old)
     seconds = timeout_of(name)
     timeout = c10d.default_pg_timeout if seconds == float("inf") else timedelta(seconds=seconds)
-    description = f"fshard: in the place of {name!r}"
     new, _ = c10d._new_process_group_helper(
         len(ranks),
         old.rank(),
@@ -301,14 +301,9 @@ def replace_group(name: str, generation: int, store: Any) -> None:
         store,
         f"{name}, made anew {generation} times",  # type: ignore[arg-type]
         timeout=timeout,
-        group_desc=description,
     )
     c10d._world.pg_group_ranks[new] = {rank: place for place, rank in enumerate(ranks)}
-    if old.group_desc == description:
-        # One that took the first one's place already, which meshes do not hold.
-        torch.distributed.destroy_process_group(old)
-    else:
-        _unregister_process_group(name)  # type: ignore[arg-type]
+    _unregister_process_group(name)  # type: ignore[arg-type]
     new._set_group_name(name)
     _register_process_group(name, new)  # type: ignore[arg-type]
 
