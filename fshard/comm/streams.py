@@ -17,11 +17,9 @@ def current_stream(device: torch.device) -> torch.Stream | None:
 
 def copy_stream(device: torch.device) -> torch.Stream | None:
     """Find the stream on which copies run beside what computes: one for each device; None as for `current_stream`."""
-    if device.type in ("cpu", "meta") or _compat.is_tracing():
-        return None
-    if device.index is None:
-        device = torch.device(device.type, torch.accelerator.current_device_index())
-    return _make_stream(device)
+    current = current_stream(device)
+    # The device of a stream has an index, by which streams are kept.
+    return None if current is None else _make_stream(current.device)
 
 
 @cache
