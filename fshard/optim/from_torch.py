@@ -222,9 +222,9 @@ def _read_on_host(hyper: Hyper, kept: Names = ()) -> Hyper:
         hyper: The hyperparameters.
         kept: The names of those that kernels read themselves if they are on an accelerator.
     """
-    if _compat.is_tracing():
-        return hyper
     numbers = dict(hyper)
+    if _compat.is_tracing():
+        return numbers
     for name, value in hyper.items():
         if isinstance(value, torch.Tensor) and (value.is_cpu or name not in kept):
             numbers[name] = value.item()
@@ -299,44 +299,26 @@ def _step(
     """Step tensors in place, by kernels that read numbers where they lie if possible, and return the new states."""
     accelerator = _find_accelerator(states, wrapped.number_names)
     if wrapped.hyper.get("fused"):
-        states = _step_in_place(wrapped.make, tensors, grads, states, _keep_rate_on_device(hyper))
+        hyper = _read_on_host(hyper, kept=["lr"])
+        rate = hyper.get("lr")
+        if isinstance(rate, torch.Tensor) and rate.device.type != "cpu":
+            # Fused kernels of CUDA read it there as a float32.
+            hyper["lr"] = rate.float()
     elif accelerator is None:
-        states = _step_in_place(wrapped.make, tensors, grads, states, _read_on_host(hyper))
+        hyper = _read_on_host(hyper)
     elif wrapped.has_capturable and _compat.can_capture(accelerator, tensors):
-        states = _step_on_device(wrapped, tensors, grads, states, hyper, accelerator)
+        # Torch compares other hyperparameters with 0 on the host.
+        kept = list(hyper) if wrapped.hyper.get("capturable") else ["lr"]
+        # In a trace tensors have another class, for which torch does not choose foreach by itself.
+        foreach = wrapped.hyper.get("foreach", "fused" not in wrapped.hyper)
+        hyper = _read_on_host(hyper, kept) | {"capturable": True, "foreach": foreach}
+        states = _put_numbers_on(accelerator, states, wrapped.number_names)
     else:
         # The kernels of other classes read step counts on the host, which waits for them once.
         states = _put_numbers_on(torch.device("cpu"), states, wrapped.number_names)
         states = _step_in_place(wrapped.make, tensors, grads, states, _read_on_host(hyper))
-        states = _put_numbers_on(accelerator, states, wrapped.number_names)
-    return states
-
-
-def _keep_rate_on_device(hyper: Hyper) -> Hyper:
-    """Leave a learning rate on its accelerator. Fused kernels of CUDA read it there as a float32."""
-    hyper = _read_on_host(hyper, kept=["lr"])
-    rate = hyper.get("lr")
-    if isinstance(rate, torch.Tensor) and rate.device.type != "cpu":
-        hyper = hyper | {"lr": rate.float()}
-    return hyper
-
-
-def _step_on_device(
-    wrapped: _WrappedClass,
-    tensors: Tensors,
-    grads: Tensors,
-    states: States,
-    hyper: Hyper,
-    accelerator: torch.device,
-) -> States:
-    """Step tensors in place by kernels that read numbers on their accelerator, for which no host waits."""
-    # Torch compares other hyperparameters with 0 on the host.
-    kept = list(hyper) if wrapped.hyper.get("capturable") else ["lr"]
-    hyper = _read_on_host(hyper, kept)
-    # In a trace tensors have another class, for which torch does not choose foreach by itself.
-    foreach = wrapped.hyper.get("foreach", "fused" not in wrapped.hyper)
-    states = _put_numbers_on(accelerator, states, wrapped.number_names)
-    return _step_in_place(wrapped.make, tensors, grads, states, hyper | {"capturable": True, "foreach": foreach})
+        return _put_numbers_on(accelerator, states, wrapped.number_names)
+    return _step_in_place(wrapped.make, tensors, grads, states, hyper)
 
 
 def _find_accelerator(states: States, number_names: Names) -> torch.device | None:
