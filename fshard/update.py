@@ -22,7 +22,6 @@ from fshard.tree import (
     is_sharded,
     is_trained,
     leaves_of,
-    map_leaves,
     map_nodes,
     tensor_of,
 )
@@ -214,10 +213,10 @@ def pin_params(state: TrainState) -> TrainState:
 
     A graph holds no such move. `jit` makes it for the states that its function returns.
     """
-    specs = [leaf.spec for leaf in leaves_of(state.params) if is_sharded(leaf)]
-    if _compat.is_tracing() or _compat.transforms_active() or not has_offloaded(specs):
+    flat = flatten(state.params)
+    if _compat.is_tracing() or _compat.transforms_active() or not has_offloaded(flat.specs):
         return state
-    return state._replace(params=map_leaves(pin_offloaded, state.params))
+    return state._replace(params=flat.unflatten(map(pin_offloaded, flat.leaves)))
 
 
 def check_same_step(api_name: str, given: Tree) -> None:

@@ -364,7 +364,7 @@ def _run(program: Program, flat: Flat, tensors: list[torch.Tensor]) -> Any:
         tensor if spec is None else Sharded(tensor, spec) for tensor, spec in zip(outputs, traced.specs, strict=True)
     ]
     results = unflatten(traced.treedef, leaves)
-    return map_nodes(pin_params, results, TrainState) if has_offloaded(traced.specs) else results
+    return map_nodes(pin_params, results, TrainState) if has_offloaded(flat.specs) else results
 
 
 def _copy_shared_memory(program: Program, tensors: list[torch.Tensor]) -> None:
