@@ -4,8 +4,9 @@ In a graph, each sum is one operator, however many blocks it takes. Operators ha
 runs the same arithmetic in operators of torch.
 """
 
+import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,26 +20,65 @@ EXACT_CPU_BLOCK = 1 << 14
 # An accelerator converts more, because each kernel takes time to launch. Up to three copies are held at a time, 48 MB.
 BLOCK = 1 << 21
 
+# Tensors of at most SMALL elements are joined, at most MAX_JOINED of them.
+SMALL = 1024
+MAX_JOINED = 64
+
+Sum = Callable[..., torch.Tensor]
+
 # The bits of a digit. A float64 number has less than two digits. A sum of 2**26 first digits would not be exact.
 BITS = 27
 
 
-def sum_powers(tensor: torch.Tensor, p: float) -> torch.Tensor:
-    """Sum the p-th powers of the magnitudes in each block of a tensor, or find the largest one if p is infinite.
+def _as_one_node(schema: str, make_fake: Callable[..., torch.Tensor]) -> Callable[[Sum], Sum]:
+    """Let a sum be one operator of a graph where it is traced, and not differentiated or mapped.
 
     Args:
-        tensor: Any tensor, whose elements are taken in the order of its indices.
+        schema: The operator's schema.
+        make_fake: Makes the operator's result for tensors without values.
+    """
+
+    def define(run: Sum) -> Sum:
+        run_as_one = ops.operator(schema, run, make_fake)
+
+        @functools.wraps(run)
+        def sum_blocks(tensors: Any, *args: Any) -> torch.Tensor:
+            if not _compat.is_tracing() or _compat.transforms_active():
+                return run(tensors, *args)
+            inputs = tensors if isinstance(tensors, list) else [tensors]
+            if any(map(_compat.is_differentiated, inputs)) or _compat.any_dual(inputs):
+                return run(tensors, *args)
+            return run_as_one(tensors, *args)
+
+        return sum_blocks
+
+    return define
+
+
+@_as_one_node(
+    "sum_powers(Tensor[] tensors, float p) -> Tensor",
+    lambda tensors, p: tensors[0].new_empty((), dtype=torch.float64),
+)
+def sum_powers(tensors: Sequence[torch.Tensor], p: float) -> torch.Tensor:
+    """Sum the p-th powers of the magnitudes of all elements of some tensors, or find the largest if p is infinite.
+
+    Args:
+        tensors: Tensors of one device, whose elements are taken in the order of their indices. Small ones are joined.
         p: The power, above 0.
 
     Returns:
-        A float64 tensor with a number for each block.
+        A number in float64.
     """
-    run: Callable[..., torch.Tensor] = _OPERATOR_OF_POWERS if _is_one_node(tensor) else _sum_powers
-    return run(tensor, p)
-
-
-def _sum_powers(tensor: torch.Tensor, p: float) -> torch.Tensor:
-    return torch.stack([_sum_block(block, p) for block in _cut_blocks(tensor, _power_block(tensor))])
+    # Join small tensors, because each operator takes time.
+    small = [tensor.reshape(-1) for tensor in tensors if tensor.numel() <= SMALL]
+    parts = [torch.cat(small[i : i + MAX_JOINED]) for i in range(0, len(small), MAX_JOINED)]
+    parts += [tensor for tensor in tensors if tensor.numel() > SMALL]
+    powers = []
+    for part in parts:
+        size = CPU_BLOCK if part.device.type == "cpu" else BLOCK
+        powers += [_sum_block(block, p) for block in _cut_blocks(part, size)]
+    stacked = torch.stack(powers)
+    return stacked.amax() if math.isinf(p) else stacked.sum()
 
 
 def _sum_block(block: torch.Tensor, p: float) -> torch.Tensor:
@@ -52,10 +92,6 @@ def _sum_block(block: torch.Tensor, p: float) -> torch.Tensor:
     return (numbers.abs() ** p).sum()
 
 
-def _power_block(tensor: torch.Tensor) -> int:
-    return CPU_BLOCK if tensor.device.type == "cpu" else BLOCK
-
-
 def _cut_blocks(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
     """Cut a tensor into flat blocks of so many elements. Where it has gaps, only the rows of a block are copied."""
     if tensor.is_contiguous() or tensor.dim() < 2:
@@ -63,14 +99,16 @@ def _cut_blocks(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
         return
     row_size = tensor[0].numel()
     for start in range(0, tensor.numel(), size):
-        end = min(start + size, tensor.numel())
-        first_row = start // row_size
-        rows = tensor[first_row : math.ceil(end / row_size)].reshape(-1)
+        rows = tensor[start // row_size : math.ceil((start + size) / row_size)].reshape(-1)
         # A copy, because the bits of a dot product depend on where in a vector register its numbers begin.
-        yield rows[start - first_row * row_size : end - first_row * row_size].clone()
+        yield rows[start % row_size :][:size].clone()
 
 
-def sum_digits(tensor: torch.Tensor, scale: torch.Tensor, dim: int | None, *, squares: bool) -> torch.Tensor:
+@_as_one_node(
+    "sum_digits(Tensor tensor, Tensor scale, int? dim, bool squares) -> Tensor",
+    lambda tensor, scale, dim, squares: scale.new_empty((2, *scale.shape), dtype=torch.int64),
+)
+def sum_digits(tensor: torch.Tensor, scale: torch.Tensor, dim: int | None, squares: bool) -> torch.Tensor:
     """Sum both digits of each element, or of each square, which is exact in any order.
 
     Args:
@@ -82,11 +120,6 @@ def sum_digits(tensor: torch.Tensor, scale: torch.Tensor, dim: int | None, *, sq
     Returns:
         An int64 tensor with the sums of the high digits and those of the low ones. The dim is left out.
     """
-    run: Callable[..., torch.Tensor] = _OPERATOR_OF_DIGITS if _is_one_node(tensor) else _sum_digits
-    return run(tensor, scale, dim, squares)
-
-
-def _sum_digits(tensor: torch.Tensor, scale: torch.Tensor, dim: int | None, squares: bool) -> torch.Tensor:
     size = EXACT_CPU_BLOCK if tensor.device.type == "cpu" else BLOCK
     blocks: Iterable[torch.Tensor]
     if dim is None:
@@ -110,31 +143,3 @@ def _sum_digits_of_block(block: torch.Tensor, factor: torch.Tensor, squares: boo
     high = rest.floor()
     low = rest.sub_(high).mul_(2.0**BITS).floor_()
     return torch.stack([high.sum(0), low.sum(0)]).long()
-
-
-def _is_one_node(tensor: torch.Tensor) -> bool:
-    """Whether a sum becomes one operator of a graph: it is traced, and not differentiated or mapped."""
-    if not _compat.is_tracing() or _compat.transforms_active():
-        return False
-    return not _compat.is_differentiated(tensor) and not _compat.any_dual([tensor])
-
-
-def _make_fake_powers(tensor: torch.Tensor, p: float) -> torch.Tensor:
-    blocks = max(1, math.ceil(tensor.numel() / _power_block(tensor)))
-    return tensor.new_empty(blocks, dtype=torch.float64)
-
-
-def _make_fake_digits(tensor: torch.Tensor, scale: torch.Tensor, dim: int | None, squares: bool) -> torch.Tensor:
-    return scale.new_empty((2, *scale.shape), dtype=torch.int64)
-
-
-_OPERATOR_OF_POWERS: Any = ops.operator(
-    "sum_powers(Tensor tensor, float p) -> Tensor",
-    _sum_powers,
-    _make_fake_powers,
-)
-_OPERATOR_OF_DIGITS: Any = ops.operator(
-    "sum_digits(Tensor tensor, Tensor scale, int? dim, bool squares) -> Tensor",
-    _sum_digits,
-    _make_fake_digits,
-)

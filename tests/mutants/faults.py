@@ -836,7 +836,7 @@ FAULTS = (
     Fault(
         "update-leaves-pinned-memory",
         "fshard/update.py",
-        "return state._replace(params=map_leaves(pin_offloaded, state.params))",
+        "return state._replace(params=flat.unflatten(map(pin_offloaded, flat.leaves)))",
         "return state",
         "offloaded parameters are in pinned memory after an update",
     ),
@@ -998,8 +998,8 @@ FAULTS = (
     Fault(
         "padding-counts-in-norms",
         "fshard/ext/optim/norms.py",
-        "tensors = [elements_of(leaf) for leaf in leaves]",
-        "tensors = [tensor_of(leaf) for leaf in leaves]",
+        "values = [sum_powers([elements_of(leaves[i]) for i in group], p) for group in groups]",
+        "values = [sum_powers([tensor_of(leaves[i]) for i in group], p) for group in groups]",
         "3: a norm is that of the full tensor, whatever fills shards up",
     ),
     Fault(
@@ -1012,8 +1012,8 @@ FAULTS = (
     Fault(
         "node-for-each-block-of-a-norm",
         "fshard/optim/block_sums.py",
-        "return not _compat.is_differentiated(tensor) and not _compat.any_dual([tensor])",
-        "return False",
+        "return run_as_one(tensors, *args)",
+        "return run(tensors, *args)",
         "a norm takes as many operators of a graph however large a leaf is",
     ),
     Fault(

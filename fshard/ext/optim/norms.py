@@ -35,10 +35,6 @@ from fshard.extend import (
     tensor_of,
 )
 
-# Tensors of at most SMALL elements are joined, at most MAX_JOINED of them.
-SMALL = 1024
-MAX_JOINED = 64
-
 Axes = tuple[fs.Axis, ...]
 
 
@@ -86,7 +82,8 @@ def global_norm(
     # The norm of complex numbers is real.
     dtypes = {leaf.dtype.to_real() for leaf in leaves}
     dtype = reduce(torch.promote_types, dtypes, torch.float32)
-    return _take_root(_combine(powers, p), p).to(dtype)
+    power = powers.amax() if math.isinf(p) else powers.sum()
+    return _take_root(power, p).to(dtype)
 
 
 def leaf_norms(
@@ -213,24 +210,9 @@ def _sum_powers(
     groups = [[i] for i in range(len(leaves))]
     if not by_leaf:
         groups = list(grouped(leaves, partition_axes).values())
-    values = [_sum_local_powers([leaves[i] for i in group], p) for group in groups]
+    values = [sum_powers([elements_of(leaves[i]) for i in group], p) for group in groups]
     axes = [partition_axes(leaves[group[0]]) for group in groups]
     return _reduce(values, axes, largest=math.isinf(p))
-
-
-def _sum_local_powers(leaves: Sequence[Any], p: float) -> torch.Tensor:
-    """Sum p-th powers of this rank's elements of leaves, or find the largest magnitude."""
-    tensors = [elements_of(leaf) for leaf in leaves]
-    # Join small tensors, because each operator takes time.
-    small = [tensor.reshape(-1) for tensor in tensors if tensor.numel() <= SMALL]
-    large = [tensor for tensor in tensors if tensor.numel() > SMALL]
-    joined = [torch.cat(small[i : i + MAX_JOINED]) for i in range(0, len(small), MAX_JOINED)]
-    powers = [sum_powers(tensor, p) for tensor in (*joined, *large)]
-    return _combine(torch.cat(powers) if len(powers) > 1 else powers[0], p)
-
-
-def _combine(powers: torch.Tensor, p: float) -> torch.Tensor:
-    return powers.amax() if math.isinf(p) else powers.sum()
 
 
 def _take_root(power: torch.Tensor, p: float) -> torch.Tensor:
@@ -286,7 +268,7 @@ def element_sums(leaves: Sequence[Any], dim: int | None = None, *, squares: bool
     exponents = [torch.frexp(bound).exponent.clamp(-1000, 1022).long() for bound in bounds]
     digits = []
     for tensor, exponent in zip(tensors, exponents, strict=True):
-        digits.append(sum_digits(tensor, _power_of_two(-exponent), dim, squares=squares))
+        digits.append(sum_digits(tensor, _power_of_two(-exponent), dim, squares))
     sums = []
     for pair, exponent, bound in zip(_reduce(digits, axes), exponents, bounds, strict=True):
         high, low = pair.double() * 2.0**-BITS
