@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import pad
 
 from fshard import _compat, comm
+from fshard.comm.ops import view_as_bytes
 from fshard.errors import Problem, expect, refuse
 from fshard.transforms import LayoutError, ShardTransform
 from fshard.transforms.axis import _FullyShard
@@ -291,11 +292,10 @@ def pin_offloaded(leaf: Any) -> Any:
     return Sharded(leaf.local.pin_memory(), leaf.spec)
 
 
-def has_offloaded(specs: Iterable[Spec | None]) -> bool:
+def has_offloaded(specs: Iterable[Spec]) -> bool:
     """Whether shards of some leaf are kept on the CPU, and each gather brings them to an accelerator."""
-    transforms = {id(spec.transform): spec.transform for spec in specs if spec is not None}
-    for transform in transforms.values():
-        storage = transform and transform.storage
+    for spec in specs:
+        storage = spec.transform and spec.transform.storage
         if storage and storage.device.type == "cpu" and storage.compute_device.type != "cpu":
             return True
     return False
@@ -420,8 +420,7 @@ def hash_of(tensor: torch.Tensor) -> str:
     """Compute a checksum of a tensor's values, several times as fast as a hash that nobody could forge."""
     on_host = tensor.detach().cpu()
     dense = on_host.contiguous().resolve_conj().resolve_neg()
-    # A single element counts as contiguous whatever its stride, which a view as bytes does not allow.
-    flat = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+    flat = view_as_bytes(dense)
     # numpy would keep a reference to the memory.
     values = (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())
     return f"{zlib.crc32(values):08x}"

@@ -18,6 +18,7 @@ import torch
 
 from fshard.checkpoint.boxes import Box
 from fshard.checkpoint.errors import CheckpointError, expect_file
+from fshard.comm.ops import view_as_bytes
 
 # A manifest begins with these bytes and its digest; a later version would begin otherwise.
 HEAD = b'{"format": "fshard.checkpoint",\n "version": 1,\n "digest": "'
@@ -278,5 +279,4 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor on the host."""
-    # A single element counts as contiguous whatever its stride, which a view as bytes does not allow.
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
+    return view_as_bytes(tensor).numpy().data
