@@ -90,9 +90,7 @@ class _Composed(Container):
     def start_scatter(self, grads: Tensors, specs: Specs, states: States | None = None) -> StagedScatter:
         if states is None:
             check_stateless(self)
-        scatter = StagedScatter(self.stages, grads, specs, states)
-        scatter.start_next()
-        return scatter
+        return StagedScatter(self.stages, grads, specs, states)
 
     @property
     def _last_sender(self) -> int:

@@ -1,6 +1,6 @@
 """Runs of a transform: with states, as one node of autograd's graph, and with checks of what users' classes return."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -81,12 +81,11 @@ def _linear(transform: ShardTransform, specs: Specs, paths: Sequence[str]) -> Li
 class StagedScatter:
     """A scatter through stages, from the last to the first, of which one that sends is under way.
 
-    Calling it runs all stages that are left, and returns scatter's result. Whoever calls `start_next` in between lets a
-    stage overlap what runs until the next call.
+    Whoever calls `start_next` lets a stage overlap what runs until the next call.
     """
 
     def __init__(self, stages: Sequence[ShardTransform], grads: Tensors, specs: Specs, states: States | None) -> None:
-        """Begin before the last stage.
+        """Start the first stage that sends.
 
         Args:
             stages: The stages.
@@ -95,16 +94,11 @@ class StagedScatter:
             states: One state per leaf, a tuple with the states of all stages; None where no stage has one.
         """
         self._stages = stages
-        self._grads = grads
-        self._specs = specs
-        self._states = states
         # The number of stages that have yet to start.
         self._num_left = len(stages)
-        self._under_way: PendingScatter | None = None
-        states_by_leaf = [None] * len(grads) if states is None else states
-        self._states_by_stage: list[States] = []
-        for index in range(len(stages)):
-            self._states_by_stage.append([None if state is None else state[index] for state in states_by_leaf])
+        self._result: Any = None
+        self._pauses = self._scatter(grads, specs, states)
+        self.start_next()
 
     @property
     def sends_again(self) -> bool:
@@ -112,31 +106,34 @@ class StagedScatter:
         return any(map(sends, self._stages[: self._num_left]))
 
     def start_next(self) -> None:
-        """Wait for the stage that is under way, and start the next ones up to one that sends."""
-        is_sending = False
-        while self._num_left and not is_sending:
-            self._wait()
-            self._num_left -= 1
-            stage = self._stages[self._num_left]
-            self._under_way = start_scatter(stage, self._grads, self._specs, self._states_by_stage[self._num_left])
-            is_sending = sends(stage)
-
-    def _wait(self) -> None:
-        if self._under_way is not None:
-            self._grads, self._states_by_stage[self._num_left] = self._under_way()
-            self._under_way = None
+        """Wait for the stage that is under way, and run the next ones up to one that sends."""
+        next(self._pauses, None)
 
     def __call__(self) -> Any:
         """Run all stages that are left, and return scatter's result."""
+        for _ in self._pauses:
+            continue
+        return self._result
+
+    def _scatter(self, grads: Tensors, specs: Specs, states: States | None) -> Iterator[None]:
+        """Run the stages, and pause while one that sends is under way."""
+        old_states = [None] * len(grads) if states is None else states
+        states_by_stage: list[States] = []
         while self._num_left:
-            self.start_next()
-        self._wait()
-        if self._states is None:
-            return self._grads
-        new_states = []
-        for state, new_state in zip(self._states, zip(*self._states_by_stage, strict=True), strict=True):
-            new_states.append(None if state is None else new_state)
-        return self._grads, new_states
+            self._num_left -= 1
+            stage = self._stages[self._num_left]
+            stage_states: States = [None if state is None else state[self._num_left] for state in old_states]
+            finish = start_scatter(stage, grads, specs, stage_states)
+            if sends(stage):
+                yield
+            grads, stage_states = finish()
+            states_by_stage.insert(0, stage_states)
+        self._result = grads
+        if states is not None:
+            new_states = []
+            for state, new_state in zip(states, zip(*states_by_stage, strict=True), strict=True):
+                new_states.append(None if state is None else new_state)
+            self._result = grads, new_states
 
 
 def sends(stage: ShardTransform) -> bool:
