@@ -290,14 +290,13 @@ def replace_group(name: str, generation: int, store: Any) -> None:
     c10d = torch.distributed.distributed_c10d
     old = resolve_process_group(name)
     ranks = torch.distributed.get_process_group_ranks(old)
-    config = torch.distributed.get_backend_config(old)
     seconds = timeout_of(name)
     timeout = c10d.default_pg_timeout if seconds == float("inf") else timedelta(seconds=seconds)
     new, _ = c10d._new_process_group_helper(
         len(ranks),
         old.rank(),
         ranks,
-        torch.distributed.Backend(config),
+        torch.distributed.Backend(torch.distributed.get_backend_config(old)),
         store,
         f"{name}, made anew {generation} times",  # type: ignore[arg-type]
         timeout=timeout,

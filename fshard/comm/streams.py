@@ -22,9 +22,7 @@ def copy_stream(device: torch.device) -> torch.Stream | None:
     return None if current is None else _make_stream(current.device)
 
 
-@cache
-def _make_stream(device: torch.device) -> torch.Stream:
-    return torch.Stream(device)
+_make_stream = cache(torch.Stream)
 
 
 def keep_for_current(tensors: Iterable[torch.Tensor], made_on: torch.Stream | None) -> None:
