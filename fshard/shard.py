@@ -282,17 +282,17 @@ def stored(piece: torch.Tensor, spec: Spec) -> Sharded:
         if device is not None and device != piece.device.type:
             piece = piece.to(device)
         return Sharded(piece, spec)
-    return pin_offloaded(Sharded(piece.to(storage.device), spec))
+    return pin_leaf(Sharded(piece.to(storage.device), spec))
 
 
-def pin_offloaded(leaf: Any) -> Any:
+def pin_leaf(leaf: Any) -> Any:
     """Move an offloaded shard to pinned memory if it is not there: only from there a copy runs beside what computes."""
-    if not is_sharded(leaf) or not has_offloaded([leaf.spec]) or leaf.local.is_pinned():
+    if not is_sharded(leaf) or not any_on_host([leaf.spec]) or leaf.local.is_pinned():
         return leaf
     return Sharded(leaf.local.pin_memory(), leaf.spec)
 
 
-def has_offloaded(specs: Iterable[Spec]) -> bool:
+def any_on_host(specs: Iterable[Spec]) -> bool:
     """Whether shards of some leaf are kept on the CPU, and each gather brings them to an accelerator."""
     for spec in specs:
         storage = spec.transform and spec.transform.storage

@@ -10,7 +10,7 @@ import torch
 
 from fshard import _compat, comm
 from fshard.errors import MAX_PROBLEMS, Problem, expect, refuse
-from fshard.shard import has_offloaded, pin_offloaded
+from fshard.shard import any_on_host, pin_leaf
 from fshard.transforms import transform_state
 from fshard.transforms.state import ABSENT
 from fshard.tree import (
@@ -214,9 +214,9 @@ def pin_params(state: TrainState) -> TrainState:
     A graph holds no such move. `jit` makes it for the states that its function returns.
     """
     flat = flatten(state.params)
-    if _compat.is_tracing() or _compat.transforms_active() or not has_offloaded(flat.specs):
+    if _compat.is_tracing() or _compat.transforms_active() or not any_on_host(flat.specs):
         return state
-    return state._replace(params=flat.unflatten(map(pin_offloaded, flat.leaves)))
+    return state._replace(params=flat.unflatten(map(pin_leaf, flat.leaves)))
 
 
 def check_same_step(api_name: str, given: Tree) -> None:

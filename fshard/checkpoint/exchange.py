@@ -16,7 +16,7 @@ from fshard.checkpoint.errors import CheckpointError, describe_failure
 from fshard.checkpoint.files import bytes_of, name_of
 from fshard.errors import Problem, describe_error, expect, refuse
 from fshard.mesh import Mesh, ranks_of
-from fshard.shard import Layouts, check_transform, hash_of, padded, pin_offloaded, without_padding
+from fshard.shard import Layouts, check_transform, hash_of, padded, pin_leaf, without_padding
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, tensor_of
 from fshard.tree.checks import check_local, describe
 
@@ -218,4 +218,4 @@ def _read_leaf(name: str, leaf: Any, entries: Sequence[Entry]) -> Any:
     if not is_sharded(leaf):
         return tensor
     restored = Sharded(padded(tensor, leaf.spec), leaf.spec)
-    return pin_offloaded(restored) if local.is_meta or leaf.local.is_pinned() else restored
+    return pin_leaf(restored) if local.is_meta or leaf.local.is_pinned() else restored

@@ -20,7 +20,7 @@ from fshard.jit.passes import fold_views_and_remove_dead_nodes, refuse_ambient_r
 from fshard.jit.signature import Signature, complete_outline, find_changes, make_exact, make_outline
 from fshard.jit.trace import Traced, trace
 from fshard.reduction_order import refuse_inductor
-from fshard.shard import has_offloaded
+from fshard.shard import any_on_host
 from fshard.tree import Axis, Exact, Flat, Sharded, flatten, map_nodes, tensor_of, tensors_of, unflatten
 from fshard.tree.checks import check_axes, describe, mark_donated, refuse_donated, refuse_frozen_counters
 from fshard.update import TrainState, check_same_step, pin_params
@@ -364,7 +364,7 @@ def _run(program: Program, flat: Flat, tensors: list[torch.Tensor]) -> Any:
         tensor if spec is None else Sharded(tensor, spec) for tensor, spec in zip(outputs, traced.specs, strict=True)
     ]
     results = unflatten(traced.treedef, leaves)
-    return map_nodes(pin_params, results, TrainState) if has_offloaded(flat.specs) else results
+    return map_nodes(pin_params, results, TrainState) if any_on_host(flat.specs) else results
 
 
 def _copy_shared_memory(program: Program, tensors: list[torch.Tensor]) -> None:

@@ -836,7 +836,7 @@ FAULTS = (
     Fault(
         "update-leaves-pinned-memory",
         "fshard/update.py",
-        "return state._replace(params=flat.unflatten(map(pin_offloaded, flat.leaves)))",
+        "return state._replace(params=flat.unflatten(map(pin_leaf, flat.leaves)))",
         "return state",
         "offloaded parameters are in pinned memory after an update",
     ),
