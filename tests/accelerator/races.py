@@ -292,19 +292,21 @@ FAULTS = {
         partial(lost_wait, "all_gather"), "zero3, jitted", Race(GATHERED, GATHERED, "addmm")
     ),
     "lost wait for reductions": Fault(
-        partial(lost_wait, "reduce_scatter"), "zero3", Race(REDUCED, "mul in reduce_scatter of 2", "div")
+        partial(lost_wait, "reduce_scatter"), "zero3", Race(REDUCED, "mul in reduce_scatter of 2", "_foreach_div_")
     ),
     "lost wait for sums": Fault(
-        partial(lost_wait, "all_reduce"), "ddp", Race("copy_ in all_reduce of 2", "mul in all_reduce of 2", "div")
+        partial(lost_wait, "all_reduce"),
+        "ddp",
+        Race("_foreach_copy_ in all_reduce of 2", "mul in all_reduce of 2", "_foreach_div_"),
     ),
-    "lost order of collectives": Fault(lost_order, "zero3", Race("copy_", "copy_", GATHERED)),
+    "lost order of collectives": Fault(lost_order, "zero3", Race("_foreach_copy_", "_foreach_copy_", GATHERED)),
     "lost order of copies": Fault(lost_order_of_copies, "offload", Race("copy_", "copy_", GATHERED)),
-    "lost wait of the host": Fault(lost_wait_of_host, "offload", Race("copy_", "copy_", "host div_.Tensor")),
+    "lost wait of the host": Fault(lost_wait_of_host, "offload", Race("copy_", "copy_", "host _foreach_div_.Scalar")),
     "lost wait of a save": Fault(lost_wait_of_save, "asynchronous saves", Race("copy_", "copy_", "host copy_")),
     "dropped record_stream": Fault(
         dropped_record_stream, "offload, forwards", Race(f"freed: {GATHERED}", "addmm", "copy_")
     ),
-    "freed buffer": Fault(freed_buffer, "zero3, jitted", Race("freed: copy_", REDUCED, "mm")),
+    "freed buffer": Fault(freed_buffer, "zero3, jitted", Race("freed: _foreach_copy_", REDUCED, "mm")),
 }
 
 
