@@ -140,8 +140,9 @@ def capturing_device() -> str | None:
         return None
     module = torch.get_device_module(accelerator)
     # A process that has not used its accelerator is not to make a context there.
-    can_capture = hasattr(module, "is_current_stream_capturing") and module.is_initialized()
-    return accelerator.type if can_capture and module.is_current_stream_capturing() else None
+    if not hasattr(module, "is_current_stream_capturing") or not module.is_initialized():
+        return None
+    return accelerator.type if module.is_current_stream_capturing() else None
 
 
 def show_range(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
