@@ -21,6 +21,7 @@ from fshard.transforms.axis import _FullyShard, _SplitDim
 from fshard.transforms.base import ShardTransform, walk_parts
 from fshard.transforms.compose import _Composed
 from fshard.transforms.local import _Cast, _Offload
+from fshard.transforms.structure import reduction
 from fshard.tree import Axis, Flat, ReshardPolicy, Sharded, Spec, Tree, is_sharded, leaves_of
 
 # The fact by which verbs tell other ranks, and jit, of an order that has a name.
@@ -161,7 +162,7 @@ class ReductionOrder:
 
     name: str | None = None
     keeps_bits = False
-    communicate_values: tuple[str | None, ...] = (None, "each", "once")
+    communicate_values: tuple[str | None, ...] = (None, "each", "once", "outer_once")
 
     def list_facts(self) -> Mapping[str, str]:
         """List what ranks must agree on, by name."""
@@ -176,10 +177,18 @@ class ReductionOrder:
             communicate: What the user passed.
 
         Returns:
-            "each" or "once".
+            "each", "once" or "outer_once".
+
+        Raises:
+            ValueError: if `communicate` is unknown, or no leaf has an outermost of several axes to reduce over once.
         """
         expected = f"communicate to be one of {self.communicate_values}"
         expect(communicate in self.communicate_values, api_name, expected, repr(communicate))
+        if communicate == "outer_once" and not any(map(_is_reduced_over_several, leaves_of(params))):
+            raise ValueError(
+                f'{api_name}: communicate="outer_once" needs leaves that are reduced over one axis after another, as '
+                'under fs.hsdp. Take such a strategy, or communicate="each" or "once".'
+            )
         return communicate or self._communicate_by_policy(params)
 
     def _communicate_by_policy(self, params: Tree) -> str:
@@ -244,6 +253,10 @@ class ReductionOrder:
     def inverse_root(self, tensor: torch.Tensor) -> torch.Tensor:
         """Take one over the square root of each element."""
         return tensor.rsqrt()
+
+
+def _is_reduced_over_several(leaf: Any) -> bool:
+    return is_sharded(leaf) and reduction(leaf.spec.transform).num_outer_stages > 0
 
 
 class _TreeOrder(ReductionOrder):

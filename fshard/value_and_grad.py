@@ -313,7 +313,8 @@ class _Differentiation:
                 divisor = self._divisor([count])
             is_last = number == len(self.functions)
             is_reduced = is_last or self.options.communicate != "once"
-            call.backward(value, divisor, reduce=is_reduced, last=is_last)
+            is_deferred = self.options.communicate == "outer_once" and not is_last
+            call.backward(value, divisor, reduce=is_reduced, defers_outer=is_deferred, last=is_last)
             self.sums.add_gradients(call.trained, last=is_last)
             # The graph of a microbatch goes before the forward of the next one.
             del value
@@ -402,8 +403,10 @@ def accumulate(
         reduce_over: As for `value_and_grad`.
         has_aux: Whether f returns (loss, aux) instead.
         communicate: "each" reduces gradients in every microbatch and sums shards of them, which needs least memory;
-            "once" sums full gradients and reduces them in the last one, which sends least. None means "once" for
-            ZeRO-1 and "each" for all others, and always "each" with reduction_order="tree".
+            "once" sums full gradients and reduces them in the last one, which sends least. "outer_once", for leaves
+            that are reduced over several axes, as under `hsdp`: as "each", but the sums of shards are reduced over the
+            outermost axis in the last microbatch alone. None means "once" for ZeRO-1 and "each" for all others, and
+            always "each" with reduction_order="tree".
         reduction_order: "tree" adds up gradients, losses and counts in one binary tree over the microbatches of the
             whole job, so that they have the same bits on any number of ranks. Each rank passes what `fs.microbatches`
             chooses of the job's, of which there are a power of two, as there are ranks; forward and backward must have
@@ -416,9 +419,10 @@ def accumulate(
         `transform_state` the new state comes third. A leaf that was used in any microbatch has a gradient.
 
     Raises:
-        ValueError: by the function returned, if `communicate` or `reduction_order` is unknown, there are no
-            microbatches, with reduction_order="tree" no power of two of them or of ranks, a transform has other bits at
-            another number of ranks, f computes on shards, and as for `value_and_grad`.
+        ValueError: by the function returned, if `communicate` or `reduction_order` is unknown, no leaf is
+            reduced over several axes for "outer_once", there are no microbatches, with reduction_order="tree" no power
+            of two of them or of ranks, a transform has other bits at another number of ranks, f computes on shards, and
+            as for `value_and_grad`.
 
     >>> import torch, fshard as fs
     >>> params = fs.shard({"w": torch.tensor([1.0, 2.0])}, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 import fshard as fs
-from fshard.testing import assert_trees_close
+from fshard.testing import assert_trees_close, spmd
 from tests.ranks import my_rank, on_ranks
 from tests.test_law_accounting import stack, unit_bytes
 from tests.tolerance import within
+from tests.transforms.feedback import feedback
 from tests.trees import assert_same_bits, normal, one_axis, two_axes
 
 MICROBATCHES = 3
@@ -29,6 +30,25 @@ def strategies(mesh):
         "zero2": fs.zero2(mesh, **every),
         "zero1": fs.zero1(mesh, **every),
         "ddp": fs.ddp(mesh),
+    }
+
+
+def is_matrix(_, leaf):
+    return len(leaf.shape) == 2
+
+
+def strategies_over_two_axes(mesh):
+    """Which reduce over "shard" first and then over "replicate"."""
+    every, alone = {"min_shard_elements": 0}, {"min_shard_elements": 0, "bucket_bytes": 0}
+    return {
+        "hsdp": fs.hsdp(mesh, **alone),
+        "hsdp of merged units": fs.hsdp(mesh, **every),
+        "hsdp that keeps": fs.hsdp(mesh, regather=False, **alone),
+        "hsdp of small whole leaves": fs.hsdp(mesh, bucket_bytes=0, min_shard_elements=20),
+        "zero3 over both": fs.zero3(mesh, ("shard", "replicate"), **alone),
+        "zero1 over both": fs.zero1(mesh, ("shard", "replicate"), **every),
+        "ddp over both": fs.ddp(mesh, ("shard", "replicate")),
+        "hsdp beside ddp": fs.masked(fs.hsdp(mesh, **alone), is_matrix, fs.ddp(mesh, ("shard", "replicate"))),
     }
 
 
@@ -65,8 +85,8 @@ def in_one_process(module, reduce, ranks):
 
 
 @pytest.mark.rows(1)
-@on_ranks(1, 2, 3)
-@pytest.mark.parametrize("communicate", ("each", "once"))
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("communicate", ("each", "once", "outer_once"))
 @pytest.mark.parametrize("reduce", ("mean", "sum", "weighted"))
 def test_it_is_one_process_on_all_tokens(reduce, communicate, world_size):
     """Weighted: the true mean over all tokens, though every microbatch of every rank has another number of them."""
@@ -74,7 +94,10 @@ def test_it_is_one_process_on_all_tokens(reduce, communicate, world_size):
     expected = in_one_process(module, reduce, world_size)
     # Sums over up to four tokens of each microbatch, through the layers forward and backward.
     near = within(expected, 4 * MICROBATCHES * world_size, steps=4)
-    for transform in strategies(one_axis()).values():
+    table = strategies(one_axis())
+    if communicate == "outer_once":
+        table = strategies_over_two_axes(two_axes(world_size))
+    for transform in table.values():
         params = model.init(transform)
         step = fs.accumulate(partial(local, model.apply, reduce), reduce=reduce, communicate=communicate)
         value, grads = step(params, microbatches())
@@ -112,6 +135,137 @@ def test_bytes_are_those_of_the_law(communicate, world_size):
         assert [entry.op for entry in record if entry.scalar and not entry.about.is_comparison] == ["all_reduce"]
 
 
+def whole_numbers(params, batch):
+    """A loss whose gradients are whole numbers, which have no order of sums."""
+    return sum((leaf * batch).sum() for leaf in fs.gather(params).values())
+
+
+SIZES = {"w": (17, 3), "v": (9, 2), "b": (5,)}
+PAIRS_OF_AXES = ((2, 1), (1, 2), (2, 2), (2, 4), (4, 2))
+
+
+def sent_by_axis(record):
+    sent = {}
+    for entry in record:
+        if not entry.scalar and not entry.about.is_comparison:
+            key = entry.op, entry.axis
+            sent[key] = sent.get(key, 0) + entry.bytes
+    return sent
+
+
+def accumulate_recorded(params, batches, communicate, *, jitted=False):
+    """Return loss and gradients, and the bytes that are sent by kind and axis."""
+    step = partial(fs.accumulate(whole_numbers, reduce="sum", communicate=communicate), microbatches=batches)
+    if jitted:
+        step = fs.jit(step)
+        step(params)
+    with fs.comm.record() as record:
+        result = step(params)
+    return result, sent_by_axis(record)
+
+
+@pytest.mark.parametrize(("outer", "inner"), PAIRS_OF_AXES)
+def test_the_outermost_axis_is_reduced_over_once(outer, inner):
+    """M P bytes are reduced within groups as by "each", and P / n bytes across groups as by "once", with equal bits."""
+
+    def program():
+        mesh = fs.init_mesh({"replicate": outer, "shard": inner}, device="cpu")
+        batches = [torch.tensor(1.0 + 3 * my_rank() + number) for number in range(MICROBATCHES)]
+        full = {name: normal()(*shape) for name, shape in SIZES.items()}
+        for strategy in strategies_over_two_axes(mesh).values():
+            params = fs.shard(full, strategy)
+            each, sent_by_each = accumulate_recorded(params, batches, "each")
+            once, sent_by_once = accumulate_recorded(params, batches, "once")
+            result, sent = accumulate_recorded(params, batches, "outer_once")
+            assert_same_bits(fs.tree_leaves(result), fs.tree_leaves(each))
+            assert_same_bits(fs.tree_leaves(result), fs.tree_leaves(once))
+            assert sent.keys() == sent_by_each.keys()
+            for (op, axis), amount in sent.items():
+                is_outer = axis == "replicate" and op != "all_gather"
+                assert amount == (sent_by_once if is_outer else sent_by_each)[op, axis]
+
+    spmd(program, world=outer * inner)
+
+
+@on_ranks(4, 8)
+def test_a_graph_defers_the_outermost_axis_too(world_size):
+    mesh = two_axes(world_size)
+    batches = [torch.tensor(1.0 + 3 * my_rank() + number) for number in range(2)]
+    params = fs.shard({name: normal()(*shape) for name, shape in SIZES.items()}, fs.hsdp(mesh, min_shard_elements=20))
+    eager = accumulate_recorded(params, batches, "outer_once")
+    jitted = accumulate_recorded(params, batches, "outer_once", jitted=True)
+    assert_same_bits(fs.tree_leaves(jitted[0]), fs.tree_leaves(eager[0]))
+    assert jitted[1] == eager[1]
+
+
+@on_ranks(2, 4, "4 processes")
+def test_deferred_sums_are_sent_as_they_are_said_to_be(world_size):
+    """Of M microbatches of P bytes, each rank sends M P (n - 1) / n in its group and 2 P / n (R - 1) / R across."""
+    mesh = two_axes(world_size)
+    outer, inner = mesh["replicate"].size(), mesh["shard"].size()
+    params = fs.shard({"w": normal()(64, 32)}, fs.hsdp(mesh, regather=False, min_shard_elements=0))
+    with fs.comm.record() as record:
+        fs.accumulate(lambda p, x: (fs.gather(p)["w"] * x).sum(), communicate="outer_once")(
+            params, [1.0] * MICROBATCHES
+        )
+    total = 64 * 32 * 8
+    sent = {"shard": 0, "replicate": 0}
+    for entry in record:
+        if not entry.scalar and entry.label == "scatter":
+            sent[entry.axis] += entry.sent
+    assert sent["shard"] == MICROBATCHES * total * (inner - 1) / inner
+    assert sent["replicate"] == 2 * total / inner * (outer - 1) / outer
+
+
+@on_ranks(4)
+def test_deferred_sums_hold_leaves_that_only_the_first_microbatch_of_one_rank_uses():
+    """The others take part with zeros, and in the last microbatch the sum crosses the outermost axis."""
+    params = fs.shard({"w": torch.ones(9), "early": torch.ones(9)}, fs.hsdp(two_axes(4), min_shard_elements=0))
+
+    def loss(p, number):
+        full = fs.gather(p["early"]) if number == 0 else None
+        value = fs.gather(p["w"]).sum()
+        return value + 5 * full.sum() if number == 0 and my_rank() == 2 else value
+
+    _, grads = fs.accumulate(loss, reduce="sum", communicate="outer_once")(params, range(MICROBATCHES))
+    expected = {"w": torch.full((9,), 4.0 * MICROBATCHES), "early": torch.full((9,), 5.0)}
+    assert_same_bits(fs.unshard(grads), expected)
+
+
+@on_ranks(4)
+def test_deferred_sums_keep_states_and_go_through_derived_leaves():
+    """The inner stage has its state, and what a function computed from leaves is reduced at once."""
+    mesh = two_axes(4)
+    layout = fs.compose(fs.replicate(mesh["replicate"]), feedback(mesh["shard"]))
+    params = fs.shard({"w": normal()(16, 4), "a": normal(1)(16, 4)}, fs.zero3(mesh, layout=layout))
+    batches = [normal(my_rank() + 10 * number)(16, 4) for number in range(MICROBATCHES)]
+    results = {}
+    for communicate in ("each", "outer_once"):
+        step = fs.accumulate(
+            lambda p, x: (fs.gather(p)["w"].square() * x).sum(),
+            communicate=communicate,
+            transform_state=fs.transform_state(params),
+        )
+        results[communicate] = step(params, batches)
+    (_, grads, state), (_, expected, expected_state) = results["outer_once"], results["each"]
+    assert_same_bits(fs.tree_leaves(state), fs.tree_leaves(expected_state))
+    assert_trees_close(fs.unshard(grads), fs.unshard(expected), **within(fs.unshard(expected), 4 * MICROBATCHES))
+
+    # A transform of a user's own sums over both axes in one stage, so that there is nothing to defer.
+    in_one_stage = fs.Wrapped(fs.ddp(mesh, ("shard", "replicate")))
+    strategy = fs.masked(in_one_stage, "a", otherwise=fs.hsdp(mesh, min_shard_elements=0))
+    plain = fs.shard({"w": normal()(16, 4), "a": normal(1)(16, 4)}, strategy)
+
+    def merged(p, x):
+        derived = fs.gather(fs.tree_map(lambda w: w * w, p["w"]))
+        return (derived * x * fs.gather(p["a"])).sum() + (fs.gather(p["w"]) * x).sum()
+
+    (_, grads), (_, expected) = (
+        fs.accumulate(merged, communicate=communicate)(plain, batches) for communicate in ("outer_once", "each")
+    )
+    assert_trees_close(fs.unshard(grads), fs.unshard(expected), **within(fs.unshard(expected), 4 * MICROBATCHES))
+
+
 HALF, SINGLE = torch.bfloat16, torch.float32
 
 
@@ -129,7 +283,7 @@ def test_gradients_are_added_up_in_the_dtype_of_the_reduction(world_size):
     strategies += [fs.compose(fs.cast(gather=HALF), fs.ddp(mesh), fs.cast(scatter=SINGLE))]
     full = {"half": torch.ones(5, 3, dtype=HALF), "single": torch.ones(5, dtype=SINGLE)}
     batches = torch.tensor([256.0] + [1.0] * 15, dtype=HALF)
-    for strategy, communicate in product(strategies, ("each", "once")):
+    for strategy, communicate in [*product(strategies, ("each", "once")), (strategies[3], "outer_once")]:
         step = fs.accumulate(total, reduce="sum", communicate=communicate)
         grads = fs.unshard(step(fs.shard(full, strategy), list(batches))[1])
         assert_same_bits(grads, fs.tree_map(lambda leaf: torch.full_like(leaf, 271.0 * world_size), full))
@@ -154,6 +308,16 @@ def test_every_microbatch_has_its_aux_and_other_arguments_are_passed_on():
 
 
 def test_bad_arguments_are_refused():
+    params = fs.shard({"w": torch.ones(4)}, fs.zero3(one_axis()))
+    for communicate, text in (
+        ("inner", "communicate to be one of (None, 'each', 'once', 'outer_once'), got 'inner'"),
+        (
+            "outer_once",
+            'accumulate: communicate="outer_once" needs leaves that are reduced over one axis after another',
+        ),
+    ):
+        with pytest.raises(ValueError, match=re.escape(text)):
+            fs.accumulate(lambda p, _: fs.gather(p)["w"].sum(), communicate=communicate)(params, [1])
     micro = "accumulate: batches must be a sequence of one or more microbatches, got"
     for options, batches, text in (
         ({"reduce": "max"}, [1], 'accumulate: reduce must be "mean", "sum" or "weighted", got \'max\''),

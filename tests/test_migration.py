@@ -97,6 +97,22 @@ def accumulated():
     return fs.unshard(fs.update(tx, state, grads).params)
 
 
+def deferred_by_fsdp2():
+    model, optimizer = sharded(mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+    microbatches = batches(4)
+    for number, batch in enumerate(microbatches, start=1):
+        model.set_requires_all_reduce(number == len(microbatches))
+        (model(batch) / len(microbatches)).backward()
+    optimizer.step()
+    return full(model)
+
+
+def deferred():
+    state, tx, loss_fn = program(fs.hsdp(mesh_of(replicate=2, shard=-1), min_shard_elements=0, bucket_bytes=0))
+    _, grads = fs.accumulate(loss_fn, communicate="outer_once")(state.params, batches(4))
+    return fs.unshard(fs.update(tx, state, grads).params)
+
+
 class Row(NamedTuple):
     """What stands for an FSDP2 call, and a program of each for one rank of two."""
 
@@ -124,6 +140,9 @@ ROWS = {
     ),
     "model.set_requires_gradient_sync(False)": Row(
         'fs.accumulate(loss_fn, communicate="once")', accumulated_by_fsdp2, accumulated
+    ),
+    "model.set_requires_all_reduce(False)": Row(
+        'fs.accumulate(loss_fn, communicate="outer_once")', deferred_by_fsdp2, deferred
     ),
 }
 

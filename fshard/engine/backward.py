@@ -20,13 +20,22 @@ class Backward:
     passed, and ranks agree on that even if one has gradients there and another has none.
     """
 
-    def __init__(self, forward: Forward, *, divisor: Any, reduce_early: bool, is_last: bool) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        *,
+        divisor: Any,
+        reduce_early: bool,
+        defers_outer: bool,
+        is_last: bool,
+    ) -> None:
         """Start before the first step.
 
         Args:
             forward: The forward.
             divisor: The number to divide the reduced gradients of bound leaves by.
             reduce_early: Whether gradients of bound leaves are reduced as they appear, if their policies say so.
+            defers_outer: As for `Reductions`.
             is_last: Whether no other forward follows, so that tensors that were kept for it can be dropped.
         """
         self._gathered_units = forward.gathered_units
@@ -39,7 +48,7 @@ class Backward:
         for number, step in enumerate(self._cursor.steps):
             if not step.needs_full:
                 self._due_step[step.gathered] = number
-        self._reductions = Reductions(divisor)
+        self._reductions = Reductions(divisor, defers_outer=defers_outer)
         # The checkpoints that this rank has started to recompute; None stands for what is in no checkpoint.
         self._recomputed_checkpoints: set[Any] = {None}
         # The gathered units that hold a leaf, the last one first. Made when the first checkpoint is recomputed.

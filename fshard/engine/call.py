@@ -256,7 +256,7 @@ class EngineCall:
         forward.finish()
         return out
 
-    def backward(self, loss: torch.Tensor, divisor: Any, *, reduce: bool, last: bool) -> None:
+    def backward(self, loss: torch.Tensor, divisor: Any, *, reduce: bool, defers_outer: bool, last: bool) -> None:
         """Differentiate the loss of the last forward, and add its gradients to the leaves.
 
         Gradients reach a leaf in three ways: through full tensors, whose gradients are reduced over ranks; through
@@ -267,6 +267,7 @@ class EngineCall:
             loss: This rank's loss, a scalar attached to the graph.
             divisor: The number that summed gradients are divided by.
             reduce: Whether to reduce gradients over ranks now, rather than keep this rank's full gradients.
+            defers_outer: Whether to leave the sum over the outermost of several axes to the last microbatch.
             last: Whether this is the last microbatch, so that tensors kept from one to the next can be dropped.
         """
         microbatch = self._running_microbatch()
@@ -278,7 +279,13 @@ class EngineCall:
         # With derived leaves, hold reductions back: the gradients of the leaves that they were computed from arrive
         # after their own.
         reduce_early = reduce and not microbatch.derived
-        backward = Backward(microbatch.forward, divisor=divisor, reduce_early=reduce_early, is_last=last)
+        backward = Backward(
+            microbatch.forward,
+            divisor=divisor,
+            reduce_early=reduce_early,
+            defers_outer=defers_outer,
+            is_last=last,
+        )
         microbatch.backward = backward
 
         used = {leaf for leaf in self.trained if leaf.used}
@@ -290,7 +297,11 @@ class EngineCall:
         self._reduce_derived(backward, microbatch.derived, divisor)
         if reduce:
             # The leaves that were not reduced at their step, and those that only earlier microbatches used.
-            late = [leaf for leaf in self.trained if leaf.must_reduce or leaf.full_grad is not None]
+            late = []
+            for leaf in self.trained:
+                is_deferred = last and leaf.inner_sum is not None
+                if leaf.must_reduce or leaf.full_grad is not None or is_deferred:
+                    late.append(leaf)
             backward.reduce(late[::-1])
         # Add direct gradients after all reductions. Which reductions have finished before this point depends on the
         # sizes of units, and so would the order of additions.

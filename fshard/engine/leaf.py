@@ -49,6 +49,7 @@ class Leaf:
         used: Whether this rank's loss used the leaf.
         transform_state: The state of the leaf's transform, if that has one.
         full_grad: This rank's full gradient, not yet reduced.
+        inner_sum: The sum of gradients that are reduced over all axes but the outermost one.
         reduced_grad: The reduced gradient.
     """
 
@@ -83,6 +84,7 @@ class Leaf:
         self.used = False
         self.transform_state: Any = None
         self.full_grad: torch.Tensor | None = None
+        self.inner_sum: torch.Tensor | None = None
         self.reduced_grad: torch.Tensor | None = None
         if derived and self.trained:
             check_stateless(param.spec.transform)
@@ -135,6 +137,16 @@ class Leaf:
             return grad
         facts = self.full_facts
         return torch.zeros(facts.shape, dtype=facts.dtype, device=facts.device)
+
+    def add_inner(self, grad: torch.Tensor) -> None:
+        """Add to the sum of gradients that are not yet reduced over the outermost axis."""
+        self.inner_sum = grad if self.inner_sum is None else self.inner_sum + grad
+
+    def take_inner(self) -> torch.Tensor | None:
+        """Hand over the sum of gradients that are not yet reduced over the outermost axis."""
+        inner_sum = self.inner_sum
+        self.inner_sum = None
+        return inner_sum
 
     def add_reduced(self, grad: torch.Tensor) -> None:
         """Add to the reduced gradient."""

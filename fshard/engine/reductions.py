@@ -10,7 +10,7 @@ from fshard import _compat, comm
 from fshard.collectives import divide
 from fshard.engine.gathered_unit import check_transform_results, get_transform
 from fshard.engine.leaf import Leaf
-from fshard.transforms.run import PendingScatter, start_scatter
+from fshard.transforms.run import Deferral, PendingScatter, start_scatter
 from fshard.transforms.structure import reduction
 from fshard.tree import grouped
 
@@ -24,6 +24,7 @@ class PendingReduction(NamedTuple):
         scatter: Finishes the reduction. It may have several stages, such as the sums over two axes.
         nbytes: The bytes of the full gradients.
         turn: The turn in which the stage that is under way has started.
+        is_inner: Whether the gradients stay to be summed over the outermost axis.
     """
 
     leaves: list[Leaf]
@@ -31,6 +32,7 @@ class PendingReduction(NamedTuple):
     scatter: PendingScatter
     nbytes: int
     turn: int
+    is_inner: bool
 
 
 class Reductions:
@@ -42,14 +44,16 @@ class Reductions:
     are complete, and is waited for when those of the unit after that one are.
     """
 
-    def __init__(self, divisor: Any) -> None:
+    def __init__(self, divisor: Any, *, defers_outer: bool) -> None:
         """Begin with no gradient.
 
         Args:
             divisor: The number to divide the reduced gradients of bound leaves by. Those of derived leaves stay sums,
                 because autograd goes on from them.
+            defers_outer: Whether sums of bound leaves over the outermost of several axes wait for a later microbatch.
         """
         self._divisor = divisor
+        self._defers_outer = defers_outer
         self._queue: list[Leaf] = []
         self._queued_bytes = 0
         self._pending: deque[PendingReduction] = deque()
@@ -118,10 +122,21 @@ class Reductions:
         unit_names = tuple(units)
         specs = [leaf.spec for leaf in leaves]
         states = [leaf.transform_state for leaf in leaves]
+        deferral = self._make_deferral(transform, leaves)
         with torch.no_grad(), comm.annotate_collectives(unit_names, [leaf.path for leaf in leaves]):
-            scatter = start_scatter(transform, grads, specs, states)
-        self._pending.append(PendingReduction(leaves, unit_names, scatter, nbytes, self._turn))
+            scatter = start_scatter(transform, grads, specs, states, deferral)
+        is_inner = deferral is not None and deferral.inner_sums is None
+        self._pending.append(PendingReduction(leaves, unit_names, scatter, nbytes, self._turn, is_inner))
         self._pending_bytes += nbytes
+
+    def _make_deferral(self, transform: Any, leaves: Sequence[Leaf]) -> Deferral | None:
+        """Decide what the outer stages do with some gradients: derived ones go on at once, so they are summed now."""
+        num_outer_stages = reduction(transform).num_outer_stages
+        if num_outer_stages and self._defers_outer and not leaves[0].derived:
+            return Deferral(num_outer_stages)
+        inner_sums = [leaf.take_inner() for leaf in leaves]
+        has_sums = any(inner_sum is not None for inner_sum in inner_sums)
+        return Deferral(num_outer_stages, inner_sums) if has_sums else None
 
     def _start_next_stages(self) -> None:
         """Let the reductions of earlier units go on, which have had the time of this unit's backward."""
@@ -149,12 +164,16 @@ class Reductions:
         leaves = pending.leaves
         with torch.no_grad():
             grads, states = pending.scatter()
-            check_transform_results("scatter", leaves, grads)
+            if not pending.is_inner:
+                check_transform_results("scatter", leaves, grads)
             grads = _compat.cast_all(grads, [leaf.sum_dtype() for leaf in leaves])
             grads = self._divide(leaves[0], grads)
             for leaf, grad, state in zip(leaves, grads, states, strict=True):
                 leaf.transform_state = state
-                leaf.add_reduced(grad)
+                if pending.is_inner:
+                    leaf.add_inner(grad)
+                else:
+                    leaf.add_reduced(grad)
 
     def _divide(self, first: Leaf, grads: list[torch.Tensor]) -> list[torch.Tensor]:
         """Divide reduced gradients now, while they are in the processor's cache."""

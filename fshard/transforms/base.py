@@ -325,7 +325,13 @@ class BuiltIn(ShardTransform):
 
 
 class Container(BuiltIn):
-    """A transform of this package that is made of others, and whose state is that of its parts."""
+    """A transform of this package that is made of others, and whose state is that of its parts.
+
+    Attributes:
+        stages: The others, storage first.
+    """
+
+    stages: tuple[ShardTransform, ...]
 
 
 def field_values(transform: ShardTransform) -> Iterator[Any]:

@@ -21,7 +21,7 @@ from fshard.transforms.base import (
     Wrapped,
     walk_parts,
 )
-from fshard.transforms.run import StagedScatter, check_number, check_stateless, sends
+from fshard.transforms.run import Deferral, StagedScatter, check_number, check_stateless, sends
 from fshard.transforms.structure import layout_axes, summed_axes, sums_gradients
 from fshard.tree import MASK, Axis, Mask, ModelDtypes, ReshardPolicy, Spec, Tree, is_mask, matches
 from fshard.tree.checks import describe
@@ -87,10 +87,16 @@ class _Composed(Container):
 
         return finish
 
-    def start_scatter(self, grads: Tensors, specs: Specs, states: States | None = None) -> StagedScatter:
+    def start_scatter(
+        self,
+        grads: Tensors,
+        specs: Specs,
+        states: States | None = None,
+        deferral: Deferral | None = None,
+    ) -> StagedScatter:
         if states is None:
             check_stateless(self)
-        return StagedScatter(self.stages, grads, specs, states)
+        return StagedScatter(self.stages, grads, specs, states, deferral)
 
     @property
     def _last_sender(self) -> int:

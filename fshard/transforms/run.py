@@ -78,13 +78,41 @@ def _linear(transform: ShardTransform, specs: Specs, paths: Sequence[str]) -> Li
     return Linear(gather, scatter, variance)
 
 
+class Deferral(NamedTuple):
+    """What becomes of a scatter's outer stages, which sum over the outermost axis once for several microbatches.
+
+    Attributes:
+        num_outer_stages: How many stages are outer ones; scatter runs them last.
+        inner_sums: For each leaf the sum of what the other stages made of earlier microbatches, or None. The outer
+            stages sum it along with this microbatch. Without any list they do not run.
+    """
+
+    num_outer_stages: int
+    inner_sums: Sequence[torch.Tensor | None] | None = None
+
+    def add_inner_sums(self, grads: Tensors) -> Tensors:
+        """Add the sums of earlier microbatches, and keep the dtypes that are sent."""
+        assert self.inner_sums is not None
+        totals = []
+        for grad, inner_sum in zip(grads, self.inner_sums, strict=True):
+            totals.append(grad if inner_sum is None else (inner_sum + grad).to(grad.dtype))
+        return totals
+
+
 class StagedScatter:
     """A scatter through stages, from the last to the first, of which one that sends is under way.
 
     Whoever calls `start_next` lets a stage overlap what runs until the next call.
     """
 
-    def __init__(self, stages: Sequence[ShardTransform], grads: Tensors, specs: Specs, states: States | None) -> None:
+    def __init__(
+        self,
+        stages: Sequence[ShardTransform],
+        grads: Tensors,
+        specs: Specs,
+        states: States | None,
+        deferral: Deferral | None = None,
+    ) -> None:
         """Start the first stage that sends.
 
         Args:
@@ -92,8 +120,12 @@ class StagedScatter:
             grads: One tensor per leaf.
             specs: The leaves' specs.
             states: One state per leaf, a tuple with the states of all stages; None where no stage has one.
+            deferral: What the outer stages do; None lets them run.
         """
         self._stages = stages
+        self._deferral = deferral
+        # The number of the stage that runs last.
+        self._last_stage = deferral.num_outer_stages if deferral is not None and deferral.inner_sums is None else 0
         # The number of stages that have yet to start.
         self._num_left = len(stages)
         self._result: Any = None
@@ -103,7 +135,7 @@ class StagedScatter:
     @property
     def sends_again(self) -> bool:
         """Whether a stage that sends has yet to start."""
-        return any(map(sends, self._stages[: self._num_left]))
+        return any(map(sends, self._stages[self._last_stage : self._num_left]))
 
     def start_next(self) -> None:
         """Wait for the stage that is under way, and run the next ones up to one that sends."""
@@ -119,7 +151,9 @@ class StagedScatter:
         """Run the stages, and pause while one that sends is under way."""
         old_states = [None] * len(grads) if states is None else states
         states_by_stage: list[States] = []
-        while self._num_left:
+        while self._num_left > self._last_stage:
+            if self._deferral is not None and self._num_left == self._deferral.num_outer_stages:
+                grads = self._deferral.add_inner_sums(grads)
             self._num_left -= 1
             stage = self._stages[self._num_left]
             stage_states: States = [None if state is None else state[self._num_left] for state in old_states]
@@ -128,6 +162,8 @@ class StagedScatter:
                 yield
             grads, stage_states = finish()
             states_by_stage.insert(0, stage_states)
+        for number in reversed(range(self._last_stage)):
+            states_by_stage.insert(0, [None if state is None else state[number] for state in old_states])
         self._result = grads
         if states is not None:
             new_states = []
@@ -176,7 +212,13 @@ class PendingScatter(NamedTuple):
         return check_number(self.transform, "scatter", shards, self.specs), new_states
 
 
-def start_scatter(transform: ShardTransform, grads: Tensors, specs: Specs, states: States) -> PendingScatter:
+def start_scatter(
+    transform: ShardTransform,
+    grads: Tensors,
+    specs: Specs,
+    states: States,
+    deferral: Deferral | None = None,
+) -> PendingScatter:
     """Start to scatter by a transform with or without a state.
 
     Args:
@@ -184,14 +226,16 @@ def start_scatter(transform: ShardTransform, grads: Tensors, specs: Specs, state
         grads: One tensor per leaf.
         specs: The leaves' specs.
         states: One state per leaf, None where the transform has none.
+        deferral: What the outer stages of a composition do; None lets them run.
 
     Returns:
         The scatter, which returns what scatter returns, and the new states. Without a state these are `states`.
     """
+    options = {} if deferral is None else {"deferral": deferral}
     if reduction(transform).has_state:
-        finish = transform.start_scatter(grads, specs, states)
+        finish = transform.start_scatter(grads, specs, states, **options)
     else:
-        finish = transform.start_scatter(grads, specs)
+        finish = transform.start_scatter(grads, specs, **options)
     return PendingScatter(transform, specs, states, finish)
 
 

@@ -38,12 +38,15 @@ class Reduction(NamedTuple):
         has_state: Whether scatter takes and returns states.
         is_new: Whether scatter returns tensors that nobody else holds, which may be written to.
         is_foreign: Whether a part of it is not of this package, and may return anything.
+        num_outer_stages: Of a composition whose stages sum over several axes, the number of stages up to the one that
+            sums over the outermost axis, which scatter runs last; 0 if only one stage sums.
     """
 
     dtype: torch.dtype | None = None
     has_state: bool = False
     is_new: bool = False
     is_foreign: bool = False
+    num_outer_stages: int = 0
 
 
 def reduction(transform: Any) -> Reduction:
@@ -74,7 +77,14 @@ def _read_reduction(transform: ShardTransform) -> Reduction:
         has_state=any(_defines_state(part) for part in parts),
         is_new=is_new,
         is_foreign=is_foreign,
+        num_outer_stages=_count_outer_stages(transform),
     )
+
+
+def _count_outer_stages(transform: Any) -> int:
+    stages = transform.stages if isinstance(transform, Container) else ()
+    summing = [number for number, stage in enumerate(stages) if sums_gradients(stage)]
+    return summing[0] + 1 if len(summing) > 1 else 0
 
 
 def _defines_state(part: ShardTransform) -> bool:

@@ -456,6 +456,27 @@ FAULTS = (
         "8: peak memory, because the bytes of reductions in flight are bounded",
     ),
     Fault(
+        "outer-sum-of-each-microbatch",
+        "fshard/engine/reductions.py",
+        "if num_outer_stages and self._defers_outer and not leaves[0].derived:",
+        "if False:",
+        "8: with outer_once, groups are reduced over once for all microbatches",
+    ),
+    Fault(
+        "deferred-sums-left-out-of-the-outer-sum",
+        "fshard/transforms/run.py",
+        "totals.append(grad if inner_sum is None else (inner_sum + grad).to(grad.dtype))",
+        "totals.append(grad)",
+        "3: with outer_once, every microbatch is in the gradient",
+    ),
+    Fault(
+        "deferred-sum-of-a-leaf-that-is-not-used-again-dropped",
+        "fshard/engine/call.py",
+        "is_deferred = last and leaf.inner_sum is not None",
+        "is_deferred = False",
+        "3: with outer_once, a leaf that only the first microbatch uses has its gradient",
+    ),
+    Fault(
         "large-unit-waits-for-its-own-messages",
         "fshard/engine/reductions.py",
         "max_bytes = max(leaves[0].policy.ahead_bytes, self._turn_bytes)",

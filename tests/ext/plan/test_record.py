@@ -61,6 +61,21 @@ def test_transforms_with_a_state_are_moved():
     assert_exact(make, {"shard": 4})
 
 
+def test_deferred_sums_are_planned():
+    """Groups are reduced over once for three microbatches."""
+
+    def make(mesh):
+        params = fs.shard({"w": torch.ones(48, 64)}, fs.hsdp(mesh))
+        return step, fs.TrainState.create(params, fs.adamw(0.1)), torch.ones(6, 48)
+
+    def step(state, x):
+        differentiate = fs.accumulate(lambda p, x: (x @ fs.gather(p)["w"]).square().mean(), communicate="outer_once")
+        loss, grads = differentiate(state.params, x.chunk(3))
+        return fs.update(fs.adamw(0.1), state, grads), loss
+
+    assert_exact(make, {"replicate": 2, "shard": 2})
+
+
 def test_leaves_that_ranks_own_are_planned():
     def make(mesh):
         params = fs.shard(own_dim.initial(), own_dim.STRATEGIES["inside, by the same dim"](mesh))
