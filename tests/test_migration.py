@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import fshard as fs
 from fshard.testing import assert_trees_close
 from tests.ranks import on_ranks
+from tests.tolerance import within
 from tests.unit_models import Block, Language, filled, tokens
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
@@ -27,7 +28,8 @@ def network():
 
 def batches(count=3):
     """This rank's batches."""
-    return [batch for (batch,) in tokens(2 * count)[dist.get_rank() :: 2]]
+    ranks = dist.get_world_size()
+    return [batch for (batch,) in tokens(ranks * count)[dist.get_rank() :: ranks]]
 
 
 def sharded(mesh=None, **options):
@@ -152,3 +154,17 @@ ROWS = {
 @on_ranks("2 processes")
 def test_both_sides_are_equal(call):
     assert_trees_close(ROWS[call].fshard(), ROWS[call].fsdp2(), exact=True)
+
+
+@on_ranks("4 processes")
+def test_a_backward_gathers_from_two_of_four_processes():
+    """`reshard_after_forward=2` gathers the same, and sums over all four processes at once, in another order."""
+    model, _ = sharded(reshard_after_forward=2)
+    mesh = mesh_of(node=2, local=2)
+    strategy = fs.zero3(mesh, ("local", "node"), regather_axis="local", min_shard_elements=0, bucket_bytes=0)
+    state, _, loss_fn = program(strategy)
+    (batch,) = batches(1)
+    model(batch).float().backward()
+    expected = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    _, grads = fs.value_and_grad(loss_fn)(state.params, batch)
+    assert_trees_close(fs.unshard(grads), expected, **within(expected, terms=dist.get_world_size()))

@@ -72,7 +72,7 @@ class EngineCall:
             bound = Sharded(param.local.detach(), param.spec)
             bound.local.requires_grad_(trains and not param.spec.frozen)
             self.bound[index] = bound
-            self.leaves.append(Leaf(path, bound, param.local))
+            self.leaves.append(Leaf(path, bound, param.local, has_backward=trains))
         self._sharded_leaves = [leaf for leaf in self.leaves if leaf is not None]
         self.trained = [leaf for leaf in self._sharded_leaves if leaf.trained]
         self.at_end: list[Callable[[], None]] = []
@@ -312,7 +312,7 @@ class EngineCall:
         if microbatch.derived:
             for leaf in self.trained:
                 leaf.used = leaf in used
-        microbatch.drop_references(keep_shared=True)
+        microbatch.drop_references(keep_shared=not last)
 
     def _differentiate_loss(self, loss: torch.Tensor, microbatch: Microbatch) -> Grads:
         """Run autograd from the loss. Gradients of full tensors arrive at `_receive`.

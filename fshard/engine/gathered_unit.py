@@ -9,6 +9,7 @@ import torch
 from fshard import _compat, comm
 from fshard.engine.leaf import Leaf
 from fshard.engine.plan import Unit
+from fshard.transforms.compose import split_gather
 from fshard.transforms.run import check_results
 from fshard.transforms.structure import reduction
 from fshard.tree import grouped
@@ -77,10 +78,23 @@ class GatheredUnit:
         with count_writes(), torch.no_grad(), comm.annotate_collectives([self.unit.name], paths):
             for transform, indices in grouped(missing, get_transform).items():
                 leaves = [missing[index] for index in indices]
-                shards = [leaf.stored for leaf in leaves]
-                specs = [leaf.spec for leaf in leaves]
-                pending.append((leaves, transform.start_gather(shards, specs)))
+                pending.append((leaves, self._start_gather(transform, leaves)))
         return pending
+
+    def _start_gather(self, transform: Any, leaves: Sequence[Leaf]) -> Callable[[], Sequence[torch.Tensor]]:
+        """Start to gather leaves of one transform, from the pieces that their ranks keep if there are such."""
+        specs = [leaf.spec for leaf in leaves]
+        axis = leaves[0].regather_axis
+        if axis is None or not self.unit.is_regathered:
+            return transform.start_gather([leaf.stored for leaf in leaves], specs)
+        before, after = split_gather(transform, axis)
+        # A tied leaf may have its piece from another unit.
+        new = [leaf for leaf in leaves if leaf.piece is None]
+        if new:
+            pieces = before.gather([leaf.stored for leaf in new], [leaf.spec for leaf in new])
+            for leaf, piece in zip(new, pieces, strict=True):
+                leaf.piece = piece
+        return after.start_gather([leaf.get_piece() for leaf in leaves], specs)
 
     def wait(self) -> dict[Leaf, torch.Tensor]:
         """Return the full tensors by leaf, and gather them if they are not present."""

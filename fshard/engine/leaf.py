@@ -42,6 +42,8 @@ class Leaf:
         derived: Whether the function computed the leaf, so that autograd goes on from its reduced gradient.
         accumulated: Whether the gradients of several microbatches are added up.
         full_facts: Shape, dtype, device and bytes of the full tensor.
+        regather_axis: The mesh axis that the backward gathers over, if each rank keeps a piece for that.
+        piece: That piece: what is gathered over the axes before, from the first gather to the last backward.
         shared_from: The gathered unit whose full tensor other units share, if the leaf is not gathered again.
         first_gathered: The first gathered unit of the running forward that holds the leaf. The backward passes it last,
             and the gradient is complete there.
@@ -60,6 +62,7 @@ class Leaf:
         stored: torch.Tensor,
         *,
         derived: bool = False,
+        has_backward: bool = True,
     ) -> None:
         """Describe a leaf; it has no gradient yet.
 
@@ -68,6 +71,7 @@ class Leaf:
             param: The leaf as the function computes with it.
             stored: The tensor to gather.
             derived: Whether the function computed the leaf.
+            has_backward: Whether a backward follows, for which to keep a piece.
         """
         self.path = path
         self.spec = param.spec
@@ -78,6 +82,8 @@ class Leaf:
         self.derived = derived
         self.accumulated = False
         self.full_facts = NOT_GATHERED
+        self.regather_axis = self.policy.regather_axis if has_backward else None
+        self.piece: torch.Tensor | None = None
         self.shared_from: GatheredUnit | None = None
         self.first_gathered: GatheredUnit | None = None
         self.must_reduce = False
@@ -88,6 +94,11 @@ class Leaf:
         self.reduced_grad: torch.Tensor | None = None
         if derived and self.trained:
             check_stateless(param.spec.transform)
+
+    def get_piece(self) -> torch.Tensor:
+        """Return the piece that this rank keeps for the backward."""
+        assert self.piece is not None
+        return self.piece
 
     def record_full_tensor(self, full: torch.Tensor) -> None:
         """Record the facts about the full tensor, once."""

@@ -64,10 +64,12 @@ class Microbatch:
         """Drop the gathered units.
 
         Args:
-            keep_shared: Whether bound leaves keep the full tensors that they share, for the next microbatch.
+            keep_shared: Whether bound leaves keep the full tensors that they share, and their pieces of those that are
+                gathered again, for the next microbatch.
         """
         self.forward.drop_references()
         for leaf in self._leaf_of_tensor_id.values():
             leaf.first_gathered = None
             if leaf.derived or not keep_shared:
                 leaf.shared_from = None
+                leaf.piece = None

@@ -151,6 +151,29 @@ def compose(*transforms: ShardTransform) -> ShardTransform:
     return compose_with_policy(transforms)
 
 
+def split_gather(transform: Any, axis_name: str) -> tuple[ShardTransform, ShardTransform]:
+    """Split a gather before the stage that gathers over a mesh axis.
+
+    Args:
+        transform: The transform of a leaf whose policy names a `regather_axis`.
+        axis_name: The axis.
+
+    Returns:
+        The stages before that one, which make the pieces that ranks keep, and the others, which gather pieces.
+
+    Raises:
+        ValueError: if no stage gathers over this axis alone.
+    """
+    stages = transform.stages if isinstance(transform, _Composed) else ()
+    for number, stage in enumerate(stages):
+        if [axis.name for axis in stage.axes] == [axis_name]:
+            return _Composed(stages[:number]), _Composed(stages[number:])
+    raise ValueError(
+        f"gather: regather_axis={axis_name!r} has no stage of its own in {type(transform).__name__}. Compose the "
+        "strategy with other transforms by fs.compose, rather than wrap it."
+    )
+
+
 def compose_with_policy(
     transforms: Sequence[ShardTransform],
     reshard: ReshardPolicy | None = None,

@@ -13,8 +13,9 @@ from fshard.errors import expect
 from fshard.mesh import Mesh, axis_of
 from fshard.transforms import ShardTransform, cast, compose, fully_shard
 from fshard.transforms import replicate as replicate_transform
+from fshard.transforms.base import Container
 from fshard.transforms.compose import compose_with_policy
-from fshard.transforms.structure import layout_axes
+from fshard.transforms.structure import layout_axes, sums_gradients
 from fshard.tree import Axis, ModelDtypes, ReshardPolicy, is_mask
 from fshard.tree.checks import COUNT, FLOATING, check_arguments
 
@@ -33,7 +34,8 @@ def ddp(mesh: Mesh, axis: str | Sequence[str] = "shard", **options: Any) -> Shar
     Args:
         mesh: The device mesh.
         axis: The mesh axis that batches are split over; several where they are split over each.
-        **options: As for `zero3`, such as `param_dtype`, but for `regather`, `min_shard_elements` and `layout`.
+        **options: As for `zero3`, such as `param_dtype`, but for `regather`, `regather_axis`, `min_shard_elements` and
+            `layout`.
 
     Returns:
         The transform to `shard` parameters with.
@@ -50,7 +52,7 @@ def ddp(mesh: Mesh, axis: str | Sequence[str] = "shard", **options: Any) -> Shar
     >>> fs.testing.spmd(program, world=2)[0]  # one sum for each of two microbatches
     (P(), ['all_reduce', 'all_reduce'])
     """
-    _check_options("ddp", options, fixed=("regather", "min_shard_elements", "layout"))
+    _check_options("ddp", options, fixed=("regather", "regather_axis", "min_shard_elements", "layout"))
     # No leaf is large enough to be split.
     return _make_strategy("ddp", mesh, axis, regather=False, min_shard_elements=sys.maxsize, **options)
 
@@ -63,13 +65,13 @@ def zero1(mesh: Mesh, axis: str | Sequence[str] = "shard", **options: Any) -> Sh
     Args:
         mesh: The device mesh.
         axis: As for `zero3`.
-        **options: As for `zero3`, but for `regather`.
+        **options: As for `zero3`, but for `regather` and `regather_axis`.
 
     Returns:
         The transform to `shard` parameters with.
 
     Raises:
-        ValueError: if the mesh has no such axis, a dtype is not floating, or `regather` is given.
+        ValueError: if the mesh has no such axis, a dtype is not floating, or an option is one of those left out.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -80,7 +82,7 @@ def zero1(mesh: Mesh, axis: str | Sequence[str] = "shard", **options: Any) -> Sh
     >>> fs.testing.spmd(program, world=2)[0]  # once for both microbatches
     (P('shard'), ['all_gather', 'reduce_scatter'])
     """
-    _check_options("zero1", options, fixed=("regather",))
+    _check_options("zero1", options, fixed=("regather", "regather_axis"))
     strategy: Any = _make_strategy("zero1", mesh, axis, regather=False, **options)
     late_policy = replace(strategy.reshard, reduce_each_microbatch=False)
     late: ShardTransform = replace(strategy, reshard=late_policy)
@@ -95,13 +97,13 @@ def zero2(mesh: Mesh, axis: str | Sequence[str] = "shard", **options: Any) -> Sh
     Args:
         mesh: The device mesh.
         axis: As for `zero3`.
-        **options: As for `zero3`, but for `regather`.
+        **options: As for `zero3`, but for `regather` and `regather_axis`.
 
     Returns:
         The transform to `shard` parameters with.
 
     Raises:
-        ValueError: if the mesh has no such axis, a dtype is not floating, or `regather` is given.
+        ValueError: if the mesh has no such axis, a dtype is not floating, or an option is one of those left out.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -112,7 +114,7 @@ def zero2(mesh: Mesh, axis: str | Sequence[str] = "shard", **options: Any) -> Sh
     >>> fs.testing.spmd(program, world=2)[0]  # the gradient of each of two microbatches
     (P('shard'), ['all_gather', 'reduce_scatter', 'reduce_scatter'])
     """
-    _check_options("zero2", options, fixed=("regather",))
+    _check_options("zero2", options, fixed=("regather", "regather_axis"))
     return _make_strategy("zero2", mesh, axis, regather=False, **options)
 
 
@@ -135,6 +137,7 @@ def zero3(
     axis: str | Sequence[str] = "shard",
     *,
     regather: bool | str | tuple[str, ...] | Callable[[str], bool] = True,
+    regather_axis: str | None = None,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     output_dtype: torch.dtype | None = None,
@@ -154,6 +157,10 @@ def zero3(
             each of them, and gathers run over the last one first. `hsdp` keeps shards whole over the other axis.
         regather: Whether a unit is dropped after its forward and gathered again in the backward: a bool for all units,
             a glob pattern or several of the names of those that are, or a function of the name.
+        regather_axis: The axis that the backward gathers over, of several the one that is gathered last: the first of
+            `axis`. After the first gather each rank keeps its piece of the full tensors along this axis, until the last
+            backward, so that the other axes, such as links between nodes, are gathered over once in a step. Follows
+            ZeRO++'s hpZ (Wang et al., 2023). None gathers over all of them again.
         param_dtype: Dtype that parameters are gathered and a model's floating inputs are cast to; None keeps theirs.
         reduce_dtype: Dtype that gradients are reduced in; None means the dtype they are computed in.
         output_dtype: Dtype that a model's floating outputs are cast to; None keeps theirs.
@@ -172,8 +179,8 @@ def zero3(
         The transform to `shard` parameters with.
 
     Raises:
-        ValueError: if the mesh has no such axis, a dtype is not floating, a number is negative, or `layout` comes with
-            `min_shard_elements` or has no mesh axis.
+        ValueError: if the mesh has no such axis, a dtype is not floating, a number is negative, `regather_axis` is not
+            the last of several to be gathered, or `layout` comes with `min_shard_elements` or has no mesh axis.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -189,6 +196,7 @@ def zero3(
         mesh,
         axis,
         regather=regather,
+        regather_axis=regather_axis,
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
         output_dtype=output_dtype,
@@ -205,6 +213,7 @@ def _make_strategy(
     axis: str | Sequence[str],
     *,
     regather: Any,
+    regather_axis: str | None = None,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     output_dtype: torch.dtype | None = None,
@@ -225,9 +234,12 @@ def _make_strategy(
         layout = _shard_over(mesh, axis, min_shard_elements)
     else:
         _check_layout(api_name, layout, min_shard_elements)
+    if regather_axis is not None:
+        _check_regather_axis(api_name, layout, regather_axis)
     policy = ReshardPolicy(
         # A list cannot be hashed.
         regather=tuple(regather) if isinstance(regather, list) else regather,
+        regather_axis=regather_axis,
         prefetch=prefetch,
         bucket_bytes=_default_bucket_bytes(layout) if bucket_bytes is None else bucket_bytes,
     )
@@ -273,6 +285,16 @@ def _check_layout(api_name: str, layout: Any, min_shard_elements: int | None) ->
         )
 
 
+def _check_regather_axis(api_name: str, layout: Any, regather_axis: Any) -> None:
+    """Refuse an axis that is not the last of several to be gathered over."""
+    stages = layout.stages if isinstance(layout, Container) else ()
+    names = [[axis.name for axis in stage.axes] for stage in stages if sums_gradients(stage)]
+    is_last = len(names) > 1 and names[-1] == [regather_axis]
+    expected = "regather_axis to be the last of several axes to be gathered over"
+    remedy = 'name it first, as in axis=("local", "node"), regather_axis="local"'
+    expect(is_last, api_name, expected, f"{regather_axis!r:.40} of the stages {names}", remedy)
+
+
 def hsdp(
     mesh: Mesh,
     *,
@@ -290,7 +312,7 @@ def hsdp(
         axis: The mesh axis to shard over, inside a node.
         replicate_axis: The mesh axis across nodes, over which shards are the same and their gradients are summed.
         min_shard_elements: Leaves of fewer elements stay whole on every rank.
-        **options: As for `zero3`, but for `layout`.
+        **options: As for `zero3`, but for `layout` and `regather_axis`.
 
     Returns:
         The transform to `shard` parameters with.
@@ -308,7 +330,7 @@ def hsdp(
     >>> fs.testing.spmd(program, world=4)[0]
     [('all_gather', 'shard'), ('reduce_scatter', 'shard'), ('all_reduce', 'replicate')]
     """
-    _check_options("hsdp", options, fixed=("layout",))
+    _check_options("hsdp", options, fixed=("layout", "regather_axis"))
     _check_replicate_axis("hsdp", mesh, replicate_axis)
     layout = hybrid_shard(mesh, axis=axis, replicate_axis=replicate_axis, min_shard_elements=min_shard_elements)
     options.setdefault("regather", True)

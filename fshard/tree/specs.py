@@ -74,6 +74,8 @@ class ReshardPolicy:
     Attributes:
         regather: Whether units are dropped after their forward and gathered again in the backward: for all of them,
             for those whose names match a glob pattern or a function of the name, or for none.
+        regather_axis: The mesh axis that the backward gathers over, because each rank keeps what the forward gathered
+            over the axes before it; None means all axes.
         prefetch: How many units are gathered ahead of the one that computes; None means one, and more while they are
             together below `ahead_bytes`. As many stay from the end of the forward to the backward.
         bucket_bytes: Neighbours are gathered together up to this many bytes, because latency would cost more than the
@@ -87,6 +89,7 @@ class ReshardPolicy:
     bucket_bytes: int = 16 * 1024 * 1024
     reduce_each_microbatch: bool = True
     reduction_order: str | None = None
+    regather_axis: str | None = None
 
     @property
     def ahead_bytes(self) -> int:

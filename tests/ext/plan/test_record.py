@@ -76,6 +76,20 @@ def test_deferred_sums_are_planned():
     assert_exact(make, {"replicate": 2, "shard": 2})
 
 
+def test_regathers_inside_a_group_are_planned():
+    def make(mesh):
+        layout = {"axis": ("local", "node"), "min_shard_elements": 0, "bucket_bytes": 0, "regather_axis": "local"}
+        params = fs.shard({name: torch.ones(48, 48) for name in "abc"}, fs.zero3(mesh, prefetch=0, **layout))
+        return train_step(loss, adamw()), fs.TrainState.create(params, adamw()), torch.ones(2, 48)
+
+    def loss(params, x):
+        for name in "abc":
+            x = torch.tanh(x @ fs.gather(params[name]))
+        return x.square().mean()
+
+    assert_exact(make, {"node": 2, "local": 2})
+
+
 def test_leaves_that_ranks_own_are_planned():
     def make(mesh):
         params = fs.shard(own_dim.initial(), own_dim.STRATEGIES["inside, by the same dim"](mesh))
