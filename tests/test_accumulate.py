@@ -164,6 +164,7 @@ def accumulate_recorded(params, batches, communicate, *, jitted=False):
     return result, sent_by_axis(record)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(("outer", "inner"), PAIRS_OF_AXES)
 def test_the_outermost_axis_is_reduced_over_once(outer, inner):
     """M P bytes are reduced within groups as by "each", and P / n bytes across groups as by "once", with equal bits."""
@@ -187,7 +188,7 @@ def test_the_outermost_axis_is_reduced_over_once(outer, inner):
     spmd(program, world=outer * inner)
 
 
-@on_ranks(4, 8)
+@on_ranks(4, pytest.param(8, marks=pytest.mark.slow))
 def test_a_graph_defers_the_outermost_axis_too(world_size):
     mesh = two_axes(world_size)
     batches = [torch.tensor(1.0 + 3 * my_rank() + number) for number in range(2)]
@@ -198,6 +199,7 @@ def test_a_graph_defers_the_outermost_axis_too(world_size):
     assert jitted[1] == eager[1]
 
 
+@pytest.mark.rows(2)
 @on_ranks(2, 4, "4 processes")
 def test_deferred_sums_are_sent_as_they_are_said_to_be(world_size):
     """Of M microbatches of P bytes, each rank sends M P (n - 1) / n in its group and 2 P / n (R - 1) / R across."""

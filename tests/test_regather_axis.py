@@ -15,7 +15,7 @@ import fshard as fs
 from fshard.testing import spmd
 from tests.ranks import my_rank, on_ranks
 from tests.test_law_accounting import stack
-from tests.trees import assert_same_bits, normal
+from tests.trees import assert_same_bits, normal, tensors
 from tests.unit_models import filled
 
 AXES = ("local", "node")
@@ -90,6 +90,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(("nodes", "locals_"), [(1, 1), (2, 1), (1, 2), (2, 2), (2, 4), (4, 2)])
 def test_the_backward_gathers_inside_a_group(nodes, locals_):
     """With the bits of ZeRO-3, and across groups each unit once in a step, however many microbatches it has."""
@@ -106,6 +107,7 @@ def test_the_backward_gathers_inside_a_group(nodes, locals_):
     spmd(program, world=nodes * locals_)
 
 
+@pytest.mark.rows(2)
 @on_ranks(4, 8, "4 processes")
 def test_bytes_are_those_of_the_law(world_size):
     """Across groups P (R - 1) / N; inside P (n - 1) / n, and as much again of the units that were dropped."""
@@ -118,7 +120,7 @@ def test_bytes_are_those_of_the_law(world_size):
     assert sent == {"node": total / world_size, "local": total * (1 + 2 / 3) * (inner - 1) / inner}
 
 
-@on_ranks(4, 8)
+@on_ranks(4, pytest.param(8, marks=pytest.mark.slow))
 def test_graphs_gather_inside_a_group_too(world_size):
     full = dict(stack().named_parameters())
     run = partial(differentiate, modelled(), microbatches=2)
@@ -184,6 +186,23 @@ def test_it_goes_with_masks_layouts_and_sums_in_a_tree():
             params = fs.shard(full, fs.masked(strategy, ["0", "1"], otherwise=fs.ddp(mesh, AXES)))
             results.append(fs.unshard(run(params, **options)[1]))
         assert_same_bits(*results)
+
+
+@on_ranks(4)
+def test_with_deferred_sums_a_step_crosses_between_nodes_once():
+    """As `hsdp` whose ranks each keep a part of the optimizer state: P / N of parameters, and as much of gradients."""
+    mesh = mesh_of(2)
+    params = fs.shard(weights(), fs.zero3(mesh, AXES, regather_axis="local", prefetch=0, **EVERY_LEAF))
+    tx = fs.adamw(1e-3)
+    state = fs.TrainState.create(params, tx)
+    step = fs.accumulate(product, communicate="outer_once")
+    (_, grads), record = recorded(step, params, [torch.ones(2, 64)] * 3)
+    across = [(entry.op, entry.sent) for entry in record if entry.axis == "node" and not entry.scalar]
+    piece = 64 * 64 * 4 / 2
+    assert across == [("all_gather", piece / 2)] * 3 + [("reduce_scatter", piece / 2)] * 3
+    updated = fs.update(tx, state, grads)
+    moments = [tensor for tensor in tensors(updated.opt_state) if tensor.dim()]
+    assert {moment.numel() for moment in moments} == {64 * 64 // 4}
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ class GatheredUnit:
             pieces = before.gather([leaf.stored for leaf in new], [leaf.spec for leaf in new])
             for leaf, piece in zip(new, pieces, strict=True):
                 leaf.piece = piece
-        return after.start_gather([leaf.get_piece() for leaf in leaves], specs)
+        return after.start_gather([leaf.piece for leaf in leaves if leaf.piece is not None], specs)
 
     def wait(self) -> dict[Leaf, torch.Tensor]:
         """Return the full tensors by leaf, and gather them if they are not present."""

@@ -95,11 +95,6 @@ class Leaf:
         if derived and self.trained:
             check_stateless(param.spec.transform)
 
-    def get_piece(self) -> torch.Tensor:
-        """Return the piece that this rank keeps for the backward."""
-        assert self.piece is not None
-        return self.piece
-
     def record_full_tensor(self, full: torch.Tensor) -> None:
         """Record the facts about the full tensor, once."""
         if self.full_facts is NOT_GATHERED:
