@@ -111,7 +111,7 @@ ACCEPTED = (
     (("a text",), "batches directory"),
     (("an empty text",), "subtree units perm shapes has_aux nesterov"),
     (("an empty list",), "donate_argnums frozen perm save shapes static_argnums reduce_over TrainState.create.key"),
-    (("an empty list",), "meta_fields"),
+    (("an empty list",), "meta_fields static_argnames"),
     (("an empty dict",), "apply.buffers model.apply.buffers perm shapes reduce_over"),
     (("a text", "an empty text", "a class", "a module"), "mask regather"),
     (("a class",), "testing.spmd.f"),
