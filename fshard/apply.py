@@ -3,7 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,18 @@ from fshard.random import seeded
 from fshard.shard import check_transform, mesh_device, shard
 from fshard.transforms import ShardTransform
 from fshard.transforms.structure import reduction
-from fshard.tree import Flat, ModelDtypes, Tree, flatten, is_sharded, tensor_of, tree_leaves, tree_map, unflatten
+from fshard.tree import (
+    Flat,
+    ModelDtypes,
+    Tree,
+    cast_floating,
+    flatten,
+    is_sharded,
+    tensor_of,
+    tree_leaves,
+    tree_map,
+    unflatten,
+)
 from fshard.tree.checks import (
     check_local,
     check_operands,
@@ -31,7 +42,7 @@ from fshard.tree.checks import (
     refuse_writes,
     same_structure,
 )
-from fshard.units import Units, plan_units
+from fshard.units import Units, choose_dtypes, plan_units
 
 Buffers = dict[str, torch.Tensor]
 
@@ -227,11 +238,15 @@ class Model:
         self._check_inputs(flat, buffers_in)
         with count_writes():
             copies = {name: buffer.clone() for name, buffer in buffers_in.items()}
-        dtypes = next((spec.model_dtypes for spec in flat.specs if spec.model_dtypes), ModelDtypes())
-        args, kwargs = _cast((args, kwargs), dtypes.inputs)
+        dtypes = ModelDtypes()
+        strategies = {spec.model_dtypes or dtypes for spec in flat.specs}
+        # Where strategies differ, each unit casts, and the model itself does not.
+        if len(strategies) == 1:
+            (dtypes,) = strategies
+        args, kwargs = cast_floating((args, kwargs), dtypes.inputs)
         with contextlib.nullcontext() if key is None else seeded(key):
             out, buffers_out = self._run(flat, params, copies, args, kwargs)
-        out = _cast(out, dtypes.outputs)
+        out = cast_floating(out, dtypes.outputs)
         if buffers is not None:
             return out, buffers_out
         _refuse_lost_updates(copies, buffers_out)
@@ -277,7 +292,7 @@ class Model:
     def _run_on_full(self, params: Mapping[str, Any], buffers: Buffers, args: Any, kwargs: Any) -> tuple[Any, Buffers]:
         full = gather(dict(params))
         template = self._take_template()
-        template.bind(full, buffers)
+        template.bind(full, buffers, choose_dtypes(self._units, params))
         with refuse_writes("apply", [f"[{name!r}]" for name in full], list(full.values())):
             out = template.run(args, kwargs)
         buffers_after = template.buffers()
@@ -294,7 +309,8 @@ class Model:
         # Keep the copy until the call ends: checkpoints run parts of the forward again in the backward.
         call.at_end.append(lambda: self._give_back(template))
         walk = call.begin_walk(self._units, leaves)
-        template.bind({name: leaf for name, leaf in params.items() if name not in leaves}, buffers)
+        plain = {name: leaf for name, leaf in params.items() if name not in leaves}
+        template.bind(plain, buffers, choose_dtypes(self._units, params))
         template.gather_from(call, walk, leaves)
         out = template.run(args, kwargs)
         walk.finish()
@@ -397,20 +413,6 @@ def apply(model: Model, params: Mapping[str, Any], *args: Any, **kwargs: Any) ->
     """
     expect(isinstance(model, Model), "apply", "model to be a Model", describe(model), "make one by fs.functionalize")
     return model.apply(params, *args, **kwargs)
-
-
-def _cast(tree: Tree, dtype: torch.dtype | None) -> Tree:
-    """Cast the floating tensors of a tree, and of the dataclasses in it."""
-
-    def cast(x: Any) -> Any:
-        if isinstance(x, torch.Tensor) and x.is_floating_point():
-            return x.to(dtype)
-        if is_dataclass(x) and not isinstance(x, type):
-            field_values = {field.name: getattr(x, field.name) for field in fields(x)}
-            return replace(x, **_cast(field_values, dtype))
-        return x
-
-    return tree if dtype is None else tree_map(cast, tree)
 
 
 def _check_shapes(flat: Flat, parameters: Sequence[torch.Tensor]) -> None:

@@ -22,6 +22,7 @@ from torch import nn
 
 from fshard import _compat
 from fshard.engine import EngineCall, GatheredUnit, Leaf, ModelWalk, ModuleUnit
+from fshard.tree import ModelDtypes, cast_floating
 from fshard.units import list_enclosing
 
 
@@ -46,6 +47,7 @@ class ModuleTemplate:
             self.names[tensor] = name
         # Set by each call.
         self._values: Mapping[str, torch.Tensor] = {}
+        self._dtypes: Sequence[ModelDtypes] = ()
         self._leaves: Mapping[str, Leaf] = {}
         self._call: EngineCall | None = None
         self._walk: ModelWalk | None = None
@@ -81,9 +83,21 @@ class ModuleTemplate:
             submodule.__class__ = classes.setdefault(cls, _make_scoped_class(cls))
             submodule.__dict__["_fshard_scope"] = scope
 
-    def bind(self, values: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
-        """Give the copy full parameters and buffers, by name."""
+    def bind(
+        self,
+        values: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+        dtypes: Sequence[ModelDtypes],
+    ) -> None:
+        """Give the copy what it computes with.
+
+        Args:
+            values: Full parameters, by name.
+            buffers: All buffers, by name.
+            dtypes: For each unit the dtypes that its submodule casts inputs and outputs to; none if nothing is cast.
+        """
         self._values = values
+        self._dtypes = dtypes
         self._buffers.bind(buffers)
 
     def gather_from(self, call: EngineCall, walk: ModelWalk, leaves: Mapping[str, Leaf]) -> None:
@@ -117,6 +131,7 @@ class ModuleTemplate:
             Whether the copy is as it was made, and may serve another call.
         """
         self._values = {}
+        self._dtypes = ()
         self._leaves = {}
         self._call = None
         self._walk = None
@@ -169,6 +184,12 @@ class ModuleTemplate:
         value = self._call.get_output(gathered, leaf)
         gathered.register_output(weights, key)
         return value
+
+    def dtypes_of(self, scope: "_Scope") -> ModelDtypes:
+        """Find the dtypes that a submodule casts its inputs and outputs to."""
+        if scope.module_unit is None or not self._dtypes:
+            return ModelDtypes()
+        return self._dtypes[scope.module_unit]
 
     def enter(self, scope: "_Scope") -> None:
         """Tell the engine that a submodule begins to run."""
@@ -393,7 +414,9 @@ def _make_scoped_class(cls: type[nn.Module]) -> type[nn.Module]:
                 scope.read_weights()
             if scope.is_recurrent:
                 _compat.set_flat_weights(self)
-            result = cls.__call__(self, *args, **kwargs)
+            dtypes = scope.template.dtypes_of(scope)
+            args, kwargs = cast_floating((args, kwargs), dtypes.inputs)
+            result = cast_floating(cls.__call__(self, *args, **kwargs), dtypes.outputs)
             has_failed = False
             return result
         finally:

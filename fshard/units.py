@@ -1,7 +1,7 @@
 """Units: which parameters of a module are gathered together, by the rule that a user gives."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -9,7 +9,7 @@ from torch import nn
 from fshard import _compat
 from fshard.engine import ModuleUnit
 from fshard.errors import shorten
-from fshard.tree import matches
+from fshard.tree import ModelDtypes, is_sharded, matches
 
 Rule = type[nn.Module] | str | int | Callable[[str, nn.Module], bool]
 Units = Rule | Collection[Rule] | None
@@ -113,3 +113,28 @@ def list_enclosing(path: str) -> Iterator[str]:
         yield path
         path = path.rpartition(".")[0]
     yield ""
+
+
+def choose_dtypes(units: Sequence[ModuleUnit], params: Mapping[str, Any]) -> Sequence[ModelDtypes]:
+    """Choose the dtypes that each unit's submodule casts its inputs and outputs to, where strategies differ in dtypes.
+
+    Args:
+        units: The units of a module.
+        params: Its parameters by name.
+
+    Returns:
+        For each unit the dtypes of the strategy that most of its elements have. Nothing if all parameters share theirs,
+        because then the module as a whole casts.
+    """
+    specs = {id(leaf.spec): leaf.spec for leaf in params.values() if is_sharded(leaf)}
+    if len({spec.model_dtypes or ModelDtypes() for spec in specs.values()}) <= 1:
+        return ()
+    chosen = []
+    for unit in units:
+        elements = Counter({ModelDtypes(): 0})
+        for name in unit.leaf_names:
+            leaf = params[name]
+            if is_sharded(leaf):
+                elements[leaf.spec.model_dtypes or ModelDtypes()] += leaf.numel()
+        chosen.append(max(elements, key=elements.__getitem__))
+    return chosen

@@ -115,6 +115,25 @@ def deferred():
     return fs.unshard(fs.update(tx, state, grads).params)
 
 
+def with_policies_of_modules():
+    """One block and the last norm in float32, and the rest in bfloat16."""
+    module = network()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    narrow, wide = MixedPrecisionPolicy(torch.bfloat16, torch.float32), MixedPrecisionPolicy(torch.float32)
+    for block in module.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=wide if block is module.blocks[1] else narrow)
+    fully_shard(module.norm, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.float32, output_dtype=torch.bfloat16))
+    model = fully_shard(module, mesh=mesh, mp_policy=narrow)
+    return model, torch.optim.AdamW(model.parameters(), **ADAMW)
+
+
+def policies_of_units():
+    strategy = zero3(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    strategy = fs.masked(zero3(param_dtype=torch.float32), "blocks.1.*", otherwise=strategy)
+    wide_norm = zero3(param_dtype=torch.float32, output_dtype=torch.bfloat16)
+    return fs.masked(wide_norm, "norm.*", otherwise=strategy)
+
+
 class Row(NamedTuple):
     """What stands for an FSDP2 call, and a program of each for one rank of two."""
 
@@ -139,6 +158,11 @@ ROWS = {
         "fs.zero3(mesh, param_dtype=..., reduce_dtype=...)",
         lambda: [train_fsdp2(*sharded(mp_policy=MixedPrecisionPolicy(torch.bfloat16, kept))) for kept in DTYPES],
         lambda: [train(zero3(param_dtype=torch.bfloat16, reduce_dtype=kept)) for kept in DTYPES],
+    ),
+    "fully_shard(block, mp_policy=...), another for each module": Row(
+        "fs.masked(fs.zero3(mesh, param_dtype=...), names, otherwise=fs.zero3(mesh, ...))",
+        lambda: train_fsdp2(*with_policies_of_modules()),
+        lambda: train(policies_of_units()),
     ),
     "model.set_requires_gradient_sync(False)": Row(
         'fs.accumulate(loss_fn, communicate="once")', accumulated_by_fsdp2, accumulated

@@ -250,8 +250,13 @@ def _describe_merged(units: Sequence[Unit]) -> Unit:
 
 
 def _may_merge(units: Sequence[Unit]) -> bool:
-    """Tell whether units may be merged: all of them or none are regathered, and together they are small enough."""
+    """Tell whether units may be merged: one policy holds for all of them, and together they are small enough.
+
+    Either all of them are regathered or none, because a policy may choose units by their names.
+    """
     if len(units) == 1:
         return True
-    are_alike = len({unit.is_regathered for unit in units}) == 1
+    # A unit without sharded leaves has no policy of its own.
+    policies = {unit.policy for unit in units if unit.leaf_names}
+    are_alike = len(policies) <= 1 and len({unit.is_regathered for unit in units}) == 1
     return are_alike and sum(unit.nbytes for unit in units) <= units[0].policy.bucket_bytes

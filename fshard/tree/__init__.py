@@ -2,7 +2,7 @@
 
 from fshard.tree.exact import Exact
 from fshard.tree.flat import Flat, Tree, Treedef, flatten, grouped, has_plain_keys, leaves_of, names_of, unflatten
-from fshard.tree.maps import map_leaves, map_nodes, tree_leaves, tree_map
+from fshard.tree.maps import cast_floating, map_leaves, map_nodes, tree_leaves, tree_map
 from fshard.tree.masks import MASK, Mask, is_mask, matches
 from fshard.tree.nodes import Sharded, is_sharded, is_trained, like, tensor_of, tensors_of
 from fshard.tree.register import register_dataclass
@@ -21,6 +21,7 @@ __all__ = [
     "Spec",
     "Tree",
     "Treedef",
+    "cast_floating",
     "flatten",
     "grouped",
     "has_plain_keys",

@@ -1,9 +1,11 @@
 """Maps over trees: over the plain tensors, over leaves with Sharded ones kept whole, over nodes of a class."""
 
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import optree
+import torch
 
 from fshard.errors import Problem, refuse
 from fshard.tree.checks import same_structure
@@ -84,6 +86,22 @@ def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
         return Sharded(result, leaf.spec) if is_sharded(leaf) else result
 
     return map_leaves(map_leaf, tree, *rest)
+
+
+def cast_floating(tree: Tree, dtype: torch.dtype | None) -> Tree:
+    """Cast the floating tensors of a tree, and of the dataclasses in it; None casts none."""
+    if dtype is None:
+        return tree
+
+    def cast(x: Any) -> Any:
+        if isinstance(x, torch.Tensor) and x.is_floating_point():
+            return x.to(dtype)
+        if is_dataclass(x) and not isinstance(x, type):
+            field_values = {field.name: getattr(x, field.name) for field in fields(x)}
+            return replace(x, **cast_floating(field_values, dtype))
+        return x
+
+    return tree_map(cast, tree)
 
 
 def _check_beside(tree: Tree, other: Tree) -> None:

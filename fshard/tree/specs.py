@@ -104,7 +104,7 @@ class ReshardPolicy:
 
 @dataclass(frozen=True)
 class ModelDtypes:
-    """The dtypes that a model's floating inputs and outputs are cast to; None keeps theirs.
+    """The dtypes that the floating inputs and outputs of a model, or of a unit, are cast to; None keeps theirs.
 
     Attributes:
         inputs: The dtype of inputs.
