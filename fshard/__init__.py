@@ -6,7 +6,7 @@ The public names by use, as `import fshard as fs` has them. Those of the core:
 - **Sharded leaves**: `shard`, `unshard`, `reshard`; `Sharded`, `Spec`, `P`; `tree_map`, `tree_leaves`,
   `register_dataclass`.
 - **Models**: `functionalize`, `Model`, `sync_buffers`.
-- **The four verbs**: `gather`, `apply`, `scatter_grads`, `update`.
+- **The four verbs**: `gather`, `apply`, `scatter_grads`, `update`; `start_gather` begins a gather ahead.
 - **Gradients**: `value_and_grad`, `accumulate`, `objective`, `remat`; `microbatches` for the
   same bits at any number of ranks; `fold_in` for random keys.
 - **Strategies**: `ddp`, `zero1`, `zero2`, `zero3`, `hsdp`.
@@ -66,6 +66,7 @@ from fshard.public import (
     reshard,
     scatter_grads,
     shard,
+    start_gather,
     sync_buffers,
     unshard,
     update,
@@ -134,7 +135,7 @@ __getattr__ = lazy_names.make_getattr(__name__)
 __all__ = ["Axis", "__version__", "axis_of", "init_mesh"]
 __all__ += ["P", "Sharded", "Spec", "register_dataclass", "reshard", "shard", "tree_leaves", "tree_map", "unshard"]
 __all__ += ["Model", "functionalize", "sync_buffers"]
-__all__ += ["apply", "gather", "scatter_grads", "update"]
+__all__ += ["apply", "gather", "scatter_grads", "start_gather", "update"]
 __all__ += ["accumulate", "fold_in", "microbatches", "objective", "remat", "value_and_grad"]
 __all__ += ["ddp", "hsdp", "zero1", "zero2", "zero3"]
 __all__ += ["LayoutError", "ShardTransform", "Storage", "Wrapped", "cast", "compose", "fully_shard"]

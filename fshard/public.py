@@ -9,6 +9,7 @@ from fshard import collectives
 from fshard.apply import sync_buffers as _sync_buffers
 from fshard.comm import call
 from fshard.gather import gather as _gather
+from fshard.gather import start_gather as _start_gather
 from fshard.scatter_grads import scatter_grads as _scatter_grads
 from fshard.shard import reshard as _reshard
 from fshard.shard import shard as _shard
@@ -19,6 +20,7 @@ gather = call(_gather)
 objective = call(collectives.objective)
 reshard = call(_reshard)
 scatter_grads = call(_scatter_grads)
+start_gather = call(_start_gather)
 unshard = call(_unshard)
 
 shard = call(_shard, begins=False)

@@ -22,7 +22,7 @@ from fshard.transforms.base import ShardTransform, walk_parts
 from fshard.transforms.compose import _Composed
 from fshard.transforms.local import _Cast, _Offload
 from fshard.transforms.structure import reduction
-from fshard.tree import Axis, Flat, ReshardPolicy, Sharded, Spec, Tree, is_sharded, leaves_of
+from fshard.tree import Axis, Flat, ReshardPolicy, Spec, Tree, is_sharded, leaves_of
 
 # The fact by which verbs tell other ranks, and jit, of an order that has a name.
 FACT = "reduction_order"
@@ -289,7 +289,7 @@ class _TreeOrder(ReductionOrder):
     def mark_leaves(self, flat: Flat, axes: tuple[Axis, ...]) -> Flat:
         leaves: list[Any] = []
         for leaf in flat.leaves:
-            leaves.append(Sharded(leaf.local, _with_tree_sums(leaf.spec, axes)) if is_sharded(leaf) else leaf)
+            leaves.append(replace(leaf, spec=_with_tree_sums(leaf.spec, axes)) if is_sharded(leaf) else leaf)
         return flat._replace(leaves=leaves)
 
     def refuse_torch_func(self, api_name: str) -> None:

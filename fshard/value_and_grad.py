@@ -45,6 +45,7 @@ from fshard.tree.checks import (
     check_loss,
     check_reduce,
     describe,
+    is_differentiated,
     refuse_writes,
 )
 
@@ -243,9 +244,7 @@ class _Differentiation:
     def _needs_torch_func(self) -> bool:
         """Tell whether the result has to be differentiable itself, or there is nothing to gather."""
         tensors = [tensor_of(leaf) for leaf in self.flat.leaves if leaf is not None]
-        is_in_outer_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        has_transform = _compat.transforms_active() or _compat.any_dual(tensors)
-        return is_in_outer_graph or has_transform or not self.flat.specs
+        return is_differentiated(tensors) or not self.flat.specs
 
     def _facts(self) -> dict[str, Any]:
         """List what ranks must agree on before they communicate, by name."""

@@ -71,7 +71,7 @@ def step(state):
 
 # Of public functions, the arguments whose right values are others than the world's, or that are not to be left out.
 GIVEN = {
-    **dict.fromkeys(("gather", "reshard", "unshard"), lambda w: dict(tree=w.params)),
+    **dict.fromkeys(("gather", "reshard", "start_gather", "unshard"), lambda w: dict(tree=w.params)),
     **dict.fromkeys(("hsdp", "hybrid_shard"), lambda w: dict(mesh=w.grid)),
     "apply": lambda w: dict(model=w.model, params=w.weights, buffers={}, key=1),
     "model.apply": lambda w: dict(params=w.weights, buffers={}, key=1),
@@ -127,6 +127,7 @@ ACCEPTED = (
     (TREES, "sync_buffers.buffers sync_buffers.like microbatches.like objective.like gather.tree global_norm.tree"),
     (TREES, "leaf_norms.tree all_gather.tree all_gather_invariant.tree broadcast.tree pmax.tree pmean.tree"),
     (TREES, "ppermute.tree psum.tree psum_invariant.tree pcast.tree ragged_all_to_all.tree reduce_scatter.tree"),
+    (TREES, "start_gather.tree"),
     (("a donated tree",), "sync_buffers.like microbatches.like objective.like"),
     (READ, "transform_state.params reshard.tree unshard.tree"),
     (tuple(WRONG), "TrainState.create.buffers from_torch.inject update.transform_state tree_leaves.tree"),

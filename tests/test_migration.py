@@ -73,11 +73,15 @@ def program(strategy):
     return state, tx, lambda params, batch: model.apply(params, batch).float()
 
 
-def train(strategy):
+def train(strategy, ahead=""):
+    """The gather of leaves whose names begin with `ahead` starts before each call."""
     state, tx, loss_fn = program(strategy)
     losses = []
     for batch in batches():
-        loss, grads = fs.value_and_grad(loss_fn)(state.params, batch)
+        params = state.params
+        if ahead:
+            params = params | fs.start_gather({name: params[name] for name in params if name.startswith(ahead)})
+        loss, grads = fs.value_and_grad(loss_fn)(params, batch)
         state = fs.update(tx, state, grads)
         losses.append(loss)
     return {"losses": losses, "params": fs.unshard(state.params)}
@@ -127,11 +131,53 @@ def with_policies_of_modules():
     return model, torch.optim.AdamW(model.parameters(), **ADAMW)
 
 
+def train_fsdp2_ahead():
+    """The gather of one block starts before the forward."""
+    model, optimizer = sharded()
+    block = model.blocks[1]
+    model.register_forward_pre_hook(lambda *_: block.unshard(async_op=True) and None)
+    return train_fsdp2(model, optimizer)
+
+
 def policies_of_units():
     strategy = zero3(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     strategy = fs.masked(zero3(param_dtype=torch.float32), "blocks.1.*", otherwise=strategy)
     wide_norm = zero3(param_dtype=torch.float32, output_dtype=torch.bfloat16)
     return fs.masked(wide_norm, "norm.*", otherwise=strategy)
+
+
+class Scaled(torch.nn.Module):
+    """A network whose loss is multiplied by a parameter of each rank's own."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.network, self.scale = network(), torch.nn.Parameter(scale)
+
+    def forward(self, x):
+        return self.network(x) * self.scale.square().sum()
+
+
+def scales():
+    """A row for each of two ranks."""
+    return torch.tensor([[1.0, 0.5], [0.25, 2.0]])
+
+
+def ignored_by_fsdp2():
+    module = Scaled(scales()[dist.get_rank()])
+    fully_shard(module, ignored_params={module.scale})
+    module(batches()[0]).backward()
+    grads = {name: p.grad.full_tensor() for name, p in module.network.named_parameters()}
+    return grads, module.scale.grad
+
+
+def row_for_each_rank():
+    model = fs.functionalize(Scaled(scales()), units=Block)
+    mesh = mesh_of()
+    params = model.init(fs.masked(fs.own_dim(mesh), "scale", otherwise=fs.zero3(mesh)))
+    _, grads = fs.value_and_grad(model.apply)(params, batches()[0])
+    own = grads.pop("scale").local[0]
+    full = {name.removeprefix("network."): grad for name, grad in fs.unshard(grads).items()}
+    return full, own * dist.get_world_size()
 
 
 class Row(NamedTuple):
@@ -163,6 +209,14 @@ ROWS = {
         "fs.masked(fs.zero3(mesh, param_dtype=...), names, otherwise=fs.zero3(mesh, ...))",
         lambda: train_fsdp2(*with_policies_of_modules()),
         lambda: train(policies_of_units()),
+    ),
+    "block.unshard(async_op=True)": Row(
+        "fs.start_gather(params), whose result fs.value_and_grad, model.apply and fs.gather take in the place of ...",
+        train_fsdp2_ahead,
+        lambda: train(zero3(), ahead="blocks.1."),
+    ),
+    "fully_shard(model, ignored_params=...), different on each rank": Row(
+        "a leaf with a row for each rank, by fs.own_dim(mesh)", ignored_by_fsdp2, row_for_each_rank
     ),
     "model.set_requires_gradient_sync(False)": Row(
         'fs.accumulate(loss_fn, communicate="once")', accumulated_by_fsdp2, accumulated

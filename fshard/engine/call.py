@@ -24,6 +24,7 @@ from fshard.engine.microbatch import Microbatch
 from fshard.engine.model_walk import ModelWalk
 from fshard.engine.plan import LeafFacts, ModuleUnit, make_plan, make_unit
 from fshard.engine.saved import SavedTensorHooks
+from fshard.engine.started import take_over
 from fshard.tree import Axis, Flat, Sharded, is_sharded
 from fshard.tree.checks import check_dense, check_versions
 
@@ -62,7 +63,6 @@ class EngineCall:
             **compared: Other arguments that must be equal on every rank, because they decide what is sent or what sums
                 mean.
         """
-        comm.check_same_call(api_name, axes, flat, **compared)
         self.bound = list(flat.leaves)
         self.leaves: list[Leaf | None] = []
         for index, (path, param) in enumerate(zip(flat.paths, flat.leaves, strict=True)):
@@ -72,7 +72,11 @@ class EngineCall:
             bound = Sharded(param.local.detach(), param.spec)
             bound.local.requires_grad_(trains and not param.spec.frozen)
             self.bound[index] = bound
-            self.leaves.append(Leaf(path, bound, param.local, has_backward=trains))
+            leaf = Leaf(path, bound, param.local, has_backward=trains)
+            leaf.started = take_over(param)
+            self.leaves.append(leaf)
+        # An error before this message goes with it to the other ranks.
+        comm.check_same_call(api_name, axes, flat, **compared)
         self._sharded_leaves = [leaf for leaf in self.leaves if leaf is not None]
         self.trained = [leaf for leaf in self._sharded_leaves if leaf.trained]
         self.at_end: list[Callable[[], None]] = []
@@ -89,6 +93,11 @@ class EngineCall:
     def has_any(self, params: Sequence[Any]) -> bool:
         """Return whether this call bound one of some parameters, or its function computed one from those it bound."""
         return self._microbatch is not None and any(map(self._microbatch.has, params))
+
+    @property
+    def is_recomputing(self) -> bool:
+        """Whether the function has returned, so that only a checkpoint runs parts of it again."""
+        return self._running_microbatch().forward.is_over
 
     def get_leaves(self, params: Mapping[str, Any]) -> dict[str, Leaf]:
         """Return the leaves of a model's sharded parameters, by name. This may make derived leaves."""

@@ -73,7 +73,11 @@ class GatheredUnit:
             for leaf in missing:
                 leaf.shared_from = self
 
-        pending: list[PendingGather] = []
+        pending: list[PendingGather] = [([leaf], leaf.started) for leaf in missing if leaf.started is not None]
+        missing = [leaf for leaf in missing if leaf.started is None]
+        for (leaf,), _ in pending:
+            # If the unit is gathered again, the gather starts anew.
+            leaf.started = None
         paths = [leaf.path for leaf in missing]
         with count_writes(), torch.no_grad(), comm.annotate_collectives([self.unit.name], paths):
             for transform, indices in grouped(missing, get_transform).items():

@@ -8,6 +8,7 @@ import torch
 from fshard import _compat
 from fshard.collectives import divide
 from fshard.engine.plan import DEFAULT_POLICY
+from fshard.engine.started import Finish
 from fshard.transforms.run import check_stateless
 from fshard.transforms.structure import reduction, sum_dtype
 from fshard.tree import Sharded
@@ -44,6 +45,8 @@ class Leaf:
         full_facts: Shape, dtype, device and bytes of the full tensor.
         regather_axis: The mesh axis that the backward gathers over, if each rank keeps a piece for that.
         piece: That piece: what is gathered over the axes before, from the first gather to the last backward.
+        started: Waits for a gather that the program has started, and returns its full tensor. The next gathered unit
+            with the leaf takes it.
         shared_from: The gathered unit whose full tensor other units share, if the leaf is not gathered again.
         first_gathered: The first gathered unit of the running forward that holds the leaf. The backward passes it last,
             and the gradient is complete there.
@@ -84,6 +87,7 @@ class Leaf:
         self.full_facts = NOT_GATHERED
         self.regather_axis = self.policy.regather_axis if has_backward else None
         self.piece: torch.Tensor | None = None
+        self.started: Finish | None = None
         self.shared_from: GatheredUnit | None = None
         self.first_gathered: GatheredUnit | None = None
         self.must_reduce = False

@@ -9,6 +9,7 @@ from fshard.collectives import CollectiveTape, make_derived_leaf_agree
 from fshard.engine.backward import Backward
 from fshard.engine.forward import Forward
 from fshard.engine.leaf import Leaf
+from fshard.engine.started import take_over
 from fshard.tree import Sharded, is_sharded
 
 
@@ -49,8 +50,14 @@ class Microbatch:
         To make one may record collectives for the backward, which `make_derived_leaf_agree` adds.
         """
         leaf = self._leaf_of_tensor_id.get(id(param.local))
-        if leaf is not None:
-            return leaf
+        if leaf is None:
+            leaf = self._derive_leaf(path, param)
+        # What a checkpoint computes again uses the gather of its forward.
+        if not self.forward.is_over:
+            leaf.started = take_over(param) or leaf.started
+        return leaf
+
+    def _derive_leaf(self, path: str, param: Sharded) -> Leaf:
         with torch.enable_grad():
             settled = make_derived_leaf_agree(path, param.local, param.spec)
         leaf = Leaf(path, Sharded(settled, param.spec), param.local, derived=True)

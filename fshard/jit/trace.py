@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from fshard import _compat, random
 from fshard.collectives import TracedUsage
+from fshard.engine import refuse_started
 from fshard.errors import is_users_file
 from fshard.jit.progress import show_progress
 from fshard.mesh import process_rank
@@ -65,6 +66,7 @@ class _FunctionOfTensors:
             args, kwargs = self._flat.unflatten(leaves)
             self.result = flatten(self._f(*args, **kwargs))
         check_tensors("jit: the result of the function", self.result)
+        refuse_started("jit", self.result)
         return tensors_of(self.result.leaves)
 
     def count_nodes(self) -> int:

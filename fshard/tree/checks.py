@@ -384,6 +384,13 @@ def check_transforms(api_name: str, flat: Flat) -> None:
         refuse(f"{api_name}: leaves cannot be gathered", flat.problems(misfit), remedy)
 
 
+def is_differentiated(tensors: Sequence[torch.Tensor]) -> bool:
+    """Tell whether a transform of torch.func runs, or tensors are part of a graph of the caller's."""
+    if _compat.transforms_active() or _compat.any_dual(tensors):
+        return True
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
 def check_differentiable(api_name: str) -> None:
     """Refuse to differentiate in inference mode, where autograd records nothing."""
     if torch.is_inference_mode_enabled():

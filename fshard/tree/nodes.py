@@ -144,17 +144,22 @@ for _operator in ("neg", "pos", "abs", "getitem", "lt", "le", "gt", "ge", "float
     setattr(Sharded, f"__{_operator}__", _refusal(_operator))
 
 
-# Users' own optree calls must see into Sharded too, hence optree's global namespace.
-optree.register_pytree_node(
-    Sharded,  # type: ignore[arg-type]
-    lambda node: ((node.local,), node.spec, ("local",)),  # type: ignore[attr-defined]
-    lambda spec, children: Sharded(children[0], spec),  # type: ignore[arg-type,index,return-value]
-    path_entry_type=optree.GetAttrEntry,
-    namespace=GLOBAL_NAMESPACE,
-)
-_compat.register_torch_pytree(
-    Sharded, lambda node: ([node.local], node.spec), lambda children, spec: Sharded(next(iter(children)), spec)
-)
+def register_sharded(cls: type[Sharded]) -> None:
+    """Register a class of leaves as a node of pytrees; maps over them make plain Sharded leaves."""
+    # Users' own optree calls must see into Sharded too, hence optree's global namespace.
+    optree.register_pytree_node(
+        cls,  # type: ignore[arg-type]
+        lambda node: ((node.local,), node.spec, ("local",)),  # type: ignore[attr-defined]
+        lambda spec, children: Sharded(children[0], spec),  # type: ignore[arg-type,index,return-value]
+        path_entry_type=optree.GetAttrEntry,
+        namespace=GLOBAL_NAMESPACE,
+    )
+    _compat.register_torch_pytree(
+        cls, lambda node: ([node.local], node.spec), lambda children, spec: Sharded(next(iter(children)), spec)
+    )
+
+
+register_sharded(Sharded)
 
 
 # Whether a node is a Sharded leaf; as isinstance, without a frame of Python for each node of a tree.

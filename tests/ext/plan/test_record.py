@@ -102,3 +102,24 @@ def test_leaves_that_ranks_own_are_planned():
         return fs.update(fs.adamw(0.1), state, grads), loss
 
     assert_exact(make, {"shard": 2, "expert": 2})
+
+
+def test_units_with_strategies_of_their_own_and_gathers_started_ahead_are_planned():
+    def make(mesh):
+        apart = partial(fs.zero3, mesh, min_shard_elements=0, bucket_bytes=0)
+        strategy = fs.masked(
+            apart(regather=False, param_dtype=torch.float32), "1.*", otherwise=apart(param_dtype=torch.bfloat16)
+        )
+        model = fs.functionalize(torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)]), torch.nn.Linear)
+        tx = adamw()
+        state = fs.TrainState.create(model.init(strategy, seed=0), tx)
+
+        def step(state, x):
+            started = fs.start_gather({"2.weight": state.params["2.weight"]})
+            run = fs.value_and_grad(lambda params, x: model.apply(params, x).square().mean())
+            loss, grads = run(state.params | started, x)
+            return fs.update(tx, state, grads), loss
+
+        return step, state, torch.ones(2, 8)
+
+    assert_exact(make, {"shard": 4})

@@ -1,0 +1,134 @@
+"""Gathers that a program has started by itself, ahead of the verb that uses the full tensors."""
+
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fshard import _compat, comm
+from fshard.comm.events import join_leaves
+from fshard.transforms.run import check_results
+from fshard.tree import Flat, Sharded, Spec, register_sharded
+from fshard.tree.checks import count_writes
+
+# Waits for the full tensor of a leaf, and returns it alone in a list.
+Finish = Callable[[], Sequence[torch.Tensor]]
+
+
+class StartedGather:
+    """A gather of leaves of one transform that has started, and the owner of their full tensors until they are used."""
+
+    def __init__(self, paths: Sequence[str], leaves: Sequence[Sharded]) -> None:
+        """Start the gather.
+
+        Args:
+            paths: The leaves' paths.
+            leaves: The leaves.
+        """
+        self._paths = paths
+        self._shards = [leaf.local.detach() for leaf in leaves]
+        self._versions = _compat.versions(self._shards)
+        specs = [leaf.spec for leaf in leaves]
+        transform = specs[0].transform
+        with count_writes(), torch.no_grad(), comm.annotate_collectives((), paths):
+            finish = transform.start_gather(self._shards, specs)
+        # Returns the same dict each time, which holds the full tensors until they are taken out of it.
+        self._wait = functools.cache(
+            lambda: dict(enumerate(check_results(transform, "gather", finish(), paths, specs)))
+        )
+        # The paths of leaves that no call has claimed, by index.
+        self._unused = dict(enumerate(paths))
+        weakref.finalize(self, _release, self._wait, self._unused)
+
+    def take_over(self, index: int) -> Finish:
+        """Claim the full tensor of a leaf for a call.
+
+        Args:
+            index: The leaf's place.
+
+        Returns:
+            A function that waits for the full tensor, and returns it alone in a list. It raises a ValueError if the
+            leaf was written to since the gather started.
+
+        Raises:
+            ValueError: if it was claimed before.
+        """
+        if self._unused.pop(index, None) is None:
+            raise ValueError(
+                f"start_gather: the full tensor of {self._paths[index]} was used before, and one gather serves one "
+                "use. Start another gather, or pass the parameters themselves."
+            )
+        return functools.partial(self._take, index)
+
+    def _take(self, index: int) -> Sequence[torch.Tensor]:
+        if _compat.version(self._shards[index]) != self._versions[index]:
+            raise ValueError(
+                f"start_gather: {self._paths[index]} was written to after its gather had started, so that its full "
+                "tensor would have old values. Start the gather after the update."
+            )
+        return [self._wait().pop(index)]
+
+
+def _release(wait: Callable[[], object], unused: Mapping[int, str]) -> None:
+    """Wait for a gather, whose buffers nobody else would let go of, and warn of leaves that were not used."""
+    # What has ended the mesh was raised before.
+    with suppress(Exception):
+        wait()
+    if unused:
+        warnings.warn(
+            f"start_gather: {join_leaves([*unused.values()])} was gathered, and no verb has used it. Pass the result "
+            "of start_gather to value_and_grad, apply or gather.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+@dataclass(frozen=True, eq=False, init=False, slots=True)
+class Started(Sharded):
+    """A leaf whose gather has started. Maps over it and copies of it give the leaf alone.
+
+    Attributes:
+        take_over: Claims the full tensor; see `StartedGather.take_over`.
+    """
+
+    take_over: Callable[[], Finish]
+
+    def __init__(self, local: torch.Tensor, spec: Spec, take_over: Callable[[], Finish]) -> None:
+        """Make the leaf with its gather."""
+        Sharded.__init__(self, local, spec)
+        object.__setattr__(self, "take_over", take_over)
+
+    def __reduce__(self) -> Any:
+        return Sharded, (self.local, self.spec)
+
+
+register_sharded(Started)
+
+
+def start_leaves(paths: Sequence[str], leaves: Sequence[Sharded]) -> list[Started]:
+    """Start to gather leaves of one transform, and return the leaves that know of it."""
+    gather = StartedGather(paths, leaves)
+    started = []
+    for index, leaf in enumerate(leaves):
+        started.append(Started(leaf.local, leaf.spec, functools.partial(gather.take_over, index)))
+    return started
+
+
+def take_over(leaf: Any) -> Finish | None:
+    """Claim the full tensor of a leaf whose gather has started; None for others."""
+    return leaf.take_over() if isinstance(leaf, Started) else None
+
+
+def refuse_started(api_name: str, flat: Flat) -> None:
+    """Refuse leaves whose gather has started where a graph begins or ends, which cannot hand over a gather."""
+    started = [path for path, leaf in zip(flat.paths, flat.leaves, strict=True) if isinstance(leaf, Started)]
+    if started:
+        raise ValueError(
+            f"{api_name}: the gather of {join_leaves(started)} has started, and a graph can neither take it over "
+            "nor return it. Call fs.start_gather inside the jitted function, and use its result there."
+        )
