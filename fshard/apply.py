@@ -22,9 +22,7 @@ from fshard.transforms import ShardTransform
 from fshard.transforms.structure import reduction
 from fshard.tree import (
     Flat,
-    ModelDtypes,
     Tree,
-    cast_floating,
     flatten,
     is_sharded,
     tensor_of,
@@ -238,15 +236,8 @@ class Model:
         self._check_inputs(flat, buffers_in)
         with count_writes():
             copies = {name: buffer.clone() for name, buffer in buffers_in.items()}
-        dtypes = ModelDtypes()
-        strategies = {spec.model_dtypes or dtypes for spec in flat.specs}
-        # Where strategies differ, each unit casts, and the model itself does not.
-        if len(strategies) == 1:
-            (dtypes,) = strategies
-        args, kwargs = cast_floating((args, kwargs), dtypes.inputs)
         with contextlib.nullcontext() if key is None else seeded(key):
             out, buffers_out = self._run(flat, params, copies, args, kwargs)
-        out = cast_floating(out, dtypes.outputs)
         if buffers is not None:
             return out, buffers_out
         _refuse_lost_updates(copies, buffers_out)

@@ -67,8 +67,9 @@ def start_gather(tree: Tree) -> Tree:
     start where this was called, and the wait at the first use. Follows FSDP2's unshard(async_op=True).
 
     A gather serves one use: a second one is refused. A result that is dropped unused is waited for, and a warning names
-    it. Values are those at the start: if a parameter is written to before the use, as by a donated update, the use is
-    refused. Maps over the result, and other verbs, see plain parameters.
+    it. Values are those at the start: `update` leaves the memory alone that a gather reads, and after another write to
+    it the use is refused. Maps over the result, jitted functions and other verbs see plain parameters. A jitted
+    function may not return the result.
 
     Where others differentiate the gather itself, it starts nothing and returns the tree: under torch.func, where
     parameters are part of the caller's graph, and where a checkpoint is computed again.

@@ -23,7 +23,7 @@ from torch import nn
 from fshard import _compat
 from fshard.engine import EngineCall, GatheredUnit, Leaf, ModelWalk, ModuleUnit
 from fshard.tree import ModelDtypes, cast_floating
-from fshard.units import list_enclosing
+from fshard.units import WHOLE_MODEL, list_enclosing
 
 
 class ModuleTemplate:
@@ -32,6 +32,7 @@ class ModuleTemplate:
     Attributes:
         module: The copy, to be called.
         names: Its parameters and buffers, which hold no values, each with the first of its names.
+        dtypes: What the running call casts inputs and outputs to, as `choose_dtypes` returns it.
     """
 
     def __init__(self, module: nn.Module, units: Sequence[ModuleUnit]) -> None:
@@ -47,7 +48,7 @@ class ModuleTemplate:
             self.names[tensor] = name
         # Set by each call.
         self._values: Mapping[str, torch.Tensor] = {}
-        self._dtypes: Sequence[ModelDtypes] = ()
+        self.dtypes: Mapping[int | None, ModelDtypes] = {}
         self._leaves: Mapping[str, Leaf] = {}
         self._call: EngineCall | None = None
         self._walk: ModelWalk | None = None
@@ -87,17 +88,17 @@ class ModuleTemplate:
         self,
         values: Mapping[str, torch.Tensor],
         buffers: Mapping[str, torch.Tensor],
-        dtypes: Sequence[ModelDtypes],
+        dtypes: Mapping[int | None, ModelDtypes],
     ) -> None:
         """Give the copy what it computes with.
 
         Args:
             values: Full parameters, by name.
             buffers: All buffers, by name.
-            dtypes: For each unit the dtypes that its submodule casts inputs and outputs to; none if nothing is cast.
+            dtypes: As `choose_dtypes` returns them.
         """
         self._values = values
-        self._dtypes = dtypes
+        self.dtypes = dtypes
         self._buffers.bind(buffers)
 
     def gather_from(self, call: EngineCall, walk: ModelWalk, leaves: Mapping[str, Leaf]) -> None:
@@ -116,7 +117,9 @@ class ModuleTemplate:
         """Call the copy."""
         self._parametrized.begin()
         try:
-            return self.module(*args, **kwargs)
+            dtypes = self.dtypes.get(WHOLE_MODEL, ModelDtypes())
+            args, kwargs = cast_floating((args, kwargs), dtypes.inputs)
+            return cast_floating(self.module(*args, **kwargs), dtypes.outputs)
         finally:
             self._parametrized.end()
 
@@ -131,7 +134,7 @@ class ModuleTemplate:
             Whether the copy is as it was made, and may serve another call.
         """
         self._values = {}
-        self._dtypes = ()
+        self.dtypes = {}
         self._leaves = {}
         self._call = None
         self._walk = None
@@ -184,12 +187,6 @@ class ModuleTemplate:
         value = self._call.get_output(gathered, leaf)
         gathered.register_output(weights, key)
         return value
-
-    def dtypes_of(self, scope: "_Scope") -> ModelDtypes:
-        """Find the dtypes that a submodule casts its inputs and outputs to."""
-        if scope.module_unit is None or not self._dtypes:
-            return ModelDtypes()
-        return self._dtypes[scope.module_unit]
 
     def enter(self, scope: "_Scope") -> None:
         """Tell the engine that a submodule begins to run."""
@@ -414,7 +411,7 @@ def _make_scoped_class(cls: type[nn.Module]) -> type[nn.Module]:
                 scope.read_weights()
             if scope.is_recurrent:
                 _compat.set_flat_weights(self)
-            dtypes = scope.template.dtypes_of(scope)
+            dtypes = scope.template.dtypes.get(scope.module_unit, ModelDtypes())
             args, kwargs = cast_floating((args, kwargs), dtypes.inputs)
             result = cast_floating(cls.__call__(self, *args, **kwargs), dtypes.outputs)
             has_failed = False

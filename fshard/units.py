@@ -14,6 +14,9 @@ from fshard.tree import ModelDtypes, is_sharded, matches
 Rule = type[nn.Module] | str | int | Callable[[str, nn.Module], bool]
 Units = Rule | Collection[Rule] | None
 
+# Stands for the whole model where a unit has its number.
+WHOLE_MODEL = -1
+
 
 def plan_units(module: nn.Module, units: Units) -> list[ModuleUnit]:
     """Cut a module's parameters into units.
@@ -115,26 +118,26 @@ def list_enclosing(path: str) -> Iterator[str]:
     yield ""
 
 
-def choose_dtypes(units: Sequence[ModuleUnit], params: Mapping[str, Any]) -> Sequence[ModelDtypes]:
-    """Choose the dtypes that each unit's submodule casts its inputs and outputs to, where strategies differ in dtypes.
+def choose_dtypes(units: Sequence[ModuleUnit], params: Mapping[str, Any]) -> Mapping[int | None, ModelDtypes]:
+    """Choose the dtypes that a module, or the submodules of its units, cast their inputs and outputs to.
 
     Args:
-        units: The units of a module.
+        units: The units of the module.
         params: Its parameters by name.
 
     Returns:
-        For each unit the dtypes of the strategy that most of its elements have. Nothing if all parameters share theirs,
-        because then the module as a whole casts.
+        By the numbers of units the dtypes of the strategy that most of a unit's elements have; WHOLE_MODEL stands for
+        the module, which casts alone if all parameters have the same dtypes.
     """
-    specs = {id(leaf.spec): leaf.spec for leaf in params.values() if is_sharded(leaf)}
-    if len({spec.model_dtypes or ModelDtypes() for spec in specs.values()}) <= 1:
-        return ()
-    chosen = []
-    for unit in units:
-        elements = Counter({ModelDtypes(): 0})
+    dtypes = {leaf.spec.model_dtypes for leaf in params.values() if is_sharded(leaf)}
+    if len(dtypes) == 1:
+        return {WHOLE_MODEL: dtypes.pop() or ModelDtypes()}
+    chosen: dict[int | None, ModelDtypes] = {}
+    for number, unit in enumerate(units):
+        elements: Counter[ModelDtypes | None] = Counter({None: 0})
         for name in unit.leaf_names:
             leaf = params[name]
             if is_sharded(leaf):
-                elements[leaf.spec.model_dtypes or ModelDtypes()] += leaf.numel()
-        chosen.append(max(elements, key=elements.__getitem__))
+                elements[leaf.spec.model_dtypes] += leaf.numel()
+        chosen[number] = max(elements, key=elements.__getitem__) or ModelDtypes()
     return chosen

@@ -13,7 +13,7 @@ import torch
 from fshard import _compat, comm
 from fshard.comm.events import join_leaves
 from fshard.transforms.run import check_results
-from fshard.tree import Flat, Sharded, Spec, register_sharded
+from fshard.tree import Sharded, Spec, register_sharded
 from fshard.tree.checks import count_writes
 
 # Waits for the full tensor of a leaf, and returns it alone in a list.
@@ -122,13 +122,3 @@ def start_leaves(paths: Sequence[str], leaves: Sequence[Sharded]) -> list[Starte
 def take_over(leaf: Any) -> Finish | None:
     """Claim the full tensor of a leaf whose gather has started; None for others."""
     return leaf.take_over() if isinstance(leaf, Started) else None
-
-
-def refuse_started(api_name: str, flat: Flat) -> None:
-    """Refuse leaves whose gather has started where a graph begins or ends, which cannot hand over a gather."""
-    started = [path for path, leaf in zip(flat.paths, flat.leaves, strict=True) if isinstance(leaf, Started)]
-    if started:
-        raise ValueError(
-            f"{api_name}: the gather of {join_leaves(started)} has started, and a graph can neither take it over "
-            "nor return it. Call fs.start_gather inside the jitted function, and use its result there."
-        )

@@ -10,7 +10,6 @@ from torch.fx import Node
 
 from fshard import _compat, comm
 from fshard.collectives import TracedUsage, Usage, agree_on_usage
-from fshard.engine import refuse_started
 from fshard.errors import Problem, expect, refuse
 from fshard.jit.backends import BACKENDS, Backend, prepare
 from fshard.jit.donation import assign_donated_outputs, match_donated_outputs, pair_inputs_with_results
@@ -172,9 +171,7 @@ class Jitted:
             if name in kwargs:
                 exact = make_exact(kwargs[name], f"static argument {name!r}", "Pass a hashable value, such as a tuple.")
                 kwargs = kwargs | {name: exact}
-        flat = flatten((tuple(args), kwargs))
-        refuse_started("jit", flat)
-        return flat
+        return flatten((tuple(args), kwargs))
 
     def _find_program(self, flat: Flat, tensors: Sequence[torch.Tensor]) -> Program:
         """Find the program of a call, or make it."""

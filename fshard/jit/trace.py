@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from fshard import _compat, random
 from fshard.collectives import TracedUsage
-from fshard.engine import refuse_started
+from fshard.engine import Started
 from fshard.errors import is_users_file
 from fshard.jit.progress import show_progress
 from fshard.mesh import process_rank
@@ -66,7 +66,11 @@ class _FunctionOfTensors:
             args, kwargs = self._flat.unflatten(leaves)
             self.result = flatten(self._f(*args, **kwargs))
         check_tensors("jit: the result of the function", self.result)
-        refuse_started("jit", self.result)
+        if any(isinstance(leaf, Started) for leaf in self.result.leaves):
+            raise ValueError(
+                "jit: the function returns leaves whose gather it has started, but a graph cannot return a gather. "
+                "Use the result of fs.start_gather inside the function, or start the gather outside of it."
+            )
         return tensors_of(self.result.leaves)
 
     def count_nodes(self) -> int:
