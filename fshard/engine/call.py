@@ -63,9 +63,12 @@ class EngineCall:
             **compared: Other arguments that must be equal on every rank, because they decide what is sent or what sums
                 mean.
         """
+        # An error here goes with the message that begins the call.
+        started = [take_over(param) for param in flat.leaves]
+        comm.check_same_call(api_name, axes, flat, **compared)
         self.bound = list(flat.leaves)
         self.leaves: list[Leaf | None] = []
-        for index, (path, param) in enumerate(zip(flat.paths, flat.leaves, strict=True)):
+        for index, (path, param, finish) in enumerate(zip(flat.paths, flat.leaves, started, strict=True)):
             if not is_sharded(param):
                 self.leaves.append(None)
                 continue
@@ -73,10 +76,8 @@ class EngineCall:
             bound.local.requires_grad_(trains and not param.spec.frozen)
             self.bound[index] = bound
             leaf = Leaf(path, bound, param.local, has_backward=trains)
-            leaf.started = take_over(param)
+            leaf.started = finish
             self.leaves.append(leaf)
-        # An error before this message goes with it to the other ranks.
-        comm.check_same_call(api_name, axes, flat, **compared)
         self._sharded_leaves = [leaf for leaf in self.leaves if leaf is not None]
         self.trained = [leaf for leaf in self._sharded_leaves if leaf.trained]
         self.at_end: list[Callable[[], None]] = []
