@@ -182,6 +182,15 @@ def test_values_are_those_at_the_start():
         fs.gather(started)
 
 
+@on_ranks(2)
+def test_ranks_that_start_other_gathers_are_named():
+    params = two_weights()
+    with pytest.raises(ValueError, match=r"start_gather: ranks make different calls\n  \['a'\]: expected "):
+        fs.start_gather(params if my_rank() else {"b": params["b"]})
+    with pytest.raises(ValueError, match=r"ranks make different calls\n  verb: expected (start_)?gather"):
+        (fs.start_gather if my_rank() else fs.gather)(params)
+
+
 class Waits:
     """Counts the collectives that have started and not been waited for."""
 
