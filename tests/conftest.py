@@ -1,10 +1,12 @@
 """Fixtures of all tests."""
 
+import gc
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from multiprocessing import forkserver
 from pathlib import Path
 
 # The laws hold to the bit on processors. What accelerators have of them, `benchmarks/quarter_hour.py` tries on one.
@@ -17,6 +19,7 @@ import torch.distributed as dist
 
 from fshard.testing import Workers
 from tests.accelerator import emu
+from tests.forked_programs import PRELOADED
 from tests.ranks import StrictWorkers
 from tests.tiers import mark_slow_rows
 
@@ -28,6 +31,19 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Choose the tier of each row before pytest selects by marks."""
     mark_slow_rows(items)
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector pass over what is loaded now, most of which stays for all tests."""
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def preloaded_workers(request: pytest.FixtureRequest) -> None:
+    """Start the process that Workers are forked from with more than they would load in it themselves."""
+    if any("workers" in getattr(item, "fixturenames", ()) for item in request.session.items):
+        forkserver.set_forkserver_preload(list(PRELOADED))
+        forkserver.ensure_running()
 
 
 @pytest.fixture(autouse=True)
