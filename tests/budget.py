@@ -11,6 +11,7 @@ import re
 import sys
 import tokenize
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +27,9 @@ LAYOUT = {
     *(tokenize.COMMENT, tokenize.ENCODING, tokenize.ENDMARKER),
 }
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+# Several rules read each file, which is parsed and measured once for all of them.
+parsed = cache(ast.parse)
 
 
 class Size(NamedTuple):
@@ -81,9 +85,10 @@ def tokens_of(text: str) -> Iterator[tokenize.TokenInfo]:
             yield token
 
 
+@cache
 def measure(text: str) -> Size:
     """The size of one file."""
-    tree = ast.parse(text)
+    tree = parsed(text)
     documentation = {n for doc in docstrings(tree) for n in range(doc.lineno, doc.end_lineno + 1)}
     tokens = [token for token in tokens_of(text) if token.start[0] not in documentation]
     code = {n for token in tokens for n in range(token.start[0], token.end[0] + 1)}
@@ -183,7 +188,7 @@ def breaches(now: Mapping[str, Size], budget: Mapping[str, Row], most: Mapping[s
 
 def hidden_code(text: str) -> list[str]:
     """Code that no count of lines and tokens sees: long strings, `exec` and `eval`."""
-    tree, errors = ast.parse(text), []
+    tree, errors = parsed(text), []
     documentation = set(docstrings(tree))
     for node in ast.walk(tree):
         value = node.value if isinstance(node, ast.Constant) and node not in documentation else None

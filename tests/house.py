@@ -4,13 +4,13 @@ import ast
 import inspect
 import re
 from collections.abc import Iterator
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from fshard.lazy_names import TABLE
+from tests.budget import parsed
 
 # A module imports only from rooms that stand before its own.
 ROOMS = (
@@ -88,9 +88,6 @@ def read_sources(package: Path) -> list[Source]:
         return names[:-1] if names[-1] == "__init__" else names
 
     return [Source(path, parts(path), parsed(path.read_text())) for path in sorted(package.rglob("*.py"))]
-
-
-parsed = cache(ast.parse)
 
 
 def imports(source: Source) -> Iterator[tuple[ast.stmt, str, str, str]]:

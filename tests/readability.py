@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.budget import ROOT, TABLE, measure
+from tests.budget import ROOT, TABLE, measure, parsed
 
 # A file with more tokens a line than this is dense.
 DENSE = 11.5
@@ -97,7 +97,7 @@ COLUMNS = (
 
 def read(text: str) -> Reading:
     """Measure one file."""
-    tree = ast.parse(text)
+    tree = parsed(text)
     size = measure(text)
     nodes = list(ast.walk(tree))
     functions = [node for node in nodes if isinstance(node, FUNCTIONS)]

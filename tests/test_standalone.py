@@ -8,10 +8,15 @@ from pathlib import Path
 
 import fshard as fs
 
+# What is loaded where it is first used.
+HEAVY = ("torch.distributed.tensor", "torch.testing", "torch._dynamo", "torch._inductor", "matplotlib", "cloudpickle")
+
 PROGRAM = """
 import sys
 import torch
+before = set(sys.modules)
 import fshard as fs
+print(*sys.modules.keys() - before)
 
 def loss_fn(params, x):
     return model.apply(params, x).square().mean()
@@ -45,10 +50,14 @@ except ModuleNotFoundError as error:
 
 
 def test_a_model_is_trained_saved_and_restored(tmp_path):
-    """On a copy of the package without the folder of extensions, whose names alone are missing."""
+    """On a copy of the package without the folder of extensions, whose names alone are missing; its import is light."""
     package = tmp_path / "fshard"
     shutil.copytree(Path(fs.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "ext"))
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-W", "error", "-c", PROGRAM]
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert run.stdout.splitlines() == ["True True", "True", "[]", "No module named 'fshard.ext'"], run.stderr
+    loaded, *printed = run.stdout.splitlines()
+    assert printed == ["True True", "True", "[]", "No module named 'fshard.ext'"], run.stderr
+    names = loaded.split()
+    assert "fshard" in names
+    assert not [name for name in names if any(f"{name}.".startswith(f"{heavy}.") for heavy in HEAVY)]

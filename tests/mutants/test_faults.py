@@ -1,19 +1,26 @@
 """The faults can be planted: each line is there once, and the file with the fault is still Python."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
+from tests.budget import parsed
 from tests.mutants.faults import FAULTS, Fault
 from tests.mutants.report import judged
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@cache
+def dump_of(text: str) -> str:
+    return ast.dump(parsed(text))
+
+
 def check_planted(fault: Fault) -> None:
     text = (ROOT / fault.file).read_text()
     found = [line.strip() for line in text.split("\n")].count(fault.before)
     assert found == 1, f"{fault.name}: its line is there {found} times; plant the same fault in the line in its place"
-    assert ast.dump(ast.parse(fault.planted(text))) != ast.dump(ast.parse(text))
+    assert ast.dump(ast.parse(fault.planted(text))) != dump_of(text)
     assert all((ROOT / test).exists() for test in fault.tests)
 
 
