@@ -2,6 +2,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 NEWEST := .venv-newest
 
+# Else each of the many processes of a run would compile the package and the tests again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: test test-newest slow accelerator fuzz mutants house lint types docs demo examples bench clean
 .NOTPARALLEL:
 

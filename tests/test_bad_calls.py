@@ -7,14 +7,14 @@ fshard's own words. A process of its own makes the calls, so that hangs and abor
 import contextlib
 import faulthandler
 import functools
+import importlib
 import inspect
 import itertools
 import json
 import math
 import re
-import subprocess
-import sys
 import tempfile
+import warnings
 from dataclasses import make_dataclass
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from fshard import checkpoint, testing
 from fshard.errors import shorten
 from fshard.tree.checks import mark_donated
 from tests import house
+from tests.forked_programs import run_on_ranks
 
 # Seconds that one call may take.
 LIMIT = 30
@@ -162,11 +163,10 @@ def returned(f, *arguments):
 class World:
     """One rank, and by the name of a parameter a value that is right for most functions.
 
-    The module `script` makes the calls of a world in a process of its own, those of functions of extensions or of
-    others; at least `refused` of all are refused.
+    The calls of a world are of functions of extensions, or of others; at least `refused` of all are refused.
     """
 
-    script, extensions, refused = "tests.test_bad_calls", False, 2400
+    extensions, refused = False, 2400
     given, accepted, theirs, uncalled = GIVEN, ACCEPTED, THEIRS, UNCALLED
 
     lr = max_norm = max_value = weight_decay = 0.1
@@ -262,11 +262,11 @@ def ends_of_calls(world, every, place):
     """
     done, ended = 0, False
     while not ended:
-        command = [sys.executable, "-W", "ignore", "-m", world.script, *map(str, (place, done, every))]
-        ended = not subprocess.run(command, check=False).returncode
+        (process,) = run_on_ranks(1, make_calls, world.__module__, place, done, every, timeout=600.0)
+        ended = process.code == 0
         lines = [json.loads(line) for line in place.read_text().splitlines()]
         if not ended:
-            assert len(lines) % 2, "the process failed between two calls"
+            assert len(lines) % 2, process.errors
             place.write_text(place.read_text() + "false\n")
             lines.append(False)
         done = len(lines) // 2
@@ -310,8 +310,10 @@ def test_wrong_calls_are_refused_in_clear_words_and_right_ones_accepted(every, t
     check_calls(World, every, tmp_path / "rows")
 
 
-def make_calls(world, place, done, every):
-    """Make calls but the first ones, and write how each ended to the file: one without an end hung or aborted."""
+def make_calls(module, place, done, every):
+    """Make calls of a module's World but the first, and write how each ended: one without an end hung or aborted."""
+    warnings.simplefilter("ignore")
+    world = importlib.import_module(module).World
     with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory), Path(place).open("a") as file:
         made = (row for n, row in enumerate(rows(world(directory))) if not row[1] or n % every == 0)
         for *row, call in itertools.islice(made, done, None):
@@ -324,7 +326,3 @@ def make_calls(world, place, done, every):
             else:
                 ended = None
             print(json.dumps(ended), file=file, flush=True)
-
-
-if __name__ == "__main__":
-    make_calls(World, sys.argv[1], *map(int, sys.argv[2:]))

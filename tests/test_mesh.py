@@ -1,11 +1,9 @@
 """init_mesh and the axes of its meshes, of all ranks and of some: a trainer beside a reference model."""
 
 import itertools
-import subprocess
-import sys
+import resource
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,10 +16,11 @@ from fshard import _compat, checkpoint
 from fshard.mesh import ranks_of
 from fshard.rounding import tolerance
 from fshard.testing import assert_matches_ddp, assert_trees_close, spmd
+from tests.forked_programs import run_on_ranks
 from tests.ranks import my_rank, on_ranks
 from tests.trees import normal
 
-TX, ROOT = fs.sgd(0.1), Path(__file__).parents[1]
+TX = fs.sgd(0.1)
 
 
 @on_ranks(6)
@@ -218,25 +217,24 @@ def test_a_foreign_mesh_is_refused_at_once(tmp_path):
     )
 
 
-FAULTS = """
-import resource, torch, fshard as fs
-
-def faults():
+def page_faults():
+    """Count those of ten steps, each of which makes 40 MB."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(10):
         [torch.ones(2**20) for _ in range(10)]
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-without = faults()
-fs.init_mesh({"shard": -1}, device="cpu")
-faults()
-print(without, faults())
-"""
+
+def count_page_faults():
+    without = page_faults()
+    fs.init_mesh({"shard": -1}, device="cpu")
+    page_faults()
+    print(without, page_faults())
 
 
 def test_a_mesh_lets_the_processs_allocator_keep_the_memory_of_a_step():
     """Else glibc takes the pages of 40 MB from the system in each step, and gives them back."""
-    done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, cwd=ROOT, check=True)
-    without, kept = map(int, done.stdout.split())
+    (process,) = run_on_ranks(1, count_page_faults)
+    without, kept = map(int, process.output.split())
     # However large pages are.
     assert 10 * kept < without

@@ -26,8 +26,8 @@ def blank(text: str) -> str:
 
 
 def program_of(page: Path) -> str:
-    """The programs of a page, which continue each other, on the lines that they have in the page."""
-    text = page.read_text()
+    """The programs of a page, which continue each other, on the lines of the page; two steps of a long loop."""
+    text = page.read_text().replace("range(200)", "range(2)")
     parts = []
     end = 0
     for block in BLOCK.finditer(text):

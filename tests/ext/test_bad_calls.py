@@ -1,7 +1,5 @@
 """Wrong calls of the functions of extensions, generated as in tests/test_bad_calls.py."""
 
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -9,7 +7,7 @@ from torch import nn
 import fshard as fs
 from fshard import checkpoint, testing
 from tests import test_bad_calls
-from tests.test_bad_calls import EMPTY, EVERY, NUMBERS, READ, WRONG, check_calls, make_calls, step
+from tests.test_bad_calls import EMPTY, EVERY, NUMBERS, READ, WRONG, check_calls, step
 
 
 class Declares(nn.Sequential):
@@ -78,7 +76,7 @@ UNCALLED = {
 class World(test_bad_calls.World):
     """With what other formats and parallel layers need."""
 
-    script, extensions, refused = "tests.ext.test_bad_calls", True, 3000
+    extensions, refused = True, 3000
     given, accepted, theirs, uncalled = GIVEN, ACCEPTED, THEIRS, UNCALLED
 
     q = k = v = torch.ones(1, 1, 4, 4)
@@ -104,7 +102,3 @@ class World(test_bad_calls.World):
 @EVERY
 def test_wrong_calls_are_refused_in_clear_words_and_right_ones_accepted(every, tmp_path):
     check_calls(World, every, tmp_path / "rows")
-
-
-if __name__ == "__main__":
-    make_calls(World, sys.argv[1], *map(int, sys.argv[2:]))

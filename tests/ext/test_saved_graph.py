@@ -3,9 +3,6 @@
 import functools
 import math
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fshard as fs
+from tests.forked_programs import run_on_ranks
 from tests.ranks import my_rank, on_ranks
 from tests.trees import assert_same_bits, normal, one_axis
 
@@ -204,10 +202,12 @@ def test_a_rank_whose_trace_fails_is_named_on_all(tmp_path):
         fs.save_graph(tmp_path, fs.jit(failing), state_by(fs.zero3), batch_of())
 
 
+def run_graph(directory, numbers):
+    print(fs.load_graph(directory)(torch.tensor(numbers, dtype=torch.float64)))
+
+
 def test_another_process_runs_it(tmp_path):
     x = normal(3)(2)
     fs.save_graph(tmp_path, fs.jit(lambda x: {"y": x.exp().sum()}), x)
-    argument = f"torch.tensor({x.tolist()}, dtype=torch.float64)"
-    script = f"import torch, fshard as fs; print(fs.load_graph({str(tmp_path)!r})({argument}))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert done.stdout.strip() == str({"y": x.exp().sum()}), done.stderr
+    (other,) = run_on_ranks(1, run_graph, tmp_path, x.tolist())
+    assert other.output.strip() == str({"y": x.exp().sum()}), other.errors
