@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from fshard.testing import Workers
 from tests.accelerator import emu
-from tests.forked_programs import PRELOADED
 from tests.ranks import StrictWorkers
 from tests.tiers import mark_slow_rows
 
@@ -42,7 +41,7 @@ def pytest_collection_finish() -> None:
 def preloaded_workers(request: pytest.FixtureRequest) -> None:
     """Start the process that Workers are forked from with more than they would load in it themselves."""
     if any("workers" in getattr(item, "fixturenames", ()) for item in request.session.items):
-        forkserver.set_forkserver_preload(list(PRELOADED))
+        forkserver.set_forkserver_preload(["tests.preload"])
         forkserver.ensure_running()
 
 

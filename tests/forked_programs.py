@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-# Modules that most ranks need, loaded once for all of them. torch loads the last in a first step, which takes a second.
-PRELOADED = ("pytest", "fshard.testing.workers", "torch._dynamo")
 
 
 class Program(NamedTuple):
@@ -72,8 +70,9 @@ def _forking_process() -> subprocess.Popen:
 
 def main() -> None:
     """Serve lines of input until there are no more; a rank returns from here too, and ends as a program does."""
-    for module in PRELOADED:
-        importlib.import_module(module)
+    # Loaded once for all ranks.
+    import tests.preload  # noqa: F401
+
     for line in sys.stdin:
         ranks, timeout, module, function, arguments = json.loads(line)
         directory = Path(tempfile.mkdtemp())

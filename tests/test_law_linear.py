@@ -47,12 +47,13 @@ def count_calls(f):
             counts[frame.f_code if event == "call" else getattr(function, "__qualname__", function)] += 1
 
     # What earlier tests left would be collected meanwhile, and call back what watches it, such as torch.compile.
-    gc.collect()
+    gc.disable()
     sys.setprofile(count)
     try:
         f()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return counts
 
 
