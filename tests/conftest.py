@@ -12,6 +12,8 @@ from pathlib import Path
 # The laws hold to the bit on processors. What accelerators have of them, `benchmarks/quarter_hour.py` tries on one.
 # Before torch looks for devices, in this process and in those that it starts.
 os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+# Threads of several processes would wait for each other on few cores.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch

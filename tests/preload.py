@@ -2,13 +2,10 @@
 
 import gc
 
-import pytest
-import torch._dynamo
+import pytest  # noqa: F401
+import torch._dynamo  # noqa: F401
 
-import fshard.testing.workers
-
-# Modules that torch would import itself, in a second of computing.
-PRELOADED = (pytest, torch._dynamo, fshard.testing.workers)
+import fshard.testing.workers  # noqa: F401
 
 # A garbage collection of a rank would copy all pages that these objects are on.
 gc.freeze()
