@@ -12,7 +12,7 @@ from torch import nn
 from fshard import _compat, comm
 from fshard.collectives import reduction_axes, shared_axes
 from fshard.engine import EngineCall, find_call
-from fshard.errors import Problem, expect, refuse
+from fshard.errors import expect, refuse
 from fshard.gather import gather
 from fshard.init import Reset, copy_module, init, refuse_blank
 from fshard.module_template import ModuleTemplate
@@ -408,15 +408,16 @@ def apply(model: Model, params: Mapping[str, Any], *args: Any, **kwargs: Any) ->
 
 def _check_shapes(flat: Flat, parameters: Sequence[torch.Tensor]) -> None:
     """Refuse parameters of other shapes than the module's."""
-    problems = []
-    for path, leaf, parameter in zip(flat.paths, flat.leaves, parameters, strict=True):
+
+    def misfit(leaf: Any, parameter: torch.Tensor) -> tuple[str, str] | None:
         shape = getattr(leaf.spec if is_sharded(leaf) else leaf, "shape", ())
         # A transform of the user's may gather another shape, as of weights that are stored as blocks of bytes.
-        if shape != parameter.shape and not (is_sharded(leaf) and reduction(leaf.spec.transform).is_foreign):
-            problems.append(Problem(path, f"shape {tuple(shape)}", f"shape {tuple(parameter.shape)}"))
-    if problems:
-        remedy = "pass the parameters that this model's init returned"
-        refuse("apply: the shapes of params differ from the module's", problems, remedy)
+        if shape == parameter.shape or (is_sharded(leaf) and reduction(leaf.spec.transform).is_foreign):
+            return None
+        return f"shape {tuple(shape)}", f"shape {tuple(parameter.shape)}"
+
+    remedy = "pass the parameters that this model's init returned"
+    refuse("apply: the shapes of params differ from the module's", flat.problems(misfit, parameters), remedy)
 
 
 def _refuse_lost_updates(buffers_in: Buffers, buffers_out: Buffers) -> None:

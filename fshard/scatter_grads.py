@@ -6,7 +6,7 @@ import torch
 
 from fshard import comm
 from fshard.collectives import Over, denominator, describe_reduce_over, divide, reduction_axes, shared_axes
-from fshard.errors import Problem, expect, refuse
+from fshard.errors import expect, refuse
 from fshard.transforms.run import scatter_by
 from fshard.transforms.state import ABSENT, join_states, states_of
 from fshard.tree import Flat, Sharded, Tree, flatten, grouped, is_sharded, is_trained, tree_map, unflatten
@@ -84,14 +84,16 @@ def scatter_grads(
 
 
 def _check_shapes(flat: Flat, params: Flat) -> None:
-    problems = []
-    for path, grad, param in zip(flat.paths, flat.leaves, params.leaves, strict=True):
-        if grad is not None and is_trained(param):
-            shape = param.spec.gathered_shape if is_sharded(param) else tuple(param.shape)
-            if not isinstance(grad, torch.Tensor) or grad.shape != shape:
-                problems.append(Problem(path, describe(grad), f"a full tensor of shape {shape}"))
+    def misfit(grad: Any, param: Any) -> tuple[str, str] | None:
+        if grad is None or not is_trained(param):
+            return None
+        shape = param.spec.gathered_shape if is_sharded(param) else tuple(param.shape)
+        if isinstance(grad, torch.Tensor) and grad.shape == shape:
+            return None
+        return describe(grad), f"a full tensor of shape {shape}"
+
     remedy = "pass the gradients of full leaves, as from torch.func.grad at fs.gather(like)"
-    refuse("scatter_grads: gradients do not fit `like`", problems, remedy)
+    refuse("scatter_grads: gradients do not fit `like`", flat.problems(misfit, params.leaves), remedy)
 
 
 def _scatter(flat: Flat, params: Flat, states: list[Tree]) -> list[Any]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat, comm
-from fshard.errors import MAX_PROBLEMS, Problem, expect, refuse
+from fshard.errors import MAX_PROBLEMS, expect, refuse
 from fshard.shard import any_on_host, pin_leaf
 from fshard.transforms import transform_state
 from fshard.transforms.state import ABSENT
@@ -19,11 +19,9 @@ from fshard.tree import (
     Sharded,
     Tree,
     flatten,
-    is_sharded,
     is_trained,
     leaves_of,
     map_nodes,
-    tensor_of,
 )
 from fshard.tree.checks import (
     any_donated,
@@ -429,15 +427,9 @@ def _check_gradients(grads: Tree, params: Flat) -> None:
     """Refuse gradients that are not those of the parameters."""
     flat = flatten(grads)
     same_structure("update with gradients", flat, params)
-    problems = []
-    for path, grad, param in zip(flat.paths, flat.leaves, params.leaves, strict=True):
-        misfit = _describe_misfit(grad, param)
-        if misfit is not None:
-            got, expected = misfit
-            problems.append(Problem(path, got, expected))
-    if problems:
-        remedy = "pass what fs.scatter_grads(grads, like=state.params) or fs.value_and_grad returned"
-        refuse("update: gradients do not fit the parameters", problems, remedy)
+    problems = flat.problems(_describe_misfit, params.leaves)
+    remedy = "pass what fs.scatter_grads(grads, like=state.params) or fs.value_and_grad returned"
+    refuse("update: gradients do not fit the parameters", problems, remedy)
 
 
 def _describe_misfit(grad: Any, param: Any) -> tuple[str, str] | None:
@@ -446,12 +438,12 @@ def _describe_misfit(grad: Any, param: Any) -> tuple[str, str] | None:
         return None
     if not is_trained(param):
         return "a gradient", f"None for {'None' if param is None else 'a frozen leaf'}"
-    if is_sharded(grad) != is_sharded(param):
-        return describe(grad), describe(param)
-    if is_sharded(grad) and grad.spec is not param.spec and grad.spec != param.spec:
-        return f"{grad.spec}", f"{param.spec}"
-    tensor = tensor_of(grad)
-    expected = tensor_of(param)
-    if isinstance(tensor, torch.Tensor) and tensor.shape == expected.shape and tensor.dtype == expected.dtype:
+    if isinstance(grad, Sharded) and isinstance(param, Sharded):
+        if grad.spec is not param.spec and grad.spec != param.spec:
+            return f"{grad.spec}", f"{param.spec}"
+        grad = grad.local
+        param = param.local
+    are_tensors = isinstance(grad, torch.Tensor) and isinstance(param, torch.Tensor)
+    if are_tensors and grad.shape == param.shape and grad.dtype == param.dtype:
         return None
-    return describe(tensor), describe(expected)
+    return describe(grad), describe(param)

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -37,20 +37,20 @@ class Flat(_Flat):
         """Make the tree of other leaves."""
         return unflatten(self.treedef, list(leaves))
 
-    def problems(self, describe_misfit: Callable[[Any], Misfit]) -> list[Problem]:
+    def problems(self, describe_misfit: Callable[..., Misfit], *columns: Sequence[Any]) -> list[Problem]:
         """List the leaves that are wrong.
 
         Args:
             describe_misfit: Describes a leaf that is wrong, and returns None for others.
+            *columns: What else it is called with, for each leaf, such as the leaves of other trees.
         """
         problems: list[Problem] = []
-        for path, leaf in zip(self.paths, self.leaves, strict=True):
-            description = describe_misfit(leaf)
+        for path, *row in zip(self.paths, self.leaves, *columns, strict=True):
+            description = describe_misfit(*row)
             if isinstance(description, str):
                 problems.append(Problem(path, description))
             elif description is not None:
-                got, expected = description
-                problems.append(Problem(path, got=got, expected=expected))
+                problems.append(Problem(path, *description))
         return problems
 
     @functools.cached_property

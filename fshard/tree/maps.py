@@ -7,9 +7,9 @@ from typing import Any
 import optree
 import torch
 
-from fshard.errors import Problem, refuse
+from fshard.errors import refuse
 from fshard.tree.checks import same_structure
-from fshard.tree.flat import Tree, flatten, leaves_of, unflatten
+from fshard.tree.flat import Misfit, Tree, flatten, leaves_of, unflatten
 from fshard.tree.nodes import Sharded, is_sharded, tensor_of
 
 
@@ -109,12 +109,12 @@ def _check_beside(tree: Tree, other: Tree) -> None:
     expected = flatten(tree)
     flat = flatten(other)
     same_structure("tree_map: rest", flat, expected)
-    problems = []
-    for path, expected_leaf, leaf in zip(expected.paths, expected.leaves, flat.leaves, strict=True):
+
+    def misfit(leaf: Any, expected_leaf: Any) -> Misfit:
         # Most leaves of two trees share one spec object, and specs are slow to compare.
         if not is_sharded(leaf) or not is_sharded(expected_leaf) or leaf.spec is expected_leaf.spec:
-            continue
-        if leaf.spec != expected_leaf.spec:
-            problems.append(Problem(path, got=f"{leaf.spec}", expected=f"{expected_leaf.spec}"))
-    if problems:
-        refuse("tree_map: specs differ", problems, "shard both in the same way, frozen= included")
+            return None
+        return None if leaf.spec == expected_leaf.spec else (f"{leaf.spec}", f"{expected_leaf.spec}")
+
+    problems = flat.problems(misfit, expected.leaves)
+    refuse("tree_map: specs differ", problems, "shard both in the same way, frozen= included")
