@@ -361,25 +361,24 @@ def _take_over(state: TrainState) -> dict[str, Tree]:
     """
     flat = flatten({"params": state.params, "opt_state": state.opt_state})
     leaves = list(flat.leaves)
-    numbers = []
-    donated = []
-    tensors = []
+    tensors: dict[int, torch.Tensor] = {}
     in_transform = _compat.transforms_active()
     # In one loop: there may be thousands of leaves, and each loop finds them outside of the processor's cache.
     for i, leaf in enumerate(leaves):
-        is_node = isinstance(leaf, Sharded)
-        tensor = leaf.local if is_node else leaf
+        tensor = leaf
+        if isinstance(leaf, Sharded):
+            if leaf.spec.frozen:
+                continue
+            tensor = leaf.local
         # A value that a transform of torch.func has wrapped ends with it.
-        stays = (is_node and leaf.spec.frozen) or (in_transform and _compat.is_transformed(tensor))
-        if isinstance(tensor, torch.Tensor) and not stays:
-            numbers.append(i)
-            donated.append(leaf)
-            tensors.append(tensor)
+        if isinstance(tensor, torch.Tensor) and not (in_transform and _compat.is_transformed(tensor)):
+            tensors[i] = tensor
     # Tensors of fs.gather, for example, share the memory of a leaf, and keep their values.
-    for n in itertools.compress(range(len(tensors)), _compat.share_memory(tensors)):
-        tensors[n] = tensors[n].detach().clone()
-    moved = mark_donated(donated)
-    for i, leaf, tensor in zip(numbers, donated, tensors, strict=True):
+    for i in list(itertools.compress(tensors, _compat.share_memory(list(tensors.values())))):
+        tensors[i] = tensors[i].detach().clone()
+    moved = mark_donated([leaves[i] for i in tensors])
+    for i, tensor in tensors.items():
+        leaf = leaves[i]
         leaves[i] = Sharded(tensor, leaf.spec) if isinstance(leaf, Sharded) else moved.get(id(tensor), tensor)
     return flat.unflatten(leaves)
 

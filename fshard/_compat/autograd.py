@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import operator
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -242,17 +243,18 @@ def share_memory(tensors: Sequence[torch.Tensor]) -> list[bool]:
 
     Under torch.func nobody can tell. Checked on 2.13.
     """
-    if transforms_active():
-        has_memory = [not is_transformed(tensor) for tensor in tensors]
-    else:
-        has_memory = [True] * len(tensors)
+    # There may be thousands, so no line of Python runs for each of them.
+    has_memory = list(map(operator.not_, map(is_transformed, tensors)))
     unshared = torch.empty(0)
     # All at once, so that a tensor which is there twice counts as shared.
-    storages = [tensor.untyped_storage() for tensor in (*itertools.compress(tensors, has_memory), unshared)]
+    storages = list(map(torch.Tensor.untyped_storage, (*itertools.compress(tensors, has_memory), unshared)))
     # The owners of the memory, and of Python's object for it.
-    use_counts = [torch._C._storage_Use_Count(storage._cdata) for storage in storages]
+    use_counts = map(torch._C._storage_Use_Count, map(operator.attrgetter("_cdata"), storages))
     owners = list(zip(use_counts, map(sys.getrefcount, storages), strict=True))
-    is_shared = map(owners[-1].__ne__, owners)
+    unshared_owners = owners.pop()
+    is_shared = map(unshared_owners.__ne__, owners)
+    if all(has_memory):
+        return list(is_shared)
     return [has and next(is_shared) for has in has_memory]
 
 

@@ -1,5 +1,6 @@
 """from_torch: any elementwise torch.optim class as a pure optimizer."""
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -145,7 +146,7 @@ class _Selection(NamedTuple):
 
     def take(self, leaves: Sequence[Any]) -> list[Any]:
         """Take the tensors at these positions."""
-        return tensors_of([leaves[i] for i in self.positions])
+        return tensors_of(map(leaves.__getitem__, self.positions))
 
     def put(
         self,
@@ -162,7 +163,11 @@ class _Selection(NamedTuple):
             is_number: Whether a tensor is one number for a whole leaf, which has no spec.
         """
         new_leaves = list(leaves)
-        for i, old, value in zip(self.positions, self.take(leaves), values, strict=True):
+        old_values = self.take(leaves)
+        # In place, none is new.
+        if all(map(operator.is_, values, old_values)):
+            return self.flat.unflatten(new_leaves)
+        for i, old, value in zip(self.positions, old_values, values, strict=True):
             if value is not None and value is not old:
                 is_plain = is_number or not isinstance(value, torch.Tensor)
                 new_leaves[i] = value if is_plain else like(self.flat.leaves[i], value)

@@ -5,6 +5,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -195,32 +196,25 @@ def mark_donated(leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
     """
     empty: dict[Any, torch.Tensor] = {}
     moved: dict[int, torch.Tensor] = {}
-    # There may be thousands, and a device is slow to make and to hash.
     for leaf in leaves:
-        if isinstance(leaf, Sharded):
-            tensor = leaf.local
-            empty_tensor = empty.get(tensor.dtype) if tensor.is_cpu else None
-            replace_local(leaf, _empty_like(tensor, empty) if empty_tensor is None else empty_tensor)
+        tensor = leaf.local if isinstance(leaf, Sharded) else leaf
+        kind = tensor.dtype, tensor.device
+        if kind not in empty:
+            empty[kind] = tensor.new_empty(0)
+            empty[kind].__dict__[DONATED] = True
+        if tensor is not leaf:
+            replace_local(leaf, empty[kind])
         elif id(leaf) not in moved:
             moved[id(leaf)] = leaf.data
             # Assign .data, so that autograd and modes see no operator.
-            leaf.data = _empty_like(leaf, empty)
+            leaf.data = empty[kind]
             leaf.__dict__[DONATED] = True
     return moved
 
 
-def _empty_like(tensor: torch.Tensor, empty_tensors: dict[Any, torch.Tensor]) -> torch.Tensor:
-    """Find or make the empty tensor that takes the place of donated ones of a dtype and a device."""
-    kind = tensor.dtype if tensor.is_cpu else (tensor.dtype, tensor.device)
-    if kind not in empty_tensors:
-        empty_tensors[kind] = tensor.new_empty(0)
-        empty_tensors[kind].__dict__[DONATED] = True
-    return empty_tensors[kind]
-
-
 def any_donated(leaves: Iterable[Any]) -> bool:
     """Tell whether one of thousands of leaves was donated."""
-    return any(getattr(tensor, DONATED, None) is True for tensor in tensors_of(leaves))
+    return True in map(getattr, tensors_of(leaves), repeat(DONATED), repeat(None))
 
 
 def is_donated(leaf: Any) -> bool:
@@ -352,9 +346,10 @@ def check_local(api_name: str, flat: Flat) -> None:
 
 def _fits(leaf: Any) -> bool:
     """Whether a leaf surely fits its spec and was not donated, which leaves nothing of a tensor; for thousands."""
-    shape = getattr(leaf.local if isinstance(leaf, Sharded) else leaf, "shape", None)
     if isinstance(leaf, Sharded):
-        return shape != (0,) and shape == leaf.spec.local_shape
+        shape = getattr(leaf.local, "shape", None)
+        return shape == leaf.spec.local_shape and shape != (0,)
+    shape = getattr(leaf, "shape", None)
     return shape != (0,) and not (shape is None and is_unregistered(leaf))
 
 
@@ -544,7 +539,7 @@ def refuse_writes(api_name: str, paths: Sequence[str], tensors: Sequence[torch.T
 
 
 def check_versions(
-    api_name: str, paths: Sequence[str], tensors: Sequence[torch.Tensor], versions: Sequence[int]
+    api_name: str, paths: Iterable[str], tensors: Iterable[torch.Tensor], versions: Sequence[int]
 ) -> None:
     """Refuse tensors that were written to in place.
 

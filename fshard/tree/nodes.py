@@ -54,7 +54,7 @@ class Sharded:
 
     def __init__(self, local: torch.Tensor, spec: Spec) -> None:
         """Set both: a step makes thousands, and a frozen dataclass takes twice the time."""
-        _set_local(self, local)
+        replace_local(self, local)
         _set_spec(self, spec)
 
     def __repr__(self) -> str:
@@ -119,13 +119,8 @@ class Sharded:
 
 
 # Write the slots directly, which bypasses the frozen dataclass and is fastest.
-_set_local: Callable[[Sharded, torch.Tensor], None] = vars(Sharded)["local"].__set__
+replace_local: Callable[[Sharded, torch.Tensor], None] = vars(Sharded)["local"].__set__
 _set_spec: Callable[[Sharded, Spec], None] = vars(Sharded)["spec"].__set__
-
-
-def replace_local(leaf: Sharded, empty: torch.Tensor) -> None:
-    """Put an empty tensor that is marked as donated in the place of a donated one."""
-    _set_local(leaf, empty)
 
 
 def _refusal(operator: str) -> Callable[..., NoReturn]:

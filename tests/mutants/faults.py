@@ -959,7 +959,7 @@ FAULTS = (
     Fault(
         "donated-state-still-there-in-the-update",
         "fshard/update.py",
-        "moved = mark_donated(donated)",
+        "moved = mark_donated([leaves[i] for i in tensors])",
         "moved = dict[int, Any]()",
         "4: donated leaves are lost before anything is written to them",
     ),
