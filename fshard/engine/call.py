@@ -83,7 +83,8 @@ class EngineCall:
         self.at_end: list[Callable[[], None]] = []
         self._api_name = api_name
         self._trains = trains
-        self._stored_versions = _compat.versions(leaf.stored for leaf in self._sharded_leaves)
+        self._stored = [leaf.stored for leaf in self._sharded_leaves]
+        self._stored_versions = _compat.versions(self._stored)
         # From the first forward to the end of the call.
         self._microbatch: Microbatch | None = None
 
@@ -236,9 +237,8 @@ class EngineCall:
 
     def _check_writes(self) -> None:
         """Refuse in-place writes to parameters since the call began."""
-        paths = [leaf.path for leaf in self._sharded_leaves]
-        stored = [leaf.stored for leaf in self._sharded_leaves]
-        check_versions(self._api_name, paths, stored, self._stored_versions)
+        paths = (leaf.path for leaf in self._sharded_leaves)
+        check_versions(self._api_name, paths, self._stored, self._stored_versions)
 
     def forward(self, f: Callable[[], Any]) -> Any:
         """Run the function.
