@@ -21,7 +21,9 @@ from fshard.tree import (
     flatten,
     is_trained,
     leaves_of,
+    map_leaves,
     map_nodes,
+    tensors_of,
 )
 from fshard.tree.checks import (
     any_donated,
@@ -36,6 +38,9 @@ from fshard.tree.checks import (
 Updated = tuple[Tree, Any]
 Update = Callable[[Tree, Tree, Tree], Updated]
 
+# The gradients that `chain` makes at a time for an optimizer that updates leaf by leaf, but for one larger gradient.
+BLOCK_BYTES = 32 * 2**20
+
 
 class Optimizer(NamedTuple):
     """A pair of pure functions that turns gradients into new parameters.
@@ -45,6 +50,8 @@ class Optimizer(NamedTuple):
         update: update(grads, state, params) returns (params, state). A parameter whose gradient is None stays as it is.
         update_donated: As `update`, and may write to the state and the parameters that it is given; None where the
             optimizer has no use for that.
+        is_leafwise: Whether an update of a leaf depends on that leaf alone, and sends nothing. `chain` may then update
+            some leaves at a time: all others have no gradient, and must stay the same objects.
 
     >>> import torch, fshard as fs
     >>> def update(grads, state, params):
@@ -58,6 +65,7 @@ class Optimizer(NamedTuple):
     init: Callable[[Tree], Tree]
     update: Update
     update_donated: Update | None = None
+    is_leafwise: bool = False
 
 
 class GradientTransformation(NamedTuple):
@@ -69,6 +77,9 @@ class GradientTransformation(NamedTuple):
             over by `fs.tree_map`, which passes over gradients that are None. A norm of a whole leaf needs all ranks:
             take it by `leaf_norms`, or of all leaves together by `global_norm`, and not by `tensor.norm()`, which is of
             this rank's part. `fs.testing.check_optimizer` finds such mistakes.
+        bind: bind(grads, params) does once what needs all gradients, such as taking their norm, and returns the
+            function that makes new ones, also of a tree where most are None. Just before a leafwise optimizer, `chain`
+            calls it instead of `update`, and so never holds all new gradients. The state must stay as it is.
 
     >>> import torch, fshard as fs
     >>> def update(grads, state, params):
@@ -81,6 +92,7 @@ class GradientTransformation(NamedTuple):
 
     init: Callable[[Tree], Tree]
     update: Update
+    bind: Callable[[Tree, Tree], Callable[[Tree], Tree]] | None = None
 
 
 # The remedy where there is no optimizer.
@@ -409,17 +421,43 @@ def chain(*transformations: GradientTransformation | Optimizer) -> Any:
             f"{', '.join(map(describe, transformations))}."
         )
 
+    can_wait = bool(before) and getattr(transformations[-1], "is_leafwise", False)
+    bind = getattr(transformations[-2], "bind", None) if can_wait else None
+
     def init(params: Tree) -> Tree:
         return tuple(part.init(params) for part in transformations)
 
     def run(grads: Tree, state: Tree, params: Tree, donate: bool = False) -> Updated:
+        make: Any = None
         states = []
         for i, (part, kept) in enumerate(zip(transformations, state, strict=True)):
-            grads, kept = run_update("chain", f"transformations[{i}]", part, grads, kept, params, donate=donate)
+            step = partial(run_update, "chain", f"transformations[{i}]", part, donate=donate)
+            # The graph of a traced step drops each gradient after its use.
+            if bind is not None and i == len(before) - 1 and not _compat.is_tracing():
+                make = bind(grads, params)
+            elif make is not None:
+                grads, kept = _update_in_turn(step, make, grads, kept, params)
+            else:
+                grads, kept = step(grads, kept, params)
             states.append(kept)
         return grads, tuple(states)
 
     return Optimizer(init, run, partial(run, donate=True)) if ends else GradientTransformation(init, run)
+
+
+def _update_in_turn(update: Update, make: Any, grads: Tree, state: Tree, params: Tree) -> Updated:
+    """Make and use some gradients at a time, so that a second set of them is never held."""
+    flat = flatten(grads)
+    sizes = [getattr(tensor, "nbytes", 0) for tensor in tensors_of(flat.leaves)]
+    blocks = [end // BLOCK_BYTES for end in itertools.accumulate(sizes)]
+    if not any(blocks):
+        return update(make(grads), state, params)
+    old = merged = params, state
+    for block in dict.fromkeys(blocks):
+        chosen = [leaf if number == block else None for leaf, number in zip(flat.leaves, blocks, strict=True)]
+        updated = update(make(flat.unflatten(chosen)), state, params)
+        merged = map_leaves(lambda new, was, kept: kept if new is was else new, updated, old, merged)
+    return merged
 
 
 def _check_gradients(grads: Tree, params: Flat) -> None:

@@ -106,7 +106,9 @@ def from_torch(
         has_capturable="capturable" in make_for_trial([{"params": []}]).defaults,
     )
     update = partial(_update, wrapped)
-    return Optimizer(partial(_init, wrapped), update, partial(update, donate=True))
+    # Another's class may look at all leaves together where none is split.
+    is_leafwise = cls.__module__.startswith("torch.optim.")
+    return Optimizer(partial(_init, wrapped), update, partial(update, donate=True), is_leafwise)
 
 
 class _WrappedClass(NamedTuple):

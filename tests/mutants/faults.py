@@ -80,7 +80,12 @@ MIRRORS = {
     "fshard/optim": ("tests/optim",),
     "fshard/ext/jit": ("tests/ext/jit",),
     "fshard/ext/optim": ("tests/ext/optim", "tests/optim"),
-    "fshard/update.py": ("tests/test_update.py", "tests/test_offload.py", "tests/test_recovery.py"),
+    "fshard/update.py": (
+        "tests/test_update.py",
+        "tests/test_offload.py",
+        "tests/test_recovery.py",
+        "tests/ext/optim/test_blocks.py",
+    ),
     "fshard/shard.py": ("tests/test_law_round_trip.py",),
     "fshard/checkpoint/background.py": ("tests/checkpoint/test_exits.py",),
     "fshard/checkpoint/errors.py": ("tests/checkpoint/test_failing_ranks.py",),
@@ -941,6 +946,13 @@ FAULTS = (
         "return state._replace(params=flat.unflatten(map(pin_leaf, flat.leaves)))",
         "return state",
         "offloaded parameters are in pinned memory after an update",
+    ),
+    Fault(
+        "clipped-gradients-made-all-at-once",
+        "fshard/update.py",
+        "blocks = [end // BLOCK_BYTES for end in itertools.accumulate(sizes)]",
+        "blocks = [0 for end in itertools.accumulate(sizes)]",
+        "an eager step holds a few clipped gradients at a time",
     ),
     Fault(
         "ranks-with-equal-counters-go-on",

@@ -97,6 +97,11 @@ def make_stateless(f: Callable[[Any, Any], Any]) -> fs.GradientTransformation:
     return fs.GradientTransformation(lambda params: (), lambda grads, state, params: (f(grads, params), state))
 
 
+def make_bound(bind: Callable[[Any, Any], Any]) -> fs.GradientTransformation:
+    """Make a transformation without a state from the `bind` of one."""
+    return make_stateless(lambda grads, params: bind(grads, params)(grads))._replace(bind=bind)
+
+
 def make_stateful(
     state_class: Any,
     math: Math,

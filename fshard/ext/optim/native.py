@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 import fshard as fs
-from fshard.ext.optim.leaves import check_real, leafwise, make_stateful, make_stateless, map_gradients
+from fshard.ext.optim.leaves import check_real, leafwise, make_bound, make_stateful, make_stateless, map_gradients
 from fshard.ext.optim.norms import find_norm_order, global_norm, leaf_norms
 from fshard.ext.optim.parts import Mask, Number, Rate
 from fshard.ext.optim.wrappers import masked
@@ -68,13 +68,13 @@ def clip_by_global_norm(
     check_numbers("clip_by_global_norm", NOT_NEGATIVE, max_norm=max_norm)
     find_norm_order("clip_by_global_norm", p, reduction_order)
 
-    def clip(grads: Any, params: Any) -> Any:
+    def bind(grads: Any, params: Any) -> Any:
         norm = global_norm(grads, p, reduction_order=reduction_order)
         # As in torch.nn.utils.clip_grad_norm_: the same 1e-6, and a multiplication by 1 if nothing is clipped.
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        return map_gradients(lambda grad, scale: grad * scale.to(grad.dtype), grads, numbers=(scale,))
+        return partial(map_gradients, lambda grad, scale: grad * scale.to(grad.dtype), numbers=(scale,))
 
-    return make_stateless(clip)
+    return make_bound(bind)
 
 
 def clip_by_norm(
@@ -112,10 +112,11 @@ def clip_by_norm(
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         return grad * scale.to(grad.dtype)
 
-    def clip(grads: Any, params: Any) -> Any:
-        return map_gradients(clip_leaf, grads, leaf_norms(grads, p, reduction_order=reduction_order))
+    def bind(grads: Any, params: Any) -> Any:
+        norms = leaf_norms(grads, p, reduction_order=reduction_order)
+        return lambda grads: map_gradients(clip_leaf, grads, norms)
 
-    return make_stateless(clip)
+    return make_bound(bind)
 
 
 def clip_by_value(max_value: float) -> fs.GradientTransformation:
@@ -320,9 +321,9 @@ def sgd(
 
     decay = add_decayed_weights(weight_decay, reduction_order="tree")
     if not has_momentum:
-        return fs.chain(decay, _make_descent(lr))
+        return _chain_leafwise(decay, _make_descent(lr))
     trace = make_stateful(MomentumState, add_momentum, (momentum, dampening), partial(check_floating, "sgd"))
-    return fs.chain(decay, trace, _make_descent(lr))
+    return _chain_leafwise(decay, trace, _make_descent(lr))
 
 
 def adam(
@@ -356,7 +357,7 @@ def adam(
     """
     check_rates("adam", lr, weight_decay=weight_decay)
     decay = add_decayed_weights(weight_decay, reduction_order="tree")
-    return fs.chain(decay, scale_by_adam(betas, eps), _make_descent(lr))
+    return _chain_leafwise(decay, scale_by_adam(betas, eps), _make_descent(lr))
 
 
 def adamw(
@@ -389,7 +390,13 @@ def adamw(
     {'w': tensor([0.9500, 1.9000])}
     """
     check_rates("adamw", lr, weight_decay=weight_decay)
-    return fs.chain(scale_by_adam(betas, eps), _make_descent(lr, weight_decay))
+    return _chain_leafwise(scale_by_adam(betas, eps), _make_descent(lr, weight_decay))
+
+
+def _chain_leafwise(*parts: Any) -> fs.Optimizer:
+    """Make an optimizer of parts that each change a leaf by what they have of that leaf."""
+    tx: fs.Optimizer = fs.chain(*parts)
+    return tx._replace(is_leafwise=True)
 
 
 def _make_descent(lr: Rate, decay: Number | None = None) -> fs.Optimizer:

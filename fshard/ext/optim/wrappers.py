@@ -374,5 +374,6 @@ def _make_partition(api_name: str, masks: Sequence[Mask], members: Sequence[Any]
     members_by_mask = _Partition(api_name, masks, members, is_optimizer)
     update = members_by_mask.update
     if is_optimizer:
-        return fs.Optimizer(members_by_mask.init, update, partial(update, donate=True))
+        is_leafwise = all(member.is_leafwise for member in changing)
+        return fs.Optimizer(members_by_mask.init, update, partial(update, donate=True), is_leafwise)
     return fs.GradientTransformation(members_by_mask.init, update)
