@@ -5,6 +5,7 @@ torch, which keeps groups, their names and their backends in one registry.
 """
 
 import ctypes
+import hashlib
 import os
 import socket
 import stat
@@ -185,7 +186,12 @@ def stop_torch() -> None:
 
 def _description(rows: list[list[int]]) -> str:
     """The description of the groups that meshes have beside the default group, for each row of ranks."""
-    return f"fshard: one of the rows {rows}"
+    return f"fshard: one of the rows {digest_of_ranks(rows)}"
+
+
+def digest_of_ranks(ranks: Sequence[Any]) -> str:
+    """Name ranks, or rows of them, in few letters: torch's store refuses keys of over 8,192. Checked on 2.13."""
+    return hashlib.blake2b(f"{ranks}".encode(), digest_size=16).hexdigest()
 
 
 def group_of_all() -> ProcessGroup:

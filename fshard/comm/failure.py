@@ -280,7 +280,8 @@ def _make_group(
     timeout = _compat.timeout_of(name)
 
     def board_by(client: Any) -> Any:
-        return dist.PrefixStore(f"{name} of {ranks}", state.board(client))  # type: ignore[attr-defined]
+        prefix = f"{name} of {_compat.digest_of_ranks(ranks)}"
+        return dist.PrefixStore(prefix, state.board(client))  # type: ignore[attr-defined]
 
     board = board_by(None)
     try:
