@@ -81,6 +81,8 @@
 - `run_update`: runs a transformation's update, and refuses what is no pair of a tree like the one given and a state.
 - `same_structure`: refuses a tree whose structure differs from another's.
 - `setting`: sets a variable of a context, such as `LOCATED`, inside a block.
+- `sockets_of_axis`: how many sockets a rank opens for an axis.
+- `sockets_of_mesh`: how many it opens for the first mesh of a run.
 - `start_scatter`: starts the scatter of a transform, with its state if it has one.
 - `storage_key`: a name of a tensor's memory.
 - `sum_dtype`: the dtype in which gradients of a leaf are added up.
@@ -139,6 +141,7 @@ from fshard.collectives import (
 )
 from fshard.comm import all_gather_object, annotate_collectives, calling, setting, supports_cpu_messages, watched
 from fshard.comm.ops import held_in_flight
+from fshard.comm.sockets import sockets_of_axis, sockets_of_mesh
 from fshard.errors import Problem, expect, is_users_file, refuse
 from fshard.init import drawing
 from fshard.jit import Jitted, Program, Traced
@@ -277,6 +280,8 @@ __all__ = [
     "run_update",
     "same_structure",
     "setting",
+    "sockets_of_axis",
+    "sockets_of_mesh",
     "start_scatter",
     "storage_key",
     "sum_digits",

@@ -1,0 +1,48 @@
+"""How many sockets the ranks of a mesh open, and whether a process may open so many files."""
+
+import math
+from collections.abc import Sequence
+
+# Connections of a rank with the store: torch's, this rank's own, and that which constructors wait on.
+STORE_CLIENTS = 3
+
+
+def sockets_of_axis(ranks: int, *, sends_itself: bool) -> int:
+    """Count the sockets that a rank opens for an axis: those of torch's process group, and fshard's own beside it.
+
+    Args:
+        ranks: The number of ranks on the axis.
+        sends_itself: Whether the axis's devices have a backend of their own, so that fshard connects a rank with few.
+
+    Returns:
+        The number, with a listening socket in every group of gloo.
+
+    >>> sockets_of_axis(4096, sends_itself=False), sockets_of_axis(4096, sends_itself=True)
+    (12288, 4108)
+    """
+    if ranks == 1:
+        return 0
+    rounds = (ranks - 1).bit_length()
+    is_power_of_two = ranks == 1 << rounds
+    links = rounds if is_power_of_two else 2 * rounds
+    return ranks + (links if sends_itself else 2 * ranks)
+
+
+def sockets_of_mesh(sizes: Sequence[int], *, sends_itself: bool) -> int:
+    """Count the sockets that a rank opens for the first mesh of a run.
+
+    Args:
+        sizes: The number of ranks on each axis.
+        sends_itself: As for `sockets_of_axis`.
+
+    Returns:
+        The number; the process that holds the store has up to four more for each rank.
+
+    >>> sockets_of_mesh([16], sends_itself=False), sockets_of_mesh([2, 8], sends_itself=False)
+    (51, 49)
+    """
+    world_size = math.prod(sizes)
+    axes = [sockets_of_axis(size, sends_itself=sends_itself) for size in sizes]
+    # torch has one group of all ranks, which is that of the axis if there is one alone.
+    has_axis_of_all = world_size in sizes
+    return sum(axes) + (0 if has_axis_of_all else world_size) + STORE_CLIENTS
