@@ -309,7 +309,7 @@ def test_a_rank_that_has_come_to_init_mesh_is_ahead_and_not_woken():
     woken = []
     states = [RankState(rank, torch.distributed.HashStore()) for rank in range(2)]
     for state in states:
-        state.simulation = Simulation(lambda *arguments: woken.append(arguments), states)
+        state.simulation = Simulation(lambda *arguments: woken.append(arguments), states, None)
         state.groups["axis"] = Group("axis", [0, 1], state.rank, None, 30.0)
     ahead, behind = states
     group = ahead.groups["axis"]

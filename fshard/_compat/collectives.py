@@ -267,6 +267,12 @@ def make_pair(
     return pair, sockets
 
 
+def serves_accelerator(name: str) -> bool:
+    """Tell whether the process group of a name has a backend that sends the tensors of an accelerator itself."""
+    backends = group_devices(name)
+    return len({*backends.values(), backends.get("cpu", "")}) > 1
+
+
 def abort_backends(name: str) -> bool:
     """End for good what backends of accelerators do in the process group of a name, where they can be aborted.
 
@@ -317,11 +323,6 @@ def replace_group(name: str, generation: int, store: Any) -> None:
     _register_process_group(name, new)  # type: ignore[arg-type]
 
 
-def absent_from_pair(store: Any, size: int) -> list[int]:
-    """List the ranks of a process group that have not come to `make_pair`, which was given this store."""
-    return [rank for rank in range(size) if not store.check([HERE.format(rank)])]
-
-
 def _open_sockets() -> Sockets:
     """List the sockets of this process; none where the system does not show them, as Linux does."""
     sockets = {}
@@ -361,9 +362,16 @@ def _sockets_of_server(store: Any) -> Sockets:
 
 def _port_of(store: Any) -> int | None:
     """The port of the server of a store; None where it has none, as a store that is a file."""
+    server = server_of(store)
+    return None if server is None else server[1]
+
+
+def server_of(store: Any) -> tuple[str, int] | None:
+    """The host and the port of the server of a store; None where it has none. Checked on 2.13."""
     while isinstance(store, torch.distributed.PrefixStore):  # type: ignore[attr-defined]
         store = store.underlying_store
-    return getattr(store, "port", None)
+    port = getattr(store, "port", None)
+    return None if port is None else (store.host, port)
 
 
 def _ports_of_socket(fd: int) -> tuple[int | None, int | None]:

@@ -1,5 +1,6 @@
 """The objective, a sum of losses over ranks: its axes, its denominator, and which leaves the losses use."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -197,19 +198,10 @@ def agree_on_usage(usage: TracedUsage) -> Usage:
     Returns:
         What some rank uses, the same on every rank.
     """
-    used = usage.used
-    for axis in dict.fromkeys(usage.axes):
-        if axis.size > 1:
-            used = _join_usage(comm.all_gather_object(used, [axis], comm.Verb.AGREE))
-    return used
-
-
-def _join_usage(ranks: Sequence[Usage]) -> Usage:
-    """Join what ranks use: a leaf that any of them uses is used."""
-    joint = []
-    for used_in_call in zip(*ranks, strict=True):
-        joint.append(tuple(map(any, zip(*used_in_call, strict=True))))
-    return tuple(joint)
+    flags = [is_used for used_in_call in usage.used for is_used in used_in_call]
+    axes = tuple(dict.fromkeys(usage.axes))
+    joint_flags = iter(comm.join_flags(flags, axes, comm.Label(comm.Verb.AGREE)))
+    return tuple(tuple(itertools.islice(joint_flags, len(used_in_call))) for used_in_call in usage.used)
 
 
 def reduce_loss_and_usage(
@@ -218,7 +210,7 @@ def reduce_loss_and_usage(
     loss_axes: Sequence[Axis],
     shared_axes: Sequence[Axis],
 ) -> tuple[torch.Tensor, dict[str, bool]]:
-    """Sum a loss over ranks, and find out in the same message which leaves any of them used.
+    """Sum a loss over ranks, and find out which leaves any of them used, on a processor in the same message.
 
     Args:
         loss: This rank's loss, a scalar outside of any graph.
@@ -236,34 +228,25 @@ def reduce_loss_and_usage(
             if axis in loss_axes:
                 (loss,) = comm.all_reduce([loss], axis, _LABEL)
         return loss, _record_usage(used, shared_axes)
-    device = _flags_device(loss, axes)
+    if loss.device.type != "cpu" and all(map(comm.supports_cpu_messages, axes)):
+        # The host reads the flags. On an accelerator it would have to wait for all work that was queued before them.
+        for axis in axes:
+            if axis in loss_axes:
+                (loss,) = comm.all_reduce([loss], axis, _LABEL)
+        joint_flags = comm.join_flags(list(used.values()), axes, _LABEL)
+        return loss, dict(zip(used, joint_flags, strict=True))
     # In the dtype of the loss, so that both can travel in one buffer. The copy does not block the host, as one from
     # pageable memory would; later work on the same stream sees it.
-    is_pinned = device.type != "cpu"
+    is_pinned = loss.device.type != "cpu"
     flags = torch.tensor(list(used.values()), dtype=loss.dtype, device="cpu", pin_memory=is_pinned)
-    flags = flags.to(device, non_blocking=True)
+    flags = flags.to(loss.device, non_blocking=True)
     for axis in axes:
-        losses = [loss] if axis in loss_axes else []
-        if device == loss.device:
-            sums = comm.all_reduce([*losses, flags], axis, _LABEL)
+        if axis in loss_axes:
+            loss, flags = comm.all_reduce([loss, flags], axis, _LABEL)
         else:
-            sums = [*comm.all_reduce(losses, axis, _LABEL)]
-            sums += comm.all_reduce([flags], axis, _LABEL)
-        *losses, flags = sums
-        if losses:
-            (loss,) = losses
+            (flags,) = comm.all_reduce([flags], axis, _LABEL)
     num_users = zip(used, flags.tolist(), strict=True)
     return loss, {path: number > 0 for path, number in num_users}
-
-
-def _flags_device(loss: torch.Tensor, axes: Sequence[Axis]) -> torch.device:
-    """Choose the device on which usage flags travel: the CPU if possible.
-
-    The host reads the flags. On an accelerator it would have to wait for all work that was queued before them.
-    """
-    if all(map(comm.supports_cpu_messages, axes)):
-        return torch.device("cpu")
-    return loss.device
 
 
 def _record_usage(used: dict[str, bool], axes: Sequence[Axis]) -> dict[str, bool]:

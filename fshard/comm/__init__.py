@@ -13,6 +13,7 @@ from fshard.comm.agree import (
     check_same_call,
     check_same_facts,
     find_disagreement,
+    join_flags,
 )
 from fshard.comm.collective import (
     PACK_BYTES,
@@ -39,7 +40,7 @@ from fshard.comm.events import (
     setting,
 )
 from fshard.comm.failure import CollectiveError, Position, connect_group, describe_difference, wake_waiting
-from fshard.comm.groups import ChainEntry, PendingCollective, RankState, Simulation, has_renewed, rank_state
+from fshard.comm.groups import ChainEntry, Group, PendingCollective, RankState, Simulation, has_renewed, rank_state
 from fshard.comm.meeting import FirstMeeting, Meeting, make_absence_error
 from fshard.comm.recorder import record, watched, watchers
 from fshard.comm.streams import copy_stream, current_stream, keep_for_current

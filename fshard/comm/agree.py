@@ -1,6 +1,6 @@
 """Outermost calls: ranks compare those that begin, and hear of an error that leaves one.
 
-A comparison is one message of fixed size per axis, and texts only where they differ.
+A comparison is one exchange of digests over the links of each axis. Only where they differ, texts follow.
 """
 
 import dataclasses
@@ -8,6 +8,7 @@ import functools
 import hashlib
 import itertools
 import json
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -17,19 +18,19 @@ import torch
 import torch.distributed as dist
 
 from fshard import _compat
-from fshard.comm import ops
-from fshard.comm.collective import Caller, all_gather, rank, supports_cpu_messages
-from fshard.comm.events import Label, Verb, make_label
-from fshard.comm.failure import CollectiveError, all_fail, ask_store, notify_peers, report_at_once
+from fshard.comm import ops, recorder
+from fshard.comm.collective import Caller, has_one_rank, rank, supports_cpu_messages
+from fshard.comm.events import Destination, Label, Verb, encode_label, make_label
+from fshard.comm.failure import CollectiveError, all_fail, ask_store, describe_failure, notify_peers, report_at_once
 from fshard.comm.groups import RankState, rank_state
-from fshard.errors import Problem, describe_error, leaf_error
+from fshard.comm.links import Merge
+from fshard.errors import Problem, leaf_error
 from fshard.tree import Axis, Flat, flatten, is_sharded
 from fshard.tree.checks import is_reachable
 
-# The size of a message whose size ranks know before: a digest, or the number of bytes that the next message has.
-HEADER_BYTES = 16
-# Sent, with the number of an axis, instead of a digest by a rank that failed, or that saw a different digest earlier.
-DIFFERS = b"differs "
+DIGEST_BYTES = 16
+# Sent, with the number of an axis, instead of a digest by a rank that failed, or that knows of different digests.
+DIFFERS = b"differs"
 # The first fact of a call.
 VERB = "verb"
 
@@ -56,7 +57,7 @@ def _write_facts(arguments: tuple[Any, ...], *leaves: tuple[Any, ...]) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _digest(facts: str) -> bytes:
-    return hashlib.blake2b(facts.encode(), digest_size=HEADER_BYTES).digest()
+    return hashlib.blake2b(facts.encode(), digest_size=DIGEST_BYTES).digest()
 
 
 def _write_value(value: Any) -> str:
@@ -163,23 +164,37 @@ def _exchange_differences(
         return [], None
     # Ranks elsewhere on earlier axes may not know of the difference, and have gone on.
     axes = _axes_to_ask(tuple(facts))[first_axis:]
-    difference: Problem | None = None
-    with _compat.outside_transforms():
-        coordinates = ", ".join(f"{axis.name}={rank(axis)}" for axis in axes)
-        for axis in axes:
-            entries = all_gather_object([coordinates, json.loads(facts[axis])], [axis], label)
-            difference = difference or _find_first_difference(entries)
-        reports = all_gather_object([failure_text, difference], axes, label)
+    label = label._replace(parts="texts")
+    coordinates = [rank(axis) for axis in axes]
+    place = ", ".join(f"{axis.name}={coordinate}" for axis, coordinate in zip(axes, coordinates, strict=True))
+    # Ranks in the order in which the first axis varies fastest.
+    order = coordinates[::-1]
+    report: dict[str, list[Any]] = {"failures": [[order, failure_text]] if failure_text else [], "difference": []}
+    for number, axis in enumerate(axes):
+        # The facts of the first rank go to all others, each of which finds out how its own differ.
+        first = _spread_value([rank(axis), place, facts[axis]], min, axis, label)
+        difference = _find_first_difference(first[1:], (place, facts[axis]))
+        if difference is not None and not report["difference"]:
+            significance, problem = difference
+            report["difference"] = [[number, *significance, order], problem]
+    for axis in axes:
+        report = _spread_value(report, _merge_reports, axis, label)
     if first_axis == 0 or len(set(facts.values())) == 1:
         # All ranks know now why the running call ends, so that nobody needs to report it.
         rank_state().call.name = None
-    failures = [failure for failure, _ in reports if failure]
-    differences = [Problem(*problem) for _, problem in reports if problem]
-    return failures, differences[0] if differences else None
+    failures = [text for _, text in report["failures"]]
+    return failures, Problem(*report["difference"][1]) if report["difference"] else None
+
+
+def _merge_reports(report: dict[str, list[Any]], other: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Keep the failures of both reports, in the order of their ranks, and the first difference."""
+    failures = report["failures"] + [failure for failure in other["failures"] if failure not in report["failures"]]
+    differences = [each["difference"] for each in (report, other) if each["difference"]]
+    return {"failures": sorted(failures), "difference": min(differences, default=[])}
 
 
 def are_texts_equal(facts: Mapping[Axis, str], label: Label, *, has_failed: bool = False) -> bool:
-    """Compare texts over their axes, by one message over each.
+    """Compare texts over their axes, by one exchange of digests over each.
 
     Args:
         facts: The text of this rank for each axis.
@@ -208,42 +223,58 @@ def _find_differing_axis(facts: Mapping[Axis, str], label: Label, *, has_failed:
     """
     first_axis = 0 if has_failed else None
     label = label._replace(parts="a digest")
-    with _compat.outside_transforms():
-        for number, axis in enumerate(_axes_to_ask(tuple(facts))):
-            # Ranks of the next axis must learn of the difference too, or they would not ask for texts with the others.
-            digest = _digest(facts[axis]) if first_axis is None else DIFFERS + b"%d" % first_axis
-            digests = _gather_bytes(digest, HEADER_BYTES, axis, label)
-            numbers = [int(other.removeprefix(DIFFERS)) for other in digests if other.startswith(DIFFERS)]
-            if first_axis is None and not numbers and {digest} != set(digests):
-                first_axis = number
-            elif numbers:
-                first_axis = min(numbers)
+    for number, axis in enumerate(_axes_to_ask(tuple(facts))):
+        # Ranks of the next axis must learn of the difference too, or they would not ask for texts with the others.
+        known = _digest(facts[axis]) if first_axis is None else _write_difference(first_axis)
+        known = _spread(known, functools.partial(_merge_digests, number), axis, label)
+        if known.startswith(DIFFERS):
+            first_axis = int(known.removeprefix(DIFFERS))
     return first_axis
 
 
-def _find_first_difference(ranks: Sequence[tuple[str, Mapping[str, str]]]) -> Problem | None:
-    """Find the first entry that some rank lacks, or has another of, than the first rank.
+def _write_difference(number: int) -> bytes:
+    """Write that digests differ on the axis of a number, in as many bytes as a digest has."""
+    return DIFFERS + b"%d" % number + b" " * (DIGEST_BYTES - len(DIFFERS) - len(str(number)))
+
+
+def _merge_digests(number: int, known: bytes, other: bytes) -> bytes:
+    """Merge what two ranks know of the digests on the axis of a number: one digest, or the first axis that differs."""
+    if known == other:
+        return known
+    numbers = [int(each.removeprefix(DIFFERS)) for each in (known, other) if each.startswith(DIFFERS)]
+    return _write_difference(min(numbers, default=number))
+
+
+def _find_first_difference(first: tuple[str, str], local: tuple[str, str]) -> tuple[tuple[int, int], Problem] | None:
+    """Find the first entry that this rank lacks, or has another of, than the first rank, or has beyond it.
 
     Args:
-        ranks: For each rank its coordinates and its entries.
+        first: The coordinates of the first rank, and its facts.
+        local: The same of this rank.
+
+    Returns:
+        How significant the difference is, smallest first, and the difference; None if there is none.
     """
+    first_place, first_facts = first
+    local_place, local_facts = local
+    first_entries = json.loads(first_facts)
+    entries = json.loads(local_facts)
+    names = list(dict.fromkeys([*first_entries, *entries]))
 
     def order(name: str) -> int:
-        """Put the verb first, then entries that some rank lacks."""
+        """Put the verb first, then entries that one rank lacks."""
         if name == VERB:
             return 0
-        is_everywhere = all(name in entries for _, entries in ranks)
-        return 2 if is_everywhere else 1
+        return 2 if name in first_entries and name in entries else 1
 
-    (first, first_entries), *others = ranks
-    names = dict.fromkeys(itertools.chain(*[entries for _, entries in ranks]))
     for name in sorted(names, key=order):
         first_lines = first_entries.get(name, "nothing").split("\n")
-        for coordinates, entries in others:
-            lines = entries.get(name, "nothing").split("\n")
-            for got, expected in itertools.zip_longest(lines, first_lines, fillvalue="nothing"):
-                if got != expected:
-                    return Problem(name, f"{got} on the rank at {coordinates}", f"{expected} as on the rank at {first}")
+        lines = entries.get(name, "nothing").split("\n")
+        for got, expected in itertools.zip_longest(lines, first_lines, fillvalue="nothing"):
+            if got != expected:
+                got_text = f"{got} on the rank at {local_place}"
+                problem = Problem(name, got_text, f"{expected} as on the rank at {first_place}")
+                return (order(name), names.index(name)), problem
     return None
 
 
@@ -260,24 +291,50 @@ def all_gather_object(value: Any, axes: Sequence[Axis], label: Caller) -> list[A
     """
     # Round-trip through JSON, so that one rank sees what several would.
     values = [json.loads(json.dumps(value))]
+    label = make_label(label)._replace(parts="a value of each rank")
     for axis in _axes_to_ask(axes):
-        data = json.dumps(values).encode()
-        sizes = _gather_bytes(b"%d" % len(data), HEADER_BYTES, axis, label)
-        rows = _gather_bytes(data, max(map(int, sizes)), axis, label)
+        values_of = _spread_value({str(rank(axis)): values}, operator.or_, axis, label)
         values = []
-        for row in rows:
-            values += json.loads(row)
+        for place in range(axis.size):
+            values += values_of[str(place)]
     return values
 
 
-def _gather_bytes(data: bytes, size: int, axis: Axis, label: Caller) -> list[bytes]:
-    """Gather bytes from all ranks, each padded with spaces to a size."""
-    # "cpu" sorts before the names of accelerators.
-    device = min(_compat.group_devices(axis.group_name))
-    padded = bytearray(data.ljust(size))
-    local_row = torch.frombuffer(padded, dtype=torch.uint8).to(device)
-    (rows,) = all_gather([local_row], axis, label)
-    return [bytes(row) for row in rows.tolist()]
+def _spread_value(value: Any, merge: Callable[[Any, Any], Any], axis: Axis, label: Label) -> Any:
+    """Merge the values of all ranks of an axis, which JSON can hold."""
+
+    def merge_texts(known: bytes, other: bytes) -> bytes:
+        return json.dumps(merge(json.loads(known), json.loads(other))).encode()
+
+    return json.loads(_spread(json.dumps(value).encode(), merge_texts, axis, label))
+
+
+def join_flags(flags: Sequence[bool], axes: Sequence[Axis], label: Label) -> list[bool]:
+    """Find out which flags are set on any rank of some axes.
+
+    Args:
+        flags: Those of this rank, as many on every rank.
+        axes: The mesh axes.
+        label: The name of the caller, for the recorder.
+
+    Returns:
+        For each flag whether it is set on any rank.
+    """
+    known = bytes(flags)
+    for axis in _axes_to_ask(axes):
+        known = _spread(known, _merge_flags, axis, label._replace(parts=f"{len(flags)} flags"))
+    return list(map(bool, known))
+
+
+def _merge_flags(known: bytes, other: bytes) -> bytes:
+    return (int.from_bytes(known) | int.from_bytes(other)).to_bytes(len(known))
+
+
+def _spread(known: bytes, merge: Merge, axis: Axis, label: Label) -> bytes:
+    """Merge what all ranks of an axis know."""
+    if has_one_rank(axis):
+        return known
+    return recorder.spread(known, merge, Destination(axis.name, axis.size, axis.group_name, encode_label(label)))
 
 
 def _axes_to_ask(axes: Sequence[Axis]) -> list[Axis]:
@@ -341,14 +398,11 @@ def _report_failure(
     reachable = [axis for axis in axes if is_reachable(axis)]
     # Nobody of another mesh waits for this rank.
     if (reachable or not axes) and _must_report(state):
-        name = type(error).__name__
-        message = describe_error(error)
-        description = name if message == name else f"{name}: {message}"
-        failure_text = f"rank {state.rank} failed in {api_name}: {description}"
+        failure_text = describe_failure(state, api_name, error)
         if not state.call.has_begun:
             with suppress(Exception):
                 check_same_facts(api_name, dict.fromkeys(reachable, "{}"), failure_text)
-        if _must_report(state) and not all_fail(state, f"{api_name} {name}"):
+        if _must_report(state) and not all_fail(state, f"{api_name} {type(error).__name__}"):
             notify_peers(state, failure_text)
     in_flight = list(state.waiting.in_flight.values())
     release = functools.partial(_wait_for_all, in_flight)

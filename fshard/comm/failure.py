@@ -14,8 +14,8 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -23,6 +23,8 @@ import torch.distributed as dist
 from fshard import _compat
 from fshard.comm.groups import TEXT_LENGTH, ChainEntry, Group, PendingCollective, RankState, rank_state
 from fshard.comm.interrupts import Interrupts
+from fshard.comm.links import Links, Listener, connect_links, list_peers
+from fshard.errors import describe_error
 
 # Seconds that a call of the store may take, which may hang with the rank that holds it.
 STORE_TIMEOUT = 1.0
@@ -42,6 +44,8 @@ CLOCK_INTERVAL = 0.1
 LONGEST_POLL_INTERVAL = 30.0
 # How many ranks one poll asks at most.
 MAX_RANKS_PER_POLL = 8
+# The key by which a rank of a group shows where its peers connect to it.
+HERE = "links of {}"
 # How many of the last collectives a report lists.
 REPORTED_ENTRIES = 4
 # A wait of more than this part of the timeout has ended by the timeout.
@@ -86,10 +90,12 @@ class Position(NamedTuple):
     Attributes:
         waits: The group that it waits in, and the parts of the entry that it waits for; None if it does not wait.
         groups: By the name of each of its groups the ranks there, and the entries that it has started last.
+        awaits: If it waits in an exchange over links the round, and the rank whose message it waits for.
     """
 
     waits: tuple[str, Any] | None
     groups: Mapping[str, tuple[list[int], Any]]
+    awaits: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, state: RankState) -> "Position":
@@ -99,7 +105,7 @@ class Position(NamedTuple):
         groups = {}
         for group in list(state.groups.values()):
             groups[group.name] = (group.ranks, list(group.chain.entries))
-        return cls(waits, groups)
+        return cls(waits, groups, None if issued is None else issued.awaits)
 
     def describe(self) -> str:
         """Say where it waits."""
@@ -208,6 +214,11 @@ def _awaited_by(rank: int, positions: Positions) -> set[int]:
     if position is None or position.waits is None:
         return set()
     name, (number, *_) = position.waits
+    if position.awaits is not None:
+        step, other = position.awaits
+        other_position = positions.get(other)
+        is_late = other_position is None or _place_in(name, other_position) < (number, step)
+        return {other} if is_late else set()
     started: dict[int, int] = {}
     for other, other_position in positions.items():
         if name in other_position.groups:
@@ -215,6 +226,16 @@ def _awaited_by(rank: int, positions: Positions) -> set[int]:
             started[other], *_ = entries[-1]
     ranks, _ = position.groups[name]
     return {other for other in ranks if started.get(other, 0) < number}
+
+
+def _place_in(name: str, position: Position) -> tuple[int, float]:
+    """Compute the collective and the round that a rank is in; one that does not wait there has ended its rounds."""
+    if name not in position.groups:
+        return 0, 0
+    _, entries = position.groups[name]
+    number, *_ = entries[-1]
+    waits_there = position.waits is not None and position.awaits is not None and position.waits[0] == name
+    return number, position.awaits[0] if waits_there and position.awaits else float("inf")
 
 
 def ask_store(ask: Callable[[], Any], seconds: float = 0.0) -> Any:
@@ -261,7 +282,7 @@ def connect_group(
     if group is None:
         group = _make_group(state, name, look, run)
         state.groups[name] = group
-    if state.watcher is None and group.pair is not None:
+    if state.watcher is None and group.links is not None:
         state.watcher = FailureWatcher(state)
         state.watcher.start()
         if state.call.name is not None:
@@ -277,31 +298,74 @@ def _make_group(
 ) -> Group:
     """Connect with the other ranks of an axis; as for `connect_group`."""
     ranks = dist.get_process_group_ranks(_compat.resolve_process_group(name))
-    timeout = _compat.timeout_of(name)
+    group = Group(name, ranks, ranks.index(state.rank), None, _compat.timeout_of(name))
+    if state.simulation is not None:
+        return group
+    with _naming_absent_ranks(state, group):
+        group.links = _connect_links(state, group, look)
+        board = _board_of(state, group)
 
-    def board_by(client: Any) -> Any:
-        prefix = f"{name} of {_compat.digest_of_ranks(ranks)}"
-        return dist.PrefixStore(prefix, state.board(client))  # type: ignore[attr-defined]
+        def run_by_board(make: Callable[[Any], Any]) -> Any:
+            return run(lambda client: make(_board_of(state, group, client)))
 
-    board = board_by(None)
-    try:
-        pair, sockets = _compat.make_pair(name, board, look, lambda make: run(lambda client: make(board_by(client))))
+        if not _compat.serves_accelerator(name):
+            group.pair, group.sockets = _compat.make_pair(name, board, look, run_by_board)
         if state.generation > 0:
-            run(lambda client: _compat.replace_group(name, state.generation, board_by(client)))
+            run_by_board(lambda board: _compat.replace_group(name, state.generation, board))
+    return group
+
+
+def _board_of(state: RankState, group: Group, client: Any = None) -> Any:
+    """The part of the store for the ranks of a group, by this rank's client of the store, or by another one."""
+    return dist.PrefixStore(_key_of(group), state.board(client))  # type: ignore[attr-defined]
+
+
+def _key_of(group: Group) -> str:
+    """Name a group and its ranks, in few letters."""
+    return f"{group.name} of {_compat.digest_of_ranks(group.ranks)}"
+
+
+def _connect_links(state: RankState, group: Group, look: Callable[[], object]) -> Links:
+    """Connect with some of the other ranks, and wait until all of them have."""
+    if state.listener is None:
+        state.listener = Listener(state.store)
+    board = _board_of(state, group)
+    board.set(HERE.format(group.local_rank), state.listener.address)
+    peers = list_peers(group.local_rank, len(group.ranks))
+    _compat.wait_in_store(board, [HERE.format(peer) for peer in peers], group.timeout, look)
+    addresses = {peer: board.get(HERE.format(peer)).decode() for peer in peers}
+    links = connect_links(state.listener, _key_of(group), group.ranks, group.local_rank, addresses, group.timeout, look)
+    # A rank that goes on would take others, which fail as they connect, for ranks that have ended.
+    if board.add("connected", 1) == len(group.ranks):
+        board.set("all connected", "")
+    _compat.wait_in_store(board, ["all connected"], group.timeout, look)
+    return links
+
+
+@contextmanager
+def _naming_absent_ranks(state: RankState, group: Group) -> Iterator[None]:
+    """Name the ranks that do not come, where a context connects a group.
+
+    Raises:
+        CollectiveError: instead of the error of what waits for them.
+    """
+    ranks = group.ranks
+    try:
+        yield
     except CollectiveError:
         raise
     except RuntimeError as error:
-        places = ask_store(lambda: _compat.absent_from_pair(board, len(ranks)))
-        if places is None:
+        board = _board_of(state, group)
+        key = HERE if group.links is None else _compat.HERE
+        absent = ask_store(lambda: [rank for place, rank in enumerate(ranks) if not board.check([key.format(place)])])
+        if absent is None:
             raise CollectiveError(STORE_IS_GONE) from error
-        if not places:
+        if not absent:
             raise CollectiveError(f"Ranks {ranks} could not connect: {error!s:.300}") from error
-        absent = name_ranks([ranks[place] for place in places])
         raise CollectiveError(
-            f"{absent} did not connect within {timeout:g} s (group of ranks {ranks}). Check that each of them runs and "
-            "calls the same collective."
+            f"{name_ranks(absent)} did not connect within {group.timeout:g} s (group of ranks {ranks}). Check that "
+            "each of them runs and calls the same collective."
         ) from error
-    return Group(name, ranks, ranks.index(state.rank), pair, timeout, sockets)
 
 
 def read_first(board: Any, kind: str, names: Iterable[object]) -> str:
@@ -339,6 +403,8 @@ def cut_connections(state: RankState) -> set[int]:
         if state.simulation is not None:
             state.simulation.wake(group.name, state.generation, str(state.failure.reason))
             continue
+        if group.links is not None:
+            gone |= {group.ranks[place] for place in group.links.cut()}
         if group.pair is not None:
             places = _compat.cut(group.pair, group.local_rank, len(group.ranks))
             gone |= {group.ranks[place] for place in places}
@@ -389,9 +455,13 @@ def _report_ended_connections(state: RankState, issued: PendingCollective) -> li
     """
     group = issued.group
     has_timed_out = time.monotonic() - issued.since > TIMEOUT_FRACTION * group.timeout
-    if group.pair is None or has_timed_out or ask_store(lambda: read_first(state.board(), "note", state.groups)):
+    if has_timed_out or ask_store(lambda: read_first(state.board(), "note", state.groups)):
         return []
-    places, receives = _compat.find_lost_peers(group.pair, group.local_rank, len(group.ranks))
+    places = group.links.find_ended()
+    receives: list[Any] = []
+    if group.pair is not None:
+        lost_places, receives = _compat.find_lost_peers(group.pair, group.local_rank, len(group.ranks))
+        places += lost_places
     ended = sorted({group.ranks[place] for place in places})
     if ended:
         lost = f"rank {state.rank} lost the connection to {name_ranks(ended)}"
@@ -449,11 +519,18 @@ def _find_gone_ranks(state: RankState, group: Group, seconds: float) -> set[int]
 
 def _find_absent_ranks(local_rank: int, positions: Positions, gone: set[int]) -> list[int]:
     """Find the ranks that are to blame for a wait: those that are gone, else those that wait for nobody themselves."""
-    awaited = _awaited_by(local_rank, positions)
-    if gone & awaited:
-        return sorted(gone & awaited)
+    position = positions[local_rank]
+    # A rank that is awaited over a link may have told of a later place, but its message has not come.
+    first = _awaited_by(local_rank, positions) if position.awaits is None else {position.awaits[1]}
+    if gone & first:
+        return sorted(gone & first)
+    awaited = set[int]()
+    more = first
+    while more:
+        awaited |= more
+        more = set().union(*(_awaited_by(rank, positions) for rank in more)) - awaited - {local_rank}
     # A rank may have gone on since it told where it waits.
-    return sorted({rank for rank in awaited if not _awaited_by(rank, positions)} or awaited)
+    return sorted({rank for rank in awaited if not _awaited_by(rank, positions)} or first)
 
 
 def _publish_position(state: RankState) -> Position:
@@ -467,7 +544,9 @@ def _read_positions(state: RankState, issued: PendingCollective, limit: int) -> 
     """Show others where this rank is, and read where some of them are: those that it waits for, or these wait for."""
     board = state.board()
     positions = {state.rank: _publish_position(state)}
-    unread = [rank for rank in issued.group.ranks if rank != state.rank][:limit]
+    awaits = positions[state.rank].awaits
+    ranks = issued.group.ranks if awaits is None else [awaits[1]]
+    unread = [rank for rank in ranks if rank != state.rank][:limit]
     listed = {state.rank, *unread}
     while unread:
         rank = unread.pop(0)
@@ -548,6 +627,8 @@ class FailureWatcher(threading.Thread):
         # When the wait began that goes on, and after how many seconds of it the others are polled.
         self._since = 0.0
         self._next_poll = 0.0
+        # Where others have been told that this rank waits; None if it has not told, or told that it does not.
+        self._told: tuple[float, Any] | None = None
         # Before process groups are destroyed, as what is registered later runs first.
         atexit.register(self.close)
 
@@ -582,8 +663,14 @@ class FailureWatcher(threading.Thread):
     def _look_at(self, state: RankState) -> None:
         """End a wait if Ctrl-C came; poll the others after 0.4 s in one wait, then after 1, 2, 4 and more."""
         if self.interrupts.has_come(state.waiting.collective):
-            end_wait(state, _describe_interrupt(state))
+            end_wait(state, describe_interrupt(state, state.waiting.collective, KeyboardInterrupt()))
         issued = state.waiting.collective
+        place = None if issued is None else (issued.since, issued.awaits)
+        if self._told is not None and self._told != place:
+            # Others that follow who waits for whom would be misled by where this rank was.
+            with suppress(Exception):
+                _publish_position(state)
+            self._told = place
         if issued is None:
             return
         if issued.since != self._since:
@@ -592,18 +679,34 @@ class FailureWatcher(threading.Thread):
         if time.monotonic() - self._since < self._next_poll:
             return
         self._next_poll = min(2 * self._next_poll + 0.2, self._next_poll + LONGEST_POLL_INTERVAL)
+        self._told = issued.since, issued.awaits
         with suppress(Exception):
             if poll_peers(state, issued):
                 # The main thread may be about to wait on another connection: end them again at the next look.
                 self._next_poll = 0.0
 
 
-def _describe_interrupt(state: RankState) -> str:
-    """Say that Ctrl-C came in a wait."""
+def describe_interrupt(state: RankState, issued: PendingCollective | None, error: BaseException) -> str:
+    """Say that an error came in a wait.
+
+    Args:
+        state: This rank's.
+        issued: The collective that it waits for.
+        error: The error.
+
+    Returns:
+        The text.
+    """
     # All ranks may have heard by now that the call ends, while this one tells them why.
-    issued = state.waiting.collective
-    place = state.call.name or (issued and issued.entry) or "fshard"
-    return f"rank {state.rank} failed in {place}: KeyboardInterrupt"
+    return describe_failure(state, state.call.name or (issued and issued.entry) or "fshard", error)
+
+
+def describe_failure(state: RankState, place: object, error: BaseException) -> str:
+    """Say that this rank has failed at a place, such as a call, with an error."""
+    name = type(error).__name__
+    message = describe_error(error)
+    description = name if message == name else f"{name}: {message}"
+    return f"rank {state.rank} failed in {place}: {description}"
 
 
 def end_wait(state: RankState, text: str) -> None:

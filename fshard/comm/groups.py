@@ -85,10 +85,12 @@ class Group:
         name: Of the axis's process group, the same on all its ranks.
         ranks: Their numbers in the whole run.
         local_rank: This rank's place in `ranks`.
-        pair: The connections that collectives are sent over; None if the backend is not gloo.
+        pair: The connections that rows of tensors are sent over; None until they are needed beside a backend that
+            sends itself, and for simulated ranks.
         timeout: Seconds that a rank waits there for another.
-        sockets: Those of the connections.
+        sockets: Those of the pair.
         chain: The collectives that have been started.
+        links: The connections over which ranks agree; None for simulated ranks.
     """
 
     name: str
@@ -98,6 +100,7 @@ class Group:
     timeout: float
     sockets: _compat.Sockets = field(default_factory=dict)
     chain: CollectiveChain = field(default_factory=CollectiveChain)
+    links: Any = None
 
 
 def tag_of(entry: ChainEntry, nbytes: int) -> int:
@@ -119,6 +122,7 @@ class PendingCollective:
         label: The encoded label of its caller.
         left: Buffers that have not been waited for.
         since: When this rank began to wait for it last.
+        awaits: Of an exchange over links its round, and the rank that this one waits for there.
     """
 
     collective: Any
@@ -130,6 +134,7 @@ class PendingCollective:
     label: str = ""
     left: int = 0
     since: float = 0.0
+    awaits: tuple[int, int] | None = None
 
 
 @dataclass(eq=False)
@@ -177,10 +182,12 @@ class Simulation(NamedTuple):
     Attributes:
         wake: Ends the waits of simulated ranks in a group of some generation, with a text.
         ranks: What each of them knows, this one too.
+        swap: Sends a rank of a group, by its place there, a message, and returns the one that this rank is sent.
     """
 
     wake: Callable[[str, int, str], None]
     ranks: Sequence["RankState"]
+    swap: Callable[[Group, int, bytes], bytes]
 
 
 @dataclass(eq=False)
@@ -198,6 +205,7 @@ class RankState:
         failure: What has failed.
         compared: The structures of the states whose steps ranks have compared in this generation.
         watcher: The thread that watches it.
+        listener: Where other ranks connect to this one.
     """
 
     rank: int
@@ -210,6 +218,7 @@ class RankState:
     failure: Failure = field(default_factory=Failure)
     compared: set[Any] = field(default_factory=set)
     watcher: Any = None
+    listener: Any = None
 
     def board(self, client: Any = None) -> Any:
         """The part of the store for this generation, by this rank's client of the store, or by another one."""
@@ -226,6 +235,7 @@ class RankState:
         self.failure = Failure()
         self.groups.clear()
         self.compared.clear()
+        self.listener = None
 
 
 class _Memory(weakref.WeakKeyDictionary[Any, RankState]):
@@ -244,9 +254,12 @@ def _leave_to_parent() -> None:
     for state in list(_MEMORY.values()):
         if state.watcher is not None:
             state.watcher.leave_to_parent()
-        groups = [group for group in state.groups.values() if group.pair is not None]
+        groups = [group for group in state.groups.values() if group.links is not None]
         if not groups:
             continue
+        state.listener.leave_to_parent()
+        for group in groups:
+            group.links.leave_to_parent()
         pairs = [group.pair for group in groups]
         _compat.keep_for_good([*pairs, *_compat.torch_groups(), state.store])
         sockets = [item for group in groups for item in group.sockets.items()]

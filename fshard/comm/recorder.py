@@ -10,9 +10,16 @@ import torch
 import torch.distributed as dist
 
 from fshard import _compat
-from fshard.comm.events import Collective, Destination, Record, Shapes, decode_label, describe_tensors
-from fshard.comm.failure import connect_group, fail_collective, make_error
-from fshard.comm.groups import ChainEntry, Group, PendingCollective, rank_state
+from fshard.comm.events import Collective, Destination, Record, Shapes, Verb, decode_label, describe_tensors
+from fshard.comm.failure import (
+    connect_group,
+    describe_interrupt,
+    fail_collective,
+    make_error,
+    notify_peers,
+)
+from fshard.comm.groups import ChainEntry, Group, PendingCollective, RankState, rank_state
+from fshard.comm.links import Merge, plan_rounds
 
 Tensors = list[torch.Tensor]
 
@@ -54,26 +61,17 @@ def start(
     Raises:
         CollectiveError: if it cannot start, or the group is broken.
     """
-    axis, _, name, label = destination
-    state = rank_state()
-    if state.failure.reason is not None:
-        raise make_error(state)
-    # A group that is there has been connected.
-    group = state.groups.get(name) or connect_group(state, name)
+    state, group = _find_group(destination.group)
     shapes = tuple((tensor.dtype, tensor.shape[len(sizes) > 0 :]) for tensor in tensors)
-    hashed, text = _texts(op, axis, label, shapes)
-    if state.call.name is not None:
-        text = f"{text} in {state.call.name}"
-    entry = group.chain.record_start(op, hashed, text, *sizes)
-    watching = watchers()
-    collective = Collective.of(op, tensors, sizes, destination) if watching else None
-    issued = PendingCollective(collective, state, group, entry, watching, op, label)
+    collective = Collective.of(op, tensors, sizes, destination) if watchers() else None
+    issued = _issue(state, group, op, shapes, destination, collective, *sizes)
+    watching = issued.watchers
     if watching:
         _notify_watchers(watching, "starts", issued, tensors)
     if _compat.is_profiling():
-        kernel = _compat.show_range(_range_name(op, label), kernel)
+        kernel = _compat.show_range(_range_name(op, destination.label), kernel)
     # Errors that are not from the connections are raised as they are.
-    buffers: Tensors = _run_waiting(issued, dist.DistError, kernel, entry, group)
+    buffers: Tensors = _run_waiting(issued, dist.DistError, kernel, issued.entry, group)
     issued.left = len(buffers)
     for buffer in buffers:
         buffer.__dict__["issued"] = issued
@@ -81,6 +79,97 @@ def start(
     if watching:
         _notify_watchers(watching, "started", issued)
     return buffers
+
+
+def _find_group(name: str) -> tuple[RankState, Group]:
+    """Find the group of a name, or connect it; raise the error of groups that are broken."""
+    state = rank_state()
+    if state.failure.reason is not None:
+        raise make_error(state)
+    # A group that is there has been connected.
+    return state, state.groups.get(name) or connect_group(state, name)
+
+
+def _issue(
+    state: RankState,
+    group: Group,
+    op: str,
+    shapes: Shapes,
+    destination: Destination,
+    collective: Collective | None,
+    *sizes: Sequence[int],
+) -> PendingCollective:
+    """Record a collective in the chain of its group."""
+    label = destination.label
+    hashed, text = _texts(op, destination.axis, label, shapes)
+    if state.call.name is not None:
+        text = f"{text} in {state.call.name}"
+    entry = group.chain.record_start(op, hashed, text, *sizes)
+    return PendingCollective(collective, state, group, entry, watchers(), op, label)
+
+
+def spread(known: bytes, merge: Merge, destination: Destination) -> bytes:
+    """Let all ranks of an axis know what any of them knows, over the links between them.
+
+    In records and texts this is an all-gather, whose bytes are those that this rank knows, once for each rank.
+
+    Args:
+        known: What this rank knows.
+        merge: Merges what two ranks know.
+        destination: The ranks that take part, and the caller.
+
+    Returns:
+        What all ranks know together, the same on every rank.
+
+    Raises:
+        CollectiveError: if a rank fails, differs or does not come.
+    """
+    op = "all_gather"
+    state, group = _find_group(destination.group)
+    collective = None
+    if watchers():
+        purpose = decode_label(destination.label)
+        nbytes = len(known) * destination.size
+        scalar = purpose.is_comparison or purpose.verb == Verb.OBJECTIVE
+        collective = Collective(op, destination.axis, destination.size, purpose, nbytes, 1, scalar)
+    issued = _issue(state, group, op, (), destination, collective)
+    run: Callable[..., bytes] = swap_in_rounds
+    if _compat.is_profiling():
+        run = _compat.show_range(_range_name(op, destination.label), run)
+    if issued.watchers:
+        _notify_watchers(issued.watchers, "starts", issued, ())
+        _notify_watchers(issued.watchers, "started", issued)
+        _notify_watchers(issued.watchers, "waits", issued)
+    union: bytes = _run_waiting(issued, dist.DistError, run, issued, known, merge)
+    if issued.watchers:
+        _notify_watchers(issued.watchers, "landed", issued)
+    return union
+
+
+def swap_in_rounds(issued: PendingCollective, known: bytes, merge: Merge) -> bytes:
+    """Merge what all ranks of a group know, of more of them in every round.
+
+    Args:
+        issued: The exchange, for which this rank waits.
+        known: What this rank knows.
+        merge: Merges what two ranks know.
+
+    Returns:
+        What all ranks know together.
+    """
+    group = issued.group
+    simulation = issued.state.simulation
+    if simulation is None:
+        group.links.is_busy = True
+    for number, (to, source) in enumerate(plan_rounds(group.local_rank, len(group.ranks))):
+        if simulation is None:
+            message = group.links.swap(issued, number, to, source, known)
+        else:
+            message = simulation.swap(group, to, known)
+        known = merge(known, message)
+    if simulation is None:
+        group.links.is_busy = False
+    return known
 
 
 def _run_waiting(issued: PendingCollective, kind: type[Exception], run: Callable[..., Any], *args: Any) -> Any:
@@ -92,6 +181,11 @@ def _run_waiting(issued: PendingCollective, kind: type[Exception], run: Callable
         return run(*args)
     except kind as error:
         raise fail_collective(issued.state, issued, error) from error
+    except BaseException as error:
+        # No other exchange can begin where one has stopped in the middle, as by Ctrl-C.
+        if issued.group.links is not None and issued.group.links.is_busy:
+            notify_peers(issued.state, describe_interrupt(issued.state, issued, error))
+        raise
     finally:
         waiting.collective = None
 

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 # Connections of a rank with the store: torch's, this rank's own, and that which constructors wait on.
 STORE_CLIENTS = 3
+# The socket to which other ranks connect their links.
+LISTENER = 1
 
 
 def sockets_of_axis(ranks: int, *, sends_itself: bool) -> int:
@@ -18,14 +20,14 @@ def sockets_of_axis(ranks: int, *, sends_itself: bool) -> int:
         The number, with a listening socket in every group of gloo.
 
     >>> sockets_of_axis(4096, sends_itself=False), sockets_of_axis(4096, sends_itself=True)
-    (12288, 4108)
+    (12300, 4108)
     """
     if ranks == 1:
         return 0
     rounds = (ranks - 1).bit_length()
     is_power_of_two = ranks == 1 << rounds
     links = rounds if is_power_of_two else 2 * rounds
-    return ranks + (links if sends_itself else 2 * ranks)
+    return links + (ranks if sends_itself else 3 * ranks)
 
 
 def sockets_of_mesh(sizes: Sequence[int], *, sends_itself: bool) -> int:
@@ -39,10 +41,10 @@ def sockets_of_mesh(sizes: Sequence[int], *, sends_itself: bool) -> int:
         The number; the process that holds the store has up to four more for each rank.
 
     >>> sockets_of_mesh([16], sends_itself=False), sockets_of_mesh([2, 8], sends_itself=False)
-    (51, 49)
+    (56, 54)
     """
     world_size = math.prod(sizes)
     axes = [sockets_of_axis(size, sends_itself=sends_itself) for size in sizes]
     # torch has one group of all ranks, which is that of the axis if there is one alone.
     has_axis_of_all = world_size in sizes
-    return sum(axes) + (0 if has_axis_of_all else world_size) + STORE_CLIENTS
+    return sum(axes) + (0 if has_axis_of_all else world_size) + STORE_CLIENTS + LISTENER

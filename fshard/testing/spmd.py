@@ -134,6 +134,13 @@ def _run_collective(collective: ThreadedCollective, calls: Mapping[int, _Call]) 
     return None
 
 
+def _deliver(messages: Sequence[tuple[int, bytes, list[bytes]]]) -> None:
+    """Put the message of each rank into the list of the rank that it is for."""
+    for to, data, _ in messages:
+        _, _, inbox = messages[to]
+        inbox.append(data)
+
+
 def _wait_for(threads: list[threading.Thread]) -> None:
     """Let ranks end before the interpreter does: a thread that comes back from C++ later aborts the process."""
     deadline = time.monotonic() + EXIT_GRACE
@@ -175,7 +182,7 @@ class _Simulation:
             limit = timedelta(seconds=self.timeout)
             dist.init_process_group("threaded", rank=rank, world_size=len(self.threads), store=store, timeout=limit)
             state = comm.rank_state()
-            state.simulation = comm.Simulation(wake, self.states)
+            state.simulation = comm.Simulation(wake, self.states, self.swap)
             self.states.append(state)
             try:
                 value = f()
@@ -195,6 +202,13 @@ class _Simulation:
         self.inbox.put(partial(self._call, self.threads.index(threading.current_thread()), call))
         if error := call.reply.get():
             raise error
+
+    def swap(self, group: comm.Group, to: int, data: bytes) -> bytes:
+        """Send a rank of a group a message and receive one, on the thread of a rank, as all of them do."""
+        inbox: list[bytes] = []
+        self.join(ThreadedCollective(group.name, group.ranks, "swap", (to, data, inbox), _deliver))
+        (message,) = inbox
+        return message
 
     def run(self) -> list[Any]:
         """Run the ranks until all have ended or one has failed, and return their values or raise their error."""

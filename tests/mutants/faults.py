@@ -352,9 +352,23 @@ FAULTS = (
     Fault(
         "ranks-agree-where-one-does",
         "fshard/comm/agree.py",
-        "if first_axis is None and not numbers and {digest} != set(digests):",
-        "if first_axis is None and not numbers and digest not in digests:",
+        "return _write_difference(min(numbers, default=number))",
+        "return _write_difference(min(numbers)) if numbers else known",
         "10: ranks that make different calls get a named error",
+    ),
+    Fault(
+        "rank-in-an-earlier-round-is-blamed",
+        "fshard/comm/failure.py",
+        "is_late = other_position is None or _place_in(name, other_position) < (number, step)",
+        "is_late = False",
+        "10: a rank that does not come is named on all ranks",
+    ),
+    Fault(
+        "strangers-may-join",
+        "fshard/comm/links.py",
+        "if hmac.compare_digest(secret, self._secret):",
+        "if secret:",
+        "10: connections of strangers are closed",
     ),
     Fault(
         "own-row-added-last",

@@ -1,0 +1,398 @@
+"""Links: connections of this rank to a few others of an axis, by which all of them agree in few messages.
+
+In round k a rank sends what it has heard so far to the rank 2^k places further, so that after log2 W rounds it has
+heard of all W ranks. What ranks know is merged on the way. Data of tensors goes over other connections.
+"""
+
+import fcntl
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+
+from fshard import _compat
+from fshard.comm.groups import PendingCollective
+
+# Of a message: its tag, its round, and its bytes.
+HEADER = struct.Struct("!IBQ")
+# What a rank that connects says first: the secret of the other rank, a digest of the axis, and its place there.
+HELLO = struct.Struct("!16s16sI")
+# Seconds in which a connection must say so.
+HELLO_TIME = 5.0
+# How many connections may wait until this rank looks at them.
+BACKLOG = 128
+# Bytes that are read at once.
+READ_BYTES = 2**16
+# Seconds between two looks: at other ranks while links are made, and whether links have been cut.
+LOOK_INTERVAL, CUT_INTERVAL = 0.5, 0.05
+# The request by which Linux tells the address of an interface, and where in the answer that is.
+SIOCGIFADDR, ADDRESS_BYTES = 0x8915, slice(20, 24)
+
+# When TCP asks whether an idle peer is there still, in seconds, and how often in vain.
+KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+
+# Merges what two ranks know. It is associative and commutative, and merging what is known already changes nothing.
+Merge = Callable[[bytes, bytes], bytes]
+
+
+class LinkError(dist.DistBackendError):
+    """A link has ended, or nothing came within the timeout."""
+
+
+def plan_rounds(rank: int, size: int) -> list[tuple[int, int]]:
+    """List for each round the rank to send to, and the one to receive from.
+
+    >>> plan_rounds(1, 4), plan_rounds(1, 3)
+    ([(0, 0), (3, 3)], [(2, 0), (0, 2)])
+    """
+    steps = [1 << k for k in range((size - 1).bit_length())]
+    if size & (size - 1) == 0:
+        # Both directions of each connection are used.
+        return [(rank ^ step, rank ^ step) for step in steps]
+    return [((rank + step) % size, (rank - step) % size) for step in steps]
+
+
+def list_peers(rank: int, size: int) -> list[int]:
+    """List the ranks that a rank has a link with."""
+    peers = set[int]()
+    for round_peers in plan_rounds(rank, size):
+        peers.update(round_peers)
+    return sorted(peers)
+
+
+class Links:
+    """This rank's links to its peers on one axis.
+
+    Args:
+        ranks: The ranks of the axis.
+        local_rank: This rank's place among them.
+        timeout: Seconds that this rank waits in an exchange.
+        sockets: The connections, by the places of the peers.
+
+    Attributes:
+        is_busy: Whether an exchange is under way, without whose end no other one can begin.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        local_rank: int,
+        timeout: float,
+        sockets: Mapping[int, socket.socket],
+    ) -> None:
+        self.ranks = ranks
+        self.local_rank = local_rank
+        self.timeout = timeout
+        self.sockets = dict(sockets)
+        # What has come from each peer and has not been used.
+        self._received = {peer: bytearray() for peer in sockets}
+        self._is_cut = False
+        self.is_busy = False
+        weakref.finalize(self, _close_all, list(self.sockets.values()))
+
+    def swap(self, issued: PendingCollective, number: int, to: int, source: int, data: bytes) -> bytes:
+        """Send one rank a message, and receive one from another or the same.
+
+        Both are under way at once, because messages may be larger than the buffers between ranks.
+
+        Args:
+            issued: The exchange.
+            number: The round.
+            to: The place of the rank to send to.
+            source: The place of the rank to receive from.
+            data: The message.
+
+        Returns:
+            The message that came.
+
+        Raises:
+            LinkError: if a link ends, or the exchange takes longer than the timeout.
+        """
+        unsent = memoryview(HEADER.pack(issued.entry.chain_hash, number, len(data)) + data)
+        message: bytes | None = None
+        while True:
+            unsent = self._send(issued, number, to, unsent)
+            if message is None:
+                message = self._receive(issued, number, source)
+            if message is not None and not unsent:
+                return message
+            # Others that look for the cause of a wait follow this.
+            issued.awaits = (number, self.ranks[source if message is None else to])
+            self._wait(issued, source if message is None else None, to if unsent else None)
+
+    def _send(self, issued: PendingCollective, number: int, to: int, unsent: memoryview) -> memoryview:
+        """Send as much as goes at once, and return the rest."""
+        try:
+            while unsent:
+                unsent = unsent[self.sockets[to].send(unsent) :]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise self._lose(issued, number, to) from error
+        return unsent
+
+    def _receive(self, issued: PendingCollective, number: int, source: int) -> bytes | None:
+        """Read a message; None if it has not come as a whole."""
+        received = self._received[source]
+        while (message := self._take_message(issued, number, received)) is None:
+            try:
+                data = self.sockets[source].recv(READ_BYTES)
+            except BlockingIOError:
+                return None
+            except OSError:
+                data = b""
+            if not data:
+                raise self._lose(issued, number, source)
+            received += data
+        return message
+
+    def _lose(self, issued: PendingCollective, number: int, peer: int) -> LinkError:
+        """Record the rank whose link has ended, and make the error."""
+        issued.awaits = (number, self.ranks[peer])
+        return LinkError(f"the link to rank {self.ranks[peer]} has ended")
+
+    def _take_message(self, issued: PendingCollective, number: int, received: bytearray) -> bytes | None:
+        """Take a message out of what has come; None if it is not there as a whole."""
+        if len(received) < HEADER.size:
+            return None
+        *place, size = HEADER.unpack_from(received)
+        if place != [issued.entry.chain_hash, number]:
+            # Its sender does something else. The thread that watches finds out what.
+            self._wait_until_cut(issued)
+        end = HEADER.size + size
+        if len(received) < end:
+            return None
+        message = bytes(received[HEADER.size : end])
+        del received[:end]
+        return message
+
+    def _wait(self, issued: PendingCollective, source: int | None, to: int | None) -> None:
+        """Wait until a message comes from one rank, or another takes more of what is sent to it."""
+        poll = select.poll()
+        events: dict[int, int] = {}
+        for place, event in ((source, select.POLLIN), (to, select.POLLOUT)):
+            if place is not None:
+                number = self.sockets[place].fileno()
+                events[number] = events.get(number, 0) | event
+        for number, event in events.items():
+            poll.register(number, event)
+        left = issued.since + self.timeout - time.monotonic()
+        if left <= 0 or not poll.poll(None if left == float("inf") else 1000 * left):
+            raise LinkError(f"nothing came within {self.timeout:g} s")
+
+    def _wait_until_cut(self, issued: PendingCollective) -> None:
+        """Wait until the thread that watches has found out how ranks differ, or the timeout is over."""
+        while not self._is_cut and time.monotonic() < issued.since + self.timeout:
+            time.sleep(CUT_INTERVAL)
+        raise LinkError("a message of another exchange came")
+
+    def find_ended(self) -> list[int]:
+        """Find the places of peers that have ended their links, as far as this rank has not ended them itself."""
+        if self._is_cut:
+            return []
+        poll = select.poll()
+        peer_of = {}
+        for peer, link in self.sockets.items():
+            # Linux tells of an end only if asked, also behind data that has not been read.
+            poll.register(link, getattr(select, "POLLRDHUP", 0))
+            peer_of[link.fileno()] = peer
+        return sorted(peer_of[number] for number, _ in poll.poll(0))
+
+    def cut(self) -> list[int]:
+        """End all links, which wakes this rank and those that wait for it; return the peers that had ended theirs."""
+        ended = self.find_ended()
+        self._is_cut = True
+        for link in self.sockets.values():
+            with suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
+        return ended
+
+    def leave_to_parent(self) -> None:
+        """Close the links in a forked child, where they would stay open when its parent is killed."""
+        self._is_cut = True
+        _close_all(self.sockets.values())
+
+
+class Listener:
+    """Where other ranks connect to this one; the links of all its axes come there.
+
+    Args:
+        store: By which ranks found each other. Others reach this rank by the interface that leads there, unless
+            GLOO_SOCKET_IFNAME names another one.
+    """
+
+    def __init__(self, store: Any) -> None:
+        host = _find_host(store)
+        self._secret = secrets.token_bytes(16)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, 0), family=family, backlog=BACKLOG)
+        self._socket.setblocking(False)
+        # What other ranks need to connect.
+        self.address = json.dumps([*self._socket.getsockname()[:2], self._secret.hex()])
+        # Connections that have not said who they are: what they have sent, and until when they may say so.
+        self._strangers: dict[socket.socket, tuple[bytearray, float]] = {}
+        self._arrived: dict[tuple[bytes, int], socket.socket] = {}
+        weakref.finalize(self, _close_all, [self._socket])
+
+    def accept(self, axis_key: bytes, place: int) -> socket.socket | None:
+        """Take the connection of a rank, for which this one waits a little; None if it has not come."""
+        link = self._arrived.pop((axis_key, place), None)
+        if link is not None:
+            return link
+        ready, _, _ = select.select([self._socket, *self._strangers], [], [], LOOK_INTERVAL)
+        for each in ready:
+            if each is self._socket:
+                with suppress(OSError):
+                    stranger, _ = each.accept()
+                    stranger.setblocking(False)
+                    self._strangers[stranger] = bytearray(), time.monotonic() + HELLO_TIME
+        for stranger in list(self._strangers):
+            self._hear(stranger)
+        return self._arrived.pop((axis_key, place), None)
+
+    def _hear(self, stranger: socket.socket) -> None:
+        """Read what a connection says first, and close it if it does not know the secret or takes too long."""
+        received, deadline = self._strangers[stranger]
+        is_over = time.monotonic() > deadline
+        try:
+            data = stranger.recv(HELLO.size - len(received))
+            received += data
+            is_over = is_over or not data
+        except BlockingIOError:
+            pass
+        except OSError:
+            is_over = True
+        if len(received) == HELLO.size:
+            secret, axis_key, place = HELLO.unpack(received)
+            if hmac.compare_digest(secret, self._secret):
+                self._arrived[axis_key, place] = stranger
+                del self._strangers[stranger]
+                return
+            is_over = True
+        if is_over:
+            del self._strangers[stranger]
+            stranger.close()
+
+    def leave_to_parent(self) -> None:
+        """Close the sockets in a forked child."""
+        _close_all([self._socket, *self._strangers, *self._arrived.values()])
+
+
+def connect_links(
+    listener: Listener,
+    axis_key: str,
+    ranks: Sequence[int],
+    local_rank: int,
+    addresses: Mapping[int, str],
+    timeout: float,
+    look: Callable[[], object],
+) -> Links:
+    """Connect with this rank's peers on an axis; the lower one of two ranks connects to the higher one.
+
+    Args:
+        listener: Where lower ranks connect to this one.
+        axis_key: The same on all ranks of the axis, and another for each axis.
+        ranks: The ranks of the axis.
+        local_rank: This rank's place among them.
+        addresses: Of the listeners of its peers, by their places.
+        timeout: Seconds that a rank waits for another, now and in each exchange.
+        look: Called from time to time while this rank waits.
+
+    Returns:
+        The links.
+
+    Raises:
+        RuntimeError: if a peer does not come or cannot be reached.
+    """
+    digest = hashlib.blake2b(axis_key.encode(), digest_size=16).digest()
+    deadline = time.monotonic() + timeout
+    sockets: dict[int, socket.socket] = {}
+    try:
+        for place, address in addresses.items():
+            if place > local_rank:
+                sockets[place] = _connect(address, digest, local_rank, timeout)
+        for place in addresses:
+            while place not in sockets:
+                link = listener.accept(digest, place)
+                if link is not None:
+                    sockets[place] = link
+                elif time.monotonic() > deadline:
+                    raise RuntimeError(f"rank {ranks[place]} did not connect within {timeout:g} s")
+                else:
+                    look()
+    except BaseException:
+        _close_all(sockets.values())
+        raise
+    for link in sockets.values():
+        _prepare(link)
+    return Links(ranks, local_rank, timeout, sockets)
+
+
+def _connect(address: str, axis_digest: bytes, local_rank: int, timeout: float) -> socket.socket:
+    """Connect to the listener of another rank, and say which rank of which axis this is."""
+    host, port, secret = json.loads(address)
+    try:
+        link = socket.create_connection((host, port), timeout=None if timeout == float("inf") else timeout)
+        link.sendall(HELLO.pack(bytes.fromhex(secret), axis_digest, local_rank))
+    except (ConnectionError, TimeoutError) as error:
+        raise RuntimeError(
+            f"no connection to {host}:{port} ({error}). Set GLOO_SOCKET_IFNAME on each rank to a network interface by "
+            "which the others reach it"
+        ) from error
+    return link
+
+
+def _prepare(link: socket.socket) -> None:
+    """Let small messages go at once, and let the end of a machine that says nothing be noticed in a minute."""
+    link.setblocking(False)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if hasattr(socket, name):
+            link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _find_host(store: Any) -> str:
+    """Find the address by which other ranks reach this one."""
+    for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
+        if name:
+            return _address_of_interface(name)
+    server = _compat.server_of(store)
+    if server is None:
+        # Ranks found each other by a file. As gloo does, take this host's name.
+        server = (socket.gethostname(), 1)
+    family, _, _, _, place = socket.getaddrinfo(*server, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # This sends nothing.
+        probe.connect(place)
+        host: str = probe.getsockname()[0]
+    return host
+
+
+def _address_of_interface(name: str) -> str:
+    """Read the address of a network interface, of IPv4 if it has one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        return socket.inet_ntop(socket.AF_INET, answer[ADDRESS_BYTES])
+    with suppress(OSError), open("/proc/net/if_inet6") as table:
+        for line in table:
+            address, *_, interface = line.split()
+            if interface == name:
+                return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
+    raise OSError(f"GLOO_SOCKET_IFNAME names the network interface {name!r}, which has no address here")
+
+
+def _close_all(sockets: Iterable[socket.socket]) -> None:
+    for each in sockets:
+        each.close()

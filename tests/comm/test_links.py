@@ -1,0 +1,204 @@
+"""Exchanges over links: their rounds and messages, and ranks that break in each round."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from math import ceil, log2
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fshard as fs
+from fshard import comm
+from fshard.comm import failure, links
+from fshard.comm.links import HELLO, Links, Listener, list_peers, plan_rounds
+from tests.comm.steps import make_step
+from tests.forked_programs import run_on_ranks
+from tests.ranks import my_rank, on_ranks
+from tests.trees import one_axis
+
+
+@pytest.mark.parametrize("size", [*range(2, 20), 63, 64, 1000, 1024])
+def test_every_rank_hears_of_all_in_few_rounds(size):
+    plans = [plan_rounds(rank, size) for rank in range(size)]
+    known = [1 << rank for rank in range(size)]
+    for number in range(ceil(log2(size))):
+        before = list(known)
+        for rank, plan in enumerate(plans):
+            to, source = plan[number]
+            known[rank] |= before[source]
+            # The rank that sends and the one that receives mean each other.
+            assert plans[to][number][1] == rank
+            assert rank in list_peers(to, size)
+    assert {len(plan) for plan in plans} == {ceil(log2(size))}
+    assert set(known) == {2**size - 1}
+
+
+WORLDS = (2, 3, 4, 5, 6, 7, 8, "2 processes", "3 processes", "4 processes")
+
+
+@pytest.mark.rows(5)
+@on_ranks(*WORLDS)
+def test_values_of_any_size_reach_all_ranks(world_size):
+    """Also those that are larger than what fits between two ranks, which all send at once."""
+    axis = fs.axis_of(one_axis())
+    for length in (0, 5, 3_000_000):
+        values = comm.all_gather_object([my_rank(), "x" * (length + my_rank())], [axis], "example")
+        assert [[rank, len(text)] for rank, text in values] == [[rank, length + rank] for rank in range(world_size)]
+    flags = [True, False, my_rank() == 1, my_rank() == world_size - 1]
+    assert comm.join_flags(flags, [axis], comm.Label("example")) == [True, False, True, True]
+
+
+@on_ranks("2 processes", "3 processes", pytest.param("8 processes", marks=pytest.mark.slow), timeout=90.0)
+def test_a_call_is_compared_by_one_message_for_each_round(world_size):
+    step, state, x = make_step()
+    step(state, x)
+    sent = []
+    swap = Links.swap
+
+    def count(self, issued, number, to, source, data):
+        sent.append((number, len(data)))
+        return swap(self, issued, number, to, source, data)
+
+    with patch.object(Links, "swap", count):
+        step(state, x)
+    assert sent == [(number, 16) for number in range(ceil(log2(world_size)))]
+
+
+def break_in_round(victim, number, fault, timeout):
+    """Compare calls on all ranks, of which the victim breaks in a round; print the error, and the seconds."""
+    axis = fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu", timeout=timeout))
+    params = fs.shard({"w": torch.ones(4)}, fs.zero3(axis, min_shard_elements=0))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    swap = Links.swap
+
+    def broken_swap(self, issued, step, *args):
+        if step == number:
+            if fault == "raise":
+                raise ValueError("bad sample")
+            if fault == "stop":
+                # The others wait for the timeout, and hear of each other then.
+                subprocess.Popen(["sh", "-c", f"sleep {timeout + 6}; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+        return swap(self, issued, step, *args)
+
+    if rank == victim:
+        Links.swap = broken_swap
+    begin = time.monotonic()
+    try:
+        fs.gather(params)
+    except Exception as error:
+        text = str(error).splitlines()[0]
+        print(json.dumps([type(error).__name__, text, time.monotonic() - begin, len(list_peers(rank, size))]))
+
+
+NAMED = {
+    "kill": "rank {} was killed or has ended",
+    "raise": "rank {} failed in gather: ValueError: bad sample",
+    "stop": "rank {} did not join a collective within {:.0f} s. " + failure.LOOK_FOR_HANG,
+}
+# Ranks, the one that breaks, and the round.
+BREAKS = [(2, 1, 0), (4, 3, 0), (4, 2, 1), (3, 1, 0), (3, 2, 1), (8, 5, 0), (8, 5, 1), (8, 5, 2), (7, 4, 2)]
+
+
+@pytest.mark.rows(3)
+@pytest.mark.parametrize("size, victim, number", BREAKS)
+@pytest.mark.parametrize("fault", NAMED)
+def test_a_rank_that_breaks_in_a_round_is_named_on_all(fault, size, victim, number):
+    """Also by ranks that have no link with it."""
+    timeout = 2.0 if fault == "stop" else 60.0
+    programs = run_on_ranks(size, break_in_round, victim, number, fault, timeout)
+    for rank, program in enumerate(programs):
+        if rank == victim:
+            if fault == "kill":
+                assert program.code == -signal.SIGKILL
+            continue
+        if not program.output:
+            # It had heard of all ranks before the victim broke.
+            assert number > 0, programs
+            continue
+        kind, text, seconds, _ = json.loads(program.output)
+        assert (kind, text) == ("CollectiveError", NAMED[fault].format(victim, timeout)), programs
+        assert seconds < timeout + 13.0 if fault == "stop" else seconds < 15.0, programs
+
+
+@on_ranks("2 processes", "3 processes")
+def test_a_rank_that_waits_over_links_and_one_that_waits_for_rows_are_told_of_each_other(world_size):
+    axis = fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu", timeout=60.0))
+    comm.all_gather([torch.ones(2)], axis, "before")
+
+    def differ():
+        if my_rank() == world_size - 1:
+            comm.all_reduce([torch.ones(2)], axis, "sums")
+        else:
+            comm.all_gather_object(my_rank(), [axis], "values")
+
+    begin = time.monotonic()
+    with pytest.raises(comm.CollectiveError) as caught:
+        differ()
+    first, *lines = str(caught.value).splitlines()
+    assert first == "ranks differ in a collective"
+    assert any(f"  rank {world_size - 1}: all_reduce number 2 (sums) over 'shard' of" in line for line in lines), lines
+    assert any("all_gather number 2 (values) over 'shard' of a value of each rank" in line for line in lines), lines
+    assert time.monotonic() - begin < 20.0
+
+
+@on_ranks("2 processes")
+def test_ranks_whose_exchanges_differ_are_named():
+    axis = fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu", timeout=60.0))
+    with pytest.raises(comm.CollectiveError) as caught:
+        comm.all_gather_object(1, [axis], f"of rank {my_rank()}")
+    first, *lines = str(caught.value).splitlines()
+    assert first == "ranks differ in a collective"
+    for rank in range(2):
+        assert f"  rank {rank}: all_gather number 1 (of rank {rank}) over 'shard' of a value of each rank" in lines
+
+
+def listener():
+    """A listener of this process, and where it listens."""
+    made = Listener(dist.HashStore())
+    host, port, secret = json.loads(made.address)
+    return made, (host, port), bytes.fromhex(secret)
+
+
+def test_strangers_neither_join_nor_hold_up_a_rank(monkeypatch):
+    monkeypatch.setattr(links, "HELLO_TIME", 0.2)
+    monkeypatch.setattr(links, "LOOK_INTERVAL", 0.05)
+    made, place, secret = listener()
+    key = b"k" * 16
+    silent, wrong, right = (socket.create_connection(place) for _ in range(3))
+    wrong.sendall(HELLO.pack(b"w" * 16, key, 1))
+    hello = HELLO.pack(secret, key, 1)
+    right.sendall(hello[:7])
+    for _ in range(3):
+        assert made.accept(key, 1) is None
+    right.sendall(hello[7:])
+    link = None
+    while link is None:
+        link = made.accept(key, 1)
+    assert link.getpeername() == right.getsockname()
+    # Of another axis, or another place.
+    assert made.accept(b"o" * 16, 1) is made.accept(key, 0) is None
+    time.sleep(0.2)
+    made.accept(key, 2)
+    for stranger in (silent, wrong):
+        stranger.settimeout(5.0)
+        assert stranger.recv(1) == b""
+    made.leave_to_parent()
+    for each in (silent, wrong, right, link):
+        each.close()
+
+
+def test_an_interface_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    made, (host, _), _ = listener()
+    assert host == "127.0.0.1"
+    made.leave_to_parent()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing0")
+    with pytest.raises(OSError, match=r"^GLOO_SOCKET_IFNAME names the network interface 'nothing0', which has no"):
+        Listener(dist.HashStore())
