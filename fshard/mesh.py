@@ -102,7 +102,7 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: f
         has_group = [_compat.find_group_of_row(rows, limit) is not None for rows in rows_of_axes]
         requests = _compare(_Request(asked, has_group), limit, meeting)
         meeting.state = rank_state()
-        groups = _make_groups(rows_of_axes, limit, meeting, requests)
+        groups = _make_groups(rows_of_axes, limit, meeting, requests, of_processors=device == "cpu")
     mesh = DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=tuple(shape))
     _compat.release_groups_at_exit(mesh)
     # Keeps glibc from giving the memory of a step back to the system, which is slow to hand it out again in the next.
@@ -263,6 +263,8 @@ def _make_groups(
     limit: timedelta,
     meeting: Meeting,
     requests: Sequence[_Request],
+    *,
+    of_processors: bool,
 ) -> list[Any]:
     """Make the process groups of a mesh's axes that ranks do not have, and fshard's own connections beside them."""
     # Where some ranks failed as they made groups, only others have them, and names of later groups differ.
@@ -283,7 +285,8 @@ def _make_groups(
     state = rank_state()
     for group in groups:
         if group.size() > 1:
-            connect_group(state, group.group_name, meeting.check_others, meeting.run)
+            name = group.group_name
+            connect_group(state, name, meeting.check_others, meeting.run, of_processors=of_processors)
     return groups
 
 

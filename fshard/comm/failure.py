@@ -263,6 +263,8 @@ def connect_group(
     name: str,
     look: Callable[[], object] = bool,
     run: Callable[[Callable[[Any], Any]], Any] = lambda make: make(None),
+    *,
+    of_processors: bool = False,
 ) -> Group:
     """Find this rank's own group of an axis, or connect with its other ranks, and let the thread watch it.
 
@@ -271,6 +273,7 @@ def connect_group(
         name: The name of the axis's process group.
         look: Called from time to time while this rank waits for the others.
         run: Runs what waits for them inside gloo, with a client of the store for it alone; None for this rank's own.
+        of_processors: Whether rows of tensors of processors travel there, also beside a backend that sends itself.
 
     Returns:
         The group.
@@ -279,8 +282,9 @@ def connect_group(
         CollectiveError: if one of them does not come.
     """
     group = state.groups.get(name)
-    if group is None:
-        group = _make_group(state, name, look, run)
+    has_pair = of_processors or not _compat.serves_accelerator(name)
+    if group is None or (has_pair and group.pair is None and group.links is not None):
+        group = _make_group(state, name, look, run, group, has_pair=has_pair)
         state.groups[name] = group
     if state.watcher is None and group.links is not None:
         state.watcher = FailureWatcher(state)
@@ -295,22 +299,28 @@ def _make_group(
     name: str,
     look: Callable[[], object],
     run: Callable[[Callable[[Any], Any]], Any],
+    group: Group | None = None,
+    *,
+    has_pair: bool = True,
 ) -> Group:
-    """Connect with the other ranks of an axis; as for `connect_group`."""
-    ranks = dist.get_process_group_ranks(_compat.resolve_process_group(name))
-    group = Group(name, ranks, ranks.index(state.rank), None, _compat.timeout_of(name))
+    """Connect with the other ranks of an axis, as for `connect_group`; a group with links gets a pair beside them."""
+    is_new = group is None
+    if group is None:
+        ranks = dist.get_process_group_ranks(_compat.resolve_process_group(name))
+        group = Group(name, ranks, ranks.index(state.rank), None, _compat.timeout_of(name))
     if state.simulation is not None:
         return group
+    board = _board_of(state, group)
+
+    def run_by_board(make: Callable[[Any], Any]) -> Any:
+        return run(lambda client: make(_board_of(state, group, client)))
+
     with _naming_absent_ranks(state, group):
-        group.links = _connect_links(state, group, look)
-        board = _board_of(state, group)
-
-        def run_by_board(make: Callable[[Any], Any]) -> Any:
-            return run(lambda client: make(_board_of(state, group, client)))
-
-        if not _compat.serves_accelerator(name):
+        if is_new:
+            group.links = _connect_links(state, group, look)
+        if has_pair:
             group.pair, group.sockets = _compat.make_pair(name, board, look, run_by_board)
-        if state.generation > 0:
+        if is_new and state.generation > 0:
             run_by_board(lambda board: _compat.replace_group(name, state.generation, board))
     return group
 

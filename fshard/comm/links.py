@@ -26,6 +26,10 @@ from fshard.comm.groups import PendingCollective
 
 # Of a message: its tag, its round, and its bytes.
 HEADER = struct.Struct("!IBQ")
+# Of a row: the places of the ranks that send and receive it, and its bytes.
+ROW = struct.Struct("!IIQ")
+# Stands for the place of the receiver, where all others are sent the same.
+EVERY_RANK = 2**32 - 1
 # What a rank that connects says first: the secret of the other rank, a digest of the axis, and its place there.
 HELLO = struct.Struct("!16s16sI")
 # Seconds in which a connection must say so.
@@ -69,6 +73,35 @@ def list_peers(rank: int, size: int) -> list[int]:
     for round_peers in plan_rounds(rank, size):
         peers.update(round_peers)
     return sorted(peers)
+
+
+# Rows of bytes by the places of the ranks that send and receive them.
+Rows = Mapping[tuple[int, int], bytes]
+
+
+def write_rows(rows: Rows) -> bytes:
+    """Write rows as one message.
+
+    >>> read_rows(merge_rows(write_rows({(0, 1): b"to 1"}), write_rows({(1, 0): b""})))
+    {(0, 1): b'to 1', (1, 0): b''}
+    """
+    return b"".join(ROW.pack(*places, len(row)) + row for places, row in sorted(rows.items()))
+
+
+def read_rows(message: bytes) -> dict[tuple[int, int], bytes]:
+    """Read what `write_rows` wrote."""
+    rows = {}
+    position = 0
+    while position < len(message):
+        source, to, size = ROW.unpack_from(message, position)
+        position += ROW.size + size
+        rows[source, to] = message[position - size : position]
+    return rows
+
+
+def merge_rows(known: bytes, other: bytes) -> bytes:
+    """Join the rows of two messages."""
+    return write_rows(read_rows(known) | read_rows(other))
 
 
 class Links:
@@ -169,7 +202,7 @@ class Links:
         *place, size = HEADER.unpack_from(received)
         if place != [issued.entry.chain_hash, number]:
             # Its sender does something else. The thread that watches finds out what.
-            self._wait_until_cut(issued)
+            self.wait_until_cut(issued)
         end = HEADER.size + size
         if len(received) < end:
             return None
@@ -191,8 +224,15 @@ class Links:
         if left <= 0 or not poll.poll(None if left == float("inf") else 1000 * left):
             raise LinkError(f"nothing came within {self.timeout:g} s")
 
-    def _wait_until_cut(self, issued: PendingCollective) -> None:
-        """Wait until the thread that watches has found out how ranks differ, or the timeout is over."""
+    def wait_until_cut(self, issued: PendingCollective) -> None:
+        """Wait until the thread that watches has found out how ranks differ, or the timeout is over.
+
+        Args:
+            issued: The exchange.
+
+        Raises:
+            LinkError: then.
+        """
         while not self._is_cut and time.monotonic() < issued.since + self.timeout:
             time.sleep(CUT_INTERVAL)
         raise LinkError("a message of another exchange came")

@@ -97,6 +97,9 @@ def _start_exchange(
     group: Group,
 ) -> torch.Tensor:
     """Send rows of a tensor to the other ranks, and return the buffer that their rows arrive in."""
+    has_links_alone = group.pair is None and group.links is not None
+    if has_links_alone and tensor.device.type != "cpu":
+        return _start_rows_by_backend(op, tensor, shape, group)
     # Connections between CPUs read and write the memory of CPUs only. A tensor of an accelerator is copied there, for
     # which the host waits; `wait` copies what has arrived to the accelerator.
     source = tensor.cpu()
@@ -110,6 +113,9 @@ def _start_exchange(
         if rank != local_rank:
             sent[rank] = view_as_bytes(row_out.contiguous())
             awaited[rank] = view_as_bytes(row_in)
+    if has_links_alone:
+        recorder.swap_rows(sent, awaited)
+        return buffer
     for work in _compat.start_swap(group.pair, group.name, sent, awaited, partial(tag_of, entry)):
         _compat.register_work(buffer, work)
     # Otherwise a gloo thread may free these tensors last. It needs the interpreter lock for that, and the process
@@ -118,6 +124,17 @@ def _start_exchange(
     if landing is not buffer:
         buffer.__dict__["landing"] = landing
     return buffer
+
+
+def _start_rows_by_backend(op: str, tensor: torch.Tensor, shape: tuple[int, ...], group: Group) -> torch.Tensor:
+    """Send the other ranks rows of a sum that each rank adds itself, by the backend of their accelerator."""
+    rows = list(tensor) if op == "reduce_scatter" else [tensor] * len(group.ranks)
+    del rows[group.local_rank]
+    sent = [view_as_bytes(row.contiguous()) for row in rows]
+    sizes = [sent[0].numel()] * len(sent)
+    sizes.insert(group.local_rank, 0)
+    (buffer,) = _compat.start_by_backend("all_to_all", [torch.cat(sent)], len(sizes), group.name, sizes, sizes)
+    return buffer.view(tensor.dtype).view(shape)
 
 
 def _rows_by_rank(

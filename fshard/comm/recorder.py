@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from fshard.comm.failure import (
     notify_peers,
 )
 from fshard.comm.groups import ChainEntry, Group, PendingCollective, RankState, rank_state
-from fshard.comm.links import Merge, plan_rounds
+from fshard.comm.links import EVERY_RANK, Merge, merge_rows, plan_rounds, read_rows, write_rows
 
 Tensors = list[torch.Tensor]
 
@@ -169,7 +169,34 @@ def swap_in_rounds(issued: PendingCollective, known: bytes, merge: Merge) -> byt
         known = merge(known, message)
     if simulation is None:
         group.links.is_busy = False
+    issued.awaits = None
     return known
+
+
+def swap_rows(send: Mapping[int, torch.Tensor], receive: Mapping[int, torch.Tensor]) -> None:
+    """Send the other ranks of the collective that starts rows, and wait for theirs, over links.
+
+    Every rank gets the rows of all, which is little where tensors of processors travel beside a backend that sends
+    those of an accelerator.
+
+    Args:
+        send: What each other rank gets, as bytes.
+        receive: Where to write what each other rank sends, as bytes.
+    """
+    issued = rank_state().waiting.collective
+    assert issued is not None
+    local_rank = issued.group.local_rank
+    is_same = len({(row.data_ptr(), row.nbytes) for row in send.values()}) == 1
+    rows_here = {}
+    for place, row in send.items():
+        rows_here[local_rank, EVERY_RANK if is_same else place] = bytes(row.numpy())
+    rows = read_rows(swap_in_rounds(issued, write_rows(rows_here), merge_rows))
+    for place, target in receive.items():
+        data = rows[place, EVERY_RANK if (place, EVERY_RANK) in rows else local_rank]
+        if len(data) != target.nbytes:
+            issued.group.links.wait_until_cut(issued)
+        if data:
+            target.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
 
 def _run_waiting(issued: PendingCollective, kind: type[Exception], run: Callable[..., Any], *args: Any) -> Any:

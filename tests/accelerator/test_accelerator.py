@@ -76,6 +76,22 @@ def test_an_accelerator_whose_ranks_send_nothing_between_processors(library):
     assert list(faults(reports, alone=True)) == []
 
 
+def test_ranks_have_few_connections_beside_a_backend_that_sends_itself(library):
+    """Tensors of processors go over links there, and the sums that ranks add themselves by the backend."""
+    result = launch(library, script="tests/accelerator/connections.py")
+    for rank in range(2):
+        results = json.loads(result.with_name(f"{result.name}.{rank}").read_text())
+        assert results["objects"] == [0, 1]
+        assert (results["has pair"], results["has pair on processors"]) == (False, True)
+        assert results["cpu"] == results["emu"] == results["again"]
+        gathered, empty, *sums = results["cpu"]
+        rows = [[[float(10 * other + 3 * i + j) for j in range(3)] for i in range(2)] for other in range(2)]
+        total = [[a + b for a, b in zip(*pair)] for pair in zip(*rows)]
+        assert (gathered, empty) == (rows, [[], []])
+        all_rows = [] if rank == 0 else rows[0] + rows[1]
+        assert sums == [total, total, total[rank], total[rank], [row[rank] for row in rows], all_rows]
+
+
 def test_ranks_that_share_a_device_send_through_the_processor(library):
     """The host waits for each tensor that is sent."""
     reports = run(library, devices=1)
