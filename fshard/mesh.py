@@ -6,7 +6,7 @@ import math
 import os
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -20,9 +20,10 @@ from fshard import _compat
 from fshard.comm import (
     CollectiveError,
     FirstMeeting,
+    Listener,
     Meeting,
     connect_group,
-    make_absence_error,
+    list_peers,
     rank_state,
     refuse_other,
     wake_waiting,
@@ -89,7 +90,7 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: f
         if dist.is_initialized():
             # Others may have asked for what they can have, and wait.
             with _meet(limit) as meeting:
-                _compare(_Request(str(error)), limit, meeting)
+                _agree(_make_request(str(error), [], limit), meeting)
         raise
     if device != "cpu" and not (dist.is_initialized() and torch.get_device_module(device).is_initialized()):
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)) % torch.accelerator.device_count())
@@ -97,12 +98,19 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: f
     ranks = torch.arange(math.prod(sizes), device="cpu").reshape(sizes)
     rows_of_axes = [ranks.movedim(dim, -1).reshape(-1, size).tolist() for dim, size in enumerate(sizes)]
     with _meet(limit) as meeting:
+        listener = _listen(rows_of_axes, meeting)
         if isinstance(meeting, FirstMeeting):
+            _agree(_Request(asked), meeting)
             _start(device, limit, meeting)
-        has_group = [_compat.find_group_of_row(rows, limit) is not None for rows in rows_of_axes]
-        requests = _compare(_Request(asked, has_group), limit, meeting)
+            agreed = _make_request(asked, rows_of_axes, limit)
+        else:
+            agreed = _agree(_make_request(asked, rows_of_axes, limit), meeting)
+            _renew(agreed.generation)
         meeting.state = rank_state()
-        groups = _make_groups(rows_of_axes, limit, meeting, requests, of_processors=device == "cpu")
+        meeting.state.listener = listener
+        groups = _make_groups(rows_of_axes, limit, meeting, agreed, of_processors=device == "cpu")
+        if isinstance(meeting, FirstMeeting):
+            meeting.confirm_mesh()
     mesh = DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=tuple(shape))
     _compat.release_groups_at_exit(mesh)
     # Keeps glibc from giving the memory of a step back to the system, which is slow to hand it out again in the next.
@@ -258,24 +266,39 @@ class _Request(NamedTuple):
     group_count: int = 0
 
 
+def _listen(rows_of_axes: Sequence[list[list[int]]], meeting: Meeting) -> Listener | None:
+    """Let the peers of this rank on all axes connect to it, and show them where; None if there are no connections."""
+    state = rank_state() if dist.is_initialized() else None
+    if not meeting.others or (state is not None and state.simulation is not None):
+        return None
+    listener: Listener = state.listener if state is not None and state.listener else Listener(meeting.store)
+    meeting.address = listener.address
+    peers = set[int]()
+    for rows in rows_of_axes:
+        for row in rows:
+            if meeting.rank in row:
+                peers.update(row[place] for place in list_peers(row.index(meeting.rank), len(row)))
+    meeting.peers = sorted(peers)
+    return listener
+
+
 def _make_groups(
     rows_of_axes: Sequence[list[list[int]]],
     limit: timedelta,
     meeting: Meeting,
-    requests: Sequence[_Request],
+    agreed: _Request,
     *,
     of_processors: bool,
 ) -> list[Any]:
     """Make the process groups of a mesh's axes that ranks do not have, and fshard's own connections beside them."""
     # Where some ranks failed as they made groups, only others have them, and names of later groups differ.
-    _compat.set_group_count(max(request.group_count for request in requests))
-    all_have_group = list(map(all, zip(*[request.has_group for request in requests], strict=True)))
-    for rows, can_keep in zip(rows_of_axes, all_have_group, strict=True):
+    _compat.set_group_count(agreed.group_count)
+    for rows, can_keep in zip(rows_of_axes, agreed.has_group, strict=True):
         if not can_keep:
             _compat.drop_group_of_row(rows, limit)
     groups: list[Any] = []
     for number, rows in enumerate(rows_of_axes):
-        if all_have_group[number]:
+        if agreed.has_group[number]:
             group = _compat.find_group_of_row(rows, limit)
         elif rows in rows_of_axes[:number]:
             group = groups[rows_of_axes.index(rows)]
@@ -285,8 +308,7 @@ def _make_groups(
     state = rank_state()
     for group in groups:
         if group.size() > 1:
-            name = group.group_name
-            connect_group(state, name, meeting.check_others, meeting.run, of_processors=of_processors)
+            connect_group(state, group.group_name, meeting, of_processors=of_processors)
     return groups
 
 
@@ -302,52 +324,56 @@ def _meet(limit: timedelta) -> Meeting:
     return FirstMeeting(_compat.StoreClient(dist.HashStore), 0, 1, limit.total_seconds())  # type: ignore[attr-defined]
 
 
-def _compare(request: _Request, limit: timedelta, meeting: Meeting) -> Sequence[_Request]:
+def _make_request(mesh: str, rows_of_axes: Sequence[list[list[int]]], limit: timedelta) -> _Request:
+    """What this rank brings where torch.distributed runs."""
+    state = rank_state()
+    generation = state.generation + (state.failure.reason is not None)
+    has_group = [_compat.find_group_of_row(rows, limit) is not None for rows in rows_of_axes]
+    return _Request(mesh, has_group, generation, _compat.group_count())
+
+
+def _agree(request: _Request, meeting: Meeting) -> _Request:
     """Compare what ranks ask for: refuse different meshes on every rank, whose groups would wait for each other.
 
     Returns:
-        What every rank brings.
+        What holds on every rank: the largest counts, and the groups that all have.
     """
-    state = rank_state()
-    size = dist.get_world_size()
-    generation = state.generation + (state.failure.reason is not None)
-    request = request._replace(generation=generation, group_count=_compat.group_count())
-    if size == 1:
-        return [request]
-    text = json.dumps(request)
 
-    def look(has_come: Callable[[int], bool]) -> None:
+    def look() -> None:
         meeting.check_others()
-        # A rank whose error nobody has heard of may be here while others wait for it in a step.
-        wake_waiting(state, "called init_mesh", has_come)
+        if dist.is_initialized():
+            # A rank whose error nobody has heard of may be here while others wait for it in a step.
+            wake_waiting(rank_state(), "called init_mesh", lambda rank: meeting.have_come([rank]))
 
-    with meeting.naming_the_store():
-        texts = _compat.texts_in_store(meeting.board, state.rank, text, size, limit, look)
-    # A rank may have given up before the last one came.
-    meeting.check_others(processes=False)
-    absent = [rank for rank, text in enumerate(texts) if text is None]
-    if absent:
-        raise make_absence_error(absent, limit.total_seconds())
-    requests = [_Request(*json.loads(text)) for text in texts if text is not None]
+    error, *agreed = json.loads(meeting.agree(json.dumps(request), _merge_requests, look))
+    if error:
+        meeting.refuse(ValueError(error))
+    return _Request(*agreed)
+
+
+def _merge_requests(texts: Sequence[str]) -> str:
+    """Find out what follows from the requests of all ranks: an error or "", and the request that holds on all."""
+    requests = [_Request(*json.loads(text)) for text in texts]
+    first = requests[0]
+    for rank, request in enumerate(requests):
+        if request.mesh != first.mesh:
+            error = (
+                f"init_mesh: expected the same mesh on every rank, {first.mesh} as on rank 0, got {request.mesh} on "
+                f"rank {rank}; make the same meshes in the same order"
+            )
+            return json.dumps([error, *first])
+    has_group = list(map(all, zip(*[request.has_group for request in requests], strict=True)))
     generation = max(request.generation for request in requests)
+    group_count = max(request.group_count for request in requests)
+    return json.dumps(["", first.mesh, has_group, generation, group_count])
+
+
+def _renew(generation: int) -> None:
+    """Make all groups anew on every rank where one rank has a group that is broken."""
+    state = rank_state()
     if generation > state.generation:
-        # Where one rank has a group that is broken, all make their groups anew.
         state.renew(generation)
         _compat.withdraw_report()
-    _refuse_different_meshes([request.mesh for request in requests], meeting)
-    return requests
-
-
-def _refuse_different_meshes(meshes: Sequence[str], meeting: Meeting) -> None:
-    """Refuse meshes that differ between ranks, on every rank."""
-    for rank, mesh in enumerate(meshes):
-        if mesh != meshes[0]:
-            meeting.refuse(
-                ValueError(
-                    f"init_mesh: expected the same mesh on every rank, {meshes[0]} as on rank 0, got {mesh} on rank "
-                    f"{rank}; make the same meshes in the same order"
-                )
-            )
 
 
 def _sizes(shape: Mapping[str, int], ranks: int) -> tuple[int, ...]:
@@ -373,14 +399,13 @@ def _start(device: str, limit: timedelta, meeting: FirstMeeting) -> None:
             backend = "gloo"
         # Ranks compare what they do by messages between processors, for which no host waits for its accelerator.
         backend = f"cpu:gloo,{device}:{backend}"
-    if size > 1:
-        meeting.wait_for_all()
 
     def begin(store: Any) -> None:
         dist.init_process_group(backend, store=store, rank=meeting.rank, world_size=size, timeout=limit)
 
     meeting.run(begin)
-    meeting.confirm_start()
+    # torch keeps it.
+    meeting.client = None
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 
 

@@ -28,9 +28,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 Tensors = list[torch.Tensor]
 
-# How long a rank may wait until others have read what is in the store.
-LINGER = timedelta(seconds=0.7)
-
 # Seconds after which a wait for the store looks whether a signal has come, such as Ctrl-C.
 STORE_SLICE = 0.5
 
@@ -213,7 +210,7 @@ def timeout_of(name: str) -> float:
 def make_pair(
     name: str,
     store: Any,
-    meanwhile: Callable[[], object],
+    meanwhile: Callable[[], object] | None,
     run: Callable[[Callable[[Any], Any]], Any],
 ) -> tuple[Pair | None, Sockets]:
     """Connect the ranks of a process group twice, beside the group itself; None where it is not gloo's.
@@ -225,7 +222,7 @@ def make_pair(
     Args:
         name: The process group's name.
         store: Where its ranks find each other; no others know its prefix.
-        meanwhile: Called from time to time while this rank waits for the others.
+        meanwhile: Called from time to time while this rank waits for the others; None where they are here.
         run: Runs what may fail on this rank, or wait inside gloo, with a client of `store` that it may wait on.
 
     Returns:
@@ -255,9 +252,10 @@ def make_pair(
     # A rank that cannot listen, as without files left, fails before the others wait for it inside gloo.
     up, down = run(lambda _: (options_of_one(), options_of_one()))
     # In the constructor of a group Ctrl-C would not be heard. Once all ranks are here, it does not wait.
-    here = [HERE.format(rank) for rank in range(group.size())]
-    store.set(here[group.rank()], "")
-    wait_in_store(store, here, options._timeout.total_seconds(), meanwhile)
+    if meanwhile is not None:
+        here = [HERE.format(rank) for rank in range(group.size())]
+        store.set(here[group.rank()], "")
+        wait_in_store(store, here, options._timeout.total_seconds(), meanwhile)
 
     pair = run(lambda client: (connect(client, "u", up), connect(client, "d", down)))
     sockets = {fd: inode for fd, inode in _open_sockets().items() if before.get(fd) != inode}
@@ -586,47 +584,6 @@ def wait_in_store(store: Any, keys: Sequence[str], seconds: float, meanwhile: Ca
             meanwhile()
             now = time.monotonic()
             next_look = now + min(now - start, LAST_LOOK)
-
-
-def texts_in_store(
-    store: Any,
-    local_rank: int,
-    text: str,
-    size: int,
-    timeout: timedelta,
-    meanwhile: Callable[[Callable[[int], bool]], object],
-) -> list[str | None]:
-    """Show all ranks a text by the store by which they found each other, without a collective. Checked on 2.13.
-
-    Args:
-        store: The store, by a prefix that nothing else uses.
-        local_rank: This rank.
-        text: Its text.
-        size: How many ranks there are.
-        timeout: How long to wait for them.
-        meanwhile: Called from time to time while this rank waits, with a function that tells whether a rank has come.
-
-    Returns:
-        Every rank's text; None for one that did not come.
-    """
-    texts = [f"text of {rank}" for rank in range(size)]
-    read = [f"read by {rank}" for rank in range(size)]
-
-    def has_come(rank: int) -> bool:
-        return bool(store.check([texts[rank]]))
-
-    store.set(texts[local_rank], text)
-    # A store that is a file raises no DistError.
-    with suppress(RuntimeError):
-        wait_in_store(store, texts, timeout.total_seconds(), lambda: meanwhile(has_come))
-    texts_of_all: list[str | None] = []
-    for rank in range(size):
-        texts_of_all.append(store.get(texts[rank]).decode() if has_come(rank) else None)
-    store.set(read[local_rank], "")
-    # A rank that refuses what it has read may end, and the store with it.
-    with suppress(RuntimeError):
-        wait_in_store(store, read, LINGER.total_seconds())
-    return texts_of_all
 
 
 def device_identity(device: str) -> str:

@@ -41,7 +41,8 @@ from fshard.comm.events import (
 )
 from fshard.comm.failure import CollectiveError, Position, connect_group, describe_difference, wake_waiting
 from fshard.comm.groups import ChainEntry, Group, PendingCollective, RankState, Simulation, has_renewed, rank_state
-from fshard.comm.meeting import FirstMeeting, Meeting, make_absence_error
+from fshard.comm.links import Listener, list_peers
+from fshard.comm.meeting import FirstMeeting, Meeting
 from fshard.comm.recorder import record, watched, watchers
 from fshard.comm.streams import copy_stream, current_stream, keep_for_current
 

@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -25,6 +25,9 @@ from fshard.comm.groups import TEXT_LENGTH, ChainEntry, Group, PendingCollective
 from fshard.comm.interrupts import Interrupts
 from fshard.comm.links import Links, Listener, connect_links, list_peers
 from fshard.errors import describe_error
+
+if TYPE_CHECKING:
+    from fshard.comm.meeting import Meeting
 
 # Seconds that a call of the store may take, which may hang with the rank that holds it.
 STORE_TIMEOUT = 1.0
@@ -261,8 +264,7 @@ def ask_store(ask: Callable[[], Any], seconds: float = 0.0) -> Any:
 def connect_group(
     state: RankState,
     name: str,
-    look: Callable[[], object] = bool,
-    run: Callable[[Callable[[Any], Any]], Any] = lambda make: make(None),
+    meeting: "Meeting | None" = None,
     *,
     of_processors: bool = False,
 ) -> Group:
@@ -271,8 +273,7 @@ def connect_group(
     Args:
         state: This rank's.
         name: The name of the axis's process group.
-        look: Called from time to time while this rank waits for the others.
-        run: Runs what waits for them inside gloo, with a client of the store for it alone; None for this rank's own.
+        meeting: Of all ranks, which are here; None where they may not be.
         of_processors: Whether rows of tensors of processors travel there, also beside a backend that sends itself.
 
     Returns:
@@ -284,7 +285,7 @@ def connect_group(
     group = state.groups.get(name)
     has_pair = of_processors or not _compat.serves_accelerator(name)
     if group is None or (has_pair and group.pair is None and group.links is not None):
-        group = _make_group(state, name, look, run, group, has_pair=has_pair)
+        group = _make_group(state, name, meeting, group, has_pair=has_pair)
         state.groups[name] = group
     if state.watcher is None and group.links is not None:
         state.watcher = FailureWatcher(state)
@@ -297,8 +298,7 @@ def connect_group(
 def _make_group(
     state: RankState,
     name: str,
-    look: Callable[[], object],
-    run: Callable[[Callable[[Any], Any]], Any],
+    meeting: "Meeting | None" = None,
     group: Group | None = None,
     *,
     has_pair: bool = True,
@@ -310,18 +310,23 @@ def _make_group(
         group = Group(name, ranks, ranks.index(state.rank), None, _compat.timeout_of(name))
     if state.simulation is not None:
         return group
-    board = _board_of(state, group)
 
-    def run_by_board(make: Callable[[Any], Any]) -> Any:
-        return run(lambda client: make(_board_of(state, group, client)))
+    def run(make: Callable[[Any], Any]) -> Any:
+        """Run what may wait inside torch, with a client of the store that another thread may end."""
+        if meeting is None:
+            return make(_board_of(state, group))
+        return meeting.run(lambda client: make(_board_of(state, group, client)))
 
-    with _naming_absent_ranks(state, group):
+    with _naming_absent_ranks(state, group, meeting):
         if is_new:
-            group.links = _connect_links(state, group, look)
+            group.links = _connect_links(state, group, meeting)
         if has_pair:
-            group.pair, group.sockets = _compat.make_pair(name, board, look, run_by_board)
+            look = bool if meeting is None else None
+            group.pair, group.sockets = _compat.make_pair(name, _board_of(state, group), look, run)
+        elif is_new:
+            _wait_for_links(state, group, meeting)
         if is_new and state.generation > 0:
-            run_by_board(lambda board: _compat.replace_group(name, state.generation, board))
+            run(lambda board: _compat.replace_group(name, state.generation, board))
     return group
 
 
@@ -335,25 +340,35 @@ def _key_of(group: Group) -> str:
     return f"{group.name} of {_compat.digest_of_ranks(group.ranks)}"
 
 
-def _connect_links(state: RankState, group: Group, look: Callable[[], object]) -> Links:
-    """Connect with some of the other ranks, and wait until all of them have."""
+def _connect_links(state: RankState, group: Group, meeting: "Meeting | None") -> Links:
+    """Connect with some of the other ranks, whose addresses are known from a meeting, or else from the store."""
     if state.listener is None:
         state.listener = Listener(state.store)
-    board = _board_of(state, group)
-    board.set(HERE.format(group.local_rank), state.listener.address)
     peers = list_peers(group.local_rank, len(group.ranks))
-    _compat.wait_in_store(board, [HERE.format(peer) for peer in peers], group.timeout, look)
-    addresses = {peer: board.get(HERE.format(peer)).decode() for peer in peers}
-    links = connect_links(state.listener, _key_of(group), group.ranks, group.local_rank, addresses, group.timeout, look)
-    # A rank that goes on would take others, which fail as they connect, for ranks that have ended.
+    if meeting is not None:
+        address_of = meeting.read_addresses([group.ranks[peer] for peer in peers])
+        addresses = {peer: address_of[group.ranks[peer]] for peer in peers}
+        look: Callable[[], object] = meeting.check_others
+    else:
+        board = _board_of(state, group)
+        board.set(HERE.format(group.local_rank), state.listener.address)
+        _compat.wait_in_store(board, [HERE.format(peer) for peer in peers], group.timeout)
+        addresses = {peer: board.get(HERE.format(peer)).decode() for peer in peers}
+        look = bool
+    key = f"{state.generation} {_key_of(group)}"
+    return connect_links(state.listener, key, group.ranks, group.local_rank, addresses, group.timeout, look)
+
+
+def _wait_for_links(state: RankState, group: Group, meeting: "Meeting | None") -> None:
+    """Wait until all ranks have their links. A rank that goes on could take those that fail for ranks that ended."""
+    board = _board_of(state, group)
     if board.add("connected", 1) == len(group.ranks):
         board.set("all connected", "")
-    _compat.wait_in_store(board, ["all connected"], group.timeout, look)
-    return links
+    _compat.wait_in_store(board, ["all connected"], group.timeout, bool if meeting is None else meeting.check_others)
 
 
 @contextmanager
-def _naming_absent_ranks(state: RankState, group: Group) -> Iterator[None]:
+def _naming_absent_ranks(state: RankState, group: Group, meeting: "Meeting | None") -> Iterator[None]:
     """Name the ranks that do not come, where a context connects a group.
 
     Raises:
@@ -370,7 +385,7 @@ def _naming_absent_ranks(state: RankState, group: Group) -> Iterator[None]:
         absent = ask_store(lambda: [rank for place, rank in enumerate(ranks) if not board.check([key.format(place)])])
         if absent is None:
             raise CollectiveError(STORE_IS_GONE) from error
-        if not absent:
+        if not absent or meeting is not None:
             raise CollectiveError(f"Ranks {ranks} could not connect: {error!s:.300}") from error
         raise CollectiveError(
             f"{name_ranks(absent)} did not connect within {group.timeout:g} s (group of ranks {ranks}). Check that "

@@ -235,7 +235,6 @@ class RankState:
         self.failure = Failure()
         self.groups.clear()
         self.compared.clear()
-        self.listener = None
 
 
 class _Memory(weakref.WeakKeyDictionary[Any, RankState]):

@@ -1,9 +1,10 @@
 """While ranks make a mesh, they find out if one of them fails or dies, and all of them end with the same error.
 
 A rank waits for the others in the store before it calls a constructor of torch or gloo, which would wait for them
-without looking at signals and notes. A rank may also fail or die while others are inside such a constructor. They wait
-there by a client of the store that has its own connection. A thread looks meanwhile what became of the other ranks, and
-ends that connection.
+without looking at signals and notes. It brings what ranks compare there, and the last to come compares it for all.
+
+A rank may also fail or die while others are inside such a constructor. They wait there by a client of the store that
+has its own connection. A thread looks meanwhile what became of the other ranks, and ends that connection.
 """
 
 import json
@@ -11,7 +12,8 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
@@ -42,6 +44,15 @@ FIRST_LOOK = 0.5
 NEXT_LOOK = 1.0
 # Written in the place of the number of looks by a rank whose wait has ended by the timeout.
 TIMED_OUT = -1
+# Seconds in which one rank finds out for all others which have not come.
+SEARCH_TIME = 5.0
+# What a rank brings to a meeting; "" from a rank that has given up.
+ENTRY = "entry/{}"
+# What follows from what all ranks bring; FAILED if one has given up.
+END = "end"
+FAILED = "failed"
+# In the place of a note: some rank has its first mesh.
+MADE = "made"
 
 
 class Meeting:
@@ -60,6 +71,7 @@ class Meeting:
         # The client of the store that constructors wait on; made for the first of them.
         self.client: _compat.StoreClient | None = None
         self.rank = rank
+        self.size = size
         self.others = [other for other in range(size) if other != rank]
         self.timeout = timeout
         self.board: Any = dist.PrefixStore(f"fshard/meeting {name}", store)  # type: ignore[attr-defined]
@@ -71,29 +83,142 @@ class Meeting:
         self.stage = 0
         # Whether all ranks raise the error that leaves the meeting.
         self.fails_everywhere = False
+        # Where this rank may be connected to, and the ranks whose addresses it needs; set before ranks agree.
+        self.address = ""
+        self.peers: Sequence[int] = ()
+        self._addresses: dict[int, str] = {}
 
     def __enter__(self) -> Self:
-        """Show others which process this rank is."""
-        if self.others:
-            self.board.set(f"process/{self.rank}", json.dumps(this_process()))
-            self.board.set(f"here/{self.rank}", "")
+        """Begin."""
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Tell the others of an error, unless they have it too."""
-        if error is None or self.fails_everywhere or not self.others:
+        if error is None or not self.others:
             return
+        if not self.fails_everywhere:
+            self._report(error)
+        # The store may go with this rank.
+        ask_store(self._linger)
+
+    def _report(self, error: BaseException) -> None:
+        """Give up the meeting."""
         if isinstance(error, CollectiveError):
             text = describe_error(error)
             report_at_once(text)
         else:
             text = self._describe_failure(error)
+        # A rank that comes last sees it there.
+        ask_store(lambda: self.board.set(ENTRY.format(self.rank), ""))
         reason = self._leave_note(text)
         if self.state is not None:
             self.state.failure.reason = self.state.failure.reason or reason
-        keys = [f"read/{rank}" for rank in self.others]
-        # The store may go with this rank.
-        ask_store(lambda: self.board.set(f"read/{self.rank}", "") or self.board.check(keys), LINGER_TIME)
+
+    def _linger(self) -> None:
+        """Wait until all ranks have heard why the meeting ends."""
+        if self.board.add("read", 1) == self.size:
+            self.board.set("all read", "")
+        self.board.wait(["all read"], timedelta(seconds=LINGER_TIME))
+
+    def agree(self, text: str, merge: Callable[[Sequence[str]], str], look: Callable[[], object]) -> str:
+        """Wait until all ranks have come; find out once, on the last of them, what follows from all that they bring.
+
+        Each rank asks the store four times, whatever their number; only the last reads what all have brought.
+
+        Args:
+            text: What this rank brings.
+            merge: Maps the texts of all ranks to what follows from them.
+            look: Called from time to time while this rank waits.
+
+        Returns:
+            What follows, the same on every rank.
+
+        Raises:
+            CollectiveError: if a rank does not come, has failed or is gone.
+        """
+        if not self.others:
+            return merge([text])
+        with self._naming_the_store():
+            self.board.set(ENTRY.format(self.rank), json.dumps([this_process(), self.address, text]))
+            if self.board.add("came", 1) == self.size:
+                end = self._end(merge)
+            else:
+                end = self._wait_for_end(look)
+            if end == FAILED:
+                raise CollectiveError(self._read_note())
+        return end
+
+    def _end(self, merge: Callable[[Sequence[str]], str]) -> str:
+        """As the last to come, let all others go on."""
+        entries = self._read(range(self.size))
+        has_failed = "" in entries
+        end = FAILED if has_failed else merge([json.loads(entry)[-1] for entry in entries])
+        self.board.set(END, end)
+        return end
+
+    def _wait_for_end(self, look: Callable[[], object]) -> str:
+        """Wait for the last to come."""
+        try:
+            _compat.wait_in_store(self.board, [END], self.timeout, look)
+        except CollectiveError:
+            raise
+        except RuntimeError as error:
+            raise self._explain_absence() from error
+        return self._read(self.peers, END)[0]
+
+    def _read(self, ranks: Sequence[int], *keys: str) -> list[str]:
+        """Read some keys, and what ranks have brought, which are there; keep what is of use later."""
+        values = self.board.multi_get([*keys, *map(ENTRY.format, ranks)])
+        texts = [value.decode() for value in values]
+        for rank, entry in zip(ranks, texts[len(keys) :], strict=True):
+            if entry:
+                process, self._addresses[rank], _ = json.loads(entry)
+                self.processes[rank] = Process(*process)
+        return texts
+
+    def read_addresses(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Read where some ranks may be connected to, once ranks have agreed.
+
+        Args:
+            ranks: The ranks; those of `peers` have been read already.
+
+        Returns:
+            What each has set as its `address`.
+        """
+        unread = [rank for rank in ranks if rank not in self._addresses]
+        if unread:
+            self._read(unread)
+        return {rank: self._addresses[rank] for rank in ranks}
+
+    def _explain_absence(self) -> CollectiveError:
+        """Say who has not come. One rank finds out, and the others wait for its note."""
+        rank = f"{self.rank}"
+        finder = ask_store(lambda: self.board.compare_set("finder", "", rank).decode())
+        if finder != rank:
+            with suppress(RuntimeError):
+                _compat.wait_in_store(self.board, ["found"], SEARCH_TIME)
+        if reason := self.find_reason(processes=False):
+            return CollectiveError(reason)
+        absent = ask_store(lambda: [self._find_absent(self.others)], SEARCH_TIME)
+        if absent is None:
+            return CollectiveError(self._name_ended_ranks() or STORE_IS_GONE)
+        error = make_absence_error(absent[0], self.timeout)
+        self._leave_note(describe_error(error))
+        ask_store(lambda: self.board.set("found", ""))
+        return error
+
+    def _find_absent(self, ranks: Sequence[int]) -> list[int]:
+        """Find out by halves which of some ranks have not come."""
+        if self.have_come(ranks):
+            return []
+        if len(ranks) == 1:
+            return [*ranks]
+        half = len(ranks) // 2
+        return self._find_absent(ranks[:half]) + self._find_absent(ranks[half:])
+
+    def have_come(self, ranks: Sequence[int]) -> bool:
+        """Whether all of some ranks have come."""
+        return bool(self.board.check([ENTRY.format(rank) for rank in ranks]))
 
     def refuse(self, error: ValueError) -> None:
         """Raise an error that all ranks raise, because it follows from what they have shown each other.
@@ -105,7 +230,7 @@ class Meeting:
         raise error
 
     @contextmanager
-    def naming_the_store(self) -> Iterator[None]:
+    def _naming_the_store(self) -> Iterator[None]:
         """Name the rank that held the store, where the store does not answer in a context.
 
         Raises:
@@ -144,24 +269,6 @@ class Meeting:
         reason: str | None = ask_store(self._find_reason if processes else self._read_note)
         # The store may have gone with the rank that held it.
         return self._name_ended_ranks() if reason is None else reason
-
-    def wait_for_all(self) -> None:
-        """Wait until all ranks have come.
-
-        Raises:
-            CollectiveError: if one does not come, has failed or is gone.
-        """
-        try:
-            keys = [f"here/{rank}" for rank in self.others]
-            _compat.wait_in_store(self.board, keys, self.timeout, self.check_others)
-        except CollectiveError:
-            raise
-        except RuntimeError as error:
-            present = ask_store(lambda: [rank for rank in self.others if self.board.check([f"here/{rank}"])])
-            if present is None:
-                raise CollectiveError(self._name_ended_ranks() or STORE_IS_GONE) from error
-            absent = [rank for rank in self.others if rank not in present]
-            raise make_absence_error(absent, self.timeout) from error
 
     def run(self, make: Callable[[Any], T]) -> T:
         """Make what waits inside torch for other ranks.
@@ -260,8 +367,9 @@ class Meeting:
             return note
         unknown = [rank for rank in self.others if rank not in self.processes]
         for rank in random.sample(unknown, min(MAX_RANKS_PER_POLL, len(unknown))):
-            if text := read_first(self.board, "process", [rank]):
-                self.processes[rank] = Process(*json.loads(text))
+            # To read a key that is not there by compare_set would make it.
+            if self.have_come([rank]):
+                self._read([rank])
         reason = self._name_ended_ranks()
         return self._leave_note(reason) if reason else ""
 
@@ -276,15 +384,12 @@ class Meeting:
 
     def _leave_note(self, reason: str) -> str:
         """Leave a note, and return the reason in the first one that is there."""
+        return ask_store(lambda: self._reason_in(self._write_note(reason).decode())) or reason
 
-        def leave() -> str:
-            return self._reason_in(self.board.compare_set("note", "", self._make_note(reason)).decode())
-
-        return ask_store(leave) or reason
-
-    def _make_note(self, reason: str) -> str:
-        """Write a note."""
-        return reason
+    def _write_note(self, reason: str) -> bytes:
+        """Write a note, and return the first one that is there."""
+        note: bytes = self.board.compare_set("note", "", reason)
+        return note
 
     def _reason_in(self, note: str) -> str:
         """Read the reason in a note; "" if there is none."""
@@ -313,26 +418,37 @@ class FirstMeeting(Meeting):
         self._launcher_store = client.store
         self._must_stop = False
 
-    def confirm_start(self) -> None:
-        """Show others that torch.distributed runs on this rank; it keeps the client that it was started with."""
-        self.client = None
-        if self.others:
-            self.board.set(f"started/{self.rank}", "")
+    def confirm_mesh(self) -> None:
+        """Show others that this rank has its mesh, unless one of them has failed.
+
+        All ranks are then past the start of torch.distributed: on every axis, one after another, each has begun to
+        connect with all others of its row.
+
+        Raises:
+            CollectiveError: if one has failed.
+        """
+        if not self.others:
+            return
+        reason = self._reason_in(self.board.compare_set("note", "", MADE).decode())
+        if reason:
+            raise CollectiveError(reason)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Tell the others of an error, and stop torch.distributed if it has not started on all ranks."""
+        """Tell the others of an error, and stop torch.distributed unless it runs on all ranks."""
         super().__exit__(kind, error, traceback)
-        if error is not None and self._must_stop:
+        if error is not None and (self._must_stop or self.fails_everywhere):
             _compat.stop_torch()
             # Ranks meet here again, in the store of the next start.
             _compat.keep_server(self._launcher_store)
 
-    def _make_note(self, reason: str) -> str:
-        keys = [f"started/{rank}" for rank in (self.rank, *self.others)]
-        return json.dumps([reason, not self.board.check(keys)])
+    def _write_note(self, reason: str) -> bytes:
+        note: bytes = self.board.compare_set("note", "", json.dumps([reason, True]))
+        if note.decode() == MADE:
+            note = self.board.compare_set("note", MADE, json.dumps([reason, False]))
+        return note
 
     def _reason_in(self, note: str) -> str:
-        if not note:
+        if note in ("", MADE):
             return ""
         reason, self._must_stop = json.loads(note)
         return str(reason)
@@ -381,5 +497,8 @@ class _WaitEnder(threading.Thread):
 
 def make_absence_error(absent: Sequence[int], timeout: float) -> CollectiveError:
     """Make the error of ranks that did not come to a meeting."""
+    if not absent:
+        text = f"init_mesh: all ranks called it, but one of them stopped there for over {timeout:g} s"
+        return CollectiveError(f"{text}. Look for a rank whose process is stopped.\nTo fix: {RESTART}.")
     remedy = "Call init_mesh on every rank; if you make several meshes, make them in the same order."
     return CollectiveError(f"init_mesh: {name_ranks(absent)} did not call it within {timeout:g} s. {remedy}")

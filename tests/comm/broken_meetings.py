@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import fshard as fs
-from fshard import _compat
+from fshard import _compat, comm
 
 # Where the functions are that a rank may break in, where that is not `_compat`.
 OWNERS = {
@@ -20,6 +20,7 @@ OWNERS = {
     "new_subgroups_by_enumeration": dist,
     "new_group": dist.distributed_c10d,
     "create_default_device": dist.ProcessGroupGloo,
+    "agree": comm.Meeting,
 }
 
 

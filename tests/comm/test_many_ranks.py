@@ -3,15 +3,18 @@
 import json
 import math
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch.distributed as dist
 
 from fshard import _compat
-from fshard.comm import failure
+from fshard._compat import StoreClient
+from fshard.comm import CollectiveError, FirstMeeting, Meeting, failure
 from fshard.comm.groups import RankState
+from fshard.comm.meeting import END, ENTRY
 from fshard.comm.sockets import sockets_of_axis, sockets_of_mesh
-from tests.comm.counted_meetings import print_sockets
+from tests.comm.counted_meetings import print_requests, print_sockets
 from tests.forked_programs import run_on_ranks
 
 # torch's server ends the connection of a client that sends a longer key.
@@ -35,7 +38,7 @@ def test_keys_of_a_group_of_thousands_of_ranks_fit_in_the_store(monkeypatch):
     monkeypatch.setattr(_compat, "make_pair", make_pair)
     monkeypatch.setattr(_compat, "serves_accelerator", lambda _: False)
     monkeypatch.setattr(failure, "_connect_links", lambda *_: None)
-    failure._make_group(RankState(7, store), "12", bool, lambda make: make(store))
+    failure._make_group(RankState(7, store), "12")
     assert 0 < max(lengths) < LONGEST_KEY / 50
 
 
@@ -71,3 +74,74 @@ def test_sockets_of_thousands_of_ranks():
     for ranks, links in ((64, 6), (1000, 20), (1024, 10), (4096, 12)):
         assert sockets_of_axis(ranks, sends_itself=True) == ranks + links
         assert sockets_of_axis(ranks, sends_itself=False) == 3 * ranks + links
+
+
+@pytest.mark.rows(2)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_requests_to_the_store_are_as_many_at_any_number_of_ranks(shape):
+    """Six of each rank for the first mesh, and five for each later one, whether it has groups of its own or not."""
+    ranks = math.prod(shape.values())
+    for program in run_on_ranks(ranks, print_requests, json.dumps(shape)):
+        assert program.code == 0, program
+        assert program.output.split() == ["6", "5", "5"]
+
+
+@pytest.fixture
+def store():
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
+
+
+def meet(store, rank, timeout=20.0):
+    return Meeting(store, rank, MANY, "1", timeout)
+
+
+def come(store, absent=()):
+    """Let thousands of ranks come to a meeting but for the last, and those that are absent."""
+    board = meet(store, 0).board
+    for rank in range(MANY - 1):
+        if rank not in absent:
+            board.set(ENTRY.format(rank), json.dumps([["", 0, ""], f"address {rank}", "the same"]))
+            board.add("came", 1)
+    return board
+
+
+def test_thousands_of_ranks_meet(store):
+    """The last of them compares for all, and any may read where a few others are."""
+    come(store)
+    last = meet(store, MANY - 1)
+    end = last.agree("the same", lambda texts: f"{len(texts)} {set(texts)}", bool)
+    assert end == last.board.get(END).decode() == f"{MANY} {{'the same'}}"
+    assert meet(store, 0).read_addresses([1, 2048]) == {1: "address 1", 2048: "address 2048"}
+
+
+def test_one_rank_finds_out_by_halves_which_of_thousands_have_not_come(store, monkeypatch):
+    """The others, and those that come too late, read what it has found out."""
+    monkeypatch.setattr("fshard.comm.meeting.LINGER_TIME", 0.01)
+    checks = []
+    have_come = Meeting.have_come
+    monkeypatch.setattr(Meeting, "have_come", lambda *args: checks.append(1) or have_come(*args))
+    board = come(store, absent=[7, 1000, 3001])
+    # It comes at the same time as the rank that finds out.
+    board.set(ENTRY.format(7), "")
+    texts = []
+    for rank in (MANY - 1, 7, 1000, 3001):
+        with pytest.raises(CollectiveError) as caught, meet(store, rank, timeout=0.1) as meeting:
+            meeting.agree("the same", "".join, bool)
+        texts.append(str(caught.value))
+    assert texts[0].startswith("init_mesh: ranks 1000 and 3001 did not call it within 0.1 s. ")
+    assert texts == texts[:1] * 4
+    assert len(checks) <= 4 * math.log2(MANY)
+
+
+def test_the_first_rank_with_a_mesh_decides_whether_torch_runs_on(store):
+    """A rank that fails before that lets all others stop it, and one that fails after that lets it run."""
+    for is_made in (False, True):
+        meetings = [
+            FirstMeeting(StoreClient(partial(dist.PrefixStore, f"{is_made}", store)), n, 2, 9.0) for n in range(2)
+        ]
+        if is_made:
+            meetings[1].confirm_mesh()
+        meetings[0]._leave_note("rank 0 failed")
+        with pytest.raises(CollectiveError, match=r"^rank 0 failed$"):
+            meetings[1].confirm_mesh()
+        assert [meeting._must_stop for meeting in meetings] == [not is_made] * 2

@@ -19,9 +19,9 @@ SECONDS = 40.0
 ROWS = [
     (2, 1, "create_default_device", "files", 1, SECONDS, FILES),
     (2, 1, "make_pair", "kill", 1, SECONDS, KILLED),
-    (2, 0, "texts_in_store", "kill", 1, SECONDS, f"{KILLED}|{STORE}"),
-    (2, 1, "texts_in_store", "interrupt", 2, SECONDS, "rank {} failed in init_mesh: KeyboardInterrupt$"),
-    (2, 1, "texts_in_store", "kill", 1, SECONDS, KILLED),
+    (2, 0, "agree", "kill", 1, SECONDS, f"{KILLED}|{STORE}"),
+    (2, 1, "agree", "interrupt", 2, SECONDS, "rank {} failed in init_mesh: KeyboardInterrupt$"),
+    (2, 1, "agree", "kill", 1, SECONDS, KILLED),
     (2, 1, "init_process_group", "kill", 1, SECONDS, KILLED),
     (2, 1, "init_process_group", "files", 1, SECONDS, FILES),
     (4, 3, "new_subgroups_by_enumeration", "kill", 1, SECONDS, KILLED),
@@ -52,9 +52,9 @@ def test_a_rank_that_breaks_in_init_mesh_is_named(size, victim, place, fault, me
 
 # Where and how the victim hangs, the number of meshes, the timeout of the last one, and what the others say.
 HANGS = [
-    ("wait_in_store", "hang", 1, 30.0, "did not make process groups"),
+    ("make_pair", "hang", 1, 30.0, "did not make process groups"),
     ("init_process_group", "stop", 1, 30.0, "did not make process groups"),
-    ("texts_in_store", "hang", 2, 6.0, "did not call it"),
+    ("agree", "hang", 2, 6.0, "did not call it"),
     ("set_group_count", "hang", 2, 6.0, "did not make process groups"),
     ("new_subgroups_by_enumeration", "stop", 2, 6.0, "did not make process groups"),
 ]

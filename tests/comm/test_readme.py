@@ -5,6 +5,8 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 import fshard as fs
 from fshard import comm
@@ -18,7 +20,11 @@ TEXT = README.read_text()
 TABLES = {rows[0][0]: rows[1:] for rows in tables(TEXT)}
 SOURCE = "".join(path.read_text() for path in README.parent.glob("*.py"))
 # Written only where a rank fails in init_mesh, or waits there for long; see test_meeting.py.
-OF_FAILED_MEETINGS = {"fshard/meeting <meeting>/read/<rank>", "fshard/meeting <meeting>/waits/<rank>"}
+OF_FAILED_MEETINGS = {
+    f"fshard/meeting <meeting>/{key}" for key in ("note", "finder", "found", "read", "all read", "waits/<rank>")
+}
+# Written only where a backend sends itself; see tests/accelerator.
+OF_ACCELERATORS = {f"fshard/<generation>/<group> of <digest>/{key}" for key in ("connected", "all connected")}
 
 
 def test_every_file_is_there():
@@ -60,8 +66,11 @@ def test_every_key_of_the_store_is_there():
     with pytest.raises((ArithmeticError, comm.CollectiveError)):
         fs.value_and_grad(loss)(params)
     one_axis()
+    # A group that init_mesh has not made is connected when it is first used.
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=("shard",))
+    fs.psum(torch.ones(()), fs.axis_of(mesh))
     keys = {key for key in comm.rank_state().store.list_keys() if "fshard" in key}
     patterns = {row[0]: pattern_of(row[0]) for row in TABLES["key"]}
     assert {key for key in keys if not any(pattern.fullmatch(key) for pattern in patterns.values())} == set()
     unused = {name for name, pattern in patterns.items() if not any(map(pattern.fullmatch, keys))}
-    assert unused == OF_FAILED_MEETINGS
+    assert unused == OF_FAILED_MEETINGS | OF_ACCELERATORS

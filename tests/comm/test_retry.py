@@ -14,7 +14,7 @@ ROWS = [
     (4, 0, ["init_process_group", "new_group"], "before"),
     pytest.param(4, 0, ["init_process_group", "new_group"], "behind", marks=pytest.mark.slow),
     pytest.param(2, 1, ["init_process_group"], "before", marks=pytest.mark.slow),
-    pytest.param(2, 0, ["texts_in_store"], "before", marks=pytest.mark.slow),
+    pytest.param(2, 0, ["agree"], "before", marks=pytest.mark.slow),
     pytest.param(2, 1, ["make_pair"], "before", marks=pytest.mark.slow),
     pytest.param(4, 3, ["new_subgroups_by_enumeration"], "before", marks=pytest.mark.slow),
     pytest.param(4, 2, ["new_subgroups_by_enumeration"], "behind", marks=pytest.mark.slow),

@@ -338,15 +338,15 @@ FAULTS = (
     Fault(
         "names-of-groups-differ-after-a-failure",
         "fshard/mesh.py",
-        "_compat.set_group_count(max(request.group_count for request in requests))",
+        "_compat.set_group_count(agreed.group_count)",
         "_compat.set_group_count(_compat.group_count())",
         "10: after a failure all ranks may call init_mesh again",
     ),
     Fault(
         "torch-runs-on-where-another-rank-could-not-start-it",
         "fshard/comm/meeting.py",
-        "return json.dumps([reason, not self.board.check(keys)])",
-        "return json.dumps([reason, False])",
+        'note: bytes = self.board.compare_set("note", "", json.dumps([reason, True]))',
+        'note: bytes = self.board.compare_set("note", "", json.dumps([reason, False]))',
         "10: after a failure all ranks may call init_mesh again",
     ),
     Fault(
@@ -425,6 +425,34 @@ FAULTS = (
         "reason = self._leave_note(text)",
         "reason = text",
         "10: a rank that fails in init_mesh is named on the others",
+    ),
+    Fault(
+        "ranks-go-on-without-one-that-gave-up",
+        "fshard/comm/meeting.py",
+        "if error is None or not self.others:",
+        "if error is None or not self.others or self.state is None:",
+        "10: a rank that fails in init_mesh is named on the others",
+    ),
+    Fault(
+        "every-rank-finds-out-who-has-not-come",
+        "fshard/comm/meeting.py",
+        "if finder != rank:",
+        "if finder is None:",
+        "10: requests to the store at the start are as many at any number of ranks",
+    ),
+    Fault(
+        "absent-ranks-are-asked-one-by-one",
+        "fshard/comm/meeting.py",
+        "half = len(ranks) // 2",
+        "half = 1",
+        "10: requests to the store at the start are as many at any number of ranks",
+    ),
+    Fault(
+        "rank-that-fails-behind-the-first-mesh-stops-torch",
+        "fshard/comm/meeting.py",
+        'note = self.board.compare_set("note", MADE, json.dumps([reason, False]))',
+        'note = self.board.compare_set("note", MADE, json.dumps([reason, True]))',
+        "10: after a failure all ranks may call init_mesh again",
     ),
     Fault(
         "forked-child-waits-for-locks-of-the-watcher",
