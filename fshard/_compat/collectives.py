@@ -34,9 +34,6 @@ STORE_SLICE = 0.5
 # Seconds that a rank waits for others in the store before it looks what they do: the first time, and at most.
 FIRST_LOOK, LAST_LOOK = 0.5, 1.0
 
-# The key by which a rank tells that it has come to connect.
-HERE = "here {}"
-
 # The tag of messages by which connections are ended; see `cut`.
 CUT = 2**31 - 1
 
@@ -209,8 +206,6 @@ def timeout_of(name: str) -> float:
 
 def make_pair(
     name: str,
-    store: Any,
-    meanwhile: Callable[[], object] | None,
     run: Callable[[Callable[[Any], Any]], Any],
 ) -> tuple[Pair | None, Sockets]:
     """Connect the ranks of a process group twice, beside the group itself; None where it is not gloo's.
@@ -221,9 +216,8 @@ def make_pair(
 
     Args:
         name: The process group's name.
-        store: Where its ranks find each other; no others know its prefix.
-        meanwhile: Called from time to time while this rank waits for the others; None where they are here.
-        run: Runs what may fail on this rank, or wait inside gloo, with a client of `store` that it may wait on.
+        run: Runs what may fail on this rank, or wait inside gloo, with a store for the ranks of the group alone. They
+            are all here.
 
     Returns:
         The two groups, with the process group's timeout, and their sockets.
@@ -251,12 +245,6 @@ def make_pair(
     before = _open_sockets()
     # A rank that cannot listen, as without files left, fails before the others wait for it inside gloo.
     up, down = run(lambda _: (options_of_one(), options_of_one()))
-    # In the constructor of a group Ctrl-C would not be heard. Once all ranks are here, it does not wait.
-    if meanwhile is not None:
-        here = [HERE.format(rank) for rank in range(group.size())]
-        store.set(here[group.rank()], "")
-        wait_in_store(store, here, options._timeout.total_seconds(), meanwhile)
-
     pair = run(lambda client: (connect(client, "u", up), connect(client, "d", down)))
     sockets = {fd: inode for fd, inode in _open_sockets().items() if before.get(fd) != inode}
     for fd in sockets:

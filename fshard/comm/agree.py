@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from fshard import _compat
 from fshard.comm import ops, recorder
-from fshard.comm.collective import Caller, has_one_rank, rank, supports_cpu_messages
+from fshard.comm.collective import Caller, rank, supports_cpu_messages
 from fshard.comm.events import Destination, Label, Verb, encode_label, make_label
 from fshard.comm.failure import CollectiveError, all_fail, ask_store, describe_failure, notify_peers, report_at_once
 from fshard.comm.groups import RankState, rank_state
-from fshard.comm.links import Merge
+from fshard.comm.links import Merge, merging_json
 from fshard.errors import Problem, leaf_error
 from fshard.tree import Axis, Flat, flatten, is_sharded
 from fshard.tree.checks import is_reachable
@@ -302,11 +302,7 @@ def all_gather_object(value: Any, axes: Sequence[Axis], label: Caller) -> list[A
 
 def _spread_value(value: Any, merge: Callable[[Any, Any], Any], axis: Axis, label: Label) -> Any:
     """Merge the values of all ranks of an axis, which JSON can hold."""
-
-    def merge_texts(known: bytes, other: bytes) -> bytes:
-        return json.dumps(merge(json.loads(known), json.loads(other))).encode()
-
-    return json.loads(_spread(json.dumps(value).encode(), merge_texts, axis, label))
+    return json.loads(_spread(json.dumps(value).encode(), merging_json(merge), axis, label))
 
 
 def join_flags(flags: Sequence[bool], axes: Sequence[Axis], label: Label) -> list[bool]:
@@ -320,20 +316,18 @@ def join_flags(flags: Sequence[bool], axes: Sequence[Axis], label: Label) -> lis
     Returns:
         For each flag whether it is set on any rank.
     """
-    known = bytes(flags)
+    joint = list(flags)
     for axis in _axes_to_ask(axes):
-        known = _spread(known, _merge_flags, axis, label._replace(parts=f"{len(flags)} flags"))
-    return list(map(bool, known))
+        joint = _spread_value(joint, _join_all, axis, label._replace(parts=f"{len(flags)} flags"))
+    return joint
 
 
-def _merge_flags(known: bytes, other: bytes) -> bytes:
-    return (int.from_bytes(known) | int.from_bytes(other)).to_bytes(len(known))
+def _join_all(flags: Sequence[bool], other: Sequence[bool]) -> list[bool]:
+    return list(map(operator.or_, flags, other))
 
 
 def _spread(known: bytes, merge: Merge, axis: Axis, label: Label) -> bytes:
     """Merge what all ranks of an axis know."""
-    if has_one_rank(axis):
-        return known
     return recorder.spread(known, merge, Destination(axis.name, axis.size, axis.group_name, encode_label(label)))
 
 

@@ -320,11 +320,11 @@ def _make_group(
     with _naming_absent_ranks(state, group, meeting):
         if is_new:
             group.links = _connect_links(state, group, meeting)
-        if has_pair:
-            look = bool if meeting is None else None
-            group.pair, group.sockets = _compat.make_pair(name, _board_of(state, group), look, run)
-        elif is_new:
+        if is_new and not (meeting and has_pair):
             _wait_for_links(state, group, meeting)
+        if has_pair:
+            # All ranks are here, so that the constructors of gloo, where Ctrl-C is not heard, do not wait for long.
+            group.pair, group.sockets = _compat.make_pair(name, run)
         if is_new and state.generation > 0:
             run(lambda board: _compat.replace_group(name, state.generation, board))
     return group
@@ -381,8 +381,7 @@ def _naming_absent_ranks(state: RankState, group: Group, meeting: "Meeting | Non
         raise
     except RuntimeError as error:
         board = _board_of(state, group)
-        key = HERE if group.links is None else _compat.HERE
-        absent = ask_store(lambda: [rank for place, rank in enumerate(ranks) if not board.check([key.format(place)])])
+        absent = ask_store(lambda: [rank for place, rank in enumerate(ranks) if not board.check([HERE.format(place)])])
         if absent is None:
             raise CollectiveError(STORE_IS_GONE) from error
         if not absent or meeting is not None:

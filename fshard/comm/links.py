@@ -26,10 +26,6 @@ from fshard.comm.groups import PendingCollective
 
 # Of a message: its tag, its round, and its bytes.
 HEADER = struct.Struct("!IBQ")
-# Of a row: the places of the ranks that send and receive it, and its bytes.
-ROW = struct.Struct("!IIQ")
-# Stands for the place of the receiver, where all others are sent the same.
-EVERY_RANK = 2**32 - 1
 # What a rank that connects says first: the secret of the other rank, a digest of the axis, and its place there.
 HELLO = struct.Struct("!16s16sI")
 # Seconds in which a connection must say so.
@@ -75,33 +71,13 @@ def list_peers(rank: int, size: int) -> list[int]:
     return sorted(peers)
 
 
-# Rows of bytes by the places of the ranks that send and receive them.
-Rows = Mapping[tuple[int, int], bytes]
+def merging_json(merge: Callable[[Any, Any], Any]) -> Merge:
+    """Make a function that merges values, which JSON can hold, as bytes.
 
-
-def write_rows(rows: Rows) -> bytes:
-    """Write rows as one message.
-
-    >>> read_rows(merge_rows(write_rows({(0, 1): b"to 1"}), write_rows({(1, 0): b""})))
-    {(0, 1): b'to 1', (1, 0): b''}
+    >>> merging_json(min)(b"[2, 1]", b"[1, 3]")
+    b'[1, 3]'
     """
-    return b"".join(ROW.pack(*places, len(row)) + row for places, row in sorted(rows.items()))
-
-
-def read_rows(message: bytes) -> dict[tuple[int, int], bytes]:
-    """Read what `write_rows` wrote."""
-    rows = {}
-    position = 0
-    while position < len(message):
-        source, to, size = ROW.unpack_from(message, position)
-        position += ROW.size + size
-        rows[source, to] = message[position - size : position]
-    return rows
-
-
-def merge_rows(known: bytes, other: bytes) -> bytes:
-    """Join the rows of two messages."""
-    return write_rows(read_rows(known) | read_rows(other))
+    return lambda known, other: json.dumps(merge(json.loads(known), json.loads(other))).encode()
 
 
 class Links:
@@ -356,7 +332,8 @@ def connect_links(
         RuntimeError: if a peer does not come or cannot be reached.
     """
     digest = hashlib.blake2b(axis_key.encode(), digest_size=16).digest()
-    deadline = time.monotonic() + timeout
+    begin = time.monotonic()
+    next_look = begin + LOOK_INTERVAL
     sockets: dict[int, socket.socket] = {}
     try:
         for place, address in addresses.items():
@@ -367,10 +344,13 @@ def connect_links(
                 link = listener.accept(digest, place)
                 if link is not None:
                     sockets[place] = link
-                elif time.monotonic() > deadline:
+                    continue
+                now = time.monotonic()
+                if now - begin > timeout:
                     raise RuntimeError(f"rank {ranks[place]} did not connect within {timeout:g} s")
-                else:
+                if now >= next_look:
                     look()
+                    next_look = now + LOOK_INTERVAL
     except BaseException:
         _close_all(sockets.values())
         raise

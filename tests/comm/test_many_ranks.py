@@ -27,8 +27,8 @@ def test_keys_of_a_group_of_thousands_of_ranks_fit_in_the_store(monkeypatch):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
     lengths = []
 
-    def make_pair(name, board, *_):
-        board.set(_compat.collectives.HERE.format(MANY - 1), "")
+    def make_pair(name, run):
+        run(lambda board: board.set(failure.HERE.format(MANY - 1), ""))
         lengths.extend(len(key) for key in store.list_keys())
         return None, {}
 
@@ -38,6 +38,7 @@ def test_keys_of_a_group_of_thousands_of_ranks_fit_in_the_store(monkeypatch):
     monkeypatch.setattr(_compat, "make_pair", make_pair)
     monkeypatch.setattr(_compat, "serves_accelerator", lambda _: False)
     monkeypatch.setattr(failure, "_connect_links", lambda *_: None)
+    monkeypatch.setattr(failure, "_wait_for_links", lambda *_: None)
     failure._make_group(RankState(7, store), "12")
     assert 0 < max(lengths) < LONGEST_KEY / 50
 

@@ -23,8 +23,6 @@ SOURCE = "".join(path.read_text() for path in README.parent.glob("*.py"))
 OF_FAILED_MEETINGS = {
     f"fshard/meeting <meeting>/{key}" for key in ("note", "finder", "found", "read", "all read", "waits/<rank>")
 }
-# Written only where a backend sends itself; see tests/accelerator.
-OF_ACCELERATORS = {f"fshard/<generation>/<group> of <digest>/{key}" for key in ("connected", "all connected")}
 
 
 def test_every_file_is_there():
@@ -73,4 +71,4 @@ def test_every_key_of_the_store_is_there():
     patterns = {row[0]: pattern_of(row[0]) for row in TABLES["key"]}
     assert {key for key in keys if not any(pattern.fullmatch(key) for pattern in patterns.values())} == set()
     unused = {name for name, pattern in patterns.items() if not any(map(pattern.fullmatch, keys))}
-    assert unused == OF_FAILED_MEETINGS | OF_ACCELERATORS
+    assert unused == OF_FAILED_MEETINGS
