@@ -319,9 +319,9 @@ def _make_group(
 
     with _naming_absent_ranks(state, group, meeting):
         if is_new:
-            group.links = _connect_links(state, group, meeting)
+            group.links = run(lambda _: _connect_links(state, group, meeting))
         if is_new and not (meeting and has_pair):
-            _wait_for_links(state, group, meeting)
+            run(lambda board: _wait_for_links(board, group, meeting))
         if has_pair:
             # All ranks are here, so that the constructors of gloo, where Ctrl-C is not heard, do not wait for long.
             group.pair, group.sockets = _compat.make_pair(name, run)
@@ -359,9 +359,8 @@ def _connect_links(state: RankState, group: Group, meeting: "Meeting | None") ->
     return connect_links(state.listener, key, group.ranks, group.local_rank, addresses, group.timeout, look)
 
 
-def _wait_for_links(state: RankState, group: Group, meeting: "Meeting | None") -> None:
+def _wait_for_links(board: Any, group: Group, meeting: "Meeting | None") -> None:
     """Wait until all ranks have their links. A rank that goes on could take those that fail for ranks that ended."""
-    board = _board_of(state, group)
     if board.add("connected", 1) == len(group.ranks):
         board.set("all connected", "")
     _compat.wait_in_store(board, ["all connected"], group.timeout, bool if meeting is None else meeting.check_others)

@@ -4,6 +4,7 @@ In round k a rank sends what it has heard so far to the rank 2^k places further,
 heard of all W ranks. What ranks know is merged on the way. Data of tensors goes over other connections.
 """
 
+import errno
 import fcntl
 import hashlib
 import hmac
@@ -29,7 +30,9 @@ HEADER = struct.Struct("!IBQ")
 # What a rank that connects says first: the secret of the other rank, a digest of the axis, and its place there.
 HELLO = struct.Struct("!16s16sI")
 # Seconds in which a connection must say so.
-HELLO_TIME = 5.0
+HELLO_TIME = 30.0
+# Seconds of a wait at most, which poll takes in milliseconds.
+LONGEST_WAIT = 1e6
 # How many connections may wait until this rank looks at them.
 BACKLOG = 128
 # Bytes that are read at once.
@@ -196,8 +199,8 @@ class Links:
                 events[number] = events.get(number, 0) | event
         for number, event in events.items():
             poll.register(number, event)
-        left = issued.since + self.timeout - time.monotonic()
-        if left <= 0 or not poll.poll(None if left == float("inf") else 1000 * left):
+        left = min(issued.since + self.timeout - time.monotonic(), LONGEST_WAIT)
+        if left <= 0 or not poll.poll(1000 * left):
             raise LinkError(f"nothing came within {self.timeout:g} s")
 
     def wait_until_cut(self, issued: PendingCollective) -> None:
@@ -266,13 +269,14 @@ class Listener:
         link = self._arrived.pop((axis_key, place), None)
         if link is not None:
             return link
-        ready, _, _ = select.select([self._socket, *self._strangers], [], [], LOOK_INTERVAL)
-        for each in ready:
-            if each is self._socket:
-                with suppress(OSError):
-                    stranger, _ = each.accept()
-                    stranger.setblocking(False)
-                    self._strangers[stranger] = bytearray(), time.monotonic() + HELLO_TIME
+        poll = select.poll()
+        for each in (self._socket, *self._strangers):
+            poll.register(each, select.POLLIN)
+        poll.poll(1000 * LOOK_INTERVAL)
+        with suppress(BlockingIOError, ConnectionAbortedError):
+            stranger, _ = self._socket.accept()
+            stranger.setblocking(False)
+            self._strangers[stranger] = bytearray(), time.monotonic() + HELLO_TIME
         for stranger in list(self._strangers):
             self._hear(stranger)
         return self._arrived.pop((axis_key, place), None)
@@ -363,9 +367,11 @@ def _connect(address: str, axis_digest: bytes, local_rank: int, timeout: float) 
     """Connect to the listener of another rank, and say which rank of which axis this is."""
     host, port, secret = json.loads(address)
     try:
-        link = socket.create_connection((host, port), timeout=None if timeout == float("inf") else timeout)
+        link = socket.create_connection((host, port), timeout=min(timeout, LONGEST_WAIT))
         link.sendall(HELLO.pack(bytes.fromhex(secret), axis_digest, local_rank))
-    except (ConnectionError, TimeoutError) as error:
+    except OSError as error:
+        if error.errno == errno.EMFILE:
+            raise
         raise RuntimeError(
             f"no connection to {host}:{port} ({error}). Set GLOO_SOCKET_IFNAME on each rank to a network interface by "
             "which the others reach it"
@@ -388,16 +394,17 @@ def _find_host(store: Any) -> str:
     for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
         if name:
             return _address_of_interface(name)
-    server = _compat.server_of(store)
-    if server is None:
-        # Ranks found each other by a file. As gloo does, take this host's name.
-        server = (socket.gethostname(), 1)
-    family, _, _, _, place = socket.getaddrinfo(*server, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # This sends nothing.
-        probe.connect(place)
-        host: str = probe.getsockname()[0]
-    return host
+    # Where ranks found each other by a file, by the name of this host, as gloo does.
+    server = _compat.server_of(store) or (socket.gethostname(), 1)
+    try:
+        family, _, _, _, place = socket.getaddrinfo(*server, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            # This sends nothing.
+            probe.connect(place)
+            host: str = probe.getsockname()[0]
+            return host
+    except socket.gaierror:
+        return "127.0.0.1"
 
 
 def _address_of_interface(name: str) -> str:

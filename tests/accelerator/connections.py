@@ -22,9 +22,9 @@ def send_all_ways(axis, device):
     results = [
         *comm.all_gather([values, torch.ones(0, device=device)], axis, "gathered"),
         *comm.all_reduce([values], axis, "sums"),
-        *comm.all_reduce([values], axis, "sums in a tree", in_tree=True),
+        *comm.start_all_reduce([values], axis, "sums in a tree", in_tree=True)(),
         *comm.reduce_scatter([values], axis, "scattered"),
-        *comm.reduce_scatter([values], axis, "scattered in a tree", in_tree=True),
+        *comm.start_reduce_scatter([values], axis, "scattered in a tree", in_tree=True)(),
         *comm.all_to_all([values], *([1, 1], [1, 1]), axis, "rows"),
         # Rank 0 sends rank 1 both of its rows, and gets none.
         *comm.all_to_all([values], *(([0, 2], [0, 0]) if rank == 0 else ([0, 2], [2, 2])), axis, "all rows"),

@@ -29,6 +29,8 @@ ROWS = [
     (2, 0, "create_default_device", "kill", 1, SECONDS, f"{KILLED}|{STORE}"),
     (4, 3, "make_pair", "kill", 1, SECONDS, KILLED),
     (4, 3, "create_default_device", "files", 1, SECONDS, FILES),
+    (4, 3, "connect_links", "kill", 1, SECONDS, KILLED),
+    (2, 1, "connect_links", "files", 1, SECONDS, FILES),
 ]
 
 
@@ -53,6 +55,7 @@ def test_a_rank_that_breaks_in_init_mesh_is_named(size, victim, place, fault, me
 # Where and how the victim hangs, the number of meshes, the timeout of the last one, and what the others say.
 HANGS = [
     ("make_pair", "hang", 1, 30.0, "did not make process groups"),
+    ("connect_links", "hang", 1, 30.0, "did not make process groups"),
     ("init_process_group", "stop", 1, 30.0, "did not make process groups"),
     ("agree", "hang", 2, 6.0, "did not call it"),
     ("set_group_count", "hang", 2, 6.0, "did not make process groups"),
