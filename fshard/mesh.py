@@ -28,6 +28,7 @@ from fshard.comm import (
     refuse_other,
     wake_waiting,
 )
+from fshard.comm.sockets import STORE_CLIENTS, allow_sockets, sockets_of_mesh
 from fshard.errors import expect
 from fshard.tree import Axis
 from fshard.tree.checks import describe
@@ -41,6 +42,8 @@ _SHARED = (
     "init_mesh: ranks of this host share {device} devices. {backend} does not support that, so messages go through the "
     "processor, which is slow. Start one rank for each device."
 )
+
+_MORE_FILES = "Raise the limit before you start the ranks, for example by `ulimit -n`, or make meshes of fewer ranks."
 
 # glibc's DEFAULT_MMAP_THRESHOLD_MAX, less what a block takes beyond its bytes.
 MAPPED_BYTES = 2**25 - 2**16
@@ -90,7 +93,7 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: f
         if dist.is_initialized():
             # Others may have asked for what they can have, and wait.
             with _meet(limit) as meeting:
-                _agree(_make_request(str(error), [], limit), meeting)
+                _agree(_make_request(str(error), [], limit, meeting), meeting)
         raise
     if device != "cpu" and not (dist.is_initialized() and torch.get_device_module(device).is_initialized()):
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)) % torch.accelerator.device_count())
@@ -100,11 +103,11 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: f
     with _meet(limit) as meeting:
         listener = _listen(rows_of_axes, meeting)
         if isinstance(meeting, FirstMeeting):
-            _agree(_Request(asked), meeting)
+            _agree(_Request(asked, lacks=_find_lack(sizes, meeting)), meeting)
             _start(device, limit, meeting)
-            agreed = _make_request(asked, rows_of_axes, limit)
+            agreed = _make_request(asked, rows_of_axes, limit, meeting)
         else:
-            agreed = _agree(_make_request(asked, rows_of_axes, limit), meeting)
+            agreed = _agree(_make_request(asked, rows_of_axes, limit, meeting), meeting)
             _renew(agreed.generation)
         meeting.state = rank_state()
         meeting.state.listener = listener
@@ -258,12 +261,14 @@ class _Request(NamedTuple):
         has_group: For each axis of the mesh whether this rank has its process group already.
         generation: How often groups have been made anew after a failure, this time included.
         group_count: How many names torch has given to process groups on this rank.
+        lacks: What it lacks to open the connections; "" if it has all.
     """
 
     mesh: str
     has_group: Sequence[bool] = ()
     generation: int = 0
     group_count: int = 0
+    lacks: str = ""
 
 
 def _listen(rows_of_axes: Sequence[list[list[int]]], meeting: Meeting) -> Listener | None:
@@ -324,12 +329,23 @@ def _meet(limit: timedelta) -> Meeting:
     return FirstMeeting(_compat.StoreClient(dist.HashStore), 0, 1, limit.total_seconds())  # type: ignore[attr-defined]
 
 
-def _make_request(mesh: str, rows_of_axes: Sequence[list[list[int]]], limit: timedelta) -> _Request:
+def _make_request(mesh: str, rows_of_axes: Sequence[list[list[int]]], limit: timedelta, meeting: Meeting) -> _Request:
     """What this rank brings where torch.distributed runs."""
     state = rank_state()
     generation = state.generation + (state.failure.reason is not None)
     has_group = [_compat.find_group_of_row(rows, limit) is not None for rows in rows_of_axes]
-    return _Request(mesh, has_group, generation, _compat.group_count())
+    new_sizes = [len(rows[0]) for rows, is_there in zip(rows_of_axes, has_group, strict=True) if not is_there]
+    return _Request(mesh, has_group, generation, _compat.group_count(), _find_lack(new_sizes, meeting))
+
+
+def _find_lack(sizes: Sequence[int], meeting: Meeting) -> str:
+    """Let this rank open the sockets of new axes; say what it lacks if it may not."""
+    is_simulated = dist.is_initialized() and rank_state().simulation is not None
+    if is_simulated or math.prod(sizes) == 1:
+        return ""
+    sockets = sockets_of_mesh(sizes, sends_itself=False)
+    clients = STORE_CLIENTS * meeting.size if _compat.holds_store(meeting.store) else 0
+    return allow_sockets(sockets + clients)
 
 
 def _agree(request: _Request, meeting: Meeting) -> _Request:
@@ -361,6 +377,9 @@ def _merge_requests(texts: Sequence[str]) -> str:
                 f"init_mesh: expected the same mesh on every rank, {first.mesh} as on rank 0, got {request.mesh} on "
                 f"rank {rank}; make the same meshes in the same order"
             )
+            return json.dumps([error, *first])
+        if request.lacks:
+            error = f"init_mesh: rank {rank} {request.lacks}. {_MORE_FILES}"
             return json.dumps([error, *first])
     has_group = list(map(all, zip(*[request.has_group for request in requests], strict=True)))
     generation = max(request.generation for request in requests)
@@ -404,8 +423,8 @@ def _start(device: str, limit: timedelta, meeting: FirstMeeting) -> None:
         dist.init_process_group(backend, store=store, rank=meeting.rank, world_size=size, timeout=limit)
 
     meeting.run(begin)
-    # torch keeps it.
-    meeting.client = None
+    meeting.client = meeting.next_client
+    rank_state(meeting.store)
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 
 

@@ -412,8 +412,13 @@ def keep_server(store: Any) -> None:
 
     torch serves one port of a process by one server, as long as some client in that process lives.
     """
-    if _sockets_of_server(store):
+    if holds_store(store):
         keep_for_good([store])
+
+
+def holds_store(store: Any) -> bool:
+    """Whether this process serves a store to other ranks."""
+    return bool(_sockets_of_server(store))
 
 
 def keep_for_good(objects: Sequence[object]) -> None:

@@ -272,13 +272,20 @@ def _leave_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-def rank_state() -> RankState:
-    """Find what this rank knows of the others."""
+def rank_state(store: Any = None) -> RankState:
+    """Find what this rank knows of the others.
+
+    Args:
+        store: Where ranks tell each other, if they begin now; by default a client of their own of torch's store.
+
+    Returns:
+        The state, the same at each call.
+    """
     default = dist.group.WORLD
     assert default is not None
     state = _MEMORY.get(default)
     if state is None:
-        state = RankState(dist.get_rank(), _compat.default_store())
+        state = RankState(dist.get_rank(), store or _compat.default_store())
         _MEMORY[default] = state
     return state
 

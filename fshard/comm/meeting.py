@@ -11,8 +11,8 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Self, TypeVar
 
@@ -83,6 +83,8 @@ class Meeting:
         self.stage = 0
         # Whether all ranks raise the error that leaves the meeting.
         self.fails_everywhere = False
+        # Whether this rank stops torch.distributed if the meeting has failed.
+        self._must_stop = False
         # Where this rank may be connected to, and the ranks whose addresses it needs; set before ranks agree.
         self.address = ""
         self.peers: Sequence[int] = ()
@@ -108,9 +110,9 @@ class Meeting:
             report_at_once(text)
         else:
             text = self._describe_failure(error)
-        # A rank that comes last sees it there.
-        ask_store(lambda: self.board.set(ENTRY.format(self.rank), ""))
         reason = self._leave_note(text)
+        # The last rank to come sees by its entry that there is a note.
+        ask_store(lambda: self.board.multi_set([ENTRY.format(self.rank), "noted"], ["", ""]))
         if self.state is not None:
             self.state.failure.reason = self.state.failure.reason or reason
 
@@ -138,14 +140,19 @@ class Meeting:
         """
         if not self.others:
             return merge([text])
-        with self._naming_the_store():
+        try:
             self.board.set(ENTRY.format(self.rank), json.dumps([this_process(), self.address, text]))
             if self.board.add("came", 1) == self.size:
                 end = self._end(merge)
             else:
-                end = self._wait_for_end(look)
-            if end == FAILED:
-                raise CollectiveError(self._read_note())
+                _compat.wait_in_store(self.board, [END], self.timeout, look)
+                end, *_ = self._read(self.peers, END)
+        except CollectiveError:
+            raise
+        except RuntimeError as error:
+            raise self._explain_absence() from error
+        if end == FAILED:
+            raise CollectiveError(self._read_note())
         return end
 
     def _end(self, merge: Callable[[Sequence[str]], str]) -> str:
@@ -155,16 +162,6 @@ class Meeting:
         end = FAILED if has_failed else merge([json.loads(entry)[-1] for entry in entries])
         self.board.set(END, end)
         return end
-
-    def _wait_for_end(self, look: Callable[[], object]) -> str:
-        """Wait for the last to come."""
-        try:
-            _compat.wait_in_store(self.board, [END], self.timeout, look)
-        except CollectiveError:
-            raise
-        except RuntimeError as error:
-            raise self._explain_absence() from error
-        return self._read(self.peers, END)[0]
 
     def _read(self, ranks: Sequence[int], *keys: str) -> list[str]:
         """Read some keys, and what ranks have brought, which are there; keep what is of use later."""
@@ -177,35 +174,19 @@ class Meeting:
         return texts
 
     def read_addresses(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Read where some ranks may be connected to, once ranks have agreed.
-
-        Args:
-            ranks: The ranks; those of `peers` have been read already.
-
-        Returns:
-            What each has set as its `address`.
-        """
-        unread = [rank for rank in ranks if rank not in self._addresses]
-        if unread:
-            self._read(unread)
+        """Find where some of `peers` may be connected to, which was read as ranks agreed."""
         return {rank: self._addresses[rank] for rank in ranks}
 
     def _explain_absence(self) -> CollectiveError:
-        """Say who has not come. One rank finds out, and the others wait for its note."""
-        rank = f"{self.rank}"
-        finder = ask_store(lambda: self.board.compare_set("finder", "", rank).decode())
-        if finder != rank:
+        """Say who has not come. The first rank to ask finds out, and the others wait for its note."""
+        if ask_store(lambda: self.board.add("askers", 1)) != 1:
             with suppress(RuntimeError):
-                _compat.wait_in_store(self.board, ["found"], SEARCH_TIME)
-        if reason := self.find_reason(processes=False):
-            return CollectiveError(reason)
-        absent = ask_store(lambda: [self._find_absent(self.others)], SEARCH_TIME)
+                _compat.wait_in_store(self.board, ["noted"], SEARCH_TIME)
+        reason = self.find_reason(processes=False)
+        absent = None if reason else ask_store(lambda: [self._find_absent(self.others)], SEARCH_TIME)
         if absent is None:
-            return CollectiveError(self._name_ended_ranks() or STORE_IS_GONE)
-        error = make_absence_error(absent[0], self.timeout)
-        self._leave_note(describe_error(error))
-        ask_store(lambda: self.board.set("found", ""))
-        return error
+            return CollectiveError(reason or self._name_ended_ranks() or STORE_IS_GONE)
+        return make_absence_error(absent[0], self.timeout)
 
     def _find_absent(self, ranks: Sequence[int]) -> list[int]:
         """Find out by halves which of some ranks have not come."""
@@ -229,32 +210,13 @@ class Meeting:
         self.fails_everywhere = True
         raise error
 
-    @contextmanager
-    def _naming_the_store(self) -> Iterator[None]:
-        """Name the rank that held the store, where the store does not answer in a context.
-
-        Raises:
-            CollectiveError: instead of torch's error.
-        """
-        try:
-            yield
-        except CollectiveError:
-            raise
-        except RuntimeError as error:
-            raise CollectiveError(self._name_ended_ranks() or STORE_IS_GONE) from error
-
-    def check_others(self, *, processes: bool = True) -> None:
+    def check_others(self) -> None:
         """End this rank's wait if another has failed or is gone.
-
-        Args:
-            processes: Whether to look for processes that have ended too.
 
         Raises:
             CollectiveError: if one has failed or is gone.
         """
-        if not self.others:
-            return
-        if reason := self.find_reason(processes=processes):
+        if reason := self.find_reason():
             raise CollectiveError(reason)
 
     def find_reason(self, *, processes: bool = True) -> str:
@@ -379,21 +341,25 @@ class Meeting:
         return f"init_mesh: {describe_ended_ranks(ended)}\nTo fix: {RESTART}." if ended else ""
 
     def _read_note(self) -> str:
-        note: bytes = self.board.compare_set("note", "", "")
-        return self._reason_in(note.decode())
+        return self._reason_in(self.board.compare_set("note", "", ""))
 
     def _leave_note(self, reason: str) -> str:
         """Leave a note, and return the reason in the first one that is there."""
-        return ask_store(lambda: self._reason_in(self._write_note(reason).decode())) or reason
 
-    def _write_note(self, reason: str) -> bytes:
-        """Write a note, and return the first one that is there."""
-        note: bytes = self.board.compare_set("note", "", reason)
-        return note
+        def leave() -> str:
+            # The second time only where a rank has its first mesh already.
+            for before in ("", MADE):
+                note = self.board.compare_set("note", before, json.dumps([reason, not before]))
+            return self._reason_in(note)
 
-    def _reason_in(self, note: str) -> str:
-        """Read the reason in a note; "" if there is none."""
-        return note
+        return ask_store(leave) or reason
+
+    def _reason_in(self, note: bytes) -> str:
+        """Read the reason in a note, and whether to stop torch.distributed; "" if there is none."""
+        if note.decode() in ("", MADE):
+            return ""
+        reason, self._must_stop = json.loads(note)
+        return str(reason)
 
 
 class FirstMeeting(Meeting):
@@ -413,10 +379,11 @@ class FirstMeeting(Meeting):
     def __init__(self, client: _compat.StoreClient, rank: int, size: int, timeout: float) -> None:
         store = client.store if size == 1 else _compat.clone_of(client.store)
         super().__init__(store, rank, size, "start", timeout)
+        # torch keeps the first. The second is made while the store is there, as a client waits for one that is gone.
         self.client = client
+        self.next_client = _compat.StoreClient(lambda: _compat.clone_of(store))
         # This process may serve the store by it.
         self._launcher_store = client.store
-        self._must_stop = False
 
     def confirm_mesh(self) -> None:
         """Show others that this rank has its mesh, unless one of them has failed.
@@ -427,9 +394,7 @@ class FirstMeeting(Meeting):
         Raises:
             CollectiveError: if one has failed.
         """
-        if not self.others:
-            return
-        reason = self._reason_in(self.board.compare_set("note", "", MADE).decode())
+        reason = self._reason_in(self.board.compare_set("note", "", MADE))
         if reason:
             raise CollectiveError(reason)
 
@@ -440,18 +405,6 @@ class FirstMeeting(Meeting):
             _compat.stop_torch()
             # Ranks meet here again, in the store of the next start.
             _compat.keep_server(self._launcher_store)
-
-    def _write_note(self, reason: str) -> bytes:
-        note: bytes = self.board.compare_set("note", "", json.dumps([reason, True]))
-        if note.decode() == MADE:
-            note = self.board.compare_set("note", MADE, json.dumps([reason, False]))
-        return note
-
-    def _reason_in(self, note: str) -> str:
-        if note in ("", MADE):
-            return ""
-        reason, self._must_stop = json.loads(note)
-        return str(reason)
 
 
 class _WaitEnder(threading.Thread):

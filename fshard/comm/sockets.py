@@ -1,12 +1,16 @@
 """How many sockets the ranks of a mesh open, and whether a process may open so many files."""
 
 import math
+import os
+import resource
 from collections.abc import Sequence
 
 # Connections of a rank with the store: torch's, this rank's own, and that which constructors wait on.
 STORE_CLIENTS = 3
 # The socket to which other ranks connect their links.
 LISTENER = 1
+# Files beside sockets: pipes and polls of gloo's threads, and what a program opens as it starts.
+OTHER_FILES = 64
 
 
 def sockets_of_axis(ranks: int, *, sends_itself: bool) -> int:
@@ -38,7 +42,7 @@ def sockets_of_mesh(sizes: Sequence[int], *, sends_itself: bool) -> int:
         sends_itself: As for `sockets_of_axis`.
 
     Returns:
-        The number; the process that holds the store has up to four more for each rank.
+        The number; the process that holds the store has `STORE_CLIENTS` more for each rank, and one to listen.
 
     >>> sockets_of_mesh([16], sends_itself=False), sockets_of_mesh([2, 8], sends_itself=False)
     (56, 54)
@@ -48,3 +52,22 @@ def sockets_of_mesh(sizes: Sequence[int], *, sends_itself: bool) -> int:
     # torch has one group of all ranks, which is that of the axis if there is one alone.
     has_axis_of_all = world_size in sizes
     return sum(axes) + (0 if has_axis_of_all else world_size) + STORE_CLIENTS + LISTENER
+
+
+def allow_sockets(count: int) -> str:
+    """Let this process open more sockets: raise its limit of open files if it is too low.
+
+    Args:
+        count: How many.
+
+    Returns:
+        "" if it may open them, else what a rank lacks, for an error.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = len(os.listdir("/dev/fd")) + count + OTHER_FILES
+    if files > hard:
+        return f"needs about {files} open files for this mesh, and may open {hard}"
+    if files > soft:
+        # What the program opens itself has as much room as before.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft + files, hard), hard))
+    return ""

@@ -23,6 +23,7 @@ OWNERS = {
     "create_default_device": dist.ProcessGroupGloo,
     "agree": comm.Meeting,
     "connect_links": failure,
+    "_read": comm.Meeting,
 }
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import stat
 import sys
 import threading
@@ -71,3 +72,17 @@ def print_requests(shape: str) -> None:
         print(sum(requests.values()))
         for name in mesh.mesh_dim_names:
             fs.psum(torch.ones(()), fs.axis_of(mesh, name))
+
+
+def print_limits(victim: int, soft: int, hard: int) -> None:
+    """Make a mesh, with another limit of open files on one rank; print the error and the limit."""
+    if int(os.environ["RANK"]) == victim:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    try:
+        mesh = fs.init_mesh({"a": 2, "b": -1}, device="cpu")
+        for name in mesh.mesh_dim_names:
+            fs.psum(torch.ones(()), fs.axis_of(mesh, name))
+        print("none")
+    except ValueError as error:
+        print(error)
+    print(*resource.getrlimit(resource.RLIMIT_NOFILE))

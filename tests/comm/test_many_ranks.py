@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from datetime import timedelta
 from functools import partial
 
@@ -14,7 +15,7 @@ from fshard.comm import CollectiveError, FirstMeeting, Meeting, failure
 from fshard.comm.groups import RankState
 from fshard.comm.meeting import END, ENTRY
 from fshard.comm.sockets import sockets_of_axis, sockets_of_mesh
-from tests.comm.counted_meetings import print_requests, print_sockets
+from tests.comm.counted_meetings import print_limits, print_requests, print_sockets
 from tests.forked_programs import run_on_ranks
 
 # torch's server ends the connection of a client that sends a longer key.
@@ -62,12 +63,12 @@ SHAPES = [
 @pytest.mark.rows(2)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_sockets_of_a_mesh_follow_their_law(shape):
-    """Exactly, on a rank that does not hold the store; there others may still be closing some."""
+    """The holder of the store has three more for each rank, and listens."""
     ranks = math.prod(shape.values())
     holder, *others = [int(program.output) for program in run_on_ranks(ranks, print_sockets, json.dumps(shape))]
     expected = sockets_of_mesh(list(shape.values()), sends_itself=False)
     assert others == [expected] * (ranks - 1)
-    assert expected + 2 * ranks < holder <= expected + 4 * ranks + 2
+    assert holder == expected + 3 * ranks + 1
 
 
 def test_sockets_of_thousands_of_ranks():
@@ -112,7 +113,10 @@ def test_thousands_of_ranks_meet(store):
     last = meet(store, MANY - 1)
     end = last.agree("the same", lambda texts: f"{len(texts)} {set(texts)}", bool)
     assert end == last.board.get(END).decode() == f"{MANY} {{'the same'}}"
-    assert meet(store, 0).read_addresses([1, 2048]) == {1: "address 1", 2048: "address 2048"}
+    first = meet(store, 0)
+    first.peers = [1, 2048]
+    assert first.agree("the same", "".join, bool) == end
+    assert first.read_addresses([2048]) == {2048: "address 2048"}
 
 
 def test_one_rank_finds_out_by_halves_which_of_thousands_have_not_come(store, monkeypatch):
@@ -146,3 +150,24 @@ def test_the_first_rank_with_a_mesh_decides_whether_torch_runs_on(store):
         with pytest.raises(CollectiveError, match=r"^rank 0 failed$"):
             meetings[1].confirm_mesh()
         assert [meeting._must_stop for meeting in meetings] == [not is_made] * 2
+
+
+@pytest.mark.parametrize("victim", (1, pytest.param(0, marks=pytest.mark.slow)))
+def test_a_rank_that_may_not_open_enough_files_is_named_on_every_rank(victim):
+    """Before any of them waits for another inside gloo."""
+    for program in run_on_ranks(4, print_limits, victim, 70, 70):
+        assert program.code == 0, program
+        error, _ = program.output.splitlines()
+        expected = (
+            rf"init_mesh: rank {victim} needs about \d+ open files for this mesh, and may open 70\. Raise .*ulimit -n"
+        )
+        assert re.match(expected, error)
+
+
+def test_a_limit_of_open_files_that_may_be_raised_is_raised():
+    for rank, program in enumerate(run_on_ranks(2, print_limits, 1, 70, 4096)):
+        assert program.code == 0, program
+        error, limits = program.output.splitlines()
+        soft, hard = map(int, limits.split())
+        assert error == "none"
+        assert rank == 0 or 70 < soft < hard == 4096

@@ -19,9 +19,9 @@ SECONDS = 40.0
 ROWS = [
     (2, 1, "create_default_device", "files", 1, SECONDS, FILES),
     (2, 1, "make_pair", "kill", 1, SECONDS, KILLED),
-    (2, 0, "agree", "kill", 1, SECONDS, f"{KILLED}|{STORE}"),
+    (2, 0, "_read", "kill", 1, SECONDS, f"{KILLED}|{STORE}"),
     (2, 1, "agree", "interrupt", 2, SECONDS, "rank {} failed in init_mesh: KeyboardInterrupt$"),
-    (2, 1, "agree", "kill", 1, SECONDS, KILLED),
+    (2, 1, "_read", "kill", 1, SECONDS, KILLED),
     (2, 1, "init_process_group", "kill", 1, SECONDS, KILLED),
     (2, 1, "init_process_group", "files", 1, SECONDS, FILES),
     (4, 3, "new_subgroups_by_enumeration", "kill", 1, SECONDS, KILLED),

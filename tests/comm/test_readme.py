@@ -21,7 +21,7 @@ TABLES = {rows[0][0]: rows[1:] for rows in tables(TEXT)}
 SOURCE = "".join(path.read_text() for path in README.parent.glob("*.py"))
 # Written only where a rank fails in init_mesh, or waits there for long; see test_meeting.py.
 OF_FAILED_MEETINGS = {
-    f"fshard/meeting <meeting>/{key}" for key in ("note", "finder", "found", "read", "all read", "waits/<rank>")
+    f"fshard/meeting <meeting>/{key}" for key in ("note", "noted", "askers", "read", "all read", "waits/<rank>")
 }
 
 

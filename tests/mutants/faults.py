@@ -345,8 +345,8 @@ FAULTS = (
     Fault(
         "torch-runs-on-where-another-rank-could-not-start-it",
         "fshard/comm/meeting.py",
-        'note: bytes = self.board.compare_set("note", "", json.dumps([reason, True]))',
-        'note: bytes = self.board.compare_set("note", "", json.dumps([reason, False]))',
+        'note = self.board.compare_set("note", before, json.dumps([reason, not before]))',
+        'note = self.board.compare_set("note", before, json.dumps([reason, False]))',
         "10: after a failure all ranks may call init_mesh again",
     ),
     Fault(
@@ -436,8 +436,8 @@ FAULTS = (
     Fault(
         "every-rank-finds-out-who-has-not-come",
         "fshard/comm/meeting.py",
-        "if finder != rank:",
-        "if finder is None:",
+        'if ask_store(lambda: self.board.add("askers", 1)) != 1:',
+        'if ask_store(lambda: self.board.add("askers", 1)) is None:',
         "10: requests to the store at the start are as many at any number of ranks",
     ),
     Fault(
@@ -450,8 +450,8 @@ FAULTS = (
     Fault(
         "rank-that-fails-behind-the-first-mesh-stops-torch",
         "fshard/comm/meeting.py",
-        'note = self.board.compare_set("note", MADE, json.dumps([reason, False]))',
-        'note = self.board.compare_set("note", MADE, json.dumps([reason, True]))',
+        'note = self.board.compare_set("note", before, json.dumps([reason, not before]))',
+        'note = self.board.compare_set("note", before, json.dumps([reason, True]))',
         "10: after a failure all ranks may call init_mesh again",
     ),
     Fault(
