@@ -30,7 +30,6 @@ ROWS = [
     (4, 3, "make_pair", "kill", 1, SECONDS, KILLED),
     (4, 3, "create_default_device", "files", 1, SECONDS, FILES),
     (4, 3, "connect_links", "kill", 1, SECONDS, KILLED),
-    (2, 1, "connect_links", "files", 1, SECONDS, FILES),
 ]
 
 
