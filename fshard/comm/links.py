@@ -9,7 +9,6 @@ import fcntl
 import hashlib
 import hmac
 import json
-import os
 import secrets
 import select
 import socket
@@ -43,7 +42,7 @@ LOOK_INTERVAL, CUT_INTERVAL = 0.5, 0.05
 SIOCGIFADDR, ADDRESS_BYTES = 0x8915, slice(20, 24)
 
 # When TCP asks whether an idle peer is there still, in seconds, and how often in vain.
-KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+KEEPALIVE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
 
 # Merges what two ranks know. It is associative and commutative, and merging what is known already changes nothing.
 Merge = Callable[[bytes, bytes], bytes]
@@ -384,16 +383,15 @@ def _prepare(link: socket.socket) -> None:
     link.setblocking(False)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEPALIVE.items():
+    for name, value in KEEPALIVE:
         if hasattr(socket, name):
             link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _find_host(store: Any) -> str:
     """Find the address by which other ranks reach this one."""
-    for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
-        if name:
-            return _address_of_interface(name)
+    for name in _compat.interfaces_of_gloo():
+        return _address_of_interface(name)
     # Where ranks found each other by a file, by the name of this host, as gloo does.
     server = _compat.server_of(store) or (socket.gethostname(), 1)
     try:
