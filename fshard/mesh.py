@@ -76,7 +76,7 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: f
     Raises:
         ValueError: before torch.distributed is started, if the sizes do not multiply to the number of ranks, there is
             no such device, or `timeout` is not positive; before any group is made, and on every rank, if ranks
-            ask for different meshes.
+            ask for different meshes, or if one of them may not open as many files as the mesh has connections.
         CollectiveError: if a rank does not come within the timeout.
 
     >>> init_mesh({"shard": -1}, device="cpu").size()
@@ -108,7 +108,10 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: f
             agreed = _make_request(asked, rows_of_axes, limit, meeting)
         else:
             agreed = _agree(_make_request(asked, rows_of_axes, limit, meeting), meeting)
-            _renew(agreed.generation)
+            if agreed.generation > rank_state().generation:
+                # Where one rank has a group that is broken, all make their groups anew.
+                rank_state().renew(agreed.generation)
+                _compat.withdraw_report()
         meeting.state = rank_state()
         meeting.state.listener = listener
         groups = _make_groups(rows_of_axes, limit, meeting, agreed, of_processors=device == "cpu")
@@ -379,20 +382,11 @@ def _merge_requests(texts: Sequence[str]) -> str:
             )
             return json.dumps([error, *first])
         if request.lacks:
-            error = f"init_mesh: rank {rank} {request.lacks}. {_MORE_FILES}"
-            return json.dumps([error, *first])
+            return json.dumps([f"init_mesh: rank {rank} {request.lacks}. {_MORE_FILES}", *first])
     has_group = list(map(all, zip(*[request.has_group for request in requests], strict=True)))
     generation = max(request.generation for request in requests)
     group_count = max(request.group_count for request in requests)
     return json.dumps(["", first.mesh, has_group, generation, group_count])
-
-
-def _renew(generation: int) -> None:
-    """Make all groups anew on every rank where one rank has a group that is broken."""
-    state = rank_state()
-    if generation > state.generation:
-        state.renew(generation)
-        _compat.withdraw_report()
 
 
 def _sizes(shape: Mapping[str, int], ranks: int) -> tuple[int, ...]:

@@ -13,8 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from datetime import timedelta
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch.distributed as dist
 
@@ -46,13 +45,27 @@ NEXT_LOOK = 1.0
 TIMED_OUT = -1
 # Seconds in which one rank finds out for all others which have not come.
 SEARCH_TIME = 5.0
-# What a rank brings to a meeting; "" from a rank that has given up.
+# The key of an `Entry`.
 ENTRY = "entry/{}"
 # What follows from what all ranks bring; FAILED if one has given up.
 END = "end"
 FAILED = "failed"
 # In the place of a note: some rank has its first mesh.
 MADE = "made"
+
+
+class Entry(NamedTuple):
+    """What a rank brings to a meeting.
+
+    Attributes:
+        process: The rank's `Process`.
+        address: Where it may be connected to.
+        text: What ranks compare; "" from a rank that has given up.
+    """
+
+    process: Sequence[Any]
+    address: str
+    text: str
 
 
 class Meeting:
@@ -77,8 +90,8 @@ class Meeting:
         self.board: Any = dist.PrefixStore(f"fshard/meeting {name}", store)  # type: ignore[attr-defined]
         # Set once ranks begin to make groups, which are of no use if one of them fails.
         self.state: RankState | None = None
-        # The processes of other ranks, as far as this one has read which they are.
-        self.processes: dict[int, Process] = {}
+        # What ranks have brought, as far as this one has read it.
+        self.entries: dict[int, Entry] = {}
         # How many constructors this rank has begun.
         self.stage = 0
         # Whether all ranks raise the error that leaves the meeting.
@@ -88,7 +101,6 @@ class Meeting:
         # Where this rank may be connected to, and the ranks whose addresses it needs; set before ranks agree.
         self.address = ""
         self.peers: Sequence[int] = ()
-        self._addresses: dict[int, str] = {}
 
     def __enter__(self) -> Self:
         """Begin."""
@@ -100,8 +112,7 @@ class Meeting:
             return
         if not self.fails_everywhere:
             self._report(error)
-        # The store may go with this rank.
-        ask_store(self._linger)
+        self._linger()
 
     def _report(self, error: BaseException) -> None:
         """Give up the meeting."""
@@ -112,15 +123,20 @@ class Meeting:
             text = self._describe_failure(error)
         reason = self._leave_note(text)
         # The last rank to come sees by its entry that there is a note.
-        ask_store(lambda: self.board.multi_set([ENTRY.format(self.rank), "noted"], ["", ""]))
+        entry = json.dumps(Entry(this_process(), "", ""))
+        ask_store(lambda: self.board.multi_set([ENTRY.format(self.rank), "noted"], [entry, ""]))
         if self.state is not None:
             self.state.failure.reason = self.state.failure.reason or reason
 
     def _linger(self) -> None:
-        """Wait until all ranks have heard why the meeting ends."""
-        if self.board.add("read", 1) == self.size:
-            self.board.set("all read", "")
-        self.board.wait(["all read"], timedelta(seconds=LINGER_TIME))
+        """Wait until all ranks have heard why the meeting ends: the store may go with this rank."""
+        count = ask_store(lambda: self.board.add("read", 1))
+        if count == self.size:
+            ask_store(lambda: self.board.set("all read", ""))
+        elif count:
+            # Not in another thread: a wait that is left there aborts the process at its exit.
+            with suppress(RuntimeError):
+                _compat.wait_in_store(self.board, ["all read"], LINGER_TIME)
 
     def agree(self, text: str, merge: Callable[[Sequence[str]], str], look: Callable[[], object]) -> str:
         """Wait until all ranks have come; find out once, on the last of them, what follows from all that they bring.
@@ -141,12 +157,16 @@ class Meeting:
         if not self.others:
             return merge([text])
         try:
-            self.board.set(ENTRY.format(self.rank), json.dumps([this_process(), self.address, text]))
+            entry = Entry(this_process(), self.address, text)
+            self.board.set(ENTRY.format(self.rank), json.dumps(entry))
             if self.board.add("came", 1) == self.size:
-                end = self._end(merge)
+                self._read(range(self.size))
+                texts = [self.entries[rank].text for rank in range(self.size)]
+                end = FAILED if "" in texts else merge(texts)
+                self.board.set(END, end)
             else:
                 _compat.wait_in_store(self.board, [END], self.timeout, look)
-                end, *_ = self._read(self.peers, END)
+                end = self._read(self.peers, END)[0].decode()
         except CollectiveError:
             raise
         except RuntimeError as error:
@@ -155,27 +175,16 @@ class Meeting:
             raise CollectiveError(self._read_note())
         return end
 
-    def _end(self, merge: Callable[[Sequence[str]], str]) -> str:
-        """As the last to come, let all others go on."""
-        entries = self._read(range(self.size))
-        has_failed = "" in entries
-        end = FAILED if has_failed else merge([json.loads(entry)[-1] for entry in entries])
-        self.board.set(END, end)
-        return end
-
-    def _read(self, ranks: Sequence[int], *keys: str) -> list[str]:
-        """Read some keys, and what ranks have brought, which are there; keep what is of use later."""
-        values = self.board.multi_get([*keys, *map(ENTRY.format, ranks)])
-        texts = [value.decode() for value in values]
-        for rank, entry in zip(ranks, texts[len(keys) :], strict=True):
-            if entry:
-                process, self._addresses[rank], _ = json.loads(entry)
-                self.processes[rank] = Process(*process)
-        return texts
+    def _read(self, ranks: Sequence[int], *keys: str) -> list[bytes]:
+        """Read some keys, and the entries of ranks, which are there."""
+        values: list[bytes] = self.board.multi_get([*keys, *map(ENTRY.format, ranks)])
+        for rank, value in zip(ranks, values[len(keys) :], strict=True):
+            self.entries[rank] = Entry(*json.loads(value))
+        return values
 
     def read_addresses(self, ranks: Sequence[int]) -> dict[int, str]:
         """Find where some of `peers` may be connected to, which was read as ranks agreed."""
-        return {rank: self._addresses[rank] for rank in ranks}
+        return {rank: self.entries[rank].address for rank in ranks}
 
     def _explain_absence(self) -> CollectiveError:
         """Say who has not come. The first rank to ask finds out, and the others wait for its note."""
@@ -186,7 +195,13 @@ class Meeting:
         absent = None if reason else ask_store(lambda: [self._find_absent(self.others)], SEARCH_TIME)
         if absent is None:
             return CollectiveError(reason or self._name_ended_ranks() or STORE_IS_GONE)
-        return make_absence_error(absent[0], self.timeout)
+        [ranks] = absent
+        if not ranks:
+            text = f"init_mesh: all ranks called it, but one of them stopped there for over {self.timeout:g} s"
+            return CollectiveError(f"{text}. Look for a process that is stopped.\nTo fix: {RESTART}.")
+        text = f"init_mesh: {name_ranks(ranks)} did not call it within {self.timeout:g} s"
+        remedy = "Call init_mesh on every rank; if you make several meshes, make them in the same order."
+        return CollectiveError(f"{text}. {remedy}")
 
     def _find_absent(self, ranks: Sequence[int]) -> list[int]:
         """Find out by halves which of some ranks have not come."""
@@ -327,7 +342,7 @@ class Meeting:
         """Read why no mesh will be made: the note of a rank, or that some process has ended."""
         if note := self._read_note():
             return note
-        unknown = [rank for rank in self.others if rank not in self.processes]
+        unknown = [rank for rank in self.others if rank not in self.entries]
         for rank in random.sample(unknown, min(MAX_RANKS_PER_POLL, len(unknown))):
             # To read a key that is not there by compare_set would make it.
             if self.have_come([rank]):
@@ -337,7 +352,7 @@ class Meeting:
 
     def _name_ended_ranks(self) -> str:
         """Say which ranks' processes have ended, as far as this one can tell; "" if none has."""
-        ended = [rank for rank, process in sorted(self.processes.items()) if has_ended(process)]
+        ended = [rank for rank, entry in sorted(self.entries.items()) if has_ended(Process(*entry.process))]
         return f"init_mesh: {describe_ended_ranks(ended)}\nTo fix: {RESTART}." if ended else ""
 
     def _read_note(self) -> str:
@@ -446,12 +461,3 @@ class _WaitEnder(threading.Thread):
                 self._client.disconnect()
                 return
             seconds = NEXT_LOOK
-
-
-def make_absence_error(absent: Sequence[int], timeout: float) -> CollectiveError:
-    """Make the error of ranks that did not come to a meeting."""
-    if not absent:
-        text = f"init_mesh: all ranks called it, but one of them stopped there for over {timeout:g} s"
-        return CollectiveError(f"{text}. Look for a rank whose process is stopped.\nTo fix: {RESTART}.")
-    remedy = "Call init_mesh on every rank; if you make several meshes, make them in the same order."
-    return CollectiveError(f"init_mesh: {name_ranks(absent)} did not call it within {timeout:g} s. {remedy}")

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import threading
 from datetime import timedelta
 from functools import partial
 
@@ -171,3 +172,27 @@ def test_a_limit_of_open_files_that_may_be_raised_is_raised():
         soft, hard = map(int, limits.split())
         assert error == "none"
         assert rank == 0 or 70 < soft < hard == 4096
+
+
+def test_a_rank_waits_while_another_one_finds_out_who_has_not_come(store, monkeypatch):
+    searches = []
+    monkeypatch.setattr(Meeting, "_find_absent", lambda *_: searches.append(1) or [0])
+    # By a client of its own, as the other one waits.
+    board = meet(store.clone(), 0).board
+    board.add("askers", 1)
+    values = [json.dumps(["the others' reason", True]), ""]
+    other = threading.Timer(0.5, board.multi_set, (["note", "noted"], values))
+    other.start()
+    with pytest.raises(CollectiveError, match=r"^the others' reason$"):
+        meet(store, 7, timeout=0.1).agree("the same", "".join, bool)
+    other.join()
+    assert not searches
+
+
+def test_a_rank_that_stops_once_it_has_come_is_told_from_one_that_has_not_come(store):
+    board = come(store, absent=[7])
+    board.set(ENTRY.format(MANY - 1), "")
+    with pytest.raises(
+        CollectiveError, match=r"^init_mesh: all ranks called it, but one of them stopped there for over 0"
+    ):
+        meet(store, 7, timeout=0.1).agree("the same", "".join, bool)
