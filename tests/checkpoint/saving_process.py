@@ -1,6 +1,6 @@
 """What ranks do that save until one of them is killed or all are, for test_killed.py.
 
-Each prints lines: "written" and a step when it has written its part, and "saved" and a step when it has been told that
+Each writes lines: "written" and a step when it has written its part, and "saved" and a step when it has been told that
 the save is complete.
 """
 
@@ -8,6 +8,7 @@ import functools
 import os
 import random
 import signal
+import sys
 import threading
 from datetime import timedelta
 
@@ -39,6 +40,11 @@ def state(step):
     return {**fs.shard({"w": full["w"], "v": full["v"]}, fs.zero2(mesh(), min_shard_elements=0)), "step": step}
 
 
+def write_line(word, step):
+    """Write a line at once; `print` writes pieces, between which another thread may write, or a kill may come."""
+    os.write(sys.stdout.fileno(), f"{word} {step}\n".encode())
+
+
 def kill_within(seconds, draw):
     threading.Timer(seconds * draw.random(), os.kill, (os.getpid(), signal.SIGKILL)).start()
 
@@ -52,13 +58,13 @@ def run(directory, first_step, asynchronous, is_close, victims, seed):
     first_saved = threading.Event()
     report = Unfinished.report
 
-    def report_and_print(unfinished, rank, content):
+    def report_and_write(unfinished, rank, content):
         report(unfinished, rank, content)
-        print("written", int(unfinished.path.name[5:13]), flush=True)
+        write_line("written", int(unfinished.path.name[5:13]))
         if is_victim and is_close and first_saved.is_set():
             kill_within(SOON, draw)
 
-    Unfinished.report = report_and_print
+    Unfinished.report = report_and_write
     # A rank that is left waits so long for the part of one that was killed.
     background.OTHERS_SECONDS = 2.0
     if int(os.environ["WORLD_SIZE"]) > 1:
@@ -69,7 +75,7 @@ def run(directory, first_step, asynchronous, is_close, victims, seed):
             # A save waits for the one before it.
             if step - asynchronous < first_step:
                 continue
-            print("saved", step - asynchronous, flush=True)
+            write_line("saved", step - asynchronous)
             if is_victim and not is_close and not first_saved.is_set():
                 kill_within(ANY_MOMENT, draw)
             first_saved.set()
