@@ -54,14 +54,14 @@ def run(directory, first_step, asynchronous, is_close, victims, seed):
     rank = int(os.environ["RANK"])
     is_victim, draw = rank in victims, random.Random(f"{seed} {rank}")
     torch.set_num_threads(1)
-    # Starting is over when the first save is complete.
-    first_saved = threading.Event()
     report = Unfinished.report
 
     def report_and_write(unfinished, rank, content):
         report(unfinished, rank, content)
-        write_line("written", int(unfinished.path.name[5:13]))
-        if is_victim and is_close and first_saved.is_set():
+        step = int(unfinished.path.name[5:13])
+        write_line("written", step)
+        # Before the second save all ranks have completed the first one, so that starting is over.
+        if is_victim and is_close and step > first_step:
             kill_within(SOON, draw)
 
     Unfinished.report = report_and_write
@@ -73,9 +73,9 @@ def run(directory, first_step, asynchronous, is_close, victims, seed):
         for step in range(first_step, 10**6):
             manager.save(state(step), step)
             # A save waits for the one before it.
-            if step - asynchronous < first_step:
+            saved = step - asynchronous
+            if saved < first_step:
                 continue
-            write_line("saved", step - asynchronous)
-            if is_victim and not is_close and not first_saved.is_set():
+            write_line("saved", saved)
+            if is_victim and not is_close and saved == first_step:
                 kill_within(ANY_MOMENT, draw)
-            first_saved.set()

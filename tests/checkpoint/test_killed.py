@@ -29,7 +29,8 @@ def kill_once(directory, ranks, kill, draw, first_step):
     programs = run_on_ranks(ranks, saving_process.run, *arguments)
     assert all(programs[victim].code == -signal.SIGKILL for victim in victims), programs
     events = Counter(line for program in programs for line in program.output.splitlines())
-    saved = max(int(event.split()[1]) for event in events if event.startswith("saved"))
+    # Ranks may be killed before they have written this for the first time.
+    saved = max((int(event.split()[1]) for event in events if event.startswith("saved")), default=-1)
     written = max(int(event.split()[1]) for event, count in events.items() if event[0] == "w" and count == ranks)
     # A rank that is left completes what all ranks have written.
     assert is_of_all or checkpoint.latest_step(directory) >= written
