@@ -79,6 +79,21 @@ def test_other_calls_are_refused_by_name(tmp_path):
             fs.load_graph(tmp_path)(*arguments, times=times)
 
 
+def test_numbers_are_keys_of_a_result(tmp_path):
+    """Of parts that no argument has, whatever the size of a whole number."""
+
+    def step(state):
+        return {"state": state, "norms": {key: leaf.norm() for key, leaf in state.items()}, 0: {0.25: state["w"]}}
+
+    state = {key: torch.full((2,), 3.0) for key in (7, -(2**40), 2**62, 0.1, -0.5, 1e300)} | {"w": torch.ones(1)}
+    fs.save_graph(tmp_path, fs.jit(step), state)
+    assert_same_bits(fs.load_graph(tmp_path)(state), step(state))
+    for key in (2**63, 2**70, math.inf, True, (1, 2)):
+        wrong = fs.jit(lambda x: {key: x, "more": x})  # noqa: B023
+        with pytest.raises(ValueError, match=r"whose keys are texts or numbers of 64 bits\. Return one of these"):
+            fs.save_graph(tmp_path, wrong, torch.ones(1))
+
+
 def test_a_missing_file_is_an_error_of_the_load(tmp_path):
     with pytest.raises(FileNotFoundError, match=rf"^load_graph: .*other/{FILE}: there is no such file"):
         fs.load_graph(tmp_path / "other")

@@ -1,5 +1,6 @@
 """The structure of a result as JSON: parts of the structure of the arguments, and tuples, lists and dicts of such."""
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -42,7 +43,7 @@ def _write(part: Any, paths: Mapping[Any, tuple[int, ...]], depth: int) -> JSON:
     if part.type not in _KINDS or not all(map(_is_key, part.entries())):
         raise ValueError(
             f"save_graph: a part of the result is {str(part)[:60]}, and a file holds tuples, lists and dicts whose "
-            "keys are texts or whole numbers. Return one of these, or a part of the arguments."
+            "keys are texts or numbers of 64 bits. Return one of these, or a part of the arguments."
         )
     if depth == _MAX_DEPTH:
         raise ValueError(f"save_graph: the result has more than {_MAX_DEPTH} levels. Return a flatter one.")
@@ -54,7 +55,9 @@ def _write(part: Any, paths: Mapping[Any, tuple[int, ...]], depth: int) -> JSON:
 
 def _is_key(key: Any) -> bool:
     """Whether a dict of a file may have a key, or a list an index."""
-    return type(key) is str or (type(key) is int and abs(key) < _MAX_CHILDREN)
+    if type(key) is float:
+        return math.isfinite(key)
+    return type(key) is str or (type(key) is int and abs(key) < 2**63)
 
 
 def check_structure(structure: JSON, source: Source, depth: int = 0) -> None:
