@@ -1,19 +1,21 @@
 """Exchange: leaves to and from formats by their names, and errors that every rank raises."""
 
+import json
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from fshard import _compat, comm
 from fshard.checkpoint.boxes import Box, Entry, is_tensor, local_box, shape_of
 from fshard.checkpoint.errors import CheckpointError, describe_failure
-from fshard.checkpoint.files import bytes_of, name_of
+from fshard.checkpoint.files import bytes_of, digest, name_of
 from fshard.errors import Problem, describe_error, expect, refuse
 from fshard.mesh import Mesh, ranks_of
 from fshard.shard import Layouts, check_transform, hash_of, padded, pin_leaf, without_padding
@@ -22,8 +24,8 @@ from fshard.tree.checks import check_local, describe
 
 # Leaves by their names or paths.
 Leaves = Mapping[str, Any]
-# The ranks that hold each box of a leaf, by the leaf's path.
-Replicas = dict[str, dict[Box, list[int]]]
+
+T = TypeVar("T")
 
 
 class Exchange:
@@ -69,14 +71,26 @@ class Exchange:
                 report = True, describe_error(error)
             else:
                 report = False, describe_failure(error, self.rank, path)
-        for is_refusal, text in filter(None, self.all_gather_object(report)):
-            if is_refusal:
-                raise ValueError(text) from failure
-            raise CheckpointError(f"{self.label}: {text}") from failure
+        first_report = self.take_first(report)
+        if first_report is None:
+            return
+        is_refusal, text = first_report
+        if is_refusal:
+            raise ValueError(text) from failure
+        raise CheckpointError(f"{self.label}: {text}") from failure
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Gather a value of every rank, which JSON can hold, in rank order."""
         return comm.all_gather_object(value, [self.ranks], self.label)
+
+    def merge_objects(self, value: T, merge: Callable[[T, T], T]) -> T:
+        """Merge the values of all ranks, as `comm.merge_objects` does."""
+        return comm.merge_objects(value, merge, [self.ranks], self.label)
+
+    def take_first(self, value: Any) -> Any:
+        """Return on every rank the value, which JSON can hold, of the first rank that has one other than None."""
+        place = self.ranks.size if value is None else self.rank
+        return self.merge_objects([place, value], min)[1]
 
     def check_agreement(self, entries: Mapping[str, str], headline: str, remedy: str) -> None:
         """Refuse on every rank entries that differ between ranks."""
@@ -110,49 +124,75 @@ class Exchange:
         check_transform(strategy, self.label, "strategy")
         return Layouts(self.label, strategy, flat.names, flat.leaves)
 
-    def replicas(self, leaves: Leaves, values: Mapping[str, str]) -> Replicas:
-        """Find the ranks that hold each box of each leaf, and refuse different values of one box.
+    def find_holders(self, leaves: Leaves, values: Mapping[str, str]) -> dict[str, list[int]]:
+        """Find the ranks that hold the same box of a leaf as this rank, and refuse different values of one box.
 
-        Each rank hashes the boxes that several ranks hold, which takes less time than to copy them.
+        Each rank hashes the boxes that several ranks hold, which takes less time than to copy them. It sends a digest
+        of all that must be the same, and one of all boxes that the same ranks hold.
 
         Args:
             leaves: Tensors and Sharded leaves by path.
             values: Texts of all else that must be the same on every rank.
 
         Returns:
-            The ranks, by path and by box.
+            The ranks in their order, by path.
 
         Raises:
             ValueError: on every rank, with the first leaf of another dtype or shape, or every leaf whose values differ.
         """
-        descriptions = {path: describe_leaf(leaf) for path, leaf in leaves.items()}
-        remedy = "make all but the values of Sharded leaves the same on every rank"
-        self.check_agreement({**descriptions, **values}, "ranks hold different leaves", remedy)
+        facts = {path: describe_leaf(leaf) for path, leaf in leaves.items()} | dict(values)
+        hashes = self._hash_replicas(leaves)
+        ranks_of_entry = self._list_ranks_with([f"facts {_digest(facts)}", *hashes])
+        compared = {entry.partition(" ")[0] for entry in ranks_of_entry}
+        if len(compared) < len(ranks_of_entry):
+            remedy = "make all but the values of Sharded leaves the same on every rank"
+            self.check_agreement(facts, "ranks hold different leaves", remedy)
+            self._refuse_values(hashes)
+        holders = {path: [self.rank] for path in leaves}
+        for entry, hash_by_path in hashes.items():
+            holders |= dict.fromkeys(hash_by_path, ranks_of_entry[entry])
+        return holders
 
-        hashed = self.all_gather_object([self._hash_box(leaf) for leaf in leaves.values()])
-        problems = []
-        replicas = {}
-        for path, hashed_boxes in zip(leaves, zip(*hashed, strict=True), strict=True):
-            holders: dict[Box, list[int]] = {}
-            different = []
-            for rank, (offsets, shape, value) in enumerate(hashed_boxes):
-                ranks = holders.setdefault(Box(tuple(offsets), tuple(shape)), [])
-                ranks.append(rank)
-                if value != hashed_boxes[ranks[0]][-1]:
-                    different.append(rank)
-            replicas[path] = holders
-            if different:
-                problems.append(Problem(path, f"other values on rank {different[0]}", "the same on all ranks"))
+    def _list_ranks_with(self, entries: Iterable[str]) -> dict[str, list[int]]:
+        """List for each entry that some rank has the ranks that have it."""
+        return self.merge_objects({entry: [self.rank] for entry in entries}, _join_ranks)
+
+    def _hash_replicas(self, leaves: Leaves) -> dict[str, dict[str, str]]:
+        """Hash this rank's boxes of leaves that other ranks hold too.
+
+        Returns:
+            The hashes of leaves that are split over the same axes, by path. Their name has two parts: a digest of the
+            boxes, and one of the hashes. The first is the same on the ranks that hold these boxes, and on no others.
+        """
+        boxes = defaultdict[tuple[Axis, ...], dict[str, Box]](dict)
+        hashes = defaultdict[tuple[Axis, ...], dict[str, str]](dict)
+        for path, leaf in leaves.items():
+            axes = leaf.spec.partition_axes() if is_sharded(leaf) else ()
+            if math.prod(axis.size for axis in axes) < self.ranks.size:
+                local = local_box(leaf)
+                boxes[axes][path] = local.box
+                hashes[axes][path] = hash_of(local.tensor)
+        return {f"{_digest(boxes[axes])} {_digest(hashes[axes])}": hashes[axes] for axes in boxes}
+
+    def _refuse_values(self, hashes: Mapping[str, Mapping[str, str]]) -> None:
+        """Refuse leaves of which ranks hold different values, each with the first rank that differs from another.
+
+        Args:
+            hashes: The hashes of this rank, as `_hash_replicas` returns them.
+        """
+        entries = []
+        for name, hash_by_path in hashes.items():
+            boxes = name.partition(" ")[0]
+            entries += [f"{value} {boxes} {path}" for path, value in hash_by_path.items()]
+        compared = set()
+        problems: dict[str, Problem] = {}
+        for entry, ranks in sorted(self._list_ranks_with(entries).items(), key=itemgetter(1)):
+            _, boxes, path = entry.split(" ", 2)
+            if (boxes, path) in compared:
+                problems.setdefault(path, Problem(path, f"other values on rank {ranks[0]}", "the same on all ranks"))
+            compared.add((boxes, path))
         remedy = "make them the same, buffers by fs.sync_buffers, or store a row of one leaf for each rank"
-        refuse(f"{self.label}: ranks hold different values of one leaf", problems, remedy)
-        return replicas
-
-    def _hash_box(self, leaf: Any) -> list[Any]:
-        """Return the offsets and the shape of this rank's box of a leaf, and a hash if other ranks hold it too."""
-        offsets, tensor, _ = local_box(leaf)
-        axes = leaf.spec.partition_axes() if is_sharded(leaf) else ()
-        is_replicated = math.prod(axis.size for axis in axes) < self.ranks.size
-        return [offsets, tensor.shape, hash_of(tensor) if is_replicated else ""]
+        refuse(f"{self.label}: ranks hold different values of one leaf", sorted(problems.values()), remedy)
 
     def read(self, leaves: Leaves, entries: Mapping[str, Sequence[Any]], remedy: str) -> dict[str, Any]:
         """Read this rank's box of each leaf.
@@ -178,6 +218,19 @@ class Exchange:
                 else:
                     results[name] = entries[name][0]
             return results
+
+
+def _join_ranks(some: Mapping[str, list[int]], others: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    """Merge entries of some ranks, each with the ranks that have it, with those of others."""
+    joined = {}
+    for entry in {**some, **others}:
+        joined[entry] = sorted({*some.get(entry, ()), *others.get(entry, ())})
+    return joined
+
+
+def _digest(content: Any) -> str:
+    """Compute a digest of what JSON can hold; the order of a dict's entries does not count."""
+    return digest(json.dumps(content, sort_keys=True).encode())
 
 
 def describe_leaf(leaf: Any) -> str:

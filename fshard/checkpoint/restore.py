@@ -102,7 +102,7 @@ def restore(
         if not exchange.rank:
             checkpoint = find_checkpoint(root, step)
             choice = checkpoint.step, checkpoint.path.name
-    chosen_step, name = exchange.all_gather_object(choice)[0]
+    chosen_step, name = exchange.take_first(choice)
     with exchange.raise_on_all_ranks(directory):
         reader = _Reader(root / name, chosen_step)
     identity = {"(checkpoint)": f"{name} of digest {reader.digest}"}

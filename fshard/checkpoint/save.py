@@ -1,9 +1,9 @@
 """save and Manager: write states so that a kill at any moment leaves the last checkpoint whole."""
 
-import math
+import operator
 import secrets
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
 from os import PathLike
@@ -17,7 +17,7 @@ from fshard.checkpoint import files
 from fshard.checkpoint.background import BackgroundSave
 from fshard.checkpoint.boxes import LocalBox, is_tensor, local_box, shape_of
 from fshard.checkpoint.errors import CheckpointError
-from fshard.checkpoint.exchange import Exchange, Replicas
+from fshard.checkpoint.exchange import Exchange
 from fshard.checkpoint.host_copies import copy_to_host
 from fshard.checkpoint.restore import latest_step, restore
 from fshard.checkpoint.unfinished import RankReport, Unfinished, complete_leftovers
@@ -128,13 +128,13 @@ def save(
         step = _read_step(state, step)
         tensors, manifest = _describe_state(exchange, state, step)
     same = {"(step)": step, "(directory)": f"{root}", **manifest.values}
-    replicas = exchange.replicas(tensors, {path: repr(value) for path, value in same.items()})
-    boxes = _choose_boxes(exchange.rank, tensors, replicas)
+    holders = exchange.find_holders(tensors, {path: repr(value) for path, value in same.items()})
+    boxes = _choose_boxes(exchange.rank, tensors, holders)
     unfinished, background = _start(exchange, root, manifest, keep, boxes, asynchronous)
     saving = Saving(
         step,
         finish=partial(_finish, exchange, unfinished, background),
-        is_written=lambda: all(exchange.all_gather_object(background.written.done())),
+        is_written=lambda: exchange.merge_objects(background.written.done(), operator.and_),
         finish_at_exit=background.finish_at_exit,
     )
     if not asynchronous:
@@ -175,7 +175,7 @@ def _start(
                 # Only now, because a rank of a killed run may complete its checkpoint until the leftovers are removed.
                 begun = directories.new_name(root, manifest.step), secrets.token_hex(8)
                 open_checkpoint(*begun).make()
-        unfinished = open_checkpoint(*exchange.all_gather_object(begun)[0])
+        unfinished = open_checkpoint(*exchange.take_first(begun))
         file = unfinished.content / files.file_name(exchange.rank)
         write = partial(_write_file, file, exchange.rank, boxes)
         # The thread unlocks the directory of checkpoints, which the first rank has locked.
@@ -367,16 +367,21 @@ def _describe_misfit(leaf: Any) -> tuple[str, str] | None:
     return describe(local), f"None, a bool, an int, a float, a str, or {tensors}"
 
 
-def _choose_boxes(rank: int, tensors: Mapping[str, Any], replicas: Replicas) -> dict[str, LocalBox]:
-    """Choose the boxes that this rank writes: of the ranks that hold a box, the one with the fewest bytes so far."""
+def _choose_boxes(
+    rank: int,
+    tensors: Mapping[str, Any],
+    holders: Mapping[str, Sequence[int]],
+) -> dict[str, LocalBox]:
+    """Choose the boxes that this rank writes: of those that the same ranks hold, each writes about as many bytes."""
     boxes = {}
-    bytes_of_rank = Counter[int]()
-    for path, holders in replicas.items():
-        for box, ranks in holders.items():
-            writer = min(ranks, key=bytes_of_rank.__getitem__)
-            bytes_of_rank[writer] += math.prod(box.shape) * tensor_of(tensors[path]).itemsize
-            if writer == rank and 0 not in box.shape:
-                boxes[path] = local_box(tensors[path])
+    bytes_of_ranks = defaultdict[tuple[int, ...], Counter[int]](Counter)
+    for path, ranks in holders.items():
+        box = local_box(tensors[path])
+        bytes_of_rank = bytes_of_ranks[tuple(ranks)]
+        writer = min(ranks, key=bytes_of_rank.__getitem__)
+        bytes_of_rank[writer] += box.tensor.nbytes
+        if writer == rank and box.tensor.numel():
+            boxes[path] = box
     return boxes
 
 

@@ -14,6 +14,7 @@ from fshard.comm.agree import (
     check_same_facts,
     find_disagreement,
     join_flags,
+    merge_objects,
 )
 from fshard.comm.collective import (
     PACK_BYTES,

@@ -36,6 +36,7 @@ VERB = "verb"
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 @functools.lru_cache(maxsize=64)
@@ -177,8 +178,7 @@ def _exchange_differences(
         if difference is not None and not report["difference"]:
             significance, problem = difference
             report["difference"] = [[number, *significance, order], problem]
-    for axis in axes:
-        report = _spread_value(report, _merge_reports, axis, label)
+    report = merge_objects(report, _merge_reports, axes, label)
     if first_axis == 0 or len(set(facts.values())) == 1:
         # All ranks know now why the running call ends, so that nobody needs to report it.
         rank_state().call.name = None
@@ -300,6 +300,31 @@ def all_gather_object(value: Any, axes: Sequence[Axis], label: Caller) -> list[A
     return values
 
 
+def merge_objects(value: T, merge: Callable[[T, T], T], axes: Sequence[Axis], label: Caller) -> T:
+    """Merge the values of all ranks of some axes into one.
+
+    Ranks send on what is merged: it takes log2 W messages of each, of one value, where `all_gather_object` shows every
+    rank W values.
+
+    Args:
+        value: The value of this rank, of any size, which JSON can hold. Tuples become lists.
+        merge: Merges the values of some ranks and of others. It is associative and commutative, and merging what is
+            merged already changes nothing.
+        axes: The mesh axes.
+        label: The name of the caller, for the recorder.
+
+    Returns:
+        The merged value, the same on every rank.
+    """
+    # Round-trip through JSON, so that one rank sees what several would.
+    merged: T = json.loads(json.dumps(value))
+    label = make_label(label)
+    label = label._replace(parts=label.parts or "a merged value")
+    for axis in _axes_to_ask(axes):
+        merged = _spread_value(merged, merge, axis, label)
+    return merged
+
+
 def _spread_value(value: Any, merge: Callable[[Any, Any], Any], axis: Axis, label: Label) -> Any:
     """Merge the values of all ranks of an axis, which JSON can hold."""
     return json.loads(_spread(json.dumps(value).encode(), merging_json(merge), axis, label))
@@ -316,10 +341,7 @@ def join_flags(flags: Sequence[bool], axes: Sequence[Axis], label: Label) -> lis
     Returns:
         For each flag whether it is set on any rank.
     """
-    joint = list(flags)
-    for axis in _axes_to_ask(axes):
-        joint = _spread_value(joint, _join_all, axis, label._replace(parts=f"{len(flags)} flags"))
-    return joint
+    return merge_objects(list(flags), _join_all, axes, label._replace(parts=f"{len(flags)} flags"))
 
 
 def _join_all(flags: Sequence[bool], other: Sequence[bool]) -> list[bool]:

@@ -93,7 +93,10 @@ MIRRORS = {
     "fshard/shard.py": ("tests/test_law_round_trip.py",),
     "fshard/checkpoint/background.py": ("tests/checkpoint/test_exits.py",),
     "fshard/checkpoint/errors.py": ("tests/checkpoint/test_failing_ranks.py",),
-    "fshard/checkpoint/exchange.py": ("tests/checkpoint/test_failing_ranks.py",),
+    "fshard/checkpoint/exchange.py": (
+        "tests/checkpoint/test_failing_ranks.py",
+        "tests/checkpoint/test_messages.py",
+    ),
     "fshard/checkpoint/save.py": (
         "tests/checkpoint/test_failing_ranks.py",
         "tests/checkpoint/test_save_asynchronous.py",
@@ -1057,6 +1060,20 @@ FAULTS = (
         "10: every rank hears which rank cannot write its file of a checkpoint",
     ),
     Fault(
+        "boxes-of-other-values-taken-for-equal",
+        "fshard/checkpoint/exchange.py",
+        "if len(compared) < len(ranks_of_entry):",
+        "if len(compared) < len(hashes):",
+        "1: a leaf that ranks hold different values of is not saved",
+    ),
+    Fault(
+        "box-of-one-holder-compared-with-boxes-of-others",
+        "fshard/checkpoint/exchange.py",
+        "boxes[axes][path] = local.box",
+        "boxes[axes][path] = Box((), ())",
+        "1: ranks hold the boxes of their layout, and only those of the same elements must be equal",
+    ),
+    Fault(
         "rank-that-failed-left-out-of-its-error",
         "fshard/checkpoint/errors.py",
         'return f"rank {rank} failed with {type(error).__name__}: {describe_error(error)}"',
@@ -1066,8 +1083,8 @@ FAULTS = (
     Fault(
         "copy-that-one-rank-makes-alone",
         "fshard/checkpoint/save.py",
-        "boxes = _choose_boxes(exchange.rank, tensors, replicas)",
-        "boxes = _choose_boxes(exchange.rank, tensors, replicas); "
+        "boxes = _choose_boxes(exchange.rank, tensors, holders)",
+        "boxes = _choose_boxes(exchange.rank, tensors, holders); "
         'boxes = {n: b._replace(tensor=b.tensor.to("cpu", copy=True)) for n, b in boxes.items()}',
         "10: every rank hears which rank cannot copy its state aside",
     ),

@@ -72,7 +72,7 @@ def save_dcp(
             kind = type(state).__name__
             raise ValueError(f"{exchange.label}: a {kind} needs module= and optimizer=, as get_state_dict takes them")
     leaves = _model_leaves(exchange, state)
-    exchange.replicas(leaves, {})
+    exchange.find_holders(leaves, {})
     content: Content = {}
     for name, leaf in leaves.items():
         for alias in exchange.saved_as(name):
@@ -93,7 +93,7 @@ def _optimizer_content(
 ) -> Content:
     """List the state and the parameter groups of an optimizer, by their places in its state dict."""
     slots = states.collect_slots(exchange, opt_state)
-    exchange.replicas({f"{parameter} {slot}": leaf for (parameter, slot), leaf in slots.items()}, {})
+    exchange.find_holders({f"{parameter} {slot}": leaf for (parameter, slot), leaf in slots.items()}, {})
     content: Content = {}
     for (parameter, slot), leaf in slots.items():
         content["state", _name_of_fsdp2(parameter), slot] = leaf

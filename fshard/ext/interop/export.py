@@ -41,7 +41,7 @@ def new_files(exchange: Exchange, given: Any, deciding: Sequence[str], others: I
             for left in directory.glob(EXPORTING + 16 * "[0-9a-f]"):
                 shutil.rmtree(left, ignore_errors=True)
             (directory / name).mkdir()
-    temporary = directory / exchange.all_gather_object(name)[0]
+    temporary = directory / exchange.take_first(name)
     try:
         with exchange.raise_on_all_ranks(directory):
             yield temporary

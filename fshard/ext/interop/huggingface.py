@@ -96,7 +96,7 @@ def save_huggingface(
     for file, kinds in files.items():
         lines = [f"{name}: {kind.dtype}{[*kind.shape]}" for name, kind in kinds.items()]
         texts[f"({file})"] = "\n".join(lines)
-    holders = exchange.replicas(leaves, texts)
+    holders = exchange.find_holders(leaves, texts)
     with new_files(exchange, directory, (CHECKSUMS, SINGLE, INDEX), files) as temporary:
         results = [tensors[name] for name in chain.from_iterable(files.values())]
         parts = _make_parts(exchange, leaves, holders, results, full)
@@ -250,7 +250,7 @@ def _assign_files(tensors: PlannedTensors, dtype: torch.dtype | None, max_file_b
 def _make_parts(
     exchange: ModuleExchange,
     leaves: Mapping[str, Any],
-    holders: Mapping[str, Mapping[Any, Sequence[int]]],
+    holders: Mapping[str, Sequence[int]],
     results: Sequence[PlannedTensor],
     full: dict[str, torch.Tensor],
 ) -> Iterator[Part | None]:
@@ -268,7 +268,7 @@ def _make_parts(
         else:
             offset, tensor, _ = local_box(leaves[result.leaf])
             part = Part(offset, tensor.detach)
-            ranks = holders[result.leaf][offset, tuple(tensor.shape)]
+            ranks = holders[result.leaf]
         writer = ranks[number % len(ranks)]
         yield part if writer == exchange.rank else None
 

@@ -57,7 +57,7 @@ def to_optimizer_state_dict(
     exchange = ModuleExchange("checkpoint.to_optimizer_state_dict", module)
     numbers = {name: number for number, name in enumerate(list_parameter_names(exchange, optimizer))}
     slots = collect_slots(exchange, opt_state)
-    exchange.replicas({str(key): leaf for key, leaf in slots.items()}, {})
+    exchange.find_holders({str(key): leaf for key, leaf in slots.items()}, {})
     unknown = dict.fromkeys(key.parameter for key in slots if key.parameter not in numbers)
     problems = [Problem(name, "has state, but is no parameter of the torch optimizer") for name in unknown]
     refuse(f"{exchange.label}: states do not fit", problems, "pass the optimizer of all that was trained")

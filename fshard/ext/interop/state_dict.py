@@ -38,7 +38,7 @@ def to_state_dict(
     """
     exchange = ModuleExchange("checkpoint.to_state_dict", module)
     leaves = exchange.leaves(params, rank0_only=rank0_only)
-    exchange.replicas(leaves, {})
+    exchange.find_holders(leaves, {})
     state_dict: dict[str, torch.Tensor] = {}
     for name, tensor in exchange.gather(leaves, rank0_only).items():
         # Names of one parameter share its tensor, as in the state dict of a module.
