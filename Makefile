@@ -70,6 +70,7 @@ bench: .venv/models
 	$(BIN)/python benchmarks/init.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/update.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/leaves.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/agreement.py
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 benchmarks/compile.py --backends graph,inductor
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 benchmarks/sums.py
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 4 benchmarks/axes.py

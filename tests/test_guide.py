@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from tests.comm.costs import costs_by_law
 from tests.test_processes import ROOT, TORCHRUN, run
 
 README = ROOT / "README.md"
 GUIDE = ROOT / "examples/README.md"
 PERFORMANCE = ROOT / "docs/performance.md"
+SCALE = ROOT / "docs/scale.md"
 SAME_BITS = ROOT / "docs/how_to/same_bits.md"
 FINE_TUNE = ROOT / "docs/how_to/fine_tune.md"
 FROM_FSDP2 = ROOT / "docs/coming_from/fsdp2.md"
@@ -207,6 +209,28 @@ def test_figures_of_one_h200_were_measured():
         row = systems[ON_ONE_H200[name]]
         measured = f"{row['ms']:.1f}", f"{row['MFU']:.3f}", f"{row['host ms']:.0f}", f"{row['peak GiB']:.1f}"
         assert (ms, mfu, host, peak) == measured, name
+
+
+def write_figure(value: Any) -> str:
+    """Write a count, or the median of a time to three digits."""
+    if isinstance(value, dict):
+        return f"{value['median']:.3g}" if value["median"] < 1000 else f"{value['median']:,.0f}"
+    return f"{round(value):,}"
+
+
+def test_figures_of_many_ranks_were_measured_or_follow_from_laws():
+    """Those of an earlier version beside those of today; the laws of today are those that processes are held to."""
+    names = ("agreement-full-mesh", "agreement")
+    before, now = (json.loads((ROOT / f"benchmarks/results/{name}.json").read_text()) for name in names)
+    for ranks, law in now["laws"].items():
+        assert law == costs_by_law(int(ranks))
+    by_title = {rows[0][0]: rows for rows in tables(SCALE.read_text())}
+    for title, kind in (("measured", "measured"), ("by law", "laws")):
+        (head, *rows) = by_title[f"of a rank, {title}: full mesh / links"]
+        assert len(rows) >= 5
+        for name, *cells in rows:
+            for ranks, cell in zip(head[1:], cells, strict=True):
+                assert cell == " / ".join(write_figure(found[kind][ranks][name]) for found in (before, now)), name
 
 
 # How far plans may be from the peak that they predict.

@@ -5,6 +5,8 @@ import os
 import resource
 from collections.abc import Sequence
 
+from fshard.comm.links import list_peers
+
 # Connections of a rank with the store: torch's, this rank's own, and that which constructors wait on.
 STORE_CLIENTS = 3
 # The socket to which other ranks connect their links.
@@ -28,9 +30,7 @@ def sockets_of_axis(ranks: int, *, sends_itself: bool) -> int:
     """
     if ranks == 1:
         return 0
-    rounds = (ranks - 1).bit_length()
-    is_power_of_two = ranks == 1 << rounds
-    links = rounds if is_power_of_two else 2 * rounds
+    links = len(list_peers(0, ranks))
     return links + (ranks if sends_itself else 3 * ranks)
 
 

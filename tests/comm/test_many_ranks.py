@@ -54,6 +54,8 @@ def test_descriptions_of_groups_are_short_and_tell_rows_apart():
 SHAPES = [
     {"a": 2},
     {"a": 4},
+    pytest.param({"a": 3}, marks=pytest.mark.slow),
+    pytest.param({"a": 6}, marks=pytest.mark.slow),
     pytest.param({"a": 2, "b": 2}, marks=pytest.mark.slow),
     pytest.param({"a": 8}, marks=pytest.mark.slow),
     pytest.param({"a": 2, "b": 4}, marks=pytest.mark.slow),

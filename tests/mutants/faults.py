@@ -21,6 +21,7 @@ MIRRORS = {
     "fshard/transforms/run.py": ("tests/transforms", "tests/test_accumulate.py"),
     "fshard/transforms": ("tests/transforms",),
     "fshard/comm/failure.py": ("tests/comm/test_many_ranks.py", "tests/comm/test_failure.py", "tests/test_recovery.py"),
+    "fshard/comm/agree.py": ("tests/comm/test_cost_laws.py", "tests/comm"),
     "fshard/comm/groups.py": ("tests/comm/test_forked_children.py", "tests/comm/test_failure.py"),
     "fshard/comm/meeting.py": (
         "tests/comm/test_meeting.py",
@@ -107,6 +108,7 @@ MIRRORS = {
     "fshard/ext/testing": ("tests/ext/testing", "tests/test_varying.py"),
     "fshard/ext/parallel/vocabulary.py": ("tests/ext/parallel/test_vocabulary.py",),
     "fshard/ext/parallel": ("tests/ext/parallel",),
+    "fshard/ext/plan": ("tests/ext/plan/test_plan.py", "tests/ext/plan"),
     "fshard/ext/interop": ("tests/ext/interop",),
     "fshard/ext/trace": ("tests/ext/trace",),
 }
@@ -330,6 +332,13 @@ FAULTS = (
         "if rank != local_rank and not rows.is_contiguous():",
         "if rank != local_rank and not rows[:1].is_contiguous():",
         "6: the peak of a graph counts the copies that collectives hold",
+    ),
+    Fault(
+        "facts-sent-in-the-place-of-their-digest",
+        "fshard/comm/agree.py",
+        "return hashlib.blake2b(facts.encode(), digest_size=DIGEST_BYTES).digest()",
+        "return facts.encode()",
+        "17: a comparison sends a digest of the facts",
     ),
     Fault(
         "difference-over-one-axis-is-asked-of-ranks-that-have-gone-on",
@@ -813,6 +822,27 @@ FAULTS = (
         "if torch.is_grad_enabled() or value.requires_grad:",
         "if value is not None:",
         "5: a parameter read under no_grad first has the gradient of its later reads",
+    ),
+    Fault(
+        "agreement-of-all-ranks-in-turn",
+        "fshard/ext/plan/timeline.py",
+        "rounds = sum((size - 1).bit_length() for size in mesh.values())",
+        "rounds = sum(size - 1 for size in mesh.values())",
+        "17: the time to agree grows with the logarithm of the ranks",
+    ),
+    Fault(
+        "sockets-of-the-other-backend",
+        "fshard/ext/plan/plan.py",
+        'sockets=sockets_of_mesh(list(mesh.values()), sends_itself=backend != "gloo"),',
+        'sockets=sockets_of_mesh(list(mesh.values()), sends_itself=backend == "gloo"),',
+        "17: a plan counts the sockets of its backend",
+    ),
+    Fault(
+        "files-beside-sockets-forgotten",
+        "fshard/ext/plan/report.py",
+        "files = sockets + OTHER_FILES",
+        "files = sockets",
+        "17: a launch that opens too many files is told",
     ),
     Fault(
         "name-that-is-no-tensor-exported",

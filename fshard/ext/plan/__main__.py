@@ -9,7 +9,12 @@ takes `layers`, with the depth as the default, a deep model is planned by extrap
 Units are the blocks that a ModuleList, ModuleDict or Sequential holds several of; --units names others. The first lines
 say which.
 
+The step that is planned is a jitted one of fs.value_and_grad and fused AdamW, without clipping, whose state is donated.
+The strategy has its defaults, and all dtypes are those of the module that the factory returns.
+
 Times are estimates from rates that are stated, not measured: --tflops, --memory-rate, --link and --latency set them.
+"agree ms" is the time of the host in which each call compares with the other ranks, and "sockets" counts what a rank
+opens to them. Both are of accelerators, whose backend sends the data.
 """
 
 import argparse
@@ -20,9 +25,9 @@ from itertools import product
 from typing import Any
 
 from fshard.ext.plan import models
-from fshard.ext.plan.report import Rates, format_bytes
+from fshard.ext.plan.report import Rates, format_bytes, warn_of_sockets
 
-HEADER = "strategy       mesh       peak       sent  collectives     flops   seconds"
+HEADER = "strategy       mesh       peak       sent  collectives     flops  agree ms  sockets   seconds"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,7 +89,7 @@ def _print_plans(args: argparse.Namespace) -> int:
         if len(rows) == 1:
             # Not before the first row, when all arguments are known to be good.
             print(*headline, sep="\n")
-        print(rows[-1], flush=True)
+        print(rows[-1], *warn_of_sockets(rows[-1].sockets), sep="\n", flush=True)
     fits = [row for row in rows if row.peak.total <= args.memory * 1e9]
     if not fits:
         least = min(row.peak.total for row in rows)

@@ -178,6 +178,8 @@ class Estimate(NamedTuple):
         flops: Floating-point operations.
         seconds: An estimate of the time, from stated rates.
         waiting: Seconds among these in which the device waits for a link.
+        agreement: Seconds of the host in which each call compares with other ranks; an estimate.
+        sockets: Sockets that a rank opens.
     """
 
     strategy: str
@@ -188,6 +190,8 @@ class Estimate(NamedTuple):
     flops: int
     seconds: float
     waiting: float
+    agreement: float
+    sockets: int
 
     def __str__(self) -> str:
         """Write one row of a table."""
@@ -196,7 +200,8 @@ class Estimate(NamedTuple):
         sent = format_bytes(sum(self.sent.values()))
         return (
             f"{self.strategy:<6} {ranks:>12} {peak:>10} {sent:>10} "
-            f"{self.collectives:>12} {self.flops:>9.3g} {self.seconds:>9.3g}"
+            f"{self.collectives:>12} {self.flops:>9.3g} "
+            f"{1e3 * self.agreement:>9.2g} {self.sockets:>8} {self.seconds:>9.3g}"
         )
 
 
@@ -252,6 +257,8 @@ def estimate(
         flops=round(extrapolate(less.flops, more.flops)),
         seconds=extrapolate(less.seconds, more.seconds),
         waiting=extrapolate(less.waiting, more.waiting),
+        agreement=more.agreement,
+        sockets=more.sockets,
     )
 
 

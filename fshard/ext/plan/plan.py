@@ -10,8 +10,8 @@ from torch.fx import Node
 
 import fshard as fs
 from fshard.ext.plan.report import Rates, StepPlan, check_rates
-from fshard.ext.plan.timeline import estimate_seconds, make_timeline
-from fshard.extend import describe, expect, fake_axes, fake_maker, flatten
+from fshard.ext.plan.timeline import estimate_agreement, estimate_seconds, make_timeline
+from fshard.extend import describe, expect, fake_axes, fake_maker, flatten, sockets_of_mesh
 
 BACKENDS = ("nccl", "gloo")
 # The uses of a TrainState's fields, as fields of `Bytes`.
@@ -52,7 +52,8 @@ def plan(
 
     Returns:
         The plan. It prints as a table, and has the peak by use, the timeline, collectives and bytes by axis and unit,
-        floating-point operations and an estimate of the time.
+        floating-point operations and estimates of the time. It also says what ranks need to agree: the time of the
+        host in each call, and the sockets of a rank, which may be more than this system lets a process open.
 
     Raises:
         ValueError: if the mesh, the rank, the backend or a rate makes no sense, axes are not those of the
@@ -77,7 +78,17 @@ def plan(
         graph = fs.make_graph(step)(*args)
         arguments, moments = make_timeline(graph, _find_known_uses(graph, args))
         seconds, waiting = estimate_seconds(moments, graph.memory.pending_buffers, rates)
-        return StepPlan(dict(mesh), coordinates, arguments, list(moments.values()), seconds, waiting, rates)
+    return StepPlan(
+        dict(mesh),
+        coordinates,
+        arguments,
+        list(moments.values()),
+        seconds,
+        waiting,
+        rates,
+        agreement=estimate_agreement(mesh, rates),
+        sockets=sockets_of_mesh(list(mesh.values()), sends_itself=backend != "gloo"),
+    )
 
 
 def _find_coordinates(mesh: Any, rank: Any) -> dict[str, int]:

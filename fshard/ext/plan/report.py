@@ -1,5 +1,6 @@
 """The values of a plan: rates of a device and its links, bytes by use, moments of a step, and the plan as a table."""
 
+import resource
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -19,6 +20,8 @@ _ATTENTION = "_scaled_dot_product_flash_attention"
 _SAME_FORMULA: Mapping[Any, Any] = MappingProxyType(
     {getattr(aten, f"{_ATTENTION}_for_cpu{end}"): getattr(aten, f"{_ATTENTION}{end}") for end in ("", "_backward")}
 )
+# Files of a process beside its sockets: its modules, data and logs.
+OTHER_FILES = 100
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
@@ -158,6 +161,8 @@ class StepPlan:
         seconds: An estimate of the time, from `rates`.
         waiting: Seconds among these in which the device waits for a link.
         rates: Rates of the device and its links: stated, not measured.
+        agreement: Seconds of the host in which each call compares with other ranks; an estimate.
+        sockets: Sockets that a rank opens to the others; each is one of the files that its process may open.
     """
 
     mesh: dict[str, int]
@@ -167,6 +172,8 @@ class StepPlan:
     seconds: float
     waiting: float
     rates: Rates
+    agreement: float
+    sockets: int
 
     @property
     def peak(self) -> Bytes:
@@ -229,6 +236,17 @@ class StepPlan:
         yield f"  {self.flops:.3g} floating-point operations"
         yield f"  {self.seconds:.3g} s a step, {self.waiting:.3g} s of it waiting: an estimate from these rates:"
         yield f"    {self.rates}"
+        yield f"  {1e3 * self.agreement:.2g} ms of the host in each call to agree with other ranks"
+        yield f"  {self.sockets} sockets"
+        yield from warn_of_sockets(self.sockets)
+
+
+def warn_of_sockets(sockets: int) -> Iterator[str]:
+    """Write a line if a process of this system may not open so many sockets, even if it raises its limit."""
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = sockets + OTHER_FILES
+    if files > limit:
+        yield f"    too many for `ulimit -Hn`, which is {limit} here: let each rank open {files} files"
 
 
 def format_bytes(nbytes: float) -> str:

@@ -18,6 +18,8 @@ aten = torch.ops.aten
 _USES_OF_VERBS: Mapping[str, str] = MappingProxyType(
     {comm.Verb.GATHER: "gathered", comm.Verb.SCATTER: "gradients"},
 )
+# Seconds of the host for one message to a rank and one from a rank, which `benchmarks/agreement.py` measures.
+ROUND_SECONDS = 2.5e-5
 # Operators that bring numbers elsewhere, or to another dtype.
 _MOVES = (
     *(aten.clone.default, aten.cat.default, _compat.TO_COPY, aten.constant_pad_nd.default, aten.copy_.default),
@@ -100,6 +102,17 @@ def estimate_seconds(
             now += _estimate_operator(node, moment.flops, rates)
     end = max([now, *free_from.values()])
     return end, waiting + end - now
+
+
+def estimate_agreement(mesh: Mapping[str, int], rates: Rates) -> float:
+    """Estimate the seconds of the host in which a call compares with other ranks, in log2 rounds over each axis.
+
+    Args:
+        mesh: Ranks on each axis.
+        rates: Their latency is that of a message.
+    """
+    rounds = sum((size - 1).bit_length() for size in mesh.values())
+    return rounds * (ROUND_SECONDS + rates.latency)
 
 
 def _estimate_operator(node: Node, flops: int, rates: Rates) -> float:

@@ -1,6 +1,7 @@
 """Estimates by extrapolation against all layers, and the command line: tables, factories and arguments."""
 
 import re
+import resource
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fshard.ext.plan.__main__ import main
 from fshard.ext.plan.models import Workload, describe_units, estimate, find_blocks, make_workload, prepare_step
+from fshard.extend import sockets_of_mesh
 from tests.ext.plan.models import Masked
 
 HERE = "tests.ext.plan.test_main"
@@ -86,9 +88,23 @@ def test_the_cheapest_that_fits_is_told(capsys):
     *rows, best = re.findall(row, out, re.MULTILINE)
     assert [row[:2] for row in rows] == [("zero2", "4"), ("hsdp", "2 x 2")]
     assert best == min(rows, key=lambda row: float(row[2]))
+    # Three connections to the store, and for hsdp two axes of two ranks beside torch's group of all four.
+    sockets = [int(line.split()[-2]) for line in out.splitlines() if line.startswith(("zero2", "hsdp"))]
+    assert sockets[:2] == [sockets_of_mesh([4], sends_itself=True), sockets_of_mesh([2, 2], sends_itself=True)]
+    assert "`ulimit -Hn`" not in out
     assert "the cheapest that fits 1.0 GB, by the time that is estimated from these rates:" in out
     assert run("masked", "--memory", "1e-6", "--strategy", "zero2") == 1
     assert "none fits 1e-06 GB: the least is" in capsys.readouterr().out
+
+
+def test_a_launch_that_opens_too_many_files_is_told_below_its_row(monkeypatch, capsys):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (512, 1024))
+    arguments = ["--model", f"{HERE}:masked", "--world-size", "4", "4096", "--strategy", "zero2", "--memory", "1"]
+    assert main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (number,) = [i for i, line in enumerate(lines) if "`ulimit -Hn`" in line]
+    assert lines[number - 1].split()[:2] == ["zero2", "4096"]
+    assert f"let each rank open {int(lines[number - 1].split()[-2]) + 100} files" in lines[number]
 
 
 def test_a_factory_of_one_depth_is_traced_whole():

@@ -1,6 +1,7 @@
 """The figures of a plan, the state that it leaves alone, and budgets that it holds or breaks."""
 
 import re
+import resource
 from functools import cache, partial
 
 import pytest
@@ -9,6 +10,7 @@ from torch._subclasses import FakeTensorMode
 
 import fshard as fs
 from fshard.ext.plan.report import Rates
+from fshard.extend import sockets_of_mesh
 from fshard.testing import assert_budget, assert_trees_close
 from tests.jit.steps import adamw, train_step
 from tests.ranks import my_rank, on_ranks
@@ -76,7 +78,8 @@ def test_text():
     assert "\n  held at the peak; what is not held then is 0\n    parameters " in text
     assert all(word in text for word in ("optimizer state", "in flight", "sent by axis", "sent by unit"))
     rates = "400 TFLOP/s, memory 2500 GB/s, link 40 GB/s, latency 20 us"
-    assert text.endswith(f" of it waiting: an estimate from these rates:\n    {rates}")
+    assert f" of it waiting: an estimate from these rates:\n    {rates}\n" in text
+    assert re.search(r"\n  0\.\d+ ms of the host in each call to agree with other ranks\n  10 sockets$", text)
     slow = make_plan(rates=Rates(link={"shard": 1e6}))
     assert slow.waiting > slow.bytes_sent() / 1e6 * 0.5
 
@@ -95,6 +98,43 @@ def test_axes_that_have_rates_of_their_own_send_at_the_same_time():
     params = fs.shard({"w": torch.ones(4096)}, fs.hsdp(mesh))
     shared = waiting(1e3)
     assert_trees_close(waiting(dict.fromkeys(sizes, 1e3)), shared / 2, **within(shared, terms=100))
+
+
+def test_agreement_grows_with_the_logarithm():
+    """By a round for twice as many ranks, over one axis after another; there is none on one rank."""
+    latency, rounds = 1.0, 10
+    plans = [make_plan(ranks, rates=Rates(latency=latency)) for ranks in (1, 2, 4, 1000, 1024)]
+    alone, of_two, of_four, of_thousand, largest = [plan.agreement for plan in plans]
+    assert alone == 0
+    round_seconds = of_four - of_two
+    assert round_seconds > latency
+    assert of_thousand == largest
+    assert_trees_close(largest, of_two + (rounds - 1) * round_seconds, **within(largest, terms=rounds))
+    slower = make_plan(1024, rates=Rates(latency=2 * latency)).agreement
+    assert_trees_close(slower - largest, rounds * latency, **within(slower, terms=rounds))
+    mesh = fs.init_mesh({"replicate": 1, "shard": 1}, device="cpu")
+    params = fs.shard({"w": torch.ones(8)}, fs.hsdp(mesh))
+    rates = Rates(latency=latency)
+    plan = fs.plan(lambda params: params["w"].local.sum(), params, mesh={"replicate": 2, "shard": 4}, rates=rates)
+    assert_trees_close(plan.agreement, of_two + of_four, **within(plan.agreement, terms=rounds))
+
+
+@pytest.fixture
+def few_files(monkeypatch):
+    """Let this process open so few files that a mesh of 512 ranks between processors does not fit."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (512, 1024))
+
+
+def test_a_launch_that_opens_more_files_than_a_process_may_is_told(few_files):
+    warning = "    too many for `ulimit -Hn`, which is 1024 here: let each rank open "
+    for ranks, backend, sockets in ((256, "gloo", 780), (512, "gloo", 1549), (512, "nccl", 525), (1024, "nccl", 1038)):
+        plan = make_plan(ranks, backend=backend)
+        assert plan.sockets == sockets == sockets_of_mesh([ranks], sends_itself=backend == "nccl")
+        last_line = str(plan).splitlines()[-1]
+        if sockets > 924:
+            assert last_line == f"{warning}{sockets + 100} files"
+        else:
+            assert last_line == f"  {sockets} sockets"
 
 
 @on_ranks(2)
