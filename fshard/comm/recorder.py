@@ -135,6 +135,7 @@ def spread(known: bytes, merge: Merge, destination: Destination) -> bytes:
         scalar = purpose.is_comparison or purpose.verb == Verb.OBJECTIVE
         collective = Collective(op, destination.axis, destination.size, purpose, nbytes, 1, scalar)
     issued = _issue(state, group, op, (), destination, collective)
+    issued.left = 1
     run: Callable[..., bytes] = swap_in_rounds
     if _compat.is_profiling():
         run = _compat.show_range(_range_name(op, destination.label), run)

@@ -272,9 +272,9 @@ FAULTS = (
     ),
     Fault(
         "leaf-counts-as-used-if-all-ranks-use-it",
-        "fshard/collectives/objective.py",
-        "joint.append(tuple(map(any, zip(*used_in_call, strict=True))))",
-        "joint.append(tuple(map(all, zip(*used_in_call, strict=True))))",
+        "fshard/comm/agree.py",
+        "return list(map(operator.or_, flags, other))",
+        "return list(map(operator.and_, flags, other))",
         "9: a leaf that another rank used has a gradient, in a trace too",
     ),
     Fault(
