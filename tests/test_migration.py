@@ -211,12 +211,15 @@ ROWS = {
         lambda: train(policies_of_units()),
     ),
     "block.unshard(async_op=True)": Row(
-        "fs.start_gather(params), whose result fs.value_and_grad, model.apply and fs.gather take in the place of ...",
+        "fs.value_and_grad(loss_fn)(fs.start_gather(params), batch)",
         train_fsdp2_ahead,
         lambda: train(zero3(), ahead="blocks.1."),
     ),
     "fully_shard(model, ignored_params=...), different on each rank": Row(
-        "a leaf with a row for each rank, by fs.own_dim(mesh)", ignored_by_fsdp2, row_for_each_rank
+        'a leaf with a row for each rank, by fs.own_dim(mesh); with reduce="mean" its gradient is divided by the '
+        "number of ranks",
+        ignored_by_fsdp2,
+        row_for_each_rank,
     ),
     "model.set_requires_gradient_sync(False)": Row(
         'fs.accumulate(loss_fn, communicate="once")', accumulated_by_fsdp2, accumulated
