@@ -93,7 +93,7 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: f
         if dist.is_initialized():
             # Others may have asked for what they can have, and wait.
             with _meet(limit) as meeting:
-                _agree(_make_request(str(error), [], limit, meeting), meeting)
+                _agree(_make_request(str(error), "cpu", [], limit, meeting), meeting)
         raise
     if device != "cpu" and not (dist.is_initialized() and torch.get_device_module(device).is_initialized()):
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)) % torch.accelerator.device_count())
@@ -103,11 +103,11 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: f
     with _meet(limit) as meeting:
         listener = _listen(rows_of_axes, meeting)
         if isinstance(meeting, FirstMeeting):
-            _agree(_Request(asked, lacks=_find_lack(sizes, meeting)), meeting)
+            _agree(_Request(asked, lacks=_find_lack(device, sizes, meeting)), meeting)
             _start(device, limit, meeting)
-            agreed = _make_request(asked, rows_of_axes, limit, meeting)
+            agreed = _make_request(asked, device, rows_of_axes, limit, meeting)
         else:
-            agreed = _agree(_make_request(asked, rows_of_axes, limit, meeting), meeting)
+            agreed = _agree(_make_request(asked, device, rows_of_axes, limit, meeting), meeting)
             if agreed.generation > rank_state().generation:
                 # Where one rank has a group that is broken, all make their groups anew.
                 rank_state().renew(agreed.generation)
@@ -332,23 +332,39 @@ def _meet(limit: timedelta) -> Meeting:
     return FirstMeeting(_compat.StoreClient(dist.HashStore), 0, 1, limit.total_seconds())  # type: ignore[attr-defined]
 
 
-def _make_request(mesh: str, rows_of_axes: Sequence[list[list[int]]], limit: timedelta, meeting: Meeting) -> _Request:
+def _make_request(
+    mesh: str,
+    device: str,
+    rows_of_axes: Sequence[list[list[int]]],
+    limit: timedelta,
+    meeting: Meeting,
+) -> _Request:
     """What this rank brings where torch.distributed runs."""
     state = rank_state()
     generation = state.generation + (state.failure.reason is not None)
     has_group = [_compat.find_group_of_row(rows, limit) is not None for rows in rows_of_axes]
     new_sizes = [len(rows[0]) for rows, is_there in zip(rows_of_axes, has_group, strict=True) if not is_there]
-    return _Request(mesh, has_group, generation, _compat.group_count(), _find_lack(new_sizes, meeting))
+    return _Request(mesh, has_group, generation, _compat.group_count(), _find_lack(device, new_sizes, meeting))
 
 
-def _find_lack(sizes: Sequence[int], meeting: Meeting) -> str:
-    """Let this rank open the sockets of new axes; say what it lacks if it may not."""
+def _find_lack(device: str, sizes: Sequence[int], meeting: Meeting) -> str:
+    """Let this rank open the sockets of new axes of devices; say what it lacks if it may not."""
     is_simulated = dist.is_initialized() and rank_state().simulation is not None
     if is_simulated or math.prod(sizes) == 1:
         return ""
-    sockets = sockets_of_mesh(sizes, sends_itself=False)
+    sockets = sockets_of_mesh(sizes, sends_itself=_sends_itself(device))
     clients = STORE_CLIENTS * meeting.size if _compat.holds_store(meeting.store) else 0
     return allow_sockets(sockets + clients)
+
+
+def _sends_itself(device: str) -> bool:
+    """Whether the backend of a new mesh's devices sends their tensors itself, as far as is known before it starts."""
+    if device == "cpu":
+        return False
+    if dist.is_initialized():
+        return _compat.serves_accelerator(all_ranks_axis().group_name)
+    # Ranks that share devices send through the processor. Whether they do is found out later.
+    return dist.get_default_backend_for_device(device) != "gloo" and not _has_few_devices()
 
 
 def _agree(request: _Request, meeting: Meeting) -> _Request:
@@ -450,11 +466,20 @@ def _store_of_launcher(limit: timedelta) -> tuple[_compat.StoreClient, int, int]
 
 def _shares_device(device: str, store: Any, rank: int) -> bool:
     """Tell whether several ranks of this host compute on one device, which backends of accelerators refuse."""
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if local_ranks <= torch.accelerator.device_count():
+    if not _has_few_devices():
         return False
     # A launcher may also let each rank see one device of its own alone.
     store.set(f"device of rank {rank}", _compat.device_identity(device))
     first = rank - int(os.environ.get("LOCAL_RANK", 0))
-    devices = {store.get(f"device of rank {other}") for other in range(first, first + local_ranks)}
-    return len(devices) < local_ranks
+    local_ranks = range(first, first + _count_local_ranks())
+    devices = {store.get(f"device of rank {other}") for other in local_ranks}
+    return len(devices) < len(local_ranks)
+
+
+def _has_few_devices() -> bool:
+    """Whether this process sees fewer devices than its host has ranks."""
+    return _count_local_ranks() > torch.accelerator.device_count()
+
+
+def _count_local_ranks() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))

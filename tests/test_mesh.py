@@ -4,6 +4,7 @@ import itertools
 import resource
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fshard as fs
 from fshard import _compat, checkpoint
+from fshard import mesh as meshes
+from fshard.comm.sockets import sockets_of_mesh
 from fshard.mesh import ranks_of
 from fshard.rounding import tolerance
 from fshard.testing import assert_matches_ddp, assert_trees_close, spmd
@@ -21,6 +24,21 @@ from tests.ranks import my_rank, on_ranks
 from tests.trees import normal
 
 TX = fs.sgd(0.1)
+
+
+@pytest.mark.parametrize(
+    ("device", "devices", "sends_itself"),
+    [("cpu", 8, False), ("cuda", 8, True), ("cuda", 1, False), ("mps", 8, False)],
+)
+def test_a_mesh_is_checked_for_the_files_that_its_devices_need(monkeypatch, device, devices, sends_itself):
+    """Three times as many if ranks may share a device, or it has no backend of its own."""
+    counts = []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
+    monkeypatch.setattr(meshes, "allow_sockets", lambda count: counts.append(count) or "lacks")
+    meeting = SimpleNamespace(store=dist.HashStore(), size=64)
+    assert meshes._find_lack(device, [64], meeting) == "lacks"
+    assert counts == [sockets_of_mesh([64], sends_itself=sends_itself)]
 
 
 @on_ranks(6)
