@@ -274,7 +274,8 @@ def connect_group(
         state: This rank's.
         name: The name of the axis's process group.
         meeting: Of all ranks, which are here; None where they may not be.
-        of_processors: Whether rows of tensors of processors travel there, also beside a backend that sends itself.
+        of_processors: Whether rows of tensors of processors travel there, so that a group that is made now has
+            connections for them beside a backend that sends itself.
 
     Returns:
         The group.
@@ -283,9 +284,9 @@ def connect_group(
         CollectiveError: if one of them does not come.
     """
     group = state.groups.get(name)
-    has_pair = of_processors or not _compat.serves_accelerator(name)
-    if group is None or (has_pair and group.pair is None and group.links is not None):
-        group = _make_group(state, name, meeting, group, has_pair=has_pair)
+    if group is None:
+        has_pair = of_processors or not _compat.serves_accelerator(name)
+        group = _make_group(state, name, meeting, has_pair=has_pair)
         state.groups[name] = group
     if state.watcher is None and group.links is not None:
         state.watcher = FailureWatcher(state)
@@ -299,15 +300,12 @@ def _make_group(
     state: RankState,
     name: str,
     meeting: "Meeting | None" = None,
-    group: Group | None = None,
     *,
     has_pair: bool = True,
 ) -> Group:
-    """Connect with the other ranks of an axis, as for `connect_group`; a group with links gets a pair beside them."""
-    is_new = group is None
-    if group is None:
-        ranks = dist.get_process_group_ranks(_compat.resolve_process_group(name))
-        group = Group(name, ranks, ranks.index(state.rank), None, _compat.timeout_of(name))
+    """Connect with the other ranks of an axis, as for `connect_group`; `has_pair` says whether by more than links."""
+    ranks = dist.get_process_group_ranks(_compat.resolve_process_group(name))
+    group = Group(name, ranks, ranks.index(state.rank), None, _compat.timeout_of(name))
     if state.simulation is not None:
         return group
 
@@ -318,14 +316,13 @@ def _make_group(
         return meeting.run(lambda client: make(_board_of(state, group, client)))
 
     with _naming_absent_ranks(state, group, meeting):
-        if is_new:
-            group.links = run(lambda _: _connect_links(state, group, meeting))
-        if is_new and not (meeting and has_pair):
+        group.links = run(lambda _: _connect_links(state, group, meeting))
+        if not (meeting and has_pair):
             run(lambda board: _wait_for_links(board, group, meeting))
         if has_pair:
             # All ranks are here, so that the constructors of gloo, where Ctrl-C is not heard, do not wait for long.
             group.pair, group.sockets = _compat.make_pair(name, run)
-        if is_new and state.generation > 0:
+        if state.generation > 0:
             run(lambda board: _compat.replace_group(name, state.generation, board))
     return group
 

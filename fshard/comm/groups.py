@@ -85,8 +85,8 @@ class Group:
         name: Of the axis's process group, the same on all its ranks.
         ranks: Their numbers in the whole run.
         local_rank: This rank's place in `ranks`.
-        pair: The connections that rows of tensors are sent over; None until they are needed beside a backend that
-            sends itself, and for simulated ranks.
+        pair: The connections that rows of tensors are sent over; None beside a backend that sends itself, and for
+            simulated ranks.
         timeout: Seconds that a rank waits there for another.
         sockets: Those of the pair.
         chain: The collectives that have been started.

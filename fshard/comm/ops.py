@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from fshard import _compat
 from fshard.comm import recorder
@@ -80,6 +81,8 @@ def _buffer_shapes(op: str, arguments: _Arguments) -> list[tuple[int, ...]]:
 
 def _start_direct(op: str, arguments: _Arguments, entry: ChainEntry, group: Group) -> Tensors:
     """Receive the rows of other ranks directly into buffers. The buffer of a sum has no row for this rank."""
+    if group.pair is None and group.links is not None:
+        return _start_rows_by_backend(op, arguments, entry, group)
     shapes = _buffer_shapes(op, arguments)
     buffers = []
     with _compat.below_autograd():
@@ -97,9 +100,6 @@ def _start_exchange(
     group: Group,
 ) -> torch.Tensor:
     """Send rows of a tensor to the other ranks, and return the buffer that their rows arrive in."""
-    has_links_alone = group.pair is None and group.links is not None
-    if has_links_alone and tensor.device.type != "cpu":
-        return _start_rows_by_backend(op, tensor, shape, group)
     # Connections between CPUs read and write the memory of CPUs only. A tensor of an accelerator is copied there, for
     # which the host waits; `wait` copies what has arrived to the accelerator.
     source = tensor.cpu()
@@ -113,9 +113,6 @@ def _start_exchange(
         if rank != local_rank:
             sent[rank] = view_as_bytes(row_out.contiguous())
             awaited[rank] = view_as_bytes(row_in)
-    if has_links_alone:
-        recorder.swap_rows(sent, awaited)
-        return buffer
     for work in _compat.start_swap(group.pair, group.name, sent, awaited, partial(tag_of, entry)):
         _compat.register_work(buffer, work)
     # Otherwise a gloo thread may free these tensors last. It needs the interpreter lock for that, and the process
@@ -126,15 +123,42 @@ def _start_exchange(
     return buffer
 
 
-def _start_rows_by_backend(op: str, tensor: torch.Tensor, shape: tuple[int, ...], group: Group) -> torch.Tensor:
-    """Send the other ranks rows of a sum that each rank adds itself, by the backend of their accelerator."""
-    rows = list(tensor) if op == "reduce_scatter" else [tensor] * len(group.ranks)
-    del rows[group.local_rank]
-    sent = [view_as_bytes(row.contiguous()) for row in rows]
-    sizes = [sent[0].numel()] * len(sent)
-    sizes.insert(group.local_rank, 0)
-    (buffer,) = _compat.start_by_backend("all_to_all", [torch.cat(sent)], len(sizes), group.name, sizes, sizes)
-    return buffer.view(tensor.dtype).view(shape)
+def _start_rows_by_backend(op: str, arguments: _Arguments, entry: ChainEntry, group: Group) -> Tensors:
+    """Exchange rows by the backend of an accelerator, beside which ranks have no connections for rows.
+
+    These are rows of sums that each rank adds itself, and tensors of processors. The latter are copied through the
+    accelerator, for which the host waits.
+    """
+    device = torch.accelerator.current_accelerator() or "cpu"
+    others = [1] * len(group.ranks)
+    others[group.local_rank] = 0
+    is_sum = op in ("reduce_scatter", "all_reduce")
+    sources = []
+    with _compat.below_autograd():
+        for tensor in arguments.tensors:
+            source = tensor.to(device)
+            if is_sum:
+                rows = list(source) if op == "reduce_scatter" else [source] * len(others)
+                del rows[group.local_rank]
+                source = torch.stack(rows)
+            sources.append(source)
+        arguments_there = arguments._replace(tensors=sources)
+        if is_sum:
+            op, arguments_there = "all_to_all", arguments_there._replace(sizes=(others, others))
+        buffers = _start_by_backend(op, arguments_there, entry, group)
+        for index, tensor in enumerate(arguments.tensors):
+            if tensor.device != buffers[index].device:
+                buffers[index] = _wait_on_host(buffers[index], tensor.device)
+    return buffers
+
+
+def _wait_on_host(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Wait for a buffer, and copy it to the processor."""
+    try:
+        return _compat.WAIT_TENSOR(buffer).to(device)
+    except RuntimeError as error:
+        # The recorder finds out the reason of errors of this class.
+        raise dist.DistBackendError(str(error)) from error
 
 
 def _rows_by_rank(

@@ -1,10 +1,8 @@
 """The flight recorder: which collectives this rank has started and finished, and who is told of them."""
 
 import functools
-import json
-import operator
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -21,7 +19,7 @@ from fshard.comm.failure import (
     notify_peers,
 )
 from fshard.comm.groups import ChainEntry, Group, PendingCollective, RankState, rank_state
-from fshard.comm.links import Merge, merging_json, plan_rounds
+from fshard.comm.links import Merge, plan_rounds
 
 Tensors = list[torch.Tensor]
 
@@ -174,32 +172,6 @@ def swap_in_rounds(issued: PendingCollective, known: bytes, merge: Merge) -> byt
         group.links.is_busy = False
     issued.awaits = None
     return known
-
-
-def swap_rows(send: Mapping[int, torch.Tensor], receive: Mapping[int, torch.Tensor]) -> None:
-    """Send the other ranks of the collective that starts rows, and wait for theirs, over links.
-
-    Every rank gets the rows of all, which is little where tensors of processors travel beside a backend that sends
-    those of an accelerator.
-
-    Args:
-        send: What each other rank gets, as bytes.
-        receive: Where to write what each other rank sends, as bytes.
-    """
-    issued = rank_state().waiting.collective
-    assert issued is not None
-    # Many collectives send all others the same, which is sent once.
-    texts = {place: bytes(row.numpy()).decode("latin-1") for place, row in send.items()}
-    same = set(texts.values())
-    rows = {issued.group.local_rank: texts if len(same) > 1 else same.pop()}
-    union = json.loads(swap_in_rounds(issued, json.dumps(rows).encode(), merging_json(operator.or_)))
-    for place, target in receive.items():
-        text = union[str(place)]
-        data = (text if isinstance(text, str) else text[str(issued.group.local_rank)]).encode("latin-1")
-        if len(data) != target.nbytes:
-            issued.group.links.wait_until_cut(issued)
-        if data:
-            target.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
 
 def _run_waiting(issued: PendingCollective, kind: type[Exception], run: Callable[..., Any], *args: Any) -> Any:

@@ -41,7 +41,6 @@ def main(library: str, path: str) -> None:
     results["objects"] = comm.all_gather_object(fs.axis_index(axis), [axis], "values")
     results["has pair"] = group.pair is not None
     fs.init_mesh({"shard": -1}, device="cpu", timeout=30.0)
-    results["has pair on processors"] = comm.rank_state().groups[axis.group_name].pair is not None
     results["again"] = send_all_ways(axis, "cpu")
     Path(f"{path}.{os.environ['RANK']}").write_text(json.dumps(results))
 

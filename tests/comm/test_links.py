@@ -20,7 +20,7 @@ from fshard.comm.links import HELLO, Links, Listener, list_peers, plan_rounds
 from tests.comm.steps import make_step
 from tests.forked_programs import run_on_ranks
 from tests.ranks import my_rank, on_ranks
-from tests.trees import assert_same_bits, one_axis
+from tests.trees import one_axis
 
 
 @pytest.mark.parametrize("size", [*range(2, 20), 63, 64, 1000, 1024])
@@ -68,33 +68,6 @@ def test_a_call_is_compared_by_one_message_for_each_round(world_size):
     with patch.object(Links, "swap", count):
         step(state, x)
     assert sent == [(number, 16) for number in range(ceil(log2(world_size)))]
-
-
-def send_all_ways(axis):
-    """Send rows in every way, also none; returns the results."""
-    rank, size = comm.rank(axis), axis.size
-    values = torch.arange(3.0 * size).reshape(size, 3) / (rank + 3)
-    # Rank 0 gets nothing, and each rank sends the others different numbers of rows.
-    send = [0, *range(1, size)]
-    receive = [rank] * size
-    rows = torch.arange(float(sum(send)))[:, None] + 100 * rank
-    return [
-        *comm.all_gather([values, torch.ones(0), torch.ones(200_000)], axis, "gathered"),
-        *comm.all_reduce([values], axis, "sums"),
-        *comm.reduce_scatter([values], axis, "scattered"),
-        *comm.all_to_all([values], [1] * size, [1] * size, axis, "rows"),
-        *comm.all_to_all([rows], send, receive, axis, "ragged rows"),
-    ]
-
-
-@on_ranks("2 processes", "3 processes", "4 processes")
-def test_rows_over_links_are_those_of_a_pair():
-    """As where a backend sends the tensors of an accelerator, and those of the processor go over links."""
-    axis = fs.axis_of(one_axis())
-    expected = send_all_ways(axis)
-    with patch.object(comm.rank_state().groups[axis.group_name], "pair", None):
-        assert_same_bits(send_all_ways(axis), expected)
-    assert_same_bits(send_all_ways(axis), expected)
 
 
 def break_in_round(victim, number, fault, timeout):
