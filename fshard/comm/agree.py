@@ -173,8 +173,9 @@ def _exchange_differences(
     report: dict[str, list[Any]] = {"failures": [[order, failure_text]] if failure_text else [], "difference": []}
     for number, axis in enumerate(axes):
         # The facts of the first rank go to all others, each of which finds out how its own differ.
-        first = _spread_value([rank(axis), place, facts[axis]], min, axis, label)
-        difference = _find_first_difference(first[1:], (place, facts[axis]))
+        local: list[Any] = [rank(axis), place, facts[axis]]
+        _, *first = merge_objects(local, min, [axis], label)
+        difference = _find_first_difference(first, local[1:])
         if difference is not None and not report["difference"]:
             significance, problem = difference
             report["difference"] = [[number, *significance, order], problem]
@@ -245,7 +246,7 @@ def _merge_digests(number: int, known: bytes, other: bytes) -> bytes:
     return _write_difference(min(numbers, default=number))
 
 
-def _find_first_difference(first: tuple[str, str], local: tuple[str, str]) -> tuple[tuple[int, int], Problem] | None:
+def _find_first_difference(first: Sequence[str], local: Sequence[str]) -> tuple[tuple[int, int], Problem] | None:
     """Find the first entry that this rank lacks, or has another of, than the first rank, or has beyond it.
 
     Args:
@@ -289,15 +290,14 @@ def all_gather_object(value: Any, axes: Sequence[Axis], label: Caller) -> list[A
     Returns:
         The values in the order of the ranks, the same on every rank; of several axes the first by name varies fastest.
     """
-    # Round-trip through JSON, so that one rank sees what several would.
-    values = [json.loads(json.dumps(value))]
-    label = make_label(label)._replace(parts="a value of each rank")
+    place = 0
+    size = 1
     for axis in _axes_to_ask(axes):
-        values_of = _spread_value({str(rank(axis)): values}, operator.or_, axis, label)
-        values = []
-        for place in range(axis.size):
-            values += values_of[str(place)]
-    return values
+        place += size * rank(axis)
+        size *= axis.size
+    label = make_label(label)._replace(parts="a value of each rank")
+    values = merge_objects({str(place): value}, operator.or_, axes, label)
+    return [values[str(place)] for place in range(size)]
 
 
 def merge_objects(value: T, merge: Callable[[T, T], T], axes: Sequence[Axis], label: Caller) -> T:
@@ -321,13 +321,8 @@ def merge_objects(value: T, merge: Callable[[T, T], T], axes: Sequence[Axis], la
     label = make_label(label)
     label = label._replace(parts=label.parts or "a merged value")
     for axis in _axes_to_ask(axes):
-        merged = _spread_value(merged, merge, axis, label)
+        merged = json.loads(_spread(json.dumps(merged).encode(), merging_json(merge), axis, label))
     return merged
-
-
-def _spread_value(value: Any, merge: Callable[[Any, Any], Any], axis: Axis, label: Label) -> Any:
-    """Merge the values of all ranks of an axis, which JSON can hold."""
-    return json.loads(_spread(json.dumps(value).encode(), merging_json(merge), axis, label))
 
 
 def join_flags(flags: Sequence[bool], axes: Sequence[Axis], label: Label) -> list[bool]:
