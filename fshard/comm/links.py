@@ -90,9 +90,6 @@ class Links:
         local_rank: This rank's place among them.
         timeout: Seconds that this rank waits in an exchange.
         sockets: The connections, by the places of the peers.
-
-    Attributes:
-        is_busy: Whether an exchange is under way, without whose end no other one can begin.
     """
 
     def __init__(
@@ -109,7 +106,6 @@ class Links:
         # What has come from each peer and has not been used.
         self._received = {peer: bytearray() for peer in sockets}
         self._is_cut = False
-        self.is_busy = False
         weakref.finalize(self, _close_all, list(self.sockets.values()))
 
     def swap(self, issued: PendingCollective, number: int, to: int, source: int, data: bytes) -> bytes:
@@ -132,13 +128,14 @@ class Links:
         """
         unsent = memoryview(HEADER.pack(issued.entry.chain_hash, number, len(data)) + data)
         message: bytes | None = None
+        # Others that look for the cause of a wait follow this.
+        issued.awaits = (number, self.ranks[source])
         while True:
             unsent = self._send(issued, number, to, unsent)
             if message is None:
                 message = self._receive(issued, number, source)
             if message is not None and not unsent:
                 return message
-            # Others that look for the cause of a wait follow this.
             issued.awaits = (number, self.ranks[source if message is None else to])
             self._wait(issued, source if message is None else None, to if unsent else None)
 

@@ -160,16 +160,12 @@ def swap_in_rounds(issued: PendingCollective, known: bytes, merge: Merge) -> byt
     """
     group = issued.group
     simulation = issued.state.simulation
-    if simulation is None:
-        group.links.is_busy = True
     for number, (to, source) in enumerate(plan_rounds(group.local_rank, len(group.ranks))):
-        if simulation is None:
-            message = group.links.swap(issued, number, to, source, known)
-        else:
+        if simulation is not None:
             message = simulation.swap(group, to, known)
+        else:
+            message = group.links.swap(issued, number, to, source, known)
         known = merge(known, message)
-    if simulation is None:
-        group.links.is_busy = False
     issued.awaits = None
     return known
 
@@ -185,7 +181,7 @@ def _run_waiting(issued: PendingCollective, kind: type[Exception], run: Callable
         raise fail_collective(issued.state, issued, error) from error
     except BaseException as error:
         # No other exchange can begin where one has stopped in the middle, as by Ctrl-C.
-        if issued.group.links is not None and issued.group.links.is_busy:
+        if issued.awaits is not None:
             notify_peers(issued.state, describe_interrupt(issued.state, issued, error))
         raise
     finally:
