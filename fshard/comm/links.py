@@ -28,8 +28,8 @@ from fshard.comm.groups import PendingCollective
 HEADER = struct.Struct("!IBQ")
 # What a rank that connects says first: the secret of the other rank, a digest of the axis, and its place there.
 HELLO = struct.Struct("!16s16sI")
-# Seconds in which a connection must say so.
-HELLO_TIME = 30.0
+# Seconds in which a connection must say so, as the system takes them: others wait meanwhile.
+HELLO_TIME = struct.pack("ll", 2, 0)
 # Seconds of a wait at most, which poll takes in milliseconds.
 LONGEST_WAIT = 1e6
 # How many connections may wait until this rank looks at them.
@@ -252,57 +252,34 @@ class Listener:
         self._secret = secrets.token_bytes(16)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family, backlog=BACKLOG)
-        self._socket.setblocking(False)
+        self._socket.settimeout(LOOK_INTERVAL)
         # What other ranks need to connect.
         self.address = json.dumps([*self._socket.getsockname()[:2], self._secret.hex()])
-        # Connections that have not said who they are: what they have sent, and until when they may say so.
-        self._strangers: dict[socket.socket, tuple[bytearray, float]] = {}
+        # Connections that have come before this rank asked for them.
         self._arrived: dict[tuple[bytes, int], socket.socket] = {}
         weakref.finalize(self, _close_all, [self._socket])
 
     def accept(self, axis_key: bytes, place: int) -> socket.socket | None:
         """Take the connection of a rank, for which this one waits a little; None if it has not come."""
-        link = self._arrived.pop((axis_key, place), None)
-        if link is not None:
-            return link
-        poll = select.poll()
-        for each in (self._socket, *self._strangers):
-            poll.register(each, select.POLLIN)
-        poll.poll(1000 * LOOK_INTERVAL)
-        with suppress(BlockingIOError, ConnectionAbortedError):
-            stranger, _ = self._socket.accept()
-            stranger.setblocking(False)
-            self._strangers[stranger] = bytearray(), time.monotonic() + HELLO_TIME
-        for stranger in list(self._strangers):
-            self._hear(stranger)
+        if (axis_key, place) not in self._arrived:
+            with suppress(TimeoutError, ConnectionAbortedError):
+                self._hear(self._socket.accept()[0])
         return self._arrived.pop((axis_key, place), None)
 
-    def _hear(self, stranger: socket.socket) -> None:
+    def _hear(self, link: socket.socket) -> None:
         """Read what a connection says first, and close it if it does not know the secret or takes too long."""
-        received, deadline = self._strangers[stranger]
-        is_over = time.monotonic() > deadline
-        try:
-            data = stranger.recv(HELLO.size - len(received))
-            received += data
-            is_over = is_over or not data
-        except BlockingIOError:
-            pass
-        except OSError:
-            is_over = True
-        if len(received) == HELLO.size:
-            secret, axis_key, place = HELLO.unpack(received)
+        link.setblocking(True)
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, HELLO_TIME)
+        with suppress(OSError, struct.error):
+            secret, axis_key, place = HELLO.unpack(link.recv(HELLO.size, socket.MSG_WAITALL))
             if hmac.compare_digest(secret, self._secret):
-                self._arrived[axis_key, place] = stranger
-                del self._strangers[stranger]
+                self._arrived[axis_key, place] = link
                 return
-            is_over = True
-        if is_over:
-            del self._strangers[stranger]
-            stranger.close()
+        link.close()
 
     def leave_to_parent(self) -> None:
         """Close the sockets in a forked child."""
-        _close_all([self._socket, *self._strangers, *self._arrived.values()])
+        _close_all([self._socket, *self._arrived.values()])
 
 
 def connect_links(

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import time
 from math import ceil, log2
@@ -167,30 +168,28 @@ def listener():
 
 
 def test_strangers_neither_join_nor_hold_up_a_rank(monkeypatch):
-    monkeypatch.setattr(links, "HELLO_TIME", 0.2)
+    monkeypatch.setattr(links, "HELLO_TIME", struct.pack("ll", 0, 200_000))
     monkeypatch.setattr(links, "LOOK_INTERVAL", 0.05)
     made, place, secret = listener()
     key = b"k" * 16
-    silent, wrong, right = (socket.create_connection(place) for _ in range(3))
-    wrong.sendall(HELLO.pack(b"w" * 16, key, 1))
+    silent, short, wrong, right = (socket.create_connection(place) for _ in range(4))
     hello = HELLO.pack(secret, key, 1)
-    right.sendall(hello[:7])
-    for _ in range(3):
-        assert made.accept(key, 1) is None
-    right.sendall(hello[7:])
-    link = None
-    while link is None:
-        link = made.accept(key, 1)
-    assert link.getpeername() == right.getsockname()
+    short.sendall(hello[:7])
+    wrong.sendall(HELLO.pack(b"w" * 16, key, 1))
+    # What follows is left to the one who reads the link.
+    right.sendall(hello + b"message")
+    begin = time.monotonic()
     # Of another axis, or another place.
-    assert made.accept(b"o" * 16, 1) is made.accept(key, 0) is None
-    time.sleep(0.2)
-    made.accept(key, 2)
-    for stranger in (silent, wrong):
+    assert [made.accept(b"o" * 16, 1), *(made.accept(key, 0) for _ in range(4))] == [None] * 5
+    link = made.accept(key, 1)
+    assert time.monotonic() - begin < 5.0
+    assert link.getpeername() == right.getsockname()
+    assert link.recv(100) == b"message"
+    for stranger in (silent, short, wrong):
         stranger.settimeout(5.0)
         assert stranger.recv(1) == b""
     made.leave_to_parent()
-    for each in (silent, wrong, right, link):
+    for each in (silent, short, wrong, right, link):
         each.close()
 
 
