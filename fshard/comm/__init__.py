@@ -30,6 +30,7 @@ from fshard.comm.collective import (
     start_reduce_scatter,
     supports_cpu_messages,
 )
+from fshard.comm.connect import connect_group
 from fshard.comm.events import (
     Collective,
     Label,
@@ -40,7 +41,7 @@ from fshard.comm.events import (
     describe_tensors,
     setting,
 )
-from fshard.comm.failure import CollectiveError, Position, connect_group, describe_difference, wake_waiting
+from fshard.comm.failure import CollectiveError, Position, describe_difference, wake_waiting
 from fshard.comm.groups import ChainEntry, Group, PendingCollective, RankState, Simulation, has_renewed, rank_state
 from fshard.comm.links import Listener, list_peers
 from fshard.comm.meeting import FirstMeeting, Meeting

@@ -27,13 +27,11 @@ from fshard.comm.failure import (
     TIMEOUT_FRACTION,
     CollectiveError,
     ask_store,
-    describe_ended_ranks,
-    name_ranks,
     read_first,
     report_at_once,
 )
 from fshard.comm.groups import RankState
-from fshard.comm.processes import Process, has_ended, this_process
+from fshard.comm.processes import Process, describe_ended_ranks, has_ended, name_ranks, this_process
 from fshard.errors import describe_error
 
 T = TypeVar("T")

@@ -1,6 +1,7 @@
 """Which process a rank is, and whether it has ended, as far as another process of its machine can tell."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,6 +48,26 @@ def has_ended(process: Process) -> bool:
         return True
     # One that ended is a zombie until its parent has asked how.
     return status[STATE_FIELD] in "ZX" or status[START_FIELD] != process.start
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """List ranks in a sentence.
+
+    >>> name_ranks([1]), name_ranks([1, 2]), name_ranks([0, 2, 5])
+    ('rank 1', 'ranks 1 and 2', 'ranks 0, 2 and 5')
+    """
+    *first, last = map(str, ranks)
+    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
+
+
+def describe_ended_ranks(ranks: Sequence[int]) -> str:
+    """Say that the processes of some ranks have ended.
+
+    >>> describe_ended_ranks([1]), describe_ended_ranks([1, 2])
+    ('rank 1 was killed or has ended', 'ranks 1 and 2 were killed or have ended')
+    """
+    rest = "was killed or has ended" if len(ranks) == 1 else "were killed or have ended"
+    return f"{name_ranks(ranks)} {rest}"
 
 
 def _status(pid: int) -> list[str]:

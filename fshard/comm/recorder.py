@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from fshard import _compat
+from fshard.comm.connect import connect_group
 from fshard.comm.events import Collective, Destination, Record, Shapes, Verb, decode_label, describe_tensors
 from fshard.comm.failure import (
-    connect_group,
     describe_interrupt,
     fail_collective,
     make_error,

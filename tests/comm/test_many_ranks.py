@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fshard import _compat
 from fshard._compat import StoreClient
-from fshard.comm import CollectiveError, FirstMeeting, Meeting, failure
+from fshard.comm import CollectiveError, FirstMeeting, Meeting, connect
 from fshard.comm.groups import RankState
 from fshard.comm.meeting import END, ENTRY
 from fshard.comm.sockets import sockets_of_axis, sockets_of_mesh
@@ -30,7 +30,7 @@ def test_keys_of_a_group_of_thousands_of_ranks_fit_in_the_store(monkeypatch):
     lengths = []
 
     def make_pair(name, run):
-        run(lambda board: board.set(failure.HERE.format(MANY - 1), ""))
+        run(lambda board: board.set(connect.HERE.format(MANY - 1), ""))
         lengths.extend(len(key) for key in store.list_keys())
         return None, {}
 
@@ -39,9 +39,9 @@ def test_keys_of_a_group_of_thousands_of_ranks_fit_in_the_store(monkeypatch):
     monkeypatch.setattr(_compat, "timeout_of", lambda _: 20.0)
     monkeypatch.setattr(_compat, "make_pair", make_pair)
     monkeypatch.setattr(_compat, "serves_accelerator", lambda _: False)
-    monkeypatch.setattr(failure, "_connect_links", lambda *_: None)
-    monkeypatch.setattr(failure, "_wait_for_links", lambda *_: None)
-    failure._make_group(RankState(7, store), "12")
+    monkeypatch.setattr(connect, "_connect_links", lambda *_: None)
+    monkeypatch.setattr(connect, "_wait_for_links", lambda *_: None)
+    connect._make_group(RankState(7, store), "12")
     assert 0 < max(lengths) < LONGEST_KEY / 50
 
 

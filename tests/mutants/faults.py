@@ -21,6 +21,7 @@ MIRRORS = {
     "fshard/transforms/run.py": ("tests/transforms", "tests/test_accumulate.py"),
     "fshard/transforms": ("tests/transforms",),
     "fshard/comm/failure.py": ("tests/comm/test_many_ranks.py", "tests/comm/test_failure.py", "tests/test_recovery.py"),
+    "fshard/comm/connect.py": ("tests/comm/test_many_ranks.py", "tests/comm/test_failure.py", "tests/test_recovery.py"),
     "fshard/comm/agree.py": ("tests/comm/test_cost_laws.py", "tests/comm"),
     "fshard/comm/groups.py": ("tests/comm/test_forked_children.py", "tests/comm/test_failure.py"),
     "fshard/comm/meeting.py": (
@@ -412,9 +413,9 @@ FAULTS = (
     ),
     Fault(
         "keys-of-a-group-grow-with-its-ranks",
-        "fshard/comm/failure.py",
-        'prefix = f"{name} of {_compat.digest_of_ranks(ranks)}"',
-        'prefix = f"{name} of {ranks}"',
+        "fshard/comm/connect.py",
+        'return f"{group.name} of {_compat.digest_of_ranks(group.ranks)}"',
+        'return f"{group.name} of {group.ranks}"',
         "10: thousands of ranks start, whose store refuses long keys",
     ),
     Fault(
