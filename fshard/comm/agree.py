@@ -409,7 +409,7 @@ def _report_failure(
     reachable = [axis for axis in axes if is_reachable(axis)]
     # Nobody of another mesh waits for this rank.
     if (reachable or not axes) and _must_report(state):
-        failure_text = describe_failure(state, api_name, error)
+        failure_text = describe_failure(state.rank, api_name, error)
         if not state.call.has_begun:
             with suppress(Exception):
                 check_same_facts(api_name, dict.fromkeys(reachable, "{}"), failure_text)

@@ -359,7 +359,9 @@ def _explain_lost_wait(state: RankState, issued: PendingCollective, error: BaseE
     note: str | None = ask_store(lambda: read_first(state.board(), "note", state.groups), NOTE_GRACE)
     if note:
         return note
-    gone = _find_gone_ranks(state, issued.group, seconds)
+    # A wait that lasts too long ends its connection itself.
+    has_timed_out = seconds > TIMEOUT_FRACTION * issued.group.timeout
+    gone = set[int]() if has_timed_out else cut_connections(state) & {*issued.group.ranks}
     positions = ask_store(lambda: _read_positions(state, issued, len(issued.group.ranks)))
     if positions is None:
         positions = {state.rank: Position.of(state)}
@@ -373,14 +375,6 @@ def _explain_lost_wait(state: RankState, issued: PendingCollective, error: BaseE
     # A rank that is gone may have told of an earlier wait.
     waiting = [rank for rank, position in sorted(positions.items()) if position.waits and rank not in gone]
     return "\n".join([first, *_list_positions(positions, waiting)])
-
-
-def _find_gone_ranks(state: RankState, group: Group, seconds: float) -> set[int]:
-    """Find the ranks of a group whose connections have ended, but not because a wait of some seconds was too long."""
-    if seconds > TIMEOUT_FRACTION * group.timeout:
-        # A wait that lasts too long ends its connection itself.
-        return set()
-    return cut_connections(state) & {*group.ranks}
 
 
 def _find_absent_ranks(local_rank: int, positions: Positions, gone: set[int]) -> list[int]:
@@ -564,15 +558,15 @@ def describe_interrupt(state: RankState, issued: PendingCollective | None, error
         The text.
     """
     # All ranks may have heard by now that the call ends, while this one tells them why.
-    return describe_failure(state, state.call.name or (issued and issued.entry) or "fshard", error)
+    return describe_failure(state.rank, state.call.name or (issued and issued.entry) or "fshard", error)
 
 
-def describe_failure(state: RankState, place: object, error: BaseException) -> str:
-    """Say that this rank has failed at a place, such as a call, with an error."""
+def describe_failure(rank: int, place: object, error: BaseException) -> str:
+    """Say that a rank has failed at a place, such as a call, with an error."""
     name = type(error).__name__
     message = describe_error(error)
     description = name if message == name else f"{name}: {message}"
-    return f"rank {state.rank} failed in {place}: {description}"
+    return f"rank {rank} failed in {place}: {description}"
 
 
 def end_wait(state: RankState, text: str) -> None:

@@ -177,7 +177,7 @@ class Links:
         *place, size = HEADER.unpack_from(received)
         if place != [issued.entry.chain_hash, number]:
             # Its sender does something else. The thread that watches finds out what.
-            self.wait_until_cut(issued)
+            self._wait_until_cut(issued)
         end = HEADER.size + size
         if len(received) < end:
             return None
@@ -188,26 +188,16 @@ class Links:
     def _wait(self, issued: PendingCollective, source: int | None, to: int | None) -> None:
         """Wait until a message comes from one rank, or another takes more of what is sent to it."""
         poll = select.poll()
-        events: dict[int, int] = {}
-        for place, event in ((source, select.POLLIN), (to, select.POLLOUT)):
-            if place is not None:
-                number = self.sockets[place].fileno()
-                events[number] = events.get(number, 0) | event
-        for number, event in events.items():
-            poll.register(number, event)
+        if source is not None:
+            poll.register(self.sockets[source], select.POLLIN)
+        if to is not None:
+            poll.register(self.sockets[to], select.POLLOUT | (select.POLLIN if to == source else 0))
         left = min(issued.since + self.timeout - time.monotonic(), LONGEST_WAIT)
         if left <= 0 or not poll.poll(1000 * left):
             raise LinkError(f"nothing came within {self.timeout:g} s")
 
-    def wait_until_cut(self, issued: PendingCollective) -> None:
-        """Wait until the thread that watches has found out how ranks differ, or the timeout is over.
-
-        Args:
-            issued: The exchange.
-
-        Raises:
-            LinkError: then.
-        """
+    def _wait_until_cut(self, issued: PendingCollective) -> None:
+        """Wait until the thread that watches has found out how ranks differ, or the timeout is over, and raise."""
         while not self._is_cut and time.monotonic() < issued.since + self.timeout:
             time.sleep(CUT_INTERVAL)
         raise LinkError("a message of another exchange came")

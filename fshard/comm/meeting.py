@@ -27,6 +27,7 @@ from fshard.comm.failure import (
     TIMEOUT_FRACTION,
     CollectiveError,
     ask_store,
+    describe_failure,
     read_first,
     report_at_once,
 )
@@ -331,10 +332,7 @@ class Meeting:
 
     def _describe_failure(self, error: BaseException) -> str:
         """Say that this rank has failed."""
-        name = type(error).__name__
-        message = describe_error(error)
-        text = name if message == name else f"{name}: {message:.300}"
-        return f"rank {self.rank} failed in init_mesh: {text}\nTo fix: {RESTART}."
+        return f"{describe_failure(self.rank, 'init_mesh', error)}\nTo fix: {RESTART}."
 
     def _find_reason(self) -> str:
         """Read why no mesh will be made: the note of a rank, or that some process has ended."""

@@ -68,8 +68,7 @@ def start(
     watching = issued.watchers
     if watching:
         _notify_watchers(watching, "starts", issued, tensors)
-    if _compat.is_profiling():
-        kernel = _compat.show_range(_range_name(op, destination.label), kernel)
+    kernel = _in_profile(op, destination.label, kernel)
     # Errors that are not from the connections are raised as they are.
     buffers: Tensors = _run_waiting(issued, dist.DistError, kernel, issued.entry, group)
     issued.left = len(buffers)
@@ -134,16 +133,12 @@ def spread(known: bytes, merge: Merge, destination: Destination) -> bytes:
         collective = Collective(op, destination.axis, destination.size, purpose, nbytes, 1, scalar)
     issued = _issue(state, group, op, (), destination, collective)
     issued.left = 1
-    run: Callable[..., bytes] = swap_in_rounds
-    if _compat.is_profiling():
-        run = _compat.show_range(_range_name(op, destination.label), run)
-    if issued.watchers:
-        _notify_watchers(issued.watchers, "starts", issued, ())
-        _notify_watchers(issued.watchers, "started", issued)
-        _notify_watchers(issued.watchers, "waits", issued)
+    _notify_watchers(issued.watchers, "starts", issued, ())
+    _notify_watchers(issued.watchers, "started", issued)
+    _notify_watchers(issued.watchers, "waits", issued)
+    run = _in_profile(op, destination.label, swap_in_rounds)
     union: bytes = _run_waiting(issued, dist.DistError, run, issued, known, merge)
-    if issued.watchers:
-        _notify_watchers(issued.watchers, "landed", issued)
+    _notify_watchers(issued.watchers, "landed", issued)
     return union
 
 
@@ -188,10 +183,12 @@ def _run_waiting(issued: PendingCollective, kind: type[Exception], run: Callable
         waiting.collective = None
 
 
-def _range_name(action: str, label: str) -> str:
-    """Name a range of a profile by what it does with a collective, and the unit that the collective is for."""
+def _in_profile(action: str, label: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Show in a profile what a function does with a collective, and the unit that the collective is for."""
+    if not _compat.is_profiling():
+        return run
     about = decode_label(label)
-    return f"fshard::{action} ({about.unit or about.verb})"
+    return _compat.show_range(f"fshard::{action} ({about.unit or about.verb})", run)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -222,9 +219,7 @@ def finish(buffer: torch.Tensor) -> torch.Tensor:
     issued.state.waiting.in_flight.pop(id(buffer), None)
     if issued.watchers:
         _notify_watchers(issued.watchers, "waits", issued)
-    wait: Callable[..., Any] = _compat.WAIT_TENSOR
-    if _compat.is_profiling():
-        wait = _compat.show_range(_range_name(f"{issued.op} wait", issued.label), wait)
+    wait = _in_profile(f"{issued.op} wait", issued.label, _compat.WAIT_TENSOR)
     result: torch.Tensor = _run_waiting(issued, RuntimeError, wait, buffer)
     issued.left -= 1
     if issued.watchers:

@@ -512,8 +512,8 @@ FAULTS = (
     Fault(
         "wait-for-a-collective-has-no-range-in-a-profile",
         "fshard/comm/recorder.py",
-        'wait = _compat.show_range(_range_name(f"{issued.op} wait", issued.label), wait)',
-        "pass",
+        'wait = _in_profile(f"{issued.op} wait", issued.label, _compat.WAIT_TENSOR)',
+        "wait = _compat.WAIT_TENSOR",
         "8: a profile shows when a rank waits, and for which unit",
     ),
     Fault(
