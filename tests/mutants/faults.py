@@ -349,6 +349,13 @@ FAULTS = (
         "10: ranks that make different calls get a named error",
     ),
     Fault(
+        "mesh-of-accelerators-needs-files-of-processors",
+        "fshard/mesh.py",
+        "sockets = sockets_of_mesh(sizes, sends_itself=_sends_itself(device))",
+        "sockets = sockets_of_mesh(sizes, sends_itself=False)",
+        "17: a mesh of accelerators is checked against the files that it needs",
+    ),
+    Fault(
         "names-of-groups-differ-after-a-failure",
         "fshard/mesh.py",
         "_compat.set_group_count(agreed.group_count)",
