@@ -19,7 +19,7 @@ from fshard.module_template import ModuleTemplate
 from fshard.random import seeded
 from fshard.shard import check_transform, mesh_device, shard
 from fshard.transforms import ShardTransform
-from fshard.transforms.structure import reduction
+from fshard.transforms.base import foreign_names
 from fshard.tree import (
     Flat,
     Tree,
@@ -412,7 +412,7 @@ def _check_shapes(flat: Flat, parameters: Sequence[torch.Tensor]) -> None:
     def misfit(leaf: Any, parameter: torch.Tensor) -> tuple[str, str] | None:
         shape = getattr(leaf.spec if is_sharded(leaf) else leaf, "shape", ())
         # A transform of the user's may gather another shape, as of weights that are stored as blocks of bytes.
-        if shape == parameter.shape or (is_sharded(leaf) and reduction(leaf.spec.transform).is_foreign):
+        if shape == parameter.shape or (is_sharded(leaf) and foreign_names(leaf.spec.transform)):
             return None
         return f"shape {tuple(shape)}", f"shape {tuple(parameter.shape)}"
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from fshard import _compat, comm
 from fshard.collectives import make_derived_leaf_agree, shared_axes
-from fshard.engine import find_call, start_leaves, take_over
+from fshard.engine import Started, StartedGather, find_call, take_over
 from fshard.transforms import ShardTransform
 from fshard.transforms.run import gather_by
 from fshard.tree import Flat, Sharded, Tree, flatten, grouped, is_sharded, unflatten
@@ -104,9 +104,9 @@ def start_gather(tree: Tree) -> Tree:
     leaves = list(flat.leaves)
     sharded = [leaf if is_sharded(leaf) else None for leaf in flat.leaves]
     for positions in grouped(sharded, lambda leaf: leaf.spec.transform).values():
-        started = start_leaves([flat.paths[i] for i in positions], [flat.leaves[i] for i in positions])
-        for i, leaf in zip(positions, started, strict=True):
-            leaves[i] = leaf
+        started = StartedGather([flat.paths[i] for i in positions], [flat.leaves[i] for i in positions])
+        for i in positions:
+            leaves[i] = Started(flat.leaves[i], started, flat.paths[i])
     return unflatten(flat.treedef, leaves)
 
 

@@ -256,7 +256,7 @@ class ReductionOrder:
 
 
 def _is_reduced_over_several(leaf: Any) -> bool:
-    return is_sharded(leaf) and reduction(leaf.spec.transform).num_outer_stages > 0
+    return is_sharded(leaf) and reduction(leaf.spec.transform).halves is not None
 
 
 class _TreeOrder(ReductionOrder):

@@ -11,7 +11,6 @@ from fshard.engine.leaf import Leaf
 from fshard.engine.plan import Unit
 from fshard.transforms.compose import split_gather
 from fshard.transforms.run import check_results
-from fshard.transforms.structure import reduction
 from fshard.tree import grouped
 from fshard.tree.checks import check_versions, count_writes
 
@@ -94,11 +93,10 @@ class GatheredUnit:
         before, after = split_gather(transform, axis)
         # A tied leaf may have its piece from another unit.
         new = [leaf for leaf in leaves if leaf.piece is None]
-        if new:
-            pieces = before.gather([leaf.stored for leaf in new], [leaf.spec for leaf in new])
-            for leaf, piece in zip(new, pieces, strict=True):
-                leaf.piece = piece
-        return after.start_gather([leaf.piece for leaf in leaves if leaf.piece is not None], specs)
+        pieces = before.gather([leaf.stored for leaf in new], [leaf.spec for leaf in new])
+        for leaf, piece in zip(new, pieces, strict=True):
+            leaf.piece = piece
+        return after.start_gather([leaf.piece for leaf in leaves], specs)
 
     def wait(self) -> dict[Leaf, torch.Tensor]:
         """Return the full tensors by leaf, and gather them if they are not present."""
@@ -117,7 +115,9 @@ class GatheredUnit:
         tensors: dict[Leaf, torch.Tensor] = {}
         with count_writes(), torch.no_grad():
             for leaves, finish in pending:
-                results = check_transform_results("gather", leaves, finish())
+                transform = get_transform(leaves[0])
+                paths = (leaf.path for leaf in leaves)
+                results = check_results(transform, "gather", finish(), paths, (leaf.spec for leaf in leaves))
                 tensors.update(zip(leaves, results, strict=True))
 
         full: dict[Leaf, torch.Tensor] = {}
@@ -169,27 +169,3 @@ class GatheredUnit:
         if self.full_tensors is not None:
             paths = [leaf.path for leaf in self.full_tensors]
             check_versions(api_name, paths, list(self.full_tensors.values()), self._full_versions)
-
-
-def check_transform_results(
-    half: str, leaves: Sequence[Leaf], results: Sequence[torch.Tensor]
-) -> Sequence[torch.Tensor]:
-    """Check what a user's transform made of leaves, as `check_results` does; the results of fshard's own pass through.
-
-    Args:
-        half: "gather" or "scatter".
-        leaves: Leaves of one transform.
-        results: What the transform returned.
-
-    Returns:
-        The results.
-
-    Raises:
-        ValueError: with the path of every leaf whose result has the wrong shape or is no tensor.
-    """
-    transform = get_transform(leaves[0])
-    if reduction(transform).is_foreign:
-        paths = [leaf.path for leaf in leaves]
-        specs = [leaf.spec for leaf in leaves]
-        check_results(transform, half, results, paths, specs)
-    return results

@@ -86,7 +86,7 @@ class Leaf:
         self.accumulated = False
         self.full_facts = NOT_GATHERED
         self.regather_axis = self.policy.regather_axis if has_backward else None
-        self.piece: torch.Tensor | None = None
+        self.piece: Any = None
         self.started: Finish | None = None
         self.shared_from: GatheredUnit | None = None
         self.first_gathered: GatheredUnit | None = None
@@ -148,15 +148,18 @@ class Leaf:
         facts = self.full_facts
         return torch.zeros(facts.shape, dtype=facts.dtype, device=facts.device)
 
-    def add_inner(self, grad: torch.Tensor) -> None:
-        """Add to the sum of gradients that are not yet reduced over the outermost axis."""
-        self.inner_sum = grad if self.inner_sum is None else self.inner_sum + grad
+    def take_inner(self, grad: torch.Tensor) -> torch.Tensor:
+        """Hand over the sum of gradients that are not yet reduced over the outermost axis, with one more.
 
-    def take_inner(self) -> torch.Tensor | None:
-        """Hand over the sum of gradients that are not yet reduced over the outermost axis."""
+        Args:
+            grad: The gradient to add, in the dtype of the result.
+
+        Returns:
+            The sum.
+        """
         inner_sum = self.inner_sum
         self.inner_sum = None
-        return inner_sum
+        return grad if inner_sum is None else (inner_sum + grad).to(grad.dtype)
 
     def add_reduced(self, grad: torch.Tensor) -> None:
         """Add to the reduced gradient."""

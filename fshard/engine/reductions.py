@@ -8,9 +8,10 @@ import torch
 
 from fshard import _compat, comm
 from fshard.collectives import divide
-from fshard.engine.gathered_unit import check_transform_results, get_transform
+from fshard.engine.gathered_unit import get_transform
 from fshard.engine.leaf import Leaf
-from fshard.transforms.run import Deferral, PendingScatter, start_scatter
+from fshard.transforms.base import ShardTransform
+from fshard.transforms.run import PendingScatter, check_results, start_scatter
 from fshard.transforms.structure import reduction
 from fshard.tree import grouped
 
@@ -21,10 +22,10 @@ class PendingReduction(NamedTuple):
     Attributes:
         leaves: The leaves whose gradients are reduced; they have one transform.
         unit_names: Their units.
-        scatter: Finishes the reduction. It may have several stages, such as the sums over two axes.
+        scatter: Finishes what is under way.
         nbytes: The bytes of the full gradients.
-        turn: The turn in which the stage that is under way has started.
-        is_inner: Whether the gradients stay to be summed over the outermost axis.
+        turn: The turn in which what is under way has started.
+        outer: What follows it: the sum over the outermost axis, or None.
     """
 
     leaves: list[Leaf]
@@ -32,7 +33,7 @@ class PendingReduction(NamedTuple):
     scatter: PendingScatter
     nbytes: int
     turn: int
-    is_inner: bool
+    outer: ShardTransform | None
 
 
 class Reductions:
@@ -58,8 +59,8 @@ class Reductions:
         self._queued_bytes = 0
         self._pending: deque[PendingReduction] = deque()
         self._pending_bytes = 0
-        # Reductions whose last stage is under way, after others. They send shards alone.
-        self._last_stages: deque[PendingReduction] = deque()
+        # Sums over the outermost axis, after others. They send shards alone.
+        self._outer_pending: deque[PendingReduction] = deque()
         # Counts the units whose gradients are complete.
         self._turn = 0
         self._turn_bytes = 0
@@ -97,8 +98,8 @@ class Reductions:
         self._start_queued()
         while self._pending:
             self._take_pending()
-        while self._last_stages:
-            self._finish_reduction(self._last_stages.popleft())
+        while self._outer_pending:
+            self._finish_reduction(self._outer_pending.popleft())
 
     @_compat.outside_selective_checkpoint()
     def _start_queued(self) -> None:
@@ -122,41 +123,47 @@ class Reductions:
         unit_names = tuple(units)
         specs = [leaf.spec for leaf in leaves]
         states = [leaf.transform_state for leaf in leaves]
-        deferral = self._make_deferral(transform, leaves)
+        outer = None
+        facts = reduction(transform)
+        if facts.halves is not None:
+            has_inner_sums = any(leaf.inner_sum is not None for leaf in leaves)
+            if facts.sends_twice or self._defers_outer or has_inner_sums:
+                outer, transform = facts.halves
         with torch.no_grad(), comm.annotate_collectives(unit_names, [leaf.path for leaf in leaves]):
-            scatter = start_scatter(transform, grads, specs, states, deferral)
-        is_inner = deferral is not None and deferral.inner_sums is None
-        self._pending.append(PendingReduction(leaves, unit_names, scatter, nbytes, self._turn, is_inner))
+            scatter = start_scatter(transform, grads, specs, states)
+        self._pending.append(PendingReduction(leaves, unit_names, scatter, nbytes, self._turn, outer))
         self._pending_bytes += nbytes
-
-    def _make_deferral(self, transform: Any, leaves: Sequence[Leaf]) -> Deferral | None:
-        """Decide what the outer stages do with some gradients: derived ones go on at once, so they are summed now."""
-        num_outer_stages = reduction(transform).num_outer_stages
-        if num_outer_stages and self._defers_outer and not leaves[0].derived:
-            return Deferral(num_outer_stages)
-        inner_sums = [leaf.take_inner() for leaf in leaves]
-        has_sums = any(inner_sum is not None for inner_sum in inner_sums)
-        return Deferral(num_outer_stages, inner_sums) if has_sums else None
 
     def _start_next_stages(self) -> None:
         """Let the reductions of earlier units go on, which have had the time of this unit's backward."""
-        while self._last_stages and self._last_stages[0].turn < self._turn:
-            self._finish_reduction(self._last_stages.popleft())
-        while self._pending[0].turn < self._turn and self._pending[0].scatter.sends_again:
+        while self._outer_pending and self._outer_pending[0].turn < self._turn:
+            self._finish_reduction(self._outer_pending.popleft())
+        if self._defers_outer:
+            return
+        while self._pending[0].turn < self._turn and self._pending[0].outer is not None:
             self._take_pending()
 
     @_compat.outside_selective_checkpoint()
     def _take_pending(self) -> None:
-        """Wait for the oldest reduction, or for a stage of it and start the next one."""
-        reduction = self._pending.popleft()
-        self._pending_bytes -= reduction.nbytes
-        if not reduction.scatter.sends_again:
-            self._finish_reduction(reduction)
+        """Wait for the oldest reduction, or for the inner half of it and start the outer one."""
+        pending = self._pending.popleft()
+        self._pending_bytes -= pending.nbytes
+        if pending.outer is None:
+            self._finish_reduction(pending)
             return
-        paths = [leaf.path for leaf in reduction.leaves]
-        with torch.no_grad(), comm.annotate_collectives(reduction.unit_names, paths):
-            reduction.scatter.start_next()
-        self._last_stages.append(reduction._replace(turn=self._turn))
+
+        leaves = pending.leaves
+        with torch.no_grad(), comm.annotate_collectives(pending.unit_names, [leaf.path for leaf in leaves]):
+            grads, states = pending.scatter()
+            # Autograd goes on from the gradients of derived leaves, so these are summed now.
+            if self._defers_outer and not leaves[0].derived:
+                for leaf, grad, new_state in zip(leaves, grads, states, strict=True):
+                    leaf.transform_state = new_state
+                    leaf.inner_sum = leaf.take_inner(leaf.cast_for_sum(grad))
+                return
+            totals = [leaf.take_inner(grad) for leaf, grad in zip(leaves, grads, strict=True)]
+            scatter = start_scatter(pending.outer, totals, [leaf.spec for leaf in leaves], states)
+        self._outer_pending.append(pending._replace(scatter=scatter, turn=self._turn, outer=None))
 
     @_compat.outside_selective_checkpoint()
     def _finish_reduction(self, pending: PendingReduction) -> None:
@@ -164,16 +171,14 @@ class Reductions:
         leaves = pending.leaves
         with torch.no_grad():
             grads, states = pending.scatter()
-            if not pending.is_inner:
-                check_transform_results("scatter", leaves, grads)
+            transform = get_transform(leaves[0])
+            paths = (leaf.path for leaf in leaves)
+            check_results(transform, "scatter", grads, paths, (leaf.spec for leaf in leaves))
             grads = _compat.cast_all(grads, [leaf.sum_dtype() for leaf in leaves])
             grads = self._divide(leaves[0], grads)
             for leaf, grad, state in zip(leaves, grads, states, strict=True):
                 leaf.transform_state = state
-                if pending.is_inner:
-                    leaf.add_inner(grad)
-                else:
-                    leaf.add_reduced(grad)
+                leaf.add_reduced(grad)
 
     def _divide(self, first: Leaf, grads: list[torch.Tensor]) -> list[torch.Tensor]:
         """Divide reduced gradients now, while they are in the processor's cache."""

@@ -3,7 +3,7 @@
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from fshard import _compat, comm
 from fshard.comm.events import join_leaves
 from fshard.transforms.run import check_results
-from fshard.tree import Sharded, Spec, register_sharded
+from fshard.tree import Sharded, register_sharded
 from fshard.tree.checks import count_writes
 
 # Waits for the full tensor of a leaf, and returns it alone in a list.
@@ -30,26 +30,26 @@ class StartedGather:
             paths: The leaves' paths.
             leaves: The leaves.
         """
-        self._paths = paths
-        self._shards = [leaf.local.detach() for leaf in leaves]
-        self._versions = _compat.versions(self._shards)
+        shards = [leaf.local.detach() for leaf in leaves]
+        self._shards = dict(zip(paths, shards, strict=True))
+        self._versions = dict(zip(paths, _compat.versions(shards), strict=True))
         specs = [leaf.spec for leaf in leaves]
         transform = specs[0].transform
         with count_writes(), torch.no_grad(), comm.annotate_collectives((), paths):
-            finish = transform.start_gather(self._shards, specs)
+            finish = transform.start_gather(shards, specs)
         # Returns the same dict each time, which holds the full tensors until they are taken out of it.
         self._wait = functools.cache(
-            lambda: dict(enumerate(check_results(transform, "gather", finish(), paths, specs)))
+            lambda: dict(zip(paths, check_results(transform, "gather", finish(), paths, specs), strict=True))
         )
-        # The paths of leaves that no call has claimed, by index.
-        self._unused = dict(enumerate(paths))
+        # The paths of leaves that no call has claimed.
+        self._unused = dict.fromkeys(paths, True)
         weakref.finalize(self, _release, self._wait, self._unused)
 
-    def take_over(self, index: int) -> Finish:
+    def take_over(self, path: str) -> Finish:
         """Claim the full tensor of a leaf for a call.
 
         Args:
-            index: The leaf's place.
+            path: The leaf's path.
 
         Returns:
             A function that waits for the full tensor, and returns it alone in a list. It raises a ValueError if the
@@ -58,30 +58,30 @@ class StartedGather:
         Raises:
             ValueError: if it was claimed before.
         """
-        if self._unused.pop(index, None) is None:
+        if not self._unused.pop(path, False):
             raise ValueError(
-                f"start_gather: the full tensor of {self._paths[index]} was used before, and one gather serves one "
+                f"start_gather: the full tensor of {path} was used before, and one gather serves one "
                 "use. Start another gather, or pass the parameters themselves."
             )
-        return functools.partial(self._take, index)
+        return functools.partial(self._take, path)
 
-    def _take(self, index: int) -> Sequence[torch.Tensor]:
-        if _compat.version(self._shards[index]) != self._versions[index]:
+    def _take(self, path: str) -> Sequence[torch.Tensor]:
+        if _compat.version(self._shards[path]) != self._versions[path]:
             raise ValueError(
-                f"start_gather: {self._paths[index]} was written to after its gather had started, so that its full "
+                f"start_gather: {path} was written to after its gather had started, so that its full "
                 "tensor would have old values. Start the gather after the update."
             )
-        return [self._wait().pop(index)]
+        return [self._wait().pop(path)]
 
 
-def _release(wait: Callable[[], object], unused: Mapping[int, str]) -> None:
+def _release(wait: Callable[[], object], unused: Collection[str]) -> None:
     """Wait for a gather, whose buffers nobody else would let go of, and warn of leaves that were not used."""
     # What has ended the mesh was raised before.
     with suppress(Exception):
         wait()
     if unused:
         warnings.warn(
-            f"start_gather: {join_leaves([*unused.values()])} was gathered, and no verb has used it. Pass the result "
+            f"start_gather: {join_leaves([*unused])} was gathered, and no verb has used it. Pass the result "
             "of start_gather to value_and_grad, apply or gather.",
             RuntimeWarning,
             stacklevel=3,
@@ -98,25 +98,16 @@ class Started(Sharded):
 
     take_over: Callable[[], Finish]
 
-    def __init__(self, local: torch.Tensor, spec: Spec, take_over: Callable[[], Finish]) -> None:
+    def __init__(self, leaf: Sharded, gather: StartedGather, path: str) -> None:
         """Make the leaf with its gather."""
-        Sharded.__init__(self, local, spec)
-        object.__setattr__(self, "take_over", take_over)
+        Sharded.__init__(self, leaf.local, leaf.spec)
+        object.__setattr__(self, "take_over", functools.partial(gather.take_over, path))
 
     def __reduce__(self) -> Any:
         return Sharded, (self.local, self.spec)
 
 
 register_sharded(Started)
-
-
-def start_leaves(paths: Sequence[str], leaves: Sequence[Sharded]) -> list[Started]:
-    """Start to gather leaves of one transform, and return the leaves that know of it."""
-    gather = StartedGather(paths, leaves)
-    started = []
-    for index, leaf in enumerate(leaves):
-        started.append(Started(leaf.local, leaf.spec, functools.partial(gather.take_over, index)))
-    return started
 
 
 def take_over(leaf: Any) -> Finish | None:

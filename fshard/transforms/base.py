@@ -68,7 +68,7 @@ class Storage(NamedTuple):
     compute_device: torch.device
 
 
-def _is_default(cls: "type[ShardTransform]", name: str) -> bool:
+def is_default(cls: "type[ShardTransform]", name: str) -> bool:
     """Whether a class has a method as ShardTransform or Wrapped define it."""
     method = getattr(cls, name)
     return method is getattr(ShardTransform, name) or method is getattr(Wrapped, name)
@@ -77,7 +77,7 @@ def _is_default(cls: "type[ShardTransform]", name: str) -> bool:
 def _defines_alone(transform: "ShardTransform", form: str) -> bool:
     """Whether a subclass defines one form of a half, and so the default of the other form has to run it."""
     cls = type(transform)
-    return _is_default(cls, OTHER_FORM[form]) and not _is_default(cls, form)
+    return is_default(cls, OTHER_FORM[form]) and not is_default(cls, form)
 
 
 def _check_has_scatter(cls: "type[ShardTransform]") -> None:
@@ -95,7 +95,7 @@ def _check_has_scatter(cls: "type[ShardTransform]") -> None:
 def _check_forms(cls: "type[ShardTransform]") -> None:
     """Refuse a class that defines one form of a half, where the other form would still do as a base class does."""
     for form, other in OTHER_FORM.items():
-        if form in vars(cls) and other not in vars(cls) and not _is_default(cls, other):
+        if form in vars(cls) and other not in vars(cls) and not is_default(cls, other):
             base = next(base.__name__ for base in cls.__mro__ if other in vars(base))
             raise TypeError(
                 f"{cls.__name__}: {other} is missing beside {form}, because that of {base} would still run. Define "

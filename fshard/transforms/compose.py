@@ -1,6 +1,7 @@
 """Transforms made of others: compose and masked."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,8 +22,8 @@ from fshard.transforms.base import (
     Wrapped,
     walk_parts,
 )
-from fshard.transforms.run import Deferral, StagedScatter, check_number, check_stateless, sends
-from fshard.transforms.structure import layout_axes, summed_axes, sums_gradients
+from fshard.transforms.run import check_number, check_stateless, start_scatter
+from fshard.transforms.structure import layout_axes, sends, split_stages, summed_axes, sums_gradients
 from fshard.tree import MASK, Axis, Mask, ModelDtypes, ReshardPolicy, Spec, Tree, is_mask, matches
 from fshard.tree.checks import describe
 
@@ -67,7 +68,7 @@ class _Composed(Container):
 
     def start_gather(self, leaves: Tensors, specs: Specs) -> Finish:
         stream = comm.copy_stream(self.storage.compute_device) if self.storage else None
-        sender = self._last_sender
+        sender = self._last_sender(default=len(self.stages) - 1)
         with nullcontext() if stream is None else stream:
             for stage in self.stages[:sender]:
                 leaves = check_number(stage, "gather", stage.gather(leaves, specs), specs)
@@ -92,17 +93,33 @@ class _Composed(Container):
         grads: Tensors,
         specs: Specs,
         states: States | None = None,
-        deferral: Deferral | None = None,
-    ) -> StagedScatter:
+    ) -> Callable[[], Any]:
         if states is None:
             check_stateless(self)
-        return StagedScatter(self.stages, grads, specs, states, deferral)
+        scatter = self._scatter(grads, specs, states)
+        next(scatter)
+        return functools.partial(next, scatter)
 
-    @property
-    def _last_sender(self) -> int:
-        """The index of the stage that communicates last in a gather."""
-        senders = [index for index, stage in enumerate(self.stages) if sends(stage)]
-        return senders[-1] if senders else len(self.stages) - 1
+    def _scatter(self, grads: Tensors, specs: Specs, states: States | None) -> Iterator[Any]:
+        """Run the stages, the last one first; pause while the first one that sends is under way, and yield the result.
+
+        Without one that sends, pause in the last one that runs.
+        """
+        pause = self._last_sender(default=0)
+        old_states = states or [None] * len(grads)
+        by_stage: list[States] = [()] * len(self.stages)
+        for number in reversed(range(len(self.stages))):
+            stage_states = [state and state[number] for state in old_states]
+            finish = start_scatter(self.stages[number], grads, specs, stage_states)
+            if number == pause:
+                yield
+            grads, by_stage[number] = finish()
+        new_states = zip(old_states, zip(*by_stage, strict=True), strict=True)
+        yield grads if states is None else (grads, [old and new for old, new in new_states])
+
+    def _last_sender(self, default: int) -> int:
+        """The index of the stage that communicates last in a gather, and first in a scatter."""
+        return max([index for index, stage in enumerate(self.stages) if sends(stage)], default=default)
 
 
 @dataclass(frozen=True)
@@ -167,7 +184,7 @@ def split_gather(transform: Any, axis_name: str) -> tuple[ShardTransform, ShardT
     stages = transform.stages if isinstance(transform, _Composed) else ()
     for number, stage in enumerate(stages):
         if [axis.name for axis in stage.axes] == [axis_name]:
-            return _Composed(stages[:number]), _Composed(stages[number:])
+            return split_stages(transform, number)
     raise ValueError(
         f"gather: regather_axis={axis_name!r} has no stage of its own in {type(transform).__name__}. Compose the "
         "strategy with other transforms by fs.compose, rather than wrap it."

@@ -1,16 +1,19 @@
 """Runs of a transform: with states, as one node of autograd's graph, and with checks of what users' classes return."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
 from fshard.collectives.linear import Linear, Variance, linear_call
 from fshard.errors import Problem, expect, refuse
 from fshard.transforms.base import BuiltIn, ShardTransform, Specs, States, Tensors, foreign_names
-from fshard.transforms.structure import reduction, sums_gradients
+from fshard.transforms.structure import reduction
 from fshard.tree import Spec
 from fshard.tree.checks import check_dense, describe
+
+# Finishes a scatter, and returns its results and the new states.
+PendingScatter = Callable[[], tuple[Tensors, States]]
 
 
 def gather_by(transform: ShardTransform, paths: Sequence[str], leaves: Tensors, specs: Specs) -> Tensors:
@@ -78,146 +81,11 @@ def _linear(transform: ShardTransform, specs: Specs, paths: Sequence[str]) -> Li
     return Linear(gather, scatter, variance)
 
 
-class Deferral(NamedTuple):
-    """What becomes of a scatter's outer stages, which sum over the outermost axis once for several microbatches.
-
-    Attributes:
-        num_outer_stages: How many stages are outer ones; scatter runs them last.
-        inner_sums: For each leaf the sum of what the other stages made of earlier microbatches, or None. The outer
-            stages sum it along with this microbatch. Without any list they do not run.
-    """
-
-    num_outer_stages: int
-    inner_sums: Sequence[torch.Tensor | None] | None = None
-
-    def add_inner_sums(self, grads: Tensors) -> Tensors:
-        """Add the sums of earlier microbatches, and keep the dtypes that are sent."""
-        assert self.inner_sums is not None
-        totals = []
-        for grad, inner_sum in zip(grads, self.inner_sums, strict=True):
-            totals.append(grad if inner_sum is None else (inner_sum + grad).to(grad.dtype))
-        return totals
-
-
-class StagedScatter:
-    """A scatter through stages, from the last to the first, of which one that sends is under way.
-
-    Whoever calls `start_next` lets a stage overlap what runs until the next call.
-    """
-
-    def __init__(
-        self,
-        stages: Sequence[ShardTransform],
-        grads: Tensors,
-        specs: Specs,
-        states: States | None,
-        deferral: Deferral | None = None,
-    ) -> None:
-        """Start the first stage that sends.
-
-        Args:
-            stages: The stages.
-            grads: One tensor per leaf.
-            specs: The leaves' specs.
-            states: One state per leaf, a tuple with the states of all stages; None where no stage has one.
-            deferral: What the outer stages do; None lets them run.
-        """
-        self._stages = stages
-        self._deferral = deferral
-        # The number of the stage that runs last.
-        self._last_stage = deferral.num_outer_stages if deferral is not None and deferral.inner_sums is None else 0
-        # The number of stages that have yet to start.
-        self._num_left = len(stages)
-        self._result: Any = None
-        self._pauses = self._scatter(grads, specs, states)
-        self.start_next()
-
-    @property
-    def sends_again(self) -> bool:
-        """Whether a stage that sends has yet to start."""
-        return any(map(sends, self._stages[self._last_stage : self._num_left]))
-
-    def start_next(self) -> None:
-        """Wait for the stage that is under way, and run the next ones up to one that sends."""
-        next(self._pauses, None)
-
-    def __call__(self) -> Any:
-        """Run all stages that are left, and return scatter's result."""
-        for _ in self._pauses:
-            continue
-        return self._result
-
-    def _scatter(self, grads: Tensors, specs: Specs, states: States | None) -> Iterator[None]:
-        """Run the stages, and pause while one that sends is under way."""
-        old_states = [None] * len(grads) if states is None else states
-        states_by_stage: list[States] = []
-        while self._num_left > self._last_stage:
-            if self._deferral is not None and self._num_left == self._deferral.num_outer_stages:
-                grads = self._deferral.add_inner_sums(grads)
-            self._num_left -= 1
-            stage = self._stages[self._num_left]
-            stage_states: States = [None if state is None else state[self._num_left] for state in old_states]
-            finish = start_scatter(stage, grads, specs, stage_states)
-            if sends(stage):
-                yield
-            grads, stage_states = finish()
-            states_by_stage.insert(0, stage_states)
-        for number in reversed(range(self._last_stage)):
-            states_by_stage.insert(0, [None if state is None else state[number] for state in old_states])
-        self._result = grads
-        if states is not None:
-            new_states = []
-            for state, new_state in zip(states, zip(*states_by_stage, strict=True), strict=True):
-                new_states.append(None if state is None else new_state)
-            self._result = grads, new_states
-
-
-def sends(stage: ShardTransform) -> bool:
-    """Tell whether a stage communicates when it scatters."""
-    return sums_gradients(stage) and any(axis.size > 1 for axis in stage.axes)
-
-
-class PendingScatter(NamedTuple):
-    """A scatter that has started, with or without a state; calling it finishes it.
-
-    Attributes:
-        transform: The transform.
-        specs: The leaves' specs.
-        states: One state per leaf, which are the new states too if the transform has none.
-        finish: What the transform's start_scatter returned.
-    """
-
-    transform: ShardTransform
-    specs: Specs
-    states: States
-    finish: Callable[[], Any]
-
-    @property
-    def sends_again(self) -> bool:
-        """Whether a stage of the scatter that sends has yet to start."""
-        return isinstance(self.finish, StagedScatter) and self.finish.sends_again
-
-    def start_next(self) -> None:
-        """Wait for the stage that is under way, and start the next one."""
-        assert isinstance(self.finish, StagedScatter)
-        self.finish.start_next()
-
-    def __call__(self) -> tuple[Tensors, States]:
-        """Finish the scatter, and return its results and the new states."""
-        results = self.finish()
-        if not reduction(self.transform).has_state:
-            return check_number(self.transform, "scatter", results, self.specs), self.states
-        shards, new_states = check_number(self.transform, "scatter", results, ("gradients", "states"))
-        check_number(self.transform, "scatter", new_states, self.specs)
-        return check_number(self.transform, "scatter", shards, self.specs), new_states
-
-
 def start_scatter(
     transform: ShardTransform,
     grads: Tensors,
     specs: Specs,
     states: States,
-    deferral: Deferral | None = None,
 ) -> PendingScatter:
     """Start to scatter by a transform with or without a state.
 
@@ -226,17 +94,23 @@ def start_scatter(
         grads: One tensor per leaf.
         specs: The leaves' specs.
         states: One state per leaf, None where the transform has none.
-        deferral: What the outer stages of a composition do; None lets them run.
 
     Returns:
-        The scatter, which returns what scatter returns, and the new states. Without a state these are `states`.
+        A function that finishes, and returns what scatter returns, and the new states. Without a state these are
+        `states`.
     """
-    options = {} if deferral is None else {"deferral": deferral}
-    if reduction(transform).has_state:
-        finish = transform.start_scatter(grads, specs, states, **options)
-    else:
-        finish = transform.start_scatter(grads, specs, **options)
-    return PendingScatter(transform, specs, states, finish)
+    has_state = reduction(transform).has_state
+    finish = transform.start_scatter(grads, specs, states) if has_state else transform.start_scatter(grads, specs)
+
+    def finish_both() -> tuple[Tensors, States]:
+        shards = finish()
+        new_states = states
+        if has_state:
+            shards, new_states = check_number(transform, "scatter", shards, ("gradients", "states"))
+            check_number(transform, "scatter", new_states, specs)
+        return check_number(transform, "scatter", shards, specs), new_states
+
+    return finish_both
 
 
 def check_stateless(transform: ShardTransform) -> None:
@@ -278,10 +152,12 @@ def check_results(
     transform: ShardTransform,
     half: str,
     results: Tensors,
-    paths: Sequence[str],
-    specs: Specs,
+    paths: Iterable[str],
+    specs: Iterable[Spec],
 ) -> Tensors:
     """Refuse results of a user's transform that are no tensors of the right number and shapes.
+
+    The results of fshard's own transforms pass through, and nothing is listed for them.
 
     Args:
         transform: The transform of some leaves.
@@ -296,8 +172,9 @@ def check_results(
     Raises:
         ValueError: with the path of every leaf whose result is wrong.
     """
-    if not reduction(transform).is_foreign:
+    if not foreign_names(transform):
         return results
+    paths = list(paths)
     check_number(transform, half, results, paths)
     problems = []
     for path, result, spec in zip(paths, results, specs, strict=True):

@@ -193,20 +193,8 @@ def zero3(
     >>> fs.testing.spmd(program, world=2)[0]
     (P('shard'), ['all_gather', 'reduce_scatter', 'all_gather', 'reduce_scatter'])
     """
-    return _make_strategy(
-        "zero3",
-        mesh,
-        axis,
-        regather=regather,
-        regather_axis=regather_axis,
-        param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype,
-        output_dtype=output_dtype,
-        prefetch=prefetch,
-        bucket_bytes=bucket_bytes,
-        min_shard_elements=min_shard_elements,
-        layout=layout,
-    )
+    # These are all arguments, and no other name is bound yet.
+    return _make_strategy("zero3", **locals())
 
 
 def _make_strategy(

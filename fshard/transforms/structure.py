@@ -1,11 +1,21 @@
 """Facts about a transform, read off the transforms that it is made of."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from fshard.transforms.axis import _SplitDim
-from fshard.transforms.base import Container, ShardTransform, Wrapped, field_values, foreign_names, walk_parts
+from fshard.transforms.base import (
+    BuiltIn,
+    Container,
+    ShardTransform,
+    Wrapped,
+    field_values,
+    foreign_names,
+    is_default,
+    walk_parts,
+)
 from fshard.transforms.local import _Cast
 from fshard.tree import Axis, Spec
 
@@ -30,6 +40,11 @@ def sums_gradients(part: ShardTransform) -> bool:
     return bool(part.axes) and not isinstance(part, _SplitDim)
 
 
+def sends(stage: ShardTransform) -> bool:
+    """Tell whether a stage communicates when it scatters."""
+    return sums_gradients(stage) and any(axis.size > 1 for axis in stage.axes)
+
+
 class Reduction(NamedTuple):
     """The facts about a transform's scatter that the engine asks for each gradient.
 
@@ -37,16 +52,16 @@ class Reduction(NamedTuple):
         dtype: The dtype that gradients are reduced in; None leaves them in theirs.
         has_state: Whether scatter takes and returns states.
         is_new: Whether scatter returns tensors that nobody else holds, which may be written to.
-        is_foreign: Whether a part of it is not of this package, and may return anything.
-        num_outer_stages: Of a composition whose stages sum over several axes, the number of stages up to the one that
-            sums over the outermost axis, which scatter runs last; 0 if only one stage sums.
+        halves: Of a composition whose stages sum over several axes, the stages up to the one that sums over the
+            outermost axis, and those behind it, which scatter runs first; None if only one stage sums.
+        sends_twice: Whether both halves communicate.
     """
 
     dtype: torch.dtype | None = None
     has_state: bool = False
     is_new: bool = False
-    is_foreign: bool = False
-    num_outer_stages: int = 0
+    halves: tuple[ShardTransform, ShardTransform] | None = None
+    sends_twice: bool = False
 
 
 def reduction(transform: Any) -> Reduction:
@@ -69,22 +84,38 @@ def reduction(transform: Any) -> Reduction:
 
 def _read_reduction(transform: ShardTransform) -> Reduction:
     parts = list(walk_parts(transform))
-    is_foreign = bool(foreign_names(transform))
     # No transform of this package keeps a tensor that it returns. Others may, which nobody can see from here.
-    is_new = not is_foreign and any(axis.size > 1 for axis in summed_axes(transform))
+    is_new = not foreign_names(transform) and any(axis.size > 1 for axis in summed_axes(transform))
+    halves = _find_halves(transform)
     return Reduction(
         dtype=_reduction_dtype(parts),
         has_state=any(_defines_state(part) for part in parts),
         is_new=is_new,
-        is_foreign=is_foreign,
-        num_outer_stages=_count_outer_stages(transform),
+        halves=halves,
+        sends_twice=halves is not None and all(map(sends, halves)),
     )
 
 
-def _count_outer_stages(transform: Any) -> int:
+def _find_halves(transform: Any) -> tuple[ShardTransform, ShardTransform] | None:
+    while isinstance(transform, Wrapped) and is_default(type(transform), "scatter"):
+        transform = transform.inner
     stages = transform.stages if isinstance(transform, Container) else ()
     summing = [number for number, stage in enumerate(stages) if sums_gradients(stage)]
-    return summing[0] + 1 if len(summing) > 1 else 0
+    return split_stages(transform, summing[0] + 1) if len(summing) > 1 else None
+
+
+def split_stages(transform: Any, number: int) -> tuple[ShardTransform, ShardTransform]:
+    """Split a composition: into its first stages, of which there is a number, and the others.
+
+    In the place of a stage that it leaves out, each half has one that changes nothing, so that states fit both.
+    """
+    nothing = (BuiltIn(),)
+    before = transform.stages[:number]
+    after = transform.stages[number:]
+    return (
+        replace(transform, stages=before + nothing * len(after)),
+        replace(transform, stages=nothing * number + after),
+    )
 
 
 def _defines_state(part: ShardTransform) -> bool:

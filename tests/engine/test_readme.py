@@ -30,5 +30,5 @@ def test_methods_and_attributes_in_the_readme_are_there():
     named = re.findall(r"\b([A-Z]\w+)\.(\w+)", README.read_text())
     assert len(named) > 30
     for owner, name in named:
-        (body,) = re.findall(rf"^class {owner}\b.*?(?=^\S)", code, re.MULTILINE | re.DOTALL)
+        (body,) = re.findall(rf"^class {owner}\b.*?(?=^\S|\Z)", code, re.MULTILINE | re.DOTALL)
         assert re.search(rf"(def |self\.|    ){name}\b", body), f"{owner}.{name}"

@@ -176,15 +176,15 @@ FAULTS = (
     Fault(
         "form-that-a-class-defines-alone-passed-over",
         "fshard/transforms/base.py",
-        "return _is_default(cls, OTHER_FORM[form]) and not _is_default(cls, form)",
+        "return is_default(cls, OTHER_FORM[form]) and not is_default(cls, form)",
         "return False",
         "2: what a class defines runs, whichever form of it is called",
     ),
     Fault(
         "form-of-a-base-class-still-runs",
         "fshard/transforms/base.py",
-        "if form in vars(cls) and other not in vars(cls) and not _is_default(cls, other):",
-        "if form in vars(cls) and other not in vars(cls) and _is_default(cls, form):",
+        "if form in vars(cls) and other not in vars(cls) and not is_default(cls, other):",
+        "if form in vars(cls) and other not in vars(cls) and is_default(cls, form):",
         "2: a class that would not do what it says is refused",
     ),
     Fault(
@@ -218,7 +218,7 @@ FAULTS = (
     Fault(
         "own-transform-counted-as-new",
         "fshard/transforms/structure.py",
-        "is_new = not is_foreign and any(axis.size > 1 for axis in summed_axes(transform))",
+        "is_new = not foreign_names(transform) and any(axis.size > 1 for axis in summed_axes(transform))",
         "is_new = any(axis.size > 1 for axis in summed_axes(transform))",
         "4: nothing is written to tensors that a user's transform keeps",
     ),
@@ -568,15 +568,15 @@ FAULTS = (
     Fault(
         "outer-sum-of-each-microbatch",
         "fshard/engine/reductions.py",
-        "if num_outer_stages and self._defers_outer and not leaves[0].derived:",
+        "if self._defers_outer and not leaves[0].derived:",
         "if False:",
         "8: with outer_once, groups are reduced over once for all microbatches",
     ),
     Fault(
         "deferred-sums-left-out-of-the-outer-sum",
-        "fshard/transforms/run.py",
-        "totals.append(grad if inner_sum is None else (inner_sum + grad).to(grad.dtype))",
-        "totals.append(grad)",
+        "fshard/engine/leaf.py",
+        "return grad if inner_sum is None else (inner_sum + grad).to(grad.dtype)",
+        "return grad",
         "3: with outer_once, every microbatch is in the gradient",
     ),
     Fault(
@@ -743,14 +743,14 @@ FAULTS = (
     Fault(
         "started-gather-that-serves-twice",
         "fshard/engine/started.py",
-        "if self._unused.pop(index, None) is None:",
-        'if self._unused.pop(index, "") is None:',
+        "if not self._unused.pop(path, False):",
+        "if not self._unused.pop(path, True):",
         "4: a started gather serves one use, and a second one is refused by name",
     ),
     Fault(
         "started-gather-of-old-values",
         "fshard/engine/started.py",
-        "if _compat.version(self._shards[index]) != self._versions[index]:",
+        "if _compat.version(self._shards[path]) != self._versions[path]:",
         "if False:",
         "4: a full tensor is never of values that were overwritten since its gather started",
     ),
