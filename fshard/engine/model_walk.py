@@ -1,7 +1,6 @@
 """Model walks: one application of a model, which gathers in the plan's order even if ranks enter different units."""
 
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum, auto
 from typing import Any, NamedTuple
 
 import torch
@@ -14,22 +13,6 @@ from fshard.engine.plan import Plan
 
 # A number that no unit has.
 NO_UNIT = -1
-
-
-class UnitState(Enum):
-    """Where a unit of the plan stands in a walk.
-
-    Attributes:
-        AHEAD: The walk has not come to the unit yet.
-        READABLE: The function may read the unit.
-        HELD: The walk has moved past the unit, and a submodule runs that may still enter it.
-        PASSED: The walk has moved past the unit and left it. If it is entered or read again, it is gathered on demand.
-    """
-
-    AHEAD = auto()
-    READABLE = auto()
-    HELD = auto()
-    PASSED = auto()
 
 
 class RunningSubmodule(NamedTuple):
@@ -60,7 +43,14 @@ class ModelWalk:
     - A rank that leaves a submodule has moved past all units that hold parameters of it.
     - A unit that the walk has moved past is gathered on demand.
 
-    How a unit changes its state on this rank:
+    A unit of the plan is in one of these states on this rank:
+
+        AHEAD     The walk has not come to the unit yet.
+        READABLE  The function may read the unit.
+        HELD      The walk has moved past the unit, and a submodule runs that may still enter it.
+        PASSED    The walk has moved past the unit and left it. It is gathered on demand if it is entered or read again.
+
+    How it changes its state:
 
         AHEAD    -> READABLE  its submodule is entered, or the unit is read when it is the next one
         AHEAD    -> HELD      a later unit inside the same running submodule is entered
@@ -215,15 +205,6 @@ class ModelWalk:
                 return number
         return numbers[0]
 
-    def _state_of(self, number: int) -> UnitState:
-        if number in self._readable:
-            return UnitState.READABLE
-        if number in self._held:
-            return UnitState.HELD
-        if number >= self._cursor.position:
-            return UnitState.AHEAD
-        return UnitState.PASSED
-
     def _make_number_readable(self, number: int, *, may_jump: bool) -> None:
         """Make a unit readable, unless it is readable already. This may communicate.
 
@@ -233,15 +214,16 @@ class ModelWalk:
                 leaf moves the cursor to the next unit at most.
         """
         self._leave_units_except(number)
-        state = self._state_of(number)
-        if state is UnitState.READABLE:
+        if number in self._readable:
             return
+        # An AHEAD unit that this rank alone reads before its turn is gathered as a PASSED one.
+        end = len(self._planned) if may_jump else self._cursor.position + 1
         if self._forward.is_over:
             planned = self._planned[number]
             self._readable[number] = self._prepare_recompute(planned.leaves) if planned.leaves else planned
-        elif state is UnitState.HELD:
+        elif number in self._held:
             self._readable[number] = self._held.pop(number)
-        elif state is UnitState.AHEAD and (may_jump or number == self._cursor.position):
+        elif self._cursor.position <= number < end:
             self._advance(number + 1, entered=number)
         else:
             self._gather_on_demand(number)
