@@ -9,7 +9,14 @@ from fshard.engine import Started, StartedGather, find_call, take_over
 from fshard.transforms import ShardTransform
 from fshard.transforms.run import gather_by
 from fshard.tree import Flat, Sharded, Tree, flatten, grouped, is_sharded, unflatten
-from fshard.tree.checks import check_local, check_tensors, check_transforms, count_writes, is_differentiated
+from fshard.tree.checks import (
+    check_local,
+    check_tensors,
+    check_transforms,
+    count_writes,
+    is_differentiable,
+    is_differentiated,
+)
 
 
 def gather(tree: Tree) -> Tree:
@@ -132,8 +139,7 @@ class _Node(NamedTuple):
 
 
 def _node_of(leaf: Sharded) -> _Node:
-    is_differentiable = leaf.local.is_floating_point() or leaf.local.is_complex()
-    return _Node(leaf.spec.transform, leaf.spec.frozen or not is_differentiable)
+    return _Node(leaf.spec.transform, leaf.spec.frozen or not is_differentiable(leaf.local))
 
 
 def _gather_group(node: _Node, paths: Sequence[str], shards: Sequence[Sharded]) -> Sequence[Any]:

@@ -23,7 +23,7 @@ from torch import nn
 from fshard import _compat
 from fshard.engine import EngineCall, GatheredUnit, Leaf, ModelWalk, ModuleUnit
 from fshard.tree import ModelDtypes, cast_floating
-from fshard.units import WHOLE_MODEL, list_enclosing
+from fshard.units import WHOLE_MODEL, Dtypes, list_enclosing
 
 
 class ModuleTemplate:
@@ -48,7 +48,7 @@ class ModuleTemplate:
             self.names[tensor] = name
         # Set by each call.
         self._values: Mapping[str, torch.Tensor] = {}
-        self.dtypes: Mapping[int | None, ModelDtypes] = {}
+        self.dtypes: Dtypes = {}
         self._leaves: Mapping[str, Leaf] = {}
         self._call: EngineCall | None = None
         self._walk: ModelWalk | None = None
@@ -88,7 +88,7 @@ class ModuleTemplate:
         self,
         values: Mapping[str, torch.Tensor],
         buffers: Mapping[str, torch.Tensor],
-        dtypes: Mapping[int | None, ModelDtypes],
+        dtypes: Dtypes,
     ) -> None:
         """Give the copy what it computes with.
 
@@ -117,7 +117,7 @@ class ModuleTemplate:
         """Call the copy."""
         self._parametrized.begin()
         try:
-            dtypes = self.dtypes.get(WHOLE_MODEL, ModelDtypes())
+            dtypes = self.dtypes.get(WHOLE_MODEL) or ModelDtypes()
             args, kwargs = cast_floating((args, kwargs), dtypes.inputs)
             return cast_floating(self.module(*args, **kwargs), dtypes.outputs)
         finally:
@@ -411,7 +411,7 @@ def _make_scoped_class(cls: type[nn.Module]) -> type[nn.Module]:
                 scope.read_weights()
             if scope.is_recurrent:
                 _compat.set_flat_weights(self)
-            dtypes = scope.template.dtypes.get(scope.module_unit, ModelDtypes())
+            dtypes = scope.template.dtypes.get(scope.module_unit) or ModelDtypes()
             args, kwargs = cast_floating((args, kwargs), dtypes.inputs)
             result = cast_floating(cls.__call__(self, *args, **kwargs), dtypes.outputs)
             has_failed = False

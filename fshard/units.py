@@ -14,6 +14,9 @@ from fshard.tree import ModelDtypes, is_sharded, matches
 Rule = type[nn.Module] | str | int | Callable[[str, nn.Module], bool]
 Units = Rule | Collection[Rule] | None
 
+# What units cast to, by their numbers; None keeps all dtypes.
+Dtypes = dict[int | None, ModelDtypes | None]
+
 # Stands for the whole model where a unit has its number.
 WHOLE_MODEL = -1
 
@@ -118,7 +121,7 @@ def list_enclosing(path: str) -> Iterator[str]:
     yield ""
 
 
-def choose_dtypes(units: Sequence[ModuleUnit], params: Mapping[str, Any]) -> Mapping[int | None, ModelDtypes]:
+def choose_dtypes(units: Sequence[ModuleUnit], params: Mapping[str, Any]) -> Dtypes:
     """Choose the dtypes that a module, or the submodules of its units, cast their inputs and outputs to.
 
     Args:
@@ -131,13 +134,13 @@ def choose_dtypes(units: Sequence[ModuleUnit], params: Mapping[str, Any]) -> Map
     """
     dtypes = {leaf.spec.model_dtypes for leaf in params.values() if is_sharded(leaf)}
     if len(dtypes) == 1:
-        return {WHOLE_MODEL: dtypes.pop() or ModelDtypes()}
-    chosen: dict[int | None, ModelDtypes] = {}
+        return {WHOLE_MODEL: dtypes.pop()}
+    chosen: Dtypes = {}
     for number, unit in enumerate(units):
         elements: Counter[ModelDtypes | None] = Counter({None: 0})
         for name in unit.leaf_names:
             leaf = params[name]
             if is_sharded(leaf):
                 elements[leaf.spec.model_dtypes] += leaf.numel()
-        chosen[number] = max(elements, key=elements.__getitem__) or ModelDtypes()
+        chosen[number] = max(elements, key=elements.__getitem__)
     return chosen
