@@ -65,10 +65,7 @@ def main() -> None:
     if args.worker:
         work(args)
         return
-    if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
-        raise SystemExit("hosts.py: expected root and iproute2 (ip, tc), for namespaces with links of a known rate")
-    # Namespaces go also where somebody ends this process.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("hosts.py: ended by SIGTERM"))
+    prepare("hosts.py")
     results = report.circumstances("hosts")
     results |= {"configuration": {"name": args.configuration.name, **args.configuration._asdict()}}
     results |= {
@@ -87,13 +84,20 @@ def main() -> None:
         found: dict[str, Any] = {}
         with hosts(2, rate) as names:
             for group in groups:
-                launches = [run(names, rate, group, args) for _ in range(args.launches)]
+                launches = [run(names, group, args) for _ in range(args.launches)]
                 found = summarised(launches, rate) | found
         results["rates"][f"{rate:g}"] = {name: found[name] for name in args.systems}
         show(results["rates"][f"{rate:g}"], rate, args)
     file = args.results / f"hosts-{args.configuration.name}-{2 * args.ranks_per_host}.json"
     report.write_json(file, results)
     draw(file.with_suffix(".png"), results)
+
+
+def prepare(program: str) -> None:
+    """Refuse to start without what namespaces need, and let them go also where somebody ends this process."""
+    if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
+        raise SystemExit(f"{program}: expected root and iproute2 (ip, tc), for namespaces with links of a known rate")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(f"{program}: ended by SIGTERM"))
 
 
 @contextmanager
@@ -130,37 +134,48 @@ def command(text: str, check: bool = True) -> None:
 Launch = Mapping[str, Sequence[dict[str, Any]]]
 
 
-def run(names: Sequence[str], rate: float, group: Sequence[str], args: argparse.Namespace) -> Launch:
+def run(names: Sequence[str], group: Sequence[str], args: argparse.Namespace) -> Launch:
     """Start the processes of some systems on the hosts, and measure them."""
+    options = ["--systems", ",".join(group), "--configuration", args.configuration.name]
+    options += ["--rounds", str(args.rounds), "--dropped", str(args.dropped)]
+    options += ["--ranks-per-host", str(args.ranks_per_host)]
     with tempfile.TemporaryDirectory() as folder:
-        processes = []
-        for i, name in enumerate(names):
-            torchrun = [
-                *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(names)), "--node-rank", str(i)),
-                *("--nproc-per-node", str(args.ranks_per_host * len(group)), "--rdzv-backend", "c10d"),
-                *("--rdzv-id", "hosts", "--rdzv-conf", f"is_host={i == 0}"),
-                *("--rdzv-endpoint", f"10.77.0.1:{PORT}", "--local-addr", f"10.77.0.{i + 1}"),
-            ]
-            options = ["--worker", folder, "--systems", ",".join(group), "--rounds", str(args.rounds)]
-            options += ["--dropped", str(args.dropped), "--configuration", args.configuration.name]
-            options += ["--ranks-per-host", str(args.ranks_per_host)]
-            environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-            processes.append(
-                subprocess.Popen(["ip", "netns", "exec", name, *torchrun, __file__, *options], env=environment)
-            )
-        try:
-            codes = [process.wait(args.timeout) for process in processes]
-        finally:
-            for process in processes:
-                process.terminate()
-            for process in processes:
-                process.wait(30)
-        if any(codes):
-            raise SystemExit(f"hosts.py: at {rate:g} Gbit/s torchrun ended with {codes}")
+        command_line = [__file__, "--worker", folder, *options]
+        launch(names, args.ranks_per_host * len(group), command_line, os.environ, args.timeout)
         return {
             name: [json.loads(path.read_text()) for path in sorted(Path(folder).glob(f"{name}.rank-*.json"))]
             for name in group
         }
+
+
+def launch(
+    names: Sequence[str],
+    processes_per_host: int,
+    command_line: Sequence[str],
+    environment: Mapping[str, str],
+    timeout: float,
+) -> None:
+    """Run a script in some processes on each host, started by torchrun with a rendezvous over the link."""
+    environment = {**environment, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+    processes = []
+    for i, name in enumerate(names):
+        torchrun = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(names)), "--node-rank", str(i)),
+            *("--nproc-per-node", str(processes_per_host), "--rdzv-backend", "c10d"),
+            *("--rdzv-id", "hosts", "--rdzv-conf", f"is_host={i == 0}"),
+            *("--rdzv-endpoint", f"10.77.0.1:{PORT}", "--local-addr", f"10.77.0.{i + 1}"),
+        ]
+        on_host = ["ip", "netns", "exec", name]
+        processes.append(subprocess.Popen([*on_host, *torchrun, *command_line], env=environment))
+    try:
+        codes = [process.wait(timeout) for process in processes]
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait(30)
+    if any(codes):
+        raise SystemExit(f"{Path(command_line[0]).name}: torchrun ended with {codes}")
 
 
 def work(args: argparse.Namespace) -> None:

@@ -1,9 +1,10 @@
-"""The benchmark of accelerators, as far as none is needed."""
+"""The benchmarks of accelerators and of a slow link, as far as neither is needed."""
 
 import argparse
 import importlib
 import json
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,21 +12,32 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.ranks import on_ranks
+
 # torch's ZeroRedundancyOptimizer warns of what it imports.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    # Examples have modules of the same names.
+@contextmanager
+def benchmark(name):
+    """A benchmark's module, beside whose modules there are none of examples, which have the same names."""
     names = [path.stem for path in BENCHMARKS.glob("*.py")]
     others = {name: sys.modules.pop(name) for name in names if name in sys.modules}
-    yield importlib.import_module("gpu")
-    for name in names:
-        sys.modules.pop(name, None)
-    sys.modules.update(others)
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        yield importlib.import_module(name)
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+        for name in names:
+            sys.modules.pop(name, None)
+        sys.modules.update(others)
+
+
+@pytest.fixture
+def gpu():
+    with benchmark("gpu") as module:
+        yield module
 
 
 def test_results_are_written(gpu, monkeypatch, tmp_path, capsys):
@@ -63,3 +75,31 @@ def test_links_are_as_fast_as_what_they_cross(gpu):
     for sizes, rates in (({"replicate": 8, "shard": 8}, (40e9, 360e9)), ({"replicate": 2, "shard": 32}, (40e9, 320e9))):
         assert tuple(sys.modules["predict"].rates_of(chip, sizes).link.values()) == rates[::-1]
     assert sys.modules["predict"].predicted(None, "zero3", {"shard": 8}, gpu.chip_of("NVIDIA H100 PCIe")) is None
+
+
+# What reaches another host without having to: `fs.zero3` may gather units again that are still there.
+AT_MOST = {"fshard-zero3-axes", "fshard-policies", "fshard-waiting", "fshard-started"}
+EQUAL_BITS = {
+    *("fshard-each", "fsdp2-each", "fshard-zero3-axes", "fshard-regather-axis", "fshard-policies"),
+    *("fshard-waiting", "fshard-started"),
+}
+
+
+@on_ranks("4 processes", timeout=120.0)
+def test_bytes_over_a_slow_link_follow_formulas():
+    """All systems of the benchmark take a step on four ranks, without the hosts, the link and its counters."""
+    with benchmark("slow_link") as slow_link:
+        slow_link.hosts.counters = lambda: (0, 0)
+        args = argparse.Namespace(configuration=slow_link.Configuration.parse("d64-L3-B1-T16-V64"), dropped=0, rounds=1)
+        results = slow_link.measure(args, slow_link.meter.meter())
+    rows = {name: values for group in results["groups"].values() for name, values in group.items()}
+    assert {name for name, values in rows.items() if values["has_equal_bits"]} == EQUAL_BITS
+    assert all(values["part_of_bound"] < 1 for values in rows.values())
+    counted = {name: values for name, values in rows.items() if values["formula_bytes"]}
+    assert {name for name, values in counted.items() if not values["formula_is_exact"]} == AT_MOST
+    for name, values in counted.items():
+        assert values["recorded_bytes"] <= values["formula_bytes"], name
+        assert not values["formula_is_exact"] or values["recorded_bytes"] == values["formula_bytes"], name
+    # Blocks that stay are not gathered again, and a gather that starts ahead is not sent twice.
+    assert rows["fshard-policies"]["recorded_bytes"] < rows["fshard-zero3-axes"]["recorded_bytes"]
+    assert rows["fshard-started"]["recorded_bytes"] == rows["fshard-waiting"]["recorded_bytes"]
