@@ -112,17 +112,19 @@ def fshard(
                     first[name] = leaf
             return params | fs.start_gather(first)
 
-        def step() -> torch.Tensor:
-            nonlocal state
+        def differentiate() -> tuple[torch.Tensor, Any]:
             params = started(state.params) if starts_ahead else state.params
             time.sleep(batch_seconds)
-            loss, grads = accumulate(params, microbatches)
-            del params
+            return accumulate(params, microbatches)
+
+        def step() -> torch.Tensor:
+            nonlocal state
+            loss, grads = differentiate()
             state = fs.update(tx, state, grads, donate=True)
             return loss
 
         def gradients() -> dict[str, torch.Tensor]:
-            _, grads = accumulate(state.params, microbatches)
+            _, grads = differentiate()
             return fs.unshard(grads)
 
         return Program(step, gradients)
@@ -147,6 +149,10 @@ def fsdp2(
         optimizer = adamw(module)
 
         def backward() -> torch.Tensor:
+            if starts_ahead:
+                module.unshard(async_op=True)
+                module.blocks[0].unshard(async_op=True)
+            time.sleep(batch_seconds)
             total = torch.zeros(())
             for number, batch in enumerate(microbatches, start=1):
                 is_last = number == len(microbatches)
@@ -157,10 +163,6 @@ def fsdp2(
             return total
 
         def step() -> torch.Tensor:
-            if starts_ahead:
-                module.unshard(async_op=True)
-                module.blocks[0].unshard(async_op=True)
-            time.sleep(batch_seconds)
             loss = backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -395,7 +397,7 @@ def show(title: str, systems: Mapping[str, Any]) -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--configuration", type=Configuration.parse, default="d512-L8-B1-T64-V4096")
+    parser.add_argument("--configuration", type=Configuration.parse, default="d512-L4-B1-T64-V4096")
     parser.add_argument("--rate", type=float, default=1.0, help="of the link, in Gbit/s")
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count")
     parser.add_argument("--dropped", type=int, default=1, help="rounds before them")

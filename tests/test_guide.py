@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -209,6 +210,78 @@ def test_figures_of_one_h200_were_measured():
         row = systems[ON_ONE_H200[name]]
         measured = f"{row['ms']:.1f}", f"{row['MFU']:.3f}", f"{row['host ms']:.0f}", f"{row['peak GiB']:.1f}"
         assert (ms, mfu, host, peak) == measured, name
+
+
+# Rows of the tables of a slow link, and the systems that they tell of.
+OVER_A_SLOW_LINK = {
+    "hsdp, four microbatches": {
+        'communicate="each"': "fshard-each",
+        'communicate="outer_once"': "fshard-outer_once",
+        'communicate="once"': "fshard-once",
+        "FSDP2": "fsdp2-each",
+        "FSDP2, set_requires_all_reduce": "fsdp2-outer_once",
+    },
+    "parameters split over four ranks": {
+        'zero3(mesh, ("local", "node"))': "fshard-zero3-axes",
+        "zero3(mesh) of one axis": "fshard-zero3",
+        'regather_axis="local"': "fshard-regather-axis",
+        "regather=False for half of the blocks": "fshard-policies",
+        "FSDP2": "fsdp2",
+        "FSDP2, reshard_after_forward=2": "fsdp2-reshard-2",
+    },
+    "a batch that is 0.25 s late": {
+        'zero3(mesh, ("local", "node"))': "fshard-waiting",
+        "the same with fs.start_gather": "fshard-started",
+        "FSDP2": "fsdp2-waiting",
+        "FSDP2, unshard(async_op=True)": "fsdp2-started",
+    },
+}
+
+
+# What messages of a few bytes, which a record leaves out, add to the bytes over the link.
+LINK_ERROR = 0.02
+
+
+def cells_of_slow_link(values: dict[str, Any]) -> list[str]:
+    """The cells of a system: seconds, ratio, MB over the link and by formula, peak and bits."""
+    formula = f"{values['formula_bytes'] / 1e6:.1f}" if values["formula_bytes"] else ""
+    if formula and not values["formula_is_exact"]:
+        formula = f"at most {formula}"
+    return [
+        f"{values['median_seconds']:.2f}",
+        f"{values['ratio']:.2f}",
+        f"{statistics.median(values['payload_bytes']) / 1e6:.1f}",
+        formula,
+        f"{values['peak_bytes'] / 2**20:.0f}",
+        "equal" if values["has_equal_bits"] else f"{values['part_of_bound']:.2g} of the bound",
+    ]
+
+
+def test_figures_of_a_slow_link_were_measured():
+    results = json.loads((ROOT / "benchmarks/results/slow_link.json").read_text())
+    systems = {name: values for group in results["groups"].values() for name, values in group.items()}
+    by_title = {rows[0][0]: rows[1:] for rows in tables(section(PERFORMANCE, "Two hosts with a slow link"))}
+    assert set(by_title) == set(OVER_A_SLOW_LINK)
+    for title, names in OVER_A_SLOW_LINK.items():
+        assert [row[0] for row in by_title[title]] == list(names)
+        for name, *cells in by_title[title]:
+            assert cells == cells_of_slow_link(systems[names[name]]), name
+
+
+def test_bytes_and_memory_of_a_slow_link_were_those_of_formulas():
+    """What the link carried beside what a record counts: the rest is messages of a few bytes."""
+    results = json.loads((ROOT / "benchmarks/results/slow_link.json").read_text())
+    systems = {name: values for group in results["groups"].values() for name, values in group.items()}
+    for name, values in systems.items():
+        assert values["has_equal_bits"] or values["part_of_bound"] < 1, name
+        if values["formula_bytes"]:
+            recorded = values["recorded_bytes"]
+            assert recorded <= values["formula_bytes"], name
+            assert not values["formula_is_exact"] or recorded == values["formula_bytes"], name
+            assert abs(statistics.median(values["payload_bytes"]) / recorded - 1) < LINK_ERROR, name
+    # The pieces that a rank keeps for the backward; meters round by some pages.
+    added = systems["fshard-regather-axis"]["peak_bytes"] - systems["fshard-zero3-axes"]["peak_bytes"]
+    assert 0 < added <= 1.01 * results["parameter_bytes"] / 2
 
 
 def write_figure(value: Any) -> str:
