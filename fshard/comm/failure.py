@@ -323,7 +323,7 @@ def _report_ended_connections(state: RankState, issued: PendingCollective) -> li
     has_timed_out = time.monotonic() - issued.since > TIMEOUT_FRACTION * group.timeout
     if has_timed_out or ask_store(lambda: read_first(state.board(), "note", state.groups)):
         return []
-    places = group.links.find_ended()
+    places = group.links.find_ended_peers()
     receives: list[Any] = []
     if group.pair is not None:
         lost_places, receives = _compat.find_lost_peers(group.pair, group.local_rank, len(group.ranks))

@@ -202,7 +202,7 @@ class Links:
             time.sleep(CUT_INTERVAL)
         raise LinkError("a message of another exchange came")
 
-    def find_ended(self) -> list[int]:
+    def find_ended_peers(self) -> list[int]:
         """Find the places of peers that have ended their links, as far as this rank has not ended them itself."""
         if self._is_cut:
             return []
@@ -216,7 +216,7 @@ class Links:
 
     def cut(self) -> list[int]:
         """End all links, which wakes this rank and those that wait for it; return the peers that had ended theirs."""
-        ended = self.find_ended()
+        ended = self.find_ended_peers()
         self._is_cut = True
         for link in self.sockets.values():
             with suppress(OSError):

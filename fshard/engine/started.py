@@ -13,7 +13,7 @@ import torch
 from fshard import _compat, comm
 from fshard.comm.events import join_leaves
 from fshard.transforms.run import check_results
-from fshard.tree import Sharded, register_sharded
+from fshard.tree import Sharded, register_leaf_class
 from fshard.tree.checks import count_writes
 
 # Waits for the full tensor of a leaf, and returns it alone in a list.
@@ -107,7 +107,7 @@ class Started(Sharded):
         return Sharded, (self.local, self.spec)
 
 
-register_sharded(Started)
+register_leaf_class(Started)
 
 
 def take_over(leaf: Any) -> Finish | None:

@@ -4,7 +4,7 @@ from fshard.tree.exact import Exact
 from fshard.tree.flat import Flat, Tree, Treedef, flatten, grouped, has_plain_keys, leaves_of, names_of, unflatten
 from fshard.tree.maps import cast_floating, map_leaves, map_nodes, tree_leaves, tree_map
 from fshard.tree.masks import MASK, Mask, is_mask, matches
-from fshard.tree.nodes import Sharded, is_sharded, is_trained, like, register_sharded, tensor_of, tensors_of
+from fshard.tree.nodes import Sharded, is_sharded, is_trained, like, register_leaf_class, tensor_of, tensors_of
 from fshard.tree.register import register_dataclass
 from fshard.tree.specs import Axis, ModelDtypes, P, ReshardPolicy, Spec
 
@@ -35,7 +35,7 @@ __all__ = [
     "matches",
     "names_of",
     "register_dataclass",
-    "register_sharded",
+    "register_leaf_class",
     "tensor_of",
     "tensors_of",
     "tree_leaves",

@@ -139,7 +139,7 @@ for _operator in ("neg", "pos", "abs", "getitem", "lt", "le", "gt", "ge", "float
     setattr(Sharded, f"__{_operator}__", _refusal(_operator))
 
 
-def register_sharded(cls: type[Sharded]) -> None:
+def register_leaf_class(cls: type[Sharded]) -> None:
     """Register a class of leaves as a node of pytrees; maps over them make plain Sharded leaves."""
     # Users' own optree calls must see into Sharded too, hence optree's global namespace.
     optree.register_pytree_node(
@@ -154,7 +154,7 @@ def register_sharded(cls: type[Sharded]) -> None:
     )
 
 
-register_sharded(Sharded)
+register_leaf_class(Sharded)
 
 
 # Whether a node is a Sharded leaf; as isinstance, without a frame of Python for each node of a tree.
