@@ -44,7 +44,7 @@ NEXT_LOOK = 1.0
 TIMED_OUT = -1
 # Seconds in which one rank finds out for all others which have not come.
 SEARCH_TIME = 5.0
-# The key of an `Entry`.
+# The key of an `Arrival`.
 ENTRY = "entry/{}"
 # What follows from what all ranks bring; FAILED if one has given up.
 END = "end"
@@ -53,7 +53,7 @@ FAILED = "failed"
 MADE = "made"
 
 
-class Entry(NamedTuple):
+class Arrival(NamedTuple):
     """What a rank brings to a meeting.
 
     Attributes:
@@ -90,7 +90,7 @@ class Meeting:
         # Set once ranks begin to make groups, which are of no use if one of them fails.
         self.state: RankState | None = None
         # What ranks have brought, as far as this one has read it.
-        self.entries: dict[int, Entry] = {}
+        self.entries: dict[int, Arrival] = {}
         # How many constructors this rank has begun.
         self.stage = 0
         # Whether all ranks raise the error that leaves the meeting.
@@ -122,7 +122,7 @@ class Meeting:
             text = self._describe_failure(error)
         reason = self._leave_note(text)
         # The last rank to come sees by its entry that there is a note.
-        entry = json.dumps(Entry(this_process(), "", ""))
+        entry = json.dumps(Arrival(this_process(), "", ""))
         ask_store(lambda: self.board.multi_set([ENTRY.format(self.rank), "noted"], [entry, ""]))
         if self.state is not None:
             self.state.failure.reason = self.state.failure.reason or reason
@@ -156,7 +156,7 @@ class Meeting:
         if not self.others:
             return merge([text])
         try:
-            entry = Entry(this_process(), self.address, text)
+            entry = Arrival(this_process(), self.address, text)
             self.board.set(ENTRY.format(self.rank), json.dumps(entry))
             if self.board.add("came", 1) == self.size:
                 self._read(range(self.size))
@@ -178,7 +178,7 @@ class Meeting:
         """Read some keys, and the entries of ranks, which are there."""
         values: list[bytes] = self.board.multi_get([*keys, *map(ENTRY.format, ranks)])
         for rank, value in zip(ranks, values[len(keys) :], strict=True):
-            self.entries[rank] = Entry(*json.loads(value))
+            self.entries[rank] = Arrival(*json.loads(value))
         return values
 
     def read_addresses(self, ranks: Sequence[int]) -> dict[int, str]:

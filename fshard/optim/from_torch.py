@@ -107,8 +107,9 @@ def from_torch(
     )
     update = partial(_update, wrapped)
     # Another's class may look at all leaves together where none is split.
-    is_leafwise = cls.__module__.startswith("torch.optim.")
-    return Optimizer(partial(_init, wrapped), update, partial(update, donate=True), is_leafwise)
+    is_leafwise = cls in vars(torch.optim).values()
+    update_in_place = partial(update, donate=True)
+    return Optimizer(partial(_init, wrapped), update, update_in_place, is_leafwise)
 
 
 class _WrappedClass(NamedTuple):
