@@ -13,6 +13,7 @@ import secrets
 import select
 import socket
 import struct
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,14 +31,14 @@ HEADER = struct.Struct("!IBQ")
 HELLO = struct.Struct("!16s16sI")
 # Seconds in which a connection must say so, as the system takes them: others wait meanwhile.
 HELLO_TIME = struct.pack("ll", 2, 0)
-# Seconds of a wait at most, which poll takes in milliseconds.
+# Seconds of a wait at most.
 LONGEST_WAIT = 1e6
 # How many connections may wait until this rank looks at them.
 BACKLOG = 128
-# Bytes that are read at once.
-READ_BYTES = 2**16
-# Seconds between two looks: at other ranks while links are made, and whether links have been cut.
-LOOK_INTERVAL, CUT_INTERVAL = 0.5, 0.05
+# Bytes of a part of a message, and those that the system keeps for a link at least.
+PART_BYTES, BUFFER_BYTES = 2**16, 2**18
+# Seconds between two looks at other ranks while links are made.
+LOOK_INTERVAL = 0.5
 # The request by which Linux tells the address of an interface, and where in the answer that is.
 SIOCGIFADDR, ADDRESS_BYTES = 0x8915, slice(20, 24)
 
@@ -87,31 +88,20 @@ class Links:
 
     Args:
         ranks: The ranks of the axis.
-        local_rank: This rank's place among them.
-        timeout: Seconds that this rank waits in an exchange.
         sockets: The connections, by the places of the peers.
     """
 
-    def __init__(
-        self,
-        ranks: Sequence[int],
-        local_rank: int,
-        timeout: float,
-        sockets: Mapping[int, socket.socket],
-    ) -> None:
+    def __init__(self, ranks: Sequence[int], sockets: Mapping[int, socket.socket]) -> None:
         self.ranks = ranks
-        self.local_rank = local_rank
-        self.timeout = timeout
         self.sockets = dict(sockets)
-        # What has come from each peer and has not been used.
-        self._received = {peer: bytearray() for peer in sockets}
         self._is_cut = False
         weakref.finalize(self, _close_all, list(self.sockets.values()))
 
     def swap(self, issued: PendingCollective, number: int, to: int, source: int, data: bytes) -> bytes:
         """Send one rank a message, and receive one from another or the same.
 
-        Both are under way at once, because messages may be larger than the buffers between ranks.
+        A rank sends and receives parts of both by turns. The system takes two parts that nobody has read, so that ranks
+        which all send at once do not wait for each other.
 
         Args:
             issued: The exchange.
@@ -124,83 +114,43 @@ class Links:
             The message that came.
 
         Raises:
-            LinkError: if a link ends, or the exchange takes longer than the timeout.
+            LinkError: if a link ends, or lets nothing pass within the timeout.
         """
-        unsent = memoryview(HEADER.pack(issued.entry.chain_hash, number, len(data)) + data)
-        message: bytes | None = None
-        # Others that look for the cause of a wait follow this.
-        issued.awaits = (number, self.ranks[source])
-        while True:
-            unsent = self._send(issued, number, to, unsent)
-            if message is None:
-                message = self._receive(issued, number, source)
-            if message is not None and not unsent:
-                return message
-            issued.awaits = (number, self.ranks[source if message is None else to])
-            self._wait(issued, source if message is None else None, to if unsent else None)
-
-    def _send(self, issued: PendingCollective, number: int, to: int, unsent: memoryview) -> memoryview:
-        """Send as much as goes at once, and return the rest."""
+        message = memoryview(HEADER.pack(issued.entry.chain_hash, number, len(data)) + data)
+        # The first part has the header before it: ranks wait for each other's part of one number.
+        sent = HEADER.size + PART_BYTES
+        received = bytearray()
         try:
-            while unsent:
-                unsent = unsent[self.sockets[to].send(unsent) :]
-        except BlockingIOError:
-            pass
+            self._send(issued, number, to, message[:sent])
+            *place, size = HEADER.unpack(self._receive(issued, number, source, HEADER.size))
+            if place != [issued.entry.chain_hash, number]:
+                # Its sender does something else. Read until the thread that watches knows what, and ends the links.
+                size = sys.maxsize
+            while len(received) < size or sent < len(message):
+                received += self._receive(issued, number, source, min(size - len(received), PART_BYTES))
+                self._send(issued, number, to, message[sent : sent + PART_BYTES])
+                sent += PART_BYTES
         except OSError as error:
-            raise self._lose(issued, number, to) from error
-        return unsent
+            raise LinkError(f"the link to rank {issued.awaits and issued.awaits[1]} failed: {error}") from error
+        return bytes(received)
 
-    def _receive(self, issued: PendingCollective, number: int, source: int) -> bytes | None:
-        """Read a message; None if it has not come as a whole."""
-        received = self._received[source]
-        while (message := self._take_message(issued, number, received)) is None:
-            try:
-                data = self.sockets[source].recv(READ_BYTES)
-            except BlockingIOError:
-                return None
-            except OSError:
-                data = b""
+    def _send(self, issued: PendingCollective, number: int, to: int, part: memoryview) -> None:
+        """Send a part of a message."""
+        # Others that look for the cause of a wait follow this.
+        issued.awaits = (number, self.ranks[to])
+        if part:
+            self.sockets[to].sendall(part)
+
+    def _receive(self, issued: PendingCollective, number: int, source: int, size: int) -> bytes:
+        """Receive a part of a message, of so many bytes."""
+        issued.awaits = (number, self.ranks[source])
+        received = b""
+        while len(received) < size:
+            data = self.sockets[source].recv(size - len(received))
             if not data:
-                raise self._lose(issued, number, source)
+                raise ConnectionResetError("it has ended")
             received += data
-        return message
-
-    def _lose(self, issued: PendingCollective, number: int, peer: int) -> LinkError:
-        """Record the rank whose link has ended, and make the error."""
-        issued.awaits = (number, self.ranks[peer])
-        return LinkError(f"the link to rank {self.ranks[peer]} has ended")
-
-    def _take_message(self, issued: PendingCollective, number: int, received: bytearray) -> bytes | None:
-        """Take a message out of what has come; None if it is not there as a whole."""
-        if len(received) < HEADER.size:
-            return None
-        *place, size = HEADER.unpack_from(received)
-        if place != [issued.entry.chain_hash, number]:
-            # Its sender does something else. The thread that watches finds out what.
-            self._wait_until_cut(issued)
-        end = HEADER.size + size
-        if len(received) < end:
-            return None
-        message = bytes(received[HEADER.size : end])
-        del received[:end]
-        return message
-
-    def _wait(self, issued: PendingCollective, source: int | None, to: int | None) -> None:
-        """Wait until a message comes from one rank, or another takes more of what is sent to it."""
-        poll = select.poll()
-        if source is not None:
-            poll.register(self.sockets[source], select.POLLIN)
-        if to is not None:
-            poll.register(self.sockets[to], select.POLLOUT | (select.POLLIN if to == source else 0))
-        left = min(issued.since + self.timeout - time.monotonic(), LONGEST_WAIT)
-        if left <= 0 or not poll.poll(1000 * left):
-            raise LinkError(f"nothing came within {self.timeout:g} s")
-
-    def _wait_until_cut(self, issued: PendingCollective) -> None:
-        """Wait until the thread that watches has found out how ranks differ, or the timeout is over, and raise."""
-        while not self._is_cut and time.monotonic() < issued.since + self.timeout:
-            time.sleep(CUT_INTERVAL)
-        raise LinkError("a message of another exchange came")
+        return received
 
     def find_ended_peers(self) -> list[int]:
         """Find the places of peers that have ended their links, as far as this rank has not ended them itself."""
@@ -322,8 +272,8 @@ def connect_links(
         _close_all(sockets.values())
         raise
     for link in sockets.values():
-        _prepare(link)
-    return Links(ranks, local_rank, timeout, sockets)
+        _prepare(link, timeout)
+    return Links(ranks, sockets)
 
 
 def _connect(address: str, axis_digest: bytes, local_rank: int, timeout: float) -> socket.socket:
@@ -342,9 +292,13 @@ def _connect(address: str, axis_digest: bytes, local_rank: int, timeout: float) 
     return link
 
 
-def _prepare(link: socket.socket) -> None:
-    """Let small messages go at once, and let the end of a machine that says nothing be noticed in a minute."""
-    link.setblocking(False)
+def _prepare(link: socket.socket, timeout: float) -> None:
+    """Let small messages go at once, waits end, and the end of a machine that says nothing be noticed in a minute."""
+    link.setblocking(True)
+    seconds = min(timeout, LONGEST_WAIT)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        link.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE:
