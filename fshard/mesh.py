@@ -20,9 +20,9 @@ from fshard import _compat
 from fshard.comm import (
     CollectiveError,
     FirstMeeting,
-    Listener,
     Meeting,
     connect_group,
+    is_simulated,
     list_peers,
     rank_state,
     refuse_other,
@@ -101,7 +101,7 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: f
     ranks = torch.arange(math.prod(sizes), device="cpu").reshape(sizes)
     rows_of_axes = [ranks.movedim(dim, -1).reshape(-1, size).tolist() for dim, size in enumerate(sizes)]
     with _meet(limit) as meeting:
-        listener = _listen(rows_of_axes, meeting)
+        meeting.peers = _find_peers(rows_of_axes, meeting.rank)
         if isinstance(meeting, FirstMeeting):
             _agree(_Request(asked, lacks=_find_lack(device, sizes, meeting)), meeting)
             _start(device, limit, meeting)
@@ -113,7 +113,6 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: f
                 rank_state().renew(agreed.generation)
                 _compat.withdraw_report()
         meeting.state = rank_state()
-        meeting.state.listener = listener
         groups = _make_groups(rows_of_axes, limit, meeting, agreed, of_processors=device == "cpu")
         if isinstance(meeting, FirstMeeting):
             meeting.confirm_mesh()
@@ -274,20 +273,13 @@ class _Request(NamedTuple):
     lacks: str = ""
 
 
-def _listen(rows_of_axes: Sequence[list[list[int]]], meeting: Meeting) -> Listener | None:
-    """Let the peers of this rank on all axes connect to it, and show them where; None if there are no connections."""
-    state = rank_state() if dist.is_initialized() else None
-    if not meeting.others or (state is not None and state.simulation is not None):
-        return None
-    listener: Listener = state.listener if state is not None and state.listener else Listener(meeting.store)
-    meeting.address = listener.address
+def _find_peers(rows_of_axes: Sequence[list[list[int]]], rank: int) -> list[int]:
+    """Find the ranks that a rank has links with on all axes."""
     peers = set[int]()
     for rows in rows_of_axes:
-        for row in rows:
-            if meeting.rank in row:
-                peers.update(row[place] for place in list_peers(row.index(meeting.rank), len(row)))
-    meeting.peers = sorted(peers)
-    return listener
+        (row,) = [row for row in rows if rank in row]
+        peers.update(row[place] for place in list_peers(row.index(rank), len(row)))
+    return sorted(peers)
 
 
 def _make_groups(
@@ -325,7 +317,7 @@ def _meet(limit: timedelta) -> Meeting:
     if dist.is_initialized():
         state = rank_state()
         number = state.store.add(f"fshard/meetings of {state.rank}", 1)
-        return Meeting(state.store, state.rank, dist.get_world_size(), f"{number}", limit.total_seconds())
+        return Meeting(state.store, state.rank, range(dist.get_world_size()), f"{number}", limit.total_seconds())
     if os.environ.keys() & {"RANK", "WORLD_SIZE"}:
         client, rank, size = _store_of_launcher(limit)
         return FirstMeeting(client, rank, size, limit.total_seconds())
@@ -349,11 +341,10 @@ def _make_request(
 
 def _find_lack(device: str, sizes: Sequence[int], meeting: Meeting) -> str:
     """Let this rank open the sockets of new axes of devices; say what it lacks if it may not."""
-    is_simulated = dist.is_initialized() and rank_state().simulation is not None
-    if is_simulated or math.prod(sizes) == 1:
+    if is_simulated() or math.prod(sizes) == 1:
         return ""
     sockets = sockets_of_mesh(sizes, sends_itself=_sends_itself(device))
-    clients = STORE_CLIENTS * meeting.size if _compat.holds_store(meeting.store) else 0
+    clients = STORE_CLIENTS * len(meeting.ranks) if _compat.holds_store(meeting.store) else 0
     return allow_sockets(sockets + clients)
 
 

@@ -36,7 +36,7 @@ def test_a_mesh_is_checked_for_the_files_that_its_devices_need(monkeypatch, devi
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
     monkeypatch.setattr(meshes, "allow_sockets", lambda count: counts.append(count) or "lacks")
-    meeting = SimpleNamespace(store=dist.HashStore(), size=64)
+    meeting = SimpleNamespace(store=dist.HashStore(), ranks=range(64))
     assert meshes._find_lack(device, [64], meeting) == "lacks"
     assert counts == [sockets_of_mesh([64], sends_itself=sends_itself)]
 

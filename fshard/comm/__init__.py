@@ -42,8 +42,17 @@ from fshard.comm.events import (
     setting,
 )
 from fshard.comm.failure import CollectiveError, Position, describe_difference, wake_waiting
-from fshard.comm.groups import ChainEntry, Group, PendingCollective, RankState, Simulation, has_renewed, rank_state
-from fshard.comm.links import Listener, list_peers
+from fshard.comm.groups import (
+    ChainEntry,
+    Group,
+    PendingCollective,
+    RankState,
+    Simulation,
+    has_renewed,
+    is_simulated,
+    rank_state,
+)
+from fshard.comm.links import list_peers
 from fshard.comm.meeting import FirstMeeting, Meeting
 from fshard.comm.recorder import record, watched, watchers
 from fshard.comm.streams import copy_stream, current_stream, keep_for_current

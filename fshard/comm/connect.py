@@ -1,20 +1,16 @@
 """Connects this rank with the others of an axis: by its links, and by the pair that rows of tensors are sent over."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
 
 from fshard import _compat
-from fshard.comm.failure import STORE_IS_GONE, CollectiveError, FailureWatcher, ask_store
+from fshard.comm.failure import FailureWatcher
 from fshard.comm.groups import Group, RankState
-from fshard.comm.links import Links, Listener, connect_links, list_peers
-from fshard.comm.meeting import Meeting
-from fshard.comm.processes import name_ranks
-
-# The key by which a rank of a group shows where its peers connect to it.
-HERE = "links of {}"
+from fshard.comm.links import connect_links, list_peers
+from fshard.comm.meeting import Meeting, wait_for_last
 
 
 def connect_group(
@@ -41,8 +37,12 @@ def connect_group(
     """
     group = state.groups.get(name)
     if group is None:
-        has_pair = of_processors or not _compat.serves_accelerator(name)
-        group = _make_group(state, name, meeting, has_pair=has_pair)
+        ranks = dist.get_process_group_ranks(_compat.resolve_process_group(name))
+        group = Group(name, ranks, ranks.index(state.rank), None, _compat.timeout_of(name))
+        if state.simulation is None:
+            has_pair = of_processors or not _compat.serves_accelerator(name)
+            with nullcontext(meeting) if meeting else _meet(state, group) as meeting_of_ranks:
+                _connect(state, group, meeting_of_ranks, has_pair=has_pair)
         state.groups[name] = group
     if state.watcher is None and group.links is not None:
         state.watcher = FailureWatcher(state)
@@ -52,93 +52,42 @@ def connect_group(
     return group
 
 
-def _make_group(
-    state: RankState,
-    name: str,
-    meeting: Meeting | None = None,
-    *,
-    has_pair: bool = True,
-) -> Group:
-    """Connect with the other ranks of an axis, as for `connect_group`; `has_pair` says whether by more than links."""
-    ranks = dist.get_process_group_ranks(_compat.resolve_process_group(name))
-    group = Group(name, ranks, ranks.index(state.rank), None, _compat.timeout_of(name))
-    if state.simulation is not None:
-        return group
+@contextmanager
+def _meet(state: RankState, group: Group) -> Iterator[Meeting]:
+    """Let the ranks of a group meet that init_mesh has not made, when they first use it."""
+    place = f"a collective of ranks {group.ranks}"
+    remedy = "Check that each of them runs and calls the same collective."
+    meeting = Meeting(state.store, state.rank, group.ranks, _key_of(state, group), group.timeout, place, remedy)
+    with meeting:
+        meeting.peers = [group.ranks[peer] for peer in list_peers(group.local_rank, len(group.ranks))]
+        meeting.agree("here", lambda _: "", meeting.check_others)
+        yield meeting
+
+
+def _key_of(state: RankState, group: Group) -> str:
+    """Name a group, its ranks and the generation, in few letters."""
+    return f"{state.generation}/{group.name} of {_compat.digest_of_ranks(group.ranks)}"
+
+
+def _connect(state: RankState, group: Group, meeting: Meeting, *, has_pair: bool) -> None:
+    """Connect with the other ranks of a group, all of which are here; `has_pair` says whether by more than links."""
+    key = _key_of(state, group)
 
     def run(make: Callable[[Any], Any]) -> Any:
         """Run what may wait inside torch, with a client of the store that another thread may end."""
-        if meeting is None:
-            return make(_board_of(state, group))
-        return meeting.run(lambda client: make(_board_of(state, group, client)))
+        return meeting.run(lambda client: make(dist.PrefixStore(f"fshard/{key}", client)))  # type: ignore[attr-defined]
 
-    with _naming_absent_ranks(state, group, meeting):
-        group.links = run(lambda _: _connect_links(state, group, meeting))
-        if not (meeting and has_pair):
-            run(lambda board: _wait_for_links(board, group, meeting))
-        if has_pair:
-            # All ranks are here, so that the constructors of gloo, where Ctrl-C is not heard, do not wait for long.
-            group.pair, group.sockets = _compat.make_pair(name, run)
-        if state.generation > 0:
-            run(lambda board: _compat.replace_group(name, state.generation, board))
-    return group
+    def wait_for_links(board: Any) -> None:
+        wait_for_last(board, "connected", len(group.ranks), group.timeout, meeting.check_others)
 
-
-def _board_of(state: RankState, group: Group, client: Any = None) -> Any:
-    """The part of the store for the ranks of a group, by this rank's client of the store, or by another one."""
-    return dist.PrefixStore(_key_of(group), state.board(client))  # type: ignore[attr-defined]
-
-
-def _key_of(group: Group) -> str:
-    """Name a group and its ranks, in few letters."""
-    return f"{group.name} of {_compat.digest_of_ranks(group.ranks)}"
-
-
-def _connect_links(state: RankState, group: Group, meeting: Meeting | None) -> Links:
-    """Connect with some of the other ranks, whose addresses are known from a meeting, or else from the store."""
-    if state.listener is None:
-        state.listener = Listener(state.store)
     peers = list_peers(group.local_rank, len(group.ranks))
-    if meeting is not None:
-        address_of = meeting.read_addresses([group.ranks[peer] for peer in peers])
-        addresses = {peer: address_of[group.ranks[peer]] for peer in peers}
-        look: Callable[[], object] = meeting.check_others
+    addresses = {peer: meeting.entries[group.ranks[peer]].address for peer in peers}
+    group.links = run(lambda _: connect_links(meeting.listener, key, group, addresses, meeting.check_others))
+    if has_pair:
+        # All ranks are here, so that the constructors of gloo, where Ctrl-C is not heard, do not wait for long.
+        group.pair, group.sockets = _compat.make_pair(group.name, run)
     else:
-        board = _board_of(state, group)
-        board.set(HERE.format(group.local_rank), state.listener.address)
-        _compat.wait_in_store(board, [HERE.format(peer) for peer in peers], group.timeout)
-        addresses = {peer: board.get(HERE.format(peer)).decode() for peer in peers}
-        look = bool
-    key = f"{state.generation} {_key_of(group)}"
-    return connect_links(state.listener, key, group.ranks, group.local_rank, addresses, group.timeout, look)
-
-
-def _wait_for_links(board: Any, group: Group, meeting: Meeting | None) -> None:
-    """Wait until all ranks have their links. A rank that goes on could take those that fail for ranks that ended."""
-    if board.add("connected", 1) == len(group.ranks):
-        board.set("all connected", "")
-    _compat.wait_in_store(board, ["all connected"], group.timeout, bool if meeting is None else meeting.check_others)
-
-
-@contextmanager
-def _naming_absent_ranks(state: RankState, group: Group, meeting: Meeting | None) -> Iterator[None]:
-    """Name the ranks that do not come, where a context connects a group.
-
-    Raises:
-        CollectiveError: instead of the error of what waits for them.
-    """
-    ranks = group.ranks
-    try:
-        yield
-    except CollectiveError:
-        raise
-    except RuntimeError as error:
-        board = _board_of(state, group)
-        absent = ask_store(lambda: [rank for place, rank in enumerate(ranks) if not board.check([HERE.format(place)])])
-        if absent is None:
-            raise CollectiveError(STORE_IS_GONE) from error
-        if not absent or meeting is not None:
-            raise CollectiveError(f"Ranks {ranks} could not connect: {error!s:.300}") from error
-        raise CollectiveError(
-            f"{name_ranks(absent)} did not connect within {group.timeout:g} s (group of ranks {ranks}). Check that "
-            "each of them runs and calls the same collective."
-        ) from error
+        # A rank that goes on could take those that fail for ranks that ended.
+        run(wait_for_links)
+    if state.generation > 0:
+        run(lambda board: _compat.replace_group(group.name, state.generation, board))

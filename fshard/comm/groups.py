@@ -205,7 +205,6 @@ class RankState:
         failure: What has failed.
         compared: The structures of the states whose steps ranks have compared in this generation.
         watcher: The thread that watches it.
-        listener: Where other ranks connect to this one.
     """
 
     rank: int
@@ -218,11 +217,10 @@ class RankState:
     failure: Failure = field(default_factory=Failure)
     compared: set[Any] = field(default_factory=set)
     watcher: Any = None
-    listener: Any = None
 
-    def board(self, client: Any = None) -> Any:
-        """The part of the store for this generation, by this rank's client of the store, or by another one."""
-        return dist.PrefixStore(f"fshard/{self.generation}", client or self.store)  # type: ignore[attr-defined]
+    def board(self) -> Any:
+        """The part of the store for this generation."""
+        return dist.PrefixStore(f"fshard/{self.generation}", self.store)  # type: ignore[attr-defined]
 
     @property
     def others(self) -> list[int]:
@@ -256,7 +254,6 @@ def _leave_to_parent() -> None:
         groups = [group for group in state.groups.values() if group.links is not None]
         if not groups:
             continue
-        state.listener.leave_to_parent()
         for group in groups:
             group.links.leave_to_parent()
         pairs = [group.pair for group in groups]
@@ -288,6 +285,11 @@ def rank_state(store: Any = None) -> RankState:
         state = RankState(dist.get_rank(), store or _compat.default_store())
         _MEMORY[default] = state
     return state
+
+
+def is_simulated() -> bool:
+    """Tell whether this rank is a simulated one."""
+    return dist.is_initialized() and rank_state().simulation is not None
 
 
 def has_renewed() -> bool:

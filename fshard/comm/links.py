@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fshard import _compat
-from fshard.comm.groups import PendingCollective
+from fshard.comm.groups import Group, PendingCollective
 
 # Of a message: its tag, its round, and its bytes.
 HEADER = struct.Struct("!IBQ")
@@ -180,7 +180,7 @@ class Links:
 
 
 class Listener:
-    """Where other ranks connect to this one; the links of all its axes come there.
+    """Where other ranks connect to this one in a meeting; the links of all its axes come there.
 
     Args:
         store: By which ranks found each other. Others reach this rank by the interface that leads there, unless
@@ -217,18 +217,16 @@ class Listener:
                 return
         link.close()
 
-    def leave_to_parent(self) -> None:
-        """Close the sockets in a forked child."""
+    def close(self) -> None:
+        """Let nobody connect any more."""
         _close_all([self._socket, *self._arrived.values()])
 
 
 def connect_links(
     listener: Listener,
     axis_key: str,
-    ranks: Sequence[int],
-    local_rank: int,
+    group: Group,
     addresses: Mapping[int, str],
-    timeout: float,
     look: Callable[[], object],
 ) -> Links:
     """Connect with this rank's peers on an axis; the lower one of two ranks connects to the higher one.
@@ -236,10 +234,8 @@ def connect_links(
     Args:
         listener: Where lower ranks connect to this one.
         axis_key: The same on all ranks of the axis, and another for each axis.
-        ranks: The ranks of the axis.
-        local_rank: This rank's place among them.
-        addresses: Of the listeners of its peers, by their places.
-        timeout: Seconds that a rank waits for another, now and in each exchange.
+        group: The ranks of the axis.
+        addresses: Of the listeners of this rank's peers, by their places.
         look: Called from time to time while this rank waits.
 
     Returns:
@@ -254,8 +250,8 @@ def connect_links(
     sockets: dict[int, socket.socket] = {}
     try:
         for place, address in addresses.items():
-            if place > local_rank:
-                sockets[place] = _connect(address, digest, local_rank, timeout)
+            if place > group.local_rank:
+                sockets[place] = _connect(address, digest, group)
         for place in addresses:
             while place not in sockets:
                 link = listener.accept(digest, place)
@@ -263,8 +259,8 @@ def connect_links(
                     sockets[place] = link
                     continue
                 now = time.monotonic()
-                if now - begin > timeout:
-                    raise RuntimeError(f"rank {ranks[place]} did not connect within {timeout:g} s")
+                if now - begin > group.timeout:
+                    raise RuntimeError(f"rank {group.ranks[place]} did not connect within {group.timeout:g} s")
                 if now >= next_look:
                     look()
                     next_look = now + LOOK_INTERVAL
@@ -272,16 +268,16 @@ def connect_links(
         _close_all(sockets.values())
         raise
     for link in sockets.values():
-        _prepare(link, timeout)
-    return Links(ranks, sockets)
+        _prepare(link, group.timeout)
+    return Links(group.ranks, sockets)
 
 
-def _connect(address: str, axis_digest: bytes, local_rank: int, timeout: float) -> socket.socket:
+def _connect(address: str, axis_digest: bytes, group: Group) -> socket.socket:
     """Connect to the listener of another rank, and say which rank of which axis this is."""
     host, port, secret = json.loads(address)
     try:
-        link = socket.create_connection((host, port), timeout=min(timeout, LONGEST_WAIT))
-        link.sendall(HELLO.pack(bytes.fromhex(secret), axis_digest, local_rank))
+        link = socket.create_connection((host, port), timeout=min(group.timeout, LONGEST_WAIT))
+        link.sendall(HELLO.pack(bytes.fromhex(secret), axis_digest, group.local_rank))
     except OSError as error:
         if error.errno == errno.EMFILE:
             raise

@@ -31,7 +31,8 @@ from fshard.comm.failure import (
     read_first,
     report_at_once,
 )
-from fshard.comm.groups import RankState
+from fshard.comm.groups import RankState, is_simulated
+from fshard.comm.links import Listener
 from fshard.comm.processes import Process, describe_ended_ranks, has_ended, name_ranks, this_process
 from fshard.errors import describe_error
 
@@ -51,6 +52,7 @@ END = "end"
 FAILED = "failed"
 # In the place of a note: some rank has its first mesh.
 MADE = "made"
+CALL_INIT_MESH = "Call init_mesh on every rank; if you make several meshes, make them in the same order."
 
 
 class Arrival(NamedTuple):
@@ -67,25 +69,70 @@ class Arrival(NamedTuple):
     text: str
 
 
+def wait_for_last(
+    board: Any,
+    place: str,
+    size: int,
+    seconds: float,
+    look: Callable[[], object],
+    conclude: Callable[[], str] = str,
+) -> str | None:
+    """Wait until all of some ranks have come to a place, of which the last one leaves a text for the others.
+
+    Args:
+        board: The part of the store for these ranks.
+        place: The key of the text.
+        size: How many they are.
+        seconds: How long to wait.
+        look: Called from time to time while this rank waits.
+        conclude: Makes the text on the last rank.
+
+    Returns:
+        The text, on the last rank alone.
+
+    Raises:
+        RuntimeError: if they do not come, or the store is gone.
+    """
+    if board.add(f"came to {place}", 1) != size:
+        _compat.wait_in_store(board, [place], seconds, look)
+        return None
+    text = conclude()
+    board.set(place, text)
+    return text
+
+
 class Meeting:
-    """One call of init_mesh, on one of the ranks that make a mesh together.
+    """One call of init_mesh, on one of the ranks that make a mesh together, or the first use of another group.
 
     Args:
         store: A client of the store by which ranks find each other, for the calling thread alone.
         rank: This rank.
-        size: How many ranks there are.
+        ranks: All ranks.
         name: The same on all ranks, and another for each meeting.
         timeout: Seconds that a rank waits for another.
+        place: What ranks call, for errors.
+        remedy: What to do about ranks that have not called it.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, name: str, timeout: float) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        ranks: Sequence[int],
+        name: str,
+        timeout: float,
+        place: str = "init_mesh",
+        remedy: str = CALL_INIT_MESH,
+    ) -> None:
         self.store = store
         # The client of the store that constructors wait on; made for the first of them.
         self.client: _compat.StoreClient | None = None
         self.rank = rank
-        self.size = size
-        self.others = [other for other in range(size) if other != rank]
+        self.ranks = ranks
+        self.others = [other for other in ranks if other != rank]
         self.timeout = timeout
+        self.place = place
+        self.remedy = remedy
         self.board: Any = dist.PrefixStore(f"fshard/meeting {name}", store)  # type: ignore[attr-defined]
         # Set once ranks begin to make groups, which are of no use if one of them fails.
         self.state: RankState | None = None
@@ -97,9 +144,9 @@ class Meeting:
         self.fails_everywhere = False
         # Whether this rank stops torch.distributed if the meeting has failed.
         self._must_stop = False
-        # Where this rank may be connected to, and the ranks whose addresses it needs; set before ranks agree.
-        self.address = ""
+        # The ranks that this one connects with, which is set before ranks agree, and where lower ones connect to it.
         self.peers: Sequence[int] = ()
+        self.listener: Any = None
 
     def __enter__(self) -> Self:
         """Begin."""
@@ -107,6 +154,8 @@ class Meeting:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Tell the others of an error, unless they have it too."""
+        if self.listener is not None:
+            self.listener.close()
         if error is None or not self.others:
             return
         if not self.fails_everywhere:
@@ -130,7 +179,7 @@ class Meeting:
     def _linger(self) -> None:
         """Wait until all ranks have heard why the meeting ends: the store may go with this rank."""
         count = ask_store(lambda: self.board.add("read", 1))
-        if count == self.size:
+        if count == len(self.ranks):
             ask_store(lambda: self.board.set("all read", ""))
         elif count:
             # Not in another thread: a wait that is left there aborts the process at its exit.
@@ -155,16 +204,20 @@ class Meeting:
         """
         if not self.others:
             return merge([text])
+        if self.peers and not is_simulated():
+            self.listener = Listener(self.store)
+
+        def find_end() -> str:
+            """Find out what follows, on the last rank."""
+            self._read(self.ranks)
+            texts = [self.entries[rank].text for rank in self.ranks]
+            return FAILED if "" in texts else merge(texts)
+
         try:
-            entry = Arrival(this_process(), self.address, text)
+            entry = Arrival(this_process(), self.listener.address if self.listener else "", text)
             self.board.set(ENTRY.format(self.rank), json.dumps(entry))
-            if self.board.add("came", 1) == self.size:
-                self._read(range(self.size))
-                texts = [self.entries[rank].text for rank in range(self.size)]
-                end = FAILED if "" in texts else merge(texts)
-                self.board.set(END, end)
-            else:
-                _compat.wait_in_store(self.board, [END], self.timeout, look)
+            end = wait_for_last(self.board, END, len(self.ranks), self.timeout, look, find_end)
+            if end is None:
                 end = self._read(self.peers, END)[0].decode()
         except CollectiveError:
             raise
@@ -181,10 +234,6 @@ class Meeting:
             self.entries[rank] = Arrival(*json.loads(value))
         return values
 
-    def read_addresses(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Find where some of `peers` may be connected to, which was read as ranks agreed."""
-        return {rank: self.entries[rank].address for rank in ranks}
-
     def _explain_absence(self) -> CollectiveError:
         """Say who has not come. The first rank to ask finds out, and the others wait for its note."""
         if ask_store(lambda: self.board.add("askers", 1)) != 1:
@@ -196,11 +245,10 @@ class Meeting:
             return CollectiveError(reason or self._name_ended_ranks() or STORE_IS_GONE)
         [ranks] = absent
         if not ranks:
-            text = f"init_mesh: all ranks called it, but one of them stopped there for over {self.timeout:g} s"
+            text = f"{self.place}: all ranks called it, but one of them stopped there for over {self.timeout:g} s"
             return CollectiveError(f"{text}. Look for a process that is stopped.\nTo fix: {RESTART}.")
-        text = f"init_mesh: {name_ranks(ranks)} did not call it within {self.timeout:g} s"
-        remedy = "Call init_mesh on every rank; if you make several meshes, make them in the same order."
-        return CollectiveError(f"{text}. {remedy}")
+        text = f"{self.place}: {name_ranks(ranks)} did not call it within {self.timeout:g} s"
+        return CollectiveError(f"{text}. {self.remedy}")
 
     def _find_absent(self, ranks: Sequence[int]) -> list[int]:
         """Find out by halves which of some ranks have not come."""
@@ -291,11 +339,9 @@ class Meeting:
         if seconds <= TIMEOUT_FRACTION * self.timeout:
             return self._leave_note(self._describe_failure(error))
         self.show_wait(TIMED_OUT)
-        first = f"init_mesh: {self._name_hanging_ranks()} did not make process groups within {self.timeout:g} s"
-        text = (
-            f"{first}. Look for a hang there, or for a network in between that lets nothing pass.\nTo fix: {RESTART}."
-        )
-        return self._leave_note(text)
+        first = f"{self.place}: {self._name_hanging_ranks()} did not make process groups within {self.timeout:g} s"
+        where = "Look for a hang there, or for a network in between that lets nothing pass."
+        return self._leave_note(f"{first}. {where}\nTo fix: {RESTART}.")
 
     def _name_hanging_ranks(self) -> str:
         """Name the ranks to blame for a wait that was too long, as well as this rank can tell."""
@@ -332,7 +378,7 @@ class Meeting:
 
     def _describe_failure(self, error: BaseException) -> str:
         """Say that this rank has failed."""
-        return f"{describe_failure(self.rank, 'init_mesh', error)}\nTo fix: {RESTART}."
+        return f"{describe_failure(self.rank, self.place, error)}\nTo fix: {RESTART}."
 
     def _find_reason(self) -> str:
         """Read why no mesh will be made: the note of a rank, or that some process has ended."""
@@ -349,7 +395,7 @@ class Meeting:
     def _name_ended_ranks(self) -> str:
         """Say which ranks' processes have ended, as far as this one can tell; "" if none has."""
         ended = [rank for rank, entry in sorted(self.entries.items()) if has_ended(Process(*entry.process))]
-        return f"init_mesh: {describe_ended_ranks(ended)}\nTo fix: {RESTART}." if ended else ""
+        return f"{self.place}: {describe_ended_ranks(ended)}\nTo fix: {RESTART}." if ended else ""
 
     def _read_note(self) -> str:
         return self._reason_in(self.board.compare_set("note", "", ""))
@@ -389,7 +435,7 @@ class FirstMeeting(Meeting):
 
     def __init__(self, client: _compat.StoreClient, rank: int, size: int, timeout: float) -> None:
         store = client.store if size == 1 else _compat.clone_of(client.store)
-        super().__init__(store, rank, size, "start", timeout)
+        super().__init__(store, rank, range(size), "start", timeout)
         # torch keeps the first. The second is made while the store is there, as a client waits for one that is gone.
         self.client = client
         self.next_client = _compat.StoreClient(lambda: _compat.clone_of(store))

@@ -9,8 +9,6 @@ from fshard.comm.links import list_peers
 
 # Connections of a rank with the store: torch's, this rank's own, and that which constructors wait on.
 STORE_CLIENTS = 3
-# The socket to which other ranks connect their links.
-LISTENER = 1
 # Files beside sockets: pipes and polls of gloo's threads, and what a program opens as it starts.
 OTHER_FILES = 64
 
@@ -45,13 +43,13 @@ def sockets_of_mesh(sizes: Sequence[int], *, sends_itself: bool) -> int:
         The number; the process that holds the store has `STORE_CLIENTS` more for each rank, and one to listen.
 
     >>> sockets_of_mesh([16], sends_itself=False), sockets_of_mesh([2, 8], sends_itself=False)
-    (56, 54)
+    (55, 53)
     """
     world_size = math.prod(sizes)
     axes = [sockets_of_axis(size, sends_itself=sends_itself) for size in sizes]
     # torch has one group of all ranks, which is that of the axis if there is one alone.
     has_axis_of_all = world_size in sizes
-    return sum(axes) + (0 if has_axis_of_all else world_size) + STORE_CLIENTS + LISTENER
+    return sum(axes) + (0 if has_axis_of_all else world_size) + STORE_CLIENTS
 
 
 def allow_sockets(count: int) -> str:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard import _compat, comm
-from fshard.comm import failure
+from fshard.comm import connect
 
 # Where the functions are that a rank may break in, where that is not `_compat`.
 OWNERS = {
@@ -22,7 +22,7 @@ OWNERS = {
     "new_group": dist.distributed_c10d,
     "create_default_device": dist.ProcessGroupGloo,
     "agree": comm.Meeting,
-    "connect_links": failure,
+    "connect_links": connect,
     "_read": comm.Meeting,
 }
 

@@ -188,7 +188,7 @@ def test_strangers_neither_join_nor_hold_up_a_rank(monkeypatch):
     for stranger in (silent, short, wrong):
         stranger.settimeout(5.0)
         assert stranger.recv(1) == b""
-    made.leave_to_parent()
+    made.close()
     for each in (silent, short, wrong, right, link):
         each.close()
 
@@ -197,7 +197,7 @@ def test_an_interface_that_is_not_there_is_named(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     made, (host, _), _ = listener()
     assert host == "127.0.0.1"
-    made.leave_to_parent()
+    made.close()
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing0")
     with pytest.raises(OSError, match=r"^GLOO_SOCKET_IFNAME names the network interface 'nothing0', which has no"):
         Listener(dist.HashStore())

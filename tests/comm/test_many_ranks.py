@@ -14,7 +14,7 @@ from fshard import _compat
 from fshard._compat import StoreClient
 from fshard.comm import CollectiveError, FirstMeeting, Meeting, connect
 from fshard.comm.groups import RankState
-from fshard.comm.meeting import END, ENTRY
+from fshard.comm.meeting import END, ENTRY, Arrival
 from fshard.comm.sockets import sockets_of_axis, sockets_of_mesh
 from tests.comm.counted_meetings import print_limits, print_requests, print_sockets
 from tests.forked_programs import run_on_ranks
@@ -24,13 +24,22 @@ LONGEST_KEY = 8192
 MANY = 4096
 
 
+def agree_alone(meeting, *_):
+    """Come to a meeting of thousands, as each of them would."""
+    meeting.board.set(ENTRY.format(MANY - 1), "")
+    meeting.entries = {rank: Arrival(("", 0, ""), "", "here") for rank in meeting.peers}
+
+
 def test_keys_of_a_group_of_thousands_of_ranks_fit_in_the_store(monkeypatch):
     """gloo puts keys of its own behind those of the group; the name of the group is a number."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
     lengths = []
 
+    def connect_links(*_):
+        lengths.extend(len(key) for key in store.list_keys())
+
     def make_pair(name, run):
-        run(lambda board: board.set(connect.HERE.format(MANY - 1), ""))
+        run(lambda board: board.set("an address", ""))
         lengths.extend(len(key) for key in store.list_keys())
         return None, {}
 
@@ -39,9 +48,9 @@ def test_keys_of_a_group_of_thousands_of_ranks_fit_in_the_store(monkeypatch):
     monkeypatch.setattr(_compat, "timeout_of", lambda _: 20.0)
     monkeypatch.setattr(_compat, "make_pair", make_pair)
     monkeypatch.setattr(_compat, "serves_accelerator", lambda _: False)
-    monkeypatch.setattr(connect, "_connect_links", lambda *_: None)
-    monkeypatch.setattr(connect, "_wait_for_links", lambda *_: None)
-    connect._make_group(RankState(7, store), "12")
+    monkeypatch.setattr(connect, "connect_links", connect_links)
+    monkeypatch.setattr(Meeting, "agree", agree_alone)
+    connect.connect_group(RankState(7, store, watcher="none"), "12")
     assert 0 < max(lengths) < LONGEST_KEY / 50
 
 
@@ -97,7 +106,7 @@ def store():
 
 
 def meet(store, rank, timeout=20.0):
-    return Meeting(store, rank, MANY, "1", timeout)
+    return Meeting(store, rank, range(MANY), "1", timeout)
 
 
 def come(store, absent=()):
@@ -106,7 +115,7 @@ def come(store, absent=()):
     for rank in range(MANY - 1):
         if rank not in absent:
             board.set(ENTRY.format(rank), json.dumps([["", 0, ""], f"address {rank}", "the same"]))
-            board.add("came", 1)
+            board.add(f"came to {END}", 1)
     return board
 
 
@@ -119,7 +128,9 @@ def test_thousands_of_ranks_meet(store):
     first = meet(store, 0)
     first.peers = [1, 2048]
     assert first.agree("the same", "".join, bool) == end
-    assert first.read_addresses([2048]) == {2048: "address 2048"}
+    assert first.entries[2048].address == "address 2048"
+    for meeting in (last, first):
+        meeting.__exit__(None, None, None)
 
 
 def test_one_rank_finds_out_by_halves_which_of_thousands_have_not_come(store, monkeypatch):

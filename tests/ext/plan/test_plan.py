@@ -79,7 +79,7 @@ def test_text():
     assert all(word in text for word in ("optimizer state", "in flight", "sent by axis", "sent by unit"))
     rates = "400 TFLOP/s, memory 2500 GB/s, link 40 GB/s, latency 20 us"
     assert f" of it waiting: an estimate from these rates:\n    {rates}\n" in text
-    assert re.search(r"\n  0\.\d+ ms of the host in each call to agree with other ranks\n  10 sockets$", text)
+    assert re.search(r"\n  0\.\d+ ms of the host in each call to agree with other ranks\n  9 sockets$", text)
     slow = make_plan(rates=Rates(link={"shard": 1e6}))
     assert slow.waiting > slow.bytes_sent() / 1e6 * 0.5
 
@@ -127,7 +127,7 @@ def few_files(monkeypatch):
 
 def test_a_launch_that_opens_more_files_than_a_process_may_is_told(few_files):
     warning = "    too many for `ulimit -Hn`, which is 1024 here: let each rank open "
-    for ranks, backend, sockets in ((256, "gloo", 780), (512, "gloo", 1549), (512, "nccl", 525), (1024, "nccl", 1038)):
+    for ranks, backend, sockets in ((256, "gloo", 779), (512, "gloo", 1548), (512, "nccl", 524), (1024, "nccl", 1037)):
         plan = make_plan(ranks, backend=backend)
         assert plan.sockets == sockets == sockets_of_mesh([ranks], sends_itself=backend == "nccl")
         last_line = str(plan).splitlines()[-1]
