@@ -16,10 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
 from fshard import _compat
-from fshard.comm.groups import TEXT_LENGTH, ChainEntry, Group, PendingCollective, RankState, rank_state
+from fshard.comm.groups import TEXT_LENGTH, ChainEntry, Group, PendingCollective, RankState, is_simulated
 from fshard.comm.interrupts import Interrupts
 from fshard.comm.processes import describe_ended_ranks, name_ranks
 from fshard.errors import describe_error
@@ -168,15 +166,20 @@ def find_circle(local_rank: int, positions: Positions) -> str | None:
     Returns:
         Who waits where; None if this rank waits for none that waits for it.
     """
-    stuck = set[int]()
-    more = {local_rank}
-    while more:
-        stuck |= more
-        more = {rank for rank in positions if _awaited_by(rank, positions) & stuck} - stuck
+    stuck = _reach({local_rank}, lambda some: {rank for rank in positions if _awaited_by(rank, positions) & some})
     if not _awaited_by(local_rank, positions) & stuck:
         return None
     first = "ranks wait for each other in different collectives"
     return "\n".join([first, *_list_positions(positions, sorted(stuck))])
+
+
+def _reach(ranks: set[int], go_on: Callable[[set[int]], set[int]]) -> set[int]:
+    """Find the ranks that some lead to, those that these lead to, and so on, all of which are returned."""
+    reached = set[int]()
+    while ranks:
+        reached |= ranks
+        ranks = go_on(ranks) - reached
+    return reached
 
 
 def _list_positions(positions: Positions, ranks: Iterable[int]) -> list[str]:
@@ -308,8 +311,7 @@ def report_at_once(text: str) -> None:
     Args:
         text: The text of the CollectiveError that the rank is about to raise.
     """
-    is_simulated = dist.is_initialized() and rank_state().simulation is not None
-    if not is_simulated:
+    if not is_simulated():
         _compat.report_to_launcher(f"CollectiveError: {text}")
 
 
@@ -362,9 +364,7 @@ def _explain_lost_wait(state: RankState, issued: PendingCollective, error: BaseE
     # A wait that lasts too long ends its connection itself.
     has_timed_out = seconds > TIMEOUT_FRACTION * issued.group.timeout
     gone = set[int]() if has_timed_out else cut_connections(state) & {*issued.group.ranks}
-    positions = ask_store(lambda: _read_positions(state, issued, len(issued.group.ranks)))
-    if positions is None:
-        positions = {state.rank: Position.of(state)}
+    positions = _ask_positions(state, _list_awaited(issued), len(issued.group.ranks))
     absent = _find_absent_ranks(state.rank, positions, gone)
     if not absent:
         first = f"rank {state.rank} failed in {issued.entry}: {error!s:.{TEXT_LENGTH}}"
@@ -384,28 +384,35 @@ def _find_absent_ranks(local_rank: int, positions: Positions, gone: set[int]) ->
     first = _awaited_by(local_rank, positions) if position.awaits is None else {position.awaits[1]}
     if gone & first:
         return sorted(gone & first)
-    awaited = set[int]()
-    more = first
-    while more:
-        awaited |= more
-        more = set().union(*(_awaited_by(rank, positions) for rank in more)) - awaited - {local_rank}
+    awaited = _reach(first, lambda some: set().union(*(_awaited_by(rank, positions) for rank in some)) - {local_rank})
     # A rank may have gone on since it told where it waits.
     return sorted({rank for rank in awaited if not _awaited_by(rank, positions)} or first)
 
 
-def _publish_position(state: RankState) -> Position:
-    """Show other ranks where this one is, and return it."""
-    position = Position.of(state)
-    state.board().set(f"at/{state.rank}", json.dumps(position))
-    return position
+def _publish_position(state: RankState) -> None:
+    """Show other ranks where this one is."""
+    state.board().set(f"at/{state.rank}", json.dumps(Position.of(state)))
 
 
-def _read_positions(state: RankState, issued: PendingCollective, limit: int) -> dict[int, Position]:
-    """Show others where this rank is, and read where some of them are: those that it waits for, or these wait for."""
+def _list_awaited(issued: PendingCollective) -> Sequence[int]:
+    """List the ranks that a rank may wait for in a collective."""
+    return issued.group.ranks if issued.awaits is None else [issued.awaits[1]]
+
+
+def _ask_positions(state: RankState, ranks: Sequence[int], limit: int = MAX_RANKS_PER_POLL) -> dict[int, Position]:
+    """Find out where some ranks are, as `_read_positions` does, and this one alone if the store does not answer."""
+    return {state.rank: Position.of(state)} | (ask_store(lambda: _read_positions(state, ranks, limit)) or {})
+
+
+def _read_positions(state: RankState, ranks: Sequence[int], limit: int) -> dict[int, Position]:
+    """Read where this rank was when it last told, some others, and those that these wait for.
+
+    Simulated ranks are threads, and need not tell.
+    """
+    if state.simulation is not None:
+        return {peer.rank: Position.of(peer) for peer in list(state.simulation.ranks)}
     board = state.board()
-    positions = {state.rank: _publish_position(state)}
-    awaits = positions[state.rank].awaits
-    ranks = issued.group.ranks if awaits is None else [awaits[1]]
+    positions = {state.rank: Position.of(state)}
     unread = [rank for rank in ranks if rank != state.rank][:limit]
     listed = {state.rank, *unread}
     while unread:
@@ -433,24 +440,14 @@ def wake_waiting(state: RankState, action: str, has_come: Callable[[int], bool])
     """
     if state.failure.reason is not None or not state.others:
         return
-    positions = {state.rank: Position.of(state)} | (ask_store(lambda: _read_some_positions(state)) or {})
+    # Different ones at each look, because a look asks a few only.
+    positions = _ask_positions(state, random.sample(state.others, len(state.others)))
     behind = [rank for rank in positions if state.rank in _awaited_by(rank, positions)]
     # A rank that has arrived here and now waits is ahead of this one, which has not yet noticed that all have arrived.
     waiting = [rank for rank in sorted(behind) if not has_come(rank)]
     if waiting:
         first = f"rank {state.rank} {action}, while others wait for it in a collective"
         notify_peers(state, "\n".join([first, *_list_positions(positions, waiting)]))
-
-
-def _read_some_positions(state: RankState) -> dict[int, Position]:
-    """Read where some others were when they last told; simulated ranks are threads, and need not tell."""
-    if state.simulation is not None:
-        return {peer.rank: Position.of(peer) for peer in list(state.simulation.ranks) if peer is not state}
-    board = state.board()
-    # Different ones at each look, because a look asks a few only.
-    sampled_ranks = random.sample(state.others, min(MAX_RANKS_PER_POLL, len(state.others)))
-    texts = {rank: read_first(board, "at", [rank]) for rank in sampled_ranks}
-    return {rank: Position(*json.loads(text)) for rank, text in texts.items() if text}
 
 
 def all_fail(state: RankState, place: str) -> bool:
@@ -589,7 +586,8 @@ def poll_peers(state: RankState, issued: PendingCollective) -> bool:
     """
     reason = read_first(state.board(), "note", [issued.group.name])
     if not reason:
-        positions = _read_positions(state, issued, MAX_RANKS_PER_POLL)
+        _publish_position(state)
+        positions = _read_positions(state, _list_awaited(issued), MAX_RANKS_PER_POLL)
         reason = find_difference(positions) or find_circle(state.rank, positions) or ""
     if not reason or state.waiting.collective is not issued:
         return False
