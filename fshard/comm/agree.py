@@ -28,9 +28,9 @@ from fshard.errors import Problem, leaf_error
 from fshard.tree import Axis, Flat, flatten, is_sharded
 from fshard.tree.checks import is_reachable
 
+# A digest follows the number of the first axis on which ranks are known to differ.
 DIGEST_BYTES = 16
-# Sent, with the number of an axis, instead of a digest by a rank that failed, or that knows of different digests.
-DIFFERS = b"differs"
+NO_AXIS = 255
 # The first fact of a call.
 VERB = "verb"
 
@@ -58,7 +58,7 @@ def _write_facts(arguments: tuple[Any, ...], *leaves: tuple[Any, ...]) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _digest(facts: str) -> bytes:
-    return hashlib.blake2b(facts.encode(), digest_size=DIGEST_BYTES).digest()
+    return bytes([NO_AXIS]) + hashlib.blake2b(facts.encode(), digest_size=DIGEST_BYTES - 1).digest()
 
 
 def _write_value(value: Any) -> str:
@@ -85,11 +85,8 @@ def check_same_call(api_name: str, axes: Sequence[Axis], flat: Flat, **arguments
     """
     if _compat.is_tracing():
         ops.record_facts(_facts_of_tree(api_name, flat, arguments))
-        return
-    compared = [axis for axis in axes if axis.size > 1]
-    if compared and all(map(supports_cpu_messages, compared)):
-        facts = _facts_of_tree(api_name, flat, arguments)
-        _compare_call(api_name, dict.fromkeys(compared, facts))
+    elif compared := _list_compared(axes):
+        _compare_call(api_name, dict.fromkeys(compared, _facts_of_tree(api_name, flat, arguments)))
 
 
 def check_same_facts(api_name: str, facts: Mapping[Axis, str], failure_text: str = "") -> None:
@@ -105,9 +102,15 @@ def check_same_facts(api_name: str, facts: Mapping[Axis, str], failure_text: str
         ValueError: on every rank, if ranks make different calls.
         CollectiveError: if a rank failed.
     """
-    compared = {axis: text for axis, text in facts.items() if axis.size > 1}
-    if compared and not _compat.is_tracing() and all(map(supports_cpu_messages, compared)):
+    compared = {axis: facts[axis] for axis in _list_compared(tuple(facts))}
+    if compared:
         _compare_call(api_name, compared, failure_text)
+
+
+def _list_compared(axes: Sequence[Axis]) -> Sequence[Axis]:
+    """List the axes over which a call is compared; none if ranks cannot exchange CPU tensors on one of them."""
+    compared = _axes_to_ask(axes)
+    return compared if all(map(supports_cpu_messages, compared)) else []
 
 
 def _facts_of_tree(api_name: str, flat: Flat, arguments: Mapping[str, Any]) -> str:
@@ -222,28 +225,22 @@ def _find_differing_axis(facts: Mapping[Axis, str], label: Label, *, has_failed:
         The number of the axis among those that are compared, in their order; None if there is no difference. Ranks that
         have the same place on all earlier axes return the same number.
     """
-    first_axis = 0 if has_failed else None
+    difference = bytes(DIGEST_BYTES) if has_failed else b""
     label = label._replace(parts="a digest")
     for number, axis in enumerate(_axes_to_ask(tuple(facts))):
         # Ranks of the next axis must learn of the difference too, or they would not ask for texts with the others.
-        known = _digest(facts[axis]) if first_axis is None else _write_difference(first_axis)
+        known = difference or _digest(facts[axis])
         known = _spread(known, functools.partial(_merge_digests, number), axis, label)
-        if known.startswith(DIFFERS):
-            first_axis = int(known.removeprefix(DIFFERS))
-    return first_axis
-
-
-def _write_difference(number: int) -> bytes:
-    """Write that digests differ on the axis of a number, in as many bytes as a digest has."""
-    return DIFFERS + b"%d" % number + b" " * (DIGEST_BYTES - len(DIFFERS) - len(str(number)))
+        if known[0] != NO_AXIS:
+            difference = known
+    return difference[0] if difference else None
 
 
 def _merge_digests(number: int, known: bytes, other: bytes) -> bytes:
     """Merge what two ranks know of the digests on the axis of a number: one digest, or the first axis that differs."""
     if known == other:
         return known
-    numbers = [int(each.removeprefix(DIFFERS)) for each in (known, other) if each.startswith(DIFFERS)]
-    return _write_difference(min(numbers, default=number))
+    return bytes([min(known[0], other[0], number)]) + bytes(DIGEST_BYTES - 1)
 
 
 def _find_first_difference(first: Sequence[str], local: Sequence[str]) -> tuple[tuple[int, int], Problem] | None:

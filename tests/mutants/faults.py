@@ -337,8 +337,8 @@ FAULTS = (
     Fault(
         "facts-sent-in-the-place-of-their-digest",
         "fshard/comm/agree.py",
-        "return hashlib.blake2b(facts.encode(), digest_size=DIGEST_BYTES).digest()",
-        "return facts.encode()",
+        "return bytes([NO_AXIS]) + hashlib.blake2b(facts.encode(), digest_size=DIGEST_BYTES - 1).digest()",
+        "return bytes([NO_AXIS]) + facts.encode()",
         "17: a comparison sends a digest of the facts",
     ),
     Fault(
@@ -372,8 +372,8 @@ FAULTS = (
     Fault(
         "ranks-agree-where-one-does",
         "fshard/comm/agree.py",
-        "return _write_difference(min(numbers, default=number))",
-        "return _write_difference(min(numbers)) if numbers else known",
+        "return bytes([min(known[0], other[0], number)]) + bytes(DIGEST_BYTES - 1)",
+        "return bytes([min(known[0], other[0])]) + bytes(DIGEST_BYTES - 1)",
         "10: ranks that make different calls get a named error",
     ),
     Fault(
@@ -421,8 +421,8 @@ FAULTS = (
     Fault(
         "keys-of-a-group-grow-with-its-ranks",
         "fshard/comm/connect.py",
-        'return f"{group.name} of {_compat.digest_of_ranks(group.ranks)}"',
-        'return f"{group.name} of {group.ranks}"',
+        'return f"{state.generation}/{group.name} of {_compat.digest_of_ranks(group.ranks)}"',
+        'return f"{state.generation}/{group.name} of {group.ranks}"',
         "10: thousands of ranks start, whose store refuses long keys",
     ),
     Fault(
