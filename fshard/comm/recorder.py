@@ -18,7 +18,7 @@ from fshard.comm.failure import (
     make_error,
     notify_peers,
 )
-from fshard.comm.groups import ChainEntry, Group, PendingCollective, RankState, rank_state
+from fshard.comm.groups import ChainEntry, Group, PendingCollective, rank_state
 from fshard.comm.links import Merge, plan_rounds
 
 Tensors = list[torch.Tensor]
@@ -32,11 +32,11 @@ def watchers() -> Sequence[Any]:
     return _compat.thread_object(WATCHERS_KEY) or ()
 
 
-def _notify_watchers(watchers: Sequence[Any], moment: str, *args: Any) -> None:
-    """Call the method of a name of all that have it."""
-    for watcher in watchers:
+def _notify_watchers(issued: PendingCollective, moment: str, *args: Any) -> None:
+    """Call the method of a name of all that are told of a collective and have it."""
+    for watcher in issued.watchers:
         if method := getattr(watcher, moment, None):
-            method(*args)
+            method(issued, *args)
 
 
 def start(
@@ -61,50 +61,42 @@ def start(
     Raises:
         CollectiveError: if it cannot start, or the group is broken.
     """
-    state, group = _find_group(destination.group)
     shapes = tuple((tensor.dtype, tensor.shape[len(sizes) > 0 :]) for tensor in tensors)
     collective = Collective.of(op, tensors, sizes, destination) if watchers() else None
-    issued = _issue(state, group, op, shapes, destination, collective, *sizes)
-    watching = issued.watchers
-    if watching:
-        _notify_watchers(watching, "starts", issued, tensors)
+    issued = _issue(op, shapes, destination, collective, tensors, *sizes)
     kernel = _in_profile(op, destination.label, kernel)
     # Errors that are not from the connections are raised as they are.
-    buffers: Tensors = _run_waiting(issued, dist.DistError, kernel, issued.entry, group)
+    buffers: Tensors = _run_waiting(issued, dist.DistError, kernel, issued.entry, issued.group)
     issued.left = len(buffers)
     for buffer in buffers:
         buffer.__dict__["issued"] = issued
-        state.waiting.in_flight[id(buffer)] = buffer
-    if watching:
-        _notify_watchers(watching, "started", issued)
+        issued.state.waiting.in_flight[id(buffer)] = buffer
+    _notify_watchers(issued, "started")
     return buffers
 
 
-def _find_group(name: str) -> tuple[RankState, Group]:
-    """Find the group of a name, or connect it; raise the error of groups that are broken."""
-    state = rank_state()
-    if state.failure.reason is not None:
-        raise make_error(state)
-    # A group that is there has been connected.
-    return state, state.groups.get(name) or connect_group(state, name)
-
-
 def _issue(
-    state: RankState,
-    group: Group,
     op: str,
     shapes: Shapes,
     destination: Destination,
     collective: Collective | None,
+    tensors: Tensors,
     *sizes: Sequence[int],
 ) -> PendingCollective:
-    """Record a collective in the chain of its group."""
+    """Record a collective in the chain of its group, which is connected if it is new. Raises the error of a failure."""
+    state = rank_state()
+    if state.failure.reason is not None:
+        raise make_error(state)
+    # A group that is there has been connected.
+    group = state.groups.get(destination.group) or connect_group(state, destination.group)
     label = destination.label
     hashed, text = _texts(op, destination.axis, label, shapes)
     if state.call.name is not None:
         text = f"{text} in {state.call.name}"
     entry = group.chain.record_start(op, hashed, text, *sizes)
-    return PendingCollective(collective, state, group, entry, watchers(), op, label)
+    issued = PendingCollective(collective, state, group, entry, watchers(), op, label)
+    _notify_watchers(issued, "starts", tensors)
+    return issued
 
 
 def spread(known: bytes, merge: Merge, destination: Destination) -> bytes:
@@ -124,21 +116,19 @@ def spread(known: bytes, merge: Merge, destination: Destination) -> bytes:
         CollectiveError: if a rank fails, differs or does not come.
     """
     op = "all_gather"
-    state, group = _find_group(destination.group)
     collective = None
     if watchers():
         purpose = decode_label(destination.label)
         nbytes = len(known) * destination.size
         scalar = purpose.is_comparison or purpose.verb == Verb.OBJECTIVE
         collective = Collective(op, destination.axis, destination.size, purpose, nbytes, 1, scalar)
-    issued = _issue(state, group, op, (), destination, collective)
+    issued = _issue(op, (), destination, collective, [])
     issued.left = 1
-    _notify_watchers(issued.watchers, "starts", issued, ())
-    _notify_watchers(issued.watchers, "started", issued)
-    _notify_watchers(issued.watchers, "waits", issued)
+    _notify_watchers(issued, "started")
+    _notify_watchers(issued, "waits")
     run = _in_profile(op, destination.label, swap_in_rounds)
     union: bytes = _run_waiting(issued, dist.DistError, run, issued, known, merge)
-    _notify_watchers(issued.watchers, "landed", issued)
+    _notify_watchers(issued, "landed")
     return union
 
 
@@ -217,13 +207,11 @@ def finish(buffer: torch.Tensor) -> torch.Tensor:
     if issued is None:
         return _compat.WAIT_TENSOR(buffer)
     issued.state.waiting.in_flight.pop(id(buffer), None)
-    if issued.watchers:
-        _notify_watchers(issued.watchers, "waits", issued)
+    _notify_watchers(issued, "waits")
     wait = _in_profile(f"{issued.op} wait", issued.label, _compat.WAIT_TENSOR)
     result: torch.Tensor = _run_waiting(issued, RuntimeError, wait, buffer)
     issued.left -= 1
-    if issued.watchers:
-        _notify_watchers(issued.watchers, "landed", issued)
+    _notify_watchers(issued, "landed")
     return result
 
 
