@@ -11,7 +11,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -41,8 +41,6 @@ T = TypeVar("T")
 # Seconds between two looks at the others while a constructor waits for them: the first time, and later.
 FIRST_LOOK = 0.5
 NEXT_LOOK = 1.0
-# Written in the place of the number of looks by a rank whose wait has ended by the timeout.
-TIMED_OUT = -1
 # Seconds in which one rank finds out for all others which have not come.
 SEARCH_TIME = 5.0
 # The key of an `Arrival`.
@@ -313,13 +311,14 @@ class Meeting:
         self.stage += 1
         begin = time.monotonic()
         ender = _WaitEnder(self, self.client)
-        try:
-            with ender:
+        with ender:
+            try:
                 made = make(self.client.store)
-        except RuntimeError as error:
-            if isinstance(error, CollectiveError):
+            except CollectiveError:
                 raise
-            raise CollectiveError(self._explain_lost_wait(ender, error, time.monotonic() - begin)) from error
+            except RuntimeError as error:
+                # The thread still shows others that this rank is not the one that hangs.
+                raise CollectiveError(self._explain_lost_wait(ender, error, time.monotonic() - begin)) from error
         if ender.reason:
             raise CollectiveError(ender.reason)
         return made
@@ -338,7 +337,6 @@ class Meeting:
             return reason
         if seconds <= TIMEOUT_FRACTION * self.timeout:
             return self._leave_note(self._describe_failure(error))
-        self.show_wait(TIMED_OUT)
         first = f"{self.place}: {self._name_hanging_ranks()} did not make process groups within {self.timeout:g} s"
         where = "Look for a hang there, or for a network in between that lets nothing pass."
         return self._leave_note(f"{first}. {where}\nTo fix: {RESTART}.")
@@ -347,34 +345,23 @@ class Meeting:
         """Name the ranks to blame for a wait that was too long, as well as this rank can tell."""
         if len(self.others) == 1:
             return name_ranks(self.others)
-        before = ask_store(self._read_waits) or {}
+        before = ask_store(self._read_waits)
         # Longer than a rank that runs needs to look again.
         time.sleep(1.5 * NEXT_LOOK)
-        waits = ask_store(self._read_waits) or {}
-        stages = {rank: waits[rank][0] if rank in waits else 0 for rank in self.others}
+        waits = ask_store(self._read_waits)
+        if not before or not waits:
+            return f"one of {name_ranks(self.others)}"
         # A rank that is behind this one may wait for another that is further behind.
-        lowest_stage = min(self.stage, *stages.values())
-        last = [rank for rank in self.others if stages[rank] == lowest_stage]
-        stopped = [
-            rank for rank in last if waits.get(rank) == before.get(rank) and not self._has_timed_out(waits, rank)
-        ]
+        lowest_stage = min(self.stage, *(stage for stage, _ in waits.values()))
+        last = [rank for rank in self.others if waits[rank][0] == lowest_stage]
+        stopped = [rank for rank in last if waits[rank] == before[rank]]
         if stopped:
             return name_ranks(stopped)
         return name_ranks(last) if lowest_stage < self.stage else f"one of {name_ranks(self.others)}"
 
-    def _has_timed_out(self, waits: Mapping[int, tuple[int, int]], rank: int) -> bool:
-        """Whether a rank has waited in vain, as this one has."""
-        return rank in waits and waits[rank][1] == TIMED_OUT
-
-    def _read_waits(self) -> dict[int, tuple[int, int]]:
+    def _read_waits(self) -> dict[int, list[int]]:
         """Read in which constructors other ranks wait, and how often they have looked from there."""
-        texts = {rank: read_first(self.board, "waits", [rank]) for rank in self.others}
-        waits: dict[int, tuple[int, int]] = {}
-        for rank, text in texts.items():
-            if text:
-                stage, looks = json.loads(text)
-                waits[rank] = (stage, looks)
-        return waits
+        return {rank: json.loads(read_first(self.board, "waits", [rank]) or "[0, 0]") for rank in self.others}
 
     def _describe_failure(self, error: BaseException) -> str:
         """Say that this rank has failed."""
