@@ -3,9 +3,8 @@
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import itemgetter
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -142,27 +141,25 @@ class Exchange:
         """
         facts = {path: describe_leaf(leaf) for path, leaf in leaves.items()} | dict(values)
         hashes = self._hash_replicas(leaves)
-        ranks_of_entry = self._list_ranks_with([f"facts {_digest(facts)}", *hashes])
-        compared = {entry.partition(" ")[0] for entry in ranks_of_entry}
-        if len(compared) < len(ranks_of_entry):
+        compared = {"facts": facts, **hashes}
+        ranks_of = {name: {_digest(content): [self.rank]} for name, content in compared.items()}
+        ranks_of = self.merge_objects(ranks_of, _join_ranks)
+        if any(len(ranks_of_digest) > 1 for ranks_of_digest in ranks_of.values()):
             remedy = "make all but the values of Sharded leaves the same on every rank"
             self.check_agreement(facts, "ranks hold different leaves", remedy)
             self._refuse_values(hashes)
         holders = {path: [self.rank] for path in leaves}
-        for entry, hash_by_path in hashes.items():
-            holders |= dict.fromkeys(hash_by_path, ranks_of_entry[entry])
+        for boxes, hash_by_path in hashes.items():
+            (ranks,) = ranks_of[boxes].values()
+            holders |= dict.fromkeys(hash_by_path, ranks)
         return holders
-
-    def _list_ranks_with(self, entries: Iterable[str]) -> dict[str, list[int]]:
-        """List for each entry that some rank has the ranks that have it."""
-        return self.merge_objects({entry: [self.rank] for entry in entries}, _join_ranks)
 
     def _hash_replicas(self, leaves: Leaves) -> dict[str, dict[str, str]]:
         """Hash this rank's boxes of leaves that other ranks hold too.
 
         Returns:
-            The hashes of leaves that are split over the same axes, by path. Their name has two parts: a digest of the
-            boxes, and one of the hashes. The first is the same on the ranks that hold these boxes, and on no others.
+            The hashes of leaves that are split over the same axes, by path. Their name is a digest of the boxes, which
+            is the same on the ranks that hold these boxes, and on no others.
         """
         boxes = defaultdict[tuple[Axis, ...], dict[str, Box]](dict)
         hashes = defaultdict[tuple[Axis, ...], dict[str, str]](dict)
@@ -172,7 +169,7 @@ class Exchange:
                 local = local_box(leaf)
                 boxes[axes][path] = local.box
                 hashes[axes][path] = hash_of(local.tensor)
-        return {f"{_digest(boxes[axes])} {_digest(hashes[axes])}": hashes[axes] for axes in boxes}
+        return {_digest(boxes[axes]): hashes[axes] for axes in boxes}
 
     def _refuse_values(self, hashes: Mapping[str, Mapping[str, str]]) -> None:
         """Refuse leaves of which ranks hold different values, each with the first rank that differs from another.
@@ -180,19 +177,20 @@ class Exchange:
         Args:
             hashes: The hashes of this rank, as `_hash_replicas` returns them.
         """
-        entries = []
-        for name, hash_by_path in hashes.items():
-            boxes = name.partition(" ")[0]
-            entries += [f"{value} {boxes} {path}" for path, value in hash_by_path.items()]
-        compared = set()
-        problems: dict[str, Problem] = {}
-        for entry, ranks in sorted(self._list_ranks_with(entries).items(), key=itemgetter(1)):
-            _, boxes, path = entry.split(" ", 2)
-            if (boxes, path) in compared:
-                problems.setdefault(path, Problem(path, f"other values on rank {ranks[0]}", "the same on all ranks"))
-            compared.add((boxes, path))
+        ranks_of: Any = {}
+        for boxes, hash_by_path in hashes.items():
+            ranks_of[boxes] = {path: {value: [self.rank]} for path, value in hash_by_path.items()}
+        first_ranks = dict[str, int]()
+        for ranks_of_path in self.merge_objects(ranks_of, _join_ranks).values():
+            for path, ranks_of_value in ranks_of_path.items():
+                if len(ranks_of_value) > 1:
+                    _, (rank, *_), *_ = sorted(ranks_of_value.values())
+                    first_ranks[path] = min(rank, first_ranks.get(path, rank))
+        problems = []
+        for path, rank in sorted(first_ranks.items()):
+            problems.append(Problem(path, f"other values on rank {rank}", "the same on all ranks"))
         remedy = "make them the same, buffers by fs.sync_buffers, or store a row of one leaf for each rank"
-        refuse(f"{self.label}: ranks hold different values of one leaf", sorted(problems.values()), remedy)
+        refuse(f"{self.label}: ranks hold different values of one leaf", problems, remedy)
 
     def read(self, leaves: Leaves, entries: Mapping[str, Sequence[Any]], remedy: str) -> dict[str, Any]:
         """Read this rank's box of each leaf.
@@ -220,11 +218,13 @@ class Exchange:
             return results
 
 
-def _join_ranks(some: Mapping[str, list[int]], others: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """Merge entries of some ranks, each with the ranks that have it, with those of others."""
-    joined = {}
-    for entry in {**some, **others}:
-        joined[entry] = sorted({*some.get(entry, ()), *others.get(entry, ())})
+def _join_ranks(some: Any, others: Any) -> Any:
+    """Merge what some ranks have and what others have: dicts by name, which end in lists of the ranks that have it."""
+    if isinstance(some, list):
+        return sorted({*some, *others})
+    joined = {**some, **others}
+    for name in some.keys() & others.keys():
+        joined[name] = _join_ranks(some[name], others[name])
     return joined
 
 

@@ -1100,8 +1100,8 @@ FAULTS = (
     Fault(
         "boxes-of-other-values-taken-for-equal",
         "fshard/checkpoint/exchange.py",
-        "if len(compared) < len(ranks_of_entry):",
-        "if len(compared) < len(hashes):",
+        "if any(len(ranks_of_digest) > 1 for ranks_of_digest in ranks_of.values()):",
+        "if len(ranks_of[\"facts\"]) > 1:",
         "1: a leaf that ranks hold different values of is not saved",
     ),
     Fault(
