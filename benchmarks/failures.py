@@ -2,15 +2,17 @@
 
     OMP_NUM_THREADS=1 python benchmarks/failures.py
     OMP_NUM_THREADS=1 python benchmarks/failures.py --ranks 2 --repeats 3
+    OMP_NUM_THREADS=1 python benchmarks/failures.py --ranks 2 4 8 --places 4 --calls 10    # in about five minutes
 
-For each fault, and each program and place of `tests/faults.py` and `tests/ext/faults.py`: seconds from the begin of the
-call to the error on the last rank, as medians and maxima on 2 and 4 processes. Then the milliseconds and bytes of the
+For each fault, and each program and place of `tests/faults.py` and `tests/ext/faults.py`, or some: seconds from
+the begin of the call to the error on the last rank, as medians and maxima. Then the milliseconds and bytes of the
 message that begins a call, of a tagged exchange and of its tag, a step with the watcher and without it, and the
 operations on the store of one look of the watcher, and of a rank that fails, among 4, 16 and 64 ranks.
 """
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -36,7 +38,6 @@ from tests.ext.faults import PROGRAMS as OF_EXTENSIONS
 from tests.faults import PROGRAMS, broken_program, outcomes_of_survivors, places_of
 
 FAULTS = {"raises": "raise", "is killed": "kill", "exits": "exit"}
-CALLS = 100
 
 
 def main() -> None:
@@ -44,7 +45,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     for ranks in args.ranks:
         for name, fault in FAULTS.items():
-            seconds = [s for _ in range(args.repeats) for s in times(ranks, fault)]
+            seconds = [s for _ in range(args.repeats) for s in times(ranks, fault, args.places)]
             found[f"{ranks} ranks, one {name}"] = seconds
     rows = {
         name: [f"{len(each)}", f"{statistics.median(each):.2f}", f"{max(each):.2f}"] for name, each in found.items()
@@ -53,7 +54,7 @@ def main() -> None:
     costs: dict[str, dict[str, float]] = {}
     for ranks in args.ranks:
         with Workers(ranks) as pool:
-            costs[f"{ranks} ranks"] = pool.run(measured, timeout=600.0)[0]
+            costs[f"{ranks} ranks"] = pool.run(partial(measured, args.calls), timeout=600.0)[0]
     names = list(next(iter(costs.values())))
     rows = {name: [f"{each[name]:.4g}" for each in costs.values()] for name in names}
     report.print_table("costs", tuple(costs), rows)
@@ -65,6 +66,7 @@ def main() -> None:
         {
             **report.circumstances("failures"),
             "ranks": args.ranks,
+            "calls": args.calls,
             "seconds": found,
             "costs": costs,
             "operations": operations,
@@ -76,6 +78,8 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--places", type=int, default=100, help="how many of the programs and places, spread over all")
+    parser.add_argument("--calls", type=int, default=100, help="calls that a median is taken of")
     return parser.parse_args()
 
 
@@ -85,10 +89,11 @@ class Setting:
     setattr = staticmethod(setattr)
 
 
-def times(ranks: int, fault: str) -> list[float]:
+def times(ranks: int, fault: str, most_places: int) -> list[float]:
     """The seconds of each program and place; none of those whose other ranks have no more to wait for."""
     programs = PROGRAMS | OF_EXTENSIONS
     places = [(programs[name][0], place) for name, place in places_of(programs) if name != "gather"]
+    places = places[:: math.ceil(len(places) / most_places)]
     if fault == "raise":
         with Workers(ranks) as pool:
             outcomes = [pool.run(partial(broken_program, *place, fault, "idle"), timeout=60.0) for place in places]
@@ -102,17 +107,18 @@ def times(ranks: int, fault: str) -> list[float]:
     return found
 
 
-def median_ms(call: Callable[[], Any]) -> float:
+def median_ms(call: Callable[[], Any], calls: int) -> float:
     seconds = []
-    for _ in range(CALLS):
+    for _ in range(calls):
         begin = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - begin)
     return 1e3 * statistics.median(seconds)
 
 
-def measured() -> dict[str, float]:
+def measured(calls: int) -> dict[str, float]:
     """Milliseconds and bytes on this rank."""
+    time_of = partial(median_ms, calls=calls)
     mesh = fs.init_mesh({"shard": -1}, device="cpu")
     axis, own = fs.axis_of(mesh), fs.comm.rank_state()
     params = fs.shard({f"{i}": torch.ones(64, 64) for i in range(8)}, fs.zero3(axis, min_shard_elements=0))
@@ -134,10 +140,10 @@ def measured() -> dict[str, float]:
         step(params)
     sent = {name: sum(e.sent for e in record if e.label == name) for name in ("start", "objective")}
     found = {
-        "start message, ms": median_ms(lambda: fs.comm.check_same_facts("a call", {axis: "{}"})),
-        "exchange of 8 numbers, ms": median_ms(lambda: fs.comm.all_reduce(eight, axis, "numbers")),
-        "gloo's own all_reduce of them, ms": median_ms(lambda: dist.all_reduce(eight[0].clone())),
-        "tag and hash, ms": median_ms(lambda: tag_of(other.chain.record_start("all_reduce", "a label " * 8, ""), 32)),
+        "start message, ms": time_of(lambda: fs.comm.check_same_facts("a call", {axis: "{}"})),
+        "exchange of 8 numbers, ms": time_of(lambda: fs.comm.all_reduce(eight, axis, "numbers")),
+        "gloo's own all_reduce of them, ms": time_of(lambda: dist.all_reduce(eight[0].clone())),
+        "tag and hash, ms": time_of(lambda: tag_of(other.chain.record_start("all_reduce", "a label " * 8, ""), 32)),
         "start message, bytes": sent["start"],
         "fingerprint, bytes": 0.0,
         "objective, bytes": sent["objective"],
@@ -147,10 +153,10 @@ def measured() -> dict[str, float]:
         for _ in range(5):
             own.watcher = None
             connect_group(own, axis.group_name)
-            watched.append(median_ms(partial(run, params)))
+            watched.append(time_of(partial(run, params)))
             own.watcher._over.set()  # type: ignore[union-attr]
             own.watcher.join()  # type: ignore[union-attr]
-            alone.append(median_ms(partial(run, params)))
+            alone.append(time_of(partial(run, params)))
         found[f"{name} step, ms"] = statistics.median(watched)
         found[f"{name} step without the watcher, ms"] = statistics.median(alone)
     return found
@@ -159,8 +165,8 @@ def measured() -> dict[str, float]:
 class Counted(RankState):
     """A rank whose operations on the store are counted."""
 
-    def board(self, client: Any = None) -> Any:
-        store, counts = super().board(client), self.counts
+    def board(self) -> Any:
+        store, counts = super().board(), self.counts
 
         class Board:
             def __getattr__(self, name: str) -> Any:

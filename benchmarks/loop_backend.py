@@ -1,7 +1,7 @@
 """One process as rank 0 of several: a backend whose collectives are local copies on a stream of their own."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -177,10 +177,10 @@ class Echo:
             known = {str(rank): known["0"] for rank in range(self.ranks)}
         return json.dumps(known).encode()
 
-    def find_ended(self) -> list[int]:
+    def find_ended_peers(self) -> list[int]:
         return []
 
-    cut = find_ended
+    cut = find_ended_peers
 
     def leave_to_parent(self) -> None:
         pass
@@ -191,8 +191,14 @@ def start(ranks: int, device: str) -> None:
     for name, kind in (("loop", "cpu"), ("loopx", device)):
         dist.Backend.register_backend(name, lambda store, rank, size, timeout: Loop(rank, size), devices=[kind])
     dist.init_process_group(f"cpu:loop,{device}:loopx", store=dist.HashStore(), rank=0, world_size=ranks)
-    from fshard.comm import Meeting, failure
+    from fshard.comm import Meeting, connect
+    from fshard.comm.meeting import Arrival
 
-    failure._connect_links = lambda *_: Echo(ranks)
-    failure._wait_for_links = lambda *_: None
-    Meeting.agree = lambda self, text, merge, look: merge([text] * self.size)
+    def agree(self: Meeting, text: str, merge: Callable[[Sequence[str]], str], look: Callable[[], object]) -> str:
+        """Answer for all ranks, none of which has an address."""
+        self.entries = dict.fromkeys(self.ranks, Arrival(("", 0, ""), "", text))
+        return merge([text] * len(self.ranks))
+
+    connect.connect_links = lambda *_: Echo(ranks)
+    connect.wait_for_last = lambda *_: None
+    Meeting.agree = agree
