@@ -151,7 +151,12 @@ class Loop(dist.ProcessGroup):
 
     def alltoall_base(self, out: torch.Tensor, own: torch.Tensor, *_: Any) -> Done:
         """Send the first row in the place of all that other ranks send."""
-        return self._run([own], [out], lambda: out.copy_(own[:1].expand_as(out)) if len(own) else None)
+
+        def work() -> None:
+            if len(own):
+                out.copy_(own[:1].expand_as(out))
+
+        return self._run([own], [out], work)
 
     all_to_all_single = alltoall_base
 

@@ -278,7 +278,8 @@ def _find_peers(rows_of_axes: Sequence[list[list[int]]], rank: int) -> list[int]
     peers = set[int]()
     for rows in rows_of_axes:
         (row,) = [row for row in rows if rank in row]
-        peers.update(row[place] for place in list_peers(row.index(rank), len(row)))
+        places = list_peers(row.index(rank), len(row))
+        peers.update(row[place] for place in places)
     return sorted(peers)
 
 
@@ -317,7 +318,8 @@ def _meet(limit: timedelta) -> Meeting:
     if dist.is_initialized():
         state = rank_state()
         number = state.store.add(f"fshard/meetings of {state.rank}", 1)
-        return Meeting(state.store, state.rank, range(dist.get_world_size()), f"{number}", limit.total_seconds())
+        ranks = range(dist.get_world_size())
+        return Meeting(state.store, state.rank, ranks, f"{number}", limit.total_seconds())
     if os.environ.keys() & {"RANK", "WORLD_SIZE"}:
         client, rank, size = _store_of_launcher(limit)
         return FirstMeeting(client, rank, size, limit.total_seconds())

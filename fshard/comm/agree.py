@@ -85,7 +85,7 @@ def check_same_call(api_name: str, axes: Sequence[Axis], flat: Flat, **arguments
     """
     if _compat.is_tracing():
         ops.record_facts(_facts_of_tree(api_name, flat, arguments))
-    elif compared := _list_compared(axes):
+    elif compared := _choose_axes(axes):
         _compare_call(api_name, dict.fromkeys(compared, _facts_of_tree(api_name, flat, arguments)))
 
 
@@ -102,12 +102,12 @@ def check_same_facts(api_name: str, facts: Mapping[Axis, str], failure_text: str
         ValueError: on every rank, if ranks make different calls.
         CollectiveError: if a rank failed.
     """
-    compared = {axis: facts[axis] for axis in _list_compared(tuple(facts))}
+    compared = {axis: facts[axis] for axis in _choose_axes(tuple(facts))}
     if compared:
         _compare_call(api_name, compared, failure_text)
 
 
-def _list_compared(axes: Sequence[Axis]) -> Sequence[Axis]:
+def _choose_axes(axes: Sequence[Axis]) -> Sequence[Axis]:
     """List the axes over which a call is compared; none if ranks cannot exchange CPU tensors on one of them."""
     compared = _axes_to_ask(axes)
     return compared if all(map(supports_cpu_messages, compared)) else []

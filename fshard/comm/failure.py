@@ -364,7 +364,7 @@ def _explain_lost_wait(state: RankState, issued: PendingCollective, error: BaseE
     # A wait that lasts too long ends its connection itself.
     has_timed_out = seconds > TIMEOUT_FRACTION * issued.group.timeout
     gone = set[int]() if has_timed_out else cut_connections(state) & {*issued.group.ranks}
-    positions = _ask_positions(state, _list_awaited(issued), len(issued.group.ranks))
+    positions = _ask_positions(state, _list_candidates(issued), len(issued.group.ranks))
     absent = _find_absent_ranks(state.rank, positions, gone)
     if not absent:
         first = f"rank {state.rank} failed in {issued.entry}: {error!s:.{TEXT_LENGTH}}"
@@ -394,7 +394,7 @@ def _publish_position(state: RankState) -> None:
     state.board().set(f"at/{state.rank}", json.dumps(Position.of(state)))
 
 
-def _list_awaited(issued: PendingCollective) -> Sequence[int]:
+def _list_candidates(issued: PendingCollective) -> Sequence[int]:
     """List the ranks that a rank may wait for in a collective."""
     return issued.group.ranks if issued.awaits is None else [issued.awaits[1]]
 
@@ -587,7 +587,7 @@ def poll_peers(state: RankState, issued: PendingCollective) -> bool:
     reason = read_first(state.board(), "note", [issued.group.name])
     if not reason:
         _publish_position(state)
-        positions = _read_positions(state, _list_awaited(issued), MAX_RANKS_PER_POLL)
+        positions = _read_positions(state, _list_candidates(issued), MAX_RANKS_PER_POLL)
         reason = find_difference(positions) or find_circle(state.rank, positions) or ""
     if not reason or state.waiting.collective is not issued:
         return False
