@@ -92,7 +92,11 @@ class Setting:
 def times(ranks: int, fault: str, most_places: int) -> list[float]:
     """The seconds of each program and place; none of those whose other ranks have no more to wait for."""
     programs = PROGRAMS | OF_EXTENSIONS
-    places = [(programs[name][0], place) for name, place in places_of(programs) if name != "gather"]
+    places = []
+    for name, place in places_of(programs):
+        if name != "gather":
+            program, _ = programs[name]
+            places.append((program, place))
     places = places[:: math.ceil(len(places) / most_places)]
     if fault == "raise":
         with Workers(ranks) as pool:
