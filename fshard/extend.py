@@ -34,6 +34,7 @@
 - `fold_views_and_remove_dead_nodes`: removes from a graph what repeats or what nobody uses.
 - `FRACTION`: a `Range`: 0 or more and below 1.
 - `FullyShard`: the transform of `fully_shard`, for one that sends otherwise.
+- `GraphPass`: a value of `passes=` of `jit`, which maps a graph to a `PassedGraph`.
 - `graph_nodes`: what an operator of a graph reads, writes, sends and draws.
 - `grouped`: the positions of leaves by a key.
 - `hash_of`: a checksum of a tensor's values.
@@ -45,8 +46,8 @@
 - `is_tracing`: whether a program is traced, on tensors without values.
 - `is_trained`: whether a leaf takes a gradient.
 - `is_users_file`: whether a file is of the user's program, and not of fshard or torch.
-- `Jitted`: what `jit` returns; its method `make_program` makes a `Program`, of what was `Traced`, for a signature, and
-  `explain_trace` says why.
+- `Jitted`: what `jit` returns; its method `make_program` makes a `Program`, of what was `Traced`, for a signature,
+  `explain_trace` says why, and `trace_call` traces a call without running it.
 - `lay_out`: the header of a file of safetensors, and where each of its tensors begins.
 - `layout_axes`: the axes that a transform places leaves on.
 - `leaves_of`: the leaves that `flatten` finds.
@@ -68,6 +69,7 @@
 - `no_updates`: a count of no updates for each leaf that takes a gradient.
 - `NOT_NEGATIVE`: a `Range`: 0 or more, and finite.
 - `padded`: this rank's elements of a leaf with the padding of its shard.
+- `PassedGraph`: what a `GraphPass` returns: the function as another graph, and the facts that ranks compare.
 - `partition_axes`: the axes whose ranks hold different elements of a leaf.
 - `POSITIVE`: a `Range`: above 0.
 - `Problem`: one leaf that is wrong, for `refuse`.
@@ -146,6 +148,7 @@ from fshard.errors import Problem, expect, is_users_file, refuse
 from fshard.init import drawing
 from fshard.jit import Jitted, Program, Traced
 from fshard.jit import nodes as graph_nodes
+from fshard.jit.graph_pass import GraphPass, PassedGraph
 from fshard.jit.passes import fold_views_and_remove_dead_nodes
 from fshard.jit.signature import make_aval
 from fshard.jit.trace import trace
@@ -207,7 +210,9 @@ __all__ = [
     "Entry",
     "Exchange",
     "FullyShard",
+    "GraphPass",
     "Jitted",
+    "PassedGraph",
     "Problem",
     "Program",
     "Range",

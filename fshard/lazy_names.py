@@ -40,6 +40,7 @@ TABLE: Mapping[tuple[str, str], str] = MappingProxyType(
         ("fshard.checkpoint", "interop.optimizer_state"): "from_optimizer_state_dict to_optimizer_state_dict",
         ("fshard.checkpoint", "interop.state_dict"): "from_state_dict to_state_dict",
         ("fshard.init", "counter"): "draw_by_counter",
+        ("fshard.jit", "fit.memory"): "report_memory",
         ("fshard.jit", "jit.inductor"): "compile_pieces",
         ("fshard.testing", "plan.budget"): "assert_budget",
         ("fshard.testing", "testing.check_optimizer"): "check_optimizer",

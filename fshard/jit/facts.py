@@ -18,7 +18,8 @@ class Facts(NamedTuple):
     """What decides the collectives of a graph.
 
     Attributes:
-        of_verbs: What the verbs in it were given, by name: specs, dtypes, `reduce`, and which leaves the losses used.
+        of_verbs: What the verbs in it were given, by name: specs, dtypes, `reduce`, which leaves the losses used, and
+            what passes of the caller decided.
         axes: The axes that it communicates over.
         collectives: For the group of each of these axes the texts of its collectives, in their order. The name of a
             group identifies an axis: operators of a graph do not hold the type of the axis' devices.

@@ -11,10 +11,11 @@ from torch.fx import Node
 from fshard import _compat, comm
 from fshard.collectives import TracedUsage, Usage, agree_on_usage
 from fshard.errors import Problem, expect, refuse
-from fshard.jit.backends import BACKENDS, Backend, prepare
+from fshard.jit.backends import BACKENDS, Backend, find_in_extensions, prepare
 from fshard.jit.donation import assign_donated_outputs, match_donated_outputs, pair_inputs_with_results
 from fshard.jit.early_updates import schedule_early_updates
-from fshard.jit.facts import collect_facts
+from fshard.jit.facts import Facts, collect_facts
+from fshard.jit.graph_pass import GraphPass
 from fshard.jit.nodes import find_inputs
 from fshard.jit.passes import fold_views_and_remove_dead_nodes, refuse_ambient_random, refuse_written_inputs
 from fshard.jit.signature import Signature, complete_outline, find_changes, make_exact, make_outline
@@ -75,6 +76,8 @@ class Jitted:
     Attributes:
         traces: For each trace why it was made, the first one first.
         backend: What runs graphs.
+        passes: Passes of the caller over them. A copy of the function (`copy.copy`) without passes traces what the
+            first of them gets.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Jitted:
         static_argnums: Sequence[int],
         static_argnames: Sequence[str],
         backend: Backend,
+        passes: Sequence[GraphPass],
     ) -> None:
         """Nothing is traced yet."""
         functools.update_wrapper(self, f)
@@ -92,6 +96,7 @@ class Jitted:
         self._static_argnums = static_argnums
         self._static_argnames = static_argnames
         self.backend = backend
+        self.passes = passes
         self._programs: dict[Signature, Program] = {}
         self._last: _LastCall | None = None
         # Maps the usage that this rank traced to the usage that all ranks agreed on. Empty until the first agreement.
@@ -133,6 +138,18 @@ class Jitted:
         usage = TracedUsage()
         program = self._build_program(flat, usage)
         return self._build_for_agreed_usage(program, usage, flat).traced
+
+    def memory(self, *args: Any, **kwargs: Any) -> Any:
+        """Report the memory of a call over its operators, with and without the passes of the caller. Nothing runs.
+
+        Args:
+            *args: Arguments as for a call.
+            **kwargs: Its keywords.
+
+        Returns:
+            The report. Print it to read what is held at the peak, and what the passes chose.
+        """
+        return find_in_extensions("report_memory")(self, args, kwargs)
 
     def explain_trace(self, signature: Signature, flat: Flat) -> str:
         """Say for `traces` why there is no program for a signature yet."""
@@ -232,14 +249,31 @@ class Jitted:
         if not callable(self.backend):
             assign_donated_outputs(graph, donation.result_number_of_input)
             schedule_early_updates(graph)
+        traced, passed_facts = self._run_passes(traced, facts)
         return Program(
             traced=traced,
             donated_leaves=donated_leaves,
             overwritten_leaves=set(donated_leaves) - donation.unchanged_leaves,
             captured=[CapturedTensor(tensor, _compat.version(tensor)) for tensor in traced.captured],
-            facts=facts.for_each_axis(flat.axes),
+            facts=passed_facts.for_each_axis(flat.axes),
             trace_facts=facts.before_agreement(),
         )
+
+    def _run_passes(self, traced: Traced, facts: Facts) -> tuple[Traced, Facts]:
+        """Run the passes of the caller over a graph, and add what they decide to its facts."""
+        decisions = []
+        for graph_pass in self.passes:
+            try:
+                traced, decision = graph_pass(traced)
+            except Exception as error:
+                raise ValueError(f"jit: the pass {graph_pass.name}: {error}") from error
+            decisions.append(f"{graph_pass.name}: {decision}")
+        if decisions:
+            # A pass may have added collectives.
+            facts = collect_facts(traced.module.graph, TracedUsage())._replace(
+                of_verbs=facts.of_verbs | {"passes": "\n".join(decisions)}
+            )
+        return traced, facts
 
 
 def jit(
@@ -249,6 +283,7 @@ def jit(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     backend: Backend = "graph",
+    passes: Sequence[GraphPass] = (),
 ) -> Any:
     """Trace a function into one graph of operators and collectives, and run that from then on.
 
@@ -274,13 +309,18 @@ def jit(
             between collectives to kernels, which round differently, and leaves collectives, updates and random numbers
             where they are. A function of the torch.fx.GraphModule and its inputs as fake tensors returns what is run
             instead; its results take no argument's memory.
+        passes: Hashable functions that map the graph to another graph, such as `fs.fit`, in the order in which they
+            run. They get it with the writes to donated arguments in place, and the backend gets what they return. What
+            they decide must be the same on every rank, and ranks compare it in every call.
 
     Returns:
-        The function. Its attribute `traces` lists for each trace why it was made.
+        The function. Its attribute `traces` lists for each trace why it was made. Its method `memory` reports the
+        memory of a call, without running it.
 
     Raises:
         ValueError: if an argument makes no sense; by the function returned, if the function reads values, returns
-            something that is no tensor, draws random numbers without a key, or writes to what is not donated.
+            something that is no tensor, draws random numbers without a key, or writes to what is not donated, if a pass
+            fails, or if passes decide differently on other ranks.
         TypeError: by the function returned, if a static argument, or a leaf that is no tensor, cannot be hashed.
 
     >>> step = jit(lambda x: {"y": x.sin()})
@@ -292,6 +332,8 @@ def jit(
     static_names = _read_argnames(static_argnames)
     is_backend = callable(backend) or backend in BACKENDS
     expect(is_backend, "jit", f"backend to be one of {BACKENDS} or a function", repr(backend))
+    are_passes = isinstance(passes, list | tuple) and all(isinstance(graph_pass, GraphPass) for graph_pass in passes)
+    expect(are_passes, "jit", "passes to be a tuple of hashable functions of a graph, each with a name", repr(passes))
 
     def make_jitted(f: Callable[..., Any]) -> Jitted:
         expect(callable(f), "jit", "f to be a function", describe(f))
@@ -300,7 +342,7 @@ def jit(
         positions = [_find_position(f, name) for name in static_names]
         static = (*static_numbers, *(position for position in positions if position is not None))
         _refuse_static_donations(static, donated)
-        return Jitted(f, donated, static, static_names, backend)
+        return Jitted(f, donated, static, static_names, backend, tuple(passes))
 
     return make_jitted if f is None else make_jitted(f)
 

@@ -115,7 +115,7 @@ class _Loaded(Jitted):
     """A jitted function whose graph is read rather than traced."""
 
     def __init__(self, path: Path, saved: SavedGraph) -> None:
-        super().__init__(_refuse_to_run, (), (), (), "graph")
+        super().__init__(_refuse_to_run, (), (), (), "graph", ())
         self._path = path
         self._saved = saved
 
