@@ -15,8 +15,10 @@
 - `check_local`: refuses leaves that were donated, that do not fit their spec, or of another mesh.
 - `check_matches`: refuses masks that match no leaf.
 - `check_numbers`: refuses arguments that are no numbers of a `Range`.
+- `check_rates`: refuses what are no `Rates`, or lack an axis.
 - `check_tensors`: refuses leaves that are no tensors.
 - `COUNT`: a `Range`: a whole number, 0 or more, or None.
+- `count_flops`: the floating-point operations of a node of a graph.
 - `count_updates`: new counts of the updates of each leaf, one more if it has a gradient.
 - `custom_call`: a differentiable function that communicates in its forward and its backward.
 - `describe`: says what a value is, for an error.
@@ -26,6 +28,7 @@
 - `expect`: refuses an argument unless it is as expected.
 - `fake_axes`: axes of any sizes whose groups cannot communicate, to trace with.
 - `fake_maker`: makes tensors without values, to trace with.
+- `find_lifetimes`: when a graph's memory is taken and freed.
 - `find_mixed`: finds where a graph, from places that are `Typed`, mixes values that vary between ranks and values that
   agree.
 - `find_order`: the `ReductionOrder` of a name: in which order sums are, and arithmetic whose bits that decides.
@@ -76,6 +79,7 @@
 - `process_rank`: the number of this process in the run.
 - `Range`: the values that an argument may have; `COUNT`, `FRACTION`, `NOT_NEGATIVE` and `POSITIVE` are some.
 - `ranks_of`: all ranks of a mesh as one axis.
+- `Rates`: the speed of a device and its links.
 - `record_on_tape`: runs collectives of a graph in one order on every rank, also in its backward.
 - `reduction_axes`: the axes that gradients of leaves are summed over.
 - `refuse`: refuses the leaves that are wrong, if there are any.
@@ -111,6 +115,9 @@
 - `zero`: a count of no updates.
 """
 
+from typing import TYPE_CHECKING
+
+from fshard import lazy_names
 from fshard._compat import (
     any_dual,
     arguments_of,
@@ -198,6 +205,10 @@ from fshard.tree.checks import (
 )
 from fshard.update import run_update
 
+if TYPE_CHECKING:
+    from fshard.ext.jit.graph import find_lifetimes
+    from fshard.ext.plan.report import Rates, check_rates, count_flops
+
 __all__ = [
     "BITS",
     "COUNT",
@@ -216,6 +227,7 @@ __all__ = [
     "Problem",
     "Program",
     "Range",
+    "Rates",
     "ReductionOrder",
     "TorchState",
     "Traced",
@@ -233,7 +245,9 @@ __all__ = [
     "check_local",
     "check_matches",
     "check_numbers",
+    "check_rates",
     "check_tensors",
+    "count_flops",
     "count_updates",
     "custom_call",
     "describe",
@@ -241,6 +255,7 @@ __all__ = [
     "expect",
     "fake_axes",
     "fake_maker",
+    "find_lifetimes",
     "find_mixed",
     "find_order",
     "fingerprint",
@@ -310,3 +325,6 @@ __all__ = [
     "words_at",
     "zero",
 ]
+
+# Some names are of extensions. They are imported when they are first asked for.
+__getattr__ = lazy_names.make_getattr("fshard.extend")

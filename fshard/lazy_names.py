@@ -39,6 +39,8 @@ TABLE: Mapping[tuple[str, str], str] = MappingProxyType(
         ("fshard.checkpoint", "interop.huggingface"): "load_huggingface save_huggingface",
         ("fshard.checkpoint", "interop.optimizer_state"): "from_optimizer_state_dict to_optimizer_state_dict",
         ("fshard.checkpoint", "interop.state_dict"): "from_state_dict to_state_dict",
+        ("fshard.extend", "jit.graph"): "find_lifetimes",
+        ("fshard.extend", "plan.report"): "Rates check_rates count_flops",
         ("fshard.init", "counter"): "draw_by_counter",
         ("fshard.jit", "fit.memory"): "report_memory",
         ("fshard.jit", "jit.inductor"): "compile_pieces",

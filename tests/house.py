@@ -50,6 +50,8 @@ DISTRIBUTED_ROOMS = {
     *("ext/interop", "ext/publish", "ext/testing"),
 }
 COMPAT = {"_compat", "ext/_compat"}
+# Files whose names may be those of extensions.
+FACES = ("__init__.py", "extend.py")
 # Tests of the core are programs of a user, and take from the face what every such program is compared and stepped by.
 TOOLS = {
     *("interop.state_dict", "jit.graph", "optim.native", "optim.norms", "optim.wrappers"),
@@ -137,7 +139,7 @@ def import_direction(package: Path) -> list[str]:
             continue
         # A face imports extensions for type checkers alone, and finds them when they are asked for.
         blocks = [n for n in source.tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
-        shown = {n for block in blocks if source.path.name == "__init__.py" for n in ast.walk(block)}
+        shown = {n for block in blocks if source.path.name in FACES for n in ast.walk(block)}
         for node, target, *_ in imports(source):
             root, *rest = target.split(".")
             if root != package.name or (rest[:1] == ["ext"] and node in shown):
