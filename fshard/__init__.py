@@ -26,7 +26,7 @@ Those of extensions, which use the core as a program does and are imported when 
 - **Other axes**: `pipeline`, `tensor_parallel`, `ring_attention`, `ring_positions`, `ulysses`,
   `vocab_parallel_embedding`, `vocab_parallel_cross_entropy`; `fshard.ext.parallel.moe` as `fs.moe`.
 - **Losses**: `chunked_loss`.
-- **Graphs**: `make_graph` to read one; `save_graph`, `load_graph`.
+- **Graphs**: `make_graph` to read one; `fit` keeps one within a budget of memory; `save_graph`, `load_graph`.
 - **Weights for other ranks**: `publish`, `receive`.
 - **Parts of a tree**: `masked` chooses the leaves of a transform or an optimizer by name; `partition`, `freeze`.
 - **Transforms**: `quantize`.
@@ -94,6 +94,7 @@ from fshard.value_and_grad import accumulate, value_and_grad
 
 if TYPE_CHECKING:
     from fshard.ext.chunked_loss import chunked_loss
+    from fshard.ext.fit.fit import fit
     from fshard.ext.interop.dtensor import from_dtensor, to_dtensor
     from fshard.ext.interop.init_weights import with_init_weights
     from fshard.ext.interop.no_split import no_split
@@ -149,7 +150,7 @@ __all__ += ["checkpoint"]
 __all__ += ["testing"]
 __all__ += ["moe", "pipeline", "ring_attention", "ring_positions"]
 __all__ += ["tensor_parallel", "ulysses", "vocab_parallel_cross_entropy", "vocab_parallel_embedding"]
-__all__ += ["chunked_loss", "load_graph", "make_graph", "publish", "quantize", "receive", "save_graph"]
+__all__ += ["chunked_loss", "fit", "load_graph", "make_graph", "publish", "quantize", "receive", "save_graph"]
 __all__ += ["freeze", "masked", "partition"]
 __all__ += ["adafactor", "adam", "adamw", "ema", "lamb", "lars", "sgd", "skip_nonfinite", "whole"]
 __all__ += ["add_decayed_weights", "clip_by_global_norm", "clip_by_norm", "clip_by_value", "global_norm", "leaf_norms"]

@@ -10,6 +10,7 @@ from typing import Any
 TABLE: Mapping[tuple[str, str], str] = MappingProxyType(
     {
         ("fshard", "chunked_loss"): "chunked_loss",
+        ("fshard", "fit.fit"): "fit",
         ("fshard", "interop.dtensor"): "from_dtensor to_dtensor",
         ("fshard", "interop.init_weights"): "with_init_weights",
         ("fshard", "interop.no_split"): "no_split",

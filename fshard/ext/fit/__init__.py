@@ -1,0 +1,1 @@
+"""fit: a step within a budget of memory."""

@@ -1,0 +1,139 @@
+"""fit: a pass that makes a step hold no more bytes than a budget, by running some of its operators again.
+
+A copy of an operator has a `Choice` in `node.meta["fit"]`: whether it computes or gathers again, what is not kept, how
+many bytes that is, and before which node the copy runs. The report of `jitted.memory` is made of these.
+"""
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from torch.fx import GraphModule
+
+from fshard.ext.fit.emit import Schedule, build
+from fshard.ext.fit.search import find_plan
+from fshard.ext.fit.step import Step
+from fshard.extend import PassedGraph, Rates, Traced, check_rates, describe, expect, graph_nodes
+
+# By their prefixes.
+_UNITS: Mapping[str, int] = MappingProxyType(
+    {
+        "": 1,
+        "k": 10**3,
+        "M": 10**6,
+        "G": 10**9,
+        "T": 10**12,
+        "Ki": 2**10,
+        "Mi": 2**20,
+        "Gi": 2**30,
+        "Ti": 2**40,
+    }
+)
+
+
+class Fit(NamedTuple):
+    """The pass that `fit` returns.
+
+    Attributes:
+        budget: The bytes that a rank may hold, arguments included.
+        rates: The speed of the device and its links, by which the cheapest operators are found.
+        name: What errors and facts call the pass.
+    """
+
+    budget: int
+    rates: Rates
+    name: str = "fit"
+
+    def __call__(self, traced: Traced) -> PassedGraph:
+        """Return a graph that computes the same bits and holds no more bytes than the budget."""
+        graph = traced.module.graph
+        check_rates(self.rates, _list_axes(graph))
+        step = Step(graph, self.rates)
+        schedule = find_plan(step, self.budget).schedule
+        if schedule.peak > self.budget:
+            raise ValueError(_refuse(step, schedule, self.budget))
+        module = GraphModule(traced.module, build(step, schedule)) if schedule.copies else traced.module
+        return PassedGraph(traced._replace(module=module), _digest(step, schedule))
+
+
+def fit(budget: int | str, rates: Rates = Rates()) -> Fit:  # noqa: B008
+    """Make a pass for `jit` that keeps the memory of a step within a budget.
+
+    The pass knows when each byte of the step's graph is taken and freed. While more is held than the budget allows, it
+    chooses results that are not needed for a while, frees them, and computes or gathers them again right before their
+    next use: those first that free the most bytes for the longest time in the fewest seconds. The results of the step
+    keep their bits. Random numbers are not drawn again, and updates run once, as before.
+
+    The budget counts what a rank holds at a time, including the state, the batch and other arguments. What the
+    allocator, kernels and the backend of collectives take for themselves is not counted. A larger budget never needs
+    more copies or more estimated seconds. Ranks compare what they chose.
+
+    Args:
+        budget: Bytes, or a text such as "10GB" or "512MiB".
+        rates: The speed of the device and its links, as for `plan`. They decide what is cheap to run again. All ranks
+            must give the same.
+
+    Returns:
+        The pass, for `passes=` of `jit`.
+
+    Raises:
+        ValueError: if the budget is no number of bytes; by the jitted function, if the step cannot fit: the error says
+            with how many bytes it can, and what is held then.
+
+    >>> import torch, fshard as fs
+    >>> def loss(w, x):
+    ...     for _ in range(8):
+    ...         x = (x @ w).sin()
+    ...     return x.sum()
+    >>> step = fs.jit(torch.func.grad(loss), passes=(fs.fit("28kB"),))
+    >>> step(torch.eye(16), torch.ones(64, 16)).shape
+    torch.Size([16, 16])
+    """
+    expect(isinstance(rates, Rates), "fit", "rates to be a fshard.ext.plan.Rates", describe(rates))
+    return Fit(_read_bytes(budget), rates)
+
+
+def _read_bytes(budget: Any) -> int:
+    """Read a number of bytes, or a text of one with its unit."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(|k|[KMGT]i|[MGT])B?\s*", str(budget))
+    if isinstance(budget, str) and match:
+        budget = int(float(match[1]) * _UNITS[match[2]])
+    is_number = type(budget) is int and budget > 0
+    expect(is_number, "fit", 'budget to be bytes, or a text such as "10GB" or "512MiB"', repr(budget))
+    return budget
+
+
+def _list_axes(graph: Any) -> list[str]:
+    collectives = map(graph_nodes.find_collective, graph.nodes)
+    return [collective.axis for collective in collectives if collective is not None]
+
+
+def _digest(step: Step, schedule: Schedule) -> str:
+    """Write what was chosen in few letters. Names of nodes may differ between ranks, so they are left out."""
+    lines: list[str] = []
+    for entry in schedule.placed:
+        if entry.is_copy:
+            original = step.operators[entry.number]
+            sizes = [step.sizes[storage] for storage in entry.buffers]
+            lines.append(f"{original.node.target} {sizes} {entry.number} {entry.time}")
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    return f"{schedule.copies} copies, {schedule.peak} bytes, {digest}"
+
+
+def _refuse(step: Step, schedule: Schedule, budget: int) -> str:
+    """Say what the smallest budget is, and what is held at its peak."""
+    place = int(schedule.held.argmax())
+    held: Counter[str] = Counter()
+    for storage, places in zip(schedule.storages, schedule.uses, strict=True):
+        if places and places[0] <= place <= places[-1]:
+            held[step.operators[step.makers[storage]].node.name] += step.sizes[storage]
+    largest = ", ".join(f"{name} ({nbytes})" for name, nbytes in held.most_common(5))
+    at = step.operators[schedule.placed[place].number].node.name
+    return (
+        f"the step needs at least {schedule.peak} bytes, and the budget is {budget}. With {schedule.peak} bytes, most "
+        f"are held at {at}: {step.arguments} bytes of arguments, and the results of {largest}. Raise the budget, make "
+        "the batch smaller, or shard over more ranks."
+    )

@@ -1,0 +1,229 @@
+"""Step: a graph before any plan, with what may be copied, how long a copy takes, and which values are equal."""
+
+import operator
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from fshard.extend import Rates, arguments_of, count_flops, find_lifetimes, graph_nodes
+
+# Seconds of the host to start an operator.
+_SECONDS_TO_START = 2e-6
+# Operators of this namespace read the state of a generator, or say something to other ranks.
+_NAMESPACE = "fshard"
+
+
+@dataclass
+class Operator:
+    """A node of a graph.
+
+    Attributes:
+        node: The node.
+        inputs: The numbers of the nodes that it reads.
+        copy_inputs: The numbers of the nodes that a copy reads. They are those above, except for a tensor that was
+            gathered together with others: its copy gathers this tensor alone.
+        storages: The numbers of the storages that its results lie in, those of arguments left out.
+        is_gathered: Whether it takes one tensor of a gather.
+        can_copy: Whether it may run again.
+        can_drop: Whether it need not run where nobody uses its result. The buffer of a gather is waited for once.
+        fresh_until: The number of the first node that writes to what it reads, behind which a copy would read
+            something else.
+        seconds: An estimate of the time of a copy.
+        equals: The numbers of the nodes whose values are equal to its own.
+    """
+
+    node: Node
+    inputs: list[int]
+    storages: list[int]
+    copy_inputs: list[int]
+    fresh_until: int
+    is_gathered: bool = False
+    can_copy: bool = False
+    can_drop: bool = False
+    seconds: float = 0.0
+    equals: list[int] = field(default_factory=list)
+
+
+class PendingMessage(NamedTuple):
+    """Memory that a collective holds from its start until somebody has waited for it.
+
+    Attributes:
+        start: The number of the node that starts it.
+        wait: The number of the node that waits.
+        storages: The numbers of the storages that are held, of those of operators.
+        bytes_copied: The bytes of copies that are held.
+    """
+
+    start: int
+    wait: int
+    storages: list[int]
+    bytes_copied: int
+
+
+class Step:
+    """A graph, whose nodes and storages are numbered in their order.
+
+    Attributes:
+        operators: The nodes.
+        numbers: The number of each node.
+        sizes: The bytes of each storage.
+        makers: The number of the node that makes each storage.
+        last_uses: The number of the last node that uses each storage.
+        pending: What collectives hold.
+        arguments: The bytes of arguments and constants.
+    """
+
+    def __init__(self, graph: Graph, rates: Rates) -> None:
+        """Read a graph.
+
+        Args:
+            graph: The graph that a backend would get.
+            rates: The speed of the device and its links.
+        """
+        lifetimes = find_lifetimes(graph)
+        numbers = {node: number for number, node in enumerate(graph.nodes)}
+        self.numbers = numbers
+        self.sizes: list[int] = []
+        self.makers: list[int] = []
+        self.last_uses: list[int] = []
+        self.arguments = sum(lifetimes.always_held.values())
+        # Names of storages differ from run to run; their order does not.
+        number_of_storage = self._number_storages(lifetimes, numbers)
+        self.operators = [
+            Operator(
+                node=node,
+                inputs=[numbers[source] for source in node.all_input_nodes],
+                storages=[number_of_storage[name] for name in lifetimes.storages[node] if name in number_of_storage],
+                copy_inputs=[],
+                fresh_until=len(numbers),
+            )
+            for node in numbers
+        ]
+        self.pending: list[PendingMessage] = []
+        for message in lifetimes.pending_buffers:
+            held = message.held_storages
+            storages = [number_of_storage[name] for name in held if name in number_of_storage]
+            copied = sum(nbytes for name, nbytes in held.items() if not _is_known(name, number_of_storage, lifetimes))
+            self.pending.append(PendingMessage(numbers[message.start], numbers[message.wait], storages, copied))
+        self._find_copies(lifetimes.storages, numbers)
+        self._find_equal_values(numbers)
+        for copied_operator in self.operators:
+            copied_operator.seconds = _estimate_seconds(copied_operator, rates)
+
+    def _number_storages(self, lifetimes: Any, numbers: Mapping[Node, int]) -> dict[Hashable, int]:
+        """Number the storages of operators by their first appearance, and note their sizes and uses."""
+        number_of_storage: dict[Hashable, int] = {}
+        for node, number in numbers.items():
+            for name, nbytes in lifetimes.storages[node].items():
+                if name in lifetimes.always_held or name in number_of_storage:
+                    continue
+                number_of_storage[name] = len(number_of_storage)
+                self.sizes.append(nbytes)
+                self.makers.append(number)
+                self.last_uses.append(number)
+            for used in (node, *node.all_input_nodes):
+                for name in lifetimes.storages[used]:
+                    if name in number_of_storage:
+                        self.last_uses[number_of_storage[name]] = number
+        return number_of_storage
+
+    def _find_copies(self, storages: Mapping[Node, Mapping[Hashable, int]], numbers: Mapping[Node, int]) -> None:
+        """Decide which operators may run again, on which inputs, and until when these are as they were."""
+        writes = defaultdict[Hashable, list[int]](list)
+        for node, number in numbers.items():
+            for target in graph_nodes.find_write_targets(node):
+                for name in storages[target]:
+                    writes[name].append(number)
+        for number, entry in enumerate(self.operators):
+            node = entry.node
+            source = _find_gathered_tensor(node)
+            entry.is_gathered = source is not None
+            entry.copy_inputs = entry.inputs if source is None else [numbers[source]]
+            is_written = any(name in writes for name in storages[node])
+            entry.can_copy = not is_written and (entry.is_gathered or self._may_run_again(entry))
+            entry.can_drop = entry.can_copy and not entry.is_gathered and not graph_nodes.is_wait(node)
+            for read in entry.copy_inputs:
+                for name in storages[self.operators[read].node]:
+                    later = writes.get(name, [])[bisect_right(writes.get(name, []), number) :]
+                    entry.fresh_until = min([entry.fresh_until, *later[:1]])
+
+    def _may_run_again(self, entry: Operator) -> bool:
+        """Whether an operator only computes its results from its inputs, and computes the same every time."""
+        node = entry.node
+        if graph_nodes.is_wait(node):
+            return self.operators[entry.inputs[0]].is_gathered
+        if node.target is operator.getitem:
+            return True
+        if arguments_of(node.target) is None or getattr(node.target, "namespace", "") == _NAMESPACE:
+            return False
+        is_repeatable = torch.Tag.nondeterministic_bitwise not in getattr(node.target, "tags", ())
+        return is_repeatable and not graph_nodes.is_random(node) and not graph_nodes.is_impure(node)
+
+    def _find_equal_values(self, numbers: Mapping[Node, int]) -> None:
+        """Find operators that compute the same as others from equal inputs, such as both gathers of a unit."""
+        classes: list[int] = []
+        class_of_text: dict[str, int] = {}
+        members = defaultdict[int, list[int]](list)
+        for number, entry in enumerate(self.operators):
+            text = str(number)
+            if entry.can_copy:
+                node = entry.node
+                args: Any = node.args
+                target: Any = node.target
+                if entry.is_gathered:
+                    start: Any = node.args[0]
+                    target = start.target
+                    args = (self.operators[entry.copy_inputs[0]].node, *start.args[1:])
+                values = map_arg((args, node.kwargs), lambda source: _EqualValue(classes[numbers[source]]))
+                # If something had been written in between, it would be fresh until another write.
+                text = repr((target, values, entry.fresh_until))
+            classes.append(class_of_text.setdefault(text, number))
+            entry.equals = members[classes[-1]]
+            entry.equals.append(number)
+
+
+class _EqualValue(NamedTuple):
+    """Stands for a node in the text of an operator."""
+
+    number: int
+
+
+def _is_known(name: Hashable, number_of_storage: Mapping[Hashable, int], lifetimes: Any) -> bool:
+    return name in number_of_storage or name in lifetimes.always_held
+
+
+def _find_gathered_tensor(node: Node) -> Node | None:
+    """Find which tensor a node takes the gathered form of; None if it takes none."""
+    if node.target is not operator.getitem:
+        return None
+    start: Any = node.args[0]
+    collective = graph_nodes.find_collective(start)
+    if collective is None or collective.op != "all_gather":
+        return None
+    return start.args[0][node.args[1]]
+
+
+def _estimate_seconds(entry: Operator, rates: Rates) -> float:
+    """Estimate the seconds that a copy of an operator takes."""
+    node = entry.node
+    if entry.is_gathered:
+        start: Any = node.args[0]
+        collective: Any = graph_nodes.find_collective(start)
+        _, rate = rates.find_link(collective.axis)
+        return rates.latency + _count_bytes(node) / rate
+    if not entry.can_copy or graph_nodes.is_view(node) or graph_nodes.is_wait(node):
+        return 0.0
+    nbytes = sum(map(_count_bytes, (*node.all_input_nodes, node)))
+    return _SECONDS_TO_START + max(count_flops(node) / rates.flops, nbytes / rates.memory)
+
+
+def _count_bytes(node: Node) -> int:
+    value = node.meta.get("val")
+    values = value if isinstance(value, list | tuple) else [value]
+    return sum(part.nbytes for part in values if isinstance(part, torch.Tensor))
