@@ -1,0 +1,115 @@
+"""Graphs after passes of the caller: to read, to plan with, in files, and compiled."""
+
+import copy
+import functools
+import json
+
+import pytest
+import torch
+from torch.fx.node import map_arg
+
+import fshard as fs
+from fshard.testing import assert_trees_close, spmd
+from tests.jit.graph_passes import Decide, Recompute, waves
+from tests.ranks import my_rank, on_ranks
+from tests.tolerance import within
+from tests.trees import assert_alike, copied
+
+
+def jitted_waves(*passes, **options):
+    """A jitted step of layers whose backward reads what `Recompute` computes again, and its arguments."""
+    case = waves(rows=64)
+    return fs.jit(case.step, donate_argnums=0, passes=passes, **options), (case.state, *case.batches[0])
+
+
+def names_of(graph):
+    return [node.name for node in graph.nodes]
+
+
+def count_sines(graph):
+    return len(graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default))
+
+
+@on_ranks(2)
+def test_make_graph_shows_the_graph_after_passes():
+    jitted, arguments = jitted_waves(Recompute())
+    graph = fs.make_graph(jitted)(*arguments)
+    assert jitted.traces == []
+    jitted(*copied(arguments))
+    (program,) = jitted._programs.values()
+    assert names_of(graph.module.graph) == names_of(program.traced.module.graph)
+    assert count_sines(graph.module.graph) == 6
+    without = copy.copy(jitted)
+    without.passes = ()
+    before = fs.make_graph(without)(*arguments)
+    assert count_sines(before.module.graph) == 3
+    assert graph.peak_bytes() < before.peak_bytes()
+    assert graph.collectives() == before.collectives()
+
+
+def plans_of(ranks):
+    """What one process plans for ranks of a mesh, without passes and with one."""
+    plans = []
+    for passes in ((), (Recompute(),)):
+        jitted, arguments = jitted_waves(*passes)
+        plans.append(fs.plan(jitted, *arguments, mesh={"shard": ranks}))
+    return plans
+
+
+def test_plan_predicts_the_graph_after_passes_without_ranks():
+    def peak_of_rank():
+        jitted, arguments = jitted_waves(Recompute())
+        graph = fs.make_graph(jitted)(*arguments)
+        return sum(graph.memory.always_held.values()) + graph.peak_bytes()
+
+    for ranks in (1, 2, 8):
+        before, after = spmd(functools.partial(plans_of, ranks), 1)[0]
+        assert before.peak_bytes > after.peak_bytes == spmd(peak_of_rank, ranks)[0]
+        assert before.by_unit() == after.by_unit()
+    counts = []
+    for plan in spmd(functools.partial(plans_of, 4096), 1)[0]:
+        counts.append([moment.operator for moment in plan.timeline].count("aten.sin"))
+    assert counts == [3, 6]
+
+
+def operations_of(function):
+    """The operators of the one program that a function has, with nodes numbered."""
+    (program,) = function._programs.values()
+    graph = program.traced.module.graph
+    numbers = {node: f"node {n}" for n, node in enumerate(graph.nodes)}
+    return [(node.op, str(node.target), map_arg((node.args, node.kwargs), numbers.get)) for node in graph.nodes]
+
+
+def facts_of(function):
+    (program,) = function._programs.values()
+    return program.facts
+
+
+@on_ranks(1, 2)
+def test_a_file_keeps_the_graph_after_passes_and_what_they_decided(tmp_path):
+    jitted, arguments = jitted_waves(Recompute(), Decide("a"))
+    fs.save_graph(tmp_path, jitted, *arguments)
+    loaded = fs.load_graph(tmp_path)
+    assert_alike(loaded(*copied(arguments)), jitted(*copied(arguments)))
+    # The operators of the inputs have other names.
+    read, written = ([each for each in operations_of(f) if each[0] != "placeholder"] for f in (loaded, jitted))
+    assert read == written
+    assert facts_of(loaded) == facts_of(jitted)
+    assert all(json.loads(text)["passes"].endswith("\ndecide: a") for text in facts_of(loaded).values())
+
+
+@on_ranks(2)
+def test_ranks_whose_files_hold_other_decisions_are_named(tmp_path):
+    jitted, arguments = jitted_waves(Decide("ab"[my_rank()]))
+    fs.save_graph(tmp_path, jitted, *arguments)
+    with pytest.raises(ValueError, match=r"different calls\n  passes: expected decide: a as on .*, got decide: b on"):
+        fs.load_graph(tmp_path)(*arguments)
+
+
+# Inductor and what it imports warn of their own.
+@pytest.mark.filterwarnings("ignore")
+def test_inductor_compiles_the_graph_after_passes():
+    jitted, (state, x) = jitted_waves(Recompute(), backend="inductor")
+    _, loss = jitted(copied(state), x)
+    _, expected = waves(rows=64).step(state, x)
+    assert_trees_close(loss, expected, **within(expected, terms=x.numel(), dtype=torch.float32))
