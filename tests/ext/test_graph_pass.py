@@ -98,6 +98,13 @@ def test_a_file_keeps_the_graph_after_passes_and_what_they_decided(tmp_path):
     assert all(json.loads(text)["passes"].endswith("\ndecide: a") for text in facts_of(loaded).values())
 
 
+def test_a_graph_from_a_file_cannot_be_read(tmp_path):
+    x = torch.ones(2)
+    fs.save_graph(tmp_path, fs.jit(torch.sin, passes=(Recompute(),)), x)
+    with pytest.raises(ValueError, match=r"^load_graph: a saved graph has no shapes to read, plan or report\."):
+        fs.make_graph(fs.load_graph(tmp_path))(x)
+
+
 @on_ranks(2)
 def test_ranks_whose_files_hold_other_decisions_are_named(tmp_path):
     jitted, arguments = jitted_waves(Decide("ab"[my_rank()]))

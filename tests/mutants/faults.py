@@ -1001,6 +1001,27 @@ FAULTS = (
         "9: a leaf that another rank used has a gradient, also in a later trace",
     ),
     Fault(
+        "decisions-of-passes-are-not-compared",
+        "fshard/jit/jit.py",
+        "facts=passed_facts.for_each_axis(flat.axes),",
+        "facts=facts.for_each_axis(flat.axes),",
+        "10: ranks whose passes decide differently are named before anything is sent",
+    ),
+    Fault(
+        "decisions-of-passes-are-compared-before-ranks-agree-on-leaves",
+        "fshard/jit/jit.py",
+        "trace_facts=facts.before_agreement(),",
+        "trace_facts=passed_facts.before_agreement(),",
+        "9: a leaf that another rank used has a gradient, also in a jitted step with passes",
+    ),
+    Fault(
+        "collectives-of-a-pass-are-not-compared",
+        "fshard/jit/jit.py",
+        "facts = collect_facts(traced.module.graph, TracedUsage())._replace(",
+        "facts = facts._replace(",
+        "10: ranks whose graphs send different things are named before anything is sent, also after passes",
+    ),
+    Fault(
         "file-of-a-folder-named-alike-is-not-the-users",
         "fshard/errors.py",
         "return not any(path.is_relative_to(package) for package in _PACKAGES)",

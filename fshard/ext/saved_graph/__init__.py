@@ -141,6 +141,11 @@ class _Loaded(Jitted):
         facts = {axis: text for axis, text in zip(flat.axes, saved.facts, strict=True) if text is not None}
         return Program(traced, saved.donated, set(saved.written), [], facts, saved.trace_facts)
 
+    def trace_call(self, args: Any, kwargs: Any) -> NoReturn:
+        raise ValueError(
+            "load_graph: a saved graph has no shapes to read, plan or report. Use the function that it was saved from."
+        )
+
     def explain_trace(self, key: Any, flat: Any) -> str:
         return "read from a file"
 
