@@ -8,6 +8,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fshard import comm
+from fshard.ext.jit.uses import find_uses
 from fshard.extend import (
     Jitted,
     Traced,
@@ -117,6 +118,18 @@ class StepGraph:
         backend.
         """
         return max((moment.bytes for moment in self.moments), default=0)
+
+    def find_uses(self, args: Any) -> dict[Hashable, str]:
+        """Find what each storage of a train step is for.
+
+        Args:
+            args: The arguments that the function was traced with.
+
+        Returns:
+            By the name of the storage one of the fields of `fs.plan`'s bytes: "parameters", "gradients",
+            "optimizer_state", "gathered", "activations", "in_flight" or "inputs".
+        """
+        return find_uses(self, args)
 
     def __str__(self) -> str:
         sent = f"{len(self.collectives())} collectives, {self.bytes_sent():.0f} bytes sent"

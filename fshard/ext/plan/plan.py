@@ -1,12 +1,11 @@
 """plan: the cost of a step on a mesh of any size, predicted in one process without running it."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
-from torch.fx import Node
 
 import fshard as fs
 from fshard.ext.plan.report import Rates, StepPlan, check_rates
@@ -14,12 +13,6 @@ from fshard.ext.plan.timeline import estimate_agreement, estimate_seconds, make_
 from fshard.extend import describe, expect, fake_axes, fake_maker, flatten, sockets_of_mesh
 
 BACKENDS = ("nccl", "gloo")
-# The uses of a TrainState's fields, as fields of `Bytes`.
-_USES_OF_FIELDS = (
-    ("params", "parameters"),
-    ("opt_state", "optimizer_state"),
-    ("transform_state", "optimizer_state"),
-)
 
 
 def plan(
@@ -76,7 +69,7 @@ def plan(
     with fake_axes("plan", mesh, coordinates, backend) as axes:
         args = _lay_out(flat, axes)
         graph = fs.make_graph(step)(*args)
-        arguments, moments = make_timeline(graph, _find_known_uses(graph, args))
+        arguments, moments = make_timeline(graph, graph.find_uses(args))
         seconds, waiting = estimate_seconds(moments, graph.memory.pending_buffers, rates)
     return StepPlan(
         dict(mesh),
@@ -164,25 +157,3 @@ def _replace_axes(value: Any, axes: Mapping[str, fs.Axis]) -> Any:
             if new is not old:
                 changes[field.name] = new
     return replace(value, **changes) if changes else value
-
-
-def _find_known_uses(graph: Any, args: Any) -> dict[Node, str]:
-    """Find the uses of a graph's inputs, and of those results that are fields of a state."""
-    uses: dict[Node, str] = {}
-    for use, node in _list_uses(graph.results):
-        if use and node is not None:
-            uses[node] = use
-    tensors = (fs.Sharded, torch.Tensor)
-    inputs = [use or "inputs" for use, leaf in _list_uses(args) if isinstance(leaf, tensors)]
-    uses |= zip(graph.module.graph.find_nodes(op="placeholder"), inputs, strict=True)
-    return uses
-
-
-def _list_uses(trees: Any) -> Iterator[tuple[str, Any]]:
-    """List the leaves of a step's arguments or results, each with its use, which is empty outside of a state."""
-    uses = dict(_USES_OF_FIELDS)
-    for tree in trees if type(trees) is tuple else (trees,):
-        parts = tree._asdict() if hasattr(tree, "_asdict") else {"": tree}
-        for name, part in parts.items():
-            for leaf in flatten(part).leaves:
-                yield uses.get(name, ""), leaf

@@ -2,44 +2,30 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
-from fshard import comm
-from fshard.ext import _compat
 from fshard.ext.plan.report import Bytes, Moment, Rates, count_flops
 from fshard.extend import graph_nodes
 
-aten = torch.ops.aten
-# The uses of the buffers that collectives of these verbs fill. Uses are the names of fields of `Bytes`.
-_USES_OF_VERBS: Mapping[str, str] = MappingProxyType(
-    {comm.Verb.GATHER: "gathered", comm.Verb.SCATTER: "gradients"},
-)
 # Seconds of the host for one message to a rank and one from a rank, which `benchmarks/agreement.py` measures.
 ROUND_SECONDS = 2.5e-5
-# Operators that bring numbers elsewhere, or to another dtype.
-_MOVES = (
-    *(aten.clone.default, aten.cat.default, _compat.TO_COPY, aten.constant_pad_nd.default, aten.copy_.default),
-    *(aten.stack.default, aten.slice_scatter.default),
-)
 
 
-def make_timeline(graph: Any, known_uses: Mapping[Node, str]) -> tuple[Bytes, dict[Node, Moment]]:
+def make_timeline(graph: Any, uses: Mapping[Hashable, str]) -> tuple[Bytes, dict[Node, Moment]]:
     """Count the bytes that are held while each operator of a graph runs.
 
     Args:
         graph: What `fs.make_graph` made.
-        known_uses: The uses of its inputs and results, as far as they are known.
+        uses: The use of each of its storages.
 
     Returns:
         The bytes that are held all the time, and the operators in their order.
     """
     memory = graph.memory
     operations = {operation.node: operation for operation in graph.moments}
-    uses = _find_uses(graph, known_uses)
     started = defaultdict[Node, list[Hashable]](list)
     landed = defaultdict[Node, list[Hashable]](list)
     for pending in memory.pending_buffers:
@@ -126,69 +112,7 @@ def _estimate_operator(node: Node, flops: int, rates: Rates) -> float:
     return max(flops / rates.flops, nbytes / rates.memory)
 
 
-def _find_uses(graph: Any, known_uses: Mapping[Node, str]) -> dict[Hashable, str]:
-    """Find the use of each storage."""
-    memory = graph.memory
-    uses: dict[Hashable, str] = {}
-    collectives = {moment.node: moment.collective for moment in graph.moments if moment.collective}
-    gradients = dict.fromkeys(_find_gradients(graph.module, collectives), "gradients")
-    for uses_of_nodes in (known_uses, gradients):
-        for node, use in uses_of_nodes.items():
-            for storage in memory.storages[node]:
-                uses.setdefault(storage, use)
-    for node in graph.module.graph.nodes:
-        sources = set[str]()
-        for source in node.all_input_nodes:
-            # A single number, such as a norm or a scale, says nothing of what is computed with it.
-            if _count_elements(source) > 1:
-                sources.update(uses[storage] for storage in memory.storages[source])
-        use = _find_use_of_result(node, collectives.get(node), sources)
-        for storage in memory.storages[node]:
-            uses.setdefault(storage, use)
-        for storage in memory.taken[node]:
-            uses.setdefault(storage, "in_flight")
-    return uses
-
-
-def _find_use_of_result(node: Node, collective: comm.Collective | None, sources: set[str]) -> str:
-    """Find the use of a node's result by the uses of its sources."""
-    use = "inputs" if node.op == "get_attr" else "activations"
-    if collective is not None:
-        return _USES_OF_VERBS.get(collective.label, use)
-    if sources == {"gathered"}:
-        return "gathered"
-    if node.target in _MOVES and sources and sources <= {"gathered", "parameters"}:
-        return "gathered"
-    sizes = (1, _count_elements(node))
-    if sources == {"gradients"} and all(_count_elements(source) in sizes for source in node.all_input_nodes):
-        return "gradients"
-    return use
-
-
-def _find_gradients(module: GraphModule, collectives: Mapping[Node, comm.Collective]) -> set[Node]:
-    """Find the gradients that reductions and fused optimizers are given, and those that they are copies of."""
-    gradients = set[Node]()
-    for node in reversed(module.graph.nodes):
-        arguments = node.normalized_arguments(module, normalize_to_only_use_kwargs=True)
-        if node in collectives and collectives[node].label == comm.Verb.SCATTER:
-            gradients.update(node.all_input_nodes)
-        elif arguments and "grads" in arguments.kwargs:
-            gradients.update(arguments.kwargs["grads"])
-        elif node in gradients and (node.target in _MOVES or graph_nodes.is_view(node)):
-            # A cat packs several gradients. Other copies and views are as large as their gradient.
-            is_pack = node.target is aten.cat.default
-            size = _count_elements(node)
-            gradients.update(source for source in node.all_input_nodes if is_pack or _count_elements(source) == size)
-    return gradients
-
-
 def _count_bytes(node: Node) -> int:
     value = node.meta.get("val")
     values = value if isinstance(value, list | tuple) else [value]
     return sum(part.nbytes for part in values if isinstance(part, torch.Tensor))
-
-
-def _count_elements(node: Node) -> int:
-    """Count the elements of a node's result; 0 if it is no tensor."""
-    value = node.meta.get("val")
-    return value.numel() if isinstance(value, torch.Tensor) else 0
