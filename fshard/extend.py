@@ -23,6 +23,7 @@
 - `custom_call`: a differentiable function that communicates in its forward and its backward.
 - `describe`: says what a value is, for an error.
 - `drawing`: how values of a module are drawn: copies of modules, tensors to draw, the functions that draw them.
+- `EngineCall`: one run of `value_and_grad` or of a model: its forwards and backwards.
 - `Entry`: a full tensor of another format, of which an `Exchange` reads boxes.
 - `Exchange`: moves leaves to or from another format; every rank makes the same calls.
 - `expect`: refuses an argument unless it is as expected.
@@ -69,13 +70,16 @@
 - `named_buffers`: a module's buffers by name, as `named_parameters`.
 - `named_modules`: a module's submodules by name, without the checkpoint wrappers of torch around them.
 - `named_parameters`: a module's parameters by the names that they have without such wrappers, as in its state dict.
+- `next_sequence_number`: the number that the next node of autograd's graph will get, on this thread.
 - `no_updates`: a count of no updates for each leaf that takes a gradient.
+- `NODE_OBSERVER`: set by `setting` to a function, it is called with the nodes that each operator of a trace adds.
 - `NOT_NEGATIVE`: a `Range`: 0 or more, and finite.
 - `padded`: this rank's elements of a leaf with the padding of its shard.
 - `PassedGraph`: what a `GraphPass` returns: the function as another graph, and the facts that ranks compare.
 - `partition_axes`: the axes whose ranks hold different elements of a leaf.
 - `POSITIVE`: a `Range`: above 0.
 - `Problem`: one leaf that is wrong, for `refuse`.
+- `prepare`: makes a graph ready to run, by a backend of `jit`.
 - `process_rank`: the number of this process in the run.
 - `Range`: the values that an argument may have; `COUNT`, `FRACTION`, `NOT_NEGATIVE` and `POSITIVE` are some.
 - `ranks_of`: all ranks of a mesh as one axis.
@@ -119,6 +123,7 @@ from typing import TYPE_CHECKING
 
 from fshard import lazy_names
 from fshard._compat import (
+    NODE_OBSERVER,
     any_dual,
     arguments_of,
     fake_maker,
@@ -129,6 +134,7 @@ from fshard._compat import (
     named_buffers,
     named_modules,
     named_parameters,
+    next_sequence_number,
     resolve_process_group,
     storage_key,
     transforms_active,
@@ -151,10 +157,12 @@ from fshard.collectives import (
 from fshard.comm import all_gather_object, annotate_collectives, calling, setting, supports_cpu_messages, watched
 from fshard.comm.ops import held_in_flight
 from fshard.comm.sockets import sockets_of_axis, sockets_of_mesh
+from fshard.engine import EngineCall
 from fshard.errors import Problem, expect, is_users_file, refuse
 from fshard.init import drawing
 from fshard.jit import Jitted, Program, Traced
 from fshard.jit import nodes as graph_nodes
+from fshard.jit.backends import prepare
 from fshard.jit.graph_pass import GraphPass, PassedGraph
 from fshard.jit.passes import fold_views_and_remove_dead_nodes
 from fshard.jit.signature import make_aval
@@ -215,9 +223,11 @@ __all__ = [
     "FRACTION",
     "LOCATED",
     "MASK",
+    "NODE_OBSERVER",
     "NOT_NEGATIVE",
     "POSITIVE",
     "Box",
+    "EngineCall",
     "Entry",
     "Exchange",
     "FullyShard",
@@ -288,9 +298,11 @@ __all__ = [
     "named_buffers",
     "named_modules",
     "named_parameters",
+    "next_sequence_number",
     "no_updates",
     "padded",
     "partition_axes",
+    "prepare",
     "process_rank",
     "ranks_of",
     "record_on_tape",

@@ -2,8 +2,9 @@
 
 import itertools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
@@ -188,6 +189,12 @@ def sees_programs() -> bool:
     return not all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
 
 
+# Called for each operator of a trace with the nodes that it adds, if `setting` sets it; ordinary traces call nothing.
+NODE_OBSERVER: ContextVar[Callable[[Iterable[torch.fx.Node]], None] | None] = ContextVar(
+    "fshard_node_observer", default=None
+)
+
+
 def make_graph_of(
     f: Callable[..., Any], tensors: Sequence[torch.Tensor]
 ) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
@@ -202,11 +209,18 @@ def make_graph_of(
 
     read: list[torch.Tensor] = []
     call = proxy_tensor.proxy_call
+    # Read here: a backward may run in threads of autograd, which have contexts of their own.
+    observe = NODE_OBSERVER.get()
 
     def noted(mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
         if torch.Tag.data_dependent_output in func.tags:
             read.extend(given for given in args if isinstance(given, torch.Tensor) and not is_fake(given))
-        return call(mode, func, pre_dispatch, args, kwargs)
+        if observe is None:
+            return call(mode, func, pre_dispatch, args, kwargs)
+        last = next(iter(reversed(mode.tracer.graph.nodes)), None)
+        result = call(mode, func, pre_dispatch, args, kwargs)
+        observe(itertools.takewhile(lambda node: node is not last, reversed(mode.tracer.graph.nodes)))
+        return result
 
     # Else torch's selective checkpoints leave what they drop to a compiler, and keep all. 2.11 has no such context.
     whole: AbstractContextManager[object] = (

@@ -42,6 +42,7 @@ class EngineCall:
         leaves: For each parameter the leaf that owns its gradient; None for parameters that are not Sharded.
         trained: The leaves that take a gradient.
         at_end: Functions to run when the call ends.
+        microbatches_begun: How many microbatches have begun.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class EngineCall:
         self._sharded_leaves = [leaf for leaf in self.leaves if leaf is not None]
         self.trained = [leaf for leaf in self._sharded_leaves if leaf.trained]
         self.at_end: list[Callable[[], None]] = []
+        self.microbatches_begun = 0
         self._api_name = api_name
         self._trains = trains
         self._stored = [leaf.stored for leaf in self._sharded_leaves]
@@ -256,6 +258,7 @@ class EngineCall:
         forward = Forward(self._api_name, self._trains, SavedTensorHooks(self._api_name, self._fetch))
         microbatch = Microbatch(forward, self._sharded_leaves, self._catch_up)
         self._microbatch = microbatch
+        self.microbatches_begun += 1
         with ExitStack() as contexts:
             if self._trains:
                 contexts.enter_context(forward.saved_hooks.install())

@@ -1,14 +1,31 @@
 """Private APIs of torch and transformers that extensions use, each with the versions it was checked on."""
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+import linecache
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from importlib import import_module
-from types import SimpleNamespace
-from typing import Any
+from pathlib import Path
+from types import CodeType, FrameType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+
+import fshard as fs
+from fshard.extend import (
+    NODE_OBSERVER,
+    EngineCall,
+    is_users_file,
+    named_modules,
+    next_sequence_number,
+    setting,
+    trace,
+)
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -174,3 +191,189 @@ def compile_by_inductor(module: Any, examples: Sequence[torch.Tensor]) -> Callab
         return run(list(tensors))
 
     return compiled
+
+
+# An origin keeps so many lines of the user's program.
+MAX_FRAMES = 3
+# Functions that stand in the stack of an operator of a trace. Checked on 2.13.
+_RUN_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+_CALL_MODULE = torch.nn.Module._call_impl.__code__
+_ENGINE_CALLS = (EngineCall.forward.__code__, EngineCall.backward.__code__)
+_UPDATE = inspect.unwrap(fs.update).__code__
+_TRACE = trace.__code__
+# Files whose functions compute a part of a forward again, in the backward.
+_RECOMPUTING_FILES = (torch.utils.checkpoint.__file__, fs.remat.__code__.co_filename)
+# The standard library. Packages that pip installed may lie inside of it.
+_LIBRARY = Path(sysconfig.get_path("stdlib"))
+_INSTALLED = tuple(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
+
+
+class Frame(NamedTuple):
+    """A line of the user's program that was running.
+
+    Attributes:
+        file: The file.
+        line: The number of the line.
+        function: The function that it is in.
+    """
+
+    file: str
+    line: int
+    function: str
+
+
+class Origin(NamedTuple):
+    """Where an operator of a graph comes from.
+
+    Attributes:
+        frames: Lines of the user's program that ran it, the innermost first. For an operator of the backward those
+            that run inside the backward, such as of an autograd Function; mostly none.
+        forward: For an operator of the backward the lines of its forward.
+        module: The name of the submodule that it belongs to, or of its forward's; for the model itself the name of its
+            class; empty outside of models.
+        phase: "forward", "backward", "recomputed" (a part of the forward that a checkpoint computes again in the
+            backward) or "update".
+        microbatch: The number of the microbatch, counted from 0.
+    """
+
+    frames: tuple[Frame, ...] = ()
+    forward: tuple[Frame, ...] = ()
+    module: str = ""
+    phase: str = "forward"
+    microbatch: int = 0
+
+
+def noting_origins() -> AbstractContextManager[None]:
+    """Let traces note in `node.meta["origin"]` the `Origin` of each node, inside a context.
+
+    Nodes that passes add later, and those of operators of higher order such as torch.cond, have none.
+    """
+    return setting(NODE_OBSERVER, _OriginNotes())
+
+
+class _Stack:
+    """What the stack of an operator says, from the operator outwards.
+
+    Attributes:
+        frames: Lines of the user's program.
+        modules: The modules that run, the innermost first.
+        frames_around: For an operator of the backward the lines that the backward was called from.
+        in_backward: Whether the engine of autograd runs.
+        recomputes: Whether a part of the forward runs again inside of it.
+        phase: What fshard does: "forward", "backward" or "update".
+        microbatch: The number of the microbatch.
+    """
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.modules: list[torch.nn.Module] = []
+        self.frames_around: list[Frame] = []
+        self.in_backward = False
+        self.recomputes = False
+        self.phase = "forward"
+        self.microbatch = 0
+
+    def leave_backward(self) -> None:
+        """Go on with what called the engine of autograd."""
+        self.in_backward = True
+        self.recomputes = self.recomputes or bool(self.modules)
+
+    def enter_engine_call(self, frame: FrameType) -> None:
+        """Read what a call of fshard's engine is doing."""
+        self.microbatch = frame.f_locals["self"].microbatches_begun - 1
+        if frame.f_code is EngineCall.backward.__code__:
+            self.phase = "backward"
+
+    def add_line(self, frame: FrameType) -> None:
+        """Add a line of the user's program."""
+        frames = self.frames_around if self.in_backward else self.frames
+        if len(frames) < MAX_FRAMES:
+            frames.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+
+
+class _OriginNotes:
+    """Notes the origins of the nodes of traces."""
+
+    def __init__(self) -> None:
+        self._module_names: dict[torch.nn.Module, str] = {}
+        self._is_users: dict[str, bool] = {}
+        # By the number that autograd gives to a node of its graph.
+        self._forwards: dict[int, Origin] = {}
+
+    def __call__(self, nodes: Iterable[torch.fx.Node]) -> None:
+        """Note the origin of nodes that an operator has just added."""
+        origin = None
+        for node in nodes:
+            if "origin" not in node.meta:
+                origin = origin or self._find_origin()
+                node.meta["origin"] = origin
+
+    def _find_origin(self) -> Origin:
+        """Find the origin of the operator that is being traced. Checked on 2.13."""
+        stack = self._read_stack(sys._getframe(2))
+        frames = tuple(stack.frames)
+        module = self._name_module(stack.modules)
+        differentiated: Any = torch._C._current_autograd_node()
+        forward = Origin()
+        if differentiated is not None:
+            forward = self._forwards.get(differentiated._sequence_nr(), forward)
+        if (stack.in_backward or differentiated is not None) and not stack.recomputes:
+            return Origin(frames, forward.frames, forward.module, "backward", stack.microbatch)
+        if not frames:
+            frames = tuple(stack.frames_around)
+        phase = "recomputed" if stack.recomputes else stack.phase
+        origin = Origin(frames, (), module, phase, stack.microbatch)
+        # Autograd has already numbered the node that this operator belongs to.
+        self._forwards.setdefault(next_sequence_number() - 1, origin)
+        return origin
+
+    def _read_stack(self, frame: FrameType | None) -> _Stack:
+        stack = _Stack()
+        while frame is not None and frame.f_code is not _TRACE:
+            code = frame.f_code
+            if code is _RUN_ENGINE:
+                stack.leave_backward()
+            elif code is _CALL_MODULE and not stack.in_backward:
+                stack.modules.append(frame.f_locals["self"])
+            elif code is _UPDATE:
+                stack.phase = "update"
+            elif code in _ENGINE_CALLS:
+                stack.enter_engine_call(frame)
+            elif code.co_filename in _RECOMPUTING_FILES:
+                stack.recomputes = stack.recomputes or not stack.in_backward
+            elif self._is_users_code(code, frame.f_lineno):
+                self._add_method_of_module(stack, frame)
+                stack.add_line(frame)
+            frame = frame.f_back
+        # Without the engine nothing runs again: a checkpoint calls the function in the forward too.
+        stack.recomputes = stack.recomputes and stack.in_backward
+        return stack
+
+    def _add_method_of_module(self, stack: _Stack, frame: FrameType) -> None:
+        """Find the module where a checkpoint runs a method of it again, and not the module itself."""
+        if stack.modules or stack.in_backward or frame.f_code.co_varnames[:1] != ("self",):
+            return
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch.nn.Module) and owner in self._module_names:
+            stack.modules.append(owner)
+
+    def _is_users_code(self, code: CodeType, line: int) -> bool:
+        file = code.co_filename
+        if file not in self._is_users:
+            path = Path(file)
+            is_installed = any(path.is_relative_to(folder) for folder in _INSTALLED)
+            is_library = path.is_relative_to(_LIBRARY) and not is_installed
+            # Code that was generated, such as that of a dataclass, has no lines to show.
+            has_lines = bool(linecache.getline(file, line))
+            self._is_users[file] = has_lines and not is_library and is_users_file(file)
+        return self._is_users[file]
+
+    def _name_module(self, modules: Sequence[torch.nn.Module]) -> str:
+        """Name the innermost of the modules that run, as the outermost names it."""
+        if not modules:
+            return ""
+        if modules[0] not in self._module_names:
+            root = modules[-1]
+            for name, module in named_modules(root):
+                self._module_names.setdefault(module, name or type(root).__name__)
+        return next((self._module_names[module] for module in modules if module in self._module_names), "")

@@ -11,8 +11,8 @@ from torch.fx.node import map_arg
 from fshard import _compat, comm, random
 from fshard.comm import ops
 
-__all__ = ["find_collective", "find_inputs", "find_last_uses", "find_results", "find_storages"]
-__all__ += ["find_write_targets", "is_impure", "is_random", "is_view", "is_wait"]
+__all__ = ["find_collective", "find_inputs", "find_last_uses", "find_results", "find_storages", "find_write_targets"]
+__all__ += ["is_impure", "is_random", "is_view", "is_wait"]
 
 # Bytes of storages by their names.
 Storages = dict[Hashable, int]
