@@ -833,6 +833,13 @@ FAULTS = (
         "5: a parameter read under no_grad first has the gradient of its later reads",
     ),
     Fault(
+        "arguments-left-out-of-the-report",
+        "fshard/ext/fit/memory.py",
+        "held_bytes = [arguments + moment.bytes for moment in graph.moments]",
+        "held_bytes = [moment.bytes for moment in graph.moments]",
+        "17: the report of a step's memory counts what a budget counts",
+    ),
+    Fault(
         "agreement-of-all-ranks-in-turn",
         "fshard/ext/plan/timeline.py",
         "rounds = sum((size - 1).bit_length() for size in mesh.values())",

@@ -1,0 +1,156 @@
+"""What `jitted.memory` reports: bytes by kind, the place of the peak, what a budget runs again, and a picture."""
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fshard as fs
+from fshard.testing import spmd
+from tests.jit.steps import adamw, train_step
+from tests.ranks import my_rank
+from tests.trees import tensors
+
+WIDTH, LAYERS, ROWS = 64, 4, 512
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x):
+        return self.head(self.blocks(x)).square().mean()
+
+
+def make_case(strategy=fs.zero3, rows=ROWS, **options):
+    """A step, and the arguments of a rank of two."""
+    model = fs.functionalize(Model(), units=Block)
+    mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    state = fs.TrainState.create(model.init(strategy(mesh, **options), seed=0), adamw())
+    step = train_step(lambda params, x: model.apply(params, x), adamw())
+    return step, (state, torch.ones(rows, WIDTH))
+
+
+def on_two_ranks(program):
+    """What the first of two ranks returns."""
+    return spmd(program, 2)[0]
+
+
+def nbytes(tree):
+    return sum(tensor.nbytes for tensor in tensors(tree))
+
+
+def test_kinds_add_up_to_the_peak_that_the_graph_has():
+    def program():
+        step, args = make_case()
+        jitted = fs.jit(step, donate_argnums=0)
+        return jitted.memory(*args), fs.make_graph(jitted)(*args).peak_bytes(), args
+
+    report, beyond_arguments, (state, x) = on_two_ranks(program)
+    memory = report.after
+    assert report.before == memory
+    assert report.budget is None
+    assert report.choices == []
+    assert memory.arguments == nbytes((state, x))
+    assert memory.peak == memory.arguments + beyond_arguments == sum(memory.kinds.values())
+    assert memory.kinds["parameters"] == nbytes(state.params)
+    assert memory.kinds["optimizer state"] == nbytes(state.opt_state)
+    assert memory.kinds["other arguments"] == nbytes((x, state.step))
+    # The backward of a block needs its input, and the argument and result of its gelu.
+    of_block = ROWS * 5 * WIDTH * x.itemsize
+    assert LAYERS * of_block * 0.8 <= memory.kinds["saved for the backward"] <= LAYERS * of_block * 1.2
+
+
+def test_full_gradients_are_told():
+    """With one row, the peak is where gradients are packed for their reduction: each is there twice."""
+
+    def program():
+        step, args = make_case(rows=1, min_shard_elements=0)
+        return fs.jit(step, donate_argnums=0).memory(*args).after.kinds, nbytes(fs.unshard(args[0].params))
+
+    kinds, full = on_two_ranks(program)
+    assert 1.9 * full <= kinds["full gradients"] <= 2.1 * full
+    assert kinds["reduced gradients"] == kinds["full units"] == 0
+
+
+def test_gradients_of_an_update_are_reduced():
+    def program():
+        tx = adamw()
+        params = fs.shard({"w": torch.ones(64, 64)}, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
+
+        def step(state, x):
+            loss, grads = fs.value_and_grad(lambda params, x: (fs.gather(params)["w"] * x).sum())(state.params, x)
+            # Takes more than the backward, and needs the gradient afterwards.
+            wide = fs.tree_map(lambda leaf: leaf.repeat(9, 1).sum(0), state.params)
+            return fs.update(tx, state, grads), loss, wide
+
+        return fs.jit(step).memory(fs.TrainState.create(params, tx), torch.ones(64, 64)).after
+
+    memory = on_two_ranks(program)
+    assert memory.kinds["reduced gradients"] > 0
+    assert memory.kinds["full gradients"] == memory.kinds["saved for the backward"] == 0
+
+
+def test_a_budget_is_kept_and_said_block_by_block(tmp_path):
+    def program():
+        step, args = make_case()
+        whole = fs.jit(step, donate_argnums=0).memory(*args).after
+        budget = whole.arguments + (whole.peak - whole.arguments) // 2
+        report = fs.jit(step, donate_argnums=0, passes=(fs.fit(budget),)).memory(*args)
+        if my_rank() == 0:
+            report.draw(tmp_path / "memory.svg")
+        return report, whole, budget
+
+    report, whole, budget = on_two_ranks(program)
+    assert report.before == whole
+    assert report.budget == budget
+    assert report.after.peak == sum(report.after.kinds.values()) <= budget < whole.peak
+    assert report.after.kinds["saved for the backward"] < whole.kinds["saved for the backward"]
+    assert report.choices
+    for line in report.choices:
+        assert re.fullmatch(r"blocks\.\d( to blocks\.\d)?: (recomputed .*|weights gathered again)", line), line
+    text = str(report)
+    assert f"{budget / 1e6:,.2f} MB" in text
+    assert "test_report.py:" in text
+    picture = ElementTree.parse(tmp_path / "memory.svg")
+    words = " ".join(element.text for element in picture.iter("{http://www.w3.org/2000/svg}text"))
+    for nbytes_drawn in (whole.peak, report.after.peak, budget, whole.arguments):
+        assert f"{nbytes_drawn / 1e6:.1f} MB" in words
+
+
+def test_weights_that_are_gathered_again_are_said():
+    """Full weights are held from the forward to the backward, and few rows make them a large part of the peak."""
+
+    def program():
+        step, args = make_case(rows=64, min_shard_elements=0, bucket_bytes=0, regather=False)
+        whole = fs.jit(step, donate_argnums=0).memory(*args).after
+        budget = whole.arguments + int(0.6 * (whole.peak - whole.arguments))
+        return fs.jit(step, donate_argnums=0, passes=(fs.fit(budget),)).memory(*args)
+
+    report = on_two_ranks(program)
+    assert report.after.kinds["full units"] < report.before.kinds["full units"]
+    assert any("weights gathered again" in line for line in report.choices)
+
+
+def test_a_budget_that_cannot_be_kept_is_refused():
+    def program():
+        step, args = make_case()
+        with pytest.raises(ValueError, match=r"the pass fit: the step needs at least \d+ bytes"):
+            fs.jit(step, passes=(fs.fit(1000),)).memory(*args)
+
+    on_two_ranks(program)
