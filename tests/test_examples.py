@@ -312,6 +312,19 @@ def test_rl(launcher):
 
 
 @launched
+def test_fit(launcher, ranks, tmp_path):
+    sizes = {"width": 64, "layers": 3, "context": 64, "picture": tmp_path / "memory.svg"}
+    out = run(*launcher, ROOT / "examples/fit.py", **sizes)
+    budgets = numbers(r"no budget +budget (\S+) MB", out)
+    rows = numbers(r"most bytes held +(\S+) MB +(\S+) MB", out)
+    assert len(budgets) == len(rows) == 3
+    for (budget,), (before, after) in zip(budgets, rows, strict=True):
+        assert after <= budget < before
+    assert out.count("to fit the budget:") == out.count("equal bits") == 3
+    assert (tmp_path / "memory.svg").read_text().startswith("<svg")
+
+
+@launched
 def test_unequal_tokens(launcher, ranks):
     sizes = {"strategy": "zero1" if ranks == 1 else "zero3", "microbatches": 3, "lines": 3}
     sizes |= {"steps": 3, "width": 16, "layers": 1}

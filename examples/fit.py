@@ -1,0 +1,82 @@
+"""Fit the train step of a small GPT into less memory, and read what a budget changes.
+
+    torchrun --standalone --nproc_per_node 2 examples/fit.py
+    python examples/fit.py --layers 8 --parts 0.3 --picture memory.svg
+
+The program predicts the memory of a step, and sets budgets between what the arguments take and the peak of the step
+without a budget. For each it prints the report: what is held at the peak, and what is computed or gathered again, block
+by block. Then it trains under each budget, and all losses and parameters have the same bits.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gpt
+import torch
+import torch.nn.functional as F
+from progress_bar import progress
+
+import fshard as fs
+
+
+def make_step(model: fs.Model, tx: fs.Optimizer) -> Callable[..., Any]:
+    """The train step, as one writes it without a budget."""
+
+    def loss_fn(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model.apply(params, x).flatten(0, 1), y.flatten())
+
+    def train_step(state: fs.TrainState, x: torch.Tensor, y: torch.Tensor) -> tuple[fs.TrainState, torch.Tensor]:
+        loss, grads = fs.value_and_grad(loss_fn)(state.params, x, y)
+        return fs.update(tx, state, grads), loss
+
+    return train_step
+
+
+def train(step: Any, state: fs.TrainState, text: torch.Tensor, args: argparse.Namespace, mesh: Any) -> list[Any]:
+    """Train from a state that is donated, and return the losses and the last parameters."""
+    losses = []
+    for number in progress(range(args.steps), "training", shown=mesh.get_rank() == 0):
+        seed = number * mesh.size() + mesh.get_rank()
+        state, loss = step(state, *gpt.batch(text, args.batch, args.context, seed))
+        losses.append(loss)
+    return [*losses, *fs.tree_leaves(fs.unshard(state.params))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in {"width": 128, "layers": 4, "heads": 4, "context": 128, "batch": 8, "steps": 4}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    help = "budgets, as parts of the peak beyond the arguments"
+    parser.add_argument("--parts", type=float, nargs="+", default=[0.8, 0.6, 0.4], help=help)
+    parser.add_argument("--picture", type=Path, help="where to draw the last budget, as an SVG")
+    args, mesh = parser.parse_args(), fs.init_mesh({"shard": -1}, device="cpu")
+    shown = mesh.get_rank() == 0
+    torch.set_num_threads(1)
+    model = fs.functionalize(gpt.GPT(args.width, args.layers, args.heads, args.context), units=gpt.Block)
+    tx = fs.from_torch(torch.optim.AdamW, lr=1e-3, fused=True)
+    state = fs.TrainState.create(model.init(fs.zero3(mesh), seed=0), tx)
+    text, _ = gpt.standard_library()
+    example = gpt.batch(text, args.batch, args.context, seed=0)
+
+    train_step = make_step(model, tx)
+    jitted = fs.jit(train_step, donate_argnums=0)
+    whole = jitted.memory(state, *example).before
+    expected = train(jitted, fs.tree_map(torch.clone, state), text, args, mesh)
+    for part in args.parts:
+        budget = int(whole.arguments + part * (whole.peak - whole.arguments))
+        fitted = fs.jit(train_step, donate_argnums=0, passes=(fs.fit(budget),))
+        report = fitted.memory(state, *example)
+        results = train(fitted, fs.tree_map(torch.clone, state), text, args, mesh)
+        same = all(map(torch.equal, results, expected))
+        if shown:
+            print(f"{report}\n  losses and parameters after {args.steps} steps: {'equal' if same else 'other'} bits\n")
+            if args.picture:
+                report.draw(args.picture)
+    if shown and args.picture:
+        print(f"Picture: {args.picture}")
+
+
+if __name__ == "__main__":
+    main()
