@@ -34,6 +34,7 @@ TABLE: Mapping[tuple[str, str], str] = MappingProxyType(
         ("fshard", "publish"): "publish receive",
         ("fshard", "quantize"): "quantize",
         ("fshard", "saved_graph"): "load_graph save_graph",
+        ("fshard", "replay.replay"): "replay",
         ("fshard", "sample_ids"): "sample_ids",
         ("fshard", "trace.trace"): "trace",
         ("fshard.checkpoint", "interop.dcp"): "load_dcp save_dcp",
