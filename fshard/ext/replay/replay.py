@@ -81,8 +81,8 @@ class Report(NamedTuple):
     def _list_lines(self) -> Iterator[str]:
         ranks = "rank " if len(self.ranks) == 1 else "ranks "
         ranks += ", ".join(map(str, self.ranks))
-        verb = "made" if self.phase else "was given"
-        yield f"replay: {self.operator} {verb} {self.problem} on {ranks}"
+        subject, verb = (self.operator, "made") if self.phase else (f"the argument {self.operator}", "has")
+        yield f"replay: {subject} {verb} {self.problem} on {ranks}"
         phase = self.phase
         if self.microbatches > 1 and phase != "update":
             phase += f", microbatch {self.microbatch} of {self.microbatches}"
@@ -94,7 +94,7 @@ class Report(NamedTuple):
             ("unit", [self.unit]),
             ("leaf", [self.leaf]),
             ("read", self.operands),
-            ("made", self.results),
+            (verb, self.results),
             ("before it", self.before),
         ]
         for title, texts in facts:
@@ -227,7 +227,7 @@ def _write_report(traced: Traced, sightings: Sightings, maker: Maker, ranks: lis
         frames=list(origin.frames),
         forward=list(origin.forward),
         module=origin.module,
-        unit=_find_unit(node, looks_ahead=bool(origin.module or leaf)),
+        unit=_find_unit(node),
         leaf=leaf,
         microbatch=origin.microbatch + 1,
         microbatches=max(origins, default=0) + 1,
@@ -257,25 +257,13 @@ def _find_result(traced: Traced, node: Node) -> str:
     return next((paths[user] for user in _walk_along(node, lambda node: node.users) if user in paths), "")
 
 
-def _find_unit(node: Node, looks_ahead: bool) -> str:
-    """Find the units of the collective that brought what a node reads or, ahead, that sends what comes of it."""
-
-    def follow_views(node: Node) -> list[Node]:
-        return [source for source in node.all_input_nodes if _only_moves(source)]
-
-    nodes = list(_walk_along(node, follow_views))
-    if looks_ahead:
-        nodes += _walk_along(node, lambda node: node.users)
-    for each in nodes:
-        collective = graph_nodes.find_collective(each)
+def _find_unit(node: Node) -> str:
+    """Find the units of the nearest collective that brought what a node reads."""
+    for source in _walk_along(node, lambda node: node.all_input_nodes):
+        collective = graph_nodes.find_collective(source)
         if collective is not None and collective.about.units:
             return collective.unit
     return ""
-
-
-def _only_moves(node: Node) -> bool:
-    """Whether a node only looks at values or brings those of other ranks."""
-    return any(check(node) for check in (graph_nodes.is_view, graph_nodes.is_wait, graph_nodes.find_collective))
 
 
 def _find_before(node: Node) -> list[Node]:
