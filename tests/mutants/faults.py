@@ -113,6 +113,8 @@ MIRRORS = {
     "fshard/ext/plan": ("tests/ext/plan/test_plan.py", "tests/ext/plan"),
     "fshard/ext/interop": ("tests/ext/interop",),
     "fshard/ext/trace": ("tests/ext/trace",),
+    "fshard/ext/replay": ("tests/ext/replay/test_replay.py", "tests/ext/replay/test_run.py"),
+    "fshard/ext/_compat.py": ("tests/ext/replay/test_run.py",),
 }
 
 
@@ -1378,6 +1380,41 @@ FAULTS = (
         "return sum(min(end, self.began) - begin for begin, end in waits if begin < self.began)",
         "return sum(end - begin for begin, end in waits if begin < self.began)",
         "8: a report counts as waiting for a rank no more than the time until it came",
+    ),
+    Fault(
+        "refused-value-not-followed-to-its-sender",
+        "fshard/ext/replay/sightings.py",
+        "                    pending.append(start)",
+        "                    pass",
+        "8: a replay names the rank that made a value which another rank received",
+    ),
+    Fault(
+        "operand-shown-as-it-was-written",
+        "fshard/ext/replay/run.py",
+        "            operands[target] = values[target].clone()",
+        "            operands[target] = values[target]",
+        "8: a replay shows a value that an operator writes to as it was before",
+    ),
+    Fault(
+        "replay-names-an-infinity-that-was-written-down",
+        "fshard/ext/replay/sightings.py",
+        "    return isinstance(value, float) and math.isinf(value)",
+        "    return isinstance(value, float) and math.isnan(value)",
+        "8: a mask of attention is no alarm of a replay",
+    ),
+    Fault(
+        "gradient-that-an-update-drops-not-looked-at",
+        "fshard/ext/replay/sightings.py",
+        'if phase_of(node) == "update":',
+        'if phase_of(node) == "updates":',
+        "8: a replay names the gradient that skip_nonfinite leaves out",
+    ),
+    Fault(
+        "backward-without-the-line-of-its-forward",
+        "fshard/ext/_compat.py",
+        "self._forwards.setdefault(next_sequence_number() - 1, origin)",
+        "self._forwards.setdefault(next_sequence_number(), origin)",
+        "8: an operation of the backward is shown with the line of its forward",
     ),
     Fault(
         "box-written-at-the-start-of-its-tensor",

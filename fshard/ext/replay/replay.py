@@ -1,7 +1,7 @@
 """replay: run a step again on its arguments, and name the first operation that made a wrong value."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +50,7 @@ class Report(NamedTuple):
         frames: Lines of the user's program that ran it, the innermost first.
         forward: For an operation of the backward the lines of its forward.
         module: The submodule that it belongs to.
-        unit: The units of the nearest collective.
+        unit: The unit that the submodule lies in, or the units of the nearest collective.
         leaf: For an operation of the backward or the update the path of the result that it goes into.
         microbatch: The number of the microbatch, counted from 1.
         microbatches: How many there are.
@@ -227,7 +227,7 @@ def _write_report(traced: Traced, sightings: Sightings, maker: Maker, ranks: lis
         frames=list(origin.frames),
         forward=list(origin.forward),
         module=origin.module,
-        unit=_find_unit(node),
+        unit=_find_unit(sightings.nodes, node),
         leaf=leaf,
         microbatch=origin.microbatch + 1,
         microbatches=max(origins, default=0) + 1,
@@ -257,8 +257,14 @@ def _find_result(traced: Traced, node: Node) -> str:
     return next((paths[user] for user in _walk_along(node, lambda node: node.users) if user in paths), "")
 
 
-def _find_unit(node: Node) -> str:
-    """Find the units of the nearest collective that brought what a node reads."""
+def _find_unit(nodes: Sequence[Node], node: Node) -> str:
+    """Find the unit that a node's submodule lies in, or those of the nearest collective that brought what it reads."""
+    collectives = filter(None, map(graph_nodes.find_collective, nodes))
+    units = {unit for collective in collectives for unit in collective.about.units}
+    module = node.meta.get("origin", NO_ORIGIN).module
+    around = [unit for unit in units if f"{module}.".startswith(f"{unit}.")]
+    if around:
+        return max(around, key=len)
     for source in _walk_along(node, lambda node: node.all_input_nodes):
         collective = graph_nodes.find_collective(source)
         if collective is not None and collective.about.units:

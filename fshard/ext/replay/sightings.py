@@ -138,6 +138,10 @@ class Sightings:
 
     def watch(self, node: Node, operands: Mapping[Node, Any], result: Any) -> None:
         """Look at what a node read and made; called by `run_nodes`."""
+        if _is_empty(node):
+            # What was in the memory before may be anything.
+            result.zero_()
+            return
         level = self._measure_all(result, node)
         if not level:
             return
@@ -240,6 +244,11 @@ class Sightings:
         origin = node.meta.get("origin", NO_ORIGIN)
         operation = f"{name_operator(node)} {origin.frames} {origin.forward} {origin.module}"
         return Maker(is_mask, self._waits[node], self.nodes.index(node), operation)
+
+
+def _is_empty(node: Node) -> bool:
+    """Whether a node makes memory that nothing has been written to."""
+    return name_operator(node).startswith(("aten.empty", "aten.new_empty"))
 
 
 def _find_start(node: Node) -> Any:

@@ -294,6 +294,20 @@ def test_masks_are_legal_and_a_row_that_is_all_masked_is_not():
     assert (report.operator, report.problem, report.ranks) == ("aten._softmax", "NaN", [0, 1])
 
 
+def fill_empty(x):
+    poisoned = torch.empty(4).fill_(float("nan"))
+    del poisoned
+    rows = x.new_empty(4)
+    rows[:2] = x
+    rows[2:] = x
+    return (rows / x.repeat(2)).sum()
+
+
+def test_memory_that_was_empty_makes_no_value():
+    report = fs.replay(fill_empty, torch.tensor([0.0, 1.0]))
+    assert (report.operator, report.problem) == ("aten.div", "NaN")
+
+
 def test_what_the_caller_allows_is_not_reported():
     lines = [expand("<log> in loss_fn").partition(" ")[0]]
     for allow in (lines, ["aten.log"]):
