@@ -1384,22 +1384,22 @@ FAULTS = (
     Fault(
         "refused-value-not-followed-to-its-sender",
         "fshard/ext/replay/sightings.py",
-        "                    pending.append(start)",
-        "                    pass",
+        "pending.append(start)",
+        "pass",
         "8: a replay names the rank that made a value which another rank received",
     ),
     Fault(
         "operand-shown-as-it-was-written",
         "fshard/ext/replay/run.py",
-        "            operands[target] = values[target].clone()",
-        "            operands[target] = values[target]",
+        "operands[target] = values[target].clone()",
+        "operands[target] = values[target]",
         "8: a replay shows a value that an operator writes to as it was before",
     ),
     Fault(
         "replay-names-an-infinity-that-was-written-down",
         "fshard/ext/replay/sightings.py",
-        "    return isinstance(value, float) and math.isinf(value)",
-        "    return isinstance(value, float) and math.isnan(value)",
+        "return isinstance(value, float) and math.isinf(value)",
+        "return isinstance(value, float) and math.isnan(value)",
         "8: a mask of attention is no alarm of a replay",
     ),
     Fault(
