@@ -109,12 +109,12 @@ def replay(
 ) -> Report | None:
     """Run a step again on its arguments, and name the first operation that made a value which is not finite.
 
-    Every rank calls it, with the arguments of the step that went wrong. The step is traced, and its graph runs node by
-    node, collectives included, so that each value can be looked at; arguments stay as they are, and no result is
-    returned. From the results and gradients that are not finite the search goes back, also through collectives to
-    other ranks, to the first operation that made such a value out of operands without. What nobody reads, padding and
-    the -inf of a mask cause no report, as they reach no result. It takes about as long as tracing the step and running
-    it eagerly twice, and the memory of an eager step.
+    Every rank of the run calls it, with the arguments of the step that went wrong. The step is traced, and its graph
+    runs node by node, collectives included, so that each value can be looked at. Arguments stay as they are, and no
+    result is returned. From the results and gradients that are not finite the search goes back, also through
+    collectives to other ranks, to the first operation that made such a value out of operands without. What nobody
+    reads, padding and the -inf of a mask cause no report, as they reach no result. A replay takes the time of a trace
+    and of a run that looks at each value, and the memory of an eager step.
 
     Follows jax.debug_nans, which runs a jitted function again operation by operation.
 
@@ -141,12 +141,12 @@ def replay(
     ('aten.log', 'infinities', 'forward', [0], ["[0][0]['w']: float32[2], 0 to 1"])
     >>> fs.replay(step, params, torch.ones(2), allow=["aten.log", "aten.div"])
     """
-    is_watch = watch == "nonfinite" or callable(watch)
-    expect(is_watch, "replay", 'watch to be "nonfinite" or a function', describe(watch))
-    are_texts = not isinstance(allow, str) and all(isinstance(name, str) for name in allow)
-    expect(are_texts, "replay", "allow to be a collection of operators and lines", describe(allow))
-    _refuse_donated(flatten((args, kwargs)))
     with calling("replay", lambda: flatten((args, kwargs)).axes):
+        is_watch = watch == "nonfinite" or callable(watch)
+        expect(is_watch, "replay", 'watch to be "nonfinite" or a function', describe(watch))
+        are_texts = not isinstance(allow, str) and all(isinstance(name, str) for name in allow)
+        expect(are_texts, "replay", "allow to be a collection of operators and lines", describe(allow))
+        _refuse_donated(flatten((args, kwargs)))
         traced, flat = _trace(step, args, kwargs)
         sightings = Sightings(traced, _name_inputs(traced, flat), _make_measure(watch), allow)
         tensors = [tensor for tensor in tensors_of(flat.leaves) if isinstance(tensor, torch.Tensor)]

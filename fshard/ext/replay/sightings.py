@@ -84,6 +84,8 @@ def show_frame(frame: Frame) -> str:
 def _describe_range(tensor: torch.Tensor) -> str:
     if tensor.is_complex() or not tensor.numel():
         return ""
+    if tensor.dtype.itemsize == 1:
+        tensor = tensor.float()
     finite = tensor[tensor.isfinite()]
     text = f", {finite.min().item():.3g} to {finite.max().item():.3g}" if finite.numel() else ""
     for word, count in (("NaN", tensor.isnan().sum()), ("infinite", tensor.isinf().sum())):
