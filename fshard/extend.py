@@ -16,11 +16,13 @@
 - `check_matches`: refuses masks that match no leaf.
 - `check_numbers`: refuses arguments that are no numbers of a `Range`.
 - `check_rates`: refuses what are no `Rates`, or lack an axis.
+- `check_same_call`: compares a call between ranks, which begins with it.
 - `check_tensors`: refuses leaves that are no tensors.
 - `COUNT`: a `Range`: a whole number, 0 or more, or None.
 - `count_flops`: the floating-point operations of a node of a graph.
 - `count_updates`: new counts of the updates of each leaf, one more if it has a gradient.
 - `custom_call`: a differentiable function that communicates in its forward and its backward.
+- `DispatchMode`: torch's class of modes that see each operator of a thread.
 - `describe`: says what a value is, for an error.
 - `drawing`: how values of a module are drawn: copies of modules, tensors to draw, the functions that draw them.
 - `EngineCall`: one run of `value_and_grad` or of a model: its forwards and backwards.
@@ -39,6 +41,7 @@
 - `FRACTION`: a `Range`: 0 or more and below 1.
 - `FullyShard`: the transform of `fully_shard`, for one that sends otherwise.
 - `GraphPass`: a value of `passes=` of `jit`, which maps a graph to a `PassedGraph`.
+- `generators`: the states of torch's generators, as operators of a graph that read and set them.
 - `graph_nodes`: what an operator of a graph reads, writes, sends and draws.
 - `grouped`: the positions of leaves by a key.
 - `hash_of`: a checksum of a tensor's values.
@@ -122,8 +125,10 @@
 from typing import TYPE_CHECKING
 
 from fshard import lazy_names
+from fshard import random as generators
 from fshard._compat import (
     NODE_OBSERVER,
+    DispatchMode,
     any_dual,
     arguments_of,
     fake_maker,
@@ -154,7 +159,15 @@ from fshard.collectives import (
     sum_over,
     walk_graph,
 )
-from fshard.comm import all_gather_object, annotate_collectives, calling, setting, supports_cpu_messages, watched
+from fshard.comm import (
+    all_gather_object,
+    annotate_collectives,
+    calling,
+    check_same_call,
+    setting,
+    supports_cpu_messages,
+    watched,
+)
 from fshard.comm.ops import held_in_flight
 from fshard.comm.sockets import sockets_of_axis, sockets_of_mesh
 from fshard.engine import EngineCall
@@ -227,6 +240,7 @@ __all__ = [
     "NOT_NEGATIVE",
     "POSITIVE",
     "Box",
+    "DispatchMode",
     "EngineCall",
     "Entry",
     "Exchange",
@@ -256,6 +270,7 @@ __all__ = [
     "check_matches",
     "check_numbers",
     "check_rates",
+    "check_same_call",
     "check_tensors",
     "count_flops",
     "count_updates",
@@ -271,6 +286,7 @@ __all__ = [
     "fingerprint",
     "flatten",
     "fold_views_and_remove_dead_nodes",
+    "generators",
     "graph_nodes",
     "grouped",
     "hash_of",

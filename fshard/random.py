@@ -12,6 +12,9 @@ from fshard.comm import ops
 from fshard.tree import Axis
 from fshard.tree.checks import describe
 
+__all__ = ["EFFECTS", "fold_in", "keeping_generators", "key_of"]
+__all__ += ["random_state", "seed", "seeded", "set_random_state", "words_at"]
+
 
 def fold_in(key: torch.Tensor | int, data: torch.Tensor | int | Axis) -> torch.Tensor:
     """Make another key of a key, such as one for each step and each rank.

@@ -86,6 +86,8 @@ MIRRORS = {
     "fshard/optim/block_sums.py": ("tests/ext/optim/test_norm_blocks.py", "tests/ext/optim/test_clip.py"),
     "fshard/optim": ("tests/optim",),
     "fshard/ext/jit": ("tests/ext/jit",),
+    "fshard/ext/replay/shared.py": ("tests/ext/replay/test_shared.py",),
+    "fshard/ext/replay/verify.py": ("tests/ext/replay/test_verify.py",),
     "fshard/ext/optim": ("tests/ext/optim", "tests/optim"),
     "fshard/update.py": (
         "tests/test_update.py",
@@ -1436,6 +1438,27 @@ FAULTS = (
         "check_dtype=exact,",
         "check_dtype=False,",
         "6: what is compared bit for bit has one dtype",
+    ),
+    Fault(
+        "memory-written-through-a-view-counts-as-shared",
+        "fshard/ext/replay/shared.py",
+        "agreement &= self._written.get(storage, self._axes)",
+        "agreement &= self._axes",
+        "4: verify raises no alarm where a rank's own value lies in memory that ranks once shared",
+    ),
+    Fault(
+        "own-row-of-a-sum-is-not-counted",
+        "fshard/ext/replay/shared.py",
+        "rows = frozenset(range(1, collective.size))",
+        "rows = frozenset(range(collective.size))",
+        "4: ranks must agree on a sum once it has the rows of all of them, and not before",
+    ),
+    Fault(
+        "rank-is-blamed-without-a-majority",
+        "fshard/ext/replay/verify.py",
+        "if 2 * count <= len(votes):",
+        "if 2 * count < len(votes):",
+        "4: of two ranks that differ, nothing says which one is wrong",
     ),
     Fault(
         "transform-may-write-to-its-inputs",

@@ -1,0 +1,137 @@
+"""Runs of a graph that give the same bits each time, unless something is wrong."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Node
+
+import fshard as fs
+from fshard.ext._compat import noting_origins
+from fshard.ext.replay.run import Watch, run_nodes
+from fshard.extend import (
+    DispatchMode,
+    Jitted,
+    Traced,
+    check_same_call,
+    generators,
+    graph_nodes,
+    tensor_of,
+)
+
+_GENERATORS = (generators.random_state, generators.set_random_state, generators.seed)
+# Simulated ranks are threads, which share the generators of the process.
+_SHARED_GENERATORS = threading.Lock()
+_EMPTY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+
+
+class TracedCall(NamedTuple):
+    """A step as a graph, and its arguments.
+
+    Attributes:
+        flat: The arguments, taken apart.
+        traced: The graph, whose nodes know their origins.
+        inputs: The inputs of the graph, each with the index of its leaf.
+    """
+
+    flat: Any
+    traced: Traced
+    inputs: dict[Node, int]
+
+    def leaf_of(self, node: Node) -> Any:
+        """Return the leaf that an input stands for; None of other nodes."""
+        return self.flat.leaves[self.inputs[node]] if node in self.inputs else None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The inputs' values."""
+        return [tensor_of(self.flat.leaves[index]) for index in self.inputs.values()]
+
+
+def trace_call(api_name: str, step: Callable[..., Any], args: Sequence[Any]) -> TracedCall:
+    """Trace a call of a step, and compare it between ranks.
+
+    Args:
+        api_name: The function that asks, for errors.
+        step: The step. Of a function of `jit` it is the function inside, which writes to no argument.
+        args: Its arguments.
+
+    Returns:
+        The call.
+    """
+    function = getattr(step, "__wrapped__", step) if isinstance(step, Jitted) else step
+    with noting_origins():
+        _, program, flat = fs.jit(function).find_call(args, {})
+    check_same_call(api_name, flat.axes, flat)
+    traced = program.traced
+    inputs = dict(zip(graph_nodes.find_inputs(traced.module.graph), traced.input_leaves, strict=True))
+    return TracedCall(flat, traced, inputs)
+
+
+def read_generators() -> torch.Tensor:
+    """Read the states of this process's generators."""
+    with _SHARED_GENERATORS:
+        states: torch.Tensor = generators.random_state()
+        return states
+
+
+def run_repeatably(call: TracedCall, generator_states: torch.Tensor, watch: Watch) -> list[Any]:
+    """Run a graph, with zeros in empty memory and with states of torch's generators that nothing else moves.
+
+    Args:
+        call: The graph and its arguments.
+        generator_states: The states of torch's generators that it begins with.
+        watch: As for `run_nodes`; not called for empty memory.
+
+    Returns:
+        The results of the graph.
+    """
+
+    def fill_and_watch(node: Node, operands: Mapping[Node, Any], result: Any) -> None:
+        if is_empty(node):
+            result.zero_()
+        else:
+            watch(node, operands, result)
+
+    with _PrivateGenerators(generator_states):
+        return run_nodes(call.traced, call.tensors, fill_and_watch)
+
+
+def is_empty(node: Node) -> bool:
+    """Whether a node makes memory that nothing has been written to."""
+    packet = getattr(node.target, "overloadpacket", None)
+    return getattr(packet, "__name__", "") in _EMPTY
+
+
+class _PrivateGenerators(DispatchMode):
+    """Lets operators of this thread draw from states of torch's generators that belong to the context."""
+
+    # Branches of torch.cond run under the mode too.
+    supports_higher_order_operators = True
+
+    def __init__(self, states: torch.Tensor) -> None:
+        super().__init__()
+        self._states = states
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not _uses_generators(func):
+            return func(*args, **kwargs)
+        with _SHARED_GENERATORS:
+            states_of_process = generators.random_state()
+            generators.set_random_state(self._states)
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self._states = generators.random_state()
+                generators.set_random_state(states_of_process)
+
+
+def _uses_generators(func: Any) -> bool:
+    """Whether an operator reads, sets or draws from torch's generators."""
+    # Collectives have the tag too, and wait for other ranks.
+    if func in _GENERATORS:
+        return True
+    is_seeded = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+    return is_seeded and func.namespace != "fshard"
