@@ -36,7 +36,7 @@ Those of extensions, which use the core as a program does and are imported when 
 - **Gradient transformations**: `clip_by_global_norm`, `clip_by_norm`, `clip_by_value`, `global_norm`, `leaf_norms`,
   `add_decayed_weights`, `scale_by_adam`, `scale_by_trust_ratio`, `scale_by_factored_rms`.
 - **Before and during a step**: `plan`, `trace`; `sample_ids` for the samples of a step.
-- **After a step that went wrong**: `replay` and `verify` name the operation.
+- **After a step that went wrong**: `replay`, `verify` and `diff` name the operation.
 - **Exchange**: `to_dtensor`, `from_dtensor`; for models of transformers `no_split`, and `with_init_weights`, which
   draws their values.
 """
@@ -126,6 +126,7 @@ if TYPE_CHECKING:
     from fshard.ext.plan.plan import plan
     from fshard.ext.publish import publish, receive
     from fshard.ext.quantize import quantize
+    from fshard.ext.replay.diff import diff
     from fshard.ext.replay.replay import replay
     from fshard.ext.replay.verify import verify
     from fshard.ext.sample_ids import sample_ids
@@ -159,7 +160,7 @@ __all__ += ["adafactor", "adam", "adamw", "ema", "lamb", "lars", "sgd", "skip_no
 __all__ += ["add_decayed_weights", "clip_by_global_norm", "clip_by_norm", "clip_by_value", "global_norm", "leaf_norms"]
 __all__ += ["scale_by_adam", "scale_by_factored_rms", "scale_by_trust_ratio"]
 __all__ += ["dynamic_loss_scale", "from_torch_scheduler", "schedules"]
-__all__ += ["plan", "replay", "sample_ids", "trace", "verify"]
+__all__ += ["diff", "plan", "replay", "sample_ids", "trace", "verify"]
 __all__ += ["from_dtensor", "no_split", "to_dtensor", "with_init_weights"]
 
 

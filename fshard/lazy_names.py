@@ -33,6 +33,7 @@ TABLE: Mapping[tuple[str, str], str] = MappingProxyType(
         ("fshard", "plan.plan"): "plan",
         ("fshard", "publish"): "publish receive",
         ("fshard", "quantize"): "quantize",
+        ("fshard", "replay.diff"): "diff",
         ("fshard", "replay.verify"): "verify",
         ("fshard", "saved_graph"): "load_graph save_graph",
         ("fshard", "replay.replay"): "replay",

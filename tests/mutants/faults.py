@@ -88,6 +88,7 @@ MIRRORS = {
     "fshard/ext/jit": ("tests/ext/jit",),
     "fshard/ext/replay/shared.py": ("tests/ext/replay/test_shared.py",),
     "fshard/ext/replay/verify.py": ("tests/ext/replay/test_verify.py",),
+    "fshard/ext/replay/diff.py": ("tests/ext/replay/test_diff.py",),
     "fshard/ext/optim": ("tests/ext/optim", "tests/optim"),
     "fshard/update.py": (
         "tests/test_update.py",
@@ -1459,6 +1460,13 @@ FAULTS = (
         "if 2 * count <= len(votes):",
         "if 2 * count < len(votes):",
         "4: of two ranks that differ, nothing says which one is wrong",
+    ),
+    Fault(
+        "results-of-shards-are-compared-between-strategies",
+        "fshard/ext/replay/diff.py",
+        "if _layout_of(first) != _layout_of(second):",
+        "if _layout_of(first) == _layout_of(second):",
+        "4: two strategies do not differ in what both compute",
     ),
     Fault(
         "transform-may-write-to-its-inputs",

@@ -1,0 +1,75 @@
+"""Versions of a step that diff compares."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fshard as fs
+from tests.ranks import my_rank
+from tests.trees import normal, one_axis
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self, approximate: str) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.approximate = approximate
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(self.up(x), approximate=self.approximate)  # gelu
+        return x + self.down(hidden)
+
+
+class Net(nn.Module):
+    def __init__(self, approximates: tuple[str, str]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(map(Block, approximates))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)  # head
+
+
+class Other(Net):
+    """A net with another line."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(1.01 * x)
+
+
+def make_version(
+    strategy: Callable[..., Any] = fs.zero3,
+    approximates: tuple[str, str] = ("none", "none"),
+    lr: float = 1e-2,
+    reduce: str = "mean",
+    net: Callable[..., nn.Module] = Net,
+    **options: Any,
+) -> tuple[Callable[..., Any], Any, Tensor]:
+    """A step, a state and this rank's batch."""
+    model = fs.functionalize(net(approximates), Block)
+    tx = fs.chain(fs.clip_by_global_norm(1e-3), fs.adamw(lr))
+    state = fs.TrainState.create(model.init(strategy(one_axis(), **options), seed=0), tx)
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        return model.apply(params, x).float().square().mean()
+
+    def step(state: Any, batch: Tensor) -> Any:
+        loss, grads = fs.value_and_grad(loss_fn, reduce=reduce)(state.params, batch)
+        return fs.update(tx, state, grads), loss  # update
+
+    return step, state, normal(my_rank())(4, WIDTH, dtype=torch.float32)
+
+
+def shift(x: Tensor, by: Tensor) -> Tensor:
+    """A function of two operators."""
+    return 2 * (x + by)  # shift
