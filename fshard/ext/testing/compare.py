@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ from fshard.extend import (
 _API_NAME = "assert_matches_ddp"
 # How far a ratio may be from a whole number, for rounding; float32 parameters that change by a thousandth reach this.
 RATIO_TOLERANCE = 1e-3
+# By how much an operation may differ from the module's, relative to its largest value, if no tolerance is given.
+BOUND = 1e-5
+BOUND_IF_EXACT = 1e-12
 
 
 def assert_trees_close(
@@ -182,7 +186,8 @@ def assert_matches_ddp(
 
     Raises:
         AssertionError: on every rank, naming the first step that differs, and every leaf that does. Where the loss, or
-            the change of the parameters, is DDP's times or divided by a whole number, the first line says so.
+            the change of the parameters, is DDP's times or divided by a whole number, the first line says so. The last
+            lines say which operation of the step is the first that differs from those of the module, as `fs.diff` does.
         ValueError: if ranks are simulated by threads, which DDP cannot run on.
 
     >>> import torch, fshard as fs
@@ -214,6 +219,7 @@ def assert_matches_ddp(
         loss = loss_fn(reference, batch)
         before = {name: parameter.detach().clone() for name, parameter in named_parameters(reference.module)}
         expected = _step_of_ddp(reference, torch_optimizer, loss, group)
+        state_before = state
         state, objective = train_step(state, batch)
         # A state without buffers leaves those of the module as they were.
         buffers = initial | dict(fs.unshard(state.buffers) or {})
@@ -221,8 +227,55 @@ def assert_matches_ddp(
         problems = differing_leaves(actual, expected, rtol, atol, exact)
         ratios = _describe_ratios(actual, expected, before, dist.get_world_size(group)) if problems else ""
         headline = f"step {step} (counted from 0) is the first that differs from DDP: {ratios or 'trees differ'}"
-        refuse_on_all_ranks(headline, problems, "look at the first leaf that differs", [ranks])
+        find_place = partial(
+            _find_place, train_step, loss_fn, module, state_before, batch, BOUND_IF_EXACT if exact else rtol
+        )
+        refuse_on_all_ranks(headline, problems, "look at the first leaf that differs", [ranks], find_place)
     return state
+
+
+def _find_place(
+    train_step: Callable[..., Any],
+    loss_fn: Callable[..., Any],
+    module: nn.Module,
+    state: fs.TrainState,
+    batch: Any,
+    bound: float | None,
+) -> str:
+    """Say which operation of a train step is the first that differs from the module's forward and backward."""
+    if any(map(is_donated, flatten(state).leaves)):
+        return "\nThe step donates its state. Without donation this error also names the operation that differs first."
+    model = fs.functionalize(module)
+
+    def reference_step(state: fs.TrainState, batch: Any) -> torch.Tensor:
+        def loss_of(params: Any, batch: Any) -> torch.Tensor:
+            return loss_fn(_make_forward(model, params, model.buffers | (state.buffers or {})), batch)
+
+        objective, _ = fs.value_and_grad(loss_of)(state.params, batch)
+        return objective
+
+    try:
+        difference = fs.diff(reference_step, train_step, state, batch, bound=bound or BOUND)
+    except (AttributeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        return f"\nThe operation that differs first is unknown, because a step could not be traced: {reason}"
+    if difference.first is None:
+        return (
+            "\nAll operations that the forward and the backward share with the module agree. Look at the loss, at the "
+            "reduction of gradients and at the optimizer."
+        )
+    headline = f"{difference.first.operator} is the first operation that differs from the module's"
+    return f"\n{headline}, by {difference.difference:.3g} of its largest value\n{difference.first}"
+
+
+def _make_forward(model: fs.Model, params: Any, buffers: dict[str, torch.Tensor]) -> Callable[..., Any]:
+    """Make a function of a model's arguments that stands for the module that DDP wraps."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out, _ = model.apply(params, *args, buffers=buffers, **kwargs)
+        return out
+
+    return forward
 
 
 def _describe_ratios(
@@ -285,8 +338,17 @@ def refuse_on_all_ranks(
     problems: list[Problem],
     remedy: str,
     axes: Sequence[fs.Axis],
+    find_place: Callable[[], str] | None = None,
 ) -> None:
-    """Raise an AssertionError of this rank's problems, or that of the first rank that has any."""
+    """Raise an AssertionError of this rank's problems, or that of the first rank that has any.
+
+    Args:
+        headline: What is wrong.
+        problems: The leaves of this rank.
+        remedy: What to do.
+        axes: The ranks.
+        find_place: Called on all ranks if any has problems; what it returns follows the text.
+    """
     text = ""
     try:
         refuse(headline, problems, remedy)
@@ -294,4 +356,5 @@ def refuse_on_all_ranks(
         text = str(refusal)
     for rank, text_of_rank in enumerate(all_gather_object(text, axes, _API_NAME)):
         if text_of_rank:
-            raise AssertionError(text or f"rank {rank}: {text_of_rank}")
+            place = find_place() if find_place is not None else ""
+            raise AssertionError((text or f"rank {rank}: {text_of_rank}") + place)

@@ -97,6 +97,65 @@ def wrong_steps(rank):
     ]
 
 
+class Sloped(nn.Module):
+    """A layer and an activation, whose slope is no parameter."""
+
+    def __init__(self, slope):
+        super().__init__()
+        self.layer = nn.Linear(3, 4, dtype=torch.float64)
+        self.slope = slope
+        draw = normal(1)
+        for parameter in self.parameters():
+            parameter.data = draw(*parameter.shape)
+
+    def forward(self, x):
+        x = self.layer(x)
+        return nn.functional.leaky_relu(x, self.slope)
+
+
+def compare_slopes(slope, lr=0.1):
+    model = fs.functionalize(Sloped(slope))
+    tx = fs.from_torch(torch.optim.SGD, lr=lr)
+
+    def loss_fn(params, x):
+        return model.apply(params, x).square().mean()
+
+    def train_step(state, x):
+        loss, grads = fs.value_and_grad(loss_fn)(state.params, x)
+        return fs.update(tx, state, grads), loss
+
+    assert_matches_ddp(
+        train_step,
+        fs.TrainState.create(model.init(fs.zero3(one_axis(), min_shard_elements=0)), tx),
+        [normal(my_rank())(5, 3)],
+        module=Sloped(0.1),
+        loss_fn=lambda ddp, x: ddp(x).square().mean(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        exact=True,
+    )
+
+
+ALL_AGREE = (
+    "All operations that the forward and the backward share with the module agree. Look at the loss, at the reduction "
+    "of gradients and at the optimizer."
+)
+NAMED = r"""
+To fix: look at the first leaf that differs\.
+aten\.leaky_relu is the first operation that differs from the module's, by 0\.\d+ of its largest value
+  test_matches_ddp\.py:\d+ in forward: return nn\.functional\.leaky_relu\(x, self\.slope\)
+  test_matches_ddp\.py:\d+ in loss_fn: return model\.apply\(params, x\)\.square\(\)\.mean\(\)
+  test_matches_ddp\.py:\d+ in train_step: loss, grads = fs\.value_and_grad\(loss_fn\)\(state\.params, x\)
+  module Sloped, .*forward of microbatch 0, node \d+ of \d+$"""
+
+
+@on_ranks("2 processes")
+def test_the_operation_that_differs_first_is_named_with_its_module_and_line():
+    with pytest.raises(AssertionError, match=NAMED):
+        compare_slopes(0.2)
+    with pytest.raises(AssertionError, match=re.escape(ALL_AGREE)):
+        compare_slopes(0.1, lr=0.2)
+
+
 @on_ranks("2 processes")
 def test_every_rank_names_the_difference():
     for uses in (True, my_rank() == 0, False):
