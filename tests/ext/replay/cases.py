@@ -1,0 +1,235 @@
+"""The cases of the table of faults: what is planted, what a report should say, and what it says."""
+
+import random
+import re
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import fshard as fs
+from fshard.extend import flatten
+from fshard.rounding import tolerance
+from tests.ext.replay.inject import Fault, Recorded, watching
+from tests.ext.replay.planted_steps import BLOCKS, PLACES, STEPS, Change, Setting, line_of, make
+
+# The tool that each kind of fault is for.
+TOOLS = {"nan": "replay", "inf": "replay", "bit": "verify", "changed": "diff"}
+# Of a place of torch's operators the forward's line is marked.
+MARKS = {"gelu": "gelu", "gelu_backward": "gelu"}
+QUESTIONS = ("found", "rank", "unit", "operator", "line", "module", "leaf")
+TRIES = 20
+
+
+class Case(NamedTuple):
+    """A fault of the table.
+
+    Attributes:
+        step: One of STEPS.
+        world: The number of ranks.
+        place: One of PLACES, or an operator of torch.
+        kind: One of TOOLS.
+        seed: Chooses rank, call and element.
+    """
+
+    step: str
+    world: int
+    place: str
+    kind: str
+    seed: int
+
+
+class Truth(NamedTuple):
+    """What a report should say of a fault; texts are empty where there is nothing to ask.
+
+    Attributes:
+        rank: The rank.
+        operator: The name of the operator.
+        line: The number of the line in planted_steps.py.
+        module: The module.
+        unit: The unit; "-" for the one of all leaves outside of blocks.
+        leaf: The leaf's name.
+    """
+
+    rank: int
+    operator: str
+    line: int
+    module: str
+    unit: str
+    leaf: str
+
+
+class Answer(NamedTuple):
+    """How a case went.
+
+    Attributes:
+        case: The case.
+        truth: What the report should say.
+        right: Which of QUESTIONS the report answers rightly; those that were not asked are left out.
+        report: The report's text.
+    """
+
+    case: Case
+    truth: Truth
+    right: dict[str, bool]
+    report: str
+
+
+def list_cases() -> list[Case]:
+    """List the cases of the table: each kind of fault at each place of each kind of step, and of torch's operators."""
+    rows = [(*row, 0) for row in product(STEPS, PLACES, TOOLS)]
+    rows += [(*row, 1) for row in product(STEPS, PLACES, ("bit",))]
+    rows += [(*row, 2) for row in product(STEPS, MARKS, ("nan", "bit"))]
+    cases = []
+    for number, (step, place, kind, _) in enumerate(rows):
+        # Neighbours differ in the number of ranks, and so do the kinds of one place.
+        world = (2, 4)[(number + number // 4) % 2]
+        cases.append(Case(step, world, place, kind, number))
+    return cases
+
+
+def choose(records: Sequence[Recorded], case: Case, draw: random.Random) -> tuple[Recorded, int]:
+    """Choose a call of a place, and say in which block it is."""
+    calls = [record for record in records if record.call.place == case.place]
+    first = [record for record in calls if not record.call.occurrence]
+    record = draw.choice(calls if _may_recur(case) else first)
+    if case.place not in MARKS:
+        return record, record.call.index
+    order = [each.call.digest for each in first]
+    # Blocks run in order in the forward and back in the backward, for one microbatch after another.
+    position = order.index(record.call.digest) % BLOCKS
+    return record, position if case.place == "gelu" else BLOCKS - 1 - position
+
+
+def _may_recur(case: Case) -> bool:
+    """Whether a fault may be in the second computation of a value alone."""
+    return case.step == "recomputed" and case.place in ("activation", "gelu") and case.kind != "changed"
+
+
+def find_truth(setting: Setting, case: Case, record: Recorded, rank: int, block: int) -> Truth:
+    """Say what a report should say of a call, from what a run without a fault recorded."""
+    in_blocks = case.place not in ("gathered", "reduced", "optimizer") and case.step != "pipeline"
+    operator = case.place if case.place in MARKS else "plant"
+    line = line_of(MARKS.get(case.place, case.place), case.step)
+    module = f"blocks.{block}" if in_blocks else ""
+    leaf = ""
+    if case.place == "optimizer":
+        leaf = _name_state_leaf(setting, record.call.index)
+    if case.place == "reduced":
+        leaf = _name_gradient(setting, block, record.result)
+    return Truth(rank, operator, line, module, _name_unit(case, block, leaf), leaf)
+
+
+def _name_unit(case: Case, block: int, leaf: str) -> str:
+    if case.step == "pipeline":
+        return ""
+    if case.place == "optimizer":
+        named = re.match(r"blocks\.\d+", leaf)
+        return named[0] if named else "-"
+    return f"blocks.{block}" if block < BLOCKS else "-"
+
+
+def _name_state_leaf(setting: Setting, index: int) -> str:
+    return _last_key(_planted_paths(setting)[index])
+
+
+def _planted_paths(setting: Setting) -> list[str]:
+    """The paths of the leaves of the optimizer's state that have dims, in the order of their places."""
+    flat = flatten(setting.state.opt_state)
+    return [path for path, leaf in zip(flat.paths, flat.leaves, strict=True) if getattr(leaf, "local", leaf).dim()]
+
+
+def _name_gradient(setting: Setting, index: int, reduced: torch.Tensor) -> str:
+    """Name the gradient of a unit that is a multiple of a reduced tensor; "" if none is, or if several are."""
+    flat = flatten(setting.gradients(setting.state.params, setting.batch)[1])
+    names = []
+    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+        name = _last_key(path)
+        is_of_unit = next(number for number, unit in enumerate(setting.units) if fnmatch(name, unit)) == index
+        if is_of_unit and leaf.local.shape == reduced.shape:
+            cosine = torch.cosine_similarity(leaf.local.flatten(), reduced.flatten(), dim=0)
+            if abs(float(cosine) - 1) <= tolerance(torch.float32, reduced.numel()):
+                names.append(name)
+    return names[0] if len(names) == 1 else ""
+
+
+def _last_key(path: str) -> str:
+    return ".".join(re.findall(r"'([^']+)'", path))
+
+
+def is_in_unit(text: str, unit: str) -> bool:
+    """Whether a report's unit is that of a truth."""
+    return "blocks." not in text if unit == "-" else text == unit
+
+
+def plan_changes(case: Case) -> tuple[Truth, tuple[Setting, Setting]]:
+    """Make two versions of a step, of which the second computes something else on one rank."""
+    draw = random.Random(case.seed)
+    rank = draw.randrange(case.world)
+    before = make(case.step, Change(case.place, -1))
+    index = draw.randrange(BLOCKS if case.place != "optimizer" else len(_planted_paths(before)))
+    after = make(case.step, Change(case.place, index if dist.get_rank() == rank else -1))
+    mark, operator = ("gelu", "gelu") if case.place == "activation" else (f"changed {case.place}", "mul")
+    in_blocks = case.place in ("activation", "gradient") and case.step != "pipeline"
+    leaf = _name_state_leaf(before, index) if case.place == "optimizer" else ""
+    truth = Truth(
+        rank,
+        operator,
+        line_of(mark, case.step),
+        f"blocks.{index}" if in_blocks else "",
+        _name_unit(case, index, leaf),
+        leaf,
+    )
+    return _tell(truth, rank), (before, after)
+
+
+def is_finite(tree: Any) -> bool:
+    leaves = [leaf for leaf in fs.tree_leaves(tree) if leaf.is_floating_point()]
+    return all(bool(leaf.isfinite().all()) for leaf in leaves)
+
+
+def plan_fault(setting: Setting, case: Case) -> tuple[Truth, Fault | None]:
+    """Choose the rank, the call and the element of a fault that shows in the results of a step.
+
+    Returns:
+        What a report should say, on every rank, and the fault on its rank.
+    """
+    rank = random.Random(case.seed).randrange(case.world)
+    with watching() as recording:
+        setting.plain(setting.state, setting.batch)
+    for attempt in range(TRIES):
+        draw = random.Random(1000 * attempt + case.seed)
+        record, block = choose(recording.records, case, draw)
+        per_step = 1
+        if _may_recur(case):
+            per_step = sum(each.call[:3] == record.call[:3] for each in recording.records)
+        fault = Fault(record.call, case.kind, draw.randrange(2**20), per_step)
+        mine = fault if dist.get_rank() == rank else None
+        if case.kind == "bit" or _shows(setting, mine):
+            return _tell(find_truth(setting, case, record, rank, block), rank), mine
+    raise AssertionError(f"{case} changes no result")
+
+
+def _shows(setting: Setting, fault: Fault | None) -> bool:
+    """Whether some rank's results are not finite."""
+    if fault is None:
+        results = setting.plain(setting.state, setting.batch)
+    else:
+        with watching(fault) as planted:
+            results = setting.plain(setting.state, setting.batch)
+        assert planted.fired, fault
+    return not all(_gather(is_finite(results)))
+
+
+def _gather(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _tell(truth: Truth, rank: int) -> Truth:
+    """The truth of the fault's rank, on every rank."""
+    return _gather(truth)[rank]

@@ -1,0 +1,49 @@
+"""Reports name planted faults: a sample of the table here, all of it by `python -m tests.ext.replay`."""
+
+from collections import Counter
+
+import pytest
+
+from tests.ext.replay.answers import run_cases
+from tests.ext.replay.cases import TOOLS, list_cases
+from tests.ext.replay.clean import replay_clean
+from tests.ext.replay.models import MODELS
+from tests.ext.replay.planted_steps import PLACES, STEPS
+from tests.ext.replay.reuse import reusing_traces
+
+# Faults of a pipeline, whose graph is small, of each tool and each place.
+SAMPLE = [case for case in list_cases() if (case.step, case.world) == ("pipeline", 2)][:9]
+
+
+def test_the_table_has_each_kind_at_each_place_of_each_step():
+    cases = list_cases()
+    assert len(cases) >= 200
+    kinds = Counter((case.step, case.place, case.kind) for case in cases)
+    assert all(kinds[step, place, kind] for step in STEPS for place in PLACES for kind in TOOLS)
+    assert set(Counter(case.world for case in cases)) == {2, 4}
+
+
+def answer_all(cases):
+    with reusing_traces():
+        answers = [answer for group in run_cases(cases) for answer in group]
+    assert len(answers) == len(cases)
+    return answers
+
+
+def test_reports_name_a_sample_of_faults():
+    for answer in answer_all(SAMPLE):
+        assert all(answer.right.values()), (answer.case, answer.truth, answer.right, answer.report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", STEPS)
+def test_reports_name_all_faults(step):
+    for answer in answer_all([case for case in list_cases() if case.step == step]):
+        assert all(answer.right.values()), (answer.case, answer.truth, answer.right, answer.report)
+
+
+@pytest.mark.rows(2)
+@pytest.mark.parametrize("name", MODELS)
+def test_clean_steps_raise_no_alarm(name):
+    with reusing_traces():
+        assert replay_clean(name, 3) == []
