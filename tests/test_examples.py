@@ -217,6 +217,7 @@ SHORT = {
     "ddp_parity": ("--steps", 3, "--width", 16, "--layers", 1, "--heads", 2, "--context", 8, "--sample", 4),
     "mnist": ("--epochs", 1, "--hidden", 32, "--directory", "."),
     "unequal_tokens": ("--steps", 2, "--width", 16, "--layers", 1),
+    "find_the_nan": ("--steps", 16, "--width", 16, "--layers", 1),
     "finetune_lora": ("--steps", 2, "--export", "."),
     "finetune_peft": ("--steps", 2, "--export", "."),
     "resnet": ("--steps", 10, "--directory", "."),
@@ -338,6 +339,22 @@ def test_unequal_tokens(launcher, ranks):
         assert len(counts) == ranks
         assert int(counts[-1]) > 2 * int(counts[0]) or ranks == 1
         assert 4.0 < float(loss) < 6.0
+
+
+@launched
+def test_the_nan_is_found(launcher, ranks):
+    """A rank reads four records in a step; that with the number 61 is on the last rank."""
+    out = run(*launcher, ROOT / "examples/find_the_nan.py", "--steps", 17, "--width", 16, "--layers", 1)
+    wrong_step = 61 // (4 * ranks)
+    steps = [(int(number), loss) for number, loss in re.findall(r"^ +(\d+)  (\S+)$", out, re.MULTILINE)]
+    assert [number for number, _ in steps] == sorted([*range(17), wrong_step])
+    assert [number for number, loss in steps if loss == "nan"] == [wrong_step]
+    assert f"replay: aten.div made NaN on rank {ranks - 1}\n" in out
+    line = r"at: find_the_nan.py:\d+ in mean_of_answers: return \(\(losses \* is_answer\).sum\(-1\) / digits\).mean\(\)"
+    assert re.search(line, out)
+    # What it was divided by, and what that made.
+    assert re.search(r"float32\[4\], 0 to 2\n", out)
+    assert re.search(r"made: aten.div: float32\[4\], .*, 1 NaN", out)
 
 
 @launched
