@@ -1,58 +1,149 @@
-"""Bounds of a train step's memory by a formula, which reads shapes and one plain forward, no meter and no schedule."""
+"""A bound of a train step's memory from shapes alone: no step of the same operators can run in less.
 
-from collections.abc import Iterable
+A step with AdamW holds its arguments all the time: the stored parameters, of which a rank has its part where they are
+split, and two averages of each. While an operator runs, its operands and its result are there too. The bound is the
+arguments and the operator for which these are largest. `_log_softmax_backward_data`, for example, holds three tensors
+of the size of the logits, and the product that makes a weight's gradient holds a whole gradient.
+
+What the bound assumes of a step:
+
+- It runs the operators of eager PyTorch, in float32, each on the whole batch of a rank. A compiler that fuses
+  operators, and a loss in chunks, can run in less.
+- Ranks share data, not operators: where parameters are split, an operator reads whole ones, which a gather has written
+  beside this rank's part, and makes whole gradients. Collectives of gradients may work in place.
+- Arguments stay where they are. Nothing is offloaded.
+
+All else is free. Operators may run in any order and several times, so nothing has to be saved for the backward, and a
+unit may be gathered one parameter at a time. Gradients may be reduced one by one, each followed by its own update, so
+no two of them have to be there at once. Sums are left out: they can be made in place, and gradients of a tied
+parameter can be summed after they were reduced.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from architectures import Configured
-from rivals import fine_units
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-# Of the units that a system holds full at one moment: none, the two largest, or all from the forward to the backward.
-NONE, TWO, ALL = slice(0, 0), slice(-2, None), slice(None)
-FULL_UNITS = {"ddp": NONE, "zero1": ALL, "zero2": ALL, "zero3": TWO, "fsdp1": TWO, "fsdp2": TWO, "fsdp2-fine": TWO}
-PARTS = ("parameters", "optimizer state", "full units", "reduced gradients", "saved by autograd", "bound")
+# Are parameters split over ranks, and is the optimizer's state? Each system's backends and units are all the same here.
+IS_SPLIT = {
+    "plain": (False, False),
+    "ddp": (False, False),
+    "zero-redundancy": (False, True),
+    "zero1": (True, True),
+    "zero2": (True, True),
+    "zero3": (True, True),
+    "fsdp1": (True, True),
+    "fsdp2": (True, True),
+    "fsdp2-fine": (True, True),
+}
+SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 
 
-def bound_of(system: str, configuration: Configured, ranks: int) -> dict[str, int] | None:
-    """Bound the bytes that a rank holds above idle in a step with AdamW, and its parts; None for an unknown system."""
-    kind = system.removeprefix("fshard-").removesuffix("-graph")
-    if kind not in FULL_UNITS:
-        return None
+class Bound(NamedTuple):
+    """Bytes that a rank holds at least, and what they are."""
+
+    parameters: int
+    optimizer_state: int
+    largest_operator: int
+    operator: str
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.parameters + self.optimizer_state + self.largest_operator
+
+
+class Operator(NamedTuple):
+    """An operator of a step.
+
+    Attributes:
+        name: As torch names it.
+        parameters: Bytes of the parameters that it reads.
+        others: Bytes of its other operands and of its results.
+    """
+
+    name: str
+    parameters: int
+    others: int
+
+    def transient_bytes(self, are_gathered: bool) -> int:
+        """Bytes beyond the arguments while it runs; parameters that are not gathered are arguments."""
+        return self.others + (self.parameters if are_gathered else 0)
+
+
+def bounds_of(systems: Iterable[str], configuration: Configured, ranks: int) -> dict[str, Bound]:
+    """Bound the bytes that a rank holds in a step of systems.
+
+    Args:
+        systems: Names of `rivals.SYSTEMS`. Those with fused operators, and unknown ones, are left out.
+        configuration: What they train.
+        ranks: The number of ranks among which they split what they split.
+
+    Returns:
+        The bounds by the names of systems.
+    """
     with torch.device("meta"):
         module = configuration.module()
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    stored, reduced = (1 if kind in whole else ranks for whole in (["ddp"], ["ddp", "zero1"]))
-    parts = fine_units(module) if kind == "fsdp2-fine" else []
-    parts += [part for part in module.modules() if isinstance(part, configuration.block)]
-    parts += reversed([*module.modules()]) if system.startswith("fshard") else [module]
-    states = shard_bytes(module.parameters(), stored), 2 * shard_bytes(trained, stored)
-    full, gradients = sum(unit_bytes(parts)[FULL_UNITS[kind]]), shard_bytes(trained, reduced)
-    sizes = *states, full, gradients, saved_bytes(configuration)
-    return dict(zip(PARTS, (*sizes, sum(sizes))))
+    operators = list_operators(configuration)
+    bounds = {}
+    for system in systems:
+        kind = system.removeprefix("fshard-").removesuffix("-graph")
+        if kind not in IS_SPLIT:
+            continue
+        parameters_are_split, state_is_split = IS_SPLIT[kind]
+        are_gathered = parameters_are_split and ranks > 1
+        sizes = [operator.transient_bytes(are_gathered) for operator in operators]
+        largest = max(sizes)
+        bounds[system] = Bound(
+            even_part(module.parameters(), ranks if parameters_are_split else 1),
+            2 * even_part(trained, ranks if state_is_split else 1),
+            largest,
+            operators[sizes.index(largest)].name,
+        )
+    return bounds
 
 
-def shard_bytes(parameters: Iterable[torch.nn.Parameter], ranks: int) -> int:
-    """Add up the largest shards of tensors whose first dim is divided among ranks; a tied one counts once."""
-    return sum(-(-len(parameter) // ranks) * parameter[0].nbytes for parameter in parameters)
+def even_part(parameters: Iterable[torch.Tensor], ranks: int) -> int:
+    """Bytes that one of the ranks holds at least, where they split parameters; a tied one counts once."""
+    return -(-sum(parameter.nbytes for parameter in parameters) // ranks)
 
 
-def unit_bytes(parts: Iterable[torch.nn.Module]) -> list[int]:
-    """List bytes of the units, in growing order: of each part, without parameters of those before it."""
-    units: list[set[torch.nn.Parameter]] = []
-    for part in parts:
-        units.append(set(part.parameters()).difference(*units))
-    return sorted(sum(parameter.nbytes for parameter in unit) for unit in units)
+def list_operators(configuration: Configured) -> list[Operator]:
+    """List the operators of one forward and backward of plain PyTorch, which computes shapes alone."""
+    with FakeTensorMode():
+        module, batch = configuration.module(), configuration.tokens(rank=0)
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        with _OperatorLog(list(module.parameters())) as log:
+            torch.autograd.grad(module(*batch), trained, allow_unused=True)
+    return log.operators
 
 
-def saved_bytes(configuration: Configured) -> int:
-    """Add up the memory that autograd saves in one forward of plain PyTorch, without parameters and batch."""
-    module, batch = configuration.module(), configuration.tokens(rank=0)
-    given = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *batch)}
-    saved: dict[int, int] = {}
+class _OperatorLog(TorchDispatchMode):
+    """Notes each operator that runs, but for sums."""
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.parameters = {_storage_of(parameter) for parameter in parameters}
+        self.operators: list[Operator] = []
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        loss = module(*batch)  # holds what is saved, so that no memory is used twice
-    return sum(size for place, size in saved.items() if place not in given) + loss.nbytes
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        if func in SUMS:
+            return results
+        sizes: dict[int, int] = {}
+        for tensor in tree_leaves((args, kwargs, results)):
+            if isinstance(tensor, torch.Tensor):
+                sizes[_storage_of(tensor)] = tensor.untyped_storage().nbytes()
+        parameters = sum(size for storage, size in sizes.items() if storage in self.parameters)
+        self.operators.append(Operator(str(func), parameters, sum(sizes.values()) - parameters))
+        return results
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    """What tells memory from other memory; fake tensors have no addresses."""
+    return tensor.untyped_storage()._cdata

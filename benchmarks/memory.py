@@ -4,17 +4,17 @@
     python benchmarks/memory.py --configuration d512-L8-B4-T256 --systems ddp,fsdp2,fshard-zero3
     python benchmarks/memory.py --configuration llama
     python benchmarks/memory.py --configuration mixtral
+    python benchmarks/memory.py --configuration mixtral --measured
 
-The last two train models of transformers (architectures.py).
+Llama and Mixtral are models of transformers (architectures.py). --measured bounds and draws what was measured before.
 
 Each system runs in processes of its own, so that none disturbs another. A small C library, compiled here and loaded
 before the C library's allocator, counts what they allocate; where that cannot be done, resident memory is measured
 instead, and table and JSON say so. Idle is a process with everything imported and its ranks connected, but no model:
 the peak, over the steps after the first, is that of parameters, gradients, optimizer state, activations and buffers.
 
-Next to each peak stands a bound by a formula (bound.py): shards, reduced gradients, optimizer state, the units that are
-full at one moment, and what autograd saves in one forward of plain PyTorch. It reads no meter and no schedule, and adds
-up what need not be largest at one moment.
+Next to each peak stands a bound, below which no step of the same operators can run (bound.py): the arguments of the
+step, and the largest operator.
 
 For jitted systems, such as fshard-zero3-graph, the most bytes that their graph holds at a time stand next to what was
 measured: the peak above what is held between steps, which for a jitted system includes what tracing has imported.
@@ -26,7 +26,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,8 @@ import meter
 import report
 import torch
 import torch.distributed as dist
-from architectures import parse
-from bound import bound_of
+from architectures import Configured, parse
+from bound import bounds_of
 from rivals import SYSTEMS, make
 
 import fshard as fs
@@ -49,11 +49,22 @@ def main() -> None:
     if args.worker:
         work(args)
         return
+    file = args.results / f"memory-{args.configuration.name}.json"
+    if args.measured:
+        results = json.loads(file.read_text())
+        results["bounds"] = describe_bounds(results["systems"], args.configuration, results["ranks"])
+        show(file, results)
+        return
     with tempfile.TemporaryDirectory() as folder:
         counter = meter.build_counter(Path(folder))
         measured = {name: launch(name, args.ranks, args, counter, Path(folder)) for name in args.systems}
-    bounds = {name: bound_of(name, args.configuration, args.ranks) for name in measured}
-    write(args, counter.reason, measured, {name: parts for name, parts in bounds.items() if parts})
+    show(file, collect(args, counter.reason, measured))
+
+
+def describe_bounds(systems: Iterable[str], configuration: Configured, ranks: int) -> dict[str, dict[str, Any]]:
+    """The bounds of systems and their parts, as results hold them."""
+    bounds = bounds_of(systems, configuration, ranks)
+    return {name: {**bound._asdict(), "bound": bound.total} for name, bound in bounds.items()}
 
 
 def launch(name: str, ranks: int, args: argparse.Namespace, counter: meter.Counter, folder: Path) -> list[Any]:
@@ -96,37 +107,47 @@ def work(args: argparse.Namespace) -> None:
     (args.results / f"{mesh.get_rank()}.json").write_text(json.dumps(found))
 
 
-def write(args: argparse.Namespace, reason: str, measured: Mapping[str, list[Any]], bounds: Mapping[str, Any]) -> None:
+def collect(args: argparse.Namespace, reason: str, measured: Mapping[str, list[Any]]) -> dict[str, Any]:
+    """The results of a run, with its circumstances and the bounds."""
     configuration = args.configuration
     measure = next(iter(measured.values()))[0]["measure"]
     results = report.circumstances("memory")
-    results |= {
+    return results | {
         "configuration": {"name": configuration.name, **configuration._asdict()},
         **{"ranks": args.ranks, "backend": "gloo", "threads": 1, "steps": args.steps},
         **{"measure": measure, "fallback_reason": reason or None, "unit": "bytes above idle"},
-        **{"systems": measured, "bounds": bounds},
+        **{"systems": measured, "bounds": describe_bounds(measured, configuration, args.ranks)},
     }
-    peaks = {name: max(rank["peak"] for rank in ranks) for name, ranks in measured.items()}
-    rows = {name: [mib(peaks[name]), *map(mib, others(ranks))] for name, ranks in measured.items()}
+
+
+def show(file: Path, results: Mapping[str, Any]) -> None:
+    """Print tables, write results to a file, and draw them beside it."""
+    name, ranks, reason = results["configuration"]["name"], results["ranks"], results["fallback_reason"]
+    measured, bounds, measure = results["systems"], results["bounds"], results["measure"]
+    peaks = {system: max(rank["peak"] for rank in of_ranks) for system, of_ranks in measured.items()}
+    rows = {system: [mib(peaks[system]), *map(mib, others(of_ranks))] for system, of_ranks in measured.items()}
     columns = ("peak", "between steps", "stored", "making and first step")
-    title = f"Memory above idle, MiB, largest of {args.ranks} ranks, {configuration.name}; by {measure}"
+    title = f"Memory above idle, MiB, largest of {ranks} ranks, {name}; by {measure}"
     report.print_table(title + (f", because {reason}" if reason else ""), columns, rows)
-    graphs = {name: ranks for name, ranks in measured.items() if "predicted" in ranks[0]}
+    graphs = {system: of_ranks for system, of_ranks in measured.items() if "predicted" in of_ranks[0]}
     if graphs:
-        compared = {name: against_graph(ranks) for name, ranks in graphs.items()}
+        compared = {system: against_graph(of_ranks) for system, of_ranks in graphs.items()}
         report.print_table("Peak above that between steps, MiB", ("measured", "by the graph", "ratio"), compared)
-    compared = {}
-    for name, parts in bounds.items():
-        compared[name] = [*map(mib, (*parts.values(), peaks[name])), f"{peaks[name] / parts['bound']:.3f}"]
-    columns = (*next(iter(bounds.values()), ()), "peak", "peak / bound")
-    report.print_table("Bounds by the formula, MiB", columns, compared)
-    file = args.results / f"memory-{configuration.name}.json"
+    rows = {system: against_bound(peaks[system], parts) for system, parts in bounds.items()}
+    columns = ("parameters", "optimizer state", "largest operator", "bound", "peak", "peak / bound")
+    report.print_table("Below which no step can run, MiB", columns, rows)
     report.write_json(file, results)
-    bars = {name: peak / MIB for name, peak in peaks.items()}
-    sums = {name: parts["bound"] / MIB for name, parts in bounds.items()}
-    title = f"Peak memory of a train step, {configuration.name}, {args.ranks} ranks"
-    unit = f"MiB above idle, by {measure}: peak (filled) and bound by the formula (hatched)"
+    bars = {system: peak / MIB for system, peak in peaks.items()}
+    sums = {system: parts["bound"] / MIB for system, parts in bounds.items()}
+    title = f"Peak memory of a train step, {name}, {ranks} ranks"
+    unit = f"MiB above idle, by {measure}: peak (filled) and its lower bound (hatched)"
     report.write_bars(file.with_suffix(".png"), title, unit, bars, bounds=sums)
+
+
+def against_bound(peak: int, parts: Mapping[str, Any]) -> list[str]:
+    """The parts of a bound, the bound, the peak, and how many times the bound that is."""
+    sizes = [parts[key] for key in ("parameters", "optimizer_state", "largest_operator", "bound")]
+    return [*map(mib, (*sizes, peak)), f"{peak / parts['bound']:.3f}"]
 
 
 def others(ranks: list[Any]) -> list[int]:
@@ -151,6 +172,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--systems", type=lambda names: names.split(","), default=DEFAULT_SYSTEMS)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3, help="steps measured after the first")
+    parser.add_argument("--measured", action="store_true", help="bound and draw the results that are there")
     parser.add_argument("--results", type=Path, default=report.RESULTS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()

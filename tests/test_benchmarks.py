@@ -1,4 +1,4 @@
-"""The benchmarks of accelerators and of a slow link, as far as neither is needed."""
+"""The benchmarks of accelerators and of a slow link, as far as neither is needed, and the bound of peaks."""
 
 import argparse
 import importlib
@@ -103,3 +103,70 @@ def test_bytes_over_a_slow_link_follow_formulas():
     # Blocks that stay are not gathered again, and a gather that starts ahead is not sent twice.
     assert rows["fshard-policies"]["recorded_bytes"] < rows["fshard-zero3-axes"]["recorded_bytes"]
     assert rows["fshard-started"]["recorded_bytes"] == rows["fshard-waiting"]["recorded_bytes"]
+
+
+RESULTS = BENCHMARKS / "results"
+
+
+def measured_memory():
+    """The results of each configuration whose peaks were measured."""
+    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob("memory-*.json"))]
+
+
+def test_no_measured_peak_is_below_its_bound():
+    for results in measured_memory():
+        assert set(results["bounds"]) == set(results["systems"])
+        for name, ranks in results["systems"].items():
+            for rank in ranks:
+                assert rank["peak"] >= results["bounds"][name]["bound"], (results["configuration"]["name"], name)
+
+
+@pytest.mark.slow
+def test_bounds_of_results_are_those_of_today():
+    pytest.importorskip("transformers")
+    with benchmark("memory") as memory:
+        for results in measured_memory():
+            configuration = memory.parse(results["configuration"]["name"])
+            bounds = memory.describe_bounds(results["systems"], configuration, results["ranks"])
+            assert bounds == results["bounds"], configuration.name
+
+
+def small_peaks():
+    """Of each step of the rehearsal and of the slow link: its model, its peak, and over how many ranks it is split."""
+    rehearsal, slow_link = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("rehearsal", "slow_link"))
+    for name, values in rehearsal["systems"].items():
+        kind = name.removesuffix(", jitted")
+        ranks = {"plain": 1, "hsdp": 4}.get(kind, 8)
+        yield rehearsal["configuration"]["name"], values["peak_bytes"], ranks, "zero3" if kind == "hsdp" else kind
+    for title, systems in slow_link["groups"].items():
+        # With microbatches, each host has a replica.
+        ranks = 2 if title == "four microbatches" else 4
+        for values in systems.values():
+            yield slow_link["configuration"]["name"], values["peak_bytes"], ranks, "zero3"
+
+
+def test_peaks_without_a_printed_bound_are_above_theirs():
+    cases = list(small_peaks())
+    assert len(cases) == 26
+    with benchmark("bound") as bound:
+        parse = sys.modules["architectures"].parse
+        for name, peak, ranks, kind in cases:
+            (least,) = bound.bounds_of([kind], parse(name), ranks).values()
+            assert peak >= least.total, (name, kind)
+
+
+def test_a_bound_is_arguments_and_the_largest_operator():
+    """By hand, for a model whose logits are larger than all else."""
+    with benchmark("bound") as bound:
+        configuration = sys.modules["architectures"].parse("d64-L1-B4-T32-V4096")
+        bounds = bound.bounds_of(["plain", "fshard-zero3-graph", "fsdp2-compiled"], configuration, ranks=2)
+    with torch.device("meta"):
+        stored = sum(parameter.nbytes for parameter in configuration.module().parameters())
+    logits = 4 * (4 * 32 * 4096)
+    assert set(bounds) == {"plain", "fshard-zero3-graph"}
+    assert bounds["plain"][:2] == (stored, 2 * stored)
+    assert bounds["fshard-zero3-graph"][:2] == (stored // 2, stored)
+    for least in bounds.values():
+        assert least.operator == "aten._log_softmax_backward_data.default"
+        assert least.largest_operator == 3 * logits
+        assert least.total == sum(least[:3])

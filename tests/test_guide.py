@@ -190,6 +190,28 @@ def test_figures_were_measured():
         assert values == {printed}, (benchmark, system, sizes)
 
 
+# Rows of the table of peaks beside a bound, and the configurations of their results.
+BOUNDED = {
+    "GPT, width 1024, 8 layers": "d1024-L8-B1-T256",
+    "Llama, 200 million parameters": "llama",
+    "Mixtral, 8 experts": "mixtral",
+}
+
+
+def test_peaks_and_their_ratios_to_bounds_were_measured():
+    ((head, *rows),) = tables(section(PERFORMANCE, "Peak memory beside a bound"))
+    assert [name for name, *_ in rows] == list(BOUNDED)
+    for name, *cells in rows:
+        results = json.loads((ROOT / f"benchmarks/results/memory-{BOUNDED[name]}.json").read_text())
+        for column, cell in zip(head[1:], cells, strict=True):
+            kind = SYSTEMS[column.removeprefix("jitted ")]
+            system = f"{kind}-graph" if column.startswith("jitted ") else kind
+            (peak,) = measured("memory", system, results)
+            ratio = peak * 2**20 / results["bounds"][system]["bound"]
+            assert cell == f"{peak:.0f} ({ratio:.2f})", (name, column)
+            assert ratio >= 1, (name, column)
+
+
 # A row of the table of one H200, and the system that it tells of.
 ON_ONE_H200 = {
     "plain PyTorch, autocast": "plain",

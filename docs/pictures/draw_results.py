@@ -147,7 +147,7 @@ def quartiles_of_steps(x: float, y: float, width: float) -> list[str]:
 
 
 def parts_of_peaks(x: float, y: float, width: float) -> list[str]:
-    """For each model and system the peak as a bar, with a mark at the bound from shapes."""
+    """For each model and system the peak as a bar, with a mark at its lower bound."""
     shapes = []
     for size, (name, words) in enumerate(PEAKS.items()):
         top = y + 178 * size
@@ -171,7 +171,7 @@ def performance() -> str:
         text(144, 38, "Time of a step, DDP = 1", size=18, weight="bold"),
         text(144, 60, "median, and a line between the quartiles"),
         text(680, 38, "Peak memory of a rank, MiB", size=18, weight="bold"),
-        text(680, 60, "bar: measured; mark: the bound from shapes"),
+        text(680, 60, "bar: measured; mark: no step can run in less"),
     ]
     shapes += quartiles_of_steps(144, 94, 330)
     shapes += parts_of_peaks(680, 94, 330)
