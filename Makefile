@@ -67,6 +67,7 @@ bench: .venv/models
 	for configuration in d1024-L8-B1-T256 llama mixtral; do \
 	    $(BIN)/python benchmarks/memory.py --configuration $$configuration || exit 1; \
 	done
+	$(BIN)/python benchmarks/fit.py
 	$(BIN)/python benchmarks/init.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/update.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/leaves.py

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.comm.costs import costs_by_law
+from tests.test_benchmarks import benchmark as import_benchmark
 from tests.test_processes import ROOT, TORCHRUN, run
 
 README = ROOT / "README.md"
@@ -210,6 +211,22 @@ def test_peaks_and_their_ratios_to_bounds_were_measured():
             ratio = peak * 2**20 / results["bounds"][system]["bound"]
             assert cell == f"{peak:.0f} ({ratio:.2f})", (name, column)
             assert ratio >= 1, (name, column)
+
+
+def test_the_section_of_budgets_was_measured(tmp_path):
+    """The page has what the benchmark writes of the results that are there."""
+    page = tmp_path / "performance.md"
+    page.write_text(PERFORMANCE.read_text())
+    with import_benchmark("fit_page") as fit_page:
+        results = fit_page.load(ROOT / "benchmarks/results")
+        assert (fit_page.HEADING in page.read_text()) == bool(results)
+        if results:
+            fit_page.write_section(ROOT / "benchmarks/results", page)
+    assert page.read_text() == PERFORMANCE.read_text()
+    for name, model in results.items():
+        for step, row in model.get("rows", {}).items():
+            assert row.get("has_equal_bits", True), (name, step)
+            assert row["peak"] >= model["bound"]["bound"], (name, step)
 
 
 # A row of the table of one H200, and the system that it tells of.

@@ -1,11 +1,13 @@
 """Draws the measured step times and peak memory: `python docs/pictures/draw_results.py`.
 
 `results.svg` stands at the top of README.md and has one model in each panel. `performance.svg` stands on the page of
-performance and has all of them. Every number is from `benchmarks/results/*.json`.
+performance and has all of them. `budget.svg` has the steps under memory budgets, of the models that were measured.
+Every number is from `benchmarks/results/*.json`.
 """
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,12 @@ PEAKS = {
     "memory-d1024-L8-B1-T256.json": "GPT, width 1024, 8 layers",
     "memory-llama.json": "Llama, 200 million parameters",
     "memory-mixtral.json": "Mixtral, 8 experts",
+}
+
+BUDGETS = {
+    "fit-gpt.json": "GPT, width 1024, 8 layers",
+    "fit-llama.json": "Llama, 200 million parameters",
+    "fit-mixtral.json": "Mixtral, 8 experts",
 }
 
 TORCH, FSHARD, JITTED = "#8a8f98", "#2a9d74", "#0b6e4f"
@@ -178,10 +186,94 @@ def performance() -> str:
     return picture(1080, 650, "Time of a step and peak memory of DDP, FSDP2 and fshard at all sizes", shapes)
 
 
+# Steps beside those with budgets, and their marks in the picture.
+OTHERS = {
+    "whole": ("fs.zero3, jitted", JITTED, "circle"),
+    "checkpointed": ("with checkpoints", FSHARD, "square"),
+    "fsdp2": ("FSDP2", TORCH, "circle"),
+    "fsdp2-checkpointed": ("with checkpoints", TORCH, "square"),
+    "fsdp2-compiled-0.5": ("compiled, budget 0.5", TORCH, "diamond"),
+    "fsdp2-compiled-0.2": ("compiled, budget 0.2", TORCH, "triangle"),
+}
+
+
+def mark(x: float, y: float, color: str, shape: str) -> str:
+    """A point of a plot."""
+    if shape == "circle":
+        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="7" fill="{color}"/>'
+    corners = {
+        "square": [(-6, -6), (6, -6), (6, 6), (-6, 6)],
+        "diamond": [(0, -8), (8, 0), (0, 8), (-8, 0)],
+        "triangle": [(0, -8), (8, 6), (-8, 6)],
+    }
+    points = " ".join(f"{x + dx:.1f},{y + dy:.1f}" for dx, dy in corners[shape])
+    return f'<polygon points="{points}" fill="{color}"/>'
+
+
+def time_against_peak(x: float, y: float, title: str, rows: dict[str, dict[str, Any]]) -> list[str]:
+    """The steps of one model: peaks to the right, and times up, on axes that start at the least of them."""
+    width, height = 290, 250
+    mebibytes = {name: row["peak"] / 2**20 for name, row in rows.items()}
+    lowest, highest = min(mebibytes.values()), max(mebibytes.values())
+    slowest = math.ceil(4 * max(row["ratio"] for row in rows.values())) / 4
+    fastest = math.floor(4 * min(row["ratio"] for row in rows.values())) / 4
+
+    def place(name: str) -> tuple[float, float]:
+        right = (mebibytes[name] - lowest) / max(highest - lowest, 1)
+        up = (rows[name]["ratio"] - fastest) / max(slowest - fastest, 0.25)
+        return x + width * right, y + height * (1 - up)
+
+    shapes = [text(x, y - 24, title, weight="bold")]
+    ticks = 4
+    for number in range(ticks + 1):
+        part = number / ticks
+        at, over = x + width * part, y + height * (1 - part)
+        shapes.append(line(x, over, x + width, over))
+        shapes.append(text(x - 14, over + 5, f"{fastest + part * (slowest - fastest):.2f}", anchor="end"))
+        shapes.append(text(at, y + height + 26, f"{lowest + part * (highest - lowest):.0f}", anchor="middle"))
+    budgets = [place(name) for name, row in rows.items() if row.get("budget")]
+    for (x1, y1), (x2, y2) in pairwise(budgets):
+        shapes.append(line(x1, y1, x2, y2, JITTED, 2))
+    shapes += [f'<circle cx="{at:.1f}" cy="{over:.1f}" r="4" fill="{JITTED}"/>' for at, over in budgets]
+    for name, (_, color, shape) in OTHERS.items():
+        if name in rows:
+            shapes.append(mark(*place(name), color, shape))
+    return shapes
+
+
+def budgets(measured: dict[str, dict[str, Any]]) -> str:
+    """Time against peak for each model, with the steps of fs.fit on a line."""
+    left, panel = 84, 372
+    shapes = [
+        text(
+            24,
+            38,
+            "Time of a step against its peak: ten budgets, and other ways to save memory",
+            size=18,
+            weight="bold",
+        )
+    ]
+    for number, (title, rows) in enumerate(measured.items()):
+        shapes += time_against_peak(left + panel * number, 104, title, rows)
+    shapes.append(
+        text(24, 416, "Time relative to the jitted step without a budget (up), peak of a rank in MiB (right).")
+    )
+    at = 34.0
+    for name, color, shape in [("fs.fit, ten budgets", JITTED, ""), *OTHERS.values()]:
+        shapes.append(mark(at, 445, color, shape) if shape else line(at - 10, 445, at + 10, 445, JITTED, 4))
+        shapes.append(text(at + 16, 450, name))
+        at += 46 + 7.2 * len(name)
+    width = max(left + panel * len(measured), int(at))
+    return picture(width, 476, "Time of a step against its peak memory under budgets", shapes)
+
+
 def main() -> None:
-    """Write both pictures."""
+    """Write the pictures."""
     (PICTURES / "results.svg").write_text(results())
     (PICTURES / "performance.svg").write_text(performance())
+    measured = {title: load(name)["rows"] for name, title in BUDGETS.items() if (RESULTS / name).exists()}
+    if measured:
+        (PICTURES / "budget.svg").write_text(budgets(measured))
 
 
 if __name__ == "__main__":
