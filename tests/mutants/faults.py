@@ -86,6 +86,7 @@ MIRRORS = {
     "fshard/optim/block_sums.py": ("tests/ext/optim/test_norm_blocks.py", "tests/ext/optim/test_clip.py"),
     "fshard/optim": ("tests/optim",),
     "fshard/ext/jit": ("tests/ext/jit",),
+    "fshard/ext/replay/places.py": ("tests/ext/replay/test_verify.py",),
     "fshard/ext/replay/shared.py": ("tests/ext/replay/test_shared.py",),
     "fshard/ext/replay/verify.py": ("tests/ext/replay/test_verify.py",),
     "fshard/ext/replay/diff.py": ("tests/ext/replay/test_diff.py",),

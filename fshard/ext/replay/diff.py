@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 import fshard as fs
-from fshard.ext.replay.names import Name, Operations, Place, list_ranks
+from fshard.ext.replay.places import Name, Operations, Place, list_ranks
 from fshard.ext.replay.ranks import Ranks
 from fshard.ext.replay.repeat import TracedCall, is_empty, read_generators, run_repeatably, trace_call
 from fshard.ext.replay.run import find_in_flight
@@ -41,9 +41,9 @@ class Difference(NamedTuple):
 
     Attributes:
         bound: The bound.
-        first: The first operation of the second version whose result differs by more than the bound; None if none does.
+        first: The first operation of the second version whose result differs by more than the bound, and the ranks on
+            which it does; None if none does.
         difference: By how much it differs.
-        ranks: The ranks on which it does.
         growth: For each phase of each submodule the largest difference, in the order in which they run.
         leaves: The paths of results that differ by more than the bound, and by how much, the largest first.
         only_first: What the first version alone computes: for each line of the program its operators.
@@ -55,7 +55,6 @@ class Difference(NamedTuple):
     bound: float
     first: Place | None
     difference: float
-    ranks: tuple[int, ...]
     growth: list[Growth]
     leaves: list[tuple[str, float]]
     only_first: list[str]
@@ -64,10 +63,17 @@ class Difference(NamedTuple):
 
     def __str__(self) -> str:
         """The report."""
-        lines = [f"diff: no operation differs by more than {self.bound:.3g} of its largest value"]
+        headline = (
+            f"diff: no operation that both versions have differs by more than {self.bound:.3g} of its largest value"
+        )
+        if self.leaves:
+            headline += f", but {len(self.leaves)} results do"
+        lines = [headline]
         if self.first is not None:
             operator = f"{self.first.operator} is the first operation that differs by more than {self.bound:.3g}"
-            lines = [f"diff: {operator} of its largest value: by {self.difference:.3g}, on {list_ranks(self.ranks)}"]
+            lines = [
+                f"diff: {operator} of its largest value: by {self.difference:.3g}, on {list_ranks(self.first.ranks)}"
+            ]
             lines.append(str(self.first))
         lines.append("The largest difference by module:")
         lines += [f"  {row.phase:10} {row.module or '(none)':20} {row.difference:.3g}" for row in self.growth]
@@ -159,12 +165,11 @@ class _Comparison:
             run_repeatably(self._calls[1], states, self._compare),
         ]
         leaves = self._compare_leaves(results)
-        first, difference, ranks = self._find_first()
+        first, difference = self._find_first()
         return Difference(
             bound=self._bound,
             first=first,
             difference=difference,
-            ranks=tuple(ranks),
             growth=self._measure_growth(),
             leaves=leaves,
             only_first=self._list_alone(0),
@@ -195,7 +200,7 @@ class _Comparison:
         elif actual:
             self._differences[node] = max(map(_difference, expected, actual))
 
-    def _find_first(self) -> tuple[Place | None, float, list[int]]:
+    def _find_first(self) -> tuple[Place | None, float]:
         """Find the first operation that differs on any rank."""
         operations = self._operations[1]
         beyond = [node for node, difference in self._differences.items() if difference > self._bound]
@@ -206,9 +211,9 @@ class _Comparison:
             finding = [operations.locate(beyond[0]), _to_json(self._differences[beyond[0]])]
         first = self._ranks.find_first(order, name, finding)
         if first is None:
-            return None, 0.0, []
+            return None, 0.0
         (place, difference), ranks = first
-        return Place(*place), float(difference), ranks
+        return Place.read(place, ranks), float(difference)
 
     def _measure_growth(self) -> list[Growth]:
         """Find the largest difference of each phase of each module, on any rank."""
@@ -250,6 +255,8 @@ class _Comparison:
         entries = []
         for line, operators in by_line.items():
             texts = [f"{count} {operator}" for operator, count in operators.items()]
+            if len(texts) > _MAX_SHOWN:
+                texts[_MAX_SHOWN:] = [f"and {len(texts) - _MAX_SHOWN} other operators"]
             entries.append(f"{line}: {', '.join(texts)}")
         return entries
 

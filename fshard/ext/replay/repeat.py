@@ -14,7 +14,6 @@ from fshard.extend import (
     DispatchMode,
     Jitted,
     Traced,
-    check_same_call,
     generators,
     graph_nodes,
     tensor_of,
@@ -23,7 +22,7 @@ from fshard.extend import (
 _GENERATORS = (generators.random_state, generators.set_random_state, generators.seed)
 # Simulated ranks are threads, which share the generators of the process.
 _SHARED_GENERATORS = threading.Lock()
-_EMPTY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+_EMPTY = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
 
 
 class TracedCall(NamedTuple):
@@ -49,21 +48,30 @@ class TracedCall(NamedTuple):
         return [tensor_of(self.flat.leaves[index]) for index in self.inputs.values()]
 
 
-def trace_call(api_name: str, step: Callable[..., Any], args: Sequence[Any]) -> TracedCall:
-    """Trace a call of a step, and compare it between ranks.
+def trace_call(
+    api_name: str, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+) -> TracedCall:
+    """Trace a call of a step. Ranks compare their graphs.
 
     Args:
         api_name: The function that asks, for errors.
         step: The step. Of a function of `jit` it is the function inside, which writes to no argument.
         args: Its arguments.
+        kwargs: Its keyword arguments.
 
     Returns:
         The call.
+
+    Raises:
+        ValueError: if the step cannot be one graph.
     """
-    function = getattr(step, "__wrapped__", step) if isinstance(step, Jitted) else step
-    with noting_origins():
-        _, program, flat = fs.jit(function).find_call(args, {})
-    check_same_call(api_name, flat.axes, flat)
+    function: Any = getattr(step, "__wrapped__", step) if isinstance(step, Jitted) else step
+    try:
+        with noting_origins():
+            _, program, flat = fs.jit(function).find_call(args, kwargs or {})
+    except (TypeError, ValueError) as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise ValueError(f"{api_name}: {name} cannot be made one graph, which {api_name} runs. {error}") from error
     traced = program.traced
     inputs = dict(zip(graph_nodes.find_inputs(traced.module.graph), traced.input_leaves, strict=True))
     return TracedCall(flat, traced, inputs)

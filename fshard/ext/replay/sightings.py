@@ -3,15 +3,15 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from linecache import getline
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
 
-from fshard.ext._compat import Frame, Origin
-from fshard.extend import Traced, graph_nodes
+from fshard import Sharded
+from fshard.ext.replay.places import Operations, name_operator, origin_of, show_frame
+from fshard.ext.replay.repeat import TracedCall
+from fshard.extend import graph_nodes
 
 # Measures how bad a value is; 0 if it is accepted. Is called with a tensor and the node that made it.
 Measure = Callable[[torch.Tensor, Node], int]
@@ -19,7 +19,6 @@ INFINITE = 1
 NAN = 2
 # The place that a walk through the results of a graph begins at. All others are collectives.
 RESULTS = "results"
-NO_ORIGIN = Origin()
 
 
 class Maker(NamedTuple):
@@ -75,12 +74,6 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [each for each in values if isinstance(each, torch.Tensor)]
 
 
-def show_frame(frame: Frame) -> str:
-    """Show a line of the user's program."""
-    text = getline(frame.file, frame.line).strip()
-    return f"{Path(frame.file).name}:{frame.line} in {frame.function}: {text}"
-
-
 def _describe_range(tensor: torch.Tensor) -> str:
     if tensor.is_complex() or not tensor.numel():
         return ""
@@ -93,13 +86,6 @@ def _describe_range(tensor: torch.Tensor) -> str:
     return text
 
 
-def name_operator(node: Node) -> str:
-    """Name the operator of a node as printed graphs do."""
-    target: Any = node.target
-    name = str(target) if hasattr(target, "overloadpacket") else getattr(target, "__name__", node.op)
-    return name.removesuffix(".default").removesuffix(".Tensor")
-
-
 class Sightings:
     """The refused values of one run of a graph.
 
@@ -109,41 +95,32 @@ class Sightings:
         makers: For each node that made one out of accepted values, what it read and made.
     """
 
-    def __init__(
-        self, traced: Traced, inputs: Mapping[Node, tuple[str, bool]], measure: Measure, allow: Collection[str]
-    ) -> None:
+    def __init__(self, call: TracedCall, operations: Operations, measure: Measure, allow: Collection[str]) -> None:
         """Begin before the run.
 
         Args:
-            traced: The graph.
-            inputs: The path of each input, and whether it is a Sharded leaf.
+            call: The call.
+            operations: The nodes of its graph.
             measure: Measures values.
             allow: Operators, and lines as "file.py:12", that may make refused values.
         """
-        self.nodes = list(traced.module.graph.nodes)
+        self.nodes = operations.nodes
         self.levels: dict[Node, int] = {}
         self.makers: dict[Node, tuple[list[str], list[str]]] = {}
-        self._inputs = inputs
+        self._call = call
+        self._operations = operations
         self._measure = measure
         self._allow = allow
         self._storages = graph_nodes.find_storages(self.nodes)
         self._writers: dict[Hashable, list[Node]] = defaultdict(list)
         self._starts: dict[Node, str] = {}
-        self._waits: dict[Node, int] = {}
-        waits = 0
         for node in self.nodes:
-            waits += graph_nodes.is_wait(node)
-            self._waits[node] = waits
             if graph_nodes.find_collective(node) is not None:
                 group = node.args[-2]
                 self._starts[node] = f"{len(self._starts)} {group}"
 
     def watch(self, node: Node, operands: Mapping[Node, Any], result: Any) -> None:
-        """Look at what a node read and made; called by `run_nodes`."""
-        if _is_empty(node):
-            # What was in the memory before may be anything.
-            result.zero_()
-            return
+        """Look at what a node read and made; called by `run_repeatably`."""
         level = self._measure_all(result, node)
         if not level:
             return
@@ -155,10 +132,6 @@ class Sightings:
         if level > worst_operand and not self._is_legal(node, level):
             self.makers[node] = self._describe_values(operands), self._describe_values({node: result})
 
-    def name(self, node: Node) -> str:
-        """Name an operator as printed graphs do, or an input by its path."""
-        return self._inputs[node][0] if node in self._inputs else name_operator(node)
-
     def name_problem(self, node: Node) -> str:
         """Say what a node made."""
         if self._measure is not measure_nonfinite:
@@ -167,7 +140,7 @@ class Sightings:
 
     def describe_node(self, node: Node) -> str:
         """Name an operator, and the line that ran it."""
-        origin = node.meta.get("origin", NO_ORIGIN)
+        origin = origin_of(node)
         return " at ".join([name_operator(node), *map(show_frame, (*origin.frames, *origin.forward)[:1])])
 
     def _describe_values(self, values: Mapping[Node, Any]) -> list[str]:
@@ -175,7 +148,7 @@ class Sightings:
         for node, value in values.items():
             for tensor in tensors_in(value):
                 dtype = str(tensor.dtype).removeprefix("torch.")
-                lines.append(f"{self.name(node)}: {dtype}{list(tensor.shape)}{_describe_range(tensor)}")
+                lines.append(f"{self._operations.name(node)}: {dtype}{list(tensor.shape)}{_describe_range(tensor)}")
         return lines
 
     def _measure_all(self, value: Any, node: Node) -> int:
@@ -183,7 +156,7 @@ class Sightings:
 
     def _is_legal(self, node: Node, level: int) -> bool:
         """Whether the program means to make such a value: it wrote an infinity down, or the caller allows it."""
-        origin = node.meta.get("origin", NO_ORIGIN)
+        origin = origin_of(node)
         lines = [f"{frame.file}:{frame.line}" for frame in (*origin.frames, *origin.forward)[:1]]
         if name_operator(node) in self._allow or any(line.endswith(tuple(self._allow)) for line in lines):
             return True
@@ -242,15 +215,9 @@ class Sightings:
         return [source for source in sources if source in self.levels]
 
     def _name_maker(self, node: Node) -> Maker:
-        is_mask = node.op == "placeholder" and not self._inputs[node][1] and self.levels[node] == INFINITE
-        origin = node.meta.get("origin", NO_ORIGIN)
-        operation = f"{name_operator(node)} {origin.frames} {origin.forward} {origin.module}"
-        return Maker(is_mask, self._waits[node], self.nodes.index(node), operation)
-
-
-def _is_empty(node: Node) -> bool:
-    """Whether a node makes memory that nothing has been written to."""
-    return name_operator(node).startswith(("aten.empty", "aten.new_empty"))
+        is_mask = self.levels[node] == INFINITE and not isinstance(self._call.leaf_of(node), Sharded)
+        is_input = node.op == "placeholder" and is_mask
+        return Maker(is_input, *self._operations.order(node), str(self._operations.names[node]))
 
 
 def _find_start(node: Node) -> Any:

@@ -11,7 +11,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from fshard import Sharded
-from fshard.ext.replay.names import Operations, Place, list_ranks
+from fshard.ext.replay.places import Operations, Place, list_ranks
 from fshard.ext.replay.ranks import Ranks
 from fshard.ext.replay.repeat import TracedCall, read_generators, run_repeatably, trace_call
 from fshard.ext.replay.shared import Axes, find_shared
@@ -27,25 +27,25 @@ class Disagreement(NamedTuple):
 
     Attributes:
         between: "runs" if two runs on a rank gave other bits, or "ranks" if ranks differ where they must agree.
-        ranks: The ranks whose result is wrong, or all that differ where nothing says which of them are.
+        place: The operation, and the ranks whose result is wrong, or all that differ where nothing says which of them
+            are.
         others: The ranks that they differ from, if these are more; empty otherwise.
-        place: The operation: its operator, lines, submodule, unit and leaf.
     """
 
     between: str
-    ranks: tuple[int, ...]
-    others: tuple[int, ...]
     place: Place
+    others: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         """The report."""
-        ranks = list_ranks(self.ranks)
-        operator = self.place.operator
+        ranks = list_ranks(self.place.ranks)
+        operator = self.place.subject
+        is_one = len(self.place.ranks) == 1
         if self.between == "runs":
-            verb = "gives" if len(self.ranks) == 1 else "give"
+            verb = "gives" if is_one else "give"
             headline = f"{ranks} {verb} other bits for {operator} in a second run of the same step"
         elif self.others:
-            verb = "differs" if len(self.ranks) == 1 else "differ"
+            verb = "differs" if is_one else "differ"
             headline = (
                 f"{ranks} {verb} from {list_ranks(self.others)} in the result of {operator}, on which all must agree"
             )
@@ -138,7 +138,7 @@ class _Comparison:
         if first is None:
             return None
         (place,), ranks = first
-        return Disagreement("runs", tuple(ranks), (), Place(*place))
+        return Disagreement("runs", Place.read(place, ranks))
 
     def compare_ranks(self) -> Disagreement | None:
         """Find the first result that ranks must agree on and do not."""
@@ -159,7 +159,7 @@ class _Comparison:
         if first is None:
             return None
         (place, ranks, others), _ = first
-        return Disagreement("ranks", tuple(ranks), tuple(others), Place(*place))
+        return Disagreement("ranks", Place.read(place, ranks), tuple(others))
 
     def _find_first(
         self, nodes: Sequence[Node], describe: Callable[[Node], list[list[int]]]

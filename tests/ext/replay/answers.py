@@ -65,7 +65,7 @@ def judge(report: Any, truth: Truth) -> dict[str, bool]:
         return dict.fromkeys(asked, False)
     right = {
         "found": True,
-        "rank": tuple(report.ranks) == (truth.rank,),
+        "rank": place.ranks == (truth.rank,),
         "operator": place.operator.rpartition(".")[2] == truth.operator,
         "line": _innermost_line(place) == f"{FILE}:{truth.line}",
     }
@@ -80,7 +80,5 @@ def judge(report: Any, truth: Truth) -> dict[str, bool]:
 
 def _innermost_line(place: Any) -> str:
     """The file and the number of the innermost line of a place; of an operation of the backward that of its forward."""
-    if hasattr(place, "lines"):
-        return place.lines[0].removeprefix("backward of ").partition(" ")[0] if place.lines else ""
     frames = (*place.frames, *place.forward)
     return f"{Path(frames[0].file).name}:{frames[0].line}" if frames else ""

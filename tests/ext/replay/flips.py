@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.fx import Node
 
 from fshard.ext.replay import repeat
-from fshard.ext.replay.names import name_operator, origin_of
+from fshard.ext.replay.places import name_operator, origin_of
 from fshard.extend import graph_nodes
 
 Site = Callable[[Node], bool]

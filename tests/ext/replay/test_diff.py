@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fshard as fs
+from fshard.ext.replay.places import show_frame
 from fshard.testing import spmd
 from tests.ext.replay.versions import Other, make_version, shift
 from tests.ranks import on_ranks
@@ -51,8 +52,8 @@ def test_another_function_of_an_operator_is_named_with_its_line():
     difference = compare(PLAIN, PLAIN | {"approximates": ("none", "tanh")})
     place = difference.first
     assert (place.operator, place.module, place.unit) == ("aten.gelu", "blocks.1", "blocks.1")
-    assert place.lines[0].endswith("hidden = F.gelu(self.up(x), approximate=self.approximate)  # gelu")
-    assert difference.ranks == (0, 1)
+    assert show_frame(place.frames[0]).endswith("hidden = F.gelu(self.up(x), approximate=self.approximate)  # gelu")
+    assert place.ranks == (0, 1)
     by_module = {(row.phase, row.module): row.difference for row in difference.growth}
     assert by_module["forward", "blocks.0"] == 0.0
     assert by_module["forward", "blocks.1"] >= difference.difference > difference.bound
@@ -61,7 +62,6 @@ def test_another_function_of_an_operator_is_named_with_its_line():
 def test_a_narrow_dtype_grows_from_the_gathered_leaves():
     difference = compare(PLAIN, PLAIN | {"param_dtype": torch.bfloat16}, bound=1e-3)
     assert difference.first.phase == "forward"
-    assert difference.first.number < 100
     assert any("aten._foreach_copy_" in line for line in difference.only_second)
     assert difference.leaves
 
@@ -92,14 +92,14 @@ def test_another_line_is_listed_and_the_operation_after_it_is_named():
 
 REPORT = """\
 diff: aten.add is the first operation that differs by more than 1e-05 of its largest value: by 1, on rank 0
-  versions.py:{line} in shift: return 2 * (x + by)  # shift
-  forward of microbatch 0, node 2 of 5
+  phase: forward
+  at: versions.py:{line} in shift: return 2 * (x + by)  # shift
 The largest difference by module:
   forward    (none)               1
 Results that differ:
   (root) by 1"""
 ALONE = """\
-diff: no operation differs by more than 0.5 of its largest value
+diff: no operation that both versions have differs by more than 0.5 of its largest value
 The largest difference by module:
 In the first version alone:
   return 2 * (x + by)  # shift: 1 aten.add, 1 aten.mul

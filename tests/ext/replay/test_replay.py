@@ -15,7 +15,7 @@ from fshard.testing import Workers, spmd
 ROWS = 2
 WIDTH = 4
 # The messages of a replay besides those of the step: ranks compare their graphs, and exchange what they found.
-MORE = 3
+MORE = 4
 
 
 class Block(nn.Module):
@@ -241,8 +241,8 @@ def hsdp_net():
 )
 def test_the_rank_is_the_one_whose_operation_made_the_value(make, world, rank):
     report = replay_on_all(make, world)
-    assert (report.operator, report.ranks, report.phase) == ("aten.div", [rank], "backward")
-    assert expand("<loss> in loss_fn").startswith(f"test_replay.py:{report.forward[0].line} ")
+    assert (report.place.operator, report.place.ranks, report.place.phase) == ("aten.div", (rank,), "backward")
+    assert expand("<loss> in loss_fn").startswith(f"test_replay.py:{report.place.forward[0].line} ")
 
 
 def make_unseen():
@@ -264,13 +264,13 @@ def make_unseen():
 
 def test_a_value_is_followed_through_a_collective_to_the_rank_that_sent_it():
     report = replay_on_all(make_unseen, 2)
-    assert (report.operator, report.ranks, report.problem) == ("aten.div", [0], "infinities")
+    assert (report.place.operator, report.place.ranks, report.problem) == ("aten.div", (0,), "infinities")
 
 
 def test_a_gradient_is_found_where_the_update_leaves_the_step_out():
     tx = fs.skip_nonfinite(fs.adamw(1e-3))
     report = replay_on_all(lambda: make_net(zero_at=1, tx=tx), 2)
-    assert (report.operator, report.ranks, report.phase) == ("aten.div", [1], "backward")
+    assert (report.place.operator, report.place.ranks, report.place.phase) == ("aten.div", (1,), "backward")
 
 
 def make_attention(masks_all):
@@ -291,7 +291,7 @@ def make_attention(masks_all):
 def test_masks_are_legal_and_a_row_that_is_all_masked_is_not():
     assert replay_on_all(lambda: make_attention(False), 2) is None
     report = replay_on_all(lambda: make_attention(True), 2)
-    assert (report.operator, report.problem, report.ranks) == ("aten._softmax", "NaN", [0, 1])
+    assert (report.place.operator, report.problem, report.place.ranks) == ("aten._softmax", "NaN", (0, 1))
 
 
 def fill_empty(x):
@@ -305,7 +305,7 @@ def fill_empty(x):
 
 def test_memory_that_was_empty_makes_no_value():
     report = fs.replay(fill_empty, torch.tensor([0.0, 1.0]))
-    assert (report.operator, report.problem) == ("aten.div", "NaN")
+    assert (report.place.operator, report.problem) == ("aten.div", "NaN")
 
 
 def test_what_the_caller_allows_is_not_reported():
@@ -320,8 +320,8 @@ def test_watch_may_be_a_function_of_a_value_and_its_node():
     report = replay_on_all(
         make_net, 2, watch=lambda tensor, node: node.op != "placeholder" and bool((tensor > 3.5).any())
     )
-    assert (report.operator, report.problem) == ("aten.add", "values that watch refuses")
-    assert report.ranks == [0, 1]
+    assert (report.place.operator, report.problem) == ("aten.add", "values that watch refuses")
+    assert report.place.ranks == (0, 1)
 
 
 def make_pipeline():
@@ -341,8 +341,8 @@ def make_pipeline():
 
 def test_a_stage_of_a_pipeline_is_named():
     report = replay_on_all(make_pipeline, 2)
-    assert (report.operator, report.ranks) == ("aten.log", [1])
-    assert expand("<stage> in stage").startswith(f"test_replay.py:{report.frames[0].line} ")
+    assert (report.place.operator, report.place.ranks) == ("aten.log", (1,))
+    assert expand("<stage> in stage").startswith(f"test_replay.py:{report.place.frames[0].line} ")
 
 
 def count_messages():
@@ -369,7 +369,7 @@ def donate_and_replay():
     jitted(state, *rest)
     with pytest.raises(ValueError, match=r"replay: arguments were donated") as caught:
         fs.replay(jitted, state, *rest)
-    return str(caught.value), fs.replay(jitted, kept, *rest).operator
+    return str(caught.value), fs.replay(jitted, kept, *rest).place.operator
 
 
 def test_donated_arguments_are_refused_and_a_copy_from_before_is_replayed():

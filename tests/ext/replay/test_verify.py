@@ -50,7 +50,7 @@ def verify_with_flip(world_size, site, **options):
 @pytest.mark.parametrize("run", [0, 1])
 def test_a_bit_that_flips_in_one_of_two_runs_is_named(world_size, site, run):
     report = verify_with_flip(world_size, site, runs=(run,))
-    assert (report.between, report.ranks, report.others) == ("runs", (1,), ())
+    assert (report.between, report.place.ranks, report.others) == ("runs", (1,), ())
     assert (report.place.operator, report.place.unit) == PLACES[site]
 
 
@@ -58,11 +58,11 @@ def test_a_bit_that_flips_in_one_of_two_runs_is_named(world_size, site, run):
 @pytest.mark.parametrize("site", ["gathered buffer", "objective"])
 def test_a_bit_that_one_rank_always_gets_wrong_is_named_where_ranks_must_agree(site):
     report = verify_with_flip(4, site, runs=(0, 1), bit=20)
-    assert (report.between, report.ranks, report.others) == ("ranks", (1,), (0, 2, 3))
+    assert (report.between, report.place.ranks, report.others) == ("ranks", (1,), (0, 2, 3))
     assert (report.place.operator, report.place.unit) == PLACES[site]
     # Of two ranks nothing says which is wrong.
     report = verify_with_flip(2, site, runs=(0, 1), bit=20)
-    assert (report.between, report.ranks, report.others) == ("ranks", (0, 1), ())
+    assert (report.between, report.place.ranks, report.others) == ("ranks", (0, 1), ())
     assert report.place.operator == PLACES[site][0]
 
 
@@ -75,46 +75,39 @@ def test_a_wrong_replica_of_an_argument_is_named():
 
     report, *others = spmd(program, 4)
     assert others == [report] * 3
-    assert (report.between, report.ranks, report.others) == ("ranks", (2,), (0, 1, 3))
-    assert report.place.operator == "the argument [0].params['head.bias']"
+    assert (report.between, report.place.ranks, report.others) == ("ranks", (2,), (0, 1, 3))
+    assert report.place.operator == "[0][0].params['head.bias']"
 
 
 GELU = f"""\
-  steps.py:{line_of("gelu")} in body: hidden = F.gelu(self.up(x))  # gelu
-  steps.py:{line_of("gelu") - 3} in forward: return checkpoint(self.body, x, use_reentrant=False) \
+  phase: forward
+  at: steps.py:{line_of("gelu")} in body: hidden = F.gelu(self.up(x))  # gelu
+  at: steps.py:{line_of("gelu") - 3} in forward: return checkpoint(self.body, x, use_reentrant=False) \
 if self.checkpointed else self.body(x)
-  steps.py:{line_of("head") - 1} in forward: x = block(x)
-"""
-
-
-def text_of(report, nodes):
-    """A report, whose numbers of nodes are checked and left out."""
-    text = str(report)
-    assert 0 < report.place.number < report.place.size
-    return text.replace(f"node {report.place.number} of {report.place.size}", nodes)
+  at: steps.py:{line_of("head") - 1} in forward: x = block(x)
+  module: blocks.1
+  unit: blocks.1"""
+ARRIVAL = f"""\
+  phase: forward
+  at: steps.py:{line_of("head") - 1} in forward: x = block(x)
+  at: steps.py:{line_of("loss")} in loss_fn: return model.apply(params, x).square().mean()  # loss
+  at: steps.py:{line_of("update") - 1} in step: loss, grads = fs.accumulate(loss_fn)(state.params, parts)
+  collective: all_gather
+  unit: blocks.1"""
 
 
 def test_the_texts_of_reports():
-    assert text_of(verify_with_flip(2, "activation"), "node 5 of 9") == (
-        "verify: rank 1 gives other bits for aten.gelu in a second run of the same step\n"
-        + GELU
-        + "  module blocks.1, unit blocks.1, forward of microbatch 0, node 5 of 9"
-    )
-    loss, step = line_of("loss"), line_of("update") - 1
-    lines = (
-        f"  steps.py:{line_of('head') - 1} in forward: x = block(x)\n"
-        f"  steps.py:{loss} in loss_fn: return model.apply(params, x).square().mean()  # loss\n"
-        f"  steps.py:{step} in step: loss, grads = fs.accumulate(loss_fn)(state.params, parts)\n"
-        "  collective all_gather, unit blocks.1, forward of microbatch 0, node 5 of 9"
+    assert str(verify_with_flip(2, "activation")) == (
+        f"verify: rank 1 gives other bits for aten.gelu in a second run of the same step\n{GELU}"
     )
     operator_name = "_c10d_functional.wait_tensor"
-    assert text_of(verify_with_flip(4, "gathered buffer", runs=(0, 1)), "node 5 of 9") == (
+    assert str(verify_with_flip(4, "gathered buffer", runs=(0, 1))) == (
         f"verify: rank 1 differs from ranks 0, 2 and 3 in the result of {operator_name}, on which all must agree\n"
-        + lines
+        + ARRIVAL
     )
-    assert text_of(verify_with_flip(2, "gathered buffer", runs=(0, 1)), "node 5 of 9") == (
+    assert str(verify_with_flip(2, "gathered buffer", runs=(0, 1))) == (
         f"verify: ranks 0 and 1 differ in the result of {operator_name}, on which all must agree; "
-        f"any of them may be wrong\n{lines}"
+        f"any of them may be wrong\n{ARRIVAL}"
     )
 
 
@@ -169,7 +162,11 @@ def test_clean_runs_on_processes_are_silent():
     assert verify_dropped(ZERO3, "of ranks", "weighted") is None
 
 
-@pytest.mark.parametrize("options", [{"checkpointed": True}, {"microbatches": 2}, {"strategy": fs.zero2}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"checkpointed": True}, {"microbatches": 2}, {"strategy": fs.zero2}],
+    ids=["checkpointed", "microbatches", "zero2"],
+)
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_clean_runs_of_other_steps_are_silent(options, world_size):
     assert spmd(lambda: verified(**options), world_size) == [None] * world_size
