@@ -1449,6 +1449,13 @@ FAULTS = (
         "4: verify raises no alarm where a rank's own value lies in memory that ranks once shared",
     ),
     Fault(
+        "gathered-leaf-without-its-unit",
+        "fshard/ext/replay/places.py",
+        '_COPIES = ("aten.split_with_sizes_copy", "aten.cat")',
+        "_COPIES = ()",
+        "4: a report names the unit of a leaf that is taken out of a gathered buffer",
+    ),
+    Fault(
         "own-row-of-a-sum-is-not-counted",
         "fshard/ext/replay/shared.py",
         "rows = frozenset(range(1, collective.size))",

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import fshard as fs
+from fshard.ext.replay.places import Operations, name_operator
+from fshard.ext.replay.repeat import trace_call
 from fshard.testing import spmd
 from tests.ext.replay.flips import arrival, flipping, operator
 from tests.ext.replay.steps import line_of, make_step
@@ -109,6 +111,29 @@ def test_the_texts_of_reports():
         f"verify: ranks 0 and 1 differ in the result of {operator_name}, on which all must agree; "
         f"any of them may be wrong\n{ARRIVAL}"
     )
+
+
+def units_of(operator_name, step, *args):
+    """The units of all operators of a name."""
+    operations = Operations(trace_call("verify", step, args))
+    return {operations.locate(node).unit for node in operations.nodes if name_operator(node) == operator_name}
+
+
+def square_gathered(params):
+    full = fs.gather(params)
+    return full["w"].square().sum() + full["v"].sum()
+
+
+def units_of_gathered_leaves():
+    params = fs.shard({"w": torch.ones(4), "v": torch.ones(4)}, ZERO3(one_axis()))
+    squares = units_of("aten.pow.Tensor_Scalar", square_gathered, params)
+    return squares, units_of("aten.split_with_sizes_copy", *make_step(ZERO3))
+
+
+def test_the_unit_of_a_leaf_that_is_taken_out_of_a_gathered_buffer_is_found():
+    for squares, copies in spmd(units_of_gathered_leaves, 2):
+        assert squares == {"['v'], ['w']"}
+        assert copies >= {"blocks.0", "blocks.1", "head"}
 
 
 class Dropped(nn.Module):
