@@ -13,7 +13,7 @@ import fshard as fs
 from fshard.ext.replay.places import Name, Operations, Place, list_ranks
 from fshard.ext.replay.ranks import Ranks
 from fshard.ext.replay.repeat import TracedCall, is_empty, read_generators, run_repeatably, trace_call
-from fshard.ext.replay.run import find_in_flight
+from fshard.ext.replay.run import find_in_flight, tensors_in
 from fshard.ext.replay.shared import find_sharded
 from fshard.extend import POSITIVE, calling, check_numbers, flatten, graph_nodes, unflatten, without_padding
 
@@ -148,7 +148,8 @@ class _Comparison:
         self._names = [_select_names(operations) for operations in self._operations]
         self._sharded: set[Name] = set()
         if _layout_of(first) != _layout_of(second):
-            self._sharded = self._find_sharded()
+            for call, names in zip(self._calls, self._names, strict=True):
+                self._sharded.update(names[node] for node in _find_sharded(call) if node in names)
         self._shared = set(self._names[0].values()) & set(self._names[1].values())
         self._ranks = Ranks(_API_NAME, flatten([call.flat.leaves for call in self._calls]).axes)
         # Results of the first version.
@@ -177,13 +178,6 @@ class _Comparison:
             uncompared=self._uncompared,
         )
 
-    def _find_sharded(self) -> set[Name]:
-        """Name the operations that compute with shards in some version."""
-        names: set[Name] = set()
-        for call, names_of_call in zip(self._calls, self._names, strict=True):
-            names.update(names_of_call[node] for node in _find_sharded(call) if node in names_of_call)
-        return names
-
     def _keep(self, node: Node, operands: Mapping[Node, Any], result: Any) -> None:
         name = self._names[0].get(node)
         if name in self._shared:
@@ -208,12 +202,12 @@ class _Comparison:
         if beyond:
             order = operations.order(beyond[0])
             name = str(operations.names[beyond[0]])
-            finding = [operations.locate(beyond[0]), _to_json(self._differences[beyond[0]])]
+            finding = [operations.locate(beyond[0]), self._differences[beyond[0]]]
         first = self._ranks.find_first(order, name, finding)
         if first is None:
             return None, 0.0
         (place, difference), ranks = first
-        return Place.read(place, ranks), float(difference)
+        return Place.read(place, ranks), difference
 
     def _measure_growth(self) -> list[Growth]:
         """Find the largest difference of each phase of each module, on any rank."""
@@ -222,10 +216,10 @@ class _Comparison:
             name = self._names[1][node]
             key = name.phase, name.module
             local[key] = max(local.get(key, 0.0), difference)
-        rows = self._ranks.gather([[*key, _to_json(difference)] for key, difference in local.items()])
+        rows = self._ranks.gather([[*key, difference] for key, difference in local.items()])
         merged: dict[tuple[str, str], float] = {}
         for phase, module, difference in itertools.chain.from_iterable(rows):
-            merged[phase, module] = max(merged.get((phase, module), 0.0), float(difference))
+            merged[phase, module] = max(merged.get((phase, module), 0.0), difference)
         return [Growth(*key, difference) for key, difference in merged.items()]
 
     def _compare_leaves(self, results: Sequence[Sequence[Any]]) -> list[tuple[str, float]]:
@@ -236,11 +230,11 @@ class _Comparison:
         for path in sorted(first.keys() & second.keys()):
             expected, actual = _make_comparable(first[path], second[path])
             if expected.shape == actual.shape and expected.is_floating_point():
-                local[path] = _to_json(_difference(expected, actual))
+                local[path] = _difference(expected, actual)
         merged: dict[str, float] = {}
         for by_path in self._ranks.gather(local):
             for path, difference in by_path.items():
-                merged[path] = max(merged.get(path, 0.0), float(difference))
+                merged[path] = max(merged.get(path, 0.0), difference)
         beyond = [(path, difference) for path, difference in merged.items() if difference > self._bound]
         return sorted(beyond, key=lambda entry: -entry[1])
 
@@ -293,8 +287,7 @@ def _without_number(name: Name) -> Name:
 
 def _floating(result: Any) -> list[torch.Tensor]:
     """List the tensors of a result that have fractions."""
-    tensors = result if isinstance(result, list | tuple) else [result]
-    return [tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.is_floating_point()]
+    return [tensor for tensor in tensors_in(result) if tensor.is_floating_point()]
 
 
 def _difference(expected: torch.Tensor, actual: torch.Tensor) -> float:
@@ -307,11 +300,6 @@ def _difference(expected: torch.Tensor, actual: torch.Tensor) -> float:
     distance = (expected - actual).abs().masked_fill(is_equal, 0.0).max().item()
     scale = expected.masked_fill(~expected.isfinite(), 0.0).abs().max().item()
     return distance / scale if scale and math.isfinite(distance) else math.inf
-
-
-def _to_json(difference: float) -> str:
-    """Write a difference, which may be infinite."""
-    return repr(difference)
 
 
 def _name_leaves(call: TracedCall, values: Sequence[Any]) -> dict[str, Any]:

@@ -65,6 +65,12 @@ def find_in_flight(nodes: Sequence[Node]) -> set[Node]:
     return in_flight
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """List the tensors of a node's value."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return [each for each in values if isinstance(each, torch.Tensor)]
+
+
 def _find_last_uses(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
     """Find for each node the values that nobody reads after it."""
     last_use = {node: node for node in nodes}

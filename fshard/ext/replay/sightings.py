@@ -11,6 +11,7 @@ from torch.fx import Node
 from fshard import Sharded
 from fshard.ext.replay.places import Operations, name_operator, origin_of, show_frame
 from fshard.ext.replay.repeat import TracedCall
+from fshard.ext.replay.run import tensors_in
 from fshard.extend import graph_nodes
 
 # Measures how bad a value is; 0 if it is accepted. Is called with a tensor and the node that made it.
@@ -66,12 +67,6 @@ def measure_nonfinite(tensor: torch.Tensor, _: Node) -> int:
     if math.isnan(bounds[0]):
         return NAN
     return INFINITE if math.inf in map(abs, bounds) else 0
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """List the tensors of a node's value."""
-    values = value if isinstance(value, list | tuple) else [value]
-    return [each for each in values if isinstance(each, torch.Tensor)]
 
 
 def _describe_range(tensor: torch.Tensor) -> str:

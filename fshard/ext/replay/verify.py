@@ -146,8 +146,7 @@ class _Comparison:
         constants = {name: _digest_constants(node) for node, name in names.items()}
         # By the names of operations, because numbers of nodes differ between ranks.
         digests = {names[node]: digest for node, digest in self._digests.items()}
-        digests_by_rank = self._ranks.gather(digests)
-        constants_by_rank = self._ranks.gather(constants)
+        digests_by_rank, constants_by_rank = zip(*self._ranks.gather([digests, constants]), strict=True)
         agreements = self._find_agreements(names, digests_by_rank, constants_by_rank)
         judgements: dict[Node, list[list[int]]] = {}
         for node in self._digests:
