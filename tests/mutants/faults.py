@@ -1164,7 +1164,7 @@ FAULTS = (
         "boxes-of-other-values-taken-for-equal",
         "fshard/checkpoint/exchange.py",
         "if any(len(ranks_of_digest) > 1 for ranks_of_digest in ranks_of.values()):",
-        "if len(ranks_of[\"facts\"]) > 1:",
+        'if len(ranks_of["facts"]) > 1:',
         "1: a leaf that ranks hold different values of is not saved",
     ),
     Fault(
