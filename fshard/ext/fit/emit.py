@@ -10,6 +10,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fshard.ext.fit.step import Step
+from fshard.extend import graph_nodes
 
 # For storages the places behind which they are not kept, in their order.
 Cuts = Mapping[int, Sequence[int]]
@@ -257,15 +258,20 @@ def build(step: Step, schedule: Schedule) -> Graph:
 
     Returns:
         The graph. Each copy has a `Choice` in `node.meta["fit"]`, and a value with memory of its own, because
-        lifetimes would take it for the original otherwise.
+        lifetimes would take it for the original otherwise. So have the views of a copy.
     """
     graph = Graph()
     nodes: list[Node] = []
+    with_new_memory = set[Node]()
     for entry in schedule.placed:
         original = step.operators[entry.number]
         at_place = {step.operators[number].node: nodes[place] for number, place in entry.inputs.items()}
         if not entry.is_copy:
-            nodes.append(graph.node_copy(original.node, at_place.__getitem__))
+            node = graph.node_copy(original.node, at_place.__getitem__)
+            if graph_nodes.is_view(node) and with_new_memory.intersection(node.all_input_nodes):
+                node.meta["val"] = _compute_value(node)
+                with_new_memory.add(node)
+            nodes.append(node)
             continue
         sizes = [step.sizes[storage] for storage in entry.buffers if step.makers[storage] == entry.number]
         kind = "recompute"
@@ -278,6 +284,7 @@ def build(step: Step, schedule: Schedule) -> Graph:
         before = step.operators[entry.time].node.name
         choice = Choice(kind, original.node.name, sum(sizes), before, original.seconds)
         node.meta = {**original.node.meta, "val": _compute_value(node), "fit": choice}
+        with_new_memory.add(node)
         nodes.append(node)
     graph.lint()
     return graph
