@@ -40,12 +40,14 @@ class GraphMemory(NamedTuple):
     Attributes:
         arguments: Bytes of the arguments, which are held all the time.
         held: Bytes that are held while each operator runs, arguments included.
+        backward: The number of the first operator of the backward in `held`; 0 if the step has none.
         place: The operator at which most are held, the first of several, and where the program has it.
         kinds: The bytes that are held then, by kind.
     """
 
     arguments: int
     held: list[int]
+    backward: int
     place: str
     kinds: dict[str, int]
 
@@ -74,11 +76,12 @@ class MemoryReport:
     def draw(self, path: str | Path) -> None:
         """Write a picture: the bytes over the step, before and after the budget, and the budget as a line.
 
+        A mark on the lower edge, in the color of its curve, is where the backward begins.
+
         Args:
             path: Where to write the SVG file.
         """
-        picture = draw_memory(self.before.held, self.after.held, self.after.arguments, self.budget)
-        Path(path).write_text(picture)
+        Path(path).write_text(draw_memory(self.before, self.after, self.budget))
 
     def __str__(self) -> str:
         return "\n".join(self._write_lines())
@@ -137,7 +140,9 @@ def _measure(graph: Any, uses: Mapping[Hashable, str]) -> GraphMemory:
             for storage, nbytes in (memory.always_held | held).items():
                 kinds[_KINDS[uses_then[storage]]] += nbytes
     held_bytes = [arguments + moment.bytes for moment in graph.moments]
-    return GraphMemory(arguments, held_bytes, _describe_place(peak), kinds)
+    is_backward = [_get_phase(moment.node) == "backward" for moment in graph.moments]
+    backward = is_backward.index(True) if any(is_backward) else 0
+    return GraphMemory(arguments, held_bytes, backward, _describe_place(peak), kinds)
 
 
 def _find_uses(graph: Any, args: Any) -> dict[Hashable, str]:
@@ -221,8 +226,8 @@ def _name_part(moment: Any) -> tuple[str, str]:
     """Name the block that an operator belongs to, such as "blocks.3", and the submodule in it or the operator."""
     module = _get_origin(moment.node).module
     numbered = re.match(r"(.*?\b\d+)\b\.?(.*)", module)
-    block, part = numbered.groups() if numbered else (module, "")
-    operator = moment.operator.removeprefix("aten.")
+    block, part = numbered.groups() if numbered else (module or "Operators outside of modules", "")
+    operator = moment.operator.removeprefix("aten.").split(".")[0]
     return block, part or ("attention" if "attention" in operator else operator)
 
 
