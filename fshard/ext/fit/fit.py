@@ -7,8 +7,6 @@ many bytes that is, and before which node the copy runs. The report of `jitted.m
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch.fx import GraphModule
@@ -18,20 +16,8 @@ from fshard.ext.fit.search import find_plan
 from fshard.ext.fit.step import Step
 from fshard.extend import PassedGraph, Rates, Traced, check_rates, describe, expect, graph_nodes
 
-# By their prefixes.
-_UNITS: Mapping[str, int] = MappingProxyType(
-    {
-        "": 1,
-        "k": 10**3,
-        "M": 10**6,
-        "G": 10**9,
-        "T": 10**12,
-        "Ki": 2**10,
-        "Mi": 2**20,
-        "Gi": 2**30,
-        "Ti": 2**40,
-    }
-)
+# The n-th prefix stands for the n-th power of 1000, or of 1024 if an "i" follows.
+_PREFIXES = " KMGT"
 
 
 class Fit(NamedTuple):
@@ -98,12 +84,15 @@ def fit(budget: int | str, rates: Rates = Rates()) -> Fit:  # noqa: B008
 
 def _read_bytes(budget: Any) -> int:
     """Read a number of bytes, or a text of one with its unit."""
+    nbytes = budget
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(|k|[KMGT]i|[MGT])B?\s*", str(budget))
     if isinstance(budget, str) and match:
-        budget = int(float(match[1]) * _UNITS[match[2]])
-    is_number = type(budget) is int and budget > 0
-    expect(is_number, "fit", 'budget to be bytes, or a text such as "10GB" or "512MiB"', repr(budget))
-    return budget
+        unit = match[2] or " "
+        base = 1024 if unit.endswith("i") else 1000
+        nbytes = int(float(match[1]) * base ** _PREFIXES.index(unit[0].upper()))
+    is_number = type(nbytes) is int and nbytes > 0
+    expect(is_number, "fit", 'budget to be bytes (at least 1), or a text such as "10GB" or "512MiB"', repr(budget))
+    return nbytes
 
 
 def _list_axes(graph: Any) -> list[str]:

@@ -301,6 +301,29 @@ def test_results_of_one_operator_are_taken_apart_at_once():
     assert count_peak(build(step, schedule)) == schedule.peak
 
 
+def test_a_residual_block_whose_output_nobody_reads_again_can_be_fitted():
+    """Its copies need results that a plan has dropped before and makes again only where they are used."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            y = self.linear(x).sin()
+            return x + y * y
+
+    model = fs.functionalize(nn.Sequential(*(Layer() for _ in range(6))), units=Layer)
+    params = model.init(fs.zero3(one_axis(), min_shard_elements=0), seed=0)
+    step = fs.jit(fs.value_and_grad(lambda params, x: model.apply(params, x).sum()))
+    traced = step.trace_call((params, torch.ones(64, WIDTH)), {})
+    facts = Step(traced.module.graph, Rates())
+    most = emit(facts, {}).peak
+    least = find_plan(facts, 0).schedule.peak
+    for budget in range(least, most, max(1, (most - least) // 10)):
+        assert count_peak(build(facts, find_plan(facts, budget).schedule)) <= budget
+
+
 def test_the_least_budget_can_be_asked_for_and_a_byte_less_is_refused():
     """The error says what is held at its peak, before anything runs; the state can be used afterwards."""
     _, least = find_range(CASES["zero3"])
@@ -370,10 +393,13 @@ def test_budgets_are_bytes_or_texts():
     assert hash(fs.fit("1kB")) == hash(fs.fit(1000))
 
 
-@pytest.mark.parametrize("budget", (0, -1, 1.5, True, "", "10 apples", "GB", "-1GB", None))
+@pytest.mark.parametrize("budget", (0, -1, 1.5, True, "", "10 parsecs", "GB", "-1GB", "0GB", "0.1", None))
 def test_what_is_no_budget_is_refused(budget):
-    with pytest.raises(ValueError, match='expected budget to be bytes, or a text such as "10GB" or "512MiB", got'):
+    """The error shows the budget as it was given, and a call that would work."""
+    with pytest.raises(ValueError, match="budget") as refused:
         fs.fit(budget)
+    expected = 'bytes (at least 1), or a text such as "10GB" or "512MiB"'
+    assert str(refused.value) == f"fit: expected budget to be {expected}, got {budget!r}"
 
 
 def test_rates_are_those_of_plan():
