@@ -2,8 +2,9 @@
 
 from bisect import insort
 from collections import defaultdict
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import heapify, heappop, heappush
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,8 @@ _LEAST_PART = 512
 # How often it halves decisions that do not lower the peak, and how many it tries one by one afterwards.
 _HALVINGS = 5
 _TRIES = 8
+# Seconds that are added to those of a chain, which may be 0.
+_SHORTEST = 1e-9
 
 
 class Decision(NamedTuple):
@@ -28,14 +31,12 @@ class Decision(NamedTuple):
         begin: The place of the last use before.
         end: The place of the next use.
         bytes: The bytes of the storage.
-        worth: Bytes times places at which they are too many, by seconds of the copies.
     """
 
     cuts: dict[int, int]
     begin: int
     end: int
     bytes: int
-    worth: float
 
 
 class Plan(NamedTuple):
@@ -113,22 +114,26 @@ def _lower(step: Step, plan: Plan, beyond_arguments: int) -> Plan | None:
     peak = plan.schedule.peak
     enough = peak - max(1, beyond_arguments // _LEAST_PART)
     for part in _PARTS:
-        target = peak - max(1, beyond_arguments // part)
-        ranked = rank_decisions(step, plan, target)
-        batch = _take_until(plan.schedule, ranked, target)
-        attempts = [batch[: len(batch) >> halvings] for halvings in range(_HALVINGS)]
-        if part == _PARTS[-1]:
-            at_peak = int(plan.schedule.held.argmax())
-            singles = [[decision] for decision in ranked if decision.begin < at_peak < decision.end]
-            attempts += singles[:_TRIES]
-        for decisions in filter(None, attempts):
+        for decisions in _propose(step, plan, peak - max(1, beyond_arguments // part), part == _PARTS[-1]):
             lower = _make_plan(step, plan.decisions + decisions)
             if lower is not None and lower.schedule.peak <= enough and _costs_no_less(lower, plan):
                 return lower
     return None
 
 
-def _take_until(schedule: Schedule, ranked: Sequence[Decision], target: int) -> list[Decision]:
+def _propose(step: Step, plan: Plan, target: int, singly: bool) -> Iterator[list[Decision]]:
+    """Propose decisions that may lower the peak to a target: many, fewer of them, and then single ones."""
+    batch = _take_until(plan.schedule, rank_decisions(step, plan, target), target)
+    for halvings in range(len(batch).bit_length())[:_HALVINGS]:
+        yield batch[: len(batch) >> halvings]
+    if singly:
+        at_peak = int(plan.schedule.held.argmax())
+        ranked = rank_decisions(step, plan, target)
+        singles = ([decision] for decision in ranked if decision.begin < at_peak < decision.end)
+        yield from islice(singles, _TRIES)
+
+
+def _take_until(schedule: Schedule, ranked: Iterable[Decision], target: int) -> list[Decision]:
     """Take decisions, the best first, until no more than the target is held anywhere, if copies need no memory."""
     held = schedule.held.copy()
     taken: list[Decision] = []
@@ -137,29 +142,46 @@ def _take_until(schedule: Schedule, ranked: Sequence[Decision], target: int) -> 
         if span.max() > target:
             span -= decision.bytes
             taken.append(decision)
+        if held.max() <= target:
+            break
     return taken
 
 
-def rank_decisions(step: Step, plan: Plan, target: int) -> list[Decision]:
+def rank_decisions(step: Step, plan: Plan, target: int) -> Iterator[Decision]:
     """List the decisions that free memory where more is held than the target, the best first."""
     schedule = plan.schedule
     finder = _ChainFinder(step, schedule)
+    # A chain is followed only while it may be the best of all: most chains of deep models are long, and never taken.
+    heap: list[tuple[float, int, int, int, int]] = []
+    for begin, end, buffer, freed in _list_gaps(plan, target):
+        gain = step.sizes[schedule.storages[buffer]] * freed
+        heap.append((-gain / _SHORTEST, begin, end, buffer, gain))
+    heapify(heap)
+    while heap:
+        _, begin, end, buffer, gain = heappop(heap)
+        next_worth = -heap[0][0] if heap else 1e-30
+        chain = finder.find_chain(buffer, begin, end, 8 * gain / next_worth)
+        if chain is None:
+            continue
+        entry = (-gain / (chain.seconds + _SHORTEST), begin, end, buffer, gain)
+        if heap and entry > heap[0]:
+            heappush(heap, entry)
+        else:
+            yield Decision(chain.cuts, begin, end, step.sizes[schedule.storages[buffer]])
+
+
+def _list_gaps(plan: Plan, target: int) -> Iterator[tuple[int, int, int, int]]:
+    """List between which two uses a buffer is idle where too much is held, and at how many places that is."""
+    schedule = plan.schedule
     cuts = _join_cuts(plan.decisions)
     too_many = np.concatenate([[0], np.cumsum(schedule.held > target)])
-    decisions: list[Decision] = []
     for buffer, places in enumerate(schedule.uses):
-        storage = schedule.storages[buffer]
+        done = cuts.get(schedule.storages[buffer], ())
         for begin, end in pairwise(places):
             freed = int(too_many[end] - too_many[begin + 1]) if end > begin + 1 else 0
             time = schedule.placed[begin].time
-            if freed == 0 or time >= schedule.placed[end].time or time in cuts.get(storage, ()):
-                continue
-            chain = finder.find_chain(buffer, begin, end)
-            if chain is not None:
-                nbytes = step.sizes[storage]
-                worth = nbytes * freed / (chain.seconds + 1e-9)
-                decisions.append(Decision(chain.cuts, begin, end, nbytes, worth))
-    return sorted(decisions, key=lambda decision: (-decision.worth, decision.begin, decision.end))
+            if freed and time < schedule.placed[end].time and time not in done:
+                yield begin, end, buffer, freed
 
 
 class _Chain(NamedTuple):
@@ -175,64 +197,52 @@ class _ChainFinder:
     def __init__(self, step: Step, schedule: Schedule) -> None:
         self._step = step
         self._schedule = schedule
-        self._buffers_of_storage = defaultdict[int, list[int]](list)
-        for buffer, storage in enumerate(schedule.storages):
-            if schedule.uses[buffer]:
-                self._buffers_of_storage[storage].append(buffer)
+        # For each storage the places of the first and the last use of each of its buffers.
+        self._lives = defaultdict[int, list[tuple[int, int]]](list)
+        # The place of the last use of each storage, whichever buffer it is.
+        self._last_places = [-1] * len(step.sizes)
+        for storage, places in zip(schedule.storages, schedule.uses, strict=True):
+            if places:
+                self._lives[storage].append((places[0], places[-1]))
+                self._last_places[storage] = max(self._last_places[storage], places[-1])
 
-    def find_chain(self, buffer: int, begin: int, end: int) -> _Chain | None:
-        """Find the chain of copies that make a buffer again for its next use; None if it cannot be made again."""
-        user: Placed = self._schedule.placed[end]
-        waiting = [
-            number for number, place in user.inputs.items() if buffer in self._schedule.placed[place].buffers.values()
-        ]
-        if not waiting:
-            # It is not read there: a message that is sent from it has arrived.
-            return None
-        cuts = {self._schedule.storages[buffer]: self._schedule.placed[begin].time}
+    def find_chain(self, buffer: int, begin: int, end: int, limit: float) -> _Chain | None:
+        """Find the chain of copies that make a buffer again for its next use; None if it cannot be made again.
+
+        Of a chain that takes longer than the limit, it is the part until then.
+        """
+        placed = self._schedule.placed
+        user: Placed = placed[end]
+        # Nothing, if a message that is sent from the buffer has arrived.
+        waiting = [number for number, place in user.inputs.items() if buffer in placed[place].buffers.values()]
+        cuts = {self._schedule.storages[buffer]: placed[begin].time}
         seconds = 0.0
         seen: set[int] = set()
-        while waiting:
+        while waiting and seconds <= limit:
             number = waiting.pop()
             entry = self._step.operators[number]
-            if number in seen or not entry.storages or self._is_there(number, user.time, end, cuts):
+            if number in seen or self._is_there(number, user.time, end, cuts):
                 continue
             seen.add(number)
             if not entry.can_copy or entry.fresh_until < user.time:
                 return None
             for storage in entry.storages:
-                if storage not in cuts and not self._is_held_from(storage, end):
-                    cuts[storage] = self._find_last_use(storage, end)
+                last = self._last_places[storage]
+                if storage not in cuts and last < end:
+                    cuts[storage] = placed[last].time if last >= 0 else self._step.makers[storage]
             seconds += entry.seconds
             waiting += entry.copy_inputs
-        return _Chain(cuts, seconds)
+        return _Chain(cuts, seconds) if seen else None
 
     def _is_there(self, number: int, time: int, end: int, cuts: dict[int, int]) -> bool:
         """Whether a value, or an equal one, is held at a place; or made again behind it, where the copy moves up."""
         entry = self._step.operators[number]
-        if cuts.keys().isdisjoint(entry.storages) and all(self._is_held_from(s, end) for s in entry.storages):
+        if all(storage not in cuts and self._last_places[storage] >= end for storage in entry.storages):
             return True
-        for other in entry.equals:
-            storages = self._step.operators[other].storages
-            if other == number or other >= time or not cuts.keys().isdisjoint(storages):
-                continue
-            if storages and all(self._is_held_at(storage, end) for storage in storages):
-                return True
-        return False
+        return any(other < time and self._is_held(other, end, cuts) for other in entry.equals if other != number)
 
-    def _is_held_from(self, storage: int, place: int) -> bool:
-        uses = self._schedule.uses
-        return any(uses[buffer][-1] >= place for buffer in self._buffers_of_storage[storage])
-
-    def _is_held_at(self, storage: int, place: int) -> bool:
-        uses = self._schedule.uses
-        return any(uses[buffer][0] < place <= uses[buffer][-1] for buffer in self._buffers_of_storage[storage])
-
-    def _find_last_use(self, storage: int, before: int) -> int:
-        """Return the time of the last use of a storage before a place, or of its maker if that is not needed now."""
-        places: list[int] = []
-        for buffer in self._buffers_of_storage[storage]:
-            places += [place for place in self._schedule.uses[buffer] if place < before]
-        if not places:
-            return self._step.makers[storage]
-        return self._schedule.placed[max(places)].time
+    def _is_held(self, number: int, place: int, cuts: dict[int, int]) -> bool:
+        storages = self._step.operators[number].storages
+        if not storages or not cuts.keys().isdisjoint(storages):
+            return False
+        return all(any(first < place <= last for first, last in self._lives[storage]) for storage in storages)

@@ -188,7 +188,7 @@ def test_a_larger_budget_needs_no_more_time_and_no_more_copies(name):
 
 def every_decision(step):
     plan = Plan([], emit(step, {}))
-    return rank_decisions(step, plan, 0)
+    return list(rank_decisions(step, plan, 0))
 
 
 def run(module, graph, tensors):
