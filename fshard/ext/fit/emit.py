@@ -162,14 +162,14 @@ class _Emitter:
         entry = self._step.operators[number]
         is_copy = number != time
         buffers: dict[int, int] = {}
-        available: dict[int, int] = {}
-        for source in inputs.values():
-            available |= self.placed[source].buffers
         for storage in entry.storages:
             if self._step.makers[storage] == number or (is_copy and entry.is_gathered):
                 buffers[storage] = len(self.storages)
                 self.storages.append(storage)
             else:
+                available: dict[int, int] = {}
+                for source in inputs.values():
+                    available |= self.placed[source].buffers
                 # A view of an equal value lies in the memory of that one.
                 buffers[storage] = available.get(storage, next(iter(available.values())))
         self._places[key] = len(self.placed)

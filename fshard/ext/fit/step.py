@@ -108,8 +108,9 @@ class Step:
         self.pending: list[PendingMessage] = []
         for message in lifetimes.pending_buffers:
             held = message.held_storages
-            storages = [number_of_storage[name] for name in held if name in number_of_storage]
-            copied = sum(nbytes for name, nbytes in held.items() if not _is_known(name, number_of_storage, lifetimes))
+            names = [name for name in held if name not in lifetimes.always_held]
+            storages = [number_of_storage[name] for name in names if name in number_of_storage]
+            copied = sum(held[name] for name in names if name not in number_of_storage)
             self.pending.append(PendingMessage(numbers[message.start], numbers[message.wait], storages, copied))
         self._find_copies(lifetimes.storages, numbers)
         self._find_equal_values(numbers)
@@ -180,22 +181,12 @@ class Step:
                     start: Any = node.args[0]
                     target = start.target
                     args = (self.operators[entry.copy_inputs[0]].node, *start.args[1:])
-                values = map_arg((args, node.kwargs), lambda source: _EqualValue(classes[numbers[source]]))
+                values = map_arg((args, node.kwargs), lambda source: f"%{classes[numbers[source]]}")
                 # If something had been written in between, it would be fresh until another write.
                 text = repr((target, values, entry.fresh_until))
             classes.append(class_of_text.setdefault(text, number))
             entry.equals = members[classes[-1]]
             entry.equals.append(number)
-
-
-class _EqualValue(NamedTuple):
-    """Stands for a node in the text of an operator."""
-
-    number: int
-
-
-def _is_known(name: Hashable, number_of_storage: Mapping[Hashable, int], lifetimes: Any) -> bool:
-    return name in number_of_storage or name in lifetimes.always_held
 
 
 def _find_gathered_tensor(node: Node) -> Node | None:
