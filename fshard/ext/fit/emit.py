@@ -17,7 +17,7 @@ Cuts = Mapping[int, Sequence[int]]
 
 
 class StaleError(Exception):
-    """A copy would read what has been written to since, or may not be made."""
+    """A copy would read what has been written to since, or may not be made, or a message would not be waited for."""
 
 
 class Choice(NamedTuple):
@@ -152,6 +152,10 @@ class _Emitter:
         for source in self._step.operators[number].inputs:
             is_cut = bool(self._cut_storages[source])
             inputs[source] = self.bring(source, number) if is_cut else self._places[source]
+            brought = self.placed[inputs[source]]
+            if graph_nodes.is_wait(self._step.operators[number].node) and (brought.is_copy or brought.number != source):
+                # Nobody would wait for the first message, and its buffer would be held until the process ends.
+                raise StaleError(self._step.operators[number].node.name)
         self.place(number, number, inputs)
 
     def place(self, number: int, time: int, inputs: dict[int, int]) -> None:

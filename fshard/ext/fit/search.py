@@ -11,6 +11,7 @@ import numpy as np
 
 from fshard.ext.fit.emit import Placed, Schedule, StaleError, emit
 from fshard.ext.fit.step import Step
+from fshard.extend import graph_nodes
 
 # The search lowers the peak in steps of this part of what the step holds beyond the arguments, or of less.
 _PARTS = (16, 128)
@@ -153,7 +154,7 @@ def rank_decisions(step: Step, plan: Plan, target: int) -> Iterator[Decision]:
     finder = _ChainFinder(step, schedule)
     # A chain is followed only while it may be the best of all: most chains of deep models are long, and never taken.
     heap: list[tuple[float, int, int, int, int]] = []
-    for begin, end, buffer, freed in _list_gaps(plan, target):
+    for begin, end, buffer, freed in _list_gaps(step, plan, target):
         gain = step.sizes[schedule.storages[buffer]] * freed
         heap.append((-gain / _SHORTEST, begin, end, buffer, gain))
     heapify(heap)
@@ -170,7 +171,7 @@ def rank_decisions(step: Step, plan: Plan, target: int) -> Iterator[Decision]:
             yield Decision(chain.cuts, begin, end, step.sizes[schedule.storages[buffer]])
 
 
-def _list_gaps(plan: Plan, target: int) -> Iterator[tuple[int, int, int, int]]:
+def _list_gaps(step: Step, plan: Plan, target: int) -> Iterator[tuple[int, int, int, int]]:
     """List between which two uses a buffer is idle where too much is held, and at how many places that is."""
     schedule = plan.schedule
     cuts = _join_cuts(plan.decisions)
@@ -180,7 +181,9 @@ def _list_gaps(plan: Plan, target: int) -> Iterator[tuple[int, int, int, int]]:
         for begin, end in pairwise(places):
             freed = int(too_many[end] - too_many[begin + 1]) if end > begin + 1 else 0
             time = schedule.placed[begin].time
-            if freed and time < schedule.placed[end].time and time not in done:
+            user = step.operators[schedule.placed[end].number]
+            is_pending = graph_nodes.is_wait(user.node) and not schedule.placed[end].is_copy
+            if freed and not is_pending and time < schedule.placed[end].time and time not in done:
                 yield begin, end, buffer, freed
 
 

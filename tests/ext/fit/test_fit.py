@@ -215,6 +215,22 @@ def test_every_single_decision_keeps_the_bits_and_has_the_predicted_peak(name):
         assert_same_bits(run(traced.module, graph, tensors), expected)
 
 
+def count_unwaited(graph):
+    return sum(buffer.wait is buffer.start for buffer in find_lifetimes(graph).pending_buffers)
+
+
+@pytest.mark.parametrize("name", ("units alone", "microbatches"))
+def test_every_message_is_waited_for(name):
+    """A buffer that nobody waits for is held until the process ends."""
+
+    def program():
+        traced, _ = trace_step(name)
+        step = Step(traced.module.graph, Rates())
+        return count_unwaited(traced.module.graph), count_unwaited(build(step, find_plan(step, 0).schedule))
+
+    assert spmd(program, 2) == [(0, 0), (0, 0)]
+
+
 def make_random_step(seed):
     """A function of a weight, which is written to in the middle, and a batch, from random operators."""
     random = Random(seed)
