@@ -1,17 +1,22 @@
 """Plant 200 faults and count what reports say of them, and replay steps without one: `python -m tests.ext.replay`.
 
-Writes benchmarks/results/replay-faults.json, with the text of each report, and prints the table.
+With --write each group of faults, as it ends, goes into benchmarks/results/replay-faults.json with the text of its
+reports, so that a run that is cut off keeps what it has. Prints the table.
 """
 
 import argparse
+import faulthandler
+import fcntl
 import json
 import sys
+import tempfile
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.ext.replay.answers import run_cases
+from tests.ext.replay.answers import SECONDS, group_cases, run_group
 from tests.ext.replay.cases import QUESTIONS, TOOLS, Answer, Case, list_cases
 from tests.ext.replay.clean import replay_clean
 from tests.ext.replay.models import MODELS
@@ -19,42 +24,83 @@ from tests.ext.replay.reuse import reusing_traces
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "benchmarks/results/replay-faults.json"
+LOCK = Path(tempfile.gettempdir()) / "fshard-replay-faults.lock"
 COLUMNS = ("fault", "tool", *QUESTIONS)
 
 
 def main() -> None:
     args = parse_args()
-    cases = [case for case in list_cases() if not args.steps or case.step in args.steps]
+    table = list_cases()
+    cases = [
+        case
+        for case in table
+        if (not args.steps or case.step in args.steps)
+        and (not args.tools or TOOLS[case.kind] in args.tools)
+        and (not args.worlds or case.world in args.worlds)
+    ]
+    keep = write if args.write else print_alone
+    answers: list[Answer] = []
     with reusing_traces():
-        answers, alarms = measure(cases, args.clean)
+        for group in () if args.no_faults else group_cases(cases):
+            answers += answer_group(group, args.seconds, keep)
+        for name in MODELS if args.clean else ():
+            count_clean(name, args.clean, keep)
     print(write_table(answers))
-    if args.write:
-        results = circumstances() | {
+
+
+def answer_group(group: Sequence[Case], seconds: float, keep: Callable[..., None]) -> list[Answer]:
+    """Run a group, keep what it says, and print what is not right; a group that ends without an answer is kept so."""
+    step, world, _, kind, _ = group[0]
+    name = f"{step}, {world} ranks, {TOOLS[kind]}"
+    start = time.perf_counter()
+    # Where ranks stand when a group takes too long.
+    faulthandler.dump_traceback_later(max(seconds - 5, 1))
+    try:
+        answers, error = run_group(group, seconds), ""
+    except Exception as raised:
+        answers, error = [], f"{type(raised).__name__}: {raised}"
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    took = round(time.perf_counter() - start, 1)
+    wrong = [answer for answer in answers if not all(answer.right.values())]
+    print(f"{name}: {len(answers)} of {len(group)} faults, {len(wrong)} not right, {took} s", error, flush=True)
+    for answer in wrong:
+        print(show(answer), flush=True)
+    keep(
+        "groups",
+        name,
+        {
+            "cases": len(group),
+            "seconds": took,
+            "error": error,
             "faults": [describe(answer) for answer in answers],
-            "clean": {"replays": args.clean * len(MODELS), "alarms": alarms},
-        }
+        },
+    )
+    return answers
+
+
+def count_clean(name: str, count: int, keep: Callable[..., None]) -> None:
+    """Replay steps of a model that have no fault, and keep the alarms."""
+    alarms = replay_clean(name, count)
+    print(f"{name}: {count} clean replays, {len(alarms)} alarms", *alarms[:2], sep="\n", flush=True)
+    keep("clean", name, {"replays": count, "alarms": alarms})
+
+
+def print_alone(part: str, name: str, result: dict[str, Any]) -> None:
+    """Keep nothing: the result is printed already."""
+
+
+def write(part: str, name: str, result: dict[str, Any]) -> None:
+    """Put the result of a group or of a model into the file, in place of that of an earlier run."""
+    with LOCK.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"groups": {}, "clean": {}}
+        results[part][name] = circumstances() | result
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def measure(cases: Sequence[Case], clean: int) -> tuple[list[Answer], dict[str, list[str]]]:
-    """Run the cases, and so many clean replays of each model; print what is not right."""
-    answers: list[Answer] = []
-    for group in run_cases(cases):
-        answers += group
-        wrong = [answer for answer in group if not all(answer.right.values())]
-        step, world, *_ = group[0].case
-        print(f"{step}, {world} ranks: {len(group)} faults, {len(wrong)} not right", flush=True)
-        for answer in wrong:
-            print(show(answer), flush=True)
-    alarms: dict[str, list[str]] = {}
-    for name in MODELS if clean else ():
-        alarms[name] = replay_clean(name, clean)
-        print(f"{name}: {clean} clean replays, {len(alarms[name])} alarms", *alarms[name][:2], sep="\n", flush=True)
-    return answers, alarms
-
-
 def circumstances() -> dict[str, Any]:
-    """Versions, date and hardware, as benchmarks write them."""
+    """Versions, date, commit and hardware, as benchmarks write them."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import report
 
@@ -99,8 +145,12 @@ def write_table(answers: Sequence[Answer]) -> str:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", nargs="*", help="only these kinds of step")
+    parser.add_argument("--tools", nargs="*", help="only the faults for these tools")
+    parser.add_argument("--worlds", nargs="*", type=int, help="only these numbers of ranks")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="the longest that a group may take")
+    parser.add_argument("--no-faults", action="store_true", help="only clean replays")
     parser.add_argument("--clean", type=int, default=125, help="clean replays of each model")
-    parser.add_argument("--write", action="store_true", help="write the results")
+    parser.add_argument("--write", action="store_true", help="write each result as it comes")
     return parser.parse_args()
 
 

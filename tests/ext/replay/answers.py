@@ -1,7 +1,7 @@
 """Runs cases of the table of faults, and judges the reports."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,22 @@ SECONDS = 600.0
 BOUND = 1e-6
 
 
-def run_cases(cases: Iterable[Case]) -> Iterator[list[Answer]]:
-    """Run cases on simulated ranks, those of one step and number of ranks together."""
-    groups: dict[tuple[str, int], list[Case]] = defaultdict(list)
+def group_cases(cases: Iterable[Case]) -> list[list[Case]]:
+    """Group cases by step, number of ranks and tool."""
+    groups: dict[tuple[str, int, str], list[Case]] = defaultdict(list)
     for case in cases:
-        groups[case.step, case.world].append(case)
-    for (_, world), group in groups.items():
-        first, *others = spmd(partial(_answer_all, group), world, timeout=SECONDS)
-        for answers in others:
-            for mine, other in zip(first, answers, strict=True):
-                assert mine.report == other.report, "reports differ between ranks"
-        yield first
+        groups[case.step, case.world, TOOLS[case.kind]].append(case)
+    return list(groups.values())
+
+
+def run_group(group: Sequence[Case], seconds: float = SECONDS) -> list[Answer]:
+    """Run the cases of one group on simulated ranks, for at most so many seconds."""
+    world = group[0].world
+    first, *others = spmd(partial(_answer_all, group), world, timeout=seconds)
+    for answers in others:
+        for mine, other in zip(first, answers, strict=True):
+            assert mine.report == other.report, "reports differ between ranks"
+    return first
 
 
 def _answer_all(cases: Sequence[Case]) -> list[Answer]:

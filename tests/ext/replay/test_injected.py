@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from tests.ext.replay.answers import run_cases
+from tests.ext.replay.answers import group_cases, run_group
 from tests.ext.replay.cases import TOOLS, list_cases
 from tests.ext.replay.clean import replay_clean
 from tests.ext.replay.models import MODELS
@@ -25,7 +25,7 @@ def test_the_table_has_each_kind_at_each_place_of_each_step():
 
 def answer_all(cases):
     with reusing_traces():
-        answers = [answer for group in run_cases(cases) for answer in group]
+        answers = [answer for group in group_cases(cases) for answer in run_group(group)]
     assert len(answers) == len(cases)
     return answers
 
