@@ -8,6 +8,7 @@ import argparse
 import faulthandler
 import fcntl
 import json
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +26,8 @@ from tests.ext.replay.reuse import reusing_traces
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "benchmarks/results/replay-faults.json"
 LOCK = Path(tempfile.gettempdir()) / "fshard-replay-faults.lock"
+# The commit at the start, of which the code is that runs.
+COMMIT = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 COLUMNS = ("fault", "tool", *QUESTIONS)
 
 
@@ -104,7 +107,7 @@ def circumstances() -> dict[str, Any]:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import report
 
-    return report.circumstances("replay-faults")
+    return report.circumstances("replay-faults") | {"commit": COMMIT}
 
 
 def show(answer: Answer) -> str:
