@@ -26,6 +26,7 @@ GIVEN = {
     "load_graph": lambda w: dict(directory=w.place / "graph"),
     "pipeline": lambda w: dict(stage_fn=lambda p, h: h, last=lambda p, h: h.sum(), schedule="1f1b"),
     "plan": lambda w: dict(step=step, mesh={"shard": 2}),
+    "fit": lambda w: dict(budget="1GB"),
     "tensor_parallel": lambda w: dict(module=nn.Sequential(nn.Linear(4, 4))),
     "to_dtensor": lambda w: dict(tree=w.params),
     "checkpoint.from_optimizer_state_dict": lambda w: dict(like=w.opt_state, updates=0),
@@ -43,8 +44,8 @@ ACCEPTED = (
     (("None",), "bytes_sent collectives divide dtype first names scale scatter_dim sequence_dim updates vocab_size"),
     (("None",), "scale_by_factored_rms.eps testing.assert_budget.mesh checkpoint.load_dcp.module"),
     (("None",), "checkpoint.load_huggingface.module checkpoint.save_dcp.module checkpoint.save_huggingface.module"),
-    (NUMBERS, "block chunks collectives d max_file_bytes pipeline.microbatches scale trust_coefficient"),
-    (("a huge number",), "bytes_sent peak_bytes quantize.dim"),
+    (NUMBERS, "block bound budget chunks collectives d max_file_bytes pipeline.microbatches scale trust_coefficient"),
+    (("a huge number",), "bound budget bytes_sent peak_bytes quantize.dim"),
     (("a number",), "ignore_index time updates vocab_size quantize.dim sample_ids.step"),
     (("nan",), "from_torch_scheduler.lr from_torch_scheduler.momentum"),
     (("a negative number",), "beta2_decay ignore_index quantize.dim"),
@@ -55,6 +56,7 @@ ACCEPTED = (
     (("a tensor of another shape",), "vocab_parallel_embedding.weight"),
     (("a class", "a module"), "attention first last stage_fn"),
     (("None",), "checkpoint.from_state_dict.module checkpoint.to_state_dict.module"),
+    (("an empty list", "an empty dict", "another tree", "a donated tree"), "replay.allow"),
     (EMPTY, "checkpoint.to_state_dict.params opt_state checkpoint.save_dcp.state"),
     # True or false to Python, or not used with the other arguments.
     (tuple(WRONG), "flatten_optimizer_state_dict trusted rank0_only"),
@@ -64,7 +66,15 @@ ACCEPTED = (
     (tuple(WRONG), "testing.assert_trees_close.exact"),
 )
 THEIRS = {
-    *("plan.step", "testing.assert_budget.step"),
+    *(
+        "plan.step",
+        "replay.step",
+        "replay.watch",
+        "verify.step",
+        "diff.step_a",
+        "diff.step_b",
+        "testing.assert_budget.step",
+    ),
     *("testing.check_pure.args", "testing.check_pure.step", "testing.check_varying.f", "testing.check_varying.params"),
 }
 UNCALLED = {
@@ -94,8 +104,15 @@ class World(test_bad_calls.World):
         checkpoint.save_huggingface(self.place / "hf", self.weights)
         fs.save_graph(self.place / "graph", fs.jit(torch.sin), torch.ones(2))
 
-    def named(self):
-        return {"testing.check_pure": lambda step, args: testing.check_pure(step, args)}
+    def named(w):  # noqa: N805
+        return {
+            "testing.check_pure": lambda step, args: testing.check_pure(step, args),
+            "replay": lambda step=step, watch="nonfinite", allow=(): fs.replay(step, w.state, watch=watch, allow=allow),
+            "verify": lambda step=step: fs.verify(step, w.state),
+            "diff": lambda step_a=step, step_b=step, bound=1e-5: fs.diff(
+                step_a, step_b, w.state, args_b=(w.state,), bound=bound
+            ),
+        }
 
 
 @pytest.mark.timeout(600)

@@ -130,7 +130,7 @@ def emit(step: Step, cuts: Cuts) -> Schedule:
     emitter = _Emitter(step, cuts)
     for number in range(len(step.operators)):
         emitter.place_original(number)
-    placed = _drop_unused(step, emitter.placed) if cuts else emitter.placed
+    placed = _drop_idle(step, emitter.placed) if cuts else emitter.placed
     return Schedule(step, placed, emitter.storages)
 
 
@@ -237,7 +237,7 @@ class _Emitter:
         return number, *[bisect_left(self._cuts[storage], time) for storage in storages]
 
 
-def _drop_unused(step: Step, placed: Sequence[Placed]) -> list[Placed]:
+def _drop_idle(step: Step, placed: Sequence[Placed]) -> list[Placed]:
     """Drop copies that nobody uses, and operators whose results are computed later instead."""
     used: set[int] = set()
     for place in reversed(range(len(placed))):

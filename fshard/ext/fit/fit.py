@@ -91,7 +91,7 @@ def _read_bytes(budget: Any) -> int:
         base = 1024 if unit.endswith("i") else 1000
         nbytes = int(float(match[1]) * base ** _PREFIXES.index(unit[0].upper()))
     is_number = type(nbytes) is int and nbytes > 0
-    expect(is_number, "fit", 'budget to be bytes (at least 1), or a text such as "10GB" or "512MiB"', repr(budget))
+    expect(is_number, "fit", 'budget to be bytes (at least 1), or a text such as "10GB" or "512MiB"', f"{budget!r:.40}")
     return nbytes
 
 

@@ -7,13 +7,17 @@ from typing import Any, NamedTuple
 TITLE = "Memory of a rank over one step"
 # The edges of the area in which the curves are.
 LEFT, TOP, RIGHT, BOTTOM = 64, 96, 876, 350
-HEAD = (
-    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 400" width="900" height="400" role="img" '
-    'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif" font-size="14" fill="#1f2328">'
-    f'<title>{TITLE}</title><rect width="900" height="400" rx="10" fill="#ffffff"/>'
-    f'<text x="24" y="36" font-size="18" font-weight="bold">{TITLE}</text><text x="24" y="88">MB</text>'
-    f'<text x="{(LEFT + RIGHT) / 2}" y="380" text-anchor="middle">'
-    "operators, from the first to the last; the backward begins at the mark</text>"
+FONT = 'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif" font-size="14" fill="#1f2328"'
+SIZE = 'viewBox="0 0 900 400" width="900" height="400"'
+HEAD = "".join(
+    [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {SIZE} role="img" {FONT}>',
+        f'<title>{TITLE}</title><rect width="900" height="400" rx="10" fill="#ffffff"/>',
+        f'<text x="24" y="36" font-size="18" font-weight="bold">{TITLE}</text>',
+        '<text x="24" y="88">MB</text>',
+        f'<text x="{(LEFT + RIGHT) / 2}" y="380" text-anchor="middle">',
+        "operators, from the first to the last; the backward begins at the mark</text>",
+    ]
 )
 
 

@@ -24,8 +24,13 @@ _USES_OF_VERBS: Mapping[str, str] = MappingProxyType(
 )
 # Operators that bring numbers elsewhere, or to another dtype.
 _MOVES = (
-    *(aten.clone.default, aten.cat.default, _compat.TO_COPY, aten.constant_pad_nd.default, aten.copy_.default),
-    *(aten.stack.default, aten.slice_scatter.default),
+    aten.clone.default,
+    aten.cat.default,
+    _compat.TO_COPY,
+    aten.constant_pad_nd.default,
+    aten.copy_.default,
+    aten.stack.default,
+    aten.slice_scatter.default,
 )
 
 
@@ -69,7 +74,8 @@ def _find_use_of_result(node: Node, collective: comm.Collective | None, sources:
     if node.target in _MOVES and sources and sources <= {"gathered", "parameters"}:
         return "gathered"
     sizes = (1, _count_elements(node))
-    if sources == {"gradients"} and all(_count_elements(source) in sizes for source in node.all_input_nodes):
+    have_its_size = all(_count_elements(source) in sizes for source in node.all_input_nodes)
+    if sources == {"gradients"} and have_its_size:
         return "gradients"
     return use
 

@@ -14,7 +14,7 @@ from fshard.ext.replay.places import Name, Operations, Place, list_ranks
 from fshard.ext.replay.ranks import Ranks
 from fshard.ext.replay.repeat import TracedCall, is_empty, read_generators, run_repeatably, trace_call
 from fshard.ext.replay.run import find_in_flight, tensors_in
-from fshard.ext.replay.shared import find_sharded
+from fshard.ext.replay.shared import find_shard_results
 from fshard.extend import POSITIVE, calling, check_numbers, flatten, graph_nodes, unflatten, without_padding
 
 _API_NAME = "diff"
@@ -149,7 +149,7 @@ class _Comparison:
         self._sharded: set[Name] = set()
         if _layout_of(first) != _layout_of(second):
             for call, names in zip(self._calls, self._names, strict=True):
-                self._sharded.update(names[node] for node in _find_sharded(call) if node in names)
+                self._sharded.update(names[node] for node in _find_results_of_shards(call) if node in names)
         self._shared = set(self._names[0].values()) & set(self._names[1].values())
         self._ranks = Ranks(_API_NAME, flatten([call.flat.leaves for call in self._calls]).axes)
         # Results of the first version.
@@ -260,14 +260,14 @@ def _layout_of(call: TracedCall) -> list[Any]:
     return [leaf.spec.partition for leaf in call.flat.leaves if isinstance(leaf, fs.Sharded)]
 
 
-def _find_sharded(call: TracedCall) -> set[Node]:
+def _find_results_of_shards(call: TracedCall) -> set[Node]:
     """Find the nodes of a call that are computed of shards."""
     shards = []
     for node in call.inputs:
         leaf = call.leaf_of(node)
         if isinstance(leaf, fs.Sharded) and any(leaf.spec.dim_of(axis) is not None for axis in leaf.spec.axes):
             shards.append(node)
-    return find_sharded(call.traced.module.graph, shards)
+    return find_shard_results(call.traced.module.graph, shards)
 
 
 def _select_names(operations: Operations) -> dict[Node, Name]:

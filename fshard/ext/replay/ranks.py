@@ -20,12 +20,14 @@ class Ranks:
 
     def __init__(self, api_name: str, axes: Sequence[Axis]) -> None:
         self._api_name = api_name
-        self.axes = sorted((axis for axis in axes if axis.size > 1), key=lambda axis: axis.name)
+        large_axes = [axis for axis in axes if axis.size > 1]
+        self.axes = sorted(large_axes, key=lambda axis: axis.name)
         self.numbers: list[int] = self.gather(process_rank())
         self.place = self.numbers.index(process_rank())
         # The first axis varies fastest.
-        sizes = [range(axis.size) for axis in reversed(self.axes)]
-        self._coordinates: list[tuple[int, ...]] = [coordinates[::-1] for coordinates in itertools.product(*sizes)]
+        self._coordinates: list[tuple[int, ...]] = []
+        for coordinates in itertools.product(*(range(axis.size) for axis in reversed(self.axes))):
+            self._coordinates.append(coordinates[::-1])
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks."""
@@ -33,9 +35,16 @@ class Ranks:
 
     def along(self, names: Axes) -> list[int]:
         """List the indices of the ranks that differ from this one in no coordinate but those of some axes."""
-        fixed = [number for number, axis in enumerate(self.axes) if axis.name not in names]
-        keys = [[coordinates[number] for number in fixed] for coordinates in self._coordinates]
-        return [index for index, key in enumerate(keys) if key == keys[self.place]]
+        here = self._coordinates[self.place]
+        indices = []
+        for index, coordinates in enumerate(self._coordinates):
+            is_along = True
+            for axis, coordinate, own_coordinate in zip(self.axes, coordinates, here, strict=True):
+                if axis.name not in names and coordinate != own_coordinate:
+                    is_along = False
+            if is_along:
+                indices.append(index)
+        return indices
 
     def find_agreement(self, values: Sequence[Any]) -> Axes:
         """Find the axes along which values of all ranks are equal."""
@@ -62,7 +71,8 @@ class Ranks:
             The finding of the rank whose key is least, and the ranks that found the same operation after as many waits;
             None if no rank has found any.
         """
-        entries = [entry for entry in self.gather([order, name, finding, process_rank()]) if entry[2] is not None]
+        entries = self.gather([order, name, finding, process_rank()])
+        entries = [entry for entry in entries if entry[2] is not None]
         if not entries:
             return None
         first_order, first_name, first, _ = min(entries, key=lambda entry: entry[0])

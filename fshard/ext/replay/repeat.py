@@ -14,6 +14,8 @@ from fshard.extend import (
     DispatchMode,
     Jitted,
     Traced,
+    describe,
+    expect,
     generators,
     graph_nodes,
     tensor_of,
@@ -65,6 +67,7 @@ def trace_call(
     Raises:
         ValueError: if the step cannot be one graph.
     """
+    expect(callable(step), api_name, "the step to be a function", describe(step))
     function: Any = getattr(step, "__wrapped__", step) if isinstance(step, Jitted) else step
     try:
         with noting_origins():

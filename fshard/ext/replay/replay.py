@@ -84,9 +84,10 @@ def replay(
     with calling("replay", lambda: flatten((args, kwargs)).axes):
         is_watch = watch == "nonfinite" or callable(watch)
         expect(is_watch, "replay", 'watch to be "nonfinite" or a function', describe(watch))
-        are_texts = not isinstance(allow, str) and all(isinstance(name, str) for name in allow)
+        is_collection = isinstance(allow, Collection) and not isinstance(allow, str)
+        are_texts = is_collection and all(isinstance(name, str) for name in allow)
         expect(are_texts, "replay", "allow to be a collection of operators and lines", describe(allow))
-        _refuse_donated(flatten((args, kwargs)))
+        _refuse_empty_arguments(flatten((args, kwargs)))
         call = trace_call("replay", step, args, kwargs)
         operations = Operations(call)
         sightings = Sightings(call, operations, _make_measure(watch), allow)
@@ -94,7 +95,7 @@ def replay(
         return _report(operations, sightings)
 
 
-def _refuse_donated(flat: Any) -> None:
+def _refuse_empty_arguments(flat: Any) -> None:
     def misfit(leaf: Any) -> str | None:
         return "was donated to an earlier call, so it is empty now" if is_donated(leaf) else None
 

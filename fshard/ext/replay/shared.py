@@ -44,7 +44,7 @@ class _PartialSum(NamedTuple):
         return len(self.terms) == self.size
 
 
-def find_shared(
+def find_common_axes(
     graph: Graph, axes: Axes, shared_inputs: Mapping[Node, Axes], varying_constants: Mapping[Node, Axes]
 ) -> dict[Node, Axes]:
     """Find for each node the axes over which ranks must agree on its value.
@@ -68,7 +68,7 @@ def find_shared(
     return walk.agreement
 
 
-def find_sharded(graph: Graph, sharded_inputs: Collection[Node]) -> set[Node]:
+def find_shard_results(graph: Graph, sharded_inputs: Collection[Node]) -> set[Node]:
     """Find the nodes that are computed of shards: of this rank's part of leaves, or of gradients.
 
     Args:

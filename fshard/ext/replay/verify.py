@@ -14,7 +14,7 @@ from fshard import Sharded
 from fshard.ext.replay.places import Operations, Place, list_ranks
 from fshard.ext.replay.ranks import Ranks
 from fshard.ext.replay.repeat import TracedCall, read_generators, run_repeatably, trace_call
-from fshard.ext.replay.shared import Axes, find_shared
+from fshard.ext.replay.shared import Axes, find_common_axes
 from fshard.extend import calling, flatten, graph_nodes, hash_of
 
 _API_NAME = "verify"
@@ -191,7 +191,7 @@ class _Comparison:
                 # A step or a key is the same on all ranks, and a batch is not: nothing but the values says which it is.
                 digests = [by_name.get(name) for by_name in digests_by_rank]
                 shared_inputs[node] = self._ranks.find_agreement(digests)
-        return find_shared(self._call.traced.module.graph, axes, shared_inputs, varying_constants)
+        return find_common_axes(self._call.traced.module.graph, axes, shared_inputs, varying_constants)
 
     def _judge(self, peers: Sequence[int], votes: Sequence[str | None]) -> list[list[int]]:
         """Return the ranks that are wrong and those that are right, by the majority; without one all may be wrong."""

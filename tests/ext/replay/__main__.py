@@ -98,6 +98,7 @@ def write(part: str, name: str, result: dict[str, Any]) -> None:
     with LOCK.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"groups": {}, "clean": {}}
+        results |= circumstances()
         results[part][name] = circumstances() | result
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -42,7 +42,7 @@ def test_reports_name_all_faults(step):
         assert all(answer.right.values()), (answer.case, answer.truth, answer.right, answer.report)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_clean_steps_raise_no_alarm(name):
     with reusing_traces():

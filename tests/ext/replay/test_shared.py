@@ -10,7 +10,7 @@ from torch.fx.node import map_arg
 import fshard as fs
 from fshard.ext.replay.repeat import trace_call
 from fshard.ext.replay.run import run_nodes
-from fshard.ext.replay.shared import find_shared
+from fshard.ext.replay.shared import find_common_axes
 from fshard.extend import all_gather_object, flatten, graph_nodes, hash_of, unflatten
 from fshard.testing import spmd
 from tests.ext.replay.steps import make_step
@@ -23,7 +23,7 @@ def names_shared(f, *args, inputs):
     """The operators whose results ranks agree on."""
     graph = fs.make_graph(f)(*args).module.graph
     placeholders = graph_nodes.find_inputs(graph)
-    shared = find_shared(graph, SHARD, {placeholders[number]: SHARD for number in inputs}, {})
+    shared = find_common_axes(graph, SHARD, {placeholders[number]: SHARD for number in inputs}, {})
     operators = [node for node in graph.nodes if node.op == "call_function"]
     return [node.name for node in operators if shared[node]]
 
@@ -52,7 +52,9 @@ def test_numbers_that_differ_between_ranks_make_results_vary():
     graph = fs.make_graph(lambda x: x[1].sin())(torch.ones(2)).module.graph
     (x,) = graph_nodes.find_inputs(graph)
     (select,) = (node for node in graph.nodes if node.name == "select")
-    assert not any(find_shared(graph, SHARD, {x: SHARD}, {select: SHARD})[node] for node in (select, *select.users))
+    assert not any(
+        find_common_axes(graph, SHARD, {x: SHARD}, {select: SHARD})[node] for node in (select, *select.users)
+    )
 
 
 def compare_ranks(strategy):
@@ -76,7 +78,7 @@ def compare_ranks(strategy):
     told = all_gather_object([constants, [digests.get(node, "") for node in operators]], call.flat.axes, "test")
     apart = [len({rank[0][place] for rank in told}) > 1 for place in range(len(operators))]
     varying = {node: SHARD for node, is_apart in zip(operators, apart, strict=True) if is_apart}
-    shared = find_shared(graph, SHARD, shared_inputs, varying)
+    shared = find_common_axes(graph, SHARD, shared_inputs, varying)
     wrong = []
     for place, node in enumerate(operators):
         if shared[node] and len({rank[1][place] for rank in told}) > 1:
