@@ -142,10 +142,11 @@ ALL_AGREE = (
 NAMED = r"""
 To fix: look at the first leaf that differs\.
 aten\.leaky_relu is the first operation that differs from the module's, by 0\.\d+ of its largest value
-  test_matches_ddp\.py:\d+ in forward: return nn\.functional\.leaky_relu\(x, self\.slope\)
-  test_matches_ddp\.py:\d+ in loss_fn: return model\.apply\(params, x\)\.square\(\)\.mean\(\)
-  test_matches_ddp\.py:\d+ in train_step: loss, grads = fs\.value_and_grad\(loss_fn\)\(state\.params, x\)
-  module Sloped, .*forward of microbatch 0, node \d+ of \d+$"""
+  phase: forward
+  at: test_matches_ddp\.py:\d+ in forward: return nn\.functional\.leaky_relu\(x, self\.slope\)
+  at: test_matches_ddp\.py:\d+ in loss_fn: return model\.apply\(params, x\)\.square\(\)\.mean\(\)
+  at: test_matches_ddp\.py:\d+ in train_step: loss, grads = fs\.value_and_grad\(loss_fn\)\(state\.params, x\)
+  module: Sloped$"""
 
 
 @on_ranks("2 processes")
