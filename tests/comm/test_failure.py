@@ -149,6 +149,11 @@ LAST = (
 )
 
 
+def leave_out_warnings(errors):
+    """Leave out that torch warns, under load, of a store that answers late."""
+    return "".join(line for line in errors.splitlines(keepends=True) if "[c10d]" not in line)
+
+
 def test_the_error_of_a_survivor_goes_to_torchrun_at_once(tmp_path):
     """In the form of torch's ErrorHandler. A program that goes on in the same processes withdraws it."""
     for way, first in (("killed", "rank 1 was killed or has ended"), ("raises", "rank 1 failed in value_and_grad: ")):
@@ -159,10 +164,10 @@ def test_the_error_of_a_survivor_goes_to_torchrun_at_once(tmp_path):
         assert message == report["message"]["extraInfo"]["py_callstack"] == f"CollectiveError: {text}\n{LAST.rstrip()}"
         assert int(report["message"]["extraInfo"]["timestamp"]) > 0
         # That a rank is gone is said before the survivor finds out why.
-        at_once, _, later = survivor.errors.rpartition("CollectiveError: rank 1")
+        at_once, _, later = leave_out_warnings(survivor.errors).rpartition("CollectiveError: rank 1")
         assert later.endswith(LAST)
         assert at_once.startswith(LOST) is (way == "killed")
-        assert other.errors == ""
+        assert leave_out_warnings(other.errors) == ""
         assert (survivor.code, other.code) == (0, -signal.SIGKILL if way == "killed" else 0)
 
 
@@ -170,6 +175,4 @@ def test_a_survivor_tells_nobody_where_torchrun_did_not_start_it(tmp_path):
     survivor, _ = run_on_ranks(2, fail_in_a_step, "no launcher", tmp_path)
     text, report = json.loads(survivor.output)
     assert text.startswith("rank 1 was killed or has ended")
-    # Under load torch warns of a store that answers late.
-    errors = [line for line in survivor.errors.splitlines() if "[c10d]" not in line]
-    assert (report, errors) == (None, [])
+    assert (report, leave_out_warnings(survivor.errors)) == (None, "")
