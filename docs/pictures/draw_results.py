@@ -189,11 +189,11 @@ def performance() -> str:
 # Steps beside those with budgets, and their marks in the picture.
 OTHERS = {
     "whole": ("fs.zero3, jitted", JITTED, "circle"),
-    "checkpointed": ("with checkpoints", FSHARD, "square"),
+    "checkpointed": ("fs.zero3, checkpoints", FSHARD, "square"),
     "fsdp2": ("FSDP2", TORCH, "circle"),
-    "fsdp2-checkpointed": ("with checkpoints", TORCH, "square"),
-    "fsdp2-compiled-0.5": ("compiled, budget 0.5", TORCH, "diamond"),
-    "fsdp2-compiled-0.2": ("compiled, budget 0.2", TORCH, "triangle"),
+    "fsdp2-checkpointed": ("FSDP2, checkpoints", TORCH, "square"),
+    "fsdp2-compiled-0.5": ("FSDP2 compiled, budget 0.5", TORCH, "diamond"),
+    "fsdp2-compiled-0.2": ("FSDP2 compiled, budget 0.2", TORCH, "triangle"),
 }
 
 
@@ -259,11 +259,12 @@ def budgets(measured: dict[str, dict[str, Any]]) -> str:
         text(24, 416, "Time relative to the jitted step without a budget (up), peak of a rank in MiB (right).")
     )
     at = 34.0
-    for name, color, shape in [("fs.fit, ten budgets", JITTED, ""), *OTHERS.values()]:
+    shown = [other for system, other in OTHERS.items() if any(system in rows for rows in measured.values())]
+    for name, color, shape in [("fs.fit, ten budgets", JITTED, ""), *shown]:
         shapes.append(mark(at, 445, color, shape) if shape else line(at - 10, 445, at + 10, 445, JITTED, 4))
         shapes.append(text(at + 16, 450, name))
         at += 46 + 7.2 * len(name)
-    width = max(left + panel * len(measured), int(at))
+    width = max(left + panel * len(measured), int(at), 840)
     return picture(width, 476, "Time of a step against its peak memory under budgets", shapes)
 
 
