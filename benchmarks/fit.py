@@ -52,14 +52,14 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard.ext.fit.search import find_plan
-from fshard.ext.fit.step import Step
+from fshard.ext.fit.step import StepFacts
 from fshard.ext.jit.graph import StepGraph
 from fshard.extend import PassedGraph, Rates, Traced, graph_nodes
 
 MODELS = ("gpt", "llama", "mixtral", "pass")
 RANKS, BUDGETS = 2, 10
-# Of the models of transformers. With 256 tokens, all steps at all budgets would take half an hour.
-TIME = 128
+# Tokens of the models of transformers. With 128, what a Llama saves for the backward is less than its update takes.
+TIMES = {"llama": 512, "mixtral": 128}
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 # The steps that are only traced, and what part of their peak beyond the arguments they may keep.
 PASS_NAMES, PASS_PART = ("d64-L8-B8-T256-V256", "d64-L96-B8-T256-V256"), 0.7
@@ -110,7 +110,7 @@ def configure(name: str, small: bool) -> Configured:
         return parse(name)
     if name == "gpt":
         return parse("d64-L2-B2-T32-V256" if small else "d1024-L8-B1-T256")
-    architecture = parse(name)._replace(time=32 if small else TIME)
+    architecture = parse(name)._replace(time=32 if small else TIMES[name])
     if not small:
         return architecture
     return architecture._replace(sizes=architecture.sizes | TINY, vocabulary=256)
@@ -247,7 +247,7 @@ class LeastPass:
     arguments = peak = least = 0
 
     def __call__(self, traced: Traced) -> PassedGraph:
-        step = Step(traced.module.graph, Rates())
+        step = StepFacts(traced.module.graph, Rates())
         self.arguments = step.arguments
         self.peak = step.arguments + StepGraph(traced).peak_bytes()
         self.least = find_plan(step, 1).schedule.peak
@@ -444,7 +444,7 @@ def time_pass(name: str) -> dict[str, Any]:
     steps = Steps(name, small=False)
 
     def make_pass(traced: Traced) -> Any:
-        arguments = Step(traced.module.graph, Rates()).arguments
+        arguments = StepFacts(traced.module.graph, Rates()).arguments
         return fs.fit(arguments + int(PASS_PART * StepGraph(traced).peak_bytes()))
 
     observed = ObservedPass(make_pass)

@@ -9,7 +9,7 @@ import numpy as np
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fshard.ext.fit.step import Step
+from fshard.ext.fit.step import StepFacts
 from fshard.extend import graph_nodes
 
 # For storages the places behind which they are not kept, in their order.
@@ -69,7 +69,7 @@ class Schedule:
         seconds: An estimate of the time of all operators that may run again.
     """
 
-    def __init__(self, step: Step, placed: list[Placed], storages: list[int]) -> None:
+    def __init__(self, step: StepFacts, placed: list[Placed], storages: list[int]) -> None:
         self.placed = placed
         self.storages = storages
         self.uses = _find_uses(step, placed, len(storages))
@@ -93,7 +93,7 @@ def _find_originals(placed: Sequence[Placed]) -> dict[int, int]:
     return {entry.number: place for place, entry in enumerate(placed) if not entry.is_copy}
 
 
-def _find_uses(step: Step, placed: Sequence[Placed], number_of_buffers: int) -> list[list[int]]:
+def _find_uses(step: StepFacts, placed: Sequence[Placed], number_of_buffers: int) -> list[list[int]]:
     uses: list[list[int]] = [[] for _ in range(number_of_buffers)]
     place_of = _find_originals(placed)
     for place, entry in enumerate(placed):
@@ -111,11 +111,12 @@ def _find_uses(step: Step, placed: Sequence[Placed], number_of_buffers: int) -> 
     return uses
 
 
-def emit(step: Step, cuts: Cuts) -> Schedule:
+def emit(step: StepFacts, cuts: Cuts) -> Schedule:
     """Find the order of operators and copies of some cuts.
 
     The operators of the step keep their order. One that needs a storage whose cut lies behind has it made again right
-    before itself, and later ones share that copy until the next cut.
+    before itself, and later ones share that copy until the next cut. A storage is gone after its last use, too: a copy
+    that needs it has it made again, for the same operator alone.
 
     Args:
         step: The step.
@@ -137,11 +138,10 @@ def emit(step: Step, cuts: Cuts) -> Schedule:
 class _Emitter:
     """Places operators one after another, and copies of those whose results are not there any more."""
 
-    def __init__(self, step: Step, cuts: Cuts) -> None:
+    def __init__(self, step: StepFacts, cuts: Cuts) -> None:
         self._step = step
         self._cuts = cuts
-        self._cut_storages = [[storage for storage in entry.storages if storage in cuts] for entry in step.operators]
-        # The places of values, by the operator and by how many cuts of its storages lie behind.
+        # The places of values, by the operator and by `_count_times_gone` of its storages.
         self._places: dict[Hashable, int] = {}
         self.placed: list[Placed] = []
         self.storages: list[int] = []
@@ -150,8 +150,7 @@ class _Emitter:
         """Append an operator of the step, behind copies of what it reads and is not there any more."""
         inputs: dict[int, int] = {}
         for source in self._step.operators[number].inputs:
-            is_cut = bool(self._cut_storages[source])
-            inputs[source] = self.bring(source, number) if is_cut else self._places[source]
+            inputs[source] = self.bring(source, number)
             brought = self.placed[inputs[source]]
             if graph_nodes.is_wait(self._step.operators[number].node) and (brought.is_copy or brought.number != source):
                 # Nobody would wait for the first message, and its buffer would be held until the process ends.
@@ -209,35 +208,28 @@ class _Emitter:
             return
         for user in entry.node.users:
             part = self._step.numbers[user]
-            if user.target is operator.getitem and self._cut_storages[part]:
+            if user.target is operator.getitem:
                 self.place(part, time, {number: self._places[self._make_key(number, time)]})
 
     def _find(self, number: int, time: int) -> int | None:
-        """Find the place of a value, or of an equal one that is held in any case."""
-        key = self._make_key(number, time)
-        if key in self._places:
-            return self._places[key]
-        for other in self._step.operators[number].equals:
-            if other == number or other >= time or not self._is_held(other, time):
-                continue
+        """Find the place of a value, or of an equal one."""
+        for other in (number, *self._step.operators[number].equals):
             place = self._places.get(self._make_key(other, time))
             if place is not None:
-                self._places[key] = place
-                return place
+                return self._places.setdefault(self._make_key(number, time), place)
         return None
 
-    def _is_held(self, number: int, time: int) -> bool:
-        storages = self._step.operators[number].storages
-        return bool(storages) and all(self._step.last_uses[storage] >= time for storage in storages)
-
     def _make_key(self, number: int, time: int) -> Hashable:
-        storages = self._cut_storages[number]
-        if not storages:
-            return number
-        return number, *[bisect_left(self._cuts[storage], time) for storage in storages]
+        storages = self._step.operators[number].storages
+        return number, *[self._count_times_gone(storage, time) for storage in storages]
+
+    def _count_times_gone(self, storage: int, time: int) -> int:
+        """Count how often a storage was gone before a time; after its last use it is gone at each time anew."""
+        is_over = self._step.last_uses[storage] < time
+        return time if is_over else bisect_left(self._cuts.get(storage, ()), time)
 
 
-def _drop_idle(step: Step, placed: Sequence[Placed]) -> list[Placed]:
+def _drop_idle(step: StepFacts, placed: Sequence[Placed]) -> list[Placed]:
     """Drop copies that nobody uses, and operators whose results are computed later instead."""
     used: set[int] = set()
     for place in reversed(range(len(placed))):
@@ -253,7 +245,7 @@ def _drop_idle(step: Step, placed: Sequence[Placed]) -> list[Placed]:
     return kept
 
 
-def build(step: Step, schedule: Schedule) -> Graph:
+def build(step: StepFacts, schedule: Schedule) -> Graph:
     """Make the graph of an order.
 
     Args:

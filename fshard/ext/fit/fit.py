@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from fshard.ext.fit.emit import Schedule, build
 from fshard.ext.fit.search import find_plan
-from fshard.ext.fit.step import Step
+from fshard.ext.fit.step import StepFacts
 from fshard.extend import PassedGraph, Rates, Traced, check_rates, describe, expect, graph_nodes
 
 # The n-th prefix stands for the n-th power of 1000, or of 1024 if an "i" follows.
@@ -37,7 +37,7 @@ class Fit(NamedTuple):
         """Return a graph that computes the same bits and holds no more bytes than the budget."""
         graph = traced.module.graph
         check_rates(self.rates, _list_axes(graph))
-        step = Step(graph, self.rates)
+        step = StepFacts(graph, self.rates)
         schedule = find_plan(step, self.budget).schedule
         if schedule.peak > self.budget:
             raise ValueError(_refuse(step, schedule, self.budget))
@@ -100,7 +100,7 @@ def _list_axes(graph: Any) -> list[str]:
     return [collective.axis for collective in collectives if collective is not None]
 
 
-def _digest(step: Step, schedule: Schedule) -> str:
+def _digest(step: StepFacts, schedule: Schedule) -> str:
     """Write what was chosen in few letters. Names of nodes may differ between ranks, so they are left out."""
     lines: list[str] = []
     for entry in schedule.placed:
@@ -112,7 +112,7 @@ def _digest(step: Step, schedule: Schedule) -> str:
     return f"{schedule.copies} copies, {schedule.peak} bytes, {digest}"
 
 
-def _refuse(step: Step, schedule: Schedule, budget: int) -> str:
+def _refuse(step: StepFacts, schedule: Schedule, budget: int) -> str:
     """Say what the smallest budget is, and what is held at its peak."""
     place = int(schedule.held.argmax())
     held: Counter[str] = Counter()

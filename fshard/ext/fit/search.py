@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fshard.ext.fit.emit import Placed, Schedule, StaleError, emit
-from fshard.ext.fit.step import Step
+from fshard.ext.fit.step import StepFacts
 from fshard.extend import graph_nodes
 
 # The search lowers the peak in steps of this part of what the step holds beyond the arguments, or of less.
@@ -28,26 +28,28 @@ class Decision(NamedTuple):
     """A storage that is not kept while nobody uses it.
 
     Attributes:
-        cuts: For the storage, and for those that a copy needs and nobody else holds by then, the place to cut.
+        storage: The storage.
+        time: The place behind which it is not kept.
         begin: The place of the last use before.
         end: The place of the next use.
         bytes: The bytes of the storage.
     """
 
-    cuts: dict[int, int]
+    storage: int
+    time: int
     begin: int
     end: int
     bytes: int
 
 
-class Plan(NamedTuple):
+class FitPlan(NamedTuple):
     """Decisions, and the order of operators that follows from them."""
 
     decisions: list[Decision]
     schedule: Schedule
 
 
-def find_plan(step: Step, budget: int) -> Plan:
+def find_plan(step: StepFacts, budget: int) -> FitPlan:
     """Find the first plan that fits a budget, on a way of plans that does not depend on the budget.
 
     Each plan of the way has the decisions of the one before and more, a lower peak, and no fewer copies and seconds. So
@@ -60,7 +62,7 @@ def find_plan(step: Step, budget: int) -> Plan:
     Returns:
         The plan. If none fits, the last one, whose peak is the least that is reached.
     """
-    plan = Plan([], emit(step, {}))
+    plan = FitPlan([], emit(step, {}))
     before = plan
     beyond_arguments = plan.schedule.peak - step.arguments
     while plan.schedule.peak > budget:
@@ -72,7 +74,7 @@ def find_plan(step: Step, budget: int) -> Plan:
     return _refine(step, before, plan, budget)
 
 
-def _refine(step: Step, before: Plan, plan: Plan, budget: int) -> Plan:
+def _refine(step: StepFacts, before: FitPlan, plan: FitPlan, budget: int) -> FitPlan:
     """Take the decisions between two plans that the budget does not need back, by halving their number.
 
     For a larger budget each turn takes back as many or more, so that the way stays one for all budgets.
@@ -89,14 +91,14 @@ def _refine(step: Step, before: Plan, plan: Plan, budget: int) -> Plan:
     return plan
 
 
-def _costs_no_less(plan: Plan, other: Plan) -> bool:
+def _costs_no_less(plan: FitPlan, other: FitPlan) -> bool:
     schedule = plan.schedule
     return schedule.seconds >= other.schedule.seconds and schedule.copies >= other.schedule.copies
 
 
-def _make_plan(step: Step, decisions: list[Decision]) -> Plan | None:
+def _make_plan(step: StepFacts, decisions: list[Decision]) -> FitPlan | None:
     try:
-        return Plan(decisions, emit(step, _join_cuts(decisions)))
+        return FitPlan(decisions, emit(step, _join_cuts(decisions)))
     except StaleError:
         return None
 
@@ -104,13 +106,12 @@ def _make_plan(step: Step, decisions: list[Decision]) -> Plan | None:
 def _join_cuts(decisions: Sequence[Decision]) -> dict[int, list[int]]:
     cuts = defaultdict[int, list[int]](list)
     for decision in decisions:
-        for storage, time in decision.cuts.items():
-            if time not in cuts[storage]:
-                insort(cuts[storage], time)
+        if decision.time not in cuts[decision.storage]:
+            insort(cuts[decision.storage], decision.time)
     return dict(cuts)
 
 
-def _lower(step: Step, plan: Plan, beyond_arguments: int) -> Plan | None:
+def _lower(step: StepFacts, plan: FitPlan, beyond_arguments: int) -> FitPlan | None:
     """Find a plan of a lower peak with the decisions of another and more; None if there is none."""
     peak = plan.schedule.peak
     enough = peak - max(1, beyond_arguments // _LEAST_PART)
@@ -122,7 +123,7 @@ def _lower(step: Step, plan: Plan, beyond_arguments: int) -> Plan | None:
     return None
 
 
-def _propose(step: Step, plan: Plan, target: int, singly: bool) -> Iterator[list[Decision]]:
+def _propose(step: StepFacts, plan: FitPlan, target: int, singly: bool) -> Iterator[list[Decision]]:
     """Propose decisions that may lower the peak to a target: many, fewer of them, and then single ones."""
     batch = _take_until(plan.schedule, rank_decisions(step, plan, target), target)
     for halvings in range(len(batch).bit_length())[:_HALVINGS]:
@@ -148,7 +149,7 @@ def _take_until(schedule: Schedule, ranked: Iterable[Decision], target: int) -> 
     return taken
 
 
-def rank_decisions(step: Step, plan: Plan, target: int) -> Iterator[Decision]:
+def rank_decisions(step: StepFacts, plan: FitPlan, target: int) -> Iterator[Decision]:
     """List the decisions that free memory where more is held than the target, the best first."""
     schedule = plan.schedule
     finder = _ChainFinder(step, schedule)
@@ -161,17 +162,18 @@ def rank_decisions(step: Step, plan: Plan, target: int) -> Iterator[Decision]:
     while heap:
         _, begin, end, buffer, gain = heappop(heap)
         next_worth = -heap[0][0] if heap else 1e-30
-        chain = finder.find_chain(buffer, begin, end, 8 * gain / next_worth)
-        if chain is None:
+        seconds = finder.estimate_seconds(buffer, end, 8 * gain / next_worth)
+        if seconds is None:
             continue
-        entry = (-gain / (chain.seconds + _SHORTEST), begin, end, buffer, gain)
+        entry = (-gain / (seconds + _SHORTEST), begin, end, buffer, gain)
         if heap and entry > heap[0]:
             heappush(heap, entry)
         else:
-            yield Decision(chain.cuts, begin, end, step.sizes[schedule.storages[buffer]])
+            storage = schedule.storages[buffer]
+            yield Decision(storage, schedule.placed[begin].time, begin, end, step.sizes[storage])
 
 
-def _list_gaps(step: Step, plan: Plan, target: int) -> Iterator[tuple[int, int, int, int]]:
+def _list_gaps(step: StepFacts, plan: FitPlan, target: int) -> Iterator[tuple[int, int, int, int]]:
     """List between which two uses a buffer is idle where too much is held, and at how many places that is."""
     schedule = plan.schedule
     cuts = _join_cuts(plan.decisions)
@@ -187,17 +189,10 @@ def _list_gaps(step: Step, plan: Plan, target: int) -> Iterator[tuple[int, int, 
                 yield begin, end, buffer, freed
 
 
-class _Chain(NamedTuple):
-    """The operators that run again for one storage: what has to be cut for it, and their seconds."""
-
-    cuts: dict[int, int]
-    seconds: float
-
-
 class _ChainFinder:
-    """Finds what would run again if a storage was not kept, in an order of operators."""
+    """Finds how long it takes to make a storage again that was not kept, in an order of operators."""
 
-    def __init__(self, step: Step, schedule: Schedule) -> None:
+    def __init__(self, step: StepFacts, schedule: Schedule) -> None:
         self._step = step
         self._schedule = schedule
         # For each storage the places of the first and the last use of each of its buffers.
@@ -209,43 +204,38 @@ class _ChainFinder:
                 self._lives[storage].append((places[0], places[-1]))
                 self._last_places[storage] = max(self._last_places[storage], places[-1])
 
-    def find_chain(self, buffer: int, begin: int, end: int, limit: float) -> _Chain | None:
-        """Find the chain of copies that make a buffer again for its next use; None if it cannot be made again.
+    def estimate_seconds(self, buffer: int, end: int, limit: float) -> float | None:
+        """Estimate the time to make a buffer again for its next use; None if it cannot be made again.
 
-        Of a chain that takes longer than the limit, it is the part until then.
+        Of a chain of copies that takes longer than the limit, it is the time of the part until then.
         """
         placed = self._schedule.placed
         user: Placed = placed[end]
         # Nothing, if a message that is sent from the buffer has arrived.
         waiting = [number for number, place in user.inputs.items() if buffer in placed[place].buffers.values()]
-        cuts = {self._schedule.storages[buffer]: placed[begin].time}
         seconds = 0.0
         seen: set[int] = set()
         while waiting and seconds <= limit:
             number = waiting.pop()
             entry = self._step.operators[number]
-            if number in seen or self._is_there(number, user.time, end, cuts):
+            if number in seen or self._is_there(number, user.time, end, self._schedule.storages[buffer]):
                 continue
             seen.add(number)
             if not entry.can_copy or entry.fresh_until < user.time:
                 return None
-            for storage in entry.storages:
-                last = self._last_places[storage]
-                if storage not in cuts and last < end:
-                    cuts[storage] = placed[last].time if last >= 0 else self._step.makers[storage]
             seconds += entry.seconds
             waiting += entry.copy_inputs
-        return _Chain(cuts, seconds) if seen else None
+        return seconds if seen else None
 
-    def _is_there(self, number: int, time: int, end: int, cuts: dict[int, int]) -> bool:
+    def _is_there(self, number: int, time: int, end: int, dropped: int) -> bool:
         """Whether a value, or an equal one, is held at a place; or made again behind it, where the copy moves up."""
         entry = self._step.operators[number]
-        if all(storage not in cuts and self._last_places[storage] >= end for storage in entry.storages):
+        if all(storage != dropped and self._last_places[storage] >= end for storage in entry.storages):
             return True
-        return any(other < time and self._is_held(other, end, cuts) for other in entry.equals if other != number)
+        return any(other < time and self._is_held(other, end, dropped) for other in entry.equals if other != number)
 
-    def _is_held(self, number: int, place: int, cuts: dict[int, int]) -> bool:
+    def _is_held(self, number: int, place: int, dropped: int) -> bool:
         storages = self._step.operators[number].storages
-        if not storages or not cuts.keys().isdisjoint(storages):
+        if not storages or dropped in storages:
             return False
         return all(any(first < place <= last for first, last in self._lives[storage]) for storage in storages)

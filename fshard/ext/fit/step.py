@@ -1,4 +1,4 @@
-"""Step: a graph before any plan, with what may be copied, how long a copy takes, and which values are equal."""
+"""StepFacts: a graph before any plan, with what may be copied, how long a copy takes, and which values are equal."""
 
 import operator
 from bisect import bisect_right
@@ -20,7 +20,7 @@ _NAMESPACE = "fshard"
 
 
 @dataclass
-class Operator:
+class StepOperator:
     """A node of a graph.
 
     Attributes:
@@ -66,7 +66,7 @@ class PendingMessage(NamedTuple):
     bytes_copied: int
 
 
-class Step:
+class StepFacts:
     """A graph, whose nodes and storages are numbered in their order.
 
     Attributes:
@@ -96,7 +96,7 @@ class Step:
         # Names of storages differ from run to run; their order does not.
         number_of_storage = self._number_storages(lifetimes, numbers)
         self.operators = [
-            Operator(
+            StepOperator(
                 node=node,
                 inputs=[numbers[source] for source in node.all_input_nodes],
                 storages=[number_of_storage[name] for name in lifetimes.storages[node] if name in number_of_storage],
@@ -154,7 +154,7 @@ class Step:
                     later = writes.get(name, [])[bisect_right(writes.get(name, []), number) :]
                     entry.fresh_until = min([entry.fresh_until, *later[:1]])
 
-    def _may_run_again(self, entry: Operator) -> bool:
+    def _may_run_again(self, entry: StepOperator) -> bool:
         """Whether an operator only computes its results from its inputs, and computes the same every time."""
         node = entry.node
         if graph_nodes.is_wait(node):
@@ -200,7 +200,7 @@ def _find_gathered_tensor(node: Node) -> Node | None:
     return start.args[0][node.args[1]]
 
 
-def _estimate_seconds(entry: Operator, rates: Rates) -> float:
+def _estimate_seconds(entry: StepOperator, rates: Rates) -> float:
     """Estimate the seconds that a copy of an operator takes."""
     node = entry.node
     if entry.is_gathered:

@@ -13,8 +13,7 @@ import fshard as fs
 from fshard.ext.replay.places import Name, Operations, Place, list_ranks
 from fshard.ext.replay.ranks import Ranks
 from fshard.ext.replay.repeat import TracedCall, is_empty, read_generators, run_repeatably, trace_call
-from fshard.ext.replay.run import find_in_flight, tensors_in
-from fshard.ext.replay.shared import find_shard_results
+from fshard.ext.replay.run import find_in_flight
 from fshard.extend import POSITIVE, calling, check_numbers, flatten, graph_nodes, unflatten, without_padding
 
 _API_NAME = "diff"
@@ -48,8 +47,8 @@ class Difference(NamedTuple):
         leaves: The paths of results that differ by more than the bound, and by how much, the largest first.
         only_first: What the first version alone computes: for each line of the program its operators.
         only_second: What the second version alone computes.
-        uncompared: How many operations of both versions have results of other shapes in each, or compute with shards of
-            leaves that are split in another way.
+        uncompared: How many operations of both versions have results of other shapes in each, or update leaves that
+            are split in another way.
     """
 
     bound: float
@@ -109,8 +108,8 @@ def diff(
     line, their submodule, phase and operator are, and come as often; those of the backward go by the line of their
     forward. A difference is the largest of any element, divided by the largest absolute value of the result in the
     first version. Where leaves are split in another way, as under another strategy, activations, gathered leaves and
-    gradients of full tensors are compared, and results of shards are counted and not compared. The leaves that the
-    steps return are compared in full.
+    gradients of full tensors are compared, and updates and results of other shapes are counted and not compared. The
+    leaves that the steps return are compared in full.
 
     Args:
         step_a: The first version, such as the one that is right.
@@ -135,10 +134,10 @@ def diff(
     with calling(_API_NAME, lambda: flatten((args, args_b)).axes):
         first = trace_call(_API_NAME, step_a, args)
         second = trace_call(_API_NAME, step_b, args if args_b is None else args_b)
-        return _Comparison(first, second, bound).run()
+        return _VersionComparison(first, second, bound).run()
 
 
-class _Comparison:
+class _VersionComparison:
     """Compares two calls, the second while it runs."""
 
     def __init__(self, first: TracedCall, second: TracedCall, bound: float) -> None:
@@ -146,10 +145,7 @@ class _Comparison:
         self._bound = bound
         self._operations = [Operations(first), Operations(second)]
         self._names = [_select_names(operations) for operations in self._operations]
-        self._sharded: set[Name] = set()
-        if _layout_of(first) != _layout_of(second):
-            for call, names in zip(self._calls, self._names, strict=True):
-                self._sharded.update(names[node] for node in _find_results_of_shards(call) if node in names)
+        self._have_one_layout = _layout_of(first) == _layout_of(second)
         self._shared = set(self._names[0].values()) & set(self._names[1].values())
         self._ranks = Ranks(_API_NAME, flatten([call.flat.leaves for call in self._calls]).axes)
         # Results of the first version.
@@ -178,64 +174,62 @@ class _Comparison:
             uncompared=self._uncompared,
         )
 
-    def _keep(self, node: Node, operands: Mapping[Node, Any], result: Any) -> None:
+    def _keep(self, node: Node, operands: Mapping[Node, Any], results: Sequence[torch.Tensor]) -> None:
         name = self._names[0].get(node)
         if name in self._shared:
-            self._expected[name] = [tensor.clone() for tensor in _floating(result)]
+            self._expected[name] = [tensor.clone() for tensor in results if tensor.is_floating_point()]
 
-    def _compare(self, node: Node, operands: Mapping[Node, Any], result: Any) -> None:
+    def _compare(self, node: Node, operands: Mapping[Node, Any], results: Sequence[torch.Tensor]) -> None:
         name = self._names[1].get(node)
         if name not in self._shared:
             return
         expected = self._expected.pop(name)
-        actual = _floating(result)
-        if name in self._sharded or [tensor.shape for tensor in expected] != [tensor.shape for tensor in actual]:
+        actual = [tensor for tensor in results if tensor.is_floating_point()]
+        # Updates compute with shards, which may have one shape and other elements.
+        is_comparable = self._have_one_layout or name.phase != "update"
+        if not is_comparable or [tensor.shape for tensor in expected] != [tensor.shape for tensor in actual]:
             self._uncompared += 1
         elif actual:
             self._differences[node] = max(map(_difference, expected, actual))
 
     def _find_first(self) -> tuple[Place | None, float]:
         """Find the first operation that differs on any rank."""
-        operations = self._operations[1]
-        beyond = [node for node, difference in self._differences.items() if difference > self._bound]
-        order, name, finding = None, "", None
-        if beyond:
-            order = operations.order(beyond[0])
-            name = str(operations.names[beyond[0]])
-            finding = [operations.locate(beyond[0]), self._differences[beyond[0]]]
-        first = self._ranks.find_first(order, name, finding)
+        beyond = (node for node, difference in self._differences.items() if difference > self._bound)
+        node = next(beyond, None)
+        facts = [] if node is None else [self._differences[node]]
+        first = self._ranks.find_first(self._operations[1], node, facts)
         if first is None:
             return None, 0.0
-        (place, difference), ranks = first
-        return Place.read(place, ranks), difference
+        place, (difference,) = first
+        return place, difference
 
     def _measure_growth(self) -> list[Growth]:
         """Find the largest difference of each phase of each module, on any rank."""
-        local: dict[tuple[str, str], float] = {}
-        for node, difference in self._differences.items():
-            name = self._names[1][node]
-            key = name.phase, name.module
-            local[key] = max(local.get(key, 0.0), difference)
-        rows = self._ranks.gather([[*key, difference] for key, difference in local.items()])
-        merged: dict[tuple[str, str], float] = {}
-        for phase, module, difference in itertools.chain.from_iterable(rows):
-            merged[phase, module] = max(merged.get((phase, module), 0.0), difference)
-        return [Growth(*key, difference) for key, difference in merged.items()]
+        names = self._names[1]
+        rows = [(f"{names[node].phase} {names[node].module}", value) for node, value in self._differences.items()]
+        growth = []
+        for key, difference in self._find_largest(rows).items():
+            phase, _, module = key.partition(" ")
+            growth.append(Growth(phase, module, difference))
+        return growth
+
+    def _find_largest(self, differences: Sequence[tuple[str, float]]) -> dict[str, float]:
+        """Find the largest of the differences of a name, on any rank."""
+        largest: dict[str, float] = {}
+        for name, difference in itertools.chain.from_iterable(self._ranks.gather(differences)):
+            largest[name] = max(largest.get(name, 0.0), difference)
+        return largest
 
     def _compare_leaves(self, results: Sequence[Sequence[Any]]) -> list[tuple[str, float]]:
         """Compare the leaves of the results that both versions return, in full."""
         first, second = map(_name_leaves, self._calls, results)
-        local = {}
+        differences = []
         # Ranks unshard leaves in one order.
         for path in sorted(first.keys() & second.keys()):
             expected, actual = _make_comparable(first[path], second[path])
             if expected.shape == actual.shape and expected.is_floating_point():
-                local[path] = _difference(expected, actual)
-        merged: dict[str, float] = {}
-        for by_path in self._ranks.gather(local):
-            for path, difference in by_path.items():
-                merged[path] = max(merged.get(path, 0.0), difference)
-        beyond = [(path, difference) for path, difference in merged.items() if difference > self._bound]
+                differences.append((path, _difference(expected, actual)))
+        beyond = [entry for entry in self._find_largest(differences).items() if entry[1] > self._bound]
         return sorted(beyond, key=lambda entry: -entry[1])
 
     def _list_alone(self, version: int) -> list[str]:
@@ -260,16 +254,6 @@ def _layout_of(call: TracedCall) -> list[Any]:
     return [leaf.spec.partition for leaf in call.flat.leaves if isinstance(leaf, fs.Sharded)]
 
 
-def _find_results_of_shards(call: TracedCall) -> set[Node]:
-    """Find the nodes of a call that are computed of shards."""
-    shards = []
-    for node in call.inputs:
-        leaf = call.leaf_of(node)
-        if isinstance(leaf, fs.Sharded) and any(leaf.spec.dim_of(axis) is not None for axis in leaf.spec.axes):
-            shards.append(node)
-    return find_shard_results(call.traced.module.graph, shards)
-
-
 def _select_names(operations: Operations) -> dict[Node, Name]:
     """Name the operations that compute something: no views, collectives, arrivals or empty memory."""
     in_flight = find_in_flight(operations.nodes)
@@ -283,11 +267,6 @@ def _select_names(operations: Operations) -> dict[Node, Name]:
 
 def _without_number(name: Name) -> Name:
     return name._replace(number=0, total=0, microbatch=0)
-
-
-def _floating(result: Any) -> list[torch.Tensor]:
-    """List the tensors of a result that have fractions."""
-    return [tensor for tensor in tensors_in(result) if tensor.is_floating_point()]
 
 
 def _difference(expected: torch.Tensor, actual: torch.Tensor) -> float:

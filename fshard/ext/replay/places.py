@@ -155,7 +155,7 @@ class Operations:
         """Find the place of an operation."""
         origin = origin_of(node)
         leaf = self._find_leaf(node) if origin.phase in _LATE else ""
-        collective = _find_collective(node) if _only_moves(node) else None
+        collective = _find_collective(node, _only_moves)
         return Place(
             operator=self.name(node),
             ranks=(),
@@ -183,7 +183,8 @@ class Operations:
         if around:
             return max(around, key=len)
         units = [unit for path, unit in self._unit_of_leaf.items() if leaf.endswith(path)]
-        units += [entry.unit for entry in map(_find_collective, node.all_input_nodes) if entry]
+        collectives = [_find_collective(source, _reads_one_value) for source in node.all_input_nodes]
+        units += [entry.unit for entry in collectives if entry]
         return next(iter(units), "")
 
 
@@ -200,9 +201,9 @@ def walk_along(node: Node, follow: Callable[[Node], Iterable[Node]]) -> Iterator
                 pending.append(other)
 
 
-def _find_collective(node: Node) -> Collective | None:
-    """Find the collective that a node, which only moves what it reads, has its values from."""
-    sources = walk_along(node, lambda reached: reached.all_input_nodes if _only_moves(reached) else ())
+def _find_collective(node: Node, may_follow: Callable[[Node], bool]) -> Collective | None:
+    """Find the collective that a node has its values from, by nodes that may be followed to what they read."""
+    sources = walk_along(node, lambda reached: reached.all_input_nodes if may_follow(reached) else ())
     return next(filter(None, map(graph_nodes.find_collective, sources)), None)
 
 
@@ -210,6 +211,11 @@ def _only_moves(node: Node) -> bool:
     """Whether a node takes values from a buffer as they are, or goes on with a sum over ranks."""
     passed = _SUMS if origin_of(node).phase in _LATE else _COPIES
     return graph_nodes.is_wait(node) or graph_nodes.is_view(node) or name_operator(node) in passed
+
+
+def _reads_one_value(node: Node) -> bool:
+    """Whether a node computes something of what it moves or reads alone, such as a cast of a gathered leaf."""
+    return _only_moves(node) or len(node.all_input_nodes) == 1
 
 
 def origin_of(node: Node) -> Origin:
@@ -232,6 +238,12 @@ def _read_line(frame: Frame) -> str:
 def show_frame(frame: Frame) -> str:
     """Show a line of the user's program."""
     return f"{Path(frame.file).name}:{frame.line} in {frame.function}: {_read_line(frame)}"
+
+
+def name_with_line(node: Node) -> str:
+    """Name an operator, and the line that ran it."""
+    origin = origin_of(node)
+    return " at ".join([name_operator(node), *map(show_frame, (*origin.frames, *origin.forward)[:1])])
 
 
 def list_facts(facts: Iterable[tuple[str, Iterable[str]]]) -> str:

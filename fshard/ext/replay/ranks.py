@@ -1,10 +1,13 @@
-"""The ranks of a call: what they show each other, and which of them agree."""
+"""The ranks of a call: what they show each other, which of them agree, and what is first on any of them."""
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from torch.fx import Node
+
 from fshard import Axis
+from fshard.ext.replay.places import Operations, Place
 from fshard.ext.replay.shared import Axes
 from fshard.extend import all_gather_object, process_rank
 
@@ -25,9 +28,7 @@ class Ranks:
         self.numbers: list[int] = self.gather(process_rank())
         self.place = self.numbers.index(process_rank())
         # The first axis varies fastest.
-        self._coordinates: list[tuple[int, ...]] = []
-        for coordinates in itertools.product(*(range(axis.size) for axis in reversed(self.axes))):
-            self._coordinates.append(coordinates[::-1])
+        self._grid = np.arange(len(self.numbers)).reshape([axis.size for axis in self.axes], order="F")
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks."""
@@ -35,49 +36,56 @@ class Ranks:
 
     def along(self, names: Axes) -> list[int]:
         """List the indices of the ranks that differ from this one in no coordinate but those of some axes."""
-        here = self._coordinates[self.place]
-        indices = []
-        for index, coordinates in enumerate(self._coordinates):
-            is_along = True
-            for axis, coordinate, own_coordinate in zip(self.axes, coordinates, here, strict=True):
-                if axis.name not in names and coordinate != own_coordinate:
-                    is_along = False
-            if is_along:
-                indices.append(index)
+        here = np.unravel_index(self.place, self._grid.shape, order="F")
+        chosen: list[Any] = list(here)
+        for number, axis in enumerate(self.axes):
+            if axis.name in names:
+                chosen[number] = slice(None)
+        indices: list[int] = self._grid[tuple(chosen)].ravel(order="F").tolist()
         return indices
 
     def find_agreement(self, values: Sequence[Any]) -> Axes:
         """Find the axes along which values of all ranks are equal."""
+        table = np.array(values, dtype=object)[self._grid]
         agreement = set()
         for number, axis in enumerate(self.axes):
-            # For the coordinates on the other axes the values along this one.
-            lines: dict[tuple[int, ...], set[Any]] = {}
-            for coordinates, value in zip(self._coordinates, values, strict=True):
-                others = coordinates[:number] + coordinates[number + 1 :]
-                lines.setdefault(others, set()).add(value)
-            if all(len(line) == 1 for line in lines.values()):
+            if (table == table.take([0], axis=number)).all():
                 agreement.add(axis.name)
         return frozenset(agreement)
 
-    def find_first(self, order: Any, name: str, finding: Any) -> tuple[Any, list[int]] | None:
-        """Find which of the findings of all ranks comes first, and the numbers of the ranks that have it.
+    def find_first(
+        self, operations: Operations, node: Node | None, facts: Sequence[Any], is_last: bool = False
+    ) -> tuple[Place, list[Any]] | None:
+        """Find which of the nodes that ranks bring comes first.
 
         Args:
-            order: The key of this rank's finding: how many waits come before it, and its number.
-            name: The name of its operation.
-            finding: What this rank has found, as JSON holds it; None if nothing.
+            operations: The nodes of this rank's graph.
+            node: This rank's node; None if it has none.
+            facts: What it says of it, as JSON holds it.
+            is_last: Whether it comes after the nodes of all other ranks.
 
         Returns:
-            The finding of the rank whose key is least, and the ranks that found the same operation after as many waits;
-            None if no rank has found any.
+            The place of the first node, with the ranks that brought the same operation after as many waits, and the
+            facts of the first of these; None if no rank has brought any.
         """
-        entries = self.gather([order, name, finding, process_rank()])
-        entries = [entry for entry in entries if entry[2] is not None]
+        entry = None
+        if node is not None:
+            waits, number = operations.order(node)
+            entry = [
+                is_last,
+                waits,
+                number,
+                str(operations.names[node]),
+                operations.locate(node),
+                facts,
+                process_rank(),
+            ]
+        entries = [entry for entry in self.gather(entry) if entry is not None]
         if not entries:
             return None
-        first_order, first_name, first, _ = min(entries, key=lambda entry: entry[0])
-        ranks = []
-        for other_order, other_name, _, number in entries:
-            if other_name == first_name and other_order[0] == first_order[0]:
-                ranks.append(number)
-        return first, ranks
+        first = min(entries, key=lambda entry: entry[:3])
+        numbers = []
+        for *order, _, name, _, _, number in entries:
+            if [*order, name] == [*first[:2], first[3]]:
+                numbers.append(number)
+        return Place.read(first[4], numbers), first[5]

@@ -16,8 +16,11 @@ from fshard.extend import (
     Traced,
     describe,
     expect,
+    flatten,
     generators,
     graph_nodes,
+    is_donated,
+    refuse,
     tensor_of,
 )
 
@@ -65,9 +68,10 @@ def trace_call(
         The call.
 
     Raises:
-        ValueError: if the step cannot be one graph.
+        ValueError: if an argument was donated, or the step cannot be one graph.
     """
     expect(callable(step), api_name, "the step to be a function", describe(step))
+    _refuse_empty_arguments(api_name, args, kwargs or {})
     function: Any = getattr(step, "__wrapped__", step) if isinstance(step, Jitted) else step
     try:
         with noting_origins():
@@ -78,6 +82,18 @@ def trace_call(
     traced = program.traced
     inputs = dict(zip(graph_nodes.find_inputs(traced.module.graph), traced.input_leaves, strict=True))
     return TracedCall(flat, traced, inputs)
+
+
+def _refuse_empty_arguments(api_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def misfit(leaf: Any) -> str | None:
+        return "was donated to an earlier call, so it is empty now" if is_donated(leaf) else None
+
+    remedy = (
+        "keep the argument of the step that went wrong, as fs.tree_map(torch.clone, state), or leave out "
+        "donate_argnums and donate=True while you search; or restore the last checkpoint and go on from there"
+    )
+    headline = f"{api_name}: arguments were donated, and a step cannot run again without them"
+    refuse(headline, flatten((args, kwargs)).problems(misfit), remedy)
 
 
 def read_generators() -> torch.Tensor:
@@ -99,11 +115,11 @@ def run_repeatably(call: TracedCall, generator_states: torch.Tensor, watch: Watc
         The results of the graph.
     """
 
-    def fill_and_watch(node: Node, operands: Mapping[Node, Any], result: Any) -> None:
+    def fill_and_watch(node: Node, operands: Mapping[Node, Any], results: Sequence[torch.Tensor]) -> None:
         if is_empty(node):
-            result.zero_()
+            results[0].zero_()
         else:
-            watch(node, operands, result)
+            watch(node, operands, results)
 
     with _PrivateGenerators(generator_states):
         return run_nodes(call.traced, call.tensors, fill_and_watch)

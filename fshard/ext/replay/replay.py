@@ -6,17 +6,17 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
-from fshard.ext.replay.places import Operations, Place, list_facts, list_ranks, walk_along
+from fshard.ext.replay.places import Operations, Place, list_facts, list_ranks, name_with_line, walk_along
 from fshard.ext.replay.ranks import Ranks
 from fshard.ext.replay.repeat import read_generators, run_repeatably, trace_call
-from fshard.ext.replay.sightings import Maker, Measure, Sightings, Walk, find_first, measure_nonfinite
-from fshard.extend import calling, describe, expect, flatten, graph_nodes, is_donated, ranks_of, refuse
+from fshard.ext.replay.sightings import Measure, Sightings, measure_nonfinite
+from fshard.extend import calling, describe, expect, flatten, graph_nodes, ranks_of
 
 # So many operations before the maker are shown.
 MAX_BEFORE = 3
 
 
-class Report(NamedTuple):
+class ReplayReport(NamedTuple):
     """The first operation that made a refused value, or the argument that has one; the same on every rank.
 
     Attributes:
@@ -46,7 +46,7 @@ Watch = str | Callable[[torch.Tensor, Node], object]
 
 def replay(
     step: Callable[..., Any], *args: Any, watch: Watch = "nonfinite", allow: Collection[str] = (), **kwargs: Any
-) -> Report | None:
+) -> ReplayReport | None:
     """Run a step again on its arguments, and name the first operation that made a value which is not finite.
 
     Every rank of the run calls it, with the arguments of the step that went wrong. The step is traced, and its graph
@@ -82,28 +82,27 @@ def replay(
     >>> fs.replay(step, params, torch.ones(2), allow=["aten.log", "aten.div"])
     """
     with calling("replay", lambda: flatten((args, kwargs)).axes):
-        is_watch = watch == "nonfinite" or callable(watch)
-        expect(is_watch, "replay", 'watch to be "nonfinite" or a function', describe(watch))
-        is_collection = isinstance(allow, Collection) and not isinstance(allow, str)
-        are_texts = is_collection and all(isinstance(name, str) for name in allow)
-        expect(are_texts, "replay", "allow to be a collection of operators and lines", describe(allow))
-        _refuse_empty_arguments(flatten((args, kwargs)))
+        _check_options(watch, allow)
         call = trace_call("replay", step, args, kwargs)
         operations = Operations(call)
         sightings = Sightings(call, operations, _make_measure(watch), allow)
         run_repeatably(call, read_generators(), sightings.watch)
-        return _report(operations, sightings)
+        ranks = Ranks("replay", [ranks_of(None)])
+        maker = sightings.find_maker(ranks.gather(sightings.list_waits()))
+        facts = [] if maker is None else [*sightings.seen[maker], _list_before(maker)]
+        first = ranks.find_first(operations, maker, facts, is_last=maker in sightings.masks)
+        if first is None:
+            return None
+        place, first_facts = first
+        return ReplayReport(place, *first_facts)
 
 
-def _refuse_empty_arguments(flat: Any) -> None:
-    def misfit(leaf: Any) -> str | None:
-        return "was donated to an earlier call, so it is empty now" if is_donated(leaf) else None
-
-    remedy = (
-        "keep the argument of the step that went wrong, as fs.tree_map(torch.clone, state), or leave out "
-        "donate_argnums and donate=True while you search; or restore the last checkpoint and go on from there"
-    )
-    refuse("replay: arguments were donated, and a step cannot run again without them", flat.problems(misfit), remedy)
+def _check_options(watch: Any, allow: Any) -> None:
+    is_watch = watch == "nonfinite" or callable(watch)
+    expect(is_watch, "replay", 'watch to be "nonfinite" or a function', describe(watch))
+    is_collection = isinstance(allow, Collection) and not isinstance(allow, str)
+    are_texts = is_collection and all(isinstance(name, str) for name in allow)
+    expect(are_texts, "replay", "allow to be a collection of operators and lines", describe(allow))
 
 
 def _make_measure(watch: Watch) -> Measure:
@@ -112,34 +111,10 @@ def _make_measure(watch: Watch) -> Measure:
     return lambda tensor, node: int(bool(watch(tensor, node)))
 
 
-def _report(operations: Operations, sightings: Sightings) -> Report | None:
-    """Find the first maker of all ranks, whose rank writes the report for all."""
-    ranks = Ranks("replay", [ranks_of(None)])
-    walks_by_rank = []
-    for walks in ranks.gather(sightings.walk_all()):
-        walks_by_rank.append({start: _read_walk(*walk) for start, walk in walks.items()})
-    makers = find_first(walks_by_rank)
-    if not makers:
-        return None
-    (maker, writer), *_ = makers
-    values = None
-    if ranks.place == writer:
-        node = operations.nodes[maker.position]
-        before = [sightings.describe_node(each) for each in _find_before(node)]
-        operands, results = sightings.makers.get(node, ([], []))
-        values = [operations.locate(node), sightings.name_problem(node), operands, results, before]
-    place, *facts = ranks.gather(values)[writer]
-    return Report(Place.read(place, sorted(ranks.numbers[index] for _, index in makers)), *facts)
-
-
-def _read_walk(maker: Any, waits: Any) -> Walk:
-    return Walk(maker and Maker(*maker), {start: Maker(*wait) for start, wait in waits.items()})
-
-
-def _find_before(node: Node) -> list[Node]:
-    """Find operations whose results led to a node, the nearest first; views are left out."""
+def _list_before(node: Node) -> list[str]:
+    """List operations whose results led to a node, the nearest first; views are left out."""
     operations = []
     for other in walk_along(node, lambda reached: reversed(reached.all_input_nodes)):
         if other is not node and other.op == "call_function" and not graph_nodes.is_view(other):
-            operations.append(other)
+            operations.append(name_with_line(other))
     return operations[:MAX_BEFORE]

@@ -1,7 +1,7 @@
 """Which nodes of a step's graph have equal values on several ranks: found from the graph, without running it."""
 
 import operator
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -66,29 +66,6 @@ def find_common_axes(
     for node in graph.nodes:
         walk.visit(node)
     return walk.agreement
-
-
-def find_shard_results(graph: Graph, sharded_inputs: Collection[Node]) -> set[Node]:
-    """Find the nodes that are computed of shards: of this rank's part of leaves, or of gradients.
-
-    Args:
-        graph: The graph.
-        sharded_inputs: The inputs that are shards.
-
-    Returns:
-        The nodes. What is gathered is no shard, and neither is the activation that is computed of it.
-    """
-    sharded = set(sharded_inputs)
-    for node in graph.nodes:
-        if graph_nodes.is_wait(node):
-            buffer: Any = node.args[0]
-            collective = graph_nodes.find_collective(buffer.args[0])
-            if collective is not None and collective.op == "reduce_scatter":
-                sharded.add(node)
-        elif graph_nodes.find_collective(node) is None and not sharded.isdisjoint(node.all_input_nodes):
-            sharded.add(node)
-            sharded.update(graph_nodes.find_write_targets(node))
-    return sharded
 
 
 class _Walk:

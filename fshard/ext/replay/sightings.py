@@ -1,15 +1,15 @@
-"""Sightings: the values of a graph that are refused, and the way back from them to the operations that made them."""
+"""Sightings: the values of a graph that are refused, and the operations that they come from."""
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from fshard import Sharded
-from fshard.ext.replay.places import Operations, name_operator, origin_of, show_frame
+from fshard.ext.replay.places import Operations, name_operator, origin_of
 from fshard.ext.replay.repeat import TracedCall
 from fshard.ext.replay.run import tensors_in
 from fshard.extend import graph_nodes
@@ -18,62 +18,29 @@ from fshard.extend import graph_nodes
 Measure = Callable[[torch.Tensor, Node], int]
 INFINITE = 1
 NAN = 2
-# The place that a walk through the results of a graph begins at. All others are collectives.
+# An exit: where refused values leave the graph with its results and gradients. All other exits are collectives.
 RESULTS = "results"
-
-
-class Maker(NamedTuple):
-    """A node that made a refused value out of values that are accepted. The smallest of several comes first.
-
-    Attributes:
-        is_input: Whether it is an infinite input other than a Sharded leaf, such as a mask of attention. It is to blame
-            only if nothing else is.
-        waits: How many buffers this rank waits for up to the node. Ranks wait in the same order, and so this orders
-            nodes of different ranks; their positions do not.
-        position: The place of the node in the graph.
-        operation: The operator, its lines and its module, to find the same operation on other ranks.
-    """
-
-    is_input: bool
-    waits: int
-    position: int
-    operation: str
-
-
-class Walk(NamedTuple):
-    """What a walk back through the refused values of one rank finds.
-
-    Attributes:
-        maker: The first maker on the way.
-        waits: The waits on the way, each under the collective that it waits for, whose senders have the next maker.
-    """
-
-    maker: Maker | None
-    waits: Mapping[str, Maker]
-
-
-NOTHING = Walk(None, {})
 
 
 def measure_nonfinite(tensor: torch.Tensor, _: Node) -> int:
     """Return 2 if a tensor has NaN, 1 if it has infinities, else 0."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    if not tensor.is_floating_point() or not tensor.numel():
+    if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
         return 0
-    if tensor.dtype.itemsize == 1:
-        tensor = tensor.float()
-    bounds = torch.stack(torch.aminmax(tensor)).tolist()
+    bounds = torch.stack(torch.aminmax(_as_real_numbers(tensor))).tolist()
     if math.isnan(bounds[0]):
         return NAN
     return INFINITE if math.inf in map(abs, bounds) else 0
 
 
+def _as_real_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of a tensor in a dtype that torch can compare."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor.float() if tensor.dtype.itemsize == 1 else tensor
+
+
 def _describe_range(tensor: torch.Tensor) -> str:
-    if tensor.is_complex() or not tensor.numel():
-        return ""
-    if tensor.dtype.itemsize == 1:
-        tensor = tensor.float()
+    tensor = _as_real_numbers(tensor)
     finite = tensor[tensor.isfinite()]
     text = f", {finite.min().item():.3g} to {finite.max().item():.3g}" if finite.numel() else ""
     for word, count in (("NaN", tensor.isnan().sum()), ("infinite", tensor.isinf().sum())):
@@ -84,10 +51,13 @@ def _describe_range(tensor: torch.Tensor) -> str:
 class Sightings:
     """The refused values of one run of a graph.
 
+    Each refused value has a trace: the makers that it comes from, which made a refused value out of accepted ones, and
+    the waits for collectives that brought some.
+
     Attributes:
-        nodes: The nodes of the graph.
-        levels: How bad each refused value is.
-        makers: For each node that made one out of accepted values, what it read and made.
+        seen: For the makers and waits of all traces the problem, what was read and what was made.
+        masks: Makers that are infinite inputs other than Sharded leaves, such as a mask of attention. They are to blame
+            only if nothing else is.
     """
 
     def __init__(self, call: TracedCall, operations: Operations, measure: Measure, allow: Collection[str]) -> None:
@@ -99,46 +69,70 @@ class Sightings:
             measure: Measures values.
             allow: Operators, and lines as "file.py:12", that may make refused values.
         """
-        self.nodes = operations.nodes
-        self.levels: dict[Node, int] = {}
-        self.makers: dict[Node, tuple[list[str], list[str]]] = {}
+        self.seen: dict[Node, tuple[str, list[str], list[str]]] = {}
+        self.masks: set[Node] = set()
         self._call = call
         self._operations = operations
         self._measure = measure
         self._allow = allow
-        self._storages = graph_nodes.find_storages(self.nodes)
-        self._writers: dict[Hashable, list[Node]] = defaultdict(list)
-        self._starts: dict[Node, str] = {}
-        for node in self.nodes:
-            if graph_nodes.find_collective(node) is not None:
-                group = node.args[-2]
-                self._starts[node] = f"{len(self._starts)} {group}"
+        self._storages = graph_nodes.find_storages(operations.nodes)
+        starts = [node for node in operations.nodes if graph_nodes.find_collective(node) is not None]
+        self._exits = {start: f"{number} {start.args[-2]}" for number, start in enumerate(starts)}
+        # For each storage the trace of the last refused value in it.
+        self._traces: dict[Hashable, set[Node]] = {}
+        # For each exit that refused values left by their traces.
+        self._left: dict[str, set[Node]] = defaultdict(set)
 
-    def watch(self, node: Node, operands: Mapping[Node, Any], result: Any) -> None:
+    def watch(self, node: Node, operands: Mapping[Node, Any], results: Sequence[torch.Tensor]) -> None:
         """Look at what a node read and made; called by `run_repeatably`."""
-        level = self._measure_all(result, node)
+        level = self._measure_all(node, results)
+        exits = list(self._find_exits(node))
+        if not level and not exits:
+            return
+        levels = {source: self._measure_all(source, tensors_in(value)) for source, value in operands.items()}
+        for place, source in exits:
+            if levels[source]:
+                self._left[place] |= self._join_traces([source])
         if not level:
             return
-        self.levels[node] = level
-        for target in graph_nodes.find_write_targets(node):
-            for storage in self._storages[target]:
-                self._writers[storage].append(node)
-        worst_operand = max((self._measure_all(value, source) for source, value in operands.items()), default=0)
-        if level > worst_operand and not self._is_legal(node, level):
-            self.makers[node] = self._describe_values(operands), self._describe_values({node: result})
-
-    def name_problem(self, node: Node) -> str:
-        """Say what a node made."""
+        trace = self._join_traces(source for source in levels if levels[source])
+        if graph_nodes.is_wait(node):
+            trace = {node}
+            self._describe(node, level, {}, results)
+        elif level > max(levels.values(), default=0) and not self._is_legal(node, level):
+            trace.add(node)
+            self._describe(node, level, operands, results)
+        for written in (node, *graph_nodes.find_write_targets(node)):
+            self._traces |= dict.fromkeys(self._storages[written], trace)
         if self._measure is not measure_nonfinite:
-            return "values that watch refuses"
-        return "NaN" if self.levels[node] == NAN else "infinities"
+            self._left[RESULTS] |= trace
 
-    def describe_node(self, node: Node) -> str:
-        """Name an operator, and the line that ran it."""
-        origin = origin_of(node)
-        return " at ".join([name_operator(node), *map(show_frame, (*origin.frames, *origin.forward)[:1])])
+    def _find_exits(self, node: Node) -> Iterator[tuple[str, Node]]:
+        """List by which exits operands of a node leave: as messages, results, and gradients that an update reads."""
+        is_update = origin_of(node).phase == "update"
+        for source in node.all_input_nodes:
+            if node in self._exits:
+                yield self._exits[node], source
+            is_gradient = is_update and source.op == "call_function" and origin_of(source).phase != "update"
+            if is_gradient or (node.op == "output" and source.op != "placeholder"):
+                yield RESULTS, source
 
-    def _describe_values(self, values: Mapping[Node, Any]) -> list[str]:
+    def _join_traces(self, nodes: Iterable[Node]) -> set[Node]:
+        trace: set[Node] = set()
+        for node in nodes:
+            for storage in self._storages[node]:
+                trace |= self._traces.get(storage, set())
+        return trace
+
+    def _describe(self, node: Node, level: int, operands: Mapping[Node, Any], results: Sequence[torch.Tensor]) -> None:
+        problem = "NaN" if level == NAN else "infinities"
+        if self._measure is not measure_nonfinite:
+            problem = "values that watch refuses"
+        self.seen[node] = problem, self._list_ranges(operands), self._list_ranges({node: results})
+        if node.op == "placeholder" and level == INFINITE and not isinstance(self._call.leaf_of(node), Sharded):
+            self.masks.add(node)
+
+    def _list_ranges(self, values: Mapping[Node, Any]) -> list[str]:
         lines = []
         for node, value in values.items():
             for tensor in tensors_in(value):
@@ -146,8 +140,8 @@ class Sightings:
                 lines.append(f"{self._operations.name(node)}: {dtype}{list(tensor.shape)}{_describe_range(tensor)}")
         return lines
 
-    def _measure_all(self, value: Any, node: Node) -> int:
-        return max((self._measure(tensor, node) for tensor in tensors_in(value)), default=0)
+    def _measure_all(self, node: Node, tensors: Sequence[torch.Tensor]) -> int:
+        return max((self._measure(tensor, node) for tensor in tensors), default=0)
 
     def _is_legal(self, node: Node, level: int) -> bool:
         """Whether the program means to make such a value: it wrote an infinity down, or the caller allows it."""
@@ -159,108 +153,49 @@ class Sightings:
             return False
         return node.op == "get_attr" or _has_infinity([*node.args, *node.kwargs.values()])
 
-    def find_roots(self) -> list[Node]:
-        """Find the refused values that went wrong: gradients and results of a step, or with another watch all."""
-        if self._measure is not measure_nonfinite:
-            return list(self.levels)
-        roots = []
-        for node in self.nodes:
-            if node.op == "output":
-                roots += [source for source in node.all_input_nodes if source.op != "placeholder"]
-            if phase_of(node) == "update":
-                # What an update reads of the backward is a gradient.
-                roots += [source for source in node.all_input_nodes if phase_of(source) not in ("", "update")]
-        return [node for node in roots if node in self.levels]
-
-    def walk_all(self) -> dict[str, Walk]:
-        """Walk back from the results, and from each collective that sends refused values."""
-        walks = {RESULTS: self._walk_back(self.find_roots())}
-        for start, place in self._starts.items():
-            sources = self._find_sources(start)
-            if sources:
-                walks[place] = self._walk_back(sources)
-        return walks
-
-    def _walk_back(self, nodes: Sequence[Node]) -> Walk:
-        makers = []
+    def list_waits(self) -> dict[str, list[str]]:
+        """List for each exit that refused values left by the collectives that brought some of them."""
         waits = {}
-        pending = list(nodes)
-        seen: set[Node] = set()
+        for place, trace in self._left.items():
+            starts = map(self._find_start, trace)
+            waits[place] = [start for start in starts if start]
+        return waits
+
+    def _find_start(self, node: Node) -> str:
+        """Find the collective that a node waits for; empty for makers."""
+        if not graph_nodes.is_wait(node):
+            return ""
+        (buffer,) = node.all_input_nodes
+        return self._exits.get(next(iter(buffer.all_input_nodes), buffer), "")
+
+    def find_maker(self, waits_by_rank: Sequence[Mapping[str, Sequence[str]]]) -> Node | None:
+        """Find the first maker on this rank of what went wrong on any, following values through collectives.
+
+        Args:
+            waits_by_rank: What `list_waits` returned on each rank.
+
+        Returns:
+            The maker; None if there is none here. A collective that got refused values nowhere is a maker where it is
+            waited for.
+        """
+        reached: set[str] = set()
+        pending = [RESULTS]
         while pending:
-            node = pending.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if node in self.makers:
-                makers.append(self._name_maker(node))
-            start = _find_start(node)
-            if start in self._starts:
-                waits[self._starts[start]] = self._name_maker(node)
-            pending += self._find_sources(node)
-        return Walk(min(makers, default=None), waits)
-
-    def _find_sources(self, node: Node) -> list[Node]:
-        """Find the nodes that made the refused values that a node reads, or wrote them into the memory of others."""
-        sources = []
-        for operand in node.all_input_nodes:
-            writers = []
-            for storage in self._storages[operand]:
-                writers += [writer for writer in self._writers.get(storage, ()) if operand < writer < node]
-            sources += writers[-1:] or [operand]
-        return [source for source in sources if source in self.levels]
-
-    def _name_maker(self, node: Node) -> Maker:
-        is_mask = self.levels[node] == INFINITE and not isinstance(self._call.leaf_of(node), Sharded)
-        is_input = node.op == "placeholder" and is_mask
-        return Maker(is_input, *self._operations.order(node), str(self._operations.names[node]))
-
-
-def _find_start(node: Node) -> Any:
-    """Find the collective whose buffer a node waits for."""
-    if not graph_nodes.is_wait(node):
-        return None
-    (buffer,) = node.all_input_nodes
-    return next(iter(buffer.all_input_nodes), buffer)
-
-
-def phase_of(node: Node) -> str:
-    """The phase of a step that a node runs in; empty for inputs."""
-    return node.meta["origin"].phase if "origin" in node.meta else ""
+            place = pending.pop()
+            if place not in reached:
+                reached.add(place)
+                for waits in waits_by_rank:
+                    pending += waits.get(place, ())
+        makers = []
+        for place in reached & self._left.keys():
+            for node in self._left[place]:
+                start = self._find_start(node)
+                if not any(start in waits for waits in waits_by_rank):
+                    makers.append(node)
+        return min(makers, key=lambda node: (node in self.masks, self._operations.order(node)), default=None)
 
 
 def _has_infinity(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return any(map(_has_infinity, value))
     return isinstance(value, float) and math.isinf(value)
-
-
-def find_first(walks_by_rank: Sequence[Mapping[str, Walk]]) -> list[tuple[Maker, int]]:
-    """Find the first maker of what went wrong on any rank, following refused values through collectives.
-
-    Args:
-        walks_by_rank: What `walk_all` returned on each rank.
-
-    Returns:
-        The maker and its rank, then those of the ranks that ran the same operation at the same time; empty if nothing
-        went wrong. A collective that got refused values nowhere is a maker where it is waited for.
-    """
-    makers: list[tuple[Maker, int]] = []
-    pending = [RESULTS]
-    seen = {RESULTS}
-    while pending:
-        place = pending.pop()
-        for rank, walks in enumerate(walks_by_rank):
-            walk = walks.get(place, NOTHING)
-            if walk.maker is not None:
-                makers.append((walk.maker, rank))
-            for start, wait in walk.waits.items():
-                if not any(start in walks for walks in walks_by_rank):
-                    makers.append((wait, rank))
-                elif start not in seen:
-                    seen.add(start)
-                    pending.append(start)
-    if not makers:
-        return []
-    first, _ = min(makers)
-    alike = {rank: maker for maker, rank in makers if maker[1::2] == first[1::2]}
-    return [(alike[rank], rank) for rank in sorted(alike, key=lambda rank: (alike[rank] != first, rank))]

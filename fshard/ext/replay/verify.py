@@ -1,6 +1,5 @@
 """verify: runs a step twice, and names the operation that disagrees with itself or between ranks."""
 
-import itertools
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from fshard.ext.replay.places import Operations, Place, list_ranks
 from fshard.ext.replay.ranks import Ranks
 from fshard.ext.replay.repeat import TracedCall, read_generators, run_repeatably, trace_call
 from fshard.ext.replay.shared import Axes, find_common_axes
-from fshard.extend import calling, flatten, graph_nodes, hash_of
+from fshard.extend import calling, flatten, hash_of
 
 _API_NAME = "verify"
 # The digests of results by their nodes.
@@ -85,44 +84,23 @@ def verify(step: Callable[..., Any], *args: Any) -> Disagreement | None:
         states = read_generators()
         digests = _digest_results(call, states)
         digests_again = _digest_results(call, states)
-        comparison = _Comparison(call, digests)
+        comparison = _DigestComparison(call, digests)
         return comparison.compare_runs(digests_again) or comparison.compare_ranks()
 
 
 def _digest_results(call: TracedCall, generator_states: torch.Tensor) -> Digests:
     """Run a call, and return a digest of each result."""
-    nodes = call.traced.module.graph.nodes
-    unseen_targets = {node: _find_unseen_targets(node) for node in nodes}
-    written_later = set(itertools.chain.from_iterable(unseen_targets.values()))
-    values: dict[Node, Any] = {}
     digests: Digests = {}
 
-    def watch(node: Node, operands: Mapping[Node, Any], result: Any) -> None:
-        if node in written_later:
-            values[node] = result
-        digests[node] = _digest([result, *map(values.get, unseen_targets[node])])
+    def watch(node: Node, operands: Mapping[Node, Any], results: Sequence[torch.Tensor]) -> None:
+        if results:
+            digests[node] = "".join(hash_of(tensor) for tensor in results if tensor.layout is torch.strided)
 
     run_repeatably(call, generator_states, watch)
     return digests
 
 
-def _find_unseen_targets(node: Node) -> list[Node]:
-    """List what an operator writes to, if its result does not show it, as that of a fused optimizer."""
-    if isinstance(node.meta.get("val"), torch.Tensor):
-        return []
-    return graph_nodes.find_write_targets(node)
-
-
-def _digest(value: Any) -> str:
-    """Return a checksum of the bits of tensors, and of lists of them."""
-    if isinstance(value, list | tuple):
-        return "".join(map(_digest, value))
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return ""
-    return hash_of(value)
-
-
-class _Comparison:
+class _DigestComparison:
     """Compares digests of a call between runs and between ranks."""
 
     def __init__(self, call: TracedCall, digests: Digests) -> None:
@@ -133,12 +111,9 @@ class _Comparison:
 
     def compare_runs(self, digests_again: Digests) -> Disagreement | None:
         """Find the first result that differs from that of the second run."""
-        differing = [node for node, digest in self._digests.items() if digests_again[node] != digest]
-        first = self._find_first(differing, lambda node: [])
-        if first is None:
-            return None
-        (place,), ranks = first
-        return Disagreement("runs", Place.read(place, ranks))
+        differing = (node for node, digest in self._digests.items() if digests_again[node] != digest)
+        first = self._ranks.find_first(self._operations, next(differing, None), [])
+        return first and Disagreement("runs", first[0])
 
     def compare_ranks(self) -> Disagreement | None:
         """Find the first result that ranks must agree on and do not."""
@@ -148,27 +123,20 @@ class _Comparison:
         digests = {names[node]: digest for node, digest in self._digests.items()}
         digests_by_rank, constants_by_rank = zip(*self._ranks.gather([digests, constants]), strict=True)
         agreements = self._find_agreements(names, digests_by_rank, constants_by_rank)
-        judgements: dict[Node, list[list[int]]] = {}
+        first_node = None
+        judgement: list[list[int]] = []
         for node in self._digests:
             peers = self._ranks.along(agreements[node])
             votes = [digests_by_rank[peer].get(names[node]) for peer in peers]
             if None not in votes and len(set(votes)) > 1:
-                judgements[node] = self._judge(peers, votes)
-        first = self._find_first(list(judgements), judgements.__getitem__)
+                first_node = node
+                judgement = self._judge(peers, votes)
+                break
+        first = self._ranks.find_first(self._operations, first_node, judgement)
         if first is None:
             return None
-        (place, ranks, others), _ = first
-        return Disagreement("ranks", Place.read(place, ranks), tuple(others))
-
-    def _find_first(
-        self, nodes: Sequence[Node], describe: Callable[[Node], list[list[int]]]
-    ) -> tuple[Any, list[int]] | None:
-        """Find the first of the nodes of all ranks: its place and a description, and the ranks that have it."""
-        if not nodes:
-            return self._ranks.find_first(None, "", None)
-        node = nodes[0]
-        finding = [self._operations.locate(node), *describe(node)]
-        return self._ranks.find_first(self._operations.order(node), str(self._operations.names[node]), finding)
+        place, (ranks, others) = first
+        return Disagreement("ranks", place._replace(ranks=tuple(ranks)), tuple(others))
 
     def _find_agreements(
         self,

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard.ext.fit.emit import StaleError, build, emit
-from fshard.ext.fit.search import Plan, find_plan, rank_decisions
-from fshard.ext.fit.step import Step
+from fshard.ext.fit.search import FitPlan, find_plan, rank_decisions
+from fshard.ext.fit.step import StepFacts
 from fshard.extend import Rates, find_lifetimes, process_rank
 from fshard.testing import spmd
 from tests.trees import assert_same_bits, one_axis, two_axes
@@ -173,7 +173,7 @@ def count_peak(graph):
 def test_a_larger_budget_needs_no_more_time_and_no_more_copies(name):
     """At ten budgets; the graph of each holds what is predicted, and no more than its budget."""
     traced, _ = trace_step(name)
-    step = Step(traced.module.graph, Rates())
+    step = StepFacts(traced.module.graph, Rates())
     least = find_plan(step, 0).schedule.peak
     most = emit(step, {}).peak
     schedules = [find_plan(step, least + (most - least) * part // 9).schedule for part in range(10)]
@@ -187,7 +187,7 @@ def test_a_larger_budget_needs_no_more_time_and_no_more_copies(name):
 
 
 def every_decision(step):
-    plan = Plan([], emit(step, {}))
+    plan = FitPlan([], emit(step, {}))
     return list(rank_decisions(step, plan, 0))
 
 
@@ -203,12 +203,12 @@ def run(module, graph, tensors):
 @pytest.mark.parametrize("name", ("zero3", "checkpointed"))
 def test_every_single_decision_keeps_the_bits_and_has_the_predicted_peak(name):
     traced, tensors = trace_step(name)
-    step = Step(traced.module.graph, Rates())
+    step = StepFacts(traced.module.graph, Rates())
     expected = run(traced.module, traced.module.graph, tensors)
     decisions = every_decision(step)
     assert len(decisions) > 20
     for decision in decisions[::3]:
-        schedule = emit(step, {storage: [time] for storage, time in decision.cuts.items()})
+        schedule = emit(step, {decision.storage: [decision.time]})
         graph = build(step, schedule)
         assert schedule.copies > 0
         assert count_peak(graph) == schedule.peak
@@ -225,7 +225,7 @@ def test_every_message_is_waited_for(name):
 
     def program():
         traced, _ = trace_step(name)
-        step = Step(traced.module.graph, Rates())
+        step = StepFacts(traced.module.graph, Rates())
         return count_unwaited(traced.module.graph), count_unwaited(build(step, find_plan(step, 0).schedule))
 
     assert spmd(program, 2) == [(0, 0), (0, 0)]
@@ -266,7 +266,7 @@ def make_random_step(seed):
 def test_random_graphs_keep_their_bits_at_every_budget(seed):
     tensors = [torch.randn(8, 8, generator=torch.Generator().manual_seed(n)) for n in (seed, seed + 100)]
     traced = make_random_step(seed).trace_call(tuple(tensors), {})
-    step = Step(traced.module.graph, Rates())
+    step = StepFacts(traced.module.graph, Rates())
     expected = run(traced.module, traced.module.graph, tensors)
     least = find_plan(step, 0).schedule.peak
     for budget in range(least, emit(step, {}).peak + 1, 256):
@@ -288,7 +288,7 @@ def test_nothing_is_computed_again_from_what_has_been_written_since():
     step = fs.jit(f, donate_argnums=0)
     tensors = (torch.randn(64), torch.randn(64))
     traced = step.trace_call(tensors, {})
-    facts = Step(traced.module.graph, Rates())
+    facts = StepFacts(traced.module.graph, Rates())
     (kept,) = [entry for entry in facts.operators if "sin" in str(entry.node.target)]
     (write,) = [n for n, entry in enumerate(facts.operators) if "copy_" in str(entry.node.target)]
     assert kept.can_copy
@@ -307,7 +307,7 @@ def test_results_of_one_operator_are_taken_apart_at_once():
         return first, (indices * torch.cat([x] * 4).sum()).sum()
 
     traced = fs.jit(f).trace_call((torch.randn(64),), {})
-    step = Step(traced.module.graph, Rates())
+    step = StepFacts(traced.module.graph, Rates())
     (cummax,) = [n for n, entry in enumerate(step.operators) if "cummax" in str(entry.node.target)]
     values, indices = step.operators[cummax].storages
     schedule = emit(step, {values: [cummax + 2], indices: [cummax + 2]})
@@ -333,7 +333,7 @@ def test_a_residual_block_whose_output_nobody_reads_again_can_be_fitted():
     params = model.init(fs.zero3(one_axis(), min_shard_elements=0), seed=0)
     step = fs.jit(fs.value_and_grad(lambda params, x: model.apply(params, x).sum()))
     traced = step.trace_call((params, torch.ones(64, WIDTH)), {})
-    facts = Step(traced.module.graph, Rates())
+    facts = StepFacts(traced.module.graph, Rates())
     most = emit(facts, {}).peak
     least = find_plan(facts, 0).schedule.peak
     for budget in range(least, most, max(1, (most - least) // 10)):
@@ -374,7 +374,7 @@ def test_copies_say_what_was_chosen():
     def program():
         step, state, x = make_step(case)
         traced = step.trace_call((state, x), {})
-        least = find_plan(Step(traced.module.graph, Rates()), 0).schedule.peak
+        least = find_plan(StepFacts(traced.module.graph, Rates()), 0).schedule.peak
         passed = fs.fit(least)(traced)
         nodes = list(passed.traced.module.graph.nodes)
         choices = [node.meta["fit"] for node in nodes if "fit" in node.meta]

@@ -50,12 +50,12 @@ def flipping(rank: int, is_site: Site, runs: Sequence[int] = (0,), bit: int = 0)
         runs_begun[dist.get_rank()] += 1
         remaining = [1] if dist.get_rank() == rank and number in runs else []
 
-        def flip(node: Node, operands: Any, result: Any) -> None:
-            if remaining and isinstance(result, torch.Tensor) and is_site(node):
+        def flip(node: Node, operands: Any, results: Sequence[torch.Tensor]) -> None:
+            if remaining and results and is_site(node):
                 remaining.pop()
-                first = result.as_strided((1,), (1,), result.storage_offset())
+                first = results[0].as_strided((1,), (1,), results[0].storage_offset())
                 first.view(torch.int32).bitwise_xor_(1 << bit)
-            watch(node, operands, result)
+            watch(node, operands, results)
 
         return run_nodes(traced, tensors, flip)
 

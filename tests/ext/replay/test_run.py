@@ -73,7 +73,7 @@ def run_and_compare(donated):
     else:
         traced, tensors = trace_step(step, args)
     seen = []
-    results = run_nodes(traced, tensors, lambda node, operands, result: seen.append(node))
+    results = run_nodes(traced, tensors, lambda node, operands, results: seen.append(node))
     assert all(map(torch.equal, before, tensors))
     for result, leaf in zip(results, tensors_of(expected.leaves), strict=True):
         assert leaf is None or torch.equal(result, leaf)
@@ -94,8 +94,8 @@ def test_operands_are_shown_as_they_were_before_an_operator_wrote_to_them():
     traced, tensors = trace_step(f, (torch.ones(2),))
     shown = {}
 
-    def watch(node, operands, result):
-        shown[node.name] = [value.tolist() for value in operands.values()], result.tolist()
+    def watch(node, operands, results):
+        shown[node.name] = [value.tolist() for value in operands.values()], [value.tolist() for value in results]
 
     run_nodes(traced, tensors, watch)
-    assert shown["mul_"] == ([[2.0, 2.0]], [4.0, 4.0])
+    assert shown["mul_"] == ([[2.0, 2.0]], [[4.0, 4.0]])

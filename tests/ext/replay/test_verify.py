@@ -124,13 +124,19 @@ def square_gathered(params):
     return full["w"].square().sum() + full["v"].sum()
 
 
+def scale_gathered(params):
+    return (2 * fs.gather(params)["w"].abs()).sum()
+
+
 def units_of_gathered_leaves():
     params = fs.shard({"w": torch.ones(4), "v": torch.ones(4)}, ZERO3(one_axis()))
     squares = units_of("aten.pow.Tensor_Scalar", square_gathered, params)
+    squares |= units_of("aten.mul", scale_gathered, params)
     return squares, units_of("aten.split_with_sizes_copy", *make_step(ZERO3))
 
 
 def test_the_unit_of_a_leaf_that_is_taken_out_of_a_gathered_buffer_is_found():
+    """Also of what is computed of that leaf alone."""
     for squares, copies in spmd(units_of_gathered_leaves, 2):
         assert squares == {"['v'], ['w']"}
         assert copies >= {"blocks.0", "blocks.1", "head"}
