@@ -1,7 +1,7 @@
 """Ranks that fail or differ: what they tell each other through the store, and the error that all of them end with.
 
 The first rank that knows of a failure writes a note. Every rank that reads it ends its own connections, which wakes
-those that wait for it, and lingers until the others have read it too: the store may go with the rank that holds it.
+those that wait for it. The rank whose process holds the store lingers until those that live have read it too.
 A thread of each process looks, where it waits for long, for a note, and for a difference between ranks.
 """
 
@@ -28,7 +28,7 @@ STORE_TIMEOUT = 1.0
 NOTE_GRACE = 0.35
 # Seconds in which all ranks may fail at the same place.
 SAME_FAILURE_WINDOW = 0.3
-# Seconds that a rank waits until the others have read its note.
+# Seconds that the rank which holds the store waits at most until the others have read the note.
 LINGER_TIME = 0.7
 # Seconds between two questions to the store.
 STORE_POLL_INTERVAL = 0.02
@@ -246,9 +246,16 @@ def read_first(board: Any, kind: str, names: Iterable[object]) -> str:
     return ""
 
 
+def _announce_cut(state: RankState) -> Any:
+    """Show that this rank, which is about to end its connections, lives; return the part of the store."""
+    board = state.board()
+    board.set(f"cuts/{state.rank}", "")
+    return board
+
+
 def _leave_note(state: RankState, text: str) -> str:
     """Leave a note in this rank's groups, and return the one that was there first."""
-    board = state.board()
+    board = _announce_cut(state)
     groups = list(state.groups)
     first = read_first(board, "note", groups) or text
     for name in groups:
@@ -257,17 +264,31 @@ def _leave_note(state: RankState, text: str) -> str:
 
 
 def notify_peers(state: RankState, text: str) -> None:
-    """Break this rank's groups: leave a note, end the connections, and linger until the others have read it."""
-    board = state.board()
-    keys = [f"read/{rank}" for rank in state.others]
+    """Break this rank's groups: leave a note, end the connections, and linger until those that live have read it."""
     state.failure.reason = ask_store(lambda: _leave_note(state, text)) or text
     cut_connections(state)
-    ask_store(lambda: board.set(f"read/{state.rank}", "") or board.check(keys), LINGER_TIME)
+    ask_store(lambda: _mark_as_read(state))
+    if _compat.holds_store(state.store):
+        board = state.board()
+        keys = [f"read/{rank}" for rank in state.others]
+        ask_store(lambda: board.check(keys), LINGER_TIME)
+
+
+def _mark_as_read(state: RankState) -> None:
+    """Show that this rank needs no store any more, nor do those that have died: their connections ended unannounced."""
+    board = state.board()
+    board.set(f"read/{state.rank}", "")
+    for rank in sorted(state.failure.ended):
+        if not board.check([f"cuts/{rank}"]):
+            board.set(f"read/{rank}", "")
 
 
 def cut_connections(state: RankState) -> set[int]:
     """End this rank's connections, and return the ranks whose had ended before."""
     gone = set[int]()
+    # Later this rank's own end of a connection looks as the other's does.
+    is_first = not state.failure.is_cut
+    state.failure.is_cut = True
     for group in list(state.groups.values()):
         if state.simulation is not None:
             state.simulation.wake(group.name, state.generation, str(state.failure.reason))
@@ -279,6 +300,8 @@ def cut_connections(state: RankState) -> set[int]:
             gone |= {group.ranks[place] for place in places}
         # Otherwise an accelerator would wait for ever in a collective that the failed rank does not join.
         _compat.abort_backends(group.name)
+    if is_first:
+        state.failure.ended = gone
     return gone
 
 
@@ -356,7 +379,8 @@ def make_error(state: RankState, entry: ChainEntry | None = None) -> CollectiveE
 def _explain_lost_wait(state: RankState, issued: PendingCollective, error: BaseException) -> str:
     """Say why a wait ended: by the note of a rank that knows, else which rank is gone or did not come."""
     seconds = time.monotonic() - issued.since
-    # Others may ask where this rank is while it looks for a note.
+    # Others may ask where this rank is while it looks for a note, and whether it lives after it has ended connections.
+    ask_store(lambda: _announce_cut(state))
     ask_store(lambda: _publish_position(state))
     note: str | None = ask_store(lambda: read_first(state.board(), "note", state.groups), NOTE_GRACE)
     if note:

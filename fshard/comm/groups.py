@@ -7,7 +7,7 @@ import os
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -170,10 +170,14 @@ class Failure:
     Attributes:
         reason: The text that all ranks raise, once the groups are broken.
         count: How many calls have failed on this rank.
+        is_cut: Whether this rank has ended its connections.
+        ended: The ranks that had ended theirs before.
     """
 
     reason: str | None = None
     count: int = 0
+    is_cut: bool = False
+    ended: Set[int] = frozenset()
 
 
 class Simulation(NamedTuple):

@@ -25,6 +25,8 @@ import torch.distributed as dist
 from fshard import _compat
 from fshard.comm.groups import Group, PendingCollective
 
+__all__ = ["LONGEST_WAIT", "Listener", "connect_to", "prepare_link"]
+
 # Of a message: its tag, its round, and its bytes.
 HEADER = struct.Struct("!IBQ")
 # What a rank that connects says first: the secret of the other rank, a digest of the axis, and its place there.
@@ -251,7 +253,7 @@ def connect_links(
     try:
         for place, address in addresses.items():
             if place > group.local_rank:
-                sockets[place] = _connect(address, digest, group)
+                sockets[place] = connect_to(address, digest, group.local_rank, group.timeout)
         for place in addresses:
             while place not in sockets:
                 link = listener.accept(digest, place)
@@ -268,16 +270,26 @@ def connect_links(
         _close_all(sockets.values())
         raise
     for link in sockets.values():
-        _prepare(link, group.timeout)
+        prepare_link(link, group.timeout)
     return Links(group.ranks, sockets)
 
 
-def _connect(address: str, axis_digest: bytes, group: Group) -> socket.socket:
-    """Connect to the listener of another rank, and say which rank of which axis this is."""
+def connect_to(address: str, axis_key: bytes, place: int, timeout: float) -> socket.socket:
+    """Connect to the listener of another rank.
+
+    Args:
+        address: The listener's.
+        axis_key: Which axis this is about, or what else, in 16 bytes.
+        place: This rank's place there.
+        timeout: Seconds to wait.
+
+    Raises:
+        RuntimeError: if it cannot be reached.
+    """
     host, port, secret = json.loads(address)
     try:
-        link = socket.create_connection((host, port), timeout=min(group.timeout, LONGEST_WAIT))
-        link.sendall(HELLO.pack(bytes.fromhex(secret), axis_digest, group.local_rank))
+        link = socket.create_connection((host, port), timeout=min(timeout, LONGEST_WAIT))
+        link.sendall(HELLO.pack(bytes.fromhex(secret), axis_key, place))
     except OSError as error:
         if error.errno == errno.EMFILE:
             raise
@@ -288,7 +300,7 @@ def _connect(address: str, axis_digest: bytes, group: Group) -> socket.socket:
     return link
 
 
-def _prepare(link: socket.socket, timeout: float) -> None:
+def prepare_link(link: socket.socket, timeout: float) -> None:
     """Let small messages go at once, waits end, and the end of a machine that says nothing be noticed in a minute."""
     link.setblocking(True)
     seconds = min(timeout, LONGEST_WAIT)

@@ -175,14 +175,18 @@ class Meeting:
             self.state.failure.reason = self.state.failure.reason or reason
 
     def _linger(self) -> None:
-        """Wait until all ranks have heard why the meeting ends: the store may go with this rank."""
-        count = ask_store(lambda: self.board.add("read", 1))
-        if count == len(self.ranks):
-            ask_store(lambda: self.board.set("all read", ""))
-        elif count:
-            # Not in another thread: a wait that is left there aborts the process at its exit.
-            with suppress(RuntimeError):
-                _compat.wait_in_store(self.board, ["all read"], LINGER_TIME)
+        """Show that this rank knows why the meeting ends; wait for those that live if its process has the store."""
+        ask_store(lambda: self.board.add("read", 1))
+        if _compat.holds_store(self.store):
+            ask_store(self._have_all_read, LINGER_TIME)
+
+    def _have_all_read(self) -> bool:
+        """Whether all ranks know why the meeting ends, but for a few whose processes have ended."""
+        missing: int = len(self.ranks) - self.board.add("read", 0)
+        if missing > MAX_RANKS_PER_POLL:
+            return False
+        self._read_some_entries()
+        return missing <= len(self._list_ended_ranks())
 
     def agree(self, text: str, merge: Callable[[Sequence[str]], str], look: Callable[[], object]) -> str:
         """Wait until all ranks have come; find out once, on the last of them, what follows from all that they bring.
@@ -371,17 +375,25 @@ class Meeting:
         """Read why no mesh will be made: the note of a rank, or that some process has ended."""
         if note := self._read_note():
             return note
+        self._read_some_entries()
+        reason = self._name_ended_ranks()
+        return self._leave_note(reason) if reason else ""
+
+    def _read_some_entries(self) -> None:
+        """Read what a few of the others have brought, of which this rank does not know it."""
         unknown = [rank for rank in self.others if rank not in self.entries]
         for rank in random.sample(unknown, min(MAX_RANKS_PER_POLL, len(unknown))):
             # To read a key that is not there by compare_set would make it.
             if self.have_come([rank]):
                 self._read([rank])
-        reason = self._name_ended_ranks()
-        return self._leave_note(reason) if reason else ""
+
+    def _list_ended_ranks(self) -> list[int]:
+        """List the ranks whose processes have ended, as far as this one can tell."""
+        return [rank for rank, entry in sorted(self.entries.items()) if has_ended(Process(*entry.process))]
 
     def _name_ended_ranks(self) -> str:
         """Say which ranks' processes have ended, as far as this one can tell; "" if none has."""
-        ended = [rank for rank, entry in sorted(self.entries.items()) if has_ended(Process(*entry.process))]
+        ended = self._list_ended_ranks()
         return f"{self.place}: {describe_ended_ranks(ended)}\nTo fix: {RESTART}." if ended else ""
 
     def _read_note(self) -> str:

@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard import comm
-from fshard.comm import failure
+from fshard.comm import failure, meeting
 from fshard.comm.groups import ChainEntry, RankState
+from tests.comm.broken_meetings import break_in_last_mesh
 from tests.comm.steps import make_step
 from tests.forked_programs import run_on_ranks
 
@@ -176,3 +177,57 @@ def test_a_survivor_tells_nobody_where_torchrun_did_not_start_it(tmp_path):
     text, report = json.loads(survivor.output)
     assert text.startswith("rank 1 was killed or has ended")
     assert (report, leave_out_warnings(survivor.errors)) == (None, "")
+
+
+def linger_forever():
+    """Let a rank that lingers in vain not end."""
+    failure.LINGER_TIME = meeting.LINGER_TIME = 1000.0
+
+
+def lose_a_rank(victim):
+    """Kill a rank in a collective, after which nobody may wait for it."""
+    linger_forever()
+    axis = fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu", timeout=30.0))
+    fs.psum(torch.ones(()), axis)
+    if fs.axis_index(axis) == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(comm.CollectiveError) as caught:
+        fs.psum(torch.ones(()), axis)
+    print(str(caught.value).partition("\n")[0])
+
+
+def lose_a_rank_in_init_mesh(victim):
+    linger_forever()
+    break_in_last_mesh(victim, "make_pair", "kill", 1, 30.0)
+
+
+@pytest.mark.rows(2)
+@pytest.mark.parametrize(
+    "size, victim, lose", [(4, 3, lose_a_rank), (2, 1, lose_a_rank_in_init_mesh), (2, 1, lose_a_rank)]
+)
+def test_nobody_lingers_for_a_dead_rank(size, victim, lose):
+    programs = run_on_ranks(size, lose, victim)
+    assert programs.pop(victim).code == -signal.SIGKILL
+    for program in programs:
+        assert program.code == 0, program
+        assert f"rank {victim} was killed or has ended" in program.output
+
+
+def fail_before_others_look():
+    """Rank 0 fails, while rank 1 does something else until it has seen the note."""
+    linger_forever()
+    axis = fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu", timeout=30.0))
+    state = comm.groups.rank_state()
+    names = list(state.groups)
+    if state.rank:
+        while not failure.read_first(state.board(), "note", names):
+            assert not state.board().check(["read/1"])
+    errors = (comm.CollectiveError, ZeroDivisionError)
+    with pytest.raises(errors), comm.agree.calling("a call", lambda: [axis], begins=False):
+        fs.psum(torch.ones(()), axis) if state.rank else 1 / 0
+    print(state.board().check(["read/1"]))
+
+
+def test_the_rank_that_holds_the_store_waits_for_a_living_one():
+    for program in run_on_ranks(2, fail_before_others_look):
+        assert (program.code, program.output) == (0, "True\n"), program

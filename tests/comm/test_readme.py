@@ -20,9 +20,7 @@ TEXT = README.read_text()
 TABLES = {rows[0][0]: rows[1:] for rows in tables(TEXT)}
 SOURCE = "".join(path.read_text() for path in README.parent.glob("*.py"))
 # Written only where a rank fails in init_mesh, or waits there for long; see test_meeting.py.
-OF_FAILED_MEETINGS = {
-    f"fshard/meeting <meeting>/{key}" for key in ("note", "noted", "askers", "read", "all read", "waits/<rank>")
-}
+OF_FAILED_MEETINGS = {f"fshard/meeting <meeting>/{key}" for key in ("note", "noted", "askers", "read", "waits/<rank>")}
 # Written beside a backend that sends the tensors of an accelerator itself.
 OF_ACCELERATORS = {f"fshard/<generation>/<group> of <digest>/{key}" for key in ("came to connected", "connected")}
 
