@@ -26,7 +26,8 @@ Those of extensions, which use the core as a program does and are imported when 
 - **Other axes**: `pipeline`, `tensor_parallel`, `ring_attention`, `ring_positions`, `ulysses`,
   `vocab_parallel_embedding`, `vocab_parallel_cross_entropy`; `fshard.ext.parallel.moe` as `fs.moe`.
 - **Losses**: `chunked_loss`.
-- **Graphs**: `make_graph` to read one; `fit` keeps one within a budget of memory; `save_graph`, `load_graph`.
+- **Graphs**: `make_graph` to read one; `fit` keeps one within a budget of memory; `save_graph`, `load_graph`;
+  `graph_cache` keeps them for a program that is started again.
 - **Weights for other ranks**: `publish`, `receive`.
 - **Parts of a tree**: `masked` chooses the leaves of a transform or an optimizer by name; `partition`, `freeze`.
 - **Transforms**: `quantize`.
@@ -35,7 +36,7 @@ Those of extensions, which use the core as a program does and are imported when 
   `dynamic_loss_scale`.
 - **Gradient transformations**: `clip_by_global_norm`, `clip_by_norm`, `clip_by_value`, `global_norm`, `leaf_norms`,
   `add_decayed_weights`, `scale_by_adam`, `scale_by_trust_ratio`, `scale_by_factored_rms`.
-- **Before and during a step**: `plan`, `trace`; `sample_ids` for the samples of a step.
+- **Before and during a step**: `check`, `plan`, `trace`; `sample_ids` for the samples of a step.
 - **After a step that went wrong**: `replay`, `verify` and `diff` name the operation.
 - **Exchange**: `to_dtensor`, `from_dtensor`; for models of transformers `no_split`, and `with_init_weights`, which
   draws their values.
@@ -94,6 +95,7 @@ from fshard.update import GradientTransformation, Optimizer, TrainState, chain
 from fshard.value_and_grad import accumulate, value_and_grad
 
 if TYPE_CHECKING:
+    from fshard.ext.check.check import check
     from fshard.ext.chunked_loss import chunked_loss
     from fshard.ext.fit.fit import fit
     from fshard.ext.interop.dtensor import from_dtensor, to_dtensor
@@ -131,6 +133,7 @@ if TYPE_CHECKING:
     from fshard.ext.replay.verify import verify
     from fshard.ext.sample_ids import sample_ids
     from fshard.ext.saved_graph import load_graph, save_graph
+    from fshard.ext.saved_graph.cache import graph_cache
     from fshard.ext.trace.trace import trace
 
 __version__ = "0.1.0"
@@ -154,13 +157,14 @@ __all__ += ["checkpoint"]
 __all__ += ["testing"]
 __all__ += ["moe", "pipeline", "ring_attention", "ring_positions"]
 __all__ += ["tensor_parallel", "ulysses", "vocab_parallel_cross_entropy", "vocab_parallel_embedding"]
-__all__ += ["chunked_loss", "fit", "load_graph", "make_graph", "publish", "quantize", "receive", "save_graph"]
+__all__ += ["chunked_loss", "fit", "graph_cache", "load_graph", "make_graph", "publish", "quantize", "receive"]
+__all__ += ["save_graph"]
 __all__ += ["freeze", "masked", "partition"]
 __all__ += ["adafactor", "adam", "adamw", "ema", "lamb", "lars", "sgd", "skip_nonfinite", "whole"]
 __all__ += ["add_decayed_weights", "clip_by_global_norm", "clip_by_norm", "clip_by_value", "global_norm", "leaf_norms"]
 __all__ += ["scale_by_adam", "scale_by_factored_rms", "scale_by_trust_ratio"]
 __all__ += ["dynamic_loss_scale", "from_torch_scheduler", "schedules"]
-__all__ += ["diff", "plan", "replay", "sample_ids", "trace", "verify"]
+__all__ += ["check", "diff", "plan", "replay", "sample_ids", "trace", "verify"]
 __all__ += ["from_dtensor", "no_split", "to_dtensor", "with_init_weights"]
 
 

@@ -15,6 +15,7 @@ from fshard.engine import EngineCall, find_call
 from fshard.errors import expect, refuse
 from fshard.gather import gather
 from fshard.init import Reset, copy_module, init, refuse_blank
+from fshard.init.deferred import init_abstract, may_skip_drawing
 from fshard.module_template import ModuleTemplate
 from fshard.random import seeded
 from fshard.shard import check_transform, mesh_device, shard
@@ -31,6 +32,7 @@ from fshard.tree import (
     unflatten,
 )
 from fshard.tree.checks import (
+    check_flags,
     check_local,
     check_operands,
     check_tensors,
@@ -135,7 +137,13 @@ class Model:
         return self.__dict__ | {"_idle": []}
 
     def init(
-        self, strategy: ShardTransform, *, seed: int | None = None, mode: str = "replay", reset: Reset | None = None
+        self,
+        strategy: ShardTransform,
+        *,
+        seed: int | None = None,
+        mode: str = "replay",
+        reset: Reset | None = None,
+        abstract: bool = False,
     ) -> dict[str, Any]:
         """Make sharded parameters, from the module's own values or anew from a seed. Every rank must call this.
 
@@ -159,6 +167,10 @@ class Model:
                 `model._init_weights`; called with each submodule, children first, as nn.Module.apply does, and once
                 before, to see which submodules draw. For models whose constructor draws values otherwise. None takes
                 each submodule's own.
+            abstract: Whether to make leaves without values, on the meta device, of the same specs and dtypes.
+                Nothing is drawn or allocated. `TrainState.create` makes an abstract state of them, which
+                `fs.checkpoint.restore` fills, and which `fs.plan` and `fs.make_graph` take. Buffers on the meta device
+                stay there.
 
         Returns:
             Sharded parameters by name; tied ones once, under the first of their names, with the values that the last of
@@ -178,10 +190,15 @@ class Model:
         {'weight': Sharded(float32[3, 2], P('shard'), local [3, 2]), 'bias': Sharded(float32[3], P('shard'), local [3])}
         >>> torch.equal(model.init(fs.fully_shard(mesh), seed=0)["weight"].local, params["weight"].local)
         True
+        >>> model.init(fs.fully_shard(mesh), abstract=True)["weight"].local.device
+        device(type='meta')
         """
         check_transform(strategy, "model.init", "strategy")
+        check_flags("model.init", abstract=abstract)
         drawn: Buffers = {}
-        if seed is None:
+        if abstract or may_skip_drawing(self._module):
+            params: dict[str, Any] = init_abstract(self._module, strategy)
+        elif seed is None:
             if mode != "replay":
                 raise ValueError(f"model.init: {mode=} needs a seed. Pass seed=.")
             params = shard(dict(_compat.named_parameters(self._module)), strategy)

@@ -18,22 +18,29 @@
 - `check_rates`: refuses what are no `Rates`, or lack an axis.
 - `check_same_call`: compares a call between ranks, which begins with it.
 - `check_tensors`: refuses leaves that are no tensors.
+- `choose_boxes`: chooses which boxes of leaves this rank writes, of those that several ranks hold.
 - `COUNT`: a `Range`: a whole number, 0 or more, or None.
+- `copy_into`: copies tensors of any devices into contiguous ones of the processor.
 - `count_flops`: the floating-point operations of a node of a graph.
 - `count_updates`: new counts of the updates of each leaf, one more if it has a gradient.
 - `custom_call`: a differentiable function that communicates in its forward and its backward.
 - `DispatchMode`: torch's class of modes that see each operator of a thread.
 - `describe`: says what a value is, for an error.
+- `describe_state`: the tensors of a state by path, and a manifest of it without chunks.
+- `device_of`: the device of this rank's tensor of a leaf, or the one that it would be on.
 - `drawing`: how values of a module are drawn: copies of modules, tensors to draw, the functions that draw them.
 - `EngineCall`: one run of `value_and_grad` or of a model: its forwards and backwards.
 - `Entry`: a full tensor of another format, of which an `Exchange` reads boxes.
 - `Exchange`: moves leaves to or from another format; every rank makes the same calls.
+- `read_environment`: the variables of the environment.
 - `expect`: refuses an argument unless it is as expected.
+- `expect_file`: refuses a file unless it is as expected.
 - `fake_axes`: axes of any sizes whose groups cannot communicate, to trace with.
 - `fake_maker`: makes tensors without values, to trace with.
+- `files`: the format of the files of a checkpoint: manifests, digests, and where chunks begin.
+- `find_job`: the name of the job that the launcher says; None if it says none.
 - `find_lifetimes`: when a graph's memory is taken and freed.
-- `find_mixed`: finds where a graph, from places that are `Typed`, mixes values that vary between ranks and values that
-  agree.
+- `find_misfits`: finds the leaves, and the results of collectives, that a graph uses as what they are not.
 - `find_order`: the `ReductionOrder` of a name: in which order sums are, and arithmetic whose bits that decides.
 - `fingerprint`: a text of a leaf and its spec, for ranks to compare.
 - `flatten`: the leaves of a tree with their paths and specs, and its `unflatten` of other leaves.
@@ -50,26 +57,33 @@
 - `is_donated`: whether a leaf was donated to an earlier call.
 - `is_fake`: whether a tensor has no values, as those of `fake_maker`.
 - `is_mask`: whether a value is a mask of leaves.
+- `is_restart`: whether torchrun has started these ranks again after a failure.
 - `is_tracing`: whether a program is traced, on tensors without values.
 - `is_trained`: whether a leaf takes a gradient.
 - `is_users_file`: whether a file is of the user's program, and not of fshard or torch.
 - `Jitted`: what `jit` returns; its method `make_program` makes a `Program`, of what was `Traced`, for a signature,
   `explain_trace` says why, and `trace_call` traces a call without running it.
+- `JOB_VARIABLES`: the variables of the environment by which launchers name a job.
+- `join_ranks`: merges which ranks have what, for `Exchange.merge_objects`.
 - `lay_out`: the header of a file of safetensors, and where each of its tensors begins.
+- `lay_out_call`: lays the arguments of a step out on a mesh of any size, to trace the step.
 - `layout_axes`: the axes that a transform places leaves on.
 - `leaves_of`: the leaves that `flatten` finds.
 - `like`: a tensor in the spec of a leaf.
+- `links`: connections between two ranks, beside those of collectives.
 - `local_box`: the box of a leaf that this rank holds: where it starts, its elements, and the leaf's global shape.
 - `local_piece`: cuts this rank's shard out of a full tensor.
 - `local_ranges`: where this rank's elements of a full tensor start along each dim, and how many there are.
-- `LOCATED`: set to True by `setting`, it lets nodes of a graph keep the stack that made them.
 - `make_aval`: the properties of a tensor without its values.
 - `map_leaves`: maps over the leaves that `flatten` finds, Sharded ones kept whole.
 - `map_trained_leaves`: maps over the leaves that take a gradient; others become None.
 - `MASK`: what a mask of leaves is, in words for an error.
 - `masked_transform`: a transform for the leaves that a mask matches, and another for the others.
 - `matches`: whether a mask matches a leaf.
+- `Misfit`: a leaf, or a result of a collective, that is used as what it is not.
+- `name_ranks`: lists ranks in a sentence.
 - `name_without_wrappers`: the name that a module's state dict has for a tensor, without torch's checkpoint wrappers.
+- `Mesh`: what `init_mesh` makes.
 - `named_buffers`: a module's buffers by name, as `named_parameters`.
 - `named_modules`: a module's submodules by name, without the checkpoint wrappers of torch around them.
 - `named_parameters`: a module's parameters by the names that they have without such wrappers, as in its state dict.
@@ -77,6 +91,8 @@
 - `no_updates`: a count of no updates for each leaf that takes a gradient.
 - `NODE_OBSERVER`: set by `setting` to a function, it is called with the nodes that each operator of a trace adds.
 - `NOT_NEGATIVE`: a `Range`: 0 or more, and finite.
+- `OBSERVED`: set to a function by `setting`, it lets that see the functions of each differentiation before they run.
+- `open_regular`: opens a file for reading, and refuses a link or a pipe.
 - `padded`: this rank's elements of a leaf with the padding of its shard.
 - `PassedGraph`: what a `GraphPass` returns: the function as another graph, and the facts that ranks compare.
 - `partition_axes`: the axes whose ranks hold different elements of a leaf.
@@ -86,6 +102,8 @@
 - `process_rank`: the number of this process in the run.
 - `Range`: the values that an argument may have; `COUNT`, `FRACTION`, `NOT_NEGATIVE` and `POSITIVE` are some.
 - `ranks_of`: all ranks of a mesh as one axis.
+- `rank_state`: what this rank is in the run, such as the store by which ranks found each other.
+- `ranks_on_host`: how many ranks the launcher has started on each host.
 - `Rates`: the speed of a device and its links.
 - `record_on_tape`: runs collectives of a graph in one order on every rank, also in its backward.
 - `reduction_axes`: the axes that gradients of leaves are summed over.
@@ -93,7 +111,7 @@
 - `resolve_process_group`: the process group of a name.
 - `run_update`: runs a transformation's update, and refuses what is no pair of a tree like the one given and a state.
 - `same_structure`: refuses a tree whose structure differs from another's.
-- `setting`: sets a variable of a context, such as `LOCATED`, inside a block.
+- `setting`: sets a variable of a context, such as `OBSERVED`, inside a block.
 - `sockets_of_axis`: how many sockets a rank opens for an axis.
 - `sockets_of_mesh`: how many it opens for the first mesh of a run.
 - `start_scatter`: starts the scatter of a transform, with its state if it has one.
@@ -106,14 +124,16 @@
 - `supports_cpu_messages`: whether the ranks of an axis can send each other tensors of the processor.
 - `tensor_of`: the tensor that this rank holds of a leaf.
 - `tensors_of`: the `tensor_of` each of many leaves.
+- `this_process`: which process this is, on which machine.
 - `tolerance`: how far values may be apart that differ by rounding alone.
 - `TorchState`: the state of an optimizer that `from_torch` made.
 - `trace`: records a function as a graph, of what was `Traced`.
 - `transforms_active`: whether code runs under a transform of torch.func.
-- `Typed`: an output of a graph's node, and whether it should vary, for `find_mixed`.
+- `Typed`: an output of a graph's node, and whether it should vary, for `find_misfits`.
 - `unflatten`: the tree of some leaves.
 - `unsaved_buffers`: the names of a module's buffers that its state dict does not have.
 - `unsharded`: full tensors of Sharded leaves, without the check that ranks make the same call.
+- `variance_of`: the collective of a node of autograd's graph, and what it makes of values that vary.
 - `walk_graph`: walks through a graph, to each place once.
 - `watched`: tells an object with four methods when collectives start, are waited for and land.
 - `without_padding`: this rank's elements of a Sharded leaf.
@@ -127,36 +147,47 @@ from typing import TYPE_CHECKING
 from fshard import lazy_names
 from fshard import random as generators
 from fshard._compat import (
+    JOB_VARIABLES,
     NODE_OBSERVER,
     DispatchMode,
     any_dual,
     arguments_of,
     fake_maker,
+    find_job,
     is_differentiated,
     is_fake,
+    is_restart,
     is_tracing,
     name_without_wrappers,
     named_buffers,
     named_modules,
     named_parameters,
     next_sequence_number,
+    ranks_on_host,
     resolve_process_group,
     storage_key,
     transforms_active,
     unsaved_buffers,
     without_saved_tensor_hooks,
 )
+from fshard.checkpoint import files
 from fshard.checkpoint.boxes import Box, Entry, local_box
-from fshard.checkpoint.exchange import Exchange
+from fshard.checkpoint.directory import open_regular
+from fshard.checkpoint.errors import expect_file
+from fshard.checkpoint.exchange import Exchange, join_ranks
 from fshard.checkpoint.files import bytes_of, lay_out
+from fshard.checkpoint.host_copies import copy_into
+from fshard.checkpoint.save import choose_boxes, describe_state
 from fshard.collectives import (
-    LOCATED,
+    OBSERVED,
+    Misfit,
     Typed,
     custom_call,
-    find_mixed,
+    find_misfits,
     record_on_tape,
     reduction_axes,
     sum_over,
+    variance_of,
     walk_graph,
 )
 from fshard.comm import (
@@ -164,11 +195,14 @@ from fshard.comm import (
     annotate_collectives,
     calling,
     check_same_call,
+    links,
+    rank_state,
     setting,
     supports_cpu_messages,
     watched,
 )
 from fshard.comm.ops import held_in_flight
+from fshard.comm.processes import name_ranks, this_process
 from fshard.comm.sockets import sockets_of_axis, sockets_of_mesh
 from fshard.engine import EngineCall
 from fshard.errors import Problem, expect, is_users_file, refuse
@@ -180,7 +214,7 @@ from fshard.jit.graph_pass import GraphPass, PassedGraph
 from fshard.jit.passes import fold_views_and_remove_dead_nodes
 from fshard.jit.signature import make_aval
 from fshard.jit.trace import trace
-from fshard.mesh import fake_axes, process_rank, ranks_of
+from fshard.mesh import Mesh, fake_axes, process_rank, ranks_of, read_environment
 from fshard.optim.block_sums import BITS, sum_digits, sum_powers
 from fshard.optim.from_torch import TorchState
 from fshard.optim.leaves import count_updates, map_trained_leaves, no_updates, partition_axes, zero
@@ -194,6 +228,7 @@ from fshard.transforms.run import start_scatter
 from fshard.transforms.structure import layout_axes, sum_dtype, summed_axes
 from fshard.tree import (
     MASK,
+    device_of,
     flatten,
     grouped,
     is_mask,
@@ -228,16 +263,18 @@ from fshard.update import run_update
 
 if TYPE_CHECKING:
     from fshard.ext.jit.graph import find_lifetimes
+    from fshard.ext.plan.plan import lay_out_call
     from fshard.ext.plan.report import Rates, check_rates, count_flops
 
 __all__ = [
     "BITS",
     "COUNT",
     "FRACTION",
-    "LOCATED",
+    "JOB_VARIABLES",
     "MASK",
     "NODE_OBSERVER",
     "NOT_NEGATIVE",
+    "OBSERVED",
     "POSITIVE",
     "Box",
     "DispatchMode",
@@ -247,6 +284,8 @@ __all__ = [
     "FullyShard",
     "GraphPass",
     "Jitted",
+    "Mesh",
+    "Misfit",
     "PassedGraph",
     "Problem",
     "Program",
@@ -272,16 +311,23 @@ __all__ = [
     "check_rates",
     "check_same_call",
     "check_tensors",
+    "choose_boxes",
+    "copy_into",
     "count_flops",
     "count_updates",
     "custom_call",
     "describe",
+    "describe_state",
+    "device_of",
     "drawing",
     "expect",
+    "expect_file",
     "fake_axes",
     "fake_maker",
+    "files",
+    "find_job",
     "find_lifetimes",
-    "find_mixed",
+    "find_misfits",
     "find_order",
     "fingerprint",
     "flatten",
@@ -295,13 +341,17 @@ __all__ = [
     "is_donated",
     "is_fake",
     "is_mask",
+    "is_restart",
     "is_tracing",
     "is_trained",
     "is_users_file",
+    "join_ranks",
     "lay_out",
+    "lay_out_call",
     "layout_axes",
     "leaves_of",
     "like",
+    "links",
     "local_box",
     "local_piece",
     "local_ranges",
@@ -310,17 +360,22 @@ __all__ = [
     "map_trained_leaves",
     "masked_transform",
     "matches",
+    "name_ranks",
     "name_without_wrappers",
     "named_buffers",
     "named_modules",
     "named_parameters",
     "next_sequence_number",
     "no_updates",
+    "open_regular",
     "padded",
     "partition_axes",
     "prepare",
     "process_rank",
+    "rank_state",
     "ranks_of",
+    "ranks_on_host",
+    "read_environment",
     "record_on_tape",
     "reduction_axes",
     "refuse",
@@ -340,12 +395,14 @@ __all__ = [
     "supports_cpu_messages",
     "tensor_of",
     "tensors_of",
+    "this_process",
     "tolerance",
     "trace",
     "transforms_active",
     "unflatten",
     "unsaved_buffers",
     "unsharded",
+    "variance_of",
     "walk_graph",
     "watched",
     "without_padding",

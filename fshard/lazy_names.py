@@ -9,6 +9,7 @@ from typing import Any
 # By the module that shows names and that of fshard.ext which holds them; the last part of one may be a name itself.
 TABLE: Mapping[tuple[str, str], str] = MappingProxyType(
     {
+        ("fshard", "check.check"): "check",
         ("fshard", "chunked_loss"): "chunked_loss",
         ("fshard", "fit.fit"): "fit",
         ("fshard", "interop.dtensor"): "from_dtensor to_dtensor",
@@ -36,6 +37,7 @@ TABLE: Mapping[tuple[str, str], str] = MappingProxyType(
         ("fshard", "replay.diff"): "diff",
         ("fshard", "replay.verify"): "verify",
         ("fshard", "saved_graph"): "load_graph save_graph",
+        ("fshard", "saved_graph.cache"): "graph_cache",
         ("fshard", "replay.replay"): "replay",
         ("fshard", "sample_ids"): "sample_ids",
         ("fshard", "trace.trace"): "trace",
@@ -43,17 +45,18 @@ TABLE: Mapping[tuple[str, str], str] = MappingProxyType(
         ("fshard.checkpoint", "interop.huggingface"): "load_huggingface save_huggingface",
         ("fshard.checkpoint", "interop.optimizer_state"): "from_optimizer_state_dict to_optimizer_state_dict",
         ("fshard.checkpoint", "interop.state_dict"): "from_state_dict to_state_dict",
+        ("fshard.checkpoint.manager", "memory.generations"): "open_memory",
         ("fshard.extend", "jit.graph"): "find_lifetimes",
+        ("fshard.extend", "plan.plan"): "lay_out_call",
         ("fshard.extend", "plan.report"): "Rates check_rates count_flops",
         ("fshard.init", "counter"): "draw_by_counter",
         ("fshard.jit", "fit.memory"): "report_memory",
         ("fshard.jit", "jit.inductor"): "compile_pieces",
-        ("fshard.testing", "plan.budget"): "assert_budget",
+        ("fshard.testing", "testing.assert_step"): "assert_step",
         ("fshard.testing", "testing.check_optimizer"): "check_optimizer",
         ("fshard.testing", "testing.compare"): "assert_matches_ddp assert_trees_close check_pure",
         ("fshard.testing", "testing.laws"): "TransformReport check_adjoint check_transform",
         ("fshard.testing", "testing.same_bits"): "assert_same_bits",
-        ("fshard.testing", "testing.varying"): "check_varying",
     }
 )
 

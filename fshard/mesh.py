@@ -125,6 +125,11 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: f
     return mesh
 
 
+def read_environment() -> dict[str, str]:
+    """Return the variables of the environment."""
+    return dict(os.environ)
+
+
 def process_rank() -> int:
     """The number of this process in the run, also before torch.distributed runs.
 

@@ -27,9 +27,11 @@ from fshard.tree import (
 )
 from fshard.tree.checks import (
     any_donated,
+    any_on_meta,
     check_flags,
     describe,
     mark_donated,
+    refuse_abstract,
     refuse_donated,
     refuse_frozen_counters,
     same_structure,
@@ -203,6 +205,8 @@ def update(
     check_flags("update", donate=donate)
     if any_donated(leaves_of(state)):
         refuse_donated("update", flatten(state))
+    if any_on_meta(leaves_of(state)):
+        refuse_abstract("update", flatten(state))
     _check_gradients(grads, flatten(state.params))
     refuse_frozen_counters("update", state)
     check_same_step("update", state)

@@ -7,8 +7,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 
-def fake_maker(symbols: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that makes fake tensors of the shapes and dtypes of others, on the CPU and without values.
+def fake_maker(symbols: bool = False) -> Callable[..., torch.Tensor]:
+    """Return a function that makes fake tensors of the shapes and dtypes of others, without values.
+
+    They are on the CPU, or on the device that it is given as a second argument.
 
     Operators on them and on others give such tensors again. Asking for a value raises, or gives a symbol of it, as in
     traces by make_fx, for which torch.optim asks for its counts. Checked on 2.13.
@@ -19,9 +21,9 @@ def fake_maker(symbols: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
     environment = ShapeEnv() if symbols else None
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment, static_shapes=True)
 
-    def make(tensor: torch.Tensor) -> torch.Tensor:
+    def make(tensor: torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:
         with mode:
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
     return make
 

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -25,6 +26,10 @@ REMEDY = (
 
 # Imports the extension that draws by a counter when it is first asked for.
 find_in_extensions = lazy_names.make_getattr("fshard.init")
+
+# Set to True, by `comm.setting`, around a function that makes a state which is read from a checkpoint right after it:
+# `Model.init` then makes abstract leaves, unless the module has buffers that only `init` gives values.
+SKIP_DRAWING: ContextVar[bool] = ContextVar("fshard_skip_drawing", default=False)
 
 # torch's default generator belongs to the process, so simulated ranks take turns to seed it.
 _SEEDING = threading.Lock()
@@ -69,9 +74,7 @@ def init(
                 if piece is not None:
                     shards[name] = stored(piece, specs[name])
     axes = layout_axes(transform)
-    difference = comm.find_disagreement(facts, axes, "shard")
-    refuse("shard: ranks hold different trees", [difference] if difference else [], SAME_TREE)
-    refuse("shard: leaves cannot be sharded", misfits, "pass full tensors whose shapes fit the strategy")
+    _check_agreement(facts, axes, misfits)
     undrawn = root_problems or _find_undrawn(params, shards, axes)
     refuse("model.init: values cannot be drawn from a seed", undrawn, _find_remedy(module) if root_problems else REMEDY)
     buffers = {}
@@ -79,6 +82,47 @@ def init(
         if buffer.is_meta and not is_left_out(after[name], before[name]):
             buffers[name] = after[name].detach()
     return {name: shards[name] for name in params}, buffers
+
+
+def init_abstract(module: nn.Module, transform: ShardTransform) -> dict[str, Sharded]:
+    """Lay a module's parameters out without values, which takes no memory.
+
+    Args:
+        module: The module, with values or on the meta device.
+        transform: How to shard.
+
+    Returns:
+        Sharded parameters on the meta device by name.
+
+    Raises:
+        ValueError: on every rank, if ranks hold different trees, or a shape does not fit the transform.
+    """
+    params = dict(_compat.named_parameters(module))
+    specs, misfits = _lay_out(params, transform)
+    facts = {}
+    for name, leaf in params.items():
+        facts[f"[{name!r}]"] = fingerprint(leaf, specs[name], "without values")
+    _check_agreement(facts, layout_axes(transform), misfits)
+    leaves = {}
+    for name, leaf in params.items():
+        spec = specs[name]
+        local = torch.empty(spec.local_shape, dtype=leaf.dtype, device="meta")
+        leaves[name] = Sharded(local, spec)
+    return leaves
+
+
+def may_skip_drawing(module: nn.Module) -> bool:
+    """Whether values are about to be replaced, as `SKIP_DRAWING` says, and no buffer waits for `init` to draw it."""
+    if not SKIP_DRAWING.get():
+        return False
+    return not any(buffer.is_meta for _, buffer in _compat.named_buffers(module))
+
+
+def _check_agreement(facts: Mapping[str, str], axes: Sequence[Axis], misfits: Sequence[Problem]) -> None:
+    """Refuse, on every rank, trees that differ between ranks or do not fit the transform."""
+    difference = comm.find_disagreement(facts, axes, "shard")
+    refuse("shard: ranks hold different trees", [difference] if difference else [], SAME_TREE)
+    refuse("shard: leaves cannot be sharded", misfits, "pass full tensors whose shapes fit the strategy")
 
 
 def _buffers_to_draw_with(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -14,7 +14,19 @@ from fshard.errors import expect, refuse
 from fshard.optim.leaves import count_updates, no_updates, partition_axes, zero
 from fshard.reduction_order import ReductionOrder, find_order
 from fshard.rounding import half_the_digits
-from fshard.tree import Flat, Tree, flatten, is_trained, leaves_of, like, map_leaves, map_nodes, tensor_of, tensors_of
+from fshard.tree import (
+    Flat,
+    Tree,
+    device_of,
+    flatten,
+    is_trained,
+    leaves_of,
+    like,
+    map_leaves,
+    map_nodes,
+    tensor_of,
+    tensors_of,
+)
 from fshard.tree.checks import check_floating, describe, refuse_frozen_counters
 from fshard.update import Optimizer, Updated
 
@@ -182,13 +194,35 @@ def _init(wrapped: _WrappedClass, params: Tree) -> TorchState:
     check_floating("from_torch", flat)
     wrapped.refuse_leaves(flat)
     selection = _Selection(flat, [i for i, leaf in enumerate(flat.leaves) if is_trained(leaf)])
-    tensors = [_make_writable(tensor) for tensor in selection.take(flat.leaves)]
+    leaves = [flat.leaves[position] for position in selection.positions]
+    tensors = [_make_small(leaf) if tensor_of(leaf).is_meta else _make_writable(tensor_of(leaf)) for leaf in leaves]
     states = _make_start_states(wrapped.make, tensors)
+    for leaf, small, state in zip(leaves, tensors, states, strict=True):
+        if tensor_of(leaf).is_meta:
+            _remove_values(wrapped, state, small, leaf)
     slots = _make_slots({}, selection, states, wrapped.number_names)
     initial = wrapped.make.keywords
     hyper = {name: torch.tensor(float(initial[name]), dtype=torch.float64) for name in wrapped.inject}
     counts = no_updates(params) if wrapped.is_first_step_special else ()
     return TorchState(zero(), slots, hyper, counts)
+
+
+def _make_small(leaf: Any) -> torch.Tensor:
+    """Make a small tensor for a leaf without values: fused kernels do not take the meta device."""
+    return torch.zeros([min(size, 2) for size in tensor_of(leaf).shape], dtype=leaf.dtype, device=device_of(leaf))
+
+
+def _remove_values(wrapped: _WrappedClass, state: State, small: torch.Tensor, leaf: Any) -> None:
+    """Turn the state of a small tensor into that of a leaf without values. Numbers keep their values."""
+    for name, value in state.items():
+        if name in wrapped.number_names or not isinstance(value, torch.Tensor):
+            continue
+        if value.shape != small.shape:
+            raise ValueError(
+                f"from_torch: {wrapped.make.func.__name__} keeps {name} in another shape than the parameter's, which "
+                "is not known for abstract leaves. Make the state with values: leave out abstract= in model.init."
+            )
+        state[name] = torch.empty_like(tensor_of(leaf), dtype=value.dtype)
 
 
 def _update(

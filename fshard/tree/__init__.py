@@ -1,5 +1,6 @@
 """Leaves and their specs: Sharded, Spec, Axis, P; pytrees of them; shape arithmetic."""
 
+from fshard.tree.abstract import device_of, is_abstract, storage_device
 from fshard.tree.exact import Exact
 from fshard.tree.flat import Flat, Tree, Treedef, flatten, grouped, has_plain_keys, leaves_of, names_of, unflatten
 from fshard.tree.maps import cast_floating, map_leaves, map_nodes, tree_leaves, tree_map
@@ -22,9 +23,11 @@ __all__ = [
     "Tree",
     "Treedef",
     "cast_floating",
+    "device_of",
     "flatten",
     "grouped",
     "has_plain_keys",
+    "is_abstract",
     "is_mask",
     "is_sharded",
     "is_trained",
@@ -36,6 +39,7 @@ __all__ = [
     "names_of",
     "register_dataclass",
     "register_leaf_class",
+    "storage_device",
     "tensor_of",
     "tensors_of",
     "tree_leaves",

@@ -13,6 +13,7 @@ import torch
 
 from fshard import _compat
 from fshard.errors import Problem, expect, leaf_error, refuse
+from fshard.tree.abstract import is_abstract
 from fshard.tree.flat import Flat, Misfit, Tree, Treedef, flatten, leaves_of
 from fshard.tree.masks import Mask, matches
 from fshard.tree.nodes import Sharded, is_sharded, is_trained, replace_local, tensor_of, tensors_of
@@ -217,6 +218,11 @@ def any_donated(leaves: Iterable[Any]) -> bool:
     return True in map(getattr, tensors_of(leaves), repeat(DONATED), repeat(None))
 
 
+def any_on_meta(leaves: Iterable[Any]) -> bool:
+    """Tell whether one of thousands of leaves is on the meta device."""
+    return True in map(getattr, tensors_of(leaves), repeat("is_meta"), repeat(None))
+
+
 def is_donated(leaf: Any) -> bool:
     """Tell whether a leaf's tensor was donated; it is empty then, of shape (0,)."""
     return getattr(tensor_of(leaf), DONATED, None) is True
@@ -240,6 +246,29 @@ def refuse_donated(api_name: str, flat: Flat) -> None:
 
     remedy = "use the state that the call returned. If the call failed, restore the last checkpoint"
     refuse(f"{api_name}: arguments were donated", flat.problems(misfit), remedy)
+
+
+def refuse_abstract(api_name: str, flat: Flat) -> None:
+    """Refuse leaves without values. In a trace no leaf has any.
+
+    Args:
+        api_name: The verb that asks, for its error.
+        flat: The leaves.
+
+    Raises:
+        ValueError: with the path of every abstract leaf, and of every other tensor on the meta device beside one.
+    """
+    if _compat.is_tracing() or not any(map(is_abstract, flat.leaves)):
+        return
+
+    def misfit(leaf: Any) -> Misfit:
+        return "has a shape, but no values" if getattr(tensor_of(leaf), "is_meta", False) else None
+
+    remedy = (
+        "fill the state with fs.checkpoint.restore(directory, like=state), or make it with values: leave out abstract= "
+        "in model.init"
+    )
+    refuse(f"{api_name}: leaves are abstract", flat.problems(misfit), remedy)
 
 
 def check_tensors(api_name: str, flat: Flat) -> None:
@@ -318,12 +347,13 @@ def check_axes(api_name: str, flat: Flat) -> None:
         )
 
 
-def check_local(api_name: str, flat: Flat) -> None:
+def check_local(api_name: str, flat: Flat, *, needs_values: bool = True) -> None:
     """Refuse leaves that were donated, and Sharded ones that do not fit their spec or live on no mesh of this process.
 
     Args:
         api_name: The verb that asks, for its error.
         flat: The tree.
+        needs_values: Whether to refuse abstract leaves too.
 
     Raises:
         ValueError: with every wrong leaf's path, what it holds and what its spec needs, or that it was donated; or if
@@ -341,14 +371,16 @@ def check_local(api_name: str, flat: Flat) -> None:
         refuse_donated(api_name, flat)
         remedy = tree_remedy(flat.leaves, "return tensors of the shard's shape from functions that you map over a tree")
         refuse(f"{api_name}: shards do not match their specs", flat.problems(misfit), remedy)
+        if needs_values:
+            refuse_abstract(api_name, flat)
     check_axes(api_name, flat)
 
 
 def _fits(leaf: Any) -> bool:
-    """Whether a leaf surely fits its spec and was not donated, which leaves nothing of a tensor; for thousands."""
+    """Whether a leaf surely fits its spec, has values and was not donated, which leaves nothing; for thousands."""
     if isinstance(leaf, Sharded):
         shape = getattr(leaf.local, "shape", None)
-        return shape == leaf.spec.local_shape and shape != (0,)
+        return shape == leaf.spec.local_shape and shape != (0,) and not leaf.local.is_meta
     shape = getattr(leaf, "shape", None)
     return shape != (0,) and not (shape is None and is_unregistered(leaf))
 

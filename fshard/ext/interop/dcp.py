@@ -71,7 +71,7 @@ def save_dcp(
         if has_optimizer and (module is None or optimizer is None):
             kind = type(state).__name__
             raise ValueError(f"{exchange.label}: a {kind} needs module= and optimizer=, as get_state_dict takes them")
-    leaves = _model_leaves(exchange, state)
+    leaves = _model_leaves(exchange, state, needs_values=True)
     exchange.find_holders(leaves, {})
     content: Content = {}
     for name, leaf in leaves.items():
@@ -171,7 +171,7 @@ def load_dcp(
     state_prefix = f"{_join(optimizer_key, 'state')}."
     others = {key: entry for key, entry in entries.items() if not key.startswith(state_prefix)}
     weights = _entries_under(f"{model_key}." if model_key else "", others)
-    filled = exchange.fill(_rename(exchange.first, weights), _model_leaves(exchange, like))
+    filled = exchange.fill(_rename(exchange.first, weights), _model_leaves(exchange, like, needs_values=False))
     if not hasattr(like, "opt_state"):
         return exchange.with_leaves(like, filled)
     slot_names = [_join(*key) for key in states.collect_slots(exchange, like.opt_state)]
@@ -218,10 +218,12 @@ def _check_keys(exchange: ModuleExchange, **keys: Any) -> None:
         expect(isinstance(key, str), exchange.label, f"{name} to be a text", describe(key))
 
 
-def _model_leaves(exchange: ModuleExchange, state: Any) -> dict[str, Any]:
+def _model_leaves(exchange: ModuleExchange, state: Any, *, needs_values: bool) -> dict[str, Any]:
     if not hasattr(state, "opt_state"):
-        return exchange.leaves(state)
-    return exchange.leaves(state.params) | exchange.leaves(state.buffers)
+        return exchange.leaves(state, needs_values=needs_values)
+    trees = (state.params, state.buffers)
+    params, buffers = (exchange.leaves(tree, needs_values=needs_values) for tree in trees)
+    return params | buffers
 
 
 def _name_of_fsdp2(name: str) -> str:

@@ -161,7 +161,7 @@ def load_huggingface(
             optional: Container[str] = ()
             if names is None and is_pretrained(module):
                 entries, optional = from_files(entries, module)
-        leaves = exchange.leaves(like, cast=cast, strict=strict)
+        leaves = exchange.leaves(like, needs_values=False, cast=cast, strict=strict)
         if names is not None:
             _check_names(exchange.label, names)
             renamed = {names(name): name for name in (*exchange.first, *leaves)}

@@ -67,7 +67,7 @@ class ModuleExchange(Exchange):
         """The names under which a state dict has a leaf; none for a buffer that is not persistent."""
         return self.saved.get(name, []) if self._has_module else [name]
 
-    def leaves(self, tree: Any, **flags: Any) -> dict[str, Any]:
+    def leaves(self, tree: Any, *, needs_values: bool = True, **flags: Any) -> dict[str, Any]:
         """The leaves of a tree by name.
 
         Raises:
@@ -75,7 +75,7 @@ class ModuleExchange(Exchange):
         """
         with self.raise_on_all_ranks():
             check_flags(self.label, **flags)
-            leaves = named_leaves(self.flat(tree))
+            leaves = named_leaves(self.flat(tree, needs_values=needs_values))
             problems = []
             for name, leaf in leaves.items():
                 if not isinstance(leaf, torch.Tensor | fs.Sharded):

@@ -85,5 +85,5 @@ def from_state_dict(
     hashes = {name: f"hash {hash_of(tensor)}" for name, tensor in state_dict.items()}
     exchange.check_agreement(hashes, "ranks hold different leaves", "read the same state dict on every rank")
     entries = {name: Entry.of(tensor) for name, tensor in state_dict.items()}
-    leaves = exchange.leaves(like, cast=cast)
+    leaves = exchange.leaves(like, needs_values=False, cast=cast)
     return exchange.with_leaves(like, exchange.fill(entries, leaves, cast))

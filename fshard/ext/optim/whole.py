@@ -107,7 +107,10 @@ def _init_leaf(tx: fs.Optimizer, leaf: Any) -> Any:
     if not is_trained(leaf):
         return None
     # A state may depend on the values of the whole leaf. Every rank gathers it, one leaf at a time.
-    (full,) = fs.unshard([leaf])
+    if tensor_of(leaf).is_meta:
+        full = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+    else:
+        (full,) = fs.unshard([leaf])
     flat = flatten(tx.init({"leaf": full}))
     return flat.unflatten([_take_local_piece(value, leaf) for value in flat.leaves])
 

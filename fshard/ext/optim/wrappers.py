@@ -15,6 +15,7 @@ from fshard.extend import (
     check_matches,
     check_numbers,
     describe,
+    device_of,
     expect,
     flatten,
     is_mask,
@@ -124,8 +125,8 @@ def put_counts_beside(params: Any, state: Any) -> Any:
 
     There they can be kept by a condition that the host does not read.
     """
-    devices = {leaf.device for leaf in fs.tree_leaves(params) if isinstance(leaf, torch.Tensor)}
-    accelerator = next((device for device in devices if device.type not in ("cpu", "meta")), None)
+    tensors = [leaf for leaf in leaves_of(params) if isinstance(tensor_of(leaf), torch.Tensor)]
+    accelerator = next((device for device in map(device_of, tensors) if device.type not in ("cpu", "meta")), None)
     if accelerator is None:
         return state
 
