@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,12 +19,20 @@ from fshard.jit.facts import Facts, collect_facts
 from fshard.jit.graph_pass import GraphPass
 from fshard.jit.nodes import find_inputs
 from fshard.jit.passes import fold_views_and_remove_dead_nodes, refuse_ambient_random, refuse_written_inputs
+from fshard.jit.program_cache import ProgramCache
 from fshard.jit.signature import Signature, complete_outline, find_changes, make_exact, make_outline
-from fshard.jit.trace import Traced, trace
+from fshard.jit.trace import Traced, replace_abstract, trace
 from fshard.reduction_order import refuse_inductor
 from fshard.shard import any_on_host
 from fshard.tree import Axis, Exact, Flat, Sharded, flatten, map_nodes, tensor_of, tensors_of, unflatten
-from fshard.tree.checks import check_axes, describe, mark_donated, refuse_donated, refuse_frozen_counters
+from fshard.tree.checks import (
+    check_axes,
+    describe,
+    mark_donated,
+    refuse_abstract,
+    refuse_donated,
+    refuse_frozen_counters,
+)
 from fshard.update import TrainState, check_same_step, pin_params
 
 
@@ -44,6 +53,7 @@ class Program(NamedTuple):
         captured: Tensors that the function closes over.
         facts: For each axis what ranks compare over it in every call, because it decides the graph's collectives.
         trace_facts: What ranks compare in their first trace, before they agree on the leaves that any of them uses.
+        origin: Where it is from, if it was not traced.
         run: A function from the arguments' tensors to the results'; None until the backend has made it.
     """
 
@@ -53,6 +63,7 @@ class Program(NamedTuple):
     captured: list[CapturedTensor]
     facts: Mapping[Axis, str]
     trace_facts: str
+    origin: str = ""
     run: Callable[..., Any] | None = None
 
 
@@ -78,6 +89,7 @@ class Jitted:
         backend: What runs graphs.
         passes: Passes of the caller over them. A copy of the function (`copy.copy`) without passes traces what the
             first of them gets.
+        cache: What keeps its programs for later processes, if anything does.
     """
 
     def __init__(
@@ -88,6 +100,7 @@ class Jitted:
         static_argnames: Sequence[str],
         backend: Backend,
         passes: Sequence[GraphPass],
+        cache: ProgramCache | None = None,
     ) -> None:
         """Nothing is traced yet."""
         functools.update_wrapper(self, f)
@@ -97,6 +110,7 @@ class Jitted:
         self._static_argnames = static_argnames
         self.backend = backend
         self.passes = passes
+        self.cache = cache
         self._programs: dict[Signature, Program] = {}
         self._last: _LastCall | None = None
         # Maps the usage that this rank traced to the usage that all ranks agreed on. Empty until the first agreement.
@@ -134,7 +148,7 @@ class Jitted:
         Ranks do not ask each other here. Where they use different leaves, the graph is that of a call if one was made
         before, and otherwise that of the leaves that this rank uses.
         """
-        flat = self._flatten(args, kwargs)
+        flat = replace_abstract(self._flatten(args, kwargs))
         usage = TracedUsage()
         program = self._build_program(flat, usage)
         return self._build_for_agreed_usage(program, usage, flat).traced
@@ -165,11 +179,35 @@ class Jitted:
     def make_program(self, signature: Signature, flat: Flat) -> Program:
         """Trace the function for a signature that there is no program for."""
         _refuse_changed_values(self._find_changes(signature, flat), flat)
+        store = None
+        if self.cache is not None:
+            loaded, store = self.cache(self, signature, flat)
+            # A trace may ask other ranks what they use, so all of them load their program or trace.
+            if self._agree_to_load(loaded, flat.axes):
+                return loaded
         usage = TracedUsage()
         program = self._build_program(flat, usage)
         if not self._agreed_usage:
             self._agree_on_usage(usage, program.trace_facts, flat.axes)
-        return self._build_for_agreed_usage(program, usage, flat)
+        agreed_program = self._build_for_agreed_usage(program, usage, flat)
+        # A later process that loads it does not ask other ranks what they use.
+        if store is not None and agreed_program is program:
+            store(program)
+        return agreed_program
+
+    def _agree_to_load(self, program: Program | None, axes: Sequence[Axis]) -> bool:
+        """Tell whether all ranks have loaded a program. Later traces ask nobody, so then each rank may do as it can."""
+        if self._agreed_usage:
+            return program is not None
+        # As in `_agree_on_usage`: a rank whose call failed reports that here.
+        comm.check_same_facts("jit", dict.fromkeys(axes, json.dumps({comm.VERB: "jit"})))
+        facts = dict.fromkeys(axes, program.trace_facts if program else "")
+        label = comm.Label(comm.Verb.AGREE, ("graph in the cache",))
+        if not comm.are_texts_equal(facts, label, has_failed=program is None):
+            return False
+        # It was stored because all leaves that any rank uses were used on this rank.
+        self._agreed_usage[()] = ()
+        return True
 
     def _flatten(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Flat:
         """Take the arguments apart. Static ones become leaves that are compared by their values."""
@@ -197,10 +235,11 @@ class Jitted:
         if last is not None and last.outline == outline and last.guards(*tensors):
             return last.program
         refuse_donated("jit", flat)
+        refuse_abstract("jit", flat)
         signature = complete_outline(outline, flat)
         if signature not in self._programs:
             program = self.make_program(signature, flat)
-            reason = self.explain_trace(signature, flat)
+            reason = program.origin or self.explain_trace(signature, flat)
             self._programs[signature] = program._replace(run=prepare(program.traced.module, self.backend))
             self.traces.append(reason)
         program = self._programs[signature]
@@ -284,6 +323,7 @@ def jit(
     static_argnames: str | Sequence[str] = (),
     backend: Backend = "graph",
     passes: Sequence[GraphPass] = (),
+    cache: ProgramCache | None = None,
 ) -> Any:
     """Trace a function into one graph of operators and collectives, and run that from then on.
 
@@ -312,6 +352,8 @@ def jit(
         passes: Hashable functions that map the graph to another graph, such as `fs.fit`, in the order in which they
             run. They get it with the writes to donated arguments in place, and the backend gets what they return. What
             they decide must be the same on every rank, and ranks compare it in every call.
+        cache: Keeps graphs for later processes, which then do not trace, such as `fs.graph_cache(directory)`. It needs
+            the backend "graph". In the first call ranks agree on whether all of them have the graph.
 
     Returns:
         The function. Its attribute `traces` lists for each trace why it was made. Its method `memory` reports the
@@ -335,6 +377,11 @@ def jit(
     are_passes = isinstance(passes, list | tuple) and all(isinstance(graph_pass, GraphPass) for graph_pass in passes)
     expect(are_passes, "jit", "passes to be a tuple of hashable functions of a graph, each with a name", repr(passes))
 
+    is_cache = cache is None or callable(cache)
+    expect(is_cache, "jit", "cache to be one such as fs.graph_cache(directory)", describe(cache))
+    can_cache = cache is None or backend == "graph"
+    expect(can_cache, "jit", 'backend to be "graph", whose graphs a cache can keep', repr(backend))
+
     def make_jitted(f: Callable[..., Any]) -> Jitted:
         expect(callable(f), "jit", "f to be a function", describe(f))
         _refuse_argnums_beyond(f, "static", static_numbers)
@@ -342,7 +389,7 @@ def jit(
         positions = [_find_position(f, name) for name in static_names]
         static = (*static_numbers, *(position for position in positions if position is not None))
         _refuse_static_donations(static, donated)
-        return Jitted(f, donated, static, static_names, backend, tuple(passes))
+        return Jitted(f, donated, static, static_names, backend, tuple(passes), cache)
 
     return make_jitted if f is None else make_jitted(f)
 

@@ -16,7 +16,18 @@ from fshard.engine import Started
 from fshard.errors import is_users_file
 from fshard.jit.progress import show_progress
 from fshard.mesh import process_rank
-from fshard.tree import Exact, Flat, Sharded, Treedef, flatten, is_sharded, tensors_of
+from fshard.tree import (
+    Exact,
+    Flat,
+    Sharded,
+    Treedef,
+    device_of,
+    flatten,
+    is_abstract,
+    is_sharded,
+    tensor_of,
+    tensors_of,
+)
 from fshard.tree.checks import check_tensors, count_writes
 
 # Tracing and compiling patch global state of the process, so only one thread may do either at a time.
@@ -109,6 +120,7 @@ def trace(flat: Flat, f: Callable[..., Any], usage: TracedUsage | None = None) -
             "jit: a function cannot be traced inside another trace. Call fs.make_graph outside of functions of fs.jit "
             "and fs.make_graph."
         )
+    flat = replace_abstract(flat)
     tensors = tensors_of(flat.leaves)
     input_leaves = [i for i, tensor in enumerate(tensors) if isinstance(tensor, torch.Tensor)]
     # Examples are no part of autograd's graph and no views of others. A tensor that is given twice stays one object.
@@ -124,6 +136,23 @@ def trace(flat: Flat, f: Callable[..., Any], usage: TracedUsage | None = None) -
     constants = [getattr(module, str(node.target)) for node in module.graph.find_nodes(op="get_attr")]
     captured = {id(tensor): tensor for tensor in (*constants, *tensors_read) if isinstance(tensor, torch.Tensor)}
     return Traced(module, input_leaves, result.treedef, specs, list(captured.values()))
+
+
+def replace_abstract(flat: Flat) -> Flat:
+    """Put tensors without values, but on the device that values would be on, in the place of abstract leaves.
+
+    Operators, their kernels and donation depend on the device. Plain tensors on the meta device go along.
+    """
+    if not any(map(is_abstract, flat.leaves)):
+        return flat
+    make_fake = _compat.fake_maker(symbols=True)
+    fakes: dict[int, Any] = {}
+    for leaf in flat.leaves:
+        tensor = tensor_of(leaf)
+        if getattr(tensor, "is_meta", False):
+            fake = make_fake(tensor, device_of(leaf))
+            fakes[id(leaf)] = Sharded(fake, leaf.spec) if is_sharded(leaf) else fake
+    return flat._replace(leaves=[fakes.get(id(leaf), leaf) for leaf in flat.leaves])
 
 
 def _make_graph(

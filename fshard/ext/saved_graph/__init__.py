@@ -3,11 +3,13 @@
 - `operators`: the operators that a file may name.
 - `nodes`: the operators of a graph as JSON.
 - `structures`: the structure of a result as JSON.
+- `cache`: files that a restarted program finds by itself.
+- `identity`: a digest of all that a trace of a function reads.
 - `file`: the file, its digest and its checks.
 - `refusal`: errors of what a file says.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,6 +47,23 @@ def save_graph(directory: str | Path, f: Callable[..., Any], *args: Any, **kwarg
         raise ValueError(f'save_graph: f must be a function of fs.jit with the backend "graph", not {describe(f)}.')
     with calling("save_graph", lambda: flatten((args, kwargs)).axes):
         key, program, flat = f.find_call(args, kwargs)
+    path = locate_file(directory)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(encode_program(key, program, flat, sources={}))
+
+
+def encode_program(key: Any, program: Program, flat: Any, sources: Mapping[str, str]) -> bytes:
+    """Write a program as the content of a file.
+
+    Args:
+        key: The signature of the call that it is for.
+        program: The program.
+        flat: The arguments of the call.
+        sources: Digests of the files that the graph depends on, by path.
+
+    Raises:
+        ValueError: as `save_graph`.
+    """
     traced = program.traced
     if traced.captured:
         raise ValueError(
@@ -62,11 +81,9 @@ def save_graph(directory: str | Path, f: Callable[..., Any], *args: Any, **kwarg
         "written": sorted(program.overwritten_leaves),
         "facts": [program.facts.get(axis) for axis in flat.axes],
         "told": program.trace_facts,
+        "sources": dict(sources),
     }
-    content = encode(body)
-    path = locate_file(directory)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
+    return encode(body)
 
 
 def _find_places(results: Sequence[Any], specs: list[Any]) -> list[int | None]:

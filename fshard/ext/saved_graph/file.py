@@ -46,6 +46,7 @@ class SavedGraph(NamedTuple):
         written: Those of them that something may be written to.
         facts: For each axis what ranks compare over it.
         trace_facts: What ranks compare in their first trace, before they agree on the leaves that any of them uses.
+        sources: Digests of the files of source code that a cached graph depends on, by path; else empty.
     """
 
     arguments: Mapping[str, str]
@@ -58,6 +59,7 @@ class SavedGraph(NamedTuple):
     written: list[int]
     facts: list[str | None]
     trace_facts: str
+    sources: Mapping[str, str]
 
 
 def locate_file(directory: str | Path) -> Path:
@@ -138,6 +140,7 @@ def _read_body(text: bytes, source: Source) -> SavedGraph:
         body["written"],
         body["facts"],
         trace_facts=body["told"],
+        sources=body["sources"],
     )
 
 
@@ -204,5 +207,6 @@ _FIELDS: Mapping[str, tuple[Callable[[JSON], bool], str]] = MappingProxyType(
         "written": (_are_leaves, "a list of numbers that rise"),
         "facts": (_make_list_test(_is_text), "a list of texts and nulls"),
         "told": (_is_text, "a text"),
+        "sources": (_are_texts, "an object of texts"),
     }
 )
