@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from fshard import lazy_names
 from fshard.checkpoint.errors import CheckpointError
+from fshard.checkpoint.manager import Manager
 from fshard.checkpoint.restore import latest_step, restore
-from fshard.checkpoint.save import Manager, Saving, save
+from fshard.checkpoint.save import Saving, save
 
 if TYPE_CHECKING:
     from fshard.ext.interop.dcp import load_dcp, save_dcp

@@ -18,7 +18,7 @@ from fshard.checkpoint.files import bytes_of, digest, name_of
 from fshard.errors import Problem, describe_error, expect, refuse
 from fshard.mesh import Mesh, ranks_of
 from fshard.shard import Layouts, check_transform, hash_of, padded, pin_leaf, without_padding
-from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, tensor_of
+from fshard.tree import Axis, Flat, Sharded, Tree, device_of, flatten, is_sharded, tensor_of
 from fshard.tree.checks import check_local, describe
 
 # Leaves by their names or paths.
@@ -103,8 +103,12 @@ class Exchange:
         expect(is_path, self.label, f"{name} to be a path", f"{path!r:.40}")
         return Path(path)
 
-    def flat(self, tree: Tree) -> Flat:
+    def flat(self, tree: Tree, *, needs_values: bool = True) -> Flat:
         """Take a tree apart.
+
+        Args:
+            tree: The tree.
+            needs_values: Whether to refuse abstract leaves.
 
         Raises:
             ValueError: with each leaf that was donated or does not fit its spec, or each name that several have.
@@ -115,7 +119,7 @@ class Exchange:
         counts = Counter(flat.names)
         problems = [(name, f"{count} leaves", "one of each name") for name, count in counts.items() if count > 1]
         refuse(f"{self.label}: leaves of one name", problems, "give keys that print differently")
-        check_local(self.label, flat)
+        check_local(self.label, flat, needs_values=needs_values)
         return flat
 
     def layouts(self, flat: Flat, strategy: Any) -> Layouts:
@@ -143,7 +147,7 @@ class Exchange:
         hashes = self._hash_replicas(leaves)
         compared = {"facts": facts, **hashes}
         ranks_of = {name: {_digest(content): [self.rank]} for name, content in compared.items()}
-        ranks_of = self.merge_objects(ranks_of, _join_ranks)
+        ranks_of = self.merge_objects(ranks_of, join_ranks)
         if any(len(ranks_of_digest) > 1 for ranks_of_digest in ranks_of.values()):
             remedy = "make all but the values of Sharded leaves the same on every rank"
             self.check_agreement(facts, "ranks hold different leaves", remedy)
@@ -181,7 +185,7 @@ class Exchange:
         for boxes, hash_by_path in hashes.items():
             ranks_of[boxes] = {path: {value: [self.rank]} for path, value in hash_by_path.items()}
         first_ranks = dict[str, int]()
-        for ranks_of_path in self.merge_objects(ranks_of, _join_ranks).values():
+        for ranks_of_path in self.merge_objects(ranks_of, join_ranks).values():
             for path, ranks_of_value in ranks_of_path.items():
                 if len(ranks_of_value) > 1:
                     _, (rank, *_), *_ = sorted(ranks_of_value.values())
@@ -218,13 +222,13 @@ class Exchange:
             return results
 
 
-def _join_ranks(some: Any, others: Any) -> Any:
+def join_ranks(some: Any, others: Any) -> Any:
     """Merge what some ranks have and what others have: dicts by name, which end in lists of the ranks that have it."""
     if isinstance(some, list):
         return sorted({*some, *others})
     joined = {**some, **others}
     for name in some.keys() & others.keys():
-        joined[name] = _join_ranks(some[name], others[name])
+        joined[name] = join_ranks(some[name], others[name])
     return joined
 
 
@@ -264,8 +268,7 @@ def _read_leaf(name: str, leaf: Any, entries: Sequence[Entry]) -> Any:
     if any(bytes_of(other) != bytes_of(tensor) for other in tensors[1:]):
         remedy = "Pass a module that does not tie them, so that each has its own"
         raise CheckpointError(f"{name} is a tied parameter, and its names have different values. {remedy}.")
-    device = torch.get_default_device() if local.is_meta else local.device
-    tensor = tensor.to(device, entries[0].dtype).reshape(local.shape)
+    tensor = tensor.to(device_of(leaf), entries[0].dtype).reshape(local.shape)
     if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.nbytes:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     if not is_sharded(leaf):

@@ -20,6 +20,8 @@ from fshard.checkpoint.boxes import Box
 from fshard.checkpoint.errors import CheckpointError, expect_file
 from fshard.comm.ops import view_as_bytes
 
+__all__ = ["Chunk", "Manifest", "byte_view", "decode_outline", "digest", "encode", "lay_out"]
+
 # A manifest begins with these bytes and its digest; a later version would begin otherwise.
 HEAD = b'{"format": "fshard.checkpoint",\n "version": 1,\n "digest": "'
 MANIFEST = "manifest.json"

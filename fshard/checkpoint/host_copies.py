@@ -35,6 +35,18 @@ def copy_to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return copies
 
 
+def copy_into(targets: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    """Copy tensors of any devices into contiguous ones of the processor, as `copy_to_host` does."""
+    moves: list[Move] = []
+    for target, tensor in zip(targets, tensors, strict=True):
+        if tensor.device.type == "cpu":
+            target.copy_(tensor)
+        else:
+            moves.append((tensor, target))
+    if moves:
+        _copy_through_buffer(moves)
+
+
 def _copy_through_buffer(moves: Sequence[Move]) -> None:
     """Copy tensors of an accelerator through one pinned buffer, into which copies are several times as fast."""
     nbytes = min(BUFFER_BYTES, sum(source.nbytes for source, _ in moves))

@@ -1,9 +1,10 @@
 """restore: read a checkpoint into a state of any layout, and refuse a damaged one."""
 
+import math
 import os
 import zlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from os import PathLike
 from pathlib import Path
@@ -22,6 +23,9 @@ from fshard.tree import MASK, Flat, Mask, Tree, is_mask, matches
 from fshard.tree.checks import check_matches, describe
 
 LABEL = "checkpoint.restore"
+
+# Reads the elements of a leaf, by its path, that a chunk has.
+ReadChunk = Callable[[str, files.Chunk, torch.Tensor], None]
 
 
 def latest_step(directory: str | PathLike[str]) -> int | None:
@@ -64,7 +68,8 @@ def restore(
     Args:
         directory: Where checkpoints are kept.
         like: A tree as it shall be: leaves say which dtype, shape, layout and device; their values are not used and
-            may be on the meta device, which stands for the default one and takes no memory.
+            may be on the meta device, which takes no memory. Such leaves are read to the device of their mesh or
+            their transform, and plain tensors to torch's default device.
         step: Which checkpoint; None takes the one saved last. The first rank chooses it for all.
         subtree: The path under which `like` lies in what was saved, such as ".params" of a TrainState.
         only: Which leaves of `like` to read, by a pattern of their names such as "head.*", several, or a function of
@@ -93,11 +98,7 @@ def restore(
     with exchange.raise_on_all_ranks(directory):
         root = exchange.path("directory", directory)
         expect(step is None or type(step) is int, LABEL, "step to be a whole number or None", describe(step))
-        expect(isinstance(subtree, str), LABEL, "subtree to be a path such as '.params'", describe(subtree))
-        flat = exchange.flat(like)
-        # The path of a tree that is one leaf is that of the subtree.
-        paths = [subtree if subtree and path == "(root)" else subtree + path for path in flat.paths]
-        leaves = _choose_leaves(only, flat, paths)
+        fill = _select(exchange, like, subtree, only)
         # One rank chooses, because a save may complete another checkpoint while ranks look.
         if not exchange.rank:
             checkpoint = find_checkpoint(root, step)
@@ -107,14 +108,53 @@ def restore(
         reader = _Reader(root / name, chosen_step)
     identity = {"(checkpoint)": f"{name} of digest {reader.digest}"}
     exchange.check_agreement(identity, "ranks read different checkpoints", "use a directory that all ranks share")
+    return fill(reader.manifest, reader.read_chunk)
 
-    entries = {}
-    for path, entry in reader.entries().items():
-        if path in leaves or (only is None and _is_under(path, subtree)):
-            entries[path] = [entry]
-    remedy = "restore into a state built as the one that was saved; only= and subtree= read parts of it"
-    results = exchange.read(leaves, entries, remedy)
-    return flat.unflatten([results.get(path, leaf) for path, leaf in zip(paths, flat.leaves, strict=True)])
+
+def restore_from(
+    exchange: Exchange,
+    like: Tree,
+    manifest: files.Manifest,
+    read_chunk: ReadChunk,
+    *,
+    subtree: str = "",
+    only: Mask | None = None,
+) -> Tree:
+    """Read what all ranks have chosen together, as `restore` does.
+
+    Args:
+        exchange: The ranks that read.
+        like: As for `restore`.
+        manifest: The leaves. Chunks that this rank does not need may be missing.
+        read_chunk: Reads a chunk of the leaf of a path into memory.
+        subtree: As for `restore`.
+        only: As for `restore`.
+    """
+    with exchange.raise_on_all_ranks():
+        fill = _select(exchange, like, subtree, only)
+    return fill(manifest, read_chunk)
+
+
+def _select(
+    exchange: Exchange, like: Tree, subtree: str, only: Mask | None
+) -> Callable[[files.Manifest, ReadChunk], Tree]:
+    """Check the arguments of `restore`, and return a function that reads the leaves that they select."""
+    expect(isinstance(subtree, str), LABEL, "subtree to be a path such as '.params'", describe(subtree))
+    flat = exchange.flat(like, needs_values=False)
+    # The path of a tree that is one leaf is that of the subtree.
+    paths = [subtree if subtree and path == "(root)" else subtree + path for path in flat.paths]
+    leaves = _choose_leaves(only, flat, paths)
+
+    def fill(manifest: files.Manifest, read_chunk: ReadChunk) -> Tree:
+        entries = {}
+        for path, entry in _list_entries(manifest, read_chunk).items():
+            if path in leaves or (only is None and _is_under(path, subtree)):
+                entries[path] = [entry]
+        remedy = "restore into a state built as the one that was saved; only= and subtree= read parts of it"
+        results = exchange.read(leaves, entries, remedy)
+        return flat.unflatten([results.get(path, leaf) for path, leaf in zip(paths, flat.leaves, strict=True)])
+
+    return fill
 
 
 def _choose_leaves(only: Mask | None, flat: Flat, paths: Sequence[str]) -> dict[str, Any]:
@@ -139,7 +179,8 @@ class _Reader:
     them, cost a fault for each page and end the process when a file is cut short.
 
     Attributes:
-        digest: The digest of the manifest.
+        manifest: The manifest.
+        digest: Its digest.
         starts: Returns where chunks begin in the file of a rank.
     """
 
@@ -153,15 +194,15 @@ class _Reader:
             expect_file(size <= limit, f"{path}", f"at most {limit} bytes", f"{size}")
             # A read of the limit would take memory for all of it.
             data = file.read(size)
-        self._manifest = files.decode(data, path)
+        self.manifest = files.decode(data, path)
         self.digest = files.digest(data)
         self.starts = cache(self._read_starts)
         # The dtype and the shape of each chunk by leaf, by file.
         self._kinds = defaultdict[int, dict[str, Any]](dict)
-        for name, leaf in self._manifest.tensors.items():
+        for name, leaf in self.manifest.tensors.items():
             for chunk in leaf.chunks:
                 self._kinds[chunk.file][name] = getattr(torch, leaf.dtype), chunk.shape
-        got_step = self._manifest.step
+        got_step = self.manifest.step
         expect_file(got_step == step, f"{checkpoint}", f"step {step} as its name says", f"step {got_step}")
         self._check_names()
 
@@ -172,13 +213,6 @@ class _Reader:
         for name in sorted(present ^ named):
             problem = "is missing" if name in named else "is not one of the files that the manifest names"
             raise CheckpointError(f"{self._path / name}: {problem}")
-
-    def entries(self) -> dict[str, Any]:
-        """The leaves of the checkpoint by path: an entry of each that is a tensor, and the values of others."""
-        entries: dict[str, Any] = {}
-        for path, leaf in self._manifest.tensors.items():
-            entries[path] = Entry(getattr(torch, leaf.dtype), leaf.shape, partial(self._read_box, path, leaf))
-        return entries | dict(self._manifest.values)
 
     def _read_starts(self, index: int) -> dict[str, int]:
         """Return where chunks begin in a file, whose size and header follow from the manifest, byte for byte."""
@@ -194,27 +228,7 @@ class _Reader:
             )
         return layout.starts
 
-    def _read_box(self, path: str, leaf: files.StoredLeaf, slices: Sequence[slice]) -> torch.Tensor:
-        """Read a box of a leaf from the chunks that have elements of it."""
-        dtype = getattr(torch, leaf.dtype)
-        offsets = tuple(side.start for side in slices)
-        result = torch.empty([side.stop - side.start for side in slices], dtype=dtype, device="cpu")
-        box = Box(offsets, tuple(result.shape))
-        for chunk in leaf.chunks:
-            overlap = box.intersect(chunk.box)
-            if any(size <= 0 for size in overlap.shape):
-                continue
-            target = result[overlap.inside(box).slices]
-            if overlap == chunk.box and target.is_contiguous():
-                self._read_chunk(path, chunk, target)
-                continue
-            # The checksum is that of the whole chunk.
-            elements = torch.empty(chunk.shape, dtype=dtype, device="cpu")
-            self._read_chunk(path, chunk, elements)
-            target.copy_(elements[overlap.inside(chunk.box).slices])
-        return result
-
-    def _read_chunk(self, path: str, chunk: files.Chunk, memory: torch.Tensor) -> None:
+    def read_chunk(self, path: str, chunk: files.Chunk, memory: torch.Tensor) -> None:
         """Read a chunk of a leaf into contiguous memory on the host."""
         file_path = self._path / files.file_name(chunk.file)
         data = files.byte_view(memory)
@@ -224,3 +238,36 @@ class _Reader:
             is_whole = file.readinto(data) == len(data) and zlib.crc32(data) == chunk.checksum
         if not is_whole:
             raise CheckpointError(f"{file_path}: the elements of {path} do not match their checksum, so it was damaged")
+
+
+def _list_entries(manifest: files.Manifest, read_chunk: ReadChunk) -> dict[str, Any]:
+    """List leaves by path: an entry of each that is a tensor, and the values of others."""
+    entries: dict[str, Any] = {}
+    for path, leaf in manifest.tensors.items():
+        entries[path] = Entry(getattr(torch, leaf.dtype), leaf.shape, partial(_read_box, path, leaf, read_chunk))
+    return entries | dict(manifest.values)
+
+
+def _read_box(path: str, leaf: files.StoredLeaf, read_chunk: ReadChunk, slices: Sequence[slice]) -> torch.Tensor:
+    """Read a box of a leaf from the chunks that have elements of it."""
+    dtype = getattr(torch, leaf.dtype)
+    offsets = tuple(side.start for side in slices)
+    result = torch.empty([side.stop - side.start for side in slices], dtype=dtype, device="cpu")
+    box = Box(offsets, tuple(result.shape))
+    missing = result.numel()
+    for chunk in leaf.chunks:
+        overlap = box.intersect(chunk.box)
+        if any(size <= 0 for size in overlap.shape):
+            continue
+        missing -= math.prod(overlap.shape)
+        target = result[overlap.inside(box).slices]
+        if overlap == chunk.box and target.is_contiguous():
+            read_chunk(path, chunk, target)
+            continue
+        # The checksum is that of the whole chunk.
+        elements = torch.empty(chunk.shape, dtype=dtype, device="cpu")
+        read_chunk(path, chunk, elements)
+        target.copy_(elements[overlap.inside(chunk.box).slices])
+    if missing:
+        raise CheckpointError(f"{path}: {missing} of its elements are on no rank that is left")
+    return result

@@ -1,4 +1,4 @@
-"""save and Manager: write states so that a kill at any moment leaves the last checkpoint whole."""
+"""save: write a state so that a kill at any moment leaves the last checkpoint whole."""
 
 import operator
 import secrets
@@ -19,7 +19,6 @@ from fshard.checkpoint.boxes import LocalBox, is_tensor, local_box, shape_of
 from fshard.checkpoint.errors import CheckpointError
 from fshard.checkpoint.exchange import Exchange
 from fshard.checkpoint.host_copies import copy_to_host
-from fshard.checkpoint.restore import latest_step, restore
 from fshard.checkpoint.unfinished import RankReport, Unfinished, complete_leftovers
 from fshard.errors import expect, refuse
 from fshard.mesh import Mesh
@@ -125,11 +124,11 @@ def save(
         check_flags(LABEL, asynchronous=asynchronous)
         check_arguments(LABEL, NUMBER, keep=1 if keep is None else keep)
         root = exchange.path("directory", directory)
-        step = _read_step(state, step)
-        tensors, manifest = _describe_state(exchange, state, step)
+        step = read_step(state, step)
+        tensors, manifest = describe_state(exchange, state, step)
     same = {"(step)": step, "(directory)": f"{root}", **manifest.values}
     holders = exchange.find_holders(tensors, {path: repr(value) for path, value in same.items()})
-    boxes = _choose_boxes(exchange.rank, tensors, holders)
+    boxes = choose_boxes(exchange.rank, tensors, holders)
     unfinished, background = _start(exchange, root, manifest, keep, boxes, asynchronous)
     saving = Saving(
         step,
@@ -199,132 +198,7 @@ def _finish(exchange: Exchange, unfinished: Unfinished, background: BackgroundSa
     return unfinished.path
 
 
-class Manager:
-    """Saves a run's states: every so many steps, beside the steps, the newest kept.
-
-    A checkpoint gets its name as soon as all ranks have written, without a further call. Use the manager in a with
-    statement, or close it at the end, so that a save that failed raises its error. A block that ends by an exception,
-    and a program that ends without `close`, wait for the last save as `save(asynchronous=True)` says. If all ranks are
-    killed after they have written, and before the checkpoint has its name, the next manager of the directory gives it
-    the name, with any number of ranks.
-
-    >>> import tempfile
-    >>> import fshard as fs
-    >>> with Manager(tempfile.mkdtemp(), keep=2, every=10) as manager:
-    ...     [manager.save({"w": torch.ones(3)}, step=step) for step in (5, 10, 20, 30)]
-    ...     manager.save({"w": torch.ones(3)}, step=34, force=True)  # the last step, whatever its number
-    ...     manager.wait()
-    ...     manager.latest_step()
-    [False, True, True, True]
-    True
-    34
-    """
-
-    def __init__(
-        self,
-        directory: str | PathLike[str],
-        *,
-        keep: int | None = None,
-        every: int = 1,
-        asynchronous: bool = True,
-        mesh: Mesh | None = None,
-    ) -> None:
-        """Keep the options, and complete a checkpoint that all ranks of a killed run had written.
-
-        Args:
-            directory: Where checkpoints are kept, a file system that all ranks share.
-            keep: As for `save`.
-            every: Steps from one save to the next.
-            asynchronous: Write while the next steps run.
-            mesh: As for `save`.
-
-        Raises:
-            ValueError: if `directory` is no path, or `every` no positive whole number; the first save refuses other
-                wrong arguments.
-        """
-        check_arguments("checkpoint.Manager", NUMBER, every=every)
-        # A mesh of other ranks is refused at once.
-        root = Exchange("checkpoint.Manager", mesh=mesh).path("directory", directory)
-        # Each rank does this, so that all of them see the same checkpoints next, without a message.
-        complete_leftovers(root)
-        self._directory = directory
-        self._every = every
-        self._mesh = mesh
-        self._save = partial(save, directory, keep=keep, asynchronous=asynchronous, mesh=mesh)
-        self._saving: Saving | None = None
-
-    def save(self, state: Tree, step: int | None = None, *, force: bool = False) -> bool:
-        """Save a state if its step is one to be saved; waits for the save before this one. Every rank must call this.
-
-        At any other step it raises the error of the save before, once all ranks have tried to write.
-
-        Args:
-            state: As for `save`.
-            step: As for `save`.
-            force: Whether to save it whatever its step is, as at the end of a run.
-
-        Returns:
-            Whether it was one to be saved.
-
-        Raises:
-            ValueError: as for `save`.
-            CheckpointError: if the save before this one failed, or this one cannot start.
-        """
-        is_due = force or _read_step(state, step) % self._every == 0
-        if self._saving and (is_due or self._saving.is_written()):
-            self.wait()
-        if is_due:
-            self._saving = self._save(state, step)
-        return is_due
-
-    def wait(self) -> None:
-        """Wait for the last save to be complete. Every rank must call this.
-
-        Raises:
-            CheckpointError: on every rank, if it failed.
-        """
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.wait()
-
-    def latest_step(self) -> int | None:
-        """The step of the checkpoint that was saved last, as `fs.checkpoint.latest_step` says it.
-
-        While a save is under way ranks may differ: call `wait` before, or let one rank decide.
-        """
-        return latest_step(self._directory)
-
-    def restore(self, like: Tree, **arguments: Any) -> Tree:
-        """Read a checkpoint, as `fs.checkpoint.restore` does, after waiting for the save under way.
-
-        >>> import tempfile, torch, fshard as fs
-        >>> with tempfile.TemporaryDirectory() as directory, fs.checkpoint.Manager(directory) as manager:
-        ...     saved = manager.save({"w": torch.ones(2)}, step=1)
-        ...     manager.restore(like={"w": torch.zeros(2)})
-        {'w': tensor([1., 1.])}
-        """
-        self.wait()
-        return restore(self._directory, like, mesh=self._mesh, **arguments)
-
-    def close(self) -> None:
-        """Wait for the last save to be complete."""
-        self.wait()
-
-    def __enter__(self) -> "Manager":
-        return self
-
-    def __exit__(self, kind_of_error: object, *error: object) -> None:
-        saving, self._saving = self._saving, None
-        if saving is None:
-            return
-        if kind_of_error is None:
-            saving.wait()
-        else:
-            # Ranks that failed send nothing to each other any more.
-            saving.finish_at_exit()
-
-
-def _read_step(state: Tree, step: Any) -> int:
+def read_step(state: Tree, step: Any) -> int:
     """Return the step to save a state as, and refuse it unless it is a whole number."""
     number: Any = getattr(state, "step", None) if step is None else step
     if isinstance(number, torch.Tensor) and number.numel() == 1:
@@ -335,7 +209,7 @@ def _read_step(state: Tree, step: Any) -> int:
     return number
 
 
-def _describe_state(exchange: Exchange, state: Tree, step: int) -> tuple[dict[str, Any], files.Manifest]:
+def describe_state(exchange: Exchange, state: Tree, step: int) -> tuple[dict[str, Any], files.Manifest]:
     """Return the tensors by path and a manifest without chunks, and refuse leaves that cannot be saved."""
     flat = exchange.flat(state)
     refuse(f"{LABEL}: leaves cannot be saved", flat.problems(_describe_misfit), "keep them out of the state")
@@ -367,7 +241,7 @@ def _describe_misfit(leaf: Any) -> tuple[str, str] | None:
     return describe(local), f"None, a bool, an int, a float, a str, or {tensors}"
 
 
-def _choose_boxes(
+def choose_boxes(
     rank: int,
     tensors: Mapping[str, Any],
     holders: Mapping[str, Sequence[int]],

@@ -1,0 +1,48 @@
+"""The directory of a job in the host's memory: found again by a restart, and by no other job or user."""
+
+import os
+import shutil
+import stat
+from pathlib import Path
+
+from fshard.extend import expect_file, files, find_job
+
+
+def find_directory(root: Path | None, checkpoints: Path) -> Path | None:
+    """Return where this job keeps generations of a directory of checkpoints; None if no launcher names the job.
+
+    Args:
+        root: A directory of this user; None for one in /dev/shm.
+        checkpoints: The directory of checkpoints.
+    """
+    job = find_job()
+    if job is None:
+        return None
+    names = os.path.abspath(checkpoints), job
+    root = root or Path(f"/dev/shm/fshard-{os.geteuid()}")
+    return root.absolute() / "-".join(files.digest(os.fsencode(name))[:16] for name in names)
+
+
+def make_private(path: Path) -> None:
+    """Make the directory of a job, and remove those of jobs that saved to the same checkpoints before.
+
+    Raises:
+        CheckpointError: if another user could read or write there.
+    """
+    for directory in (path.parent, path):
+        directory.mkdir(0o700, parents=True, exist_ok=True)
+    check_private(path)
+    for stale in path.parent.glob(f"{path.name.partition('-')[0]}-*"):
+        if stale != path:
+            shutil.rmtree(stale, ignore_errors=True)
+
+
+def check_private(path: Path) -> None:
+    """Refuse the directory of a job if another user could read or write there, or it is a link."""
+    for directory in (path.parent, path):
+        status = directory.lstat()
+        expected = f"a directory of user {os.geteuid()} with mode 700"
+        got = f"one of user {status.st_uid}, {stat.filemode(status.st_mode)}"
+        is_private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+        remedy = "remove it, or pass another directory as memory="
+        expect_file(is_private and status.st_uid == os.geteuid(), f"{directory}", expected, got, remedy)
