@@ -41,6 +41,8 @@ def program_of(page: Path) -> str:
 def test_the_programs_of_a_page_run(page, tmp_path, monkeypatch):
     """On two ranks, or as many as the page says at its beginning."""
     monkeypatch.chdir(tmp_path)
+    # As launchers name a job.
+    monkeypatch.setenv("FSHARD_JOB_ID", "a page")
     front_matter = FRONT_MATTER.match(page.read_text())
     world_size = int(front_matter[1]) if front_matter else 2
     setup = compile(SETUP.read_text(), str(SETUP), "exec")

@@ -1,0 +1,266 @@
+"""Generations in memory: restored bitwise into any layout, chosen as one, and gone at the end of a run."""
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import checkpoint
+from fshard.checkpoint import host_copies
+from fshard.testing import spmd
+from tests.checkpoint.states import (
+    ALL_TREES,
+    CHOOSY,
+    LAYOUTS,
+    assert_same,
+    divisible,
+    full,
+    named_oddly,
+    python_values,
+    refused,
+    sampler,
+    split,
+    zeros_like,
+)
+from tests.ext.memory.jobs import be_job, manager, save_steps, slots_in
+from tests.ranks import my_rank
+from tests.trees import assert_same_bits, meshes, one_axis
+
+
+@pytest.fixture(autouse=True)
+def job(monkeypatch):
+    be_job(monkeypatch)
+
+
+@pytest.mark.parametrize("ranks, other_ranks, count", [(2, 3, 9), (4, 1, 3)])
+def test_restore_undoes_save_into_any_layout(ranks, other_ranks, count, tmp_path):
+    """Of every tree, from some layouts into others."""
+    draw = sampler(ranks)
+    layouts = draw.sample(list(LAYOUTS), count)
+    for layout, other in zip(layouts, draw.sample(list(LAYOUTS), count), strict=True):
+        is_choosy = layout in CHOOSY or other in CHOOSY
+        trees = divisible() if is_choosy else {name: make() for name, make in ALL_TREES.items()}
+        directory = tmp_path / layout
+        spmd(lambda: save_steps(directory, lambda step: fs.shard(trees, LAYOUTS[layout](meshes())), 1), ranks)  # noqa: B023
+        spmd(lambda: assert_restored(directory, trees, LAYOUTS[other]), other_ranks)  # noqa: B023
+
+
+def assert_restored(directory, trees, layout):
+    params = fs.shard(trees, layout(meshes()))
+    restored = manager(directory).restore(zeros_like(params))
+    assert_same(restored, params)
+    assert_same_bits(fs.unshard(restored), fs.tree_map(torch.Tensor.detach, trees))
+
+
+def test_leaves_that_are_not_sharded(tmp_path):
+    for number, tree in enumerate((python_values(), named_oddly(), {"w": torch.ones(0), "step": None}, {})):
+        save_steps(tmp_path, lambda step: tree, number)  # noqa: B023
+        assert_same(manager(tmp_path).restore(zeros_like(tree)), tree)
+
+
+def test_texts_that_grow(tmp_path):
+    """A text may take more room than was set aside for it, in any writing."""
+    kept = manager(tmp_path)
+    for step, text in enumerate(("", "x" * 20000, "é" * 20000, "😀" * 30000, '"' * 50000, "x")):
+        kept.save({"text": text, "floats": [0.1] * 50}, step)
+        assert manager(tmp_path).restore({"text": "", "floats": [0.0] * 50})["text"] == text
+
+
+def test_the_newest_of_memory_and_disk(tmp_path):
+    """The newer step counts, of two that are equal that in memory; each can be asked for."""
+
+    def program():
+        kept = manager(tmp_path, every=4)
+        for step in range(1, 7):
+            kept.save(split(step), step)
+        kept.wait()
+        restarted = manager(tmp_path)
+        steps = [restarted.latest_step()]
+        like = zeros_like(split(0))
+        for step, kind in ((None, 6), (5, 5), (4, 4)):
+            assert_same(restarted.restore(like, step=step), split(kind))
+        checkpoint.save(tmp_path / "disk", split(9), 9)
+        steps.append(restarted.latest_step())
+        assert_same(restarted.restore(like), split(9))
+        return steps
+
+    assert spmd(program, 2) == [[6, 9]] * 2
+
+
+def test_restore_or_makes_a_state_only_if_there_is_none(tmp_path):
+    calls = []
+
+    def program():
+        kept = manager(tmp_path)
+        first = kept.restore_or(lambda: calls.append(my_rank()) or split(0))
+        assert_same(first, split(0))
+        kept.save(split(3), 3)
+        assert_same(manager(tmp_path).restore_or(lambda: split(0)), split(3))
+
+    spmd(program, 2)
+    assert sorted(calls) == [0, 1]
+
+
+def test_restore_or_draws_nothing_where_there_is_a_state(tmp_path):
+    drawn = []
+
+    class Layer(torch.nn.Linear):
+        def reset_parameters(self):
+            drawn.append(my_rank())
+            super().reset_parameters()
+
+    def program():
+        with torch.device("meta"):
+            module = Layer(3, 4)
+        drawn.clear()
+        model = fs.functionalize(module)
+        tx = fs.adamw(0.1)
+
+        def init():
+            return fs.TrainState.create(model.init(fs.zero3(one_axis(), min_shard_elements=0), seed=0), tx)
+
+        kept = manager(tmp_path)
+        first = kept.restore_or(init)
+        assert drawn
+        kept.save(first, 1)
+        drawn.clear()
+        assert_same(manager(tmp_path).restore_or(init), first)
+        assert not drawn
+
+    spmd(program, 1)
+
+
+def test_parts_by_subtree_and_by_name(tmp_path):
+    def program():
+        save_steps(tmp_path, lambda step: {"params": split(step), "head": torch.ones(2)}, 3)
+        kept = manager(tmp_path)
+        assert_same(kept.restore(zeros_like(split(0)), subtree="['params']"), split(3))
+        head = kept.restore({"params": split(0), "head": torch.zeros(2)}, only="head")["head"]
+        assert head.tolist() == [1, 1]
+
+    spmd(program, 2)
+
+
+def test_other_leaves_are_refused_by_name(tmp_path):
+    save_steps(tmp_path, full, 1)
+    text = refused(lambda: manager(tmp_path).restore({"w": torch.zeros(3), "step": 0}))
+    assert text.startswith("checkpoint.restore: leaves do not fit\n  ['w']: expected float32[3], got float32[64, 8]")
+
+
+def test_a_donated_step_may_overwrite_what_was_saved(tmp_path):
+    state = {"w": torch.ones(1000)}
+    kept = manager(tmp_path)
+    kept.save(state, 1)
+    state["w"].zero_()
+    assert manager(tmp_path).restore({"w": torch.zeros(1000)})["w"].sum() == 1000
+
+
+def test_two_slots_a_rank_are_made_once(tmp_path):
+    kept = manager(tmp_path)
+    files = []
+    for step in range(6):
+        kept.save(full(step), step)
+        files.append([path.stat().st_ino for path in slots_in(tmp_path).values()])
+    assert list(map(len, files)) == [1, 2, 2, 2, 2, 2]
+    assert files[1] == files[5]
+
+
+def test_ranks_send_nothing_from_the_third_generation_on(tmp_path):
+    def program():
+        state = split(0)
+        kept = manager(tmp_path)
+        for step in range(2):
+            kept.save(state, step)
+        exchange, kept._memory._exchange = kept._memory._exchange, None
+        for step in range(2, 5):
+            kept.save(state, step)
+        kept._memory._exchange = exchange
+        return kept.latest_step()
+
+    assert spmd(program, 2) == [4, 4]
+
+
+def test_every_so_many_steps(tmp_path):
+    kept = manager(tmp_path, memory_every=3)
+    latest = []
+    for step in range(1, 8):
+        assert not kept.save(full(step), step)
+        latest.append(kept.latest_step())
+    kept.save(full(8), 8, force=True)
+    assert (latest, manager(tmp_path).latest_step()) == ([None, None, 3, 3, 3, 6, 6], 8)
+
+
+def test_the_end_of_a_run_removes_the_directory(tmp_path):
+    def program(error):
+        with manager(tmp_path) as kept:
+            kept.save(split(1), 1)
+            if error:
+                raise ZeroDivisionError
+
+    with pytest.raises(fs.testing.RankError, match="ZeroDivisionError"):
+        spmd(lambda: program(True), 1)
+    assert len(slots_in(tmp_path)) == 1
+    spmd(lambda: program(False), 2)
+    assert list((tmp_path / "memory").iterdir()) == []
+
+
+def test_a_manager_goes_on_after_close(tmp_path):
+    kept = manager(tmp_path)
+    for step in (1, 2):
+        kept.save(full(step), step)
+        assert kept.latest_step() == step
+        kept.close()
+        assert kept.latest_step() is None
+
+
+def test_a_smaller_start_removes_the_slots_of_ranks_that_are_no_more(tmp_path):
+    """But not before a generation of its own is whole, and then the next one is begun."""
+    spmd(lambda: save_steps(tmp_path, split, 1, 2), 3)
+    names = []
+    kept = manager(tmp_path)
+    for step in (3, 4):
+        kept.save(split(step), step)
+        names.append(len(slots_in(tmp_path)))
+    assert names == [6, 2]
+
+
+def test_a_layout_that_changes(tmp_path):
+    """The state may get other leaves in the middle of a run."""
+
+    def program():
+        kept = manager(tmp_path)
+        for step, state in enumerate((split(1), split(2), {"w": split(3), "more": torch.ones(2)}, split(4))):
+            kept.save(state, step)
+            assert_same(manager(tmp_path).restore(zeros_like(state)), state)
+
+    spmd(program, 2)
+
+
+def test_hosts_have_what_their_ranks_hold(tmp_path, monkeypatch):
+    """Three hosts of two ranks: each restores from its own directory, also leaves that all ranks have whole."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+
+    def program():
+        def state(step):
+            return {"all": torch.full((4,), float(step)), **split(step)}
+
+        host = tmp_path / f"{my_rank() // 2}"
+        kept = checkpoint.Manager(tmp_path / "disk", memory=host, every=100)
+        kept.save(state(1), 1)
+        restarted = checkpoint.Manager(tmp_path / "disk", memory=host, every=100)
+        assert_same(restarted.restore(zeros_like(state(0))), state(1))
+        # A rank that needs what other hosts have cannot, and then none does; it may have copies of one of them.
+        whole = {key: torch.zeros(shape) for key, shape in (("all", 4), ("w", 6))}
+        refused(lambda: restarted.restore(whole), checkpoint.CheckpointError)
+
+    with pytest.warns(UserWarning, match=r"step 1 is in memory.* \['w'\]: \d of its elements are on no"):
+        spmd(program, 6)
+
+
+def test_tensors_of_an_accelerator_go_through_a_buffer(monkeypatch):
+    """Here copies of meta tensors stand for them: none is copied by itself."""
+    moves = []
+    monkeypatch.setattr(host_copies, "_copy_through_buffer", moves.extend)
+    targets = [torch.zeros(2), torch.zeros(3)]
+    host_copies.copy_into(targets, [torch.ones(2), torch.empty(3, device="meta")])
+    assert targets[0].tolist() == [1, 1]
+    assert [target is targets[1] for _, target in moves] == [True]
