@@ -44,10 +44,11 @@ ROOMS = (
     "extend",
     "public",
     "__main__",
+    "run",
 )
 DISTRIBUTED_ROOMS = {
     *("_compat", "comm", "mesh", "testing", "__main__"),
-    *("ext/interop", "ext/publish", "ext/testing"),
+    *("ext/interop", "ext/publish", "ext/run", "ext/testing"),
 }
 COMPAT = {"_compat", "ext/_compat"}
 # Files whose names may be those of extensions.
@@ -55,7 +56,7 @@ FACES = ("__init__.py", "extend.py")
 # Tests of the core are programs of a user, and take from the face what every such program is compared and stepped by.
 TOOLS = {
     *("interop.state_dict", "jit.graph", "optim.native", "optim.norms", "optim.wrappers"),
-    *("testing.compare", "testing.laws", "testing.varying"),
+    *("check.check", "testing.compare", "testing.laws"),
 }
 MUTABLE_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 MUTABLE_CALLS = {
@@ -209,7 +210,7 @@ def rooms_of_libraries(package: Path) -> list[str]:
                 errors[f"{use}torch.distributed; leave it to comm or mesh"] = None
             if parts[0] == "torch" and private and source.room not in COMPAT:
                 errors[f"{use}{'.'.join(parts[: private + 1])}; wrap it in _compat"] = None
-            if name in ENVIRONMENT and source.room not in ("mesh", "_compat"):
+            if name in ENVIRONMENT and source.room not in ("mesh", "_compat", "ext/run"):
                 errors[f"{use}{name}; only mesh reads the environment"] = None
     return list(errors)
 

@@ -34,6 +34,13 @@ TO_COPY = torch.ops.aten._to_copy.default
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
+def import_for_traces() -> None:
+    """Import what torch itself imports in the first trace, which takes a second. Checked on 2.13."""
+    import torch._dynamo
+    import torch._functorch.partitioners
+    import torch.export._trace  # noqa: F401
+
+
 def fuses_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the kernel takes these. Checked on 2.13."""
     return q.is_cpu and q.dtype in _DTYPES and q.shape[-1] == v.shape[-1]
@@ -201,6 +208,8 @@ _CALL_MODULE = torch.nn.Module._call_impl.__code__
 _ENGINE_CALLS = (EngineCall.forward.__code__, EngineCall.backward.__code__)
 _UPDATE = inspect.unwrap(fs.update).__code__
 _TRACE = trace.__code__
+# The folder of fshard, as names of files begin.
+_PACKAGE = f"{Path(_UPDATE.co_filename).parent}/"
 # Files whose functions compute a part of a forward again, in the backward.
 _RECOMPUTING_FILES = (torch.utils.checkpoint.__file__, fs.remat.__code__.co_filename)
 # The standard library. Packages that pip installed may lie inside of it.
@@ -234,6 +243,8 @@ class Origin(NamedTuple):
         phase: "forward", "backward", "recomputed" (a part of the forward that a checkpoint computes again in the
             backward) or "update".
         microbatch: The number of the microbatch, counted from 0.
+        is_users: Whether a line of the user's program ran it, and no function of fshard's in between; for an operator
+            of the backward whether it ran its forward.
     """
 
     frames: tuple[Frame, ...] = ()
@@ -241,6 +252,13 @@ class Origin(NamedTuple):
     module: str = ""
     phase: str = "forward"
     microbatch: int = 0
+    is_users: bool = False
+
+
+def find_forward(node: Any) -> Origin:
+    """Find the line that made a node of autograd's graph, inside `noting_origins`."""
+    notes: Any = NODE_OBSERVER.get()
+    return notes.find_forward(node)
 
 
 def noting_origins() -> AbstractContextManager[None]:
@@ -262,6 +280,7 @@ class _Stack:
         recomputes: Whether a part of the forward runs again inside of it.
         phase: What fshard does: "forward", "backward" or "update".
         microbatch: The number of the microbatch.
+        is_users: Whether no function of fshard's ran the operator.
     """
 
     def __init__(self) -> None:
@@ -272,6 +291,7 @@ class _Stack:
         self.recomputes = False
         self.phase = "forward"
         self.microbatch = 0
+        self.is_users = True
 
     def leave_backward(self) -> None:
         """Go on with what called the engine of autograd."""
@@ -308,6 +328,10 @@ class _OriginNotes:
                 origin = origin or self._find_origin()
                 node.meta["origin"] = origin
 
+    def find_forward(self, node: Any) -> Origin:
+        """Find the origin of the operator that made a node of autograd's graph."""
+        return self._forwards.get(node._sequence_nr(), Origin())
+
     def _find_origin(self) -> Origin:
         """Find the origin of the operator that is being traced. Checked on 2.13."""
         stack = self._read_stack(sys._getframe(2))
@@ -318,11 +342,11 @@ class _OriginNotes:
         if differentiated is not None:
             forward = self._forwards.get(differentiated._sequence_nr(), forward)
         if (stack.in_backward or differentiated is not None) and not stack.recomputes:
-            return Origin(frames, forward.frames, forward.module, "backward", stack.microbatch)
+            return Origin(frames, forward.frames, forward.module, "backward", stack.microbatch, forward.is_users)
         if not frames:
             frames = tuple(stack.frames_around)
         phase = "recomputed" if stack.recomputes else stack.phase
-        origin = Origin(frames, (), module, phase, stack.microbatch)
+        origin = Origin(frames, (), module, phase, stack.microbatch, stack.is_users)
         # Autograd has already numbered the node that this operator belongs to.
         self._forwards.setdefault(next_sequence_number() - 1, origin)
         return origin
@@ -341,6 +365,11 @@ class _OriginNotes:
                 stack.enter_engine_call(frame)
             elif code.co_filename in _RECOMPUTING_FILES:
                 stack.recomputes = stack.recomputes or not stack.in_backward
+            elif code.co_name in ("__torch_dispatch__", "__torch_function__"):
+                # A mode runs the operator for what is outside of it.
+                stack.is_users = True
+            elif not stack.frames and code.co_filename.startswith(_PACKAGE):
+                stack.is_users = False
             elif self._is_users_code(code, frame.f_lineno):
                 self._add_method_of_module(stack, frame)
                 stack.add_line(frame)

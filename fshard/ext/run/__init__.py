@@ -1,0 +1,1 @@
+"""run: torchrun, whose ranks start warm."""
