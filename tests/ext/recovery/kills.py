@@ -1,0 +1,295 @@
+"""Launches whose ranks are killed at random moments, and what their states are compared with: an undisturbed run's."""
+
+import os
+import random
+import shutil
+import statistics
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.ext.recovery.launch import Event, Launch, follow
+from tests.ext.recovery.program import HOST
+
+ROOT = Path(__file__).resolve().parents[3]
+# Of hosts that are network namespaces, as benchmarks/hosts.py makes them, and of the launchers' rendezvous there.
+ADDRESS, PORT = "10.77.0.{}", 29411
+# The moments of kills: after an event, before what usually follows it. Halves are of recovery and of training.
+RECOVERY = ("imports", "mesh begins", "build begins", "restore begins", "restored")
+TRAINING = ("step begins", "step", "saved")
+# What is written in the background is written while the next step runs.
+AS_LONG_AS = {"saved": "step begins"}
+# A window that was not seen yet.
+SECONDS = 0.1
+# Ranks that say nothing for so long are stuck.
+PATIENCE = 120.0
+# A life has at most so many steps before it is killed.
+MOST_STEPS = 4
+
+
+class Setting(NamedTuple):
+    """What is launched.
+
+    Attributes:
+        launcher: A module that is run as torchrun is.
+        ranks: The number of ranks.
+        form: Whether the step is eager or jitted.
+        uses_memory: Whether the manager has generations in memory; without, each step is saved to the folder.
+        every: Steps from one checkpoint on disk to the next, with generations in memory.
+        hosts: The network namespaces that the ranks are spread over, each with a launcher and a memory of its own.
+    """
+
+    launcher: str
+    ranks: int
+    form: str
+    uses_memory: bool = True
+    every: int = 25
+    hosts: tuple[str, ...] = ()
+
+
+class Kill(NamedTuple):
+    """The moment of a kill: a part of the time from an event of a life to what follows.
+
+    Attributes:
+        event: The name of the event.
+        count: Which of those of one name.
+        part: A part of the time, from 0 to 1.
+        ranks: Those that are killed, the first of which has the event.
+        hosts: The hosts that are lost, in the place of ranks: all ranks that run there, and their memory.
+    """
+
+    event: str
+    count: int
+    part: float
+    ranks: tuple[int, ...] = ()
+    hosts: tuple[str, ...] = ()
+
+
+def draw_kill(draw: random.Random, setting: Setting) -> Kill:
+    """Draw a moment, and one rank, or half of them, or all; or one rank or one host."""
+    event = draw.choice(draw.choice((RECOVERY, TRAINING)))
+    count = draw.randint(1, MOST_STEPS) if event in TRAINING else 1
+    kind, ranks = draw.random(), setting.ranks
+    if setting.hosts and kind < 0.5:
+        return Kill(event, count, draw.random(), hosts=(draw.choice(setting.hosts),))
+    victims = range(ranks)
+    if kind < 0.7 or setting.hosts:
+        victims = [draw.randrange(ranks)]
+    elif kind < 0.85:
+        first = draw.choice((0, ranks // 2))
+        victims = range(first, first + ranks // 2)
+    return Kill(event, count, draw.random(), tuple(victims))
+
+
+class Ledger:
+    """What the ranks of a launch did: their steps, their bits, and what each kill cost.
+
+    Attributes:
+        digests: Of each rank and step.
+        whole: The digest of all parameters at the end, of each rank.
+        kills: Those that hit a rank, each with its time.
+        repeated: For each restart, how many steps that all ranks had completed it repeats.
+        seconds: For each kill after which a step was completed, from the one to the other.
+        problems: Differences from the expected digests, and restarts that disagree.
+    """
+
+    def __init__(self, ranks: int, expected: Mapping[tuple[int, int], str]) -> None:
+        """Begin with nothing; without expected digests an undisturbed run is recorded."""
+        self.ranks = ranks
+        self.expected = expected
+        self.digests: dict[tuple[int, int], str] = {}
+        self.whole: dict[int, str] = {}
+        self.kills: list[tuple[float, Kill]] = []
+        self.repeated: dict[int, int] = {}
+        self.seconds: dict[int, float] = {}
+        self.problems: list[str] = []
+        self.windows: dict[str, float] = {}
+        self.lives: dict[int, int] = {}
+        self.counts: Counter[tuple[int, str]] = Counter()
+        self._restored: dict[int, int] = {}
+        self._last: dict[int, Event] = {}
+        self._saved: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
+        self._completed = 0
+
+    @property
+    def life(self) -> int:
+        """The number of kills before now."""
+        return len(self.kills)
+
+    def add(self, event: Event) -> None:
+        """Take an event into account."""
+        life = self.lives.setdefault(event.pid, self.life)
+        self.counts[event.pid, event.name] += 1
+        before = self._last.get(event.pid)
+        if before is not None:
+            self.windows[before.name] = event.time - before.time
+        self._last[event.pid] = event
+        if "digest" in event.values:
+            self._compare(event)
+        if event.name == "restored":
+            self._restart(life, event)
+        elif event.name == "saved":
+            self._complete(life, event)
+        elif event.name == "end":
+            self.whole[event.rank] = event.values["whole"]
+
+    def _compare(self, event: Event) -> None:
+        place = event.rank, event.values["step"]
+        expected = self.expected.get(place)
+        if expected not in (None, event.values["digest"]):
+            self.problems.append(f"{event.name} of step {place[1]} on rank {place[0]} has other bits, life {self.life}")
+        self.digests[place] = event.values["digest"]
+
+    def _restart(self, life: int, event: Event) -> None:
+        step = event.values["step"]
+        if self._restored.setdefault(life, step) != step:
+            self.problems.append(f"ranks restore steps {self._restored[life]} and {step}, life {life}")
+        self.repeated[life] = max(self.repeated.get(life, 0), self._completed - step)
+
+    def _complete(self, life: int, event: Event) -> None:
+        step = event.values["step"]
+        ranks = self._saved[life, step]
+        ranks.add(event.rank)
+        if len(ranks) == self.ranks:
+            self._completed = max(self._completed, step)
+            if life and life not in self.seconds:
+                self.seconds[life] = event.time - self.kills[life - 1][0]
+
+
+class Killer:
+    """Kills ranks of a launch, one moment after another."""
+
+    def __init__(self, launch: Launch, ledger: Ledger, kills: Sequence[Kill]) -> None:
+        """Begin with the first kill."""
+        self._launch = launch
+        self._memory = launch.folder / "memory"
+        self._ledger = ledger
+        self._kills = list(reversed(kills))
+        self.due: float | None = None
+
+    def look(self, event: Event) -> None:
+        """Set the time of the next kill, if this is the event that it follows."""
+        if not self._kills or self.due is not None:
+            return
+        kill, ledger = self._kills[-1], self._ledger
+        is_victim = event.rank in kill.ranks[:1] or self._launch.hosts.get(event.rank) in kill.hosts[:1]
+        is_now = is_victim and ledger.lives[event.pid] == ledger.life
+        if is_now and event.name == kill.event and ledger.counts[event.pid, event.name] == kill.count:
+            window = AS_LONG_AS.get(kill.event, kill.event)
+            self.due = event.time + kill.part * ledger.windows.get(window, SECONDS)
+
+    def strike(self) -> None:
+        """Kill ranks now."""
+        self.due = None
+        kill = self._kills.pop()
+        there = [rank for rank, host in self._launch.hosts.items() if host in kill.hosts]
+        if self._launch.kill([*kill.ranks, *there]):
+            self._ledger.kills.append((time.monotonic(), kill))
+        for host in kill.hosts:
+            shutil.rmtree(self._memory / host, ignore_errors=True)
+
+
+def commands(setting: Setting, folder: Path, steps: int, restarts: int) -> list[list[str]]:
+    """The command lines of a launch, one for each host, whose checkpoints are in the folder."""
+    program = [str(ROOT / "tests/ext/recovery/program.py"), str(folder / "events"), str(folder / "checkpoints")]
+    program += ["--steps", str(steps), "--form", setting.form]
+    if setting.uses_memory:
+        program += ["--memory", str(folder / "memory/{host}"), "--every", str(setting.every)]
+    launcher = [sys.executable, "-m", setting.launcher, "--monitor-interval", "0.02"]
+    launcher += ["--max-restarts", str(restarts), "--nproc-per-node", str(setting.ranks // max(len(setting.hosts), 1))]
+    if not setting.hosts:
+        return [[*launcher, "--standalone", *program]]
+    lines = []
+    for number, host in enumerate(setting.hosts):
+        on_host = ["ip", "netns", "exec", host, "env", f"{HOST}={host}", "GLOO_SOCKET_IFNAME=eth0"]
+        rendezvous = ["--nnodes", str(len(setting.hosts)), "--rdzv-backend", "c10d", "--rdzv-id", folder.name]
+        rendezvous += ["--rdzv-endpoint", f"{ADDRESS.format(1)}:{PORT}", "--local-addr", ADDRESS.format(number + 1)]
+        rendezvous += ["--rdzv-conf", f"is_host={number == 0}"]
+        lines.append([*on_host, *launcher, *rendezvous, *program])
+    return lines
+
+
+def environment() -> dict[str, str]:
+    """The environment of launchers, whose ranks find this package."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+
+
+def run(
+    setting: Setting, folder: Path, steps: int, kills: Sequence[Kill], expected: Mapping[tuple[int, int], str]
+) -> Ledger:
+    """Launch the program and kill its ranks; it must end by itself, and leave nothing in memory.
+
+    Returns:
+        What its ranks did.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    ledger = Ledger(setting.ranks, expected)
+    with Launch(commands(setting, folder, steps, len(kills)), folder, environment()) as launch:
+        killer = Killer(launch, ledger, kills)
+        for event in follow(launch, PATIENCE, lambda: killer.due):
+            if event is None:
+                killer.strike()
+            else:
+                ledger.add(event)
+                killer.look(event)
+        if any(launch.codes()):
+            ledger.problems.append(f"the launcher ended with {launch.codes()}\n{launch.output()}")
+    if len(ledger.whole) != setting.ranks:
+        ledger.problems.append(f"ranks {sorted(ledger.whole)} of {setting.ranks} came to the end")
+    left = [str(path) for path in (folder / "memory").rglob("*") if path.is_file()]
+    if left:
+        ledger.problems.append(f"files stay in memory: {', '.join(left)}")
+    return ledger
+
+
+def steps_of(kills: int) -> int:
+    """How many steps a run takes in which so many kills have room."""
+    return MOST_STEPS * kills + 5
+
+
+def prove(setting: Setting, folder: Path, kills: int, seed: int, undisturbed: Ledger | None = None) -> dict[str, Any]:
+    """Compare a run that is killed many times with one that is not.
+
+    Args:
+        setting: What is launched.
+        folder: For all files.
+        kills: How many.
+        seed: Decides when, and of which ranks.
+        undisturbed: What ranks do without kills in `steps_of(kills)` steps; None launches them.
+
+    Returns:
+        The numbers of kills, of steps that were repeated and of states that were lost or torn, and times.
+    """
+    steps = steps_of(kills)
+    undisturbed = undisturbed or run(setting, folder / "undisturbed", steps, (), {})
+    draw = random.Random(seed)
+    plan = [draw_kill(draw, setting) for _ in range(kills)]
+    killed = run(setting, folder / "killed", steps, plan, undisturbed.digests)
+    problems = undisturbed.problems + killed.problems
+    if killed.whole != undisturbed.whole:
+        problems.append("the parameters at the end have other bits")
+    return summarize(setting, killed, problems)
+
+
+def summarize(setting: Setting, ledger: Ledger, problems: Sequence[str]) -> dict[str, Any]:
+    """What is written of a launch."""
+    moments = Counter(kill.event for _, kill in ledger.kills)
+    victims = Counter("a host" if kill.hosts else str(len(kill.ranks)) for _, kill in ledger.kills)
+    repeated = [ledger.repeated[life] for life in ledger.repeated if life]
+    seconds = list(ledger.seconds.values())
+    return {
+        "setting": setting._asdict(),
+        "kills": len(ledger.kills),
+        "moments": dict(moments),
+        "ranks_killed": dict(sorted(victims.items())),
+        "restarts": len(repeated),
+        "repeated_steps": {str(number): count for number, count in sorted(Counter(repeated).items())},
+        "lost": sum(number > 1 for number in repeated),
+        "torn": sum("other bits" in problem for problem in problems),
+        "problems": list(problems),
+        "seconds": {"median": statistics.median(seconds), "maximum": max(seconds)} if seconds else None,
+    }
