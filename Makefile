@@ -80,6 +80,7 @@ bench: .venv/models
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 benchmarks/trace.py
 	$(BIN)/python benchmarks/predict.py
 	$(BIN)/python benchmarks/rehearsal.py
+	$(BIN)/python benchmarks/recovery.py
 
 clean:
 	rm -rf .venv $(NEWEST) .pytest_cache .mypy_cache .ruff_cache build dist

@@ -1,16 +1,17 @@
 """Train a byte-level GPT on the sources of the Python standard library, sharded, jitted, and safe to kill.
 
-    torchrun --standalone --nproc_per_node 2 --max-restarts 3 examples/train_gpt.py --preset small
+    python -m fshard.run --standalone --nproc_per_node 2 --max-restarts 3 examples/train_gpt.py --preset small
     torchrun --standalone --nproc_per_node 4 examples/train_gpt.py --reduction-order tree --stop-at 100
     torchrun --standalone --nproc_per_node 2 examples/train_gpt.py --reduction-order tree
     python examples/train_gpt.py --preset tiny --steps 50
 
 The program trains with ZeRO-3 in one jitted step that donates the old state, and accumulates gradients over
 microbatches. Mixed precision (--precision bfloat16) and recomputed activations (--remat) are options. Checkpoints are
-written while steps run. Kill any rank at any time: torchrun starts all ranks again, and the run continues from its
-checkpoint with the next batches and dropout masks. Its losses equal those of an uninterrupted run bit for bit. The run
-also continues on another number of ranks. With --reduction-order tree it then has the same bits, for the same number of
-microbatches. At the end, the model writes a sample. --against plots the losses of another run beside those of this run.
+written while steps run, and the memory of the host keeps the state of each step. Kill any rank at any time: the
+launcher, torchrun too, starts all ranks again, and the run continues from the last step with the next batches and
+dropout masks. Its losses equal those of an uninterrupted run bit for bit. The run also continues on another number of
+ranks. With --reduction-order tree it then has the same bits, for the same number of microbatches. At the end, the model
+writes a sample. --against plots the losses of another run beside those of this run.
 
 The bar shows the loss, the norm of gradients before they are clipped, and the tokens a second of all ranks. The last
 line has the number of parameters and the tokens a second. With --peak-tflops, the peak of one rank's device, it also
@@ -33,7 +34,7 @@ from throughput import Meter, count_parameters, flops_of_a_step, mfu
 import fshard as fs
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-Microbatch = tuple[int, Batch]  # with its number among those of all ranks
+Microbatch = tuple[torch.Tensor, Batch]  # with its number among those of all ranks
 TrainStep = Callable[[fs.TrainState, list[Microbatch]], tuple[fs.TrainState, torch.Tensor]]
 
 # So many windows of the held-out files are evaluated, in batches of this size.
@@ -78,19 +79,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     hyper = {"lr": schedule(args), "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": args.reduction_order is None}
     adamw = fs.from_torch(torch.optim.AdamW, reduction_order=args.reduction_order, **hyper)
     tx = fs.chain(clip_and_keep_norm(1.0, args.reduction_order), adamw)
-    jitted_step = fs.jit(make_train_step(model, tx, args.reduction_order), donate_argnums=0)
-    state = fs.TrainState.create(model.init(strategy, seed=args.seed), tx, key=torch.tensor(args.seed))
+    cache = fs.graph_cache(args.directory / "graphs")
+    jitted_step = fs.jit(make_train_step(model, tx, args.reduction_order), donate_argnums=0, cache=cache)
     train_text, held_out = standard_library()
+
+    def first_state() -> fs.TrainState:
+        return fs.TrainState.create(model.init(strategy, seed=args.seed), tx, key=torch.tensor(args.seed))
 
     def batch_of(step: int) -> list[Microbatch]:
         """This rank's microbatches of a step."""
         ids = fs.sample_ids(args.seed, step, dataset_size=len(train_text) // sizes.context - 1, batch_size=sizes.batch)
         mine = fs.microbatches(list(enumerate(ids.unflatten(0, (number, -1)))), like=state.params)
-        return [(i, windows(train_text, ids, sizes.context)) for i, ids in mine]
+        # A file does not hold a graph that makes tensors of numbers, so the numbers are tensors.
+        return [(torch.tensor(i), windows(train_text, ids, sizes.context)) for i, ids in mine]
 
-    with fs.checkpoint.Manager(args.directory / "checkpoints", keep=3, every=args.save_every) as manager:
-        if manager.latest_step() is not None:
-            state = manager.restore(like=state)
+    # Each step's state stays in the memory of the host until the run ends, for ranks that a launcher starts again.
+    options = {"keep": 3, "every": args.save_every, "memory": mesh.size() > 1}
+    with fs.checkpoint.Manager(args.directory / "checkpoints", **options) as manager:
+        state = manager.restore_or(first_state)
         meter = Meter(tokens=sizes.batch * sizes.context)
         log = Log(args.directory / "losses.txt", first, mesh.size(), begin=int(state.step))
         for step in log.steps(min(args.steps, args.stop_at or args.steps), meter):

@@ -1,15 +1,17 @@
 """Draws the measured step times and peak memory: `python docs/pictures/draw_results.py`.
 
 `results.svg` stands at the top of README.md and has one model in each panel. `performance.svg` stands on the page of
-performance and has all of them. `budget.svg` has the steps under memory budgets, of the models that were measured.
+performance and has all of them. `budget.svg` has the steps under memory budgets, of the models that were measured, and
+`recovery.svg` has one recovery of each system by ranks: the one whose time is the median.
 Every number is from `benchmarks/results/*.json`.
 """
 
 import json
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 PICTURES = Path(__file__).parent
 RESULTS = PICTURES.parents[1] / "benchmarks/results"
@@ -268,6 +270,99 @@ def budgets(measured: dict[str, dict[str, Any]]) -> str:
     return picture(width, 476, "Time of a step against its peak memory under budgets", shapes)
 
 
+# The systems that are shown, and their names in the picture.
+RECOVERIES = {
+    "fshard-run-jitted": "fshard.run, generations in memory, graph from a file",
+    "fshard-torchrun-jitted": "torchrun, generations in memory, graph from a file",
+    "fshard-disk-jitted": "torchrun, checkpoint on disk, traced again",
+    "fsdp2-dcp": "torchrun, FSDP2, torch.distributed.checkpoint",
+}
+RECOVERY_RANKS = "2"
+# For the event that ends a part: the name of the part and its color.
+RECOVERY_PARTS = {
+    "created": ("no process", "#f3d0cd"),
+    "imported": ("imports", "#c9cdd3"),
+    "mesh": ("mesh", "#7aa6d8"),
+    "built": ("build", "#e3b35a"),
+    "restored": ("restore", "#a678c4"),
+    "step": ("steps", FSHARD),
+}
+RECOVERY_LEFT, RECOVERY_WIDTH, RECOVERY_ROW = 100, 760, 26
+SECONDS_BEFORE = 0.5
+
+
+class Part(NamedTuple):
+    """A stretch of the time of a rank."""
+
+    begin: float
+    end: float
+    name: str
+
+
+def parts_of(events: Sequence[Mapping[str, Any]], end: float, is_victim: bool) -> Iterator[Part]:
+    """What a rank does from shortly before the kill to the end."""
+    created = next(event["seconds"] for event in events if event["name"] == "created" and event["seconds"] > 0)
+    lost = [event["seconds"] for event in events if event["name"] == "lost"]
+    last = 0.0 if is_victim else min([*lost, created])
+    yield Part(-SECONDS_BEFORE, last, "step")
+    for event in events:
+        if event["name"] in RECOVERY_PARTS and event["seconds"] > last and event["seconds"] >= created:
+            yield Part(last, min(event["seconds"], end), event["name"])
+            last = event["seconds"]
+        if last >= end:
+            return
+    yield Part(last, end, "step")
+
+
+def rows_of(y: float, title: str, row: Mapping[str, Any], longest: float) -> list[str]:
+    """The ranks of one system below its title."""
+    scale = RECOVERY_WIDTH / (longest + SECONDS_BEFORE)
+    shapes = [text(RECOVERY_LEFT, y, f"{title}: {row['seconds']['median']:.2f} s", weight="bold")]
+    for rank in range(int(RECOVERY_RANKS)):
+        events = sorted((event for event in row["events"] if event["rank"] == rank), key=lambda event: event["seconds"])
+        top = y + 10 + RECOVERY_ROW * rank
+        shapes.append(text(RECOVERY_LEFT - 12, top + 15, f"rank {rank}", anchor="end"))
+        for part in parts_of(events, longest, is_victim=rank == row["victim"]):
+            x = RECOVERY_LEFT + scale * (part.begin + SECONDS_BEFORE)
+            shapes.append(
+                bar(
+                    x,
+                    top,
+                    max(scale * (part.end - part.begin) - 0.5, 0.5),
+                    RECOVERY_ROW - 6,
+                    RECOVERY_PARTS[part.name][1],
+                )
+            )
+        ends = [event["seconds"] for event in events if event["name"] == "step"]
+        for end in ends:
+            if -SECONDS_BEFORE < end < longest:
+                x = RECOVERY_LEFT + scale * (end + SECONDS_BEFORE)
+                shapes.append(line(x, top, x, top + RECOVERY_ROW - 6, "#ffffff", 1))
+    return shapes
+
+
+def recovery(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """The systems below each other, on one axis of seconds from the kill."""
+    longest = math.ceil(2 * max(row["seconds"]["values"][0] for row in rows.values()) + 1) / 2
+    longest = max(longest, *(row["seconds"]["median"] + 0.5 for row in rows.values()))
+    scale = RECOVERY_WIDTH / (longest + SECONDS_BEFORE)
+    height = 30 + int(RECOVERY_RANKS) * RECOVERY_ROW
+    bottom = 84 + height * len(rows)
+    shapes = [text(24, 38, "From the kill of a rank to the next completed step", size=18, weight="bold")]
+    for tick in range(math.floor(longest) + 1):
+        x = RECOVERY_LEFT + scale * (tick + SECONDS_BEFORE)
+        shapes += [line(x, 58, x, bottom), text(x, bottom + 20, f"{tick} s", anchor="middle")]
+    for number, (name, row) in enumerate(rows.items()):
+        shapes += rows_of(78 + height * number, RECOVERIES[name], row, longest)
+    killed = RECOVERY_LEFT + scale * SECONDS_BEFORE
+    shapes += [line(killed, 58, killed, bottom, INK, 2), text(killed, 54, "SIGKILL", anchor="middle", size=12)]
+    x = RECOVERY_LEFT
+    for name, color in RECOVERY_PARTS.values():
+        shapes += [bar(x, bottom + 36, 16, 16, color), text(x + 22, bottom + 49, name)]
+        x += 52 + 8 * len(name)
+    return picture(RECOVERY_LEFT + RECOVERY_WIDTH + 30, bottom + 70, "One recovery of each system by ranks", shapes)
+
+
 def main() -> None:
     """Write the pictures."""
     (PICTURES / "results.svg").write_text(results())
@@ -275,6 +370,11 @@ def main() -> None:
     measured = {title: load(name)["rows"] for name, title in BUDGETS.items() if (RESULTS / name).exists()}
     if measured:
         (PICTURES / "budget.svg").write_text(budgets(measured))
+    if (RESULTS / "recovery.json").exists():
+        measured = load("recovery.json")["ranks"].get(RECOVERY_RANKS, {})
+        rows = {name: measured[name] for name in RECOVERIES if name in measured}
+        if rows:
+            (PICTURES / "recovery.svg").write_text(recovery(rows))
 
 
 if __name__ == "__main__":
