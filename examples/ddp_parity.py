@@ -218,7 +218,7 @@ def check(mistake: str, args: argparse.Namespace, mesh: Any, module: torch.nn.Mo
 
     def loss_fn(params: Any, xy: Batch) -> torch.Tensor:
         loss = local_loss(partial(model.apply, params), xy)
-        return fs.psum_invariant(loss, axis) / axis.size if mistake == "psum" else loss
+        return fs.objective(loss, like=params) if mistake == "psum" else loss
 
     def train_step(state: fs.TrainState, xy: Batch) -> tuple[fs.TrainState, torch.Tensor]:
         loss, grads = fs.value_and_grad(loss_fn, reduce="sum" if mistake == "mean" else "mean")(state.params, xy)
@@ -230,14 +230,15 @@ def check(mistake: str, args: argparse.Namespace, mesh: Any, module: torch.nn.Mo
     ddp = {"module": module, "loss_fn": local_loss, "optimizer": partial(torch.optim.SGD, lr=lr)}
     against_ddp = partial(fs.testing.assert_matches_ddp, train_step, state, batches, **ddp, rtol=0, atol=atol)
     said = [f"\n{MISTAKES.get(mistake, 'The step as it should be')}; rounding may move a parameter by {atol:.1e}:"]
-    check_varying = partial(fs.testing.check_varying, loss_fn, state.params, batches[0])
-    for name, tool in {"assert_matches_ddp": against_ddp, "check_varying": check_varying}.items():
+    without_ranks = partial(fs.testing.assert_step, train_step, state, batches[0], mesh={"shard": max(axis.size, 2)})
+    for name, tool in {"assert_matches_ddp": against_ddp, "assert_step": without_ranks}.items():
         try:
             tool()
             said.append(f"  {name}: nothing wrong")
         except (AssertionError, ValueError) as error:
             # If fshard refuses a step, there is nothing to compare.
-            said.append(f"  {name} finds the mistake{', as fshard refuses the step' * isinstance(error, ValueError)}:")
+            end = "ends as fshard refuses the step" if isinstance(error, ValueError) else "finds the mistake"
+            said.append(f"  {name} {end}:")
             lines = [f"    {line}" for line in str(error).splitlines()]
             said += [*lines[:4], f"      and {len(lines) - 5} more"] if len(lines) > 5 else lines
     if mesh.get_rank() == 0:

@@ -9,6 +9,7 @@ import torch
 
 from fshard import _compat, comm
 from fshard.collectives import (
+    OBSERVED,
     REDUCTIONS,
     Over,
     check_agrees,
@@ -225,6 +226,9 @@ class _Differentiation:
             The objective, each function's aux, the gradients, and the new state where one was passed.
         """
         flat = self.flat
+        observe = OBSERVED.get()
+        if observe is not None:
+            observe(self.functions, flat, self.axes, self.options)
         if self._needs_torch_func():
             objective, auxes, by_leaf = self._differentiate_by_torch_func()
         else:

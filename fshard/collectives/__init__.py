@@ -2,7 +2,7 @@
 
 from fshard.collectives.derived import make_derived_leaf_agree
 from fshard.collectives.linear import (
-    LOCATED,
+    OBSERVED,
     REDUCTIONS,
     CollectiveTape,
     Variance,
@@ -36,10 +36,11 @@ from fshard.collectives.objective import (
 )
 from fshard.collectives.sums import pcast, pmax, pmean, psum, psum_invariant
 from fshard.collectives.varying import (
+    Misfit,
     Typed,
     check_agrees,
     check_not_reduced,
-    find_mixed,
+    find_misfits,
     refuse_mixed,
     refuse_unsummed,
     refuse_wrong_sums,

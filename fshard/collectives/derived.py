@@ -36,7 +36,7 @@ from typing import Any
 import torch
 
 from fshard import _compat, comm
-from fshard.collectives.linear import LOCATED, Linear, Tensors, Variance, is_tie, linear_call, variance_of
+from fshard.collectives.linear import Linear, Tensors, Variance, is_tie, linear_call, variance_of
 from fshard.tree import Axis, Spec
 
 # Entries in the metadata of a node of autograd's graph. The first tells for an axis whether the value that the node
@@ -67,8 +67,7 @@ def make_derived_leaf_agree(path: str, tensor: torch.Tensor, spec: Spec) -> torc
     if not _compat.is_differentiated(tensor):
         return tensor
     for axis in spec.scattered_axes:
-        # `check_varying` looks at axes of one rank too, so that it finds on one rank what would be wrong on several.
-        if (axis.size > 1 or LOCATED.get()) and spec.dim_of(axis) is None:
+        if axis.size > 1 and spec.dim_of(axis) is None:
             tensor = _make_leaf_agree_over(axis, path, tensor)
     return tensor
 

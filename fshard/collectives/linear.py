@@ -3,7 +3,6 @@
 A `CollectiveTape` ties the collectives of one forward together.
 """
 
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -196,16 +195,7 @@ def linear_call(linear: Linear, tensors: Tensors) -> list[torch.Tensor]:
     """
     if not tensors:
         return []
-    return _record_location(list(_LinearCall.apply(linear, *tensors)))
-
-
-def _record_location(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Keep the stack with the node that made some outputs, if `LOCATED` asks for it, and return the outputs."""
-    if LOCATED.get() and outputs:
-        node: Any = outputs[0].grad_fn
-        if node is not None:
-            node.metadata["stack"] = traceback.extract_stack()
-    return outputs
+    return list(_LinearCall.apply(linear, *tensors))
 
 
 class _CustomBackward(NamedTuple):
@@ -255,7 +245,7 @@ def custom_call(
     """Call a function of tensors whose forward and backward both communicate, on the tape of the call that runs.
 
     Both may call collectives of `comm`, or of this room, and neither is recorded by autograd. One autograd node.
-    Operands and outputs vary between the ranks of the axis, as `check_varying` knows.
+    Operands and outputs vary between the ranks of the axis, as `fs.check` knows.
 
     Args:
         forward: Maps the tensors to outputs, which are new, and to what is saved for the backward: inputs, outputs or
@@ -287,7 +277,7 @@ def custom_call(
         return list(plain(tensors))  # type: ignore[misc]
     variance = Variance(api_name, (axis,), operand=True, result=True)
     call = partial(_CustomCall.apply, forward, _CustomBackward(backward, refuse_if, variance))
-    return run_on_tape(lambda tensors: _record_location(list(call(*tensors))), tensors, axis)
+    return run_on_tape(lambda tensors: list(call(*tensors)), tensors, axis)
 
 
 def variance_of(node: Any) -> Variance:
@@ -345,9 +335,8 @@ class CollectiveTape:
 
 # The tape of the call that runs.
 _tape: ContextVar[CollectiveTape | None] = ContextVar("fshard_tape", default=None)
-# Whether nodes in autograd's graph keep the stack that made them: torch's anomaly mode belongs to all threads of a
-# process, of which each may be a rank.
-LOCATED: ContextVar[bool] = ContextVar("fshard_located", default=False)
+# What is called with the functions, leaves, axes and options of each differentiation before it runs.
+OBSERVED: ContextVar[Callable[..., None] | None] = ContextVar("fshard_observed", default=None)
 # How often this rank has summed a value that varies into one that agrees.
 REDUCTIONS: ContextVar[int] = ContextVar("fshard_reductions", default=0)
 

@@ -34,29 +34,34 @@ class Typed(NamedTuple):
     varies: bool
 
 
-def find_mixed(
-    starts: Iterable[Typed],
-    leaves: Mapping[Any, tuple[str, Spec]],
-    axis: Axis,
-    locate: Callable[[Any], str],
-    *,
-    locates_missing_sums: bool = False,
-) -> Iterator[Problem]:
+class Misfit(NamedTuple):
+    """A leaf, or a result of a collective, that is used as if it varied, or as if it agreed, and does not.
+
+    Attributes:
+        place: Where it is in the graph, and whether its users expect it to vary.
+        settled_by: The node that settles what is expected: where the graph begins, or a collective.
+        users: The nodes from the one that uses it to the beginning of the graph.
+    """
+
+    place: Typed
+    settled_by: Any
+    users: list[Any]
+
+
+def find_misfits(starts: Iterable[Typed], leaves: Mapping[Any, tuple[str, Spec]], axis: Axis) -> Iterator[Misfit]:
     """Follow values back to leaves, and find each step that mixes values that vary over an axis and that agree.
 
     Args:
         starts: The values.
         leaves: Path and spec of each leaf, by the node where its gradient arrives.
         axis: The axis.
-        locate: Says where in a program a node was made.
-        locates_missing_sums: Whether to name a leaf that is used as if it agreed by the place that needs the sum.
 
     Yields:
-        A problem for each leaf, and for each result of a collective, that is used as what it is not.
+        Each leaf, and each result of a collective, that is used as what it is not.
     """
     first_places = list(starts)
-    # By each place, the node that settles whether it should vary: where the graph begins, or a collective.
     settled_by = {start: start.node for start in first_places}
+    used_by: dict[Typed, Typed] = {}
 
     def behind(place: Typed) -> list[Typed]:
         if place.node in leaves:
@@ -65,39 +70,47 @@ def find_mixed(
         is_collective = axis in variance_of(place.node).axes
         for each in inputs:
             is_settled_here = is_collective or each.varies is not place.varies
-            settled_by.setdefault(each, place.node if is_settled_here else settled_by[place])
+            if each not in settled_by:
+                settled_by[each] = place.node if is_settled_here else settled_by[place]
+                used_by[each] = place
         return inputs
 
     for place in walk_graph(first_places, behind):
         variance = variance_of(place.node)
         if place.node in leaves:
-            path, spec = leaves[place.node]
-            is_split = spec.dim_of(axis) is not None
-            if is_split is not place.varies:
-                place_of_sum = locate(settled_by[place]) if is_split and locates_missing_sums else None
-                yield _describe_leaf(path, axis, is_split, place_of_sum)
-        elif axis in variance.axes and variance.result_varies(axis, place.output) is not place.varies:
-            yield _describe_result(place, axis, locate(place.node))
+            varies = leaves[place.node][1].dim_of(axis) is not None
+        elif axis in variance.axes:
+            varies = variance.result_varies(axis, place.output)
+        else:
+            continue
+        if varies is not place.varies:
+            users = []
+            user = used_by.get(place)
+            while user is not None:
+                users.append(user.node)
+                user = used_by.get(user)
+            yield Misfit(place, settled_by[place], users)
 
 
-def _describe_leaf(path: str, axis: Axis, is_split: bool, place_of_sum: str | None) -> Problem:
-    """Describe a leaf that is used as what it is not, by the place that needs a sum where that is known."""
-    stored_as = "split" if is_split else "replicated"
-    remedy = "apply fs.psum_invariant" if is_split else "apply fs.gather or fs.pcast first"
-    expected = f"a value that {KINDS[not is_split]} between ranks ({remedy})"
-    leaf = f"a leaf that is {stored_as} over {axis.name!r}"
-    if place_of_sum is None:
-        return Problem(path, leaf, expected)
-    return Problem(place_of_sum, f"one computed from {path}, {leaf}", expected)
+def _describe_misfit(misfit: Misfit, leaves: Mapping[Any, tuple[str, Spec]], axis: Axis) -> Problem:
+    """Describe a leaf, or a result of a collective, that is used as what it is not."""
+    place = misfit.place
+    if place.node not in leaves:
+        return _describe_result(place, axis)
+    stored_as = "replicated" if place.varies else "split"
+    remedy = "apply fs.gather or fs.pcast first" if place.varies else "apply fs.psum_invariant"
+    expected = f"a value that {KINDS[place.varies]} between ranks ({remedy})"
+    return Problem(leaves[place.node][0], f"a leaf that is {stored_as} over {axis.name!r}", expected)
 
 
-def _describe_result(place: Typed, axis: Axis, location: str) -> Problem:
+def _describe_result(place: Typed, axis: Axis) -> Problem:
     """Describe a result of a collective that is used as what it is not."""
     variance = variance_of(place.node)
     advice = "apply fs.pcast first" if place.varies else "apply fs.psum_invariant to a value computed from it"
     remedy = ADVICE.get(variance.name, advice)
     got = f"{variance.name} over {axis.name!r}, whose result {KINDS[not place.varies]}"
-    return Problem(location, got, f"a value that {KINDS[place.varies]} between ranks ({remedy})")
+    expected = f"a value that {KINDS[place.varies]} between ranks ({remedy})"
+    return Problem("a leaf that the function computes", got, expected)
 
 
 def _inputs(place: Typed, axis: Axis) -> list[Typed]:
@@ -190,8 +203,8 @@ def refuse_mixed(api_name: str, derived: Sequence[tuple[Spec, tuple[Any, int]]],
     ends = {node: (path, spec) for path, spec, node in _with_nodes(leaves)}
     problems: list[Problem] = []
     for axis, starts in starts_over.items():
-        problems += find_mixed(starts, ends, axis, lambda _: "a leaf that the function computes")
-    remedy = "read the docstrings of psum_invariant and pcast. fs.testing.check_varying shows the lines of your program"
+        problems += [_describe_misfit(misfit, ends, axis) for misfit in find_misfits(starts, ends, axis)]
+    remedy = "read the docstrings of psum_invariant and pcast. fs.check shows the lines of your program"
     refuse(f"{api_name}: gradients of leaves that the function computes would be wrong", problems, remedy)
 
 

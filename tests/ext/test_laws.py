@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.func import functional_call, grad_and_value
 
 import fshard as fs
-from fshard.testing import assert_trees_close, check_varying
+from fshard.testing import assert_trees_close
 from tests.checkpoint.states import zeros_like
 from tests.ext.parallel import test_attention as attention
 from tests.ext.parallel import test_moe as moe
@@ -245,7 +245,7 @@ def test_numbers_are_those_of_one_process(name):
 @EVERY
 @on_ranks(RANKS)
 def test_a_step_is_pure_and_sends_the_bytes_of_the_formula(name):
-    """Besides what the strategy gathers, sums and compares; and what varies is told from what agrees."""
+    """Besides what the strategy gathers, sums and compares."""
     state, batch, step, expected = program(name)
     with unchanged((state, batch)):
         with fs.comm.record() as record:
@@ -256,8 +256,6 @@ def test_a_step_is_pure_and_sends_the_bytes_of_the_formula(name):
         if not entry.scalar and entry.sent and entry.label not in ("gather", "scatter", "objective"):
             sent[str(entry.label)] += entry.sent
     assert expected is None or sent == {label: count for label, count in expected.items() if count}
-    params, batch, loss_fn, _ = TABLE[name].setting()
-    check_varying(loss_fn, params, *batch)
 
 
 FAST = ("moe", "pipeline 1f1b", "chunked_loss", "quantize", "lamb", "lars", "adafactor", "whole")

@@ -1,7 +1,8 @@
 """plan: the cost of a step on a mesh of any size, predicted in one process without running it."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -60,14 +61,9 @@ def plan(
     >>> large.by_axis(), large.by_unit()["['w']"].collectives
     ({'shard': Traffic(collectives=3, bytes=32736.0)}, 2)
     """
-    coordinates = _find_coordinates(mesh, rank)
+    coordinates = _find_coordinates(mesh, rank, "plan")
     check_rates(rates, mesh)
-    expect(backend in BACKENDS, "plan", f"backend to be one of {BACKENDS}", repr(backend))
-    expect(callable(step), "plan", "step to be a function of (state, *batch)", describe(step))
-    flat = flatten((state, *batch))
-    _check_axes(flat, mesh)
-    with fake_axes("plan", mesh, coordinates, backend) as axes:
-        args = _lay_out(flat, axes)
+    with lay_out_call(step, (state, *batch), mesh, rank, backend) as args:
         graph = fs.make_graph(step)(*args)
         arguments, moments = make_timeline(graph, graph.find_uses(args))
         seconds, waiting = estimate_seconds(moments, graph.memory.pending_buffers, rates)
@@ -84,13 +80,53 @@ def plan(
     )
 
 
-def _find_coordinates(mesh: Any, rank: Any) -> dict[str, int]:
+@contextmanager
+def lay_out_call(
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    mesh: Mapping[str, int],
+    rank: int,
+    backend: str,
+    api_name: str = "plan",
+) -> Iterator[tuple[Any, ...]]:
+    """Lay the arguments of a step out on a mesh of any size, to trace the step inside a context.
+
+    Args:
+        step: A function of the arguments.
+        args: The arguments, as `plan` takes them.
+        mesh: Ranks on each axis by its name, outermost first.
+        rank: The number of the rank that traces.
+        backend: "nccl" or "gloo".
+        api_name: The function that is called, for its errors.
+
+    Yields:
+        The arguments on that mesh, whose tensors have no values.
+
+    Raises:
+        ValueError: as `plan` does for its arguments.
+
+    >>> import torch, fshard as fs
+    >>> params = fs.shard({"w": torch.ones(4096)}, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
+    >>> with lay_out_call(fs.gather, (params,), {"shard": 1024}, 0, "nccl") as args:
+    ...     args[0]["w"].local.shape, fs.make_graph(fs.gather)(*args).bytes_sent()
+    (torch.Size([4]), 16368.0)
+    """
+    coordinates = _find_coordinates(mesh, rank, api_name)
+    expect(backend in BACKENDS, api_name, f"backend to be one of {BACKENDS}", repr(backend))
+    expect(callable(step), api_name, "step to be a function of (state, *batch)", describe(step))
+    flat = flatten(args)
+    _check_axes(flat, mesh, api_name)
+    with fake_axes(api_name, mesh, coordinates, backend) as axes:
+        yield _lay_out(flat, axes)
+
+
+def _find_coordinates(mesh: Any, rank: Any, api_name: str) -> dict[str, int]:
     """Find a rank's coordinate on each axis, the last of which varies fastest, as in a DeviceMesh."""
     expected = 'mesh to be a mapping from names of axes to whole numbers of ranks from 1, such as {"shard": 4096}'
-    expect(_is_mesh_shape(mesh), "plan", expected, f"{mesh!r:.100}")
+    expect(_is_mesh_shape(mesh), api_name, expected, f"{mesh!r:.100}")
     ranks = math.prod(mesh.values())
     expected = f"rank to be a whole number from 0 to {ranks - 1} for the mesh {dict(mesh)}"
-    expect(type(rank) is int and 0 <= rank < ranks, "plan", expected, f"{rank!r:.40}")
+    expect(type(rank) is int and 0 <= rank < ranks, api_name, expected, f"{rank!r:.40}")
     coordinates = {}
     for name, size in reversed(list(mesh.items())):
         rank, coordinates[name] = divmod(rank, size)
@@ -104,18 +140,20 @@ def _is_mesh_shape(mesh: Any) -> bool:
     return all(isinstance(name, str) and type(size) is int and size > 0 for name, size in mesh.items())
 
 
-def _check_axes(flat: Any, mesh: Mapping[str, int]) -> None:
+def _check_axes(flat: Any, mesh: Mapping[str, int], api_name: str) -> None:
     """Refuse a mesh whose axes are not those of the leaves."""
     if not flat.specs:
-        raise ValueError("plan: the arguments have no Sharded leaf, so there is no state. Make one with fs.shard.")
+        raise ValueError(
+            f"{api_name}: the arguments have no Sharded leaf, so there is no state. Make one with fs.shard."
+        )
     names = {axis.name for axis in flat.axes}
     for spec in flat.specs:
         if spec.transform is not None:
             names.update(axis.name for axis in spec.transform.axes)
     if names != set(mesh):
         raise ValueError(
-            f"plan: mesh has the axes {sorted(mesh)}, and the state has {sorted(names)}. Give a size to each axis of "
-            "the state and to no other, or make the state with a strategy of other axes."
+            f"{api_name}: mesh has the axes {sorted(mesh)}, and the state has {sorted(names)}. Give a size to each "
+            "axis of the state and to no other, or make the state with a strategy of other axes."
         )
 
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard.testing import assert_trees_close, check_pure, check_varying
+from fshard.testing import assert_trees_close, check_pure
+from tests.checks import find_problems
 from tests.ranks import on_ranks
 from tests.tolerance import within
 from tests.trees import OF_EVERY_LEAF, normal, one_axis
@@ -115,99 +116,6 @@ def parallel(mesh):
     return fs.compose(fs.zero3(mesh, min_shard_elements=7), *split)
 
 
-def vary(x, axis):
-    return fs.pcast(x, axis, to="varying")
-
-
-def pass_on(x, axis):
-    return x
-
-
-def layer(enter, leave):
-    """The loss of a layer that is split over `tp`: what its input and its output pass."""
-
-    def loss(params, shard, tp):
-        full = fs.gather(params)
-        x = enter(X * full["norm"], tp)
-        x = leave(torch.relu(x @ full["up"].T) @ full["down"].T, tp)
-        return ((x * full["norm"]) @ full["head"]).square().mean()
-
-    return loss
-
-
-def sum_that_varies(params, shard, tp):
-    full = fs.gather(params)
-    return fs.psum(full["norm"].sum(), tp)  # this line
-
-
-def sum_that_is_missing(params, shard, tp):
-    x = fs.gather(params)["up"] @ torch.ones(6, dtype=torch.float64)
-    x = torch.relu(x)
-    return x.sum()  # that line
-
-
-def sum_that_is_missing_before_a_cast(params, shard, tp):
-    x = fs.gather(params)["up"].sum()
-    x = fs.pcast(x, tp, to="varying")  # here
-    return fs.psum_invariant(x, tp)
-
-
-def sum_that_agrees(params, shard, tp):
-    return fs.psum_invariant(fs.gather(params)["norm"].sum(), shard)
-
-
-def math_on_shards(params, shard, tp):
-    return params["norm"].local.sum()
-
-
-REPLICATED = (
-    "['norm']: expected a value that varies between ranks (apply fs.gather or fs.pcast first), "
-    "got a leaf that is replicated over '{}'"
-)
-AGREES = "agrees between ranks"
-# Losses of parameters and of the axes `shard` and `tp`, and what is wrong with them.
-LOSSES = [
-    (layer(vary, fs.psum_invariant), None),
-    (layer(pass_on, fs.psum_invariant), REPLICATED.format("tp")),
-    (layer(vary, fs.psum), f"{AGREES} (use fs.psum_invariant, whose sum agrees), got psum over 'tp', whose result"),
-    (
-        layer(vary, pass_on),
-        'in loss return ((x * full["norm"]) @ full["head"]).square().mean(): expected a value that '
-        f"{AGREES} (apply fs.psum_invariant), got one computed from ['down'], a leaf that is split over 'tp'",
-    ),
-    (
-        sum_that_is_missing,
-        f"in sum_that_is_missing return x.sum() # that line: expected a value that {AGREES} (apply fs.psum_invariant), "
-        "got one computed from ['up'], a leaf that is split over 'tp'",
-    ),
-    (
-        sum_that_is_missing_before_a_cast,
-        'in sum_that_is_missing_before_a_cast x = fs.pcast(x, tp, to="varying") # here: expected a value that agrees',
-    ),
-    (
-        sum_that_agrees,
-        "varies between ranks (apply fs.pcast first), got psum_invariant over 'shard', whose result agrees",
-    ),
-    (math_on_shards, REPLICATED.format("shard")),
-    (sum_that_varies, 'in sum_that_varies return fs.psum(full["norm"].sum(), tp) # this line: expected a value that'),
-]
-
-
-@on_ranks(4)
-def test_losses():
-    mesh = fs.init_mesh({"shard": 2, "tp": 2}, device="cpu")
-    params, axes = fs.shard(FULL, parallel(mesh)), (fs.axis_of(mesh["shard"]), fs.axis_of(mesh["tp"]))
-    for loss, error in LOSSES:
-        for f, has_aux in (
-            (lambda p: loss(p, *axes), False),  # noqa: B023
-            (lambda p: ((loss(p, *axes), len(X)), {"rows": X}), True),  # noqa: B023
-        ):
-            with nullcontext() if error is None else pytest.raises(AssertionError, match=re.escape(error)):
-                check_varying(f, params, has_aux=has_aux)
-    # Ranks may be threads: a switch of the process that one puts back would change another's.
-    assert not torch.is_anomaly_enabled()
-
-
 PROGRAM = """
 import torch, fshard as fs
 
@@ -217,9 +125,10 @@ def summed(params, tp):
 def program():
     tp = fs.axis_of(fs.init_mesh({"tp": -1}, device="cpu"))
     params = fs.shard({"w": torch.ones(4)}, fs.split_dim(tp, dim=0))
-    fs.testing.check_varying(lambda p: summed(p, tp), params)
+    step = lambda params, tp: fs.value_and_grad(summed)(params, tp)
+    print(fs.check(step, params, tp, mesh={"tp": 2}))
 
-for check in (lambda: fs.testing.spmd(program, 2), lambda: fs.jit(lambda x: x.storage_offset())(torch.ones(2))):
+for check in (program, lambda: fs.jit(lambda x: x.storage_offset())(torch.ones(2))):
     try:
         check()
     except Exception as error:
@@ -237,8 +146,8 @@ def test_errors_name_the_users_line_whatever_the_folders_are_called(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(clone)}
     run = subprocess.run([sys.executable, script], cwd=clone, env=environment, capture_output=True, text=True)
     line = 1 + PROGRAM[: PROGRAM.index("return")].count("\n")
-    place = f'File "{script}", line {line}, in summed return fs.psum(fs.gather(params)["w"].sum(), tp) # this line'
-    assert f"\n  {place}: expected a value that agrees" in run.stdout, run.stderr
+    place = f'{script}:{line} in summed: return fs.psum(fs.gather(params)["w"].sum(), tp)  # this line'
+    assert f"\n  {place}\n" in run.stdout, run.stderr
     assert "jit: Tensor.storage_offset needs the data or the memory of a tensor" in run.stdout
 
 
@@ -248,10 +157,10 @@ def test_columns_may_be_gathered_into_what_agrees():
     mesh = fs.init_mesh({"shard": 2, "tp": 2}, device="cpu")
     tp, params = fs.axis_of(mesh["tp"]), fs.shard(FULL, parallel(mesh))
 
-    def loss(params):
+    def loss(params, tp):
         return fs.all_gather_invariant(fs.gather(params)["up"], tp).square().sum()
 
-    check_varying(loss, params)
-    value, grads = fs.value_and_grad(loss)(params)
+    assert find_problems(loss, params, tp) == []
+    value, grads = fs.value_and_grad(loss)(params, tp)
     expected = FULL["up"].square().sum(), 2 * FULL["up"]
     assert_trees_close((value, fs.unshard(grads)["up"]), expected, **within(expected, FULL["up"].numel()))

@@ -1,0 +1,118 @@
+"""Types of a loss: where it uses a value that agrees between ranks as one that varies, or the other way round."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+import fshard as fs
+from fshard.ext._compat import find_forward
+from fshard.ext.check.report import Mistake, StepProblem
+from fshard.extend import Misfit, Typed, find_misfits, is_trained, transforms_active, variance_of, walk_graph
+
+# Collectives whose result varies in type, though it agrees in value.
+_UNTYPED = ("psum", "all_gather")
+
+
+def find_mixed_types(
+    function: Callable[[Any], Any], flat: Any, axes: Sequence[fs.Axis], has_aux: bool
+) -> Iterator[StepProblem]:
+    """Run a local loss in a trace, and follow it back to the parameters over each axis.
+
+    Args:
+        function: Maps parameters to the loss, to (sum, count), or to a pair of either with an aux.
+        flat: The leaves of the parameters.
+        axes: The axes that the loss is reduced over: it varies over these, and agrees over others.
+        has_aux: Whether the function returns an aux.
+
+    Yields:
+        The mistakes, as the transposes of collectives have them.
+    """
+    if transforms_active():
+        return
+    leaves = []
+    ends = {}
+    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+        if isinstance(leaf, fs.Sharded) and is_trained(leaf):
+            leaf = fs.Sharded(leaf.local.detach().requires_grad_(), leaf.spec)
+            ends[torch.autograd.graph.get_gradient_edge(leaf.local).node] = path, leaf.spec
+        leaves.append(leaf)
+    with torch.enable_grad():
+        loss = function(flat.unflatten(leaves))
+    for _ in range(has_aux + 1):
+        loss = loss[0] if isinstance(loss, tuple) else loss
+    if loss.grad_fn is None:
+        return
+    for axis in flat.axes:
+        if axis.size > 1:
+            start = Typed(loss.grad_fn, loss.output_nr, axis in axes)
+            varying = _find_varying(loss.grad_fn, ends, axis)
+            for misfit in find_misfits([start], ends, axis):
+                if any(_is_opaque(user, axis) for user in misfit.users):
+                    continue
+                yield _describe(misfit, ends, axis, varying)
+
+
+def _find_varying(start: Any, ends: Mapping[Any, Any], axis: fs.Axis) -> dict[Any, bool]:
+    """Find out which nodes of a graph have results that vary, from the leaves on."""
+    varying = {node: spec.dim_of(axis) is not None for node, (_, spec) in ends.items()}
+    nodes = walk_graph([start], lambda node: () if node in ends else _list_sources(node))
+    for node in sorted(set(nodes) - ends.keys(), key=lambda node: node._sequence_nr()):
+        variance = variance_of(node)
+        if axis in variance.axes:
+            varying[node] = variance.result_varies(axis, 0)
+        else:
+            varying[node] = any(varying.get(source) for source in _list_sources(node))
+    return varying
+
+
+def _is_opaque(node: Any, axis: fs.Axis) -> bool:
+    """Whether a node has a backward of its own, such as a pipeline, which may hide collectives over an axis."""
+    return hasattr(node, "custom") and axis not in variance_of(node).axes
+
+
+def _list_sources(node: Any) -> list[Any]:
+    return [source for source, _ in node.next_functions if source is not None]
+
+
+def _describe(misfit: Misfit, ends: Mapping[Any, Any], axis: fs.Axis, varying: Mapping[Any, bool]) -> StepProblem:
+    """Make a problem of a misfit: its kind, and the node whose line is to be mended."""
+    place, settled_by, users = misfit
+    variance = variance_of(place.node)
+    path = ends[place.node][0] if place.node in ends else ""
+    subject = f"{path or variance.name}, which {'agrees' if place.varies else 'varies'} between ranks,"
+    if place.varies:
+        is_loss = not any(axis in variance_of(user).axes for user in users)
+        if variance.name == "psum_invariant" and is_loss:
+            kind, node = Mistake.DOUBLED_SUM, place.node
+            text = (
+                "the loss of a rank was summed over ranks already; leave this sum out, or use fs.psum for a part of it"
+            )
+        else:
+            kind, node = Mistake.MISSING_CAST, _find_meeting(misfit, varying)
+            text = f'{subject} is used as one that varies; use fs.gather, or fs.pcast(x, axis, to="varying") before'
+    elif variance_of(settled_by).name == "pcast":
+        kind, node = Mistake.SUPERFLUOUS_CAST, settled_by
+        text = f"{subject} is cast to one that varies; leave the cast out"
+    else:
+        kind = Mistake.MISSING_SUM
+        is_gather = not isinstance(variance_of(settled_by).operand, bool)
+        node = _find_meeting(misfit, varying) if is_gather else settled_by
+        text = f"{subject} is used as one that agrees; sum what is computed from it by fs.psum_invariant"
+        if variance.name in _UNTYPED:
+            node = place.node
+            if not any(varying.get(source) for source in _list_sources(node)):
+                kind = Mistake.DOUBLED_SUM
+            text = f"{subject} in its type is used as one that agrees; use fs.{variance.name}_invariant"
+    return StepProblem(kind, axis.name, path, find_forward(node).frames, f"{text}.")
+
+
+def _find_meeting(misfit: Misfit, varying: Mapping[Any, bool]) -> Any:
+    """Find the first user of a value where it meets one of the type that is expected of it."""
+    previous = misfit.place.node
+    for user in misfit.users:
+        others = [source for source in _list_sources(user) if source is not previous]
+        if any(varying.get(other) is misfit.place.varies for other in others):
+            return user
+        previous = user
+    return misfit.users[0] if misfit.users else misfit.settled_by

@@ -1,0 +1,100 @@
+"""The report of `fs.check`: problems, each with the line to mend, and the contract of the step."""
+
+import linecache
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from torch.fx import Node
+
+from fshard.ext._compat import Frame, Origin
+
+
+def origin_of(node: Node) -> Origin:
+    """Return where a node comes from."""
+    origin: Origin = node.meta.get("origin", Origin())
+    return origin
+
+
+def frames_of(node: Node) -> tuple[Frame, ...]:
+    """Return the lines of the user's program that a node comes from, for the backward those of its forward."""
+    origin = origin_of(node)
+    return origin.forward or origin.frames
+
+
+class Mistake(StrEnum):
+    """The kinds of mistakes that a check finds.
+
+    >>> str(Mistake.MISSING_SUM)
+    'missing sum'
+    """
+
+    MISSING_SUM = "missing sum"
+    DOUBLED_SUM = "doubled sum"
+    MISSING_CAST = "missing cast"
+    SUPERFLUOUS_CAST = "superfluous cast"
+    LOCAL_METRIC = "local metric"
+    BUFFER_DIFFERS = "buffer differs"
+    OWN_NUMBER = "rank's own number"
+    MEAN_OF_MEANS = "mean of means"
+    SAME_DRAWS = "same random numbers"
+    NUMBER_OF_RANKS = "number of ranks"
+    UNUSED_BATCH = "unused batch"
+    REFUSED = "refused"
+
+
+class StepProblem(NamedTuple):
+    """One mistake in a step.
+
+    Attributes:
+        kind: The kind of mistake.
+        axis: The axis whose ranks it concerns; empty if it concerns none.
+        path: The leaf of the state, or of the result, that is wrong; empty if it is none.
+        frames: Lines of the user's program, the innermost first; the first is the line to mend.
+        text: What is wrong, and what to do.
+    """
+
+    kind: Mistake
+    axis: str
+    path: str
+    frames: tuple[Frame, ...]
+    text: str
+
+    def __str__(self) -> str:
+        """A block of lines: the mistake, and the lines of the program."""
+        where = "".join(f" {word} {name}" for word, name in (("over", self.axis), ("in", self.path)) if name)
+        lines = [f"{self.kind}{where}: {self.text}"]
+        for frame in self.frames:
+            line = linecache.getline(frame.file, frame.line).strip()
+            lines.append(f"  {frame.file}:{frame.line} in {frame.function}: {line}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class StepCheck:
+    """What `fs.check` says of a step. It prints as a report.
+
+    Attributes:
+        problems: The mistakes that were found; none if nothing is wrong.
+        plan: The contract: memory, collectives and bytes, as `fs.plan` predicts them; None if the step could not be
+            traced to its end.
+        unchecked: What only a run can find, a sentence each.
+    """
+
+    problems: tuple[StepProblem, ...]
+    plan: Any
+    unchecked: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(self._write_lines())
+
+    __repr__ = __str__
+
+    def _write_lines(self) -> Iterator[str]:
+        yield f"check: {len(self.problems)} problems" if self.problems else "check: no problems"
+        yield from map(str, self.problems)
+        if self.plan is not None:
+            yield str(self.plan)
+        for sentence in self.unchecked:
+            yield f"  only a run can find: {sentence}"
