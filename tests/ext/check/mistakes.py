@@ -1,0 +1,134 @@
+"""The table of planted mistakes: steps of users that are wrong, and where a report on each must point.
+
+A row is a function of the modules KNOWN and NEW, called with a mesh of one rank. It returns the step and its arguments.
+The line that a user has to mend ends in `# <- here`. What follows on `right:` is the code that mends a line, so that
+the same modules without mistakes are steps in which nothing may be reported.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import fshard as fs
+
+KNOWN = ("mixed_values", "unlike_ddp")
+NEW = ("wrong_losses", "wrong_updates", "wrong_results")
+SHARD: Mapping[str, int] = {"shard": 8}
+SHARD_TP: Mapping[str, int] = {"shard": 4, "tp": 2}
+HERE, RIGHT = "# <- here", re.compile(r"^(\s*).*#.*?\bright: (.*)$")
+
+
+class Mistake(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        module: The module that has the step.
+        name: The function that makes it.
+        kinds: The kinds of problem that a report may give.
+        mesh: Ranks on each axis.
+        only_a_run: Why no analysis without values can find it; empty where one can.
+        missed: Why a report says nothing of it all the same; empty where it must.
+        word: Of a row that only a run can find, a word of the sentence in which the report says so.
+        make: Makes the step and its arguments, of a mesh of one rank with the same axes.
+        lines: The lines of the module that a report may point to.
+    """
+
+    module: str
+    name: str
+    kinds: tuple[str, ...]
+    mesh: Mapping[str, int]
+    only_a_run: str
+    missed: str
+    word: str
+    make: Callable[[Any], tuple[Any, ...]]
+    lines: frozenset[int]
+
+    @property
+    def file(self) -> Path:
+        """The module's file."""
+        return Path(inspect.getfile(self.make))
+
+    def judge(self, report: Any) -> "Outcome":
+        """Compare a report with the row."""
+        kinds = {problem.kind.value for problem in report.problems}
+        places = {
+            (Path(problem.frames[0].file), problem.frames[0].line) for problem in report.problems if problem.frames
+        }
+        return Outcome(
+            problems=len(report.problems),
+            kind=", ".join(sorted(kinds)),
+            is_found=bool(kinds & set(self.kinds)),
+            is_line_right=any((self.file, line) in places for line in self.lines),
+            is_named=bool(self.word) and any(self.word in sentence for sentence in report.unchecked),
+        )
+
+
+class Outcome(NamedTuple):
+    """What a report says of a row.
+
+    Attributes:
+        problems: The number of problems.
+        kind: The kinds of all of them.
+        is_found: Whether one is of a kind of the row.
+        is_line_right: Whether one points to a line of the row.
+        is_named: Whether the report says that only a run can find it.
+    """
+
+    problems: int
+    kind: str
+    is_found: bool
+    is_line_right: bool
+    is_named: bool
+
+
+def mistake(
+    *kinds: str, mesh: Mapping[str, int] = SHARD, only_a_run: str = "", missed: str = "", word: str = ""
+) -> Callable[..., Any]:
+    """Mark a function as a row of the table; see `Mistake`."""
+
+    def decorate(make: Callable[[Any], tuple[Any, ...]]) -> Callable[[Any], tuple[Any, ...]]:
+        vars(make)["row"] = kinds, mesh, only_a_run, missed, word
+        return make
+
+    return decorate
+
+
+def table(modules: tuple[str, ...] = KNOWN + NEW) -> list[Mistake]:
+    """List the rows of modules in their order."""
+    rows = []
+    for name in modules:
+        for make in vars(import_module(f"tests.ext.check.{name}")).values():
+            if hasattr(make, "row"):
+                rows.append(Mistake(name, make.__name__, *make.row, make, find_marked_lines(make)))
+    return rows
+
+
+def find_marked_lines(make: Callable[..., Any]) -> frozenset[int]:
+    """Find the lines of a function that a report may point to."""
+    lines, first = inspect.getsourcelines(make)
+    return frozenset(number for number, line in enumerate(lines, first) if HERE in line)
+
+
+def mended(module: str) -> list[Mistake]:
+    """List the rows of a module in which every line with a `right:` has the code that follows on it."""
+    path = Path(__file__).with_name(f"{module}.py")
+    lines = []
+    for line in path.read_text().splitlines():
+        match = RIGHT.match(line)
+        lines.append(line if match is None else "".join(match.groups()))
+    namespace: dict[str, Any] = {"__name__": f"tests.ext.check.{module}", "__file__": str(path)}
+    exec(compile("\n".join(lines), path, "exec"), namespace)
+    rows = []
+    for row in table((module,)):
+        if "right: " in inspect.getsource(row.make):
+            rows.append(row._replace(make=namespace[row.name]))
+    return rows
+
+
+def check(make: Callable[[Any], tuple[Any, ...]], mesh: Mapping[str, int]) -> Any:
+    """Return the report on what a function makes of a mesh of one rank, for a mesh of many."""
+    step, *args = make(fs.init_mesh(dict.fromkeys(mesh, 1), device="cpu"))
+    return fs.check(step, *args, mesh=mesh)

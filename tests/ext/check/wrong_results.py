@@ -1,0 +1,127 @@
+"""Results and state that are wrong as users make them: metrics of a rank, and state that differs between ranks."""
+
+import torch
+import torch.nn.functional as F
+
+import fshard as fs
+from tests.ext.check.mistakes import SHARD_TP, mistake
+from tests.ext.check.programs import CLASSES, LAYER, TX, WIDTH, X, Y, parallel, split, state_of
+
+FULL = {"w": torch.ones(WIDTH, CLASSES), "b": torch.ones(CLASSES)}
+
+
+def loss_and_logits(params, x, y):
+    full = fs.gather(params)
+    logits = x @ full["w"] + full["b"]
+    return F.cross_entropy(logits, y), logits.detach()
+
+
+def loss_alone(params, x, y):
+    loss, _ = loss_and_logits(params, x, y)
+    return loss, loss.detach()
+
+
+@mistake("local metric")
+def accuracy_of_one_rank(mesh):
+    def step(state, x, y, axis):
+        (loss, logits), grads = fs.value_and_grad(loss_and_logits, has_aux=True)(state.params, x, y)
+        accuracy = (logits.argmax(-1) == y).float().mean()  # <- here
+        # right: accuracy = fs.pmean(accuracy, axis)
+        return fs.update(TX, state, grads), {"loss": loss, "accuracy": accuracy}  # <- here
+
+    return step, state_of(FULL, split(mesh)), X, Y, fs.axis_of(mesh)
+
+
+@mistake("mean of means")
+def mean_of_perplexities(mesh):
+    def step(state, x, y, axis):
+        (loss, local), grads = fs.value_and_grad(loss_alone, has_aux=True)(state.params, x, y)
+        perplexity = fs.pmean(local.exp(), axis)  # <- here; right: perplexity = fs.pmean(local, axis).exp()
+        return fs.update(TX, state, grads), {"loss": loss, "perplexity": perplexity}
+
+    return step, state_of(FULL, split(mesh)), X, Y, fs.axis_of(mesh)
+
+
+@mistake("doubled sum", "local metric", mesh=SHARD_TP)
+def metric_over_the_other_axis(mesh):
+    def step(state, x, y, shard, tp):
+        def loss_fn(params):
+            full = fs.gather(params)
+            hidden = torch.relu(fs.pcast(x * full["norm"], tp, to="varying") @ full["up"].T)
+            logits = fs.psum_invariant(hidden @ full["down"].T, tp) @ full["head"].T
+            return F.cross_entropy(logits, y), logits.detach()
+
+        (loss, logits), grads = fs.value_and_grad(loss_fn, has_aux=True)(state.params)
+        is_right = (logits.argmax(-1) == y).float().mean()
+        accuracy = fs.pmean(is_right, tp)  # <- here; right: accuracy = fs.pmean(is_right, shard)
+        return fs.update(TX, state, grads), {"loss": loss, "accuracy": accuracy}
+
+    axes = fs.axis_of(mesh["shard"]), fs.axis_of(mesh["tp"])
+    return step, state_of(LAYER, parallel(mesh)), X, Y, *axes
+
+
+@mistake("number of ranks")
+def accuracies_added_up(mesh):
+    def step(state, x, y, axis):
+        (loss, logits), grads = fs.value_and_grad(loss_and_logits, has_aux=True)(state.params, x, y)
+        is_right = (logits.argmax(-1) == y).float().mean()
+        accuracy = fs.psum(is_right, axis)  # <- here; right: accuracy = fs.pmean(is_right, axis)
+        return fs.update(TX, state, grads), {"loss": loss, "accuracy": accuracy}
+
+    return step, state_of(FULL, split(mesh)), X, Y, fs.axis_of(mesh)
+
+
+@mistake("doubled sum")
+def objective_that_is_summed_again(mesh):
+    def step(state, x, y, axis):
+        (loss, _), grads = fs.value_and_grad(loss_and_logits, has_aux=True)(state.params, x, y)
+        loss = fs.psum(loss, axis)  # <- here; right: pass
+        return fs.update(TX, state, grads), loss
+
+    return step, state_of(FULL, split(mesh)), X, Y, fs.axis_of(mesh)
+
+
+@mistake("buffer differs")
+def average_of_the_losses_of_one_rank(mesh):
+    def step(state, x, y):
+        (loss, local), grads = fs.value_and_grad(loss_alone, has_aux=True)(state.params, x, y)
+        local = local  # right: local = loss
+        average = 0.9 * state.buffers["average"] + 0.1 * local  # <- here
+        return fs.update(TX, state, grads)._replace(buffers={"average": average}), loss
+
+    return step, state_of(FULL, split(mesh), buffers={"average": torch.zeros(())}), X, Y
+
+
+@mistake("buffer differs")
+def variance_of_one_rank(mesh):
+    """BatchNorm by hand: the mean is that of all ranks, and the variance is not."""
+
+    def step(state, x, y, axis):
+        def loss_fn(params):
+            full = fs.gather(params)
+            out = x @ full["w"]
+            mean = fs.pmean(out.mean(0), axis)
+            variance = (out - mean).square().mean(0)  # <- here
+            # right: variance = fs.pmean(variance, axis)
+            out = (out - mean) * (variance + 1e-5).rsqrt() + full["b"]
+            return F.cross_entropy(out, y), variance.detach()
+
+        (loss, variance), grads = fs.value_and_grad(loss_fn, has_aux=True)(state.params)
+        running = 0.9 * state.buffers["variance"] + 0.1 * variance  # <- here
+        return fs.update(TX, state, grads)._replace(buffers={"variance": running}), loss
+
+    return step, state_of(FULL, split(mesh), buffers={"variance": torch.ones(CLASSES)}), X, Y, fs.axis_of(mesh)
+
+
+@mistake("buffer differs", "missing sum")
+def codes_of_each_rank(mesh):
+    """Replicated leaves are rounded to steps that each rank takes from its own activations."""
+
+    def step(state, x, y, axis):
+        (loss, logits), grads = fs.value_and_grad(loss_and_logits, has_aux=True)(state.params, x, y)
+        largest = logits.abs().amax()  # right: largest = fs.pmax(logits.abs().amax(), axis)
+        state = fs.update(TX, state, grads)
+        params = fs.tree_map(lambda p: (p / largest * 127).round() * largest / 127, state.params)  # <- here
+        return state._replace(params=params), loss
+
+    return step, state_of(FULL, fs.ddp(mesh)), X, Y, fs.axis_of(mesh)
