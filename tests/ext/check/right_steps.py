@@ -1,0 +1,395 @@
+"""Steps without a mistake, in which nothing may be reported: strategies, wrappers, spellings and collectives."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fshard as fs
+from tests.ext.check.programs import CLASSES, HIDDEN, TX, WIDTH, X, Y, state_of, train
+
+FULL = {"w": torch.ones(WIDTH, HIDDEN), "b": torch.ones(HIDDEN), "head": torch.ones(HIDDEN, CLASSES)}
+SHARD: Mapping[str, int] = {"shard": 8}
+HYBRID: Mapping[str, int] = {"replicate": 2, "shard": 4}
+
+
+class Right(NamedTuple):
+    """A step without a mistake.
+
+    Attributes:
+        make: Makes the step and its arguments, of a mesh of one rank.
+        mesh: Ranks on each axis.
+    """
+
+    make: Callable[[Any], tuple[Any, ...]]
+    mesh: Mapping[str, int] = SHARD
+
+
+def loss_fn(params, x, y):
+    full = fs.gather(params)
+    return F.cross_entropy(torch.tanh(x @ full["w"] + full["b"]) @ full["head"], y)
+
+
+def sum_and_count(params, x, y, mask):
+    full = fs.gather(params)
+    losses = F.cross_entropy(torch.tanh(x @ full["w"] + full["b"]) @ full["head"], y, reduction="none")
+    return (losses * mask).sum(), mask.sum()
+
+
+def by_strategy(strategy, mesh):
+    return train(loss_fn), state_of(FULL, strategy(mesh)), X, Y
+
+
+def mixed_precision(mesh):
+    layout = fs.compose(fs.cast(gather=torch.bfloat16), fs.fully_shard(mesh["shard"]), fs.cast(scatter=torch.float32))
+    return fs.zero3(mesh, layout=layout)
+
+
+def masked(mesh):
+    return fs.masked(fs.fully_shard(mesh["shard"]), "w", otherwise=fs.replicate(mesh["shard"]))
+
+
+STRATEGIES = {
+    "ddp": (fs.ddp, SHARD),
+    "zero1": (fs.zero1, SHARD),
+    "zero2": (fs.zero2, SHARD),
+    "zero2 of every leaf": (partial(fs.zero2, min_shard_elements=0), SHARD),
+    "zero3": (fs.zero3, SHARD),
+    "zero3 of every leaf": (partial(fs.zero3, min_shard_elements=0), SHARD),
+    "zero3 that keeps": (partial(fs.zero3, min_shard_elements=0, regather=False), SHARD),
+    "last dim": (lambda mesh: fs.fully_shard(mesh["shard"], dim=-1), SHARD),
+    "hsdp": (partial(fs.hsdp, min_shard_elements=0), HYBRID),
+    "ddp over two axes": (partial(fs.ddp, axis=("replicate", "shard")), HYBRID),
+    "one dim over two axes": (partial(fs.zero3, axis=("shard", "replicate"), min_shard_elements=0), HYBRID),
+    "two dims": (
+        lambda mesh: fs.compose(fs.fully_shard(mesh["replicate"]), fs.fully_shard(mesh["shard"], dim=-1)),
+        HYBRID,
+    ),
+    "mixed precision": (mixed_precision, SHARD),
+    "in another dtype": (partial(fs.zero3, param_dtype=torch.bfloat16, reduce_dtype=torch.float32), SHARD),
+    "masked": (masked, SHARD),
+    "quantized": (partial(fs.quantize, block=4), SHARD),
+}
+
+
+def by_optimizer(tx, mesh):
+    def step(state, x, y):
+        loss, grads = fs.value_and_grad(loss_fn)(state.params, x, y)
+        return fs.update(tx, state, grads), loss
+
+    params = fs.shard(FULL, fs.zero3(mesh, min_shard_elements=9))
+    return step, fs.TrainState.create(params, tx), X, Y
+
+
+CLIPPED = fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(1e-3, weight_decay=0.1))
+OPTIMIZERS = {
+    "sgd with momentum": fs.sgd(0.1, momentum=0.9),
+    "adam of torch": fs.from_torch(torch.optim.Adam, lr=1e-3),
+    "clipped": CLIPPED,
+    "clipped leaf by leaf": fs.chain(fs.clip_by_norm(1.0), fs.sgd(0.1)),
+    "ema": fs.ema(fs.adamw(1e-3), decay=0.99),
+    "skip_nonfinite": fs.skip_nonfinite(CLIPPED),
+    "freeze": fs.freeze(fs.sgd(0.1), "b"),
+    "partition": fs.partition({"b": fs.sgd(0.1), "*": fs.adamw(1e-3)}),
+    "lamb": fs.lamb(0.1),
+    "lars": fs.lars(0.1),
+    "adafactor": fs.adafactor(0.1),
+    "schedule": fs.sgd(fs.schedules.warmup_cosine(0.0, 0.1, warmup_steps=2, decay_steps=9)),
+}
+
+
+def scaled(mesh):
+    """A loss in float16, scaled by what the optimizer's state says."""
+    tx = fs.dynamic_loss_scale(fs.sgd(0.1))
+
+    def step(state, x, y):
+        scale = state.opt_state.scale
+        loss, grads = fs.value_and_grad(lambda p: scale * loss_fn(p, x, y))(state.params)
+        return fs.update(tx, state, grads), loss / scale
+
+    return step, fs.TrainState.create(fs.shard(FULL, fs.zero2(mesh, min_shard_elements=0)), tx), X, Y
+
+
+def weighted(mesh):
+    mask = torch.ones(len(Y))
+    return train(sum_and_count, reduce="weighted"), state_of(FULL, fs.zero3(mesh)), X, Y, mask
+
+
+def sum_over_all_tokens(mesh):
+    """A sum, divided by the tokens of all ranks."""
+
+    def step(state, x, y, mask, axis):
+        def loss_of_all(params):
+            total, count = sum_and_count(params, x, y, mask)
+            return total / fs.psum(count, axis)
+
+        loss, grads = fs.value_and_grad(loss_of_all, reduce="sum")(state.params)
+        return fs.update(TX, state, grads), loss
+
+    return step, state_of(FULL, fs.zero3(mesh)), X, Y, torch.ones(len(Y)), fs.axis_of(mesh)
+
+
+def four_verbs(mesh):
+    def step(state, x, y):
+        full = fs.gather(state.params)
+        grads, loss = torch.func.grad_and_value(loss_fn)(full, x, y)
+        grads = fs.scatter_grads(grads, like=state.params, reduce="mean")
+        return fs.update(TX, state, grads), fs.objective(loss, like=state.params)
+
+    return step, state_of(FULL, fs.zero3(mesh, min_shard_elements=9)), X, Y
+
+
+def accumulated(mesh, reduction_order=None):
+    run = fs.accumulate(lambda params, xy: loss_fn(params, *xy), reduction_order=reduction_order)
+
+    def step(state, batches):
+        loss, grads = run(state.params, batches)
+        return fs.update(CLIPPED, state, grads), loss
+
+    state = fs.TrainState.create(fs.shard(FULL, fs.zero2(mesh, min_shard_elements=0)), CLIPPED)
+    return step, state, [(X, Y), (X + 1, Y)]
+
+
+def tree_sums(mesh):
+    step = train(loss_fn, reduction_order="tree")
+    return step, state_of(FULL, fs.zero3(mesh, min_shard_elements=0)), X, Y
+
+
+def jitted(mesh):
+    step = fs.jit(train(loss_fn), donate_argnums=0)
+    return step, state_of(FULL, fs.zero3(mesh, min_shard_elements=0)), X, Y
+
+
+class Block(nn.Module):
+    """A layer with dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x):
+        return x + self.dropout(self.down(F.gelu(self.up(x))))
+
+
+def units(mesh):
+    """Units with dropout whose key has the rank, under clipping."""
+    model = fs.functionalize(nn.Sequential(Block(), Block(), nn.Linear(WIDTH, CLASSES)), units=Block)
+
+    def step(state, x, y, axis):
+        key = fs.fold_in(fs.fold_in(state.key, state.step), axis)
+        run = fs.value_and_grad(lambda params: F.cross_entropy(model.apply(params, x, key=key), y))
+        loss, grads = run(state.params)
+        return fs.update(CLIPPED, state, grads), loss
+
+    params = model.init(fs.zero3(mesh, bucket_bytes=0, min_shard_elements=0), seed=0)
+    return step, fs.TrainState.create(params, CLIPPED, key=0), X, Y, fs.axis_of(mesh)
+
+
+def statistics(mesh):
+    """BatchNorm, whose buffers ranks average, and metrics of all ranks."""
+    model = fs.functionalize(
+        nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.Linear(HIDDEN, CLASSES))
+    )
+
+    def step(state, x, y, axis):
+        def loss_and_more(params):
+            logits, buffers = model.apply(params, x, buffers=state.buffers)
+            return F.cross_entropy(logits, y), (buffers, (logits.argmax(-1) == y).float().mean())
+
+        (loss, (buffers, accuracy)), grads = fs.value_and_grad(loss_and_more, has_aux=True)(state.params)
+        state = fs.update(TX, state, grads)._replace(buffers=fs.sync_buffers(buffers, state.params))
+        return state, {"loss": loss, "accuracy": fs.pmean(accuracy, axis), "norm": fs.global_norm(grads)}
+
+    params = model.init(fs.zero3(mesh, min_shard_elements=0), seed=0)
+    return step, fs.TrainState.create(params, TX, buffers=model.buffers), X, Y, fs.axis_of(mesh)
+
+
+def merged(mesh):
+    """LoRA: rows of a leaf that is not trained and of an update are added on each rank, before they are gathered."""
+
+    def step(state, base, x, y):
+        def loss_of_merged(params):
+            b = fs.gather(params["b"])
+            sums = fs.Sharded(base.local + params["a"].local @ b, base.spec)
+            return F.cross_entropy(x @ fs.gather(sums), y)
+
+        loss, grads = fs.value_and_grad(loss_of_merged)(state.params)
+        return fs.update(TX, state, grads), loss
+
+    strategy = fs.zero3(mesh, min_shard_elements=0)
+    state = state_of({"a": torch.ones(WIDTH, 2), "b": torch.ones(2, CLASSES)}, strategy)
+    return step, state, fs.shard(torch.ones(WIDTH, CLASSES), strategy), X, Y
+
+
+def summed_penalty(mesh):
+    """Each rank adds the penalty of its shards to a sum over ranks, which has each element once."""
+
+    def sum_with_penalty(params, x, y):
+        return loss_fn(params, x, y) / 8 + 0.1 * params["w"].local.square().sum()
+
+    return train(sum_with_penalty, reduce="sum"), state_of(FULL, fs.zero3(mesh, min_shard_elements=0)), X, Y
+
+
+def contrastive(mesh):
+    """Each rank compares its rows with those of all ranks."""
+
+    def loss_of_rows(params, x, axis):
+        rows = F.normalize(x @ fs.gather(params)["w"], dim=-1)
+        every = fs.all_gather(rows, axis)
+        labels = torch.arange(len(rows)) + fs.axis_index(axis) * len(rows)
+        return F.cross_entropy(rows @ every.T, labels)
+
+    return train(loss_of_rows), state_of({"w": FULL["w"]}, fs.zero3(mesh, min_shard_elements=0)), X, fs.axis_of(mesh)
+
+
+def globally_normalized(mesh):
+    """BatchNorm by hand over all ranks, with `pmean` in the loss and a buffer that agrees."""
+
+    def step(state, x, y, axis):
+        def loss_of_all(params):
+            full = fs.gather(params)
+            out = x @ full["w"]
+            mean = fs.pmean(out.mean(0), axis)
+            variance = fs.pmean((out - mean).square().mean(0), axis)
+            out = (out - mean) * (variance + 1e-5).rsqrt() + full["b"]
+            return F.cross_entropy(out @ full["head"], y), variance.detach()
+
+        (loss, variance), grads = fs.value_and_grad(loss_of_all, has_aux=True)(state.params)
+        buffers = {"variance": 0.9 * state.buffers["variance"] + 0.1 * variance}
+        return fs.update(TX, state, grads)._replace(buffers=buffers), loss
+
+    state = state_of(FULL, fs.zero3(mesh, min_shard_elements=0), buffers={"variance": torch.ones(HIDDEN)})
+    return step, state, X, Y, fs.axis_of(mesh)
+
+
+def meta_learned(mesh):
+    """MAML: an inner step of gradients that are reduced, within the loss."""
+
+    def meta_loss(params, x, y):
+        _, grads = fs.value_and_grad(loss_fn)(params, x, y)
+        return loss_fn(fs.tree_map(lambda p, g: p - 0.1 * g, params, grads), x, y)
+
+    return train(meta_loss), state_of(FULL, fs.zero3(mesh, min_shard_elements=0)), X, Y
+
+
+def private(mesh):
+    """DP-SGD as in examples/dp_sgd.py, of samples and noise that the batch has."""
+
+    def gradient(full, x, y):
+        grads = torch.func.grad(lambda p: loss_fn(p, x[None], y[None]))(full)
+        norm = torch.stack([leaf.square().sum() for leaf in grads.values()]).sum().sqrt()
+        return fs.tree_map(lambda leaf: leaf * (1.0 / norm).clamp(max=1), grads)
+
+    def step(state, x, y, noise):
+        rows = torch.func.vmap(gradient, in_dims=(None, 0, 0))(fs.gather(state.params), x, y)
+        sums = fs.scatter_grads(fs.tree_map(lambda leaf: leaf.sum(0), rows), like=state.params, reduce="sum")
+        return fs.update(TX, state, fs.tree_map(lambda g, n: (g + 2.0 * n) / 100, sums, noise))
+
+    strategy = fs.zero3(mesh, min_shard_elements=0)
+    return step, state_of(FULL, strategy), X, Y, fs.shard(FULL, strategy)
+
+
+def members(mesh):
+    """An ensemble as in examples/ensemble.py, whose members are trained by one vmap."""
+
+    def of_one(params, x, y):
+        loss, grads = fs.value_and_grad(loss_fn)(params, x, y)
+        return fs.tree_map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    def step(state, x, y):
+        stacked = fs.tree_map(lambda *leaves: torch.stack(leaves), *state)
+        after, losses = torch.func.vmap(of_one)(stacked, x, y)
+        return [fs.tree_map(lambda leaf, i=i: leaf[i], after) for i in range(len(state))], losses
+
+    params = fs.shard(FULL, fs.zero3(mesh, min_shard_elements=0))
+    return step, [params, params], X.expand(2, -1, -1), Y.expand(2, -1)
+
+
+def unequal_tokens(mesh):
+    """Microbatches of unequal numbers of tokens, as in examples/unequal_tokens.py."""
+
+    def step(state, batches):
+        run = fs.accumulate(lambda params, batch: sum_and_count(params, *batch), reduce="weighted")
+        loss, grads = run(state.params, batches)
+        return fs.update(CLIPPED, state, grads), loss
+
+    state = fs.TrainState.create(fs.shard(FULL, fs.zero3(mesh)), CLIPPED)
+    return step, state, [(X, Y, torch.ones(len(Y))), (X, Y, torch.zeros(len(Y)))]
+
+
+def split_module(mesh):
+    """A module that tensor_parallel splits, which holds the axis of the mesh that the step is checked on."""
+    module = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
+
+    def split(axis):
+        return fs.tensor_parallel(module, axis, {"0": "column", "2": "row"})
+
+    def step(state, x, tp):
+        model = fs.functionalize(split(tp)[0])
+        loss, grads = fs.value_and_grad(lambda params: model.apply(params, x).square().mean())(state.params)
+        return fs.update(TX, state, grads), loss
+
+    parallel, columns_and_rows = split(fs.axis_of(mesh["tp"]))
+    strategy = fs.compose(fs.zero3(mesh, min_shard_elements=0), columns_and_rows)
+    state = fs.TrainState.create(fs.functionalize(parallel).init(strategy, seed=0), TX)
+    return step, state, X, fs.axis_of(mesh["tp"])
+
+
+def pipelined(schedule, mesh):
+    """Two stages, clipped by the norm over both axes; the last rank alone reads the labels."""
+
+    def step(state, x, y, pipe):
+        def stage(params, h):
+            return torch.tanh(h @ params["layers"][0])
+
+        def last(params, h, y):
+            return F.cross_entropy(h @ params["head"], y)
+
+        loss, grads = fs.value_and_grad(fs.pipeline(stage, pipe, microbatches=2, last=last, schedule=schedule))(
+            state.params, x, y
+        )
+        return fs.update(CLIPPED, state, grads), loss
+
+    stages = fs.compose(fs.fully_shard(mesh["shard"], dim=-1), fs.split_dim(mesh["pipe"], dim=0))
+    layout = fs.masked(stages, "layers", otherwise=fs.fully_shard(mesh["shard"]))
+    full = {"layers": torch.ones(2, WIDTH, WIDTH), "head": torch.ones(WIDTH, CLASSES)}
+    params = fs.shard(full, fs.zero3(mesh, layout=layout))
+    return step, fs.TrainState.create(params, CLIPPED), X, Y, fs.axis_of(mesh["pipe"])
+
+
+def keys_by_index(mesh):
+    """Dropout whose key has the number of the microbatch in the job, which ranks get with their batches."""
+    model = fs.functionalize(nn.Sequential(Block(), nn.Linear(WIDTH, CLASSES)))
+
+    def step(state, microbatches):
+        key = fs.fold_in(state.key, state.step)
+
+        def loss_of_one(params, microbatch):
+            index, (x, y) = microbatch
+            return F.cross_entropy(model.apply(params, x, key=fs.fold_in(key, index)), y)
+
+        loss, grads = fs.accumulate(loss_of_one)(state.params, microbatches)
+        return fs.update(TX, state, grads), loss
+
+    params = model.init(fs.zero3(mesh, min_shard_elements=0), seed=0)
+    return step, fs.TrainState.create(params, TX, key=0), [(torch.tensor(i), (X, Y)) for i in range(2)]
+
+
+PROGRAMS = (
+    *(scaled, weighted, sum_over_all_tokens, four_verbs, accumulated, tree_sums, jitted, units, statistics, merged),
+    *(contrastive, globally_normalized, meta_learned, private, members, unequal_tokens),
+    *(summed_penalty, keys_by_index),
+)
+TABLE: Mapping[str, Right] = {
+    **{name: Right(partial(by_strategy, strategy), mesh) for name, (strategy, mesh) in STRATEGIES.items()},
+    **{name: Right(partial(by_optimizer, tx)) for name, tx in OPTIMIZERS.items()},
+    **{program.__name__.replace("_", " "): Right(program) for program in PROGRAMS},
+    "module that tensor_parallel splits": Right(split_module, {"shard": 4, "tp": 2}),
+    "pipelined as gpipe": Right(partial(pipelined, "gpipe"), {"shard": 4, "pipe": 2}),
+    "pipelined as 1f1b": Right(partial(pipelined, "1f1b"), {"shard": 4, "pipe": 2}),
+    "accumulated in a tree": Right(partial(accumulated, reduction_order="tree")),
+}

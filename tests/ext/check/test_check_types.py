@@ -1,0 +1,119 @@
+"""The types of fs.check, as a table of small steps over one axis, and its report."""
+
+import pytest
+import torch
+
+import fshard as fs
+from tests.ext.check.programs import X, Y, split, state_of, train
+
+MESH = {"shard": 4}
+FULL = {"w": torch.ones(8, 6)}
+
+
+def problems_of(step, *args):
+    return [(str(problem.kind), problem.path) for problem in fs.check(step, *args, mesh=MESH).problems]
+
+
+def state(strategy=split):
+    return state_of(FULL, strategy(fs.init_mesh({"shard": 1}, device="cpu")))
+
+
+def number(f):
+    """A step that changes nothing, and returns a number of the leaf, the batch and the axis."""
+
+    def step(state, x, axis):
+        return state, f(state.params["w"], x, axis)
+
+    return step
+
+
+METRICS = {
+    "constant": (lambda w, x, axis: torch.zeros(()), None),
+    "batch": (lambda w, x, axis: x.sum(), "local metric"),
+    "batch in a graph of views": (lambda w, x, axis: x.view(-1)[0], "local metric"),
+    "mean over ranks": (lambda w, x, axis: fs.pmean(x.mean(), axis), None),
+    "shard": (lambda w, x, axis: w.local.sum(), "local metric"),
+    "sum of shards": (lambda w, x, axis: fs.psum(w.local.sum(), axis), None),
+    "gathered leaf": (lambda w, x, axis: fs.gather({"w": w})["w"].sum(), None),
+    "rows of ranks": (lambda w, x, axis: fs.all_gather(x, axis).sum(), None),
+    "exchanged rows": (lambda w, x, axis: fs.all_to_all(x, axis, 0, 0).sum(), None),
+    "largest": (lambda w, x, axis: fs.pmax(x.amax(), axis), None),
+    "coordinate": (lambda w, x, axis: torch.zeros(()) + fs.axis_index(axis), "rank's own number"),
+    "sum of a sum": (lambda w, x, axis: fs.psum(fs.psum(x.sum(), axis), axis), "doubled sum"),
+    "mean of a mean": (lambda w, x, axis: fs.pmean(fs.pmean(x.mean(), axis), axis), None),
+    "mean of exponentials": (lambda w, x, axis: fs.pmean(x.mean().exp(), axis), "mean of means"),
+    "mean of rows of exponentials": (lambda w, x, axis: fs.pmean(x.exp().mean(), axis), None),
+}
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_type_of_a_number(name):
+    f, kind = METRICS[name]
+    axis = fs.axis_of(fs.init_mesh({"shard": 1}, device="cpu"))
+    # Some of the numbers do not depend on the batch.
+    kinds = [each for each, _ in problems_of(number(f), state(), X, axis) if each != "unused batch"]
+    assert kinds == ([] if kind is None else [kind])
+
+
+def test_list_operators_type_each_item_alone():
+    def step(state, x):
+        local, shared = torch._foreach_mul([x, torch.ones(2)], 2.0)
+        return state, shared.sum(), local
+
+    assert problems_of(step, state(), X) == []
+
+
+def test_writes_change_the_type_of_memory():
+    def step(state, x):
+        buffer = torch.zeros(4)
+        view = buffer[:2]
+        buffer.add_(x.sum(1))
+        return state, view.sum()
+
+    assert problems_of(step, state(), X) == [("local metric", "[1]")]
+
+
+def loss_fn(params, x, y):
+    return torch.nn.functional.cross_entropy(x @ fs.gather(params)["w"].T, y)
+
+
+def test_report_of_a_right_step_shows_its_plan():
+    report = fs.check(train(loss_fn), state(), X, Y, mesh=MESH)
+    assert report.problems == ()
+    assert report.plan.by_axis()["shard"].collectives == 3
+    assert str(report).startswith("check: no problems\nmesh shard 4:")
+
+
+@pytest.mark.parametrize("backend", ("nccl", "gloo"))
+def test_the_plan_of_a_report_is_that_of_fs_plan(backend):
+    options = {"mesh": MESH, "rank": 3, "backend": backend}
+    step, args = train(loss_fn), (state(), X, Y)
+    assert str(fs.check(step, *args, **options).plan) == str(fs.plan(step, *args, **options))
+
+
+def test_report_shows_the_line_and_what_to_do():
+    def step(state, x, y):
+        loss, _ = fs.value_and_grad(loss_fn)(state.params, x, y)
+        return state, loss, x.sum()
+
+    (problem,) = fs.check(step, state(), X, Y, mesh=MESH).problems
+    lines = str(problem).splitlines()
+    assert lines[0] == (
+        "local metric over shard in [2]: each rank returns a number of its own batch; return fs.pmean of it."
+    )
+    assert lines[1].endswith("in step: return state, loss, x.sum()")
+
+
+def test_refusals_of_fshard_are_problems_and_errors_of_the_user_are_raised():
+    def refused(state, x):
+        return state, fs.psum({"x": 3}, state.params["w"].spec.axes[0])
+
+    def failing(state, x):
+        raise ValueError("mine")
+
+    (problem,) = fs.check(refused, state(), X, mesh=MESH).problems
+    assert (problem.kind, problem.frames[0].function) == ("refused", "refused")
+    with pytest.raises(ValueError, match="mine"):
+        fs.check(failing, state(), X, mesh=MESH)
+    with pytest.raises(ValueError, match="check: mesh has the axes"):
+        fs.check(failing, state(), X, mesh={"tp": 4})
