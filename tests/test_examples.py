@@ -217,6 +217,7 @@ SHORT = {
     "ddp_parity": ("--steps", 3, "--width", 16, "--layers", 1, "--heads", 2, "--context", 8, "--sample", 4),
     "mnist": ("--epochs", 1, "--hidden", 32, "--directory", "."),
     "unequal_tokens": ("--steps", 2, "--width", 16, "--layers", 1),
+    "check_step": ("--width", 16, "--layers", 1, "--break", "gather"),
     "find_the_nan": ("--steps", 16, "--width", 16, "--layers", 1),
     "finetune_lora": ("--steps", 2, "--export", "."),
     "finetune_peft": ("--steps", 2, "--export", "."),

@@ -125,7 +125,7 @@ def test_links_lead_somewhere(document):
 MISTAKES = {
     "mean": r"step 0 .*\n +\['loss'\]",
     "rate": r"step 2 .*\n +\['params'\]",
-    "psum": r"check_varying: .*\n +File .*/ddp_parity.py",
+    "psum": r"doubled sum over shard: .*\n +.*/ddp_parity.py:\d+ in loss_fn: return fs.objective",
     "frozen": r"step 0 .*\n +\['params'\]\['blocks.0.up.weight'\].*\n +To fix",
 }
 
@@ -137,7 +137,7 @@ def test_tools_find_the_mistake(mistake):
     sizes = {"width": 32, "layers": 2, "heads": 2, "context": 16, "batch": 2}
     out = run(*TORCHRUN, 2, ROOT / "examples/ddp_parity.py", "--break", mistake, **sizes)
     right, wrong = out.strip().split("\n\n")
-    assert right.endswith("\n  assert_matches_ddp: nothing wrong\n  check_varying: nothing wrong")
+    assert right.endswith("\n  assert_matches_ddp: nothing wrong\n  assert_step: nothing wrong")
     assert re.search(MISTAKES[mistake], wrong)
 
 

@@ -2,8 +2,8 @@
 
 The core has the ranks: `spmd`, `Workers` and `RankError`.
 
-Those of extensions check what runs on them: `assert_trees_close`, `assert_matches_ddp`, `assert_same_bits`,
-`assert_budget`; `check_pure` and `check_varying` for steps; `check_adjoint`, `check_transform` with its
+Those of extensions check what runs on them: `assert_trees_close`, `assert_matches_ddp`, `assert_same_bits`;
+`assert_step` and `check_pure` for steps; `check_adjoint`, `check_transform` with its
 `TransformReport`, and `check_optimizer` for what you wrote yourself.
 """
 
@@ -14,27 +14,25 @@ from fshard.testing.spmd import spmd
 from fshard.testing.workers import RankError, Workers
 
 if TYPE_CHECKING:
-    from fshard.ext.plan.budget import assert_budget
+    from fshard.ext.testing.assert_step import assert_step
     from fshard.ext.testing.check_optimizer import check_optimizer
     from fshard.ext.testing.compare import assert_matches_ddp, assert_trees_close, check_pure
     from fshard.ext.testing.laws import TransformReport, check_adjoint, check_transform
     from fshard.ext.testing.same_bits import assert_same_bits
-    from fshard.ext.testing.varying import check_varying
 
 __getattr__ = lazy_names.make_getattr(__name__)
 __all__ = [
     "RankError",
     "TransformReport",
     "Workers",
-    "assert_budget",
     "assert_matches_ddp",
     "assert_same_bits",
+    "assert_step",
     "assert_trees_close",
     "check_adjoint",
     "check_optimizer",
     "check_pure",
     "check_transform",
-    "check_varying",
     "spmd",
 ]
 
