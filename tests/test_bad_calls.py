@@ -101,6 +101,8 @@ READ = tuple(value for value in WRONG if value != "a donated tree")
 # Wrong values that are right for some arguments: which, and for which arguments of any or of one function.
 ACCEPTED = (
     (("None",), "ddp.axis zero1.axis zero2.axis zero3.axis apply.key model.apply.key model.init.seed"),
+    (("None",), "jit.cache"),
+    (("an empty list",), "jit.passes"),
     (("None",), "apply.buffers model.apply.buffers transform_state meta_fields"),
     (NUMBERS, "backoff_factor donate_argnums eps error every growth_factor growth_interval init_scale keep lr"),
     (NUMBERS, "max_norm max_value bucket_bytes min_shard_elements momentum p prefetch static_argnums weight_decay"),
@@ -108,8 +110,9 @@ ACCEPTED = (
     (("a number", "a negative number"), "data key seed"),
     ((*NUMBERS, "a negative number"), "dampening step_size fully_shard.dim hybrid_shard.dim own_dim.dim split_dim.dim"),
     (("a negative number",), "argnums"),
+    (NUMBERS, "memory_every"),
     (("nan",), "step_size from_torch.lr TrainState.create.key"),
-    (("a text",), "batches directory"),
+    (("a text",), "batches directory memory"),
     (("an empty text",), "subtree units perm shapes has_aux nesterov"),
     (("an empty list",), "donate_argnums frozen perm save shapes static_argnums reduce_over TrainState.create.key"),
     (("an empty list",), "meta_fields static_argnames"),

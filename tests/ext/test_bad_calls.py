@@ -25,7 +25,7 @@ GIVEN = {
     "no_split": lambda w: dict(model=Declares(nn.Linear(2, 2))),
     "load_graph": lambda w: dict(directory=w.place / "graph"),
     "pipeline": lambda w: dict(stage_fn=lambda p, h: h, last=lambda p, h: h.sum(), schedule="1f1b"),
-    "plan": lambda w: dict(step=step, mesh={"shard": 2}),
+    **dict.fromkeys(("check", "plan"), lambda w: dict(step=step, mesh={"shard": 2})),
     "fit": lambda w: dict(budget="1GB"),
     "tensor_parallel": lambda w: dict(module=nn.Sequential(nn.Linear(4, 4))),
     "to_dtensor": lambda w: dict(tree=w.params),
@@ -37,21 +37,22 @@ GIVEN = {
     "checkpoint.save_dcp": lambda w: dict(state=w.weights, module=w.module, optimizer=w.optimizer),
     "checkpoint.save_huggingface": lambda w: dict(params=w.weights, module=w.module),
     "testing.check_pure": lambda w: dict(step=step, args=w.state),
-    "testing.assert_budget": lambda w: dict(step=step, args=(w.state,), peak_bytes=1e9, mesh={"shard": 2}),
+    "testing.assert_step": lambda w: dict(step=step, mesh={"shard": 2}),
 }
 ACCEPTED = (
     *test_bad_calls.ACCEPTED,
     (("None",), "bytes_sent collectives divide dtype first names scale scatter_dim sequence_dim updates vocab_size"),
-    (("None",), "scale_by_factored_rms.eps testing.assert_budget.mesh checkpoint.load_dcp.module"),
+    (("None",), "scale_by_factored_rms.eps checkpoint.load_dcp.module"),
     (("None",), "checkpoint.load_huggingface.module checkpoint.save_dcp.module checkpoint.save_huggingface.module"),
     (NUMBERS, "block bound budget chunks collectives d max_file_bytes pipeline.microbatches scale trust_coefficient"),
+    (("a huge number",), "checkpoint.load_dcp.updates"),
     (("a huge number",), "bound budget bytes_sent peak_bytes quantize.dim"),
     (("a number",), "ignore_index time updates vocab_size quantize.dim sample_ids.step"),
     (("nan",), "from_torch_scheduler.lr from_torch_scheduler.momentum"),
     (("a negative number",), "beta2_decay ignore_index quantize.dim"),
     (("a text", "an empty text"), "checkpoint.save_dcp.model_key optimizer_key"),
     (("an empty list",), "divide"),
-    (("an empty dict",), "collectives"),
+    (("an empty dict",), "collectives testing.assert_step.bytes_sent"),
     (("a tensor of integers",), "ids"),
     (("a tensor of another shape",), "vocab_parallel_embedding.weight"),
     (("a class", "a module"), "attention first last stage_fn"),
@@ -66,16 +67,8 @@ ACCEPTED = (
     (tuple(WRONG), "testing.assert_trees_close.exact"),
 )
 THEIRS = {
-    *(
-        "plan.step",
-        "replay.step",
-        "replay.watch",
-        "verify.step",
-        "diff.step_a",
-        "diff.step_b",
-        "testing.assert_budget.step",
-    ),
-    *("testing.check_pure.args", "testing.check_pure.step", "testing.check_varying.f", "testing.check_varying.params"),
+    *("check.step", "plan.step", "replay.step", "replay.watch", "verify.step", "diff.step_a", "diff.step_b"),
+    *("testing.assert_step.step", "testing.check_pure.args", "testing.check_pure.step"),
 }
 UNCALLED = {
     *("moe", "publish", "receive", "save_graph", "schedules", "testing.assert_same_bits", "testing.check_optimizer"),
