@@ -35,8 +35,8 @@ def graph_cache(directory: str | Path) -> "GraphCache":
     A graph is loaded only if all that its trace could read is the same: the code, the values that the function closes
     over or finds in attributes and globals, the arguments but for tensors' values, the options of `jit`, `sys.argv`,
     the environment but for variables of launchers and terminals that the code does not name, the files of all modules
-    but Python's and torch's, and the versions of these two. Otherwise the function is traced, and its new graph stored. What a trace reads elsewhere, such as in a
-    file or from a clock, is not seen: pass it as an argument.
+    but Python's and torch's, and the versions of these two. Otherwise the function is traced, and its new graph stored.
+    What a trace reads elsewhere, such as in a file or from a clock, is not seen: pass it as an argument.
 
     Args:
         directory: Where each rank keeps files of its own, of JSON. A file decides what is computed, so use a directory
