@@ -62,7 +62,7 @@ def init(
     params = dict(_compat.named_parameters(module))
     specs, misfits = _lay_out(params, transform)
     root_problems = [] if reset else _find_undrawn_root(module)
-    facts = {f"[{name!r}]": fingerprint(leaf, specs[name], "without values") for name, leaf in params.items()}
+    facts = _describe_leaves(params, specs)
     shards: dict[str, Sharded] = {}
     before = _buffers_to_draw_with(module)
     after = dict(before)
@@ -81,7 +81,10 @@ def init(
     for name, buffer in _compat.named_buffers(module):
         if buffer.is_meta and not is_left_out(after[name], before[name]):
             buffers[name] = after[name].detach()
-    return {name: shards[name] for name in params}, buffers
+    in_order: dict[str, Sharded] = {}
+    for name in params:
+        in_order[name] = shards[name]
+    return in_order, buffers
 
 
 def init_abstract(module: nn.Module, transform: ShardTransform) -> dict[str, Sharded]:
@@ -99,9 +102,7 @@ def init_abstract(module: nn.Module, transform: ShardTransform) -> dict[str, Sha
     """
     params = dict(_compat.named_parameters(module))
     specs, misfits = _lay_out(params, transform)
-    facts = {}
-    for name, leaf in params.items():
-        facts[f"[{name!r}]"] = fingerprint(leaf, specs[name], "without values")
+    facts = _describe_leaves(params, specs)
     _check_agreement(facts, layout_axes(transform), misfits)
     leaves = {}
     for name, leaf in params.items():
@@ -109,6 +110,14 @@ def init_abstract(module: nn.Module, transform: ShardTransform) -> dict[str, Sha
         local = torch.empty(spec.local_shape, dtype=leaf.dtype, device="meta")
         leaves[name] = Sharded(local, spec)
     return leaves
+
+
+def _describe_leaves(params: Mapping[str, torch.Tensor], specs: Mapping[str, Spec]) -> dict[str, str]:
+    """Write what ranks compare of each leaf before it has values, by its path."""
+    facts = {}
+    for name, leaf in params.items():
+        facts[f"[{name!r}]"] = fingerprint(leaf, specs[name], "without values")
+    return facts
 
 
 def may_skip_drawing(module: nn.Module) -> bool:

@@ -21,10 +21,10 @@ from fshard.extend import Jitted, Program, expect, read_environment
 
 # Variables that differ between a launch and a restart, or between terminals, or that a trace of torch sets. They count
 # where code names them.
-_OF_LAUNCHES = re.compile(
-    r"(\w+_)?(RANK|PID|PORT|ADDR|HOST|HOSTNAME|JOB_?ID)|(TORCHELASTIC|MASTER|FSHARD|SLURM|PMI|PMIX|OMPI|PBS|LSB|RAY)\w*|"
-    r"(SSH|XDG|TERM|TMUX|INVOCATION|JOURNAL|PYTEST|TORCHINDUCTOR)\w*|_|SHLVL|PWD|OLDPWD|WINDOWID"
-)
+_OF_RANKS = r"(\w+_)?(RANK|PID|PORT|ADDR|HOST|HOSTNAME|JOB_?ID)"
+_OF_LAUNCHERS = r"(TORCHELASTIC|MASTER|FSHARD|SLURM|PMI|PMIX|OMPI|PBS|LSB|RAY)\w*"
+_OF_TERMINALS = r"(SSH|XDG|TERM|TMUX|INVOCATION|JOURNAL|PYTEST|TORCHINDUCTOR)\w*|_|SHLVL|PWD|OLDPWD|WINDOWID"
+_OF_LAUNCHES = re.compile("|".join((_OF_RANKS, _OF_LAUNCHERS, _OF_TERMINALS)))
 # Files of each rank that stay in the directory: programs have a few signatures, and versions of code a few of these.
 _KEPT = 32
 

@@ -149,7 +149,9 @@ class _Cost(NamedTuple):
 
 
 def _write_count(collectives: float) -> str:
-    return f"{collectives} collective{'' if collectives == 1 else 's'}"
+    if collectives == 1:
+        return "1 collective"
+    return f"{collectives} collectives"
 
 
 def _list_costs(plan: Any) -> dict[str, _Cost]:
@@ -183,7 +185,10 @@ def _list_unmet(costs: Mapping[str, _Cost], counts: Mapping[str, float], limits:
 
 
 def _list_lines(rows: Rows) -> list[str]:
-    return [f"{name}: {rows[name]}" for name in sorted(rows)]
+    lines = []
+    for name in sorted(rows):
+        lines.append(f"{name}: {rows[name]}")
+    return lines
 
 
 def _read_snapshot(path: Path) -> Rows:
