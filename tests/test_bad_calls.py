@@ -101,7 +101,7 @@ READ = tuple(value for value in WRONG if value != "a donated tree")
 # Wrong values that are right for some arguments: which, and for which arguments of any or of one function.
 ACCEPTED = (
     (("None",), "ddp.axis zero1.axis zero2.axis zero3.axis apply.key model.apply.key model.init.seed"),
-    (("None",), "jit.cache"),
+    (("None", "a module"), "jit.cache"),
     (("an empty list",), "jit.passes"),
     (("None",), "apply.buffers model.apply.buffers transform_state meta_fields"),
     (NUMBERS, "backoff_factor donate_argnums eps error every growth_factor growth_interval init_scale keep lr"),
