@@ -104,6 +104,9 @@ def end_of(command, number, folder):
         errors = process.stderr.read()
     # Of a traceback the frames outside of the program differ.
     errors = re.sub(r'(?s)(?<=:\n)  File ".*?(?=  File "[^"]*train.py)', "", errors)
+    if number == signal.SIGINT:
+        # The program may get it at any line behind the one that says that it is ready.
+        errors = "".join(errors.splitlines(keepends=True)[-1:])
     return process.returncode, output, errors
 
 
