@@ -16,7 +16,6 @@
 - `check_matches`: refuses masks that match no leaf.
 - `check_numbers`: refuses arguments that are no numbers of a `Range`.
 - `check_rates`: refuses what are no `Rates`, or lack an axis.
-- `check_same_call`: compares a call between ranks, which begins with it.
 - `check_tensors`: refuses leaves that are no tensors.
 - `choose_boxes`: chooses which boxes of leaves this rank writes, of those that several ranks hold.
 - `COUNT`: a `Range`: a whole number, 0 or more, or None.
@@ -106,7 +105,6 @@
 - `ranks_on_host`: how many ranks the launcher has started on each host.
 - `Rates`: the speed of a device and its links.
 - `record_on_tape`: runs collectives of a graph in one order on every rank, also in its backward.
-- `reduction_axes`: the axes that gradients of leaves are summed over.
 - `refuse`: refuses the leaves that are wrong, if there are any.
 - `resolve_process_group`: the process group of a name.
 - `run_update`: runs a transformation's update, and refuses what is no pair of a tree like the one given and a state.
@@ -185,7 +183,6 @@ from fshard.collectives import (
     custom_call,
     find_misfits,
     record_on_tape,
-    reduction_axes,
     sum_over,
     variance_of,
     walk_graph,
@@ -194,7 +191,6 @@ from fshard.comm import (
     all_gather_object,
     annotate_collectives,
     calling,
-    check_same_call,
     links,
     rank_state,
     setting,
@@ -309,7 +305,6 @@ __all__ = [
     "check_matches",
     "check_numbers",
     "check_rates",
-    "check_same_call",
     "check_tensors",
     "choose_boxes",
     "copy_into",
@@ -377,7 +372,6 @@ __all__ = [
     "ranks_on_host",
     "read_environment",
     "record_on_tape",
-    "reduction_axes",
     "refuse",
     "resolve_process_group",
     "run_update",

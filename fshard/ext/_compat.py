@@ -261,6 +261,12 @@ def find_forward(node: Any) -> Origin:
     return notes.find_forward(node)
 
 
+def origin_of(node: torch.fx.Node) -> Origin:
+    """Return where a node comes from."""
+    origin: Origin = node.meta.get("origin", Origin())
+    return origin
+
+
 def noting_origins() -> AbstractContextManager[None]:
     """Let traces note in `node.meta["origin"]` the `Origin` of each node, inside a context.
 

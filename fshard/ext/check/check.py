@@ -77,7 +77,7 @@ def check(
     >>> check(step, params, torch.ones(8, 4096), mesh={"shard": 1024}).problems
     ()
     """
-    call = _Call(step, (state, *batch))
+    call = _CheckedCall(step, (state, *batch))
     with lay_out_call(step, (state, *batch), mesh, rank, backend, "check"):
         # The arguments are right, so that errors from here on are those of the step.
         pass
@@ -90,7 +90,7 @@ def check(
     return StepCheck(_drop_repeated(problems), plan, UNCHECKED)
 
 
-class _Call:
+class _CheckedCall:
     """A call of a step, to be traced on meshes.
 
     Attributes:

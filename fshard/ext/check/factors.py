@@ -7,12 +7,13 @@ import torch
 from torch.fx import Node
 
 from fshard.comm import Verb
-from fshard.ext.check.report import Mistake, StepProblem, frames_of, origin_of
+from fshard.ext._compat import origin_of
+from fshard.ext.check.report import Mistake, StepProblem, frames_of
 from fshard.ext.check.results import Result
 from fshard.ext.check.values import (
     USERS_SUMS,
     Agreement,
-    Facts,
+    AxisFacts,
     ValueTypes,
     find_mean,
     find_packet,
@@ -28,7 +29,7 @@ _LINEAR = (aten._to_copy, aten.sum, aten.mean, aten.neg)
 
 
 def find_wrong_factors(
-    results: Sequence[Result], values: ValueTypes, facts: Facts, changes: Mapping[Node, Any] | None
+    results: Sequence[Result], values: ValueTypes, facts: AxisFacts, changes: Mapping[Node, Any] | None
 ) -> Iterator[StepProblem]:
     """Find results that grow or shrink with the number of ranks, though each rank's batch stays as it is.
 
@@ -62,7 +63,7 @@ class _Degrees:
         extensive: Nodes that depend on sums over a batch.
     """
 
-    def __init__(self, values: ValueTypes, facts: Facts, changes: Mapping[Node, Any]) -> None:
+    def __init__(self, values: ValueTypes, facts: AxisFacts, changes: Mapping[Node, Any]) -> None:
         self.of: dict[Node, float | None] = {}
         self.extensive: set[Node] = set()
         self._values = values

@@ -8,7 +8,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 import fshard as fs
-from fshard.ext.check.values import Agreement, Facts
+from fshard.ext.check.values import Agreement, AxisFacts
 from fshard.extend import graph_nodes, is_fake, tensor_of
 
 
@@ -102,7 +102,7 @@ def make_facts(
     changes: Collection[Node],
     axis: fs.Axis,
     objectives: Objectives,
-) -> Facts:
+) -> AxisFacts:
     """Type the inputs of a graph over an axis.
 
     Args:
@@ -121,7 +121,7 @@ def make_facts(
     for node in nodes:
         if not of_state.isdisjoint(node.all_input_nodes):
             of_state.add(node)
-    return Facts(axis.name, axis.size, types, changes, of_state, varies, objectives.reduces == {"mean"})
+    return AxisFacts(axis.name, axis.size, types, changes, of_state, varies, objectives.reduces == {"mean"})
 
 
 def _type_input(node: Node, entry: Input, axis: fs.Axis, varies: bool) -> Agreement:

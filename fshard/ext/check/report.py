@@ -8,13 +8,7 @@ from typing import Any, NamedTuple
 
 from torch.fx import Node
 
-from fshard.ext._compat import Frame, Origin
-
-
-def origin_of(node: Node) -> Origin:
-    """Return where a node comes from."""
-    origin: Origin = node.meta.get("origin", Origin())
-    return origin
+from fshard.ext._compat import Frame, origin_of
 
 
 def frames_of(node: Node) -> tuple[Frame, ...]:
@@ -92,7 +86,8 @@ class StepCheck:
     __repr__ = __str__
 
     def _write_lines(self) -> Iterator[str]:
-        yield f"check: {len(self.problems)} problems" if self.problems else "check: no problems"
+        count = len(self.problems) or "no"
+        yield f"check: {count} problem{'' if count == 1 else 's'}"
         yield from map(str, self.problems)
         if self.plan is not None:
             yield str(self.plan)

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 from torch.fx import Node
 
 import fshard as fs
-from fshard.ext.check.report import Mistake, StepProblem, frames_of, origin_of
-from fshard.ext.check.values import Agreement, Facts, ValueTypes, walk_back
+from fshard.ext._compat import origin_of
+from fshard.ext.check.report import Mistake, StepProblem, frames_of
+from fshard.ext.check.values import Agreement, AxisFacts, ValueTypes, walk_back
 from fshard.extend import Traced, flatten, graph_nodes, unflatten
 
 _DIFFERENT = (Agreement.SHARD, Agreement.OWN, Agreement.VARYING)
@@ -55,7 +56,7 @@ def list_results(traced: Traced, state: Any) -> list[Result]:
     return results
 
 
-def find_differing(results: list[Result], values: ValueTypes, axis: fs.Axis, facts: Facts) -> Iterator[StepProblem]:
+def find_differing(results: list[Result], values: ValueTypes, axis: fs.Axis, facts: AxisFacts) -> Iterator[StepProblem]:
     """Find the results on which the ranks of an axis have to agree, and do not."""
     for result in results:
         agreement = values.type_of(result.node)
@@ -79,7 +80,7 @@ def _judge(result: Result, agreement: Agreement, axis: fs.Axis) -> Mistake | Non
     return Mistake.MISSING_SUM if is_placed and agreement in refused else None
 
 
-def _find_source(result: Node, types: Mapping[Node, Agreement], facts: Facts) -> tuple[Node, bool]:
+def _find_source(result: Node, types: Mapping[Node, Agreement], facts: AxisFacts) -> tuple[Node, bool]:
     """Find the node where a value stopped to agree, and whether the number of the rank is the reason."""
     nodes = walk_back(result, lambda operand: types[operand] is types[result])
     for node in nodes:

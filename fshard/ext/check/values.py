@@ -9,7 +9,8 @@ import torch
 from torch.fx import Graph, Node
 
 from fshard.comm import Collective, Verb
-from fshard.ext.check.report import Mistake, StepProblem, frames_of, origin_of
+from fshard.ext._compat import origin_of
+from fshard.ext.check.report import Mistake, StepProblem, frames_of
 from fshard.extend import generators, graph_nodes
 
 aten = torch.ops.aten
@@ -52,7 +53,7 @@ class Agreement(IntEnum):
     VARYING = 6
 
 
-class Facts(NamedTuple):
+class AxisFacts(NamedTuple):
     """What is known of a graph over one axis before its values are typed.
 
     Attributes:
@@ -82,7 +83,7 @@ class ValueTypes:
         problems: Mistakes in collectives and operators.
     """
 
-    def __init__(self, graph: Graph, facts: Facts) -> None:
+    def __init__(self, graph: Graph, facts: AxisFacts) -> None:
         """Type all nodes."""
         self.types: dict[Node, Agreement] = {}
         self.problems: list[StepProblem] = []

@@ -36,7 +36,7 @@ from fshard import Sharded
 from fshard.checkpoint import CheckpointError
 from fshard.ext.memory.job_directory import find_directory, make_private
 from fshard.ext.memory.neighbours import Neighbours, fetch_part
-from fshard.ext.memory.slots import VERSION, Part, SlotWriter, locate_parts, slot_path
+from fshard.ext.memory.slots import VERSION, SlotPart, SlotWriter, locate_parts, slot_path
 from fshard.extend import (
     JOB_VARIABLES,
     Exchange,
@@ -87,7 +87,7 @@ class Generation(NamedTuple):
 
     number: int
     step: int
-    parts: Mapping[str, Part]
+    parts: Mapping[str, SlotPart]
 
     def manifest(self) -> files.Manifest:
         """Return a manifest with the chunks that this rank can read."""

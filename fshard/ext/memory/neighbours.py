@@ -29,7 +29,7 @@ from pathlib import Path
 
 from fshard.checkpoint import CheckpointError
 from fshard.ext.memory.job_directory import make_private
-from fshard.ext.memory.slots import Part, locate_parts, slot_path
+from fshard.ext.memory.slots import SlotPart, locate_parts, slot_path
 from fshard.extend import Exchange, is_restart, links, name_ranks, rank_state, ranks_on_host, this_process
 
 # What a rank that connects to another one's listener comes for.
@@ -155,7 +155,7 @@ def receive_slot(link: socket.socket, directory: Path, *, is_sealed: bool) -> bo
                     raise ConnectionResetError("the connection has ended")
                 size -= file.write(data)
         with suppress(ValueError, LookupError, TypeError, CheckpointError):
-            Part(path).check(is_sealed=is_sealed)
+            SlotPart(path).check(is_sealed=is_sealed)
             path.replace(slot_path(directory, rank, index))
             return True
         return False
@@ -205,7 +205,7 @@ def _warn_once(exchange: Exchange, text: str) -> None:
 
 
 def _trade_slots(
-    exchange: Exchange, directory: Path, holders: Mapping[str, list[int]], parts: Mapping[str, Part]
+    exchange: Exchange, directory: Path, holders: Mapping[str, list[int]], parts: Mapping[str, SlotPart]
 ) -> None:
     """Send the slots that others lack, and receive this rank's if its host lacks it.
 

@@ -124,7 +124,7 @@ def _allocate(path: Path, size: int) -> mmap.mmap:
         raise CheckpointError(f"{path}: cannot set {size} bytes aside ({error.strerror}). {remedy}") from error
 
 
-class Part(Slot):
+class SlotPart(Slot):
     """One rank's part of a generation, as its slot has it.
 
     Attributes:
@@ -192,18 +192,18 @@ def slot_path(directory: Path, rank: int, number: int) -> Path:
     return directory / f"rank-{rank:05d}.{number % 2}"
 
 
-def list_parts(directory: Path) -> list[Part]:
+def list_parts(directory: Path) -> list[SlotPart]:
     """List the parts of generations that are in the slots of a directory; slots without a whole part are left out."""
     parts = []
     for path in directory.glob("rank-*.[01]"):
         with suppress(OSError, ValueError, LookupError, TypeError):
             if not path.is_symlink():
-                parts.append(Part(path))
+                parts.append(SlotPart(path))
     return parts
 
 
 # By generation and by the rank that wrote them: parts, and the ranks on whose hosts they are.
-Parts = Mapping[str, Mapping[str, Part]]
+Parts = Mapping[str, Mapping[str, SlotPart]]
 Holders = Mapping[str, Mapping[str, list[int]]]
 
 
@@ -217,7 +217,7 @@ def locate_parts(exchange: Exchange, directory: Path) -> tuple[Parts, Holders]:
     Returns:
         Those that this rank can read; and which ranks can read each of all, the same on every rank.
     """
-    parts = defaultdict[str, dict[str, Part]](dict)
+    parts = defaultdict[str, dict[str, SlotPart]](dict)
     with exchange.raise_on_all_ranks(directory):
         if directory.exists():
             check_private(directory)

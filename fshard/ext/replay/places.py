@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch.fx import Node
 
 from fshard.comm import Collective
-from fshard.ext._compat import Frame, Origin
+from fshard.ext._compat import Frame, origin_of
 from fshard.ext.replay.repeat import TracedCall
 from fshard.extend import flatten, graph_nodes, unflatten
 
@@ -216,12 +216,6 @@ def _only_moves(node: Node) -> bool:
 def _reads_one_value(node: Node) -> bool:
     """Whether a node computes something of what it moves or reads alone, such as a cast of a gathered leaf."""
     return _only_moves(node) or len(node.all_input_nodes) == 1
-
-
-def origin_of(node: Node) -> Origin:
-    """Return where a node comes from."""
-    origin: Origin = node.meta.get("origin", Origin())
-    return origin
 
 
 def name_operator(node: Node) -> str:

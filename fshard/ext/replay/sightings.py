@@ -9,7 +9,8 @@ import torch
 from torch.fx import Node
 
 from fshard import Sharded
-from fshard.ext.replay.places import Operations, name_operator, origin_of
+from fshard.ext._compat import origin_of
+from fshard.ext.replay.places import Operations, name_operator
 from fshard.ext.replay.repeat import TracedCall
 from fshard.ext.replay.run import tensors_in
 from fshard.extend import graph_nodes

@@ -24,7 +24,7 @@ PHASES = {
     "checksums": (slots.zlib, "crc32"),
     "agree": (generations, "make_private"),
     "find": (slots, "list_parts"),
-    "read": (slots.Part, "read"),
+    "read": (slots.SlotPart, "read"),
 }
 
 

@@ -134,7 +134,7 @@ def test_each_kind_of_damage(tmp_path):
     spmd(lambda: save_steps(tmp_path, split, 1, 2), 2)
     newest = slots_in(tmp_path)["rank-00001.0"]
     whole = newest.read_bytes()
-    slot = slots.Part(newest)
+    slot = slots.SlotPart(newest)
     (start,) = slot.starts.values()
     places = {
         "outline": (0, 100, slot._mark.start - 1),
@@ -220,7 +220,7 @@ def test_no_checksums_of_two_generations(tmp_path, monkeypatch):
     kept.save({"a": torch.zeros(9), "b": torch.zeros(9)}, 1)
     kept._memory.settle()
     slot = kept._memory._slots[1]
-    checksums = slots.Part(slot.path).checksums
+    checksums = slots.SlotPart(slot.path).checksums
     assert not slot.seal(3)
     with monkeypatch.context() as patches:
         crc32 = slots.zlib.crc32
@@ -233,7 +233,7 @@ def test_no_checksums_of_two_generations(tmp_path, monkeypatch):
         patches.setattr(slots.zlib, "crc32", write_over)
         assert not slot.seal(1)
     slot.write(1, checkpoint_content(slot), [torch.zeros(9)] * 2)
-    assert slots.Part(slot.path).checksums == checksums
+    assert slots.SlotPart(slot.path).checksums == checksums
     assert len(checksums) == 2
 
 
