@@ -14,7 +14,7 @@ import torch
 import fshard as fs
 from fshard.ext.saved_graph import cache as cache_module
 from fshard.ext.saved_graph import identity
-from fshard.ext.saved_graph.identity import compute_identity
+from fshard.ext.saved_graph.identity import compute_identity, list_sources
 from fshard.testing import spmd
 from tests.ranks import my_rank
 from tests.trees import every_bit, one_axis
@@ -314,6 +314,16 @@ def test_other_files_of_source_are_traced_again(change, tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, path.stem)
         path.unlink()
     assert [run(cache)[1], run(cache)[1]] == [TRACED, READ]
+
+
+# Inductor and what it imports warn of their own.
+@pytest.mark.filterwarnings("ignore")
+def test_kernels_of_inductor_are_no_sources():
+    fs.jit(lambda x: x.sin() + x.cos(), backend="inductor")(torch.ones(2))
+    directory = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    paths = [getattr(module, "__file__", None) or "" for module in sys.modules.values()]
+    assert any(path.startswith(directory) for path in paths)
+    assert not any(path.startswith(directory) for path in list_sources())
 
 
 def test_old_files_are_removed(tmp_path, monkeypatch):

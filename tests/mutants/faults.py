@@ -1584,6 +1584,13 @@ FAULTS = (
         "9: a change of code is traced",
     ),
     Fault(
+        "cached-graph-of-compiled-kernels",
+        "fshard/ext/saved_graph/identity.py",
+        'if path is not None and name.partition(".")[0] != "torch" and not _is_kernel(path):',
+        'if path is not None and name.partition(".")[0] != "torch":',
+        "9: a graph is cached in a process in which Inductor has compiled",
+    ),
+    Fault(
         "cached-graph-on-some-ranks",
         "fshard/jit/jit.py",
         "if not comm.are_texts_equal(facts, label, has_failed=program is None):",

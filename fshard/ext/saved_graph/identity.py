@@ -190,9 +190,15 @@ def list_sources(others: Iterable[str] = ()) -> dict[str, str]:
     for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None)
         # A version number stands for torch.
-        if path is not None and name.partition(".")[0] != "torch":
+        if path is not None and name.partition(".")[0] != "torch" and not _is_kernel(path):
             paths.add(path)
     return {path: _digest_file(path) for path in sorted(paths)}
+
+
+def _is_kernel(path: str) -> bool:
+    """Whether Inductor wrote a file: it sets this variable, and names a file and its folder by the file's content."""
+    directory, file = read_environment().get("TORCHINDUCTOR_CACHE_DIR"), Path(path)
+    return directory is not None and file.is_relative_to(directory) and file.parent.name == file.name[1:3]
 
 
 def are_sources_equal(sources: Mapping[str, str]) -> bool:
