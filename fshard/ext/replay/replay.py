@@ -1,52 +1,33 @@
 """replay: run a step again on its arguments, and name the first operation that made a wrong value."""
 
-from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from itertools import islice
+from typing import Any
 
 import torch
 from torch.fx import Node
 
-from fshard.ext.replay.places import Operations, Place, list_facts, list_ranks, name_with_line, walk_along
-from fshard.ext.replay.ranks import Ranks
-from fshard.ext.replay.repeat import read_generators, run_repeatably, trace_call
-from fshard.ext.replay.sightings import Measure, Sightings, measure_nonfinite
+from fshard import Sharded
+from fshard.ext._compat import origin_of
+from fshard.ext.replay.observed_run import run_call, tensors_in, trace_call
+from fshard.ext.replay.operations import OperationReport, Operations, find_start, name_operator, show_frame, walk_along
 from fshard.extend import calling, describe, expect, flatten, graph_nodes, ranks_of
 
 # So many operations before the maker are shown.
 MAX_BEFORE = 3
-
-
-class ReplayReport(NamedTuple):
-    """The first operation that made a refused value, or the argument that has one; the same on every rank.
-
-    Attributes:
-        place: The operation, or the argument, and the ranks where it made or has one first.
-        problem: What it made or has: "NaN", "infinities" or "values that watch refuses".
-        operands: What it read, with ranges.
-        results: What it made.
-        before: Up to three operations before it, the last one first.
-    """
-
-    place: Place
-    problem: str
-    operands: list[str]
-    results: list[str]
-    before: list[str]
-
-    def __str__(self) -> str:
-        """The report, a line for each fact."""
-        verb = "made" if self.place.phase else "has"
-        headline = f"replay: {self.place.subject} {verb} {self.problem} on {list_ranks(self.place.ranks)}"
-        facts = list_facts([("read", self.operands), (verb, self.results), ("before it", self.before)])
-        return "\n".join(filter(None, [headline, str(self.place), facts]))
-
-
 Watch = str | Callable[[torch.Tensor, Node], object]
+# How bad a value is; 0 if it is accepted.
+INFINITE = 1
+NAN = 2
+# An exit: where refused values leave the graph with its results and gradients. All other exits are collectives.
+RESULTS = "results"
 
 
 def replay(
     step: Callable[..., Any], *args: Any, watch: Watch = "nonfinite", allow: Collection[str] = (), **kwargs: Any
-) -> ReplayReport | None:
+) -> OperationReport | None:
     """Run a step again on its arguments, and name the first operation that made a value which is not finite.
 
     Every rank of the run calls it, with the arguments of the step that went wrong. The step is traced, and its graph
@@ -63,7 +44,7 @@ def replay(
         *args: Its arguments. Those that were donated are lost: keep the state of before, or restore it.
         watch: "nonfinite", or a function of a tensor and its node in the graph that tells whether to refuse the tensor.
             With a function the report names the first operation that made a refused value anywhere; the node's
-            meta["origin"] has its lines, module and phase.
+            meta["origin"] has its lines, module and phase. Views of tensors that were accepted are not looked at.
         allow: Operators, such as "aten.log", and lines, such as "model.py:12", that may make infinities or NaN.
         **kwargs: Its keyword arguments.
 
@@ -77,24 +58,20 @@ def replay(
     >>> params = fs.shard({"w": torch.tensor([1.0, 0.0])}, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
     >>> step = fs.value_and_grad(lambda params, x: (fs.gather(params)["w"].log() * x).sum())
     >>> report = fs.replay(step, params, torch.ones(2))
-    >>> report.place.operator, report.place.phase, report.problem, report.operands
-    ('aten.log', 'forward', 'infinities', ["[0][0]['w']: float32[2], 0 to 1"])
+    >>> report.operator, report.phase, report.verdict, report.read
+    ('aten.log', 'forward', 'made infinities', ["[0][0]['w']: float32[2], 0 to 1"])
     >>> fs.replay(step, params, torch.ones(2), allow=["aten.log", "aten.div"])
     """
     with calling("replay", lambda: flatten((args, kwargs)).axes):
         _check_options(watch, allow)
         call = trace_call("replay", step, args, kwargs)
-        operations = Operations(call)
-        sightings = Sightings(call, operations, _make_measure(watch), allow)
-        run_repeatably(call, read_generators(), sightings.watch)
-        ranks = Ranks("replay", [ranks_of(None)])
-        maker = sightings.find_maker(ranks.gather(sightings.list_waits()))
-        facts = [] if maker is None else [*sightings.seen[maker], _list_before(maker)]
-        first = ranks.find_first(operations, maker, facts, is_last=maker in sightings.masks)
-        if first is None:
-            return None
-        place, first_facts = first
-        return ReplayReport(place, *first_facts)
+        operations = Operations("replay", call, [ranks_of(None)])
+        sightings = _Sightings(operations, watch, allow)
+        run_call(call, sightings.observe)
+        waits_by_rank = operations.gather(sightings.list_waits())
+        maker = sightings.find_maker(waits_by_rank)
+        facts = {} if maker is None else sightings.seen[maker]
+        return operations.report_first(maker, **facts)
 
 
 def _check_options(watch: Any, allow: Any) -> None:
@@ -105,16 +82,215 @@ def _check_options(watch: Any, allow: Any) -> None:
     expect(are_texts, "replay", "allow to be a collection of operators and lines", describe(allow))
 
 
-def _make_measure(watch: Watch) -> Measure:
-    if not callable(watch):
-        return measure_nonfinite
-    return lambda tensor, node: int(bool(watch(tensor, node)))
-
-
 def _list_before(node: Node) -> list[str]:
     """List operations whose results led to a node, the nearest first; views are left out."""
-    operations = []
-    for other in walk_along(node, lambda reached: reversed(reached.all_input_nodes)):
-        if other is not node and other.op == "call_function" and not graph_nodes.is_view(other):
-            operations.append(name_with_line(other))
-    return operations[:MAX_BEFORE]
+    sources = walk_along(node, lambda reached: reversed(reached.all_input_nodes))
+    computed = (other for other in sources if other.op == "call_function" and not graph_nodes.is_view(other))
+    lines = []
+    for other in islice(computed, MAX_BEFORE + 1):
+        origin = origin_of(other)
+        frames = [*origin.frames, *origin.forward]
+        place = [show_frame(frame) for frame in frames[:1]]
+        lines.append(" at ".join([name_operator(other), *place]))
+    # The first one is the node itself.
+    return lines[1:]
+
+
+class _Sightings:
+    """The refused values of one run of a graph.
+
+    Each refused value has a trace: the makers that it comes from, which made a refused value out of accepted ones, and
+    the waits for collectives that brought some.
+
+    Attributes:
+        seen: For the makers and waits of all traces what a report says of them.
+    """
+
+    def __init__(self, operations: Operations, watch: Watch, allow: Collection[str]) -> None:
+        """Begin before the run.
+
+        Args:
+            operations: The nodes of the graph.
+            watch: As for `replay`.
+            allow: Names of operators, and ends of texts such as "model.py:12", that may make refused values.
+        """
+        self.seen: dict[Node, dict[str, Any]] = {}
+        self._operations = operations
+        self._watch = watch
+        self._allow = tuple(allow)
+        self._storages = graph_nodes.find_storages(operations.nodes)
+        # For each storage the trace of the last refused value in it.
+        self._traces: dict[Hashable, set[Node]] = {}
+        # For each exit that refused values left by their traces.
+        self._left: dict[str, set[Node]] = defaultdict(set)
+
+    def observe(self, node: Node, operands: Mapping[Node, Any], results: Sequence[torch.Tensor]) -> None:
+        """Look at what a node read and made; called by `run_call`.
+
+        A value is looked at where it is made, and only in memory that has held refused ones again where it is read.
+        """
+        levels = {}
+        for source, value in operands.items():
+            traces = self._traces_of(source)
+            if traces:
+                levels[source] = self._measure(source, tensors_in(value))
+            if levels.get(source) and self._leaves(source, node):
+                place = self._operations.identities.get(node, RESULTS)
+                self._left[place].update(*traces)
+        if graph_nodes.is_view(node) and not levels:
+            return
+        level = self._measure(node, results)
+        if not level:
+            return
+        trace: set[Node] = set()
+        if graph_nodes.is_wait(node):
+            trace.add(node)
+            self._describe(node, level, {}, results)
+        else:
+            for source, level_read in levels.items():
+                if level_read:
+                    trace.update(*self._traces_of(source))
+            if level > max(levels.values(), default=0) and not self._is_legal(node, level):
+                trace.add(node)
+                self._describe(node, level, operands, results)
+        for written in (node, *graph_nodes.find_write_targets(node)):
+            self._traces |= dict.fromkeys(self._storages[written], trace)
+        if callable(self._watch):
+            self._left[RESULTS] |= trace
+
+    def _leaves(self, source: Node, node: Node) -> bool:
+        """Whether what a node reads leaves the graph: as a message, a result, or a gradient that an update reads."""
+        is_update = origin_of(node).phase == "update"
+        is_gradient = is_update and source.op == "call_function" and origin_of(source).phase != "update"
+        is_result = node.op == "output" and source.op != "placeholder"
+        return node in self._operations.identities or is_gradient or is_result
+
+    def _traces_of(self, node: Node) -> list[set[Node]]:
+        """List the traces of refused values that memory of a node has held; empty ones of what is legal."""
+        return [self._traces[storage] for storage in self._storages[node] if storage in self._traces]
+
+    def _measure(self, node: Node, tensors: Sequence[torch.Tensor]) -> int:
+        """Measure how bad the tensors of a node are; 0 if they are accepted."""
+        if callable(self._watch):
+            return int(any(self._watch(tensor, node) for tensor in tensors))
+        return max(map(measure_nonfinite, tensors), default=0)
+
+    def _describe(self, node: Node, level: int, operands: Mapping[Node, Any], results: Sequence[torch.Tensor]) -> None:
+        problem = "NaN" if level == NAN else "infinities"
+        if callable(self._watch):
+            problem = "values that watch refuses"
+        self.seen[node] = {
+            "verdict": f"has {problem}" if node.op == "placeholder" else f"made {problem}",
+            "read": self._list_ranges(operands),
+            "value": self._list_ranges({node: results}),
+            "before_it": _list_before(node),
+        }
+
+    def _list_ranges(self, values: Mapping[Node, Any]) -> list[str]:
+        lines = []
+        for node, value in values.items():
+            for tensor in tensors_in(value):
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                name = self._operations.name(node)
+                lines.append(f"{name}: {dtype}{list(tensor.shape)}{_describe_range(tensor)}")
+        return lines
+
+    def _is_legal(self, node: Node, level: int) -> bool:
+        """Whether the program means to make such a value: it wrote an infinity down, or the caller allows it."""
+        origin = origin_of(node)
+        frames = [*origin.frames, *origin.forward]
+        lines = [f"{frame.file}:{frame.line}" for frame in frames[:1]]
+        is_allowed = name_operator(node) in self._allow
+        if is_allowed or any(line.endswith(self._allow) for line in lines):
+            return True
+        if callable(self._watch) or level > INFINITE:
+            return False
+        if node.op == "call_function":
+            return _has_infinity([*node.args, *node.kwargs.values()])
+        # A constant, or an argument such as a mask.
+        return not isinstance(self._operations.call.leaf_of(node), Sharded)
+
+    def list_waits(self) -> dict[str, list[str]]:
+        """List for each exit that refused values left by the collectives that brought some of them."""
+        waits = {}
+        for place, trace in self._left.items():
+            senders = map(self._find_sender, trace)
+            waits[place] = [sender for sender in senders if sender]
+        return waits
+
+    def _find_sender(self, node: Node) -> str:
+        """Find the collective that a node waits for; empty for makers."""
+        if not graph_nodes.is_wait(node):
+            return ""
+        start, _ = find_start(node)
+        return self._operations.identities[start]
+
+    def find_maker(self, waits_by_rank: Sequence[Mapping[str, Sequence[str]]]) -> Node | None:
+        """Find the first maker on this rank of what went wrong on any, following values through collectives.
+
+        Args:
+            waits_by_rank: What `list_waits` returned on each rank.
+
+        Returns:
+            The maker; None if there is none here. A collective that got refused values nowhere is a maker where it is
+            waited for.
+        """
+        reached: set[str] = set()
+        pending = [RESULTS]
+        while pending:
+            place = pending.pop()
+            if place not in reached:
+                reached.add(place)
+                for waits in waits_by_rank:
+                    pending += waits.get(place, ())
+        makers = []
+        for place in reached & self._left.keys():
+            for node in self._left[place]:
+                sender = self._find_sender(node)
+                if not any(sender in waits for waits in waits_by_rank):
+                    makers.append(node)
+        return min(makers, key=self._operations.order.__getitem__, default=None)
+
+
+def measure_nonfinite(tensor: torch.Tensor) -> int:
+    """Return 2 if a tensor has NaN, 1 if it has infinities, else 0."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return 0
+    numbers = _as_real_numbers(tensor)
+    # A sum takes less time than anything else that reads all elements, and is finite only if all of them are.
+    if math.isfinite(numbers.sum().item()):
+        return 0
+    if numbers.isnan().any():
+        return NAN
+    # Finite numbers may have an infinite sum.
+    return INFINITE if numbers.isinf().any() else 0
+
+
+def _as_real_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of a tensor in a dtype that torch can compare."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    if tensor.dtype.itemsize == 1:
+        return tensor.float()
+    return tensor
+
+
+def _describe_range(tensor: torch.Tensor) -> str:
+    tensor = _as_real_numbers(tensor)
+    finite = tensor[tensor.isfinite()]
+    text = ""
+    if finite.numel():
+        smallest = finite.min().item()
+        largest = finite.max().item()
+        text = f", {smallest:.3g} to {largest:.3g}"
+    counts = {"NaN": tensor.isnan().sum(), "infinite": tensor.isinf().sum()}
+    for word, count in counts.items():
+        if count:
+            text += f", {count} {word}"
+    return text
+
+
+def _has_infinity(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_has_infinity, value))
+    return isinstance(value, float) and math.isinf(value)

@@ -1,68 +1,35 @@
 """verify: runs a step twice, and names the operation that disagrees with itself or between ranks."""
 
-import zlib
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from fshard import Sharded
-from fshard.ext.replay.places import Operations, Place, list_ranks
-from fshard.ext.replay.ranks import Ranks
-from fshard.ext.replay.repeat import TracedCall, read_generators, run_repeatably, trace_call
-from fshard.ext.replay.shared import Axes, find_common_axes
-from fshard.extend import calling, flatten, hash_of
+from fshard import Axis, Sharded, Spec, comm
+from fshard.ext.replay.observed_run import draws, run_call, tensors_in, trace_call
+from fshard.ext.replay.operations import OperationReport, Operations, find_start
+from fshard.extend import calling, flatten, graph_nodes, hash_of, name_ranks, process_rank
 
-_API_NAME = "verify"
-# The digests of results by their nodes.
-Digests = dict[Node, str]
+# Where an operator that starts a collective says whether ranks send each other rows, counted from its last argument.
+_DIRECT = -5
+_ADDITIONS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 
 
-class Disagreement(NamedTuple):
-    """An operation whose result disagrees, as `verify` returns it; equal on every rank.
-
-    Attributes:
-        between: "runs" if two runs on a rank gave other bits, or "ranks" if ranks differ where they must agree.
-        place: The operation, and the ranks whose result is wrong, or all that differ where nothing says which of them
-            are.
-        others: The ranks that they differ from, if these are more; empty otherwise.
-    """
-
-    between: str
-    place: Place
-    others: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        """The report."""
-        ranks = list_ranks(self.place.ranks)
-        operator = self.place.subject
-        is_one = len(self.place.ranks) == 1
-        if self.between == "runs":
-            verb = "gives" if is_one else "give"
-            headline = f"{ranks} {verb} other bits for {operator} in a second run of the same step"
-        elif self.others:
-            verb = "differs" if is_one else "differ"
-            headline = (
-                f"{ranks} {verb} from {list_ranks(self.others)} in the result of {operator}, on which all must agree"
-            )
-        else:
-            headline = f"{ranks} differ in the result of {operator}, on which all must agree; any of them may be wrong"
-        return f"verify: {headline}\n{self.place}"
-
-
-def verify(step: Callable[..., Any], *args: Any) -> Disagreement | None:
+def verify(step: Callable[..., Any], *args: Any) -> OperationReport | None:
     """Run a step twice, and find the first operation whose result is not what it should be, bit for bit.
 
     The graph of the step runs operator by operator. A digest of each result is compared between the two runs, and
-    between ranks where they must agree: on what is gathered, on sums over ranks, on replicated leaves, and on all that
-    is computed of these alone. A difference comes from bad hardware, a race, or a kernel that is not deterministic. Of
-    an operation that is wrong in both runs, in a value that is a rank's own, nothing can tell.
+    between ranks where they must agree: on replicated leaves, on what is gathered, on the rows of sums over ranks, and
+    on what an operation of several ranks computes of equal operands. A difference comes from bad hardware, a race, or a
+    kernel that is not deterministic. Of an operation that is wrong in both runs, with operands that no other rank has,
+    nothing can tell.
 
-    Both runs draw the same random numbers, keyed or not, and begin with zeros in empty memory. The arguments and the
-    states of torch's generators stay as they are.
+    Both runs draw the same random numbers, and begin with zeros in empty memory. The arguments and the states of
+    torch's generators stay as they are.
 
     Args:
         step: A function that `make_graph` can trace, such as a train step. Of a function of `jit` the function inside
@@ -79,100 +46,117 @@ def verify(step: Callable[..., Any], *args: Any) -> Disagreement | None:
     >>> fs.verify(lambda x: x.sin().sum(), torch.ones(3)) is None
     True
     """
-    with calling(_API_NAME, lambda: flatten(args).axes):
-        call = trace_call(_API_NAME, step, args)
-        states = read_generators()
-        digests = _digest_results(call, states)
-        digests_again = _digest_results(call, states)
-        comparison = _DigestComparison(call, digests)
-        return comparison.compare_runs(digests_again) or comparison.compare_ranks()
+    with calling("verify", lambda: flatten(args).axes):
+        call = trace_call("verify", step, args)
+        operations = Operations("verify", call, call.flat.axes)
+        first = _Digests(operations)
+        second = _Digests(operations)
+        for digests in (first, second):
+            run_call(call, digests.observe)
+        changed = (node for node, digest in first.results.items() if second.results[node] != digest)
+        report = operations.report_first(next(changed, None), "gave other bits in a second run of the same step")
+        if report is not None:
+            return report
+        return _compare_ranks(operations, first.claims)
 
 
-def _digest_results(call: TracedCall, generator_states: torch.Tensor) -> Digests:
-    """Run a call, and return a digest of each result."""
-    digests: Digests = {}
-
-    def watch(node: Node, operands: Mapping[Node, Any], results: Sequence[torch.Tensor]) -> None:
-        if results:
-            digests[node] = "".join(hash_of(tensor) for tensor in results if tensor.layout is torch.strided)
-
-    run_repeatably(call, generator_states, watch)
-    return digests
-
-
-class _DigestComparison:
-    """Compares digests of a call between runs and between ranks."""
-
-    def __init__(self, call: TracedCall, digests: Digests) -> None:
-        self._call = call
-        self._digests = digests
-        self._operations = Operations(call)
-        self._ranks = Ranks(_API_NAME, call.flat.axes)
-
-    def compare_runs(self, digests_again: Digests) -> Disagreement | None:
-        """Find the first result that differs from that of the second run."""
-        differing = (node for node, digest in self._digests.items() if digests_again[node] != digest)
-        first = self._ranks.find_first(self._operations, next(differing, None), [])
-        return first and Disagreement("runs", first[0])
-
-    def compare_ranks(self) -> Disagreement | None:
-        """Find the first result that ranks must agree on and do not."""
-        names = {node: str(name) for node, name in self._operations.names.items()}
-        constants = {name: _digest_constants(node) for node, name in names.items()}
-        # By the names of operations, because numbers of nodes differ between ranks.
-        digests = {names[node]: digest for node, digest in self._digests.items()}
-        digests_by_rank, constants_by_rank = zip(*self._ranks.gather([digests, constants]), strict=True)
-        agreements = self._find_agreements(names, digests_by_rank, constants_by_rank)
-        first_node = None
-        judgement: list[list[int]] = []
-        for node in self._digests:
-            peers = self._ranks.along(agreements[node])
-            votes = [digests_by_rank[peer].get(names[node]) for peer in peers]
-            if None not in votes and len(set(votes)) > 1:
-                first_node = node
-                judgement = self._judge(peers, votes)
-                break
-        first = self._ranks.find_first(self._operations, first_node, judgement)
-        if first is None:
-            return None
-        place, (ranks, others) = first
-        return Disagreement("ranks", place._replace(ranks=tuple(ranks)), tuple(others))
-
-    def _find_agreements(
-        self,
-        names: Mapping[Node, str],
-        digests_by_rank: Sequence[Mapping[str, str]],
-        constants_by_rank: Sequence[Mapping[str, str]],
-    ) -> dict[Node, Axes]:
-        """Find the axes along which ranks must agree on each result."""
-        axes = frozenset(axis.name for axis in self._ranks.axes)
-        shared_inputs: dict[Node, Axes] = {}
-        varying_constants: dict[Node, Axes] = {}
-        for node, name in names.items():
-            leaf = self._call.leaf_of(node)
-            if isinstance(leaf, Sharded):
-                shared_inputs[node] = frozenset(axis.name for axis in leaf.spec.axes if leaf.spec.dim_of(axis) is None)
-            elif node.op == "call_function":
-                constants = [by_name.get(name) for by_name in constants_by_rank]
-                varying_constants[node] = axes - self._ranks.find_agreement(constants)
-            else:
-                # A step or a key is the same on all ranks, and a batch is not: nothing but the values says which it is.
-                digests = [by_name.get(name) for by_name in digests_by_rank]
-                shared_inputs[node] = self._ranks.find_agreement(digests)
-        return find_common_axes(self._call.traced.module.graph, axes, shared_inputs, varying_constants)
-
-    def _judge(self, peers: Sequence[int], votes: Sequence[str | None]) -> list[list[int]]:
-        """Return the ranks that are wrong and those that are right, by the majority; without one all may be wrong."""
-        ((common, count),) = Counter(votes).most_common(1)
-        numbers = [self._ranks.numbers[peer] for peer in peers]
-        if 2 * count <= len(votes):
-            return [numbers, []]
-        wrong = [number for number, vote in zip(numbers, votes, strict=True) if vote != common]
-        right = [number for number, vote in zip(numbers, votes, strict=True) if vote == common]
-        return [wrong, right]
+def _compare_ranks(operations: Operations, claims: Mapping[Node, tuple[str, str]]) -> OperationReport | None:
+    """Report the first result on which ranks must agree and do not."""
+    claims_by_rank = operations.gather([process_rank(), dict(claims.values())])
+    for node, (cause, _) in claims.items():
+        votes = {}
+        for rank, results in claims_by_rank:
+            if cause in results:
+                votes[rank] = results[cause]
+        ((common, count),) = Counter(votes.values()).most_common(1)
+        if count == len(votes):
+            continue
+        wrong = list(votes)
+        verdict = "gave different bits, and nothing tells which are right,"
+        if 2 * count > len(votes):
+            right = [rank for rank in votes if votes[rank] == common]
+            wrong = [rank for rank in votes if votes[rank] != common]
+            verdict = f"did not give the bits of {name_ranks(right)}"
+        return operations.report_first(node, verdict, wrong)
+    return operations.report_first(None, "")
 
 
-def _digest_constants(node: Node) -> str:
-    """Return a checksum of the arguments of a node that are no tensors."""
-    constants = map_arg((node.args, node.kwargs), lambda source: None)
-    return f"{zlib.crc32(repr(constants).encode()):08x}"
+class _Digests:
+    """Digests of what the operations of one run made.
+
+    Attributes:
+        results: The digests of results; those of views are left out.
+        claims: For nodes whose result is that of other ranks too a digest of what decides it, and the result.
+    """
+
+    def __init__(self, operations: Operations) -> None:
+        self.results: dict[Node, str] = {}
+        self.claims: dict[Node, tuple[str, str]] = {}
+        self._operations = operations
+        # For sums over ranks that a graph adds up itself digests of the rows that this rank sends.
+        self._rows: dict[Node, list[str]] = {}
+
+    def observe(self, node: Node, operands: Mapping[Node, Any], results: Sequence[torch.Tensor]) -> None:
+        """Look at what a node read and made; called by `run_call`."""
+        collective = self._operations.collectives.get(node)
+        if collective is not None and collective.op == "all_reduce" and node.args[_DIRECT]:
+            self._rows[node] = list(map(hash_of, operands.values()))
+        if not results or graph_nodes.is_view(node):
+            return
+        self.results[node] = _digest(results)
+        cause, result = self._make_claim(node, operands, results)
+        if cause is not None:
+            name = str(self._operations.names[node])
+            self.claims[node] = _hash(f"{name} {cause}"), _hash(str(result))
+
+    def _make_claim(
+        self, node: Node, operands: Mapping[Node, Any], results: Sequence[torch.Tensor]
+    ) -> tuple[object, object]:
+        """Say what decides a result, and the result: ranks that have the same cause must have the same result."""
+        leaf = self._operations.call.leaf_of(node)
+        if isinstance(leaf, Sharded):
+            # The coordinates on the axes whose ranks may hold other values.
+            axes = [axis for axis in self._operations.axes if not _replicates(leaf.spec, axis)]
+            return list(map(comm.rank, axes)), self.results[node]
+        if graph_nodes.is_wait(node):
+            return self._claim_arrival(node, results)
+        if node.op != "call_function" or draws(node):
+            return None, None
+        digests = {}
+        for source, value in operands.items():
+            digests[source] = _digest(tensors_in(value))
+        arguments: Any = map_arg([*node.args, node.kwargs], digests.__getitem__)
+        # Each rank adds its own row to the others, so that the two operands may be in either order.
+        if node.target in _ADDITIONS:
+            arguments = sorted(map(str, arguments))
+        return arguments, self.results[node]
+
+    def _claim_arrival(self, node: Node, results: Sequence[torch.Tensor]) -> tuple[object, object]:
+        """Say from which collective a buffer is, if all of its ranks have the same one."""
+        start, index = find_start(node)
+        collective = self._operations.collectives[start]
+        if collective.op not in ("all_gather", "all_reduce"):
+            return None, None
+        identity = self._operations.identities[start]
+        if start not in self._rows:
+            return identity, self.results[node]
+        # The buffer lacks the rank's own row, and so ranks have the same rows in other orders.
+        rows = [self._rows[start][index]]
+        rows += map(hash_of, results[0])
+        return identity, sorted(rows)
+
+
+def _replicates(spec: Spec, axis: Axis) -> bool:
+    return axis in spec.axes and spec.dim_of(axis) is None
+
+
+def _digest(tensors: Sequence[torch.Tensor]) -> str:
+    dense = [tensor for tensor in tensors if tensor.layout is torch.strided]
+    texts = []
+    for tensor in dense:
+        texts.append(f"{hash_of(tensor)} {tensor.dtype} {tensor.shape} {tensor.stride()}")
+    return " ".join(texts)
+
+
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
