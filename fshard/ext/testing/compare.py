@@ -264,8 +264,8 @@ def _find_place(
             "\nAll operations that the forward and the backward share with the module agree. Look at the loss, at the "
             "reduction of gradients and at the optimizer."
         )
-    headline = f"{difference.first.operator} is the first operation that differs from the module's"
-    return f"\n{headline}, by {difference.difference:.3g} of its largest value\n{difference.first}"
+    headline = "The first operation that differs from the module's:"
+    return f"\n{headline}\n{difference.first}"
 
 
 def _make_forward(model: fs.Model, params: Any, buffers: dict[str, torch.Tensor]) -> Callable[..., Any]:

@@ -1,160 +1,126 @@
-"""Plant 200 faults and count what reports say of them, and replay steps without one: `python -m tests.ext.replay`.
+"""Plant 203 faults and count what reports say of them, and replay steps without one: `python -m tests.ext.replay`.
 
-With --write each group of faults, as it ends, goes into benchmarks/results/replay-faults.json with the text of its
-reports, so that a run that is cut off keeps what it has. Prints the table.
+The table has parts: a group of faults for each step, number of ranks and tool, and the clean replays of each model.
+--only runs the parts whose names have one of some texts, as in --only "pipeline, 2" llama. With --write each part, as
+it ends, goes into benchmarks/results/replay-faults.json with the texts of its reports, and parts that the file has from
+the commit that is checked out are not run again. The table that is printed at the end is that of all parts of the file.
+A part that does not end within --seconds is kept as an error; if its ranks hang, the program ends.
 """
 
 import argparse
 import faulthandler
-import fcntl
 import json
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.ext.replay.answers import SECONDS, group_cases, run_group
-from tests.ext.replay.cases import QUESTIONS, TOOLS, Answer, Case, list_cases
-from tests.ext.replay.clean import replay_clean
-from tests.ext.replay.models import MODELS
 from tests.ext.replay.reuse import reusing_traces
+from tests.ext.replay.table import QUESTIONS, SECONDS, TOOLS, Case, group_cases, list_cases, replay_clean, run_group
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "benchmarks/results/replay-faults.json"
-LOCK = Path(tempfile.gettempdir()) / "fshard-replay-faults.lock"
-# The commit at the start, of which the code is that runs.
-COMMIT = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-COLUMNS = ("fault", "tool", *QUESTIONS)
+# Those of tests/ext/test_architectures.py.
+MODELS = ("gptj", "llama, tied", "mixtral", "deepseek", "bert", "t5", "resnet", "llava")
+# So long after its time a part whose ranks hang is ended with the program.
+GRACE = 60.0
 
 
 def main() -> None:
     args = parse_args()
-    table = list_cases()
-    cases = [
-        case
-        for case in table
-        if (not args.steps or case.step in args.steps)
-        and (not args.tools or TOOLS[case.kind] in args.tools)
-        and (not args.worlds or case.world in args.worlds)
-    ]
-    keep = write if args.write else print_alone
-    answers: list[Answer] = []
-    with reusing_traces():
-        for group in () if args.no_faults else group_cases(cases):
-            answers += answer_group(group, args.seconds, keep)
-        for name in MODELS if args.clean else ():
-            count_clean(name, args.clean, keep)
-    print(write_table(answers))
-
-
-def answer_group(group: Sequence[Case], seconds: float, keep: Callable[..., None]) -> list[Answer]:
-    """Run a group, keep what it says, and print what is not right; a group that ends without an answer is kept so."""
-    step, world, _, kind, _ = group[0]
-    name = f"{step}, {world} ranks, {TOOLS[kind]}"
-    start = time.perf_counter()
-    # Where ranks stand when a group takes too long.
-    faulthandler.dump_traceback_later(max(seconds - 5, 1))
-    try:
-        answers, error = run_group(group, seconds), ""
-    except Exception as raised:
-        answers, error = [], f"{type(raised).__name__}: {raised}"
-    finally:
+    results = json.loads(RESULTS.read_text()) if args.write and RESULTS.exists() else {}
+    parts: dict[str, Any] = results.get("parts", {})
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    for name, run in list_parts(args).items():
+        is_there = parts.get(name, {}).get("commit") == commit and "error" not in parts[name]
+        if is_there or not any(text in name for text in args.only):
+            continue
+        faulthandler.dump_traceback_later(args.seconds + GRACE, exit=True)
+        parts[name] = run_part(name, run) | {"commit": commit}
         faulthandler.cancel_dump_traceback_later()
-    took = round(time.perf_counter() - start, 1)
-    wrong = [answer for answer in answers if not all(answer.right.values())]
-    print(f"{name}: {len(answers)} of {len(group)} faults, {len(wrong)} not right, {took} s", error, flush=True)
-    for answer in wrong:
-        print(show(answer), flush=True)
-    keep(
-        "groups",
-        name,
-        {
-            "cases": len(group),
-            "seconds": took,
-            "error": error,
-            "faults": [describe(answer) for answer in answers],
-        },
-    )
-    return answers
+        if args.write:
+            RESULTS.write_text(json.dumps(circumstances() | {"parts": parts}, indent=1) + "\n")
+    print(write_table(parts))
 
 
-def count_clean(name: str, count: int, keep: Callable[..., None]) -> None:
-    """Replay steps of a model that have no fault, and keep the alarms."""
-    alarms = replay_clean(name, count)
-    print(f"{name}: {count} clean replays, {len(alarms)} alarms", *alarms[:2], sep="\n", flush=True)
-    keep("clean", name, {"replays": count, "alarms": alarms})
+def list_parts(args: argparse.Namespace) -> dict[str, Callable[[], dict[str, Any]]]:
+    """List what is to run: groups of faults, and the clean replays of each model."""
+    parts: dict[str, Callable[[], dict[str, Any]]] = {}
+    if not args.no_faults:
+        for name, group in group_cases(list_cases()).items():
+            parts[name] = partial(run_faults, group, args.seconds)
+    for name in MODELS if args.clean else ():
+        parts[f"clean {name}"] = partial(run_clean, name, args.clean, args.seconds)
+    return parts
 
 
-def print_alone(part: str, name: str, result: dict[str, Any]) -> None:
-    """Keep nothing: the result is printed already."""
+def run_faults(group: Sequence[Case], seconds: float) -> dict[str, Any]:
+    faults = []
+    for answer in run_group(group, seconds):
+        facts = {"truth": answer.truth._asdict(), "right": answer.right, "report": answer.report}
+        faults.append(answer.case._asdict() | facts)
+    return {"faults": faults}
 
 
-def write(part: str, name: str, result: dict[str, Any]) -> None:
-    """Put the result of a group or of a model into the file, in place of that of an earlier run."""
-    with LOCK.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"groups": {}, "clean": {}}
-        results |= circumstances()
-        results[part][name] = circumstances() | result
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+def run_clean(name: str, count: int, seconds: float) -> dict[str, Any]:
+    return {"replays": count, "alarms": replay_clean(name, count, seconds)}
+
+
+def run_part(name: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Run a part, and print how it went and what is not right; a part that fails has its error."""
+    start = time.perf_counter()
+    try:
+        with reusing_traces():
+            result = run()
+    except Exception as error:
+        result = {"error": f"{type(error).__name__}: {error}"}
+    result["seconds"] = round(time.perf_counter() - start, 1)
+    wrong = [fault for fault in result.get("faults", ()) if not all(fault["right"].values())]
+    wrong += result.get("alarms", [])
+    print(f"{name}: {len(wrong)} not right, {result['seconds']} s", result.get("error", ""), flush=True)
+    for fault in wrong:
+        print(json.dumps(fault, indent=1), flush=True)
+    return result
 
 
 def circumstances() -> dict[str, Any]:
-    """Versions, date, commit and hardware, as benchmarks write them."""
+    """Versions, date and hardware, as benchmarks write them."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import report
 
-    return report.circumstances("replay-faults") | {"commit": COMMIT}
+    return report.circumstances("replay-faults")
 
 
-def show(answer: Answer) -> str:
-    wrong = [question for question, is_right in answer.right.items() if not is_right]
-    return f"--- {tuple(answer.case)}: wrong {', '.join(wrong)}\n{answer.truth}\n{answer.report}"
-
-
-def describe(answer: Answer) -> dict[str, Any]:
-    return {
-        **answer.case._asdict(),
-        "truth": answer.truth._asdict(),
-        "right": answer.right,
-        "report": answer.report,
-    }
-
-
-def count_right(answers: Sequence[Answer]) -> dict[str, tuple[int, int]]:
-    """Count for each question how many reports are right, of how many that were asked."""
-    right: Counter[str] = Counter()
-    asked: Counter[str] = Counter()
-    for answer in answers:
-        for question, is_right in answer.right.items():
-            asked[question] += 1
-            right[question] += is_right
-    return {question: (right[question], asked[question]) for question in QUESTIONS}
-
-
-def write_table(answers: Sequence[Answer]) -> str:
-    """Write the table, a row for each kind of fault and one for all."""
-    rows = [COLUMNS]
+def write_table(parts: Mapping[str, Any]) -> str:
+    """Write the table, a row for each kind of fault and one for all, and the number of clean replays."""
+    lines = ["| " + " | ".join(("fault", "tool", *QUESTIONS)) + " |"]
+    faults = [fault for part in parts.values() for fault in part.get("faults", ())]
     for kind, tool in (*TOOLS.items(), ("all", "")):
-        chosen = [answer for answer in answers if kind in (answer.case.kind, "all")]
-        cells = [f"{right}/{asked}" for right, asked in count_right(chosen).values()]
-        rows.append((kind, tool, *cells))
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+        asked: Counter[str] = Counter()
+        right: Counter[str] = Counter()
+        for fault in faults:
+            if kind in (fault["kind"], "all"):
+                asked.update(fault["right"].keys())
+                right.update(question for question, is_right in fault["right"].items() if is_right)
+        cells = [f"{right[question]}/{asked[question]}" for question in QUESTIONS]
+        lines.append("| " + " | ".join((kind, tool, *cells)) + " |")
+    replays = sum(part.get("replays", 0) for part in parts.values())
+    alarms = sum(len(part.get("alarms", ())) for part in parts.values())
+    errors = [name for name, part in parts.items() if "error" in part]
+    return "\n".join([*lines, f"{replays} clean replays, {alarms} alarms; parts that failed: {errors}"])
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", nargs="*", help="only these kinds of step")
-    parser.add_argument("--tools", nargs="*", help="only the faults for these tools")
-    parser.add_argument("--worlds", nargs="*", type=int, help="only these numbers of ranks")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="the longest that a group may take")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[""], help="parts whose names have one of these texts")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="the longest that a part may take")
     parser.add_argument("--no-faults", action="store_true", help="only clean replays")
-    parser.add_argument("--clean", type=int, default=125, help="clean replays of each model")
-    parser.add_argument("--write", action="store_true", help="write each result as it comes")
+    parser.add_argument("--clean", type=int, default=0, help="clean replays of each model")
+    parser.add_argument("--write", action="store_true", help="write each part as it ends")
     return parser.parse_args()
 
 

@@ -1,97 +1,109 @@
 """diff names the first operation that differs, how differences grow, and what one version alone computes."""
 
 import inspect
-from functools import partial
 
 import pytest
 import torch
 
 import fshard as fs
-from fshard.ext.replay.places import show_frame
 from fshard.testing import spmd
+from tests.ext.replay.reuse import reusing_traces
 from tests.ext.replay.versions import Other, make_version, shift
 from tests.ranks import on_ranks
 
-SHARDED = {"min_shard_elements": 0, "bucket_bytes": 0}
-PLAIN = {"strategy": fs.zero3} | SHARDED
+SECONDS = 240.0
+PLAIN = {"strategy": fs.zero3, "min_shard_elements": 0, "bucket_bytes": 0}
 
 
-def compare(first, second, world_size=2, **options):
-    """The difference between two versions of a step, which is one on all ranks."""
+def compare(world, bound=1e-5, **versions):
+    """The difference between a plain step and each of some versions, which is one on all ranks."""
 
     def program():
-        step_a, state_a, batch = make_version(**first)
-        step_b, state_b, _ = make_version(**second)
-        run = partial(fs.diff, step_a, step_b, args_b=(state_b, batch), **options)
-        return fs.testing.check_pure(run, state_a, batch)
+        step, state, batch = make_version(**PLAIN)
+        differences = {}
+        for name, options in versions.items():
+            other_step, other_state, _ = make_version(**options)
+            before = fs.tree_map(torch.clone, (state, other_state))
+            differences[name] = fs.diff(step, other_step, state, batch, args_b=(other_state, batch), bound=bound)
+            fs.testing.assert_trees_close((state, other_state), before, exact=True)
+        same = fs.diff(step, step, state, batch, bound=bound)
+        return differences | {"same": same}
 
-    difference, *others = spmd(program, world_size)
-    assert others == [difference] * (world_size - 1)
-    return difference
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_step_does_not_differ_from_itself(world_size):
-    difference = compare(PLAIN, PLAIN, world_size)
-    assert difference.first is None
-    assert {row.difference for row in difference.growth} == {0.0}
-    assert (difference.leaves, difference.only_first, difference.only_second) == ([], [], [])
-    assert difference.uncompared == 0
+    with reusing_traces():
+        differences, *others = spmd(program, world, timeout=SECONDS)
+    assert others == [differences] * (world - 1)
+    return differences
 
 
-@pytest.mark.parametrize("strategy", [fs.ddp, fs.zero1])
-def test_strategies_do_not_differ_in_what_both_compute(strategy):
-    difference = compare({"strategy": strategy}, PLAIN)
-    assert (difference.first, difference.leaves) == (None, [])
-    modules = {(row.phase, row.module) for row in difference.growth}
-    assert {("forward", "blocks.0.up"), ("backward", "blocks.1"), ("forward", "head")} <= modules
-    assert difference.uncompared > 0
+@pytest.fixture(scope="module")
+def differences():
+    return compare(
+        2, ddp={"strategy": fs.ddp}, tanh=PLAIN | {"approximates": ("none", "tanh")}, sum=PLAIN | {"reduce": "sum"}
+    )
 
 
-def test_another_function_of_an_operator_is_named_with_its_line():
-    difference = compare(PLAIN, PLAIN | {"approximates": ("none", "tanh")})
-    place = difference.first
-    assert (place.operator, place.module, place.unit) == ("aten.gelu", "blocks.1", "blocks.1")
-    assert show_frame(place.frames[0]).endswith("hidden = F.gelu(self.up(x), approximate=self.approximate)  # gelu")
-    assert place.ranks == (0, 1)
-    by_module = {(row.phase, row.module): row.difference for row in difference.growth}
-    assert by_module["forward", "blocks.0"] == 0.0
-    assert by_module["forward", "blocks.1"] >= difference.difference > difference.bound
+@pytest.fixture(scope="module")
+def of_one_rank():
+    return compare(
+        1, 1e-3, narrow=PLAIN | {"param_dtype": torch.bfloat16}, lr=PLAIN | {"lr": 2e-2}, line=PLAIN | {"net": Other}
+    )
 
 
-def test_a_narrow_dtype_grows_from_the_gathered_leaves():
-    difference = compare(PLAIN, PLAIN | {"param_dtype": torch.bfloat16}, bound=1e-3)
-    assert difference.first.phase == "forward"
-    assert any("aten._foreach_copy_" in line for line in difference.only_second)
-    assert difference.leaves
+def test_a_step_does_not_differ_from_itself(differences):
+    same = differences["same"]
+    assert set(same.growth.values()) == {0.0}
+    assert (same.first, same.leaves, same.only_first, same.only_second) == (None, {}, [], [])
 
 
-def test_a_changed_learning_rate_differs_in_the_update_alone():
-    difference = compare(PLAIN, PLAIN | {"lr": 2e-2})
-    assert (difference.first.operator, difference.first.phase) == ("aten.mul", "update")
-    assert {row.phase for row in difference.growth if row.difference} == {"update"}
-    assert difference.leaves
-    assert all(path.startswith("[0].params") for path, _ in difference.leaves)
+def test_strategies_do_not_differ_in_what_both_compute(differences):
+    difference = differences["ddp"]
+    assert (difference.first, difference.leaves) == (None, {})
+    assert {("forward", "blocks.0.up"), ("backward", "blocks.1"), ("forward", "head")} <= difference.growth.keys()
 
 
-def test_a_missing_mean_is_listed_as_what_the_first_version_alone_computes():
-    difference = compare(PLAIN, PLAIN | {"reduce": "sum"})
+def test_another_function_of_an_operator_is_named_with_its_line(differences):
+    difference = differences["tanh"]
+    first = difference.first
+    assert (first.operator, first.module, first.unit) == ("aten.gelu", "blocks.1", "blocks.1")
+    assert first.at[0].endswith("hidden = F.gelu(self.up(x), approximate=self.approximate)  # gelu")
+    assert first.ranks == (0, 1)
+    assert difference.growth["forward", "blocks.0"] == 0.0
+    assert difference.growth["forward", "blocks.1"] > difference.bound
+
+
+def test_a_missing_mean_is_listed_as_what_the_first_version_alone_computes(differences):
+    difference = differences["sum"]
     assert difference.first.phase == "update"
     line = "loss, grads = fs.value_and_grad(loss_fn, reduce=reduce)(state.params, batch): "
     assert any(entry.startswith(line) and "1 aten.div" in entry for entry in difference.only_first)
     assert difference.only_second == []
-    assert ("[1]", 1.0) in difference.leaves
+    assert difference.leaves["[1]"] == 1.0
 
 
-def test_another_line_is_listed_and_the_operation_after_it_is_named():
-    difference = compare(PLAIN, PLAIN | {"net": Other})
+def test_a_narrow_dtype_grows_from_the_gathered_leaves(of_one_rank):
+    difference = of_one_rank["narrow"]
+    assert difference.first.phase == "forward"
+    assert any("aten._foreach_copy_" in line or "aten._to_copy" in line for line in difference.only_second)
+    assert difference.leaves
+
+
+def test_a_changed_learning_rate_differs_in_the_update_alone(of_one_rank):
+    difference = of_one_rank["lr"]
+    assert (difference.first.operator, difference.first.phase) == ("aten.mul", "update")
+    assert {phase for (phase, _), value in difference.growth.items() if value} == {"update"}
+    assert difference.leaves
+    assert all(path.startswith("[0].params") for path in difference.leaves)
+
+
+def test_another_line_is_listed_and_the_operation_after_it_is_named(of_one_rank):
+    difference = of_one_rank["line"]
     assert difference.first.operator == "aten.pow.Tensor_Scalar"
     assert any(entry.startswith("return self.head(x)  # head: ") for entry in difference.only_first)
     assert any(entry.startswith("return self.head(1.01 * x): 2 aten.mul") for entry in difference.only_second)
 
 
 REPORT = """\
-diff: aten.add is the first operation that differs by more than 1e-05 of its largest value: by 1, on rank 0
+diff: aten.add differs by 1 of its largest value on rank 0
   phase: forward
   at: versions.py:{line} in shift: return 2 * (x + by)  # shift
 The largest difference by module:
@@ -99,7 +111,7 @@ The largest difference by module:
 Results that differ:
   (root) by 1"""
 ALONE = """\
-diff: no operation that both versions have differs by more than 0.5 of its largest value
+diff: no operation of both versions differs by more than 0.5 of its largest value
 The largest difference by module:
 In the first version alone:
   return 2 * (x + by)  # shift: 1 aten.add, 1 aten.mul
@@ -126,7 +138,7 @@ def test_infinities_and_nan_that_are_equal_do_not_differ():
     assert difference.first is None
     difference = fs.diff(step, step, x, torch.tensor(1.0), args_b=(x, torch.tensor(0.0)))
     assert difference.first.operator == "aten.mul"
-    assert difference.growth[0].difference == float("inf")
+    assert difference.growth["forward", ""] == float("inf")
 
 
 def test_a_bound_of_zero_is_refused():

@@ -7,6 +7,7 @@ import torch
 import fshard as fs
 from fshard.testing import spmd
 from tests.ext.replay.inject import Fault, watching
+from tests.ext.replay.reuse import reusing_traces
 from tests.test_pages import DOCS, SETUP, program_of
 
 PAGE = DOCS / "how_to/find_the_nan.md"
@@ -42,7 +43,8 @@ def test_the_reports_of_the_page(capsys):
         exec(program, scope)
         return verify_with_a_flipped_bit(scope)
 
-    flipped, *others = spmd(run, RANKS)
+    with reusing_traces():
+        flipped, *others = spmd(run, RANKS)
     assert others == [flipped]
     printed = capsys.readouterr().out
     nan, of_verify, of_diff = TEXT.findall(PAGE.read_text())

@@ -1,87 +1,163 @@
 """verify names the rank and the operation that disagree with themselves or between ranks, and is silent otherwise."""
 
+import threading
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
 import fshard as fs
-from fshard.ext.replay.places import Operations, name_operator
-from fshard.ext.replay.repeat import trace_call
+from fshard.ext._compat import origin_of
+from fshard.ext.replay import observed_run, verify
+from fshard.ext.replay.observed_run import trace_call
+from fshard.ext.replay.operations import Operations, name_operator
+from fshard.extend import graph_nodes
 from fshard.testing import spmd
-from tests.ext.replay.flips import arrival, flipping, operator
+from tests.ext.replay.reuse import reusing_traces
 from tests.ext.replay.steps import line_of, make_step
 from tests.ranks import my_rank, on_ranks
 from tests.trees import normal, one_axis
 
 ZERO3 = partial(fs.zero3, min_shard_elements=0, bucket_bytes=0)
+WAIT = "_c10d_functional.wait_tensor"
+
+
+def is_operator(name, module=None, phase=None):
+    """The operators of a name, in a module or a phase."""
+
+    def is_site(node):
+        origin = origin_of(node)
+        return name_operator(node) == name and module in (None, origin.module) and phase in (None, origin.phase)
+
+    return is_site
+
+
+def is_gathered(node):
+    """The buffers of all-gathers of the last block, once they have arrived."""
+    if not graph_nodes.is_wait(node):
+        return False
+    collective = graph_nodes.find_collective(node.args[0].args[0])
+    return (collective.op, collective.unit) == ("all_gather", "blocks.1")
+
+
+# By the name of a place whether a node is there, and the operator and the unit that a report names.
 SITES = {
-    "activation": operator("aten.gelu", "blocks.1"),
-    "gathered buffer": arrival("all_gather", "blocks.1"),
-    "gradient": operator("aten.gelu_backward", "blocks.0"),
-    "reduction": operator("aten.add_", phase="backward"),
-    "objective": operator("aten.add_", phase="forward"),
-    "optimizer state": operator("aten.sqrt"),
-}
-# By the site the operator, and the unit.
-PLACES = {
-    "activation": ("aten.gelu", "blocks.1"),
-    "gathered buffer": ("_c10d_functional.wait_tensor", "blocks.1"),
-    "gradient": ("aten.gelu_backward", "blocks.0"),
-    "reduction": ("aten.add_", "head"),
-    "objective": ("aten.add_", ""),
-    "optimizer state": ("aten.sqrt", "head"),
+    "activation": (is_operator("aten.gelu", "blocks.1"), "aten.gelu", "blocks.1"),
+    "gathered buffer": (is_gathered, WAIT, "blocks.1"),
+    "gradient": (is_operator("aten.gelu_backward", "blocks.0"), "aten.gelu_backward", "blocks.0"),
+    "reduction": (is_operator("aten.add_", phase="backward"), "aten.add_", "head"),
+    "objective": (is_operator("aten.add_", phase="forward"), "aten.add_", ""),
+    "optimizer state": (is_operator("aten.sqrt"), "aten.sqrt", "head"),
 }
 
 
-def verified(strategy=ZERO3, **options):
-    return fs.verify(*make_step(strategy, **options))
+class Flip(threading.local):
+    """What is wrong on this rank: which bit of the first result at a site flips, in which runs of a call."""
+
+    site = None
+    bit = 0
+    runs = ()
+    runs_begun = 0
+
+    def start_run(self):
+        self.remaining = [1] if self.runs_begun in self.runs else []
+        self.runs_begun += 1
+
+    def visit(self, node, results):
+        if results and self.remaining and self.site(node):
+            self.remaining.pop()
+            first = results[0].as_strided((1,), (1,), results[0].storage_offset())
+            first.view(torch.int32).bitwise_xor_(1 << self.bit)
 
 
-def verify_with_flip(world_size, site, **options):
-    """The report, which is one on all ranks."""
-    with flipping(1, SITES[site], **options):
-        report, *others = spmd(verified, world_size)
-    assert others == [report] * (world_size - 1)
-    return report
+FLIP = Flip()
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("site", SITES)
-@pytest.mark.parametrize("run", [0, 1])
-def test_a_bit_that_flips_in_one_of_two_runs_is_named(world_size, site, run):
-    report = verify_with_flip(world_size, site, runs=(run,))
-    assert (report.between, report.place.ranks, report.others) == ("runs", (1,), ())
-    assert (report.place.operator, report.place.unit) == PLACES[site]
+def run_with_flip(call, observe):
+    FLIP.start_run()
+
+    def flip_and_observe(node, operands, results):
+        FLIP.visit(node, results)
+        observe(node, operands, results)
+
+    return observed_run.run_call(call, flip_and_observe)
 
 
-# Of what ranks share; a high bit, because a sum of other rows may lose a low one.
-@pytest.mark.parametrize("site", ["gathered buffer", "objective"])
-def test_a_bit_that_one_rank_always_gets_wrong_is_named_where_ranks_must_agree(site):
-    report = verify_with_flip(4, site, runs=(0, 1), bit=20)
-    assert (report.between, report.place.ranks, report.others) == ("ranks", (1,), (0, 2, 3))
-    assert (report.place.operator, report.place.unit) == PLACES[site]
-    # Of two ranks nothing says which is wrong.
-    report = verify_with_flip(2, site, runs=(0, 1), bit=20)
-    assert (report.between, report.place.ranks, report.others) == ("ranks", (0, 1), ())
-    assert report.place.operator == PLACES[site][0]
+def verify_flips(world, flips, rank=1):
+    """The reports of flips of (site, runs, bit) on one rank, which are the same on all ranks."""
+
+    def program():
+        step, *args = make_step(ZERO3)
+        reports = []
+        for name, FLIP.runs, FLIP.bit in flips:
+            FLIP.site = SITES[name][0] if my_rank() == rank else lambda node: False
+            FLIP.runs_begun = 0
+            reports.append(fs.verify(step, *args))
+        return reports
+
+    with patch.object(verify, "run_call", run_with_flip), reusing_traces():
+        reports, *others = spmd(program, world, timeout=240.0)
+    assert others == [reports] * (world - 1)
+    return reports
+
+
+@pytest.fixture(scope="module")
+def always_wrong_of_two():
+    return verify_flips(2, [("gathered buffer", (0, 1), 20), ("objective", (0, 1), 20)])
+
+
+@pytest.fixture(scope="module")
+def always_wrong_of_three():
+    # A high bit, because a sum of other rows may lose a low one.
+    return verify_flips(3, [("gathered buffer", (0, 1), 20), ("objective", (0, 1), 20)])
+
+
+@pytest.fixture(scope="module")
+def wrong_once():
+    return verify_flips(2, [(site, (number % 2,), 0) for number, site in enumerate(SITES)])
+
+
+def test_a_bit_that_flips_in_one_of_two_runs_is_named(wrong_once):
+    for report, (_, operator, unit) in zip(wrong_once, SITES.values(), strict=True):
+        assert (report.verdict, report.ranks) == ("gave other bits in a second run of the same step", (1,))
+        assert (report.operator, report.unit) == (operator, unit)
+
+
+def test_a_bit_that_one_rank_always_gets_wrong_is_named_where_ranks_must_agree(always_wrong_of_three):
+    for report, site in zip(always_wrong_of_three, ("gathered buffer", "objective"), strict=True):
+        assert (report.verdict, report.ranks) == ("did not give the bits of ranks 0 and 2", (1,))
+        assert (report.operator, report.unit) == SITES[site][1:]
+
+
+def test_of_two_ranks_nothing_says_which_is_wrong(always_wrong_of_two):
+    for report, site in zip(always_wrong_of_two, ("gathered buffer", "objective"), strict=True):
+        assert report.verdict == "gave different bits, and nothing tells which are right,"
+        assert (report.operator, report.ranks) == (SITES[site][1], (0, 1))
 
 
 def test_a_wrong_replica_of_an_argument_is_named():
     def program():
-        step, state, batch = make_step(fs.ddp)
+        params = fs.shard({"w": torch.ones(2)}, fs.ddp(one_axis()))
         if my_rank() == 2:
-            state.params["head.bias"].local.add_(1)
-        return fs.verify(step, state, batch)
+            params["w"].local.add_(1)
+        return str(fs.verify(lambda params: fs.gather(params)["w"].sum(), params))
 
-    report, *others = spmd(program, 4)
-    assert others == [report] * 3
-    assert (report.between, report.place.ranks, report.others) == ("ranks", (2,), (0, 1, 3))
-    assert report.place.operator == "[0][0].params['head.bias']"
+    assert spmd(program, 3) == ["verify: the argument [0][0]['w'] did not give the bits of ranks 0 and 1 on rank 2"] * 3
+
+
+def test_rows_of_a_sum_that_one_rank_receives_wrong_are_named():
+    def is_site(node):
+        return graph_nodes.is_wait(node) and name_operator(node.args[0].args[0]) == "fshard.all_reduce"
+
+    with patch.dict(SITES, sum=(is_site, WAIT, "")):
+        (report,) = verify_flips(3, [("sum", (0, 1), 20)])
+    assert (report.operator, report.ranks, report.collective) == (WAIT, (1,), "all_reduce")
 
 
 GELU = f"""\
+verify: aten.gelu gave other bits in a second run of the same step on rank 1
   phase: forward
   at: steps.py:{line_of("gelu")} in body: hidden = F.gelu(self.up(x))  # gelu
   at: steps.py:{line_of("gelu") - 3} in forward: return checkpoint(self.body, x, use_reentrant=False) \
@@ -98,48 +174,29 @@ ARRIVAL = f"""\
   unit: blocks.1"""
 
 
-def test_the_texts_of_reports():
-    assert str(verify_with_flip(2, "activation")) == (
-        f"verify: rank 1 gives other bits for aten.gelu in a second run of the same step\n{GELU}"
-    )
-    operator_name = "_c10d_functional.wait_tensor"
-    assert str(verify_with_flip(4, "gathered buffer", runs=(0, 1))) == (
-        f"verify: rank 1 differs from ranks 0, 2 and 3 in the result of {operator_name}, on which all must agree\n"
-        + ARRIVAL
-    )
-    assert str(verify_with_flip(2, "gathered buffer", runs=(0, 1))) == (
-        f"verify: ranks 0 and 1 differ in the result of {operator_name}, on which all must agree; "
-        f"any of them may be wrong\n{ARRIVAL}"
-    )
-
-
-def units_of(operator_name, step, *args):
-    """The units of all operators of a name."""
-    operations = Operations(trace_call("verify", step, args))
-    return {operations.locate(node).unit for node in operations.nodes if name_operator(node) == operator_name}
+def test_the_texts_of_reports(wrong_once, always_wrong_of_two, always_wrong_of_three):
+    assert str(wrong_once[0]) == GELU
+    wrong = f"verify: {WAIT} did not give the bits of ranks 0 and 2 on rank 1\n"
+    assert str(always_wrong_of_three[0]) == wrong + ARRIVAL
+    wrong = f"verify: {WAIT} gave different bits, and nothing tells which are right, on ranks 0 and 1\n"
+    assert str(always_wrong_of_two[0]) == wrong + ARRIVAL
 
 
 def square_gathered(params):
     full = fs.gather(params)
-    return full["w"].square().sum() + full["v"].sum()
-
-
-def scale_gathered(params):
-    return (2 * fs.gather(params)["w"].abs()).sum()
-
-
-def units_of_gathered_leaves():
-    params = fs.shard({"w": torch.ones(4), "v": torch.ones(4)}, ZERO3(one_axis()))
-    squares = units_of("aten.pow.Tensor_Scalar", square_gathered, params)
-    squares |= units_of("aten.mul", scale_gathered, params)
-    return squares, units_of("aten.split_with_sizes_copy", *make_step(ZERO3))
+    return full["w"].square().sum() + full["v"].sum(), (2 * full["w"].abs()).sum()
 
 
 def test_the_unit_of_a_leaf_that_is_taken_out_of_a_gathered_buffer_is_found():
     """Also of what is computed of that leaf alone."""
-    for squares, copies in spmd(units_of_gathered_leaves, 2):
-        assert squares == {"['v'], ['w']"}
-        assert copies >= {"blocks.0", "blocks.1", "head"}
+
+    def program():
+        params = fs.shard({"w": torch.ones(4), "v": torch.ones(4)}, ZERO3(one_axis()))
+        operations = Operations("test", trace_call("test", square_gathered, [params]), [])
+        nodes = [node for node in operations.nodes if name_operator(node) in ("aten.pow.Tensor_Scalar", "aten.mul")]
+        return [operations.locate(node).unit for node in nodes]
+
+    assert spmd(program, 2) == [["['v'], ['w']"] * 2] * 2
 
 
 class Dropped(nn.Module):
@@ -158,7 +215,7 @@ class Dropped(nn.Module):
 
 
 def verify_dropped(strategy, key, reduce="mean"):
-    """A step with dropout, whose keys may differ between ranks."""
+    """A step with dropout, whose keys may differ between ranks, and which writes to what it donates elsewhere."""
     model = fs.functionalize(Dropped(), nn.Linear)
     tx = fs.chain(fs.clip_by_global_norm(1.0), fs.from_torch(torch.optim.AdamW, lr=0.01, fused=True))
     axis = fs.axis_of(one_axis())
@@ -178,14 +235,15 @@ def verify_dropped(strategy, key, reduce="mean"):
         return fs.update(tx, state, grads)._replace(buffers=buffers), loss
 
     batch = normal(my_rank())(4, 5, dtype=torch.float32)
-    return fs.testing.check_pure(partial(fs.verify, step), state, batch)
+    jitted = fs.jit(step, donate_argnums=0)
+    return fs.testing.check_pure(partial(fs.verify, jitted), state, batch)
 
 
-@pytest.mark.parametrize("key", ["of ranks", "one"])
-@pytest.mark.parametrize("strategy", [ZERO3, fs.ddp, fs.zero1])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_clean_runs_with_dropout_and_uneven_shards_are_silent(strategy, key, world_size):
-    assert spmd(lambda: verify_dropped(strategy, key), world_size) == [None] * world_size
+@pytest.mark.parametrize(
+    "strategy, key, world", [(ZERO3, "of ranks", 3), (fs.ddp, "one", 2), (fs.zero1, "of ranks", 2)]
+)
+def test_clean_runs_with_dropout_and_uneven_shards_are_silent(strategy, key, world):
+    assert spmd(lambda: verify_dropped(strategy, key), world) == [None] * world
 
 
 @on_ranks("2 processes")
@@ -193,21 +251,26 @@ def test_clean_runs_on_processes_are_silent():
     assert verify_dropped(ZERO3, "of ranks", "weighted") is None
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"checkpointed": True}, {"microbatches": 2}, {"strategy": fs.zero2}],
-    ids=["checkpointed", "microbatches", "zero2"],
-)
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_clean_runs_of_other_steps_are_silent(options, world_size):
-    assert spmd(lambda: verified(**options), world_size) == [None] * world_size
-
-
-def test_a_jitted_step_is_verified_without_a_write_to_what_it_donates():
+@pytest.mark.parametrize("strategy, world", [(fs.zero2, 2), (ZERO3, 1)])
+def test_clean_runs_with_checkpoints_and_microbatches_are_silent(strategy, world):
     def program():
-        step, state, batch = make_step()
-        jitted = fs.jit(step, donate_argnums=0)
-        return fs.testing.check_pure(partial(fs.verify, jitted), state, batch)
+        return fs.verify(*make_step(strategy, checkpointed=True, microbatches=2))
+
+    assert spmd(program, world) == [None] * world
+
+
+def write_through_view(x, y):
+    """Of equal x and other y on each rank."""
+    z = x.clone()
+    once = z.sin()
+    z[0].add_(y)
+    return once, z.sin()
+
+
+def test_memory_that_a_rank_has_written_its_own_values_to_may_differ():
+    def program():
+        params = fs.shard({"w": torch.ones(2)}, ZERO3(one_axis()))
+        return fs.verify(lambda x, y, _: write_through_view(x, y), torch.ones(2), torch.tensor(my_rank() + 1.0), params)
 
     assert spmd(program, 2) == [None, None]
 

@@ -141,7 +141,8 @@ ALL_AGREE = (
 )
 NAMED = r"""
 To fix: look at the first leaf that differs\.
-aten\.leaky_relu is the first operation that differs from the module's, by 0\.\d+ of its largest value
+The first operation that differs from the module's:
+diff: aten\.leaky_relu differs by 0\.\d+ of its largest value on ranks 0 and 1
   phase: forward
   at: test_matches_ddp\.py:\d+ in forward: return nn\.functional\.leaky_relu\(x, self\.slope\)
   at: test_matches_ddp\.py:\d+ in loss_fn: return model\.apply\(params, x\)\.square\(\)\.mean\(\)

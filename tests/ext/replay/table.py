@@ -1,10 +1,13 @@
-"""The cases of the table of faults: what is planted, what a report should say, and what it says."""
+"""The table of faults: what is planted, what a report should say, what it says, and replays without a fault."""
 
 import random
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatch
+from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +16,10 @@ import torch.distributed as dist
 import fshard as fs
 from fshard.extend import flatten
 from fshard.rounding import tolerance
+from fshard.testing import spmd
 from tests.ext.replay.inject import Fault, Recorded, watching
 from tests.ext.replay.planted_steps import BLOCKS, PLACES, STEPS, Change, Setting, line_of, make
+from tests.ext.replay.planted_steps import __file__ as STEPS_FILE
 
 # The tool that each kind of fault is for.
 TOOLS = {"nan": "replay", "inf": "replay", "bit": "verify", "changed": "diff"}
@@ -22,6 +27,9 @@ TOOLS = {"nan": "replay", "inf": "replay", "bit": "verify", "changed": "diff"}
 MARKS = {"gelu": "gelu", "gelu_backward": "gelu"}
 QUESTIONS = ("found", "rank", "unit", "operator", "line", "module", "leaf")
 TRIES = 20
+SECONDS = 300.0
+# The largest part of the largest element by which results of two versions may differ.
+BOUND = 1e-6
 
 
 class Case(NamedTuple):
@@ -160,11 +168,6 @@ def _last_key(path: str) -> str:
     return ".".join(re.findall(r"'([^']+)'", path))
 
 
-def is_in_unit(text: str, unit: str) -> bool:
-    """Whether a report's unit is that of a truth."""
-    return "blocks." not in text if unit == "-" else text == unit
-
-
 def plan_changes(case: Case) -> tuple[Truth, tuple[Setting, Setting]]:
     """Make two versions of a step, of which the second computes something else on one rank."""
     draw = random.Random(case.seed)
@@ -191,21 +194,19 @@ def is_finite(tree: Any) -> bool:
     return all(bool(leaf.isfinite().all()) for leaf in leaves)
 
 
-def plan_fault(setting: Setting, case: Case) -> tuple[Truth, Fault | None]:
+def plan_fault(setting: Setting, records: Sequence[Recorded], case: Case) -> tuple[Truth, Fault | None]:
     """Choose the rank, the call and the element of a fault that shows in the results of a step.
 
     Returns:
         What a report should say, on every rank, and the fault on its rank.
     """
     rank = random.Random(case.seed).randrange(case.world)
-    with watching() as recording:
-        setting.plain(setting.state, setting.batch)
     for attempt in range(TRIES):
         draw = random.Random(1000 * attempt + case.seed)
-        record, block = choose(recording.records, case, draw)
+        record, block = choose(records, case, draw)
         per_step = 1
         if _may_recur(case):
-            per_step = sum(each.call[:3] == record.call[:3] for each in recording.records)
+            per_step = sum(each.call[:3] == record.call[:3] for each in records)
         fault = Fault(record.call, case.kind, draw.randrange(2**20), per_step)
         mine = fault if dist.get_rank() == rank else None
         if case.kind == "bit" or _shows(setting, mine):
@@ -233,3 +234,94 @@ def _gather(value: Any) -> list[Any]:
 def _tell(truth: Truth, rank: int) -> Truth:
     """The truth of the fault's rank, on every rank."""
     return _gather(truth)[rank]
+
+
+def group_cases(cases: Iterable[Case]) -> dict[str, list[Case]]:
+    """Group cases by step, number of ranks and tool."""
+    groups: dict[str, list[Case]] = defaultdict(list)
+    for case in cases:
+        groups[f"{case.step}, {case.world} ranks, {TOOLS[case.kind]}"].append(case)
+    return groups
+
+
+def run_group(group: Sequence[Case], seconds: float = SECONDS) -> list[Answer]:
+    """Run the cases of one group on simulated ranks, for at most so many seconds."""
+    first, *others = spmd(partial(_answer_all, group), group[0].world, timeout=seconds)
+    for answers in others:
+        assert [answer.report for answer in answers] == [answer.report for answer in first], "reports differ"
+    return first
+
+
+def _answer_all(cases: Sequence[Case]) -> list[Answer]:
+    """Answer cases of one kind of step, on every rank."""
+    if TOOLS[cases[0].kind] == "diff":
+        return [_answer_change(case) for case in cases]
+    setting = make(cases[0].step)
+    with watching() as recording:
+        setting.plain(setting.state, setting.batch)
+    return [_answer_fault(setting, recording.records, case) for case in cases]
+
+
+def _answer_change(case: Case) -> Answer:
+    truth, (before, after) = plan_changes(case)
+    difference = fs.diff(before.step, after.step, before.state, before.batch, bound=BOUND)
+    return Answer(case, truth, judge(difference.first, truth), str(difference))
+
+
+def _answer_fault(setting: Setting, records: Sequence[Recorded], case: Case) -> Answer:
+    truth, fault = plan_fault(setting, records, case)
+    tool: Callable[..., Any] = getattr(fs, TOOLS[case.kind])
+    if fault is None:
+        report = tool(setting.step, setting.state, setting.batch)
+    else:
+        with watching(fault) as planted:
+            report = tool(setting.step, setting.state, setting.batch)
+        assert planted.fired, "the fault was not in the run"
+    return Answer(case, truth, judge(report, truth), str(report))
+
+
+def judge(report: Any, truth: Truth) -> dict[str, bool]:
+    """Say which questions a report answers rightly; those that have no answer are left out."""
+    if report is None:
+        return {name: False for name in QUESTIONS if getattr(truth, name, "found") != ""}
+    # The innermost line; of an operation of the backward that of its forward.
+    lines = [*report.at, *report.backward_of, ""]
+    right = {
+        "found": True,
+        "rank": report.ranks == (truth.rank,),
+        "operator": report.operator.rpartition(".")[2] == truth.operator,
+        "line": lines[0].startswith(f"{Path(STEPS_FILE).name}:{truth.line} "),
+    }
+    if truth.unit:
+        # "-" is the unit of all leaves outside of blocks.
+        right["unit"] = "blocks." not in report.unit if truth.unit == "-" else report.unit == truth.unit
+    if truth.module:
+        right["module"] = report.module == truth.module
+    if truth.leaf:
+        right["leaf"] = truth.leaf in report.leaf.replace("']['", ".")
+    return right
+
+
+def replay_clean(name: str, count: int, seconds: float = SECONDS) -> list[str]:
+    """Replay so many steps of a model of transformers, each from the state that the last one led to.
+
+    Returns:
+        The reports, each of which is a false alarm.
+    """
+    # transformers may be missing, and takes seconds to import.
+    from tests.ext import test_architectures as architectures
+
+    case = architectures.CASES[name]
+    module = case.build(torch.float64)
+    batches = case.batches()
+
+    def replay_all() -> list[str]:
+        state, step = architectures.begun(module)
+        reports = []
+        for number in range(count):
+            batch = batches[number % len(batches)][dist.get_rank()]
+            reports.append(fs.replay(step, state, batch))
+            state = step(state, batch)[0]
+        return [str(report) for report in reports if report is not None]
+
+    return spmd(replay_all, architectures.RANKS, timeout=seconds)[0]
