@@ -8,21 +8,12 @@ from typing import Any
 from torch.fx import Node
 
 import fshard as fs
-from fshard.ext._compat import MAX_FRAMES, Frame, noting_origins
-from fshard.ext.check.dropped import find_dropped
+from fshard.ext._compat import MAX_FRAMES, Frame, list_traced_nodes, noting_origins
 from fshard.ext.check.factors import find_wrong_factors
-from fshard.ext.check.facts import (
-    Input,
-    Objectives,
-    find_changes,
-    list_constants,
-    list_inputs,
-    list_neighbours,
-    make_facts,
-)
+from fshard.ext.check.graphs import AxisFacts, Input, find_neighbour, list_inputs, pair_nodes, read_constants
 from fshard.ext.check.losses import find_mixed_types
 from fshard.ext.check.report import Mistake, StepCheck, StepProblem
-from fshard.ext.check.results import find_differing, list_results
+from fshard.ext.check.results import find_differing, find_dropped, list_results
 from fshard.ext.check.values import ValueTypes
 from fshard.extend import (
     OBSERVED,
@@ -34,15 +25,6 @@ from fshard.extend import (
     lay_out_call,
     setting,
     trace,
-)
-
-UNCHECKED = (
-    "generators of ranks that have equal seeds, where a step draws random numbers without a key",
-    "batches of ranks that are equal, or that leave samples out",
-    "constants of the step, such as learning rates and factors of a loss",
-    "leaves that are frozen, which may be on purpose",
-    "counts of the items that a loss leaves out, such as ignored labels, if they differ between ranks",
-    "positions of items, where ranks split a sequence",
 )
 
 
@@ -77,81 +59,90 @@ def check(
     >>> check(step, params, torch.ones(8, 4096), mesh={"shard": 1024}).problems
     ()
     """
-    call = _CheckedCall(step, (state, *batch))
+    call = _CheckedCall(step, (state, *batch), mesh)
     with lay_out_call(step, (state, *batch), mesh, rank, backend, "check"):
         # The arguments are right, so that errors from here on are those of the step.
         pass
+    plan = None
     try:
-        problems = call.find_problems(mesh, rank)
+        call.find_problems(rank)
+        plan = fs.plan(step, state, *batch, mesh=mesh, rank=rank, backend=backend)
     except ValueError as error:
-        problems = call.problems or [_describe_refusal(error)]
-        return StepCheck(_drop_repeated(problems), None, UNCHECKED)
-    plan = fs.plan(step, state, *batch, mesh=mesh, rank=rank, backend=backend)
-    return StepCheck(_drop_repeated(problems), plan, UNCHECKED)
+        call.problems = call.problems or [_describe_refusal(error)]
+    return StepCheck(_drop_repeated(call.problems), plan)
 
 
 class _CheckedCall:
     """A call of a step, to be traced on meshes.
 
     Attributes:
-        problems: Mistakes in its losses.
+        problems: The mistakes.
     """
 
-    def __init__(self, step: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def __init__(self, step: Callable[..., Any], args: tuple[Any, ...], mesh: Mapping[str, int]) -> None:
         self.problems: list[StepProblem] = []
-        self._objectives = Objectives(set(), set())
         self._step = inspect.unwrap(step) if isinstance(step, Jitted) else step
         self._args = args
+        self._mesh = mesh
+        # Of the losses that the step differentiates, the names of axes, and how they are reduced over these.
+        self._loss_axes: set[str] = set()
+        self._reduces: set[str] = set()
+        # What the checks of losses have added to the graph.
+        self._extra_nodes: set[Node] = set()
 
-    def find_problems(self, mesh: Mapping[str, int], rank: int) -> list[StepProblem]:
-        """Find the mistakes in a rank's losses, and in the values of its graph."""
-        with lay_out_call(self._step, self._args, mesh, rank, "nccl", "check") as args:
+    def find_problems(self, rank: int) -> None:
+        """Find the mistakes in a rank's losses, and in the values of its graph over each axis."""
+        with lay_out_call(self._step, self._args, self._mesh, rank, "nccl", "check") as args:
             flat = flatten(args)
-            traced = self._trace(args)
+            with noting_origins(), setting(OBSERVED, self._observe):
+                traced = self._trace(args)
             nodes = list(traced.module.graph.nodes)
-            constants = list_constants(traced.module)
-            state, *_ = flat.unflatten(flat.leaves)
-            inputs = list_inputs(nodes, flat, len(flatten(state).leaves))
-            results = list_results(traced, state)
-            problems = [*self.problems, *find_dropped(nodes, results)]
-            changes = {}
-            for name, other in list_neighbours(mesh, rank).items():
-                changes[name] = find_changes(nodes, constants, self._list_constants(mesh, other))
-            if None not in changes.values():
-                # Every rank runs these operators.
-                problems += self._find_unused(inputs)
+            inputs = list_inputs(nodes, flat, len(flatten(args[0]).leaves))
+            results = list_results(traced, args[0])
+            self.problems += find_dropped(nodes, results)
+            neighbours = {}
             for axis in flat.axes:
-                by_rank = changes.get(axis.name)
-                if by_rank is None:
+                if axis.size > 1:
+                    other_rank = find_neighbour(self._mesh, rank, axis)
+                    neighbours[axis] = self._pair(nodes, self._mesh, other_rank)
+            if None not in neighbours.values():
+                # Every rank runs these operators.
+                self.problems += self._find_unused(inputs)
+            for axis, neighbour in neighbours.items():
+                if neighbour is None:
                     continue
-                facts = make_facts(nodes, inputs, by_rank, axis, self._objectives)
-                values = ValueTypes(traced.module.graph, facts)
-                problems += values.problems
-                problems += find_differing(results, values, axis, facts)
-                if facts.varies:
-                    larger = self._list_constants({**mesh, axis.name: 2 * axis.size}, rank)
-                    scales = find_changes(nodes, constants, larger)
-                    problems += find_wrong_factors(results, values, facts, scales)
-        return problems
+                rank_constants = {node for node, other in neighbour.items() if _differ(node, other)}
+                larger_mesh = {**self._mesh, axis.name: 2 * axis.size}
+                doubled = self._pair(nodes, larger_mesh, rank)
+                varies = axis.name in self._loss_axes
+                if not self._loss_axes:
+                    varies = any(axis in spec.scattered_axes for spec in flat.specs)
+                facts = AxisFacts(axis, inputs, rank_constants, doubled or {}, varies, self._reduces == {"mean"})
+                values = ValueTypes(nodes, facts)
+                self.problems += values.problems
+                self.problems += find_differing(results, values, facts)
+                self.problems += find_wrong_factors(results, values, facts)
 
     def _observe(self, functions: Sequence[Any], flat: Any, axes: Sequence[fs.Axis], options: Any) -> None:
         """Check a loss before the step differentiates it."""
-        self._objectives.axes.update(axis.name for axis in axes)
-        self._objectives.reduces.add(options.reduce)
-        self.problems += find_mixed_types(functions[0], flat, axes, options.has_aux)
+        self._loss_axes.update(axis.name for axis in axes)
+        self._reduces.add(options.reduce)
+        before = set(list_traced_nodes())
+        self.problems += find_mixed_types(functions[0], flat, axes)
+        self._extra_nodes.update(set(list_traced_nodes()) - before)
 
     def _trace(self, args: tuple[Any, ...]) -> Traced:
-        # What the checks of losses run is a part of each graph.
-        with noting_origins(), setting(OBSERVED, self._observe):
-            traced = trace(flatten((args, {})), lambda *args: self._step(*args))
-        fold_views_and_remove_dead_nodes(traced.module.graph)
+        traced = trace(flatten((args, {})), lambda *args: self._step(*args))
+        graph = traced.module.graph
+        graph.eliminate_dead_code(lambda node: node not in self._extra_nodes)
+        fold_views_and_remove_dead_nodes(graph)
         return traced
 
-    def _list_constants(self, mesh: Mapping[str, int], rank: int) -> list[Any] | None:
-        """List the constants in the graph of another rank or mesh, if the step allows it."""
+    def _pair(self, nodes: Sequence[Node], mesh: Mapping[str, int], rank: int) -> Mapping[Node, Node] | None:
+        """Pair nodes with those in the graph of another rank or mesh, if the step allows it."""
         try:
             with lay_out_call(self._step, self._args, mesh, rank, "nccl", "check") as args:
-                return list_constants(self._trace(args).module)
+                return pair_nodes(nodes, list(self._trace(args).module.graph.nodes))
         except (ValueError, RuntimeError):
             return None
 
@@ -165,16 +156,26 @@ class _CheckedCall:
                 yield StepProblem(Mistake.UNUSED_BATCH, "", entry.path, frames, text)
 
 
+def _differ(node: Node, other: Node) -> bool:
+    """Whether the constants of an operator are others in another graph; their texts tell NaN and 1 from 1.0 too."""
+    return repr(read_constants(node)) != repr(read_constants(other))
+
+
 def _drop_repeated(problems: Sequence[StepProblem]) -> tuple[StepProblem, ...]:
     """Leave out problems of one kind and line, but the first."""
-    by_line = {(problem.kind, problem.axis, problem.frames[:1]): problem for problem in reversed(problems)}
-    return tuple(reversed(by_line.values()))
+    by_line: dict[Any, StepProblem] = {}
+    for problem in problems:
+        by_line.setdefault((problem.kind, problem.axis, problem.frames[:1]), problem)
+    return tuple(by_line.values())
 
 
 def _describe_refusal(error: ValueError) -> StepProblem:
     """Make a problem of an error of fshard's; errors of the user's code and of torch are raised again."""
     stack = traceback.extract_tb(error.__traceback__)
-    frames = [Frame(entry.filename, entry.lineno or 0, entry.name) for entry in stack if is_users_file(entry.filename)]
+    frames = []
+    for entry in stack:
+        if is_users_file(entry.filename):
+            frames.append(Frame(entry.filename, entry.lineno or 0, entry.name))
     if is_users_file(stack[-1].filename) or not frames:
         raise error
     return StepProblem(Mistake.REFUSED, "", "", tuple(frames[::-1][:MAX_FRAMES]), str(error))

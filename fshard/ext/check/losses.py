@@ -14,16 +14,13 @@ from fshard.extend import Misfit, Typed, find_misfits, is_trained, transforms_ac
 _UNTYPED = ("psum", "all_gather")
 
 
-def find_mixed_types(
-    function: Callable[[Any], Any], flat: Any, axes: Sequence[fs.Axis], has_aux: bool
-) -> Iterator[StepProblem]:
+def find_mixed_types(function: Callable[[Any], Any], flat: Any, axes: Sequence[fs.Axis]) -> Iterator[StepProblem]:
     """Run a local loss in a trace, and follow it back to the parameters over each axis.
 
     Args:
         function: Maps parameters to the loss, to (sum, count), or to a pair of either with an aux.
         flat: The leaves of the parameters.
         axes: The axes that the loss is reduced over: it varies over these, and agrees over others.
-        has_aux: Whether the function returns an aux.
 
     Yields:
         The mistakes, as the transposes of collectives have them.
@@ -39,18 +36,21 @@ def find_mixed_types(
         leaves.append(leaf)
     with torch.enable_grad():
         loss = function(flat.unflatten(leaves))
-    for _ in range(has_aux + 1):
-        loss = loss[0] if isinstance(loss, tuple) else loss
+    while isinstance(loss, tuple):
+        loss = loss[0]
     if loss.grad_fn is None:
         return
     for axis in flat.axes:
         if axis.size > 1:
-            start = Typed(loss.grad_fn, loss.output_nr, axis in axes)
             varying = _find_varying(loss.grad_fn, ends, axis)
+            start = Typed(loss.grad_fn, loss.output_nr, axis in axes)
             for misfit in find_misfits([start], ends, axis):
                 if any(_is_opaque(user, axis) for user in misfit.users):
                     continue
-                yield _describe(misfit, ends, axis, varying)
+                path, _ = ends.get(misfit.place.node, ("", None))
+                kind, node, text = _describe(misfit, path, axis, varying)
+                frames = find_forward(node).frames
+                yield StepProblem(kind, axis.name, path, frames, f"{text}.")
 
 
 def _find_varying(start: Any, ends: Mapping[Any, Any], axis: fs.Axis) -> dict[Any, bool]:
@@ -75,44 +75,38 @@ def _list_sources(node: Any) -> list[Any]:
     return [source for source, _ in node.next_functions if source is not None]
 
 
-def _describe(misfit: Misfit, ends: Mapping[Any, Any], axis: fs.Axis, varying: Mapping[Any, bool]) -> StepProblem:
-    """Make a problem of a misfit: its kind, and the node whose line is to be mended."""
+def _describe(misfit: Misfit, path: str, axis: fs.Axis, varying: Mapping[Any, bool]) -> tuple[Mistake, Any, str]:
+    """Name the mistake of a misfit, the node whose line is to be mended, and what to do."""
     place, settled_by, users = misfit
-    variance = variance_of(place.node)
-    path = ends[place.node][0] if place.node in ends else ""
-    subject = f"{path or variance.name}, which {'agrees' if place.varies else 'varies'} between ranks,"
+    name = variance_of(place.node).name
+    relation = "agrees" if place.varies else "varies"
+    subject = f"{path or name}, which {relation} between ranks,"
     if place.varies:
         is_loss = not any(axis in variance_of(user).axes for user in users)
-        if variance.name == "psum_invariant" and is_loss:
-            kind, node = Mistake.DOUBLED_SUM, place.node
-            text = (
-                "the loss of a rank was summed over ranks already; leave this sum out, or use fs.psum for a part of it"
-            )
-        else:
-            kind, node = Mistake.MISSING_CAST, _find_meeting(misfit, varying)
-            text = f'{subject} is used as one that varies; use fs.gather, or fs.pcast(x, axis, to="varying") before'
-    elif variance_of(settled_by).name == "pcast":
-        kind, node = Mistake.SUPERFLUOUS_CAST, settled_by
+        if name == "psum_invariant" and is_loss:
+            text = "the loss of a rank was summed over ranks already; leave this sum out, or use fs.psum for its parts"
+            return Mistake.DOUBLED_SUM, place.node, text
+        text = f'{subject} is used as one that varies; use fs.gather, or fs.pcast(x, axis, to="varying") before'
+        return Mistake.MISSING_CAST, _find_meeting(misfit, varying), text
+    if variance_of(settled_by).name == "pcast":
         text = f"{subject} is cast to one that varies; leave the cast out"
-    else:
-        kind = Mistake.MISSING_SUM
-        is_gather = not isinstance(variance_of(settled_by).operand, bool)
-        node = _find_meeting(misfit, varying) if is_gather else settled_by
-        text = f"{subject} is used as one that agrees; sum what is computed from it by fs.psum_invariant"
-        if variance.name in _UNTYPED:
-            node = place.node
-            if not any(varying.get(source) for source in _list_sources(node)):
-                kind = Mistake.DOUBLED_SUM
-            text = f"{subject} in its type is used as one that agrees; use fs.{variance.name}_invariant"
-    return StepProblem(kind, axis.name, path, find_forward(node).frames, f"{text}.")
+        return Mistake.SUPERFLUOUS_CAST, settled_by, text
+    if name in _UNTYPED:
+        varies = any(varying.get(source) for source in _list_sources(place.node))
+        kind = Mistake.MISSING_SUM if varies else Mistake.DOUBLED_SUM
+        text = f"{subject} in its type is used as one that agrees; use fs.{name}_invariant"
+        return kind, place.node, text
+    text = f"{subject} is used as one that agrees; sum what is computed from it by fs.psum_invariant"
+    return Mistake.MISSING_SUM, _find_meeting(misfit, varying), text
 
 
 def _find_meeting(misfit: Misfit, varying: Mapping[Any, bool]) -> Any:
-    """Find the first user of a value where it meets one of the type that is expected of it."""
+    """Find the first user of a value where it meets one of the type that is expected of it, or what expects it."""
     previous = misfit.place.node
     for user in misfit.users:
         others = [source for source in _list_sources(user) if source is not previous]
-        if any(varying.get(other) is misfit.place.varies for other in others):
+        types = [varying.get(other) for other in others]
+        if misfit.place.varies in types:
             return user
         previous = user
-    return misfit.users[0] if misfit.users else misfit.settled_by
+    return misfit.settled_by

@@ -1,7 +1,6 @@
 """The report of `fs.check`: problems, each with the line to mend, and the contract of the step."""
 
 import linecache
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -9,6 +8,16 @@ from typing import Any, NamedTuple
 from torch.fx import Node
 
 from fshard.ext._compat import Frame, origin_of
+
+_ONLY_A_RUN = (
+    "only a run can find:",
+    "  generators of ranks that have equal seeds, where a step draws random numbers without a key",
+    "  batches of ranks that are equal, or that leave samples out",
+    "  constants of the step, such as learning rates and factors of a loss",
+    "  leaves that are frozen, which may be on purpose",
+    "  counts of the items that a loss leaves out, such as ignored labels, if they differ between ranks",
+    "  positions of items, where ranks split a sequence",
+)
 
 
 def frames_of(node: Node) -> tuple[Frame, ...]:
@@ -67,29 +76,21 @@ class StepProblem(NamedTuple):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class StepCheck:
-    """What `fs.check` says of a step. It prints as a report.
+    """What `fs.check` says of a step. It prints as a report, which ends in what only a run can find.
 
     Attributes:
         problems: The mistakes that were found; none if nothing is wrong.
         plan: The contract: memory, collectives and bytes, as `fs.plan` predicts them; None if the step could not be
             traced to its end.
-        unchecked: What only a run can find, a sentence each.
     """
 
     problems: tuple[StepProblem, ...]
     plan: Any
-    unchecked: tuple[str, ...]
 
     def __str__(self) -> str:
-        return "\n".join(self._write_lines())
+        count = len(self.problems) or "no"
+        headline = f"check: {count} problem{'' if count == 1 else 's'}"
+        parts = [headline, *self.problems, self.plan, *_ONLY_A_RUN]
+        return "\n".join(str(part) for part in parts if part is not None)
 
     __repr__ = __str__
-
-    def _write_lines(self) -> Iterator[str]:
-        count = len(self.problems) or "no"
-        yield f"check: {count} problem{'' if count == 1 else 's'}"
-        yield from map(str, self.problems)
-        if self.plan is not None:
-            yield str(self.plan)
-        for sentence in self.unchecked:
-            yield f"  only a run can find: {sentence}"

@@ -1,18 +1,20 @@
 """What a step returns: leaves, buffers and metrics on which ranks have to agree, and where they stopped to agree."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
 from torch.fx import Node
 
-import fshard as fs
 from fshard.ext._compat import origin_of
+from fshard.ext.check.graphs import AxisFacts, shape_of
 from fshard.ext.check.report import Mistake, StepProblem, frames_of
-from fshard.ext.check.values import Agreement, AxisFacts, ValueTypes, walk_back
+from fshard.ext.check.values import Agreement, ValueTypes, walk_back
 from fshard.extend import Traced, flatten, graph_nodes, unflatten
 
-_DIFFERENT = (Agreement.SHARD, Agreement.OWN, Agreement.VARYING)
+_DIFFERENT = (Agreement.SHARD, Agreement.VARYING)
 _TEXTS: Mapping[Mistake, str] = MappingProxyType(
     {
         Mistake.MISSING_SUM: (
@@ -56,36 +58,50 @@ def list_results(traced: Traced, state: Any) -> list[Result]:
     return results
 
 
-def find_differing(results: list[Result], values: ValueTypes, axis: fs.Axis, facts: AxisFacts) -> Iterator[StepProblem]:
+def find_dropped(nodes: Sequence[Node], results: Sequence[Result]) -> Iterator[StepProblem]:
+    """Find state of which a new value is made, such as a running mean, while the step returns the old one."""
+    kept = {result.node: result for result in results if result.is_state and result.node.op == "placeholder"}
+    for node in nodes:
+        for target in graph_nodes.find_write_targets(node):
+            source: Any = target.args[0] if target.target is torch.ops.aten.clone.default else None
+            if source in kept:
+                text = (
+                    "the step makes a new value of this leaf and returns the old one; put the new one into the state."
+                )
+                yield StepProblem(Mistake.BUFFER_DIFFERS, "", kept.pop(source).path, frames_of(node), text)
+
+
+def find_differing(results: Sequence[Result], values: ValueTypes, facts: AxisFacts) -> Iterator[StepProblem]:
     """Find the results on which the ranks of an axis have to agree, and do not."""
     for result in results:
-        agreement = values.type_of(result.node)
-        kind = _judge(result, agreement, axis)
-        if kind is not None:
-            source, is_constant = _find_source(result.node, values.types, facts)
-            kind = Mistake.OWN_NUMBER if is_constant else kind
-            yield StepProblem(kind, axis.name, result.path, frames_of(source), _TEXTS[kind])
+        kind, refused = _judge(result, facts)
+        if values.type_of(result.node) in refused:
+            source, is_own = _find_source(result.node, values)
+            kind = Mistake.OWN_NUMBER if is_own else kind
+            frames = frames_of(source)
+            yield StepProblem(kind, facts.axis.name, result.path, frames, _TEXTS[kind])
 
 
-def _judge(result: Result, agreement: Agreement, axis: fs.Axis) -> Mistake | None:
-    """Name the mistake if a result is not of a type that its place allows."""
+def _judge(result: Result, facts: AxisFacts) -> tuple[Mistake, Sequence[Agreement]]:
+    """Name the mistake that a result is if it has one of some types."""
     spec = result.spec
-    if spec is None:
-        must_agree = result.is_state or result.node.meta["val"].numel() == 1
-        kind = Mistake.BUFFER_DIFFERS if result.is_state else Mistake.LOCAL_METRIC
-        return kind if must_agree and agreement in _DIFFERENT else None
-    is_split = spec.dim_of(axis) is not None
-    refused = (Agreement.VARYING,) if is_split else _DIFFERENT
-    is_placed = axis in spec.axes and spec.roles.get(axis) != "owned"
-    return Mistake.MISSING_SUM if is_placed and agreement in refused else None
+    if spec is not None:
+        is_split = spec.dim_of(facts.axis) is not None
+        refused = (Agreement.VARYING,) if is_split else _DIFFERENT
+        is_owned = spec.roles.get(facts.axis) == "owned"
+        return Mistake.MISSING_SUM, () if is_owned else refused
+    if result.is_state:
+        return Mistake.BUFFER_DIFFERS, _DIFFERENT
+    is_number = math.prod(shape_of(result.node)) == 1
+    return Mistake.LOCAL_METRIC, _DIFFERENT if is_number else ()
 
 
-def _find_source(result: Node, types: Mapping[Node, Agreement], facts: AxisFacts) -> tuple[Node, bool]:
+def _find_source(result: Node, values: ValueTypes) -> tuple[Node, bool]:
     """Find the node where a value stopped to agree, and whether the number of the rank is the reason."""
-    nodes = walk_back(result, lambda operand: types[operand] is types[result])
+    nodes = walk_back(result, lambda operand: values.types[operand] is values.types[result])
     for node in nodes:
-        if node in facts.rank_constants and not graph_nodes.is_view(node):
+        if node in values.own_numbers and not graph_nodes.is_view(node):
             # A constant has no line, but what reads it has.
-            return next((each for each in node.users if frames_of(each)), node), True
+            return next((each for each in (node, *node.users) if frames_of(each)), node), True
     before = [node for node in nodes if origin_of(node).phase != "update" and frames_of(node)]
     return next(iter(before), result), False

@@ -1,15 +1,18 @@
 """Types of a step's values over one axis, found from its graph: which agree between ranks, and where they stop."""
 
+import math
 import operator
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Hashable, Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
+import fshard as fs
 from fshard.comm import Collective, Verb
 from fshard.ext._compat import origin_of
+from fshard.ext.check.graphs import AxisFacts, Input, find_packet, shape_of
 from fshard.ext.check.report import Mistake, StepProblem, frames_of
 from fshard.extend import generators, graph_nodes
 
@@ -18,17 +21,16 @@ aten = torch.ops.aten
 _IS_DIRECT = -5
 # Sums that users ask for. A sum that fshard makes of equal terms is divided by their number.
 USERS_SUMS = ("psum", "psum_invariant")
-_PRODUCTS = (aten.mul, aten.div, aten.where, aten.native_dropout)
+_PRODUCTS = (aten.mul, aten.div, aten.where)
+_ADDITIONS = (aten.add, aten.add_)
+# Of a dim that is split, these make a term of a sum over ranks.
+_REDUCTIONS = (aten.sum, aten.mean, aten.mm, aten.bmm, aten.linalg_vector_norm)
 # The mean of one of these is not that of the mean.
 _NONLINEAR = (aten.exp, aten.log, aten.sqrt, aten.rsqrt)
 # These write to their running mean and variance, which their schemas deny.
 _BATCH_NORMS = (aten.native_batch_norm, aten.cudnn_batch_norm, aten.miopen_batch_norm)
-_ADDITIONS = (aten.add, aten.add_)
-# What reads no values of its operands.
-_CONSTANTS = (
-    *(aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like),
-    *(aten.new_empty, aten.new_zeros, aten.new_ones, aten.new_full),
-)
+# The beginnings of names of operators that map over lists, whose items have nothing to do with each other.
+_BY_ITEM = ("_foreach", "_fused")
 
 
 class Agreement(IntEnum):
@@ -39,7 +41,6 @@ class Agreement(IntEnum):
         INVARIANT: They are equal.
         DRAWN: They are equal random numbers.
         SHARD: Each is a part of one leaf, or of its reduced gradient.
-        OWN: Each is a number that is computed from a shard alone, such as a term of a sum.
         OTHER: They differ, or may do so, as ranks mean it: what is exchanged, or owned.
         VARYING: They differ as batches of ranks do, or by the number of the rank.
     """
@@ -48,31 +49,8 @@ class Agreement(IntEnum):
     INVARIANT = 1
     DRAWN = 2
     SHARD = 3
-    OWN = 4
-    OTHER = 5
-    VARYING = 6
-
-
-class AxisFacts(NamedTuple):
-    """What is known of a graph over one axis before its values are typed.
-
-    Attributes:
-        axis: The name of the axis.
-        size: Its number of ranks.
-        inputs: The types of inputs.
-        rank_constants: Nodes whose constants differ between ranks.
-        of_state: Nodes that depend on Sharded leaves.
-        varies: Whether batches differ between the ranks.
-        are_means: Whether all losses that the step differentiates are means over ranks.
-    """
-
-    axis: str
-    size: int
-    inputs: Mapping[Node, Agreement]
-    rank_constants: Collection[Node]
-    of_state: Collection[Node]
-    varies: bool
-    are_means: bool
+    OTHER = 4
+    VARYING = 5
 
 
 class ValueTypes:
@@ -81,154 +59,217 @@ class ValueTypes:
     Attributes:
         types: The type of each node's result.
         problems: Mistakes in collectives and operators.
+        terms: Nodes that are computed from all of a rank's part, such as a term of a sum over ranks.
+        own_numbers: Nodes whose values are others on each rank because of its number.
     """
 
-    def __init__(self, graph: Graph, facts: AxisFacts) -> None:
+    def __init__(self, nodes: Sequence[Node], facts: AxisFacts) -> None:
         """Type all nodes."""
         self.types: dict[Node, Agreement] = {}
         self.problems: list[StepProblem] = []
+        self.terms: set[Node] = set()
+        self.own_numbers = set(facts.rank_constants)
         self._facts = facts
-        self._storages = graph_nodes.find_storages(graph.nodes)
-        self._written: dict[Hashable, Agreement] = {}
-        # The rank's own term of sums over ranks, where the graph may have to add it.
-        self._sum_of: dict[Node, Node] = {}
         self._items: dict[Node, list[Agreement]] = {}
-        # What the generators of ranks draw from.
-        self._draws = Agreement.VARYING
-        for node in graph.nodes:
-            self.types[node] = self._visit(node)
+        self._storages = graph_nodes.find_storages(nodes)
+        self._written: dict[Hashable, Agreement] = {}
+        # Sums of rows that ranks have sent, to which the graph adds the rank's own.
+        self._rows: set[Node] = set()
+        self._of_state: set[Node] = set()
+        # What the generators of ranks draw from, which nobody knows without a key.
+        self._draws = Agreement.OTHER
+        for node in nodes:
+            items = self._visit(node)
+            self._items[node] = items
+            self.types[node] = max(items)
+            for number, target in enumerate(_find_write_targets(node)):
+                self._written |= dict.fromkeys(self._storages[target], items[number % len(items)])
+            reads_state = not self._of_state.isdisjoint(node.all_input_nodes)
+            if reads_state:
+                self._of_state.add(node)
 
     def type_of(self, node: Node) -> Agreement:
         """Find the type of what a node holds now."""
-        writes = [self._written.get(storage, Agreement.CONSTANT) for storage in self._storages[node]]
-        return max([self.types[node], *writes])
+        agreement = self.types[node]
+        for storage in self._storages[node]:
+            written = self._written.get(storage, Agreement.CONSTANT)
+            agreement = max(agreement, written)
+        return agreement
 
-    def _visit(self, node: Node) -> Agreement:
+    def _visit(self, node: Node) -> list[Agreement]:
+        """Type the items of a result, which is one item but for operators that map over lists."""
+        entry = self._facts.inputs.get(node)
+        if entry is not None:
+            return [self._type_input(node, entry)]
         if graph_nodes.is_wait(node):
-            return self._receive(node)
-        operands = {operand: self.type_of(operand) for operand in self._list_operands(node)}
-        result = max([Agreement.CONSTANT, *operands.values()])
-        if node.target is operator.getitem and node.args[0] in self._items:
-            items: Any = self._items[node.args[0]]  # type: ignore[index]
-            return items[node.args[1]]
-        if node.op != "call_function":
-            constant = Agreement.VARYING if node in self._facts.rank_constants else Agreement.CONSTANT
-            return self._facts.inputs.get(node, constant)
-        if graph_nodes.find_collective(node) is not None:
-            return result
-        if node.target in generators.EFFECTS:
-            self._draws = result if node.target is generators.seed else Agreement.VARYING
-        elif graph_nodes.is_random(node):
-            result = self._draw(node, operands)
-        elif node in self._facts.rank_constants:
-            is_piece = graph_nodes.is_view(node) and result <= Agreement.INVARIANT
-            result = Agreement.OTHER if is_piece else Agreement.VARYING
-        else:
-            result = self._compute(node, operands, result)
-        targets = _find_write_targets(node)
-        for number, target in enumerate(targets):
-            written = result
-            if _is_by_item(node):
-                written = self._type_item(node, number % len(node.args[0]))  # type: ignore[arg-type]
-            self._written |= dict.fromkeys(self._storages[target], written)
-        if not targets and _is_by_item(node):
-            self._items[node] = [self._type_item(node, number) for number in range(len(node.args[0]))]  # type: ignore[arg-type]
-        return result
+            return [self._receive(node)]
+        source: Any = node.args[0] if node.args else None
+        items = self._items.get(source, []) if node.target is operator.getitem else []
+        if len(items) > 1:
+            number: Any = node.args[1]
+            return [items[number]]
+        maps = getattr(node.target, "__name__", "").startswith(_BY_ITEM)
+        if maps and isinstance(source, list | tuple):
+            return [self._type_item(node, number) for number in range(len(source))]
+        types = [Agreement.CONSTANT]
+        if not _reads_no_values(node):
+            types += map(self.type_of, self._list_operands(node))
+        return [self._compute(node, types)]
+
+    def _type_input(self, node: Node, entry: Input) -> Agreement:
+        leaf, axis = entry.leaf, self._facts.axis
+        if isinstance(leaf, fs.Sharded):
+            self._of_state.add(node)
+            if leaf.spec.dim_of(axis) is None:
+                return Agreement.INVARIANT
+            is_owned = leaf.spec.roles[axis] == "owned"
+            return Agreement.OTHER if is_owned else Agreement.SHARD
+        if not entry.is_batch or not self._facts.varies:
+            return Agreement.INVARIANT
+        # A number may count batches, or say how they are mixed.
+        return Agreement.VARYING if shape_of(node) else Agreement.OTHER
 
     def _type_item(self, node: Node, number: int) -> Agreement:
         """Type an item of an operator that maps over lists: from the items of this number, and from single operands."""
         types = [Agreement.CONSTANT]
         for argument in (*node.args, *node.kwargs.values()):
-            item = argument[number : number + 1] if isinstance(argument, list | tuple) else [argument]
-            types += [self.type_of(each) for each in item if isinstance(each, Node)]
+            is_list = isinstance(argument, list | tuple)
+            items: Any = argument[number : number + 1] if is_list else [argument]  # type: ignore[index]
+            operands = [item for item in items if isinstance(item, Node)]
+            types += map(self.type_of, operands)
         return max(types)
 
     def _list_operands(self, node: Node) -> list[Node]:
         """List the operands, but for this rank's own term of a sum that the graph adds up."""
-        operands = node.all_input_nodes
-        sums = [self._sum_of[operand] for operand in operands if operand in self._sum_of]
-        if sums and (graph_nodes.is_view(node) or find_packet(node) in _ADDITIONS):
-            self._sum_of[node] = sums[0]
-            return [operand for operand in operands if not _views(operand, sums[0])]
-        return operands
+        rows = [operand for operand in node.all_input_nodes if operand in self._rows]
+        if rows and (graph_nodes.is_view(node) or find_packet(node) in _ADDITIONS):
+            self._rows.add(node)
+            return rows
+        return node.all_input_nodes
 
     def _report(self, kind: Mistake, node: Node, text: str) -> None:
-        self.problems.append(StepProblem(kind, self._facts.axis, "", frames_of(node), text))
+        frames = frames_of(node)
+        problem = StepProblem(kind, self._facts.axis.name, "", frames, f"{text}.")
+        self.problems.append(problem)
 
     def _receive(self, node: Node) -> Agreement:
         """Type what a collective has brought, and refuse a sum of what is equal already."""
         collective, source = find_wait_source(node)
         sent = self.type_of(source)
-        if self._facts.axis not in collective.axis.split("+"):
+        if not is_over(collective, self._facts.axis):
             return sent
-        self._sum_of[node] = source
-        if collective.op in ("all_reduce", "reduce_scatter") and collective.label in USERS_SUMS:
+        if is_direct(node):
+            self._rows.add(node)
+        if collective.label in USERS_SUMS and origin_of(node).phase == "forward":
             self._check_sum(node, source, sent)
         if collective.op == "reduce_scatter" and collective.label == Verb.SCATTER:
             return Agreement.SHARD
-        return Agreement.INVARIANT if collective.op in ("all_reduce", "all_gather") else Agreement.OTHER
+        agrees = collective.op in ("all_reduce", "all_gather")
+        return Agreement.INVARIANT if agrees else Agreement.OTHER
 
     def _check_sum(self, node: Node, source: Node, sent: Agreement) -> None:
-        if origin_of(node).phase != "forward":
-            return
-        averages = find_mean(node, self._facts.size) is not None
+        size = self._facts.axis.size
+        averages = find_mean(node, size) is not None
+        is_number = math.prod(shape_of(source)) == 1
         if sent is Agreement.INVARIANT and not averages:
-            text = f"ranks agree on this value already, so that its sum is {self._facts.size} times too large"
+            text = f"ranks agree on this value already, so that its sum is {size} times too large; leave the sum out"
             # Where an objective sums it again, the sum inside of the loss is wrong.
             inner = max(node, _skip_views(source), key=lambda each: len(frames_of(each)))
-            self._report(Mistake.DOUBLED_SUM, inner, f"{text}; leave the sum out.")
-        elif sent is Agreement.SHARD and _count_elements(source) > 1:
-            text = "ranks hold other elements of this leaf, so that their sum mixes elements"
-            self._report(Mistake.DOUBLED_SUM, node, f"{text}; leave the sum out.")
-        elif averages and _count_elements(source) == 1 and find_packet(_skip_views(source)) in _NONLINEAR:
+            self._report(Mistake.DOUBLED_SUM, inner, text)
+        elif sent is Agreement.SHARD and not is_number:
+            text = "ranks hold other elements of this leaf, so that their sum mixes elements; leave the sum out"
+            self._report(Mistake.DOUBLED_SUM, node, text)
+        elif averages and is_number and find_packet(_skip_views(source)) in _NONLINEAR:
             text = "the mean over ranks of a function that is not linear is not that of their mean"
-            self._report(Mistake.MEAN_OF_MEANS, node, f"{text}; take the mean over ranks first.")
+            self._report(Mistake.MEAN_OF_MEANS, node, f"{text}; take the mean over ranks first")
 
-    def _draw(self, node: Node, operands: Mapping[Node, Agreement]) -> Agreement:
-        """Type random numbers, and refuse equal ones for batches that differ."""
-        varies = Agreement.VARYING in operands.values()
-        if find_packet(node) is aten.native_dropout:
-            self._check_draws(node, [self._draws, *operands.values()])
-            return Agreement.VARYING if varies else max(self._draws, *operands.values())
-        return Agreement.DRAWN if self._draws <= Agreement.INVARIANT else self._draws
-
-    def _check_draws(self, node: Node, types: Collection[Agreement]) -> None:
-        is_drawn = Agreement.DRAWN in types or (graph_nodes.is_random(node) and Agreement.INVARIANT in types)
-        if is_drawn and Agreement.VARYING in types:
-            text = "ranks draw equal random numbers for different batches; fold the axis into the key by fs.fold_in"
-            self._report(Mistake.SAME_DRAWS, node, f"{text}(key, axis).")
-
-    def _compute(self, node: Node, operands: Mapping[Node, Agreement], result: Agreement) -> Agreement:
-        types = operands.values()
-        if find_packet(node) in _CONSTANTS:
-            return Agreement.CONSTANT
-        if graph_nodes.is_view(node):
+    def _compute(self, node: Node, types: list[Agreement]) -> Agreement:
+        result = max(types)
+        if node.target in generators.EFFECTS:
+            self._draws = result if node.target is generators.seed else Agreement.OTHER
+        if node in self._facts.rank_constants:
+            agrees = result <= Agreement.INVARIANT
+            is_piece = agrees and graph_nodes.is_view(node)
+            return Agreement.OTHER if is_piece else Agreement.VARYING
+        sends = graph_nodes.find_collective(node) is not None
+        if node.op != "call_function" or graph_nodes.is_view(node) or sends:
+            self._follow_terms(node)
             return result
-        packet = find_packet(node)
-        is_number = _count_dims(node) == 0
-        if packet in _PRODUCTS:
-            self._check_draws(node, types)
-            self._check_count(node, operands)
-        if result is Agreement.SHARD and is_number and any(map(_count_dims, operands)):
-            return Agreement.OWN
-        if Agreement.OWN in types and Agreement.VARYING in types and packet in _ADDITIONS and self._facts.are_means:
-            text = "a number of this rank's shards is added to one of its batch, and the mean over ranks divides it"
-            self._report(Mistake.MISSING_SUM, node, f"{text}; compute it of leaves that are gathered.")
-        if Agreement.OWN in types and Agreement.SHARD in types and not is_number:
-            text = "a number that this rank computes of its own shards changes them"
-            self._report(Mistake.MISSING_SUM, node, f"{text}; sum it over ranks first, as fs.global_norm does.")
+        if graph_nodes.is_random(node):
+            if self._draws is Agreement.VARYING and not self._facts.varies:
+                self.own_numbers.add(node)
+            are_equal = self._draws <= Agreement.INVARIANT
+            types.append(Agreement.DRAWN if are_equal else self._draws)
+            result = max(types)
+        if find_packet(node) in _PRODUCTS or graph_nodes.is_random(node):
+            self._check_product(node, types)
+        # A backward makes terms of gradients, which are summed at its end.
+        if origin_of(node).phase != "backward":
+            if self._reduces(node, result):
+                self.terms.add(node)
+            elif not self._refuse_own(node):
+                self._follow_terms(node)
         return result
 
-    def _check_count(self, node: Node, operands: Mapping[Node, Agreement]) -> None:
-        """Refuse a sum that is divided by the count of this rank's batch."""
-        if find_packet(node) is not aten.div or len(operands) < 2 or not _is_users_forward(node):
+    def _follow_terms(self, node: Node) -> None:
+        """Note that a node is computed from terms, if it is."""
+        if not self.terms.isdisjoint(node.all_input_nodes):
+            self.terms.add(node)
+
+    def _reduces(self, node: Node, result: Agreement) -> bool:
+        """Whether an operator makes one value of all of a rank's part of a leaf, or of features."""
+        sources = node.all_input_nodes
+        reduces_dim = find_packet(node) in _REDUCTIONS
+        if reduces_dim and any(map(self._facts.is_split, sources)):
+            return result < Agreement.VARYING and not self._facts.is_split(node)
+        if result is not Agreement.SHARD or shape_of(node):
+            return False
+        return any(map(shape_of, sources))
+
+    def _refuse_own(self, node: Node) -> bool:
+        """Refuse to compute parts, or means over ranks, from terms that are not summed; tell whether it does."""
+        others = set(node.all_input_nodes) - self.terms
+        if len(others) == len(node.all_input_nodes):
+            return False
+        if any(self.types[other] is Agreement.SHARD or self._facts.is_split(other) for other in others):
+            text = "what a rank computes of its own part of a leaf, or of features, changes this part"
+            self._report(Mistake.MISSING_SUM, node, f"{text}; sum it over ranks first, as fs.global_norm does")
+            return True
+        types = map(self.type_of, others)
+        is_addition = find_packet(node) in _ADDITIONS
+        if is_addition and self._facts.are_means and Agreement.VARYING in types:
+            text = "a number of this rank's shards is added to one of its batch, and the mean over ranks divides it"
+            self._report(Mistake.MISSING_SUM, node, f"{text}; compute it of leaves that are gathered")
+        return False
+
+    def _check_product(self, node: Node, types: Sequence[Agreement]) -> None:
+        """Refuse equal random numbers for batches that differ, and a sum that is divided by this rank's count."""
+        if Agreement.DRAWN in types and Agreement.VARYING in types:
+            text = "ranks draw equal random numbers for different batches; fold the axis into the key by fs.fold_in"
+            self._report(Mistake.SAME_DRAWS, node, f"{text}(key, axis)")
+        origin = origin_of(node)
+        if find_packet(node) is not aten.div or not origin.is_users or origin.phase != "forward":
             return
-        total, count = node.all_input_nodes
-        are_numbers = _count_dims(total) == _count_dims(count) == 0
-        varies = operands[total] is operands[count] is Agreement.VARYING
-        if are_numbers and varies and total in self._facts.of_state and count not in self._facts.of_state:
+        total, *counts = node.all_input_nodes
+        are_numbers = not any(map(shape_of, node.all_input_nodes))
+        varies = {self.type_of(each) for each in node.all_input_nodes} == {Agreement.VARYING}
+        if counts and are_numbers and varies and total in self._of_state and counts[0] not in self._of_state:
             text = "this mean has the count of this rank's batch, so that the mean over ranks gives items other weights"
-            self._report(Mistake.MEAN_OF_MEANS, node, f'{text}; return (sum, count) with reduce="weighted".')
+            self._report(Mistake.MEAN_OF_MEANS, node, f'{text}; return (sum, count) with reduce="weighted"')
+
+
+def _reads_no_values(node: Node) -> bool:
+    """Whether an operator makes a tensor in the shape of another."""
+    name = getattr(find_packet(node), "__name__", "")
+    return name.endswith("_like") or name.startswith("new_")
+
+
+def _find_write_targets(node: Node) -> list[Node]:
+    """List the nodes whose memory a node writes to, also where its schema does not say so."""
+    targets = graph_nodes.find_write_targets(node)
+    if find_packet(node) in _BATCH_NORMS:
+        targets += [source for source in node.args[3:5] if isinstance(source, Node)]
+    return targets
 
 
 def find_wait_source(node: Node) -> tuple[Collective, Node]:
@@ -240,36 +281,42 @@ def find_wait_source(node: Node) -> tuple[Collective, Node]:
     return collective, start.args[0][index]
 
 
+def is_direct(wait: Node) -> bool:
+    """Whether ranks have sent each other rows, which the graph adds up itself."""
+    start: Any = wait.args[0]
+    return bool(start.args[0].args[_IS_DIRECT])
+
+
+def is_over(collective: Collective, axis: fs.Axis) -> bool:
+    """Whether a collective is over an axis, alone or with others."""
+    return axis.name in collective.axis.split("+")
+
+
+def find_mean(wait: Node, size: int) -> Node | None:
+    """Find the division of a sum by the number of ranks, behind views, casts and further sums of the same label."""
+    label = find_wait_source(wait)[0].label
+    pending = [wait]
+    for node in pending:
+        for user in node.users:
+            if find_packet(user) is aten.div and user.args[1] == size:
+                return user
+            collective = graph_nodes.find_collective(user)
+            is_sent = graph_nodes.is_wait(user) or (collective is not None and collective.label == label)
+            if is_sent or _shows_values(user):
+                pending.append(user)
+    return None
+
+
+def _shows_values(node: Node) -> bool:
+    """Whether a node shows the values of another: a view of it, or a cast."""
+    return graph_nodes.is_view(node) or find_packet(node) is aten._to_copy
+
+
 def _skip_views(node: Node) -> Node:
     """Find the node whose values a view, or a cast, shows."""
-    while graph_nodes.is_view(node) or find_packet(node) is aten._to_copy:
+    while _shows_values(node):
         node = node.all_input_nodes[0]
     return node
-
-
-def _views(node: Node, source: Node) -> bool:
-    """Whether a node is another, or a view of it."""
-    while node is not source and graph_nodes.is_view(node):
-        node = node.all_input_nodes[0]
-    return node is source
-
-
-def _is_users_forward(node: Node) -> bool:
-    origin = origin_of(node)
-    return origin.is_users and origin.phase == "forward"
-
-
-def _is_by_item(node: Node) -> bool:
-    """Whether an operator maps over lists, whose items have nothing to do with each other."""
-    return getattr(node.target, "__name__", "").startswith(("_foreach", "_fused"))
-
-
-def _find_write_targets(node: Node) -> list[Node]:
-    """List the nodes whose memory a node writes to, also where its schema does not say so."""
-    targets = graph_nodes.find_write_targets(node)
-    if find_packet(node) in _BATCH_NORMS:
-        targets += [source for source in node.args[3:5] if isinstance(source, Node)]
-    return targets
 
 
 def walk_back(result: Node, is_followed: Callable[[Node], bool]) -> list[Node]:
@@ -278,40 +325,3 @@ def walk_back(result: Node, is_followed: Callable[[Node], bool]) -> list[Node]:
     for node in nodes:
         nodes += [operand for operand in node.all_input_nodes if operand not in nodes and is_followed(operand)]
     return nodes
-
-
-def find_packet(node: Node) -> Any:
-    """Find the operator of a node, without its overload."""
-    return getattr(node.target, "overloadpacket", None)
-
-
-def is_sent_as_rows(wait: Node) -> bool:
-    """Whether ranks have sent each other rows, which the graph adds up itself."""
-    start: Any = wait.args[0]
-    return bool(start.args[0].args[_IS_DIRECT]) or find_wait_source(wait)[0].op not in ("all_reduce", "reduce_scatter")
-
-
-def find_mean(wait: Node, size: int) -> Node | None:
-    """Find the division of a sum by the number of ranks, behind views, casts and further sums of the same label."""
-    label = find_wait_source(wait)[0].label
-    pending = [wait]
-    while pending:
-        for user in pending.pop().users:
-            if find_packet(user) is aten.div and user.args[1] == size:
-                return user
-            collective = graph_nodes.find_collective(user)
-            is_sent = graph_nodes.is_wait(user) or (collective is not None and collective.label == label)
-            if is_sent or graph_nodes.is_view(user) or find_packet(user) is aten._to_copy:
-                pending.append(user)
-    return None
-
-
-def _count_elements(node: Node) -> int:
-    value = node.meta.get("val")
-    values = value if isinstance(value, list | tuple) else [value]
-    return max((each.numel() for each in values if isinstance(each, torch.Tensor)), default=0)
-
-
-def _count_dims(node: Node) -> int | None:
-    value = node.meta.get("val")
-    return value.dim() if isinstance(value, torch.Tensor) else None

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -12,31 +12,8 @@ import fshard as fs
 from fshard.extend import describe, expect, flatten
 from fshard.testing import Workers, spmd
 
-
-class _Name(NamedTuple):
-    """The place of a leaf in the results of a step.
-
-    Attributes:
-        result: "loss", "aux" or "state".
-        field: For a state, the field with a dot before it; else empty.
-        path: The path from there.
-    """
-
-    result: str
-    field: str
-    path: str
-
-    @property
-    def part(self) -> str:
-        """The part of the results that the leaf is counted in."""
-        return f"{self.result}{self.field}"
-
-    def __str__(self) -> str:
-        return f"{self.part}{self.path}"
-
-
-# The leaves of one step by their names.
-Values = dict[_Name, Any]
+# The leaves of one step by the part of the results that they are counted in, such as "state.params", and their paths.
+Values = dict[tuple[str, str], Any]
 
 _TREE = 'pass reduction_order="tree" to accumulate or value_and_grad'
 _KERNELS = "take one thread and kernels whose bits depend on shape and dtype alone"
@@ -120,7 +97,10 @@ def assert_same_bits(
     for size, rows in zip(ranks[1:], others, strict=True):
         # The first row is the state before all steps.
         for number, (a, b) in enumerate(zip(first, rows, strict=True), start=-1):
-            differing = [name for name in {**a, **b} if _describe_difference(a.get(name, ABSENT), b.get(name, ABSENT))]
+            differing = []
+            for name in a | b:
+                if _describe_difference(a.get(name, ABSENT), b.get(name, ABSENT)):
+                    differing.append(name)
             if differing:
                 raise AssertionError(_report(number, (ranks[0], size), a, b, differing))
 
@@ -136,9 +116,9 @@ def _run_steps(step: Callable[..., Any], state: Callable[..., Any], batches: Seq
         is_step_result = isinstance(out, tuple) and len(out) in (2, 3)
         expect(is_step_result, "assert_same_bits", "step to return (state, loss) or (state, loss, aux)", describe(out))
         current, loss, *aux = out
-        leaves = _values("loss", "", loss)
+        leaves = _values("loss", loss)
         if aux:
-            leaves |= _values("aux", "", aux[0])
+            leaves |= _values("aux", aux[0])
         rows.append(leaves | _values_of_state(current))
     return [] if mesh.get_rank() else rows
 
@@ -146,39 +126,41 @@ def _run_steps(step: Callable[..., Any], state: Callable[..., Any], batches: Seq
 def _values_of_state(state: Any) -> Values:
     """Copy the leaves of a TrainState field by field, or of parameters alone."""
     if not isinstance(state, fs.TrainState):
-        return _values("state", "", state)
+        return _values("state", state)
     leaves: Values = {}
     for field in state._fields:
-        leaves |= _values("state", f".{field}", getattr(state, field))
+        leaves |= _values(f"state.{field}", getattr(state, field))
     return leaves
 
 
-def _values(result: str, field: str, tree: Any) -> Values:
+def _values(part: str, tree: Any) -> Values:
     """Copy the leaves of a tree in full, by their names."""
     tree = fs.unshard(tree)
     flat = flatten(tree)
     leaves: Values = {}
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
         # A tensor that stands for a whole tree has no path.
-        name = _Name(result, field, "" if leaf is tree else path)
+        place = part, "" if leaf is tree else path
         is_tensor = isinstance(leaf, torch.Tensor)
-        leaves[name] = leaf.detach().cpu().resolve_conj().resolve_neg().clone() if is_tensor else leaf
+        leaves[place] = leaf.detach().cpu().resolve_conj().resolve_neg().clone() if is_tensor else leaf
     return leaves
 
 
-def _report(number: int, ranks: tuple[int, int], expected: Values, actual: Values, differing: Sequence[_Name]) -> str:
+def _report(
+    number: int, ranks: tuple[int, int], expected: Values, actual: Values, differing: Sequence[tuple[str, str]]
+) -> str:
     """Describe the first step that differs, or the state before all steps, whose number is -1."""
     place = f"step {number} (counted from 0) has" if number >= 0 else "the states to start from have"
     first = differing[0]
-    cause, remedy = _CAUSES[first.result]
+    cause, remedy = _CAUSES[first[0].partition(".")[0]]
     if number < 0:
         cause = "the function that makes the state"
         remedy = "make it of the same values, such as by model.init(strategy, seed=0)"
-    counts = Counter(name.part for name in differing)
-    totals = Counter(name.part for name in {**expected, **actual})
+    counts = Counter(part for part, _ in differing)
+    totals = Counter(part for part, _ in expected | actual)
     lines = [
         f"assert_same_bits: {place} other bits on {ranks[1]} ranks than on {ranks[0]}",
-        f"  {first}: {_describe_difference(expected.get(first, ABSENT), actual.get(first, ABSENT))}",
+        f"  {first[0]}{first[1]}: {_describe_difference(expected.get(first, ABSENT), actual.get(first, ABSENT))}",
         "  leaves that differ: " + ", ".join(f"{counts[part]} of {totals[part]} in {part}" for part in counts),
         f"  {cause}",
     ]
