@@ -62,7 +62,6 @@ class Mistake(NamedTuple):
             kind=", ".join(sorted(kinds)),
             is_found=bool(kinds & set(self.kinds)),
             is_line_right=any((self.file, line) in places for line in self.lines),
-            is_named=bool(self.word) and any(self.word in sentence for sentence in report.unchecked),
         )
 
 
@@ -74,14 +73,12 @@ class Outcome(NamedTuple):
         kind: The kinds of all of them.
         is_found: Whether one is of a kind of the row.
         is_line_right: Whether one points to a line of the row.
-        is_named: Whether the report says that only a run can find it.
     """
 
     problems: int
     kind: str
     is_found: bool
     is_line_right: bool
-    is_named: bool
 
 
 def mistake(

@@ -104,6 +104,26 @@ def test_report_shows_the_line_and_what_to_do():
     assert lines[1].endswith("in step: return state, loss, x.sum()")
 
 
+def test_problems_are_in_the_order_of_their_first_lines():
+    def step(state, x):
+        weight = state.params["w"]
+        term = weight.local.square().sum()
+        grads = []
+        for scaled in (True, False, True):
+            if scaled:
+                grads.append(fs.tree_map(lambda local: local / term, weight))
+            else:
+                grads.append(fs.tree_map(lambda local: local * term, weight))
+        return state, *grads
+
+    problems = fs.check(step, state(), X, mesh=MESH).problems
+    sources = [str(problem).splitlines()[1] for problem in problems if problem.kind == "missing sum"]
+    assert [source.split("lambda local: ")[1] for source in sources] == [
+        "local / term, weight))",
+        "local * term, weight))",
+    ]
+
+
 def test_refusals_of_fshard_are_problems_and_errors_of_the_user_are_raised():
     def refused(state, x):
         return state, fs.psum({"x": 3}, state.params["w"].spec.axes[0])

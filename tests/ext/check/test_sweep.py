@@ -44,7 +44,7 @@ WITH_GRAPHS = [name for name, row in laws.TABLE.items() if row.refused is None a
 
 
 @pytest.mark.parametrize("name", WITH_GRAPHS)
-@on_ranks(laws.RANKS)
+@on_ranks(laws.RANKS, timeout=300.0)
 def test_laws_of_extensions(name):
     program = laws.program(name)
     if my_rank() == 0:

@@ -131,11 +131,7 @@ def bias_before_the_sum(mesh):
     return train(loss_fn), state_of(LAYER, parallel(mesh)), X, fs.axis_of(mesh["tp"])
 
 
-@mistake(
-    "missing sum",
-    mesh=SHARD_TP,
-    missed="A norm of parts of the features is what group norms are.",
-)
+@mistake("missing sum", mesh=SHARD_TP)
 def norm_of_the_features_of_each_rank(mesh):
     """An RMSNorm of features that are split over `tp`."""
 
@@ -227,12 +223,7 @@ def labels_shifted_by_the_rank(mesh):
     return train(loss_fn), state_of(LAYER, parallel(mesh)), X, Y, fs.axis_of(mesh["tp"])
 
 
-@mistake(
-    "missing sum",
-    "rank's own number",
-    mesh=SHARD_TP,
-    missed="Leaves whose layout does not name an axis may differ over it.",
-)
+@mistake("missing sum", "rank's own number", mesh=SHARD_TP)
 def noise_that_differs_over_tp(mesh):
     model = fs.functionalize(nn.Dropout(0.5))
 
