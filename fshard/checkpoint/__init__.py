@@ -11,7 +11,8 @@ from fshard import lazy_names
 from fshard.checkpoint.errors import CheckpointError
 from fshard.checkpoint.manager import Manager
 from fshard.checkpoint.restore import latest_step, restore
-from fshard.checkpoint.save import Saving, save
+from fshard.checkpoint.save import save
+from fshard.checkpoint.saving import Saving
 
 if TYPE_CHECKING:
     from fshard.ext.interop.dcp import load_dcp, save_dcp

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import re
+import secrets
 import shutil
 import stat
 from collections.abc import Callable
@@ -17,12 +18,12 @@ from fshard.errors import shorten
 
 # The step, in the one spelling that saves write, and the number of the save, which counts on in a directory.
 _SAVED = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})\.(0|[1-9][0-9]*)")
-# Directories that are being made or removed. The mark of a save follows its name, where there is one.
+# Directories that are being made or removed. The number of ranks that write and the mark of a save follow its name.
 _SAVING = ".saving-"
 _OLD = ".old-"
-_MARK = "[0-9a-f]{16}"
-_UNFINISHED = re.compile(rf"\.saving-({_SAVED.pattern})\.{_MARK}")
-_LEFTOVER = re.compile(rf"\.(?:saving|old)-{_SAVED.pattern}(?:\.{_MARK})?")
+_RANKS_AND_MARK = r"\.([1-9][0-9]{0,8})\.[0-9a-f]{16}"
+UNFINISHED = re.compile(rf"\.saving-({_SAVED.pattern}){_RANKS_AND_MARK}")
+_LEFTOVER = re.compile(rf"\.(?:saving|old)-{_SAVED.pattern}(?:{_RANKS_AND_MARK})?")
 
 
 def open_regular(path: Path) -> BufferedReader:
@@ -103,32 +104,25 @@ def list_leftovers(directory: Path) -> list[Path]:
     return [path for path in paths if path.is_dir() and not path.is_symlink()]
 
 
-def new_name(directory: Path, step: int) -> str:
-    """Return the name of the next checkpoint in a directory."""
+def choose_name(directory: Path, step: int, ranks: int) -> Path:
+    """Return the directory of the next checkpoint until it is complete.
+
+    Its mark tells this save from every other one, so that a rank of a killed run never writes to the files of a later
+    run that saves under the same name.
+
+    Args:
+        directory: The directory of checkpoints.
+        step: The step of the state.
+        ranks: How many ranks write.
+    """
     numbers = [checkpoint.number for checkpoint in list_checkpoints(directory)]
     for leftover in list_leftovers(directory):
         # A later start may complete a leftover that is still there.
         match = _LEFTOVER.fullmatch(leftover.name)
         if match:
             numbers.append(int(match[2]))
-    return f"step-{step:08d}.{max(numbers, default=-1) + 1}"
-
-
-def temporary_path(path: Path, mark: str) -> Path:
-    """The directory of a checkpoint until it is complete.
-
-    Args:
-        path: The checkpoint.
-        mark: Tells this save from every other one, so that a rank of a killed run never writes to the files of a later
-            run that saves under the same name.
-    """
-    return path.with_name(f"{_SAVING}{path.name}.{mark}")
-
-
-def checkpoint_of(leftover: Path) -> Path | None:
-    """The checkpoint that an unfinished directory was to become; None of a directory that is being removed."""
-    match = _UNFINISHED.fullmatch(leftover.name)
-    return leftover.with_name(match[1]) if match else None
+    number = max(numbers, default=-1) + 1
+    return directory / f"{_SAVING}step-{step:08d}.{number}.{ranks}.{secrets.token_hex(8)}"
 
 
 def remove(path: Path) -> None:

@@ -20,7 +20,7 @@ from fshard.checkpoint.boxes import Box
 from fshard.checkpoint.errors import CheckpointError, expect_file
 from fshard.comm.ops import view_as_bytes
 
-__all__ = ["Chunk", "Manifest", "byte_view", "decode_outline", "digest", "encode", "lay_out"]
+__all__ = ["Chunk", "Manifest", "byte_view", "decode_outline", "digest", "encode", "lay_out", "merge"]
 
 # A manifest begins with these bytes and its digest; a later version would begin otherwise.
 HEAD = b'{"format": "fshard.checkpoint",\n "version": 1,\n "digest": "'
@@ -185,6 +185,19 @@ def _parse_body(body: Any) -> Manifest:
     for path, value in body["values"].items():
         values[path] = float(value["float"]) if isinstance(value, dict) else value
     return Manifest(body["step"], tensors, values)
+
+
+def merge(manifests: Sequence[Manifest]) -> Manifest:
+    """Put the chunks of several manifests of one state together; a box that several have counts once."""
+    first, *_ = manifests
+    tensors = {}
+    for path, leaf in first.tensors.items():
+        chunks = {}
+        for manifest in manifests:
+            for chunk in manifest.tensors.get(path, leaf).chunks:
+                chunks[chunk.box] = chunk
+        tensors[path] = leaf._replace(chunks=tuple(chunks.values()))
+    return first._replace(tensors=tensors)
 
 
 def _cover_once(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> bool:

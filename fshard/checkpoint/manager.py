@@ -11,7 +11,8 @@ from fshard.checkpoint.errors import CheckpointError
 from fshard.checkpoint.exchange import Exchange
 from fshard.checkpoint.files import Manifest
 from fshard.checkpoint.restore import LABEL, ReadChunk, latest_step, restore, restore_from
-from fshard.checkpoint.save import NUMBER, Saving, read_step, save
+from fshard.checkpoint.save import NUMBER, read_step, save
+from fshard.checkpoint.saving import Saving
 from fshard.checkpoint.unfinished import complete_leftovers
 from fshard.comm import setting
 from fshard.init import SKIP_DRAWING
@@ -60,9 +61,9 @@ class Manager:
 
     A checkpoint gets its name as soon as all ranks have written, without a further call. Use the manager in a with
     statement, or close it at the end, so that a save that failed raises its error. A block that ends by an exception,
-    and a program that ends without `close`, wait for the last save as `save(asynchronous=True)` says. If all ranks are
-    killed after they have written, and before the checkpoint has its name, the next manager of the directory gives it
-    the name, with any number of ranks.
+    and a program that ends without `close`, wait for the last save as `save(asynchronous=True)` says. If the first rank
+    is killed after all ranks have written, and before the checkpoint has its name, the next manager of the directory
+    gives it the name, with any number of ranks.
 
     >>> import tempfile
     >>> import torch

@@ -1,22 +1,19 @@
 """restore: read a checkpoint into a state of any layout, and refuse a damaged one."""
 
 import math
-import os
-import zlib
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from fshard.checkpoint import files
 from fshard.checkpoint.boxes import Box, Entry
-from fshard.checkpoint.directory import find_checkpoint, list_checkpoints, open_regular
+from fshard.checkpoint.directory import find_checkpoint, list_checkpoints
 from fshard.checkpoint.errors import CheckpointError, expect_file
 from fshard.checkpoint.exchange import Exchange
+from fshard.checkpoint.reader import CheckpointReader
 from fshard.errors import expect
 from fshard.mesh import Mesh
 from fshard.tree import MASK, Flat, Mask, Tree, is_mask, matches
@@ -105,7 +102,10 @@ def restore(
             choice = checkpoint.step, checkpoint.path.name
     chosen_step, name = exchange.take_first(choice)
     with exchange.raise_on_all_ranks(directory):
-        reader = _Reader(root / name, chosen_step)
+        reader = CheckpointReader(root / name)
+        got_step = reader.manifest.step
+        is_step = got_step == chosen_step
+        expect_file(is_step, f"{root / name}", f"step {chosen_step} as its name says", f"step {got_step}")
     identity = {"(checkpoint)": f"{name} of digest {reader.digest}"}
     exchange.check_agreement(identity, "ranks read different checkpoints", "use a directory that all ranks share")
     return fill(reader.manifest, reader.read_chunk)
@@ -170,74 +170,6 @@ def _choose_leaves(only: Mask | None, flat: Flat, paths: Sequence[str]) -> dict[
 
 def _is_under(path: str, subtree: str) -> bool:
     return not subtree or path == subtree or path.startswith((f"{subtree}.", f"{subtree}["))
-
-
-class _Reader:
-    """The files of a checkpoint, each checked when it is first read.
-
-    It reads into the memory of the result and compares as it goes, where maps of files, as readers of safetensors make
-    them, cost a fault for each page and end the process when a file is cut short.
-
-    Attributes:
-        manifest: The manifest.
-        digest: Its digest.
-        starts: Returns where chunks begin in the file of a rank.
-    """
-
-    def __init__(self, checkpoint: Path, step: int) -> None:
-        """Read the manifest of a checkpoint, which is of this step."""
-        self._path = checkpoint
-        path = checkpoint / files.MANIFEST
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            limit = files.MAX_MANIFEST_BYTES
-            expect_file(size <= limit, f"{path}", f"at most {limit} bytes", f"{size}")
-            # A read of the limit would take memory for all of it.
-            data = file.read(size)
-        self.manifest = files.decode(data, path)
-        self.digest = files.digest(data)
-        self.starts = cache(self._read_starts)
-        # The dtype and the shape of each chunk by leaf, by file.
-        self._kinds = defaultdict[int, dict[str, Any]](dict)
-        for name, leaf in self.manifest.tensors.items():
-            for chunk in leaf.chunks:
-                self._kinds[chunk.file][name] = getattr(torch, leaf.dtype), chunk.shape
-        got_step = self.manifest.step
-        expect_file(got_step == step, f"{checkpoint}", f"step {step} as its name says", f"step {got_step}")
-        self._check_names()
-
-    def _check_names(self) -> None:
-        """Refuse a file that the manifest does not name, or names in vain."""
-        present = set(os.listdir(self._path))
-        named = {files.MANIFEST, *map(files.file_name, self._kinds)}
-        for name in sorted(present ^ named):
-            problem = "is missing" if name in named else "is not one of the files that the manifest names"
-            raise CheckpointError(f"{self._path / name}: {problem}")
-
-    def _read_starts(self, index: int) -> dict[str, int]:
-        """Return where chunks begin in a file, whose size and header follow from the manifest, byte for byte."""
-        path = self._path / files.file_name(index)
-        layout = files.lay_out(self._kinds[index], pairs=True)
-        with open_regular(path) as file:
-            header = file.read(len(layout.header))
-            size = os.fstat(file.fileno()).st_size
-        expect_file(size == layout.size, f"{path}", f"{layout.size} bytes", f"{size}")
-        if header != layout.header:
-            raise CheckpointError(
-                f"{path}: its header is not the one that follows from the manifest, so it was damaged"
-            )
-        return layout.starts
-
-    def read_chunk(self, path: str, chunk: files.Chunk, memory: torch.Tensor) -> None:
-        """Read a chunk of a leaf into contiguous memory on the host."""
-        file_path = self._path / files.file_name(chunk.file)
-        data = files.byte_view(memory)
-        start = self.starts(chunk.file)[path]
-        with open_regular(file_path) as file:
-            file.seek(start)
-            is_whole = file.readinto(data) == len(data) and zlib.crc32(data) == chunk.checksum
-        if not is_whole:
-            raise CheckpointError(f"{file_path}: the elements of {path} do not match their checksum, so it was damaged")
 
 
 def _list_entries(manifest: files.Manifest, read_chunk: ReadChunk) -> dict[str, Any]:

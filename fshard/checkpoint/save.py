@@ -1,11 +1,9 @@
 """save: write a state so that a kill at any moment leaves the last checkpoint whole."""
 
-import operator
-import secrets
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import cache, partial
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -14,12 +12,11 @@ import torch
 
 from fshard.checkpoint import directory as directories
 from fshard.checkpoint import files
-from fshard.checkpoint.background import BackgroundSave
 from fshard.checkpoint.boxes import LocalBox, is_tensor, local_box, shape_of
-from fshard.checkpoint.errors import CheckpointError
 from fshard.checkpoint.exchange import Exchange
 from fshard.checkpoint.host_copies import copy_to_host
-from fshard.checkpoint.unfinished import RankReport, Unfinished, complete_leftovers
+from fshard.checkpoint.saving import Saving
+from fshard.checkpoint.unfinished import Unfinished, complete_leftovers
 from fshard.errors import expect, refuse
 from fshard.mesh import Mesh
 from fshard.tree import Tree, tensor_of
@@ -27,51 +24,6 @@ from fshard.tree.checks import Range, check_arguments, check_flags, describe
 
 LABEL = "checkpoint.save"
 NUMBER = Range("a whole number from 1", lambda number: type(number) is int and number > 0)
-
-
-class Saving:
-    """A save under way. The checkpoint gets its name as soon as all ranks have written, also if nobody waits for it.
-
-    Attributes:
-        step: The step that is saved.
-
-    >>> import tempfile, torch, fshard as fs
-    >>> with tempfile.TemporaryDirectory() as directory:
-    ...     saving = fs.checkpoint.save(directory, {"w": torch.ones(3)}, step=7, asynchronous=True)
-    ...     saving.step, saving.wait().name  # training goes on between the two
-    (7, 'step-00000007.0')
-    """
-
-    def __init__(
-        self,
-        step: int,
-        finish: Callable[[], Path],
-        is_written: Callable[[], bool],
-        finish_at_exit: Callable[[], None],
-    ) -> None:
-        """Keep the step, and the functions that wait for the checkpoint.
-
-        Args:
-            step: The step.
-            finish: Waits until the checkpoint is complete, on every rank.
-            is_written: Tells every rank whether all of them have written.
-            finish_at_exit: Waits for a limited time, on this rank alone.
-        """
-        self.step = step
-        self._finish = cache(finish)
-        self.is_written = is_written
-        self.finish_at_exit = finish_at_exit
-
-    def wait(self) -> Path:
-        """Wait until the checkpoint is complete. Every rank must call this, as a collective.
-
-        Returns:
-            The checkpoint's directory.
-
-        Raises:
-            CheckpointError: on every rank, if any of them failed; checkpoints from before are as they were.
-        """
-        return self._finish()
 
 
 def save(
@@ -99,8 +51,8 @@ def save(
             an accelerator the state is copied through 64 MB of pinned memory, behind what the current stream was given
             before, and the host waits until all of it is copied: steps that follow, donated ones too, change nothing
             in the checkpoint. The checkpoint is complete when all ranks have written; `Saving.wait` waits for that, and
-            raises the error of a rank that could not. A program that ends before waits up to 300 s for its own file and
-            30 s more for those of other ranks, and says on standard error if the checkpoint is not complete then.
+            raises the error of a rank that could not. A program that ends before waits up to 300 s for its own file,
+            and on the first rank 30 s more for those of others, and says on standard error why it is not complete.
         mesh: The mesh of one axis over the ranks that save; None where all ranks of this run do.
 
     Returns:
@@ -129,19 +81,13 @@ def save(
     same = {"(step)": step, "(directory)": f"{root}", **manifest.values}
     holders = exchange.find_holders(tensors, {path: repr(value) for path, value in same.items()})
     boxes = choose_boxes(exchange.rank, tensors, holders)
-    unfinished, background = _start(exchange, root, manifest, keep, boxes, asynchronous)
-    saving = Saving(
-        step,
-        finish=partial(_finish, exchange, unfinished, background),
-        is_written=lambda: exchange.merge_objects(background.written.done(), operator.and_),
-        finish_at_exit=background.finish_at_exit,
-    )
+    saving = _start(exchange, root, manifest, keep, boxes, asynchronous)
     if not asynchronous:
         try:
             saving.wait()
         except BaseException:
             # The program may go on and change the state, while some of it is not written yet.
-            background.cancel()
+            saving.cancel()
             raise
     return saving
 
@@ -153,14 +99,9 @@ def _start(
     keep: int | None,
     boxes: Mapping[str, LocalBox],
     asynchronous: bool,
-) -> tuple[Unfinished, BackgroundSave]:
+) -> Saving:
     """Make the directory of a new checkpoint, and begin to write this rank's boxes, or copies of them, there."""
-
-    def open_checkpoint(name: str, mark: str) -> Unfinished:
-        path = root / name
-        return Unfinished(path, directories.temporary_path(path, mark), exchange.ranks.size, manifest, keep)
-
-    begun = None
+    name = None
     with ExitStack() as stack:
         with exchange.raise_on_all_ranks(root):
             if asynchronous:
@@ -172,30 +113,14 @@ def _start(
                 for leftover in complete_leftovers(root):
                     directories.remove(leftover)
                 # Only now, because a rank of a killed run may complete its checkpoint until the leftovers are removed.
-                begun = directories.new_name(root, manifest.step), secrets.token_hex(8)
-                open_checkpoint(*begun).make()
-        unfinished = open_checkpoint(*exchange.take_first(begun))
+                temporary = directories.choose_name(root, manifest.step, exchange.ranks.size)
+                Unfinished(temporary).make()
+                name = temporary.name
+        unfinished = Unfinished(root / exchange.take_first(name), keep)
         file = unfinished.content / files.file_name(exchange.rank)
-        write = partial(_write_file, file, exchange.rank, boxes)
+        write = partial(_write_file, file, exchange.rank, boxes, manifest)
         # The thread unlocks the directory of checkpoints, which the first rank has locked.
-        return unfinished, BackgroundSave(LABEL, unfinished, exchange.rank, write, stack.pop_all().close)
-
-
-def _finish(exchange: Exchange, unfinished: Unfinished, background: BackgroundSave) -> Path:
-    """Wait on every rank until the checkpoint is complete, and return its directory."""
-    try:
-        with exchange.raise_on_all_ranks(unfinished.content, checks_arguments=False):
-            background.written.result()
-        with exchange.raise_on_all_ranks(unfinished.content, checks_arguments=False):
-            background.confirm()
-    except Exception as error:
-        # Where a rank was killed, others may still complete the checkpoint.
-        if isinstance(error, CheckpointError) and not exchange.rank:
-            unfinished.remove()
-        background.settle()
-        raise
-    background.settle()
-    return unfinished.path
+        return Saving(exchange, unfinished, write, stack.pop_all().close)
 
 
 def read_step(state: Tree, step: Any) -> int:
@@ -259,14 +184,15 @@ def choose_boxes(
     return boxes
 
 
-def _write_file(path: Path, rank: int, boxes: Mapping[str, LocalBox]) -> RankReport:
-    """Write the boxes of this rank, if it has any."""
+def _write_file(path: Path, rank: int, boxes: Mapping[str, LocalBox], manifest: files.Manifest) -> files.Manifest:
+    """Write the boxes of this rank, if it has any, and return the manifest with their chunks."""
     if not boxes:
-        return RankReport(0, {})
+        return manifest
     kinds = {name: (box.tensor.dtype, box.tensor.shape) for name, box in boxes.items()}
     layout = files.lay_out(kinds, pairs=True)
     checksums = files.write_file(path, layout.header, (boxes[name].tensor for name in layout.starts))
-    chunks = {}
+    tensors = dict(manifest.tensors)
     for name, checksum in zip(layout.starts, checksums, strict=True):
-        chunks[name] = files.Chunk(rank, *boxes[name].box, checksum)
-    return RankReport(layout.size, chunks)
+        chunk = files.Chunk(rank, *boxes[name].box, checksum)
+        tensors[name] = tensors[name]._replace(chunks=(chunk,))
+    return manifest._replace(tensors=tensors)
