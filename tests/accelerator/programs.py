@@ -405,8 +405,8 @@ PROGRAMS = {
     "checkpoints": Program(saved),
     # The same bits on both devices, with failures and without.
     "recovered": Program(recovered, tolerance=0.0),
-    # One for each time that the shards of a rank fill the buffer.
-    "saved aside": Program(saved_aside, {"event": math.ceil(4 * sum(SAVED.values()) // 2 / BUFFER)}),
+    # One for each time that a shard of a rank fills the buffer.
+    "saved aside": Program(saved_aside, {"event": sum(math.ceil(2 * size / BUFFER) for size in SAVED.values())}),
 }
 
 

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fshard as fs
 from benchmarks import loop_backend
 from fshard import _compat
-from fshard.checkpoint import background, files, host_copies
+from fshard.checkpoint import files, host_copies, saving
 from fshard.comm import recorder
 from fshard.comm.events import decode_label
 from tests.accelerator import emu
@@ -183,10 +183,10 @@ def save_beside_steps(jitted: bool) -> None:
 
     saves: list[fs.checkpoint.Saving] = []
     # The other ranks write no files: nobody waits for them, and the checkpoints stay incomplete.
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(background, "OTHERS_SECONDS", 0.01):
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(saving, "OTHERS_SECONDS", 0.01):
         train(partial(fs.zero3, **OPTIONS), jitted=jitted, donated=True, after_step=save)
-        for saving in saves:
-            saving.finish_at_exit()
+        for each in saves:
+            each.finish_at_exit()
 
 
 def eager_and_jitted(name: str, layout: Layout, **options: bool) -> dict[str, Callable[[], None]]:
@@ -263,7 +263,7 @@ def lost_wait_of_host() -> AbstractContextManager[object]:
 
 def lost_wait_of_save() -> AbstractContextManager[object]:
     """A save in the background copies out of its buffer what has not arrived there."""
-    return mock.patch.object(host_copies, "_wait_for_copies", do_nothing)
+    return mock.patch.object(host_copies, "_wait_for_copy", do_nothing)
 
 
 def do_nothing(*_: object) -> None:

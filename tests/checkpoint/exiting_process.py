@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard import checkpoint
-from fshard.checkpoint import background
+from fshard.checkpoint import saving
 
 SLOW_SECONDS = 0.1
 
@@ -72,7 +72,7 @@ def make_disk_slow(rank, ranks):
 
 def make_disk_hang(rank, ranks):
     """Make the file of the last rank take longer than anybody waits."""
-    background.EXIT_SECONDS = background.OTHERS_SECONDS = 0.3
+    saving.EXIT_SECONDS = saving.OTHERS_SECONDS = 0.3
     if rank == ranks - 1:
         os.fsync = lambda descriptor: time.sleep(600)
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard import checkpoint
-from fshard.checkpoint import background
+from fshard.checkpoint import saving
 from fshard.checkpoint.unfinished import Unfinished
 
 SIZE = 400_000
@@ -56,8 +56,8 @@ def run(directory, first_step, asynchronous, is_close, victims, seed):
     torch.set_num_threads(1)
     report = Unfinished.report
 
-    def report_and_write(unfinished, rank, content):
-        report(unfinished, rank, content)
+    def report_and_write(unfinished, rank, manifest):
+        report(unfinished, rank, manifest)
         step = int(unfinished.path.name[5:13])
         write_line("written", step)
         # Before the second save all ranks have completed the first one, so that starting is over.
@@ -66,7 +66,7 @@ def run(directory, first_step, asynchronous, is_close, victims, seed):
 
     Unfinished.report = report_and_write
     # A rank that is left waits so long for the part of one that was killed.
-    background.OTHERS_SECONDS = 2.0
+    saving.OTHERS_SECONDS = 2.0
     if int(os.environ["WORLD_SIZE"]) > 1:
         dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     with checkpoint.Manager(directory, keep=2, asynchronous=asynchronous) as manager:

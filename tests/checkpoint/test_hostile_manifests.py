@@ -81,7 +81,6 @@ def leaf(*chunks, dtype="float32", shape=(2, 3)):
 
 
 EDITED = "its digest does not match, so it was damaged or edited"
-OTHER_FILES = f"{FILE}: is not one of the files that the manifest names"
 HUGE = 1 << 61
 # Leaves by the text of their refusal.
 LEAVES = {
@@ -105,7 +104,7 @@ LEAVES = {
     "the elements of ['w'] do not match their checksum, so it was damaged": [
         leaf(chunk(checksum=checksum)) for checksum in (0, 0.0, 1 << 32)
     ],
-    OTHER_FILES: [leaf(chunk(file=1))],
+    "rank-00001.safetensors: No such file or directory": [leaf(chunk(file=1))],
     "expected float32[2, 3], got int32[2, 3]": [leaf(chunk(), dtype="int32")],
     f"got float32[{HUGE}, {HUGE}]": [leaf(chunk(shape=[HUGE, HUGE]), shape=[HUGE, HUGE])],
     **{
@@ -130,7 +129,7 @@ BODIES = [
     *(({key: []}, EDITED) for key in ("tensors", "values", "files")),
     *(({"step": step}, f"expected step 1 as its name says, got step {step}") for step in (-1, 2)),
     *(({"values": {"['n']": value}}, EDITED) for value in ({"complex": "1j"}, {"float": "import os"}, 0.5)),
-    ({"tensors": {}}, OTHER_FILES),
+    ({"tensors": {}}, "['w']: expected float32[2, 3], got nothing"),
 ]
 
 

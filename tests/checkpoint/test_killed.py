@@ -32,8 +32,8 @@ def kill_once(directory, ranks, kill, draw, first_step):
     # Ranks may be killed before they have written this for the first time.
     saved = max((int(event.split()[1]) for event in events if event.startswith("saved")), default=-1)
     written = max(int(event.split()[1]) for event, count in events.items() if event[0] == "w" and count == ranks)
-    # A rank that is left completes what all ranks have written.
-    assert is_of_all or checkpoint.latest_step(directory) >= written
+    # The first rank completes what all ranks have written, if it is left.
+    assert 0 in victims or checkpoint.latest_step(directory) >= written
     (latest,) = set(spmd(lambda: checkpoint.Manager(directory).latest_step(), draw.choice((1, 2, 4))))
     assert latest >= max(saved, written)
     check_all(directory)
@@ -58,7 +58,7 @@ def check_all(directory, make=state):
     "kills, ranks", [(6, 1), *(pytest.param(n, ranks, marks=pytest.mark.slow) for n, ranks in ((50, 1), (100, 2)))]
 )
 def test_processes_killed_at_some_moments(kills, ranks, tmp_path):
-    """Where a rank is left it completes what all ranks have written; else the next start does."""
+    """Where the first rank is left it completes what all ranks have written; else the next start does."""
     directory, draw, latest = tmp_path / "run", sampler(70 + kills), -1
     for kill in range(kills):
         latest = kill_once(directory, ranks, kill, draw, first_step=latest + 1)

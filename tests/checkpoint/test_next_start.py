@@ -1,6 +1,5 @@
 """After a kill of all ranks the next start completes what all of them had written, and nothing that is damaged."""
 
-import json
 import os
 import shutil
 from functools import partial
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 from fshard import checkpoint
-from fshard.checkpoint import CheckpointError, background, files, unfinished
+from fshard.checkpoint import CheckpointError, files, saving, unfinished
 from fshard.checkpoint.directory import remove
 from fshard.checkpoint.unfinished import Unfinished
 from fshard.testing import spmd
@@ -33,8 +32,8 @@ FIRST, SECOND, THIRD = "step-00000001.0", "step-00000002.1", "step-00000003.2"
 def leave(directory, ranks, step):
     """Leave what a kill leaves of a save that all ranks have written, before any of them could complete it."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Unfinished, "complete", lambda checkpoint: False)
-        patched.setattr(background, "OTHERS_SECONDS", 0.0)
+        patched.setattr(Unfinished, "complete", lambda checkpoint: [1])
+        patched.setattr(saving, "OTHERS_SECONDS", 0.0)
         # This ends the threads, which a kill would end.
         spmd(lambda: checkpoint.save(directory, split(step), step, asynchronous=True).finish_at_exit(), ranks)
         # One that looks once more when the patches are gone would complete the checkpoint.
@@ -79,12 +78,6 @@ def test_a_save_completes_it_and_goes_on(leftover):
     assert_restores(leftover.parent, 3, 2, step=2)
 
 
-def test_an_exit_says_that_the_next_start_completes_it(tmp_path, capfd):
-    """The last rank to write finds the parts of all others, and no rank that is late."""
-    leave(tmp_path, 2, 1)
-    assert "all ranks have written their files, and the next start completes it" in capfd.readouterr().err
-
-
 def test_a_manager_removes_no_older_checkpoint(leftover):
     """The next save does, once it is complete itself."""
     with checkpoint.Manager(leftover.parent, keep=1) as manager:
@@ -107,23 +100,12 @@ def cut_in_half(path):
     os.truncate(path, path.stat().st_size // 2)
 
 
-def move_chunk(path):
-    """Let the chunks of a leaf leave a gap."""
-    size, chunks = json.loads(path.read_bytes())
-    chunks["['w']"][1] = [4]
-    path.write_text(json.dumps([size, chunks]))
-
-
 # For each damage the file or the folder, and what is done to it.
 DAMAGES = {
     "no report of one rank": (REPORT, os.unlink),
     "an empty report": (REPORT, lambda path: os.truncate(path, 0)),
     "half a report": (REPORT, cut_in_half),
-    "a report of another kind": (REPORT, lambda path: path.write_text("[7, 8]")),
-    "chunks with a gap": (REPORT, move_chunk),
-    "no outline": ("outline.json", os.unlink),
-    "half an outline": ("outline.json", cut_in_half),
-    "an outline of another kind": ("outline.json", lambda path: path.write_text("[7, 8]")),
+    "the report of another rank": (REPORT, lambda path: shutil.copy(path.with_name("rank-00000.json"), path)),
     "no files": ("content", shutil.rmtree),
     **{f"a file that is {loss}": (f"content/{files.file_name(1)}", lose) for loss, (lose, _) in LOSSES.items()},
 }
@@ -166,15 +148,13 @@ def test_starts_and_saves_of_several_jobs_at_once(leftover, tmp_path):
     for number in range(30):
         directory = tmp_path / f"{number}"
         shutil.copytree(leftover.parent, directory)
-        survivor = Unfinished.reopen(directory / leftover.name, directory / SECOND)
+        survivor = Unfinished(directory / leftover.name)
         starts = [partial(start, directory)] * 6
-        *steps, is_complete, saving = at_once(
-            [*starts, survivor.complete, partial(checkpoint.save, directory, {"w": 3}, 3)]
-        )
+        *steps, late, last = at_once([*starts, survivor.complete, partial(checkpoint.save, directory, {"w": 3}, 3)])
         # A start may come after the save.
         assert set(steps) <= {2, 3}
-        assert is_complete
-        assert saving.wait().name == THIRD
+        assert late == []
+        assert last.wait().name == THIRD
         assert names(directory) == [FIRST, SECOND, THIRD]
         assert checkpoint.restore(directory, {"w": torch.zeros(6)}, step=2)["w"].equal(torch.arange(6.0) + 2)
 

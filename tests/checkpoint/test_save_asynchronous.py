@@ -9,7 +9,7 @@ import torch
 
 import fshard as fs
 from fshard import checkpoint
-from fshard.checkpoint import CheckpointError, files, host_copies
+from fshard.checkpoint import CheckpointError, files
 from fshard.testing import spmd
 from tests.checkpoint.states import (
     SECONDS,
@@ -24,7 +24,7 @@ from tests.checkpoint.states import (
     zeros_like,
 )
 from tests.ranks import on_ranks
-from tests.trees import assert_same_bits, normal, one_axis
+from tests.trees import normal, one_axis
 
 TX = fs.adamw(0.1)
 
@@ -53,23 +53,6 @@ def test_a_donated_step_may_overwrite_what_is_being_saved(world_size, tmp_path, 
     assert saving.wait() == saving.wait() == tmp_path / "step-00000001.0"
     assert_same(checkpoint.restore(tmp_path, zeros_like(expected)), expected)
     assert state.step == 4
-
-
-def test_copies_of_an_accelerator_fill_a_buffer_again_and_again():
-    """Pieces of tensors of any dtype and layout, on processors: together they are every byte, once."""
-    draw = normal(3)
-    sources = [draw(5, 7), draw(6, 4).T[1:], draw(3, dtype=torch.complex64).conj(), draw(3) > 0, draw(), draw(0, 3)]
-    targets = [torch.empty(source.shape, dtype=source.dtype) for source in sources]
-    buffer = torch.empty(64, dtype=torch.uint8)
-    sizes = []
-    for batch in host_copies._batch(zip(sources, targets, strict=True), len(buffer)):
-        sizes.append(sum(len(source) for source, _ in batch))
-        for source, target in batch:
-            assert len(source) == len(target) > 0
-            target.copy_(source)
-    assert sizes[:-1] == [64] * (len(sizes) - 1)
-    assert 0 < sizes[-1] <= 64
-    assert_same_bits(targets, [source.resolve_conj() for source in sources])
 
 
 def test_writes_in_place_and_a_default_device_without_values_change_nothing(tmp_path, held):
