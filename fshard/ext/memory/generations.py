@@ -7,28 +7,18 @@ Why two slots are enough, and ranks send nothing: a part counts from the moment 
 elements are in the slot by then, and its mark behind them. A rank that saves generation n + 1 has completed a step
 after it saved generation n. The sums of this step have needed the gradients of all ranks, so all ranks have begun it:
 each of them has returned from saving n. So n is whole on all ranks before the first of them writes over n - 1. A kill
-at any moment leaves n - 1 or n whole, and never more than one step is lost. The memory of a host keeps what a killed
-process has written, up to the instruction at which it was killed. The checksums guard what comes later, such as copies
-to other hosts. A thread adds them while the next steps run; of a rank that was killed before, the mark counts alone.
-With one host nothing waits for this thread, and a generation whose slot is written over first gets none. With several,
-`save` waits for the checksums of the generation before, because only slots that have them are sent.
+at any moment leaves n - 1 or n whole, and never more than one step is lost.
 
 Steps in which ranks exchange nothing would let one rank go ahead of another by two generations. Then no generation may
 be whole, and a restart reads the disk; it never reads parts of different generations.
 """
 
-import json
-import operator
-import os
 import secrets
 import shutil
-import threading
 import warnings
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -36,23 +26,24 @@ from fshard import Sharded
 from fshard.checkpoint import CheckpointError
 from fshard.ext.memory.job_directory import find_directory, make_private
 from fshard.ext.memory.neighbours import Neighbours, fetch_part
-from fshard.ext.memory.slots import VERSION, SlotPart, SlotWriter, locate_parts, slot_path
+from fshard.ext.memory.search import Generation, search_generations
+from fshard.ext.memory.slots import VERSION, SlotWriter, slot_path
 from fshard.extend import (
     JOB_VARIABLES,
     Exchange,
     choose_boxes,
     describe_state,
     files,
-    flatten,
+    find_job,
+    is_restart,
     ranks_on_host,
-    tensor_of,
     without_padding,
 )
 
 # The public function that saves, for errors.
 LABEL = "checkpoint.save"
-# As nice as a thread can be.
-LOWEST_PRIORITY = 19
+# The bytes of a mark before the text of a state: a number and a space.
+NUMBER_BYTES = 32
 
 
 def open_memory(exchange: Exchange, directory: Path, memory: Any) -> "Generations | None":
@@ -76,61 +67,6 @@ def open_memory(exchange: Exchange, directory: Path, memory: Any) -> "Generation
     return None
 
 
-class Generation(NamedTuple):
-    """A generation that is whole.
-
-    Attributes:
-        number: The number of the generation, which counts on over restarts.
-        step: The step of its state.
-        parts: The parts of it that this rank can read, by the ranks that wrote them.
-    """
-
-    number: int
-    step: int
-    parts: Mapping[str, SlotPart]
-
-    def manifest(self) -> files.Manifest:
-        """Return a manifest with the chunks that this rank can read."""
-        part, *_ = self.parts.values()
-        tensors = {}
-        for path, leaf in part.outline.tensors.items():
-            # Each host has a box that ranks of several hosts hold.
-            chunks = {}
-            for other in self.parts.values():
-                for chunk in other.outline.tensors[path].chunks:
-                    chunks[chunk.box] = chunk
-            tensors[path] = leaf._replace(chunks=tuple(chunks.values()))
-        return part.content._replace(tensors=tensors)
-
-    def read_chunk(self, path: str, chunk: files.Chunk, memory: torch.Tensor) -> None:
-        """Read the chunk of a leaf into contiguous memory on the host."""
-        self.parts[f"{chunk.file}"].read(path, memory)
-
-
-def find_generations(exchange: Exchange, directory: Path) -> tuple[list[Generation], int]:
-    """Find the generations that are whole, on every rank the same.
-
-    Args:
-        exchange: The ranks that ask, as many as there are now.
-        directory: The job's directory on this host.
-
-    Returns:
-        The generations, that which was saved last first; and the largest number of any part.
-    """
-    parts, holders = locate_parts(exchange, directory)
-    generations = []
-    last = 0
-    for name, ranks_of in holders.items():
-        number, count, *_ = json.loads(name)
-        last = max(last, number)
-        readers = set[int]().union(*ranks_of.values())
-        # Only generations that each rank sees a part of.
-        if len(ranks_of) == count and len(readers) == exchange.ranks.size:
-            part, *_ = parts[name].values()
-            generations.append(Generation(number, part.content.step, parts[name]))
-    return sorted(generations, reverse=True, key=operator.attrgetter("number")), last
-
-
 class Generations:
     """The generations of a job: writes this rank's parts, and finds those that are whole."""
 
@@ -143,12 +79,10 @@ class Generations:
         self._outline = files.Manifest(VERSION, {}, {})
         self._slots: list[SlotWriter | None] = [None, None]
         self._number = 0
-        self._thread = ThreadPoolExecutor(1, LABEL, _lower_priority)
-        self._sealed: Future[None] | None = None
         self._neighbours: Neighbours | None = None
 
     def save(self, state: Any, step: int) -> None:
-        """Write a generation. It counts when all ranks have returned; checksums follow in a thread.
+        """Write a generation, which counts when all ranks have returned.
 
         Ranks exchange messages only if the layout of the state is another one than in the save before.
 
@@ -156,43 +90,21 @@ class Generations:
             state: As for `checkpoint.save`.
             step: The step.
         """
-        flat = flatten(state)
-        leaves = dict(zip(flat.paths, flat.leaves, strict=True))
-        layout: list[Any] = [flat.treedef]
-        values = {}
-        for path, leaf in leaves.items():
-            local = tensor_of(leaf)
-            if isinstance(local, torch.Tensor):
-                layout.append(
-                    (isinstance(leaf, Sharded) and leaf.spec, type(local), local.dtype, local.shape, local.device)
-                )
-            else:
-                layout.append(type(leaf))
-                values[path] = leaf
-        # Texts may grow, but only so far.
-        size = len(repr(values)).bit_length()
-        layout.append(size)
-        if self._neighbours:
-            self.settle()
-        if layout != self._layout:
-            self._begin(state, step, room=16 * 2**size)
+        tensors, manifest = describe_state(self._exchange, state, step)
+        content = files.encode(manifest._replace(tensors={}))
+        layout = manifest.tensors, [getattr(leaf, "spec", None) for leaf in tensors.values()]
+        if layout != self._layout or len(content) + NUMBER_BYTES > self._outline.values["room"]:
+            self._begin(tensors, manifest, len(content))
             self._layout = layout
         slot = self._slots[self._number % 2] or self._open()
-        content = files.encode(files.Manifest(step, {}, dict(sorted(values.items()))))
-        with torch.no_grad():
-            slot.write(self._number, content, [_elements_of(leaves[path], slot.kinds[path][1]) for path in slot.starts])
-        self._sealed = self._thread.submit(self._seal, slot, self._number)
+        elements = []
+        for path in slot.starts:
+            _, shape = slot.kinds[path]
+            elements.append(_elements_of(tensors[path], shape))
+        slot.write(self._number, content, elements)
+        if self._neighbours:
+            self._neighbours.offer(slot, self._number)
         self._number += 1
-
-    def _seal(self, slot: SlotWriter, number: int) -> None:
-        """Write checksums, and let the neighbour have a copy."""
-        if slot.seal(number) and self._neighbours:
-            self._neighbours.offer(slot.path)
-
-    def settle(self) -> None:
-        """Wait for the checksums of the generation before."""
-        if self._sealed:
-            self._sealed.result()
 
     def find(self, exchange: Exchange) -> list[Generation]:
         """Find the generations that are whole, the newest first, and fetch what other hosts have of them.
@@ -200,35 +112,46 @@ class Generations:
         Args:
             exchange: The ranks that read.
         """
-        try:
-            fetch_part(exchange, self._directory)
-        except CheckpointError as error:
-            warnings.warn(f"a state in the memory of another host cannot be read: {error}", stacklevel=4)
-        return find_generations(exchange, self._directory)[0]
+        ranks = exchange.ranks.size
+        is_alone = ranks_on_host(ranks) >= ranks
+        if not is_alone:
+            try:
+                fetch_part(exchange, self._directory)
+            except CheckpointError as error:
+                warnings.warn(f"a state in the memory of another host cannot be read: {error}", stacklevel=4)
+        generations = search_generations(exchange, self._directory)
+        readable = [each for each in generations if each.is_readable(ranks)]
+        if not (readable or is_alone or exchange.rank) and (generations or is_restart()):
+            problem = (
+                "no state in memory is whole, because hosts are lost together with those that had copies of theirs"
+            )
+            warnings.warn(f"{exchange.label}: {problem}. The disk is read", stacklevel=4)
+        return readable
 
     def remove(self) -> None:
         """Remove the job's directory when all ranks have come to the end of the run. Every rank must call this."""
-        self.settle()
         if self._neighbours:
             self._neighbours.close()
+            self._neighbours = None
         self._exchange.take_first(None)
         self._layout = None
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _begin(self, state: Any, step: int, room: int) -> None:
+    def _begin(self, tensors: Mapping[str, Any], manifest: files.Manifest, content_bytes: int) -> None:
         """Agree with all ranks on a layout, and on the number of the next generation."""
         exchange = self._exchange
         rank, ranks = exchange.rank, exchange.ranks.size
         with exchange.raise_on_all_ranks(self._directory):
-            tensors, manifest = describe_state(exchange, state, step)
             make_private(self._directory)
-        same = {"(step)": step, "(job)": self._directory.name, **manifest.values}
+        same = {"(step)": manifest.step, "(job)": find_job(), **manifest.values}
         holders = exchange.find_holders(tensors, {path: repr(value) for path, value in same.items()})
-        generations, self._number = find_generations(exchange, self._directory)
-        self._number += 1
-        if generations:
-            # Not in the slots of the generation that is whole: those are the last to be written over.
-            self._number += (self._number - generations[0].number + 1) % 2
+        generations = search_generations(exchange, self._directory)
+        self._number = 1 + max((each.number for each in generations), default=0)
+        for each in generations:
+            if each.is_readable(ranks):
+                # Not in the slots of the generation that is whole: those are the last to be written over.
+                self._number += (self._number - each.number + 1) % 2
+                break
         on_host = ranks_on_host(ranks)
         if self._neighbours is None and on_host < ranks:
             self._neighbours = Neighbours(exchange, self._directory)
@@ -237,9 +160,9 @@ class Generations:
             holders[path] = [other for other in holding if other // on_host == rank // on_host]
         stored = dict(manifest.tensors)
         for path, box in choose_boxes(rank, tensors, holders).items():
-            chunk = files.Chunk(rank, *box.box, 0)
-            stored[path] = stored[path]._replace(chunks=(chunk,))
-        room += 1024 + len(files.encode(manifest))
+            stored[path] = stored[path]._replace(chunks=(files.Chunk(rank, *box.box, 0),))
+        # Texts of the state may grow, but only so far.
+        room = 2 * content_bytes + NUMBER_BYTES
         values = {"token": exchange.take_first(secrets.token_hex(8)), "rank": rank, "ranks": ranks, "room": room}
         self._outline = files.Manifest(VERSION, stored, values)
         self._slots = [None, None]
@@ -258,12 +181,6 @@ class Generations:
         return slot
 
 
-def _lower_priority() -> None:
-    """Let this thread take only what the steps leave of the processor."""
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
-
-
 def _elements_of(leaf: Any, shape: tuple[int, ...]) -> torch.Tensor:
     """This rank's elements of a leaf, a view of it; one element that is split is stored with a dim."""
-    return without_padding(leaf).reshape(shape) if isinstance(leaf, Sharded) else leaf
+    return without_padding(leaf).detach().reshape(shape) if isinstance(leaf, Sharded) else leaf.detach()

@@ -5,7 +5,7 @@ import shutil
 import stat
 from pathlib import Path
 
-from fshard.extend import expect_file, files, find_job
+from fshard.extend import expect_file, files, find_job, this_process
 
 
 def find_directory(root: Path | None, checkpoints: Path) -> Path | None:
@@ -18,7 +18,9 @@ def find_directory(root: Path | None, checkpoints: Path) -> Path | None:
     job = find_job()
     if job is None:
         return None
-    names = os.path.abspath(checkpoints), job
+    # A host that starts again after a loss of power reads nothing that it may have written half.
+    boot, _, _ = this_process().machine.partition(" ")
+    names = os.path.abspath(checkpoints), f"{job} {boot}"
     root = root or Path(f"/dev/shm/fshard-{os.geteuid()}")
     return root.absolute() / "-".join(files.digest(os.fsencode(name))[:16] for name in names)
 

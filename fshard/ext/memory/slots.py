@@ -1,26 +1,28 @@
 """Slots: files in the host's memory, each of which holds one rank's part of a generation.
 
+A slot needs no checksums. Its rank clears the mark, copies the elements, and writes the mark again, and the memory is
+the host's: a kill comes between two instructions, and what was written before it stays. So elements lie behind every
+mark that is there. Whoever reads a slot that its rank may write over meanwhile looks at the mark, or at the number of
+the generation, once more behind the elements. A host that loses power loses the memory, or takes another name for the
+job.
+
 fshard/checkpoint/FORMAT.md describes the file.
 """
 
 import json
 import mmap
 import os
-import zlib
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from fshard.checkpoint import CheckpointError
-from fshard.ext.memory.job_directory import check_private
-from fshard.extend import Exchange, copy_into, expect_file, files, join_ranks, open_regular
+from fshard.extend import copy_into, expect_file, files, open_regular
 
 # Of the outline, which has it in the place of a step.
-VERSION = 1
+VERSION = 2
 # The elements begin on a page of their own.
 _PAGE = 4096
 
@@ -32,7 +34,8 @@ class Slot:
         path: The file.
         outline: A manifest of what does not change from one generation to the next: all leaves that are tensors, each
             with the chunk that is in the slot, if one is; and as values the `token` of those ranks that write
-            generations together, the `rank` that writes, how many `ranks` do, and the `room` for each of the two texts.
+            generations together, the `rank` that writes, how many `ranks` do, and the `room` for the mark.
+        mark: Where the text is that says which generation the slot holds.
         kinds: The dtype and the shape of each chunk, by path.
         starts: Where chunks begin in the file, by path.
         size: The bytes of the file.
@@ -42,26 +45,26 @@ class Slot:
         """Lay the file out, which is neither made nor read."""
         self.path = path
         self.outline = outline
-        room = outline.values["room"]
-        # The text that says which generation the slot holds, and that of the checksums.
         outline_end = len(files.encode(outline)) + 1
-        mark_end = outline_end + room
-        checksums_end = mark_end + room
-        self._mark = slice(outline_end, mark_end)
-        self._checksums = slice(mark_end, checksums_end)
+        mark_end = outline_end + outline.values["room"]
+        self.mark = slice(outline_end, mark_end)
         self.kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         for name, leaf in outline.tensors.items():
             for chunk in leaf.chunks:
                 self.kinds[name] = getattr(torch, leaf.dtype), chunk.shape
         layout = files.lay_out(self.kinds, pairs=True)
         # Without the header, which the outline takes the place of.
-        shift = checksums_end + -checksums_end % _PAGE - len(layout.header)
+        shift = mark_end + -mark_end % _PAGE - len(layout.header)
         self.starts = {name: shift + start for name, start in layout.starts.items()}
         self.size = shift + layout.size
 
 
 class SlotWriter(Slot):
-    """A slot that this rank writes: a mapped file, whose memory is set aside before anything is written to it."""
+    """A slot that this rank writes: a mapped file, whose memory is set aside before anything is written to it.
+
+    Attributes:
+        number: The number of the generation that is in the slot, or is being written there.
+    """
 
     def __init__(self, path: Path, outline: files.Manifest) -> None:
         """Make the file anew. A process of an earlier start that still writes does so to a file without a name.
@@ -70,16 +73,15 @@ class SlotWriter(Slot):
             CheckpointError: if there is no room for it.
         """
         super().__init__(path, outline)
+        self.number = 0
         self._memory = _allocate(path, self.size)
-        self._put(slice(0, self._mark.start), files.encode(outline))
-        self._number = 0
+        self._put(slice(0, self.mark.start), files.encode(outline))
         self._targets = []
         for name, start in self.starts.items():
             dtype, shape = self.kinds[name]
             count = torch.Size(shape).numel()
-            self._targets.append(torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start).view(shape))
-        # A thread of low priority that holds the interpreter's lock holds up the steps, so it takes these as they are.
-        self._bytes = list(map(files.byte_view, self._targets))
+            target = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start)
+            self._targets.append(target.view(shape))
 
     def write(self, number: int, content: bytes, tensors: Sequence[torch.Tensor]) -> None:
         """Write a generation, which counts on this rank as soon as this returns.
@@ -89,22 +91,17 @@ class SlotWriter(Slot):
             content: A manifest of its step and of the leaves that are no tensors.
             tensors: The tensors, in the order of `starts`.
         """
-        self._number = number
+        self.number = number
         # A kill in between leaves a slot without a mark.
-        self._put(self._mark, b"")
+        self._put(self.mark, b"")
         copy_into(self._targets, tensors)
-        self._put(self._mark, b"%d " % number + content)
+        self._put(self.mark, b"%d " % number + content)
 
-    def seal(self, number: int) -> bool:
-        """Write the checksums of a generation unless another one takes its place meanwhile; returns whether it did."""
-        checksums = {}
-        for name, data in zip(self.starts, self._bytes, strict=True):
-            checksums[name] = zlib.crc32(data)
-            # Behind the elements, so that none is of another generation.
-            if self._number != number:
-                return False
-        self._put(self._checksums, files.encode(files.Manifest(number, {}, checksums)))
-        return True
+    def read(self, number: int) -> memoryview | None:
+        """Copy a generation in a thread that does not write; None if another one takes its place meanwhile."""
+        # numpy holds no lock of the interpreter meanwhile, and takes one processor.
+        data = torch.frombuffer(self._memory, dtype=torch.uint8).numpy().copy().data
+        return data if self.number == number else None
 
     def _put(self, place: slice, text: bytes) -> None:
         self._memory[place] = text.ljust(place.stop - place.start, b"\0")
@@ -132,7 +129,6 @@ class SlotPart(Slot):
         content: A manifest of its step and of the leaves that are no tensors.
         generation: What all parts of the generation have in common, and no others: as JSON a list of the number, how
             many ranks wrote it, their token and the content.
-        checksums: The checksums of chunks by path; empty if the rank was killed before it wrote them.
     """
 
     def __init__(self, path: Path) -> None:
@@ -146,45 +142,27 @@ class SlotPart(Slot):
             expect_file(outline.step == VERSION, f"{path}", f"version {VERSION}", f"{outline.step}")
             super().__init__(path, outline)
             expect_file(len(data) == self.size, f"{path}", f"{self.size} bytes", f"{len(data)}")
-            mark = data[self._mark].rstrip(b"\0")
-            checksums = data[self._checksums].rstrip(b"\0")
-        number, _, content = mark.partition(b" ")
+            self._text = data[self.mark]
+        number, _, content = self._text.rstrip(b"\0").partition(b" ")
         self.number = int(number)
         self.content = files.decode_outline(content, path)
         values = outline.values
         self.generation = json.dumps([self.number, values["ranks"], values["token"], content.decode()])
-        self.checksums: Mapping[str, Any] = {}
-        with suppress(CheckpointError):
-            sealed = files.decode_outline(checksums, path)
-            self.checksums = sealed.values if sealed.step == self.number else {}
 
     def read(self, name: str, memory: torch.Tensor) -> None:
         """Read the chunk of a leaf into contiguous memory on the host.
 
         Raises:
-            CheckpointError: if it does not match its checksum.
+            CheckpointError: if the slot is written over meanwhile, for example by a process of an earlier start.
         """
         data = files.byte_view(memory)
         with open_regular(self.path) as file:
             file.seek(self.starts[name])
-            is_whole = file.readinto(data) == len(data)
-        # Without checksums the order of writes counts: the mark was written when the elements were there.
-        expected = self.checksums.get(name)
-        if expected is not None:
-            is_whole = is_whole and expected == zlib.crc32(data)
-        if not is_whole:
-            raise CheckpointError(f"{self.path}: the elements of {name} do not match their checksum")
-
-    def check(self, *, is_sealed: bool) -> None:
-        """Refuse a part whose elements do not match their checksums, or which has none if it must be sealed.
-
-        Raises:
-            CheckpointError: if it is refused.
-        """
-        if is_sealed and self.checksums.keys() != self.kinds.keys():
-            raise CheckpointError(f"{self.path}: its checksums are missing")
-        for name, (dtype, shape) in self.kinds.items():
-            self.read(name, torch.empty(shape, dtype=dtype, device="cpu"))
+            count = file.readinto(data)
+            file.seek(self.mark.start)
+            text = file.read(len(self._text))
+        if count != len(data) or text != self._text:
+            raise CheckpointError(f"{self.path}: was written over while {name} was read")
 
 
 def slot_path(directory: Path, rank: int, number: int) -> Path:
@@ -200,28 +178,3 @@ def list_parts(directory: Path) -> list[SlotPart]:
             if not path.is_symlink():
                 parts.append(SlotPart(path))
     return parts
-
-
-# By generation and by the rank that wrote them: parts, and the ranks on whose hosts they are.
-Parts = Mapping[str, Mapping[str, SlotPart]]
-Holders = Mapping[str, Mapping[str, list[int]]]
-
-
-def locate_parts(exchange: Exchange, directory: Path) -> tuple[Parts, Holders]:
-    """Find the parts in the memory of all hosts.
-
-    Args:
-        exchange: The ranks that ask, as many as there are now.
-        directory: The job's directory on this host.
-
-    Returns:
-        Those that this rank can read; and which ranks can read each of all, the same on every rank.
-    """
-    parts = defaultdict[str, dict[str, SlotPart]](dict)
-    with exchange.raise_on_all_ranks(directory):
-        if directory.exists():
-            check_private(directory)
-        for part in list_parts(directory):
-            parts[part.generation][f"{part.outline.values['rank']}"] = part
-    here = {name: {writer: [exchange.rank] for writer in writers} for name, writers in parts.items()}
-    return parts, exchange.merge_objects(here, join_ranks)

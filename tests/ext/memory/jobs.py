@@ -24,8 +24,7 @@ def slots_in(directory):
 
 
 def save_steps(directory, make, *steps):
-    """Save the states that `make` makes of steps, each after the one before is whole with its checksums."""
+    """Save the states that `make` makes of steps."""
     kept = manager(directory)
     for step in steps:
         kept.save(make(step), step)
-        kept._memory.settle()

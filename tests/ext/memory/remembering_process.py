@@ -21,7 +21,6 @@ PHASES = {
     "open": (slots, "_allocate"),
     "copy": (slots, "copy_into"),
     "mark": (slots.SlotWriter, "_put"),
-    "checksums": (slots.zlib, "crc32"),
     "agree": (generations, "make_private"),
     "find": (slots, "list_parts"),
     "read": (slots.SlotPart, "read"),

@@ -8,17 +8,15 @@ from tests.ext.memory import remembering_process
 from tests.forked_programs import run_on_ranks
 
 # The phase, whether the kill comes in the first call of a start, and how many ranks there are.
-FEW = (("copy", False, 2), ("checksums", False, 1), ("read", True, 1))
+FEW = (("copy", False, 2), ("mark", False, 1), ("read", True, 1))
 MORE = (
     ("mark", False, 2),
     ("read", True, 3),
     ("copy", True, 1),
     ("open", True, 2),
-    ("checksums", False, 2),
     ("agree", True, 3),
     ("copy", False, 3),
     ("find", True, 1),
-    ("checksums", True, 2),
     ("mark", True, 1),
 )
 

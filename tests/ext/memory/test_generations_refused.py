@@ -53,8 +53,7 @@ def test_without_a_job_nothing_is_kept(name, tmp_path, monkeypatch):
 
 
 def test_ranks_of_different_jobs_are_refused(tmp_path, monkeypatch):
-    name = "fshard.ext.memory.generations.find_directory"
-    monkeypatch.setattr(name, lambda root, checkpoints: root / f"{my_rank()}")
+    monkeypatch.setattr("fshard.ext.memory.generations.find_job", lambda: f"{my_rank()}")
     text = refused_everywhere(lambda: manager(tmp_path).save(full(1), 1))
     assert text.startswith("checkpoint.save: ranks hold different leaves\n  (job): expected '")
 
