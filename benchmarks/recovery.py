@@ -2,6 +2,7 @@
 
     python benchmarks/recovery.py
     python benchmarks/recovery.py --ranks 2 --repeats 3 --systems fshard-run-jitted fsdp2-dcp
+    python benchmarks/recovery.py --systems --cost-steps 10 --results /tmp      # the cost of a generation alone
     python benchmarks/recovery.py --page                    # write the section of the page "When a rank fails"
 
 Each system trains the same GPT. A rank is killed by SIGKILL in the middle of a step, always after as many steps of the
@@ -279,7 +280,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--repeats", type=int, default=5, help="kills of each system")
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=available())
+    parser.add_argument("--systems", nargs="*", choices=SYSTEMS, default=available(), help="none for the cost alone")
     parser.add_argument("--configuration", default="d256-L4-B6-T64-V256")
     parser.add_argument("--every", type=int, default=5, help="steps from one checkpoint on disk to the next")
     parser.add_argument("--cost-configuration", default="d512-L8-B4-T256")

@@ -70,10 +70,11 @@ def times_of(row: Mapping[str, Any]) -> list[str]:
 def print_tables(results: Mapping[str, Any]) -> None:
     """Print what was measured."""
     rows = {f"{ranks} ranks, {name}": row for ranks, name, row in rows_of(results)}
-    report.print_table("Seconds from a kill", COLUMNS, {name: times_of(row) for name, row in rows.items()})
-    parts = {name: [f"{part:.2f}" for part in row["parts"].values()] for name, row in rows.items()}
-    columns = tuple(next(iter(rows.values()))["parts"])
-    report.print_table("Medians of the parts, seconds", columns, parts)
+    if rows:
+        report.print_table("Seconds from a kill", COLUMNS, {name: times_of(row) for name, row in rows.items()})
+        parts = {name: [f"{part:.2f}" for part in row["parts"].values()] for name, row in rows.items()}
+        columns = tuple(next(iter(rows.values()))["parts"])
+        report.print_table("Medians of the parts, seconds", columns, parts)
     if "cost" in results:
         cost = results["cost"]
         cells = [

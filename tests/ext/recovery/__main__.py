@@ -1,16 +1,24 @@
 """Kill ranks at random moments of a launch, and count what is lost.
 
     python -m tests.ext.recovery --kills 200 --ranks 2 4 --write
+    python -m tests.ext.recovery --kills 20 --ranks 4 --forms eager --hosts 2
+    python -m tests.ext.recovery --kills 20 --ranks 4 2 --forms eager --resize
 
 Half of the kills hit a rank while it trains: in a step, in `save`, or in what is written and copied behind it. The
 other half hit one while it recovers: while it imports, meets the others, builds its program, restores, or takes its
 first step. A kill is of one rank, of half of them, or of all. Each state that a rank has, restored or computed, is
 compared bit for bit with that of a run without kills. `--write` writes `benchmarks/results/recovery-kills.json`.
+
+`--hosts` spreads the ranks over network namespaces with a memory each, and half of the kills take a whole host with its
+memory. `--resize` launches the job anew after each kill, with the next of the numbers of ranks, and sums in a tree.
 """
 
 import argparse
 import sys
 import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,14 +31,10 @@ import report
 
 def main() -> int:
     args = parse_args()
-    settings = list(product(args.ranks, args.forms))
     rows: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(dir=args.directory) as folder:
-        for number, (ranks, form) in enumerate(settings):
-            share = args.kills // len(settings) + (number < args.kills % len(settings))
-            setting = kills.Setting(args.launcher, ranks, form, uses_memory=not args.disk)
-            name = f"{ranks} ranks, {form}"
-            rows[name] = kills.prove(setting, Path(folder) / name.replace(" ", "-"), share, args.seed + number)
+    with tempfile.TemporaryDirectory(dir=args.directory) as folder, network(args.hosts) as hosts:
+        for name, prove in runs(args, hosts):
+            rows[name] = prove(Path(folder) / name.replace(" ", "-"))
             for problem in rows[name]["problems"]:
                 print(f"{name}: {problem}", file=sys.stderr)
     show(rows)
@@ -42,6 +46,45 @@ def main() -> int:
         }
         report.write_json(report.RESULTS / "recovery-kills.json", results)
     return any(row["problems"] or row["lost"] for row in rows.values())
+
+
+@contextmanager
+def network(count: int) -> Iterator[tuple[str, ...]]:
+    """Make namespaces for some hosts; none for one."""
+    if count == 1:
+        yield ()
+        return
+    import hosts
+
+    with hosts.hosts(count, rate=1.0) as names:
+        yield tuple(names)
+
+
+def runs(args: argparse.Namespace, hosts: tuple[str, ...]) -> Iterator[tuple[str, Callable[[Path], dict[str, Any]]]]:
+    """The name of each row, and what makes it in a folder."""
+    setting = kills.Setting(args.launcher, args.ranks[0], "eager", not args.disk, hosts=hosts)
+    if args.resize:
+        for form in args.forms:
+            settings = [
+                setting._replace(ranks=ranks, form=form, has_tree_sums=True, job="resized") for ranks in args.ranks
+            ]
+            name = f"{' and '.join(map(str, args.ranks))} ranks by turns, {form}"
+            yield name, partial(prove_resized, settings, args.kills // len(args.forms), args.seed)
+        return
+    pairs = list(product(args.ranks, args.forms))
+    for number, (ranks, form) in enumerate(pairs):
+        share = args.kills // len(pairs) + (number < args.kills % len(pairs))
+        each = setting._replace(ranks=ranks, form=form)
+        name = f"{ranks} ranks, {form}" + f", {len(hosts)} hosts" * bool(hosts)
+        yield name, partial(kills.prove, each, kills=share, seed=args.seed + number)
+
+
+def prove_resized(settings: Sequence[kills.Setting], count: int, seed: int, folder: Path) -> dict[str, Any]:
+    undisturbed = {}
+    for setting in settings:
+        place = folder / f"undisturbed-{setting.ranks}"
+        undisturbed[setting.ranks] = kills.run(setting, place, kills.steps_of(count), (), {})
+    return kills.prove_resized(settings, folder / "killed", count, seed, undisturbed)
 
 
 def show(rows: dict[str, Any]) -> None:
@@ -62,6 +105,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--forms", nargs="+", choices=("eager", "jitted"), default=["eager", "jitted"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--launcher", default="fshard.run", help="a module, such as torch.distributed.run")
+    parser.add_argument("--hosts", type=int, default=1, help="network namespaces, which need root and iproute2")
+    parser.add_argument("--resize", action="store_true", help="launch anew after each kill, with other --ranks")
     parser.add_argument("--disk", action="store_true", help="save each step to --directory, without generations")
     parser.add_argument("--directory", default="/dev/shm", help="of all files")
     parser.add_argument("--write", action="store_true", help="write the results")

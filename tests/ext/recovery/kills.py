@@ -40,6 +40,8 @@ class Setting(NamedTuple):
         uses_memory: Whether the manager has generations in memory; without, each step is saved to the folder.
         every: Steps from one checkpoint on disk to the next, with generations in memory.
         hosts: The network namespaces that the ranks are spread over, each with a launcher and a memory of its own.
+        has_tree_sums: Whether sums are in a tree, whose bits are those of any number of ranks.
+        job: The name that several launches have together; the launcher gives each one of its own if this is empty.
     """
 
     launcher: str
@@ -48,6 +50,8 @@ class Setting(NamedTuple):
     uses_memory: bool = True
     every: int = 25
     hosts: tuple[str, ...] = ()
+    has_tree_sums: bool = False
+    job: str = ""
 
 
 class Kill(NamedTuple):
@@ -84,6 +88,23 @@ def draw_kill(draw: random.Random, setting: Setting) -> Kill:
     return Kill(event, count, draw.random(), tuple(victims))
 
 
+def draw_kills(draw: random.Random, setting: Setting, count: int) -> list[Kill]:
+    """Draw some kills; a host is not lost before there are copies of it, since the one that had them was lost."""
+    kills = []
+    without_copies: tuple[str, ...] = ()
+    for _ in range(count):
+        kill = draw_kill(draw, setting)
+        if kill.count > 1:
+            # A step has been saved since, and copied while the next one ran.
+            without_copies = ()
+        if kill.hosts:
+            # Only the host that was lost itself may be lost again.
+            without_copies = without_copies or kill.hosts
+            kill = kill._replace(hosts=without_copies)
+        kills.append(kill)
+    return kills
+
+
 class Ledger:
     """What the ranks of a launch did: their steps, their bits, and what each kill cost.
 
@@ -94,12 +115,14 @@ class Ledger:
         repeated: For each restart, how many steps that all ranks had completed it repeats.
         seconds: For each kill after which a step was completed, from the one to the other.
         problems: Differences from the expected digests, and restarts that disagree.
+        completed: The last step that all ranks have completed.
     """
 
-    def __init__(self, ranks: int, expected: Mapping[tuple[int, int], str]) -> None:
-        """Begin with nothing; without expected digests an undisturbed run is recorded."""
+    def __init__(self, ranks: int, expected: Mapping[tuple[int, int], str], completed: int = 0) -> None:
+        """Begin with the steps of earlier launches; without expected digests an undisturbed run is recorded."""
         self.ranks = ranks
         self.expected = expected
+        self.completed = completed
         self.digests: dict[tuple[int, int], str] = {}
         self.whole: dict[int, str] = {}
         self.kills: list[tuple[float, Kill]] = []
@@ -112,7 +135,6 @@ class Ledger:
         self._restored: dict[int, int] = {}
         self._last: dict[int, Event] = {}
         self._saved: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
-        self._completed = 0
 
     @property
     def life(self) -> int:
@@ -147,14 +169,14 @@ class Ledger:
         step = event.values["step"]
         if self._restored.setdefault(life, step) != step:
             self.problems.append(f"ranks restore steps {self._restored[life]} and {step}, life {life}")
-        self.repeated[life] = max(self.repeated.get(life, 0), self._completed - step)
+        self.repeated[life] = max(self.repeated.get(life, 0), self.completed - step)
 
     def _complete(self, life: int, event: Event) -> None:
         step = event.values["step"]
         ranks = self._saved[life, step]
         ranks.add(event.rank)
         if len(ranks) == self.ranks:
-            self._completed = max(self._completed, step)
+            self.completed = max(self.completed, step)
             if life and life not in self.seconds:
                 self.seconds[life] = event.time - self.kills[life - 1][0]
 
@@ -196,6 +218,8 @@ def commands(setting: Setting, folder: Path, steps: int, restarts: int) -> list[
     """The command lines of a launch, one for each host, whose checkpoints are in the folder."""
     program = [str(ROOT / "tests/ext/recovery/program.py"), str(folder / "events"), str(folder / "checkpoints")]
     program += ["--steps", str(steps), "--form", setting.form]
+    if setting.has_tree_sums:
+        program += ["--reduction-order", "tree"]
     if setting.uses_memory:
         program += ["--memory", str(folder / "memory/{host}"), "--every", str(setting.every)]
     launcher = [sys.executable, "-m", setting.launcher, "--monitor-interval", "0.02"]
@@ -228,7 +252,28 @@ def run(
     """
     shutil.rmtree(folder, ignore_errors=True)
     ledger = Ledger(setting.ranks, expected)
-    with Launch(commands(setting, folder, steps, len(kills)), folder, environment()) as launch:
+    run_to_the_end(setting, folder, steps, kills, ledger)
+    return ledger
+
+
+def run_to_the_end(setting: Setting, folder: Path, steps: int, kills: Sequence[Kill], ledger: Ledger) -> None:
+    """Run the program in a launch that restarts it after each kill, and see that it ends well."""
+    errors = launch_once(setting, folder, steps, kills, ledger, restarts=len(kills))
+    if errors:
+        ledger.problems.append(f"the launcher ended with an error\n{errors}")
+    if len(ledger.whole) != setting.ranks:
+        ledger.problems.append(f"ranks {sorted(ledger.whole)} of {setting.ranks} came to the end")
+    left = [str(path) for path in (folder / "memory").rglob("*") if path.is_file()]
+    if left:
+        ledger.problems.append(f"files stay in memory: {', '.join(left)}")
+
+
+def launch_once(
+    setting: Setting, folder: Path, steps: int, kills: Sequence[Kill], ledger: Ledger, restarts: int
+) -> str:
+    """Launch the program, kill its ranks, and return what launchers that ended with an error have printed last."""
+    variables = environment() | ({"FSHARD_JOB_ID": setting.job} if setting.job else {})
+    with Launch(commands(setting, folder, steps, restarts), folder, variables) as launch:
         killer = Killer(launch, ledger, kills)
         for event in follow(launch, PATIENCE, lambda: killer.due):
             if event is None:
@@ -236,14 +281,43 @@ def run(
             else:
                 ledger.add(event)
                 killer.look(event)
-        if any(launch.codes()):
-            ledger.problems.append(f"the launcher ended with {launch.codes()}\n{launch.output()}")
-    if len(ledger.whole) != setting.ranks:
-        ledger.problems.append(f"ranks {sorted(ledger.whole)} of {setting.ranks} came to the end")
-    left = [str(path) for path in (folder / "memory").rglob("*") if path.is_file()]
-    if left:
-        ledger.problems.append(f"files stay in memory: {', '.join(left)}")
-    return ledger
+        return launch.output() if any(launch.codes()) else ""
+
+
+def prove_resized(
+    settings: Sequence[Setting], folder: Path, kills: int, seed: int, undisturbed: Mapping[int, Ledger]
+) -> dict[str, Any]:
+    """Kill a launch, and launch the same job anew with another number of ranks, again and again.
+
+    Args:
+        settings: What is launched by turns, with sums in a tree.
+        folder: For all files.
+        kills: How many.
+        seed: Decides when, and of which ranks.
+        undisturbed: What ranks do without kills in `steps_of(kills)` steps, by their number.
+
+    Returns:
+        As `prove`.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    draw = random.Random(seed)
+    steps = steps_of(kills)
+    total = Ledger(0, {})
+    for number in range(kills + 1):
+        setting = settings[number % len(settings)]
+        ledger = Ledger(setting.ranks, undisturbed[setting.ranks].digests, total.completed)
+        if number < kills:
+            launch_once(setting, folder, steps, [draw_kill(draw, setting)], ledger, restarts=0)
+        else:
+            run_to_the_end(setting, folder, steps, (), ledger)
+        total.completed = ledger.completed
+        total.kills += ledger.kills
+        total.problems += ledger.problems
+        if ledger.repeated:
+            total.repeated[number] = max(ledger.repeated.values())
+    if len({*ledger.whole.values()}.union(*(other.whole.values() for other in undisturbed.values()))) != 1:
+        total.problems.append("the parameters at the end have other bits")
+    return summarize(settings[0], total, total.problems)
 
 
 def steps_of(kills: int) -> int:
@@ -267,8 +341,7 @@ def prove(setting: Setting, folder: Path, kills: int, seed: int, undisturbed: Le
     steps = steps_of(kills)
     undisturbed = undisturbed or run(setting, folder / "undisturbed", steps, (), {})
     draw = random.Random(seed)
-    plan = [draw_kill(draw, setting) for _ in range(kills)]
-    killed = run(setting, folder / "killed", steps, plan, undisturbed.digests)
+    killed = run(setting, folder / "killed", steps, draw_kills(draw, setting, kills), undisturbed.digests)
     problems = undisturbed.problems + killed.problems
     if killed.whole != undisturbed.whole:
         problems.append("the parameters at the end have other bits")

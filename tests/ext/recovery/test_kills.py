@@ -1,5 +1,6 @@
 """A run whose ranks are killed again and again loses no state, and ends with the bits of a run without kills."""
 
+import itertools
 import random
 import threading
 import time
@@ -35,10 +36,10 @@ class Recorder:
             self._ledger.add(Event(rank, rank, name, time.monotonic(), values))
 
 
-def simulate(ranks, form, steps, directory):
+def simulate(ranks, form, steps, directory, *options):
     """What simulated ranks do without kills, whose bits are those of processes."""
     ledger = kills.Ledger(ranks, {})
-    args = program.parse_args(["", f"{directory}", "--steps", f"{steps}", "--every", "1000", "--form", form])
+    args = program.parse_args(["", f"{directory}", "--steps", f"{steps}", "--every", "1000", "--form", form, *options])
     spmd(lambda: program.train(args, Recorder(ledger)), ranks)
     return ledger
 
@@ -46,7 +47,7 @@ def simulate(ranks, form, steps, directory):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "ranks, form, number",
-    [(2, "eager", 4), *(pytest.param(*row, marks=pytest.mark.slow) for row in ((2, "jitted", 20), (4, "eager", 20)))],
+    [(2, "eager", 2), *(pytest.param(*row, marks=pytest.mark.slow) for row in ((2, "jitted", 20), (4, "eager", 20)))],
 )
 def test_kills_at_random_moments(ranks, form, number, tmp_path):
     """Of one rank, of half of them or of all, in steps, saves and recoveries."""
@@ -55,6 +56,21 @@ def test_kills_at_random_moments(ranks, form, number, tmp_path):
     check(row)
     assert {*row["moments"]} & {*kills.TRAINING}
     assert {*row["moments"]} & {*kills.RECOVERY}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_job_that_is_launched_anew_with_another_number_of_ranks(tmp_path):
+    """After each kill, from the memory that the launch before has left; sums in a tree have the same bits."""
+    settings = []
+    undisturbed = {}
+    for ranks in (4, 2, 1):
+        settings.append(kills.Setting(RUN, ranks, "eager", has_tree_sums=True, job="resized"))
+        options = ("--reduction-order", "tree")
+        undisturbed[ranks] = simulate(ranks, "eager", kills.steps_of(6), tmp_path / f"{ranks}", *options)
+    row = kills.prove_resized(settings, tmp_path / "killed", 6, 3, undisturbed)
+    check(row)
+    assert row["restarts"] > 2
 
 
 @pytest.mark.slow
@@ -117,5 +133,9 @@ def test_moments_of_kills_are_of_all_kinds():
     assert {len(kill.ranks) for kill in drawn} == {1, 2, 4}
     assert {rank for kill in drawn for rank in kill.ranks} == set(range(4))
     setting = setting._replace(hosts=("a", "b"))
-    drawn = [kills.draw_kill(random.Random(seed), setting) for seed in range(200)]
+    drawn = kills.draw_kills(random.Random(0), setting, 200)
     assert {kill.ranks or kill.hosts for kill in drawn} == {(0,), (1,), (2,), (3,), ("a",), ("b",)}
+    # Between the losses of two hosts, one at least has saved a step.
+    lost = [(number, kill.hosts) for number, kill in enumerate(drawn) if kill.hosts]
+    for (first, one), (second, other) in itertools.pairwise(lost):
+        assert one == other or any(kill.count > 1 for kill in drawn[first + 1 : second + 1])
