@@ -9,13 +9,10 @@ import os
 import resource
 import signal
 import socket
-import struct
 import sys
 from contextlib import suppress
 from io import TextIOWrapper
 
-# The length of a request comes first.
-LENGTH = struct.Struct("!Q")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -40,15 +37,18 @@ def main(address: str) -> None:
 
 def _run_rank(address: str) -> int:
     """Have a rank started, wait for its end, and return its exit code."""
+    # Until it is known whom to hand them to, signals wait.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(address)
         request = marshal.dumps((sys.argv[1:], dict(os.environ), os.getcwd(), list(os.sched_getaffinity(0))))
-        socket.send_fds(server, [LENGTH.pack(len(request))], [0, 1, 2])
+        socket.send_fds(server, [b" "], [0, 1, 2])
         server.sendall(request)
         answers = server.makefile()
         pid = _read_number(answers)
         for number in SIGNALS:
             signal.signal(number, lambda number, _: _send_signal(pid, number))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         try:
             return _read_number(answers)
         except (OSError, EOFError):

@@ -21,7 +21,7 @@ import numpy
 import torch
 
 from fshard.ext import _compat
-from fshard.ext.run.fork_client import LENGTH, SIGNALS
+from fshard.ext.run.fork_client import SIGNALS
 
 
 def explain_cold_start() -> str:
@@ -65,12 +65,12 @@ def start_rank(connection: socket.socket) -> list[str]:
     Returns:
         In the rank, which has the client's streams, environment, folder and processors, the arguments of Python.
     """
-    header, streams, _, _ = socket.recv_fds(connection, LENGTH.size, 3)
-    if not header:
+    byte, streams, _, _ = socket.recv_fds(connection, 1, 3)
+    if not byte:
         # The client was killed.
         os._exit(0)
     with connection.makefile("rb") as file:
-        arguments, environment, folder, processors = marshal.loads(file.read(*LENGTH.unpack(header)))
+        arguments, environment, folder, processors = marshal.load(file)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
     if pid:
@@ -80,9 +80,7 @@ def start_rank(connection: socket.socket) -> list[str]:
     os.setsid()
     connection.sendall(f"{os.getpid()}\n".encode())
     connection.close()
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     for descriptor, stream in enumerate(streams):
         os.dup2(stream, descriptor)
         os.close(stream)
@@ -127,9 +125,8 @@ def run_program(arguments: Sequence[str]) -> None:
 
 def main() -> None:
     """Serve clients; in a process that was forked, run the program of its rank, and end as a program does."""
-    for number in SIGNALS:
-        # The agent's process group may get them too, and the agent ends this process.
-        signal.signal(number, signal.SIG_IGN)
+    # The agent's process group may get them too, and the agent ends this process.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     _compat.import_for_traces()
     # A garbage collection of a rank would copy all pages that these objects are on.
     gc.collect()
