@@ -163,12 +163,6 @@ def trace_notes() -> dict[str, Any]:
     return tracer.__dict__.setdefault("fshard_notes", {})
 
 
-def graph_of_trace() -> torch.fx.Graph:
-    """The graph that the running trace records into. Checked on 2.13."""
-    tracer: Any = torch._C._get_dispatch_mode(_TorchDispatchModeKey.PROXY).tracer
-    return tracer.graph
-
-
 def is_linearizing() -> bool:
     """Whether torch.func.linearize traces, which folds away what does not depend on tangents. Checked on 2.13."""
     frame = sys._getframe() if is_tracing() else None

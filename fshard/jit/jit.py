@@ -384,11 +384,7 @@ def jit(
 
     def make_jitted(f: Callable[..., Any]) -> Jitted:
         expect(callable(f), "jit", "f to be a function", describe(f))
-        _refuse_argnums_beyond(f, "static", static_numbers)
-        _refuse_argnums_beyond(f, "donate", donated)
-        positions = [_find_position(f, name) for name in static_names]
-        static = (*static_numbers, *(position for position in positions if position is not None))
-        _refuse_static_donations(static, donated)
+        static = _find_static_positions(f, static_numbers, static_names, donated)
         return Jitted(f, donated, static, static_names, backend, tuple(passes), cache)
 
     return make_jitted if f is None else make_jitted(f)
@@ -481,54 +477,36 @@ def _read_argnames(value: Any) -> tuple[str, ...]:
     return names
 
 
-def _refuse_static_donations(static: Sequence[int], donated: Sequence[int]) -> None:
-    """Refuse an argument that is both static and donated."""
-    for number in static:
-        if number in donated:
-            raise ValueError(
-                f"jit: argument {number} is static and in donate_argnums. A static argument has no memory to donate."
-            )
-
-
-def _refuse_argnums_beyond(f: Callable[..., Any], name: str, numbers: Sequence[int]) -> None:
-    """Refuse numbers of arguments that no call of a function passes by position."""
-    accepted = _count_positional(f)
-    for number in numbers:
-        if accepted is not None and number >= accepted:
-            raise ValueError(
-                f"jit: {name}_argnums={numbers} names argument {number}, but the function takes {accepted} arguments "
-                "by position. Count from 0."
-            )
-
-
-def _find_position(f: Callable[..., Any], name: str) -> int | None:
-    """Find the position of a parameter; None if it is passed by keyword alone, or if the names are not known.
-
-    Raises:
-        ValueError: if the function takes no such argument.
-    """
+def _find_static_positions(
+    f: Callable[..., Any], numbers: tuple[int, ...], names: Sequence[str], donated: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Find the positions of static arguments, and refuse numbers and names of arguments that no call passes."""
+    static = [*numbers]
     try:
         parameters = inspect.signature(f, follow_wrapped=False).parameters
     except ValueError:
-        return None
-    takes_any_name = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    if name not in parameters and not takes_any_name:
-        raise ValueError(
-            f"jit: static_argnames has {name!r}, but the function takes no argument of this name. Its arguments are "
-            f"{', '.join(parameters)}."
-        )
-    has_position = name in parameters and parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return list(parameters).index(name) if has_position else None
-
-
-def _count_positional(f: Callable[..., Any]) -> int | None:
-    """Count the arguments that a function takes by position; None if there is no limit, or it is not known."""
-    try:
-        parameters = inspect.signature(f, follow_wrapped=False).parameters.values()
-    except ValueError:
         # Functions written in C may have no signature.
-        return None
-    kinds = [parameter.kind for parameter in parameters]
-    if inspect.Parameter.VAR_POSITIONAL in kinds:
-        return None
-    return kinds.count(inspect.Parameter.POSITIONAL_ONLY) + kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = inspect.signature(lambda *args, **kwargs: None).parameters
+    kinds = [parameter.kind for parameter in parameters.values()]
+    accepted = kinds.count(inspect.Parameter.POSITIONAL_ONLY) + kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    for option, positions in (("static", numbers), ("donate", donated)):
+        last = max(positions, default=-1)
+        if last >= accepted and inspect.Parameter.VAR_POSITIONAL not in kinds:
+            raise ValueError(
+                f"jit: {option}_argnums={positions} names argument {last}, but the function takes {accepted} arguments "
+                "by position. Count from 0."
+            )
+    for name in names:
+        if name not in parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
+            raise ValueError(
+                f"jit: static_argnames has {name!r}, but the function takes no argument of this name. Its arguments "
+                f"are {', '.join(parameters)}."
+            )
+        if name in parameters and parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            static.append([*parameters].index(name))
+    for number in donated:
+        if number in static:
+            raise ValueError(
+                f"jit: argument {number} is static and in donate_argnums. A static argument has no memory to donate."
+            )
+    return tuple(static)

@@ -14,8 +14,6 @@ from fshard import _compat, random
 from fshard.collectives import TracedUsage
 from fshard.engine import Started
 from fshard.errors import is_users_file
-from fshard.jit.progress import show_progress
-from fshard.mesh import process_rank
 from fshard.tree import (
     Exact,
     Flat,
@@ -66,10 +64,8 @@ class _FunctionOfTensors:
         self._input_leaves = input_leaves
         self._usage = usage
         self.result: Flat | None = None
-        self.graph: torch.fx.Graph | None = None
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor | None]:
-        self.graph = _compat.graph_of_trace()
         if self._usage is not None:
             _compat.trace_notes()["usage"] = self._usage
         leaves = self._wrap(tensors)
@@ -83,10 +79,6 @@ class _FunctionOfTensors:
                 "Use the result of fs.start_gather inside the function, or start the gather outside of it."
             )
         return tensors_of(self.result.leaves)
-
-    def count_nodes(self) -> int:
-        """Count the nodes of the graph that have been recorded; another thread may ask."""
-        return 0 if self.graph is None else len(self.graph.nodes)
 
     def _wrap(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """Put tensors of a trace into the arguments' leaves."""
@@ -126,8 +118,7 @@ def trace(flat: Flat, f: Callable[..., Any], usage: TracedUsage | None = None) -
     # Examples are no part of autograd's graph and no views of others. A tensor that is given twice stays one object.
     examples = {id(x): x.detach() if type(x) is torch.Tensor else x for x in tensors if isinstance(x, torch.Tensor)}
     function = _FunctionOfTensors(f, flat, input_leaves, usage)
-    name = getattr(f, "__name__", type(f).__name__)
-    with _trace_alone(), show_progress(name, function.count_nodes, process_rank()):
+    with _trace_alone():
         module, tensors_read = _make_graph(function, [examples[id(tensors[i])] for i in input_leaves])
     result = function.result
     assert result is not None

@@ -182,8 +182,7 @@ READ = ["read from a file"]
 TRACED = ["the first call"]
 
 
-@pytest.mark.parametrize("ranks", (1, 2))
-def test_a_graph_is_loaded_on_all_ranks_and_gives_the_same_bits_and_collectives(ranks, tmp_path):
+def test_a_graph_is_loaded_on_all_ranks_and_gives_the_same_bits_and_collectives(tmp_path):
     def program():
         cache = fs.graph_cache(tmp_path)
         results = []
@@ -205,26 +204,18 @@ def test_a_graph_is_loaded_on_all_ranks_and_gives_the_same_bits_and_collectives(
         assert jitted.traces[0] == READ[0]
         assert "shape was" in jitted.traces[1]
 
-    spmd(program, ranks)
+    spmd(program, 2)
 
 
 def files_in(directory):
     return sorted(directory.glob("*/graph-rank-*.json"))
 
 
-DAMAGES = {
-    "cut off": lambda path: path.write_bytes(path.read_bytes()[:-100]),
-    "flipped": lambda path: path.write_bytes(path.read_bytes().replace(b"sum", b"sun", 1)),
-    "empty": lambda path: path.write_bytes(b""),
-    "of another format": lambda path: path.write_bytes(b"{}"),
-}
-
-
-@pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_file_on_one_rank_is_traced_again_on_all(name, tmp_path):
+def test_a_damaged_file_on_one_rank_is_traced_again_on_all(tmp_path):
     cache = fs.graph_cache(tmp_path)
     expected = spmd(lambda: run(cache), 2)
-    DAMAGES[name](files_in(tmp_path)[-1])
+    path = files_in(tmp_path)[-1]
+    path.write_bytes(path.read_bytes().replace(b"sum", b"sun", 1))
     with pytest.warns(UserWarning, match="graph_cache: a file is not used, and the function is traced: load_graph: "):
         assert spmd(lambda: run(cache), 2) == expected
     assert [traces for _, traces in spmd(lambda: run(cache), 2)] == [READ, READ]

@@ -2,7 +2,7 @@
 
 import torch
 
-from fshard.ext.saved_graph.operators import LISTED, find_operator
+from fshard.ext.saved_graph.operators import LISTED, find_operator, strip_kind
 
 
 def test_listed_operators_take_tensors_and_numbers_and_return_them():
@@ -15,10 +15,10 @@ def test_listed_operators_take_tensors_and_numbers_and_return_them():
         if listed is None:
             continue
         count += 1
-        for parameter in (*listed.positional, *listed.keywords.values()):
-            kinds.add(parameter.kind)
-            if parameter.kind == "str":
-                texts.add(parameter.name)
+        for argument, kind in listed.kinds.items():
+            kinds.add(strip_kind(kind))
+            if strip_kind(kind) == "str":
+                texts.add(argument)
         returned |= {listed.result} if isinstance(listed.result, str) else {*listed.result}
         assert all(keyword.isidentifier() for keyword in listed.keywords)
     assert count > 1500

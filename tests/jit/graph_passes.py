@@ -127,8 +127,8 @@ class Wave(nn.Module):
 
 
 def waves(strategy: Any = fs.zero3, rows: int = 4) -> Case:
-    """The case of a step of three such layers."""
-    model = fs.functionalize(nn.Sequential(*(Wave() for _ in range(3))), Wave)
+    """The case of a step of two such layers."""
+    model = fs.functionalize(nn.Sequential(*(Wave() for _ in range(2))), Wave)
     params = model.init(strategy(one_axis(), min_shard_elements=0), seed=0)
 
     def loss(params: Any, x: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@
 - `cache`: files that a restarted program finds by itself.
 - `identity`: a digest of all that a trace of a function reads.
 - `file`: the file, its digest and its checks.
-- `refusal`: errors of what a file says.
+- `forms`: forms of values in a file, and errors of what it says.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -80,7 +80,7 @@ def encode_program(key: Any, program: Program, flat: Any, sources: Mapping[str, 
         "donated": program.donated_leaves,
         "written": sorted(program.overwritten_leaves),
         "facts": [program.facts.get(axis) for axis in flat.axes],
-        "told": program.trace_facts,
+        "trace_facts": program.trace_facts,
         "sources": dict(sources),
     }
     return encode(body)
@@ -156,26 +156,23 @@ class _Loaded(Jitted):
             captured=[],
         )
         facts = {axis: text for axis, text in zip(flat.axes, saved.facts, strict=True) if text is not None}
-        return Program(traced, saved.donated, set(saved.written), [], facts, saved.trace_facts)
+        return Program(
+            traced, saved.donated, set(saved.written), [], facts, saved.trace_facts, origin="read from a file"
+        )
 
     def trace_call(self, args: Any, kwargs: Any) -> NoReturn:
         raise ValueError(
             "load_graph: a saved graph has no shapes to read, plan or report. Use the function that it was saved from."
         )
 
-    def explain_trace(self, key: Any, flat: Any) -> str:
-        return "read from a file"
-
     def _check_leaves(self, flat: Any) -> None:
         """Refuse a file whose numbers of leaves and axes are not those of the arguments that it says it is for."""
         saved = self._saved
         tensors = [n for n, leaf in enumerate(flat.leaves) if isinstance(leaf, torch.Tensor | fs.Sharded)]
-        if saved.inputs != tensors:
-            self._refuse("inputs are not the tensors of the arguments")
-        if saved.axes != [(axis.name, axis.size) for axis in flat.axes]:
-            self._refuse("axes are not those of the arguments")
-        if max((place for place in saved.specs if place is not None), default=-1) >= len(_list_specs(flat)):
-            self._refuse("specs are more than the arguments have")
+        axes = [[axis.name, axis.size] for axis in flat.axes]
+        largest_place = max((place for place in saved.specs if place is not None), default=-1)
+        if (saved.inputs, saved.axes) != (tensors, axes) or largest_place >= len(_list_specs(flat)):
+            self._refuse("inputs, axes and specs are not those of the arguments")
 
     def _make_treedef(self, flat: Any) -> Any:
         """Make the structure of the result."""

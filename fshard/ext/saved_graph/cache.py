@@ -121,7 +121,7 @@ def _read(path: Path, signature: Any, flat: Any) -> Program | None:
     saved = read_file(path) if path.exists() else None
     if saved is None or not are_sources_equal(saved.sources):
         return None
-    return _Loaded(path, saved).make_program(signature, flat)._replace(origin="read from a file")
+    return _Loaded(path, saved).make_program(signature, flat)
 
 
 def _warn(outcome: str, error: Exception) -> None:

@@ -6,7 +6,7 @@ because the digest matches.
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
@@ -15,14 +15,14 @@ import torch
 from torch.fx import Graph
 
 import fshard as fs
+from fshard.ext.saved_graph.forms import Source, has_form
 from fshard.ext.saved_graph.nodes import NodeReader
-from fshard.ext.saved_graph.refusal import Source
 from fshard.ext.saved_graph.structures import check_structure
 from fshard.extend import process_rank
 
 JSON = Any
 # A file begins with these bytes and its digest; another version would begin otherwise.
-_HEAD = b'{"format": "fshard.graph",\n "version": 2,\n "digest": "'
+_HEAD = b'{"format": "fshard.graph",\n "version": 3,\n "digest": "'
 # Between the digest and the body, and behind the body.
 _MIDDLE = b'",\n "body": '
 _TAIL = b"}\n"
@@ -30,6 +30,23 @@ _DIGEST_BYTES = 16
 # A file has about 100 bytes for each operator, so no graph needs a larger one.
 _MAX_BYTES = 1 << 30
 _VERSIONS = MappingProxyType({"fshard": fs.__version__, "torch": torch.__version__})
+# The fields of a body, each with its form and this in words. `NodeReader` checks nodes and outputs.
+_FIELDS: Mapping[str, tuple[Any, str]] = MappingProxyType(
+    {
+        "arguments": ({str: str}, "an object of texts"),
+        "axes": ([(str, int)], "a list of names and sizes"),
+        "inputs": ([int], "a list of numbers"),
+        "nodes": (list, "a list"),
+        "outputs": (list, "a list"),
+        "result": (dict, "an object"),
+        "specs": ([frozenset((int, None))], "a list of numbers and nulls"),
+        "donated": ([int], "a list of numbers"),
+        "written": ([int], "a list of numbers"),
+        "facts": ([frozenset((str, None))], "a list of texts and nulls"),
+        "trace_facts": (str, "a text"),
+        "sources": ({str: str}, "an object of texts"),
+    }
+)
 
 
 class SavedGraph(NamedTuple):
@@ -37,7 +54,7 @@ class SavedGraph(NamedTuple):
 
     Attributes:
         arguments: Descriptions of the arguments by their names, which those of a call must equal.
-        axes: Names and sizes of the axes of the arguments.
+        axes: Names and sizes of the axes of the arguments, as lists.
         graph: The operators.
         inputs: The leaves of the arguments that are inputs of the graph.
         result: The structure of the result, as `write_structure` writes it.
@@ -50,7 +67,7 @@ class SavedGraph(NamedTuple):
     """
 
     arguments: Mapping[str, str]
-    axes: list[tuple[str, int]]
+    axes: list[Any]
     graph: Graph
     inputs: list[int]
     result: JSON
@@ -71,8 +88,7 @@ def encode(body: Mapping[str, JSON]) -> bytes:
     """Write what a file holds, with the versions of fshard and torch and a digest.
 
     Args:
-        body: The fields of a SavedGraph, with "nodes" and "outputs" in the place of "graph", and "told" in that of
-            "trace_facts".
+        body: The fields of a SavedGraph, with "nodes" and "outputs" in the place of "graph".
 
     Raises:
         ValueError: if `read_file` would refuse it.
@@ -100,7 +116,7 @@ def read_file(path: Path) -> SavedGraph:
         raise ValueError(f"{reader} must be a file of at most {_MAX_BYTES} bytes; {remedy}")
     data = path.read_bytes()
     if not data.startswith(_HEAD) and not _HEAD.startswith(data):
-        raise ValueError(f"{reader} is no graph of version 2 of the format; {remedy}")
+        raise ValueError(f"{reader} is no graph of version 3 of the format; {remedy}")
     start = len(_HEAD) + 2 * _DIGEST_BYTES + len(_MIDDLE)
     text = data[start : -len(_TAIL)]
     if data != _seal(text):
@@ -117,31 +133,21 @@ def _seal(text: bytes) -> bytes:
 def _read_body(text: bytes, source: Source) -> SavedGraph:
     """Read and check all that a file says, as far as it can be checked without arguments."""
     body = _parse(text, source)
-    fields = {**_VERSIONS, **_FIELDS}
-    if type(body) is not dict or body.keys() != fields.keys():
-        source.refuse("body", f"an object of {[*fields]}", body)
+    names = [*_VERSIONS, *_FIELDS]
+    if type(body) is not dict or body.keys() != {*names}:
+        source.refuse("body", f"an object of {names}", body)
     for name, version in _VERSIONS.items():
-        if body[name] != version:
-            source.refuse(name, version, body[name])
-    for name, (is_valid, expected) in _FIELDS.items():
-        if not is_valid(body[name]):
-            source.refuse(name, expected, body[name])
+        got = body.pop(name)
+        if got != version:
+            source.refuse(name, version, got)
+    for name, (form, words) in _FIELDS.items():
+        if not has_form(body[name], form):
+            source.refuse(name, words, body[name])
     check_structure(body["result"], source)
     _check_lengths(body, source)
-    axes = [(name, size) for name, size in body["axes"]]
-    return SavedGraph(
-        body["arguments"],
-        axes,
-        NodeReader(source, axes).read(len(body["inputs"]), body["nodes"], body["outputs"]),
-        body["inputs"],
-        body["result"],
-        body["specs"],
-        body["donated"],
-        body["written"],
-        body["facts"],
-        trace_facts=body["told"],
-        sources=body["sources"],
-    )
+    reader = NodeReader(source, body["axes"])
+    graph = reader.read(len(body["inputs"]), body.pop("nodes"), body.pop("outputs"))
+    return SavedGraph(graph=graph, **body)
 
 
 def _parse(text: bytes, source: Source) -> JSON:
@@ -158,55 +164,9 @@ def _check_lengths(body: dict[str, JSON], source: Source) -> None:
     """Refuse fields that do not go together."""
     for name, containing in (("donated", "inputs"), ("written", "donated")):
         others = set(body[name]) - set(body[containing])
-        if others:
-            source.refuse(name, f"leaves that are {containing}", min(others))
+        if others or len(body[name]) != len({*body[name]}):
+            source.refuse(name, f"leaves that are {containing}, each once", body[name])
     for name, counted, kind in (("specs", "outputs", "output"), ("facts", "axes", "axis")):
         size = len(body[counted])
         if len(body[name]) != size:
             source.refuse(name, f"{size} of them, one for each {kind}", len(body[name]))
-
-
-def _is_number(value: JSON) -> bool:
-    return type(value) is int and 0 <= value < 2**31
-
-
-def _is_text(value: JSON) -> bool:
-    return type(value) is str
-
-
-def _are_leaves(value: JSON) -> bool:
-    return type(value) is list and all(map(_is_number, value)) and value == sorted({*value})
-
-
-def _are_texts(value: JSON) -> bool:
-    return type(value) is dict and all(map(_is_text, value.values()))
-
-
-def _are_axes(value: JSON) -> bool:
-    if type(value) is not list or not all(type(axis) is list and len(axis) == 2 for axis in value):
-        return False
-    return all(_is_text(name) and _is_number(size) for name, size in value)
-
-
-def _make_list_test(is_valid: Callable[[JSON], bool]) -> Callable[[JSON], bool]:
-    """Make a test of a list each of whose entries is None or passes another test."""
-    return lambda value: type(value) is list and all(entry is None or is_valid(entry) for entry in value)
-
-
-# The fields of a body: for each a test of its type, and the type in words. `NodeReader` checks nodes and outputs.
-_FIELDS: Mapping[str, tuple[Callable[[JSON], bool], str]] = MappingProxyType(
-    {
-        "arguments": (_are_texts, "an object of texts"),
-        "axes": (_are_axes, "a list of names and sizes"),
-        "inputs": (_are_leaves, "a list of numbers that rise"),
-        "nodes": (lambda value: type(value) is list, "a list"),
-        "outputs": (lambda value: type(value) is list, "a list"),
-        "result": (lambda value: type(value) is dict, "an object"),
-        "specs": (_make_list_test(_is_number), "a list of numbers and nulls"),
-        "donated": (_are_leaves, "a list of numbers that rise"),
-        "written": (_are_leaves, "a list of numbers that rise"),
-        "facts": (_make_list_test(_is_text), "a list of texts and nulls"),
-        "told": (_is_text, "a text"),
-        "sources": (_are_texts, "an object of texts"),
-    }
-)

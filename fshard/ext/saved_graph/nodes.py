@@ -15,29 +15,13 @@ import torch
 from torch.fx import Graph, Node
 
 import fshard as fs
-from fshard.ext.saved_graph.operators import COLLECTIVES, NUMBERS, ON_NUMBERS, Parameter, find_operator
-from fshard.ext.saved_graph.refusal import Source
+from fshard.ext.saved_graph.forms import Source, has_form
+from fshard.ext.saved_graph.operators import COLLECTIVES, KINDS, NUMBERS, ON_NUMBERS, find_operator
 from fshard.extend import describe
 
 JSON = Any
 # The name that a file has for `operator.getitem`.
 GETITEM = "getitem"
-# The kinds of arguments: the types of their values, and these in words.
-_KINDS: Mapping[str, tuple[tuple[type, ...], str]] = MappingProxyType(
-    {
-        "Tensor": ((int, float, bool), "a tensor or a number"),
-        "int": ((int,), "a whole number of 64 bits"),
-        "float": ((int, float), "a number"),
-        "bool": ((bool,), "true or false"),
-        "number": ((int, float, bool), "a number"),
-        "ScalarType": ((torch.dtype,), "a dtype"),
-        "Layout": ((torch.layout,), "a layout"),
-        "MemoryFormat": ((torch.memory_format,), "a memory format"),
-        "Device": ((torch.device,), "a device"),
-        "Generator": ((), "null"),
-        "str": ((str,), "a text that the operator takes"),
-    }
-)
 # Torch's own values among the arguments of operators.
 _CONSTANT_TYPES = (torch.dtype, torch.layout, torch.memory_format)
 # The texts that torch's operators take: ways to round, to approximate, to reduce, to search and to factorize.
@@ -47,10 +31,12 @@ _WORDS = """
     left right L U r reduced complete
     gels gelsy gelsd gelss gesvd gesvdj gesvda
 """
-# Arguments with texts of any content: those that only errors show, and the name of an axis, which is compared.
-_ANY_TEXT = ("assert_msg", "api_name", "axis")
+# Arguments with texts of any content: those that only errors show, and those that say what a collective is for.
+_ANY_TEXT = ("assert_msg", "api_name", "axis", "group", "label")
 # torch.fx takes a line of its text with this in it for a comment of its own, and leaves it out.
 _FX_COMMENT = "# COUNTER: "
+# An `fs.comm.Label`: who asks, for which units and leaves, and of what.
+_LABEL = (str, [str], [str], str)
 
 
 def _list_constants() -> Iterator[tuple[tuple[str, str], Any]]:
@@ -70,8 +56,8 @@ def write_nodes(graph: Graph, axes: Sequence[fs.Axis]) -> dict[str, JSON]:
 
     Args:
         graph: The graph of a jitted function.
-        axes: The axes of its arguments. A file names the group of a collective by the place of its axis here, because
-            process groups have other names in each process.
+        axes: The axes of its arguments. A file names the axis of a collective by its place here, because process groups
+            have other names in each process.
 
     Returns:
         "nodes", each with the name of its operator, arguments and keywords, and "outputs". Nodes are numbered, the
@@ -83,17 +69,16 @@ def write_nodes(graph: Graph, axes: Sequence[fs.Axis]) -> dict[str, JSON]:
     inputs = graph.find_nodes(op="placeholder")
     calls = [node for node in graph.nodes if node.op == "call_function"]
     numbers = {node: number for number, node in enumerate([*inputs, *calls])}
-    names = {function: name for name, (function, _) in ON_NUMBERS.items()}
+    names = {function: name for name, function in ON_NUMBERS.items()}
     names[operator.getitem] = GETITEM
     nodes = []
     for node in calls:
         target = names.get(node.target, str(node.target))
         args = [_write_value(value, numbers) for value in node.args]
-        if _is_collective(target):
-            place = _find_place_of_axis(node, axes)
-            label = json.loads(str(node.args[-1]))
-            args[-2:] = [{"group": place}, {"label": label}]
         kwargs = {name: _write_value(value, numbers) for name, value in node.kwargs.items()}
+        if _is_collective(target):
+            *args, _, _, _, label = args
+            kwargs = {"axis": _find_place_of_axis(node, axes), "label": json.loads(label)}
         nodes.append([target, args, kwargs])
     (outputs,) = graph.output_node().args
     return {"nodes": nodes, "outputs": _write_value(outputs, numbers)}
@@ -165,7 +150,7 @@ class NodeReader:
         """
         self.graph = Graph()
         self.nodes: list[Node] = []
-        self.results: list[str | tuple[str, ...]] = []
+        self.results: dict[Node, str | tuple[str, ...]] = {}
         self.part = ""
         self._source = source
         self._axes = axes
@@ -187,13 +172,19 @@ class NodeReader:
             self.part = f"node {len(self.nodes)}"
             self._read_call(call)
         self.part = "outputs"
-        results = [None if value is None else self._read_node(value, ("Tensor",)) for value in outputs]
+        results = [None if value is None else self._read_output(value) for value in outputs]
         self.graph.output(results)
         return self.graph
 
     def _append(self, node: Node, result: str | tuple[str, ...]) -> None:
         self.nodes.append(node)
-        self.results.append(result)
+        self.results[node] = result
+
+    def _read_output(self, value: JSON) -> Node:
+        node = self._read_node(value)
+        if self.results[node] != "Tensor":
+            self.refuse("a node whose result is a Tensor", value)
+        return node
 
     def _read_call(self, call: JSON) -> None:
         is_triple = type(call) is list and len(call) == 3
@@ -202,11 +193,21 @@ class NodeReader:
         target, args, kwargs = call
         self.part = f"{self.part} ({target:.80})"
         if target == GETITEM:
-            self._read_getitem(args, kwargs)
-        elif target in ON_NUMBERS:
-            self._read_arithmetic(target, args, kwargs)
+            self._read_getitem(args)
+        elif _is_collective(target):
+            self._read_operator(target, [*args, *self._read_axis_and_label(kwargs)], {})
         else:
             self._read_operator(target, args, kwargs)
+
+    def _read_axis_and_label(self, kwargs: dict[str, JSON]) -> list[JSON]:
+        """Read what a collective is over and for; the last arguments of its operator."""
+        place: JSON = kwargs.get("axis")
+        label: JSON = kwargs.get("label")
+        if not has_form(place, int) or place >= len(self._axes):
+            self.refuse("'axis' to be the place of one", place)
+        if not has_form(label, _LABEL):
+            self.refuse("'label' to be a verb, units, leaves and parts", label)
+        return [*self._axes[place], str(place), json.dumps(label)]
 
     def _read_operator(self, target: str, args: list[JSON], kwargs: dict[str, JSON]) -> None:
         callee = find_operator(target)
@@ -214,113 +215,73 @@ class NodeReader:
             self.refuse("an operator of torch on tensors, or of fshard", target)
         if len(args) > len(callee.positional):
             self.refuse(f"at most {len(callee.positional)} arguments by their places", len(args))
-        values = list(map(self._read_argument, args, callee.positional))
-        keywords: dict[str, Any] = {}
-        for name, value in kwargs.items():
-            parameter = callee.keywords.get(name)
-            if parameter is None:
-                self.refuse(f"keywords of {[*callee.keywords]}", name)
-            # The schema's own name, because torch.fx writes it into Python text.
-            keywords[parameter.name] = self._read_argument(value, parameter)
-        for parameter in (*callee.positional[len(args) :], *callee.keywords.values()):
-            if parameter.is_required and parameter.name not in keywords:
-                self.refuse(f"a value for {parameter.name!r}", None)
-        if _is_collective(target):
-            self._check_axis(values)
-        self._append(self.graph.call_function(callee.function, tuple(values), keywords), callee.result)
+        # A keyword is the schema's own, because torch.fx writes it into Python text.
+        others = kwargs.keys() - {*callee.keywords}
+        if others:
+            self.refuse(f"keywords of {callee.keywords}", min(others))
+        given = {**dict(zip(callee.positional, args, strict=False)), **kwargs}
+        values: dict[str, Any] = {}
+        for name, kind in callee.kinds.items():
+            if name in given:
+                values[name] = self._read_value(given[name], kind, name)
+            elif name in callee.required:
+                self.refuse(f"a value for {name!r}", None)
+        if target in ON_NUMBERS and not any(isinstance(value, Node) for value in values.values()):
+            # Others may take for ever.
+            self.refuse("a number that is known only as the graph runs", args)
+        keywords = {name: values.pop(name) for name in kwargs}
+        self._append(self.graph.call_function(callee.function, tuple(values.values()), keywords), callee.result)
 
-    def _check_axis(self, values: list[Any]) -> None:
-        """Refuse a collective whose axis and size are not those of its group."""
-        *_, axis, size, place, _ = values
-        expected = self._axes[int(place)]
-        if (axis, size) != expected:
-            self.refuse(f"a collective over the axis {expected}", f"{axis!r:.60} of {size} ranks")
-
-    def _read_getitem(self, args: list[JSON], kwargs: dict[str, JSON]) -> None:
+    def _read_getitem(self, args: list[JSON]) -> None:
         """Take one of several results."""
-        if len(args) != 2 or kwargs:
-            self.refuse("a node and a number as arguments", [args, kwargs])
-        number = self._read_number_of_node(args[0])
+        if len(args) != 2:
+            self.refuse("a node and a number as arguments", args)
+        node = self._read_node(args[0])
         index = args[1]
-        result = self.results[number]
+        result = self.results[node]
         results = result if isinstance(result, tuple) else ()
         # The length of a list is known only as the graph runs.
         size = 2**31 if result == "List[Tensor]" else len(results)
-        if type(index) is not int or not 0 <= index < size:
+        if not has_form(index, int) or index >= size:
             self.refuse("the number of a result", index)
-        node = self.graph.call_function(operator.getitem, (self.nodes[number], index))
-        self._append(node, results[index] if results else "Tensor")
-
-    def _read_arithmetic(self, target: str, args: list[JSON], kwargs: dict[str, JSON]) -> None:
-        """Compute with numbers, of which one at least is known only as the graph runs."""
-        function, arity = ON_NUMBERS[target]
-        if len(args) != arity or kwargs:
-            self.refuse(f"{arity} numbers as arguments", [args, kwargs])
-        values = [self._read_value(value, "number", target) for value in args]
-        if not any(isinstance(value, Node) for value in values):
-            self.refuse("a number that is known only as the graph runs", args)
-        self._append(self.graph.call_function(function, tuple(values)), "number")
-
-    def _read_argument(self, value: JSON, parameter: Parameter) -> Any:
-        """Read the value of an argument of an operator."""
-        kind = parameter.kind
-        name = parameter.name
-        if value is None and parameter.may_be_none:
-            return None
-        if not parameter.is_list:
-            return self._read_value(value, kind, name)
-        if type(value) is not list:
-            self.refuse(f"{name!r} to be a list", value)
-        entries = []
-        for entry in value:
-            is_none = entry is None and parameter.may_hold_none
-            entries.append(None if is_none else self._read_value(entry, kind, name))
-        return entries
+        self._append(self.graph.call_function(operator.getitem, (node, index)), results[index] if results else "Tensor")
 
     def _read_value(self, value: JSON, kind: str, name: str) -> Any:
-        """Read one value of the kind that a schema asks for."""
-        types, description = _KINDS[kind]
-        content = self._read_object(value, kind, name) if type(value) is dict else value
-        is_valid = type(content) in (Node, *types)
-        if is_valid and content is value:
-            is_valid = _is_value_of(name, value)
-        if not is_valid:
-            self.refuse(f"{name!r} to be {description}", value)
+        """Read the value of an argument of a type as schemas spell it, such as Optional[List[int]]."""
+        if kind.startswith("Optional["):
+            return None if value is None else self._read_value(value, kind[9:-1], name)
+        if kind.startswith("List[") and type(value) is list:
+            return [self._read_value(entry, kind[5:-1], name) for entry in value]
+        content = self._read_object(value) if type(value) is dict and len(value) == 1 else value
+        if not self._is_of_kind(content, kind, name):
+            self.refuse(f"{name!r} to be {kind}", value)
         return content
 
-    def _read_object(self, value: dict[str, JSON], kind: str, name: str) -> Any:
+    def _read_object(self, value: dict[str, JSON]) -> Any:
         """Read a value that JSON has no form for, which stands in an object under the name of its form."""
-        if len(value) != 1:
-            return None
         ((form, content),) = value.items()
-        if form == "node" and kind == "Tensor":
-            return self._read_node(value, ("Tensor", "number"))
-        if form == "node" and kind in NUMBERS:
-            return self._read_node(value, ("number",))
-        if form == name == "group":
-            is_place = type(content) is int and 0 <= content < len(self._axes)
-            return str(content) if is_place else None
-        if form == name == "label":
-            return json.dumps(content) if _is_label(content) else None
-        if type(content) is not str:
-            return None
-        if form == "device":
+        if form == "node":
+            return self._read_node(value)
+        if form == "device" and type(content) is str:
             return _read_device(content)
-        return _CONSTANTS.get((form, content))
+        return _CONSTANTS.get((form, content)) if type(content) is str else None
 
-    def _read_node(self, value: JSON, results: Sequence[str]) -> Node:
-        """Read a reference to a node that has one of some kinds of results."""
-        number = self._read_number_of_node(value)
-        if self.results[number] not in results:
-            self.refuse(f"a node whose result is a {' or a '.join(results)}", f"node {number}: {self.results[number]}")
-        return self.nodes[number]
+    def _is_of_kind(self, value: Any, kind: str, name: str) -> bool:
+        """Whether an argument may have a value."""
+        if isinstance(value, Node):
+            return self.results[value] in ("number", kind) and kind in (*NUMBERS, "Tensor")
+        if type(value) is int and not -(2**63) <= value < 2**63:
+            return False
+        if type(value) is str and not (value in _WORDS.split() or (name in _ANY_TEXT and _FX_COMMENT not in value)):
+            return False
+        return type(value) in KINDS.get(kind, ())
 
-    def _read_number_of_node(self, value: JSON) -> int:
+    def _read_node(self, value: JSON) -> Node:
         """Read a reference to a node, which must stand before the one that is read."""
-        number = value.get("node") if type(value) is dict and len(value) == 1 else None
-        if type(number) is not int or not 0 <= number < len(self.nodes):
+        number: JSON = value.get("node") if type(value) is dict and len(value) == 1 else None
+        if not has_form(number, int) or number >= len(self.nodes):
             self.refuse(f"a node before it, of {len(self.nodes)}", value)
-        return number
+        return self.nodes[number]
 
     def refuse(self, expected: str, got: JSON) -> NoReturn:
         """Raise the error of the part that is read."""
@@ -332,24 +293,3 @@ def _read_device(text: str) -> torch.device | None:
         return torch.device(text)
     except RuntimeError:
         return None
-
-
-def _is_value_of(name: str, value: str | float) -> bool:
-    """Whether a text or a number may be the value of an argument; groups and labels of collectives are objects."""
-    if type(value) is int:
-        return -(2**63) <= value < 2**63
-    if not isinstance(value, str):
-        return math.isfinite(value)
-    if name in _ANY_TEXT:
-        return _FX_COMMENT not in value
-    return value in _WORDS.split() and name not in ("group", "label")
-
-
-def _is_label(value: JSON) -> bool:
-    """Whether a value has the parts of an `fs.comm.Label`: who asks, for which units and leaves, and of what."""
-    if type(value) is not list or len(value) != 4:
-        return False
-    verb, units, leaves, parts = value
-    if type(units) is not list or type(leaves) is not list:
-        return False
-    return all(type(text) is str and _FX_COMMENT not in text for text in (verb, *units, *leaves, parts))

@@ -9,7 +9,6 @@ and all operators of other libraries.
 import functools
 import math
 import operator
-import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -163,39 +162,32 @@ LISTED: Mapping[str, frozenset[str]] = MappingProxyType(
 
 # Python's own functions on numbers, which a graph has where a size is known only as it runs.
 _ON_TWO_NUMBERS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
-ON_NUMBERS: Mapping[str, tuple[Callable[..., Any], int]] = MappingProxyType(
+ON_NUMBERS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
-        **{name: (getattr(operator, name), 2) for name in _ON_TWO_NUMBERS},
-        "neg": (operator.neg, 1),
-        "sqrt": (math.sqrt, 1),
+        **{name: getattr(operator, name) for name in _ON_TWO_NUMBERS},
+        "neg": operator.neg,
+        "sqrt": math.sqrt,
     }
 )
 
-# The types of arguments and of results, as schemas spell them.
+# The types of arguments, as schemas spell them, each with the types of its values.
+KINDS: Mapping[str, tuple[type, ...]] = MappingProxyType(
+    {
+        "Tensor": (int, float, bool),
+        "int": (int,),
+        "float": (int, float),
+        "bool": (bool,),
+        "number": (int, float, bool),
+        "ScalarType": (torch.dtype,),
+        "Layout": (torch.layout,),
+        "MemoryFormat": (torch.memory_format,),
+        "Device": (torch.device,),
+        "Generator": (),
+        "str": (str,),
+    }
+)
 NUMBERS = frozenset(("int", "float", "bool", "number"))
-_ARGUMENTS = NUMBERS | {"Tensor", "ScalarType", "Layout", "MemoryFormat", "Device", "Generator", "str"}
 _RESULTS = MappingProxyType({"Tensor": "Tensor", "List[Tensor]": "List[Tensor]", **dict.fromkeys(NUMBERS, "number")})
-_TYPE = re.compile(r"(?P<optional>Optional\[)?(?P<list>List\[)?(?P<items>Optional\[)?(?P<kind>\w+)\]*")
-
-
-class Parameter(NamedTuple):
-    """One argument that an operator takes.
-
-    Attributes:
-        name: Its name in the operator's schema.
-        kind: The type of its value; of a list, of each entry.
-        is_list: Whether its value is a list.
-        may_be_none: Whether None is a value.
-        may_hold_none: Whether None is an entry of a list.
-        is_required: Whether it has no default.
-    """
-
-    name: str
-    kind: str
-    is_list: bool
-    may_be_none: bool
-    may_hold_none: bool
-    is_required: bool
 
 
 class Operator(NamedTuple):
@@ -203,14 +195,18 @@ class Operator(NamedTuple):
 
     Attributes:
         function: What runs it.
-        positional: Arguments that are given by their place.
-        keywords: Those that are given by their name.
+        kinds: The types of its arguments by their names, in their order, as its schema spells them.
+        positional: Names of the arguments that are given by their place.
+        keywords: Names of those that are given by their name.
+        required: Names of those that have no default.
         result: "Tensor", "number" or "List[Tensor]"; for several results a tuple of such, empty for none.
     """
 
     function: Callable[..., Any]
-    positional: tuple[Parameter, ...]
-    keywords: Mapping[str, Parameter]
+    kinds: Mapping[str, str]
+    positional: list[str]
+    keywords: list[str]
+    required: frozenset[str]
     result: str | tuple[str, ...]
 
 
@@ -224,6 +220,9 @@ def find_operator(name: str) -> Operator | None:
     Returns:
         The operator; None where no file may name it, or this torch has none of that name.
     """
+    if name in ON_NUMBERS:
+        names = ["a", "b"] if name in _ON_TWO_NUMBERS else ["a"]
+        return Operator(ON_NUMBERS[name], dict.fromkeys(names, "number"), names, [], frozenset(names), "number")
     namespace, _, rest = name.partition(".")
     packet_name, _, overload = rest.partition(".")
     if not _is_in_tables(namespace, packet_name):
@@ -244,33 +243,18 @@ def _is_in_tables(namespace: str, name: str) -> bool:
 
 def _read_schema(function: Callable[..., Any], schema: Any) -> Operator | None:
     """Read the schema of an operator; None where values of a file do not do for its arguments."""
-    positional: list[Parameter] = []
-    keywords: dict[str, Parameter] = {}
-    for argument in schema.arguments:
-        parameter = _read_parameter(argument)
-        if parameter is None:
-            return None
-        if argument.kwarg_only:
-            keywords[argument.name] = parameter
-        else:
-            positional.append(parameter)
+    kinds = {argument.name: str(argument.real_type) for argument in schema.arguments}
     results = [str(result.real_type) for result in schema.returns]
-    if not _RESULTS.keys() >= set(results):
+    if not KINDS.keys() >= set(map(strip_kind, kinds.values())) or not _RESULTS.keys() >= set(results):
         return None
-    kinds = tuple(_RESULTS[result] for result in results)
-    return Operator(function, tuple(positional), keywords, kinds[0] if len(kinds) == 1 else kinds)
+    positional = [argument.name for argument in schema.arguments if not argument.kwarg_only]
+    keywords = [argument.name for argument in schema.arguments if argument.kwarg_only]
+    required = frozenset(argument.name for argument in schema.arguments if not argument.has_default_value())
+    kinds_of_results = tuple(_RESULTS[result] for result in results)
+    result = kinds_of_results[0] if len(results) == 1 else kinds_of_results
+    return Operator(function, kinds, positional, keywords, required, result)
 
 
-def _read_parameter(argument: Any) -> Parameter | None:
-    """Read the type of an argument as a schema spells it; None of one that no value of a file has."""
-    matched = _TYPE.fullmatch(str(argument.real_type))
-    if matched is None or matched["kind"] not in _ARGUMENTS:
-        return None
-    return Parameter(
-        argument.name,
-        matched["kind"],
-        is_list=matched["list"] is not None,
-        may_be_none=matched["optional"] is not None,
-        may_hold_none=matched["items"] is not None,
-        is_required=not argument.has_default_value(),
-    )
+def strip_kind(kind: str) -> str:
+    """Return the type of one value, without lists of it and None."""
+    return kind.rpartition("[")[2].rstrip("]")

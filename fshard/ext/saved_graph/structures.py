@@ -4,14 +4,12 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fshard.ext.saved_graph.refusal import Source
+from fshard.ext.saved_graph.forms import Source, has_form
 
 JSON = Any
 _KINDS = (tuple, list, dict)
 # Deeper results would end Python's stack.
 _MAX_DEPTH = 100
-# No part has as many children.
-_MAX_CHILDREN = 2**31
 
 
 def write_structure(treedef: Any, arguments: Any) -> JSON:
@@ -64,23 +62,17 @@ def check_structure(structure: JSON, source: Source, depth: int = 0) -> None:
     """Refuse a structure of a file that is not as `write_structure` writes it."""
     if depth > _MAX_DEPTH:
         source.refuse("result", f"at most {_MAX_DEPTH} levels", depth)
-    for child in _read_children(structure, source):
-        check_structure(child, source, depth + 1)
-
-
-def _read_children(structure: JSON, source: Source) -> list[JSON]:
     match structure:
-        case {"as": list(path)} if len(structure) == 1 and all(map(_is_child, path)):
-            return []
-        case {"tuple": list(children)} | {"list": list(children)} if len(structure) == 1:
-            return children
-        case {"dict": list(children), "keys": list(keys)} if len(structure) == 2 and _are_keys(keys, len(children)):
-            return children
-    source.refuse("result", "tuples, lists, dicts and parts of the arguments", structure)
-
-
-def _is_child(number: JSON) -> bool:
-    return type(number) is int and 0 <= number < _MAX_CHILDREN
+        case {"as": path, **others} if has_form(path, [int]) and not others:
+            return
+        case {"tuple": list(children), **others} | {"list": list(children), **others} if not others:
+            pass
+        case {"dict": list(children), "keys": list(keys), **others} if _are_keys(keys, len(children)) and not others:
+            pass
+        case _:
+            source.refuse("result", "tuples, lists, dicts and parts of the arguments", structure)
+    for child in children:
+        check_structure(child, source, depth + 1)
 
 
 def _are_keys(keys: list[JSON], size: int) -> bool:
