@@ -21,13 +21,14 @@ from fshard.comm import (
     CollectiveError,
     FirstMeeting,
     Meeting,
-    connect_group,
+    connect_groups,
     is_simulated,
     list_peers,
     rank_state,
     refuse_other,
     wake_waiting,
 )
+from fshard.comm.processes import this_process
 from fshard.comm.sockets import STORE_CLIENTS, allow_sockets, sockets_of_mesh
 from fshard.errors import expect
 from fshard.tree import Axis
@@ -99,23 +100,20 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: f
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)) % torch.accelerator.device_count())
     asked = f"{dict(zip(shape, sizes, strict=True))} on {device!r}, timeout {limit.total_seconds():g}"
     ranks = torch.arange(math.prod(sizes), device="cpu").reshape(sizes)
-    rows_of_axes = [ranks.movedim(dim, -1).reshape(-1, size).tolist() for dim, size in enumerate(sizes)]
     with _meet(limit) as meeting:
-        meeting.peers = _find_peers(rows_of_axes, meeting.rank)
+        rows = _find_rows(ranks, meeting.rank)
+        meeting.peers = _find_peers(rows, meeting.rank)
+        agreed = _agree(_make_request(asked, device, rows, limit, meeting), meeting)
         if isinstance(meeting, FirstMeeting):
-            _agree(_Request(asked, lacks=_find_lack(device, sizes, meeting)), meeting)
-            _start(device, limit, meeting)
-            agreed = _make_request(asked, device, rows_of_axes, limit, meeting)
-        else:
-            agreed = _agree(_make_request(asked, device, rows_of_axes, limit, meeting), meeting)
-            if agreed.generation > rank_state().generation:
-                # Where one rank has a group that is broken, all make their groups anew.
-                rank_state().renew(agreed.generation)
-                _compat.withdraw_report()
+            _start(device, limit, meeting, is_shared=agreed.device != "")
+        elif agreed.generation > rank_state().generation:
+            # Where one rank has a group that is broken, all make their groups anew.
+            rank_state().renew(agreed.generation)
+            _compat.withdraw_report()
         meeting.state = rank_state()
-        groups = _make_groups(rows_of_axes, limit, meeting, agreed, of_processors=device == "cpu")
-        if isinstance(meeting, FirstMeeting):
-            meeting.confirm_mesh()
+        groups = _make_groups(rows, limit, agreed.has_group, meeting)
+        names = [group.group_name for group in groups if group.size() > 1]
+        connect_groups(rank_state(), names, meeting, of_processors=device == "cpu")
     mesh = DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=tuple(shape))
     _compat.release_groups_at_exit(mesh)
     # Keeps glibc from giving the memory of a step back to the system, which is slow to hand it out again in the next.
@@ -267,55 +265,59 @@ class _Request(NamedTuple):
         mesh: The mesh that it asks for; the text of its error if it asks for one that cannot be.
         has_group: For each axis of the mesh whether this rank has its process group already.
         generation: How often groups have been made anew after a failure, this time included.
-        group_count: How many names torch has given to process groups on this rank.
         lacks: What it lacks to open the connections; "" if it has all.
+        device: If this process sees fewer devices than its host has ranks, the one that it computes on; of what holds
+            on all ranks, one that several of them compute on; "" if there is none.
     """
 
     mesh: str
     has_group: Sequence[bool] = ()
     generation: int = 0
-    group_count: int = 0
     lacks: str = ""
+    device: str = ""
 
 
-def _find_peers(rows_of_axes: Sequence[list[list[int]]], rank: int) -> list[int]:
+def _find_rows(ranks: torch.Tensor, rank: int) -> list[list[int]]:
+    """List for each axis of a mesh of ranks those that differ from one there alone."""
+    place = (ranks == rank).nonzero()[0].tolist()
+    rows = []
+    for dim in range(ranks.dim()):
+        row = ranks[(*place[:dim], slice(None), *place[dim + 1 :])]
+        rows.append(row.tolist())
+    return rows
+
+
+def _find_peers(rows: Sequence[list[int]], rank: int) -> list[int]:
     """Find the ranks that a rank has links with on all axes."""
     peers = set[int]()
-    for rows in rows_of_axes:
-        (row,) = [row for row in rows if rank in row]
+    for row in rows:
         places = list_peers(row.index(rank), len(row))
         peers.update(row[place] for place in places)
     return sorted(peers)
 
 
 def _make_groups(
-    rows_of_axes: Sequence[list[list[int]]],
+    rows: Sequence[list[int]],
     limit: timedelta,
+    has_group: Sequence[bool],
     meeting: Meeting,
-    agreed: _Request,
-    *,
-    of_processors: bool,
 ) -> list[Any]:
-    """Make the process groups of a mesh's axes that ranks do not have, and fshard's own connections beside them."""
-    # Where some ranks failed as they made groups, only others have them, and names of later groups differ.
-    _compat.set_group_count(agreed.group_count)
-    for rows, can_keep in zip(rows_of_axes, agreed.has_group, strict=True):
-        if not can_keep:
-            _compat.drop_group_of_row(rows, limit)
-    groups: list[Any] = []
-    for number, rows in enumerate(rows_of_axes):
-        if agreed.has_group[number]:
-            group = _compat.find_group_of_row(rows, limit)
-        elif rows in rows_of_axes[:number]:
-            group = groups[rows_of_axes.index(rows)]
-        else:
-            group = meeting.run(partial(_compat.make_group_of_row, rows, limit))
-        groups.append(group)
-    state = rank_state()
-    for group in groups:
-        if group.size() > 1:
-            connect_group(state, group.group_name, meeting, of_processors=of_processors)
-    return groups
+    """Find the process groups of a mesh's axes that all ranks have, and make the others."""
+    groups: dict[tuple[int, ...], Any] = {}
+    # The first mesh of a run has the default group alone, as all ranks do.
+    can_keep_group = has_group or [True] * len(rows)
+    for row, can_keep in zip(rows, can_keep_group, strict=True):
+        if tuple(row) in groups:
+            continue
+        group = _compat.find_group(row, limit)
+        if group is None or not can_keep:
+            # Where some ranks failed as they made groups, only others have them.
+            if group not in (None, dist.group.WORLD):
+                dist.destroy_process_group(group)
+            make = partial(_compat.make_group, row, limit, meeting.prefix)
+            group = meeting.run(make)
+        groups[tuple(row)] = group
+    return [groups[tuple(row)] for row in rows]
 
 
 def _meet(limit: timedelta) -> Meeting:
@@ -334,16 +336,25 @@ def _meet(limit: timedelta) -> Meeting:
 def _make_request(
     mesh: str,
     device: str,
-    rows_of_axes: Sequence[list[list[int]]],
+    rows: Sequence[list[int]],
     limit: timedelta,
     meeting: Meeting,
 ) -> _Request:
-    """What this rank brings where torch.distributed runs."""
+    """What this rank brings; where torch.distributed does not run, there are no groups."""
+    if not dist.is_initialized():
+        identity = ""
+        if device != "cpu" and _has_few_devices():
+            # A launcher may also let each rank see one device of its own alone.
+            identity = f"{this_process().machine} {_compat.device_identity(device)}"
+        sizes = list(map(len, rows))
+        lacks = _find_lack(device, sizes, meeting)
+        return _Request(mesh, lacks=lacks, device=identity)
     state = rank_state()
     generation = state.generation + (state.failure.reason is not None)
-    has_group = [_compat.find_group_of_row(rows, limit) is not None for rows in rows_of_axes]
-    new_sizes = [len(rows[0]) for rows, is_there in zip(rows_of_axes, has_group, strict=True) if not is_there]
-    return _Request(mesh, has_group, generation, _compat.group_count(), _find_lack(device, new_sizes, meeting))
+    has_group = [_compat.find_group(row, limit) is not None for row in rows]
+    new_sizes = [len(row) for row, is_there in zip(rows, has_group, strict=True) if not is_there]
+    lacks = _find_lack(device, new_sizes, meeting)
+    return _Request(mesh, has_group, generation, lacks)
 
 
 def _find_lack(device: str, sizes: Sequence[int], meeting: Meeting) -> str:
@@ -351,8 +362,9 @@ def _find_lack(device: str, sizes: Sequence[int], meeting: Meeting) -> str:
     if is_simulated() or math.prod(sizes) == 1:
         return ""
     sockets = sockets_of_mesh(sizes, sends_itself=_sends_itself(device))
-    clients = STORE_CLIENTS * len(meeting.ranks) if _compat.holds_store(meeting.store) else 0
-    return allow_sockets(sockets + clients)
+    if _compat.holds_store(meeting.store):
+        sockets += STORE_CLIENTS * len(meeting.ranks)
+    return allow_sockets(sockets)
 
 
 def _sends_itself(device: str) -> bool:
@@ -378,9 +390,11 @@ def _agree(request: _Request, meeting: Meeting) -> _Request:
             # A rank whose error nobody has heard of may be here while others wait for it in a step.
             wake_waiting(rank_state(), "called init_mesh", lambda rank: meeting.have_come([rank]))
 
-    error, *agreed = json.loads(meeting.agree(json.dumps(request), _merge_requests, look))
+    end = meeting.agree(json.dumps(request), _merge_requests, look)
+    error, *agreed = json.loads(end)
     if error:
-        meeting.refuse(ValueError(error))
+        meeting.fails_everywhere = True
+        raise ValueError(error)
     return _Request(*agreed)
 
 
@@ -399,8 +413,9 @@ def _merge_requests(texts: Sequence[str]) -> str:
             return json.dumps([f"init_mesh: rank {rank} {request.lacks}. {_MORE_FILES}", *first])
     has_group = list(map(all, zip(*[request.has_group for request in requests], strict=True)))
     generation = max(request.generation for request in requests)
-    group_count = max(request.group_count for request in requests)
-    return json.dumps(["", first.mesh, has_group, generation, group_count])
+    devices = [request.device for request in requests if request.device]
+    shared = next((device for device in devices if devices.count(device) > 1), "")
+    return json.dumps(["", first.mesh, has_group, generation, "", shared])
 
 
 def _sizes(shape: Mapping[str, int], ranks: int) -> tuple[int, ...]:
@@ -415,13 +430,14 @@ def _sizes(shape: Mapping[str, int], ranks: int) -> tuple[int, ...]:
     return tuple(ranks // known if size == -1 else size for size in sizes)
 
 
-def _start(device: str, limit: timedelta, meeting: FirstMeeting) -> None:
-    """Start torch.distributed on all ranks of a meeting."""
+def _start(device: str, limit: timedelta, meeting: FirstMeeting, *, is_shared: bool) -> None:
+    """Start torch.distributed on all ranks of a meeting, of which several may compute on one device."""
     assert meeting.client is not None
     size = len(meeting.others) + 1
     backend = dist.get_default_backend_for_device(device)
     if device != "cpu":
-        if backend != "gloo" and _shares_device(device, meeting.client.store, meeting.rank):
+        if backend != "gloo" and is_shared:
+            # Backends of accelerators refuse that.
             warnings.warn(_SHARED.format(device=device, backend=backend), stacklevel=3)
             backend = "gloo"
         # Ranks compare what they do by messages between processors, for which no host waits for its accelerator.
@@ -462,22 +478,6 @@ def _store_of_launcher(limit: timedelta) -> tuple[_compat.StoreClient, int, int]
     return client, rank, int(os.environ["WORLD_SIZE"])
 
 
-def _shares_device(device: str, store: Any, rank: int) -> bool:
-    """Tell whether several ranks of this host compute on one device, which backends of accelerators refuse."""
-    if not _has_few_devices():
-        return False
-    # A launcher may also let each rank see one device of its own alone.
-    store.set(f"device of rank {rank}", _compat.device_identity(device))
-    first = rank - int(os.environ.get("LOCAL_RANK", 0))
-    local_ranks = range(first, first + _count_local_ranks())
-    devices = {store.get(f"device of rank {other}") for other in local_ranks}
-    return len(devices) < len(local_ranks)
-
-
 def _has_few_devices() -> bool:
     """Whether this process sees fewer devices than its host has ranks."""
-    return _count_local_ranks() > torch.accelerator.device_count()
-
-
-def _count_local_ranks() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return _compat.ranks_on_host(1) > torch.accelerator.device_count()

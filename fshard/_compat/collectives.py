@@ -6,6 +6,7 @@ torch, which keeps groups, their names and their backends in one registry.
 
 import ctypes
 import hashlib
+import math
 import os
 import socket
 import stat
@@ -34,13 +35,13 @@ STORE_SLICE = 0.5
 # Seconds that a rank waits for others in the store before it looks what they do: the first time, and at most.
 FIRST_LOOK, LAST_LOOK = 0.5, 1.0
 
-# The tag of messages by which connections are ended; see `cut`.
-CUT = 2**31 - 1
+# The tag of messages that nobody sends; see `find_lost_peers`.
+NEVER_SENT = 2**31 - 1
 
 # Of the same ranks: messages to higher ones, and to lower ones.
 Pair = tuple[Any, Any]
 
-# The sockets of a pair by their file descriptors, with what tells each from a later one of the same number.
+# Sockets by their file descriptors, with what tells each from a later one of the same number.
 Sockets = dict[int, int]
 
 
@@ -102,112 +103,102 @@ def fake_process_groups(groups: Mapping[str, tuple[int, int]], backend: str) -> 
         yield
 
 
-def find_group_of_row(rows: list[list[int]], timeout: timedelta) -> ProcessGroup | None:
-    """Find the group of this rank's row among those that were made for these rows. Checked on 2.13.
-
-    torch's own way to set the timeout of a group that exists does not hold for messages between two ranks.
-
-    Args:
-        rows: The ranks of each row.
-        timeout: Of the groups.
-
-    Returns:
-        The group of the row that this rank is in; the default group, where that is the row of all with this timeout;
-        None where these groups have not been made yet.
-    """
-    default = torch.distributed.group.WORLD
-    text = _description(rows)
-    # The default group comes last: it may have another timeout on another rank, where one was made in its place.
-    for group in sorted(torch_groups(), key=lambda group: group is default):
-        is_of_rows = group.group_desc == text or (group is default and len(rows) == 1)
-        if is_of_rows and timeout_of(group.group_name) in (timeout.total_seconds(), float("inf")):
-            return group
-    return None
+def _name_of_groups(ranks: Sequence[int]) -> str:
+    """Name the groups that fshard makes of some ranks, of any timeout; no other groups are named so."""
+    return f"fshard {digest_of_ranks(ranks)}, timeout "
 
 
-def make_group_of_row(rows: list[list[int]], timeout: timedelta, store: Any) -> ProcessGroup:
-    """Make the groups of the ranks in each row, and return this rank's. Checked on 2.13.
+def find_group(ranks: Sequence[int], timeout: timedelta) -> ProcessGroup | None:
+    """Find the group that fshard has made of some ranks, or the default group where it does as well.
+
+    Checked on 2.13. torch's own way to set the timeout of a group that exists does not hold for messages between two
+    ranks.
 
     Args:
-        rows: The same on all ranks, which call this in the same order.
-        timeout: Of the groups.
-        store: The client of the store by which ranks find each other, instead of that of the default group, which
-            stays as it is where this client's connection is ended.
+        ranks: All ranks of the group.
+        timeout: Of the group.
 
     Returns:
-        The group of the row that this rank is in.
+        The group; None if it has not been made yet.
     """
     default = torch.distributed.group.WORLD
     assert default is not None
-    known_groups = torch.distributed.distributed_c10d._world.pg_map
-    backend, store_of_default = known_groups[default]
-    known_groups[default] = (backend, store)
-    try:
-        made, _ = torch.distributed.new_subgroups_by_enumeration(rows, timeout, group_desc=_description(rows))
-    finally:
-        known_groups[default] = (backend, store_of_default)
-    assert made is not None
-    return made
+    # The default group comes last: it may have another timeout on another rank, where one was made in its place.
+    for group in torch_groups():
+        if group.group_name == f"{_name_of_groups(ranks)}{timeout}":
+            return group
+    is_of_ranks = default.size() == len(ranks) and timeout_of(default.group_name) in (timeout.total_seconds(), math.inf)
+    return default if is_of_ranks else None
 
 
-def drop_group_of_row(rows: list[list[int]], timeout: timedelta) -> None:
-    """Destroy this rank's group of some rows, which other ranks do not have; never the default group."""
-    group = find_group_of_row(rows, timeout)
-    if group is not None and group is not torch.distributed.group.WORLD:
-        torch.distributed.destroy_process_group(group)
+def make_group(ranks: Sequence[int], timeout: timedelta, prefix: str, store: Any) -> ProcessGroup:
+    """Make a group of some ranks, all of which call this; its name is the same on all of them, and in every run.
 
+    Args:
+        ranks: All ranks of the group, in ascending order.
+        timeout: Of the group.
+        prefix: Of all that is written to the store; another one each time that the group is made.
+        store: By which they find each other.
 
-def group_count() -> int:
-    """How many names torch has given to process groups; the next group is named by it. Checked on 2.13."""
-    return int(torch.distributed.distributed_c10d._world.group_count)
-
-
-def set_group_count(count: int) -> None:
-    """Let torch name the next process group by a number. Checked on 2.13.
-
-    Ranks whose groups could not be made have counted differently, and groups of different names do not connect.
+    Returns:
+        The group, with the backends of the default group.
     """
-    torch.distributed.distributed_c10d._world.group_count = count
+    default = torch.distributed.group.WORLD
+    board = torch.distributed.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+    return _make_like(default, f"{_name_of_groups(ranks)}{timeout}", ranks, timeout, board)
+
+
+def _make_like(source: Any, name: str, ranks: Sequence[int], timeout: timedelta, store: Any) -> ProcessGroup:
+    """Make a process group of a name, with the backends of another one. Checked on 2.13.
+
+    torch's public functions wait for the ranks of all groups that are made at once, by the store of the default group.
+    """
+    c10d = torch.distributed.distributed_c10d
+    backend, _ = c10d._world.pg_map[source]
+    made, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(torch.distributed.get_rank()),
+        list(ranks),
+        torch.distributed.Backend(backend),
+        store,
+        name,  # type: ignore[arg-type]
+        timeout=timeout,
+        device_id=source.bound_device_id,
+    )
+    c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    return made
 
 
 def stop_torch() -> None:
     """Stop torch.distributed, also where it could not start, so that it starts as for the first time."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    else:
-        set_group_count(0)
+    # The default group is named by it. Checked on 2.13.
+    torch.distributed.distributed_c10d._world.group_count = 0
 
 
-def _description(rows: list[list[int]]) -> str:
-    """The description of the groups that meshes have beside the default group, for each row of ranks."""
-    return f"fshard: one of the rows {digest_of_ranks(rows)}"
-
-
-def digest_of_ranks(ranks: Sequence[Any]) -> str:
-    """Name ranks, or rows of them, in few letters: torch's store refuses keys of over 8,192. Checked on 2.13."""
-    return hashlib.blake2b(f"{ranks}".encode(), digest_size=16).hexdigest()
+def digest_of_ranks(ranks: Sequence[int]) -> str:
+    """Name ranks in few letters: torch's store refuses keys of over 8,192. Checked on 2.13."""
+    return hashlib.blake2b(f"{list(ranks)}".encode(), digest_size=16).hexdigest()
 
 
 def group_of_all() -> ProcessGroup:
     """Find the group of all ranks that waits longest, else the default group. Checked on 2.13."""
-    default, c10d = torch.distributed.group.WORLD, torch.distributed.distributed_c10d
+    default = torch.distributed.group.WORLD
     assert default is not None
-    text = _description([list(range(default.size()))])
-    made = [group for group in c10d._world.pg_map if group.group_desc == text]
+    name = _name_of_groups(range(default.size()))
+    made = [group for group in torch_groups() if group.group_name.startswith(name)]
     return max(made, key=lambda group: timeout_of(group.group_name), default=default)
 
 
 def timeout_of(name: str) -> float:
     """Seconds that gloo's part of the process group of a name waits; inf where it has none. Checked on 2.13."""
     if group_devices(name).get("cpu") != "gloo":
-        return float("inf")
+        return math.inf
     return resolve_process_group(name)._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 
-def make_pair(
-    name: str,
-    run: Callable[[Callable[[Any], Any]], Any],
-) -> tuple[Pair | None, Sockets]:
+def make_pair(name: str, run: Callable[[Callable[[Any], Any]], Any]) -> Pair | None:
     """Connect the ranks of a process group twice, beside the group itself; None where it is not gloo's.
 
     Checked on 2.13. gloo's messages of one pair of ranks share a connection, on which the small ones that allow a
@@ -216,41 +207,35 @@ def make_pair(
 
     Args:
         name: The process group's name.
-        run: Runs what may fail on this rank, or wait inside gloo, with a store for the ranks of the group alone. They
-            are all here.
+        run: Runs what may wait inside gloo, with a store for the ranks of the group alone. They are all here.
 
     Returns:
-        The two groups, with the process group's timeout, and their sockets.
+        The two groups, with the process group's timeout.
 
     Raises:
         RuntimeError: if a rank does not come within the timeout.
     """
     group = resolve_process_group(name)
     if group_devices(name).get("cpu") != "gloo":
-        return None, {}
-    gloo, options = torch.distributed.ProcessGroupGloo, group._get_backend(torch.device("cpu")).options
-    interfaces = interfaces_of_gloo()
+        return None
+    gloo, timeout = torch.distributed.ProcessGroupGloo, timedelta(seconds=timeout_of(name))
 
-    def options_of_one() -> Any:
-        own: Any = gloo._Options()  # type: ignore[attr-defined]
+    def make_options() -> Any:
+        options: Any = gloo._Options()  # type: ignore[attr-defined]
         # As gloo's own, but connected at once: where two ranks connect when they first send, gloo may abort.
-        found = [gloo.create_device(interface=name, lazy_init=False) for name in interfaces]
-        own._devices = found or [gloo.create_default_device(lazy_init=False)]
-        own._timeout, own._threads = options._timeout, 1
-        return own
+        devices = [gloo.create_device(interface=interface, lazy_init=False) for interface in interfaces_of_gloo()]
+        options._devices = devices or [gloo.create_default_device(lazy_init=False)]
+        options._timeout, options._threads = timeout, 1
+        return options
 
-    def connect(client: Any, way: str, own: Any) -> Any:
-        return gloo(torch.distributed.PrefixStore(way, client), group.rank(), group.size(), own)  # type: ignore[attr-defined]
-
-    before = _open_sockets()
     # A rank that cannot listen, as without files left, fails before the others wait for it inside gloo.
-    up, down = run(lambda _: (options_of_one(), options_of_one()))
-    pair = run(lambda client: (connect(client, "u", up), connect(client, "d", down)))
-    sockets = {fd: inode for fd, inode in _open_sockets().items() if before.get(fd) != inode}
-    for fd in sockets:
-        # gloo lets the programs that this process starts inherit them.
-        os.set_inheritable(fd, False)
-    return pair, sockets
+    up, down = make_options(), make_options()
+
+    def connect(store: Any, way: str, options: Any) -> Any:
+        return gloo(torch.distributed.PrefixStore(way, store), group.rank(), group.size(), options)  # type: ignore[attr-defined]
+
+    pair: Pair = run(lambda store: (connect(store, "u", up), connect(store, "d", down)))
+    return pair
 
 
 def interfaces_of_gloo() -> list[str]:
@@ -294,37 +279,54 @@ def replace_group(name: str, generation: int, store: Any) -> None:
     """
     if not abort_backends(name):
         return
-    c10d = torch.distributed.distributed_c10d
     old = resolve_process_group(name)
     ranks = torch.distributed.get_process_group_ranks(old)
     seconds = timeout_of(name)
-    timeout = c10d.default_pg_timeout if seconds == float("inf") else timedelta(seconds=seconds)
-    new, _ = c10d._new_process_group_helper(
-        len(ranks),
-        old.rank(),
-        ranks,
-        torch.distributed.Backend(torch.distributed.get_backend_config(old)),
-        store,
-        f"{name}, made anew {generation} times",  # type: ignore[arg-type]
-        timeout=timeout,
-    )
-    c10d._world.pg_group_ranks[new] = {rank: place for place, rank in enumerate(ranks)}
+    timeout = torch.distributed.default_pg_timeout if seconds == math.inf else timedelta(seconds=seconds)
+    new = _make_like(old, f"{name}, made anew {generation} times", ranks, timeout, store)
     _unregister_process_group(name)  # type: ignore[arg-type]
-    new._set_group_name(name)
+    new._set_group_name(name)  # type: ignore[arg-type]
     _register_process_group(name, new)  # type: ignore[arg-type]
 
 
 def _open_sockets() -> Sockets:
-    """List the sockets of this process; none where the system does not show them, as Linux does."""
+    """List the sockets of this process; none where the system does not show them."""
     sockets = {}
     with suppress(OSError):
-        for name in os.listdir("/proc/self/fd"):
+        for name in os.listdir("/dev/fd"):
             # The descriptor of the listing itself has gone.
             with suppress(OSError):
                 status = os.fstat(int(name))
                 if stat.S_ISSOCK(status.st_mode):
                     sockets[int(name)] = status.st_ino
     return sockets
+
+
+@contextmanager
+def collecting_sockets(store: Any = None) -> Iterator[Sockets]:
+    """Collect the sockets that are opened in a context, and let no program inherit them that this process starts.
+
+    Args:
+        store: A store; connections of its clients with this process are left out.
+
+    Yields:
+        Them, once the context is over.
+    """
+    before = _open_sockets()
+    opened: Sockets = {}
+    try:
+        yield opened
+    finally:
+        opened.update(_open_sockets().items() - before.items() - _sockets_of_server(store).items())
+        for fd in opened:
+            # It may have gone meanwhile.
+            with suppress(OSError):
+                os.set_inheritable(fd, False)
+
+
+def _still_open(sockets: Sockets) -> list[int]:
+    now = _open_sockets()
+    return [fd for fd, inode in sockets.items() if now.get(fd) == inode]
 
 
 def leave_to_parent(sockets: Sockets, store: Any) -> None:
@@ -334,27 +336,18 @@ def leave_to_parent(sockets: Sockets, store: Any) -> None:
     meets neither a file of the child's nor a connection of the parent's.
 
     Args:
-        sockets: Those of `make_pair`.
+        sockets: Those of groups.
         store: The store by which ranks found each other; others notice its end if this process holds it.
     """
-    held = sockets | _sockets_of_server(store)
-    now = _open_sockets()
     with socket.socket() as unconnected:
-        for fd, inode in held.items():
-            if now.get(fd) == inode:
-                os.dup2(unconnected.fileno(), fd, inheritable=False)
+        for fd in _still_open(sockets | _sockets_of_server(store)):
+            os.dup2(unconnected.fileno(), fd, inheritable=False)
 
 
 def _sockets_of_server(store: Any) -> Sockets:
     """List the sockets by which this process serves a store to other ranks; none if another process does."""
-    port = _port_of(store)
-    return {fd: inode for fd, inode in _open_sockets().items() if port is not None and _ports_of_socket(fd)[0] == port}
-
-
-def _port_of(store: Any) -> int | None:
-    """The port of the server of a store; None where it has none, as a store that is a file."""
     server = server_of(store)
-    return None if server is None else server[1]
+    return {fd: inode for fd, inode in _open_sockets().items() if server and _ports_of_socket(fd)[0] == server[1]}
 
 
 def server_of(store: Any) -> tuple[str, int] | None:
@@ -388,14 +381,11 @@ class StoreClient:
     """
 
     def __init__(self, connect: Callable[[], Any]) -> None:
-        before = _open_sockets()
-        self.store = connect()
-        port = _port_of(self.store)
+        with collecting_sockets() as opened:
+            self.store = connect()
+        server = server_of(self.store)
         # None where the store is no server's, or the system does not show sockets.
-        self._sockets: Sockets = {}
-        for fd, inode in _open_sockets().items():
-            if port is not None and before.get(fd) != inode and _ports_of_socket(fd)[1] == port:
-                self._sockets[fd] = inode
+        self._sockets = {fd: inode for fd, inode in opened.items() if server and _ports_of_socket(fd)[1] == server[1]}
 
     def is_connected(self) -> bool:
         """Whether there is a connection that `disconnect` can end."""
@@ -403,22 +393,10 @@ class StoreClient:
 
     def disconnect(self) -> None:
         """End the connection, for good: what waits on it, or asks by it later, raises an error."""
-        now = _open_sockets()
-        for fd, inode in self._sockets.items():
+        for fd in _still_open(self._sockets):
             # It may have gone meanwhile.
-            with suppress(OSError):
-                if now.get(fd) == inode:
-                    with socket.socket(fileno=os.dup(fd)) as duplicate:
-                        duplicate.shutdown(socket.SHUT_RDWR)
-
-
-def keep_server(store: Any) -> None:
-    """Keep the server of a store for good, if it is in this process: ranks come to it again. Checked on 2.13.
-
-    torch serves one port of a process by one server, as long as some client in that process lives.
-    """
-    if holds_store(store):
-        keep_for_good([store])
+            with suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:
+                duplicate.shutdown(socket.SHUT_RDWR)
 
 
 def holds_store(store: Any) -> bool:
@@ -498,13 +476,13 @@ def find_lost_peers(pair: Pair, local_rank: int, size: int) -> tuple[list[int], 
     for other in range(size):
         for group in pair if other != local_rank else ():
             try:
-                posted.append(group.recv([torch.empty(1)], other, CUT))
+                posted.append(group.recv([torch.empty(1)], other, NEVER_SENT))
             except RuntimeError:
                 gone.append(other)
     return gone, posted
 
 
-def cut(pair: Pair, local_rank: int, size: int) -> list[int]:
+def cut(pair: Pair, local_rank: int, size: int) -> None:
     """End all connections of a pair of groups, which wakes the ranks that wait there. Checked on 2.13.
 
     gloo has no abort, but a receive that is waited for in vain ends its connection.
@@ -513,15 +491,11 @@ def cut(pair: Pair, local_rank: int, size: int) -> list[int]:
         pair: The connections of `make_pair`.
         local_rank: This rank's number in the group.
         size: How many ranks it has.
-
-    Returns:
-        The ranks whose connections had ended before.
     """
-    gone, posted = find_lost_peers(pair, local_rank, size)
+    _, posted = find_lost_peers(pair, local_rank, size)
     for work in posted:
         with suppress(RuntimeError):
             work.wait(timedelta(milliseconds=1))
-    return gone
 
 
 def start_by_backend(op: str, tensors: Tensors, size: int, group: str, *sizes: Sequence[int]) -> Tensors:

@@ -30,7 +30,7 @@ from fshard.comm.collective import (
     start_reduce_scatter,
     supports_cpu_messages,
 )
-from fshard.comm.connect import connect_group
+from fshard.comm.connect import connect_groups
 from fshard.comm.events import (
     Collective,
     Label,
@@ -38,7 +38,6 @@ from fshard.comm.events import (
     Verb,
     annotate_collectives,
     decode_label,
-    describe_tensors,
     setting,
 )
 from fshard.comm.failure import CollectiveError, Position, describe_difference, wake_waiting

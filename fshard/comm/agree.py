@@ -10,7 +10,7 @@ import itertools
 import json
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, ParamSpec, TypeVar
 
@@ -102,12 +102,12 @@ def check_same_facts(api_name: str, facts: Mapping[Axis, str], failure_text: str
         ValueError: on every rank, if ranks make different calls.
         CollectiveError: if a rank failed.
     """
-    compared = {axis: facts[axis] for axis in _choose_axes(tuple(facts))}
+    compared = {axis: facts[axis] for axis in _choose_axes(facts)}
     if compared:
         _compare_call(api_name, compared, failure_text)
 
 
-def _choose_axes(axes: Sequence[Axis]) -> Sequence[Axis]:
+def _choose_axes(axes: Iterable[Axis]) -> Sequence[Axis]:
     """List the axes over which a call is compared; none if ranks cannot exchange CPU tensors on one of them."""
     compared = _axes_to_ask(axes)
     return compared if all(map(supports_cpu_messages, compared)) else []
@@ -167,34 +167,40 @@ def _exchange_differences(
     if first_axis is None:
         return [], None
     # Ranks elsewhere on earlier axes may not know of the difference, and have gone on.
-    axes = _axes_to_ask(tuple(facts))[first_axis:]
+    axes = _axes_to_ask(facts)[first_axis:]
     label = label._replace(parts="texts")
-    coordinates = [rank(axis) for axis in axes]
-    place = ", ".join(f"{axis.name}={coordinate}" for axis, coordinate in zip(axes, coordinates, strict=True))
-    # Ranks in the order in which the first axis varies fastest.
-    order = coordinates[::-1]
-    report: dict[str, list[Any]] = {"failures": [[order, failure_text]] if failure_text else [], "difference": []}
+    place = ", ".join(f"{axis.name}={rank(axis)}" for axis in axes)
+    failures = {_order_of_rank(axes): failure_text} if failure_text else {}
+    report: dict[str, Any] = {"failures": failures, "difference": []}
     for number, axis in enumerate(axes):
         # The facts of the first rank go to all others, each of which finds out how its own differ.
         local: list[Any] = [rank(axis), place, facts[axis]]
         _, *first = merge_objects(local, min, [axis], label)
         difference = _find_first_difference(first, local[1:])
         if difference is not None and not report["difference"]:
-            significance, problem = difference
-            report["difference"] = [[number, *significance, order], problem]
+            report["difference"] = [number, *difference]
     report = merge_objects(report, _merge_reports, axes, label)
     if first_axis == 0 or len(set(facts.values())) == 1:
         # All ranks know now why the running call ends, so that nobody needs to report it.
         rank_state().call.name = None
-    failures = [text for _, text in report["failures"]]
-    return failures, Problem(*report["difference"][1]) if report["difference"] else None
+    difference = report["difference"]
+    return _list_in_order(report["failures"]), Problem(*difference[-1]) if difference else None
 
 
-def _merge_reports(report: dict[str, list[Any]], other: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Keep the failures of both reports, in the order of their ranks, and the first difference."""
-    failures = report["failures"] + [failure for failure in other["failures"] if failure not in report["failures"]]
+def _merge_reports(report: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Keep the failures of both reports, and the first difference."""
     differences = [each["difference"] for each in (report, other) if each["difference"]]
-    return {"failures": sorted(failures), "difference": min(differences, default=[])}
+    return {"failures": report["failures"] | other["failures"], "difference": min(differences, default=[])}
+
+
+def _order_of_rank(axes: Sequence[Axis]) -> str:
+    """Write where this rank comes among those of some axes, of which the first varies fastest."""
+    return json.dumps([rank(axis) for axis in axes][::-1])
+
+
+def _list_in_order(values: Mapping[str, T]) -> list[T]:
+    """List what ranks have brought under their places, as `_order_of_rank` writes them."""
+    return [values[order] for order in sorted(values, key=json.loads)]
 
 
 def are_texts_equal(facts: Mapping[Axis, str], label: Label, *, has_failed: bool = False) -> bool:
@@ -227,7 +233,7 @@ def _find_differing_axis(facts: Mapping[Axis, str], label: Label, *, has_failed:
     """
     difference = bytes(DIGEST_BYTES) if has_failed else b""
     label = label._replace(parts="a digest")
-    for number, axis in enumerate(_axes_to_ask(tuple(facts))):
+    for number, axis in enumerate(_axes_to_ask(facts)):
         # Ranks of the next axis must learn of the difference too, or they would not ask for texts with the others.
         known = difference or _digest(facts[axis])
         known = _spread(known, functools.partial(_merge_digests, number), axis, label)
@@ -243,7 +249,7 @@ def _merge_digests(number: int, known: bytes, other: bytes) -> bytes:
     return bytes([min(known[0], other[0], number)]) + bytes(DIGEST_BYTES - 1)
 
 
-def _find_first_difference(first: Sequence[str], local: Sequence[str]) -> tuple[tuple[int, int], Problem] | None:
+def _find_first_difference(first: Sequence[str], local: Sequence[str]) -> list[Any] | None:
     """Find the first entry that this rank lacks, or has another of, than the first rank, or has beyond it.
 
     Args:
@@ -251,29 +257,25 @@ def _find_first_difference(first: Sequence[str], local: Sequence[str]) -> tuple[
         local: The same of this rank.
 
     Returns:
-        How significant the difference is, smallest first, and the difference; None if there is none.
+        How significant the difference is, smallest first, the number of the entry, and the difference; None if there
+        is none. The verb comes first, then entries that one rank lacks.
     """
     first_place, first_facts = first
     local_place, local_facts = local
     first_entries = json.loads(first_facts)
     entries = json.loads(local_facts)
-    names = list(dict.fromkeys([*first_entries, *entries]))
-
-    def order(name: str) -> int:
-        """Put the verb first, then entries that one rank lacks."""
-        if name == VERB:
-            return 0
-        return 2 if name in first_entries and name in entries else 1
-
-    for name in sorted(names, key=order):
+    differences: list[list[Any]] = []
+    for number, name in enumerate(dict.fromkeys([*first_entries, *entries])):
+        significance = 0 if name == VERB else 1 + (name in first_entries and name in entries)
         first_lines = first_entries.get(name, "nothing").split("\n")
         lines = entries.get(name, "nothing").split("\n")
         for got, expected in itertools.zip_longest(lines, first_lines, fillvalue="nothing"):
             if got != expected:
                 got_text = f"{got} on the rank at {local_place}"
                 problem = Problem(name, got_text, f"{expected} as on the rank at {first_place}")
-                return (order(name), names.index(name)), problem
-    return None
+                differences.append([significance, number, problem])
+                break
+    return min(differences, default=None)
 
 
 def all_gather_object(value: Any, axes: Sequence[Axis], label: Caller) -> list[Any]:
@@ -287,14 +289,8 @@ def all_gather_object(value: Any, axes: Sequence[Axis], label: Caller) -> list[A
     Returns:
         The values in the order of the ranks, the same on every rank; of several axes the first by name varies fastest.
     """
-    place = 0
-    size = 1
-    for axis in _axes_to_ask(axes):
-        place += size * rank(axis)
-        size *= axis.size
     label = make_label(label)._replace(parts="a value of each rank")
-    values = merge_objects({str(place): value}, operator.or_, axes, label)
-    return [values[str(place)] for place in range(size)]
+    return _list_in_order(merge_objects({_order_of_rank(_axes_to_ask(axes)): value}, operator.or_, axes, label))
 
 
 def merge_objects(value: T, merge: Callable[[T, T], T], axes: Sequence[Axis], label: Caller) -> T:
@@ -345,7 +341,7 @@ def _spread(known: bytes, merge: Merge, axis: Axis, label: Label) -> bytes:
     return recorder.spread(known, merge, Destination(axis.name, axis.size, axis.group_name, encode_label(label)))
 
 
-def _axes_to_ask(axes: Sequence[Axis]) -> list[Axis]:
+def _axes_to_ask(axes: Iterable[Axis]) -> list[Axis]:
     """List the axes whose ranks are asked, in one order for every function.
 
     There are none in a trace, where no tensor has a value.

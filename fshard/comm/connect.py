@@ -1,6 +1,6 @@
 """Connects this rank with the others of an axis: by its links, and by the pair that rows of tensors are sent over."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -8,48 +8,51 @@ import torch.distributed as dist
 
 from fshard import _compat
 from fshard.comm.failure import FailureWatcher
-from fshard.comm.groups import Group, RankState
-from fshard.comm.links import connect_links, list_peers
-from fshard.comm.meeting import Meeting, wait_for_last
+from fshard.comm.groups import Group, PendingCollective, RankState
+from fshard.comm.links import connect_links, list_peers, swap_in_rounds
+from fshard.comm.meeting import Meeting
 
 
-def connect_group(
+def connect_groups(
     state: RankState,
-    name: str,
+    names: Sequence[str],
     meeting: Meeting | None = None,
     *,
     of_processors: bool = False,
-) -> Group:
-    """Find this rank's own group of an axis, or connect with its other ranks, and let the thread watch it.
+) -> None:
+    """Connect with the other ranks of axes, as far as this rank is not yet, and let the thread watch it.
 
     Args:
         state: This rank's.
-        name: The name of the axis's process group.
-        meeting: Of all ranks, which are here; None where they may not be.
+        names: The names of the axes' process groups.
+        meeting: Of all ranks, which are here; None where the ranks of the one group may not be.
         of_processors: Whether rows of tensors of processors travel there, so that a group that is made now has
             connections for them beside a backend that sends itself.
-
-    Returns:
-        The group.
 
     Raises:
         CollectiveError: if one of them does not come.
     """
-    group = state.groups.get(name)
-    if group is None:
-        ranks = dist.get_process_group_ranks(_compat.resolve_process_group(name))
-        group = Group(name, ranks, ranks.index(state.rank), None, _compat.timeout_of(name))
-        if state.simulation is None:
-            has_pair = of_processors or not _compat.serves_accelerator(name)
-            with nullcontext(meeting) if meeting else _meet(state, group) as meeting_of_ranks:
-                _connect(state, group, meeting_of_ranks, has_pair=has_pair)
-        state.groups[name] = group
-    if state.watcher is None and group.links is not None:
+    new = [_describe_group(state, name) for name in dict.fromkeys(names) if name not in state.groups]
+    if new and state.simulation is None:
+        with nullcontext(meeting) if meeting else _meet(state, new[0]) as meeting_of_ranks:
+            meeting_of_ranks.groups = new
+            for group in new:
+                with _compat.collecting_sockets(state.store) as group.sockets:
+                    _connect(state, group, meeting_of_ranks, of_processors=of_processors)
+            meeting_of_ranks.run(lambda _: _wait_for_all(state, new))
+    for group in new:
+        state.groups[group.name] = group
+    if state.watcher is None and state.simulation is None and state.groups:
         state.watcher = FailureWatcher(state)
         state.watcher.start()
         if state.call.name is not None:
             state.watcher.interrupts.listen()
-    return group
+
+
+def _describe_group(state: RankState, name: str) -> Group:
+    """Describe a group that is not connected yet."""
+    ranks = dist.get_process_group_ranks(_compat.resolve_process_group(name))
+    return Group(name, ranks, ranks.index(state.rank), None, _compat.timeout_of(name))
 
 
 @contextmanager
@@ -69,25 +72,26 @@ def _key_of(state: RankState, group: Group) -> str:
     return f"{state.generation}/{group.name} of {_compat.digest_of_ranks(group.ranks)}"
 
 
-def _connect(state: RankState, group: Group, meeting: Meeting, *, has_pair: bool) -> None:
-    """Connect with the other ranks of a group, all of which are here; `has_pair` says whether by more than links."""
+def _connect(state: RankState, group: Group, meeting: Meeting, *, of_processors: bool) -> None:
+    """Connect with the other ranks of a group, all of which are here."""
     key = _key_of(state, group)
 
     def run(make: Callable[[Any], Any]) -> Any:
         """Run what may wait inside torch, with a client of the store that another thread may end."""
         return meeting.run(lambda client: make(dist.PrefixStore(f"fshard/{key}", client)))  # type: ignore[attr-defined]
 
-    def wait_for_links(board: Any) -> None:
-        wait_for_last(board, "connected", len(group.ranks), group.timeout, meeting.check_others)
-
     peers = list_peers(group.local_rank, len(group.ranks))
     addresses = {peer: meeting.entries[group.ranks[peer]].address for peer in peers}
     group.links = run(lambda _: connect_links(meeting.listener, key, group, addresses, meeting.check_others))
-    if has_pair:
+    if of_processors or not _compat.serves_accelerator(group.name):
         # All ranks are here, so that the constructors of gloo, where Ctrl-C is not heard, do not wait for long.
-        group.pair, group.sockets = _compat.make_pair(group.name, run)
-    else:
-        # A rank that goes on could take those that fail for ranks that ended.
-        run(wait_for_links)
+        group.pair = _compat.make_pair(group.name, run)
     if state.generation > 0:
         run(lambda board: _compat.replace_group(group.name, state.generation, board))
+
+
+def _wait_for_all(state: RankState, groups: Sequence[Group]) -> None:
+    """Wait until all ranks of groups are connected: one that goes on takes those that fail for ranks that ended."""
+    for group in groups:
+        issued = PendingCollective(None, state, group, group.chain.last)
+        swap_in_rounds(issued, b"", max)

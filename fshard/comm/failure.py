@@ -8,6 +8,7 @@ A thread of each process looks, where it waits for long, for a note, and for a d
 import atexit
 import itertools
 import json
+import math
 import random
 import threading
 import time
@@ -17,7 +18,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from fshard import _compat
-from fshard.comm.groups import TEXT_LENGTH, ChainEntry, Group, PendingCollective, RankState, is_simulated
+from fshard.comm.groups import TEXT_LENGTH, ChainEntry, PendingCollective, RankState, is_simulated
 from fshard.comm.interrupts import Interrupts
 from fshard.comm.processes import describe_ended_ranks, name_ranks
 from fshard.errors import describe_error
@@ -193,28 +194,24 @@ def _awaited_by(rank: int, positions: Positions) -> set[int]:
     if position is None or position.waits is None:
         return set()
     name, (number, *_) = position.waits
+    ranks, _ = position.groups[name]
+    place = number, -1
     if position.awaits is not None:
         step, other = position.awaits
-        other_position = positions.get(other)
-        is_late = other_position is None or _place_in(name, other_position) < (number, step)
-        return {other} if is_late else set()
-    started: dict[int, int] = {}
-    for other, other_position in positions.items():
-        if name in other_position.groups:
-            _, entries = other_position.groups[name]
-            started[other], *_ = entries[-1]
-    ranks, _ = position.groups[name]
-    return {other for other in ranks if started.get(other, 0) < number}
+        ranks = [other]
+        place = number, step
+    return {other for other in ranks if _place_in(name, positions.get(other)) < place}
 
 
-def _place_in(name: str, position: Position) -> tuple[int, float]:
+def _place_in(name: str, position: Position | None) -> tuple[int, float]:
     """Compute the collective and the round that a rank is in; one that does not wait there has ended its rounds."""
-    if name not in position.groups:
+    if position is None or name not in position.groups:
         return 0, 0
     _, entries = position.groups[name]
     number, *_ = entries[-1]
-    waits_there = position.waits is not None and position.awaits is not None and position.waits[0] == name
-    return number, position.awaits[0] if waits_there and position.awaits else float("inf")
+    if position.awaits is None or position.waits is None or position.waits[0] != name:
+        return number, math.inf
+    return number, position.awaits[0]
 
 
 def ask_store(ask: Callable[[], Any], seconds: float = 0.0) -> Any:
@@ -246,16 +243,9 @@ def read_first(board: Any, kind: str, names: Iterable[object]) -> str:
     return ""
 
 
-def _announce_cut(state: RankState) -> Any:
-    """Show that this rank, which is about to end its connections, lives; return the part of the store."""
-    board = state.board()
-    board.set(f"cuts/{state.rank}", "")
-    return board
-
-
 def _leave_note(state: RankState, text: str) -> str:
     """Leave a note in this rank's groups, and return the one that was there first."""
-    board = _announce_cut(state)
+    board = state.board()
     groups = list(state.groups)
     first = read_first(board, "note", groups) or text
     for name in groups:
@@ -264,45 +254,26 @@ def _leave_note(state: RankState, text: str) -> str:
 
 
 def notify_peers(state: RankState, text: str) -> None:
-    """Break this rank's groups: leave a note, end the connections, and linger until those that live have read it."""
+    """Break this rank's groups: leave a note, end the connections, and linger until all others have read it."""
     state.failure.reason = ask_store(lambda: _leave_note(state, text)) or text
     cut_connections(state)
-    ask_store(lambda: _mark_as_read(state))
+    board = state.board()
+    ask_store(lambda: board.set(f"read/{state.rank}", ""))
     if _compat.holds_store(state.store):
-        board = state.board()
         keys = [f"read/{rank}" for rank in state.others]
         ask_store(lambda: board.check(keys), LINGER_TIME)
 
 
-def _mark_as_read(state: RankState) -> None:
-    """Show that this rank needs no store any more, nor do those that have died: their connections ended unannounced."""
-    board = state.board()
-    board.set(f"read/{state.rank}", "")
-    for rank in sorted(state.failure.ended):
-        if not board.check([f"cuts/{rank}"]):
-            board.set(f"read/{rank}", "")
-
-
-def cut_connections(state: RankState) -> set[int]:
-    """End this rank's connections, and return the ranks whose had ended before."""
-    gone = set[int]()
-    # Later this rank's own end of a connection looks as the other's does.
-    is_first = not state.failure.is_cut
+def cut_connections(state: RankState) -> None:
+    """End this rank's connections, which wakes it and those that wait for it."""
     state.failure.is_cut = True
     for group in list(state.groups.values()):
         if state.simulation is not None:
             state.simulation.wake(group.name, state.generation, str(state.failure.reason))
             continue
-        if group.links is not None:
-            gone |= {group.ranks[place] for place in group.links.cut()}
-        if group.pair is not None:
-            places = _compat.cut(group.pair, group.local_rank, len(group.ranks))
-            gone |= {group.ranks[place] for place in places}
+        group.cut()
         # Otherwise an accelerator would wait for ever in a collective that the failed rank does not join.
         _compat.abort_backends(group.name)
-    if is_first:
-        state.failure.ended = gone
-    return gone
 
 
 def fail_collective(state: RankState, issued: PendingCollective, error: BaseException) -> CollectiveError:
@@ -321,10 +292,12 @@ def fail_collective(state: RankState, issued: PendingCollective, error: BaseExce
             text = str(error)
         else:
             # The receives must live until the connections are cut.
-            _receives = _report_ended_connections(state, issued)
-            text = _explain_lost_wait(state, issued, error)
+            ended, _receives = _find_ended_ranks(state, issued)
+            text = _explain_lost_wait(state, issued, error, ended)
         notify_peers(state, text)
-        report_at_once(f"{make_error(state, issued.entry)}{_list_last_collectives(issued.group)}")
+        lines = [f"\n  {entry}" for entry in list(issued.group.chain.entries)[-REPORTED_ENTRIES:] if entry.number > 0]
+        last = f"\nThe last collectives of this rank over these ranks:{''.join(lines)}"
+        report_at_once(f"{make_error(state, issued.entry)}{last}")
     return make_error(state, issued.entry)
 
 
@@ -338,34 +311,26 @@ def report_at_once(text: str) -> None:
         _compat.report_to_launcher(f"CollectiveError: {text}")
 
 
-def _report_ended_connections(state: RankState, issued: PendingCollective) -> list[Any]:
-    """Report the ranks whose connections have ended, before it is known why: finding that out takes half a second.
+def _find_ended_ranks(state: RankState, issued: PendingCollective) -> tuple[list[int], list[Any]]:
+    """Find the ranks whose connections in the group of a collective ended before this rank's.
 
     Returns:
-        Receives from the other ranks, as of `_compat.find_lost_peers`.
+        The ranks, and receives from the others, as of `_compat.find_lost_peers`.
     """
     group = issued.group
-    has_timed_out = time.monotonic() - issued.since > TIMEOUT_FRACTION * group.timeout
-    if has_timed_out or ask_store(lambda: read_first(state.board(), "note", state.groups)):
-        return []
-    places = group.links.find_ended_peers()
+    # A wait that lasts too long ends its connection itself.
+    if state.failure.is_cut or _has_timed_out(issued):
+        return [], []
+    places = set(group.links.find_ended_peers())
     receives: list[Any] = []
     if group.pair is not None:
         lost_places, receives = _compat.find_lost_peers(group.pair, group.local_rank, len(group.ranks))
-        places += lost_places
-    ended = sorted({group.ranks[place] for place in places})
-    if ended:
-        lost = f"rank {state.rank} lost the connection to {name_ranks(ended)}"
-        first = f"{lost}. A rank was killed, has ended or has failed."
-        place = f"  rank {state.rank}, this one, was in {issued.entry}"
-        report_at_once(f"{first}\n{place}{_list_last_collectives(group)}")
-    return receives
+        places.update(lost_places)
+    return [group.ranks[place] for place in sorted(places)], receives
 
 
-def _list_last_collectives(group: Group) -> str:
-    """Write a line for each of the last collectives that this rank has started in a group, but for the first entry."""
-    lines = [f"\n  {entry}" for entry in list(group.chain.entries)[-REPORTED_ENTRIES:] if entry.number > 0]
-    return f"\nThe last collectives of this rank over these ranks:{''.join(lines)}"
+def _has_timed_out(issued: PendingCollective) -> bool:
+    return time.monotonic() - issued.since > TIMEOUT_FRACTION * issued.group.timeout
 
 
 def make_error(state: RankState, entry: ChainEntry | None = None) -> CollectiveError:
@@ -376,38 +341,44 @@ def make_error(state: RankState, entry: ChainEntry | None = None) -> CollectiveE
     return CollectiveError("\n".join([*lines, f"To fix: {REMEDY}."]))
 
 
-def _explain_lost_wait(state: RankState, issued: PendingCollective, error: BaseException) -> str:
-    """Say why a wait ended: by the note of a rank that knows, else which rank is gone or did not come."""
+def _explain_lost_wait(
+    state: RankState,
+    issued: PendingCollective,
+    error: BaseException,
+    ended: Sequence[int],
+) -> str:
+    """Say why a wait ended: by the note of a rank that knows, else which rank is gone or did not come.
+
+    Args:
+        state: This rank's.
+        issued: The collective that it waited for.
+        error: What the backend says.
+        ended: The ranks whose connections have ended. Those that ended them by themselves have left a note before.
+    """
     seconds = time.monotonic() - issued.since
-    # Others may ask where this rank is while it looks for a note, and whether it lives after it has ended connections.
-    ask_store(lambda: _announce_cut(state))
+    # Others may ask where this rank is while it looks for a note.
     ask_store(lambda: _publish_position(state))
-    note: str | None = ask_store(lambda: read_first(state.board(), "note", state.groups), NOTE_GRACE)
+    grace = 0.0 if ended else NOTE_GRACE
+    note: str | None = ask_store(lambda: read_first(state.board(), "note", state.groups), grace)
     if note:
         return note
-    # A wait that lasts too long ends its connection itself.
-    has_timed_out = seconds > TIMEOUT_FRACTION * issued.group.timeout
-    gone = set[int]() if has_timed_out else cut_connections(state) & {*issued.group.ranks}
     positions = _ask_positions(state, _list_candidates(issued), len(issued.group.ranks))
-    absent = _find_absent_ranks(state.rank, positions, gone)
-    if not absent:
-        first = f"rank {state.rank} failed in {issued.entry}: {error!s:.{TEXT_LENGTH}}"
-    elif gone:
-        first = describe_ended_ranks(absent)
-    else:
+    if ended:
+        first = describe_ended_ranks(ended)
+    elif absent := _find_absent_ranks(state.rank, positions):
         first = f"{name_ranks(absent)} did not join a collective within {seconds:.0f} s. {LOOK_FOR_HANG}"
+    else:
+        first = f"rank {state.rank} failed in {issued.entry}: {error!s:.{TEXT_LENGTH}}"
     # A rank that is gone may have told of an earlier wait.
-    waiting = [rank for rank, position in sorted(positions.items()) if position.waits and rank not in gone]
+    waiting = [rank for rank, position in sorted(positions.items()) if position.waits and rank not in ended]
     return "\n".join([first, *_list_positions(positions, waiting)])
 
 
-def _find_absent_ranks(local_rank: int, positions: Positions, gone: set[int]) -> list[int]:
-    """Find the ranks that are to blame for a wait: those that are gone, else those that wait for nobody themselves."""
+def _find_absent_ranks(local_rank: int, positions: Positions) -> list[int]:
+    """Find the ranks to blame for a wait that was too long: those that wait for nobody themselves."""
     position = positions[local_rank]
     # A rank that is awaited over a link may have told of a later place, but its message has not come.
     first = _awaited_by(local_rank, positions) if position.awaits is None else {position.awaits[1]}
-    if gone & first:
-        return sorted(gone & first)
     awaited = _reach(first, lambda some: set().union(*(_awaited_by(rank, positions) for rank in some)) - {local_rank})
     # A rank may have gone on since it told where it waits.
     return sorted({rank for rank in awaited if not _awaited_by(rank, positions)} or first)
@@ -528,7 +499,8 @@ class FailureWatcher(threading.Thread):
         The thread may have held a lock at the fork, which nobody would let go of in the child.
         """
         self._over = threading.Event()
-        self.interrupts.leave_to_parent()
+        # Else the child would write its signals to the pipe of its parent.
+        self.interrupts.close()
 
     def run(self) -> None:
         """Look at this rank until it is gone."""

@@ -7,7 +7,7 @@ import os
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -88,7 +88,7 @@ class Group:
         pair: The connections that rows of tensors are sent over; None beside a backend that sends itself, and for
             simulated ranks.
         timeout: Seconds that a rank waits there for another.
-        sockets: Those of the pair.
+        sockets: Those of the pair and the links.
         chain: The collectives that have been started.
         links: The connections over which ranks agree; None for simulated ranks.
     """
@@ -102,10 +102,17 @@ class Group:
     chain: CollectiveChain = field(default_factory=CollectiveChain)
     links: Any = None
 
+    def cut(self) -> None:
+        """End the connections, which wakes this rank and those that wait for it."""
+        if self.links is not None:
+            self.links.cut()
+        if self.pair is not None:
+            _compat.cut(self.pair, self.local_rank, len(self.ranks))
+
 
 def tag_of(entry: ChainEntry, nbytes: int) -> int:
     """The tag of a message: ranks whose collectives differ, now or before, wait for each other."""
-    return (zlib.crc32(b"%d" % nbytes, entry.chain_hash) >> 1) % _compat.CUT
+    return (zlib.crc32(b"%d" % nbytes, entry.chain_hash) >> 1) % _compat.NEVER_SENT
 
 
 @dataclass(slots=True, eq=False)
@@ -171,13 +178,11 @@ class Failure:
         reason: The text that all ranks raise, once the groups are broken.
         count: How many calls have failed on this rank.
         is_cut: Whether this rank has ended its connections.
-        ended: The ranks that had ended theirs before.
     """
 
     reason: str | None = None
     count: int = 0
     is_cut: bool = False
-    ended: Set[int] = frozenset()
 
 
 class Simulation(NamedTuple):
@@ -258,12 +263,12 @@ def _leave_to_parent() -> None:
         groups = [group for group in state.groups.values() if group.links is not None]
         if not groups:
             continue
+        sockets = dict[int, int]()
         for group in groups:
-            group.links.leave_to_parent()
+            sockets |= group.sockets
         pairs = [group.pair for group in groups]
         _compat.keep_for_good([*pairs, *_compat.torch_groups(), state.store])
-        sockets = [item for group in groups for item in group.sockets.items()]
-        _compat.leave_to_parent(dict(sockets), state.store)
+        _compat.leave_to_parent(sockets, state.store)
         state.failure.reason = (
             f"This process was forked from rank {state.rank} and cannot use its connections. Start it with spawn, or "
             "communicate in the parent only."

@@ -7,7 +7,6 @@ waits inside torch, nobody would raise it before the other rank comes.
 import os
 import signal
 import threading
-import time
 from contextlib import suppress
 
 from fshard.comm.groups import PendingCollective
@@ -30,9 +29,7 @@ class Interrupts:
         os.set_blocking(self._write_end, False)
         self._is_listening = False
         self._previous_fd = -1
-        self._lock = threading.Lock()
-        self._last_look = 0.0
-        # A wait that began about when Ctrl-C came, and its beginning.
+        # The wait that went on when Ctrl-C came, and its beginning.
         self._suspect: tuple[PendingCollective, float] | None = None
 
     def listen(self) -> None:
@@ -42,9 +39,8 @@ class Interrupts:
         if not self._is_listening:
             self._previous_fd = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
             self._is_listening = True
-        with self._lock:
-            self._receive()
-            self._suspect = None
+        self._receive()
+        self._suspect = None
 
     def stop(self) -> None:
         """Stop to listen, in the thread that began to."""
@@ -61,14 +57,6 @@ class Interrupts:
             for end in ends:
                 os.close(end)
 
-    def leave_to_parent(self) -> None:
-        """Give up the pipe in a forked child, where it would tell the parent of the child's signals, and the lock.
-
-        Another thread may have held the lock at the fork. The child does not have that thread.
-        """
-        self._lock = threading.Lock()
-        self.close()
-
     def has_come(self, waiting: PendingCollective | None) -> bool:
         """Tell whether Ctrl-C has come in a wait that goes on, so that Python could not raise KeyboardInterrupt.
 
@@ -76,22 +64,17 @@ class Interrupts:
             waiting: The collective that the main thread waits in; None where it does not wait.
 
         Returns:
-            Whether that is so; False where the program handles Ctrl-C in a way of its own.
+            Whether that is so, at the look after the one that finds the signal: the wait may have begun after Python
+            had handled it. False where the program handles Ctrl-C in a way of its own.
         """
-        with self._lock:
-            last_look, self._last_look = self._last_look, time.monotonic()
-            suspect, self._suspect = self._suspect, None
-            came = signal.SIGINT in self._receive()
-            if waiting is None or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-                return False
-            place = waiting, waiting.since
-            if not came:
-                return suspect == place
-            if waiting.since < last_look:
-                return True
-            # The wait may have begun after Ctrl-C was handled. If it did not, it is the same at the next look.
-            self._suspect = place
+        suspect, self._suspect = self._suspect, None
+        came = signal.SIGINT in self._receive()
+        if waiting is None or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             return False
+        place = waiting, waiting.since
+        if came:
+            self._suspect = place
+        return suspect == place
 
     def _receive(self) -> bytes:
         """Read the numbers of signals, and pass them on."""

@@ -96,7 +96,6 @@ class Links:
     def __init__(self, ranks: Sequence[int], sockets: Mapping[int, socket.socket]) -> None:
         self.ranks = ranks
         self.sockets = dict(sockets)
-        self._is_cut = False
         weakref.finalize(self, _close_all, list(self.sockets.values()))
 
     def swap(self, issued: PendingCollective, number: int, to: int, source: int, data: bytes) -> bytes:
@@ -156,8 +155,6 @@ class Links:
 
     def find_ended_peers(self) -> list[int]:
         """Find the places of peers that have ended their links, as far as this rank has not ended them itself."""
-        if self._is_cut:
-            return []
         poll = select.poll()
         peer_of = {}
         for peer, link in self.sockets.items():
@@ -166,19 +163,37 @@ class Links:
             peer_of[link.fileno()] = peer
         return sorted(peer_of[number] for number, _ in poll.poll(0))
 
-    def cut(self) -> list[int]:
-        """End all links, which wakes this rank and those that wait for it; return the peers that had ended theirs."""
-        ended = self.find_ended_peers()
-        self._is_cut = True
+    def cut(self) -> None:
+        """End all links."""
         for link in self.sockets.values():
             with suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
-        return ended
 
-    def leave_to_parent(self) -> None:
-        """Close the links in a forked child, where they would stay open when its parent is killed."""
-        self._is_cut = True
-        _close_all(self.sockets.values())
+
+def swap_in_rounds(issued: PendingCollective, known: bytes, merge: Merge) -> bytes:
+    """Merge what all ranks of a group know, of more of them in every round.
+
+    Args:
+        issued: The exchange, for which this rank waits.
+        known: What this rank knows.
+        merge: Merges what two ranks know.
+
+    Returns:
+        What all ranks know together.
+
+    Raises:
+        LinkError: if a link ends, or lets nothing pass within the timeout.
+    """
+    group = issued.group
+    simulation = issued.state.simulation
+    for number, (to, source) in enumerate(plan_rounds(group.local_rank, len(group.ranks))):
+        if simulation is not None:
+            message = simulation.swap(group, to, known)
+        else:
+            message = group.links.swap(issued, number, to, source, known)
+        known = merge(known, message)
+    issued.awaits = None
+    return known
 
 
 class Listener:
@@ -332,16 +347,14 @@ def _find_host(store: Any) -> str:
 
 
 def _address_of_interface(name: str) -> str:
-    """Read the address of a network interface, of IPv4 if it has one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        return socket.inet_ntop(socket.AF_INET, answer[ADDRESS_BYTES])
-    with suppress(OSError), open("/proc/net/if_inet6") as table:
-        for line in table:
-            address, *_, interface = line.split()
-            if interface == name:
-                return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
-    raise OSError(f"GLOO_SOCKET_IFNAME names the network interface {name!r}, which has no address here")
+    """Read the address of a network interface."""
+    request = struct.pack("256s", name.encode()[:15])
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            return socket.inet_ntop(socket.AF_INET, fcntl.ioctl(probe, SIOCGIFADDR, request)[ADDRESS_BYTES])
+    except OSError as error:
+        text = f"GLOO_SOCKET_IFNAME names the network interface {name!r}, which has no IPv4 address here"
+        raise OSError(text) from error
 
 
 def _close_all(sockets: Iterable[socket.socket]) -> None:

@@ -8,11 +8,11 @@ has its own connection. A thread looks meanwhile what became of the other ranks,
 """
 
 import json
-import random
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, Self, TypeVar
 
 import torch.distributed as dist
@@ -20,7 +20,6 @@ import torch.distributed as dist
 from fshard import _compat
 from fshard.comm.failure import (
     LINGER_TIME,
-    MAX_RANKS_PER_POLL,
     NOTE_GRACE,
     RESTART,
     STORE_IS_GONE,
@@ -31,7 +30,7 @@ from fshard.comm.failure import (
     read_first,
     report_at_once,
 )
-from fshard.comm.groups import RankState, is_simulated
+from fshard.comm.groups import Group, RankState, is_simulated
 from fshard.comm.links import Listener
 from fshard.comm.processes import Process, describe_ended_ranks, has_ended, name_ranks, this_process
 from fshard.errors import describe_error
@@ -48,8 +47,6 @@ ENTRY = "entry/{}"
 # What follows from what all ranks bring; FAILED if one has given up.
 END = "end"
 FAILED = "failed"
-# In the place of a note: some rank has its first mesh.
-MADE = "made"
 CALL_INIT_MESH = "Call init_mesh on every rank; if you make several meshes, make them in the same order."
 
 
@@ -65,38 +62,6 @@ class Arrival(NamedTuple):
     process: Sequence[Any]
     address: str
     text: str
-
-
-def wait_for_last(
-    board: Any,
-    place: str,
-    size: int,
-    seconds: float,
-    look: Callable[[], object],
-    conclude: Callable[[], str] = str,
-) -> str | None:
-    """Wait until all of some ranks have come to a place, of which the last one leaves a text for the others.
-
-    Args:
-        board: The part of the store for these ranks.
-        place: The key of the text.
-        size: How many they are.
-        seconds: How long to wait.
-        look: Called from time to time while this rank waits.
-        conclude: Makes the text on the last rank.
-
-    Returns:
-        The text, on the last rank alone.
-
-    Raises:
-        RuntimeError: if they do not come, or the store is gone.
-    """
-    if board.add(f"came to {place}", 1) != size:
-        _compat.wait_in_store(board, [place], seconds, look)
-        return None
-    text = conclude()
-    board.set(place, text)
-    return text
 
 
 class Meeting:
@@ -131,17 +96,18 @@ class Meeting:
         self.timeout = timeout
         self.place = place
         self.remedy = remedy
-        self.board: Any = dist.PrefixStore(f"fshard/meeting {name}", store)  # type: ignore[attr-defined]
+        self.prefix = f"fshard/meeting {name}"
+        self.board: Any = dist.PrefixStore(self.prefix, store)  # type: ignore[attr-defined]
         # Set once ranks begin to make groups, which are of no use if one of them fails.
         self.state: RankState | None = None
+        # The groups that ranks connect.
+        self.groups: Sequence[Group] = ()
         # What ranks have brought, as far as this one has read it.
         self.entries: dict[int, Arrival] = {}
-        # How many constructors this rank has begun.
-        self.stage = 0
         # Whether all ranks raise the error that leaves the meeting.
         self.fails_everywhere = False
-        # Whether this rank stops torch.distributed if the meeting has failed.
-        self._must_stop = False
+        # Why the waits inside a constructor were ended; "" if they were not.
+        self._reason = ""
         # The ranks that this one connects with, which is set before ranks agree, and where lower ones connect to it.
         self.peers: Sequence[int] = ()
         self.listener: Any = None
@@ -151,14 +117,16 @@ class Meeting:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """Tell the others of an error, unless they have it too."""
+        """Tell the others of an error, unless they have it too; let the store live until they have read of it."""
         if self.listener is not None:
             self.listener.close()
         if error is None or not self.others:
             return
         if not self.fails_everywhere:
             self._report(error)
-        self._linger()
+        ask_store(lambda: self.board.add("read", 1))
+        if _compat.holds_store(self.store):
+            ask_store(lambda: self.board.add("read", 0) >= len(self.ranks), LINGER_TIME)
 
     def _report(self, error: BaseException) -> None:
         """Give up the meeting."""
@@ -170,23 +138,17 @@ class Meeting:
         reason = self._leave_note(text)
         # The last rank to come sees by its entry that there is a note.
         entry = json.dumps(Arrival(this_process(), "", ""))
-        ask_store(lambda: self.board.multi_set([ENTRY.format(self.rank), "noted"], [entry, ""]))
+        ask_store(lambda: self.board.set(ENTRY.format(self.rank), entry))
+        self._end_waits()
         if self.state is not None:
             self.state.failure.reason = self.state.failure.reason or reason
 
-    def _linger(self) -> None:
-        """Show that this rank knows why the meeting ends; wait for those that live if its process has the store."""
-        ask_store(lambda: self.board.add("read", 1))
-        if _compat.holds_store(self.store):
-            ask_store(self._have_all_read, LINGER_TIME)
-
-    def _have_all_read(self) -> bool:
-        """Whether all ranks know why the meeting ends, but for a few whose processes have ended."""
-        missing: int = len(self.ranks) - self.board.add("read", 0)
-        if missing > MAX_RANKS_PER_POLL:
-            return False
-        self._read_some_entries()
-        return missing <= len(self._list_ended_ranks())
+    def _end_waits(self) -> None:
+        """End the waits of this rank inside constructors, and the connections by which others wait for it."""
+        if self.client is not None:
+            self.client.disconnect()
+        for group in self.groups:
+            group.cut()
 
     def agree(self, text: str, merge: Callable[[Sequence[str]], str], look: Callable[[], object]) -> str:
         """Wait until all ranks have come; find out once, on the last of them, what follows from all that they bring.
@@ -208,18 +170,16 @@ class Meeting:
             return merge([text])
         if self.peers and not is_simulated():
             self.listener = Listener(self.store)
-
-        def find_end() -> str:
-            """Find out what follows, on the last rank."""
-            self._read(self.ranks)
-            texts = [self.entries[rank].text for rank in self.ranks]
-            return FAILED if "" in texts else merge(texts)
-
         try:
             entry = Arrival(this_process(), self.listener.address if self.listener else "", text)
             self.board.set(ENTRY.format(self.rank), json.dumps(entry))
-            end = wait_for_last(self.board, END, len(self.ranks), self.timeout, look, find_end)
-            if end is None:
+            if self.board.add(f"came to {END}", 1) == len(self.ranks):
+                self._read(self.ranks)
+                texts = [self.entries[rank].text for rank in self.ranks]
+                end = FAILED if "" in texts else merge(texts)
+                self.board.set(END, end)
+            else:
+                _compat.wait_in_store(self.board, [END], self.timeout, look)
                 end = self._read(self.peers, END)[0].decode()
         except CollectiveError:
             raise
@@ -240,11 +200,11 @@ class Meeting:
         """Say who has not come. The first rank to ask finds out, and the others wait for its note."""
         if ask_store(lambda: self.board.add("askers", 1)) != 1:
             with suppress(RuntimeError):
-                _compat.wait_in_store(self.board, ["noted"], SEARCH_TIME)
-        reason = self.find_reason(processes=False)
+                _compat.wait_in_store(self.board, ["note"], SEARCH_TIME)
+        reason = self.find_reason()
         absent = None if reason else ask_store(lambda: [self._find_absent(self.others)], SEARCH_TIME)
         if absent is None:
-            return CollectiveError(reason or self._name_ended_ranks() or STORE_IS_GONE)
+            return CollectiveError(reason or STORE_IS_GONE)
         [ranks] = absent
         if not ranks:
             text = f"{self.place}: all ranks called it, but one of them stopped there for over {self.timeout:g} s"
@@ -265,15 +225,6 @@ class Meeting:
         """Whether all of some ranks have come."""
         return bool(self.board.check([ENTRY.format(rank) for rank in ranks]))
 
-    def refuse(self, error: ValueError) -> None:
-        """Raise an error that all ranks raise, because it follows from what they have shown each other.
-
-        Raises:
-            ValueError: the error, of which this rank does not tell the others.
-        """
-        self.fails_everywhere = True
-        raise error
-
     def check_others(self) -> None:
         """End this rank's wait if another has failed or is gone.
 
@@ -283,16 +234,9 @@ class Meeting:
         if reason := self.find_reason():
             raise CollectiveError(reason)
 
-    def find_reason(self, *, processes: bool = True) -> str:
-        """Find out why no mesh will be made, as far as this rank can tell.
-
-        Args:
-            processes: Whether to look for processes that have ended too.
-
-        Returns:
-            The reason; "" if nothing is known.
-        """
-        reason: str | None = ask_store(self._find_reason if processes else self._read_note)
+    def find_reason(self) -> str:
+        """Find out why no mesh will be made, as far as this rank can tell; "" if nothing is known."""
+        reason: str | None = ask_store(self._find_reason)
         # The store may have gone with the rank that held it.
         return self._name_ended_ranks() if reason is None else reason
 
@@ -312,28 +256,43 @@ class Meeting:
             return make(self.store)
         if self.client is None:
             self.client = _compat.StoreClient(lambda: _compat.clone_of(self.store))
-        self.stage += 1
         begin = time.monotonic()
-        ender = _WaitEnder(self, self.client)
-        with ender:
-            try:
-                made = make(self.client.store)
-            except CollectiveError:
-                raise
-            except RuntimeError as error:
-                # The thread still shows others that this rank is not the one that hangs.
-                raise CollectiveError(self._explain_lost_wait(ender, error, time.monotonic() - begin)) from error
-        if ender.reason:
-            raise CollectiveError(ender.reason)
+        over = threading.Event()
+        watcher = threading.Thread(target=self._watch_others, args=[over], name="fshard init_mesh", daemon=True)
+        if self.client.is_connected():
+            watcher.start()
+        try:
+            made = make(self.client.store)
+        except CollectiveError:
+            raise
+        except RuntimeError as error:
+            # The thread still shows others that this rank is not the one that hangs.
+            raise CollectiveError(self._explain_lost_wait(error, time.monotonic() - begin)) from error
+        finally:
+            over.set()
+            if watcher.is_alive():
+                watcher.join()
+        if self._reason:
+            raise CollectiveError(self._reason)
         return made
 
-    def show_wait(self, looks: int) -> None:
-        """Show others in which constructor this rank waits for them, as the number of looks grows."""
-        ask_store(lambda: self.board.set(f"waits/{self.rank}", json.dumps([self.stage, looks])))
+    def _watch_others(self, over: threading.Event) -> None:
+        """Look at the other ranks until a constructor returns, and end its waits if one of them has failed or is gone.
 
-    def _explain_lost_wait(self, ender: "_WaitEnder", error: RuntimeError, seconds: float) -> str:
+        Others see by the number of looks that this rank, which waits for them, does not hang.
+        """
+        looks = 0
+        while not over.wait(NEXT_LOOK if looks else FIRST_LOOK):
+            looks += 1
+            ask_store(partial(self.board.set, f"waits/{self.rank}", f"{looks}"))
+            self._reason = self.find_reason()
+            if self._reason:
+                self._end_waits()
+                return
+
+    def _explain_lost_wait(self, error: RuntimeError, seconds: float) -> str:
         """Say why the wait in a constructor ended after some seconds, in the same words on every rank."""
-        reason = ender.reason or ask_store(self._find_reason, NOTE_GRACE)
+        reason = self._reason or ask_store(self._find_reason, NOTE_GRACE)
         if reason is None:
             # The store has gone with the rank that held it.
             return self._name_ended_ranks() or STORE_IS_GONE
@@ -346,26 +305,17 @@ class Meeting:
         return self._leave_note(f"{first}. {where}\nTo fix: {RESTART}.")
 
     def _name_hanging_ranks(self) -> str:
-        """Name the ranks to blame for a wait that was too long, as well as this rank can tell."""
-        if len(self.others) == 1:
-            return name_ranks(self.others)
+        """Name the ranks that do not look at the others, as those do that wait."""
         before = ask_store(self._read_waits)
         # Longer than a rank that runs needs to look again.
         time.sleep(1.5 * NEXT_LOOK)
-        waits = ask_store(self._read_waits)
-        if not before or not waits:
-            return f"one of {name_ranks(self.others)}"
-        # A rank that is behind this one may wait for another that is further behind.
-        lowest_stage = min(self.stage, *(stage for stage, _ in waits.values()))
-        last = [rank for rank in self.others if waits[rank][0] == lowest_stage]
-        stopped = [rank for rank in last if waits[rank] == before[rank]]
-        if stopped:
-            return name_ranks(stopped)
-        return name_ranks(last) if lowest_stage < self.stage else f"one of {name_ranks(self.others)}"
+        looks = ask_store(self._read_waits)
+        hanging = [rank for rank in self.others if before and looks and looks[rank] == before[rank]]
+        return name_ranks(hanging) if hanging else f"one of {name_ranks(self.ranks)}"
 
-    def _read_waits(self) -> dict[int, list[int]]:
-        """Read in which constructors other ranks wait, and how often they have looked from there."""
-        return {rank: json.loads(read_first(self.board, "waits", [rank]) or "[0, 0]") for rank in self.others}
+    def _read_waits(self) -> dict[int, str]:
+        """Read how often other ranks that wait in a constructor have looked at the others."""
+        return {rank: read_first(self.board, "waits", [rank]) for rank in self.others}
 
     def _describe_failure(self, error: BaseException) -> str:
         """Say that this rank has failed."""
@@ -375,55 +325,32 @@ class Meeting:
         """Read why no mesh will be made: the note of a rank, or that some process has ended."""
         if note := self._read_note():
             return note
-        self._read_some_entries()
+        # Each rank is a peer of some others, which leave a note if it has come and ended.
+        for rank in self.peers:
+            if rank not in self.entries and self.have_come([rank]):
+                self._read([rank])
         reason = self._name_ended_ranks()
         return self._leave_note(reason) if reason else ""
 
-    def _read_some_entries(self) -> None:
-        """Read what a few of the others have brought, of which this rank does not know it."""
-        unknown = [rank for rank in self.others if rank not in self.entries]
-        for rank in random.sample(unknown, min(MAX_RANKS_PER_POLL, len(unknown))):
-            # To read a key that is not there by compare_set would make it.
-            if self.have_come([rank]):
-                self._read([rank])
-
-    def _list_ended_ranks(self) -> list[int]:
-        """List the ranks whose processes have ended, as far as this one can tell."""
-        return [rank for rank, entry in sorted(self.entries.items()) if has_ended(Process(*entry.process))]
-
     def _name_ended_ranks(self) -> str:
         """Say which ranks' processes have ended, as far as this one can tell; "" if none has."""
-        ended = self._list_ended_ranks()
+        ended = [rank for rank, entry in sorted(self.entries.items()) if has_ended(Process(*entry.process))]
         return f"{self.place}: {describe_ended_ranks(ended)}\nTo fix: {RESTART}." if ended else ""
 
     def _read_note(self) -> str:
-        return self._reason_in(self.board.compare_set("note", "", ""))
+        # Ranks may wait for the key, which compare_set would make.
+        return self.board.get("note").decode() if self.board.check(["note"]) else ""
 
     def _leave_note(self, reason: str) -> str:
-        """Leave a note, and return the reason in the first one that is there."""
-
-        def leave() -> str:
-            # The second time only where a rank has its first mesh already.
-            for before in ("", MADE):
-                note = self.board.compare_set("note", before, json.dumps([reason, not before]))
-            return self._reason_in(note)
-
-        return ask_store(leave) or reason
-
-    def _reason_in(self, note: bytes) -> str:
-        """Read the reason in a note, and whether to stop torch.distributed; "" if there is none."""
-        if note.decode() in ("", MADE):
-            return ""
-        reason, self._must_stop = json.loads(note)
-        return str(reason)
+        """Leave a note, and return the first one that is there."""
+        note: bytes | None = ask_store(lambda: self.board.compare_set("note", "", reason))
+        return note.decode() if note else reason
 
 
 class FirstMeeting(Meeting):
-    """The call of init_mesh that starts torch.distributed, which all ranks stop again if one of them cannot start it.
+    """The call of init_mesh that starts torch.distributed, which all ranks stop again if one of them fails.
 
-    Otherwise ranks where it runs would wait in the next call for those where it does not run. A rank may have started
-    it and gone on when another one fails to. So the first rank that fails decides for all of them, and its note says
-    what it has decided.
+    Otherwise ranks where it runs would wait in the next call for those where it does not run.
 
     Args:
         client: The client of the launcher's store for this start.
@@ -441,64 +368,13 @@ class FirstMeeting(Meeting):
         # This process may serve the store by it.
         self._launcher_store = client.store
 
-    def confirm_mesh(self) -> None:
-        """Show others that this rank has its mesh, unless one of them has failed.
-
-        All ranks are then past the start of torch.distributed: on every axis, one after another, each has begun to
-        connect with all others of its row.
-
-        Raises:
-            CollectiveError: if one has failed.
-        """
-        reason = self._reason_in(self.board.compare_set("note", "", MADE))
-        if reason:
-            raise CollectiveError(reason)
-
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Tell the others of an error, and stop torch.distributed unless it runs on all ranks."""
+        """Tell the others of an error, and stop torch.distributed."""
         super().__exit__(kind, error, traceback)
-        if error is not None and (self._must_stop or self.fails_everywhere):
-            _compat.stop_torch()
-            # Ranks meet here again, in the store of the next start.
-            _compat.keep_server(self._launcher_store)
-
-
-class _WaitEnder(threading.Thread):
-    """Ends the waits inside a constructor, in a context, where another rank has failed or is gone.
-
-    Args:
-        meeting: Of the ranks that make something together.
-        client: The client of the store that the constructor waits on.
-    """
-
-    def __init__(self, meeting: Meeting, client: _compat.StoreClient) -> None:
-        super().__init__(name="fshard init_mesh", daemon=True)
-        self._meeting = meeting
-        self._client = client
-        self._over = threading.Event()
-        # Why the waits were ended; "" if they were not.
-        self.reason = ""
-
-    def __enter__(self) -> None:
-        """Begin to look."""
-        if self._client.is_connected():
-            self.start()
-
-    def __exit__(self, *_: object) -> None:
-        """End before what was made is used."""
-        self._over.set()
-        if self.is_alive():
-            self.join()
-
-    def run(self) -> None:
-        """Look at the other ranks until the constructor returns, or one of them has failed."""
-        seconds = FIRST_LOOK
-        looks = 0
-        while not self._over.wait(seconds):
-            looks += 1
-            self._meeting.show_wait(looks)
-            self.reason = self._meeting.find_reason()
-            if self.reason:
-                self._client.disconnect()
-                return
-            seconds = NEXT_LOOK
+        if error is None:
+            return
+        _compat.stop_torch()
+        # Ranks meet here again, in the store of the next start. torch serves one port of a process by one server, as
+        # long as some client in that process lives.
+        if _compat.holds_store(self._launcher_store):
+            _compat.keep_for_good([self._launcher_store])

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fshard import _compat
-from fshard.comm.connect import connect_group
+from fshard.comm.connect import connect_groups
 from fshard.comm.events import Collective, Destination, Record, Shapes, Verb, decode_label, describe_tensors
 from fshard.comm.failure import (
     describe_interrupt,
@@ -19,7 +19,7 @@ from fshard.comm.failure import (
     notify_peers,
 )
 from fshard.comm.groups import ChainEntry, Group, PendingCollective, rank_state
-from fshard.comm.links import Merge, plan_rounds
+from fshard.comm.links import Merge, swap_in_rounds
 
 Tensors = list[torch.Tensor]
 
@@ -87,8 +87,9 @@ def _issue(
     state = rank_state()
     if state.failure.reason is not None:
         raise make_error(state)
-    # A group that is there has been connected.
-    group = state.groups.get(destination.group) or connect_group(state, destination.group)
+    if destination.group not in state.groups:
+        connect_groups(state, [destination.group])
+    group = state.groups[destination.group]
     label = destination.label
     hashed, text = _texts(op, destination.axis, label, shapes)
     if state.call.name is not None:
@@ -130,29 +131,6 @@ def spread(known: bytes, merge: Merge, destination: Destination) -> bytes:
     union: bytes = _run_waiting(issued, dist.DistError, run, issued, known, merge)
     _notify_watchers(issued, "landed")
     return union
-
-
-def swap_in_rounds(issued: PendingCollective, known: bytes, merge: Merge) -> bytes:
-    """Merge what all ranks of a group know, of more of them in every round.
-
-    Args:
-        issued: The exchange, for which this rank waits.
-        known: What this rank knows.
-        merge: Merges what two ranks know.
-
-    Returns:
-        What all ranks know together.
-    """
-    group = issued.group
-    simulation = issued.state.simulation
-    for number, (to, source) in enumerate(plan_rounds(group.local_rank, len(group.ranks))):
-        if simulation is not None:
-            message = simulation.swap(group, to, known)
-        else:
-            message = group.links.swap(issued, number, to, source, known)
-        known = merge(known, message)
-    issued.awaits = None
-    return known
 
 
 def _run_waiting(issued: PendingCollective, kind: type[Exception], run: Callable[..., Any], *args: Any) -> Any:
