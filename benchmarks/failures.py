@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 import fshard as fs
-from fshard.comm.connect import connect_group
+from fshard.comm.connect import connect_groups
 from fshard.comm.failure import Position, notify_peers, poll_peers
 from fshard.comm.groups import Group, PendingCollective, RankState, Simulation, tag_of
 from fshard.testing import Workers
@@ -156,7 +156,7 @@ def measured(calls: int) -> dict[str, float]:
         watched, alone = [], []
         for _ in range(5):
             own.watcher = None
-            connect_group(own, axis.group_name)
+            connect_groups(own, [axis.group_name])
             watched.append(time_of(partial(run, params)))
             own.watcher._over.set()  # type: ignore[union-attr]
             own.watcher.join()  # type: ignore[union-attr]

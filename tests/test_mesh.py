@@ -1,6 +1,7 @@
 """init_mesh and the axes of its meshes, of all ranks and of some: a trainer beside a reference model."""
 
 import itertools
+import json
 import resource
 from datetime import timedelta
 from functools import partial
@@ -39,6 +40,15 @@ def test_a_mesh_is_checked_for_the_files_that_its_devices_need(monkeypatch, devi
     meeting = SimpleNamespace(store=dist.HashStore(), ranks=range(64))
     assert meshes._find_lack(device, [64], meeting) == "lacks"
     assert counts == [sockets_of_mesh([64], sends_itself=sends_itself)]
+
+
+@pytest.mark.parametrize(
+    ("devices", "shared"), [(["host 0", "host 1"], ""), (["host 0", "host 1", "host 0", ""], "host 0"), (["", ""], "")]
+)
+def test_a_device_that_several_ranks_compute_on_is_found_by_what_they_bring(devices, shared):
+    requests = [json.dumps(meshes._Request("a mesh", device=device)) for device in devices]
+    error, *agreed = json.loads(meshes._merge_requests(requests))
+    assert (error, meshes._Request(*agreed).device) == ("", shared)
 
 
 @on_ranks(6)

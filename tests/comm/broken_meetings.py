@@ -18,8 +18,6 @@ from fshard.comm import connect
 # Where the functions are that a rank may break in, where that is not `_compat`.
 OWNERS = {
     "init_process_group": dist,
-    "new_subgroups_by_enumeration": dist,
-    "new_group": dist.distributed_c10d,
     "create_default_device": dist.ProcessGroupGloo,
     "agree": comm.Meeting,
     "connect_links": connect,
@@ -92,8 +90,10 @@ def break_in_last_mesh(victim: int, place: str, fault: str, meshes: int, timeout
         print(time.monotonic() - begin, type(error).__name__, str(error), sep="\n")
 
 
-def fail_and_call_again(victim: int, places: list[str], moment: str) -> None:
-    """Make meshes, of which the victim fails in one for each place; print the errors, and what two later meshes do."""
+def fail_and_call_again(victim: int, places: list[str], moment: str, meshes: int) -> None:
+    """Make meshes, in which the victim fails once for each place; print the errors, and what two later meshes do."""
+    for _ in range(meshes):
+        make(60.0)
     if int(os.environ["RANK"]) == victim:
         for place in places:
             break_once(place, fail, behind=moment == "behind")

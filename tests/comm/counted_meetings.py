@@ -3,7 +3,6 @@
 import json
 import os
 import resource
-import stat
 import sys
 import threading
 from collections import Counter
@@ -11,32 +10,13 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 import fshard as fs
+from fshard._compat.collectives import _open_sockets
 
 REQUESTS = ("set", "get", "add", "wait", "check", "compare_set", "multi_get", "multi_set", "delete_key", "append")
 STORES = (dist.Store, dist.PrefixStore, dist.TCPStore)
-
-
-def count_sockets() -> int:
-    sockets = 0
-    for name in os.listdir("/dev/fd"):
-        try:
-            sockets += stat.S_ISSOCK(os.fstat(int(name)).st_mode)
-        except OSError:
-            # The descriptor of the listing itself has gone.
-            continue
-    return sockets
-
-
-def print_sockets(shape: str) -> None:
-    """Make the first mesh of a run, and print how many sockets that has opened."""
-    before = count_sockets()
-    mesh = fs.init_mesh(json.loads(shape), device="cpu")
-    print(count_sockets() - before)
-    # Nobody ends its connections before all have counted.
-    for name in mesh.mesh_dim_names:
-        fs.psum(torch.ones(()), fs.axis_of(mesh, name))
 
 
 def count_requests(requests: Counter[str]) -> None:
@@ -62,27 +42,43 @@ def count_requests(requests: Counter[str]) -> None:
                 setattr(store, name, lambda *args, counted=counted, **kwargs: counted(*args, **kwargs))
 
 
-def print_requests(shape: str) -> None:
-    """Make meshes: the first of a run, the same, and one with groups of its own; print what each asks of the store."""
+def sum_over(mesh: DeviceMesh) -> None:
+    """Send something over each axis; nobody ends its connections before all are here."""
+    for name in mesh.mesh_dim_names:
+        fs.psum(torch.ones(()), fs.axis_of(mesh, name))
+
+
+def print_costs_of_meshes(shape: str) -> None:
+    """Make meshes: the first of a run, the same, and one with groups of its own.
+
+    Print how many sockets the first one opens, and what each asks of the store.
+    """
     requests = Counter[str]()
     count_requests(requests)
-    for timeout in (60.0, 60.0, 59.0):
+    before = len(_open_sockets())
+    for number, timeout in enumerate((60.0, 60.0, 59.0)):
         requests.clear()
         mesh = fs.init_mesh(json.loads(shape), device="cpu", timeout=timeout)
+        if number == 0:
+            print(len(_open_sockets()) - before)
         print(sum(requests.values()))
-        for name in mesh.mesh_dim_names:
-            fs.psum(torch.ones(()), fs.axis_of(mesh, name))
+        sum_over(mesh)
 
 
-def print_limits(victim: int, soft: int, hard: int) -> None:
-    """Make a mesh, with another limit of open files on one rank; print the error and the limit."""
-    if int(os.environ["RANK"]) == victim:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    try:
-        mesh = fs.init_mesh({"a": 2, "b": -1}, device="cpu")
-        for name in mesh.mesh_dim_names:
-            fs.psum(torch.ones(()), fs.axis_of(mesh, name))
-        print("none")
-    except ValueError as error:
-        print(error)
-    print(*resource.getrlimit(resource.RLIMIT_NOFILE))
+def print_limits(victim: int, soft: int, hard: list[int]) -> None:
+    """Make meshes, each with another limit of open files on one rank; print the errors, and the limit at the end.
+
+    A process may lower its hard limit alone, so the first mesh is checked against a function that tells a lower one.
+    """
+    is_victim = int(os.environ["RANK"]) == victim
+    if is_victim:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard[-1]))
+    limits = resource.getrlimit
+    for each in hard:
+        resource.getrlimit = lambda kind, each=each: (soft, each) if is_victim else limits(kind)
+        try:
+            sum_over(fs.init_mesh({"a": 2, "b": -1}, device="cpu"))
+            print("none")
+        except ValueError as error:
+            print(error)
+    print(*limits(resource.RLIMIT_NOFILE))

@@ -107,7 +107,6 @@ def train_beside_children():
         lambda: assert_child_ends_well(drop_mesh),
         lambda: assert_child_ends_well(lambda: call(rank, axis)),
         lambda: assert_child_ends_well(sys.exit, watcher._over._cond),
-        lambda: assert_child_ends_well(lambda: call(rank, axis), watcher.interrupts._lock),
     )
     for number, act in enumerate(acts):
         if rank == number % 2:

@@ -18,10 +18,12 @@ import fshard as fs
 from fshard import comm
 from fshard.comm import failure, links
 from fshard.comm.links import HELLO, Links, Listener, list_peers, plan_rounds
+from fshard.testing import spmd
 from tests.comm.steps import make_step
 from tests.forked_programs import run_on_ranks
+from tests.messages import counted_messages
 from tests.ranks import my_rank, on_ranks
-from tests.trees import one_axis
+from tests.trees import one_axis, two_axes
 
 
 @pytest.mark.parametrize("size", [*range(2, 20), 63, 64, 1000, 1024])
@@ -40,10 +42,9 @@ def test_every_rank_hears_of_all_in_few_rounds(size):
     assert set(known) == {2**size - 1}
 
 
-WORLDS = (2, 3, 4, 5, 6, 7, 8, "2 processes", "3 processes", "4 processes")
+WORLDS = (3, 8, "3 processes", pytest.param("4 processes", marks=pytest.mark.slow))
 
 
-@pytest.mark.rows(5)
 @on_ranks(*WORLDS)
 def test_values_of_any_size_reach_all_ranks(world_size):
     """Also those that are larger than what fits between two ranks, which all send at once."""
@@ -55,7 +56,22 @@ def test_values_of_any_size_reach_all_ranks(world_size):
     assert comm.join_flags(flags, [axis], comm.Label("example")) == [True, False, True, True]
 
 
-@on_ranks("2 processes", "3 processes", pytest.param("8 processes", marks=pytest.mark.slow), timeout=90.0)
+@on_ranks(4, 6)
+def test_each_row_of_a_mesh_merges_its_own(world_size):
+    mesh = two_axes(world_size)
+    for axis in (fs.axis_of(mesh, name) for name in mesh.mesh_dim_names):
+        ranks = comm.merge_objects([my_rank()], lambda some, others: sorted({*some, *others}), [axis], "test")
+        assert ranks == comm.all_gather_object(my_rank(), [axis], "test"), axis
+
+
+@pytest.mark.parametrize("ranks", (3, 8))
+def test_messages_of_a_rank_grow_with_the_logarithm(ranks):
+    with counted_messages() as messages:
+        spmd(lambda: comm.merge_objects(my_rank(), max, [fs.axis_of(one_axis())], "test"), ranks)
+    assert len(messages) == ranks * (ranks - 1).bit_length()
+
+
+@on_ranks("3 processes", pytest.param("8 processes", marks=pytest.mark.slow), timeout=90.0)
 def test_a_call_is_compared_by_one_message_for_each_round(world_size):
     step, state, x = make_step()
     step(state, x)
@@ -103,13 +119,15 @@ NAMED = {
     "raise": "rank {} failed in gather: ValueError: bad sample",
     "stop": "rank {} did not join a collective within {:.0f} s. " + failure.LOOK_FOR_HANG,
 }
-# Ranks, the one that breaks, and the round.
+# Ranks, the one that breaks, and the round; of the others two rows find each fault and way to connect.
 BREAKS = [(2, 1, 0), (4, 3, 0), (4, 2, 1), (3, 1, 0), (3, 2, 1), (8, 5, 0), (8, 5, 1), (8, 5, 2), (7, 4, 2)]
+FAST = [("kill", 4, 3, 0), ("raise", 3, 2, 1)]
+SLOW = [(fault, *row) for fault in NAMED for row in BREAKS if (fault, *row) not in FAST]
 
 
-@pytest.mark.rows(3)
-@pytest.mark.parametrize("size, victim, number", BREAKS)
-@pytest.mark.parametrize("fault", NAMED)
+@pytest.mark.parametrize(
+    "fault, size, victim, number", [*FAST, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)]
+)
 def test_a_rank_that_breaks_in_a_round_is_named_on_all(fault, size, victim, number):
     """Also by ranks that have no link with it."""
     timeout = 2.0 if fault == "stop" else 60.0
@@ -128,7 +146,7 @@ def test_a_rank_that_breaks_in_a_round_is_named_on_all(fault, size, victim, numb
         assert seconds < timeout + 13.0 if fault == "stop" else seconds < 15.0, programs
 
 
-@on_ranks("2 processes", "3 processes")
+@on_ranks("3 processes")
 def test_a_rank_that_waits_over_links_and_one_that_waits_for_rows_are_told_of_each_other(world_size):
     axis = fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu", timeout=60.0))
     comm.all_gather([torch.ones(2)], axis, "before")
@@ -168,8 +186,8 @@ def listener():
 
 
 def test_strangers_neither_join_nor_hold_up_a_rank(monkeypatch):
-    monkeypatch.setattr(links, "HELLO_TIME", struct.pack("ll", 0, 200_000))
-    monkeypatch.setattr(links, "LOOK_INTERVAL", 0.05)
+    monkeypatch.setattr(links, "HELLO_TIME", struct.pack("ll", 0, 50_000))
+    monkeypatch.setattr(links, "LOOK_INTERVAL", 0.02)
     made, place, secret = listener()
     key = b"k" * 16
     silent, short, wrong, right = (socket.create_connection(place) for _ in range(4))

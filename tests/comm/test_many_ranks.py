@@ -5,18 +5,16 @@ import math
 import re
 import threading
 from datetime import timedelta
-from functools import partial
 
 import pytest
 import torch.distributed as dist
 
 from fshard import _compat
-from fshard._compat import StoreClient
-from fshard.comm import CollectiveError, FirstMeeting, Meeting, connect
+from fshard.comm import CollectiveError, Meeting, connect
 from fshard.comm.groups import RankState
 from fshard.comm.meeting import END, ENTRY, Arrival
 from fshard.comm.sockets import sockets_of_axis, sockets_of_mesh
-from tests.comm.counted_meetings import print_limits, print_requests, print_sockets
+from tests.comm.counted_meetings import print_costs_of_meshes, print_limits
 from tests.forked_programs import run_on_ranks
 
 # torch's server ends the connection of a client that sends a longer key.
@@ -41,7 +39,6 @@ def test_keys_of_a_group_of_thousands_of_ranks_fit_in_the_store(monkeypatch):
     def make_pair(name, run):
         run(lambda board: board.set("an address", ""))
         lengths.extend(len(key) for key in store.list_keys())
-        return None, {}
 
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: list(range(MANY)))
     monkeypatch.setattr(_compat, "resolve_process_group", lambda _: None)
@@ -49,38 +46,34 @@ def test_keys_of_a_group_of_thousands_of_ranks_fit_in_the_store(monkeypatch):
     monkeypatch.setattr(_compat, "make_pair", make_pair)
     monkeypatch.setattr(_compat, "serves_accelerator", lambda _: False)
     monkeypatch.setattr(connect, "connect_links", connect_links)
+    monkeypatch.setattr(connect, "swap_in_rounds", lambda *_: b"")
     monkeypatch.setattr(Meeting, "agree", agree_alone)
-    connect.connect_group(RankState(7, store, watcher="none"), "12")
+    connect.connect_groups(RankState(7, store, watcher="none"), ["12"])
     assert 0 < max(lengths) < LONGEST_KEY / 50
 
 
 def test_descriptions_of_groups_are_short_and_tell_rows_apart():
-    texts = {_compat.collectives._description(rows) for rows in ([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1, 2, 3]])}
-    assert len(texts) == 3
-    assert len(_compat.collectives._description([list(range(MANY))])) < 100
+    names = {_compat.collectives._name_of_groups(ranks) for ranks in ([0, 1], [0, 2], range(2, 3))}
+    assert len(names) == 3
+    assert len(_compat.collectives._name_of_groups(range(MANY))) < 100
 
 
-SHAPES = [
-    {"a": 2},
-    {"a": 4},
-    pytest.param({"a": 3}, marks=pytest.mark.slow),
-    pytest.param({"a": 6}, marks=pytest.mark.slow),
-    pytest.param({"a": 2, "b": 2}, marks=pytest.mark.slow),
-    pytest.param({"a": 8}, marks=pytest.mark.slow),
-    pytest.param({"a": 2, "b": 4}, marks=pytest.mark.slow),
-    pytest.param({"a": 16}, marks=pytest.mark.slow),
-]
+SHAPES = [{"a": 2, "b": 2}, {"a": 2}, {"a": 3}, {"a": 6}, {"a": 8}, {"a": 2, "b": 4}, {"a": 16}]
 
 
-@pytest.mark.rows(2)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_sockets_of_a_mesh_follow_their_law(shape):
-    """The holder of the store has three more for each rank, and listens."""
+@pytest.mark.parametrize("shape", [SHAPES[0], *(pytest.param(shape, marks=pytest.mark.slow) for shape in SHAPES[1:])])
+def test_sockets_and_requests_to_the_store_follow_their_laws(shape):
+    """The holder of the store has three more sockets for each rank, and listens.
+
+    Each rank asks five times for a mesh, whether it has groups of its own or not.
+    """
     ranks = math.prod(shape.values())
-    holder, *others = [int(program.output) for program in run_on_ranks(ranks, print_sockets, json.dumps(shape))]
     expected = sockets_of_mesh(list(shape.values()), sends_itself=False)
-    assert others == [expected] * (ranks - 1)
-    assert holder == expected + 3 * ranks + 1
+    for rank, program in enumerate(run_on_ranks(ranks, print_costs_of_meshes, json.dumps(shape))):
+        assert program.code == 0, program
+        sockets, *requests = map(int, program.output.split())
+        assert sockets == expected + (0 if rank else 3 * ranks + 1)
+        assert requests == [5, 5, 5]
 
 
 def test_sockets_of_thousands_of_ranks():
@@ -88,16 +81,6 @@ def test_sockets_of_thousands_of_ranks():
     for ranks, links in ((64, 6), (1000, 20), (1024, 10), (4096, 12)):
         assert sockets_of_axis(ranks, sends_itself=True) == ranks + links
         assert sockets_of_axis(ranks, sends_itself=False) == 3 * ranks + links
-
-
-@pytest.mark.rows(2)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_requests_to_the_store_are_as_many_at_any_number_of_ranks(shape):
-    """Six of each rank for the first mesh, and five for each later one, whether it has groups of its own or not."""
-    ranks = math.prod(shape.values())
-    for program in run_on_ranks(ranks, print_requests, json.dumps(shape)):
-        assert program.code == 0, program
-        assert program.output.split() == ["6", "5", "5"]
 
 
 @pytest.fixture
@@ -152,38 +135,15 @@ def test_one_rank_finds_out_by_halves_which_of_thousands_have_not_come(store, mo
     assert len(checks) <= 4 * math.log2(MANY)
 
 
-def test_the_first_rank_with_a_mesh_decides_whether_torch_runs_on(store):
-    """A rank that fails before that lets all others stop it, and one that fails after that lets it run."""
-    for is_made in (False, True):
-        meetings = [
-            FirstMeeting(StoreClient(partial(dist.PrefixStore, f"{is_made}", store)), n, 2, 9.0) for n in range(2)
-        ]
-        if is_made:
-            meetings[1].confirm_mesh()
-        meetings[0]._leave_note("rank 0 failed")
-        with pytest.raises(CollectiveError, match=r"^rank 0 failed$"):
-            meetings[1].confirm_mesh()
-        assert [meeting._must_stop for meeting in meetings] == [not is_made] * 2
-
-
-@pytest.mark.parametrize("victim", (1, pytest.param(0, marks=pytest.mark.slow)))
-def test_a_rank_that_may_not_open_enough_files_is_named_on_every_rank(victim):
-    """Before any of them waits for another inside gloo."""
-    for program in run_on_ranks(4, print_limits, victim, 70, 70):
+def test_a_rank_that_may_not_open_enough_files_is_named_on_every_rank():
+    """Before any of them waits for another inside gloo; a limit that may be raised is raised."""
+    expected = r"init_mesh: rank 1 needs about \d+ open files for this mesh, and may open 70\. Raise .*ulimit -n"
+    for rank, program in enumerate(run_on_ranks(2, print_limits, 1, 70, [70, 4096])):
         assert program.code == 0, program
-        error, _ = program.output.splitlines()
-        expected = (
-            rf"init_mesh: rank {victim} needs about \d+ open files for this mesh, and may open 70\. Raise .*ulimit -n"
-        )
-        assert re.match(expected, error)
-
-
-def test_a_limit_of_open_files_that_may_be_raised_is_raised():
-    for rank, program in enumerate(run_on_ranks(2, print_limits, 1, 70, 4096)):
-        assert program.code == 0, program
-        error, limits = program.output.splitlines()
-        soft, hard = map(int, limits.split())
+        refused, error, limits = program.output.splitlines()
+        assert re.match(expected, refused)
         assert error == "none"
+        soft, hard = map(int, limits.split())
         assert rank == 0 or 70 < soft < hard == 4096
 
 
@@ -193,8 +153,7 @@ def test_a_rank_waits_while_another_one_finds_out_who_has_not_come(store, monkey
     # By a client of its own, as the other one waits.
     board = meet(store.clone(), 0).board
     board.add("askers", 1)
-    values = [json.dumps(["the others' reason", True]), ""]
-    other = threading.Timer(0.5, board.multi_set, (["note", "noted"], values))
+    other = threading.Timer(0.5, board.set, ("note", "the others' reason"))
     other.start()
     with pytest.raises(CollectiveError, match=r"^the others' reason$"):
         meet(store, 7, timeout=0.1).agree("the same", "".join, bool)

@@ -55,22 +55,6 @@ def test_a_profile_names_collectives_and_units(jitted):
         assert ranges[f"fshard::reduce_scatter ({unit})"]
 
 
-@on_ranks("2 processes")
-def test_a_range_ends_with_the_error_of_its_collective():
-    axis = make_step()[1].params["layers.0.weight"].spec.axes[0]
-
-    def break_rank(*_):
-        raise ZeroDivisionError
-
-    with (
-        profile(activities=CPU) as profiled,
-        patch.object(_compat, "start_swap", break_rank),
-        pytest.raises(ZeroDivisionError),
-    ):
-        comm.all_gather([torch.ones(2)], axis, "example")
-    assert count_ranges(profiled) == {"fshard::all_gather (example)": 1}
-
-
 def test_a_trace_for_a_graph_records_no_range():
     def list_namespaces():
         step, state, x = make_step()

@@ -20,9 +20,7 @@ TEXT = README.read_text()
 TABLES = {rows[0][0]: rows[1:] for rows in tables(TEXT)}
 SOURCE = "".join(path.read_text() for path in README.parent.glob("*.py"))
 # Written only where a rank fails in init_mesh, or waits there for long; see test_meeting.py.
-OF_FAILED_MEETINGS = {f"fshard/meeting <meeting>/{key}" for key in ("note", "noted", "askers", "read", "waits/<rank>")}
-# Written beside a backend that sends the tensors of an accelerator itself.
-OF_ACCELERATORS = {f"fshard/<generation>/<group> of <digest>/{key}" for key in ("came to connected", "connected")}
+OF_FAILED_MEETINGS = {f"fshard/meeting <meeting>/{key}" for key in ("note", "askers", "read", "waits/<rank>")}
 
 
 def test_every_file_is_there():
@@ -71,4 +69,4 @@ def test_every_key_of_the_store_is_there():
     patterns = {row[0]: pattern_of(row[0]) for row in TABLES["key"]}
     assert {key for key in keys if not any(pattern.fullmatch(key) for pattern in patterns.values())} == set()
     unused = {name for name, pattern in patterns.items() if not any(map(pattern.fullmatch, keys))}
-    assert unused == OF_FAILED_MEETINGS | OF_ACCELERATORS
+    assert unused == OF_FAILED_MEETINGS
