@@ -1,9 +1,8 @@
 """Transforms over one mesh axis: fully_shard, replicate, split_dim and own_dim."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -101,21 +100,35 @@ class _FullyShard(BuiltIn):
         return finish
 
     def _check_inputs(self, half: str, tensors: Tensors, specs: Specs, dims: Mapping[int, int]) -> None:
-        """Refuse shards or gradients of a user's transform that have other sizes than this rank sends."""
-        if not specs or not foreign_names(specs[0].transform):
+        """Refuse shards or gradients of a user's transform that are no tensors of the sizes that this rank sends.
+
+        Without this check, ranks would send each other other sizes, or elements too many would be cut off unseen.
+        """
+        names = foreign_names(specs[0].transform) if specs else ()
+        if not names:
             return
-        sizes = {}
-        for index, dim in dims.items():
-            if half == "scatter" and not specs[index].shape and self._is_outermost(specs[index], dim):
-                # A number, whose gradient has no dim yet.
+        problems = []
+        for index, (tensor, spec) in enumerate(zip(tensors, specs, strict=True)):
+            dim = dims.get(index)
+            if not isinstance(tensor, torch.Tensor):
+                expected = "a tensor"
+            elif dim is None or (half == "scatter" and self._ends_a_number(spec, dim)):
                 continue
-            full_size = specs[index].shared_out(dim, self.axis)
-            sizes[index] = (dim, -(-full_size // self.axis.size) if half == "gather" else full_size)
-        _check_tensors_to_send(half, self.axis, tensors, specs, sizes)
+            else:
+                size = spec.shared_out(dim, self.axis)
+                size = -(-size // self.axis.size) if half == "gather" else size
+                if tensor.dim() > dim and tensor.shape[dim] == size:
+                    continue
+                expected = f"a tensor with size {size} in dim {dim}"
+            problems.append(Problem(f"leaf {index} of shape {spec.shape}", describe(tensor), expected))
+        shape = "shard" if half == "gather" else "full leaf"
+        remedy = f"let {half} return a tensor for each leaf, shaped as the {shape} that the next transform sends"
+        headline = f"{' or '.join(names)}.{half}: results cannot be sent over {self.axis.name!r}"
+        refuse(headline, problems, remedy)
 
     def stack(self, grad: torch.Tensor, spec: Spec, dim: int) -> torch.Tensor:
         """Cut a gradient in the ranks' pieces along a new first dim."""
-        if not spec.shape and self._is_outermost(spec, dim):
+        if self._ends_a_number(spec, dim):
             grad = grad.unsqueeze(0)
         missing = -grad.shape[dim] % self.axis.size
         if missing:
@@ -143,57 +156,18 @@ class _FullyShard(BuiltIn):
             full = full.narrow(dim, 0, size)
         # Kernels round by strides, so that a view with others would have other bits.
         full = full.contiguous()
-        if not spec.shape and self._is_outermost(spec, dim):
+        if self._ends_a_number(spec, dim):
             return full.select(0, 0)
         return full
 
-    def _is_outermost(self, spec: Spec, dim: int) -> bool:
-        """Whether this axis is the last one gathered along `dim`, after which a number has no dim left."""
-        return spec.partition.names(dim)[0] == self.axis.name
-
-
-def _check_tensors_to_send(
-    half: str,
-    axis: Axis,
-    tensors: Sequence[Any],
-    specs: Specs,
-    sizes: Mapping[int, tuple[int, int]],
-) -> None:
-    """Refuse what a user's transform hands to one that sends it over an axis, if that would lose or miss elements.
-
-    Without this check, ranks would send each other other sizes, or elements too many would be cut off unseen.
-
-    Args:
-        half: "gather" or "scatter".
-        axis: The axis.
-        tensors: One for each leaf.
-        specs: The leaves' specs, of which there is at least one.
-        sizes: For leaves that are split over the axis, by their indices, the dim and its size in `tensors`.
-
-    Raises:
-        ValueError: with every leaf whose tensor is wrong.
-    """
-    problems = []
-    for index, (tensor, spec) in enumerate(zip(tensors, specs, strict=True)):
-        dim, size = sizes.get(index, (0, None))
-        if not isinstance(tensor, torch.Tensor):
-            expected = "a tensor"
-        elif size is not None and (tensor.dim() <= dim or tensor.shape[dim] != size):
-            expected = f"a tensor with size {size} in dim {dim}"
-        else:
-            continue
-        problems.append(Problem(f"leaf {index} of shape {spec.shape}", describe(tensor), expected))
-    api_name = f"{' or '.join(foreign_names(specs[0].transform))}.{half}"
-    shape = "shard" if half == "gather" else "full leaf"
-    remedy = f"let {half} return a tensor for each leaf, shaped as the {shape} that the next transform sends"
-    refuse(f"{api_name}: results cannot be sent over {axis.name!r}", problems, remedy)
+    def _ends_a_number(self, spec: Spec, dim: int) -> bool:
+        """Whether this axis is the last one gathered of a number, which has no dim left then."""
+        return not spec.shape and spec.partition.names(dim)[0] == self.axis.name
 
 
 def _sums_in_tree(specs: Specs) -> bool:
     """Whether gradients are summed in one binary tree over ranks. All leaves of one transform agree."""
-    if not specs:
-        return False
-    policy = specs[0].reshard
+    policy = specs[0].reshard if specs else None
     return policy is not None and policy.sums_in_tree
 
 
@@ -228,8 +202,7 @@ def fully_shard(mesh: Mesh | Axis, *, dim: int = 0, min_shard_elements: int = 0)
     >>> fs.testing.spmd(program, world=2)  # the 0 is padding
     [[1.0, 2.0], [3.0, 0.0]]
     """
-    zero_or_more = Range("0 or more", lambda number: number >= 0)
-    check_numbers("fully_shard", zero_or_more, min_shard_elements=min_shard_elements)
+    check_numbers("fully_shard", Range("0 or more", lambda number: number >= 0), min_shard_elements=min_shard_elements)
     check_arguments("fully_shard", WHOLE, dim=dim)
     return _FullyShard(axis_of(mesh), dim, min_shard_elements)
 

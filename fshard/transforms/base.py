@@ -69,23 +69,30 @@ class Storage(NamedTuple):
 
 
 def is_default(cls: "type[ShardTransform]", name: str) -> bool:
-    """Whether a class has a method as ShardTransform or Wrapped define it."""
-    method = getattr(cls, name)
-    return method is getattr(ShardTransform, name) or method is getattr(Wrapped, name)
+    """Whether a class has a member as ShardTransform defines it."""
+    return getattr(cls, name) is getattr(ShardTransform, name)
 
 
-def _defines_alone(transform: "ShardTransform", form: str) -> bool:
-    """Whether a subclass defines one form of a half, and so the default of the other form has to run it."""
+def _derive(transform: "ShardTransform", form: str, *args: Any, **kwargs: Any) -> Any:
+    """Run a form of a half that a class leaves to its base: by the other form, if the class defines that one alone."""
     cls = type(transform)
-    return is_default(cls, OTHER_FORM[form]) and not is_default(cls, form)
+    other = OTHER_FORM[form]
+    if is_default(cls, form) and not is_default(cls, other):
+        result = getattr(transform, other)(*args, **kwargs)
+        return (lambda: result) if form.startswith("start") else result()
+    if isinstance(transform, Wrapped):
+        return getattr(transform.inner, form)(*args, **kwargs)
+    tensors = args[0] if args else kwargs["grads"]
+    return (lambda: tensors) if form.startswith("start") else tensors
 
 
 def _check_has_scatter(cls: "type[ShardTransform]") -> None:
     """Refuse a class that changes leaves, or sums over axes, without saying how gradients come back."""
-    if cls.scatter is not ShardTransform.scatter or cls.start_scatter is not ShardTransform.start_scatter:
+    defined = [vars(base) for base in cls.__mro__ if base is not ShardTransform]
+    if any("scatter" in members or "start_scatter" in members for members in defined):
         return
     for name in ("gather", "start_gather", "axes", "init"):
-        if getattr(cls, name) is not getattr(ShardTransform, name):
+        if not is_default(cls, name):
             raise TypeError(
                 f"{cls.__name__}: scatter is missing beside {name}. Define it as gather's transpose, with the sum over "
                 "axes, or let it return the gradients if they pass through."
@@ -188,9 +195,7 @@ class ShardTransform:
         Returns:
             One tensor per leaf. A class that defines no gather passes leaves on as they are.
         """
-        if _defines_alone(self, "start_gather"):
-            return self.start_gather(leaves, specs)()
-        return leaves
+        return _derive(self, "gather", leaves, specs)
 
     def scatter(self, *args: Any, **kwargs: Any) -> Any:
         """Turn gradients of gather's outputs into gradients of its inputs, summed over this transform's axes.
@@ -207,9 +212,7 @@ class ShardTransform:
         Returns:
             One tensor per leaf, shaped as gather's inputs; with states, the pair of these and the new states.
         """
-        if _defines_alone(self, "start_scatter"):
-            return self.start_scatter(*args, **kwargs)()
-        return args[0] if args else kwargs["grads"]
+        return _derive(self, "scatter", *args, **kwargs)
 
     def start_gather(self, leaves: Tensors, specs: Specs) -> Finish:
         """Start a gather whose communication may overlap what runs until it is finished.
@@ -222,9 +225,7 @@ class ShardTransform:
             A function that finishes and returns gather's result. It must not start communication itself: when it is
             called may depend on a rank's data. If the class defines gather alone, all of it is done at the start.
         """
-        if _defines_alone(self, "gather"):
-            leaves = self.gather(leaves, specs)
-        return lambda: leaves
+        return _derive(self, "start_gather", leaves, specs)
 
     def start_scatter(self, *args: Any, **kwargs: Any) -> Callable[[], Any]:
         """Start a scatter whose communication may overlap what runs until it is finished.
@@ -237,11 +238,7 @@ class ShardTransform:
             A function that finishes and returns scatter's result. If the class defines scatter alone, all of it is
             done at the start.
         """
-        if _defines_alone(self, "scatter"):
-            scattered = self.scatter(*args, **kwargs)
-        else:
-            scattered = args[0] if args else kwargs["grads"]
-        return lambda: scattered
+        return _derive(self, "start_scatter", *args, **kwargs)
 
     def init(self, grad: torch.Tensor) -> Tree:
         """Make the state of one leaf.
@@ -277,6 +274,9 @@ class Wrapped(ShardTransform):
 
     inner: ShardTransform
 
+    # Both halves are those of the other transform, so a subclass need not say how gradients come back.
+    scatter = ShardTransform.scatter
+
     @property
     def axes(self) -> tuple[Axis, ...]:
         """The mesh axes that the other transform communicates over."""
@@ -290,30 +290,6 @@ class Wrapped(ShardTransform):
     def layout(self, spec: Spec) -> Spec:
         """Store a leaf as the other transform does."""
         return self.inner.layout(spec)
-
-    def gather(self, leaves: Tensors, specs: Specs) -> Tensors:
-        """Gather as the other transform does."""
-        if _defines_alone(self, "start_gather"):
-            return super().gather(leaves, specs)
-        return self.inner.gather(leaves, specs)
-
-    def scatter(self, *args: Any, **kwargs: Any) -> Any:
-        """Scatter as the other transform does."""
-        if _defines_alone(self, "start_scatter"):
-            return super().scatter(*args, **kwargs)
-        return self.inner.scatter(*args, **kwargs)
-
-    def start_gather(self, leaves: Tensors, specs: Specs) -> Finish:
-        """Start to gather as the other transform does."""
-        if _defines_alone(self, "gather"):
-            return super().start_gather(leaves, specs)
-        return self.inner.start_gather(leaves, specs)
-
-    def start_scatter(self, *args: Any, **kwargs: Any) -> Callable[[], Any]:
-        """Start to scatter as the other transform does."""
-        if _defines_alone(self, "scatter"):
-            return super().start_scatter(*args, **kwargs)
-        return self.inner.start_scatter(*args, **kwargs)
 
     def init(self, grad: torch.Tensor) -> Tree:
         """Make the other transform's state."""

@@ -209,8 +209,13 @@ def compose_with_policy(
     Raises:
         ValueError: as for `compose`.
     """
-    _check_are_transforms(transforms)
-    stages = _list_stages(transforms)
+    stages: list[ShardTransform] = []
+    for transform in transforms:
+        is_transform = isinstance(transform, ShardTransform)
+        expected = "transforms to be ShardTransforms such as fs.fully_shard(mesh)"
+        expect(is_transform, "compose", expected, describe(transform))
+        stages += transform.stages if isinstance(transform, _Composed) else [transform]
+    stages = [stage for stage in stages if stage != _NOTHING]
     _check_each_axis_once(stages)
     _check_splits_stay_behind(stages)
     strategies = [transform for transform in transforms if _has_policy(transform)]
@@ -222,26 +227,11 @@ def compose_with_policy(
     if strategies and isinstance(strategies[0], _Composed):
         reshard = strategies[0].reshard
         model_dtypes = strategies[0].model_dtypes
-    return _Composed(stages, reshard, model_dtypes) if stages else _NOTHING
-
-
-def _list_stages(transforms: Sequence[ShardTransform]) -> tuple[ShardTransform, ...]:
-    """List the stages of a composition: those of compositions in it, without those that change nothing."""
-    stages: list[ShardTransform] = []
-    for transform in transforms:
-        stages += transform.stages if isinstance(transform, _Composed) else [transform]
-    return tuple(stage for stage in stages if stage != _NOTHING)
+    return _Composed(tuple(stages), reshard, model_dtypes) if stages else _NOTHING
 
 
 def _has_policy(transform: ShardTransform) -> bool:
     return any(isinstance(part, _Composed) and part.reshard for part in walk_parts(transform))
-
-
-def _check_are_transforms(transforms: Sequence[Any]) -> None:
-    for transform in transforms:
-        is_transform = isinstance(transform, ShardTransform)
-        expected = "transforms to be ShardTransforms such as fs.fully_shard(mesh)"
-        expect(is_transform, "compose", expected, describe(transform))
 
 
 def _check_each_axis_once(stages: Sequence[ShardTransform]) -> None:
@@ -262,7 +252,6 @@ def _check_splits_stay_behind(stages: Sequence[ShardTransform]) -> None:
         gathered = []
         for behind in stages[index + 1 :]:
             gathered += [axis.name for axis in summed_axes(behind)]
-        gathered = list(dict.fromkeys(gathered))
         kept = [part.axis.name for part in walk_parts(stage) if isinstance(part, _SplitDim)]
         if gathered and kept:
             raise ValueError(

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from fshard.collectives.linear import Linear, Variance, linear_call
+from fshard.collectives.linear import Linear, Variance
 from fshard.errors import Problem, expect, refuse
 from fshard.transforms.base import BuiltIn, ShardTransform, Specs, States, Tensors, foreign_names
 from fshard.transforms.structure import reduction
@@ -16,57 +16,17 @@ from fshard.tree.checks import check_dense, describe
 PendingScatter = Callable[[], tuple[Tensors, States]]
 
 
-def gather_by(transform: ShardTransform, paths: Sequence[str], leaves: Tensors, specs: Specs) -> Tensors:
-    """Gather differentiably, as one node of autograd's graph.
-
-    Its backward scatters, and refuses a transform with a state.
+def as_linear(transform: ShardTransform, specs: Specs, paths: Sequence[str]) -> Linear:
+    """Make a gather as a linear map, one node of autograd's graph; its transpose scatters.
 
     Args:
         transform: The transform.
+        specs: The leaves' specs. Shards vary or agree as their leaves are stored.
         paths: The leaves' paths.
-        leaves: One shard per leaf.
-        specs: The leaves' specs.
 
     Returns:
-        The full tensors.
+        The map, whose transpose refuses a transform with a state.
     """
-    return linear_call(_linear(transform, specs, paths), leaves)
-
-
-def scatter_by(
-    transform: ShardTransform,
-    paths: Sequence[str],
-    leaves: Sequence[Any],
-    grads: Sequence[torch.Tensor | None],
-    states: States,
-) -> tuple[Tensors, States]:
-    """Scatter the gradients of Sharded leaves, differentiably if the transform has no state.
-
-    Args:
-        transform: The transform.
-        paths: The leaves' paths.
-        leaves: The leaves.
-        grads: Their full gradients; None counts as zeros.
-        states: As for `start_scatter`.
-
-    Returns:
-        The shards, in the leaves' dtypes, and the new states.
-    """
-    specs = [leaf.spec for leaf in leaves]
-    full_grads = []
-    for leaf, grad in zip(leaves, grads, strict=True):
-        full_grads.append(leaf.local.new_zeros(leaf.spec.gathered_shape) if grad is None else grad)
-    shards: Tensors
-    if reduction(transform).has_state:
-        shards, states = start_scatter(transform, full_grads, specs, states)()
-        check_results(transform, "scatter", shards, paths, specs)
-    else:
-        shards = linear_call(_linear(transform, specs, paths).to_transpose(), full_grads)
-    return [shard.to(leaf.local.dtype) for leaf, shard in zip(leaves, shards, strict=True)], states
-
-
-def _linear(transform: ShardTransform, specs: Specs, paths: Sequence[str]) -> Linear:
-    """Make a gather as a linear map; shards vary or agree as their leaves are stored."""
 
     def gather(leaves: Tensors) -> Tensors:
         return check_results(transform, "gather", transform.gather(leaves, specs), paths, specs)
@@ -178,21 +138,14 @@ def check_results(
     check_number(transform, half, results, paths)
     problems = []
     for path, result, spec in zip(paths, results, specs, strict=True):
-        shape = _result_shape(half, spec)
+        shape = spec.gathered_shape if half == "gather" else spec.local_shape
+        # Leaves that take no gradient may become anything.
+        takes_any = half == "gather" and spec.frozen
         if not isinstance(result, torch.Tensor):
             problems.append(Problem(path, describe(result), "a tensor"))
-        elif shape is not None and tuple(result.shape[: len(shape)]) != tuple(shape):
-            problems.append(Problem(path, describe(result), f"a tensor of shape {tuple(shape)}"))
-    api_name = f"{' or '.join(foreign_names(transform))}.{half}"
+        elif not takes_any and result.shape[: len(shape)] != shape:
+            problems.append(Problem(path, describe(result), f"a tensor of shape {shape}"))
     stored_as = "full leaf" if half == "gather" else "shard"
     remedy = f"let {half} return a tensor for each leaf, shaped as the {stored_as}"
-    refuse(f"{api_name}: results do not fit", problems, remedy)
+    refuse(f"{' or '.join(foreign_names(transform))}.{half}: results do not fit", problems, remedy)
     return results
-
-
-def _result_shape(half: str, spec: Spec) -> tuple[int, ...] | None:
-    """Return the shape that a gather or a scatter of a leaf has; None for any."""
-    if half == "scatter":
-        return spec.local_shape
-    # Leaves that take no gradient may become anything.
-    return None if spec.frozen else spec.gathered_shape

@@ -9,7 +9,7 @@ import torch
 
 from fshard.errors import Problem, refuse
 from fshard.transforms.structure import reduction
-from fshard.tree import Flat, Sharded, Spec, Tree, flatten, is_sharded, map_leaves, unflatten
+from fshard.tree import Flat, Sharded, Spec, Tree, flatten, is_sharded, map_leaves
 from fshard.tree.checks import check_local, describe
 
 # Where a verb is called without a state, because None is what transforms without one have.
@@ -81,7 +81,7 @@ def states_of(api_name: str, flat: Flat, state: Tree) -> list[Tree]:
         "returned afterwards"
     )
     refuse(f"{api_name}: transform_state does not fit the parameters", problems, remedy)
-    return [map_leaves(_tensor_of_row, row) for row in rows]
+    return [map_leaves(lambda leaf: leaf and leaf.local[0], row) for row in rows]
 
 
 def join_states(flat: Flat, states: Sequence[Tree]) -> Tree:
@@ -99,7 +99,7 @@ def join_states(flat: Flat, states: Sequence[Tree]) -> Tree:
     rows: list[Tree] = []
     for leaf, state in zip(flat.leaves, states, strict=True):
         rows.append(None if state is None else _rows(leaf.spec, state))
-    return unflatten(flat.treedef, rows)
+    return flat.unflatten(rows)
 
 
 def _rows(spec: Spec, state: Tree) -> Tree:
@@ -111,10 +111,6 @@ def _rows(spec: Spec, state: Tree) -> Tree:
         return Sharded(tensor.detach()[None], _spec_of_rows(spec, tensor.shape))
 
     return map_leaves(row, state)
-
-
-def _tensor_of_row(row: Sharded | None) -> torch.Tensor | None:
-    return None if row is None else row.local[0]
 
 
 @lru_cache(maxsize=4096)

@@ -3,7 +3,6 @@
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,9 +51,9 @@ def ddp(mesh: Mesh, axis: str | Sequence[str] = "shard", **options: Any) -> Shar
     >>> fs.testing.spmd(program, world=2)[0]  # one sum for each of two microbatches
     (P(), ['all_reduce', 'all_reduce'])
     """
-    _check_options("ddp", options, fixed=("regather", "regather_axis", "min_shard_elements", "layout"))
+    fixed = {"regather": False, "regather_axis": None, "layout": None}
     # No leaf is large enough to be split.
-    return _make_strategy("ddp", mesh, axis, regather=False, min_shard_elements=sys.maxsize, **options)
+    return _specialize("ddp", mesh, axis, options, **fixed, min_shard_elements=sys.maxsize)
 
 
 def zero1(mesh: Mesh, axis: str | Sequence[str] = "shard", **options: Any) -> ShardTransform:
@@ -82,11 +81,8 @@ def zero1(mesh: Mesh, axis: str | Sequence[str] = "shard", **options: Any) -> Sh
     >>> fs.testing.spmd(program, world=2)[0]  # once for both microbatches
     (P('shard'), ['all_gather', 'reduce_scatter'])
     """
-    _check_options("zero1", options, fixed=("regather", "regather_axis"))
-    strategy: Any = _make_strategy("zero1", mesh, axis, regather=False, **options)
-    late_policy = replace(strategy.reshard, reduce_each_microbatch=False)
-    late: ShardTransform = replace(strategy, reshard=late_policy)
-    return late
+    fixed = {"regather": False, "regather_axis": None, "reduce_each_microbatch": False}
+    return _specialize("zero1", mesh, axis, options, **fixed)
 
 
 def zero2(mesh: Mesh, axis: str | Sequence[str] = "shard", **options: Any) -> ShardTransform:
@@ -114,8 +110,7 @@ def zero2(mesh: Mesh, axis: str | Sequence[str] = "shard", **options: Any) -> Sh
     >>> fs.testing.spmd(program, world=2)[0]  # the gradient of each of two microbatches
     (P('shard'), ['all_gather', 'reduce_scatter', 'reduce_scatter'])
     """
-    _check_options("zero2", options, fixed=("regather", "regather_axis"))
-    return _make_strategy("zero2", mesh, axis, regather=False, **options)
+    return _specialize("zero2", mesh, axis, options, regather=False, regather_axis=None)
 
 
 def _default_bucket_bytes(layout: Any) -> int:
@@ -211,6 +206,7 @@ def _make_strategy(
     bucket_bytes: int | None = None,
     min_shard_elements: int | None = None,
     layout: ShardTransform | None = None,
+    reduce_each_microbatch: bool = True,
 ) -> ShardTransform:
     """Make a strategy from the arguments of `zero3`, with errors that begin with the name of the caller's function."""
     check_arguments(api_name, FLOATING, param_dtype=param_dtype, reduce_dtype=reduce_dtype, output_dtype=output_dtype)
@@ -232,25 +228,35 @@ def _make_strategy(
         regather_axis=regather_axis,
         prefetch=prefetch,
         bucket_bytes=_default_bucket_bytes(layout) if bucket_bytes is None else bucket_bytes,
+        reduce_each_microbatch=reduce_each_microbatch,
     )
     dtypes = ModelDtypes(param_dtype, output_dtype) if param_dtype or output_dtype else None
     stages = [cast(gather=param_dtype), layout, cast(scatter=reduce_dtype)]
     return compose_with_policy(stages, policy, dtypes)
 
 
-def _check_options(api_name: str, options: Mapping[str, Any], fixed: Sequence[str]) -> None:
-    """Refuse options that a strategy decides itself, and those that no strategy has.
+def _specialize(
+    api_name: str,
+    mesh: Mesh,
+    axis: str | Sequence[str],
+    options: Mapping[str, Any],
+    **fixed: Any,
+) -> ShardTransform:
+    """Make a strategy that decides some options of `zero3` itself, and refuse these and those that no strategy has.
 
     Args:
         api_name: The strategy.
+        mesh: As for `zero3`.
+        axis: As for `zero3`.
         options: The options that its caller gave.
-        fixed: The options of `zero3` that it decides.
+        **fixed: The options that it decides.
     """
     for name in options:
         if name in fixed:
             raise ValueError(f"{api_name}: {name} is decided by {api_name} itself. Leave it out, or use fs.zero3.")
         if name not in inspect.signature(zero3).parameters:
             raise TypeError(f"{api_name}() got an unexpected keyword argument {name!r}")
+    return _make_strategy(api_name, mesh, axis, **options, **fixed)
 
 
 def _shard_over(mesh: Mesh, axis: str | Sequence[str], min_shard_elements: int) -> ShardTransform:
@@ -320,11 +326,9 @@ def hsdp(
     >>> fs.testing.spmd(program, world=4)[0]
     [('all_gather', 'shard'), ('reduce_scatter', 'shard'), ('all_reduce', 'replicate')]
     """
-    _check_options("hsdp", options, fixed=("layout", "regather_axis"))
-    _check_replicate_axis("hsdp", mesh, replicate_axis)
     layout = hybrid_shard(mesh, axis=axis, replicate_axis=replicate_axis, min_shard_elements=min_shard_elements)
     options.setdefault("regather", True)
-    return _make_strategy("hsdp", mesh, axis, layout=layout, **options)
+    return _specialize("hsdp", mesh, axis, options, layout=layout, regather_axis=None)
 
 
 def hybrid_shard(
@@ -360,15 +364,5 @@ def hybrid_shard(
     >>> fs.testing.spmd(program, world=4)
     [[0.0, 1.0], [2.0, 3.0], [0.0, 1.0], [2.0, 3.0]]
     """
-    _check_replicate_axis("hybrid_shard", mesh, replicate_axis)
     inner = fully_shard(axis_of(mesh, axis), dim=dim, min_shard_elements=min_shard_elements)
     return compose(replicate_transform(axis_of(mesh, replicate_axis)), inner)
-
-
-def _check_replicate_axis(api_name: str, mesh: Any, replicate_axis: Any) -> None:
-    """Refuse an axis that the mesh does not have; `axis_of` refuses what is no mesh."""
-    names = mesh.mesh_dim_names if isinstance(mesh, Mesh) else None
-    if names is not None:
-        is_known = isinstance(replicate_axis, str) and replicate_axis in names
-        expected = f"replicate_axis to be one of {names}"
-        expect(is_known, api_name, expected, f"{replicate_axis!r:.40}", "name it in init_mesh")

@@ -1,6 +1,7 @@
 """Facts about a transform, read off the transforms that it is made of."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,9 @@ from fshard.transforms.base import (
 )
 from fshard.transforms.local import _Cast
 from fshard.tree import Axis, Spec
+
+# The forms of a scatter.
+SCATTERS = ("scatter", "start_scatter")
 
 
 def layout_axes(transform: ShardTransform) -> tuple[Axis, ...]:
@@ -97,7 +101,7 @@ def _read_reduction(transform: ShardTransform) -> Reduction:
 
 
 def _find_halves(transform: Any) -> tuple[ShardTransform, ShardTransform] | None:
-    while isinstance(transform, Wrapped) and is_default(type(transform), "scatter"):
+    while isinstance(transform, Wrapped) and all(map(partial(is_default, type(transform)), SCATTERS)):
         transform = transform.inner
     stages = transform.stages if isinstance(transform, Container) else ()
     summing = [number for number, stage in enumerate(stages) if sums_gradients(stage)]

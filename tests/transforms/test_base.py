@@ -118,6 +118,21 @@ def test_what_is_read_off_the_structure():
         assert reduction(transform)[:3] == expected, transform
 
 
+@dataclass(frozen=True)
+class Doubled(fs.Wrapped):
+    """Doubles gradients, in the form of a scatter that starts."""
+
+    def start_scatter(self, grads, specs):
+        return self.inner.start_scatter([2 * grad for grad in grads], specs)
+
+
+@on_ranks(4)
+def test_a_scatter_around_two_sums_is_run_whichever_form_it_has():
+    params = fs.shard({"w": torch.ones(8)}, Doubled(fs.hsdp(two_axes(4), min_shard_elements=0)))
+    _, grads = fs.value_and_grad(lambda p: fs.gather(p)["w"].sum())(params)
+    assert fs.unshard(grads)["w"].tolist() == [2.0] * 8
+
+
 KEPT: Any = {}
 
 

@@ -132,7 +132,6 @@ def test_each_role_moves_its_own_bytes():
     assert spec.gathered_shape == (EXPERTS // 2, WIDTH, HIDDEN)
     assert params["mix"].spec.roles == {expert: "gathered", shard: "summed"}
     batch = cut(batches()[0], axes)
-    assert find_problems(loss_fn, params, *batch, expert) == []
     with fs.comm.record() as record:
         fs.value_and_grad(loss_fn)(params, *batch, expert)
     places = ("shard", "gather"), ("shard", "scatter"), ("expert", "gather"), ("expert", "scatter")
@@ -142,6 +141,13 @@ def test_each_role_moves_its_own_bytes():
     rest = (WIDTH * WIDTH + WIDTH) * 8
     # Each halved by a ring of two; a piece of `rest` is summed over "shard", there and back.
     assert sent == [inside // 2, inside // 2 + rest // 2, rest // 2, rest // 2]
+
+
+@on_ranks(1)
+def test_a_check_of_two_ranks_on_each_axis_finds_no_problem():
+    mesh = grid(1, 1)
+    params = fs.shard(initial(), STRATEGIES["inside, by another dim"](mesh))
+    assert find_problems(loss_fn, params, *batches()[0], fs.axis_of(mesh, "expert")) == []
 
 
 @on_ranks(2)
