@@ -29,7 +29,6 @@ from fshard.tree import (
     tensor_of,
     tree_leaves,
     tree_map,
-    unflatten,
 )
 from fshard.tree.checks import (
     check_flags,
@@ -291,7 +290,7 @@ class Model:
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in local_tensors):
             return self._run_on_full(params, buffers, args, kwargs)
         call = EngineCall("apply", flat, shared_axes(flat, ()), trains=False)
-        bound = unflatten(flat.treedef, call.bound)
+        bound = flat.unflatten(call.bound)
         try:
             return call.forward(lambda: self._run_by_units(call, bound, buffers, args, kwargs))
         finally:

@@ -5,10 +5,11 @@ from typing import Any, NamedTuple
 
 from fshard import _compat, comm
 from fshard.collectives import make_derived_leaf_agree, shared_axes
+from fshard.collectives.linear import linear_call
 from fshard.engine import Started, StartedGather, find_call, take_over
 from fshard.transforms import ShardTransform
-from fshard.transforms.run import gather_by
-from fshard.tree import Flat, Sharded, Tree, flatten, grouped, is_sharded, unflatten
+from fshard.transforms.run import as_linear
+from fshard.tree import Flat, Sharded, Tree, flatten, grouped, is_sharded
 from fshard.tree.checks import (
     check_local,
     check_tensors,
@@ -60,7 +61,7 @@ def gather(tree: Tree) -> Tree:
         full_tensors = call.gather(paths, shards) if call is not None else _gather_group(key, paths, shards)
         for i, full in zip(positions, full_tensors, strict=True):
             leaves[i] = full
-    return unflatten(flat.treedef, leaves)
+    return flat.unflatten(leaves)
 
 
 def start_gather(tree: Tree) -> Tree:
@@ -114,7 +115,7 @@ def start_gather(tree: Tree) -> Tree:
         started = StartedGather([flat.paths[i] for i in positions], [flat.leaves[i] for i in positions])
         for i in positions:
             leaves[i] = Started(flat.leaves[i], started, flat.paths[i])
-    return unflatten(flat.treedef, leaves)
+    return flat.unflatten(leaves)
 
 
 def _flatten(api_name: str, tree: Tree) -> Flat:
@@ -151,4 +152,4 @@ def _gather_group(node: _Node, paths: Sequence[str], shards: Sequence[Sharded]) 
         for path, leaf in zip(paths, shards, strict=True):
             tensors.append(make_derived_leaf_agree(path, leaf.local, leaf.spec))
     with count_writes(), comm.annotate_collectives((), paths):
-        return gather_by(node.transform, paths, tensors, [leaf.spec for leaf in shards])
+        return linear_call(as_linear(node.transform, [leaf.spec for leaf in shards], paths), tensors)

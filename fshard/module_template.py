@@ -33,6 +33,7 @@ class ModuleTemplate:
         module: The copy, to be called.
         names: Its parameters and buffers, which hold no values, each with the first of its names.
         dtypes: What the running call casts inputs and outputs to, as `choose_dtypes` returns it.
+        walk: Where the running call's forward is in the model; None if the call has bound all parameters.
     """
 
     def __init__(self, module: nn.Module, units: Sequence[ModuleUnit]) -> None:
@@ -51,7 +52,7 @@ class ModuleTemplate:
         self.dtypes: Dtypes = {}
         self._leaves: Mapping[str, Leaf] = {}
         self._call: EngineCall | None = None
-        self._walk: ModelWalk | None = None
+        self.walk: ModelWalk | None = None
         self._last_gathered: GatheredUnit | None = None
         self._parametrized = _ParametrizedCache()
         self._hook_submodules(units)
@@ -110,7 +111,7 @@ class ModuleTemplate:
             leaves: The leaves of the call by parameters' names.
         """
         self._call = call
-        self._walk = walk
+        self.walk = walk
         self._leaves = leaves
 
     def run(self, args: Any, kwargs: Any) -> Any:
@@ -137,7 +138,7 @@ class ModuleTemplate:
         self.dtypes = {}
         self._leaves = {}
         self._call = None
-        self._walk = None
+        self.walk = None
         self._last_gathered = None
         self._buffers.release()
         return self._restore()
@@ -172,7 +173,7 @@ class ModuleTemplate:
     def _read_from_unit(self, weights: "_Weights", key: str, name: str) -> torch.Tensor:
         """Read a parameter from its unit, and let the unit take it back from `weights` when it is dropped."""
         assert self._call is not None
-        assert self._walk is not None
+        assert self.walk is not None
         leaf = self._leaves[name]
         gathered = self._last_gathered
         # Mostly the unit that was read last is open, and all of its outputs are there.
@@ -182,21 +183,11 @@ class ModuleTemplate:
                 gathered.register_output(weights, key)
                 return value
 
-        gathered = self._walk.make_readable(name)
+        gathered = self.walk.make_readable(name)
         self._last_gathered = gathered
         value = self._call.get_output(gathered, leaf)
         gathered.register_output(weights, key)
         return value
-
-    def enter(self, scope: "_Scope") -> None:
-        """Tell the engine that a submodule begins to run."""
-        if self._walk is not None:
-            self._walk.enter(scope.module_unit, scope.inner_module_units)
-
-    def leave(self, scope: "_Scope", *, has_failed: bool) -> None:
-        """Tell the engine that a submodule has run, or raised an exception."""
-        if self._walk is not None:
-            self._walk.leave(scope.module_unit, scope.inner_module_units, has_failed=has_failed)
 
 
 class _Scope(NamedTuple):
@@ -287,14 +278,11 @@ class _BufferPlaces:
         self._bound: Mapping[str, torch.Tensor] = {}
         # Each with the dict that holds the buffer, its key there, and its name.
         self._places: list[tuple[dict[str, Any], str, str]] = []
-        # A buffer that several submodules hold is read where it stands first.
-        self._first_places: dict[str, tuple[dict[str, Any], str]] = {}
         for submodule in attributes:
             buffers = submodule["_buffers"]
             for key, buffer in buffers.items():
                 if buffer is not None:
                     self._places.append((buffers, key, names[buffer]))
-                    self._first_places.setdefault(names[buffer], (buffers, key))
 
     def bind(self, values: Mapping[str, torch.Tensor]) -> None:
         """Put values in all places, by their names."""
@@ -304,11 +292,9 @@ class _BufferPlaces:
 
     def read(self) -> dict[str, torch.Tensor]:
         """Read the values of the buffers that were bound."""
-        values: dict[str, torch.Tensor] = {}
-        for name in self._bound:
-            buffers, key = self._first_places[name]
-            values[name] = buffers[key]
-        return values
+        # A buffer that several submodules hold is read where it stands first.
+        values = {name: buffers[key] for buffers, key, name in reversed(self._places)}
+        return {name: values[name] for name in self._bound}
 
     def release(self) -> None:
         """Let go of the values that were bound; the places are restored with the module's other attributes."""
@@ -324,24 +310,22 @@ class _ParametrizedCache:
 
     def __init__(self) -> None:
         """Start with no forward running."""
-        self._is_running = False
         self._torch_cache: object | None = None
-        self._tensors: dict[tuple[nn.Module, str], torch.Tensor] = {}
+        self._tensors: dict[tuple[nn.Module, str], torch.Tensor] | None = None
 
     def begin(self) -> None:
         """Let a forward begin."""
-        self._is_running = True
+        self._tensors = {}
 
     def end(self) -> None:
         """Let it end, and forget its tensors."""
-        self._is_running = False
         self._torch_cache = None
-        self._tensors = {}
+        self._tensors = None
 
     def read(self, submodule: nn.Module, key: str) -> torch.Tensor:
         """Compute a parametrized tensor of a submodule: once while torch caches such tensors and the forward runs."""
         torch_cache = _compat.parametrization_cache()
-        if torch_cache is None or not self._is_running:
+        if torch_cache is None or self._tensors is None:
             return _compat.compute_parametrized(submodule, key)
         if torch_cache is not self._torch_cache:
             self._torch_cache = torch_cache
@@ -404,7 +388,9 @@ def _make_scoped_class(cls: type[nn.Module]) -> type[nn.Module]:
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         scope: _Scope = self.__dict__["_fshard_scope"]
-        scope.template.enter(scope)
+        walk = scope.template.walk
+        if walk is not None:
+            walk.enter(scope.module_unit, scope.inner_module_units)
         has_failed = True
         try:
             if scope.compiled_weights:
@@ -419,7 +405,8 @@ def _make_scoped_class(cls: type[nn.Module]) -> type[nn.Module]:
         finally:
             if scope.is_recurrent:
                 _compat.forget_flat_weights(self)
-            scope.template.leave(scope, has_failed=has_failed)
+            if walk is not None:
+                walk.leave(scope.module_unit, scope.inner_module_units, has_failed=has_failed)
 
     members: dict[str, Any] = {"__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     return type(cls.__name__, (cls,), members)

@@ -1,6 +1,6 @@
 """remat: compute again in the backward rather than keep what a function saves."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
@@ -12,15 +12,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from fshard import _compat, random
-from fshard.tree import Tree, tree_leaves, tree_map
+from fshard.tree import Tree, take_tensors
 from fshard.tree.checks import describe, is_differentiable
 
 # A function of tensors that returns tensors.
 OnTensors = Callable[..., tuple[torch.Tensor, ...]]
 Contexts = Callable[[], tuple[Any, Any]]
-
-# Stands for a tensor in a structure.
-_PLACE = object()
 
 
 def remat(f: Callable[..., Any], *, save: Sequence[str] = ()) -> Callable[..., Any]:
@@ -31,7 +28,7 @@ def remat(f: Callable[..., Any], *, save: Sequence[str] = ()) -> Callable[..., A
 
     Args:
         f: A function of pytrees of tensors; under torch.func it must take everything that is differentiated as an
-            argument. What it draws from torch's generators, of the CPU and of the devices of its arguments, is drawn
+            argument. What it draws from torch's generators, of the CPU and of this process's accelerator, is drawn
             again; in a graph of `fs.jit` only what it draws on the CPU.
         save: Operators whose results are kept and not computed again, as `fs.make_graph` names them: ("aten.topk",)
             keeps the choice of a mixture's experts, which rounding may change. Then torch takes first derivatives in
@@ -86,18 +83,17 @@ def _run_under_transforms(f: Callable[..., Any], contexts: Contexts, args: Any, 
     Returns:
         What it returns.
     """
-    tensors = _tensors_in((args, kwargs))
+    tensors, put_arguments = take_tensors((args, kwargs))
     # An autograd Function returns tensors alone; the rest of the result goes by this list.
-    structure: list[Tree] = []
+    structure: list[Callable[..., Tree]] = []
 
     def run_on_tensors(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        remaining = iter(given)
-        given_args, given_kwargs = _map_tensors(lambda _: next(remaining), (args, kwargs))
-        result = f(*given_args, **given_kwargs)
-        structure[:] = [_map_tensors(lambda _: _PLACE, result)]
-        return tuple(_tensors_in(result))
+        given_args, given_kwargs = put_arguments(given)
+        outputs, put_result = take_tensors(f(*given_args, **given_kwargs))
+        structure[:] = [put_result]
+        return tuple(outputs)
 
-    random_states = _random_states({tensor.device for tensor in tensors})
+    random_state = _read_generators()
     forward_context, recomputation_context = contexts()
 
     def run_first(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -105,19 +101,11 @@ def _run_under_transforms(f: Callable[..., Any], contexts: Contexts, args: Any, 
             return run_on_tensors(*given)
 
     def run_again(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        with _replay_draws(random_states), recomputation_context:
+        with _replay_draws(random_state), recomputation_context:
             return run_on_tensors(*given)
 
-    outputs = iter(_Remat.apply(run_first, run_again, *tensors))
-    return tree_map(lambda leaf: next(outputs) if leaf is _PLACE else leaf, structure[0])
-
-
-def _tensors_in(tree: Tree) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _map_tensors(f: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
-    return tree_map(lambda leaf: f(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+    outputs = _Remat.apply(run_first, run_again, *tensors)
+    return structure[0](outputs)
 
 
 def _recompute_whole_where_needed(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,7 +124,7 @@ def _recompute_whole_where_needed(f: Callable[..., Any]) -> Callable[..., Any]:
         result = f(*args, **kwargs)
         # The recomputation does what the forward did.
         if fills_late is None:
-            fills_late = _compat.fills_what_it_saved(_tensors_in(result), begin)
+            fills_late = _compat.fills_what_it_saved(take_tensors(result)[0], begin)
         if fills_late:
             torch.ones((), requires_grad=True).square()
         return result
@@ -144,44 +132,19 @@ def _recompute_whole_where_needed(f: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _random_states(devices: Iterable[torch.device]) -> dict[torch.device, torch.Tensor]:
-    """Read the states of torch's generators.
-
-    Args:
-        devices: The devices whose generators are read, besides that of the CPU.
-
-    Returns:
-        The states by device. In a trace, where nothing has a value, only the CPU's: an operator of the graph reads it.
-    """
-    cpu = torch.device("cpu")
-    if _compat.is_tracing():
-        return {cpu: _compat.plain(random.random_state())}
-    states = {cpu: _compat.plain(torch.get_rng_state())}
-    for device in devices:
-        if device.type not in ("cpu", "meta"):
-            states[device] = _compat.plain(torch.get_device_module(device).get_rng_state(device))
-    return states
-
-
-def _set_random_states(states: Mapping[torch.device, torch.Tensor]) -> None:
-    for device, state in states.items():
-        if _compat.is_tracing():
-            random.set_random_state(state)
-        elif device.type == "cpu":
-            torch.default_generator.set_state(state)
-        else:
-            torch.get_device_module(device).set_rng_state(state, device)
-
-
 @contextmanager
-def _replay_draws(states: Mapping[torch.device, torch.Tensor]) -> Iterator[None]:
-    """Let torch's generators draw again what they drew from some states on, and put their own states back."""
-    before = _random_states(states)
-    _set_random_states(states)
+def _replay_draws(state: torch.Tensor) -> Iterator[None]:
+    """Let torch's generators draw again what they drew from some state on, and put their own state back."""
+    before = _read_generators()
+    random.set_random_state(state)
     try:
         yield
     finally:
-        _set_random_states(before)
+        random.set_random_state(before)
+
+
+def _read_generators() -> torch.Tensor:
+    return _compat.plain(random.random_state())
 
 
 class _ArgumentsOnly(TorchFunctionMode):
@@ -196,7 +159,7 @@ class _ArgumentsOnly(TorchFunctionMode):
         if _compat.transforms_active():
             # Below a transform of f's own everything is wrapped.
             return func(*args, **kwargs)
-        for tensor in _tensors_in((args, kwargs)):
+        for tensor in take_tensors((args, kwargs))[0]:
             # A tensor on the meta device has no gradient to lose, such as one of a module's copy without values.
             if id(tensor) in self.passed or tensor.is_meta:
                 continue

@@ -6,10 +6,12 @@ import torch
 
 from fshard import comm
 from fshard.collectives import Over, denominator, describe_reduce_over, divide, reduction_axes, shared_axes
+from fshard.collectives.linear import linear_call
 from fshard.errors import expect, refuse
-from fshard.transforms.run import scatter_by
+from fshard.transforms.run import as_linear, check_results, start_scatter
 from fshard.transforms.state import ABSENT, join_states, states_of
-from fshard.tree import Flat, Sharded, Tree, flatten, grouped, is_sharded, is_trained, tree_map, unflatten
+from fshard.transforms.structure import reduction
+from fshard.tree import Flat, Sharded, Tree, flatten, grouped, is_sharded, is_trained, tree_map
 from fshard.tree.checks import (
     check_count,
     check_dense,
@@ -79,7 +81,7 @@ def scatter_grads(
     )
     divisor = denominator(count, axes, reduce)
     sums = _scatter(flat, params, states) if params.specs else flat.leaves
-    reduced = tree_map(lambda grad: divide(grad, divisor), unflatten(flat.treedef, sums))
+    reduced = tree_map(lambda grad: divide(grad, divisor), flat.unflatten(sums))
     return reduced if transform_state is ABSENT else (reduced, join_states(params, states))
 
 
@@ -101,13 +103,23 @@ def _scatter(flat: Flat, params: Flat, states: list[Tree]) -> list[Any]:
     sums: list[Any] = [None] * len(flat.leaves)
     trained = [param if is_trained(param) else None for param in params.leaves]
     for transform, group in grouped(trained, lambda param: param.spec.transform).items():
-        leaves = [params.leaves[i] for i in group]
-        full = [flat.leaves[i] for i in group]
-        before = [states[i] for i in group]
         paths = [flat.paths[i] for i in group]
+        leaves = [params.leaves[i] for i in group]
+        specs = [leaf.spec for leaf in leaves]
+        full = []
+        for i, leaf in zip(group, leaves, strict=True):
+            grad = flat.leaves[i]
+            if grad is None:
+                grad = leaf.local.new_zeros(leaf.spec.gathered_shape)
+            full.append(grad)
         with comm.annotate_collectives((), paths):
-            sharded, after = scatter_by(transform, paths, leaves, full, before)
-        for i, grad, state in zip(group, sharded, after, strict=True):
-            sums[i] = Sharded(grad, params.leaves[i].spec)
-            states[i] = state
+            if reduction(transform).has_state:
+                shards, after = start_scatter(transform, full, specs, [states[i] for i in group])()
+                check_results(transform, "scatter", shards, paths, specs)
+                for i, state in zip(group, after, strict=True):
+                    states[i] = state
+            else:
+                shards = linear_call(as_linear(transform, specs, paths).to_transpose(), full)
+        for i, leaf, shard in zip(group, leaves, shards, strict=True):
+            sums[i] = Sharded(shard.to(leaf.local.dtype), leaf.spec)
     return sums

@@ -1,6 +1,7 @@
 """Storage: shard full tensors, unshard them again, reshard from one layout to another."""
 
 import ctypes
+import functools
 import zlib
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from fshard.transforms import LayoutError, ShardTransform
 from fshard.transforms.axis import _FullyShard
 from fshard.transforms.compose import masks, resolve_masks
 from fshard.transforms.structure import layout_axes
-from fshard.tree import Axis, Flat, Sharded, Spec, Tree, flatten, grouped, is_sharded, unflatten
+from fshard.tree import Axis, Flat, Sharded, Spec, Tree, flatten, grouped, is_sharded
 from fshard.tree.checks import (
     check_local,
     check_matches,
@@ -91,7 +92,7 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | None = N
     refuse_donated("shard", flat)
     refuse("shard: leaves cannot be sharded", layouts.problems, remedy)
     shards = [leaf and stored(local_piece(leaf.local, leaf.spec), leaf.spec) for leaf in whole_leaves]
-    return unflatten(flat.treedef, shards)
+    return flat.unflatten(shards)
 
 
 def unshard(tree: Tree) -> Tree:
@@ -118,7 +119,7 @@ def unshard(tree: Tree) -> Tree:
     check_local("unshard", flat)
     comm.check_same_call("unshard", _split_over(flat), flat)
     full = iter(unsharded([leaf for leaf in flat.leaves if is_sharded(leaf)]))
-    return unflatten(flat.treedef, [next(full) if is_sharded(leaf) else leaf for leaf in flat.leaves])
+    return flat.unflatten([next(full) if is_sharded(leaf) else leaf for leaf in flat.leaves])
 
 
 def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | None = None) -> Tree:
@@ -187,7 +188,7 @@ def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | None = None
     leaves = []
     for leaf, new_spec in zip(flat.leaves, specs, strict=True):
         leaves.append(leaf if new_spec is None else stored(_move(leaf, new_spec), new_spec))
-    return unflatten(flat.treedef, leaves)
+    return flat.unflatten(leaves)
 
 
 def _name_by_parameter(names: Sequence[str], parameters: Container[str]) -> list[str]:
@@ -358,10 +359,9 @@ class Layouts:
         check_matches(api_name, masks(transform), names, leaves)
         self.problems: list[Problem] = []
         self._transform = transform
-        # A mask in a composition makes a new composition for each leaf. Of equal ones the first is kept.
-        self._transforms: dict[ShardTransform, ShardTransform] = {transform: transform}
-        # Leaves of equal specs share one object, which is found sooner than an equal one.
-        self._known: dict[tuple[int, Spec], Spec] = {}
+        # Leaves of equal specs share one object, which is found sooner than an equal one. A mask in a composition makes
+        # a new composition for each leaf. Of equal ones the first is kept.
+        self._lay_out = functools.cache(_lay_out)
 
     def of(self, path: str, name: str, leaf: Any, spec: Spec) -> Spec:
         """Find the spec of a leaf.
@@ -376,14 +376,15 @@ class Layouts:
             The spec; the one given where there was a problem.
         """
         transform = resolve_masks(self._transform, name, leaf)
-        if transform is not self._transform:
-            transform = self._transforms.setdefault(transform, transform)
         try:
-            if (id(transform), spec) not in self._known:
-                self._known[id(transform), spec] = replace(transform.layout(spec), transform=transform)
+            return self._lay_out(transform, spec)
         except LayoutError as error:
             self.problems.append(Problem(path, error.got, error.expected))
-        return self._known.get((id(transform), spec), spec)
+            return spec
+
+
+def _lay_out(transform: ShardTransform, spec: Spec) -> Spec:
+    return replace(transform.layout(spec), transform=transform)
 
 
 def is_frozen(leaf: torch.Tensor) -> bool:

@@ -1,7 +1,6 @@
 """value_and_grad and accumulate: the loss and its sharded, reduced gradients in one call."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,10 +33,9 @@ from fshard.tree import (
     is_sharded,
     is_trained,
     like,
+    take_tensors,
     tensor_of,
-    tree_leaves,
     tree_map,
-    unflatten,
 )
 from fshard.tree.checks import (
     check_differentiable,
@@ -112,14 +110,8 @@ def value_and_grad(
     >>> loss, grads["w"].local
     (tensor(50.), tensor([20., 40.]))
     """
-    options = _Options(
-        api_name="value_and_grad",
-        reduce=reduce,
-        reduce_over=reduce_over,
-        has_aux=has_aux,
-        reduction_order=reduction_order,
-        transform_state=transform_state,
-    )
+    # These are all arguments, and no other name is bound yet.
+    options = _Options("value_and_grad", **locals())
 
     def run(params: Tree, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         functions = [lambda tree: f(tree, *args, **kwargs)]
@@ -131,6 +123,9 @@ def value_and_grad(
 
 
 LossFunction = Callable[[Tree], Any]
+
+# The objective, what each function returned besides, and for each leaf the local tensor of its gradient, or None.
+Gradients = tuple[torch.Tensor, Sequence[Any], Sequence[Any]]
 
 
 class _Loss(NamedTuple):
@@ -147,22 +142,7 @@ class _Loss(NamedTuple):
     aux: Any
 
 
-class _Gradients(NamedTuple):
-    """The result of one differentiation.
-
-    Attributes:
-        objective: The losses of all ranks and microbatches, reduced.
-        auxes: What each function returned besides.
-        by_leaf: For each leaf the local tensor of its gradient, or None.
-    """
-
-    objective: torch.Tensor
-    auxes: Sequence[Any]
-    by_leaf: Sequence[Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Options:
+class _Options(NamedTuple):
     """The options of `value_and_grad` and `accumulate`.
 
     Attributes:
@@ -171,6 +151,7 @@ class _Options:
     """
 
     api_name: str
+    f: Callable[..., Any]
     reduce: str
     reduce_over: Over
     has_aux: bool
@@ -240,7 +221,7 @@ class _Differentiation:
         for leaf, gradient in zip(flat.leaves, by_leaf, strict=True):
             is_wrapped = is_sharded(leaf) and gradient is not None
             gradients.append(Sharded(gradient, leaf.spec) if is_wrapped else gradient)
-        grads = unflatten(flat.treedef, gradients)
+        grads = flat.unflatten(gradients)
         if self.options.transform_state is ABSENT:
             return objective, auxes, grads
         return objective, auxes, grads, join_states(flat, self.states)
@@ -264,7 +245,7 @@ class _Differentiation:
         """Compute this rank's loss of one microbatch, and check what the function returned."""
         options = self.options
         reductions_before = REDUCTIONS.get()
-        result = function(unflatten(self.flat.treedef, leaves))
+        result = function(self.flat.unflatten(leaves))
         loss, aux = result, None
         if options.has_aux:
             if not isinstance(result, tuple) or len(result) != 2:
@@ -288,7 +269,7 @@ class _Differentiation:
         microbatches = len(counts) if reduce == "mean" else 1
         return denominator(None, self.axes, reduce) * microbatches
 
-    def _differentiate_by_engine(self) -> _Gradients:
+    def _differentiate_by_engine(self) -> Gradients:
         flat = self.order.mark_leaves(self.flat, self.axes)
         call = EngineCall(self.options.api_name, flat, self.shared_axes, **self._facts())
         for leaf, state in zip(call.leaves, self.states, strict=True):
@@ -301,7 +282,7 @@ class _Differentiation:
             finally:
                 call.end()
 
-    def _run_microbatches(self, call: EngineCall) -> _Gradients:
+    def _run_microbatches(self, call: EngineCall) -> Gradients:
         """Run forward and backward of each microbatch, then reduce the objective, and take the gradients."""
         losses: list[_Loss] = []
         # With one microbatch each gradient can be divided as soon as it is reduced.
@@ -331,9 +312,9 @@ class _Differentiation:
                 by_leaf[i] = leaf.take_grad(remaining_divisor)
                 self.states[i] = leaf.transform_state
         objective = divide(self.sums.finish_numbers(value), divisor if is_single else remaining_divisor)
-        return _Gradients(objective, auxes, by_leaf)
+        return objective, auxes, by_leaf
 
-    def _differentiate_by_torch_func(self) -> _Gradients:
+    def _differentiate_by_torch_func(self) -> Gradients:
         """Compute objective(f(gather(params))) by torch.func.
 
         Each gather is a separate node, and its tensor is kept.
@@ -346,39 +327,34 @@ class _Differentiation:
         paths = [self.flat.paths[i] for i in trained]
         tensors = [tensor_of(leaves[i]) for i in trained]
         # torch.func carries only tensors out of the transform; the rest of the trees goes by this list.
-        losses: list[list[_Loss]] = []
+        structure: list[Callable[[Sequence[Any]], Sequence[_Loss]]] = []
 
         def sum_losses(traced: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
             leaves_traced = list(leaves)
             for i, tensor in zip(trained, traced, strict=True):
                 leaves_traced[i] = like(leaves[i], tensor)
-            losses.append([self._run_function(function, leaves_traced) for function in self.functions])
-            value = self.sums.add_numbers([loss.value for loss in losses[-1]])
+            losses = [self._run_function(function, leaves_traced) for function in self.functions]
+            value = self.sums.add_numbers([loss.value for loss in losses])
             if self.flat.specs:
                 specs = [leaves[i].spec for i in trained]
                 refuse_wrong_sums(api_name, value, list(zip(paths, specs, traced, strict=True)))
-            carried = [leaf for leaf in tree_leaves(losses[-1]) if isinstance(leaf, torch.Tensor)]
+            carried, put = take_tensors(losses)
+            structure.append(put)
             return value, carried
 
         with refuse_writes(api_name, paths, tensors), _compat.without_saved_tensor_hooks():
             differentiate = torch.func.grad_and_value(sum_losses, has_aux=True)
             gradients, (value, carried) = differentiate(tensors)
-        _, counts, auxes = zip(*_put_tensors(losses.pop(), carried), strict=True)
+        _, counts, auxes = zip(*structure.pop()(carried), strict=True)
         divisor = self._divisor(counts)
         by_leaf: list[Any] = [None] * len(leaves)
         for i, gradient in zip(trained, gradients, strict=True):
             by_leaf[i] = divide(gradient, divisor)
-        return _Gradients(divide(sum_over(value, self.axes), divisor), auxes, by_leaf)
+        return divide(sum_over(value, self.axes), divisor), auxes, by_leaf
 
 
 def _detach(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _put_tensors(tree: Tree, tensors: Sequence[torch.Tensor]) -> Tree:
-    """Put tensors in the places of those of a tree."""
-    remaining = iter(tensors)
-    return tree_map(lambda leaf: next(remaining) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 def accumulate(
@@ -433,21 +409,15 @@ def accumulate(
     >>> loss, grads["w"].local
     (tensor(100.), tensor([40., 80.]))
     """
-    options = _Options(
-        api_name="accumulate",
-        reduce=reduce,
-        reduce_over=reduce_over,
-        has_aux=has_aux,
-        reduction_order=reduction_order,
-        transform_state=transform_state,
-    )
+    # These are all arguments, and no other name is bound yet.
+    options = _Options("accumulate", **locals())
 
     def run(params: Tree, microbatches: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         check_batches("accumulate", microbatches)
         functions = [lambda tree, batch=batch: f(tree, batch, *args, **kwargs) for batch in microbatches]
         order = find_order("accumulate", reduction_order)
         chosen = order.choose_communication("accumulate", params, communicate)
-        differentiation = _Differentiation(replace(options, communicate=chosen), functions, params)
+        differentiation = _Differentiation(options._replace(communicate=chosen), functions, params)
         value, auxes, grads, *state = differentiation.run()
         objective = (value, auxes) if has_aux else value
         return objective, grads, *state

@@ -141,7 +141,7 @@ def whole_numbers(params, batch):
 
 
 SIZES = {"w": (17, 3), "v": (9, 2), "b": (5,)}
-PAIRS_OF_AXES = ((2, 1), (1, 2), (2, 2), (2, 4), (4, 2))
+SLOW_PAIRS_OF_AXES = ((2, 1), (1, 2), (2, 4), (4, 2))
 
 
 def sent_by_axis(record):
@@ -164,8 +164,9 @@ def accumulate_recorded(params, batches, communicate, *, jitted=False):
     return result, sent_by_axis(record)
 
 
-@pytest.mark.rows(2)
-@pytest.mark.parametrize(("outer", "inner"), PAIRS_OF_AXES)
+@pytest.mark.parametrize(
+    ("outer", "inner"), [(2, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in SLOW_PAIRS_OF_AXES)]
+)
 def test_the_outermost_axis_is_reduced_over_once(outer, inner):
     """M P bytes are reduced within groups as by "each", and P / n bytes across groups as by "once", with equal bits."""
 

@@ -408,7 +408,7 @@ def check_calls_in_one_context(module, strategy, context):
 BUILT_FOR_KEEPING = {name: make() for name, (make, _) in KEEPING.items()}
 
 
-@pytest.mark.rows(16)
+@pytest.mark.rows(11)
 @pytest.mark.parametrize("strategy", ("ddp", EVERY_LEAF, "units"))
 @pytest.mark.parametrize("name", KEEPING)
 @on_ranks(1, 2, 3)

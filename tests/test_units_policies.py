@@ -93,7 +93,8 @@ def test_units_cast_their_inputs_to_the_dtype_of_their_own_strategy(world_size):
         model = fs.functionalize(module, nn.Module)
         params = model.init(wide_routers(one_axis()))
         run = fs.value_and_grad(model.apply)
-        for way in (run, fs.jit(run), fs.value_and_grad(fs.remat(model.apply))):
+        ways = (run, fs.jit(run), fs.value_and_grad(fs.remat(model.apply))) if checkpointed else (run,)
+        for way in ways:
             assert_same_bits(full(way(params, mine[0])), expected)
         assert_same_bits(full(fs.accumulate(model.apply)(params, mine[:1])), expected)
         two_batches = full(fs.accumulate(model.apply)(params, mine))

@@ -43,16 +43,9 @@ class Backward:
         self._is_last = is_last
         # No gather makes room: each unit is dropped at the step where its gradients are due.
         self._cursor = Cursor(forward.events[::-1], make_room=lambda: None)
-        # The number of the step at which each unit's gradients are due.
-        self._due_step: dict[GatheredUnit, int] = {}
-        for number, step in enumerate(self._cursor.steps):
-            if not step.needs_full:
-                self._due_step[step.gathered] = number
         self._reductions = Reductions(divisor, defers_outer=defers_outer)
         # The checkpoints that this rank has started to recompute; None stands for what is in no checkpoint.
         self._recomputed_checkpoints: set[Any] = {None}
-        # The gathered units that hold a leaf, the last one first. Made when the first checkpoint is recomputed.
-        self._gathered_by_leaf: dict[Leaf, list[GatheredUnit]] = {}
 
     def catch_up(self, include_current: bool = False) -> None:
         """Take the steps that autograd has passed. Then this rank is where all others are, whatever it computed.
@@ -91,27 +84,20 @@ class Backward:
             last one; None if the forward gathered no such unit.
         """
         self.catch_up()
-        if not self._gathered_by_leaf:
-            self._index_units()
         if not leaves:
             return None
         # Look through the units of one leaf, not through all.
         required = set(leaves)
         candidates = []
-        for gathered in self._gathered_by_leaf.get(leaves[0], ()):
+        for gathered in reversed(leaves[0].gathered_units):
             if required.issubset(gathered.leaves):
                 candidates.append(gathered)
         if not candidates:
             return None
-        still_due = (gathered for gathered in candidates if self._due_step[gathered] >= self._cursor.position)
+        still_due = (gathered for gathered in candidates if not gathered.is_finished)
         recomputed = next(still_due, candidates[0])
         self._recomputed_checkpoints.add(recomputed.checkpoint)
         return recomputed
-
-    def _index_units(self) -> None:
-        for gathered in reversed(self._gathered_units):
-            for leaf in gathered.leaves:
-                self._gathered_by_leaf.setdefault(leaf, []).append(gathered)
 
     def finish(self) -> None:
         """Take every step that is left, with zeros where this rank has no gradient, and wait for all reductions."""
@@ -139,12 +125,13 @@ class Backward:
 
         A leaf's gradient is complete at the unit that held the leaf first.
         """
+        gathered.is_finished = True
         # Otherwise a checkpoint may still recompute with the unit on this rank.
         is_recomputed = gathered.checkpoint in self._recomputed_checkpoints
         if is_recomputed and self._may_release(gathered):
             gathered.release()
         reduces_bound = self._reduce_early and gathered.unit.policy.reduce_each_microbatch
-        complete = [leaf for leaf in gathered.trained if leaf.first_gathered is gathered]
+        complete = [leaf for leaf in gathered.trained if leaf.gathered_units[0] is gathered]
         self._reductions.queue_unit([leaf for leaf in complete if leaf.derived or reduces_bound])
 
     def _may_release(self, gathered: GatheredUnit) -> bool:

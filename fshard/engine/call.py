@@ -68,17 +68,15 @@ class EngineCall:
         started = [take_over(param) for param in flat.leaves]
         comm.check_same_call(api_name, axes, flat, **compared)
         self.bound = list(flat.leaves)
-        self.leaves: list[Leaf | None] = []
+        self.leaves: list[Leaf | None] = [None] * len(self.bound)
         for index, (path, param, finish) in enumerate(zip(flat.paths, flat.leaves, started, strict=True)):
-            if not is_sharded(param):
-                self.leaves.append(None)
-                continue
-            bound = Sharded(param.local.detach(), param.spec)
-            bound.local.requires_grad_(trains and not param.spec.frozen)
-            self.bound[index] = bound
-            leaf = Leaf(path, bound, param.local, has_backward=trains)
-            leaf.started = finish
-            self.leaves.append(leaf)
+            if is_sharded(param):
+                bound = Sharded(param.local.detach(), param.spec)
+                bound.local.requires_grad_(trains and not param.spec.frozen)
+                self.bound[index] = bound
+                leaf = Leaf(path, bound, param.local, has_backward=trains)
+                leaf.started = finish
+                self.leaves[index] = leaf
         self._sharded_leaves = [leaf for leaf in self.leaves if leaf is not None]
         self.trained = [leaf for leaf in self._sharded_leaves if leaf.trained]
         self.at_end: list[Callable[[], None]] = []
@@ -157,7 +155,7 @@ class EngineCall:
     def _make_recompute_error(self, leaves: Sequence[Leaf]) -> ValueError:
         """Make the error of a checkpoint that gathers what its forward did not gather."""
         # A leaf that the checkpoint computes is another one each time.
-        computed = [leaf for leaf in leaves if leaf.derived and leaf.first_gathered is None]
+        computed = [leaf for leaf in leaves if leaf.derived and not leaf.gathered_units]
         if computed:
             return ValueError(
                 f"{self._api_name}: {_join_paths(computed)} is computed inside a checkpoint, so the backward cannot "
@@ -171,19 +169,16 @@ class EngineCall:
 
     def get_output(self, gathered: GatheredUnit, leaf: Leaf) -> torch.Tensor:
         """Return the tensor that the function receives for one leaf of an open unit."""
-        if not leaf.trained:
-            return gathered.wait()[leaf].detach()
-        output = gathered.outputs.get(leaf)
-        is_recorded = torch.is_grad_enabled()
-        if is_recorded and output is not None:
-            return output
-
-        self._refuse_reentrant_checkpoint(leaf)
-        if is_recorded:
-            gathered.outputs = deliver(self._receive, gathered)
-            return gathered.outputs[leaf]
-        if output is not None:
-            return output
+        if leaf.trained:
+            output = gathered.outputs.get(leaf)
+            is_recorded = torch.is_grad_enabled()
+            if output is None or not is_recorded:
+                self._refuse_reentrant_checkpoint(leaf)
+            if output is None and is_recorded:
+                gathered.outputs = deliver(self._receive, gathered)
+                output = gathered.outputs[leaf]
+            if output is not None:
+                return output
         return gathered.wait()[leaf].detach()
 
     def _refuse_reentrant_checkpoint(self, leaf: Leaf) -> None:
@@ -301,8 +296,9 @@ class EngineCall:
         )
         microbatch.backward = backward
 
-        used = {leaf for leaf in self.trained if leaf.used}
+        used: set[Leaf] = set()
         if microbatch.derived:
+            used = {leaf for leaf in self.trained if leaf.used}
             # A derived leaf passes gradients on whether this rank uses it or not. Only the graph tells.
             used |= find_used_leaves(loss, self.trained)
         direct_grads = self._differentiate_loss(loss, microbatch)

@@ -42,7 +42,7 @@ class Forward:
         # The units whose scopes have ended, and whose tensors are dropped when the next gather starts.
         self._to_drop: list[GatheredUnit] = []
         self._function_gather: GatheredUnit | None = None
-        # The error of writes to a weight in a submodule that failed. Raised if the function goes on.
+        # The error of writes to a weight. Raised when the function has returned: an exception of its own comes first.
         self._write_error: ValueError | None = None
 
     def open_function_gather(self, gathered: GatheredUnit) -> None:
@@ -91,8 +91,7 @@ class Forward:
             self._expect_backward()
         gathered.wait()
         for leaf in gathered.leaves:
-            if leaf.first_gathered is None:
-                leaf.first_gathered = gathered
+            leaf.gathered_units.append(gathered)
             if leaf.trained and not leaf.derived:
                 leaf.must_reduce = True
         if self._trains:
@@ -113,14 +112,8 @@ class Forward:
             # The backward of a lookup does not read the table, unless a checkpoint recomputes the lookup.
             gathered.is_lazy = gathered.unit.is_embedding and gathered.checkpoint is None
 
-    def end_scope(self, gathered: GatheredUnit, *, has_failed: bool = False) -> None:
-        """End a unit's scope. Its tensors are dropped when the next gather starts, unless they stay.
-
-        Args:
-            gathered: The gathered unit.
-            has_failed: Whether the submodule of the unit raised an exception, which must reach the user. An error of
-                writes waits until the function ends, in case it catches that exception.
-        """
+    def end_scope(self, gathered: GatheredUnit) -> None:
+        """End a unit's scope. Its tensors are dropped when the next gather starts, unless they stay."""
         gathered.revoke_outputs()
         gathered.scope_ended = True
         if self.is_over:
@@ -130,9 +123,7 @@ class Forward:
         try:
             gathered.check_writes(self._api_name)
         except ValueError as error:
-            if not has_failed:
-                raise
-            self._write_error = error
+            self._write_error = self._write_error or error
 
     def make_room(self, keep: Sequence[GatheredUnit] = ()) -> None:
         """Drop the tensors of the units whose scopes have ended, except for some."""
@@ -148,11 +139,11 @@ class Forward:
         """Close all units when the function has returned.
 
         Raises:
-            ValueError: if it caught the exception of a submodule that had written to a weight.
+            ValueError: if the function wrote to a weight.
         """
+        self.end_function_scope()
         if self._write_error is not None:
             raise self._write_error
-        self.end_function_scope()
         self._close_all_but(())
         self.is_over = True
         if not self._trains:

@@ -33,12 +33,12 @@ class GatheredUnit:
         trained: The leaves that take a gradient.
         full_tensors: The full tensor of each leaf; None until they have been waited for.
         outputs: The tensors that autograd knows and the function received, by leaf, while the scope lasts.
-        gather_started: Whether the full tensors are on their way or present.
         scope_ended: Whether the scope in which the function may read the full tensors has ended.
         is_closed: Whether the forward has closed this unit, because another unit opened after it.
         checkpoint: The outermost activation checkpoint that will recompute with this unit. The unit stays open until
             that checkpoint ends.
-        lazy: Whether the backward gathers the unit only on demand.
+        is_lazy: Whether the backward gathers the unit only on demand.
+        is_finished: Whether the backward has passed the step at which the unit's gradients are due.
     """
 
     def __init__(self, unit: Unit, leaves: Sequence[Leaf]) -> None:
@@ -48,55 +48,60 @@ class GatheredUnit:
         self.trained = [leaf for leaf in leaves if leaf.trained]
         self.full_tensors: dict[Leaf, torch.Tensor] | None = None
         self.outputs: dict[Leaf, torch.Tensor] = {}
-        self.gather_started = False
         self.scope_ended = False
         self.is_closed = False
         self.checkpoint: Any = None
         self.is_lazy = False
-        self._pending: list[PendingGather] = []
+        self.is_finished = False
+        # The gathers that are under way; None before they start and after they have arrived.
+        self._pending: list[PendingGather] | None = None
         self._full_versions: list[int] = []
         # The dict and the key under which the function finds each output.
         self._output_places: list[tuple[dict[str, Any], str]] = []
 
     def start(self) -> None:
         """Start the all-gathers, unless they have started already."""
-        if not self.gather_started:
-            self.gather_started = True
+        if self._pending is None and self.full_tensors is None:
             self._pending = self._start_gathers()
 
     @_compat.outside_selective_checkpoint()
     def _start_gathers(self) -> list[PendingGather]:
-        # Leaves that share the full tensor of another gathered unit are not gathered again.
-        missing = [leaf for leaf in self.leaves if leaf.shared_from is None]
-        if not self.unit.is_regathered:
-            for leaf in missing:
+        pending: list[PendingGather] = []
+        missing: list[Leaf] = []
+        for leaf in self.leaves:
+            # Leaves that share the full tensor of another gathered unit are not gathered again.
+            if leaf.shared_from is not None:
+                continue
+            if not self.unit.is_regathered:
                 leaf.shared_from = self
-
-        pending: list[PendingGather] = [([leaf], leaf.started) for leaf in missing if leaf.started is not None]
-        missing = [leaf for leaf in missing if leaf.started is None]
-        for (leaf,), _ in pending:
-            # If the unit is gathered again, the gather starts anew.
-            leaf.started = None
-        paths = [leaf.path for leaf in missing]
-        with count_writes(), torch.no_grad(), comm.annotate_collectives([self.unit.name], paths):
-            for transform, indices in grouped(missing, get_transform).items():
-                leaves = [missing[index] for index in indices]
-                pending.append((leaves, self._start_gather(transform, leaves)))
+            if leaf.started is None:
+                missing.append(leaf)
+            else:
+                pending.append(([leaf], leaf.started))
+                # If the unit is gathered again, the gather starts anew.
+                leaf.started = None
+        for transform, indices in grouped(missing, get_transform).items():
+            leaves = [missing[index] for index in indices]
+            pending.append((leaves, self._start_gather(transform, leaves)))
         return pending
 
     def _start_gather(self, transform: Any, leaves: Sequence[Leaf]) -> Callable[[], Sequence[torch.Tensor]]:
         """Start to gather leaves of one transform, from the pieces that their ranks keep if there are such."""
+        paths = [leaf.path for leaf in leaves]
         specs = [leaf.spec for leaf in leaves]
         axis = leaves[0].regather_axis
-        if axis is None or not self.unit.is_regathered:
-            return transform.start_gather([leaf.stored for leaf in leaves], specs)
-        before, after = split_gather(transform, axis)
-        # A tied leaf may have its piece from another unit.
-        new = [leaf for leaf in leaves if leaf.piece is None]
-        pieces = before.gather([leaf.stored for leaf in new], [leaf.spec for leaf in new])
-        for leaf, piece in zip(new, pieces, strict=True):
-            leaf.piece = piece
-        return after.start_gather([leaf.piece for leaf in leaves], specs)
+        with count_writes(), torch.no_grad(), comm.annotate_collectives([self.unit.name], paths):
+            if axis is None or not self.unit.is_regathered:
+                finish = transform.start_gather([leaf.stored for leaf in leaves], specs)
+            else:
+                before, after = split_gather(transform, axis)
+                # A tied leaf may have its piece from another unit.
+                new = [leaf for leaf in leaves if leaf.piece is None]
+                pieces = before.gather([leaf.stored for leaf in new], [leaf.spec for leaf in new])
+                for leaf, piece in zip(new, pieces, strict=True):
+                    leaf.piece = piece
+                finish = after.start_gather([leaf.piece for leaf in leaves], specs)
+        return lambda: check_results(transform, "gather", finish(), paths, specs)
 
     def wait(self) -> dict[Leaf, torch.Tensor]:
         """Return the full tensors by leaf, and gather them if they are not present."""
@@ -110,15 +115,12 @@ class GatheredUnit:
 
     @_compat.outside_selective_checkpoint()
     def _finish_gathers(self) -> dict[Leaf, torch.Tensor]:
-        pending = self._pending
-        self._pending = []
+        pending = self._pending or ()
+        self._pending = None
         tensors: dict[Leaf, torch.Tensor] = {}
         with count_writes(), torch.no_grad():
             for leaves, finish in pending:
-                transform = get_transform(leaves[0])
-                paths = (leaf.path for leaf in leaves)
-                results = check_results(transform, "gather", finish(), paths, (leaf.spec for leaf in leaves))
-                tensors.update(zip(leaves, results, strict=True))
+                tensors.update(zip(leaves, finish(), strict=True))
 
         full: dict[Leaf, torch.Tensor] = {}
         for leaf in self.leaves:
@@ -133,10 +135,9 @@ class GatheredUnit:
     def release(self) -> None:
         """Drop the full tensors."""
         # A gather that has started must finish before its buffers can be dropped.
-        if self.gather_started:
+        if self._pending is not None:
             self.wait()
         self.full_tensors = None
-        self.gather_started = False
 
     def register_output(self, holder: dict[str, Any], key: str) -> None:
         """Record where an output is stored, so that `revoke_outputs` can remove it.

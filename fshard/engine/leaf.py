@@ -48,8 +48,8 @@ class Leaf:
         started: Waits for a gather that the program has started, and returns its full tensor. The next gathered unit
             with the leaf takes it.
         shared_from: The gathered unit whose full tensor other units share, if the leaf is not gathered again.
-        first_gathered: The first gathered unit of the running forward that holds the leaf. The backward passes it last,
-            and the gradient is complete there.
+        gathered_units: The gathered units of the running forward that hold the leaf. The backward passes the first one
+            last, and the gradient is complete there.
         must_reduce: Whether every rank owes a reduction, whether this rank has used the leaf or not.
         used: Whether this rank's loss used the leaf.
         transform_state: The state of the leaf's transform, if that has one.
@@ -89,7 +89,7 @@ class Leaf:
         self.piece: Any = None
         self.started: Finish | None = None
         self.shared_from: GatheredUnit | None = None
-        self.first_gathered: GatheredUnit | None = None
+        self.gathered_units: list[GatheredUnit] = []
         self.must_reduce = False
         self.used = False
         self.transform_state: Any = None

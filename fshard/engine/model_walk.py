@@ -115,13 +115,7 @@ class ModelWalk:
         if module_unit is None:
             return
         number = self._plan.unit_of[module_unit]
-        try:
-            self._make_number_readable(number, may_jump=True)
-        except BaseException:
-            # The submodule does not run, so it is not left either. The forward may go on without it.
-            if inner_module_units is not None:
-                self._running.pop()
-            raise
+        self._make_number_readable(number, may_jump=True)
         self._scopes.append(number)
 
     def leave(self, module_unit: int | None, inner_module_units: range | None, *, has_failed: bool) -> None:
@@ -140,9 +134,9 @@ class ModelWalk:
             is_shared = inner_module_units is not None and end > self._running[-1].units.stop
             self._advance(end, entered=end - 1 if is_shared else NO_UNIT)
         if inner_module_units is not None:
-            self._leave_held_units(self._running.pop(), has_failed)
+            self._leave_held_units(self._running.pop())
         if module_unit is not None:
-            self._end_scope(module_unit, has_failed)
+            self._end_scope(module_unit)
 
     def make_readable(self, name: str) -> GatheredUnit:
         """Make a unit that holds a leaf readable, if none is. This may communicate.
@@ -258,7 +252,7 @@ class ModelWalk:
         """Return the innermost running submodule around a unit. The outermost one is the whole model."""
         return next(submodule for submodule in reversed(self._running) if number in submodule.units)
 
-    def _leave_or_hold(self, number: int, *, may_return: bool = False, has_failed: bool = False) -> None:
+    def _leave_or_hold(self, number: int, *, may_return: bool = False) -> None:
         """Leave a readable unit, or hold it while a submodule runs that may enter it again."""
         gathered = self._readable.pop(number)
         # A merged unit belongs to several submodules, which are entered one after another.
@@ -267,7 +261,7 @@ class ModelWalk:
         if may_return and any(number in submodule.units for submodule in self._running[1:]):
             self._held[number] = gathered
         else:
-            self._forward.end_scope(gathered, has_failed=has_failed)
+            self._forward.end_scope(gathered)
 
     def _leave_units_except(self, number: int | None) -> None:
         """Leave or hold every readable unit whose submodule is not running, except one."""
@@ -275,17 +269,17 @@ class ModelWalk:
             if other != number and other not in self._scopes:
                 self._leave_or_hold(other)
 
-    def _leave_held_units(self, submodule: RunningSubmodule, has_failed: bool) -> None:
+    def _leave_held_units(self, submodule: RunningSubmodule) -> None:
         """Leave the units that were held for a submodule, which has ended."""
         for number in list(self._held):
             if number in submodule.units:
-                self._forward.end_scope(self._held.pop(number), has_failed=has_failed)
+                self._forward.end_scope(self._held.pop(number))
 
-    def _end_scope(self, module_unit: int, has_failed: bool) -> None:
+    def _end_scope(self, module_unit: int) -> None:
         """End the scope of a submodule's unit, and leave the unit if no other submodule is to read it."""
         number = self._scopes.pop()
         if number in self._scopes or number not in self._readable:
             return
         # A merged unit stays readable until its last submodule has run.
         if self._plan.ends[module_unit] == self._plan.units[number].last_module_unit + 1:
-            self._leave_or_hold(number, has_failed=has_failed)
+            self._leave_or_hold(number)

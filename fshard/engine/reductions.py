@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,6 @@ class PendingReduction(NamedTuple):
 
     Attributes:
         leaves: The leaves whose gradients are reduced; they have one transform.
-        unit_names: Their units.
         scatter: Finishes what is under way.
         nbytes: The bytes of the full gradients.
         turn: The turn in which what is under way has started.
@@ -29,7 +29,6 @@ class PendingReduction(NamedTuple):
     """
 
     leaves: list[Leaf]
-    unit_names: tuple[str, ...]
     scatter: PendingScatter
     nbytes: int
     turn: int
@@ -119,8 +118,6 @@ class Reductions:
         while self._pending and self._pending_bytes + nbytes > max_bytes:
             self._take_pending()
 
-        units = dict.fromkeys([leaf.first_gathered.unit.name for leaf in leaves if leaf.first_gathered is not None])
-        unit_names = tuple(units)
         specs = [leaf.spec for leaf in leaves]
         states = [leaf.transform_state for leaf in leaves]
         outer = None
@@ -129,9 +126,9 @@ class Reductions:
             has_inner_sums = any(leaf.inner_sum is not None for leaf in leaves)
             if facts.sends_twice or self._defers_outer or has_inner_sums:
                 outer, transform = facts.halves
-        with torch.no_grad(), comm.annotate_collectives(unit_names, [leaf.path for leaf in leaves]):
+        with torch.no_grad(), _annotate(leaves):
             scatter = start_scatter(transform, grads, specs, states)
-        self._pending.append(PendingReduction(leaves, unit_names, scatter, nbytes, self._turn, outer))
+        self._pending.append(PendingReduction(leaves, scatter, nbytes, self._turn, outer))
         self._pending_bytes += nbytes
 
     def _start_next_stages(self) -> None:
@@ -153,7 +150,7 @@ class Reductions:
             return
 
         leaves = pending.leaves
-        with torch.no_grad(), comm.annotate_collectives(pending.unit_names, [leaf.path for leaf in leaves]):
+        with torch.no_grad(), _annotate(leaves):
             grads, states = pending.scatter()
             # Autograd goes on from the gradients of derived leaves, so these are summed now.
             if self._defers_outer and not leaves[0].derived:
@@ -189,3 +186,9 @@ class Reductions:
             _compat.divide_in_place(grads, divisor)
             return grads
         return [divide(grad, divisor) for grad in grads]
+
+
+def _annotate(leaves: Sequence[Leaf]) -> AbstractContextManager[None]:
+    """Say that collectives are for some leaves and their units."""
+    units = dict.fromkeys([leaf.gathered_units[0].unit.name for leaf in leaves if leaf.gathered_units])
+    return comm.annotate_collectives(tuple(units), [leaf.path for leaf in leaves])

@@ -31,8 +31,7 @@ class StartedGather:
             leaves: The leaves.
         """
         shards = [leaf.local.detach() for leaf in leaves]
-        self._shards = dict(zip(paths, shards, strict=True))
-        self._versions = dict(zip(paths, _compat.versions(shards), strict=True))
+        versions = _compat.versions(shards)
         specs = [leaf.spec for leaf in leaves]
         transform = specs[0].transform
         with count_writes(), torch.no_grad(), comm.annotate_collectives((), paths):
@@ -41,8 +40,8 @@ class StartedGather:
         self._wait = functools.cache(
             lambda: dict(zip(paths, check_results(transform, "gather", finish(), paths, specs), strict=True))
         )
-        # The paths of leaves that no call has claimed.
-        self._unused = dict.fromkeys(paths, True)
+        # By the paths of leaves that no call has claimed: the shards, and how often they had been written to.
+        self._unused = dict(zip(paths, zip(shards, versions, strict=True), strict=True))
         weakref.finalize(self, _release, self._wait, self._unused)
 
     def take_over(self, path: str) -> Finish:
@@ -58,15 +57,16 @@ class StartedGather:
         Raises:
             ValueError: if it was claimed before.
         """
-        if not self._unused.pop(path, False):
+        started = self._unused.pop(path, None)
+        if started is None:
             raise ValueError(
                 f"start_gather: the full tensor of {path} was used before, and one gather serves one "
                 "use. Start another gather, or pass the parameters themselves."
             )
-        return functools.partial(self._take, path)
+        return functools.partial(self._take, path, *started)
 
-    def _take(self, path: str) -> Sequence[torch.Tensor]:
-        if _compat.version(self._shards[path]) != self._versions[path]:
+    def _take(self, path: str, shard: torch.Tensor, version: int) -> Sequence[torch.Tensor]:
+        if _compat.version(shard) != version:
             raise ValueError(
                 f"start_gather: {path} was written to after its gather had started, so that its full "
                 "tensor would have old values. Start the gather after the update."

@@ -1,48 +1,50 @@
 """Leaves and their specs: Sharded, Spec, Axis, P; pytrees of them; shape arithmetic."""
 
-from fshard.tree.abstract import device_of, is_abstract, storage_device
+from fshard.tree.abstract import (
+    device_of,
+    is_abstract,
+    storage_device,
+)
 from fshard.tree.exact import Exact
-from fshard.tree.flat import Flat, Tree, Treedef, flatten, grouped, has_plain_keys, leaves_of, names_of, unflatten
-from fshard.tree.maps import cast_floating, map_leaves, map_nodes, tree_leaves, tree_map
-from fshard.tree.masks import MASK, Mask, is_mask, matches
-from fshard.tree.nodes import Sharded, is_sharded, is_trained, like, register_leaf_class, tensor_of, tensors_of
+from fshard.tree.flat import (
+    Flat,
+    Tree,
+    Treedef,
+    flatten,
+    grouped,
+    has_plain_keys,
+    leaves_of,
+    names_of,
+    unflatten,
+)
+from fshard.tree.maps import (
+    cast_floating,
+    map_leaves,
+    map_nodes,
+    take_tensors,
+    tree_leaves,
+    tree_map,
+)
+from fshard.tree.masks import (
+    MASK,
+    Mask,
+    is_mask,
+    matches,
+)
+from fshard.tree.nodes import (
+    Sharded,
+    is_sharded,
+    is_trained,
+    like,
+    register_leaf_class,
+    tensor_of,
+    tensors_of,
+)
 from fshard.tree.register import register_dataclass
-from fshard.tree.specs import Axis, ModelDtypes, P, ReshardPolicy, Spec
-
-__all__ = [
-    "MASK",
-    "Axis",
-    "Exact",
-    "Flat",
-    "Mask",
-    "ModelDtypes",
-    "P",
-    "ReshardPolicy",
-    "Sharded",
-    "Spec",
-    "Tree",
-    "Treedef",
-    "cast_floating",
-    "device_of",
-    "flatten",
-    "grouped",
-    "has_plain_keys",
-    "is_abstract",
-    "is_mask",
-    "is_sharded",
-    "is_trained",
-    "leaves_of",
-    "like",
-    "map_leaves",
-    "map_nodes",
-    "matches",
-    "names_of",
-    "register_dataclass",
-    "register_leaf_class",
-    "storage_device",
-    "tensor_of",
-    "tensors_of",
-    "tree_leaves",
-    "tree_map",
-    "unflatten",
-]
+from fshard.tree.specs import (
+    Axis,
+    ModelDtypes,
+    P,
+    ReshardPolicy,
+    Spec,
+)

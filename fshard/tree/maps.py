@@ -1,6 +1,6 @@
 """Maps over trees: over the plain tensors, over leaves with Sharded ones kept whole, over nodes of a class."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -86,6 +86,35 @@ def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
         return Sharded(result, leaf.spec) if is_sharded(leaf) else result
 
     return map_leaves(map_leaf, tree, *rest)
+
+
+def take_tensors(tree: Tree) -> tuple[list[torch.Tensor], Callable[[Iterable[Any]], Tree]]:
+    """List the tensors of a tree, for what carries tensors alone.
+
+    Args:
+        tree: Any pytree.
+
+    Returns:
+        Its tensors, the local tensors of Sharded leaves included; and a function that makes the tree of other values in
+        their places. It does not hold the tensors.
+
+    >>> tensors, put = take_tensors({"a": torch.ones(2), "b": "text"})
+    >>> len(tensors), put([3])
+    (1, {'a': 3, 'b': 'text'})
+    """
+    leaves, treedef = optree.tree_flatten(tree)
+    tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+    for i in tensors:
+        leaves[i] = None
+
+    def put(values: Iterable[Any]) -> Tree:
+        new_leaves = list(leaves)
+        for i, value in zip(positions, values, strict=True):
+            new_leaves[i] = value
+        return unflatten(treedef, new_leaves)
+
+    positions = list(tensors)
+    return list(tensors.values()), put
 
 
 def cast_floating(tree: Tree, dtype: torch.dtype | None) -> Tree:

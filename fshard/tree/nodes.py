@@ -132,25 +132,44 @@ def _refusal(operator: str) -> Callable[..., NoReturn]:
     return refuse_operator
 
 
-for _operator in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
-    setattr(Sharded, f"__{_operator}__", _refusal(_operator))
-    setattr(Sharded, f"__r{_operator}__", _refusal(_operator))
-for _operator in ("neg", "pos", "abs", "getitem", "lt", "le", "gt", "ge", "float", "int"):
-    setattr(Sharded, f"__{_operator}__", _refusal(_operator))
+_OPERATORS = (
+    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul "
+    "neg pos abs getitem lt le gt ge float int"
+)
+for _operator in _OPERATORS.split():
+    setattr(Sharded, f"__{_operator}__", _refusal(_operator.removeprefix("r")))
+
+
+def register_node(
+    cls: Any,
+    flatten: Callable[[Any], tuple[tuple[Any, ...], Any, tuple[str, ...]]],
+    unflatten: Callable[[Any, Any], Any],
+) -> None:
+    """Register a class as a node of pytrees, with optree and with torch.
+
+    Args:
+        cls: The class.
+        flatten: Returns a node's children, its other data, and the names of the children.
+        unflatten: Makes a node of the data and the children.
+    """
+
+    def flatten_for_torch(node: Any) -> tuple[list[Any], Any]:
+        children, data, _ = flatten(node)
+        return list(children), data
+
+    # Users' own optree calls must see into these nodes too, hence optree's global namespace.
+    optree.register_pytree_node(
+        cls, flatten, unflatten, path_entry_type=optree.GetAttrEntry, namespace=GLOBAL_NAMESPACE
+    )
+    _compat.register_torch_pytree(cls, flatten_for_torch, lambda children, data: unflatten(data, tuple(children)))
 
 
 def register_leaf_class(cls: type[Sharded]) -> None:
     """Register a class of leaves as a node of pytrees; maps over them make plain Sharded leaves."""
-    # Users' own optree calls must see into Sharded too, hence optree's global namespace.
-    optree.register_pytree_node(
-        cls,  # type: ignore[arg-type]
-        lambda node: ((node.local,), node.spec, ("local",)),  # type: ignore[attr-defined]
-        lambda spec, children: Sharded(children[0], spec),  # type: ignore[arg-type,index,return-value]
-        path_entry_type=optree.GetAttrEntry,
-        namespace=GLOBAL_NAMESPACE,
-    )
-    _compat.register_torch_pytree(
-        cls, lambda node: ([node.local], node.spec), lambda children, spec: Sharded(next(iter(children)), spec)
+    register_node(
+        cls,
+        lambda node: ((node.local,), node.spec, ("local",)),
+        lambda spec, children: Sharded(children[0], spec),
     )
 
 

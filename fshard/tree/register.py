@@ -4,11 +4,8 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
-import optree
-from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE
-
-from fshard import _compat
 from fshard.errors import expect
+from fshard.tree.nodes import register_node
 
 Class = TypeVar("Class", bound=type)
 
@@ -79,15 +76,8 @@ def _register(cls: Any, data_names: Sequence[str], static_names: Sequence[str]) 
             object.__setattr__(node, name, value)
         return node
 
-    optree.register_pytree_node(
+    register_node(
         cls,
         lambda node: (values_of(node, data_names), values_of(node, static_names), tuple(data_names)),
         unflatten,
-        path_entry_type=optree.GetAttrEntry,
-        namespace=GLOBAL_NAMESPACE,
-    )
-    _compat.register_torch_pytree(
-        cls,
-        lambda node: (list(values_of(node, data_names)), values_of(node, static_names)),
-        lambda children, static: unflatten(static, children),
     )

@@ -306,10 +306,7 @@ def _partition(entries: list[tuple[str, ...]]) -> P:
     """Write the axes of each dim as a partition."""
     while entries and not entries[-1]:
         entries.pop()
-    dims: list[str | tuple[str, ...] | None] = []
+    dims = []
     for names in entries:
-        if len(names) > 1:
-            dims.append(names)
-        else:
-            dims.append(names[0] if names else None)
+        dims.append(names if len(names) > 1 else next(iter(names), None))
     return P(*dims)

@@ -4,6 +4,8 @@ In an order F0 stands for the forward of unit 0, B0 for its backward; + for a co
 waited for: ag is an all-gather, rs a reduce-scatter, ar an all-reduce.
 """
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -115,8 +117,15 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("name", ORDERS)
-@pytest.mark.parametrize("jitted", [False, True])
+QUICK = ("zero2, 4", False), ("hsdp, 1", False), ("hsdp, 4", False), ("zero3, 4", True)
+ROWS = [
+    row if row in QUICK else pytest.param(*row, marks=pytest.mark.slow)
+    for row in itertools.product(ORDERS, (False, True))
+]
+
+
+@pytest.mark.rows(len(QUICK))
+@pytest.mark.parametrize("name, jitted", ROWS)
 def test_a_unit_is_under_way_each_way_while_another_one_computes(name, jitted):
     """Where nothing is set, whatever the size of a unit."""
     strategy, size = name.split(", ")
