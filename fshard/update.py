@@ -1,20 +1,18 @@
 """Verb 4: update, the pure optimizers and gradient transformations that it runs, and the state that it makes anew."""
 
 import itertools
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from fshard import _compat, comm
-from fshard.errors import MAX_PROBLEMS, expect, refuse
+from fshard.errors import expect, refuse
 from fshard.shard import any_on_host, pin_leaf
 from fshard.transforms import transform_state
 from fshard.transforms.state import ABSENT
 from fshard.tree import (
-    Axis,
     Flat,
     Sharded,
     Tree,
@@ -244,87 +242,36 @@ def check_same_step(api_name: str, given: Tree) -> None:
         given: A tree with TrainStates in it.
 
     Raises:
-        ValueError: on every rank, with the steps, who holds them, and the state to take.
+        ValueError: on every rank, with two steps and ranks that hold them.
     """
     if not comm.has_renewed() or _compat.is_tracing() or _compat.transforms_active():
         return
     states: list[TrainState] = []
     map_nodes(states.append, given, TrainState)
-    structure = flatten(states).treedef
-    axes = [axis for axis in flatten(states).axes if axis.size > 1 and comm.supports_cpu_messages(axis)]
+    flat = flatten(states)
+    axes = [axis for axis in flat.axes if axis.size > 1 and comm.supports_cpu_messages(axis)]
     rank_state = comm.rank_state()
-    if not axes or structure in rank_state.compared:
+    if not axes or flat.treedef in rank_state.compared:
         return
-    counters = _counters_of(states)
-    steps = {name: count for name, count in counters.items() if _is_step(name)}
-    owned: list[Axis] = []
-    shared: list[Axis] = []
-    for axis in axes:
-        is_owned = any(spec.roles.get(axis) == "owned" for spec in flatten(states).specs)
-        (owned if is_owned else shared).append(axis)
+    # Ranks that own different pieces count the updates of each by itself, so only their steps must agree.
+    is_owned = any("owned" in spec.roles.values() for spec in flat.specs)
+    counts: dict[str, str] = {}
+    for number, state in enumerate(states):
+        name = "state" if len(states) == 1 else f"states[{number}]"
+        counters = flatten(state._replace(params=(), buffers=(), key=None, transform_state=()))
+        for path, leaf in zip(counters.paths, counters.leaves, strict=True):
+            is_count = isinstance(leaf, torch.Tensor) and leaf.dtype is torch.int64 and not leaf.dim()
+            if is_count and (path == ".step" or not is_owned):
+                counts[f"{name}{path}"] = str(int(leaf))
     label = comm.Label(comm.Verb.AGREE, ("step of states",))
-    counters_agree = comm.are_texts_equal(dict.fromkeys(shared, json.dumps(counters)), label)
-    # Along an owned axis ranks hold different pieces, whose updates each counts by itself, so only their steps must
-    # agree. These ranks are asked last, so that they hear of a difference between counters too.
-    if comm.are_texts_equal(dict.fromkeys(owned, json.dumps(steps)), label, has_failed=not counters_agree):
-        rank_state.compared.add(structure)
-        return
-    pieces = [comm.rank(axis) for axis in owned]
-    ranks = comm.all_gather_object([rank_state.rank, pieces, counters], axes, "step of states")
-    rank_state.call.name = None
-    raise _make_step_error(api_name, ranks)
-
-
-def _is_step(name: str) -> bool:
-    """Whether a counter is the step of a state, and not one of its optimizer's."""
-    return name.endswith(".step") and ".opt_state" not in name
-
-
-def _counters_of(states: Sequence[TrainState]) -> dict[str, int]:
-    """Read the steps and the optimizers' counters of states, by their paths."""
-    counters: dict[str, int] = {}
-    for n, state in enumerate(states):
-        name = "state" if len(states) == 1 else f"states[{n}]"
-        counters[f"{name}.step"] = int(state.step)
-        flat = flatten(state.opt_state)
-        for path, leaf in zip(flat.paths, flat.leaves, strict=True):
-            if isinstance(leaf, torch.Tensor) and leaf.dtype is torch.int64 and not leaf.dim():
-                counters[f"{name}.opt_state{path}"] = int(leaf)
-    return counters
-
-
-def _make_step_error(api_name: str, ranks: Sequence[tuple[int, list[int], dict[str, int]]]) -> ValueError:
-    """Make the error of ranks that hold states of different steps.
-
-    Args:
-        api_name: The verb that asks.
-        ranks: For each rank its number, which pieces it owns, and its counters.
-    """
-    problems = []
-    remedy = "restore the last checkpoint on every rank"
-    for name in ranks[0][2]:
-        # For each owned piece, or for all together, the ranks that hold each count.
-        holders_by_piece: dict[tuple[int, ...], dict[int, list[int]]] = {}
-        for rank, pieces, counters in sorted(ranks):
-            holders = holders_by_piece.setdefault(() if _is_step(name) else tuple(pieces), {})
-            holders.setdefault(counters.get(name, -1), []).append(rank)
-        for holders in holders_by_piece.values():
-            if len(holders) == 1:
-                continue
-            counts = sorted(holders, reverse=True)
-            shown = ", ".join(f"{count} on {_name_ranks(holders[count])}" for count in counts)
-            problems.append(f"  {name}: {shown}")
-            if _is_step(name) and len(problems) == 1:
-                later = _name_ranks(sorted(rank for count in counts[:-1] for rank in holders[count]))
-                before = f"take the state of step {counts[-1]} on every rank, which {later} had before the last step"
-                remedy = f"{before}, or {remedy}"
-    headline = f"{api_name}: ranks hold states of different steps"
-    return ValueError("\n".join([headline, *problems[:MAX_PROBLEMS], f"To fix: {remedy}."]))
-
-
-def _name_ranks(ranks: Sequence[int]) -> str:
-    """Name ranks in a sentence."""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    difference = comm.find_disagreement(counts, axes, label)
+    if difference is not None:
+        remedy = (
+            "take the state of the smaller step on every rank, which the others had before their last one, or restore "
+            "the last checkpoint on every rank"
+        )
+        refuse(f"{api_name}: ranks hold states of different steps", [difference], remedy)
+    rank_state.compared.add(flat.treedef)
 
 
 def step_of(tx: Any, donate: bool) -> Update:

@@ -1,7 +1,7 @@
 """from_torch: any elementwise torch.optim class as a pure optimizer."""
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -37,6 +37,8 @@ Hyper = dict[str, Any]
 Tensors = Sequence[torch.Tensor]
 Names = Sequence[str]
 Make = partial[torch.optim.Optimizer]
+
+CPU = torch.device("cpu")
 
 
 class TorchState(NamedTuple):
@@ -99,53 +101,10 @@ def from_torch(
     """
     is_class = isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
     expect(is_class, "from_torch", "cls to be a torch.optim class", describe(cls), "pass its arguments by name")
-    order = find_order("from_torch", reduction_order)
-    initial = hyper | _read_on_host(_evaluate(hyper, zero(), {}))
-    # Torch refuses `capturable` for small CPU tensors.
-    trial_hyper = {name: value for name, value in initial.items() if name != "capturable"}
-    make_for_trial: Make = partial(cls, **trial_hyper)
-    number_names, is_first_step_special, writes_gradients = _observe(make_for_trial)
-    changing = {name for name in hyper if callable(hyper[name]) or name in inject}
-    wrapped = _WrappedClass(
-        hyper=hyper,
-        inject=inject,
-        make=partial(cls, **initial),
-        refuse_leaves=partial(_refuse_leaves, make_for_trial, order),
-        number_names=number_names,
-        is_first_step_special=is_first_step_special,
-        # With other values than in the trial, a class may write to gradients. Its learning rate does not decide that.
-        may_write_gradients=writes_gradients or bool(changing - {"lr"}),
-        has_capturable="capturable" in make_for_trial([{"params": []}]).defaults,
-    )
-    update = partial(_update, wrapped)
+    wrapped = _WrappedClass(cls, hyper, inject, find_order("from_torch", reduction_order))
     # Another's class may look at all leaves together where none is split.
     is_leafwise = cls in vars(torch.optim).values()
-    update_in_place = partial(update, donate=True)
-    return Optimizer(partial(_init, wrapped), update, update_in_place, is_leafwise)
-
-
-class _WrappedClass(NamedTuple):
-    """A torch class with its hyperparameters.
-
-    Attributes:
-        hyper: The hyperparameters, schedules among them.
-        inject: The names of those that the state holds.
-        make: Makes the torch optimizer, with the hyperparameters before the first update.
-        refuse_leaves: Refuses leaves that the class cannot step.
-        number_names: The names of state that is one number for a whole leaf, such as a step count.
-        is_first_step_special: Whether a first step from zeros differs from one without a state.
-        may_write_gradients: Whether a step may write to gradients, with other hyperparameters too.
-        has_capturable: Whether the class has an argument `capturable`: kernels that read step counts on an accelerator.
-    """
-
-    hyper: Hyper
-    inject: Names
-    make: Make
-    refuse_leaves: Callable[[Flat], None]
-    number_names: Names
-    is_first_step_special: bool
-    may_write_gradients: bool
-    has_capturable: bool
+    return Optimizer(wrapped.init, wrapped.update, partial(wrapped.update, donate=True), is_leafwise)
 
 
 class _Selection(NamedTuple):
@@ -180,76 +139,234 @@ class _Selection(NamedTuple):
         new_leaves = list(leaves)
         old_values = self.take(leaves)
         # In place, none is new.
-        if all(map(operator.is_, values, old_values)):
-            return self.flat.unflatten(new_leaves)
-        for i, old, value in zip(self.positions, old_values, values, strict=True):
-            if value is not None and value is not old:
-                is_plain = is_number or not isinstance(value, torch.Tensor)
-                new_leaves[i] = value if is_plain else like(self.flat.leaves[i], value)
+        if not all(map(operator.is_, values, old_values)):
+            for i, old, value in zip(self.positions, old_values, values, strict=True):
+                if value is not None and value is not old:
+                    is_plain = is_number or not isinstance(value, torch.Tensor)
+                    new_leaves[i] = value if is_plain else like(self.flat.leaves[i], value)
         return self.flat.unflatten(new_leaves)
 
 
-def _init(wrapped: _WrappedClass, params: Tree) -> TorchState:
-    flat = flatten(params)
-    check_floating("from_torch", flat)
-    wrapped.refuse_leaves(flat)
-    selection = _Selection(flat, [i for i, leaf in enumerate(flat.leaves) if is_trained(leaf)])
-    leaves = [flat.leaves[position] for position in selection.positions]
-    tensors = [_make_small(leaf) if tensor_of(leaf).is_meta else _make_writable(tensor_of(leaf)) for leaf in leaves]
-    states = _make_start_states(wrapped.make, tensors)
-    for leaf, small, state in zip(leaves, tensors, states, strict=True):
-        if tensor_of(leaf).is_meta:
-            _remove_values(wrapped, state, small, leaf)
-    slots = _make_slots({}, selection, states, wrapped.number_names)
-    initial = wrapped.make.keywords
-    hyper = {name: torch.tensor(float(initial[name]), dtype=torch.float64) for name in wrapped.inject}
-    counts = no_updates(params) if wrapped.is_first_step_special else ()
-    return TorchState(zero(), slots, hyper, counts)
+class _WrappedClass:
+    """A torch class with its hyperparameters, as functions of trees."""
+
+    def __init__(
+        self,
+        cls: type[torch.optim.Optimizer],
+        hyper: Hyper,
+        inject: Names,
+        order: ReductionOrder,
+    ) -> None:
+        """Observe first steps of the class.
+
+        Args:
+            cls: The class.
+            hyper: The hyperparameters, schedules among them.
+            inject: The names of those that the state holds.
+            order: The order whose bits updates keep.
+        """
+        initial = hyper | _read_on_host(_evaluate(hyper, zero(), {}))
+        self._name = cls.__name__
+        self._hyper = hyper
+        self._inject = inject
+        self._order = order
+        # Makes the torch optimizer, with the hyperparameters before the first update.
+        self._make: Make = partial(cls, **initial)
+        # Torch refuses `capturable` for small CPU tensors.
+        initial.pop("capturable", None)
+        self._make_for_trial: Make = partial(cls, **initial)
+        # Kernels that read step counts on an accelerator.
+        self._has_capturable = "capturable" in _build_optimizer(self._make_for_trial, (), (), {}).defaults
+        # The names of state that is one number for a whole leaf, such as a step count.
+        self._number_names, self._is_first_step_special, writes_gradients = _observe(self._make_for_trial)
+        changing = {name for name in hyper if callable(hyper[name]) or name in inject}
+        # With other values than in the trial, a class may write to gradients. Its learning rate does not decide that.
+        self._may_write_gradients = writes_gradients or bool(changing - {"lr"})
+
+    def init(self, params: Tree) -> TorchState:
+        """Make the state before the first update."""
+        flat = flatten(params)
+        check_floating("from_torch", flat)
+        self._refuse_leaves(flat)
+        selection = _Selection(flat, [i for i, leaf in enumerate(flat.leaves) if is_trained(leaf)])
+        leaves = [flat.leaves[position] for position in selection.positions]
+        tensors = [_make_small(leaf) if tensor_of(leaf).is_meta else _make_writable(tensor_of(leaf)) for leaf in leaves]
+        states = _make_start_states(self._make, tensors)
+        for leaf, small, state in zip(leaves, tensors, states, strict=True):
+            if tensor_of(leaf).is_meta:
+                self._remove_values(state, small, leaf)
+        slots = self._make_slots({}, selection, states)
+        hyper = {}
+        for name in self._inject:
+            hyper[name] = torch.tensor(float(self._make.keywords[name]), dtype=torch.float64)
+        return TorchState(zero(), slots, hyper, no_updates(params) if self._is_first_step_special else ())
+
+    def update(
+        self,
+        grads: Tree,
+        state: TorchState,
+        params: Tree,
+        donate: bool = False,
+    ) -> Updated:
+        """Make new parameters and the next state; with `donate`, in the place of the old ones."""
+        flat = flatten(params)
+        hyper = _evaluate(self._hyper, state.updates, state.hyper)
+        slots = {name: leaves_of(slot) for name, slot in state.slots.items()}
+        gradients = _collect_gradients(grads, flat, copy=self._may_write_gradients)
+        selection = _Selection(flat, list(gradients))
+        counts: Tree = ()
+        has_begun = [True] * len(gradients)
+        if self._is_first_step_special:
+            counts = count_updates(state.counts, grads)
+            numbers = _move_numbers(selection.take(leaves_of(counts)), CPU)
+            # The current update is counted.
+            has_begun = [int(number) > 1 for number in numbers]
+        refuse_frozen_counters(f"from_torch: {self._name}", state)
+        states: list[State] = [{} for _ in has_begun]
+        for name, slot in slots.items():
+            for leaf_state, tensor, begun in zip(states, selection.take(slot), has_begun, strict=True):
+                if begun and tensor is not None:
+                    leaf_state[name] = _make_writable(tensor, donate)
+        tensors = [_make_writable(tensor, donate) for tensor in selection.take(flat.leaves)]
+        new_states = self._step(tensors, list(gradients.values()), states, hyper)
+        new_slots = self._make_slots(slots, selection, new_states)
+        new_hyper = {name: torch.as_tensor(hyper[name], dtype=torch.float64).detach() for name in state.hyper}
+        new_state = TorchState(state.updates + 1, state.slots | new_slots, new_hyper, counts)
+        return selection.put(flat.leaves, tensors), new_state
+
+    def _make_slots(
+        self,
+        slots: Mapping[str, Sequence[Any]],
+        selection: _Selection,
+        states: States,
+    ) -> dict[str, Tree]:
+        """Make slots of torch's new states. Other leaves keep what they have in the old slots."""
+        new_slots = {}
+        for name in dict.fromkeys(chain.from_iterable(states)):
+            leaves = slots.get(name) or [None] * len(selection.flat.leaves)
+            values = [state.get(name) for state in states]
+            new_slots[name] = selection.put(leaves, values, is_number=name in self._number_names)
+        return new_slots
+
+    def _remove_values(self, state: State, small: torch.Tensor, leaf: Any) -> None:
+        """Turn the state of a small tensor into that of a leaf without values. Numbers keep their values."""
+        for name, value in state.items():
+            if name in self._number_names or not isinstance(value, torch.Tensor):
+                continue
+            if value.shape != small.shape:
+                raise ValueError(
+                    f"from_torch: {self._name} keeps {name} in another shape than the parameter's, which is not known "
+                    "for abstract leaves. Make the state with values: leave out abstract= in model.init."
+                )
+            state[name] = torch.empty_like(tensor_of(leaf), dtype=value.dtype)
+
+    def _step(
+        self,
+        tensors: Tensors,
+        grads: Tensors,
+        states: States,
+        hyper: Hyper,
+    ) -> States:
+        """Step tensors in place, by kernels that read numbers where they lie if possible; return the new states."""
+        accelerator = self._find_accelerator(states)
+        if self._hyper.get("fused"):
+            hyper = _read_on_host(hyper, kept=["lr"])
+            rate = hyper.get("lr")
+            if isinstance(rate, torch.Tensor) and rate.device.type != "cpu":
+                # Fused kernels of CUDA read it there as a float32.
+                hyper["lr"] = rate.float()
+        elif accelerator is not None and self._has_capturable and _compat.can_capture(accelerator, tensors):
+            # Torch compares other hyperparameters with 0 on the host.
+            kept = list(hyper) if self._hyper.get("capturable") else ["lr"]
+            # In a trace tensors have another class, for which torch does not choose foreach by itself.
+            foreach = self._hyper.get("foreach", "fused" not in self._hyper)
+            hyper = _read_on_host(hyper, kept) | {"capturable": True, "foreach": foreach}
+            states = self._put_numbers_on(accelerator, states)
+        else:
+            hyper = _read_on_host(hyper)
+            if accelerator is not None:
+                # The kernels of other classes read step counts on the host, which waits for them once.
+                states = self._put_numbers_on(CPU, states)
+                states = _step_in_place(self._make, tensors, grads, states, hyper)
+                return self._put_numbers_on(accelerator, states)
+        return _step_in_place(self._make, tensors, grads, states, hyper)
+
+    def _find_accelerator(self, states: States) -> torch.device | None:
+        """Find the accelerator that holds the numbers of states, as inside `skip_nonfinite`; None if the CPU does."""
+        first: State = next(filter(None, states), {})
+        for name in self._number_names:
+            if name in first and first[name].device.type not in ("cpu", "meta"):
+                return first[name].device
+        return None
+
+    def _put_numbers_on(self, device: torch.device, states: States) -> States:
+        """Return states whose numbers are on a device."""
+        new_states = [dict(state) for state in states]
+        for name in self._number_names:
+            holders = [state for state in new_states if name in state]
+            numbers = _move_numbers([state[name] for state in holders], device)
+            for state, number in zip(holders, numbers, strict=True):
+                state[name] = number
+        return new_states
+
+    def _refuse_leaves(self, flat: Flat) -> None:
+        """Refuse leaves that the class cannot step, or not with the bits that are promised."""
+        make = self._make_for_trial
+        dtypes = {tensor_of(leaf).dtype for leaf in flat.leaves if is_trained(leaf)}
+        if "lr" in make.keywords:
+            # Under a schedule that starts from 0 nothing would move.
+            make = partial(make, lr=0.7)
+        if make.keywords.get("fused"):
+            self._refuse_skipped_leaves(make, flat, dtypes)
+        if self._order.keeps_bits or any(map(partition_axes, flat.leaves)):
+            self._refuse_split_leaves(make, flat, dtypes)
+
+    def _refuse_skipped_leaves(
+        self,
+        make: Make,
+        flat: Flat,
+        dtypes: Iterable[torch.dtype],
+    ) -> None:
+        """Refuse leaves of half precision that a fused kernel of the CPU does not step.
+
+        Until torch 2.13, that of SGD leaves full vector registers of a parameter as they are, and writes uninitialized
+        memory to the momentum: https://github.com/pytorch/pytorch/issues/191763
+        """
+        skipped = [dtype for dtype in dtypes if dtype.itemsize < 4 and _differs_by_place(make, dtype, dim=0)]
+
+        def describe_leaf(leaf: Any) -> str | None:
+            tensor = tensor_of(leaf)
+            is_skipped = is_trained(leaf) and tensor.device.type == "cpu" and tensor.dtype in skipped
+            return f"is {str(tensor.dtype).removeprefix('torch.')} on the CPU" if is_skipped else None
+
+        headline = f"from_torch: the fused kernel of {self._name} does not step these leaves"
+        refuse(headline, flat.problems(describe_leaf), "leave out fused=True, or install torch 2.14")
+
+    def _refuse_split_leaves(
+        self,
+        make: Make,
+        flat: Flat,
+        dtypes: Iterable[torch.dtype],
+    ) -> None:
+        """Refuse split leaves if the class looks across elements or, if bits are kept, rounds them by their place."""
+        if any(_differs_by_place(make, torch.float64, dim) for dim in (0, 1)):
+            headline = f"from_torch: {self._name} looks across the elements of a leaf, so it cannot step shards"
+            remedy = "keep leaves whole with fs.ddp, step them with fs.whole, or choose an elementwise optimizer"
+            refuse(headline, flat.problems(_describe_split), remedy)
+        elif self._order.keeps_bits:
+            inexact = ", ".join(sorted(str(dtype) for dtype in dtypes if _rounds_by_place(make, dtype)))
+            if inexact:
+                raise ValueError(
+                    f"from_torch: kernels of {self._name} for {inexact} round an element by its place in the shard, so "
+                    'reduction_order="tree" cannot keep the bits. Step such leaves with fs.adamw, or keep float32 and '
+                    "gather with fs.cast(gather=torch.bfloat16)."
+                )
 
 
 def _make_small(leaf: Any) -> torch.Tensor:
     """Make a small tensor for a leaf without values: fused kernels do not take the meta device."""
-    return torch.zeros([min(size, 2) for size in tensor_of(leaf).shape], dtype=leaf.dtype, device=device_of(leaf))
-
-
-def _remove_values(wrapped: _WrappedClass, state: State, small: torch.Tensor, leaf: Any) -> None:
-    """Turn the state of a small tensor into that of a leaf without values. Numbers keep their values."""
-    for name, value in state.items():
-        if name in wrapped.number_names or not isinstance(value, torch.Tensor):
-            continue
-        if value.shape != small.shape:
-            raise ValueError(
-                f"from_torch: {wrapped.make.func.__name__} keeps {name} in another shape than the parameter's, which "
-                "is not known for abstract leaves. Make the state with values: leave out abstract= in model.init."
-            )
-        state[name] = torch.empty_like(tensor_of(leaf), dtype=value.dtype)
-
-
-def _update(
-    wrapped: _WrappedClass,
-    grads: Tree,
-    state: TorchState,
-    params: Tree,
-    donate: bool = False,
-) -> Updated:
-    flat = flatten(params)
-    hyper = _evaluate(wrapped.hyper, state.updates, state.hyper)
-    slots = {name: leaves_of(slot) for name, slot in state.slots.items()}
-    gradients = _collect_gradients(grads, flat, copy=wrapped.may_write_gradients)
-    selection = _Selection(flat, list(gradients))
-    counts: Tree = ()
-    has_begun = [True] * len(gradients)
-    if wrapped.is_first_step_special:
-        counts = count_updates(state.counts, grads)
-        has_begun = _have_begun(selection.take(leaves_of(counts)))
-    refuse_frozen_counters(f"from_torch: {wrapped.make.func.__name__}", state)
-    states = _take_states(slots, selection, has_begun, donate)
-    tensors = [_make_writable(tensor, donate) for tensor in selection.take(flat.leaves)]
-    states = _step(wrapped, tensors, list(gradients.values()), states, hyper)
-    new_slots = _make_slots(slots, selection, states, wrapped.number_names)
-    new_hyper = {name: torch.as_tensor(hyper[name], dtype=torch.float64).detach() for name in state.hyper}
-    new_state = TorchState(state.updates + 1, state.slots | new_slots, new_hyper, counts)
-    return selection.put(flat.leaves, tensors), new_state
+    shape = [min(size, 2) for size in tensor_of(leaf).shape]
+    return torch.zeros(shape, dtype=leaf.dtype, device=device_of(leaf))
 
 
 def _evaluate(hyper: Hyper, count: torch.Tensor, injected: Hyper) -> Hyper:
@@ -294,93 +411,6 @@ def _make_writable(value: Any, in_place: bool = False) -> Any:
     # Detach only if necessary: each operator takes about a millisecond of a trace.
     plain = value.detach() if value.requires_grad else value
     return plain.contiguous() if in_place else plain.clone(memory_format=torch.contiguous_format)
-
-
-def _have_begun(counts: Tensors) -> list[bool]:
-    """Tell for leaves whether they were updated before, by counts that include the current update."""
-    return [int(count) > 1 for count in _move_numbers(counts, torch.device("cpu"))]
-
-
-def _take_states(
-    slots: Mapping[str, Sequence[Any]],
-    selection: _Selection,
-    has_begun: Sequence[bool],
-    donate: bool,
-) -> States:
-    """Take torch's states of leaves out of the slots, for torch to write to. Leaves that have not begun have none."""
-    states: list[State] = [{} for _ in has_begun]
-    for name, slot in slots.items():
-        for state, tensor, begun in zip(states, selection.take(slot), has_begun, strict=True):
-            if begun and tensor is not None:
-                state[name] = _make_writable(tensor, donate)
-    return states
-
-
-def _make_slots(
-    slots: Mapping[str, Sequence[Any]],
-    selection: _Selection,
-    states: States,
-    number_names: Names,
-) -> dict[str, Tree]:
-    """Make slots of torch's new states. Other leaves keep what they have in the old slots."""
-    new_slots = {}
-    for name in dict.fromkeys(chain.from_iterable(states)):
-        leaves = slots.get(name) or [None] * len(selection.flat.leaves)
-        values = [state.get(name) for state in states]
-        new_slots[name] = selection.put(leaves, values, is_number=name in number_names)
-    return new_slots
-
-
-def _step(
-    wrapped: _WrappedClass,
-    tensors: Tensors,
-    grads: Tensors,
-    states: States,
-    hyper: Hyper,
-) -> States:
-    """Step tensors in place, by kernels that read numbers where they lie if possible, and return the new states."""
-    accelerator = _find_accelerator(states, wrapped.number_names)
-    if wrapped.hyper.get("fused"):
-        hyper = _read_on_host(hyper, kept=["lr"])
-        rate = hyper.get("lr")
-        if isinstance(rate, torch.Tensor) and rate.device.type != "cpu":
-            # Fused kernels of CUDA read it there as a float32.
-            hyper["lr"] = rate.float()
-    elif accelerator is None:
-        hyper = _read_on_host(hyper)
-    elif wrapped.has_capturable and _compat.can_capture(accelerator, tensors):
-        # Torch compares other hyperparameters with 0 on the host.
-        kept = list(hyper) if wrapped.hyper.get("capturable") else ["lr"]
-        # In a trace tensors have another class, for which torch does not choose foreach by itself.
-        foreach = wrapped.hyper.get("foreach", "fused" not in wrapped.hyper)
-        hyper = _read_on_host(hyper, kept) | {"capturable": True, "foreach": foreach}
-        states = _put_numbers_on(accelerator, states, wrapped.number_names)
-    else:
-        # The kernels of other classes read step counts on the host, which waits for them once.
-        states = _put_numbers_on(torch.device("cpu"), states, wrapped.number_names)
-        states = _step_in_place(wrapped.make, tensors, grads, states, _read_on_host(hyper))
-        return _put_numbers_on(accelerator, states, wrapped.number_names)
-    return _step_in_place(wrapped.make, tensors, grads, states, hyper)
-
-
-def _find_accelerator(states: States, number_names: Names) -> torch.device | None:
-    """Find the accelerator that holds the numbers of states, as inside `skip_nonfinite`; None if the CPU does."""
-    first: State = next(filter(None, states), {})
-    for name in number_names:
-        if name in first and first[name].device.type not in ("cpu", "meta"):
-            return first[name].device
-    return None
-
-
-def _put_numbers_on(device: torch.device, states: States, number_names: Names) -> States:
-    """Return states whose numbers are on a device."""
-    new_states = [dict(state) for state in states]
-    for name in number_names:
-        holders = [state for state in new_states if name in state]
-        numbers = _move_numbers([state[name] for state in holders], device)
-        for state, number in zip(holders, numbers, strict=True):
-            state[name] = number
-    return new_states
 
 
 def _move_numbers(numbers: Tensors, device: torch.device) -> Tensors:
@@ -491,99 +521,31 @@ def _observe(make: Make) -> tuple[Names, bool, bool]:
     return number_names, is_special, not all(grad.equal(start.cos()) for grad in used_grads)
 
 
-def _refuse_leaves(make: Make, order: ReductionOrder, flat: Flat) -> None:
-    """Refuse leaves that a class cannot step, or not with the bits that are promised."""
-    _refuse_skipped_leaves(make, flat)
-    _refuse_split_leaves(make, order, flat)
-
-
-def _refuse_skipped_leaves(make: Make, flat: Flat) -> None:
-    """Refuse leaves of half precision that a fused kernel of the CPU does not step.
-
-    Until torch 2.13, that of SGD leaves full vector registers of a parameter as they are, and writes uninitialized
-    memory to the momentum: https://github.com/pytorch/pytorch/issues/191763
-    """
-    if not make.keywords.get("fused"):
-        return
-    skipped = {
-        dtype for dtype in _list_trained_dtypes(flat) if dtype.itemsize < 4 and not _steps_all_elements(make, dtype)
-    }
-
-    def describe_leaf(leaf: Any) -> str | None:
-        tensor = tensor_of(leaf)
-        is_skipped = is_trained(leaf) and tensor.device.type == "cpu" and tensor.dtype in skipped
-        return f"is {str(tensor.dtype).removeprefix('torch.')} on the CPU" if is_skipped else None
-
-    problems = flat.problems(describe_leaf)
-    if problems:
-        headline = f"from_torch: the fused kernel of {make.func.__name__} does not step these leaves"
-        refuse(headline, problems, "leave out fused=True, or install torch 2.14")
-
-
-def _list_trained_dtypes(flat: Flat) -> set[torch.dtype]:
-    return {tensor_of(leaf).dtype for leaf in flat.leaves if is_trained(leaf)}
-
-
-def _steps_all_elements(make: Make, dtype: torch.dtype) -> bool:
-    """Try whether a step moves each element of a vector that is longer than any vector register."""
-    tensor = torch.ones(256, dtype=dtype)
-    _step_in_place(_with_learning_rate(make), [tensor], [torch.ones_like(tensor)], [{}], {})
-    return bool((tensor != 1.0).all())
-
-
-def _with_learning_rate(make: Make) -> Make:
-    """Give trial steps a learning rate, because under a schedule that starts from 0 nothing would move."""
-    return partial(make, lr=0.1) if "lr" in make.keywords else make
-
-
-def _refuse_split_leaves(make: Make, order: ReductionOrder, flat: Flat) -> None:
-    """Refuse split leaves if a class looks across elements or, if bits are kept, rounds them by their place."""
-    if not order.keeps_bits and not any(map(partition_axes, flat.leaves)):
-        return
-    name = make.func.__name__
-    if _looks_across_elements(make):
-        problems = flat.problems(_describe_split)
-        if problems:
-            headline = f"from_torch: {name} looks across the elements of a leaf, so it cannot step shards"
-            remedy = "keep leaves whole with fs.ddp, step them with fs.whole, or choose an elementwise optimizer"
-            refuse(headline, problems, remedy)
-    elif order.keeps_bits:
-        inexact = ", ".join(_list_inexact_dtypes(make, flat))
-        if inexact:
-            raise ValueError(
-                f"from_torch: kernels of {name} for {inexact} round an element by its place in the shard, so "
-                'reduction_order="tree" cannot keep the bits. Step such leaves with fs.adamw, or keep float32 and '
-                "gather with fs.cast(gather=torch.bfloat16)."
-            )
-
-
 def _describe_split(leaf: Any) -> str | None:
     names = [axis.name for axis in partition_axes(leaf)]
     return f"is split over {', '.join(map(repr, names))}" if names else None
 
 
-def _looks_across_elements(make: Make) -> bool:
+def _differs_by_place(make: Make, dtype: torch.dtype, dim: int) -> bool:
     """Try whether steps of a matrix differ from those of its rows or columns by more than rounding."""
-    whole = _step_in_parts(make, torch.float64)
-    difference = half_the_digits(whole.dtype) * float(whole.abs().max())
-    parts = [_step_in_parts(make, torch.float64, size=1, dim=dim) for dim in (0, 1)]
-    return not all(torch.allclose(whole, part, rtol=0.0, atol=difference) for part in parts)
+    whole = _step_in_parts(make, dtype)
+    difference = half_the_digits(dtype) * float(whole.abs().max())
+    return not torch.allclose(whole, _step_in_parts(make, dtype, size=1, dim=dim), rtol=0.0, atol=difference)
 
 
-def _list_inexact_dtypes(make: Make, flat: Flat) -> list[str]:
-    """List the dtypes of leaves whose elements a class rounds by their place in a shard."""
-    inexact = set()
-    for dtype in _list_trained_dtypes(flat):
-        # Most kernels of half precision round the last few elements differently, some too rarely for a trial to show.
-        is_half = dtype.itemsize < 4
-        if is_half or not _step_in_parts(make, dtype).equal(_step_in_parts(make, dtype, size=1)):
-            inexact.add(str(dtype))
-    return sorted(inexact)
+def _rounds_by_place(make: Make, dtype: torch.dtype) -> bool:
+    """Tell whether a class rounds an element by its place in a shard."""
+    # Most kernels of half precision round the last few elements differently, some too rarely for a trial to show.
+    return dtype.itemsize < 4 or not _step_in_parts(make, dtype).equal(_step_in_parts(make, dtype, size=1))
 
 
-def _step_in_parts(make: Make, dtype: torch.dtype, size: int = 96, dim: int = 0) -> torch.Tensor:
+def _step_in_parts(
+    make: Make,
+    dtype: torch.dtype,
+    size: int = 96,
+    dim: int = 0,
+) -> torch.Tensor:
     """Step a matrix by some gradients, in parts: some columns, or rows too short for a vector register."""
-    make = _with_learning_rate(make)
     start = torch.linspace(-3.0, 3.0, 96 * 7, dtype=torch.float64).reshape(96, 7)
     matrices = []
     for matrix in (start, 0.01 * start.sin(), start.cos(), 30.0 * start.sin()):

@@ -295,35 +295,19 @@ def _worker(rank: int, world_size: int, backend: str, stack: Path, connection: C
     dist.destroy_process_group()
 
 
-def _show_warning_once(
-    directory: Path,
-    number: int,
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: Any = None,
-    line: str | None = None,
-) -> None:
+def _show_warning_once(directory: Path, number: int, *warning: Any) -> None:
     """Show a warning as Python does, but on the first rank alone that gives it.
 
     Args:
         directory: The pool's.
         number: The number of the program among those of the pool.
-        message: As the other arguments, those of `warnings.showwarning`.
-        category: See there.
-        filename: See there.
-        lineno: See there.
-        file: See there.
-        line: See there.
+        *warning: The arguments of `warnings.showwarning`: message, category, file and line first.
     """
-    text = warnings.formatwarning(message, category, filename, lineno, line)
+    text = warnings.formatwarning(*warning[:4])
     digest = hashlib.blake2b(text.encode(errors="replace"), digest_size=16).hexdigest()
-    try:
+    with suppress(FileExistsError):
         (directory / f"warning_{number}_{digest}").touch(exist_ok=False)
-    except FileExistsError:
-        return
-    print(text, end="", file=file or sys.stderr, flush=True)
+        print(text, end="", file=sys.stderr, flush=True)
 
 
 def _exit_with_parent() -> None:

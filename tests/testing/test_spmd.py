@@ -243,6 +243,13 @@ def test_collectives_that_cannot_be_are_named():
         assert f"DistBackendError: {text}" in str(failure(program, world))
 
 
+@pytest.fixture
+def short_grace(monkeypatch):
+    """Ranks of these tests end late in any case."""
+    monkeypatch.setattr(sys.modules["fshard.testing.spmd"], "GRACE", 0.3)
+
+
+@pytest.mark.usefixtures("short_grace")
 def test_stuck_rank_is_reported_at_the_timeout():
     release, went_on = threading.Event(), []
 
@@ -255,8 +262,8 @@ def test_stuck_rank_is_reported_at_the_timeout():
         while dist.get_rank() == 3:
             pass
 
-    text = str(failure(program, 4, timeout=1.0))
-    assert text.startswith("timed out after 1.0 s: ranks [0] of 4 finished, ranks [1, 2, 3] did not\n")
+    text = str(failure(program, 4, timeout=0.5))
+    assert text.startswith("timed out after 0.5 s: ranks [0] of 4 finished, ranks [1, 2, 3] did not\n")
     for part in ("rank 1 runs:\n", "release.wait()\n", f"rank 2 waits in {SUM}:\n", "while dist.get_rank() == 3"):
         assert part in text
     # A rank that waits outside of collectives ends when its wait does, and does nothing more.
@@ -265,6 +272,7 @@ def test_stuck_rank_is_reported_at_the_timeout():
     assert went_on == []
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_real_process_group_is_restored(tmp_path):
     """Also where a rank ends late, and where programs destroy their own group."""
     excepthook, release = sys.excepthook, threading.Event()
