@@ -1,10 +1,9 @@
 """Checkpoints of torch.distributed.checkpoint, under the names that FSDP2 gives its state."""
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,10 +15,8 @@ from fshard.ext.interop.export import new_files
 from fshard.ext.interop.module_exchange import ModuleExchange
 from fshard.extend import COUNT, Entry, check_arguments, describe, expect
 
-# Leaves and other values, by their places in nested dicts.
-Content = dict[tuple[str | int, ...], Any]
-# The values of parameter groups by name, by the key of the group.
-Groups = dict[str, dict[str, Any]]
+StateDict = dict[str, Any]
+Value = TypeVar("Value")
 
 
 def save_dcp(
@@ -73,40 +70,41 @@ def save_dcp(
             raise ValueError(f"{exchange.label}: a {kind} needs module= and optimizer=, as get_state_dict takes them")
     leaves = _model_leaves(exchange, state, needs_values=True)
     exchange.find_holders(leaves, {})
-    content: Content = {}
+    model: StateDict = {}
     for name, leaf in leaves.items():
         for alias in exchange.saved_as(name):
-            saved_name = alias if module is None else _name_of_fsdp2(alias)
-            content[*_split(model_key), saved_name] = leaf
+            model[alias if module is None else _name_of_fsdp2(alias)] = leaf
+    state_dict: StateDict = {}
+    _find_dict(state_dict, model_key).update(model)
     if has_optimizer and optimizer is not None:
         is_flat = flatten_optimizer_state_dict
-        for place, value in _optimizer_content(exchange, state.opt_state, optimizer, is_flat).items():
-            inner = (_join(*place),) if is_flat else place
-            content[*_split(optimizer_key), *inner] = value
+        content = _optimizer_content(exchange, state.opt_state, optimizer, is_flat)
+        _find_dict(state_dict, optimizer_key).update(content)
     files = [f"__{rank}_0.distcp" for rank in range(exchange.ranks.size)]
     with new_files(exchange, directory, (dcp_files.METADATA,), files) as temporary:
-        dcp_files.write(temporary, content)
+        dcp_files.write(temporary, state_dict)
 
 
 def _optimizer_content(
     exchange: ModuleExchange, opt_state: Any, optimizer: torch.optim.Optimizer, is_flat: bool
-) -> Content:
-    """List the state and the parameter groups of an optimizer, by their places in its state dict."""
+) -> StateDict:
+    """List the state and the parameter groups of an optimizer, as its state dict has them."""
     slots = states.collect_slots(exchange, opt_state)
-    exchange.find_holders({f"{parameter} {slot}": leaf for (parameter, slot), leaf in slots.items()}, {})
-    content: Content = {}
-    for (parameter, slot), leaf in slots.items():
-        content["state", _name_of_fsdp2(parameter), slot] = leaf
+    exchange.find_holders(slots, {})
+    flat: StateDict = {}
+    nested: dict[str, StateDict] = {}
+    for key, leaf in slots.items():
+        parameter, slot = states.split_slot(key)
+        name = _name_of_fsdp2(parameter)
+        flat[f"state.{name}.{slot}"] = leaf
+        nested.setdefault(name, {})[slot] = leaf
     names = states.list_parameter_names(exchange, optimizer)
-    for number, group in enumerate(states.fill_groups(opt_state, optimizer, names)):
-        members = [_name_of_fsdp2(names[member]) for member in group.pop("params")]
-        owners: list[Any] = members
-        if not is_flat:
-            owners = [number]
-            group["params"] = members
-        for owner in owners:
-            content |= {("param_groups", owner, key): value for key, value in group.items()}
-    return content
+    groups = states.fill_groups(opt_state, optimizer, names)
+    for group in groups:
+        group["params"] = [_name_of_fsdp2(names[number]) for number in group["params"]]
+        for member in group["params"]:
+            flat |= {f"param_groups.{member}.{key}": value for key, value in group.items() if key != "params"}
+    return flat if is_flat else {"state": nested, "param_groups": groups}
 
 
 def _check_trust(directory: Path, trusted: bool) -> None:
@@ -174,11 +172,10 @@ def load_dcp(
     filled = exchange.fill(_rename(exchange.first, weights), _model_leaves(exchange, like, needs_values=False))
     if not hasattr(like, "opt_state"):
         return exchange.with_leaves(like, filled)
-    slot_names = [_join(*key) for key in states.collect_slots(exchange, like.opt_state)]
-    slots = _rename(slot_names, _entries_under(state_prefix, entries))
+    slots = _rename(states.collect_slots(exchange, like.opt_state), _entries_under(state_prefix, entries))
     with exchange.raise_on_all_ranks(directory):
-        groups = _read_groups(values, _join(optimizer_key, "param_groups"), like.opt_state)
-    opt_state = states.rebuild_state(exchange, like.opt_state, slots, partial(_find_hyper, groups), updates)
+        hypers = _read_hypers(values, _join(optimizer_key, "param_groups"), like.opt_state)
+    opt_state = states.rebuild_state(exchange, like.opt_state, slots, _rename(exchange.first, hypers), updates)
     counts = [int(state.updates) for state in states.list_states(opt_state)]
     return like._replace(
         step=torch.full_like(like.step, max(counts, default=0)),
@@ -188,29 +185,21 @@ def load_dcp(
     )
 
 
-def _read_groups(values: Mapping[str, Callable[[], Any]], prefix: str, opt_state: Any) -> Groups:
-    """Read the members of parameter groups, and the values that a state takes from them.
+def _read_hypers(values: Mapping[str, Callable[[], Any]], prefix: str, opt_state: Any) -> dict[str, dict[str, Any]]:
+    """Read the values that a state takes from parameter groups, by parameter.
 
     Where the optimizer's state was flattened, each parameter is a group without members.
     """
     injected = {name for state in states.list_states(opt_state) for name in state.hyper}
-    groups: Groups = {}
-    if not injected:
-        return groups
+    groups: dict[str, dict[str, Any]] = {}
     for key, read in values.items():
         group, _, name = key.rpartition(".")
-        if group.startswith(f"{prefix}.") and name in {*injected, "params"}:
+        if injected and group.startswith(f"{prefix}.") and name in {*injected, "params"}:
             groups.setdefault(group.removeprefix(f"{prefix}."), {})[name] = read()
-    return groups
-
-
-def _find_hyper(groups: Groups, parameter: str, name: str) -> Any:
-    """Find the hyperparameter of a parameter, or of any if a class that keeps nothing does not name one."""
-    saved_name = _name_of_fsdp2(parameter)
-    for group, values in groups.items():
-        if not parameter or group == saved_name or saved_name in values.get("params", ()):
-            return values.get(name)
-    return None
+    hypers: dict[str, dict[str, Any]] = {}
+    for group, hyper in groups.items():
+        hypers |= dict.fromkeys(hyper.get("params", [group]), hyper)
+    return hypers
 
 
 def _check_keys(exchange: ModuleExchange, **keys: Any) -> None:
@@ -235,7 +224,7 @@ def _entries_under(prefix: str, entries: Mapping[str, Entry]) -> dict[str, Entry
     return {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
 
 
-def _rename(names: Iterable[str], entries: Mapping[str, Entry]) -> dict[str, Entry]:
+def _rename(names: Iterable[str], entries: Mapping[str, Value]) -> dict[str, Value]:
     """Give entries that FSDP2 named the names that they have here."""
     by_key = {_name_of_fsdp2(name): name for name in names}
     return {by_key.get(key, key): entry for key, entry in entries.items()}
@@ -245,7 +234,8 @@ def _join(*path: str | int) -> str:
     return ".".join(str(part) for part in path if part != "")
 
 
-def _split(key: str) -> tuple[str, ...]:
-    if not key:
-        return ()
-    return tuple(key.split("."))
+def _find_dict(state_dict: StateDict, key: str) -> StateDict:
+    """Find a nested dict by a key with dots, and make it where there is none."""
+    for part in filter(None, key.split(".")):
+        state_dict = state_dict.setdefault(part, {})
+    return state_dict

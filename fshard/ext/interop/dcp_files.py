@@ -17,19 +17,17 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 import fshard as fs
 from fshard.checkpoint import CheckpointError
-from fshard.extend import Entry, local_box
+from fshard.extend import Entry, local_box, map_leaves
 
 METADATA = ".metadata"
-# Where a value lies in the nested dicts and lists that are saved.
-Place = tuple[str | int, ...]
 
 
-def write(directory: Path, content: Mapping[Place, Any]) -> None:
+def write(directory: Path, state_dict: Mapping[str, Any]) -> None:
     """Write this rank's parts of leaves, and other values once.
 
     Args:
         directory: The directory that gets the files.
-        content: Leaves and other values, by place.
+        state_dict: Leaves and other values, in nested dicts and lists.
 
     Raises:
         CheckpointError: on every rank, if one of them could not write.
@@ -40,7 +38,7 @@ def write(directory: Path, content: Mapping[Place, Any]) -> None:
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         try:
-            state_dict_saver.save({}, checkpoint_id=directory, planner=_SavePlanner(content))
+            state_dict_saver.save(map_leaves(_store, state_dict), checkpoint_id=directory)
         except api.CheckpointException as error:
             rank, (failure, _) = next(iter(error.failures.items()))
             raise CheckpointError(f"{type(failure).__name__} on rank {rank}: {failure}") from error
@@ -122,44 +120,31 @@ class _LoadPlanner(default_planner.DefaultLoadPlanner):
         self.value = torch.load(value, weights_only=True)
 
 
-class _SavePlanner(default_planner.DefaultSavePlanner):
-    """Lists the boxes of elements that this rank writes."""
+class _StoredBox(torch.Tensor):
+    """This rank's box of a leaf, which torch asks for what it writes of it, as of a DTensor. Checked on 2.13."""
 
-    def __init__(self, content: Mapping[Place, Any]) -> None:
-        super().__init__()
-        # torch's offline tools nest by these places what they read.
-        self.mappings = {".".join(map(str, place)): place for place in content}
-        self.values: dict[str, Any] = {}
-        self.pieces: dict[str, Any] = {}
-        for key, place in self.mappings.items():
-            self.values[key] = content[place]
-            if isinstance(content[place], fs.Sharded | torch.Tensor):
-                self.pieces[key] = local_box(content[place])
+    box: Any
 
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        self.is_coordinator = is_coordinator
+    def __create_write_items__(self, key: str, _: Any) -> list[planner.WriteItem]:
+        box = self.box
+        # A rank without elements writes nothing, unless no rank has any.
+        if not box.tensor.numel() and 0 not in box.full_shape:
+            return []
+        chunk = metadata.ChunkStorageMetadata(torch.Size(box.offsets), box.tensor.shape)
+        properties = metadata.TensorProperties.create_from_tensor(box.tensor)
+        data = planner.TensorWriteData(chunk, properties, torch.Size(box.full_shape))
+        index = metadata.MetadataIndex(key, chunk.offsets)
+        return [planner.WriteItem(index, planner.WriteItemType.SHARD, tensor_data=data)]
 
-    def create_local_plan(self) -> planner.SavePlan:
-        items = []
-        for key in self.values:
-            piece = self.pieces.get(key)
-            if piece is None:
-                items.append(planner.WriteItem(metadata.MetadataIndex(key), planner.WriteItemType.BYTE_IO))
-            elif piece.tensor.numel() or 0 in piece.full_shape:
-                # A rank without elements writes nothing, unless no rank has any.
-                items.append(_write_item(key, piece))
-        self.plan = planner.SavePlan(items, planner_data=self.mappings)
-        return self.plan
-
-    def lookup_object(self, index: metadata.MetadataIndex) -> Any:
-        piece = self.pieces.get(index.fqn)
-        return self.values[index.fqn] if piece is None else piece.tensor
+    def __get_tensor_shard__(self, _: Any) -> torch.Tensor:
+        tensor: torch.Tensor = self.box.tensor
+        return tensor
 
 
-def _write_item(key: str, piece: Any) -> planner.WriteItem:
-    """Make the item by which torch writes a box of a leaf."""
-    chunk = metadata.ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.shape)
-    properties = metadata.TensorProperties.create_from_tensor(piece.tensor)
-    data = planner.TensorWriteData(chunk, properties, torch.Size(piece.full_shape))
-    index = metadata.MetadataIndex(key, chunk.offsets)
-    return planner.WriteItem(index, planner.WriteItemType.SHARD, tensor_data=data)
+def _store(leaf: Any) -> Any:
+    if not isinstance(leaf, fs.Sharded | torch.Tensor):
+        return leaf
+    box = local_box(leaf)
+    stored = box.tensor.detach().as_subclass(_StoredBox)
+    stored.box = box
+    return stored

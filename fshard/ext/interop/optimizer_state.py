@@ -1,7 +1,7 @@
 """The state of torch.optim's optimizers, to and from states that `fs.from_torch` made."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,18 +11,8 @@ from fshard.ext.interop.module_exchange import ModuleExchange, named_leaves
 from fshard.extend import COUNT, Entry, Problem, TorchState, check_arguments, describe, expect, flatten, refuse
 
 StateDict = dict[str, Any]
-# Returns a hyperparameter of a parameter's group, by the names of both; None if the group has none.
-HyperOf = Callable[[str, str], Any]
-
-
-class SlotKey(NamedTuple):
-    """The name of a parameter, and of a tensor that a torch class keeps for it, such as exp_avg."""
-
-    parameter: str
-    slot: str
-
-    def __str__(self) -> str:
-        return f"{self.parameter}.{self.slot}"
+# The values of a parameter's group, by the name of the parameter.
+Hypers = Mapping[str, Mapping[str, Any]]
 
 
 def to_optimizer_state_dict(
@@ -57,18 +47,20 @@ def to_optimizer_state_dict(
     exchange = ModuleExchange("checkpoint.to_optimizer_state_dict", module)
     numbers = {name: number for number, name in enumerate(list_parameter_names(exchange, optimizer))}
     slots = collect_slots(exchange, opt_state)
-    exchange.find_holders({str(key): leaf for key, leaf in slots.items()}, {})
-    unknown = dict.fromkeys(key.parameter for key in slots if key.parameter not in numbers)
+    exchange.find_holders(slots, {})
+    owners = dict.fromkeys(split_slot(key)[0] for key in slots)
+    unknown = [parameter for parameter in owners if parameter not in numbers]
     problems = [Problem(name, "has state, but is no parameter of the torch optimizer") for name in unknown]
     refuse(f"{exchange.label}: states do not fit", problems, "pass the optimizer of all that was trained")
     without_state = _names_without_updates(opt_state)
-    updated = {key: leaf for key, leaf in slots.items() if key.parameter not in without_state}
+    updated = {key: leaf for key, leaf in slots.items() if split_slot(key)[0] not in without_state}
     full = exchange.gather(updated, rank0_only)
     if rank0_only and exchange.rank:
         return {}
     state: dict[int, StateDict] = {}
     for key, tensor in full.items():
-        state.setdefault(numbers[key.parameter], {})[key.slot] = tensor
+        parameter, slot = split_slot(key)
+        state.setdefault(numbers[parameter], {})[slot] = tensor
     groups = fill_groups(opt_state, optimizer, list(numbers))
     return {"state": dict(sorted(state.items())), "param_groups": groups}
 
@@ -115,18 +107,10 @@ def from_optimizer_state_dict(
     expect(is_state_dict, exchange.label, expected, describe(state_dict))
     names = dict(enumerate(list_parameter_names(exchange, optimizer)))
     entries = _entries_of(state_dict["state"], names)
-    groups: list[StateDict] = state_dict["param_groups"]
-    group_of = {}
-    for group in groups:
-        for number in group["params"]:
-            if number in names:
-                group_of[names[number]] = group
-    default = groups[0] if groups else {}
-
-    def hyper_of(parameter: str, name: str) -> Any:
-        return group_of.get(parameter, default).get(name)
-
-    return rebuild_state(exchange, like, entries, hyper_of, updates)
+    hypers: dict[str, StateDict] = {}
+    for group in state_dict["param_groups"]:
+        hypers |= {names[number]: group for number in group["params"] if number in names}
+    return rebuild_state(exchange, like, entries, hypers, updates)
 
 
 def _entries_of(state: Mapping[int, StateDict], names: Mapping[int, str]) -> dict[str, Entry]:
@@ -158,8 +142,8 @@ def list_parameter_names(exchange: ModuleExchange, optimizer: torch.optim.Optimi
     return names
 
 
-def collect_slots(exchange: ModuleExchange, opt_state: Any) -> dict[SlotKey, Any]:
-    """Collect the leaves of a state made by `from_torch`, by parameter and slot.
+def collect_slots(exchange: ModuleExchange, opt_state: Any) -> dict[str, Any]:
+    """Collect the leaves of a state made by `from_torch`, by the names of parameter and slot with a dot between.
 
     Raises:
         ValueError: if it has state besides that torch's optimizers do not have.
@@ -171,10 +155,15 @@ def collect_slots(exchange: ModuleExchange, opt_state: Any) -> dict[SlotKey, Any
     rest = flatten(TorchState.each(lambda state: None, opt_state))
     remedy = "save it by fs.checkpoint.save, or pass the part that fs.from_torch made"
     refuse(f"{exchange.label}: torch's optimizers have no such state", rest.problems(describe_misfit), remedy)
-    slots: dict[SlotKey, Any] = {}
+    slots: dict[str, Any] = {}
     for state in list_states(opt_state):
         slots |= _slots_of(state)
     return slots
+
+
+def split_slot(key: str) -> list[str]:
+    """Split the name of a parameter's slot, such as exp_avg, into that of the parameter and that of the slot."""
+    return key.rsplit(".", 1)
 
 
 def fill_groups(opt_state: Any, optimizer: torch.optim.Optimizer, names: Sequence[str]) -> list[StateDict]:
@@ -188,7 +177,7 @@ def fill_groups(opt_state: Any, optimizer: torch.optim.Optimizer, names: Sequenc
     groups = optimizer.state_dict()["param_groups"]
     for state in list_states(opt_state):
         # A class that keeps no tensors does not say whose state this is, so it counts for all parameters.
-        owners = {key.parameter for key, _ in _slots_of(state)} or set(names)
+        owners = {split_slot(key)[0] for key in _slots_of(state)} or set(names)
         for group in groups:
             members = [names[number] for number in group["params"]]
             if owners.isdisjoint(members):
@@ -199,7 +188,7 @@ def fill_groups(opt_state: Any, optimizer: torch.optim.Optimizer, names: Sequenc
 
 
 def rebuild_state(
-    exchange: ModuleExchange, like: Any, entries: Mapping[str, Entry], hyper_of: HyperOf, updates: int | None
+    exchange: ModuleExchange, like: Any, entries: Mapping[str, Entry], hypers: Hypers, updates: int | None
 ) -> Any:
     """Read a state.
 
@@ -207,15 +196,14 @@ def rebuild_state(
         exchange: The exchange.
         like: The state as it shall be.
         entries: The entry of each parameter and slot, by their names with a dot between.
-        hyper_of: Returns the hyperparameters of each parameter; where it returns None, those of `like` stay.
+        hypers: The values of each parameter's group. What they lack stays as it is in `like`.
         updates: How many updates were made; None takes the class's own count.
 
     Raises:
         ValueError: if the number of updates is not known.
     """
-    leaves = {str(key): leaf for key, leaf in collect_slots(exchange, like).items()}
     remedy = "pass the state of the same torch class and options, for the same module"
-    loaded = exchange.read(leaves, {key: [entry] for key, entry in entries.items()}, remedy)
+    loaded = exchange.read(collect_slots(exchange, like), {key: [entry] for key, entry in entries.items()}, remedy)
 
     def rebuild(state: TorchState) -> TorchState:
         count = _count_updates(exchange, state, loaded) if updates is None else updates
@@ -226,7 +214,7 @@ def rebuild_state(
         return TorchState(
             updates=torch.full_like(state.updates, count),
             slots=slots,
-            hyper=_rebuild_hyper(state, hyper_of),
+            hyper=_rebuild_hyper(state, hypers),
             counts=fs.tree_map(lambda leaf: torch.full_like(leaf, count), state.counts),
         )
 
@@ -242,12 +230,15 @@ def _count_updates(exchange: ModuleExchange, state: TorchState, loaded: Mapping[
     return max(counts)
 
 
-def _rebuild_hyper(state: TorchState, hyper_of: HyperOf) -> dict[str, torch.Tensor]:
-    """Read the hyperparameters of a state from the group of its first parameter."""
-    parameter = next((key.parameter for key, _ in _slots_of(state)), "")
+def _rebuild_hyper(state: TorchState, hypers: Hypers) -> dict[str, torch.Tensor]:
+    """Read the hyperparameters of a state from the group of its first parameter, or of any if it keeps nothing."""
+    values = next(iter(hypers.values()), {})
+    for key in _slots_of(state):
+        values = hypers.get(split_slot(key)[0], {})
+        break
     hyper = {}
     for name, old in state.hyper.items():
-        number = hyper_of(parameter, name)
+        number = values.get(name)
         hyper[name] = old.clone() if number is None else torch.full_like(old, float(number))
     return hyper
 
@@ -259,11 +250,13 @@ def list_states(opt_state: Any) -> list[TorchState]:
     return states
 
 
-def _slots_of(state: TorchState) -> Iterator[tuple[SlotKey, Any]]:
-    """Yield each leaf that a torch class keeps, with its parameter and slot."""
+def _slots_of(state: TorchState) -> dict[str, Any]:
+    """List the leaves that a torch class keeps, by the names of parameter and slot."""
+    slots = {}
     for slot, tree in state.slots.items():
         for name, leaf in named_leaves(flatten(tree)).items():
-            yield SlotKey(name, slot), leaf
+            slots[f"{name}.{slot}"] = leaf
+    return slots
 
 
 def _names_without_updates(opt_state: Any) -> set[str]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 import fshard as fs
-from fshard.ext.optim.leaves import check_real, leafwise
+from fshard.ext.optim.leaves import check_real, leafwise, map_gradients
 from fshard.ext.optim.native import check_rates
 from fshard.ext.optim.norms import leaf_means
 from fshard.ext.optim.parts import Number, Rate
@@ -95,7 +95,7 @@ def scale_by_factored_rms(
         (row,) = leafwise(_move_towards, rows, [state.row], [weights])
         (column,) = leafwise(_move_towards, columns, [state.column], [weights])
         sizes = leaf_means(row, -2, reduction_order)
-        (grads,) = leafwise(_divide_by_root, grads, [grads], [row, column, sizes], (eps, order))
+        grads = map_gradients(_divide_by_root, grads, row, column, sizes, numbers=(eps, order))
         return grads, AdafactorState(state.updates + 1, row, column, counts)
 
     return fs.GradientTransformation(_init, update)
@@ -134,20 +134,18 @@ def _move_towards(new: torch.Tensor, old: torch.Tensor, weight: torch.Tensor) ->
 
 def _divide_by_root(
     grad: torch.Tensor,
-    _: Any,
     row: Any,
     column: Any,
     size: Any,
     eps: float | None,
     order: ReductionOrder,
-) -> tuple[torch.Tensor]:
+) -> torch.Tensor:
     """Divide a gradient by the root of its mean square, the product of a row and a column over the row's mean."""
     least = torch.finfo(grad.dtype).eps if eps is None else eps
     variance = row
     if size is not None:
         variance = row * column / size.clamp(min=least)
-    variance = variance.clamp(min=least * least)
-    return (order.inverse_root(variance) * grad,)
+    return order.inverse_root(variance.clamp(min=least * least)) * grad
 
 
 def adafactor(

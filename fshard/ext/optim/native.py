@@ -70,9 +70,7 @@ def clip_by_global_norm(
 
     def bind(grads: Any, params: Any) -> Any:
         norm = global_norm(grads, p, reduction_order=reduction_order)
-        # As in torch.nn.utils.clip_grad_norm_: the same 1e-6, and a multiplication by 1 if nothing is clipped.
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        return partial(map_gradients, lambda grad, scale: grad * scale.to(grad.dtype), numbers=(scale,))
+        return partial(map_gradients, _multiply, numbers=(_find_scale(max_norm, norm),))
 
     return make_bound(bind)
 
@@ -108,15 +106,21 @@ def clip_by_norm(
     check_numbers("clip_by_norm", NOT_NEGATIVE, max_norm=max_norm)
     find_norm_order("clip_by_norm", p, reduction_order)
 
-    def clip_leaf(grad: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        return grad * scale.to(grad.dtype)
-
     def bind(grads: Any, params: Any) -> Any:
         norms = leaf_norms(grads, p, reduction_order=reduction_order)
-        return lambda grads: map_gradients(clip_leaf, grads, norms)
+        scales = fs.tree_map(partial(_find_scale, max_norm), norms)
+        return lambda grads: map_gradients(_multiply, grads, scales)
 
     return make_bound(bind)
+
+
+def _find_scale(max_norm: float, norm: torch.Tensor) -> torch.Tensor:
+    # As in torch.nn.utils.clip_grad_norm_: the same 1e-6, and a multiplication by 1 if nothing is clipped.
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def _multiply(grad: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return grad * scale.to(grad.dtype)
 
 
 def clip_by_value(max_value: float) -> fs.GradientTransformation:

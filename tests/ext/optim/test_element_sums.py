@@ -32,7 +32,7 @@ def tree(seed, dtypes=DTYPES, shapes=SHAPES):
 
 
 @pytest.mark.rows(1)
-@on_ranks(2, 3, 4, 8)
+@on_ranks(3, 8)
 def test_sums_have_the_bits_of_one_rank():
     shapes = SHAPES | {"cube": (9, 5, 7), "rows": (33, 1, 17), "long": (140001,)}
     full = {name: normal(1)(*shape, dtype=torch.float32) for name, shape in shapes.items()}

@@ -68,6 +68,7 @@ def test_an_update_that_one_rank_makes_alone_is_named_on_every_rank():
     return errors_of_one_alone({name: lambda params, tx=tx: updated(params, tx) for name, tx in updates.items()})
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_leaves_that_ranks_own_train_as_in_one_process(world_size):
     check_training_is_that_of_one_process(fs.adafactor(0.01), world_size, reduced=True)
@@ -83,7 +84,7 @@ FOR_A_LEAF = {name: TABLE[name].make for name in ("lamb", "lars", "adafactor", "
 FOR_A_LEAF["dynamic_loss_scale"] = lambda: fs.dynamic_loss_scale(core.from_torch())
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", FOR_A_LEAF)
 @on_ranks(2)
 def test_a_leaf_without_a_gradient_for_some_steps(name):

@@ -16,7 +16,7 @@ from tests.optim.test_table import TABLE
 from tests.ranks import on_ranks
 from tests.trees import STRATEGIES, assert_alike, assert_same_bits, copied, meshes, one_axis, padded_with
 
-LAYOUTS = ("ddp", "zero2 of every leaf", "hsdp", "two dims")
+LAYOUTS = ("ddp", "zero2 of every leaf", "two dims")
 
 
 def poisoned(grads, value):
@@ -56,7 +56,7 @@ def test_one_bad_rank_skips_on_all(value):
 
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16))
-@pytest.mark.parametrize("decay", (0.0, 0.3, 0.999, 1.0))
+@pytest.mark.parametrize("decay", (0.0, 0.999))
 @on_ranks(2)
 def test_ema_gets_the_bits_of_torch(decay, dtype):
     inner = fs.from_torch(optim.AdamW, lr=0.1)
