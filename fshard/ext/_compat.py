@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.fx import Graph, GraphModule
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
@@ -20,11 +21,13 @@ import fshard as fs
 from fshard.extend import (
     NODE_OBSERVER,
     EngineCall,
+    expect,
     is_users_file,
     named_modules,
     next_sequence_number,
     setting,
     trace,
+    walk_graph,
 )
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -77,6 +80,29 @@ def _dense(tensor: Tensor) -> Tensor:
     if tensor.stride(-1) == 1:
         return tensor
     return tensor.contiguous()
+
+
+def list_graph(
+    api_name: str,
+    out: Tensor,
+    sources: Sequence[Tensor],
+    expected: str,
+    remedy: str,
+) -> list[Any]:
+    """List the nodes of autograd that have computed a result. Checked on 2.13.
+
+    Raises:
+        ValueError: if one of them accumulates a gradient and belongs to none of the sources: it would be lost.
+    """
+    ends = {get_gradient_edge(source).node for source in sources if source.requires_grad}
+    nodes = list(walk_graph(filter(None, [out.grad_fn]), _nodes_behind))
+    is_closed = all(node in ends or not hasattr(node, "variable") for node in nodes)
+    expect(is_closed, api_name, expected, "a closure's tensor that requires a gradient", remedy)
+    return nodes
+
+
+def _nodes_behind(node: Any) -> list[Any]:
+    return [other for other, _ in node.next_functions if other]
 
 
 def is_transformed(tensor: Tensor) -> bool:
@@ -273,6 +299,14 @@ def noting_origins() -> AbstractContextManager[None]:
     Nodes that passes add later, and those of operators of higher order such as torch.cond, have none.
     """
     return setting(NODE_OBSERVER, _OriginNotes())
+
+
+def list_traced_nodes() -> list[torch.fx.Node]:
+    """List the nodes that the running trace has added to its graph. Checked on 2.13."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode: Any = get_proxy_mode()
+    return list(mode.tracer.graph.nodes)
 
 
 class _Stack:

@@ -6,11 +6,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.autograd import Function
-from torch.autograd.graph import get_gradient_edge
 
 import fshard as fs
 from fshard.ext import _compat
-from fshard.extend import any_dual, describe, expect, record_on_tape, walk_graph, without_saved_tensor_hooks
+from fshard.extend import any_dual, describe, expect, record_on_tape, without_saved_tensor_hooks
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -200,17 +199,9 @@ def _find_variance(total: torch.Tensor, sources: Sequence[torch.Tensor]) -> Any:
     Raises:
         ValueError: if the graph ends at a tensor that requires a gradient and is not one of the sources.
     """
-    ends = {get_gradient_edge(source).node for source in sources if source.requires_grad}
-    variance = None
-    for node in walk_graph([total.grad_fn], _next_nodes):
-        is_other_leaf = hasattr(node, "variable") and node not in ends
-        expected = "loss to compute with logits and targets"
-        expect(not is_other_leaf, "chunked_loss", expected, "a closure's tensor that requires a gradient", "detach it")
-        node_variance = getattr(node, "variance", None)
-        if variance is None and node_variance and not node_variance.result:
-            variance = node_variance
-    return variance
-
-
-def _next_nodes(node: Any) -> list[Any]:
-    return [other for other, _ in node.next_functions if other]
+    expected = "loss to compute with logits and targets"
+    for node in _compat.list_graph("chunked_loss", total, sources, expected, "detach it"):
+        variance = getattr(node, "variance", None)
+        if variance and not variance.result:
+            return variance
+    return None

@@ -1,6 +1,7 @@
 """Models of transformers are trained, jitted, drawn, loaded, saved, and generate, as by one process."""
 
 import copy
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,9 +13,14 @@ from fshard.testing import assert_trees_close, spmd
 from tests.tolerance import within
 from tests.trees import assert_same_bits, one_axis
 
-transformers = pytest.importorskip("transformers")
+# Without an import of it, which takes a second in each process that looks for tests.
+NEEDS_TRANSFORMERS = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),
+    NEEDS_TRANSFORMERS,
+]
 
 RANKS, STEPS, SEQUENCES, LENGTH, SECONDS = 2, 3, 2, 9, 240.0
 # Epsilon is as large as gradients are, because a smaller one would hide a gradient that is wrong by a factor.
@@ -41,6 +47,8 @@ class Case(NamedTuple):
 
     def build(self, dtype=torch.float32, device="cpu"):
         """The same random weights whoever asks, in train mode, without dropout."""
+        import transformers
+
         cls, config = getattr(transformers, self.model), self.config
         with torch.random.fork_rng(), torch.device(device):
             torch.manual_seed(0)

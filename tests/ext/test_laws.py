@@ -139,7 +139,7 @@ def in_chunks(params, x, y, axis):
     def loss(logits, y):
         return fs.vocab_parallel_cross_entropy(logits, None, y, axis, reduction="sum"), y.numel()
 
-    total, count = fs.chunked_loss(h, full["head"], y, chunks=3, loss=loss)
+    total, count = fs.chunked_loss(h, full["head"], y, chunks=2, loss=loss)
     return total / count
 
 
@@ -258,11 +258,10 @@ def test_a_step_is_pure_and_sends_the_bytes_of_the_formula(name):
     assert expected is None or sent == {label: count for label, count in expected.items() if count}
 
 
-FAST = ("moe", "pipeline 1f1b", "chunked_loss", "quantize", "lamb", "lars", "adafactor", "whole")
+FAST = ("moe", "quantize", "lamb", "lars", "adafactor", "whole")
 JITTED = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in TABLE]
 
 
-@pytest.mark.rows(4)
 @pytest.mark.parametrize("name", JITTED)
 @on_ranks(RANKS)
 def test_jit_has_the_same_bits(name):

@@ -6,12 +6,13 @@ GPipe (Huang et al., arXiv:1811.06965) and 1F1B (PipeDream-Flush: Narayanan et a
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 
 import fshard as fs
+from fshard.ext import _compat
 from fshard.extend import (
     any_dual,
     calling,
@@ -23,7 +24,6 @@ from fshard.extend import (
     record_on_tape,
     refuse,
     sum_dtype,
-    walk_graph,
     without_saved_tensor_hooks,
 )
 
@@ -46,9 +46,9 @@ class Op(NamedTuple):
     microbatch: int
     stage: int
 
-    def advance(self, steps: int, stages: int) -> "Op | None":
-        """Return the op so many stages further on its way; None beyond the ends of the model."""
-        stage = self.stage + (-steps if self.is_backward else steps)
+    def advance(self, stages: int) -> "Op | None":
+        """Return the op that takes the result of this one; None beyond the ends of the model."""
+        stage = self.stage - 1 if self.is_backward else self.stage + 1
         return self._replace(stage=stage) if 0 <= stage < stages else None
 
 
@@ -70,43 +70,20 @@ def make_ticks(stages: int, microbatches: int, with_backward: bool = True) -> tu
     Returns:
         For each tick the op of each rank; None if it waits.
     """
-    queues = [deque(_order_ops(stage, stages, microbatches, with_backward)) for stage in range(stages)]
-    done: set[Op | None] = {None}
-    ticks: list[Tick] = []
-    while any(queues):
-        tick: list[Op | None] = []
-        for queue in queues:
-            is_ready = queue and _input_of(queue[0], stages) in done
-            tick.append(queue.popleft() if is_ready else None)
-        done.update(tick)
-        ticks.append(tuple(tick))
-    return tuple(ticks)
-
-
-def _order_ops(
-    stage: int,
-    stages: int,
-    microbatches: int,
-    with_backward: bool,
-) -> list[Op]:
-    """List the ops of a stage in their order: first forwards, then one of each in turn, then backwards."""
-    forwards = [Op(False, i, stage) for i in range(microbatches)]
-    if not with_backward:
-        return forwards
-    backwards = [Op(True, i, stage) for i in range(microbatches)]
-    ahead = min(stages - stage - 1, microbatches)
-    order = forwards[:ahead]
-    for pair in zip(forwards[ahead:], backwards, strict=False):
-        order += pair
-    return order + backwards[microbatches - ahead :]
-
-
-def _input_of(op: Op, stages: int) -> Op | None:
-    """Return the op whose result an op takes; None for the forward of the first stage."""
-    before = op.advance(-1, stages)
-    if before is None and op.is_backward:
-        return op._replace(is_backward=False)
-    return before
+    length = microbatches + stages - 1
+    if with_backward:
+        length *= 2
+    table: list[list[Op | None]] = [[None] * stages for _ in range(length)]
+    for stage, i in product(range(stages), range(microbatches)):
+        forward = stage + i
+        if with_backward:
+            backward = 2 * stages - 1 - stage + 2 * i
+            table[backward][stage] = Op(True, i, stage)
+            # Forwards follow each other until the first backward, and then take turns with backwards.
+            if i >= stages - stage:
+                forward += i
+        table[forward][stage] = Op(False, i, stage)
+    return tuple(map(tuple, table))
 
 
 def pipeline(
@@ -269,7 +246,9 @@ class _PipelineCall:
         self.arguments = arguments
         self.rank = fs.comm.rank(axis)
         self.unflatten = flat.unflatten
-        self.specs: list[Any] = [leaf.spec if isinstance(leaf, fs.Sharded) else None for leaf in flat.leaves]
+        self.specs: list[Any] = []
+        for leaf in flat.leaves:
+            self.specs.append(leaf.spec if isinstance(leaf, fs.Sharded) else None)
         self.leaves = list(flatten(fs.gather(params)).leaves)
         self.floating = [i for i, leaf in enumerate(self.leaves) if _is_floating(leaf)]
         shared = []
@@ -281,7 +260,9 @@ class _PipelineCall:
         for i, leaf in zip(shared, varying, strict=True):
             self.leaves[i] = leaf
         count = arguments.microbatches
-        self.batches = [fs.tree_map(lambda rows, i=i: rows.chunk(count)[i], batch) for i in range(count)]
+        self.batches = []
+        for i in range(count):
+            self.batches.append(fs.tree_map(lambda rows, i=i: rows.chunk(count)[i], batch))
         with torch.no_grad():
             like = arguments.first(self.unflatten(self.leaves), self.batches[0][0])
         is_floating = isinstance(like, torch.Tensor) and like.is_floating_point()
@@ -480,7 +461,9 @@ class _Run:
                 sources.append(h)
             self._live[op.microbatch] = _LiveForward(results[0], sources, tape.tokens[1:])
             if op.microbatch == 0:
-                _check_graph(results[0], [*self._leaves, *sources])
+                expected = "stages that only compute with params and h"
+                remedy = 'pass it in params, or use schedule="gpipe"'
+                _compat.list_graph("pipeline", results[0], [*self._leaves, *sources], expected, remedy)
         return results
 
     def _run_backward(self, op: Op) -> torch.Tensor | None:
@@ -508,7 +491,9 @@ class _Run:
             self.gradients[i] = grad.to(dtype, copy=True) if before is None else before + grad.to(dtype)
         if not op.stage:
             return None
-        return torch.zeros_like(call.like) if grads[-1] is None else grads[-1]
+        if grads[-1] is None:
+            return torch.zeros_like(call.like)
+        return grads[-1]
 
     def _exchange(self, tick: Tick, output: torch.Tensor | None) -> None:
         """Start to send the outputs of a tick's ops to the ranks that use them."""
@@ -519,7 +504,7 @@ class _Run:
         arriving: dict[int, Op] = {}
         is_any_sent = False
         for op in tick:
-            target = op and op.advance(1, stages)
+            target = op and op.advance(stages)
             if op is None or target is None:
                 continue
             is_any_sent = True
@@ -549,17 +534,3 @@ class _Run:
 def _take_row(finish: Callable[[], Tensors], row: int) -> torch.Tensor:
     """Wait for tensors, and take a row of the first one."""
     return finish()[0][row]
-
-
-def _check_graph(out: torch.Tensor, sources: Tensors) -> None:
-    """Refuse tensors that a stage closes over and that require a gradient, because nobody would compute it."""
-    ends = {get_gradient_edge(source).node for source in sources if source.requires_grad}
-    for node in walk_graph([out.grad_fn], _next_nodes):
-        is_other_leaf = hasattr(node, "variable") and node not in ends
-        expected = "stages that only compute with params and h"
-        remedy = 'pass it in params, or use schedule="gpipe"'
-        expect(not is_other_leaf, "pipeline", expected, "a closure's tensor that requires a gradient", remedy)
-
-
-def _next_nodes(node: Any) -> list[Any]:
-    return [other for other, _ in node.next_functions if other]

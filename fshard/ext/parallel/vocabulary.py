@@ -56,7 +56,6 @@ def vocab_parallel_embedding(
     check_axis(api_name, axis)
     with calling(api_name, lambda: [axis], begins=False), _compare_vocabularies(vocab_size):
         _check_ids(api_name, "ids", ids)
-        _check_vocab_size(api_name, vocab_size)
         _check_weight(api_name, weight)
         piece = _locate_piece(api_name, len(weight), ids.device, axis, vocab_size)
         local_ids, is_remote = _find_local_ids(api_name, ids, piece)
@@ -120,13 +119,14 @@ def vocab_parallel_cross_entropy(
     check_axis(api_name, axis)
     with calling(api_name, lambda: [axis], begins=False), _compare_vocabularies(vocab_size):
         _check_ids(api_name, "targets", targets)
-        _check_vocab_size(api_name, vocab_size)
         if weight is not None:
             _check_weight(api_name, weight)
         _check_loss(api_name, h, weight, targets, reduction, ignore_index)
         rows = h.shape[-1] if weight is None else len(weight)
         piece = _locate_piece(api_name, rows, targets.device, axis, vocab_size)
-        local_targets, is_remote = _find_local_ids(api_name, targets, piece, ignore_index)
+        is_ignored = targets == ignore_index
+        targets = targets.masked_fill(is_ignored, 0)
+        local_targets, is_remote = _find_local_ids(api_name, targets, piece)
         logits = _local_logits(h, weight, piece.rows)
         # Any shift gives the same loss; the largest logit keeps exponentials finite.
         shift = fs.pmax(logits.detach().amax(-1), axis)
@@ -136,7 +136,6 @@ def vocab_parallel_cross_entropy(
         sums, target_logits = fs.psum_invariant([local_sums, local_logits], axis)
     losses = sums.log() + shift - target_logits
     is_known = (targets >= 0) & (targets < piece.vocabulary)
-    is_ignored = targets == ignore_index
     losses = losses.masked_fill(~is_known, float("nan")).masked_fill(is_ignored, 0.0)
     if reduction == "none":
         return losses
@@ -185,6 +184,8 @@ def _locate_piece(
         local_size = torch.full((1,), rows, device=device)
         sizes = fs.all_gather(local_size, axis)
         return _Piece(sizes[:rank].sum(), rows, sizes.sum())
+    is_size = type(vocab_size) is int and vocab_size > 0
+    expect(is_size, api_name, "vocab_size to be a whole number of 1 or more, or None", f"{vocab_size!r:.40}")
     size = -(-vocab_size // axis.size)
     start = min(rank * size, vocab_size)
     unpadded = min(size, vocab_size - start)
@@ -198,8 +199,8 @@ def _locate_piece(
 def _local_logits(h: torch.Tensor, weight: torch.Tensor | None, rows: int) -> torch.Tensor:
     """Compute the logits of the first rows of this rank, in float32 at least."""
     if weight is not None:
-        h = F.linear(h, _take_first(weight, rows, dim=0))
-    logits = _take_first(h, rows, dim=-1)
+        h = F.linear(h, weight[:rows])
+    logits = h[..., :rows]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if not rows:
         # The exponential of minus infinity adds nothing to those of other ranks.
@@ -207,32 +208,16 @@ def _local_logits(h: torch.Tensor, weight: torch.Tensor | None, rows: int) -> to
     return logits
 
 
-def _take_first(tensor: torch.Tensor, size: int, dim: int) -> torch.Tensor:
-    """Take the first places of a dim, without a new tensor if these are all."""
-    if tensor.shape[dim] == size:
-        return tensor
-    return tensor.narrow(dim, 0, size)
-
-
-def _find_local_ids(
-    api_name: str,
-    ids: torch.Tensor,
-    piece: _Piece,
-    ignore_index: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _find_local_ids(api_name: str, ids: torch.Tensor, piece: _Piece) -> tuple[torch.Tensor, torch.Tensor]:
     """Find the places of ids among this rank's rows.
 
     Returns:
         The places, 0 for ids that are not in this rank's rows, and which ids these are.
     """
-    has_values = ids.is_cpu and not is_tracing() and not _compat.is_transformed(ids)
-    if has_values:
-        counted = ids if ignore_index is None else ids[ids != ignore_index]
-        if counted.numel():
-            least, most = counted.aminmax()
-            is_known = least >= 0 and most < piece.vocabulary
-            expected = f"ids from 0 to {int(piece.vocabulary) - 1}"
-            expect(bool(is_known), api_name, expected, f"{int(least)} to {int(most)}")
+    if ids.is_cpu and ids.numel() and not is_tracing() and not _compat.is_transformed(ids):
+        least, most = ids.aminmax()
+        is_known = least >= 0 and most < piece.vocabulary
+        expect(bool(is_known), api_name, f"ids from 0 to {int(piece.vocabulary) - 1}", f"{int(least)} to {int(most)}")
     places = ids - piece.start
     is_remote = (places < 0) | (places >= piece.rows)
     return places.masked_fill(is_remote, 0), is_remote
@@ -248,11 +233,6 @@ def _check_weight(api_name: str, weight: Any) -> None:
     is_matrix = isinstance(weight, torch.Tensor) and weight.dim() == 2
     expected = "weight to be a matrix, this rank's rows of it"
     expect(is_matrix, api_name, expected, describe(weight), "pass the gathered leaf")
-
-
-def _check_vocab_size(api_name: str, vocab_size: Any) -> None:
-    fits = vocab_size is None or (type(vocab_size) is int and vocab_size > 0)
-    expect(fits, api_name, "vocab_size to be a whole number of 1 or more, or None", f"{vocab_size!r:.40}")
 
 
 def _check_loss(

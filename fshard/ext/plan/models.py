@@ -4,7 +4,7 @@ import importlib
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -113,7 +113,7 @@ def find_blocks(module: nn.Module) -> list[Block]:
 
     def visit(part: Block, is_inside: bool) -> None:
         is_container = isinstance(part.module, CONTAINERS)
-        children = _list_content(part) if is_container else _list_children(part)
+        children = list(_list_content(part))
         counts = Counter(type(child.module) for child in children)
         for child in children:
             has_parameters = any(True for _ in child.module.parameters())
@@ -146,23 +146,20 @@ def describe_units(workload: Workload) -> str:
     return f"units: {', '.join(texts)}" if texts else NO_UNITS
 
 
-def _list_children(part: Block) -> list[Block]:
-    """List the submodules right below one."""
-    children = []
+def _list_content(part: Block) -> Iterator[Block]:
+    """Yield what a module holds, in a container also what containers inside it hold.
+
+    A subclass of a container is content.
+    """
     is_container = isinstance(part.module, CONTAINERS)
     for name, module in part.module.named_children():
-        path = ".".join(filter(None, (part.path, name)))
-        pattern = ".".join(filter(None, (part.pattern, "*" if is_container else name)))
-        children.append(Block(path, pattern, module))
-    return children
-
-
-def _list_content(container: Block) -> list[Block]:
-    """List what a container holds, itself or in containers inside it. A subclass of a container is content."""
-    content: list[Block] = []
-    for child in _list_children(container):
-        content += _list_content(child) if type(child.module) in CONTAINERS else [child]
-    return content
+        path = f"{part.path}.{name}".lstrip(".")
+        pattern = f"{part.pattern}.{'*' if is_container else name}".lstrip(".")
+        child = Block(path, pattern, module)
+        if is_container and type(module) in CONTAINERS:
+            yield from _list_content(child)
+        else:
+            yield child
 
 
 class Estimate(NamedTuple):

@@ -14,7 +14,7 @@ from tests.ranks import BrokenError, my_rank, on_ranks
 from tests.tolerance import within
 from tests.trees import normal, one_axis
 
-WIDTH, WORDS, ROWS, TIME, LAYERS = 4, 7, 8, 3, 8
+WIDTH, WORDS, ROWS, TIME, LAYERS = 4, 7, 8, 3, 4
 SCHEDULES = ("gpipe", "1f1b")
 # Sums over all tokens, in microbatches of ranks, forward and backward.
 near = partial(within, terms=ROWS * TIME, steps=2)
@@ -245,6 +245,6 @@ def test_tables_of_ticks():
             held = [sum(-1 if op.is_backward else 1 for op in ops[: i + 1]) for i in range(len(ops))]
             assert max(held) == min(m, n - rank)
         for op, t in when.items():
-            following = op.advance(1, n)
+            following = op.advance(n)
             assert following is None or when[following] > t
             assert not op.is_backward or when[op._replace(is_backward=False)] < t
