@@ -21,8 +21,7 @@ import ctypes
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from textwrap import indent
@@ -74,7 +73,8 @@ class Run:
     """
 
     def __init__(self, name: str, step: Callable[[Batch], float]) -> None:
-        self.name, self.step = name, step
+        self.name = name
+        self.step = step
         self.losses: list[float] = []
         self.seconds: list[float] = []
         self.transient = 0
@@ -100,32 +100,38 @@ class Run:
 def main() -> None:
     args = parse_args()
     mesh = fs.init_mesh({"shard": -1}, device="cpu")
-    rank, ranks = mesh.get_rank(), mesh.size()
+    rank = mesh.get_rank()
+    ranks = mesh.size()
     train_text, held_out = standard_library()
     torch.manual_seed(args.seed)
     module = GPT(args.width, args.layers, args.heads, args.context)
 
-    def batches(text: torch.Tensor, first: int, count: int) -> Any:
-        return (batch(text, args.batch, args.context, seed=(first + i) * ranks + rank) for i in range(count))
+    def batches(text: torch.Tensor, first: int, count: int) -> Iterator[Batch]:
+        for number in range(first, first + count):
+            yield batch(text, args.batch, args.context, seed=number * ranks + rank)
 
     if args.mistake:
+        four_batches = list(batches(train_text, 0, 4))
         for mistake in ("", args.mistake):
-            check(mistake, args, mesh, module.double(), list(batches(train_text, 0, 4)))
+            check(mistake, args, mesh, module.double(), four_batches)
         return
 
     def schedule(count: int) -> float:
         """Linear warm-up over 5% of the steps, then a cosine down to a tenth."""
         warm_up = max(1, args.steps // 20)
         progress = max(0.0, (count - warm_up) / max(1, args.steps - warm_up))
-        return args.lr * min((count + 1) / warm_up, 0.55 + 0.45 * math.cos(math.pi * min(1.0, progress)))
+        falling = 0.55 + 0.45 * math.cos(math.pi * min(1.0, progress))
+        return args.lr * min((count + 1) / warm_up, falling)
 
     model = fs.functionalize(module, units=Block)
     rate = fs.from_torch_scheduler(torch.optim.lr_scheduler.LambdaLR, lr=1.0, steps=args.steps, lr_lambda=schedule)
-    tx = fs.chain(fs.clip_by_global_norm(MAX_NORM), fs.from_torch(torch.optim.AdamW, lr=rate, **ADAMW))
-    state = fs.TrainState.create(model.init(STRATEGIES[args.strategy](mesh)), tx)
+    adamw = fs.from_torch(torch.optim.AdamW, lr=rate, **ADAMW)
+    tx = fs.chain(fs.clip_by_global_norm(MAX_NORM), adamw)
+    strategy = STRATEGIES[args.strategy](mesh)
+    state = fs.TrainState.create(model.init(strategy), tx)
 
     def loss_fn(params: Any, xy: Batch) -> torch.Tensor:
-        return F.cross_entropy(model.apply(params, xy[0]).flatten(0, 1), xy[1].flatten())
+        return cross_entropy(partial(model.apply, params), xy)
 
     @partial(fs.jit, donate_argnums=0)
     def train_step(state: fs.TrainState, xy: Batch) -> tuple[fs.TrainState, torch.Tensor]:
@@ -138,147 +144,207 @@ def main() -> None:
         return loss.item()
 
     ours = Run(f"fshard {args.strategy}", sharded_step)
-    ddp_step, ddp_stored = ddp(copy.deepcopy(module), schedule, ranks)
-    theirs = Run("torch DDP", ddp_step)
-    record = train((ours, theirs), batches(train_text, 0, args.steps), args, ranks)
+    trainer = DdpTrainer(copy.deepcopy(module), schedule, ranks)
+    theirs = Run("torch DDP", trainer.step)
+    record = train((ours, theirs), batches(train_text, 0, args.steps), args)
 
     full = fs.gather(state.params)
     with torch.no_grad():
-        evaluated = [loss_fn(full, xy) for xy in batches(held_out, 10**6, 20)]
-        held_out_loss = fs.objective(torch.stack(evaluated).mean(), like=state.params).item()
+        losses = [loss_fn(full, xy) for xy in batches(held_out, 10**6, 20)]
+        held_out_loss = fs.objective(torch.stack(losses).mean(), like=state.params).item()
         text = sample(model, full, args.context, args.sample, args.seed) if rank == 0 else ""
     # Gradients of a jitted step are there inside it alone.
-    stored = Bytes(tree_bytes(state.params), 0, tree_bytes(state.opt_state)), ddp_stored()[0]
-    params = fs.unshard(state.params), ddp_stored()[1]
-    if rank == 0:
-        print(f"\nA sample, {args.sample} bytes after {args.steps} steps:\n{indent(text, '    ')}\n")
-        report(args, ranks, (ours, theirs), stored, params, held_out_loss, record, state.params)
-        plot(args, ranks, (ours, theirs), stored)
+    stored = Bytes(tree_bytes(state.params), 0, tree_bytes(state.opt_state))
+    params = fs.unshard(state.params)
+    if rank != 0:
+        return
+    print(f"\nA sample, {args.sample} bytes after {args.steps} steps:\n{indent(text, '    ')}\n")
+    both_stored = (stored, trainer.stored())
+    report_memory(ranks, (ours, theirs), both_stored, record.bytes_sent(), state.params)
+    report_training((ours, theirs), held_out_loss)
+    params_gap = largest_difference(params, trainer.parameters())
+    loss_gap = max(abs(a - b) for a, b in zip(ours.losses, theirs.losses, strict=True))
+    print(
+        f"largest difference from DDP: {loss_gap:.3g} in a loss, {params_gap:.3g} in a parameter, "
+        f"over {args.steps} steps"
+    )
+    plot(args, ranks, (ours, theirs), both_stored)
 
 
-def train(runs: Sequence[Run], batches: Any, args: argparse.Namespace, ranks: int) -> Any:
+def cross_entropy(forward: Callable[[torch.Tensor], torch.Tensor], xy: Batch) -> torch.Tensor:
+    x, y = xy
+    return F.cross_entropy(forward(x).flatten(0, 1), y.flatten())
+
+
+def train(runs: Sequence[Run], batches: Iterator[Batch], args: argparse.Namespace) -> Any:
     """Train all systems side by side, step by step; returns what the first one sent in a step."""
-    # Counts what the C library allocates, if the process was started with it: see benchmarks/meter.py.
-    library = ctypes.CDLL(None)
-    counter = library if hasattr(library, "malloc_counter_peak") else None
-    if counter:
-        for function in (counter.malloc_counter_current, counter.malloc_counter_peak):
-            function.restype = ctypes.c_long
+    counter = malloc_counter()
     record = None
     names = " and ".join(run.name for run in runs)
     bar = progress(batches, names, shown=dist.get_rank() == 0, total=args.steps)
     for number, xy in enumerate(bar):
         for run in runs:
             # The first step traces.
-            recording = run is runs[0] and number == min(1, args.steps - 1)
-            with fs.comm.record() if recording else nullcontext(record) as record:
+            if run is runs[0] and number == min(1, args.steps - 1):
+                with fs.comm.record() as record:
+                    run.take_step(xy, counter)
+            else:
                 run.take_step(xy, counter)
     return record
 
 
-def ddp(
-    module: torch.nn.Module, schedule: Callable[[int], float], ranks: int
-) -> tuple[Callable[[Batch], float], Callable[[], tuple[Bytes, dict[str, torch.Tensor]]]]:
-    """The same step by torch alone: DDP, its clipping and the stateful AdamW; and what it has stored."""
-    model = torch.nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, **ADAMW)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+def malloc_counter() -> Any:
+    """What counts the C library's allocations, if the process was started with it: see benchmarks/meter.py."""
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "malloc_counter_peak"):
+        return None
+    for function in (library.malloc_counter_current, library.malloc_counter_peak):
+        function.restype = ctypes.c_long
+    return library
 
-    def step(xy: Batch) -> float:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(xy[0]).flatten(0, 1), xy[1].flatten())
+
+class DdpTrainer:
+    """The same step by torch alone: DDP, its clipping and the stateful AdamW."""
+
+    def __init__(self, module: torch.nn.Module, schedule: Callable[[int], float], ranks: int) -> None:
+        self.module = module
+        self.ranks = ranks
+        self.model = torch.nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
+        self.optimizer = torch.optim.AdamW(module.parameters(), lr=1.0, **ADAMW)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule)
+
+    def step(self, xy: Batch) -> float:
+        self.optimizer.zero_grad()
+        loss = cross_entropy(self.model, xy)
         loss.backward()
         # clip_grad_norm_ in two steps, with the norm in float64: in float32 it depends on how gradients are split.
-        norm = torch.nn.utils.get_total_norm([parameter.grad.double() for parameter in module.parameters()])
-        torch.nn.utils.clip_grads_with_norm_(module.parameters(), MAX_NORM, norm.float())
-        optimizer.step()
-        scheduler.step()
+        grads = [parameter.grad.double() for parameter in self.module.parameters()]
+        norm = torch.nn.utils.get_total_norm(grads)
+        torch.nn.utils.clip_grads_with_norm_(self.module.parameters(), MAX_NORM, norm.float())
+        self.optimizer.step()
+        self.scheduler.step()
         mean = loss.detach().clone()
         dist.all_reduce(mean)
-        return mean.item() / ranks
+        return mean.item() / self.ranks
 
-    def stored() -> tuple[Bytes, dict[str, torch.Tensor]]:
-        slots = [value for state in optimizer.state.values() for value in state.values()]
-        grads = [parameter.grad for parameter in module.parameters()]
-        sizes = Bytes(*(tree_bytes(tree) for tree in (list(module.parameters()), grads, slots)))
-        return sizes, {name: parameter.detach() for name, parameter in module.named_parameters()}
+    def stored(self) -> Bytes:
+        parameters = list(self.module.parameters())
+        grads = [parameter.grad for parameter in parameters]
+        slots = [list(state.values()) for state in self.optimizer.state.values()]
+        return Bytes(tree_bytes(parameters), tree_bytes(grads), tree_bytes(slots))
 
-    return step, stored
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.detach() for name, parameter in self.module.named_parameters()}
 
 
 def check(mistake: str, args: argparse.Namespace, mesh: Any, module: torch.nn.Module, batches: list[Batch]) -> None:
     """Compare a step, with a mistake in it or with none, with DDP, and print the reports of the tools."""
-    model, axis, lr = fs.functionalize(module), fs.axis_of(mesh), 0.1
+    model = fs.functionalize(module)
+    axis = fs.axis_of(mesh)
+    lr = 0.1
     # A gradient adds up a term for each token, below 1, in another order, so it is off by as many eps, and a parameter
     # by lr times that. The loss has a curvature below 1 / lr, so the next gradient adds the parameters' difference.
-    atol = lr * args.batch * args.context * axis.size * torch.finfo(torch.float64).eps * (2 ** len(batches) - 1)
-
-    def local_loss(forward: Any, xy: Batch) -> torch.Tensor:
-        return F.cross_entropy(forward(xy[0]).flatten(0, 1), xy[1].flatten())
+    terms = args.batch * args.context * axis.size
+    atol = lr * terms * torch.finfo(torch.float64).eps * (2 ** len(batches) - 1)
 
     def loss_fn(params: Any, xy: Batch) -> torch.Tensor:
-        loss = local_loss(partial(model.apply, params), xy)
-        return fs.objective(loss, like=params) if mistake == "psum" else loss
+        loss = cross_entropy(partial(model.apply, params), xy)
+        if mistake == "psum":
+            return fs.objective(loss, like=params)
+        return loss
 
     def train_step(state: fs.TrainState, xy: Batch) -> tuple[fs.TrainState, torch.Tensor]:
-        loss, grads = fs.value_and_grad(loss_fn, reduce="sum" if mistake == "mean" else "mean")(state.params, xy)
+        reduce = "sum" if mistake == "mean" else "mean"
+        loss, grads = fs.value_and_grad(loss_fn, reduce=reduce)(state.params, xy)
         return fs.update(tx, state, grads), loss
 
-    tx = fs.from_torch(torch.optim.SGD, lr=lambda count: lr / 2 if mistake == "rate" and count >= 2 else lr)
-    tx = fs.freeze(tx, "blocks.0.up.weight") if mistake == "frozen" else tx
-    state = fs.TrainState.create(model.init(STRATEGIES[args.strategy](mesh)), tx)
-    ddp = {"module": module, "loss_fn": local_loss, "optimizer": partial(torch.optim.SGD, lr=lr)}
-    against_ddp = partial(fs.testing.assert_matches_ddp, train_step, state, batches, **ddp, rtol=0, atol=atol)
-    said = [f"\n{MISTAKES.get(mistake, 'The step as it should be')}; rounding may move a parameter by {atol:.1e}:"]
-    without_ranks = partial(fs.testing.assert_step, train_step, state, batches[0], mesh={"shard": max(axis.size, 2)})
-    for name, tool in {"assert_matches_ddp": against_ddp, "assert_step": without_ranks}.items():
-        try:
-            tool()
-            said.append(f"  {name}: nothing wrong")
-        except (AssertionError, ValueError) as error:
-            # If fshard refuses a step, there is nothing to compare.
-            end = "ends as fshard refuses the step" if isinstance(error, ValueError) else "finds the mistake"
-            said.append(f"  {name} {end}:")
-            lines = [f"    {line}" for line in str(error).splitlines()]
-            said += [*lines[:4], f"      and {len(lines) - 5} more"] if len(lines) > 5 else lines
+    def rate(count: int) -> float:
+        return lr / 2 if mistake == "rate" and count >= 2 else lr
+
+    tx = fs.from_torch(torch.optim.SGD, lr=rate)
+    if mistake == "frozen":
+        tx = fs.freeze(tx, "blocks.0.up.weight")
+    strategy = STRATEGIES[args.strategy](mesh)
+    state = fs.TrainState.create(model.init(strategy), tx)
+
+    def assert_matches_ddp() -> None:
+        fs.testing.assert_matches_ddp(
+            train_step,
+            state,
+            batches,
+            module=module,
+            loss_fn=cross_entropy,
+            optimizer=partial(torch.optim.SGD, lr=lr),
+            rtol=0,
+            atol=atol,
+        )
+
+    def assert_step() -> None:
+        fs.testing.assert_step(train_step, state, batches[0], mesh={"shard": max(axis.size, 2)})
+
+    lines = [f"\n{MISTAKES.get(mistake, 'The step as it should be')}; rounding may move a parameter by {atol:.1e}:"]
+    for tool in (assert_matches_ddp, assert_step):
+        lines += findings_of(tool)
     if mesh.get_rank() == 0:
-        print("\n".join(said))
+        print("\n".join(lines))
+
+
+def findings_of(tool: Callable[[], None]) -> list[str]:
+    """The first lines of what a tool says of a step."""
+    try:
+        tool()
+    except (AssertionError, ValueError) as error:
+        # If fshard refuses a step, there is nothing to compare.
+        end = "ends as fshard refuses the step" if isinstance(error, ValueError) else "finds the mistake"
+        lines = [f"    {line}" for line in str(error).splitlines()]
+        if len(lines) > 5:
+            lines[4:] = [f"      and {len(lines) - 5} more"]
+        return [f"  {tool.__name__} {end}:", *lines]
+    return [f"  {tool.__name__}: nothing wrong"]
 
 
 def tree_bytes(tree: Any) -> int:
-    return sum(leaf.numel() * leaf.element_size() for leaf in fs.tree_leaves(tree))
+    return sum(leaf.nbytes for leaf in fs.tree_leaves(tree))
 
 
-def report(
-    args: argparse.Namespace,
+def largest_difference(params: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
+    return max(float((params[name] - other).abs().max()) for name, other in others.items())
+
+
+def report_memory(
     ranks: int,
     runs: tuple[Run, Run],
     stored: tuple[Bytes, Bytes],
-    params: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]],
-    held_out: float,
-    record: Any,
+    sent: float,
     shards: Any,
 ) -> None:
-    ours, theirs = runs
-    padded = sum(math.prod(leaf.spec.padded_shape) * leaf.local.element_size() for leaf in shards.values())
+    def print_row(name: str, *numbers: float, note: str = "") -> None:
+        print(f"  {name:<26}" + "".join(f"{number / 1e6:>14.2f}" for number in numbers) + note)
+
+    padded = 0
+    for leaf in shards.values():
+        padded += math.prod(leaf.spec.padded_shape) * leaf.local.element_size()
     formula = 2 * padded * (ranks - 1) / ranks
-    gap = max(abs(a - b) for a, b in zip(ours.losses, theirs.losses, strict=True))
-    params_gap = max(float((params[0][name] - p).abs().max()) for name, p in params[1].items())
-    print(f"{'per rank, MB':<28}{ours.name:>14}{theirs.name:>14}")
-    for name, a, b in zip(Bytes._fields, *stored, strict=True):
-        print(f"  {name:<26}{a / 1e6:>14.2f}{b / 1e6:>14.2f}")
-    print(f"  {'stored between steps':<26}{sum(stored[0]) / 1e6:>14.2f}{sum(stored[1]) / 1e6:>14.2f}")
-    if ours.transient:
-        peaks = [(sum(kept) + run.transient) / 1e6 for kept, run in zip(stored, runs, strict=True)]
-        print(f"  {'at peak, by malloc':<26}{peaks[0]:>14.2f}{peaks[1]:>14.2f}")
-    print(f"  {'sent per step':<26}{record.bytes_sent() / 1e6:>14.2f}{formula / 1e6:>14.2f}  (formula: 2n(N-1)/N)")
+    print(f"{'per rank, MB':<28}" + "".join(f"{run.name:>14}" for run in runs))
+    for name, *sizes in zip(Bytes._fields, *stored, strict=True):
+        print_row(name, *sizes)
+    print_row("stored between steps", *map(sum, stored))
+    if runs[0].transient:
+        peaks = [sum(sizes) + run.transient for sizes, run in zip(stored, runs, strict=True)]
+        print_row("at peak, by malloc", *peaks)
+    print_row("sent per step", sent, formula, note="  (formula: 2n(N-1)/N)")
+
+
+def report_training(runs: tuple[Run, Run], held_out_loss: float) -> None:
+    def print_row(name: str, numbers: Sequence[float], digits: int, note: str = "") -> None:
+        print(f"{name:<28}" + "".join(f"{number:>14.{digits}f}" for number in numbers) + note)
+
     milliseconds = [run.milliseconds() for run in runs]
     ratio = milliseconds[0] / milliseconds[1]
-    print(f"{'milliseconds a step':<28}{milliseconds[0]:>14.1f}{milliseconds[1]:>14.1f}  (ratio {ratio:.2f}, medians)")
-    print(f"{'seconds, with the trace':<28}{sum(ours.seconds):>14.1f}{sum(theirs.seconds):>14.1f}")
-    print(f"{'last loss, nats per byte':<28}{ours.losses[-1]:>14.6f}{theirs.losses[-1]:>14.6f}")
-    print(f"{'held-out loss':<28}{held_out:>14.4f}")
-    print(f"largest difference from DDP: {gap:.3g} in a loss, {params_gap:.3g} in a parameter, over {args.steps} steps")
+    print_row("milliseconds a step", milliseconds, 1, note=f"  (ratio {ratio:.2f}, medians)")
+    print_row("seconds, with the trace", [sum(run.seconds) for run in runs], 1)
+    print_row("last loss, nats per byte", [run.losses[-1] for run in runs], 6)
+    print_row("held-out loss", [held_out_loss], 4)
 
 
 def plot(args: argparse.Namespace, ranks: int, runs: tuple[Run, Run], stored: tuple[Bytes, Bytes]) -> None:
@@ -295,32 +361,45 @@ def plot(args: argparse.Namespace, ranks: int, runs: tuple[Run, Run], stored: tu
     curves.set(xlabel="step", ylabel="loss (nats per byte)", title="The same steps, by fshard and by torch DDP")
     curves.locator_params("x", integer=True)
     curves.legend()
-    names = [theirs.name, ours.name]
-    for x, (run, kept) in enumerate(((theirs, stored[1]), (ours, stored[0]))):
-        bottom = 0.0
-        parts = (*zip(("C0", "C1", "C2"), kept, Bytes._fields, strict=True), ("0.85", run.transient, "taken in a step"))
-        for color, size, name in parts:
-            memory.bar(x, size / 1e6, bottom=bottom, color=color, width=0.6, label=name if x == 0 and size else None)
-            bottom += size / 1e6
-        memory.text(x, bottom, f"{bottom:.1f} MB", ha="center", va="bottom")
-        times.bar(x, run.milliseconds(), color="0.6" if x == 0 else "C0", width=0.6)
-        times.text(x, run.milliseconds(), f"{run.milliseconds():.0f} ms", ha="center", va="bottom")
+    for x, (run, sizes) in enumerate(zip((theirs, ours), reversed(stored))):
+        draw_memory(memory, x, sizes, run.transient)
+        milliseconds = run.milliseconds()
+        times.bar(x, milliseconds, color="0.6" if x == 0 else "C0", width=0.6)
+        times.text(x, milliseconds, f"{milliseconds:.0f} ms", ha="center", va="bottom")
     memory.set(ylabel="MB of each rank", title=f"Memory per rank, {ranks} ranks")
     memory.legend(loc="upper center", ncols=2, fontsize="small")
     times.set(ylabel="milliseconds", title="Time of a step, median")
     for axes in (memory, times):
-        axes.set_xticks([0, 1], names)
+        axes.set_xticks([0, 1], [theirs.name, ours.name])
         axes.margins(y=0.3)
     figure.savefig(args.plot, dpi=120)
     print(f"Curves, memory and time: {args.plot}")
 
 
+def draw_memory(axes: Any, x: int, sizes: Bytes, transient: int) -> None:
+    """Draw a column of parts, of which the first column names those that are there."""
+    names = (*Bytes._fields, "taken in a step")
+    colors = ("C0", "C1", "C2", "0.85")
+    bottom = 0.0
+    for color, size, name in zip(colors, (*sizes, transient), names, strict=True):
+        megabytes = size / 1e6
+        label = name if x == 0 and size else None
+        axes.bar(x, megabytes, bottom=bottom, color=color, width=0.6, label=label)
+        bottom += megabytes
+    axes.text(x, bottom, f"{bottom:.1f} MB", ha="center", va="bottom")
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", choices=STRATEGIES, default="zero3")
-    parser.add_argument("--break", choices=MISTAKES, dest="mistake", help="; ".join(map(": ".join, MISTAKES.items())))
-    for name, value in {"steps": 360, "width": 128, "layers": 4, "heads": 4, "context": 128, "seed": 0}.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
+    texts = [f"{name}: {text}" for name, text in MISTAKES.items()]
+    parser.add_argument("--break", choices=MISTAKES, dest="mistake", help="; ".join(texts))
+    parser.add_argument("--steps", type=int, default=360)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch", type=int, default=8, help="sequences per rank")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--sample", type=int, default=300, help="bytes to write at the end")

@@ -18,7 +18,7 @@ after the other, in float64.
 
 import argparse
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -28,12 +28,34 @@ from gpt import GPT, Block, batch, standard_library
 import fshard as fs
 
 
-def train(
-    params: Any, own: dict[int, slice], mean: Callable[[list[Any]], Any], model: Any, text: torch.Tensor, args: Any
-) -> tuple[dict[int, list[float]], Any, dict[int, fs.TrainState], dict[str, list[Any]]]:
-    """Losses of each replica, the common start with its momentum, the replicas' states, and collectives by phase.
+class Training(NamedTuple):
+    """What a training of replicas ends with.
 
-    `own` tells which sequences of a batch each replica of this process reads, and `mean` averages over all replicas.
+    Attributes:
+        losses: Of each replica.
+        outer: The common start, and the momentum of its steps.
+        states: Of each replica.
+        sent: The collectives of inner and of outer steps.
+    """
+
+    losses: dict[int, list[float]]
+    outer: tuple[Any, Any]
+    states: dict[int, fs.TrainState]
+    sent: dict[str, list[Any]]
+
+
+def train(
+    params: Any,
+    rows_of: dict[int, slice],
+    mean: Callable[[list[Any]], Any],
+    model: Any,
+    text: torch.Tensor,
+    args: Any,
+) -> Training:
+    """Train replicas from common parameters.
+
+    `rows_of` tells which sequences of a batch each replica of this process reads, and `mean` averages over all
+    replicas.
     """
     inner = fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(args.lr, weight_decay=0.1))
     outer = fs.from_torch(torch.optim.SGD, lr=args.outer_rate, momentum=args.momentum, nesterov=args.momentum > 0)
@@ -45,24 +67,26 @@ def train(
         loss, grads = fs.value_and_grad(loss_fn)(state.params, x, y)
         return fs.update(inner, state, grads), loss
 
-    states = {replica: fs.TrainState.create(params, inner) for replica in own}
-    start, momentum = params, outer.init(params)
-    losses: dict[int, list[float]] = {replica: [] for replica in own}
+    states = {replica: fs.TrainState.create(params, inner) for replica in rows_of}
+    losses: dict[int, list[float]] = {replica: [] for replica in rows_of}
     sent: dict[str, list[Any]] = {"inner": [], "outer": []}
+    start = params
+    momentum = outer.init(params)
     for turn in range(args.rounds):
         with fs.comm.record() as record:
             for step in range(turn * args.inner, (turn + 1) * args.inner):
                 x, y = batch(text, args.batch, args.context, seed=step)
-                for replica, rows in own.items():
+                for replica, rows in rows_of.items():
                     states[replica], loss = inner_step(states[replica], x[rows], y[rows])
                     losses[replica].append(loss.item())
         sent["inner"] += record
         with fs.comm.record() as record:
-            moved = mean([fs.tree_map(torch.sub, start, state.params) for state in states.values()])
-            start, momentum = outer.update(moved, momentum, start)
-            states = {replica: state._replace(params=start) for replica, state in states.items()}
+            moves = [fs.tree_map(torch.sub, start, state.params) for state in states.values()]
+            start, momentum = outer.update(mean(moves), momentum, start)
         sent["outer"] += record
-    return losses, (start, momentum), states, sent
+        for replica, state in states.items():
+            states[replica] = state._replace(params=start)
+    return Training(losses, (start, momentum), states, sent)
 
 
 def as_rows(state: fs.TrainState, axis: fs.Axis) -> Any:
@@ -72,13 +96,71 @@ def as_rows(state: fs.TrainState, axis: fs.Axis) -> Any:
         if not isinstance(leaf, fs.Sharded):
             return leaf
         spec = leaf.spec
-        rows = fs.Spec((axis.size, *spec.shape), fs.P(axis.name, *spec.partition), (axis, *spec.axes))
+        shape = (axis.size, *spec.shape)
+        partition = fs.P(axis.name, *spec.partition)
+        rows = fs.Spec(shape, partition, (axis, *spec.axes))
         return fs.Sharded(leaf.local.unsqueeze(0), rows)
 
     return optree.tree_map(row, state, is_leaf=lambda leaf: isinstance(leaf, fs.Sharded))
 
 
 def main() -> None:
+    args = parse_args()
+    mesh = fs.init_mesh({"replica": -1, "shard": args.shard}, device="cpu")
+    replica = fs.axis_of(mesh, "replica")
+    shard = fs.axis_of(mesh, "shard")
+    text, _ = standard_library()
+    module = GPT(args.width, args.layers, 4, args.context).double()
+    model = fs.functionalize(module, units=Block)
+    params = model.init(fs.zero3(mesh), seed=args.seed)
+    me = fs.comm.rank(replica)
+    first_row = me + replica.size * fs.comm.rank(shard)
+    my_rows = slice(first_row, None, replica.size * shard.size)
+
+    def mean_over_ranks(moves: list[Any]) -> Any:
+        (move,) = moves
+        return fs.pmean(move, replica)
+
+    training = train(params, {me: my_rows}, mean_over_ranks, model, text, args)
+    sent = check_bytes(training.sent, params, replica, args.rounds)
+    if args.directory:
+        # A restore gives the rows back, and leaf.local[0] is this replica's.
+        state = {"outer": training.outer, "inner": as_rows(training.states[me], replica)}
+        fs.checkpoint.save(args.directory, state, step=args.rounds)
+    initial = fs.unshard(params)
+    trained = fs.unshard(training.outer[0])
+    if mesh.get_rank() != 0:
+        return
+    rows_of = {number: slice(number, None, replica.size) for number in range(replica.size)}
+    alone = train(initial, rows_of, mean_of_trees, model, text, args)
+    losses = training.losses[me]
+    steps = args.rounds * args.inner
+    print(f"sent by each rank over 'replica': {sent['inner']} bytes in {steps} inner steps,", end=" ")
+    print(f"{sent['outer']} bytes in {args.rounds} outer steps")
+    print(f"loss {losses[0]:.4f}, after {steps} steps {losses[-1]:.4f}")
+    gaps = [abs(loss - expected) for loss, expected in zip(losses, alone.losses[me])]
+    for leaf, expected in zip(fs.tree_leaves(trained), fs.tree_leaves(alone.outer[0])):
+        gaps.append(float((leaf - expected).abs().max()))
+    print(f"largest difference from one process: {max(gaps):.1e}")
+
+
+def check_bytes(sent: dict[str, list[Any]], params: Any, replica: fs.Axis, rounds: int) -> dict[str, int]:
+    """Count the bytes that inner and outer steps sent over "replica", and assert that there are no others."""
+    counts = {}
+    for phase, collectives in sent.items():
+        counts[phase] = round(sum(entry.sent for entry in collectives if entry.axis == "replica"))
+    parameter_bytes = sum(leaf.nbytes for leaf in fs.tree_leaves(params))
+    of_all_reduce = 2 * parameter_bytes * (replica.size - 1) / replica.size
+    assert counts["inner"] == 0, counts
+    assert counts["outer"] == rounds * of_all_reduce, (counts, of_all_reduce)
+    return counts
+
+
+def mean_of_trees(trees: list[Any]) -> Any:
+    return fs.tree_map(lambda *leaves: sum(leaves) / len(leaves), *trees)
+
+
+def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = {"shard": 1, "rounds": 4, "inner": 5, "width": 32, "layers": 2, "context": 32, "batch": 8, "seed": 0}
     for name, value in sizes.items():
@@ -86,39 +168,7 @@ def main() -> None:
     for name, rate in {"lr": 3e-3, "outer-rate": 0.7, "momentum": 0.9}.items():
         parser.add_argument(f"--{name}", type=float, default=rate)
     parser.add_argument("--directory", help="keep a checkpoint there")
-    args = parser.parse_args()
-    mesh = fs.init_mesh({"replica": -1, "shard": args.shard}, device="cpu")
-    replica, shard = fs.axis_of(mesh, "replica"), fs.axis_of(mesh, "shard")
-    text = standard_library()[0]
-    model = fs.functionalize(GPT(args.width, args.layers, 4, args.context).double(), units=Block)
-    params = model.init(fs.zero3(mesh), seed=args.seed)
-    me, part = fs.comm.rank(replica), fs.comm.rank(shard)
-    mine = {me: slice(me + replica.size * part, None, replica.size * shard.size)}
-    losses, outer, states, sent = train(params, mine, lambda moved: fs.pmean(moved[0], replica), model, text, args)
-
-    pieces = sum(x.numel() * x.element_size() for x in fs.tree_leaves(params))
-    allreduce = 2 * pieces * (replica.size - 1) / replica.size
-    counted = {phase: round(sum(c.sent for c in calls if c.axis == "replica")) for phase, calls in sent.items()}
-    assert counted["inner"] == 0, counted
-    assert counted["outer"] == args.rounds * allreduce, (counted, allreduce)
-    if args.directory:
-        # A restore gives the rows back, and leaf.local[0] is this replica's.
-        fs.checkpoint.save(args.directory, {"outer": outer, "inner": as_rows(states[me], replica)}, step=args.rounds)
-    initial, trained = fs.unshard(params), fs.unshard(outer[0])
-    if mesh.get_rank() == 0:
-        all_of_them = {each: slice(each, None, replica.size) for each in range(replica.size)}
-        expected_losses, (expected, _), *_ = train(initial, all_of_them, mean, model, text, args)
-        gaps = [float((a - b).abs().max()) for a, b in zip(fs.tree_leaves(trained), fs.tree_leaves(expected))]
-        steps = args.rounds * args.inner
-        print(f"sent by each rank over 'replica': {counted['inner']} bytes in {steps} inner steps,", end=" ")
-        print(f"{counted['outer']} bytes in {args.rounds} outer steps")
-        print(f"loss {losses[me][0]:.4f}, after {steps} steps {losses[me][-1]:.4f}")
-        moved = max(abs(a - b) for a, b in zip(losses[me], expected_losses[me]))
-        print(f"largest difference from one process: {max(moved, *gaps):.1e}")
-
-
-def mean(trees: list[Any]) -> Any:
-    return fs.tree_map(lambda *leaves: sum(leaves) / len(leaves), *trees)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

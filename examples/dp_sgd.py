@@ -26,29 +26,42 @@ import fshard as fs
 with installed_by(EXAMPLES):
     from sklearn.datasets import load_digits
 
-DELTA, MOMENTUM, COMPARED = 1e-4, 0.9, 5  # the last: steps that plain torch takes as well
+DELTA = 1e-4
+MOMENTUM = 0.9
+# So many steps plain torch takes as well.
+COMPARED = 5
 
 
 def epsilon(share: float, noise: float, steps: int) -> float:
     """Compute the privacy loss at DELTA (Mironov et al., 2019, "Renyi DP of the Sampled Gaussian")."""
     bounds = []
     for order in range(2, 129):
-        ks = torch.arange(order + 1, dtype=torch.float64)
-        ways = torch.tensor([math.log(math.comb(order, k)) for k in range(order + 1)], dtype=torch.float64)
-        logs = ways + (order - ks) * math.log1p(-share) + ks * math.log(share) + ks * (ks - 1) / (2 * noise**2)
-        bounds.append((steps * torch.logsumexp(logs, 0).item() - math.log(DELTA)) / (order - 1))
+        terms = torch.tensor([log_term(order, k, share, noise) for k in range(order + 1)], dtype=torch.float64)
+        moment = steps * torch.logsumexp(terms, 0).item()
+        bounds.append((moment - math.log(DELTA)) / (order - 1))
     return min(bounds)
+
+
+def log_term(order: int, k: int, share: float, noise: float) -> float:
+    ways = math.log(math.comb(order, k))
+    of_samples = (order - k) * math.log1p(-share) + k * math.log(share)
+    return ways + of_samples + k * (k - 1) / (2 * noise**2)
 
 
 def draw(like: Any, key: torch.Tensor) -> Any:
     """Draw full tensors of normal numbers from a key, equal on every rank."""
     generator = torch.Generator().manual_seed(int(key))
-    return {name: torch.randn(t.shape, dtype=t.dtype, generator=generator) for name, t in like.items()}
+    noise = {}
+    for name, tensor in like.items():
+        noise[name] = torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator)
+    return noise
 
 
 def sample(count: int, share: float, key: torch.Tensor) -> torch.Tensor:
     """Each of `count` samples by itself with a probability, as the accountant assumes; the same on every rank."""
-    return (torch.rand(count, generator=torch.Generator().manual_seed(int(key))) < share).nonzero()[:, 0]
+    generator = torch.Generator().manual_seed(int(key))
+    is_drawn = torch.rand(count, generator=generator) < share
+    return is_drawn.nonzero()[:, 0]
 
 
 def plain_torch(module: nn.Module, x: torch.Tensor, y: torch.Tensor, args: argparse.Namespace) -> Any:
@@ -56,66 +69,91 @@ def plain_torch(module: nn.Module, x: torch.Tensor, y: torch.Tensor, args: argpa
     params = dict(module.named_parameters())
     optimizer = torch.optim.SGD(params.values(), args.rate, momentum=MOMENTUM)
     for step in range(COMPARED):
-        key, sums = fs.fold_in(args.seed, step), {name: torch.zeros_like(p) for name, p in params.items()}
+        key = fs.fold_in(args.seed, step)
+        sums = {name: torch.zeros_like(parameter) for name, parameter in params.items()}
         for i in sample(len(y), args.share, fs.fold_in(key, 0)):
-            grads = torch.autograd.grad(F.cross_entropy(module(x[i]), y[i]), list(params.values()))
-            norm = torch.cat([g.flatten() for g in grads]).norm()
-            sums = {name: total + g * min(1.0, args.clip / norm) for (name, total), g in zip(sums.items(), grads)}
+            loss = F.cross_entropy(module(x[i]), y[i])
+            grads = torch.autograd.grad(loss, list(params.values()))
+            norm = torch.cat([grad.flatten() for grad in grads]).norm()
+            for name, slope in zip(params, grads):
+                sums[name] += slope * min(1.0, args.clip / norm)
         noise = draw(params, fs.fold_in(key, 1))
         for name, parameter in params.items():
-            parameter.grad = (sums[name] + args.noise * args.clip * noise[name]) / (args.share * len(y))
+            noisy = sums[name] + args.noise * args.clip * noise[name]
+            parameter.grad = noisy / (args.share * len(y))
         optimizer.step()
     return params
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in {"steps": 200, "share": 0.1, "noise": 2.0, "clip": 1.0, "rate": 0.2, "seed": 0}.items():
-        parser.add_argument(f"--{name}", type=type(value), default=value)
-    args, mesh = parser.parse_args(), fs.init_mesh({"shard": -1}, device="cpu")
+    args = parse_args()
+    mesh = fs.init_mesh({"shard": -1}, device="cpu")
     torch.set_num_threads(1)
-    images, digits = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
-    fifth = torch.arange(len(digits)) % 5 == 0
-    x, y = images[~fifth] / 16, digits[~fifth]
+    images, digits = map(torch.from_numpy, load_digits(return_X_y=True))
+    is_held_out = torch.arange(len(digits)) % 5 == 0
+    x = images[~is_held_out] / 16
+    y = digits[~is_held_out]
+    expected_count = args.share * len(y)
     torch.manual_seed(args.seed)
     module = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10)).double()
-    model, strategy, tx = fs.functionalize(module), fs.zero3(mesh), fs.sgd(args.rate, momentum=MOMENTUM)
+    model = fs.functionalize(module)
+    strategy = fs.zero3(mesh)
+    tx = fs.sgd(args.rate, momentum=MOMENTUM)
 
-    def gradient(full: Any, x: torch.Tensor, y: torch.Tensor) -> Any:  # of one sample
-        return grad(lambda p: F.cross_entropy(model.apply(p, x), y))(full)
+    def gradient(full: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        """Of one sample."""
+        return grad(lambda params: F.cross_entropy(model.apply(params, x), y))(full)
 
     def clipped(full: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
         grads = gradient(full, x, y)
-        norm = torch.stack([leaf.square().sum() for leaf in grads.values()]).sum().sqrt()
-        return fs.tree_map(lambda leaf: leaf * (args.clip / norm).clamp(max=1), grads)
+        squares = torch.stack([leaf.square().sum() for leaf in grads.values()])
+        scale = (args.clip / squares.sum().sqrt()).clamp(max=1)
+        return fs.tree_map(lambda leaf: leaf * scale, grads)
 
-    def train_step(state: fs.TrainState, private: bool) -> fs.TrainState:
-        key, full = fs.fold_in(args.seed, state.step), fs.gather(state.params)
+    def train_step(state: fs.TrainState, is_private: bool) -> fs.TrainState:
+        key = fs.fold_in(args.seed, state.step)
+        full = fs.gather(state.params)
         mine = sample(len(y), args.share, fs.fold_in(key, 0))[mesh.get_rank() :: mesh.size()]
-        rows = vmap(clipped if private else gradient, in_dims=(None, 0, 0))(full, x[mine], y[mine])
-        sums = fs.scatter_grads(fs.tree_map(lambda leaf: leaf.sum(0), rows), like=state.params, reduce="sum")
-        # Sharded from full tensors, so that the noise of an element is the same at every number of ranks.
-        noise, scale = fs.shard(draw(full, fs.fold_in(key, 1)), strategy), args.noise * args.clip * private
-        return fs.update(tx, state, fs.tree_map(lambda g, n: (g + scale * n) / (args.share * len(y)), sums, noise))
+        one_sample = clipped if is_private else gradient
+        rows = vmap(one_sample, in_dims=(None, 0, 0))(full, x[mine], y[mine])
+        sums = fs.tree_map(lambda leaf: leaf.sum(0), rows)
+        grads = fs.scatter_grads(sums, like=state.params, reduce="sum")
+        if is_private:
+            # Sharded from full tensors, so that the noise of an element is the same at every number of ranks.
+            noise = fs.shard(draw(full, fs.fold_in(key, 1)), strategy)
+            grads = fs.tree_map(lambda leaf, drawn: leaf + args.noise * args.clip * drawn, grads, noise)
+        return fs.update(tx, state, fs.tree_map(lambda leaf: leaf / expected_count, grads))
 
     def say(text: str) -> None:
         if mesh.get_rank() == 0:
             print(text, flush=True)
 
+    def percent_right(params: Any) -> float:
+        logits = model.apply(params, images[is_held_out] / 16)
+        return 100 * (logits.argmax(-1) == digits[is_held_out]).double().mean().item()
+
     state = fs.TrainState.create(model.init(strategy), tx)
-    for private in (True, False):
+    for is_private in (True, False):
         trained = state
         for step in range(1, args.steps + 1):
-            trained = train_step(trained, private)
-            if step == args.steps or (private and step % max(1, args.steps // 5) == 0):
-                right = (model.apply(trained.params, images[fifth] / 16).argmax(-1) == digits[fifth]).double().mean()
-                spent = f"epsilon {epsilon(args.share, args.noise, step):.2f}" if private else "without privacy"
-                say(f"step {step:>4}, {spent:<15}: {100 * right:.1f}% of held-out digits are right")
+            trained = train_step(trained, is_private)
+            if step == args.steps or (is_private and step % max(1, args.steps // 5) == 0):
+                spent = f"epsilon {epsilon(args.share, args.noise, step):.2f}" if is_private else "without privacy"
+                right = percent_right(trained.params)
+                say(f"step {step:>4}, {spent:<15}: {right:.1f}% of held-out digits are right")
     for _ in range(COMPARED):
-        state = train_step(state, private=True)
-    found, expected = fs.unshard(state.params), plain_torch(module, x, y, args)
-    gap = max((leaf - expected[name]).abs().max().item() for name, leaf in found.items())
+        state = train_step(state, is_private=True)
+    params = fs.unshard(state.params)
+    expected = plain_torch(module, x, y, args)
+    gap = max((leaf - expected[name]).abs().max().item() for name, leaf in params.items())
     say(f"delta is {DELTA:g}; largest difference from one process after {COMPARED} steps: {gap:.1e} in a parameter")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in {"steps": 200, "share": 0.1, "noise": 2.0, "clip": 1.0, "rate": 0.2, "seed": 0}.items():
+        parser.add_argument(f"--{name}", type=type(value), default=value)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -44,8 +44,9 @@ def main() -> None:
     config = load_config(args.model)
     train_text, held_out = texts(args, config.vocab_size)
     with torch.device("meta"):
-        # Parameters that require no gradient are frozen leaves: they have neither gradients nor optimizer state.
-        module = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+        module = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    # Parameters that require no gradient are frozen leaves: they have neither gradients nor optimizer state.
+    module.requires_grad_(False)
     model = fs.functionalize(fs.with_init_weights(module), units=args.units)
     # However small a leaf is, its rows are split: those of a weight and of its factor must lie on the same rank.
     strategy = fs.zero3(mesh, min_shard_elements=0)
@@ -58,8 +59,10 @@ def main() -> None:
 
     def loss_fn(both: tuple[Any, Any], xy: Batch) -> torch.Tensor:
         base, factors = both
-        logits = model.apply(merged(base, factors, args.alpha), xy[0], use_cache=False).logits
-        return F.cross_entropy(logits.flatten(0, 1), xy[1].flatten())
+        x, y = xy
+        weights = merged(base, factors, args.alpha)
+        logits = model.apply(weights, x, use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
     def train_step(state: fs.TrainState, base: Any, xy: Batch) -> tuple[fs.TrainState, torch.Tensor]:
         loss, (_, grads) = fs.value_and_grad(loss_fn)((base, state.params), xy)
@@ -82,50 +85,57 @@ def main() -> None:
     with torch.no_grad():
         logits = model.apply(whole, x, use_cache=False).logits
     weights = fs.unshard(whole)
-    export(args, config, whole, mesh.get_rank() == 0)
-    if mesh.get_rank() == 0:
+    is_first = mesh.get_rank() == 0
+    export(args, config, whole, is_first)
+    if is_first:
         report(base, state)
         print(f"held-out loss {before:.4f} before, {after:.4f} after {args.steps} steps")
-        loaded = AutoModelForCausalLM.from_pretrained(args.export, dtype=torch.float32).eval()
-        assert all(torch.equal(loaded.get_parameter(name), weight) for name, weight in weights.items())
-        with torch.no_grad():
-            torch.testing.assert_close(loaded(x, use_cache=False).logits, logits)
-        print(f"{args.export}: from_pretrained reads the merged weights, and gives the merged logits")
+        compare(args.export, weights, x, logits)
 
 
 def merged(base: Any, factors: Any, alpha: float) -> Any:
     """The weights that the model runs with, sharded as the base is; the gradient of a product goes to its factors."""
-    b = fs.gather({name: pair["b"] for name, pair in factors.items()})
-    out = dict(base)
+    full = fs.gather({name: pair["b"] for name, pair in factors.items()})
+    weights = dict(base)
     for name, pair in factors.items():
-        weight, a = base[name], pair["a"]
-        change = alpha / a.local.shape[1] * (a.local @ b[name])
+        weight = base[name]
+        a = pair["a"].local
+        rank = a.shape[1]
+        change = alpha / rank * (a @ full[name])
         # A frozen leaf plus a trained value is no longer frozen.
-        out[name] = replace(weight, local=weight.local + change, spec=replace(weight.spec, frozen=False))
-    return out
+        spec = replace(weight.spec, frozen=False)
+        weights[name] = replace(weight, local=weight.local + change, spec=spec)
+    return weights
 
 
 def new_factors(module: torch.nn.Module, args: argparse.Namespace) -> dict[str, dict[str, torch.Tensor]]:
     """For each chosen matrix, of shape (m, n), `a` (m, rank) of zeros and a random `b` (rank, n): a @ b is zero."""
-    draw = torch.Generator().manual_seed(args.seed)
-    chosen = {
-        name: weight.shape
-        for name, weight in module.named_parameters()
-        if weight.dim() == 2 and any(fnmatch(name, pattern) for pattern in args.targets)
-    }
-    if not chosen:
+    generator = torch.Generator().manual_seed(args.seed)
+    factors = {}
+    for name, weight in module.named_parameters():
+        if weight.dim() != 2 or not any(fnmatch(name, pattern) for pattern in args.targets):
+            continue
+        m, n = weight.shape
+        a = torch.zeros(m, args.rank)
+        b = torch.randn(args.rank, n, generator=generator) / n**0.5
+        factors[name] = {"a": a, "b": b}
+    if not factors:
         raise SystemExit(f"--targets {' '.join(args.targets)} matches no matrix of {type(module).__name__}")
-    return {
-        name: {"a": torch.zeros(m, args.rank), "b": torch.randn(args.rank, n, generator=draw) / n**0.5}
-        for name, (m, n) in chosen.items()
-    }
+    return factors
 
 
 def load_config(path: Path | None) -> PretrainedConfig:
     if path is not None:
         return AutoConfig.from_pretrained(path)
-    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
-    return LlamaConfig(vocab_size=256, bos_token_id=None, eos_token_id=None, **sizes)
+    return LlamaConfig(
+        vocab_size=256,
+        bos_token_id=None,
+        eos_token_id=None,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+    )
 
 
 def texts(args: argparse.Namespace, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,25 +143,30 @@ def texts(args: argparse.Namespace, vocabulary: int) -> tuple[torch.Tensor, torc
     train, held_out = standard_library()
     if has_tokenizer(args.model):
         tokenizer = AutoTokenizer.from_pretrained(args.model)
-        parts = [part[:1_000_000].numpy().tobytes().decode(errors="replace") for part in (train, held_out)]
-        train, held_out = (torch.tensor(tokenizer(part, verbose=False).input_ids) for part in parts)
-    if int(train.max()) >= vocabulary:
-        raise SystemExit(
-            f"token {int(train.max())} is not in the model's vocabulary of {vocabulary}; add its tokenizer"
-        )
+        train = tokens_of(train, tokenizer)
+        held_out = tokens_of(held_out, tokenizer)
+    largest = int(train.max())
+    if largest >= vocabulary:
+        raise SystemExit(f"token {largest} is not in the model's vocabulary of {vocabulary}; add its tokenizer")
     return train, held_out
+
+
+def tokens_of(text: torch.Tensor, tokenizer: Any) -> torch.Tensor:
+    characters = text[:1_000_000].numpy().tobytes().decode(errors="replace")
+    return torch.tensor(tokenizer(characters, verbose=False).input_ids)
 
 
 def batches(args: argparse.Namespace, text: torch.Tensor, mesh: Any) -> Iterator[tuple[Batch, Any]]:
     """This rank's batches, behind a progress bar."""
-    bar = progress(range(args.steps), "training", shown=mesh.get_rank() == 0)
+    rank = mesh.get_rank()
+    bar = progress(range(args.steps), "training", shown=rank == 0)
     for step in bar:
-        yield batch(text, args.batch, args.context, seed=step * mesh.size() + mesh.get_rank()), bar
+        yield batch(text, args.batch, args.context, seed=step * mesh.size() + rank), bar
 
 
-def export(args: argparse.Namespace, config: PretrainedConfig, weights: Any, first: bool) -> None:
+def export(args: argparse.Namespace, config: PretrainedConfig, weights: Any, is_first: bool) -> None:
     """Write a directory for from_pretrained; weights that an earlier run has written there are replaced."""
-    if first:
+    if is_first:
         for name in ("checksums.json", "model.safetensors", "model.safetensors.index.json"):
             (args.export / name).unlink(missing_ok=True)
         config.save_pretrained(args.export)
@@ -160,27 +175,49 @@ def export(args: argparse.Namespace, config: PretrainedConfig, weights: Any, fir
     fs.checkpoint.save_huggingface(args.export, weights)
 
 
+def compare(directory: Path, weights: dict[str, torch.Tensor], x: torch.Tensor, logits: torch.Tensor) -> None:
+    """Load what was exported, in one process."""
+    loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    for name, weight in weights.items():
+        assert torch.equal(loaded.get_parameter(name), weight), name
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(x, use_cache=False).logits, logits)
+    print(f"{directory}: from_pretrained reads the merged weights, and gives the merged logits")
+
+
 def has_tokenizer(path: Path | None) -> bool:
     return path is not None and (path / "tokenizer_config.json").exists()
 
 
 def report(base: Any, state: fs.TrainState) -> None:
+    pairs = state.params.values()
     frozen = sum(math.prod(leaf.spec.shape) for leaf in base.values())
-    trained = sum(math.prod(leaf.spec.shape) for pair in state.params.values() for leaf in pair.values())
-    kept = [sum(leaf.nbytes for leaf in fs.tree_leaves(tree)) / 1e6 for tree in (base, state.params, state.opt_state)]
-    print(f"{frozen:,} parameters are frozen, {trained:,} in {len(state.params)} pairs of factors are trained")
-    print("each rank keeps {:.2f} MB of the base, {:.2f} of factors, {:.2f} of AdamW's state; ".format(*kept), end="")
-    print(f"for all weights AdamW's would be {2 * kept[0]:.2f}")
+    trained = sum(math.prod(leaf.spec.shape) for pair in pairs for leaf in pair.values())
+    print(f"{frozen:,} parameters are frozen, {trained:,} in {len(pairs)} pairs of factors are trained")
+    of_base = megabytes_of(base)
+    of_factors = megabytes_of(state.params)
+    of_adamw = megabytes_of(state.opt_state)
+    print(f"each rank keeps {of_base:.2f} MB of the base, {of_factors:.2f} of factors, ", end="")
+    print(f"{of_adamw:.2f} of AdamW's state; for all weights AdamW's would be {2 * of_base:.2f}")
+
+
+def megabytes_of(tree: Any) -> float:
+    return sum(leaf.nbytes for leaf in fs.tree_leaves(tree)) / 1e6
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model", type=Path, help="directory of a causal language model; by default a Llama of random weights"
+        "--model",
+        type=Path,
+        help="directory of a causal language model; by default a Llama of random weights",
     )
     parser.add_argument("--export", type=Path, default=Path("runs/lora"), help="directory for the merged model")
     parser.add_argument(
-        "--targets", nargs="+", default=["*_proj.weight", "lm_head.weight"], help="patterns of matrices"
+        "--targets",
+        nargs="+",
+        default=["*_proj.weight", "lm_head.weight"],
+        help="patterns of matrices",
     )
     parser.add_argument("--units", default="model.layers.*", help="pattern of the model's layers, gathered one by one")
     parser.add_argument("--rank", type=int, default=8, help="rank of the factors")

@@ -32,7 +32,8 @@ with installed_by(MODELS):
     from peft.tuners.lora import LoraLayer
     from transformers import AutoModelForCausalLM
 
-ADAPTER = "base_model.model."  # what peft puts before the names of the model that it wraps
+# What peft puts before the names of the model that it wraps.
+ADAPTER = "base_model.model."
 
 
 def main() -> None:
@@ -44,25 +45,22 @@ def main() -> None:
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     plain = fs.functionalize(fs.with_init_weights(module))
-    zero3 = fs.zero3(mesh)
-    base = plain.init(zero3, seed=args.seed)
+    strategy = fs.zero3(mesh)
+    base = plain.init(strategy, seed=args.seed)
     if args.model is not None:
         base = fs.checkpoint.load_huggingface(args.model, like=base, module=module, cast=True)
-    numbers = sum(leaf.local.nbytes for leaf in base.values())
-    stored = fs.reshard(base, zero3, frozen="*")
+    bytes_of_floats = sum(leaf.local.nbytes for leaf in base.values())
+    stored = store_in_bytes(base, strategy, args.bits)
     del base
-    in_bytes = fs.compose(zero3, Dequantize(torch.float32, args.bits))
-    for name, leaf in stored.items():
-        if fits(leaf.spec.shape):
-            full = fs.unshard({name: leaf})
-            stored |= fs.shard({name: quantized(full[name], args.bits)}, in_bytes, frozen="*")
 
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    wrapped = get_peft_model(module, LoraConfig(r=args.rank, lora_alpha=args.alpha, target_modules=args.targets))
-    frozen = {
-        name: stored[names[id(parameter)]] for name, parameter in wrapped.named_parameters() if id(parameter) in names
-    }
-    adapter = fs.shard(new_adapter(wrapped, args.seed), zero3)
+    lora = LoraConfig(r=args.rank, lora_alpha=args.alpha, target_modules=args.targets)
+    wrapped = get_peft_model(module, lora)
+    frozen = {}
+    for name, parameter in wrapped.named_parameters():
+        if id(parameter) in names:
+            frozen[name] = stored[names[id(parameter)]]
+    adapter = fs.shard(new_adapter(wrapped, args.seed), strategy)
     model = fs.functionalize(wrapped, units=f"{ADAPTER}model.layers.*")
     buffers = {ADAPTER + name: buffer for name, buffer in plain.buffers.items()}
     tx = fs.from_torch(torch.optim.AdamW, lr=args.lr, weight_decay=0.0, fused=True)
@@ -73,7 +71,10 @@ def main() -> None:
         return out.logits
 
     def loss_fn(both: tuple[Any, Any], xy: Any) -> torch.Tensor:
-        return F.cross_entropy(logits_of(*both, xy[0]).flatten(0, 1), xy[1].flatten())
+        frozen, adapter = both
+        x, y = xy
+        logits = logits_of(frozen, adapter, x)
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
     def train_step(state: fs.TrainState, frozen: Any, xy: Any) -> tuple[fs.TrainState, torch.Tensor]:
         loss, (_, grads) = fs.value_and_grad(loss_fn)((frozen, state.params), xy)
@@ -94,13 +95,25 @@ def main() -> None:
     x, _ = batch(held_out, 2, args.context, seed=0)
     with torch.no_grad():
         logits = logits_of(frozen, state.params, x)
-    trained, whole = fs.unshard(state.params), fs.unshard(stored)
+    trained = fs.unshard(state.params)
+    whole = fs.unshard(stored)
     if mesh.get_rank() == 0:
-        kept = sum(leaf.local.nbytes for leaf in stored.values())
-        print(f"each rank keeps {kept / 1e6:.2f} MB of the base in {args.bits} bits, {numbers / 1e6:.2f} in float32")
+        kept = sum(leaf.local.nbytes for leaf in stored.values()) / 1e6
+        print(f"each rank keeps {kept:.2f} MB of the base in {args.bits} bits, {bytes_of_floats / 1e6:.2f} in float32")
         print(f"held-out loss {before:.4f} before, {after:.4f} after {args.steps} steps")
         export(args.export, wrapped, trained)
         compare(args, config, whole, x, logits)
+
+
+def store_in_bytes(base: dict[str, Any], strategy: fs.ShardTransform, bits: int) -> dict[str, Any]:
+    """Quantize the matrices of a base, one after another, and freeze all of it."""
+    stored = fs.reshard(base, strategy, frozen="*")
+    in_bytes = fs.compose(strategy, Dequantize(torch.float32, bits))
+    for name, leaf in stored.items():
+        if fits(leaf.spec.shape):
+            full = fs.unshard({name: leaf})
+            stored |= fs.shard({name: quantized(full[name], bits)}, in_bytes, frozen="*")
+    return stored
 
 
 def new_adapter(module: nn.Module, seed: int) -> dict[str, torch.Tensor]:
@@ -121,8 +134,10 @@ def export(directory: Path, module: nn.Module, adapter: dict[str, torch.Tensor])
 
 def compare(args: argparse.Namespace, config: Any, stored: Any, x: torch.Tensor, logits: torch.Tensor) -> None:
     """Load the adapter by peft, on the base as it computes, in one process."""
+    weights = {}
+    for name, leaf in stored.items():
+        weights[name] = dequantized(leaf, args.bits) if leaf.dtype == torch.uint8 else leaf
     base = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    weights = {n: dequantized(leaf, args.bits) if leaf.dtype == torch.uint8 else leaf for n, leaf in stored.items()}
     base.load_state_dict(weights, strict=False)
     loaded = PeftModel.from_pretrained(base, args.export).eval()
     with torch.no_grad():
@@ -133,7 +148,9 @@ def compare(args: argparse.Namespace, config: Any, stored: Any, x: torch.Tensor,
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model", type=Path, help="directory of a causal language model; by default a Llama of random weights"
+        "--model",
+        type=Path,
+        help="directory of a causal language model; by default a Llama of random weights",
     )
     parser.add_argument("--export", type=Path, default=Path("runs/peft"), help="directory for the adapter")
     parser.add_argument("--bits", type=int, choices=(4, 8), default=8, help="bits of a stored number")

@@ -53,14 +53,19 @@ STRATEGIES = {"ddp": fs.ddp, "zero1": fs.zero1, "zero2": fs.zero2, "zero3": part
 class ConvNet(nn.Module):
     def __init__(self, side: int, hidden: int) -> None:
         super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(1, 32, 3), nn.Conv2d(32, 64, 3)
-        self.dropout1, self.dropout2 = nn.Dropout(0.25), nn.Dropout(0.5)
-        self.fc1, self.fc2 = nn.Linear(64 * ((side - 4) // 2) ** 2, hidden), nn.Linear(hidden, 10)
+        self.conv1 = nn.Conv2d(1, 32, 3)
+        self.conv2 = nn.Conv2d(32, 64, 3)
+        self.dropout1 = nn.Dropout(0.25)
+        self.dropout2 = nn.Dropout(0.5)
+        self.fc1 = nn.Linear(64 * ((side - 4) // 2) ** 2, hidden)
+        self.fc2 = nn.Linear(hidden, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (batch, 1, side, side) to (batch, 10)
-        x = F.relu(self.conv2(F.relu(self.conv1(x))))  # (batch, 64, side - 4, side - 4)
+        x = F.relu(self.conv1(x))
+        x = F.relu(self.conv2(x))  # (batch, 64, side - 4, side - 4)
         x = self.dropout1(F.max_pool2d(x, 2)).flatten(1)
-        return self.fc2(self.dropout2(F.relu(self.fc1(x))))
+        x = F.relu(self.fc1(x))
+        return self.fc2(self.dropout2(x))
 
 
 class Run(NamedTuple):
@@ -78,35 +83,49 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     mesh = fs.init_mesh({"shard": -1}, device="cpu")
     data, test = load(args.data)
-    chosen = {name: STRATEGIES[name] for name in ([args.strategy] if args.strategy else STRATEGIES)}
-    runs = {name: train(args, name, mesh, strategy(mesh), data, test) for name, strategy in chosen.items()}
+    runs = {}
+    for name in [args.strategy] if args.strategy else STRATEGIES:
+        runs[name] = train(args, name, mesh, data, test)
 
     # Into one layout, whichever they were saved from.
-    like = fs.functionalize(ConvNet(data[0].shape[-1], args.hidden)).init(fs.ddp(mesh), seed=args.seed)
+    module = ConvNet(data[0].shape[-1], args.hidden)
+    like = fs.functionalize(module).init(fs.ddp(mesh), seed=args.seed)
     saved = [fs.checkpoint.restore(args.directory / name, like=like, subtree=".params") for name in runs]
-    differences = [(params[name].local - leaf.local).abs().max() for params in saved for name, leaf in saved[0].items()]
+    difference = 0.0
+    for params in saved:
+        for name, leaf in saved[0].items():
+            gap = (params[name].local - leaf.local).abs().max()
+            difference = max(difference, gap.item())
     if mesh.get_rank() == 0:
+        images = len(test[1])
         print("Data:", args.data or "the digits of scikit-learn, of 8 x 8 pixels (MNIST itself: --data)")
-        report(runs, len(test[1]), mesh.size())
-        plot(runs, len(test[1]), mesh.size(), args.directory / "mnist.png")
+        report(runs, images, mesh.size())
+        plot(runs, images, mesh.size(), args.directory / "mnist.png")
         print(f"Checkpoints and plot: {args.directory}")
-        print(f"Largest difference of a parameter between checkpoints: {max(differences):g}")
+        print(f"Largest difference of a parameter between checkpoints: {difference:g}")
     assert len({run.right for run in runs.values()}) == 1, "strategies differ in their accuracy"
-    assert not max(differences), "strategies differ in a parameter"
+    assert difference == 0, "strategies differ in a parameter"
 
 
-def train(args: argparse.Namespace, name: str, mesh: Any, strategy: fs.ShardTransform, data: Batch, test: Batch) -> Run:
+def train(args: argparse.Namespace, name: str, mesh: Any, data: Batch, test: Batch) -> Run:
+    rank = mesh.get_rank()
+    ranks = mesh.size()
     torch.manual_seed(args.seed)
     module = ConvNet(data[0].shape[-1], args.hidden)
     model = fs.functionalize(module, units=args.unit_size)
     evaluated = model.eval()
-    sampler = DistributedSampler(TensorDataset(*data), mesh.size(), mesh.get_rank(), seed=args.seed)
+    sampler = DistributedSampler(TensorDataset(*data), ranks, rank, seed=args.seed)
     loader = DataLoader(sampler.dataset, args.batch, sampler=sampler, drop_last=True)
     if not len(loader):
-        raise SystemExit(f"{len(data[1])} images are too few for batches of {args.batch} on {mesh.size()} ranks")
+        raise SystemExit(f"{len(data[1])} images are too few for batches of {args.batch} on {ranks} ranks")
     steps = args.epochs * len(loader)
-    step_lr = torch.optim.lr_scheduler.StepLR
-    rate = fs.from_torch_scheduler(step_lr, lr=args.lr, steps=steps, step_size=len(loader), gamma=args.gamma)
+    rate = fs.from_torch_scheduler(
+        torch.optim.lr_scheduler.StepLR,
+        lr=args.lr,
+        steps=steps,
+        step_size=len(loader),
+        gamma=args.gamma,
+    )
     tx = fs.from_torch(torch.optim.Adadelta, lr=rate)
 
     def train_step(state: fs.TrainState, batch: Batch) -> tuple[fs.TrainState, torch.Tensor]:
@@ -114,7 +133,8 @@ def train(args: argparse.Namespace, name: str, mesh: Any, strategy: fs.ShardTran
         key = fs.fold_in(fs.fold_in(state.key, state.step), fs.axis_of(mesh))
 
         def loss_fn(params: Any) -> torch.Tensor:
-            return F.cross_entropy(model.apply(params, batch[0], key=key), batch[1])
+            images, labels = batch
+            return F.cross_entropy(model.apply(params, images, key=key), labels)
 
         loss, grads = fs.value_and_grad(loss_fn)(state.params)
         return fs.update(tx, state, grads), loss
@@ -125,12 +145,14 @@ def train(args: argparse.Namespace, name: str, mesh: Any, strategy: fs.ShardTran
     def scores(params: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The sum of losses and the number of images right, of all ranks' images together."""
         logits = evaluated.apply(params, images)
-        loss, right = F.cross_entropy(logits, labels, reduction="sum"), (logits.argmax(1) == labels).sum()
+        loss = F.cross_entropy(logits, labels, reduction="sum")
+        right = (logits.argmax(1) == labels).sum()
         return fs.psum(torch.stack([loss.double(), right.double()]), fs.axis_of(mesh))
 
-    state = fs.TrainState.create(model.init(strategy), tx, key=torch.tensor(args.seed))
-    times, total = [], torch.zeros(2)
-    with progress(None, f"{name:<5}", shown=mesh.get_rank() == 0, total=steps) as bar:
+    params = model.init(STRATEGIES[name](mesh))
+    state = fs.TrainState.create(params, tx, key=torch.tensor(args.seed))
+    times = []
+    with progress(None, f"{name:<5}", shown=rank == 0, total=steps) as bar:
         for epoch in range(args.epochs):
             sampler.set_epoch(epoch)
             for batch in loader:
@@ -138,65 +160,92 @@ def train(args: argparse.Namespace, name: str, mesh: Any, strategy: fs.ShardTran
                 state, loss = train_step(state, batch)
                 times.append(time.perf_counter() - start)
                 bar.update()
-            total = sum(scores(state.params, *part) for part in parts_of(test, mesh.get_rank(), mesh.size()))
+            total = sum(scores(state.params, *part) for part in parts_of(test, rank, ranks))
             accuracy = total[1] / len(test[1])
             bar.set_postfix_str(f"loss {loss.item():.3f}, test accuracy {accuracy:.2%}", refresh=False)
     fs.checkpoint.save(args.directory / name, state)
-    kept = sum(leaf.numel() * leaf.element_size() for leaf in fs.tree_leaves(state))
-    # Torch warns if a step frees tensors that were not allocated under the profiler: hence a copy.
-    peak = peak_bytes(lambda: train_step(fs.tree_map(torch.clone, state), batch))
-    return Run(float(total[0]) / len(test[1]), int(total[1]), kept, peak, 1e3 * statistics.median(times[1:] or times))
+    return Run(
+        loss=float(total[0]) / len(test[1]),
+        right=int(total[1]),
+        kept=sum(leaf.nbytes for leaf in fs.tree_leaves(state)),
+        # Torch warns if a step frees tensors that were not allocated under the profiler: hence a copy.
+        peak=peak_bytes(lambda: train_step(fs.tree_map(torch.clone, state), batch)),
+        milliseconds=1e3 * statistics.median(times[1:] or times),
+    )
 
 
 def peak_bytes(step: Callable[[], Any]) -> int:
     """The most bytes of tensors, allocated in a step, that it holds at a time."""
     # The profiler writes to standard error when it starts and stops, in the midst of the progress bars.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
         step()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    events.sort(key=lambda event: event.start_ns())
+    return max(accumulate(event.nbytes() for event in events))
 
 
 def parts_of(test: Batch, rank: int, ranks: int, size: int = 1000) -> list[Batch]:
     """This rank's images in as many parts as other ranks have, each image once, as a padding sampler would not."""
-    count = -(-len(test[1]) // (ranks * size))
-    return list(zip(*(tensor[rank::ranks].tensor_split(count) for tensor in test), strict=True))
+    images, labels = test
+    count = -(-len(labels) // (ranks * size))
+    image_parts = images[rank::ranks].tensor_split(count)
+    label_parts = labels[rank::ranks].tensor_split(count)
+    return list(zip(image_parts, label_parts, strict=True))
 
 
 def load(directory: Path | None) -> tuple[Batch, Batch]:
     """Images of mean 0 and deviation 1, of shape (n, 1, side, side), and labels: for training, and held out."""
     if directory is None:
         digits = load_digits()
-        images, labels = torch.from_numpy(digits.images), torch.from_numpy(digits.target)
-        pairs = [(images[:1437], labels[:1437]), (images[1437:], labels[1437:])]
+        images = torch.from_numpy(digits.images)
+        labels = torch.from_numpy(digits.target)
+        train = images[:1437], labels[:1437]
+        test = images[1437:], labels[1437:]
     else:
-        names = [(f"{part}-images", f"{part}-labels") for part in ("train", "t10k")]
-        pairs = [(read_idx(directory, images), read_idx(directory, labels)) for images, labels in names]
-    mean, deviation = pairs[0][0].double().mean(), pairs[0][0].double().std()
-    train, test = (((images - mean) / deviation).float()[:, None] for images, _ in pairs)
-    return (train, pairs[0][1].long()), (test, pairs[1][1].long())
+        train = read_idx(directory, "train-images"), read_idx(directory, "train-labels")
+        test = read_idx(directory, "t10k-images"), read_idx(directory, "t10k-labels")
+    values = train[0].double()
+    mean = values.mean()
+    deviation = values.std()
+
+    def normalized(pair: Batch) -> Batch:
+        images, labels = pair
+        return ((images - mean) / deviation).float()[:, None], labels.long()
+
+    return normalized(train), normalized(test)
 
 
 def read_idx(directory: Path, name: str) -> torch.Tensor:
     """The bytes of an IDX file: two zeros, 8 for unsigned bytes, the number of dims, their sizes, the values."""
-    found = sorted(directory.glob(f"{name}*idx[13]-ubyte*"))
-    if not found:
+    paths = sorted(directory.glob(f"{name}*idx[13]-ubyte*"))
+    if not paths:
         raise SystemExit(f"{directory} has no {name}-idx*-ubyte or {name}-idx*-ubyte.gz, as MNIST's files are called")
-    data = found[0].read_bytes()
-    data = gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
+    data = paths[0].read_bytes()
+    if data.startswith(b"\x1f\x8b"):
+        data = gzip.decompress(data)
     if not data.startswith(b"\0\0\x08"):
-        raise SystemExit(f"{found[0]} is no IDX file of unsigned bytes")
+        raise SystemExit(f"{paths[0]} is no IDX file of unsigned bytes")
     sizes = struct.unpack_from(f">{data[3]}I", data, 4)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8, offset=4 + 4 * len(sizes)).reshape(sizes)
+    values = torch.frombuffer(bytearray(data), dtype=torch.uint8, offset=4 + 4 * len(sizes))
+    return values.reshape(sizes)
 
 
 def report(runs: Mapping[str, Run], images: int, ranks: int) -> None:
-    titles = ("test loss", "images right", "MB kept", "MB at most", "ms a step")
-    print(f"{'of each rank':<14}" + "".join(f"{title:>16}" for title in titles))
+    def print_row(*cells: str) -> None:
+        print(f"{cells[0]:<14}" + "".join(f"{cell:>16}" for cell in cells[1:]))
+
+    print_row("of each rank", "test loss", "images right", "MB kept", "MB at most", "ms a step")
     for name, run in runs.items():
-        cells = (f"{run.loss:.4f}", f"{run.right} of {images}", f"{run.kept / 1e6:.2f}", f"{run.peak / 1e6:.2f}")
-        print(f"{name:<14}" + "".join(f"{cell:>16}" for cell in (*cells, f"{run.milliseconds:.1f}")))
+        print_row(
+            name,
+            f"{run.loss:.4f}",
+            f"{run.right} of {images}",
+            f"{run.kept / 1e6:.2f}",
+            f"{run.peak / 1e6:.2f}",
+            f"{run.milliseconds:.1f}",
+        )
     if "zero3" in runs and ranks > 1:
         print("zero3 is slower here: each layer is gathered and reduced by messages of its own, and layers as small")
         print("as these compute for less time than a message takes. Large layers hide their messages.")
@@ -205,18 +254,21 @@ def report(runs: Mapping[str, Run], images: int, ranks: int) -> None:
 def plot(runs: Mapping[str, Run], images: int, ranks: int, path: Path) -> None:
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     memory, speed = figure.subplots(1, 2, sharey=True)
-    kept, more = [run.kept / 1e6 for run in runs.values()], [(run.peak - run.kept) / 1e6 for run in runs.values()]
-    memory.barh(list(runs), kept, label="kept between steps")
-    bars = memory.barh(list(runs), more, left=kept, label="at most in a step", color="C0", alpha=0.4)
-    memory.bar_label(bars, [f"{run.peak / 1e6:.2f}" for run in runs.values()], padding=3)
-    bars = speed.barh(list(runs), [run.milliseconds for run in runs.values()], color="0.7")
-    speed.bar_label(bars, fmt="%.1f", padding=3)
+    names = list(runs)
+    kept = [run.kept / 1e6 for run in runs.values()]
+    peaks = [run.peak / 1e6 for run in runs.values()]
+    more = [peak - bytes_kept for peak, bytes_kept in zip(peaks, kept)]
+    memory.barh(names, kept, label="kept between steps")
+    bars = memory.barh(names, more, left=kept, label="at most in a step", color="C0", alpha=0.4)
+    memory.bar_label(bars, [f"{peak:.2f}" for peak in peaks], padding=3)
     memory.set(xlabel="MB of tensors on a rank", ylim=(len(runs) + 0.3, -0.6))
     memory.legend(loc="lower left", ncols=2, frameon=False)
+    bars = speed.barh(names, [run.milliseconds for run in runs.values()], color="0.7")
+    speed.bar_label(bars, fmt="%.1f", padding=3)
     speed.set(xlabel="milliseconds a step")
     for panel in (memory, speed):
         panel.margins(x=0.12)
-    right = next(iter(runs.values())).right
+    right = runs[names[0]].right
     figure.suptitle(f"{right} of {images} test images right under each strategy, on {ranks} rank{'s' * (ranks > 1)}")
     figure.savefig(path, dpi=120)
 

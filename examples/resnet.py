@@ -33,9 +33,16 @@ def main() -> None:
     args = parse_args()
     torch.set_num_threads(args.threads)
     mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    rank = mesh.get_rank()
+    ranks = mesh.size()
     train, test = digits()
     config = ResNetConfig(
-        num_channels=1, embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], layer_type="basic", num_labels=10
+        num_channels=1,
+        embedding_size=16,
+        hidden_sizes=[16, 32],
+        depths=[1, 1],
+        layer_type="basic",
+        num_labels=10,
     )
     with torch.device("meta"):
         module = ResNetForImageClassification(config)
@@ -50,53 +57,74 @@ def main() -> None:
     state = fs.TrainState.create(params, tx, buffers=model.buffers)
 
     def loss_fn(params: Any, buffers: Any, batch: Images) -> tuple[torch.Tensor, Any]:
-        out, buffers = model.apply(params, batch[0], buffers=buffers)
-        return F.cross_entropy(out.logits, batch[1]), buffers
+        images, labels = batch
+        out, buffers = model.apply(params, images, buffers=buffers)
+        return F.cross_entropy(out.logits, labels), buffers
 
     def train_step(state: fs.TrainState, batch: Images) -> tuple[fs.TrainState, torch.Tensor]:
-        (loss, buffers), grads = fs.value_and_grad(loss_fn, has_aux=True)(state.params, state.buffers, batch)
+        value_and_grad = fs.value_and_grad(loss_fn, has_aux=True)
+        (loss, buffers), grads = value_and_grad(state.params, state.buffers, batch)
         buffers = fs.sync_buffers(buffers, like=state.params, by=args.statistics)
         return fs.update(tx, state, grads)._replace(buffers=buffers), loss
 
+    def logits_of(state: fs.TrainState, images: torch.Tensor) -> torch.Tensor:
+        out, _ = evaluated.apply(state.params, images, buffers=state.buffers)
+        return out.logits
+
     @fs.jit
-    def right(state: fs.TrainState, images: Images) -> torch.Tensor:
-        logits = evaluated.apply(state.params, images[0], buffers=state.buffers)[0].logits
-        return fs.psum((logits.argmax(1) == images[1]).sum(), fs.axis_of(mesh))
+    def count_right(state: fs.TrainState, batch: Images) -> torch.Tensor:
+        images, labels = batch
+        is_right = logits_of(state, images).argmax(1) == labels
+        return fs.psum(is_right.sum(), fs.axis_of(mesh))
 
     train_step = fs.jit(train_step, donate_argnums=0)
-    mine = tuple(part[mesh.get_rank() :: mesh.size()] for part in train)
+    images, labels = (part[rank::ranks] for part in train)
     generator = torch.Generator().manual_seed(args.seed)
-    bar = progress(range(args.steps), "training", shown=mesh.get_rank() == 0)
+    bar = progress(range(args.steps), "training", shown=rank == 0)
     for _ in bar:
-        rows = torch.randint(len(mine[0]), (args.batch,), generator=generator)
-        state, loss = train_step(state, (mine[0][rows], mine[1][rows]))
+        rows = torch.randint(len(images), (args.batch,), generator=generator)
+        state, loss = train_step(state, (images[rows], labels[rows]))
         bar.set_postfix_str(f"loss {loss.item():.3f}", refresh=False)
 
-    ranks = mesh.size()
-    held_out = tuple(part[: len(part) // ranks * ranks][mesh.get_rank() :: ranks] for part in test)
-    count = right(state, held_out).item()
+    count = len(test[0]) // ranks * ranks
+    held_out = tuple(part[:count][rank::ranks] for part in test)
+    right = count_right(state, held_out).item()
     fs.checkpoint.save(args.directory / "state", state)
-    if mesh.get_rank() == 0:
-        # What an earlier run has written there.
-        for name in ("checksums.json", "model.safetensors", "model.safetensors.index.json"):
-            (args.directory / "model" / name).unlink(missing_ok=True)
-    fs.checkpoint.save_huggingface(args.directory / "model", {**state.params, **state.buffers}, module=module)
-    sharded = evaluated.apply(state.params, test[0][:8], buffers=state.buffers)[0].logits
-    if mesh.get_rank() == 0:
-        config.save_pretrained(args.directory / "model")
-        loaded = ResNetForImageClassification.from_pretrained(args.directory / "model").eval()
-        with torch.no_grad():
-            assert torch.equal(loaded(test[0][:8]).logits, sharded), "from_pretrained gives other logits"
-        print(f"loss {loss.item():.3f}, {count} of {len(held_out[0]) * ranks} test images right")
-        print(f"{args.directory / 'model'}: from_pretrained gives the logits of the sharded model")
+    directory = args.directory / "model"
+    if rank == 0:
+        remove_weights(directory)
+    fs.checkpoint.save_huggingface(directory, {**state.params, **state.buffers}, module=module)
+    first_images = test[0][:8]
+    logits = logits_of(state, first_images)
+    if rank == 0:
+        config.save_pretrained(directory)
+        print(f"loss {loss.item():.3f}, {right} of {count} test images right")
+        compare(directory, first_images, logits)
+
+
+def remove_weights(directory: Path) -> None:
+    """Remove what an earlier run has written."""
+    for name in ("checksums.json", "model.safetensors", "model.safetensors.index.json"):
+        (directory / name).unlink(missing_ok=True)
+
+
+def compare(directory: Path, images: torch.Tensor, logits: torch.Tensor) -> None:
+    """Load what was exported, in one process."""
+    loaded = ResNetForImageClassification.from_pretrained(directory).eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(images).logits, logits), "from_pretrained gives other logits"
+    print(f"{directory}: from_pretrained gives the logits of the sharded model")
 
 
 def digits() -> tuple[Images, Images]:
     """Images of shape (n, 1, 32, 32) and labels: for training, and held out."""
     data = load_digits()
     images = torch.from_numpy(data.images).float()[:, None] / 8 - 1
-    images, labels = F.interpolate(images, scale_factor=4), torch.from_numpy(data.target)
-    return (images[:1437], labels[:1437]), (images[1437:], labels[1437:])
+    images = F.interpolate(images, scale_factor=4)
+    labels = torch.from_numpy(data.target)
+    train = images[:1437], labels[:1437]
+    test = images[1437:], labels[1437:]
+    return train, test
 
 
 def parse_args() -> argparse.Namespace:

@@ -32,21 +32,27 @@ def sample(model: fs.Model, params: Any, version: int) -> Samples:
     """Let the policy act once in each of some states."""
     draw = torch.Generator().manual_seed(version)
     states = torch.randn(ROWS, CHOICES, generator=draw, dtype=torch.float64)
-    actions = torch.multinomial(model.apply(params, states).softmax(-1), 1, generator=draw)[:, 0]
+    probabilities = model.apply(params, states).softmax(-1)
+    actions = torch.multinomial(probabilities, 1, generator=draw)[:, 0]
     rewards = (actions == states.argmax(-1)).double()
-    return {"states": states, "actions": actions, "rewards": rewards, "baseline": rewards.mean().expand(ROWS).clone()}
+    baseline = rewards.mean().expand(ROWS).clone()
+    return {"states": states, "actions": actions, "rewards": rewards, "baseline": baseline}
 
 
 class Trainer:
     """The policy's state on a mesh."""
 
     def __init__(self, mesh: DeviceMesh, lr: float) -> None:
-        self.model, self.tx = policy(), fs.adamw(lr)
-        self.state = fs.TrainState.create(self.model.init(fs.zero3(mesh, min_shard_elements=0)), self.tx)
+        self.model = policy()
+        self.tx = fs.adamw(lr)
+        strategy = fs.zero3(mesh, min_shard_elements=0)
+        self.state = fs.TrainState.create(self.model.init(strategy), self.tx)
 
     def loss_fn(self, params: Any, samples: Samples) -> torch.Tensor:
-        chosen = self.model.apply(params, samples["states"]).log_softmax(-1).gather(1, samples["actions"][:, None])
-        return -(chosen[:, 0] * (samples["rewards"] - samples["baseline"])).mean()
+        log_probabilities = self.model.apply(params, samples["states"]).log_softmax(-1)
+        chosen = log_probabilities.gather(1, samples["actions"][:, None])[:, 0]
+        advantages = samples["rewards"] - samples["baseline"]
+        return -(chosen * advantages).mean()
 
     def step(self, samples: Samples) -> None:
         _, grads = fs.value_and_grad(self.loss_fn)(self.state.params, samples)
@@ -55,7 +61,8 @@ class Trainer:
 
 def alone(mesh: DeviceMesh, steps: int, lr: float) -> list[float]:
     """Rewards of one process that trains and samples in turn."""
-    trainer, rewards = Trainer(mesh, lr), []
+    trainer = Trainer(mesh, lr)
+    rewards = []
     for version in range(steps):
         samples = sample(trainer.model, trainer.state.params, version)
         trainer.step(samples)
@@ -75,8 +82,9 @@ def train(mesh: DeviceMesh, sampler: int, steps: int, lr: float) -> None:
 
 def act(mesh: DeviceMesh, trainers: list[int], steps: int) -> list[float]:
     """Sample by the weights of other ranks."""
-    model, rewards = policy(), []
+    model = policy()
     like = model.init(fs.ddp(mesh))
+    rewards = []
     for _ in range(steps):
         params, version = fs.receive(like, trainers)
         samples = sample(model, params, version)
@@ -106,7 +114,8 @@ def main() -> None:
 
 
 def report(rewards: list[float]) -> None:
-    print(f"rewards: {' '.join(f'{reward:.2f}' for reward in rewards[:: max(len(rewards) // 10, 1)])}")
+    shown = rewards[:: max(len(rewards) // 10, 1)]
+    print("rewards:", *(f"{reward:.2f}" for reward in shown))
 
 
 def parse_args() -> argparse.Namespace:

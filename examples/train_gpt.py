@@ -30,6 +30,7 @@ from gpt import GPT, Block, standard_library
 from installed import EXAMPLES
 from progress_bar import progress
 from throughput import Meter, count_parameters, flops_of_a_step, mfu
+from torch.distributed.device_mesh import DeviceMesh
 
 import fshard as fs
 
@@ -63,33 +64,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_args(arguments)
     torch.set_num_threads(args.threads)
     mesh = fs.init_mesh({"shard": -1}, device="cpu")
-    sizes, first = PRESETS[args.preset], mesh.get_rank() == 0
+    is_first = mesh.get_rank() == 0
+    sizes = PRESETS[args.preset]
     number = args.microbatches or (8 if args.reduction_order else mesh.size())
     if sizes.batch % number:
         raise SystemExit(f"{sizes.batch} sequences cannot be split into {number} microbatches")
 
-    strategy = (
-        fs.zero3(mesh)
-        if args.precision == "float32"
-        else fs.zero3(mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    )
     model = make_model(sizes, args.dropout, args.remat)
-    evaluated = model.eval()
-    # Fused kernels round an element by where it stands in its shard.
-    hyper = {"lr": schedule(args), "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": args.reduction_order is None}
-    adamw = fs.from_torch(torch.optim.AdamW, reduction_order=args.reduction_order, **hyper)
-    tx = fs.chain(clip_and_keep_norm(1.0, args.reduction_order), adamw)
+    tx = make_optimizer(args)
     cache = fs.graph_cache(args.directory / "graphs")
-    jitted_step = fs.jit(make_train_step(model, tx, args.reduction_order), donate_argnums=0, cache=cache)
+    train_step = make_train_step(model, tx, args.reduction_order)
+    jitted_step = fs.jit(train_step, donate_argnums=0, cache=cache)
     train_text, held_out = standard_library()
 
     def first_state() -> fs.TrainState:
-        return fs.TrainState.create(model.init(strategy, seed=args.seed), tx, key=torch.tensor(args.seed))
+        params = model.init(make_strategy(mesh, args.precision), seed=args.seed)
+        return fs.TrainState.create(params, tx, key=torch.tensor(args.seed))
 
     def batch_of(step: int) -> list[Microbatch]:
         """This rank's microbatches of a step."""
-        ids = fs.sample_ids(args.seed, step, dataset_size=len(train_text) // sizes.context - 1, batch_size=sizes.batch)
-        mine = fs.microbatches(list(enumerate(ids.unflatten(0, (number, -1)))), like=state.params)
+        samples = len(train_text) // sizes.context - 1
+        ids = fs.sample_ids(args.seed, step, dataset_size=samples, batch_size=sizes.batch)
+        numbered = list(enumerate(ids.unflatten(0, (number, -1))))
+        mine = fs.microbatches(numbered, like=state.params)
         # A file does not hold a graph that makes tensors of numbers, so the numbers are tensors.
         return [(torch.tensor(i), windows(train_text, ids, sizes.context)) for i, ids in mine]
 
@@ -98,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with fs.checkpoint.Manager(args.directory / "checkpoints", **options) as manager:
         state = manager.restore_or(first_state)
         meter = Meter(tokens=sizes.batch * sizes.context)
-        log = Log(args.directory / "losses.txt", first, mesh.size(), begin=int(state.step))
+        log = Log(args.directory / "losses.txt", is_first, mesh.size(), begin=int(state.step))
         for step in log.steps(min(args.steps, args.stop_at or args.steps), meter):
             state, loss = jitted_step(state, batch_of(step))
             norm, _ = state.opt_state
@@ -106,24 +103,46 @@ def main(arguments: Sequence[str] | None = None) -> None:
             meter.end_step()
             manager.save(state)
 
+    evaluated = model.eval()
     loss = held_out_loss(evaluated, state.params, held_out, sizes.context)
     text = sample(evaluated, state.params, sizes.context, args.sample, args.seed)
-    if first:
-        print(f"\nheld-out loss {loss:.4f} nats per byte after {args.steps} steps; a sample:\n\n{text}\n")
-        log.plot(args.directory / "losses.png", args.against)
-        line = f"{count_parameters(state.params):,} parameters, {meter.tokens_a_second():,.0f} tokens/s"
-        if args.peak_tflops is not None:
-            # The arithmetic of the model: what --remat computes a second time does not count.
-            plain_step = make_train_step(make_model(sizes, args.dropout, remat=False), tx, args.reduction_order)
-            flops = flops_of_a_step(plain_step, state, batch_of(0), mesh=mesh)
-            share = mfu(flops, meter.seconds_a_step(), args.peak_tflops * 1e12)
-            line += f", MFU {share:.2%} ({flops:.4g} FLOPs of a rank in a step)"
-        print(line)
+    if not is_first:
+        return
+    print(f"\nheld-out loss {loss:.4f} nats per byte after {args.steps} steps; a sample:\n\n{text}\n")
+    log.plot(args.directory / "losses.png", args.against)
+    line = f"{count_parameters(state.params):,} parameters, {meter.tokens_a_second():,.0f} tokens/s"
+    if args.peak_tflops is not None:
+        # The arithmetic of the model: what --remat computes a second time does not count.
+        plain_model = make_model(sizes, args.dropout, remat=False)
+        plain_step = make_train_step(plain_model, tx, args.reduction_order)
+        flops = flops_of_a_step(plain_step, state, batch_of(0), mesh=mesh)
+        share = mfu(flops, meter.seconds_a_step(), args.peak_tflops * 1e12)
+        line += f", MFU {share:.2%} ({flops:.4g} FLOPs of a rank in a step)"
+    print(line)
 
 
 def make_model(sizes: Preset, dropout: float, remat: bool) -> fs.Model:
     module = GPT(sizes.width, sizes.layers, sizes.heads, sizes.context, dropout, remat)
     return fs.functionalize(module, units=Block)
+
+
+def make_strategy(mesh: DeviceMesh, precision: str) -> fs.ShardTransform:
+    if precision == "float32":
+        return fs.zero3(mesh)
+    return fs.zero3(mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def make_optimizer(args: argparse.Namespace) -> fs.GradientTransformation:
+    adamw = fs.from_torch(
+        torch.optim.AdamW,
+        reduction_order=args.reduction_order,
+        lr=schedule(args),
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+        # Fused kernels round an element by where it stands in its shard.
+        fused=args.reduction_order is None,
+    )
+    return fs.chain(clip_and_keep_norm(1.0, args.reduction_order), adamw)
 
 
 def clip_and_keep_norm(max_norm: float, reduction_order: str | None) -> fs.GradientTransformation:
@@ -135,7 +154,8 @@ def clip_and_keep_norm(max_norm: float, reduction_order: str | None) -> fs.Gradi
     def update(grads: Any, _: Any, params: Any) -> tuple[Any, torch.Tensor]:
         norm = fs.global_norm(grads, reduction_order=reduction_order)
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        return fs.tree_map(lambda grad: grad * scale.to(grad.dtype), grads), norm
+        clipped = fs.tree_map(lambda grad: grad * scale.to(grad.dtype), grads)
+        return clipped, norm
 
     return fs.GradientTransformation(init, update)
 
@@ -147,9 +167,11 @@ def make_train_step(model: fs.Model, tx: fs.GradientTransformation, reduction_or
 
         def loss_fn(params: Any, microbatch: Microbatch) -> torch.Tensor:
             index, (x, y) = microbatch
-            return cross_entropy(model.apply(params, x, key=fs.fold_in(key, index)), y)
+            logits = model.apply(params, x, key=fs.fold_in(key, index))
+            return cross_entropy(logits, y)
 
-        loss, grads = fs.accumulate(loss_fn, reduction_order=reduction_order)(state.params, microbatches)
+        value_and_grad = fs.accumulate(loss_fn, reduction_order=reduction_order)
+        loss, grads = value_and_grad(state.params, microbatches)
         return fs.update(tx, state, grads), loss
 
     return train_step
@@ -159,7 +181,8 @@ def make_train_step(model: fs.Model, tx: fs.GradientTransformation, reduction_or
 def held_out_loss(model: fs.Model, params: Any, text: torch.Tensor, context: int) -> float:
     """The mean loss of windows that are spread evenly over a text; every rank takes part, as in `sample`."""
     # The first windows of a text would all be of one file.
-    ids = torch.linspace(0, (len(text) - 1) // context - 1, EVALUATED).long()
+    last = (len(text) - 1) // context - 1
+    ids = torch.linspace(0, last, EVALUATED).long()
     losses = []
     for part in ids.split(AT_ONCE):
         x, y = windows(text, part, context)
@@ -169,7 +192,8 @@ def held_out_loss(model: fs.Model, params: Any, text: torch.Tensor, context: int
 
 def windows(text: torch.Tensor, ids: torch.Tensor, context: int) -> Batch:
     """The samples of some numbers, which are consecutive parts of a text, and the bytes that follow each."""
-    rows = torch.stack([text[i * context : (i + 1) * context + 1] for i in ids.tolist()]).long()
+    samples = [text[i * context : (i + 1) * context + 1] for i in ids.tolist()]
+    rows = torch.stack(samples).long()
     return rows[:, :-1], rows[:, 1:]  # each (size, context)
 
 
@@ -184,38 +208,51 @@ def schedule(args: argparse.Namespace) -> Callable[[Any], torch.Tensor]:
     def rate(count: Any) -> torch.Tensor:
         count = torch.as_tensor(count, dtype=torch.float64)
         progress = ((count - warm_up) / max(1, args.steps - warm_up)).clamp(0, 1)
-        return args.lr * torch.minimum((count + 1) / warm_up, 0.55 + 0.45 * torch.cos(math.pi * progress))
+        falling = 0.55 + 0.45 * torch.cos(math.pi * progress)
+        return args.lr * torch.minimum((count + 1) / warm_up, falling)
 
     return rate
 
 
+@torch.no_grad()
 def sample(model: fs.Model, params: Any, context: int, length: int, seed: int) -> str:
     """Let the model write, one byte after another; every rank takes part, because each holds a part of the weights."""
     generator = torch.Generator().manual_seed(seed)
     text = torch.tensor([list(b"def ")])  # (1, time)
-    with torch.no_grad():
-        for _ in range(length):
-            logits = model.apply(params, text[:, -context:])[0, -1]  # (256,)
-            chosen = torch.multinomial(torch.softmax(logits / 0.8, dim=-1), 1, generator=generator)
-            text = torch.cat([text, chosen[None]], dim=1)
+    for _ in range(length):
+        logits = model.apply(params, text[:, -context:])[0, -1]  # (256,)
+        probabilities = torch.softmax(logits / 0.8, dim=-1)
+        chosen = torch.multinomial(probabilities, 1, generator=generator)
+        text = torch.cat([text, chosen[None]], dim=1)
     return bytes(text[0].tolist()).decode(errors="replace")
 
 
 class Log:
     """Losses by step, in a file that outlives the process, and a progress bar."""
 
-    def __init__(self, path: Path, written: bool, ranks: int, begin: int) -> None:
+    def __init__(self, path: Path, is_written: bool, ranks: int, begin: int) -> None:
         """Keep lines of steps before the first: a killed run may have written lines of steps after its checkpoint."""
-        self.path, self.written, self.ranks, self.begin = path, written, ranks, begin
-        self.loss = self.norm = math.nan  # of the last step
-        if written:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-            path.write_text("".join(line for line in lines if line.endswith("\n") and int(line.split()[0]) < begin))
+        self.path = path
+        self.is_written = is_written
+        self.ranks = ranks
+        self.begin = begin
+        # Of the last step.
+        self.loss = math.nan
+        self.norm = math.nan
+        if not is_written:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = []
+        if path.exists():
+            for line in path.read_text().splitlines(keepends=True):
+                if line.endswith("\n") and int(line.split()[0]) < begin:
+                    kept.append(line)
+        path.write_text("".join(kept))
 
     def steps(self, count: int, meter: Meter) -> Iterator[int]:
         """The steps that are left, behind a bar that shows loss, norm, tokens a second and the time left."""
-        bar = progress(range(self.begin, count), "training", shown=self.written, total=count, first=self.begin)
+        steps = range(self.begin, count)
+        bar = progress(steps, "training", shown=self.is_written, total=count, first=self.begin)
         for step in bar:
             yield step
             rate = meter.tokens_a_second()
@@ -224,7 +261,7 @@ class Log:
     def add(self, step: int, loss: float, norm: float) -> None:
         self.loss = loss
         self.norm = norm
-        if self.written:
+        if self.is_written:
             with self.path.open("a") as file:
                 file.write(f"{step} {loss!r} {self.ranks}\n")
 
@@ -238,36 +275,64 @@ class Log:
         matplotlib.use("Agg")
         from matplotlib import pyplot
 
-        rows = read(self.path)
-        others = {step: loss for step, loss, _ in read(against / self.path.name)} if against else {}
-        size = {"figsize": (7, 6 if against else 4), "sharex": True, "squeeze": False, "constrained_layout": True}
-        figure, ((axes,), *below) = pyplot.subplots(2 if against else 1, **size)
-        axes.plot(others.keys(), others.values(), color="lightgrey", linewidth=4)
-        for ranks in sorted({row[2] for row in rows}):
-            values = [loss if found == ranks else math.nan for _, loss, found in rows]
-            axes.plot(
-                [step for step, _, _ in rows], values, linewidth=1, label=f"{ranks} rank{'s' if ranks > 1 else ''}"
-            )
-        axes.set(ylabel="loss (nats per byte)", title="Losses, including kills and restarts")
-        axes.legend()
-        for axes in (axes for (axes,) in below):
-            gaps = {step: abs(loss - others[step]) for step, loss, _ in rows if step in others}
-            axes.plot(gaps.keys(), gaps.values(), linewidth=1)
-            axes.set(ylabel=f"distance from {against}")
-            differing = [step for step, gap in gaps.items() if gap]
-            said = (
-                f"differ in {len(differing)}, first in step {differing[0]}" if differing else "are equal in every bit"
-            )
-            print(f"Of {len(gaps)} losses that {against} also has, {said}")
-        axes.set(xlabel="step")
+        entries = read(self.path)
+        panels = 2 if against else 1
+        figure, column = pyplot.subplots(
+            panels,
+            figsize=(7, 2 + 2 * panels),
+            sharex=True,
+            squeeze=False,
+            constrained_layout=True,
+        )
+        top = column[0, 0]
+        if against:
+            others = {entry.step: entry.loss for entry in read(against / self.path.name)}
+            top.plot(others.keys(), others.values(), color="lightgrey", linewidth=4)
+            plot_gaps(column[1, 0], entries, others, against)
+        plot_losses(top, entries)
+        column[-1, 0].set(xlabel="step")
         figure.savefig(path, dpi=120)
         print(f"Losses: {self.path}, plotted in {path}")
 
 
-def read(path: Path) -> list[tuple[int, float, int]]:
-    """The steps, losses and numbers of ranks in a file."""
-    rows = [line.split() for line in path.read_text().splitlines()]
-    return [(int(step), float(loss), int(ranks)) for step, loss, ranks in rows]
+class Entry(NamedTuple):
+    """A line of a log."""
+
+    step: int
+    loss: float
+    ranks: int
+
+
+def read(path: Path) -> list[Entry]:
+    """The lines of a log."""
+    entries = []
+    for line in path.read_text().splitlines():
+        step, loss, ranks = line.split()
+        entries.append(Entry(int(step), float(loss), int(ranks)))
+    return entries
+
+
+def plot_losses(axes: Any, entries: list[Entry]) -> None:
+    steps = [entry.step for entry in entries]
+    for ranks in sorted({entry.ranks for entry in entries}):
+        losses = [entry.loss if entry.ranks == ranks else math.nan for entry in entries]
+        axes.plot(steps, losses, linewidth=1, label=f"{ranks} rank{'s' * (ranks > 1)}")
+    axes.set(ylabel="loss (nats per byte)", title="Losses, including kills and restarts")
+    axes.legend()
+
+
+def plot_gaps(axes: Any, entries: list[Entry], others: dict[int, float], against: Path) -> None:
+    gaps = {}
+    for entry in entries:
+        if entry.step in others:
+            gaps[entry.step] = abs(entry.loss - others[entry.step])
+    axes.plot(gaps.keys(), gaps.values(), linewidth=1)
+    axes.set(ylabel=f"distance from {against}")
+    differing = [step for step, gap in gaps.items() if gap]
+    result = "are equal in every bit"
+    if differing:
+        result = f"differ in {len(differing)}, first in step {differing[0]}"
+    print(f"Of {len(gaps)} losses that {against} also has, {result}")
 
 
 def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -276,7 +341,9 @@ def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--stop-at", type=int, help="stop after this many steps, to continue in another run")
     parser.add_argument(
-        "--reduction-order", choices=("tree",), help="sum in an order that does not depend on the number of ranks"
+        "--reduction-order",
+        choices=("tree",),
+        help="sum in an order that does not depend on the number of ranks",
     )
     parser.add_argument(
         "--microbatches",
@@ -284,7 +351,10 @@ def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="microbatches of all ranks; by default one for each rank, or 8 with --reduction-order tree",
     )
     parser.add_argument(
-        "--precision", choices=("float32", "bfloat16"), default="float32", help="dtype of gathered weights"
+        "--precision",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="dtype of gathered weights",
     )
     parser.add_argument("--remat", action="store_true", help="compute activations again in the backward")
     parser.add_argument("--dropout", type=float, default=0.1)
@@ -296,7 +366,9 @@ def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sample", type=int, default=200, help="bytes to write at the end")
     parser.add_argument("--threads", type=int, default=1, help="threads of each rank")
     parser.add_argument(
-        "--peak-tflops", type=float, help="10^12 FLOPs a second that one rank's device can do; prints the MFU"
+        "--peak-tflops",
+        type=float,
+        help="10^12 FLOPs a second that one rank's device can do; prints the MFU",
     )
     return parser.parse_args(arguments)
 
