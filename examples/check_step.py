@@ -36,46 +36,60 @@ def make_step(model: fs.Model, tx: fs.Optimizer, mistake: str) -> Callable[..., 
         loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
         if mistake == "mean":
             loss = fs.objective(loss, like=params)
-        return loss, (logits.detach().argmax(-1) == y).float().mean()
+        accuracy = (logits.detach().argmax(-1) == y).float().mean()
+        return loss, accuracy
 
     def train_step(state: fs.TrainState, x: torch.Tensor, y: torch.Tensor) -> tuple[fs.TrainState, Any]:
-        (loss, accuracy), grads = fs.value_and_grad(loss_fn, has_aux=True)(state.params, x, y)
+        value_and_grad = fs.value_and_grad(loss_fn, has_aux=True)
+        (loss, accuracy), grads = value_and_grad(state.params, x, y)
         if mistake != "metric":
             accuracy = fs.objective(accuracy, like=state.params)
         norm = fs.global_norm(state.params)
         if mistake == "gather":
             norm = fs.global_norm(fs.gather(state.params))
-        return fs.update(tx, state, grads), {"loss": loss, "accuracy": accuracy, "norm": norm}
+        metrics = {"loss": loss, "accuracy": accuracy, "norm": norm}
+        return fs.update(tx, state, grads), metrics
 
     return train_step
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in {"ranks": 8, "width": 64, "layers": 2, "heads": 2, "context": 32, "batch": 4}.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--break", choices=MISTAKES, dest="mistake", default="", help=f"{MISTAKES}")
-    args, mesh = parser.parse_args(), fs.init_mesh({"shard": -1}, device="cpu")
-    model = fs.functionalize(gpt.GPT(args.width, args.layers, args.heads, args.context), units=gpt.Block)
+    args = parse_args()
+    mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    module = gpt.GPT(args.width, args.layers, args.heads, args.context)
+    model = fs.functionalize(module, units=gpt.Block)
     tx = fs.from_torch(torch.optim.AdamW, lr=1e-3)
     state = fs.TrainState.create(model.init(fs.zero3(mesh), seed=0), tx)
     tokens = torch.zeros(args.batch, args.context, dtype=torch.int64)
-    case, planned = (state, tokens, tokens), {"shard": args.ranks}
     if mesh.get_rank() != 0:
         return
 
-    right = make_step(model, tx, mistake="")
     with tempfile.TemporaryDirectory() as directory:
         snapshot = Path(directory, "step.txt")
-        report = fs.testing.assert_step(right, *case, mesh=planned, snapshot=snapshot, update=True)
+        options = {"mesh": {"shard": args.ranks}, "snapshot": snapshot}
+        right_step = make_step(model, tx, mistake="")
+        report = fs.testing.assert_step(right_step, state, tokens, tokens, update=True, **options)
         if not args.mistake:
             print(f"{report}\n\n{snapshot.name}:\n{snapshot.read_text()}")
             return
         print(f"{MISTAKES[args.mistake]}:\n")
+        wrong_step = make_step(model, tx, args.mistake)
         try:
-            fs.testing.assert_step(make_step(model, tx, args.mistake), *case, mesh=planned, snapshot=snapshot)
+            fs.testing.assert_step(wrong_step, state, tokens, tokens, **options)
         except AssertionError as error:
             print(error)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--heads", type=int, default=2)
+    parser.add_argument("--context", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--break", choices=MISTAKES, dest="mistake", default="", help=f"{MISTAKES}")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -62,14 +62,24 @@ def steps_of(tensors: Tensors, specs: Specs, levels: int, axis: fs.Axis) -> list
 
     vmap puts its batch behind a leaf's dims: each member has a step of its own.
     """
-    rows = [t.detach().abs().flatten(0, max(0, len(s.storage_shape) - 1)) for t, s in zip(tensors, specs)]
-    largest = torch.stack([torch.cat([row, row.new_zeros(1, *row.shape[1:])]).amax(0) for row in rows])
+    magnitudes = []
+    for tensor, spec in zip(tensors, specs):
+        row = tensor.detach().abs().flatten(0, max(0, len(spec.storage_shape) - 1))
+        # A zero, because an empty tensor has no largest element.
+        zero = row.new_zeros(1, *row.shape[1:])
+        magnitudes.append(torch.cat([row, zero]).amax(0))
+    largest = torch.stack(magnitudes)
     (of_ranks,) = fs.comm.all_gather([largest], axis, "scales")  # (ranks, tensors, *batch)
-    return list((of_ranks.amax(0) / levels).clamp(min=torch.finfo(largest.dtype).tiny))
+    steps = of_ranks.amax(0) / levels
+    return list(steps.clamp(min=torch.finfo(largest.dtype).tiny))
 
 
 def codes_of(tensors: Tensors, steps: Tensors) -> list[torch.Tensor]:
     return [(tensor / step).round().to(torch.int8) for tensor, step in zip(tensors, steps)]
+
+
+def numbers_of(codes: Tensors, steps: Tensors) -> list[torch.Tensor]:
+    return [code.to(step.dtype) * step for code, step in zip(codes, steps)]
 
 
 @dataclass(frozen=True)
@@ -77,7 +87,7 @@ class Int8Weights(fs.Wrapped):
     def gather(self, leaves: Tensors, specs: Specs) -> Tensors:
         steps = steps_of(leaves, specs, 127, self.axes[0])
         full = self.inner.gather(codes_of(leaves, steps), specs)
-        return [codes.to(step.dtype) * step for codes, step in zip(full, steps)]
+        return numbers_of(full, steps)
 
 
 # Step 5: gradients too. Sums of all ranks' codes must fit into int8, so each rank has 127 / ranks levels. Such coarse
@@ -86,46 +96,47 @@ class Int8Weights(fs.Wrapped):
 @dataclass(frozen=True)
 class Int8(Int8Weights):
     def __post_init__(self) -> None:
-        if self.axes[0].size > 127:
-            raise ValueError(
-                f"Int8: expected sums of at most 127 ranks, got {self.axes[0].size}; scatter along a smaller axis"
-            )
+        ranks = self.axes[0].size
+        if ranks > 127:
+            raise ValueError(f"Int8: expected sums of at most 127 ranks, got {ranks}; scatter along a smaller axis")
 
     def init(self, grad: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(grad)
 
     def scatter(self, grads: Tensors, specs: Specs, states: Tensors) -> tuple[Tensors, Tensors]:
+        axis = self.axes[0]
         due = [grad + left for grad, left in zip(grads, states)]
-        steps = steps_of(due, specs, 127 // self.axes[0].size, self.axes[0])
+        steps = steps_of(due, specs, 127 // axis.size, axis)
         codes = codes_of(due, steps)
-        # What is not finite must not stay for good.
-        left = [(t - code * step).nan_to_num(0.0, 0.0, 0.0) for t, code, step in zip(due, codes, steps)]
+        left = []
+        for tensor, code, step in zip(due, codes, steps):
+            # What is not finite must not stay for good.
+            left.append((tensor - code * step).nan_to_num(0.0, 0.0, 0.0))
         sums = self.inner.scatter(codes, specs)
-        return [code.to(step.dtype) * step for code, step in zip(sums, steps)], left
+        return numbers_of(sums, steps), left
 
 
 def main() -> None:
-    args, mesh = parse_args("custom_transform", __doc__, steps=50), fs.init_mesh({"shard": -1}, device="cpu")
-    plain, ranks = fs.fully_shard(mesh), mesh.size()
+    args = parse_args("custom_transform", __doc__, steps=50)
+    mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    ranks = mesh.size()
+    plain = fs.fully_shard(mesh)
 
     def say(*words: object) -> None:
         if mesh.get_rank() == 0:
             print(*words, flush=True)
 
-    def checked(name: str, transform: fs.ShardTransform, error: float) -> fs.ShardTransform:
+    def check(name: str, transform: fs.ShardTransform, error: float) -> None:
         """Of its own accord a check asks for exactness; a lossy transform states by how much it may be off."""
         report = fs.testing.check_transform(transform, error=error)
         say(f"{name:<24}" + "".join(f"{number:>16.4g}" for number in report))
-        return transform
 
     try:
         fs.testing.check_adjoint(Forgetful(plain, 4.0), [(5, 3)])
     except AssertionError as complaint:
         say(f"step 3 with its scatter forgotten: {complaint}\n")
-    say(
-        "checked: 6 small leaves  "
-        + "".join(f"{title:>16}" for title in ("gather bytes", "scatter bytes", "gather error"))
-    )
+    titles = ("gather bytes", "scatter bytes", "gather error")
+    say("checked: 6 small leaves  " + "".join(f"{title:>16}" for title in titles))
     steps = {
         "1 identity": (Identity(plain), 0.0),
         "2 weights as bfloat16": (Cast(plain), 2**-8),
@@ -134,9 +145,11 @@ def main() -> None:
         "4 weights as int8": (Int8Weights(plain), 0.51 / 127),
         "5 gradients as int8 too": (Int8(plain), 0.51 * ranks / (127 // ranks)),
     }
-    layouts = {name: checked(name, *step) for name, step in steps.items()}
+    strategies = {"fs.fully_shard": fs.zero3(mesh, layout=plain)}
+    for name, (transform, error) in steps.items():
+        check(name, transform, error)
+        strategies[name] = fs.zero3(mesh, layout=transform)
     say()
-    strategies = {name: fs.zero3(mesh, layout=layout) for name, layout in {"fs.fully_shard": plain, **layouts}.items()}
     compare(args, strategies, "for gradients", lambda entry: entry.sent * (entry.label == "scatter"))
 
 

@@ -34,7 +34,8 @@ class Denoising(nn.Module):
 
     def __init__(self, network: nn.Module, times: int) -> None:
         super().__init__()
-        self.network, self.schedule = network, DDPMScheduler(times)
+        self.network = network
+        self.schedule = DDPMScheduler(times)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:  # (batch, 1, 8, 8) to ()
         noise = torch.randn_like(images)
@@ -47,9 +48,54 @@ def main() -> None:
     args = parse_args()
     torch.set_num_threads(args.threads)
     mesh = fs.init_mesh({"shard": -1}, device="cpu")
-    axis, rank, ranks = fs.axis_of(mesh), mesh.get_rank(), mesh.size()
+    axis = fs.axis_of(mesh)
+    rank = mesh.get_rank()
+    network = make_network()
+    # A module is a unit if it has as many parameters, or more.
+    model = fs.functionalize(Denoising(network, args.times), units=20_000)
+    params = model.init(fs.zero3(mesh), seed=args.seed)
+    rate = fs.schedules.cosine(args.lr, args.steps)
+    tx = fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(rate, weight_decay=0.01))
+    tx = fs.ema(tx, decay=args.decay)
+    state = fs.TrainState.create(params, tx, key=args.seed)
+
+    def train_step(state: fs.TrainState, images: torch.Tensor) -> tuple[fs.TrainState, torch.Tensor]:
+        key = fs.fold_in(fs.fold_in(state.key, state.step), axis)  # other noise by step and by rank
+
+        def loss_fn(params: Any) -> torch.Tensor:
+            return model.apply(params, images, key=key)
+
+        loss, grads = fs.value_and_grad(loss_fn)(state.params)
+        return fs.update(tx, state, grads), loss
+
+    @fs.jit
+    def held_out_loss(params: Any, images: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        loss = model.apply(params, images, key=fs.fold_in(key, axis))
+        return fs.pmean(loss, axis)
+
+    train_step = fs.jit(train_step, donate_argnums=0)
+    mine, held_out = digits_of(rank, mesh.size())
+    before = held_out_loss(state.params, held_out, state.key).item()
+    generator = torch.Generator().manual_seed(args.seed)
+    bar = progress(range(args.steps), "training", shown=rank == 0)
+    for _ in bar:
+        rows = torch.randint(len(mine), (args.batch,), generator=generator)
+        state, loss = train_step(state, mine[rows])
+        bar.set_postfix_str(f"loss {loss.item():.3f}", refresh=False)
+    average = state.opt_state.average
+    after = held_out_loss(average, held_out, state.key).item()
+
+    drawn = sample_on_all_ranks(network, average, axis, args)
+    if rank == 0:
+        path = args.directory / "samples.png"
+        args.directory.mkdir(parents=True, exist_ok=True)
+        draw(drawn, path)
+        print(f"held-out loss {before:.4f} before, {after:.4f} after; samples: {path}")
+
+
+def make_network() -> nn.Module:
     with torch.device("meta"):
-        network = UNet2DModel(
+        return UNet2DModel(
             sample_size=8,
             in_channels=1,
             out_channels=1,
@@ -60,42 +106,26 @@ def main() -> None:
             down_block_types=("DownBlock2D", "AttnDownBlock2D"),
             up_block_types=("AttnUpBlock2D", "UpBlock2D"),
         )
-    model = fs.functionalize(Denoising(network, args.times), units=20_000)  # parameters from which on a module is one
-    params = model.init(fs.zero3(mesh), seed=args.seed)
-    tx = fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(fs.schedules.cosine(args.lr, args.steps), weight_decay=0.01))
-    tx = fs.ema(tx, decay=args.decay)
-    state = fs.TrainState.create(params, tx, key=args.seed)
 
-    def train_step(state: fs.TrainState, images: torch.Tensor) -> tuple[fs.TrainState, torch.Tensor]:
-        key = fs.fold_in(fs.fold_in(state.key, state.step), axis)  # other noise by step and by rank
-        loss, grads = fs.value_and_grad(lambda params: model.apply(params, images, key=key))(state.params)
-        return fs.update(tx, state, grads), loss
 
-    @fs.jit
-    def held_out_loss(params: Any, images: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return fs.pmean(model.apply(params, images, key=fs.fold_in(key, axis)), axis)
+def digits_of(rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's images (n, 1, 8, 8), from -1 to 1: to train on, and held out, of which all ranks have as many."""
+    images = torch.from_numpy(load_digits().images).float()[:, None] / 8 - 1
+    train = images[:1437]
+    held_out = images[1437:]
+    count = len(held_out) // ranks * ranks
+    return train[rank::ranks], held_out[:count][rank::ranks]
 
-    train_step = fs.jit(train_step, donate_argnums=0)
-    images = torch.from_numpy(load_digits().images).float()[:, None] / 8 - 1  # (1797, 1, 8, 8), from -1 to 1
-    mine, held_out = images[rank:1437:ranks], images[1437:][: 360 // ranks * ranks][rank::ranks]
-    before = held_out_loss(state.params, held_out, state.key).item()
-    generator = torch.Generator().manual_seed(args.seed)
-    bar = progress(range(args.steps), "training", shown=rank == 0)
-    for _ in bar:
-        state, loss = train_step(state, mine[torch.randint(len(mine), (args.batch,), generator=generator)])
-        bar.set_postfix_str(f"loss {loss.item():.3f}", refresh=False)
-    average = state.opt_state.average
-    after = held_out_loss(average, held_out, state.key).item()
 
+def sample_on_all_ranks(network: nn.Module, params: Any, axis: fs.Axis, args: argparse.Namespace) -> torch.Tensor:
+    """Let each rank draw its share of 64 samples."""
     # Full parameters send nothing: ranks may draw different numbers of samples.
-    full = fs.gather({name.removeprefix("network."): leaf for name, leaf in average.items()})
-    noise = torch.randn(8, 8, 1, 8, 8, generator=torch.Generator().manual_seed(args.seed))
-    mine = noise[rank::ranks].flatten(0, 1)
-    drawn = fs.all_gather(sample(fs.functionalize(network), full, mine, args.times, shown=rank == 0), axis)
-    if rank == 0:
-        args.directory.mkdir(parents=True, exist_ok=True)
-        picture(drawn, args.directory / "samples.png")
-        print(f"held-out loss {before:.4f} before, {after:.4f} after; samples: {args.directory / 'samples.png'}")
+    full = fs.gather({name.removeprefix("network."): leaf for name, leaf in params.items()})
+    generator = torch.Generator().manual_seed(args.seed)
+    rank = fs.axis_index(axis)
+    noise = torch.randn(8, 8, 1, 8, 8, generator=generator)[rank :: axis.size].flatten(0, 1)
+    samples = sample(fs.functionalize(network), full, noise, args.times, shown=rank == 0)
+    return fs.all_gather(samples, axis)
 
 
 @torch.no_grad()
@@ -109,10 +139,13 @@ def sample(model: fs.Model, params: Any, images: torch.Tensor, times: int, shown
     return images
 
 
-def picture(images: torch.Tensor, path: Path) -> None:
+def draw(images: torch.Tensor, path: Path) -> None:
+    """Write images in eight rows, each with a margin, four times as large."""
     rows = images.unflatten(0, (8, -1))[:, :, 0]  # (8, columns, 8, 8)
-    whole = F.pad(rows, (1, 1, 1, 1), value=-1).transpose(1, 2).flatten(2, 3).flatten(0, 1)
-    imsave(path, whole.clamp(-1, 1).repeat_interleave(4, 0).repeat_interleave(4, 1), cmap="gray")
+    padded = F.pad(rows, (1, 1, 1, 1), value=-1)  # (8, columns, 10, 10)
+    whole = padded.transpose(1, 2).flatten(2, 3).flatten(0, 1)  # (80, 10 columns)
+    enlarged = whole.repeat_interleave(4, 0).repeat_interleave(4, 1)
+    imsave(path, enlarged.clamp(-1, 1), cmap="gray")
 
 
 def parse_args() -> argparse.Namespace:

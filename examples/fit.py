@@ -45,16 +45,12 @@ def train(step: Any, state: fs.TrainState, text: torch.Tensor, args: argparse.Na
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in {"width": 128, "layers": 4, "heads": 4, "context": 128, "batch": 8, "steps": 4}.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
-    help = "budgets, as parts of the peak beyond the arguments"
-    parser.add_argument("--parts", type=float, nargs="+", default=[0.8, 0.6, 0.4], help=help)
-    parser.add_argument("--picture", type=Path, help="where to draw the last budget, as an SVG")
-    args, mesh = parser.parse_args(), fs.init_mesh({"shard": -1}, device="cpu")
-    shown = mesh.get_rank() == 0
+    args = parse_args()
+    mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    is_first = mesh.get_rank() == 0
     torch.set_num_threads(1)
-    model = fs.functionalize(gpt.GPT(args.width, args.layers, args.heads, args.context), units=gpt.Block)
+    module = gpt.GPT(args.width, args.layers, args.heads, args.context)
+    model = fs.functionalize(module, units=gpt.Block)
     tx = fs.from_torch(torch.optim.AdamW, lr=1e-3, fused=True)
     state = fs.TrainState.create(model.init(fs.zero3(mesh), seed=0), tx)
     text, _ = gpt.standard_library()
@@ -69,13 +65,27 @@ def main() -> None:
         fitted = fs.jit(train_step, donate_argnums=0, passes=(fs.fit(budget),))
         report = fitted.memory(state, *example)
         results = train(fitted, fs.tree_map(torch.clone, state), text, args, mesh)
-        same = all(map(torch.equal, results, expected))
-        if shown:
-            print(f"{report}\n  losses and parameters after {args.steps} steps: {'equal' if same else 'other'} bits\n")
-            if args.picture:
-                report.draw(args.picture)
-    if shown and args.picture:
+        bits = "equal" if all(map(torch.equal, results, expected)) else "other"
+        if is_first:
+            print(f"{report}\n  losses and parameters after {args.steps} steps: {bits} bits\n")
+    if is_first and args.picture:
+        report.draw(args.picture)
         print(f"Picture: {args.picture}")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in {"width": 128, "layers": 4, "heads": 4, "context": 128, "batch": 8, "steps": 4}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument(
+        "--parts",
+        type=float,
+        nargs="+",
+        default=[0.8, 0.6, 0.4],
+        help="budgets, as parts of the peak beyond the arguments",
+    )
+    parser.add_argument("--picture", type=Path, help="where to draw the last budget, as an SVG")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -30,55 +30,72 @@ from gpt import batch, standard_library
 
 import fshard as fs
 
-HEAD_WIDTH, VOCABULARY = 16, 256
-AXES = ("pipe", "shard", "cp", "tp")  # the outermost first: ranks of "tp" are next to each other
-COLUMNS, ROWS = ("*.qkv", "*.up"), ("*.out", "*.down")  # split by outputs, split by inputs
+HEAD_WIDTH = 16
+VOCABULARY = 256
+# The outermost axis first: ranks of "tp" are next to each other.
+AXES = ("pipe", "shard", "cp", "tp")
+# Matrices that are split by outputs, and by inputs.
+COLUMNS = ("*.qkv", "*.up")
+ROWS = ("*.out", "*.down")
 
 Axes = dict[str, fs.Axis]
 
 
 def initial(width: int, layers: int, context: int, seed: int) -> Any:
-    draw = partial(torch.randn, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    ones = partial(torch.ones, dtype=torch.float64)
-    matrices = {"qkv": (3 * width, width), "out": (width, width), "up": (4 * width, width), "down": (width, 4 * width)}
-    return {
-        "embedding": {"tokens": draw(VOCABULARY, width) * 0.05, "positions": draw(context, width) * 0.05},
-        "layers": {
-            **{name: draw(layers, *shape) * 0.05 for name, shape in matrices.items()},
-            **{"norm1": ones(layers, width), "norm2": ones(layers, width)},
-        },
-        "head": {"norm": ones(width), "weight": draw(VOCABULARY, width) * 0.05},
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return 0.05 * torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    def ones(*shape: int) -> torch.Tensor:
+        return torch.ones(shape, dtype=torch.float64)
+
+    embedding = {"tokens": draw(VOCABULARY, width), "positions": draw(context, width)}
+    stacked = {
+        "qkv": draw(layers, 3 * width, width),
+        "out": draw(layers, width, width),
+        "up": draw(layers, 4 * width, width),
+        "down": draw(layers, width, 4 * width),
+        "norm1": ones(layers, width),
+        "norm2": ones(layers, width),
     }
+    head = {"norm": ones(width), "weight": draw(VOCABULARY, width)}
+    return {"embedding": embedding, "layers": stacked, "head": head}
 
 
 def strategy(mesh: Any, axes: Axes) -> fs.ShardTransform:
     """Split layers over "pipe", matrices over "tp", and the last dim of every leaf over "shard" and "cp"."""
     data = [fs.fully_shard(axes[name], dim=-1) for name in ("shard", "cp")]
-    pipe, tp = fs.split_dim(axes["pipe"], dim=0), partial(fs.split_dim, axes["tp"])
-    stacked = fs.masked(
-        fs.compose(*data, pipe, tp(dim=1)),
-        COLUMNS,
-        otherwise=fs.masked(fs.compose(*data, pipe, tp(dim=2)), ROWS, otherwise=fs.compose(*data, pipe)),
-    )
+    pipe = fs.split_dim(axes["pipe"], dim=0)
+    tp = partial(fs.split_dim, axes["tp"])
+    layers = fs.masked(fs.compose(*data, pipe, tp(dim=2)), ROWS, otherwise=fs.compose(*data, pipe))
+    layers = fs.masked(fs.compose(*data, pipe, tp(dim=1)), COLUMNS, otherwise=layers)
     vocabulary = ("embedding.tokens", "head.weight")
     rest = fs.masked(fs.compose(*data, tp(dim=0)), vocabulary, otherwise=fs.compose(*data))
-    return fs.zero3(mesh, layout=fs.masked(stacked, "layers.*", otherwise=rest))
+    return fs.zero3(mesh, layout=fs.masked(layers, "layers.*", otherwise=rest))
 
 
 def rms_norm(weight: torch.Tensor, h: torch.Tensor, axes: Axes) -> torch.Tensor:
-    return F.rms_norm(h, h.shape[-1:]) * fs.pcast(
-        weight, axes["tp"], to="varying"
-    )  # ranks of "tp" have other parts of h
+    # Ranks of "tp" have other parts of h.
+    weight = fs.pcast(weight, axes["tp"], to="varying")
+    return F.rms_norm(h, h.shape[-1:]) * weight
 
 
 def layer(p: Any, h: torch.Tensor, axes: Axes) -> torch.Tensor:  # (batch, time / (cp tp), width)
     tp = axes["tp"]
-    x = fs.all_gather(rms_norm(p["norm1"], h, axes), tp, dim=1)
-    q, k, v = F.linear(x, p["qkv"]).unflatten(-1, (-1, 3, HEAD_WIDTH)).permute(3, 0, 2, 1, 4)
-    attended = fs.ring_attention(q, k, v, axes["cp"], is_causal=True).transpose(1, 2).flatten(2)
+    x = fs.all_gather(rms_norm(p["norm1"], h, axes), tp, dim=1)  # (batch, time / cp, width)
+    attended = attention(p["qkv"], x, axes["cp"])
     h = h + fs.reduce_scatter(F.linear(attended, p["out"]), tp, dim=1)
     x = fs.all_gather(rms_norm(p["norm2"], h, axes), tp, dim=1)
-    return h + fs.reduce_scatter(F.linear(F.gelu(F.linear(x, p["up"])), p["down"]), tp, dim=1)
+    hidden = F.gelu(F.linear(x, p["up"]))
+    return h + fs.reduce_scatter(F.linear(hidden, p["down"]), tp, dim=1)
+
+
+def attention(qkv: torch.Tensor, x: torch.Tensor, cp: fs.Axis) -> torch.Tensor:
+    heads = F.linear(x, qkv).unflatten(-1, (-1, 3, HEAD_WIDTH))  # (batch, time / cp, heads / tp, 3, HEAD_WIDTH)
+    q, k, v = heads.permute(3, 0, 2, 1, 4)  # each (batch, heads / tp, time / cp, HEAD_WIDTH)
+    attended = fs.ring_attention(q, k, v, cp, is_causal=True)
+    return attended.transpose(1, 2).flatten(2)
 
 
 def stage(params: Any, h: torch.Tensor, axes: Axes) -> torch.Tensor:
@@ -89,14 +106,17 @@ def stage(params: Any, h: torch.Tensor, axes: Axes) -> torch.Tensor:
 
 
 def embed(params: Any, x: torch.Tensor, axes: Axes) -> torch.Tensor:
-    p, tp = params["embedding"], axes["tp"]
+    p = params["embedding"]
+    tp = axes["tp"]
     h = fs.vocab_parallel_embedding(x, p["tokens"], tp, scatter_dim=1)
+    positions = fs.pcast(p["positions"], tp, to="varying")
     start = fs.axis_index(axes["cp"]) * x.shape[1] + fs.axis_index(tp) * h.shape[1]
-    return h + fs.pcast(p["positions"], tp, to="varying")[start : start + h.shape[1]]
+    return h + positions[start : start + h.shape[1]]
 
 
 def cross_entropy(params: Any, h: torch.Tensor, y: torch.Tensor, axes: Axes) -> torch.Tensor:
-    p, tp = params["head"], axes["tp"]
+    p = params["head"]
+    tp = axes["tp"]
     h = fs.all_gather(rms_norm(p["norm"], h, axes), tp, dim=1)
     return fs.vocab_parallel_cross_entropy(h, p["weight"], y, tp)
 
@@ -106,25 +126,37 @@ def optimizer(args: argparse.Namespace) -> fs.GradientTransformation:
 
 
 def train_step(state: Any, axes: Axes, x: torch.Tensor, y: torch.Tensor, args: argparse.Namespace) -> tuple[Any, Any]:
-    with_axes = {name: partial(f, axes=axes) for name, f in (("first", embed), ("last", cross_entropy))}
-    microbatches = {"microbatches": args.microbatches, "schedule": args.schedule}
-    loss_fn = fs.pipeline(partial(stage, axes=axes), axes["pipe"], **with_axes, **microbatches)
+    loss_fn = fs.pipeline(
+        partial(stage, axes=axes),
+        axes["pipe"],
+        first=partial(embed, axes=axes),
+        last=partial(cross_entropy, axes=axes),
+        microbatches=args.microbatches,
+        schedule=args.schedule,
+    )
     loss, grads = fs.value_and_grad(loss_fn)(state.params, x, y)
     return fs.update(optimizer(args), state, grads), loss
 
 
 def train(params: Any, axes: Axes, args: argparse.Namespace) -> tuple[list[float], Any]:
     """Losses and final parameters."""
-    step, losses = partial(train_step, axes=axes, args=args), []
-    step = fs.jit(step) if args.jit else step
-    state, text = fs.TrainState.create(params, optimizer(args)), standard_library()[0]
+    step = partial(train_step, axes=axes, args=args)
+    if args.jit:
+        step = fs.jit(step)
+
+    def local(tokens: torch.Tensor) -> torch.Tensor:
+        """This rank's sequences, and its part of their time."""
+        shard = axes["shard"]
+        cp = axes["cp"]
+        sequences = tokens.chunk(shard.size)[fs.axis_index(shard)]
+        return sequences.chunk(cp.size, dim=1)[fs.axis_index(cp)]
+
+    state = fs.TrainState.create(params, optimizer(args))
+    text, _ = standard_library()
+    losses = []
     for number in range(args.steps):
-        rows, times = axes["shard"], axes["cp"]
-        x, y = (
-            tokens.chunk(rows.size)[fs.axis_index(rows)].chunk(times.size, 1)[fs.axis_index(times)]
-            for tokens in batch(text, args.batch, args.context, seed=number)
-        )
-        state, loss = step(state, x=x, y=y)
+        x, y = batch(text, args.batch, args.context, seed=number)
+        state, loss = step(state, x=local(x), y=local(y))
         losses.append(loss.item())
     return losses, state.params
 
@@ -139,25 +171,33 @@ def planned(params: Any, axes: Axes, args: argparse.Namespace) -> Any:
 
 def main() -> None:
     args = parse_args()
-    mesh = fs.init_mesh({name: getattr(args, name) for name in AXES}, device="cpu")
+    sizes = {name: getattr(args, name) for name in AXES}
+    mesh = fs.init_mesh(sizes, device="cpu")
     axes = {name: fs.axis_of(mesh, name) for name in AXES}
     full = initial(args.width, args.layers, args.context, args.seed)
     params = fs.shard(full, strategy(mesh, axes))
     if args.plan:
-        return print(planned(params, axes, args))
+        print(planned(params, axes, args))
+        return
     with fs.comm.record() as record:
         losses, trained = train(params, axes, args)
     trained = fs.unshard(trained)
-    if mesh.get_rank() == 0:
-        print(params["layers"]["qkv"])
-        args.schedule = "gpipe"
-        alone, expected = train(full, {name: fs.Axis(name, 1, "") for name in AXES}, args)
-        gaps = [float((a - b).abs().max()) for a, b in zip(fs.tree_leaves(trained), fs.tree_leaves(expected))]
-        sent = {name: sum(c.sent for c in record if c.axis == name) / args.steps / 1e6 for name in AXES}
-        print("sent by this rank in a step:", ", ".join(f"{n:.2f} MB over {name!r}" for name, n in sent.items()))
-        print(f"loss {losses[0]:.4f}, after {args.steps} steps {losses[-1]:.4f}")
-        print("largest difference from one process:", end=" ")
-        print(f"{max(abs(a - b) for a, b in zip(losses, alone)):.1e} in a loss, {max(gaps):.1e} in a parameter")
+    if mesh.get_rank() != 0:
+        return
+    print(params["layers"]["qkv"])
+    args.schedule = "gpipe"
+    one_rank = {name: fs.Axis(name, 1, "") for name in AXES}
+    expected_losses, expected = train(full, one_rank, args)
+    sent = []
+    for name in AXES:
+        megabytes = sum(entry.sent for entry in record if entry.axis == name) / args.steps / 1e6
+        sent.append(f"{megabytes:.2f} MB over {name!r}")
+    print("sent by this rank in a step:", ", ".join(sent))
+    print(f"loss {losses[0]:.4f}, after {args.steps} steps {losses[-1]:.4f}")
+    loss_gap = max(abs(loss - alone) for loss, alone in zip(losses, expected_losses))
+    pairs = zip(fs.tree_leaves(trained), fs.tree_leaves(expected))
+    gap = max(float((leaf - alone).abs().max()) for leaf, alone in pairs)
+    print(f"largest difference from one process: {loss_gap:.1e} in a loss, {gap:.1e} in a parameter")
 
 
 def parse_args() -> argparse.Namespace:
@@ -171,9 +211,7 @@ def parse_args() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--schedule", default="1f1b", choices=("gpipe", "1f1b"))
     parser.add_argument("--jit", action="store_true")
-    parser.add_argument(
-        "--plan", type=int, nargs=4, metavar=tuple(AXES), help="print the plan of a step on such a mesh"
-    )
+    parser.add_argument("--plan", type=int, nargs=4, metavar=AXES, help="print the plan of a step on such a mesh")
     parser.add_argument("--lr", type=float, default=3e-3)
     return parser.parse_args()
 

@@ -46,33 +46,54 @@ class Sibling(fs.ShardTransform):
         return spec.split(self.node, 0).split(self.across, 0)
 
     def gather(self, leaves: Tensors, specs: Specs) -> Tensors:
-        out, split = list(leaves), [i for i, spec in enumerate(specs) if spec.partition]
+        results = list(leaves)
+        split = [i for i, spec in enumerate(specs) if spec.partition]
         for axis in (self.across, self.node):
-            for i, rows in zip(split, fs.comm.all_gather([out[i] for i in split], axis, "gather")):
-                out[i] = rows.flatten(0, 1)[: specs[i].shared_out(0, axis)]
-        return out
+            gathered = fs.comm.all_gather([results[i] for i in split], axis, "gather")
+            for i, rows in zip(split, gathered):
+                results[i] = rows.flatten(0, 1)[: specs[i].shared_out(0, axis)]
+        return results
 
     def scatter(self, grads: Tensors, specs: Specs) -> Tensors:
-        out, split = list(grads), [i for i, spec in enumerate(specs) if spec.partition]
-        whole = [i for i in range(len(grads)) if i not in split]
+        results = list(grads)
+        split = [i for i, spec in enumerate(specs) if spec.partition]
+        whole = [i for i, spec in enumerate(specs) if not spec.partition]
         for axis in (self.node, self.across):
-            # A row for each rank, the last one padded.
-            padded = [pad(out[i], (0, 0) * (out[i].dim() - 1) + (0, -len(out[i]) % axis.size)) for i in split]
-            sums = fs.comm.reduce_scatter([grad.unflatten(0, (axis.size, -1)) for grad in padded], axis, "scatter")
-            for i, total in zip(split + whole, sums + fs.comm.all_reduce([out[i] for i in whole], axis, "scatter")):
-                out[i] = total
-        return out
+            rows = [rows_of_ranks(results[i], axis) for i in split]
+            sums = fs.comm.reduce_scatter(rows, axis, "scatter")
+            sums += fs.comm.all_reduce([results[i] for i in whole], axis, "scatter")
+            for i, total in zip(split + whole, sums):
+                results[i] = total
+        return results
+
+
+def rows_of_ranks(grad: torch.Tensor, axis: fs.Axis) -> torch.Tensor:
+    """A row for each rank, the last one padded."""
+    missing = -len(grad) % axis.size
+    other_dims = (0, 0) * (grad.dim() - 1)
+    return pad(grad, (*other_dims, 0, missing)).unflatten(0, (axis.size, -1))
 
 
 def main() -> None:
     args = parse_args("sibling", __doc__, steps=60)
-    mesh, flat = (fs.init_mesh(shape, device="cpu") for shape in ({"replicate": 2, "shard": -1}, {"shard": -1}))
+    mesh = fs.init_mesh({"replicate": 2, "shard": -1}, device="cpu")
+    flat = fs.init_mesh({"shard": -1}, device="cpu")
     siblings = Sibling(fs.axis_of(mesh, "replicate"), fs.axis_of(mesh, "shard"))
-    zero3 = partial(fs.zero3, bucket_bytes=0)  # or units this small would be merged, and gathered once
-    strategies = {"ZeRO-3": zero3(flat), "HSDP": fs.hsdp(mesh), "siblings": zero3(mesh, layout=siblings)}
-    # Of a ring through all ranks two links lead to the other node.
-    part = {"replicate": 1.0, "shard": 0.0, "all": 2 / flat.size()}
-    compare(args, strategies, "between nodes", lambda e: e.sent * part["all" if e.size == flat.size() else e.axis])
+    # With larger buckets, units this small would be merged, and gathered once.
+    zero3 = partial(fs.zero3, bucket_bytes=0)
+    strategies = {
+        "ZeRO-3": zero3(flat),
+        "HSDP": fs.hsdp(mesh),
+        "siblings": zero3(mesh, layout=siblings),
+    }
+
+    def bytes_between_nodes(entry: fs.comm.Collective) -> float:
+        if entry.size == flat.size():
+            # Of a ring through all ranks two links lead to the other node.
+            return entry.sent * 2 / flat.size()
+        return entry.sent if entry.axis == "replicate" else 0.0
+
+    compare(args, strategies, "between nodes", bytes_between_nodes)
 
 
 if __name__ == "__main__":

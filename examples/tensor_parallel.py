@@ -23,7 +23,9 @@ from gpt import batch, standard_library
 import fshard as fs
 
 HEAD_WIDTH = 16
-COLUMNS, ROWS = ("*.q", "*.k", "*.v", "*.up.*"), ("*.out", "*.down.weight")  # split by outputs, split by inputs
+# Matrices that are split by outputs, with their biases, and those that are split by inputs.
+COLUMNS = ("*.q", "*.k", "*.v", "*.up.*")
+ROWS = ("*.out", "*.down.weight")
 
 
 def initial(width: int, layers: int, context: int, seed: int) -> Any:
@@ -36,13 +38,19 @@ def initial(width: int, layers: int, context: int, seed: int) -> Any:
         return {"weight": matrix, "bias": matrix.new_zeros(len(matrix))}
 
     def block() -> Any:
-        attention = {name: normal(width, width) for name in ("q", "k", "v", "out")}
-        mlp = {"up": affine(normal(4 * width, width)), "down": affine(normal(width, 4 * width))}
-        norms = {name: affine(torch.ones(width, dtype=torch.float64)) for name in ("norm1", "norm2")}
-        return {"attention": attention, **mlp, **norms}
+        return {
+            "attention": {name: normal(width, width) for name in ("q", "k", "v", "out")},
+            "up": affine(normal(4 * width, width)),
+            "down": affine(normal(width, 4 * width)),
+            "norm1": affine(torch.ones(width, dtype=torch.float64)),
+            "norm2": affine(torch.ones(width, dtype=torch.float64)),
+        }
 
-    embedding = {"tokens": normal(256, width), "positions": normal(context, width)}
-    return {"embedding": embedding, "blocks": [block() for _ in range(layers)], "head": normal(256, width)}
+    return {
+        "embedding": {"tokens": normal(256, width), "positions": normal(context, width)},
+        "blocks": [block() for _ in range(layers)],
+        "head": normal(256, width),
+    }
 
 
 def layer_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -51,15 +59,21 @@ def layer_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 def attention(p: Any, x: torch.Tensor, tp: fs.Axis) -> torch.Tensor:  # (batch, time, width), the same on all of tp
     x = fs.pcast(x, tp, to="varying")  # Megatron's f: from here on each rank has heads of its own
-    q, k, v = (F.linear(x, p[name]).unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2) for name in ("q", "k", "v"))
-    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (batch, heads / tp, time, HEAD_WIDTH)
-    return fs.psum_invariant(F.linear(attended.transpose(1, 2).flatten(2), p["out"]), tp)  # Megatron's g
+    q = split_heads(F.linear(x, p["q"]))
+    k = split_heads(F.linear(x, p["k"]))
+    v = split_heads(F.linear(x, p["v"]))
+    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    joined = attended.transpose(1, 2).flatten(2)  # (batch, time, width / tp)
+    return fs.psum_invariant(F.linear(joined, p["out"]), tp)  # Megatron's g
+
+
+def split_heads(x: torch.Tensor) -> torch.Tensor:  # (batch, time, width / tp) to (batch, heads / tp, time, HEAD_WIDTH)
+    return x.unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2)
 
 
 def mlp(p: Any, x: torch.Tensor, tp: fs.Axis) -> torch.Tensor:
-    hidden = F.gelu(
-        F.linear(fs.pcast(x, tp, to="varying"), p["up"]["weight"], p["up"]["bias"])
-    )  # (batch, time, 4 width / tp)
+    x = fs.pcast(x, tp, to="varying")
+    hidden = F.gelu(F.linear(x, p["up"]["weight"], p["up"]["bias"]))  # (batch, time, 4 width / tp)
     return fs.psum_invariant(F.linear(hidden, p["down"]["weight"]), tp) + p["down"]["bias"]
 
 
@@ -71,13 +85,15 @@ def loss_fn(params: Any, xy: tuple[torch.Tensor, torch.Tensor], tp: fs.Axis) -> 
         p = fs.gather(block)  # over "shard" alone: a rank gets its own piece of the full matrices
         h = h + attention(p["attention"], layer_norm(p["norm1"], h), tp)
         h = h + mlp(p, layer_norm(p["norm2"], h), tp)
-    return F.cross_entropy(F.linear(h, fs.gather(params["head"])).flatten(0, 1), y.flatten())
+    logits = F.linear(h, fs.gather(params["head"]))
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
 
 def train(params: Any, mine: slice, tp: fs.Axis, text: torch.Tensor, args: argparse.Namespace) -> Any:
     """Losses and final parameters; `mine` is which sequences of a batch are this rank's."""
     tx = fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(args.lr, weight_decay=0.1))
-    state, losses = fs.TrainState.create(params, tx), []
+    state = fs.TrainState.create(params, tx)
+    losses = []
     for step in range(args.steps):
         x, y = batch(text, args.batch, args.context, seed=step)
         loss, grads = fs.value_and_grad(loss_fn)(state.params, (x[mine], y[mine]), tp)
@@ -87,34 +103,47 @@ def train(params: Any, mine: slice, tp: fs.Axis, text: torch.Tensor, args: argpa
 
 
 def main() -> None:
+    args = parse_args()
+    mesh = fs.init_mesh({"shard": -1, "tp": args.tp}, device="cpu")
+    shard = fs.axis_of(mesh, "shard")
+    tp = fs.axis_of(mesh, "tp")
+    layout = fs.masked(fs.split_dim(tp, dim=1), ROWS)
+    layout = fs.masked(fs.split_dim(tp, dim=0), COLUMNS, otherwise=layout)
+    full = initial(args.width, args.layers, args.context, args.seed)
+    params = fs.shard(full, fs.compose(fs.zero3(mesh), layout))
+    text, _ = standard_library()
+    mine = slice(fs.comm.rank(shard), None, shard.size)
+    with fs.comm.record() as record:
+        losses, trained = train(params, mine, tp, text, args)
+    trained = fs.unshard(trained)
+    if mesh.get_rank() != 0:
+        return
+    block = params["blocks"][0]
+    print(block["attention"]["q"])
+    print(block["attention"]["out"])
+    print(block["up"]["bias"])
+    print(block["norm1"]["bias"])
+    expected_losses, expected = train(full, slice(None), fs.Axis("tp", 1, ""), text, args)
+    sent = []
+    for axis in ("shard", "tp"):
+        megabytes = sum(entry.sent for entry in record if entry.axis == axis) / args.steps / 1e6
+        sent.append(f"{megabytes:.2f} MB over {axis!r}")
+    print("sent by each rank in a step:", ", ".join(sent))
+    print(f"loss {losses[0]:.4f}, after {args.steps} steps {losses[-1]:.4f}")
+    loss_gap = max(abs(loss - alone) for loss, alone in zip(losses, expected_losses))
+    pairs = zip(fs.tree_leaves(trained), fs.tree_leaves(expected))
+    gap = max(float((leaf - alone).abs().max()) for leaf, alone in pairs)
+    print(f"largest difference from one process: {loss_gap:.1e} in a loss, {gap:.1e} in a parameter")
+
+
+def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--tp", type=int, default=min(2, int(os.environ.get("WORLD_SIZE", 1))), help='size of the axis "tp"'
-    )
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    parser.add_argument("--tp", type=int, default=min(2, ranks), help='size of the axis "tp"')
     for name, value in {"steps": 40, "width": 64, "layers": 2, "context": 64, "batch": 8, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--lr", type=float, default=3e-3)
-    args = parser.parse_args()
-    mesh = fs.init_mesh({"shard": -1, "tp": args.tp}, device="cpu")
-    shard, tp = fs.axis_of(mesh, "shard"), fs.axis_of(mesh, "tp")
-    by_rows = fs.masked(fs.split_dim(tp, dim=1), ROWS)
-    strategy = fs.compose(fs.zero3(mesh), fs.masked(fs.split_dim(tp, dim=0), COLUMNS, otherwise=by_rows))
-    full, text = initial(args.width, args.layers, args.context, args.seed), standard_library()[0]
-    params = fs.shard(full, strategy)
-    with fs.comm.record() as record:
-        losses, trained = train(params, slice(fs.comm.rank(shard), None, shard.size), tp, text, args)
-    trained = fs.unshard(trained)
-    if mesh.get_rank() == 0:
-        block = params["blocks"][0]
-        for leaf in (block["attention"]["q"], block["attention"]["out"], block["up"]["bias"], block["norm1"]["bias"]):
-            print(leaf)
-        alone, expected = train(full, slice(None), fs.Axis("tp", 1, ""), text, args)
-        gaps = [float((a - b).abs().max()) for a, b in zip(fs.tree_leaves(trained), fs.tree_leaves(expected))]
-        megabytes = {axis: sum(c.sent for c in record if c.axis == axis) / args.steps / 1e6 for axis in ("shard", "tp")}
-        print("sent by each rank in a step:", ", ".join(f"{n:.2f} MB over {axis!r}" for axis, n in megabytes.items()))
-        print(f"loss {losses[0]:.4f}, after {args.steps} steps {losses[-1]:.4f}")
-        print("largest difference from one process:", end=" ")
-        print(f"{max(abs(a - b) for a, b in zip(losses, alone)):.1e} in a loss, {max(gaps):.1e} in a parameter")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from gpt import GPT, Block, standard_library
+from torch.nn.utils.rnn import pad_sequence
 
 import fshard as fs
 
@@ -30,36 +31,42 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 def main() -> None:
     args = parse_args()
     mesh = fs.init_mesh({"shard": -1}, device="cpu")
-    rank, ranks = mesh.get_rank(), mesh.size()
-    lines = [line.strip() for line in standard_library()[0].numpy().tobytes().splitlines() if len(line.strip()) > 1]
+    rank = mesh.get_rank()
+    ranks = mesh.size()
+    lines = lines_of_library()
     torch.manual_seed(args.seed)
     module = GPT(args.width, args.layers, heads=4, context=CONTEXT)
     model = fs.functionalize(module, units=Block)
-    tx = fs.chain(fs.clip_by_global_norm(1.0), fs.from_torch(torch.optim.AdamW, lr=args.lr))
-    state = fs.TrainState.create(model.init(STRATEGIES[args.strategy](mesh)), tx)
+    adamw = fs.from_torch(torch.optim.AdamW, lr=args.lr)
+    tx = fs.chain(fs.clip_by_global_norm(1.0), adamw)
+    strategy = STRATEGIES[args.strategy](mesh)
+    state = fs.TrainState.create(model.init(strategy), tx)
 
     def token_sum(params: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of the losses of this microbatch's tokens and their number, for "weighted"."""
         x, y = batch
         logits = model.apply(params, x).flatten(0, 1)
-        return F.cross_entropy(logits, y.flatten(), ignore_index=IGNORED, reduction="sum"), tokens(batch)
+        total = F.cross_entropy(logits, y.flatten(), ignore_index=IGNORED, reduction="sum")
+        return total, tokens(batch)
 
     def token_mean(params: Any, batch: Batch) -> torch.Tensor:
-        value, count = token_sum(params, batch)
-        return value / count
+        total, count = token_sum(params, batch)
+        return total / count
 
     batches = deal(lines, ranks, args, step=0)
     everything = padded([line for row in batches for group in row for line in group])
     mine = [padded(group) for group in batches[rank]]
     expected = torch.func.grad(token_mean)(fs.gather(state.params), everything)
-    means = fs.accumulate(token_mean, reduce="mean")(state.params, mine)[1]
-    weighted = fs.accumulate(token_sum, reduce="weighted")(state.params, mine)[1]
-    distances = [distance(fs.unshard(grads), expected) for grads in (means, weighted)]
+    _, means = fs.accumulate(token_mean, reduce="mean")(state.params, mine)
+    _, weighted = fs.accumulate(token_sum, reduce="weighted")(state.params, mine)
+    distance_of_means = distance(fs.unshard(means), expected)
+    distance_of_weighted = distance(fs.unshard(weighted), expected)
     if rank == 0:
         print(f"distance from the gradient of the mean over all {int(tokens(everything))} tokens, relative to its norm")
-        print(f"  mean of means {distances[0]:.1e}")
-        print(f"  weighted      {distances[1]:.1e}\n")
-        print("step  " + "  ".join(f"{f'tokens of rank {i}':>16}" for i in range(ranks)) + "    loss")
+        print(f"  mean of means {distance_of_means:.1e}")
+        print(f"  weighted      {distance_of_weighted:.1e}\n")
+        titles = [f"tokens of rank {number}" for number in range(ranks)]
+        print("step  " + "  ".join(f"{title:>16}" for title in titles) + "    loss")
 
     for step in range(args.steps):
         batches = deal(lines, ranks, args, step)
@@ -72,33 +79,44 @@ def main() -> None:
             print(f"{step:>4}  " + "  ".join(f"{count:>16}" for count in counts) + f"  {loss.item():6.3f}")
 
 
+def lines_of_library() -> list[bytes]:
+    """The lines of the standard library that have two bytes, or more, between their spaces."""
+    text, _ = standard_library()
+    lines = [line.strip() for line in text.numpy().tobytes().splitlines()]
+    return [line for line in lines if len(line) > 1]
+
+
 def deal(lines: list[bytes], ranks: int, args: argparse.Namespace, step: int) -> list[list[list[bytes]]]:
     """Random lines, the same on every rank, sorted by length: for each rank its microbatches."""
     groups = ranks * args.microbatches
     generator = torch.Generator().manual_seed(args.seed + step)
     chosen = torch.randint(len(lines), (groups * args.lines,), generator=generator).tolist()
     drawn = sorted((lines[i] for i in chosen), key=len)
-    return [
-        [drawn[i * args.lines : (i + 1) * args.lines] for i in range(first, first + args.microbatches)]
-        for first in range(0, groups, args.microbatches)
-    ]
+    microbatches = [drawn[start : start + args.lines] for start in range(0, len(drawn), args.lines)]
+    return [microbatches[start : start + args.microbatches] for start in range(0, groups, args.microbatches)]
 
 
 def padded(lines: list[bytes]) -> Batch:
     """The bytes of lines and those that follow each, as two int64 tensors of shape (lines, longest line - 1)."""
     rows = [torch.tensor(list(line[: CONTEXT + 1])) for line in lines]
-    x = torch.nn.utils.rnn.pad_sequence([row[:-1] for row in rows], batch_first=True)
-    return x, torch.nn.utils.rnn.pad_sequence([row[1:] for row in rows], batch_first=True, padding_value=IGNORED)
+    x = pad_sequence([row[:-1] for row in rows], batch_first=True)
+    y = pad_sequence([row[1:] for row in rows], batch_first=True, padding_value=IGNORED)
+    return x, y
 
 
 def tokens(batch: Batch) -> torch.Tensor:
-    return (batch[1] != IGNORED).sum()
+    _, y = batch
+    return (y != IGNORED).sum()
 
 
 def distance(grads: Any, expected: Any) -> float:
     """The norm of a difference of two trees, as a part of the second one's."""
-    gap = sum(float((grads[name] - value).double().square().sum()) for name, value in expected.items())
-    return (gap / sum(float(value.double().square().sum()) for value in expected.values())) ** 0.5
+    gap = 0.0
+    norm = 0.0
+    for name, value in expected.items():
+        gap += float((grads[name] - value).double().square().sum())
+        norm += float(value.double().square().sum())
+    return (gap / norm) ** 0.5
 
 
 def parse_args() -> argparse.Namespace:

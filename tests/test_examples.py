@@ -142,6 +142,7 @@ def test_without_its_extras_a_program_prints_the_command_that_installs_them():
         "`.`": "parses",
         "`.[examples]`": installed.EXAMPLES,
         "`.[models,examples]`": installed.MODELS,
+        "`.[embeddings]`": installed.MODELS,
         '`"ray[train]"`': installed.RAY,
     }
     expected = {}
