@@ -114,7 +114,7 @@ def fshard(
 
         def differentiate() -> tuple[torch.Tensor, Any]:
             params = started(state.params) if starts_ahead else state.params
-            time.sleep(batch_seconds)
+            wait_for_batch(batch_seconds)
             return accumulate(params, microbatches)
 
         def step() -> torch.Tensor:
@@ -152,7 +152,7 @@ def fsdp2(
             if starts_ahead:
                 module.unshard(async_op=True)
                 module.blocks[0].unshard(async_op=True)
-            time.sleep(batch_seconds)
+            wait_for_batch(batch_seconds)
             total = torch.zeros(())
             for number, batch in enumerate(microbatches, start=1):
                 is_last = number == len(microbatches)
@@ -177,6 +177,10 @@ def fsdp2(
         return Program(step, gradients)
 
     return make
+
+
+def wait_for_batch(seconds: float) -> None:
+    time.sleep(seconds)
 
 
 def hybrid() -> fs.ShardTransform:

@@ -1,4 +1,8 @@
-"""Fixtures of all tests."""
+"""Fixtures of all tests.
+
+They import torch when they are used: the process that hands out tests to others loads this file, and waits for nothing
+else before it starts them.
+"""
 
 import gc
 import os
@@ -8,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # The laws hold to the bit on processors. What accelerators have of them, `benchmarks/quarter_hour.py` tries on one.
 # Before torch looks for devices, in this process and in those that it starts.
@@ -16,13 +21,11 @@ os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from fshard.testing import Workers
-from tests.accelerator import emu
-from tests.ranks import StrictWorkers
 from tests.tiers import mark_slow_rows
+
+if TYPE_CHECKING:
+    from fshard.testing import Workers
 
 # A shell starts what runs in its background with Ctrl-C ignored, and processes inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -52,6 +55,8 @@ def preloaded_workers(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(autouse=True)
 def process_group_ends_with_the_test() -> Iterator[None]:
     """A mesh made outside simulated ranks starts a process group of one rank, which the next test must not find."""
+    import torch.distributed as dist
+
     if dist.is_initialized():
         # Of a doctest, for which there are no fixtures.
         dist.destroy_process_group()
@@ -66,17 +71,21 @@ def process_group_ends_with_the_test() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     """Sums of torch's kernels depend on the number of threads, which is one in the worker processes."""
+    import torch
+
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
-def workers() -> Iterator[Callable[[int], Workers]]:
+def workers() -> Iterator[Callable[[int], "Workers"]]:
     """Real processes to run programs on: workers(2) and workers(3) start on first use and serve the whole session."""
+    from tests.ranks import StrictWorkers
+
     pools: dict[int, Workers] = {}
     # Leaving the stack closes every pool, which raises where a worker's exit code is not 0.
     with ExitStack() as stack:
 
-        def of_size(world_size: int) -> Workers:
+        def of_size(world_size: int) -> "Workers":
             if world_size not in pools:
                 pools[world_size] = stack.enter_context(StrictWorkers(world_size))
             return pools[world_size]
@@ -87,4 +96,6 @@ def workers() -> Iterator[Callable[[int], Workers]]:
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The device of `tests/accelerator`, compiled."""
+    from tests.accelerator import emu
+
     return emu.build(tmp_path_factory.mktemp("emu"))

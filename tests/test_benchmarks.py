@@ -5,18 +5,22 @@ import importlib
 import json
 import sys
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from fshard.testing import spmd
 from tests.ranks import on_ranks
 
 # torch's ZeroRedundancyOptimizer warns of what it imports.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+H100 = "NVIDIA H100 80GB HBM3"
 
 
 @contextmanager
@@ -54,9 +58,7 @@ def test_results_are_written(gpu, monkeypatch, tmp_path, capsys):
     assert gpu.flops_of(configuration) == counter.get_total_flops()
     args = argparse.Namespace(rounds=3, dropped=2, results=tmp_path)
     accelerator = {"name": "one", "ranks": 1, "peak": 1e12}
-    # As on a rank of several, which cannot plan by itself.
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    plan = gpu.predicted_apart(configuration, "zero3", {"shard": 4}, gpu.chip_of("NVIDIA H100 80GB HBM3"))
+    plan = sys.modules["predict"].predicted(configuration, "zero3", {"shard": 4}, gpu.chip_of(H100))
     found = {"fsdp2": samples._replace(seconds=[1.0, 2.0, 4.0]), "ddp": None, "fshard-zero3": samples}
     gpu.write(args, configuration, accelerator, found, plan)
     assert f" {1e3 * plan['seconds']:.1f} " in capsys.readouterr().out.partition("fshard-zero3")[2]
@@ -70,8 +72,16 @@ def test_results_are_written(gpu, monkeypatch, tmp_path, capsys):
     assert found["predicted"]["bytes_sent"]["shard"] == 3 / 4 * ((2 + 4) * (sum(numbers) - small) + 2 * 4 * small)
 
 
+@pytest.mark.slow
+def test_a_rank_of_several_plans_in_a_process_of_its_own(gpu, monkeypatch):
+    arguments = gpu.Configuration.parse("d64-L1-B1-T16"), "zero3", {"shard": 4}, gpu.chip_of(H100)
+    plan = sys.modules["predict"].predicted(*arguments)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert gpu.predicted_apart(*arguments) == plan
+
+
 def test_links_are_as_fast_as_what_they_cross(gpu):
-    chip = gpu.chip_of("NVIDIA H100 80GB HBM3")
+    chip = gpu.chip_of(H100)
     for sizes, rates in (({"replicate": 8, "shard": 8}, (40e9, 360e9)), ({"replicate": 2, "shard": 32}, (40e9, 320e9))):
         assert tuple(sys.modules["predict"].rates_of(chip, sizes).link.values()) == rates[::-1]
     assert sys.modules["predict"].predicted(None, "zero3", {"shard": 8}, gpu.chip_of("NVIDIA H100 PCIe")) is None
@@ -85,15 +95,19 @@ EQUAL_BITS = {
 }
 
 
-@on_ranks("4 processes", timeout=120.0)
-def test_bytes_over_a_slow_link_follow_formulas():
-    """All systems of the benchmark take a step on four ranks, without the hosts, the link and its counters."""
-    with benchmark("slow_link") as slow_link:
-        slow_link.hosts.counters = lambda: (0, 0)
-        args = argparse.Namespace(configuration=slow_link.Configuration.parse("d64-L3-B1-T16-V64"), dropped=0, rounds=1)
-        results = slow_link.measure(args, slow_link.meter.meter())
-    rows = {name: values for group in results["groups"].values() for name, values in group.items()}
-    assert {name for name, values in rows.items() if values["has_equal_bits"]} == EQUAL_BITS
+def measure_slow_link(slow_link):
+    """Take a step of all systems, without the hosts, the link and its counters, and no batch is late."""
+    slow_link.hosts.counters = lambda: (0, 0)
+    slow_link.wait_for_batch = lambda seconds: None
+    # Nobody looks at the memory, and a collection takes longer than a step.
+    slow_link.gc = SimpleNamespace(collect=lambda: None)
+    args = argparse.Namespace(configuration=slow_link.Configuration.parse("d64-L2-B1-T16-V64"), dropped=0, rounds=1)
+    results = slow_link.measure(args, slow_link.meter.meter())
+    return {name: values for group in results["groups"].values() for name, values in group.items()}
+
+
+def check_formulas(rows):
+    assert {name for name, values in rows.items() if values["has_equal_bits"]} == EQUAL_BITS & set(rows)
     assert all(values["part_of_bound"] < 1 for values in rows.values())
     counted = {name: values for name, values in rows.items() if values["formula_bytes"]}
     assert {name for name, values in counted.items() if not values["formula_is_exact"]} == AT_MOST
@@ -103,6 +117,23 @@ def test_bytes_over_a_slow_link_follow_formulas():
     # Blocks that stay are not gathered again, and a gather that starts ahead is not sent twice.
     assert rows["fshard-policies"]["recorded_bytes"] < rows["fshard-zero3-axes"]["recorded_bytes"]
     assert rows["fshard-started"]["recorded_bytes"] == rows["fshard-waiting"]["recorded_bytes"]
+
+
+def test_bytes_over_a_slow_link_follow_formulas(monkeypatch):
+    """Those of fshard's systems, whose ranks are simulated."""
+    with benchmark("slow_link") as slow_link:
+        for title, systems in slow_link.GROUPS.items():
+            ours = {name: system for name, system in systems.items() if name.startswith("fshard")}
+            monkeypatch.setitem(slow_link.GROUPS, title, ours)
+        for rows in spmd(partial(measure_slow_link, slow_link), 4):
+            check_formulas(rows)
+
+
+@pytest.mark.slow
+@on_ranks("4 processes", timeout=120.0)
+def test_all_systems_over_a_slow_link_take_a_step():
+    with benchmark("slow_link") as slow_link:
+        check_formulas(measure_slow_link(slow_link))
 
 
 RESULTS = BENCHMARKS / "results"
@@ -150,9 +181,11 @@ def test_peaks_without_a_printed_bound_are_above_theirs():
     assert len(cases) == 26
     with benchmark("bound") as bound:
         parse = sys.modules["architectures"].parse
-        for name, peak, ranks, kind in cases:
-            (least,) = bound.bounds_of([kind], parse(name), ranks).values()
-            assert peak >= least.total, (name, kind)
+        for name, ranks in {(name, ranks) for name, _, ranks, _ in cases}:
+            peaks = [(kind, peak) for case, peak, of_ranks, kind in cases if (case, of_ranks) == (name, ranks)]
+            bounds = bound.bounds_of({kind for kind, _ in peaks}, parse(name), ranks)
+            for kind, peak in peaks:
+                assert peak >= bounds[kind].total, (name, kind)
 
 
 def test_a_bound_is_arguments_and_the_largest_operator():

@@ -55,7 +55,7 @@ def test_the_programs_of_a_page_run(page, tmp_path, monkeypatch):
         exec(setup, scope)
         exec(program, scope)
 
-    spmd(run, world_size)
+    spmd(run, world_size, timeout=200.0)
 
 
 def test_the_reference_has_every_public_name():

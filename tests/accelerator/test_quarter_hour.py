@@ -78,6 +78,7 @@ def test_a_stage_is_stopped_at_its_limit_and_others_go_on(quarter_hour, args):
     assert (row["stage"], row["name"], row["passed"]) == ("versions", "seconds", False)
 
 
+@pytest.mark.slow
 def test_a_stage_that_fails_has_its_error_among_the_findings(quarter_hour, args):
     # There is no CUDA here.
     text = quarter_hour.run_stage("versions", 60, args)

@@ -184,7 +184,6 @@ def check(name, program, strategy, expected):
         assert float((leaf.detach() - expected_leaf).abs().max()) <= bound, (program, name, strategy)
 
 
-@pytest.mark.rows(4)
 @pytest.mark.parametrize("strategy", CHOSEN)
 @pytest.mark.parametrize("world_size", COUNTS)
 @pytest.mark.parametrize("name", ("function", "module"))
