@@ -112,6 +112,7 @@
 - `setting`: sets a variable of a context, such as `OBSERVED`, inside a block.
 - `sockets_of_axis`: how many sockets a rank opens for an axis.
 - `sockets_of_mesh`: how many it opens for the first mesh of a run.
+- `StepGraph`: the graph of what was `Traced`, with its collectives and its memory, as `make_graph` returns it.
 - `start_scatter`: starts the scatter of a transform, with its state if it has one.
 - `storage_key`: a name of a tensor's memory.
 - `sum_dtype`: the dtype in which gradients of a leaf are added up.
@@ -258,7 +259,7 @@ from fshard.tree.checks import (
 from fshard.update import run_update
 
 if TYPE_CHECKING:
-    from fshard.ext.jit.graph import find_lifetimes
+    from fshard.ext.jit.graph import StepGraph, find_lifetimes
     from fshard.ext.plan.plan import lay_out_call
     from fshard.ext.plan.report import Rates, check_rates, count_flops
 
@@ -288,6 +289,7 @@ __all__ = [
     "Range",
     "Rates",
     "ReductionOrder",
+    "StepGraph",
     "TorchState",
     "Traced",
     "Typed",

@@ -46,7 +46,7 @@ TABLE: Mapping[tuple[str, str], str] = MappingProxyType(
         ("fshard.checkpoint", "interop.optimizer_state"): "from_optimizer_state_dict to_optimizer_state_dict",
         ("fshard.checkpoint", "interop.state_dict"): "from_state_dict to_state_dict",
         ("fshard.checkpoint.manager", "memory.generations"): "open_memory",
-        ("fshard.extend", "jit.graph"): "find_lifetimes",
+        ("fshard.extend", "jit.graph"): "StepGraph find_lifetimes",
         ("fshard.extend", "plan.plan"): "lay_out_call",
         ("fshard.extend", "plan.report"): "Rates check_rates count_flops",
         ("fshard.init", "counter"): "draw_by_counter",

@@ -79,7 +79,7 @@ UNCALLED = {
 class World(test_bad_calls.World):
     """With what other formats and parallel layers need."""
 
-    extensions, refused = True, 3000
+    extensions, refused = True, 2900
     given, accepted, theirs, uncalled = GIVEN, ACCEPTED, THEIRS, UNCALLED
 
     q = k = v = torch.ones(1, 1, 4, 4)
