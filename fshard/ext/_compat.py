@@ -95,13 +95,14 @@ def list_graph(
         ValueError: if one of them accumulates a gradient and belongs to none of the sources: it would be lost.
     """
     ends = {get_gradient_edge(source).node for source in sources if source.requires_grad}
-    nodes = list(walk_graph(filter(None, [out.grad_fn]), _nodes_behind))
+    nodes = list(walk_graph(filter(None, [out.grad_fn]), list_sources))
     is_closed = all(node in ends or not hasattr(node, "variable") for node in nodes)
     expect(is_closed, api_name, expected, "a closure's tensor that requires a gradient", remedy)
     return nodes
 
 
-def _nodes_behind(node: Any) -> list[Any]:
+def list_sources(node: Any) -> list[Any]:
+    """List the nodes of autograd that a node takes the cotangents on to."""
     return [other for other, _ in node.next_functions if other]
 
 

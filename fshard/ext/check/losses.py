@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 import fshard as fs
-from fshard.ext._compat import find_forward
+from fshard.ext._compat import find_forward, list_sources
 from fshard.ext.check.report import Mistake, StepProblem
 from fshard.extend import Misfit, Typed, find_misfits, is_trained, transforms_active, variance_of, walk_graph
 
@@ -56,23 +56,19 @@ def find_mixed_types(function: Callable[[Any], Any], flat: Any, axes: Sequence[f
 def _find_varying(start: Any, ends: Mapping[Any, Any], axis: fs.Axis) -> dict[Any, bool]:
     """Find out which nodes of a graph have results that vary, from the leaves on."""
     varying = {node: spec.dim_of(axis) is not None for node, (_, spec) in ends.items()}
-    nodes = walk_graph([start], lambda node: () if node in ends else _list_sources(node))
+    nodes = walk_graph([start], lambda node: () if node in ends else list_sources(node))
     for node in sorted(set(nodes) - ends.keys(), key=lambda node: node._sequence_nr()):
         variance = variance_of(node)
         if axis in variance.axes:
             varying[node] = variance.result_varies(axis, 0)
         else:
-            varying[node] = any(varying.get(source) for source in _list_sources(node))
+            varying[node] = any(varying.get(source) for source in list_sources(node))
     return varying
 
 
 def _is_opaque(node: Any, axis: fs.Axis) -> bool:
     """Whether a node has a backward of its own, such as a pipeline, which may hide collectives over an axis."""
     return hasattr(node, "custom") and axis not in variance_of(node).axes
-
-
-def _list_sources(node: Any) -> list[Any]:
-    return [source for source, _ in node.next_functions if source is not None]
 
 
 def _describe(misfit: Misfit, path: str, axis: fs.Axis, varying: Mapping[Any, bool]) -> tuple[Mistake, Any, str]:
@@ -92,7 +88,7 @@ def _describe(misfit: Misfit, path: str, axis: fs.Axis, varying: Mapping[Any, bo
         text = f"{subject} is cast to one that varies; leave the cast out"
         return Mistake.SUPERFLUOUS_CAST, settled_by, text
     if name in _UNTYPED:
-        varies = any(varying.get(source) for source in _list_sources(place.node))
+        varies = any(varying.get(source) for source in list_sources(place.node))
         kind = Mistake.MISSING_SUM if varies else Mistake.DOUBLED_SUM
         text = f"{subject} in its type is used as one that agrees; use fs.{name}_invariant"
         return kind, place.node, text
@@ -104,7 +100,7 @@ def _find_meeting(misfit: Misfit, varying: Mapping[Any, bool]) -> Any:
     """Find the first user of a value where it meets one of the type that is expected of it, or what expects it."""
     previous = misfit.place.node
     for user in misfit.users:
-        others = [source for source in _list_sources(user) if source is not previous]
+        others = [source for source in list_sources(user) if source is not previous]
         types = [varying.get(other) for other in others]
         if misfit.place.varies in types:
             return user
