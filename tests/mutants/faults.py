@@ -1520,6 +1520,13 @@ FAULTS = (
         "4: two strategies do not differ in what both compute",
     ),
     Fault(
+        "microbatches-are-numbered-by-each-rank",
+        "fshard/ext/replay/diff.py",
+        "if not of_job:",
+        "if True:",
+        "4: one rank computes what two share, bit for bit",
+    ),
+    Fault(
         "transform-may-write-to-its-inputs",
         "fshard/ext/testing/laws.py",
         "before = fs.tree_map(torch.clone, inputs)",

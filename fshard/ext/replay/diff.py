@@ -9,9 +9,10 @@ import torch
 from torch.fx import Node
 
 import fshard as fs
+from fshard.ext._compat import origin_of
 from fshard.ext.replay.observed_run import TracedCall, is_empty, run_call, trace_call
 from fshard.ext.replay.operations import Name, OperationReport, Operations
-from fshard.extend import POSITIVE, calling, check_numbers, flatten, graph_nodes
+from fshard.extend import POSITIVE, calling, check_numbers, flatten, graph_nodes, ranks_of, tensor_of
 
 # A report shows so many leaves, or lines, of a kind.
 _MAX_SHOWN = 6
@@ -26,8 +27,8 @@ class Difference(NamedTuple):
         growth: For each phase and submodule (empty outside of models) the largest difference of a result, relative to
             the largest value of that result in the first version, in the order in which they run.
         leaves: The paths of results of the step that differ by more than the bound, and by how much, the largest first.
-        only_first: What the first version alone computes: operators, and lines of the program.
-        only_second: What the second version alone computes.
+        only_first: What the first version alone computes on the first rank: operators, and lines of the program.
+        only_second: What the second version alone computes there.
     """
 
     bound: float
@@ -77,7 +78,9 @@ def diff(
     line, their submodule, phase and operator are, and come as often; those of the backward go by the line of their
     forward. A difference is the largest of any element, divided by the largest absolute value of the result in the
     first version. Where leaves are split in another way, as under another strategy, activations, gathered leaves and
-    gradients of full tensors are compared, and updates and the leaves that the steps return are not.
+    gradients of full tensors are compared, and updates and the leaves that the steps return are not. Where the versions
+    have other numbers of microbatches, those of the whole job are compared, as `microbatches` shares them between the
+    ranks of each version.
 
     Args:
         step_a: The first version, such as the one that is right.
@@ -112,8 +115,7 @@ class _VersionComparison:
         axes = flatten((first.flat.leaves, second.flat.leaves)).axes
         self._first = Operations("diff", first, axes)
         self._second = Operations("diff", second, axes)
-        self._names_first = _select_names(self._first)
-        self._names_second = _select_names(self._second)
+        self._names_first, self._names_second = _select_names(self._first, self._second)
         self._shared = set(self._names_first.values()) & set(self._names_second.values())
         self._have_one_layout = _layout_of(first) == _layout_of(second)
         # Results of the first version by the names of operations, or the paths of leaves.
@@ -136,7 +138,10 @@ class _VersionComparison:
             rows.append((name.phase, name.module, value))
         growth: dict[tuple[str, str], float] = {}
         largest: dict[str, float] = {}
-        for rows_of_rank, leaves_of_rank in self._second.gather([rows, self._leaves]):
+        surplus_first = _list_surplus(self._names_first, self._names_second)
+        surplus_second = _list_surplus(self._names_second, self._names_first)
+        of_ranks = self._second.gather([rows, self._leaves, surplus_first, surplus_second])
+        for rows_of_rank, leaves_of_rank, *_ in of_ranks:
             for phase, module, value in rows_of_rank:
                 key = phase, module
                 growth[key] = max(growth.get(key, 0.0), value)
@@ -152,8 +157,8 @@ class _VersionComparison:
             first=report,
             growth=growth,
             leaves=leaves,
-            only_first=_list_surplus(self._names_first, self._names_second),
-            only_second=_list_surplus(self._names_second, self._names_first),
+            only_first=of_ranks[0][2],
+            only_second=of_ranks[0][3],
         )
 
     def _keep(self, node: Node, operands: Mapping[Node, Any], results: Sequence[torch.Tensor]) -> None:
@@ -180,21 +185,46 @@ class _VersionComparison:
 
 def _layout_of(call: TracedCall) -> list[Any]:
     """Return how the leaves of a call's arguments are split."""
-    layout = []
-    for leaf in call.flat.leaves:
-        if isinstance(leaf, fs.Sharded):
-            layout.append(leaf.spec.partition)
-    return layout
+    return [(leaf.spec.partition, tensor_of(leaf).shape) for leaf in _list_sharded(call)]
 
 
-def _select_names(operations: Operations) -> dict[Node, Name]:
-    """Name the operations that compute something: no views, collectives, arrivals or empty memory."""
-    names = {}
-    for node, name in operations.names.items():
-        moves = node in operations.collectives or graph_nodes.is_wait(node) or graph_nodes.is_view(node)
-        if node.op == "call_function" and not moves and not is_empty(node):
-            names[node] = name
-    return names
+def _list_sharded(call: TracedCall) -> list[fs.Sharded]:
+    return [leaf for leaf in call.flat.leaves if isinstance(leaf, fs.Sharded)]
+
+
+def _select_names(first: Operations, second: Operations) -> list[dict[Node, Name]]:
+    """Name the operations of two versions that compute something: no views, collectives, arrivals or empty memory.
+
+    Where the versions have other numbers of microbatches, names have the numbers in the whole job, and other operations
+    than those of the program are left out, because what sums microbatches up differs.
+    """
+    versions = (first, second)
+    are_alike = first.microbatches == second.microbatches
+    numbers = [_number_microbatches(operations, of_job=not are_alike) for operations in versions]
+    shared = set(numbers[0]) & set(numbers[1])
+    selected: list[dict[Node, Name]] = []
+    for operations, numbers_of_version in zip(versions, numbers, strict=True):
+        names = {}
+        for node, name in operations.names.items():
+            number = numbers_of_version[name.microbatch]
+            is_compared = are_alike or bool(name.module) or origin_of(node).is_users
+            if number in shared and is_compared and _computes(operations, node):
+                names[node] = name._replace(microbatch=number)
+        selected.append(names)
+    return selected
+
+
+def _number_microbatches(operations: Operations, *, of_job: bool) -> Sequence[int]:
+    """Return the numbers of this rank's microbatches, in the whole job or on this rank."""
+    count = operations.microbatches
+    if not of_job:
+        return range(count)
+    return fs.microbatches(range(count * ranks_of(None).size), like=_list_sharded(operations.call))
+
+
+def _computes(operations: Operations, node: Node) -> bool:
+    moves = node in operations.collectives or graph_nodes.is_wait(node) or graph_nodes.is_view(node)
+    return node.op == "call_function" and not moves and not is_empty(node)
 
 
 def _list_surplus(names: Mapping[Node, Name], others: Mapping[Node, Name]) -> list[str]:

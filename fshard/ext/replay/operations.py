@@ -99,6 +99,7 @@ class Operations:
         call: The call that the graph is of.
         axes: The axes over which ranks tell each other what they see.
         nodes: The nodes in their order.
+        microbatches: The number of microbatches of this rank.
         order: Keys that sort nodes of all ranks in time, as far as ranks wait for each other.
         result_paths: The paths of the nodes that are results.
         names: The names of inputs, constants and operations.
@@ -117,7 +118,7 @@ class Operations:
         self.order = dict(zip(self.nodes, zip(waits, count(), strict=False), strict=True))
         results = flatten(unflatten(traced.treedef, graph_nodes.find_results(traced.module.graph)))
         self.result_paths = dict(zip(results.leaves, results.paths, strict=True))
-        self._microbatches = 1 + max(origin_of(node).microbatch for node in self.nodes)
+        self.microbatches = 1 + max(origin_of(node).microbatch for node in self.nodes)
         self.names = self._name_operations()
         self.collectives: dict[Node, Collective] = {}
         self.identities: dict[Node, str] = {}
@@ -188,14 +189,14 @@ class Operations:
         leaf = self._find_leaf(node) if origin.phase in _LATE else ""
         collective = self._find_collective(node, _only_moves)
         phase = "" if node in self.call.inputs else origin.phase
-        is_repeated = self._microbatches > 1 and phase not in ("", "update")
+        is_repeated = self.microbatches > 1 and phase not in ("", "update")
         return OperationReport(
             tool=self._tool,
             operator=self.name(node),
             verdict="",
             ranks=(),
             phase=phase,
-            microbatch=f"{origin.microbatch + 1} of {self._microbatches}" if is_repeated else "",
+            microbatch=f"{origin.microbatch + 1} of {self.microbatches}" if is_repeated else "",
             at=list(map(show_frame, origin.frames)),
             backward_of=list(map(show_frame, origin.forward)),
             # A buffer lands while some other module runs.

@@ -8,8 +8,9 @@ import torch
 import fshard as fs
 from fshard.testing import spmd
 from tests.ext.replay.reuse import reusing_traces
-from tests.ext.replay.versions import Other, make_version, shift
+from tests.ext.replay.versions import WIDTH, Block, Net, Other, make_version, shift
 from tests.ranks import on_ranks
+from tests.trees import normal, one_axis
 
 SECONDS = 240.0
 PLAIN = {"strategy": fs.zero3, "min_shard_elements": 0, "bucket_bytes": 0}
@@ -117,6 +118,51 @@ In the first version alone:
   return 2 * (x + by)  # shift: 1 aten.add, 1 aten.mul
 In the second version alone:
   difference = fs.diff(shift, lambda x, by: x - by, *args, bound=0.5): 1 aten.sub"""
+
+
+def compare_numbers_of_ranks():
+    """The difference between a step of two ranks and the same of one, and of one whose last microbatch is another."""
+    alone = fs.init_mesh({"replica": 2, "shard": 1}, device="cpu")["shard"]
+    model = fs.functionalize(Net(("none", "tanh")), Block)
+    tx = fs.from_torch(torch.optim.SGD, lr=1e-1, reduction_order="tree")
+
+    def make_state(mesh):
+        return fs.TrainState.create(model.init(fs.zero3(mesh, min_shard_elements=0), seed=0), tx)
+
+    def loss_fn(params, x):
+        return model.apply(params, x).square().mean()
+
+    def step(state, batches):
+        loss, grads = fs.accumulate(loss_fn, reduction_order="tree")(state.params, batches)
+        return fs.update(tx, state, grads), loss
+
+    state, state_alone = map(make_state, (one_axis(), alone))
+    batches = list(normal(7)(4, 4, WIDTH, dtype=torch.float32))
+    mine = fs.microbatches(batches, like=state.params)
+    equal = fs.diff(step, step, state, mine, args_b=(state_alone, batches))
+    changed = fs.diff(step, step, state, mine, args_b=(state_alone, [*batches[:3], batches[3] + 1]))
+    return equal, changed
+
+
+@pytest.fixture(scope="module")
+def of_other_ranks():
+    with reusing_traces():
+        first, second = spmd(compare_numbers_of_ranks, 2, timeout=SECONDS)
+    assert first == second
+    return first
+
+
+def test_one_rank_computes_what_two_share_bit_for_bit(of_other_ranks):
+    equal, _ = of_other_ranks
+    assert set(equal.growth.values()) == {0.0}
+    assert {("forward", "blocks.0.up"), ("backward", "blocks.1"), ("forward", "head")} <= equal.growth.keys()
+    assert (equal.first, equal.leaves, equal.only_second) == (None, {}, [])
+
+
+def test_the_microbatch_that_differs_is_named_with_the_rank_that_computes_it(of_other_ranks):
+    _, changed = of_other_ranks
+    assert (changed.first.microbatch, changed.first.ranks) == ("4 of 4", (1,))
+    assert (changed.first.operator, changed.first.module) == ("aten.addmm", "blocks.0.up")
 
 
 def test_the_texts_of_reports():
