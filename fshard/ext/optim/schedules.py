@@ -176,13 +176,16 @@ def from_torch_scheduler(
         steps: How many updates there will be; later ones get the last value.
         name: Which hyperparameter it is for: "lr", or "momentum" for those that cycle it too.
         momentum: The momentum that it starts from.
-        **arguments: Its keyword arguments.
+        **arguments: Its keyword arguments. OneCycleLR and CyclicLR cycle the momentum unless you say
+            cycle_momentum=False, which a schedule of the learning rate needs.
 
     Returns:
         The schedule: it maps the number of updates made, an int64 tensor of shape (), to a float64 tensor of shape ().
 
     Raises:
-        ValueError: if `steps` is no number of updates; torch's own error for arguments that the class refuses.
+        ValueError: if `steps` is no number of updates, the scheduler changes the momentum as well as the learning rate
+            that you ask for, or it needs a number that only a run knows, such as ReduceLROnPlateau; torch's own error
+            for arguments that the class refuses.
 
     >>> import torch
     >>> schedule = from_torch_scheduler(torch.optim.lr_scheduler.StepLR, lr=1.0, steps=4, step_size=2, gamma=0.5)
@@ -193,11 +196,23 @@ def from_torch_scheduler(
     optimizer = torch.optim.SGD([torch.zeros(())], lr=lr, momentum=momentum)
     values = []
     scheduler = cls(optimizer, **arguments)
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ValueError(
+            f"from_torch_scheduler: {type(scheduler).__name__} needs a number of each epoch, so its values are not "
+            'known before the run. Pass inject=("lr",) to fs.from_torch, and replace hyper["lr"] of its state.'
+        )
+    (group,) = optimizer.param_groups
     for count in range(steps):
         if count:
             optimizer.step()
             scheduler.step()
-        values.append(float(optimizer.param_groups[0][name]))
+        values.append(float(group[name]))
+        if name == "lr" and group["momentum"] != momentum:
+            raise ValueError(
+                f"from_torch_scheduler: {type(scheduler).__name__} changes the momentum too, in Adam the first beta, "
+                "and this schedule would leave it as it is. Pass cycle_momentum=False, and for the momentum of SGD a "
+                'schedule of its own with name="momentum".'
+            )
     table = torch.tensor(values, dtype=torch.float64)
 
     def schedule(count: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,9 @@ def test_values_are_those_of_torch():
             optimizer.step()
             scheduler.step()
         assert len(set(expected)) > 1
-        schedule = fs.from_torch_scheduler(cls, 0.1, STEPS, name=name, **arguments)
+        # The rates are the same whether the momentum is cycled or not.
+        fixed = {"cycle_momentum": False} if case in CYCLES and name == "lr" else {}
+        schedule = fs.from_torch_scheduler(cls, 0.1, STEPS, name=name, **arguments, **fixed)
         actual = [schedule(torch.tensor(count)) for count in (*range(STEPS), 10**12)]
         assert {(value.dtype, value.shape) for value in actual} == {(torch.float64, ())}
         assert [*map(float, actual)] == [*expected, expected[-1]]
@@ -100,7 +102,23 @@ def test_schedules_in_closed_form():
 
 
 UPDATES = "to be a number of updates from 1 to 10,000,000, got"
+CYCLES_MOMENTUM = (
+    "changes the momentum too, in Adam the first beta, and this schedule would leave it as it is. Pass "
+    'cycle_momentum=False, and for the momentum of SGD a schedule of its own with name="momentum".'
+)
 REFUSED = (
+    *(
+        (
+            lambda case=case: fs.from_torch_scheduler(SCHEDULERS[case][0], 0.1, STEPS, **SCHEDULERS[case][1]),
+            f"from_torch_scheduler: {case} {CYCLES_MOMENTUM}",
+        )
+        for case in CYCLES
+    ),
+    (
+        lambda: fs.from_torch_scheduler(lr_scheduler.ReduceLROnPlateau, 0.1, STEPS),
+        "from_torch_scheduler: ReduceLROnPlateau needs a number of each epoch, so its values are not known before the "
+        'run. Pass inject=("lr",) to fs.from_torch, and replace hyper["lr"] of its state.',
+    ),
     (
         lambda: fs.from_torch_scheduler(lr_scheduler.StepLR, 0.1, 2.0, step_size=2),
         f"from_torch_scheduler: expected steps {UPDATES} 2.0",
