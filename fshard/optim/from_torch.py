@@ -88,7 +88,8 @@ def from_torch(
         The optimizer. Its state is sharded as the parameters are.
 
     Raises:
-        ValueError: if `cls` is not a torch.optim class; from init, if a leaf cannot take a gradient, if the class looks
+        ValueError: if `cls` is not a torch.optim class, or keeps something between steps that is not in the state of
+            its parameters; from init, if a leaf cannot take a gradient, if the class looks
             across the elements of a sharded leaf, if it rounds elements by their place with reduction_order="tree", or
             if its fused kernel does not step leaves of half precision, as that of SGD on the CPU before torch 2.14.
             Torch's own error if the class refuses its arguments, needs a closure, or cannot step on dense gradients.
@@ -179,6 +180,13 @@ class _WrappedClass:
         self._has_capturable = "capturable" in _build_optimizer(self._make_for_trial, (), (), {}).defaults
         # The names of state that is one number for a whole leaf, such as a step count.
         self._number_names, self._is_first_step_special, writes_gradients = _observe(self._make_for_trial)
+        # The names of state that leaves of every shape have.
+        self._common_names = _list_common_names(self._make_for_trial)
+        if _keeps_memory(_make_moving(self._make_for_trial)):
+            raise ValueError(
+                f"from_torch: {self._name} keeps something between steps that is not in the state of its parameters, "
+                "such as a count in its parameter groups. It would be lost. Keep it in self.state[parameter]."
+            )
         changing = {name for name in hyper if callable(hyper[name]) or name in inject}
         # With other values than in the trial, a class may write to gradients. Its learning rate does not decide that.
         self._may_write_gradients = writes_gradients or bool(changing - {"lr"})
@@ -209,6 +217,7 @@ class _WrappedClass:
         donate: bool = False,
     ) -> Updated:
         """Make new parameters and the next state; with `donate`, in the place of the old ones."""
+        self._refuse_state(state)
         flat = flatten(params)
         hyper = _evaluate(self._hyper, state.updates, state.hyper)
         slots = {name: leaves_of(slot) for name, slot in state.slots.items()}
@@ -233,6 +242,16 @@ class _WrappedClass:
         new_hyper = {name: torch.as_tensor(hyper[name], dtype=torch.float64).detach() for name in state.hyper}
         new_state = TorchState(state.updates + 1, state.slots | new_slots, new_hyper, counts)
         return selection.put(flat.leaves, tensors), new_state
+
+    def _refuse_state(self, state: TorchState) -> None:
+        """Refuse a state that another class made, on which SGD would begin anew. One without slots begins anyway."""
+        missing = sorted(self._common_names - state.slots.keys())
+        if missing and state.slots:
+            slots = ", ".join(sorted(state.slots))
+            raise ValueError(
+                f"update: {self._name} keeps {', '.join(missing)}, but the state has {slots} of another optimizer. "
+                "Make the state with this one, as by TrainState.create(params, tx)."
+            )
 
     def _make_slots(
         self,
@@ -311,11 +330,8 @@ class _WrappedClass:
 
     def _refuse_leaves(self, flat: Flat) -> None:
         """Refuse leaves that the class cannot step, or not with the bits that are promised."""
-        make = self._make_for_trial
+        make = _make_moving(self._make_for_trial)
         dtypes = {tensor_of(leaf).dtype for leaf in flat.leaves if is_trained(leaf)}
-        if "lr" in make.keywords:
-            # Under a schedule that starts from 0 nothing would move.
-            make = partial(make, lr=0.7)
         if make.keywords.get("fused"):
             self._refuse_skipped_leaves(make, flat, dtypes)
         if self._order.keeps_bits or any(map(partition_axes, flat.leaves)):
@@ -519,6 +535,34 @@ def _observe(make: Make) -> tuple[Names, bool, bool]:
     number_names = [name for name, value in from_nothing.items() if isinstance(value, torch.Tensor) and not value.dim()]
     is_special = any(torch.as_tensor(value != from_zeros[name]).any() for name, value in from_nothing.items())
     return number_names, is_special, not all(grad.equal(start.cos()) for grad in used_grads)
+
+
+def _make_moving(make: Make) -> Make:
+    """Return an optimizer for trials that moves, where a schedule starts from a learning rate of 0."""
+    return partial(make, lr=0.7) if "lr" in make.keywords else make
+
+
+def _keeps_memory(make: Make) -> bool:
+    """Try whether steps of one optimizer differ from those of new ones that are given its states."""
+    start = torch.linspace(-1.0, 1.0, 4).reshape(2, 2)
+    kept, renewed = start.clone(), start.clone()
+    optimizer = _build_optimizer(make, [kept], [start], {})
+    states: States = [{}]
+    for _ in range(3):
+        kept.grad = start.cos()
+        optimizer.step()
+        states = _step_in_place(make, [renewed], [start.cos()], states, {})
+    return not kept.equal(renewed)
+
+
+def _list_common_names(make: Make) -> set[str]:
+    """List what a class keeps for a leaf of any shape: Adafactor keeps other state for vectors than for matrices."""
+    matrix = torch.ones(2, 2)
+    (names,) = map(set, _make_start_states(make, [matrix]))
+    # Muon refuses vectors.
+    with suppress(Exception):
+        names.intersection_update(*_make_start_states(make, [matrix[0]]))
+    return names
 
 
 def _describe_split(leaf: Any) -> str | None:

@@ -131,3 +131,19 @@ def test_a_rate_that_is_replaced_in_the_state_is_that_of_a_class_told_so():
         scheduled = fs.update(scheduled_tx, scheduled, gradients(step))
         last_rate = scheduled.opt_state.hyper["lr"]
         assert (last_rate.item(), last_rate.dtype, state.opt_state.hyper["lr"].item()) == (rate, torch.float64, rate)
+
+
+def test_a_state_that_lacks_nothing_may_be_of_another_class():
+    """As after another choice of an option: what a class does not keep stays as it is."""
+    grads = {"w": normal(0)(3, 2), "v": normal(1)(2)}
+    params = fs.tree_map(torch.ones_like, grads)
+    for cls, other, hyper in (
+        (optim.AdamW, optim.Adam, {"amsgrad": True}),
+        (optim.Adafactor, optim.Adafactor, {}),
+        (optim.Adam, optim.SGD, {}),
+    ):
+        state = fs.from_torch(other, lr=0.1, **hyper).init(params)
+        tx = fs.from_torch(cls, lr=0.1)
+        updated, _ = tx.update(grads, state, params)
+        expected, _ = tx.update(grads, tx.init(params), params)
+        assert_same_bits(updated, expected)

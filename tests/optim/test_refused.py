@@ -23,6 +23,25 @@ class WithWarmup(optim.SGD):
         super().__init__(params, lr * warmup)
 
 
+class CountsItself(optim.SGD):
+    """A class that keeps a count on itself."""
+
+    def step(self, closure=None):
+        self.count = getattr(self, "count", 0) + 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.count
+        super().step(closure)
+
+
+class CountsInAGroup(optim.SGD):
+    """A class that keeps a count in its groups, as schedule-free optimizers do."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["momentum"] = group["count"] = group.get("count", 0) + 1
+        super().step(closure)
+
+
 def update_by(tx):
     return tx.update(W, tx.init(W), W)
 
@@ -34,7 +53,34 @@ def refused_sums(takes_sums):
         yield call, f"{name}: expected reduction_order to be \"tree\" or None, got 'pairs'"
 
 
+def update_state_of_another(cls, other, **hyper):
+    return fs.from_torch(cls, lr=0.1, **hyper).update(W, fs.from_torch(other, lr=0.1).init(W), W)
+
+
+def refused_states():
+    """Updates of a class by the state of another, and the texts of their errors."""
+    for cls, hyper, missing in (
+        (optim.SGD, {"momentum": 0.9}, "momentum_buffer"),
+        (optim.AdamW, {"amsgrad": True}, "max_exp_avg_sq"),
+        (optim.RMSprop, {}, "square_avg"),
+    ):
+        text = (
+            f"update: {cls.__name__} keeps {missing}, but the state has exp_avg, exp_avg_sq, step of another "
+            "optimizer. Make the state with this one, as by TrainState.create(params, tx)."
+        )
+        yield partial(update_state_of_another, cls, optim.Adam, **hyper), text
+
+
 ROWS = [
+    *(
+        (
+            partial(fs.from_torch, cls, lr=lambda count: 0.1 * count),
+            f"from_torch: {cls.__name__} keeps something between steps that is not in the state of its parameters, "
+            "such as a count in its parameter groups. It would be lost. Keep it in self.state[parameter].",
+        )
+        for cls in (CountsItself, CountsInAGroup)
+    ),
+    *refused_states(),
     (lambda: fs.freeze(SGD, {"a": 1, "b": 0}), f"freeze: {MASK} a dict"),
     (
         lambda: fs.partition({"a": SGD, "c*": SGD, "*": SGD}).init(PARAMS),
