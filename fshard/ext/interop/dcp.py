@@ -166,13 +166,16 @@ def load_dcp(
         path = exchange.path("directory", directory)
         _check_trust(path, trusted)
         entries, values = dcp_files.read_contents(path)
-    state_prefix = f"{_join(optimizer_key, 'state')}."
-    others = {key: entry for key, entry in entries.items() if not key.startswith(state_prefix)}
-    weights = _entries_under(f"{model_key}." if model_key else "", others)
-    filled = exchange.fill(_rename(exchange.first, weights), _model_leaves(exchange, like, needs_values=False))
+    state_key = _join(optimizer_key, "state")
+    others = {key: entry for key, entry in entries.items() if not key.startswith(f"{state_key}.")}
+    leaves = _model_leaves(exchange, like, needs_values=False)
+    weights = _entries_under(model_key, others, leaves, exchange.label, "model_key")
+    filled = exchange.fill(_rename(exchange.first, weights), leaves)
     if not hasattr(like, "opt_state"):
         return exchange.with_leaves(like, filled)
-    slots = _rename(states.collect_slots(exchange, like.opt_state), _entries_under(state_prefix, entries))
+    slot_leaves = states.collect_slots(exchange, like.opt_state)
+    stored = _entries_under(state_key, entries, slot_leaves, exchange.label, "optimizer_key")
+    slots = _rename(slot_leaves, stored)
     with exchange.raise_on_all_ranks(directory):
         hypers = _read_hypers(values, _join(optimizer_key, "param_groups"), like.opt_state)
     opt_state = states.rebuild_state(exchange, like.opt_state, slots, _rename(exchange.first, hypers), updates)
@@ -220,8 +223,22 @@ def _name_of_fsdp2(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
-def _entries_under(prefix: str, entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    return {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
+def _entries_under(
+    key: str, entries: Mapping[str, Entry], names: Iterable[str], label: str, argument: str
+) -> dict[str, Entry]:
+    """Take the entries under a key. If there are none, say under which keys the checkpoint has one of these names."""
+    prefix = f"{key}." if key else ""
+    taken = {name.removeprefix(prefix): entry for name, entry in entries.items() if name.startswith(prefix)}
+    ending = "." + _name_of_fsdp2(min(names, default=""))
+    if taken or ending == ".":
+        return taken
+    keys = {f".{name}".removesuffix(ending) for name in entries if f".{name}".endswith(ending)}
+    texts = [repr(other.removesuffix(".state").removeprefix(".")) for other in sorted(keys)]
+    places = ", ".join(texts) or "no key"
+    raise ValueError(
+        f"{label}: the checkpoint has {ending[1:]} under {places}, and nothing under {key!r}. Pass its key as "
+        f'{argument}=, which is "" for the top.'
+    )
 
 
 def _rename(names: Iterable[str], entries: Mapping[str, Value]) -> dict[str, Value]:

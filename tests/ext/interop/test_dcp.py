@@ -162,8 +162,18 @@ def test_other_keys(tmp_path):
     state = fs.tree_map(lambda leaf: leaf + 1, adam_state())
     save_dcp(tmp_path / "state", state, module=module, optimizer=torch.optim.AdamW(module.parameters()), **keys)
     assert_same_bits(load_dcp(tmp_path / "state", adam_state(), trusted=True, **keys), state)
-    text = load_refusal(tmp_path / "state", adam_state(), model_key="app.model")
-    assert "w.step: expected float32[], got nothing" in text
+    assert load_refusal(tmp_path / "state", W) == (
+        "checkpoint.load_dcp: the checkpoint has w under 'app.model', and nothing under 'model'. Pass its key as "
+        'model_key=, which is "" for the top.'
+    )
+    assert load_refusal(tmp_path / "state", adam_state(), model_key="app.model") == (
+        "checkpoint.load_dcp: the checkpoint has w.exp_avg under 'app.adam', and nothing under 'optim.state'. Pass its "
+        'key as optimizer_key=, which is "" for the top.'
+    )
+    text = load_refusal(tmp_path / "flat", W)
+    assert text.startswith("checkpoint.load_dcp: the checkpoint has w under '', and nothing under 'model'.")
+    text = load_refusal(tmp_path / "flat", {"v": torch.ones(3)})
+    assert text.startswith("checkpoint.load_dcp: the checkpoint has v under no key, and nothing under 'model'.")
 
 
 def test_a_state_is_saved_with_its_module_and_optimizer(tmp_path):
