@@ -51,7 +51,8 @@ def plan_units(module: nn.Module, units: Units) -> list[ModuleUnit]:
     for number, path in enumerate(paths):
         end = number + units_inside[path]
         is_lookup = _is_lookup(modules[path])
-        planned.append(ModuleUnit(path, tuple(names_by_path[path]), end, is_lookup))
+        is_selected = path != "" and path in selected
+        planned.append(ModuleUnit(path, tuple(names_by_path[path]), end, is_lookup, is_selected))
     return planned
 
 
@@ -130,13 +131,19 @@ def choose_dtypes(units: Sequence[ModuleUnit], params: Mapping[str, Any]) -> Dty
         params: Its parameters by name.
 
     Returns:
-        By the numbers of units the dtypes of the strategy that most of a unit's elements have; WHOLE_MODEL stands for
-        the module, which casts alone if all parameters have the same dtypes.
+        By the numbers of units the dtypes of the strategy that most of a unit's elements have. If all parameters have
+        the same dtypes, the module casts, for which WHOLE_MODEL stands, and units that the user's rule selects cast
+        their inputs again, as FSDP2 does: the module may have mixed them with a buffer of another dtype.
     """
     dtypes = {leaf.spec.model_dtypes for leaf in params.values() if is_sharded(leaf)}
-    if len(dtypes) == 1:
-        return {WHOLE_MODEL: dtypes.pop()}
     chosen: Dtypes = {}
+    if len(dtypes) == 1:
+        common = dtypes.pop()
+        chosen[WHOLE_MODEL] = common
+        for number, unit in enumerate(units):
+            if common and unit.is_selected:
+                chosen[number] = ModelDtypes(common.inputs)
+        return chosen
     for number, unit in enumerate(units):
         elements: Counter[ModelDtypes | None] = Counter({None: 0})
         for name in unit.leaf_names:

@@ -43,6 +43,58 @@ def in_one_process(module, x, dtype):
     return loss.detach(), dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()))))
 
 
+class Mixed(nn.Module):
+    """A float32 buffer is mixed with the input of each part, as tables of rotary embeddings are."""
+
+    def __init__(self, seen=None):
+        super().__init__()
+        self.chosen = nn.Linear(WIDTH, WIDTH)
+        self.other = Probe(seen)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x):
+        x = x * self.scale
+        # Without fshard, the module has to cast.
+        x = self.chosen(x if self.other.seen is not None else x.to(self.chosen.weight.dtype))
+        return self.other(x * self.scale)
+
+
+class Probe(nn.Module):
+    def __init__(self, seen):
+        super().__init__()
+        self.weight, self.seen = nn.Parameter(torch.ones(WIDTH)), seen
+
+    def forward(self, x):
+        if self.seen is not None:
+            self.seen.add(x.dtype)
+        return (x * self.weight).sum()
+
+
+class Dtypes(set):
+    """Seen dtypes, which all copies of a module share: a set of its own would be restored after each call."""
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+@on_ranks(2)
+def test_units_of_the_rule_cast_what_the_module_mixed_with_other_dtypes():
+    """As FSDP2 casts the inputs of each sharded module, and not those of what the root holds itself."""
+    x, seen = vectors(2)[my_rank()][0].float(), Dtypes()
+    dense, mixed = (filled(module, torch.float32) for module in (Mixed(), Mixed(seen)))
+    expected = [in_one_process(dense, vectors(2)[rank][0].float(), torch.bfloat16) for rank in range(2)]
+    for units in ("chosen", nn.Linear):
+        model = fs.functionalize(mixed, units)
+        options = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+        for strategy in (zero3(**options), partial(fs.ddp, **options)):
+            params = model.init(strategy(one_axis()))
+            loss, grads = full(fs.value_and_grad(model.apply)(params, x))
+            assert_same_bits(loss, sum(loss for loss, _ in expected) / 2)
+            for name, grad in grads.items():
+                assert_same_bits(grad, sum(of_rank[name].float() for _, of_rank in expected) / 2)
+    assert seen == {torch.float32}
+
+
 @on_ranks(3)
 def test_casts_by_the_strategy(world_size):
     """Parameters and inputs are cast, gradients computed in that dtype, added up in another and finished in a third."""

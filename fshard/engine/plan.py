@@ -85,12 +85,14 @@ class ModuleUnit(NamedTuple):
         leaf_names: The names of the parameters.
         end: The number of the first module unit after this one that does not lie inside it.
         is_embedding: Whether it holds only tables of embeddings.
+        is_selected: Whether the user's rule selects the submodule, which is not the whole module.
     """
 
     path: str
     leaf_names: tuple[str, ...]
     end: int
     is_embedding: bool
+    is_selected: bool = False
 
 
 class Plan(NamedTuple):

@@ -156,9 +156,9 @@ def zero3(
             `axis`. After the first gather each rank keeps its piece of the full tensors along this axis, until the last
             backward, so that the other axes, such as links between nodes, are gathered over once in a step. Follows
             ZeRO++'s hpZ (Wang et al., 2023). None gathers over all of them again.
-        param_dtype: Dtype that parameters are gathered and a model's floating inputs are cast to; None keeps theirs.
-            Where `masked` gives parameters of a model strategies of different dtypes, the submodule of each unit casts
-            its own inputs and outputs, as under FSDP2.
+        param_dtype: Dtype that parameters are gathered and the floating inputs of a model, and of each submodule that
+            `units=` selects, are cast to; None keeps theirs. Where `masked` gives parameters of a model strategies of
+            different dtypes, the submodule of each unit casts its own inputs and outputs, as under FSDP2.
         reduce_dtype: Dtype that gradients are reduced in; None means the dtype they are computed in.
         output_dtype: Dtype that a model's floating outputs are cast to; None keeps theirs.
         prefetch: How many units are gathered ahead of the one that computes; None means one, and more while they are
