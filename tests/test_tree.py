@@ -109,6 +109,9 @@ def test_a_sharded_leaf_is_no_tensor():
             use(LEAF)
     with pytest.raises(AttributeError, match=r"^Sharded\.sum: a Sharded leaf is not a tensor\. Call fs\.gather for"):
         LEAF.sum()
+    text = r"^Sharded\.full_tensor: a Sharded leaf is not a DTensor\. Use fs\.unshard\(leaf\) for the full tensor, "
+    with pytest.raises(AttributeError, match=text):
+        LEAF.full_tensor()
     with pytest.raises(AttributeError, match=r"^'Sharded' object has no attribute 'locale'$"):
         LEAF.locale  # noqa: B018
     assert not any(hasattr(LEAF, name) for name in ("sum", "backward", "__array__", "__qualname__"))

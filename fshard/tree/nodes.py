@@ -22,6 +22,9 @@ def _not_a_tensor(use: str) -> str:
     )
 
 
+_OF_DTENSOR = ("full_tensor", "to_local", "placements", "device_mesh", "redistribute")
+
+
 @dataclass(frozen=True, eq=False, init=False, slots=True)
 class Sharded:
     """This rank's shard of a leaf and the spec that says what it is a shard of.
@@ -101,10 +104,15 @@ class Sharded:
             """Called for an attribute that a leaf does not have.
 
             Raises:
-                AttributeError: always; with the remedy where a tensor has the attribute.
+                AttributeError: always; with the remedy where a tensor or a DTensor has the attribute.
             """
             if not name.startswith("_") and hasattr(torch.Tensor, name):
                 raise AttributeError(_not_a_tensor(f"Sharded.{name}"))
+            if name in _OF_DTENSOR:
+                raise AttributeError(
+                    f"Sharded.{name}: a Sharded leaf is not a DTensor. Use fs.unshard(leaf) for the full tensor, "
+                    "leaf.local for the shard, leaf.spec for the layout, and fs.reshard for another one."
+                )
             raise AttributeError(f"'Sharded' object has no attribute {name!r}")
 
     def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
