@@ -1,5 +1,6 @@
 """value_and_grad and accumulate: the loss and its sharded, reduced gradients in one call."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -214,6 +215,13 @@ class _Differentiation:
             objective, auxes, by_leaf = self._differentiate_by_torch_func()
         else:
             objective, auxes, by_leaf = self._differentiate_by_engine()
+        if not any(gradient is not None for gradient in by_leaf) and any(map(is_trained, flat.leaves)):
+            # Torch's own backward refuses such a loss. Here it may be that no rank has any items.
+            warnings.warn(
+                f"{self.options.api_name}: the loss of no rank depends on the parameters, so there are no gradients. "
+                "Compute it with model.apply(params, ...) or fs.gather(params), and without no_grad or detach.",
+                stacklevel=2,
+            )
         unreduced_axes = [axis for axis in flat.axes if axis.size > 1 and axis not in self.axes]
         if unreduced_axes:
             check_agrees(objective, unreduced_axes, self.options.api_name)

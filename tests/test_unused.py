@@ -103,3 +103,23 @@ def check_the_state_of_a_transform_stays(layout):
 def test_the_state_of_a_transform_stays():
     """What a lossy reduction left out of an earlier gradient waits for the next one."""
     check_the_state_of_a_transform_stays(feedback(one_axis()))
+
+
+LOSSES_WITHOUT_PARAMETERS = (
+    lambda params: fs.gather(params)["w"].sum().detach(),
+    torch.no_grad()(lambda params: fs.gather(params)["w"].sum()),
+    lambda params: torch.ones(()),
+)
+
+
+def test_a_loss_of_no_parameter_is_warned_of():
+    """As of a module that was called itself, and not by `apply`."""
+    strategy = fs.zero3(one_axis())
+    params = fs.shard({"w": torch.ones(3), "frozen": torch.ones(2)}, strategy, frozen="frozen")
+    for loss in LOSSES_WITHOUT_PARAMETERS:
+        for call in (fs.value_and_grad(loss), lambda p, loss=loss: fs.accumulate(lambda p, _: loss(p))(p, [1, 2])):
+            with pytest.warns(UserWarning, match=": the loss of no rank depends on the parameters, so there are no"):
+                assert call(params)[1] == {"w": None, "frozen": None}
+    # There is nothing to differentiate by.
+    frozen = fs.shard({"w": torch.ones(3)}, strategy, frozen="*")
+    assert fs.value_and_grad(LOSSES_WITHOUT_PARAMETERS[0])(frozen)[1] == {"w": None}
