@@ -349,12 +349,17 @@ def _move_buffers(buffers: Buffers, strategy: ShardTransform) -> Buffers:
 
 
 def _check_module(module: Any) -> None:
-    """Refuse what is no module, and hooks on parameters, which fshard would not call."""
+    """Refuse what is no module, one that FSDP2 sharded, and hooks on parameters, which fshard would not call."""
     if not isinstance(module, nn.Module):
         remedy = " Pass an instance, not the class." if isinstance(module, type) else ""
         raise ValueError(f"functionalize: module must be an nn.Module, not {describe(module)}.{remedy}")
     hooks = []
     for name, parameter in _compat.named_parameters(module):
+        if hasattr(parameter, "full_tensor"):
+            raise ValueError(
+                f"functionalize: parameter {name!r} is a DTensor, as fully_shard makes it. Pass the module as it was "
+                "before. fs.from_dtensor(module.state_dict(), strategy) takes the values over."
+            )
         hook = _compat.hook_of(parameter)
         if hook:
             hooks.append(f"[{name!r}] ({hook})")

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.functional import pad
@@ -18,7 +19,8 @@ def from_dtensor(tree: Any, strategy: Any) -> Any:
 
     Args:
         tree: Pytree with DTensor leaves, such as the state dict of an FSDP2 model; other leaves stay as they are.
-        strategy: The ShardTransform that gathers and scatters them from now on, on the axes of their mesh.
+        strategy: The ShardTransform that gathers and scatters them from now on, on the axes of their mesh. FSDP2's
+            default mesh has no names of axes, and is that of a strategy over all ranks.
 
     Returns:
         The tree with Sharded leaves that share memory with the DTensors.
@@ -58,14 +60,14 @@ def from_dtensor(tree: Any, strategy: Any) -> Any:
 
 def _describe_misfit(leaf: Any, target: fs.Spec) -> str | None:
     """Say why a DTensor cannot be taken over, whose spec by the strategy alone is `target`; None if it can."""
-    axes = _axes_of(leaf.device_mesh)
     strategy_axes = dict.fromkeys((*target.transform.axes, *target.axes))
+    axes = _axes_of(leaf.device_mesh, strategy_axes)
     if set(axes) != set(strategy_axes):
         return f"lives on {_list_axes(axes)}, and the strategy on {_list_axes(strategy_axes)}"
     for placement in leaf.placements:
         if type(placement) not in (Shard, Replicate):
             return f"has the placement {placement}, which is neither Shard nor Replicate"
-    spec = _layout_of(leaf)
+    spec = _layout_of(leaf, axes)
     split = spec.partition_axes()
     replicated = [axis.name for axis in target.owned if axis not in split]
     if replicated:
@@ -73,11 +75,10 @@ def _describe_misfit(leaf: Any, target: fs.Spec) -> str | None:
     return _describe_layout_misfit(spec, axes)
 
 
-def _layout_of(leaf: Any) -> fs.Spec:
-    """Return the spec of a DTensor, without a transform."""
+def _layout_of(leaf: Any, axes: Iterable[fs.Axis]) -> fs.Spec:
+    """Return the spec of a DTensor on the axes of its mesh, without a transform."""
     is_frozen = not leaf.requires_grad and leaf.is_leaf and isinstance(leaf, torch.nn.Parameter)
     spec = fs.Spec(tuple(leaf.shape), frozen=is_frozen)
-    axes = _axes_of(leaf.device_mesh)
     for axis, placement in zip(axes, leaf.placements, strict=True):
         if type(placement) is Shard:
             spec = spec.split(axis, placement.dim)
@@ -88,7 +89,8 @@ def _layout_of(leaf: Any) -> fs.Spec:
 
 def _take_over(leaf: Any, target: fs.Spec) -> fs.Sharded:
     """Make a Sharded leaf of a DTensor, whose spec by the strategy alone is `target`."""
-    layout = _layout_of(leaf)
+    mesh_axes = _axes_of(leaf.device_mesh, (*target.transform.axes, *target.axes))
+    layout = _layout_of(leaf, mesh_axes)
     # In the strategy's order, because specs compare their axes in order.
     axes = dict.fromkeys(axis for axis in (*target.axes, *layout.axes) if axis in layout.axes)
     spec = replace(
@@ -132,7 +134,7 @@ def to_dtensor(tree: Any, mesh: DeviceMesh) -> Any:
     """
     flat = Exchange("to_dtensor").flat(tree)
     expect(isinstance(mesh, DeviceMesh), "to_dtensor", "mesh to be a DeviceMesh", describe(mesh))
-    axes = _axes_of(mesh)
+    axes = _axes_of(mesh, flat.axes)
 
     def describe_misfit(leaf: Any) -> str | None:
         return _describe_layout_misfit(leaf.spec, axes) if isinstance(leaf, fs.Sharded) else None
@@ -183,8 +185,18 @@ def _has_layout(spec: fs.Spec, axes: list[fs.Axis]) -> bool:
     return True
 
 
-def _axes_of(mesh: DeviceMesh) -> list[fs.Axis]:
-    return [fs.axis_of(mesh, name) for name in mesh.mesh_dim_names or ()]
+def _axes_of(mesh: DeviceMesh, known: Iterable[fs.Axis] = ()) -> list[fs.Axis]:
+    """List the axes of a mesh. FSDP2's default mesh has no names, and is the known axis of all ranks."""
+    if mesh.mesh_dim_names:
+        return [fs.axis_of(mesh, name) for name in mesh.mesh_dim_names]
+    is_default = mesh.ndim == 1 and mesh.size() == dist.get_world_size()
+    return [axis for axis in dict.fromkeys(known) if is_default and _is_dim_of(mesh, axis)]
+
+
+def _is_dim_of(mesh: DeviceMesh, axis: fs.Axis) -> bool:
+    """Tell whether a mesh of one dim has this rank where an axis has it."""
+    place = (mesh.device_type, mesh.size(), mesh.get_local_rank())
+    return place == (axis.device_type, axis.size, fs.comm.rank(axis))
 
 
 def _list_axes(axes: Iterable[fs.Axis]) -> str:

@@ -41,6 +41,22 @@ def test_parameters_of_fsdp2_are_taken_over():
 
 
 @on_ranks("2 processes")
+def test_a_mesh_without_names_has_the_axes_of_the_same_ranks():
+    """FSDP2 makes one where it is given none."""
+    one_axis()
+    module = fully_shard(filled(nn.Linear(5, 3)))
+    theirs = dict(module.named_parameters())
+    params = fs.from_dtensor(theirs, every_leaf(one_axis()))
+    full = {name: parameter.full_tensor().detach() for name, parameter in theirs.items()}
+    assert_same_bits(fs.unshard(params), full)
+    module.load_state_dict(fs.to_dtensor(fs.tree_map(lambda t: 2 * t, params), module.weight.device_mesh))
+    assert_same_bits({name: p.full_tensor() for name, p in theirs.items()}, {name: 2 * t for name, t in full.items()})
+    rows = fs.init_mesh({"outer": 2, "shard": 1}, device="cpu")
+    text = refused(lambda: fs.from_dtensor(theirs, every_leaf(rows["shard"])))
+    assert "['weight']: lives on no named axes, and the strategy on shard=1 in group " in text
+
+
+@on_ranks("2 processes")
 def test_shards_become_the_dtensors_of_fsdp2():
     mesh, module, full, params = sharded_by_both()
     ours = fs.to_dtensor(params, mesh)
@@ -53,6 +69,15 @@ def test_shards_become_the_dtensors_of_fsdp2():
     module.load_state_dict(fs.to_dtensor(fs.tree_map(lambda t: 2 * t, params), mesh))
     loaded = fs.unshard(fs.from_dtensor(dict(module.named_parameters()), every_leaf(mesh)))
     assert_same_bits(loaded, {name: 2 * tensor for name, tensor in full.items()})
+
+
+@on_ranks("2 processes")
+def test_a_module_that_fsdp2_has_sharded_is_refused():
+    _, module, _, _ = sharded_by_both()
+    assert refused(lambda: fs.functionalize(module)) == (
+        "functionalize: parameter '0.weight' is a DTensor, as fully_shard makes it. Pass the module as it was before. "
+        "fs.from_dtensor(module.state_dict(), strategy) takes the values over."
+    )
 
 
 @on_ranks("2 processes")
