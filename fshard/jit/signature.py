@@ -85,7 +85,10 @@ def _refuse_unhashable(flat: Flat) -> None:
     """Refuse the first leaf that cannot be hashed, with its path."""
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
         if not isinstance(leaf, torch.Tensor | Sharded):
-            remedy = "Pass a tensor, or a hashable value, such as a tuple, as a static argument."
+            remedy = (
+                "Pass tensors in dicts, lists, tuples or classes of fs.register_dataclass (dict(batch) of a batch of "
+                "transformers), or a hashable value."
+            )
             make_exact(leaf, path, remedy)
 
 

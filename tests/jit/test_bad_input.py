@@ -160,8 +160,8 @@ UNHASHABLE = [
     ),
     (
         lambda: fs.jit(scale)(X, by={1}),
-        "jit: [1]['by'] is a set, which cannot be hashed (unhashable type: 'set'). Pass a tensor, or a hashable "
-        "value, such as a tuple, as a static argument.",
+        "jit: [1]['by'] is a set, which cannot be hashed (unhashable type: 'set'). Pass tensors in dicts, lists, "
+        "tuples or classes of fs.register_dataclass (dict(batch) of a batch of transformers), or a hashable value.",
     ),
 ]
 
