@@ -86,7 +86,10 @@ MIRRORS = {
         "tests/test_units_policies.py",
         "tests/test_units_state.py",
     ),
-    "fshard/units.py": ("tests/test_unit_rules.py", "tests/test_units_policies.py", "tests/test_apply.py"),
+    "fshard/units.py": (
+        *("tests/test_unit_rules.py", "tests/test_units_policies.py", "tests/test_apply.py"),
+        "tests/test_units_dtypes.py",
+    ),
     "fshard/jit/jit.py": ("tests/jit", "tests/test_recovery.py"),
     "fshard/jit": ("tests/jit",),
     "fshard/optim/block_sums.py": ("tests/ext/optim/test_norm_blocks.py", "tests/ext/optim/test_clip.py"),
@@ -735,6 +738,13 @@ FAULTS = (
         "3: a unit computes in the dtype that most of its elements have",
     ),
     Fault(
+        "inputs-of-units-that-a-buffer-widened-kept",
+        "fshard/units.py",
+        "chosen[number] = ModelDtypes(common.inputs)",
+        "chosen[number] = ModelDtypes()",
+        "3: a unit computes in param_dtype, as FSDP2's, whatever the module mixed its inputs with",
+    ),
+    Fault(
         "outputs-of-a-unit-not-cast",
         "fshard/module_template.py",
         "result = cast_floating(cls.__call__(self, *args, **kwargs), dtypes.outputs)",
@@ -1322,6 +1332,27 @@ FAULTS = (
         "has_begun = [int(number) > 1 for number in numbers]",
         "has_begun = [True] * len(gradients)",
         "9: a leaf's first update is the class's first step, whenever it comes",
+    ),
+    Fault(
+        "state-that-another-class-made-taken",
+        "fshard/optim/from_torch.py",
+        "missing = sorted(self._common_names - state.slots.keys())",
+        "missing = sorted(state.slots.keys() - self._common_names)",
+        "9: an update depends on a state of its own class, or is refused",
+    ),
+    Fault(
+        "memory-of-a-class-tried-in-one-step",
+        "fshard/optim/from_torch.py",
+        "for _ in range(3):",
+        "for _ in range(1):",
+        "9: a class whose steps depend on more than the state is refused",
+    ),
+    Fault(
+        "momentum-that-a-scheduler-cycles-left",
+        "fshard/ext/optim/schedules.py",
+        'if name == "lr" and group["momentum"] != momentum:',
+        'if name == "momentum" and group["momentum"] != momentum:',
+        "3: a schedule that would train otherwise than torch's scheduler is refused",
     ),
     Fault(
         "fused-kernels-tried-in-float32",
