@@ -11,7 +11,7 @@ import fshard as fs
 from fshard.collectives import custom_call
 from tests.checks import find_problems
 from tests.ranks import on_ranks
-from tests.trees import WORLD_SIZES, assert_same_bits, one_axis
+from tests.trees import WORLD_SIZES, assert_same_bits, one_axis, two_axes
 
 
 def around(tree, axis, back=False, closed=True):
@@ -114,10 +114,26 @@ def test_backward_is_the_transpose_and_forward_the_map_itself():
 
 @on_ranks(2)
 def test_a_sum_of_leaves_keeps_their_specs():
-    params = fs.shard({"w": torch.ones(24, 2), "none": None}, fs.zero2(one_axis(), min_shard_elements=0))
-    summed = fs.psum(params, fs.axis_of(one_axis()))
+    """Over an axis that no leaf is laid out on, such as that of replicas which train apart."""
+    mesh = two_axes(2)
+    params = fs.shard({"w": torch.ones(24, 2), "none": None}, fs.zero2(mesh["shard"], min_shard_elements=0))
+    summed = fs.psum(params, fs.axis_of(mesh, "replicate"))
     assert summed["w"].spec is params["w"].spec
     assert summed["w"].local.eq(2).all()
+
+
+@on_ranks(3)
+def test_a_sum_of_bools_counts_them():
+    axis = fs.axis_of(one_axis())
+    is_first = torch.tensor([fs.axis_index(axis) == 0, True])
+    counts = torch.tensor([1, 3])
+    for total in (
+        fs.psum(is_first, axis),
+        fs.psum_invariant(is_first, axis),
+        fs.reduce_scatter(is_first.repeat(3), axis),
+    ):
+        assert_same_bits(total, counts)
+    assert_same_bits(fs.pmean({"a": is_first}, axis), {"a": counts / 3})
 
 
 X = torch.ones(2)
@@ -127,6 +143,7 @@ SIZES = (
     "must each be a list of 2 ints, 0 or more. Convert a tensor of counts with .tolist(). In a graph, use all_to_all"
 )
 KEPT = "of 'shard', sends itself 2 rows by send_sizes and gets 0 by recv_sizes. Make these two entries equal."
+UNEQUAL = "cannot be cut into equal pieces for the 2 ranks of 'shard'. Pad it to a multiple of 2, and cut"
 # A collective, what it is called with, and part of its error.
 REFUSED = (
     *((f, {"a": X, "b": 1.0}, (), f"  ['b']: {TENSOR}\n") for f in (fs.psum, fs.pmax, fs.broadcast)),
@@ -135,6 +152,8 @@ REFUSED = (
     (fs.all_to_all, {"b": X}, (0, 1), DIM.format(1)),
     *((fs.ragged_all_to_all, X, sizes, SIZES) for sizes in ((X, (1, 1)), ((1, 1), (3, -1)), ((1, 1), (True, 1)))),
     (fs.ragged_all_to_all, X, ((2, 2), (0, 0)), KEPT),
+    (fs.reduce_scatter, torch.ones(3), (), f"reduce_scatter: dim 0 of a tensor of shape (3,) {UNEQUAL}"),
+    (fs.all_to_all, torch.ones(2, 5), (1, 0), f"all_to_all: dim 1 of a tensor of shape (2, 5) {UNEQUAL}"),
     (
         fs.pmax,
         torch.ones(2, requires_grad=True),

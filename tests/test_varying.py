@@ -58,6 +58,10 @@ def test_sums_in_a_loss(make):
     assert_refused(lambda p: fs.objective(squares(p), like=p), params, REDUCED)
     assert_refused(lambda p: 0.5 * total_of(p) / 2 + 1, params, REDUCED, reduce="sum")
     assert_refused(lambda p: (total_of(p), torch.tensor(2)), params, REDUCED, reduce="weighted")
+    for move, remedy in ((fs.all_gather_invariant, "fs.all_gather."), (fs.broadcast, "fs.pcast(x, axis, to=")):
+        text = f"the loss uses the result of fs.{move.__name__} over 'shard', which agrees between ranks, so gradients "
+        shared = partial(lambda move, p: squares(p) + move(squares(p)[None], axis).mean(), move)
+        assert_refused(shared, params, f"value_and_grad: {text}would be too small. Use {remedy}")
     # One term for each rank.
     grads = assert_equal(
         lambda p: fs.psum(squares(p), axis), params, lambda p: fs.pcast(total_of(p), axis, to="varying"), terms=3
@@ -93,10 +97,15 @@ def test_math_on_a_whole_leaf():
     # The rows of a rank are its part of the sum.
     fs.value_and_grad(lambda p: squares(p) + p["w"].local.sum())(params)
     whole = "is replicated over 'shard', but {} needs a value that differs between ranks\nTo fix: use fs.pcast(x, axis"
+    mixed = (
+        "is split over 'shard', and {} would mix the different elements that ranks store\nTo fix: use fs.pcast(x, axis"
+    )
     split = "is split over 'shard', but pcast needs a value that is equal on all ranks\nTo fix: gather it first."
     for collective, leaf, text in (
         (fs.psum_invariant, "b", whole.format("psum_invariant")),
-        (fs.pmean, "b", whole.format("psum")),
+        (fs.pmean, "b", whole.format("pmean")),
+        *((sums, "w", mixed.format(sums.__name__)) for sums in (fs.psum, fs.pmean, fs.psum_invariant, fs.pmax)),
+        (partial(fs.broadcast, root=1), "w", mixed.format("broadcast")),
         (partial(fs.pcast, to="varying"), "w", split),
     ):
         with pytest.raises(ValueError, match=re.escape(f"['{leaf}']: {text}")):

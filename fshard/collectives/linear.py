@@ -337,7 +337,7 @@ class CollectiveTape:
 _tape: ContextVar[CollectiveTape | None] = ContextVar("fshard_tape", default=None)
 # What is called with the functions, leaves, axes and options of each differentiation before it runs.
 OBSERVED: ContextVar[Callable[..., None] | None] = ContextVar("fshard_observed", default=None)
-# How often this rank has summed a value that varies into one that agrees.
+# How often this rank has made a value that agrees of one that varies.
 REDUCTIONS: ContextVar[int] = ContextVar("fshard_reductions", default=0)
 
 
@@ -390,6 +390,8 @@ def collective(
         The tree of outputs.
     """
     check_operands(api_name, tree, axis, dim, vary=varies.operands)
+    if not varies.results:
+        REDUCTIONS.set(REDUCTIONS.get() + 1)
     # An operand that may agree is taken as varying: its cotangent is this rank's part.
     operand_varies = varies.operands is not False
     linear = Linear(

@@ -7,6 +7,7 @@ import torch
 
 from fshard import comm
 from fshard.collectives.linear import ANY_TO_AGREEING, VARYING_TO_AGREEING, Tensors, collective
+from fshard.collectives.sums import count_bools
 from fshard.tree import Axis, Tree
 from fshard.tree.checks import check_axis, check_operands
 
@@ -78,11 +79,10 @@ def reduce_scatter(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
         dim: The dim to split, counted from the front; its size must be a multiple of axis.size.
 
     Returns:
-        Tensors 1 / axis.size as long along `dim`.
+        Tensors 1 / axis.size as long along `dim`; of bools these are counts, in int64.
 
     Raises:
-        ValueError: if a leaf has no such dim, with its path.
-        RuntimeError: of torch's, if the dim does not divide.
+        ValueError: if a leaf has no such dim, with its path, or the dim does not divide.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -93,7 +93,7 @@ def reduce_scatter(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
     """
     run = partial(_sum_and_split, dim=dim)
     transpose = partial(_concatenate, dim=dim, label="all_gather")
-    return collective("reduce_scatter", tree, axis, run, transpose, dim=dim)
+    return collective("reduce_scatter", count_bools(tree), axis, run, transpose, dim=dim)
 
 
 def all_to_all(tree: Tree, axis: Axis, split_dim: int, concat_dim: int) -> Tree:
@@ -111,8 +111,7 @@ def all_to_all(tree: Tree, axis: Axis, split_dim: int, concat_dim: int) -> Tree:
         Tensors 1 / axis.size as long along `split_dim`, then axis.size times as long along `concat_dim`.
 
     Raises:
-        ValueError: if a leaf has no such dim, with its path.
-        RuntimeError: of torch's, if the dim does not divide.
+        ValueError: if a leaf has no such dim, with its path, or the dim does not divide.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -250,8 +249,14 @@ def _concatenate(tensors: Tensors, axis: Axis, label: str, dim: int) -> Tensors:
     return gathered
 
 
-def _split_into_pieces(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+def _split_into_pieces(tensor: torch.Tensor, axis: Axis, label: str, dim: int) -> torch.Tensor:
     """Cut a dim into a piece for each rank, one row each."""
+    size = tensor.shape[dim]
+    if size % axis.size:
+        raise ValueError(
+            f"{label}: dim {dim} of a tensor of shape {tuple(tensor.shape)} cannot be cut into equal pieces for the "
+            f"{axis.size} ranks of {axis.name!r}. Pad it to a multiple of {axis.size}, and cut the padding off after."
+        )
     pieces = tensor.unflatten(dim, (axis.size, -1))
     return pieces.movedim(dim, 0)
 
@@ -260,20 +265,20 @@ def _take_local_piece(tensors: Tensors, axis: Axis, label: str, dim: int) -> Ten
     local_rank = comm.rank(axis)
     local_pieces = []
     for tensor in tensors:
-        pieces = _split_into_pieces(tensor, axis, dim)
+        pieces = _split_into_pieces(tensor, axis, label, dim)
         local_pieces.append(pieces[local_rank].contiguous())
     return local_pieces
 
 
 def _sum_and_split(tensors: Tensors, axis: Axis, label: str, dim: int) -> Tensors:
     """Sum over ranks and keep this rank's piece of a dim."""
-    stacks = [_split_into_pieces(tensor, axis, dim) for tensor in tensors]
+    stacks = [_split_into_pieces(tensor, axis, label, dim) for tensor in tensors]
     return comm.reduce_scatter(stacks, axis, label)
 
 
 def _exchange(tensors: Tensors, axis: Axis, label: str, split: int, concat: int) -> Tensors:
     """Send each rank its piece of a dim, and concatenate along another dim what the ranks sent."""
-    stacks = [_split_into_pieces(tensor, axis, split) for tensor in tensors]
+    stacks = [_split_into_pieces(tensor, axis, label, split) for tensor in tensors]
     one_row_each = [1] * axis.size
     received = comm.all_to_all(stacks, one_row_each, one_row_each, axis, label)
     joined = []
@@ -315,8 +320,7 @@ def _permute(tensors: Tensors, axis: Axis, label: str, perm: Sequence[Pair]) -> 
     """Send tensors to the ranks that pairs (source, target) name, and add up what this rank is sent."""
     ranks = range(axis.size)
     local_rank = comm.rank(axis)
-    # A range refuses coordinates that the axis does not have.
-    pairs = [(ranks[source], ranks[target]) for source, target in perm]
+    pairs = [(_find_rank(source, axis, label), _find_rank(target, axis, label)) for source, target in perm]
     send = [pairs.count((local_rank, rank)) for rank in ranks]
     receive = [pairs.count((rank, local_rank)) for rank in ranks]
     num_copies = sum(send)
@@ -340,7 +344,16 @@ def _send_from(tensors: Tensors, axis: Axis, label: str, root: int) -> Tensors:
 
 def _keep_at(tensors: Tensors, axis: Axis, label: str, root: int) -> Tensors:
     """Keep tensors on one rank alone; the others get zeros."""
-    root = range(axis.size)[root]
-    if comm.rank(axis) == root:
+    if comm.rank(axis) == _find_rank(root, axis, label):
         return list(tensors)
     return [torch.zeros_like(tensor) for tensor in tensors]
+
+
+def _find_rank(coordinate: int, axis: Axis, label: str) -> int:
+    """Return the rank at a coordinate, counted from the end if it is negative."""
+    size = axis.size
+    if coordinate not in range(-size, size):
+        raise IndexError(
+            f"{label}: coordinate {coordinate!r:.40} is out of range. {axis.name!r} has {size} ranks, 0 to {size - 1}."
+        )
+    return coordinate % size

@@ -5,12 +5,13 @@ values give varying ones and are their own transposes. `psum_invariant` and `pca
 a value that agrees between ranks, the second hands such a value to each rank's own math.
 """
 
+from typing import Any
+
 import torch
 
 from fshard import comm
 from fshard.collectives.linear import (
     AGREEING_TO_VARYING,
-    REDUCTIONS,
     VARYING_TO_AGREEING,
     VARYING_TO_VARYING,
     Tensors,
@@ -31,7 +32,10 @@ def psum(tree: Tree, axis: Axis) -> Tree:
         axis: The mesh axis to sum over.
 
     Returns:
-        The tree of sums, in rank order where the algorithm is direct.
+        The tree of sums, in rank order where the algorithm is direct. Of bools these are counts, in int64.
+
+    Raises:
+        ValueError: if a leaf is no tensor, or is a Sharded leaf on this axis, with its path.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -43,6 +47,7 @@ def psum(tree: Tree, axis: Axis) -> Tree:
     >>> fs.testing.spmd(program, world=2)  # 1 + 4, and the derivatives of the two ranks' losses together
     [(5.0, 4.0), (5.0, 8.0)]
     """
+    tree = count_bools(tree)
     return collective("psum", tree, axis, comm.all_reduce, comm.all_reduce, varies=VARYING_TO_VARYING)
 
 
@@ -67,7 +72,7 @@ def pmean(tree: Tree, axis: Axis) -> Tree:
     >>> fs.testing.spmd(program, world=2)[0]
     {'loss': tensor(1.5000), 'ones': tensor([1., 1.])}
     """
-    check_operands("pmean", tree, axis)
+    check_operands("pmean", tree, axis, vary=True)
     return tree_map(lambda tensor: tensor / axis.size, psum(tree, axis))
 
 
@@ -116,7 +121,10 @@ def psum_invariant(tree: Tree, axis: Axis) -> Tree:
         axis: The mesh axis to sum over.
 
     Returns:
-        The tree of sums.
+        The tree of sums, of bools in int64.
+
+    Raises:
+        ValueError: as `psum`.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -128,7 +136,7 @@ def psum_invariant(tree: Tree, axis: Axis) -> Tree:
     >>> fs.testing.spmd(program, world=2)  # 1 + 4, and the derivatives of the one objective that the ranks share
     [(5.0, 2.0), (5.0, 4.0)]
     """
-    REDUCTIONS.set(REDUCTIONS.get() + 1)
+    tree = count_bools(tree)
     return collective("psum_invariant", tree, axis, comm.all_reduce, _same, varies=VARYING_TO_AGREEING)
 
 
@@ -165,6 +173,23 @@ def pmax(tree: Tree, axis: Axis) -> Tree:
     # The rows vary. No gradient passes, so the type of the result and the transpose are never used.
     rows = collective("pmax", tree, axis, comm.all_gather, comm.reduce_scatter, varies=VARYING_TO_VARYING)
     return tree_map(lambda of_ranks: of_ranks.amax(0), rows)
+
+
+def count_bools(tree: Tree) -> Tree:
+    """Make integers of bools, whose sum would only say whether any is true. Follows torch.sum.
+
+    Args:
+        tree: The operands of a collective, which may not be tensors yet.
+
+    Returns:
+        The tree, with int64 tensors for those of bools.
+    """
+
+    def convert(value: Any) -> Any:
+        is_bool = isinstance(value, torch.Tensor) and value.dtype == torch.bool
+        return value.long() if is_bool else value
+
+    return tree_map(convert, tree)
 
 
 def _same(tensors: Tensors, axis: Axis, label: str) -> Tensors:

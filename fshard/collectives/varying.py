@@ -22,6 +22,13 @@ ADVICE = MappingProxyType(
         "all_gather": "use fs.all_gather_invariant, whose result agrees",
     }
 )
+# Moves whose results agree between ranks, and what a loss of each rank is to use instead.
+AGREEING_MOVES: Mapping[str, str] = MappingProxyType(
+    {
+        "all_gather_invariant": "fs.all_gather",
+        "broadcast": 'fs.pcast(x, axis, to="varying") on it before each rank computes with it',
+    }
+)
 # By whether a value varies.
 KINDS = ("agrees", "varies")
 
@@ -271,19 +278,27 @@ def walk_graph(starts: Iterable[T], behind: Callable[[T], Iterable[T]]) -> Itera
 
 
 def check_not_reduced(loss: torch.Tensor, axes: Sequence[Axis], api_name: str) -> None:
-    """Refuse a local loss that ranks have summed already, whose gradients would be too small by their number.
+    """Refuse a local loss that agrees between ranks, or has a part that does: its gradients would be too small.
 
-    A sum that a `pcast` has cast is used for math on each rank again, and is not meant.
+    A result that a `pcast` has cast is used for math on each rank again, and is not meant.
     """
     for axis in axes:
+        if axis.size == 1:
+            continue
         variances = map(variance_of, _reach([loss], axis))
-        is_reduced = any(variance.name == "psum_invariant" and axis in variance.axes for variance in variances)
-        if axis.size > 1 and is_reduced:
+        names = {variance.name for variance in variances if axis in variance.axes}
+        if "psum_invariant" in names:
             raise ValueError(
                 f"{api_name}: the loss was already summed over {axis.name!r} by fs.objective or fs.psum_invariant, so "
                 "gradients would be too small. Return the loss of this rank's batch; it is reduced for you. To sum "
                 "parts of it, use fs.psum."
             )
+        for name, varying_form in AGREEING_MOVES.items():
+            if name in names:
+                raise ValueError(
+                    f"{api_name}: the loss uses the result of fs.{name} over {axis.name!r}, which agrees between "
+                    f"ranks, so gradients would be too small. Use {varying_form}."
+                )
 
 
 def check_agrees(value: torch.Tensor, axes: Sequence[Axis], api_name: str) -> None:

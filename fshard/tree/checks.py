@@ -463,11 +463,14 @@ def check_operands(api_name: str, tree: Tree, axis: Axis, dim: int | None = None
             expected = "a tensor" if dim is None else f"a tensor with a dim {dim}, counted from the front"
             return describe(tensor), expected
         is_typed = axis.size > 1 and vary is not None and is_sharded(leaf) and axis in leaf.spec.axes
-        if not is_typed or (leaf.spec.dim_of(axis) is not None) is vary:
+        is_split = is_typed and leaf.spec.dim_of(axis) is not None
+        if not is_typed or not (vary or is_split):
             return None
-        if vary:
-            return f"is replicated over {axis.name!r}, but {api_name} needs a value that differs between ranks"
-        return f"is split over {axis.name!r}, but {api_name} needs a value that is equal on all ranks"
+        if not vary:
+            return f"is split over {axis.name!r}, but {api_name} needs a value that is equal on all ranks"
+        if is_split:
+            return f"is split over {axis.name!r}, and {api_name} would mix the different elements that ranks store"
+        return f"is replicated over {axis.name!r}, but {api_name} needs a value that differs between ranks"
 
     collective_name = f"{api_name} over {axis.name!r}"
     flat = flatten(tree)
@@ -476,7 +479,12 @@ def check_operands(api_name: str, tree: Tree, axis: Axis, dim: int | None = None
     if problems:
         remedy = tree_remedy(flat.leaves, "pass such tensors")
         if not any(problem.expected for problem in problems):
-            remedy = 'use fs.pcast(x, axis, to="varying") first' if vary else "gather it first"
+            remedy = "gather it first"
+            if vary:
+                remedy = (
+                    'use fs.pcast(x, axis, to="varying") first, or pass leaf.local for this rank\'s part. Gradients of '
+                    "fs.value_and_grad and fs.scatter_grads are summed over ranks already"
+                )
         refuse(f"{collective_name}: leaves do not fit", problems, remedy)
 
 
