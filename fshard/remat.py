@@ -1,6 +1,6 @@
 """remat: compute again in the backward rather than keep what a function saves."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
@@ -12,12 +12,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from fshard import _compat, random
-from fshard.tree import Tree, take_tensors
+from fshard.collectives import refuse_wrong_sums
+from fshard.tree import Spec, Tree, flatten, is_sharded, take_tensors
 from fshard.tree.checks import describe, is_differentiable
 
 # A function of tensors that returns tensors.
 OnTensors = Callable[..., tuple[torch.Tensor, ...]]
 Contexts = Callable[[], tuple[Any, Any]]
+# For the number of each tensor that is a leaf's shard, the leaf's path and spec.
+Leaves = Mapping[int, tuple[str, Spec]]
 
 
 def remat(f: Callable[..., Any], *, save: Sequence[str] = ()) -> Callable[..., Any]:
@@ -104,7 +107,14 @@ def _run_under_transforms(f: Callable[..., Any], contexts: Contexts, args: Any, 
         with _replay_draws(random_state), recomputation_context:
             return run_on_tensors(*given)
 
-    outputs = _Remat.apply(run_first, run_again, *tensors)
+    flat = flatten((args, kwargs))
+    leaf_of = {
+        id(leaf.local): (path, leaf.spec)
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+        if is_sharded(leaf)
+    }
+    leaves = {i: leaf_of[id(tensor)] for i, tensor in enumerate(tensors) if id(tensor) in leaf_of}
+    outputs = _Remat.apply(run_first, run_again, leaves, *tensors)
     return structure[0](outputs)
 
 
@@ -175,7 +185,9 @@ class _Remat(Function):
     """Runs a function of tensors, and another one like it in the backward, with the same arguments."""
 
     @staticmethod
-    def forward(run_first: OnTensors, run_again: OnTensors, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        run_first: OnTensors, run_again: OnTensors, leaves: Leaves, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         with _ArgumentsOnly(tensors):
             outputs = run_first(*tensors)
         # A Function may not return an argument itself.
@@ -183,7 +195,9 @@ class _Remat(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _, ctx.run_again, *tensors = inputs
+        _, ctx.run_again, ctx.leaves, *tensors = inputs
+        # Sums of their gradients are in the graph that the backward makes, and are checked there.
+        ctx.inputs_checked_later = ctx.leaves.keys()
         ctx.mark_non_differentiable(*(tensor for tensor in output if not is_differentiable(tensor)))
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
@@ -197,15 +211,19 @@ class _Remat(Function):
             all_tensors = list(tensors)
             for i, tensor in zip(trained, given, strict=True):
                 all_tensors[i] = tensor
-            return tuple(tensor for tensor in ctx.run_again(*all_tensors) if is_differentiable(tensor))
+            outputs = tuple(tensor for tensor in ctx.run_again(*all_tensors) if is_differentiable(tensor))
+            leaves = [(path, spec, all_tensors[i]) for i, (path, spec) in ctx.leaves.items()]
+            for output in outputs:
+                refuse_wrong_sums("remat", output, leaves)
+            return outputs
 
         outputs, pull_back, *_ = torch.func.vjp(run, *(tensors[i] for i in trained))
         output_grads = [grad for grad in grads if grad is not None and is_differentiable(grad)]
         input_grads = dict(zip(trained, pull_back(tuple(output_grads[: len(outputs)])), strict=True))
-        return None, None, *map(input_grads.get, range(len(tensors)))
+        return None, None, None, *map(input_grads.get, range(len(tensors)))
 
     @staticmethod
-    def jvp(ctx: Any, _first: None, _again: None, *tangents: torch.Tensor | None) -> Any:
+    def jvp(ctx: Any, _first: None, _again: None, _leaves: None, *tangents: torch.Tensor | None) -> Any:
         tensors = ctx.saved_tensors
         full_tangents = []
         for tensor, tangent in zip(tensors, tangents, strict=True):
@@ -214,10 +232,15 @@ class _Remat(Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[Any, ...], run_first: OnTensors, run_again: OnTensors, *tensors: torch.Tensor
+        info: Any,
+        in_dims: tuple[Any, ...],
+        run_first: OnTensors,
+        run_again: OnTensors,
+        leaves: Leaves,
+        *tensors: torch.Tensor,
     ) -> Any:
         batched = [
-            torch.func.vmap(run, in_dims=in_dims[2:], randomness=info.randomness) for run in (run_first, run_again)
+            torch.func.vmap(run, in_dims=in_dims[3:], randomness=info.randomness) for run in (run_first, run_again)
         ]
-        outputs = _Remat.apply(*batched, *tensors)
+        outputs = _Remat.apply(*batched, leaves, *tensors)
         return outputs, (0,) * len(outputs)

@@ -1,6 +1,7 @@
 """remat: the same gradients, computed again rather than kept, under torch.func and inside value_and_grad."""
 
 import itertools
+import re
 from functools import partial
 from unittest.mock import Mock
 
@@ -414,3 +415,46 @@ def test_jit_draws_masks_of_a_key_again_where_it_computes_again():
     assert not first[0].equal(second[0])
     text = text_of(partial(fs.jit(grad(fs.remat(lambda x: nn.functional.dropout(x).sum()))), x))
     assert text.startswith("jit: aten.bernoulli_.float draws random numbers without a key"), text
+
+
+@on_ranks(2)
+def test_leaves_that_ranks_hold_whole_are_gathered_inside():
+    """Under torch.func, where a graph shows only the call of remat: their gradients are summed, or refused."""
+    axis = fs.axis_of(one_axis())
+    scale = fs.axis_index(axis) + 1.0
+    full = {"w": normal(1)(5, 3), "b": normal(2)(3)}
+
+    def hidden(leaf):
+        return torch.tanh(fs.gather(leaf) * scale)
+
+    def product(h, leaf):
+        return (h * fs.gather(leaf)).sum()
+
+    def gradient_of(step):
+        def objective(params):
+            return fs.objective(step(product)(step(hidden)(params["w"]), params["b"]), like=params)
+
+        return grad(objective)
+
+    for strategy in (fs.ddp(one_axis()), fs.zero3(one_axis())):
+        params = fs.shard(full, strategy)
+        run, plain = gradient_of(fs.remat), gradient_of(lambda f: f)
+        assert_trees_close(run(params), plain(params), exact=True)
+        assert_trees_close(fs.jit(run)(params), plain(params), exact=True)
+        stack = fs.tree_map(lambda leaf: torch.stack([leaf, -leaf]), params)
+        assert_trees_close(vmap(run)(stack), vmap(plain)(stack), exact=True)
+        expected = jvp(plain, (params,), (params,))
+        assert_trees_close(jvp(run, (params,), (params,)), expected, **within(expected, terms=5, steps=12))
+        text = "['w']: expected gather or pcast, got math on a leaf that is replicated over 'shard'"
+        for f in (
+            lambda params: (params["w"].local * scale).sum(),
+            lambda params: product(params["w"].local, params["b"]),
+        ):
+            with pytest.raises(
+                ValueError, match=re.escape(f"remat: gradients of these leaves would not be summed\n  [0][0]{text}")
+            ):
+                grad(lambda params, f=f: fs.objective(fs.remat(f)(params), like=params))(params)
+        with pytest.raises(
+            ValueError, match=re.escape(f"objective: gradients of these leaves would not be summed\n  {text}")
+        ):
+            grad(lambda params: fs.objective(fs.remat(lambda w: w.sum())(params["w"].local), like=params))(params)

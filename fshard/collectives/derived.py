@@ -180,11 +180,15 @@ def _varies_in(varying: dict[Any, bool], node_output: NodeOutput, axis: Axis) ->
 
 
 def numbered_inputs(node: Any) -> list[tuple[int, NodeOutput]]:
-    """List what made the inputs of a node, by their numbers, but for the token that ties a collective to others."""
+    """List what made the inputs of a node, by their numbers.
+
+    The token that ties a collective to others is left out, and leaves whose use a node checks by itself.
+    """
     edges = node.next_functions[:-1] if is_tie(node) else node.next_functions
+    checked_later = getattr(node, "inputs_checked_later", ())
     inputs = []
     for number, (source, output) in enumerate(edges):
-        if source is not None:
+        if source is not None and number not in checked_later:
             inputs.append((number, (source, output)))
     return inputs
 
