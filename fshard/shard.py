@@ -30,6 +30,8 @@ from fshard.tree.checks import (
 )
 from fshard.tree.masks import MASK, Mask, is_mask, matches
 
+# The remedy of an unshard in a loss.
+LOOK = "use fs.gather in a loss, and fs.gather(...) and detach() for a constant. To look at values use torch.no_grad()"
 SAME_TREE = (
     "build the same tree on every rank from the same seed. Simulated ranks share one random generator, so build the "
     "tree before you start them"
@@ -106,7 +108,7 @@ def unshard(tree: Tree) -> Tree:
         copy.
 
     Raises:
-        ValueError: if a leaf's shape does not match its spec.
+        ValueError: if a leaf's shape does not match its spec, or a leaf is differentiated, as inside of a loss.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -117,9 +119,16 @@ def unshard(tree: Tree) -> Tree:
     """
     flat = flatten(tree)
     check_local("unshard", flat)
+    refuse("unshard: the result takes no gradient", flat.problems(_describe_differentiated), LOOK)
     comm.check_same_call("unshard", _split_over(flat), flat)
     full = iter(unsharded([leaf for leaf in flat.leaves if is_sharded(leaf)]))
     return flat.unflatten([next(full) if is_sharded(leaf) else leaf for leaf in flat.leaves])
+
+
+def _describe_differentiated(leaf: Any) -> str | None:
+    """Describe a leaf whose gradient an unshard would lose."""
+    is_lost = is_sharded(leaf) and _compat.is_differentiated(leaf.local)
+    return "is differentiated here" if is_lost else None
 
 
 def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | None = None) -> Tree:

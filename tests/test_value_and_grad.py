@@ -1,5 +1,6 @@
 """value_and_grad is torch.func over gather and objective, law 5; and which arguments it takes and returns."""
 
+import re
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -146,3 +147,27 @@ def test_aux_is_this_rank_s_own_and_holds_no_graph():
         assert_same_bits([fs.unshard(aux.bound[0])["up"], fs.gather(aux.bound[1])["down"]], list(full.values()))
         plain = fs.value_and_grad(lambda *args, **keywords: local(*args, **keywords)[0])(both, scale=2.0)
         assert_same_bits([value, *fs.tree_leaves(grads)], fs.tree_leaves(plain))
+
+
+@on_ranks(2)
+def test_full_tensors_without_a_gradient_are_refused_in_a_loss():
+    """Under every strategy, for torch.func too: no leaf would have a gradient, and nothing would say so."""
+    for make in (fs.zero3, fs.ddp):
+        params = fs.shard({"w": torch.ones(4)}, make(one_axis()))
+
+        def loss(params):
+            return fs.unshard(params)["w"].sum()
+
+        for differentiate in (fs.value_and_grad, torch.func.grad):
+            with pytest.raises(ValueError, match=re.escape(UNSHARDED)):
+                differentiate(loss)(params)
+        # Of leaves that are not differentiated it may be a part of one.
+        full = torch.func.grad(lambda x, params=params: (fs.unshard(params)["w"] * x).sum())(torch.ones(4))
+        assert_same_bits(full, torch.ones(4))
+
+
+UNSHARDED = (
+    "unshard: the result takes no gradient\n"
+    "  ['w']: is differentiated here\n"
+    "To fix: use fs.gather in a loss, and fs.gather(...) and detach() for a constant. To look at values use torch.no_g"
+)
