@@ -34,6 +34,7 @@ from fshard.tree.checks import (
     refuse_frozen_counters,
     same_structure,
 )
+from fshard.tree.specs import describe_difference
 
 Updated = tuple[Tree, Any]
 Update = Callable[[Tree, Tree, Tree], Updated]
@@ -379,6 +380,9 @@ def chain(*transformations: GradientTransformation | Optimizer) -> Any:
         return tuple(part.init(params) for part in transformations)
 
     def run(grads: Tree, state: Tree, params: Tree, donate: bool = False) -> Updated:
+        is_own = isinstance(state, tuple) and len(state) == len(transformations)
+        expected = f"a state of {len(transformations)} transformations"
+        expect(is_own, "chain", expected, _describe_state(state), "pass the state that init of this chain made")
         make: Any = None
         states = []
         for i, (part, kept) in enumerate(zip(transformations, state, strict=True)):
@@ -394,6 +398,11 @@ def chain(*transformations: GradientTransformation | Optimizer) -> Any:
         return grads, tuple(states)
 
     return Optimizer(init, run, partial(run, donate=True)) if ends else GradientTransformation(init, run)
+
+
+def _describe_state(state: Tree) -> str:
+    """Describe the state that a chain was given."""
+    return f"one of {len(state)}" if isinstance(state, tuple) else describe(state)
 
 
 def _update_in_turn(update: Update, make: Any, grads: Tree, state: Tree, params: Tree) -> Updated:
@@ -428,7 +437,7 @@ def _describe_misfit(grad: Any, param: Any) -> tuple[str, str] | None:
         return "a gradient", f"None for {'None' if param is None else 'a frozen leaf'}"
     if isinstance(grad, Sharded) and isinstance(param, Sharded):
         if grad.spec is not param.spec and grad.spec != param.spec:
-            return f"{grad.spec}", f"{param.spec}"
+            return describe_difference(grad.spec, param.spec)
         grad = grad.local
         param = param.local
     are_tensors = isinstance(grad, torch.Tensor) and isinstance(param, torch.Tensor)

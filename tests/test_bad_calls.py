@@ -111,6 +111,7 @@ ACCEPTED = (
     ((*NUMBERS, "a negative number"), "dampening step_size fully_shard.dim hybrid_shard.dim own_dim.dim split_dim.dim"),
     (("a negative number",), "argnums"),
     (NUMBERS, "memory_every"),
+    (("an empty list", "an empty dict"), "from_torch.inject"),
     (("nan",), "step_size from_torch.lr TrainState.create.key"),
     (("a text",), "batches directory memory"),
     (("an empty text",), "subtree units perm shapes has_aux nesterov"),
@@ -134,7 +135,7 @@ ACCEPTED = (
     (TREES, "start_gather.tree"),
     (("a donated tree",), "sync_buffers.like microbatches.like objective.like"),
     (READ, "transform_state.params reshard.tree unshard.tree"),
-    (tuple(WRONG), "TrainState.create.buffers from_torch.inject update.transform_state tree_leaves.tree"),
+    (tuple(WRONG), "TrainState.create.buffers update.transform_state tree_leaves.tree"),
     # Until they are used: a save refuses them, or Python and torch do.
     (tuple(WRONG), "make_graph.f remat.f sgd.dampening"),
     (tuple(WRONG), "checkpoint.Manager.asynchronous checkpoint.Manager.keep"),

@@ -164,8 +164,17 @@ def test_map_over_several_trees():
 
 def test_map_over_trees_that_differ_is_refused():
     frozen = fs.Sharded(LEAF.local, replace(LEAF.spec, frozen=True))
-    with pytest.raises(ValueError, match=r"specs differ\n  \['w'\]: expected Spec\(.*=False.*got Spec\(.*frozen=True"):
+    with pytest.raises(ValueError, match=r"specs differ\n  \['w'\]: expected frozen False, got frozen True\n"):
         fs.tree_map(torch.add, {"w": LEAF}, {"w": frozen})
+    # A spec's transform is named only if nothing else differs: it is long, and decides the rest.
+    for changes, text in (({}, "transform None, got transform 1"), ({"shape": (9,)}, "shape .*, got shape")):
+        other = fs.Sharded(LEAF.local, replace(LEAF.spec, transform=1, **changes))
+        with pytest.raises(ValueError, match=rf"specs differ\n  \['w'\]: expected {text}"):
+            fs.tree_map(torch.add, {"w": LEAF}, {"w": other})
+    with pytest.raises(
+        ValueError, match=r"\['w'\]: expected a Sharded leaf with P\(.*\), got a full tensor\nTo fix: shard both"
+    ):
+        fs.tree_map(torch.add, {"w": LEAF}, {"w": torch.zeros(LEAF.shape)})
     with pytest.raises(ValueError, match=r"trees differ in structure\n  \['v'\]: unexpected"):
         fs.tree_map(torch.add, {"w": LEAF}, {"w": LEAF, "v": LEAF})
 

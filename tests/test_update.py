@@ -43,8 +43,14 @@ def test_chain_runs_left_to_right():
             params, state = tx.update({"w": torch.tensor([3.0])}, tx.init(params), params)
             assert params["w"].item() == 10.0 - gradient
             assert fs.tree_leaves(state)[: len(parts)] == [1] * len(parts)
-    with pytest.raises(ValueError, match="shorter"):
-        fs.chain(PLUS_ONE, TWICE).update({"w": torch.ones(())}, (0,), {"w": None})
+
+
+def test_a_state_of_another_chain_is_refused():
+    pair, params = fs.chain(PLUS_ONE, TWICE), {"w": torch.ones(())}
+    for state, got in (((0,), "one of 1"), ((0, 0, 0), "one of 3"), (params, "a dict")):
+        text = f"chain: expected a state of 2 transformations, got {got}; pass the state that init of this chain made"
+        with pytest.raises(ValueError, match=f"^{text}$"):
+            pair.update(params, state, params)
 
 
 def train_state(strategy):

@@ -4,6 +4,7 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -116,6 +117,10 @@ class Jitted:
         # Maps the usage that this rank traced to the usage that all ranks agreed on. Empty until the first agreement.
         self._agreed_usage: dict[Usage, Usage] = {}
         self.traces: list[str] = []
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """Bind a method to its object, as a function of Python does. The object is argument 0."""
+        return self if instance is None else MethodType(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function."""

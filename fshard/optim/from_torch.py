@@ -67,7 +67,7 @@ class TorchState(NamedTuple):
 def from_torch(
     cls: type[torch.optim.Optimizer],
     *,
-    inject: Names = (),
+    inject: str | Names = (),
     reduction_order: str | None = None,
     **hyper: Any,
 ) -> Optimizer:
@@ -75,8 +75,8 @@ def from_torch(
 
     Args:
         cls: The class, such as torch.optim.AdamW. If leaves are sharded, its math must be elementwise.
-        inject: The names of numeric arguments that the state holds, as with optax.inject_hyperparams. You can read them
-            there, also those of schedules, and replace them without a new optimizer.
+        inject: The name of a numeric argument that the state holds, or several, as with optax.inject_hyperparams. You
+            can read them there, also those of schedules, and replace them without a new optimizer.
         reduction_order: "tree" makes updates have the same bits at any world size. It refuses kernels that round an
             element by its place in the shard: fused ones, and those of half precision, which treat the last few
             elements differently.
@@ -88,10 +88,11 @@ def from_torch(
         The optimizer. Its state is sharded as the parameters are.
 
     Raises:
-        ValueError: if `cls` is not a torch.optim class, or keeps something between steps that is not in the state of
-            its parameters; from init, if a leaf cannot take a gradient, if the class looks
-            across the elements of a sharded leaf, if it rounds elements by their place with reduction_order="tree", or
-            if its fused kernel does not step leaves of half precision, as that of SGD on the CPU before torch 2.14.
+        ValueError: if `cls` is not a torch.optim class, keeps something between steps that is not in the state of its
+            parameters, or `inject` names no numeric argument of it; from init, if a leaf cannot take a gradient, if the
+            class looks across the elements of a sharded leaf, if it rounds elements by their place with
+            reduction_order="tree", or if its fused kernel does not step leaves of half precision, as that of SGD on the
+            CPU before torch 2.14.
             Torch's own error if the class refuses its arguments, needs a closure, or cannot step on dense gradients.
 
     >>> import fshard as fs
@@ -155,7 +156,7 @@ class _WrappedClass:
         self,
         cls: type[torch.optim.Optimizer],
         hyper: Hyper,
-        inject: Names,
+        inject: str | Names,
         order: ReductionOrder,
     ) -> None:
         """Observe first steps of the class.
@@ -169,7 +170,6 @@ class _WrappedClass:
         initial = hyper | _read_on_host(_evaluate(hyper, zero(), {}))
         self._name = cls.__name__
         self._hyper = hyper
-        self._inject = inject
         self._order = order
         # Makes the torch optimizer, with the hyperparameters before the first update.
         self._make: Make = partial(cls, **initial)
@@ -177,7 +177,9 @@ class _WrappedClass:
         initial.pop("capturable", None)
         self._make_for_trial: Make = partial(cls, **initial)
         # Kernels that read step counts on an accelerator.
-        self._has_capturable = "capturable" in _build_optimizer(self._make_for_trial, (), (), {}).defaults
+        defaults = _build_optimizer(self._make_for_trial, (), (), {}).defaults
+        self._has_capturable = "capturable" in defaults
+        self._injected = _read_injected(inject, defaults)
         # The names of state that is one number for a whole leaf, such as a step count.
         self._number_names, self._is_first_step_special, writes_gradients = _observe(self._make_for_trial)
         # The names of state that leaves of every shape have.
@@ -187,7 +189,7 @@ class _WrappedClass:
                 f"from_torch: {self._name} keeps something between steps that is not in the state of its parameters, "
                 "such as a count in its parameter groups. It would be lost. Keep it in self.state[parameter]."
             )
-        changing = {name for name in hyper if callable(hyper[name]) or name in inject}
+        changing = {name for name in hyper if callable(hyper[name])} | set(self._injected)
         # With other values than in the trial, a class may write to gradients. Its learning rate does not decide that.
         self._may_write_gradients = writes_gradients or bool(changing - {"lr"})
 
@@ -204,9 +206,7 @@ class _WrappedClass:
             if tensor_of(leaf).is_meta:
                 self._remove_values(state, small, leaf)
         slots = self._make_slots({}, selection, states)
-        hyper = {}
-        for name in self._inject:
-            hyper[name] = torch.tensor(float(self._make.keywords[name]), dtype=torch.float64)
+        hyper = {name: torch.tensor(value, dtype=torch.float64) for name, value in self._injected.items()}
         return TorchState(zero(), slots, hyper, no_updates(params) if self._is_first_step_special else ())
 
     def update(
@@ -388,6 +388,20 @@ def _make_small(leaf: Any) -> torch.Tensor:
 def _evaluate(hyper: Hyper, count: torch.Tensor, injected: Hyper) -> Hyper:
     """Evaluate the hyperparameters that change: schedules are called, and others may be injected by the state."""
     return injected | {name: value(count) for name, value in hyper.items() if callable(value)}
+
+
+def _read_injected(inject: str | Names, defaults: Hyper) -> dict[str, float]:
+    """Read the first values of injected hyperparameters, which must be numbers."""
+    is_single = isinstance(inject, str) or not isinstance(inject, Iterable)
+    names: tuple[Any, ...] = (inject,) if is_single else tuple(inject)
+    numeric = [name for name, value in defaults.items() if isinstance(value, float) or type(value) is int]
+    for name in names:
+        if name not in numeric:
+            raise ValueError(
+                f"from_torch: inject has {name!r:.40}, which is not a numeric argument of this class. It has "
+                f"{', '.join(numeric)}."
+            )
+    return {name: float(defaults[name]) for name in names}
 
 
 def _read_on_host(hyper: Hyper, kept: Names = ()) -> Hyper:

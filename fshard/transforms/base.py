@@ -47,6 +47,10 @@ class LayoutError(ValueError):
         self.got = got
         self.expected = expected
 
+    def __reduce__(self) -> tuple[type["LayoutError"], tuple[str, str]]:
+        """Pickle both parts: an error by itself keeps the text alone."""
+        return type(self), (self.got, self.expected)
+
 
 class Storage(NamedTuple):
     """The two devices of a leaf.

@@ -11,6 +11,7 @@ from fshard.errors import refuse
 from fshard.tree.checks import same_structure
 from fshard.tree.flat import Misfit, Tree, flatten, leaves_of, unflatten
 from fshard.tree.nodes import Sharded, is_sharded, tensor_of
+from fshard.tree.specs import describe_difference
 
 
 def tree_leaves(tree: Tree) -> list[Any]:
@@ -140,10 +141,14 @@ def _check_beside(tree: Tree, other: Tree) -> None:
     same_structure("tree_map: rest", flat, expected)
 
     def misfit(leaf: Any, expected_leaf: Any) -> Misfit:
-        # Most leaves of two trees share one spec object, and specs are slow to compare.
-        if not is_sharded(leaf) or not is_sharded(expected_leaf) or leaf.spec is expected_leaf.spec:
+        if not is_sharded(expected_leaf):
             return None
-        return None if leaf.spec == expected_leaf.spec else (f"{leaf.spec}", f"{expected_leaf.spec}")
+        spec = expected_leaf.spec
+        if not is_sharded(leaf):
+            is_full = isinstance(leaf, torch.Tensor) and leaf.shape == spec.shape != spec.local_shape
+            return ("a full tensor", f"a Sharded leaf with {spec.partition}") if is_full else None
+        # Most leaves of two trees share one spec object, and specs are slow to compare.
+        return None if leaf.spec is spec or leaf.spec == spec else describe_difference(leaf.spec, spec)
 
     problems = flat.problems(misfit, expected.leaves)
     refuse("tree_map: specs differ", problems, "shard both in the same way, frozen= included")

@@ -298,6 +298,14 @@ class Spec:
         return pieces
 
 
+def describe_difference(spec: Spec, expected: Spec) -> tuple[str, str]:
+    """Describe two specs that differ by one field that does: all fields of a spec fill several lines."""
+    names = [field.name for field in fields(Spec) if getattr(spec, field.name) != getattr(expected, field.name)]
+    # A transform's text is long, and most of what it decides for a leaf is in other fields.
+    name = min(names, key="transform".__eq__)
+    return f"{name} {getattr(spec, name)}", f"{name} {getattr(expected, name)}"
+
+
 def _divide_rounding_up(sizes: Iterable[int], divisors: Iterable[int]) -> tuple[int, ...]:
     return tuple(-(-size // divisor) for size, divisor in zip(sizes, divisors, strict=True))
 

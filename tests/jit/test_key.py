@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from decimal import Decimal
 from enum import Enum, StrEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy
@@ -62,6 +63,24 @@ def test_static_values_have_a_trace_each():
         for n, mode in ((2, "power"), (3, "power"), (3, "product")):
             assert jitted(X, n, mode).equal(X**n if mode == "power" else X * n)
     assert jitted.traces == [FIRST, "[0][1] was 2 and is 3", "[0][2] was 'power' and is 'product'"]
+
+
+class Scaled:
+    def __init__(self, factor):
+        self.factor = factor
+
+    @partial(fs.jit, static_argnums=0)
+    def apply(self, x):
+        return x * self.factor
+
+
+def test_a_method_is_bound_to_its_object():
+    twice, thrice = Scaled(2), Scaled(3)
+    for _ in range(2):
+        assert twice.apply(X).equal(2 * X)
+        assert thrice.apply(X).equal(3 * X)
+    assert len(twice.apply.traces) == 2
+    assert Scaled.apply(twice, X).equal(2 * X)
 
 
 def test_static_arguments_may_be_named():

@@ -114,6 +114,14 @@ ROWS = [
         "from_torch: warmup cannot change between updates, because WithWarmup does not keep it in its parameter "
         "groups. Pass a number, and do not inject it.",
     ),
+    *(
+        (
+            partial(fs.from_torch, optim.AdamW, lr=0.1, inject=inject),
+            f"from_torch: inject has {got}, which is not a numeric argument of this class. It has lr, eps, "
+            "weight_decay.",
+        )
+        for inject, got in ((("lr", "betas"), "'betas'"), ("l", "'l'"), (["amsgrad"], "'amsgrad'"), (5, "5"))
+    ),
     (lambda: fs.global_norm(W, 0.0), "global_norm: expected p to be a number above 0, got 0.0"),
 ]
 

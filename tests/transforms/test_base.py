@@ -1,5 +1,7 @@
 """Classes of transforms: what is refused when they are made, Wrapped, and what is read off their structure."""
 
+import copy
+import pickle
 from dataclasses import dataclass
 from typing import Any
 
@@ -258,3 +260,9 @@ def test_gradients_of_other_shapes_are_refused_on_every_rank():
     state = fs.TrainState.create(params, fs.sgd(0.1))
     text = text_of(lambda: fs.update(fs.sgd(0.1), state, fs.tree_map(lambda x: x[:1], params)))
     assert "  ['w']: expected a float32 Tensor of shape (2,), got a float32 Tensor of shape (1,)" in text
+
+
+def test_an_error_of_a_layout_survives_a_pickle():
+    error = fs.LayoutError(got="3 rows", expected="an even number of rows")
+    for other in (copy.deepcopy(error), pickle.loads(pickle.dumps(error))):
+        assert (other.got, other.expected, str(other)) == (error.got, error.expected, str(error))
