@@ -1816,4 +1816,32 @@ FAULTS = (
         "graph.eliminate_dead_code(lambda node: True)",
         "3: fs.check reports nothing of a right step, and compares the graph of the step with those of other ranks",
     ),
+    Fault(
+        "sum-of-bools-says-whether-any",
+        "fshard/collectives/sums.py",
+        "return value.long() if is_bool else value",
+        "return value",
+        "3: a sum of bools counts them",
+    ),
+    Fault(
+        "shards-of-other-elements-are-added",
+        "fshard/tree/checks.py",
+        "if not is_typed or not (vary or is_split):",
+        "if not is_typed or is_split is vary:",
+        "3: a sum over the axis that a leaf is split over is refused",
+    ),
+    Fault(
+        "loss-of-a-value-that-agrees",
+        "fshard/collectives/linear.py",
+        "if not varies.results:",
+        "if varies is VARYING_TO_AGREEING:",
+        "3: a loss that uses the result of all_gather_invariant as its own is refused",
+    ),
+    Fault(
+        "remat-does-not-check-sums-inside",
+        "fshard/remat.py",
+        'refuse_wrong_sums("remat", output, leaves)',
+        'refuse_wrong_sums("remat", output, leaves[:0])',
+        "3: math on a leaf that ranks hold whole is refused inside remat too",
+    ),
 )
