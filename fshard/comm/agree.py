@@ -12,7 +12,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,10 @@ import torch.distributed as dist
 from fshard import _compat
 from fshard.comm import ops, recorder
 from fshard.comm.collective import Caller, rank, supports_cpu_messages
-from fshard.comm.events import Destination, Label, Verb, encode_label, make_label
+from fshard.comm.events import Label, Verb, make_label
 from fshard.comm.failure import CollectiveError, all_fail, ask_store, describe_failure, notify_peers, report_at_once
 from fshard.comm.groups import RankState, rank_state
-from fshard.comm.links import Merge, merging_json
+from fshard.comm.links import merging_json
 from fshard.errors import Problem, leaf_error
 from fshard.tree import Axis, Flat, flatten, is_sharded
 from fshard.tree.checks import is_reachable
@@ -126,16 +126,18 @@ def _facts_of_tree(api_name: str, flat: Flat, arguments: Mapping[str, Any]) -> s
 
 
 def _compare_call(api_name: str, facts: Mapping[Axis, str], failure_text: str = "") -> None:
-    """Compare facts over their axes; raise the failures of ranks, or the first difference, on every rank."""
+    """Compare facts over their axes; raise the failure of a rank, or the first difference, on every rank."""
     rank_state().call.has_begun = True
-    failures, difference = _exchange_differences(facts, Label(Verb.START, (api_name,)), failure_text)
-    if failures:
-        remedy = f"To fix: correct the error above. {api_name} has not sent any data."
-        text = "\n".join([*failures, remedy])
+    pair = _find_differing_facts(facts, Label(Verb.START, (api_name,)), failure_text)
+    if not pair:
+        return
+    first, _ = pair
+    if not first.is_ready:
+        text = f"{first.text}\nTo fix: correct the error above. {api_name} has not sent any data."
         if not failure_text:
             report_at_once(text)
         raise CollectiveError(text)
-    if difference:
+    if difference := _find_first_difference(*pair):
         remedy = "make the same calls in the same order on every rank, with equal strategies, dtypes and arguments"
         raise leaf_error(f"{api_name}: ranks make different calls", [difference], remedy)
 
@@ -153,54 +155,59 @@ def find_disagreement(entries: Mapping[str, str], axes: Sequence[Axis], label: C
         end the running call with it.
     """
     facts = dict.fromkeys(axes, json.dumps(dict(entries)))
-    _, difference = _exchange_differences(facts, make_label(label))
-    return difference
+    pair = _find_differing_facts(facts, make_label(label))
+    return _find_first_difference(*pair) if pair else None
 
 
-def _exchange_differences(
+class _FactsOfRank(NamedTuple):
+    """What one rank has brought to a comparison. These sort by it, those of ranks that have failed first.
+
+    Attributes:
+        is_ready: Whether the rank has not failed.
+        rank: Its place on the axis.
+        place: Its coordinates, as text.
+        text: Its facts, or its error.
+    """
+
+    is_ready: bool
+    rank: int
+    place: str
+    text: str
+
+
+def _find_differing_facts(
     facts: Mapping[Axis, str],
     label: Label,
     failure_text: str = "",
-) -> tuple[list[str], Problem | None]:
-    """Compare facts over their axes: list the failures of all ranks, and find a difference, the same on every rank."""
-    first_axis = _find_differing_axis(facts, label, has_failed=bool(failure_text))
-    if first_axis is None:
-        return [], None
+) -> list[_FactsOfRank]:
+    """Compare facts over their axes: find those of a rank and of the first that differs, the same on every rank.
+
+    Returns:
+        Two, the first of a rank that has failed if there is one; none if all ranks agree.
+    """
+    number = _find_differing_axis(facts, label, has_failed=bool(failure_text))
+    if number is None:
+        return []
     # Ranks elsewhere on earlier axes may not know of the difference, and have gone on.
-    axes = _axes_to_ask(facts)[first_axis:]
+    axes = _axes_to_ask(facts)[number:]
+    axis = axes[0]
     label = label._replace(parts="texts")
     place = ", ".join(f"{axis.name}={rank(axis)}" for axis in axes)
-    failures = {_order_of_rank(axes): failure_text} if failure_text else {}
-    report: dict[str, Any] = {"failures": failures, "difference": []}
-    for number, axis in enumerate(axes):
-        # The facts of the first rank go to all others, each of which finds out how its own differ.
-        local: list[Any] = [rank(axis), place, facts[axis]]
-        _, *first = merge_objects(local, min, [axis], label)
-        difference = _find_first_difference(first, local[1:])
-        if difference is not None and not report["difference"]:
-            report["difference"] = [number, *difference]
-    report = merge_objects(report, _merge_reports, axes, label)
-    if first_axis == 0 or len(set(facts.values())) == 1:
+    local: list[Any] = [not failure_text, rank(axis), place, failure_text or facts[axis]]
+    pair = merge_objects([local], _keep_first_two, [axis], label)
+    # The ranks of one row may differ, and those of another agree.
+    longest: list[Any] = [-len(pair), pair]
+    _, pair = merge_objects(longest, min, axes[1:], label)
+    if number == 0 or len(set(facts.values())) == 1:
         # All ranks know now why the running call ends, so that nobody needs to report it.
         rank_state().call.name = None
-    difference = report["difference"]
-    return _list_in_order(report["failures"]), Problem(*difference[-1]) if difference else None
+    return [_FactsOfRank(*each) for each in pair]
 
 
-def _merge_reports(report: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Keep the failures of both reports, and the first difference."""
-    differences = [each["difference"] for each in (report, other) if each["difference"]]
-    return {"failures": report["failures"] | other["failures"], "difference": min(differences, default=[])}
-
-
-def _order_of_rank(axes: Sequence[Axis]) -> str:
-    """Write where this rank comes among those of some axes, of which the first varies fastest."""
-    return json.dumps([rank(axis) for axis in axes][::-1])
-
-
-def _list_in_order(values: Mapping[str, T]) -> list[T]:
-    """List what ranks have brought under their places, as `_order_of_rank` writes them."""
-    return [values[order] for order in sorted(values, key=json.loads)]
+def _keep_first_two(facts: list[list[Any]], other: list[list[Any]]) -> list[list[Any]]:
+    """Keep the facts of the first rank, and of the first whose text is another."""
+    first, *rest = sorted(facts + other)
+    return [first, *[each for each in rest if each[-1] != first[-1]][:1]]
 
 
 def are_texts_equal(facts: Mapping[Axis, str], label: Label, *, has_failed: bool = False) -> bool:
@@ -236,7 +243,7 @@ def _find_differing_axis(facts: Mapping[Axis, str], label: Label, *, has_failed:
     for number, axis in enumerate(_axes_to_ask(facts)):
         # Ranks of the next axis must learn of the difference too, or they would not ask for texts with the others.
         known = difference or _digest(facts[axis])
-        known = _spread(known, functools.partial(_merge_digests, number), axis, label)
+        known = recorder.spread(known, functools.partial(_merge_digests, number), axis, label)
         if known[0] != NO_AXIS:
             difference = known
     return difference[0] if difference else None
@@ -249,33 +256,21 @@ def _merge_digests(number: int, known: bytes, other: bytes) -> bytes:
     return bytes([min(known[0], other[0], number)]) + bytes(DIGEST_BYTES - 1)
 
 
-def _find_first_difference(first: Sequence[str], local: Sequence[str]) -> list[Any] | None:
-    """Find the first entry that this rank lacks, or has another of, than the first rank, or has beyond it.
+def _find_first_difference(first: _FactsOfRank, other: _FactsOfRank) -> Problem | None:
+    """Find the first entry that one of two ranks lacks, or that differs between them.
 
-    Args:
-        first: The coordinates of the first rank, and its facts.
-        local: The same of this rank.
-
-    Returns:
-        How significant the difference is, smallest first, the number of the entry, and the difference; None if there
-        is none. The verb comes first, then entries that one rank lacks.
+    The verb comes first, then entries that one rank lacks.
     """
-    first_place, first_facts = first
-    local_place, local_facts = local
-    first_entries = json.loads(first_facts)
-    entries = json.loads(local_facts)
-    differences: list[list[Any]] = []
-    for number, name in enumerate(dict.fromkeys([*first_entries, *entries])):
-        significance = 0 if name == VERB else 1 + (name in first_entries and name in entries)
-        first_lines = first_entries.get(name, "nothing").split("\n")
-        lines = entries.get(name, "nothing").split("\n")
-        for got, expected in itertools.zip_longest(lines, first_lines, fillvalue="nothing"):
-            if got != expected:
-                got_text = f"{got} on the rank at {local_place}"
-                problem = Problem(name, got_text, f"{expected} as on the rank at {first_place}")
-                differences.append([significance, number, problem])
-                break
-    return min(differences, default=None)
+    expected: dict[str, str] = json.loads(first.text)
+    got: dict[str, str] = json.loads(other.text)
+    names = dict.fromkeys([*expected, *got])
+    for name in sorted(names, key=lambda name: (name != VERB, name in expected and name in got)):
+        lines = [facts.get(name, "nothing").split("\n") for facts in (got, expected)]
+        for got_line, expected_line in itertools.zip_longest(*lines, fillvalue="nothing"):
+            if got_line != expected_line:
+                got_text = f"{got_line} on the rank at {other.place}"
+                return Problem(name, got_text, f"{expected_line} as on the rank at {first.place}")
+    return None
 
 
 def all_gather_object(value: Any, axes: Sequence[Axis], label: Caller) -> list[Any]:
@@ -290,7 +285,10 @@ def all_gather_object(value: Any, axes: Sequence[Axis], label: Caller) -> list[A
         The values in the order of the ranks, the same on every rank; of several axes the first by name varies fastest.
     """
     label = make_label(label)._replace(parts="a value of each rank")
-    return _list_in_order(merge_objects({_order_of_rank(_axes_to_ask(axes)): value}, operator.or_, axes, label))
+    # The first axis varies fastest.
+    order = json.dumps([rank(axis) for axis in _axes_to_ask(axes)][::-1])
+    values = merge_objects({order: value}, operator.or_, axes, label)
+    return [values[order] for order in sorted(values, key=json.loads)]
 
 
 def merge_objects(value: T, merge: Callable[[T, T], T], axes: Sequence[Axis], label: Caller) -> T:
@@ -314,7 +312,8 @@ def merge_objects(value: T, merge: Callable[[T, T], T], axes: Sequence[Axis], la
     label = make_label(label)
     label = label._replace(parts=label.parts or "a merged value")
     for axis in _axes_to_ask(axes):
-        merged = json.loads(_spread(json.dumps(merged).encode(), merging_json(merge), axis, label))
+        known = recorder.spread(json.dumps(merged).encode(), merging_json(merge), axis, label)
+        merged = json.loads(known)
     return merged
 
 
@@ -334,11 +333,6 @@ def join_flags(flags: Sequence[bool], axes: Sequence[Axis], label: Label) -> lis
 
 def _join_all(flags: Sequence[bool], other: Sequence[bool]) -> list[bool]:
     return list(map(operator.or_, flags, other))
-
-
-def _spread(known: bytes, merge: Merge, axis: Axis, label: Label) -> bytes:
-    """Merge what all ranks of an axis know."""
-    return recorder.spread(known, merge, Destination(axis.name, axis.size, axis.group_name, encode_label(label)))
 
 
 def _axes_to_ask(axes: Iterable[Axis]) -> list[Axis]:

@@ -11,7 +11,16 @@ import torch.distributed as dist
 
 from fshard import _compat
 from fshard.comm.connect import connect_groups
-from fshard.comm.events import Collective, Destination, Record, Shapes, Verb, decode_label, describe_tensors
+from fshard.comm.events import (
+    Collective,
+    Destination,
+    Label,
+    Record,
+    Shapes,
+    decode_label,
+    describe_tensors,
+    encode_label,
+)
 from fshard.comm.failure import (
     describe_interrupt,
     fail_collective,
@@ -20,6 +29,7 @@ from fshard.comm.failure import (
 )
 from fshard.comm.groups import ChainEntry, Group, PendingCollective, rank_state
 from fshard.comm.links import Merge, swap_in_rounds
+from fshard.tree import Axis
 
 Tensors = list[torch.Tensor]
 
@@ -62,8 +72,7 @@ def start(
         CollectiveError: if it cannot start, or the group is broken.
     """
     shapes = tuple((tensor.dtype, tensor.shape[len(sizes) > 0 :]) for tensor in tensors)
-    collective = Collective.of(op, tensors, sizes, destination) if watchers() else None
-    issued = _issue(op, shapes, destination, collective, tensors, *sizes)
+    issued = _issue(op, shapes, destination, tensors, *sizes)
     kernel = _in_profile(op, destination.label, kernel)
     # Errors that are not from the connections are raised as they are.
     buffers: Tensors = _run_waiting(issued, dist.DistError, kernel, issued.entry, issued.group)
@@ -79,7 +88,6 @@ def _issue(
     op: str,
     shapes: Shapes,
     destination: Destination,
-    collective: Collective | None,
     tensors: Tensors,
     *sizes: Sequence[int],
 ) -> PendingCollective:
@@ -95,12 +103,14 @@ def _issue(
     if state.call.name is not None:
         text = f"{text} in {state.call.name}"
     entry = group.chain.record_start(op, hashed, text, *sizes)
-    issued = PendingCollective(collective, state, group, entry, watchers(), op, label)
+    those_watching = watchers()
+    collective = Collective.of(op, tensors, sizes, destination) if those_watching else None
+    issued = PendingCollective(collective, state, group, entry, those_watching, op, label)
     _notify_watchers(issued, "starts", tensors)
     return issued
 
 
-def spread(known: bytes, merge: Merge, destination: Destination) -> bytes:
+def spread(known: bytes, merge: Merge, axis: Axis, label: Label) -> bytes:
     """Let all ranks of an axis know what any of them knows, over the links between them.
 
     In records and texts this is an all-gather, whose bytes are those that this rank knows, once for each rank.
@@ -108,7 +118,8 @@ def spread(known: bytes, merge: Merge, destination: Destination) -> bytes:
     Args:
         known: What this rank knows.
         merge: Merges what two ranks know.
-        destination: The ranks that take part, and the caller.
+        axis: The ranks that take part.
+        label: The caller.
 
     Returns:
         What all ranks know together, the same on every rank.
@@ -117,13 +128,10 @@ def spread(known: bytes, merge: Merge, destination: Destination) -> bytes:
         CollectiveError: if a rank fails, differs or does not come.
     """
     op = "all_gather"
-    collective = None
-    if watchers():
-        purpose = decode_label(destination.label)
-        nbytes = len(known) * destination.size
-        scalar = purpose.is_comparison or purpose.verb == Verb.OBJECTIVE
-        collective = Collective(op, destination.axis, destination.size, purpose, nbytes, 1, scalar)
-    issued = _issue(op, (), destination, collective, [])
+    destination = Destination(axis.name, axis.size, axis.group_name, encode_label(label))
+    # Watchers are shown as many bytes, which are of no device.
+    tensors = [torch.empty(len(known), dtype=torch.uint8, device="meta")] if watchers() else []
+    issued = _issue(op, (), destination, tensors)
     issued.left = 1
     _notify_watchers(issued, "started")
     _notify_watchers(issued, "waits")

@@ -40,3 +40,16 @@ def test_a_difference_over_the_last_axis_of_a_jitted_step_is_told_to_all_ranks()
     assert outcome_here.seconds < 50.0, outcome_here
     again = outcome(lambda: fs.psum(torch.ones(()), b))
     assert again.error == "CollectiveError", again
+
+
+@on_ranks(4, pytest.param("4 processes", marks=pytest.mark.slow), timeout=60.0)
+def test_of_several_ranks_that_fail_the_first_is_named_on_the_others():
+    """Over both axes of a mesh, also where facts differ too."""
+    mesh = fs.init_mesh({"a": 2, "b": 2}, device="cpu", timeout=60.0)
+    params = fs.shard({"w": torch.ones(8, 4)}, fs.fully_shard(mesh["a"], min_shard_elements=0))
+    params |= fs.shard({"v": torch.ones(8, 4)}, fs.fully_shard(mesh["b"], min_shard_elements=0))
+    fails = my_rank() in (1, 3)
+    text = outcome(lambda: fs.gather({**params, "x": object()} if fails else {"all": params})).text
+    assert text.startswith("gather: " if fails else "rank 1 failed in gather: "), text
+    # Nothing else was sent, and the mesh is good.
+    assert fs.psum(torch.ones(()), fs.axis_of(mesh, "a")).item() == 2.0

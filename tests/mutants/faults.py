@@ -362,7 +362,7 @@ FAULTS = (
     Fault(
         "difference-over-one-axis-is-asked-of-ranks-that-have-gone-on",
         "fshard/comm/agree.py",
-        "axes = _axes_to_ask(facts)[first_axis:]",
+        "axes = _axes_to_ask(facts)[number:]",
         "axes = _axes_to_ask(facts)",
         "10: ranks that make different calls get a named error",
     ),
@@ -512,6 +512,20 @@ FAULTS = (
         'return status[STATE_FIELD] in "ZX" or status[START_FIELD] != process.start',
         "return status[START_FIELD] != process.start",
         "10: a rank that dies in init_mesh is named on the others",
+    ),
+    Fault(
+        "facts-that-came-first-in-place-of-those-of-the-first-rank",
+        "fshard/comm/agree.py",
+        "first, *rest = sorted(facts + other)",
+        "first, *rest = facts + other",
+        "10: ranks that make different calls get a named error",
+    ),
+    Fault(
+        "difference-hides-the-error-of-a-rank",
+        "fshard/comm/agree.py",
+        "local: list[Any] = [not failure_text, rank(axis), place, failure_text or facts[axis]]",
+        "local: list[Any] = [True, rank(axis), place, failure_text or facts[axis]]",
+        "10: bad input of one rank is named on the others",
     ),
     Fault(
         "forked-child-keeps-the-connections-of-its-parent",
