@@ -104,8 +104,12 @@ def fake_process_groups(groups: Mapping[str, tuple[int, int]], backend: str) -> 
 
 
 def _name_of_groups(ranks: Sequence[int]) -> str:
-    """Name the groups that fshard makes of some ranks, of any timeout; no other groups are named so."""
-    return f"fshard {digest_of_ranks(ranks)}, timeout "
+    """Name the groups that fshard makes of some ranks, of any timeout; no other groups are named so.
+
+    Along an axis of a mesh ranks are evenly spaced.
+    """
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    return f"fshard ranks {ranks[0]} to {ranks[-1]} in steps of {step}, timeout "
 
 
 def find_group(ranks: Sequence[int], timeout: timedelta) -> ProcessGroup | None:
