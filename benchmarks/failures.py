@@ -190,7 +190,7 @@ def counted(ranks: int) -> dict[str, int]:
     issued = PendingCollective(None, rank, group, entry, since=time.monotonic())
     rank.waiting.collective = issued
     for other in everyone[1:]:
-        waits = Position(("shard", entry), {"shard": (everyone, [entry])})
+        waits = Position(("shard", entry, None), {"shard": (everyone, [entry])})
         RankState.board(rank).set(f"at/{other}", json.dumps(waits))
     poll_peers(rank, issued)
     looked = sum(rank.counts.values())

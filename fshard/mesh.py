@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from fshard import _compat
 from fshard.comm import (
     CollectiveError,
-    FirstMeeting,
     Meeting,
     connect_groups,
     is_simulated,
@@ -104,7 +103,8 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: f
         rows = _find_rows(ranks, meeting.rank)
         meeting.peers = _find_peers(rows, meeting.rank)
         agreed = _agree(_make_request(asked, device, rows, limit, meeting), meeting)
-        if isinstance(meeting, FirstMeeting):
+        meeting.connect()
+        if not dist.is_initialized():
             _start(device, limit, meeting, is_shared=agreed.device != "")
         elif agreed.generation > rank_state().generation:
             # Where one rank has a group that is broken, all make their groups anew.
@@ -320,17 +320,36 @@ def _make_groups(
     return [groups[tuple(row)] for row in rows]
 
 
-def _meet(limit: timedelta) -> Meeting:
-    """Meet the other ranks of this run, by torch's store if torch.distributed runs, else by the launcher's."""
+@contextmanager
+def _meet(limit: timedelta) -> Iterator[Meeting]:
+    """Meet the other ranks of this run, by torch's store if torch.distributed runs, else by the launcher's.
+
+    If a first meeting fails, torch.distributed stops again on every rank. Otherwise ranks where it runs would wait in
+    the next call for those where it does not run.
+    """
+    seconds = limit.total_seconds()
     if dist.is_initialized():
         state = rank_state()
         number = state.store.add(f"fshard/meetings of {state.rank}", 1)
-        ranks = range(dist.get_world_size())
-        return Meeting(state.store, state.rank, ranks, f"{number}", limit.total_seconds())
+        with Meeting(state.store, state.rank, range(dist.get_world_size()), f"{number}", seconds) as meeting:
+            yield meeting
+        return
+    client, rank, size = _compat.StoreClient(dist.HashStore), 0, 1  # type: ignore[attr-defined]
     if os.environ.keys() & {"RANK", "WORLD_SIZE"}:
         client, rank, size = _store_of_launcher(limit)
-        return FirstMeeting(client, rank, size, limit.total_seconds())
-    return FirstMeeting(_compat.StoreClient(dist.HashStore), 0, 1, limit.total_seconds())  # type: ignore[attr-defined]
+    launcher_store = client.store
+    # torch keeps the client.
+    store = launcher_store if size == 1 else _compat.clone_of(launcher_store)
+    try:
+        with Meeting(store, rank, range(size), "start", seconds, client=client) as meeting:
+            yield meeting
+    except BaseException:
+        _compat.stop_torch()
+        # Ranks meet here again, in the store of the next start. torch serves one port of a process by one server, as
+        # long as some client in that process lives.
+        if _compat.holds_store(launcher_store):
+            _compat.keep_for_good([launcher_store])
+        raise
 
 
 def _make_request(
@@ -430,10 +449,9 @@ def _sizes(shape: Mapping[str, int], ranks: int) -> tuple[int, ...]:
     return tuple(ranks // known if size == -1 else size for size in sizes)
 
 
-def _start(device: str, limit: timedelta, meeting: FirstMeeting, *, is_shared: bool) -> None:
+def _start(device: str, limit: timedelta, meeting: Meeting, *, is_shared: bool) -> None:
     """Start torch.distributed on all ranks of a meeting, of which several may compute on one device."""
-    assert meeting.client is not None
-    size = len(meeting.others) + 1
+    size = len(meeting.ranks)
     backend = dist.get_default_backend_for_device(device)
     if device != "cpu":
         if backend != "gloo" and is_shared:
@@ -446,8 +464,10 @@ def _start(device: str, limit: timedelta, meeting: FirstMeeting, *, is_shared: b
     def begin(store: Any) -> None:
         dist.init_process_group(backend, store=store, rank=meeting.rank, world_size=size, timeout=limit)
 
+    # Made while the store is there, as a client waits for one that is gone. torch keeps the one before.
+    next_client = _compat.StoreClient(lambda: _compat.clone_of(meeting.store))
     meeting.run(begin)
-    meeting.client = meeting.next_client
+    meeting.client = next_client
     rank_state(meeting.store)
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 

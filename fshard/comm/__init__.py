@@ -52,7 +52,7 @@ from fshard.comm.groups import (
     rank_state,
 )
 from fshard.comm.links import list_peers
-from fshard.comm.meeting import FirstMeeting, Meeting
+from fshard.comm.meeting import Meeting
 from fshard.comm.recorder import record, watched, watchers
 from fshard.comm.streams import copy_stream, current_stream, keep_for_current
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from fshard import _compat
 from fshard.comm.failure import FailureWatcher
-from fshard.comm.groups import Group, PendingCollective, RankState
-from fshard.comm.links import connect_links, list_peers, swap_in_rounds
+from fshard.comm.groups import ChainEntry, Group, PendingCollective, RankState
+from fshard.comm.links import list_peers, swap_in_rounds
 from fshard.comm.meeting import Meeting
 
 
@@ -22,6 +22,8 @@ def connect_groups(
 ) -> None:
     """Connect with the other ranks of axes, as far as this rank is not yet, and let the thread watch it.
 
+    All axes of a meeting get its links, so that none of them ends while others are still there.
+
     Args:
         state: This rank's.
         names: The names of the axes' process groups.
@@ -32,14 +34,16 @@ def connect_groups(
     Raises:
         CollectiveError: if one of them does not come.
     """
-    new = [_describe_group(state, name) for name in dict.fromkeys(names) if name not in state.groups]
-    if new and state.simulation is None:
+    groups = [state.groups.get(name) or _describe_group(state, name) for name in dict.fromkeys(names)]
+    new = [group for group in groups if group.name not in state.groups]
+    if state.simulation is None and (new or meeting):
         with nullcontext(meeting) if meeting else _meet(state, new[0]) as meeting_of_ranks:
-            meeting_of_ranks.groups = new
+            for group in groups:
+                group.links = meeting_of_ranks.links
+                group.sockets |= meeting_of_ranks.sockets
             for group in new:
-                with _compat.collecting_sockets(state.store) as group.sockets:
-                    _connect(state, group, meeting_of_ranks, of_processors=of_processors)
-            meeting_of_ranks.run(lambda _: _wait_for_all(state, new))
+                _connect(state, group, meeting_of_ranks, of_processors=of_processors)
+            meeting_of_ranks.run(lambda _: _wait_for_all(state, groups))
     for group in new:
         state.groups[group.name] = group
     if state.watcher is None and state.simulation is None and state.groups:
@@ -64,6 +68,7 @@ def _meet(state: RankState, group: Group) -> Iterator[Meeting]:
     with meeting:
         meeting.peers = [group.ranks[peer] for peer in list_peers(group.local_rank, len(group.ranks))]
         meeting.agree("here", lambda _: "", meeting.check_others)
+        meeting.connect()
         yield meeting
 
 
@@ -74,24 +79,22 @@ def _key_of(state: RankState, group: Group) -> str:
 
 def _connect(state: RankState, group: Group, meeting: Meeting, *, of_processors: bool) -> None:
     """Connect with the other ranks of a group, all of which are here."""
-    key = _key_of(state, group)
+    prefix = f"fshard/{_key_of(state, group)}"
 
     def run(make: Callable[[Any], Any]) -> Any:
         """Run what may wait inside torch, with a client of the store that another thread may end."""
-        return meeting.run(lambda client: make(dist.PrefixStore(f"fshard/{key}", client)))  # type: ignore[attr-defined]
+        return meeting.run(lambda client: make(dist.PrefixStore(prefix, client)))  # type: ignore[attr-defined]
 
-    peers = list_peers(group.local_rank, len(group.ranks))
-    addresses = {peer: meeting.entries[group.ranks[peer]].address for peer in peers}
-    group.links = run(lambda _: connect_links(meeting.listener, key, group, addresses, meeting.check_others))
-    if of_processors or not _compat.serves_accelerator(group.name):
-        # All ranks are here, so that the constructors of gloo, where Ctrl-C is not heard, do not wait for long.
-        group.pair = _compat.make_pair(group.name, run)
-    if state.generation > 0:
-        run(lambda board: _compat.replace_group(group.name, state.generation, board))
+    with _compat.collecting_sockets(state.store) as sockets:
+        if of_processors or not _compat.serves_accelerator(group.name):
+            # All ranks are here, so that the constructors of gloo, where Ctrl-C is not heard, do not wait for long.
+            group.pair = _compat.make_pair(group.name, run)
+        if state.generation > 0:
+            run(lambda board: _compat.replace_group(group.name, state.generation, board))
+    group.sockets |= sockets
 
 
 def _wait_for_all(state: RankState, groups: Sequence[Group]) -> None:
     """Wait until all ranks of groups are connected: one that goes on takes those that fail for ranks that ended."""
     for group in groups:
-        issued = PendingCollective(None, state, group, group.chain.last)
-        swap_in_rounds(issued, b"", max)
+        swap_in_rounds(PendingCollective(None, state, group, ChainEntry(0, 0, "")), b"", max)

@@ -83,24 +83,21 @@ class Position(NamedTuple):
     """Where a rank is, as it tells others.
 
     Attributes:
-        waits: The group that it waits in, and the parts of the entry that it waits for; None if it does not wait.
+        waits: The group that it waits in, the parts of the entry that it waits for, and of an exchange over links the
+            round, and the rank whose message it waits for; None if it does not wait.
         groups: By the name of each of its groups the ranks there, and the entries that it has started last.
-        awaits: If it waits in an exchange over links the round, and the rank whose message it waits for.
     """
 
-    waits: tuple[str, Any] | None
+    waits: tuple[str, Any, tuple[int, int] | None] | None
     groups: Mapping[str, tuple[list[int], Any]]
-    awaits: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, state: RankState) -> "Position":
         """Where this rank is."""
         issued = state.waiting.collective
-        waits = None if issued is None else (issued.group.name, issued.entry)
-        groups = {}
-        for group in list(state.groups.values()):
-            groups[group.name] = (group.ranks, list(group.chain.entries))
-        return cls(waits, groups, None if issued is None else issued.awaits)
+        waits = None if issued is None else (issued.group.name, issued.entry, issued.awaits)
+        groups = {group.name: (group.ranks, list(group.chain.entries)) for group in list(state.groups.values())}
+        return cls(waits, groups)
 
     def describe(self) -> str:
         """Say where it waits."""
@@ -167,19 +164,19 @@ def find_circle(local_rank: int, positions: Positions) -> str | None:
     Returns:
         Who waits where; None if this rank waits for none that waits for it.
     """
-    stuck = _reach({local_rank}, lambda some: {rank for rank in positions if _awaited_by(rank, positions) & some})
-    if not _awaited_by(local_rank, positions) & stuck:
+    stuck = [rank for rank in sorted(positions) if local_rank in _follow(_awaited_by(rank, positions), positions)]
+    if local_rank not in stuck:
         return None
-    first = "ranks wait for each other in different collectives"
-    return "\n".join([first, *_list_positions(positions, sorted(stuck))])
+    return "\n".join(["ranks wait for each other in different collectives", *_list_positions(positions, stuck)])
 
 
-def _reach(ranks: set[int], go_on: Callable[[set[int]], set[int]]) -> set[int]:
-    """Find the ranks that some lead to, those that these lead to, and so on, all of which are returned."""
+def _follow(ranks: Iterable[int], positions: Positions) -> set[int]:
+    """Find some ranks, those that they wait for, those that these wait for, and so on."""
     reached = set[int]()
-    while ranks:
-        reached |= ranks
-        ranks = go_on(ranks) - reached
+    unseen = set(ranks)
+    while unseen:
+        reached |= unseen
+        unseen = set().union(*(_awaited_by(rank, positions) for rank in unseen)) - reached
     return reached
 
 
@@ -193,11 +190,11 @@ def _awaited_by(rank: int, positions: Positions) -> set[int]:
     position = positions.get(rank)
     if position is None or position.waits is None:
         return set()
-    name, (number, *_) = position.waits
+    name, (number, *_), awaits = position.waits
     ranks, _ = position.groups[name]
     place = number, -1
-    if position.awaits is not None:
-        step, other = position.awaits
+    if awaits is not None:
+        step, other = awaits
         ranks = [other]
         place = number, step
     return {other for other in ranks if _place_in(name, positions.get(other)) < place}
@@ -209,9 +206,10 @@ def _place_in(name: str, position: Position | None) -> tuple[int, float]:
         return 0, 0
     _, entries = position.groups[name]
     number, *_ = entries[-1]
-    if position.awaits is None or position.waits is None or position.waits[0] != name:
+    waits = position.waits
+    if waits is None or waits[0] != name or waits[2] is None:
         return number, math.inf
-    return number, position.awaits[0]
+    return number, waits[2][0]
 
 
 def ask_store(ask: Callable[[], Any], seconds: float = 0.0) -> Any:
@@ -243,25 +241,31 @@ def read_first(board: Any, kind: str, names: Iterable[object]) -> str:
     return ""
 
 
-def _leave_note(state: RankState, text: str) -> str:
-    """Leave a note in this rank's groups, and return the one that was there first."""
-    board = state.board()
-    groups = list(state.groups)
-    first = read_first(board, "note", groups) or text
-    for name in groups:
-        first = board.compare_set(f"note/{name}", "", first).decode()
-    return first
+def leave_note(board: Any, names: Sequence[str], text: str) -> str:
+    """Leave a note under some names, and return the one that was there first."""
+
+    def leave() -> str:
+        first = read_first(board, "note", names) or text
+        for name in names:
+            first = board.compare_set(f"note/{name}", "", first).decode()
+        return first
+
+    return ask_store(leave) or text
+
+
+def linger(store: Any, board: Any, rank: int, others: Sequence[int]) -> None:
+    """Tell that this rank has read a note. If its process holds the store, wait until others have read it too."""
+    ask_store(lambda: board.set(f"read/{rank}", ""))
+    if _compat.holds_store(store):
+        keys = [f"read/{other}" for other in others]
+        ask_store(lambda: board.check(keys), LINGER_TIME)
 
 
 def notify_peers(state: RankState, text: str) -> None:
     """Break this rank's groups: leave a note, end the connections, and linger until all others have read it."""
-    state.failure.reason = ask_store(lambda: _leave_note(state, text)) or text
+    state.failure.reason = leave_note(state.board(), list(state.groups), text)
     cut_connections(state)
-    board = state.board()
-    ask_store(lambda: board.set(f"read/{state.rank}", ""))
-    if _compat.holds_store(state.store):
-        keys = [f"read/{rank}" for rank in state.others]
-        ask_store(lambda: board.check(keys), LINGER_TIME)
+    linger(state.store, state.board(), state.rank, state.others)
 
 
 def cut_connections(state: RankState) -> None:
@@ -319,18 +323,15 @@ def _find_ended_ranks(state: RankState, issued: PendingCollective) -> tuple[list
     """
     group = issued.group
     # A wait that lasts too long ends its connection itself.
-    if state.failure.is_cut or _has_timed_out(issued):
+    if state.failure.is_cut or time.monotonic() - issued.since > TIMEOUT_FRACTION * group.timeout:
         return [], []
-    places = set(group.links.find_ended_peers())
+    # The links are those of all axes of a mesh.
+    ended = set(group.ranks).intersection(group.links.find_ended_peers())
     receives: list[Any] = []
     if group.pair is not None:
-        lost_places, receives = _compat.find_lost_peers(group.pair, group.local_rank, len(group.ranks))
-        places.update(lost_places)
-    return [group.ranks[place] for place in sorted(places)], receives
-
-
-def _has_timed_out(issued: PendingCollective) -> bool:
-    return time.monotonic() - issued.since > TIMEOUT_FRACTION * issued.group.timeout
+        places, receives = _compat.find_lost_peers(group.pair, group.local_rank, len(group.ranks))
+        ended.update(group.ranks[place] for place in places)
+    return sorted(ended), receives
 
 
 def make_error(state: RankState, entry: ChainEntry | None = None) -> CollectiveError:
@@ -365,7 +366,7 @@ def _explain_lost_wait(
     positions = _ask_positions(state, _list_candidates(issued), len(issued.group.ranks))
     if ended:
         first = describe_ended_ranks(ended)
-    elif absent := _find_absent_ranks(state.rank, positions):
+    elif absent := _find_absent_ranks(issued, positions):
         first = f"{name_ranks(absent)} did not join a collective within {seconds:.0f} s. {LOOK_FOR_HANG}"
     else:
         first = f"rank {state.rank} failed in {issued.entry}: {error!s:.{TEXT_LENGTH}}"
@@ -374,14 +375,15 @@ def _explain_lost_wait(
     return "\n".join([first, *_list_positions(positions, waiting)])
 
 
-def _find_absent_ranks(local_rank: int, positions: Positions) -> list[int]:
+def _find_absent_ranks(issued: PendingCollective, positions: Positions) -> list[int]:
     """Find the ranks to blame for a wait that was too long: those that wait for nobody themselves."""
-    position = positions[local_rank]
+    local_rank = issued.state.rank
     # A rank that is awaited over a link may have told of a later place, but its message has not come.
-    first = _awaited_by(local_rank, positions) if position.awaits is None else {position.awaits[1]}
-    awaited = _reach(first, lambda some: set().union(*(_awaited_by(rank, positions) for rank in some)) - {local_rank})
+    first = _awaited_by(local_rank, positions) if issued.awaits is None else {issued.awaits[1]}
+    others = {rank: position for rank, position in positions.items() if rank != local_rank}
+    blamed = {rank for rank in _follow(first, others) if not _awaited_by(rank, positions)}
     # A rank may have gone on since it told where it waits.
-    return sorted({rank for rank in awaited if not _awaited_by(rank, positions)} or first)
+    return sorted(blamed - {local_rank} or first)
 
 
 def _publish_position(state: RankState) -> None:
@@ -395,12 +397,7 @@ def _list_candidates(issued: PendingCollective) -> Sequence[int]:
 
 
 def _ask_positions(state: RankState, ranks: Sequence[int], limit: int = MAX_RANKS_PER_POLL) -> dict[int, Position]:
-    """Find out where some ranks are, as `_read_positions` does, and this one alone if the store does not answer."""
-    return {state.rank: Position.of(state)} | (ask_store(lambda: _read_positions(state, ranks, limit)) or {})
-
-
-def _read_positions(state: RankState, ranks: Sequence[int], limit: int) -> dict[int, Position]:
-    """Read where this rank was when it last told, some others, and those that these wait for.
+    """Read where some ranks were when they last told, and those that these wait for; this one is where it is.
 
     Simulated ranks are threads, and need not tell.
     """
@@ -408,19 +405,20 @@ def _read_positions(state: RankState, ranks: Sequence[int], limit: int) -> dict[
         return {peer.rank: Position.of(peer) for peer in list(state.simulation.ranks)}
     board = state.board()
     positions = {state.rank: Position.of(state)}
-    unread = [rank for rank in ranks if rank != state.rank][:limit]
-    listed = {state.rank, *unread}
-    while unread:
-        rank = unread.pop(0)
-        text = read_first(board, "at", [rank])
-        if text:
-            positions[rank] = Position(*json.loads(text))
-        for awaited in sorted(_awaited_by(rank, positions) - listed):
-            # This rank is listed beside those that are read.
-            if len(listed) <= limit:
-                listed.add(awaited)
-                unread.append(awaited)
-    return positions
+    listed = [rank for rank in ranks if rank != state.rank][:limit]
+
+    def read() -> None:
+        # The list grows as it is read.
+        for rank in listed:
+            text = read_first(board, "at", [rank])
+            if text:
+                positions[rank] = Position(*json.loads(text))
+            awaited = _awaited_by(rank, positions).difference(listed, positions)
+            listed.extend(sorted(awaited)[: limit - len(listed)])
+
+    ask_store(read)
+    # The thread that reads may go on where the store does not answer.
+    return dict(positions)
 
 
 def wake_waiting(state: RankState, action: str, has_come: Callable[[int], bool]) -> None:
@@ -532,7 +530,7 @@ class FailureWatcher(threading.Thread):
         if time.monotonic() - self._since < self._next_poll:
             return
         self._next_poll = min(2 * self._next_poll + 0.2, self._next_poll + LONGEST_POLL_INTERVAL)
-        self._told = issued.since, issued.awaits
+        self._told = place
         with suppress(Exception):
             if poll_peers(state, issued):
                 # The main thread may be about to wait on another connection: end them again at the next look.
@@ -564,8 +562,7 @@ def describe_failure(rank: int, place: object, error: BaseException) -> str:
 
 def end_wait(state: RankState, text: str) -> None:
     """Leave a note, and end this rank's connections, which wakes its main thread."""
-    with suppress(Exception):
-        _leave_note(state, text)
+    leave_note(state.board(), list(state.groups), text)
     with suppress(Exception):
         cut_connections(state)
 
@@ -583,7 +580,7 @@ def poll_peers(state: RankState, issued: PendingCollective) -> bool:
     reason = read_first(state.board(), "note", [issued.group.name])
     if not reason:
         _publish_position(state)
-        positions = _read_positions(state, _list_candidates(issued), MAX_RANKS_PER_POLL)
+        positions = _ask_positions(state, _list_candidates(issued))
         reason = find_difference(positions) or find_circle(state.rank, positions) or ""
     if not reason or state.waiting.collective is not issued:
         return False

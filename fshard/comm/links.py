@@ -6,7 +6,6 @@ heard of all W ranks. What ranks know is merged on the way. Data of tensors goes
 
 import errno
 import fcntl
-import hashlib
 import hmac
 import json
 import secrets
@@ -14,23 +13,22 @@ import select
 import socket
 import struct
 import sys
-import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
 
 from fshard import _compat
-from fshard.comm.groups import Group, PendingCollective
+from fshard.comm.groups import PendingCollective
 
-__all__ = ["LONGEST_WAIT", "Listener", "connect_to", "prepare_link"]
+__all__ = ["LONGEST_WAIT", "Listener", "connect_to", "prepare_link", "receive"]
 
 # Of a message: its tag, its round, and its bytes.
 HEADER = struct.Struct("!IBQ")
-# What a rank that connects says first: the secret of the other rank, a digest of the axis, and its place there.
-HELLO = struct.Struct("!16s16sI")
+# What a rank that connects says first: the secret of the other rank, and its own number.
+HELLO = struct.Struct("!16sI")
 # Seconds in which a connection must say so, as the system takes them: others wait meanwhile.
 HELLO_TIME = struct.pack("ll", 2, 0)
 # Seconds of a wait at most.
@@ -39,8 +37,8 @@ LONGEST_WAIT = 1e6
 BACKLOG = 128
 # Bytes of a part of a message, and those that the system keeps for a link at least.
 PART_BYTES, BUFFER_BYTES = 2**16, 2**18
-# Seconds between two looks at other ranks while links are made.
-LOOK_INTERVAL = 0.5
+# Seconds that a listener waits for a connection.
+ACCEPT_TIME = 0.5
 # The request by which Linux tells the address of an interface, and where in the answer that is.
 SIOCGIFADDR, ADDRESS_BYTES = 0x8915, slice(20, 24)
 
@@ -85,18 +83,32 @@ def merging_json(merge: Callable[[Any, Any], Any]) -> Merge:
     return lambda known, other: json.dumps(merge(json.loads(known), json.loads(other))).encode()
 
 
-class Links:
-    """This rank's links to its peers on one axis.
+def receive(link: socket.socket, size: int) -> bytes:
+    """Receive so many bytes.
 
-    Args:
-        ranks: The ranks of the axis.
-        sockets: The connections, by the places of the peers.
+    Raises:
+        OSError: if the connection ends before, or nothing comes within its timeout.
+    """
+    received = b""
+    while len(received) < size:
+        data = link.recv(size - len(received))
+        if not data:
+            raise ConnectionResetError("it has ended")
+        received += data
+    return received
+
+
+class Links:
+    """This rank's links to its peers on the axes of a mesh.
+
+    Attributes:
+        sockets: The connections, by the ranks of the peers.
     """
 
-    def __init__(self, ranks: Sequence[int], sockets: Mapping[int, socket.socket]) -> None:
-        self.ranks = ranks
-        self.sockets = dict(sockets)
-        weakref.finalize(self, _close_all, list(self.sockets.values()))
+    def __init__(self) -> None:
+        """Begin with none."""
+        self.sockets: dict[int, socket.socket] = {}
+        weakref.finalize(self, _close_all, self.sockets.values())
 
     def swap(self, issued: PendingCollective, number: int, to: int, source: int, data: bytes) -> bytes:
         """Send one rank a message, and receive one from another or the same.
@@ -105,10 +117,10 @@ class Links:
         which all send at once do not wait for each other.
 
         Args:
-            issued: The exchange.
+            issued: The exchange, whose `awaits` others follow that look for the cause of a wait.
             number: The round.
-            to: The place of the rank to send to.
-            source: The place of the rank to receive from.
+            to: The rank to send to.
+            source: The rank to receive from.
             data: The message.
 
         Returns:
@@ -117,47 +129,36 @@ class Links:
         Raises:
             LinkError: if a link ends, or lets nothing pass within the timeout.
         """
+        link = self.sockets[source]
         message = memoryview(HEADER.pack(issued.entry.chain_hash, number, len(data)) + data)
         # The first part has the header before it: ranks wait for each other's part of one number.
         sent = HEADER.size + PART_BYTES
         received = bytearray()
         try:
-            self._send(issued, number, to, message[:sent])
-            *place, size = HEADER.unpack(self._receive(issued, number, source, HEADER.size))
+            issued.awaits = number, to
+            self.sockets[to].sendall(message[:sent])
+            issued.awaits = number, source
+            *place, size = HEADER.unpack(receive(link, HEADER.size))
             if place != [issued.entry.chain_hash, number]:
                 # Its sender does something else. Read until the thread that watches knows what, and ends the links.
                 size = sys.maxsize
             while len(received) < size or sent < len(message):
-                received += self._receive(issued, number, source, min(size - len(received), PART_BYTES))
-                self._send(issued, number, to, message[sent : sent + PART_BYTES])
-                sent += PART_BYTES
+                received += receive(link, min(size - len(received), PART_BYTES))
+                if sent < len(message):
+                    issued.awaits = number, to
+                    self.sockets[to].sendall(message[sent : sent + PART_BYTES])
+                    issued.awaits = number, source
+                    sent += PART_BYTES
         except OSError as error:
             raise LinkError(f"the link to rank {issued.awaits and issued.awaits[1]} failed: {error}") from error
         return bytes(received)
 
-    def _send(self, issued: PendingCollective, number: int, to: int, part: memoryview) -> None:
-        """Send a part of a message."""
-        # Others that look for the cause of a wait follow this.
-        issued.awaits = (number, self.ranks[to])
-        if part:
-            self.sockets[to].sendall(part)
-
-    def _receive(self, issued: PendingCollective, number: int, source: int, size: int) -> bytes:
-        """Receive a part of a message, of so many bytes."""
-        issued.awaits = (number, self.ranks[source])
-        received = b""
-        while len(received) < size:
-            data = self.sockets[source].recv(size - len(received))
-            if not data:
-                raise ConnectionResetError("it has ended")
-            received += data
-        return received
-
     def find_ended_peers(self) -> list[int]:
-        """Find the places of peers that have ended their links, as far as this rank has not ended them itself."""
+        """Find the ranks that have ended their links, as far as this rank has not ended them itself."""
         poll = select.poll()
         peer_of = {}
-        for peer, link in self.sockets.items():
+        # A thread may look while links are made.
+        for peer, link in list(self.sockets.items()):
             # Linux tells of an end only if asked, also behind data that has not been read.
             poll.register(link, getattr(select, "POLLRDHUP", 0))
             peer_of[link.fileno()] = peer
@@ -165,7 +166,7 @@ class Links:
 
     def cut(self) -> None:
         """End all links."""
-        for link in self.sockets.values():
+        for link in list(self.sockets.values()):
             with suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
 
@@ -185,12 +186,13 @@ def swap_in_rounds(issued: PendingCollective, known: bytes, merge: Merge) -> byt
         LinkError: if a link ends, or lets nothing pass within the timeout.
     """
     group = issued.group
+    ranks = group.ranks
     simulation = issued.state.simulation
-    for number, (to, source) in enumerate(plan_rounds(group.local_rank, len(group.ranks))):
+    for number, (to, source) in enumerate(plan_rounds(group.local_rank, len(ranks))):
         if simulation is not None:
             message = simulation.swap(group, to, known)
         else:
-            message = group.links.swap(issued, number, to, source, known)
+            message = group.links.swap(issued, number, ranks[to], ranks[source], known)
         known = merge(known, message)
     issued.awaits = None
     return known
@@ -209,28 +211,27 @@ class Listener:
         self._secret = secrets.token_bytes(16)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family, backlog=BACKLOG)
-        self._socket.settimeout(LOOK_INTERVAL)
+        self._socket.settimeout(ACCEPT_TIME)
         # What other ranks need to connect.
         self.address = json.dumps([*self._socket.getsockname()[:2], self._secret.hex()])
         # Connections that have come before this rank asked for them.
-        self._arrived: dict[tuple[bytes, int], socket.socket] = {}
+        self._arrived: dict[int, socket.socket] = {}
         weakref.finalize(self, _close_all, [self._socket])
 
-    def accept(self, axis_key: bytes, place: int) -> socket.socket | None:
+    def accept(self, rank: int) -> socket.socket | None:
         """Take the connection of a rank, for which this one waits a little; None if it has not come."""
-        if (axis_key, place) not in self._arrived:
+        if rank not in self._arrived:
             with suppress(TimeoutError, ConnectionAbortedError):
                 self._hear(self._socket.accept()[0])
-        return self._arrived.pop((axis_key, place), None)
+        return self._arrived.pop(rank, None)
 
     def _hear(self, link: socket.socket) -> None:
         """Read what a connection says first, and close it if it does not know the secret or takes too long."""
         link.setblocking(True)
         link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, HELLO_TIME)
         with suppress(OSError, struct.error):
-            secret, axis_key, place = HELLO.unpack(link.recv(HELLO.size, socket.MSG_WAITALL))
-            if hmac.compare_digest(secret, self._secret):
-                self._arrived[axis_key, place] = link
+            secret, rank = HELLO.unpack(link.recv(HELLO.size, socket.MSG_WAITALL))
+            if hmac.compare_digest(secret, self._secret) and self._arrived.setdefault(rank, link) is link:
                 return
         link.close()
 
@@ -239,74 +240,24 @@ class Listener:
         _close_all([self._socket, *self._arrived.values()])
 
 
-def connect_links(
-    listener: Listener,
-    axis_key: str,
-    group: Group,
-    addresses: Mapping[int, str],
-    look: Callable[[], object],
-) -> Links:
-    """Connect with this rank's peers on an axis; the lower one of two ranks connects to the higher one.
-
-    Args:
-        listener: Where lower ranks connect to this one.
-        axis_key: The same on all ranks of the axis, and another for each axis.
-        group: The ranks of the axis.
-        addresses: Of the listeners of this rank's peers, by their places.
-        look: Called from time to time while this rank waits.
-
-    Returns:
-        The links.
-
-    Raises:
-        RuntimeError: if a peer does not come or cannot be reached.
-    """
-    digest = hashlib.blake2b(axis_key.encode(), digest_size=16).digest()
-    begin = time.monotonic()
-    next_look = begin + LOOK_INTERVAL
-    sockets: dict[int, socket.socket] = {}
-    try:
-        for place, address in addresses.items():
-            if place > group.local_rank:
-                sockets[place] = connect_to(address, digest, group.local_rank, group.timeout)
-        for place in addresses:
-            while place not in sockets:
-                link = listener.accept(digest, place)
-                if link is not None:
-                    sockets[place] = link
-                    continue
-                now = time.monotonic()
-                if now - begin > group.timeout:
-                    raise RuntimeError(f"rank {group.ranks[place]} did not connect within {group.timeout:g} s")
-                if now >= next_look:
-                    look()
-                    next_look = now + LOOK_INTERVAL
-    except BaseException:
-        _close_all(sockets.values())
-        raise
-    for link in sockets.values():
-        prepare_link(link, group.timeout)
-    return Links(group.ranks, sockets)
-
-
-def connect_to(address: str, axis_key: bytes, place: int, timeout: float) -> socket.socket:
+def connect_to(address: str, rank: int, timeout: float) -> socket.socket:
     """Connect to the listener of another rank.
 
     Args:
         address: The listener's.
-        axis_key: Which axis this is about, or what else, in 16 bytes.
-        place: This rank's place there.
+        rank: This rank.
         timeout: Seconds to wait.
 
     Raises:
+        TimeoutError: if nobody answers.
         RuntimeError: if it cannot be reached.
     """
     host, port, secret = json.loads(address)
     try:
         link = socket.create_connection((host, port), timeout=min(timeout, LONGEST_WAIT))
-        link.sendall(HELLO.pack(bytes.fromhex(secret), axis_key, place))
+        link.sendall(HELLO.pack(bytes.fromhex(secret), rank))
     except OSError as error:
-        if error.errno == errno.EMFILE:
+        if isinstance(error, TimeoutError) or error.errno == errno.EMFILE:
             raise
         raise RuntimeError(
             f"no connection to {host}:{port} ({error}). Set GLOO_SOCKET_IFNAME on each rank to a network interface by "
@@ -317,10 +268,7 @@ def connect_to(address: str, axis_key: bytes, place: int, timeout: float) -> soc
 
 def prepare_link(link: socket.socket, timeout: float) -> None:
     """Let small messages go at once, waits end, and the end of a machine that says nothing be noticed in a minute."""
-    link.setblocking(True)
-    seconds = min(timeout, LONGEST_WAIT)
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        link.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
+    link.settimeout(min(timeout, LONGEST_WAIT))
     link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,13 +1,15 @@
 """While ranks make a mesh, they find out if one of them fails or dies, and all of them end with the same error.
 
 A rank waits for the others in the store before it calls a constructor of torch or gloo, which would wait for them
-without looking at signals and notes. It brings what ranks compare there, and the last to come compares it for all.
+without looking at signals and notes. It brings what ranks compare there, and the last to come compares it for all. Then
+it connects with a few of them by links, which end with its process.
 
 A rank may also fail or die while others are inside such a constructor. They wait there by a client of the store that
 has its own connection. A thread looks meanwhile what became of the other ranks, and ends that connection.
 """
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +21,6 @@ import torch.distributed as dist
 
 from fshard import _compat
 from fshard.comm.failure import (
-    LINGER_TIME,
     NOTE_GRACE,
     RESTART,
     STORE_IS_GONE,
@@ -27,12 +28,14 @@ from fshard.comm.failure import (
     CollectiveError,
     ask_store,
     describe_failure,
+    leave_note,
+    linger,
     read_first,
     report_at_once,
 )
-from fshard.comm.groups import Group, RankState, is_simulated
-from fshard.comm.links import Listener
-from fshard.comm.processes import Process, describe_ended_ranks, has_ended, name_ranks, this_process
+from fshard.comm.groups import RankState, is_simulated
+from fshard.comm.links import ACCEPT_TIME, Links, Listener, connect_to, prepare_link
+from fshard.comm.processes import describe_ended_ranks, name_ranks
 from fshard.errors import describe_error
 
 T = TypeVar("T")
@@ -46,7 +49,12 @@ SEARCH_TIME = 5.0
 ENTRY = "entry/{}"
 # What follows from what all ranks bring; FAILED if one has given up.
 END = "end"
+# Counts the ranks that have come.
+COUNT = f"came to {END}"
 FAILED = "failed"
+# The name of the note, which is for all ranks of the meeting.
+ALL = "all"
+NOTE = f"note/{ALL}"
 CALL_INIT_MESH = "Call init_mesh on every rank; if you make several meshes, make them in the same order."
 
 
@@ -54,12 +62,10 @@ class Arrival(NamedTuple):
     """What a rank brings to a meeting.
 
     Attributes:
-        process: The rank's `Process`.
         address: Where it may be connected to.
         text: What ranks compare; "" from a rank that has given up.
     """
 
-    process: Sequence[Any]
     address: str
     text: str
 
@@ -75,6 +81,7 @@ class Meeting:
         timeout: Seconds that a rank waits for another.
         place: What ranks call, for errors.
         remedy: What to do about ranks that have not called it.
+        client: The client of the store that constructors wait on; by default one that is made for the first of them.
     """
 
     def __init__(
@@ -86,10 +93,10 @@ class Meeting:
         timeout: float,
         place: str = "init_mesh",
         remedy: str = CALL_INIT_MESH,
+        client: _compat.StoreClient | None = None,
     ) -> None:
         self.store = store
-        # The client of the store that constructors wait on; made for the first of them.
-        self.client: _compat.StoreClient | None = None
+        self.client = client
         self.rank = rank
         self.ranks = ranks
         self.others = [other for other in ranks if other != rank]
@@ -100,8 +107,6 @@ class Meeting:
         self.board: Any = dist.PrefixStore(self.prefix, store)  # type: ignore[attr-defined]
         # Set once ranks begin to make groups, which are of no use if one of them fails.
         self.state: RankState | None = None
-        # The groups that ranks connect.
-        self.groups: Sequence[Group] = ()
         # What ranks have brought, as far as this one has read it.
         self.entries: dict[int, Arrival] = {}
         # Whether all ranks raise the error that leaves the meeting.
@@ -111,6 +116,9 @@ class Meeting:
         # The ranks that this one connects with, which is set before ranks agree, and where lower ones connect to it.
         self.peers: Sequence[int] = ()
         self.listener: Any = None
+        # The connections with them, and all sockets that these take.
+        self.links = Links()
+        self.sockets: _compat.Sockets = {}
 
     def __enter__(self) -> Self:
         """Begin."""
@@ -118,15 +126,13 @@ class Meeting:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Tell the others of an error, unless they have it too; let the store live until they have read of it."""
+        if error is not None and self.others:
+            if not self.fails_everywhere:
+                self._report(error)
+            linger(self.store, self.board, self.rank, self.others)
         if self.listener is not None:
+            # Others take this rank for one that has ended from now on, unless they read its note.
             self.listener.close()
-        if error is None or not self.others:
-            return
-        if not self.fails_everywhere:
-            self._report(error)
-        ask_store(lambda: self.board.add("read", 1))
-        if _compat.holds_store(self.store):
-            ask_store(lambda: self.board.add("read", 0) >= len(self.ranks), LINGER_TIME)
 
     def _report(self, error: BaseException) -> None:
         """Give up the meeting."""
@@ -137,7 +143,7 @@ class Meeting:
             text = self._describe_failure(error)
         reason = self._leave_note(text)
         # The last rank to come sees by its entry that there is a note.
-        entry = json.dumps(Arrival(this_process(), "", ""))
+        entry = json.dumps(Arrival("", ""))
         ask_store(lambda: self.board.set(ENTRY.format(self.rank), entry))
         self._end_waits()
         if self.state is not None:
@@ -147,8 +153,7 @@ class Meeting:
         """End the waits of this rank inside constructors, and the connections by which others wait for it."""
         if self.client is not None:
             self.client.disconnect()
-        for group in self.groups:
-            group.cut()
+        self.links.cut()
 
     def agree(self, text: str, merge: Callable[[Sequence[str]], str], look: Callable[[], object]) -> str:
         """Wait until all ranks have come; find out once, on the last of them, what follows from all that they bring.
@@ -164,22 +169,24 @@ class Meeting:
             What follows, the same on every rank.
 
         Raises:
-            CollectiveError: if a rank does not come, has failed or is gone.
+            CollectiveError: if a rank does not come or has failed.
         """
         if not self.others:
             return merge([text])
         if self.peers and not is_simulated():
             self.listener = Listener(self.store)
+
+        def look_at_others() -> None:
+            look()
+            ask_store(partial(self._stand_in, merge))
+
         try:
-            entry = Arrival(this_process(), self.listener.address if self.listener else "", text)
+            entry = Arrival(self.listener.address if self.listener else "", text)
             self.board.set(ENTRY.format(self.rank), json.dumps(entry))
-            if self.board.add(f"came to {END}", 1) == len(self.ranks):
-                self._read(self.ranks)
-                texts = [self.entries[rank].text for rank in self.ranks]
-                end = FAILED if "" in texts else merge(texts)
-                self.board.set(END, end)
+            if self.board.add(COUNT, 1) == len(self.ranks):
+                end = self._conclude(merge)
             else:
-                _compat.wait_in_store(self.board, [END], self.timeout, look)
+                _compat.wait_in_store(self.board, [END], self.timeout, look_at_others)
                 end = self._read(self.peers, END)[0].decode()
         except CollectiveError:
             raise
@@ -188,6 +195,19 @@ class Meeting:
         if end == FAILED:
             raise CollectiveError(self._read_note())
         return end
+
+    def _conclude(self, merge: Callable[[Sequence[str]], str]) -> str:
+        """Find out what follows from what all ranks bring, and write it for them."""
+        self._read(self.ranks)
+        texts = [self.entries[rank].text for rank in self.ranks]
+        end = FAILED if "" in texts else merge(texts)
+        # There may be two that do so.
+        return self.board.compare_set(END, "", end).decode()
+
+    def _stand_in(self, merge: Callable[[Sequence[str]], str]) -> None:
+        """Conclude on one rank for the last to come, which may have ended before it did. Others find that out later."""
+        if self.board.add(COUNT, 0) == len(self.ranks) and self.board.add("stand-ins", 1) == 1:
+            self._conclude(merge)
 
     def _read(self, ranks: Sequence[int], *keys: str) -> list[bytes]:
         """Read some keys, and the entries of ranks, which are there."""
@@ -200,7 +220,7 @@ class Meeting:
         """Say who has not come. The first rank to ask finds out, and the others wait for its note."""
         if ask_store(lambda: self.board.add("askers", 1)) != 1:
             with suppress(RuntimeError):
-                _compat.wait_in_store(self.board, ["note"], SEARCH_TIME)
+                _compat.wait_in_store(self.board, [NOTE], SEARCH_TIME)
         reason = self.find_reason()
         absent = None if reason else ask_store(lambda: [self._find_absent(self.others)], SEARCH_TIME)
         if absent is None:
@@ -225,6 +245,44 @@ class Meeting:
         """Whether all of some ranks have come."""
         return bool(self.board.check([ENTRY.format(rank) for rank in ranks]))
 
+    def connect(self) -> None:
+        """Connect with this rank's peers by links; the lower one of two ranks connects to the higher one.
+
+        Raises:
+            CollectiveError: if one of them fails, is gone or does not connect.
+        """
+        if self.listener is not None:
+            with _compat.collecting_sockets(self.store) as self.sockets:
+                self.run(lambda _: self._make_links(time.monotonic() + self.timeout))
+
+    def _make_links(self, deadline: float) -> None:
+        """Connect with this rank's peers, those first that wait for this one."""
+        for peer in reversed(self.peers):
+            link = self._reach(peer, self.timeout) if peer > self.rank else self._await(peer, deadline)
+            prepare_link(link, self.timeout)
+            self.links.sockets[peer] = link
+
+    def _await(self, peer: int, deadline: float) -> socket.socket:
+        """Wait until a peer has connected."""
+        while (link := self.listener.accept(peer)) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            if self._reason:
+                raise CollectiveError(self._reason)
+            # One that is slow may have no room for another connection.
+            with suppress(TimeoutError):
+                self._reach(peer, ACCEPT_TIME).close()
+        return link
+
+    def _reach(self, peer: int, timeout: float) -> socket.socket:
+        """Connect to the listener of a peer, which is there until its process ends or it has left a note."""
+        try:
+            return connect_to(self.entries[peer].address, self.rank, timeout)
+        except RuntimeError as error:
+            self.check_others()
+            text = f"{self.place}: {describe_ended_ranks([peer])}, or there is {error}\nTo fix: {RESTART}."
+            raise CollectiveError(self._leave_note(text)) from error
+
     def check_others(self) -> None:
         """End this rank's wait if another has failed or is gone.
 
@@ -234,11 +292,24 @@ class Meeting:
         if reason := self.find_reason():
             raise CollectiveError(reason)
 
-    def find_reason(self) -> str:
-        """Find out why no mesh will be made, as far as this rank can tell; "" if nothing is known."""
-        reason: str | None = ask_store(self._find_reason)
-        # The store may have gone with the rank that held it.
-        return self._name_ended_ranks() if reason is None else reason
+    def find_reason(self, seconds: float = 0.0, if_gone: str = "") -> str:
+        """Find out why no mesh will be made: by the note of a rank, or because links of another one have ended.
+
+        Args:
+            seconds: How long to wait for a note.
+            if_gone: The reason if the store does not answer.
+
+        Returns:
+            The reason; "" if nothing is known.
+        """
+        # A rank that fails leaves its note before it ends its links.
+        ended = self.links.find_ended_peers()
+        note: str | None = ask_store(self._read_note, 0.0 if ended else seconds)
+        if note:
+            return note
+        if ended:
+            return self._leave_note(f"{self.place}: {describe_ended_ranks(ended)}\nTo fix: {RESTART}.")
+        return if_gone if note is None else ""
 
     def run(self, make: Callable[[Any], T]) -> T:
         """Make what waits inside torch for other ranks.
@@ -265,7 +336,7 @@ class Meeting:
             made = make(self.client.store)
         except CollectiveError:
             raise
-        except RuntimeError as error:
+        except (RuntimeError, TimeoutError) as error:
             # The thread still shows others that this rank is not the one that hangs.
             raise CollectiveError(self._explain_lost_wait(error, time.monotonic() - begin)) from error
         finally:
@@ -290,12 +361,9 @@ class Meeting:
                 self._end_waits()
                 return
 
-    def _explain_lost_wait(self, error: RuntimeError, seconds: float) -> str:
+    def _explain_lost_wait(self, error: Exception, seconds: float) -> str:
         """Say why the wait in a constructor ended after some seconds, in the same words on every rank."""
-        reason = self._reason or ask_store(self._find_reason, NOTE_GRACE)
-        if reason is None:
-            # The store has gone with the rank that held it.
-            return self._name_ended_ranks() or STORE_IS_GONE
+        reason = self._reason or self.find_reason(NOTE_GRACE, STORE_IS_GONE)
         if reason:
             return reason
         if seconds <= TIMEOUT_FRACTION * self.timeout:
@@ -321,60 +389,10 @@ class Meeting:
         """Say that this rank has failed."""
         return f"{describe_failure(self.rank, self.place, error)}\nTo fix: {RESTART}."
 
-    def _find_reason(self) -> str:
-        """Read why no mesh will be made: the note of a rank, or that some process has ended."""
-        if note := self._read_note():
-            return note
-        # Each rank is a peer of some others, which leave a note if it has come and ended.
-        for rank in self.peers:
-            if rank not in self.entries and self.have_come([rank]):
-                self._read([rank])
-        reason = self._name_ended_ranks()
-        return self._leave_note(reason) if reason else ""
-
-    def _name_ended_ranks(self) -> str:
-        """Say which ranks' processes have ended, as far as this one can tell; "" if none has."""
-        ended = [rank for rank, entry in sorted(self.entries.items()) if has_ended(Process(*entry.process))]
-        return f"{self.place}: {describe_ended_ranks(ended)}\nTo fix: {RESTART}." if ended else ""
-
     def _read_note(self) -> str:
         # Ranks may wait for the key, which compare_set would make.
-        return self.board.get("note").decode() if self.board.check(["note"]) else ""
+        return self.board.get(NOTE).decode() if self.board.check([NOTE]) else ""
 
     def _leave_note(self, reason: str) -> str:
         """Leave a note, and return the first one that is there."""
-        note: bytes | None = ask_store(lambda: self.board.compare_set("note", "", reason))
-        return note.decode() if note else reason
-
-
-class FirstMeeting(Meeting):
-    """The call of init_mesh that starts torch.distributed, which all ranks stop again if one of them fails.
-
-    Otherwise ranks where it runs would wait in the next call for those where it does not run.
-
-    Args:
-        client: The client of the launcher's store for this start.
-        rank: This rank.
-        size: How many ranks there are.
-        timeout: Seconds that a rank waits for another.
-    """
-
-    def __init__(self, client: _compat.StoreClient, rank: int, size: int, timeout: float) -> None:
-        store = client.store if size == 1 else _compat.clone_of(client.store)
-        super().__init__(store, rank, range(size), "start", timeout)
-        # torch keeps the first. The second is made while the store is there, as a client waits for one that is gone.
-        self.client = client
-        self.next_client = _compat.StoreClient(lambda: _compat.clone_of(store))
-        # This process may serve the store by it.
-        self._launcher_store = client.store
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Tell the others of an error, and stop torch.distributed."""
-        super().__exit__(kind, error, traceback)
-        if error is None:
-            return
-        _compat.stop_torch()
-        # Ranks meet here again, in the store of the next start. torch serves one port of a process by one server, as
-        # long as some client in that process lives.
-        if _compat.holds_store(self._launcher_store):
-            _compat.keep_for_good([self._launcher_store])
+        return leave_note(self.board, [ALL], reason)

@@ -1,13 +1,9 @@
-"""Which process a rank is, and whether it has ended, as far as another process of its machine can tell."""
+"""Which process a rank is, and how errors name ranks."""
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
-
-# The fields of /proc/<pid>/stat behind the command's name.
-STATE_FIELD = 0
-START_FIELD = 19
 
 
 class Process(NamedTuple):
@@ -16,12 +12,10 @@ class Process(NamedTuple):
     Attributes:
         machine: The machine since it booted, and the part of it that numbers its processes; "" where nobody can tell.
         pid: The process's number there.
-        start: When it started, which tells it from a later one of the same number.
     """
 
     machine: str
     pid: int
-    start: str
 
 
 def this_process() -> Process:
@@ -29,25 +23,9 @@ def this_process() -> Process:
     pid = os.getpid()
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return Process(f"{boot} {os.readlink('/proc/self/ns/pid')}", pid, _status(pid)[START_FIELD])
+        return Process(f"{boot} {os.readlink('/proc/self/ns/pid')}", pid)
     except OSError:
-        return Process("", pid, "")
-
-
-def has_ended(process: Process) -> bool:
-    """Tell whether a process has ended; False for one of another machine, of which this one cannot know.
-
-    >>> has_ended(this_process()), has_ended(this_process()._replace(start="another"))
-    (False, True)
-    """
-    if not process.machine or process.machine != this_process().machine:
-        return False
-    try:
-        status = _status(process.pid)
-    except OSError:
-        return True
-    # One that ended is a zombie until its parent has asked how.
-    return status[STATE_FIELD] in "ZX" or status[START_FIELD] != process.start
+        return Process("", pid)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -68,8 +46,3 @@ def describe_ended_ranks(ranks: Sequence[int]) -> str:
     """
     rest = "was killed or has ended" if len(ranks) == 1 else "were killed or have ended"
     return f"{name_ranks(ranks)} {rest}"
-
-
-def _status(pid: int) -> list[str]:
-    # The command's name, in parentheses, may hold any character.
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

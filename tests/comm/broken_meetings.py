@@ -13,14 +13,13 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard import _compat, comm
-from fshard.comm import connect
 
 # Where the functions are that a rank may break in, where that is not `_compat`.
 OWNERS = {
     "init_process_group": dist,
     "create_default_device": dist.ProcessGroupGloo,
     "agree": comm.Meeting,
-    "connect_links": connect,
+    "connect": comm.Meeting,
     "_read": comm.Meeting,
 }
 

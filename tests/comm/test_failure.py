@@ -87,7 +87,7 @@ def position(waits=None, **numbers):
         name: [ChainEntry(n, n, f"psum {n} in {name}") for n in range(number + 1)] for name, number in numbers.items()
     }
     groups = {name: ([0, 1, 2], trail) for name, trail in trails.items()}
-    return comm.Position(waits and (waits, trails[waits][-1]), groups)
+    return comm.Position(waits and (waits, trails[waits][-1], None), groups)
 
 
 # For each rank the group that it waits in and how many collectives it has started in both; and those in a circle.

@@ -187,27 +187,28 @@ def listener():
 
 def test_strangers_neither_join_nor_hold_up_a_rank(monkeypatch):
     monkeypatch.setattr(links, "HELLO_TIME", struct.pack("ll", 0, 50_000))
-    monkeypatch.setattr(links, "LOOK_INTERVAL", 0.02)
+    monkeypatch.setattr(links, "ACCEPT_TIME", 0.02)
     made, place, secret = listener()
-    key = b"k" * 16
-    silent, short, wrong, right = (socket.create_connection(place) for _ in range(4))
-    hello = HELLO.pack(secret, key, 1)
+    silent, short, wrong, right, again = (socket.create_connection(place) for _ in range(5))
+    hello = HELLO.pack(secret, 1)
     short.sendall(hello[:7])
-    wrong.sendall(HELLO.pack(b"w" * 16, key, 1))
+    wrong.sendall(HELLO.pack(b"w" * 16, 1))
     # What follows is left to the one who reads the link.
     right.sendall(hello + b"message")
+    # A rank that has come asks whether this one lives.
+    again.sendall(hello)
     begin = time.monotonic()
-    # Of another axis, or another place.
-    assert [made.accept(b"o" * 16, 1), *(made.accept(key, 0) for _ in range(4))] == [None] * 5
-    link = made.accept(key, 1)
+    # Another rank.
+    assert [made.accept(0) for _ in range(6)] == [None] * 6
+    link = made.accept(1)
     assert time.monotonic() - begin < 5.0
     assert link.getpeername() == right.getsockname()
     assert link.recv(100) == b"message"
-    for stranger in (silent, short, wrong):
+    for stranger in (silent, short, wrong, again):
         stranger.settimeout(5.0)
         assert stranger.recv(1) == b""
     made.close()
-    for each in (silent, short, wrong, right, link):
+    for each in (silent, short, wrong, right, again, link):
         each.close()
 
 

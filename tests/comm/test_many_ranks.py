@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fshard import _compat
 from fshard.comm import CollectiveError, Meeting, connect
 from fshard.comm.groups import RankState
-from fshard.comm.meeting import END, ENTRY, Arrival
+from fshard.comm.meeting import COUNT, END, ENTRY, NOTE
 from fshard.comm.sockets import sockets_of_axis, sockets_of_mesh
 from tests.comm.counted_meetings import print_costs_of_meshes, print_limits
 from tests.forked_programs import run_on_ranks
@@ -25,16 +25,12 @@ MANY = 4096
 def agree_alone(meeting, *_):
     """Come to a meeting of thousands, as each of them would."""
     meeting.board.set(ENTRY.format(MANY - 1), "")
-    meeting.entries = {rank: Arrival(("", 0, ""), "", "here") for rank in meeting.peers}
 
 
 def test_keys_of_a_group_of_thousands_of_ranks_fit_in_the_store(monkeypatch):
     """gloo puts keys of its own behind those of the group; the name of the group is a number."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
     lengths = []
-
-    def connect_links(*_):
-        lengths.extend(len(key) for key in store.list_keys())
 
     def make_pair(name, run):
         run(lambda board: board.set("an address", ""))
@@ -45,7 +41,6 @@ def test_keys_of_a_group_of_thousands_of_ranks_fit_in_the_store(monkeypatch):
     monkeypatch.setattr(_compat, "timeout_of", lambda _: 20.0)
     monkeypatch.setattr(_compat, "make_pair", make_pair)
     monkeypatch.setattr(_compat, "serves_accelerator", lambda _: False)
-    monkeypatch.setattr(connect, "connect_links", connect_links)
     monkeypatch.setattr(connect, "swap_in_rounds", lambda *_: b"")
     monkeypatch.setattr(Meeting, "agree", agree_alone)
     connect.connect_groups(RankState(7, store, watcher="none"), ["12"])
@@ -97,8 +92,8 @@ def come(store, absent=()):
     board = meet(store, 0).board
     for rank in range(MANY - 1):
         if rank not in absent:
-            board.set(ENTRY.format(rank), json.dumps([["", 0, ""], f"address {rank}", "the same"]))
-            board.add(f"came to {END}", 1)
+            board.set(ENTRY.format(rank), json.dumps([f"address {rank}", "the same"]))
+            board.add(COUNT, 1)
     return board
 
 
@@ -116,9 +111,26 @@ def test_thousands_of_ranks_meet(store):
         meeting.__exit__(None, None, None)
 
 
+def test_another_rank_concludes_for_the_last_one_if_that_has_died(store):
+    """It has counted itself, and written nothing more."""
+    come(store, absent=[0])
+    # By a client of its own, as the first rank waits.
+    board = meet(store.clone(), MANY - 1).board
+
+    def come_and_die():
+        board.set(ENTRY.format(MANY - 1), json.dumps(["", "the last"]))
+        board.add(COUNT, 1)
+
+    last = threading.Timer(0.2, come_and_die)
+    last.start()
+    end = meet(store, 0).agree("the first", lambda texts: f"{len(texts)} {texts[-1]}", bool)
+    last.join()
+    assert end == f"{MANY} the last"
+
+
 def test_one_rank_finds_out_by_halves_which_of_thousands_have_not_come(store, monkeypatch):
     """The others, and those that come too late, read what it has found out."""
-    monkeypatch.setattr("fshard.comm.meeting.LINGER_TIME", 0.01)
+    monkeypatch.setattr("fshard.comm.failure.LINGER_TIME", 0.01)
     checks = []
     have_come = Meeting.have_come
     monkeypatch.setattr(Meeting, "have_come", lambda *args: checks.append(1) or have_come(*args))
@@ -153,7 +165,7 @@ def test_a_rank_waits_while_another_one_finds_out_who_has_not_come(store, monkey
     # By a client of its own, as the other one waits.
     board = meet(store.clone(), 0).board
     board.add("askers", 1)
-    other = threading.Timer(0.5, board.set, ("note", "the others' reason"))
+    other = threading.Timer(0.5, board.set, (NOTE, "the others' reason"))
     other.start()
     with pytest.raises(CollectiveError, match=r"^the others' reason$"):
         meet(store, 7, timeout=0.1).agree("the same", "".join, bool)

@@ -7,7 +7,6 @@ import socket
 import pytest
 
 from fshard._compat.collectives import _ports_of_socket
-from fshard.comm.processes import Process, has_ended, this_process
 from tests.comm.broken_meetings import break_in_last_mesh
 from tests.forked_programs import run_on_ranks
 
@@ -29,7 +28,7 @@ ROWS = [
     (2, 0, "create_default_device", "kill", 1, SECONDS, f"{KILLED}|{STORE}"),
     (4, 3, "make_pair", "kill", 1, SECONDS, KILLED),
     (4, 3, "create_default_device", "files", 1, SECONDS, FILES),
-    (4, 3, "connect_links", "kill", 1, SECONDS, KILLED),
+    (4, 3, "connect", "kill", 1, SECONDS, KILLED),
 ]
 
 
@@ -43,7 +42,8 @@ def test_a_rank_that_breaks_in_init_mesh_is_named(size, victim, place, fault, me
             continue
         assert program.code == 0, program
         seconds, error, *lines = program.output.splitlines()
-        if rank == victim and error == "KeyboardInterrupt":
+        if rank == victim and error in ("KeyboardInterrupt", "OSError", "RuntimeError"):
+            # Its own error.
             continue
         assert error == "CollectiveError", program
         assert re.match(text.replace("{}", str(victim)), lines[0]), program
@@ -54,7 +54,7 @@ def test_a_rank_that_breaks_in_init_mesh_is_named(size, victim, place, fault, me
 # Where and how the victim hangs, the number of meshes, the timeout of the last one, and what the others say.
 HANGS = [
     ("make_pair", "hang", 1, 10.0, "did not make process groups"),
-    ("connect_links", "stop", 1, 10.0, "did not make process groups"),
+    ("connect", "stop", 1, 10.0, "did not make process groups"),
     ("init_process_group", "stop", 1, 30.0, "did not make process groups"),
     ("agree", "hang", 2, 6.0, "did not call it"),
     ("collecting_sockets", "hang", 2, 6.0, "did not make process groups"),
@@ -75,15 +75,6 @@ def test_one_rank_of_four_that_hangs_in_init_mesh_is_named(place, fault, meshes,
         assert error == "CollectiveError", program
         assert float(seconds) < timeout + 6.0, program
         assert first.removeprefix("init_mesh: ").startswith(f"rank {victim} {text} within {timeout:g} s"), program
-
-
-def test_processes_that_have_ended():
-    process = this_process()
-    assert not has_ended(process)
-    assert has_ended(process._replace(start="0"))
-    # Of another machine nobody can tell.
-    assert not has_ended(Process("another", process.pid, "0"))
-    assert not has_ended(Process("", process.pid, "0"))
 
 
 def test_ports_of_sockets_that_have_no_other_end_or_are_closed():

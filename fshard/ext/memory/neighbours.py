@@ -30,8 +30,6 @@ from fshard.ext.memory.search import Generation, search_generations
 from fshard.ext.memory.slots import SlotWriter, slot_path
 from fshard.extend import Exchange, links, rank_state, ranks_on_host, this_process
 
-# What a rank that connects to another one's listener comes for.
-COPIES = b"copies of a slot"
 # Of a slot that is sent: its rank, which of the two of this rank it is, and its bytes.
 HEADER = struct.Struct("!IBQ")
 PART_BYTES = 2**20
@@ -100,7 +98,7 @@ def start_thread(call: Callable[..., object], *arguments: object) -> threading.T
 
 def send_slots(address: str, rank: int, slots: Iterable[tuple[Path, memoryview]]) -> None:
     """Send slots, each with its content, to another rank as long as it is there."""
-    with suppress(OSError, RuntimeError), links.connect_to(address, COPIES, rank, CONNECT_TIME) as link:
+    with suppress(OSError, RuntimeError), links.connect_to(address, rank, CONNECT_TIME) as link:
         links.prepare_link(link, links.LONGEST_WAIT)
         for path, data in slots:
             link.sendall(HEADER.pack(int(path.stem[5:]), int(path.suffix[1:]), len(data)))
@@ -136,7 +134,7 @@ def accept(listener: links.Listener, sender: int, timeout: float) -> socket.sock
     """
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
-        link = listener.accept(COPIES, sender)
+        link = listener.accept(sender)
         if link is not None:
             return link
     raise TimeoutError
@@ -152,7 +150,7 @@ def receive_slot(link: socket.socket, directory: Path) -> None:
     Raises:
         OSError: if the connection ends, or there is no room.
     """
-    rank, index, size = HEADER.unpack(link.recv(HEADER.size, socket.MSG_WAITALL))
+    rank, index, size = HEADER.unpack(links.receive(link, HEADER.size))
     path = directory / f"copy-{rank:05d}"
     try:
         with path.open("wb") as file:
