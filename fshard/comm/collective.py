@@ -173,8 +173,11 @@ def _pack(tensors: Tensors, bucket: Sequence[int], row_numels: Sequence[int], ro
         return tensors[bucket[0]]
     flat = []
     for index in bucket:
-        rows = tensors[index].shape[:row_dims]
-        flat.append(tensors[index].reshape(*rows, row_numels[index]))
+        tensor = tensors[index]
+        # A row of one dim is flat already, as that of most small tensors.
+        if tensor.dim() != row_dims + 1:
+            tensor = tensor.reshape(*tensor.shape[:row_dims], row_numels[index])
+        flat.append(tensor)
     return torch.cat(flat, -1)
 
 
@@ -186,7 +189,7 @@ def _unpack(received: torch.Tensor, row_shapes: Sequence[torch.Size]) -> list[to
     flat_parts = split(received, list(map(torch.Size.numel, row_shapes)), -1)
     tensors = []
     for flat_part, shape in zip(flat_parts, row_shapes, strict=True):
-        tensors.append(flat_part.view((*rows, *shape)))
+        tensors.append(flat_part if len(shape) == 1 else flat_part.view((*rows, *shape)))
     return tensors
 
 

@@ -151,9 +151,8 @@ class _FullyShard(BuiltIn):
         """Put the ranks' rows side by side along `dim`, and cut off the padding."""
         side_by_side = rows.movedim(0, dim) if dim else rows
         full = side_by_side.flatten(dim, dim + 1)
-        size = spec.shared_out(dim, self.axis)
-        if full.shape[dim] != size:
-            full = full.narrow(dim, 0, size)
+        if spec.padded_shape != spec.storage_shape:
+            full = full.narrow(dim, 0, spec.shared_out(dim, self.axis))
         # Kernels round by strides, so that a view with others would have other bits.
         full = full.contiguous()
         if self._ends_a_number(spec, dim):

@@ -220,6 +220,17 @@ def test_labels():
         assert (label.unit, str(label)) == (unit, text)
 
 
+@on_ranks(2)
+def test_tensors_of_one_dim_are_packed_as_they_are():
+    """Without an operator for each, which takes the host longer than their bytes take the link."""
+    line, flat, matrices = axis(), [torch.ones(n) for n in (1, 4, 3)], [torch.ones(2, n) for n in (1, 4, 3)]
+    for tensors, views in ((flat, 0), (matrices, 2 * len(matrices))):
+        with Operators() as operators:
+            totals = comm.all_reduce(tensors, line, "mine")
+        assert operators.names.count("aten.view.default") == views
+        assert_same_bits(totals, [2 * tensor for tensor in tensors])
+
+
 @pytest.mark.parametrize("algorithm, packed", [("direct", 3), ("by the backend", 4)])
 @on_ranks(2, "2 processes")
 def test_records(algorithm, packed):
