@@ -24,9 +24,9 @@ from fshard.transforms.base import foreign_names
 from fshard.tree import (
     Flat,
     Tree,
+    attributes_of,
     flatten,
     is_sharded,
-    tensor_of,
     tree_leaves,
     tree_map,
 )
@@ -38,6 +38,7 @@ from fshard.tree.checks import (
     check_transforms,
     count_writes,
     describe,
+    is_differentiated,
     refuse_writes,
     same_structure,
 )
@@ -270,7 +271,7 @@ class Model:
             flat_buffers = flatten(buffers)
             same_structure("apply: buffers", flat_buffers, flatten(self.buffers))
             check_tensors("apply: buffers", flat_buffers)
-            if not all(tensor.is_meta for tensor in map(tensor_of, flat.leaves)):
+            if not all(tensor.is_meta for tensor in flat.tensors):
                 refuse_blank(buffers)
 
     def _run(
@@ -281,13 +282,13 @@ class Model:
         Units are gathered one by one inside a call of the engine: that of `value_and_grad`, or one of its own where
         nothing is differentiated. Elsewhere the caller's own graph or transform needs all parameters at once.
         """
-        local_tensors = [leaf.local for leaf in flat.leaves if is_sharded(leaf)]
+        local_tensors = attributes_of(flat.sharded, "local")
         if not local_tensors or _compat.transforms_active() or _compat.any_dual(local_tensors):
             return self._run_on_full(params, buffers, args, kwargs)
         call = find_call(flat)
         if call is not None:
             return self._run_by_units(call, params, buffers, args, kwargs)
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in local_tensors):
+        if is_differentiated(local_tensors):
             return self._run_on_full(params, buffers, args, kwargs)
         call = EngineCall("apply", flat, shared_axes(flat, ()), trains=False)
         bound = flat.unflatten(call.bound)

@@ -9,7 +9,7 @@ from fshard.collectives.linear import linear_call
 from fshard.engine import Started, StartedGather, find_call, take_over
 from fshard.transforms import ShardTransform
 from fshard.transforms.run import as_linear
-from fshard.tree import Flat, Sharded, Tree, flatten, grouped, is_sharded
+from fshard.tree import Flat, Sharded, Tree, attributes_of, flatten, grouped, is_sharded
 from fshard.tree.checks import (
     check_local,
     check_tensors,
@@ -104,7 +104,7 @@ def start_gather(tree: Tree) -> Tree:
     """
     flat = _flatten("start_gather", tree)
     call = None if _compat.transforms_active() else find_call(flat)
-    tensors = [leaf.local for leaf in flat.leaves if is_sharded(leaf)]
+    tensors = attributes_of(flat.sharded, "local")
     if is_differentiated(tensors) if call is None else call.is_recomputing:
         return tree
     if call is None:

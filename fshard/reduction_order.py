@@ -22,7 +22,7 @@ from fshard.transforms.base import ShardTransform, walk_parts
 from fshard.transforms.compose import _Composed
 from fshard.transforms.local import _Cast, _Offload
 from fshard.transforms.structure import reduction
-from fshard.tree import Axis, Flat, ReshardPolicy, Spec, Tree, is_sharded, leaves_of
+from fshard.tree import Axis, Flat, ReshardPolicy, Spec, Tree, flatten, is_sharded, leaves_of
 
 # The fact by which verbs tell other ranks, and jit, of an order that has a name.
 FACT = "reduction_order"
@@ -192,7 +192,7 @@ class ReductionOrder:
         return communicate or self._communicate_by_policy(params)
 
     def _communicate_by_policy(self, params: Tree) -> str:
-        policies = [leaf.spec.reshard or ReshardPolicy() for leaf in leaves_of(params) if is_sharded(leaf)]
+        policies = [spec.reshard or ReshardPolicy() for spec in flatten(params).specs]
         return "each" if all(policy.reduce_each_microbatch for policy in policies) else "once"
 
     def check_reduce_over(self, api_name: str, reduce_over: Over) -> None:

@@ -121,7 +121,7 @@ def unshard(tree: Tree) -> Tree:
     check_local("unshard", flat)
     refuse("unshard: the result takes no gradient", flat.problems(_describe_differentiated), LOOK)
     comm.check_same_call("unshard", _split_over(flat), flat)
-    full = iter(unsharded([leaf for leaf in flat.leaves if is_sharded(leaf)]))
+    full = iter(unsharded(flat.sharded))
     return flat.unflatten([next(full) if is_sharded(leaf) else leaf for leaf in flat.leaves])
 
 
@@ -190,7 +190,7 @@ def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | None = None
         specs_of_parameters.setdefault(name, spec)
         specs.append(spec)
     remedy = "choose a strategy that fits their shapes"
-    if any(leaf.spec.transform is None for leaf in flat.leaves if is_sharded(leaf)):
+    if any(spec.transform is None for spec in flat.specs):
         remedy = "leave the state of a transform out, and call fs.transform_state on the resharded parameters"
     refuse("reshard: leaves do not fit", layouts.problems, remedy)
     comm.check_same_call("reshard", _split_over(flat), flat, transform=transform)

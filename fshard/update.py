@@ -18,19 +18,15 @@ from fshard.tree import (
     Tree,
     flatten,
     is_trained,
-    leaves_of,
     map_leaves,
     map_nodes,
     tensors_of,
 )
 from fshard.tree.checks import (
-    any_donated,
-    any_on_meta,
     check_flags,
+    check_local,
     describe,
     mark_donated,
-    refuse_abstract,
-    refuse_donated,
     refuse_frozen_counters,
     same_structure,
 )
@@ -185,10 +181,10 @@ def update(
         The state after.
 
     Raises:
-        ValueError: before any collective, if the gradients are not those of state.params, or tx is no optimizer; while
-            a CUDA graph is captured, if numbers of the state are on the CPU, which replays would not change; on a mesh
-            that was made anew after a failure, if ranks hold states of different steps; if the optimizer's update
-            returns other parameters.
+        ValueError: before any collective, if the gradients are not those of state.params, leaves of the state do not
+            fit their specs, or tx is no optimizer; while a CUDA graph is captured, if numbers of the state are on the
+            CPU, which replays would not change; on a mesh that was made anew after a failure, if ranks hold states of
+            different steps; if the optimizer's update returns other parameters.
 
     >>> import torch, fshard as fs
     >>> tx = fs.sgd(0.1)
@@ -202,10 +198,7 @@ def update(
     expect(isinstance(tx, Optimizer), "update", "tx to be an Optimizer", describe(tx), CHAINED)
     expect(isinstance(state, TrainState), "update", "state to be a TrainState", describe(state))
     check_flags("update", donate=donate)
-    if any_donated(leaves_of(state)):
-        refuse_donated("update", flatten(state))
-    if any_on_meta(leaves_of(state)):
-        refuse_abstract("update", flatten(state))
+    check_local("update", flatten(state))
     _check_gradients(grads, flatten(state.params))
     refuse_frozen_counters("update", state)
     check_same_step("update", state)
@@ -324,24 +317,17 @@ def _take_over(state: TrainState) -> dict[str, Tree]:
     them. Frozen ones stay: they are not written to, and their averages are they themselves.
     """
     flat = flatten({"params": state.params, "opt_state": state.opt_state})
-    leaves = list(flat.leaves)
-    tensors: dict[int, torch.Tensor] = {}
-    in_transform = _compat.transforms_active()
-    # In one loop: there may be thousands of leaves, and each loop finds them outside of the processor's cache.
-    for i, leaf in enumerate(leaves):
-        tensor = leaf
-        if isinstance(leaf, Sharded):
-            if leaf.spec.frozen:
-                continue
-            tensor = leaf.local
+    leaves = flat.leaves
+    positions = [i for i, tensor in enumerate(flat.tensors) if isinstance(tensor, torch.Tensor)]
+    if _compat.transforms_active() or any(spec.frozen for spec in flat.specs):
         # A value that a transform of torch.func has wrapped ends with it.
-        if isinstance(tensor, torch.Tensor) and not (in_transform and _compat.is_transformed(tensor)):
-            tensors[i] = tensor
+        positions = [i for i in positions if is_trained(leaves[i]) and not _compat.is_transformed(flat.tensors[i])]
+    tensors = [flat.tensors[i] for i in positions]
     # Tensors of fs.gather, for example, share the memory of a leaf, and keep their values.
-    for i in list(itertools.compress(tensors, _compat.share_memory(list(tensors.values())))):
-        tensors[i] = tensors[i].detach().clone()
-    moved = mark_donated([leaves[i] for i in tensors])
-    for i, tensor in tensors.items():
+    for n in itertools.compress(itertools.count(), _compat.share_memory(tensors)):
+        tensors[n] = tensors[n].detach().clone()
+    moved = mark_donated([leaves[i] for i in positions])
+    for i, tensor in zip(positions, tensors, strict=True):
         leaf = leaves[i]
         leaves[i] = Sharded(tensor, leaf.spec) if isinstance(leaf, Sharded) else moved.get(id(tensor), tensor)
     return flat.unflatten(leaves)

@@ -12,7 +12,7 @@ from torch.utils import _pytree as torch_pytree
 import fshard as fs
 from fshard.tree import flatten
 from tests.ranks import on_ranks
-from tests.trees import STRATEGIES, assert_same_bits, assorted, meshes, normal
+from tests.trees import STRATEGIES, assert_same_bits, assorted, meshes, normal, one_axis
 
 ADAMW, DESCENT = fs.from_torch(torch.optim.AdamW, lr=0.1), fs.from_torch(torch.optim.SGD, lr=1.0)
 
@@ -74,6 +74,17 @@ def test_update_makes_the_next_state():
         assert new.buffers is state.buffers
         assert new.key is state.key
         assert_same_bits(fs.tree_leaves(state), fs.tree_leaves(before))
+
+
+@on_ranks(2)
+def test_a_state_that_does_not_fit_its_specs_is_refused():
+    """Of the optimizer too, before anything is donated."""
+    state = train_state(fs.zero3(one_axis()))
+    grads = fs.tree_map(torch.cos, state.params)
+    wrong = state._replace(opt_state=fs.tree_map(lambda tensor: tensor.new_ones(7), state.opt_state))
+    with pytest.raises(ValueError, match=r"update: shards do not match their specs\n  .opt_state.slots"):
+        fs.update(ADAMW, wrong, grads, donate=True)
+    assert_same_bits([fs.update(ADAMW, state, grads).step], [torch.tensor(1)])
 
 
 @on_ranks(2)

@@ -4,6 +4,7 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress, count
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from fshard.jit.signature import Signature, complete_outline, find_changes, make
 from fshard.jit.trace import Traced, replace_abstract, trace
 from fshard.reduction_order import refuse_inductor
 from fshard.shard import any_on_host
-from fshard.tree import Axis, Exact, Flat, Sharded, flatten, map_nodes, tensor_of, tensors_of, unflatten
+from fshard.tree import Axis, Exact, Flat, Sharded, attributes_of, flatten, map_nodes, tensor_of, unflatten
 from fshard.tree.checks import (
     check_axes,
     describe,
@@ -129,7 +130,7 @@ class Jitted:
             if _compat.is_tracing() or _compat.transforms_active() or _compat.sees_programs():
                 return self._f(*args, **kwargs)
             tensors = _find_tensors(flat)
-            if not all(map(_can_trace, tensors)):
+            if not _can_trace(tensors):
                 return self._f(*args, **kwargs)
             check_axes("jit", flat)
             program = self._find_program(flat, tensors)
@@ -397,12 +398,13 @@ def jit(
 
 def _find_tensors(flat: Flat) -> list[torch.Tensor]:
     """List the tensors of a call in the order of a graph's inputs."""
-    return [tensor for tensor in tensors_of(flat.leaves) if isinstance(tensor, torch.Tensor)]
+    return [tensor for tensor in flat.tensors if isinstance(tensor, torch.Tensor)]
 
 
-def _can_trace(tensor: torch.Tensor) -> bool:
-    """Whether a trace keeps all of a tensor: of a sparse or quantized one it keeps too little."""
-    return not (tensor.requires_grad or tensor.layout is not torch.strided or tensor.is_quantized)
+def _can_trace(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether a trace keeps all of thousands of tensors: of sparse or quantized ones it keeps too little."""
+    is_dense = set(attributes_of(tensors, "layout")) <= {torch.strided}
+    return is_dense and not any(True in attributes_of(tensors, name) for name in ("requires_grad", "is_quantized"))
 
 
 def _can_guard(signature: Signature, tensors: Sequence[torch.Tensor]) -> bool:
@@ -459,9 +461,8 @@ def _run(program: Program, flat: Flat, tensors: list[torch.Tensor]) -> Any:
 
 def _copy_shared_memory(program: Program, tensors: list[torch.Tensor]) -> None:
     """Put copies in the place of tensors that something may be written to and that share memory with others."""
-    is_shared = _compat.share_memory(tensors)
-    for n, leaf_index in enumerate(program.traced.input_leaves):
-        if is_shared[n] and leaf_index in program.overwritten_leaves:
+    for n in compress(count(), _compat.share_memory(tensors)):
+        if program.traced.input_leaves[n] in program.overwritten_leaves:
             tensors[n] = _compat.copied_as_it_is(tensors[n])
 
 

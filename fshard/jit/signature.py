@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat, comm
-from fshard.tree import Exact, Flat, Sharded, Treedef, has_plain_keys, tensors_of
+from fshard.tree import Exact, Flat, Sharded, Treedef, has_plain_keys
 from fshard.tree.checks import describe
 
 _CUDA = torch.backends.cuda
@@ -94,7 +94,7 @@ def _refuse_unhashable(flat: Flat) -> None:
 
 def complete_outline(outline: Signature, flat: Flat) -> Signature:
     """Make the whole signature of a call from its outline and its arguments."""
-    tensors = tensors_of(flat.leaves)
+    tensors = flat.tensors
     avals = tuple([make_aval(tensor) if isinstance(tensor, torch.Tensor) else None for tensor in tensors])
     # A function may ask whether `a is b`.
     objects = [*compress(tensors, avals), *(leaf for leaf in flat.leaves if isinstance(leaf, Sharded))]

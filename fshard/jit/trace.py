@@ -24,7 +24,6 @@ from fshard.tree import (
     is_abstract,
     is_sharded,
     tensor_of,
-    tensors_of,
 )
 from fshard.tree.checks import check_tensors, count_writes
 
@@ -78,7 +77,7 @@ class _FunctionOfTensors:
                 "jit: the function returns leaves whose gather it has started, but a graph cannot return a gather. "
                 "Use the result of fs.start_gather inside the function, or start the gather outside of it."
             )
-        return tensors_of(self.result.leaves)
+        return self.result.tensors
 
     def _wrap(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """Put tensors of a trace into the arguments' leaves."""
@@ -113,7 +112,7 @@ def trace(flat: Flat, f: Callable[..., Any], usage: TracedUsage | None = None) -
             "and fs.make_graph."
         )
     flat = replace_abstract(flat)
-    tensors = tensors_of(flat.leaves)
+    tensors = flat.tensors
     input_leaves = [i for i, tensor in enumerate(tensors) if isinstance(tensor, torch.Tensor)]
     # Examples are no part of autograd's graph and no views of others. A tensor that is given twice stays one object.
     examples = {id(x): x.detach() if type(x) is torch.Tensor else x for x in tensors if isinstance(x, torch.Tensor)}

@@ -4,7 +4,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain
+from itertools import chain, compress
 from typing import Any, NamedTuple
 
 import torch
@@ -122,7 +122,7 @@ class _Selection(NamedTuple):
 
     def take(self, leaves: Sequence[Any]) -> list[Any]:
         """Take the tensors at these positions."""
-        return tensors_of(map(leaves.__getitem__, self.positions))
+        return tensors_of(list(map(leaves.__getitem__, self.positions)))
 
     def put(
         self,
@@ -465,19 +465,21 @@ def _step_in_place(
     hyper: Hyper,
 ) -> States:
     """Step tensors in place, and return the class's new states of them."""
-    new_states = list(states)
-    begun = [i for i, state in enumerate(states) if state]
-    fresh = [i for i, state in enumerate(states) if not state]
+    new_states: dict[torch.Tensor, State] = {}
+    begun = list(map(bool, states))
+    fresh = list(map(operator.not_, states))
     # One after the other, because fused SGD fails on a list in which only some tensors have a momentum.
-    for part in filter(None, (begun, fresh)):
-        optimizer = _build_optimizer(make, [tensors[i] for i in part], [grads[i] for i in part], hyper)
-        optimizer.state.update({tensors[i]: states[i] for i in part if states[i]})
+    for chosen in filter(any, (begun, fresh)):
+        part = list(compress(tensors, chosen))
+        optimizer = _build_optimizer(make, part, list(compress(grads, chosen)), hyper)
+        if chosen is begun:
+            optimizer.state.update(zip(part, compress(states, begun), strict=True))
         optimizer.step()
-        for i in part:
+        for tensor in part:
             # The gradient would live as long as the tensor.
-            tensors[i].grad = None
-            new_states[i] = optimizer.state[tensors[i]]
-    return new_states
+            tensor.grad = None
+            new_states[tensor] = optimizer.state[tensor]
+    return list(map(new_states.__getitem__, tensors))
 
 
 def _build_optimizer(

@@ -33,6 +33,7 @@ from fshard.tree.masks import (
 )
 from fshard.tree.nodes import (
     Sharded,
+    attributes_of,
     is_sharded,
     is_trained,
     like,

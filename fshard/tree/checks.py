@@ -5,7 +5,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import repeat
+from itertools import filterfalse
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from fshard.errors import Problem, expect, leaf_error, refuse
 from fshard.tree.abstract import is_abstract
 from fshard.tree.flat import Flat, Misfit, Tree, Treedef, flatten, leaves_of
 from fshard.tree.masks import Mask, matches
-from fshard.tree.nodes import Sharded, is_sharded, is_trained, replace_local, tensor_of, tensors_of
+from fshard.tree.nodes import Sharded, attributes_of, is_sharded, is_trained, replace_local, tensor_of
 from fshard.tree.specs import Axis
 
 # The attribute of a tensor that says that it was donated.
@@ -213,16 +213,6 @@ def mark_donated(leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
     return moved
 
 
-def any_donated(leaves: Iterable[Any]) -> bool:
-    """Tell whether one of thousands of leaves was donated."""
-    return True in map(getattr, tensors_of(leaves), repeat(DONATED), repeat(None))
-
-
-def any_on_meta(leaves: Iterable[Any]) -> bool:
-    """Tell whether one of thousands of leaves is on the meta device."""
-    return True in map(getattr, tensors_of(leaves), repeat("is_meta"), repeat(None))
-
-
 def is_donated(leaf: Any) -> bool:
     """Tell whether a leaf's tensor was donated; it is empty then, of shape (0,)."""
     return getattr(tensor_of(leaf), DONATED, None) is True
@@ -273,6 +263,8 @@ def refuse_abstract(api_name: str, flat: Flat) -> None:
 
 def check_tensors(api_name: str, flat: Flat) -> None:
     """Refuse leaves that are no tensors."""
+    if len(flat.sharded) == len(flat.leaves):
+        return
 
     def misfit(leaf: Any) -> Misfit:
         if is_sharded(leaf) or leaf is None or isinstance(leaf, torch.Tensor):
@@ -299,9 +291,8 @@ def check_floating(api_name: str, flat: Flat) -> None:
             return None
         return describe(tensor), "a floating tensor"
 
-    held = tensors_of(flat.leaves)
-    dtypes = {tensor.dtype if isinstance(tensor, torch.Tensor) else torch.int for tensor in held}
-    if not all(dtype.is_floating_point or dtype.is_complex for dtype in dtypes):
+    dtypes = set(attributes_of(flat.tensors, "dtype"))
+    if not all(isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex) for dtype in dtypes):
         remedy = tree_remedy(flat.leaves, "shard these leaves with frozen=, or keep them out of the parameters")
         refuse(f"{api_name}: leaves cannot have gradients", flat.problems(misfit), remedy)
 
@@ -367,7 +358,7 @@ def check_local(api_name: str, flat: Flat, *, needs_values: bool = True) -> None
             return None
         return f"{describe(leaf.local)} as local tensor", f"a local tensor of shape {leaf.spec.local_shape}"
 
-    if not all(map(_fits, flat.leaves)):
+    if not _all_fit(flat):
         refuse_donated(api_name, flat)
         remedy = tree_remedy(flat.leaves, "return tensors of the shard's shape from functions that you map over a tree")
         refuse(f"{api_name}: shards do not match their specs", flat.problems(misfit), remedy)
@@ -376,13 +367,18 @@ def check_local(api_name: str, flat: Flat, *, needs_values: bool = True) -> None
     check_axes(api_name, flat)
 
 
-def _fits(leaf: Any) -> bool:
-    """Whether a leaf surely fits its spec, has values and was not donated, which leaves nothing; for thousands."""
-    if isinstance(leaf, Sharded):
-        shape = getattr(leaf.local, "shape", None)
-        return shape == leaf.spec.local_shape and shape != (0,) and not leaf.local.is_meta
-    shape = getattr(leaf, "shape", None)
-    return shape != (0,) and not (shape is None and is_unregistered(leaf))
+def _all_fit(flat: Flat) -> bool:
+    """Whether all leaves surely fit their specs, have values and were not donated, which leaves nothing."""
+    shards = attributes_of(flat.sharded, "local")
+    shapes = attributes_of(shards, "shape")
+    if shapes != attributes_of(attributes_of(flat.sharded, "spec"), "local_shape") or True in attributes_of(
+        shards, "is_meta"
+    ):
+        return False
+    plain = list(filterfalse(is_sharded, flat.leaves))
+    plain_shapes = attributes_of(plain, "shape")
+    hides_shards = any(is_unregistered(leaf) for leaf, shape in zip(plain, plain_shapes, strict=True) if shape is None)
+    return (0,) not in shapes and (0,) not in plain_shapes and not hides_shards
 
 
 def check_transforms(api_name: str, flat: Flat) -> None:
@@ -415,7 +411,7 @@ def is_differentiated(tensors: Sequence[torch.Tensor]) -> bool:
     """Tell whether a transform of torch.func runs, or tensors are part of a graph of the caller's."""
     if _compat.transforms_active() or _compat.any_dual(tensors):
         return True
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return torch.is_grad_enabled() and True in attributes_of(tensors, "requires_grad")
 
 
 def check_differentiable(api_name: str) -> None:

@@ -9,7 +9,7 @@ import optree
 import torch
 
 from fshard.errors import Problem
-from fshard.tree.nodes import is_sharded
+from fshard.tree.nodes import Sharded, is_sharded, tensors_of
 from fshard.tree.specs import Axis, Spec
 
 Tree = Any
@@ -20,13 +20,17 @@ Misfit = str | tuple[str, str] | None
 
 # A NamedTuple itself cannot have cached properties.
 class _Flat(NamedTuple):
-    paths: list[str]
     leaves: list[Any]
     treedef: Treedef
 
 
 class Flat(_Flat):
-    """A tree taken apart: one path per leaf, the leaves (Sharded and None kept whole) and the structure."""
+    """A tree taken apart: the leaves (Sharded and None kept whole) and the structure, which knows their paths."""
+
+    @functools.cached_property
+    def paths(self) -> Sequence[str]:
+        """One path per leaf, as in ['blocks'][0]."""
+        return _paths(self.treedef)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -45,8 +49,7 @@ class Flat(_Flat):
             *columns: What else it is called with, for each leaf, such as the leaves of other trees.
         """
         problems: list[Problem] = []
-        for path, *row in zip(self.paths, self.leaves, *columns, strict=True):
-            description = describe_misfit(*row)
+        for path, description in zip(self.paths, map(describe_misfit, self.leaves, *columns), strict=True):
             if isinstance(description, str):
                 problems.append(Problem(path, description))
             elif description is not None:
@@ -54,9 +57,19 @@ class Flat(_Flat):
         return problems
 
     @functools.cached_property
+    def sharded(self) -> list[Sharded]:
+        """Its Sharded leaves."""
+        return list(filter(is_sharded, self.leaves))
+
+    @functools.cached_property
+    def tensors(self) -> list[Any]:
+        """The tensor that this rank holds of each leaf; other leaves as they are."""
+        return tensors_of(self.leaves)
+
+    @functools.cached_property
     def specs(self) -> tuple[Spec, ...]:
         """The specs of its Sharded leaves, each object once: thousands of leaves share theirs."""
-        return tuple({id(leaf.spec): leaf.spec for leaf in self.leaves if is_sharded(leaf)}.values())
+        return tuple({id(leaf.spec): leaf.spec for leaf in self.sharded}.values())
 
     @functools.cached_property
     def axes(self) -> tuple[Axis, ...]:
@@ -69,7 +82,7 @@ def flatten(tree: Tree) -> Flat:
     if torch.compiler.is_dynamo_compiling():
         raise RuntimeError("torch.compile cannot trace fshard's functions; use fs.jit, or compile the model's blocks")
     leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
-    return Flat(list(_paths(treedef)), leaves, treedef)
+    return Flat(leaves, treedef)
 
 
 def leaves_of(tree: Tree) -> list[Any]:

@@ -53,9 +53,8 @@ def map_leaves(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     Returns:
         A tree of f's results.
     """
-    leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
-    columns = [leaves, *map(leaves_of, rest)]
-    return unflatten(treedef, [f(*row) for row in zip(*columns, strict=True)])
+    flat = flatten(tree)
+    return flat.unflatten([f(*row) for row in zip(flat.leaves, *map(leaves_of, rest), strict=True)])
 
 
 def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:

@@ -1152,7 +1152,7 @@ FAULTS = (
     Fault(
         "donated-state-still-there-in-the-update",
         "fshard/update.py",
-        "moved = mark_donated([leaves[i] for i in tensors])",
+        "moved = mark_donated([leaves[i] for i in positions])",
         "moved = dict[int, Any]()",
         "4: donated leaves are lost before anything is written to them",
     ),
@@ -1166,8 +1166,8 @@ FAULTS = (
     Fault(
         "lost-optimizer-state-taken-again",
         "fshard/update.py",
-        "if any_donated(leaves_of(state)):",
-        "if any_donated(leaves_of(state.params)):",
+        'check_local("update", flatten(state))',
+        'check_local("update", flatten(state.params))',
         "4: use of a lost leaf is refused by its path",
     ),
     Fault(
