@@ -157,9 +157,8 @@ class ModuleTemplate:
         Raises:
             RuntimeError: if `apply` has returned.
         """
-        value = self._values.get(name)
-        if value is None and self._call is not None and name in self._leaves:
-            value = self._read_from_unit(weights, key, name)
+        leaf = self._leaves.get(name)
+        value = self._values.get(name) if leaf is None else self._read_from_unit(weights, key, name, leaf)
         if value is None:
             raise RuntimeError(
                 f"apply: parameter {name!r} was read after apply returned, for example because your own backward "
@@ -170,11 +169,8 @@ class ModuleTemplate:
             dict.__setitem__(weights, key, value)
         return value
 
-    def _read_from_unit(self, weights: "_Weights", key: str, name: str) -> torch.Tensor:
+    def _read_from_unit(self, weights: "_Weights", key: str, name: str, leaf: Leaf) -> torch.Tensor:
         """Read a parameter from its unit, and let the unit take it back from `weights` when it is dropped."""
-        assert self._call is not None
-        assert self.walk is not None
-        leaf = self._leaves[name]
         gathered = self._last_gathered
         # Mostly the unit that was read last is open, and all of its outputs are there.
         if gathered is not None and not (gathered.is_lazy or gathered.is_closed) and torch.is_grad_enabled():
@@ -183,6 +179,8 @@ class ModuleTemplate:
                 gathered.register_output(weights, key)
                 return value
 
+        assert self._call is not None
+        assert self.walk is not None
         gathered = self.walk.make_readable(name)
         self._last_gathered = gathered
         value = self._call.get_output(gathered, leaf)

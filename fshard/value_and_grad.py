@@ -31,7 +31,6 @@ from fshard.tree import (
     Sharded,
     Tree,
     flatten,
-    is_sharded,
     is_trained,
     like,
     take_tensors,
@@ -125,7 +124,7 @@ def value_and_grad(
 
 LossFunction = Callable[[Tree], Any]
 
-# The objective, what each function returned besides, and for each leaf the local tensor of its gradient, or None.
+# The objective, what each function returned besides, and for each leaf its gradient, or None.
 Gradients = tuple[torch.Tensor, Sequence[Any], Sequence[Any]]
 
 
@@ -225,18 +224,14 @@ class _Differentiation:
         unreduced_axes = [axis for axis in flat.axes if axis.size > 1 and axis not in self.axes]
         if unreduced_axes:
             check_agrees(objective, unreduced_axes, self.options.api_name)
-        gradients: list[Any] = []
-        for leaf, gradient in zip(flat.leaves, by_leaf, strict=True):
-            is_wrapped = is_sharded(leaf) and gradient is not None
-            gradients.append(Sharded(gradient, leaf.spec) if is_wrapped else gradient)
-        grads = flat.unflatten(gradients)
+        grads = flat.unflatten(by_leaf)
         if self.options.transform_state is ABSENT:
             return objective, auxes, grads
         return objective, auxes, grads, join_states(flat, self.states)
 
     def _needs_torch_func(self) -> bool:
         """Tell whether the result has to be differentiable itself, or there is nothing to gather."""
-        tensors = [tensor_of(leaf) for leaf in self.flat.leaves if leaf is not None]
+        tensors = [tensor for tensor in self.flat.tensors if tensor is not None]
         return is_differentiated(tensors) or not self.flat.specs
 
     def _facts(self) -> dict[str, Any]:
@@ -317,7 +312,7 @@ class _Differentiation:
         by_leaf: list[Any] = [None] * len(call.leaves)
         for i, leaf in enumerate(call.leaves):
             if leaf is not None and used.get(leaf.path):
-                by_leaf[i] = leaf.take_grad(remaining_divisor)
+                by_leaf[i] = Sharded(leaf.take_grad(remaining_divisor), self.flat.leaves[i].spec)
                 self.states[i] = leaf.transform_state
         objective = divide(self.sums.finish_numbers(value), divisor if is_single else remaining_divisor)
         return objective, auxes, by_leaf
@@ -357,7 +352,7 @@ class _Differentiation:
         divisor = self._divisor(counts)
         by_leaf: list[Any] = [None] * len(leaves)
         for i, gradient in zip(trained, gradients, strict=True):
-            by_leaf[i] = divide(gradient, divisor)
+            by_leaf[i] = like(leaves[i], divide(gradient, divisor))
         return divide(sum_over(value, self.axes), divisor), auxes, by_leaf
 
 

@@ -270,14 +270,15 @@ def divide_in_place(tensors: Sequence[torch.Tensor], divisor: Any) -> None:
 
     Checked on 2.13.
     """
-    buffers: dict[int, list[torch.Tensor]] = {}
+    parts_of_base: dict[int, list[torch.Tensor]] = {}
     wholes: list[torch.Tensor] = []
     for tensor in tensors:
-        buffers.setdefault(id(tensor if tensor._base is None else tensor._base), []).append(tensor)
-    for parts in buffers.values():
+        base = tensor._base
+        parts_of_base.setdefault(id(tensor if base is None else base), []).append(tensor)
+    for parts in parts_of_base.values():
         base = parts[0] if parts[0]._base is None else parts[0]._base
-        whole = base.numel() == sum([part.numel() for part in parts]) and base.dtype is parts[0].dtype
-        wholes += [base] if whole else parts
+        is_whole = base.numel() == sum(map(torch.Tensor.numel, parts)) and base.dtype is parts[0].dtype
+        wholes += [base] if is_whole else parts
     # An accelerator divides all of them by one kernel.
     torch._foreach_div_(wholes, divisor)
 
@@ -289,6 +290,8 @@ def cast_all(tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> 
     Where nothing is differentiated, one operator casts all of them: one kernel on an accelerator, if all casts are from
     one dtype to one other. Each result has memory of its own, so that writes to it are counted apart.
     """
+    if [tensor.dtype for tensor in tensors] == dtypes:
+        return list(tensors)
     if torch.is_grad_enabled() or transforms_active():
         return [tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
     results: list[torch.Tensor] = []

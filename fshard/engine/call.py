@@ -71,8 +71,8 @@ class EngineCall:
         self.leaves: list[Leaf | None] = [None] * len(self.bound)
         for index, (path, param, finish) in enumerate(zip(flat.paths, flat.leaves, started, strict=True)):
             if is_sharded(param):
-                bound = Sharded(param.local.detach(), param.spec)
-                bound.local.requires_grad_(trains and not param.spec.frozen)
+                tensor = param.local.detach().requires_grad_(trains and not param.spec.frozen)
+                bound = Sharded(tensor, param.spec)
                 self.bound[index] = bound
                 leaf = Leaf(path, bound, param.local, has_backward=trains)
                 leaf.started = finish
@@ -123,7 +123,7 @@ class EngineCall:
         forward = self._running_microbatch().forward
         if not forward.is_over:
             forward.end_function_scope()
-        facts = [LeafFacts(name, leaf.spec, leaf.stored.element_size()) for name, leaf in leaves.items()]
+        facts = [LeafFacts(name, leaf.spec, leaf.stored.itemsize) for name, leaf in leaves.items()]
         plan = make_plan(tuple(units), tuple(facts))
         return ModelWalk(forward, plan, leaves, self._prepare_recompute)
 
@@ -135,7 +135,7 @@ class EngineCall:
         if microbatch.forward.is_over:
             gathered = self._prepare_recompute(unique_leaves)
         else:
-            facts = [LeafFacts(leaf.path, leaf.spec, leaf.stored.element_size()) for leaf in unique_leaves]
+            facts = [LeafFacts(leaf.path, leaf.spec, leaf.stored.itemsize) for leaf in unique_leaves]
             unit = make_unit(_join_paths(unique_leaves), tuple(facts))
             gathered = GatheredUnit(unit, unique_leaves)
             microbatch.forward.open_function_gather(gathered)

@@ -90,8 +90,10 @@ class Forward:
         if self._has_trained and grad_enabled:
             self._expect_backward()
         gathered.wait()
+        # Most leaves have one unit, and share this tuple.
+        units = (gathered,)
         for leaf in gathered.leaves:
-            leaf.gathered_units.append(gathered)
+            leaf.gathered_units += units
             if leaf.trained and not leaf.derived:
                 leaf.must_reduce = True
         if self._trains:

@@ -33,7 +33,8 @@ class _Deliver(Function):
         ctx.receive = receive
         ctx.gathered = gathered
         specs = [leaf.spec for leaf in gathered.trained]
-        axes = dict.fromkeys([axis for spec in specs for axis in spec.roles])
+        # Thousands of leaves share their specs.
+        axes = dict.fromkeys([axis for spec in dict.fromkeys(specs) for axis in spec.roles])
         # Checks of values that vary between ranks read this from the node.
         ctx.variance = Variance("fs.gather", tuple(axes), specs, result=True)
         ctx.set_materialize_grads(False)

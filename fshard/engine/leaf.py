@@ -89,7 +89,7 @@ class Leaf:
         self.piece: Any = None
         self.started: Finish | None = None
         self.shared_from: GatheredUnit | None = None
-        self.gathered_units: list[GatheredUnit] = []
+        self.gathered_units: tuple[GatheredUnit, ...] = ()
         self.must_reduce = False
         self.used = False
         self.transform_state: Any = None

@@ -76,7 +76,7 @@ class Microbatch:
         """
         self.forward.drop_references()
         for leaf in self._leaf_of_tensor_id.values():
-            leaf.gathered_units = []
+            leaf.gathered_units = ()
             if leaf.derived or not keep_shared:
                 leaf.shared_from = None
                 leaf.piece = None
