@@ -15,6 +15,7 @@ from tests.ext.check.closed_axes import open_axes
 from tests.test_processes import ROOT
 
 sys.path.append(str(ROOT / "examples"))
+import check_step
 import custom_transform
 import gpt
 import powersgd
@@ -59,6 +60,7 @@ TABLE = {
     "four_dimensions": Example(("--steps", 2), {"pipe": 2, "shard": 2, "cp": 1, "tp": 2}),
     "diloco": Example(("--rounds", 1), SHARD),
     "rl": Example(("--steps", 2), SHARD),
+    "ensemble": Example(("--steps", 1, "--members", 2), SHARD),
 }
 
 
@@ -167,12 +169,22 @@ def split_over_two_axes(mesh: Any) -> tuple[Any, ...]:
     return step, fs.TrainState.create(params, tx), (tokens, tokens), fs.axis_of(mesh["tp"])
 
 
-# Steps of examples that are no function there, written out.
+def check_a_gpt(mesh: Any) -> tuple[Any, ...]:
+    """Make the right step of examples/check_step.py, which runs none."""
+    model = fs.functionalize(gpt.GPT(32, 1, heads=4, context=8), units=gpt.Block)
+    tx = fs.from_torch(torch.optim.AdamW, lr=1e-3)
+    state = fs.TrainState.create(model.init(fs.zero3(mesh), seed=0), tx)
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    return check_step.make_step(model, tx, mistake=""), state, tokens, tokens
+
+
+# Steps of examples that are no function there, or that nothing calls, written out.
 WRITTEN_OUT = {
+    "check_step": (check_a_gpt, SHARD),
     "custom_transform": (partial(compare, lambda mesh: custom_transform.Int8(fs.fully_shard(mesh))), SHARD),
     "topk": (partial(compare, lambda mesh: topk.TopK(fs.fully_shard(mesh), 0.1)), SHARD),
     "powersgd": (partial(compare, lambda mesh: powersgd.PowerSGD(fs.fully_shard(mesh), 2)), SHARD),
     "tensor_parallel": (split_over_two_axes, {"shard": 4, "tp": 2}),
 }
 # Examples whose steps are among those of `right_steps`, and programs that train nothing by a step.
-ELSEWHERE = ("dp_sgd", "ensemble", "unequal_tokens", "compare", "finetune_embeddings", "hessian")
+ELSEWHERE = ("dp_sgd", "unequal_tokens", "compare", "finetune_embeddings", "hessian")
