@@ -1811,7 +1811,7 @@ FAULTS = (
     Fault(
         "check-lets-terms-of-a-sum-change-the-parts",
         "fshard/ext/check/values.py",
-        "return result < Agreement.VARYING and not self._facts.is_split(node)",
+        "return result < Agreement.VARYING and not self.facts.is_split(node)",
         "return False",
         "3: fs.check finds a norm of the part of the features that a rank has",
     ),
@@ -1863,5 +1863,26 @@ FAULTS = (
         'refuse_wrong_sums("remat", output, leaves)',
         'refuse_wrong_sums("remat", output, leaves[:0])',
         "3: math on a leaf that ranks hold whole is refused inside remat too",
+    ),
+    Fault(
+        "check-lists-what-follows-from-a-mistake",
+        "fshard/ext/check/results.py",
+        "if not values.blamed.isdisjoint(nodes):",
+        "if values.blamed.issuperset(nodes):",
+        "5: one mistake gives one problem",
+    ),
+    Fault(
+        "check-lets-a-sum-of-means-grow",
+        "fshard/ext/check/factors.py",
+        "if count and (find_packet(node) is not aten.div or count not in node.args):",
+        "if count:",
+        "3: fs.check finds rows of all ranks over those of one",
+    ),
+    Fault(
+        "check-takes-an-objective-over-two-axes-for-a-sum",
+        "fshard/ext/check/values.py",
+        "is_users = origin_of(user).is_users or isinstance(divisor, Node)",
+        "is_users = True",
+        "3: fs.check reports nothing of an objective over two axes",
     ),
 )

@@ -120,8 +120,8 @@ class _CheckedCall:
                 facts = AxisFacts(axis, inputs, rank_constants, doubled or {}, varies, self._reduces == {"mean"})
                 values = ValueTypes(nodes, facts)
                 self.problems += values.problems
-                self.problems += find_differing(results, values, facts)
-                self.problems += find_wrong_factors(results, values, facts)
+                self.problems += find_differing(results, values)
+                self.problems += find_wrong_factors(results, values)
 
     def _observe(self, functions: Sequence[Any], flat: Any, axes: Sequence[fs.Axis], options: Any) -> None:
         """Check a loss before the step differentiates it."""
@@ -162,20 +162,17 @@ def _differ(node: Node, other: Node) -> bool:
 
 
 def _drop_repeated(problems: Sequence[StepProblem]) -> tuple[StepProblem, ...]:
-    """Leave out problems of one kind and line, but the first."""
+    """Leave out problems of one line, but the first: the others are mostly what follows from it."""
     by_line: dict[Any, StepProblem] = {}
     for problem in problems:
-        by_line.setdefault((problem.kind, problem.axis, problem.frames[:1]), problem)
+        by_line.setdefault((problem.axis, problem.frames[:1] or problem.path), problem)
     return tuple(by_line.values())
 
 
 def _describe_refusal(error: ValueError) -> StepProblem:
     """Make a problem of an error of fshard's; errors of the user's code and of torch are raised again."""
     stack = traceback.extract_tb(error.__traceback__)
-    frames = []
-    for entry in stack:
-        if is_users_file(entry.filename):
-            frames.append(Frame(entry.filename, entry.lineno or 0, entry.name))
+    frames = [Frame(each.filename, each.lineno or 0, each.name) for each in stack if is_users_file(each.filename)]
     if is_users_file(stack[-1].filename) or not frames:
         raise error
     return StepProblem(Mistake.REFUSED, "", "", tuple(frames[::-1][:MAX_FRAMES]), str(error))

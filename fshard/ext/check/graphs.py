@@ -13,7 +13,7 @@ from fshard.extend import is_fake, tensor_of
 
 Pairs = Mapping[Node, Node]
 # Operators that fit tensors to shards of equal length, of which another mesh may need more.
-_FITTING = (torch.ops.aten.slice, torch.ops.aten.constant_pad_nd)
+_FITTING = (torch.ops.aten.slice, torch.ops.aten.constant_pad_nd, torch.ops.aten.view)
 
 
 class Input(NamedTuple):
@@ -72,15 +72,14 @@ def list_inputs(nodes: Sequence[Node], flat: Any, state_leaves: int) -> dict[Nod
 
 def find_neighbour(mesh: Mapping[str, int], rank: int, axis: fs.Axis) -> int:
     """Find the number of another rank on an axis."""
-    names = list(mesh)
-    position = names.index(axis.name)
-    stride = math.prod(mesh[name] for name in names[position + 1 :])
+    position = list(mesh).index(axis.name)
+    stride = math.prod(list(mesh.values())[position + 1 :])
     return rank - stride if rank // stride % axis.size else rank + stride
 
 
 def pair_nodes(nodes: Sequence[Node], others: Sequence[Node]) -> Pairs | None:
     """Pair the nodes of two graphs; None if they have other operators, so that nothing is known."""
-    for left_out in ((), _FITTING):
+    for left_out in ((), _FITTING[:2], _FITTING):
         pairs = []
         for sequence in (nodes, others):
             pairs.append([node for node in sequence if find_packet(node) not in left_out])

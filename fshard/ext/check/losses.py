@@ -1,6 +1,7 @@
 """Types of a loss: where it uses a value that agrees between ranks as one that varies, or the other way round."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,28 +43,31 @@ def find_mixed_types(function: Callable[[Any], Any], flat: Any, axes: Sequence[f
         return
     for axis in flat.axes:
         if axis.size > 1:
-            varying = _find_varying(loss.grad_fn, ends, axis)
+            varies = partial(_varies, ends=ends, axis=axis)
             start = Typed(loss.grad_fn, loss.output_nr, axis in axes)
             for misfit in find_misfits([start], ends, axis):
                 if any(_is_opaque(user, axis) for user in misfit.users):
                     continue
                 path, _ = ends.get(misfit.place.node, ("", None))
-                kind, node, text = _describe(misfit, path, axis, varying)
+                kind, node, text = _describe(misfit, path, axis, varies)
                 frames = find_forward(node).frames
                 yield StepProblem(kind, axis.name, path, frames, f"{text}.")
 
 
-def _find_varying(start: Any, ends: Mapping[Any, Any], axis: fs.Axis) -> dict[Any, bool]:
-    """Find out which nodes of a graph have results that vary, from the leaves on."""
-    varying = {node: spec.dim_of(axis) is not None for node, (_, spec) in ends.items()}
-    nodes = walk_graph([start], lambda node: () if node in ends else list_sources(node))
-    for node in sorted(set(nodes) - ends.keys(), key=lambda node: node._sequence_nr()):
+def _varies(start: Any, ends: Mapping[Any, Any], axis: fs.Axis) -> bool:
+    """Whether a value varies, as the leaves and the results of collectives say that it is computed from."""
+
+    def behind(node: Any) -> Sequence[Any]:
+        is_end = node in ends or axis in variance_of(node).axes
+        return () if is_end else list_sources(node)
+
+    for node in walk_graph([start], behind):
         variance = variance_of(node)
-        if axis in variance.axes:
-            varying[node] = variance.result_varies(axis, 0)
-        else:
-            varying[node] = any(varying.get(source) for source in list_sources(node))
-    return varying
+        if node in ends and ends[node][1].dim_of(axis) is not None:
+            return True
+        if axis in variance.axes and variance.result_varies(axis, 0):
+            return True
+    return False
 
 
 def _is_opaque(node: Any, axis: fs.Axis) -> bool:
@@ -71,7 +75,7 @@ def _is_opaque(node: Any, axis: fs.Axis) -> bool:
     return hasattr(node, "custom") and axis not in variance_of(node).axes
 
 
-def _describe(misfit: Misfit, path: str, axis: fs.Axis, varying: Mapping[Any, bool]) -> tuple[Mistake, Any, str]:
+def _describe(misfit: Misfit, path: str, axis: fs.Axis, varies: Callable[[Any], bool]) -> tuple[Mistake, Any, str]:
     """Name the mistake of a misfit, the node whose line is to be mended, and what to do."""
     place, settled_by, users = misfit
     name = variance_of(place.node).name
@@ -83,26 +87,24 @@ def _describe(misfit: Misfit, path: str, axis: fs.Axis, varying: Mapping[Any, bo
             text = "the loss of a rank was summed over ranks already; leave this sum out, or use fs.psum for its parts"
             return Mistake.DOUBLED_SUM, place.node, text
         text = f'{subject} is used as one that varies; use fs.gather, or fs.pcast(x, axis, to="varying") before'
-        return Mistake.MISSING_CAST, _find_meeting(misfit, varying), text
+        return Mistake.MISSING_CAST, _find_meeting(misfit, varies), text
     if variance_of(settled_by).name == "pcast":
         text = f"{subject} is cast to one that varies; leave the cast out"
         return Mistake.SUPERFLUOUS_CAST, settled_by, text
     if name in _UNTYPED:
-        varies = any(varying.get(source) for source in list_sources(place.node))
-        kind = Mistake.MISSING_SUM if varies else Mistake.DOUBLED_SUM
+        kind = Mistake.MISSING_SUM if any(map(varies, list_sources(place.node))) else Mistake.DOUBLED_SUM
         text = f"{subject} in its type is used as one that agrees; use fs.{name}_invariant"
         return kind, place.node, text
     text = f"{subject} is used as one that agrees; sum what is computed from it by fs.psum_invariant"
-    return Mistake.MISSING_SUM, _find_meeting(misfit, varying), text
+    return Mistake.MISSING_SUM, _find_meeting(misfit, varies), text
 
 
-def _find_meeting(misfit: Misfit, varying: Mapping[Any, bool]) -> Any:
+def _find_meeting(misfit: Misfit, varies: Callable[[Any], bool]) -> Any:
     """Find the first user of a value where it meets one of the type that is expected of it, or what expects it."""
     previous = misfit.place.node
     for user in misfit.users:
         others = [source for source in list_sources(user) if source is not previous]
-        types = [varying.get(other) for other in others]
-        if misfit.place.varies in types:
+        if misfit.place.varies in map(varies, others):
             return user
         previous = user
     return misfit.settled_by

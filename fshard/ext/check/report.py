@@ -16,7 +16,7 @@ _ONLY_A_RUN = (
     "  constants of the step, such as learning rates and factors of a loss",
     "  leaves that are frozen, which may be on purpose",
     "  counts of the items that a loss leaves out, such as ignored labels, if they differ between ranks",
-    "  positions of items, where ranks split a sequence",
+    "  positions of items, where ranks split a sequence, or gather rows of each other",
 )
 
 

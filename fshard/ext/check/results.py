@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
+import fshard as fs
 from fshard.ext._compat import origin_of
-from fshard.ext.check.graphs import AxisFacts, shape_of
+from fshard.ext.check.graphs import shape_of
 from fshard.ext.check.report import Mistake, StepProblem, frames_of
 from fshard.ext.check.values import Agreement, ValueTypes, walk_back
 from fshard.extend import Traced, flatten, graph_nodes, unflatten
@@ -71,24 +72,26 @@ def find_dropped(nodes: Sequence[Node], results: Sequence[Result]) -> Iterator[S
                 yield StepProblem(Mistake.BUFFER_DIFFERS, "", kept.pop(source).path, frames_of(node), text)
 
 
-def find_differing(results: Sequence[Result], values: ValueTypes, facts: AxisFacts) -> Iterator[StepProblem]:
+def find_differing(results: Sequence[Result], values: ValueTypes) -> Iterator[StepProblem]:
     """Find the results on which the ranks of an axis have to agree, and do not."""
     for result in results:
-        kind, refused = _judge(result, facts)
+        kind, refused = _judge(result, values.facts.axis)
         if values.type_of(result.node) in refused:
-            source, is_own = _find_source(result.node, values)
+            nodes, source, is_own = _find_source(result.node, values)
+            if not values.blamed.isdisjoint(nodes):
+                continue
             kind = Mistake.OWN_NUMBER if is_own else kind
             frames = frames_of(source)
-            yield StepProblem(kind, facts.axis.name, result.path, frames, _TEXTS[kind])
+            yield StepProblem(kind, values.facts.axis.name, result.path, frames, _TEXTS[kind])
 
 
-def _judge(result: Result, facts: AxisFacts) -> tuple[Mistake, Sequence[Agreement]]:
+def _judge(result: Result, axis: fs.Axis) -> tuple[Mistake, Sequence[Agreement]]:
     """Name the mistake that a result is if it has one of some types."""
     spec = result.spec
     if spec is not None:
-        is_split = spec.dim_of(facts.axis) is not None
+        is_split = spec.dim_of(axis) is not None
         refused = (Agreement.VARYING,) if is_split else _DIFFERENT
-        is_owned = spec.roles.get(facts.axis) == "owned"
+        is_owned = spec.roles.get(axis) == "owned"
         return Mistake.MISSING_SUM, () if is_owned else refused
     if result.is_state:
         return Mistake.BUFFER_DIFFERS, _DIFFERENT
@@ -96,12 +99,12 @@ def _judge(result: Result, facts: AxisFacts) -> tuple[Mistake, Sequence[Agreemen
     return Mistake.LOCAL_METRIC, _DIFFERENT if is_number else ()
 
 
-def _find_source(result: Node, values: ValueTypes) -> tuple[Node, bool]:
-    """Find the node where a value stopped to agree, and whether the number of the rank is the reason."""
+def _find_source(result: Node, values: ValueTypes) -> tuple[Sequence[Node], Node, bool]:
+    """Find what a value is computed from, where it stopped to agree, and whether the number of the rank is why."""
     nodes = walk_back(result, lambda operand: values.types[operand] is values.types[result])
     for node in nodes:
         if node in values.own_numbers and not graph_nodes.is_view(node):
             # A constant has no line, but what reads it has.
-            return next((each for each in (node, *node.users) if frames_of(each)), node), True
+            return nodes, next((each for each in (node, *node.users) if frames_of(each)), node), True
     before = [node for node in nodes if origin_of(node).phase != "update" and frames_of(node)]
-    return next(iter(before), result), False
+    return nodes, next(iter(before), result), False

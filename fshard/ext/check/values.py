@@ -57,9 +57,11 @@ class ValueTypes:
     """A walk through a graph in the order of its nodes.
 
     Attributes:
+        facts: What is known of the graph.
         types: The type of each node's result.
         problems: Mistakes in collectives and operators.
         terms: Nodes that are computed from all of a rank's part, such as a term of a sum over ranks.
+        blamed: The terms that problems name, so that what they make of results is no problem of its own.
         own_numbers: Nodes whose values are others on each rank because of its number.
     """
 
@@ -68,9 +70,9 @@ class ValueTypes:
         self.types: dict[Node, Agreement] = {}
         self.problems: list[StepProblem] = []
         self.terms: set[Node] = set()
+        self.blamed: set[Node] = set()
         self.own_numbers = set(facts.rank_constants)
-        self._facts = facts
-        self._items: dict[Node, list[Agreement]] = {}
+        self.facts = facts
         self._storages = graph_nodes.find_storages(nodes)
         self._written: dict[Hashable, Agreement] = {}
         # Sums of rows that ranks have sent, to which the graph adds the rank's own.
@@ -79,11 +81,12 @@ class ValueTypes:
         # What the generators of ranks draw from, which nobody knows without a key.
         self._draws = Agreement.OTHER
         for node in nodes:
-            items = self._visit(node)
-            self._items[node] = items
-            self.types[node] = max(items)
-            for number, target in enumerate(_find_write_targets(node)):
-                self._written |= dict.fromkeys(self._storages[target], items[number % len(items)])
+            self.types[node] = self._visit(node)
+            targets = _find_write_targets(node)
+            count = _count_items(node)
+            for number, target in enumerate(targets):
+                written = self._type_item(node, number % count) if count else self.types[node]
+                self._written |= dict.fromkeys(self._storages[target], written)
             reads_state = not self._of_state.isdisjoint(node.all_input_nodes)
             if reads_state:
                 self._of_state.add(node)
@@ -96,35 +99,33 @@ class ValueTypes:
             agreement = max(agreement, written)
         return agreement
 
-    def _visit(self, node: Node) -> list[Agreement]:
-        """Type the items of a result, which is one item but for operators that map over lists."""
-        entry = self._facts.inputs.get(node)
+    def _visit(self, node: Node) -> Agreement:
+        """Type a result."""
+        entry = self.facts.inputs.get(node)
         if entry is not None:
-            return [self._type_input(node, entry)]
+            return self._type_input(node, entry)
         if graph_nodes.is_wait(node):
-            return [self._receive(node)]
-        source: Any = node.args[0] if node.args else None
-        items = self._items.get(source, []) if node.target is operator.getitem else []
-        if len(items) > 1:
-            number: Any = node.args[1]
-            return [items[number]]
-        maps = getattr(node.target, "__name__", "").startswith(_BY_ITEM)
-        if maps and isinstance(source, list | tuple):
-            return [self._type_item(node, number) for number in range(len(source))]
+            return self._receive(node)
+        if node.target is operator.getitem:
+            source: Any
+            number: Any
+            source, number = node.args
+            if _count_items(source):
+                return self._type_item(source, number)
         types = [Agreement.CONSTANT]
         if not _reads_no_values(node):
             types += map(self.type_of, self._list_operands(node))
-        return [self._compute(node, types)]
+        return self._compute(node, types)
 
     def _type_input(self, node: Node, entry: Input) -> Agreement:
-        leaf, axis = entry.leaf, self._facts.axis
+        leaf, axis = entry.leaf, self.facts.axis
         if isinstance(leaf, fs.Sharded):
             self._of_state.add(node)
             if leaf.spec.dim_of(axis) is None:
                 return Agreement.INVARIANT
             is_owned = leaf.spec.roles[axis] == "owned"
             return Agreement.OTHER if is_owned else Agreement.SHARD
-        if not entry.is_batch or not self._facts.varies:
+        if not entry.is_batch or not self.facts.varies:
             return Agreement.INVARIANT
         # A number may count batches, or say how they are mixed.
         return Agreement.VARYING if shape_of(node) else Agreement.OTHER
@@ -149,14 +150,14 @@ class ValueTypes:
 
     def _report(self, kind: Mistake, node: Node, text: str) -> None:
         frames = frames_of(node)
-        problem = StepProblem(kind, self._facts.axis.name, "", frames, f"{text}.")
+        problem = StepProblem(kind, self.facts.axis.name, "", frames, f"{text}.")
         self.problems.append(problem)
 
     def _receive(self, node: Node) -> Agreement:
         """Type what a collective has brought, and refuse a sum of what is equal already."""
         collective, source = find_wait_source(node)
         sent = self.type_of(source)
-        if not is_over(collective, self._facts.axis):
+        if not is_over(collective, self.facts.axis):
             return sent
         if is_direct(node):
             self._rows.add(node)
@@ -168,18 +169,18 @@ class ValueTypes:
         return Agreement.INVARIANT if agrees else Agreement.OTHER
 
     def _check_sum(self, node: Node, source: Node, sent: Agreement) -> None:
-        size = self._facts.axis.size
+        size = self.facts.axis.size
         averages = find_mean(node, size) is not None
         is_number = math.prod(shape_of(source)) == 1
         if sent is Agreement.INVARIANT and not averages:
             text = f"ranks agree on this value already, so that its sum is {size} times too large; leave the sum out"
             # Where an objective sums it again, the sum inside of the loss is wrong.
-            inner = max(node, _skip_views(source), key=lambda each: len(frames_of(each)))
+            inner = max(node, skip_views(source), key=lambda each: len(frames_of(each)))
             self._report(Mistake.DOUBLED_SUM, inner, text)
-        elif sent is Agreement.SHARD and not is_number:
+        elif sent is Agreement.SHARD and source not in self.terms:
             text = "ranks hold other elements of this leaf, so that their sum mixes elements; leave the sum out"
             self._report(Mistake.DOUBLED_SUM, node, text)
-        elif averages and is_number and find_packet(_skip_views(source)) in _NONLINEAR:
+        elif averages and is_number and find_packet(skip_views(source)) in _NONLINEAR:
             text = "the mean over ranks of a function that is not linear is not that of their mean"
             self._report(Mistake.MEAN_OF_MEANS, node, f"{text}; take the mean over ranks first")
 
@@ -187,7 +188,7 @@ class ValueTypes:
         result = max(types)
         if node.target in generators.EFFECTS:
             self._draws = result if node.target is generators.seed else Agreement.OTHER
-        if node in self._facts.rank_constants:
+        if node in self.facts.rank_constants:
             agrees = result <= Agreement.INVARIANT
             is_piece = agrees and graph_nodes.is_view(node)
             return Agreement.OTHER if is_piece else Agreement.VARYING
@@ -196,7 +197,7 @@ class ValueTypes:
             self._follow_terms(node)
             return result
         if graph_nodes.is_random(node):
-            if self._draws is Agreement.VARYING and not self._facts.varies:
+            if self._draws is Agreement.VARYING and not self.facts.varies:
                 self.own_numbers.add(node)
             are_equal = self._draws <= Agreement.INVARIANT
             types.append(Agreement.DRAWN if are_equal else self._draws)
@@ -220,8 +221,8 @@ class ValueTypes:
         """Whether an operator makes one value of all of a rank's part of a leaf, or of features."""
         sources = node.all_input_nodes
         reduces_dim = find_packet(node) in _REDUCTIONS
-        if reduces_dim and any(map(self._facts.is_split, sources)):
-            return result < Agreement.VARYING and not self._facts.is_split(node)
+        if reduces_dim and any(map(self.facts.is_split, sources)):
+            return result < Agreement.VARYING and not self.facts.is_split(node)
         if result is not Agreement.SHARD or shape_of(node):
             return False
         return any(map(shape_of, sources))
@@ -231,13 +232,14 @@ class ValueTypes:
         others = set(node.all_input_nodes) - self.terms
         if len(others) == len(node.all_input_nodes):
             return False
-        if any(self.types[other] is Agreement.SHARD or self._facts.is_split(other) for other in others):
+        if any(self.types[other] is Agreement.SHARD or self.facts.is_split(other) for other in others):
             text = "what a rank computes of its own part of a leaf, or of features, changes this part"
             self._report(Mistake.MISSING_SUM, node, f"{text}; sum it over ranks first, as fs.global_norm does")
+            self.blamed.update(walk_back(node, self.terms.__contains__))
             return True
         types = map(self.type_of, others)
         is_addition = find_packet(node) in _ADDITIONS
-        if is_addition and self._facts.are_means and Agreement.VARYING in types:
+        if is_addition and self.facts.are_means and Agreement.VARYING in types:
             text = "a number of this rank's shards is added to one of its batch, and the mean over ranks divides it"
             self._report(Mistake.MISSING_SUM, node, f"{text}; compute it of leaves that are gathered")
         return False
@@ -262,6 +264,12 @@ def _reads_no_values(node: Node) -> bool:
     """Whether an operator makes a tensor in the shape of another."""
     name = getattr(find_packet(node), "__name__", "")
     return name.endswith("_like") or name.startswith("new_")
+
+
+def _count_items(node: Node) -> int:
+    """Count the items of an operator that maps over lists; 0 of others."""
+    maps = getattr(node.target, "__name__", "").startswith(_BY_ITEM)
+    return len(node.args[0]) if maps and isinstance(node.args[0], list | tuple) else 0
 
 
 def _find_write_targets(node: Node) -> list[Node]:
@@ -298,8 +306,12 @@ def find_mean(wait: Node, size: int) -> Node | None:
     pending = [wait]
     for node in pending:
         for user in node.users:
-            if find_packet(user) is aten.div and user.args[1] == size:
-                return user
+            if find_packet(user) is aten.div:
+                divisor = user.args[1]
+                # fshard divides by the ranks of several axes at once.
+                is_users = origin_of(user).is_users or isinstance(divisor, Node)
+                if divisor == size or not is_users:
+                    return user
             collective = graph_nodes.find_collective(user)
             is_sent = graph_nodes.is_wait(user) or (collective is not None and collective.label == label)
             if is_sent or _shows_values(user):
@@ -312,7 +324,7 @@ def _shows_values(node: Node) -> bool:
     return graph_nodes.is_view(node) or find_packet(node) is aten._to_copy
 
 
-def _skip_views(node: Node) -> Node:
+def skip_views(node: Node) -> Node:
     """Find the node whose values a view, or a cast, shows."""
     while _shows_values(node):
         node = node.all_input_nodes[0]

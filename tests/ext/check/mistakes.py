@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import fshard as fs
 
 KNOWN = ("mixed_values", "unlike_ddp")
-NEW = ("wrong_losses", "wrong_updates", "wrong_results")
+NEW = ("wrong_losses", "wrong_updates", "wrong_results", "wrong_methods")
 SHARD: Mapping[str, int] = {"shard": 8}
 SHARD_TP: Mapping[str, int] = {"shard": 4, "tp": 2}
 HERE, RIGHT = "# <- here", re.compile(r"^(\s*).*#.*?\bright: (.*)$")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import fshard as fs
 from tests.ext.check.programs import X, Y, split, state_of, train
@@ -34,6 +35,7 @@ METRICS = {
     "mean over ranks": (lambda w, x, axis: fs.pmean(x.mean(), axis), None),
     "shard": (lambda w, x, axis: w.local.sum(), "local metric"),
     "sum of shards": (lambda w, x, axis: fs.psum(w.local.sum(), axis), None),
+    "sum of numbers of shards": (lambda w, x, axis: fs.psum(torch.stack([w.local.sum()] * 2), axis).sum(), None),
     "gathered leaf": (lambda w, x, axis: fs.gather({"w": w})["w"].sum(), None),
     "rows of ranks": (lambda w, x, axis: fs.all_gather(x, axis).sum(), None),
     "exchanged rows": (lambda w, x, axis: fs.all_to_all(x, axis, 0, 0).sum(), None),
@@ -43,6 +45,11 @@ METRICS = {
     "mean of a mean": (lambda w, x, axis: fs.pmean(fs.pmean(x.mean(), axis), axis), None),
     "mean of exponentials": (lambda w, x, axis: fs.pmean(x.mean().exp(), axis), "mean of means"),
     "mean of rows of exponentials": (lambda w, x, axis: fs.pmean(x.exp().mean(), axis), None),
+    "sum over ranks": (lambda w, x, axis: fs.psum(x.sum(), axis), None),
+    "sum over ranks, over the items of one": (lambda w, x, axis: fs.psum(x.sum(), axis) / x.numel(), "number of ranks"),
+    "sum over ranks, over those of all": (lambda w, x, axis: fs.psum(x.sum(), axis) / (x.numel() * axis.size), None),
+    "sum of losses": (lambda w, x, axis: fs.psum(F.cross_entropy(x, Y, reduction="sum"), axis), None),
+    "sum of means of losses": (lambda w, x, axis: fs.psum(F.cross_entropy(x, Y), axis), "number of ranks"),
 }
 
 
@@ -74,7 +81,7 @@ def test_writes_change_the_type_of_memory():
 
 
 def loss_fn(params, x, y):
-    return torch.nn.functional.cross_entropy(x @ fs.gather(params)["w"].T, y)
+    return F.cross_entropy(x @ fs.gather(params)["w"].T, y)
 
 
 def test_report_of_a_right_step_shows_its_plan():
@@ -122,6 +129,36 @@ def test_problems_are_in_the_order_of_their_first_lines():
         "local / term, weight))",
         "local * term, weight))",
     ]
+
+
+def test_what_follows_from_a_norm_of_shards_is_no_problem_of_its_own():
+    """In a leaf that is whole, in one that is split, and in the norm that is returned."""
+
+    def clip(state, x):
+        grads = state.params
+        norm = sum(grad.local.square().sum() for grad in grads.values()).sqrt()
+        grads = {name: fs.tree_map(lambda g: g / norm, grad) for name, grad in grads.items()}
+        return state._replace(params=grads), norm
+
+    def whole(mesh):
+        return fs.zero3(mesh, min_shard_elements=9)
+
+    full = {"b": torch.ones(6), **FULL}
+    args = state_of(full, whole(fs.init_mesh({"shard": 1}, device="cpu"))), X
+    (problem,) = [each for each in fs.check(clip, *args, mesh=MESH).problems if each.kind != "unused batch"]
+    assert (problem.kind, problem.path) == ("missing sum", "")
+
+
+def test_an_objective_over_two_axes_has_no_power_of_ranks():
+    """It is divided by the ranks of both at once."""
+
+    def step(state, x):
+        full = fs.gather(state.params)["w"]
+        return state, fs.objective((x @ full.T).mean(), like=state.params)
+
+    mesh = fs.init_mesh({"replicate": 1, "shard": 1}, device="cpu")
+    args = state(lambda _: fs.ddp(mesh, axis=("replicate", "shard"))), X
+    assert fs.check(step, *args, mesh={"replicate": 2, "shard": 4}).problems == ()
 
 
 def test_refusals_of_fshard_are_problems_and_errors_of_the_user_are_raised():

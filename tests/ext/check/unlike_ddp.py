@@ -49,7 +49,7 @@ def buffers_that_are_not_synchronized(mesh):
     return step, make_state(model, mesh), X
 
 
-@mistake("number of ranks", missed="A sum is asked for, as by ranks that have parts of one loss.")
+@mistake("number of ranks", missed="Ranks may have parts of one loss, or models of their own.")
 def sum_where_a_mean_is_meant(mesh):
     def step(state, x, axis):
         def loss_fn(params):

@@ -174,7 +174,7 @@ def features_gathered_as_if_they_agreed(mesh):
 @mistake(
     "missing sum",
     "mean of means",
-    missed="Routers that balance the experts of each rank are in use, too.",
+    missed="Most routers balance the experts of each rank, and a run beside DDP has the same numbers.",
 )
 def balance_of_a_router_by_rank(mesh):
     """The product of two means, which are of the rows of a rank."""

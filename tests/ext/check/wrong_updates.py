@@ -71,7 +71,7 @@ def clipping_by_the_norm_of_shards(mesh):
 
 @mistake(
     "missing sum",
-    missed="A gradient that is clipped before it is averaged is what private training has.",
+    missed="Private and federated training clip what each client has, which may be a rank.",
 )
 def clipping_before_the_reduction(mesh):
     """Each rank clips the gradient of its own batch."""
