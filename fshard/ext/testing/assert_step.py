@@ -1,6 +1,7 @@
 """assert_step: a train step's mistakes, and what it sends and holds, as a test that needs no ranks."""
 
 import difflib
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -171,17 +172,20 @@ def _list_costs(plan: Any) -> dict[str, _Cost]:
     return costs
 
 
-def _list_unmet(costs: Mapping[str, _Cost], counts: Mapping[str, float], limits: Mapping[str, float]) -> Rows:
+def _list_unmet(costs: Mapping[str, _Cost], counts: dict[str, float], limits: dict[str, float]) -> Rows:
     """Write what was expected of each row that breaks a count or a limit."""
-    unmet: dict[str, list[str]] = {}
-    for row, count in counts.items():
-        if count != costs.get(row, _Cost(0, 0)).collectives:
-            unmet.setdefault(row, []).append(_write_count(count))
-    for row, limit in limits.items():
+    unmet: Rows = {}
+    for row in counts | limits:
         # A unit that sends nothing has no row: its name may be misspelled.
-        if row not in costs or costs[row].bytes > limit:
-            unmet.setdefault(row, []).append(f"at most {limit:.0f} bytes")
-    return {row: ", ".join(texts) for row, texts in unmet.items()}
+        cost = costs.get(row, _Cost(math.inf, 0))
+        texts = []
+        if counts.get(row, cost.collectives) != cost.collectives:
+            texts.append(_write_count(counts[row]))
+        if cost.bytes > limits.get(row, math.inf):
+            texts.append(f"at most {limits[row]:.0f} bytes")
+        if texts:
+            unmet[row] = ", ".join(texts)
+    return unmet
 
 
 def _list_lines(rows: Rows) -> list[str]:

@@ -262,7 +262,7 @@ def _find_place(
     if difference.first is None:
         return (
             "\nAll operations that the forward and the backward share with the module agree. Look at the loss, at the "
-            "reduction of gradients and at the optimizer."
+            "reduction of gradients, at the optimizer, and of buffers at fs.sync_buffers."
         )
     headline = "The first operation that differs from the module's:"
     return f"\n{headline}\n{difference.first}"

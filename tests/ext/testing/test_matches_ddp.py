@@ -137,7 +137,7 @@ def compare_slopes(slope, lr=0.1):
 
 ALL_AGREE = (
     "All operations that the forward and the backward share with the module agree. Look at the loss, at the reduction "
-    "of gradients and at the optimizer."
+    "of gradients, at the optimizer, and of buffers at fs.sync_buffers."
 )
 NAMED = r"""
 To fix: look at the first leaf that differs\.
