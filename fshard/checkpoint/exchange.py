@@ -98,10 +98,11 @@ class Exchange:
             refuse(f"{self.label}: {headline}", [difference], remedy)
 
     def path(self, name: str, path: Any) -> Path:
-        """Return the path of a file or a directory, and refuse an argument of another type."""
-        is_path = isinstance(path, str | PathLike) and str(path)
+        """Return the absolute path of a file or a directory, and refuse an argument that is none."""
+        is_path = isinstance(path, str | PathLike) and str(path) and "\0" not in str(path)
         expect(is_path, self.label, f"{name} to be a path", f"{path!r:.40}")
-        return Path(path)
+        # The program may go to another folder while a thread writes.
+        return Path(path).absolute()
 
     def flat(self, tree: Tree, *, needs_values: bool = True) -> Flat:
         """Take a tree apart.

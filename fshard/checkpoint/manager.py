@@ -18,7 +18,7 @@ from fshard.comm import setting
 from fshard.init import SKIP_DRAWING
 from fshard.mesh import Mesh
 from fshard.tree import Tree
-from fshard.tree.checks import check_arguments
+from fshard.tree.checks import check_arguments, check_flags
 
 find_in_extensions = lazy_names.make_getattr("fshard.checkpoint.manager")
 
@@ -112,14 +112,14 @@ class Manager:
         root = exchange.path("directory", directory)
         # Each rank does this, so that all of them see the same checkpoints next, without a message.
         complete_leftovers(root)
-        self._directory = directory
+        self._directory = root
         self._every = every
         self._memory_every = memory_every
         self._mesh = mesh
         self._memory: StatesInMemory | None = None
         if memory is not False:
             self._memory = find_in_extensions("open_memory")(exchange, root, memory)
-        self._save = partial(save, directory, keep=keep, asynchronous=asynchronous, mesh=mesh)
+        self._save = partial(save, root, keep=keep, asynchronous=asynchronous, mesh=mesh)
         self._saving: Saving | None = None
 
     def save(self, state: Tree, step: int | None = None, *, force: bool = False) -> bool:
@@ -140,6 +140,7 @@ class Manager:
             ValueError: as for `save`.
             CheckpointError: if the save before this one failed, or this one cannot start.
         """
+        check_flags("checkpoint.Manager", force=force)
         number = read_step(state, step)
         if self._memory and (force or number % self._memory_every == 0):
             self._memory.save(state, number)

@@ -24,6 +24,8 @@ from fshard.tree.checks import Range, check_arguments, check_flags, describe
 
 LABEL = "checkpoint.save"
 NUMBER = Range("a whole number from 1", lambda number: type(number) is int and number > 0)
+# Python reads whole numbers below it, unless a program asks for more.
+INT_LIMIT = 10**4300
 
 
 def save(
@@ -156,6 +158,8 @@ def describe_state(exchange: Exchange, state: Tree, step: int) -> tuple[dict[str
 def _describe_misfit(leaf: Any) -> tuple[str, str] | None:
     """Describe a leaf that cannot be saved, and the leaf expected in its place."""
     local = tensor_of(leaf)
+    if type(local) is int and abs(local) >= INT_LIMIT:
+        return "one of more", "an int of at most 4300 digits"
     if local is None or type(local) in (bool, int, float, str):
         return None
     if type(local) in (torch.Tensor, torch.nn.Parameter):

@@ -30,6 +30,8 @@ def test_bad_arguments(tmp_path):
         (lambda: checkpoint.Manager(tmp_path, every=1.5), f"Manager: expected every {numbers} 1.5"),
         (lambda: checkpoint.Manager(tmp_path, keep=True).save({}, 1), f"save: expected keep {numbers} True"),
         (lambda: checkpoint.save(tmp_path, tree, 1, asynchronous=1), "save: asynchronous must be True or False, got"),
+        (lambda: checkpoint.Manager(tmp_path).save({}, 1, force=1), "Manager: force must be True or False, got 1"),
+        (lambda: checkpoint.save("a\0b", {}, 1), r"save: expected directory to be a path, got 'a\x00b'"),
         (lambda: checkpoint.to_state_dict(tree, rank0_only="no"), "to_state_dict: rank0_only must be True or False"),
         (lambda: checkpoint.from_state_dict(tree, tree, cast=None), "from_state_dict: cast must be True or False"),
         (lambda: checkpoint.restore(tmp_path, tree, only=(1,)), f"restore: expected only to be {MASK}, got a tuple"),
@@ -55,6 +57,15 @@ def test_leaves_that_cannot_be_saved(tmp_path):
     text = refused_everywhere(lambda: checkpoint.save(tmp_path, {"bad": object() if my_rank() else 3}, 1))
     assert text.startswith(f"checkpoint.save: leaves cannot be saved\n  ['bad']: expected {kinds}")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_whole_numbers_that_a_reader_would_refuse(tmp_path):
+    """Python reads no more than 4300 digits, and the error of writing them names no leaf."""
+    for number in (10**4300, -(10**4300)):
+        text = refused(lambda: checkpoint.save(tmp_path, {"n": number}, 1))  # noqa: B023
+        assert "checkpoint.save: leaves cannot be saved\n  ['n']: expected an int of at most 4300 digits" in text
+    checkpoint.save(tmp_path, {"n": 10**4300 - 1}, 1)
+    assert checkpoint.restore(tmp_path, {"n": 0})["n"] == 10**4300 - 1
 
 
 def test_calls_where_nothing_has_a_value(tmp_path):

@@ -65,6 +65,22 @@ def test_writes_in_place_and_a_default_device_without_values_change_nothing(tmp_
     assert checkpoint.restore(tmp_path, state)["w"].tolist() == [0, 1, 2]
 
 
+def test_a_program_that_changes_its_folder(held, tmp_path, monkeypatch):
+    """A relative path means the same directory from the manager's first line to its last."""
+    monkeypatch.chdir(tmp_path)
+    manager = checkpoint.Manager("run")
+    (tmp_path / "elsewhere").mkdir()
+    manager.save(full(1), 1)
+    saving = checkpoint.save("other run", full(1), 1, asynchronous=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    held.set()
+    assert saving.wait() == tmp_path / "other run/step-00000001.0"
+    manager.save(full(2), 2)
+    assert manager.restore(full(0))["step"] == manager.latest_step() == 2
+    assert names(tmp_path / "run") == ["step-00000001.0", "step-00000002.1"]
+    assert names(tmp_path / "elsewhere") == []
+
+
 @pytest.fixture
 def forked_child():
     """A child that was forked when the function was called, and lives until the test ends."""
