@@ -54,12 +54,6 @@ class Chunk(NamedTuple):
     shape: tuple[int, ...]
     checksum: int
 
-    @classmethod
-    def parse(cls, fields: Any) -> "Chunk":
-        """Make a chunk of what JSON has of it."""
-        file, offsets, shape, checksum = fields
-        return cls(file, tuple(offsets), tuple(shape), checksum)
-
     @property
     def box(self) -> Box:
         """The box."""
@@ -180,7 +174,8 @@ def _parse_body(body: Any) -> Manifest:
     """
     tensors = {}
     for path, (dtype, shape, chunks) in body["tensors"].items():
-        tensors[path] = StoredLeaf(dtype, tuple(shape), tuple(map(Chunk.parse, chunks)))
+        parsed = [Chunk(file, tuple(offsets), tuple(sizes), checksum) for file, offsets, sizes, checksum in chunks]
+        tensors[path] = StoredLeaf(dtype, tuple(shape), tuple(parsed))
     values = {}
     for path, value in body["values"].items():
         values[path] = float(value["float"]) if isinstance(value, dict) else value
@@ -212,16 +207,13 @@ def _cover_once(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> bool:
         return False
     if any(not len(chunk.offsets) == len(chunk.shape) == len(shape) for chunk in chunks):
         return False
-    # A file has at most one chunk of a leaf.
-    if len({chunk.file for chunk in chunks}) != len(chunks):
-        return False
     # The sides of the grid's cells, as (start, size), along each dim.
     sides = []
     for dim, size in enumerate(shape):
         cuts = {0, size} | {chunk.offsets[dim] for chunk in chunks}
         sides.append([(start, stop - start) for start, stop in pairwise(sorted(cuts))])
-    # Only where the numbers agree, because the cells of other chunks may be too many to list.
-    if len(chunks) != math.prod(map(len, sides)):
+    # A file has at most one chunk of a leaf. Cells are listed only if their number is right: they may be too many.
+    if not len({chunk.file for chunk in chunks}) == len(chunks) == math.prod(map(len, sides)):
         return False
     return {tuple(zip(*chunk.box, strict=True)) for chunk in chunks} == set(product(*sides))
 
