@@ -1,8 +1,10 @@
 """The directory of a job in the host's memory: found again by a restart, and by no other job or user."""
 
+import fcntl
 import os
 import shutil
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from fshard.extend import expect_file, files, find_job, this_process
@@ -26,7 +28,7 @@ def find_directory(root: Path | None, checkpoints: Path) -> Path | None:
 
 
 def make_private(path: Path) -> None:
-    """Make the directory of a job, and remove those of jobs that saved to the same checkpoints before.
+    """Make the directory of a job, and remove those of ended jobs that saved to the same checkpoints before.
 
     Raises:
         CheckpointError: if another user could read or write there.
@@ -35,7 +37,13 @@ def make_private(path: Path) -> None:
         directory.mkdir(0o700, parents=True, exist_ok=True)
     check_private(path)
     for stale in path.parent.glob(f"{path.name.partition('-')[0]}-*"):
-        if stale != path:
+        if stale == path:
+            continue
+        with suppress(OSError):
+            for slot in stale.glob("rank-*"):
+                with open(slot) as file:
+                    # A job that still runs has a lock on it.
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             shutil.rmtree(stale, ignore_errors=True)
 
 

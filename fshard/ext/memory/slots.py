@@ -9,6 +9,7 @@ job.
 fshard/checkpoint/FORMAT.md describes the file.
 """
 
+import fcntl
 import json
 import mmap
 import os
@@ -113,6 +114,8 @@ def _allocate(path: Path, size: int) -> mmap.mmap:
         path.unlink(missing_ok=True)
         with open(path, "x+b") as file:
             os.posix_fallocate(file.fileno(), 0, size)
+            # The map keeps the lock, by which other jobs see that this one runs.
+            fcntl.flock(file, fcntl.LOCK_EX)
             return mmap.mmap(file.fileno(), size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     except OSError as error:
         with suppress(OSError):

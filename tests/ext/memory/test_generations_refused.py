@@ -34,6 +34,20 @@ def test_a_restart_keeps_the_job_and_a_new_launch_changes_it(variable, tmp_path,
     assert restarted.latest_step() == 1
 
 
+def test_a_job_that_runs_keeps_its_generations_when_another_saves_to_its_checkpoints(tmp_path, monkeypatch):
+    """As where a program is launched twice by mistake; what the ended one has left is removed by the next job."""
+    running = manager(tmp_path)
+    running.save(full(3), 3)
+    be_job(monkeypatch, "2")
+    save_steps(tmp_path, full, 1)
+    be_job(monkeypatch, "1")
+    assert manager(tmp_path).latest_step() == 3
+    del running
+    be_job(monkeypatch, "3")
+    save_steps(tmp_path, full, 2)
+    assert len(slots_in(tmp_path)) == 1
+
+
 def test_other_directories_of_one_job_are_apart(tmp_path):
     save_steps(tmp_path / "a", full, 3)
     for directory in (tmp_path / "a", tmp_path / "b"):
