@@ -17,6 +17,7 @@ def copy_to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return copies
 
 
+@torch.inference_mode()
 def copy_into(targets: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
     """Copy tensors, behind what the current streams were given so far, and wait for the copies.
 
@@ -28,7 +29,7 @@ def copy_into(targets: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) 
     """
     buffer = None
     for target, tensor in zip(targets, tensors, strict=True):
-        if tensor.device.type == "cpu":
+        if tensor.is_cpu:
             target.copy_(tensor)
             continue
         if buffer is None:

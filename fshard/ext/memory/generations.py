@@ -16,18 +16,17 @@ be whole, and a restart reads the disk; it never reads parts of different genera
 import secrets
 import shutil
 import warnings
-from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fshard import Sharded
 from fshard.checkpoint import CheckpointError
 from fshard.ext.memory.job_directory import find_directory, make_private
 from fshard.ext.memory.neighbours import Neighbours, fetch_part
 from fshard.ext.memory.search import Generation, search_generations
-from fshard.ext.memory.slots import VERSION, SlotWriter, slot_path
+from fshard.ext.memory.slots import SLOTS, VERSION, SlotWriter, slot_path
 from fshard.extend import (
     JOB_VARIABLES,
     Exchange,
@@ -35,15 +34,19 @@ from fshard.extend import (
     describe_state,
     files,
     find_job,
+    flatten,
     is_restart,
     ranks_on_host,
-    without_padding,
+    tensor_of,
+    transforms_active,
 )
 
 # The public function that saves, for errors.
 LABEL = "checkpoint.save"
 # The bytes of a mark before the text of a state: a number and a space.
 NUMBER_BYTES = 32
+# What of a tensor decides whether it can be saved, and how.
+describe_tensor = attrgetter("__class__", "dtype", "shape", "device", "layout")
 
 
 def open_memory(exchange: Exchange, directory: Path, memory: Any) -> "Generations | None":
@@ -74,9 +77,11 @@ class Generations:
         """Keep the job's directory on this host, which is made by the first save."""
         self._directory = directory
         self._exchange = Exchange(LABEL, mesh=exchange.ranks)
-        # What the slots are laid out for, as this rank alone can tell from one step to the next.
+        # What the slots are laid out for, and what this rank alone compares from one step to the next.
         self._layout: Any = None
-        self._outline = files.Manifest(VERSION, {}, {})
+        self._kinds: list[Any] | None = None
+        self._value_paths: list[str] = []
+        self._outline: Any = None
         self._slots: list[SlotWriter | None] = [None, None]
         self._number = 0
         self._neighbours: Neighbours | None = None
@@ -84,26 +89,31 @@ class Generations:
     def save(self, state: Any, step: int) -> None:
         """Write a generation, which counts when all ranks have returned.
 
-        Ranks exchange messages only if the layout of the state is another one than in the save before.
+        Ranks exchange messages only if the layout of the state is another one than in the save before. What follows
+        from the structure of the state and from the kinds of its leaves is found out once.
 
         Args:
             state: As for `checkpoint.save`.
             step: The step.
         """
-        tensors, manifest = describe_state(self._exchange, state, step)
-        content = files.encode(manifest._replace(tensors={}))
-        layout = manifest.tensors, [getattr(leaf, "spec", None) for leaf in tensors.values()]
-        if layout != self._layout or len(content) + NUMBER_BYTES > self._outline.values["room"]:
-            self._begin(tensors, manifest, len(content))
-            self._layout = layout
+        flat = flatten(state)
+        kinds = [flat.treedef, *map(_describe_kind, flat.leaves)]
+        if kinds != self._kinds or transforms_active():
+            self._kinds = None
+            self._begin(state, step)
+            self._kinds = kinds
+        leaves = dict(zip(flat.paths, flat.leaves, strict=True))
+        values = {path: leaves[path] for path in self._value_paths}
+        content = files.encode(files.Manifest(step, {}, values))
+        if len(content) + NUMBER_BYTES > self._outline.values["room"]:
+            # A text of the state has grown.
+            self._kinds = self._layout = None
+            self.save(state, step)
+            return
         slot = self._slots[self._number % 2] or self._open()
-        elements = []
-        for path in slot.starts:
-            _, shape = slot.kinds[path]
-            elements.append(_elements_of(tensors[path], shape))
-        slot.write(self._number, content, elements)
+        slot.write(self._number, content, leaves)
         if self._neighbours:
-            self._neighbours.offer(slot, self._number)
+            self._neighbours.offer((slot, self._number))
         self._number += 1
 
     def find(self, exchange: Exchange) -> list[Generation]:
@@ -134,13 +144,19 @@ class Generations:
             self._neighbours.close()
             self._neighbours = None
         self._exchange.take_first(None)
-        self._layout = None
+        self._kinds = self._layout = None
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _begin(self, tensors: Mapping[str, Any], manifest: files.Manifest, content_bytes: int) -> None:
-        """Agree with all ranks on a layout, and on the number of the next generation."""
+    def _begin(self, state: Any, step: int) -> None:
+        """Agree with all ranks on the number of the next generation, unless the layout is that of the save before."""
         exchange = self._exchange
         rank, ranks = exchange.rank, exchange.ranks.size
+        tensors, manifest = describe_state(exchange, state, step)
+        self._value_paths = list(manifest.values)
+        layout = manifest.tensors, [getattr(leaf, "spec", None) for leaf in tensors.values()]
+        if layout == self._layout:
+            return
+        self._layout = None
         with exchange.raise_on_all_ranks(self._directory):
             make_private(self._directory)
         same = {"(step)": manifest.step, "(job)": find_job(), **manifest.values}
@@ -162,10 +178,11 @@ class Generations:
         for path, box in choose_boxes(rank, tensors, holders).items():
             stored[path] = stored[path]._replace(chunks=(files.Chunk(rank, *box.box, 0),))
         # Texts of the state may grow, but only so far.
-        room = 2 * content_bytes + NUMBER_BYTES
+        room = 2 * len(files.encode(manifest._replace(tensors={}))) + NUMBER_BYTES
         values = {"token": exchange.take_first(secrets.token_hex(8)), "rank": rank, "ranks": ranks, "room": room}
         self._outline = files.Manifest(VERSION, stored, values)
         self._slots = [None, None]
+        self._layout = layout
 
     def _open(self) -> SlotWriter:
         """Make the slot of the next generation."""
@@ -173,7 +190,7 @@ class Generations:
         with exchange.raise_on_all_ranks():
             if any(self._slots):
                 # The generation before is whole, and ranks that are no more have nothing to give.
-                for path in self._directory.glob("rank-*"):
+                for path in self._directory.glob(SLOTS):
                     if int(path.stem[5:]) >= exchange.ranks.size:
                         path.unlink(missing_ok=True)
             slot = SlotWriter(slot_path(self._directory, exchange.rank, self._number), self._outline)
@@ -181,6 +198,9 @@ class Generations:
         return slot
 
 
-def _elements_of(leaf: Any, shape: tuple[int, ...]) -> torch.Tensor:
-    """This rank's elements of a leaf, a view of it; one element that is split is stored with a dim."""
-    return without_padding(leaf).detach().reshape(shape) if isinstance(leaf, Sharded) else leaf.detach()
+def _describe_kind(leaf: Any) -> Any:
+    """Describe what decides whether a leaf can be saved, and where: all that saves compare, thousands of times."""
+    tensor = tensor_of(leaf)
+    if not isinstance(tensor, torch.Tensor):
+        return type(leaf)
+    return tensor is leaf or leaf.spec, describe_tensor(tensor)

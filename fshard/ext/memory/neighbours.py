@@ -14,7 +14,6 @@ But if a copy takes longer than the time from one generation to the next, the lo
 whole. Then, as when neighbours are lost together, a restart reads the disk.
 """
 
-import operator
 import queue
 import socket
 import struct
@@ -24,7 +23,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from fshard.checkpoint import CheckpointError
 from fshard.ext.memory.job_directory import make_private
 from fshard.ext.memory.search import Generation, search_generations
 from fshard.ext.memory.slots import SlotWriter, slot_path
@@ -51,35 +49,30 @@ class Neighbours:
         """
         rank, ranks = exchange.rank, exchange.ranks.size
         on_host = ranks_on_host(ranks)
-        source = (rank - on_host) % ranks
         self._listener = links.Listener(rank_state().store)
         # The newest slot that has not been sent, with its generation; or None at the end.
         self._waiting: queue.Queue[tuple[SlotWriter, int] | None] = queue.Queue(1)
         status = directory.stat()
         place = [this_process().machine.partition(" ")[0], status.st_dev, status.st_ino]
-        addresses = exchange.all_gather_object([self._listener.address, place])
-        address, target_place = addresses[(rank + on_host) % ranks]
-        self._threads = []
+        address, target_place = exchange.all_gather_object([self._listener.address, place])[(rank + on_host) % ranks]
+        source = (rank - on_host) % ranks
+        self._threads = [start_thread(receive_slots, self._listener, source, directory, links.LONGEST_WAIT)]
+        # Not to itself, where the launcher's hosts share one memory.
         if target_place != place:
             self._threads.append(start_thread(send_slots, address, rank, self._read_newest()))
-        if addresses[source][1] != place:
-            self._threads.append(start_thread(receive_slots, self._listener, source, directory, links.LONGEST_WAIT))
 
-    def offer(self, slot: SlotWriter, number: int) -> None:
-        """Have a generation sent, in place of one that still waits."""
-        self._put((slot, number))
-
-    def close(self) -> None:
-        """End both connections, behind what is being sent."""
-        self._put(None)
-        self._listener.close()
-        for thread in self._threads:
-            thread.join(END_TIME)
-
-    def _put(self, newest: tuple[SlotWriter, int] | None) -> None:
+    def offer(self, newest: tuple[SlotWriter, int] | None) -> None:
+        """Have a generation sent, by its slot and its number, in place of one that still waits; None ends this."""
         with suppress(queue.Empty):
             self._waiting.get_nowait()
         self._waiting.put(newest)
+
+    def close(self) -> None:
+        """End both connections, behind what is being sent."""
+        self.offer(None)
+        self._listener.close()
+        for thread in self._threads:
+            thread.join(END_TIME)
 
     def _read_newest(self) -> Iterator[tuple[Path, memoryview]]:
         """Read one slot after another, but for those that other generations take the place of meanwhile."""
@@ -105,7 +98,7 @@ def send_slots(address: str, rank: int, slots: Iterable[tuple[Path, memoryview]]
             link.sendall(data)
 
 
-def receive_slots(listener: links.Listener, sender: int, directory: Path, timeout: float) -> int:
+def receive_slots(listener: links.Listener, sender: int, directory: Path, timeout: float) -> None:
     """Keep the slots that another rank sends, as long as it is there.
 
     Args:
@@ -113,31 +106,19 @@ def receive_slots(listener: links.Listener, sender: int, directory: Path, timeou
         sender: The rank.
         directory: The job's directory on this host.
         timeout: Seconds to wait for it.
-
-    Returns:
-        How many were whole.
-    """
-    count = 0
-    with suppress(OSError, struct.error), accept(listener, sender, timeout) as link:
-        links.prepare_link(link, timeout)
-        while True:
-            receive_slot(link, directory)
-            count += 1
-    return count
-
-
-def accept(listener: links.Listener, sender: int, timeout: float) -> socket.socket:
-    """Wait for the connection of a rank.
-
-    Raises:
-        OSError: if it does not come, or the listener is closed.
     """
     deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        link = listener.accept(sender)
-        if link is not None:
-            return link
-    raise TimeoutError
+    with suppress(OSError, struct.error):
+        while time.monotonic() < deadline:
+            link = listener.accept(sender)
+            if link is not None:
+                break
+        else:
+            return
+        with link:
+            links.prepare_link(link, timeout)
+            while True:
+                receive_slot(link, directory)
 
 
 def receive_slot(link: socket.socket, directory: Path) -> None:
@@ -175,7 +156,7 @@ def fetch_part(exchange: Exchange, directory: Path) -> None:
         directory: The job's directory on this host.
 
     Raises:
-        CheckpointError: on every rank, if a part cannot be fetched.
+        CheckpointError: on every rank, if one of them cannot listen, or the directory is not of this user alone.
     """
     for generation in search_generations(exchange, directory):
         if len(generation.holders) == generation.ranks == exchange.ranks.size:
@@ -186,20 +167,16 @@ def fetch_part(exchange: Exchange, directory: Path) -> None:
 
 def _trade_slots(exchange: Exchange, directory: Path, generation: Generation) -> None:
     """Send the slots that others lack, of which the first rank that can does, and receive this rank's if need be."""
-    parts = generation.parts
-    holders = generation.holders
-    rank = f"{exchange.rank}"
-    listener = None if rank in parts else links.Listener(rank_state().store)
-    addresses = {} if listener is None else {rank: listener.address}
-    for other, address in exchange.merge_objects(addresses, operator.or_).items():
-        if holders[other][0] == exchange.rank:
-            path = parts[other].path
+    senders = {int(rank): holders[0] for rank, holders in generation.holders.items()}
+    has_part = f"{exchange.rank}" in generation.parts
+    listener = None if has_part else links.Listener(rank_state().store)
+    for rank, address in enumerate(exchange.all_gather_object(listener and listener.address)):
+        if address and senders[rank] == exchange.rank:
+            path = generation.parts[f"{rank}"].path
             start_thread(send_slots, address, exchange.rank, [(path, memoryview(path.read_bytes()))])
     if listener is None:
         return
     make_private(directory)
-    sender = holders[rank][0]
-    count = receive_slots(listener, sender, directory, CONNECT_TIME)
+    # A part that does not come is missing when ranks look which generations are whole.
+    receive_slots(listener, senders[exchange.rank], directory, CONNECT_TIME)
     listener.close()
-    if not count:
-        raise CheckpointError(f"{directory}: the part of rank {rank} did not come from rank {sender}")

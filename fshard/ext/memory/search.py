@@ -1,7 +1,6 @@
 """Search: which generations are in the memory of the hosts, and which rank can read which part."""
 
 import json
-import operator
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -72,4 +71,4 @@ def search_generations(exchange: Exchange, directory: Path) -> list[Generation]:
     for name, holders in exchange.merge_objects(here, join_ranks).items():
         number, ranks, *_ = json.loads(name)
         generations.append(Generation(number, ranks, parts_of[name], holders))
-    return sorted(generations, reverse=True, key=operator.attrgetter("number"))
+    return sorted(generations, reverse=True, key=lambda each: each.number)

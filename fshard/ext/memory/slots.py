@@ -13,19 +13,22 @@ import fcntl
 import json
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fshard.checkpoint import CheckpointError
-from fshard.extend import copy_into, expect_file, files, open_regular
+from fshard.extend import copy_into, expect_file, files, local_box, open_regular, tensor_of
 
 # Of the outline, which has it in the place of a step.
 VERSION = 2
 # The elements begin on a page of their own.
 _PAGE = 4096
+# Names of slots, for glob.
+SLOTS = f"rank-{5 * '[0-9]'}.[01]"
 
 
 class Slot:
@@ -77,25 +80,32 @@ class SlotWriter(Slot):
         self.number = 0
         self._memory = _allocate(path, self.size)
         self._put(slice(0, self.mark.start), files.encode(outline))
-        self._targets = []
+        self._targets = {}
         for name, start in self.starts.items():
             dtype, shape = self.kinds[name]
             count = torch.Size(shape).numel()
             target = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start)
-            self._targets.append(target.view(shape))
+            self._targets[name] = target.view(shape)
 
-    def write(self, number: int, content: bytes, tensors: Sequence[torch.Tensor]) -> None:
+    def write(self, number: int, content: bytes, leaves: Mapping[str, Any]) -> None:
         """Write a generation, which counts on this rank as soon as this returns.
 
         Args:
             number: The number of the generation.
             content: A manifest of its step and of the leaves that are no tensors.
-            tensors: The tensors, in the order of `starts`.
+            leaves: The leaves by path, of which the slot has those in `starts`.
         """
+        elements = []
+        for name, target in self._targets.items():
+            tensor = tensor_of(leaves[name])
+            if tensor.shape != target.shape:
+                # It has padding, or is one element that is split, which is stored with a dim.
+                tensor = local_box(leaves[name]).tensor
+            elements.append(tensor)
         self.number = number
         # A kill in between leaves a slot without a mark.
         self._put(self.mark, b"")
-        copy_into(self._targets, tensors)
+        copy_into(list(self._targets.values()), elements)
         self._put(self.mark, b"%d " % number + content)
 
     def read(self, number: int) -> memoryview | None:
@@ -176,8 +186,8 @@ def slot_path(directory: Path, rank: int, number: int) -> Path:
 def list_parts(directory: Path) -> list[SlotPart]:
     """List the parts of generations that are in the slots of a directory; slots without a whole part are left out."""
     parts = []
-    for path in directory.glob("rank-*.[01]"):
-        with suppress(OSError, ValueError, LookupError, TypeError):
+    for path in directory.glob(SLOTS):
+        with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
             if not path.is_symlink():
                 parts.append(SlotPart(path))
     return parts

@@ -1,5 +1,7 @@
 """Generations in memory: restored bitwise into any layout, chosen as one, and gone at the end of a run."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 
@@ -145,6 +147,50 @@ def test_a_donated_step_may_overwrite_what_was_saved(tmp_path):
     kept.save(state, 1)
     state["w"].zero_()
     assert manager(tmp_path).restore({"w": torch.zeros(1000)})["w"].sum() == 1000
+
+
+def test_saves_inside_inference_mode_and_outside(tmp_path):
+    kept = manager(tmp_path)
+    for step in range(4):
+        with torch.inference_mode(step % 3 == 0):
+            kept.save(full(step), step)
+    assert_same(manager(tmp_path).restore(full(0)), full(3))
+
+
+def test_leaves_of_other_kinds_in_the_same_layout(tmp_path):
+    """A rank has a parameter where it had a tensor, and its entries in another order: nobody sends anything."""
+
+    def program():
+        kept = manager(tmp_path)
+        for step in (1, 2):
+            kept.save({"w": torch.ones(3), "v": torch.ones(2), "text": ""}, step)
+        kept._memory._exchange.merge_objects = None
+        like = {"w": torch.arange(3.0), "v": torch.arange(2.0), "text": "?"}
+        state = OrderedDict(text="?", w=torch.nn.Parameter(like["w"]), v=like["v"]) if my_rank() else like
+        kept.save(state, 3)
+        assert_same(manager(tmp_path).restore(zeros_like(like)), like)
+
+    spmd(program, 2)
+
+
+def test_a_state_without_values_in_the_layout_of_one_with_values(tmp_path):
+    """Each save looks at the leaves, whatever their structure."""
+    tx = fs.adamw(0.1)
+    state = fs.TrainState.create(fs.shard({"w": torch.ones(3)}, fs.ddp(one_axis())), tx)
+    kept = manager(tmp_path)
+    for step in (1, 2):
+        kept.save(state, step)
+    donated = fs.tree_map(torch.clone, state)
+    following = fs.jit(lambda state: fs.update(tx, state, state.params), donate_argnums=0)(donated)
+    abstract = fs.tree_map(lambda leaf: leaf.to("meta"), state)
+    for broken, problem in ((donated, "arguments were donated"), (abstract, "leaves are abstract")):
+        assert problem in refused(lambda: kept.save(broken, 3))  # noqa: B023
+    assert kept.latest_step() == 2
+    for call in (torch.func.grad, torch.vmap, fs.jit):
+        text = refused(lambda: call(lambda x: (kept.save(state, 3), x.sum())[1])(torch.ones(2)))  # noqa: B023
+        assert "expected a call outside of fs.jit and torch.func" in text
+    kept.save(following, 3)
+    assert_same(manager(tmp_path).restore(state), following)
 
 
 def test_two_slots_a_rank_are_made_once(tmp_path):

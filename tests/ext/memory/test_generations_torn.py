@@ -161,7 +161,14 @@ def test_other_things_of_the_name_of_a_slot(tmp_path):
     assert manager(tmp_path).latest_step() is None
     path.unlink()
     path.mkdir()
-    assert manager(tmp_path).latest_step() is None
+    path.with_name("rank-mine.0").write_text("mine")
+    kept = manager(tmp_path)
+    assert kept.latest_step() is None
+    path.rmdir()
+    for step in (1, 2, 3):
+        kept.save(split(step), step)
+    assert kept.latest_step() == 3
+    assert path.with_name("rank-mine.0").read_text() == "mine"
 
 
 def test_a_slot_of_another_version(tmp_path, monkeypatch):
@@ -210,7 +217,7 @@ def test_a_generation_that_is_written_over_is_neither_read_nor_sent(writer):
     part.read("['w']", memory)
     assert memory.eq(0).all()
     assert bytes(writer.read(1)) == writer.path.read_bytes()
-    writer.write(3, content, [torch.ones(9)])
+    writer.write(3, content, {"['w']": torch.ones(9)})
     assert writer.read(1) is None
     text = refused(lambda: part.read("['w']", memory), checkpoint.CheckpointError)
     assert text == f"{writer.path}: was written over while ['w'] was read"
