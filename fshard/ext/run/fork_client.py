@@ -11,7 +11,6 @@ import signal
 import socket
 import sys
 from contextlib import suppress
-from io import TextIOWrapper
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -24,7 +23,8 @@ def main(address: str) -> None:
     """
     try:
         code = _run_rank(address)
-    except (OSError, EOFError):
+    except (OSError, ValueError):
+        # At the end of the connection there is no number.
         sys.exit("fshard.run: the process that ranks are forked from has ended. Start the job again.")
     if code < 0:
         # Its memory has been dumped, if at all.
@@ -45,23 +45,15 @@ def _run_rank(address: str) -> int:
         socket.send_fds(server, [b" "], [0, 1, 2])
         server.sendall(request)
         answers = server.makefile()
-        pid = _read_number(answers)
+        pid = int(answers.readline())
         for number in SIGNALS:
             signal.signal(number, lambda number, _: _send_signal(pid, number))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         try:
-            return _read_number(answers)
-        except (OSError, EOFError):
+            return int(answers.readline())
+        except (OSError, ValueError):
             _send_signal(pid, signal.SIGKILL)
             raise
-
-
-def _read_number(answers: TextIOWrapper) -> int:
-    """Read a line of the server, or raise EOFError."""
-    line = answers.readline()
-    if not line:
-        raise EOFError
-    return int(line)
 
 
 def _send_signal(pid: int, number: int) -> None:
