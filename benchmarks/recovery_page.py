@@ -42,7 +42,8 @@ COST = """- **The cost.** A step of {configuration} on {ranks} ranks takes {plai
   of the main thread.
 """
 KILLS = """- **Kills at any moment.** Of {kills} kills at random moments, of one rank, of half of them or of all,
-  {training} hit steps and saves, and {recovery} a recovery. No state was lost: {repeated} of {restarts}
+  {training} hit steps and saves, and {recovery} a recovery. {hosts} took a whole host with its memory, and after
+  {launches} the job was launched anew with another number of ranks. No state was lost: {repeated} of {restarts}
   restarts repeated one completed step, and none repeated more. None was torn, and each state had the bits of a run
   without kills (`recovery-kills.json`, by `python -m tests.ext.recovery`).
 """
@@ -139,6 +140,8 @@ def describe_kills(results: Mapping[str, Any]) -> str:
         kills=kills,
         training=training,
         recovery=kills - training,
+        hosts=sum(run["ranks_killed"].get("a host", 0) for run in runs),
+        launches=sum(run["kills"] for run in runs if run["setting"]["job"]),
         repeated=sum(run["repeated_steps"].get("1", 0) for run in runs),
         restarts=sum(run["restarts"] for run in runs),
     )

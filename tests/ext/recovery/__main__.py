@@ -1,19 +1,23 @@
 """Kill ranks at random moments of a launch, and count what is lost.
 
-    python -m tests.ext.recovery --kills 200 --ranks 2 4 --write
-    python -m tests.ext.recovery --kills 20 --ranks 4 --forms eager --hosts 2
-    python -m tests.ext.recovery --kills 20 --ranks 4 2 --forms eager --resize
+    python -m tests.ext.recovery --kills 100 --ranks 2 4 --write
+    python -m tests.ext.recovery --kills 20 --ranks 4 --forms eager --hosts 2 --seed 10 --write
+    python -m tests.ext.recovery --kills 20 --ranks 4 2 --forms eager --resize --seed 20 --write
 
 Half of the kills hit a rank while it trains: in a step, in `save`, or in what is written and copied behind it. The
 other half hit one while it recovers: while it imports, meets the others, builds its program, restores, or takes its
 first step. A kill is of one rank, of half of them, or of all. Each state that a rank has, restored or computed, is
-compared bit for bit with that of a run without kills. `--write` writes `benchmarks/results/recovery-kills.json`.
+compared bit for bit with that of a run without kills. `--write` adds each row to
+`benchmarks/results/recovery-kills.json` as soon as it is complete, in the place of one of its name and seed, so that
+many kills can be made in parts.
 
 `--hosts` spreads the ranks over network namespaces with a memory each, and half of the kills take a whole host with its
 memory. `--resize` launches the job anew after each kill, with the next of the numbers of ranks, and sums in a tree.
+Each launch imports torch anew, so that a kill takes ten seconds and more.
 """
 
 import argparse
+import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.ext.recovery import kills
+from tests.ext.recovery.simulated import simulate
 
 sys.path.append(str(kills.ROOT / "benchmarks"))
 import report
@@ -37,15 +42,18 @@ def main() -> int:
             rows[name] = prove(Path(folder) / name.replace(" ", "-"))
             for problem in rows[name]["problems"]:
                 print(f"{name}: {problem}", file=sys.stderr)
+            if args.write:
+                add_row(args.results, name, rows[name])
     show(rows)
-    if args.write:
-        results = report.circumstances("tests.ext.recovery") | {
-            "seed": args.seed,
-            "launcher": args.launcher,
-            "runs": rows,
-        }
-        report.write_json(report.RESULTS / "recovery-kills.json", results)
     return any(row["problems"] or row["lost"] for row in rows.values())
+
+
+def add_row(path: Path, name: str, row: dict[str, Any]) -> None:
+    """Add a row to a file of results, whose circumstances become those of this row."""
+    results = report.circumstances("tests.ext.recovery")
+    results["runs"] = json.loads(path.read_text())["runs"] if path.exists() else {}
+    results["runs"][name] = row
+    report.write_json(path, results)
 
 
 @contextmanager
@@ -68,22 +76,24 @@ def runs(args: argparse.Namespace, hosts: tuple[str, ...]) -> Iterator[tuple[str
             settings = [
                 setting._replace(ranks=ranks, form=form, has_tree_sums=True, job="resized") for ranks in args.ranks
             ]
-            name = f"{' and '.join(map(str, args.ranks))} ranks by turns, {form}"
+            name = f"{' and '.join(map(str, args.ranks))} ranks by turns, {form}, seed {args.seed}"
             yield name, partial(prove_resized, settings, args.kills // len(args.forms), args.seed)
         return
     pairs = list(product(args.ranks, args.forms))
     for number, (ranks, form) in enumerate(pairs):
         share = args.kills // len(pairs) + (number < args.kills % len(pairs))
         each = setting._replace(ranks=ranks, form=form)
-        name = f"{ranks} ranks, {form}" + f", {len(hosts)} hosts" * bool(hosts)
-        yield name, partial(kills.prove, each, kills=share, seed=args.seed + number)
+        seed = args.seed + number
+        name = f"{ranks} ranks, {form}" + f", {len(hosts)} hosts" * bool(hosts) + f", seed {seed}"
+        yield name, partial(kills.prove, each, kills=share, seed=seed)
 
 
 def prove_resized(settings: Sequence[kills.Setting], count: int, seed: int, folder: Path) -> dict[str, Any]:
     undisturbed = {}
     for setting in settings:
         place = folder / f"undisturbed-{setting.ranks}"
-        undisturbed[setting.ranks] = kills.run(setting, place, kills.steps_of(count), (), {})
+        options = ("--reduction-order", "tree")
+        undisturbed[setting.ranks] = simulate(setting.ranks, setting.form, kills.steps_of(count), place, *options)
     return kills.prove_resized(settings, folder / "killed", count, seed, undisturbed)
 
 
@@ -109,7 +119,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--resize", action="store_true", help="launch anew after each kill, with other --ranks")
     parser.add_argument("--disk", action="store_true", help="save each step to --directory, without generations")
     parser.add_argument("--directory", default="/dev/shm", help="of all files")
-    parser.add_argument("--write", action="store_true", help="write the results")
+    parser.add_argument("--write", action="store_true", help="add the rows to the file of results")
+    parser.add_argument("--results", type=Path, default=report.RESULTS / "recovery-kills.json", help="the file")
     return parser.parse_args()
 
 

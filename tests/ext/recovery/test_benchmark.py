@@ -52,8 +52,9 @@ def results_of(recovery):
 
 def kills_of(**values):
     run = {"kills": 100, "moments": {"step": 30, "saved": 25, "mesh begins": 45}, "restarts": 60}
-    run |= {"repeated_steps": {"0": 58, "1": 2}, "lost": 0, "torn": 0, "problems": []}
-    return {"runs": {"2 ranks, eager": run | values}}
+    run |= {"repeated_steps": {"0": 58, "1": 2}, "lost": 0, "torn": 0, "problems": [], "ranks_killed": {"a host": 9}}
+    resized = run | {"setting": {"job": "resized"}, "kills": 20}
+    return {"runs": {"2 ranks, eager": run | {"setting": {"job": ""}} | values, "4 and 2 ranks": resized}}
 
 
 def test_parts_are_those_of_the_slowest_rank_and_add_up():
@@ -94,7 +95,9 @@ def test_the_page_and_the_picture_have_the_results(tmp_path, capsys, monkeypatch
     assert text.startswith("# When a rank fails\n\n## How long it takes\n\n")
     assert text.endswith("\n\n## Stay in the same processes\n\nmore\n")
     assert "| 2 ranks, torchrun, FSDP2, torch.distributed.checkpoint | 3.12 | 3.12 | 2 | 5.12 |" in text
-    assert "Of 100 kills at random moments, of one rank, of half of them or of all,\n  55 hit steps" in text
+    assert "Of 120 kills at random moments, of one rank, of half of them or of all,\n  110 hit steps" in text
+    assert "18 took a whole host with its memory, and after\n  20 the job was launched anew" in text
+    assert "4 of 120\n  restarts repeated one completed step" in text
     assert "(+2.0%)" in text
     assert "2 ranks, fshard-run-jitted      3.12" in capsys.readouterr().out
 

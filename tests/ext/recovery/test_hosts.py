@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from tests.ext.recovery import kills
-from tests.ext.recovery.test_kills import RUN, check, simulate
+from tests.ext.recovery.simulated import simulate
+from tests.ext.recovery.test_kills import RUN, check
 
 sys.path.append(str(kills.ROOT / "benchmarks"))
 

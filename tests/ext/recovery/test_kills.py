@@ -2,15 +2,12 @@
 
 import itertools
 import random
-import threading
-import time
 
 import pytest
-import torch.distributed as dist
 
-from fshard.testing import spmd
-from tests.ext.recovery import kills, program
+from tests.ext.recovery import kills
 from tests.ext.recovery.launch import Event
+from tests.ext.recovery.simulated import simulate
 
 RUN, TORCHRUN = "fshard.run", "torch.distributed.run"
 
@@ -21,27 +18,6 @@ def check(row, most_repeated=1):
     assert row["kills"] > 0
     assert max(map(int, row["repeated_steps"])) <= most_repeated
     assert row["lost"] == row["torn"] == 0
-
-
-class Recorder:
-    """Takes the events of simulated ranks."""
-
-    def __init__(self, ledger):
-        self._ledger = ledger
-        self._lock = threading.Lock()
-
-    def write(self, name, **values):
-        rank = dist.get_rank()
-        with self._lock:
-            self._ledger.add(Event(rank, rank, name, time.monotonic(), values))
-
-
-def simulate(ranks, form, steps, directory, *options):
-    """What simulated ranks do without kills, whose bits are those of processes."""
-    ledger = kills.Ledger(ranks, {})
-    args = program.parse_args(["", f"{directory}", "--steps", f"{steps}", "--every", "1000", "--form", form, *options])
-    spmd(lambda: program.train(args, Recorder(ledger)), ranks)
-    return ledger
 
 
 @pytest.mark.timeout(900)
