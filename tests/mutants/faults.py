@@ -117,6 +117,7 @@ MIRRORS = {
     ),
     "fshard/ext/memory/neighbours.py": ("tests/ext/memory/test_neighbours.py",),
     "fshard/ext/memory/slots.py": ("tests/ext/memory/test_generations_torn.py", "tests/ext/memory/test_neighbours.py"),
+    "fshard/ext/memory/job_directory.py": ("tests/ext/memory/test_generations_refused.py",),
     "fshard/ext/memory": ("tests/ext/memory/test_generations_torn.py", "tests/ext/memory/test_generations.py"),
     "fshard/checkpoint/unfinished.py": ("tests/checkpoint/test_next_start.py", "tests/checkpoint/test_exits.py"),
     "fshard/checkpoint": ("tests/checkpoint",),
@@ -1216,8 +1217,8 @@ FAULTS = (
     Fault(
         "generation-that-counts-before-it-is-copied",
         "fshard/ext/memory/slots.py",
-        "copy_into(self._targets, tensors)",
-        'self._put(self._mark, b"%d " % number + content); copy_into(self._targets, tensors)',
+        "copy_into(list(self._targets.values()), elements)",
+        'self._put(self.mark, b"%d " % number + content); copy_into(list(self._targets.values()), elements)',
         "1: a generation is read only where all of its elements are there",
     ),
     Fault(
@@ -1226,6 +1227,20 @@ FAULTS = (
         "self._number += (self._number - each.number + 1) % 2",
         "self._number += (self._number - each.number) % 2",
         "1: a start that is killed in its first save leaves the generation that was whole",
+    ),
+    Fault(
+        "leaves-looked-at-in-the-first-save-alone",
+        "fshard/ext/memory/generations.py",
+        "if kinds != self._kinds or transforms_active():",
+        "if self._kinds is None:",
+        "4: use of a lost leaf is refused by its path, and no state is saved in the layout of another",
+    ),
+    Fault(
+        "generations-of-a-job-that-runs-removed",
+        "fshard/ext/memory/job_directory.py",
+        "fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)",
+        "pass",
+        "4: a job loses no state because another one is started",
     ),
     Fault(
         "generation-of-some-ranks-counts",
