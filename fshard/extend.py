@@ -31,6 +31,7 @@
 - `EngineCall`: one run of `value_and_grad` or of a model: its forwards and backwards.
 - `Entry`: a full tensor of another format, of which an `Exchange` reads boxes.
 - `Exchange`: moves leaves to or from another format; every rank makes the same calls.
+- `estimate_operator`: the seconds of a node of a graph on a device, by `Rates`.
 - `read_environment`: the variables of the environment.
 - `expect`: refuses an argument unless it is as expected.
 - `expect_file`: refuses a file unless it is as expected.
@@ -262,6 +263,7 @@ if TYPE_CHECKING:
     from fshard.ext.jit.graph import StepGraph, find_lifetimes
     from fshard.ext.plan.plan import lay_out_call
     from fshard.ext.plan.report import Rates, check_rates, count_flops
+    from fshard.ext.plan.timeline import estimate_operator
 
 __all__ = [
     "BITS",
@@ -317,6 +319,7 @@ __all__ = [
     "describe_state",
     "device_of",
     "drawing",
+    "estimate_operator",
     "expect",
     "expect_file",
     "fake_axes",

@@ -49,6 +49,7 @@ TABLE: Mapping[tuple[str, str], str] = MappingProxyType(
         ("fshard.extend", "jit.graph"): "StepGraph find_lifetimes",
         ("fshard.extend", "plan.plan"): "lay_out_call",
         ("fshard.extend", "plan.report"): "Rates check_rates count_flops",
+        ("fshard.extend", "plan.timeline"): "estimate_operator",
         ("fshard.init", "counter"): "draw_by_counter",
         ("fshard.jit", "fit.memory"): "report_memory",
         ("fshard.jit", "jit.inductor"): "compile_pieces",

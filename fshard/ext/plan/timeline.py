@@ -84,8 +84,8 @@ def estimate_seconds(
             link, rate = rates.find_link(collective.axis)
             ends[node] = max(now, free_from[link]) + rates.latency + collective.sent / rate
             free_from[link] = ends[node]
-        elif node not in start_of:
-            now += _estimate_operator(node, moment.flops, rates)
+        else:
+            now += estimate_operator(node, moment.flops, rates)
     end = max([now, *free_from.values()])
     return end, waiting + end - now
 
@@ -101,9 +101,9 @@ def estimate_agreement(mesh: Mapping[str, int], rates: Rates) -> float:
     return rounds * (ROUND_SECONDS + rates.latency)
 
 
-def _estimate_operator(node: Node, flops: int, rates: Rates) -> float:
-    """Estimate the seconds of an operator on the device, which are none for a view."""
-    if not hasattr(node.target, "namespace") or graph_nodes.is_view(node):
+def estimate_operator(node: Node, flops: int, rates: Rates) -> float:
+    """Estimate the seconds of an operator on the device, which are none for a view or a wait."""
+    if not hasattr(node.target, "namespace") or graph_nodes.is_view(node) or graph_nodes.is_wait(node):
         return 0.0
     nbytes = sum(map(_count_bytes, (*node.all_input_nodes, node)))
     # An operator that returns nothing, such as a fused optimizer, writes about as much as it reads.
