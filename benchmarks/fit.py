@@ -250,7 +250,7 @@ class LeastPass:
         step = StepFacts(traced.module.graph, Rates())
         self.arguments = step.arguments
         self.peak = step.arguments + StepGraph(traced).peak_bytes()
-        self.least = find_plan(step, 1).schedule.peak
+        self.least = find_plan(step, 1).peak
         return PassedGraph(traced, "")
 
 

@@ -35,8 +35,9 @@ class Fit(NamedTuple):
     def __call__(self, traced: Traced) -> PassedGraph:
         """Return a graph that computes the same bits and holds no more bytes than the budget."""
         graph = traced.module.graph
-        check_rates(self.rates, _list_axes(graph))
-        schedule = find_plan(StepFacts(graph, self.rates), self.budget).schedule
+        collectives = filter(None, map(graph_nodes.find_collective, graph.nodes))
+        check_rates(self.rates, [collective.axis for collective in collectives])
+        schedule = find_plan(StepFacts(graph, self.rates), self.budget)
         if schedule.peak > self.budget:
             raise ValueError(_refuse(schedule, self.budget))
         module = GraphModule(traced.module, build(schedule)) if schedule.copies else traced.module
@@ -85,43 +86,31 @@ def _read_bytes(budget: Any) -> int:
     nbytes = budget
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(|k|[KMGT]i|[MGT])B?\s*", str(budget))
     if isinstance(budget, str) and match:
-        unit = match[2] or " "
-        base = 1024 if unit.endswith("i") else 1000
-        nbytes = int(float(match[1]) * base ** _PREFIXES.index(unit[0].upper()))
+        base = 1024 if "i" in match[2] else 1000
+        nbytes = int(float(match[1]) * base ** _PREFIXES.index(match[2][:1].upper()))
     is_number = type(nbytes) is int and nbytes > 0
     expect(is_number, "fit", 'budget to be bytes (at least 1), or a text such as "10GB" or "512MiB"', f"{budget!r:.40}")
     return nbytes
 
 
-def _list_axes(graph: Any) -> list[str]:
-    collectives = map(graph_nodes.find_collective, graph.nodes)
-    return [collective.axis for collective in collectives if collective is not None]
-
-
 def _digest(schedule: Schedule) -> str:
     """Write what was chosen in few letters. Names of nodes may differ between ranks, so they are left out."""
-    lines: list[str] = []
-    for entry in schedule.placed:
-        if entry.is_copy:
-            original = schedule.step.operators[entry.number]
-            sizes = [schedule.step.sizes[storage] for storage in entry.buffers]
-            lines.append(f"{original.node.target} {sizes} {entry.number} {entry.time}")
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-    return f"{schedule.copies} copies, {schedule.peak} bytes, {digest}"
+    numbers = {node: number for number, node in enumerate(schedule.step.graph.nodes)}
+    copies = [f"{entry.node.target} {numbers[entry.node]} {numbers[entry.time]}" for entry in schedule.copies]
+    digest = hashlib.sha256("\n".join(copies).encode()).hexdigest()[:16]
+    return f"{len(copies)} copies, {schedule.peak} bytes, {digest}"
 
 
 def _refuse(schedule: Schedule, budget: int) -> str:
     """Say what the smallest budget is, and what is held at its peak."""
-    step = schedule.step
-    place = int(schedule.held.argmax())
+    peak = int(schedule.held.argmax())
     held: Counter[str] = Counter()
-    for storage, places in zip(schedule.storages, schedule.uses, strict=True):
-        if places and places[0] <= place <= places[-1]:
-            held[step.operators[step.makers[storage]].node.name] += step.sizes[storage]
+    for buffer in schedule.buffers:
+        if buffer.uses and buffer.uses[0] <= peak <= buffer.uses[-1]:
+            held[schedule.placed[buffer.uses[0]].node.name] += buffer.bytes
     largest = ", ".join(f"{name} ({nbytes})" for name, nbytes in held.most_common(5))
-    at = step.operators[schedule.placed[place].number].node.name
     return (
         f"the step needs at least {schedule.peak} bytes, and the budget is {budget}. With {schedule.peak} bytes, most "
-        f"are held at {at}: {step.arguments} bytes of arguments, and the results of {largest}. Raise the budget, make "
-        "the batch smaller, or shard over more ranks."
+        f"are held at {schedule.placed[peak].node.name}: {schedule.step.arguments} bytes of arguments, and the results "
+        f"of {largest}. Raise the budget, make the batch smaller, or shard over more ranks."
     )

@@ -15,8 +15,8 @@ from torch.fx import Node
 import fshard as fs
 from fshard import comm
 from fshard.ext import _compat
-from fshard.ext.fit.picture import draw_memory
-from fshard.extend import PassedGraph, StepGraph, Traced, graph_nodes
+from fshard.ext.fit.picture import draw_curves
+from fshard.extend import StepGraph, graph_nodes
 
 # Kinds of memory by the uses of storages, in the order in which a report lists them.
 _KINDS: Mapping[str, str] = MappingProxyType(
@@ -40,14 +40,12 @@ class GraphMemory(NamedTuple):
     Attributes:
         arguments: Bytes of the arguments, which are held all the time.
         held: Bytes that are held while each operator runs, arguments included.
-        backward: The number of the first operator of the backward in `held`; 0 if the step has none.
         place: The operator at which most are held, the first of several, and where the program has it.
         kinds: The bytes that are held then, by kind.
     """
 
     arguments: int
     held: list[int]
-    backward: int
     place: str
     kinds: dict[str, int]
 
@@ -76,52 +74,30 @@ class MemoryReport:
     def draw(self, path: str | Path) -> None:
         """Write a picture: the bytes over the step, before and after the budget, and the budget as a line.
 
-        A mark on the lower edge, in the color of its curve, is where the backward begins.
-
         Args:
             path: Where to write the SVG file.
         """
-        Path(path).write_text(draw_memory(self.before, self.after, self.budget))
+        curves = {"no budget": self.before.held, "arguments": [self.before.arguments]}
+        if self.budget is not None:
+            curves |= {"with a budget": self.after.held, "budget": [self.budget]}
+        Path(path).write_text(draw_curves(curves))
 
     def __str__(self) -> str:
-        return "\n".join(self._write_lines())
+        memories = {"no budget": self.before}
+        if self.budget is not None:
+            memories[f"budget {_write_bytes(self.budget)}"] = self.after
+        lines = [_write_row("memory of a rank in one step", memories)]
+        rows = {"  most bytes held": [memory.peak for memory in memories.values()]}
+        for kind in _KINDS.values():
+            rows[f"    {kind}"] = [memory.kinds[kind] for memory in memories.values()]
+        rows["  beyond the arguments"] = [memory.peak - memory.arguments for memory in memories.values()]
+        lines += [_write_row(title, map(_write_bytes, sizes)) for title, sizes in rows.items() if any(sizes)]
+        lines += [f"  {title}: most is held at {memory.place}" for title, memory in memories.items()]
+        if self.choices:
+            lines += ["  run again to fit the budget:", *[f"    {choice}" for choice in self.choices]]
+        return "\n".join(lines)
 
     __repr__ = __str__
-
-    def _write_lines(self) -> Iterator[str]:
-        columns = {"no budget": self.before}
-        if self.budget is not None:
-            columns[f"budget {_write_bytes(self.budget)}"] = self.after
-        yield _write_row("memory of a rank in one step", columns)
-        rows = {"most bytes held": [memory.peak for memory in columns.values()]}
-        for kind in self.after.kinds:
-            sizes = [memory.kinds[kind] for memory in columns.values()]
-            if any(sizes):
-                rows[f"  {kind}"] = sizes
-        rows["beyond the arguments"] = [memory.peak - memory.arguments for memory in columns.values()]
-        for title, sizes in rows.items():
-            yield _write_row(f"  {title}", map(_write_bytes, sizes))
-        for title, memory in columns.items():
-            yield f"  {title}: most is held at {memory.place}"
-        if self.choices:
-            yield "  to fit the budget:"
-        for choice in self.choices:
-            yield f"    {choice}"
-
-
-class _MeasuringPass:
-    """A pass that leaves the graph as it is, and measures what those behind it will change."""
-
-    name = "memory"
-
-    def __init__(self, args: Any) -> None:
-        self._args = args
-        self.memory: GraphMemory | None = None
-
-    def __call__(self, traced: Traced) -> PassedGraph:
-        graph = StepGraph(traced)
-        self.memory = _measure(graph, _find_uses(graph, self._args))
-        return PassedGraph(traced, "")
 
 
 def report_memory(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> MemoryReport:
@@ -132,88 +108,69 @@ def report_memory(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         args: The arguments of a call.
         kwargs: Its keywords.
     """
-    arguments = (*args, kwargs)
-    measuring = _MeasuringPass(arguments)
-    measured = copy.copy(jitted)
-    measured.passes = (measuring, *jitted.passes)
+    without_passes = copy.copy(jitted)
+    without_passes.passes = ()
     with _compat.noting_origins():
-        graph = fs.make_graph(measured)(*args, **kwargs)
-    assert measuring.memory is not None
-    uses = _find_uses(graph, arguments)
+        before = after = fs.make_graph(without_passes)(*args, **kwargs)
+        if jitted.passes:
+            after = fs.make_graph(jitted)(*args, **kwargs)
+    uses, uses_after = [_find_uses(graph, (*args, kwargs)) for graph in (before, after)]
     budgets = [graph_pass.budget for graph_pass in jitted.passes if hasattr(graph_pass, "budget")]
-    choices = list(_describe_choices(graph, uses))
-    return MemoryReport(measuring.memory, _measure(graph, uses), min(budgets, default=None), choices)
+    choices = list(_list_choices(after, uses_after))
+    return MemoryReport(_measure(before, uses), _measure(after, uses_after), min(budgets, default=None), choices)
 
 
-def _measure(graph: Any, uses: Mapping[Hashable, str]) -> GraphMemory:
+def _measure(graph: StepGraph, uses: Mapping[Hashable, str]) -> GraphMemory:
     """Predict the memory of a rank while a graph runs."""
     memory = graph.memory
     arguments = sum(memory.always_held.values())
     peak = max(graph.moments, key=lambda moment: moment.bytes)
+    uses_then = dict(uses)
+    for pending in memory.pending_buffers:
+        if pending.start <= peak.node <= pending.wait:
+            sent = {pending.buffer, *pending.held_storages} - memory.always_held.keys()
+            uses_then |= dict.fromkeys(sent, "in_flight")
     held_then = next(dict(held) for node, held in memory.walk() if node is peak.node)
-    uses_then = {**uses, **dict.fromkeys(_find_sent(memory, peak.node), "in_flight")}
     kinds = dict.fromkeys(_KINDS.values(), 0)
     for storage, nbytes in (memory.always_held | held_then).items():
         kinds[_KINDS[uses_then[storage]]] += nbytes
-    held_bytes = [arguments + moment.bytes for moment in graph.moments]
-    is_backward = [_get_phase(moment.node) == "backward" for moment in graph.moments]
-    backward = is_backward.index(True) if any(is_backward) else 0
-    return GraphMemory(arguments, held_bytes, backward, _describe_place(peak), kinds)
+    held = [arguments + moment.bytes for moment in graph.moments]
+    return GraphMemory(arguments, held, _describe_place(peak), kinds)
 
 
-def _find_uses(graph: Any, args: Any) -> dict[Hashable, str]:
+def _find_uses(graph: StepGraph, args: Any) -> dict[Hashable, str]:
     """Find the uses of storages, with gradients and results of operators told apart."""
-    memory = graph.memory
+    storages = graph.memory.storages
     uses = graph.find_uses(args)
-    last = {storage: node for node, storages in memory.freed.items() for storage in storages}
-    collectives = {moment.node: moment.collective for moment in graph.moments}
-    for node, created in memory.storages.items():
-        collective = collectives.get(node)
-        is_reduction = collective is not None and collective.label == comm.Verb.SCATTER
-        sources = {uses[storage] for source in node.all_input_nodes for storage in memory.storages[source]}
-        for storage in created:
+    last_uses = graph_nodes.find_last_uses(storages)
+    for moment in graph.moments:
+        node = moment.node
+        is_reduction = moment.collective is not None and moment.collective.label == comm.Verb.SCATTER
+        sources = {uses[storage] for source in node.all_input_nodes for storage in storages[source]}
+        for storage in storages[node]:
             if uses[storage] == "gradients" and (is_reduction or "reduced" in sources):
                 uses[storage] = "reduced"
-            is_kept = storage in last and _get_phase(last[storage]) == "backward"
-            if uses[storage] == "activations" and _get_phase(node) == "forward" and is_kept:
+            phases = (_get_phase(node), _get_phase(last_uses[storage]))
+            if uses[storage] == "activations" and phases == ("forward", "backward"):
                 uses[storage] = "saved"
     return uses
 
 
-def _find_sent(memory: Any, at: Node) -> Iterator[Hashable]:
-    """Find the storages of messages that have been started and not been waited for."""
-    numbers = {node: number for number, node in enumerate(memory.storages)}
-    for pending in memory.pending_buffers:
-        if numbers[pending.start] <= numbers[at] <= numbers[pending.wait]:
-            yield from {pending.buffer, *pending.held_storages} - memory.always_held.keys()
-
-
-def _describe_choices(graph: Any, uses: Mapping[Hashable, str]) -> Iterator[str]:
+def _list_choices(graph: StepGraph, uses: Mapping[Hashable, str]) -> Iterator[str]:
     """Say what runs again, block by block; neighbours in which the same runs again have one line."""
-    storages = graph.memory.storages
-    # For each block its parts in their order, each with whether it is computed again.
-    parts = defaultdict[str, dict[str, bool]](dict)
-    gathered_again = set[Hashable]()
-    regathering = set[str]()
+    parts = defaultdict[str, list[str]](list)
     for moment in graph.moments:
-        node = moment.node
+        if "fit" not in moment.node.meta or graph_nodes.is_view(moment.node):
+            continue
         block, part = _name_part(moment)
-        is_weight = any(uses[storage] == "gathered" for storage in storages[node])
-        is_copy = "fit" in node.meta
-        if is_copy and is_weight:
-            gathered_again.update(storages[node])
-        elif not graph_nodes.is_view(node) and (is_copy or _get_phase(node) == "forward"):
-            parts[block][part] = is_copy or parts[block].get(part, False)
-        if not is_weight and any(gathered_again & storages[source].keys() for source in node.all_input_nodes):
-            regathering.add(block)
-    texts = {}
-    for block, again in parts.items():
-        weights = "weights gathered again" if block in regathering else ""
-        texts[block] = "; ".join(filter(None, (_list_parts(again), weights)))
-    for (_, text), blocks in groupby(texts, lambda block: (block.rstrip("0123456789"), texts[block])):
+        if moment.collective is not None:
+            block, part = moment.collective.unit, "weights gathered again"
+        is_weight = any(uses[storage] == "gathered" for storage in graph.memory.storages[moment.node])
+        if part not in parts[block] and (moment.collective is not None or not is_weight):
+            parts[block].append(part)
+    for names, blocks in groupby(filter(parts.get, parts), parts.__getitem__):
         first, *others = blocks
-        if text:
-            yield f"{' to '.join([first, *others[-1:]])}: {text}"
+        yield f"{' to '.join([first, *others[-1:]])}: {', '.join(names)}"
 
 
 def _write_row(title: str, cells: Any) -> str:
@@ -224,18 +181,13 @@ def _write_bytes(nbytes: float) -> str:
     return f"{nbytes / 1e6:,.2f} MB"
 
 
-def _get_origin(node: Node) -> _compat.Origin:
-    """Return where the program has a node; a default for nodes of passes, of which the trace has noted nothing."""
-    return node.meta.get("origin", _compat.Origin(phase=""))
-
-
 def _get_phase(node: Node) -> str:
-    return _get_origin(node).phase
+    return _compat.origin_of(node).phase
 
 
 def _name_part(moment: Any) -> tuple[str, str]:
     """Name the block that an operator belongs to, such as "blocks.3", and the submodule in it or the operator."""
-    module = _get_origin(moment.node).module
+    module = _compat.origin_of(moment.node).module
     numbered = re.match(r"(.*?\b\d+)\b\.?(.*)", module)
     block, part = numbered.groups() if numbered else (module or "Operators outside of modules", "")
     operator = moment.operator.removeprefix("aten.").split(".")[0]
@@ -244,19 +196,8 @@ def _name_part(moment: Any) -> tuple[str, str]:
 
 def _describe_place(moment: Any) -> str:
     """Say where an operator runs: its module, phase and line, as far as the trace noted them."""
-    origin = _get_origin(moment.node)
+    origin = _compat.origin_of(moment.node)
     words = [origin.module, origin.phase]
     for frame in (*origin.frames, *origin.forward)[:1]:
         words.append(f"{Path(frame.file).name}:{frame.line}")
     return f"{moment.operator} ({', '.join(filter(None, words))})"
-
-
-def _list_parts(again: Mapping[str, bool]) -> str:
-    """List the parts of a block that run again, or say up to which one if these are its first ones."""
-    names = list(again)
-    chosen = [name for name in names if again[name]]
-    if not chosen:
-        return ""
-    if len(chosen) > 3 and chosen == names[: len(chosen)]:
-        return f"recomputed up to {chosen[-1]}"
-    return f"recomputed {', '.join(chosen)}"

@@ -2,8 +2,9 @@
 
 import math
 import operator
-from bisect import bisect_left
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,33 +14,62 @@ from torch.fx.node import map_arg
 from fshard.ext.fit.step import StepFacts
 from fshard.extend import graph_nodes
 
-# For storages the places behind which they are not kept, in their order.
-Cuts = Mapping[int, Sequence[int]]
-
 
 class StaleError(Exception):
-    """A copy would read what has been written to since, or may not be made, or a message would not be waited for."""
+    """A copy would read what has been written to since, or may not be made."""
+
+
+class Cut(NamedTuple):
+    """A place behind which a storage is not kept, because nobody uses it for a while.
+
+    Attributes:
+        storage: The storage.
+        time: The node behind which it is not kept.
+        begin: The place of the last use before, in the schedule that gets the cut.
+        end: The place of the next use there.
+        bytes: The bytes of the storage.
+    """
+
+    storage: Hashable
+    time: Node
+    begin: int
+    end: int
+    bytes: int
+
+
+class Buffer(NamedTuple):
+    """Memory of a storage, or of what a copy has in its place.
+
+    Attributes:
+        storage: The storage.
+        bytes: Its bytes.
+        uses: The places that use it, in their order.
+    """
+
+    storage: Hashable
+    bytes: int
+    uses: list[int]
 
 
 class Placed(NamedTuple):
     """An operator in an order.
 
     Attributes:
-        number: Its number in the step.
-        time: The number of the node before which it runs, which is its own unless it is a copy.
-        inputs: The places of its inputs in the order, by their numbers.
-        buffers: The buffers of its results, by their storages. Each copy of a storage is a buffer.
+        node: Its node in the step.
+        time: The node before which it runs, which is its own unless it is a copy.
+        inputs: The places of its inputs in the order.
+        buffers: The buffers of its results, by their storages.
     """
 
-    number: int
-    time: int
-    inputs: dict[int, int]
-    buffers: dict[int, int]
+    node: Node
+    time: Node
+    inputs: dict[Node, int]
+    buffers: dict[Hashable, Buffer]
 
     @property
     def is_copy(self) -> bool:
         """Whether the operator runs again."""
-        return self.number != self.time
+        return self.node is not self.time
 
 
 class Schedule:
@@ -53,107 +83,65 @@ class Schedule:
         step: The step.
         cuts: The cuts.
         placed: The operators in their order.
-        storages: For each buffer its storage.
-        uses: For each buffer the places that use it, in their order.
+        runs: The places of those that run; nobody uses the results of the others.
+        buffers: The buffers, in the order in which they are made.
         held: The bytes that are held at each place, arguments included.
         peak: The most of them.
-        copies: How many operators run again.
-        seconds: An estimate of the time of all operators that may run again.
+        copies: The operators that run again.
+        seconds: An estimate of the time of all operators.
     """
 
-    def __init__(self, step: StepFacts, cuts: Cuts) -> None:
+    def __init__(self, step: StepFacts, cuts: Sequence[Cut]) -> None:
         """Place the operators; StaleError if a copy would read something else than its original did."""
         self.step = step
         self.cuts = cuts
-        # The places of values, by the operator and by `_count_times_gone` of its storages.
+        self._cut_times = defaultdict[Hashable, list[Node]](list)
+        for cut in cuts:
+            insort(self._cut_times[cut.storage], cut.time)
+        # The places of values, by the node and by how often its storages were gone.
         self._places: dict[Hashable, int] = {}
         self.placed: list[Placed] = []
-        self.storages: list[int] = []
-        for number in range(len(step.operators)):
-            self._place_original(number)
-        if cuts:
-            self._drop_idle()
-        self.uses = self._find_uses()
+        self.buffers: list[Buffer] = []
+        for node in step.graph.nodes:
+            for source in node.all_input_nodes:
+                for missing in sorted(self._find_missing([source], node)):
+                    self._copy(missing, node)
+            self._place(node, node, node.all_input_nodes)
+        self.runs: set[int] = set()
+        self._find_uses()
+        self._places = {key: place for key, place in self._places.items() if place in self.runs}
         change = np.zeros(len(self.placed) + 1, dtype=np.int64)
         change[0] = step.arguments
-        for storage, places in zip(self.storages, self.uses, strict=True):
-            if places:
-                change[places[0]] += step.sizes[storage]
-                change[places[-1] + 1] -= step.sizes[storage]
+        for buffer in self.buffers:
+            if buffer.uses:
+                change[buffer.uses[0]] += buffer.bytes
+                change[buffer.uses[-1] + 1] -= buffer.bytes
         self.held = np.cumsum(change[:-1])
         self.peak = int(self.held.max())
-        self.copies = sum(entry.is_copy for entry in self.placed)
-        self.seconds = self._sum_seconds(entry.number for entry in self.placed)
+        running = [self.placed[place] for place in sorted(self.runs)]
+        self.copies = [entry for entry in running if entry.is_copy]
+        self.seconds = math.fsum(step.seconds[entry.node] for entry in running)
 
-    def estimate_seconds(self, buffer: int, end: int, limit: float) -> float | None:
+    def estimate_seconds(self, buffer: Buffer, end: int, limit: float) -> float | None:
         """Estimate the time to make a buffer again for the operator at a place; None if it cannot be made again.
 
         Of a chain of copies that takes longer than the limit, it is the time of the part until then.
         """
         user = self.placed[end]
-        starts = [number for number, place in user.inputs.items() if buffer in self.placed[place].buffers.values()]
+        starts = [node for node, place in user.inputs.items() if buffer in self.placed[place].buffers.values()]
         try:
-            missing = self._find_missing(starts, user.time, self.storages[buffer], limit)
+            missing = self._find_missing(starts, user.time, buffer.storage, limit)
         except StaleError:
             return None
-        return self._sum_seconds(missing) if missing else None
-
-    def _sum_seconds(self, numbers: Iterable[int]) -> float:
-        return sum(self.step.operators[number].seconds for number in numbers)
-
-    def _place_original(self, number: int) -> None:
-        """Append an operator of the step, behind copies of what it reads and is not there any more."""
-        entry = self.step.operators[number]
-        inputs: dict[int, int] = {}
-        for source in entry.inputs:
-            for missing in sorted(self._find_missing([source], number)):
-                # A copy of an equal value may have been made meanwhile.
-                if self._find(missing, number) is None:
-                    self._copy(missing, number)
-            inputs[source] = self._get_place(source, number)
-            brought = self.placed[inputs[source]]
-            if graph_nodes.is_wait(entry.node) and (brought.is_copy or brought.number != source):
-                # Nobody would wait for the first message, and its buffer would be held until the process ends.
-                raise StaleError(entry.node.name)
-        self._place(number, number, inputs)
-
-    def _copy(self, number: int, time: int) -> None:
-        """Append a copy. Several results are taken apart at once, or the list would hold all of them."""
-        entry = self.step.operators[number]
-        self._place(number, time, {source: self._get_place(source, time) for source in entry.copy_inputs})
-        if len(entry.storages) < 2:
-            return
-        for user in entry.node.users:
-            if user.target is operator.getitem:
-                self._place(self.step.numbers[user], time, {number: self._get_place(number, time)})
-
-    def _place(self, number: int, time: int, inputs: dict[int, int]) -> None:
-        """Append an operator, unless its result is there."""
-        key = self._make_key(number, time)
-        if key in self._places:
-            return
-        entry = self.step.operators[number]
-        # An equal value may stand in the place of an input: its storages are others, in the same order.
-        buffers: dict[int, int] = {}
-        for source, place in inputs.items():
-            buffers |= zip(self.step.operators[source].storages, self.placed[place].buffers.values(), strict=False)
-        results: dict[int, int] = {}
-        for storage in (*entry.storages, *entry.sent):
-            if self.step.makers[storage] == number or (entry.is_gathered and number != time):
-                results[storage] = len(self.storages)
-                self.storages.append(storage)
-            else:
-                results[storage] = buffers[storage]
-        self._places[key] = len(self.placed)
-        self.placed.append(Placed(number, time, inputs, results))
+        return math.fsum(self.step.seconds[node] for node in missing) if missing else None
 
     def _find_missing(
-        self, starts: Iterable[int], time: int, dropped: int | None = None, limit: float = math.inf
-    ) -> set[int]:
-        """Find the operators that have to run again for values that are needed at a time.
+        self, starts: Iterable[Node], time: Node, dropped: Hashable = None, limit: float = math.inf
+    ) -> set[Node]:
+        """Find the nodes that have to run again for values that are needed at a time.
 
         Args:
-            starts: The numbers of the values.
+            starts: The values.
             time: The time.
             dropped: A storage that counts as gone.
             limit: Seconds of copies after which the search ends.
@@ -161,76 +149,79 @@ class Schedule:
         Raises:
             StaleError: if one of them may not run again, or would read what has been written to since.
         """
-        missing: set[int] = set()
+        missing: set[Node] = set()
         waiting = list(starts)
         seconds = 0.0
         while waiting and seconds <= limit:
-            number = waiting.pop()
-            if number in missing or self._find(number, time, dropped) is not None:
+            node = waiting.pop()
+            if node in missing or self._find(node, time, dropped) is not None:
                 continue
-            entry = self.step.operators[number]
-            if not entry.can_copy or entry.fresh_until < time:
-                raise StaleError(entry.node.name)
-            missing.add(number)
-            seconds += entry.seconds
-            waiting += entry.copy_inputs
+            if node not in self.step.copy_until or self.step.copy_until[node] < time:
+                raise StaleError(node.name)
+            missing.add(node)
+            seconds += self.step.seconds[node]
+            waiting += self.step.reads[node]
         return missing
 
-    def _find(self, number: int, time: int, dropped: int | None = None) -> int | None:
+    def _copy(self, node: Node, time: Node) -> None:
+        """Append a copy, unless one of an equal value has been made meanwhile.
+
+        Several results are taken apart at once, or the list would hold all of them.
+        """
+        if self._find(node, time) is not None:
+            return
+        self._place(node, time, self.step.reads[node])
+        for user in node.users:
+            if user.target is operator.getitem:
+                self._place(user, time, [node])
+
+    def _place(self, node: Node, time: Node, sources: Iterable[Node]) -> None:
+        """Append an operator, unless its result is there."""
+        key = self._make_key(node, time)
+        if key in self._places:
+            return
+        inputs: dict[Node, int] = {}
+        buffers: dict[Hashable, Buffer] = {}
+        for source in sources:
+            place = self._find(source, time)
+            assert place is not None
+            inputs[source] = place
+            # An equal value may stand in the place of an input: its storages are others, in the same order.
+            buffers |= zip(self.step.storages[source], self.placed[place].buffers.values(), strict=False)
+        results: dict[Hashable, Buffer] = {}
+        for storage, nbytes in self.step.storages[node].items():
+            results[storage] = buffers.get(storage) or Buffer(storage, nbytes, [])
+            if storage not in buffers:
+                self.buffers.append(results[storage])
+        self._places[key] = len(self.placed)
+        self.placed.append(Placed(node, time, inputs, results))
+
+    def _find(self, node: Node, time: Node, dropped: Hashable = None) -> int | None:
         """Find the place of a value, or of an equal one."""
-        for other in (number, *self.step.operators[number].equals):
+        for other in (node, *self.step.equals[node]):
             place = self._places.get(self._make_key(other, time))
-            if place is not None and dropped not in self.step.operators[other].storages:
+            if place is not None and dropped not in self.step.storages[other]:
                 return place
         return None
 
-    def _get_place(self, number: int, time: int) -> int:
-        place = self._find(number, time)
-        assert place is not None
-        return place
+    def _make_key(self, node: Node, time: Node) -> Hashable:
+        """Name a value by how often its storages were gone; after its last use one is gone at each time anew."""
+        key: list[Hashable] = [node]
+        for storage in self.step.storages[node]:
+            is_over = self.step.last_uses[storage] < time
+            key.append(time if is_over else bisect_left(self._cut_times.get(storage, ()), time))
+        return tuple(key)
 
-    def _make_key(self, number: int, time: int) -> Hashable:
-        storages = self.step.operators[number].storages
-        return number, *[self._count_times_gone(storage, time) for storage in storages]
-
-    def _count_times_gone(self, storage: int, time: int) -> int:
-        """Count how often a storage was gone before a time; after its last use it is gone at each time anew."""
-        is_over = self.step.last_uses[storage] < time
-        return time if is_over else bisect_left(self.cuts.get(storage, ()), time)
-
-    def _drop_idle(self) -> None:
-        """Drop copies that nobody uses, and operators whose results are computed later instead."""
-        used: set[int] = set()
+    def _find_uses(self) -> None:
+        """Find the places that use each buffer, and which operators run."""
         for place in reversed(range(len(self.placed))):
             entry = self.placed[place]
-            if place in used or not (entry.is_copy or self.step.operators[entry.number].can_drop):
-                used.add(place)
-                used.update(entry.inputs.values())
-        new_place = {place: new for new, place in enumerate(sorted(used))}
-        kept: list[Placed] = []
-        for place in new_place:
-            entry = self.placed[place]
-            inputs = {number: new_place[source] for number, source in entry.inputs.items()}
-            kept.append(entry._replace(inputs=inputs))
-        self.placed = kept
-        self._places = {key: new_place[place] for key, place in self._places.items() if place in new_place}
-
-    def _find_uses(self) -> list[list[int]]:
-        uses: list[list[int]] = [[] for _ in self.storages]
-        for place, entry in enumerate(self.placed):
-            for _, buffer in self._list_buffers(entry):
-                uses[buffer].append(place)
-        place_of = {entry.number: place for place, entry in enumerate(self.placed) if not entry.is_copy}
-        for message in self.step.pending:
-            for storage, buffer in self._list_buffers(self.placed[place_of[message.start]]):
-                if storage in message.storages:
-                    uses[buffer].append(place_of[message.wait])
-        return [sorted(places) for places in uses]
-
-    def _list_buffers(self, entry: Placed) -> Iterator[tuple[int, int]]:
-        """List the buffers of what an operator makes and reads, each with its storage."""
-        for other in (entry, *[self.placed[source] for source in entry.inputs.values()]):
-            yield from other.buffers.items()
+            if place in self.runs or entry.node in self.step.must_run:
+                places = (place, *entry.inputs.values())
+                self.runs.update(places)
+                for used in places:
+                    for buffer in self.placed[used].buffers.values():
+                        buffer.uses.insert(0, place)
 
 
 def build(schedule: Schedule) -> Graph:
@@ -244,41 +235,31 @@ def build(schedule: Schedule) -> Graph:
         because lifetimes would take it for the original otherwise. So have the views of a copy.
     """
     graph = Graph()
-    nodes: list[Node] = []
-    with_new_memory = set[Node]()
-    for entry in schedule.placed:
-        original = schedule.step.operators[entry.number]
-        at_place = {schedule.step.operators[number].node: nodes[place] for number, place in entry.inputs.items()}
-        gathers_again = entry.is_copy and original.is_gathered
-        if gathers_again:
-            node = _gather_again(graph, original.node, *at_place.values())
+    nodes: dict[int, Node] = {}
+    for place in sorted(schedule.runs):
+        entry = schedule.placed[place]
+        sources = {source: nodes[at] for source, at in entry.inputs.items()}
+        if entry.is_copy and entry.node in schedule.step.gathered:
+            # Gather this tensor alone.
+            start: Any = entry.node.args[0]
+            again = graph.call_function(start.target, ([*sources.values()], *start.args[1:]))
+            again.meta = {**start.meta, "val": _compute_value(again), "fit": "gather"}
+            node = graph.call_function(operator.getitem, (again, 0))
+            node.meta = dict(entry.node.meta)
         else:
-            node = graph.node_copy(original.node, at_place.__getitem__)
-        if entry.is_copy:
-            node.meta["fit"] = "gather" if gathers_again else "recompute"
-        is_new_view = graph_nodes.is_view(node) and not with_new_memory.isdisjoint(node.all_input_nodes)
-        if entry.is_copy or is_new_view:
+            node = graph.node_copy(entry.node, sources.__getitem__)
+            if entry.is_copy:
+                node.meta["fit"] = "recompute"
+        if entry.is_copy or graph_nodes.is_view(node):
             node.meta["val"] = _compute_value(node)
-            with_new_memory.add(node)
-        nodes.append(node)
+        nodes[place] = node
     graph.lint()
     return graph
 
 
-def _gather_again(graph: Graph, taken: Node, source: Node) -> Node:
-    """Gather one tensor of a gather of several."""
-    start: Any = taken.args[0]
-    again = graph.call_function(start.target, ([source], *start.args[1:]))
-    again.meta = {**start.meta, "val": _compute_value(again)}
-    node = graph.call_function(operator.getitem, (again, 0))
-    node.meta = dict(taken.meta)
-    return node
-
-
 def _compute_value(node: Node) -> Any:
-    """Compute the value of a copy, which is a tensor without values."""
+    """Compute the value of a node, which is a tensor without values."""
     target: Any = node.target
     args, kwargs = map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-    mode = node.graph.find_nodes(op="placeholder")[0].meta["val"].fake_mode
-    with mode:
+    with node.graph.find_nodes(op="placeholder")[0].meta["val"].fake_mode:
         return target(*args, **kwargs)

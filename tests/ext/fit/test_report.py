@@ -134,16 +134,11 @@ def test_a_budget_is_kept_and_said_block_by_block(tmp_path):
     assert report.after.kinds["saved for the backward"] < whole.kinds["saved for the backward"]
     assert report.choices
     for line in report.choices:
-        assert re.fullmatch(r"blocks\.\d( to blocks\.\d)?: (recomputed .*|weights gathered again)", line), line
+        assert re.fullmatch(r"blocks\.\d( to (blocks\.\d|head))?: [\w ]+(, [\w ]+)*", line), line
     text = str(report)
     assert f"{budget / 1e6:,.2f} MB" in text
     assert "test_report.py:" in text
     picture = ElementTree.parse(tmp_path / "memory.svg")
-    marks = [path for path in picture.iter("{http://www.w3.org/2000/svg}path") if path.get("class") == "backward"]
-    assert len(marks) == 2
-    for memory in (report.before, report.after):
-        # What the backward needs has been saved by then.
-        assert memory.held[memory.backward] > memory.peak / 2 > memory.held[0]
     words = " ".join(element.text for element in picture.iter("{http://www.w3.org/2000/svg}text"))
     for nbytes_drawn in (whole.peak, report.after.peak, budget, whole.arguments):
         assert f"{nbytes_drawn / 1e6:.1f} MB" in words
@@ -174,4 +169,4 @@ def test_views_of_copies_do_not_hold_the_originals():
     budget = find_budget(whole, 0.8)
     report = fs.jit(torch.func.grad(loss), passes=(fs.fit(budget),)).memory(*args)
     assert report.after.peak <= budget < whole.peak
-    assert report.choices == ["Operators outside of modules: recomputed sin"]
+    assert report.choices == ["Operators outside of modules: sin"]
