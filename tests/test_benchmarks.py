@@ -44,6 +44,7 @@ def gpu():
         yield module
 
 
+@pytest.mark.slow
 def test_results_are_written(gpu, monkeypatch, tmp_path, capsys):
     for name in ("synchronize", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.accelerator, name, lambda: None)
@@ -119,6 +120,7 @@ def check_formulas(rows):
     assert rows["fshard-started"]["recorded_bytes"] == rows["fshard-waiting"]["recorded_bytes"]
 
 
+@pytest.mark.slow
 def test_bytes_over_a_slow_link_follow_formulas(monkeypatch):
     """Those of fshard's systems, whose ranks are simulated."""
     with benchmark("slow_link") as slow_link:
@@ -176,6 +178,7 @@ def small_peaks():
             yield slow_link["configuration"]["name"], values["peak_bytes"], ranks, "zero3"
 
 
+@pytest.mark.slow
 def test_peaks_without_a_printed_bound_are_above_theirs():
     cases = list(small_peaks())
     assert len(cases) == 26

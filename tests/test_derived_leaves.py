@@ -212,10 +212,8 @@ def test_collectives_in_what_leaves_are_computed_from(compute, world_size):
             assert_trees_close(result, (value, grads), **rounding((value, grads)))
 
 
-# A check takes a second, and these have more of what looks like a mistake.
-CHECKED = [
-    pytest.param(name, marks=[] if name in ("used twice", "after a step") else pytest.mark.slow) for name in PROGRAMS
-]
+# A check takes seconds, and this program has most of what looks like a mistake.
+CHECKED = [pytest.param(name, marks=[] if name == "after a step" else pytest.mark.slow) for name in PROGRAMS]
 
 
 @pytest.mark.parametrize("program", CHECKED)

@@ -17,7 +17,15 @@ DOCS = ROOT / "docs"
 SETUP = DOCS / "setup.py"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FRONT_MATTER = re.compile(r"\A---\nranks: (\d)\n---\n")
-PAGES = [page for page in sorted(DOCS.rglob("*.md")) if BLOCK.search(page.read_text())]
+# `tests/ext/replay/test_page.py` runs this page, and compares what it prints.
+COMPARED = DOCS / "how_to/find_the_nan.md"
+PAGES = [page for page in sorted(DOCS.rglob("*.md")) if BLOCK.search(page.read_text()) and page != COMPARED]
+# Pages of which each trace takes seconds: `make slow` runs them. The tests of their folders make the same calls.
+LONG = {"how_to/check_a_step.md", "how_to/fit_memory.md", "how_to/plan_memory.md", "how_to/save_graphs.md"}
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(DOCS))
 
 
 def blank(text: str) -> str:
@@ -37,7 +45,11 @@ def program_of(page: Path) -> str:
 
 
 @pytest.mark.rows(100)
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.slow if name_of(page) in LONG else ()) for page in PAGES],
+    ids=name_of,
+)
 def test_the_programs_of_a_page_run(page, tmp_path, monkeypatch):
     """On two ranks, or as many as the page says at its beginning."""
     monkeypatch.chdir(tmp_path)

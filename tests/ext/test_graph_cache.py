@@ -289,26 +289,38 @@ def test_a_file_that_was_edited_while_the_program_ran_is_not_trusted(tmp_path, m
     assert not files_in(tmp_path)
 
 
-@pytest.mark.parametrize("change", ("edited", "gone", "new"))
-def test_other_files_of_source_are_traced_again(change, tmp_path, monkeypatch):
+def test_other_files_of_source_are_traced_again(tmp_path, monkeypatch):
+    """Those that are new, edited or gone."""
     path = tmp_path / "helper_of_a_step.py"
-    path.write_text("RATE = 1\n")
     monkeypatch.setattr(identity, "find_process_start", lambda: float("inf"))
-    if change != "new":
-        monkeypatch.setitem(sys.modules, path.stem, SimpleNamespace(__file__=str(path)))
     cache = fs.graph_cache(tmp_path)
-    assert [run(cache)[1], run(cache)[1]] == [TRACED, READ]
+    assert run(cache)[1] == TRACED
+    path.write_text("RATE = 1\n")
     monkeypatch.setitem(sys.modules, path.stem, SimpleNamespace(__file__=str(path)))
-    if change == "edited":
-        path.write_text("RATE = 2\n")
-    if change == "gone":
-        monkeypatch.delitem(sys.modules, path.stem)
-        path.unlink()
     assert [run(cache)[1], run(cache)[1]] == [TRACED, READ]
+    path.write_text("RATE = 2\n")
+    assert [run(cache)[1], run(cache)[1]] == [TRACED, READ]
+    monkeypatch.delitem(sys.modules, path.stem)
+    path.unlink()
+    assert run(cache)[1] == TRACED
+
+
+def test_files_that_inductor_has_written_are_no_sources(tmp_path, monkeypatch):
+    """Each lies in a folder with the second and third letter of its name."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    kernel, other = tmp_path / "ab" / "cab1.py", tmp_path / "helper.py"
+    kernel.parent.mkdir()
+    for path in (kernel, other):
+        path.write_text("")
+        monkeypatch.setitem(sys.modules, path.stem, SimpleNamespace(__file__=str(path)))
+    sources = list_sources()
+    assert str(other) in sources
+    assert str(kernel) not in sources
 
 
 # Inductor and what it imports warn of their own.
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_kernels_of_inductor_are_no_sources():
     fs.jit(lambda x: x.sin() + x.cos(), backend="inductor")(torch.ones(2))
     directory = os.environ["TORCHINDUCTOR_CACHE_DIR"]

@@ -62,10 +62,9 @@ def test_plan_predicts_the_graph_after_passes_without_ranks():
         graph = fs.make_graph(jitted)(*arguments)
         return sum(graph.memory.always_held.values()) + graph.peak_bytes()
 
-    for ranks in (1, 2):
-        before, after = spmd(functools.partial(plans_of, ranks), 1)[0]
-        assert before.peak_bytes > after.peak_bytes == spmd(peak_of_rank, ranks)[0]
-        assert before.by_unit() == after.by_unit()
+    before, after = spmd(functools.partial(plans_of, 2), 1)[0]
+    assert before.peak_bytes > after.peak_bytes == spmd(peak_of_rank, 2)[0]
+    assert before.by_unit() == after.by_unit()
     counts = []
     for plan in spmd(functools.partial(plans_of, 4096), 1)[0]:
         counts.append([moment.operator for moment in plan.timeline].count("aten.sin"))

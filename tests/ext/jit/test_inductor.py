@@ -3,8 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch._inductor import config
-from torch._inductor.utils import run_and_get_code
 
 import fshard as fs
 from fshard.ext import _compat
@@ -28,7 +26,7 @@ ATOL = tolerance(torch.float64, len(X), scale=RATE * 1000, steps=STEPS)
 
 
 # Without fused kernels, torch's class reads the number of steps, and computes with it on the host.
-@pytest.mark.parametrize("hyper", [{"fused": True}, {}], ids=str)
+@pytest.mark.parametrize("hyper", [{"fused": True}, pytest.param({}, marks=pytest.mark.slow)], ids=str)
 def test_a_step_is_the_eager_one_within_rounding(hyper):
     tx = fs.chain(fs.clip_by_global_norm(1.0), fs.from_torch(torch.optim.AdamW, lr=RATE, **hyper))
 
@@ -80,6 +78,10 @@ def communication(nodes):
 
 @pytest.mark.slow
 def test_kernels_lie_between_the_collectives_of_the_graph():
+    # Loaded here, because it takes a second, and each process of `make test` would load it at its beginning.
+    from torch._inductor import config
+    from torch._inductor.utils import run_and_get_code
+
     # Else there is no code where an earlier run has left its kernels.
     with config.patch(fx_graph_cache=False):
         (inductor, _), code = run_and_get_code(lambda: graph_of(backend="inductor", prefetch=1))

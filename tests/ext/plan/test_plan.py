@@ -36,9 +36,17 @@ def case():
     return make_case(one_rank())
 
 
-def make_plan(ranks=4, **options):
+@cache
+def make_plan(ranks=4):
     step, args = case()
-    return fs.plan(step, *args, mesh={"shard": ranks}, **options)
+    return fs.plan(step, *args, mesh={"shard": ranks})
+
+
+def plan_nothing(sizes, **options):
+    """The plan of a step that does nothing, for what depends on the mesh alone."""
+    mesh = fs.init_mesh(dict.fromkeys(sizes, 1), device="cpu")
+    params = fs.shard({"w": torch.ones(8)}, fs.hsdp(mesh) if len(sizes) > 1 else fs.zero3(mesh))
+    return fs.plan(lambda params: params["w"].local.sum(), params, mesh=sizes, **options)
 
 
 def nbytes(*trees):
@@ -80,7 +88,8 @@ def test_text():
     rates = "400 TFLOP/s, memory 2500 GB/s, link 40 GB/s, latency 20 us"
     assert f" of it waiting: an estimate from these rates:\n    {rates}\n" in text
     assert re.search(r"\n  0\.\d+ ms of the host in each call to agree with other ranks\n  9 sockets$", text)
-    slow = make_plan(rates=Rates(link={"shard": 1e6}))
+    step, args = case()
+    slow = fs.plan(step, *args, mesh=MESH, rates=Rates(link={"shard": 1e6}))
     assert slow.waiting > slow.bytes_sent() / 1e6 * 0.5
 
 
@@ -103,19 +112,17 @@ def test_axes_that_have_rates_of_their_own_send_at_the_same_time():
 def test_agreement_grows_with_the_logarithm():
     """By a round for twice as many ranks, over one axis after another; there is none on one rank."""
     latency, rounds = 1.0, 10
-    plans = [make_plan(ranks, rates=Rates(latency=latency)) for ranks in (1, 2, 4, 1000, 1024)]
+    rates = Rates(latency=latency)
+    plans = [plan_nothing({"shard": ranks}, rates=rates) for ranks in (1, 2, 4, 1000, 1024)]
     alone, of_two, of_four, of_thousand, largest = [plan.agreement for plan in plans]
     assert alone == 0
     round_seconds = of_four - of_two
     assert round_seconds > latency
     assert of_thousand == largest
     assert_trees_close(largest, of_two + (rounds - 1) * round_seconds, **within(largest, terms=rounds))
-    slower = make_plan(1024, rates=Rates(latency=2 * latency)).agreement
+    slower = plan_nothing({"shard": 1024}, rates=Rates(latency=2 * latency)).agreement
     assert_trees_close(slower - largest, rounds * latency, **within(slower, terms=rounds))
-    mesh = fs.init_mesh({"replicate": 1, "shard": 1}, device="cpu")
-    params = fs.shard({"w": torch.ones(8)}, fs.hsdp(mesh))
-    rates = Rates(latency=latency)
-    plan = fs.plan(lambda params: params["w"].local.sum(), params, mesh={"replicate": 2, "shard": 4}, rates=rates)
+    plan = plan_nothing({"replicate": 2, "shard": 4}, rates=rates)
     assert_trees_close(plan.agreement, of_two + of_four, **within(plan.agreement, terms=rounds))
 
 
@@ -124,7 +131,7 @@ def test_a_launch_that_opens_more_files_than_a_process_may_is_told(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 140))
     warning = "    too many for `ulimit -Hn`, which is 140 here: let each rank open "
     for ranks, backend, sockets in ((8, "gloo", 30), (16, "gloo", 55), (16, "nccl", 23)):
-        plan = make_plan(ranks, backend=backend)
+        plan = plan_nothing({"shard": ranks}, backend=backend)
         assert plan.sockets == sockets == sockets_of_mesh([ranks], sends_itself=backend == "nccl")
         last_line = str(plan).splitlines()[-1]
         if sockets > 40:
