@@ -163,7 +163,10 @@ def plot(args: argparse.Namespace, runs: Mapping[str, Run], part: str, ranks: in
 
 
 def parse_args(name: str, description: str, **more_sizes: float) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     sizes = {"steps": 250, "width": 64, "layers": 2, "context": 64, "batch": 8, "lr": 3e-3, "seed": 0}
     sizes |= more_sizes
     for option, default in sizes.items():

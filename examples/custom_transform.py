@@ -20,7 +20,8 @@ from compare import compare, parse_args
 
 import fshard as fs
 
-Tensors, Specs = Sequence[torch.Tensor], Sequence[fs.Spec]
+Tensors = Sequence[torch.Tensor]
+Specs = Sequence[fs.Spec]
 
 
 # Step 1: a transform is a frozen dataclass, because specs hold it and are compared by value. This one adds nothing.
@@ -36,8 +37,12 @@ class Cast(fs.Wrapped):
     dtype: torch.dtype = torch.bfloat16
 
     def gather(self, leaves: Tensors, specs: Specs) -> Tensors:
-        full = self.inner.gather([leaf.to(self.dtype) for leaf in leaves], specs)
-        return [tensor.to(leaf.dtype) for tensor, leaf in zip(full, leaves)]
+        rounded = [leaf.to(self.dtype) for leaf in leaves]
+        gathered = self.inner.gather(rounded, specs)
+        full = []
+        for tensor, leaf in zip(gathered, leaves):
+            full.append(tensor.to(leaf.dtype))
+        return full
 
 
 # Step 3: a gather that multiplies needs a scatter that multiplies. The first one forgets it, and the check says so.
@@ -46,13 +51,15 @@ class Forgetful(fs.Wrapped):
     factor: float
 
     def gather(self, leaves: Tensors, specs: Specs) -> Tensors:
-        return [self.factor * full for full in self.inner.gather(leaves, specs)]
+        gathered = self.inner.gather(leaves, specs)
+        return [self.factor * full for full in gathered]
 
 
 @dataclass(frozen=True)
 class Scale(Forgetful):
     def scatter(self, grads: Tensors, specs: Specs) -> Tensors:
-        return self.inner.scatter([self.factor * grad for grad in grads], specs)
+        scaled = [self.factor * grad for grad in grads]
+        return self.inner.scatter(scaled, specs)
 
 
 # Step 4: weights travel as int8, in steps of 1/127 of the largest one. Ranks must agree on the steps, so a few bytes
@@ -64,7 +71,8 @@ def steps_of(tensors: Tensors, specs: Specs, levels: int, axis: fs.Axis) -> list
     """
     magnitudes = []
     for tensor, spec in zip(tensors, specs):
-        row = tensor.detach().abs().flatten(0, max(0, len(spec.storage_shape) - 1))
+        last_dim = max(0, len(spec.storage_shape) - 1)
+        row = tensor.detach().abs().flatten(0, last_dim)
         # A zero, because an empty tensor has no largest element.
         zero = row.new_zeros(1, *row.shape[1:])
         magnitudes.append(torch.cat([row, zero]).amax(0))
@@ -75,18 +83,26 @@ def steps_of(tensors: Tensors, specs: Specs, levels: int, axis: fs.Axis) -> list
 
 
 def codes_of(tensors: Tensors, steps: Tensors) -> list[torch.Tensor]:
-    return [(tensor / step).round().to(torch.int8) for tensor, step in zip(tensors, steps)]
+    codes = []
+    for tensor, step in zip(tensors, steps):
+        code = (tensor / step).round()
+        codes.append(code.to(torch.int8))
+    return codes
 
 
 def numbers_of(codes: Tensors, steps: Tensors) -> list[torch.Tensor]:
-    return [code.to(step.dtype) * step for code, step in zip(codes, steps)]
+    numbers = []
+    for code, step in zip(codes, steps):
+        numbers.append(code.to(step.dtype) * step)
+    return numbers
 
 
 @dataclass(frozen=True)
 class Int8Weights(fs.Wrapped):
     def gather(self, leaves: Tensors, specs: Specs) -> Tensors:
         steps = steps_of(leaves, specs, 127, self.axes[0])
-        full = self.inner.gather(codes_of(leaves, steps), specs)
+        codes = codes_of(leaves, steps)
+        full = self.inner.gather(codes, specs)
         return numbers_of(full, steps)
 
 
@@ -103,17 +119,29 @@ class Int8(Int8Weights):
     def init(self, grad: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(grad)
 
-    def scatter(self, grads: Tensors, specs: Specs, states: Tensors) -> tuple[Tensors, Tensors]:
+    def scatter(
+        self,
+        grads: Tensors,
+        specs: Specs,
+        states: Tensors,
+    ) -> tuple[Tensors, Tensors]:
         axis = self.axes[0]
-        due = [grad + left for grad, left in zip(grads, states)]
+        due = []
+        for grad, left in zip(grads, states):
+            due.append(grad + left)
         steps = steps_of(due, specs, 127 // axis.size, axis)
         codes = codes_of(due, steps)
-        left = []
+        new_states = []
         for tensor, code, step in zip(due, codes, steps):
+            left = tensor - code * step
             # What is not finite must not stay for good.
-            left.append((tensor - code * step).nan_to_num(0.0, 0.0, 0.0))
+            new_states.append(left.nan_to_num(0.0, 0.0, 0.0))
         sums = self.inner.scatter(codes, specs)
-        return numbers_of(sums, steps), left
+        return numbers_of(sums, steps), new_states
+
+
+def bytes_of_gradients(entry: fs.comm.Collective) -> float:
+    return entry.sent if entry.label == "scatter" else 0.0
 
 
 def main() -> None:
@@ -122,21 +150,23 @@ def main() -> None:
     ranks = mesh.size()
     plain = fs.fully_shard(mesh)
 
-    def say(*words: object) -> None:
+    def say(*words: object, sep: str = " ") -> None:
         if mesh.get_rank() == 0:
-            print(*words, flush=True)
+            print(*words, sep=sep, flush=True)
 
     def check(name: str, transform: fs.ShardTransform, error: float) -> None:
         """Of its own accord a check asks for exactness; a lossy transform states by how much it may be off."""
         report = fs.testing.check_transform(transform, error=error)
-        say(f"{name:<24}" + "".join(f"{number:>16.4g}" for number in report))
+        cells = [f"{number:>16.4g}" for number in report]
+        say(f"{name:<24}", *cells, sep="")
 
     try:
         fs.testing.check_adjoint(Forgetful(plain, 4.0), [(5, 3)])
     except AssertionError as complaint:
         say(f"step 3 with its scatter forgotten: {complaint}\n")
     titles = ("gather bytes", "scatter bytes", "gather error")
-    say("checked: 6 small leaves  " + "".join(f"{title:>16}" for title in titles))
+    cells = [f"{title:>16}" for title in titles]
+    say("checked: 6 small leaves  ", *cells, sep="")
     steps = {
         "1 identity": (Identity(plain), 0.0),
         "2 weights as bfloat16": (Cast(plain), 2**-8),
@@ -150,7 +180,7 @@ def main() -> None:
         check(name, transform, error)
         strategies[name] = fs.zero3(mesh, layout=transform)
     say()
-    compare(args, strategies, "for gradients", lambda entry: entry.sent * (entry.label == "scatter"))
+    compare(args, strategies, "for gradients", bytes_of_gradients)
 
 
 if __name__ == "__main__":

@@ -31,13 +31,23 @@ MOMENTUM = 0.9
 # So many steps plain torch takes as well.
 COMPARED = 5
 
+DEFAULTS = {
+    "steps": 200,
+    "share": 0.1,
+    "noise": 2.0,
+    "clip": 1.0,
+    "rate": 0.2,
+    "seed": 0,
+}
+
 
 def epsilon(share: float, noise: float, steps: int) -> float:
     """Compute the privacy loss at DELTA (Mironov et al., 2019, "Renyi DP of the Sampled Gaussian")."""
     bounds = []
     for order in range(2, 129):
-        terms = torch.tensor([log_term(order, k, share, noise) for k in range(order + 1)], dtype=torch.float64)
-        moment = steps * torch.logsumexp(terms, 0).item()
+        terms = [log_term(order, k, share, noise) for k in range(order + 1)]
+        of_one_step = torch.logsumexp(torch.tensor(terms, dtype=torch.float64), 0)
+        moment = steps * of_one_step.item()
         bounds.append((moment - math.log(DELTA)) / (order - 1))
     return min(bounds)
 
@@ -45,7 +55,8 @@ def epsilon(share: float, noise: float, steps: int) -> float:
 def log_term(order: int, k: int, share: float, noise: float) -> float:
     ways = math.log(math.comb(order, k))
     of_samples = (order - k) * math.log1p(-share) + k * math.log(share)
-    return ways + of_samples + k * (k - 1) / (2 * noise**2)
+    of_noise = k * (k - 1) / (2 * noise**2)
+    return ways + of_samples + of_noise
 
 
 def draw(like: Any, key: torch.Tensor) -> Any:
@@ -64,94 +75,142 @@ def sample(count: int, share: float, key: torch.Tensor) -> torch.Tensor:
     return is_drawn.nonzero()[:, 0]
 
 
-def plain_torch(module: nn.Module, x: torch.Tensor, y: torch.Tensor, args: argparse.Namespace) -> Any:
+def plain_torch(
+    module: nn.Module,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    args: argparse.Namespace,
+) -> Any:
     """The same steps in one process, one sample after another."""
     params = dict(module.named_parameters())
     optimizer = torch.optim.SGD(params.values(), args.rate, momentum=MOMENTUM)
+    expected_count = args.share * len(y)
     for step in range(COMPARED):
         key = fs.fold_in(args.seed, step)
-        sums = {name: torch.zeros_like(parameter) for name, parameter in params.items()}
+        sums = {}
+        for name, parameter in params.items():
+            sums[name] = torch.zeros_like(parameter)
         for i in sample(len(y), args.share, fs.fold_in(key, 0)):
             loss = F.cross_entropy(module(x[i]), y[i])
             grads = torch.autograd.grad(loss, list(params.values()))
-            norm = torch.cat([grad.flatten() for grad in grads]).norm()
+            flat = torch.cat([grad.flatten() for grad in grads])
+            scale = min(1.0, args.clip / flat.norm())
             for name, slope in zip(params, grads):
-                sums[name] += slope * min(1.0, args.clip / norm)
+                sums[name] += slope * scale
         noise = draw(params, fs.fold_in(key, 1))
         for name, parameter in params.items():
             noisy = sums[name] + args.noise * args.clip * noise[name]
-            parameter.grad = noisy / (args.share * len(y))
+            parameter.grad = noisy / expected_count
         optimizer.step()
     return params
+
+
+class Digits:
+    """The images and labels of scikit-learn: to train on, and every fifth held out."""
+
+    def __init__(self) -> None:
+        images, labels = load_digits(return_X_y=True)
+        images = torch.from_numpy(images) / 16
+        labels = torch.from_numpy(labels)
+        is_held_out = torch.arange(len(labels)) % 5 == 0
+        self.x = images[~is_held_out]
+        self.y = labels[~is_held_out]
+        self.held_out_x = images[is_held_out]
+        self.held_out_y = labels[is_held_out]
 
 
 def main() -> None:
     args = parse_args()
     mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    rank = mesh.get_rank()
     torch.set_num_threads(1)
-    images, digits = map(torch.from_numpy, load_digits(return_X_y=True))
-    is_held_out = torch.arange(len(digits)) % 5 == 0
-    x = images[~is_held_out] / 16
-    y = digits[~is_held_out]
-    expected_count = args.share * len(y)
+    data = Digits()
+    count = len(data.y)
+    expected_count = args.share * count
     torch.manual_seed(args.seed)
-    module = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10)).double()
-    model = fs.functionalize(module)
+    module = nn.Sequential(
+        nn.Linear(64, 64),
+        nn.Tanh(),
+        nn.Linear(64, 10),
+    )
+    model = fs.functionalize(module.double())
     strategy = fs.zero3(mesh)
     tx = fs.sgd(args.rate, momentum=MOMENTUM)
 
-    def gradient(full: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+    def loss_fn(full: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Of one sample."""
-        return grad(lambda params: F.cross_entropy(model.apply(params, x), y))(full)
+        return F.cross_entropy(model.apply(full, x), y)
 
-    def clipped(full: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-        grads = gradient(full, x, y)
+    def clipped_gradient(full: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        grads = grad(loss_fn)(full, x, y)
         squares = torch.stack([leaf.square().sum() for leaf in grads.values()])
-        scale = (args.clip / squares.sum().sqrt()).clamp(max=1)
+        norm = squares.sum().sqrt()
+        scale = (args.clip / norm).clamp(max=1)
         return fs.tree_map(lambda leaf: leaf * scale, grads)
+
+    def add_noise(leaf: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+        return leaf + args.noise * args.clip * drawn
 
     def train_step(state: fs.TrainState, is_private: bool) -> fs.TrainState:
         key = fs.fold_in(args.seed, state.step)
         full = fs.gather(state.params)
-        mine = sample(len(y), args.share, fs.fold_in(key, 0))[mesh.get_rank() :: mesh.size()]
-        one_sample = clipped if is_private else gradient
-        rows = vmap(one_sample, in_dims=(None, 0, 0))(full, x[mine], y[mine])
-        sums = fs.tree_map(lambda leaf: leaf.sum(0), rows)
+        rows = sample(count, args.share, fs.fold_in(key, 0))
+        mine = rows[rank :: mesh.size()]
+        gradient = clipped_gradient if is_private else grad(loss_fn)
+        gradients = vmap(gradient, in_dims=(None, 0, 0))(full, data.x[mine], data.y[mine])
+        sums = fs.tree_map(lambda leaf: leaf.sum(0), gradients)
         grads = fs.scatter_grads(sums, like=state.params, reduce="sum")
         if is_private:
             # Sharded from full tensors, so that the noise of an element is the same at every number of ranks.
             noise = fs.shard(draw(full, fs.fold_in(key, 1)), strategy)
-            grads = fs.tree_map(lambda leaf, drawn: leaf + args.noise * args.clip * drawn, grads, noise)
-        return fs.update(tx, state, fs.tree_map(lambda leaf: leaf / expected_count, grads))
+            grads = fs.tree_map(add_noise, grads, noise)
+        means = fs.tree_map(lambda leaf: leaf / expected_count, grads)
+        return fs.update(tx, state, means)
 
     def say(text: str) -> None:
-        if mesh.get_rank() == 0:
+        if rank == 0:
             print(text, flush=True)
 
     def percent_right(params: Any) -> float:
-        logits = model.apply(params, images[is_held_out] / 16)
-        return 100 * (logits.argmax(-1) == digits[is_held_out]).double().mean().item()
+        logits = model.apply(params, data.held_out_x)
+        is_right = logits.argmax(-1) == data.held_out_y
+        return 100 * is_right.double().mean().item()
+
+    def train(state: fs.TrainState, is_private: bool, steps_between: int) -> None:
+        """Train, and print the held-out accuracy at the end and after every so many steps."""
+        for step in range(1, args.steps + 1):
+            state = train_step(state, is_private)
+            if step < args.steps and step % steps_between:
+                continue
+            spent = "without privacy"
+            if is_private:
+                spent = f"epsilon {epsilon(args.share, args.noise, step):.2f}"
+            right = percent_right(state.params)
+            say(f"step {step:>4}, {spent:<15}: {right:.1f}% of held-out digits are right")
 
     state = fs.TrainState.create(model.init(strategy), tx)
-    for is_private in (True, False):
-        trained = state
-        for step in range(1, args.steps + 1):
-            trained = train_step(trained, is_private)
-            if step == args.steps or (is_private and step % max(1, args.steps // 5) == 0):
-                spent = f"epsilon {epsilon(args.share, args.noise, step):.2f}" if is_private else "without privacy"
-                right = percent_right(trained.params)
-                say(f"step {step:>4}, {spent:<15}: {right:.1f}% of held-out digits are right")
+    train(state, is_private=True, steps_between=max(1, args.steps // 5))
+    train(state, is_private=False, steps_between=args.steps)
     for _ in range(COMPARED):
         state = train_step(state, is_private=True)
     params = fs.unshard(state.params)
-    expected = plain_torch(module, x, y, args)
-    gap = max((leaf - expected[name]).abs().max().item() for name, leaf in params.items())
-    say(f"delta is {DELTA:g}; largest difference from one process after {COMPARED} steps: {gap:.1e} in a parameter")
+    expected = plain_torch(module, data.x, data.y, args)
+    gaps = []
+    for name, leaf in params.items():
+        gap = (leaf - expected[name]).abs().max()
+        gaps.append(gap.item())
+    say(
+        f"delta is {DELTA:g}; largest difference from one process after {COMPARED} steps: "
+        f"{max(gaps):.1e} in a parameter"
+    )
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in {"steps": 200, "share": 0.1, "noise": 2.0, "clip": 1.0, "rate": 0.2, "seed": 0}.items():
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for name, value in DEFAULTS.items():
         parser.add_argument(f"--{name}", type=type(value), default=value)
     return parser.parse_args()
 

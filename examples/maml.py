@@ -28,10 +28,24 @@ with installed_by(EXAMPLES):
 AFTER = (0, 1, 5)
 SHOWN = 5
 
+DEFAULTS = {
+    "steps": 500,
+    "tasks": 25,
+    "points": 10,
+    "inner": 1,
+    "rate": 3e-3,
+    "inner-rate": 0.02,
+    "plot": Path("maml.png"),
+}
+
 
 class Points(NamedTuple):
     x: torch.Tensor  # (tasks, points, 1)
     y: torch.Tensor
+
+
+# The sum of the squared errors at some points, and the number of points, for reduce="weighted".
+Weighted = tuple[torch.Tensor, torch.Tensor]
 
 
 def sinusoids(tasks: int, points: int, seed: int) -> tuple[Points, Points]:
@@ -40,9 +54,11 @@ def sinusoids(tasks: int, points: int, seed: int) -> tuple[Points, Points]:
     uniform = torch.rand(tasks, 2 * points + 2, 1, dtype=torch.float64, generator=generator)
     height = 0.1 + 4.9 * uniform[:, :1]
     shift = math.pi * uniform[:, 1:2]
-    first, second = (10 * uniform[:, 2:] - 5).split(points, dim=1)
-    support = Points(first, height * torch.sin(first - shift))
-    return support, Points(second, height * torch.sin(second - shift))
+    x = 10 * uniform[:, 2:] - 5
+    y = height * torch.sin(x - shift)
+    support = Points(x[:, :points], y[:, :points])
+    query = Points(x[:, points:], y[:, points:])
+    return support, query
 
 
 def select(points: Points, index: Any) -> Points:
@@ -59,20 +75,64 @@ def plain_gradient(
     """The gradient after inner steps by plain torch, one task after another."""
 
     def error(params: Any, points: Points) -> torch.Tensor:
-        return (functional_call(module, params, (points.x,)) - points.y).square().mean()
+        outputs = functional_call(module, params, (points.x,))
+        return (outputs - points.y).square().mean()
 
-    first = {name: leaf.clone().requires_grad_() for name, leaf in full.items()}
+    def descend(params: Any, points: Points) -> Any:
+        loss = error(params, points)
+        grads = torch.autograd.grad(loss, list(params.values()), create_graph=True)
+        stepped = {}
+        for (name, weight), slope in zip(params.items(), grads):
+            stepped[name] = weight - args.inner_rate * slope
+        return stepped
+
+    first = {}
+    for name, leaf in full.items():
+        first[name] = leaf.clone().requires_grad_()
     losses = []
     for task in range(len(support.x)):
         params = first
         for _ in range(args.inner):
-            loss = error(params, select(support, task))
-            grads = torch.autograd.grad(loss, list(params.values()), create_graph=True)
-            stepped = [weight - args.inner_rate * slope for weight, slope in zip(params.values(), grads)]
-            params = dict(zip(params, stepped))
+            params = descend(params, select(support, task))
         losses.append(error(params, select(query, task)))
-    grads = torch.autograd.grad(torch.stack(losses).mean(), list(first.values()))
+    loss = torch.stack(losses).mean()
+    grads = torch.autograd.grad(loss, list(first.values()))
     return dict(zip(first, grads))
+
+
+class Learner:
+    """What inner and outer steps do with a model's parameters, at the points that this rank has."""
+
+    def __init__(self, model: fs.Model, inner_rate: float) -> None:
+        self.model = model
+        self.inner_rate = inner_rate
+
+    def error(self, params: Any, points: Points) -> Weighted:
+        outputs = self.model.apply(params, points.x)
+        squares = (outputs - points.y).square()
+        return squares.sum(), torch.tensor(len(points.x))
+
+    def adapt(self, params: Any, points: Points, steps: int) -> Any:
+        """Take gradient steps on the points of one task."""
+        value_and_grad = fs.value_and_grad(self.error, reduce="weighted")
+
+        def descend(weight: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
+            return weight - self.inner_rate * slope
+
+        for _ in range(steps):
+            _, grads = value_and_grad(params, points)
+            params = fs.tree_map(descend, params, grads)
+        return params
+
+    def meta_loss(self, params: Any, support: Points, query: Points, steps: int) -> Weighted:
+        """The error over all tasks, each after steps on its own points."""
+
+        def error_of_task(support: Points, query: Points) -> Weighted:
+            adapted = self.adapt(params, support, steps)
+            return self.error(adapted, query)
+
+        errors, counts = vmap(error_of_task)(support, query)
+        return errors.sum(), counts.sum()
 
 
 def main() -> None:
@@ -81,87 +141,121 @@ def main() -> None:
     rank = mesh.get_rank()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(1, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 1)).double()
-    model = fs.functionalize(module, units=nn.Linear)
+    module = nn.Sequential(
+        nn.Linear(1, 40),
+        nn.Tanh(),
+        nn.Linear(40, 40),
+        nn.Tanh(),
+        nn.Linear(40, 1),
+    )
+    model = fs.functionalize(module.double(), units=nn.Linear)
+    learner = Learner(model, args.inner_rate)
     tx = fs.adam(args.rate)
-
-    def mine(batch: tuple[Points, Points]) -> list[Points]:
-        return [select(points, (slice(None), slice(rank, None, mesh.size()))) for points in batch]
-
-    def error(params: Any, points: Points) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum over this rank's points of a task and their number, for reduce="weighted"."""
-        squares = (model.apply(params, points.x) - points.y).square()
-        return squares.sum(), torch.tensor(len(points.x))
-
-    def adapted(params: Any, points: Points, steps: int) -> Any:
-        for _ in range(steps):
-            _, grads = fs.value_and_grad(error, reduce="weighted")(params, points)
-            params = fs.tree_map(lambda weight, slope: weight - args.inner_rate * slope, params, grads)
-        return params
-
-    def meta_loss(params: Any, support: Points, query: Points, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same over all tasks, each after steps on its own points."""
-
-        def loss_of_task(support: Points, query: Points) -> tuple[torch.Tensor, torch.Tensor]:
-            return error(adapted(params, support, steps), query)
-
-        errors, counts = vmap(loss_of_task)(support, query)
-        return errors.sum(), counts.sum()
-
-    gradient = fs.value_and_grad(meta_loss, reduce="weighted")
+    value_and_grad = fs.value_and_grad(learner.meta_loss, reduce="weighted")
 
     @fs.jit(donate_argnums=0, static_argnums=3)
-    def train_step(state: fs.TrainState, support: Points, query: Points, steps: int) -> fs.TrainState:
-        _, grads = gradient(state.params, support, query, steps)
+    def train_step(
+        state: fs.TrainState,
+        support: Points,
+        query: Points,
+        steps: int,
+    ) -> fs.TrainState:
+        _, grads = value_and_grad(state.params, support, query, steps)
         return fs.update(tx, state, grads)
 
-    new = sinusoids(100, args.points, seed=10**6)
+    def draw_mine(tasks: int, seed: int) -> list[Points]:
+        """This rank's points of some tasks."""
+        rows = slice(rank, None, mesh.size())
+        mine = []
+        for points in sinusoids(tasks, args.points, seed):
+            mine.append(select(points, (slice(None), rows)))
+        return mine
+
+    def train(name: str, steps: int) -> Any:
+        """Learn weights from which so many steps fit a sinusoid."""
+        params = model.init(fs.zero3(mesh))
+        state = fs.TrainState.create(params, tx)
+        for seed in progress(range(args.steps), name, shown=rank == 0):
+            support, query = draw_mine(args.tasks, seed)
+            state = train_step(state, support, query, steps)
+        return state.params
+
+    new_seed = 10**6
+    my_support, my_query = draw_mine(100, new_seed)
+    shown = select(my_support, SHOWN)
     grid = torch.linspace(-5, 5, 101, dtype=torch.float64)[:, None]
     lines = []
-    curves = {}
+    curves: dict[str, list[torch.Tensor]] = {}
     for name, inner in {"without inner steps": 0, "MAML": args.inner}.items():
-        state = fs.TrainState.create(model.init(fs.zero3(mesh)), tx)
-        for seed in progress(range(args.steps), name, shown=rank == 0):
-            batch = mine(sinusoids(args.tasks, args.points, seed))
-            state = train_step(state, *batch, inner)
-        params = state.params
-        shown = select(mine(new)[0], SHOWN)
+        params = train(name, inner)
         curves[name] = []
         line = f"{name:<20}"
         for steps in AFTER:
-            loss = fs.objective(meta_loss(params, *mine(new), steps), like=params, reduce="weighted")
+            error = learner.meta_loss(params, my_support, my_query, steps)
+            loss = fs.objective(error, like=params, reduce="weighted")
             line += f"{loss.item():>8.3f}"
-            curves[name].append(model.apply(adapted(params, shown, steps), grid).detach())
+            adapted = learner.adapt(params, shown, steps)
+            curves[name].append(model.apply(adapted, grid).detach())
         lines.append(line)
-    _, grads = gradient(params, *mine(new), args.inner)
+    _, grads = value_and_grad(params, my_support, my_query, args.inner)
     grads, full = fs.unshard((grads, params))
     if rank != 0:
         return
     print("squared error on 100 new sinusoids after 0, 1 and 5 gradient steps:", *lines, sep="\n")
-    gap = 0.0
-    for name, expected in plain_gradient(module, full, *new, args).items():
-        gap = max(gap, float((grads[name] - expected).abs().max() / expected.abs().max()))
-    print(f"largest difference of the gradient from one process: {gap:.1e} of a leaf's largest element")
-    plot(args.plot, curves, grid, [select(points, SHOWN) for points in new])
+    support, query = sinusoids(100, args.points, new_seed)
+    expected = plain_gradient(module, full, support, query, args)
+    print(
+        f"largest difference of the gradient from one process: {largest_difference(grads, expected):.1e} "
+        "of a leaf's largest element"
+    )
+    plot(args.plot, curves, grid, [select(support, SHOWN), select(query, SHOWN)])
 
 
-def plot(path: Path, curves: dict[str, Any], grid: torch.Tensor, points: list[Points]) -> None:
+def largest_difference(grads: dict[str, Any], expected: dict[str, Any]) -> float:
+    """Of two gradients, as a part of the largest element of a leaf."""
+    largest = 0.0
+    for name, leaf in expected.items():
+        gap = (grads[name] - leaf).abs().max() / leaf.abs().max()
+        largest = max(largest, float(gap))
+    return largest
+
+
+def plot(
+    path: Path,
+    curves: dict[str, list[torch.Tensor]],
+    grid: torch.Tensor,
+    points: list[Points],
+) -> None:
     figure = Figure(figsize=(10, 4.5), layout="constrained")
-    labels = [f"after {steps} step{'s' * (steps != 1)}" for steps in AFTER]
-    labels += ["points to adapt to", "other points"]
-    for panel, (name, fits) in zip(figure.subplots(1, 2, sharey=True), curves.items()):
-        panel.plot(grid, torch.cat(fits, 1), "-", *points[0], "k.", *points[1], "k+")
+    panels = figure.subplots(1, 2, sharey=True)
+    support, query = points
+    for panel, (name, fits) in zip(panels, curves.items()):
+        fitted = torch.cat(fits, 1)
+        panel.plot(grid, fitted, "-", *support, "k.", *query, "k+")
         panel.set(title=name, xlabel="x", ylabel="y")
+    labels = []
+    for steps in AFTER:
+        plural = "" if steps == 1 else "s"
+        labels.append(f"after {steps} step{plural}")
+    labels += ["points to adapt to", "other points"]
     figure.suptitle("Fits of a sinusoid that was never seen, after gradient steps on some of its points")
-    figure.legend(panel.lines, labels, loc="outside lower center", ncols=5, frameon=False)
+    figure.legend(
+        panels[0].lines,
+        labels,
+        loc="outside lower center",
+        ncols=5,
+        frameon=False,
+    )
     figure.savefig(path, dpi=120)
     print(f"Fits: {path}")
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"steps": 500, "tasks": 25, "points": 10, "inner": 1, "rate": 3e-3, "inner-rate": 0.02}
-    for name, value in {**sizes, "plot": Path("maml.png")}.items():
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for name, value in DEFAULTS.items():
         parser.add_argument(f"--{name}", type=type(value), default=value)
     return parser.parse_args()
 

@@ -14,11 +14,29 @@ import torch
 
 import fshard as fs
 
-BLOCK, SCALE_BYTES = 64, 4
+BLOCK = 64  # numbers that have one scale
+SCALE_BYTES = 4
 # Quantiles of the normal distribution, zero among them; the largest is 1.
-LEVELS = (-1.0, -0.6961928, -0.5250731, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0)
-LEVELS += (0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0)
-NORMAL_FLOAT = torch.tensor(LEVELS)
+NORMAL_FLOAT = torch.tensor(
+    [
+        -1.0,
+        -0.6961928,
+        -0.5250731,
+        -0.39491749,
+        -0.28444138,
+        -0.18477343,
+        -0.09105004,
+        0.0,
+        0.0795803,
+        0.1609302,
+        0.2461123,
+        0.33791524,
+        0.44070983,
+        0.562617,
+        0.72295684,
+        1.0,
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -28,10 +46,22 @@ class Dequantize(fs.ShardTransform):
     dtype: torch.dtype
     bits: int
 
-    def gather(self, leaves: Sequence[torch.Tensor], specs: Sequence[fs.Spec]) -> list[torch.Tensor]:
-        return [dequantized(leaf, self.bits).to(self.dtype) for leaf in leaves]
+    def gather(
+        self,
+        leaves: Sequence[torch.Tensor],
+        specs: Sequence[fs.Spec],
+    ) -> list[torch.Tensor]:
+        weights = []
+        for leaf in leaves:
+            weight = dequantized(leaf, self.bits)
+            weights.append(weight.to(self.dtype))
+        return weights
 
-    def scatter(self, grads: Sequence[torch.Tensor], specs: Sequence[fs.Spec]) -> list[torch.Tensor]:
+    def scatter(
+        self,
+        grads: Sequence[torch.Tensor],
+        specs: Sequence[fs.Spec],
+    ) -> list[torch.Tensor]:
         raise TypeError("Dequantize: expected leaves of bytes, which take no gradient")
 
 
@@ -42,24 +72,39 @@ def fits(shape: Sequence[int]) -> bool:
 
 def quantized(weight: torch.Tensor, bits: int) -> torch.Tensor:
     """Round a weight (..., m, n), in blocks of its rows, to bytes."""
-    blocks = weight.detach().float().unflatten(-1, (-1, BLOCK))  # (..., m, n / 64, 64)
-    largest = blocks.abs().amax(-1, keepdim=True)
+    numbers = weight.detach().float()
+    blocks = numbers.unflatten(-1, (-1, BLOCK))  # (..., m, n / 64, 64)
+    largest = blocks.abs().amax(-1, keepdim=True)  # (..., m, n / 64, 1)
     scales = largest / 127 if bits == 8 else largest
-    steps = blocks / torch.where(scales > 0, scales, 1.0)
-    if bits == 8:
-        codes = steps.round().to(torch.int8).view(torch.uint8)
-    else:
-        levels = torch.bucketize(steps, (NORMAL_FLOAT[1:] + NORMAL_FLOAT[:-1]) / 2).to(torch.uint8)
-        codes = levels[..., ::2] * 16 + levels[..., 1::2]
+    divisors = torch.where(scales > 0, scales, 1.0)
+    steps = blocks / divisors
+    codes = codes_of_8_bits(steps) if bits == 8 else codes_of_4_bits(steps)
     return torch.cat([scales.view(torch.uint8), codes], -1)
+
+
+def codes_of_8_bits(steps: torch.Tensor) -> torch.Tensor:
+    """Round numbers from -127 to 127, and store each in a byte."""
+    return steps.round().to(torch.int8).view(torch.uint8)
+
+
+def codes_of_4_bits(steps: torch.Tensor) -> torch.Tensor:
+    """Find the nearest levels of numbers from -1 to 1, and store two in a byte."""
+    borders = (NORMAL_FLOAT[1:] + NORMAL_FLOAT[:-1]) / 2
+    levels = torch.bucketize(steps, borders).to(torch.uint8)
+    first = levels[..., ::2]
+    second = levels[..., 1::2]
+    return first * 16 + second
 
 
 def dequantized(stored: torch.Tensor, bits: int) -> torch.Tensor:
     """Turn bytes back into numbers, as float32 (..., m, n)."""
-    scales = stored[..., :SCALE_BYTES].contiguous().view(torch.float32)  # (..., m, n / 64, 1)
-    codes = stored[..., SCALE_BYTES:]
+    scale_bytes = stored[..., :SCALE_BYTES].contiguous()
+    scales = scale_bytes.view(torch.float32)  # (..., m, n / 64, 1)
+    codes = stored[..., SCALE_BYTES:].contiguous()
     if bits == 8:
-        steps = codes.contiguous().view(torch.int8).float()
+        steps = codes.view(torch.int8).float()
     else:
-        steps = NORMAL_FLOAT.to(stored.device)[torch.stack([codes >> 4, codes & 15], -1).flatten(-2).int()]
+        halves = torch.stack([codes >> 4, codes & 15], -1)
+        levels = halves.flatten(-2).int()
+        steps = NORMAL_FLOAT.to(stored.device)[levels]
     return (steps * scales).flatten(-2)

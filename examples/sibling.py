@@ -16,6 +16,7 @@ times as many bytes between nodes, or equally many if units are gathered once. T
 because nodes must not drift apart.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +42,8 @@ class Sibling(fs.ShardTransform):
         return (self.across, self.node)
 
     def layout(self, spec: fs.Spec) -> fs.Spec:
-        if not spec.shape or torch.Size(spec.shape).numel() < self.min_elements:
+        elements = math.prod(spec.shape)
+        if not spec.shape or elements < self.min_elements:
             return spec.on(self.node).on(self.across)
         return spec.split(self.node, 0).split(self.across, 0)
 
@@ -49,9 +51,11 @@ class Sibling(fs.ShardTransform):
         results = list(leaves)
         split = [i for i, spec in enumerate(specs) if spec.partition]
         for axis in (self.across, self.node):
-            gathered = fs.comm.all_gather([results[i] for i in split], axis, "gather")
+            shards = [results[i] for i in split]
+            gathered = fs.comm.all_gather(shards, axis, "gather")
             for i, rows in zip(split, gathered):
-                results[i] = rows.flatten(0, 1)[: specs[i].shared_out(0, axis)]
+                count = specs[i].shared_out(0, axis)
+                results[i] = rows.flatten(0, 1)[:count]
         return results
 
     def scatter(self, grads: Tensors, specs: Specs) -> Tensors:
@@ -60,9 +64,10 @@ class Sibling(fs.ShardTransform):
         whole = [i for i, spec in enumerate(specs) if not spec.partition]
         for axis in (self.node, self.across):
             rows = [rows_of_ranks(results[i], axis) for i in split]
-            sums = fs.comm.reduce_scatter(rows, axis, "scatter")
-            sums += fs.comm.all_reduce([results[i] for i in whole], axis, "scatter")
-            for i, total in zip(split + whole, sums):
+            for i, total in zip(split, fs.comm.reduce_scatter(rows, axis, "scatter")):
+                results[i] = total
+            terms = [results[i] for i in whole]
+            for i, total in zip(whole, fs.comm.all_reduce(terms, axis, "scatter")):
                 results[i] = total
         return results
 
@@ -71,14 +76,17 @@ def rows_of_ranks(grad: torch.Tensor, axis: fs.Axis) -> torch.Tensor:
     """A row for each rank, the last one padded."""
     missing = -len(grad) % axis.size
     other_dims = (0, 0) * (grad.dim() - 1)
-    return pad(grad, (*other_dims, 0, missing)).unflatten(0, (axis.size, -1))
+    padded = pad(grad, (*other_dims, 0, missing))
+    return padded.unflatten(0, (axis.size, -1))
 
 
 def main() -> None:
     args = parse_args("sibling", __doc__, steps=60)
     mesh = fs.init_mesh({"replicate": 2, "shard": -1}, device="cpu")
     flat = fs.init_mesh({"shard": -1}, device="cpu")
-    siblings = Sibling(fs.axis_of(mesh, "replicate"), fs.axis_of(mesh, "shard"))
+    across = fs.axis_of(mesh, "replicate")
+    node = fs.axis_of(mesh, "shard")
+    siblings = Sibling(across, node)
     # With larger buckets, units this small would be merged, and gathered once.
     zero3 = partial(fs.zero3, bucket_bytes=0)
     strategies = {
@@ -91,7 +99,9 @@ def main() -> None:
         if entry.size == flat.size():
             # Of a ring through all ranks two links lead to the other node.
             return entry.sent * 2 / flat.size()
-        return entry.sent if entry.axis == "replicate" else 0.0
+        if entry.axis == "replicate":
+            return entry.sent
+        return 0.0
 
     compare(args, strategies, "between nodes", bytes_between_nodes)
 
