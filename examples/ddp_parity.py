@@ -390,7 +390,10 @@ def draw_memory(axes: Any, x: int, sizes: Bytes, transient: int) -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--strategy", choices=STRATEGIES, default="zero3")
     texts = [f"{name}: {text}" for name, text in MISTAKES.items()]
     parser.add_argument("--break", choices=MISTAKES, dest="mistake", help="; ".join(texts))

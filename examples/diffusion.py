@@ -38,10 +38,12 @@ class Denoising(nn.Module):
         self.schedule = DDPMScheduler(times)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:  # (batch, 1, 8, 8) to ()
+        count = len(images)
         noise = torch.randn_like(images)
-        times = torch.randint(0, len(self.schedule), (len(images),))
+        times = torch.randint(0, len(self.schedule), (count,))
         noisy = self.schedule.add_noise(images, noise, times)
-        return F.mse_loss(self.network(noisy, times).sample, noise)
+        predicted = self.network(noisy, times).sample
+        return F.mse_loss(predicted, noise)
 
 
 def main() -> None:
@@ -60,7 +62,9 @@ def main() -> None:
     state = fs.TrainState.create(params, tx, key=args.seed)
 
     def train_step(state: fs.TrainState, images: torch.Tensor) -> tuple[fs.TrainState, torch.Tensor]:
-        key = fs.fold_in(fs.fold_in(state.key, state.step), axis)  # other noise by step and by rank
+        # Other noise by step and by rank.
+        key = fs.fold_in(state.key, state.step)
+        key = fs.fold_in(key, axis)
 
         def loss_fn(params: Any) -> torch.Tensor:
             return model.apply(params, images, key=key)
@@ -85,11 +89,10 @@ def main() -> None:
     average = state.opt_state.average
     after = held_out_loss(average, held_out, state.key).item()
 
-    drawn = sample_on_all_ranks(network, average, axis, args)
+    samples = sample_on_all_ranks(network, average, axis, args)
     if rank == 0:
         path = args.directory / "samples.png"
-        args.directory.mkdir(parents=True, exist_ok=True)
-        draw(drawn, path)
+        draw(samples, path)
         print(f"held-out loss {before:.4f} before, {after:.4f} after; samples: {path}")
 
 
@@ -110,26 +113,44 @@ def make_network() -> nn.Module:
 
 def digits_of(rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """This rank's images (n, 1, 8, 8), from -1 to 1: to train on, and held out, of which all ranks have as many."""
-    images = torch.from_numpy(load_digits().images).float()[:, None] / 8 - 1
+    digits = torch.from_numpy(load_digits().images)
+    images = digits.float()[:, None] / 8 - 1
     train = images[:1437]
     held_out = images[1437:]
     count = len(held_out) // ranks * ranks
-    return train[rank::ranks], held_out[:count][rank::ranks]
+    held_out = held_out[:count]
+    return train[rank::ranks], held_out[rank::ranks]
 
 
-def sample_on_all_ranks(network: nn.Module, params: Any, axis: fs.Axis, args: argparse.Namespace) -> torch.Tensor:
+def sample_on_all_ranks(
+    network: nn.Module,
+    params: Any,
+    axis: fs.Axis,
+    args: argparse.Namespace,
+) -> torch.Tensor:
     """Let each rank draw its share of 64 samples."""
     # Full parameters send nothing: ranks may draw different numbers of samples.
-    full = fs.gather({name.removeprefix("network."): leaf for name, leaf in params.items()})
+    params_of_network = {}
+    for name, leaf in params.items():
+        params_of_network[name.removeprefix("network.")] = leaf
+    full = fs.gather(params_of_network)
     generator = torch.Generator().manual_seed(args.seed)
     rank = fs.axis_index(axis)
-    noise = torch.randn(8, 8, 1, 8, 8, generator=generator)[rank :: axis.size].flatten(0, 1)
-    samples = sample(fs.functionalize(network), full, noise, args.times, shown=rank == 0)
+    noise = torch.randn(8, 8, 1, 8, 8, generator=generator)
+    mine = noise[rank :: axis.size].flatten(0, 1)
+    model = fs.functionalize(network)
+    samples = sample(model, full, mine, args.times, shown=rank == 0)
     return fs.all_gather(samples, axis)
 
 
 @torch.no_grad()
-def sample(model: fs.Model, params: Any, images: torch.Tensor, times: int, shown: bool) -> torch.Tensor:
+def sample(
+    model: fs.Model,
+    params: Any,
+    images: torch.Tensor,
+    times: int,
+    shown: bool,
+) -> torch.Tensor:
     """Turn noise into images in half as many steps as there are times."""
     schedule = DDIMScheduler(times)
     schedule.set_timesteps(times // 2)
@@ -141,15 +162,21 @@ def sample(model: fs.Model, params: Any, images: torch.Tensor, times: int, shown
 
 def draw(images: torch.Tensor, path: Path) -> None:
     """Write images in eight rows, each with a margin, four times as large."""
-    rows = images.unflatten(0, (8, -1))[:, :, 0]  # (8, columns, 8, 8)
-    padded = F.pad(rows, (1, 1, 1, 1), value=-1)  # (8, columns, 10, 10)
-    whole = padded.transpose(1, 2).flatten(2, 3).flatten(0, 1)  # (80, 10 columns)
-    enlarged = whole.repeat_interleave(4, 0).repeat_interleave(4, 1)
+    grid = images[:, 0].unflatten(0, (8, -1))  # (8, columns, 8, 8)
+    padded = F.pad(grid, (1, 1, 1, 1), value=-1)  # (8, columns, 10, 10)
+    lines = padded.transpose(1, 2).flatten(2, 3)  # (8, 10, 10 columns)
+    whole = lines.flatten(0, 1)  # (80, 10 columns)
+    higher = whole.repeat_interleave(4, 0)
+    enlarged = higher.repeat_interleave(4, 1)
+    path.parent.mkdir(parents=True, exist_ok=True)
     imsave(path, enlarged.clamp(-1, 1), cmap="gray")
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--batch", type=int, default=64, help="images of each rank in a step")
     parser.add_argument("--times", type=int, default=100, help="number of times of the noise schedule")

@@ -27,6 +27,22 @@ from gpt import GPT, Block, batch, standard_library
 
 import fshard as fs
 
+SIZES = {
+    "shard": 1,
+    "rounds": 4,
+    "inner": 5,
+    "width": 32,
+    "layers": 2,
+    "context": 32,
+    "batch": 8,
+    "seed": 0,
+}
+RATES = {
+    "lr": 3e-3,
+    "outer-rate": 0.7,
+    "momentum": 0.9,
+}
+
 
 class Training(NamedTuple):
     """What a training of replicas ends with.
@@ -57,51 +73,73 @@ def train(
     `rows_of` tells which sequences of a batch each replica of this process reads, and `mean` averages over all
     replicas.
     """
-    inner = fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(args.lr, weight_decay=0.1))
-    outer = fs.from_torch(torch.optim.SGD, lr=args.outer_rate, momentum=args.momentum, nesterov=args.momentum > 0)
+    inner, outer = make_optimizers(args)
 
     def loss_fn(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(model.apply(params, x).flatten(0, 1), y.flatten())
+        logits = model.apply(params, x)
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
     def inner_step(state: fs.TrainState, x: torch.Tensor, y: torch.Tensor) -> tuple[fs.TrainState, torch.Tensor]:
-        loss, grads = fs.value_and_grad(loss_fn)(state.params, x, y)
+        value_and_grad = fs.value_and_grad(loss_fn)
+        loss, grads = value_and_grad(state.params, x, y)
         return fs.update(inner, state, grads), loss
 
     states = {replica: fs.TrainState.create(params, inner) for replica in rows_of}
     losses: dict[int, list[float]] = {replica: [] for replica in rows_of}
-    sent: dict[str, list[Any]] = {"inner": [], "outer": []}
+    inner_sent: list[Any] = []
+    outer_sent: list[Any] = []
     start = params
     momentum = outer.init(params)
     for turn in range(args.rounds):
+        first = turn * args.inner
         with fs.comm.record() as record:
-            for step in range(turn * args.inner, (turn + 1) * args.inner):
+            for step in range(first, first + args.inner):
                 x, y = batch(text, args.batch, args.context, seed=step)
                 for replica, rows in rows_of.items():
                     states[replica], loss = inner_step(states[replica], x[rows], y[rows])
                     losses[replica].append(loss.item())
-        sent["inner"] += record
+        inner_sent += record
         with fs.comm.record() as record:
             moves = [fs.tree_map(torch.sub, start, state.params) for state in states.values()]
             start, momentum = outer.update(mean(moves), momentum, start)
-        sent["outer"] += record
+        outer_sent += record
         for replica, state in states.items():
             states[replica] = state._replace(params=start)
+    sent = {"inner": inner_sent, "outer": outer_sent}
     return Training(losses, (start, momentum), states, sent)
+
+
+def make_optimizers(args: Any) -> tuple[fs.Optimizer, fs.Optimizer]:
+    """That of inner steps, and that of outer steps."""
+    clip = fs.clip_by_global_norm(1.0)
+    inner = fs.chain(clip, fs.adamw(args.lr, weight_decay=0.1))
+    outer = fs.from_torch(
+        torch.optim.SGD,
+        lr=args.outer_rate,
+        momentum=args.momentum,
+        nesterov=args.momentum > 0,
+    )
+    return inner, outer
 
 
 def as_rows(state: fs.TrainState, axis: fs.Axis) -> Any:
     """Add a first dim to each leaf, split over `axis`: what was a value of each replica is its row of one leaf."""
 
-    def row(leaf: Any) -> Any:
+    def add_dim(leaf: Any) -> Any:
         if not isinstance(leaf, fs.Sharded):
             return leaf
         spec = leaf.spec
-        shape = (axis.size, *spec.shape)
-        partition = fs.P(axis.name, *spec.partition)
-        rows = fs.Spec(shape, partition, (axis, *spec.axes))
+        rows = fs.Spec(
+            (axis.size, *spec.shape),
+            fs.P(axis.name, *spec.partition),
+            (axis, *spec.axes),
+        )
         return fs.Sharded(leaf.local.unsqueeze(0), rows)
 
-    return optree.tree_map(row, state, is_leaf=lambda leaf: isinstance(leaf, fs.Sharded))
+    def is_sharded(leaf: Any) -> bool:
+        return isinstance(leaf, fs.Sharded)
+
+    return optree.tree_map(add_dim, state, is_leaf=is_sharded)
 
 
 def main() -> None:
@@ -125,30 +163,57 @@ def main() -> None:
     sent = check_bytes(training.sent, params, replica, args.rounds)
     if args.directory:
         # A restore gives the rows back, and leaf.local[0] is this replica's.
-        state = {"outer": training.outer, "inner": as_rows(training.states[me], replica)}
+        state = {
+            "outer": training.outer,
+            "inner": as_rows(training.states[me], replica),
+        }
         fs.checkpoint.save(args.directory, state, step=args.rounds)
     initial = fs.unshard(params)
-    trained = fs.unshard(training.outer[0])
+    start, _ = training.outer
+    trained = fs.unshard(start)
     if mesh.get_rank() != 0:
         return
-    rows_of = {number: slice(number, None, replica.size) for number in range(replica.size)}
+    rows_of = {}
+    for number in range(replica.size):
+        rows_of[number] = slice(number, None, replica.size)
     alone = train(initial, rows_of, mean_of_trees, model, text, args)
-    losses = training.losses[me]
+    report(args, sent, training.losses[me])
+    report_difference(training.losses[me], alone.losses[me], trained, alone.outer[0])
+
+
+def report(args: argparse.Namespace, sent: dict[str, int], losses: list[float]) -> None:
     steps = args.rounds * args.inner
     print(f"sent by each rank over 'replica': {sent['inner']} bytes in {steps} inner steps,", end=" ")
     print(f"{sent['outer']} bytes in {args.rounds} outer steps")
     print(f"loss {losses[0]:.4f}, after {steps} steps {losses[-1]:.4f}")
-    gaps = [abs(loss - expected) for loss, expected in zip(losses, alone.losses[me])]
-    for leaf, expected in zip(fs.tree_leaves(trained), fs.tree_leaves(alone.outer[0])):
-        gaps.append(float((leaf - expected).abs().max()))
+
+
+def report_difference(
+    losses: list[float],
+    expected_losses: list[float],
+    params: Any,
+    expected: Any,
+) -> None:
+    gaps = []
+    for loss, expected_loss in zip(losses, expected_losses):
+        gaps.append(abs(loss - expected_loss))
+    for leaf, expected_leaf in zip(fs.tree_leaves(params), fs.tree_leaves(expected)):
+        gap = (leaf - expected_leaf).abs().max()
+        gaps.append(float(gap))
     print(f"largest difference from one process: {max(gaps):.1e}")
 
 
-def check_bytes(sent: dict[str, list[Any]], params: Any, replica: fs.Axis, rounds: int) -> dict[str, int]:
+def check_bytes(
+    sent: dict[str, list[Any]],
+    params: Any,
+    replica: fs.Axis,
+    rounds: int,
+) -> dict[str, int]:
     """Count the bytes that inner and outer steps sent over "replica", and assert that there are no others."""
     counts = {}
     for phase, collectives in sent.items():
-        counts[phase] = round(sum(entry.sent for entry in collectives if entry.axis == "replica"))
+        over_replica = [entry.sent for entry in collectives if entry.axis == "replica"]
+        counts[phase] = round(sum(over_replica))
     parameter_bytes = sum(leaf.nbytes for leaf in fs.tree_leaves(params))
     of_all_reduce = 2 * parameter_bytes * (replica.size - 1) / replica.size
     assert counts["inner"] == 0, counts
@@ -157,15 +222,20 @@ def check_bytes(sent: dict[str, list[Any]], params: Any, replica: fs.Axis, round
 
 
 def mean_of_trees(trees: list[Any]) -> Any:
-    return fs.tree_map(lambda *leaves: sum(leaves) / len(leaves), *trees)
+    def mean(*leaves: torch.Tensor) -> torch.Tensor:
+        return sum(leaves) / len(leaves)
+
+    return fs.tree_map(mean, *trees)
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"shard": 1, "rounds": 4, "inner": 5, "width": 32, "layers": 2, "context": 32, "batch": 8, "seed": 0}
-    for name, value in sizes.items():
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for name, value in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    for name, rate in {"lr": 3e-3, "outer-rate": 0.7, "momentum": 0.9}.items():
+    for name, rate in RATES.items():
         parser.add_argument(f"--{name}", type=float, default=rate)
     parser.add_argument("--directory", help="keep a checkpoint there")
     return parser.parse_args()

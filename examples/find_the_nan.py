@@ -22,8 +22,8 @@ from gpt import GPT, Block
 
 import fshard as fs
 
-# The record that has lost its answer, and how many bytes a record takes with its padding.
-BROKEN, LENGTH = 61, 8
+BROKEN = 61  # the record that has lost its answer
+LENGTH = 8  # bytes of a record with its padding
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -32,39 +32,46 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def main() -> None:
     args = parse_args()
     mesh = fs.init_mesh({"shard": -1}, device="cpu")
-    rank, ranks = mesh.get_rank(), mesh.size()
+    rank = mesh.get_rank()
+    ranks = mesh.size()
     torch.manual_seed(0)
-    model = fs.functionalize(GPT(args.width, args.layers, heads=2, context=LENGTH), units=Block)
-    tx = fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(args.lr))
-    state = fs.TrainState.create(model.init(fs.zero3(mesh)), tx)
+    module = GPT(args.width, args.layers, heads=2, context=LENGTH)
+    model = fs.functionalize(module, units=Block)
+    clip = fs.clip_by_global_norm(1.0)
+    tx = fs.chain(clip, fs.adamw(args.lr))
+    params = model.init(fs.zero3(mesh))
+    state = fs.TrainState.create(params, tx)
 
     def make_step(mean_of_records: Loss) -> Callable[[Any, Batch], Any]:
-        def train_step(state: Any, batch: Batch) -> Any:
-            def loss_fn(params: Any) -> torch.Tensor:
-                text, is_answer = batch
-                logits = model.apply(params, text[:, :-1])
-                losses = F.cross_entropy(logits.mT, text[:, 1:], reduction="none")
-                return mean_of_records(losses, is_answer[:, 1:].float())
+        def loss_fn(params: Any, batch: Batch) -> torch.Tensor:
+            text, is_answer = batch
+            logits = model.apply(params, text[:, :-1])
+            losses = F.cross_entropy(logits.mT, text[:, 1:], reduction="none")
+            return mean_of_records(losses, is_answer[:, 1:].float())
 
-            loss, grads = fs.value_and_grad(loss_fn)(state.params)
+        def train_step(state: Any, batch: Batch) -> Any:
+            loss, grads = fs.value_and_grad(loss_fn)(state.params, batch)
             return fs.update(tx, state, grads), loss
 
         return train_step
 
+    def say(number: int, loss: torch.Tensor, more: str = "") -> None:
+        if rank == 0:
+            print(f"{number:>4}  {loss.item():.3f}{more}")
+
     train_step = make_step(mean_of_answers)
     for number in range(args.steps):
-        batch = read_records(args.records * (ranks * number + rank), args.records)
+        first = args.records * (ranks * number + rank)
+        batch = read_records(first, args.records)
         new_state, loss = train_step(state, batch)
         # Every rank has the same loss, so that all of them replay, or none.
         if loss.isnan():
             report = fs.replay(train_step, state, batch)
-            if rank == 0:
-                print(f"{number:>4}  {loss.item():.3f}\n\n{report}\n")
+            say(number, loss, f"\n\n{report}\n")
             train_step = make_step(mean_of_answers_that_are_there)
             new_state, loss = train_step(state, batch)
         state = new_state
-        if rank == 0:
-            print(f"{number:>4}  {loss.item():.3f}")
+        say(number, loss)
 
 
 def mean_of_answers(losses: torch.Tensor, is_answer: torch.Tensor) -> torch.Tensor:
@@ -81,20 +88,29 @@ def mean_of_answers_that_are_there(losses: torch.Tensor, is_answer: torch.Tensor
 
 def read_records(first: int, count: int) -> Batch:
     """Some records as bytes, and which of the bytes are digits of an answer."""
-    records = [write_record(number) for number in range(first, first + count)]
-    text = torch.tensor([list(record.ljust(LENGTH).encode()) for record in records])
-    is_after = (text == ord("=")).cumsum(-1) > 0
+    rows = []
+    for number in range(first, first + count):
+        record = write_record(number).ljust(LENGTH)
+        rows.append(list(record.encode()))
+    text = torch.tensor(rows)
+    is_equals_sign = text == ord("=")
+    is_after = is_equals_sign.cumsum(-1) > 0
     is_digit = (text >= ord("0")) & (text <= ord("9"))
     return text, is_after & is_digit
 
 
 def write_record(number: int) -> str:
-    a, b = 7 * number % 50, 11 * number % 50
-    return f"{a}+{b}=" if number == BROKEN else f"{a}+{b}={a + b}"
+    a = 7 * number % 50
+    b = 11 * number % 50
+    answer = "" if number == BROKEN else a + b
+    return f"{a}+{b}={answer}"
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--records", type=int, default=4, help="records of a rank in a step")
     parser.add_argument("--width", type=int, default=32)

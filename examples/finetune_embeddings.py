@@ -61,12 +61,19 @@ class Search(NamedTuple):
 
     def tokens(self, pairs: list[Pair]) -> Batch:
         """All first texts of pairs, then all second ones, as arguments of the model."""
-        texts = [sentence for sentence, _ in pairs] + [signature for _, signature in pairs]
-        options = {"padding": "max_length", "truncation": True, "max_length": self.length, "return_tensors": "pt"}
-        return dict(self.tokenizer(texts, **options))
+        sentences, signatures = zip(*pairs)
+        tokens = self.tokenizer(
+            [*sentences, *signatures],
+            padding="max_length",
+            truncation=True,
+            max_length=self.length,
+            return_tensors="pt",
+        )
+        return dict(tokens)
 
     def embed(self, params: Any, batch: Batch) -> torch.Tensor:
-        return pooled(self.model.apply(params, **batch), batch)
+        out = self.model.apply(params, **batch)
+        return pooled(out, batch)
 
     @torch.no_grad()
     def recall(self, params: Any, pairs: list[Pair], size: int) -> tuple[float, float]:
@@ -75,11 +82,16 @@ class Search(NamedTuple):
         parts = []
         for start in range(0, len(mine), size):
             batch = self.tokens(mine[start : start + size])
-            parts.append(self.embed(params, batch).unflatten(0, (2, -1)))
-        sentences, signatures = fs.all_gather(torch.cat(parts, 1), self.axis, dim=1)
+            embeddings = self.embed(params, batch)
+            parts.append(embeddings.unflatten(0, (2, -1)))  # (2, pairs, width)
+        both = torch.cat(parts, 1)
+        sentences, signatures = fs.all_gather(both, self.axis, dim=1)
         similarities = sentences @ signatures.T
-        better = (similarities > similarities.diagonal()[:, None]).sum(1)
-        return tuple((better < k).double().mean().item() for k in (1, 10))
+        of_pairs = similarities.diagonal()[:, None]
+        better = (similarities > of_pairs).sum(1)
+        at_1 = (better < 1).double().mean()
+        at_10 = (better < 10).double().mean()
+        return at_1.item(), at_10.item()
 
 
 def main() -> None:
@@ -97,9 +109,11 @@ def main() -> None:
     params = fs.checkpoint.load_huggingface(directory, like=like, module=module, cast=True)
     tx = fs.from_torch(torch.optim.AdamW, lr=args.lr, weight_decay=0.01, fused=True)
     state = fs.TrainState.create(params, tx)
-    search = Search(model, AutoTokenizer.from_pretrained(directory), args.length, fs.axis_of(mesh))
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    search = Search(model, tokenizer, args.length, fs.axis_of(mesh))
     train_pairs, held_out = documentation()
-    held_out = held_out[: min(args.held_out, len(held_out)) // mesh.size() * mesh.size()]
+    count = min(args.held_out, len(held_out))
+    held_out = held_out[: count // mesh.size() * mesh.size()]
 
     before = search.recall(state.params, held_out, args.batch)
     state, summary, nbytes = train(args, mesh, search, tx, state, train_pairs)
@@ -121,15 +135,22 @@ def main() -> None:
 
 
 def train(
-    args: argparse.Namespace, mesh: Any, search: Search, tx: fs.Optimizer, state: fs.TrainState, pairs: list[Pair]
+    args: argparse.Namespace,
+    mesh: Any,
+    search: Search,
+    tx: fs.Optimizer,
+    state: fs.TrainState,
+    pairs: list[Pair],
 ) -> tuple[fs.TrainState, str, int]:
     """Train on pairs; the state after, a summary to print, and the bytes that a rank sends in a step."""
 
     def loss_fn(params: Any, batch: Batch) -> torch.Tensor:
         sentences, signatures = search.embed(params, batch).chunk(2)
         candidates = fs.all_gather(signatures, search.axis)
-        labels = mesh.get_rank() * len(sentences) + torch.arange(len(sentences))
-        return F.cross_entropy(sentences @ candidates.T / TEMPERATURE, labels)
+        count = len(sentences)
+        labels = mesh.get_rank() * count + torch.arange(count)
+        logits = sentences @ candidates.T / TEMPERATURE
+        return F.cross_entropy(logits, labels)
 
     @fs.jit(donate_argnums=0)
     def train_step(state: fs.TrainState, batch: Batch) -> tuple[fs.TrainState, torch.Tensor]:
@@ -152,32 +173,39 @@ def train(
 
 def pooled(out: Any, batch: Batch) -> torch.Tensor:
     """The embedding of each text, of length 1: the mean over its tokens, as the model was trained with."""
-    mask = batch["attention_mask"].unsqueeze(-1)
-    return F.normalize((out.last_hidden_state * mask).sum(1) / mask.sum(1), dim=1)
+    mask = batch["attention_mask"].unsqueeze(-1)  # (texts, tokens, 1)
+    total = (out.last_hidden_state * mask).sum(1)
+    mean = total / mask.sum(1)
+    return F.normalize(mean, dim=1)
 
 
 def batches(args: argparse.Namespace, pairs: list[Pair], mesh: Any) -> Iterator[tuple[list[Pair], Any]]:
     """This rank's pairs of each step, behind a progress bar; all ranks draw the same batch and share it."""
-    rank, ranks = mesh.get_rank(), mesh.size()
+    rank = mesh.get_rank()
+    ranks = mesh.size()
     generator = torch.Generator().manual_seed(args.seed)
     bar = progress(range(args.steps), "training", shown=rank == 0)
     for _ in bar:
         rows = torch.randperm(len(pairs), generator=generator)[: args.batch]
-        yield [pairs[row] for row in rows[rank::ranks].tolist()], bar
+        mine = rows[rank::ranks].tolist()
+        yield [pairs[row] for row in mine], bar
 
 
 def documentation() -> tuple[list[Pair], list[Pair]]:
     """Pairs from the standard library's sources: for training, and held out."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(path for folder in FOLDERS for path in root.glob(f"{folder}/*.py"))
+    files: list[Path] = []
+    for folder in FOLDERS:
+        files += root.glob(f"{folder}/*.py")
     train: list[Pair] = []
     held_out: list[Pair] = []
     seen = set()
-    for number, path in enumerate(files):
+    for number, path in enumerate(sorted(files)):
         pairs = held_out if number % 10 == 0 else train
-        module = ".".join(path.relative_to(root).with_suffix("").parts)
-        for signature, docstring in documented_functions(ast.parse(path.read_bytes()), module):
-            sentence = re.split(r"(?<=[.!?])\s", " ".join(docstring.split()))[0]
+        parts = path.relative_to(root).with_suffix("").parts
+        tree = ast.parse(path.read_bytes())
+        for signature, docstring in documented_functions(tree, ".".join(parts)):
+            sentence = first_sentence(docstring)
             # Of very short sentences, and of those that several functions have, nobody could tell the function.
             if len(sentence.split()) < 5 or sentence in seen:
                 continue
@@ -186,13 +214,22 @@ def documentation() -> tuple[list[Pair], list[Pair]]:
     return train, held_out
 
 
+def first_sentence(docstring: str) -> str:
+    one_line = " ".join(docstring.split())
+    first, *_ = re.split(r"(?<=[.!?])\s", one_line)
+    return first
+
+
 def documented_functions(tree: ast.Module | ast.ClassDef, prefix: str) -> Iterator[tuple[str, str]]:
     """Signature and docstring of each function of a module, and of each method of its classes."""
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
             yield from documented_functions(node, f"{prefix}.{node.name}")
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node):
-            yield f"{prefix}.{node.name}({ast.unparse(node.args)})", ast.get_docstring(node)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            docstring = ast.get_docstring(node)
+            arguments = ast.unparse(node.args)
+            if docstring:
+                yield f"{prefix}.{node.name}({arguments})", docstring
 
 
 def packaged_model() -> Path:
@@ -211,24 +248,39 @@ def make_directory(directory: Path, config: PretrainedConfig, tokenizer: PreTrai
     tokenizer.save_pretrained(directory)
 
 
-def compare(directory: Path, weights: dict[str, torch.Tensor], texts: Batch, embeddings: torch.Tensor) -> None:
+def compare(
+    directory: Path,
+    weights: dict[str, torch.Tensor],
+    texts: Batch,
+    embeddings: torch.Tensor,
+) -> None:
     """Load what was exported, in one process."""
     loaded = BertModel.from_pretrained(directory).eval()
-    assert all(torch.equal(loaded.get_parameter(name), weight) for name, weight in weights.items())
+    for name, weight in weights.items():
+        assert torch.equal(loaded.get_parameter(name), weight), f"from_pretrained gives another {name}"
     with torch.no_grad():
-        assert torch.equal(pooled(loaded(**texts), texts), embeddings), "from_pretrained gives other embeddings"
+        results = pooled(loaded(**texts), texts)
+    assert torch.equal(results, embeddings), "from_pretrained gives other embeddings"
     print(f"{directory}: from_pretrained gives the embeddings of the sharded model")
 
 
 def report(state: fs.TrainState, sent: float) -> None:
     count = sum(math.prod(leaf.spec.shape) for leaf in state.params.values())
-    kept = [sum(leaf.nbytes for leaf in fs.tree_leaves(tree)) / 1e6 for tree in (state.params, state.opt_state)]
-    print(f"{count:,} parameters; each rank keeps {kept[0]:.1f} MB of them and {kept[1]:.1f} MB of AdamW's state")
+    of_params = megabytes(state.params)
+    of_adamw = megabytes(state.opt_state)
+    print(f"{count:,} parameters; each rank keeps {of_params:.1f} MB of them and {of_adamw:.1f} MB of AdamW's state")
     print(f"each rank sends {sent / 1e6:.1f} MB in a step")
 
 
+def megabytes(tree: Any) -> float:
+    return sum(leaf.nbytes for leaf in fs.tree_leaves(tree)) / 1e6
+
+
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--model", type=Path, help="directory of a BertModel and its tokenizer")
     parser.add_argument("--export", type=Path, default=Path("runs/embeddings"), help="directory for the trained model")
     parser.add_argument("--steps", type=int, default=30)

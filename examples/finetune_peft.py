@@ -53,21 +53,28 @@ def main() -> None:
     stored = store_in_bytes(base, strategy, args.bits)
     del base
 
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    # peft gives other names to the same parameters.
+    names = {}
+    for name, parameter in module.named_parameters():
+        names[id(parameter)] = name
     lora = LoraConfig(r=args.rank, lora_alpha=args.alpha, target_modules=args.targets)
     wrapped = get_peft_model(module, lora)
     frozen = {}
     for name, parameter in wrapped.named_parameters():
         if id(parameter) in names:
-            frozen[name] = stored[names[id(parameter)]]
+            name_before = names[id(parameter)]
+            frozen[name] = stored[name_before]
     adapter = fs.shard(new_adapter(wrapped, args.seed), strategy)
     model = fs.functionalize(wrapped, units=f"{ADAPTER}model.layers.*")
-    buffers = {ADAPTER + name: buffer for name, buffer in plain.buffers.items()}
+    buffers = {}
+    for name, buffer in plain.buffers.items():
+        buffers[ADAPTER + name] = buffer
     tx = fs.from_torch(torch.optim.AdamW, lr=args.lr, weight_decay=0.0, fused=True)
     state = fs.TrainState.create(adapter, tx)
 
     def logits_of(frozen: Any, adapter: Any, x: torch.Tensor) -> torch.Tensor:
-        out, _ = model.apply({**frozen, **adapter}, input_ids=x, use_cache=False, buffers=buffers)
+        params = {**frozen, **adapter}
+        out, _ = model.apply(params, input_ids=x, use_cache=False, buffers=buffers)
         return out.logits
 
     def loss_fn(both: tuple[Any, Any], xy: Any) -> torch.Tensor:
@@ -77,13 +84,15 @@ def main() -> None:
         return F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
     def train_step(state: fs.TrainState, frozen: Any, xy: Any) -> tuple[fs.TrainState, torch.Tensor]:
-        loss, (_, grads) = fs.value_and_grad(loss_fn)((frozen, state.params), xy)
+        value_and_grad = fs.value_and_grad(loss_fn)
+        loss, (_, grads) = value_and_grad((frozen, state.params), xy)
         return fs.update(tx, state, grads), loss
 
     @torch.no_grad()
     def held_out_loss(adapter: Any) -> float:
         xy = batch(held_out, 32, args.context, seed=mesh.get_rank())
-        return fs.objective(loss_fn((frozen, adapter), xy), like=frozen).item()
+        loss = loss_fn((frozen, adapter), xy)
+        return fs.objective(loss, like=frozen).item()
 
     before = held_out_loss(state.params)
     jitted_step = fs.jit(train_step, donate_argnums=0)
@@ -110,9 +119,11 @@ def store_in_bytes(base: dict[str, Any], strategy: fs.ShardTransform, bits: int)
     stored = fs.reshard(base, strategy, frozen="*")
     in_bytes = fs.compose(strategy, Dequantize(torch.float32, bits))
     for name, leaf in stored.items():
-        if fits(leaf.spec.shape):
-            full = fs.unshard({name: leaf})
-            stored |= fs.shard({name: quantized(full[name], bits)}, in_bytes, frozen="*")
+        if not fits(leaf.spec.shape):
+            continue
+        full = fs.unshard({name: leaf})
+        codes = quantized(full[name], bits)
+        stored |= fs.shard({name: codes}, in_bytes, frozen="*")
     return stored
 
 
@@ -124,29 +135,46 @@ def new_adapter(module: nn.Module, seed: int) -> dict[str, torch.Tensor]:
             for factors in (layer.lora_A, layer.lora_B):
                 factors.to_empty(device="cpu")
             layer.reset_lora_parameters("default", init_lora_weights=True)
-    return {name: parameter.detach() for name, parameter in module.named_parameters() if parameter.requires_grad}
+    adapter = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            adapter[name] = parameter.detach()
+    return adapter
 
 
 def export(directory: Path, module: nn.Module, adapter: dict[str, torch.Tensor]) -> None:
     """Let peft save the adapter."""
-    module.save_pretrained(directory, state_dict=get_peft_model_state_dict(module, state_dict=adapter))
+    state_dict = get_peft_model_state_dict(module, state_dict=adapter)
+    module.save_pretrained(directory, state_dict=state_dict)
 
 
-def compare(args: argparse.Namespace, config: Any, stored: Any, x: torch.Tensor, logits: torch.Tensor) -> None:
+def compare(
+    args: argparse.Namespace,
+    config: Any,
+    stored: Any,
+    x: torch.Tensor,
+    logits: torch.Tensor,
+) -> None:
     """Load the adapter by peft, on the base as it computes, in one process."""
     weights = {}
     for name, leaf in stored.items():
-        weights[name] = dequantized(leaf, args.bits) if leaf.dtype == torch.uint8 else leaf
+        weights[name] = leaf
+        if leaf.dtype == torch.uint8:
+            weights[name] = dequantized(leaf, args.bits)
     base = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     base.load_state_dict(weights, strict=False)
     loaded = PeftModel.from_pretrained(base, args.export).eval()
     with torch.no_grad():
-        torch.testing.assert_close(loaded(input_ids=x, use_cache=False).logits, logits)
+        out = loaded(input_ids=x, use_cache=False)
+    torch.testing.assert_close(out.logits, logits)
     print(f"{args.export}: PeftModel.from_pretrained reads the adapter, and gives the sharded model's logits")
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument(
         "--model",
         type=Path,

@@ -20,28 +20,48 @@ from progress_bar import progress
 
 import fshard as fs
 
+SIZES = {
+    "width": 128,
+    "layers": 4,
+    "heads": 4,
+    "context": 128,
+    "batch": 8,
+    "steps": 4,
+}
+
 
 def make_step(model: fs.Model, tx: fs.Optimizer) -> Callable[..., Any]:
     """The train step, as one writes it without a budget."""
 
     def loss_fn(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(model.apply(params, x).flatten(0, 1), y.flatten())
+        logits = model.apply(params, x)
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
     def train_step(state: fs.TrainState, x: torch.Tensor, y: torch.Tensor) -> tuple[fs.TrainState, torch.Tensor]:
-        loss, grads = fs.value_and_grad(loss_fn)(state.params, x, y)
+        value_and_grad = fs.value_and_grad(loss_fn)
+        loss, grads = value_and_grad(state.params, x, y)
         return fs.update(tx, state, grads), loss
 
     return train_step
 
 
-def train(step: Any, state: fs.TrainState, text: torch.Tensor, args: argparse.Namespace, mesh: Any) -> list[Any]:
+def train(
+    step: Any,
+    state: fs.TrainState,
+    text: torch.Tensor,
+    args: argparse.Namespace,
+    mesh: Any,
+) -> list[Any]:
     """Train from a state that is donated, and return the losses and the last parameters."""
     losses = []
-    for number in progress(range(args.steps), "training", shown=mesh.get_rank() == 0):
-        seed = number * mesh.size() + mesh.get_rank()
-        state, loss = step(state, *gpt.batch(text, args.batch, args.context, seed))
+    rank = mesh.get_rank()
+    for number in progress(range(args.steps), "training", shown=rank == 0):
+        seed = number * mesh.size() + rank
+        x, y = gpt.batch(text, args.batch, args.context, seed)
+        state, loss = step(state, x, y)
         losses.append(loss)
-    return [*losses, *fs.tree_leaves(fs.unshard(state.params))]
+    full = fs.unshard(state.params)
+    return [*losses, *fs.tree_leaves(full)]
 
 
 def main() -> None:
@@ -52,20 +72,24 @@ def main() -> None:
     module = gpt.GPT(args.width, args.layers, args.heads, args.context)
     model = fs.functionalize(module, units=gpt.Block)
     tx = fs.from_torch(torch.optim.AdamW, lr=1e-3, fused=True)
-    state = fs.TrainState.create(model.init(fs.zero3(mesh), seed=0), tx)
+    params = model.init(fs.zero3(mesh), seed=0)
+    state = fs.TrainState.create(params, tx)
     text, _ = gpt.standard_library()
-    example = gpt.batch(text, args.batch, args.context, seed=0)
+    x, y = gpt.batch(text, args.batch, args.context, seed=0)
 
     train_step = make_step(model, tx)
     jitted = fs.jit(train_step, donate_argnums=0)
-    whole = jitted.memory(state, *example).before
-    expected = train(jitted, fs.tree_map(torch.clone, state), text, args, mesh)
+    whole = jitted.memory(state, x, y).before
+    copy = fs.tree_map(torch.clone, state)
+    expected = train(jitted, copy, text, args, mesh)
     for part in args.parts:
         budget = int(whole.arguments + part * (whole.peak - whole.arguments))
         fitted = fs.jit(train_step, donate_argnums=0, passes=(fs.fit(budget),))
-        report = fitted.memory(state, *example)
-        results = train(fitted, fs.tree_map(torch.clone, state), text, args, mesh)
-        bits = "equal" if all(map(torch.equal, results, expected)) else "other"
+        report = fitted.memory(state, x, y)
+        copy = fs.tree_map(torch.clone, state)
+        results = train(fitted, copy, text, args, mesh)
+        is_equal = all(map(torch.equal, results, expected))
+        bits = "equal" if is_equal else "other"
         if is_first:
             print(f"{report}\n  losses and parameters after {args.steps} steps: {bits} bits\n")
     if is_first and args.picture:
@@ -74,8 +98,11 @@ def main() -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in {"width": 128, "layers": 4, "heads": 4, "context": 128, "batch": 8, "steps": 4}.items():
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for name, value in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument(
         "--parts",

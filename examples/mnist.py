@@ -274,7 +274,10 @@ def plot(runs: Mapping[str, Run], images: int, ranks: int, path: Path) -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--strategy", choices=STRATEGIES, help="one strategy; by default the program compares all")
     parser.add_argument("--data", type=Path, help="directory of MNIST's IDX files; by default scikit-learn's digits")
     parser.add_argument("--epochs", type=int, default=10)

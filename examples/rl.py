@@ -19,52 +19,72 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fshard as fs
 
-CHOICES, ROWS = 4, 96
+CHOICES = 4
+ROWS = 96
+
 Samples = dict[str, torch.Tensor]
 
 
-def policy() -> fs.Model:
+def make_policy() -> fs.Model:
     torch.manual_seed(0)
-    return fs.functionalize(nn.Sequential(nn.Linear(CHOICES, 32), nn.Tanh(), nn.Linear(32, CHOICES)).double())
+    module = nn.Sequential(
+        nn.Linear(CHOICES, 32),
+        nn.Tanh(),
+        nn.Linear(32, CHOICES),
+    )
+    return fs.functionalize(module.double())
 
 
 def sample(model: fs.Model, params: Any, version: int) -> Samples:
     """Let the policy act once in each of some states."""
-    draw = torch.Generator().manual_seed(version)
-    states = torch.randn(ROWS, CHOICES, generator=draw, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(version)
+    states = torch.randn(ROWS, CHOICES, generator=generator, dtype=torch.float64)
     probabilities = model.apply(params, states).softmax(-1)
-    actions = torch.multinomial(probabilities, 1, generator=draw)[:, 0]
-    rewards = (actions == states.argmax(-1)).double()
+    actions = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+    best = states.argmax(-1)
+    rewards = (actions == best).double()
     baseline = rewards.mean().expand(ROWS).clone()
-    return {"states": states, "actions": actions, "rewards": rewards, "baseline": baseline}
+    return {
+        "states": states,
+        "actions": actions,
+        "rewards": rewards,
+        "baseline": baseline,
+    }
 
 
 class Trainer:
     """The policy's state on a mesh."""
 
     def __init__(self, mesh: DeviceMesh, lr: float) -> None:
-        self.model = policy()
+        self.model = make_policy()
         self.tx = fs.adamw(lr)
         strategy = fs.zero3(mesh, min_shard_elements=0)
-        self.state = fs.TrainState.create(self.model.init(strategy), self.tx)
+        params = self.model.init(strategy)
+        self.state = fs.TrainState.create(params, self.tx)
 
     def loss_fn(self, params: Any, samples: Samples) -> torch.Tensor:
-        log_probabilities = self.model.apply(params, samples["states"]).log_softmax(-1)
-        chosen = log_probabilities.gather(1, samples["actions"][:, None])[:, 0]
+        logits = self.model.apply(params, samples["states"])
+        log_probabilities = logits.log_softmax(-1)  # (rows, CHOICES)
+        actions = samples["actions"][:, None]
+        chosen = log_probabilities.gather(1, actions)[:, 0]
         advantages = samples["rewards"] - samples["baseline"]
         return -(chosen * advantages).mean()
 
+    def sample(self, version: int) -> Samples:
+        return sample(self.model, self.state.params, version)
+
     def step(self, samples: Samples) -> None:
-        _, grads = fs.value_and_grad(self.loss_fn)(self.state.params, samples)
+        value_and_grad = fs.value_and_grad(self.loss_fn)
+        _, grads = value_and_grad(self.state.params, samples)
         self.state = fs.update(self.tx, self.state, grads)
 
 
-def alone(mesh: DeviceMesh, steps: int, lr: float) -> list[float]:
+def train_alone(mesh: DeviceMesh, steps: int, lr: float) -> list[float]:
     """Rewards of one process that trains and samples in turn."""
     trainer = Trainer(mesh, lr)
     rewards = []
     for version in range(steps):
-        samples = sample(trainer.model, trainer.state.params, version)
+        samples = trainer.sample(version)
         trainer.step(samples)
         rewards.append(samples["rewards"].mean().item())
     return rewards
@@ -73,16 +93,18 @@ def alone(mesh: DeviceMesh, steps: int, lr: float) -> list[float]:
 def train(mesh: DeviceMesh, sampler: int, steps: int, lr: float) -> None:
     """Train on samples of another rank, of which each rank of the mesh receives its rows."""
     trainer = Trainer(mesh, lr)
-    like = fs.shard(sample(trainer.model, trainer.state.params, 0), fs.split_dim(mesh, dim=0))
+    rows_of_each = fs.split_dim(mesh, dim=0)
+    like = fs.shard(trainer.sample(0), rows_of_each)
     for version in range(steps):
         fs.publish(trainer.state.params, [sampler], version=version)
         rows, _ = fs.receive(like, [sampler])
-        trainer.step({name: leaf.local for name, leaf in rows.items()})
+        samples = {name: leaf.local for name, leaf in rows.items()}
+        trainer.step(samples)
 
 
 def act(mesh: DeviceMesh, trainers: list[int], steps: int) -> list[float]:
     """Sample by the weights of other ranks."""
-    model = policy()
+    model = make_policy()
     like = model.init(fs.ddp(mesh))
     rewards = []
     for _ in range(steps):
@@ -101,7 +123,7 @@ def main() -> None:
     # Every rank makes both meshes.
     one = DeviceMesh("cpu", [sampler], mesh_dim_names=("shard",))
     if not trainers:
-        report(alone(one, args.steps, args.lr))
+        report(train_alone(one, args.steps, args.lr))
         return
     mesh = DeviceMesh("cpu", trainers, mesh_dim_names=("shard",))
     if dist.get_rank() != sampler:
@@ -109,17 +131,24 @@ def main() -> None:
         return
     rewards = act(one, trainers, args.steps)
     report(rewards)
-    apart = max(abs(a - b) for a, b in zip(rewards, alone(one, args.steps, args.lr), strict=True))
-    print(f"largest difference from the rewards of one process: {apart:.1e}")
+    expected = train_alone(one, args.steps, args.lr)
+    gaps = []
+    for reward, expected_reward in zip(rewards, expected, strict=True):
+        gaps.append(abs(reward - expected_reward))
+    print(f"largest difference from the rewards of one process: {max(gaps):.1e}")
 
 
 def report(rewards: list[float]) -> None:
-    shown = rewards[:: max(len(rewards) // 10, 1)]
-    print("rewards:", *(f"{reward:.2f}" for reward in shown))
+    stride = max(len(rewards) // 10, 1)
+    shown = [f"{reward:.2f}" for reward in rewards[::stride]]
+    print("rewards:", *shown)
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--lr", type=float, default=0.02)
     return parser.parse_args()

@@ -336,7 +336,10 @@ def plot_gaps(axes: Any, entries: list[Entry], others: dict[int, float], against
 
 
 def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--preset", choices=PRESETS, default="tiny")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--stop-at", type=int, help="stop after this many steps, to continue in another run")

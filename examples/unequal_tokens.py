@@ -12,6 +12,7 @@ over all tokens. The training uses `reduce="weighted"`.
 """
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,70 +38,108 @@ def main() -> None:
     torch.manual_seed(args.seed)
     module = GPT(args.width, args.layers, heads=4, context=CONTEXT)
     model = fs.functionalize(module, units=Block)
+    clip = fs.clip_by_global_norm(1.0)
     adamw = fs.from_torch(torch.optim.AdamW, lr=args.lr)
-    tx = fs.chain(fs.clip_by_global_norm(1.0), adamw)
+    tx = fs.chain(clip, adamw)
     strategy = STRATEGIES[args.strategy](mesh)
-    state = fs.TrainState.create(model.init(strategy), tx)
+    params = model.init(strategy)
+    state = fs.TrainState.create(params, tx)
 
     def token_sum(params: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of the losses of this microbatch's tokens and their number, for "weighted"."""
         x, y = batch
-        logits = model.apply(params, x).flatten(0, 1)
-        total = F.cross_entropy(logits, y.flatten(), ignore_index=IGNORED, reduction="sum")
+        logits = model.apply(params, x)
+        total = F.cross_entropy(
+            logits.flatten(0, 1),
+            y.flatten(),
+            ignore_index=IGNORED,
+            reduction="sum",
+        )
         return total, tokens(batch)
 
     def token_mean(params: Any, batch: Batch) -> torch.Tensor:
         total, count = token_sum(params, batch)
         return total / count
 
-    batches = deal(lines, ranks, args, step=0)
-    everything = padded([line for row in batches for group in row for line in group])
-    mine = [padded(group) for group in batches[rank]]
-    expected = torch.func.grad(token_mean)(fs.gather(state.params), everything)
-    _, means = fs.accumulate(token_mean, reduce="mean")(state.params, mine)
-    _, weighted = fs.accumulate(token_sum, reduce="weighted")(state.params, mine)
-    distance_of_means = distance(fs.unshard(means), expected)
-    distance_of_weighted = distance(fs.unshard(weighted), expected)
+    groups_of_ranks = deal(lines, ranks, args, step=0)
+    all_lines = []
+    for groups in groups_of_ranks:
+        for group in groups:
+            all_lines += group
+    everything = padded(all_lines)
+    full = fs.gather(params)
+    expected = torch.func.grad(token_mean)(full, everything)
+
+    mine = [padded(group) for group in groups_of_ranks[rank]]
+    mean_of_means = fs.accumulate(token_mean, reduce="mean")
+    weighted = fs.accumulate(token_sum, reduce="weighted")
+    _, grads = mean_of_means(params, mine)
+    distance_of_means = distance(fs.unshard(grads), expected)
+    _, grads = weighted(params, mine)
+    distance_of_weighted = distance(fs.unshard(grads), expected)
     if rank == 0:
         print(f"distance from the gradient of the mean over all {int(tokens(everything))} tokens, relative to its norm")
         print(f"  mean of means {distance_of_means:.1e}")
         print(f"  weighted      {distance_of_weighted:.1e}\n")
-        titles = [f"tokens of rank {number}" for number in range(ranks)]
-        print("step  " + "  ".join(f"{title:>16}" for title in titles) + "    loss")
+        print_row("step", [f"tokens of rank {number}" for number in range(ranks)], "  loss")
 
     for step in range(args.steps):
-        batches = deal(lines, ranks, args, step)
-        mine = [padded(group) for group in batches[rank]]
-        loss, grads = fs.accumulate(token_sum, reduce="weighted")(state.params, mine)
+        groups_of_ranks = deal(lines, ranks, args, step)
+        mine = [padded(group) for group in groups_of_ranks[rank]]
+        loss, grads = weighted(state.params, mine)
         state = fs.update(tx, state, grads, donate=True)
         if rank == 0:
             # Every rank deals the lines of all of them, and so knows their tokens.
-            counts = [sum(int(tokens(padded(group))) for group in row) for row in batches]
-            print(f"{step:>4}  " + "  ".join(f"{count:>16}" for count in counts) + f"  {loss.item():6.3f}")
+            counts = [count_tokens(groups) for groups in groups_of_ranks]
+            print_row(f"{step:>4}", counts, f"{loss.item():6.3f}")
+
+
+def print_row(first: str, cells: Sequence[object], last: str) -> None:
+    columns = [f"{cell:>16}" for cell in cells]
+    print(first, *columns, last, sep="  ")
 
 
 def lines_of_library() -> list[bytes]:
     """The lines of the standard library that have two bytes, or more, between their spaces."""
     text, _ = standard_library()
-    lines = [line.strip() for line in text.numpy().tobytes().splitlines()]
-    return [line for line in lines if len(line) > 1]
+    lines = []
+    for line in text.numpy().tobytes().splitlines():
+        stripped = line.strip()
+        if len(stripped) > 1:
+            lines.append(stripped)
+    return lines
 
 
-def deal(lines: list[bytes], ranks: int, args: argparse.Namespace, step: int) -> list[list[list[bytes]]]:
-    """Random lines, the same on every rank, sorted by length: for each rank its microbatches."""
-    groups = ranks * args.microbatches
+def deal(
+    lines: list[bytes],
+    ranks: int,
+    args: argparse.Namespace,
+    step: int,
+) -> list[list[list[bytes]]]:
+    """Random lines, the same on every rank, sorted by length: for each rank the lines of its microbatches."""
+    count = ranks * args.microbatches * args.lines
     generator = torch.Generator().manual_seed(args.seed + step)
-    chosen = torch.randint(len(lines), (groups * args.lines,), generator=generator).tolist()
-    drawn = sorted((lines[i] for i in chosen), key=len)
-    microbatches = [drawn[start : start + args.lines] for start in range(0, len(drawn), args.lines)]
-    return [microbatches[start : start + args.microbatches] for start in range(0, groups, args.microbatches)]
+    chosen = torch.randint(len(lines), (count,), generator=generator)
+    drawn = [lines[i] for i in chosen.tolist()]
+    groups = cut(sorted(drawn, key=len), args.lines)
+    return cut(groups, args.microbatches)
+
+
+def cut(items: list[Any], size: int) -> list[list[Any]]:
+    """Cut a list into lists of a size."""
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 def padded(lines: list[bytes]) -> Batch:
     """The bytes of lines and those that follow each, as two int64 tensors of shape (lines, longest line - 1)."""
-    rows = [torch.tensor(list(line[: CONTEXT + 1])) for line in lines]
-    x = pad_sequence([row[:-1] for row in rows], batch_first=True)
-    y = pad_sequence([row[1:] for row in rows], batch_first=True, padding_value=IGNORED)
+    inputs = []
+    targets = []
+    for line in lines:
+        row = torch.tensor(list(line[: CONTEXT + 1]))
+        inputs.append(row[:-1])
+        targets.append(row[1:])
+    x = pad_sequence(inputs, batch_first=True)
+    y = pad_sequence(targets, batch_first=True, padding_value=IGNORED)
     return x, y
 
 
@@ -109,18 +148,26 @@ def tokens(batch: Batch) -> torch.Tensor:
     return (y != IGNORED).sum()
 
 
+def count_tokens(groups: list[list[bytes]]) -> int:
+    return sum(int(tokens(padded(group))) for group in groups)
+
+
 def distance(grads: Any, expected: Any) -> float:
     """The norm of a difference of two trees, as a part of the second one's."""
     gap = 0.0
     norm = 0.0
     for name, value in expected.items():
-        gap += float((grads[name] - value).double().square().sum())
+        difference = (grads[name] - value).double()
+        gap += float(difference.square().sum())
         norm += float(value.double().square().sum())
     return (gap / norm) ** 0.5
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--strategy", choices=STRATEGIES, default="zero3")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--microbatches", type=int, default=3, help="microbatches of each rank in a step")
