@@ -8,7 +8,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from multiprocessing import forkserver
 from pathlib import Path
@@ -42,6 +42,18 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     # Ten times as many new objects as by default before each look.
     gc.set_threshold(7000, 10, 10)
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_call() -> Generator[None, None, None]:
+    """Keep torch from writing its trace for pytest in each test, as `spmd` does in its programs.
+
+    It looks up the stack for every tensor of a trace, and a test that fails would show an empty line for each.
+    """
+    from fshard._compat import hide_trace_from_pytest
+
+    with hide_trace_from_pytest():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
