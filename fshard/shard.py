@@ -119,13 +119,13 @@ def unshard(tree: Tree) -> Tree:
     """
     flat = flatten(tree)
     check_local("unshard", flat)
-    refuse("unshard: the result takes no gradient", flat.problems(_describe_differentiated), LOOK)
+    refuse("unshard: the result takes no gradient", flat.problems(_describe_derivative), LOOK)
     comm.check_same_call("unshard", _split_over(flat), flat)
     full = iter(unsharded(flat.sharded))
     return flat.unflatten([next(full) if is_sharded(leaf) else leaf for leaf in flat.leaves])
 
 
-def _describe_differentiated(leaf: Any) -> str | None:
+def _describe_derivative(leaf: Any) -> str | None:
     """Describe a leaf whose gradient an unshard would lose."""
     is_lost = is_sharded(leaf) and _compat.is_differentiated(leaf.local)
     return "is differentiated here" if is_lost else None

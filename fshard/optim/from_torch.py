@@ -179,7 +179,7 @@ class _WrappedClass:
         # Kernels that read step counts on an accelerator.
         defaults = _build_optimizer(self._make_for_trial, (), (), {}).defaults
         self._has_capturable = "capturable" in defaults
-        self._injected = _read_injected(inject, defaults)
+        self._injected = _read_injections(inject, defaults)
         # The names of state that is one number for a whole leaf, such as a step count.
         self._number_names, self._is_first_step_special, writes_gradients = _observe(self._make_for_trial)
         # The names of state that leaves of every shape have.
@@ -390,7 +390,7 @@ def _evaluate(hyper: Hyper, count: torch.Tensor, injected: Hyper) -> Hyper:
     return injected | {name: value(count) for name, value in hyper.items() if callable(value)}
 
 
-def _read_injected(inject: str | Names, defaults: Hyper) -> dict[str, float]:
+def _read_injections(inject: str | Names, defaults: Hyper) -> dict[str, float]:
     """Read the first values of injected hyperparameters, which must be numbers."""
     is_single = isinstance(inject, str) or not isinstance(inject, Iterable)
     names: tuple[Any, ...] = (inject,) if is_single else tuple(inject)

@@ -12,7 +12,7 @@ import fshard as fs
 from fshard.ext._compat import origin_of
 from fshard.ext.replay.observed_run import TracedCall, is_empty, run_call, trace_call
 from fshard.ext.replay.operations import Name, OperationReport, Operations
-from fshard.extend import POSITIVE, calling, check_numbers, flatten, graph_nodes, ranks_of, tensor_of
+from fshard.extend import POSITIVE, calling, check_numbers, flatten, graph_nodes, ranks_of
 
 # A report shows so many leaves, or lines, of a kind.
 _MAX_SHOWN = 6
@@ -185,11 +185,10 @@ class _VersionComparison:
 
 def _layout_of(call: TracedCall) -> list[Any]:
     """Return how the leaves of a call's arguments are split."""
-    return [(leaf.spec.partition, tensor_of(leaf).shape) for leaf in _list_sharded(call)]
-
-
-def _list_sharded(call: TracedCall) -> list[fs.Sharded]:
-    return [leaf for leaf in call.flat.leaves if isinstance(leaf, fs.Sharded)]
+    layout = []
+    for leaf in call.flat.sharded:
+        layout.append((leaf.spec.partition, leaf.local.shape))
+    return layout
 
 
 def _select_names(first: Operations, second: Operations) -> list[dict[Node, Name]]:
@@ -219,7 +218,8 @@ def _number_microbatches(operations: Operations, *, of_job: bool) -> Sequence[in
     count = operations.microbatches
     if not of_job:
         return range(count)
-    return fs.microbatches(range(count * ranks_of(None).size), like=_list_sharded(operations.call))
+    count_of_job = count * ranks_of(None).size
+    return fs.microbatches(range(count_of_job), like=operations.call.flat.sharded)
 
 
 def _computes(operations: Operations, node: Node) -> bool:
