@@ -142,9 +142,8 @@ class Meeting:
         else:
             text = self._describe_failure(error)
         reason = self._leave_note(text)
-        # The last rank to come sees by its entry that there is a note.
-        entry = json.dumps(Arrival("", ""))
-        ask_store(lambda: self.board.set(ENTRY.format(self.rank), entry))
+        # The last rank to come sees by its entry that there is a note. Others may read where it listened later.
+        ask_store(lambda: self._write_entry(""))
         self._end_waits()
         if self.state is not None:
             self.state.failure.reason = self.state.failure.reason or reason
@@ -181,8 +180,7 @@ class Meeting:
             ask_store(partial(self._stand_in, merge))
 
         try:
-            entry = Arrival(self.listener.address if self.listener else "", text)
-            self.board.set(ENTRY.format(self.rank), json.dumps(entry))
+            self._write_entry(text)
             if self.board.add(COUNT, 1) == len(self.ranks):
                 end = self._conclude(merge)
             else:
@@ -195,6 +193,11 @@ class Meeting:
         if end == FAILED:
             raise CollectiveError(self._read_note())
         return end
+
+    def _write_entry(self, text: str) -> None:
+        """Write what this rank brings."""
+        entry = Arrival(self.listener.address if self.listener else "", text)
+        self.board.set(ENTRY.format(self.rank), json.dumps(entry))
 
     def _conclude(self, merge: Callable[[Sequence[str]], str]) -> str:
         """Find out what follows from what all ranks bring, and write it for them."""
@@ -279,9 +282,9 @@ class Meeting:
         try:
             return connect_to(self.entries[peer].address, self.rank, timeout)
         except RuntimeError as error:
-            self.check_others()
             text = f"{self.place}: {describe_ended_ranks([peer])}, or there is {error}\nTo fix: {RESTART}."
-            raise CollectiveError(self._leave_note(text)) from error
+            reason = self.find_reason(if_gone=STORE_IS_GONE) or self._leave_note(text)
+            raise CollectiveError(reason) from error
 
     def check_others(self) -> None:
         """End this rank's wait if another has failed or is gone.
@@ -307,9 +310,12 @@ class Meeting:
         note: str | None = ask_store(self._read_note, 0.0 if ended else seconds)
         if note:
             return note
+        if note is None:
+            # The links that have ended may be those of ranks that failed because the store has gone.
+            return STORE_IS_GONE if ended else if_gone
         if ended:
             return self._leave_note(f"{self.place}: {describe_ended_ranks(ended)}\nTo fix: {RESTART}.")
-        return if_gone if note is None else ""
+        return ""
 
     def run(self, make: Callable[[Any], T]) -> T:
         """Make what waits inside torch for other ranks.

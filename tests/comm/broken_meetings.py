@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard import _compat, comm
+from fshard.comm import connect
 
 # Where the functions are that a rank may break in, where that is not `_compat`.
 OWNERS = {
@@ -21,6 +22,7 @@ OWNERS = {
     "agree": comm.Meeting,
     "connect": comm.Meeting,
     "_read": comm.Meeting,
+    "_wait_for_all": connect,
 }
 
 

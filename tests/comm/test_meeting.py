@@ -1,12 +1,17 @@
 """A rank that dies or fails inside init_mesh is named on the others within seconds, long before the timeout."""
 
+import json
 import re
 import signal
 import socket
+from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 
 from fshard._compat.collectives import _ports_of_socket
+from fshard.comm import CollectiveError, Meeting
+from fshard.comm.meeting import END, ENTRY
 from tests.comm.broken_meetings import break_in_last_mesh
 from tests.forked_programs import run_on_ranks
 
@@ -29,6 +34,8 @@ ROWS = [
     (4, 3, "make_pair", "kill", 1, SECONDS, KILLED),
     (4, 3, "create_default_device", "files", 1, SECONDS, FILES),
     (4, 3, "connect", "kill", 1, SECONDS, KILLED),
+    # The last rank has no link with the first, which holds the store.
+    (4, 0, "_wait_for_all", "kill", 1, SECONDS, f"{KILLED}|{STORE}"),
 ]
 
 
@@ -75,6 +82,20 @@ def test_one_rank_of_four_that_hangs_in_init_mesh_is_named(place, fault, meshes,
         assert error == "CollectiveError", program
         assert float(seconds) < timeout + 6.0, program
         assert first.removeprefix("init_mesh: ").startswith(f"rank {victim} {text} within {timeout:g} s"), program
+
+
+def test_a_rank_that_fails_once_all_have_come_is_named_by_those_that_look_for_it_later():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
+    first, victim = (Meeting(store, rank, range(2), "1", 20.0) for rank in range(2))
+    first.peers, victim.peers = [1], [0]
+    # As the first rank does, which is slow to go on.
+    first.board.set(ENTRY.format(0), json.dumps(["", "the same"]))
+    first.board.set(END, "the same")
+    assert victim.agree("the same", "".join, bool) == "the same"
+    victim.__exit__(None, MemoryError("no memory"), None)
+    assert first.agree("the same", "".join, bool) == "the same"
+    with pytest.raises(CollectiveError, match="^rank 1 failed in init_mesh: MemoryError: no memory\n"), first:
+        first.connect()
 
 
 def test_ports_of_sockets_that_have_no_other_end_or_are_closed():
