@@ -45,6 +45,9 @@ _SHARED = (
 
 _MORE_FILES = "Raise the limit before you start the ranks, for example by `ulimit -n`, or make meshes of fewer ranks."
 
+# Where torchrun's store has the port of the store that rank 0 serves.
+PORT = "fshard/port of rank 0"
+
 # glibc's DEFAULT_MMAP_THRESHOLD_MAX, less what a block takes beyond its bytes.
 MAPPED_BYTES = 2**25 - 2**16
 
@@ -480,22 +483,46 @@ def _store_of_launcher(limit: timedelta) -> tuple[_compat.StoreClient, int, int]
     # Torch would let rank 0 wait for as many ranks as it is told of, without saying which have not come.
     size = 1 if "WORLD_SIZE" in os.environ else -1
     meets = dist.rendezvous("env://", world_size=size, timeout=limit)  # type: ignore[attr-defined]
+    rank = process_rank()
+    is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    has_one_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+
+    def connect() -> Any:
+        store = next(iter(meets))[0]
+        return store if has_one_node or not is_launchers else _find_store_of_start(store, rank, limit)
+
     try:
-        client = _compat.StoreClient(lambda: next(iter(meets))[0])
+        client = _compat.StoreClient(connect)
     except dist.DistError as error:
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         expected = f"the store of rank 0 or of the launcher at {place} within {limit.total_seconds():g} s"
         raise CollectiveError(f"init_mesh: expected {expected}, got: {error!s:.300}") from error
-    # Where torchrun restarts the ranks of its one node, its store has the addresses of ranks that were killed, and a
-    # rank that reads one before it is written anew cannot connect (pytorch#135712). Several nodes count differently.
-    one_node = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("GROUP_WORLD_SIZE") == "1"
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_node else "0"
-    rank = process_rank()
+    # Where torchrun restarts ranks, its store has the addresses of ranks that were killed, and a rank that reads one
+    # before it is written anew cannot connect (pytorch#135712). Several nodes count restarts apart.
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_launchers and has_one_node else "0"
     prefixed = dist.PrefixStore(f"restart {restarts}", client.store)  # type: ignore[attr-defined]
     # The same is true of a start that has failed, after which ranks call init_mesh again.
     start = prefixed.add(f"starts of {rank}", 1)
     client.store = dist.PrefixStore(f"start {start}", prefixed)  # type: ignore[attr-defined]
     return client, rank, int(os.environ["WORLD_SIZE"])
+
+
+def _find_store_of_start(launcher_store: Any, rank: int, limit: timedelta) -> Any:
+    """Connect with a store that rank 0 serves on the launcher's host until its process ends."""
+    connect = partial(dist.TCPStore, os.environ["MASTER_ADDR"], timeout=limit, wait_for_workers=False)  # type: ignore[attr-defined]
+    if rank > 0:
+        _compat.wait_in_store(launcher_store, [PORT], limit.total_seconds())
+        # Waits for rank 0 to listen there.
+        return connect(int(launcher_store.get(PORT)))
+    last_port = int(launcher_store.get(PORT)) if launcher_store.check([PORT]) else 0
+    serve = partial(connect, is_master=True, multi_tenant=True)
+    try:
+        store = serve(last_port)
+    except dist.DistError:
+        # Another process listens there. Others may be about to connect with that, and find this one when they restart.
+        store = serve(0)
+    launcher_store.set(PORT, f"{store.port}")
+    return store
 
 
 def _has_few_devices() -> bool:

@@ -10,6 +10,7 @@ from contextlib import suppress
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 import fshard as fs
 from fshard import _compat, comm
@@ -107,8 +108,32 @@ def fail_and_call_again(victim: int, places: list[str], moment: str, meshes: int
             print(type(error).__name__, str(error).splitlines()[0])
     for _ in range(2):
         mesh = make(30.0)
-        total = torch.ones(())
-        for name in ("a", "b"):
-            total = fs.psum(total, fs.axis_of(mesh, name))
-        print(total.item(), len(dist.distributed_c10d._world.pg_map))
+        print(sum_over(mesh), len(dist.distributed_c10d._world.pg_map))
     print(time.monotonic() - begin)
+
+
+def start_on_two_nodes(port: int, ranks: list[int], timeout: float) -> None:
+    """Make a mesh on some ranks, as torchrun starts them on two nodes by the store of a port.
+
+    If both are there, the last one fails at first, and they call again.
+    """
+    rank = int(os.environ["RANK"])
+    os.environ |= {"MASTER_PORT": f"{port}", "TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "2"}
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = f"{rank}"
+    if rank not in ranks:
+        return
+    if rank == len(ranks) - 1 == 1:
+        break_once("agree", fail)
+    for _ in ranks:
+        try:
+            print(sum_over(fs.init_mesh({"a": -1}, device="cpu", timeout=timeout)))
+        except BaseException as error:
+            print(type(error).__name__, str(error).splitlines()[0])
+
+
+def sum_over(mesh: DeviceMesh) -> float:
+    """Count the ranks of a mesh by sums over its axes."""
+    total = torch.ones(())
+    for name in mesh.mesh_dim_names:
+        total = fs.psum(total, fs.axis_of(mesh, name))
+    return total.item()

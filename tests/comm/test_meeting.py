@@ -94,7 +94,7 @@ def test_a_rank_that_fails_once_all_have_come_is_named_by_those_that_look_for_it
     assert victim.agree("the same", "".join, bool) == "the same"
     victim.__exit__(None, MemoryError("no memory"), None)
     assert first.agree("the same", "".join, bool) == "the same"
-    with pytest.raises(CollectiveError, match="^rank 1 failed in init_mesh: MemoryError: no memory\n"), first:
+    with pytest.raises(CollectiveError, match=r"^rank 1 failed in init_mesh: MemoryError: no memory\n"), first:
         first.connect()
 
 

@@ -1,8 +1,11 @@
 """A rank that fails in its first init_mesh, or a later one: once all ranks call it again, they train."""
 
-import pytest
+from datetime import timedelta
 
-from tests.comm.broken_meetings import fail_and_call_again
+import pytest
+import torch.distributed as dist
+
+from tests.comm.broken_meetings import fail_and_call_again, start_on_two_nodes
 from tests.forked_programs import run_on_ranks
 
 # The default group and those of the axes; of two ranks the first axis has the default group.
@@ -36,3 +39,16 @@ def test_ranks_that_call_init_mesh_again_make_their_mesh(size, victim, places, m
         # Groups that only some ranks had made are gone, and a later mesh makes none.
         assert before == after == f"{float(size)} {GROUPS[size] + 2 * meshes}", program
         assert float(seconds) < 20.0, program
+
+
+def test_ranks_of_two_nodes_start_again_in_the_store_of_torchrun():
+    """A rank that ended before it called init_mesh has counted fewer starts there than others; nodes count apart."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
+    absent = "CollectiveError init_mesh: {} within 1 s"
+    for rank, text in ((1, "expected the store of rank 0 or of the launcher at {}"), (0, "rank 1 did not call it")):
+        program = run_on_ranks(2, start_on_two_nodes, store.port, [rank], 1.0)[rank]
+        assert program.output.startswith(absent.format(text.format(f"127.0.0.1:{store.port}"))), program
+    programs = run_on_ranks(2, start_on_two_nodes, store.port, [0, 1], 30.0)
+    first, second = [program.output.splitlines() for program in programs]
+    assert first == ["CollectiveError " + TEXT.format(1), "2.0"], programs
+    assert second == ["MemoryError no memory", "2.0"], programs
