@@ -149,6 +149,22 @@ class _Selection(NamedTuple):
         return self.flat.unflatten(new_leaves)
 
 
+class _Traits(NamedTuple):
+    """What trials of a class show.
+
+    Attributes:
+        number_names: The names of state that is one number for a whole leaf, such as a step count.
+        common_names: The names of state that leaves of every shape have.
+        is_first_step_special: Whether a first step from zeros differs from one without a state.
+        writes_gradients: Whether a step writes to gradients, as with nesterov and foreach.
+    """
+
+    number_names: Names
+    common_names: set[str]
+    is_first_step_special: bool
+    writes_gradients: bool
+
+
 class _WrappedClass:
     """A torch class with its hyperparameters, as functions of trees."""
 
@@ -173,25 +189,20 @@ class _WrappedClass:
         self._order = order
         # Makes the torch optimizer, with the hyperparameters before the first update.
         self._make: Make = partial(cls, **initial)
-        # Torch refuses `capturable` for small CPU tensors.
-        initial.pop("capturable", None)
-        self._make_for_trial: Make = partial(cls, **initial)
+        defaults = _build_optimizer(self._make, (), (), {}).defaults
         # Kernels that read step counts on an accelerator.
-        defaults = _build_optimizer(self._make_for_trial, (), (), {}).defaults
         self._has_capturable = "capturable" in defaults
         self._injected = _read_injections(inject, defaults)
-        # The names of state that is one number for a whole leaf, such as a step count.
-        self._number_names, self._is_first_step_special, writes_gradients = _observe(self._make_for_trial)
-        # The names of state that leaves of every shape have.
-        self._common_names = _list_common_names(self._make_for_trial)
-        if _keeps_memory(_make_moving(self._make_for_trial)):
-            raise ValueError(
-                f"from_torch: {self._name} keeps something between steps that is not in the state of its parameters, "
-                "such as a count in its parameter groups. It would be lost. Keep it in self.state[parameter]."
-            )
+        # Torch refuses `capturable` for small CPU tensors.
+        initial.pop("capturable", None)
+        if "lr" in initial:
+            # A schedule may start from 0, and nothing would move.
+            initial["lr"] = 0.7
+        self._make_for_trial: Make = partial(cls, **initial)
+        self._traits = _observe(self._make_for_trial)
         changing = {name for name in hyper if callable(hyper[name])} | set(self._injected)
         # With other values than in the trial, a class may write to gradients. Its learning rate does not decide that.
-        self._may_write_gradients = writes_gradients or bool(changing - {"lr"})
+        self._may_write_gradients = self._traits.writes_gradients or bool(changing - {"lr"})
 
     def init(self, params: Tree) -> TorchState:
         """Make the state before the first update."""
@@ -207,7 +218,7 @@ class _WrappedClass:
                 self._remove_values(state, small, leaf)
         slots = self._make_slots({}, selection, states)
         hyper = {name: torch.tensor(value, dtype=torch.float64) for name, value in self._injected.items()}
-        return TorchState(zero(), slots, hyper, no_updates(params) if self._is_first_step_special else ())
+        return TorchState(zero(), slots, hyper, no_updates(params) if self._traits.is_first_step_special else ())
 
     def update(
         self,
@@ -225,7 +236,7 @@ class _WrappedClass:
         selection = _Selection(flat, list(gradients))
         counts: Tree = ()
         has_begun = [True] * len(gradients)
-        if self._is_first_step_special:
+        if self._traits.is_first_step_special:
             counts = count_updates(state.counts, grads)
             numbers = _move_numbers(selection.take(leaves_of(counts)), CPU)
             # The current update is counted.
@@ -245,7 +256,7 @@ class _WrappedClass:
 
     def _refuse_state(self, state: TorchState) -> None:
         """Refuse a state that another class made, on which SGD would begin anew. One without slots begins anyway."""
-        missing = sorted(self._common_names - state.slots.keys())
+        missing = sorted(self._traits.common_names - state.slots.keys())
         if missing and state.slots:
             slots = ", ".join(sorted(state.slots))
             raise ValueError(
@@ -264,13 +275,13 @@ class _WrappedClass:
         for name in dict.fromkeys(chain.from_iterable(states)):
             leaves = slots.get(name) or [None] * len(selection.flat.leaves)
             values = [state.get(name) for state in states]
-            new_slots[name] = selection.put(leaves, values, is_number=name in self._number_names)
+            new_slots[name] = selection.put(leaves, values, is_number=name in self._traits.number_names)
         return new_slots
 
     def _remove_values(self, state: State, small: torch.Tensor, leaf: Any) -> None:
         """Turn the state of a small tensor into that of a leaf without values. Numbers keep their values."""
         for name, value in state.items():
-            if name in self._number_names or not isinstance(value, torch.Tensor):
+            if name in self._traits.number_names or not isinstance(value, torch.Tensor):
                 continue
             if value.shape != small.shape:
                 raise ValueError(
@@ -313,7 +324,7 @@ class _WrappedClass:
     def _find_accelerator(self, states: States) -> torch.device | None:
         """Find the accelerator that holds the numbers of states, as inside `skip_nonfinite`; None if the CPU does."""
         first: State = next(filter(None, states), {})
-        for name in self._number_names:
+        for name in self._traits.number_names:
             if name in first and first[name].device.type not in ("cpu", "meta"):
                 return first[name].device
         return None
@@ -321,7 +332,7 @@ class _WrappedClass:
     def _put_numbers_on(self, device: torch.device, states: States) -> States:
         """Return states whose numbers are on a device."""
         new_states = [dict(state) for state in states]
-        for name in self._number_names:
+        for name in self._traits.number_names:
             holders = [state for state in new_states if name in state]
             numbers = _move_numbers([state[name] for state in holders], device)
             for state, number in zip(holders, numbers, strict=True):
@@ -330,7 +341,7 @@ class _WrappedClass:
 
     def _refuse_leaves(self, flat: Flat) -> None:
         """Refuse leaves that the class cannot step, or not with the bits that are promised."""
-        make = _make_moving(self._make_for_trial)
+        make = self._make_for_trial
         dtypes = {tensor_of(leaf).dtype for leaf in flat.leaves if is_trained(leaf)}
         if make.keywords.get("fused"):
             self._refuse_skipped_leaves(make, flat, dtypes)
@@ -525,60 +536,47 @@ def _zeros_like(value: Any) -> Any:
     return torch.zeros_like(value) if isinstance(value, torch.Tensor) else value
 
 
-def _observe(make: Make) -> tuple[Names, bool, bool]:
-    """Observe first steps of a small matrix: without a state, and from zeros.
+def _observe(make: Make) -> _Traits:
+    """Observe steps of a small matrix: without a state, from zeros, and by one optimizer that is kept.
 
-    Returns:
-        The names of state that is one number for a whole leaf; whether a first step from zeros differs from one without
-        a state; and whether a step writes to gradients, as with nesterov and foreach.
+    Raises:
+        ValueError: if steps of one optimizer differ from those of new ones that are given its states.
     """
     start = torch.linspace(-1.0, 1.0, 4).reshape(2, 2)
     used_grads = []
 
-    def try_step(make: Make, state: State) -> State:
+    def try_steps(make: Make, state: State, number: int = 1) -> State:
         tensor = start.clone()
-        grad = start.cos()
-        (new_state,) = _step_in_place(make, [tensor], [grad], [map_leaves(_make_writable, state)], {})
-        used_grads.append(grad)
-        return {**new_state, "": tensor}
+        for _ in range(number):
+            grad = start.cos()
+            (state,) = _step_in_place(make, [tensor], [grad], [map_leaves(_make_writable, state)], {})
+            used_grads.append(grad)
+        return {**state, "": tensor}
 
-    from_nothing = try_step(make, {})
+    from_nothing = try_steps(make, {})
     (zeros,) = _make_start_states(make, [start.clone()])
-    from_zeros = try_step(make, zeros)
+    from_zeros = try_steps(make, zeros)
+    kept = start.clone()
+    optimizer = _build_optimizer(make, [kept], [start.cos()], {})
+    for _ in range(3):
+        optimizer.step()
+        kept.grad = start.cos()
+    if not kept.equal(try_steps(make, {}, 3)[""]):
+        raise ValueError(
+            f"from_torch: {make.func.__name__} keeps something between steps that is not in the state of its "
+            "parameters, such as a count in its parameter groups. It would be lost. Keep it in self.state[parameter]."
+        )
+    common_names = set(zeros)
+    # Adafactor keeps other state for vectors than for matrices, and Muon refuses vectors.
+    with suppress(Exception):
+        common_names.intersection_update(*_make_start_states(make, [start[0].clone()]))
     # On accelerators torch chooses foreach by itself. Classes may not have it, or not for these hyperparameters.
     with suppress(Exception):
-        try_step(partial(make, foreach=make.keywords.get("foreach") is not False), {})
+        try_steps(partial(make, foreach=make.keywords.get("foreach") is not False), {})
     number_names = [name for name, value in from_nothing.items() if isinstance(value, torch.Tensor) and not value.dim()]
     is_special = any(torch.as_tensor(value != from_zeros[name]).any() for name, value in from_nothing.items())
-    return number_names, is_special, not all(grad.equal(start.cos()) for grad in used_grads)
-
-
-def _make_moving(make: Make) -> Make:
-    """Return an optimizer for trials that moves, where a schedule starts from a learning rate of 0."""
-    return partial(make, lr=0.7) if "lr" in make.keywords else make
-
-
-def _keeps_memory(make: Make) -> bool:
-    """Try whether steps of one optimizer differ from those of new ones that are given its states."""
-    start = torch.linspace(-1.0, 1.0, 4).reshape(2, 2)
-    kept, renewed = start.clone(), start.clone()
-    optimizer = _build_optimizer(make, [kept], [start], {})
-    states: States = [{}]
-    for _ in range(3):
-        kept.grad = start.cos()
-        optimizer.step()
-        states = _step_in_place(make, [renewed], [start.cos()], states, {})
-    return not kept.equal(renewed)
-
-
-def _list_common_names(make: Make) -> set[str]:
-    """List what a class keeps for a leaf of any shape: Adafactor keeps other state for vectors than for matrices."""
-    matrix = torch.ones(2, 2)
-    (names,) = map(set, _make_start_states(make, [matrix]))
-    # Muon refuses vectors.
-    with suppress(Exception):
-        names.intersection_update(*_make_start_states(make, [matrix[0]]))
-    return names
+    writes_gradients = not all(map(start.cos().equal, used_grads))
+    return _Traits(number_names, common_names, is_special, writes_gradients)
 
 
 def _describe_split(leaf: Any) -> str | None:
