@@ -38,7 +38,6 @@
 - `fake_axes`: axes of any sizes whose groups cannot communicate, to trace with.
 - `fake_maker`: makes tensors without values, to trace with.
 - `files`: the format of the files of a checkpoint: manifests, digests, and where chunks begin.
-- `find_job`: the name of the job that the launcher says; None if it says none.
 - `find_lifetimes`: when a graph's memory is taken and freed.
 - `find_misfits`: finds the leaves, and the results of collectives, that a graph uses as what they are not.
 - `find_order`: the `ReductionOrder` of a name: in which order sums are, and arithmetic whose bits that decides.
@@ -57,13 +56,11 @@
 - `is_donated`: whether a leaf was donated to an earlier call.
 - `is_fake`: whether a tensor has no values, as those of `fake_maker`.
 - `is_mask`: whether a value is a mask of leaves.
-- `is_restart`: whether torchrun has started these ranks again after a failure.
 - `is_tracing`: whether a program is traced, on tensors without values.
 - `is_trained`: whether a leaf takes a gradient.
 - `is_users_file`: whether a file is of the user's program, and not of fshard or torch.
 - `Jitted`: what `jit` returns; its method `make_program` makes a `Program`, of what was `Traced`, for a signature,
   `explain_trace` says why, and `trace_call` traces a call without running it.
-- `JOB_VARIABLES`: the variables of the environment by which launchers name a job.
 - `join_ranks`: merges which ranks have what, for `Exchange.merge_objects`.
 - `lay_out`: the header of a file of safetensors, and where each of its tensors begins.
 - `lay_out_call`: lays the arguments of a step out on a mesh of any size, to trace the step.
@@ -131,7 +128,6 @@
 - `transforms_active`: whether code runs under a transform of torch.func.
 - `Typed`: an output of a graph's node, and whether it should vary, for `find_misfits`.
 - `unflatten`: the tree of some leaves.
-- `unsaved_buffers`: the names of a module's buffers that its state dict does not have.
 - `unsharded`: full tensors of Sharded leaves, without the check that ranks make the same call.
 - `variance_of`: the collective of a node of autograd's graph, and what it makes of values that vary.
 - `walk_graph`: walks through a graph, to each place once.
@@ -147,16 +143,13 @@ from typing import TYPE_CHECKING
 from fshard import lazy_names
 from fshard import random as generators
 from fshard._compat import (
-    JOB_VARIABLES,
     NODE_OBSERVER,
     DispatchMode,
     any_dual,
     arguments_of,
     fake_maker,
-    find_job,
     is_differentiated,
     is_fake,
-    is_restart,
     is_tracing,
     name_without_wrappers,
     named_buffers,
@@ -167,7 +160,6 @@ from fshard._compat import (
     resolve_process_group,
     storage_key,
     transforms_active,
-    unsaved_buffers,
     without_saved_tensor_hooks,
 )
 from fshard.checkpoint import files
@@ -269,7 +261,6 @@ __all__ = [
     "BITS",
     "COUNT",
     "FRACTION",
-    "JOB_VARIABLES",
     "MASK",
     "NODE_OBSERVER",
     "NOT_NEGATIVE",
@@ -325,7 +316,6 @@ __all__ = [
     "fake_axes",
     "fake_maker",
     "files",
-    "find_job",
     "find_lifetimes",
     "find_misfits",
     "find_order",
@@ -341,7 +331,6 @@ __all__ = [
     "is_donated",
     "is_fake",
     "is_mask",
-    "is_restart",
     "is_tracing",
     "is_trained",
     "is_users_file",
@@ -399,7 +388,6 @@ __all__ = [
     "trace",
     "transforms_active",
     "unflatten",
-    "unsaved_buffers",
     "unsharded",
     "variance_of",
     "walk_graph",

@@ -107,12 +107,8 @@ def _run_under_transforms(f: Callable[..., Any], contexts: Contexts, args: Any, 
         with _replay_draws(random_state), recomputation_context:
             return run_on_tensors(*given)
 
-    flat = flatten((args, kwargs))
-    leaf_of = {
-        id(leaf.local): (path, leaf.spec)
-        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
-        if is_sharded(leaf)
-    }
+    named_leaves = flatten((args, kwargs)).named_leaves
+    leaf_of = {id(leaf.local): (path, leaf.spec) for path, leaf in named_leaves if is_sharded(leaf)}
     leaves = {i: leaf_of[id(tensor)] for i, tensor in enumerate(tensors) if id(tensor) in leaf_of}
     outputs = _Remat.apply(run_first, run_again, leaves, *tensors)
     return structure[0](outputs)

@@ -253,7 +253,7 @@ def check_same_step(api_name: str, given: Tree) -> None:
     for number, state in enumerate(states):
         name = "state" if len(states) == 1 else f"states[{number}]"
         counters = flatten(state._replace(params=(), buffers=(), key=None, transform_state=()))
-        for path, leaf in zip(counters.paths, counters.leaves, strict=True):
+        for path, leaf in counters.named_leaves:
             is_count = isinstance(leaf, torch.Tensor) and leaf.dtype is torch.int64 and not leaf.dim()
             if is_count and (path == ".step" or not is_owned):
                 counts[f"{name}{path}"] = str(int(leaf))
@@ -368,7 +368,8 @@ def chain(*transformations: GradientTransformation | Optimizer) -> Any:
     def run(grads: Tree, state: Tree, params: Tree, donate: bool = False) -> Updated:
         is_own = isinstance(state, tuple) and len(state) == len(transformations)
         expected = f"a state of {len(transformations)} transformations"
-        expect(is_own, "chain", expected, _describe_state(state), "pass the state that init of this chain made")
+        got = f"one of {len(state)}" if isinstance(state, tuple) else describe(state)
+        expect(is_own, "chain", expected, got, "pass the state that init of this chain made")
         make: Any = None
         states = []
         for i, (part, kept) in enumerate(zip(transformations, state, strict=True)):
@@ -384,11 +385,6 @@ def chain(*transformations: GradientTransformation | Optimizer) -> Any:
         return grads, tuple(states)
 
     return Optimizer(init, run, partial(run, donate=True)) if ends else GradientTransformation(init, run)
-
-
-def _describe_state(state: Tree) -> str:
-    """Describe the state that a chain was given."""
-    return f"one of {len(state)}" if isinstance(state, tuple) else describe(state)
 
 
 def _update_in_turn(update: Update, make: Any, grads: Tree, state: Tree, params: Tree) -> Updated:
@@ -422,8 +418,8 @@ def _describe_misfit(grad: Any, param: Any) -> tuple[str, str] | None:
     if not is_trained(param):
         return "a gradient", f"None for {'None' if param is None else 'a frozen leaf'}"
     if isinstance(grad, Sharded) and isinstance(param, Sharded):
-        if grad.spec is not param.spec and grad.spec != param.spec:
-            return describe_difference(grad.spec, param.spec)
+        if difference := describe_difference(grad.spec, param.spec):
+            return difference
         grad = grad.local
         param = param.local
     are_tensors = isinstance(grad, torch.Tensor) and isinstance(param, torch.Tensor)

@@ -6,7 +6,7 @@ import operator
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from types import CodeType
 from typing import Any
 from unittest.mock import patch
@@ -83,13 +83,6 @@ def hook_of(tensor: torch.Tensor) -> str | None:
 def transforms_active() -> bool:
     """Whether code runs under a torch.func transform. Checked on 2.13."""
     return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def outside_transforms() -> AbstractContextManager[object]:
-    """Run on plain tensors as though no torch.func transform were active. Checked on 2.13."""
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-    return temporarily_clear_interpreter_stack() if transforms_active() else nullcontext()
 
 
 def _wrapper_code(transform: Any) -> Any:

@@ -10,32 +10,9 @@ from contextlib import suppress
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
-# What launchers call a job. Restarts keep the name, and a new launch changes it. The first variable that is set counts.
-JOB_VARIABLES = (
-    "FSHARD_JOB_ID",
-    "TORCHELASTIC_RUN_ID",
-    "SLURM_JOB_ID",
-    "PBS_JOBID",
-    "LSB_JOBID",
-    "RAY_JOB_ID",
-)
-
-
-def find_job() -> str | None:
-    """Return the name of the job that this process belongs to; None if no launcher says one."""
-    names = [os.environ.get(variable, "") for variable in JOB_VARIABLES]
-    # torchrun calls every run "none" that has a port and no id.
-    return next((name for name in names if name not in ("", "none")), None)
-
-
 def ranks_on_host(ranks: int) -> int:
     """Return how many ranks a launcher has started on each host; all ranks if it does not say."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-
-
-def is_restart() -> bool:
-    """Tell whether torchrun has started these ranks again after a failure."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def report_to_launcher(text: str) -> None:

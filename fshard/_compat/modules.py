@@ -98,15 +98,6 @@ def named_modules(module: torch.nn.Module, remove_duplicate: bool = True) -> Ite
             yield name_without_wrappers(name), submodule
 
 
-def unsaved_buffers(module: torch.nn.Module) -> set[str]:
-    """The names of buffers that are not persistent, so that a state dict does not have them. Checked on 2.13."""
-    return {
-        f"{path}.{key}".lstrip(".")
-        for path, submodule in named_modules(module, remove_duplicate=False)
-        for key in submodule._non_persistent_buffers_set
-    }
-
-
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     """Find the module inside of wrappers, which hand out its attributes as their own. Checked on 2.13."""
     while True:

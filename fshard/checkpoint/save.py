@@ -140,7 +140,7 @@ def describe_state(exchange: Exchange, state: Tree, step: int) -> tuple[dict[str
     """Return the tensors by path and a manifest without chunks, and refuse leaves that cannot be saved."""
     flat = exchange.flat(state)
     refuse(f"{LABEL}: leaves cannot be saved", flat.problems(_describe_misfit), "keep them out of the state")
-    leaves = dict(zip(flat.paths, flat.leaves, strict=True))
+    leaves = dict(flat.named_leaves)
     tensors = {}
     stored = {}
     values = {}

@@ -93,7 +93,7 @@ def reduce_scatter(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
     """
     run = partial(_sum_and_split, dim=dim)
     transpose = partial(_concatenate, dim=dim, label="all_gather")
-    return collective("reduce_scatter", count_bools(tree), axis, run, transpose, dim=dim)
+    return collective("reduce_scatter", tree, axis, run, transpose, dim=dim)
 
 
 def all_to_all(tree: Tree, axis: Axis, split_dim: int, concat_dim: int) -> Tree:
@@ -263,16 +263,12 @@ def _split_into_pieces(tensor: torch.Tensor, axis: Axis, label: str, dim: int) -
 
 def _take_local_piece(tensors: Tensors, axis: Axis, label: str, dim: int) -> Tensors:
     local_rank = comm.rank(axis)
-    local_pieces = []
-    for tensor in tensors:
-        pieces = _split_into_pieces(tensor, axis, label, dim)
-        local_pieces.append(pieces[local_rank].contiguous())
-    return local_pieces
+    return [_split_into_pieces(tensor, axis, label, dim)[local_rank].contiguous() for tensor in tensors]
 
 
 def _sum_and_split(tensors: Tensors, axis: Axis, label: str, dim: int) -> Tensors:
     """Sum over ranks and keep this rank's piece of a dim."""
-    stacks = [_split_into_pieces(tensor, axis, label, dim) for tensor in tensors]
+    stacks = [_split_into_pieces(tensor, axis, label, dim) for tensor in count_bools(tensors)]
     return comm.reduce_scatter(stacks, axis, label)
 
 
@@ -306,14 +302,9 @@ def _exchange_rows(tensors: Tensors, axis: Axis, label: str, send: Sizes, receiv
 
 def _are_sizes(sizes: Sizes, axis: Axis) -> bool:
     """Whether there is one int of 0 or more for each rank. A bool or a number of numpy's is refused."""
-    if not isinstance(sizes, Iterable):
+    if not isinstance(sizes, Sequence) or len(sizes) != axis.size:
         return False
-    number = 0
-    for size in sizes:
-        if type(size) is not int or size < 0:
-            return False
-        number += 1
-    return number == axis.size
+    return all(type(size) is int and size >= 0 for size in sizes)
 
 
 def _permute(tensors: Tensors, axis: Axis, label: str, perm: Sequence[Pair]) -> Tensors:

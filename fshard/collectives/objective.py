@@ -51,7 +51,7 @@ def reduction_axes(flat: Flat, api_name: str, over: Over = None) -> tuple[Axis, 
     names = [getattr(axis, "name", axis) for axis in axes]
     expected = f"a transform that sums gradients over {names}, or owns pieces there"
     problems = []
-    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+    for path, leaf in flat.named_leaves:
         fits = leaf is None or (is_sharded(leaf) and not (misfits and leaf.spec in misfits))
         if not fits:
             problems.append(Problem(path, _describe_axes(leaf), expected))
@@ -130,8 +130,7 @@ def objective(loss: Loss, like: Tree, reduce: str = "mean", *, reduce_over: Over
     params = flatten(like)
     axes = reduction_axes(params, "objective", reduce_over)
     value, count = loss if isinstance(loss, tuple) else (loss, None)
-    paths = zip(params.paths, params.leaves, strict=True)
-    sharded = [(path, leaf.spec, leaf.local) for path, leaf in paths if is_sharded(leaf)]
+    sharded = [(path, leaf.spec, leaf.local) for path, leaf in params.named_leaves if is_sharded(leaf)]
     refuse_wrong_sums("objective", value, sharded)
     compared = describe_reduce_over(axes, reduce_over)
     comm.check_same_call("objective", shared_axes(params, axes), params, reduce=reduce, **compared)
@@ -223,22 +222,20 @@ def reduce_loss_and_usage(
         The sum, and for each leaf's path whether any rank used the leaf.
     """
     axes = [axis for axis in shared_axes if axis.size > 1]
-    if _compat.is_tracing():
+    # The host reads the flags. On an accelerator it would have to wait for all work that was queued before them.
+    if _compat.is_tracing() or (not loss.is_cpu and all(map(comm.supports_cpu_messages, axes))):
         for axis in axes:
             if axis in loss_axes:
                 (loss,) = comm.all_reduce([loss], axis, _LABEL)
-        return loss, _record_usage(used, shared_axes)
-    if loss.device.type != "cpu" and all(map(comm.supports_cpu_messages, axes)):
-        # The host reads the flags. On an accelerator it would have to wait for all work that was queued before them.
-        for axis in axes:
-            if axis in loss_axes:
-                (loss,) = comm.all_reduce([loss], axis, _LABEL)
+        if _compat.is_tracing():
+            usage: TracedUsage | None = _compat.trace_notes().get("usage")
+            # Ranks compare what calls in a trace use once, after the trace.
+            return loss, used if usage is None else usage.record(used, shared_axes)
         joint_flags = comm.join_flags(list(used.values()), axes, _LABEL)
         return loss, dict(zip(used, joint_flags, strict=True))
     # In the dtype of the loss, so that both can travel in one buffer. The copy does not block the host, as one from
     # pageable memory would; later work on the same stream sees it.
-    is_pinned = loss.device.type != "cpu"
-    flags = torch.tensor(list(used.values()), dtype=loss.dtype, device="cpu", pin_memory=is_pinned)
+    flags = torch.tensor(list(used.values()), dtype=loss.dtype, device="cpu", pin_memory=not loss.is_cpu)
     flags = flags.to(loss.device, non_blocking=True)
     for axis in axes:
         if axis in loss_axes:
@@ -247,12 +244,6 @@ def reduce_loss_and_usage(
             (flags,) = comm.all_reduce([flags], axis, _LABEL)
     num_users = zip(used, flags.tolist(), strict=True)
     return loss, {path: number > 0 for path, number in num_users}
-
-
-def _record_usage(used: dict[str, bool], axes: Sequence[Axis]) -> dict[str, bool]:
-    """Record which leaves a call in a trace uses; ranks compare them once, after the trace."""
-    usage: TracedUsage | None = _compat.trace_notes().get("usage")
-    return used if usage is None else usage.record(used, axes)
 
 
 def denominator(count: Any, axes: Sequence[Axis], reduce: str) -> Any:

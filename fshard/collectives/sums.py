@@ -5,8 +5,6 @@ values give varying ones and are their own transposes. `psum_invariant` and `pca
 a value that agrees between ranks, the second hands such a value to each rank's own math.
 """
 
-from typing import Any
-
 import torch
 
 from fshard import comm
@@ -47,8 +45,7 @@ def psum(tree: Tree, axis: Axis) -> Tree:
     >>> fs.testing.spmd(program, world=2)  # 1 + 4, and the derivatives of the two ranks' losses together
     [(5.0, 4.0), (5.0, 8.0)]
     """
-    tree = count_bools(tree)
-    return collective("psum", tree, axis, comm.all_reduce, comm.all_reduce, varies=VARYING_TO_VARYING)
+    return collective("psum", tree, axis, _sum, _sum, varies=VARYING_TO_VARYING)
 
 
 def pmean(tree: Tree, axis: Axis) -> Tree:
@@ -108,7 +105,7 @@ def pcast(tree: Tree, axis: Axis, *, to: str) -> Tree:
             f'pcast: to={to!r} is not supported; the only cast is to="varying". To make a varying value agree, use '
             "psum_invariant, pmax or all_gather_invariant."
         )
-    return collective("pcast", tree, axis, _same, comm.all_reduce, varies=AGREEING_TO_VARYING)
+    return collective("pcast", tree, axis, _same, _sum, varies=AGREEING_TO_VARYING)
 
 
 def psum_invariant(tree: Tree, axis: Axis) -> Tree:
@@ -136,8 +133,7 @@ def psum_invariant(tree: Tree, axis: Axis) -> Tree:
     >>> fs.testing.spmd(program, world=2)  # 1 + 4, and the derivatives of the one objective that the ranks share
     [(5.0, 2.0), (5.0, 4.0)]
     """
-    tree = count_bools(tree)
-    return collective("psum_invariant", tree, axis, comm.all_reduce, _same, varies=VARYING_TO_AGREEING)
+    return collective("psum_invariant", tree, axis, _sum, _same, varies=VARYING_TO_AGREEING)
 
 
 def pmax(tree: Tree, axis: Axis) -> Tree:
@@ -175,21 +171,13 @@ def pmax(tree: Tree, axis: Axis) -> Tree:
     return tree_map(lambda of_ranks: of_ranks.amax(0), rows)
 
 
-def count_bools(tree: Tree) -> Tree:
-    """Make integers of bools, whose sum would only say whether any is true. Follows torch.sum.
+def count_bools(tensors: Tensors) -> list[torch.Tensor]:
+    """Make integers of bools, whose sum would only say whether any is true. Follows torch.sum."""
+    return [tensor.long() if tensor.dtype is torch.bool else tensor for tensor in tensors]
 
-    Args:
-        tree: The operands of a collective, which may not be tensors yet.
 
-    Returns:
-        The tree, with int64 tensors for those of bools.
-    """
-
-    def convert(value: Any) -> Any:
-        is_bool = isinstance(value, torch.Tensor) and value.dtype == torch.bool
-        return value.long() if is_bool else value
-
-    return tree_map(convert, tree)
+def _sum(tensors: Tensors, axis: Axis, label: str) -> Tensors:
+    return comm.all_reduce(count_bools(tensors), axis, label)
 
 
 def _same(tensors: Tensors, axis: Axis, label: str) -> Tensors:

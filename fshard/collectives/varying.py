@@ -102,22 +102,17 @@ def find_misfits(starts: Iterable[Typed], leaves: Mapping[Any, tuple[str, Spec]]
 def _describe_misfit(misfit: Misfit, leaves: Mapping[Any, tuple[str, Spec]], axis: Axis) -> Problem:
     """Describe a leaf, or a result of a collective, that is used as what it is not."""
     place = misfit.place
-    if place.node not in leaves:
-        return _describe_result(place, axis)
-    stored_as = "replicated" if place.varies else "split"
-    remedy = "apply fs.gather or fs.pcast first" if place.varies else "apply fs.psum_invariant"
-    expected = f"a value that {KINDS[place.varies]} between ranks ({remedy})"
-    return Problem(leaves[place.node][0], f"a leaf that is {stored_as} over {axis.name!r}", expected)
-
-
-def _describe_result(place: Typed, axis: Axis) -> Problem:
-    """Describe a result of a collective that is used as what it is not."""
-    variance = variance_of(place.node)
-    advice = "apply fs.pcast first" if place.varies else "apply fs.psum_invariant to a value computed from it"
-    remedy = ADVICE.get(variance.name, advice)
-    got = f"{variance.name} over {axis.name!r}, whose result {KINDS[not place.varies]}"
-    expected = f"a value that {KINDS[place.varies]} between ranks ({remedy})"
-    return Problem("a leaf that the function computes", got, expected)
+    cast = "fs.pcast first" if place.varies else "fs.psum_invariant"
+    if place.node in leaves:
+        path, _ = leaves[place.node]
+        remedy = f"apply fs.gather or {cast}" if place.varies else f"apply {cast}"
+        got = f"a leaf that is {'replicated' if place.varies else 'split'} over {axis.name!r}"
+    else:
+        path = "a leaf that the function computes"
+        name = variance_of(place.node).name
+        remedy = ADVICE.get(name, f"apply {cast}" if place.varies else f"apply {cast} to a value computed from it")
+        got = f"{name} over {axis.name!r}, whose result {KINDS[not place.varies]}"
+    return Problem(path, got, f"a value that {KINDS[place.varies]} between ranks ({remedy})")
 
 
 def _inputs(place: Typed, axis: Axis) -> list[Typed]:

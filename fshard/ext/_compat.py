@@ -44,6 +44,15 @@ def import_for_traces() -> None:
     import torch.export._trace  # noqa: F401
 
 
+def unsaved_buffers(module: torch.nn.Module) -> set[str]:
+    """The names of buffers that are not persistent, so that a state dict does not have them. Checked on 2.13."""
+    return {
+        f"{path}.{key}".lstrip(".")
+        for path, submodule in named_modules(module, remove_duplicate=False)
+        for key in submodule._non_persistent_buffers_set
+    }
+
+
 def fuses_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the kernel takes these. Checked on 2.13."""
     return q.is_cpu and q.dtype in _DTYPES and q.shape[-1] == v.shape[-1]

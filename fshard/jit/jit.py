@@ -418,7 +418,7 @@ def _can_guard(signature: Signature, tensors: Sequence[torch.Tensor]) -> bool:
 def _refuse_changed_values(changes: Mapping[str, str], flat: Flat) -> None:
     """Refuse leaves such as numbers, which the trace made part of the graph, if they have another value now."""
     problems = []
-    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+    for path, leaf in flat.named_leaves:
         # None is part of the structure, and static arguments may change.
         if path in changes and not isinstance(leaf, Exact | torch.Tensor | Sharded | None):
             problems.append(Problem(path, changes[path]))

@@ -83,7 +83,7 @@ def make_outline(flat: Flat) -> Signature:
 
 def _refuse_unhashable(flat: Flat) -> None:
     """Refuse the first leaf that cannot be hashed, with its path."""
-    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+    for path, leaf in flat.named_leaves:
         if not isinstance(leaf, torch.Tensor | Sharded):
             remedy = (
                 "Pass tensors in dicts, lists, tuples or classes of fs.register_dataclass (dict(batch) of a batch of "

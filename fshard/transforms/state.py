@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from fshard.errors import Problem, refuse
+from fshard.errors import refuse
 from fshard.transforms.structure import reduction
 from fshard.tree import Flat, Sharded, Spec, Tree, flatten, is_sharded, map_leaves
 from fshard.tree.checks import check_local, describe
+from fshard.tree.flat import Misfit
 
 # Where a verb is called without a state, because None is what transforms without one have.
 ABSENT: Any = ...
@@ -70,17 +71,17 @@ def states_of(api_name: str, flat: Flat, state: Tree) -> list[Tree]:
         state = flat.unflatten([None] * len(flat.leaves))
     check_local(f"{api_name} with transform_state", flatten(state))
     rows = flat.treedef.flatten_up_to(state)
-    problems = []
-    for path, leaf, row in zip(flat.paths, flat.leaves, rows, strict=True):
+
+    def misfit(leaf: Any, row: Tree) -> Misfit:
         expected = _expected_kind(leaf.spec, leaf.local.dtype) if is_sharded(leaf) else "None"
         kind = _kind(row)
-        if kind != expected:
-            problems.append(Problem(path, kind, expected))
+        return None if kind == expected else (kind, expected)
+
     remedy = (
         "pass transform_state=fs.transform_state(params) in the first step, and the state that the previous call "
         "returned afterwards"
     )
-    refuse(f"{api_name}: transform_state does not fit the parameters", problems, remedy)
+    refuse(f"{api_name}: transform_state does not fit the parameters", flat.problems(misfit, rows), remedy)
     return [map_leaves(lambda leaf: leaf and leaf.local[0], row) for row in rows]
 
 

@@ -271,10 +271,8 @@ def check_tensors(api_name: str, flat: Flat) -> None:
             return None
         return describe(leaf), "a Sharded leaf or a tensor"
 
-    problems = flat.problems(misfit)
-    if problems:
-        remedy = tree_remedy(flat.leaves, "keep other values out of the tree")
-        refuse(f"{api_name}: leaves are no tensors", problems, remedy)
+    remedy = tree_remedy(flat.leaves, "keep other values out of the tree")
+    refuse(f"{api_name}: leaves are no tensors", flat.problems(misfit), remedy)
 
 
 def is_differentiable(tensor: torch.Tensor) -> bool:

@@ -33,6 +33,11 @@ class Flat(_Flat):
         return _paths(self.treedef)
 
     @property
+    def named_leaves(self) -> Iterator[tuple[str, Any]]:
+        """Path and leaf of each leaf."""
+        return zip(self.paths, self.leaves, strict=True)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The leaves' names: their keys, indices and fields joined by dots, as in blocks.0.norm."""
         return names_of(self.treedef)

@@ -146,8 +146,7 @@ def _check_beside(tree: Tree, other: Tree) -> None:
         if not is_sharded(leaf):
             is_full = isinstance(leaf, torch.Tensor) and leaf.shape == spec.shape != spec.local_shape
             return ("a full tensor", f"a Sharded leaf with {spec.partition}") if is_full else None
-        # Most leaves of two trees share one spec object, and specs are slow to compare.
-        return None if leaf.spec is spec or leaf.spec == spec else describe_difference(leaf.spec, spec)
+        return describe_difference(leaf.spec, spec)
 
     problems = flat.problems(misfit, expected.leaves)
     refuse("tree_map: specs differ", problems, "shard both in the same way, frozen= included")

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import fshard as fs
+from fshard.ext._compat import unsaved_buffers
 from fshard.extend import (
     Entry,
     Exchange,
@@ -19,7 +20,6 @@ from fshard.extend import (
     name_without_wrappers,
     refuse,
     tensor_of,
-    unsaved_buffers,
     unsharded,
 )
 

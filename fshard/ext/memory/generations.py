@@ -23,19 +23,16 @@ from typing import Any
 import torch
 
 from fshard.checkpoint import CheckpointError
-from fshard.ext.memory.job_directory import find_directory, make_private
+from fshard.ext.memory.job_directory import JOB_VARIABLES, find_directory, find_job, is_restart, make_private
 from fshard.ext.memory.neighbours import Neighbours, fetch_part
 from fshard.ext.memory.search import Generation, search_generations
 from fshard.ext.memory.slots import SLOTS, VERSION, SlotWriter, slot_path
 from fshard.extend import (
-    JOB_VARIABLES,
     Exchange,
     choose_boxes,
     describe_state,
     files,
-    find_job,
     flatten,
-    is_restart,
     ranks_on_host,
     tensor_of,
     transforms_active,

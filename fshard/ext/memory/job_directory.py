@@ -7,7 +7,30 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from fshard.extend import expect_file, files, find_job, this_process
+from fshard.extend import expect_file, files, read_environment, this_process
+
+# What launchers call a job. Restarts keep the name, and a new launch changes it. The first variable that is set counts.
+JOB_VARIABLES = (
+    "FSHARD_JOB_ID",
+    "TORCHELASTIC_RUN_ID",
+    "SLURM_JOB_ID",
+    "PBS_JOBID",
+    "LSB_JOBID",
+    "RAY_JOB_ID",
+)
+
+
+def find_job() -> str | None:
+    """Return the name of the job that this process belongs to; None if no launcher says one."""
+    environment = read_environment()
+    names = [environment.get(variable, "") for variable in JOB_VARIABLES]
+    # torchrun calls every run "none" that has a port and no id.
+    return next((name for name in names if name not in ("", "none")), None)
+
+
+def is_restart() -> bool:
+    """Tell whether torchrun has started these ranks again after a failure."""
+    return read_environment().get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def find_directory(root: Path | None, checkpoints: Path) -> Path | None:

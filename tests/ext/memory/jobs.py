@@ -2,12 +2,13 @@
 
 import pytest
 
-from fshard import _compat, checkpoint
+from fshard import checkpoint
+from fshard.ext.memory.job_directory import JOB_VARIABLES
 
 
 def be_job(monkeypatch: pytest.MonkeyPatch, name: str = "1", **variables: str) -> None:
     """Let the processes of this test belong to a job."""
-    for variable in (*_compat.JOB_VARIABLES, "LOCAL_WORLD_SIZE"):
+    for variable in (*JOB_VARIABLES, "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(variable, raising=False)
     for variable, value in {"FSHARD_JOB_ID": name, **variables}.items():
         monkeypatch.setenv(variable, value)

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from fshard import _compat, checkpoint
+from fshard import checkpoint
 from fshard.ext.memory import slots
+from fshard.ext.memory.job_directory import JOB_VARIABLES
 from fshard.testing import spmd
 from tests.checkpoint.states import assert_same, full, refused, refused_everywhere, split
 from tests.ext.memory.jobs import be_job, manager, save_steps, slots_in
@@ -20,7 +21,7 @@ def job(monkeypatch):
     be_job(monkeypatch)
 
 
-@pytest.mark.parametrize("variable", _compat.JOB_VARIABLES)
+@pytest.mark.parametrize("variable", JOB_VARIABLES)
 def test_a_restart_keeps_the_job_and_a_new_launch_changes_it(variable, tmp_path, monkeypatch):
     """After a new launch the disk counts, and its first save removes what the job before has left."""
     be_job(monkeypatch, "", **{variable: "1"})
