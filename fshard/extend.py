@@ -23,7 +23,6 @@
 - `count_flops`: the floating-point operations of a node of a graph.
 - `count_updates`: new counts of the updates of each leaf, one more if it has a gradient.
 - `custom_call`: a differentiable function that communicates in its forward and its backward.
-- `DispatchMode`: torch's class of modes that see each operator of a thread.
 - `describe`: says what a value is, for an error.
 - `describe_state`: the tensors of a state by path, and a manifest of it without chunks.
 - `device_of`: the device of this rank's tensor of a leaf, or the one that it would be on.
@@ -37,8 +36,10 @@
 - `expect_file`: refuses a file unless it is as expected.
 - `fake_axes`: axes of any sizes whose groups cannot communicate, to trace with.
 - `fake_maker`: makes tensors without values, to trace with.
+- `fake_process_groups`: lets there be process groups that cannot communicate, for traces.
 - `files`: the format of the files of a checkpoint: manifests, digests, and where chunks begin.
 - `find_lifetimes`: when a graph's memory is taken and freed.
+- `find_machine`: which machine this is, since it booted.
 - `find_misfits`: finds the leaves, and the results of collectives, that a graph uses as what they are not.
 - `find_order`: the `ReductionOrder` of a name: in which order sums are, and arithmetic whose bits that decides.
 - `fingerprint`: a text of a leaf and its spec, for ranks to compare.
@@ -104,11 +105,11 @@
 - `Rates`: the speed of a device and its links.
 - `record_on_tape`: runs collectives of a graph in one order on every rank, also in its backward.
 - `refuse`: refuses the leaves that are wrong, if there are any.
+- `refuse_other`: refuses collectives over other axes than those of a trace.
 - `resolve_process_group`: the process group of a name.
 - `run_update`: runs a transformation's update, and refuses what is no pair of a tree like the one given and a state.
 - `same_structure`: refuses a tree whose structure differs from another's.
 - `setting`: sets a variable of a context, such as `OBSERVED`, inside a block.
-- `sockets_of_axis`: how many sockets a rank opens for an axis.
 - `sockets_of_mesh`: how many it opens for the first mesh of a run.
 - `StepGraph`: the graph of what was `Traced`, with its collectives and its memory, as `make_graph` returns it.
 - `start_scatter`: starts the scatter of a transform, with its state if it has one.
@@ -121,7 +122,6 @@
 - `supports_cpu_messages`: whether the ranks of an axis can send each other tensors of the processor.
 - `tensor_of`: the tensor that this rank holds of a leaf.
 - `tensors_of`: the `tensor_of` each of many leaves.
-- `this_process`: which process this is, on which machine.
 - `tolerance`: how far values may be apart that differ by rounding alone.
 - `TorchState`: the state of an optimizer that `from_torch` made.
 - `trace`: records a function as a graph, of what was `Traced`.
@@ -144,10 +144,10 @@ from fshard import lazy_names
 from fshard import random as generators
 from fshard._compat import (
     NODE_OBSERVER,
-    DispatchMode,
     any_dual,
     arguments_of,
     fake_maker,
+    fake_process_groups,
     is_differentiated,
     is_fake,
     is_tracing,
@@ -191,9 +191,10 @@ from fshard.comm import (
     supports_cpu_messages,
     watched,
 )
+from fshard.comm.collective import refuse_other
 from fshard.comm.ops import held_in_flight
-from fshard.comm.processes import name_ranks, this_process
-from fshard.comm.sockets import sockets_of_axis, sockets_of_mesh
+from fshard.comm.processes import find_machine, name_ranks
+from fshard.comm.sockets import sockets_of_mesh
 from fshard.engine import EngineCall
 from fshard.errors import Problem, expect, is_users_file, refuse
 from fshard.init import drawing
@@ -204,7 +205,7 @@ from fshard.jit.graph_pass import GraphPass, PassedGraph
 from fshard.jit.passes import fold_views_and_remove_dead_nodes
 from fshard.jit.signature import make_aval
 from fshard.jit.trace import trace
-from fshard.mesh import Mesh, fake_axes, process_rank, ranks_of, read_environment
+from fshard.mesh import Mesh, process_rank, ranks_of, read_environment
 from fshard.optim.block_sums import BITS, sum_digits, sum_powers
 from fshard.optim.from_torch import TorchState
 from fshard.optim.leaves import count_updates, map_trained_leaves, no_updates, partition_axes, zero
@@ -253,7 +254,7 @@ from fshard.update import run_update
 
 if TYPE_CHECKING:
     from fshard.ext.jit.graph import StepGraph, find_lifetimes
-    from fshard.ext.plan.plan import lay_out_call
+    from fshard.ext.plan.plan import fake_axes, lay_out_call
     from fshard.ext.plan.report import Rates, check_rates, count_flops
     from fshard.ext.plan.timeline import estimate_operator
 
@@ -267,7 +268,6 @@ __all__ = [
     "OBSERVED",
     "POSITIVE",
     "Box",
-    "DispatchMode",
     "EngineCall",
     "Entry",
     "Exchange",
@@ -315,8 +315,10 @@ __all__ = [
     "expect_file",
     "fake_axes",
     "fake_maker",
+    "fake_process_groups",
     "files",
     "find_lifetimes",
+    "find_machine",
     "find_misfits",
     "find_order",
     "fingerprint",
@@ -367,11 +369,11 @@ __all__ = [
     "read_environment",
     "record_on_tape",
     "refuse",
+    "refuse_other",
     "resolve_process_group",
     "run_update",
     "same_structure",
     "setting",
-    "sockets_of_axis",
     "sockets_of_mesh",
     "start_scatter",
     "storage_key",
@@ -383,7 +385,6 @@ __all__ = [
     "supports_cpu_messages",
     "tensor_of",
     "tensors_of",
-    "this_process",
     "tolerance",
     "trace",
     "transforms_active",

@@ -4,12 +4,12 @@ import atexit
 import json
 import math
 import os
-import uuid
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +24,9 @@ from fshard.comm import (
     is_simulated,
     list_peers,
     rank_state,
-    refuse_other,
     wake_waiting,
 )
-from fshard.comm.processes import this_process
+from fshard.comm.processes import find_machine
 from fshard.comm.sockets import STORE_CLIENTS, allow_sockets, sockets_of_mesh
 from fshard.errors import expect
 from fshard.tree import Axis
@@ -104,7 +103,8 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: f
     ranks = torch.arange(math.prod(sizes), device="cpu").reshape(sizes)
     with _meet(limit) as meeting:
         rows = _find_rows(ranks, meeting.rank)
-        meeting.peers = _find_peers(rows, meeting.rank)
+        # On all axes.
+        meeting.peers = sorted(set[int]().union(*[list_peers(meeting.rank, row) for row in rows]))
         agreed = _agree(_make_request(asked, device, rows, limit, meeting), meeting)
         meeting.connect()
         if not dist.is_initialized():
@@ -176,44 +176,6 @@ def axis_of(mesh: Mesh | Axis, name: str | None = None) -> Axis:
         expect(False, "mesh", needed, f"rank {dist.get_rank()}", "call it on these alone")
     _compat.release_groups_at_exit(mesh)
     return Axis(name, mesh.size(names.index(name)), mesh.get_group(name).group_name, mesh.device_type)
-
-
-@contextmanager
-def fake_axes(what: str, sizes: Mapping[str, int], place: Mapping[str, int], backend: str) -> Iterator[dict[str, Axis]]:
-    """Let there be axes to trace with, whose groups cannot communicate, and no others to send over.
-
-    torch.distributed need not run, and does so undisturbed.
-
-    Args:
-        what: Who asks, for the error of a collective over another axis.
-        sizes: Ranks on each axis by its name.
-        place: This process's coordinate on each.
-        backend: "nccl" or "gloo": the backend that algorithms of collectives are chosen for.
-
-    Yields:
-        The axes by their names.
-
-    >>> import torch, fshard as fs
-    >>> from fshard.extend import fake_axes
-    >>> with fake_axes("example", {"shard": 4096}, {"shard": 0}, "nccl") as axes:
-    ...     fs.make_graph(lambda x: fs.all_gather(x, axes["shard"]))(torch.ones(2)).bytes_sent()
-    32760.0
-    """
-    # Names of their own keep them from being taken for real groups.
-    axes = {name: Axis(name, size, f"fake {name} {uuid.uuid4().hex}") for name, size in sizes.items()}
-    groups = {axis.group_name: (place[name], axis.size) for name, axis in axes.items()}
-
-    def check(axis: Axis) -> None:
-        found = f"{axis.name!r} of {axis.size} ranks, which the step closes over"
-        remedy = "pass axes as arguments, or read them from the state's leaves, as leaf.spec.axes"
-        expect(axis in axes.values(), what, "axes of the planned mesh", found, remedy)
-
-    token = refuse_other.set(check)
-    try:
-        with _compat.fake_process_groups(groups, backend):
-            yield axes
-    finally:
-        refuse_other.reset(token)
 
 
 def all_ranks_axis() -> Axis:
@@ -290,15 +252,6 @@ def _find_rows(ranks: torch.Tensor, rank: int) -> list[list[int]]:
     return rows
 
 
-def _find_peers(rows: Sequence[list[int]], rank: int) -> list[int]:
-    """Find the ranks that a rank has links with on all axes."""
-    peers = set[int]()
-    for row in rows:
-        places = list_peers(row.index(rank), len(row))
-        peers.update(row[place] for place in places)
-    return sorted(peers)
-
-
 def _make_groups(
     rows: Sequence[list[int]],
     limit: timedelta,
@@ -317,8 +270,7 @@ def _make_groups(
             # Where some ranks failed as they made groups, only others have them.
             if group not in (None, dist.group.WORLD):
                 dist.destroy_process_group(group)
-            make = partial(_compat.make_group, row, limit, meeting.prefix)
-            group = meeting.run(make)
+            group = meeting.run(partial(_compat.make_group, row, limit, meeting.prefix))
         groups[tuple(row)] = group
     return [groups[tuple(row)] for row in rows]
 
@@ -363,20 +315,18 @@ def _make_request(
     meeting: Meeting,
 ) -> _Request:
     """What this rank brings; where torch.distributed does not run, there are no groups."""
-    if not dist.is_initialized():
-        identity = ""
-        if device != "cpu" and _has_few_devices():
-            # A launcher may also let each rank see one device of its own alone.
-            identity = f"{this_process().machine} {_compat.device_identity(device)}"
-        sizes = list(map(len, rows))
-        lacks = _find_lack(device, sizes, meeting)
-        return _Request(mesh, lacks=lacks, device=identity)
-    state = rank_state()
-    generation = state.generation + (state.failure.reason is not None)
-    has_group = [_compat.find_group(row, limit) is not None for row in rows]
-    new_sizes = [len(row) for row, is_there in zip(rows, has_group, strict=True) if not is_there]
-    lacks = _find_lack(device, new_sizes, meeting)
-    return _Request(mesh, has_group, generation, lacks)
+    has_group: list[bool] = []
+    generation = 0
+    identity = ""
+    if dist.is_initialized():
+        state = rank_state()
+        generation = state.generation + (state.failure.reason is not None)
+        has_group = [_compat.find_group(row, limit) is not None for row in rows]
+    elif device != "cpu" and _has_few_devices():
+        # A launcher may also let each rank see one device of its own alone.
+        identity = f"{find_machine()} {_compat.device_identity(device)}"
+    new_sizes = [len(row) for row, is_there in zip_longest(rows, has_group) if not is_there]
+    return _Request(mesh, has_group, generation, _find_lack(device, new_sizes, meeting), identity)
 
 
 def _find_lack(device: str, sizes: Sequence[int], meeting: Meeting) -> str:

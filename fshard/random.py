@@ -13,7 +13,7 @@ from fshard.tree import Axis
 from fshard.tree.checks import describe
 
 __all__ = ["EFFECTS", "fold_in", "keeping_generators", "key_of"]
-__all__ += ["random_state", "seed", "seeded", "set_random_state", "words_at"]
+__all__ += ["random_state", "restoring_state", "seed", "seeded", "set_random_state", "words_at"]
 
 
 def fold_in(key: torch.Tensor | int, data: torch.Tensor | int | Axis) -> torch.Tensor:
@@ -127,6 +127,16 @@ def keeping_generators() -> AbstractContextManager[None]:
 
 
 @contextmanager
+def restoring_state() -> Iterator[None]:
+    """Put the states of this process's generators back at the end of a context, in a graph too."""
+    before = _compat.plain(random_state())
+    try:
+        yield
+    finally:
+        set_random_state(before)
+
+
+@contextmanager
 def seeded(key: torch.Tensor | int) -> Iterator[None]:
     """Draw torch's random numbers from a key, and put the generators' states back.
 
@@ -134,13 +144,10 @@ def seeded(key: torch.Tensor | int) -> Iterator[None]:
     """
     key = key_of("apply", key)
     if _compat.is_tracing():
-        before = random_state()
-        # A sum, because an operator of constants alone would run now.
-        seed(torch.zeros((), dtype=torch.int64) + key)
-        try:
+        with restoring_state():
+            # A sum, because an operator of constants alone would run now.
+            seed(torch.zeros((), dtype=torch.int64) + key)
             yield
-        finally:
-            set_random_state(before)
         return
     with keeping_generators():
         _seed(key)

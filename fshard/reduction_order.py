@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from fshard.collectives import Over
+from fshard.comm.collective import sum_in_tree
 from fshard.errors import Problem, expect, refuse
 from fshard.microbatches import Share, share_of
 from fshard.transforms.axis import _FullyShard, _SplitDim
@@ -145,10 +146,7 @@ class TreeSum:
 def add_rows_in_tree(rows: torch.Tensor) -> torch.Tensor:
     """Add up the rows of a tensor, a power of two of them, in a binary tree."""
     # A negative zero counts as a zero, as it does where other ranks' zeros are added to it.
-    rows = rows + 0.0
-    while len(rows) > 1:
-        rows = rows[0::2] + rows[1::2]
-    return rows[0]
+    return sum_in_tree(list(rows + 0.0))
 
 
 class ReductionOrder:

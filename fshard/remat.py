@@ -1,7 +1,6 @@
 """remat: compute again in the backward rather than keep what a function saves."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -96,7 +95,7 @@ def _run_under_transforms(f: Callable[..., Any], contexts: Contexts, args: Any, 
         structure[:] = [put_result]
         return tuple(outputs)
 
-    random_state = _read_generators()
+    random_state = _compat.plain(random.random_state())
     forward_context, recomputation_context = contexts()
 
     def run_first(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -104,12 +103,20 @@ def _run_under_transforms(f: Callable[..., Any], contexts: Contexts, args: Any, 
             return run_on_tensors(*given)
 
     def run_again(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        with _replay_draws(random_state), recomputation_context:
-            return run_on_tensors(*given)
+        with random.restoring_state():
+            # Draw what the forward drew.
+            random.set_random_state(random_state)
+            with recomputation_context:
+                return run_on_tensors(*given)
 
-    named_leaves = flatten((args, kwargs)).named_leaves
-    leaf_of = {id(leaf.local): (path, leaf.spec) for path, leaf in named_leaves if is_sharded(leaf)}
-    leaves = {i: leaf_of[id(tensor)] for i, tensor in enumerate(tensors) if id(tensor) in leaf_of}
+    leaf_of = {}
+    for path, leaf in flatten((args, kwargs)).named_leaves:
+        if is_sharded(leaf):
+            leaf_of[id(leaf.local)] = path, leaf.spec
+    leaves = {}
+    for i, tensor in enumerate(tensors):
+        if id(tensor) in leaf_of:
+            leaves[i] = leaf_of[id(tensor)]
     outputs = _Remat.apply(run_first, run_again, leaves, *tensors)
     return structure[0](outputs)
 
@@ -136,21 +143,6 @@ def _recompute_whole_where_needed(f: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return run
-
-
-@contextmanager
-def _replay_draws(state: torch.Tensor) -> Iterator[None]:
-    """Let torch's generators draw again what they drew from some state on, and put their own state back."""
-    before = _read_generators()
-    random.set_random_state(state)
-    try:
-        yield
-    finally:
-        random.set_random_state(before)
-
-
-def _read_generators() -> torch.Tensor:
-    return _compat.plain(random.random_state())
 
 
 class _ArgumentsOnly(TorchFunctionMode):
@@ -182,7 +174,10 @@ class _Remat(Function):
 
     @staticmethod
     def forward(
-        run_first: OnTensors, run_again: OnTensors, leaves: Leaves, *tensors: torch.Tensor
+        run_first: OnTensors,
+        run_again: OnTensors,
+        leaves: Leaves,
+        *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         with _ArgumentsOnly(tensors):
             outputs = run_first(*tensors)

@@ -50,9 +50,8 @@ def plan_units(module: nn.Module, units: Units) -> list[ModuleUnit]:
     planned = []
     for number, path in enumerate(paths):
         end = number + units_inside[path]
-        is_lookup = _is_lookup(modules[path])
         is_selected = path != "" and path in selected
-        planned.append(ModuleUnit(path, tuple(names_by_path[path]), end, is_lookup, is_selected))
+        planned.append(ModuleUnit(path, tuple(names_by_path[path]), end, _is_lookup(modules[path]), is_selected))
     return planned
 
 

@@ -74,7 +74,9 @@ def name_without_wrappers(name: str) -> str:
 
     Checked on 2.13. torch.compile adds `_orig_mod`, which state_dict keeps.
     """
-    return ".".join(part for part in name.split(".") if part != _WRAPPED) if _WRAPPED in name else name
+    if _WRAPPED not in name:
+        return name
+    return ".".join(part for part in name.split(".") if part != _WRAPPED)
 
 
 def named_parameters(

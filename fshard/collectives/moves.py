@@ -263,7 +263,10 @@ def _split_into_pieces(tensor: torch.Tensor, axis: Axis, label: str, dim: int) -
 
 def _take_local_piece(tensors: Tensors, axis: Axis, label: str, dim: int) -> Tensors:
     local_rank = comm.rank(axis)
-    return [_split_into_pieces(tensor, axis, label, dim)[local_rank].contiguous() for tensor in tensors]
+    local_pieces = []
+    for tensor in tensors:
+        local_pieces.append(_split_into_pieces(tensor, axis, label, dim)[local_rank].contiguous())
+    return local_pieces
 
 
 def _sum_and_split(tensors: Tensors, axis: Axis, label: str, dim: int) -> Tensors:
@@ -329,8 +332,7 @@ def _permute(tensors: Tensors, axis: Axis, label: str, perm: Sequence[Pair]) -> 
 
 def _send_from(tensors: Tensors, axis: Axis, label: str, root: int) -> Tensors:
     """Send one rank's tensors to all ranks."""
-    to_all = [(root, rank) for rank in range(axis.size)]
-    return _permute(tensors, axis, label, to_all)
+    return _permute(tensors, axis, label, [(root, rank) for rank in range(axis.size)])
 
 
 def _keep_at(tensors: Tensors, axis: Axis, label: str, root: int) -> Tensors:

@@ -228,7 +228,7 @@ def reduce_loss_and_usage(
             if axis in loss_axes:
                 (loss,) = comm.all_reduce([loss], axis, _LABEL)
         if _compat.is_tracing():
-            usage: TracedUsage | None = _compat.trace_notes().get("usage")
+            usage = _compat.trace_notes().get("usage")
             # Ranks compare what calls in a trace use once, after the trace.
             return loss, used if usage is None else usage.record(used, shared_axes)
         joint_flags = comm.join_flags(list(used.values()), axes, _LABEL)
@@ -242,8 +242,7 @@ def reduce_loss_and_usage(
             loss, flags = comm.all_reduce([loss, flags], axis, _LABEL)
         else:
             (flags,) = comm.all_reduce([flags], axis, _LABEL)
-    num_users = zip(used, flags.tolist(), strict=True)
-    return loss, {path: number > 0 for path, number in num_users}
+    return loss, {path: number > 0 for path, number in zip(used, flags.tolist(), strict=True)}
 
 
 def denominator(count: Any, axes: Sequence[Axis], reduce: str) -> Any:

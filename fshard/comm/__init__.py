@@ -6,12 +6,12 @@
 from fshard.comm.agree import (
     VERB,
     all_gather_object,
-    are_texts_equal,
     axes_in,
     call,
     calling,
     check_same_call,
     check_same_facts,
+    find_differing_axis,
     find_disagreement,
     join_flags,
     merge_objects,

@@ -185,7 +185,7 @@ def _find_differing_facts(
     Returns:
         Two, the first of a rank that has failed if there is one; none if all ranks agree.
     """
-    number = _find_differing_axis(facts, label, has_failed=bool(failure_text))
+    number = find_differing_axis(facts, label, has_failed=bool(failure_text))
     if number is None:
         return []
     # Ranks elsewhere on earlier axes may not know of the difference, and have gone on.
@@ -210,8 +210,8 @@ def _keep_first_two(facts: list[list[Any]], other: list[list[Any]]) -> list[list
     return [first, *[each for each in rest if each[-1] != first[-1]][:1]]
 
 
-def are_texts_equal(facts: Mapping[Axis, str], label: Label, *, has_failed: bool = False) -> bool:
-    """Compare texts over their axes, by one exchange of digests over each.
+def find_differing_axis(facts: Mapping[Axis, str], label: Label, *, has_failed: bool) -> int | None:
+    """Compare texts over their axes, by one exchange of digests over each, and find the first axis that differs.
 
     Args:
         facts: The text of this rank for each axis.
@@ -219,24 +219,10 @@ def are_texts_equal(facts: Mapping[Axis, str], label: Label, *, has_failed: bool
         has_failed: Whether this rank is to differ from all others.
 
     Returns:
-        Whether all ranks of all axes have the same texts. If a rank's text is the same for each of its axes, the answer
-        is the same on every rank. Otherwise a difference is known on the ranks of that axis and of those compared after
-        it, which are in the order of their names.
-    """
-    return _find_differing_axis(facts, label, has_failed=has_failed) is None
-
-
-def _find_differing_axis(facts: Mapping[Axis, str], label: Label, *, has_failed: bool) -> int | None:
-    """Compare texts as `are_texts_equal` does, and find the first axis on which some rank saw a difference.
-
-    Args:
-        facts: The text of this rank for each axis.
-        label: The name of the caller, for the recorder.
-        has_failed: Whether this rank is to differ from all others.
-
-    Returns:
-        The number of the axis among those that are compared, in their order; None if there is no difference. Ranks that
-        have the same place on all earlier axes return the same number.
+        The number of the first axis on which some rank saw a difference, among those that are compared, in the order of
+        their names; None if all ranks of all axes have the same texts. Ranks that have the same place on all earlier
+        axes return the same number. If a rank's text is the same for each of its axes, every rank finds out whether
+        there is a difference. Otherwise it is known on the ranks of that axis and of those compared after it.
     """
     difference = bytes(DIGEST_BYTES) if has_failed else b""
     label = label._replace(parts="a digest")

@@ -326,12 +326,12 @@ def _sum(
         return rows[0].add_(local_row)
     rows.insert(local_rank, local_row)
     if in_tree:
-        return _sum_in_tree(rows)
+        return sum_in_tree(rows)
     # torch.sum adds in an order that depends on the shape.
     return reduce(torch.Tensor.add_, rows[2:], rows[0] + rows[1])
 
 
-def _sum_in_tree(rows: list[torch.Tensor]) -> torch.Tensor:
+def sum_in_tree(rows: list[torch.Tensor]) -> torch.Tensor:
     """Add pairs of neighbors until one row is left."""
     while len(rows) > 1:
         rows = [left + right for left, right in zip(rows[::2], rows[1::2], strict=True)]

@@ -66,7 +66,7 @@ def _meet(state: RankState, group: Group) -> Iterator[Meeting]:
     remedy = "Check that each of them runs and calls the same collective."
     meeting = Meeting(state.store, state.rank, group.ranks, _key_of(state, group), group.timeout, place, remedy)
     with meeting:
-        meeting.peers = [group.ranks[peer] for peer in list_peers(group.local_rank, len(group.ranks))]
+        meeting.peers = list_peers(state.rank, group.ranks)
         meeting.agree("here", lambda _: "", meeting.check_others)
         meeting.connect()
         yield meeting

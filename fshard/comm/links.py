@@ -14,7 +14,7 @@ import socket
 import struct
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -66,12 +66,10 @@ def plan_rounds(rank: int, size: int) -> list[tuple[int, int]]:
     return [((rank + step) % size, (rank - step) % size) for step in steps]
 
 
-def list_peers(rank: int, size: int) -> list[int]:
-    """List the ranks that a rank has a link with."""
-    peers = set[int]()
-    for round_peers in plan_rounds(rank, size):
-        peers.update(round_peers)
-    return sorted(peers)
+def list_peers(rank: int, ranks: Sequence[int]) -> list[int]:
+    """List those of some ranks that one of them has a link with."""
+    places = set[int]().union(*plan_rounds(ranks.index(rank), len(ranks)))
+    return sorted(map(ranks.__getitem__, places))
 
 
 def merging_json(merge: Callable[[Any, Any], Any]) -> Merge:

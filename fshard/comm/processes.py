@@ -1,31 +1,17 @@
-"""Which process a rank is, and how errors name ranks."""
+"""Which machine a rank is on, and how errors name ranks."""
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 
-class Process(NamedTuple):
-    """A process.
-
-    Attributes:
-        machine: The machine since it booted, and the part of it that numbers its processes; "" where nobody can tell.
-        pid: The process's number there.
-    """
-
-    machine: str
-    pid: int
-
-
-def this_process() -> Process:
-    """Find out which process this is."""
-    pid = os.getpid()
+def find_machine() -> str:
+    """Find out which machine this is since it booted, and which part of it numbers processes; "" if nobody can tell."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return Process(f"{boot} {os.readlink('/proc/self/ns/pid')}", pid)
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return Process("", pid)
+        return ""
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

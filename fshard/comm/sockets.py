@@ -28,7 +28,7 @@ def sockets_of_axis(ranks: int, *, sends_itself: bool) -> int:
     """
     if ranks == 1:
         return 0
-    links = len(list_peers(0, ranks))
+    links = len(list_peers(0, range(ranks)))
     return links + (ranks if sends_itself else 3 * ranks)
 
 

@@ -334,8 +334,7 @@ class EngineCall:
         cotangents = []
         for out in outputs:
             # Tokens carry no value; they make autograd run the transposes of collectives. The first one is a source.
-            cotangent = torch.ones_like(out) if out is loss else torch.zeros_like(out)
-            cotangents.append(cotangent)
+            cotangents.append(torch.ones_like(out) if out is loss else torch.zeros_like(out))
         # The graph that computed the derived leaves may share nodes with this one, and is differentiated later.
         retain_graph = bool(microbatch.derived)
         grads = self._differentiate(outputs, cotangents, [*tokens[:1], ANY_CALL], retain_graph)
@@ -401,6 +400,4 @@ def _join_paths(leaves: Sequence[Leaf]) -> str:
 def find_call(flat: Flat) -> EngineCall | None:
     """Return the running call that bound a leaf of a tree; None if no call runs or all leaves are the caller's own."""
     call: EngineCall | None = _compat.thread_object(KEY)
-    if call is None or not call.has_any(flat.leaves):
-        return None
-    return call
+    return call if call is not None and call.has_any(flat.leaves) else None

@@ -81,9 +81,7 @@ def init(
     for name, buffer in _compat.named_buffers(module):
         if buffer.is_meta and not is_left_out(after[name], before[name]):
             buffers[name] = after[name].detach()
-    in_order: dict[str, Sharded] = {}
-    for name in params:
-        in_order[name] = shards[name]
+    in_order = {name: shards[name] for name in params}
     return in_order, buffers
 
 

@@ -209,7 +209,7 @@ class Jitted:
         comm.check_same_facts("jit", dict.fromkeys(axes, json.dumps({comm.VERB: "jit"})))
         facts = dict.fromkeys(axes, program.trace_facts if program else "")
         label = comm.Label(comm.Verb.AGREE, ("graph in the cache",))
-        if not comm.are_texts_equal(facts, label, has_failed=program is None):
+        if comm.find_differing_axis(facts, label, has_failed=program is None) is not None:
             return False
         # It was stored because all leaves that any rank uses were used on this rank.
         self._agreed_usage[()] = ()

@@ -341,24 +341,19 @@ class _WrappedClass:
 
     def _refuse_leaves(self, flat: Flat) -> None:
         """Refuse leaves that the class cannot step, or not with the bits that are promised."""
-        make = self._make_for_trial
         dtypes = {tensor_of(leaf).dtype for leaf in flat.leaves if is_trained(leaf)}
-        if make.keywords.get("fused"):
-            self._refuse_skipped_leaves(make, flat, dtypes)
+        if self._make_for_trial.keywords.get("fused"):
+            self._refuse_skipped_leaves(flat, dtypes)
         if self._order.keeps_bits or any(map(partition_axes, flat.leaves)):
-            self._refuse_split_leaves(make, flat, dtypes)
+            self._refuse_split_leaves(flat, dtypes)
 
-    def _refuse_skipped_leaves(
-        self,
-        make: Make,
-        flat: Flat,
-        dtypes: Iterable[torch.dtype],
-    ) -> None:
+    def _refuse_skipped_leaves(self, flat: Flat, dtypes: Iterable[torch.dtype]) -> None:
         """Refuse leaves of half precision that a fused kernel of the CPU does not step.
 
         Until torch 2.13, that of SGD leaves full vector registers of a parameter as they are, and writes uninitialized
         memory to the momentum: https://github.com/pytorch/pytorch/issues/191763
         """
+        make = self._make_for_trial
         skipped = [dtype for dtype in dtypes if dtype.itemsize < 4 and _differs_by_place(make, dtype, dim=0)]
 
         def describe_leaf(leaf: Any) -> str | None:
@@ -369,13 +364,9 @@ class _WrappedClass:
         headline = f"from_torch: the fused kernel of {self._name} does not step these leaves"
         refuse(headline, flat.problems(describe_leaf), "leave out fused=True, or install torch 2.14")
 
-    def _refuse_split_leaves(
-        self,
-        make: Make,
-        flat: Flat,
-        dtypes: Iterable[torch.dtype],
-    ) -> None:
+    def _refuse_split_leaves(self, flat: Flat, dtypes: Iterable[torch.dtype]) -> None:
         """Refuse split leaves if the class looks across elements or, if bits are kept, rounds them by their place."""
+        make = self._make_for_trial
         if any(_differs_by_place(make, torch.float64, dim) for dim in (0, 1)):
             headline = f"from_torch: {self._name} looks across the elements of a leaf, so it cannot step shards"
             remedy = "keep leaves whole with fs.ddp, step them with fs.whole, or choose an elementwise optimizer"
@@ -556,12 +547,13 @@ def _observe(make: Make) -> _Traits:
     from_nothing = try_steps(make, {})
     (zeros,) = _make_start_states(make, [start.clone()])
     from_zeros = try_steps(make, zeros)
+    steps = 3
     kept = start.clone()
     optimizer = _build_optimizer(make, [kept], [start.cos()], {})
-    for _ in range(3):
+    for _ in range(steps):
         optimizer.step()
         kept.grad = start.cos()
-    if not kept.equal(try_steps(make, {}, 3)[""]):
+    if not kept.equal(try_steps(make, {}, steps)[""]):
         raise ValueError(
             f"from_torch: {make.func.__name__} keeps something between steps that is not in the state of its "
             "parameters, such as a count in its parameter groups. It would be lost. Keep it in self.state[parameter]."

@@ -211,9 +211,8 @@ def compose_with_policy(
     """
     stages: list[ShardTransform] = []
     for transform in transforms:
-        is_transform = isinstance(transform, ShardTransform)
         expected = "transforms to be ShardTransforms such as fs.fully_shard(mesh)"
-        expect(is_transform, "compose", expected, describe(transform))
+        expect(isinstance(transform, ShardTransform), "compose", expected, describe(transform))
         stages += transform.stages if isinstance(transform, _Composed) else [transform]
     stages = [stage for stage in stages if stage != _NOTHING]
     _check_each_axis_once(stages)

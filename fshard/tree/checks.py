@@ -5,7 +5,6 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import filterfalse
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -368,15 +367,11 @@ def check_local(api_name: str, flat: Flat, *, needs_values: bool = True) -> None
 def _all_fit(flat: Flat) -> bool:
     """Whether all leaves surely fit their specs, have values and were not donated, which leaves nothing."""
     shards = attributes_of(flat.sharded, "local")
-    shapes = attributes_of(shards, "shape")
-    if shapes != attributes_of(attributes_of(flat.sharded, "spec"), "local_shape") or True in attributes_of(
-        shards, "is_meta"
-    ):
-        return False
-    plain = list(filterfalse(is_sharded, flat.leaves))
-    plain_shapes = attributes_of(plain, "shape")
-    hides_shards = any(is_unregistered(leaf) for leaf, shape in zip(plain, plain_shapes, strict=True) if shape is None)
-    return (0,) not in shapes and (0,) not in plain_shapes and not hides_shards
+    specs = attributes_of(flat.sharded, "spec")
+    fit_specs = attributes_of(shards, "shape") == attributes_of(specs, "local_shape")
+    shapes = attributes_of(flat.tensors, "shape")
+    hides_shards = any(is_unregistered(leaf) for leaf, shape in zip(flat.leaves, shapes, strict=True) if shape is None)
+    return fit_specs and (0,) not in shapes and True not in attributes_of(shards, "is_meta") and not hides_shards
 
 
 def check_transforms(api_name: str, flat: Flat) -> None:

@@ -37,7 +37,7 @@ def test_every_rank_hears_of_all_in_few_rounds(size):
             known[rank] |= before[source]
             # The rank that sends and the one that receives mean each other.
             assert plans[to][number][1] == rank
-            assert rank in list_peers(to, size)
+            assert rank in list_peers(to, range(size))
     assert {len(plan) for plan in plans} == {ceil(log2(size))}
     assert set(known) == {2**size - 1}
 
@@ -111,7 +111,7 @@ def break_in_round(victim, number, fault, timeout):
         fs.gather(params)
     except Exception as error:
         text = str(error).splitlines()[0]
-        print(json.dumps([type(error).__name__, text, time.monotonic() - begin, len(list_peers(rank, size))]))
+        print(json.dumps([type(error).__name__, text, time.monotonic() - begin, len(list_peers(rank, range(size)))]))
 
 
 NAMED = {

@@ -7,7 +7,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from fshard.extend import expect_file, files, read_environment, this_process
+from fshard.extend import expect_file, files, find_machine, read_environment
 
 # What launchers call a job. Restarts keep the name, and a new launch changes it. The first variable that is set counts.
 JOB_VARIABLES = (
@@ -44,7 +44,7 @@ def find_directory(root: Path | None, checkpoints: Path) -> Path | None:
     if job is None:
         return None
     # A host that starts again after a loss of power reads nothing that it may have written half.
-    boot, _, _ = this_process().machine.partition(" ")
+    boot, _, _ = find_machine().partition(" ")
     names = os.path.abspath(checkpoints), f"{job} {boot}"
     root = root or Path(f"/dev/shm/fshard-{os.geteuid()}")
     return root.absolute() / "-".join(files.digest(os.fsencode(name))[:16] for name in names)

@@ -26,7 +26,7 @@ from pathlib import Path
 from fshard.ext.memory.job_directory import make_private
 from fshard.ext.memory.search import Generation, search_generations
 from fshard.ext.memory.slots import SlotWriter, slot_path
-from fshard.extend import Exchange, links, rank_state, ranks_on_host, this_process
+from fshard.extend import Exchange, find_machine, links, rank_state, ranks_on_host
 
 # Of a slot that is sent: its rank, which of the two of this rank it is, and its bytes.
 HEADER = struct.Struct("!IBQ")
@@ -53,7 +53,7 @@ class Neighbours:
         # The newest slot that has not been sent, with its generation; or None at the end.
         self._waiting: queue.Queue[tuple[SlotWriter, int] | None] = queue.Queue(1)
         status = directory.stat()
-        place = [this_process().machine.partition(" ")[0], status.st_dev, status.st_ino]
+        place = [find_machine().partition(" ")[0], status.st_dev, status.st_ino]
         address, target_place = exchange.all_gather_object([self._listener.address, place])[(rank + on_host) % ranks]
         source = (rank - on_host) % ranks
         self._threads = [start_thread(receive_slots, self._listener, source, directory, links.LONGEST_WAIT)]

@@ -1,6 +1,7 @@
 """plan: the cost of a step on a mesh of any size, predicted in one process without running it."""
 
 import math
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
@@ -11,7 +12,16 @@ import torch
 import fshard as fs
 from fshard.ext.plan.report import Rates, StepPlan, check_rates
 from fshard.ext.plan.timeline import estimate_agreement, estimate_seconds, make_timeline
-from fshard.extend import describe, expect, fake_axes, fake_maker, flatten, sockets_of_mesh
+from fshard.extend import (
+    describe,
+    expect,
+    fake_maker,
+    fake_process_groups,
+    flatten,
+    refuse_other,
+    setting,
+    sockets_of_mesh,
+)
 
 BACKENDS = ("nccl", "gloo")
 
@@ -118,6 +128,42 @@ def lay_out_call(
     _check_axes(flat, mesh, api_name)
     with fake_axes(api_name, mesh, coordinates, backend) as axes:
         yield _lay_out(flat, axes)
+
+
+@contextmanager
+def fake_axes(
+    what: str, sizes: Mapping[str, int], place: Mapping[str, int], backend: str
+) -> Iterator[dict[str, fs.Axis]]:
+    """Let there be axes to trace with, whose groups cannot communicate, and no others to send over.
+
+    torch.distributed need not run, and does so undisturbed.
+
+    Args:
+        what: Who asks, for the error of a collective over another axis.
+        sizes: Ranks on each axis by its name.
+        place: This process's coordinate on each.
+        backend: "nccl" or "gloo": the backend that algorithms of collectives are chosen for.
+
+    Yields:
+        The axes by their names.
+
+    >>> import torch, fshard as fs
+    >>> from fshard.extend import fake_axes
+    >>> with fake_axes("example", {"shard": 4096}, {"shard": 0}, "nccl") as axes:
+    ...     fs.make_graph(lambda x: fs.all_gather(x, axes["shard"]))(torch.ones(2)).bytes_sent()
+    32760.0
+    """
+    # Names of their own keep them from being taken for real groups.
+    axes = {name: fs.Axis(name, size, f"fake {name} {uuid.uuid4().hex}") for name, size in sizes.items()}
+    groups = {axis.group_name: (place[name], axis.size) for name, axis in axes.items()}
+
+    def check(axis: fs.Axis) -> None:
+        found = f"{axis.name!r} of {axis.size} ranks, which the step closes over"
+        remedy = "pass axes as arguments, or read them from the state's leaves, as leaf.spec.axes"
+        expect(axis in axes.values(), what, "axes of the planned mesh", found, remedy)
+
+    with setting(refuse_other, check), fake_process_groups(groups, backend):
+        yield axes
 
 
 def _find_coordinates(mesh: Any, rank: Any, api_name: str) -> dict[str, int]:
