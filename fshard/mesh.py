@@ -1,9 +1,11 @@
 """Device meshes: init_mesh, and the Axis values that specs hold instead of a mesh."""
 
 import atexit
+import ipaddress
 import json
 import math
 import os
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +28,7 @@ from fshard.comm import (
     rank_state,
     wake_waiting,
 )
+from fshard.comm.links import find_host
 from fshard.comm.processes import find_machine
 from fshard.comm.sockets import STORE_CLIENTS, allow_sockets, sockets_of_mesh
 from fshard.errors import expect
@@ -44,8 +47,10 @@ _SHARED = (
 
 _MORE_FILES = "Raise the limit before you start the ranks, for example by `ulimit -n`, or make meshes of fewer ranks."
 
-# Where torchrun's store has the port of the store that rank 0 serves.
-PORT = "fshard/port of rank 0"
+# Where torchrun's store has the host and the port of the store that rank 0 serves.
+ADDRESS = "fshard/address of rank 0"
+# How long a rank tries to connect with it until it looks whether it has moved.
+CONNECT_TIME = timedelta(seconds=2)
 
 # glibc's DEFAULT_MMAP_THRESHOLD_MAX, less what a block takes beyond its bytes.
 MAPPED_BYTES = 2**25 - 2**16
@@ -458,21 +463,46 @@ def _store_of_launcher(limit: timedelta) -> tuple[_compat.StoreClient, int, int]
 
 
 def _find_store_of_start(launcher_store: Any, rank: int, limit: timedelta) -> Any:
-    """Connect with a store that rank 0 serves on the launcher's host until its process ends."""
-    connect = partial(dist.TCPStore, os.environ["MASTER_ADDR"], timeout=limit, wait_for_workers=False)  # type: ignore[attr-defined]
-    if rank > 0:
-        _compat.wait_in_store(launcher_store, [PORT], limit.total_seconds())
-        # Waits for rank 0 to listen there.
-        return connect(int(launcher_store.get(PORT)))
-    last_port = int(launcher_store.get(PORT)) if launcher_store.check([PORT]) else 0
-    serve = partial(connect, is_master=True, multi_tenant=True)
+    """Connect with a store that rank 0 serves until its process ends, on whatever host the launcher has put it."""
+    if rank == 0:
+        return _serve_start(launcher_store, limit)
+    deadline = time.monotonic() + limit.total_seconds()
+    while True:
+        _compat.wait_in_store(launcher_store, [ADDRESS], limit.total_seconds())
+        host, port = json.loads(launcher_store.get(ADDRESS))
+        try:
+            store = _make_store(host, port, min(limit, CONNECT_TIME))
+        except dist.DistError:
+            # Rank 0 of an earlier start listened there, and the one of this start has not come yet.
+            if time.monotonic() > deadline:
+                raise
+            continue
+        store.set_timeout(limit)
+        return store
+
+
+def _serve_start(launcher_store: Any, limit: timedelta) -> Any:
+    """Serve a store, and write where into the launcher's; if possible where an earlier start of this host did."""
+    host = find_host(launcher_store)
+    if ipaddress.ip_address(host).is_loopback:
+        # The launcher's store is on this host, whose address others know.
+        host = os.environ["MASTER_ADDR"]
+    last_port = 0
+    if launcher_store.check([ADDRESS]):
+        last_host, port = json.loads(launcher_store.get(ADDRESS))
+        last_port = port if last_host == host else 0
     try:
-        store = serve(last_port)
+        store = _make_store(host, last_port, limit, serves=True)
     except dist.DistError:
-        # Another process listens there. Others may be about to connect with that, and find this one when they restart.
-        store = serve(0)
-    launcher_store.set(PORT, f"{store.port}")
+        # Another process listens there.
+        store = _make_store(host, 0, limit, serves=True)
+    launcher_store.set(ADDRESS, json.dumps([host, store.port]))
     return store
+
+
+def _make_store(host: str, port: int, limit: timedelta, *, serves: bool = False) -> Any:
+    store = dist.TCPStore  # type: ignore[attr-defined]
+    return store(host, port, is_master=serves, multi_tenant=serves, timeout=limit, wait_for_workers=False)
 
 
 def _has_few_devices() -> bool:

@@ -205,7 +205,7 @@ class Listener:
     """
 
     def __init__(self, store: Any) -> None:
-        host = _find_host(store)
+        host = find_host(store)
         self._secret = secrets.token_bytes(16)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family, backlog=BACKLOG)
@@ -275,7 +275,7 @@ def prepare_link(link: socket.socket, timeout: float) -> None:
             link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def _find_host(store: Any) -> str:
+def find_host(store: Any) -> str:
     """Find the address by which other ranks reach this one."""
     for name in _compat.interfaces_of_gloo():
         return _address_of_interface(name)

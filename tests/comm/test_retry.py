@@ -5,6 +5,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from fshard.mesh import ADDRESS
 from tests.comm.broken_meetings import fail_and_call_again, start_on_two_nodes
 from tests.forked_programs import run_on_ranks
 
@@ -48,6 +49,8 @@ def test_ranks_of_two_nodes_start_again_in_the_store_of_torchrun():
     for rank, text in ((1, "expected the store of rank 0 or of the launcher at {}"), (0, "rank 1 did not call it")):
         program = run_on_ranks(2, start_on_two_nodes, store.port, [rank], 1.0)[rank]
         assert program.output.startswith(absent.format(text.format(f"127.0.0.1:{store.port}"))), program
+    # Rank 0 was on another host before.
+    store.set(ADDRESS, '["127.0.0.2", 1]')
     programs = run_on_ranks(2, start_on_two_nodes, store.port, [0, 1], 30.0)
     first, second = [program.output.splitlines() for program in programs]
     assert first == ["CollectiveError " + TEXT.format(1), "2.0"], programs
