@@ -45,7 +45,7 @@ MIRRORS = {
         *("tests/test_weighted.py", "tests/test_reduce_over.py", "tests/test_unused.py"),
         "tests/jit/test_steps.py",
     ),
-    "fshard/collectives/linear.py": ("tests/test_collectives.py", "tests/test_derivatives.py"),
+    "fshard/collectives/linear.py": ("tests/test_collectives.py", "tests/test_derivatives.py", "tests/test_varying.py"),
     "fshard/collectives/derived.py": ("tests/test_derived_leaves.py",),
     "fshard/collectives/varying.py": ("tests/test_varying.py", "tests/test_derived_leaves.py", "tests/ext/check"),
     "fshard/collectives": ("tests/test_collectives.py", "tests/test_varying.py"),

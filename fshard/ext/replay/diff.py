@@ -199,7 +199,9 @@ def _select_names(first: Operations, second: Operations) -> list[dict[Node, Name
     """
     versions = (first, second)
     are_alike = first.microbatches == second.microbatches
-    numbers = [_number_microbatches(operations, of_job=not are_alike) for operations in versions]
+    numbers = []
+    for operations in versions:
+        numbers.append(_number_microbatches(operations, of_job=not are_alike))
     shared = set(numbers[0]) & set(numbers[1])
     selected: list[dict[Node, Name]] = []
     for operations, numbers_of_version in zip(versions, numbers, strict=True):
