@@ -16,15 +16,29 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fshard as fs
 from fshard import _compat, checkpoint
 from fshard import mesh as meshes
+from fshard.comm import Meeting
 from fshard.comm.sockets import sockets_of_mesh
 from fshard.mesh import ranks_of
 from fshard.rounding import tolerance
 from fshard.testing import assert_matches_ddp, assert_trees_close, spmd
 from tests.forked_programs import run_on_ranks
 from tests.ranks import my_rank, on_ranks
-from tests.trees import normal
+from tests.trees import normal, one_axis
 
 TX = fs.sgd(0.1)
+
+
+def test_a_group_that_another_rank_lacks_is_made_anew():
+    one_axis()
+    limit = timedelta(seconds=20)
+    meeting = Meeting(dist.HashStore(), 0, [0], "after a failure", 20.0)
+    (group,) = meshes._make_groups([[0]], limit, [False], meeting)
+    (kept,) = meshes._make_groups([[0]], limit, [True], meeting)
+    (again,) = meshes._make_groups([[0]], limit, [False], meeting)
+    assert kept is group
+    assert dist.group.WORLD not in (group, again)
+    assert again is not group
+    dist.destroy_process_group(again)
 
 
 @pytest.mark.parametrize(

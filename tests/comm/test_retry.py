@@ -20,7 +20,7 @@ ROWS = [
     (4, 2, ["make_group"], "behind", 1),
     pytest.param(4, 0, ["init_process_group", "make_group"], "before", 0, marks=pytest.mark.slow),
     pytest.param(4, 0, ["init_process_group", "make_group"], "behind", 0, marks=pytest.mark.slow),
-    pytest.param(2, 1, ["init_process_group"], "before", 0, marks=pytest.mark.slow),
+    (2, 1, ["init_process_group"], "before", 0),
     pytest.param(2, 0, ["agree"], "before", 0, marks=pytest.mark.slow),
     pytest.param(2, 1, ["make_pair"], "before", 0, marks=pytest.mark.slow),
     pytest.param(4, 3, ["make_group"], "before", 1, marks=pytest.mark.slow),
