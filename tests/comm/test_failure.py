@@ -174,14 +174,13 @@ def test_a_survivor_tells_nobody_where_torchrun_did_not_start_it(capsys, monkeyp
 
 
 def fail_before_others_look():
-    """Rank 0 fails, while rank 1 does something else until it has seen the note."""
+    """Rank 0 fails, while rank 1 does something else until rank 0 waits for it."""
     # A rank that lingers in vain does not end.
     failure.LINGER_TIME = 1000.0
     axis = fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu", timeout=30.0))
     state = comm.groups.rank_state()
-    names = list(state.groups)
     if state.rank:
-        while not failure.read_first(state.board(), "note", names):
+        while not state.board().check(["read/0"]):
             assert not state.board().check(["read/1"])
     errors = (comm.CollectiveError, ZeroDivisionError)
     with pytest.raises(errors), comm.agree.calling("a call", lambda: [axis], begins=False):
@@ -192,3 +191,18 @@ def fail_before_others_look():
 def test_the_rank_that_holds_the_store_waits_for_a_living_one():
     for program in run_on_ranks(2, fail_before_others_look):
         assert (program.code, program.output) == (0, "True\n"), program
+
+
+def test_a_rank_waits_for_those_of_its_round_of_an_exchange_that_are_not_there_yet():
+    """Rank 0 waits in round 1 for rank 2, which waits in round 0 for rank 3, which is still one collective behind."""
+    ranks = [0, 1, 2, 3]
+
+    def position(started, awaits):
+        entries = [(started, 0, "")]
+        return comm.Position(awaits and ("a group", entries[-1], awaits), {"a group": (ranks, entries)})
+
+    positions = {0: position(5, (1, 2)), 1: position(5, (1, 3)), 2: position(5, (0, 3)), 3: position(4, None)}
+    assert [failure._awaited_by(rank, positions) for rank in ranks] == [{2}, {3}, {3}, set()]
+    # A message of round 0 may come from a rank that waits in round 1.
+    positions[3] = position(5, (1, 1))
+    assert failure._awaited_by(2, positions) == set()
