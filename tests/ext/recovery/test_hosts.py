@@ -53,4 +53,4 @@ def test_neighbours_that_are_lost_together_leave_the_disk(hosts, tmp_path):
     assert ledger.whole == undisturbed.whole
     assert ledger.repeated == {0: 0, 1: 3}
     printed = "".join((tmp_path / f"killed/output-{number}").read_text() for number in range(2))
-    assert "no host has a state in memory. The disk is read" in printed
+    assert "no state in memory is whole" in printed
