@@ -1,4 +1,7 @@
-"""from_torch: any elementwise torch.optim class as a pure optimizer."""
+"""from_torch: any elementwise torch.optim class as a pure optimizer.
+
+The file has over 600 lines, because what trial steps observe of a class decides each of its steps and refusals.
+"""
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
