@@ -94,7 +94,12 @@ def map_gradients(f: Callable[..., torch.Tensor], grads: Any, *given: Any, numbe
 
 def make_stateless(f: Callable[[Any, Any], Any]) -> fs.GradientTransformation:
     """Make a transformation without a state from a function of gradients and parameters that returns gradients."""
-    return fs.GradientTransformation(lambda params: (), lambda grads, state, params: (f(grads, params), state))
+
+    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        _check_state(state, isinstance(state, tuple) and not state, "an empty state")
+        return f(grads, params), state
+
+    return fs.GradientTransformation(lambda params: (), update)
 
 
 def make_bound(bind: Callable[[Any, Any], Any]) -> fs.GradientTransformation:
@@ -124,11 +129,17 @@ def make_stateful(
         return state_class(no_updates(params), *zeros)
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        _check_state(state, isinstance(state, state_class), f"a state of class {state_class.__name__}")
         counts = count_updates(state[0], grads)
         grads, *trees = leafwise(math, grads, (grads, *state[1:]), [counts], numbers)
         return grads, state_class(counts, *trees)
 
     return fs.GradientTransformation(init, update)
+
+
+def _check_state(state: Any, is_own: bool, expected: str) -> None:
+    """Refuse the state of another optimizer, which would be passed on as it is, or be lost."""
+    expect(is_own, "update", expected, describe(state), "pass the state that init of this optimizer made")
 
 
 def _zeros_like(leaf: Any) -> Any:

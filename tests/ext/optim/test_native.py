@@ -51,6 +51,21 @@ OURS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("tx", "other", "expected", "got"),
+    [
+        (fs.sgd(0.1), fs.adamw(0.1), "an empty state", "an AdamState"),
+        (fs.sgd(0.1, momentum=0.9), fs.adam(0.1), "a state of class MomentumState", "an AdamState"),
+    ],
+)
+def test_a_state_of_another_optimizer_is_refused(tx, other, expected, got):
+    """Its averages would be passed on as they are, by an update that does not read them."""
+    params = tree(0)
+    text = f"update: expected {expected}, got {got}; pass the state that init of this optimizer made"
+    with pytest.raises(ValueError, match=f"^{text}$"):
+        tx.update(tree(1), other.init(params), params)
+
+
 def test_leaves_keep_their_dtype():
     """A schedule from torch gives float64, which must not widen a leaf of shape (); nor do gradients narrow one."""
     for ours, hyper in OURS.values():
