@@ -218,7 +218,8 @@ def _allow_peak(saved: Rows, rows: Rows) -> Rows:
 
 
 def _write_snapshot(path: Path, rows: Rows) -> None:
-    """Write a snapshot; the old one stays whole until the new one is."""
+    """Write a snapshot, and its folder if there is none; the old one stays whole until the new one is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{uuid4().hex}")
     draft.write_text(_HEADER + "\n".join(_list_lines(rows)) + "\n", encoding="utf-8")
     draft.replace(path)
