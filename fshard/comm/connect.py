@@ -49,8 +49,6 @@ def connect_groups(
     if state.watcher is None and state.simulation is None and state.groups:
         state.watcher = FailureWatcher(state)
         state.watcher.start()
-        if state.call.name is not None:
-            state.watcher.interrupts.listen()
 
 
 def _describe_group(state: RankState, name: str) -> Group:

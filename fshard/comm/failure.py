@@ -486,8 +486,9 @@ class FailureWatcher(threading.Thread):
         """End, and let this process's groups go before the interpreter does."""
         self._over.set()
         self.join(STORE_TIMEOUT)
-        self.interrupts.close()
         state = self._rank_state()
+        if self.interrupts.has_come(issued.since if issued else None):
+            end_wait(state, describe_interrupt(state, issued, KeyboardInterrupt()))
         if state is not None:
             state.groups.clear()
 
@@ -498,7 +499,7 @@ class FailureWatcher(threading.Thread):
         """
         self._over = threading.Event()
         # Else the child would write its signals to the pipe of its parent.
-        self.interrupts.close()
+        self.interrupts.stop()
 
     def run(self) -> None:
         """Look at this rank until it is gone."""
@@ -509,12 +510,11 @@ class FailureWatcher(threading.Thread):
             self._look_at(state)
             # Between two looks the groups may go.
             state = None
-        self.interrupts.close()
+        # Nothing else holds this thread now.
+        atexit.unregister(self.close)
 
     def _look_at(self, state: RankState) -> None:
         """End a wait if Ctrl-C came; poll the others after 0.4 s in one wait, then after 1, 2, 4 and more."""
-        if self.interrupts.has_come(state.waiting.collective):
-            end_wait(state, describe_interrupt(state, state.waiting.collective, KeyboardInterrupt()))
         issued = state.waiting.collective
         place = None if issued is None else (issued.since, issued.awaits)
         if self._told is not None and self._told != place:

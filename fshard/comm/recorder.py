@@ -144,7 +144,7 @@ def spread(known: bytes, merge: Merge, axis: Axis, label: Label) -> bytes:
 def _run_waiting(issued: PendingCollective, kind: type[Exception], run: Callable[..., Any], *args: Any) -> Any:
     """Call a function that may wait for other ranks, and say why where it fails."""
     waiting = issued.state.waiting
-    waiting.collective = issued
+    # The thread that watches tells waits apart by their beginnings.
     issued.since = time.monotonic()
     try:
         return run(*args)

@@ -2,28 +2,20 @@
 
 import os
 import signal
-import time
 
 import pytest
 
-from fshard.comm.groups import ChainEntry, PendingCollective
 from fshard.comm.interrupts import Interrupts
 
+# When waits began.
+LONG, LATER = 1.0, 2.0
 
-def wait_since(since):
-    return PendingCollective(None, None, None, ChainEntry(1, 0, ""), since=since)
 
-
-@pytest.fixture
-def ends():
-    """The file that signals were written to before, and where its bytes come out."""
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-    before = signal.set_wakeup_fd(write)
-    yield write, read
+@pytest.fixture(autouse=True)
+def nobody_listens():
+    before = signal.set_wakeup_fd(-1)
+    yield
     signal.set_wakeup_fd(before)
-    os.close(read)
-    os.close(write)
 
 
 def press(interrupts, number=signal.SIGINT):
@@ -31,46 +23,63 @@ def press(interrupts, number=signal.SIGINT):
     os.write(interrupts._write_end, bytes([number]))
 
 
-def test_a_wait_is_interrupted_if_it_began_before_ctrl_c_or_goes_on_after_it(ends):
+def test_a_wait_is_interrupted_if_it_began_before_ctrl_c_or_goes_on_after_it():
     interrupts = Interrupts()
     interrupts.listen()
-    long = wait_since(time.monotonic())
-    assert not interrupts.has_come(long)
+    assert not interrupts.has_come(LONG)
     # It may have begun after the signal came: another look decides.
     for goes_on in (True, False):
         press(interrupts)
-        assert not interrupts.has_come(long)
-        assert interrupts.has_come(long if goes_on else wait_since(time.monotonic())) is goes_on
-        assert not interrupts.has_come(long)
+        assert not interrupts.has_come(LONG)
+        assert interrupts.has_come(LONG if goes_on else LATER) is goes_on
+        assert not interrupts.has_come(LONG)
     press(interrupts, signal.SIGUSR1)
-    assert not interrupts.has_come(long)
-    interrupts.close()
+    assert not any(interrupts.has_come(LONG) for _ in range(2))
+    interrupts.stop()
 
 
-def test_what_python_has_handled_or_the_program_handles_is_left_to_them(ends):
+def test_what_python_has_handled_or_the_program_handles_is_left_to_them():
     interrupts = Interrupts()
     interrupts.listen()
-    long = wait_since(time.monotonic())
-    assert not interrupts.has_come(long)
+    assert not interrupts.has_come(LONG)
     press(interrupts)
     # The next call begins.
     interrupts.listen()
-    assert not any(interrupts.has_come(long) for _ in range(2))
+    assert not any(interrupts.has_come(LONG) for _ in range(2))
     press(interrupts)
-    assert not any(interrupts.has_come(place) for place in (None, long))
+    assert not any(interrupts.has_come(place) for place in (None, LONG))
     handler = signal.signal(signal.SIGINT, lambda *_: None)
     press(interrupts)
-    assert not any(interrupts.has_come(long) for _ in range(2))
+    assert not any(interrupts.has_come(LONG) for _ in range(2))
     signal.signal(signal.SIGINT, handler)
-    interrupts.close()
+    interrupts.stop()
+    assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_signals_are_passed_on_to_those_who_listened_before(ends):
-    write, read = ends
+def test_those_who_listened_before_hear_all_signals():
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write)
     interrupts = Interrupts()
     interrupts.listen()
-    press(interrupts, signal.SIGUSR1)
-    interrupts.has_come(None)
-    assert os.read(read, 10) == bytes([signal.SIGUSR1])
-    interrupts.close()
     assert signal.set_wakeup_fd(write) == write
+    interrupts.stop()
+    assert signal.set_wakeup_fd(-1) == write
+    os.close(read)
+    os.close(write)
+
+
+def test_a_signal_is_heard_by_one_who_listens_and_its_pipe_ends_with_it():
+    interrupts = Interrupts()
+    ends = interrupts._read_end, interrupts._write_end
+    interrupts.listen()
+    handler = signal.signal(signal.SIGINT, lambda *_: None)
+    os.kill(os.getpid(), signal.SIGINT)
+    signal.signal(signal.SIGINT, handler)
+    interrupts.stop()
+    assert not interrupts.has_come(LONG)
+    assert interrupts.has_come(LONG)
+    del interrupts
+    for end in ends:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(end)
