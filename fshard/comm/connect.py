@@ -65,7 +65,7 @@ def _meet(state: RankState, group: Group) -> Iterator[Meeting]:
     meeting = Meeting(state.store, state.rank, group.ranks, _key_of(state, group), group.timeout, place, remedy)
     with meeting:
         meeting.peers = list_peers(state.rank, group.ranks)
-        meeting.agree("here", lambda _: "", meeting.check_others)
+        meeting.agree("here", lambda _: "")
         meeting.connect()
         yield meeting
 

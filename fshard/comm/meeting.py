@@ -30,7 +30,6 @@ from fshard.comm.failure import (
     describe_failure,
     leave_note,
     linger,
-    read_first,
     report_at_once,
 )
 from fshard.comm.groups import RankState, is_simulated
@@ -40,9 +39,8 @@ from fshard.errors import describe_error
 
 T = TypeVar("T")
 
-# Seconds between two looks at the others while a constructor waits for them: the first time, and later.
-FIRST_LOOK = 0.5
-NEXT_LOOK = 1.0
+# Seconds between two looks at the others while a constructor waits for them.
+LOOK_INTERVAL = 0.7
 # Seconds in which one rank finds out for all others which have not come.
 SEARCH_TIME = 5.0
 # The key of an `Arrival`.
@@ -154,7 +152,7 @@ class Meeting:
             self.client.disconnect()
         self.links.cut()
 
-    def agree(self, text: str, merge: Callable[[Sequence[str]], str], look: Callable[[], object]) -> str:
+    def agree(self, text: str, merge: Callable[[Sequence[str]], str], look: Callable[[], object] = bool) -> str:
         """Wait until all ranks have come; find out once, on the last of them, what follows from all that they bring.
 
         Each rank asks the store four times, whatever their number; only the last reads what all have brought.
@@ -162,7 +160,7 @@ class Meeting:
         Args:
             text: What this rank brings.
             merge: Maps the texts of all ranks to what follows from them.
-            look: Called from time to time while this rank waits.
+            look: Called from time to time while this rank waits and no other one is known to have failed.
 
         Returns:
             What follows, the same on every rank.
@@ -176,6 +174,8 @@ class Meeting:
             self.listener = Listener(self.store)
 
         def look_at_others() -> None:
+            if reason := self.find_reason():
+                raise CollectiveError(reason)
             look()
             ask_store(partial(self._stand_in, merge))
 
@@ -189,7 +189,7 @@ class Meeting:
         except CollectiveError:
             raise
         except RuntimeError as error:
-            raise self._explain_absence() from error
+            raise CollectiveError(self._explain_absence()) from error
         if end == FAILED:
             raise CollectiveError(self._read_note())
         return end
@@ -219,34 +219,28 @@ class Meeting:
             self.entries[rank] = Arrival(*json.loads(value))
         return values
 
-    def _explain_absence(self) -> CollectiveError:
+    def _explain_absence(self) -> str:
         """Say who has not come. The first rank to ask finds out, and the others wait for its note."""
         if ask_store(lambda: self.board.add("askers", 1)) != 1:
             with suppress(RuntimeError):
                 _compat.wait_in_store(self.board, [NOTE], SEARCH_TIME)
         reason = self.find_reason()
-        absent = None if reason else ask_store(lambda: [self._find_absent(self.others)], SEARCH_TIME)
+        absent = None if reason else ask_store(lambda: [self._find_absent()], SEARCH_TIME)
         if absent is None:
-            return CollectiveError(reason or STORE_IS_GONE)
+            return reason or STORE_IS_GONE
         [ranks] = absent
         if not ranks:
             text = f"{self.place}: all ranks called it, but one of them stopped there for over {self.timeout:g} s"
-            return CollectiveError(f"{text}. Look for a process that is stopped.\nTo fix: {RESTART}.")
-        text = f"{self.place}: {name_ranks(ranks)} did not call it within {self.timeout:g} s"
-        return CollectiveError(f"{text}. {self.remedy}")
+            return f"{text}. Look for a process that is stopped.\nTo fix: {RESTART}."
+        return f"{self.place}: {name_ranks(ranks)} did not call it within {self.timeout:g} s. {self.remedy}"
 
-    def _find_absent(self, ranks: Sequence[int]) -> list[int]:
-        """Find out by halves which of some ranks have not come."""
-        if self.have_come(ranks):
-            return []
-        if len(ranks) == 1:
-            return [*ranks]
-        half = len(ranks) // 2
-        return self._find_absent(ranks[:half]) + self._find_absent(ranks[half:])
+    def _find_absent(self) -> list[int]:
+        """Find out which ranks have not come."""
+        return [rank for rank in self.others if not self.has_come(rank)]
 
-    def have_come(self, ranks: Sequence[int]) -> bool:
-        """Whether all of some ranks have come."""
-        return bool(self.board.check([ENTRY.format(rank) for rank in ranks]))
+    def has_come(self, rank: int) -> bool:
+        """Whether a rank has come."""
+        return bool(self.board.check([ENTRY.format(rank)]))
 
     def connect(self) -> None:
         """Connect with this rank's peers by links; the lower one of two ranks connects to the higher one.
@@ -283,36 +277,27 @@ class Meeting:
             return connect_to(self.entries[peer].address, self.rank, timeout)
         except RuntimeError as error:
             text = f"{self.place}: {describe_ended_ranks([peer])}, or there is {error}\nTo fix: {RESTART}."
-            reason = self.find_reason(if_gone=STORE_IS_GONE) or self._leave_note(text)
+            reason = self.find_reason(wait_is_over=True) or self._leave_note(text)
             raise CollectiveError(reason) from error
 
-    def check_others(self) -> None:
-        """End this rank's wait if another has failed or is gone.
-
-        Raises:
-            CollectiveError: if one has failed or is gone.
-        """
-        if reason := self.find_reason():
-            raise CollectiveError(reason)
-
-    def find_reason(self, seconds: float = 0.0, if_gone: str = "") -> str:
+    def find_reason(self, *, wait_is_over: bool = False) -> str:
         """Find out why no mesh will be made: by the note of a rank, or because links of another one have ended.
 
         Args:
-            seconds: How long to wait for a note.
-            if_gone: The reason if the store does not answer.
+            wait_is_over: Whether something has ended this rank's wait. Then a note may be about to come, and a store
+                that does not answer is a reason too.
 
         Returns:
             The reason; "" if nothing is known.
         """
         # A rank that fails leaves its note before it ends its links.
         ended = self.links.find_ended_peers()
-        note: str | None = ask_store(self._read_note, 0.0 if ended else seconds)
+        note: str | None = ask_store(self._read_note, NOTE_GRACE if wait_is_over and not ended else 0.0)
         if note:
             return note
         if note is None:
             # The links that have ended may be those of ranks that failed because the store has gone.
-            return STORE_IS_GONE if ended else if_gone
+            return STORE_IS_GONE if ended or wait_is_over else ""
         if ended:
             return self._leave_note(f"{self.place}: {describe_ended_ranks(ended)}\nTo fix: {RESTART}.")
         return ""
@@ -358,10 +343,8 @@ class Meeting:
 
         Others see by the number of looks that this rank, which waits for them, does not hang.
         """
-        looks = 0
-        while not over.wait(NEXT_LOOK if looks else FIRST_LOOK):
-            looks += 1
-            ask_store(partial(self.board.set, f"waits/{self.rank}", f"{looks}"))
+        while not over.wait(LOOK_INTERVAL):
+            ask_store(partial(self.board.add, f"waits/{self.rank}", 1))
             self._reason = self.find_reason()
             if self._reason:
                 self._end_waits()
@@ -369,7 +352,7 @@ class Meeting:
 
     def _explain_lost_wait(self, error: Exception, seconds: float) -> str:
         """Say why the wait in a constructor ended after some seconds, in the same words on every rank."""
-        reason = self._reason or self.find_reason(NOTE_GRACE, STORE_IS_GONE)
+        reason = self._reason or self.find_reason(wait_is_over=True)
         if reason:
             return reason
         if seconds <= TIMEOUT_FRACTION * self.timeout:
@@ -382,14 +365,14 @@ class Meeting:
         """Name the ranks that do not look at the others, as those do that wait."""
         before = ask_store(self._read_waits)
         # Longer than a rank that runs needs to look again.
-        time.sleep(1.5 * NEXT_LOOK)
+        time.sleep(2 * LOOK_INTERVAL)
         looks = ask_store(self._read_waits)
         hanging = [rank for rank in self.others if before and looks and looks[rank] == before[rank]]
         return name_ranks(hanging) if hanging else f"one of {name_ranks(self.ranks)}"
 
-    def _read_waits(self) -> dict[int, str]:
+    def _read_waits(self) -> dict[int, int]:
         """Read how often other ranks that wait in a constructor have looked at the others."""
-        return {rank: read_first(self.board, "waits", [rank]) for rank in self.others}
+        return {rank: self.board.add(f"waits/{rank}", 0) for rank in self.others}
 
     def _describe_failure(self, error: BaseException) -> str:
         """Say that this rank has failed."""
