@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from fshard import _compat
 from fshard.comm import recorder
@@ -114,7 +113,7 @@ def _start_exchange(
             sent[rank] = view_as_bytes(row_out.contiguous())
             awaited[rank] = view_as_bytes(row_in)
     for work in _compat.start_swap(group.pair, group.name, sent, awaited, partial(tag_of, entry)):
-        _compat.register_work(buffer, work)
+        _compat.register_work(landing, work)
     # Otherwise a gloo thread may free these tensors last. It needs the interpreter lock for that, and the process
     # aborts if the interpreter is shutting down, as right after a program's last collective.
     buffer.__dict__["under_way"] = [*sent.values(), *awaited.values()]
@@ -127,7 +126,7 @@ def _start_rows_by_backend(op: str, arguments: _Arguments, entry: ChainEntry, gr
     """Exchange rows by the backend of an accelerator, beside which ranks have no connections for rows.
 
     These are rows of sums that each rank adds itself, and tensors of processors. The latter are copied through the
-    accelerator, for which the host waits.
+    accelerator; `wait` copies what has arrived to the processor, for which the host waits.
     """
     device = torch.accelerator.current_accelerator() or "cpu"
     others = [1] * len(group.ranks)
@@ -147,18 +146,11 @@ def _start_rows_by_backend(op: str, arguments: _Arguments, entry: ChainEntry, gr
             op, arguments_there = "all_to_all", arguments_there._replace(sizes=(others, others))
         buffers = _start_by_backend(op, arguments_there, entry, group)
         for index, tensor in enumerate(arguments.tensors):
-            if tensor.device != buffers[index].device:
-                buffers[index] = _wait_on_host(buffers[index], tensor.device)
+            landing = buffers[index]
+            if tensor.device != landing.device:
+                buffers[index] = tensor.new_empty(landing.shape)
+                buffers[index].__dict__["landing"] = landing
     return buffers
-
-
-def _wait_on_host(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Wait for a buffer, and copy it to the processor."""
-    try:
-        return _compat.WAIT_TENSOR(buffer).to(device)
-    except RuntimeError as error:
-        # The recorder finds out the reason of errors of this class.
-        raise dist.DistBackendError(str(error)) from error
 
 
 def _rows_by_rank(
@@ -196,7 +188,7 @@ def wait(buffer: torch.Tensor) -> torch.Tensor:
     landing = buffer.__dict__.pop("landing", None)
     if landing is not None:
         with _compat.below_autograd():
-            landed.copy_(landing)
+            return buffer.copy_(landing)
     return landed
 
 

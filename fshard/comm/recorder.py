@@ -184,7 +184,7 @@ def finish(buffer: torch.Tensor) -> torch.Tensor:
         buffer: From `start`, or from a trace, which starts nothing.
 
     Returns:
-        The buffer, with its data.
+        The buffer, or the tensor that its data has landed in, which its caller copies.
 
     Raises:
         CollectiveError: if the collective fails.
@@ -195,7 +195,8 @@ def finish(buffer: torch.Tensor) -> torch.Tensor:
     issued.state.waiting.in_flight.pop(id(buffer), None)
     _notify_watchers(issued, "waits")
     wait = _in_profile(f"{issued.op} wait", issued.label, _compat.WAIT_TENSOR)
-    result: torch.Tensor = _run_waiting(issued, RuntimeError, wait, buffer)
+    # Transfers write to another tensor where its memory is not that of a device which they reach.
+    result: torch.Tensor = _run_waiting(issued, RuntimeError, wait, buffer.__dict__.get("landing", buffer))
     issued.left -= 1
     _notify_watchers(issued, "landed")
     return result
