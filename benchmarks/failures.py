@@ -147,7 +147,7 @@ def measured(calls: int) -> dict[str, float]:
         "start message, ms": time_of(lambda: fs.comm.check_same_facts("a call", {axis: "{}"})),
         "exchange of 8 numbers, ms": time_of(lambda: fs.comm.all_reduce(eight, axis, "numbers")),
         "gloo's own all_reduce of them, ms": time_of(lambda: dist.all_reduce(eight[0].clone())),
-        "tag and hash, ms": time_of(lambda: tag_of(other.chain.record_start("all_reduce", "a label " * 8, ""), 32)),
+        "tag and hash, ms": time_of(lambda: tag_of(other.record_start("all_reduce", "a label " * 8, ""), 32)),
         "start message, bytes": sent["start"],
         "fingerprint, bytes": 0.0,
         "objective, bytes": sent["objective"],
@@ -186,11 +186,11 @@ def counted(ranks: int) -> dict[str, int]:
     rank.counts = Counter()
     everyone = list(range(ranks))
     group = rank.groups["shard"] = Group("shard", everyone, 0, None, 30.0)
-    entry = group.chain.record_start("all_reduce", "psum", "(psum)")
-    issued = PendingCollective(None, rank, group, entry, since=time.monotonic())
+    entry = group.record_start("all_reduce", "psum", "(psum)")
+    issued = PendingCollective(None, rank, group, entry, since=time.monotonic(), awaits=(-1, everyone))
     rank.waiting.collective = issued
     for other in everyone[1:]:
-        waits = Position(("shard", entry, None), {"shard": (everyone, [entry])})
+        waits = Position(("shard", entry, (-1, everyone)), {"shard": [entry]})
         RankState.board(rank).set(f"at/{other}", json.dumps(waits))
     poll_peers(rank, issued)
     looked = sum(rank.counts.values())

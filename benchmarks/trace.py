@@ -125,7 +125,7 @@ def noted_seconds() -> float:
     with fs.trace() as trace:
         start = time.perf_counter()
         for _ in range(LOOKS):
-            issued = fs.comm.PendingCollective(entry, fs.comm.rank_state(), group, group.chain.last)
+            issued = fs.comm.PendingCollective(entry, fs.comm.rank_state(), group, group.chain[-1])
             trace.starts(issued, tensors)
             trace.started(issued)
             trace.waits(issued)

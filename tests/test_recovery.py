@@ -306,8 +306,8 @@ def test_a_rank_that_has_come_to_init_mesh_is_ahead_and_not_woken():
         state.groups["axis"] = Group("axis", [0, 1], state.rank, None, 30.0)
     ahead, behind = states
     group = ahead.groups["axis"]
-    entry = group.chain.record_start("all_reduce", "", "")
-    ahead.waiting.collective = PendingCollective(None, ahead, group, entry)
+    entry = group.record_start("all_reduce", "", "")
+    ahead.waiting.collective = PendingCollective(None, ahead, group, entry, awaits=(-1, group.ranks))
     failure.wake_waiting(behind, "called init_mesh", lambda rank: True)
     assert behind.failure.reason is None
     failure.wake_waiting(behind, "called init_mesh", lambda rank: False)

@@ -38,9 +38,9 @@ def connect_groups(
     new = [group for group in groups if group.name not in state.groups]
     if state.simulation is None and (new or meeting):
         with nullcontext(meeting) if meeting else _meet(state, new[0]) as meeting_of_ranks:
+            state.sockets |= meeting_of_ranks.sockets
             for group in groups:
                 group.links = meeting_of_ranks.links
-                group.sockets |= meeting_of_ranks.sockets
             for group in new:
                 _connect(state, group, meeting_of_ranks, of_processors=of_processors)
             meeting_of_ranks.run(lambda _: _wait_for_all(state, groups))
@@ -89,7 +89,7 @@ def _connect(state: RankState, group: Group, meeting: Meeting, *, of_processors:
             group.pair = _compat.make_pair(group.name, run)
         if state.generation > 0:
             run(lambda board: _compat.replace_group(group.name, state.generation, board))
-    group.sockets |= sockets
+    state.sockets |= sockets
 
 
 def _wait_for_all(state: RankState, groups: Sequence[Group]) -> None:

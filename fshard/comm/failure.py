@@ -83,25 +83,20 @@ class Position(NamedTuple):
     """Where a rank is, as it tells others.
 
     Attributes:
-        waits: The group that it waits in, the parts of the entry that it waits for, and of an exchange over links the
-            round, and the rank whose message it waits for; None if it does not wait.
-        groups: By the name of each of its groups the ranks there, and the entries that it has started last.
+        waits: The group that it waits in, the parts of the entry that it waits for, and the `awaits` of its
+            `PendingCollective`; None if it does not wait.
+        groups: By the name of each of its groups the entries that it has started last.
     """
 
-    waits: tuple[str, Any, tuple[int, int] | None] | None
-    groups: Mapping[str, tuple[list[int], Any]]
+    waits: tuple[str, Any, tuple[float, Sequence[int]]] | None
+    groups: Mapping[str, Sequence[Any]]
 
     @classmethod
     def of(cls, state: RankState) -> "Position":
         """Where this rank is."""
         issued = state.waiting.collective
         waits = None if issued is None else (issued.group.name, issued.entry, issued.awaits)
-        groups = {group.name: (group.ranks, list(group.chain.entries)) for group in list(state.groups.values())}
-        return cls(waits, groups)
-
-    def describe(self) -> str:
-        """Say where it waits."""
-        return f"waits in {ChainEntry(*self.waits[1])}" if self.waits else "runs"
+        return cls(waits, {group.name: list(group.chain) for group in list(state.groups.values())})
 
 
 Positions = Mapping[int, Position]
@@ -110,44 +105,38 @@ Positions = Mapping[int, Position]
 def find_difference(positions: Positions) -> str | None:
     """Say how ranks differ in the collectives that they have started last; None if they do not."""
     started: dict[tuple[str, int], dict[int, ChainEntry]] = {}
-    ranks_of: dict[str, list[int]] = {}
     for rank, position in positions.items():
-        for name, (ranks, entries) in position.groups.items():
-            ranks_of[name] = ranks
+        for name, entries in position.groups.items():
             for entry in map(ChainEntry._make, entries):
                 started.setdefault((name, entry.number), {})[rank] = entry
-    for name, number in sorted(started):
-        difference = describe_difference(started[name, number], ranks_of[name])
-        if difference:
+    for place in sorted(started):
+        if difference := describe_difference(started[place]):
             return difference
     return None
 
 
-def describe_difference(entries: Mapping[int, ChainEntry], ranks: Sequence[int]) -> str | None:
+def describe_difference(entries: Mapping[int, ChainEntry]) -> str | None:
     """Say how entries of one number in the group of some ranks differ, or the rows that these ranks exchange.
 
     Args:
         entries: By ranks, as far as they are known.
-        ranks: All ranks of the group.
 
     Returns:
         A line, and one for each rank; None if the entries go together.
     """
     if len({entry.chain_hash for entry in entries.values()}) > 1:
         first = "ranks differ in a collective"
-    elif not _do_rows_agree(entries, ranks):
+    elif not _do_rows_agree(entries):
         first = "ranks differ in the rows that they send each other"
     else:
         return None
     return "\n".join([first, *(f"  rank {rank}: {entries[rank]}" for rank in sorted(entries))])
 
 
-def _do_rows_agree(entries: Mapping[int, ChainEntry], ranks: Sequence[int]) -> bool:
+def _do_rows_agree(entries: Mapping[int, ChainEntry]) -> bool:
     """Whether each rank awaits as many rows from another as that one sends."""
-    for sender, receiver in itertools.permutations(entries, 2):
-        sends = entries[sender].sends
-        receives = entries[receiver].receives
-        if sends and sends[ranks.index(receiver)] != receives[ranks.index(sender)]:
+    for sender, receiver in itertools.permutations(entries.values(), 2):
+        if sender.sends and sender.sends[receiver.place] != receiver.receives[sender.place]:
             return False
     return True
 
@@ -162,27 +151,30 @@ def find_circle(local_rank: int, positions: Positions) -> str | None:
         positions: Where ranks are, as far as they have told.
 
     Returns:
-        Who waits where; None if this rank waits for none that waits for it.
+        Where this rank waits, and all that it waits for by way of others; None if it waits for none that waits for it.
     """
-    stuck = [rank for rank in sorted(positions) if local_rank in _follow(_awaited_by(rank, positions), positions)]
-    if local_rank not in stuck:
+    reached = _follow(_awaited_by(local_rank, positions), positions)
+    if local_rank not in reached:
         return None
-    return "\n".join(["ranks wait for each other in different collectives", *_list_positions(positions, stuck)])
+    return "\n".join(["ranks wait for each other in different collectives", *_list_waits(positions, reached)])
 
 
 def _follow(ranks: Iterable[int], positions: Positions) -> set[int]:
     """Find some ranks, those that they wait for, those that these wait for, and so on."""
-    reached = set[int]()
-    unseen = set(ranks)
-    while unseen:
-        reached |= unseen
-        unseen = set().union(*(_awaited_by(rank, positions) for rank in unseen)) - reached
-    return reached
+    reached = [*ranks]
+    # The list grows as it is read.
+    for rank in reached:
+        reached += _awaited_by(rank, positions).difference(reached)
+    return set(reached)
 
 
-def _list_positions(positions: Positions, ranks: Iterable[int]) -> list[str]:
-    """Write a line for each of some ranks."""
-    return [f"  rank {rank} {positions[rank].describe()}" for rank in ranks]
+def _list_waits(positions: Positions, ranks: Iterable[int]) -> list[str]:
+    """Write a line for each of some ranks that has told where it waits."""
+    lines = []
+    for rank in sorted(positions.keys() & ranks):
+        if waits := positions[rank].waits:
+            lines.append(f"  rank {rank} waits in {ChainEntry(*waits[1])}")
+    return lines
 
 
 def _awaited_by(rank: int, positions: Positions) -> set[int]:
@@ -190,26 +182,19 @@ def _awaited_by(rank: int, positions: Positions) -> set[int]:
     position = positions.get(rank)
     if position is None or position.waits is None:
         return set()
-    name, (number, *_), awaits = position.waits
-    ranks, _ = position.groups[name]
-    place = number, -1
-    if awaits is not None:
-        step, other = awaits
-        ranks = [other]
-        place = number, step
-    return {other for other in ranks if _place_in(name, positions.get(other)) < place}
+    name, (number, *_), (step, ranks) = position.waits
+    return {other for other in ranks if _place_in(name, positions.get(other)) < (number, step)}
 
 
 def _place_in(name: str, position: Position | None) -> tuple[int, float]:
     """Compute the collective and the round that a rank is in; one that does not wait there has ended its rounds."""
     if position is None or name not in position.groups:
         return 0, 0
-    _, entries = position.groups[name]
-    number, *_ = entries[-1]
-    waits = position.waits
-    if waits is None or waits[0] != name or waits[2] is None:
+    number, *_ = position.groups[name][-1]
+    if position.waits is None or position.waits[0] != name:
         return number, math.inf
-    return number, waits[2][0]
+    _, _, (step, _) = position.waits
+    return number, step
 
 
 def ask_store(ask: Callable[[], Any], seconds: float = 0.0) -> Any:
@@ -295,11 +280,9 @@ def fail_collective(state: RankState, issued: PendingCollective, error: BaseExce
         if state.simulation is not None:
             text = str(error)
         else:
-            # The receives must live until the connections are cut.
-            ended, _receives = _find_ended_ranks(state, issued)
-            text = _explain_lost_wait(state, issued, error, ended)
+            text = _explain_lost_wait(state, issued, error, _find_ended_ranks(state, issued))
         notify_peers(state, text)
-        lines = [f"\n  {entry}" for entry in list(issued.group.chain.entries)[-REPORTED_ENTRIES:] if entry.number > 0]
+        lines = [f"\n  {entry}" for entry in list(issued.group.chain)[-REPORTED_ENTRIES:] if entry.number > 0]
         last = f"\nThe last collectives of this rank over these ranks:{''.join(lines)}"
         report_at_once(f"{make_error(state, issued.entry)}{last}")
     return make_error(state, issued.entry)
@@ -315,23 +298,19 @@ def report_at_once(text: str) -> None:
         _compat.report_to_launcher(f"CollectiveError: {text}")
 
 
-def _find_ended_ranks(state: RankState, issued: PendingCollective) -> tuple[list[int], list[Any]]:
-    """Find the ranks whose connections in the group of a collective ended before this rank's.
-
-    Returns:
-        The ranks, and receives from the others, as of `_compat.find_lost_peers`.
-    """
+def _find_ended_ranks(state: RankState, issued: PendingCollective) -> set[int]:
+    """Find the ranks whose connections in the group of a collective ended before this rank's."""
     group = issued.group
     # A wait that lasts too long ends its connection itself.
     if state.failure.is_cut or time.monotonic() - issued.since > TIMEOUT_FRACTION * group.timeout:
-        return [], []
+        return set()
     # The links are those of all axes of a mesh.
     ended = set(group.ranks).intersection(group.links.find_ended_peers())
-    receives: list[Any] = []
     if group.pair is not None:
-        places, receives = _compat.find_lost_peers(group.pair, group.local_rank, len(group.ranks))
+        # The receives must live until the connections are cut.
+        places, group.receives = _compat.find_lost_peers(group.pair, group.local_rank, len(group.ranks))
         ended.update(group.ranks[place] for place in places)
-    return sorted(ended), receives
+    return ended
 
 
 def make_error(state: RankState, entry: ChainEntry | None = None) -> CollectiveError:
@@ -346,7 +325,7 @@ def _explain_lost_wait(
     state: RankState,
     issued: PendingCollective,
     error: BaseException,
-    ended: Sequence[int],
+    ended: set[int],
 ) -> str:
     """Say why a wait ended: by the note of a rank that knows, else which rank is gone or did not come.
 
@@ -363,37 +342,31 @@ def _explain_lost_wait(
     note: str | None = ask_store(lambda: read_first(state.board(), "note", state.groups), grace)
     if note:
         return note
-    positions = _ask_positions(state, _list_candidates(issued), len(issued.group.ranks))
+    positions = _ask_positions(state, issued.awaits[1], len(issued.group.ranks))
     if ended:
-        first = describe_ended_ranks(ended)
+        first = describe_ended_ranks(sorted(ended))
     elif absent := _find_absent_ranks(issued, positions):
         first = f"{name_ranks(absent)} did not join a collective within {seconds:.0f} s. {LOOK_FOR_HANG}"
     else:
         first = f"rank {state.rank} failed in {issued.entry}: {error!s:.{TEXT_LENGTH}}"
     # A rank that is gone may have told of an earlier wait.
-    waiting = [rank for rank, position in sorted(positions.items()) if position.waits and rank not in ended]
-    return "\n".join([first, *_list_positions(positions, waiting)])
+    return "\n".join([first, *_list_waits(positions, positions.keys() - ended)])
 
 
 def _find_absent_ranks(issued: PendingCollective, positions: Positions) -> list[int]:
     """Find the ranks to blame for a wait that was too long: those that wait for nobody themselves."""
     local_rank = issued.state.rank
+    step, source = issued.awaits
     # A rank that is awaited over a link may have told of a later place, but its message has not come.
-    first = _awaited_by(local_rank, positions) if issued.awaits is None else {issued.awaits[1]}
-    others = {rank: position for rank, position in positions.items() if rank != local_rank}
-    blamed = {rank for rank in _follow(first, others) if not _awaited_by(rank, positions)}
+    first = _awaited_by(local_rank, positions) if step < 0 else {*source}
+    blamed = {rank for rank in _follow(first, positions) - {local_rank} if not _awaited_by(rank, positions)}
     # A rank may have gone on since it told where it waits.
-    return sorted(blamed - {local_rank} or first)
+    return sorted(blamed or first)
 
 
 def _publish_position(state: RankState) -> None:
     """Show other ranks where this one is."""
     state.board().set(f"at/{state.rank}", json.dumps(Position.of(state)))
-
-
-def _list_candidates(issued: PendingCollective) -> Sequence[int]:
-    """List the ranks that a rank may wait for in a collective."""
-    return issued.group.ranks if issued.awaits is None else [issued.awaits[1]]
 
 
 def _ask_positions(state: RankState, ranks: Sequence[int], limit: int = MAX_RANKS_PER_POLL) -> dict[int, Position]:
@@ -437,10 +410,10 @@ def wake_waiting(state: RankState, action: str, has_come: Callable[[int], bool])
     positions = _ask_positions(state, random.sample(state.others, len(state.others)))
     behind = [rank for rank in positions if state.rank in _awaited_by(rank, positions)]
     # A rank that has arrived here and now waits is ahead of this one, which has not yet noticed that all have arrived.
-    waiting = [rank for rank in sorted(behind) if not has_come(rank)]
+    waiting = [rank for rank in behind if not has_come(rank)]
     if waiting:
         first = f"rank {state.rank} {action}, while others wait for it in a collective"
-        notify_peers(state, "\n".join([first, *_list_positions(positions, waiting)]))
+        notify_peers(state, "\n".join([first, *_list_waits(positions, waiting)]))
 
 
 def all_fail(state: RankState, place: str) -> bool:
@@ -454,7 +427,7 @@ def all_fail(state: RankState, place: str) -> bool:
         Whether they do.
     """
     state.failure.count += 1
-    started = sum(group.chain.last.number for group in state.groups.values())
+    started = sum(group.chain[-1].number for group in state.groups.values())
     board = state.board()
     key = f"failed/{state.failure.count}/{place} at {started}"
     keys = [f"{key}/{rank}" for rank in state.others]
@@ -487,8 +460,6 @@ class FailureWatcher(threading.Thread):
         self._over.set()
         self.join(STORE_TIMEOUT)
         state = self._rank_state()
-        if self.interrupts.has_come(issued.since if issued else None):
-            end_wait(state, describe_interrupt(state, issued, KeyboardInterrupt()))
         if state is not None:
             state.groups.clear()
 
@@ -516,6 +487,8 @@ class FailureWatcher(threading.Thread):
     def _look_at(self, state: RankState) -> None:
         """End a wait if Ctrl-C came; poll the others after 0.4 s in one wait, then after 1, 2, 4 and more."""
         issued = state.waiting.collective
+        if self.interrupts.has_come(issued.since if issued else None):
+            end_wait(state, describe_interrupt(state, issued, KeyboardInterrupt()))
         place = None if issued is None else (issued.since, issued.awaits)
         if self._told is not None and self._told != place:
             # Others that follow who waits for whom would be misled by where this rank was.
@@ -580,7 +553,7 @@ def poll_peers(state: RankState, issued: PendingCollective) -> bool:
     reason = read_first(state.board(), "note", [issued.group.name])
     if not reason:
         _publish_position(state)
-        positions = _ask_positions(state, _list_candidates(issued))
+        positions = _ask_positions(state, issued.awaits[1])
         reason = find_difference(positions) or find_circle(state.rank, positions) or ""
     if not reason or state.waiting.collective is not issued:
         return False

@@ -27,6 +27,7 @@ class ChainEntry(NamedTuple):
         number: How many collectives the group had started with it.
         chain_hash: A hash of it and of all before it.
         text: Its name, what it carries, for whom, over which axis.
+        place: This rank's in the group.
         sends: For each rank the rows that it is sent; none if all ranks send the same.
         receives: For each rank the rows that it sends here.
     """
@@ -34,6 +35,7 @@ class ChainEntry(NamedTuple):
     number: int
     chain_hash: int
     text: str
+    place: int = 0
     sends: Sequence[int] = ()
     receives: Sequence[int] = ()
 
@@ -41,40 +43,9 @@ class ChainEntry(NamedTuple):
         return f"{self.text}, sends {self.sends}, awaits {self.receives}" if self.sends else self.text
 
 
-class CollectiveChain:
-    """The collectives that a group has started on this rank; `recorder.py` writes it.
-
-    Attributes:
-        entries: The last ones; the first entry of all is number 0, which no collective has.
-    """
-
-    def __init__(self) -> None:
-        """Begin with no collective."""
-        self.entries = deque([ChainEntry(0, 0, "")], KEPT_ENTRIES)
-
-    @property
-    def last(self) -> ChainEntry:
-        """The collective that was started last."""
-        return self.entries[-1]
-
-    def record_start(self, op: str, hashed: str, text: str, *sizes: Sequence[int]) -> ChainEntry:
-        """Record that a collective starts.
-
-        Args:
-            op: Its name.
-            hashed: All that is the same on every rank.
-            text: What it carries, for whom, over which axis.
-            *sizes: The rows for each rank and from each, if ranks may send different ones.
-
-        Returns:
-            Its entry.
-        """
-        last = self.entries[-1]
-        number = last.number + 1
-        chain_hash = zlib.crc32(hashed.encode(), last.chain_hash)
-        entry = ChainEntry(number, chain_hash, f"{op} number {number} {text:.{TEXT_LENGTH}}", *sizes)
-        self.entries.append(entry)
-        return entry
+def _start_chain() -> deque[ChainEntry]:
+    """The entries of a group that has started nothing: number 0, which no collective has."""
+    return deque([ChainEntry(0, 0, "")], KEPT_ENTRIES)
 
 
 @dataclass(eq=False)
@@ -88,9 +59,9 @@ class Group:
         pair: The connections that rows of tensors are sent over; None beside a backend that sends itself, and for
             simulated ranks.
         timeout: Seconds that a rank waits there for another.
-        sockets: Those of the pair and the links.
-        chain: The collectives that have been started.
+        chain: The last collectives that have been started; `recorder.py` writes it.
         links: The connections over which ranks agree; None for simulated ranks.
+        receives: Those by which this rank has found out which connections have ended; see `_compat.find_lost_peers`.
     """
 
     name: str
@@ -98,9 +69,29 @@ class Group:
     local_rank: int
     pair: Any
     timeout: float
-    sockets: _compat.Sockets = field(default_factory=dict)
-    chain: CollectiveChain = field(default_factory=CollectiveChain)
+    chain: deque[ChainEntry] = field(default_factory=_start_chain)
     links: Any = None
+    receives: Sequence[Any] = ()
+
+    def record_start(self, op: str, hashed: str, text: str, *sizes: Sequence[int]) -> ChainEntry:
+        """Record that a collective starts.
+
+        Args:
+            op: Its name.
+            hashed: All that is the same on every rank.
+            text: What it carries, for whom, over which axis.
+            *sizes: The rows for each rank and from each, if ranks may send different ones.
+
+        Returns:
+            Its entry.
+        """
+        last = self.chain[-1]
+        number = last.number + 1
+        chain_hash = zlib.crc32(hashed.encode(), last.chain_hash)
+        text = f"{op} number {number} {text:.{TEXT_LENGTH}}"
+        entry = ChainEntry(number, chain_hash, text, self.local_rank, *sizes)
+        self.chain.append(entry)
+        return entry
 
     def cut(self) -> None:
         """End the connections, which wakes this rank and those that wait for it."""
@@ -129,7 +120,8 @@ class PendingCollective:
         label: The encoded label of its caller.
         left: Buffers that have not been waited for.
         since: When this rank began to wait for it last.
-        awaits: Of an exchange over links its round, and the rank that this one waits for there.
+        awaits: Of an exchange over links its round, infinity behind the last one, else -1; and the ranks that this one
+            may wait for.
     """
 
     collective: Any
@@ -141,7 +133,7 @@ class PendingCollective:
     label: str = ""
     left: int = 0
     since: float = 0.0
-    awaits: tuple[int, int] | None = None
+    awaits: tuple[float, Sequence[int]] = (-1, ())
 
 
 @dataclass(eq=False)
@@ -209,6 +201,7 @@ class RankState:
         simulation: Of a simulated rank; None for a process.
         generation: How often groups have been made anew.
         groups: By the name of the axis's process group.
+        sockets: Those of the pairs and the links of all groups, of earlier ones too.
         call: The outermost call that runs.
         waiting: What it waits for.
         failure: What has failed.
@@ -221,6 +214,7 @@ class RankState:
     simulation: Simulation | None = None
     generation: int = 0
     groups: dict[str, Group] = field(default_factory=dict)
+    sockets: _compat.Sockets = field(default_factory=dict)
     call: RunningCall = field(default_factory=RunningCall)
     waiting: Waiting = field(default_factory=Waiting)
     failure: Failure = field(default_factory=Failure)
@@ -260,15 +254,10 @@ def _leave_to_parent() -> None:
     for state in list(_MEMORY.values()):
         if state.watcher is not None:
             state.watcher.leave_to_parent()
-        groups = [group for group in state.groups.values() if group.links is not None]
-        if not groups:
+        if not state.groups or state.simulation is not None:
             continue
-        sockets = dict[int, int]()
-        for group in groups:
-            sockets |= group.sockets
-        pairs = [group.pair for group in groups]
-        _compat.keep_for_good([*pairs, *_compat.torch_groups(), state.store])
-        _compat.leave_to_parent(sockets, state.store)
+        _compat.keep_for_good([*state.groups.values(), *_compat.torch_groups(), state.store])
+        _compat.leave_to_parent(state.sockets, state.store)
         state.failure.reason = (
             f"This process was forked from rank {state.rank} and cannot use its connections. Start it with spawn, or "
             "communicate in the parent only."

@@ -8,6 +8,7 @@ import errno
 import fcntl
 import hmac
 import json
+import math
 import secrets
 import select
 import socket
@@ -133,9 +134,9 @@ class Links:
         sent = HEADER.size + PART_BYTES
         received = bytearray()
         try:
-            issued.awaits = number, to
+            issued.awaits = number, [to]
             self.sockets[to].sendall(message[:sent])
-            issued.awaits = number, source
+            issued.awaits = number, [source]
             *place, size = HEADER.unpack(receive(link, HEADER.size))
             if place != [issued.entry.chain_hash, number]:
                 # Its sender does something else. Read until the thread that watches knows what, and ends the links.
@@ -143,12 +144,12 @@ class Links:
             while len(received) < size or sent < len(message):
                 received += receive(link, min(size - len(received), PART_BYTES))
                 if sent < len(message):
-                    issued.awaits = number, to
+                    issued.awaits = number, [to]
                     self.sockets[to].sendall(message[sent : sent + PART_BYTES])
-                    issued.awaits = number, source
+                    issued.awaits = number, [source]
                     sent += PART_BYTES
         except OSError as error:
-            raise LinkError(f"the link to rank {issued.awaits and issued.awaits[1]} failed: {error}") from error
+            raise LinkError(f"the link to rank {issued.awaits[1][0]} failed: {error}") from error
         return bytes(received)
 
     def find_ended_peers(self) -> list[int]:
@@ -192,7 +193,7 @@ def swap_in_rounds(issued: PendingCollective, known: bytes, merge: Merge) -> byt
         else:
             message = group.links.swap(issued, number, ranks[to], ranks[source], known)
         known = merge(known, message)
-    issued.awaits = None
+    issued.awaits = math.inf, ()
     return known
 
 

@@ -1,6 +1,7 @@
 """The flight recorder: which collectives this rank has started and finished, and who is told of them."""
 
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -102,10 +103,10 @@ def _issue(
     hashed, text = _texts(op, destination.axis, label, shapes)
     if state.call.name is not None:
         text = f"{text} in {state.call.name}"
-    entry = group.chain.record_start(op, hashed, text, *sizes)
+    entry = group.record_start(op, hashed, text, *sizes)
     those_watching = watchers()
     collective = Collective.of(op, tensors, sizes, destination) if those_watching else None
-    issued = PendingCollective(collective, state, group, entry, those_watching, op, label)
+    issued = PendingCollective(collective, state, group, entry, those_watching, op, label, awaits=(-1, group.ranks))
     _notify_watchers(issued, "starts", tensors)
     return issued
 
@@ -146,13 +147,14 @@ def _run_waiting(issued: PendingCollective, kind: type[Exception], run: Callable
     waiting = issued.state.waiting
     # The thread that watches tells waits apart by their beginnings.
     issued.since = time.monotonic()
+    waiting.collective = issued
     try:
         return run(*args)
     except kind as error:
         raise fail_collective(issued.state, issued, error) from error
     except BaseException as error:
         # No other exchange can begin where one has stopped in the middle, as by Ctrl-C.
-        if issued.awaits is not None:
+        if 0 <= issued.awaits[0] < math.inf:
             notify_peers(issued.state, describe_interrupt(issued.state, issued, error))
         raise
     finally:

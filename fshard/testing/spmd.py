@@ -111,11 +111,11 @@ class _Call(NamedTuple):
         return f"waits in {self.entry or self.collective.kind}"
 
 
-def _describe_mismatch(calls: Mapping[int, _Call], ranks: Sequence[int]) -> str | None:
+def _describe_mismatch(calls: Mapping[int, _Call]) -> str | None:
     """Describe how the collectives that ranks of one group called differ, or return None."""
     entries = {rank: call.entry for rank, call in calls.items() if call.entry}
     if len(entries) == len(calls):
-        return comm.describe_difference(entries, ranks)
+        return comm.describe_difference(entries)
     kinds = {call.collective.kind for call in calls.values()}
     if len(kinds) == 1:
         return None
@@ -277,7 +277,7 @@ class _Simulation:
         calls = {rank: call for rank, call in calls.items() if call.collective.group == collective.group}
         if len(calls) < len(collective.ranks):
             return
-        failure = _describe_mismatch(calls, collective.ranks) or _run_collective(collective, calls)
+        failure = _describe_mismatch(calls) or _run_collective(collective, calls)
         for rank, call in calls.items():
             if failure:
                 self.broken[call.key] = failure

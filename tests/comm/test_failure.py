@@ -87,8 +87,7 @@ def position(waits=None, **numbers):
     trails = {
         name: [ChainEntry(n, n, f"psum {n} in {name}") for n in range(number + 1)] for name, number in numbers.items()
     }
-    groups = {name: ([0, 1, 2], trail) for name, trail in trails.items()}
-    return comm.Position(waits and (waits, trails[waits][-1], None), groups)
+    return comm.Position(waits and (waits, trails[waits][-1], (-1, [0, 1, 2])), trails)
 
 
 # For each rank the group that it waits in and how many collectives it has started in both; and those in a circle.
@@ -200,12 +199,12 @@ def test_a_rank_waits_for_those_of_its_round_of_an_exchange_that_are_not_there_y
 
     def position(started, awaits):
         entries = [(started, 0, "")]
-        return comm.Position(awaits and ("a group", entries[-1], awaits), {"a group": (ranks, entries)})
+        return comm.Position(awaits and ("a group", entries[-1], awaits), {"a group": entries})
 
-    positions = {0: position(5, (1, 2)), 1: position(5, (1, 3)), 2: position(5, (0, 3)), 3: position(4, None)}
+    positions = {0: position(5, (1, [2])), 1: position(5, (1, [3])), 2: position(5, (0, [3])), 3: position(4, None)}
     assert [failure._awaited_by(rank, positions) for rank in ranks] == [{2}, {3}, {3}, set()]
     # A message of round 0 may come from a rank that waits in round 1.
-    positions[3] = position(5, (1, 1))
+    positions[3] = position(5, (1, [1]))
     assert failure._awaited_by(2, positions) == set()
 
 
