@@ -411,7 +411,7 @@ BUILT_FOR_KEEPING = {name: make() for name, (make, _) in KEEPING.items()}
 @pytest.mark.rows(11)
 @pytest.mark.parametrize("strategy", ("ddp", EVERY_LEAF, "units"))
 @pytest.mark.parametrize("name", KEEPING)
-@on_ranks(1, 2, 3)
+@on_ranks(2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 3)))
 def test_values_that_torch_keeps_are_those_of_one_call(name, strategy):
     _, context = KEEPING[name]
     transform = zero3()(one_axis()) if strategy == "units" else STRATEGIES[strategy](meshes())

@@ -87,7 +87,7 @@ def operands(name):
     return partial(run, axis=axis), partial(transpose, axis=axis), x, t, y
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @on_ranks(*WORLD_SIZES)
 def test_backward_is_the_transpose_and_forward_the_map_itself():
     """To the second order, and vmap is a loop."""

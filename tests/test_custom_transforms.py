@@ -52,6 +52,7 @@ class Net(nn.ModuleList):
         return x.square().mean()
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("bits", (8, 4))
 @on_ranks(pytest.param(2, marks=pytest.mark.slow), 3)
 def test_a_frozen_base_of_bytes_trains_the_other_leaves_as_one_process_does(bits, world_size):

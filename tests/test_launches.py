@@ -35,6 +35,7 @@ def is_view(name):
 STEPS = [(fs.ddp, False), (fs.zero2, False), (fs.zero3, False), (fs.zero3, True)]
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(("strategy", "jit"), STEPS)
 @on_ranks(2)
 def test_a_layer_adds_few_operators_to_those_of_plain_pytorch(strategy, jit):

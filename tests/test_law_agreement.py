@@ -228,7 +228,7 @@ def loss_with_collectives(params, call, axis, used, skip):
     return sum(term * (n < used or not last) for n, term in enumerate(terms)) + last * y.sum()
 
 
-@on_ranks(2, "2 processes", timeout=4 * SECONDS)
+@on_ranks(2, pytest.param("2 processes", marks=pytest.mark.slow), timeout=4 * SECONDS)
 def test_a_result_that_one_rank_does_not_use_is_reduced_all_the_same():
     """On processes such a step ended by a signal or never."""
     mesh = one_axis()

@@ -14,7 +14,7 @@ from fshard.testing import assert_matches_ddp, assert_trees_close, spmd
 from tests.trees import ONE_AXIS, STRATEGIES, TWO_AXES, WORLD_SIZES, Layer, assert_same_bits, meshes, normal, one_axis
 from tests.unit_models import VOCABULARY, Language, filled, tie_head
 
-ROWS, STEPS = 24, 4
+ROWS, STEPS = 24, 2
 
 
 class Algorithm(NamedTuple):

@@ -29,7 +29,7 @@ def count(program, ranks):
     return sorted(messages)
 
 
-@pytest.mark.parametrize("ranks", (2, 4, 8))
+@pytest.mark.parametrize("ranks", (2, 4, pytest.param(8, marks=pytest.mark.slow)))
 def test_messages_of_a_save_and_a_restore(ranks, tmp_path):
     """All leaves together make two digests at most for each axis of the mesh, in one message."""
     for layout in ("zero3", "zero3 with small leaves whole", "hsdp of every leaf"):

@@ -27,8 +27,10 @@ from tests.transforms.feedback import feedback
 from tests.trees import assert_same_bits, meshes, normal, one_axis
 
 
-@pytest.mark.rows(2)
-@pytest.mark.parametrize("ranks, other_ranks", [(2, 2), (2, 3), (3, 1), (1, 4), (4, 8), (8, 2)])
+@pytest.mark.parametrize(
+    "ranks, other_ranks",
+    [(2, 3), *(pytest.param(*row, marks=pytest.mark.slow) for row in ((2, 2), (3, 1), (1, 4), (4, 8), (8, 2)))],
+)
 def test_restore_undoes_save_into_any_layout(ranks, other_ranks, tmp_path):
     """Of every tree, from each layout into another one, and each into itself."""
     draw = sampler(ranks)

@@ -262,6 +262,7 @@ FAST = ("moe", "quantize", "lamb", "lars", "adafactor", "whole")
 JITTED = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in TABLE]
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("name", JITTED)
 @on_ranks(RANKS)
 def test_jit_has_the_same_bits(name):

@@ -46,7 +46,7 @@ def train(step):
     return fs.tree_leaves((state, losses))
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("donated", ((), 0))
 @on_ranks(1, 2, 3)
 def test_it_is_the_jitted_function_and_sends_the_same(donated, tmp_path):

@@ -184,6 +184,7 @@ def check(name, program, strategy, expected):
         assert float((leaf.detach() - expected_leaf).abs().max()) <= bound, (program, name, strategy)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("strategy", CHOSEN)
 @pytest.mark.parametrize("world_size", COUNTS)
 @pytest.mark.parametrize("name", ("function", "module"))

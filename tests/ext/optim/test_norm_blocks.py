@@ -65,6 +65,7 @@ def gappy_tree(dtype):
     }
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16, torch.complex64))
 def test_a_graph_has_the_bits_of_eager_calls_and_of_contiguous_tensors(dtype):
     tree = gappy_tree(dtype)

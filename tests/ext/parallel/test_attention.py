@@ -58,8 +58,7 @@ def at_places(tensors, places):
 CASES = ((48, True, None, HEAD), (48, False, 0.7, HEAD), (48, True, 0.7, 3))
 
 
-@pytest.mark.rows(3)
-@on_ranks(1, 3, 8, pytest.param("2 processes", marks=pytest.mark.slow))
+@on_ranks(1, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (8, "2 processes")))
 def test_ring_is_dense_attention(world_size):
     """Where the head dim of v is another there is no fused kernel; a rank may hold a single place in time."""
     axis = fs.axis_of(cp_mesh())
