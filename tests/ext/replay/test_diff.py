@@ -46,7 +46,7 @@ def differences():
 @pytest.fixture(scope="module")
 def of_one_rank():
     return compare(
-        1, 1e-3, narrow=PLAIN | {"param_dtype": torch.bfloat16}, lr=PLAIN | {"lr": 2e-2}, line=PLAIN | {"net": Other}
+        1, 1e-3, narrow=PLAIN | {"param_dtype": torch.bfloat16}, lr=PLAIN | {"lr": 20.0}, line=PLAIN | {"net": Other}
     )
 
 

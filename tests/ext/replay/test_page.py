@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 import torch
 
 import fshard as fs
@@ -33,6 +34,8 @@ def verify_with_a_flipped_bit(scope):
         return str(fs.verify(step, state, batch))
 
 
+# As other pages of which each trace takes seconds. Texts of such reports are those of the tests beside this one.
+@pytest.mark.slow
 def test_the_reports_of_the_page(capsys):
     setup = compile(SETUP.read_text(), str(SETUP), "exec")
     program = compile(program_of(PAGE), str(PAGE), "exec")

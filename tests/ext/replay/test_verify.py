@@ -42,6 +42,11 @@ def is_gathered(node):
     return (collective.op, collective.unit) == ("all_gather", "blocks.1")
 
 
+def is_sum(node):
+    """The rows of a sum that ranks send each other, once they have arrived."""
+    return graph_nodes.is_wait(node) and name_operator(node.args[0].args[0]) == "fshard.all_reduce"
+
+
 # By the name of a place whether a node is there, and the operator and the unit that a report names.
 SITES = {
     "activation": (is_operator("aten.gelu", "blocks.1"), "aten.gelu", "blocks.1"),
@@ -50,7 +55,10 @@ SITES = {
     "reduction": (is_operator("aten.add_", phase="backward"), "aten.add_", "head"),
     "objective": (is_operator("aten.add_", phase="forward"), "aten.add_", ""),
     "optimizer state": (is_operator("aten.sqrt"), "aten.sqrt", "head"),
+    "sum": (is_sum, WAIT, ""),
 }
+ONCE = ("activation", "gathered buffer", "gradient", "reduction", "objective", "optimizer state")
+ALWAYS = ("gathered buffer", "objective")
 
 
 class Flip(threading.local):
@@ -103,36 +111,43 @@ def verify_flips(world, flips, rank=1):
     return reports
 
 
+def flip_always(*sites):
+    """Flips in both runs, of a high bit, because a sum of other rows may lose a low one."""
+    return [(site, (0, 1), 20) for site in sites]
+
+
 @pytest.fixture(scope="module")
-def always_wrong_of_two():
-    return verify_flips(2, [("gathered buffer", (0, 1), 20), ("objective", (0, 1), 20)])
+def of_two_ranks():
+    """The reports of flips in one of two runs, and those of flips in both."""
+    once = [(site, (number % 2,), 0) for number, site in enumerate(ONCE)]
+    reports = verify_flips(2, once + flip_always(*ALWAYS))
+    return reports[: len(ONCE)], reports[len(ONCE) :]
 
 
 @pytest.fixture(scope="module")
 def always_wrong_of_three():
-    # A high bit, because a sum of other rows may lose a low one.
-    return verify_flips(3, [("gathered buffer", (0, 1), 20), ("objective", (0, 1), 20)])
+    return verify_flips(3, flip_always(*ALWAYS, "sum"))
 
 
-@pytest.fixture(scope="module")
-def wrong_once():
-    return verify_flips(2, [(site, (number % 2,), 0) for number, site in enumerate(SITES)])
-
-
-def test_a_bit_that_flips_in_one_of_two_runs_is_named(wrong_once):
-    for report, (_, operator, unit) in zip(wrong_once, SITES.values(), strict=True):
+def test_a_bit_that_flips_in_one_of_two_runs_is_named(of_two_ranks):
+    wrong_once, _ = of_two_ranks
+    for report, site in zip(wrong_once, ONCE, strict=True):
         assert (report.verdict, report.ranks) == ("gave other bits in a second run of the same step", (1,))
-        assert (report.operator, report.unit) == (operator, unit)
-
-
-def test_a_bit_that_one_rank_always_gets_wrong_is_named_where_ranks_must_agree(always_wrong_of_three):
-    for report, site in zip(always_wrong_of_three, ("gathered buffer", "objective"), strict=True):
-        assert (report.verdict, report.ranks) == ("did not give the bits of ranks 0 and 2", (1,))
         assert (report.operator, report.unit) == SITES[site][1:]
 
 
-def test_of_two_ranks_nothing_says_which_is_wrong(always_wrong_of_two):
-    for report, site in zip(always_wrong_of_two, ("gathered buffer", "objective"), strict=True):
+def test_a_bit_that_one_rank_always_gets_wrong_is_named_where_ranks_must_agree(always_wrong_of_three):
+    *of_values, of_sum = always_wrong_of_three
+    for report, site in zip(of_values, ALWAYS, strict=True):
+        assert (report.verdict, report.ranks) == ("did not give the bits of ranks 0 and 2", (1,))
+        assert (report.operator, report.unit) == SITES[site][1:]
+    # Rows that one rank receives wrong.
+    assert (of_sum.operator, of_sum.ranks, of_sum.collective) == (WAIT, (1,), "all_reduce")
+
+
+def test_of_two_ranks_nothing_says_which_is_wrong(of_two_ranks):
+    _, always_wrong = of_two_ranks
+    for report, site in zip(always_wrong, ALWAYS, strict=True):
         assert report.verdict == "gave different bits, and nothing tells which are right,"
         assert (report.operator, report.ranks) == (SITES[site][1], (0, 1))
 
@@ -145,15 +160,6 @@ def test_a_wrong_replica_of_an_argument_is_named():
         return str(fs.verify(lambda params: fs.gather(params)["w"].sum(), params))
 
     assert spmd(program, 3) == ["verify: the argument [0][0]['w'] did not give the bits of ranks 0 and 1 on rank 2"] * 3
-
-
-def test_rows_of_a_sum_that_one_rank_receives_wrong_are_named():
-    def is_site(node):
-        return graph_nodes.is_wait(node) and name_operator(node.args[0].args[0]) == "fshard.all_reduce"
-
-    with patch.dict(SITES, sum=(is_site, WAIT, "")):
-        (report,) = verify_flips(3, [("sum", (0, 1), 20)])
-    assert (report.operator, report.ranks, report.collective) == (WAIT, (1,), "all_reduce")
 
 
 GELU = f"""\
@@ -174,7 +180,8 @@ ARRIVAL = f"""\
   unit: blocks.1"""
 
 
-def test_the_texts_of_reports(wrong_once, always_wrong_of_two, always_wrong_of_three):
+def test_the_texts_of_reports(of_two_ranks, always_wrong_of_three):
+    wrong_once, always_wrong_of_two = of_two_ranks
     assert str(wrong_once[0]) == GELU
     wrong = f"verify: {WAIT} did not give the bits of ranks 0 and 2 on rank 1\n"
     assert str(always_wrong_of_three[0]) == wrong + ARRIVAL
@@ -240,7 +247,12 @@ def verify_dropped(strategy, key, reduce="mean"):
 
 
 @pytest.mark.parametrize(
-    "strategy, key, world", [(ZERO3, "of ranks", 3), (fs.ddp, "one", 2), (fs.zero1, "of ranks", 2)]
+    "strategy, key, world",
+    [
+        (ZERO3, "of ranks", 3),
+        pytest.param(fs.ddp, "one", 2, marks=pytest.mark.slow),
+        pytest.param(fs.zero1, "of ranks", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_clean_runs_with_dropout_and_uneven_shards_are_silent(strategy, key, world):
     assert spmd(lambda: verify_dropped(strategy, key), world) == [None] * world
