@@ -211,7 +211,7 @@ def files_in(directory):
     return sorted(directory.glob("*/graph-rank-*.json"))
 
 
-def test_a_damaged_file_on_one_rank_is_traced_again_on_all(tmp_path):
+def test_ranks_trace_together_if_one_has_no_file_or_a_damaged_one(tmp_path):
     cache = fs.graph_cache(tmp_path)
     expected = spmd(lambda: run(cache), 2)
     path = files_in(tmp_path)[-1]
@@ -219,11 +219,6 @@ def test_a_damaged_file_on_one_rank_is_traced_again_on_all(tmp_path):
     with pytest.warns(UserWarning, match="graph_cache: a file is not used, and the function is traced: load_graph: "):
         assert spmd(lambda: run(cache), 2) == expected
     assert [traces for _, traces in spmd(lambda: run(cache), 2)] == [READ, READ]
-
-
-def test_ranks_trace_together_if_one_has_no_file(tmp_path):
-    cache = fs.graph_cache(tmp_path)
-    expected = spmd(lambda: run(cache), 2)
     files_in(tmp_path)[0].unlink()
     assert spmd(lambda: run(cache), 2) == expected
 
