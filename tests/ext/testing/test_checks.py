@@ -16,7 +16,7 @@ import torch
 import fshard as fs
 from fshard.testing import assert_trees_close, check_pure
 from tests.checks import find_problems
-from tests.ranks import on_ranks
+from tests.ranks import my_rank, on_ranks
 from tests.tolerance import within
 from tests.trees import OF_EVERY_LEAF, normal, one_axis
 
@@ -160,7 +160,8 @@ def test_columns_may_be_gathered_into_what_agrees():
     def loss(params, tp):
         return fs.all_gather_invariant(fs.gather(params)["up"], tp).square().sum()
 
-    assert find_problems(loss, params, tp) == []
+    # A check needs no ranks, and takes a second.
+    assert my_rank() or find_problems(loss, params, tp) == []
     value, grads = fs.value_and_grad(loss)(params, tp)
     expected = FULL["up"].square().sum(), 2 * FULL["up"]
     assert_trees_close((value, fs.unshard(grads)["up"]), expected, **within(expected, FULL["up"].numel()))
