@@ -2,7 +2,6 @@
 
 import logging
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -152,22 +151,26 @@ def test_on_simulated_ranks():
 """
 
 
+def run_tests_of_a_user(folder):
+    os.chdir(folder)
+    os.environ["COLUMNS"] = "150"
+    os.environ.pop("CI", None)
+    pytest.main(["-p", "no:cacheprovider", "test_of_a_user.py"])
+
+
 def test_reports_of_pytest_show_the_cause_the_users_line_and_each_warning_once(tmp_path):
     (tmp_path / "test_of_a_user.py").write_text(FAILING_TESTS)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_of_a_user.py"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "150"}
-    environment.pop("CI", None)
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    (run,) = run_on_ranks(1, run_tests_of_a_user, tmp_path)
     line = 1 + FAILING_TESTS[: FAILING_TESTS.index("exec")].count("\n")
     error = f"fshard.testing.RankError: rank 0 of 2 failed: ValueError: bad batch (test_of_a_user.py:{line})"
     for name in ("test_on_workers", "test_on_simulated_ranks"):
-        assert f"\nFAILED test_of_a_user.py::{name} - {error}\n" in run.stdout, run.stdout
-        report = run.stdout.partition(f"_ {name} _")[2].partition("\n____")[0].partition("\n====")[0]
+        assert f"\nFAILED test_of_a_user.py::{name} - {error}\n" in run.output, run.output
+        report = run.output.partition(f"_ {name} _")[2].partition("\n____")[0].partition("\n====")[0]
         # fshard's own functions are left out.
         assert report.count("def run(") == report.count("def _collect(") == 0
         assert report.rstrip().endswith("RankError") or "RankError\n----" in report
         assert "DEBUG" not in report
-    assert run.stdout.count("UserWarning: seen once") == 2, run.stdout
+    assert run.output.count("UserWarning: seen once") == 2, run.output
 
 
 class SilentError(Exception):
