@@ -31,6 +31,14 @@ if TYPE_CHECKING:
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Look for no examples in the docstrings of tests, which have none: that takes a second of each process."""
+    collectors = yield
+    # A module of examples is a kind of pytest.Module.
+    return [collector for collector in collectors if type(collector) is pytest.Module]
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Choose the tier of each row before pytest selects by marks."""
