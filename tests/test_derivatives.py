@@ -131,7 +131,7 @@ SPLIT = (
 )
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 3)))
 def test_hessians(world_size):
     """Elements of shards are others on each rank: jacrev and jacfwd of them are refused, with the form that works."""
     x = batch()

@@ -21,7 +21,10 @@ FRONT_MATTER = re.compile(r"\A---\nranks: (\d)\n---\n")
 COMPARED = DOCS / "how_to/find_the_nan.md"
 PAGES = [page for page in sorted(DOCS.rglob("*.md")) if BLOCK.search(page.read_text()) and page != COMPARED]
 # Pages of which each trace takes seconds: `make slow` runs them. The tests of their folders make the same calls.
-LONG = {"how_to/check_a_step.md", "how_to/fit_memory.md", "how_to/plan_memory.md", "how_to/save_graphs.md"}
+LONG = {
+    *("how_to/check_a_step.md", "how_to/fit_memory.md", "how_to/jit.md", "how_to/plan_memory.md"),
+    *("how_to/same_bits.md", "how_to/save_graphs.md"),
+}
 
 
 def name_of(page: Path) -> str:

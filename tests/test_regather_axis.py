@@ -103,7 +103,7 @@ def test_the_backward_gathers_inside_a_group(nodes, locals_):
     def program():
         mesh, model, full = mesh_of(nodes, locals_), modelled(), dict(stack().named_parameters())
         for name, options in OPTIONS.items():
-            for microbatches in (1, 3) if name == "a unit each" else (3,):
+            for microbatches in (1, 2) if name == "a unit each" else (2,):
                 run = partial(differentiate, model, microbatches=microbatches)
                 across, expected = assert_equal_runs(run, full, mesh, **options)
                 if nodes > 1:

@@ -93,7 +93,7 @@ def batch_norm():
 
 def blocks():
     draw = normal()
-    return {"blocks": [{"w": draw(5, 5), "b": draw(5)} for _ in range(3)], "head": draw(5)}
+    return {"blocks": [{"w": draw(5, 5), "b": draw(5)} for _ in range(2)], "head": draw(5)}
 
 
 def chain(params, x):

@@ -142,8 +142,9 @@ def check_a_leaf_is_as_if_the_updates_without_it_had_not_been(make):
             assert_same_bits(state.params[leaf].local, one.params[leaf].local)
 
 
-@pytest.mark.rows(3)
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("chain", "partition") else pytest.mark.slow) for name in TABLE]
+)
 @on_ranks(2)
 def test_a_leaf_is_as_if_the_updates_without_it_had_not_been(name):
     """Each leaf by itself, stepped only when it has a gradient."""

@@ -175,7 +175,7 @@ def test_states_are_counted():
         assert (result.error, result.text) == ("ValueError", f"SpoilsStates.scatter: {text}")
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("verb, half", HALVES)
 @on_ranks(2, pytest.param("2 processes", marks=pytest.mark.slow))
 def test_what_a_stage_hands_on_wrongly_is_named_before_it_is_sent(verb, half):

@@ -49,7 +49,7 @@ def masked(layers=2):
 
 
 def of_dict():
-    return Layers(Feed, 8), torch.zeros(2, 256)
+    return Layers(Feed, 6), torch.zeros(2, 256)
 
 
 def of_two():
