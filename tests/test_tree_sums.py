@@ -90,7 +90,7 @@ def strategies(world_size):
     return found
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("number", (8, 16))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @on_ranks(1, 2, 4, 8, "2 processes")

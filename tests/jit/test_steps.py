@@ -228,7 +228,7 @@ OPTIMIZERS = {name: row.make for name, row in TABLE.items()} | {
 }
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("world_size", (1, 2))
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_updates(name, world_size):

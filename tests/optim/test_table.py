@@ -108,7 +108,7 @@ def check_sharded_is_dense(row):
             assert_same_bits(params, expected)
 
 
-@pytest.mark.rows(6)
+@pytest.mark.rows(4)
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("name", TABLE)
 def test_sharded_is_dense(name):
@@ -149,7 +149,7 @@ def check_updates_are_pure_or_in_place_and_states_are_sharded(row):
     assert not row.donated or addresses(donated) == places
 
 
-@pytest.mark.rows(6)
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("name", TABLE)
 @on_ranks(2)
 def test_updates_are_pure_or_in_place_and_states_are_sharded(name):
