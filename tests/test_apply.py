@@ -4,6 +4,7 @@ import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -408,9 +409,16 @@ def check_calls_in_one_context(module, strategy, context):
 BUILT_FOR_KEEPING = {name: make() for name, (make, _) in KEEPING.items()}
 
 
-@pytest.mark.rows(11)
-@pytest.mark.parametrize("strategy", ("ddp", EVERY_LEAF, "units"))
-@pytest.mark.parametrize("name", KEEPING)
+KEEPING_STRATEGIES = ("ddp", "units", EVERY_LEAF)
+# Each way to keep values, with one strategy after another; other rows are slow.
+TURNS = set(zip(KEEPING, cycle(KEEPING_STRATEGIES)))
+KEEPING_ROWS = [
+    pytest.param(*row, marks=() if row in TURNS else pytest.mark.slow) for row in product(KEEPING, KEEPING_STRATEGIES)
+]
+
+
+@pytest.mark.rows(len(TURNS))
+@pytest.mark.parametrize("name, strategy", KEEPING_ROWS)
 @on_ranks(2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 3)))
 def test_values_that_torch_keeps_are_those_of_one_call(name, strategy):
     _, context = KEEPING[name]
