@@ -195,15 +195,16 @@ def square_gathered(params):
 
 
 def test_the_unit_of_a_leaf_that_is_taken_out_of_a_gathered_buffer_is_found():
-    """Also of what is computed of that leaf alone."""
+    """Also of what is computed of that leaf alone. What copies leaves out of the buffer is part of the gather."""
 
     def program():
         params = fs.shard({"w": torch.ones(4), "v": torch.ones(4)}, ZERO3(one_axis()))
         operations = Operations("test", trace_call("test", square_gathered, [params]), [])
-        nodes = [node for node in operations.nodes if name_operator(node) in ("aten.pow.Tensor_Scalar", "aten.mul")]
-        return [operations.locate(node).unit for node in nodes]
+        located = {name_operator(node): operations.locate(node) for node in operations.nodes}
+        computed = [located[name].unit for name in ("aten.pow.Tensor_Scalar", "aten.mul")]
+        return computed, located["aten.split_with_sizes_copy"].collective
 
-    assert spmd(program, 2) == [["['v'], ['w']"] * 2] * 2
+    assert spmd(program, 2) == [(["['v'], ['w']"] * 2, "all_gather")] * 2
 
 
 class Dropped(nn.Module):
