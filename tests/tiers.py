@@ -58,7 +58,8 @@ def mark_slow_rows(items: Sequence[pytest.Item]) -> None:
     for name, rows in tables.items():
         marker = rows[0].get_closest_marker("rows")
         most = ROWS if marker is None else marker.args[0]
-        columns = [tuple(row.callspec.indices[column] for column in sorted(row.callspec.indices)) for row in rows]
+        # Values by identity: they need no hash, and rows share those of a column. pytest's own indices count rows.
+        columns = [tuple(id(value) for _, value in sorted(row.callspec.params.items())) for row in rows]
         # One rank shows little, and eight take long.
         few = {
             number for number, row in enumerate(rows) if row.callspec.params.get("world_size") in (2, 3, "2 processes")
