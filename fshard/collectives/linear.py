@@ -61,25 +61,6 @@ class Variance(NamedTuple):
 _LOCAL = Variance("", (), operand=False, result=False)
 
 
-class Varies(NamedTuple):
-    """Whether the operands and the results of a collective vary between ranks, or agree.
-
-    Attributes:
-        operands: Whether operands vary; None where they may do either.
-        results: Whether results do.
-    """
-
-    operands: bool | None
-    results: bool
-
-
-ANY_TO_VARYING = Varies(operands=None, results=True)
-ANY_TO_AGREEING = Varies(operands=None, results=False)
-VARYING_TO_VARYING = Varies(operands=True, results=True)
-VARYING_TO_AGREEING = Varies(operands=True, results=False)
-AGREEING_TO_VARYING = Varies(operands=False, results=True)
-
-
 def _varies(kind: Kind, axis: Axis, number: int) -> bool:
     if isinstance(kind, bool):
         return kind
@@ -373,7 +354,8 @@ def collective(
     transpose: Move,
     *,
     dim: int | None = None,
-    varies: Varies = ANY_TO_VARYING,
+    operand_varies: bool | None = None,
+    result_varies: bool = True,
 ) -> Tree:
     """Call a collective, a linear map, on all tensors of a tree, on the tape of the call that runs.
 
@@ -384,20 +366,20 @@ def collective(
         run: Maps tensors to as many outputs.
         transpose: Its transpose; a partial may have another label.
         dim: As for `check_operands`.
-        varies: Which of operands and results vary between ranks.
+        operand_varies: Whether operands vary between ranks; None where they may also agree.
+        result_varies: Whether results vary.
 
     Returns:
         The tree of outputs.
     """
-    check_operands(api_name, tree, axis, dim, vary=varies.operands)
-    if not varies.results:
+    check_operands(api_name, tree, axis, dim, vary=operand_varies)
+    if not result_varies:
         REDUCTIONS.set(REDUCTIONS.get() + 1)
-    # An operand that may agree is taken as varying: its cotangent is this rank's part.
-    operand_varies = varies.operands is not False
     linear = Linear(
         run=_bind(run, axis, api_name),
         transpose=_bind(transpose, axis, api_name),
-        variance=Variance(api_name, (axis,), operand=operand_varies, result=varies.results),
+        # An operand that may agree is taken as varying: its cotangent is this rank's part.
+        variance=Variance(api_name, (axis,), operand=operand_varies is not False, result=result_varies),
     )
     outputs = iter(run_on_tape(partial(linear_call, linear), tree_leaves(tree), axis))
     return tree_map(lambda _: next(outputs), tree)

@@ -6,7 +6,7 @@ from functools import partial, reduce
 import torch
 
 from fshard import comm
-from fshard.collectives.linear import ANY_TO_AGREEING, VARYING_TO_AGREEING, Tensors, collective
+from fshard.collectives.linear import Tensors, collective
 from fshard.collectives.sums import count_bools
 from fshard.tree import Axis, Tree
 from fshard.tree.checks import check_axis, check_operands
@@ -67,7 +67,7 @@ def all_gather_invariant(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
     """
     run = partial(_concatenate, dim=dim)
     transpose = partial(_take_local_piece, dim=dim)
-    return collective("all_gather_invariant", tree, axis, run, transpose, dim=dim, varies=ANY_TO_AGREEING)
+    return collective("all_gather_invariant", tree, axis, run, transpose, dim=dim, result_varies=False)
 
 
 def reduce_scatter(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
@@ -217,7 +217,7 @@ def broadcast(tree: Tree, axis: Axis, root: int = 0) -> Tree:
     """
     run = partial(_send_from, root=root)
     transpose = partial(_keep_at, root=root)
-    return collective("broadcast", tree, axis, run, transpose, varies=VARYING_TO_AGREEING)
+    return collective("broadcast", tree, axis, run, transpose, operand_varies=True, result_varies=False)
 
 
 def axis_index(axis: Axis) -> int:

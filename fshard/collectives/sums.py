@@ -8,13 +8,7 @@ a value that agrees between ranks, the second hands such a value to each rank's 
 import torch
 
 from fshard import comm
-from fshard.collectives.linear import (
-    AGREEING_TO_VARYING,
-    VARYING_TO_AGREEING,
-    VARYING_TO_VARYING,
-    Tensors,
-    collective,
-)
+from fshard.collectives.linear import Tensors, collective
 from fshard.tree import Axis, Tree, tree_leaves, tree_map
 from fshard.tree.checks import check_operands
 
@@ -45,7 +39,7 @@ def psum(tree: Tree, axis: Axis) -> Tree:
     >>> fs.testing.spmd(program, world=2)  # 1 + 4, and the derivatives of the two ranks' losses together
     [(5.0, 4.0), (5.0, 8.0)]
     """
-    return collective("psum", tree, axis, _sum, _sum, varies=VARYING_TO_VARYING)
+    return collective("psum", tree, axis, _sum, _sum, operand_varies=True)
 
 
 def pmean(tree: Tree, axis: Axis) -> Tree:
@@ -105,7 +99,7 @@ def pcast(tree: Tree, axis: Axis, *, to: str) -> Tree:
             f'pcast: to={to!r} is not supported; the only cast is to="varying". To make a varying value agree, use '
             "psum_invariant, pmax or all_gather_invariant."
         )
-    return collective("pcast", tree, axis, _same, _sum, varies=AGREEING_TO_VARYING)
+    return collective("pcast", tree, axis, _same, _sum, operand_varies=False)
 
 
 def psum_invariant(tree: Tree, axis: Axis) -> Tree:
@@ -133,7 +127,7 @@ def psum_invariant(tree: Tree, axis: Axis) -> Tree:
     >>> fs.testing.spmd(program, world=2)  # 1 + 4, and the derivatives of the one objective that the ranks share
     [(5.0, 2.0), (5.0, 4.0)]
     """
-    return collective("psum_invariant", tree, axis, _sum, _same, varies=VARYING_TO_AGREEING)
+    return collective("psum_invariant", tree, axis, _sum, _same, operand_varies=True, result_varies=False)
 
 
 def pmax(tree: Tree, axis: Axis) -> Tree:
@@ -167,7 +161,7 @@ def pmax(tree: Tree, axis: Axis) -> Tree:
             "maximum, as in softmax, needs no derivative."
         )
     # The rows vary. No gradient passes, so the type of the result and the transpose are never used.
-    rows = collective("pmax", tree, axis, comm.all_gather, comm.reduce_scatter, varies=VARYING_TO_VARYING)
+    rows = collective("pmax", tree, axis, comm.all_gather, comm.reduce_scatter, operand_varies=True)
     return tree_map(lambda of_ranks: of_ranks.amax(0), rows)
 
 
