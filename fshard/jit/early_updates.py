@@ -38,8 +38,7 @@ def schedule_early_updates(graph: Graph) -> None:
     last_collective_before = _find_last_collectives(nodes)
     if not last_collective_before:
         return
-    positions = _find_positions(nodes, operator_of_part)
-    slots = _choose_slots(nodes, positions, last_collective_before)
+    slots = _choose_slots(nodes, last_collective_before)
     order = sorted(range(len(nodes)), key=lambda n: (slots[n], n))
     for n, following in pairwise(order):
         nodes[n].append(nodes[following])
@@ -47,21 +46,11 @@ def schedule_early_updates(graph: Graph) -> None:
     for n in order:
         if nodes[n] in operator_of_part:
             whole = operator_of_part[nodes[n]]
-            slot = slots[n]
+            # Parts that stay are joined again.
+            slot = None if slots[n] == n else slots[n]
             parts[whole, slot].append(nodes[n])
     for parts_of_slot in parts.values():
         _join_parts(graph, parts_of_slot)
-
-
-def _find_positions(nodes: Sequence[Node], operator_of_part: Mapping[Node, Node]) -> list[int]:
-    """Number the nodes. Parts of one operator share the position of the first, so that those that stay are rejoined."""
-    positions: list[int] = []
-    position_of_operator: dict[Node, int] = {}
-    for n, node in enumerate(nodes):
-        whole = operator_of_part.get(node, node)
-        position_of_operator.setdefault(whole, n)
-        positions.append(position_of_operator[whole])
-    return positions
 
 
 def _find_last_collectives(nodes: Sequence[Node]) -> dict[Node, int]:
@@ -203,14 +192,11 @@ def _name_storages(nodes: Sequence[Node], storages: Mapping[Node, Mapping[Hashab
     return names
 
 
-def _choose_slots(
-    nodes: Sequence[Node], positions: Sequence[int], last_collective_before: Mapping[Node, int]
-) -> list[int]:
+def _choose_slots(nodes: Sequence[Node], last_collective_before: Mapping[Node, int]) -> list[int]:
     """Choose for each node the slot in which it runs.
 
     Args:
         nodes: The nodes in their order.
-        positions: Their positions; parts of one operator have that of the first part.
         last_collective_before: For the nodes that may move the position that their slot must come before.
     """
     dependencies = _find_dependencies(nodes)
@@ -221,11 +207,11 @@ def _choose_slots(
     for n, node in enumerate(nodes):
         ready = max([last_input_position, *(earliest[m] for m in dependencies[n])])
         may_move = node in last_collective_before and ready < last_collective_before[node]
-        earliest.append(ready if may_move else positions[n])
+        earliest.append(ready if may_move else n)
         # Only results and writes move by themselves, and what they need moves with them. A node that needs inputs alone
         # could run at once, but its result would then stay in memory from the beginning.
         moves_by_itself = node in results or bool(find_write_targets(node))
-        slots.append(earliest[n] if moves_by_itself and earliest[n] > last_input_position else positions[n])
+        slots.append(earliest[n] if moves_by_itself and earliest[n] > last_input_position else n)
     _pull_dependencies_up(slots, dependencies)
     return slots
 
