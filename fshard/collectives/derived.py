@@ -29,7 +29,7 @@ nodes where a value that agrees meets one that varies. Before a hook sums a grad
 those nodes too; when these run, they do the same with the gradients that they sum.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -229,10 +229,15 @@ def _sum_gradients(numbers: Sequence[int], axis: Axis, path: str, gradients: Seq
     for gradient in gradients:
         if gradient is not None:
             _prepare_gradient(gradient, axis, path)
+    return _replace_by_sums(numbers, axis, path, gradients)
+
+
+def _replace_by_sums(numbers: Iterable[int], axis: Axis, path: str, gradients: Sequence[Any]) -> Sequence[Any]:
+    """Sum the gradients of some numbers over ranks; the others stay as they are."""
+    replaced = list(gradients)
     chosen = [number for number in numbers if gradients[number] is not None]
     with comm.annotate_collectives((), [path]):
         sums = linear_call(_map_to_sum(axis), [gradients[number] for number in chosen])
-    replaced = list(gradients)
     for number, total in zip(chosen, sums, strict=True):
         replaced[number] = total
     return tuple(replaced)
@@ -269,11 +274,6 @@ def _prepare_gradient(gradient: torch.Tensor, axis: Axis, path: str) -> None:
 
 def _sum_arriving(number: int, axis: Axis, path: str, gradients: Sequence[Any]) -> Sequence[Any]:
     """Replace the gradient that arrives for an output of a node by its sum over ranks."""
-    if gradients[number] is None:
-        return gradients
-    _prepare_gradient(gradients[number], axis, path)
-    with comm.annotate_collectives((), [path]):
-        (total,) = linear_call(_map_to_sum(axis), [gradients[number]])
-    replaced = list(gradients)
-    replaced[number] = total
-    return tuple(replaced)
+    if gradients[number] is not None:
+        _prepare_gradient(gradients[number], axis, path)
+    return _replace_by_sums([number], axis, path, gradients)
