@@ -52,42 +52,31 @@ class Traced(NamedTuple):
     captured: list[torch.Tensor]
 
 
-class _FunctionOfTensors:
-    """A function of pytrees as one from tensors to tensors, which keeps the structure of its result."""
+def _call_with(f: Callable[..., Any], flat: Flat, leaves: list[Any], usage: TracedUsage | None) -> Flat:
+    """Call a function of pytrees in a trace, with the arguments' leaves that hold its tensors."""
+    if usage is not None:
+        _compat.trace_notes()["usage"] = usage
+    with _RefuseReads():
+        args, kwargs = flat.unflatten(leaves)
+        result = flatten(f(*args, **kwargs))
+    check_tensors("jit: the result of the function", result)
+    if any(isinstance(leaf, Started) for leaf in result.leaves):
+        raise ValueError(
+            "jit: the function returns leaves whose gather it has started, but a graph cannot return a gather. "
+            "Use the result of fs.start_gather inside the function, or start the gather outside of it."
+        )
+    return result
 
-    def __init__(
-        self, f: Callable[..., Any], flat: Flat, input_leaves: Sequence[int], usage: TracedUsage | None
-    ) -> None:
-        self._f = f
-        self._flat = flat
-        self._input_leaves = input_leaves
-        self._usage = usage
-        self.result: Flat | None = None
 
-    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor | None]:
-        if self._usage is not None:
-            _compat.trace_notes()["usage"] = self._usage
-        leaves = self._wrap(tensors)
-        with _RefuseReads():
-            args, kwargs = self._flat.unflatten(leaves)
-            self.result = flatten(self._f(*args, **kwargs))
-        check_tensors("jit: the result of the function", self.result)
-        if any(isinstance(leaf, Started) for leaf in self.result.leaves):
-            raise ValueError(
-                "jit: the function returns leaves whose gather it has started, but a graph cannot return a gather. "
-                "Use the result of fs.start_gather inside the function, or start the gather outside of it."
-            )
-        return self.result.tensors
-
-    def _wrap(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """Put tensors of a trace into the arguments' leaves."""
-        leaves = [leaf.value if isinstance(leaf, Exact) else leaf for leaf in self._flat.leaves]
-        # A leaf that is given twice stays one object, because the function may ask whether `a is b`.
-        wrapped: dict[int, Sharded] = {}
-        for i, tensor in zip(self._input_leaves, tensors, strict=True):
-            leaf = leaves[i]
-            leaves[i] = wrapped.setdefault(id(leaf), Sharded(tensor, leaf.spec)) if is_sharded(leaf) else tensor
-        return leaves
+def _wrap(flat: Flat, input_leaves: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Put tensors of a trace into the arguments' leaves."""
+    leaves = [leaf.value if isinstance(leaf, Exact) else leaf for leaf in flat.leaves]
+    # A leaf that is given twice stays one object, because the function may ask whether `a is b`.
+    wrapped: dict[int, Sharded] = {}
+    for i, tensor in zip(input_leaves, tensors, strict=True):
+        leaf = leaves[i]
+        leaves[i] = wrapped.setdefault(id(leaf), Sharded(tensor, leaf.spec)) if is_sharded(leaf) else tensor
+    return leaves
 
 
 def trace(flat: Flat, f: Callable[..., Any], usage: TracedUsage | None = None) -> Traced:
@@ -116,11 +105,16 @@ def trace(flat: Flat, f: Callable[..., Any], usage: TracedUsage | None = None) -
     input_leaves = [i for i, tensor in enumerate(tensors) if isinstance(tensor, torch.Tensor)]
     # Examples are no part of autograd's graph and no views of others. A tensor that is given twice stays one object.
     examples = {id(x): x.detach() if type(x) is torch.Tensor else x for x in tensors if isinstance(x, torch.Tensor)}
-    function = _FunctionOfTensors(f, flat, input_leaves, usage)
+    # A graph has the tensors of the result; its structure goes by this list.
+    results: list[Flat] = []
+
+    def run(*given: torch.Tensor) -> list[Any]:
+        results[:] = [_call_with(f, flat, _wrap(flat, input_leaves, given), usage)]
+        return results[0].tensors
+
     with _trace_alone():
-        module, tensors_read = _make_graph(function, [examples[id(tensors[i])] for i in input_leaves])
-    result = function.result
-    assert result is not None
+        module, tensors_read = _make_graph(run, [examples[id(tensors[i])] for i in input_leaves])
+    (result,) = results
     specs = [getattr(leaf, "spec", None) for leaf in result.leaves]
     # The constants are listed before passes remove operators whose result was only read for its value.
     constants = [getattr(module, str(node.target)) for node in module.graph.find_nodes(op="get_attr")]
@@ -146,7 +140,7 @@ def replace_abstract(flat: Flat) -> Flat:
 
 
 def _make_graph(
-    function: _FunctionOfTensors, examples: Sequence[torch.Tensor]
+    function: Callable[..., list[Any]], examples: Sequence[torch.Tensor]
 ) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
     try:
         return _compat.make_graph_of(function, examples)

@@ -35,11 +35,10 @@ def map_nodes(f: Callable[[Any], Any], tree: Tree, cls: type) -> Tree:
     def is_leaf(value: Any) -> bool:
         return isinstance(value, cls | Sharded)
 
-    leaves, treedef = optree.tree_flatten(tree, is_leaf=is_leaf, none_is_leaf=True)
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, cls):
-            leaves[i] = f(leaf)
-    return unflatten(treedef, leaves)
+    def map_leaf(leaf: Any) -> Any:
+        return f(leaf) if isinstance(leaf, cls) else leaf
+
+    return optree.tree_map(map_leaf, tree, is_leaf=is_leaf, none_is_leaf=True)
 
 
 def map_leaves(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
