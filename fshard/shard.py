@@ -17,7 +17,7 @@ from fshard.transforms import LayoutError, ShardTransform
 from fshard.transforms.axis import _FullyShard
 from fshard.transforms.compose import masks, resolve_masks
 from fshard.transforms.structure import layout_axes
-from fshard.tree import Axis, Flat, Sharded, Spec, Tree, flatten, grouped, is_sharded
+from fshard.tree import Axis, Flat, Sharded, Spec, Tree, flatten, grouped, is_sharded, storage_device
 from fshard.tree.checks import (
     check_local,
     check_matches,
@@ -68,7 +68,7 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | None = N
     remedy = tree_remedy(flat.leaves, "pass full tensors whose shapes fit the strategy")
     # What ranks compare, by the leaves' paths.
     entries = {"(structure)": describe_node_types(flat.treedef)}
-    whole_leaves: list[Sharded | None] = []
+    specs: list[Spec | None] = []
     for path, name, leaf in zip(flat.paths, flat.names, flat.leaves, strict=True):
         misfit = None if leaf is None else unfit(leaf)
         if leaf is not None and misfit is None and _is_misplaced(leaf, transform):
@@ -76,24 +76,25 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | None = N
             remedy = (
                 f'make the mesh with fs.init_mesh(shape, device="{leaf.device.type}"), or move the tensors to the CPU'
             )
+        spec = None
         if leaf is None:
             entries[path] = "None"
-            whole_leaves.append(None)
         elif misfit is not None:
             layouts.problems.append(Problem(path, *misfit))
             entries[path] = misfit[0]
-            whole_leaves.append(None)
         else:
             whole = Spec(tuple(leaf.shape), frozen=is_chosen[name] or is_frozen(leaf))
             spec = layouts.of(path, name, leaf, whole)
             entries[path] = fingerprint(leaf, spec)
-            whole_leaves.append(Sharded(leaf.detach(), spec))
+        specs.append(spec)
     # Ranks compare before any of them refuses its tree: a tree may be wrong on one rank alone.
     difference = comm.find_disagreement(entries, layout_axes(transform), "shard")
     refuse("shard: ranks hold different trees", [difference] if difference else [], SAME_TREE)
     refuse_donated("shard", flat)
     refuse("shard: leaves cannot be sharded", layouts.problems, remedy)
-    shards = [leaf and stored(local_piece(leaf.local, leaf.spec), leaf.spec) for leaf in whole_leaves]
+    shards = []
+    for leaf, spec in zip(flat.leaves, specs, strict=True):
+        shards.append(None if spec is None else stored(local_piece(leaf.detach(), spec), spec))
     return flat.unflatten(shards)
 
 
@@ -286,13 +287,10 @@ def unsharded(leaves: Sequence[Any]) -> list[torch.Tensor]:
 
 def stored(piece: torch.Tensor, spec: Spec) -> Sharded:
     """Make a new shard, on the device that its transform keeps shards on, else on the mesh's."""
-    storage = spec.transform and spec.transform.storage
-    if storage is None:
-        device = mesh_device(spec.transform) if spec.transform else None
-        if device is not None and device != piece.device.type:
-            piece = piece.to(device)
-        return Sharded(piece, spec)
-    return pin_leaf(Sharded(piece.to(storage.device), spec))
+    device = storage_device(spec)
+    if device is not None and (device.index is not None or device.type != piece.device.type):
+        piece = piece.to(device)
+    return pin_leaf(Sharded(piece, spec))
 
 
 def pin_leaf(leaf: Any) -> Any:
