@@ -107,6 +107,7 @@
 - `refuse`: refuses the leaves that are wrong, if there are any.
 - `refuse_other`: refuses collectives over other axes than those of a trace.
 - `resolve_process_group`: the process group of a name.
+- `run_on_tape`: calls a function that communicates on the tape of the call that runs.
 - `run_update`: runs a transformation's update, and refuses what is no pair of a tree like the one given and a state.
 - `same_structure`: refuses a tree whose structure differs from another's.
 - `setting`: sets a variable of a context, such as `OBSERVED`, inside a block.
@@ -129,6 +130,7 @@
 - `Typed`: an output of a graph's node, and whether it should vary, for `find_misfits`.
 - `unflatten`: the tree of some leaves.
 - `unsharded`: full tensors of Sharded leaves, without the check that ranks make the same call.
+- `Variance`: which operands and results of a collective vary between ranks.
 - `variance_of`: the collective of a node of autograd's graph, and what it makes of values that vary.
 - `walk_graph`: walks through a graph, to each place once.
 - `watched`: tells an object with four methods when collectives start, are waited for and land.
@@ -174,9 +176,10 @@ from fshard.collectives import (
     OBSERVED,
     Misfit,
     Typed,
-    custom_call,
+    Variance,
     find_misfits,
     record_on_tape,
+    run_on_tape,
     sum_over,
     variance_of,
     walk_graph,
@@ -254,6 +257,7 @@ from fshard.update import run_update
 
 if TYPE_CHECKING:
     from fshard.ext.jit.graph import StepGraph, find_lifetimes
+    from fshard.ext.parallel.custom_call import custom_call
     from fshard.ext.plan.plan import fake_axes, lay_out_call
     from fshard.ext.plan.report import Rates, check_rates, count_flops
     from fshard.ext.plan.timeline import estimate_operator
@@ -286,6 +290,7 @@ __all__ = [
     "TorchState",
     "Traced",
     "Typed",
+    "Variance",
     "all_gather_object",
     "annotate_collectives",
     "any_dual",
@@ -371,6 +376,7 @@ __all__ = [
     "refuse",
     "refuse_other",
     "resolve_process_group",
+    "run_on_tape",
     "run_update",
     "same_structure",
     "setting",

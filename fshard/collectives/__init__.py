@@ -6,8 +6,8 @@ from fshard.collectives.linear import (
     REDUCTIONS,
     CollectiveTape,
     Variance,
-    custom_call,
     record_on_tape,
+    run_on_tape,
     variance_of,
 )
 from fshard.collectives.moves import (

@@ -1,4 +1,4 @@
-"""linear_call: a linear map of tensors with its transpose, jvp and vmap rule; custom_call: a map with its own backward.
+"""linear_call: a linear map of tensors with its transpose, jvp and vmap rule.
 
 A `CollectiveTape` ties the collectives of one forward together.
 """
@@ -24,9 +24,6 @@ LinearMap = Callable[[Tensors], Tensors]
 Move = Callable[..., Tensors]
 # Whether values vary between ranks; of shards, the specs of their leaves, which say it for each axis.
 Kind = bool | Sequence[Spec]
-# Maps tensors to outputs, and to what the backward needs: of these it gets the cotangents of the tensors.
-Forward = Callable[[Tensors], tuple[Tensors, Tensors]]
-Backward = Callable[[Tensors, Tensors], Sequence[torch.Tensor | None]]
 
 
 class Variance(NamedTuple):
@@ -177,88 +174,6 @@ def linear_call(linear: Linear, tensors: Tensors) -> list[torch.Tensor]:
     if not tensors:
         return []
     return list(_LinearCall.apply(linear, *tensors))
-
-
-class _CustomBackward(NamedTuple):
-    """What the backward of `custom_call` needs besides tensors.
-
-    Attributes:
-        run: The backward.
-        refuse_if: Refuses what `custom_call` cannot differentiate, if its argument is true.
-        variance: What varies.
-    """
-
-    run: Backward
-    refuse_if: Callable[[bool], None]
-    variance: Variance
-
-
-class _CustomCall(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, forward: Forward, custom: _CustomBackward, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.custom = custom
-        ctx.variance = custom.variance
-        # Graphs made inside get their own tape. The name is part of each message's tag, so ranks with different
-        # arguments are told which differ.
-        with record_on_tape(), comm.annotate_collectives((custom.variance.name,)):
-            outputs, saved = forward(tensors)
-        ctx.save_for_backward(*saved)
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        ctx.custom.refuse_if(torch.is_grad_enabled() or _compat.transforms_active())
-        return None, None, *ctx.custom.run(ctx.saved_tensors, grads)
-
-
-def custom_call(
-    forward: Forward,
-    backward: Backward,
-    tensors: Tensors,
-    api_name: str,
-    axis: Axis,
-    *,
-    plain: LinearMap | None = None,
-    remedy: str = "",
-) -> list[torch.Tensor]:
-    """Call a function of tensors whose forward and backward both communicate, on the tape of the call that runs.
-
-    Both may call collectives of `comm`, or of this room, and neither is recorded by autograd. One autograd node.
-    Operands and outputs vary between the ranks of the axis, as `fs.check` knows.
-
-    Args:
-        forward: Maps the tensors to outputs, which are new, and to what is saved for the backward: inputs, outputs or
-            others.
-        backward: Maps what was saved, and cotangents of the outputs, to cotangents of the tensors; None for zeros.
-        tensors: The operands, floating.
-        api_name: The function's name, with all arguments that must be equal on every rank.
-        axis: The axis that it communicates over.
-        plain: The same function, made of operations that are differentiable to any order. It is called instead under
-            torch.func and with tangents.
-        remedy: What the caller can do about the error.
-
-    Returns:
-        The outputs.
-
-    Raises:
-        ValueError: if more than a first derivative in reverse mode is asked for, but by torch.func with `plain`.
-    """
-
-    def refuse_if(unsupported: bool) -> None:
-        if unsupported:
-            raise ValueError(
-                f"{api_name} supports first derivatives by value_and_grad or backward() only, and was used under "
-                f"torch.func, in a jvp or in a second derivative{remedy and '; '}{remedy}"
-            )
-
-    if _compat.transforms_active() or _compat.any_dual(tensors):
-        refuse_if(plain is None)
-        return list(plain(tensors))  # type: ignore[misc]
-    variance = Variance(api_name, (axis,), operand=True, result=True)
-    call = partial(_CustomCall.apply, forward, _CustomBackward(backward, refuse_if, variance))
-    return run_on_tape(lambda tensors: list(call(*tensors)), tensors, axis)
 
 
 def variance_of(node: Any) -> Variance:

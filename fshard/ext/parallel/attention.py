@@ -20,7 +20,8 @@ import torch
 
 import fshard as fs
 from fshard.ext import _compat
-from fshard.extend import check_axis, check_flags, custom_call, describe, expect
+from fshard.ext.parallel.custom_call import custom_call
+from fshard.extend import check_axis, check_flags, describe, expect
 
 Tensors = Sequence[torch.Tensor]
 

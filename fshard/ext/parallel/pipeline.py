@@ -13,11 +13,11 @@ import torch
 
 import fshard as fs
 from fshard.ext import _compat
+from fshard.ext.parallel.custom_call import custom_call
 from fshard.extend import (
     any_dual,
     calling,
     check_axis,
-    custom_call,
     describe,
     expect,
     flatten,

@@ -3,7 +3,7 @@
 import torch
 
 import fshard as fs
-from fshard.collectives import custom_call
+from fshard.extend import custom_call
 from tests.ext.check.mistakes import SHARD_TP, mistake
 from tests.ext.check.programs import LAYER, WIDTH, X, parallel, split, state_of, train
 

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fshard as fs
-from fshard.collectives import custom_call
+from fshard.extend import custom_call
 from tests.ext.check.programs import BATCH, CLASSES, HIDDEN, TX, WIDTH, X, Y, split, state_of
 from tests.ext.check.right_steps import HYBRID, Right
 

@@ -1,0 +1,98 @@
+"""custom_call: a function of tensors with a backward of its own, both of which communicate."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import Function
+
+import fshard as fs
+from fshard.extend import Variance, annotate_collectives, any_dual, record_on_tape, run_on_tape, transforms_active
+
+Tensors = Sequence[torch.Tensor]
+# Maps tensors to outputs, and to what the backward needs: of these it gets the cotangents of the tensors.
+Forward = Callable[[Tensors], tuple[Tensors, Tensors]]
+Backward = Callable[[Tensors, Tensors], Sequence[torch.Tensor | None]]
+
+
+class _CustomBackward(NamedTuple):
+    """What the backward of `custom_call` needs besides tensors.
+
+    Attributes:
+        run: The backward.
+        refuse_if: Refuses what `custom_call` cannot differentiate, if its argument is true.
+        variance: What varies.
+    """
+
+    run: Backward
+    refuse_if: Callable[[bool], None]
+    variance: Variance
+
+
+class _CustomCall(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, forward: Forward, custom: _CustomBackward, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.custom = custom
+        ctx.variance = custom.variance
+        # Graphs made inside get their own tape. The name is part of each message's tag, so ranks with different
+        # arguments are told which differ.
+        with record_on_tape(), annotate_collectives((custom.variance.name,)):
+            outputs, saved = forward(tensors)
+        ctx.save_for_backward(*saved)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        ctx.custom.refuse_if(torch.is_grad_enabled() or transforms_active())
+        return None, None, *ctx.custom.run(ctx.saved_tensors, grads)
+
+
+def custom_call(
+    forward: Forward,
+    backward: Backward,
+    tensors: Tensors,
+    api_name: str,
+    axis: fs.Axis,
+    *,
+    plain: Callable[[Tensors], Tensors] | None = None,
+    remedy: str = "",
+) -> list[torch.Tensor]:
+    """Call a function of tensors whose forward and backward both communicate, on the tape of the call that runs.
+
+    Both may call collectives, and neither is recorded by autograd. One autograd node.
+    Operands and outputs vary between the ranks of the axis, as `fs.check` knows.
+
+    Args:
+        forward: Maps the tensors to outputs, which are new, and to what is saved for the backward: inputs, outputs or
+            others.
+        backward: Maps what was saved, and cotangents of the outputs, to cotangents of the tensors; None for zeros.
+        tensors: The operands, floating.
+        api_name: The function's name, with all arguments that must be equal on every rank.
+        axis: The axis that it communicates over.
+        plain: The same function, made of operations that are differentiable to any order. It is called instead under
+            torch.func and with tangents.
+        remedy: What the caller can do about the error.
+
+    Returns:
+        The outputs.
+
+    Raises:
+        ValueError: if more than a first derivative in reverse mode is asked for, but by torch.func with `plain`.
+    """
+
+    def refuse_if(unsupported: bool) -> None:
+        if unsupported:
+            raise ValueError(
+                f"{api_name} supports first derivatives by value_and_grad or backward() only, and was used under "
+                f"torch.func, in a jvp or in a second derivative{remedy and '; '}{remedy}"
+            )
+
+    if transforms_active() or any_dual(tensors):
+        refuse_if(plain is None)
+        return list(plain(tensors))  # type: ignore[misc]
+    variance = Variance(api_name, (axis,), operand=True, result=True)
+    call = partial(_CustomCall.apply, forward, _CustomBackward(backward, refuse_if, variance))
+    return run_on_tape(lambda tensors: list(call(*tensors)), tensors, axis)
