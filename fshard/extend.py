@@ -23,6 +23,7 @@
 - `count_flops`: the floating-point operations of a node of a graph.
 - `count_updates`: new counts of the updates of each leaf, one more if it has a gradient.
 - `custom_call`: a differentiable function that communicates in its forward and its backward.
+- `define_operator`: defines an operator of graphs by its schema, with its result for tensors without values.
 - `describe`: says what a value is, for an error.
 - `describe_state`: the tensors of a state by path, and a manifest of it without chunks.
 - `device_of`: the device of this rank's tensor of a leaf, or the one that it would be on.
@@ -196,6 +197,7 @@ from fshard.comm import (
 )
 from fshard.comm.collective import refuse_other
 from fshard.comm.ops import held_in_flight
+from fshard.comm.ops import operator as define_operator
 from fshard.comm.processes import find_machine, name_ranks
 from fshard.comm.sockets import sockets_of_mesh
 from fshard.engine import EngineCall
@@ -209,7 +211,6 @@ from fshard.jit.passes import fold_views_and_remove_dead_nodes
 from fshard.jit.signature import make_aval
 from fshard.jit.trace import trace
 from fshard.mesh import Mesh, process_rank, ranks_of, read_environment
-from fshard.optim.block_sums import BITS, sum_digits, sum_powers
 from fshard.optim.from_torch import TorchState
 from fshard.optim.leaves import count_updates, map_trained_leaves, no_updates, partition_axes, zero
 from fshard.random import words_at
@@ -257,6 +258,7 @@ from fshard.update import run_update
 
 if TYPE_CHECKING:
     from fshard.ext.jit.graph import StepGraph, find_lifetimes
+    from fshard.ext.optim.block_sums import BITS, sum_digits, sum_powers
     from fshard.ext.parallel.custom_call import custom_call
     from fshard.ext.plan.plan import fake_axes, lay_out_call
     from fshard.ext.plan.report import Rates, check_rates, count_flops
@@ -311,6 +313,7 @@ __all__ = [
     "count_flops",
     "count_updates",
     "custom_call",
+    "define_operator",
     "describe",
     "describe_state",
     "device_of",

@@ -1,1 +1,1 @@
-"""Optimizers of torch as pure pairs of init and update over sharded trees, and sums over all elements of a tensor."""
+"""Optimizers of torch as pure pairs of init and update over sharded trees."""

@@ -92,7 +92,7 @@ MIRRORS = {
     ),
     "fshard/jit/jit.py": ("tests/jit", "tests/test_recovery.py"),
     "fshard/jit": ("tests/jit",),
-    "fshard/optim/block_sums.py": ("tests/ext/optim/test_norm_blocks.py", "tests/ext/optim/test_clip.py"),
+    "fshard/ext/optim/block_sums.py": ("tests/ext/optim/test_norm_blocks.py", "tests/ext/optim/test_clip.py"),
     "fshard/optim": ("tests/optim",),
     "fshard/ext/jit": ("tests/ext/jit",),
     "fshard/ext/replay/operations.py": ("tests/ext/replay/test_verify.py",),

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 import fshard as fs
+from fshard.ext.optim.block_sums import BITS, sum_digits, sum_powers
 from fshard.ext.optim.leaves import elements_of, make_varying
 from fshard.extend import (
-    BITS,
     POSITIVE,
     ReductionOrder,
     any_dual,
@@ -29,9 +29,7 @@ from fshard.extend import (
     local_ranges,
     map_leaves,
     partition_axes,
-    sum_digits,
     sum_over,
-    sum_powers,
     tensor_of,
 )
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard.ext import _compat
+from fshard.extend import sum_digits, sum_powers
 
 _ELEMENTWISE = """
     __lshift__ __rshift__ abs acos acosh add addcdiv addcmul angle asin asinh atan atan2 atanh bernoulli bitwise_and
@@ -151,10 +152,12 @@ _OF_TORCH = (
     *(_LAYERS, _DERIVATIVES, _ON_LISTS, _SIZES),
 )
 COLLECTIVES = frozenset(("all_gather", "all_reduce", "all_to_all", "reduce_scatter"))
+# Named by their functions: what defines these operators has to be imported before a file is read.
+SUMS = (sum_digits.__name__, sum_powers.__name__)
 LISTED: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "aten": frozenset(" ".join(_OF_TORCH).split()),
-        "fshard": COLLECTIVES | {"random_state", "seed", "set_random_state", "sum_digits", "sum_powers"},
+        "fshard": COLLECTIVES | {"random_state", "seed", "set_random_state", *SUMS},
         # What waits for a buffer of a collective.
         "_c10d_functional": frozenset(("wait_tensor",)),
     }

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard.optim.block_sums import CPU_BLOCK
+from fshard.ext.optim.block_sums import CPU_BLOCK
 from tests.ext.optim.test_norm_blocks import Peak
 from tests.trees import STRATEGIES, assert_same_bits, assorted, meshes, normal
 

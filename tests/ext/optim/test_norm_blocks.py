@@ -8,8 +8,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
+from fshard.ext.optim.block_sums import CPU_BLOCK
 from fshard.ext.optim.norms import element_sums
-from fshard.optim.block_sums import CPU_BLOCK
 from tests.trees import assert_same_bits, normal
 
 ORDERS = (1.0, 2.0, 3.0, math.inf)

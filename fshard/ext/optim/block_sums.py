@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from fshard import _compat
-from fshard.comm import ops
+from fshard.extend import any_dual, define_operator, is_differentiated, is_tracing, transforms_active
 
 # A CPU is nine times faster if the float64 copies of a block stay in its cache: of a sum of powers, of an exact sum.
 CPU_BLOCK = 1 << 16
@@ -39,14 +38,14 @@ def _as_one_node(schema: str, make_fake: Callable[..., torch.Tensor]) -> Callabl
     """
 
     def define(run: Sum) -> Sum:
-        run_as_one = ops.operator(schema, run, make_fake)
+        run_as_one = define_operator(schema, run, make_fake)
 
         @functools.wraps(run)
         def sum_blocks(tensors: Any, *args: Any) -> torch.Tensor:
-            if not _compat.is_tracing() or _compat.transforms_active():
+            if not is_tracing() or transforms_active():
                 return run(tensors, *args)
             inputs = tensors if isinstance(tensors, list) else [tensors]
-            if any(map(_compat.is_differentiated, inputs)) or _compat.any_dual(inputs):
+            if any(map(is_differentiated, inputs)) or any_dual(inputs):
                 return run(tensors, *args)
             return run_as_one(tensors, *args)
 
