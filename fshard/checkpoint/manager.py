@@ -10,7 +10,7 @@ from fshard import lazy_names
 from fshard.checkpoint.errors import CheckpointError
 from fshard.checkpoint.exchange import Exchange
 from fshard.checkpoint.files import Manifest
-from fshard.checkpoint.restore import LABEL, ReadChunk, latest_step, restore, restore_from
+from fshard.checkpoint.restore import LABEL, ReadChunk, latest_step, restore, select
 from fshard.checkpoint.save import NUMBER, read_step, save
 from fshard.checkpoint.saving import Saving
 from fshard.checkpoint.unfinished import complete_leftovers
@@ -191,7 +191,9 @@ class Manager:
         for kept in self._list_newest(step):
             manifest = kept.manifest()
             try:
-                return restore_from(exchange, like, manifest, kept.read_chunk, **arguments)
+                with exchange.raise_on_all_ranks():
+                    fill = select(exchange, like, **arguments)
+                return fill(manifest, kept.read_chunk)
             except CheckpointError as error:
                 warnings.warn(f"step {kept.step} is in memory, but cannot be read: {error}", stacklevel=2)
         return restore(self._directory, like, step=step, mesh=self._mesh, **arguments)

@@ -95,7 +95,7 @@ def restore(
     with exchange.raise_on_all_ranks(directory):
         root = exchange.path("directory", directory)
         expect(step is None or type(step) is int, LABEL, "step to be a whole number or None", describe(step))
-        fill = _select(exchange, like, subtree, only)
+        fill = select(exchange, like, subtree, only)
         # One rank chooses, because a save may complete another checkpoint while ranks look.
         if not exchange.rank:
             checkpoint = find_checkpoint(root, step)
@@ -111,34 +111,14 @@ def restore(
     return fill(reader.manifest, reader.read_chunk)
 
 
-def restore_from(
-    exchange: Exchange,
-    like: Tree,
-    manifest: files.Manifest,
-    read_chunk: ReadChunk,
-    *,
-    subtree: str = "",
-    only: Mask | None = None,
-) -> Tree:
-    """Read what all ranks have chosen together, as `restore` does.
-
-    Args:
-        exchange: The ranks that read.
-        like: As for `restore`.
-        manifest: The leaves. Chunks that this rank does not need may be missing.
-        read_chunk: Reads a chunk of the leaf of a path into memory.
-        subtree: As for `restore`.
-        only: As for `restore`.
-    """
-    with exchange.raise_on_all_ranks():
-        fill = _select(exchange, like, subtree, only)
-    return fill(manifest, read_chunk)
-
-
-def _select(
-    exchange: Exchange, like: Tree, subtree: str, only: Mask | None
+def select(
+    exchange: Exchange, like: Tree, subtree: str = "", only: Mask | None = None
 ) -> Callable[[files.Manifest, ReadChunk], Tree]:
-    """Check the arguments of `restore`, and return a function that reads the leaves that they select."""
+    """Check the arguments of `restore`, and return a function that reads the leaves that they select.
+
+    The function takes a manifest, in which chunks that this rank does not need may be missing, and what reads a chunk
+    of the leaf of a path into memory. Every rank calls it.
+    """
     expect(isinstance(subtree, str), LABEL, "subtree to be a path such as '.params'", describe(subtree))
     flat = exchange.flat(like, needs_values=False)
     # The path of a tree that is one leaf is that of the subtree.

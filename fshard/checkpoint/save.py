@@ -116,7 +116,7 @@ def _start(
                     directories.remove(leftover)
                 # Only now, because a rank of a killed run may complete its checkpoint until the leftovers are removed.
                 temporary = directories.choose_name(root, manifest.step, exchange.ranks.size)
-                Unfinished(temporary).make()
+                Unfinished(temporary).content.mkdir(parents=True)
                 name = temporary.name
         unfinished = Unfinished(root / exchange.take_first(name), keep)
         file = unfinished.content / files.file_name(exchange.rank)

@@ -60,7 +60,8 @@ class Saving:
         self.step = unfinished.step
         self._exchange = exchange
         self._unfinished = unfinished
-        self._write: Callable[[], Manifest] | None = write
+        # Taken out when it is called, because it holds copies of the state.
+        self._writes = [write]
         self._unlock = unlock
         self._written: Future[None] = Future()
         self._is_complete = False
@@ -137,7 +138,7 @@ class Saving:
 
     def _run(self) -> None:
         try:
-            self._write_and_report()
+            self._unfinished.report(self._exchange.rank, self._writes.pop()())
         except Exception as error:
             self._written.set_exception(error)
         else:
@@ -145,11 +146,6 @@ class Saving:
             self._finish()
         finally:
             self._unlock()
-
-    def _write_and_report(self) -> None:
-        write, self._write = self._write, None
-        assert write is not None
-        self._unfinished.report(self._exchange.rank, write())
 
     def _finish(self) -> None:
         """Complete the checkpoint on the first rank, which keeps the directory locked meanwhile."""

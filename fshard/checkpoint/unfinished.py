@@ -44,10 +44,6 @@ class Unfinished:
         self._temporary = temporary
         self._keep = keep
 
-    def make(self) -> None:
-        """Make the directory, on one rank."""
-        self.content.mkdir(parents=True)
-
     def remove(self) -> None:
         """Remove the directory with all that is in it, unless the checkpoint is complete."""
         directory.remove(self._temporary)

@@ -101,7 +101,7 @@ def make(tmp_path):
             directory.remove(leftover)
         temporary = directory.choose_name(tmp_path, step, ranks)
         views = [Unfinished(temporary, keep) for _ in range(ranks)]
-        views[0].make()
+        views[0].content.mkdir(parents=True)
         return views
 
     return unfinished
