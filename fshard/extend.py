@@ -17,6 +17,7 @@
 - `check_numbers`: refuses arguments that are no numbers of a `Range`.
 - `check_rates`: refuses what are no `Rates`, or lack an axis.
 - `check_tensors`: refuses leaves that are no tensors.
+- `check_transform`: refuses what is no transform, or is on another mesh.
 - `choose_boxes`: chooses which boxes of leaves this rank writes, of those that several ranks hold.
 - `COUNT`: a `Range`: a whole number, 0 or more, or None.
 - `copy_into`: copies tensors of any devices into contiguous ones of the processor.
@@ -64,6 +65,7 @@
 - `Jitted`: what `jit` returns; its method `make_program` makes a `Program`, of what was `Traced`, for a signature,
   `explain_trace` says why, and `trace_call` traces a call without running it.
 - `join_ranks`: merges which ranks have what, for `Exchange.merge_objects`.
+- `Layouts`: the specs that a transform gives the leaves of a tree.
 - `lay_out`: the header of a file of safetensors, and where each of its tensors begins.
 - `lay_out_call`: lays the arguments of a step out on a mesh of any size, to trace the step.
 - `layout_axes`: the axes that a transform places leaves on.
@@ -216,7 +218,17 @@ from fshard.optim.leaves import count_updates, map_trained_leaves, no_updates, p
 from fshard.random import words_at
 from fshard.reduction_order import ReductionOrder, find_order
 from fshard.rounding import tolerance
-from fshard.shard import fingerprint, hash_of, local_piece, local_ranges, padded, unsharded, without_padding
+from fshard.shard import (
+    Layouts,
+    check_transform,
+    fingerprint,
+    hash_of,
+    local_piece,
+    local_ranges,
+    padded,
+    unsharded,
+    without_padding,
+)
 from fshard.transforms import masked_transform
 from fshard.transforms.axis import _FullyShard as FullyShard
 from fshard.transforms.run import start_scatter
@@ -280,6 +292,7 @@ __all__ = [
     "FullyShard",
     "GraphPass",
     "Jitted",
+    "Layouts",
     "Mesh",
     "Misfit",
     "PassedGraph",
@@ -308,6 +321,7 @@ __all__ = [
     "check_numbers",
     "check_rates",
     "check_tensors",
+    "check_transform",
     "choose_boxes",
     "copy_into",
     "count_flops",

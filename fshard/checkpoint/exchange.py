@@ -17,7 +17,7 @@ from fshard.checkpoint.errors import CheckpointError, describe_failure
 from fshard.checkpoint.files import bytes_of, digest, name_of
 from fshard.errors import Problem, describe_error, expect, refuse
 from fshard.mesh import Mesh, ranks_of
-from fshard.shard import Layouts, check_transform, hash_of, padded, pin_leaf, without_padding
+from fshard.shard import hash_of, padded, pin_leaf, without_padding
 from fshard.tree import Axis, Flat, Sharded, Tree, device_of, flatten, is_sharded, tensor_of
 from fshard.tree.checks import check_local, describe
 
@@ -122,11 +122,6 @@ class Exchange:
         refuse(f"{self.label}: leaves of one name", problems, "give keys that print differently")
         check_local(self.label, flat, needs_values=needs_values)
         return flat
-
-    def layouts(self, flat: Flat, strategy: Any) -> Layouts:
-        """The specs that a strategy gives the leaves of a tree; refuses what is no strategy of this process."""
-        check_transform(strategy, self.label, "strategy")
-        return Layouts(self.label, strategy, flat.names, flat.leaves)
 
     def find_holders(self, leaves: Leaves, values: Mapping[str, str]) -> dict[str, list[int]]:
         """Find the ranks that hold the same box of a leaf as this rank, and refuse different values of one box.

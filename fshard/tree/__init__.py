@@ -14,7 +14,6 @@ from fshard.tree.flat import (
     grouped,
     has_plain_keys,
     leaves_of,
-    names_of,
     unflatten,
 )
 from fshard.tree.maps import (

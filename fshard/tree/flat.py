@@ -40,7 +40,7 @@ class Flat(_Flat):
     @property
     def names(self) -> tuple[str, ...]:
         """The leaves' names: their keys, indices and fields joined by dots, as in blocks.0.norm."""
-        return names_of(self.treedef)
+        return _make_names(self.treedef, tuple(map(type, _list_keys(self.treedef))))
 
     def unflatten(self, leaves: Iterable[Any]) -> Tree:
         """Make the tree of other leaves."""
@@ -116,11 +116,6 @@ def grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[i
                 positions_by_key_id[id(group_key)] = group_key, groups.setdefault(group_key, [])
             positions_by_key_id[id(group_key)][1].append(i)
     return groups
-
-
-def names_of(treedef: Treedef) -> tuple[str, ...]:
-    """The leaves' names: their keys, indices and fields joined by dots, as in blocks.0.norm."""
-    return _make_names(treedef, tuple(map(type, _list_keys(treedef))))
 
 
 @functools.lru_cache(maxsize=256)

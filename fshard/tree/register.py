@@ -59,12 +59,6 @@ def register_dataclass(cls: Class, *, meta_fields: Sequence[str] | None = None) 
         )
     static_names = [name for name in names if name in meta_fields]
     data_names = [name for name in names if name not in meta_fields]
-    _register(cls, data_names, static_names)
-    return cls
-
-
-def _register(cls: Any, data_names: Sequence[str], static_names: Sequence[str]) -> None:
-    """Register a class with optree and with torch, by the names of its fields."""
 
     def values_of(node: Any, field_names: Iterable[str]) -> tuple[Any, ...]:
         return tuple([getattr(node, name) for name in field_names])
@@ -81,3 +75,4 @@ def _register(cls: Any, data_names: Sequence[str], static_names: Sequence[str]) 
         lambda node: (values_of(node, data_names), values_of(node, static_names), tuple(data_names)),
         unflatten,
     )
+    return cls

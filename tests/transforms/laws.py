@@ -7,7 +7,7 @@ import torch
 import fshard as fs
 from fshard.testing import check_adjoint
 from fshard.transforms.compose import resolve_masks
-from fshard.tree import flatten, names_of
+from fshard.tree import flatten
 from tests.ranks import my_rank
 from tests.test_law_ddp import ALGORITHMS
 from tests.test_law_purity import unchanged
@@ -47,7 +47,7 @@ def assert_adjoint(transform: fs.ShardTransform, full: Any) -> None:
     """Each leaf by the transform that masks choose for it."""
     flat = flatten(full)
     shapes: dict[fs.ShardTransform, list[tuple[int, ...]]] = {}
-    for name, leaf in zip(names_of(flat.treedef), flat.leaves):
+    for name, leaf in zip(flat.names, flat.leaves):
         if leaf is not None:
             shapes.setdefault(resolve_masks(transform, name, leaf), []).append(tuple(leaf.shape))
     for chosen, group in shapes.items():

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.functional import pad
 
 import fshard as fs
-from fshard.extend import Exchange, describe, expect, flatten, local_box, refuse
+from fshard.extend import Exchange, Layouts, check_transform, describe, expect, flatten, local_box, refuse
 
 
 def from_dtensor(tree: Any, strategy: Any) -> Any:
@@ -37,7 +37,8 @@ def from_dtensor(tree: Any, strategy: Any) -> Any:
     {'w': Sharded(float32[4, 2], P(None, 'shard'), local [4, 2])}
     """
     flat = flatten(tree)
-    layouts = Exchange("from_dtensor").layouts(flat, strategy)
+    check_transform(strategy, "from_dtensor", "strategy")
+    layouts = Layouts("from_dtensor", strategy, flat.names, flat.leaves)
     leaves = list(flat.leaves)
     problems: list[tuple[str, str, str]] = []
     for index, (path, name) in enumerate(zip(flat.paths, flat.names, strict=True)):

@@ -15,7 +15,7 @@ from fshard.checkpoint import CheckpointError, load_huggingface, save_huggingfac
 from fshard.ext.interop import huggingface, shared_files
 from fshard.ext.interop.transformers import plan_entry, plan_leaf
 from fshard.testing import spmd
-from fshard.tree import flatten, names_of
+from fshard.tree import flatten
 from tests.checkpoint.states import zeros_like
 from tests.ext.interop.test_state_dict import Net, blank, every_leaf, refusal
 from tests.ranks import my_rank, on_ranks
@@ -80,7 +80,7 @@ def test_trees_come_back_and_nothing_is_gathered(tmp_path):
             assert sorted(os.listdir(directory)) == [CHECKSUMS, SINGLE]
             assert_same_bits(fs.unshard(load_huggingface(directory, zeros_like(params))), fs.unshard(params))
         flat = flatten(make())
-        leaves = {name: leaf.detach() for name, leaf in zip(names_of(flat.treedef), flat.leaves) if leaf is not None}
+        leaves = {name: leaf.detach() for name, leaf in zip(flat.names, flat.leaves) if leaf is not None}
         assert_same_bits(written(directory), dict(sorted(leaves.items())))
 
 
