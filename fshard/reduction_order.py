@@ -241,17 +241,6 @@ class ReductionOrder:
             ValueError: with the path of every such leaf.
         """
 
-    def check_norm(self, api_name: str, p: float) -> None:
-        """Refuse a norm whose sums would be in another order."""
-
-    def add_multiple(self, tensor: torch.Tensor, other: torch.Tensor, factor: Any) -> torch.Tensor:
-        """Add a multiple of another tensor, element by element."""
-        return tensor.add(other, alpha=factor)
-
-    def inverse_root(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Take one over the square root of each element."""
-        return tensor.rsqrt()
-
 
 def _is_reduced_over_several(leaf: Any) -> bool:
     return is_sharded(leaf) and reduction(leaf.spec.transform).halves is not None
@@ -298,18 +287,6 @@ class _TreeOrder(ReductionOrder):
         problems = [Problem(path, "math on its shard", "a gather of the parameter itself") for path in paths]
         remedy = "compute with full tensors, after the gather"
         refuse(f'{api_name}: reduction_order="tree" cannot add up gradients of math on shards', problems, remedy)
-
-    def check_norm(self, api_name: str, p: float) -> None:
-        # Other powers are rounded by what stands beside an element.
-        expect(p in (2, float("inf")), api_name, 'p to be 2 or inf with reduction_order="tree"', f"{p}")
-
-    def add_multiple(self, tensor: torch.Tensor, other: torch.Tensor, factor: Any) -> torch.Tensor:
-        # Kernels of half precision round the multiple before they add it for the last few elements of a shard alone.
-        return tensor + factor * other
-
-    def inverse_root(self, tensor: torch.Tensor) -> torch.Tensor:
-        # Kernels of half precision round the root before its inverse for the last few elements of a shard alone.
-        return tensor.double().rsqrt().to(tensor.dtype)
 
 
 ORDERS = (ReductionOrder(), _TreeOrder())

@@ -145,7 +145,11 @@ def _divide_by_root(
     variance = row
     if size is not None:
         variance = row * column / size.clamp(min=least)
-    return order.inverse_root(variance.clamp(min=least * least)) * grad
+    variance = variance.clamp(min=least * least)
+    if order.keeps_bits:
+        # Kernels of half precision round the root before its inverse for the last few elements of a shard alone.
+        return variance.double().rsqrt().to(variance.dtype) * grad
+    return variance.rsqrt() * grad
 
 
 def adafactor(

@@ -243,8 +243,13 @@ def add_decayed_weights(
     order = find_order("add_decayed_weights", reduction_order)
     check_numbers("add_decayed_weights", NOT_NEGATIVE, weight_decay=weight_decay)
 
+    def add_multiple(grad: torch.Tensor, param: torch.Tensor, factor: Any) -> torch.Tensor:
+        if order.keeps_bits:
+            return grad + factor * param
+        return grad.add(param, alpha=factor)
+
     def decay(grads: Any, params: Any) -> Any:
-        return map_gradients(order.add_multiple, grads, params, numbers=(weight_decay,))
+        return map_gradients(add_multiple, grads, params, numbers=(weight_decay,))
 
     tx: Any = make_stateless(decay)
     return tx if mask is None else masked(tx, mask)
