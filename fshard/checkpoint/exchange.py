@@ -117,8 +117,10 @@ class Exchange:
         flat = flatten(tree)
         is_eager = not (_compat.is_tracing() or _compat.transforms_active())
         expect(is_eager, self.label, "a call outside of fs.jit and torch.func, on their results", "one inside")
-        counts = Counter(flat.names)
-        problems = [(name, f"{count} leaves", "one of each name") for name, count in counts.items() if count > 1]
+        problems = []
+        for name, count in Counter(flat.names).items():
+            if count > 1:
+                problems.append(Problem(name, f"{count} leaves", "one of each name"))
         refuse(f"{self.label}: leaves of one name", problems, "give keys that print differently")
         check_local(self.label, flat, needs_values=needs_values)
         return flat
@@ -139,11 +141,14 @@ class Exchange:
         Raises:
             ValueError: on every rank, with the first leaf of another dtype or shape, or every leaf whose values differ.
         """
-        facts = {path: describe_leaf(leaf) for path, leaf in leaves.items()} | dict(values)
+        facts = {path: describe_leaf(leaf) for path, leaf in leaves.items()}
+        facts |= values
         hashes = self._hash_replicas(leaves)
         compared = {"facts": facts, **hashes}
-        ranks_of = {name: {_digest(content): [self.rank]} for name, content in compared.items()}
-        ranks_of = self.merge_objects(ranks_of, join_ranks)
+        holders_of: Any = {}
+        for name, content in compared.items():
+            holders_of[name] = {_digest(content): [self.rank]}
+        ranks_of = self.merge_objects(holders_of, join_ranks)
         if any(len(ranks_of_digest) > 1 for ranks_of_digest in ranks_of.values()):
             remedy = "make all but the values of Sharded leaves the same on every rank"
             self.check_agreement(facts, "ranks hold different leaves", remedy)
@@ -177,14 +182,17 @@ class Exchange:
         Args:
             hashes: The hashes of this rank, as `_hash_replicas` returns them.
         """
-        ranks_of: Any = {}
+        holders_of: Any = defaultdict(dict)
         for boxes, hash_by_path in hashes.items():
-            ranks_of[boxes] = {path: {value: [self.rank]} for path, value in hash_by_path.items()}
+            for path, value in hash_by_path.items():
+                holders_of[boxes][path] = {value: [self.rank]}
         first_ranks = dict[str, int]()
-        for ranks_of_path in self.merge_objects(ranks_of, join_ranks).values():
+        for ranks_of_path in self.merge_objects(holders_of, join_ranks).values():
             for path, ranks_of_value in ranks_of_path.items():
                 if len(ranks_of_value) > 1:
-                    _, (rank, *_), *_ = sorted(ranks_of_value.values())
+                    # The first rank of those that do not have the value of the first rank of all.
+                    _, second_holders, *_ = sorted(ranks_of_value.values())
+                    rank = second_holders[0]
                     first_ranks[path] = min(rank, first_ranks.get(path, rank))
         problems = []
         for path, rank in sorted(first_ranks.items()):
@@ -264,8 +272,10 @@ def _read_leaf(name: str, leaf: Any, entries: Sequence[Entry]) -> Any:
     if any(bytes_of(other) != bytes_of(tensor) for other in tensors[1:]):
         remedy = "Pass a module that does not tie them, so that each has its own"
         raise CheckpointError(f"{name} is a tied parameter, and its names have different values. {remedy}.")
-    tensor = tensor.to(device_of(leaf), entries[0].dtype).reshape(local.shape)
-    if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.nbytes:
+    tensor = tensor.to(device_of(leaf), entries[0].dtype)
+    tensor = tensor.reshape(local.shape)
+    owns_storage = tensor.untyped_storage().nbytes() == tensor.nbytes
+    if not (tensor.is_contiguous() and owns_storage):
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     if not is_sharded(leaf):
         return tensor

@@ -265,7 +265,8 @@ def _take_local_piece(tensors: Tensors, axis: Axis, label: str, dim: int) -> Ten
     local_rank = comm.rank(axis)
     local_pieces = []
     for tensor in tensors:
-        local_pieces.append(_split_into_pieces(tensor, axis, label, dim)[local_rank].contiguous())
+        pieces = _split_into_pieces(tensor, axis, label, dim)
+        local_pieces.append(pieces[local_rank].contiguous())
     return local_pieces
 
 
@@ -312,11 +313,16 @@ def _are_sizes(sizes: Sizes, axis: Axis) -> bool:
 
 def _permute(tensors: Tensors, axis: Axis, label: str, perm: Sequence[Pair]) -> Tensors:
     """Send tensors to the ranks that pairs (source, target) name, and add up what this rank is sent."""
-    ranks = range(axis.size)
     local_rank = comm.rank(axis)
-    pairs = [(_find_rank(source, axis, label), _find_rank(target, axis, label)) for source, target in perm]
-    send = [pairs.count((local_rank, rank)) for rank in ranks]
-    receive = [pairs.count((rank, local_rank)) for rank in ranks]
+    send = [0] * axis.size
+    receive = [0] * axis.size
+    for source, target in perm:
+        source_rank = _find_rank(source, axis, label)
+        target_rank = _find_rank(target, axis, label)
+        if source_rank == local_rank:
+            send[target_rank] += 1
+        if target_rank == local_rank:
+            receive[source_rank] += 1
     num_copies = sum(send)
     copies = [tensor.expand(num_copies, *tensor.shape) for tensor in tensors]
     received = comm.all_to_all(copies, send, receive, axis, label)
@@ -332,7 +338,8 @@ def _permute(tensors: Tensors, axis: Axis, label: str, perm: Sequence[Pair]) -> 
 
 def _send_from(tensors: Tensors, axis: Axis, label: str, root: int) -> Tensors:
     """Send one rank's tensors to all ranks."""
-    return _permute(tensors, axis, label, [(root, rank) for rank in range(axis.size)])
+    pairs = [(root, rank) for rank in range(axis.size)]
+    return _permute(tensors, axis, label, pairs)
 
 
 def _keep_at(tensors: Tensors, axis: Axis, label: str, root: int) -> Tensors:

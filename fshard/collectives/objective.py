@@ -52,8 +52,10 @@ def reduction_axes(flat: Flat, api_name: str, over: Over = None) -> tuple[Axis, 
     expected = f"a transform that sums gradients over {names}, or owns pieces there"
     problems = []
     for path, leaf in flat.named_leaves:
-        fits = leaf is None or (is_sharded(leaf) and not (misfits and leaf.spec in misfits))
-        if not fits:
+        if leaf is None:
+            continue
+        is_misfit = not is_sharded(leaf) or (misfits and leaf.spec in misfits)
+        if is_misfit:
             problems.append(Problem(path, _describe_axes(leaf), expected))
     if problems:
         remedy = (
@@ -69,7 +71,8 @@ def _find_axes(flat: Flat, over: Axis | str | Sequence[Axis | str]) -> tuple[Axi
     for spec in flat.specs:
         axis_of_name |= {axis.name: axis for axis in spec.roles}
     several = [over] if isinstance(over, Axis | str) else over
-    return tuple(dict.fromkeys(axis_of_name.get(axis, axis) for axis in several))
+    axes = [axis_of_name.get(axis, axis) for axis in several]
+    return tuple(dict.fromkeys(axes))
 
 
 def _takes_part(spec: Any, axes: Sequence[Axis], over: Over) -> bool:
@@ -197,10 +200,15 @@ def agree_on_usage(usage: TracedUsage) -> Usage:
     Returns:
         What some rank uses, the same on every rank.
     """
-    flags = [is_used for used_in_call in usage.used for is_used in used_in_call]
+    flags = list(itertools.chain.from_iterable(usage.used))
     axes = tuple(dict.fromkeys(usage.axes))
-    joint_flags = iter(comm.join_flags(flags, axes, comm.Label(comm.Verb.AGREE)))
-    return tuple(tuple(itertools.islice(joint_flags, len(used_in_call))) for used_in_call in usage.used)
+    label = comm.Label(comm.Verb.AGREE)
+    joint_flags = iter(comm.join_flags(flags, axes, label))
+    agreed = []
+    for used_in_call in usage.used:
+        number = len(used_in_call)
+        agreed.append(tuple(itertools.islice(joint_flags, number)))
+    return tuple(agreed)
 
 
 def reduce_loss_and_usage(
@@ -222,15 +230,15 @@ def reduce_loss_and_usage(
         The sum, and for each leaf's path whether any rank used the leaf.
     """
     axes = [axis for axis in shared_axes if axis.size > 1]
+    summed_axes = [axis for axis in axes if axis in loss_axes]
+    if _compat.is_tracing():
+        usage = _compat.trace_notes().get("usage")
+        # Ranks compare what calls in a trace use once, after the trace.
+        some_rank_uses = used if usage is None else usage.record(used, shared_axes)
+        return _sum_loss(loss, summed_axes), some_rank_uses
     # The host reads the flags. On an accelerator it would have to wait for all work that was queued before them.
-    if _compat.is_tracing() or (not loss.is_cpu and all(map(comm.supports_cpu_messages, axes))):
-        for axis in axes:
-            if axis in loss_axes:
-                (loss,) = comm.all_reduce([loss], axis, _LABEL)
-        if _compat.is_tracing():
-            usage = _compat.trace_notes().get("usage")
-            # Ranks compare what calls in a trace use once, after the trace.
-            return loss, used if usage is None else usage.record(used, shared_axes)
+    if not loss.is_cpu and all(map(comm.supports_cpu_messages, axes)):
+        loss = _sum_loss(loss, summed_axes)
         joint_flags = comm.join_flags(list(used.values()), axes, _LABEL)
         return loss, dict(zip(used, joint_flags, strict=True))
     # In the dtype of the loss, so that both can travel in one buffer. The copy does not block the host, as one from
@@ -238,11 +246,18 @@ def reduce_loss_and_usage(
     flags = torch.tensor(list(used.values()), dtype=loss.dtype, device="cpu", pin_memory=not loss.is_cpu)
     flags = flags.to(loss.device, non_blocking=True)
     for axis in axes:
-        if axis in loss_axes:
+        if axis in summed_axes:
             loss, flags = comm.all_reduce([loss, flags], axis, _LABEL)
         else:
             (flags,) = comm.all_reduce([flags], axis, _LABEL)
-    return loss, {path: number > 0 for path, number in zip(used, flags.tolist(), strict=True)}
+    numbers = flags.tolist()
+    return loss, {path: number > 0 for path, number in zip(used, numbers, strict=True)}
+
+
+def _sum_loss(loss: torch.Tensor, axes: Sequence[Axis]) -> torch.Tensor:
+    for axis in axes:
+        (loss,) = comm.all_reduce([loss], axis, _LABEL)
+    return loss
 
 
 def denominator(count: Any, axes: Sequence[Axis], reduce: str) -> Any:
