@@ -9,7 +9,7 @@ import torch
 
 from fshard import comm
 from fshard.collectives.linear import Tensors, collective
-from fshard.tree import Axis, Tree, tree_leaves, tree_map
+from fshard.tree import Axis, Tree, attributes_of, tree_leaves, tree_map
 from fshard.tree.checks import check_operands
 
 
@@ -153,9 +153,7 @@ def pmax(tree: Tree, axis: Axis) -> Tree:
     >>> fs.testing.spmd(program, world=2)
     [[1, 1, 0], [1, 1, 0]]
     """
-    check_operands("pmax", tree, axis, vary=True)
-    is_differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tree_leaves(tree))
-    if is_differentiated:
+    if torch.is_grad_enabled() and True in attributes_of(tree_leaves(tree), "requires_grad"):
         raise ValueError(
             "pmax has no derivative, and one of these tensors requires a gradient. Pass tensor.detach(); subtracting a "
             "maximum, as in softmax, needs no derivative."
