@@ -29,7 +29,7 @@ nodes where a value that agrees meets one that varies. Before a hook sums a grad
 those nodes too; when these run, they do the same with the gradients that they sum.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -229,11 +229,6 @@ def _sum_gradients(numbers: Sequence[int], axis: Axis, path: str, gradients: Seq
     for gradient in gradients:
         if gradient is not None:
             _prepare_gradient(gradient, axis, path)
-    return _replace_by_sums(numbers, axis, path, gradients)
-
-
-def _replace_by_sums(numbers: Iterable[int], axis: Axis, path: str, gradients: Sequence[Any]) -> Sequence[Any]:
-    """Sum the gradients of some numbers over ranks; the others stay as they are."""
     replaced = list(gradients)
     chosen = [number for number in numbers if gradients[number] is not None]
     with comm.annotate_collectives((), [path]):
@@ -274,6 +269,6 @@ def _prepare_gradient(gradient: torch.Tensor, axis: Axis, path: str) -> None:
 
 def _sum_arriving(number: int, axis: Axis, path: str, gradients: Sequence[Any]) -> Sequence[Any]:
     """Replace the gradient that arrives for an output of a node by its sum over ranks."""
-    if gradients[number] is not None:
-        _prepare_gradient(gradients[number], axis, path)
-    return _replace_by_sums([number], axis, path, gradients)
+    replaced = list(gradients)
+    (replaced[number],) = _sum_gradients([0], axis, path, [gradients[number]], None)
+    return tuple(replaced)
