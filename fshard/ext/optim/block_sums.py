@@ -70,7 +70,9 @@ def sum_powers(tensors: Sequence[torch.Tensor], p: float) -> torch.Tensor:
     """
     # Join small tensors, because each operator takes time.
     small = [tensor.reshape(-1) for tensor in tensors if tensor.numel() <= SMALL]
-    parts = [torch.cat(small[i : i + MAX_JOINED]) for i in range(0, len(small), MAX_JOINED)]
+    parts = []
+    for start in range(0, len(small), MAX_JOINED):
+        parts.append(torch.cat(small[start : start + MAX_JOINED]))
     parts += [tensor for tensor in tensors if tensor.numel() > SMALL]
     powers = []
     for part in parts:
@@ -98,7 +100,9 @@ def _cut_blocks(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
         return
     row_size = tensor[0].numel()
     for start in range(0, tensor.numel(), size):
-        rows = tensor[start // row_size : math.ceil((start + size) / row_size)].reshape(-1)
+        first_row = start // row_size
+        end_row = math.ceil((start + size) / row_size)
+        rows = tensor[first_row:end_row].reshape(-1)
         # A copy, because the bits of a dot product depend on where in a vector register its numbers begin.
         yield rows[start % row_size :][:size].clone()
 
@@ -125,7 +129,8 @@ def sum_digits(tensor: torch.Tensor, scale: torch.Tensor, dim: int | None, squar
         blocks = _cut_blocks(tensor, size)
     else:
         rows = tensor.movedim(dim, 0)
-        blocks = rows.split(max(1, size // max(1, rows[:1].numel())))
+        row_size = max(1, rows[:1].numel())
+        blocks = rows.split(max(1, size // row_size))
     factor = scale * 2.0**BITS
     total = torch.zeros((2, *scale.shape), dtype=torch.int64, device=tensor.device)
     for block in blocks:
