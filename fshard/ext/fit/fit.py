@@ -3,7 +3,6 @@
 A copy of an operator has "recompute" or "gather" in `node.meta["fit"]`, of which the report of `jitted.memory` is made.
 """
 
-import hashlib
 import re
 from collections import Counter
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from torch.fx import GraphModule
 from fshard.ext.fit.schedule import Schedule, build
 from fshard.ext.fit.search import find_plan
 from fshard.ext.fit.step import StepFacts
-from fshard.extend import PassedGraph, Rates, Traced, check_rates, describe, expect, graph_nodes
+from fshard.extend import PassedGraph, Rates, Traced, check_rates, describe, expect, files, graph_nodes
 
 # The n-th prefix stands for the n-th power of 1000, or of 1024 if an "i" follows.
 _PREFIXES = " KMGT"
@@ -97,8 +96,7 @@ def _digest(schedule: Schedule) -> str:
     """Write what was chosen in few letters. Names of nodes may differ between ranks, so they are left out."""
     numbers = {node: number for number, node in enumerate(schedule.step.graph.nodes)}
     copies = [f"{entry.node.target} {numbers[entry.node]} {numbers[entry.time]}" for entry in schedule.copies]
-    digest = hashlib.sha256("\n".join(copies).encode()).hexdigest()[:16]
-    return f"{len(copies)} copies, {schedule.peak} bytes, {digest}"
+    return f"{len(copies)} copies, {schedule.peak} bytes, {files.digest(str(copies).encode())}"
 
 
 def _refuse(schedule: Schedule, budget: int) -> str:
@@ -106,7 +104,7 @@ def _refuse(schedule: Schedule, budget: int) -> str:
     peak = int(schedule.held.argmax())
     held: Counter[str] = Counter()
     for buffer in schedule.buffers:
-        if buffer.uses and buffer.uses[0] <= peak <= buffer.uses[-1]:
+        if buffer.uses[0] <= peak <= buffer.uses[-1]:
             held[schedule.placed[buffer.uses[0]].node.name] += buffer.bytes
     largest = ", ".join(f"{name} ({nbytes})" for name, nbytes in held.most_common(5))
     return (

@@ -10,8 +10,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from torch.fx import Node
-
 import fshard as fs
 from fshard import comm
 from fshard.ext import _compat
@@ -108,16 +106,18 @@ def report_memory(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         args: The arguments of a call.
         kwargs: Its keywords.
     """
-    without_passes = copy.copy(jitted)
-    without_passes.passes = ()
+    functions = [jitted]
+    if jitted.passes:
+        functions.insert(0, copy.copy(jitted))
+        functions[0].passes = ()
+    memories = []
     with _compat.noting_origins():
-        before = after = fs.make_graph(without_passes)(*args, **kwargs)
-        if jitted.passes:
-            after = fs.make_graph(jitted)(*args, **kwargs)
-    uses, uses_after = [_find_uses(graph, (*args, kwargs)) for graph in (before, after)]
+        for function in functions:
+            graph = fs.make_graph(function)(*args, **kwargs)
+            uses = _find_uses(graph, (*args, kwargs))
+            memories.append(_measure(graph, uses))
     budgets = [graph_pass.budget for graph_pass in jitted.passes if hasattr(graph_pass, "budget")]
-    choices = list(_list_choices(after, uses_after))
-    return MemoryReport(_measure(before, uses), _measure(after, uses_after), min(budgets, default=None), choices)
+    return MemoryReport(memories[0], memories[-1], min(budgets, default=None), list(_list_choices(graph, uses)))
 
 
 def _measure(graph: StepGraph, uses: Mapping[Hashable, str]) -> GraphMemory:
@@ -125,15 +125,16 @@ def _measure(graph: StepGraph, uses: Mapping[Hashable, str]) -> GraphMemory:
     memory = graph.memory
     arguments = sum(memory.always_held.values())
     peak = max(graph.moments, key=lambda moment: moment.bytes)
-    uses_then = dict(uses)
+    in_flight: set[Hashable] = set()
     for pending in memory.pending_buffers:
         if pending.start <= peak.node <= pending.wait:
-            sent = {pending.buffer, *pending.held_storages} - memory.always_held.keys()
-            uses_then |= dict.fromkeys(sent, "in_flight")
-    held_then = next(dict(held) for node, held in memory.walk() if node is peak.node)
+            in_flight.update([pending.buffer, *pending.held_storages])
     kinds = dict.fromkeys(_KINDS.values(), 0)
-    for storage, nbytes in (memory.always_held | held_then).items():
-        kinds[_KINDS[uses_then[storage]]] += nbytes
+    for storage, nbytes in memory.always_held.items():
+        kinds[_KINDS[uses[storage]]] += nbytes
+    held_then = next(dict(held) for node, held in memory.walk() if node is peak.node)
+    for storage, nbytes in held_then.items():
+        kinds[_KINDS["in_flight" if storage in in_flight else uses[storage]]] += nbytes
     held = [arguments + moment.bytes for moment in graph.moments]
     return GraphMemory(arguments, held, _describe_place(peak), kinds)
 
@@ -145,32 +146,33 @@ def _find_uses(graph: StepGraph, args: Any) -> dict[Hashable, str]:
     last_uses = graph_nodes.find_last_uses(storages)
     for moment in graph.moments:
         node = moment.node
-        is_reduction = moment.collective is not None and moment.collective.label == comm.Verb.SCATTER
-        sources = {uses[storage] for source in node.all_input_nodes for storage in storages[source]}
+        is_reduced = moment.collective is not None and moment.collective.label == comm.Verb.SCATTER
+        for source in node.all_input_nodes:
+            is_reduced |= any(uses[storage] == "reduced" for storage in storages[source])
         for storage in storages[node]:
-            if uses[storage] == "gradients" and (is_reduction or "reduced" in sources):
+            phases = [_compat.origin_of(user).phase for user in (node, last_uses[storage])]
+            if is_reduced and uses[storage] == "gradients":
                 uses[storage] = "reduced"
-            phases = (_get_phase(node), _get_phase(last_uses[storage]))
-            if uses[storage] == "activations" and phases == ("forward", "backward"):
+            elif uses[storage] == "activations" and phases == ["forward", "backward"]:
                 uses[storage] = "saved"
     return uses
 
 
 def _list_choices(graph: StepGraph, uses: Mapping[Hashable, str]) -> Iterator[str]:
     """Say what runs again, block by block; neighbours in which the same runs again have one line."""
-    parts = defaultdict[str, list[str]](list)
+    # The parts are the keys of a dict, which keeps their order.
+    parts = defaultdict[str, dict[str, None]](dict)
     for moment in graph.moments:
         if "fit" not in moment.node.meta or graph_nodes.is_view(moment.node):
             continue
-        block, part = _name_part(moment)
         if moment.collective is not None:
-            block, part = moment.collective.unit, "weights gathered again"
-        is_weight = any(uses[storage] == "gathered" for storage in graph.memory.storages[moment.node])
-        if part not in parts[block] and (moment.collective is not None or not is_weight):
-            parts[block].append(part)
-    for names, blocks in groupby(filter(parts.get, parts), parts.__getitem__):
+            parts[moment.collective.unit]["weights gathered again"] = None
+        elif all(uses[storage] != "gathered" for storage in graph.memory.storages[moment.node]):
+            block, part = _name_part(moment)
+            parts[block][part] = None
+    for names, blocks in groupby(parts, lambda block: ", ".join(parts[block])):
         first, *others = blocks
-        yield f"{' to '.join([first, *others[-1:]])}: {', '.join(names)}"
+        yield f"{' to '.join([first, *others[-1:]])}: {names}"
 
 
 def _write_row(title: str, cells: Any) -> str:
@@ -179,10 +181,6 @@ def _write_row(title: str, cells: Any) -> str:
 
 def _write_bytes(nbytes: float) -> str:
     return f"{nbytes / 1e6:,.2f} MB"
-
-
-def _get_phase(node: Node) -> str:
-    return _compat.origin_of(node).phase
 
 
 def _name_part(moment: Any) -> tuple[str, str]:

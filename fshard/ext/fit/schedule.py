@@ -101,41 +101,29 @@ class Schedule:
         # The places of values, by the node and by how often its storages were gone.
         self._places: dict[Hashable, int] = {}
         self.placed: list[Placed] = []
-        self.buffers: list[Buffer] = []
         for node in step.graph.nodes:
             for source in node.all_input_nodes:
-                for missing in sorted(self._find_missing([source], node)):
+                for missing in sorted(self.find_missing([source], node)):
                     self._copy(missing, node)
             self._place(node, node, node.all_input_nodes)
         self.runs: set[int] = set()
         self._find_uses()
-        self._places = {key: place for key, place in self._places.items() if place in self.runs}
+        self.buffers: list[Buffer] = []
         change = np.zeros(len(self.placed) + 1, dtype=np.int64)
         change[0] = step.arguments
-        for buffer in self.buffers:
-            if buffer.uses:
-                change[buffer.uses[0]] += buffer.bytes
-                change[buffer.uses[-1] + 1] -= buffer.bytes
+        for place in sorted(self.runs):
+            for buffer in self.placed[place].buffers.values():
+                if buffer.uses[0] == place:
+                    self.buffers.append(buffer)
+                    change[place] += buffer.bytes
+                    change[buffer.uses[-1] + 1] -= buffer.bytes
         self.held = np.cumsum(change[:-1])
         self.peak = int(self.held.max())
         running = [self.placed[place] for place in sorted(self.runs)]
         self.copies = [entry for entry in running if entry.is_copy]
         self.seconds = math.fsum(step.seconds[entry.node] for entry in running)
 
-    def estimate_seconds(self, buffer: Buffer, end: int, limit: float) -> float | None:
-        """Estimate the time to make a buffer again for the operator at a place; None if it cannot be made again.
-
-        Of a chain of copies that takes longer than the limit, it is the time of the part until then.
-        """
-        user = self.placed[end]
-        starts = [node for node, place in user.inputs.items() if buffer in self.placed[place].buffers.values()]
-        try:
-            missing = self._find_missing(starts, user.time, buffer.storage, limit)
-        except StaleError:
-            return None
-        return math.fsum(self.step.seconds[node] for node in missing) if missing else None
-
-    def _find_missing(
+    def find_missing(
         self, starts: Iterable[Node], time: Node, dropped: Hashable = None, limit: float = math.inf
     ) -> set[Node]:
         """Find the nodes that have to run again for values that are needed at a time.
@@ -156,7 +144,7 @@ class Schedule:
             node = waiting.pop()
             if node in missing or self._find(node, time, dropped) is not None:
                 continue
-            if node not in self.step.copy_until or self.step.copy_until[node] < time:
+            if self.step.copy_until[node] < time:
                 raise StaleError(node.name)
             missing.add(node)
             seconds += self.step.seconds[node]
@@ -191,8 +179,6 @@ class Schedule:
         results: dict[Hashable, Buffer] = {}
         for storage, nbytes in self.step.storages[node].items():
             results[storage] = buffers.get(storage) or Buffer(storage, nbytes, [])
-            if storage not in buffers:
-                self.buffers.append(results[storage])
         self._places[key] = len(self.placed)
         self.placed.append(Placed(node, time, inputs, results))
 
@@ -243,23 +229,18 @@ def build(schedule: Schedule) -> Graph:
             # Gather this tensor alone.
             start: Any = entry.node.args[0]
             again = graph.call_function(start.target, ([*sources.values()], *start.args[1:]))
-            again.meta = {**start.meta, "val": _compute_value(again), "fit": "gather"}
-            node = graph.call_function(operator.getitem, (again, 0))
-            node.meta = dict(entry.node.meta)
-        else:
-            node = graph.node_copy(entry.node, sources.__getitem__)
-            if entry.is_copy:
-                node.meta["fit"] = "recompute"
-        if entry.is_copy or graph_nodes.is_view(node):
-            node.meta["val"] = _compute_value(node)
-        nodes[place] = node
+            again.meta = {**start.meta, "fit": "gather"}
+            nodes[place] = graph.call_function(operator.getitem, (again, 0))
+            nodes[place].meta = dict(entry.node.meta)
+            continue
+        nodes[place] = graph.node_copy(entry.node, sources.__getitem__)
+        if entry.is_copy:
+            nodes[place].meta["fit"] = "recompute"
+    for node in graph.nodes:
+        if "fit" in node.meta or graph_nodes.is_view(node):
+            target: Any = node.target
+            args, kwargs = map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+            with graph_nodes.find_inputs(graph)[0].meta["val"].fake_mode:
+                node.meta["val"] = target(*args, **kwargs)
     graph.lint()
     return graph
-
-
-def _compute_value(node: Node) -> Any:
-    """Compute the value of a node, which is a tensor without values."""
-    target: Any = node.target
-    args, kwargs = map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-    with node.graph.find_nodes(op="placeholder")[0].meta["val"].fake_mode:
-        return target(*args, **kwargs)

@@ -1,5 +1,6 @@
 """Search: which storages are not kept, so that the step fits a budget in little more time."""
 
+import math
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
@@ -37,11 +38,13 @@ def find_plan(step: StepFacts, budget: int) -> Schedule:
     schedule = before = Schedule(step, [])
     beyond_arguments = schedule.peak - step.arguments
     while schedule.peak > budget:
-        lower = _lower(schedule, beyond_arguments)
-        if lower is None:
-            return schedule
+        enough = schedule.peak - max(1, beyond_arguments // _LEAST_PART)
+        proposed = (_try(schedule, cuts) for cuts in _propose(schedule, beyond_arguments))
         before = schedule
-        schedule = lower
+        lower = (other for other in proposed if other is not None and other.peak <= enough)
+        schedule = next(lower, before)
+        if schedule is before:
+            return schedule
     # Take back cuts that the budget does not need, by halving their number: for a larger budget as many or more.
     while len(schedule.cuts) - len(before.cuts) > 1:
         middle = (len(schedule.cuts) + len(before.cuts)) // 2
@@ -66,16 +69,6 @@ def _try(schedule: Schedule, cuts: Iterable[Cut]) -> Schedule | None:
 
 def _costs_no_less(schedule: Schedule, other: Schedule) -> bool:
     return schedule.seconds >= other.seconds and len(schedule.copies) >= len(other.copies)
-
-
-def _lower(schedule: Schedule, beyond_arguments: int) -> Schedule | None:
-    """Find a schedule of a lower peak with the cuts of another and more; None if there is none."""
-    enough = schedule.peak - max(1, beyond_arguments // _LEAST_PART)
-    for cuts in _propose(schedule, beyond_arguments):
-        lower = _try(schedule, cuts)
-        if lower is not None and lower.peak <= enough:
-            return lower
-    return None
 
 
 def _propose(schedule: Schedule, beyond_arguments: int) -> Iterator[list[Cut]]:
@@ -112,12 +105,17 @@ def rank_cuts(schedule: Schedule, target: int) -> list[Cut]:
     for buffer in schedule.buffers:
         for begin, end in pairwise(buffer.uses):
             freed = int(too_many[end] - too_many[begin + 1])
-            time = schedule.placed[begin].time
+            cut = Cut(buffer.storage, schedule.placed[begin].time, begin, end, buffer.bytes)
             user = schedule.placed[end]
             # The buffer of a message that nobody waits for would be held until the process ends.
-            if freed > 0 and time < user.time and not graph_nodes.is_wait(user.node):
-                seconds = schedule.estimate_seconds(buffer, end, schedule.seconds / _LONGEST_PART)
-                if seconds is not None:
-                    cut = Cut(buffer.storage, time, begin, end, buffer.bytes)
-                    worths[cut] = buffer.bytes * freed / (seconds + _SHORTEST)
+            if freed <= 0 or cut.time >= user.time or graph_nodes.is_wait(user.node):
+                continue
+            starts = [node for node, place in user.inputs.items() if buffer in schedule.placed[place].buffers.values()]
+            try:
+                missing = schedule.find_missing(starts, user.time, buffer.storage, schedule.seconds / _LONGEST_PART)
+            except StaleError:
+                continue
+            if missing:
+                seconds = math.fsum(schedule.step.seconds[node] for node in missing)
+                worths[cut] = buffer.bytes * freed / (seconds + _SHORTEST)
     return sorted(worths, key=worths.__getitem__, reverse=True)

@@ -28,8 +28,8 @@ class StepFacts:
         last_uses: The last node that uses each storage.
         gathered: For each node that takes one tensor of a gather the tensor that is sent.
         reads: The nodes that a copy of a node reads. A tensor that was gathered together with others is gathered alone.
-        copy_until: For each node that may run again the first one that writes to what a copy reads, or the last one of
-            the graph. Behind it a copy would read something else.
+        copy_until: For each node the first one that writes to what a copy of it reads, or the last one of the graph.
+            Behind it a copy would read something else. It is the node itself if that may not run again.
         must_run: The nodes that run even if nobody uses their results.
         equals: For each node those whose values are equal to its own, which is among them.
         seconds: An estimate of the time of each node.
@@ -81,6 +81,7 @@ class StepFacts:
         last_copies: dict[Node, Node] = {}
         next_writes: dict[Hashable, Node] = {}
         for node in reversed(self.graph.nodes):
+            last_copies[node] = node
             if self._may_run_again(node) and next_writes.keys().isdisjoint(storages[node]):
                 last_copies[node] = self.graph.output_node()
                 for source in self.reads[node]:
@@ -114,6 +115,6 @@ class StepFacts:
                 call = (start.target, self.gathered[node], start.args[1:])
             call = map_arg(call, lambda value: equals[value][0])
             # If something had been written in between, copies could run until another write.
-            equals[node] = nodes_of_call[repr((call, self.copy_until.get(node, node)))]
+            equals[node] = nodes_of_call[repr((call, self.copy_until[node]))]
             equals[node].append(node)
         return equals
