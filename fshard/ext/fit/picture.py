@@ -30,9 +30,10 @@ def draw_curves(curves: Mapping[str, Sequence[int]]) -> str:
     for color, (name, held) in zip(_COLORS, curves.items(), strict=False):
         dashes = "8 4" if len(held) == 1 else "none"
         picture += f'<text x="{x}" y="66" fill="{color}">{name}, {max(held) / 1e6:.1f} MB</text>\n'
-        path = f"M{_LEFT} {_BOTTOM}"
+        steps = []
         for place, nbytes in enumerate(held, start=1):
-            path += f"V{_BOTTOM - _HEIGHT * nbytes / highest:.1f}H{_LEFT + _WIDTH * place / len(held):.1f}"
+            steps.append(f"{_BOTTOM - _HEIGHT * nbytes / highest:.1f}H{_LEFT + _WIDTH * place / len(held):.1f}")
+        path = f"M{_LEFT} {'V'.join(steps)}"
         picture += f'<path d="{path}" fill="none" stroke="{color}" stroke-width="2" stroke-dasharray="{dashes}"/>\n'
         x += _WIDTH // 4
     return picture + "</svg>\n"
