@@ -22,6 +22,7 @@ from fshard.collectives import (
     refuse_wrong_sums,
     shared_axes,
     sum_over,
+    widen,
 )
 from fshard.engine import EngineCall
 from fshard.microbatches import check_batches
@@ -308,14 +309,15 @@ class _Differentiation:
         values, counts, auxes = map(list, zip(*losses, strict=True))
         remaining_divisor = 1 if is_single else self._divisor(counts)
         used_here = {leaf.path: leaf.used for leaf in call.trained}
-        value, used = reduce_loss_and_usage(self.sums.add_numbers(values), used_here, self.axes, self.shared_axes)
+        total = self.sums.add_numbers(list(map(widen, values)))
+        value, used = reduce_loss_and_usage(total, used_here, self.axes, self.shared_axes)
         by_leaf: list[Any] = [None] * len(call.leaves)
         for i, leaf in enumerate(call.leaves):
             if leaf is not None and used.get(leaf.path):
                 by_leaf[i] = Sharded(leaf.take_grad(remaining_divisor), self.flat.leaves[i].spec)
                 self.states[i] = leaf.transform_state
         objective = divide(self.sums.finish_numbers(value), divisor if is_single else remaining_divisor)
-        return objective, auxes, by_leaf
+        return objective.to(_widest_dtype(values)), auxes, by_leaf
 
     def _differentiate_by_torch_func(self) -> Gradients:
         """Compute objective(f(gather(params))) by torch.func.
@@ -337,7 +339,7 @@ class _Differentiation:
             for i, tensor in zip(trained, traced, strict=True):
                 leaves_traced[i] = like(leaves[i], tensor)
             losses = [self._run_function(function, leaves_traced) for function in self.functions]
-            value = self.sums.add_numbers([loss.value for loss in losses])
+            value = self.sums.add_numbers([widen(loss.value) for loss in losses])
             if self.flat.specs:
                 specs = [leaves[i].spec for i in trained]
                 refuse_wrong_sums(api_name, value, list(zip(paths, specs, traced, strict=True)))
@@ -348,12 +350,17 @@ class _Differentiation:
         with refuse_writes(api_name, paths, tensors), _compat.without_saved_tensor_hooks():
             differentiate = torch.func.grad_and_value(sum_losses, has_aux=True)
             gradients, (value, carried) = differentiate(tensors)
-        _, counts, auxes = zip(*structure.pop()(carried), strict=True)
+        values, counts, auxes = zip(*structure.pop()(carried), strict=True)
         divisor = self._divisor(counts)
         by_leaf: list[Any] = [None] * len(leaves)
         for i, gradient in zip(trained, gradients, strict=True):
             by_leaf[i] = like(leaves[i], divide(gradient, divisor))
-        return divide(sum_over(value, self.axes), divisor), auxes, by_leaf
+        objective = divide(sum_over(value, self.axes), divisor)
+        return objective.to(_widest_dtype(values)), auxes, by_leaf
+
+
+def _widest_dtype(values: Sequence[torch.Tensor]) -> torch.dtype:
+    return max((value.dtype for value in values), key=lambda dtype: dtype.itemsize)
 
 
 def _detach(leaf: Any) -> Any:

@@ -292,6 +292,40 @@ def test_gradients_are_added_up_in_the_dtype_of_the_reduction(world_size):
         assert_same_bits(grads, fs.tree_map(lambda leaf: torch.full_like(leaf, 271.0 * world_size), full))
 
 
+@on_ranks(1, 2)
+def test_losses_of_half_precision_are_added_up_in_float32(world_size):
+    """In bfloat16 256 + 1 is 256, and in float16 60000 + 60000 is infinite; the objective is in the loss's dtype."""
+    params = fs.shard({"w": torch.ones(4)}, fs.zero3(one_axis(), min_shard_elements=0))
+    sums = [torch.tensor(256.0, dtype=HALF)] + [torch.tensor(1.0, dtype=HALF)] * 16
+    large = [torch.tensor(60000.0, dtype=torch.float16)] * 2
+
+    def loss_of(p, number):
+        return fs.gather(p)["w"].mean().to(number.dtype) * number
+
+    def weighted(p, number):
+        return loss_of(p, number), torch.tensor(1, dtype=number.dtype)
+
+    def through_torch_func(f, **options):
+        return lambda p, batches: torch.func.vmap(lambda _: fs.accumulate(f, **options)(p, batches)[0])(torch.ones(1))[
+            0
+        ]
+
+    def by_engine(f, **options):
+        return lambda p, batches: fs.accumulate(f, **options)(p, batches)[0]
+
+    for differentiate in (by_engine, through_torch_func):
+        assert_same_bits(
+            {
+                "sum": differentiate(loss_of, reduce="sum")(params, sums),
+                "mean": differentiate(loss_of)(params, large),
+                "weighted": differentiate(weighted, reduce="weighted")(params, large),
+            },
+            {"sum": torch.tensor(272.0 * world_size, dtype=HALF), "mean": large[0], "weighted": large[0]},
+        )
+    with torch.no_grad():
+        assert_same_bits({"objective": fs.objective(large[0], like=params)}, {"objective": large[0]})
+
+
 @on_ranks(2)
 def test_every_microbatch_has_its_aux_and_other_arguments_are_passed_on():
     params = fs.shard({"w": normal()(5, 3)}, fs.zero3(one_axis(), min_shard_elements=0))

@@ -33,6 +33,7 @@ from fshard.collectives.objective import (
     reduction_axes,
     shared_axes,
     sum_over,
+    widen,
 )
 from fshard.collectives.sums import pcast, pmax, pmean, psum, psum_invariant
 from fshard.collectives.varying import (

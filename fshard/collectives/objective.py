@@ -137,7 +137,7 @@ def objective(loss: Loss, like: Tree, reduce: str = "mean", *, reduce_over: Over
     refuse_wrong_sums("objective", value, sharded)
     compared = describe_reduce_over(axes, reduce_over)
     comm.check_same_call("objective", shared_axes(params, axes), params, reduce=reduce, **compared)
-    return divide(sum_over(value, axes), denominator(count, axes, reduce))
+    return divide(sum_over(widen(value), axes), denominator(count, axes, reduce)).to(value.dtype)
 
 
 def describe_reduce_over(axes: Sequence[Axis], over: Over) -> dict[str, Any]:
@@ -145,6 +145,14 @@ def describe_reduce_over(axes: Sequence[Axis], over: Over) -> dict[str, Any]:
     if over is None:
         return {}
     return {"reduce_over": [axis.name for axis in axes]}
+
+
+def widen(loss: torch.Tensor) -> torch.Tensor:
+    """Cast a loss of half precision to float32, in which losses are added up over microbatches and ranks.
+
+    In bfloat16, 256 + 1 is 256, and in float16 the sum of two scaled losses may be infinite.
+    """
+    return loss.float() if loss.dtype.itemsize < 4 else loss
 
 
 def sum_over(tree: Tree, axes: Sequence[Axis]) -> Tree:
