@@ -79,7 +79,8 @@ def from_torch(
     Args:
         cls: The class, such as torch.optim.AdamW. If leaves are sharded, its math must be elementwise.
         inject: The name of a numeric argument that the state holds, or several, as with optax.inject_hyperparams. You
-            can read them there, also those of schedules, and replace them without a new optimizer.
+            can read them there, and replace them without a new optimizer, except for those of schedules, which each
+            update computes anew.
         reduction_order: "tree" makes updates have the same bits at any world size. It refuses kernels that round an
             element by its place in the shard: fused ones, and those of half precision, which treat the last few
             elements differently.
