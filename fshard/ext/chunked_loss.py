@@ -188,7 +188,8 @@ def _differentiate(
 
 def _sum_pairs(pairs: Sequence[Pair]) -> Pair:
     totals, counts = zip(*pairs, strict=True)
-    return sum(totals), sum(counts)
+    # Of half precision, torch adds up in float32 and rounds once.
+    return torch.stack(totals).sum(0), sum(counts)
 
 
 def _find_variance(total: torch.Tensor, sources: Sequence[torch.Tensor]) -> Any:

@@ -50,6 +50,18 @@ def test_it_is_the_dense_loss_with_the_head_gathered_and_reduced_once(strategy):
     assert_trees_close(reference, expected[1], **near(expected[1]))
 
 
+@pytest.mark.parametrize("requires_grad", (True, False))
+def test_losses_of_chunks_in_half_precision_are_rounded_once_after_their_sum(requires_grad):
+    """In bfloat16 a sum that grows by one chunk after another loses digits in each addition."""
+    w = torch.zeros(VOCABULARY, WIDTH, dtype=torch.bfloat16, requires_grad=requires_grad)
+    targets = torch.zeros(2048, dtype=torch.int64)
+    h = torch.zeros(len(targets), WIDTH, dtype=torch.bfloat16)
+    total, count = fs.chunked_loss(h, w, targets, chunks=256)
+    of_one_chunk = F.cross_entropy(F.linear(h[:8], w), targets[:8], reduction="sum")
+    assert total.dtype is torch.bfloat16 and count == len(targets)
+    assert total == 256 * of_one_chunk
+
+
 def test_logits_and_sums_are_in_the_dtype_that_was_asked_for():
     """The sum over chunks of a narrow head's gradient is less rounded than in its own dtype."""
     w, h = (tensor.bfloat16().requires_grad_() for tensor in (FULL["head"][0], X[0]))
