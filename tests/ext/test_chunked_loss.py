@@ -58,7 +58,8 @@ def test_losses_of_chunks_in_half_precision_are_rounded_once_after_their_sum(req
     h = torch.zeros(len(targets), WIDTH, dtype=torch.bfloat16)
     total, count = fs.chunked_loss(h, w, targets, chunks=256)
     of_one_chunk = F.cross_entropy(F.linear(h[:8], w), targets[:8], reduction="sum")
-    assert total.dtype is torch.bfloat16 and count == len(targets)
+    assert total.dtype is torch.bfloat16
+    assert count == len(targets)
     assert total == 256 * of_one_chunk
 
 
