@@ -104,7 +104,7 @@ def test_casts_by_the_strategy(world_size):
         computed = options.get("param_dtype", torch.float32)
         output, reduced = options.get("output_dtype", computed), options.get("reduce_dtype", computed)
         losses, grads_of_ranks = zip(*(in_one_process(module, x, computed) for x in batches))
-        expected = sum(loss.to(output) for loss in losses) / world_size
+        expected = (sum(loss.to(output).float() for loss in losses) / world_size).to(output)
         strategies = zero3(**options), partial(fs.zero1, min_shard_elements=0, **options), partial(fs.ddp, **options)
         for strategy in strategies:
             params = model.init(strategy(one_axis()))
