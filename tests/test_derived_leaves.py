@@ -255,6 +255,10 @@ WRONG = {
     sum_of_whole: f"['b']: expected a value that {PCAST}",
 }
 HEADLINE = "gradients of leaves that the function computes would be wrong\n"
+LOST = (
+    "value_and_grad: the loss depends on ['w'], by which the call around this one differentiates, and that gradient "
+    "would be lost. Pass both trees, as in value_and_grad(f)((params, others)), or use full.detach() for a constant."
+)
 
 
 @pytest.mark.parametrize("compute", WRONG)
@@ -280,6 +284,95 @@ def test_wrong_mixtures_are_named(compute):
     assert problems == ["missing sum" if compute is split_in_whole else "missing cast"]
     # The mesh is good afterwards.
     fs.value_and_grad(weight_norm)(params, batch_of(my_rank()))
+
+
+@pytest.mark.parametrize("name", ("ddp", "zero3"))
+@on_ranks(2)
+def test_an_objective_with_regard_to_computed_leaves(name):
+    """Of leaves that the caller names by `like`, too, it checks what they are computed from."""
+    full = {name: tensor for name, tensor in full_params().items() if name in "vw"}
+    params = fs.shard(full, STRATEGIES[name](meshes()))
+    axis, x = fs.axis_of(meshes().line), batch_of(my_rank())
+
+    def after_step(p, rate):
+        moved = fs.tree_map(lambda a, b: a - rate * b, p["v"], p["w"])
+        return fs.objective(head(fs.gather(moved), x), like=moved)
+
+    def of_cast(rate):
+        return after_step(params, fs.pcast(rate, axis, to="varying"))
+
+    def in_one_process(rate):
+        moved = full["v"] - rate * full["w"]
+        return (head(moved, batch_of(0)) + head(moved, batch_of(1))) / 2
+
+    rate = torch.tensor(0.1, dtype=x.dtype)
+    expected = grad(in_one_process)(rate)
+    assert_trees_close(grad(of_cast)(rate), expected, **rounding(expected))
+    if name == "zero3":
+        with pytest.raises(ValueError, match=re.escape(f"objective: {HEADLINE}")) as caught:
+            grad(lambda p: after_step(p, fs.global_norm(p)))(params)
+        assert "got psum_invariant over 'shard', whose result agrees" in str(caught.value)
+
+
+def gathered_inside(theirs):
+    return lambda: fs.gather(theirs)
+
+
+def gathered_before(theirs):
+    full = fs.gather(theirs)
+    return lambda: full
+
+
+def computed_before(theirs):
+    doubled = fs.tree_map(lambda w: w * 2, theirs)
+    return lambda: fs.gather(doubled)
+
+
+@pytest.mark.parametrize("name", ("ddp", "zero3"))
+@on_ranks(2)
+def test_a_call_inside_another_names_gradients_that_would_be_lost(name):
+    """The gradient of a loss inside another is a constant to leaves that only the outer call differentiates by."""
+    full, x = full_params(), batch_of(my_rank())
+    params = fs.shard({"v": full["v"]}, STRATEGIES[name](meshes()))
+    others = fs.shard({"w": full["w"]}, STRATEGIES[name](meshes()))
+
+    def after_step(inner, theirs):
+        grads = inner(theirs)
+        moved = fs.tree_map(lambda v, g: v - 0.1 * g, params, grads)
+        return head(fs.gather(moved)["v"], x) + fs.gather(theirs)["w"].square().sum()
+
+    def loss_of(p, w):
+        return (torch.tanh(x @ p["v"]) * (x @ w["w"])).square().sum()
+
+    for make in (gathered_inside, gathered_before, computed_before):
+
+        def by_closure(theirs, make=make):
+            gather_theirs = make(theirs)
+            return fs.value_and_grad(lambda p: loss_of(fs.gather(p), gather_theirs()))(params)[1]
+
+        with pytest.raises(ValueError, match=re.escape(LOST)):
+            fs.value_and_grad(partial(after_step, by_closure))(others)
+
+    def by_both(theirs):
+        return fs.value_and_grad(lambda both: loss_of(*fs.gather(both)))((params, theirs))[1][0]
+
+    def by_constant(theirs):
+        return fs.value_and_grad(lambda p: loss_of(fs.gather(p), {"w": fs.gather(theirs)["w"].detach()}))(params)[1]
+
+    def in_one_process(w, detach):
+        def inner(v):
+            return sum(loss_of_rank(v, w.detach() if detach else w, batch_of(rank)) for rank in range(2)) / 2
+
+        moved = full["v"] - 0.1 * grad(inner)(full["v"])
+        return sum(head(moved, batch_of(rank)) for rank in range(2)) / 2 + w.square().sum()
+
+    def loss_of_rank(v, w, x):
+        return (torch.tanh(x @ v) * (x @ w)).square().sum()
+
+    for inner, detach in ((by_both, False), (by_constant, True)):
+        _, grads = fs.value_and_grad(partial(after_step, inner))(others)
+        expected = grad(partial(in_one_process, detach=detach))(full["w"])
+        assert_trees_close(fs.unshard(grads)["w"], expected, **rounding(expected))
 
 
 @pytest.mark.rows(6)

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.func import grad
 
 import fshard as fs
 from fshard.testing import assert_trees_close
@@ -62,6 +63,8 @@ def test_sums_in_a_loss(make):
         text = f"the loss uses the result of fs.{move.__name__} over 'shard', which agrees between ranks, so gradients "
         shared = partial(lambda move, p: squares(p) + move(squares(p)[None], axis).mean(), move)
         assert_refused(shared, params, f"value_and_grad: {text}would be too small. Use {remedy}")
+    with pytest.raises(ValueError, match=re.escape(REDUCED.replace("value_and_grad", "objective"))):
+        grad(lambda p: fs.objective(squares(p) + total_of(p), like=p))(params)
     # One term for each rank.
     grads = assert_equal(
         lambda p: fs.psum(squares(p), axis), params, lambda p: fs.pcast(total_of(p), axis, to="varying"), terms=3

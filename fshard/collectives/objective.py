@@ -9,7 +9,7 @@ import torch
 
 from fshard import _compat, comm
 from fshard.collectives.sums import psum_invariant
-from fshard.collectives.varying import refuse_wrong_sums
+from fshard.collectives.varying import check_not_reduced, refuse_wrong_sums
 from fshard.errors import Problem, refuse
 from fshard.tree import Axis, Flat, Tree, flatten, is_sharded
 from fshard.tree.checks import check_axes, check_loss, check_reduce, check_tensors, check_transforms, describe
@@ -134,6 +134,7 @@ def objective(loss: Loss, like: Tree, reduce: str = "mean", *, reduce_over: Over
     axes = reduction_axes(params, "objective", reduce_over)
     value, count = loss if isinstance(loss, tuple) else (loss, None)
     sharded = [(path, leaf.spec, leaf.local) for path, leaf in params.named_leaves if is_sharded(leaf)]
+    check_not_reduced(value, axes, "objective")
     refuse_wrong_sums("objective", value, sharded)
     compared = describe_reduce_over(axes, reduce_over)
     comm.check_same_call("objective", shared_axes(params, axes), params, reduce=reduce, **compared)

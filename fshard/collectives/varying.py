@@ -154,7 +154,9 @@ def refuse_wrong_sums(api_name: str, loss: torch.Tensor, leaves: Leaves) -> None
     if loss.grad_fn is None or not in_graph:
         return
     refuse_unsummed(api_name, [loss], in_graph)
-    ends = {node for *_, node in _with_nodes(in_graph)}
+    # What made a leaf that the caller computed is checked as that of any other.
+    first_leaves = [leaf for leaf in in_graph if leaf[2].grad_fn is None]
+    ends = {node for *_, node in _with_nodes(first_leaves)}
     derived = []
     for node in walk_graph([loss.grad_fn], _nodes_behind):
         operand = variance_of(node).operand
@@ -164,7 +166,7 @@ def refuse_wrong_sums(api_name: str, loss: torch.Tensor, leaves: Leaves) -> None
         for spec, place in zip(operand, node.next_functions, strict=False):
             if place[0] is not None and place[0] not in ends:
                 derived.append((spec, place))
-    refuse_mixed(api_name, derived, in_graph)
+    refuse_mixed(api_name, derived, first_leaves)
 
 
 def _takes_gradient(leaf: Leaf) -> bool:

@@ -87,6 +87,8 @@ class EngineCall:
         self._stored_versions = _compat.versions(self._stored)
         # From the first forward to the end of the call.
         self._microbatch: Microbatch | None = None
+        # The call whose function makes this one.
+        self._outer: EngineCall | None = _compat.thread_object(KEY)
 
     def make_current(self) -> AbstractContextManager[None]:
         """Make the context in which `find_call` finds this call."""
@@ -279,6 +281,7 @@ class EngineCall:
             last: Whether this is the last microbatch, so that tensors kept from one to the next can be dropped.
         """
         microbatch = self._running_microbatch()
+        self._refuse_lost_gradients(loss)
         if microbatch.derived:
             check_derived_leaves(self._api_name, microbatch.derived, self.trained)
         if last:
@@ -322,6 +325,20 @@ class EngineCall:
             for leaf in self.trained:
                 leaf.used = leaf in used
         microbatch.drop_references(keep_shared=not last)
+
+    def _refuse_lost_gradients(self, loss: torch.Tensor) -> None:
+        """Refuse a loss that depends on leaves of a call around this one, which returns its gradients as constants."""
+        outer = self._outer
+        while outer is not None:
+            used = find_used_leaves(loss, outer.trained)
+            lost = [leaf for leaf in outer.trained if leaf in used]
+            if lost:
+                raise ValueError(
+                    f"{self._api_name}: the loss depends on {_join_paths(lost)}, by which the call around this one "
+                    "differentiates, and that gradient would be lost. Pass both trees, as in value_and_grad(f)((params, "
+                    "others)), or use full.detach() for a constant."
+                )
+            outer = outer._outer
 
     def _differentiate_loss(self, loss: torch.Tensor, microbatch: Microbatch) -> Grads:
         """Run autograd from the loss. Gradients of full tensors arrive at `_receive`.

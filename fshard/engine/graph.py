@@ -89,7 +89,7 @@ def find_used_leaves(loss: torch.Tensor, trained: Sequence[Leaf]) -> set[Leaf]:
         # A node that delivers has no edges to the shards that it gathered. Go on behind a derived leaf at its own node.
         leaf = gathered.trained[output_number]
         used.add(leaf)
-        return [_get_edge(leaf.tensor)] if leaf.derived else []
+        return [get_gradient_edge(leaf.tensor)[:2]] if leaf.derived else []
 
     for node, _ in walk_graph([_get_edge(loss)], list_edges_behind):
         if node in leaf_of_node:
