@@ -68,8 +68,8 @@ def value_and_grad(
     summed before they are divided, as `scatter_grads` does; and units are gathered just in time, dropped
     and gathered again in the backward as their strategy says, and gradients are reduced as they appear. Under a
     torch.func transform, or where parameters are part of an outer graph, it is that very expression; of plain tensors
-    alone, which say nothing of ranks, it is torch.func.grad_and_value on each rank by itself. Follows
-    jax.value_and_grad.
+    alone, which say nothing of ranks, it is torch.func.grad_and_value on each rank by itself. Otherwise gradients have
+    no graph, even if `f` uses other tensors that require one. Follows jax.value_and_grad.
 
     Every rank makes the same gathers and collectives in the same order; a rank that has no use for a unit of a model
     passes it over, except inside a checkpoint that other ranks compute again. Ranks that differ end with an error on
@@ -101,8 +101,8 @@ def value_and_grad(
         ValueError: by the function returned, if `reduce` is unknown or the loss does not fit it, a leaf that takes a
             gradient is not floating, leaves are plain among Sharded ones, a leaf's gradient is not complete over an
             axis of `reduce_over`, or would not be summed over ranks as it should, the loss differs between ranks of an
-            axis that nothing is reduced over, ranks gather different units, `f` wrote to a parameter, or it runs in
-            inference mode.
+            axis that nothing is reduced over, or it depends on leaves of a call around this one that are not in
+            `params`, ranks gather different units, `f` wrote to a parameter, or it runs in inference mode.
         RuntimeError: by the function returned, if another rank failed.
 
     >>> import torch, fshard as fs

@@ -335,8 +335,8 @@ class EngineCall:
             if lost:
                 raise ValueError(
                     f"{self._api_name}: the loss depends on {_join_paths(lost)}, by which the call around this one "
-                    "differentiates, and that gradient would be lost. Pass both trees, as in value_and_grad(f)((params, "
-                    "others)), or use full.detach() for a constant."
+                    "differentiates, and that gradient would be lost. Pass both trees, as in "
+                    "value_and_grad(f)((params, others)), or use full.detach() for a constant."
                 )
             outer = outer._outer
 
