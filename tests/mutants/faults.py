@@ -43,7 +43,7 @@ MIRRORS = {
     "fshard/collectives/moves.py": ("tests/test_moves.py", "tests/test_collectives.py"),
     "fshard/collectives/objective.py": (
         *("tests/test_weighted.py", "tests/test_reduce_over.py", "tests/test_unused.py"),
-        "tests/jit/test_steps.py",
+        *("tests/jit/test_steps.py", "tests/test_varying.py"),
     ),
     "fshard/collectives/linear.py": ("tests/test_collectives.py", "tests/test_derivatives.py", "tests/test_varying.py"),
     "fshard/collectives/derived.py": ("tests/test_derived_leaves.py",),
@@ -67,6 +67,7 @@ MIRRORS = {
     "fshard/engine/started.py": ("tests/test_start_gather.py",),
     "fshard/engine": (
         "tests/engine",
+        "tests/test_derived_leaves.py",
         "tests/test_apply.py",
         "tests/test_accumulate.py",
         "tests/test_regather_axis.py",
