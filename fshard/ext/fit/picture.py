@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 # The area in which the curves are.
 _LEFT, _WIDTH, _BOTTOM, _HEIGHT = 24, 852, 350, 264
 _FONT = 'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif" font-size="14" fill="#1f2328"'
-_HEAD = f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 400" width="900" height="400" role="img" {_FONT}>
-<title>Memory of a rank over one step</title><rect width="900" height="400" rx="10" fill="#ffffff"/>
+_HEAD = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 400" width="900" height="400" role="img" {_FONT}>\n'
+_TITLE = """<title>Memory of a rank over one step</title><rect width="900" height="400" rx="10" fill="#ffffff"/>
 <text x="24" y="36" font-size="18" font-weight="bold">Memory of a rank over one step</text>
-<text x="450" y="380" text-anchor="middle">operators, from the first to the last</text>
+"""
+_FLOOR = f"""<text x="450" y="380" text-anchor="middle">operators, from the first to the last</text>
 <path d="M{_LEFT} {_BOTTOM}h{_WIDTH}" stroke="#d0d7de"/>
 """
 # The colors of curves, in their order.
@@ -25,7 +26,7 @@ def draw_curves(curves: Mapping[str, Sequence[int]]) -> str:
         The text of an SVG file.
     """
     highest = max(map(max, curves.values()))
-    picture = _HEAD
+    picture = _HEAD + _TITLE + _FLOOR
     x = _LEFT
     for color, (name, held) in zip(_COLORS, curves.items(), strict=False):
         dashes = "8 4" if len(held) == 1 else "none"
