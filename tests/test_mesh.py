@@ -1,5 +1,6 @@
 """init_mesh and the axes of its meshes, of all ranks and of some: a trainer beside a reference model."""
 
+import gc
 import itertools
 import json
 import resource
@@ -272,6 +273,18 @@ def count_page_faults():
     fs.init_mesh({"shard": -1}, device="cpu")
     page_faults()
     print(without, page_faults())
+
+
+def test_a_mesh_makes_collections_of_all_garbage_rare():
+    """Else thousands of leaves that each step makes anew have Python look at all objects every 15 steps."""
+    before = gc.get_threshold()
+    try:
+        for oldest, after in ((10, 200), (1000, 1000)):
+            gc.set_threshold(700, 10, oldest)
+            fs.init_mesh({"shard": -1}, device="cpu")
+            assert gc.get_threshold() == (700, 10, after)
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_a_mesh_lets_the_processs_allocator_keep_the_memory_of_a_step():
