@@ -100,7 +100,7 @@ def _start_exchange(
 ) -> torch.Tensor:
     """Send rows of a tensor to the other ranks, and return the buffer that their rows arrive in."""
     # Connections between CPUs read and write the memory of CPUs only. A tensor of an accelerator is copied there, for
-    # which the host waits; `wait` copies what has arrived to the accelerator.
+    # which the host waits; `recorder.finish` copies what has arrived to the accelerator.
     source = tensor.cpu()
     landing = source.new_empty(shape)
     buffer = landing if source is tensor else tensor.new_empty(shape)
@@ -126,7 +126,7 @@ def _start_rows_by_backend(op: str, arguments: _Arguments, entry: ChainEntry, gr
     """Exchange rows by the backend of an accelerator, beside which ranks have no connections for rows.
 
     These are rows of sums that each rank adds itself, and tensors of processors. The latter are copied through the
-    accelerator; `wait` copies what has arrived to the processor, for which the host waits.
+    accelerator; `recorder.finish` copies what has arrived to the processor, for which the host waits.
     """
     device = torch.accelerator.current_accelerator() or "cpu"
     others = [1] * len(group.ranks)
@@ -185,10 +185,6 @@ def wait(buffer: torch.Tensor) -> torch.Tensor:
     """Wait for a buffer in flight, and for the backend to release the tensors that it worked on."""
     landed = recorder.finish(buffer)
     _compat.wait_until_released(buffer.__dict__.pop("under_way", ()))
-    landing = buffer.__dict__.pop("landing", None)
-    if landing is not None:
-        with _compat.below_autograd():
-            return buffer.copy_(landing)
     return landed
 
 

@@ -186,7 +186,7 @@ def finish(buffer: torch.Tensor) -> torch.Tensor:
         buffer: From `start`, or from a trace, which starts nothing.
 
     Returns:
-        The buffer, or the tensor that its data has landed in, which its caller copies.
+        The buffer, with its data.
 
     Raises:
         CollectiveError: if the collective fails.
@@ -196,12 +196,22 @@ def finish(buffer: torch.Tensor) -> torch.Tensor:
         return _compat.WAIT_TENSOR(buffer)
     issued.state.waiting.in_flight.pop(id(buffer), None)
     _notify_watchers(issued, "waits")
-    wait = _in_profile(f"{issued.op} wait", issued.label, _compat.WAIT_TENSOR)
-    # Transfers write to another tensor where its memory is not that of a device which they reach.
-    result: torch.Tensor = _run_waiting(issued, RuntimeError, wait, buffer.__dict__.get("landing", buffer))
+    wait = _in_profile(f"{issued.op} wait", issued.label, _land)
+    result: torch.Tensor = _run_waiting(issued, RuntimeError, wait, buffer)
     issued.left -= 1
     _notify_watchers(issued, "landed")
     return result
+
+
+def _land(buffer: torch.Tensor) -> torch.Tensor:
+    """Wait for the data of a buffer, and copy it where transfers do not reach the buffer's memory."""
+    landing = buffer.__dict__.pop("landing", buffer)
+    landed = _compat.WAIT_TENSOR(landing)
+    if landing is buffer:
+        return landed
+    with _compat.below_autograd():
+        # The host waits here for the backend of an accelerator.
+        return buffer.copy_(landed)
 
 
 @contextmanager

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard import comm
-from fshard.comm import failure
-from fshard.comm.groups import ChainEntry, RankState
+from fshard.comm import failure, ops
+from fshard.comm.groups import ChainEntry, Group, PendingCollective, RankState
 from tests.comm.steps import make_step
 from tests.forked_programs import run_on_ranks
 
@@ -57,6 +57,23 @@ def test_ranks_that_do_different_things(workers):
         # Those that were waiting when the difference was found.
         assert {f"  rank 2: {steps[2]}"} <= set(others) <= {f"  rank {n}: {step}" for n, step in enumerate(steps)}
         assert (this_rank, remedy) == (f"  rank {rank}, this one, was in {steps[rank]}", REMEDY)
+
+
+def test_others_are_looked_at_while_the_host_waits_for_a_copy_from_an_accelerator():
+    """The backend of an accelerator has not ended when its wait returns, but when the copy does."""
+    state = RankState(0, None)
+    issued = PendingCollective(None, state, Group("shard", [0, 1], 0, None, 1.0), ChainEntry(1, 0, "all_gather"))
+    waits = []
+
+    class Buffer(torch.Tensor):
+        def copy_(self, landing):
+            waits.append(state.waiting.collective)
+            return super().copy_(landing)
+
+    buffer = torch.zeros(2).as_subclass(Buffer)
+    vars(buffer).update(issued=issued, landing=torch.ones(2))
+    assert ops.wait(buffer).eq(1).all()
+    assert waits == [issued]
 
 
 def test_a_store_that_does_not_answer_holds_nobody_up(monkeypatch):
