@@ -254,6 +254,8 @@ def _leave_to_parent() -> None:
     for state in list(_MEMORY.values()):
         if state.watcher is not None:
             state.watcher.leave_to_parent()
+            # Calls of the child would take its signals for those of the parent.
+            state.watcher = None
         if not state.groups or state.simulation is not None:
             continue
         _compat.keep_for_good([*state.groups.values(), *_compat.torch_groups(), state.store])

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import fshard as fs
+from fshard.comm.agree import calling
 from tests.forked_programs import run_on_ranks
 
 # A child that lives until somebody makes a file, or for half a minute.
@@ -93,6 +94,12 @@ def call(rank, axis):
         os._exit(0 if str(error).startswith(text) else 1)
 
 
+def begin_call():
+    """The signals of a child are its own."""
+    with calling("gather", tuple):
+        os._exit(signal.set_wakeup_fd(-1) != -1)
+
+
 def load():
     assert len(list(torch.utils.data.DataLoader(range(10), num_workers=2))) == 10
 
@@ -107,6 +114,7 @@ def train_beside_children():
         lambda: assert_child_ends_well(drop_mesh),
         lambda: assert_child_ends_well(lambda: call(rank, axis)),
         lambda: assert_child_ends_well(sys.exit, watcher._over._cond),
+        lambda: assert_child_ends_well(begin_call),
     )
     for number, act in enumerate(acts):
         if rank == number % 2:
