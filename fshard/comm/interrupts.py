@@ -35,14 +35,17 @@ class Interrupts:
         """Begin to listen, if this is the main thread; forget signals that Python has handled by now."""
         if threading.current_thread() is threading.main_thread():
             before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-            self._is_listening = before in (-1, self._write_end)
-            if not self._is_listening:
-                signal.set_wakeup_fd(before)
+            self._is_listening = True
+            if before not in (-1, self._write_end):
+                # One that is closed hears nothing.
+                with suppress(OSError):
+                    signal.set_wakeup_fd(before)
+                    self._is_listening = False
             self.has_come(None)
 
     def stop(self) -> None:
         """Stop to listen, in the thread that began to."""
-        if self._is_listening:
+        if self._is_listening and threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(-1)
             self._is_listening = False
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 
 import pytest
 
@@ -83,3 +84,34 @@ def test_a_signal_is_heard_by_one_who_listens_and_its_pipe_ends_with_it():
     for end in ends:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(end)
+
+
+def test_one_who_has_closed_the_file_that_signals_go_to_stops_no_call():
+    interrupts = Interrupts()
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write)
+    os.close(write)
+    os.close(read)
+    interrupts.listen()
+    interrupts.stop()
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_call_of_another_thread_does_not_end_that_of_the_main_thread():
+    interrupts = Interrupts()
+    interrupts.listen()
+    errors = []
+
+    def stop():
+        try:
+            interrupts.stop()
+        except ValueError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    thread.join()
+    assert not errors
+    assert signal.set_wakeup_fd(-1) == interrupts._write_end
+    interrupts.stop()
