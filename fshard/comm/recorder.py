@@ -197,21 +197,24 @@ def finish(buffer: torch.Tensor) -> torch.Tensor:
     issued.state.waiting.in_flight.pop(id(buffer), None)
     _notify_watchers(issued, "waits")
     wait = _in_profile(f"{issued.op} wait", issued.label, _land)
-    result: torch.Tensor = _run_waiting(issued, RuntimeError, wait, buffer)
+    result: torch.Tensor = _run_waiting(issued, RuntimeError, wait, issued, buffer)
     issued.left -= 1
     _notify_watchers(issued, "landed")
     return result
 
 
-def _land(buffer: torch.Tensor) -> torch.Tensor:
+def _land(issued: PendingCollective, buffer: torch.Tensor) -> torch.Tensor:
     """Wait for the data of a buffer, and copy it where transfers do not reach the buffer's memory."""
     landing = buffer.__dict__.pop("landing", buffer)
     landed = _compat.WAIT_TENSOR(landing)
     if landing is buffer:
         return landed
     with _compat.below_autograd():
-        # The host waits here for the backend of an accelerator.
-        return buffer.copy_(landed)
+        # The host waits here for the backend of an accelerator. One that is ended early leaves anything, and no error.
+        buffer.copy_(landed)
+    if issued.state.failure.is_cut:
+        raise RuntimeError("the backend was ended")
+    return buffer
 
 
 @contextmanager

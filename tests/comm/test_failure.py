@@ -15,7 +15,7 @@ import torch.distributed as dist
 import fshard as fs
 from fshard import comm
 from fshard.comm import failure, ops
-from fshard.comm.groups import ChainEntry, Group, PendingCollective, RankState
+from fshard.comm.groups import ChainEntry, Failure, Group, PendingCollective, RankState
 from tests.comm.steps import make_step
 from tests.forked_programs import run_on_ranks
 
@@ -59,21 +59,39 @@ def test_ranks_that_do_different_things(workers):
         assert (this_rank, remedy) == (f"  rank {rank}, this one, was in {steps[rank]}", REMEDY)
 
 
-def test_others_are_looked_at_while_the_host_waits_for_a_copy_from_an_accelerator():
-    """The backend of an accelerator has not ended when its wait returns, but when the copy does."""
+def make_buffer(happens):
+    """Make a buffer that is copied from an accelerator, while something happens to the state of its rank."""
     state = RankState(0, None)
-    issued = PendingCollective(None, state, Group("shard", [0, 1], 0, None, 1.0), ChainEntry(1, 0, "all_gather"))
-    waits = []
 
     class Buffer(torch.Tensor):
         def copy_(self, landing):
-            waits.append(state.waiting.collective)
+            happens(state)
             return super().copy_(landing)
 
     buffer = torch.zeros(2).as_subclass(Buffer)
+    issued = PendingCollective(None, state, Group("shard", [0, 1], 0, None, 1.0), ChainEntry(1, 0, "all_gather"))
     vars(buffer).update(issued=issued, landing=torch.ones(2))
+    return state, buffer
+
+
+def test_others_are_looked_at_while_the_host_waits_for_a_copy_from_an_accelerator():
+    """The backend of an accelerator has not ended when its wait returns, but when the copy does."""
+    waits = []
+    _, buffer = make_buffer(lambda state: waits.append(state.waiting.collective))
+    issued = vars(buffer)["issued"]
     assert ops.wait(buffer).eq(1).all()
     assert waits == [issued]
+
+
+def test_a_copy_of_what_an_ended_backend_has_left_is_no_result():
+    """A backend that is ended early says nothing to those who copy from its memory."""
+
+    def end(state):
+        state.failure = Failure("rank 1 was killed or has ended", is_cut=True)
+
+    _, buffer = make_buffer(end)
+    with pytest.raises(comm.CollectiveError, match="rank 1 was killed or has ended"):
+        ops.wait(buffer)
 
 
 def test_a_store_that_does_not_answer_holds_nobody_up(monkeypatch):
