@@ -372,7 +372,7 @@ def _agree(request: _Request, meeting: Meeting) -> _Request:
     def look() -> None:
         if dist.is_initialized():
             # A rank whose error nobody has heard of may be here while others wait for it in a step.
-            wake_waiting(rank_state(), "called init_mesh", meeting.has_come)
+            wake_waiting(rank_state(), "called init_mesh", meeting.have_come)
 
     end = meeting.agree(json.dumps(request), _merge_requests, look)
     error, *agreed = json.loads(end)

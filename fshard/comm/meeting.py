@@ -41,6 +41,8 @@ T = TypeVar("T")
 
 # Seconds between two looks at the others while a constructor waits for them.
 LOOK_INTERVAL = 0.7
+# Ranks that one request asks for, where thousands may not have come.
+RANKS_OF_REQUEST = 64
 # Seconds in which one rank finds out for all others which have not come.
 SEARCH_TIME = 5.0
 # The key of an `Arrival`.
@@ -235,12 +237,17 @@ class Meeting:
         return f"{self.place}: {name_ranks(ranks)} did not call it within {self.timeout:g} s. {self.remedy}"
 
     def _find_absent(self) -> list[int]:
-        """Find out which ranks have not come."""
-        return [rank for rank in self.others if not self.has_come(rank)]
+        """Find out which ranks have not come, by one request for each block of ranks that all have."""
+        absent = []
+        for first in range(0, len(self.others), RANKS_OF_REQUEST):
+            block = self.others[first : first + RANKS_OF_REQUEST]
+            if not self.have_come(*block):
+                absent += [rank for rank in block if not self.have_come(rank)]
+        return absent
 
-    def has_come(self, rank: int) -> bool:
-        """Whether a rank has come."""
-        return bool(self.board.check([ENTRY.format(rank)]))
+    def have_come(self, *ranks: int) -> bool:
+        """Whether all of some ranks have come."""
+        return bool(self.board.check([ENTRY.format(rank) for rank in ranks]))
 
     def connect(self) -> None:
         """Connect with this rank's peers by links; the lower one of two ranks connects to the higher one.

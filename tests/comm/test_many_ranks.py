@@ -132,8 +132,8 @@ def test_one_rank_finds_out_which_of_thousands_have_not_come(store, monkeypatch)
     """The others, and those that come too late, read what it has found out."""
     monkeypatch.setattr("fshard.comm.failure.LINGER_TIME", 0.01)
     checks = []
-    has_come = Meeting.has_come
-    monkeypatch.setattr(Meeting, "has_come", lambda *args: checks.append(1) or has_come(*args))
+    have_come = Meeting.have_come
+    monkeypatch.setattr(Meeting, "have_come", lambda *args: checks.append(1) or have_come(*args))
     board = come(store, absent=[7, 1000, 3001])
     # It comes at the same time as the rank that finds out.
     board.set(ENTRY.format(7), "")
@@ -144,7 +144,8 @@ def test_one_rank_finds_out_which_of_thousands_have_not_come(store, monkeypatch)
         texts.append(str(caught.value))
     assert texts[0].startswith("init_mesh: ranks 1000 and 3001 did not call it within 0.1 s. ")
     assert texts == texts[:1] * 4
-    assert len(checks) == MANY - 1
+    # Each block of 64 ranks, and each rank of the three blocks that are not whole.
+    assert len(checks) <= MANY / 64 + 3 * 64
 
 
 def test_a_rank_that_may_not_open_enough_files_is_named_on_every_rank():
