@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from fshard.collectives import (
     OBSERVED,
     REDUCTIONS,
     Over,
+    annotate_dtype,
     check_agrees,
     check_not_reduced,
     denominator,
@@ -310,14 +311,16 @@ class _Differentiation:
         remaining_divisor = 1 if is_single else self._divisor(counts)
         used_here = {leaf.path: leaf.used for leaf in call.trained}
         total = self.sums.add_numbers(list(map(widen, values)))
-        value, used = reduce_loss_and_usage(total, used_here, self.axes, self.shared_axes)
+        dtype = _widest_dtype(values)
+        with annotate_dtype(dtype):
+            value, used = reduce_loss_and_usage(total, used_here, self.axes, self.shared_axes)
         by_leaf: list[Any] = [None] * len(call.leaves)
         for i, leaf in enumerate(call.leaves):
             if leaf is not None and used.get(leaf.path):
                 by_leaf[i] = Sharded(leaf.take_grad(remaining_divisor), self.flat.leaves[i].spec)
                 self.states[i] = leaf.transform_state
         objective = divide(self.sums.finish_numbers(value), divisor if is_single else remaining_divisor)
-        return objective.to(_widest_dtype(values)), auxes, by_leaf
+        return objective.to(dtype), auxes, by_leaf
 
     def _differentiate_by_torch_func(self) -> Gradients:
         """Compute objective(f(gather(params))) by torch.func.
@@ -355,12 +358,14 @@ class _Differentiation:
         by_leaf: list[Any] = [None] * len(leaves)
         for i, gradient in zip(trained, gradients, strict=True):
             by_leaf[i] = like(leaves[i], divide(gradient, divisor))
-        objective = divide(sum_over(value, self.axes), divisor)
-        return objective.to(_widest_dtype(values)), auxes, by_leaf
+        dtype = _widest_dtype(values)
+        with annotate_dtype(dtype):
+            objective = divide(sum_over(value, self.axes), divisor)
+        return objective.to(dtype), auxes, by_leaf
 
 
 def _widest_dtype(values: Sequence[torch.Tensor]) -> torch.dtype:
-    return max((value.dtype for value in values), key=lambda dtype: dtype.itemsize)
+    return reduce(torch.promote_types, [value.dtype for value in values])
 
 
 def _detach(leaf: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fshard as fs
-from fshard.testing import assert_trees_close, spmd
+from fshard.testing import RankError, assert_trees_close, spmd
 from tests.ranks import my_rank, on_ranks
 from tests.test_law_accounting import stack, unit_bytes
 from tests.tolerance import within
@@ -324,6 +324,31 @@ def test_losses_of_half_precision_are_added_up_in_float32(world_size):
         )
     with torch.no_grad():
         assert_same_bits({"objective": fs.objective(large[0], like=params)}, {"objective": large[0]})
+
+
+# Each makes a function of parameters that sums a loss over ranks.
+SUMS_OF_LOSSES = {
+    "value_and_grad": fs.value_and_grad,
+    "in a graph": lambda f: fs.jit(fs.value_and_grad(f)),
+    "under torch.func": lambda f: (
+        lambda params: torch.func.vmap(lambda _: fs.value_and_grad(f)(params)[0])(torch.ones(1))
+    ),
+    "objective": lambda f: lambda params: fs.objective(f(params), like=params),
+}
+
+
+@pytest.mark.rows(4)
+@pytest.mark.parametrize("name", SUMS_OF_LOSSES)
+def test_ranks_whose_losses_differ_in_dtype_are_told(name):
+    """Each would have the objective in the dtype of its own loss, and one of them rounded."""
+
+    def program():
+        params = fs.shard({"w": torch.ones(4)}, fs.zero3(one_axis(), min_shard_elements=0))
+        dtype = HALF if my_rank() else torch.float32
+        SUMS_OF_LOSSES[name](lambda p: (fs.gather(p)["w"].sum() / 3).to(dtype))(params)
+
+    with pytest.raises(RankError, match=r"torch\.bfloat16"):
+        spmd(program, 2)
 
 
 @on_ranks(2)

@@ -25,6 +25,7 @@ from fshard.collectives.objective import (
     TracedUsage,
     Usage,
     agree_on_usage,
+    annotate_dtype,
     denominator,
     describe_reduce_over,
     divide,

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,11 +11,10 @@ import torch
 from fshard import _compat, comm
 from fshard.collectives.sums import psum_invariant
 from fshard.collectives.varying import check_not_reduced, refuse_wrong_sums
+from fshard.comm.events import make_label
 from fshard.errors import Problem, refuse
 from fshard.tree import Axis, Flat, Tree, flatten, is_sharded
 from fshard.tree.checks import check_axes, check_loss, check_reduce, check_tensors, check_transforms, describe
-
-_LABEL = comm.Label(comm.Verb.OBJECTIVE)
 
 # Axes or their names, one or several; None leaves them to the specs.
 Over = Axis | str | Sequence[Axis | str] | None
@@ -138,7 +138,8 @@ def objective(loss: Loss, like: Tree, reduce: str = "mean", *, reduce_over: Over
     refuse_wrong_sums("objective", value, sharded)
     compared = describe_reduce_over(axes, reduce_over)
     comm.check_same_call("objective", shared_axes(params, axes), params, reduce=reduce, **compared)
-    return divide(sum_over(widen(value), axes), denominator(count, axes, reduce)).to(value.dtype)
+    with annotate_dtype(value.dtype):
+        return divide(sum_over(widen(value), axes), denominator(count, axes, reduce)).to(value.dtype)
 
 
 def describe_reduce_over(axes: Sequence[Axis], over: Over) -> dict[str, Any]:
@@ -154,6 +155,11 @@ def widen(loss: torch.Tensor) -> torch.Tensor:
     In bfloat16, 256 + 1 is 256, and in float16 the sum of two scaled losses may be infinite.
     """
     return loss.float() if loss.dtype.itemsize < 4 else loss
+
+
+def annotate_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:
+    """Let sums of losses that `widen` casts name the dtype, so that ranks whose losses differ in it are told."""
+    return comm.annotate_collectives([str(dtype)]) if dtype.itemsize < 4 else nullcontext()
 
 
 def sum_over(tree: Tree, axes: Sequence[Axis]) -> Tree:
@@ -238,17 +244,18 @@ def reduce_loss_and_usage(
     Returns:
         The sum, and for each leaf's path whether any rank used the leaf.
     """
+    label = make_label(comm.Verb.OBJECTIVE)
     axes = [axis for axis in shared_axes if axis.size > 1]
     summed_axes = [axis for axis in axes if axis in loss_axes]
     if _compat.is_tracing():
         usage = _compat.trace_notes().get("usage")
         # Ranks compare what calls in a trace use once, after the trace.
         some_rank_uses = used if usage is None else usage.record(used, shared_axes)
-        return _sum_loss(loss, summed_axes), some_rank_uses
+        return _sum_loss(loss, summed_axes, label), some_rank_uses
     # The host reads the flags. On an accelerator it would have to wait for all work that was queued before them.
     if not loss.is_cpu and all(map(comm.supports_cpu_messages, axes)):
-        loss = _sum_loss(loss, summed_axes)
-        joint_flags = comm.join_flags(list(used.values()), axes, _LABEL)
+        loss = _sum_loss(loss, summed_axes, label)
+        joint_flags = comm.join_flags(list(used.values()), axes, label)
         return loss, dict(zip(used, joint_flags, strict=True))
     # In the dtype of the loss, so that both can travel in one buffer. The copy does not block the host, as one from
     # pageable memory would; later work on the same stream sees it.
@@ -256,16 +263,16 @@ def reduce_loss_and_usage(
     flags = flags.to(loss.device, non_blocking=True)
     for axis in axes:
         if axis in summed_axes:
-            loss, flags = comm.all_reduce([loss, flags], axis, _LABEL)
+            loss, flags = comm.all_reduce([loss, flags], axis, label)
         else:
-            (flags,) = comm.all_reduce([flags], axis, _LABEL)
+            (flags,) = comm.all_reduce([flags], axis, label)
     numbers = flags.tolist()
     return loss, {path: number > 0 for path, number in zip(used, numbers, strict=True)}
 
 
-def _sum_loss(loss: torch.Tensor, axes: Sequence[Axis]) -> torch.Tensor:
+def _sum_loss(loss: torch.Tensor, axes: Sequence[Axis], label: comm.Label) -> torch.Tensor:
     for axis in axes:
-        (loss,) = comm.all_reduce([loss], axis, _LABEL)
+        (loss,) = comm.all_reduce([loss], axis, label)
     return loss
 
 
