@@ -347,7 +347,7 @@ def test_ranks_whose_losses_differ_in_dtype_are_told(name):
         dtype = HALF if my_rank() else torch.float32
         SUMS_OF_LOSSES[name](lambda p: (fs.gather(p)["w"].sum() / 3).to(dtype))(params)
 
-    with pytest.raises(RankError, match=r"torch\.bfloat16"):
+    with pytest.raises(RankError, match=r"a loss of torch\.bfloat16"):
         spmd(program, 2)
 
 

@@ -159,7 +159,7 @@ def widen(loss: torch.Tensor) -> torch.Tensor:
 
 def annotate_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:
     """Let sums of losses that `widen` casts name the dtype, so that ranks whose losses differ in it are told."""
-    return comm.annotate_collectives([str(dtype)]) if dtype.itemsize < 4 else nullcontext()
+    return comm.annotate_collectives([f"a loss of {dtype}"]) if dtype.itemsize < 4 else nullcontext()
 
 
 def sum_over(tree: Tree, axes: Sequence[Axis]) -> Tree:
