@@ -43,7 +43,7 @@ MIRRORS = {
     "fshard/collectives/moves.py": ("tests/test_moves.py", "tests/test_collectives.py"),
     "fshard/collectives/objective.py": (
         *("tests/test_weighted.py", "tests/test_reduce_over.py", "tests/test_unused.py"),
-        *("tests/jit/test_steps.py", "tests/test_varying.py"),
+        *("tests/jit/test_steps.py", "tests/test_varying.py", "tests/test_accumulate.py"),
     ),
     "fshard/collectives/linear.py": ("tests/test_collectives.py", "tests/test_derivatives.py", "tests/test_varying.py"),
     "fshard/collectives/derived.py": ("tests/test_derived_leaves.py",),
