@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
+from fshard.module_template import _ParametrizedCache
 from fshard.testing import assert_trees_close
 from tests.modules import EVERY_LEAF, MODULES, ROWS, assert_untouched, build, everything
 from tests.ranks import my_rank, on_ranks
@@ -432,6 +433,19 @@ def test_values_that_torch_keeps_are_those_of_one_call(name, strategy):
 def test_values_that_a_compiled_module_keeps_are_those_of_one_call(make):
     module = torch.compile(make(parametrized(Negative())), backend="eager")
     check_calls_in_one_context(module, zero3()(one_axis()), parametrize.cached)
+
+
+def test_a_parametrized_tensor_is_not_kept_beyond_its_forward():
+    """A backward that computes a part of one call again may be followed by that of a call of other parameters."""
+    layer = parametrizations.weight_norm(nn.Linear(3, 2))
+    kept = _ParametrizedCache()
+    with parametrize.cached(), torch.no_grad():
+        kept.begin()
+        assert kept.read(layer, "weight") is kept.read(layer, "weight")
+        kept.end()
+        before = kept.read(layer, "weight")
+        layer.parametrizations.weight.original0.mul_(2)
+        assert_same_bits(kept.read(layer, "weight"), 2 * before)
 
 
 def test_a_parametrized_tensor_is_computed_once_in_a_call_that_caches():

@@ -189,7 +189,9 @@ def _differentiate(
 def _sum_pairs(pairs: Sequence[Pair]) -> Pair:
     totals, counts = zip(*pairs, strict=True)
     # Of half precision, torch adds up in float32 and rounds once.
-    return torch.stack(totals).sum(0), sum(counts)
+    tensors = [torch.as_tensor(total) for total in totals]
+    total = torch.stack(tensors).sum(0)
+    return total, sum(counts)
 
 
 def _find_variance(total: torch.Tensor, sources: Sequence[torch.Tensor]) -> Any:
