@@ -113,7 +113,11 @@ def find_storages(nodes: Iterable[Node]) -> dict[Node, Storages]:
                 # A trace gives the result of a wait, and of a write in the place of a copy, a storage of its own. When
                 # it runs, the result lies in the memory of the argument.
                 name_of_storage[key] = next(iter(storages[source]))
-            storages[node][name_of_storage[key]] = tensor.untyped_storage().nbytes()
+            nbytes = tensor.untyped_storage().nbytes()
+            if node.op == "placeholder":
+                # What lies in front of an argument, such as the rows of other ranks, differs between ranks.
+                nbytes -= int(tensor.storage_offset()) * tensor.itemsize
+            storages[node][name_of_storage[key]] = nbytes
     return storages
 
 

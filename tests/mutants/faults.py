@@ -92,6 +92,7 @@ MIRRORS = {
         "tests/test_units_dtypes.py",
     ),
     "fshard/jit/jit.py": ("tests/jit", "tests/test_recovery.py"),
+    "fshard/jit/nodes.py": ("tests/jit", "tests/ext/fit/test_fit.py"),
     "fshard/jit": ("tests/jit",),
     "fshard/ext/optim/block_sums.py": ("tests/ext/optim/test_norm_blocks.py", "tests/ext/optim/test_clip.py"),
     "fshard/optim": ("tests/optim",),

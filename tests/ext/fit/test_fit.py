@@ -345,6 +345,20 @@ def test_copies_say_what_was_chosen():
     assert set(spmd(program, 2)[0]) == {1}
 
 
+def test_batches_that_are_rows_of_one_tensor_have_one_plan():
+    """Ranks compare their plans, and the rows of others lie in front of a rank's own."""
+    rows = torch.randn(2, 6, 4)
+
+    def program():
+        params = fs.shard({"w": torch.ones(4, 4)}, fs.zero3(one_axis()))
+        value_and_grad = fs.value_and_grad(lambda params, x: (x @ fs.gather(params)["w"]).square().mean())
+        jitted = fs.jit(value_and_grad, passes=(fs.fit("1MB"),))
+        loss, _ = jitted(params, rows[process_rank()])
+        assert_same_bits(loss, value_and_grad(params, rows[process_rank()])[0])
+
+    spmd(program, 2)
+
+
 def test_a_step_that_fits_stays_as_it_is():
     traced, _ = trace_step("zero3")
     passed = fs.fit("1GB")(traced)
