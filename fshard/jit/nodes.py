@@ -1,6 +1,7 @@
 """Nodes of a traced graph: what an operator reads, writes, sends and draws, and in which memory its results lie."""
 
 import operator
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
@@ -95,6 +96,8 @@ def is_wait(node: Node) -> bool:
 
 def find_storages(nodes: Iterable[Node]) -> dict[Node, Storages]:
     """Find for each node the storages that its results lie in."""
+    nodes = list(nodes)
+    nbytes_of_arguments = _measure_arguments(nodes)
     storages: dict[Node, Storages] = {}
     # Names of storages by their keys: a key of its own, or the name of the storage that it stands for.
     name_of_storage: dict[int, Hashable] = {}
@@ -114,11 +117,23 @@ def find_storages(nodes: Iterable[Node]) -> dict[Node, Storages]:
                 # it runs, the result lies in the memory of the argument.
                 name_of_storage[key] = next(iter(storages[source]))
             nbytes = tensor.untyped_storage().nbytes()
-            if node.op == "placeholder":
-                # What lies in front of an argument, such as the rows of other ranks, differs between ranks.
-                nbytes -= int(tensor.storage_offset()) * tensor.itemsize
-            storages[node][name_of_storage[key]] = nbytes
+            storages[node][name_of_storage[key]] = nbytes_of_arguments.get(key, nbytes)
     return storages
+
+
+def _measure_arguments(nodes: Iterable[Node]) -> dict[int, int]:
+    """Return the bytes from the first to the last element that arguments have in each storage, by its key.
+
+    What lies around them, such as the rows of other ranks, differs between ranks.
+    """
+    ends = defaultdict[int, list[int]](list)
+    for node in nodes:
+        tensor = node.meta.get("val")
+        if node.op == "placeholder" and isinstance(tensor, torch.Tensor) and tensor.numel():
+            first = int(tensor.storage_offset())
+            length = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+            ends[_compat.storage_key(tensor)] += [first * tensor.itemsize, (first + length) * tensor.itemsize]
+    return {key: max(numbers) - min(numbers) for key, numbers in ends.items()}
 
 
 def _find_aliased_source(node: Node) -> Node | None:

@@ -85,7 +85,9 @@ def pytest(copy: Path, tests: Sequence[str], limit: float) -> tuple[str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=[fault.name for fault in FAULTS], help="names of faults")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", choices=[fault.name for fault in FAULTS], help="names of faults"
+    )
     parser.add_argument("--again", action="store_true", help="run those that have a result, too")
     parser.add_argument("--seconds", type=float, default=60.0, help="the limit for one fault")
     parser.add_argument("--save", action="store_true", help="write the table to tests/mutants/RESULTS.md")
