@@ -457,7 +457,7 @@ def _refuse_lost_updates(buffers_in: Buffers, buffers_out: Buffers) -> None:
         paths = ", ".join(updated)
         raise ValueError(
             f"apply: the module updated buffers {paths}, and the updates would be lost. Pass buffers= and keep the "
-            "returned buffers, or use model.eval()."
+            "returned buffers, or use model.eval(). If each forward computes them anew, pass buffers=model.buffers."
         )
 
 

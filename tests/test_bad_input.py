@@ -53,7 +53,9 @@ class Layer:
     w: object
 
 
-REGISTER = "To fix: write @fs.register_dataclass above the declaration of Layer, or make it a NamedTuple."
+REGISTER = (
+    "To fix: write @fs.register_dataclass above the declaration of Layer, or put its tensors into a dict or a NamedTuple."
+)
 HIDDEN = "is a Layer, which contains Sharded leaves but is not a pytree\n" + REGISTER
 
 
@@ -143,7 +145,7 @@ MODULES = [
         lambda world: (NORM.init(world.zero2), ones(4, 3)),
         NORM.apply,
         "apply: the module updated buffers ['num_batches_tracked'], and the updates would be lost. Pass buffers= and "
-        "keep the returned buffers, or use model.eval().",
+        "keep the returned buffers, or use model.eval(). If each forward computes them anew, pass buffers=model.buffers.",
         ("gather",),
     ),
 ]

@@ -88,3 +88,22 @@ def test_refusals():
         "register_dataclass: meta_fields names 'v', which is not a field of WithoutFields. Its fields are ['w']."
     )
     assert "already registered" in text_of(lambda: fs.register_dataclass(Attention))
+
+
+def test_a_class_that_a_library_registered_with_torch_is_in_no_registry_afterwards():
+    """transformers registers its outputs so; optree alone would make instances without their constructor."""
+
+    @dataclass
+    class Output(dict):
+        logits: torch.Tensor
+
+    pytree.register_pytree_node(Output, lambda node: ([node.logits], None), lambda children, _: Output(*children))
+    assert "already registered" in text_of(lambda: fs.register_dataclass(Output))
+    output = Output(torch.ones(2))
+    assert optree.tree_leaves(output) == [output]
+    assert text_of(lambda: fs.jit(lambda x: Output(x))(torch.ones(2))) == (
+        "jit: the result of the function: leaves are no tensors\n"
+        "  (root): expected a Sharded leaf or a tensor, got an Output\n"
+        "To fix: write @fs.register_dataclass above the declaration of Output, or put its tensors into a dict or a "
+        "NamedTuple."
+    )

@@ -166,11 +166,13 @@ def register_node(
         children, data, _ = flatten(node)
         return list(children), data
 
+    # torch first: it refuses a class that a library has registered with it, as transformers has its outputs, and then
+    # optree must not have the class either.
+    _compat.register_torch_pytree(cls, flatten_for_torch, lambda children, data: unflatten(data, tuple(children)))
     # Users' own optree calls must see into these nodes too, hence optree's global namespace.
     optree.register_pytree_node(
         cls, flatten, unflatten, path_entry_type=optree.GetAttrEntry, namespace=GLOBAL_NAMESPACE
     )
-    _compat.register_torch_pytree(cls, flatten_for_torch, lambda children, data: unflatten(data, tuple(children)))
 
 
 def register_leaf_class(cls: type[Sharded]) -> None:
