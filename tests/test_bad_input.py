@@ -54,7 +54,7 @@ class Layer:
 
 
 REGISTER = (
-    "To fix: write @fs.register_dataclass above the declaration of Layer, or put its tensors into a dict or a NamedTuple."
+    "To fix: write @fs.register_dataclass above the declaration of Layer, or put its tensors in a dict or a NamedTuple."
 )
 HIDDEN = "is a Layer, which contains Sharded leaves but is not a pytree\n" + REGISTER
 
@@ -145,7 +145,8 @@ MODULES = [
         lambda world: (NORM.init(world.zero2), ones(4, 3)),
         NORM.apply,
         "apply: the module updated buffers ['num_batches_tracked'], and the updates would be lost. Pass buffers= and "
-        "keep the returned buffers, or use model.eval(). If each forward computes them anew, pass buffers=model.buffers.",
+        "keep the returned buffers, or use model.eval(). If each forward computes them anew, pass "
+        "buffers=model.buffers.",
         ("gather",),
     ),
 ]

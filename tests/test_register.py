@@ -104,6 +104,6 @@ def test_a_class_that_a_library_registered_with_torch_is_in_no_registry_afterwar
     assert text_of(lambda: fs.jit(lambda x: Output(x))(torch.ones(2))) == (
         "jit: the result of the function: leaves are no tensors\n"
         "  (root): expected a Sharded leaf or a tensor, got an Output\n"
-        "To fix: write @fs.register_dataclass above the declaration of Output, or put its tensors into a dict or a "
+        "To fix: write @fs.register_dataclass above the declaration of Output, or put its tensors in a dict or a "
         "NamedTuple."
     )

@@ -53,7 +53,7 @@ def tree_remedy(leaves: Iterable[Any], otherwise: str) -> str:
     cls = next((type(leaf).__name__ for leaf in leaves if is_unregistered(leaf)), None)
     if cls is None:
         return otherwise
-    return f"write @fs.register_dataclass above the declaration of {cls}, or put its tensors into a dict or a NamedTuple"
+    return f"write @fs.register_dataclass above the declaration of {cls}, or put its tensors in a dict or a NamedTuple"
 
 
 def _hides_shards(leaf: Any) -> bool:
