@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard.module_template import _ParametrizedCache
-from fshard.testing import assert_trees_close
+from fshard.testing import assert_trees_close, spmd
 from tests.modules import EVERY_LEAF, MODULES, ROWS, assert_untouched, build, everything
 from tests.ranks import my_rank, on_ranks
 from tests.tolerance import within
@@ -487,3 +487,33 @@ def test_a_cache_of_the_module_s_own_tensors_is_left_alone():
         model.init(zero3()(one_axis()), seed=0, reset=read_and_fill)
         assert_same_bits(module(x), expected[0])
         assert_same_bits(model.apply(params, x), expected[1])
+
+
+class Modulated(nn.Linear):
+    """A layer that calls a submodule with weights that it computes from its own and from those of the submodule."""
+
+    def __init__(self):
+        super().__init__(3, 3)
+        self.inner = nn.Linear(3, 3)
+
+    def _call_inner(self, x):
+        return torch.func.functional_call(self.inner, {"weight": self.inner.weight @ self.weight}, (x,)).tanh()
+
+    def forward(self, x):
+        return checkpoint(self._call_inner, x, use_reentrant=False) + self.bias
+
+
+@pytest.mark.parametrize("units", (Modulated, nn.Linear, None), ids=("layers", "submodules", "whole"))
+def test_a_forward_calls_a_submodule_with_other_weights(units):
+    module = nn.Sequential(Modulated(), Modulated(), Modulated()).double()
+    x = normal()(4, 3)
+    module(x).square().mean().backward()
+    expected = {name: parameter.grad for name, parameter in module.named_parameters()}
+
+    def program():
+        model = fs.functionalize(module, units=units)
+        params = model.init(zero3()(one_axis()))
+        _, grads = fs.value_and_grad(lambda params: model.apply(params, x).square().mean())(params)
+        assert_trees_close(fs.unshard(grads), expected, exact=True)
+
+    spmd(program, 2)
