@@ -22,6 +22,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 
+from tests.forked_programs import start_forking_process
 from tests.tiers import mark_slow_rows
 
 if TYPE_CHECKING:
@@ -29,6 +30,13 @@ if TYPE_CHECKING:
 
 # A shell starts what runs in its background with Ctrl-C ignored, and processes inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Start one process that forks ranks for all workers of pytest-xdist, before they start."""
+    if session.config.getoption("numprocesses", None):
+        start_forking_process()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,7 +1,9 @@
 """Functions that run as the program of each rank, forked from one process: starting each from nothing takes seconds.
 
-Run as `python -m tests.forked_programs`. For each line of its input, a JSON list [ranks, timeout, module, function,
-arguments], it forks ranks, and writes a line: for each rank what it printed, its errors, and its exit code.
+One process forks for all that run tests side by side. Run as `python -m tests.forked_programs DESCRIPTOR`, it serves
+the listening socket of that number until its input ends. For each line that a test sends, a JSON list [ranks, timeout,
+module, function, arguments], it forks ranks, and answers with a line: for each rank what it printed, its errors, and
+its exit code.
 """
 
 import atexit
@@ -19,9 +21,11 @@ import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
+# Names the socket of the process that forks, for the processes that this one starts.
+SOCKET = "FSHARD_TESTS_FORK"
 
 
 class Program(NamedTuple):
@@ -46,34 +50,60 @@ def run_on_ranks(
     Returns:
         How each of them ended.
     """
-    process = _forking_process()
+    lines = _connection()
     command = [ranks, timeout, function.__module__, function.__name__, arguments]
-    print(json.dumps(command, default=str), file=process.stdin, flush=True)
-    return [Program(*fields) for fields in json.loads(process.stdout.readline())]
+    print(json.dumps(command, default=str), file=lines, flush=True)
+    return [Program(*fields) for fields in json.loads(lines.readline())]
 
 
 @cache
-def _forking_process() -> subprocess.Popen:
-    """The process that forks, which ends with this one."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.forked_programs"],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    # Leaving the block closes the pipes, which ends the process, and waits for it.
+def _connection() -> TextIO:
+    """Connect to the process that forks, which this one starts where none is there."""
+    if SOCKET not in os.environ:
+        start_forking_process()
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(f"\0{os.environ[SOCKET]}")
+        return connection.makefile("rw")
+
+
+def start_forking_process() -> None:
+    """Start the process that forks, for this one and for those that it starts; it ends with this one."""
+    name = f"fshard-tests-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as listener:
+        # Of no file, which would have to be removed.
+        listener.bind(f"\0{name}")
+        listener.listen()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.forked_programs", str(listener.fileno())],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE,
+            pass_fds=[listener.fileno()],
+        )
+    os.environ[SOCKET] = name
+    # Leaving the block closes the pipe, which ends the process, and waits for it.
     atexit.register(process.__exit__, None, None, None)
-    return process
 
 
 def main() -> None:
-    """Serve lines of input until there are no more; a rank returns from here too, and ends as a program does."""
-    # Loaded once for all ranks.
-    import tests.preload  # noqa: F401
+    """Serve connections, each by a process of its own; a rank returns from here too, and ends as a program does."""
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    while sys.stdin not in select.select([sys.stdin, listener], [], [])[0]:
+        connection, _ = listener.accept()
+        # Loaded once for all ranks, when the first are asked for.
+        import tests.preload  # noqa: F401
 
-    for line in sys.stdin:
+        if os.fork() == 0:
+            listener.close()
+            with connection, connection.makefile("rw") as lines:
+                _serve(lines)
+            return
+        connection.close()
+
+
+def _serve(lines: TextIO) -> None:
+    """Answer lines until there are no more; a rank returns from here too."""
+    for line in iter(lines.readline, ""):
         ranks, timeout, module, function, arguments = json.loads(line)
         directory = Path(tempfile.mkdtemp())
         port = _free_port()
@@ -91,7 +121,7 @@ def main() -> None:
             output, errors = ((directory / f"{kind}-{rank}").read_text() for kind in ("output", "errors"))
             programs.append(Program(output, errors, code))
         shutil.rmtree(directory)
-        print(json.dumps(programs), flush=True)
+        print(json.dumps(programs), file=lines, flush=True)
 
 
 def _free_port() -> int:
