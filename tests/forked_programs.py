@@ -2,8 +2,8 @@
 
 One process forks for all that run tests side by side. Run as `python -m tests.forked_programs DESCRIPTOR`, it serves
 the listening socket of that number until its input ends. For each line that a test sends, a JSON list [ranks, timeout,
-module, function, arguments], it forks ranks, and answers with a line: for each rank what it printed, its errors, and
-its exit code.
+module, function, arguments, whether the interpreter ends], it forks ranks, and answers with a line: for each rank what
+it printed, its errors, and its exit code.
 """
 
 import atexit
@@ -36,8 +36,31 @@ class Program(NamedTuple):
     code: int
 
 
+class Ending:
+    """How this process ends, once its threads and functions for the exit have.
+
+    Attributes:
+        code: The exit code; with None the interpreter ends as by itself. It takes a process that was forked 0.3 s to
+            give up all that was loaded before.
+    """
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+
+    def end(self) -> None:
+        """End the process here, if its exit code is known."""
+        if self.code is not None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(self.code)
+
+
 def run_on_ranks(
-    ranks: int, function: Callable[..., object], *arguments: object, timeout: float = 100.0
+    ranks: int,
+    function: Callable[..., object],
+    *arguments: object,
+    timeout: float = 100.0,
+    interpreter_ends: bool = False,
 ) -> list[Program]:
     """Run a function as the program of each rank, as a launcher would that restarts nobody.
 
@@ -46,12 +69,13 @@ def run_on_ranks(
         function: A function of a module.
         *arguments: What it is given, paths as texts.
         timeout: Seconds after which the programs are killed.
+        interpreter_ends: Whether the interpreter gives up its modules too, for tests of what happens then.
 
     Returns:
         How each of them ended.
     """
     lines = _connection()
-    command = [ranks, timeout, function.__module__, function.__name__, arguments]
+    command = [ranks, timeout, function.__module__, function.__name__, arguments, interpreter_ends]
     print(json.dumps(command, default=str), file=lines, flush=True)
     return [Program(*fields) for fields in json.loads(lines.readline())]
 
@@ -88,6 +112,9 @@ def start_forking_process() -> None:
 def main() -> None:
     """Serve connections, each by a process of its own; a rank returns from here too, and ends as a program does."""
     listener = socket.socket(fileno=int(sys.argv[1]))
+    ending = Ending()
+    # The first function that is registered runs last.
+    atexit.register(ending.end)
     while sys.stdin not in select.select([sys.stdin, listener], [], [])[0]:
         connection, _ = listener.accept()
         # Loaded once for all ranks, when the first are asked for.
@@ -96,15 +123,15 @@ def main() -> None:
         if os.fork() == 0:
             listener.close()
             with connection, connection.makefile("rw") as lines:
-                _serve(lines)
+                _serve(lines, ending)
             return
         connection.close()
 
 
-def _serve(lines: TextIO) -> None:
+def _serve(lines: TextIO, ending: Ending) -> None:
     """Answer lines until there are no more; a rank returns from here too."""
     for line in iter(lines.readline, ""):
-        ranks, timeout, module, function, arguments = json.loads(line)
+        ranks, timeout, module, name, arguments, interpreter_ends = json.loads(line)
         directory = Path(tempfile.mkdtemp())
         port = _free_port()
         children = []
@@ -112,7 +139,8 @@ def _serve(lines: TextIO) -> None:
             pid = os.fork()
             if pid == 0:
                 _become_rank(rank, ranks, port, directory)
-                getattr(importlib.import_module(module), function)(*arguments)
+                function = getattr(importlib.import_module(module), name)
+                _run(function, arguments, Ending() if interpreter_ends else ending)
                 return
             children.append(pid)
         codes = _wait(children, timeout)
@@ -122,6 +150,17 @@ def _serve(lines: TextIO) -> None:
             programs.append(Program(output, errors, code))
         shutil.rmtree(directory)
         print(json.dumps(programs), file=lines, flush=True)
+    ending.code = 0
+
+
+def _run(function: Callable[..., object], arguments: list[object], ending: Ending) -> None:
+    """Run the program of a rank, and note the exit code that Python gives it."""
+    try:
+        function(*arguments)
+    except Exception:
+        ending.code = 1
+        raise
+    ending.code = 0
 
 
 def _free_port() -> int:

@@ -281,7 +281,7 @@ def fail_on_one_rank():
 
 def test_a_rank_whose_program_ends_by_an_error_is_named():
     """Outside of any call; no launcher is there."""
-    survivor, failed = run_on_ranks(2, fail_on_one_rank)
+    survivor, failed = run_on_ranks(2, fail_on_one_rank, interpreter_ends=True)
     assert (survivor.code, failed.code) == (0, 1)
     assert survivor.output.startswith("rank 1 was killed or has ended\n")
 

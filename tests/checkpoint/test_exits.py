@@ -38,7 +38,7 @@ ENDINGS = [(ending, 1 + number % 2) for number, ending in enumerate(exiting_proc
 @pytest.mark.parametrize("ending, ranks", ENDINGS)
 def test_an_exit_waits_for_a_save(ending, ranks, tmp_path):
     """Each file takes some time to be on the disk, on the second rank more than on the first."""
-    for program in run_on_ranks(ranks, exiting_process.run, tmp_path, ending, "slow"):
+    for program in run_on_ranks(ranks, exiting_process.run, tmp_path, ending, "slow", interpreter_ends=True):
         assert program.code == exiting_process.ENDINGS[ending][2], program.errors
         assert "is not complete" not in program.errors
     assert names(tmp_path) == ["step-00000002.1"]
@@ -57,7 +57,7 @@ INCOMPLETE = [
 @pytest.mark.parametrize("ending, patch, reasons", INCOMPLETE)
 def test_an_exit_says_why_a_save_is_not_complete(ending, patch, reasons, tmp_path):
     path = tmp_path / "step-00000002.1"
-    programs = run_on_ranks(len(reasons), exiting_process.run, tmp_path, ending, patch)
+    programs = run_on_ranks(len(reasons), exiting_process.run, tmp_path, ending, patch, interpreter_ends=True)
     for program, reason in zip(programs, reasons, strict=True):
         assert f"checkpoint.save: {path} is not complete: {reason.format(path=path)}\n" in program.errors
         assert patch == "full disk" or program.errors.count("checkpoint.save: ") == 1

@@ -191,7 +191,7 @@ def leave_out_warnings(errors):
 def test_the_error_of_a_survivor_goes_to_torchrun_at_once(tmp_path):
     """In the form of torch's ErrorHandler. A program that goes on in the same processes withdraws it."""
     for way, first in (("killed", "rank 1 was killed or has ended"), ("raises", "rank 1 failed in value_and_grad: ")):
-        survivor, other = run_on_ranks(2, fail_in_a_step, way, tmp_path)
+        survivor, other = run_on_ranks(2, fail_in_a_step, way, tmp_path, interpreter_ends=True)
         text, report = json.loads(survivor.output)
         assert text.startswith(first)
         message = report["message"]["message"]

@@ -43,7 +43,7 @@ def test_a_rank_that_is_killed_is_named_while_a_child_of_it_lives(victim, kind, 
     """Rank 0 holds the store."""
     over = tmp_path / "over"
     try:
-        programs = run_on_ranks(2, die_beside_a_child, victim, kind, over)
+        programs = run_on_ranks(2, die_beside_a_child, victim, kind, over, interpreter_ends=True)
     finally:
         over.touch()
     text, _, seconds = programs[1 - victim].output.partition(", ")
@@ -129,6 +129,6 @@ def test_children_that_end_disturb_no_rank():
 
     Also where a thread of the parent, which the child does not have, held a lock at the fork.
     """
-    programs = run_on_ranks(2, train_beside_children)
+    programs = run_on_ranks(2, train_beside_children, interpreter_ends=True)
     assert [(program.output, program.code) for program in programs] == [("ends\n", 0)] * 2, programs
     assert not any("Traceback" in program.errors for program in programs), programs
