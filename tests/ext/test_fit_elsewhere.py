@@ -65,6 +65,12 @@ def plan_in_one_process(*arguments):
     return plans
 
 
+@pytest.fixture
+def plan():
+    """The plan of two ranks without a budget, made once for all tests of them."""
+    return plan_in_one_process(2, 0.6, 128)[0]
+
+
 def peak_of_rank(budget):
     """The peak of the graph that a rank of a mesh runs, arguments included."""
     case = make_case()
@@ -98,9 +104,9 @@ def test_gathers_that_a_budget_repeats_are_counted_by_unit_and_by_axis():
 
 
 @on_ranks(2)
-def test_a_file_keeps_the_choice(tmp_path):
+def test_a_file_keeps_the_choice(plan, tmp_path):
     case = make_case()
-    budget = choose_budget(plan_of(case, 2), 0.6)
+    budget = choose_budget(plan, 0.6)
     jitted = fitted(case, budget)
     fs.save_graph(tmp_path, jitted, case.state, *case.batches[0])
     loaded = fs.load_graph(tmp_path)
@@ -117,9 +123,8 @@ def test_a_file_keeps_the_choice(tmp_path):
 
 
 @on_ranks(2)
-def test_ranks_with_other_budgets_are_named():
+def test_ranks_with_other_budgets_are_named(plan):
     case = make_case()
-    plan = plan_of(case, 2)
     state = copied(case.state)
     jitted = fitted(case, choose_budget(plan, 0.6 + my_rank() / 5))
     with pytest.raises(ValueError, match=r"different calls\n  passes: expected fit: .* as on the rank at shard=0, got"):
@@ -128,15 +133,14 @@ def test_ranks_with_other_budgets_are_named():
 
 
 @on_ranks(2)
-def test_what_cannot_fit_is_refused_on_every_rank_and_by_plan_and_the_state_is_kept():
+def test_what_cannot_fit_is_refused_on_every_rank_and_by_plan_and_the_state_is_kept(plan):
     case = make_case()
-    world = fs.axis_of(one_axis()).size
-    budget = choose_budget(plan_of(case, world), 0.01)
+    budget = choose_budget(plan, 0.01)
     state = copied(case.state)
     texts = set()
     for call in (
         lambda: fitted(case, budget)(state, *case.batches[0]),
-        lambda: plan_of(case, world, budget),
+        lambda: plan_of(case, 2, budget),
     ):
         with pytest.raises(ValueError, match=r"^jit: the pass fit: the step needs at least \d+ bytes, ") as caught:
             call()

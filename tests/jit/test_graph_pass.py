@@ -13,7 +13,7 @@ from tests.ranks import BrokenError, my_rank, on_ranks
 from tests.trees import assert_alike, assert_same_bits, copied, normal, one_axis
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("strategy", (fs.zero2, fs.zero3))
 @on_ranks(2)
 def test_bits_and_collectives_are_those_of_the_eager_step(strategy):

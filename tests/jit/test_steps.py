@@ -60,9 +60,9 @@ def stack(module, units=Block, call=directly, **options):
     return make
 
 
-def language(strategy, change=lambda model: None, dtype=torch.float64):
+def language(strategy, change=lambda model: None, dtype=torch.float64, hidden=(13,)):
     """Make the case of a language model by a strategy of a mesh."""
-    module = filled(Language(change, hidden=(13, 11)), dtype)
+    module = filled(Language(change, hidden), dtype)
 
     def make():
         model = fs.functionalize(module, (Block, nn.Linear))
@@ -112,8 +112,8 @@ MODELS = {
     "batch norm, averaged": batch_norm,
     "tied": language(zero3(), tie_head),
     "frozen": language(zero3(), freeze),
-    "two ahead, some kept": language(zero3(prefetch=2, regather=("*1*", "*head*"))),
-    "merged units": language(zero3(min_shard_elements=50, bucket_bytes=3000)),
+    "two ahead, some kept": language(zero3(prefetch=2, regather=("*1*", "*head*")), hidden=(13, 11)),
+    "merged units": language(zero3(min_shard_elements=50, bucket_bytes=3000), hidden=(13, 11)),
     "mixed precision": language(zero3(**HALF), dtype=torch.float32),
     "ddp": language(fs.ddp),
     "hsdp": language(lambda mesh: fs.hsdp(two_axes(mesh.size()), min_shard_elements=0, bucket_bytes=0)),
