@@ -237,6 +237,7 @@ def test_both_sides_are_equal(call):
     assert_trees_close(ROWS[call].fshard(), ROWS[call].fsdp2(), exact=True)
 
 
+@pytest.mark.slow
 @on_ranks("4 processes")
 def test_a_backward_gathers_from_two_of_four_processes():
     """`reshard_after_forward=2` gathers the same, and sums over all four processes at once, in another order."""

@@ -22,8 +22,9 @@ COMPARED = DOCS / "how_to/find_the_nan.md"
 PAGES = [page for page in sorted(DOCS.rglob("*.md")) if BLOCK.search(page.read_text()) and page != COMPARED]
 # Pages of which each trace takes seconds: `make slow` runs them. The tests of their folders make the same calls.
 LONG = {
-    *("how_to/check_a_step.md", "how_to/fit_memory.md", "how_to/jit.md", "how_to/plan_memory.md"),
-    *("how_to/same_bits.md", "how_to/save_graphs.md"),
+    *("errors.md", "how_to/check_a_step.md", "how_to/fine_tune.md", "how_to/fit_memory.md", "how_to/jit.md"),
+    *("how_to/norms_and_logging.md", "how_to/plan_memory.md", "how_to/profile.md", "how_to/same_bits.md"),
+    "how_to/save_graphs.md",
 }
 
 

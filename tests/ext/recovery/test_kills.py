@@ -20,11 +20,9 @@ def check(row, most_repeated=1):
     assert row["lost"] == row["torn"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "ranks, form, number",
-    [(2, "eager", 2), *(pytest.param(*row, marks=pytest.mark.slow) for row in ((2, "jitted", 20), (4, "eager", 20)))],
-)
+@pytest.mark.parametrize("ranks, form, number", [(2, "eager", 2), (2, "jitted", 20), (4, "eager", 20)])
 def test_kills_at_random_moments(ranks, form, number, tmp_path):
     """Of one rank, of half of them or of all, in steps, saves and recoveries."""
     undisturbed = simulate(ranks, form, kills.steps_of(number), tmp_path / "simulated")
