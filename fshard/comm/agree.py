@@ -314,11 +314,8 @@ def join_flags(flags: Sequence[bool], axes: Sequence[Axis], label: Label) -> lis
     Returns:
         For each flag whether it is set on any rank.
     """
-    return merge_objects(list(flags), _join_all, axes, label._replace(parts=f"{len(flags)} flags"))
-
-
-def _join_all(flags: Sequence[bool], other: Sequence[bool]) -> list[bool]:
-    return list(map(operator.or_, flags, other))
+    label = label._replace(parts=f"{len(flags)} flags")
+    return merge_objects(list(flags), lambda some, others: list(map(operator.or_, some, others)), axes, label)
 
 
 def _axes_to_ask(axes: Iterable[Axis]) -> list[Axis]:
@@ -328,8 +325,7 @@ def _axes_to_ask(axes: Iterable[Axis]) -> list[Axis]:
     """
     if _compat.is_tracing():
         return []
-    several_ranks = [axis for axis in axes if axis.size > 1]
-    return sorted(several_ranks, key=lambda axis: axis.name)
+    return sorted([axis for axis in axes if axis.size > 1], key=lambda axis: axis.name)
 
 
 @contextmanager
@@ -346,7 +342,7 @@ def calling(api_name: str, axes: Callable[[], Sequence[Axis]], begins: bool = Tr
         begins: Whether it begins by a message over them.
     """
     is_alone = torch.compiler.is_dynamo_compiling() or not dist.is_initialized() or _compat.is_tracing()
-    if is_alone or rank_state().call.name is not None:
+    if is_alone or rank_state().call.name:
         yield
         return
     state = rank_state()
@@ -354,19 +350,20 @@ def calling(api_name: str, axes: Callable[[], Sequence[Axis]], begins: bool = Tr
     state.call.has_begun = not begins
     if state.watcher is not None:
         state.watcher.interrupts.listen()
-    try:
-        yield
-    except BaseException as error:
-        if state.watcher is not None:
-            # Forget signals that Python has already raised.
-            state.watcher.interrupts.listen()
-        if state.others:
-            _report_failure(state, api_name, axes, error)
-        raise
-    finally:
-        state.call.name = None
-        if state.watcher is not None:
-            state.watcher.interrupts.stop()
+    with _compat.keeping_thread_object(recorder.CALL_KEY, api_name):
+        try:
+            yield
+        except BaseException as error:
+            if state.watcher is not None:
+                # Forget signals that Python has already raised.
+                state.watcher.interrupts.listen()
+            if state.others:
+                _report_failure(state, api_name, axes, error)
+            raise
+        finally:
+            state.call.name = None
+            if state.watcher is not None:
+                state.watcher.interrupts.stop()
 
 
 def _report_failure(
@@ -389,7 +386,13 @@ def _report_failure(
         if _must_report(state) and not all_fail(state, f"{api_name} {type(error).__name__}"):
             notify_peers(state, failure_text)
     in_flight = list(state.waiting.in_flight.values())
-    release = functools.partial(_wait_for_all, in_flight)
+
+    def release() -> None:
+        # Wait until the backend has released the tensors that it works on.
+        for buffer in in_flight:
+            with suppress(RuntimeError):
+                ops.wait(buffer)
+
     if state.failure.reason is None:
         release()
     else:
@@ -400,13 +403,6 @@ def _report_failure(
 def _must_report(state: RankState) -> bool:
     """Whether the other ranks have not heard yet that the call fails."""
     return state.call.name is not None and state.failure.reason is None
-
-
-def _wait_for_all(buffers: Sequence[torch.Tensor]) -> None:
-    """Wait until the backend has released the tensors that it works on."""
-    for buffer in buffers:
-        with suppress(RuntimeError):
-            ops.wait(buffer)
 
 
 def axes_in(arguments: Any) -> Sequence[Axis]:

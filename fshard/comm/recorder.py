@@ -36,6 +36,8 @@ Tensors = list[torch.Tensor]
 
 # Key of the watchers, shared by this thread and the threads of its backward passes.
 WATCHERS_KEY = "fshard watchers"
+# Key of what the thread of a running call has, and the threads of its backward passes.
+CALL_KEY = "fshard thread"
 
 
 def watchers() -> Sequence[Any]:
@@ -96,12 +98,18 @@ def _issue(
     state = rank_state()
     if state.failure.reason is not None:
         raise make_error(state)
+    if state.call.name and not _compat.thread_object(CALL_KEY):
+        # Ranks would start the collectives of two threads in different orders.
+        notify_peers(
+            state, f"rank {state.rank} calls fshard from two threads at once, one of them in {state.call.name}"
+        )
+        raise make_error(state)
     if destination.group not in state.groups:
         connect_groups(state, [destination.group])
     group = state.groups[destination.group]
     label = destination.label
     hashed, text = _texts(op, destination.axis, label, shapes)
-    if state.call.name is not None:
+    if state.call.name:
         text = f"{text} in {state.call.name}"
     entry = group.record_start(op, hashed, text, *sizes)
     those_watching = watchers()

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,6 +73,29 @@ def make_buffer(happens):
     issued = PendingCollective(None, state, Group("shard", [0, 1], 0, None, 1.0), ChainEntry(1, 0, "all_gather"))
     vars(buffer).update(issued=issued, landing=torch.ones(2))
     return state, buffer
+
+
+def test_a_second_thread_is_refused_while_a_call_runs(workers):
+    """Its collectives would take the place of those of the first, in another order on each rank."""
+
+    def program():
+        params = fs.shard({"w": torch.arange(4.0)}, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
+
+        def loss(params):
+            if dist.get_rank() == 0:
+                pool.submit(fs.gather, params).result(timeout=60)
+            return fs.gather(params)["w"].sum()
+
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(fs.gather, params).result(timeout=60)["w"].sum() == 6
+            with pytest.raises(comm.CollectiveError) as caught:
+                fs.value_and_grad(loss)(params)
+        fs.init_mesh({"shard": -1}, device="cpu")
+        assert fs.gather(params)["w"].sum() == 6
+        return str(caught.value).splitlines()[0]
+
+    text = "rank 0 calls fshard from two threads at once, one of them in value_and_grad"
+    assert workers(2).run(program) == [text, text]
 
 
 def test_others_are_looked_at_while_the_host_waits_for_a_copy_from_an_accelerator():
