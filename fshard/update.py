@@ -259,7 +259,7 @@ def check_same_step(api_name: str, given: Tree) -> None:
                 counts[f"{name}{path}"] = str(int(leaf))
     label = comm.Label(comm.Verb.AGREE, ("step of states",))
     difference = comm.find_disagreement(counts, axes, label)
-    if difference is not None:
+    if difference:
         remedy = (
             "take the state of the smaller step on every rank, which the others had before their last one, or restore "
             "the last checkpoint on every rank"

@@ -50,8 +50,7 @@ def list_checkpoints(directory: Path) -> list[SavedCheckpoint]:
     """List complete checkpoints in the order of their saves. A directory has its name only once it is complete."""
     checkpoints = []
     for name in os.listdir(directory) if directory.exists() else ():
-        match = _SAVED.fullmatch(name)
-        if match:
+        if match := _SAVED.fullmatch(name):
             checkpoints.append(SavedCheckpoint(int(match[2]), int(match[1]), directory / name))
     return sorted(checkpoints)
 
@@ -118,8 +117,7 @@ def choose_name(directory: Path, step: int, ranks: int) -> Path:
     numbers = [checkpoint.number for checkpoint in list_checkpoints(directory)]
     for leftover in list_leftovers(directory):
         # A later start may complete a leftover that is still there.
-        match = _LEFTOVER.fullmatch(leftover.name)
-        if match:
+        if match := _LEFTOVER.fullmatch(leftover.name):
             numbers.append(int(match[2]))
     number = max(numbers, default=-1) + 1
     return directory / f"{_SAVING}step-{step:08d}.{number}.{ranks}.{secrets.token_hex(8)}"

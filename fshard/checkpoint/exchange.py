@@ -94,7 +94,7 @@ class Exchange:
     def check_agreement(self, entries: Mapping[str, str], headline: str, remedy: str) -> None:
         """Refuse on every rank entries that differ between ranks."""
         difference = comm.find_disagreement(entries, [self.ranks], self.label)
-        if difference is not None:
+        if difference:
             refuse(f"{self.label}: {headline}", [difference], remedy)
 
     def path(self, name: str, path: Any) -> Path:

@@ -158,7 +158,7 @@ class Manager:
             CheckpointError: on every rank, if it failed.
         """
         saving, self._saving = self._saving, None
-        if saving is not None:
+        if saving:
             saving.wait()
 
     def latest_step(self) -> int | None:
@@ -244,7 +244,7 @@ class Manager:
 
     def _list_newest(self, step: int | None) -> list[StateInMemory]:
         """List the states in memory of a step, or all that are as new as those on the disk; the newest first."""
-        if self._memory is None:
+        if not self._memory:
             return []
         exchange = Exchange(LABEL, mesh=self._mesh)
         on_disk = exchange.take_first(None if exchange.rank else latest_step(self._directory)) or 0

@@ -44,8 +44,7 @@ def latest_step(directory: str | PathLike[str]) -> int | None:
     ...     before, fs.checkpoint.latest_step(directory)
     (None, 10)
     """
-    path = Exchange("checkpoint.latest_step").path("directory", directory)
-    checkpoints = list_checkpoints(path)
+    checkpoints = list_checkpoints(Exchange("checkpoint.latest_step").path("directory", directory))
     return checkpoints[-1].step if checkpoints else None
 
 

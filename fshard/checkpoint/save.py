@@ -19,8 +19,8 @@ from fshard.checkpoint.saving import Saving
 from fshard.checkpoint.unfinished import Unfinished, complete_leftovers
 from fshard.errors import expect, refuse
 from fshard.mesh import Mesh
-from fshard.tree import Tree, tensor_of
-from fshard.tree.checks import Range, check_arguments, check_flags, describe
+from fshard.tree import Tree, flatten, tensor_of
+from fshard.tree.checks import Range, check_arguments, check_flags, describe, refuse_donated
 
 LABEL = "checkpoint.save"
 NUMBER = Range("a whole number from 1", lambda number: type(number) is int and number > 0)
@@ -131,6 +131,8 @@ def read_step(state: Tree, step: Any) -> int:
     if isinstance(number, torch.Tensor) and number.numel() == 1:
         number = number.item()
     is_step = type(number) is int and 0 <= number < 10**18
+    if not is_step:
+        refuse_donated(LABEL, flatten(state))
     remedy = "pass step=, or a state that has one"
     expect(is_step, LABEL, "step to be a whole number from 0", f"{number!r:.40}", remedy)
     return number

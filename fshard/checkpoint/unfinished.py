@@ -35,7 +35,7 @@ class Unfinished:
             CheckpointError: if it is no directory of a checkpoint in the making.
         """
         match = directory.UNFINISHED.fullmatch(temporary.name)
-        if match is None:
+        if not match:
             raise CheckpointError(f"{temporary}: is no checkpoint in the making")
         self.path = temporary.with_name(match[1])
         self.content = temporary / "content"

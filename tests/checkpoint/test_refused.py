@@ -40,6 +40,19 @@ def test_bad_arguments(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_donated_state_is_named_as_one(tmp_path):
+    """It has no step any more, but another one as `step` would not help."""
+    params = fs.shard({"w": torch.ones(4)}, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
+    state = fs.TrainState.create(params, fs.sgd(0.1))
+    fs.jit(lambda state: state._replace(step=state.step + 1), donate_argnums=0)(state)
+    for save in (lambda: checkpoint.save(tmp_path, state), lambda: checkpoint.Manager(tmp_path).save(state)):
+        text = refused(save)
+        assert text.startswith(
+            "checkpoint.save: arguments were donated\n  .step: was donated to an earlier call, so it"
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_leaves_that_cannot_be_saved(tmp_path):
     with FakeTensorMode():
         fake = torch.ones(3)
