@@ -168,7 +168,8 @@ def on_two_meshes(world):
 NO_SUM = (
     "scatter_grads: gradients of these leaves would not be summed\n"
     "  ['b'][0]: expected a transform that sums gradients over ['shard'], or owns pieces there, got one over ['data']\n"
-    "To fix: shard the whole tree on these axes (zero3 takes axis=, and ddp keeps leaves whole), or leave others out."
+    "To fix: shard the whole tree on these axes (zero3 takes axis=, ddp keeps leaves whole, and own_dim owns pieces "
+    "where split_dim would expect one batch for all ranks), or leave others out."
 )
 FULL = "\nTo fix: pass the gradients of full leaves, as from torch.func.grad at fs.gather(like)."
 UNFIT = "update: gradients do not fit the parameters\n"

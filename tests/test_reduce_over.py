@@ -95,6 +95,21 @@ def test_a_check_names_the_axis_that_nothing_is_reduced_over():
 
 
 @on_ranks(2)
+def test_leaves_with_the_fewest_axes_are_the_ones_that_are_named():
+    """The first leaf was split for good, as if all ranks had one batch, and the others fit."""
+    mesh, _, tp = axes()
+    layout = fs.masked(fs.split_dim(tp, dim=0), "bias", otherwise=fs.fully_shard(tp))
+    params = fs.shard(FULL, fs.zero3(mesh, layout=layout))
+    text = (
+        "value_and_grad: gradients of these leaves would not be summed\n"
+        "  ['bias']: expected a transform that sums gradients over ['tp'], or owns pieces there, got one over []\n"
+        "To fix: shard the whole tree on these axes (zero3 takes axis=, ddp keeps leaves whole, and own_dim owns pieces"
+    )
+    with pytest.raises(ValueError, match=re.escape(text)):
+        fs.value_and_grad(loss_fn)(params, X, Y)
+
+
+@on_ranks(2)
 def test_refused():
     """And frozen leaves need no part in a reduction."""
     mesh, _, tp = axes()

@@ -12,7 +12,7 @@ from fshard import _compat, comm
 from fshard.collectives.sums import psum_invariant
 from fshard.collectives.varying import check_not_reduced, refuse_wrong_sums
 from fshard.comm.events import make_label
-from fshard.errors import Problem, refuse
+from fshard.errors import refuse
 from fshard.tree import Axis, Flat, Tree, flatten, is_sharded
 from fshard.tree.checks import check_axes, check_loss, check_reduce, check_tensors, check_transforms, describe
 
@@ -45,23 +45,23 @@ def reduction_axes(flat: Flat, api_name: str, over: Over = None) -> tuple[Axis, 
                 "shard them."
             )
         return ()
-    axes = flat.specs[0].transform.axes if over is None else _find_axes(flat, over)
+    # Where leaves differ, those with fewer axes are the ones to name, such as experts that were split by split_dim.
+    axes = max((spec.transform.axes for spec in flat.specs), key=len) if over is None else _find_axes(flat, over)
     # Many leaves have one spec, so the specs are checked once each.
     misfits = {spec for spec in flat.specs if not _takes_part(spec, axes, over)}
     names = [getattr(axis, "name", axis) for axis in axes]
     expected = f"a transform that sums gradients over {names}, or owns pieces there"
-    problems = []
-    for path, leaf in flat.named_leaves:
-        if leaf is None:
-            continue
-        is_misfit = not is_sharded(leaf) or (misfits and leaf.spec in misfits)
-        if is_misfit:
-            problems.append(Problem(path, _describe_axes(leaf), expected))
-    if problems:
-        remedy = (
-            "shard the whole tree on these axes (zero3 takes axis=, and ddp keeps leaves whole), or leave others out"
-        )
-        refuse(f"{api_name}: gradients of these leaves would not be summed", problems, remedy)
+
+    def misfit(leaf: Any) -> tuple[str, str] | None:
+        if leaf is None or (is_sharded(leaf) and leaf.spec not in misfits):
+            return None
+        return _describe_axes(leaf), expected
+
+    remedy = (
+        "shard the whole tree on these axes (zero3 takes axis=, ddp keeps leaves whole, and own_dim owns pieces where "
+        "split_dim would expect one batch for all ranks), or leave others out"
+    )
+    refuse(f"{api_name}: gradients of these leaves would not be summed", flat.problems(misfit), remedy)
     return axes
 
 
@@ -71,8 +71,7 @@ def _find_axes(flat: Flat, over: Axis | str | Sequence[Axis | str]) -> tuple[Axi
     for spec in flat.specs:
         axis_of_name |= {axis.name: axis for axis in spec.roles}
     several = [over] if isinstance(over, Axis | str) else over
-    axes = [axis_of_name.get(axis, axis) for axis in several]
-    return tuple(dict.fromkeys(axes))
+    return tuple(dict.fromkeys(axis_of_name.get(axis, axis) for axis in several))
 
 
 def _takes_part(spec: Any, axes: Sequence[Axis], over: Over) -> bool:
@@ -85,7 +84,7 @@ def _takes_part(spec: Any, axes: Sequence[Axis], over: Over) -> bool:
 def _describe_axes(leaf: Any) -> str:
     if not is_sharded(leaf):
         return describe(leaf)
-    return f"one over {[axis.name for axis in leaf.spec.roles]}"
+    return f"one over {[axis.name for axis in leaf.spec.transform.axes]}"
 
 
 def shared_axes(flat: Flat, over: Sequence[Axis]) -> tuple[Axis, ...]:
