@@ -279,16 +279,15 @@ class _Ring(NamedTuple):
 
 def _select(condition: bool, first: Attended, second: Attended) -> Attended:
     """Select one of two results by an operation, so that the graph is the same either way."""
-    selected = []
-    for a, b in zip(first, second, strict=True):
-        mask = torch.full_like(a, condition, dtype=torch.bool)
-        selected.append(torch.where(mask, a, b))
-    return Attended(*selected)
+    mask = first.logs.new_full((), condition, dtype=torch.bool)
+    return Attended(*(torch.where(mask, a, b) for a, b in zip(first, second, strict=True)))
 
 
 def _join_time(chunks: Tensors) -> torch.Tensor:
     """Join a rank's chunks of time."""
-    return torch.cat(list(chunks), dim=2) if len(chunks) > 1 else chunks[0]
+    if len(chunks) == 1:
+        return chunks[0]
+    return torch.cat(list(chunks), dim=2)
 
 
 def ring_positions(axis: fs.Axis, time: int, order: str = "contiguous") -> torch.Tensor:
@@ -319,7 +318,7 @@ def ring_positions(axis: fs.Axis, time: int, order: str = "contiguous") -> torch
     rank = fs.comm.rank(axis)
     if not is_zigzag:
         return torch.cat([chunks[rank]])
-    return torch.cat([chunks[rank], chunks[chunks_count - 1 - rank]])
+    return torch.cat([chunks[rank], chunks[-1 - rank]])
 
 
 def ulysses(attention: Callable[..., torch.Tensor], axis: fs.Axis) -> Callable[..., torch.Tensor]:

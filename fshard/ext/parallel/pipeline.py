@@ -246,9 +246,7 @@ class _PipelineCall:
         self.arguments = arguments
         self.rank = fs.comm.rank(axis)
         self.unflatten = flat.unflatten
-        self.specs: list[Any] = []
-        for leaf in flat.leaves:
-            self.specs.append(leaf.spec if isinstance(leaf, fs.Sharded) else None)
+        self.specs = [getattr(leaf, "spec", None) for leaf in flat.leaves]
         self.leaves = list(flatten(fs.gather(params)).leaves)
         self.floating = [i for i, leaf in enumerate(self.leaves) if _is_floating(leaf)]
         shared = []
@@ -260,9 +258,7 @@ class _PipelineCall:
         for i, leaf in zip(shared, varying, strict=True):
             self.leaves[i] = leaf
         count = arguments.microbatches
-        self.batches = []
-        for i in range(count):
-            self.batches.append(fs.tree_map(lambda rows, i=i: rows.chunk(count)[i], batch))
+        self.batches = [fs.tree_map(lambda rows, i=i: rows.chunk(count)[i], batch) for i in range(count)]
         with torch.no_grad():
             like = arguments.first(self.unflatten(self.leaves), self.batches[0][0])
         is_floating = isinstance(like, torch.Tensor) and like.is_floating_point()
@@ -330,11 +326,11 @@ class _PipelineCall:
             out = self.stage(params, h)
             if tick >= stages - 1:
                 parts = self.last(params, out, tick - stages + 1)
-                sums = [total + part for total, part in zip(sums, parts, strict=True)]
+                sums = list(map(torch.add, sums, parts))
             if tick < ticks - 1:
                 received = fs.ppermute(out, axis, pairs)
         is_last = sums[0].new_full((), self.rank == stages - 1, dtype=torch.bool)
-        return [torch.where(is_last, total, torch.zeros_like(total)) for total in sums]
+        return [torch.where(is_last, total, 0.0) for total in sums]
 
     def run_1f1b(self) -> list[torch.Tensor]:
         """Run the forwards of all microbatches and, if something is differentiated, their backwards.

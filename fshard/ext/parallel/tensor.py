@@ -216,8 +216,7 @@ class _Layer(NamedTuple):
         expected = f"size of dim {self.dim} to be a multiple of {ranks}, the ranks of {self.axis.name!r}"
         expect(size % ranks == 0, API_NAME, expected, f"{size}", "pad the dim")
         piece_size = size // ranks
-        start = fs.axis_index(self.axis) * piece_size
-        return fs.pcast(x, self.axis, to="varying").narrow(self.dim, start, piece_size)
+        return fs.pcast(x, self.axis, to="varying").narrow(self.dim, fs.axis_index(self.axis) * piece_size, piece_size)
 
     def run_column(self, x: torch.Tensor) -> torch.Tensor:
         if not self.is_inside:
@@ -235,7 +234,7 @@ class _Layer(NamedTuple):
         parts = self.parts
         ranks = self.axis.size
         rank = fs.axis_index(self.axis)
-        all_users = [piece % ranks for piece in range(parts * ranks)]
+        all_users = list(range(ranks)) * parts
         users_by_rank = [all_users[i : i + parts] for i in range(0, len(all_users), parts)]
         users = users_by_rank[rank]
         # [..., k * size] -> k of [size, ...], in the order of the ranks that use them
