@@ -73,7 +73,8 @@ def whole(tx: fs.Optimizer) -> fs.Optimizer:
 
 
 def _init(tx: fs.Optimizer, params: Any) -> WholeState:
-    return WholeState(tuple(_init_leaf(tx, leaf) for leaf in flatten(params).leaves))
+    flat = flatten(params)
+    return WholeState(tuple(map(partial(_init_leaf, tx), flat.names, flat.leaves)))
 
 
 def _update(tx: fs.Optimizer, grads: Any, state: WholeState, params: Any) -> tuple[Any, WholeState]:
@@ -83,27 +84,27 @@ def _update(tx: fs.Optimizer, grads: Any, state: WholeState, params: Any) -> tup
     _check_states(flat.paths, leaves, states)
     # By the axes over which leaves are joined the rows of these leaves, by the number of the leaf.
     rows_by_axes: dict[tuple[fs.Axis, ...], dict[int, Row]] = {}
-    for i, grad in enumerate(flatten(grads).leaves):
+    for i, (name, grad) in enumerate(zip(flat.names, flatten(grads).leaves, strict=True)):
         leaf = leaves[i]
         if states[i] is None and not is_trained(leaf):
             continue
         if grad is None:
             # The step is counted, and an average of the leaf moves; neither looks across elements.
-            leaves[i], states[i] = _step(tx, None, leaf, states[i])
+            stepped, states[i] = run_update("whole", "tx", tx, {name: None}, states[i], {name: leaf})
+            leaves[i] = stepped[name]
         else:
-            row = Row(_wrap_like(leaf, tensor_of(grad)), leaf, states[i])
-            rows_by_axes.setdefault(_split_axes(leaf), {})[i] = row
+            row = Row({name: _wrap_like(leaf, tensor_of(grad))}, {name: leaf}, states[i])
+            rows_by_axes.setdefault(_split_axes(row), {})[i] = row
     for axes, rows in rows_by_axes.items():
         device = _compute_device(leaves[min(rows)])
-        stepped = _step_at_owners(tx, axes, list(rows.values()), device)
-        for i, row in zip(rows, stepped, strict=True):
-            leaves[i] = row.leaf
+        for i, row in zip(rows, _step_at_owners(tx, axes, list(rows.values()), device), strict=True):
+            (leaves[i],) = row.leaf.values()
             states[i] = row.state
     return flat.unflatten(leaves), WholeState(tuple(states))
 
 
-def _init_leaf(tx: fs.Optimizer, leaf: Any) -> Any:
-    """Make the state for one leaf."""
+def _init_leaf(tx: fs.Optimizer, name: str, leaf: Any) -> Any:
+    """Make the state for one leaf. In it the leaf has its own name, by which `reshard` finds the new layout."""
     if not is_trained(leaf):
         return None
     # A state may depend on the values of the whole leaf. Every rank gathers it, one leaf at a time.
@@ -111,7 +112,7 @@ def _init_leaf(tx: fs.Optimizer, leaf: Any) -> Any:
         full = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
     else:
         (full,) = fs.unshard([leaf])
-    flat = flatten(tx.init({"leaf": full}))
+    flat = flatten(tx.init({name: full}))
     return flat.unflatten([_take_local_piece(value, leaf) for value in flat.leaves])
 
 
@@ -131,12 +132,12 @@ def _check_states(
     refuse("whole: leaves have no optimizer state", problems, "make the state again with fs.TrainState.create")
 
 
-def _split_axes(leaf: Any) -> tuple[fs.Axis, ...]:
-    """List the axes that split a leaf, in the order in which its pieces are joined: innermost first in each dim."""
-    axes: list[fs.Axis] = []
-    if isinstance(leaf, fs.Sharded):
+def _split_axes(tree: Any) -> tuple[fs.Axis, ...]:
+    """List the axes that split leaves, in the order in which their pieces are joined: innermost first in each dim."""
+    axes: dict[fs.Axis, None] = {}
+    for leaf in flatten(tree).sharded:
         for dim in range(len(leaf.spec.partition)):
-            axes += reversed(leaf.spec.split_axes(dim))
+            axes |= dict.fromkeys(reversed(leaf.spec.split_axes(dim)))
     return tuple(axis for axis in axes if axis.size > 1)
 
 
@@ -170,19 +171,11 @@ def _full(leaf: Any) -> Any:
     return leaf.local.reshape(leaf.spec.shape)
 
 
-def _step(
-    tx: fs.Optimizer,
-    grad: Any,
-    leaf: Any,
-    state: Any,
-) -> tuple[Any, Any]:
-    """Step one leaf that is whole here, or that has no gradient."""
-    params, state = run_update("whole", "tx", tx, {"leaf": grad}, state, {"leaf": leaf})
-    return params["leaf"], state
-
-
 class Row(NamedTuple):
-    """A leaf that is to be stepped, with its gradient and the optimizer's state for it. The gradient is None after."""
+    """A leaf that is to be stepped, with its gradient, each in a dict by its name, and the optimizer's state for it.
+
+    The gradient is None after the step.
+    """
 
     grad: Any
     leaf: Any
@@ -212,7 +205,7 @@ def _step_at_owners(
     if not axes:
         return [_step_row(tx, row) for row in rows]
     axis, *other_axes = axes
-    owned = assign([flops_of(row.leaf.shape) for row in rows], axis.size)
+    owned = assign([flops_of(leaf.shape) for row in rows for leaf in row.leaf.values()], axis.size)
     joined = _collect_at_owners(rows, owned, axis, device)
     stepped = _step_at_owners(tx, other_axes, joined, device)
     return _return_to_ranks(rows, owned, stepped, axis, device)
@@ -220,11 +213,11 @@ def _step_at_owners(
 
 def _step_row(tx: fs.Optimizer, row: Row) -> Row:
     """Step a leaf whose pieces have all been joined."""
+    flat = flatten(row)
+    full = flat.unflatten(map(_full, flat.leaves))
+    stepped = run_update("whole", "tx", tx, full.grad, full.state, full.leaf)
     flat = flatten((row.leaf, row.state))
-    full, state = flat.unflatten(map(_full, flat.leaves))
-    stepped = flatten(_step(tx, _full(row.grad), full, state)).leaves
-    leaf, state = flat.unflatten(map(_wrap_like, flat.leaves, stepped))
-    return Row(None, leaf, state)
+    return Row(None, *flat.unflatten(map(_wrap_like, flat.leaves, flatten(stepped).leaves)))
 
 
 def _collect_at_owners(
@@ -236,7 +229,7 @@ def _collect_at_owners(
     """Send the shards of every row to its owner, and join those that arrive here."""
     # For each owner its rows as one flat tree.
     flats = [flatten([rows[i] for i in row_numbers]) for row_numbers in owned]
-    send = [_shards_in(flat.leaves) for flat in flats]
+    send = [_shards_in(flat) for flat in flats]
     local_rank = fs.comm.rank(axis)
     # Shards have the same shapes on all ranks.
     expected = [send[local_rank]] * axis.size
@@ -273,7 +266,7 @@ def _return_to_ranks(
     flats = [flatten([rows[i]._replace(grad=None) for i in row_numbers]) for row_numbers in owned]
     local_values = flats[fs.comm.rank(axis)].leaves
     send_shards, send_numbers = _split_values(local_values, flatten(stepped).leaves, axis)
-    expected_shards = [_shards_in(flat.leaves) for flat in flats]
+    expected_shards = [_shards_in(flat) for flat in flats]
     shards_of_owners = _exchange(send_shards, expected_shards, axis, device)
 
     # Optimizers keep step counts on the CPU. They travel with the leaves where only accelerators can send.
@@ -327,9 +320,9 @@ def _replace_values(
     return values
 
 
-def _shards_in(values: Sequence[Any]) -> list[torch.Tensor]:
-    """List this rank's shards among the values of rows."""
-    return [value.local for value in values if isinstance(value, fs.Sharded)]
+def _shards_in(flat: Any) -> list[torch.Tensor]:
+    """List this rank's shards among the leaves of rows."""
+    return [leaf.local for leaf in flat.sharded]
 
 
 def _numbers_in(values: Sequence[Any]) -> list[torch.Tensor]:
@@ -402,7 +395,9 @@ def _join_shards(
 ) -> fs.Sharded:
     """Join the shards of an axis's ranks; other axes may still split the result."""
     dim = shard.spec.dim_of(axis)
-    assert dim is not None
+    if dim is None:
+        # After a reshard, what has another shape than the leaf may be whole where that is split, or the reverse.
+        return shard
     size = shard.spec.shared_out(dim, axis)
     joined = torch.cat(list(shards), dim).narrow(dim, 0, size)
     return fs.Sharded(joined.contiguous(), shard.spec)
@@ -415,7 +410,8 @@ def _split_into_shards(
 ) -> Sequence[torch.Tensor]:
     """Split again a tensor that `_join_shards` made, with padding at the end."""
     dim = shard.spec.dim_of(axis)
-    assert dim is not None
+    if dim is None:
+        return [joined] * axis.size
     padded_size = shard.local.shape[dim] * axis.size
     padding = padded_size - joined.shape[dim]
     if padding:

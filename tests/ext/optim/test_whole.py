@@ -114,6 +114,26 @@ def test_leaves_over_several_axes_travel_over_one_after_another(name):
         assert all(leaf.local.shape == leaf.spec.local_shape for leaf in shards)
 
 
+def by_name(grid):
+    """Some leaves whole, of which a state with another shape is split, and the others split as none was before."""
+    line = fs.fully_shard(grid["shard"], min_shard_elements=300)
+    two_dims, _ = GRID["two dims"]
+    return fs.masked(fs.compose(fs.replicate(grid["tp"]), line), ("t*", "square"), otherwise=two_dims(grid))
+
+
+@pytest.mark.rows(1)
+@on_ranks(4)
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_state_is_resharded_by_the_names_of_its_leaves(name):
+    cls, hyper = CLASSES[name]
+    tx, grid = fs.whole(fs.from_torch(cls, **hyper)), fs.init_mesh({"tp": 2, "shard": -1}, device="cpu")
+    state = fs.TrainState.create(fs.shard(tree(0), owned(grid)), tx)
+    for step, make in enumerate((owned, by_name, owned), 1):
+        state = fs.reshard(state, make(grid))
+        state = fs.update(tx, state, fs.shard(tree(step), make(grid)))
+    assert_same_bits(fs.unshard(state.params), stateful(cls, hyper))
+
+
 @on_ranks(3)
 def test_a_rank_sends_its_share_of_what_is_stepped(world_size):
     """To others: in go parameters, gradients and state, out come parameters and state, without single numbers."""
