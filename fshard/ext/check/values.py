@@ -23,8 +23,9 @@ _IS_DIRECT = -5
 USERS_SUMS = ("psum", "psum_invariant")
 _PRODUCTS = (aten.mul, aten.div, aten.where)
 _ADDITIONS = (aten.add, aten.add_)
-# Of a dim that is split, these make a term of a sum over ranks.
-_REDUCTIONS = (aten.sum, aten.mean, aten.mm, aten.bmm, aten.linalg_vector_norm)
+# Of a dim that is split, these make a term of a sum over ranks. Of a product the mean over ranks is never meant.
+_MATRIX_PRODUCTS = (aten.mm, aten.bmm)
+_REDUCTIONS = (aten.sum, aten.mean, *_MATRIX_PRODUCTS, aten.linalg_vector_norm)
 # The mean of one of these is not that of the mean.
 _NONLINEAR = (aten.exp, aten.log, aten.sqrt, aten.rsqrt)
 # These write to their running mean and variance, which their schemas deny.
@@ -171,7 +172,7 @@ class ValueTypes:
     def _check_sum(self, node: Node, source: Node, sent: Agreement) -> None:
         size = self.facts.axis.size
         averages = find_mean(node, size) is not None
-        is_number = math.prod(shape_of(source)) == 1
+        packet = find_packet(skip_views(source))
         if sent is Agreement.INVARIANT and not averages:
             text = f"ranks agree on this value already, so that its sum is {size} times too large; leave the sum out"
             # Where an objective sums it again, the sum inside of the loss is wrong.
@@ -180,7 +181,10 @@ class ValueTypes:
         elif sent is Agreement.SHARD and source not in self.terms:
             text = "ranks hold other elements of this leaf, so that their sum mixes elements; leave the sum out"
             self._report(Mistake.DOUBLED_SUM, node, text)
-        elif averages and is_number and find_packet(skip_views(source)) in _NONLINEAR:
+        elif averages and source in self.terms and packet in _MATRIX_PRODUCTS:
+            text = f"each rank has a part of this product, so that their mean is {size} times too small; take their sum"
+            self._report(Mistake.NUMBER_OF_RANKS, node, text)
+        elif averages and packet in _NONLINEAR and math.prod(shape_of(source)) == 1:
             text = "the mean over ranks of a function that is not linear is not that of their mean"
             self._report(Mistake.MEAN_OF_MEANS, node, f"{text}; take the mean over ranks first")
 

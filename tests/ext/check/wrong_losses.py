@@ -279,3 +279,15 @@ def positions_without_the_rank(mesh):
 
     full = {"tokens": torch.ones(CLASSES, WIDTH), "positions": torch.ones(12, WIDTH)}
     return train(loss_fn), state_of(full, fs.zero3(mesh, axis=("shard", "cp"), min_shard_elements=0)), TOKENS
+
+
+@mistake("number of ranks", mesh=SHARD_TP)
+def mean_of_the_parts_of_a_product(mesh):
+    def loss_fn(params, x, tp):
+        full = fs.gather(params)
+        x = fs.pcast(x * full["norm"], tp, to="varying")
+        part = torch.relu(x @ full["up"].T) @ full["down"].T
+        x = fs.psum_invariant(part, tp) / tp.size  # <- here; right: x = fs.psum_invariant(part, tp)
+        return (x @ full["head"].T).square().mean()
+
+    return train(loss_fn), state_of(LAYER, parallel(mesh)), X, fs.axis_of(mesh["tp"])
