@@ -44,9 +44,8 @@ class ModuleTemplate:
             units: Which parameters are gathered together.
         """
         self.module = copy.deepcopy(module)
-        self.names: dict[torch.Tensor, str] = {}
-        for name, tensor in (*_compat.named_parameters(self.module), *_compat.named_buffers(self.module)):
-            self.names[tensor] = name
+        tensors = (*_compat.named_parameters(self.module), *_compat.named_buffers(self.module))
+        self.names: dict[torch.Tensor, str] = {tensor: name for name, tensor in tensors}
         # Set by each call.
         self._values: Mapping[str, torch.Tensor] = {}
         self.dtypes: Dtypes = {}
@@ -176,7 +175,7 @@ class ModuleTemplate:
         if gathered is not None and not (gathered.is_lazy or gathered.is_closed) and torch.is_grad_enabled():
             value = gathered.outputs.get(leaf)
             if value is not None:
-                gathered.register_output(weights, key)
+                gathered.register_output(weights, key, value)
                 return value
 
         assert self._call is not None
@@ -184,7 +183,7 @@ class ModuleTemplate:
         gathered = self.walk.make_readable(name)
         self._last_gathered = gathered
         value = self._call.get_output(gathered, leaf)
-        gathered.register_output(weights, key)
+        gathered.register_output(weights, key, value)
         return value
 
 

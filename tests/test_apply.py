@@ -4,6 +4,7 @@ import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from itertools import cycle, product
 
 import pytest
@@ -517,3 +518,33 @@ def test_a_forward_calls_a_submodule_with_other_weights(units):
         assert_trees_close(fs.unshard(grads), expected, exact=True)
 
     spmd(program, 2)
+
+
+class Generated(nn.Module):
+    """Computes the weights of its layers, and calls them with these."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False))
+        self.make = nn.Linear(3, 50)
+
+    def forward(self, x):
+        first, second = self.make(x.new_ones(3)).view(2, 5, 5)
+        return torch.func.functional_call(self.layers, {"0.weight": first, "1.weight": second}, (x,))
+
+
+@on_ranks(1, 2)
+def test_weights_that_a_forward_sets_stay_until_it_ends():
+    """The second layer's unit is gathered after the first layer's weight was set, and the first one's is left then."""
+    module = filled(Generated())
+    x = normal()(2, 5)
+    trained = {path: parameter.detach() + 1 for path, parameter in module.named_parameters()}
+    run = partial(torch.func.functional_call, module)
+    grads, value = torch.func.grad_and_value(lambda leaves: run(leaves, (x,)).sum())(trained)
+    model = fs.functionalize(module, nn.Linear)
+    params = fs.shard(trained, zero3()(one_axis()))
+    found, found_grads = fs.value_and_grad(lambda leaves: model.apply(leaves, x).sum())(params)
+    assert found_grads.keys() == grads.keys()
+    made = {name: fs.unshard(found_grads[name]) for name in ("make.weight", "make.bias")}
+    expected = value, {name: grads[name] for name in made}
+    assert_trees_close((found, made), expected, **within(expected, terms=50, steps=4))

@@ -57,7 +57,7 @@ class GatheredUnit:
         self._pending: list[PendingGather] | None = None
         self._full_versions: list[int] = []
         # The dict and the key under which the function finds each output.
-        self._output_places: list[tuple[dict[str, Any], str]] = []
+        self._output_places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
 
     def start(self) -> None:
         """Start the all-gathers, unless they have started already."""
@@ -139,19 +139,22 @@ class GatheredUnit:
             self.wait()
         self.full_tensors = None
 
-    def register_output(self, holder: dict[str, Any], key: str) -> None:
+    def register_output(self, holder: dict[str, Any], key: str, output: torch.Tensor) -> None:
         """Record where an output is stored, so that `revoke_outputs` can remove it.
 
         Args:
             holder: The dict that holds the output, such as a module's parameters.
             key: The key of the output in `holder`.
+            output: The output.
         """
-        self._output_places.append((holder, key))
+        self._output_places.append((holder, key, output))
 
     def revoke_outputs(self) -> None:
         """Remove every output from the place where the function found it, because the scope has ended."""
-        for holder, key in self._output_places:
-            holder.pop(key, None)
+        for holder, key, output in self._output_places:
+            # The function may have put another tensor there, as torch.func.functional_call does.
+            if dict.get(holder, key) is output:
+                del holder[key]
         self.outputs = {}
         self._output_places = []
 
