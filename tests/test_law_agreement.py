@@ -4,6 +4,7 @@ Transposes of collectives run on every rank, whatever a rank makes of their resu
 """
 
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -279,3 +280,27 @@ def test_collectives_of_torch_are_refused_in_a_trace():
         text = f"^jit: the function calls torch.distributed's .*{name}.*, which cannot be part"
         with pytest.raises(ValueError, match=text):
             fs.jit(fs.value_and_grad(loss))(params)
+
+
+@on_ranks(2, pytest.param("2 processes", marks=pytest.mark.slow), timeout=4 * SECONDS)
+def test_ranks_whose_keys_are_in_another_order_are_told():
+    """The pieces of two leaves of one shape would be put together as one."""
+    full = {"a": torch.zeros(4), "b": torch.ones(4)}
+    names = "ab" if my_rank() == 0 else "ba"
+
+    def in_order(tree):
+        return OrderedDict((name, tree[name]) for name in names)
+
+    strategy = fs.fully_shard(one_axis())
+    params = fs.shard(full, strategy)
+    calls = {
+        "shard: ranks hold different trees": lambda: fs.shard(in_order(full), strategy),
+        "unshard: ranks make different calls": lambda: fs.unshard(in_order(params)),
+        "gather: ranks make different calls": lambda: fs.gather(in_order(params)),
+    }
+    for headline, call in calls.items():
+        with pytest.raises(ValueError, match="ranks ") as caught:
+            call()
+        line = "  (order): expected ['a'] as on the rank at shard=0, got ['b'] on the rank at shard=1"
+        assert str(caught.value).split("\n")[:2] == [headline, line]
+    assert_same_bits(fs.unshard(params), full)

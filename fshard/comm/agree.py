@@ -3,7 +3,6 @@
 A comparison is one exchange of digests over the links of each axis. Only where they differ, texts follow.
 """
 
-import dataclasses
 import functools
 import hashlib
 import itertools
@@ -49,9 +48,7 @@ def _write_facts(arguments: tuple[Any, ...], *leaves: tuple[Any, ...]) -> str:
     """
     entries = dict(arguments)
     for path, spec, dtype in zip(*leaves, strict=True):
-        parts = {"dtype": dtype}
-        for field in dataclasses.fields(spec):
-            parts[field.name] = getattr(spec, field.name)
+        parts = {"dtype": dtype, **spec.__getstate__()}
         entries[path] = "\n".join(f"{name} {_write_value(value)}" for name, value in parts.items())
     return json.dumps(entries)
 
@@ -245,7 +242,7 @@ def _merge_digests(number: int, known: bytes, other: bytes) -> bytes:
 def _find_first_difference(first: _FactsOfRank, other: _FactsOfRank) -> Problem | None:
     """Find the first entry that one of two ranks lacks, or that differs between them.
 
-    The verb comes first, then entries that one rank lacks.
+    The verb comes first, then entries that one rank lacks. The order of entries comes last: ranks send leaves in it.
     """
     expected: dict[str, str] = json.loads(first.text)
     got: dict[str, str] = json.loads(other.text)
@@ -256,6 +253,11 @@ def _find_first_difference(first: _FactsOfRank, other: _FactsOfRank) -> Problem 
             if got_line != expected_line:
                 got_text = f"{got_line} on the rank at {other.place}"
                 return Problem(name, got_text, f"{expected_line} as on the rank at {first.place}")
+    # Keys of an OrderedDict are in the order in which they were set.
+    for name, expected_name in zip(got, expected, strict=True):
+        if name != expected_name:
+            expected_text = f"{expected_name} as on the rank at {first.place}"
+            return Problem("(order)", f"{name} on the rank at {other.place}", expected_text)
     return None
 
 
