@@ -1,5 +1,6 @@
 """Several dtypes in a unit, casts, and views of weights: one process's numbers, rounded as they are."""
 
+from dataclasses import dataclass, field
 from functools import partial
 
 import pytest
@@ -246,3 +247,43 @@ def test_a_selective_checkpoint_keeps_no_memory_that_a_cast_has_yet_to_fill():
     checkpoint(loss_fn, x, use_reentrant=False, context_fn=contexts).backward()
     assert "aten.mm.default" in seen
     assert "aten._foreach_copy_.default" not in seen
+
+
+@on_ranks(2)
+def test_a_mean_is_taken_before_it_is_cast_to_a_dtype_that_does_not_hold_the_sum():
+    """Of two ranks the sum is infinite in float16."""
+    for strategy in (fs.ddp, fs.zero1, fs.zero3):
+        params = fs.shard(
+            {"w": torch.ones(2048, dtype=torch.float16)}, strategy(one_axis(), reduce_dtype=torch.float32)
+        )
+        for differentiate in (fs.value_and_grad, jitted):
+            _, grads = differentiate(lambda p: (40000.0 * fs.gather(p)["w"]).float().sum())(params)
+            assert grads["w"].local.eq(40000.0).all()
+
+
+def jitted(f):
+    return fs.jit(fs.value_and_grad(f))
+
+
+@dataclass
+class Counted:
+    """A dataclass with a field that its constructor does not take."""
+
+    x: torch.Tensor
+    doubled: torch.Tensor = field(init=False)
+
+    def __post_init__(self):
+        self.doubled = 2 * self.x
+
+
+class Counts(nn.Linear):
+    def forward(self, counted):
+        return Counted(super().forward(counted.x) + counted.doubled)
+
+
+def test_dataclasses_are_cast_whatever_their_constructors_take():
+    model = fs.functionalize(Counts(3, 3))
+    params = model.init(fs.zero3(one_axis(), param_dtype=torch.bfloat16, output_dtype=torch.float64), seed=0)
+    out = model.apply(params, Counted(torch.ones(2, 3)))
+    assert out.x.dtype == out.doubled.dtype == torch.float64
+    assert_same_bits(out.doubled, 2 * out.x)

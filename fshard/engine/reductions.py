@@ -13,7 +13,7 @@ from fshard.engine.gathered_unit import get_transform
 from fshard.engine.leaf import Leaf
 from fshard.transforms.base import ShardTransform
 from fshard.transforms.run import PendingScatter, check_results, start_scatter
-from fshard.transforms.structure import reduction
+from fshard.transforms.structure import reduction, sum_dtype
 from fshard.tree import grouped
 
 
@@ -171,11 +171,12 @@ class Reductions:
             transform = get_transform(leaves[0])
             paths = (leaf.path for leaf in leaves)
             check_results(transform, "scatter", grads, paths, (leaf.spec for leaf in leaves))
-            grads = _compat.cast_all(grads, [leaf.sum_dtype() for leaf in leaves])
+            # A sum may be too large for a dtype that holds the mean.
+            grads = _compat.cast_all(grads, [sum_dtype(leaf.spec, leaf.stored.dtype) for leaf in leaves])
             grads = self._divide(leaves[0], grads)
             for leaf, grad, state in zip(leaves, grads, states, strict=True):
                 leaf.transform_state = state
-                leaf.add_reduced(grad)
+                leaf.add_reduced(leaf.cast_for_sum(grad))
 
     def _divide(self, first: Leaf, grads: list[torch.Tensor]) -> list[torch.Tensor]:
         """Divide reduced gradients now, while they are in the processor's cache."""

@@ -125,7 +125,7 @@ def cast_floating(tree: Tree, dtype: torch.dtype | None) -> Tree:
         if isinstance(x, torch.Tensor) and x.is_floating_point():
             return x.to(dtype)
         if is_dataclass(x) and not isinstance(x, type):
-            field_values = {field.name: getattr(x, field.name) for field in fields(x)}
+            field_values = {field.name: getattr(x, field.name) for field in fields(x) if field.init}
             return replace(x, **cast_floating(field_values, dtype))
         return x
 
