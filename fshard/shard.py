@@ -64,7 +64,7 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | None = N
     check_transform(transform, "shard")
     flat = flatten(full_tree)
     layouts = Layouts("shard", transform, flat.names, flat.leaves)
-    is_chosen = _choose_frozen("shard", frozen, flat)
+    _choose_frozen("shard", frozen, flat)
     remedy = tree_remedy(flat.leaves, "pass full tensors whose shapes fit the strategy")
     # What ranks compare, by the leaves' paths.
     entries = {"(structure)": describe_node_types(flat.treedef)}
@@ -83,7 +83,9 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | None = N
             layouts.problems.append(Problem(path, *misfit))
             entries[path] = misfit[0]
         else:
-            whole = Spec(tuple(leaf.shape), frozen=is_chosen[name] or is_frozen(leaf))
+            # Two leaves may have one name.
+            is_chosen = frozen and matches(frozen, name, leaf)
+            whole = Spec(tuple(leaf.shape), frozen=bool(is_chosen) or is_frozen(leaf))
             spec = layouts.of(path, name, leaf, whole)
             entries[path] = fingerprint(leaf, spec)
         specs.append(spec)
@@ -400,7 +402,7 @@ def is_frozen(leaf: torch.Tensor) -> bool:
 
 
 def _choose_frozen(api_name: str, frozen: Mask | None, flat: Flat) -> dict[str, bool]:
-    """Tell by name which leaves are to be frozen."""
+    """Tell by name which leaves are to be frozen, and refuse what is no mask of them."""
     if frozen is None or frozen in ((), []):
         return dict.fromkeys(flat.names, False)
     expect(is_mask(frozen), api_name, f"frozen to be {MASK}", describe(frozen))

@@ -50,3 +50,13 @@ def test_fine_tuning_by_stages_is_torch_s():
         expected = {name: parameter.detach() for name, parameter in module.named_parameters()}
         assert_same_bits(fs.unshard(state.params), expected)
     assert int(state.opt_state.inner.slots["step"]["0.weight"]) == 3
+
+
+@on_ranks(2)
+def test_leaves_of_one_name_are_frozen_by_their_shapes():
+    """The keys of two leaves may give the same name, and a mask may tell them apart."""
+    for full in ({1: normal()(5), "1": normal()(5, 3)}, {"a.b": normal()(5), "a": {"b": normal()(5, 3)}}):
+        params = fs.shard(full, fs.fully_shard(one_axis()), frozen=lambda name, leaf: leaf.dim() == 1)
+        assert [leaf.spec.frozen for leaf in fs.tree.flatten(params).leaves] == [
+            leaf.dim() == 1 for leaf in fs.tree_leaves(full)
+        ]
