@@ -402,8 +402,8 @@ def _find_tensors(flat: Flat) -> list[torch.Tensor]:
 
 
 def _can_trace(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether a trace keeps all of thousands of tensors: of sparse or quantized ones it keeps too little."""
-    is_dense = set(attributes_of(tensors, "layout")) <= {torch.strided}
+    """Whether a trace keeps all of thousands of tensors: of sparse, quantized or dual ones it keeps too little."""
+    is_dense = set(attributes_of(tensors, "layout")) <= {torch.strided} and not _compat.any_dual(tensors)
     return is_dense and not any(True in attributes_of(tensors, name) for name in ("requires_grad", "is_quantized"))
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat, comm
+from fshard.mesh import process_rank
 from fshard.tree import Exact, Flat, Sharded, Treedef, has_plain_keys
 from fshard.tree.checks import describe
 
@@ -39,7 +40,8 @@ class Signature(NamedTuple):
     Attributes:
         treedef: Structure of the arguments.
         values: For each leaf its spec if it is Sharded, True if it is another tensor, else its value.
-        ranks: This rank's coordinates on the axes of the leaves.
+        ranks: This rank's number, for simulated ranks that ask for it by an axis that no leaf is on, and its
+            coordinates on the axes of the leaves.
         modes: Names and values of the process's modes that a function runs under.
         keys: The structure's text, if equal structures may differ in the types of keys.
         avals: For each leaf its abstract value; None if it is no tensor.
@@ -78,7 +80,9 @@ def make_outline(flat: Flat) -> Signature:
         _refuse_unhashable(flat)
         raise
     keys = "" if has_plain_keys(flat.treedef) else str(flat.treedef)
-    return Signature(flat.treedef, values, tuple(map(comm.rank, flat.axes)), tuple(_read_modes().items()), keys)
+    return Signature(
+        flat.treedef, values, (process_rank(), *map(comm.rank, flat.axes)), tuple(_read_modes().items()), keys
+    )
 
 
 def _refuse_unhashable(flat: Flat) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.func import grad, vmap
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
@@ -21,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 import fshard as fs
 from fshard.tree import flatten
 from tests.jit.steps import refused
-from tests.ranks import on_ranks
+from tests.ranks import my_rank, on_ranks
 from tests.trees import assert_alike, assert_same_bits, normal, one_axis
 
 FIRST = "the first call"
@@ -360,3 +361,27 @@ def test_values_that_a_function_closes_over_do_not_go_stale():
     for read in REFUSED:
         with pytest.raises(ValueError, match=r"reads the value of a tensor|needs the data or the memory of a tensor"):
             fs.jit(lambda x, read=read, closed=torch.tensor(2.0): read(x, closed))(X)  # noqa: B008
+
+
+SENT = fs.jit(lambda x, axis: fs.ppermute(x, axis, [(0, 1)]), static_argnums=1)
+
+
+@on_ranks(2)
+def test_ranks_that_share_a_function_have_a_graph_each():
+    """Though no argument tells them apart: what a rank sends is part of its graph."""
+    axis = fs.axis_of(one_axis())
+    for _ in range(3):
+        value = SENT(torch.tensor(1.0 + my_rank()), axis)
+        assert value == float(my_rank())
+
+
+@on_ranks(2)
+def test_tangents_go_through_collectives():
+    """A graph has no derivatives, so the function runs as it is."""
+    params = fs.shard({"w": torch.arange(4.0)}, fs.fully_shard(one_axis()))
+    jitted = fs.jit(lambda params: fs.gather(params)["w"].square())
+    jitted(params)
+    with forward_ad.dual_level():
+        dual = fs.tree_map(lambda shard: forward_ad.make_dual(shard, torch.ones(2)), params)
+        tangent = forward_ad.unpack_dual(jitted(dual)).tangent
+    assert tangent.tolist() == [0.0, 2.0, 4.0, 6.0]
