@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import filterfalse
 from operator import attrgetter
 from typing import Any
 
@@ -169,6 +170,28 @@ class _ArgumentsOnly(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _restrict(ctx: Any) -> tuple[OnTensors, dict[int, torch.Tensor]]:
+    """Make of the function that runs again one of its differentiable tensors, to its differentiable results.
+
+    Returns:
+        The function, and these tensors by their numbers among all.
+    """
+    tensors = list(ctx.saved_tensors)
+    trained = {i: tensor for i, tensor in enumerate(tensors) if is_differentiable(tensor)}
+
+    def run(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        all_tensors = list(tensors)
+        for i, tensor in zip(trained, given, strict=True):
+            all_tensors[i] = tensor
+        outputs = tuple(filter(is_differentiable, ctx.run_again(*all_tensors)))
+        leaves = [(path, spec, all_tensors[i]) for i, (path, spec) in ctx.leaves.items()]
+        for output in outputs:
+            refuse_wrong_sums("remat", output, leaves)
+        return outputs
+
+    return run, trained
+
+
 class _Remat(Function):
     """Runs a function of tensors, and another one like it in the backward, with the same arguments."""
 
@@ -189,37 +212,29 @@ class _Remat(Function):
         _, ctx.run_again, ctx.leaves, *tensors = inputs
         # Sums of their gradients are in the graph that the backward makes, and are checked there.
         ctx.inputs_checked_later = ctx.leaves.keys()
-        ctx.mark_non_differentiable(*(tensor for tensor in output if not is_differentiable(tensor)))
+        ctx.trained_outputs = list(map(is_differentiable, output))
+        ctx.mark_non_differentiable(*filterfalse(is_differentiable, output))
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        tensors = list(ctx.saved_tensors)
-        trained = [i for i, tensor in enumerate(tensors) if is_differentiable(tensor)]
-
-        def run(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            all_tensors = list(tensors)
-            for i, tensor in zip(trained, given, strict=True):
-                all_tensors[i] = tensor
-            outputs = tuple(tensor for tensor in ctx.run_again(*all_tensors) if is_differentiable(tensor))
-            leaves = [(path, spec, all_tensors[i]) for i, (path, spec) in ctx.leaves.items()]
-            for output in outputs:
-                refuse_wrong_sums("remat", output, leaves)
-            return outputs
-
-        outputs, pull_back, *_ = torch.func.vjp(run, *(tensors[i] for i in trained))
+        run, trained = _restrict(ctx)
+        outputs, pull_back, *_ = torch.func.vjp(run, *trained.values())
         output_grads = [grad for grad in grads if grad is not None and is_differentiable(grad)]
         input_grads = dict(zip(trained, pull_back(tuple(output_grads[: len(outputs)])), strict=True))
-        return None, None, None, *map(input_grads.get, range(len(tensors)))
+        return None, None, None, *map(input_grads.get, range(len(ctx.saved_tensors)))
 
     @staticmethod
     def jvp(ctx: Any, _first: None, _again: None, _leaves: None, *tangents: torch.Tensor | None) -> Any:
-        tensors = ctx.saved_tensors
+        run, trained = _restrict(ctx)
         full_tangents = []
-        for tensor, tangent in zip(tensors, tangents, strict=True):
+        for i, tensor in trained.items():
+            tangent = tangents[i]
             full_tangents.append(torch.zeros_like(tensor) if tangent is None else tangent)
-        return torch.func.jvp(ctx.run_again, tuple(tensors), tuple(full_tangents))[1]
+        output_tangents = torch.func.jvp(run, tuple(trained.values()), tuple(full_tangents))[1]
+        remaining = iter(output_tangents)
+        return tuple(next(remaining) if is_trained else None for is_trained in ctx.trained_outputs)
 
     @staticmethod
     def vmap(

@@ -458,3 +458,20 @@ def test_leaves_that_ranks_hold_whole_are_gathered_inside():
             ValueError, match=re.escape(f"objective: gradients of these leaves would not be summed\n  {text}")
         ):
             grad(lambda params: fs.objective(fs.remat(lambda w: w.sum())(params["w"].local), like=params))(params)
+
+
+def test_integers_pass_through_forward_mode():
+    """Tokens go in, and a choice comes out beside what is differentiated."""
+    table, tokens = normal()(5, 3), torch.tensor([1, 4, 1])
+
+    def choose(table, tokens):
+        rows = table[tokens].sin()
+        return rows.argmax(), rows.square().sum(), tokens
+
+    def second(step, table):
+        return step(table, tokens)[1]
+
+    for transform in (lambda f: hessian(f)(table), lambda f: jvp(f, (table,), (table.cos(),))):
+        expected = transform(partial(second, choose))
+        results = transform(partial(second, fs.remat(choose)))
+        assert_trees_close(results, expected, **within(expected, terms=9, steps=4))
