@@ -1,7 +1,6 @@
 """Transforms made of others: compose and masked."""
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +21,7 @@ from fshard.transforms.base import (
     Wrapped,
     walk_parts,
 )
-from fshard.transforms.run import check_number, check_stateless, start_scatter
+from fshard.transforms.run import PendingScatter, check_number, check_stateless, start_scatter
 from fshard.transforms.structure import layout_axes, sends, split_stages, summed_axes, sums_gradients
 from fshard.tree import MASK, Axis, Mask, ModelDtypes, ReshardPolicy, Spec, Tree, is_mask, matches
 from fshard.tree.checks import describe
@@ -96,26 +95,27 @@ class _Composed(Container):
     ) -> Callable[[], Any]:
         if states is None:
             check_stateless(self)
-        scatter = self._scatter(grads, specs, states)
-        next(scatter)
-        return functools.partial(next, scatter)
-
-    def _scatter(self, grads: Tensors, specs: Specs, states: States | None) -> Iterator[Any]:
-        """Run the stages, the last one first; pause while the first one that sends is under way, and yield the result.
-
-        Without one that sends, pause in the last one that runs.
-        """
-        pause = self._last_sender(default=0)
         old_states = states or [None] * len(grads)
         by_stage: list[States] = [()] * len(self.stages)
-        for number in reversed(range(len(self.stages))):
+        # Without a stage that sends, the last one that runs waits for the finish.
+        sender = self._last_sender(default=0)
+
+        def start_stage(number: int, stage_grads: Tensors) -> PendingScatter:
             stage_states = [state and state[number] for state in old_states]
-            finish = start_scatter(self.stages[number], grads, specs, stage_states)
-            if number == pause:
-                yield
-            grads, by_stage[number] = finish()
-        new_states = zip(old_states, zip(*by_stage, strict=True), strict=True)
-        yield grads if states is None else (grads, [old and new for old, new in new_states])
+            return start_scatter(self.stages[number], stage_grads, specs, stage_states)
+
+        for number in reversed(range(sender + 1, len(self.stages))):
+            grads, by_stage[number] = start_stage(number, grads)()
+        finish_sender = start_stage(sender, grads)
+
+        def finish() -> Any:
+            shards, by_stage[sender] = finish_sender()
+            for number in reversed(range(sender)):
+                shards, by_stage[number] = start_stage(number, shards)()
+            new_states = zip(old_states, zip(*by_stage, strict=True), strict=True)
+            return shards if states is None else (shards, [old and new for old, new in new_states])
+
+        return finish
 
     def _last_sender(self, default: int) -> int:
         """The index of the stage that communicates last in a gather, and first in a scatter."""
