@@ -111,18 +111,6 @@ class Plan(NamedTuple):
     ends: tuple[int, ...]
 
 
-class Run(NamedTuple):
-    """Neighboring module units that are merged into one unit.
-
-    Attributes:
-        first: The number of the first module unit.
-        end: The number of the first module unit after the run.
-    """
-
-    first: int
-    end: int
-
-
 @functools.lru_cache(maxsize=256)
 def make_unit(name: str, leaves: tuple[LeafFacts, ...]) -> Unit:
     """Describe a unit of some leaves.
@@ -176,21 +164,21 @@ def make_plan(module_units: tuple[ModuleUnit, ...], leaves: tuple[LeafFacts, ...
     units_holding: dict[str, list[int]] = {}
     enclosing: tuple[int, ...] = ()
     for number, run in enumerate(runs):
-        merged_units = module_units[run.first : run.end]
+        merged_units = module_units[run.start : run.stop]
         # Only the unit before this one, and the units around that one, can be around this one.
         candidates = enclosing if number == 0 else (*enclosing, number - 1)
-        enclosing = tuple([outer for outer in candidates if run.first < ends[runs[outer].first]])
+        enclosing = tuple([outer for outer in candidates if run.start < ends[runs[outer].start]])
         unit = _merge(merged_units, facts)
         # The only unit of a model stays until its backward anyway. If it is small, it stays even where another model
         # follows.
         stays = len(runs) == 1 and unit.nbytes <= unit.policy.bucket_bytes
         units.append(
             unit._replace(
-                is_regathered=singles[run.first].is_regathered and not stays,
+                is_regathered=singles[run.start].is_regathered and not stays,
                 is_embedding=all(module_unit.is_embedding for module_unit in merged_units),
                 enclosing=enclosing,
-                last_module_unit=run.end - 1,
-                is_merged=run.end - run.first > 1,
+                last_module_unit=run.stop - 1,
+                is_merged=len(run) > 1,
             )
         )
         unit_of += [number] * len(merged_units)
@@ -210,7 +198,9 @@ def _merge(module_units: Sequence[ModuleUnit], facts: Mapping[str, LeafFacts]) -
     return make_unit(name, tuple([facts[leaf_name] for leaf_name in names if leaf_name in facts]))
 
 
-def merge_small_units(units: Sequence[Unit], ends: Sequence[int], first: int = 0, end: int | None = None) -> list[Run]:
+def merge_small_units(
+    units: Sequence[Unit], ends: Sequence[int], first: int = 0, end: int | None = None
+) -> list[range]:
     """Choose the neighbors to merge, because latency would cost more than the transfer.
 
     A unit is merged with all units inside it or with none. Units inside different parents are merged only along with
@@ -223,24 +213,24 @@ def merge_small_units(units: Sequence[Unit], ends: Sequence[int], first: int = 0
         end: The number of the first unit after that parent; None for all units.
 
     Returns:
-        The runs of units that are merged. Each unit is in one run.
+        The numbers of the units of each run that is merged into one. Each unit is in one run.
     """
     end = len(units) if end is None else end
-    runs: list[Run] = []
+    runs: list[range] = []
     # The last run described as one unit; None if nothing may join it.
     open_run: Unit | None = None
     while first < end:
         after = ends[first]
         family = units[first:after]
         if not _may_merge(family):
-            runs.append(Run(first, first + 1))
+            runs.append(range(first, first + 1))
             runs += merge_small_units(units, ends, first + 1, after)
             open_run = None
         elif open_run is not None and _may_merge([open_run, *family]):
-            runs[-1] = Run(runs[-1].first, after)
+            runs[-1] = range(runs[-1].start, after)
             open_run = _describe_merged([open_run, *family])
         else:
-            runs.append(Run(first, after))
+            runs.append(range(first, after))
             open_run = _describe_merged(family)
         first = after
     return runs

@@ -451,15 +451,14 @@ def check_operands(api_name: str, tree: Tree, axis: Axis, dim: int | None = None
         if not isinstance(tensor, torch.Tensor) or dim not in (None, *range(tensor.dim())):
             expected = "a tensor" if dim is None else f"a tensor with a dim {dim}, counted from the front"
             return describe(tensor), expected
-        is_typed = axis.size > 1 and vary is not None and is_sharded(leaf) and axis in leaf.spec.axes
-        is_split = is_typed and leaf.spec.dim_of(axis) is not None
-        if not is_typed or not (vary or is_split):
+        if vary is None or axis.size == 1 or not is_sharded(leaf) or axis not in leaf.spec.axes:
             return None
-        if not vary:
-            return f"is split over {axis.name!r}, but {api_name} needs a value that is equal on all ranks"
-        if is_split:
+        if leaf.spec.dim_of(axis) is None:
+            is_replicated = f"is replicated over {axis.name!r}, but {api_name} needs a value that differs between ranks"
+            return is_replicated if vary else None
+        if vary:
             return f"is split over {axis.name!r}, and {api_name} would mix the different elements that ranks store"
-        return f"is replicated over {axis.name!r}, but {api_name} needs a value that differs between ranks"
+        return f"is split over {axis.name!r}, but {api_name} needs a value that is equal on all ranks"
 
     collective_name = f"{api_name} over {axis.name!r}"
     flat = flatten(tree)

@@ -28,11 +28,11 @@ def unit(nbytes, limit, is_regathered=True):
 def test_merge_small_units():
     for sizes, limit, expected in MERGED:
         runs = merge_small_units([unit(nbytes, limit) for nbytes, _ in sizes], [end for _, end in sizes])
-        assert " ".join(f"{first}-{end - 1}" for first, end in runs) == expected
+        assert " ".join(f"{run.start}-{run.stop - 1}" for run in runs) == expected
         # Each unit is in one of them.
-        assert [n for first, end in runs for n in range(first, end)] == list(range(len(sizes)))
+        assert [n for run in runs for n in run] == list(range(len(sizes)))
     units = [unit(4, 100), unit(4, 100, is_regathered=False), unit(4, 100), unit(4, 100)]
-    assert merge_small_units(units, [1, 2, 3, 4]) == [(0, 1), (1, 2), (2, 4)]
+    assert merge_small_units(units, [1, 2, 3, 4]) == [range(1), range(1, 2), range(2, 4)]
 
 
 # A model of three blocks, the second of which holds two layers, and a head that is tied to the embedding.
