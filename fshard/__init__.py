@@ -139,33 +139,127 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __getattr__ = lazy_names.make_getattr(__name__)
 
-# By use, as above.
-__all__ = ["Axis", "__version__", "axis_of", "init_mesh"]
-__all__ += ["P", "Sharded", "Spec", "register_dataclass", "reshard", "shard", "tree_leaves", "tree_map", "unshard"]
-__all__ += ["Model", "functionalize", "sync_buffers"]
-__all__ += ["apply", "gather", "scatter_grads", "start_gather", "update"]
-__all__ += ["accumulate", "fold_in", "microbatches", "objective", "remat", "value_and_grad"]
-__all__ += ["ddp", "hsdp", "zero1", "zero2", "zero3"]
-__all__ += ["LayoutError", "ShardTransform", "Storage", "Wrapped", "cast", "compose", "fully_shard"]
-__all__ += ["hybrid_shard", "offload", "own_dim", "replicate", "split_dim", "transform_state"]
-__all__ += ["GradientTransformation", "Optimizer", "TrainState", "chain", "from_torch"]
-__all__ += ["jit"]
-__all__ += ["all_gather", "all_gather_invariant", "all_to_all", "axis_index", "broadcast", "pmax"]
-__all__ += ["pcast", "pmean", "ppermute", "psum", "psum_invariant", "ragged_all_to_all", "reduce_scatter"]
-__all__ += ["comm"]
-__all__ += ["checkpoint"]
-__all__ += ["testing"]
-__all__ += ["moe", "pipeline", "ring_attention", "ring_positions"]
-__all__ += ["tensor_parallel", "ulysses", "vocab_parallel_cross_entropy", "vocab_parallel_embedding"]
-__all__ += ["chunked_loss", "fit", "graph_cache", "load_graph", "make_graph", "publish", "quantize", "receive"]
-__all__ += ["save_graph"]
-__all__ += ["freeze", "masked", "partition"]
-__all__ += ["adafactor", "adam", "adamw", "ema", "lamb", "lars", "sgd", "skip_nonfinite", "whole"]
-__all__ += ["add_decayed_weights", "clip_by_global_norm", "clip_by_norm", "clip_by_value", "global_norm", "leaf_norms"]
-__all__ += ["scale_by_adam", "scale_by_factored_rms", "scale_by_trust_ratio"]
-__all__ += ["dynamic_loss_scale", "from_torch_scheduler", "schedules"]
-__all__ += ["check", "diff", "plan", "replay", "sample_ids", "trace", "verify"]
-__all__ += ["from_dtensor", "no_split", "to_dtensor", "with_init_weights"]
+__all__ = [
+    "Axis",
+    "GradientTransformation",
+    "LayoutError",
+    "Model",
+    "Optimizer",
+    "P",
+    "ShardTransform",
+    "Sharded",
+    "Spec",
+    "Storage",
+    "TrainState",
+    "Wrapped",
+    "__version__",
+    "accumulate",
+    "adafactor",
+    "adam",
+    "adamw",
+    "add_decayed_weights",
+    "all_gather",
+    "all_gather_invariant",
+    "all_to_all",
+    "apply",
+    "axis_index",
+    "axis_of",
+    "broadcast",
+    "cast",
+    "chain",
+    "check",
+    "checkpoint",
+    "chunked_loss",
+    "clip_by_global_norm",
+    "clip_by_norm",
+    "clip_by_value",
+    "comm",
+    "compose",
+    "ddp",
+    "diff",
+    "dynamic_loss_scale",
+    "ema",
+    "fit",
+    "fold_in",
+    "freeze",
+    "from_dtensor",
+    "from_torch",
+    "from_torch_scheduler",
+    "fully_shard",
+    "functionalize",
+    "gather",
+    "global_norm",
+    "graph_cache",
+    "hsdp",
+    "hybrid_shard",
+    "init_mesh",
+    "jit",
+    "lamb",
+    "lars",
+    "leaf_norms",
+    "load_graph",
+    "make_graph",
+    "masked",
+    "microbatches",
+    "moe",
+    "no_split",
+    "objective",
+    "offload",
+    "own_dim",
+    "partition",
+    "pcast",
+    "pipeline",
+    "plan",
+    "pmax",
+    "pmean",
+    "ppermute",
+    "psum",
+    "psum_invariant",
+    "publish",
+    "quantize",
+    "ragged_all_to_all",
+    "receive",
+    "reduce_scatter",
+    "register_dataclass",
+    "remat",
+    "replay",
+    "replicate",
+    "reshard",
+    "ring_attention",
+    "ring_positions",
+    "sample_ids",
+    "save_graph",
+    "scale_by_adam",
+    "scale_by_factored_rms",
+    "scale_by_trust_ratio",
+    "scatter_grads",
+    "schedules",
+    "sgd",
+    "shard",
+    "skip_nonfinite",
+    "split_dim",
+    "start_gather",
+    "sync_buffers",
+    "tensor_parallel",
+    "testing",
+    "to_dtensor",
+    "trace",
+    "transform_state",
+    "tree_leaves",
+    "tree_map",
+    "ulysses",
+    "unshard",
+    "update",
+    "value_and_grad",
+    "verify",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_embedding",
+    "whole",
+    "with_init_weights",
+    "zero1",
+    "zero2",
+    "zero3",
+]
 
 
 def __dir__() -> list[str]:

@@ -194,9 +194,8 @@ class Exchange:
                     _, second_holders, *_ = sorted(ranks_of_value.values())
                     rank = second_holders[0]
                     first_ranks[path] = min(rank, first_ranks.get(path, rank))
-        problems = []
-        for path, rank in sorted(first_ranks.items()):
-            problems.append(Problem(path, f"other values on rank {rank}", "the same on all ranks"))
+        ranks = sorted(first_ranks.items())
+        problems = [Problem(path, f"other values on rank {rank}", "the same on all ranks") for path, rank in ranks]
         remedy = "make them the same, buffers by fs.sync_buffers, or store a row of one leaf for each rank"
         refuse(f"{self.label}: ranks hold different values of one leaf", problems, remedy)
 

@@ -263,11 +263,7 @@ def _split_into_pieces(tensor: torch.Tensor, axis: Axis, label: str, dim: int) -
 
 def _take_local_piece(tensors: Tensors, axis: Axis, label: str, dim: int) -> Tensors:
     local_rank = comm.rank(axis)
-    local_pieces = []
-    for tensor in tensors:
-        pieces = _split_into_pieces(tensor, axis, label, dim)
-        local_pieces.append(pieces[local_rank].contiguous())
-    return local_pieces
+    return [_split_into_pieces(tensor, axis, label, dim)[local_rank].contiguous() for tensor in tensors]
 
 
 def _sum_and_split(tensors: Tensors, axis: Axis, label: str, dim: int) -> Tensors:
@@ -281,10 +277,7 @@ def _exchange(tensors: Tensors, axis: Axis, label: str, split: int, concat: int)
     stacks = [_split_into_pieces(tensor, axis, label, split) for tensor in tensors]
     one_row_each = [1] * axis.size
     received = comm.all_to_all(stacks, one_row_each, one_row_each, axis, label)
-    joined = []
-    for rows in received:
-        joined.append(torch.cat(list(rows), concat))
-    return joined
+    return [torch.cat(list(rows), concat) for rows in received]
 
 
 def _exchange_rows(tensors: Tensors, axis: Axis, label: str, send: Sizes, receive: Sizes) -> Tensors:

@@ -218,11 +218,10 @@ def agree_on_usage(usage: TracedUsage) -> Usage:
     axes = tuple(dict.fromkeys(usage.axes))
     label = comm.Label(comm.Verb.AGREE)
     joint_flags = iter(comm.join_flags(flags, axes, label))
-    agreed = []
+    agreed: Usage = ()
     for used_in_call in usage.used:
-        number = len(used_in_call)
-        agreed.append(tuple(itertools.islice(joint_flags, number)))
-    return tuple(agreed)
+        agreed += (tuple(itertools.islice(joint_flags, len(used_in_call))),)
+    return agreed
 
 
 def reduce_loss_and_usage(

@@ -201,10 +201,8 @@ def _start_by_backend(op: str, arguments: _Arguments, _: ChainEntry, group: Grou
         fused = [sources[index] for index in indices]
         started = _compat.start_by_backend(op, fused, size, group.name, *arguments.sizes)
         buffers.update(zip(indices, started, strict=True))
-    results = []
-    for index, shape in enumerate(_buffer_shapes(op, arguments)):
-        results.append(buffers[index].view(tensors[index].dtype).view(shape))
-    return results
+    shapes = _buffer_shapes(op, arguments)
+    return [buffers[index].view(tensors[index].dtype).view(shape) for index, shape in enumerate(shapes)]
 
 
 def operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any], tags: tuple[torch.Tag, ...] = ()) -> Any:

@@ -97,10 +97,9 @@ def join_states(flat: Flat, states: Sequence[Tree]) -> Tree:
     """
     if not any(map(_has_state, flat.specs)):
         return None
-    rows: list[Tree] = []
-    for leaf, state in zip(flat.leaves, states, strict=True):
-        rows.append(None if state is None else _rows(leaf.spec, state))
-    return flat.unflatten(rows)
+    return flat.unflatten(
+        None if state is None else _rows(leaf.spec, state) for leaf, state in zip(flat.leaves, states, strict=True)
+    )
 
 
 def _rows(spec: Spec, state: Tree) -> Tree:

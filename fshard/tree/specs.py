@@ -292,10 +292,8 @@ class Spec:
 
     def _pieces_by_dim(self) -> list[int]:
         """Count the pieces that each stored dim is cut into."""
-        pieces = []
-        for dim in range(len(self.storage_shape)):
-            pieces.append(math.prod(axis.size for axis in self.split_axes(dim)))
-        return pieces
+        dims = range(len(self.storage_shape))
+        return [math.prod(axis.size for axis in self.split_axes(dim)) for dim in dims]
 
 
 def describe_difference(spec: Spec, expected: Spec) -> tuple[str, str] | None:
