@@ -42,8 +42,10 @@ def assert_equal(f, params, other, terms):
 
 
 REDUCED = (
-    "value_and_grad: the loss was already summed over 'shard' by fs.objective or fs.psum_invariant, so gradients would "
-    "be too small. Return the loss of this rank's batch; it is reduced for you. To sum parts of it, use fs.psum."
+    "value_and_grad: the loss uses the result of fs.psum_invariant over 'shard', which agrees between ranks, so "
+    "gradients would be too small. Return the loss of this rank's batch; it is reduced for you. To sum parts use "
+    "fs.psum. On a term that is summed, as the results of fs.global_norm and of a value_and_grad are, use "
+    'fs.pcast(x, axis, to="varying").'
 )
 
 
@@ -63,7 +65,7 @@ def test_sums_in_a_loss(make):
         text = f"the loss uses the result of fs.{move.__name__} over 'shard', which agrees between ranks, so gradients "
         shared = partial(lambda move, p: squares(p) + move(squares(p)[None], axis).mean(), move)
         assert_refused(shared, params, f"value_and_grad: {text}would be too small. Use {remedy}")
-    with pytest.raises(ValueError, match=re.escape(REDUCED.replace("value_and_grad", "objective"))):
+    with pytest.raises(ValueError, match=re.escape(REDUCED.replace("value_and_grad", "objective", 1))):
         grad(lambda p: fs.objective(squares(p) + total_of(p), like=p))(params)
     # One term for each rank.
     grads = assert_equal(

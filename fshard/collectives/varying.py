@@ -20,13 +20,17 @@ ADVICE = MappingProxyType(
     {
         "psum": "use fs.psum_invariant, whose sum agrees",
         "all_gather": "use fs.all_gather_invariant, whose result agrees",
+        "fs.gather": "use leaf.local of a leaf that ranks hold whole, or fs.psum_invariant of equal parts",
     }
 )
-# Moves whose results agree between ranks, and what a loss of each rank is to use instead.
-AGREEING_MOVES: Mapping[str, str] = MappingProxyType(
+# Collectives whose results agree between ranks, and what a loss of each rank is to use instead.
+AGREEING: Mapping[str, str] = MappingProxyType(
     {
-        "all_gather_invariant": "fs.all_gather",
-        "broadcast": 'fs.pcast(x, axis, to="varying") on it before each rank computes with it',
+        "psum_invariant": "Return the loss of this rank's batch; it is reduced for you. To sum parts use fs.psum. "
+        "On a term that is summed, as the results of fs.global_norm and of a value_and_grad are, use "
+        'fs.pcast(x, axis, to="varying").',
+        "all_gather_invariant": "Use fs.all_gather.",
+        "broadcast": 'Use fs.pcast(x, axis, to="varying") on it before each rank computes with it.',
     }
 )
 # By whether a value varies.
@@ -150,7 +154,8 @@ def refuse_wrong_sums(api_name: str, loss: torch.Tensor, leaves: Leaves) -> None
     Raises:
         ValueError: as `refuse_unsummed` and `refuse_mixed` do.
     """
-    in_graph = [leaf for leaf in leaves if _takes_gradient(leaf)]
+    # Those that take a gradient which is summed over ranks.
+    in_graph = [leaf for leaf in leaves if leaf[2].requires_grad and any(axis.size > 1 for axis in leaf[1].axes)]
     if loss.grad_fn is None or not in_graph:
         return
     refuse_unsummed(api_name, [loss], in_graph)
@@ -167,12 +172,6 @@ def refuse_wrong_sums(api_name: str, loss: torch.Tensor, leaves: Leaves) -> None
             if place[0] is not None and place[0] not in ends:
                 derived.append((spec, place))
     refuse_mixed(api_name, derived, first_leaves)
-
-
-def _takes_gradient(leaf: Leaf) -> bool:
-    """Whether a leaf takes a gradient that is summed over ranks."""
-    _, spec, tensor = leaf
-    return tensor.requires_grad and any(axis.size > 1 for axis in spec.axes)
 
 
 def _nodes_behind(node: Any) -> list[Any]:
@@ -284,17 +283,11 @@ def check_not_reduced(loss: torch.Tensor, axes: Sequence[Axis], api_name: str) -
             continue
         variances = map(variance_of, _reach([loss], axis))
         names = {variance.name for variance in variances if axis in variance.axes}
-        if "psum_invariant" in names:
-            raise ValueError(
-                f"{api_name}: the loss was already summed over {axis.name!r} by fs.objective or fs.psum_invariant, so "
-                "gradients would be too small. Return the loss of this rank's batch; it is reduced for you. To sum "
-                "parts of it, use fs.psum."
-            )
-        for name, varying_form in AGREEING_MOVES.items():
+        for name, remedy in AGREEING.items():
             if name in names:
                 raise ValueError(
                     f"{api_name}: the loss uses the result of fs.{name} over {axis.name!r}, which agrees between "
-                    f"ranks, so gradients would be too small. Use {varying_form}."
+                    f"ranks, so gradients would be too small. {remedy}"
                 )
 
 
