@@ -182,7 +182,8 @@ class ReductionOrder:
         """
         expected = f"communicate to be one of {self.communicate_values}"
         expect(communicate in self.communicate_values, api_name, expected, repr(communicate))
-        if communicate == "outer_once" and not any(map(_is_reduced_over_several, leaves_of(params))):
+        sharded = filter(is_sharded, leaves_of(params))
+        if communicate == "outer_once" and not any(reduction(leaf.spec.transform).halves for leaf in sharded):
             raise ValueError(
                 f'{api_name}: communicate="outer_once" needs leaves that are reduced over one axis after another, as '
                 'under fs.hsdp. Take such a strategy, or communicate="each" or "once".'
@@ -240,10 +241,6 @@ class ReductionOrder:
         Raises:
             ValueError: with the path of every such leaf.
         """
-
-
-def _is_reduced_over_several(leaf: Any) -> bool:
-    return is_sharded(leaf) and reduction(leaf.spec.transform).halves is not None
 
 
 class _TreeOrder(ReductionOrder):

@@ -91,15 +91,10 @@ def find_used_leaves(loss: torch.Tensor, trained: Sequence[Leaf]) -> set[Leaf]:
         used.add(leaf)
         return [get_gradient_edge(leaf.tensor)[:2]] if leaf.derived else []
 
-    for node, _ in walk_graph([_get_edge(loss)], list_edges_behind):
+    for node, _ in walk_graph([(loss.grad_fn, loss.output_nr)], list_edges_behind):
         if node in leaf_of_node:
             used.add(leaf_of_node[node])
     return used
-
-
-def _get_edge(tensor: torch.Tensor) -> tuple[Any, int]:
-    """Return the node that computed a tensor, and which of its outputs the tensor is."""
-    return tensor.grad_fn, tensor.output_nr
 
 
 def _get_delivered_unit(node: Any) -> GatheredUnit | None:

@@ -237,7 +237,8 @@ class ModelWalk:
             entered: The unit that this rank enters, which stays readable.
         """
         for number, step in self._cursor.advance(end):
-            submodule = self._innermost_submodule(number)
+            # The innermost one around the unit. The outermost one is the whole model.
+            submodule = next(submodule for submodule in reversed(self._running) if number in submodule.units)
             checkpoint = submodule.checkpoint
             if number == entered:
                 checkpoint = find_outermost_checkpoint()
@@ -247,10 +248,6 @@ class ModelWalk:
             self._readable[number] = step.gathered
             if number != entered:
                 self._leave_or_hold(number, may_return=entered in submodule.units)
-
-    def _innermost_submodule(self, number: int) -> RunningSubmodule:
-        """Return the innermost running submodule around a unit. The outermost one is the whole model."""
-        return next(submodule for submodule in reversed(self._running) if number in submodule.units)
 
     def _leave_or_hold(self, number: int, *, may_return: bool = False) -> None:
         """Leave a readable unit, or hold it while a submodule runs that may enter it again."""

@@ -217,7 +217,10 @@ class _Simulation:
         try:
             for thread in self.threads:
                 thread.start()
-            while len(self.ended) < len(self.threads) and not self._has_failed_by_itself():
+            # Go on while ranks have failed only because they heard of the failure of another one.
+            while len(self.ended) < len(self.threads) and all(
+                isinstance(error, comm.CollectiveError) for error in self._errors().values()
+            ):
                 self._fail_broken()
                 if self.waiting and len(self.waiting) + len(self.ended) == len(self.threads):
                     self._break_circle()
@@ -244,10 +247,6 @@ class _Simulation:
             if error and not isinstance(error, _Stop):
                 errors[rank] = error
         return errors
-
-    def _has_failed_by_itself(self) -> bool:
-        """Whether a rank has failed that did not only hear of the failure of another one."""
-        return any(not isinstance(error, comm.CollectiveError) for error in self._errors().values())
 
     def _receive(self, deadline: float) -> None:
         """Do the next thing that ranks ask for; raise queue.Empty if there is none by the deadline."""
