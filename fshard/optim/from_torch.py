@@ -76,6 +76,9 @@ def from_torch(
 ) -> Optimizer:
     """Make a pure optimizer of a torch.optim class. Updates have the bits of the class's own steps.
 
+    They have no derivative in reverse mode, and none by hyperparameters, because torch's kernels record no graph.
+    Those of `sgd`, `adam` and others of fshard have.
+
     Args:
         cls: The class, such as torch.optim.AdamW. If leaves are sharded, its math must be elementwise.
         inject: The name of a numeric argument that the state holds, or several, as with optax.inject_hyperparams. You
@@ -93,10 +96,10 @@ def from_torch(
 
     Raises:
         ValueError: if `cls` is not a torch.optim class, keeps something between steps that is not in the state of its
-            parameters, or `inject` names no numeric argument of it; from init, if a leaf cannot take a gradient, if the
-            class looks across the elements of a sharded leaf, if it rounds elements by their place with
-            reduction_order="tree", or if its fused kernel does not step leaves of half precision, as that of SGD on the
-            CPU before torch 2.14.
+            parameters, or `inject` names no numeric argument of it; from update, if it is differentiated; from init, if
+            a leaf cannot take a gradient, if the class looks across the elements of a sharded leaf, if it rounds
+            elements by their place with reduction_order="tree", or if its fused kernel does not step leaves of half
+            precision, as that of SGD on the CPU before torch 2.14.
             Torch's own error if the class refuses its arguments, needs a closure, or cannot step on dense gradients.
 
     >>> import fshard as fs
@@ -143,13 +146,10 @@ class _Selection(NamedTuple):
             is_number: Whether a tensor is one number for a whole leaf, which has no spec.
         """
         new_leaves = list(leaves)
-        old_values = self.take(leaves)
-        # In place, none is new.
-        if not all(map(operator.is_, values, old_values)):
-            for i, old, value in zip(self.positions, old_values, values, strict=True):
-                if value is not None and value is not old:
-                    is_plain = is_number or not isinstance(value, torch.Tensor)
-                    new_leaves[i] = value if is_plain else like(self.flat.leaves[i], value)
+        for i, old, value in zip(self.positions, self.take(leaves), values, strict=True):
+            if value is not None and value is not old:
+                is_plain = is_number or not isinstance(value, torch.Tensor)
+                new_leaves[i] = value if is_plain else like(self.flat.leaves[i], value)
         return self.flat.unflatten(new_leaves)
 
 
@@ -187,7 +187,7 @@ class _WrappedClass:
             inject: The names of those that the state holds.
             order: The order whose bits updates keep.
         """
-        initial = hyper | _read_on_host(_evaluate(hyper, zero(), {}))
+        initial = _refuse_derivatives(hyper) | _read_on_host(_evaluate(hyper, zero(), {}))
         self._name = cls.__name__
         self._hyper = hyper
         self._order = order
@@ -234,7 +234,7 @@ class _WrappedClass:
         """Make new parameters and the next state; with `donate`, in the place of the old ones."""
         self._refuse_state(state)
         flat = flatten(params)
-        hyper = _evaluate(self._hyper, state.updates, state.hyper)
+        hyper = _evaluate(self._hyper, state.updates, _refuse_derivatives(state.hyper))
         slots = {name: leaves_of(slot) for name, slot in state.slots.items()}
         gradients = _collect_gradients(grads, flat, copy=self._may_write_gradients)
         selection = _Selection(flat, list(gradients))
@@ -343,6 +343,7 @@ class _WrappedClass:
                 state[name] = number
         return new_states
 
+    @_compat.outside_modes()
     def _refuse_leaves(self, flat: Flat) -> None:
         """Refuse leaves that the class cannot step, or not with the bits that are promised."""
         dtypes = {tensor_of(leaf).dtype for leaf in flat.leaves if is_trained(leaf)}
@@ -432,9 +433,29 @@ def _collect_gradients(grads: Tree, flat: Flat, *, copy: bool) -> dict[int, torc
     rows = zip(tensors_of(leaves_of(grads)), flat.leaves, strict=True)
     for i, (grad, leaf) in enumerate(rows):
         if grad is not None and is_trained(leaf):
-            plain = (grad.detach() if grad.requires_grad else grad).resolve_conj().resolve_neg()
+            plain = _detach(grad).resolve_conj().resolve_neg()
             gradients[i] = _make_writable(plain) if copy else plain.contiguous()
     return gradients
+
+
+def _refuse_derivatives(hyper: Hyper) -> Hyper:
+    """Refuse hyperparameters that are differentiated, also in forward mode: kernels read them as numbers."""
+    for value in filter(torch.is_tensor, hyper.values()):
+        _detach(value, _compat.any_dual([value]))
+    return hyper
+
+
+def _detach(tensor: torch.Tensor, is_lost: bool = False) -> torch.Tensor:
+    """Detach a tensor, because steps of a class record no graph. Refuse one whose gradient would be lost."""
+    # A leaf of autograd's own graph is a parameter as torch makes them.
+    is_in_graph = tensor.grad_fn is not None or _compat.is_transformed(tensor)
+    if is_lost or (is_in_graph and _compat.is_differentiated(tensor)):
+        raise ValueError(
+            "from_torch: the update is differentiated, but steps of a torch class have no derivative. Use fs.sgd, "
+            "fs.adam or another optimizer of fshard, or pass constants: fs.tree_map(torch.detach, tree)."
+        )
+    # Detach only if necessary: each operator takes about a millisecond of a trace.
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _make_writable(value: Any, in_place: bool = False) -> Any:
@@ -444,8 +465,7 @@ def _make_writable(value: Any, in_place: bool = False) -> Any:
     """
     if not isinstance(value, torch.Tensor):
         return value
-    # Detach only if necessary: each operator takes about a millisecond of a trace.
-    plain = value.detach() if value.requires_grad else value
+    plain = _detach(value)
     return plain.contiguous() if in_place else plain.clone(memory_format=torch.contiguous_format)
 
 
@@ -454,12 +474,11 @@ def _move_numbers(numbers: Tensors, device: torch.device) -> Tensors:
     if not numbers or numbers[0].device == device:
         return numbers
     stacked = torch.stack(list(numbers))
-    if device.type == "cpu":
-        return stacked.to(device).unbind()
-    if not _compat.is_tracing():
+    is_for_host = device.type == "cpu"
+    if not (is_for_host or _compat.is_tracing()):
         # The host would wait for a copy from pageable memory. A trace has none.
         stacked = stacked.pin_memory()
-    return stacked.to(device, non_blocking=True).unbind()
+    return stacked.to(device, non_blocking=not is_for_host).unbind()
 
 
 @torch.no_grad()
@@ -522,15 +541,13 @@ def _make_start_states(make: Make, tensors: Tensors) -> list[State]:
     optimizer.step()
     states = []
     for tensor, early_state in zip(tensors, early_states, strict=True):
-        zeros = map_leaves(_zeros_like, dict(optimizer.state[tensor]))
+        state = dict(optimizer.state[tensor])
+        zeros = map_leaves(lambda value: torch.zeros_like(value) if torch.is_tensor(value) else value, state)
         states.append(zeros | early_state)
     return states
 
 
-def _zeros_like(value: Any) -> Any:
-    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else value
-
-
+@_compat.outside_modes()
 def _observe(make: Make) -> _Traits:
     """Observe steps of a small matrix: without a state, from zeros, and by one optimizer that is kept.
 

@@ -349,3 +349,16 @@ def test_ranks_whose_graphs_send_different_things_are_named_before_anything_is_s
     ):
         step(params, torch.ones(3))
     assert all(entry.about.is_comparison for entry in record)
+
+
+@on_ranks(2)
+def test_an_optimizer_may_be_made_and_initialised_inside_the_function():
+    """As the inner loop of Reptile does it: the trials of a torch class read values, and are no part of the graph."""
+    params = fs.shard({"w": torch.arange(6.0).reshape(3, 2)}, fs.zero3(one_axis(), min_shard_elements=0))
+
+    def adapt(params):
+        tx = fs.from_torch(optim.AdamW, lr=0.1)
+        state = fs.TrainState.create(params, tx)
+        return fs.update(tx, state, params).params
+
+    assert_alike(fs.jit(adapt)(params), adapt(params))

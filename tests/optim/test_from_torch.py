@@ -5,9 +5,10 @@ import itertools
 
 import pytest
 import torch
-from torch import optim
+from torch import func, optim
 
 import fshard as fs
+from tests.tolerance import within
 from tests.trees import assert_same_bits, copied, normal, tensors
 
 
@@ -150,3 +151,65 @@ def test_a_state_that_lacks_nothing_may_be_of_another_class():
         updated, _ = tx.update(grads, state, params)
         expected, _ = tx.update(grads, tx.init(params), params)
         assert_same_bits(updated, expected)
+
+
+LOST = "from_torch: the update is differentiated, but steps of a torch class have no derivative. Use fs.sgd, "
+ONE = torch.ones(())
+
+
+def two_updates(tx, w, hyper=None):
+    """A loss after two updates, by the gradient w of w² / 2."""
+    state = tx.init({"w": w})
+    params = {"w": w}
+    for _ in range(2):
+        if hyper is not None:
+            state = state._replace(hyper={"lr": hyper})
+        params, state = tx.update(params, state, params)
+    return params["w"].square().sum()
+
+
+def constant_gradient(tx, w):
+    return tx.update({"w": torch.ones(3)}, tx.init({"w": w.detach()}), {"w": w})[0]["w"].sum()
+
+
+def tracked_update(tx, w):
+    w = w.clone().requires_grad_()
+    return tx.update({"w": w * 2}, tx.init({"w": w.detach()}), {"w": w.detach()})
+
+
+# Each would be a gradient of zero.
+DIFFERENTIATED = {
+    "parameters": lambda tx, w: func.grad(lambda w: two_updates(tx, w))(w),
+    "parameters, by a constant gradient": lambda tx, w: func.grad(lambda w: constant_gradient(tx, w))(w),
+    "parameters of several members": lambda tx, w: func.grad(
+        lambda w: func.vmap(lambda w: constant_gradient(tx, w))(w.expand(2, 3)).sum()
+    )(w),
+    "gradients in a graph": tracked_update,
+    "an injected rate": lambda tx, w: func.grad(lambda rate: two_updates(tx, w, rate))(ONE),
+    "an injected rate, forward": lambda tx, w: func.jvp(lambda rate: two_updates(tx, w, rate), (ONE,), (ONE,)),
+    "a rate": lambda tx, w: func.grad(lambda rate: two_updates(fs.from_torch(optim.SGD, lr=rate), w))(ONE),
+    "a rate, forward": lambda tx, w: func.jvp(
+        lambda rate: two_updates(fs.from_torch(optim.SGD, lr=rate), w), (ONE,), (ONE,)
+    ),
+}
+
+
+@pytest.mark.rows(8)
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_an_update_that_is_differentiated_is_refused(name):
+    tx = fs.from_torch(optim.SGD, lr=0.5, inject="lr")
+    with pytest.raises(ValueError, match=LOST):
+        DIFFERENTIATED[name](tx, torch.arange(3.0))
+
+
+def test_what_goes_through_an_update_of_a_torch_class():
+    """Tangents of parameters, batches of vmap, parameters as torch makes them, and constants of an outer function."""
+    tx, native, w = fs.from_torch(optim.SGD, lr=0.5, momentum=0.5), fs.sgd(0.5, 0.5), torch.arange(3.0)
+    for transform in (lambda f: func.jvp(f, (w,), (torch.ones(3),)), lambda f: func.vmap(f)(w.expand(2, 3))):
+        expected = transform(lambda w: two_updates(native, w))
+        actual = transform(lambda w: two_updates(tx, w))
+        torch.testing.assert_close(actual, expected, **within(expected, terms=9))
+    parameter = w.clone().requires_grad_()
+    new_params, _ = tx.update({"w": w}, tx.init({"w": parameter}), {"w": parameter})
+    assert not new_params["w"].requires_grad
+    assert func.grad(lambda x: (x * two_updates(tx, w.detach())).sum())(ONE) == two_updates(tx, w)
