@@ -176,7 +176,7 @@ def ema(tx: fs.Optimizer, decay: float) -> fs.Optimizer:
     check_numbers("ema", Range("a number from 0 to 1", lambda number: 0 <= number <= 1), decay=decay)
 
     def copy(leaf: Any) -> Any:
-        return like(leaf, tensor_of(leaf).detach().clone()) if is_trained(leaf) else leaf
+        return like(leaf, tensor_of(leaf).clone()) if is_trained(leaf) else leaf
 
     def init(params: Any) -> EmaState:
         return EmaState(map_leaves(copy, params), tx.init(params))
@@ -186,7 +186,7 @@ def ema(tx: fs.Optimizer, decay: float) -> fs.Optimizer:
         lerp = torch.Tensor.lerp_ if donate else torch.Tensor.lerp
 
         def average(param: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor]:
-            return (lerp(old, param.detach(), 1 - decay),)
+            return (lerp(old, param, 1 - decay),)
 
         # The average of a leaf that had no gradient moves on towards it.
         trained = map_trained_leaves(lambda leaf: leaf, params)

@@ -75,6 +75,19 @@ def test_ema_gets_the_bits_of_torch(decay, dtype):
             assert_same_bits(list(fs.unshard(state.average).values()), expected)
 
 
+def test_averages_are_differentiated():
+    """By a learning rate: after one update the average is w + (1 - decay) * (-rate * gradient)."""
+    params, grads = {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, 5.0])}
+
+    def mean_of_average(rate, params):
+        tx = fs.ema(fs.sgd(rate), decay=0.75)
+        return tx.update(grads, tx.init(params), params)[1].average["w"].sum()
+
+    slope, by_params = torch.func.grad(mean_of_average, argnums=(0, 1))(torch.tensor(0.1), params)
+    assert slope == -2.0
+    assert by_params["w"].tolist() == [1.0, 1.0]
+
+
 SCALES = {
     "powers of two": {"init_scale": 2.0**4, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2},
     "others": {"init_scale": 11.0, "growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 1},
