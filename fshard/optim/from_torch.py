@@ -234,7 +234,7 @@ class _WrappedClass:
         """Make new parameters and the next state; with `donate`, in the place of the old ones."""
         self._refuse_state(state)
         flat = flatten(params)
-        hyper = _evaluate(self._hyper, state.updates, _refuse_derivatives(state.hyper))
+        hyper = _refuse_derivatives(_evaluate(self._hyper, state.updates, state.hyper))
         slots = {name: leaves_of(slot) for name, slot in state.slots.items()}
         gradients = _collect_gradients(grads, flat, copy=self._may_write_gradients)
         selection = _Selection(flat, list(gradients))

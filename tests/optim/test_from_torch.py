@@ -187,6 +187,9 @@ DIFFERENTIATED = {
     "gradients in a graph": tracked_update,
     "an injected rate": lambda tx, w: func.grad(lambda rate: two_updates(tx, w, rate))(ONE),
     "an injected rate, forward": lambda tx, w: func.jvp(lambda rate: two_updates(tx, w, rate), (ONE,), (ONE,)),
+    "a rate of a schedule": lambda tx, w: func.grad(
+        lambda rate: two_updates(fs.from_torch(optim.SGD, lr=lambda count: rate / (count + 1)), w)
+    )(ONE),
     "a rate": lambda tx, w: func.grad(lambda rate: two_updates(fs.from_torch(optim.SGD, lr=rate), w))(ONE),
     "a rate, forward": lambda tx, w: func.jvp(
         lambda rate: two_updates(fs.from_torch(optim.SGD, lr=rate), w), (ONE,), (ONE,)
@@ -194,7 +197,7 @@ DIFFERENTIATED = {
 }
 
 
-@pytest.mark.rows(8)
+@pytest.mark.rows(9)
 @pytest.mark.parametrize("name", DIFFERENTIATED)
 def test_an_update_that_is_differentiated_is_refused(name):
     tx = fs.from_torch(optim.SGD, lr=0.5, inject="lr")
