@@ -44,8 +44,7 @@ def assert_equal(f, params, other, terms):
 REDUCED = (
     "value_and_grad: the loss uses the result of fs.psum_invariant over 'shard', which agrees between ranks, so "
     "gradients would be too small. Return the loss of this rank's batch; it is reduced for you. To sum parts use "
-    "fs.psum. On a term that is summed, as the results of fs.global_norm and of a value_and_grad are, use "
-    'fs.pcast(x, axis, to="varying").'
+    'fs.psum. Pass a term that is summed, as by fs.global_norm or a value_and_grad, to fs.pcast(x, axis, to="varying").'
 )
 
 

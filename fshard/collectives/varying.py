@@ -26,9 +26,8 @@ ADVICE = MappingProxyType(
 # Collectives whose results agree between ranks, and what a loss of each rank is to use instead.
 AGREEING: Mapping[str, str] = MappingProxyType(
     {
-        "psum_invariant": "Return the loss of this rank's batch; it is reduced for you. To sum parts use fs.psum. "
-        "On a term that is summed, as the results of fs.global_norm and of a value_and_grad are, use "
-        'fs.pcast(x, axis, to="varying").',
+        "psum_invariant": "Return the loss of this rank's batch; it is reduced for you. To sum parts use fs.psum. Pass "
+        'a term that is summed, as by fs.global_norm or a value_and_grad, to fs.pcast(x, axis, to="varying").',
         "all_gather_invariant": "Use fs.all_gather.",
         "broadcast": 'Use fs.pcast(x, axis, to="varying") on it before each rank computes with it.',
     }
