@@ -330,7 +330,7 @@ class Model:
         except IndexError:
             # Writes to a tensor among its attributes are counted, so that it is not used again.
             with _compat.outside_modes(), count_writes():
-                return ModuleTemplate(self._bare, self._units)
+                return ModuleTemplate(copy_module(self._bare, torch.empty_like), self._units)
 
     def _give_back(self, template: ModuleTemplate) -> None:
         if template.release():

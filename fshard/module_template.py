@@ -12,7 +12,6 @@ The copy holds values for one call at a time, and afterwards none: `release` tak
 module's own forward have set.
 """
 
-import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -37,13 +36,13 @@ class ModuleTemplate:
     """
 
     def __init__(self, module: nn.Module, units: Sequence[ModuleUnit]) -> None:
-        """Copy a module that holds no values.
+        """Let a copy of a module fetch weights where it reads them.
 
         Args:
-            module: The module; its tensors are on the meta device.
+            module: The copy; its tensors are on the meta device.
             units: Which parameters are gathered together.
         """
-        self.module = copy.deepcopy(module)
+        self.module = module
         tensors = (*_compat.named_parameters(self.module), *_compat.named_buffers(self.module))
         self.names: dict[torch.Tensor, str] = {tensor: name for name, tensor in tensors}
         # Set by each call.

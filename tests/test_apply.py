@@ -548,3 +548,65 @@ def test_weights_that_a_forward_sets_stay_until_it_ends():
     made = {name: fs.unshard(found_grads[name]) for name in ("make.weight", "make.bias")}
     expected = value, {name: grads[name] for name in made}
     assert_trees_close((found, made), expected, **within(expected, terms=50, steps=4))
+
+
+class Closing(nn.Module):
+    """Has an activation that closes over the module, beside a function that counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(5, 5), nn.Parameter(torch.ones(5))
+        self.activations = {"scaled": lambda x: torch.tanh(x * self.scale)}
+        calls = 0
+
+        def count(x):
+            nonlocal calls
+            calls += 1
+            return calls if x is None else x
+
+        self.count = count
+
+    def forward(self, x):
+        return self.count(self.activations["scaled"](self.layer(x)))
+
+
+def with_new_forward():
+    """Wraps the forward of a layer, and the wrapped one once more, as adapters do."""
+    module = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    original = module[0].forward
+    module[0].forward = lambda x: 2 * original(x)
+    doubled = module[0].forward
+    module[0].forward = lambda x: doubled(x) - module[1].bias
+    return module
+
+
+def with_hook():
+    module = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    module[0].register_forward_hook(lambda layer, args, out: out * module[1].weight.sum())
+    return module
+
+
+@pytest.mark.parametrize("make", [Closing, with_new_forward, with_hook])
+@on_ranks(2)
+def test_functions_that_close_over_the_module_see_the_parameters_of_the_call(make):
+    module = filled(make())
+    x = normal()(2, 5)
+    trained = {path: 2 * parameter.detach() for path, parameter in module.named_parameters()}
+    other = filled(make())
+    other.load_state_dict(trained)
+    value = other(x).sum()
+    expected = dict(zip(trained, torch.autograd.grad(value, list(other.parameters())), strict=True))
+    model = fs.functionalize(module, nn.Linear)
+    params = fs.shard(trained, zero3()(one_axis()))
+    found, grads = fs.value_and_grad(lambda leaves: model.apply(leaves, x).sum())(params)
+    results = found, fs.unshard(grads)
+    assert_trees_close(results, (value.detach(), expected), **within((value, expected), terms=25, steps=4))
+
+
+def test_functions_that_close_over_no_module_are_left_alone():
+    module = Closing()
+    model = fs.functionalize(module)
+    params = model.init(fs.ddp(one_axis()))
+    for _ in range(3):
+        model.apply(params, torch.ones(2, 5))
+    assert module.count(None) == 4

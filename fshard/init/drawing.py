@@ -1,8 +1,11 @@
 """What replay and counter share: copies of a module, tensors to draw, and functions that draw them."""
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from contextlib import suppress
+from functools import partial, update_wrapper
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -28,6 +31,8 @@ def copy_module(
 ) -> nn.Module:
     """Copy a module with other tensors for its parameters and buffers; tied ones stay tied.
 
+    Functions among its attributes and hooks that close over a submodule close over its copy, as bound methods do.
+
     Args:
         module: The module.
         replace: Makes the other tensors.
@@ -41,7 +46,38 @@ def copy_module(
     module_copy = copy.deepcopy(module, replaced)
     for submodule in module_copy.modules():
         _compat.read_parametrized_by(submodule, _compat.compute_parametrized)
+        for holder in (vars(submodule), *vars(submodule).values()):
+            # Exact types only: these are copies.
+            if type(holder) in (dict, OrderedDict):
+                for key, value in holder.items():
+                    holder[key] = _rebind(value, replaced)
     return module_copy
+
+
+def _rebind(value: Any, copies: dict[int, Any]) -> Any:
+    """Return the copy of a module; of a function that closes over one, a function that closes over its copy.
+
+    A deep copy of a function is the function itself, which would compute with the weights of the module that was
+    copied.
+    """
+    if isinstance(value, MethodType):
+        return MethodType(value.__func__, _rebind(value.__self__, copies))
+    if isinstance(value, FunctionType) and value.__closure__ and id(value) not in copies:
+        # It may close over itself.
+        copies[id(value)] = value
+        cells = tuple([_rebind_cell(cell, copies) for cell in value.__closure__])
+        function = FunctionType(value.__code__, value.__globals__, None, value.__defaults__, cells)
+        function.__kwdefaults__ = value.__kwdefaults__
+        copies[id(value)] = update_wrapper(function, value)
+    return copies.get(id(value), value)
+
+
+def _rebind_cell(cell: CellType, copies: dict[int, Any]) -> CellType:
+    """Return the same cell where nothing changes: other functions may write to it. It may be empty."""
+    with suppress(ValueError):
+        content = _rebind(cell.cell_contents, copies)
+        return cell if content is cell.cell_contents else CellType(content)
+    return cell
 
 
 def blank_like(tensor: torch.Tensor) -> torch.Tensor:
