@@ -2,13 +2,15 @@
 
 The table has parts: a group of faults for each step, number of ranks and tool, and the clean replays of each model.
 --only runs the parts whose names have one of some texts, as in --only "pipeline, 2" llama. With --write each part, as
-it ends, goes into benchmarks/results/replay-faults.json with the texts of its reports, and parts that the file has from
-the commit that is checked out are not run again. The table that is printed at the end is that of all parts of the file.
+it ends, goes into benchmarks/results/replay-faults.json with the texts of its reports. Parts that the file has are not
+run again if the files that decide their reports (FILES) are the same; what else a commit changes counts for nothing, so
+take a part out of the file to run it again. The table that is printed at the end is that of all parts of the file.
 A part that does not end within --seconds is kept as an error; if its ranks hang, the program ends.
 """
 
 import argparse
 import faulthandler
+import hashlib
 import json
 import subprocess
 import sys
@@ -24,6 +26,11 @@ from tests.ext.replay.table import QUESTIONS, SECONDS, TOOLS, Case, group_cases,
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "benchmarks/results/replay-faults.json"
+# What decides the reports: the extension, where nodes find their lines, and the faults.
+FILES = (
+    *("fshard/ext/replay/*.py", "fshard/ext/_compat.py"),
+    *(f"tests/ext/replay/{name}.py" for name in ("inject", "planted_steps", "reuse", "table")),
+)
 # Those of tests/ext/test_architectures.py.
 MODELS = ("gptj", "llama, tied", "mixtral", "deepseek", "bert", "t5", "resnet", "llava")
 # So long after its time a part whose ranks hang is ended with the program.
@@ -35,16 +42,26 @@ def main() -> None:
     results = json.loads(RESULTS.read_text()) if args.write and RESULTS.exists() else {}
     parts: dict[str, Any] = results.get("parts", {})
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    source = {"commit": commit, "files": hash_files()}
     for name, run in list_parts(args).items():
-        is_there = parts.get(name, {}).get("commit") == commit and "error" not in parts[name]
+        is_there = parts.get(name, {}).get("files") == source["files"] and "error" not in parts[name]
         if is_there or not any(text in name for text in args.only):
             continue
         faulthandler.dump_traceback_later(args.seconds + GRACE, exit=True)
-        parts[name] = run_part(name, run) | {"commit": commit}
+        parts[name] = run_part(name, run) | source
         faulthandler.cancel_dump_traceback_later()
         if args.write:
             RESULTS.write_text(json.dumps(circumstances() | {"parts": parts}, indent=1) + "\n")
     print(write_table(parts))
+
+
+def hash_files() -> str:
+    """Hash the files that decide what reports say."""
+    digest = hashlib.blake2b(digest_size=8)
+    for pattern in FILES:
+        for path in sorted(ROOT.glob(pattern)):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def list_parts(args: argparse.Namespace) -> dict[str, Callable[[], dict[str, Any]]]:
