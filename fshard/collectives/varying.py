@@ -259,17 +259,17 @@ def walk_graph(starts: Iterable[T], behind: Callable[[T], Iterable[T]]) -> Itera
         behind: Lists the places that come right behind one; called after that one was yielded.
 
     Yields:
-        The places, in no particular order.
+        The places, the nearest first.
     """
-    waiting = list(starts)
-    seen = set(waiting)
-    while waiting:
-        place = waiting.pop()
+    places = list(starts)
+    seen = set(places)
+    # The list grows while it is walked along.
+    for place in places:
         yield place
         for other in behind(place):
             if other not in seen:
                 seen.add(other)
-                waiting.append(other)
+                places.append(other)
 
 
 def check_not_reduced(loss: torch.Tensor, axes: Sequence[Axis], api_name: str) -> None:

@@ -10,12 +10,14 @@ from torch.fx import Node
 
 import fshard as fs
 from fshard.ext._compat import origin_of
-from fshard.ext.replay.observed_run import TracedCall, is_empty, run_call, trace_call
+from fshard.ext.replay.observed_run import is_empty, run_step
 from fshard.ext.replay.operations import Name, OperationReport, Operations
 from fshard.extend import POSITIVE, calling, check_numbers, flatten, graph_nodes, ranks_of
 
 # A report shows so many leaves, or lines, of a kind.
 _MAX_SHOWN = 6
+# The phase of what a step returns; its module is the path.
+_RESULT = "result"
 
 
 class Difference(NamedTuple):
@@ -57,9 +59,7 @@ def _list_entries(title: str, entries: Sequence[str]) -> list[str]:
     """Write a list with a title; of a long one the first entries."""
     if not entries:
         return []
-    lines = [f"{title}:"]
-    for entry in entries[:_MAX_SHOWN]:
-        lines.append(f"  {entry}")
+    lines = [f"{title}:", *(f"  {entry}" for entry in entries[:_MAX_SHOWN])]
     if len(entries) > _MAX_SHOWN:
         lines.append(f"  and {len(entries) - _MAX_SHOWN} more")
     return lines
@@ -103,92 +103,72 @@ def diff(
     """
     check_numbers("diff", POSITIVE, bound=bound)
     with calling("diff", lambda: flatten((args, args_b)).axes):
-        first = trace_call("diff", step_a, args)
-        second = trace_call("diff", step_b, args if args_b is None else args_b)
-        return _VersionComparison(first, second).run(bound)
+        axes = flatten((args, args_b)).axes
+        first = Operations("diff", axes, step_a, args)
+        second = Operations("diff", axes, step_b, args if args_b is None else args_b)
+        return _compare_versions(first, second, bound)
 
 
-class _VersionComparison:
-    """Compares two calls, the second while it runs."""
-
-    def __init__(self, first: TracedCall, second: TracedCall) -> None:
-        axes = flatten((first.flat.leaves, second.flat.leaves)).axes
-        self._first = Operations("diff", first, axes)
-        self._second = Operations("diff", second, axes)
-        self._names_first, self._names_second = _select_names(self._first, self._second)
-        self._shared = set(self._names_first.values()) & set(self._names_second.values())
-        self._have_one_layout = _layout_of(first) == _layout_of(second)
-        # Results of the first version by the names of operations, or the paths of leaves.
-        self._expected: dict[Name | str, list[torch.Tensor]] = {}
-        # Differences of the second version.
-        self._differences: dict[Node, float] = {}
-        self._leaves: dict[str, float] = {}
-
-    def run(self, bound: float) -> Difference:
-        """Run both calls and compare them."""
-        run_call(self._first.call, self._keep)
-        run_call(self._second.call, self._compare)
-        beyond = [node for node, value in self._differences.items() if value > bound]
-        first = beyond[0] if beyond else None
-        difference = self._differences[beyond[0]] if beyond else 0.0
-        report = self._second.report_first(first, f"differs by {difference:.3g} of its largest value")
-        rows = []
-        for node, value in self._differences.items():
-            name = self._names_second[node]
-            rows.append((name.phase, name.module, value))
-        growth: dict[tuple[str, str], float] = {}
-        largest: dict[str, float] = {}
-        surplus_first = _list_surplus(self._names_first, self._names_second)
-        surplus_second = _list_surplus(self._names_second, self._names_first)
-        of_ranks = self._second.gather([rows, self._leaves, surplus_first, surplus_second])
-        for rows_of_rank, leaves_of_rank, *_ in of_ranks:
-            for phase, module, value in rows_of_rank:
-                key = phase, module
-                growth[key] = max(growth.get(key, 0.0), value)
-            for path, value in leaves_of_rank.items():
-                largest[path] = max(largest.get(path, 0.0), value)
-        leaves = {}
-        by_size = sorted(largest.items(), key=lambda entry: -entry[1])
-        for path, value in by_size:
-            if value > bound:
-                leaves[path] = value
-        return Difference(
-            bound=bound,
-            first=report,
-            growth=growth,
-            leaves=leaves,
-            only_first=of_ranks[0][2],
-            only_second=of_ranks[0][3],
-        )
-
-    def _keep(self, node: Node, operands: Mapping[Node, Any], results: Sequence[torch.Tensor]) -> None:
-        name = self._names_first.get(node)
-        if name is not None and name in self._shared:
-            self._expected[name] = [tensor.clone() for tensor in results]
-        if node.op == "output":
-            for source, value in operands.items():
-                self._expected[self._first.result_paths[source]] = [value]
-
-    def _compare(self, node: Node, operands: Mapping[Node, Any], results: Sequence[torch.Tensor]) -> None:
-        name = self._names_second.get(node)
+def _compare_versions(first: Operations, second: Operations, bound: float) -> Difference:
+    """Run two versions, and compare the results of the second with those of the first."""
+    names_first, names_second = _select_names(first, second)
+    shared = set(names_first.values()) & set(names_second.values())
+    have_one_layout = _layout_of(first) == _layout_of(second)
+    if not have_one_layout:
         # Updates compute with shards, which may have one shape and other elements.
-        if name is not None and (self._have_one_layout or name.phase != "update"):
-            differences = _list_differences(self._expected.pop(name, []), results)
-            if differences:
-                self._differences[node] = max(differences)
-        if node.op == "output" and self._have_one_layout:
+        shared = {name for name in shared if name.phase != "update"}
+    # Results of the first version by the names of operations, or the paths of what it returns.
+    expected: dict[Any, Sequence[torch.Tensor]] = {}
+    for node, operands, results in run_step(first):
+        if names_first.get(node) in shared:
+            expected[names_first[node]] = [tensor.clone() for tensor in results]
+        if node.op == "output" and have_one_layout:
             for source, value in operands.items():
-                path = self._second.result_paths[source]
-                differences = _list_differences(self._expected.get(path, []), [value])
-                self._leaves[path] = max(differences, default=0.0)
+                expected[first.result_paths[source]] = [value]
+    # Of nodes of the second version, and of results by their paths.
+    differences: dict[Node, float] = {}
+    rows = []
+    for node, operands, results in run_step(second):
+        for difference in _list_differences(expected.pop(names_second.get(node), ()), results):
+            name = names_second[node]
+            differences[node] = max(difference, differences.get(node, 0.0))
+            rows.append((name.phase, name.module, difference))
+        for source, value in operands.items() if node.op == "output" else ():
+            path = second.result_paths[source]
+            for difference in _list_differences(expected.get(path, ()), [value]):
+                rows.append((_RESULT, path, difference))
+    beyond = [node for node, difference in differences.items() if difference > bound]
+    verdict = f"differs by {differences[beyond[0]]:.3g} of its largest value" if beyond else ""
+    report = second.report_first(beyond[0] if beyond else None, verdict)
+    counts = _count_operators(names_first, names_second)
+    other_counts = _count_operators(names_second, names_first)
+    of_ranks = second.gather([rows, _list_counts(counts - other_counts), _list_counts(other_counts - counts)])
+    growth, leaves = _merge_rows([rows_of_rank for rows_of_rank, *_ in of_ranks], bound)
+    return Difference(bound, report, growth, leaves, only_first=of_ranks[0][1], only_second=of_ranks[0][2])
 
 
-def _layout_of(call: TracedCall) -> list[Any]:
-    """Return how the leaves of a call's arguments are split."""
-    layout = []
-    for leaf in call.flat.sharded:
-        layout.append((leaf.spec.partition, leaf.local.shape))
-    return layout
+def _merge_rows(
+    rows_of_ranks: Sequence[Sequence[Any]], bound: float
+) -> tuple[dict[tuple[str, str], float], dict[str, float]]:
+    """Find the largest differences that any rank has seen, of modules and of results beyond the bound."""
+    largest: dict[tuple[str, str], float] = {}
+    for rows in rows_of_ranks:
+        for phase, place, difference in rows:
+            largest[phase, place] = max(difference, largest.get((phase, place), 0.0))
+    growth = {}
+    leaves = {}
+    for key, difference in largest.items():
+        if key[0] != _RESULT:
+            growth[key] = difference
+        elif difference > bound:
+            leaves[key[1]] = difference
+    by_size = sorted(leaves.items(), key=lambda entry: -entry[1])
+    return growth, dict(by_size)
+
+
+def _layout_of(operations: Operations) -> list[Any]:
+    """Return how the leaves of a step's arguments are split."""
+    return [(leaf.spec.partition, leaf.local.shape) for leaf in operations.flat.sharded]
 
 
 def _select_names(first: Operations, second: Operations) -> list[dict[Node, Name]]:
@@ -197,31 +177,20 @@ def _select_names(first: Operations, second: Operations) -> list[dict[Node, Name
     Where the versions have other numbers of microbatches, names have the numbers in the whole job, and other operations
     than those of the program are left out, because what sums microbatches up differs.
     """
-    versions = (first, second)
     are_alike = first.microbatches == second.microbatches
-    numbers = []
-    for operations in versions:
-        numbers.append(_number_microbatches(operations, of_job=not are_alike))
-    shared = set(numbers[0]) & set(numbers[1])
-    selected: list[dict[Node, Name]] = []
-    for operations, numbers_of_version in zip(versions, numbers, strict=True):
+    selected = []
+    for operations in (first, second):
+        numbers: Sequence[int] = range(operations.microbatches)
+        if not are_alike:
+            count_of_job = operations.microbatches * ranks_of(None).size
+            numbers = fs.microbatches(range(count_of_job), like=operations.flat.sharded)
         names = {}
         for node, name in operations.names.items():
-            number = numbers_of_version[name.microbatch]
             is_compared = are_alike or bool(name.module) or origin_of(node).is_users
-            if number in shared and is_compared and _computes(operations, node):
-                names[node] = name._replace(microbatch=number)
+            if is_compared and _computes(operations, node):
+                names[node] = name._replace(microbatch=numbers[name.microbatch])
         selected.append(names)
     return selected
-
-
-def _number_microbatches(operations: Operations, *, of_job: bool) -> Sequence[int]:
-    """Return the numbers of this rank's microbatches, in the whole job or on this rank."""
-    count = operations.microbatches
-    if not of_job:
-        return range(count)
-    count_of_job = count * ranks_of(None).size
-    return fs.microbatches(range(count_of_job), like=operations.call.flat.sharded)
 
 
 def _computes(operations: Operations, node: Node) -> bool:
@@ -229,20 +198,22 @@ def _computes(operations: Operations, node: Node) -> bool:
     return node.op == "call_function" and not moves and not is_empty(node)
 
 
-def _list_surplus(names: Mapping[Node, Name], others: Mapping[Node, Name]) -> list[str]:
-    """List the operators that come more often among some names than among others, with the lines of the program."""
-    counts, other_counts = map(_count_operators, (names, others))
-    lines: dict[str, list[str]] = {}
-    for (line, operator), count in (counts - other_counts).items():
-        lines.setdefault(line, []).append(f"{count} {operator}")
-    return [f"{line}: {', '.join(texts)}" for line, texts in lines.items()]
-
-
-def _count_operators(names: Mapping[Node, Name]) -> Counter[tuple[str, str]]:
+def _count_operators(names: Mapping[Node, Name], others: Mapping[Node, Name]) -> Counter[tuple[str, str]]:
+    """Count operators by the lines of the program, in the microbatches that another version has too."""
+    numbers = {name.microbatch for name in others.values()}
     counts: Counter[tuple[str, str]] = Counter()
     for name in names.values():
-        counts[name.line or name.phase, name.operator] += 1
+        if name.microbatch in numbers:
+            counts[name.line or name.phase, name.operator] += 1
     return counts
+
+
+def _list_counts(counts: Mapping[tuple[str, str], int]) -> list[str]:
+    """List the operators of each line."""
+    lines: dict[str, list[str]] = {}
+    for (line, operator), count in counts.items():
+        lines.setdefault(line, []).append(f"{count} {operator}")
+    return [f"{line}: {', '.join(texts)}" for line, texts in lines.items()]
 
 
 def _list_differences(expected: Sequence[torch.Tensor], actual: Sequence[torch.Tensor]) -> list[float]:
@@ -263,12 +234,7 @@ def _compare_tensors(expected: torch.Tensor, actual: torch.Tensor) -> float:
     actual = actual.double()
     # Equal infinities, as in masks, do not differ, and neither does NaN from NaN.
     is_equal = (expected == actual) | (expected.isnan() & actual.isnan())
-    if is_equal.all():
-        return 0.0
-    distances = (expected - actual).abs()
-    distance = distances.masked_fill(is_equal, 0.0).max().item()
-    finite = expected.masked_fill(~expected.isfinite(), 0.0)
-    scale = finite.abs().max().item()
-    if not scale or not math.isfinite(distance):
-        return math.inf
-    return distance / scale
+    distance = (expected - actual).abs().masked_fill(is_equal, 0.0).max()
+    scale = expected.masked_fill(~expected.isfinite(), 0.0).abs().max()
+    # Where nothing is finite, or all that is is 0, every difference is infinite.
+    return (distance / scale).nan_to_num(math.inf, math.inf).item() if distance else 0.0

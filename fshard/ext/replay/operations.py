@@ -1,19 +1,31 @@
-"""Operations of a graph: names, which hold in graphs of other ranks and versions, and the report of one of them."""
+"""Operations of a step: its graph, names that hold in other graphs too, and the report of one of them."""
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate, count
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from linecache import getline
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.fx import Node
 
+import fshard as fs
 from fshard import Axis
 from fshard.comm import Collective
-from fshard.ext._compat import Frame, origin_of
-from fshard.ext.replay.observed_run import TracedCall
-from fshard.extend import all_gather_object, flatten, graph_nodes, name_ranks, process_rank, unflatten
+from fshard.ext._compat import Frame, noting_origins, origin_of
+from fshard.extend import (
+    Jitted,
+    all_gather_object,
+    describe,
+    expect,
+    flatten,
+    graph_nodes,
+    is_donated,
+    name_ranks,
+    process_rank,
+    refuse,
+    unflatten,
+    walk_graph,
+)
 
 # Operators that take a gathered buffer apart.
 _COPIES = ("aten.split_with_sizes_copy", "aten.cat")
@@ -93,36 +105,65 @@ class OperationReport(NamedTuple):
 
 
 class Operations:
-    """The nodes of a graph, and what ranks tell each other about them.
+    """The nodes of a step's graph, and what ranks tell each other about them.
 
     Attributes:
-        call: The call that the graph is of.
         axes: The axes over which ranks tell each other what they see.
+        program: The graph, whose nodes know their origins, and the function that runs it.
+        flat: The step's arguments, taken apart.
         nodes: The nodes in their order.
-        microbatches: The number of microbatches of this rank.
-        order: Keys that sort nodes of all ranks in time, as far as ranks wait for each other.
+        leaves: For each input the leaf that it stands for.
         result_paths: The paths of the nodes that are results.
+        microbatches: The number of microbatches of this rank.
         names: The names of inputs, constants and operations.
+        order: Keys that sort nodes of all ranks in time, as far as ranks wait for each other.
         collectives: The nodes that start a collective.
         identities: For each of these a name that its ranks have in common.
     """
 
-    def __init__(self, tool: str, call: TracedCall, axes: Sequence[Axis]) -> None:
-        self.call = call
+    def __init__(
+        self,
+        tool: str,
+        axes: Sequence[Axis],
+        step: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Trace a call of a step. Ranks compare their graphs.
+
+        Args:
+            tool: The function that asks, for errors and reports.
+            axes: The axes over which ranks tell each other what they see.
+            step: The step. Of a function of `jit` it is the function inside, which writes to no argument.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+
+        Raises:
+            ValueError: if an argument was donated, or the step cannot be one graph.
+        """
         self.axes = axes
         self._tool = tool
-        traced = call.traced
-        self.nodes: list[Node] = list(traced.module.graph.nodes)
-        # Numbers of nodes differ between ranks, but they wait for the same buffers in the same order.
-        waits = accumulate(map(graph_nodes.is_wait, self.nodes))
-        self.order = dict(zip(self.nodes, zip(waits, count(), strict=False), strict=True))
-        results = flatten(unflatten(traced.treedef, graph_nodes.find_results(traced.module.graph)))
-        self.result_paths = dict(zip(results.leaves, results.paths, strict=True))
+        self.program, self.flat = _trace(tool, step, args, kwargs or {})
+        traced = self.program.traced
+        graph = traced.module.graph
+        self.nodes: list[Node] = list(graph.nodes)
+        self.leaves: dict[Node, Any] = {}
+        self._paths: dict[Node, str] = {}
+        for node, index in zip(graph_nodes.find_inputs(graph), traced.input_leaves, strict=True):
+            self.leaves[node] = self.flat.leaves[index]
+            self._paths[node] = self.flat.paths[index]
+        results = flatten(unflatten(traced.treedef, graph_nodes.find_results(graph)))
+        self.result_paths = {node: path for path, node in results.named_leaves}
         self.microbatches = 1 + max(origin_of(node).microbatch for node in self.nodes)
         self.names = self._name_operations()
+        self.order: dict[Node, tuple[int, int]] = {}
         self.collectives: dict[Node, Collective] = {}
         self.identities: dict[Node, str] = {}
-        for node in self.nodes:
+        waits = 0
+        for number, node in enumerate(self.nodes):
+            # Numbers of nodes differ between ranks, but they wait for the same buffers in the same order.
+            waits += graph_nodes.is_wait(node)
+            self.order[node] = waits, number
             collective = graph_nodes.find_collective(node)
             if collective is not None:
                 self.identities[node] = f"{len(self.collectives)} {node.args[-2]}"
@@ -130,9 +171,7 @@ class Operations:
 
     def name(self, node: Node) -> str:
         """Name an operator as printed graphs do, or an input by its path."""
-        if node in self.call.inputs:
-            return self.call.flat.paths[self.call.inputs[node]]
-        return name_operator(node)
+        return self._paths.get(node) or name_operator(node)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, as JSON holds them."""
@@ -155,25 +194,22 @@ class Operations:
         entry = None
         if node is not None:
             waits, number = self.order[node]
-            report = self.locate(node)._replace(verdict=verdict, ranks=tuple(ranks), **details)
-            entry = [waits, number, str(self.names[node]), process_rank(), report]
+            report = self.locate(node, verdict=verdict, ranks=tuple(ranks), **details)
+            entry = [[waits, number], [waits, str(self.names[node])], process_rank(), report]
         entries = [entry for entry in self.gather(entry) if entry is not None]
         if not entries:
             return None
-        first_waits, _, first_name, _, fields = min(entries)
-        alike = []
-        for waits, _, name, rank, _ in entries:
-            if (waits, name) == (first_waits, first_name):
-                alike.append(rank)
+        _, first, _, fields = min(entries)
+        alike = [rank for _, place, rank, _ in entries if place == first]
         report = OperationReport(*fields)
         return report._replace(ranks=tuple(report.ranks or alike))
 
     def _name_operations(self) -> dict[Node, Name]:
         names = {node: self._describe(node) for node in self.nodes}
-        counts = Counter(names.values())
+        totals = Counter(names.values())
         numbers: Counter[Name] = Counter()
         for node, name in names.items():
-            names[node] = name._replace(number=numbers[name], total=counts[name])
+            names[node] = name._replace(number=numbers[name], total=totals[name])
             numbers[name] += 1
         return names
 
@@ -183,18 +219,16 @@ class Operations:
         line = _read_line(frames[0]) if frames else ""
         return Name(line, origin.module, origin.phase, origin.microbatch, self.name(node))
 
-    def locate(self, node: Node) -> OperationReport:
-        """Find out where an operation is; the report has no verdict yet."""
+    def locate(self, node: Node, **details: Any) -> OperationReport:
+        """Find out where an operation is, for a report with these details."""
         origin = origin_of(node)
         leaf = self._find_leaf(node) if origin.phase in _LATE else ""
         collective = self._find_collective(node, _only_moves)
-        phase = "" if node in self.call.inputs else origin.phase
+        phase = "" if node in self.leaves else origin.phase
         is_repeated = self.microbatches > 1 and phase not in ("", "update")
         return OperationReport(
             tool=self._tool,
             operator=self.name(node),
-            verdict="",
-            ranks=(),
             phase=phase,
             microbatch=f"{origin.microbatch + 1} of {self.microbatches}" if is_repeated else "",
             at=list(map(show_frame, origin.frames)),
@@ -204,15 +238,13 @@ class Operations:
             collective=collective.op if collective else "",
             unit=collective.unit if collective else self._find_unit(node, leaf),
             leaf=leaf,
+            **details,
         )
 
     def _find_leaf(self, node: Node) -> str:
         """Find the path of the nearest result that is computed from a node."""
-        users = walk_along(node, lambda reached: reached.users)
-        for user in users:
-            if user in self.result_paths:
-                return self.result_paths[user]
-        return ""
+        users = walk_graph([node], lambda reached: reached.users)
+        return next((self.result_paths[user] for user in users if user in self.result_paths), "")
 
     def _find_unit(self, node: Node, leaf: str) -> str:
         """Find the unit that a submodule lies in, or else those of a leaf, or else those of what it reads."""
@@ -223,18 +255,36 @@ class Operations:
             return max(around, key=len)
         sources = [self._find_collective(source, _reads_one_value) for source in node.all_input_nodes]
         of_leaf = [entry for entry in self.collectives.values() if leaf.endswith(tuple(entry.about.leaves))]
-        for entry in [*reversed(of_leaf), *sources]:
-            if entry is not None:
-                return entry.unit
-        return ""
+        entries = [*reversed(of_leaf), *filter(None, sources)]
+        return entries[0].unit if entries else ""
 
     def _find_collective(self, node: Node, may_follow: Callable[[Node], bool]) -> Collective | None:
         """Find the collective that a node has its values from, by nodes that may be followed to what they read."""
-        sources = walk_along(node, lambda reached: reached.all_input_nodes if may_follow(reached) else ())
-        for source in sources:
-            if source in self.collectives:
-                return self.collectives[source]
-        return None
+
+        def list_sources(reached: Node) -> Iterable[Node]:
+            return reached.all_input_nodes if may_follow(reached) else ()
+
+        sources = walk_graph([node], list_sources)
+        return next((self.collectives[source] for source in sources if source in self.collectives), None)
+
+
+def _trace(tool: str, step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    expect(callable(step), tool, "the step to be a function", describe(step))
+    problems = flatten((args, kwargs)).problems(
+        lambda leaf: "was donated to an earlier call, so it is empty now" if is_donated(leaf) else None
+    )
+    remedy = (
+        "keep the argument of the step that went wrong, as fs.tree_map(torch.clone, state), or leave out "
+        "donate_argnums and donate=True while you search; or restore the last checkpoint and go on from there"
+    )
+    refuse(f"{tool}: arguments were donated, and a step cannot run again without them", problems, remedy)
+    function = getattr(step, "__wrapped__", step) if isinstance(step, Jitted) else step
+    try:
+        with noting_origins():
+            return fs.jit(function).find_call(args, kwargs)[1:]
+    except (TypeError, ValueError) as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise ValueError(f"{tool}: {name} cannot be made one graph, which {tool} runs. {error}") from error
 
 
 def find_start(wait: Node) -> tuple[Node, int]:
@@ -242,19 +292,6 @@ def find_start(wait: Node) -> tuple[Node, int]:
     buffer: Any = wait.args[0]
     start, index = buffer.args
     return start, index
-
-
-def walk_along(node: Node, follow: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
-    """List a node and the nodes that it leads to, the nearest first."""
-    pending = deque([node])
-    seen = {node}
-    while pending:
-        reached = pending.popleft()
-        yield reached
-        for other in follow(reached):
-            if other not in seen:
-                seen.add(other)
-                pending.append(other)
 
 
 def _only_moves(node: Node) -> bool:

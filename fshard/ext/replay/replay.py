@@ -1,23 +1,26 @@
 """replay: run a step again on its arguments, and name the first operation that made a wrong value."""
 
 import math
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.node import map_aggregate
 
 from fshard import Sharded
-from fshard.ext._compat import origin_of
-from fshard.ext.replay.observed_run import run_call, tensors_in, trace_call
-from fshard.ext.replay.operations import OperationReport, Operations, find_start, name_operator, show_frame, walk_along
-from fshard.extend import calling, describe, expect, flatten, graph_nodes, ranks_of
+from fshard.ext._compat import Frame, origin_of
+from fshard.ext.replay.observed_run import run_step, tensors_in
+from fshard.ext.replay.operations import OperationReport, Operations, find_start, name_operator, show_frame
+from fshard.extend import calling, describe, expect, flatten, graph_nodes, ranks_of, walk_graph
 
 # So many operations before the maker are shown.
 MAX_BEFORE = 3
 Watch = str | Callable[[torch.Tensor, Node], object]
+# The makers of a refused value, and the waits that brought some, each with the identity of its collective.
+Trace = dict[Node, str]
 # How bad a value is; 0 if it is accepted.
 INFINITE = 1
 NAN = 2
@@ -64,13 +67,12 @@ def replay(
     """
     with calling("replay", lambda: flatten((args, kwargs)).axes):
         _check_options(watch, allow)
-        call = trace_call("replay", step, args, kwargs)
-        operations = Operations("replay", call, [ranks_of(None)])
+        operations = Operations("replay", [ranks_of(None)], step, args, kwargs)
         sightings = _Sightings(operations, watch, allow)
-        run_call(call, sightings.observe)
-        waits_by_rank = operations.gather(sightings.list_waits())
-        maker = sightings.find_maker(waits_by_rank)
-        facts = {} if maker is None else sightings.seen[maker]
+        for event in run_step(operations):
+            sightings.observe(*event)
+        maker = sightings.find_maker()
+        facts = {} if maker is None else sightings.facts[maker]
         return operations.report_first(maker, **facts)
 
 
@@ -82,20 +84,6 @@ def _check_options(watch: Any, allow: Any) -> None:
     expect(are_texts, "replay", "allow to be a collection of operators and lines", describe(allow))
 
 
-def _list_before(node: Node) -> list[str]:
-    """List operations whose results led to a node, the nearest first; views are left out."""
-    sources = walk_along(node, lambda reached: reversed(reached.all_input_nodes))
-    computed = (other for other in sources if other.op == "call_function" and not graph_nodes.is_view(other))
-    lines = []
-    for other in islice(computed, MAX_BEFORE + 1):
-        origin = origin_of(other)
-        frames = [*origin.frames, *origin.forward]
-        place = [show_frame(frame) for frame in frames[:1]]
-        lines.append(" at ".join([name_operator(other), *place]))
-    # The first one is the node itself.
-    return lines[1:]
-
-
 class _Sightings:
     """The refused values of one run of a graph.
 
@@ -103,7 +91,7 @@ class _Sightings:
     the waits for collectives that brought some.
 
     Attributes:
-        seen: For the makers and waits of all traces what a report says of them.
+        facts: For the makers and waits of all traces what a report says of them.
     """
 
     def __init__(self, operations: Operations, watch: Watch, allow: Collection[str]) -> None:
@@ -114,45 +102,44 @@ class _Sightings:
             watch: As for `replay`.
             allow: Names of operators, and ends of texts such as "model.py:12", that may make refused values.
         """
-        self.seen: dict[Node, dict[str, Any]] = {}
+        self.facts: dict[Node, dict[str, Any]] = {}
         self._operations = operations
         self._watch = watch
         self._allow = tuple(allow)
         self._storages = graph_nodes.find_storages(operations.nodes)
         # For each storage the trace of the last refused value in it.
-        self._traces: dict[Hashable, set[Node]] = {}
+        self._traces: dict[Hashable, Trace] = {}
         # For each exit that refused values left by their traces.
-        self._left: dict[str, set[Node]] = defaultdict(set)
+        self._left: dict[str, Trace] = defaultdict(dict)
 
     def observe(self, node: Node, operands: Mapping[Node, Any], results: Sequence[torch.Tensor]) -> None:
-        """Look at what a node read and made; called by `run_call`.
+        """Look at what a node read and made; called for each node of a run.
 
         A value is looked at where it is made, and only in memory that has held refused ones again where it is read.
         """
-        levels = {}
+        level_read = 0
+        trace: Trace = {}
         for source, value in operands.items():
-            traces = self._traces_of(source)
-            if traces:
-                levels[source] = self._measure(source, tensors_in(value))
-            if levels.get(source) and self._leaves(source, node):
-                place = self._operations.identities.get(node, RESULTS)
-                self._left[place].update(*traces)
-        if graph_nodes.is_view(node) and not levels:
+            traces = [self._traces[storage] for storage in self._storages[source] if storage in self._traces]
+            level = self._measure(source, tensors_in(value)) if traces else 0
+            if level:
+                level_read = max(level, level_read)
+                trace_of_source = ChainMap(*traces)
+                trace |= trace_of_source
+                if self._leaves(source, node):
+                    self._left[self._operations.identities.get(node, RESULTS)] |= trace_of_source
+        if graph_nodes.is_view(node) and not level_read:
             return
         level = self._measure(node, results)
         if not level:
             return
-        trace: set[Node] = set()
         if graph_nodes.is_wait(node):
-            trace.add(node)
+            start, _ = find_start(node)
+            trace = {node: self._operations.identities[start]}
             self._describe(node, level, {}, results)
-        else:
-            for source, level_read in levels.items():
-                if level_read:
-                    trace.update(*self._traces_of(source))
-            if level > max(levels.values(), default=0) and not self._is_legal(node, level):
-                trace.add(node)
-                self._describe(node, level, operands, results)
+        elif level > level_read and not self._is_legal(node, level):
+            trace[node] = ""
+            self._describe(node, level, operands, results)
         for written in (node, *graph_nodes.find_write_targets(node)):
             self._traces |= dict.fromkeys(self._storages[written], trace)
         if callable(self._watch):
@@ -160,14 +147,10 @@ class _Sightings:
 
     def _leaves(self, source: Node, node: Node) -> bool:
         """Whether what a node reads leaves the graph: as a message, a result, or a gradient that an update reads."""
-        is_update = origin_of(node).phase == "update"
-        is_gradient = is_update and source.op == "call_function" and origin_of(source).phase != "update"
-        is_result = node.op == "output" and source.op != "placeholder"
-        return node in self._operations.identities or is_gradient or is_result
-
-    def _traces_of(self, node: Node) -> list[set[Node]]:
-        """List the traces of refused values that memory of a node has held; empty ones of what is legal."""
-        return [self._traces[storage] for storage in self._storages[node] if storage in self._traces]
+        if node in self._operations.identities:
+            return True
+        is_gradient = origin_of(node).phase == "update" != origin_of(source).phase
+        return source.op == "call_function" and (is_gradient or node.op == "output")
 
     def _measure(self, node: Node, tensors: Sequence[torch.Tensor]) -> int:
         """Measure how bad the tensors of a node are; 0 if they are accepted."""
@@ -179,7 +162,7 @@ class _Sightings:
         problem = "NaN" if level == NAN else "infinities"
         if callable(self._watch):
             problem = "values that watch refuses"
-        self.seen[node] = {
+        self.facts[node] = {
             "verdict": f"has {problem}" if node.op == "placeholder" else f"made {problem}",
             "read": self._list_ranges(operands),
             "value": self._list_ranges({node: results}),
@@ -197,59 +180,53 @@ class _Sightings:
 
     def _is_legal(self, node: Node, level: int) -> bool:
         """Whether the program means to make such a value: it wrote an infinity down, or the caller allows it."""
-        origin = origin_of(node)
-        frames = [*origin.frames, *origin.forward]
-        lines = [f"{frame.file}:{frame.line}" for frame in frames[:1]]
-        is_allowed = name_operator(node) in self._allow
-        if is_allowed or any(line.endswith(self._allow) for line in lines):
+        lines = [f"{frame.file}:{frame.line}" for frame in _list_frames(node)]
+        if name_operator(node) in self._allow or any(line.endswith(self._allow) for line in lines):
             return True
         if callable(self._watch) or level > INFINITE:
             return False
-        if node.op == "call_function":
-            return _has_infinity([*node.args, *node.kwargs.values()])
-        # A constant, or an argument such as a mask.
-        return not isinstance(self._operations.call.leaf_of(node), Sharded)
+        if node.op != "call_function":
+            # A constant, or an argument such as a mask.
+            return not isinstance(self._operations.leaves.get(node), Sharded)
+        constants: list[Any] = []
+        map_aggregate((node.args, node.kwargs), constants.append)
+        return math.inf in constants or -math.inf in constants
 
-    def list_waits(self) -> dict[str, list[str]]:
-        """List for each exit that refused values left by the collectives that brought some of them."""
-        waits = {}
-        for place, trace in self._left.items():
-            senders = map(self._find_sender, trace)
-            waits[place] = [sender for sender in senders if sender]
-        return waits
-
-    def _find_sender(self, node: Node) -> str:
-        """Find the collective that a node waits for; empty for makers."""
-        if not graph_nodes.is_wait(node):
-            return ""
-        start, _ = find_start(node)
-        return self._operations.identities[start]
-
-    def find_maker(self, waits_by_rank: Sequence[Mapping[str, Sequence[str]]]) -> Node | None:
+    def find_maker(self) -> Node | None:
         """Find the first maker on this rank of what went wrong on any, following values through collectives.
-
-        Args:
-            waits_by_rank: What `list_waits` returned on each rank.
 
         Returns:
             The maker; None if there is none here. A collective that got refused values nowhere is a maker where it is
             waited for.
         """
-        reached: set[str] = set()
-        pending = [RESULTS]
-        while pending:
-            place = pending.pop()
-            if place not in reached:
-                reached.add(place)
-                for waits in waits_by_rank:
-                    pending += waits.get(place, ())
+        senders_of_ranks = {place: list(trace.values()) for place, trace in self._left.items()}
+        senders: dict[str, list[str]] = defaultdict(list)
+        for senders_of_rank in self._operations.gather(senders_of_ranks):
+            for place, identities in senders_of_rank.items():
+                senders[place] += identities
         makers = []
-        for place in reached & self._left.keys():
-            for node in self._left[place]:
-                sender = self._find_sender(node)
-                if not any(sender in waits for waits in waits_by_rank):
+        for place in walk_graph([RESULTS], lambda place: senders.get(place, ())):
+            for node, sender in self._left[place].items():
+                if sender not in senders:
                     makers.append(node)
         return min(makers, key=self._operations.order.__getitem__, default=None)
+
+
+def _list_frames(node: Node) -> list[Frame]:
+    """List the innermost line of the program that ran a node, if any did."""
+    origin = origin_of(node)
+    return [*origin.frames, *origin.forward][:1]
+
+
+def _list_before(node: Node) -> list[str]:
+    """List operations whose results led to a node, the nearest first; views are left out."""
+    sources = walk_graph([node], lambda reached: reversed(reached.all_input_nodes))
+    computed = (other for other in sources if other.op == "call_function" and not graph_nodes.is_view(other))
+    lines = []
+    for other in islice(computed, MAX_BEFORE + 1):
+        lines.append(" at ".join([name_operator(other), *map(show_frame, _list_frames(other))]))
+    # The first one is the node itself.
+    return lines[1:]
 
 
 def measure_nonfinite(tensor: torch.Tensor) -> int:
@@ -270,27 +247,14 @@ def _as_real_numbers(tensor: torch.Tensor) -> torch.Tensor:
     """Return the numbers of a tensor in a dtype that torch can compare."""
     if tensor.is_complex():
         return torch.view_as_real(tensor)
-    if tensor.dtype.itemsize == 1:
-        return tensor.float()
-    return tensor
+    return tensor.float() if tensor.itemsize == 1 else tensor
 
 
 def _describe_range(tensor: torch.Tensor) -> str:
     tensor = _as_real_numbers(tensor)
     finite = tensor[tensor.isfinite()]
-    text = ""
-    if finite.numel():
-        smallest = finite.min().item()
-        largest = finite.max().item()
-        text = f", {smallest:.3g} to {largest:.3g}"
-    counts = {"NaN": tensor.isnan().sum(), "infinite": tensor.isinf().sum()}
-    for word, count in counts.items():
+    text = f", {finite.min():.3g} to {finite.max():.3g}" if finite.numel() else ""
+    for word, count in (("NaN", tensor.isnan().sum()), ("infinite", tensor.isinf().sum())):
         if count:
             text += f", {count} {word}"
     return text
-
-
-def _has_infinity(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return any(map(_has_infinity, value))
-    return isinstance(value, float) and math.isinf(value)

@@ -1,8 +1,8 @@
 """verify: runs a step twice, and names the operation that disagrees with itself or between ranks."""
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from statistics import mode
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from fshard import Axis, Sharded, Spec, comm
-from fshard.ext.replay.observed_run import draws, run_call, tensors_in, trace_call
+from fshard.ext.replay.observed_run import draws, run_step, tensors_in
 from fshard.ext.replay.operations import OperationReport, Operations, find_start
 from fshard.extend import calling, flatten, graph_nodes, hash_of, name_ranks, process_rank
 
@@ -47,14 +47,15 @@ def verify(step: Callable[..., Any], *args: Any) -> OperationReport | None:
     True
     """
     with calling("verify", lambda: flatten(args).axes):
-        call = trace_call("verify", step, args)
-        operations = Operations("verify", call, call.flat.axes)
+        operations = Operations("verify", flatten(args).axes, step, args)
         first = _Digests(operations)
-        second = _Digests(operations)
-        for digests in (first, second):
-            run_call(call, digests.observe)
-        changed = (node for node, digest in first.results.items() if second.results[node] != digest)
-        report = operations.report_first(next(changed, None), "gave other bits in a second run of the same step")
+        for event in run_step(operations):
+            first.observe(*event)
+        changed = None
+        for node, _, results in run_step(operations):
+            if changed is None and node in first.results and _digest(results) != first.results[node]:
+                changed = node
+        report = operations.report_first(changed, "gave other bits in a second run of the same step")
         if report is not None:
             return report
         return _compare_ranks(operations, first.claims)
@@ -68,17 +69,17 @@ def _compare_ranks(operations: Operations, claims: Mapping[Node, tuple[str, str]
         for rank, results in claims_by_rank:
             if cause in results:
                 votes[rank] = results[cause]
-        ((common, count),) = Counter(votes.values()).most_common(1)
-        if count == len(votes):
+        common = mode(votes.values())
+        right = [rank for rank in votes if votes[rank] == common]
+        wrong = [rank for rank in votes if votes[rank] != common]
+        if not wrong:
             continue
-        wrong = list(votes)
-        verdict = "gave different bits, and nothing tells which are right,"
-        if 2 * count > len(votes):
-            right = [rank for rank in votes if votes[rank] == common]
-            wrong = [rank for rank in votes if votes[rank] != common]
-            verdict = f"did not give the bits of {name_ranks(right)}"
+        verdict = f"did not give the bits of {name_ranks(right)}"
+        if len(right) <= len(wrong):
+            wrong = list(votes)
+            verdict = "gave different bits, and nothing tells which are right,"
         return operations.report_first(node, verdict, wrong)
-    return operations.report_first(None, "")
+    return operations.report_first(None)
 
 
 class _Digests:
@@ -97,7 +98,7 @@ class _Digests:
         self._rows: dict[Node, list[str]] = {}
 
     def observe(self, node: Node, operands: Mapping[Node, Any], results: Sequence[torch.Tensor]) -> None:
-        """Look at what a node read and made; called by `run_call`."""
+        """Look at what a node read and made; called for each node of a run."""
         collective = self._operations.collectives.get(node)
         if collective is not None and collective.op == "all_reduce" and node.args[_DIRECT]:
             self._rows[node] = list(map(hash_of, operands.values()))
@@ -113,7 +114,7 @@ class _Digests:
         self, node: Node, operands: Mapping[Node, Any], results: Sequence[torch.Tensor]
     ) -> tuple[object, object]:
         """Say what decides a result, and the result: ranks that have the same cause must have the same result."""
-        leaf = self._operations.call.leaf_of(node)
+        leaf = self._operations.leaves.get(node)
         if isinstance(leaf, Sharded):
             # The coordinates on the axes whose ranks may hold other values.
             axes = [axis for axis in self._operations.axes if not _replicates(leaf.spec, axis)]
@@ -152,10 +153,7 @@ def _replicates(spec: Spec, axis: Axis) -> bool:
 
 def _digest(tensors: Sequence[torch.Tensor]) -> str:
     dense = [tensor for tensor in tensors if tensor.layout is torch.strided]
-    texts = []
-    for tensor in dense:
-        texts.append(f"{hash_of(tensor)} {tensor.dtype} {tensor.shape} {tensor.stride()}")
-    return " ".join(texts)
+    return " ".join(f"{hash_of(tensor)} {tensor.dtype} {tensor.shape} {tensor.stride()}" for tensor in dense)
 
 
 def _hash(text: str) -> str:

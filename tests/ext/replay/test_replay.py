@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard.ext.replay import replay
-from fshard.ext.replay.observed_run import run_call, trace_call
+from fshard.ext.replay.observed_run import run_step
+from fshard.ext.replay.operations import Operations
 from fshard.ext.replay.replay import measure_nonfinite
 from fshard.extend import graph_nodes
 from fshard.testing import spmd
@@ -379,12 +380,10 @@ def test_each_value_is_looked_at_once_and_ranges_are_those_of_a_report_alone():
         measured.append(tensor)
         return measure_nonfinite(tensor)
 
-    def observe(node, operands, results):
-        made.extend([] if graph_nodes.is_view(node) else results)
-
     with patch.object(replay, "measure_nonfinite", measure), patch.object(replay, "_describe_range", None):
         assert fs.replay(step, *args) is None
-    run_call(trace_call("test", step, args), observe)
+    for node, _, results in run_step(Operations("test", [], step, args)):
+        made.extend([] if graph_nodes.is_view(node) else results)
     assert len(measured) == len(made)
 
 

@@ -3,8 +3,9 @@
 import torch
 
 import fshard as fs
-from fshard.ext.replay.observed_run import run_call, trace_call
-from fshard.extend import flatten, tensors_of
+from fshard.ext.replay.observed_run import run_step
+from fshard.ext.replay.operations import Operations
+from fshard.extend import flatten, graph_nodes, tensors_of
 from fshard.testing import spmd
 from tests.ext.replay.steps import FILE, line_of, make_step
 
@@ -13,7 +14,7 @@ def rows_of(checkpointed, microbatches):
     """For each node its operator, phase, module, microbatch, and the innermost lines of itself and its forward."""
     step, *args = make_step(checkpointed=checkpointed, microbatches=microbatches)
     rows = set()
-    for node in trace_call("test", step, args).traced.module.graph.nodes:
+    for node in Operations("test", [], step, args).nodes:
         origin = node.meta.get("origin")
         assert (origin is not None) == (node.op == "call_function")
         if origin is not None:
@@ -59,8 +60,10 @@ def run_and_compare():
     seen = []
 
     def run(*args):
-        call = trace_call("test", jitted, args)
-        return run_call(call, lambda node, operands, results: seen.append(node.op))
+        for node, operands, _ in run_step(Operations("test", [], jitted, args)):
+            seen.append(node.op)
+        # The last node is the output.
+        return [operands.get(source) for source in graph_nodes.find_results(node.graph)]
 
     results = fs.testing.check_pure(run, *args)
     for result, leaf in zip(results, tensors_of(flatten(step(*args)).leaves), strict=True):
@@ -80,8 +83,6 @@ def test_operands_are_shown_as_they_were_before_an_operator_wrote_to_them():
 
     shown = {}
 
-    def observe(node, operands, results):
+    for node, operands, results in run_step(Operations("test", [], f, [torch.ones(2)])):
         shown[node.name] = [value.tolist() for value in operands.values()], [value.tolist() for value in results]
-
-    run_call(trace_call("test", f, [torch.ones(2)]), observe)
     assert shown["mul_"] == ([[2.0, 2.0]], [[4.0, 4.0]])

@@ -11,7 +11,6 @@ from torch import nn
 import fshard as fs
 from fshard.ext._compat import origin_of
 from fshard.ext.replay import observed_run, verify
-from fshard.ext.replay.observed_run import trace_call
 from fshard.ext.replay.operations import Operations, name_operator
 from fshard.extend import graph_nodes
 from fshard.testing import spmd
@@ -83,14 +82,11 @@ class Flip(threading.local):
 FLIP = Flip()
 
 
-def run_with_flip(call, observe):
+def run_with_flip(operations):
     FLIP.start_run()
-
-    def flip_and_observe(node, operands, results):
+    for node, operands, results in observed_run.run_step(operations):
         FLIP.visit(node, results)
-        observe(node, operands, results)
-
-    return observed_run.run_call(call, flip_and_observe)
+        yield node, operands, results
 
 
 def verify_flips(world, flips, rank=1):
@@ -105,7 +101,7 @@ def verify_flips(world, flips, rank=1):
             reports.append(fs.verify(step, *args))
         return reports
 
-    with patch.object(verify, "run_call", run_with_flip), reusing_traces():
+    with patch.object(verify, "run_step", run_with_flip), reusing_traces():
         reports, *others = spmd(program, world, timeout=240.0)
     assert others == [reports] * (world - 1)
     return reports
@@ -199,8 +195,8 @@ def test_the_unit_of_a_leaf_that_is_taken_out_of_a_gathered_buffer_is_found():
 
     def program():
         params = fs.shard({"w": torch.ones(4), "v": torch.ones(4)}, ZERO3(one_axis()))
-        operations = Operations("test", trace_call("test", square_gathered, [params]), [])
-        located = {name_operator(node): operations.locate(node) for node in operations.nodes}
+        operations = Operations("test", [], square_gathered, [params])
+        located = {name_operator(node): operations.locate(node, verdict="", ranks=()) for node in operations.nodes}
         computed = [located[name].unit for name in ("aten.pow.Tensor_Scalar", "aten.mul")]
         return computed, located["aten.split_with_sizes_copy"].collective
 
