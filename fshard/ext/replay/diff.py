@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -110,8 +110,48 @@ def diff(
 
 
 def _compare_versions(first: Operations, second: Operations, bound: float) -> Difference:
-    """Run two versions, and compare the results of the second with those of the first."""
+    """Run two versions, and report on all ranks where the second differs from the first."""
     names_first, names_second = _select_names(first, second)
+    rows = []
+    beyond = []
+    for node, phase, place, difference in _find_differences(first, second, names_first, names_second):
+        rows.append((phase, place, difference))
+        if phase != _RESULT and difference > bound:
+            beyond.append((node, f"differs by {difference:.3g} of its largest value"))
+    report = second.report_first(*beyond[0]) if beyond else second.report_first(None)
+    counts_first = _count_operators(names_first, names_second)
+    counts_second = _count_operators(names_second, names_first)
+    surplus_first = _list_counts(counts_first - counts_second)
+    surplus_second = _list_counts(counts_second - counts_first)
+    of_ranks = second.gather([rows, surplus_first, surplus_second])
+    largest: dict[tuple[str, str], float] = {}
+    for rows_of_rank, *_ in of_ranks:
+        for phase, place, difference in rows_of_rank:
+            largest[phase, place] = max(difference, largest.get((phase, place), 0.0))
+    growth = {}
+    leaves = {}
+    for key, difference in largest.items():
+        if key[0] != _RESULT:
+            growth[key] = difference
+    for (phase, path), difference in sorted(largest.items(), key=lambda entry: -entry[1]):
+        if phase == _RESULT and difference > bound:
+            leaves[path] = difference
+    _, only_first, only_second = of_ranks[0]
+    return Difference(bound, report, growth, leaves, only_first, only_second)
+
+
+def _find_differences(
+    first: Operations,
+    second: Operations,
+    names_first: Mapping[Node, Name],
+    names_second: Mapping[Node, Name],
+) -> Iterator[tuple[Node, str, str, float]]:
+    """Run two versions, and compare the results of the second with those of the first.
+
+    Yields:
+        For each operation of both versions its node, phase and submodule, and the difference; then for what a step
+        returns the node, _RESULT, the path and the difference.
+    """
     shared = set(names_first.values()) & set(names_second.values())
     have_one_layout = _layout_of(first) == _layout_of(second)
     if not have_one_layout:
@@ -122,53 +162,28 @@ def _compare_versions(first: Operations, second: Operations, bound: float) -> Di
     for node, operands, results in run_step(first):
         if names_first.get(node) in shared:
             expected[names_first[node]] = [tensor.clone() for tensor in results]
-        if node.op == "output" and have_one_layout:
-            for source, value in operands.items():
-                expected[first.result_paths[source]] = [value]
-    # Of nodes of the second version, and of results by their paths.
-    differences: dict[Node, float] = {}
-    rows = []
+        results_of_step = operands
+    if have_one_layout:
+        # The last node is the output.
+        for source, value in results_of_step.items():
+            expected[first.result_paths[source]] = [value]
     for node, operands, results in run_step(second):
-        for difference in _list_differences(expected.pop(names_second.get(node), ()), results):
-            name = names_second[node]
-            differences[node] = max(difference, differences.get(node, 0.0))
-            rows.append((name.phase, name.module, difference))
-        for source, value in operands.items() if node.op == "output" else ():
-            path = second.result_paths[source]
-            for difference in _list_differences(expected.get(path, ()), [value]):
-                rows.append((_RESULT, path, difference))
-    beyond = [node for node, difference in differences.items() if difference > bound]
-    verdict = f"differs by {differences[beyond[0]]:.3g} of its largest value" if beyond else ""
-    report = second.report_first(beyond[0] if beyond else None, verdict)
-    counts = _count_operators(names_first, names_second)
-    other_counts = _count_operators(names_second, names_first)
-    of_ranks = second.gather([rows, _list_counts(counts - other_counts), _list_counts(other_counts - counts)])
-    growth, leaves = _merge_rows([rows_of_rank for rows_of_rank, *_ in of_ranks], bound)
-    return Difference(bound, report, growth, leaves, only_first=of_ranks[0][1], only_second=of_ranks[0][2])
-
-
-def _merge_rows(
-    rows_of_ranks: Sequence[Sequence[Any]], bound: float
-) -> tuple[dict[tuple[str, str], float], dict[str, float]]:
-    """Find the largest differences that any rank has seen, of modules and of results beyond the bound."""
-    largest: dict[tuple[str, str], float] = {}
-    for rows in rows_of_ranks:
-        for phase, place, difference in rows:
-            largest[phase, place] = max(difference, largest.get((phase, place), 0.0))
-    growth = {}
-    leaves = {}
-    for key, difference in largest.items():
-        if key[0] != _RESULT:
-            growth[key] = difference
-        elif difference > bound:
-            leaves[key[1]] = difference
-    by_size = sorted(leaves.items(), key=lambda entry: -entry[1])
-    return growth, dict(by_size)
+        name: Any = names_second.get(node)
+        for difference in _list_differences(expected.pop(name, ()), results):
+            yield node, name.phase, name.module, difference
+        results_of_step = operands
+    for source, value in results_of_step.items():
+        path = second.result_paths[source]
+        for difference in _list_differences(expected.get(path, ()), [value]):
+            yield source, _RESULT, path, difference
 
 
 def _layout_of(operations: Operations) -> list[Any]:
     """Return how the leaves of a step's arguments are split."""
-    return [(leaf.spec.partition, leaf.local.shape) for leaf in operations.flat.sharded]
+    layout = []
+    for leaf in operations.flat.sharded:
+        layout.append((leaf.spec.partition, leaf.local.shape))
+    return layout
 
 
 def _select_names(first: Operations, second: Operations) -> list[dict[Node, Name]]:
@@ -217,13 +232,13 @@ def _list_counts(counts: Mapping[tuple[str, str], int]) -> list[str]:
 
 
 def _list_differences(expected: Sequence[torch.Tensor], actual: Sequence[torch.Tensor]) -> list[float]:
-    """List the differences of tensors of floating-point numbers that have one shape."""
+    """Find the largest difference of tensors of floating-point numbers that have one shape, if there are any."""
     differences = []
     for one, other in zip(expected, actual, strict=False):
         are_numbers = one.is_floating_point() and other.is_floating_point()
         if are_numbers and one.shape == other.shape:
             differences.append(_compare_tensors(one, other))
-    return differences
+    return sorted(differences)[-1:]
 
 
 def _compare_tensors(expected: torch.Tensor, actual: torch.Tensor) -> float:

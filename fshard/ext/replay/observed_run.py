@@ -45,11 +45,11 @@ def run_step(operations: Operations) -> Iterator[tuple[Node, dict[Node, Any], li
     for node, prepared_node in zip(operations.nodes, prepared.graph.nodes, strict=True):
         operands.clear()
         results.clear()
-        values = [run.env[source] for source in prepared_node.all_input_nodes]
-        operands.update(zip(node.all_input_nodes, values, strict=True))
+        # No name but these may hold a value while the next node runs.
+        operands.update(zip(node.all_input_nodes, map(run.env.__getitem__, prepared_node.all_input_nodes), strict=True))
         written = {target: operands[target] for target in graph_nodes.find_write_targets(node)}
-        for target, value in written.items():
-            operands[target] = value.clone()
+        for target in written:
+            operands[target] = written[target].clone()
         if draws(node):
             # The states of generators are those of this run.
             with _SHARED_GENERATORS, generators.keeping_generators():

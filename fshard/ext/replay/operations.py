@@ -1,7 +1,7 @@
 """Operations of a step: its graph, names that hold in other graphs too, and the report of one of them."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from linecache import getline
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch.fx import Node
 
 import fshard as fs
-from fshard import Axis
+from fshard import Axis, Sharded
 from fshard.comm import Collective
 from fshard.ext._compat import Frame, noting_origins, origin_of
 from fshard.extend import (
@@ -200,7 +200,10 @@ class Operations:
         if not entries:
             return None
         _, first, _, fields = min(entries)
-        alike = [rank for _, place, rank, _ in entries if place == first]
+        alike = []
+        for _, place, rank, _ in entries:
+            if place == first:
+                alike.append(rank)
         report = OperationReport(*fields)
         return report._replace(ranks=tuple(report.ranks or alike))
 
@@ -223,7 +226,7 @@ class Operations:
         """Find out where an operation is, for a report with these details."""
         origin = origin_of(node)
         leaf = self._find_leaf(node) if origin.phase in _LATE else ""
-        collective = self._find_collective(node, _only_moves)
+        collective = self._find_collective(node)
         phase = "" if node in self.leaves else origin.phase
         is_repeated = self.microbatches > 1 and phase not in ("", "update")
         return OperationReport(
@@ -253,18 +256,23 @@ class Operations:
         around = [unit for unit in units if f"{module}.".startswith(f"{unit}.")]
         if around:
             return max(around, key=len)
-        sources = [self._find_collective(source, _reads_one_value) for source in node.all_input_nodes]
-        of_leaf = [entry for entry in self.collectives.values() if leaf.endswith(tuple(entry.about.leaves))]
-        entries = [*reversed(of_leaf), *filter(None, sources)]
+        entries = self._list_senders(leaf)
+        for source in walk_graph(node.all_input_nodes, _list_moved):
+            if source in self.collectives:
+                entries.append(self.collectives[source])
+            elif isinstance(self.leaves.get(source), Sharded):
+                # Nothing is gathered where an axis has one rank.
+                entries += self._list_senders(self._paths[source])
         return entries[0].unit if entries else ""
 
-    def _find_collective(self, node: Node, may_follow: Callable[[Node], bool]) -> Collective | None:
-        """Find the collective that a node has its values from, by nodes that may be followed to what they read."""
+    def _list_senders(self, path: str) -> list[Collective]:
+        """List the collectives that send something of a leaf, the last one first."""
+        entries = reversed(self.collectives.values())
+        return [entry for entry in entries if path.endswith(tuple(entry.about.leaves))]
 
-        def list_sources(reached: Node) -> Iterable[Node]:
-            return reached.all_input_nodes if may_follow(reached) else ()
-
-        sources = walk_graph([node], list_sources)
+    def _find_collective(self, node: Node) -> Collective | None:
+        """Find the collective that a node has its values from as they are."""
+        sources = walk_graph([node], lambda reached: reached.all_input_nodes if _only_moves(reached) else ())
         return next((self.collectives[source] for source in sources if source in self.collectives), None)
 
 
@@ -300,9 +308,10 @@ def _only_moves(node: Node) -> bool:
     return graph_nodes.is_wait(node) or graph_nodes.is_view(node) or name_operator(node) in passed
 
 
-def _reads_one_value(node: Node) -> bool:
-    """Whether a node computes something of what it moves or reads alone, such as a cast of a gathered leaf."""
-    return _only_moves(node) or len(node.all_input_nodes) == 1
+def _list_moved(node: Node) -> list[Node]:
+    """List what a node moves, or computes something of alone, such as a gathered leaf that it casts."""
+    is_moved = _only_moves(node) or len(node.all_input_nodes) == 1
+    return node.all_input_nodes if is_moved else []
 
 
 def name_operator(node: Node) -> str:

@@ -253,8 +253,11 @@ def _as_real_numbers(tensor: torch.Tensor) -> torch.Tensor:
 def _describe_range(tensor: torch.Tensor) -> str:
     tensor = _as_real_numbers(tensor)
     finite = tensor[tensor.isfinite()]
-    text = f", {finite.min():.3g} to {finite.max():.3g}" if finite.numel() else ""
-    for word, count in (("NaN", tensor.isnan().sum()), ("infinite", tensor.isinf().sum())):
+    text = ""
+    if finite.numel():
+        text = f", {finite.min():.3g} to {finite.max():.3g}"
+    counts = {"NaN": tensor.isnan().sum(), "infinite": tensor.isinf().sum()}
+    for word, count in counts.items():
         if count:
             text += f", {count} {word}"
     return text

@@ -62,8 +62,8 @@ def run_and_compare():
     def run(*args):
         for node, operands, _ in run_step(Operations("test", [], jitted, args)):
             seen.append(node.op)
-        # The last node is the output.
-        return [operands.get(source) for source in graph_nodes.find_results(node.graph)]
+            if node.op == "output":
+                return [operands.get(source) for source in graph_nodes.find_results(node.graph)]
 
     results = fs.testing.check_pure(run, *args)
     for result, leaf in zip(results, tensors_of(flatten(step(*args)).leaves), strict=True):

@@ -203,6 +203,18 @@ def test_the_unit_of_a_leaf_that_is_taken_out_of_a_gathered_buffer_is_found():
     assert spmd(program, 2) == [(["['v'], ['w']"] * 2, "all_gather")] * 2
 
 
+def test_the_unit_of_a_leaf_that_is_gathered_from_one_rank_is_that_of_its_gradient():
+    def program():
+        mesh = fs.init_mesh({"replicate": 2, "shard": 1}, device="cpu")
+        params = fs.shard({"w": torch.ones(4)}, fs.hsdp(mesh, min_shard_elements=0))
+        step = fs.value_and_grad(lambda params: fs.gather(params)["w"].square().sum())
+        operations = Operations("test", [], step, [params])
+        squares = [node for node in operations.nodes if name_operator(node) == "aten.pow.Tensor_Scalar"]
+        return operations.locate(squares[0], verdict="", ranks=()).unit
+
+    assert spmd(program, 2) == ["['w']"] * 2
+
+
 class Dropped(nn.Module):
     """Layers of uneven shapes with dropout, a buffer that is updated and a leaf that nobody uses."""
 
