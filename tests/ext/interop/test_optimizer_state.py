@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 import fshard as fs
 from fshard.checkpoint import from_optimizer_state_dict, to_optimizer_state_dict, to_state_dict
@@ -60,6 +61,36 @@ def test_training_moves_from_torch_and_back(name):
     optimizer.load_state_dict(exported)
     train(after, optimizer, range(4, 6))
     assert_same_bits(dict(after.state_dict()), dict(expected.state_dict()))
+
+
+def test_groups_have_numbers_and_counts_of_their_own():
+    """The second step of torch's optimizer leaves one bias out."""
+    module = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3))
+    params = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    biases, weights = ([layer.bias for layer in module], [layer.weight for layer in module])
+    optimizer = torch.optim.AdamW([{"params": biases, "lr": 2.0}, {"params": weights, "lr": 3.0}])
+    parts = {mask: fs.from_torch(torch.optim.AdamW, lr=lr, inject="lr") for mask, lr in (("*bias", 0.5), ("*", 0.25))}
+    tx = fs.partition(parts)
+    exported = to_optimizer_state_dict(tx.init(params), module, optimizer)
+    assert [group["lr"] for group in exported["param_groups"]] == [0.5, 0.25]
+    for step in range(2):
+        optimizer.zero_grad()
+        module(torch.ones(1, 3)).sum().backward()
+        if step:
+            module[0].bias.grad = None
+        optimizer.step()
+    state = from_optimizer_state_dict(optimizer.state_dict(), tx.init(params), module, optimizer)
+    assert [(part.hyper["lr"].item(), part.updates.item()) for part in state] == [(2.0, 2), (3.0, 2)]
+
+
+def test_a_parameter_that_never_had_a_gradient_has_no_state():
+    module = nn.Linear(3, 2)
+    params = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    for cls, hyper in ((torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.1})):
+        tx = fs.from_torch(cls, lr=0.1, **hyper)
+        _, state = tx.update({"weight": torch.ones(2, 3), "bias": None}, tx.init(params), params)
+        exported = to_optimizer_state_dict(state, module, cls(module.parameters(), lr=0.1, **hyper))
+        assert list(exported["state"]) == [0]
 
 
 def test_optimizer_states_that_do_not_fit():
