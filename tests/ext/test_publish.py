@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fshard as fs
 from fshard.ext import publish as module
+from fshard.extend import Box
 from fshard.testing import Workers
 from tests.faults import Outcome, axis_of_all, outcome, outcomes_of_survivors
 from tests.ranks import my_rank, on_ranks
@@ -134,9 +135,10 @@ def test_other_leaves_are_refused_on_both_sides_and_trainers_go_on():
             fs.publish({"n": 3}, [2])
         with pytest.raises(ValueError, match="publish: names gives several leaves one name; change it"):
             fs.publish({**params, "v": params["w"]}, [2], names=lambda name: "same")
-        for _ in range(3):
+        # The last two times with versions that differ, and without the other trainer.
+        for version in (0, 0, 0, my_rank(), 0)[: 5 - my_rank()]:
             with pytest.raises(fs.comm.CollectiveError, match=r"rank 2: it refused, and its own error says why"):
-                fs.publish(params, [2])
+                fs.publish(params, [2], version=version)
         fs.publish(params, [2], version=3)
         return
     for like, text in (
@@ -147,8 +149,17 @@ def test_other_leaves_are_refused_on_both_sides_and_trainers_go_on():
     ):
         with pytest.raises(ValueError, match=text):
             fs.receive(like, TRAINERS)
+    with pytest.raises(fs.comm.CollectiveError, match=r"^receive: trainers publish different versions, \[0, 1\]$"):
+        fs.receive(W, TRAINERS)
+    with pytest.raises(ValueError, match="w: is only in part on the ranks that publish it"):
+        fs.receive(W, TRAINERS[:1])
     received, version = fs.receive({"w": torch.zeros(4, 2)}, TRAINERS)
     assert (received["w"].tolist(), version) == (W["w"].tolist(), 3)
+
+
+def test_boxes_that_are_apart_in_two_dims_share_no_element():
+    apart = Box((0, 0), (1, 1)).intersect(Box((2, 2), (1, 1)))
+    assert module.LeafBox("w", "float32", (3, 3), apart).numel == 0
 
 
 @on_ranks("3 processes")
