@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter, OrderedDict
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 import fshard as fs
 from fshard import checkpoint
 from fshard.checkpoint.files import decode
+from fshard.checkpoint.reader import CheckpointReader
 from fshard.testing import spmd
 from tests.checkpoint.states import (
     ALL_TREES,
@@ -142,6 +144,37 @@ def test_parts_by_subtree_and_by_name(tmp_path):
     by_function = checkpoint.restore(tmp_path, zeros_like(state), only=lambda name, leaf: name.startswith("params."))
     assert_same(by_function.params, state.params)
     assert by_function.step == 0
+
+
+class Averaged(NamedTuple):
+    """Trees of which the path of one begins like that of the other."""
+
+    params: Any
+    params_before: Any
+
+
+def test_a_subtree_has_no_leaf_of_another_whose_path_begins_alike(tmp_path):
+    state = Averaged({"w": torch.ones(2)}, {"w": torch.zeros(2)})
+    checkpoint.save(tmp_path, state, 1)
+    assert_same(checkpoint.restore(tmp_path, zeros_like(state.params), subtree=".params"), state.params)
+
+
+def test_a_rank_reads_the_chunks_that_have_elements_for_it(tmp_path, monkeypatch):
+    reads = []
+    inner = CheckpointReader.read_chunk
+
+    def read_chunk(reader, path, chunk, memory):
+        reads.append((my_rank(), chunk.file))
+        inner(reader, path, chunk, memory)
+
+    def program():
+        params = fs.shard({"w": torch.arange(6.0)}, fs.zero3(one_axis(), min_shard_elements=0))
+        checkpoint.save(tmp_path, params, 1)
+        checkpoint.restore(tmp_path, params)
+
+    monkeypatch.setattr(CheckpointReader, "read_chunk", read_chunk)
+    spmd(program, 3)
+    assert sorted(reads) == [(0, 0), (1, 1), (2, 2)]
 
 
 @on_ranks(3)
