@@ -78,14 +78,20 @@ def test_counts_of_any_dtype_are_not_rounded_and_leave_that_of_gradients():
 
 @on_ranks(1)
 def test_counts_that_require_a_gradient_are_refused():
-    """The division by them has one that no form adds."""
+    """The division by them has one that no form adds; nor does a derivative in forward mode."""
     params, count = fs.shard({"w": torch.ones(())}, fs.ddp(one_axis())), torch.full((), 6.0, requires_grad=True)
+
+    def objective(count):
+        return fs.objective((torch.ones(()), count), like=params, reduce="weighted")
+
     forms = {
         "value_and_grad": lambda: fs.value_and_grad(lambda p: (fs.gather(p)["w"], count), reduce="weighted")(params),
         "scatter_grads": lambda: fs.scatter_grads(fs.gather(params), like=params, reduce="weighted", count=count),
-        "objective": lambda: fs.objective((torch.ones(()), count), like=params, reduce="weighted"),
+        "objective": lambda: objective(count),
     }
     text = "{}: the count requires a gradient, but it is treated as a constant. Pass count.detach()."
     for name, form in forms.items():
         with pytest.raises(ValueError, match=f"^{re.escape(text.format(name))}$"):
             form()
+    with pytest.raises(ValueError, match=re.escape(text.format("objective"))):
+        torch.func.jvp(objective, (torch.full((), 6.0),), (torch.ones(()),))

@@ -45,3 +45,12 @@ def test_pieces_round_trips_and_adjoint(world_size):
                 assert_same_bits(fs.unshard(moved), full)
                 assert_same_bits(fs.reshard(moved, transform)["w"].local, params["w"].local)
         check_adjoint(transform, [shape])
+
+
+@on_ranks(4)
+def test_a_piece_that_another_axis_has_cut_must_divide_too():
+    mesh = grid(4)
+    twice = fs.compose(*[fs.split_dim(fs.axis_of(mesh, name), dim=0) for name in ("shard", "tp")])
+    assert fs.shard({"w": torch.ones(8)}, twice)["w"].local.shape == (2,)
+    with pytest.raises(ValueError, match="expected a multiple of 2, the size of 'shard', got size 3 of dim 0"):
+        fs.shard({"w": torch.ones(6)}, twice)

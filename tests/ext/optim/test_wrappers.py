@@ -91,6 +91,7 @@ def test_averages_are_differentiated():
 SCALES = {
     "powers of two": {"init_scale": 2.0**4, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2},
     "others": {"init_scale": 11.0, "growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 1},
+    "the largest": {"init_scale": 2.0**126, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 1},
 }
 FINITE = (True, True, False, True, True, True, False, False, True, True, True, True)
 
