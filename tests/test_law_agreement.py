@@ -94,6 +94,10 @@ DIFFERENT = JITTED | {
     ),
     # These are sharded in the same way, and differ afterwards.
     "frozen": Different(train_where_bias_is, True, False, (BIAS, "frozen True", "frozen False")),
+    "frozen in shard": Different(
+        lambda _, mask: fs.shard(FULL, fs.ddp(one_axis()), frozen=mask),
+        *("0.bias", None, (BIAS, "frozen float64")),
+    ),
     "dtype of a leaf": Different(
         lambda params, dtype: train(fs.tree_map(lambda x: x.to(dtype), params)),
         *(torch.float32, torch.float64, (BIAS, "torch.float32", "torch.float64")),
