@@ -300,6 +300,36 @@ def test_attributes_that_a_forward_sets_before_it_fails_do_not_outlive_the_call(
     assert_same_bits(model.apply(params, x), fresh.apply(params, x))
 
 
+class Counting(nn.Linear):
+    """Counts its calls in a list inside a tuple, and in a buffer that it replaces."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.counts = ([0],)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.counts[0][0] += 1
+        self.calls = self.calls + 1
+        return super().forward(x) * self.counts[0][0]
+
+
+def test_a_list_inside_a_tuple_is_that_of_one_call():
+    model = fs.functionalize(Counting())
+    params = model.init(zero3()(one_axis()))
+    first, second = (model.apply(params, torch.ones(1, 2), buffers=model.buffers) for _ in range(2))
+    assert_same_bits(second, first)
+
+
+def test_a_buffer_of_two_submodules_is_read_from_the_first():
+    module = nn.ModuleList((Counting(), Counting()))
+    module[1].calls = module[0].calls
+    module.forward = module[0].forward
+    model = fs.functionalize(module)
+    _, buffers = model.apply(model.init(zero3()(one_axis())), torch.ones(1, 2), buffers=model.buffers)
+    assert buffers["0.calls"] == 1
+
+
 class Negative(nn.Module):
     """Counts how often it computes a tensor."""
 

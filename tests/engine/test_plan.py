@@ -33,6 +33,9 @@ def test_merge_small_units():
         assert [n for run in runs for n in run] == list(range(len(sizes)))
     units = [unit(4, 100), unit(4, 100, is_regathered=False), unit(4, 100), unit(4, 100)]
     assert merge_small_units(units, [1, 2, 3, 4]) == [range(1), range(1, 2), range(2, 4)]
+    # A unit without sharded leaves, which has no policy of its own, does not part its neighbors.
+    first, last = (unit(4, 100, is_regathered=False)._replace(leaf_names=(name,)) for name in "ab")
+    assert merge_small_units([first, make_unit("empty", ()), last], [1, 2, 3]) == [range(3)]
 
 
 # A model of three blocks, the second of which holds two layers, and a head that is tied to the embedding.
