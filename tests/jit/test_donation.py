@@ -137,6 +137,20 @@ def test_only_the_part_with_the_argument_s_structure_is_written():
     given = fs.TrainState.create({"w": torch.ones(3)}, tx), {"w": torch.ones(3)}
     with pytest.raises(ValueError, match=r"^jit: argument 1 is donated, but no part of the result has its structure"):
         fs.jit(lambda *args: fs.update(tx, *args), donate_argnums=(0, 1))(*given)
+    # Nor do they take the place of a part of the state, which comes behind them.
+    with pytest.raises(ValueError, match=r"^jit: argument 0 is donated, but no part of the result has its structure"):
+        fs.jit(lambda grads, state: fs.update(tx, state, grads), donate_argnums=(0, 1))(*reversed(given))
+
+
+def test_a_copy_that_is_laid_out_otherwise_is_made():
+    def f(x):
+        rows = x.clone(memory_format=torch.contiguous_format)
+        rows.add_(1)
+        return rows, rows.view(-1).sum()
+
+    x = torch.arange(6.0).view(2, 3).t()
+    expected = f(x)
+    assert_alike(fs.jit(lambda x: f(x), donate_argnums=0)(x), expected)
 
 
 # Arguments that share memory, and whether what is not donated stays.
