@@ -113,6 +113,28 @@ def test_a_state_is_resharded_by_the_names_of_its_parameters():
     assert_same_bits(fs.unshard(moved), fs.unshard(state))
 
 
+def test_a_leaf_of_the_least_size_is_split():
+    strategy = fs.fully_shard(fs.Axis("shard", 2, "0"), min_shard_elements=6)
+    partitions = [strategy.layout(fs.Spec((elements,))).partition for elements in (5, 6)]
+    assert partitions == [fs.P(), fs.P("shard")]
+
+
+def test_a_mask_in_a_strategy_leaves_the_dtypes_of_models():
+    strategy = fs.compose(fs.zero3(one_axis(), param_dtype=BFLOAT16), fs.masked(fs.cast(scatter=torch.float32), "w"))
+    params = fs.shard({"w": torch.ones(2), "b": torch.ones(2)}, strategy)
+    assert [leaf.spec.model_dtypes.inputs for leaf in params.values()] == [BFLOAT16, BFLOAT16]
+
+
+@on_ranks(2)
+def test_a_state_is_that_of_the_parameter_with_the_longest_name():
+    mesh = one_axis()
+    full = {"w": torch.ones(4), "head": {"w": torch.ones(4)}}
+    state = fs.TrainState.create(fs.shard(full, fs.ddp(mesh)), SGD)
+    moved = fs.reshard(state, fs.masked(fs.fully_shard(mesh), "head.*", otherwise=fs.replicate(mesh)))
+    for tree in (moved.params, moved.opt_state.slots["momentum_buffer"]):
+        assert [tree["w"].spec.partition, tree["head"]["w"].spec.partition] == [fs.P(), fs.P("shard")]
+
+
 @on_ranks(3)
 def test_masks_see_full_shapes_and_leaves_move_the_bytes_of_their_transforms():
     mesh = one_axis()
