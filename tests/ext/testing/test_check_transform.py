@@ -84,6 +84,10 @@ class ComparedByIdentity(Around):
     __hash__ = object.__hash__
 
 
+class HashedByIdentity(Around):
+    __hash__ = object.__hash__
+
+
 class CountsDimsFromTheEnd(Around):
     def gather(self, leaves, specs):
         return [leaf.flip(-1).flip(-1) if leaf.dim() < 3 else leaf.flip(-1) for leaf in super().gather(leaves, specs)]
@@ -97,6 +101,7 @@ WRONG = {
     WritesToLeaves: r"gather's inputs: leaves it wrote to: expected",
     WritesToGradients: r"scatter's inputs: leaves it wrote to: expected at most 0, got [45]",
     ComparedByIdentity: r"equality of a pickled copy \(use a frozen dataclass\): differences: expected at most 0",
+    HashedByIdentity: r"equality of a pickled copy \(use a frozen dataclass\): differences: expected at most 0",
     CountsDimsFromTheEnd: r"gather with a batch of vmap behind the dims: leaves that differ from single calls",
 }
 

@@ -77,6 +77,7 @@ def test_differences_of_leaves():
         (torch.tensor([torch.nan]), torch.tensor([torch.nan]), ""),
         (torch.ones(2, dtype=torch.complex64), torch.ones(2, 2), "expected torch.complex64 of (2,)"),
         (None, torch.tensor(0), "expected None, got an int64 Tensor of shape ()"),
+        (1, 1.0, "expected an int, got a float"),
     ):
         difference = _describe_difference(a, b)
         assert text in difference
