@@ -157,3 +157,9 @@ REFUSED = {
 def test_what_is_refused_on_every_rank():
     for text, call in REFUSED.items():
         assert text in refusal(call)
+
+
+def test_leaves_share_no_memory_with_the_state_dict():
+    state_dict = {"w": torch.zeros(3)}
+    from_state_dict(state_dict, {"w": torch.ones(3)})["w"].add_(1)
+    assert not state_dict["w"].any()

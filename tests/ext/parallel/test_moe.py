@@ -197,3 +197,9 @@ def test_a_checkpoint_that_saves_topk_keeps_the_choice_of_experts():
     assert_trees_close(saved, expected, **near(expected))
     # The first expert has a gradient where its choice was computed again.
     assert (lost["up"][0] != 0).any()
+
+
+def test_losses_of_no_tokens_are_0():
+    logits = torch.zeros(0, 4)
+    assert fs.moe.load_balance(fs.moe.route(logits)) == 0
+    assert fs.moe.z_loss(logits) == 0
