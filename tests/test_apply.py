@@ -321,6 +321,14 @@ def test_a_list_inside_a_tuple_is_that_of_one_call():
     assert_same_bits(second, first)
 
 
+def test_a_buffer_that_is_replaced_is_an_update_too():
+    model = fs.functionalize(Counting())
+    with pytest.raises(
+        ValueError, match=r"^apply: the module updated buffers \['calls'\], and the updates would be lost"
+    ):
+        model.apply(model.init(zero3()(one_axis())), torch.ones(1, 2))
+
+
 def test_a_buffer_of_two_submodules_is_read_from_the_first():
     module = nn.ModuleList((Counting(), Counting()))
     module[1].calls = module[0].calls

@@ -194,3 +194,7 @@ def test_what_makes_no_sense_is_refused():
         fs.plan(lambda state, x: fs.psum(x.sum(), axis), *args, mesh=MESH)
     with refused("plan: the arguments have no Sharded leaf, so there is no state. Make one with fs.shard."):
         fs.plan(lambda _: 1, torch.ones(2), mesh=MESH)
+
+
+def test_coordinates_are_those_of_a_device_mesh():
+    assert plan_nothing({"replicate": 2, "shard": 3}, rank=1).rank == {"replicate": 0, "shard": 1}
