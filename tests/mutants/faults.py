@@ -10,6 +10,7 @@ from typing import NamedTuple
 # The tests that mirror a file: those of the first entry that is the file or a folder that holds it.
 MIRRORS = {
     "fshard/errors.py": ("tests/ext/testing/test_checks.py",),
+    "fshard/apply.py": ("tests/test_apply.py",),
     "fshard/remat.py": ("tests/test_remat.py", "tests/ext/parallel/test_moe.py"),
     "fshard/ext/check": ("tests/ext/check/test_check_mistakes.py", "tests/ext/check/test_check_types.py"),
     "fshard/ext/chunked_loss.py": ("tests/ext/test_chunked_loss.py",),
