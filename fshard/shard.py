@@ -416,6 +416,8 @@ def unfit(leaf: Any) -> tuple[str, str] | None:
         return describe(leaf), "a plain full tensor"
     if _compat.is_transformed(leaf) or leaf.is_meta or leaf.layout != torch.strided:
         return f"a {leaf.layout} tensor on device {leaf.device}", "a plain strided tensor with values"
+    if leaf.grad_fn is not None and torch.is_grad_enabled():
+        return "a result whose gradient would end here", "a tensor without history, such as leaf.detach()"
     return None
 
 

@@ -91,6 +91,13 @@ TREES = [
     ),
     on_world(
         "shard: leaves cannot be sharded\n"
+        "  ['w']: expected a tensor without history, such as leaf.detach(), got a result whose gradient would end here"
+        + FIT,
+        lambda w: fs.shard({"w": 2 * ones(2).requires_grad_()}, w.zero2),
+        "shard",
+    ),
+    on_world(
+        "shard: leaves cannot be sharded\n"
         "  ['b'][0]: expected a dim 1 to split over 'shard', got shape (4,)\n"
         "  ['b'][1]: expected a dim 1 to split over 'shard', got shape ()" + FIT,
         lambda w: fs.shard({"a": ones(4, 2), "b": [ones(4), ones(())]}, fs.fully_shard(w.mesh, dim=1)),
