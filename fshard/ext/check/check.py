@@ -81,7 +81,8 @@ class _CheckedCall:
 
     def __init__(self, step: Callable[..., Any], args: tuple[Any, ...], mesh: Mapping[str, int]) -> None:
         self.problems: list[StepProblem] = []
-        self._step = inspect.unwrap(step) if isinstance(step, Jitted) else step
+        # The user's own decorators stay.
+        self._step = inspect.unwrap(step, stop=lambda function: not isinstance(function, Jitted))
         self._args = args
         self._mesh = mesh
         # Of the losses that the step differentiates, the names of axes, and how they are reduced over these.

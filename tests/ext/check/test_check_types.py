@@ -1,5 +1,7 @@
 """The types of fs.check, as a table of small steps over one axis, and its report."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -159,6 +161,21 @@ def test_an_objective_over_two_axes_has_no_power_of_ranks():
     mesh = fs.init_mesh({"replicate": 1, "shard": 1}, device="cpu")
     args = state(lambda _: fs.ddp(mesh, axis=("replicate", "shard"))), X
     assert fs.check(step, *args, mesh={"replicate": 2, "shard": 4}).problems == ()
+
+
+def test_a_jitted_step_keeps_the_decorators_of_its_function():
+    """They may change what it does, as one that makes the loss or the batch anew."""
+
+    def with_local_sum(step):
+        @functools.wraps(step)
+        def run(state, x, axis):
+            return state, x.sum()
+
+        return run
+
+    jitted = fs.jit(with_local_sum(number(lambda w, x, axis: torch.zeros(()))))
+    axis = fs.axis_of(fs.init_mesh({"shard": 1}, device="cpu"))
+    assert [kind for kind, _ in problems_of(jitted, state(), X, axis)] == ["local metric"]
 
 
 def test_refusals_of_fshard_are_problems_and_errors_of_the_user_are_raised():
