@@ -1,6 +1,7 @@
 """What replay and counter share: copies of a module, tensors to draw, and functions that draw them."""
 
 import copy
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -65,10 +66,14 @@ def _rebind(value: Any, copies: dict[int, Any]) -> Any:
     if isinstance(value, FunctionType) and value.__closure__ and id(value) not in copies:
         # It may close over itself.
         copies[id(value)] = value
-        cells = tuple([_rebind_cell(cell, copies) for cell in value.__closure__])
-        function = FunctionType(value.__code__, value.__globals__, None, value.__defaults__, cells)
-        function.__kwdefaults__ = value.__kwdefaults__
-        copies[id(value)] = update_wrapper(function, value)
+        cells = []
+        for cell in value.__closure__:
+            cells.append(_rebind_cell(cell, copies))
+        if not all(map(operator.is_, cells, value.__closure__)):
+            defaults = value.__defaults__
+            function = FunctionType(value.__code__, value.__globals__, None, defaults, tuple(cells))
+            function.__kwdefaults__ = value.__kwdefaults__
+            copies[id(value)] = update_wrapper(function, value)
     return copies.get(id(value), value)
 
 
@@ -76,7 +81,8 @@ def _rebind_cell(cell: CellType, copies: dict[int, Any]) -> CellType:
     """Return the same cell where nothing changes: other functions may write to it. It may be empty."""
     with suppress(ValueError):
         content = _rebind(cell.cell_contents, copies)
-        return cell if content is cell.cell_contents else CellType(content)
+        if content is not cell.cell_contents:
+            return CellType(content)
     return cell
 
 

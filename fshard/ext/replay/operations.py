@@ -257,7 +257,7 @@ class Operations:
         if around:
             return max(around, key=len)
         entries = self._list_senders(leaf)
-        for source in walk_graph(node.all_input_nodes, _list_moved):
+        for source in walk_graph(node.all_input_nodes, _list_carriers):
             if source in self.collectives:
                 entries.append(self.collectives[source])
             elif isinstance(self.leaves.get(source), Sharded):
@@ -308,8 +308,8 @@ def _only_moves(node: Node) -> bool:
     return graph_nodes.is_wait(node) or graph_nodes.is_view(node) or name_operator(node) in passed
 
 
-def _list_moved(node: Node) -> list[Node]:
-    """List what a node moves, or computes something of alone, such as a gathered leaf that it casts."""
+def _list_carriers(node: Node) -> list[Node]:
+    """List what a node only moves, or computes its result of alone, such as a gathered leaf that it casts."""
     is_moved = _only_moves(node) or len(node.all_input_nodes) == 1
     return node.all_input_nodes if is_moved else []
 
