@@ -1,6 +1,7 @@
 """functionalize and apply: any module as a pure function, equal to the module itself, under any call."""
 
 import copy
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -639,6 +640,18 @@ def test_functions_that_close_over_the_module_see_the_parameters_of_the_call(mak
     found, grads = fs.value_and_grad(lambda leaves: model.apply(leaves, x).sum())(params)
     results = found, fs.unshard(grads)
     assert_trees_close(results, (value.detach(), expected), **within((value, expected), terms=25, steps=4))
+
+
+def test_functions_that_read_the_module_as_a_global_are_refused():
+    """A copy cannot change the globals of a program."""
+    module = nn.Sequential(nn.Linear(2, 2))
+    module[0].forward = eval("lambda x: 2 * original(x)", {"original": module[0].forward})
+    text = (
+        "functionalize: <lambda> reads the global original, which is part of the module, so it would always compute "
+        "with the weights of this module. Make it in a function that takes original as an argument."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        fs.functionalize(module)
 
 
 def test_functions_that_close_over_no_module_are_left_alone():

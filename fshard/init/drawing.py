@@ -1,6 +1,7 @@
 """What replay and counter share: copies of a module, tensors to draw, and functions that draw them."""
 
 import copy
+import dis
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -62,19 +63,36 @@ def _rebind(value: Any, copies: dict[int, Any]) -> Any:
     copied.
     """
     if isinstance(value, MethodType):
-        return MethodType(value.__func__, _rebind(value.__self__, copies))
-    if isinstance(value, FunctionType) and value.__closure__ and id(value) not in copies:
+        owner = _rebind(value.__self__, copies)
+        return value if owner is value.__self__ else MethodType(value.__func__, owner)
+    if isinstance(value, FunctionType) and id(value) not in copies:
         # It may close over itself.
         copies[id(value)] = value
+        _refuse_globals(value, copies)
+        closure = value.__closure__ or ()
         cells = []
-        for cell in value.__closure__:
+        for cell in closure:
             cells.append(_rebind_cell(cell, copies))
-        if not all(map(operator.is_, cells, value.__closure__)):
+        if not all(map(operator.is_, cells, closure)):
             defaults = value.__defaults__
             function = FunctionType(value.__code__, value.__globals__, None, defaults, tuple(cells))
             function.__kwdefaults__ = value.__kwdefaults__
             copies[id(value)] = update_wrapper(function, value)
     return copies.get(id(value), value)
+
+
+def _refuse_globals(function: FunctionType, copies: Mapping[int, Any]) -> None:
+    """Refuse a function that reads a part of the module as a global of its program, which a copy cannot change."""
+    for instruction in dis.get_instructions(function):
+        name = instruction.argval
+        content = function.__globals__.get(name) if instruction.opname == "LOAD_GLOBAL" else None
+        part = getattr(content, "__self__", content)
+        if isinstance(part, nn.Module | torch.Tensor) and id(part) in copies:
+            raise ValueError(
+                f"functionalize: {function.__qualname__} reads the global {name}, which is part of the module, so it "
+                f"would always compute with the weights of this module. Make it in a function that takes {name} as an "
+                "argument."
+            )
 
 
 def _rebind_cell(cell: CellType, copies: dict[int, Any]) -> CellType:
