@@ -172,16 +172,17 @@ class ValueTypes:
     def _check_sum(self, node: Node, source: Node, sent: Agreement) -> None:
         size = self.facts.axis.size
         averages = find_mean(node, size) is not None
-        packet = find_packet(skip_views(source))
+        shown = skip_views(source)
+        packet = find_packet(shown)
         if sent is Agreement.INVARIANT and not averages:
             text = f"ranks agree on this value already, so that its sum is {size} times too large; leave the sum out"
             # Where an objective sums it again, the sum inside of the loss is wrong.
-            inner = max(node, skip_views(source), key=lambda each: len(frames_of(each)))
+            inner = max(node, shown, key=lambda each: len(frames_of(each)))
             self._report(Mistake.DOUBLED_SUM, inner, text)
         elif sent is Agreement.SHARD and source not in self.terms:
             text = "ranks hold other elements of this leaf, so that their sum mixes elements; leave the sum out"
             self._report(Mistake.DOUBLED_SUM, node, text)
-        elif averages and source in self.terms and packet in _MATRIX_PRODUCTS:
+        elif averages and packet in _MATRIX_PRODUCTS and self._reduces(shown, sent):
             text = f"each rank has a part of this product, so that their mean is {size} times too small; take their sum"
             self._report(Mistake.NUMBER_OF_RANKS, node, text)
         elif averages and packet in _NONLINEAR and math.prod(shape_of(source)) == 1:

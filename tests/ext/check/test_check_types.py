@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import fshard as fs
-from tests.ext.check.programs import X, Y, split, state_of, train
+from tests.ext.check.mistakes import SHARD_TP
+from tests.ext.check.programs import LAYER, X, Y, parallel, split, state_of, train
 
 MESH = {"shard": 4}
 FULL = {"w": torch.ones(8, 6)}
@@ -176,6 +177,20 @@ def test_a_jitted_step_keeps_the_decorators_of_its_function():
     jitted = fs.jit(with_local_sum(number(lambda w, x, axis: torch.zeros(()))))
     axis = fs.axis_of(fs.init_mesh({"shard": 1}, device="cpu"))
     assert [kind for kind, _ in problems_of(jitted, state(), X, axis)] == ["local metric"]
+
+
+def test_a_product_of_means_over_split_features_may_be_averaged():
+    """Unlike one that sums over these features, of which each rank has a part."""
+
+    def step(state, x, tp):
+        full = fs.gather(state.params)
+        means = torch.relu(fs.pcast(x, tp, to="varying") @ full["up"].T).mean(1, keepdim=True)
+        products = fs.psum_invariant(means @ torch.ones(1, 3), tp) / tp.size
+        return state, fs.pmean(products.sum(), state.params["norm"].spec.axes[0])
+
+    mesh = fs.init_mesh(dict.fromkeys(SHARD_TP, 1), device="cpu")
+    args = state_of(LAYER, parallel(mesh)), X, fs.axis_of(mesh["tp"])
+    assert fs.check(step, *args, mesh=SHARD_TP).problems == ()
 
 
 def test_refusals_of_fshard_are_problems_and_errors_of_the_user_are_raised():
