@@ -1,6 +1,7 @@
 """verify names the rank and the operation that disagree with themselves or between ranks, and is silent otherwise."""
 
 import threading
+import weakref
 from functools import partial
 from unittest.mock import patch
 
@@ -299,3 +300,19 @@ def test_memory_that_a_rank_has_written_its_own_values_to_may_differ():
 def test_a_step_that_cannot_be_traced_is_refused():
     with pytest.raises(ValueError, match="the function reads the value of a tensor"):
         fs.verify(lambda x: x + 1 if x.sum() > 0 else x, torch.ones(2))
+
+
+def test_the_results_of_the_first_run_are_freed_when_the_second_begins():
+    made: list[weakref.ref] = []
+    alive = []
+
+    def run(operations):
+        for node, operands, results in observed_run.run_step(operations):
+            if node.op == "call_function":
+                alive.append(sum(each() is not None for each in made))
+                made.extend(map(weakref.ref, results))
+            yield node, operands, results
+
+    with patch.object(verify, "run_step", run):
+        assert fs.verify(torch.sin, torch.ones(3)) is None
+    assert alive == [0, 0]
