@@ -18,6 +18,7 @@ from fshard.extend import (
     run_update,
     supports_cpu_messages,
     tensor_of,
+    tensors_of,
 )
 
 # For each rank some tensors.
@@ -134,10 +135,13 @@ def _check_states(
 
 def _split_axes(tree: Any) -> tuple[fs.Axis, ...]:
     """List the axes that split leaves, in the order in which their pieces are joined: innermost first in each dim."""
-    axes: dict[fs.Axis, None] = {}
+    axes_of_dims: list[Sequence[fs.Axis]] = []
     for leaf in flatten(tree).sharded:
-        for dim in range(len(leaf.spec.partition)):
-            axes |= dict.fromkeys(reversed(leaf.spec.split_axes(dim)))
+        axes_of_dims += map(leaf.spec.split_axes, range(len(leaf.spec.partition)))
+    axes: dict[fs.Axis, None] = {}
+    # A state may be split along one dim over axes that split its leaf along two.
+    for axes_of_dim in sorted(axes_of_dims, key=len, reverse=True):
+        axes |= dict.fromkeys(reversed(axes_of_dim))
     return tuple(axis for axis in axes if axis.size > 1)
 
 
@@ -229,7 +233,7 @@ def _collect_at_owners(
     """Send the shards of every row to its owner, and join those that arrive here."""
     # For each owner its rows as one flat tree.
     flats = [flatten([rows[i] for i in row_numbers]) for row_numbers in owned]
-    send = [_shards_in(flat) for flat in flats]
+    send = [tensors_of(flat.sharded) for flat in flats]
     local_rank = fs.comm.rank(axis)
     # Shards have the same shapes on all ranks.
     expected = [send[local_rank]] * axis.size
@@ -266,7 +270,7 @@ def _return_to_ranks(
     flats = [flatten([rows[i]._replace(grad=None) for i in row_numbers]) for row_numbers in owned]
     local_values = flats[fs.comm.rank(axis)].leaves
     send_shards, send_numbers = _split_values(local_values, flatten(stepped).leaves, axis)
-    expected_shards = [_shards_in(flat) for flat in flats]
+    expected_shards = [tensors_of(flat.sharded) for flat in flats]
     shards_of_owners = _exchange(send_shards, expected_shards, axis, device)
 
     # Optimizers keep step counts on the CPU. They travel with the leaves where only accelerators can send.
@@ -291,14 +295,11 @@ def _split_values(
 ) -> tuple[TensorLists, list[torch.Tensor]]:
     """List the shards of stepped rows for each rank, and their numbers for all, given the values before the step."""
     shards_of_tensors = []
-    numbers = []
     for old, new in zip(old_values, new_values, strict=True):
         if isinstance(old, fs.Sharded):
             shards_of_tensors.append(_split_into_shards(new.local, old, axis))
-        elif old is not None:
-            numbers.append(torch.as_tensor(new))
     shards_for_ranks = [[shards[rank] for shards in shards_of_tensors] for rank in range(axis.size)]
-    return shards_for_ranks, numbers
+    return shards_for_ranks, _numbers_in(new_values)
 
 
 def _replace_values(
@@ -318,11 +319,6 @@ def _replace_values(
         elif old is not None:
             values[i] = type(old)(next(next_numbers).item())
     return values
-
-
-def _shards_in(flat: Any) -> list[torch.Tensor]:
-    """List this rank's shards among the leaves of rows."""
-    return [leaf.local for leaf in flat.sharded]
 
 
 def _numbers_in(values: Sequence[Any]) -> list[torch.Tensor]:

@@ -134,6 +134,33 @@ def test_a_state_is_resharded_by_the_names_of_its_leaves(name):
     assert_same_bits(fs.unshard(state.params), stateful(cls, hyper))
 
 
+class RowSums(optim.Optimizer):
+    """Keeps a number for each row, and looks at all of them."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            sums = self.state[param].setdefault("sums", param.new_zeros(len(param)))
+            sums += param.grad.sum(1)
+            param -= self.defaults["lr"] * (sums.cumsum(0)[:, None] + param.grad)
+
+
+@on_ranks(4)
+def test_a_vector_is_split_along_its_one_dim_over_the_axes_of_two_dims_of_its_matrix():
+    """As a reshard lays it out: joined in the order of the dims of the matrix, its pieces would not fit together."""
+    tx, grid = (
+        fs.whole(fs.from_torch(RowSums, defaults={"lr": 0.1})),
+        fs.init_mesh({"tp": 2, "shard": -1}, device="cpu"),
+    )
+    lines = fs.fully_shard(grid["tp"], dim=-1), fs.fully_shard(grid["shard"])
+    expected = stateful(RowSums, {"defaults": {"lr": 0.1}})
+    for strategy in (fs.compose(*lines), fs.compose(*reversed(lines))):
+        state = fs.TrainState.create(fs.shard(tree(0), strategy), tx)
+        for step in range(1, STEPS + 1):
+            state = fs.update(tx, fs.reshard(state, strategy), fs.shard(tree(step), strategy))
+        assert_same_bits(fs.unshard(state.params), expected)
+
+
 @on_ranks(3)
 def test_a_rank_sends_its_share_of_what_is_stepped(world_size):
     """To others: in go parameters, gradients and state, out come parameters and state, without single numbers."""
