@@ -150,7 +150,7 @@ class _Sightings:
         if node in self._operations.identities:
             return True
         is_gradient = origin_of(node).phase == "update" != origin_of(source).phase
-        return source.op == "call_function" and (is_gradient or node.op == "output")
+        return source.op != "placeholder" if node.op == "output" else is_gradient and source.op == "call_function"
 
     def _measure(self, node: Node, tensors: Sequence[torch.Tensor]) -> int:
         """Measure how bad the tensors of a node are; 0 if they are accepted."""

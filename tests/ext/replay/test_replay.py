@@ -1,6 +1,7 @@
 """replay names the operation that made a wrong value, the same on every rank."""
 
 import inspect
+import math
 import re
 from functools import partial
 from unittest.mock import patch
@@ -424,3 +425,9 @@ def test_options_that_make_no_sense_are_refused(options):
 def test_processes_get_the_report_that_simulated_ranks_get():
     step, args = make_division()
     assert str(fs.replay(step, *args)) == expand(UPDATE)
+
+
+def test_a_constant_that_is_returned_as_it_is_is_looked_at():
+    constant = torch.tensor([1.0, math.nan])
+    report = fs.replay(lambda x: (x, constant), torch.ones(2))
+    assert (report.verdict, report.value[0].endswith("float32[2], 1 to 1, 1 NaN")) == ("made NaN", True)
