@@ -6,7 +6,7 @@ import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial, update_wrapper
+from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -63,21 +63,20 @@ def _rebind(value: Any, copies: dict[int, Any]) -> Any:
     copied.
     """
     if isinstance(value, MethodType):
-        owner = _rebind(value.__self__, copies)
-        return value if owner is value.__self__ else MethodType(value.__func__, owner)
+        method = MethodType(_rebind(value.__func__, copies), _rebind(value.__self__, copies))
+        return value if method == value else method
     if isinstance(value, FunctionType) and id(value) not in copies:
         # It may close over itself.
         copies[id(value)] = value
         _refuse_globals(value, copies)
         closure = value.__closure__ or ()
-        cells = []
-        for cell in closure:
-            cells.append(_rebind_cell(cell, copies))
-        if not all(map(operator.is_, cells, closure)):
-            defaults = value.__defaults__
-            function = FunctionType(value.__code__, value.__globals__, None, defaults, tuple(cells))
+        cells = [_rebind_cell(cell, copies) for cell in closure]
+        if any(map(operator.is_not, cells, closure)):
+            function = FunctionType(value.__code__, value.__globals__, None, value.__defaults__, tuple(cells))
             function.__kwdefaults__ = value.__kwdefaults__
-            copies[id(value)] = update_wrapper(function, value)
+            # Not by update_wrapper, whose __wrapped__ would keep the module of each copy that this one is a copy of.
+            function.__dict__ = value.__dict__
+            copies[id(value)] = function
     return copies.get(id(value), value)
 
 
@@ -96,10 +95,13 @@ def _refuse_globals(function: FunctionType, copies: Mapping[int, Any]) -> None:
 
 
 def _rebind_cell(cell: CellType, copies: dict[int, Any]) -> CellType:
-    """Return the same cell where nothing changes: other functions may write to it. It may be empty."""
+    """Return the same cell where nothing changes: other functions may write to it. It may be empty.
+
+    A function that closes over a buffer keeps it, because the copy's may have no values.
+    """
     with suppress(ValueError):
         content = _rebind(cell.cell_contents, copies)
-        if content is not cell.cell_contents:
+        if content is not cell.cell_contents and type(content) is not torch.Tensor:
             return CellType(content)
     return cell
 
@@ -107,8 +109,7 @@ def _rebind_cell(cell: CellType, copies: dict[int, Any]) -> CellType:
 def blank_like(tensor: torch.Tensor) -> torch.Tensor:
     """Make a tensor for the values of another, of NaN or zeros."""
     device = torch.get_default_device() if tensor.is_meta else tensor.device
-    blank = torch.nan if is_differentiable(tensor) else 0
-    return torch.empty_like(tensor, device=device).fill_(blank)
+    return torch.empty_like(tensor, device=device).fill_(torch.nan if is_differentiable(tensor) else 0)
 
 
 def is_left_out(tensor: torch.Tensor, blank: torch.Tensor) -> bool:
@@ -150,7 +151,7 @@ def set_values(submodule: nn.Module, reset: Reset | None) -> None:
     if _compat.unwrapped(submodule) is not submodule:
         return
     draw = own_reset(submodule) if reset is None else partial(reset, submodule)
-    if draw is not None:
+    if draw:
         draw()
 
 
