@@ -49,7 +49,7 @@ def with_init_weights(module: nn.Module) -> nn.Module:
     for path, submodule in named_modules(module):
         parent = path.rpartition(".")[0]
         initialize = getattr(submodule, "_init_weights", None) or initializers.get(parent)
-        if initialize is not None:
+        if initialize:
             initializers[path] = initialize
             part = copies[path]
             part.__class__ = _make_drawing_class(type(part), initialize, tied_keys.get(submodule, set()))

@@ -82,7 +82,7 @@ def from_state_dict(
             if type(value) not in (torch.Tensor, nn.Parameter):
                 problems.append(Problem(f"{name}", describe(value), "a full tensor"))
         refuse(f"{exchange.label}: this is no plain state dict", problems, "pass full tensors by name")
-    hashes = {name: f"hash {hash_of(tensor)}" for name, tensor in state_dict.items()}
+    hashes = {name: f"hash {hash_of(tensor)}" for name, tensor in sorted(state_dict.items())}
     exchange.check_agreement(hashes, "ranks hold different leaves", "read the same state dict on every rank")
     entries = {name: Entry.of(tensor) for name, tensor in state_dict.items()}
     leaves = exchange.leaves(like, needs_values=False, cast=cast)

@@ -163,3 +163,17 @@ def test_leaves_share_no_memory_with_the_state_dict():
     state_dict = {"w": torch.zeros(3)}
     from_state_dict(state_dict, {"w": torch.ones(3)})["w"].add_(1)
     assert not state_dict["w"].any()
+
+
+def test_ranks_may_list_the_leaves_in_another_order():
+    """As where each of them begins with another file."""
+
+    def program():
+        mesh = one_axis()
+        state_dict = Net().state_dict()
+        items = list(state_dict.items())
+        other = dict(reversed(items) if my_rank() else items)
+        return fs.unshard(from_state_dict(other, blank(mesh), module=Net())), state_dict
+
+    for got, expected in spmd(program, world=2):
+        assert_same_bits(got, {name: expected[name] for name in got})
