@@ -99,11 +99,12 @@ def _rebind_cell(cell: CellType, copies: dict[int, Any]) -> CellType:
 
     A function that closes over a buffer keeps it, because the copy's may have no values.
     """
+    content = None
     with suppress(ValueError):
-        content = _rebind(cell.cell_contents, copies)
-        if content is not cell.cell_contents and type(content) is not torch.Tensor:
-            return CellType(content)
-    return cell
+        content = cell.cell_contents
+    # Outside of the context, which would hide that a function is refused.
+    rebound = _rebind(content, copies)
+    return cell if rebound is content or type(rebound) is torch.Tensor else CellType(rebound)
 
 
 def blank_like(tensor: torch.Tensor) -> torch.Tensor:
