@@ -84,9 +84,11 @@ def _refuse_globals(function: FunctionType, copies: Mapping[int, Any]) -> None:
     """Refuse a function that reads a part of the module as a global of its program, which a copy cannot change."""
     for instruction in dis.get_instructions(function):
         name = instruction.argval
-        content = function.__globals__.get(name) if instruction.opname == "LOAD_GLOBAL" else None
+        content = None
+        if instruction.opname == "LOAD_GLOBAL":
+            content = function.__globals__.get(name)
         part = getattr(content, "__self__", content)
-        if isinstance(part, nn.Module | torch.Tensor) and id(part) in copies:
+        if isinstance(part, nn.Module | nn.Parameter) and id(part) in copies:
             raise ValueError(
                 f"functionalize: {function.__qualname__} reads the global {name}, which is part of the module, so it "
                 f"would always compute with the weights of this module. Make it in a function that takes {name} as an "

@@ -108,7 +108,7 @@ MIRRORS = {
         "tests/test_recovery.py",
         "tests/ext/optim/test_blocks.py",
     ),
-    "fshard/shard.py": ("tests/test_law_round_trip.py",),
+    "fshard/shard.py": ("tests/test_law_round_trip.py", "tests/test_frozen.py", "tests/test_bad_input.py"),
     "fshard/checkpoint/saving.py": ("tests/checkpoint/test_exits.py",),
     "fshard/checkpoint/errors.py": ("tests/checkpoint/test_failing_ranks.py",),
     "fshard/checkpoint/exchange.py": (
@@ -118,6 +118,7 @@ MIRRORS = {
     "fshard/checkpoint/save.py": (
         "tests/checkpoint/test_failing_ranks.py",
         "tests/checkpoint/test_save_asynchronous.py",
+        "tests/checkpoint/test_refused.py",
     ),
     "fshard/ext/memory/neighbours.py": ("tests/ext/memory/test_neighbours.py",),
     "fshard/ext/memory/slots.py": ("tests/ext/memory/test_generations_torn.py", "tests/ext/memory/test_neighbours.py"),
