@@ -11,6 +11,7 @@ from typing import NamedTuple
 MIRRORS = {
     "fshard/errors.py": ("tests/ext/testing/test_checks.py",),
     "fshard/apply.py": ("tests/test_apply.py",),
+    "fshard/init/drawing.py": ("tests/test_init.py", "tests/test_apply.py"),
     "fshard/remat.py": ("tests/test_remat.py", "tests/ext/parallel/test_moe.py"),
     "fshard/ext/check": ("tests/ext/check/test_check_mistakes.py", "tests/ext/check/test_check_types.py"),
     "fshard/ext/chunked_loss.py": ("tests/ext/test_chunked_loss.py",),
