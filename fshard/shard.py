@@ -64,12 +64,12 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | None = N
     check_transform(transform, "shard")
     flat = flatten(full_tree)
     layouts = Layouts("shard", transform, flat.names, flat.leaves)
-    _choose_frozen("shard", frozen, flat)
+    chosen = _choose_frozen("shard", frozen, flat)
     remedy = tree_remedy(flat.leaves, "pass full tensors whose shapes fit the strategy")
     # What ranks compare, by the leaves' paths.
     entries = {"(structure)": describe_node_types(flat.treedef)}
     specs: list[Spec | None] = []
-    for path, name, leaf in zip(flat.paths, flat.names, flat.leaves, strict=True):
+    for path, name, leaf, is_chosen in zip(flat.paths, flat.names, flat.leaves, chosen, strict=True):
         misfit = None if leaf is None else unfit(leaf)
         if leaf is not None and misfit is None and _is_misplaced(leaf, transform):
             misfit = f"one on {leaf.device}", "a tensor on the CPU, as the mesh is"
@@ -83,9 +83,7 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | None = N
             layouts.problems.append(Problem(path, *misfit))
             entries[path] = misfit[0]
         else:
-            # Two leaves may have one name.
-            is_chosen = frozen and matches(frozen, name, leaf)
-            whole = Spec(tuple(leaf.shape), frozen=bool(is_chosen) or is_frozen(leaf))
+            whole = Spec(tuple(leaf.shape), frozen=is_chosen or is_frozen(leaf))
             spec = layouts.of(path, name, leaf, whole)
             entries[path] = fingerprint(leaf, spec)
         specs.append(spec)
@@ -168,7 +166,8 @@ def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | None = None
     check_local("reshard", flat)
     names = _name_by_parameter(flat.names, set(params.names))
     layouts = Layouts("reshard", transform, names, flat.leaves)
-    is_chosen = {} if frozen is None else _choose_frozen("reshard", frozen, params)
+    chosen = [] if frozen is None else _choose_frozen("reshard", frozen, params)
+    is_chosen = dict(zip(params.names, chosen, strict=False))
     specs_of_parameters: dict[str, Spec] = {}
     specs: list[Spec | None] = []
     for path, name, leaf in zip(flat.paths, names, flat.leaves, strict=True):
@@ -401,13 +400,13 @@ def is_frozen(leaf: torch.Tensor) -> bool:
     return isinstance(leaf, torch.nn.Parameter) and not leaf.requires_grad
 
 
-def _choose_frozen(api_name: str, frozen: Mask | None, flat: Flat) -> dict[str, bool]:
-    """Tell by name which leaves are to be frozen, and refuse what is no mask of them."""
+def _choose_frozen(api_name: str, frozen: Mask | None, flat: Flat) -> list[bool]:
+    """Tell for each leaf whether it is to be frozen: two leaves may have one name."""
     if frozen is None or frozen in ((), []):
-        return dict.fromkeys(flat.names, False)
+        return [False] * len(flat.leaves)
     expect(is_mask(frozen), api_name, f"frozen to be {MASK}", describe(frozen))
     check_matches(api_name, [frozen], flat.names, flat.leaves)
-    return {name: matches(frozen, name, leaf) for name, leaf in zip(flat.names, flat.leaves, strict=True)}
+    return [matches(frozen, name, leaf) for name, leaf in zip(flat.names, flat.leaves, strict=True)]
 
 
 def unfit(leaf: Any) -> tuple[str, str] | None:

@@ -146,10 +146,13 @@ class _Selection(NamedTuple):
             is_number: Whether a tensor is one number for a whole leaf, which has no spec.
         """
         new_leaves = list(leaves)
-        for i, old, value in zip(self.positions, self.take(leaves), values, strict=True):
-            if value is not None and value is not old:
-                is_plain = is_number or not isinstance(value, torch.Tensor)
-                new_leaves[i] = value if is_plain else like(self.flat.leaves[i], value)
+        old_values = self.take(leaves)
+        # In place, none is new.
+        if not all(map(operator.is_, values, old_values)):
+            for i, old, value in zip(self.positions, old_values, values, strict=True):
+                if value is not None and value is not old:
+                    is_plain = is_number or not isinstance(value, torch.Tensor)
+                    new_leaves[i] = value if is_plain else like(self.flat.leaves[i], value)
         return self.flat.unflatten(new_leaves)
 
 
