@@ -88,20 +88,17 @@ def _release(wait: Callable[[], object], unused: Collection[str]) -> None:
         )
 
 
-@dataclass(frozen=True, eq=False, init=False, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Started(Sharded):
     """A leaf whose gather has started. Maps over it and copies of it give the leaf alone.
 
     Attributes:
-        take_over: Claims the full tensor; see `StartedGather.take_over`.
+        gather: Its gather.
+        path: Its path, by which the gather knows it.
     """
 
-    take_over: Callable[[], Finish]
-
-    def __init__(self, leaf: Sharded, gather: StartedGather, path: str) -> None:
-        """Make the leaf with its gather."""
-        Sharded.__init__(self, leaf.local, leaf.spec)
-        object.__setattr__(self, "take_over", functools.partial(gather.take_over, path))
+    gather: StartedGather
+    path: str
 
     def __reduce__(self) -> Any:
         return Sharded, (self.local, self.spec)
@@ -112,4 +109,4 @@ register_leaf_class(Started)
 
 def take_over(leaf: Any) -> Finish | None:
     """Claim the full tensor of a leaf whose gather has started; None for others."""
-    return leaf.take_over() if isinstance(leaf, Started) else None
+    return leaf.gather.take_over(leaf.path) if isinstance(leaf, Started) else None
