@@ -74,17 +74,16 @@ class Linear:
     Attributes:
         run: Maps the tensors to as many outputs.
         transpose: Maps cotangents of the outputs to cotangents of the tensors.
-        variance: Which of them vary; None for a map whose operands and results are alike.
+        variance: Which of them vary.
     """
 
     run: LinearMap
     transpose: LinearMap
-    variance: Variance | None = None
+    variance: Variance
 
     def to_transpose(self) -> "Linear":
         """Make the transpose, whose transpose is the map."""
-        variance = None if self.variance is None else self.variance.of_transpose()
-        return Linear(self.transpose, self.run, variance)
+        return Linear(self.transpose, self.run, self.variance.of_transpose())
 
 
 class _LinearCall(Function):
@@ -126,7 +125,7 @@ class _LinearCall(Function):
         return outputs, tuple(output.dim() - 1 for output in outputs)
 
 
-def _refuse_own_elements(transform: str, variance: Variance | None, running: Callable[[], Iterator[Tree]]) -> None:
+def _refuse_own_elements(transform: str, variance: Variance, running: Callable[[], Iterator[Tree]]) -> None:
     """Refuse to differentiate element by element where an element is another one on each rank.
 
     Args:
@@ -137,7 +136,7 @@ def _refuse_own_elements(transform: str, variance: Variance | None, running: Cal
     Raises:
         ValueError: with the path of every leaf that is split over an axis of the collective.
     """
-    axes = [axis for axis in variance.axes if axis.size > 1] if variance else []
+    axes = [axis for axis in variance.axes if axis.size > 1]
     if not axes:
         return
 
