@@ -154,29 +154,21 @@ def _find_varying(start: NodeOutput, axis: Axis, *, leaves_vary: bool) -> dict[A
     waiting = [] if axis in variance_of(first).axes else [first]
     while waiting:
         node = waiting[-1]
-        inputs = [source for _, source in numbered_inputs(node)]
-        unvisited = _nodes_not_in(varying, inputs, axis)
+        inputs = {source: _varies_in(varying, source, axis) for _, source in numbered_inputs(node)}
+        unvisited = [source for (source, _), varies in inputs.items() if varies is None]
         if unvisited:
             waiting += unvisited
             continue
-        varying[node] = any(_varies_in(varying, source, axis) for source in inputs) if inputs else leaves_vary
+        varying[node] = any(inputs.values()) if inputs else leaves_vary
         waiting.pop()
     return varying
 
 
-def _nodes_not_in(varying: dict[Any, bool], node_outputs: Sequence[NodeOutput], axis: Axis) -> list[Any]:
-    nodes = []
-    for node_output in node_outputs:
-        node, _ = node_output
-        if node not in varying and _recorded_varies(node_output, axis) is None:
-            nodes.append(node)
-    return nodes
-
-
-def _varies_in(varying: dict[Any, bool], node_output: NodeOutput, axis: Axis) -> bool:
+def _varies_in(varying: dict[Any, bool], node_output: NodeOutput, axis: Axis) -> bool | None:
+    """Look up whether a value varies over an axis; None if it is neither recorded nor found out yet."""
     recorded = _recorded_varies(node_output, axis)
     node, _ = node_output
-    return varying[node] if recorded is None else recorded
+    return varying.get(node) if recorded is None else recorded
 
 
 def numbered_inputs(node: Any) -> list[tuple[int, NodeOutput]]:
