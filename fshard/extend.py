@@ -63,7 +63,7 @@
 - `is_trained`: whether a leaf takes a gradient.
 - `is_users_file`: whether a file is of the user's program, and not of fshard or torch.
 - `Jitted`: what `jit` returns; its method `make_program` makes a `Program`, of what was `Traced`, for a signature,
-  `explain_trace` says why, and `trace_call` traces a call without running it.
+  and `trace_call` traces a call without running it.
 - `join_ranks`: merges which ranks have what, for `Exchange.merge_objects`.
 - `Layouts`: the specs that a transform gives the leaves of a tree.
 - `lay_out`: the header of a file of safetensors, and where each of its tensors begins.

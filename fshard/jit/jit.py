@@ -57,6 +57,7 @@ class Program(NamedTuple):
         trace_facts: What ranks compare in their first trace, before they agree on the leaves that any of them uses.
         origin: Where it is from, if it was not traced.
         run: A function from the arguments' tensors to the results'; None until the backend has made it.
+        guards: Checks whether the tensors of a call look as those of the trace; None where they cannot tell.
     """
 
     traced: Traced
@@ -67,20 +68,7 @@ class Program(NamedTuple):
     trace_facts: str
     origin: str = ""
     run: Callable[..., Any] | None = None
-
-
-class _LastCall(NamedTuple):
-    """The last call, by which the next one finds its program if it looks the same.
-
-    Attributes:
-        outline: Its signature without what guards compare.
-        guards: Checks whether the tensors of a new call have the same types, shapes, strides and devices.
-        program: What it ran.
-    """
-
-    outline: Signature
-    guards: Callable[..., bool]
-    program: Program
+    guards: Callable[..., bool] | None = None
 
 
 class Jitted:
@@ -114,7 +102,8 @@ class Jitted:
         self.passes = passes
         self.cache = cache
         self._programs: dict[Signature, Program] = {}
-        self._last: _LastCall | None = None
+        # The last call: its signature without what guards compare, and what it ran.
+        self._last: tuple[Signature, Program] | None = None
         # Maps the usage that this rank traced to the usage that all ranks agreed on. Empty until the first agreement.
         self._agreed_usage: dict[Usage, Usage] = {}
         self.traces: list[str] = []
@@ -171,12 +160,6 @@ class Jitted:
         """
         return find_in_extensions("report_memory")(self, args, kwargs)
 
-    def explain_trace(self, signature: Signature, flat: Flat) -> str:
-        """Say for `traces` why there is no program for a signature yet."""
-        if not self._programs:
-            return "the first call"
-        return "; ".join(f"{name} {change}" for name, change in self._find_changes(signature, flat).items())
-
     def _find_changes(self, signature: Signature, flat: Flat) -> dict[str, str]:
         """Find what has changed since the last trace."""
         earlier = next(reversed(self._programs), None)
@@ -194,7 +177,9 @@ class Jitted:
         usage = TracedUsage()
         program = self._build_program(flat, usage)
         if not self._agreed_usage:
-            self._agree_on_usage(usage, program.trace_facts, flat.axes)
+            # Compare calls first: a rank whose trace failed reports that here and does not take part in the agreement.
+            comm.check_same_facts("jit", dict.fromkeys(flat.axes, program.trace_facts))
+            self._agreed_usage[usage.used] = agree_on_usage(usage)
         agreed_program = self._build_for_agreed_usage(program, usage, flat)
         # A later process that loads it does not ask other ranks what they use.
         if store is not None and agreed_program is program:
@@ -205,7 +190,7 @@ class Jitted:
         """Tell whether all ranks have loaded a program. Later traces ask nobody, so then each rank may do as it can."""
         if self._agreed_usage:
             return program is not None
-        # As in `_agree_on_usage`: a rank whose call failed reports that here.
+        # A rank whose call failed reports that here.
         comm.check_same_facts("jit", dict.fromkeys(axes, json.dumps({comm.VERB: "jit"})))
         facts = dict.fromkeys(axes, program.trace_facts if program else "")
         label = comm.Label(comm.Verb.AGREE, ("graph in the cache",))
@@ -237,27 +222,23 @@ class Jitted:
     def _find_program(self, flat: Flat, tensors: Sequence[torch.Tensor]) -> Program:
         """Find the program of a call, or make it."""
         outline = make_outline(flat)
-        last = self._last
-        if last is not None and last.outline == outline and last.guards(*tensors):
-            return last.program
+        if self._last is not None:
+            last_outline, program = self._last
+            if last_outline == outline and program.guards is not None and program.guards(*tensors):
+                return program
         refuse_donated("jit", flat)
         refuse_abstract("jit", flat)
         signature = complete_outline(outline, flat)
         if signature not in self._programs:
+            changes = self._find_changes(signature, flat)
             program = self.make_program(signature, flat)
-            reason = program.origin or self.explain_trace(signature, flat)
-            self._programs[signature] = program._replace(run=prepare(program.traced.module, self.backend))
-            self.traces.append(reason)
+            reason = "; ".join(f"{name} {change}" for name, change in changes.items()) or "the first call"
+            run = prepare(program.traced.module, self.backend)
+            self._programs[signature] = program._replace(run=run, guards=_make_guards(signature, tensors))
+            self.traces.append(program.origin or reason)
         program = self._programs[signature]
-        can_guard = _can_guard(signature, tensors)
-        self._last = _LastCall(outline, _compat.guards_of(tensors), program) if can_guard else None
+        self._last = outline, program
         return program
-
-    def _agree_on_usage(self, usage: TracedUsage, trace_facts: str, axes: Sequence[Axis]) -> None:
-        """Find out which leaves the traces of all ranks use. Ranks ask each other in their first trace."""
-        # Compare calls first: a rank whose trace failed reports that here and does not take part in the agreement.
-        comm.check_same_facts("jit", dict.fromkeys(axes, trace_facts))
-        self._agreed_usage[usage.used] = agree_on_usage(usage)
 
     def _build_for_agreed_usage(self, program: Program, usage: TracedUsage, flat: Flat) -> Program:
         """Trace again if ranks have agreed on other leaves than the trace of a program used.
@@ -407,12 +388,12 @@ def _can_trace(tensors: Sequence[torch.Tensor]) -> bool:
     return is_dense and not any(True in attributes_of(tensors, name) for name in ("requires_grad", "is_quantized"))
 
 
-def _can_guard(signature: Signature, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether guards and an outline tell all that a signature tells."""
-    if signature.same or signature.keys:
-        return False
-    # A donated tensor is left with this shape, and must not be taken for one that was empty before.
-    return all(tensor.shape != (0,) for tensor in tensors)
+def _make_guards(signature: Signature, tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
+    """Make guards of the tensors of a call; None where these and an outline do not tell all that a signature tells."""
+    # A donated tensor is left with the shape (0,), and must not be taken for one that was empty before.
+    if signature.same or signature.keys or (0,) in attributes_of(tensors, "shape"):
+        return None
+    return _compat.guards_of(tensors)
 
 
 def _refuse_changed_values(changes: Mapping[str, str], flat: Flat) -> None:

@@ -27,10 +27,6 @@ _MODES = (
 )
 
 
-# What a tensor is called among leaves that are listed by their values.
-_A_TENSOR = "a tensor"
-
-
 class Signature(NamedTuple):
     """Everything that a graph depends on.
 
@@ -63,7 +59,7 @@ class Signature(NamedTuple):
             if abstract is None:
                 entries[path] = value
                 continue
-            entries[path] = _A_TENSOR
+            entries[path] = "a tensor"
             for name, part in abstract:
                 entries[f"{path}: {name}"] = part
             entries[f"{path}: spec"] = value
