@@ -147,15 +147,21 @@ def assign_donated_outputs(graph: Graph, pairs: Mapping[Node, int]) -> None:
     last_uses = find_last_uses(storages)
     memory = {source: next(iter(storages[source])) for source in to_write}
     overwritten = set(memory.values())
+    output = graph.output_node()
     for number, result in enumerate(results):
         if result is not None and not overwritten.isdisjoint(storages[result]):
-            results[number] = _clone_before_output(graph, result)
+            # It lies in memory which another result is about to take.
+            with graph.inserting_before(output):
+                results[number] = graph.call_function(aten.clone.default, (result,))
+            results[number].meta["val"] = result.meta["val"].clone()
     for source, number in to_write.items():
         # Nodes compare by their positions in the graph.
         last = max(results[number], last_uses[memory[source]])
-        _write_after(graph, last, source, results[number])
+        with graph.inserting_after(output.prev if last is output else last):
+            write = graph.call_function(aten.copy_.default, (source, results[number]))
+        write.meta["val"] = source.meta["val"]
         results[number] = source
-    graph.output_node().args = (results,)
+    output.args = (results,)
 
 
 def _drop_copies(graph: Graph, inputs: Collection[Node]) -> None:
@@ -180,19 +186,3 @@ def _find_written_root(result: Node) -> Node:
     while targets := find_write_targets(root):
         root = targets[0]
     return root
-
-
-def _clone_before_output(graph: Graph, result: Node) -> Node:
-    """Copy a result that lies in memory which another result is about to take."""
-    with graph.inserting_before(graph.output_node()):
-        clone = graph.call_function(aten.clone.default, (result,))
-    clone.meta["val"] = result.meta["val"].clone()
-    return clone
-
-
-def _write_after(graph: Graph, node: Node, target: Node, value: Node) -> None:
-    """Write a value to a target right after a node. If the node is the output, write right before it."""
-    output = graph.output_node()
-    with graph.inserting_after(output.prev if node is output else node):
-        write = graph.call_function(aten.copy_.default, (target, value))
-    write.meta["val"] = target.meta["val"]

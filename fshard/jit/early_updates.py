@@ -212,12 +212,8 @@ def _choose_slots(nodes: Sequence[Node], last_collective_before: Mapping[Node, i
         # could run at once, but its result would then stay in memory from the beginning.
         moves_by_itself = node in results or bool(find_write_targets(node))
         slots.append(earliest[n] if moves_by_itself and earliest[n] > last_input_position else n)
-    _pull_dependencies_up(slots, dependencies)
-    return slots
-
-
-def _pull_dependencies_up(slots: list[int], dependencies: Sequence[set[int]]) -> None:
-    """Give each node a slot no later than the slots of the nodes that depend on it."""
+    # Each node runs no later than the nodes that depend on it.
     for n in reversed(range(len(slots))):
         for m in dependencies[n]:
             slots[m] = min(slots[m], slots[n])
+    return slots

@@ -112,8 +112,15 @@ def trace(flat: Flat, f: Callable[..., Any], usage: TracedUsage | None = None) -
         results[:] = [_call_with(f, flat, _wrap(flat, input_leaves, given), usage)]
         return results[0].tensors
 
-    with _trace_alone():
-        module, tensors_read = _make_graph(run, [examples[id(tensors[i])] for i in input_leaves])
+    try:
+        with _trace_alone():
+            module, tensors_read = _compat.make_graph_of(run, [examples[id(tensors[i])] for i in input_leaves])
+    except Exception as error:
+        if not _compat.asks_for_values(error):
+            raise
+        problem = "the function reads the value of a tensor, which is unknown while it is traced (see the line above)"
+        remedy = "Use torch.where instead of a branch, keep the tensor instead of calling item(), or use fs.schedules"
+        raise ValueError(f"jit: {problem}. {remedy} for learning rates.") from error
     (result,) = results
     specs = [getattr(leaf, "spec", None) for leaf in result.leaves]
     # The constants are listed before passes remove operators whose result was only read for its value.
@@ -137,19 +144,6 @@ def replace_abstract(flat: Flat) -> Flat:
             fake = make_fake(tensor, device_of(leaf))
             fakes[id(leaf)] = Sharded(fake, leaf.spec) if is_sharded(leaf) else fake
     return flat._replace(leaves=[fakes.get(id(leaf), leaf) for leaf in flat.leaves])
-
-
-def _make_graph(
-    function: Callable[..., list[Any]], examples: Sequence[torch.Tensor]
-) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
-    try:
-        return _compat.make_graph_of(function, examples)
-    except Exception as error:
-        if not _compat.asks_for_values(error):
-            raise
-        problem = "the function reads the value of a tensor, which is unknown while it is traced (see the line above)"
-        remedy = "Use torch.where instead of a branch, keep the tensor instead of calling item(), or use fs.schedules"
-        raise ValueError(f"jit: {problem}. {remedy} for learning rates.") from error
 
 
 @contextmanager
