@@ -96,7 +96,7 @@ _JACREV, _JACFWD = _wrapper_code(torch.func.jacrev), _wrapper_code(torch.func.ja
 
 def outputs_of_jacrev() -> Iterator[Any]:
     """The output of each torch.func.jacrev on the stack that is pulling back its elements. Checked on 2.13."""
-    for frame in _frames_of(_JACREV):
+    for frame in frames_of(_JACREV):
         # Before, it runs the function.
         if "flat_output" in frame.f_locals:
             yield frame.f_locals["output"]
@@ -104,12 +104,13 @@ def outputs_of_jacrev() -> Iterator[Any]:
 
 def inputs_of_jacfwd() -> Iterator[Any]:
     """The differentiated inputs of each torch.func.jacfwd on the stack, whose elements it pushes. Checked on 2.13."""
-    for frame in _frames_of(_JACFWD):
+    for frame in frames_of(_JACFWD):
         arguments = frame.f_locals["primals"]
         yield arguments[0] if len(arguments) == 1 else arguments
 
 
-def _frames_of(code: Any) -> Iterator[Any]:
+def frames_of(code: Any) -> Iterator[Any]:
+    """List the frames on this thread's stack that run some code, the innermost first."""
     frame: Any = sys._getframe()
     while frame is not None:
         if frame.f_code is code:
@@ -203,9 +204,7 @@ def in_reentrant_checkpoint() -> bool:
 
     One whose arguments require gradients, and that autograd yet does not record, runs under no_grad. Checked on 2.13.
     """
-    frame: Any = sys._getframe()
-    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
-        frame = frame.f_back
+    frame = next(frames_of(CheckpointFunction.forward.__code__), None)
     if frame is None:
         return False
     given = (argument for argument in frame.f_locals["args"] if isinstance(argument, torch.Tensor))

@@ -1,7 +1,6 @@
 """Private APIs by which torch traces programs into graphs, each with the versions it was checked on."""
 
 import itertools
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -17,6 +16,7 @@ from torch.autograd import profiler
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from fshard._compat.autograd import frames_of
 from fshard._compat.fake import is_fake
 from fshard._compat.layouts import decompositions
 
@@ -165,12 +165,7 @@ def trace_notes() -> dict[str, Any]:
 
 def is_linearizing() -> bool:
     """Whether torch.func.linearize traces, which folds away what does not depend on tangents. Checked on 2.13."""
-    frame = sys._getframe() if is_tracing() else None
-    while frame is not None:
-        if frame.f_code is torch.func.linearize.__code__:
-            return True
-        frame = frame.f_back
-    return False
+    return is_tracing() and any(frames_of(torch.func.linearize.__code__))
 
 
 def sees_programs() -> bool:
