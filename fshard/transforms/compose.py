@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -66,8 +67,9 @@ class _Composed(Container):
         return tuple(reversed(states))
 
     def start_gather(self, leaves: Tensors, specs: Specs) -> Finish:
-        stream = comm.copy_stream(self.storage.compute_device) if self.storage else None
-        sender = self._last_sender(default=len(self.stages) - 1)
+        storage = self.storage
+        stream = comm.copy_stream(storage.compute_device) if storage else None
+        sender = self._sender
         with nullcontext() if stream is None else stream:
             for stage in self.stages[:sender]:
                 leaves = check_number(stage, "gather", stage.gather(leaves, specs), specs)
@@ -97,8 +99,7 @@ class _Composed(Container):
             check_stateless(self)
         old_states = states or [None] * len(grads)
         by_stage: list[States] = [()] * len(self.stages)
-        # Without a stage that sends, the last one that runs waits for the finish.
-        sender = self._last_sender(default=0)
+        sender = self._sender
 
         def start_stage(number: int, stage_grads: Tensors) -> PendingScatter:
             stage_states = [state and state[number] for state in old_states]
@@ -117,9 +118,10 @@ class _Composed(Container):
 
         return finish
 
-    def _last_sender(self, default: int) -> int:
-        """The index of the stage that communicates last in a gather, and first in a scatter."""
-        return max([index for index, stage in enumerate(self.stages) if sends(stage)], default=default)
+    @cached_property
+    def _sender(self) -> int:
+        """The index of the stage that communicates last in a gather, and first in a scatter; 0 if none does."""
+        return max([index for index, stage in enumerate(self.stages) if sends(stage)], default=0)
 
 
 @dataclass(frozen=True)
