@@ -104,22 +104,20 @@ class Leaf:
         if self.full_facts is NOT_GATHERED:
             self.full_facts = FullTensorFacts(full.shape, full.dtype, full.device, full.nbytes)
 
-    def sum_dtype(self, dtype: torch.dtype | None = None) -> torch.dtype:
-        """Choose the dtype in which gradients are added up.
+    def cast_for_sum(self, grad: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Cast a gradient to the dtype in which gradients are added up.
 
         Args:
+            grad: The gradient.
             dtype: The dtype of the other gradients; None means the dtype of the stored shard. Over several microbatches
                 it is widened to at least the dtype of the reduction.
 
         Returns:
-            The dtype.
+            The gradient in that dtype.
         """
         target = dtype or self.stored.dtype
-        return sum_dtype(self.spec, target) if self.accumulated else target
-
-    def cast_for_sum(self, grad: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Cast a gradient to the dtype in which gradients are added up; see `sum_dtype`."""
-        target = self.sum_dtype(dtype)
+        if self.accumulated:
+            target = sum_dtype(self.spec, target)
         # Most gradients have that dtype already, and calling the operator to find that out takes longer.
         return grad if grad.dtype is target else grad.to(target)
 

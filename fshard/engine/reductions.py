@@ -173,20 +173,16 @@ class Reductions:
             check_results(transform, "scatter", grads, paths, (leaf.spec for leaf in leaves))
             # A sum may be too large for a dtype that holds the mean.
             grads = _compat.cast_all(grads, [sum_dtype(leaf.spec, leaf.stored.dtype) for leaf in leaves])
-            grads = self._divide(leaves[0], grads)
+            # Divide now, while they are in the processor's cache.
+            divisor = 1 if leaves[0].derived else self._divisor
+            is_divided = isinstance(divisor, int) and divisor == 1
+            if not is_divided and reduction(transform).is_new:
+                _compat.divide_in_place(grads, divisor)
+            elif not is_divided:
+                grads = [divide(grad, divisor) for grad in grads]
             for leaf, grad, state in zip(leaves, grads, states, strict=True):
                 leaf.transform_state = state
                 leaf.add_reduced(leaf.cast_for_sum(grad))
-
-    def _divide(self, first: Leaf, grads: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Divide reduced gradients now, while they are in the processor's cache."""
-        divisor = 1 if first.derived else self._divisor
-        if isinstance(divisor, int) and divisor == 1:
-            return grads
-        if reduction(first.spec.transform).is_new:
-            _compat.divide_in_place(grads, divisor)
-            return grads
-        return [divide(grad, divisor) for grad in grads]
 
 
 def _annotate(leaves: Sequence[Leaf]) -> AbstractContextManager[None]:
