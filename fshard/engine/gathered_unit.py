@@ -171,5 +171,5 @@ class GatheredUnit:
             ValueError: with the path of every leaf that was written to.
         """
         if self.full_tensors is not None:
-            paths = [leaf.path for leaf in self.full_tensors]
-            check_versions(api_name, paths, list(self.full_tensors.values()), self._full_versions)
+            paths = (leaf.path for leaf in self.full_tensors)
+            check_versions(api_name, paths, self.full_tensors.values(), self._full_versions)

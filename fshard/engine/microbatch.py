@@ -9,7 +9,7 @@ from fshard.collectives import CollectiveTape, make_derived_leaf_agree
 from fshard.engine.backward import Backward
 from fshard.engine.forward import Forward
 from fshard.engine.leaf import Leaf
-from fshard.engine.started import take_over
+from fshard.engine.started import Started, take_over
 from fshard.tree import Sharded, is_sharded
 
 
@@ -53,8 +53,8 @@ class Microbatch:
         if leaf is None:
             leaf = self._derive_leaf(path, param)
         # What a checkpoint computes again uses the gather of its forward.
-        if not self.forward.is_over:
-            leaf.started = take_over(param) or leaf.started
+        if isinstance(param, Started) and not self.forward.is_over:
+            leaf.started = take_over(param)
         return leaf
 
     def _derive_leaf(self, path: str, param: Sharded) -> Leaf:

@@ -135,7 +135,7 @@ class _FullyShard(BuiltIn):
             dims_behind = grad.dim() - dim - 1
             grad = pad(grad, (0, 0) * dims_behind + (0, missing))
         rows = grad.shape[dim] // self.axis.size
-        pieces = grad.unflatten(dim, (self.axis.size, rows))
+        pieces = torch.unflatten(grad, dim, (self.axis.size, rows))
         return pieces.movedim(dim, 0) if dim else pieces
 
     def split_dims(self, specs: Specs) -> dict[int, int]:
