@@ -45,15 +45,8 @@ def read_parametrized_by(module: torch.nn.Module, read: Callable[[torch.nn.Modul
     cls = type(module)
     members: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     for name in module.parametrizations:  # type: ignore[union-attr]
-        members[name] = _property_of(cls, name, read)
+        members[name] = property(lambda module, name=name: read(module, name), getattr(cls, name).fset)
     module.__class__ = type(cls.__name__, (cls,), members)
-
-
-def _property_of(cls: type, name: str, read: Callable[[torch.nn.Module, str], torch.Tensor]) -> property:
-    def get(module: torch.nn.Module) -> torch.Tensor:
-        return read(module, name)
-
-    return property(get, getattr(cls, name).fset)
 
 
 def compute_parametrized(module: torch.nn.Module, name: str) -> torch.Tensor:

@@ -55,13 +55,16 @@ def reduction_axes(flat: Flat, api_name: str, over: Over = None) -> tuple[Axis, 
     def misfit(leaf: Any) -> tuple[str, str] | None:
         if leaf is None or (is_sharded(leaf) and leaf.spec not in misfits):
             return None
-        return _describe_axes(leaf), expected
+        if not is_sharded(leaf):
+            return describe(leaf), expected
+        return f"one over {[axis.name for axis in leaf.spec.transform.axes]}", expected
 
     remedy = (
         "shard the whole tree on these axes (zero3 takes axis=, ddp keeps leaves whole, and own_dim owns pieces where "
         "split_dim would expect one batch for all ranks), or leave others out"
     )
-    refuse(f"{api_name}: gradients of these leaves would not be summed", flat.problems(misfit), remedy)
+    if misfits or len(flat.sharded) < len(flat.leaves):
+        refuse(f"{api_name}: gradients of these leaves would not be summed", flat.problems(misfit), remedy)
     return axes
 
 
@@ -79,12 +82,6 @@ def _takes_part(spec: Any, axes: Sequence[Axis], over: Over) -> bool:
     if over is None:
         return set(spec.transform.axes) == set(axes)
     return spec.frozen or spec.roles.keys() >= set(axes)
-
-
-def _describe_axes(leaf: Any) -> str:
-    if not is_sharded(leaf):
-        return describe(leaf)
-    return f"one over {[axis.name for axis in leaf.spec.transform.axes]}"
 
 
 def shared_axes(flat: Flat, over: Sequence[Axis]) -> tuple[Axis, ...]:

@@ -83,8 +83,9 @@ def find_used_leaves(loss: torch.Tensor, trained: Sequence[Leaf]) -> set[Leaf]:
         node, output_number = edge
         if node is None:
             return []
-        gathered = _get_delivered_unit(node)
-        if gathered is None:
+        # A node of autograd has the attributes that its forward set on `ctx`; nodes of other operators may have any.
+        gathered = getattr(node, "gathered", None)
+        if not isinstance(gathered, GatheredUnit):
             return list(node.next_functions)
         # A node that delivers has no edges to the shards that it gathered. Go on behind a derived leaf at its own node.
         leaf = gathered.trained[output_number]
@@ -95,15 +96,6 @@ def find_used_leaves(loss: torch.Tensor, trained: Sequence[Leaf]) -> set[Leaf]:
         if node in leaf_of_node:
             used.add(leaf_of_node[node])
     return used
-
-
-def _get_delivered_unit(node: Any) -> GatheredUnit | None:
-    """Return the gathered unit whose full tensors a node delivers; None for the nodes of other operators.
-
-    A node of autograd has the attributes that its forward set on `ctx`; nodes of other operators may have any.
-    """
-    gathered = getattr(node, "gathered", None)
-    return gathered if isinstance(gathered, GatheredUnit) else None
 
 
 def check_direct_gradients(

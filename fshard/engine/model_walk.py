@@ -134,7 +134,10 @@ class ModelWalk:
             is_shared = inner_module_units is not None and end > self._running[-1].units.stop
             self._advance(end, entered=end - 1 if is_shared else NO_UNIT)
         if inner_module_units is not None:
-            self._leave_held_units(self._running.pop())
+            submodule = self._running.pop()
+            for number in list(self._held):
+                if number in submodule.units:
+                    self._forward.end_scope(self._held.pop(number))
         if module_unit is not None:
             self._end_scope(module_unit)
 
@@ -220,14 +223,11 @@ class ModelWalk:
         elif self._cursor.position <= number < end:
             self._advance(number + 1, entered=number)
         else:
-            self._gather_on_demand(number)
-
-    def _gather_on_demand(self, number: int) -> None:
-        """Gather a unit that the walk has moved past, or that this rank alone reads ahead of its turn."""
-        gathered = GatheredUnit(self._plan.units[number], self._planned[number].leaves)
-        enclosing = [self._readable[scope] for scope in self._scopes]
-        self._forward.open(gathered, enclosing, find_outermost_checkpoint(), torch.is_grad_enabled())
-        self._readable[number] = gathered
+            # The walk has moved past the unit, or this rank alone reads it ahead of its turn.
+            gathered = GatheredUnit(self._plan.units[number], self._planned[number].leaves)
+            enclosing = [self._readable[scope] for scope in self._scopes]
+            self._forward.open(gathered, enclosing, find_outermost_checkpoint(), torch.is_grad_enabled())
+            self._readable[number] = gathered
 
     def _advance(self, end: int, entered: int = NO_UNIT) -> None:
         """Gather the units before `end` in the plan's order, and leave or hold those that this rank does not enter.
@@ -265,12 +265,6 @@ class ModelWalk:
         for other in list(self._readable):
             if other != number and other not in self._scopes:
                 self._leave_or_hold(other)
-
-    def _leave_held_units(self, submodule: RunningSubmodule) -> None:
-        """Leave the units that were held for a submodule, which has ended."""
-        for number in list(self._held):
-            if number in submodule.units:
-                self._forward.end_scope(self._held.pop(number))
 
     def _end_scope(self, module_unit: int) -> None:
         """End the scope of a submodule's unit, and leave the unit if no other submodule is to read it."""

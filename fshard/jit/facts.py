@@ -78,7 +78,8 @@ def collect_facts(graph: Graph, usage: TracedUsage) -> Facts:
             for name, value in json.loads(node.args[0]).items():
                 of_verbs.setdefault(name, {})[value] = None
         elif collective is not None:
-            axis = _find_axis(node)
+            values = {argument.name: value for argument, value in pair_arguments(node)}
+            axis = Axis(values["axis"], values["size"], values["group"])
             axes[axis] = None
             collectives[axis.group_name].append(_describe_collective(collective))
         elif _is_foreign_collective(node):
@@ -91,12 +92,6 @@ def collect_facts(graph: Graph, usage: TracedUsage) -> Facts:
         of_verbs["leaves"] = dict.fromkeys(usage.texts)
     texts_of_verbs = {name: "\n".join(values) for name, values in of_verbs.items()}
     return Facts(texts_of_verbs, list(axes), dict(collectives))
-
-
-def _find_axis(node: Node) -> Axis:
-    """Find the axis over which a node starts a collective."""
-    values = {argument.name: value for argument, value in pair_arguments(node)}
-    return Axis(values["axis"], values["size"], values["group"])
 
 
 def _describe_collective(collective: comm.Collective) -> str:

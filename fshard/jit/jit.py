@@ -427,7 +427,10 @@ def _run(program: Program, flat: Flat, tensors: list[torch.Tensor]) -> Any:
     """Run a graph. Donated arguments are emptied; the results take over their memory."""
     traced = program.traced
     if program.overwritten_leaves:
-        _copy_shared_memory(program, tensors)
+        # Something may be written to these, which memory that others hold must not see.
+        for n in compress(count(), _compat.share_memory(tensors)):
+            if traced.input_leaves[n] in program.overwritten_leaves:
+                tensors[n] = _compat.copied_as_it_is(tensors[n])
     # The graph updates a leaf as soon as its gradient is there, while the backward of others goes on. A rank that fails
     # in between has updated other leaves than its peers, so all are lost before the first of them is written to.
     moved = mark_donated([flat.leaves[leaf_index] for leaf_index in program.donated_leaves])
@@ -438,13 +441,6 @@ def _run(program: Program, flat: Flat, tensors: list[torch.Tensor]) -> Any:
     ]
     results = unflatten(traced.treedef, leaves)
     return map_nodes(pin_params, results, TrainState) if any_on_host(flat.specs) else results
-
-
-def _copy_shared_memory(program: Program, tensors: list[torch.Tensor]) -> None:
-    """Put copies in the place of tensors that something may be written to and that share memory with others."""
-    for n in compress(count(), _compat.share_memory(tensors)):
-        if program.traced.input_leaves[n] in program.overwritten_leaves:
-            tensors[n] = _compat.copied_as_it_is(tensors[n])
 
 
 def _read_argnums(name: str, value: Any) -> tuple[int, ...]:

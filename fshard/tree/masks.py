@@ -39,14 +39,9 @@ def matches(mask: Mask, name: str, *leaf: Any) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
     described = []
     for value in leaf:
-        if not isinstance(tensor_of(value), torch.Tensor):
+        tensor = tensor_of(value)
+        if not isinstance(tensor, torch.Tensor):
             return False
-        described.append(_describe_by_tensor(value))
+        shape = value.spec.shape if is_sharded(value) else tensor.shape
+        described.append(torch.empty(shape, dtype=tensor.dtype, device="meta"))
     return bool(mask(name, *described))
-
-
-def _describe_by_tensor(leaf: Any) -> torch.Tensor:
-    """Make a tensor without values that has the full shape and the dtype of a leaf."""
-    tensor = tensor_of(leaf)
-    shape = leaf.spec.shape if is_sharded(leaf) else tensor.shape
-    return torch.empty(shape, dtype=tensor.dtype, device="meta")
