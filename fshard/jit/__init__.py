@@ -2,5 +2,3 @@
 
 from fshard.jit.jit import Jitted, Program, jit
 from fshard.jit.trace import Traced
-
-__all__ = ["Jitted", "Program", "Traced", "jit"]
