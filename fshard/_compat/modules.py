@@ -45,8 +45,15 @@ def read_parametrized_by(module: torch.nn.Module, read: Callable[[torch.nn.Modul
     cls = type(module)
     members: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     for name in module.parametrizations:  # type: ignore[union-attr]
-        members[name] = property(lambda module, name=name: read(module, name), getattr(cls, name).fset)
+        members[name] = _property_of(cls, name, read)
     module.__class__ = type(cls.__name__, (cls,), members)
+
+
+def _property_of(cls: type, name: str, read: Callable[[torch.nn.Module, str], torch.Tensor]) -> property:
+    def get(module: torch.nn.Module) -> torch.Tensor:
+        return read(module, name)
+
+    return property(get, getattr(cls, name).fset)
 
 
 def compute_parametrized(module: torch.nn.Module, name: str) -> torch.Tensor:
@@ -102,18 +109,16 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
         module = inner
 
 
-def init_optimizer_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Make the state that torch.optim classes make in their first step; False where a class has no such method.
+def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the state that torch.optim classes make in their first step; none where a class has no such method.
 
     Parameters whose grad is None get none. Checked on 2.13.
     """
     init_group = getattr(optimizer, "_init_group", None)
-    if init_group is None:
-        return False
-    (group,) = optimizer.param_groups
-    lists = len(inspect.signature(init_group).parameters) - 1
-    init_group(group, *([] for _ in range(lists)))
-    return True
+    if init_group is not None:
+        (group,) = optimizer.param_groups
+        lists = len(inspect.signature(init_group).parameters) - 1
+        init_group(group, *([] for _ in range(lists)))
 
 
 def can_capture(device: torch.device, tensors: Sequence[torch.Tensor]) -> bool:

@@ -29,7 +29,7 @@ class _Deliver(Function):
     """Deliver full tensors to the function, and their gradients to the call that receives them."""
 
     @staticmethod
-    def forward(ctx: Any, receive: Receive, gathered: GatheredUnit, full: list[torch.Tensor], _: torch.Tensor) -> Any:
+    def forward(ctx: Any, receive: Receive, gathered: GatheredUnit, _: torch.Tensor) -> Any:
         ctx.receive = receive
         ctx.gathered = gathered
         specs = [leaf.spec for leaf in gathered.trained]
@@ -38,12 +38,13 @@ class _Deliver(Function):
         # Checks of values that vary between ranks read this from the node.
         ctx.variance = Variance("fs.gather", tuple(axes), specs, result=True)
         ctx.set_materialize_grads(False)
-        return tuple([tensor.detach() for tensor in full])
+        full = gathered.wait()
+        return tuple([full[leaf].detach() for leaf in gathered.trained])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         ctx.receive(ctx.gathered, grads)
-        return None, None, None, None
+        return None, None, None
 
 
 @_compat.outside_selective_checkpoint()
@@ -57,9 +58,7 @@ def deliver(receive: Receive, gathered: GatheredUnit) -> dict[Leaf, torch.Tensor
     Returns:
         The tensor that the function receives for each of these leaves.
     """
-    full = gathered.wait()
-    tensors = [full[leaf] for leaf in gathered.trained]
-    outputs = _Deliver.apply(receive, gathered, tensors, ANY_CALL)
+    outputs = _Deliver.apply(receive, gathered, ANY_CALL)
     return dict(zip(gathered.trained, outputs, strict=True))
 
 

@@ -55,10 +55,9 @@ class Flat(_Flat):
         """
         problems: list[Problem] = []
         for path, description in zip(self.paths, map(describe_misfit, self.leaves, *columns), strict=True):
-            if isinstance(description, str):
-                problems.append(Problem(path, description))
-            elif description is not None:
-                problems.append(Problem(path, *description))
+            if description is not None:
+                parts = (description,) if isinstance(description, str) else description
+                problems.append(Problem(path, *parts))
         return problems
 
     @functools.cached_property
