@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fshard import _compat, comm
-from fshard.engine.leaf import Leaf
+from fshard.engine.leaf import NOT_GATHERED, FullTensorFacts, Leaf
 from fshard.engine.plan import Unit
 from fshard.transforms.compose import split_gather
 from fshard.transforms.run import check_results
@@ -128,7 +128,8 @@ class GatheredUnit:
             if tensor is None:
                 assert leaf.shared_from is not None
                 tensor = leaf.shared_from.wait()[leaf]
-            leaf.record_full_tensor(tensor)
+            if leaf.full_facts is NOT_GATHERED:
+                leaf.full_facts = FullTensorFacts(tensor.shape, tensor.dtype, tensor.device, tensor.nbytes)
             full[leaf] = tensor
         return full
 

@@ -34,7 +34,8 @@ class _Deliver(Function):
         ctx.gathered = gathered
         specs = [leaf.spec for leaf in gathered.trained]
         # Thousands of leaves share their specs.
-        axes = dict.fromkeys([axis for spec in dict.fromkeys(specs) for axis in spec.roles])
+        distinct = {id(spec): spec for spec in specs}.values()
+        axes = dict.fromkeys([axis for spec in distinct for axis in spec.roles])
         # Checks of values that vary between ranks read this from the node.
         ctx.variance = Variance("fs.gather", tuple(axes), specs, result=True)
         ctx.set_materialize_grads(False)

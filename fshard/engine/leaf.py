@@ -99,11 +99,6 @@ class Leaf:
         if derived and self.trained:
             check_stateless(param.spec.transform)
 
-    def record_full_tensor(self, full: torch.Tensor) -> None:
-        """Record the facts about the full tensor, once."""
-        if self.full_facts is NOT_GATHERED:
-            self.full_facts = FullTensorFacts(full.shape, full.dtype, full.device, full.nbytes)
-
     def cast_for_sum(self, grad: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Cast a gradient to the dtype in which gradients are added up.
 
