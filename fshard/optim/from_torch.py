@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain, compress
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from fshard.tree import (
     Tree,
     device_of,
     flatten,
+    grouped,
     is_trained,
     leaves_of,
     like,
@@ -468,7 +469,7 @@ def _make_writable(value: Any, in_place: bool = False) -> Any:
     """
     if not isinstance(value, torch.Tensor):
         return value
-    plain = _detach(value)
+    plain = _detach(value) if value.requires_grad or _compat.is_transformed(value) else value
     return plain.contiguous() if in_place else plain.clone(memory_format=torch.contiguous_format)
 
 
@@ -493,21 +494,19 @@ def _step_in_place(
     hyper: Hyper,
 ) -> States:
     """Step tensors in place, and return the class's new states of them."""
-    new_states: dict[torch.Tensor, State] = {}
-    begun = list(map(bool, states))
-    fresh = list(map(operator.not_, states))
+    new_states = list(states)
     # One after the other, because fused SGD fails on a list in which only some tensors have a momentum.
-    for chosen in filter(any, (begun, fresh)):
-        part = list(compress(tensors, chosen))
-        optimizer = _build_optimizer(make, part, list(compress(grads, chosen)), hyper)
-        if chosen is begun:
-            optimizer.state.update(zip(part, compress(states, begun), strict=True))
+    for has_begun, positions in grouped(states, bool).items():
+        part = [tensors[i] for i in positions]
+        optimizer = _build_optimizer(make, part, [grads[i] for i in positions], hyper)
+        if has_begun:
+            optimizer.state.update(zip(part, map(states.__getitem__, positions), strict=True))
         optimizer.step()
-        for tensor in part:
+        for i, tensor in zip(positions, part, strict=True):
             # The gradient would live as long as the tensor.
             tensor.grad = None
-            new_states[tensor] = optimizer.state[tensor]
-    return list(map(new_states.__getitem__, tensors))
+            new_states[i] = optimizer.state[tensor]
+    return new_states
 
 
 def _build_optimizer(
