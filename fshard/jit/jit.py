@@ -21,7 +21,6 @@ from fshard.jit.facts import Facts, collect_facts
 from fshard.jit.graph_pass import GraphPass
 from fshard.jit.nodes import find_inputs
 from fshard.jit.passes import fold_views_and_remove_dead_nodes, refuse_ambient_random, refuse_written_inputs
-from fshard.jit.program_cache import ProgramCache
 from fshard.jit.signature import Signature, complete_outline, find_changes, make_exact, make_outline
 from fshard.jit.trace import Traced, replace_abstract, trace
 from fshard.reduction_order import refuse_inductor
@@ -36,6 +35,13 @@ from fshard.tree.checks import (
     refuse_frozen_counters,
 )
 from fshard.update import TrainState, check_same_step, pin_params
+
+# A function of the caller that keeps programs from one process to the next. It gets the jitted function, the signature
+# of a call and its arguments, before a trace, which may change what it reads. It returns the Program that this rank
+# stored before, or None; and a function that stores the one that is traced now, or None if no later process can find
+# it. It must not raise, and must not return a program of other code, of other values that the function reads, or of
+# other options. Where it cannot tell, it has no program.
+ProgramCache = Callable[["Jitted", Signature, Flat], tuple[Any, Callable[[Any], None] | None]]
 
 
 class CapturedTensor(NamedTuple):

@@ -20,7 +20,6 @@ MIRRORS = {
     "fshard/ext/run": ("tests/ext/test_run.py",),
     "fshard/ext/saved_graph/cache.py": ("tests/ext/test_graph_cache.py",),
     "fshard/ext/saved_graph/identity.py": ("tests/ext/test_graph_cache.py",),
-    "fshard/jit/program_cache.py": ("tests/ext/test_graph_cache.py",),
     "fshard/tree/abstract.py": ("tests/ext/test_abstract.py",),
     "fshard/ext/saved_graph": ("tests/ext/test_hostile_graphs.py", "tests/ext/test_saved_graph.py"),
     "fshard/ext/quantize.py": ("tests/ext/test_quantize.py", "tests/ext/test_quantize_state.py"),
