@@ -114,7 +114,8 @@ def start_gather(tree: Tree) -> Tree:
     for positions in grouped(sharded, lambda leaf: leaf.spec.transform).values():
         started = StartedGather([flat.paths[i] for i in positions], [flat.leaves[i] for i in positions])
         for i in positions:
-            leaves[i] = Started(flat.leaves[i].local, flat.leaves[i].spec, started, flat.paths[i])
+            leaf = flat.leaves[i]
+            leaves[i] = Started(leaf.local, leaf.spec, started, flat.paths[i])
     return flat.unflatten(leaves)
 
 

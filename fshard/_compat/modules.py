@@ -115,10 +115,11 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     Parameters whose grad is None get none. Checked on 2.13.
     """
     init_group = getattr(optimizer, "_init_group", None)
-    if init_group is not None:
-        (group,) = optimizer.param_groups
-        lists = len(inspect.signature(init_group).parameters) - 1
-        init_group(group, *([] for _ in range(lists)))
+    if init_group is None:
+        return
+    (group,) = optimizer.param_groups
+    lists = len(inspect.signature(init_group).parameters) - 1
+    init_group(group, *([] for _ in range(lists)))
 
 
 def can_capture(device: torch.device, tensors: Sequence[torch.Tensor]) -> bool:
