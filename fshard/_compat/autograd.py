@@ -5,10 +5,11 @@ import itertools
 import operator
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -21,6 +22,8 @@ from torch.utils.checkpoint import (
     _checkpoint_hook,
     checkpoint,
 )
+
+T = TypeVar("T")
 
 # How many times to check that torch has released its tensors, which it usually has at the first check.
 MAX_RELEASE_CHECKS = 1000
@@ -211,18 +214,24 @@ def in_reentrant_checkpoint() -> bool:
     return bool(frame.f_locals["ctx"].next_functions) or not any(tensor.requires_grad for tensor in given)
 
 
-@contextmanager
-def outside_selective_checkpoint() -> Iterator[None]:
-    """Let torch's selective checkpointing not see what runs inside, which it would count and cache. Checked on 2.13."""
-    stack = _get_current_dispatch_mode_stack()
-    others = [mode for mode in stack if not isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode)]
-    if others == stack:
-        yield
-        return
-    with _disable_current_modes(), ExitStack() as modes:
-        for mode in others:
-            modes.enter_context(mode)
-        yield
+def outside_selective_checkpoint(f: Callable[..., T]) -> Callable[..., T]:
+    """Let torch's selective checkpointing not see what a function does, which it would count and cache.
+
+    Checked on 2.13.
+    """
+
+    @wraps(f)
+    def run(*args: Any, **kwargs: Any) -> T:
+        stack = _get_current_dispatch_mode_stack()
+        others = [mode for mode in stack if not isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode)]
+        if others == stack:
+            return f(*args, **kwargs)
+        with _disable_current_modes(), ExitStack() as modes:
+            for mode in others:
+                modes.enter_context(mode)
+            return f(*args, **kwargs)
+
+    return run
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -275,7 +284,7 @@ def divide_in_place(tensors: Sequence[torch.Tensor], divisor: Any) -> None:
     torch._foreach_div_(wholes, divisor)
 
 
-@outside_selective_checkpoint()
+@outside_selective_checkpoint
 def cast_all(tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
     """Cast each tensor to a dtype, or return it if it has that dtype. Checked on 2.13.
 

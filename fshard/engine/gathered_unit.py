@@ -64,7 +64,7 @@ class GatheredUnit:
         if self._pending is None and self.full_tensors is None:
             self._pending = self._start_gathers()
 
-    @_compat.outside_selective_checkpoint()
+    @_compat.outside_selective_checkpoint
     def _start_gathers(self) -> list[PendingGather]:
         pending: list[PendingGather] = []
         missing: list[Leaf] = []
@@ -113,7 +113,7 @@ class GatheredUnit:
             self._full_versions = _compat.versions(full.values())
         return full
 
-    @_compat.outside_selective_checkpoint()
+    @_compat.outside_selective_checkpoint
     def _finish_gathers(self) -> dict[Leaf, torch.Tensor]:
         pending = self._pending or ()
         self._pending = None

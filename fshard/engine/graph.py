@@ -48,7 +48,7 @@ class _Deliver(Function):
         return None, None, None
 
 
-@_compat.outside_selective_checkpoint()
+@_compat.outside_selective_checkpoint
 def deliver(receive: Receive, gathered: GatheredUnit) -> dict[Leaf, torch.Tensor]:
     """Make one autograd node for the leaves of a unit that take a gradient.
 

@@ -100,7 +100,7 @@ class Reductions:
         while self._outer_pending:
             self._finish_reduction(self._outer_pending.popleft())
 
-    @_compat.outside_selective_checkpoint()
+    @_compat.outside_selective_checkpoint
     def _start_queued(self) -> None:
         leaves = self._queue
         self._queue = []
@@ -140,7 +140,7 @@ class Reductions:
         while self._pending[0].turn < self._turn and self._pending[0].outer is not None:
             self._take_pending()
 
-    @_compat.outside_selective_checkpoint()
+    @_compat.outside_selective_checkpoint
     def _take_pending(self) -> None:
         """Wait for the oldest reduction, or for the inner half of it and start the outer one."""
         pending = self._pending.popleft()
@@ -162,7 +162,7 @@ class Reductions:
             scatter = start_scatter(pending.outer, totals, [leaf.spec for leaf in leaves], states)
         self._outer_pending.append(pending._replace(scatter=scatter, turn=self._turn, outer=None))
 
-    @_compat.outside_selective_checkpoint()
+    @_compat.outside_selective_checkpoint
     def _finish_reduction(self, pending: PendingReduction) -> None:
         """Wait for a reduction, and hand its gradients to their leaves."""
         leaves = pending.leaves
