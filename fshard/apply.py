@@ -312,14 +312,13 @@ class Model:
     def _run_by_units(
         self, call: EngineCall, params: Mapping[str, Any], buffers: Buffers, args: Any, kwargs: Any
     ) -> tuple[Any, Buffers]:
-        leaves = call.get_leaves(params)
+        walk = call.begin_walk(self._units, params)
         template = self._take_template()
         # Keep the copy until the call ends: checkpoints run parts of the forward again in the backward.
         call.at_end.append(lambda: self._give_back(template))
-        walk = call.begin_walk(self._units, leaves)
-        plain = {name: leaf for name, leaf in params.items() if name not in leaves}
+        plain = {name: leaf for name, leaf in params.items() if name not in walk.leaves}
         template.bind(plain, buffers, choose_dtypes(self._units, params))
-        template.gather_from(call, walk, leaves)
+        template.gather_from(call, walk)
         out = template.run(args, kwargs)
         walk.finish()
         return out, template.buffers()

@@ -48,7 +48,6 @@ class ModuleTemplate:
         # Set by each call.
         self._values: Mapping[str, torch.Tensor] = {}
         self.dtypes: Dtypes = {}
-        self._leaves: Mapping[str, Leaf] = {}
         self._call: EngineCall | None = None
         self.walk: ModelWalk | None = None
         self._last_gathered: GatheredUnit | None = None
@@ -100,17 +99,15 @@ class ModuleTemplate:
         self.dtypes = dtypes
         self._buffers.bind(buffers)
 
-    def gather_from(self, call: EngineCall, walk: ModelWalk, leaves: Mapping[str, Leaf]) -> None:
+    def gather_from(self, call: EngineCall, walk: ModelWalk) -> None:
         """Take the parameters that were not bound from a call of the engine, as they are read.
 
         Args:
             call: The call, which gathers units.
             walk: Where its forward is in the model.
-            leaves: The leaves of the call by parameters' names.
         """
         self._call = call
         self.walk = walk
-        self._leaves = leaves
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """Call the copy."""
@@ -134,7 +131,6 @@ class ModuleTemplate:
         """
         self._values = {}
         self.dtypes = {}
-        self._leaves = {}
         self._call = None
         self.walk = None
         self._last_gathered = None
@@ -155,7 +151,7 @@ class ModuleTemplate:
         Raises:
             RuntimeError: if `apply` has returned.
         """
-        leaf = self._leaves.get(name)
+        leaf = None if self.walk is None else self.walk.leaves.get(name)
         value = self._values.get(name) if leaf is None else self._read_from_unit(weights, key, name, leaf)
         if value is None:
             raise RuntimeError(

@@ -103,31 +103,26 @@ class EngineCall:
         """Whether the function has returned, so that only a checkpoint runs parts of it again."""
         return self._running_microbatch().forward.is_over
 
-    def get_leaves(self, params: Mapping[str, Any]) -> dict[str, Leaf]:
-        """Return the leaves of a model's sharded parameters, by name. This may make derived leaves."""
+    def begin_walk(self, units: Sequence[ModuleUnit], params: Mapping[str, Any]) -> ModelWalk:
+        """Begin to apply a model. This may make derived leaves.
+
+        Args:
+            units: The units of the model.
+            params: The parameters of the model, by name.
+
+        Returns:
+            The walk along the model's units.
+        """
         microbatch = self._running_microbatch()
         leaves = {}
         for name, param in params.items():
             if is_sharded(param):
                 leaves[name] = microbatch.get_or_derive_leaf(f"[{name!r}]", param)
-        return leaves
-
-    def begin_walk(self, units: Sequence[ModuleUnit], leaves: Mapping[str, Leaf]) -> ModelWalk:
-        """Begin to apply a model.
-
-        Args:
-            units: The units of the model.
-            leaves: All sharded leaves of the model, by name.
-
-        Returns:
-            The walk along the model's units.
-        """
-        forward = self._running_microbatch().forward
-        if not forward.is_over:
-            forward.end_function_scope()
+        if not microbatch.forward.is_over:
+            microbatch.forward.end_function_scope()
         facts = [LeafFacts(name, leaf.spec, leaf.stored.itemsize) for name, leaf in leaves.items()]
         plan = make_plan(tuple(units), tuple(facts))
-        return ModelWalk(forward, plan, leaves, self._prepare_recompute)
+        return ModelWalk(microbatch.forward, plan, leaves, self._prepare_recompute)
 
     def gather(self, paths: Sequence[str], params: Sequence[Sharded]) -> list[torch.Tensor]:
         """Gather the parameters that a function asks for by `fs.gather`, as one unit."""

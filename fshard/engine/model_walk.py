@@ -63,6 +63,9 @@ class ModelWalk:
     The walk knows what the function may read. `Forward` knows for which units autograd saves handles: the open ones.
 
     When the function has returned, the walk stands still. A checkpoint then recomputes with the units of the forward.
+
+    Attributes:
+        leaves: The leaves of the model's sharded parameters, by name.
     """
 
     def __init__(
@@ -77,13 +80,13 @@ class ModelWalk:
         Args:
             forward: The forward that the model is applied in.
             plan: The units of the model.
-            leaves: The leaves of the model, by name.
+            leaves: The leaves of the model's sharded parameters, by name.
             prepare_recompute: Returns the gathered unit with which a checkpoint recomputes some leaves. May
                 communicate.
         """
         self._forward = forward
         self._plan = plan
-        self._leaves = leaves
+        self.leaves = leaves
         self._prepare_recompute = prepare_recompute
         self._planned: list[GatheredUnit] = []
         for unit in plan.units:
@@ -191,7 +194,7 @@ class ModelWalk:
         numbers: Sequence[int] = self._plan.units_holding[name]
         if self._forward.is_over and len(numbers) > 1:
             # A checkpoint recomputes: prefer the unit that the backward has come to.
-            recomputed = self._prepare_recompute([self._leaves[name]])
+            recomputed = self._prepare_recompute([self.leaves[name]])
             matching = [number for number in numbers if self._plan.units[number] is recomputed.unit]
             numbers = matching or numbers
         for number in numbers:
