@@ -24,7 +24,7 @@ from fshard.engine.microbatch import Microbatch
 from fshard.engine.model_walk import ModelWalk
 from fshard.engine.plan import LeafFacts, ModuleUnit, make_plan, make_unit
 from fshard.engine.saved import SavedTensorHooks
-from fshard.engine.started import take_over
+from fshard.engine.started import Started, take_over
 from fshard.tree import Axis, Flat, Sharded, is_sharded
 from fshard.tree.checks import check_dense, check_versions
 
@@ -65,17 +65,17 @@ class EngineCall:
                 mean.
         """
         # An error here goes with the message that begins the call.
-        started = [take_over(param) for param in flat.leaves]
+        started = {index: take_over(leaf) for index, leaf in enumerate(flat.leaves) if isinstance(leaf, Started)}
         comm.check_same_call(api_name, axes, flat, **compared)
         self.bound = list(flat.leaves)
         self.leaves: list[Leaf | None] = [None] * len(self.bound)
-        for index, (path, param, finish) in enumerate(zip(flat.paths, flat.leaves, started, strict=True)):
+        for index, (path, param) in enumerate(flat.named_leaves):
             if is_sharded(param):
                 tensor = param.local.detach().requires_grad_(trains and not param.spec.frozen)
                 bound = Sharded(tensor, param.spec)
                 self.bound[index] = bound
                 leaf = Leaf(path, bound, param.local, has_backward=trains)
-                leaf.started = finish
+                leaf.started = started.get(index)
                 self.leaves[index] = leaf
         self._sharded_leaves = [leaf for leaf in self.leaves if leaf is not None]
         self.trained = [leaf for leaf in self._sharded_leaves if leaf.trained]
@@ -253,7 +253,7 @@ class EngineCall:
         self.microbatches_begun += 1
         with ExitStack() as contexts:
             if self._trains:
-                contexts.enter_context(forward.saved_hooks.install())
+                contexts.callback(forward.saved_hooks.remove)
                 contexts.enter_context(record_on_tape(microbatch.tape))
                 contexts.enter_context(torch.enable_grad())
             out = f()

@@ -1,7 +1,6 @@
 """Saved tensors: autograd saves a handle instead of the full weight; the backward all-gathers it again."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -66,15 +65,11 @@ class SavedTensorHooks:
         self._fetch = fetch
         self.watched_storages: dict[int, WatchedStorage] = {}
 
-    @contextmanager
-    def install(self) -> Iterator[None]:
-        """Make the context in which the function runs. The hooks are installed when the first storage is watched."""
-        try:
-            yield
-        finally:
-            if self.watched_storages:
-                with _compat.without_saved_tensor_hooks() as hooks:
-                    hooks.remove((self.pack, self.unpack))
+    def remove(self) -> None:
+        """Let autograd save tensors as without these hooks, which are installed when the first storage is watched."""
+        if self.watched_storages:
+            with _compat.without_saved_tensor_hooks() as hooks:
+                hooks.remove((self.pack, self.unpack))
 
     def watch(self, gathered: GatheredUnit) -> None:
         """Watch a unit's full tensors, except those that share memory with stored shards."""
