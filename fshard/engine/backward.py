@@ -77,15 +77,13 @@ class Backward:
         """Find the gathered unit with which a checkpoint recomputes some leaves. This may communicate.
 
         Args:
-            leaves: The leaves.
+            leaves: The leaves, one at least.
 
         Returns:
             Of the units that hold all of them the last one whose gradients are still to come; if there is none, the
             last one; None if the forward gathered no such unit.
         """
         self.catch_up()
-        if not leaves:
-            return None
         # Look through the units of one leaf, not through all.
         required = set(leaves)
         candidates = []

@@ -59,7 +59,6 @@ class Cursor:
         Yields:
             The number of each step, and the step.
         """
-        end = min(end, len(self.steps))
         while self.position < end:
             number = self.position
             step = self.steps[number]

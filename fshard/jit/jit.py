@@ -122,10 +122,9 @@ class Jitted:
         """Run the function."""
         with comm.calling("jit", lambda: flatten((args, kwargs)).axes):
             flat = self._flatten(args, kwargs)
-            if _compat.is_tracing() or _compat.transforms_active() or _compat.sees_programs():
-                return self._f(*args, **kwargs)
             tensors = _find_tensors(flat)
-            if not _can_trace(tensors):
+            is_watched = _compat.is_tracing() or _compat.transforms_active() or _compat.sees_programs()
+            if is_watched or not _can_trace(tensors):
                 return self._f(*args, **kwargs)
             check_axes("jit", flat)
             program = self._find_program(flat, tensors)
