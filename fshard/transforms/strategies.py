@@ -1,8 +1,7 @@
 """Strategies: compositions of transforms under the field's names, with no mechanism of their own."""
 
-import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -198,14 +197,14 @@ def _make_strategy(
     axis: str | Sequence[str],
     *,
     regather: Any,
-    regather_axis: str | None = None,
-    param_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    output_dtype: torch.dtype | None = None,
-    prefetch: int | None = None,
-    bucket_bytes: int | None = None,
-    min_shard_elements: int | None = None,
-    layout: ShardTransform | None = None,
+    regather_axis: str | None,
+    param_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    output_dtype: torch.dtype | None,
+    prefetch: int | None,
+    bucket_bytes: int | None,
+    min_shard_elements: int | None,
+    layout: ShardTransform | None,
     reduce_each_microbatch: bool = True,
 ) -> ShardTransform:
     """Make a strategy from the arguments of `zero3`, with errors that begin with the name of the caller's function."""
@@ -239,7 +238,7 @@ def _specialize(
     api_name: str,
     mesh: Mesh,
     axis: str | Sequence[str],
-    options: Mapping[str, Any],
+    options: dict[str, Any],
     **fixed: Any,
 ) -> ShardTransform:
     """Make a strategy that decides some options of `zero3` itself, and refuse these and those that no strategy has.
@@ -251,12 +250,13 @@ def _specialize(
         options: The options that its caller gave.
         **fixed: The options that it decides.
     """
+    defaults = zero3.__kwdefaults__ or {}
     for name in options:
         if name in fixed:
             raise ValueError(f"{api_name}: {name} is decided by {api_name} itself. Leave it out, or use fs.zero3.")
-        if name not in inspect.signature(zero3).parameters:
+        if name not in defaults:
             raise TypeError(f"{api_name}() got an unexpected keyword argument {name!r}")
-    return _make_strategy(api_name, mesh, axis, **options, **fixed)
+    return _make_strategy(api_name, mesh, axis, **defaults | options | fixed)
 
 
 def _shard_over(mesh: Mesh, axis: str | Sequence[str], min_shard_elements: int) -> ShardTransform:
@@ -327,7 +327,6 @@ def hsdp(
     [('all_gather', 'shard'), ('reduce_scatter', 'shard'), ('all_reduce', 'replicate')]
     """
     layout = hybrid_shard(mesh, axis=axis, replicate_axis=replicate_axis, min_shard_elements=min_shard_elements)
-    options.setdefault("regather", True)
     return _specialize("hsdp", mesh, axis, options, layout=layout, regather_axis=None)
 
 
