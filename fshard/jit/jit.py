@@ -476,13 +476,13 @@ def _find_static_positions(
         # Functions written in C may have no signature.
         parameters = inspect.signature(lambda *args, **kwargs: None).parameters
     kinds = [parameter.kind for parameter in parameters.values()]
-    accepted = kinds.count(inspect.Parameter.POSITIONAL_ONLY) + kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [name for name, kind in zip(parameters, kinds, strict=True) if kind < inspect.Parameter.VAR_POSITIONAL]
     for option, positions in (("static", numbers), ("donate", donated)):
         last = max(positions, default=-1)
-        if last >= accepted and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        if last >= len(positional) and inspect.Parameter.VAR_POSITIONAL not in kinds:
             raise ValueError(
-                f"jit: {option}_argnums={positions} names argument {last}, but the function takes {accepted} arguments "
-                "by position. Count from 0."
+                f"jit: {option}_argnums={positions} names argument {last}, but the function takes {len(positional)} "
+                "arguments by position. Count from 0."
             )
     for name in names:
         if name not in parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
@@ -490,8 +490,8 @@ def _find_static_positions(
                 f"jit: static_argnames has {name!r}, but the function takes no argument of this name. Its arguments "
                 f"are {', '.join(parameters)}."
             )
-        if name in parameters and parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
-            static.append([*parameters].index(name))
+        if name in positional:
+            static.append(positional.index(name))
     for number in donated:
         if number in static:
             raise ValueError(
