@@ -238,8 +238,7 @@ def make_pair(name: str, run: Callable[[Callable[[Any], Any]], Any]) -> Pair | N
     def connect(store: Any, way: str, options: Any) -> Any:
         return gloo(torch.distributed.PrefixStore(way, store), group.rank(), group.size(), options)  # type: ignore[attr-defined]
 
-    pair: Pair = run(lambda store: (connect(store, "u", up), connect(store, "d", down)))
-    return pair
+    return run(lambda store: (connect(store, "u", up), connect(store, "d", down)))
 
 
 def interfaces_of_gloo() -> list[str]:

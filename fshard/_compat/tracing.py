@@ -153,8 +153,7 @@ def show_range(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
     """
     if is_tracing():
         return run
-    show: Callable[..., Callable[..., Any]] = profiler.record_function(name)
-    return show(run)
+    return profiler.record_function(name)(run)
 
 
 def trace_notes() -> dict[str, Any]:

@@ -112,8 +112,7 @@ def _recorded_varies(node_output: NodeOutput, axis: Axis) -> bool | None:
     variance = variance_of(node)
     if axis in variance.axes:
         return variance.result_varies(axis, number)
-    varies: bool | None = node.metadata.get(VARIES, {}).get(axis)
-    return varies
+    return node.metadata.get(VARIES, {}).get(axis)
 
 
 def _record_varies(node: Any, axis: Axis, varies: bool) -> None:

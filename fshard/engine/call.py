@@ -277,28 +277,26 @@ class EngineCall:
         """
         microbatch = self._running_microbatch()
         self._refuse_lost_gradients(loss)
+        used: set[Leaf] = set()
         if microbatch.derived:
             check_derived_leaves(self._api_name, microbatch.derived, self.trained)
+            used = {leaf for leaf in self.trained if leaf.used}
+            # A derived leaf passes gradients on whether this rank uses it or not. Only the graph tells.
+            used |= find_used_leaves(loss, self.trained)
         if last:
             for leaf in self._sharded_leaves:
                 leaf.shared_from = None
-        # With derived leaves, hold reductions back: the gradients of the leaves that they were computed from arrive
-        # after their own.
-        reduce_early = reduce and not microbatch.derived
         backward = Backward(
             microbatch.forward,
             divisor=divisor,
-            reduce_early=reduce_early,
+            # With derived leaves, hold reductions back: the gradients of the leaves that they were computed from arrive
+            # after their own.
+            reduce_early=reduce and not microbatch.derived,
             defers_outer=defers_outer,
             is_last=last,
         )
         microbatch.backward = backward
 
-        used: set[Leaf] = set()
-        if microbatch.derived:
-            used = {leaf for leaf in self.trained if leaf.used}
-            # A derived leaf passes gradients on whether this rank uses it or not. Only the graph tells.
-            used |= find_used_leaves(loss, self.trained)
         direct_grads = self._differentiate_loss(loss, microbatch)
         backward.finish()
         self._reduce_derived(backward, microbatch.derived, divisor)

@@ -109,13 +109,10 @@ def find_storages(nodes: Iterable[Node]) -> dict[Node, Storages]:
             if not isinstance(tensor, torch.Tensor):
                 continue
             key = _compat.storage_key(tensor)
-            if key not in name_of_storage and source is None:
-                # The node creates the storage.
-                name_of_storage[key] = key
-            elif key not in name_of_storage and source is not None:
-                # A trace gives the result of a wait, and of a write in the place of a copy, a storage of its own. When
-                # it runs, the result lies in the memory of the argument.
-                name_of_storage[key] = next(iter(storages[source]))
+            if key not in name_of_storage:
+                # The node creates the storage, or it is a wait or a write in the place of a copy. A trace gives the
+                # results of these a storage of their own. When it runs, they lie in the memory of the argument.
+                name_of_storage[key] = key if source is None else next(iter(storages[source]))
             nbytes = tensor.untyped_storage().nbytes()
             storages[node][name_of_storage[key]] = nbytes_of_arguments.get(key, nbytes)
     return storages

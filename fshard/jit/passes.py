@@ -71,8 +71,8 @@ def replace_nodes(graph: Graph, stands_for: Mapping[Node, Node]) -> None:
     for node in stands_for:
         users |= dict.fromkeys(node.users)
     for user in users:
-        user.args = map_arg(user.args, lambda node: stands_for.get(node, node))
-        user.kwargs = map_arg(user.kwargs, lambda node: stands_for.get(node, node))
+        arguments = user.args, user.kwargs
+        user.args, user.kwargs = map_arg(arguments, lambda node: stands_for.get(node, node))
     for node in stands_for:
         graph.erase_node(node)
 

@@ -34,5 +34,5 @@ def device_of(leaf: Any) -> torch.device:
     """
     if is_abstract(leaf):
         return storage_device(leaf.spec) or torch.get_default_device()
-    device: torch.device = tensor_of(leaf).device
+    device = tensor_of(leaf).device
     return torch.get_default_device() if device.type == "meta" and not is_sharded(leaf) else device

@@ -28,8 +28,10 @@ def describe(leaf: Any) -> str:
     >>> describe(1.5), describe(3), describe(torch.ones(2))
     ('a float', 'an int', 'a float32 Tensor of shape (2,)')
     """
-    if leaf is None or is_sharded(leaf):
-        return "None" if leaf is None else "a Sharded leaf"
+    if leaf is None:
+        return "None"
+    if is_sharded(leaf):
+        return "a Sharded leaf"
     name = type(leaf).__name__
     # In a trace a fake tensor stands for the user's plain one.
     if _compat.is_tracing() and _compat.is_fake(leaf):
@@ -148,9 +150,10 @@ def check_numbers(api_name: str, allowed: Range, **arguments: Any) -> None:
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor):
             holds = value.numel() == 1 and not value.is_complex() and value.dtype is not torch.bool
+            shown = describe(value)
         else:
             holds = isinstance(value, Real) and not isinstance(value, bool) and allowed.allows(value)
-        shown = describe(value) if isinstance(value, torch.Tensor) else f"{value!r:.40}"
+            shown = f"{value!r:.40}"
         expect(holds, api_name, f"{name} to be {allowed.expected}", shown)
 
 

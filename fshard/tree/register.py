@@ -66,7 +66,7 @@ def register_dataclass(cls: Class, *, meta_fields: Sequence[str] | None = None) 
     def unflatten(static: Any, children: Iterable[Any]) -> Any:
         # Maps put placeholders into trees, which a constructor might refuse.
         node = object.__new__(cls)
-        for name, value in [*zip(data_names, children, strict=True), *zip(static_names, static, strict=True)]:
+        for name, value in zip([*data_names, *static_names], [*children, *static], strict=True):
             object.__setattr__(node, name, value)
         return node
 
