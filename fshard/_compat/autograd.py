@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
     checkpoint,
 )
 
-T = TypeVar("T")
+_Result = TypeVar("_Result")
 
 # How many times to check that torch has released its tensors, which it usually has at the first check.
 MAX_RELEASE_CHECKS = 1000
@@ -214,14 +214,14 @@ def in_reentrant_checkpoint() -> bool:
     return bool(frame.f_locals["ctx"].next_functions) or not any(tensor.requires_grad for tensor in given)
 
 
-def outside_selective_checkpoint(f: Callable[..., T]) -> Callable[..., T]:
+def outside_selective_checkpoint(f: Callable[..., _Result]) -> Callable[..., _Result]:
     """Let torch's selective checkpointing not see what a function does, which it would count and cache.
 
     Checked on 2.13.
     """
 
     @wraps(f)
-    def run(*args: Any, **kwargs: Any) -> T:
+    def run(*args: Any, **kwargs: Any) -> _Result:
         stack = _get_current_dispatch_mode_stack()
         others = [mode for mode in stack if not isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode)]
         if others == stack:

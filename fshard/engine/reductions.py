@@ -175,10 +175,10 @@ class Reductions:
             grads = _compat.cast_all(grads, [sum_dtype(leaf.spec, leaf.stored.dtype) for leaf in leaves])
             # Divide now, while they are in the processor's cache.
             divisor = 1 if leaves[0].derived else self._divisor
-            is_divided = isinstance(divisor, int) and divisor == 1
-            if not is_divided and reduction(transform).is_new:
+            needs_division = not (isinstance(divisor, int) and divisor == 1)
+            if needs_division and reduction(transform).is_new:
                 _compat.divide_in_place(grads, divisor)
-            elif not is_divided:
+            elif needs_division:
                 grads = [divide(grad, divisor) for grad in grads]
             for leaf, grad, state in zip(leaves, grads, states, strict=True):
                 leaf.transform_state = state
