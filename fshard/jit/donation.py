@@ -1,6 +1,6 @@
 """Donation: which result takes the memory of which donated argument, and where in the graph it is written there."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -58,13 +58,15 @@ def match_donated_outputs(flat: Flat, result: Treedef, argnums: Collection[int])
     # Large arguments first, so that a state is matched before a part of it: gradients look like its parameters.
     for number in sorted(argnums, key=lambda number: -len(arguments[number].leaves)):
         argument = arguments[number]
-        leaves = _find_free_part(argument.structure, candidates, set(result_of_donated_leaf.values()))
-        if leaves is None:
+        taken = set(result_of_donated_leaf.values())
+        alike = [part for part in candidates if part.structure == argument.structure]
+        free = [part for part in alike if taken.isdisjoint(part.leaves)]
+        if not free:
             raise ValueError(
                 f"jit: argument {number} is donated, but no part of the result has its structure (or another donated "
                 "argument took that part). Return the new value of the argument, or do not donate it."
             )
-        result_of_donated_leaf |= zip(argument.leaves, leaves, strict=True)
+        result_of_donated_leaf |= zip(argument.leaves, free[0].leaves, strict=True)
     return result_of_donated_leaf
 
 
@@ -73,13 +75,6 @@ def _split_into_parts(treedef: Treedef) -> list[_Part]:
     children = treedef.children()
     ends = accumulate(child.num_leaves for child in children)
     return [_Part(range(end - child.num_leaves, end), child) for end, child in zip(ends, children, strict=True)]
-
-
-def _find_free_part(structure: Treedef, candidates: Sequence[_Part], taken: set[int]) -> range | None:
-    for part in candidates:
-        if part.structure == structure and taken.isdisjoint(part.leaves):
-            return part.leaves
-    return None
 
 
 def pair_inputs_with_results(traced: Traced, flat: Flat, result_of_donated_leaf: Mapping[int, int]) -> DonatedInputs:

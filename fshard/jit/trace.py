@@ -19,6 +19,7 @@ from fshard.tree import (
     Flat,
     Sharded,
     Treedef,
+    attributes_of,
     device_of,
     flatten,
     is_abstract,
@@ -122,7 +123,7 @@ def trace(flat: Flat, f: Callable[..., Any], usage: TracedUsage | None = None) -
         remedy = "Use torch.where instead of a branch, keep the tensor instead of calling item(), or use fs.schedules"
         raise ValueError(f"jit: {problem}. {remedy} for learning rates.") from error
     (result,) = results
-    specs = [getattr(leaf, "spec", None) for leaf in result.leaves]
+    specs = attributes_of(result.leaves, "spec")
     # The constants are listed before passes remove operators whose result was only read for its value.
     constants = [getattr(module, str(node.target)) for node in module.graph.find_nodes(op="get_attr")]
     captured = {id(tensor): tensor for tensor in (*constants, *tensors_read) if isinstance(tensor, torch.Tensor)}
