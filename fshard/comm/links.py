@@ -30,8 +30,8 @@ __all__ = ["LONGEST_WAIT", "Listener", "connect_to", "prepare_link", "receive"]
 HEADER = struct.Struct("!IBQ")
 # What a rank that connects says first: the secret of the other rank, and its own number.
 HELLO = struct.Struct("!16sI")
-# Seconds in which a connection must say so, as the system takes them: others wait meanwhile.
-HELLO_TIME = struct.pack("ll", 2, 0)
+# Seconds that a listener waits for each part of it, while others wait.
+HELLO_TIME = 2.0
 # Seconds of a wait at most.
 LONGEST_WAIT = 1e6
 # How many connections may wait until this rank looks at them.
@@ -213,30 +213,25 @@ class Listener:
         self._socket.settimeout(ACCEPT_TIME)
         # What other ranks need to connect.
         self.address = json.dumps([*self._socket.getsockname()[:2], self._secret.hex()])
-        # Connections that have come before this rank asked for them.
-        self._arrived: dict[int, socket.socket] = {}
-        weakref.finalize(self, _close_all, [self._socket])
 
-    def accept(self, rank: int) -> socket.socket | None:
-        """Take the connection of a rank, for which this one waits a little; None if it has not come."""
-        if rank not in self._arrived:
-            with suppress(TimeoutError, ConnectionAbortedError):
-                self._hear(self._socket.accept()[0])
-        return self._arrived.pop(rank, None)
+    def accept(self, *ranks: int) -> dict[int, socket.socket]:
+        """Take the connection of one of some ranks, for which this one waits a little; nothing if none has come.
 
-    def _hear(self, link: socket.socket) -> None:
-        """Read what a connection says first, and close it if it does not know the secret or takes too long."""
-        link.setblocking(True)
-        link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, HELLO_TIME)
-        with suppress(OSError, struct.error):
-            secret, rank = HELLO.unpack(link.recv(HELLO.size, socket.MSG_WAITALL))
-            if hmac.compare_digest(secret, self._secret) and self._arrived.setdefault(rank, link) is link:
-                return
-        link.close()
+        A connection is closed if it does not know the secret, comes from another rank, or takes too long to say so.
+        """
+        with suppress(TimeoutError, ConnectionAbortedError):
+            link, _ = self._socket.accept()
+            link.settimeout(HELLO_TIME)
+            with suppress(OSError):
+                secret, rank = HELLO.unpack(receive(link, HELLO.size))
+                if hmac.compare_digest(secret, self._secret) and rank in ranks:
+                    return {rank: link}
+            link.close()
+        return {}
 
     def close(self) -> None:
         """Let nobody connect any more."""
-        _close_all([self._socket, *self._arrived.values()])
+        self._socket.close()
 
 
 def connect_to(address: str, rank: int, timeout: float) -> socket.socket:

@@ -12,8 +12,8 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -35,7 +35,6 @@ from fshard.comm.failure import (
 from fshard.comm.groups import RankState, is_simulated
 from fshard.comm.links import ACCEPT_TIME, Links, Listener, connect_to, prepare_link
 from fshard.comm.processes import describe_ended_ranks, name_ranks
-from fshard.errors import describe_error
 
 T = TypeVar("T")
 
@@ -43,15 +42,16 @@ T = TypeVar("T")
 LOOK_INTERVAL = 0.7
 # Ranks that one request asks for, where thousands may not have come.
 RANKS_OF_REQUEST = 64
-# Seconds in which one rank finds out for all others which have not come.
-SEARCH_TIME = 5.0
+# Seconds in which one rank finds out for all others which are late, and in which those that wait answer it.
+SEARCH_TIME, ANSWER_TIME = 5.0, 2.0
 # The key of an `Arrival`.
 ENTRY = "entry/{}"
-# What follows from what all ranks bring; FAILED if one has given up.
+# Counts the ranks that have waited too long; others answer the first of them as long as they wait.
+ASKERS, ANSWER = "askers", "answer/{}"
+# What follows from what all ranks bring.
 END = "end"
 # Counts the ranks that have come.
 COUNT = f"came to {END}"
-FAILED = "failed"
 # The name of the note, which is for all ranks of the meeting.
 ALL = "all"
 NOTE = f"note/{ALL}"
@@ -63,7 +63,7 @@ class Arrival(NamedTuple):
 
     Attributes:
         address: Where it may be connected to.
-        text: What ranks compare; "" from a rank that has given up.
+        text: What ranks compare.
     """
 
     address: str
@@ -127,32 +127,23 @@ class Meeting:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Tell the others of an error, unless they have it too; let the store live until they have read of it."""
         if error is not None and self.others:
-            if not self.fails_everywhere:
-                self._report(error)
+            if isinstance(error, CollectiveError):
+                report_at_once(str(error))
+            elif not self.fails_everywhere:
+                self._give_up(self._describe_failure(error))
             linger(self.store, self.board, self.rank, self.others)
         if self.listener is not None:
             # Others take this rank for one that has ended from now on, unless they read its note.
             self.listener.close()
 
-    def _report(self, error: BaseException) -> None:
-        """Give up the meeting."""
-        if isinstance(error, CollectiveError):
-            text = describe_error(error)
-            report_at_once(text)
-        else:
-            text = self._describe_failure(error)
-        reason = self._leave_note(text)
-        # The last rank to come sees by its entry that there is a note. Others may read where it listened later.
-        ask_store(lambda: self._write_entry(""))
-        self._end_waits()
-        if self.state is not None:
-            self.state.failure.reason = self.state.failure.reason or reason
-
-    def _end_waits(self) -> None:
-        """End the waits of this rank inside constructors, and the connections by which others wait for it."""
+    def _give_up(self, reason: str) -> None:
+        """Leave a note. End the waits of this rank inside constructors, and the links by which others wait for it."""
+        self._reason = leave_note(self.board, [ALL], reason)
         if self.client is not None:
             self.client.disconnect()
         self.links.cut()
+        if self.state is not None:
+            self.state.failure.reason = self.state.failure.reason or self._reason
 
     def agree(self, text: str, merge: Callable[[Sequence[str]], str], look: Callable[[], object] = bool) -> str:
         """Wait until all ranks have come; find out once, on the last of them, what follows from all that they bring.
@@ -181,31 +172,20 @@ class Meeting:
             look()
             ask_store(partial(self._stand_in, merge))
 
-        try:
-            self._write_entry(text)
+        with self._explaining():
+            entry = Arrival(self.listener.address if self.listener else "", text)
+            self.board.set(ENTRY.format(self.rank), json.dumps(entry))
             if self.board.add(COUNT, 1) == len(self.ranks):
                 end = self._conclude(merge)
             else:
                 _compat.wait_in_store(self.board, [END], self.timeout, look_at_others)
                 end = self._read(self.peers, END)[0].decode()
-        except CollectiveError:
-            raise
-        except RuntimeError as error:
-            raise CollectiveError(self._explain_absence()) from error
-        if end == FAILED:
-            raise CollectiveError(self._read_note())
         return end
-
-    def _write_entry(self, text: str) -> None:
-        """Write what this rank brings."""
-        entry = Arrival(self.listener.address if self.listener else "", text)
-        self.board.set(ENTRY.format(self.rank), json.dumps(entry))
 
     def _conclude(self, merge: Callable[[Sequence[str]], str]) -> str:
         """Find out what follows from what all ranks bring, and write it for them."""
         self._read(self.ranks)
-        texts = [self.entries[rank].text for rank in self.ranks]
-        end = FAILED if "" in texts else merge(texts)
+        end = merge([self.entries[rank].text for rank in self.ranks])
         # There may be two that do so.
         return self.board.compare_set(END, "", end).decode()
 
@@ -221,33 +201,52 @@ class Meeting:
             self.entries[rank] = Arrival(*json.loads(value))
         return values
 
-    def _explain_absence(self) -> str:
-        """Say who has not come. The first rank to ask finds out, and the others wait for its note."""
-        if ask_store(lambda: self.board.add("askers", 1)) != 1:
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Give up the meeting if an error ends a context, with the same reason on every rank."""
+        begin = time.monotonic()
+        try:
+            yield
+        except (RuntimeError, TimeoutError) as error:
+            if isinstance(error, CollectiveError):
+                reason = str(error)
+            elif time.monotonic() - begin > TIMEOUT_FRACTION * self.timeout:
+                reason = self._reason or self._explain_late_ranks()
+            else:
+                reason = self.find_reason(wait_is_over=True) or self._describe_failure(error)
+            self._give_up(reason)
+            raise CollectiveError(self._reason) from error
+
+    def _explain_late_ranks(self) -> str:
+        """Say who is late. The first rank to ask finds out, and the others wait for its note."""
+        if ask_store(lambda: self.board.add(ASKERS, 1)) != 1 and not self.find_reason():
             with suppress(RuntimeError):
                 _compat.wait_in_store(self.board, [NOTE], SEARCH_TIME)
-        reason = self.find_reason()
-        absent = None if reason else ask_store(lambda: [self._find_absent()], SEARCH_TIME)
-        if absent is None:
-            return reason or STORE_IS_GONE
-        [ranks] = absent
-        if not ranks:
-            text = f"{self.place}: all ranks called it, but one of them stopped there for over {self.timeout:g} s"
-            return f"{text}. Look for a process that is stopped.\nTo fix: {RESTART}."
-        return f"{self.place}: {name_ranks(ranks)} did not call it within {self.timeout:g} s. {self.remedy}"
+        reason: str | None = self.find_reason() or ask_store(self._name_late_ranks, SEARCH_TIME)
+        return reason or STORE_IS_GONE
 
-    def _find_absent(self) -> list[int]:
-        """Find out which ranks have not come, by one request for each block of ranks that all have."""
-        absent = []
+    def _name_late_ranks(self) -> str:
+        """Name the ranks that have not come, or else those that do not wait for others."""
+        if absent := self._find_missing(ENTRY):
+            return f"{self.place}: {name_ranks(absent)} did not call it within {self.timeout:g} s. {self.remedy}"
+        time.sleep(ANSWER_TIME)
+        names = name_ranks(self._find_missing(ANSWER) or self.ranks)
+        first = f"{self.place}: {names} did not make process groups within {self.timeout:g} s"
+        where = "Look for a hang there, or for a network in between that lets nothing pass."
+        return f"{first}. {where}\nTo fix: {RESTART}."
+
+    def _find_missing(self, key: str) -> list[int]:
+        """Find the ranks that have not written a key, by one request for each block of ranks that all have."""
+        missing = []
         for first in range(0, len(self.others), RANKS_OF_REQUEST):
             block = self.others[first : first + RANKS_OF_REQUEST]
-            if not self.have_come(*block):
-                absent += [rank for rank in block if not self.have_come(rank)]
-        return absent
+            if not self.have_come(*block, key=key):
+                missing += [rank for rank in block if not self.have_come(rank, key=key)]
+        return missing
 
-    def have_come(self, *ranks: int) -> bool:
-        """Whether all of some ranks have come."""
-        return bool(self.board.check([ENTRY.format(rank) for rank in ranks]))
+    def have_come(self, *ranks: int, key: str = ENTRY) -> bool:
+        """Whether all of some ranks have come, or have written another key."""
+        return bool(self.board.check([key.format(rank) for rank in ranks]))
 
     def connect(self) -> None:
         """Connect with this rank's peers by links; the lower one of two ranks connects to the higher one.
@@ -260,23 +259,29 @@ class Meeting:
                 self.run(lambda _: self._make_links(time.monotonic() + self.timeout))
 
     def _make_links(self, deadline: float) -> None:
-        """Connect with this rank's peers, those first that wait for this one."""
-        for peer in reversed(self.peers):
-            link = self._reach(peer, self.timeout) if peer > self.rank else self._await(peer, deadline)
+        """Connect with this rank's peers: with the higher ones first, then wait until the lower ones have connected."""
+        links = self.links.sockets
+        for peer in self.peers:
+            if peer > self.rank:
+                links[peer] = self._reach(peer, self.timeout)
+        while missing := [peer for peer in self.peers if peer not in links]:
+            arrived = self.listener.accept(*missing)
+            links |= arrived
+            if not arrived:
+                self._look_for(missing, deadline)
+        for link in links.values():
             prepare_link(link, self.timeout)
-            self.links.sockets[peer] = link
 
-    def _await(self, peer: int, deadline: float) -> socket.socket:
-        """Wait until a peer has connected."""
-        while (link := self.listener.accept(peer)) is None:
-            if time.monotonic() > deadline:
-                raise TimeoutError
-            if self._reason:
-                raise CollectiveError(self._reason)
+    def _look_for(self, peers: Sequence[int], deadline: float) -> None:
+        """See whether peers that do not connect are there."""
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        if self._reason:
+            raise CollectiveError(self._reason)
+        for peer in peers:
             # One that is slow may have no room for another connection.
             with suppress(TimeoutError):
                 self._reach(peer, ACCEPT_TIME).close()
-        return link
 
     def _reach(self, peer: int, timeout: float) -> socket.socket:
         """Connect to the listener of a peer, which is there until its process ends or it has left a note."""
@@ -284,8 +289,7 @@ class Meeting:
             return connect_to(self.entries[peer].address, self.rank, timeout)
         except RuntimeError as error:
             text = f"{self.place}: {describe_ended_ranks([peer])}, or there is {error}\nTo fix: {RESTART}."
-            reason = self.find_reason(wait_is_over=True) or self._leave_note(text)
-            raise CollectiveError(reason) from error
+            raise CollectiveError(self.find_reason(wait_is_over=True) or text) from error
 
     def find_reason(self, *, wait_is_over: bool = False) -> str:
         """Find out why no mesh will be made: by the note of a rank, or because links of another one have ended.
@@ -297,17 +301,21 @@ class Meeting:
         Returns:
             The reason; "" if nothing is known.
         """
+        ask_store(self._answer)
         # A rank that fails leaves its note before it ends its links.
         ended = self.links.find_ended_peers()
         note: str | None = ask_store(self._read_note, NOTE_GRACE if wait_is_over and not ended else 0.0)
-        if note:
-            return note
+        if note or not (ended or wait_is_over):
+            return note or ""
         if note is None:
             # The links that have ended may be those of ranks that failed because the store has gone.
-            return STORE_IS_GONE if ended or wait_is_over else ""
-        if ended:
-            return self._leave_note(f"{self.place}: {describe_ended_ranks(ended)}\nTo fix: {RESTART}.")
-        return ""
+            return STORE_IS_GONE
+        return f"{self.place}: {describe_ended_ranks(ended)}\nTo fix: {RESTART}." if ended else ""
+
+    def _answer(self) -> None:
+        """Show a rank that looks for late ones that this one waits."""
+        if self.board.check([ASKERS]):
+            self.board.set(ANSWER.format(self.rank), "")
 
     def run(self, make: Callable[[Any], T]) -> T:
         """Make what waits inside torch for other ranks.
@@ -325,18 +333,14 @@ class Meeting:
             return make(self.store)
         if self.client is None:
             self.client = _compat.StoreClient(lambda: _compat.clone_of(self.store))
-        begin = time.monotonic()
         over = threading.Event()
         watcher = threading.Thread(target=self._watch_others, args=[over], name="fshard init_mesh", daemon=True)
         if self.client.is_connected():
             watcher.start()
         try:
-            made = make(self.client.store)
-        except CollectiveError:
-            raise
-        except (RuntimeError, TimeoutError) as error:
-            # The thread still shows others that this rank is not the one that hangs.
-            raise CollectiveError(self._explain_lost_wait(error, time.monotonic() - begin)) from error
+            # The thread still shows others that this rank is not the one that hangs, while it looks for it.
+            with self._explaining():
+                made = make(self.client.store)
         finally:
             over.set()
             if watcher.is_alive():
@@ -348,38 +352,12 @@ class Meeting:
     def _watch_others(self, over: threading.Event) -> None:
         """Look at the other ranks until a constructor returns, and end its waits if one of them has failed or is gone.
 
-        Others see by the number of looks that this rank, which waits for them, does not hang.
+        Another rank that looks for late ones is answered meanwhile.
         """
         while not over.wait(LOOK_INTERVAL):
-            ask_store(partial(self.board.add, f"waits/{self.rank}", 1))
-            self._reason = self.find_reason()
-            if self._reason:
-                self._end_waits()
+            if reason := self.find_reason():
+                self._give_up(reason)
                 return
-
-    def _explain_lost_wait(self, error: Exception, seconds: float) -> str:
-        """Say why the wait in a constructor ended after some seconds, in the same words on every rank."""
-        reason = self._reason or self.find_reason(wait_is_over=True)
-        if reason:
-            return reason
-        if seconds <= TIMEOUT_FRACTION * self.timeout:
-            return self._leave_note(self._describe_failure(error))
-        first = f"{self.place}: {self._name_hanging_ranks()} did not make process groups within {self.timeout:g} s"
-        where = "Look for a hang there, or for a network in between that lets nothing pass."
-        return self._leave_note(f"{first}. {where}\nTo fix: {RESTART}.")
-
-    def _name_hanging_ranks(self) -> str:
-        """Name the ranks that do not look at the others, as those do that wait."""
-        before = ask_store(self._read_waits)
-        # Longer than a rank that runs needs to look again.
-        time.sleep(2 * LOOK_INTERVAL)
-        looks = ask_store(self._read_waits)
-        hanging = [rank for rank in self.others if before and looks and looks[rank] == before[rank]]
-        return name_ranks(hanging) if hanging else f"one of {name_ranks(self.ranks)}"
-
-    def _read_waits(self) -> dict[int, int]:
-        """Read how often other ranks that wait in a constructor have looked at the others."""
-        return {rank: self.board.add(f"waits/{rank}", 0) for rank in self.others}
 
     def _describe_failure(self, error: BaseException) -> str:
         """Say that this rank has failed."""
@@ -388,7 +366,3 @@ class Meeting:
     def _read_note(self) -> str:
         # Ranks may wait for the key, which compare_set would make.
         return self.board.get(NOTE).decode() if self.board.check([NOTE]) else ""
-
-    def _leave_note(self, reason: str) -> str:
-        """Leave a note, and return the first one that is there."""
-        return leave_note(self.board, [ALL], reason)

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import socket
-import struct
 import subprocess
 import time
 from math import ceil, log2
@@ -186,29 +185,29 @@ def listener():
 
 
 def test_strangers_neither_join_nor_hold_up_a_rank(monkeypatch):
-    monkeypatch.setattr(links, "HELLO_TIME", struct.pack("ll", 0, 50_000))
+    monkeypatch.setattr(links, "HELLO_TIME", 0.05)
     monkeypatch.setattr(links, "ACCEPT_TIME", 0.02)
     made, place, secret = listener()
-    silent, short, wrong, right, again = (socket.create_connection(place) for _ in range(5))
+    silent, short, wrong, other, right = (socket.create_connection(place) for _ in range(5))
     hello = HELLO.pack(secret, 1)
     short.sendall(hello[:7])
     wrong.sendall(HELLO.pack(b"w" * 16, 1))
+    # A rank that waits for this one asks whether it lives.
+    other.sendall(HELLO.pack(secret, 2))
     # What follows is left to the one who reads the link.
     right.sendall(hello + b"message")
-    # A rank that has come asks whether this one lives.
-    again.sendall(hello)
     begin = time.monotonic()
-    # Another rank.
-    assert [made.accept(0) for _ in range(6)] == [None] * 6
-    link = made.accept(1)
+    assert [made.accept(0, 1) for _ in range(4)] == [{}] * 4
+    link = made.accept(0, 1)[1]
+    assert made.accept(0) == {}
     assert time.monotonic() - begin < 5.0
     assert link.getpeername() == right.getsockname()
     assert link.recv(100) == b"message"
-    for stranger in (silent, short, wrong, again):
+    for stranger in (silent, short, wrong, other):
         stranger.settimeout(5.0)
         assert stranger.recv(1) == b""
     made.close()
-    for each in (silent, short, wrong, right, again, link):
+    for each in (silent, short, wrong, other, right, link):
         each.close()
 
 

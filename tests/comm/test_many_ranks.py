@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fshard import _compat
 from fshard.comm import CollectiveError, Meeting, connect
 from fshard.comm.groups import RankState
-from fshard.comm.meeting import COUNT, END, ENTRY, NOTE
+from fshard.comm.meeting import ANSWER, COUNT, END, ENTRY, NOTE
 from fshard.comm.sockets import sockets_of_axis, sockets_of_mesh
 from tests.comm.counted_meetings import print_costs_of_meshes, print_limits
 from tests.forked_programs import run_on_ranks
@@ -133,17 +133,18 @@ def test_one_rank_finds_out_which_of_thousands_have_not_come(store, monkeypatch)
     monkeypatch.setattr("fshard.comm.failure.LINGER_TIME", 0.01)
     checks = []
     have_come = Meeting.have_come
-    monkeypatch.setattr(Meeting, "have_come", lambda *args: checks.append(1) or have_come(*args))
+    monkeypatch.setattr(Meeting, "have_come", lambda *args, key: checks.append(1) or have_come(*args, key=key))
     board = come(store, absent=[7, 1000, 3001])
     # It comes at the same time as the rank that finds out.
     board.set(ENTRY.format(7), "")
     texts = []
-    for rank in (MANY - 1, 7, 1000, 3001):
+    for rank in (MANY - 1, 7, 1000):
         with pytest.raises(CollectiveError) as caught, meet(store, rank, timeout=0.1) as meeting:
             meeting.agree("the same", "".join, bool)
         texts.append(str(caught.value))
     assert texts[0].startswith("init_mesh: ranks 1000 and 3001 did not call it within 0.1 s. ")
-    assert texts == texts[:1] * 4
+    late = meet(store, 3001)
+    assert [*texts, late.find_reason()] == texts[:1] * 4
     # Each block of 64 ranks, and each rank of the three blocks that are not whole.
     assert len(checks) <= MANY / 64 + 3 * 64
 
@@ -162,7 +163,7 @@ def test_a_rank_that_may_not_open_enough_files_is_named_on_every_rank():
 
 def test_a_rank_waits_while_another_one_finds_out_who_has_not_come(store, monkeypatch):
     searches = []
-    monkeypatch.setattr(Meeting, "_find_absent", lambda *_: searches.append(1) or [0])
+    monkeypatch.setattr(Meeting, "_find_missing", lambda *_: searches.append(1) or [0])
     # By a client of its own, as the other one waits.
     board = meet(store.clone(), 0).board
     board.add("askers", 1)
@@ -174,10 +175,16 @@ def test_a_rank_waits_while_another_one_finds_out_who_has_not_come(store, monkey
     assert not searches
 
 
-def test_a_rank_that_stops_once_it_has_come_is_told_from_one_that_has_not_come(store):
+def test_a_rank_that_stops_once_it_has_come_is_named_and_those_that_wait_for_it_are_not(store, monkeypatch):
+    """They answer the rank that has waited too long, by a thread where they are inside a constructor."""
+    monkeypatch.setattr("fshard.comm.meeting.ANSWER_TIME", 0.5)
     board = come(store, absent=[7])
     board.set(ENTRY.format(MANY - 1), "")
-    with pytest.raises(
-        CollectiveError, match=r"^init_mesh: all ranks called it, but one of them stopped there for over 0"
-    ):
+    other = Meeting(store.clone(), 9, range(MANY), "1", 20.0)
+    asked = threading.Timer(0.3, other.find_reason)
+    for rank in set(range(MANY)) - {7, 9, 1000}:
+        board.set(ANSWER.format(rank), "")
+    asked.start()
+    with pytest.raises(CollectiveError, match=r"^init_mesh: rank 1000 did not make process groups within 0.1 s\. "):
         meet(store, 7, timeout=0.1).agree("the same", "".join, bool)
+    asked.join()

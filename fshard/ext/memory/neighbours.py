@@ -108,13 +108,12 @@ def receive_slots(listener: links.Listener, sender: int, directory: Path, timeou
         timeout: Seconds to wait for it.
     """
     deadline = time.monotonic() + timeout
-    with suppress(OSError, struct.error):
-        while time.monotonic() < deadline:
-            link = listener.accept(sender)
-            if link is not None:
-                break
-        else:
-            return
+    link = None
+    with suppress(OSError):
+        while link is None:
+            if time.monotonic() > deadline:
+                return
+            link = listener.accept(sender).get(sender)
         with link:
             links.prepare_link(link, timeout)
             while True:
