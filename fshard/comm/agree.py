@@ -22,7 +22,6 @@ from fshard.comm.collective import Caller, rank, supports_cpu_messages
 from fshard.comm.events import Label, Verb, make_label
 from fshard.comm.failure import CollectiveError, all_fail, ask_store, describe_failure, notify_peers, report_at_once
 from fshard.comm.groups import RankState, rank_state
-from fshard.comm.links import merging_json
 from fshard.errors import Problem, leaf_error
 from fshard.tree import Axis, Flat, flatten, is_sharded
 from fshard.tree.checks import is_reachable
@@ -295,14 +294,18 @@ def merge_objects(value: T, merge: Callable[[T, T], T], axes: Sequence[Axis], la
     Returns:
         The merged value, the same on every rank.
     """
-    # Round-trip through JSON, so that one rank sees what several would.
-    merged: T = json.loads(json.dumps(value))
     label = make_label(label)
     label = label._replace(parts=label.parts or "a merged value")
+    known = json.dumps(value).encode()
     for axis in _axes_to_ask(axes):
-        known = recorder.spread(json.dumps(merged).encode(), merging_json(merge), axis, label)
-        merged = json.loads(known)
+        known = recorder.spread(known, functools.partial(_merge_json, merge), axis, label)
+    # One rank sees what several would.
+    merged: T = json.loads(known)
     return merged
+
+
+def _merge_json(merge: Callable[[Any, Any], Any], known: bytes, other: bytes) -> bytes:
+    return json.dumps(merge(json.loads(known), json.loads(other))).encode()
 
 
 def join_flags(flags: Sequence[bool], axes: Sequence[Axis], label: Label) -> list[bool]:

@@ -23,6 +23,8 @@ from fshard.comm.interrupts import Interrupts
 from fshard.comm.processes import describe_ended_ranks, name_ranks
 from fshard.errors import describe_error
 
+# The key of the text that all ranks raise.
+NOTE = "note"
 # Seconds that a call of the store may take, which may hang with the rank that holds it.
 STORE_TIMEOUT = 1.0
 # Seconds until a note may be there after a connection has ended.
@@ -217,25 +219,15 @@ def ask_store(ask: Callable[[], Any], seconds: float = 0.0) -> Any:
     return answers[0] if answers else None
 
 
-def read_first(board: Any, kind: str, names: Iterable[object]) -> str:
-    """Read the first text of a kind that one of some names has; "" if none has."""
-    for name in names:
-        text: str = board.compare_set(f"{kind}/{name}", "", "").decode()
-        if text:
-            return text
-    return ""
+def read_text(board: Any, key: str) -> str:
+    """Read a text of another rank; "" if there is none."""
+    text: str = board.compare_set(key, "", "").decode()
+    return text
 
 
-def leave_note(board: Any, names: Sequence[str], text: str) -> str:
-    """Leave a note under some names, and return the one that was there first."""
-
-    def leave() -> str:
-        first = read_first(board, "note", names) or text
-        for name in names:
-            first = board.compare_set(f"note/{name}", "", first).decode()
-        return first
-
-    return ask_store(leave) or text
+def leave_note(board: Any, text: str) -> str:
+    """Leave a note for all ranks, and return the one that was there first."""
+    return ask_store(lambda: board.compare_set(NOTE, "", text).decode()) or text
 
 
 def linger(store: Any, board: Any, rank: int, others: Sequence[int]) -> None:
@@ -248,21 +240,33 @@ def linger(store: Any, board: Any, rank: int, others: Sequence[int]) -> None:
 
 def notify_peers(state: RankState, text: str) -> None:
     """Break this rank's groups: leave a note, end the connections, and linger until all others have read it."""
-    state.failure.reason = leave_note(state.board(), list(state.groups), text)
-    cut_connections(state)
+    state.failure.reason = cut_connections(state, text)
     linger(state.store, state.board(), state.rank, state.others)
 
 
-def cut_connections(state: RankState) -> None:
-    """End this rank's connections, which wakes it and those that wait for it."""
+def cut_connections(state: RankState, text: str) -> str:
+    """Leave a note, and end this rank's connections, which wakes it and those that wait for it.
+
+    Args:
+        state: This rank's.
+        text: The reason.
+
+    Returns:
+        The note that was there first.
+    """
+    reason = leave_note(state.board(), text)
     state.failure.is_cut = True
     for group in list(state.groups.values()):
         if state.simulation is not None:
-            state.simulation.wake(group.name, state.generation, str(state.failure.reason))
+            state.simulation.wake(group.name, state.generation, reason)
             continue
-        group.cut()
-        # Otherwise an accelerator would wait for ever in a collective that the failed rank does not join.
-        _compat.abort_backends(group.name)
+        with suppress(Exception):
+            group.links.cut()
+            if group.pair is not None:
+                _compat.cut(group.pair, group.local_rank, len(group.ranks))
+            # Otherwise an accelerator would wait for ever in a collective that the failed rank does not join.
+            _compat.abort_backends(group.name)
+    return reason
 
 
 def fail_collective(state: RankState, issued: PendingCollective, error: BaseException) -> CollectiveError:
@@ -339,7 +343,7 @@ def _explain_lost_wait(
     # Others may ask where this rank is while it looks for a note.
     ask_store(lambda: _publish_position(state))
     grace = 0.0 if ended else NOTE_GRACE
-    note: str | None = ask_store(lambda: read_first(state.board(), "note", state.groups), grace)
+    note: str | None = ask_store(lambda: read_text(state.board(), NOTE), grace)
     if note:
         return note
     positions = _ask_positions(state, issued.awaits[1], len(issued.group.ranks))
@@ -383,7 +387,7 @@ def _ask_positions(state: RankState, ranks: Sequence[int], limit: int = MAX_RANK
     def read() -> None:
         # The list grows as it is read.
         for rank in listed:
-            text = read_first(board, "at", [rank])
+            text = read_text(board, f"at/{rank}")
             if text:
                 positions[rank] = Position(*json.loads(text))
             awaited = _awaited_by(rank, positions).difference(listed, positions)
@@ -487,8 +491,8 @@ class FailureWatcher(threading.Thread):
     def _look_at(self, state: RankState) -> None:
         """End a wait if Ctrl-C came; poll the others after 0.4 s in one wait, then after 1, 2, 4 and more."""
         issued = state.waiting.collective
-        if self.interrupts.has_come(issued.since if issued else None):
-            end_wait(state, describe_interrupt(state, issued, KeyboardInterrupt()))
+        if self.interrupts.has_come(issued.since if issued else None) and issued is not None:
+            cut_connections(state, describe_interrupt(issued, KeyboardInterrupt()))
         place = None if issued is None else (issued.since, issued.awaits)
         if self._told is not None and self._told != place:
             # Others that follow who waits for whom would be misled by where this rank was.
@@ -510,19 +514,11 @@ class FailureWatcher(threading.Thread):
                 self._next_poll = 0.0
 
 
-def describe_interrupt(state: RankState, issued: PendingCollective | None, error: BaseException) -> str:
-    """Say that an error came in a wait.
-
-    Args:
-        state: This rank's.
-        issued: The collective that it waits for.
-        error: The error.
-
-    Returns:
-        The text.
-    """
+def describe_interrupt(issued: PendingCollective, error: BaseException) -> str:
+    """Say that an error came in the wait for a collective."""
+    state = issued.state
     # All ranks may have heard by now that the call ends, while this one tells them why.
-    return describe_failure(state.rank, state.call.name or (issued and issued.entry) or "fshard", error)
+    return describe_failure(state.rank, state.call.name or issued.entry, error)
 
 
 def describe_failure(rank: int, place: object, error: BaseException) -> str:
@@ -531,13 +527,6 @@ def describe_failure(rank: int, place: object, error: BaseException) -> str:
     message = describe_error(error)
     description = name if message == name else f"{name}: {message}"
     return f"rank {rank} failed in {place}: {description}"
-
-
-def end_wait(state: RankState, text: str) -> None:
-    """Leave a note, and end this rank's connections, which wakes its main thread."""
-    leave_note(state.board(), list(state.groups), text)
-    with suppress(Exception):
-        cut_connections(state)
 
 
 def poll_peers(state: RankState, issued: PendingCollective) -> bool:
@@ -550,12 +539,12 @@ def poll_peers(state: RankState, issued: PendingCollective) -> bool:
     Returns:
         Whether the wait was ended.
     """
-    reason = read_first(state.board(), "note", [issued.group.name])
+    reason = read_text(state.board(), NOTE)
     if not reason:
         _publish_position(state)
         positions = _ask_positions(state, issued.awaits[1])
         reason = find_difference(positions) or find_circle(state.rank, positions) or ""
     if not reason or state.waiting.collective is not issued:
         return False
-    end_wait(state, reason)
+    cut_connections(state, reason)
     return True

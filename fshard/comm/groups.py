@@ -93,13 +93,6 @@ class Group:
         self.chain.append(entry)
         return entry
 
-    def cut(self) -> None:
-        """End the connections, which wakes this rank and those that wait for it."""
-        if self.links is not None:
-            self.links.cut()
-        if self.pair is not None:
-            _compat.cut(self.pair, self.local_rank, len(self.ranks))
-
 
 def tag_of(entry: ChainEntry, nbytes: int) -> int:
     """The tag of a message: ranks whose collectives differ, now or before, wait for each other."""

@@ -73,15 +73,6 @@ def list_peers(rank: int, ranks: Sequence[int]) -> list[int]:
     return sorted(map(ranks.__getitem__, places))
 
 
-def merging_json(merge: Callable[[Any, Any], Any]) -> Merge:
-    """Make a function that merges values, which JSON can hold, as bytes.
-
-    >>> merging_json(min)(b"[2, 1]", b"[1, 3]")
-    b'[1, 3]'
-    """
-    return lambda known, other: json.dumps(merge(json.loads(known), json.loads(other))).encode()
-
-
 def receive(link: socket.socket, size: int) -> bytes:
     """Receive so many bytes.
 

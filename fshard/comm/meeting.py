@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from fshard import _compat
 from fshard.comm.failure import (
+    NOTE,
     NOTE_GRACE,
     RESTART,
     STORE_IS_GONE,
@@ -52,9 +53,6 @@ ASKERS, ANSWER = "askers", "answer/{}"
 END = "end"
 # Counts the ranks that have come.
 COUNT = f"came to {END}"
-# The name of the note, which is for all ranks of the meeting.
-ALL = "all"
-NOTE = f"note/{ALL}"
 CALL_INIT_MESH = "Call init_mesh on every rank; if you make several meshes, make them in the same order."
 
 
@@ -138,7 +136,7 @@ class Meeting:
 
     def _give_up(self, reason: str) -> None:
         """Leave a note. End the waits of this rank inside constructors, and the links by which others wait for it."""
-        self._reason = leave_note(self.board, [ALL], reason)
+        self._reason = leave_note(self.board, reason)
         if self.client is not None:
             self.client.disconnect()
         self.links.cut()

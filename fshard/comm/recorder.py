@@ -163,7 +163,7 @@ def _run_waiting(issued: PendingCollective, kind: type[Exception], run: Callable
     except BaseException as error:
         # No other exchange can begin where one has stopped in the middle, as by Ctrl-C.
         if 0 <= issued.awaits[0] < math.inf:
-            notify_peers(issued.state, describe_interrupt(issued.state, issued, error))
+            notify_peers(issued.state, describe_interrupt(issued, error))
         raise
     finally:
         waiting.collective = None

@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from fshard import _compat
 from fshard.comm import CollectiveError, Meeting, connect
+from fshard.comm.failure import NOTE
 from fshard.comm.groups import RankState
-from fshard.comm.meeting import ANSWER, COUNT, END, ENTRY, NOTE
+from fshard.comm.meeting import ANSWER, COUNT, END, ENTRY
 from fshard.comm.sockets import sockets_of_axis, sockets_of_mesh
 from tests.comm.counted_meetings import print_costs_of_meshes, print_limits
 from tests.forked_programs import run_on_ranks

@@ -20,7 +20,7 @@ TEXT = README.read_text()
 TABLES = {rows[0][0]: rows[1:] for rows in tables(TEXT)}
 SOURCE = "".join(path.read_text() for path in README.parent.glob("*.py"))
 # Written only where a rank fails in init_mesh, or waits there for long; see test_meeting.py.
-KEYS = ("note/all", "askers", "stand-ins", "read/<rank>", "answer/<rank>")
+KEYS = ("note", "askers", "stand-ins", "read/<rank>", "answer/<rank>")
 OF_FAILED_MEETINGS = {f"fshard/meeting <meeting>/{key}" for key in KEYS}
 
 
