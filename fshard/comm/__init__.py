@@ -11,7 +11,6 @@ from fshard.comm.agree import (
     calling,
     check_same_call,
     check_same_facts,
-    find_differing_axis,
     find_disagreement,
     join_flags,
     merge_objects,
@@ -37,7 +36,6 @@ from fshard.comm.events import (
     Record,
     Verb,
     annotate_collectives,
-    decode_label,
     setting,
 )
 from fshard.comm.failure import CollectiveError, Position, describe_difference, wake_waiting

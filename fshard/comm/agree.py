@@ -178,14 +178,28 @@ def _find_differing_facts(
 ) -> list[_FactsOfRank]:
     """Compare facts over their axes: find those of a rank and of the first that differs, the same on every rank.
 
+    Ranks exchange digests over one axis after another, in the order of their names. Ranks that have the same place on
+    all earlier axes know of the same first axis that differs. If the facts of a rank are the same for all its axes,
+    every rank finds out whether there is a difference. Otherwise it is known on the ranks of that axis and of those
+    compared after it.
+
     Returns:
         Two, the first of a rank that has failed if there is one; none if all ranks agree.
     """
-    number = find_differing_axis(facts, label, has_failed=bool(failure_text))
-    if number is None:
+    axes = _axes_to_ask(facts)
+    difference = bytes(DIGEST_BYTES) if failure_text else b""
+    for number, axis in enumerate(axes):
+        # Ranks of the next axis must learn of the difference too, or they would not ask for texts with the others.
+        known = difference or _digest(facts[axis])
+        merge = functools.partial(_merge_digests, number)
+        known = recorder.spread(known, merge, axis, label._replace(parts="a digest"))
+        if known[0] != NO_AXIS:
+            difference = known
+    if not difference:
         return []
+    first_axis = difference[0]
     # Ranks elsewhere on earlier axes may not know of the difference, and have gone on.
-    axes = _axes_to_ask(facts)[number:]
+    axes = axes[first_axis:]
     axis = axes[0]
     label = label._replace(parts="texts")
     place = ", ".join(f"{axis.name}={rank(axis)}" for axis in axes)
@@ -194,7 +208,7 @@ def _find_differing_facts(
     # The ranks of one row may differ, and those of another agree.
     longest: list[Any] = [-len(pair), pair]
     _, pair = merge_objects(longest, min, axes[1:], label)
-    if number == 0 or len(set(facts.values())) == 1:
+    if first_axis == 0 or len(set(facts.values())) == 1:
         # All ranks know now why the running call ends, so that nobody needs to report it.
         rank_state().call.name = None
     return [_FactsOfRank(*each) for each in pair]
@@ -204,31 +218,6 @@ def _keep_first_two(facts: list[list[Any]], other: list[list[Any]]) -> list[list
     """Keep the facts of the first rank, and of the first whose text is another."""
     first, *rest = sorted(facts + other)
     return [first, *[each for each in rest if each[-1] != first[-1]][:1]]
-
-
-def find_differing_axis(facts: Mapping[Axis, str], label: Label, *, has_failed: bool) -> int | None:
-    """Compare texts over their axes, by one exchange of digests over each, and find the first axis that differs.
-
-    Args:
-        facts: The text of this rank for each axis.
-        label: The name of the caller, for the recorder.
-        has_failed: Whether this rank is to differ from all others.
-
-    Returns:
-        The number of the first axis on which some rank saw a difference, among those that are compared, in the order of
-        their names; None if all ranks of all axes have the same texts. Ranks that have the same place on all earlier
-        axes return the same number. If a rank's text is the same for each of its axes, every rank finds out whether
-        there is a difference. Otherwise it is known on the ranks of that axis and of those compared after it.
-    """
-    difference = bytes(DIGEST_BYTES) if has_failed else b""
-    label = label._replace(parts="a digest")
-    for number, axis in enumerate(_axes_to_ask(facts)):
-        # Ranks of the next axis must learn of the difference too, or they would not ask for texts with the others.
-        known = difference or _digest(facts[axis])
-        known = recorder.spread(known, functools.partial(_merge_digests, number), axis, label)
-        if known[0] != NO_AXIS:
-            difference = known
-    return difference[0] if difference else None
 
 
 def _merge_digests(number: int, known: bytes, other: bytes) -> bytes:

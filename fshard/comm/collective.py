@@ -455,8 +455,4 @@ def start_all_to_all(
     if has_one_rank(axis) or not tensors:
         return lambda: list(tensors)
     tensors = [tensor.detach() for tensor in tensors]
-
-    def start_rows(sources: list[torch.Tensor], *arguments: Any) -> Any:
-        return ops.all_to_all(sources, send, receive, *arguments)
-
-    return _start(start_rows, tensors, axis, label, row_dims=1)
+    return _start(lambda rows, *where: ops.all_to_all(rows, send, receive, *where), tensors, axis, label, row_dims=1)

@@ -34,7 +34,7 @@ def connect_groups(
     Raises:
         CollectiveError: if one of them does not come.
     """
-    groups = [state.groups.get(name) or _describe_group(state, name) for name in dict.fromkeys(names)]
+    groups = [state.groups.get(name) or _describe_group(state, name) for name in names]
     new = [group for group in groups if group.name not in state.groups]
     if state.simulation is None and (new or meeting):
         with nullcontext(meeting) if meeting else _meet(state, new[0]) as meeting_of_ranks:

@@ -284,7 +284,7 @@ def fail_collective(state: RankState, issued: PendingCollective, error: BaseExce
         if state.simulation is not None:
             text = str(error)
         else:
-            text = _explain_lost_wait(state, issued, error, _find_ended_ranks(state, issued))
+            text = _explain_lost_wait(state, issued, error)
         notify_peers(state, text)
         lines = [f"\n  {entry}" for entry in list(issued.group.chain)[-REPORTED_ENTRIES:] if entry.number > 0]
         last = f"\nThe last collectives of this rank over these ranks:{''.join(lines)}"
@@ -325,21 +325,17 @@ def make_error(state: RankState, entry: ChainEntry | None = None) -> CollectiveE
     return CollectiveError("\n".join([*lines, f"To fix: {REMEDY}."]))
 
 
-def _explain_lost_wait(
-    state: RankState,
-    issued: PendingCollective,
-    error: BaseException,
-    ended: set[int],
-) -> str:
+def _explain_lost_wait(state: RankState, issued: PendingCollective, error: BaseException) -> str:
     """Say why a wait ended: by the note of a rank that knows, else which rank is gone or did not come.
 
     Args:
         state: This rank's.
         issued: The collective that it waited for.
         error: What the backend says.
-        ended: The ranks whose connections have ended. Those that ended them by themselves have left a note before.
     """
     seconds = time.monotonic() - issued.since
+    # Ranks that end their connections by themselves leave a note before.
+    ended = _find_ended_ranks(state, issued)
     # Others may ask where this rank is while it looks for a note.
     ask_store(lambda: _publish_position(state))
     grace = 0.0 if ended else NOTE_GRACE

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -68,10 +69,11 @@ class Arrival(NamedTuple):
     text: str
 
 
+@dataclass(eq=False)
 class Meeting:
     """One call of init_mesh, on one of the ranks that make a mesh together, or the first use of another group.
 
-    Args:
+    Attributes:
         store: A client of the store by which ranks find each other, for the calling thread alone.
         rank: This rank.
         ranks: All ranks.
@@ -80,43 +82,38 @@ class Meeting:
         place: What ranks call, for errors.
         remedy: What to do about ranks that have not called it.
         client: The client of the store that constructors wait on; by default one that is made for the first of them.
+        state: This rank's, once ranks begin to make groups, which are of no use if one of them fails.
+        fails_everywhere: Whether all ranks raise the error that leaves the meeting.
+        peers: The ranks that this one connects with, which is set before ranks agree.
+        entries: What ranks have brought, as far as this one has read it.
+        listener: Where lower peers connect to this rank.
+        links: The connections with peers.
+        sockets: All sockets that these take.
     """
 
-    def __init__(
-        self,
-        store: Any,
-        rank: int,
-        ranks: Sequence[int],
-        name: str,
-        timeout: float,
-        place: str = "init_mesh",
-        remedy: str = CALL_INIT_MESH,
-        client: _compat.StoreClient | None = None,
-    ) -> None:
-        self.store = store
-        self.client = client
-        self.rank = rank
-        self.ranks = ranks
-        self.others = [other for other in ranks if other != rank]
-        self.timeout = timeout
-        self.place = place
-        self.remedy = remedy
-        self.prefix = f"fshard/meeting {name}"
-        self.board: Any = dist.PrefixStore(self.prefix, store)  # type: ignore[attr-defined]
-        # Set once ranks begin to make groups, which are of no use if one of them fails.
-        self.state: RankState | None = None
-        # What ranks have brought, as far as this one has read it.
-        self.entries: dict[int, Arrival] = {}
-        # Whether all ranks raise the error that leaves the meeting.
-        self.fails_everywhere = False
-        # Why the waits inside a constructor were ended; "" if they were not.
-        self._reason = ""
-        # The ranks that this one connects with, which is set before ranks agree, and where lower ones connect to it.
-        self.peers: Sequence[int] = ()
-        self.listener: Any = None
-        # The connections with them, and all sockets that these take.
-        self.links = Links()
-        self.sockets: _compat.Sockets = {}
+    store: Any
+    rank: int
+    ranks: Sequence[int]
+    name: str
+    timeout: float
+    place: str = "init_mesh"
+    remedy: str = CALL_INIT_MESH
+    client: _compat.StoreClient | None = None
+    state: RankState | None = None
+    fails_everywhere: bool = False
+    peers: Sequence[int] = ()
+    entries: dict[int, Arrival] = field(default_factory=dict)
+    listener: Any = None
+    links: Links = field(default_factory=Links)
+    sockets: _compat.Sockets = field(default_factory=dict)
+    # Why the waits inside a constructor were ended; "" if they were not.
+    _reason: str = ""
+
+    def __post_init__(self) -> None:
+        """Find the part of the store for this meeting."""
+        self.prefix = f"fshard/meeting {self.name}"
+        self.board: Any = dist.PrefixStore(self.prefix, self.store)  # type: ignore[attr-defined]
+        self.others = [other for other in self.ranks if other != self.rank]
 
     def __enter__(self) -> Self:
         """Begin."""

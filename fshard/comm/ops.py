@@ -61,8 +61,8 @@ def view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _buffer_shapes(op: str, arguments: _Arguments) -> list[tuple[int, ...]]:
-    """Compute the shapes of an operator's buffers."""
+def _buffer_shape(op: str, arguments: _Arguments, tensor: torch.Tensor) -> tuple[int, ...]:
+    """Compute the shape of an operator's buffer for one of its tensors."""
     if op == "all_gather":
         rows = arguments.destination.size
     elif arguments.sizes:
@@ -75,26 +75,21 @@ def _buffer_shapes(op: str, arguments: _Arguments) -> list[tuple[int, ...]]:
         rows = 1
     # Dim 0 of what these send counts the rows for different ranks.
     row_dims = 1 if op in ("reduce_scatter", "all_to_all") else 0
-    return [(rows, *tensor.shape[row_dims:]) for tensor in arguments.tensors]
+    return (rows, *tensor.shape[row_dims:])
 
 
 def _start_direct(op: str, arguments: _Arguments, entry: ChainEntry, group: Group) -> Tensors:
     """Receive the rows of other ranks directly into buffers. The buffer of a sum has no row for this rank."""
     if group.pair is None and group.links is not None:
         return _start_rows_by_backend(op, arguments, entry, group)
-    shapes = _buffer_shapes(op, arguments)
-    buffers = []
     with _compat.below_autograd():
-        for tensor, shape in zip(arguments.tensors, shapes, strict=True):
-            buffers.append(_start_exchange(op, tensor, shape, arguments.sizes, entry, group))
-    return buffers
+        return [_start_exchange(op, arguments, tensor, entry, group) for tensor in arguments.tensors]
 
 
 def _start_exchange(
     op: str,
+    arguments: _Arguments,
     tensor: torch.Tensor,
-    shape: tuple[int, ...],
-    sizes: Sizes,
     entry: ChainEntry,
     group: Group,
 ) -> torch.Tensor:
@@ -102,10 +97,10 @@ def _start_exchange(
     # Connections between CPUs read and write the memory of CPUs only. A tensor of an accelerator is copied there, for
     # which the host waits; `recorder.finish` copies what has arrived to the accelerator.
     source = tensor.cpu()
-    landing = source.new_empty(shape)
-    buffer = landing if source is tensor else tensor.new_empty(shape)
+    landing = source.new_empty(_buffer_shape(op, arguments, source))
+    buffer = landing if source is tensor else tensor.new_empty(landing.shape)
     local_rank = group.local_rank
-    rows_out, rows_in = _rows_by_rank(op, source, landing, sizes, local_rank)
+    rows_out, rows_in = _rows_by_rank(op, source, landing, arguments.sizes, local_rank)
     sent = {}
     awaited = {}
     for rank, (row_out, row_in) in enumerate(zip(rows_out, rows_in, strict=True)):
@@ -201,8 +196,10 @@ def _start_by_backend(op: str, arguments: _Arguments, _: ChainEntry, group: Grou
         fused = [sources[index] for index in indices]
         started = _compat.start_by_backend(op, fused, size, group.name, *arguments.sizes)
         buffers.update(zip(indices, started, strict=True))
-    shapes = _buffer_shapes(op, arguments)
-    return [buffers[index].view(tensors[index].dtype).view(shape) for index, shape in enumerate(shapes)]
+    shaped = []
+    for index, tensor in enumerate(tensors):
+        shaped.append(buffers[index].view(tensor.dtype).view(_buffer_shape(op, arguments, tensor)))
+    return shaped
 
 
 def operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any], tags: tuple[torch.Tag, ...] = ()) -> Any:
@@ -225,7 +222,7 @@ def _collective(name: str, sizes: str = "") -> Any:
 
     def fake(*args: Any) -> Tensors:
         arguments = _parse(args)
-        return list(map(torch.Tensor.new_empty, arguments.tensors, _buffer_shapes(name, arguments)))
+        return [tensor.new_empty(_buffer_shape(name, arguments, tensor)) for tensor in arguments.tensors]
 
     schema = f"{name}(Tensor[] tensors, {sizes}bool direct, str axis, int size, str group, str label) -> Tensor[]"
     return operator(schema, run, fake, TAGS)

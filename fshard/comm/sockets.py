@@ -13,43 +13,32 @@ STORE_CLIENTS = 3
 OTHER_FILES = 64
 
 
-def sockets_of_axis(ranks: int, *, sends_itself: bool) -> int:
-    """Count the sockets that a rank opens for an axis: those of torch's process group, and fshard's own beside it.
-
-    Args:
-        ranks: The number of ranks on the axis.
-        sends_itself: Whether the axis's devices have a backend of their own, so that fshard connects a rank with few.
-
-    Returns:
-        The number, with a listening socket in every group of gloo.
-
-    >>> sockets_of_axis(4096, sends_itself=False), sockets_of_axis(4096, sends_itself=True)
-    (12300, 4108)
-    """
-    if ranks == 1:
-        return 0
-    links = len(list_peers(0, range(ranks)))
-    return links + (ranks if sends_itself else 3 * ranks)
-
-
 def sockets_of_mesh(sizes: Sequence[int], *, sends_itself: bool) -> int:
-    """Count the sockets that a rank opens for the first mesh of a run.
+    """Count the sockets that a rank opens for the first mesh of a run: torch's, and fshard's own beside them.
 
     Args:
         sizes: The number of ranks on each axis.
-        sends_itself: As for `sockets_of_axis`.
+        sends_itself: Whether the axes' devices have a backend of their own, so that fshard connects a rank with few.
 
     Returns:
-        The number; the process that holds the store has `STORE_CLIENTS` more for each rank, and one to listen.
+        The number, with a listening socket in every group of gloo. The process that holds the store has
+        `STORE_CLIENTS` more for each rank, and one to listen.
 
     >>> sockets_of_mesh([16], sends_itself=False), sockets_of_mesh([2, 8], sends_itself=False)
     (55, 53)
+    >>> sockets_of_mesh([4096], sends_itself=False), sockets_of_mesh([4096], sends_itself=True)
+    (12303, 4111)
     """
+    sockets = STORE_CLIENTS
     world_size = math.prod(sizes)
-    axes = [sockets_of_axis(size, sends_itself=sends_itself) for size in sizes]
     # torch has one group of all ranks, which is that of the axis if there is one alone.
-    has_axis_of_all = world_size in sizes
-    return sum(axes) + (0 if has_axis_of_all else world_size) + STORE_CLIENTS
+    if world_size not in sizes:
+        sockets += world_size
+    for size in sizes:
+        if size > 1:
+            links = len(list_peers(0, range(size)))
+            sockets += links + (size if sends_itself else 3 * size)
+    return sockets
 
 
 def allow_sockets(count: int) -> str:

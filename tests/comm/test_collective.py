@@ -13,7 +13,7 @@ import fshard as fs
 from fshard import comm
 from fshard.comm import Label, Verb, collective, ops
 from fshard.comm.collective import EXCHANGE_BYTES, PACK_BYTES
-from fshard.comm.events import MAX_UNIT_CHARACTERS, encode_label
+from fshard.comm.events import MAX_UNIT_CHARACTERS, decode_label, encode_label
 from fshard.rounding import tolerance
 from tests.operators import Operators
 from tests.ranks import on_ranks
@@ -216,7 +216,7 @@ LABELS = [
 
 def test_labels():
     for label, unit, text in LABELS:
-        assert comm.decode_label(encode_label(label)) == label
+        assert decode_label(encode_label(label)) == label
         assert (label.unit, str(label)) == (unit, text)
 
 
