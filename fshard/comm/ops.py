@@ -105,7 +105,7 @@ def _start_exchange(
     awaited = {}
     for rank, (row_out, row_in) in enumerate(zip(rows_out, rows_in, strict=True)):
         if rank != local_rank:
-            sent[rank] = view_as_bytes(row_out.contiguous())
+            sent[rank] = view_as_bytes(row_out)
             awaited[rank] = view_as_bytes(row_in)
     for work in _compat.start_swap(group.pair, group.name, sent, awaited, partial(tag_of, entry)):
         _compat.register_work(landing, work)
@@ -160,9 +160,10 @@ def _rows_by_rank(
     A row that this rank keeps is copied there. A sum receives nothing from this rank, so its own entry in the second
     list is a placeholder, which makes indices equal to ranks.
     """
+    # Rows of a tensor without gaps have none.
     if op == "all_to_all":
         send, receive = sizes
-        rows_out = source.split(send)
+        rows_out = source.contiguous().split(send)
         rows_in = landing.split(receive)
         rows_in[local_rank].copy_(rows_out[local_rank])
         return rows_out, rows_in
@@ -171,9 +172,8 @@ def _rows_by_rank(
         local_row = received[local_rank].copy_(source)
         return [local_row] * len(received), received
     received.insert(local_rank, landing)
-    if op == "reduce_scatter":
-        return list(source), received
-    return [source.contiguous()] * len(received), received
+    source = source.contiguous()
+    return list(source) if op == "reduce_scatter" else [source] * len(received), received
 
 
 def wait(buffer: torch.Tensor) -> torch.Tensor:
@@ -268,21 +268,7 @@ def held_in_flight(func: object, args: Sequence[Any]) -> list[int | None]:
     """
     if func not in STARTS:
         return []
-    tensors, sizes, direct, destination = _parse(args)
-    if direct and func is all_gather:
-        return [None for _ in tensors]
-    if direct and func is not all_reduce:
-        # Rows for other ranks are copied one by one, or for a ragged all-to-all each rank's rows together.
-        send = sizes[0] if sizes else [1] * destination.size
-        local_rank = _compat.resolve_process_group(destination.group).rank()
-        return [_bytes_of_copies(tensor, send, local_rank) for tensor in tensors]
-    return [0 if tensor.is_contiguous() else tensor.nbytes for tensor in tensors]
-
-
-def _bytes_of_copies(tensor: torch.Tensor, send: Sequence[int], local_rank: int) -> int:
-    """Count the bytes of the copies that are made of rows with gaps, to send so many of them to each other rank."""
-    nbytes = 0
-    for rank, rows in enumerate(tensor.split(list(send))):
-        if rank != local_rank and not rows.is_contiguous():
-            nbytes += rows.nbytes
-    return nbytes
+    arguments = _parse(args)
+    if arguments.direct and func is all_gather:
+        return [None for _ in arguments.tensors]
+    return [0 if tensor.is_contiguous() else tensor.nbytes for tensor in arguments.tensors]

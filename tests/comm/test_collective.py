@@ -173,7 +173,7 @@ def test_all_to_all_sends_each_rank_rows_of_its_own(algorithm):
 @pytest.mark.parametrize("counts", ([[1, 1], [1, 1]], [[2, 3], [1, 2]], [[4, 0], [3, 1]], [[0, 2], [1, 0]]))
 @on_ranks(2)
 def test_what_an_operator_holds_while_rows_are_sent(counts):
-    """As plans of memory count it: the tensors themselves, or copies of rows that have gaps."""
+    """As plans of memory count it: the tensors themselves, or copies of those that have gaps."""
     line = axis()
     me = comm.rank(line)
     send, receive = counts[me], [row[me] for row in counts]
@@ -184,8 +184,9 @@ def test_what_an_operator_holds_while_rows_are_sent(counts):
         (buffer,) = ops.all_to_all(*arguments)
         in_flight = buffer.__dict__["under_way"]
         given = {tensor.untyped_storage().data_ptr(), buffer.untyped_storage().data_ptr()}
-        copied = [part.nbytes for part in in_flight if part.untyped_storage().data_ptr() not in given]
-        assert ops.held_in_flight(ops.all_to_all, arguments) == [sum(copied)], name
+        storages = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in in_flight}
+        copied = sum(nbytes for place, nbytes in storages.items() if place not in given)
+        assert ops.held_in_flight(ops.all_to_all, arguments) == [copied], name
         ops.wait(buffer)
 
 
