@@ -343,14 +343,15 @@ def _explain_lost_wait(state: RankState, issued: PendingCollective, error: BaseE
     if note:
         return note
     positions = _ask_positions(state, issued.awaits[1], len(issued.group.ranks))
+    absent = [] if ended else _find_absent_ranks(issued, positions)
     if ended:
         first = describe_ended_ranks(sorted(ended))
-    elif absent := _find_absent_ranks(issued, positions):
+    elif absent:
         first = f"{name_ranks(absent)} did not join a collective within {seconds:.0f} s. {LOOK_FOR_HANG}"
     else:
         first = f"rank {state.rank} failed in {issued.entry}: {error!s:.{TEXT_LENGTH}}"
-    # A rank that is gone may have told of an earlier wait.
-    return "\n".join([first, *_list_waits(positions, positions.keys() - ended)])
+    # A rank that is gone, or does not come, may have told of an earlier wait.
+    return "\n".join([first, *_list_waits(positions, positions.keys() - ended.union(absent))])
 
 
 def _find_absent_ranks(issued: PendingCollective, positions: Positions) -> list[int]:
@@ -450,8 +451,6 @@ class FailureWatcher(threading.Thread):
         # When the wait began that goes on, and after how many seconds of it the others are polled.
         self._since = 0.0
         self._next_poll = 0.0
-        # Where others have been told that this rank waits; None if it has not told, or told that it does not.
-        self._told: tuple[float, Any] | None = None
         # Before process groups are destroyed, as what is registered later runs first.
         atexit.register(self.close)
 
@@ -487,23 +486,17 @@ class FailureWatcher(threading.Thread):
     def _look_at(self, state: RankState) -> None:
         """End a wait if Ctrl-C came; poll the others after 0.4 s in one wait, then after 1, 2, 4 and more."""
         issued = state.waiting.collective
-        if self.interrupts.has_come(issued.since if issued else None) and issued is not None:
-            cut_connections(state, describe_interrupt(issued, KeyboardInterrupt()))
-        place = None if issued is None else (issued.since, issued.awaits)
-        if self._told is not None and self._told != place:
-            # Others that follow who waits for whom would be misled by where this rank was.
-            with suppress(Exception):
-                _publish_position(state)
-            self._told = place
         if issued is None:
+            self.interrupts.has_come(None)
             return
+        if self.interrupts.has_come(issued.since):
+            cut_connections(state, describe_interrupt(issued, KeyboardInterrupt()))
         if issued.since != self._since:
             self._since = issued.since
             self._next_poll = FIRST_POLL_AFTER
         if time.monotonic() - self._since < self._next_poll:
             return
         self._next_poll = min(2 * self._next_poll + 0.2, self._next_poll + LONGEST_POLL_INTERVAL)
-        self._told = place
         with suppress(Exception):
             if poll_peers(state, issued):
                 # The main thread may be about to wait on another connection: end them again at the next look.
