@@ -486,10 +486,10 @@ class FailureWatcher(threading.Thread):
     def _look_at(self, state: RankState) -> None:
         """End a wait if Ctrl-C came; poll the others after 0.4 s in one wait, then after 1, 2, 4 and more."""
         issued = state.waiting.collective
+        has_interrupt = self.interrupts.has_come()
         if issued is None:
-            self.interrupts.has_come(None)
             return
-        if self.interrupts.has_come(issued.since):
+        if has_interrupt:
             cut_connections(state, describe_interrupt(issued, KeyboardInterrupt()))
         if issued.since != self._since:
             self._since = issued.since

@@ -28,8 +28,6 @@ class Interrupts:
             os.set_blocking(end, False)
             weakref.finalize(self, os.close, end)
         self._is_listening = False
-        # When the wait began that went on when Ctrl-C came.
-        self._suspect: float | None = None
 
     def listen(self) -> None:
         """Begin to listen, if this is the main thread; forget signals that Python has handled by now."""
@@ -41,7 +39,7 @@ class Interrupts:
                 with suppress(OSError):
                     signal.set_wakeup_fd(before)
                     self._is_listening = False
-            self.has_come(None)
+            self.has_come()
 
     def stop(self) -> None:
         """Stop to listen, in the thread that began to."""
@@ -49,19 +47,12 @@ class Interrupts:
             signal.set_wakeup_fd(-1)
             self._is_listening = False
 
-    def has_come(self, since: float | None) -> bool:
-        """Tell whether Ctrl-C has come in a wait that goes on, so that Python could not raise KeyboardInterrupt.
+    def has_come(self) -> bool:
+        """Tell whether Ctrl-C has come since the last look; False where the program handles it in a way of its own.
 
-        Args:
-            since: When the wait of the main thread began; None where it does not wait.
-
-        Returns:
-            Whether that is so, at the look after the one that finds the signal: the wait may have begun after Python
-            had handled it. False where the program handles Ctrl-C in a way of its own.
+        Python raises KeyboardInterrupt itself, unless the main thread waits.
         """
-        suspect, self._suspect = self._suspect, None
+        numbers = b""
         with suppress(BlockingIOError):
-            if signal.SIGINT in os.read(self._read_end, MOST_SIGNALS):
-                self._suspect = since
-        has_come = since is not None and since == suspect
-        return has_come and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            numbers = os.read(self._read_end, MOST_SIGNALS)
+        return signal.SIGINT in numbers and signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -8,9 +8,6 @@ import pytest
 
 from fshard.comm.interrupts import Interrupts
 
-# When waits began.
-LONG, LATER = 1.0, 2.0
-
 
 @pytest.fixture(autouse=True)
 def nobody_listens():
@@ -24,35 +21,31 @@ def press(interrupts, number=signal.SIGINT):
     os.write(interrupts._write_end, bytes([number]))
 
 
-def test_a_wait_is_interrupted_if_it_began_before_ctrl_c_or_goes_on_after_it():
+def test_ctrl_c_is_heard_once_and_no_other_signal():
     interrupts = Interrupts()
     interrupts.listen()
-    assert not interrupts.has_come(LONG)
-    # It may have begun after the signal came: another look decides.
-    for goes_on in (True, False):
-        press(interrupts)
-        assert not interrupts.has_come(LONG)
-        assert interrupts.has_come(LONG if goes_on else LATER) is goes_on
-        assert not interrupts.has_come(LONG)
+    assert not interrupts.has_come()
+    press(interrupts)
+    press(interrupts)
+    assert interrupts.has_come()
+    assert not interrupts.has_come()
     press(interrupts, signal.SIGUSR1)
-    assert not any(interrupts.has_come(LONG) for _ in range(2))
+    assert not interrupts.has_come()
     interrupts.stop()
 
 
 def test_what_python_has_handled_or_the_program_handles_is_left_to_them():
     interrupts = Interrupts()
     interrupts.listen()
-    assert not interrupts.has_come(LONG)
     press(interrupts)
     # The next call begins.
     interrupts.listen()
-    assert not any(interrupts.has_come(LONG) for _ in range(2))
-    press(interrupts)
-    assert not any(interrupts.has_come(place) for place in (None, LONG))
+    assert not interrupts.has_come()
     handler = signal.signal(signal.SIGINT, lambda *_: None)
     press(interrupts)
-    assert not any(interrupts.has_come(LONG) for _ in range(2))
+    assert not interrupts.has_come()
     signal.signal(signal.SIGINT, handler)
+    assert not interrupts.has_come()
     interrupts.stop()
     assert signal.set_wakeup_fd(-1) == -1
 
@@ -78,8 +71,7 @@ def test_a_signal_is_heard_by_one_who_listens_and_its_pipe_ends_with_it():
     os.kill(os.getpid(), signal.SIGINT)
     signal.signal(signal.SIGINT, handler)
     interrupts.stop()
-    assert not interrupts.has_come(LONG)
-    assert interrupts.has_come(LONG)
+    assert interrupts.has_come()
     del interrupts
     for end in ends:
         with pytest.raises(OSError, match="Bad file descriptor"):
