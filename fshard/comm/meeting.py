@@ -186,8 +186,10 @@ class Meeting:
 
     def _stand_in(self, merge: Callable[[Sequence[str]], str]) -> None:
         """Conclude on one rank for the last to come, which may have ended before it did. Others find that out later."""
-        if self.board.add(COUNT, 0) == len(self.ranks) and self.board.add("stand-ins", 1) == 1:
-            self._conclude(merge)
+        if self.board.add(COUNT, 0) == len(self.ranks):
+            self._answer()
+            if self.board.add("stand-ins", 1) == 1:
+                self._conclude(merge)
 
     def _read(self, ranks: Sequence[int], *keys: str) -> list[bytes]:
         """Read some keys, and the entries of ranks, which are there."""
@@ -214,7 +216,8 @@ class Meeting:
 
     def _explain_late_ranks(self) -> str:
         """Say who is late. The first rank to ask finds out, and the others wait for its note."""
-        if ask_store(lambda: self.board.add(ASKERS, 1)) != 1 and not self.find_reason():
+        if ask_store(lambda: self.board.add(ASKERS, 1)) != 1:
+            ask_store(self._answer)
             with suppress(RuntimeError):
                 _compat.wait_in_store(self.board, [NOTE], SEARCH_TIME)
         reason: str | None = self.find_reason() or ask_store(self._name_late_ranks, SEARCH_TIME)
@@ -296,7 +299,6 @@ class Meeting:
         Returns:
             The reason; "" if nothing is known.
         """
-        ask_store(self._answer)
         # A rank that fails leaves its note before it ends its links.
         ended = self.links.find_ended_peers()
         note: str | None = ask_store(self._read_note, NOTE_GRACE if wait_is_over and not ended else 0.0)
@@ -350,6 +352,7 @@ class Meeting:
         Another rank that looks for late ones is answered meanwhile.
         """
         while not over.wait(LOOK_INTERVAL):
+            ask_store(self._answer)
             if reason := self.find_reason():
                 self._give_up(reason)
                 return

@@ -182,7 +182,7 @@ def test_a_rank_that_stops_once_it_has_come_is_named_and_those_that_wait_for_it_
     board = come(store, absent=[7])
     board.set(ENTRY.format(MANY - 1), "")
     other = Meeting(store.clone(), 9, range(MANY), "1", 20.0)
-    asked = threading.Timer(0.3, other.find_reason)
+    asked = threading.Timer(0.3, other._answer)
     for rank in set(range(MANY)) - {7, 9, 1000}:
         board.set(ANSWER.format(rank), "")
     asked.start()
