@@ -21,7 +21,6 @@
 - `choose_boxes`: chooses which boxes of leaves this rank writes, of those that several ranks hold.
 - `COUNT`: a `Range`: a whole number, 0 or more, or None.
 - `copy_into`: copies tensors of any devices into contiguous ones of the processor.
-- `count_flops`: the floating-point operations of a node of a graph.
 - `count_updates`: new counts of the updates of each leaf, one more if it has a gradient.
 - `custom_call`: a differentiable function that communicates in its forward and its backward.
 - `define_operator`: defines an operator of graphs by its schema, with its result for tensors without values.
@@ -273,7 +272,7 @@ if TYPE_CHECKING:
     from fshard.ext.optim.block_sums import BITS, sum_digits, sum_powers
     from fshard.ext.parallel.custom_call import custom_call
     from fshard.ext.plan.plan import fake_axes, lay_out_call
-    from fshard.ext.plan.report import Rates, check_rates, count_flops
+    from fshard.ext.plan.report import Rates, check_rates
     from fshard.ext.plan.timeline import estimate_operator
 
 __all__ = [
@@ -324,7 +323,6 @@ __all__ = [
     "check_transform",
     "choose_boxes",
     "copy_into",
-    "count_flops",
     "count_updates",
     "custom_call",
     "define_operator",

@@ -50,7 +50,7 @@ TABLE: Mapping[tuple[str, str], str] = MappingProxyType(
         ("fshard.extend", "optim.block_sums"): "BITS sum_digits sum_powers",
         ("fshard.extend", "parallel.custom_call"): "custom_call",
         ("fshard.extend", "plan.plan"): "fake_axes lay_out_call",
-        ("fshard.extend", "plan.report"): "Rates check_rates count_flops",
+        ("fshard.extend", "plan.report"): "Rates check_rates",
         ("fshard.extend", "plan.timeline"): "estimate_operator",
         ("fshard.init", "counter"): "draw_by_counter",
         ("fshard.jit", "fit.memory"): "report_memory",

@@ -122,21 +122,11 @@ def report_memory(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 def _measure(graph: StepGraph, uses: Mapping[Hashable, str]) -> GraphMemory:
     """Predict the memory of a rank while a graph runs."""
-    memory = graph.memory
-    arguments = sum(memory.always_held.values())
-    peak = max(graph.moments, key=lambda moment: moment.bytes)
-    in_flight: set[Hashable] = set()
-    for pending in memory.pending_buffers:
-        if pending.start <= peak.node <= pending.wait:
-            in_flight.update([pending.buffer, *pending.held_storages])
-    kinds = dict.fromkeys(_KINDS.values(), 0)
-    for storage, nbytes in memory.always_held.items():
-        kinds[_KINDS[uses[storage]]] += nbytes
-    held_then = next(dict(held) for node, held in memory.walk() if node is peak.node)
-    for storage, nbytes in held_then.items():
-        kinds[_KINDS["in_flight" if storage in in_flight else uses[storage]]] += nbytes
+    sums = graph.sum_by_use(uses, graph.at_peak)
+    kinds = {kind: sums[use] for use, kind in _KINDS.items()}
+    arguments = sum(graph.memory.always_held.values())
     held = [arguments + moment.bytes for moment in graph.moments]
-    return GraphMemory(arguments, held, _describe_place(peak), kinds)
+    return GraphMemory(arguments, held, _describe_place(graph.at_peak), kinds)
 
 
 def _find_uses(graph: StepGraph, args: Any) -> dict[Hashable, str]:

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fshard.extend import Rates, arguments_of, count_flops, estimate_operator, find_lifetimes, graph_nodes
+from fshard.extend import Rates, arguments_of, estimate_operator, find_lifetimes, graph_nodes
 
 # Seconds of the host to start an operator.
 _SECONDS_TO_START = 2e-6
@@ -51,7 +51,7 @@ class StepFacts:
         self.seconds: dict[Node, float] = {}
         for node in graph.nodes:
             self.reads.setdefault(node, node.all_input_nodes)
-            seconds = estimate_operator(node, count_flops(node), rates)
+            seconds = estimate_operator(node, rates)
             if seconds:
                 seconds += _SECONDS_TO_START
             self.seconds.setdefault(node, seconds)

@@ -1,6 +1,6 @@
 """make_graph: a function's graph to read, with the collectives that it starts and the memory that it takes."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -92,6 +92,7 @@ class StepGraph:
         results: What the function returns, with nodes of the graph in the place of tensors.
         memory: When each storage is taken and freed.
         moments: Its operators in their order.
+        at_peak: The one at which most bytes are held, the first of several; None if there are no operators.
     """
 
     def __init__(self, traced: Traced) -> None:
@@ -101,6 +102,7 @@ class StepGraph:
         self.memory = find_lifetimes(graph)
         self.results = unflatten(traced.treedef, graph_nodes.find_results(graph))
         self.moments = list(self._list_operations())
+        self.at_peak = max(self.moments, key=lambda moment: moment.bytes, default=None)
 
     def collectives(self) -> comm.Record:
         """List the collectives of the function in the order of their start, as `fs.comm.record` does."""
@@ -117,7 +119,7 @@ class StepGraph:
         counted. It is little, except for convolutions, which lay their arguments out anew, and for collectives of the
         backend.
         """
-        return max((moment.bytes for moment in self.moments), default=0)
+        return 0 if self.at_peak is None else self.at_peak.bytes
 
     def find_uses(self, args: Any) -> dict[Hashable, str]:
         """Find what each storage of a train step is for.
@@ -130,6 +132,31 @@ class StepGraph:
             "optimizer_state", "gathered", "activations", "in_flight" or "inputs".
         """
         return find_uses(self, args)
+
+    def sum_by_use(self, uses: Mapping[Hashable, str], moment: Operation | None = None) -> Counter[str]:
+        """Sum up the bytes that are held while an operator runs, arguments included.
+
+        Args:
+            uses: The use of each storage, as `find_uses` finds it. What a collective sends or receives is "in_flight"
+                until somebody has waited for it, unless it is an argument.
+            moment: The operator; None for what is held all the time.
+
+        Returns:
+            The sums by use.
+        """
+        sums = Counter[str]()
+        for storage, nbytes in self.memory.always_held.items():
+            sums[uses[storage]] += nbytes
+        if moment is None:
+            return sums
+        in_flight = set[Hashable]()
+        for pending in self.memory.pending_buffers:
+            if pending.start <= moment.node <= pending.wait:
+                in_flight.update([pending.buffer, *pending.held_storages])
+        held_then = next(held for node, held in self.memory.walk() if node is moment.node)
+        for storage, nbytes in held_then.items():
+            sums["in_flight" if storage in in_flight else uses[storage]] += nbytes
+        return sums
 
     def __str__(self) -> str:
         sent = f"{len(self.collectives())} collectives, {self.bytes_sent():.0f} bytes sent"

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 import fshard as fs
-from fshard.ext.plan.report import Rates, StepPlan, check_rates
-from fshard.ext.plan.timeline import estimate_agreement, estimate_seconds, make_timeline
+from fshard.ext.plan.report import Bytes, Moment, Rates, StepPlan, check_rates, count_flops
+from fshard.ext.plan.timeline import estimate_agreement, estimate_seconds
 from fshard.extend import (
     describe,
     expect,
@@ -75,13 +75,16 @@ def plan(
     check_rates(rates, mesh)
     with lay_out_call(step, (state, *batch), mesh, rank, backend) as args:
         graph = fs.make_graph(step)(*args)
-        arguments, moments = make_timeline(graph, graph.find_uses(args))
-        seconds, waiting = estimate_seconds(moments, graph.memory.pending_buffers, rates)
+        uses = graph.find_uses(args)
+        flops = sum(count_flops(moment.node) for moment in graph.moments)
+        seconds, waiting = estimate_seconds(graph, rates)
     return StepPlan(
         dict(mesh),
         coordinates,
-        arguments,
-        list(moments.values()),
+        Bytes(**graph.sum_by_use(uses)),
+        Bytes(**graph.sum_by_use(uses, graph.at_peak)),
+        [Moment(moment.node.name, *moment[1:]) for moment in graph.moments],
+        flops,
         seconds,
         waiting,
         rates,

@@ -120,16 +120,14 @@ class Moment(NamedTuple):
     Attributes:
         name: Its name in the graph.
         operator: The operator.
-        held: Bytes that are held while it runs.
+        bytes: Bytes that are held while it runs, beyond the arguments.
         collective: The collective that it starts, if any.
-        flops: Its floating-point operations.
     """
 
     name: str
     operator: str
-    held: Bytes
+    bytes: int
     collective: comm.Collective | None
-    flops: int
 
 
 class Traffic(NamedTuple):
@@ -157,7 +155,9 @@ class StepPlan:
         mesh: Ranks on each axis.
         rank: This rank's coordinate on each.
         arguments: Bytes that are held all the time: state and batch.
+        peak: The bytes held when most are, state and batch included.
         timeline: The step's operators in their order.
+        flops: Floating-point operations of a rank in matrix products, convolutions and attention.
         seconds: An estimate of the time, from `rates`.
         waiting: Seconds among these in which the device waits for a link.
         rates: Rates of the device and its links: stated, not measured.
@@ -168,7 +168,9 @@ class StepPlan:
     mesh: dict[str, int]
     rank: dict[str, int]
     arguments: Bytes
+    peak: Bytes
     timeline: Sequence[Moment]
+    flops: int
     seconds: float
     waiting: float
     rates: Rates
@@ -176,24 +178,14 @@ class StepPlan:
     sockets: int
 
     @property
-    def peak(self) -> Bytes:
-        """The bytes held when most are, state and batch included."""
-        return self.at_peak.held if self.timeline else self.arguments
-
-    @property
     def at_peak(self) -> Moment:
-        """The operator that runs then, the first of several."""
-        return max(self.timeline, key=lambda moment: moment.held.total)
+        """The operator that runs at the peak, the first of several."""
+        return max(self.timeline, key=lambda moment: moment.bytes)
 
     @property
     def peak_bytes(self) -> int:
         """The most bytes that a rank holds at a time, state and batch included."""
         return self.peak.total
-
-    @property
-    def flops(self) -> int:
-        """Floating-point operations of a rank in matrix products, convolutions and attention."""
-        return sum(moment.flops for moment in self.timeline)
 
     def collectives(self) -> comm.Record:
         """List the collectives in the order of their start, as `fs.comm.record` does."""

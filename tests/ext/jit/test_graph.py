@@ -151,6 +151,26 @@ def test_bytes_are_those_of_memory_that_is_new():
 
 
 @on_ranks(2)
+def test_what_a_collective_holds_is_in_flight_until_somebody_has_waited_for_it():
+    """What is received from two ranks; what is sent is copied when the collective starts."""
+    axis = fs.axis_of(one_axis())
+
+    def gather(x):
+        return fs.comm.all_gather([2 * x], axis, "test")[0]
+
+    for f, expected in (
+        (gather, {"activations": 1, "in_flight": 2}),
+        (lambda x: gather(x) + 1, {"activations": 4}),
+    ):
+        graph = fs.make_graph(f)(X)
+        uses = graph.find_uses((X,))
+        assert graph.sum_by_use(uses) == {"inputs": X.nbytes}
+        sums = {use: count * X.nbytes for use, count in expected.items()}
+        assert graph.sum_by_use(uses, graph.at_peak) == {"inputs": X.nbytes} | sums
+        assert graph.peak_bytes() == sum(sums.values())
+
+
+@on_ranks(2)
 def test_a_collective_whose_result_this_rank_does_not_use_stays_and_is_waited_for():
     """Other ranks may use it, and its buffers must not go before it has ended."""
     axis = fs.axis_of(one_axis())
