@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fshard.ext.fit.step import StepFacts
-from fshard.extend import graph_nodes
+from fshard.extend import graph_nodes, walk_graph
 
 
 class StaleError(Exception):
@@ -83,7 +83,7 @@ class Schedule:
         step: The step.
         cuts: The cuts.
         placed: The operators in their order.
-        runs: The places of those that run; nobody uses the results of the others.
+        runs: The places of those that run, in their order; nobody uses the results of the others.
         buffers: The buffers, in the order in which they are made.
         held: The bytes that are held at each place, arguments included.
         peak: The most of them.
@@ -106,12 +106,13 @@ class Schedule:
                 for missing in sorted(self.find_missing([source], node)):
                     self._copy(missing, node)
             self._place(node, node, node.all_input_nodes)
-        self.runs: set[int] = set()
+        must_run = [place for place, entry in enumerate(self.placed) if entry.node in step.must_run]
+        self.runs = sorted(walk_graph(must_run, lambda place: self.placed[place].inputs.values()))
         self._find_uses()
         self.buffers: list[Buffer] = []
         change = np.zeros(len(self.placed) + 1, dtype=np.int64)
         change[0] = step.arguments
-        for place in sorted(self.runs):
+        for place in self.runs:
             for buffer in self.placed[place].buffers.values():
                 if buffer.uses[0] == place:
                     self.buffers.append(buffer)
@@ -119,7 +120,7 @@ class Schedule:
                     change[buffer.uses[-1] + 1] -= buffer.bytes
         self.held = np.cumsum(change[:-1])
         self.peak = int(self.held.max())
-        running = [self.placed[place] for place in sorted(self.runs)]
+        running = [self.placed[place] for place in self.runs]
         self.copies = [entry for entry in running if entry.is_copy]
         self.seconds = math.fsum(step.seconds[entry.node] for entry in running)
 
@@ -199,15 +200,11 @@ class Schedule:
         return tuple(key)
 
     def _find_uses(self) -> None:
-        """Find the places that use each buffer, and which operators run."""
-        for place in reversed(range(len(self.placed))):
-            entry = self.placed[place]
-            if place in self.runs or entry.node in self.step.must_run:
-                places = (place, *entry.inputs.values())
-                self.runs.update(places)
-                for used in places:
-                    for buffer in self.placed[used].buffers.values():
-                        buffer.uses.insert(0, place)
+        """Find the places that use each buffer, its own among them."""
+        for place in self.runs:
+            for used in (place, *self.placed[place].inputs.values()):
+                for buffer in self.placed[used].buffers.values():
+                    buffer.uses.append(place)
 
 
 def build(schedule: Schedule) -> Graph:
@@ -222,7 +219,7 @@ def build(schedule: Schedule) -> Graph:
     """
     graph = Graph()
     nodes: dict[int, Node] = {}
-    for place in sorted(schedule.runs):
+    for place in schedule.runs:
         entry = schedule.placed[place]
         sources = {source: nodes[at] for source, at in entry.inputs.items()}
         if entry.is_copy and entry.node in schedule.step.gathered:
