@@ -133,14 +133,13 @@ def _find_uses(graph: StepGraph, args: Any) -> dict[Hashable, str]:
     """Find the uses of storages, with gradients and results of operators told apart."""
     storages = graph.memory.storages
     uses = graph.find_uses(args)
-    last_uses = graph_nodes.find_last_uses(storages)
     for moment in graph.moments:
         node = moment.node
         is_reduced = moment.collective is not None and moment.collective.label == comm.Verb.SCATTER
         for source in node.all_input_nodes:
             is_reduced |= any(uses[storage] == "reduced" for storage in storages[source])
         for storage in storages[node]:
-            phases = [_compat.origin_of(user).phase for user in (node, last_uses[storage])]
+            phases = [_compat.origin_of(user).phase for user in (node, graph.memory.last_uses[storage])]
             if is_reduced and uses[storage] == "gradients":
                 uses[storage] = "reduced"
             elif uses[storage] == "activations" and phases == ["forward", "backward"]:

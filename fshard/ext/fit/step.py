@@ -74,7 +74,7 @@ class StepFacts:
         self.storages: dict[Node, dict[Hashable, int]] = {}
         for node, storages in lifetimes.storages.items():
             self.storages[node] = {name: storages[name] for name in storages if name not in lifetimes.always_held}
-        self.last_uses = graph_nodes.find_last_uses(self.storages)
+        self.last_uses = lifetimes.last_uses
 
     def _find_last_copies(self, storages: dict[Node, dict[Hashable, int]]) -> dict[Node, Node]:
         """Find for each node the last one before which it may run again."""

@@ -48,23 +48,26 @@ class Lifetimes(NamedTuple):
         storages: For each node the storages that its results lie in.
         always_held: The storages of inputs and constants, which are there all the time.
         taken: For each node the storages that are held from when it runs.
-        freed: For each node the storages that nobody needs once it has run.
+        last_uses: For each storage the last node that needs it, or waits for the collective that holds it.
         pending_buffers: The buffers of collectives.
     """
 
     storages: dict[Node, Storages]
     always_held: Storages
     taken: dict[Node, Storages]
-    freed: dict[Node, list[Hashable]]
+    last_uses: dict[Hashable, Node]
     pending_buffers: list[PendingBuffer]
 
     def walk(self) -> Iterator[tuple[Node, Storages]]:
         """Walk through the nodes in their order, each with the storages that are held while it runs."""
+        freed = defaultdict[Node, list[Hashable]](list)
+        for storage, node in self.last_uses.items():
+            freed[node].append(storage)
         held: Storages = {}
         for node, taken in self.taken.items():
             held |= taken
             yield node, held
-            for storage in self.freed.get(node, ()):
+            for storage in freed[node]:
                 held.pop(storage, None)
 
 
@@ -226,11 +229,8 @@ def find_lifetimes(graph: Graph) -> Lifetimes:
     for pending in pending_buffers:
         sent_until[pending.wait] |= pending.held_storages
         taken[pending.start] |= _leave_out(pending.held_storages, always_held)
-    freed = defaultdict[Node, list[Hashable]](list)
-    for name, node in graph_nodes.find_last_uses(storages, sent_until).items():
-        if name not in always_held:
-            freed[node].append(name)
-    return Lifetimes(storages, always_held, taken, freed, pending_buffers)
+    last_uses = graph_nodes.find_last_uses(storages, sent_until)
+    return Lifetimes(storages, always_held, taken, last_uses, pending_buffers)
 
 
 def _leave_out(storages: Storages, left_out: Storages) -> Storages:
