@@ -15,7 +15,7 @@
 - `check_local`: refuses leaves that were donated, that do not fit their spec, or of another mesh.
 - `check_matches`: refuses masks that match no leaf.
 - `check_numbers`: refuses arguments that are no numbers of a `Range`.
-- `check_rates`: refuses what are no `Rates`, or lack an axis.
+- `check_rates`: refuses what are no `Rates`, or rates by which nothing can be divided.
 - `check_tensors`: refuses leaves that are no tensors.
 - `check_transform`: refuses what is no transform, or is on another mesh.
 - `choose_boxes`: chooses which boxes of leaves this rank writes, of those that several ranks hold.

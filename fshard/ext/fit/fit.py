@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from fshard.ext.fit.schedule import Schedule, build
 from fshard.ext.fit.search import find_plan
 from fshard.ext.fit.step import StepFacts
-from fshard.extend import PassedGraph, Rates, Traced, check_rates, describe, expect, files, graph_nodes
+from fshard.extend import PassedGraph, Rates, Traced, check_rates, expect, files
 
 # The n-th prefix stands for the n-th power of 1000, or of 1024 if an "i" follows.
 _PREFIXES = " KMGT"
@@ -34,8 +34,6 @@ class Fit(NamedTuple):
     def __call__(self, traced: Traced) -> PassedGraph:
         """Return a graph that computes the same bits and holds no more bytes than the budget."""
         graph = traced.module.graph
-        collectives = filter(None, map(graph_nodes.find_collective, graph.nodes))
-        check_rates(self.rates, [collective.axis for collective in collectives])
         schedule = find_plan(StepFacts(graph, self.rates), self.budget)
         if schedule.peak > self.budget:
             raise ValueError(_refuse(schedule, self.budget))
@@ -64,8 +62,9 @@ def fit(budget: int | str, rates: Rates = Rates()) -> Fit:  # noqa: B008
         The pass, for `passes=` of `jit`.
 
     Raises:
-        ValueError: if the budget is no number of bytes; by the jitted function, if the step cannot fit: the error says
-            with how many bytes it can, and what is held then.
+        ValueError: if the budget is no number of bytes or a rate makes no sense; by the jitted function, if an axis
+            that it gathers over has no rate, or if the step cannot fit: the error says with how many bytes it can, and
+            what is held then.
 
     >>> import torch, fshard as fs
     >>> def loss(w, x):
@@ -76,7 +75,7 @@ def fit(budget: int | str, rates: Rates = Rates()) -> Fit:  # noqa: B008
     >>> step(torch.eye(16), torch.ones(64, 16)).shape
     torch.Size([16, 16])
     """
-    expect(isinstance(rates, Rates), "fit", "rates to be a fshard.ext.plan.Rates", describe(rates))
+    check_rates("fit", rates)
     return Fit(_read_bytes(budget), rates)
 
 

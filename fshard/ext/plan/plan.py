@@ -72,7 +72,7 @@ def plan(
     ({'shard': Traffic(collectives=3, bytes=32736.0)}, 2)
     """
     coordinates = _find_coordinates(mesh, rank, "plan")
-    check_rates(rates, mesh)
+    check_rates("plan", rates)
     with lay_out_call(step, (state, *batch), mesh, rank, backend) as args:
         graph = fs.make_graph(step)(*args)
         uses = graph.find_uses(args)

@@ -40,19 +40,23 @@ class Rates(NamedTuple):
     link: float | Mapping[str, float] = 4e10
     latency: float = 2e-5
 
-    def list_rates(self, axes: Iterable[str] = ()) -> dict[str, Any]:
-        """List the rates of memory and links by their names; the rate of an axis that lacks one is None."""
-        rates: dict[str, Any] = {"memory": self.memory}
+    def list_rates(self) -> dict[str, float]:
+        """List the rates of memory and links by their names."""
         if not isinstance(self.link, Mapping):
-            return rates | {"link": self.link}
-        links = dict.fromkeys(axes) | dict(self.link)
-        return rates | {f"link of {axis}": rate for axis, rate in links.items()}
+            return {"memory": self.memory, "link": self.link}
+        return {"memory": self.memory} | {f"link of {axis}": rate for axis, rate in self.link.items()}
 
     def find_link(self, axis: str) -> tuple[str, float]:
-        """Find the link of an axis: its name, which is empty if all axes share one link, and its rate."""
-        if isinstance(self.link, Mapping):
-            return axis, self.link[axis]
-        return "", self.link
+        """Find the link of an axis: its name, which is empty if all axes share one link, and its rate.
+
+        Raises:
+            ValueError: if the axis has no rate.
+        """
+        if not isinstance(self.link, Mapping):
+            return "", self.link
+        rate: Any = self.link.get(axis)
+        check_numbers("plan", POSITIVE, **{f"link of {axis}": rate})
+        return axis, rate
 
     def __str__(self) -> str:
         """Write them in the units of data sheets.
@@ -64,11 +68,11 @@ class Rates(NamedTuple):
         return f"{self.flops / 1e12:g} TFLOP/s, {rates}, latency {self.latency * 1e6:g} us"
 
 
-def check_rates(rates: Any, axes: Iterable[str]) -> None:
-    """Refuse rates by which nothing can be divided, or that lack an axis."""
-    expect(isinstance(rates, Rates), "plan", "rates to be a fshard.ext.plan.Rates", describe(rates))
-    check_numbers("plan", POSITIVE, flops=rates.flops, **rates.list_rates(axes))
-    check_numbers("plan", NOT_NEGATIVE, latency=rates.latency)
+def check_rates(api_name: str, rates: Any) -> None:
+    """Refuse rates by which nothing can be divided."""
+    expect(isinstance(rates, Rates), api_name, "rates to be a fshard.ext.plan.Rates", describe(rates))
+    check_numbers(api_name, POSITIVE, flops=rates.flops, **rates.list_rates())
+    check_numbers(api_name, NOT_NEGATIVE, latency=rates.latency)
 
 
 def count_flops(node: Node) -> int:

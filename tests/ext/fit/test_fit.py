@@ -389,5 +389,18 @@ def test_what_is_no_budget_is_refused(budget):
 
 
 def test_rates_are_those_of_plan():
-    with pytest.raises(ValueError, match=r"expected rates to be a fshard\.ext\.plan\.Rates"):
-        fs.fit(1, rates=3)
+    """Rates are refused before anything is traced, and an axis without a rate when something is gathered over it."""
+    for rates, text in (
+        (3, r"rates to be a fshard\.ext\.plan\.Rates"),
+        (Rates(flops=0), "flops to be a number above 0, got 0"),
+    ):
+        with pytest.raises(ValueError, match=f"^fit: expected {text}"):
+            fs.fit(1, rates=rates)
+    fitted = fs.fit("1GB", Rates(link={"tp": 1e9}))
+
+    def program():
+        step, state, x = make_step(CASES["zero3"], (fitted,))
+        with pytest.raises(ValueError, match="the pass fit: plan: expected link of shard to be a number above 0"):
+            step(state, x)
+
+    spmd(program, 2)
