@@ -232,17 +232,14 @@ def estimate(
         return plan(step, state, *workload.batch, mesh=mesh, rates=rates)
 
     depth = 0 if full_depth else workload.layers or 0
-    first_depth = _choose_first_depth(workload, strategy, options) if depth else 0
-    untraced = depth - first_depth - ADDED_LAYERS
-    if untraced > 0:
-        less = plan_depth(first_depth)
-        more = plan_depth(first_depth + ADDED_LAYERS)
-    else:
-        less = more = plan_depth(None)
+    first_depth = _choose_first_depth(workload, options.get("bucket_bytes", _default_bucket_bytes())) if depth else 0
+    untraced = max(0, depth - first_depth - ADDED_LAYERS)
+    more = plan_depth(first_depth + ADDED_LAYERS if untraced else None)
+    less = plan_depth(first_depth) if untraced else more
 
     def extrapolate(before: float, after: float) -> float:
         # Further layers add as much as those between the traced depths.
-        return after + untraced / ADDED_LAYERS * (after - before) if untraced > 0 else after
+        return after + untraced / ADDED_LAYERS * (after - before)
 
     sent_before, sent_after = less.by_axis(), more.by_axis()
     return Estimate(
@@ -259,13 +256,11 @@ def estimate(
     )
 
 
-def _choose_first_depth(workload: Workload, strategy: str, options: Mapping[str, Any]) -> int:
+def _choose_first_depth(workload: Workload, bucket_bytes: int) -> int:
     """Choose the least depth whose layers are more than is gathered ahead and reduced at a time."""
     layer_bytes = _count_parameter_bytes(workload.make(3)) - _count_parameter_bytes(workload.make(2))
-    _, state = prepare_step(workload, strategy, layers=2, **options)
-    leaf: Any = next(iter(state.params.values()))
     # Gathers under way hold up to twice the bytes of a bucket, and so do reductions.
-    return max(MIN_LAYERS, math.ceil(4 * leaf.spec.reshard.bucket_bytes / max(1, layer_bytes)))
+    return max(MIN_LAYERS, math.ceil(4 * bucket_bytes / max(1, layer_bytes)))
 
 
 def _count_parameter_bytes(module: nn.Module) -> int:
