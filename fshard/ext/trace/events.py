@@ -174,7 +174,6 @@ class Activity(StrEnum):
     """How the main thread of a rank spent a while."""
 
     COMPUTE = auto()
-    BETWEEN = auto()
     START = auto()
     WAIT = auto()
 
@@ -188,8 +187,8 @@ class Span(NamedTuple):
     """A while of the main thread of a rank.
 
     Attributes:
-        kind: Computing for a unit, or between steps; starting a collective, or waiting for one.
-        unit: The unit that is computed with; empty where it is unknown.
+        kind: Computing, starting a collective, or waiting for one.
+        unit: The unit that is computed with, or BETWEEN; empty where it is unknown.
         begin: When, in nanoseconds.
         end: Until when.
         event: The collective; None where the rank computes.
@@ -204,9 +203,7 @@ class Span(NamedTuple):
     @property
     def name(self) -> str:
         """The collective or the unit, as text."""
-        if self.event is not None:
-            return self.event.name
-        return BETWEEN if self.kind is Activity.BETWEEN else self.unit
+        return self.unit if self.event is None else self.event.name
 
 
 def list_spans(timeline: Timeline) -> Iterator[Span]:
@@ -217,9 +214,8 @@ def list_spans(timeline: Timeline) -> Iterator[Span]:
 
     def span_until(end: int, unit: str) -> Span:
         """Make the span from the position on, in which the rank computes."""
-        if any(begin <= position and end <= until for begin, until in gaps):
-            return Span(Activity.BETWEEN, "", position, end)
-        return Span(Activity.COMPUTE, unit, position, end)
+        is_between = any(begin <= position and end <= until for begin, until in gaps)
+        return Span(Activity.COMPUTE, BETWEEN if is_between else unit, position, end)
 
     for span in _list_calls(timeline):
         verb = span.event.collective.label if span.event else ""

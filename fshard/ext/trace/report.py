@@ -139,7 +139,7 @@ class Report:
         return RankRow(
             timeline.rank,
             seconds=(timeline.end - timeline.begin) / 1e9,
-            computing=(nanoseconds[Activity.COMPUTE] + nanoseconds[Activity.BETWEEN]) / 1e9,
+            computing=nanoseconds[Activity.COMPUTE] / 1e9,
             starting=nanoseconds[Activity.START] / 1e9,
             waiting=nanoseconds[Activity.WAIT] / 1e9,
             waiting_for_late=sum(entry.count_wait(timeline.rank) for entry in entries) / 1e9,
@@ -254,15 +254,14 @@ def _draw_rank(timeline: Timeline, spans: Sequence[Span]) -> Iterator[dict[str, 
     yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
     yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": MAIN, "args": {"name": "main thread"}}
     for span in spans:
-        kind = span.kind if span.event else Activity.COMPUTE
         yield {
             "ph": "X",
             "pid": rank,
             "tid": MAIN,
             "ts": span.begin,
             "dur": (span.end - span.begin) / 1e3,
-            "cat": kind,
-            "name": f"{kind} {span.name}".rstrip(),
+            "cat": span.kind,
+            "name": f"{span.kind} {span.name}".rstrip(),
             "args": _list_facts(span.event) if span.event else {},
         }
     for number, event in enumerate(timeline.events):
