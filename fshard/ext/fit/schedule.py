@@ -5,6 +5,7 @@ import operator
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,19 +52,20 @@ class Buffer(NamedTuple):
     uses: list[int]
 
 
-class Placed(NamedTuple):
+@dataclass(eq=False)
+class Placed:
     """An operator in an order.
 
     Attributes:
         node: Its node in the step.
         time: The node before which it runs, which is its own unless it is a copy.
-        inputs: The places of its inputs in the order.
+        inputs: For each of its inputs the operator whose result it reads.
         buffers: The buffers of its results, by their storages.
     """
 
     node: Node
     time: Node
-    inputs: dict[Node, int]
+    inputs: dict[Node, "Placed"]
     buffers: dict[Hashable, Buffer]
 
     @property
@@ -82,8 +84,7 @@ class Schedule:
     Attributes:
         step: The step.
         cuts: The cuts.
-        placed: The operators in their order.
-        runs: The places of those that run, in their order; nobody uses the results of the others.
+        placed: The operators in their order, but for those whose results nobody uses.
         buffers: The buffers, in the order in which they are made.
         held: The bytes that are held at each place, arguments included.
         peak: The most of them.
@@ -98,31 +99,26 @@ class Schedule:
         self._cut_times = defaultdict[Hashable, list[Node]](list)
         for cut in cuts:
             insort(self._cut_times[cut.storage], cut.time)
-        # The places of values, by the node and by how often its storages were gone.
-        self._places: dict[Hashable, int] = {}
-        self.placed: list[Placed] = []
+        # The operators, by their nodes and by how often the storages of their results were gone.
+        self._values: dict[Hashable, Placed] = {}
         for node in step.graph.nodes:
             for source in node.all_input_nodes:
                 for missing in sorted(self.find_missing([source], node)):
                     self._copy(missing, node)
             self._place(node, node, node.all_input_nodes)
-        must_run = [place for place, entry in enumerate(self.placed) if entry.node in step.must_run]
-        self.runs = sorted(walk_graph(must_run, lambda place: self.placed[place].inputs.values()))
-        self._find_uses()
-        self.buffers: list[Buffer] = []
+        must_run = [entry for entry in self._values.values() if entry.node in step.must_run]
+        runs = set(walk_graph(must_run, lambda entry: entry.inputs.values()))
+        self.placed = [entry for entry in self._values.values() if entry in runs]
+        self.buffers = self._list_buffers()
         change = np.zeros(len(self.placed) + 1, dtype=np.int64)
         change[0] = step.arguments
-        for place in self.runs:
-            for buffer in self.placed[place].buffers.values():
-                if buffer.uses[0] == place:
-                    self.buffers.append(buffer)
-                    change[place] += buffer.bytes
-                    change[buffer.uses[-1] + 1] -= buffer.bytes
+        for buffer in self.buffers:
+            change[buffer.uses[0]] += buffer.bytes
+            change[buffer.uses[-1] + 1] -= buffer.bytes
         self.held = np.cumsum(change[:-1])
         self.peak = int(self.held.max())
-        running = [self.placed[place] for place in self.runs]
-        self.copies = [entry for entry in running if entry.is_copy]
-        self.seconds = math.fsum(step.seconds[entry.node] for entry in running)
+        self.copies = [entry for entry in self.placed if entry.is_copy]
+        self.seconds = math.fsum(step.seconds[entry.node] for entry in self.placed)
 
     def find_missing(
         self, starts: Iterable[Node], time: Node, dropped: Hashable = None, limit: float = math.inf
@@ -167,28 +163,27 @@ class Schedule:
     def _place(self, node: Node, time: Node, sources: Iterable[Node]) -> None:
         """Append an operator, unless its result is there."""
         key = self._make_key(node, time)
-        if key in self._places:
+        if key in self._values:
             return
-        inputs: dict[Node, int] = {}
+        inputs: dict[Node, Placed] = {}
         buffers: dict[Hashable, Buffer] = {}
         for source in sources:
-            place = self._find(source, time)
-            assert place is not None
-            inputs[source] = place
+            entry = self._find(source, time)
+            assert entry is not None
+            inputs[source] = entry
             # An equal value may stand in the place of an input: its storages are others, in the same order.
-            buffers |= zip(self.step.storages[source], self.placed[place].buffers.values(), strict=False)
+            buffers |= zip(self.step.storages[source], entry.buffers.values(), strict=False)
         results: dict[Hashable, Buffer] = {}
         for storage, nbytes in self.step.storages[node].items():
             results[storage] = buffers.get(storage) or Buffer(storage, nbytes, [])
-        self._places[key] = len(self.placed)
-        self.placed.append(Placed(node, time, inputs, results))
+        self._values[key] = Placed(node, time, inputs, results)
 
-    def _find(self, node: Node, time: Node, dropped: Hashable = None) -> int | None:
-        """Find the place of a value, or of an equal one."""
+    def _find(self, node: Node, time: Node, dropped: Hashable = None) -> Placed | None:
+        """Find the operator that has made a value, or an equal one."""
         for other in (node, *self.step.equals[node]):
-            place = self._places.get(self._make_key(other, time))
-            if place is not None and dropped not in self.step.storages[other]:
-                return place
+            entry = self._values.get(self._make_key(other, time))
+            if entry is not None and dropped not in self.step.storages[other]:
+                return entry
         return None
 
     def _make_key(self, node: Node, time: Node) -> Hashable:
@@ -199,12 +194,16 @@ class Schedule:
             key.append(time if is_over else bisect_left(self._cut_times.get(storage, ()), time))
         return tuple(key)
 
-    def _find_uses(self) -> None:
-        """Find the places that use each buffer, its own among them."""
-        for place in self.runs:
-            for used in (place, *self.placed[place].inputs.values()):
-                for buffer in self.placed[used].buffers.values():
+    def _list_buffers(self) -> list[Buffer]:
+        """List the buffers, and note the places that use each, its own among them."""
+        buffers = []
+        for place, entry in enumerate(self.placed):
+            for used in (entry, *entry.inputs.values()):
+                for buffer in used.buffers.values():
+                    if not buffer.uses:
+                        buffers.append(buffer)
                     buffer.uses.append(place)
+        return buffers
 
 
 def build(schedule: Schedule) -> Graph:
@@ -218,21 +217,20 @@ def build(schedule: Schedule) -> Graph:
         because lifetimes would take it for the original otherwise. So have the views of a copy.
     """
     graph = Graph()
-    nodes: dict[int, Node] = {}
-    for place in schedule.runs:
-        entry = schedule.placed[place]
-        sources = {source: nodes[at] for source, at in entry.inputs.items()}
+    nodes: dict[Placed, Node] = {}
+    for entry in schedule.placed:
+        sources = {source: nodes[made] for source, made in entry.inputs.items()}
         if entry.is_copy and entry.node in schedule.step.gathered:
             # Gather this tensor alone.
             start: Any = entry.node.args[0]
             again = graph.call_function(start.target, ([*sources.values()], *start.args[1:]))
             again.meta = {**start.meta, "fit": "gather"}
-            nodes[place] = graph.call_function(operator.getitem, (again, 0))
-            nodes[place].meta = dict(entry.node.meta)
+            nodes[entry] = graph.call_function(operator.getitem, (again, 0))
+            nodes[entry].meta = dict(entry.node.meta)
             continue
-        nodes[place] = graph.node_copy(entry.node, sources.__getitem__)
+        nodes[entry] = graph.node_copy(entry.node, sources.__getitem__)
         if entry.is_copy:
-            nodes[place].meta["fit"] = "recompute"
+            nodes[entry].meta["fit"] = "recompute"
     for node in graph.nodes:
         if "fit" in node.meta or graph_nodes.is_view(node):
             target: Any = node.target

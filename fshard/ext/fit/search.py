@@ -110,7 +110,7 @@ def rank_cuts(schedule: Schedule, target: int) -> list[Cut]:
             # The buffer of a message that nobody waits for would be held until the process ends.
             if freed <= 0 or cut.time >= user.time or graph_nodes.is_wait(user.node):
                 continue
-            starts = [node for node, place in user.inputs.items() if buffer in schedule.placed[place].buffers.values()]
+            starts = [node for node, entry in user.inputs.items() if buffer in entry.buffers.values()]
             try:
                 missing = schedule.find_missing(starts, user.time, buffer.storage, schedule.seconds / _LONGEST_PART)
             except StaleError:
