@@ -3,6 +3,7 @@
 import base64
 import pickle
 import zlib
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum, auto
@@ -12,6 +13,8 @@ import fshard as fs
 
 # At most so many leaves of a collective are named.
 MAX_LEAVES = 6
+# The name of an axis, and the ranks on it that communicate.
+Group = tuple[str, tuple[int, ...]]
 # The time between the last gradients of a step and the begin of the next one.
 BETWEEN = "(update, between steps)"
 
@@ -146,28 +149,25 @@ def match_events(timelines: Sequence[Timeline]) -> list[Matched]:
     Returns:
         The collectives that all of their ranks recorded, by the time when the last rank came to them.
     """
-    events_of_groups: dict[tuple[str, tuple[int, ...]], dict[int, list[Event]]] = {}
+    rows = defaultdict[tuple[Group, int], dict[int, Event]](dict)
     for timeline in timelines:
+        numbers = Counter[Group]()
         for event in timeline.events:
-            by_rank = events_of_groups.setdefault((event.collective.axis, event.members), {})
-            by_rank.setdefault(timeline.rank, []).append(event)
+            group = (event.collective.axis, event.members)
+            rows[group, numbers[group]][timeline.rank] = event
+            numbers[group] += 1
     present = {timeline.rank for timeline in timelines}
     matched: list[Matched] = []
-    for (_, members), by_rank in events_of_groups.items():
-        ranks = [rank for rank in members if rank in present]
-        matched += _match_group(ranks, [by_rank.get(rank, []) for rank in ranks])
+    interrupted = set[Group]()
+    for (group, _), events in rows.items():
+        kinds = {(event.collective.op, event.collective.label) for event in events.values()}
+        if len(kinds) > 1 or events.keys() != present.intersection(group[1]):
+            # The recording of one rank ended earlier, so later events of the group cannot be matched either.
+            interrupted.add(group)
+        if group not in interrupted:
+            straggler = max(events, key=lambda rank: events[rank].begin)
+            matched.append(Matched(events, straggler, events[straggler].begin))
     return sorted(matched, key=lambda entry: entry.began)
-
-
-def _match_group(ranks: Sequence[int], events_of_ranks: Sequence[Sequence[Event]]) -> Iterator[Matched]:
-    # An event without a counterpart on some rank cannot be matched, and nor can later ones of the group: the recording
-    # of one rank ended earlier.
-    for row in zip(*events_of_ranks, strict=False):
-        if len({(event.collective.op, event.collective.label) for event in row}) > 1:
-            break
-        events = dict(zip(ranks, row, strict=True))
-        straggler = max(events, key=lambda rank: events[rank].begin)
-        yield Matched(events, straggler, events[straggler].begin)
 
 
 class Activity(StrEnum):

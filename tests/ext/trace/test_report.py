@@ -5,7 +5,7 @@ from collections import Counter
 
 from fshard.comm import Collective, Label
 from fshard.ext.trace import Report
-from fshard.ext.trace.events import BETWEEN, Event, Timeline, list_spans, pack, unpack
+from fshard.ext.trace.events import BETWEEN, Event, Timeline, list_spans, match_events, pack, unpack
 
 MS = 1_000_000
 
@@ -101,6 +101,19 @@ def test_eager_steps_are_told_apart_by_what_ranks_agree_on():
     assert between_steps(line) == [(0, 10), (28, 60), (78, 100)]
     assert [event.name for event in line.events[:2]] == ["agreement of f", "objective of ['w']"]
     assert "\n(agreement): ranks compare" in str(Report([line], 0))
+
+
+def test_collectives_are_matched_until_one_rank_has_another_or_none():
+    """Those behind it stay unmatched too, as they would be those of other calls."""
+
+    def gather(unit, begin):
+        return event("gather", (unit,), begin, (begin + 1, begin + 2))
+
+    first, second, third = gather("a", 0), gather("b", 10), gather("c", 20)
+    other = event("scatter", ("b",), 10, (11, 12), op="reduce_scatter")
+    for events in ((first, other, third), (first,)):
+        matched = match_events([timeline(0, first, second, third), timeline(1, *events)])
+        assert [entry.events for entry in matched] == [{0: first, 1: first}]
 
 
 def test_timelines_travel_and_are_brought_to_one_clock():
