@@ -146,11 +146,6 @@ class Traffic(NamedTuple):
     bytes: float
 
 
-def name_unit(collective: comm.Collective) -> str:
-    """Name the unit that a collective is for, or else the verb that sends."""
-    return collective.unit or collective.label
-
-
 @dataclass(frozen=True, repr=False, eq=False)
 class StepPlan:
     """The memory, traffic and time of one step of one rank, which `fs.plan` predicts without running anything.
@@ -205,7 +200,7 @@ class StepPlan:
 
     def by_unit(self) -> dict[str, Traffic]:
         """Sum up the traffic for each unit's leaves, in the order in which they are first sent; for others by label."""
-        return self._sum_traffic(name_unit)
+        return self._sum_traffic(lambda entry: entry.unit or entry.label)
 
     def _sum_traffic(self, key: Callable[[comm.Collective], str], names: Iterable[str] = ()) -> dict[str, Traffic]:
         groups = {name: comm.Record() for name in names}
