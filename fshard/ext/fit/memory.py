@@ -106,13 +106,12 @@ def report_memory(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         args: The arguments of a call.
         kwargs: Its keywords.
     """
-    functions = [jitted]
-    if jitted.passes:
-        functions.insert(0, copy.copy(jitted))
-        functions[0].passes = ()
     memories = []
     with _compat.noting_origins():
-        for function in functions:
+        # Once if it has no passes.
+        for passes in dict.fromkeys([(), jitted.passes]):
+            function = copy.copy(jitted)
+            function.passes = passes
             graph = fs.make_graph(function)(*args, **kwargs)
             uses = _find_uses(graph, (*args, kwargs))
             memories.append(_measure(graph, uses))

@@ -75,20 +75,21 @@ def _propose(schedule: Schedule, beyond_arguments: int) -> Iterator[list[Cut]]:
     """Propose cuts that may lower the peak: many, fewer of them, and then single ones where most is held."""
     for part in _PARTS:
         target = schedule.peak - max(1, beyond_arguments // part)
-        cuts = _take_until(schedule, target)
+        ranked = rank_cuts(schedule, target)
+        cuts = _take_until(schedule, ranked, target)
         while cuts:
             yield cuts
             cuts = cuts[: len(cuts) // 2]
     at_peak = schedule.held.argmax()
-    singles = [cut for cut in rank_cuts(schedule, target) if cut.begin < at_peak < cut.end]
+    singles = [cut for cut in ranked if cut.begin < at_peak < cut.end]
     yield from ([cut] for cut in singles[:_TRIES])
 
 
-def _take_until(schedule: Schedule, target: int) -> list[Cut]:
-    """Take cuts, the best first, until no more than the target is held anywhere, if copies need no memory."""
+def _take_until(schedule: Schedule, ranked: Iterable[Cut], target: int) -> list[Cut]:
+    """Take cuts in their order until no more than the target is held anywhere, if copies need no memory."""
     held = schedule.held.copy()
     taken: list[Cut] = []
-    for cut in rank_cuts(schedule, target):
+    for cut in ranked:
         span = held[cut.begin + 1 : cut.end]
         if span.max() > target:
             span -= cut.bytes
