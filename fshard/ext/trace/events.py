@@ -178,17 +178,13 @@ class Activity(StrEnum):
     WAIT = auto()
 
 
-# A rank computes with a unit from when its gather has landed until its gradients are sent.
-_RECEIVES = (fs.comm.Verb.GATHER, Activity.WAIT)
-_SENDS = (fs.comm.Verb.SCATTER, Activity.START)
-
-
 class Span(NamedTuple):
     """A while of the main thread of a rank.
 
     Attributes:
         kind: Computing, starting a collective, or waiting for one.
-        unit: The unit that is computed with, or BETWEEN; empty where it is unknown.
+        unit: The unit that is computed with, or BETWEEN; of a call the unit whose gradients it sends, or whose weights
+            it waits for. Empty if there is none.
         begin: When, in nanoseconds.
         end: Until when.
         event: The collective; None where the rank computes.
@@ -212,32 +208,34 @@ def list_spans(timeline: Timeline) -> Iterator[Span]:
     position = timeline.begin
     unit = ""
 
-    def span_until(end: int, unit: str) -> Span:
+    def span_until(end: int) -> Span:
         """Make the span from the position on, in which the rank computes."""
         is_between = any(begin <= position and end <= until for begin, until in gaps)
         return Span(Activity.COMPUTE, BETWEEN if is_between else unit, position, end)
 
     for span in _list_calls(timeline):
-        verb = span.event.collective.label if span.event else ""
-        is_send = (verb, span.kind) == _SENDS
-        if span.begin > position:
+        if span.kind is Activity.START:
             # Gradients are computed before they are sent.
-            yield span_until(span.begin, span.unit if is_send else unit)
+            unit = span.unit or unit
+        if span.begin > position:
+            yield span_until(span.begin)
         yield span
         position = max(position, span.end)
-        if span.unit and (is_send or (verb, span.kind) == _RECEIVES):
-            unit = span.unit
+        # Weights are computed with once they have landed.
+        unit = span.unit or unit
     if timeline.end > position:
-        yield span_until(timeline.end, unit)
+        yield span_until(timeline.end)
 
 
 def _list_calls(timeline: Timeline) -> list[Span]:
     """List the starts of collectives and the waits for them, by the time when they began."""
     starts, waits = list[Span](), list[Span]()
     for event in timeline.events:
-        unit = event.collective.unit
-        starts.append(Span(Activity.START, unit, event.begin, event.issued, event))
-        waits += [Span(Activity.WAIT, unit, begin, end, event) for begin, end in event.waits]
+        verb = event.collective.label
+        sent = event.collective.unit if verb == fs.comm.Verb.SCATTER else ""
+        received = event.collective.unit if verb == fs.comm.Verb.GATHER else ""
+        starts.append(Span(Activity.START, sent, event.begin, event.issued, event))
+        waits += [Span(Activity.WAIT, received, begin, end, event) for begin, end in event.waits]
     return sorted([*starts, *waits], key=lambda span: (span.begin, span.end))
 
 
