@@ -8,10 +8,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.nn.functional import pad
 
 import fshard as fs
-from fshard.extend import Exchange, Layouts, check_transform, describe, expect, flatten, local_box, refuse
+from fshard.extend import (
+    Exchange,
+    Layouts,
+    check_transform,
+    describe,
+    expect,
+    flatten,
+    padded,
+    refuse,
+    without_padding,
+)
 
 
 def from_dtensor(tree: Any, strategy: Any) -> Any:
@@ -39,28 +48,20 @@ def from_dtensor(tree: Any, strategy: Any) -> Any:
     flat = flatten(tree)
     check_transform(strategy, "from_dtensor", "strategy")
     layouts = Layouts("from_dtensor", strategy, flat.names, flat.leaves)
-    leaves = list(flat.leaves)
-    problems: list[tuple[str, str, str]] = []
-    for index, (path, name) in enumerate(zip(flat.paths, flat.names, strict=True)):
-        leaf = leaves[index]
-        if not isinstance(leaf, DTensor):
-            continue
-        target = layouts.of(path, name, leaf, fs.Spec(tuple(leaf.shape)))
-        if target.transform is None:
-            # The strategy cannot lay it out; `layouts.problems` has it.
-            continue
-        misfit = _describe_misfit(leaf, target)
-        if misfit:
-            problems.append((path, misfit, ""))
-        else:
-            leaves[index] = _take_over(leaf, target)
-    problems += layouts.problems
+    targets: list[fs.Spec | None] = []
+    for path, name, leaf in zip(flat.paths, flat.names, flat.leaves, strict=True):
+        is_dtensor = isinstance(leaf, DTensor)
+        targets.append(layouts.of(path, name, leaf, fs.Spec(tuple(leaf.shape))) if is_dtensor else None)
+    problems = flat.problems(_describe_misfit, targets) + layouts.problems
     refuse("from_dtensor: leaves cannot be taken over", problems, "use the strategy's mesh and Shard or Replicate")
-    return flat.unflatten(leaves)
+    return flat.unflatten(map(_take_over, flat.leaves, targets))
 
 
-def _describe_misfit(leaf: Any, target: fs.Spec) -> str | None:
+def _describe_misfit(leaf: Any, target: fs.Spec | None) -> str | None:
     """Say why a DTensor cannot be taken over, whose spec by the strategy alone is `target`; None if it can."""
+    if target is None or target.transform is None:
+        # No DTensor, or one that the strategy cannot lay out; `layouts.problems` has that.
+        return None
     strategy_axes = dict.fromkeys((*target.transform.axes, *target.axes))
     axes = _axes_of(leaf.device_mesh, strategy_axes)
     if set(axes) != set(strategy_axes):
@@ -88,28 +89,16 @@ def _layout_of(leaf: Any, axes: Iterable[fs.Axis]) -> fs.Spec:
     return spec
 
 
-def _take_over(leaf: Any, target: fs.Spec) -> fs.Sharded:
-    """Make a Sharded leaf of a DTensor, whose spec by the strategy alone is `target`."""
+def _take_over(leaf: Any, target: fs.Spec | None) -> Any:
+    """Make a Sharded leaf of a DTensor, whose spec by the strategy alone is `target`; others stay as they are."""
+    if target is None:
+        return leaf
     mesh_axes = _axes_of(leaf.device_mesh, (*target.transform.axes, *target.axes))
     layout = _layout_of(leaf, mesh_axes)
     # In the strategy's order, because specs compare their axes in order.
     axes = dict.fromkeys(axis for axis in (*target.axes, *layout.axes) if axis in layout.axes)
-    spec = replace(
-        layout,
-        axes=tuple(axes),
-        transform=target.transform,
-        reshard=target.reshard,
-        model_dtypes=target.model_dtypes,
-        owned=target.owned,
-    )
-    local = leaf.to_local().detach()
-    padding: list[int] = []
-    # `pad` takes the last dim first, and two numbers for each: what to add before it and behind it.
-    for dim in reversed(range(local.dim())):
-        padding += [0, spec.local_shape[dim] - local.shape[dim]]
-    if any(padding):
-        local = pad(local, padding)
-    return fs.Sharded(local, spec)
+    spec = replace(target, partition=layout.partition, axes=tuple(axes), frozen=layout.frozen)
+    return fs.Sharded(padded(leaf.to_local().detach(), spec), spec)
 
 
 def to_dtensor(tree: Any, mesh: DeviceMesh) -> Any:
@@ -152,9 +141,9 @@ def _to_dtensor(leaf: Any, mesh: DeviceMesh, axes: list[fs.Axis]) -> Any:
     for axis in axes:
         dim = leaf.spec.dim_of(axis)
         placements.append(Replicate() if dim is None else Shard(dim))
-    local = leaf.local[tuple(map(slice, local_box(leaf).tensor.shape))]
     shape = torch.Size(leaf.spec.shape)
     stride = torch.empty(shape, device="meta").stride()
+    local = without_padding(leaf)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
