@@ -13,10 +13,11 @@ from fshard.ext.interop import dcp_files
 from fshard.ext.interop import optimizer_state as states
 from fshard.ext.interop.export import new_files
 from fshard.ext.interop.module_exchange import ModuleExchange
-from fshard.extend import COUNT, Entry, check_arguments, describe, expect
+from fshard.extend import COUNT, Entry, Range, check_arguments
 
 StateDict = dict[str, Any]
 Value = TypeVar("Value")
+TEXT = Range("a text", lambda value: isinstance(value, str))
 
 
 def save_dcp(
@@ -64,7 +65,7 @@ def save_dcp(
     exchange = ModuleExchange("checkpoint.save_dcp", module)
     has_optimizer = hasattr(state, "opt_state")
     with exchange.raise_on_all_ranks():
-        _check_keys(exchange, model_key=model_key, optimizer_key=optimizer_key)
+        check_arguments(exchange.label, TEXT, model_key=model_key, optimizer_key=optimizer_key)
         if has_optimizer and (module is None or optimizer is None):
             kind = type(state).__name__
             raise ValueError(f"{exchange.label}: a {kind} needs module= and optimizer=, as get_state_dict takes them")
@@ -161,7 +162,7 @@ def load_dcp(
     """
     exchange = ModuleExchange("checkpoint.load_dcp", module)
     with exchange.raise_on_all_ranks(directory):
-        _check_keys(exchange, model_key=model_key, optimizer_key=optimizer_key)
+        check_arguments(exchange.label, TEXT, model_key=model_key, optimizer_key=optimizer_key)
         check_arguments(exchange.label, COUNT, updates=updates)
         path = exchange.path("directory", directory)
         _check_trust(path, trusted)
@@ -203,11 +204,6 @@ def _read_hypers(values: Mapping[str, Callable[[], Any]], prefix: str, opt_state
     for group, hyper in groups.items():
         hypers |= dict.fromkeys(hyper.get("params", [group]), hyper)
     return hypers
-
-
-def _check_keys(exchange: ModuleExchange, **keys: Any) -> None:
-    for name, key in keys.items():
-        expect(isinstance(key, str), exchange.label, f"{name} to be a text", describe(key))
 
 
 def _model_leaves(exchange: ModuleExchange, state: Any, *, needs_values: bool) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 
 import fshard as fs
 from fshard.extend import (
+    FullyShard,
     describe,
     expect,
     flatten,
@@ -82,7 +83,7 @@ def _update(tx: fs.Optimizer, grads: Any, state: WholeState, params: Any) -> tup
     flat = flatten(params)
     leaves = list(flat.leaves)
     states = list(state.leaves)
-    _check_states(flat.paths, leaves, states)
+    _check_states(flat, states)
     # By the axes over which leaves are joined the rows of these leaves, by the number of the leaf.
     rows_by_axes: dict[tuple[fs.Axis, ...], dict[int, Row]] = {}
     for i, (name, grad) in enumerate(zip(flat.names, flatten(grads).leaves, strict=True)):
@@ -117,20 +118,16 @@ def _init_leaf(tx: fs.Optimizer, name: str, leaf: Any) -> Any:
     return flat.unflatten([_take_local_piece(value, leaf) for value in flat.leaves])
 
 
-def _check_states(
-    paths: Sequence[str],
-    leaves: Sequence[Any],
-    states: Sequence[Any],
-) -> None:
+def _check_states(flat: Any, states: Sequence[Any]) -> None:
     """Refuse leaves that were frozen when the state was made."""
+
+    def describe_misfit(leaf: Any, state: Any) -> str | None:
+        return "was frozen when the state was made" if is_trained(leaf) and state is None else None
+
     # An optimizer may keep no state for any leaf.
-    if all(state is None for state in states):
-        return
-    problems = []
-    for path, leaf, state in zip(paths, leaves, states, strict=True):
-        if is_trained(leaf) and state is None:
-            problems.append((path, "was frozen when the state was made", ""))
-    refuse("whole: leaves have no optimizer state", problems, "make the state again with fs.TrainState.create")
+    if any(state is not None for state in states):
+        problems = flat.problems(describe_misfit, states)
+        refuse("whole: leaves have no optimizer state", problems, "make the state again with fs.TrainState.create")
 
 
 def _split_axes(tree: Any) -> tuple[fs.Axis, ...]:
@@ -408,14 +405,8 @@ def _split_into_shards(
     dim = shard.spec.dim_of(axis)
     if dim is None:
         return [joined] * axis.size
-    padded_size = shard.local.shape[dim] * axis.size
-    padding = padded_size - joined.shape[dim]
-    if padding:
-        dims_behind = joined.dim() - dim - 1
-        joined = torch.nn.functional.pad(joined, (0, 0) * dims_behind + (0, padding))
-    if not joined.shape[dim]:
-        return [joined] * axis.size
-    return joined.chunk(axis.size, dim)
+    # Of a number the rows have one dim more; `_exchange` sends their elements alone.
+    return FullyShard(axis, dim, 0).stack(joined, shard.spec, dim).unbind()
 
 
 def assign(

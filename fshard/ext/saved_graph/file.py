@@ -4,7 +4,6 @@ A digest finds damage. It is no signature: whoever writes a file can write its d
 because the digest matches.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ import fshard as fs
 from fshard.ext.saved_graph.forms import Source, has_form
 from fshard.ext.saved_graph.nodes import NodeReader
 from fshard.ext.saved_graph.structures import check_structure
-from fshard.extend import process_rank
+from fshard.extend import files, process_rank
 
 JSON = Any
 # A file begins with these bytes and its digest; another version would begin otherwise.
@@ -26,7 +25,6 @@ _HEAD = b'{"format": "fshard.graph",\n "version": 3,\n "digest": "'
 # Between the digest and the body, and behind the body.
 _MIDDLE = b'",\n "body": '
 _TAIL = b"}\n"
-_DIGEST_BYTES = 16
 # A file has about 100 bytes for each operator, so no graph needs a larger one.
 _MAX_BYTES = 1 << 30
 _VERSIONS = MappingProxyType({"fshard": fs.__version__, "torch": torch.__version__})
@@ -117,7 +115,7 @@ def read_file(path: Path) -> SavedGraph:
     data = path.read_bytes()
     if not data.startswith(_HEAD) and not _HEAD.startswith(data):
         raise ValueError(f"{reader} is no graph of version 3 of the format; {remedy}")
-    start = len(_HEAD) + 2 * _DIGEST_BYTES + len(_MIDDLE)
+    start = len(_seal(b"")) - len(_TAIL)
     text = data[start : -len(_TAIL)]
     if data != _seal(text):
         raise ValueError(f"{reader}: the digest does not match, so the file was damaged, cut off or edited; {remedy}")
@@ -126,8 +124,7 @@ def read_file(path: Path) -> SavedGraph:
 
 def _seal(text: bytes) -> bytes:
     """Put a body into a file with its digest."""
-    digest = hashlib.blake2b(text, digest_size=_DIGEST_BYTES).hexdigest()
-    return _HEAD + digest.encode() + _MIDDLE + text + _TAIL
+    return _HEAD + files.digest(text).encode() + _MIDDLE + text + _TAIL
 
 
 def _read_body(text: bytes, source: Source) -> SavedGraph:

@@ -6,7 +6,6 @@ compared besides, because such a walk does not see what code computes the name o
 """
 
 import functools
-import hashlib
 import io
 import os
 import pickle
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 
 import fshard as fs
-from fshard.extend import Jitted, Mesh, is_users_file, read_environment
+from fshard.extend import Jitted, Mesh, files, is_users_file, read_environment
 
 _INSTALLED = tuple(map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
 # What tells one piece of code from another, but for its place in a file.
@@ -61,11 +60,7 @@ def compute_identity(values: Any, axes: Iterable[fs.Axis]) -> str:
         pickler.dump(values)
     except Exception as error:
         raise UnknownIdentityError(f"{error}, which was reached from {pickler.function}") from error
-    return _digest(content.getvalue())
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
+    return files.digest(content.getvalue())
 
 
 class _Pickler(pickle.Pickler):
@@ -215,7 +210,7 @@ def _digest_file(path: str) -> str:
     if not os.path.isfile(path):
         return "no file"
     status = os.stat(path)
-    return f"{status.st_size} {status.st_mtime_ns}" if _is_installed(path) else _digest(Path(path).read_bytes())
+    return f"{status.st_size} {status.st_mtime_ns}" if _is_installed(path) else files.digest(Path(path).read_bytes())
 
 
 def find_late_changes(sources: Iterable[str]) -> list[str]:
