@@ -55,8 +55,8 @@ def ring_attention(
 
     Memory grows linearly with the time of one rank. The forward sends k and v to each other rank once. The backward
     sends them again, together with the sums of their gradients. Autograd saves q, k, v, the result and one number for
-    each query. Under torch.func and with tangents the same ring runs with differentiable operations, which keep the
-    scores of a rank's queries and all keys.
+    each query. Under torch.func and with tangents each rank gathers all k and v instead, and differentiable operations
+    keep the scores of its queries and all keys.
 
     In "contiguous" order, rank r of n computes 4 r + 3 blocks of a causal ring that has 2 n chunks of time, and all
     ranks wait for the last one. In "zigzag" order rank r holds chunk r from the front and chunk r from the back, and
@@ -118,13 +118,11 @@ class _Block(NamedTuple):
         query: The number of the chunk of queries among those of this rank.
         key: The number of the chunk of keys among those of that rank.
         is_causal: Whether a query only sees keys up to its own position, because the chunks are the same.
-        is_visible: Whether the queries see the keys.
     """
 
     query: int
     key: int
     is_causal: bool
-    is_visible: bool
 
 
 class _Ring(NamedTuple):
@@ -157,60 +155,55 @@ class _Ring(NamedTuple):
         return tensor.chunk(2, dim=2) if self.is_halved else [tensor]
 
     def blocks(self, step: int) -> list[_Block]:
-        """List the blocks of this rank's queries and the keys of the rank that is so many steps before it."""
+        """List the blocks of this rank's queries and the keys of the rank that is so many steps before it.
+
+        Blocks whose keys are not seen are left out.
+        """
         rank = fs.comm.rank(self.axis)
         key_chunks = self.chunks_of((rank - step) % self.axis.size)
         blocks = []
         for i, query_chunk in enumerate(self.chunks_of(rank)):
             for j, key_chunk in enumerate(key_chunks):
-                is_causal = self.is_causal and query_chunk == key_chunk
-                is_visible = not self.is_causal or key_chunk <= query_chunk
-                blocks.append(_Block(i, j, is_causal, is_visible))
+                if key_chunk <= query_chunk or not self.is_causal:
+                    blocks.append(_Block(i, j, self.is_causal and query_chunk == key_chunk))
         return blocks
 
     def run_plain(self, tensors: Tensors) -> Tensors:
-        """Compute the result by operations that are differentiable to any order."""
-        return [self._run(tensors, is_plain=True).out]
+        """Compute the result from the keys of all ranks, by operations that are differentiable to any order."""
+        q, k, v = tensors
+        keys, values = fs.all_gather((k, v), self.axis, dim=2)
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        # [B, H, T, D] @ [B, H, D, T * ranks] -> [B, H, T, T * ranks]
+        scores = q.to(dtype) @ keys.to(dtype).mT * self.scale
+        if self.is_causal:
+            size = self.axis.size
+            key_positions = _list_positions(keys.shape[2], size, self.is_zigzag).to(q.device)
+            query_positions = key_positions.chunk(size)[fs.comm.rank(self.axis)]
+            scores = scores.masked_fill(key_positions > query_positions[:, None], -math.inf)
+        return [(scores.softmax(-1) @ values.to(dtype)).to(q.dtype)]
 
     def forward(self, tensors: Tensors) -> tuple[Tensors, Tensors]:
-        """Compute the result, and the tensors that `backward` needs."""
-        out, logs = self._run(tensors, is_plain=False)
-        return [out], [*tensors, out, logs]
-
-    def _run(self, tensors: Tensors, *, is_plain: bool) -> Attended:
         """Attend to the keys of every rank, while the next keys are on their way.
 
-        Args:
-            tensors: q, k and v.
-            is_plain: Whether to use differentiable operations. Blocks whose keys are not seen are then computed and not
-                selected, so that all ranks have the same graph, and run the transposes of its collectives in one order.
-                Otherwise these blocks are skipped.
-
         Returns:
-            The result and the logs.
+            The result, and the tensors that `backward` needs.
         """
-        attend_block = attend_plainly if is_plain else attend
-        send = self._permute if is_plain else self._send
         q, k, v = tensors
         queries = self.cut(q)
         results: list[Any] = [None] * len(queries)
         for step in range(self.axis.size):
             is_last = step == self.axis.size - 1
-            receive = None if is_last else send([k, v])
+            receive = None if is_last else self._send([k, v])
             keys = self.cut(k)
             values = self.cut(v)
-            for i, j, is_causal, is_visible in self.blocks(step):
-                if not (is_plain or is_visible):
-                    continue
-                block = attend_block(queries[i], keys[j], values[j], is_causal, self.scale)
-                merged = merge(results[i], block)
-                if is_plain and results[i] is not None:
-                    merged = _select(is_visible, merged, results[i])
-                results[i] = merged
+            for i, j, is_causal in self.blocks(step):
+                block = attend(queries[i], keys[j], values[j], is_causal, self.scale)
+                results[i] = merge(results[i], block)
             if receive is not None:
                 k, v = receive()
-        out, logs = (_join_time(parts) for parts in zip(*results, strict=True))
-        return Attended(out.to(q.dtype), logs)
+        joined, logs = (_join_time(parts) for parts in zip(*results, strict=True))
+        out = joined.to(q.dtype)
+        return [out], [*tensors, out, logs]
 
     def backward(self, saved: Tensors, grads: Tensors) -> Tensors:
         """Send keys and values around once more, and with them the sums of their gradients, which return at the end.
@@ -243,9 +236,7 @@ class _Ring(NamedTuple):
                 sum of the queries' gradients.
             keys: For each chunk the keys, the values, and the sums of their gradients.
         """
-        for i, j, is_causal, is_visible in blocks:
-            if not is_visible:
-                continue
+        for i, j, is_causal in blocks:
             grad, query, out, logs, query_sum = queries[i]
             key, value, key_sum, value_sum = keys[j]
             dq, dk, dv = attend_backward(grad, query, key, value, out, logs, is_causal, self.scale)
@@ -268,19 +259,6 @@ class _Ring(NamedTuple):
         rows = [tensor.unsqueeze(0) for tensor in tensors]
         finish = fs.comm.start_all_to_all(rows, send, receive, self.axis, label)
         return lambda: [row[0] for row in finish()]
-
-    def _permute(self, tensors: Tensors) -> Callable[[], Tensors]:
-        """Send tensors to the next rank by a collective that is differentiable to any order."""
-        size = self.axis.size
-        pairs = [(rank, (rank + 1) % size) for rank in range(size)]
-        received: Tensors = fs.ppermute(list(tensors), self.axis, pairs)
-        return lambda: received
-
-
-def _select(condition: bool, first: Attended, second: Attended) -> Attended:
-    """Select one of two results by an operation, so that the graph is the same either way."""
-    mask = first.logs.new_full((), condition, dtype=torch.bool)
-    return Attended(*(torch.where(mask, a, b) for a, b in zip(first, second, strict=True)))
 
 
 def _join_time(chunks: Tensors) -> torch.Tensor:
@@ -314,11 +292,17 @@ def ring_positions(axis: fs.Axis, time: int, order: str = "contiguous") -> torch
     divides = type(time) is int and time > 0 and time % chunks_count == 0
     expected = f"time to be a multiple of {chunks_count}, the chunks in {order!r} order of {axis.size} ranks"
     expect(divides, "ring_positions", expected, f"{time!r:.40}", "pad the sequence")
-    chunks = torch.arange(time).chunk(chunks_count)
-    rank = fs.comm.rank(axis)
+    return _list_positions(time, axis.size, is_zigzag).chunk(axis.size)[fs.comm.rank(axis)].clone()
+
+
+def _list_positions(time: int, size: int, is_zigzag: bool) -> torch.Tensor:
+    """List the positions of a sequence in the order in which so many ranks hold them."""
+    positions = torch.arange(time)
     if not is_zigzag:
-        return torch.cat([chunks[rank]])
-    return torch.cat([chunks[rank], chunks[-1 - rank]])
+        return positions
+    # [time] -> 2 of [ranks, time of a chunk] -> [ranks, 2, time of a chunk] -> [time]
+    front, back = positions.unflatten(0, (2, size, -1))
+    return torch.stack([front, back.flip(0)], dim=1).flatten()
 
 
 def ulysses(attention: Callable[..., torch.Tensor], axis: fs.Axis) -> Callable[..., torch.Tensor]:
@@ -401,7 +385,14 @@ def attend(
     """Compute attention for a block, by the fused kernel where there is one."""
     if _compat.fuses_attention(q, k, v):
         return Attended(*_compat.fused_attention(q, k, v, is_causal, scale))
-    return attend_plainly(q, k, v, is_causal, scale)
+    outs = []
+    logs = []
+    for rows, scores in _scores(q, k, is_causal, scale):
+        tile_logs = scores.logsumexp(-1)
+        weights = (scores - tile_logs[..., None]).exp()
+        outs.append(weights @ v.to(rows.dtype))
+        logs.append(tile_logs)
+    return Attended(torch.cat(outs, 2), torch.cat(logs, 2))
 
 
 def attend_backward(
@@ -454,24 +445,6 @@ def attend_backward(
         dk += slopes.mT @ rows
         dv += weights.mT @ wide_grad
     return torch.cat(dq, 2), dk, dv
-
-
-def attend_plainly(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    is_causal: bool,
-    scale: float,
-) -> Attended:
-    """Compute attention for a block by operations that are differentiable to any order."""
-    outs = []
-    logs = []
-    for rows, scores in _scores(q, k, is_causal, scale):
-        tile_logs = scores.logsumexp(-1)
-        weights = (scores - tile_logs[..., None]).exp()
-        outs.append(weights @ v.to(rows.dtype))
-        logs.append(tile_logs)
-    return Attended(torch.cat(outs, 2), torch.cat(logs, 2))
 
 
 def _scores(
