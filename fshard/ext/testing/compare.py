@@ -73,36 +73,30 @@ def differing_leaves(
     for i, (a, b) in enumerate(zip(left, right, strict=True)):
         if isinstance(a, fs.Sharded) and isinstance(b, fs.Sharded) and a.spec == b.spec:
             left[i], right[i] = without_padding(a), without_padding(b)
-    # The leaves that are still sharded have another spec on the other side, so both sides are compared in full.
-    left, right = fs.unshard(left), fs.unshard(right)
-    problems = []
-    for path, a, b in zip(flat.paths, left, right, strict=True):
-        difference = _describe_difference(a, b, rtol, atol, exact)
-        if difference:
-            problems.append(Problem(path, difference, "equal values" if exact else "close values"))
-    return problems
-
-
-def _describe_difference(a: Any, b: Any, rtol: float | None, atol: float | None, exact: bool) -> str:
-    """Describe how two leaves differ; the text is empty if they do not."""
-    if a is None or b is None:
-        return "" if a is b else f"{a!r} and {b!r}"
+    words = "equal values" if exact else "close values"
     if exact:
         rtol = atol = 0.0
-    try:
-        torch.testing.assert_close(
-            torch.as_tensor(a),
-            torch.as_tensor(b),
-            rtol=rtol,
-            atol=atol,
-            equal_nan=True,
-            check_device=False,
-            check_dtype=exact,
-        )
-    except AssertionError as error:
-        first, _, rest = str(error).partition("\n\n")
-        return " ".join((rest or first).split())
-    return ""
+
+    def describe_difference(a: Any, b: Any) -> tuple[str, str] | None:
+        if a is None or b is None:
+            return None if a is b else (f"{a!r} and {b!r}", words)
+        try:
+            torch.testing.assert_close(
+                torch.as_tensor(a),
+                torch.as_tensor(b),
+                rtol=rtol,
+                atol=atol,
+                equal_nan=True,
+                check_device=False,
+                check_dtype=exact,
+            )
+        except AssertionError as error:
+            first, _, rest = str(error).partition("\n\n")
+            return " ".join((rest or first).split()), words
+        return None
+
+    # The leaves that are still sharded have another spec on the other side, so both sides are compared in full.
+    return flat._replace(leaves=fs.unshard(left)).problems(describe_difference, fs.unshard(right))
 
 
 def check_pure(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
