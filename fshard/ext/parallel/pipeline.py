@@ -249,13 +249,12 @@ class _PipelineCall:
         self.specs = [getattr(leaf, "spec", None) for leaf in flat.leaves]
         self.leaves = list(flatten(fs.gather(params)).leaves)
         self.floating = [i for i, leaf in enumerate(self.leaves) if _is_floating(leaf)]
-        shared = []
+        shared = {}
         for i in self.floating:
             spec = self.specs[i]
             if spec is None or spec.dim_of(axis) is None:
-                shared.append(i)
-        varying = fs.pcast([self.leaves[i] for i in shared], axis, to="varying")
-        for i, leaf in zip(shared, varying, strict=True):
+                shared[i] = self.leaves[i]
+        for i, leaf in fs.pcast(shared, axis, to="varying").items():
             self.leaves[i] = leaf
         count = arguments.microbatches
         self.batches = [fs.tree_map(lambda rows, i=i: rows.chunk(count)[i], batch) for i in range(count)]
@@ -495,29 +494,23 @@ class _Run:
         """Start to send the outputs of a tick's ops to the ranks that use them."""
         stages = self._axis.size
         rank = self._call.rank
-        send = [0] * stages
         # By the rank that sends it, the op that takes the output.
-        arriving: dict[int, Op] = {}
-        is_any_sent = False
-        for op in tick:
-            target = op and op.advance(stages)
-            if op is None or target is None:
-                continue
-            is_any_sent = True
-            if op.stage == rank:
-                send[target.stage] = 1
-            if target.stage == rank:
-                arriving[op.stage] = target
-        if not is_any_sent:
+        targets = [op and op.advance(stages) for op in tick]
+        if not any(targets):
             return
-        receive = [int(source in arriving) for source in range(stages)]
+        arriving = [target for target in targets if target and target.stage == rank]
+        receive = [int(target in arriving) for target in targets]
+        send = [0] * stages
+        local_target = targets[rank]
+        if local_target:
+            send[local_target.stage] = 1
         row = self._call.like if output is None else output
         # shape -> [1, *shape], or [0, *shape] on a rank that sends nothing
         rows = row.expand(sum(send), *row.shape)
         # Two ops may wait for the same message.
         finish = cache(fs.comm.start_all_to_all([rows], send, receive, self._axis, self._label))
-        for row_number, source in enumerate(sorted(arriving)):
-            self._inbox[arriving[source]] = partial(_take_row, finish, row_number)
+        for row_number, target in enumerate(arriving):
+            self._inbox[target] = partial(_take_row, finish, row_number)
         # It keeps the tensors that are sent until they have arrived.
         self._in_flight.append(finish)
         self._finish_messages(remaining=stages)

@@ -197,7 +197,7 @@ def _refuse_to_run(*_: Any, **__: Any) -> NoReturn:
 
 def _list_specs(flat: Any) -> list[Any]:
     """List the specs of the leaves that are Sharded."""
-    return [leaf.spec for leaf in flat.leaves if isinstance(leaf, fs.Sharded)]
+    return [leaf.spec for leaf in flat.sharded]
 
 
 def _describe_arguments(key: Any, flat: Any) -> dict[str, str]:
